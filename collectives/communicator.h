@@ -1,0 +1,64 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <tessera/collectives/counters.h>
+#include <tessera/collectives/work.h>
+
+namespace tessera {
+
+enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct };
+
+/// A group of ranks that run collectives together, in the same order on every rank.
+///
+/// Every collective is called by every rank of the group. Tensors are contiguous ("flat") and on the group's device; sizes are
+/// in elements. `label` names what is sent (a parameter group, a parameter): it is part of the collective's signature, which
+/// ranks compare, and of every error. Collectives start asynchronously in stream order; `Work::wait` makes the result visible.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  int rank() const { return rank_; }                        ///< this process's index in `ranks()`
+  int size() const { return static_cast<int>(ranks_.size()); }
+  const std::vector<int64_t>& ranks() const { return ranks_; } ///< global ranks, in group order
+  const std::string& name() const { return name_; }
+  at::DeviceType device_type() const { return device_type_; }
+
+  /// `output` [size × input.numel()] receives the inputs of rank 0, 1, … one after another. `input` may be the view of
+  /// `output` at this rank's place.
+  virtual Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) = 0;
+  /// `output` [n] receives the reduction over ranks of the `rank()`-th n elements of `input` [size × n]. `input` may be overwritten.
+  virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) = 0;
+  virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) = 0;
+  /// Sends `input_splits[r]` elements to rank r and receives `output_splits[r]` from it; empty splits mean equal parts.
+  virtual Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
+                          const std::vector<int64_t>& input_splits, std::string_view label) = 0;
+  virtual Work broadcast(const at::Tensor& tensor, int root, std::string_view label) = 0;
+  /// Returns when every rank has called it.
+  virtual void barrier(std::string_view label) = 0;
+
+  /// Calls and bytes so far, by operation.
+  CollectiveCounters& counters() { return counters_; }
+
+ protected:
+  Communicator(std::string name, std::vector<int64_t> ranks, int rank, at::DeviceType device_type)
+      : name_(std::move(name)), ranks_(std::move(ranks)), rank_(rank), device_type_(device_type) {}
+
+  CollectiveCounters counters_;
+
+ private:
+  std::string name_;
+  std::vector<int64_t> ranks_;
+  int rank_;
+  at::DeviceType device_type_;
+};
+
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+} // namespace tessera

@@ -1,0 +1,35 @@
+#include <tessera/collectives/counters.h>
+
+namespace tessera {
+
+const char* to_string(CollectiveKind kind) {
+  switch (kind) {
+    case CollectiveKind::kAllGather: return "all_gather";
+    case CollectiveKind::kReduceScatter: return "reduce_scatter";
+    case CollectiveKind::kAllReduce: return "all_reduce";
+    case CollectiveKind::kAllToAll: return "all_to_all";
+    case CollectiveKind::kBroadcast: return "broadcast";
+    case CollectiveKind::kBarrier: return "barrier";
+  }
+  return "unknown";
+}
+
+void CollectiveCounters::add(CollectiveKind kind, int64_t bytes) {
+  auto& entry = entries_[static_cast<size_t>(kind)];
+  entry.calls.fetch_add(1, std::memory_order_relaxed);
+  entry.bytes.fetch_add(bytes, std::memory_order_relaxed);
+}
+
+CollectiveCounters::Count CollectiveCounters::get(CollectiveKind kind) const {
+  const auto& entry = entries_[static_cast<size_t>(kind)];
+  return {entry.calls.load(std::memory_order_relaxed), entry.bytes.load(std::memory_order_relaxed)};
+}
+
+void CollectiveCounters::reset() {
+  for (auto& entry : entries_) {
+    entry.calls.store(0, std::memory_order_relaxed);
+    entry.bytes.store(0, std::memory_order_relaxed);
+  }
+}
+
+} // namespace tessera

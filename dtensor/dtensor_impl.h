@@ -1,0 +1,35 @@
+#pragma once
+
+// Internal: what makes an at::Tensor a DTensor.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+
+#include <tessera/dtensor/spec.h>
+
+namespace tessera {
+
+/// Hangs off a TensorImpl that has the key `Fake`, the global shape and no storage. Shared by shallow copies (`data()`, `detach()`).
+struct DTensorMeta : c10::BackendMeta {
+  DTensorMeta(at::Tensor local_tensor, SpecPtr tensor_spec) : local(std::move(local_tensor)), spec(std::move(tensor_spec)) {}
+  at::Tensor local; ///< this rank's part; a plain tensor without autograd history
+  SpecPtr spec;
+};
+
+/// The key below autograd whose fallback runs an op on the local tensors.
+inline constexpr c10::DispatchKey kDTensorKey = c10::DispatchKey::Fake;
+
+/// The meta of a DTensor; null for any other tensor (undefined included).
+inline DTensorMeta* dtensor_meta(const at::TensorBase& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kDTensorKey)) return nullptr;
+  return static_cast<DTensorMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+}
+
+/// A new DTensor (not requiring grad) from this rank's part. `local` must have `spec->local_sizes()` and `spec->dtype()`.
+at::Tensor make_dtensor(at::Tensor local, SpecPtr spec);
+
+/// Turns `tensor` into a DTensor in place: its handle, autograd meta and every holder of it stay; its storage is let go.
+/// `extra_keys` are added to its key set (fsdp adds its own).
+void become_dtensor(const at::Tensor& tensor, c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys = {});
+
+} // namespace tessera

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include <c10/util/SmallVector.h>
+
+namespace tessera {
+
+/// Every rank of the mesh dim holds the whole tensor.
+struct Replicate {
+  bool operator==(const Replicate&) const = default;
+};
+
+/// Tensor dim `dim` is split as torch.chunk splits: ceil(n / ranks) each, trailing ranks less or nothing.
+struct Shard {
+  int64_t dim = 0;
+  bool operator==(const Shard&) const = default;
+};
+
+/// The leading tensor dims 0..`dim`, taken as one flattened dim, are split by `extents` (one a rank, 0 and "all" included).
+/// The local tensor has shape [extents[rank], sizes after `dim`...]; for dim 0 that is a range of rows. (veScale's RaggedShard.)
+struct RaggedShard {
+  int64_t dim = 0;
+  std::vector<int64_t> extents;
+  bool operator==(const RaggedShard&) const = default;
+};
+
+/// Every rank holds a full-shape tensor; the value is their reduction. `kNorm` is the p-norm of the ranks' values.
+struct Partial {
+  enum class Op { kSum, kAvg, kMin, kMax, kProduct, kNorm };
+  Op op = Op::kSum;
+  double norm_p = 2.0; ///< for kNorm
+  bool operator==(const Partial&) const = default;
+};
+
+using Placement = std::variant<Replicate, Shard, RaggedShard, Partial>;
+/// One placement a mesh dim.
+using Placements = c10::SmallVector<Placement, 2>;
+
+/// "Replicate()", "Shard(0)", "RaggedShard(0, [3, 2])", "Partial(sum)".
+std::string to_string(const Placement& placement);
+std::string to_string(const Placements& placements);
+
+} // namespace tessera

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/collectives/communicator.h>
+
+namespace tessera {
+
+/// An n-dimensional arrangement of ranks. A cheap value: copies share one immutable state; equality and hash compare the
+/// device type, the rank array and the dim names.
+class DeviceMesh {
+ public:
+  DeviceMesh() = default;
+
+  bool defined() const { return impl_ != nullptr; }
+  at::DeviceType device_type() const;
+  /// The device of this rank's tensors: the CPU, or CUDA device `local_rank`.
+  at::Device device() const;
+  int64_t ndim() const;
+  int64_t size() const;
+  int64_t size(int64_t dim) const;
+  const std::vector<int64_t>& shape() const;
+  const std::vector<std::string>& dim_names() const; ///< empty when unnamed
+  /// Global ranks, row-major over `shape()`.
+  const std::vector<int64_t>& ranks() const;
+
+  /// This rank's index in each dim; nothing for a rank outside the mesh.
+  const std::optional<std::vector<int64_t>>& coordinate() const;
+  /// This rank's index along one dim; an error for a rank outside the mesh.
+  int64_t local_rank(int64_t dim = 0) const;
+  int64_t local_rank(const std::string& name) const;
+  int64_t dim_of(const std::string& name) const;
+
+  /// The sub-mesh through this rank along the named dims, in the mesh's order.
+  DeviceMesh operator[](const std::string& name) const;
+  DeviceMesh operator[](const std::vector<std::string>& names) const;
+  /// All dims merged into one named `name` (default: the names joined by '_').
+  DeviceMesh flatten(const std::string& name = "") const;
+
+  /// The ranks that differ from this one only in `dim`, in the dim's order.
+  CommunicatorPtr communicator(int64_t dim = 0, const std::string& purpose = "default") const;
+
+  /// For example: DeviceMesh(cpu, [[0, 1], [2, 3]], names=("replicate", "shard")).
+  std::string to_string() const;
+
+  friend bool operator==(const DeviceMesh& a, const DeviceMesh& b);
+  size_t hash() const;
+
+ private:
+  struct Impl;
+  friend DeviceMesh make_device_mesh(at::DeviceType, std::vector<int64_t>, std::vector<int64_t>, std::vector<std::string>);
+  std::shared_ptr<const Impl> impl_;
+};
+
+/// A mesh over the whole world, row-major. Every rank calls it. An error when the shape does not hold exactly the world's ranks,
+/// or a dim name appears twice.
+DeviceMesh init_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<std::string> dim_names = {});
+
+/// A mesh over `ranks`, row-major over `shape`. Every rank calls it, ranks outside included.
+DeviceMesh make_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<int64_t> ranks,
+                            std::vector<std::string> dim_names = {});
+
+} // namespace tessera
