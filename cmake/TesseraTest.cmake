@@ -1,0 +1,51 @@
+# tessera_test(NAME name SOURCES file... [RANKS n...] [LABELS label...] [LIBRARIES target...] [TIMEOUT seconds]
+#              [ENVIRONMENT VAR=value...])
+#
+# One GoogleTest program in build/<preset>/bin/tests, built on the precompiled header that all tests share. Its ctest label is the
+# folder's name, plus LABELS.
+# Without RANKS: one ctest entry, `name`. With RANKS: one entry a world size, `name.<n>ranks`, which runs `name --ranks <n>`; the
+# main of tests/support starts the program as n local ranks, and every rank runs all tests of the program in lockstep.
+function(tessera_test)
+  cmake_parse_arguments(arg "" "NAME;TIMEOUT" "SOURCES;RANKS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
+  if(NOT arg_NAME OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "tessera_test: NAME and SOURCES are needed, and these are unknown: '${arg_UNPARSED_ARGUMENTS}'")
+  endif()
+  add_executable(${arg_NAME} ${arg_SOURCES})
+  target_link_libraries(${arg_NAME} PRIVATE tessera_test_base ${arg_LIBRARIES})
+  target_precompile_headers(${arg_NAME} REUSE_FROM tessera_test_base)
+  set_target_properties(${arg_NAME} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin/tests")
+
+  list(TRANSFORM arg_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
+  set_property(GLOBAL APPEND PROPERTY TESSERA_TEST_SOURCES ${arg_SOURCES})
+
+  if(arg_RANKS)
+    foreach(ranks IN LISTS arg_RANKS)
+      _tessera_add_test(${arg_NAME}.${ranks}ranks ${ranks} COMMAND ${arg_NAME} --ranks ${ranks})
+    endforeach()
+  else()
+    _tessera_add_test(${arg_NAME} 1 COMMAND ${arg_NAME})
+  endif()
+endfunction()
+
+# tessera_script_test(NAME name COMMAND command... [RANKS n] [LABELS label...] [TIMEOUT seconds] [ENVIRONMENT VAR=value...]):
+# a ctest entry that runs a command, with the label and the environment of tessera_test. RANKS is the number of processes that the
+# command starts.
+function(tessera_script_test)
+  cmake_parse_arguments(arg "" "NAME;RANKS;TIMEOUT" "COMMAND;LABELS;ENVIRONMENT" ${ARGN})
+  if(NOT arg_RANKS)
+    set(arg_RANKS 1)
+  endif()
+  _tessera_add_test(${arg_NAME} ${arg_RANKS} COMMAND ${arg_COMMAND})
+endfunction()
+
+# Reads arg_LABELS, arg_TIMEOUT and arg_ENVIRONMENT of its caller.
+function(_tessera_add_test name processors)
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 300)
+  endif()
+  get_filename_component(folder "${CMAKE_CURRENT_SOURCE_DIR}" NAME)
+  add_test(NAME ${name} ${ARGN})
+  set_tests_properties(${name} PROPERTIES
+    LABELS "${folder};${arg_LABELS}" PROCESSORS ${processors} TIMEOUT ${arg_TIMEOUT}
+    ENVIRONMENT "OMP_NUM_THREADS=1;TESSERA_TIMEOUT_SECONDS=60;${TESSERA_SANITIZER_ENVIRONMENT};${arg_ENVIRONMENT}")
+endfunction()
