@@ -1,0 +1,25 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <random>
+#include <string_view>
+#include <vector>
+
+namespace tessera::testing {
+
+/// The cases that this run takes of a long sweep: all of them with TESSERA_TEST_FULL=1, otherwise `count` of them, in their
+/// order, drawn with the seed TESSERA_TEST_SEED (default 1). The same on every rank, as ranks share the environment.
+template <typename Case>
+std::vector<Case> sweep(const std::vector<Case>& cases, size_t count) {
+  const char* full = std::getenv("TESSERA_TEST_FULL");
+  if (full != nullptr && std::string_view(full) == "1") return cases;
+  const char* seed = std::getenv("TESSERA_TEST_SEED");
+  std::mt19937 generator(seed != nullptr ? std::strtoul(seed, nullptr, 10) : 1);
+  std::vector<Case> subset;
+  std::sample(cases.begin(), cases.end(), std::back_inserter(subset), count, generator);
+  return subset;
+}
+
+} // namespace tessera::testing
