@@ -5,7 +5,8 @@
 #          LibTorch::cuda     torch_cuda + c10_cuda (only where the LibTorch has them)
 #          LibTorch_VERSION
 if(NOT TESSERA_LIBTORCH)
-  file(GLOB _wheel "${CMAKE_SOURCE_DIR}/.venv/lib/python3*/site-packages/torch")
+  file(GLOB _wheel "${CMAKE_CURRENT_LIST_DIR}/../.venv/lib/python3*/site-packages/torch")
+  get_filename_component(_wheel "${_wheel}" ABSOLUTE)
   set(TESSERA_LIBTORCH "${_wheel}" CACHE PATH "Folder with LibTorch's include/ and lib/" FORCE)
 endif()
 

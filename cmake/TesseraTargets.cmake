@@ -1,13 +1,20 @@
-# Helpers that give every target of the project the same warnings, sanitizers and output folder.
+# What every target of the project shares: warnings, sanitizers, output folders.
 
 add_library(tessera_options INTERFACE)
-target_compile_features(tessera_options INTERFACE cxx_std_20)
-target_compile_options(tessera_options INTERFACE -Wall -Wextra -Werror -Wno-unused-parameter -Wnon-virtual-dtor
-  -Woverloaded-virtual -Wno-missing-field-initializers)
+target_compile_options(tessera_options INTERFACE -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers
+  -Wnon-virtual-dtor -Woverloaded-virtual $<$<BOOL:${TESSERA_WERROR}>:-Werror>)
+
+# LibTorch is not instrumented, which is what the suppressions are for.
+set(TESSERA_SANITIZER_ENVIRONMENT)
 if(TESSERA_SANITIZER)
   target_compile_options(tessera_options INTERFACE -fsanitize=${TESSERA_SANITIZER} -fno-omit-frame-pointer
     -fno-sanitize-recover=all)
   target_link_options(tessera_options INTERFACE -fsanitize=${TESSERA_SANITIZER})
+  set(TESSERA_SANITIZER_ENVIRONMENT
+    "ASAN_OPTIONS=detect_stack_use_after_return=1:strict_init_order=1"
+    "LSAN_OPTIONS=print_suppressions=0:suppressions=${PROJECT_SOURCE_DIR}/cmake/lsan.supp"
+    "UBSAN_OPTIONS=print_stacktrace=1"
+    "TSAN_OPTIONS=ignore_noninstrumented_modules=1:second_deadlock_stack=1:suppressions=${PROJECT_SOURCE_DIR}/cmake/tsan.supp")
 endif()
 
 # tessera_program(NAME SOURCES file... [LIBRARIES target...]): a program in build/<preset>/bin.
@@ -15,5 +22,5 @@ function(tessera_program name)
   cmake_parse_arguments(arg "" "" "SOURCES;LIBRARIES" ${ARGN})
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE tessera::tessera tessera_options ${arg_LIBRARIES})
-  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin")
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
 endfunction()

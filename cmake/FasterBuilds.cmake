@@ -1,0 +1,15 @@
+# A compiler cache and a fast linker, where the machine has them.
+find_program(TESSERA_CCACHE ccache)
+if(TESSERA_CCACHE)
+  # Paths relative to the source tree let other copies of it share the cache; the sloppiness is what a precompiled header needs.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}"
+    "CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime" ${TESSERA_CCACHE})
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_DISABLE_PRECOMPILE_HEADERS)
+    add_compile_options(-fpch-preprocess)
+  endif()
+endif()
+
+find_program(TESSERA_MOLD mold)
+if(TESSERA_MOLD)
+  add_link_options(-fuse-ld=mold)
+endif()
