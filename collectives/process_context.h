@@ -7,10 +7,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 #include <tessera/collectives/communicator.h>
-
-namespace c10d {
-class Store;
-}
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace tessera {
 
