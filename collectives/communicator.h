@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -17,14 +18,15 @@ enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct };
 
 /// A group of ranks that run collectives together, in the same order on every rank.
 ///
-/// Every collective is called by every rank of the group. Tensors are contiguous ("flat") and on the group's device; sizes are
-/// in elements. `label` names what is sent (a parameter group, a parameter): it is part of the collective's signature, which
-/// ranks compare, and of every error. Collectives start asynchronously in stream order; `Work::wait` makes the result visible.
+/// Every collective is called by every rank of the group, from any thread, in the same order on all of them. Tensors are
+/// contiguous ("flat") and on the group's device; sizes are in elements. `label` names what is sent (a parameter group, a
+/// parameter): it is part of the collective's signature, which ranks compare, and of every error. Collectives start
+/// asynchronously in stream order; `Work::wait` makes the result visible. After a failure the communicator cannot be used again.
 class Communicator {
  public:
   virtual ~Communicator() = default;
 
-  int rank() const { return rank_; }                        ///< this process's index in `ranks()`
+  int rank() const { return rank_; } ///< this process's index in `ranks()`
   int size() const { return static_cast<int>(ranks_.size()); }
   const std::vector<int64_t>& ranks() const { return ranks_; } ///< global ranks, in group order
   const std::string& name() const { return name_; }
@@ -33,18 +35,23 @@ class Communicator {
   /// `output` [size × input.numel()] receives the inputs of rank 0, 1, … one after another. `input` may be the view of
   /// `output` at this rank's place.
   virtual Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) = 0;
-  /// `output` [n] receives the reduction over ranks of the `rank()`-th n elements of `input` [size × n]. `input` may be overwritten.
+  /// `output` [n] receives the reduction over ranks of the `rank()`-th n elements of `input` [size × n]. `input` may be
+  /// overwritten.
   virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) = 0;
   virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) = 0;
   /// Sends `input_splits[r]` elements to rank r and receives `output_splits[r]` from it; empty splits mean equal parts.
   virtual Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
                           const std::vector<int64_t>& input_splits, std::string_view label) = 0;
   virtual Work broadcast(const at::Tensor& tensor, int root, std::string_view label) = 0;
+  /// Runs the collectives that `issue` calls on this communicator as one launch (NCCL) and returns one `Work` for all of them;
+  /// the `Work`s of the single calls are not waited for. Every rank issues the same ones. Calls do not nest.
+  virtual Work coalesced(const std::function<void()>& issue) = 0;
   /// Returns when every rank has called it.
   virtual void barrier(std::string_view label) = 0;
 
   /// Calls and bytes so far, by operation.
   CollectiveCounters& counters() { return counters_; }
+  const CollectiveCounters& counters() const { return counters_; }
 
  protected:
   Communicator(std::string name, std::vector<int64_t> ranks, int rank, at::DeviceType device_type)

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 
 namespace tessera {
 
@@ -14,11 +15,15 @@ struct LaunchOptions {
 /// The first process starts `ranks` copies of this program with the same arguments and the rank variables that
 /// `init_process_group` reads, and waits for them. In each copy the same call runs `worker` and returns its status: 0, or 1
 /// when it threw (the message goes to the parent). Use it as `return tessera::launch(4, worker);` in `main`.
-/// In the first process it returns 0 when every rank did, and otherwise throws c10::Error with the first failing rank, its message
-/// or its signal, after the other ranks were stopped. An error when CUDA or a process group is already up.
+/// In the first process it returns 0 when every rank did, and otherwise throws c10::Error with the first failing rank, its
+/// message or its signal, after the other ranks were stopped. The ranks die with the first process. The first process also hosts
+/// the store, on a free port of 127.0.0.1. An error when CUDA or a process group is already up, or under another launcher.
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options = {});
 
 /// True in a process that `launch` started.
 bool is_launched_rank();
+
+/// The n of an argument `--ranks n` or `--ranks=n`; nothing when there is none. Throws c10::Error when n is no positive integer.
+std::optional<int> ranks_from_args(int argc, const char* const* argv);
 
 } // namespace tessera

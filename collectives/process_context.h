@@ -25,12 +25,14 @@ class ProcessContext {
   int world_size() const { return world_size_; }
   int local_rank() const { return local_rank_; }
   const ProcessGroupOptions& options() const { return options_; }
-  c10::intrusive_ptr<c10d::Store> store() const { return store_; }
+  /// The job's key-value store. Needs <torch/csrc/distributed/c10d/Store.hpp>.
+  c10::intrusive_ptr<c10d::Store> store() const;
 
   /// The communicator of `ranks` (global, in group order) on `device_type`, made at the first call and shared afterwards.
   /// Communicators with different `purpose` run independently of each other (for example: all-gathers beside reduce-scatters).
   /// Called by every rank in `ranks`, in the same order as their other calls with the same ranks.
-  CommunicatorPtr communicator(const std::vector<int64_t>& ranks, at::DeviceType device_type, const std::string& purpose = "default");
+  CommunicatorPtr communicator(const std::vector<int64_t>& ranks, at::DeviceType device_type,
+                               const std::string& purpose = "default");
   /// Sum over all communicators of this process.
   CollectiveCounters::Count count(CollectiveKind kind) const;
   void reset_counters();

@@ -37,13 +37,14 @@ class DeviceMesh {
   int64_t local_rank(const std::string& name) const;
   int64_t dim_of(const std::string& name) const;
 
-  /// The sub-mesh through this rank along the named dims, in the mesh's order.
+  /// The sub-mesh through this rank along the named dims, in the mesh's order. An error for a rank outside the mesh.
   DeviceMesh operator[](const std::string& name) const;
   DeviceMesh operator[](const std::vector<std::string>& names) const;
   /// All dims merged into one named `name` (default: the names joined by '_').
   DeviceMesh flatten(const std::string& name = "") const;
 
-  /// The ranks that differ from this one only in `dim`, in the dim's order.
+  /// The ranks that differ from this one only in `dim`, in the dim's order: made at the first call, which every one of them
+  /// makes, and shared afterwards by all meshes with the same ranks. An error for a rank outside the mesh.
   CommunicatorPtr communicator(int64_t dim = 0, const std::string& purpose = "default") const;
 
   /// For example: DeviceMesh(cpu, [[0, 1], [2, 3]], names=("replicate", "shard")).
@@ -54,15 +55,20 @@ class DeviceMesh {
 
  private:
   struct Impl;
+  const Impl& impl() const; ///< an error when undefined
+  int64_t checked_dim(int64_t dim) const;
+  const std::vector<int64_t>& own_coordinate() const;
+  DeviceMesh slice(const std::vector<int64_t>& dims) const; ///< along increasing `dims`
+
   friend DeviceMesh make_device_mesh(at::DeviceType, std::vector<int64_t>, std::vector<int64_t>, std::vector<std::string>);
   std::shared_ptr<const Impl> impl_;
 };
 
 /// A mesh over the whole world, row-major. Every rank calls it. An error when the shape does not hold exactly the world's ranks,
-/// or a dim name appears twice.
+/// or a dim name appears twice or is empty.
 DeviceMesh init_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<std::string> dim_names = {});
 
-/// A mesh over `ranks`, row-major over `shape`. Every rank calls it, ranks outside included.
+/// A mesh over `ranks`, row-major over `shape`. Every rank calls it, ranks outside included; nothing is communicated.
 DeviceMesh make_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<int64_t> ranks,
                             std::vector<std::string> dim_names = {});
 

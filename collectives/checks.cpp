@@ -1,0 +1,102 @@
+#include <tessera/collectives/checks.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <numeric>
+
+namespace tessera {
+
+namespace {
+
+struct Call {
+  const Communicator& group;
+  CollectiveKind kind;
+  std::string_view label;
+
+  std::string text() const { return describe(group, kind, label); }
+
+  void check_tensor(const at::Tensor& tensor, const char* name) const {
+    TORCH_CHECK(tensor.defined(), text(), ": ", name, " is undefined");
+    TORCH_CHECK(tensor.device().type() == group.device_type(), text(), ": ", name, " is on ", tensor.device(),
+                ", the group's tensors are on ", group.device_type());
+    TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_contiguous(), text(), ": ", name, " of sizes ", tensor.sizes(),
+                " is not contiguous");
+  }
+
+  void check_pair(const at::Tensor& output, const at::Tensor& input) const {
+    check_tensor(output, "output");
+    check_tensor(input, "input");
+    TORCH_CHECK(output.scalar_type() == input.scalar_type(), text(), ": output is ", output.scalar_type(), " and input is ",
+                input.scalar_type(), ", they must be equal");
+  }
+
+  void check_op(ReduceOp op, const at::Tensor& tensor) const {
+    TORCH_CHECK(op != ReduceOp::kAvg || at::isFloatingType(tensor.scalar_type()), text(), ": the average of ",
+                tensor.scalar_type(), " is not defined, reduce with sum");
+  }
+};
+
+std::vector<int64_t> equal_splits(const Call& call, const at::Tensor& tensor, const char* name) {
+  const int64_t size = call.group.size();
+  TORCH_CHECK(tensor.numel() % size == 0, call.text(), ": ", name, " has ", tensor.numel(),
+              " elements, which do not divide into ", size, " equal parts");
+  return std::vector<int64_t>(size, tensor.numel() / size);
+}
+
+std::vector<int64_t> check_splits(const Call& call, const at::Tensor& tensor, const std::vector<int64_t>& splits,
+                                  const char* name) {
+  if (splits.empty()) return equal_splits(call, tensor, name);
+  TORCH_CHECK(static_cast<int>(splits.size()) == call.group.size(), call.text(), ": ", splits.size(), " ", name, " splits for ",
+              call.group.size(), " ranks");
+  for (const auto split : splits) TORCH_CHECK(split >= 0, call.text(), ": ", name, " split ", split, " is negative");
+  const auto sum = std::accumulate(splits.begin(), splits.end(), int64_t{0});
+  TORCH_CHECK(sum == tensor.numel(), call.text(), ": the ", name, " splits sum to ", sum, ", ", name, " has ", tensor.numel(),
+              " elements");
+  return splits;
+}
+
+} // namespace
+
+std::string describe(const Communicator& group, CollectiveKind kind, std::string_view label) {
+  return c10::str(to_string(kind), " '", label, "' of group ", group.name(), " [", c10::Join(", ", group.ranks()), "] on rank ",
+                  group.ranks()[group.rank()]);
+}
+
+void check_all_gather(const Communicator& group, const at::Tensor& output, const at::Tensor& input, std::string_view label) {
+  const Call call{group, CollectiveKind::kAllGather, label};
+  call.check_pair(output, input);
+  TORCH_CHECK(output.numel() == group.size() * input.numel(), call.text(), ": output has ", output.numel(),
+              " elements, needed are ", group.size(), " times the input's ", input.numel());
+}
+
+void check_reduce_scatter(const Communicator& group, const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                          std::string_view label) {
+  const Call call{group, CollectiveKind::kReduceScatter, label};
+  call.check_pair(output, input);
+  call.check_op(op, input);
+  TORCH_CHECK(input.numel() == group.size() * output.numel(), call.text(), ": input has ", input.numel(),
+              " elements, needed are ", group.size(), " times the output's ", output.numel());
+}
+
+void check_all_reduce(const Communicator& group, const at::Tensor& tensor, ReduceOp op, std::string_view label) {
+  const Call call{group, CollectiveKind::kAllReduce, label};
+  call.check_tensor(tensor, "tensor");
+  call.check_op(op, tensor);
+}
+
+void check_broadcast(const Communicator& group, const at::Tensor& tensor, int root, std::string_view label) {
+  const Call call{group, CollectiveKind::kBroadcast, label};
+  call.check_tensor(tensor, "tensor");
+  TORCH_CHECK(root >= 0 && root < group.size(), call.text(), ": root ", root, " is not in [0, ", group.size(), ")");
+}
+
+AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& output, const at::Tensor& input,
+                                const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits,
+                                std::string_view label) {
+  const Call call{group, CollectiveKind::kAllToAll, label};
+  call.check_pair(output, input);
+  return {check_splits(call, output, output_splits, "output"), check_splits(call, input, input_splits, "input")};
+}
+
+} // namespace tessera

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <tessera/collectives/communicator.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera {
+
+/// Names a collective in errors: all_gather 'blocks.0' of group default [0, 1] on rank 1.
+std::string describe(const Communicator& group, CollectiveKind kind, std::string_view label);
+
+/// The argument checks that every backend does first. Each throws c10::Error that names the operation, label, group and rank.
+void check_all_gather(const Communicator& group, const at::Tensor& output, const at::Tensor& input, std::string_view label);
+void check_reduce_scatter(const Communicator& group, const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                          std::string_view label);
+void check_all_reduce(const Communicator& group, const at::Tensor& tensor, ReduceOp op, std::string_view label);
+void check_broadcast(const Communicator& group, const at::Tensor& tensor, int root, std::string_view label);
+
+struct AllToAllSplits {
+  std::vector<int64_t> output, input; ///< elements a rank
+};
+/// Also fills in the equal splits that empty lists stand for.
+AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& output, const at::Tensor& input,
+                                const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits,
+                                std::string_view label);
+
+} // namespace tessera

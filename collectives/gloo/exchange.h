@@ -1,0 +1,97 @@
+#pragma once
+
+#include <tessera/collectives/gloo/channel.h>
+#include <tessera/collectives/signature.h>
+#include <tessera/collectives/work.h>
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace tessera::gloo {
+
+/// Bytes in memory that somebody else keeps alive.
+struct Bytes {
+  void* data = nullptr;
+  int64_t count = 0;
+};
+
+/// What every rank sends to and receives from every other one; the own entries are not used.
+struct ExchangePlan {
+  std::vector<Bytes> send, receive;
+  std::function<void()> finish; ///< runs once, when all has arrived and has been sent
+};
+
+/// One collective in flight: everybody sends a part to everybody, and then something is computed.
+///
+/// Each pair of ranks exchanges a header first: the signature, and the payload behind it when that is small. Long payloads
+/// follow at once and go straight to their place. `complete` compares the signatures before it looks at any payload.
+class Exchange : public std::enable_shared_from_this<Exchange> {
+ public:
+  /// Payloads up to this size travel in the header's message.
+  static constexpr int64_t kInlineBytes = 4096;
+
+  Exchange(std::shared_ptr<Channel> channel, std::string call, std::vector<int64_t> ranks);
+
+  /// Posts all messages. `signature` lacks the sequence number and the payload size.
+  void start(Signature signature, ExchangePlan plan);
+  /// A further round that starts when the first one is finished (in `finish`, on every rank).
+  void run_second_round(const ExchangePlan& plan);
+
+  /// Blocks until the result is valid, on the first call. Throws nothing: `rethrow_failure` does.
+  void complete();
+  void rethrow_failure() const;
+  bool is_completed() const { return completed_; }
+
+  /// Wakes the waiting thread: messages of `peer`, or all of them.
+  void wake(int peer = -1);
+
+ private:
+  void run();
+  void post_headers(const Signature& signature);
+  void post_payloads();
+  void receive_headers();
+  void check_signatures();
+  void unpack_headers();
+  void wait_for(const std::vector<Message>& messages, const char* what);
+  [[noreturn]] void throw_lost(int peer, const std::string& cause) const;
+  [[noreturn]] void throw_timed_out(const std::string& what) const;
+  bool has_header() const;
+  bool is_inline(const Bytes& bytes) const { return has_header() && bytes.count <= kInlineBytes; }
+  char* sent_header(int peer) const;
+  char* received_header(int peer) const;
+
+  const std::shared_ptr<Channel> channel_;
+  const std::string call_; // for errors
+  const std::vector<int64_t> ranks_;
+  Signature signature_;
+  ExchangePlan plan_;
+  at::Tensor header_buffer_;
+  std::mutex messages_mutex_; // guards the lists against `wake`
+  std::vector<Message> header_receives_, receives_, sends_;
+  std::chrono::steady_clock::time_point deadline_;
+
+  std::mutex completing_;
+  std::atomic<bool> completed_{false};
+  std::exception_ptr failure_;
+};
+
+/// The user's handle of an exchange. One that is dropped before `wait` is completed in the background.
+class ExchangeWork final : public WorkState {
+ public:
+  ExchangeWork(std::shared_ptr<Channel> channel, std::shared_ptr<Exchange> exchange)
+      : channel_(std::move(channel)), exchange_(std::move(exchange)) {}
+  ~ExchangeWork() override;
+  void wait() override;
+  bool is_completed() override;
+
+ private:
+  std::shared_ptr<Channel> channel_;
+  std::shared_ptr<Exchange> exchange_;
+  bool in_background_ = false;
+};
+
+} // namespace tessera::gloo

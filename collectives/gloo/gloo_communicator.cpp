@@ -1,0 +1,206 @@
+#include <tessera/collectives/gloo/gloo_communicator.h>
+
+#include <tessera/collectives/checks.h>
+#include <tessera/collectives/gloo/exchange.h>
+#include <tessera/collectives/gloo/reduce.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace tessera::gloo {
+
+namespace {
+
+// Up to this size (bytes) one round that sends everything to everybody is faster than two rounds that send less.
+constexpr int64_t kOneRoundBytes = 64 << 10;
+
+char* bytes_at(const at::Tensor& tensor, int64_t element) {
+  return static_cast<char*>(tensor.data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
+}
+
+// The `index`-th of `parts` ranges that cover `numel` elements and differ by one element at most.
+struct Range {
+  int64_t begin, count;
+};
+Range part(int64_t numel, int parts, int index) {
+  const auto base = numel / parts, larger = numel % parts;
+  return {index * base + std::min<int64_t>(index, larger), base + (index < larger ? 1 : 0)};
+}
+
+void copy_bytes(void* to, const void* from, int64_t count) {
+  if (count > 0 && to != from) std::memcpy(to, from, count);
+}
+
+struct CoalescedWork final : WorkState {
+  explicit CoalescedWork(std::vector<Work> w) : works(std::move(w)) {}
+  void wait() override {
+    for (auto& work : works) work.wait();
+  }
+  bool is_completed() override {
+    return std::all_of(works.begin(), works.end(), [](const auto& work) { return work.is_completed(); });
+  }
+  std::vector<Work> works;
+};
+
+} // namespace
+
+struct GlooCommunicator::Call {
+  CollectiveKind kind;
+  std::string_view label;
+  at::ScalarType dtype = at::kByte;
+  int64_t bytes = 0; // of the full buffer
+  ReduceOp op = ReduceOp::kSum;
+  int root = -1;
+};
+
+GlooCommunicator::GlooCommunicator(std::string name, std::vector<int64_t> ranks, int rank, std::shared_ptr<Channel> channel)
+    : Communicator(std::move(name), std::move(ranks), rank, at::kCPU), channel_(std::move(channel)) {}
+
+GlooCommunicator::~GlooCommunicator() { channel_->close(); }
+
+Work GlooCommunicator::start(const Call& call, ExchangePlan plan) {
+  auto signature = make_signature(call.kind, call.label, call.dtype, call.kind == CollectiveKind::kAllToAll ? 0 : call.bytes);
+  signature.reduce_op = static_cast<uint8_t>(call.op);
+  signature.root = call.root;
+  auto exchange = std::make_shared<Exchange>(channel_, describe(*this, call.kind, call.label), ranks());
+  exchange->start(signature, std::move(plan));
+  counters_.add(call.kind, call.bytes);
+  Work work(std::make_shared<ExchangeWork>(channel_, std::move(exchange)));
+  if (coalescing_) coalescing_->push_back(work);
+  return work;
+}
+
+Work GlooCommunicator::all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) {
+  check_all_gather(*this, output, input, label);
+  const auto count = static_cast<int64_t>(input.nbytes());
+  ExchangePlan plan{std::vector<Bytes>(size(), {input.data_ptr(), count}), std::vector<Bytes>(size()), {}};
+  for (int r = 0; r < size(); ++r) plan.receive[r] = {bytes_at(output, r * input.numel()), count};
+  copy_bytes(plan.receive[rank()].data, input.data_ptr(), count);
+  plan.finish = [output, input] {};
+  return start({CollectiveKind::kAllGather, label, input.scalar_type(), static_cast<int64_t>(output.nbytes())}, std::move(plan));
+}
+
+Work GlooCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) {
+  check_reduce_scatter(*this, output, input, op, label);
+  const auto numel = output.numel(), count = static_cast<int64_t>(output.nbytes());
+  ExchangePlan plan{std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}};
+  auto buffer = channel_->take_buffer(count * size());
+  std::vector<const void*> terms(size());
+  for (int r = 0; r < size(); ++r) {
+    plan.send[r] = {bytes_at(input, r * numel), count};
+    plan.receive[r] = {bytes_at(buffer, r * count), count};
+    terms[r] = r == rank() ? plan.send[r].data : plan.receive[r].data;
+  }
+  plan.finish = [output, input, buffer, terms, op, numel, channel = channel_] {
+    reduce(output.data_ptr(), terms, numel, output.scalar_type(), op);
+    channel->return_buffer(buffer);
+  };
+  return start({CollectiveKind::kReduceScatter, label, input.scalar_type(), static_cast<int64_t>(input.nbytes()), op},
+               std::move(plan));
+}
+
+Work GlooCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) {
+  check_all_reduce(*this, tensor, op, label);
+  const Call call{CollectiveKind::kAllReduce, label, tensor.scalar_type(), static_cast<int64_t>(tensor.nbytes()), op};
+  return size() == 2 || call.bytes <= kOneRoundBytes ? all_reduce_in_one_round(call, tensor, op)
+                                                     : all_reduce_in_two_rounds(call, tensor, op);
+}
+
+Work GlooCommunicator::all_reduce_in_one_round(const Call& call, const at::Tensor& tensor, ReduceOp op) {
+  ExchangePlan plan{std::vector<Bytes>(size(), {tensor.data_ptr(), call.bytes}), std::vector<Bytes>(size()), {}};
+  auto buffer = channel_->take_buffer(call.bytes * size());
+  std::vector<const void*> terms(size());
+  for (int r = 0; r < size(); ++r) {
+    plan.receive[r] = {bytes_at(buffer, r * call.bytes), call.bytes};
+    terms[r] = r == rank() ? tensor.data_ptr() : plan.receive[r].data;
+  }
+  plan.finish = [tensor, buffer, terms, op, channel = channel_] {
+    reduce(tensor.data_ptr(), terms, tensor.numel(), tensor.scalar_type(), op);
+    channel->return_buffer(buffer);
+  };
+  return start(call, std::move(plan));
+}
+
+Work GlooCommunicator::all_reduce_in_two_rounds(const Call& call, const at::Tensor& tensor, ReduceOp op) {
+  const auto width = static_cast<int64_t>(tensor.element_size());
+  const auto own = part(tensor.numel(), size(), rank());
+  auto buffer = channel_->take_buffer(own.count * width * size());
+  ExchangePlan scatter{std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}};
+  ExchangePlan gather{
+      std::vector<Bytes>(size(), {bytes_at(tensor, own.begin), own.count * width}), std::vector<Bytes>(size()), {}};
+  std::vector<const void*> terms(size());
+  for (int r = 0; r < size(); ++r) {
+    const auto range = part(tensor.numel(), size(), r);
+    scatter.send[r] = gather.receive[r] = {bytes_at(tensor, range.begin), range.count * width};
+    scatter.receive[r] = {bytes_at(buffer, r * own.count * width), own.count * width};
+    terms[r] = r == rank() ? scatter.send[r].data : scatter.receive[r].data;
+  }
+  auto signature = make_signature(call.kind, call.label, call.dtype, call.bytes);
+  signature.reduce_op = static_cast<uint8_t>(op);
+  auto exchange = std::make_shared<Exchange>(channel_, describe(*this, call.kind, call.label), ranks());
+  scatter.finish = [tensor, buffer, terms, op, own, gather, channel = channel_, exchange = exchange.get()] {
+    reduce(bytes_at(tensor, own.begin), terms, own.count, tensor.scalar_type(), op);
+    channel->return_buffer(buffer);
+    exchange->run_second_round(gather);
+  };
+  exchange->start(signature, std::move(scatter));
+  counters_.add(call.kind, call.bytes);
+  channel_->complete_in_background(exchange); // the second round must not wait for this rank's `wait`
+  Work work(std::make_shared<ExchangeWork>(channel_, std::move(exchange)));
+  if (coalescing_) coalescing_->push_back(work);
+  return work;
+}
+
+Work GlooCommunicator::all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
+                                  const std::vector<int64_t>& input_splits, std::string_view label) {
+  const auto splits = check_all_to_all(*this, output, input, output_splits, input_splits, label);
+  const auto width = static_cast<int64_t>(input.element_size());
+  TORCH_CHECK(splits.input[rank()] == splits.output[rank()], describe(*this, CollectiveKind::kAllToAll, label), ": rank ",
+              ranks()[rank()], " sends itself ", splits.input[rank()], " elements and expects ", splits.output[rank()]);
+  ExchangePlan plan{std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}};
+  int64_t sent = 0, received = 0;
+  for (int r = 0; r < size(); ++r) {
+    plan.send[r] = {bytes_at(input, sent), splits.input[r] * width};
+    plan.receive[r] = {bytes_at(output, received), splits.output[r] * width};
+    sent += splits.input[r];
+    received += splits.output[r];
+  }
+  copy_bytes(plan.receive[rank()].data, plan.send[rank()].data, plan.send[rank()].count);
+  plan.finish = [output, input] {};
+  const auto bytes = static_cast<int64_t>(std::max(output.nbytes(), input.nbytes()));
+  return start({CollectiveKind::kAllToAll, label, input.scalar_type(), bytes}, std::move(plan));
+}
+
+Work GlooCommunicator::broadcast(const at::Tensor& tensor, int root, std::string_view label) {
+  check_broadcast(*this, tensor, root, label);
+  const Bytes whole{tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes())};
+  ExchangePlan plan{std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}};
+  if (rank() == root)
+    std::fill(plan.send.begin(), plan.send.end(), whole);
+  else
+    plan.receive[root] = whole;
+  plan.finish = [tensor] {};
+  return start({CollectiveKind::kBroadcast, label, tensor.scalar_type(), whole.count, ReduceOp::kSum, root}, std::move(plan));
+}
+
+Work GlooCommunicator::coalesced(const std::function<void()>& issue) {
+  TORCH_CHECK(!coalescing_, "coalesced calls on group ", name(), " do not nest");
+  std::vector<Work> works;
+  coalescing_ = &works;
+  try {
+    issue();
+  } catch (...) {
+    coalescing_ = nullptr;
+    throw;
+  }
+  coalescing_ = nullptr;
+  return Work(std::make_shared<CoalescedWork>(std::move(works)));
+}
+
+void GlooCommunicator::barrier(std::string_view label) {
+  start({CollectiveKind::kBarrier, label}, {std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}}).wait();
+}
+
+} // namespace tessera::gloo

@@ -1,0 +1,158 @@
+#include <tessera/collectives/job_environment.h>
+
+#include <c10/util/Exception.h>
+
+#include <unistd.h>
+#include <charconv>
+#include <optional>
+
+namespace tessera {
+
+namespace {
+
+class Variables {
+ public:
+  explicit Variables(const EnvironmentMap& map) : map_(map) {}
+
+  std::optional<std::string> text(const std::string& name) const {
+    const auto found = map_.find(name);
+    if (found == map_.end() || found->second.empty()) return std::nullopt;
+    return found->second;
+  }
+
+  std::optional<int> integer(const std::string& name) const {
+    const auto value = text(name);
+    if (!value) return std::nullopt;
+    int number = 0;
+    const auto [end, error] = std::from_chars(value->data(), value->data() + value->size(), number);
+    TORCH_CHECK(error == std::errc() && end == value->data() + value->size() && number >= 0, "environment variable ", name, "=",
+                *value, " is not a non-negative integer");
+    return number;
+  }
+
+  int required_integer(const std::string& name, const std::string& because) const {
+    const auto value = integer(name);
+    TORCH_CHECK(value, "environment variable ", name, " is not set, but ", because, " is");
+    return *value;
+  }
+
+  /// The name and value of the variable, for messages.
+  std::string show(const std::string& name) const { return name + "=" + text(name).value_or(""); }
+
+ private:
+  const EnvironmentMap& map_;
+};
+
+void check_below(const Variables& variables, int value, const char* name, int limit, const char* limit_name) {
+  TORCH_CHECK(limit > 0, "environment variable ", variables.show(limit_name), " must be at least 1");
+  TORCH_CHECK(value < limit, "environment variable ", variables.show(name), " must be less than ", variables.show(limit_name));
+}
+
+int port_of(const Variables& variables, const std::string& because) {
+  const int port = variables.required_integer("MASTER_PORT", because);
+  TORCH_CHECK(port >= 1 && port <= 65535, "environment variable ", variables.show("MASTER_PORT"), " is not a port (1 to 65535)");
+  return port;
+}
+
+JobEnvironment parse_torchrun(const Variables& variables) {
+  JobEnvironment job;
+  job.launcher = variables.text("TESSERA_LAUNCH_PIPE") ? JobEnvironment::Launcher::kTessera : JobEnvironment::Launcher::kTorchrun;
+  const char* known = variables.text("RANK") ? "RANK" : "WORLD_SIZE";
+  job.rank = variables.required_integer("RANK", variables.show(known));
+  job.world_size = variables.required_integer("WORLD_SIZE", variables.show(known));
+  check_below(variables, job.rank, "RANK", job.world_size, "WORLD_SIZE");
+  job.local_rank = variables.integer("LOCAL_RANK").value_or(job.rank);
+  if (const auto local_size = variables.integer("LOCAL_WORLD_SIZE")) {
+    check_below(variables, job.local_rank, "LOCAL_RANK", *local_size, "LOCAL_WORLD_SIZE");
+    TORCH_CHECK(*local_size <= job.world_size, "environment variable ", variables.show("LOCAL_WORLD_SIZE"), " exceeds ",
+                variables.show("WORLD_SIZE"));
+  }
+  if (job.world_size == 1 && !variables.text("MASTER_ADDR")) return job;
+  const auto host = variables.text("MASTER_ADDR");
+  TORCH_CHECK(host, "environment variable MASTER_ADDR is not set, but ", variables.show("WORLD_SIZE"), " is");
+  job.store_host = *host;
+  job.store_port = port_of(variables, variables.show("WORLD_SIZE"));
+  job.store_is_hosted = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  job.restart = variables.integer("TORCHELASTIC_RESTART_COUNT").value_or(0);
+  return job;
+}
+
+JobEnvironment parse_open_mpi(const Variables& variables) {
+  JobEnvironment job;
+  job.launcher = JobEnvironment::Launcher::kOpenMpi;
+  const auto known = variables.show("OMPI_COMM_WORLD_RANK");
+  job.rank = variables.required_integer("OMPI_COMM_WORLD_RANK", known);
+  job.world_size = variables.required_integer("OMPI_COMM_WORLD_SIZE", known);
+  check_below(variables, job.rank, "OMPI_COMM_WORLD_RANK", job.world_size, "OMPI_COMM_WORLD_SIZE");
+  job.local_rank = variables.required_integer("OMPI_COMM_WORLD_LOCAL_RANK", known);
+  if (job.world_size == 1) return job;
+  const auto local_size = variables.integer("OMPI_COMM_WORLD_LOCAL_SIZE").value_or(job.world_size);
+  const auto host = variables.text("MASTER_ADDR");
+  TORCH_CHECK(host || local_size == job.world_size, "environment variable MASTER_ADDR is not set, but ",
+              variables.show("OMPI_COMM_WORLD_LOCAL_SIZE"), " of ", variables.show("OMPI_COMM_WORLD_SIZE"),
+              " ranks are on this host; start with mpirun -x MASTER_ADDR=<host of rank 0>");
+  job.store_host = host.value_or("127.0.0.1");
+  job.store_port = port_of(variables, known);
+  return job;
+}
+
+std::string slurm_host(const Variables& variables) {
+  for (const char* name : {"MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"})
+    if (const auto host = variables.text(name)) return *host;
+  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"})
+    if (const auto list = variables.text(name)) return first_slurm_host(*list);
+  TORCH_CHECK(false,
+              "none of the environment variables MASTER_ADDR, SLURM_LAUNCH_NODE_IPADDR, SLURM_STEP_NODELIST and "
+              "SLURM_JOB_NODELIST is set, but ",
+              variables.show("SLURM_NTASKS"), " is");
+}
+
+JobEnvironment parse_slurm(const Variables& variables) {
+  JobEnvironment job;
+  job.launcher = JobEnvironment::Launcher::kSlurm;
+  const auto known = variables.show("SLURM_PROCID");
+  job.rank = variables.required_integer("SLURM_PROCID", known);
+  job.world_size = variables.required_integer("SLURM_NTASKS", known);
+  check_below(variables, job.rank, "SLURM_PROCID", job.world_size, "SLURM_NTASKS");
+  job.local_rank = variables.required_integer("SLURM_LOCALID", known);
+  if (job.world_size == 1) return job;
+  job.store_host = slurm_host(variables);
+  if (variables.text("MASTER_PORT")) {
+    job.store_port = port_of(variables, known);
+  } else {
+    const int first_dynamic_port = 49152, ports = 65536 - first_dynamic_port;
+    job.store_port = first_dynamic_port + variables.required_integer("SLURM_JOB_ID", known) % ports;
+  }
+  job.restart = variables.integer("SLURM_RESTART_COUNT").value_or(0);
+  return job;
+}
+
+} // namespace
+
+std::string first_slurm_host(const std::string& node_list) {
+  const auto bracket = node_list.find('['), comma = node_list.find(',');
+  if (bracket == std::string::npos || comma < bracket) return node_list.substr(0, comma);
+  const auto first_end = node_list.find_first_of("-,]", bracket);
+  TORCH_CHECK(first_end != std::string::npos && first_end > bracket + 1, "cannot read the Slurm node list ", node_list);
+  return node_list.substr(0, bracket) + node_list.substr(bracket + 1, first_end - bracket - 1);
+}
+
+JobEnvironment parse_job_environment(const EnvironmentMap& environment) {
+  const Variables variables(environment);
+  if (variables.text("RANK") || variables.text("WORLD_SIZE")) return parse_torchrun(variables);
+  if (variables.text("OMPI_COMM_WORLD_RANK")) return parse_open_mpi(variables);
+  // Without a step, as in the batch script itself, the process is no task of srun.
+  if (variables.text("SLURM_PROCID") && variables.text("SLURM_STEP_ID")) return parse_slurm(variables);
+  return {};
+}
+
+EnvironmentMap current_environment() {
+  EnvironmentMap map;
+  for (char** entry = environ; entry && *entry; ++entry) {
+    const std::string text(*entry);
+    if (const auto equals = text.find('='); equals != std::string::npos) map[text.substr(0, equals)] = text.substr(equals + 1);
+  }
+  return map;
+}
+
+} // namespace tessera

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+
+namespace tessera {
+
+using EnvironmentMap = std::map<std::string, std::string>;
+
+/// Who this process is in the job, as its launcher says through environment variables.
+struct JobEnvironment {
+  enum class Launcher { kNone, kTorchrun, kSlurm, kOpenMpi, kTessera };
+
+  Launcher launcher = Launcher::kNone;
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;
+  std::string store_host; ///< where the store listens; empty for a job of one rank
+  int store_port = 0;
+  bool store_is_hosted = false; ///< the launcher runs the store, and rank 0 must not
+  int restart = 0;              ///< how often the launcher restarted the job
+};
+
+/// Reads the variables, in this order of preference:
+/// - `tessera::launch` and torchrun (or any launcher that sets them by hand): RANK, WORLD_SIZE, LOCAL_RANK (default: RANK, when
+///   it is not set), MASTER_ADDR, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE, TORCHELASTIC_RESTART_COUNT;
+/// - Open MPI: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE, MASTER_PORT,
+///   and MASTER_ADDR where not all ranks are on this host (default 127.0.0.1);
+/// - Slurm: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, inside a job step (SLURM_STEP_ID); the host from MASTER_ADDR,
+///   SLURM_LAUNCH_NODE_IPADDR, or the first host of SLURM_STEP_NODELIST / SLURM_JOB_NODELIST; the port from MASTER_PORT or
+///   SLURM_JOB_ID.
+/// None of them: one rank. Throws c10::Error, naming the variable and its value, when variables are missing or contradict.
+JobEnvironment parse_job_environment(const EnvironmentMap& environment);
+
+/// This process's environment variables.
+EnvironmentMap current_environment();
+
+/// The first host of a Slurm node list: "node[03-05,9],login" is node03.
+std::string first_slurm_host(const std::string& node_list);
+
+} // namespace tessera

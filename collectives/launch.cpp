@@ -1,0 +1,294 @@
+#include <tessera/collectives/launch.h>
+
+#include <tessera/collectives/job_environment.h>
+#include <tessera/collectives/process_context.h>
+
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <charconv>
+#include <chrono>
+#include <climits>
+#include <condition_variable>
+#include <csignal>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+namespace tessera {
+
+namespace {
+
+constexpr const char* kPipeVariable = "TESSERA_LAUNCH_PIPE";
+constexpr const char* kParentVariable = "TESSERA_LAUNCH_PARENT";
+
+// What a rank that threw writes into the pipe, in one piece.
+struct FailureRecord {
+  int rank;
+  bool consequence; ///< a connection was lost or timed out: another rank failed first
+  int64_t nanoseconds;
+  char text[3800];
+};
+static_assert(sizeof(FailureRecord) <= PIPE_BUF, "so that the ranks' records do not mix");
+
+int64_t now_in_nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+// ---------------------------------------------------------------- in a rank
+
+void report_failure(int pipe, const std::string& text, bool consequence) {
+  FailureRecord record = {};
+  record.rank = parse_job_environment(current_environment()).rank;
+  record.consequence = consequence;
+  record.nanoseconds = now_in_nanoseconds();
+  std::strncpy(record.text, text.c_str(), sizeof(record.text) - 1);
+  // When the parent is gone nobody is left to be told.
+  [[maybe_unused]] const auto written = write(pipe, &record, sizeof(record));
+}
+
+int run_as_rank(const std::function<void()>& worker) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (std::to_string(getppid()) != std::getenv(kParentVariable)) raise(SIGKILL); // it died before the call above
+  const int pipe = std::atoi(std::getenv(kPipeVariable));
+  fcntl(pipe, F_SETFD, FD_CLOEXEC);
+  try {
+    worker();
+    return 0;
+  } catch (const c10::DistNetworkError& error) {
+    report_failure(pipe, error.what_without_backtrace(), true);
+  } catch (const c10::Error& error) {
+    report_failure(pipe, error.what_without_backtrace(), false);
+  } catch (const std::exception& error) {
+    report_failure(pipe, error.what(), false);
+  } catch (...) {
+    report_failure(pipe, "an exception that is no std::exception", false);
+  }
+  return 1;
+}
+
+// ---------------------------------------------------------------- in the parent
+
+struct Pipe {
+  Pipe() { TORCH_CHECK(::pipe2(ends, O_CLOEXEC) == 0, "launch: cannot make a pipe: ", std::strerror(errno)); }
+  ~Pipe() {
+    for (const int end : ends) close(end);
+  }
+  int ends[2];
+};
+
+std::vector<std::string> command_line() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  std::vector<std::string> arguments;
+  for (std::string argument; std::getline(file, argument, '\0');) arguments.push_back(argument);
+  TORCH_CHECK(!arguments.empty(), "launch: cannot read /proc/self/cmdline");
+  return arguments;
+}
+
+EnvironmentMap rank_environment(int rank, int ranks, int port, int pipe) {
+  auto environment = current_environment();
+  environment["RANK"] = environment["LOCAL_RANK"] = std::to_string(rank);
+  environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = std::to_string(ranks);
+  environment["MASTER_ADDR"] = "127.0.0.1";
+  environment["MASTER_PORT"] = std::to_string(port);
+  environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"; // this process hosts it
+  environment[kPipeVariable] = std::to_string(pipe);
+  environment[kParentVariable] = std::to_string(getpid());
+  environment.erase("TORCHELASTIC_RESTART_COUNT");
+  return environment;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& texts) {
+  std::vector<char*> result;
+  for (auto& text : texts) result.push_back(text.data());
+  result.push_back(nullptr);
+  return result;
+}
+
+pid_t start_rank(const EnvironmentMap& environment, int inherited_pipe) {
+  auto arguments = command_line();
+  std::vector<std::string> variables;
+  for (const auto& [name, value] : environment) variables.push_back(name + "=" + value);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, inherited_pipe, inherited_pipe); // clears close-on-exec
+  pid_t pid = 0;
+  const int error =
+      posix_spawn(&pid, "/proc/self/exe", &actions, nullptr, pointers(arguments).data(), pointers(variables).data());
+  posix_spawn_file_actions_destroy(&actions);
+  TORCH_CHECK(error == 0, "launch: cannot start ", arguments[0], ": ", std::strerror(error));
+  return pid;
+}
+
+std::string describe_status(int status) {
+  if (WIFSIGNALED(status)) {
+    const int signal = WTERMSIG(status);
+    const char* name = sigabbrev_np(signal);
+    return c10::str("was killed by signal ", signal, " (SIG", name ? name : "?", ")");
+  }
+  return c10::str("exited with status ", WEXITSTATUS(status));
+}
+
+/// The ranks as the parent sees them: one thread for each waits for its end.
+class Ranks {
+ public:
+  Ranks(int count, int port) : pids_(count), statuses_(count), failures_(count) {
+    try {
+      for (int rank = 0; rank < count; ++rank) {
+        pids_[rank] = start_rank(rank_environment(rank, count, port, pipe_.ends[1]), pipe_.ends[1]);
+        running_.push_back(rank);
+        waiters_.emplace_back(&Ranks::wait_for_end, this, rank);
+      }
+    } catch (...) {
+      stop();
+      throw;
+    }
+    fcntl(pipe_.ends[0], F_SETFL, O_NONBLOCK);
+  }
+  ~Ranks() { stop(); }
+
+  void run(std::chrono::seconds grace) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return running_.empty() || first_failed_ >= 0; });
+    if (first_failed_ < 0) return;
+    changed_.wait_for(lock, grace, [&] { return running_.empty(); });
+    const auto stopped = running_;
+    lock.unlock();
+    stop();
+    throw_failure(stopped);
+  }
+
+ private:
+  struct Failure {
+    bool known = false, consequence = false;
+    int64_t nanoseconds = 0;
+    std::string text;
+  };
+
+  void wait_for_end(int rank) {
+    int status = 0;
+    while (waitpid(pids_[rank], &status, 0) < 0 && errno == EINTR) {
+    }
+    std::lock_guard lock(mutex_);
+    statuses_[rank] = status;
+    std::erase(running_, rank);
+    if (status != 0 && !stopping_) {
+      if (first_failed_ < 0) first_failed_ = rank;
+      failures_[rank] = {true, false, now_in_nanoseconds(), describe_status(status)};
+    }
+    changed_.notify_all();
+  }
+
+  void stop() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+      for (const int rank : running_) kill(pids_[rank], SIGKILL);
+    }
+    for (auto& waiter : waiters_)
+      if (waiter.joinable()) waiter.join();
+  }
+
+  void read_records() {
+    FailureRecord record;
+    while (read(pipe_.ends[0], &record, sizeof(record)) == sizeof(record)) {
+      auto& failure = failures_[record.rank];
+      if (failure.known && WIFSIGNALED(statuses_[record.rank])) continue; // it died while it unwound: the signal says more
+      failure = {true, record.consequence, record.nanoseconds, c10::str("failed: ", record.text)};
+    }
+  }
+
+  [[noreturn]] void throw_failure(const std::vector<int>& stopped) {
+    read_records();
+    // The cause is the first failure that is not a lost connection to somebody else.
+    const auto before = [&](int a, int b) {
+      const auto &x = failures_[a], &y = failures_[b];
+      return std::tuple(!x.known, x.consequence, x.nanoseconds) < std::tuple(!y.known, y.consequence, y.nanoseconds);
+    };
+    int cause = 0;
+    for (int rank = 1; rank < static_cast<int>(pids_.size()); ++rank)
+      if (before(rank, cause)) cause = rank;
+    std::string others;
+    for (int rank = 0; rank < static_cast<int>(pids_.size()); ++rank)
+      if (rank != cause && failures_[rank].known) others += c10::str("\n  rank ", rank, " then ", failures_[rank].text);
+    if (!stopped.empty()) others += c10::str("\n  stopped: rank", stopped.size() == 1 ? " " : "s ", c10::Join(", ", stopped));
+    TORCH_CHECK(false, "rank ", cause, " of ", pids_.size(), " ", failures_[cause].text, others);
+  }
+
+  Pipe pipe_;
+  std::vector<pid_t> pids_;
+  std::vector<std::thread> waiters_;
+  std::mutex mutex_; // guards what follows
+  std::condition_variable changed_;
+  std::vector<int> running_, statuses_;
+  std::vector<Failure> failures_;
+  int first_failed_ = -1;
+  bool stopping_ = false;
+};
+
+bool is_cuda_initialized() {
+  if (!at::hasCUDA()) return false;
+  const auto& hooks = at::detail::getCUDAHooks();
+  for (int device = 0; device < hooks.deviceCount(); ++device)
+    if (hooks.hasPrimaryContext(static_cast<c10::DeviceIndex>(device))) return true;
+  return false;
+}
+
+void check_may_launch(int ranks) {
+  TORCH_CHECK(ranks >= 1, "launch: the number of ranks must be at least 1, not ", ranks);
+  TORCH_CHECK(!is_initialized(), "launch: a process group is already up in this process; call launch before init_process_group");
+  TORCH_CHECK(!is_cuda_initialized(), "launch: CUDA is already initialized in this process; call launch before any use of CUDA");
+  for (const char* name : {"RANK", "WORLD_SIZE"})
+    if (const char* value = std::getenv(name); value && *value)
+      TORCH_CHECK(false, "launch: this process is already a rank of another launcher's job (", name, "=", value,
+                  "); run the program alone, or without launch");
+}
+
+} // namespace
+
+bool is_launched_rank() { return std::getenv(kPipeVariable) != nullptr; }
+
+int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options) {
+  if (is_launched_rank()) return run_as_rank(worker);
+  check_may_launch(ranks);
+  c10d::TCPStoreOptions store_options;
+  store_options.port = 0;
+  store_options.isServer = true;
+  store_options.waitWorkers = false;
+  c10d::TCPStore store("127.0.0.1", store_options);
+  Ranks(ranks, store.getPort()).run(std::chrono::seconds(options.grace_seconds));
+  return 0;
+}
+
+std::optional<int> ranks_from_args(int argc, const char* const* argv) {
+  for (int i = 1; i < argc; ++i) {
+    std::string_view value(argv[i]);
+    if (value == "--ranks") {
+      TORCH_CHECK(i + 1 < argc, "--ranks needs a number");
+      value = argv[i + 1];
+    } else if (value.starts_with("--ranks=")) {
+      value.remove_prefix(8);
+    } else {
+      continue;
+    }
+    int ranks = 0;
+    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), ranks);
+    TORCH_CHECK(error == std::errc() && end == value.data() + value.size() && ranks >= 1, "--ranks ", value,
+                " is not a positive number");
+    return ranks;
+  }
+  return std::nullopt;
+}
+
+} // namespace tessera

@@ -1,0 +1,71 @@
+#include <tessera/collectives/signature.h>
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace tessera {
+
+namespace {
+
+// FNV-1a: equal in every process, unlike absl::Hash, whose seed differs.
+uint64_t hash_text(std::string_view text) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return hash;
+}
+
+bool reduces(CollectiveKind kind) { return kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduceScatter; }
+
+} // namespace
+
+const char* to_string(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kAvg:
+      return "avg";
+    case ReduceOp::kMin:
+      return "min";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kProduct:
+      return "product";
+  }
+  return "unknown";
+}
+
+Signature make_signature(CollectiveKind kind, std::string_view label, c10::ScalarType dtype, int64_t bytes) {
+  Signature signature;
+  signature.kind = static_cast<uint8_t>(kind);
+  signature.dtype = static_cast<int8_t>(dtype);
+  signature.bytes = bytes;
+  signature.label_hash = hash_text(label);
+  signature.label_length = static_cast<uint8_t>(std::min(label.size(), Signature::kLabelCapacity));
+  std::memcpy(signature.label, label.data(), signature.label_length);
+  return signature;
+}
+
+bool Signature::same_collective(const Signature& other) const {
+  return sequence == other.sequence && label_hash == other.label_hash && bytes == other.bytes && root == other.root &&
+         kind == other.kind && reduce_op == other.reduce_op && dtype == other.dtype;
+}
+
+std::string Signature::to_string() const {
+  const auto what = static_cast<CollectiveKind>(kind);
+  std::string text = c10::str(tessera::to_string(what), " '", label_text(), "' (");
+  if (what != CollectiveKind::kAllToAll && what != CollectiveKind::kBarrier) text += c10::str(bytes, " bytes of ");
+  if (what != CollectiveKind::kBarrier) text += c10::str(c10::toString(static_cast<c10::ScalarType>(dtype)), ", ");
+  if (reduces(what)) text += c10::str(tessera::to_string(static_cast<ReduceOp>(reduce_op)), ", ");
+  if (root >= 0) text += c10::str("root ", root, ", ");
+  return text + c10::str("call ", sequence, ")");
+}
+
+std::string describe_signatures(const std::vector<Signature>& signatures, const std::vector<int64_t>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < signatures.size(); ++i) text += c10::str("\n  rank ", ranks[i], ": ", signatures[i].to_string());
+  return text;
+}
+
+} // namespace tessera

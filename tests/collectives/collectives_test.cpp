@@ -1,0 +1,294 @@
+#include "../support/matchers.h"
+
+#include <tessera/collectives/process_context.h>
+
+#include <numeric>
+
+namespace tessera {
+namespace {
+
+const std::vector<int64_t> kSizes{0, 1, 2, 3, 7, 1000, 4097, 300001};
+const std::vector<at::ScalarType> kDtypes{at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong,
+                                          at::kInt,   at::kShort,  at::kChar,     at::kByte, at::kBool};
+
+CommunicatorPtr world(const std::string& purpose = "default") {
+  auto& context = process_context();
+  std::vector<int64_t> ranks(context.world_size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return context.communicator(ranks, at::kCPU, purpose);
+}
+
+// What rank `rank` holds: small integers, exact in every dtype.
+at::Tensor values(int64_t numel, int rank, at::ScalarType dtype) {
+  return (torch::arange(numel, torch::kLong) + rank).remainder(dtype == at::kBool ? 2 : 5).to(dtype);
+}
+
+std::vector<at::Tensor> of_all_ranks(int64_t numel, at::ScalarType dtype) {
+  std::vector<at::Tensor> tensors;
+  for (int r = 0; r < process_context().world_size(); ++r) tensors.push_back(values(numel, r, dtype));
+  return tensors;
+}
+
+at::Tensor reduced(const std::vector<at::Tensor>& tensors, ReduceOp op) {
+  const auto dtype = tensors[0].scalar_type();
+  const auto stacked = torch::stack(tensors).to(dtype == at::kBool ? at::kLong : at::kDouble);
+  switch (op) {
+    case ReduceOp::kSum:
+      return stacked.sum(0).to(dtype);
+    case ReduceOp::kAvg:
+      return stacked.mean(0).to(dtype);
+    case ReduceOp::kMin:
+      return stacked.amin(0).to(dtype);
+    case ReduceOp::kMax:
+      return stacked.amax(0).to(dtype);
+    case ReduceOp::kProduct:
+      return stacked.prod(0).to(dtype);
+  }
+  return {};
+}
+
+TEST(Collectives, all_gather_holds_every_rank_in_order) {
+  auto group = world();
+  for (const auto dtype : kDtypes) {
+    for (const auto numel : kSizes) {
+      SCOPED_TRACE(c10::str(dtype, " ", numel));
+      auto output = torch::zeros({group->size() * numel}, dtype);
+      group->all_gather_into(output, values(numel, group->rank(), dtype), "gather").wait();
+      EXPECT_TENSORS_EQUAL(output, torch::cat(of_all_ranks(numel, dtype)));
+    }
+  }
+}
+
+TEST(Collectives, all_gather_in_place) {
+  auto group = world();
+  for (const int64_t numel : {1, 5, 5000}) {
+    auto output = torch::zeros({group->size() * numel});
+    auto input = output.narrow(0, group->rank() * numel, numel);
+    input.copy_(values(numel, group->rank(), at::kFloat));
+    group->all_gather_into(output, input, "gather").wait();
+    EXPECT_TENSORS_EQUAL(output, torch::cat(of_all_ranks(numel, at::kFloat)));
+  }
+}
+
+TEST(Collectives, reduce_scatter_gives_each_rank_its_part) {
+  auto group = world();
+  for (const auto dtype : kDtypes) {
+    for (const auto numel : kSizes) {
+      for (const auto op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
+        if (op == ReduceOp::kAvg && !at::isFloatingType(dtype)) continue;
+        SCOPED_TRACE(c10::str(dtype, " ", numel, " ", static_cast<int>(op)));
+        auto output = torch::zeros({numel}, dtype);
+        group->reduce_scatter(output, values(group->size() * numel, group->rank(), dtype), op, "reduce").wait();
+        const auto all = reduced(of_all_ranks(group->size() * numel, dtype), op);
+        EXPECT_TENSORS_EQUAL(output, all.narrow(0, group->rank() * numel, numel));
+      }
+    }
+  }
+}
+
+TEST(Collectives, all_reduce_is_the_same_everywhere) {
+  auto group = world();
+  for (const auto dtype : kDtypes) {
+    for (const auto numel : kSizes) {
+      for (const auto op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
+        if (op == ReduceOp::kAvg && !at::isFloatingType(dtype)) continue;
+        SCOPED_TRACE(c10::str(dtype, " ", numel, " ", static_cast<int>(op)));
+        auto tensor = values(numel, group->rank(), dtype);
+        group->all_reduce(tensor, op, "reduce").wait();
+        EXPECT_TENSORS_EQUAL(tensor, reduced(of_all_ranks(numel, dtype), op));
+      }
+    }
+  }
+}
+
+TEST(Collectives, low_precision_sums_are_rounded_once) {
+  auto group = world();
+  // 256 + 1 is 256 in bf16: a sum in bf16 would never leave 256.
+  auto tensor = torch::full({1000}, group->rank() == 0 ? 256.0 : 1.0, torch::kBFloat16);
+  group->all_reduce(tensor, ReduceOp::kSum, "reduce").wait();
+  EXPECT_TENSORS_EQUAL(tensor, torch::full({1000}, 255.0 + group->size(), torch::kFloat).to(torch::kBFloat16));
+}
+
+TEST(Collectives, a_nan_on_any_rank_survives_min_and_max) {
+  auto group = world();
+  for (const auto op : {ReduceOp::kMin, ReduceOp::kMax}) {
+    for (int where = 0; where < group->size(); ++where) {
+      auto tensor = torch::full({3}, group->rank() == where ? NAN : 1.0f);
+      group->all_reduce(tensor, op, "nan").wait();
+      EXPECT_TRUE(tensor.isnan().all().item<bool>());
+    }
+  }
+}
+
+TEST(Collectives, all_to_all_equal_and_uneven) {
+  auto group = world();
+  const int n = group->size(), me = group->rank();
+  for (const int64_t each : {0, 1, 3, 5000}) {
+    auto input = torch::arange(n * each) + 100000 * me, output = torch::zeros({n * each}, torch::kLong);
+    group->all_to_all(output, input, {}, {}, "equal").wait();
+    for (int r = 0; r < n; ++r)
+      EXPECT_TENSORS_EQUAL(output.narrow(0, r * each, each), torch::arange(me * each, (me + 1) * each) + 100000 * r);
+  }
+  // Rank s sends (s + r) % 3 × 1000 elements of value s to rank r.
+  const auto count = [](int s, int r) { return int64_t{(s + r) % 3} * 1000; };
+  std::vector<int64_t> input_splits, output_splits;
+  std::vector<at::Tensor> expected;
+  for (int r = 0; r < n; ++r) {
+    input_splits.push_back(count(me, r));
+    output_splits.push_back(count(r, me));
+    expected.push_back(torch::full({count(r, me)}, r, torch::kLong));
+  }
+  auto input = torch::full({std::accumulate(input_splits.begin(), input_splits.end(), int64_t{0})}, me, torch::kLong);
+  auto output = torch::zeros({std::accumulate(output_splits.begin(), output_splits.end(), int64_t{0})}, torch::kLong);
+  group->all_to_all(output, input, output_splits, input_splits, "uneven").wait();
+  EXPECT_TENSORS_EQUAL(output, torch::cat(expected));
+}
+
+TEST(Collectives, broadcast_from_every_root) {
+  auto group = world();
+  for (const auto dtype : kDtypes) {
+    for (const auto numel : kSizes) {
+      for (int root = 0; root < group->size(); ++root) {
+        auto tensor = values(numel, group->rank(), dtype);
+        group->broadcast(tensor, root, "broadcast").wait();
+        EXPECT_TENSORS_EQUAL(tensor, values(numel, root, dtype));
+      }
+    }
+  }
+}
+
+TEST(Collectives, many_in_flight_waited_for_in_any_order) {
+  auto group = world();
+  const int n = group->size(), me = group->rank();
+  std::vector<at::Tensor> gathered, sums;
+  std::vector<Work> gathers, reductions;
+  for (int i = 0; i < 20; ++i) {
+    const int64_t numel = i % 3 == 0 ? 10 : 40000;
+    gathered.push_back(torch::zeros({n * numel}));
+    gathers.push_back(group->all_gather_into(gathered.back(), torch::full({numel}, 10.0 * i + me), "gather"));
+    sums.push_back(torch::full({numel}, i + me, torch::kFloat));
+    reductions.push_back(group->all_reduce(sums.back(), ReduceOp::kSum, "sum"));
+  }
+  for (int i = 19; i >= 0; --i) {
+    // Ranks wait in different orders.
+    (me % 2 ? gathers : reductions)[i].wait();
+    (me % 2 ? reductions : gathers)[i].wait();
+    EXPECT_TENSORS_EQUAL(sums[i], torch::full_like(sums[i], n * i + n * (n - 1) / 2));
+    for (int r = 0; r < n; ++r) EXPECT_EQ(gathered[i][r * (gathered[i].numel() / n)].item<float>(), 10.0f * i + r);
+  }
+}
+
+TEST(Collectives, a_dropped_work_still_completes) {
+  auto group = world();
+  auto tensor = torch::ones({50000});
+  { auto dropped = group->all_reduce(tensor, ReduceOp::kSum, "dropped"); }
+  group->barrier("after");
+  auto again = torch::ones({50000});
+  group->all_reduce(again, ReduceOp::kSum, "again").wait();
+  EXPECT_TENSORS_EQUAL(again, torch::full({50000}, group->size(), torch::kFloat));
+}
+
+TEST(Collectives, is_completed_becomes_true_without_a_wait) {
+  auto group = world();
+  auto tensor = torch::ones({100});
+  auto work = group->all_reduce(tensor, ReduceOp::kSum, "polled");
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!work.is_completed() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  EXPECT_TRUE(work.is_completed());
+  EXPECT_TENSORS_EQUAL(tensor, torch::full({100}, group->size(), torch::kFloat));
+  EXPECT_TRUE(Work().is_completed());
+}
+
+TEST(Collectives, purposes_are_independent) {
+  auto first = world("first"), second = world("second");
+  EXPECT_EQ(first, world("first"));
+  EXPECT_NE(first, second);
+  auto a = torch::ones({10}), b = torch::ones({10});
+  // Different ranks start them in a different order.
+  const bool swap = process_context().rank() % 2;
+  auto one = (swap ? second : first)->all_reduce(swap ? b : a, ReduceOp::kSum, swap ? "b" : "a");
+  auto two = (swap ? first : second)->all_reduce(swap ? a : b, ReduceOp::kSum, swap ? "a" : "b");
+  one.wait();
+  two.wait();
+  EXPECT_TENSORS_EQUAL(a, torch::full({10}, first->size(), torch::kFloat));
+  EXPECT_TENSORS_EQUAL(b, a);
+}
+
+TEST(Collectives, coalesced_calls_share_one_work) {
+  auto group = world();
+  const int n = group->size();
+  std::vector<at::Tensor> outputs{torch::zeros({n * 3}), torch::zeros({n * 5000})};
+  auto work = group->coalesced([&] {
+    for (auto& output : outputs)
+      group->all_gather_into(output, torch::full({output.numel() / n}, group->rank(), torch::kFloat), "coalesced");
+  });
+  work.wait();
+  EXPECT_TRUE(work.is_completed());
+  for (auto& output : outputs)
+    EXPECT_TENSORS_EQUAL(output, torch::arange(n).to(torch::kFloat).repeat_interleave(output.numel() / n));
+  if (n == 1) return;
+  EXPECT_THROWS_WITH(group->coalesced([&] { group->coalesced([] {}); }), "coalesced calls on group default do not nest");
+}
+
+TEST(Collectives, counters_add_up_over_groups_and_ignore_single_ranks) {
+  auto& context = process_context();
+  auto first = world("first"), second = world("second");
+  context.reset_counters();
+  auto output = torch::zeros({first->size() * 10});
+  first->all_gather_into(output, torch::zeros({10}), "one").wait();
+  second->all_gather_into(output, torch::zeros({10}), "two").wait();
+  auto alone = context.communicator({context.rank()}, at::kCPU);
+  auto copy = torch::zeros({10});
+  alone->all_gather_into(copy, torch::ones({10}), "alone").wait();
+  EXPECT_TENSORS_EQUAL(copy, torch::ones({10}));
+  const int64_t calls = first->size() > 1 ? 2 : 0;
+  EXPECT_EQ(context.count(CollectiveKind::kAllGather), (CollectiveCounters::Count{calls, calls * output.numel() * 4}));
+  EXPECT_EQ(context.count(CollectiveKind::kReduceScatter), CollectiveCounters::Count{});
+}
+
+TEST(Collectives, groups_of_some_ranks) {
+  auto& context = process_context();
+  if (context.world_size() < 3) GTEST_SKIP() << "needs 3 ranks";
+  const std::vector<int64_t> members{2, 0}; // group order is not rank order
+  if (context.rank() != 1 && context.rank() != 3) {
+    auto group = context.communicator(members, at::kCPU, "pair");
+    auto output = torch::zeros({2}, torch::kLong);
+    group->all_gather_into(output, torch::full({1}, context.rank(), torch::kLong), "pair").wait();
+    EXPECT_TENSORS_EQUAL(output, torch::tensor({2, 0}, torch::kLong));
+  } else {
+    EXPECT_THROWS_WITH(context.communicator(members, at::kCPU, "pair"),
+                       c10::str("communicator of ranks [2, 0]: rank ", context.rank(), " is not one of them"));
+  }
+}
+
+TEST(Collectives, bad_arguments_are_errors_on_the_caller) {
+  auto group = world();
+  const auto n = group->size();
+  const auto where = c10::str("of group default [", c10::Join(", ", group->ranks()), "] on rank ", process_context().rank());
+  EXPECT_THROWS_WITH(
+      group->all_gather_into(torch::zeros({n * 3 + 1}), torch::zeros({3}), "p"),
+      c10::str("all_gather 'p' ", where, ": output has ", n * 3 + 1, " elements, needed are ", n, " times the input's 3"));
+  EXPECT_THROWS_WITH(group->all_gather_into(torch::zeros({n * 3}), torch::zeros({3}, torch::kInt), "p"),
+                     "output is Float and input is Int, they must be equal");
+  EXPECT_THROWS_WITH(
+      group->reduce_scatter(torch::zeros({2}), torch::zeros({n * 2 + 1}), ReduceOp::kSum, "p"),
+      c10::str("reduce_scatter 'p' ", where, ": input has ", n * 2 + 1, " elements, needed are ", n, " times the output's 2"));
+  EXPECT_THROWS_WITH(group->all_reduce(torch::zeros({4, 4}).t().narrow(0, 0, 2), ReduceOp::kSum, "p"), "is not contiguous");
+  EXPECT_THROWS_WITH(group->all_reduce(torch::zeros({4}, torch::kLong), ReduceOp::kAvg, "p"),
+                     "the average of Long is not defined, reduce with sum");
+  EXPECT_THROWS_WITH(group->all_reduce(at::Tensor(), ReduceOp::kSum, "p"), "tensor is undefined");
+  EXPECT_THROWS_WITH(group->all_reduce(torch::zeros({2}, torch::kMeta), ReduceOp::kSum, "p"),
+                     "tensor is on meta, the group's tensors are on cpu");
+  EXPECT_THROWS_WITH(group->broadcast(torch::zeros({2}), n, "p"), c10::str("root ", n, " is not in [0, ", n, ")"));
+  EXPECT_THROWS_WITH(group->all_to_all(torch::zeros({n}), torch::zeros({n}), {}, std::vector<int64_t>(n, 2), "p"),
+                     c10::str("the input splits sum to ", 2 * n, ", input has ", n, " elements"));
+  EXPECT_THROWS_WITH(group->all_to_all(torch::zeros({n}), torch::zeros({n}), {}, std::vector<int64_t>(n + 1, 1), "p"),
+                     c10::str(n + 1, " input splits for ", n, " ranks"));
+  EXPECT_THROWS_WITH(process_context().communicator({0, 0}, at::kCPU), "communicator of ranks [0, 0]: a rank appears twice");
+  EXPECT_THROWS_WITH(process_context().communicator({0, 99}, at::kCPU), "rank 99 is not in [0, ");
+  // Nothing was sent: the ranks are still in step.
+  group->barrier("still in step");
+}
+
+} // namespace
+} // namespace tessera

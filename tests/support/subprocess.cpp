@@ -1,0 +1,130 @@
+#include "subprocess.h"
+
+#include <c10/util/Exception.h>
+#include <tessera/collectives/job_environment.h>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <spawn.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <algorithm>
+#include <climits>
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+namespace tessera::testing {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::vector<std::string> environment_of_child(const std::map<std::string, std::string>& additions) {
+  auto environment = current_environment();
+  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                           "TORCHELASTIC_USE_AGENT_STORE", "TESSERA_LAUNCH_PIPE", "TESSERA_LAUNCH_PARENT"})
+    environment.erase(name);
+  for (const auto& [name, value] : additions) environment[name] = value;
+  std::vector<std::string> variables;
+  for (const auto& [name, value] : environment) variables.push_back(name + "=" + value);
+  return variables;
+}
+
+std::vector<char*> pointers(const std::vector<std::string>& texts) {
+  std::vector<char*> result;
+  for (const auto& text : texts) result.push_back(const_cast<char*>(text.c_str()));
+  result.push_back(nullptr);
+  return result;
+}
+
+pid_t spawn(const std::vector<std::string>& arguments, const std::vector<std::string>& variables, int output) {
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, output, STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, output, STDERR_FILENO);
+  pid_t pid = 0;
+  const int error =
+      posix_spawnp(&pid, arguments[0].c_str(), &actions, nullptr, pointers(arguments).data(), pointers(variables).data());
+  posix_spawn_file_actions_destroy(&actions);
+  TORCH_CHECK(error == 0, "cannot start ", arguments[0], ": ", std::strerror(error));
+  return pid;
+}
+
+// Living children of this process, orphans of the program among them (this process is their subreaper).
+std::vector<int> children() {
+  std::vector<int> pids;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    const auto name = entry.path().filename().string();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    std::ifstream file(entry.path() / "stat");
+    std::string line;
+    std::getline(file, line);
+    const auto end_of_name = line.rfind(')');
+    if (end_of_name == std::string::npos) continue;
+    std::istringstream rest(line.substr(end_of_name + 1));
+    char state = 0;
+    int parent = 0;
+    rest >> state >> parent;
+    if (parent == getpid() && state != 'Z') pids.push_back(std::stoi(name));
+  }
+  return pids;
+}
+
+// Reads until the program's end of the pipe is closed by all who hold it, or until `deadline`.
+std::string read_all(int pipe, Clock::time_point deadline) {
+  std::string output;
+  char buffer[4096];
+  while (true) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    pollfd poll_pipe{pipe, POLLIN, 0};
+    if (left <= 0 || poll(&poll_pipe, 1, static_cast<int>(left)) <= 0) return output;
+    const auto count = read(pipe, buffer, sizeof(buffer));
+    if (count <= 0) return output;
+    output.append(buffer, count);
+  }
+}
+
+void kill_and_reap(const std::vector<int>& pids) {
+  for (const int pid : pids) kill(pid, SIGKILL);
+  for (const int pid : pids) waitpid(pid, nullptr, 0);
+}
+
+} // namespace
+
+ProgramResult run_program(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment,
+                          std::chrono::seconds timeout) {
+  prctl(PR_SET_CHILD_SUBREAPER, 1);
+  const auto before = children();
+  const auto start = Clock::now();
+  int ends[2];
+  TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe");
+  const pid_t pid = spawn(arguments, environment_of_child(environment), ends[1]);
+  close(ends[1]);
+  ProgramResult result;
+  // Descendants may hold the pipe longer than the program lives: read in steps until it has ended.
+  int status = 0;
+  while (waitpid(pid, &status, WNOHANG) == 0) {
+    if (Clock::now() > start + timeout) {
+      kill(pid, SIGKILL);
+      waitpid(pid, &status, 0);
+      break;
+    }
+    result.output += read_all(ends[0], std::min(start + timeout, Clock::now() + std::chrono::milliseconds(100)));
+  }
+  result.duration = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start);
+  result.status = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  for (const int child : children())
+    if (std::find(before.begin(), before.end(), child) == before.end()) result.left_behind.push_back(child);
+  kill_and_reap(result.left_behind);
+  result.output += read_all(ends[0], Clock::now() + std::chrono::seconds(1));
+  close(ends[0]);
+  return result;
+}
+
+std::string program_folder() { return std::filesystem::read_symlink("/proc/self/exe").parent_path().string(); }
+
+} // namespace tessera::testing

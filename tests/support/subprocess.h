@@ -1,0 +1,25 @@
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace tessera::testing {
+
+struct ProgramResult {
+  int status = 0;     ///< the exit status, or 128 + the signal that ended it
+  std::string output; ///< stdout and stderr
+  std::chrono::milliseconds duration{0};
+  std::vector<int> left_behind; ///< pids of its descendants that were alive after it; they have been killed
+};
+
+/// Runs a program to its end, with `environment` added to this one's. Kills it and all its descendants at the timeout (status
+/// 137). Rank variables of this process are not passed on.
+ProgramResult run_program(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment = {},
+                          std::chrono::seconds timeout = std::chrono::seconds(60));
+
+/// The folder of this test program; helper programs are beside it.
+std::string program_folder();
+
+} // namespace tessera::testing
