@@ -15,17 +15,18 @@ struct SaveOptions {
 
 /// Writes `state` as a new folder `dir`; docs/checkpoint_format.md specifies it.
 ///
-/// Every rank of the job calls it, with the same names (one process without a process group is a job of one rank). Each rank writes the
-/// parts that it holds; replicated parts are written once; plain tensors and values by the lowest rank that has them. A value that
-/// differs between ranks is an error. The folder is written under a temporary name beside `dir`, synced to disk, and renamed
-/// after all ranks have succeeded: `dir` appears whole or not at all. An error on any rank is an error on every rank, and names
-/// the rank and the cause. Parent folders are created.
+/// Every rank of the job calls it, with the same names (one process without a process group is a job of one rank). Each rank
+/// writes the parts that it holds; replicated parts are written once; plain tensors and values by the lowest rank that has them.
+/// A value that differs between ranks is an error. The folder is written under a temporary name beside `dir`, synced to disk, and
+/// renamed after all ranks have succeeded: `dir` appears whole or not at all. An error on any rank is an error on every rank, and
+/// names the rank and the cause. Parent folders are created.
 void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options = {});
 
 struct LoadOptions {
   /// Leave entries that the checkpoint lacks as they are, instead of an error.
   bool allow_missing = false;
-  /// Ignore what the checkpoint holds and `state` does not (for example, the optimizer when only weights are loaded), instead of an error.
+  /// Ignore what the checkpoint holds and `state` does not (for example, the optimizer when only weights are loaded), instead of
+  /// an error.
   bool allow_unused = false;
   /// Check every byte read against its checksum.
   bool verify = true;
@@ -37,7 +38,8 @@ struct LoadReport {
   std::vector<std::string> unused;
 };
 
-/// Reads the checkpoint `dir` into the tensors of `state`, in place, and its values into `state`; then hands optimizers their state.
+/// Reads the checkpoint `dir` into the tensors of `state`, in place, and its values into `state`; then hands optimizers their
+/// state.
 ///
 /// Every rank of the job calls it. The job may have any number of ranks, and the tensors any placement, or none: each rank reads
 /// only the bytes that its parts need. Names, shapes and dtypes are compared before anything is written; an error lists all that

@@ -115,8 +115,8 @@ StateDict state_dict(const torch::nn::Module& module);
 ///   "optimizer.state.<parameter>.exp_avg", "….step" and so on, as in torch.optim;
 ///   "optimizer.param_groups.<i>.lr", "….betas", …, "….params" (names);
 ///   "optimizer.type".
-/// For Adam, AdamW, SGD, RMSprop and Adagrad; any other optimizer is an error. Every parameter of the optimizer must be one of the
-/// module's. Loading creates the optimizer's state where it does not exist yet, and drops what the checkpoint does not hold.
+/// For Adam, AdamW, SGD, RMSprop and Adagrad; any other optimizer is an error. Every parameter of the optimizer must be one of
+/// the module's. Loading creates the optimizer's state where it does not exist yet, and drops what the checkpoint does not hold.
 /// The module and the optimizer must outlive the state dict. Local.
 StateDict state_dict(const torch::nn::Module& module, torch::optim::Optimizer& optimizer);
 

@@ -1,0 +1,143 @@
+#include <c10/util/Exception.h>
+#include <tessera/checkpoint/box.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+int64_t product(const std::vector<int64_t>& sizes, size_t begin, size_t end) {
+  return std::accumulate(sizes.begin() + begin, sizes.begin() + end, int64_t{1}, std::multiplies<>());
+}
+
+// [begin, end) of the flattened dims `level`..`dim` of `box`, whose dims before `level` are already narrowed.
+void append_range(Box box, size_t level, size_t dim, int64_t begin, int64_t end, std::vector<Box>& out) {
+  if (begin >= end) return;
+  const auto inner = product(box.sizes, level + 1, dim + 1);
+  const auto rows = [&](int64_t first, int64_t last) {
+    Box narrowed = box;
+    narrowed.offsets[level] += first;
+    narrowed.sizes[level] = last - first;
+    return narrowed;
+  };
+  auto first = begin / inner;
+  if (begin % inner != 0) {
+    const auto row_end = std::min(end, (first + 1) * inner);
+    append_range(rows(first, first + 1), level + 1, dim, begin - first * inner, row_end - first * inner, out);
+    ++first;
+  }
+  const auto last = end / inner;
+  if (first < last) out.push_back(rows(first, last));
+  if (first <= last && end % inner != 0) append_range(rows(last, last + 1), level + 1, dim, 0, end - last * inner, out);
+}
+
+// A rank's part while the placements are applied: a box, of whose flattened dims 0..dim perhaps only a range is held.
+struct Part {
+  Box box;
+  std::optional<int64_t> ragged_dim;
+  int64_t begin = 0, end = 0;
+
+  void apply(const Shard& shard, int64_t ranks, int64_t index) {
+    const auto ndim = static_cast<int64_t>(box.sizes.size());
+    const auto dim = shard.dim < 0 ? shard.dim + ndim : shard.dim;
+    TORCH_CHECK(dim >= 0 && dim < ndim, "Shard(", shard.dim, ") of a tensor with ", ndim, " dims");
+    const bool within_range = ragged_dim && dim <= *ragged_dim;
+    TORCH_CHECK(!within_range || *ragged_dim == 0, "Shard(", dim, ") after RaggedShard(", ragged_dim.value_or(0),
+                ") cannot be described as boxes");
+    const auto n = within_range ? end - begin : box.sizes[dim];
+    const auto chunk = (n + ranks - 1) / ranks;
+    const auto low = std::min(n, chunk * index), high = std::min(n, low + chunk);
+    if (within_range) {
+      end = begin + high;
+      begin += low;
+    } else {
+      box.offsets[dim] += low;
+      box.sizes[dim] = high - low;
+    }
+  }
+
+  void apply(const RaggedShard& ragged, int64_t ranks, int64_t index) {
+    TORCH_CHECK(ragged.dim >= 0 && ragged.dim < static_cast<int64_t>(box.sizes.size()), "RaggedShard(", ragged.dim,
+                ") of a tensor with ", box.sizes.size(), " dims");
+    TORCH_CHECK(static_cast<int64_t>(ragged.extents.size()) == ranks, "RaggedShard with ", ragged.extents.size(),
+                " extents on a mesh dim of ", ranks, " ranks");
+    TORCH_CHECK(!ragged_dim || *ragged_dim == ragged.dim, "RaggedShard(", ragged.dim, ") after RaggedShard(",
+                ragged_dim.value_or(0), ") cannot be described as boxes");
+    const auto n = ragged_dim ? end - begin : product(box.sizes, 0, ragged.dim + 1);
+    const auto total = std::accumulate(ragged.extents.begin(), ragged.extents.end(), int64_t{0});
+    TORCH_CHECK(total == n, "the extents of RaggedShard(", ragged.dim, ") add up to ", total, " where the tensor has ", n);
+    const auto low = std::accumulate(ragged.extents.begin(), ragged.extents.begin() + index, int64_t{0});
+    ragged_dim = ragged.dim;
+    end = begin + low + ragged.extents[index];
+    begin += low;
+  }
+
+  void apply(const Replicate&, int64_t, int64_t) {}
+
+  void apply(const Partial&, int64_t, int64_t) {
+    TORCH_CHECK(false, "a tensor with placement Partial has no value of its own; redistribute it first");
+  }
+};
+
+} // namespace
+
+int64_t Box::numel() const {
+  // Sizes come from files too: beside a 0, the others may be too large to multiply.
+  return std::find(sizes.begin(), sizes.end(), 0) != sizes.end() ? 0 : product(sizes, 0, sizes.size());
+}
+
+Box whole(const std::vector<int64_t>& sizes) { return {std::vector<int64_t>(sizes.size(), 0), sizes}; }
+
+std::optional<Box> intersect(const Box& a, const Box& b) {
+  TORCH_INTERNAL_ASSERT(a.sizes.size() == b.sizes.size());
+  Box common = a;
+  for (size_t d = 0; d < a.sizes.size(); ++d) {
+    const auto low = std::max(a.offsets[d], b.offsets[d]);
+    const auto high = std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d]);
+    if (low >= high) return std::nullopt;
+    common.offsets[d] = low;
+    common.sizes[d] = high - low;
+  }
+  return common;
+}
+
+bool fits(const Box& inner, const std::vector<int64_t>& sizes) {
+  if (inner.sizes.size() != sizes.size() || inner.offsets.size() != sizes.size()) return false;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (inner.offsets[d] < 0 || inner.sizes[d] < 0 || inner.sizes[d] > sizes[d] || inner.offsets[d] > sizes[d] - inner.sizes[d]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::string to_string(const Box& box) {
+  std::string text = "[";
+  for (size_t d = 0; d < box.sizes.size(); ++d) {
+    if (d > 0) text += ", ";
+    text += std::to_string(box.offsets[d]) + ":" + std::to_string(box.offsets[d] + box.sizes[d]);
+  }
+  return text + "]";
+}
+
+std::vector<Box> boxes_of_range(const Box& box, int64_t dim, int64_t begin, int64_t end) {
+  std::vector<Box> boxes;
+  if (box.numel() > 0) append_range(box, 0, static_cast<size_t>(dim), begin, end, boxes);
+  return boxes;
+}
+
+std::vector<Box> local_boxes(const std::vector<int64_t>& sizes, const Placements& placements,
+                             const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& coordinate) {
+  TORCH_CHECK(placements.size() == mesh_shape.size() && coordinate.size() == mesh_shape.size(), placements.size(),
+              " placements on a mesh of ", mesh_shape.size(), " dims");
+  Part part{whole(sizes)};
+  for (size_t d = 0; d < mesh_shape.size(); ++d) {
+    std::visit([&](const auto& placement) { part.apply(placement, mesh_shape[d], coordinate[d]); }, placements[d]);
+  }
+  if (part.ragged_dim) return boxes_of_range(part.box, *part.ragged_dim, part.begin, part.end);
+  return part.box.numel() > 0 ? std::vector<Box>{part.box} : std::vector<Box>{};
+}
+
+} // namespace tessera::checkpoint

@@ -1,0 +1,45 @@
+#pragma once
+
+// Internal: rectangular parts of a tensor, and which of them a rank holds.
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/dtensor/placement.h>
+
+namespace tessera::checkpoint {
+
+/// A rectangular part of a tensor: one offset and one size a dim. A 0-dim tensor has one box, without dims, of one element.
+struct Box {
+  std::vector<int64_t> offsets;
+  std::vector<int64_t> sizes;
+
+  int64_t numel() const;
+  bool operator==(const Box&) const = default;
+};
+
+/// The box of the whole tensor.
+Box whole(const std::vector<int64_t>& sizes);
+
+/// The common part; nothing when the boxes are disjoint. Both have the same number of dims.
+std::optional<Box> intersect(const Box& a, const Box& b);
+
+/// True when `inner` lies within a tensor of these sizes.
+bool fits(const Box& inner, const std::vector<int64_t>& sizes);
+
+/// "[0:4, 2:3]".
+std::string to_string(const Box& box);
+
+/// The elements [begin, end) of the flattened dims 0..`dim` of `box`, whole in the dims after it, as at most 2·dim + 1 boxes in
+/// row-major order.
+std::vector<Box> boxes_of_range(const Box& box, int64_t dim, int64_t begin, int64_t end);
+
+/// What the rank at `coordinate` of a mesh of `mesh_shape` holds of a tensor with these global sizes, without empty boxes.
+/// Placements apply from the first mesh dim to the last. The boxes are in the order in which their elements lie in the
+/// (row-major) local tensor. An error for Partial, and for a Shard of a dim that an earlier RaggedShard flattened with others.
+std::vector<Box> local_boxes(const std::vector<int64_t>& sizes, const Placements& placements,
+                             const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& coordinate);
+
+} // namespace tessera::checkpoint

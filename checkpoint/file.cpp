@@ -1,0 +1,131 @@
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <tessera/checkpoint/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+// Linux transfers at most 0x7ffff000 bytes a call.
+constexpr size_t kMaxTransfer = size_t{1} << 30;
+
+[[noreturn]] void fail(const char* what, const std::filesystem::path& path, int error) {
+  TORCH_CHECK(false, "cannot ", what, " ", path.string(), ": ", std::strerror(error));
+}
+
+int open_or_fail(const std::filesystem::path& path, int flags, const char* what) {
+  int fd;
+  do fd = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
+  while (fd < 0 && errno == EINTR);
+  if (fd < 0) fail(what, path, errno);
+  return fd;
+}
+
+} // namespace
+
+File File::open(const std::filesystem::path& path) {
+  File file(path, open_or_fail(path, O_RDONLY | O_NONBLOCK, "open"), 0);
+  struct stat status {};
+  if (::fstat(file.fd_, &status) != 0) fail("read the size of", path, errno);
+  TORCH_CHECK(S_ISREG(status.st_mode), "cannot open ", path.string(), ": not a regular file");
+  file.size_ = status.st_size;
+  return file;
+}
+
+File File::create(const std::filesystem::path& path) {
+  return File(path, open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "create"), 0);
+}
+
+File::File(File&& other) noexcept
+    : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)), size_(std::exchange(other.size_, 0)) {}
+
+File& File::operator=(File&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(fd_, other.fd_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+File::~File() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void File::read_at(void* data, size_t bytes, int64_t offset) const {
+  auto* out = static_cast<char*>(data);
+  while (bytes > 0) {
+    const auto got = ::pread(fd_, out, std::min(bytes, kMaxTransfer), offset);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail("read", path_, errno);
+    TORCH_CHECK(got > 0, "cannot read ", path_.string(), ": it ends at byte ", offset, " where ", bytes, " more were expected");
+    out += got;
+    offset += got;
+    bytes -= static_cast<size_t>(got);
+  }
+}
+
+void File::write(const void* data, size_t bytes) {
+  const auto* in = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const auto put = ::write(fd_, in, std::min(bytes, kMaxTransfer));
+    if (put < 0 && errno == EINTR) continue;
+    if (put < 0) fail("write", path_, errno);
+    in += put;
+    size_ += put;
+    bytes -= static_cast<size_t>(put);
+  }
+}
+
+void File::sync_and_close() {
+  if (::fsync(fd_) != 0) fail("flush", path_, errno);
+  if (::close(std::exchange(fd_, -1)) != 0) fail("close", path_, errno);
+}
+
+std::string read_file(const std::filesystem::path& path, int64_t limit) {
+  const auto file = File::open(path);
+  TORCH_CHECK(file.size() <= limit, path.string(), " has ", file.size(), " bytes, more than the ", limit, " it may have");
+  std::string text(static_cast<size_t>(file.size()), '\0');
+  file.read_at(text.data(), text.size(), 0);
+  return text;
+}
+
+void sync_folder(const std::filesystem::path& folder) {
+  const int fd = open_or_fail(folder, O_RDONLY | O_DIRECTORY, "open");
+  const int error = ::fsync(fd) == 0 ? 0 : errno;
+  ::close(fd);
+  if (error != 0 && error != EINVAL) fail("flush", folder, error); // EINVAL: a file system without folder sync
+}
+
+void rename_new(const std::filesystem::path& from, const std::filesystem::path& to) {
+  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return;
+  // A file system without the flag: a plain rename cannot replace a folder that holds anything.
+  if (errno == EINVAL && !std::filesystem::exists(to) && ::rename(from.c_str(), to.c_str()) == 0) return;
+  fail(("rename " + from.string() + " to").c_str(), to, errno == EINVAL ? EEXIST : errno);
+}
+
+void replace_folder(const std::filesystem::path& from, const std::filesystem::path& to) {
+  TORCH_CHECK(::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0, "cannot replace ", to.string(),
+              " by ", from.string(), ": ", std::strerror(errno));
+  std::error_code ignored; // the new folder is in place; what is left of the old one is found and removed by the next save
+  std::filesystem::remove_all(from, ignored);
+}
+
+void write_file_atomically(const std::filesystem::path& path, std::string_view text) {
+  auto temporary = path;
+  temporary += ".tmp-" + std::to_string(::getpid());
+  std::filesystem::remove(temporary);
+  auto file = File::create(temporary);
+  file.write(text);
+  file.sync_and_close();
+  if (::rename(temporary.c_str(), path.c_str()) != 0) fail("replace", path, errno);
+  sync_folder(path.parent_path());
+}
+
+} // namespace tessera::checkpoint

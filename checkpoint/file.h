@@ -1,0 +1,60 @@
+#pragma once
+
+// Internal: files and folders with errors that name the path, the operation and the cause.
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <string_view>
+
+namespace tessera::checkpoint {
+
+/// An open file; closed by the destructor.
+class File {
+ public:
+  /// Opens a regular file for reading.
+  static File open(const std::filesystem::path& path);
+  /// Creates a file that does not exist yet, for writing.
+  static File create(const std::filesystem::path& path);
+
+  File(File&& other) noexcept;
+  File& operator=(File&& other) noexcept;
+  ~File();
+
+  const std::filesystem::path& path() const { return path_; }
+  /// Size in bytes when the file was opened.
+  int64_t size() const { return size_; }
+
+  /// Reads exactly `bytes` at `offset`; a shorter file is an error. Safe to call from several threads.
+  void read_at(void* data, size_t bytes, int64_t offset) const;
+  /// Appends.
+  void write(const void* data, size_t bytes);
+  void write(std::string_view text) { write(text.data(), text.size()); }
+  /// Flushes data and metadata to the disk, then closes. The only way to learn of a late write error.
+  void sync_and_close();
+
+ private:
+  File(std::filesystem::path path, int fd, int64_t size) : path_(std::move(path)), fd_(fd), size_(size) {}
+
+  std::filesystem::path path_;
+  int fd_ = -1;
+  int64_t size_ = 0;
+};
+
+/// Reads a whole file of at most `limit` bytes.
+std::string read_file(const std::filesystem::path& path, int64_t limit);
+
+/// Flushes a folder's entries to the disk.
+void sync_folder(const std::filesystem::path& folder);
+
+/// Renames `from` to `to`, which must not exist.
+void rename_new(const std::filesystem::path& from, const std::filesystem::path& to);
+
+/// Puts the folder `from` in the place of the existing folder `to`, and removes the old one.
+void replace_folder(const std::filesystem::path& from, const std::filesystem::path& to);
+
+/// Replaces or creates a small file by rename, so that a reader sees the old text or the new one.
+void write_file_atomically(const std::filesystem::path& path, std::string_view text);
+
+} // namespace tessera::checkpoint

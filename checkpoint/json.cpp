@@ -1,0 +1,158 @@
+#include <c10/util/Exception.h>
+#include <tessera/checkpoint/json.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+#include <type_traits>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+constexpr int kMaxDepth = 16;
+
+Json number_to_json(double value) {
+  if (std::isnan(value)) return "nan";
+  if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
+  return value;
+}
+
+double number_from_json(const JsonView& json) {
+  if (!json.json().is_string()) return json.number();
+  const auto& text = json.string();
+  if (text == "nan") return std::numeric_limits<double>::quiet_NaN();
+  if (text == "inf") return std::numeric_limits<double>::infinity();
+  if (text == "-inf") return -std::numeric_limits<double>::infinity();
+  json.fail("is not a number");
+}
+
+template <typename Read>
+auto list(const JsonView& json, Read read) {
+  std::vector<std::decay_t<decltype(read(json))>> values;
+  for (const auto& element : json.elements()) values.push_back(read(element));
+  return values;
+}
+
+} // namespace
+
+Json parse_json(std::string_view text, const std::string& source) {
+  std::vector<std::set<std::string>> keys; // of the open objects
+  const auto check = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    TORCH_CHECK(depth <= kMaxDepth, source, ": JSON nested deeper than ", kMaxDepth);
+    if (event == Json::parse_event_t::object_start) keys.emplace_back();
+    if (event == Json::parse_event_t::object_end) keys.pop_back();
+    if (event == Json::parse_event_t::key) {
+      const auto& key = parsed.get_ref<const std::string&>();
+      TORCH_CHECK(keys.back().insert(key).second, source, ": key \"", key, "\" appears twice");
+    }
+    return true;
+  };
+  Json json;
+  try {
+    json = Json::parse(text.begin(), text.end(), check);
+  } catch (const Json::exception& error) {
+    TORCH_CHECK(false, source, ": not valid JSON: ", error.what());
+  }
+  TORCH_CHECK(json.is_object(), source, ": not a JSON object");
+  return json;
+}
+
+std::string dump_json(const Json& json, const std::string& source) {
+  try {
+    return json.dump();
+  } catch (const Json::exception& error) {
+    TORCH_CHECK(false, source, ": cannot be written as JSON: ", error.what());
+  }
+}
+
+void JsonView::fail(const std::string& problem) const { TORCH_CHECK(false, where_, " ", problem); }
+
+JsonView JsonView::operator[](const std::string& key) const {
+  if (!json_->is_object()) fail("is not an object");
+  const auto found = json_->find(key);
+  if (found == json_->end()) fail("lacks the field \"" + key + "\"");
+  return {*found, where_ + "." + key};
+}
+
+std::vector<JsonView> JsonView::elements() const {
+  if (!json_->is_array()) fail("is not an array");
+  std::vector<JsonView> views;
+  views.reserve(json_->size());
+  for (size_t i = 0; i < json_->size(); ++i) views.emplace_back((*json_)[i], where_ + "[" + std::to_string(i) + "]");
+  return views;
+}
+
+std::vector<std::pair<std::string, JsonView>> JsonView::fields() const {
+  if (!json_->is_object()) fail("is not an object");
+  std::vector<std::pair<std::string, JsonView>> views;
+  for (const auto& [key, value] : json_->items()) views.emplace_back(key, JsonView(value, where_ + "." + key));
+  return views;
+}
+
+const std::string& JsonView::string() const {
+  if (!json_->is_string()) fail("is not a string");
+  return json_->get_ref<const std::string&>();
+}
+
+bool JsonView::boolean() const {
+  if (!json_->is_boolean()) fail("is not true or false");
+  return json_->get<bool>();
+}
+
+double JsonView::number() const {
+  if (!json_->is_number()) fail("is not a number");
+  return json_->get<double>();
+}
+
+int64_t JsonView::integer() const {
+  const bool fits = json_->is_number_unsigned() ? json_->get<uint64_t>() <= uint64_t{std::numeric_limits<int64_t>::max()}
+                                                : json_->is_number_integer();
+  if (!fits) fail("is not a 64-bit integer");
+  return json_->get<int64_t>();
+}
+
+int64_t JsonView::non_negative() const {
+  const auto value = integer();
+  if (value < 0) fail("is negative");
+  return value;
+}
+
+std::vector<int64_t> JsonView::non_negatives() const {
+  return list(*this, [](const JsonView& element) { return element.non_negative(); });
+}
+
+Json to_json(const StateValue& value) {
+  return std::visit(
+      [](const auto& v) -> Json {
+        using T = std::decay_t<decltype(v)>;
+        if constexpr (std::is_same_v<T, bool>) return {{"bool", v}};
+        if constexpr (std::is_same_v<T, int64_t>) return {{"i64", v}};
+        if constexpr (std::is_same_v<T, double>) return {{"f64", number_to_json(v)}};
+        if constexpr (std::is_same_v<T, std::string>) return {{"string", v}};
+        if constexpr (std::is_same_v<T, std::vector<int64_t>>) return {{"i64[]", v}};
+        if constexpr (std::is_same_v<T, std::vector<std::string>>) return {{"string[]", v}};
+        if constexpr (std::is_same_v<T, std::vector<double>>) {
+          auto numbers = Json::array();
+          for (const auto number : v) numbers.push_back(number_to_json(number));
+          return {{"f64[]", std::move(numbers)}};
+        }
+      },
+      value);
+}
+
+StateValue state_value_from_json(const JsonView& json) {
+  const auto fields = json.fields();
+  if (fields.size() != 1) json.fail("is not a value with one type");
+  const auto& [type, value] = fields.front();
+  if (type == "bool") return value.boolean();
+  if (type == "i64") return value.integer();
+  if (type == "f64") return number_from_json(value);
+  if (type == "string") return value.string();
+  if (type == "i64[]") return list(value, [](const JsonView& v) { return v.integer(); });
+  if (type == "f64[]") return list(value, number_from_json);
+  if (type == "string[]") return list(value, [](const JsonView& v) { return v.string(); });
+  json.fail("has the unknown type \"" + type + "\"");
+}
+
+} // namespace tessera::checkpoint

@@ -1,0 +1,12 @@
+#pragma once
+
+// Internal: the state of LibTorch's optimizers as state dict entries.
+
+#include <tessera/checkpoint/state_dict.h>
+
+namespace tessera {
+
+/// The "optimizer.…" entries of `state_dict(module, optimizer)`, with the binding that restores the optimizer.
+StateDict optimizer_state_dict(const torch::nn::Module& module, torch::optim::Optimizer& optimizer);
+
+} // namespace tessera

@@ -1,0 +1,60 @@
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <tessera/checkpoint/pieces.h>
+#include <tessera/dtensor/dtensor_impl.h>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+std::vector<Piece> pieces_of_local(const at::Tensor& local, std::vector<Box> boxes) {
+  if (boxes.size() == 1 && local.sizes() == at::IntArrayRef(boxes[0].sizes)) return {{std::move(boxes[0]), local}};
+  std::vector<Piece> pieces;
+  const auto flat = boxes.empty() ? at::Tensor() : local.view({-1});
+  int64_t position = 0;
+  for (auto& box : boxes) {
+    const auto numel = box.numel();
+    auto data = flat.narrow(0, position, numel).view(box.sizes);
+    pieces.push_back({std::move(box), std::move(data)});
+    position += numel;
+  }
+  TORCH_CHECK(position == local.numel(), "the local tensor has ", local.numel(), " elements where its placement gives ",
+              position);
+  return pieces;
+}
+
+std::vector<Piece> pieces_of_dtensor(const DTensorMeta& meta) {
+  const auto& mesh = meta.spec->mesh();
+  if (!mesh.coordinate()) return {};
+  return pieces_of_local(meta.local, local_boxes(meta.spec->sizes(), meta.spec->placements(), mesh.shape(), *mesh.coordinate()));
+}
+
+} // namespace
+
+std::vector<Piece> pieces_of(const std::string& name, const at::Tensor& tensor) {
+  c10::NoGradGuard no_grad;
+  try {
+    if (const auto* meta = dtensor_meta(tensor)) return pieces_of_dtensor(*meta);
+    TORCH_CHECK(!tensor.is_meta(), "a meta tensor has no data; allocate it first");
+    TORCH_CHECK(tensor.layout() == at::kStrided, "its layout is ", tensor.layout(), ", not strided");
+    if (tensor.numel() == 0) return {};
+    return {{whole(tensor.sizes().vec()), tensor.detach()}};
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "checkpoint: tensor \"", name, "\": ", error.what_without_backtrace());
+  }
+}
+
+std::string layout_of(const at::Tensor& tensor) {
+  const auto* meta = dtensor_meta(tensor);
+  if (!meta) return "plain";
+  std::string shape;
+  for (const auto size : meta->spec->mesh().shape()) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+  return tessera::to_string(meta->spec->placements()) + " on [" + shape + "]";
+}
+
+void mark_written(const at::Tensor& tensor) {
+  if (const auto* meta = dtensor_meta(tensor)) meta->local.unsafeGetTensorImpl()->bump_version();
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+} // namespace tessera::checkpoint

@@ -1,0 +1,107 @@
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <tessera/checkpoint/checksum.h>
+#include <tessera/checkpoint/reader.h>
+#include <tessera/checkpoint/runs.h>
+#include <tessera/checkpoint/safetensors.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+bool is_plain_memory(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+} // namespace
+
+Reader::Reader(std::filesystem::path folder, const Index& index, bool verify)
+    : folder_(std::move(folder)), index_(index), verify_(verify), block_(static_cast<size_t>(index.block_bytes)) {}
+
+const File& Reader::file(int64_t position) {
+  if (const auto found = files_.find(position); found != files_.end()) return found->second;
+  const auto& indexed = index_.files[static_cast<size_t>(position)];
+  auto file = File::open(folder_ / indexed.name);
+  const auto path = file.path().string();
+  TORCH_CHECK(file.size() == indexed.bytes, path, " has ", file.size(), " bytes where the checkpoint wrote ", indexed.bytes);
+  if (verify_) {
+    std::string prefix(static_cast<size_t>(indexed.data_begin), '\0');
+    file.read_at(prefix.data(), prefix.size(), 0);
+    TORCH_CHECK(checksum(prefix) == indexed.header_checksum, path,
+                " is damaged: its header has another checksum than when it was written");
+  }
+  return files_.emplace(position, std::move(file)).first->second;
+}
+
+void Reader::read(const IndexedTensor& tensor, const Piece& piece) {
+  const bool direct = is_plain_memory(piece.data);
+  const auto staged = direct ? piece.data : at::empty(piece.box.sizes, piece.data.scalar_type());
+  for (const auto& chunk : tensor.chunks) {
+    if (const auto common = intersect(chunk.box, piece.box))
+      read_chunk(tensor, chunk, *common, piece.box, static_cast<char*>(staged.data_ptr()));
+  }
+  if (!direct) piece.data.copy_(staged);
+}
+
+void Reader::check_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, const char* data, int64_t bytes) const {
+  if (!verify_ || checksum(data, static_cast<size_t>(bytes)) == chunk.checksums[static_cast<size_t>(block)]) return;
+  const auto begin = chunk.begin + block * index_.block_bytes;
+  TORCH_CHECK(false, (folder_ / index_.files[static_cast<size_t>(chunk.file)].name).string(), " is damaged: tensor \"",
+              tensor.name, "\", bytes ", begin, " to ", begin + bytes, " have another checksum than when they were written");
+}
+
+// `out` is the row-major memory of `box`.
+void Reader::read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const Box& wanted, const Box& box, char* out) {
+  const auto& source = file(chunk.file);
+  const auto item = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  const auto chunk_bytes = chunk.box.numel() * item, block_bytes = index_.block_bytes;
+  int64_t loaded = -1; // the block in block_
+  for_each_run(wanted, chunk.box, box, [&](int64_t from, int64_t to, int64_t length) {
+    from *= item;
+    for (const auto end = from + length * item; from < end;) {
+      const auto block = from / block_bytes, block_begin = block * block_bytes;
+      const auto block_size = std::min(block_bytes, chunk_bytes - block_begin);
+      const auto take = std::min(end, block_begin + block_size) - from;
+      auto* target = out + to * item + (from - (end - length * item));
+      if (take == block_size) { // the whole block, straight to its place
+        source.read_at(target, static_cast<size_t>(take), chunk.begin + from);
+        check_block(tensor, chunk, block, target, take);
+        bytes_read_ += take;
+      } else {
+        if (loaded != block) {
+          source.read_at(block_.data(), static_cast<size_t>(block_size), chunk.begin + block_begin);
+          check_block(tensor, chunk, block, block_.data(), block_size);
+          bytes_read_ += block_size;
+          loaded = block;
+        }
+        std::memcpy(target, block_.data() + (from - block_begin), static_cast<size_t>(take));
+      }
+      from += take;
+    }
+  });
+}
+
+void Reader::verify_all() {
+  for (size_t i = 0; i < index_.files.size(); ++i) {
+    const auto& source = file(static_cast<int64_t>(i));
+    const auto prefix = read_safetensors_prefix(source);
+    parse_safetensors(prefix, source.size(), source.path().string());
+  }
+  for (const auto& tensor : index_.tensors) {
+    for (const auto& chunk : tensor.chunks) {
+      const auto& source = file(chunk.file);
+      const auto total = chunk.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+      for (int64_t begin = 0; begin < total; begin += index_.block_bytes) {
+        const auto size = std::min(index_.block_bytes, total - begin);
+        source.read_at(block_.data(), static_cast<size_t>(size), chunk.begin + begin);
+        check_block(tensor, chunk, begin / index_.block_bytes, block_.data(), size);
+        bytes_read_ += size;
+      }
+    }
+  }
+}
+
+} // namespace tessera::checkpoint

@@ -1,0 +1,45 @@
+#pragma once
+
+// Internal: reads boxes of tensors from the files of a checkpoint.
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/index.h>
+#include <tessera/checkpoint/pieces.h>
+
+namespace tessera::checkpoint {
+
+/// The files of one checkpoint, opened when they are first needed.
+class Reader {
+ public:
+  /// `index` must outlive the reader. With `verify`, every byte read is compared with its checksum: headers when a file is
+  /// opened, and data in whole blocks, which are read for that even where only a part of them is needed.
+  Reader(std::filesystem::path folder, const Index& index, bool verify);
+
+  /// Fills the piece, whose box lies in the tensor and whose data has the tensor's dtype, from the chunks that intersect it.
+  void read(const IndexedTensor& tensor, const Piece& piece);
+
+  /// Reads every byte of every file and compares it with its checksum.
+  void verify_all();
+
+  /// Bytes of data read so far.
+  int64_t bytes_read() const { return bytes_read_; }
+
+ private:
+  const File& file(int64_t position);
+  void read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const Box& wanted, const Box& box, char* out);
+  void check_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, const char* data, int64_t bytes) const;
+
+  std::filesystem::path folder_;
+  const Index& index_;
+  bool verify_;
+  std::map<int64_t, File> files_;
+  std::vector<char> block_;
+  int64_t bytes_read_ = 0;
+};
+
+} // namespace tessera::checkpoint

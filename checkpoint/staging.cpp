@@ -1,0 +1,81 @@
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/staging.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+// Creates `folder` and the folders above it, and makes their entries durable.
+void create_durably(const std::filesystem::path& folder) {
+  auto existing = folder;
+  while (!std::filesystem::exists(existing)) existing = existing.parent_path();
+  std::filesystem::create_directories(folder);
+  for (auto made = folder; made != existing; made = made.parent_path()) sync_folder(made.parent_path());
+}
+
+// An open folder with an exclusive lock; -1 when another process holds the lock.
+int lock_folder(const std::filesystem::path& folder) {
+  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  TORCH_CHECK(fd >= 0, "cannot open ", folder.string(), ": ", std::strerror(errno));
+  if (::flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
+  ::close(fd);
+  return -1;
+}
+
+std::string prefix_for(const std::filesystem::path& target) { return "." + target.filename().string() + ".saving-"; }
+
+// Removes folders that an earlier save of the same target left behind when it was killed.
+void remove_abandoned(const std::filesystem::path& target) {
+  const auto prefix = prefix_for(target);
+  std::error_code ignored; // one that cannot be removed does no harm
+  for (const auto& entry : std::filesystem::directory_iterator(target.parent_path(), ignored)) {
+    if (!entry.path().filename().string().starts_with(prefix) || !entry.is_directory(ignored)) continue;
+    const int fd = ::open(entry.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) continue;
+    if (::flock(fd, LOCK_EX | LOCK_NB) == 0) std::filesystem::remove_all(entry.path(), ignored);
+    ::close(fd);
+  }
+}
+
+} // namespace
+
+Staging::Staging(std::filesystem::path target, bool overwrite)
+    : target_(std::filesystem::absolute(target).lexically_normal()), overwrite_(overwrite) {
+  if (!target_.has_filename()) target_ = target_.parent_path();
+  TORCH_CHECK(overwrite || !std::filesystem::exists(std::filesystem::symlink_status(target_)), target_.string(),
+              " exists already; a checkpoint is never changed (SaveOptions::overwrite replaces it)");
+  create_durably(target_.parent_path());
+  remove_abandoned(target_);
+  static std::atomic<int> saves{0};
+  folder_ = target_.parent_path() / (prefix_for(target_) + std::to_string(::getpid()) + "-" + std::to_string(saves++));
+  TORCH_CHECK(std::filesystem::create_directory(folder_), "cannot create ", folder_.string(), ": it exists");
+  lock_ = lock_folder(folder_);
+}
+
+Staging::~Staging() {
+  std::error_code ignored; // a folder that stays is removed by the next save
+  if (!committed_) std::filesystem::remove_all(folder_, ignored);
+  if (lock_ >= 0) ::close(lock_);
+}
+
+void Staging::commit() {
+  sync_folder(folder_);
+  if (overwrite_ && std::filesystem::exists(target_)) {
+    replace_folder(folder_, target_);
+  } else {
+    rename_new(folder_, target_);
+  }
+  committed_ = true;
+  sync_folder(target_.parent_path());
+}
+
+} // namespace tessera::checkpoint

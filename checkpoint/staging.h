@@ -1,0 +1,32 @@
+#pragma once
+
+// Internal: the folder in which a checkpoint is written before it gets its name.
+
+#include <filesystem>
+
+namespace tessera::checkpoint {
+
+/// A folder ".<name>.saving-<pid>-<number>" beside the target `<name>`, owned by the process that made it (rank 0).
+///
+/// The owner holds a lock on it, so that a later save can tell a folder that is being written from one that a killed job left
+/// behind, and removes the latter. The destructor removes the folder unless it was committed.
+class Staging {
+ public:
+  /// Makes the folder, and the parent folders of `target`. An existing target is an error unless `overwrite`.
+  Staging(std::filesystem::path target, bool overwrite);
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+  ~Staging();
+
+  const std::filesystem::path& folder() const { return folder_; }
+  /// Flushes the folder and gives it the target's name.
+  void commit();
+
+ private:
+  std::filesystem::path target_, folder_;
+  bool overwrite_;
+  int lock_ = -1;
+  bool committed_ = false;
+};
+
+} // namespace tessera::checkpoint

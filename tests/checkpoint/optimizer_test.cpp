@@ -1,0 +1,143 @@
+// A run that is saved and resumed with a new model and a new optimizer goes on exactly as the uninterrupted one.
+#include <tessera/checkpoint/checkpoint.h>
+
+#include "temporary_folder.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using testing::error_of;
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+torch::nn::Sequential make_model(int64_t seed) {
+  torch::manual_seed(seed);
+  return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::Tanh(), torch::nn::BatchNorm1d(8), torch::nn::Linear(8, 2));
+}
+
+double train_step(torch::nn::Sequential& model, torch::optim::Optimizer& optimizer, int64_t step) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 + step));
+  const auto x = torch::randn({16, 4}, generator), y = torch::randn({16, 2}, generator);
+  optimizer.zero_grad();
+  const auto loss = torch::mse_loss(model->forward(x), y);
+  loss.backward();
+  optimizer.step();
+  return loss.item<double>();
+}
+
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::optim::OptimizerParamGroup>)>;
+
+template <typename Optimizer, typename Options>
+MakeOptimizer with(Options options) {
+  return [options](std::vector<torch::optim::OptimizerParamGroup> groups) {
+    return std::make_unique<Optimizer>(std::move(groups), options);
+  };
+}
+
+std::map<std::string, MakeOptimizer> optimizers() {
+  using namespace torch::optim;
+  return {
+      {"Adam", with<Adam>(AdamOptions(0.01).weight_decay(0.1))},
+      {"AdamAmsgrad", with<Adam>(AdamOptions(0.01).amsgrad(true))},
+      {"AdamW", with<AdamW>(AdamWOptions(0.01))},
+      {"AdamWAmsgrad", with<AdamW>(AdamWOptions(0.01).amsgrad(true))},
+      {"SGD", with<SGD>(SGDOptions(0.01))},
+      {"SGDMomentum", with<SGD>(SGDOptions(0.01).momentum(0.9).dampening(0.5))},
+      {"RMSprop", with<RMSprop>(RMSpropOptions(0.01))},
+      {"RMSpropCentered", with<RMSprop>(RMSpropOptions(0.01).momentum(0.9).centered(true))},
+      {"Adagrad", with<Adagrad>(AdagradOptions(0.01).initial_accumulator_value(0.5))},
+  };
+}
+
+class Resume : public ::testing::TestWithParam<std::string> {
+ protected:
+  std::unique_ptr<torch::optim::Optimizer> make(torch::nn::Sequential& model) {
+    const auto parameters = model->parameters();
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<torch::Tensor>(parameters.begin(), parameters.begin() + 2));
+    groups.emplace_back(std::vector<torch::Tensor>(parameters.begin() + 2, parameters.end()));
+    return optimizers().at(GetParam())(std::move(groups));
+  }
+};
+
+TEST_P(Resume, GoesOnExactly) {
+  const TemporaryFolder folder;
+  for (const int64_t at : {0, 3}) {
+    auto model = make_model(1), resumed = make_model(2);
+    const auto optimizer = make(model), fresh = make(resumed);
+    for (int64_t step = 0; step < at; ++step) train_step(model, *optimizer, step);
+    optimizer->param_groups()[1].options().set_lr(0.003);
+    const auto path = folder.path() / std::to_string(at);
+    save(state_dict(*model, *optimizer), path);
+    if (at == 0) train_step(resumed, *fresh, 0); // state that the checkpoint does not hold must go
+    load(state_dict(*resumed, *fresh), path);
+    EXPECT_EQ(fresh->param_groups()[1].options().get_lr(), 0.003);
+    for (int64_t step = at; step < at + 4; ++step) {
+      ASSERT_EQ(train_step(model, *optimizer, step), train_step(resumed, *fresh, step)) << "step " << step << " after " << at;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllOptimizers, Resume,
+                         ::testing::Values("Adam", "AdamAmsgrad", "AdamW", "AdamWAmsgrad", "SGD", "SGDMomentum", "RMSprop",
+                                           "RMSpropCentered", "Adagrad"),
+                         [](const auto& info) { return info.param; });
+
+TEST(OptimizerCheckpoint, AnotherOptimizerIsAnError) {
+  const TemporaryFolder folder;
+  auto model = make_model(1);
+  torch::optim::AdamW adamw(model->parameters());
+  torch::optim::Adam adam(model->parameters());
+  save(state_dict(*model, adamw), folder.path() / "c");
+  EXPECT_THAT(error_of([&] { load(state_dict(*model, adam), folder.path() / "c"); }),
+              HasSubstr("the checkpoint holds the state of another optimizer than Adam: AdamW"));
+}
+
+TEST(OptimizerCheckpoint, OtherParameterGroupsAreAnError) {
+  const TemporaryFolder folder;
+  auto model = make_model(1);
+  const auto all = model->parameters();
+  torch::optim::SGD one(all, 0.1), fewer({all[0], all[1]}, 0.1);
+  torch::optim::SGD two({torch::optim::OptimizerParamGroup({all[0]}), torch::optim::OptimizerParamGroup({all[1]})}, 0.1);
+  save(state_dict(*model, one), folder.path() / "one");
+  save(state_dict(*model, two), folder.path() / "two");
+  EXPECT_THAT(
+      error_of([&] { load(state_dict(*model, fewer), folder.path() / "one"); }),
+      HasSubstr(
+          "parameter group 0 of the checkpoint's optimizer holds other parameters than here; 4 differ, the first is \"2.bias\""));
+  EXPECT_THAT(error_of([&] { load(state_dict(*model, two), folder.path() / "one"); }),
+              HasSubstr("an optimizer with 1 parameter groups, and here are 2"));
+  EXPECT_THAT(error_of([&] { load(state_dict(*model, one), folder.path() / "two"); }),
+              HasSubstr("an optimizer with 2 parameter groups, and here are 1"));
+}
+
+TEST(OptimizerCheckpoint, WeightsAloneLoadFromATrainingCheckpoint) {
+  const TemporaryFolder folder;
+  auto model = make_model(1), other = make_model(2);
+  torch::optim::AdamW optimizer(model->parameters());
+  train_step(model, optimizer, 0);
+  save(state_dict(*model, optimizer), folder.path() / "c");
+  EXPECT_THAT(error_of([&] { load(state_dict(*other), folder.path() / "c"); }), HasSubstr("optimizer.state.0.bias.exp_avg"));
+  LoadOptions options;
+  options.allow_unused = true;
+  load(state_dict(*other), folder.path() / "c", options);
+  for (size_t i = 0; i < model->parameters().size(); ++i)
+    EXPECT_TRUE(torch::equal(model->parameters()[i], other->parameters()[i]));
+}
+
+TEST(OptimizerCheckpoint, ACheckpointOfWeightsLeavesTheOptimizerAsItIs) {
+  const TemporaryFolder folder;
+  auto model = make_model(1);
+  torch::optim::AdamW optimizer(model->parameters());
+  train_step(model, optimizer, 0);
+  save(state_dict(*model), folder.path() / "c");
+  EXPECT_THAT(error_of([&] { load(state_dict(*model, optimizer), folder.path() / "c"); }),
+              HasSubstr("not in the checkpoint:\n  optimizer.type"));
+  LoadOptions options;
+  options.allow_missing = true;
+  load(state_dict(*model, optimizer), folder.path() / "c", options);
+  EXPECT_EQ(state_dict(*model, optimizer).value<int64_t>("optimizer.state.0.bias.step"), 1);
+}
+
+} // namespace
+} // namespace tessera::checkpoint
