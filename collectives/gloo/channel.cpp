@@ -17,6 +17,7 @@ namespace {
 constexpr int kSentinelTag = 1 << 29;
 constexpr auto kMonitorInterval = std::chrono::milliseconds(100);
 constexpr size_t kCachedBuffers = 4;
+constexpr size_t kRetiredLists = 24;
 
 std::shared_ptr<::gloo::transport::Device> make_device(bool all_local) {
   using c10d::ProcessGroupGloo;
@@ -105,6 +106,15 @@ void Channel::check_usable(const std::string& call) const {
 void Channel::keep_until_closed(std::shared_ptr<Exchange> exchange) {
   std::lock_guard lock(mutex_);
   kept_.push_back(std::move(exchange));
+}
+
+void Channel::retire(std::vector<Message> messages) {
+  std::vector<Message> freed;
+  std::lock_guard lock(mutex_);
+  retired_.push_back(std::move(messages));
+  if (retired_.size() <= kRetiredLists) return;
+  freed.swap(retired_.front());
+  retired_.pop_front();
 }
 
 at::Tensor Channel::take_buffer(int64_t bytes) {

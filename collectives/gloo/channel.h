@@ -71,6 +71,10 @@ class Channel : public std::enable_shared_from_this<Channel> {
   /// Keeps the messages of a failed collective: gloo may still write to their buffers.
   void keep_until_closed(std::shared_ptr<Exchange> exchange);
 
+  /// Frees messages that are done, later: gloo's thread still holds them for a moment after it wakes the waiter, and freeing one
+  /// that is held yields the processor, which then costs milliseconds where processes compete for it.
+  void retire(std::vector<Message> messages);
+
   /// A cached byte buffer of at least `bytes`. Fresh memory costs a page fault for every 4 KiB.
   at::Tensor take_buffer(int64_t bytes);
   void return_buffer(at::Tensor buffer);
@@ -102,6 +106,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   std::string failure_;
   std::vector<std::shared_ptr<Exchange>> kept_;
   std::vector<at::Tensor> buffers_;
+  std::deque<std::vector<Message>> retired_;
   std::vector<Exchange*> waiting_;
   std::deque<std::shared_ptr<Exchange>> background_queue_;
 

@@ -81,9 +81,7 @@ void Exchange::complete() {
   channel_->end_wait(this);
   if (!failure_) {
     if (header_buffer_.defined()) channel_->return_buffer(std::move(header_buffer_));
-    header_receives_.clear();
-    receives_.clear();
-    sends_.clear();
+    for (auto* messages : {&header_receives_, &receives_, &sends_}) channel_->retire(std::move(*messages));
     plan_ = {};
   }
   completed_ = true;

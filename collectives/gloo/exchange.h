@@ -32,7 +32,7 @@ struct ExchangePlan {
 class Exchange : public std::enable_shared_from_this<Exchange> {
  public:
   /// Payloads up to this size travel in the header's message.
-  static constexpr int64_t kInlineBytes = 4096;
+  static constexpr int64_t kInlineBytes = 16 << 10;
 
   Exchange(std::shared_ptr<Channel> channel, std::string call, std::vector<int64_t> ranks);
 

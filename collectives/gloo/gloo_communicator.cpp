@@ -13,8 +13,8 @@ namespace tessera::gloo {
 
 namespace {
 
-// Up to this size (bytes) one round that sends everything to everybody is faster than two rounds that send less.
-constexpr int64_t kOneRoundBytes = 64 << 10;
+// Up to this size (bytes) one round that sends everything to everybody is faster than two rounds that send parts.
+int64_t one_round_bytes(int ranks) { return ranks == 2 ? 4 << 20 : 64 << 10; }
 
 char* bytes_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
@@ -104,8 +104,8 @@ Work GlooCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor
 Work GlooCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) {
   check_all_reduce(*this, tensor, op, label);
   const Call call{CollectiveKind::kAllReduce, label, tensor.scalar_type(), static_cast<int64_t>(tensor.nbytes()), op};
-  return size() == 2 || call.bytes <= kOneRoundBytes ? all_reduce_in_one_round(call, tensor, op)
-                                                     : all_reduce_in_two_rounds(call, tensor, op);
+  return call.bytes <= one_round_bytes(size()) ? all_reduce_in_one_round(call, tensor, op)
+                                               : all_reduce_in_two_rounds(call, tensor, op);
 }
 
 Work GlooCommunicator::all_reduce_in_one_round(const Call& call, const at::Tensor& tensor, ReduceOp op) {

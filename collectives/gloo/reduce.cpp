@@ -26,15 +26,11 @@ template <typename T>
 void accumulate(T* accumulator, const auto* input, int64_t count, ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
-    case ReduceOp::kAvg:
-      return accumulate(accumulator, input, count, [](T a, T b) { return static_cast<T>(a + b); });
-    case ReduceOp::kProduct:
-      return accumulate(accumulator, input, count, [](T a, T b) { return static_cast<T>(a * b); });
+    case ReduceOp::kAvg: return accumulate(accumulator, input, count, [](T a, T b) { return static_cast<T>(a + b); });
+    case ReduceOp::kProduct: return accumulate(accumulator, input, count, [](T a, T b) { return static_cast<T>(a * b); });
     // A NaN on any rank stays: the comparison with it is false either way round.
-    case ReduceOp::kMin:
-      return accumulate(accumulator, input, count, [](T a, T b) { return a < b || a != a ? a : b; });
-    case ReduceOp::kMax:
-      return accumulate(accumulator, input, count, [](T a, T b) { return a > b || a != a ? a : b; });
+    case ReduceOp::kMin: return accumulate(accumulator, input, count, [](T a, T b) { return a < b || a != a ? a : b; });
+    case ReduceOp::kMax: return accumulate(accumulator, input, count, [](T a, T b) { return a > b || a != a ? a : b; });
   }
 }
 

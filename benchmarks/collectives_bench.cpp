@@ -1,0 +1,117 @@
+// collectives_bench --ranks n [--iterations k]
+// The collectives on n local ranks, beside c10d's gloo process group: the median time of each size, its ratio, and the cost of
+// comparing signatures. Times are the slowest rank's; the cases alternate, after a warm-up.
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <tessera/collectives/launch.h>
+#include <tessera/collectives/process_context.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <numeric>
+#include <string_view>
+#include <vector>
+
+namespace {
+
+using tessera::ReduceOp;
+
+struct Case {
+  const char* name;
+  std::function<void()> run;
+  std::vector<double> seconds = {};
+};
+
+int argument(int argc, char** argv, std::string_view name, int otherwise) {
+  for (int i = 1; i + 1 < argc; ++i)
+    if (argv[i] == name) return std::atoi(argv[i + 1]);
+  return otherwise;
+}
+
+c10::intrusive_ptr<c10d::ProcessGroupGloo> make_peer() {
+  auto& context = tessera::process_context();
+  auto options = c10d::ProcessGroupGloo::Options::create(context.options().timeout);
+  options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("bench", context.store()),
+                                                     context.rank(), context.world_size(), options);
+}
+
+class Bench {
+ public:
+  explicit Bench(int iterations) : iterations_(iterations), peer_(make_peer()) {
+    auto& context = tessera::process_context();
+    std::vector<int64_t> ranks(context.world_size());
+    std::iota(ranks.begin(), ranks.end(), 0);
+    group_ = context.communicator(ranks, at::kCPU);
+  }
+
+  void run(int64_t bytes) {
+    const int n = group_->size();
+    const int64_t numel = bytes / 4 / n * n;
+    auto full = at::ones({numel}), part = at::ones({numel / n});
+    std::vector<at::Tensor> list{full};
+    measure("all_gather", bytes,
+            {{"ours", [&] { group_->all_gather_into(full, part, "bench").wait(); }},
+             {"c10d", [&] { peer_->_allgather_base(full, part)->wait(); }}});
+    measure("reduce_scatter", bytes,
+            {{"ours", [&] { group_->reduce_scatter(part, full, ReduceOp::kSum, "bench").wait(); }},
+             {"c10d", [&] { peer_->_reduce_scatter_base(part, full)->wait(); }}});
+    measure("all_reduce", bytes,
+            {{"ours", [&] { group_->all_reduce(full, ReduceOp::kSum, "bench").wait(); }},
+             {"c10d", [&] { peer_->allreduce(list)->wait(); }}});
+  }
+
+ private:
+  void measure(const char* name, int64_t bytes, std::vector<Case> cases) {
+    const int iterations = bytes > (8 << 20) ? iterations_ / 5 + 1 : iterations_;
+    for (int i = -2; i < iterations; ++i) {
+      for (auto& one : cases) {
+        group_->barrier("bench");
+        const auto start = std::chrono::steady_clock::now();
+        one.run();
+        const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+        if (i >= 0) one.seconds.push_back(taken.count());
+      }
+    }
+    std::vector<double> medians;
+    for (auto& one : cases) medians.push_back(median_of_slowest(one.seconds));
+    if (group_->rank() == 0)
+      std::printf("%-15s %10lld bytes  ours %10.1f us   c10d %10.1f us   ratio %5.2f\n", name, static_cast<long long>(bytes),
+                  medians[0] * 1e6, medians[1] * 1e6, medians[1] / medians[0]);
+    std::fflush(stdout);
+  }
+
+  double median_of_slowest(const std::vector<double>& seconds) {
+    auto times = at::zeros({static_cast<int64_t>(seconds.size())}, at::kDouble);
+    std::copy(seconds.begin(), seconds.end(), times.mutable_data_ptr<double>());
+    group_->all_reduce(times, ReduceOp::kMax, "times").wait();
+    auto* begin = times.mutable_data_ptr<double>();
+    std::nth_element(begin, begin + times.numel() / 2, begin + times.numel());
+    return begin[times.numel() / 2];
+  }
+
+  int iterations_;
+  tessera::CommunicatorPtr group_;
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> peer_;
+};
+
+} // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return tessera::launch(tessera::ranks_from_args(argc, argv).value_or(2), [&] {
+      tessera::init_process_group();
+      Bench bench(argument(argc, argv, "--iterations", 50));
+      for (const int64_t bytes : {64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20}) bench.run(bytes);
+    });
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "%s\n", error.what_without_backtrace());
+    return 1;
+  }
+}
