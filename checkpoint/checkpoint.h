@@ -11,6 +11,10 @@ namespace tessera::checkpoint {
 struct SaveOptions {
   /// Replace a checkpoint that is already at the target, in one rename. Without it, an existing target is an error.
   bool overwrite = false;
+  /// Point the symbolic link `latest` beside `dir` at it, so that `load(state, root / "latest")` finds it.
+  bool update_latest = true;
+  /// After a successful save, remove the oldest checkpoints beside `dir` until this many are left; 0 keeps all.
+  int keep_last = 0;
 };
 
 /// Writes `state` as a new folder `dir`; docs/checkpoint_format.md specifies it.
@@ -48,7 +52,11 @@ struct LoadReport {
 LoadReport load(StateDict& state, const std::filesystem::path& dir, const LoadOptions& options = {});
 LoadReport load(StateDict&& state, const std::filesystem::path& dir, const LoadOptions& options = {});
 
-/// The newest complete checkpoint among the folders in `root`; empty when there is none. Local.
+/// The newest complete checkpoint among the folders in `root`, by the time it was saved; empty when there is none. Local.
 std::filesystem::path latest(const std::filesystem::path& root);
+
+/// Reads every byte of the checkpoint `dir` and compares it with its checksum. Returns what is wrong, one line a finding that
+/// names the file and, in data, the tensor; nothing when the checkpoint is whole. Local.
+std::vector<std::string> verify(const std::filesystem::path& dir);
 
 } // namespace tessera::checkpoint

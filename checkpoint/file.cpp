@@ -117,15 +117,17 @@ void replace_folder(const std::filesystem::path& from, const std::filesystem::pa
   std::filesystem::remove_all(from, ignored);
 }
 
-void write_file_atomically(const std::filesystem::path& path, std::string_view text) {
-  auto temporary = path;
-  temporary += ".tmp-" + std::to_string(::getpid());
+void replace_link(const std::filesystem::path& link, const std::filesystem::path& target) {
+  auto temporary = link;
+  temporary.replace_filename("." + link.filename().string() + "-" + std::to_string(::getpid()));
   std::filesystem::remove(temporary);
-  auto file = File::create(temporary);
-  file.write(text);
-  file.sync_and_close();
-  if (::rename(temporary.c_str(), path.c_str()) != 0) fail("replace", path, errno);
-  sync_folder(path.parent_path());
+  std::filesystem::create_symlink(target, temporary);
+  if (::rename(temporary.c_str(), link.c_str()) != 0) {
+    const int error = errno;
+    std::filesystem::remove(temporary);
+    fail("replace", link, error);
+  }
+  sync_folder(link.parent_path());
 }
 
 } // namespace tessera::checkpoint

@@ -54,7 +54,7 @@ void rename_new(const std::filesystem::path& from, const std::filesystem::path& 
 /// Puts the folder `from` in the place of the existing folder `to`, and removes the old one.
 void replace_folder(const std::filesystem::path& from, const std::filesystem::path& to);
 
-/// Replaces or creates a small file by rename, so that a reader sees the old text or the new one.
-void write_file_atomically(const std::filesystem::path& path, std::string_view text);
+/// Makes `link` a symbolic link to `target`, in place of an older link, in one step.
+void replace_link(const std::filesystem::path& link, const std::filesystem::path& target);
 
 } // namespace tessera::checkpoint

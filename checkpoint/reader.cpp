@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 namespace tessera::checkpoint {
 
@@ -84,24 +85,42 @@ void Reader::read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const B
   });
 }
 
-void Reader::verify_all() {
-  for (size_t i = 0; i < index_.files.size(); ++i) {
-    const auto& source = file(static_cast<int64_t>(i));
-    const auto prefix = read_safetensors_prefix(source);
-    parse_safetensors(prefix, source.size(), source.path().string());
+void Reader::verify_chunk(const IndexedTensor& tensor, const Chunk& chunk) {
+  const auto& source = file(chunk.file);
+  const auto total = chunk.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  for (int64_t begin = 0; begin < total; begin += index_.block_bytes) {
+    const auto size = std::min(index_.block_bytes, total - begin);
+    source.read_at(block_.data(), static_cast<size_t>(size), chunk.begin + begin);
+    check_block(tensor, chunk, begin / index_.block_bytes, block_.data(), size);
+    bytes_read_ += size;
+  }
+}
+
+std::vector<std::string> Reader::verify_all() {
+  std::vector<std::string> findings;
+  std::set<int64_t> bad_files; // their chunks cannot be read
+  const auto note = [&](const auto& work) {
+    try {
+      work();
+      return true;
+    } catch (const c10::Error& error) {
+      findings.emplace_back(error.what_without_backtrace());
+      return false;
+    }
+  };
+  for (int64_t i = 0; i < static_cast<int64_t>(index_.files.size()); ++i) {
+    const bool good = note([&] {
+      const auto& source = file(i);
+      parse_safetensors(read_safetensors_prefix(source), source.size(), source.path().string());
+    });
+    if (!good) bad_files.insert(i);
   }
   for (const auto& tensor : index_.tensors) {
     for (const auto& chunk : tensor.chunks) {
-      const auto& source = file(chunk.file);
-      const auto total = chunk.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
-      for (int64_t begin = 0; begin < total; begin += index_.block_bytes) {
-        const auto size = std::min(index_.block_bytes, total - begin);
-        source.read_at(block_.data(), static_cast<size_t>(size), chunk.begin + begin);
-        check_block(tensor, chunk, begin / index_.block_bytes, block_.data(), size);
-        bytes_read_ += size;
-      }
+      if (!bad_files.count(chunk.file)) note([&] { verify_chunk(tensor, chunk); });
     }
   }
+  return findings;
 }
 
 } // namespace tessera::checkpoint

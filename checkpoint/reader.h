@@ -23,8 +23,8 @@ class Reader {
   /// Fills the piece, whose box lies in the tensor and whose data has the tensor's dtype, from the chunks that intersect it.
   void read(const IndexedTensor& tensor, const Piece& piece);
 
-  /// Reads every byte of every file and compares it with its checksum.
-  void verify_all();
+  /// Reads every byte of every file and compares it with its checksum; one line for each finding.
+  std::vector<std::string> verify_all();
 
   /// Bytes of data read so far.
   int64_t bytes_read() const { return bytes_read_; }
@@ -32,6 +32,7 @@ class Reader {
  private:
   const File& file(int64_t position);
   void read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const Box& wanted, const Box& box, char* out);
+  void verify_chunk(const IndexedTensor& tensor, const Chunk& chunk);
   void check_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, const char* data, int64_t bytes) const;
 
   std::filesystem::path folder_;

@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/catalog.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/index.h>
@@ -58,6 +59,9 @@ SavePlan plan_from(const std::vector<std::string>& messages) {
 } // namespace
 
 void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options) {
+  TORCH_CHECK(dir.filename() != kLatestName, "checkpoint: ", dir.string(), ": the name \"", kLatestName,
+              "\" is kept for the link to the newest checkpoint");
+  TORCH_CHECK(options.keep_last >= 0, "checkpoint: keep_last is ", options.keep_last);
   const Ranks ranks;
   std::optional<Staging> staging; // rank 0's
   const auto what = dir.string();
@@ -74,6 +78,11 @@ void save(const StateDict& state, const std::filesystem::path& dir, const SaveOp
       write_index(merge_written(plan, written), folder);
       staging->commit();
     }
+    return std::string();
+  });
+  ranks.all("tidy up after the save of " + what, [&] {
+    if (staging && options.update_latest) point_latest_to(staging->target());
+    if (staging && options.keep_last > 0) keep_last(staging->target().parent_path(), options.keep_last, staging->target());
     return std::string();
   });
 }

@@ -22,31 +22,38 @@ void create_durably(const std::filesystem::path& folder) {
   for (auto made = folder; made != existing; made = made.parent_path()) sync_folder(made.parent_path());
 }
 
-// An open folder with an exclusive lock; -1 when another process holds the lock.
+// An open folder with an exclusive lock; -1 when it is gone or another process holds the lock.
 int lock_folder(const std::filesystem::path& folder) {
   const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  TORCH_CHECK(fd >= 0, "cannot open ", folder.string(), ": ", std::strerror(errno));
+  if (fd < 0) return -1;
   if (::flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
   ::close(fd);
   return -1;
 }
 
-std::string prefix_for(const std::filesystem::path& target) { return "." + target.filename().string() + ".saving-"; }
-
-// Removes folders that an earlier save of the same target left behind when it was killed.
+// Removes what killed saves left beside `target`: folders of other saves to it, and checkpoints half removed.
 void remove_abandoned(const std::filesystem::path& target) {
-  const auto prefix = prefix_for(target);
+  const auto saving = "." + target.filename().string() + ".saving-";
   std::error_code ignored; // one that cannot be removed does no harm
   for (const auto& entry : std::filesystem::directory_iterator(target.parent_path(), ignored)) {
-    if (!entry.path().filename().string().starts_with(prefix) || !entry.is_directory(ignored)) continue;
-    const int fd = ::open(entry.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) continue;
-    if (::flock(fd, LOCK_EX | LOCK_NB) == 0) std::filesystem::remove_all(entry.path(), ignored);
-    ::close(fd);
+    const auto name = entry.path().filename().string();
+    const bool removing = name.starts_with('.') && name.find(".removing-") != std::string::npos;
+    if (!(removing || name.starts_with(saving)) || !entry.is_directory(ignored)) continue;
+    const int lock = lock_folder(entry.path());
+    if (lock < 0) continue; // in use
+    std::filesystem::remove_all(entry.path(), ignored);
+    ::close(lock);
   }
 }
 
 } // namespace
+
+std::filesystem::path hidden_name(const std::filesystem::path& path, const std::string& purpose) {
+  static std::atomic<int> names{0};
+  const auto name =
+      "." + path.filename().string() + "." + purpose + "-" + std::to_string(::getpid()) + "-" + std::to_string(names++);
+  return path.parent_path() / name;
+}
 
 Staging::Staging(std::filesystem::path target, bool overwrite)
     : target_(std::filesystem::absolute(target).lexically_normal()), overwrite_(overwrite) {
@@ -55,10 +62,10 @@ Staging::Staging(std::filesystem::path target, bool overwrite)
               " exists already; a checkpoint is never changed (SaveOptions::overwrite replaces it)");
   create_durably(target_.parent_path());
   remove_abandoned(target_);
-  static std::atomic<int> saves{0};
-  folder_ = target_.parent_path() / (prefix_for(target_) + std::to_string(::getpid()) + "-" + std::to_string(saves++));
+  folder_ = hidden_name(target_, "saving");
   TORCH_CHECK(std::filesystem::create_directory(folder_), "cannot create ", folder_.string(), ": it exists");
   lock_ = lock_folder(folder_);
+  TORCH_CHECK(lock_ >= 0, "cannot lock ", folder_.string(), ": ", std::strerror(errno));
 }
 
 Staging::~Staging() {

@@ -3,8 +3,12 @@
 // Internal: the folder in which a checkpoint is written before it gets its name.
 
 #include <filesystem>
+#include <string>
 
 namespace tessera::checkpoint {
+
+/// ".<name>.<purpose>-<pid>-<number>" beside `path`: a name of this process that no checkpoint has.
+std::filesystem::path hidden_name(const std::filesystem::path& path, const std::string& purpose);
 
 /// A folder ".<name>.saving-<pid>-<number>" beside the target `<name>`, owned by the process that made it (rank 0).
 ///
@@ -18,6 +22,8 @@ class Staging {
   Staging& operator=(const Staging&) = delete;
   ~Staging();
 
+  /// Absolute, without a trailing separator.
+  const std::filesystem::path& target() const { return target_; }
   const std::filesystem::path& folder() const { return folder_; }
   /// Flushes the folder and gives it the target's name.
   void commit();

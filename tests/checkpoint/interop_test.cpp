@@ -8,8 +8,8 @@
 namespace tessera::checkpoint {
 namespace {
 
-using testing::SharedFolder;
 using ::testing::HasSubstr;
+using testing::SharedFolder;
 
 at::Tensor counting(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   return torch::arange(c10::multiply_integers(sizes)).remainder(dtype == at::kBool ? 2 : 120).view(sizes).to(dtype);

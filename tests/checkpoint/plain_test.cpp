@@ -69,7 +69,7 @@ TEST(PlainCheckpoint, EverythingComesBack) {
   const TemporaryFolder folder;
   const auto saved = example(1);
   save(saved, folder.path() / "new" / "step-1");
-  EXPECT_THAT(names_in(folder.path() / "new"), ElementsAre("step-1"));
+  EXPECT_THAT(names_in(folder.path() / "new"), UnorderedElementsAre("step-1", "latest"));
   EXPECT_THAT(names_in(folder.path() / "new" / "step-1"), UnorderedElementsAre("index.json", kFile));
   for (const bool verify : {true, false}) {
     auto loaded = example(2);
@@ -115,7 +115,7 @@ TEST(PlainCheckpoint, AnExistingTargetIsNeverChanged) {
   auto loaded = example(3);
   load(loaded, path);
   expect_same(example(2), loaded);
-  EXPECT_THAT(names_in(folder.path()), ElementsAre("c"));
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("c", "latest"));
 }
 
 TEST(PlainCheckpoint, AFailedSaveLeavesNothing) {
@@ -142,7 +142,7 @@ TEST(PlainCheckpoint, WhatAKilledSaveLeftIsRemovedByTheNext) {
   std::filesystem::create_directory(others);
   write_text(left / kFile, "torn");
   save(example(1), folder.path() / "c");
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("c", ".d.saving-1-0"));
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("c", ".d.saving-1-0", "latest"));
 }
 
 TEST(PlainCheckpoint, DifferencesAreListedBeforeAnythingIsWritten) {
@@ -245,6 +245,7 @@ TEST(PlainCheckpoint, AFlippedByteIsFoundAndNamed) {
     write_text(path / kFile, damaged);
     return error_of([&] { load(saved, path); });
   };
+  EXPECT_TRUE(verify(path).empty());
   EXPECT_THAT(error_at(0), HasSubstr(std::string(kFile) + " is damaged: its header"));
   EXPECT_THAT(error_at(data - 1), HasSubstr("its header"));
   EXPECT_THAT(error_at(data),
@@ -284,6 +285,56 @@ TEST(Latest, IsTheNewestCompleteCheckpoint) {
   save({}, folder.path() / "a-later-one");
   std::filesystem::create_directory(folder.path() / "step-11");
   EXPECT_EQ(latest(folder.path()), folder.path() / "a-later-one");
+}
+
+TEST(Latest, ALinkPointsAtTheLastSave) {
+  const TemporaryFolder folder;
+  for (const int64_t step : {1, 2, 3}) {
+    StateDict state, loaded;
+    state.set("step", step);
+    SaveOptions options;
+    options.update_latest = step < 3;
+    save(state, folder.path() / std::to_string(step), options);
+    loaded.set("step", 0);
+    load(loaded, folder.path() / "latest");
+    EXPECT_EQ(loaded.value<int64_t>("step"), std::min<int64_t>(step, 2));
+  }
+  EXPECT_THAT(error_of([&] { save({}, folder.path() / "latest"); }), HasSubstr("the name \"latest\" is kept for the link"));
+}
+
+TEST(KeepLast, RemovesTheOldestWithTheirHiddenRemains) {
+  const TemporaryFolder folder;
+  SaveOptions options;
+  options.keep_last = 2;
+  std::filesystem::create_directory(folder.path() / "no-checkpoint");
+  for (const auto* name : {"b", "a", "d", "c"}) save({}, folder.path() / name, options);
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("d", "c", "latest", "no-checkpoint"));
+  std::filesystem::create_directory(folder.path() / ".x.removing-1-1");
+  options.keep_last = 0;
+  save({}, folder.path() / "e", options);
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("d", "c", "e", "latest", "no-checkpoint"));
+  options.keep_last = -1;
+  EXPECT_THAT(error_of([&] { save({}, folder.path() / "f", options); }), HasSubstr("keep_last is -1"));
+}
+
+TEST(Verify, ListsEverythingThatIsWrong) {
+  const TemporaryFolder folder;
+  const auto path = folder.path() / "c";
+  StateDict state;
+  for (const auto* name : {"one", "two", "three"}) state.add(name, torch::ones({3}));
+  save(state, path);
+  EXPECT_TRUE(verify(path).empty());
+  auto bytes = read_text(path / kFile);
+  bytes[bytes.size() - 1] ^= 1;  // three
+  bytes[bytes.size() - 36] ^= 1; // one
+  write_text(path / kFile, bytes);
+  const auto findings = verify(path);
+  ASSERT_EQ(findings.size(), 2);
+  EXPECT_THAT(findings[0], HasSubstr("tensor \"one\""));
+  EXPECT_THAT(findings[1], HasSubstr("tensor \"three\""));
+  std::filesystem::remove(path / kFile);
+  EXPECT_THAT(verify(path), ElementsAre(HasSubstr("No such file")));
+  EXPECT_THAT(verify(folder.path() / "none"), ElementsAre(HasSubstr("no such folder")));
 }
 
 } // namespace
