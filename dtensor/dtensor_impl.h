@@ -5,15 +5,28 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
 
+#include <memory>
+
 #include <tessera/dtensor/spec.h>
 
 namespace tessera {
 
-/// Hangs off a TensorImpl that has the key `Fake`, the global shape and no storage. Shared by shallow copies (`data()`, `detach()`).
+/// The replicated value of a one-element Partial tensor, kept so that reading it twice reduces once.
+struct ReducedValue {
+  at::Tensor local;
+  SpecPtr spec;
+  uint32_t version; ///< of the DTensor when it was reduced
+};
+
+/// Hangs off a TensorImpl that has the key `Fake`, the global shape and no storage. Shared by shallow copies (`data()`,
+/// `detach()`).
 struct DTensorMeta : c10::BackendMeta {
   DTensorMeta(at::Tensor local_tensor, SpecPtr tensor_spec) : local(std::move(local_tensor)), spec(std::move(tensor_spec)) {}
   at::Tensor local; ///< this rank's part; a plain tensor without autograd history
   SpecPtr spec;
+  std::shared_ptr<const ReducedValue> reduced; ///< guarded by a lock in redistribute.cpp
+  /// Set on a view whose data had to move: it holds the base's value at this version, and cannot be written.
+  std::optional<uint32_t> copied_at_version;
 };
 
 /// The key below autograd whose fallback runs an op on the local tensors.
@@ -27,6 +40,9 @@ inline DTensorMeta* dtensor_meta(const at::TensorBase& tensor) {
 
 /// A new DTensor (not requiring grad) from this rank's part. `local` must have `spec->local_sizes()` and `spec->dtype()`.
 at::Tensor make_dtensor(at::Tensor local, SpecPtr spec);
+
+/// Another handle of the same DTensor: the meta is shared, the key set is copied, autograd history is not.
+at::Tensor alias_dtensor(const at::Tensor& dtensor);
 
 /// Turns `tensor` into a DTensor in place: its handle, autograd meta and every holder of it stay; its storage is let go.
 /// `extra_keys` are added to its key set (fsdp adds its own).

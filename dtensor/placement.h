@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -15,6 +16,7 @@ struct Replicate {
 };
 
 /// Tensor dim `dim` is split as torch.chunk splits: ceil(n / ranks) each, trailing ranks less or nothing.
+/// A negative dim counts from the end; a Spec holds it normalized.
 struct Shard {
   int64_t dim = 0;
   bool operator==(const Shard&) const = default;
@@ -32,7 +34,7 @@ struct RaggedShard {
 struct Partial {
   enum class Op { kSum, kAvg, kMin, kMax, kProduct, kNorm };
   Op op = Op::kSum;
-  double norm_p = 2.0; ///< for kNorm
+  double norm_p = 2.0; ///< for kNorm: finite and positive; ignored otherwise (a Spec holds 2)
   bool operator==(const Partial&) const = default;
 };
 
@@ -40,8 +42,18 @@ using Placement = std::variant<Replicate, Shard, RaggedShard, Partial>;
 /// One placement a mesh dim.
 using Placements = c10::SmallVector<Placement, 2>;
 
-/// "Replicate()", "Shard(0)", "RaggedShard(0, [3, 2])", "Partial(sum)".
+inline bool is_replicate(const Placement& placement) { return std::holds_alternative<Replicate>(placement); }
+inline bool is_partial(const Placement& placement) { return std::holds_alternative<Partial>(placement); }
+/// Shard or RaggedShard: each rank holds a part of the elements.
+inline bool is_sharded(const Placement& placement) { return !is_replicate(placement) && !is_partial(placement); }
+
+/// True when `placement` splits tensor dim `dim` (for RaggedShard: any of its leading dims).
+bool shards_dim(const Placement& placement, int64_t dim);
+size_t hash_value(const Placement& placement);
+
+/// "Replicate()", "Shard(0)", "RaggedShard(0, [3, 2])", "Partial(sum)", "Partial(norm 2)".
 std::string to_string(const Placement& placement);
+/// "(Shard(0), Replicate())".
 std::string to_string(const Placements& placements);
 
 } // namespace tessera

@@ -1,0 +1,20 @@
+#pragma once
+
+// Internal: the kernel behind the DTensor key.
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tessera::dispatch {
+
+/// Cache counters of this thread, for tests and benchmarks.
+struct CacheStatistics {
+  uint64_t hits = 0;
+  uint64_t misses = 0;
+  size_t entries = 0;
+};
+CacheStatistics cache_statistics();
+/// Drops this thread's plans, and with them the specs that only they hold.
+void clear_cache();
+
+} // namespace tessera::dispatch

@@ -1,0 +1,173 @@
+#include <ATen/ops/empty_strided.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <tessera/dtensor/dispatch/plan.h>
+#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/sharding_math.h>
+
+namespace tessera::dispatch {
+
+namespace {
+
+using rules::OpCall;
+using rules::TensorArg;
+
+/// All tensor arguments, out= ones included, lists spread.
+struct Collected {
+  std::vector<TensorArg> tensors;
+  std::vector<bool> plain;
+  DeviceMesh mesh;
+};
+
+void add_tensor(const OpInfo& info, const c10::IValue& value, size_t argument, int64_t index, Collected& all) {
+  TensorArg entry{argument, index, false, {}, at::kFloat, nullptr};
+  const bool defined = value.isTensor() && value.toTensor().defined();
+  bool plain = false;
+  if (defined) {
+    const auto& tensor = value.toTensor();
+    entry.defined = true;
+    entry.sizes = tensor.sizes().vec();
+    entry.dtype = tensor.scalar_type();
+    if (const auto* meta = dtensor_meta(tensor)) {
+      entry.spec = meta->spec;
+      TORCH_CHECK(!all.mesh.defined() || all.mesh == meta->spec->mesh(), info.name,
+                  ": the arguments lie on different meshes: ", all.mesh.to_string(), " and ", meta->spec->mesh().to_string(),
+                  ". Redistribute between meshes is not possible; "
+                  "use full_tensor() and distribute_tensor");
+      all.mesh = meta->spec->mesh();
+    } else {
+      plain = true;
+    }
+  }
+  all.tensors.push_back(std::move(entry));
+  all.plain.push_back(plain);
+}
+
+Collected collect(const OpInfo& info, const torch::jit::Stack& stack, size_t begin) {
+  Collected all;
+  for (size_t i = 0; i < info.arguments.size(); ++i) {
+    const auto& value = stack[begin + i];
+    if (info.arguments[i].kind == ArgKind::kTensor) {
+      add_tensor(info, value, i, -1, all);
+    } else if (info.arguments[i].kind == ArgKind::kTensorList && !value.isNone()) {
+      const auto list = value.toListRef();
+      for (size_t k = 0; k < list.size(); ++k) add_tensor(info, list[k], i, static_cast<int64_t>(k), all);
+    }
+  }
+  TORCH_INTERNAL_ASSERT(all.mesh.defined(), info.name, " reached the DTensor fallback without a DTensor");
+  const Placements replicated(all.mesh.ndim());
+  for (size_t i = 0; i < all.tensors.size(); ++i) {
+    auto& tensor = all.tensors[i];
+    if (all.plain[i]) tensor.spec = Spec::intern(all.mesh, replicated, tensor.sizes, tensor.dtype);
+  }
+  return all;
+}
+
+std::vector<int64_t> list_positions(const Collected& all, const OpInfo& info) {
+  int64_t count = -1;
+  for (const auto& tensor : all.tensors) {
+    if (!info.arguments[tensor.argument].out) count = std::max(count, tensor.index);
+  }
+  std::vector<int64_t> positions;
+  for (int64_t k = 0; k <= count; ++k) positions.push_back(k);
+  return positions;
+}
+
+/// Runs the rule on the tensors of one list position (all of them for `position` < 0) and enters the result in `plan`.
+void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t position, Plan& plan) {
+  std::vector<size_t> source;
+  std::vector<bool> fixed;
+  call.tensors.clear();
+  std::vector<const Placements*> fixed_outputs(info.returns.size());
+  for (size_t i = 0; i < all.tensors.size(); ++i) {
+    const auto& tensor = all.tensors[i];
+    const auto& argument = info.arguments[tensor.argument];
+    for (size_t r = 0; r < info.returns.size(); ++r) {
+      const bool same = info.returns[r].written_argument == static_cast<int>(tensor.argument);
+      if (same && tensor.spec) fixed_outputs[r] = &tensor.spec->placements();
+    }
+    if (argument.out || (position >= 0 && tensor.index >= 0 && tensor.index != position)) continue;
+    call.tensors.push_back(tensor);
+    source.push_back(i);
+    fixed.push_back(argument.written);
+  }
+  const auto factors = info.rule->factorize(call);
+  TORCH_INTERNAL_ASSERT(factors.inputs.size() == call.tensors.size(), info.name, ": the rule describes ", factors.inputs.size(),
+                        " tensors of ", call.tensors.size());
+  fixed_outputs.resize(factors.outputs.size());
+  const auto chosen = propagate(call, factors, fixed, fixed_outputs);
+  for (size_t i = 0; i < source.size(); ++i) {
+    const auto& spec = call.tensors[i].spec;
+    if (!spec) continue;
+    const auto target = spec->placements() == chosen.inputs[i] ? spec : spec->with(chosen.inputs[i]);
+    auto& input = plan.inputs[source[i]];
+    TORCH_CHECK(!plan.ran[source[i]] || plan.ran[source[i]] == target, info.name,
+                ": one tensor would need several placements at once; ", describe(call));
+    plan.ran[source[i]] = target;
+    if (target != spec) input.target = target;
+  }
+  for (size_t r = 0; r < factors.outputs.size(); ++r) {
+    rules::OutputPlan output{chosen.outputs[r], factors.outputs[r].sizes, contiguous_strides(factors.outputs[r].sizes)};
+    output.dtype = call.tensors.empty() ? at::kFloat : call.tensors[0].dtype;
+    plan.outputs.push_back(std::move(output));
+  }
+}
+
+void check_written(const OpInfo& info, const Collected& all, const Plan& plan, const OpCall& call) {
+  for (size_t r = 0; r < info.returns.size() && r < plan.outputs.size(); ++r) {
+    for (const auto& tensor : all.tensors) {
+      if (info.returns[r].written_argument != static_cast<int>(tensor.argument) || tensor.index >= 0) continue;
+      TORCH_CHECK(tensor.sizes == plan.outputs[r].sizes, info.name, ": the written tensor has shape [",
+                  fmt::format("{}", fmt::join(tensor.sizes, ", ")), "], but the result has shape [",
+                  fmt::format("{}", fmt::join(plan.outputs[r].sizes, ", ")), "]; ", describe(call));
+    }
+  }
+}
+
+} // namespace
+
+Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin) {
+  const auto all = collect(info, stack, begin);
+  OpCall call{info.name, op.schema(), c10::ArrayRef<c10::IValue>(stack).slice(begin), {}, all.mesh};
+  for (size_t i = 0; i < all.tensors.size(); ++i) {
+    if (!all.plain[i]) continue;
+    TORCH_CHECK(all.tensors[i].sizes.empty() || info.rule->plain_is_replicate || implicit_replication_enabled(), info.name,
+                ": a plain tensor of shape [", fmt::format("{}", fmt::join(all.tensors[i].sizes, ", ")), "] (argument '",
+                op.schema().arguments()[all.tensors[i].argument].name(),
+                "') cannot be mixed with DTensors. Make it one with distribute_tensor or from_local, or use ImplicitReplication");
+    TORCH_CHECK(!info.arguments[all.tensors[i].argument].written, info.name, ": the written argument '",
+                op.schema().arguments()[all.tensors[i].argument].name(),
+                "' is a plain tensor, but others are DTensors. Use full_tensor() or to_local() on those");
+  }
+  Plan plan;
+  plan.inputs.resize(all.tensors.size());
+  plan.ran.resize(all.tensors.size());
+  plan.on_mesh = all.mesh.coordinate().has_value();
+  for (size_t i = 0; i < all.tensors.size(); ++i) {
+    if (all.plain[i]) plan.inputs[i].source = all.tensors[i].spec;
+    if (info.arguments[all.tensors[i].argument].out) plan.ran[i] = all.tensors[i].spec;
+  }
+  if (info.rule->foreach) {
+    for (const auto position : list_positions(all, info)) plan_part(info, all, call, position, plan);
+  } else {
+    plan_part(info, all, call, -1, plan);
+    check_written(info, all, plan, call);
+  }
+  if (const auto geometry = infer_outputs(op, info, stack, begin)) {
+    TORCH_INTERNAL_ASSERT(geometry->size() == plan.outputs.size(), info.name, ": the rule describes ", plan.outputs.size(),
+                          " outputs of ", geometry->size());
+    for (size_t r = 0; r < plan.outputs.size(); ++r) {
+      TORCH_INTERNAL_ASSERT(plan.outputs[r].sizes == (*geometry)[r].sizes, info.name, ": the rule gives output ", r,
+                            " the shape ", c10::IntArrayRef(plan.outputs[r].sizes), ", the operator ",
+                            c10::IntArrayRef((*geometry)[r].sizes), "; ", describe(call));
+      plan.outputs[r].strides = (*geometry)[r].strides;
+      plan.outputs[r].dtype = (*geometry)[r].dtype;
+    }
+  }
+  for (auto& output : plan.outputs) output.local_sizes = local_box(output.sizes, all.mesh, output.placements).sizes;
+  for (const auto& input : plan.inputs) plan.moves_viewed |= info.views && input.target != nullptr;
+  return plan;
+}
+
+} // namespace tessera::dispatch

@@ -1,0 +1,58 @@
+#include <tessera/dtensor/dtensor_impl.h>
+
+#include <c10/core/AutogradState.h>
+#include <c10/core/InferenceMode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace tessera {
+
+namespace {
+
+const std::string kNoStorage =
+    "a DTensor has no storage of its own: its data is spread over the ranks of its mesh. Use to_local() for this rank's part, "
+    "full_tensor() for the whole, tessera::to_string() to print it and tessera::checkpoint to save it";
+
+c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys) {
+  // Without it, an in-place op on a view comes back as `as_strided` on the global geometry, which no rule can serve.
+  c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
+  const auto& local = meta->local;
+  const auto backend = c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(backend | c10::DispatchKeySet(kDTensorKey) | extra_keys, local.dtype(),
+                                                   local.device());
+  impl->set_sizes_and_strides(meta->spec->sizes(), meta->spec->strides());
+  impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(kNoStorage);
+  impl->set_backend_meta(std::move(meta));
+  return impl;
+}
+
+void check_local(const at::Tensor& local, const Spec& spec) {
+  TORCH_CHECK(local.sizes() == c10::IntArrayRef(spec.local_sizes()), "the local tensor has shape [",
+              fmt::format("{}", fmt::join(local.sizes(), ", ")), "], but this rank's part of ", spec.to_string(), " has shape [",
+              fmt::format("{}", fmt::join(spec.local_sizes(), ", ")), "]");
+  TORCH_CHECK(local.scalar_type() == spec.dtype(), "the local tensor has dtype ", local.scalar_type(), ", but the spec is ",
+              spec.to_string());
+}
+
+} // namespace
+
+at::Tensor make_dtensor(at::Tensor local, SpecPtr spec) {
+  check_local(local, *spec);
+  return at::Tensor(make_impl(c10::make_intrusive<DTensorMeta>(std::move(local), std::move(spec)), {}));
+}
+
+at::Tensor alias_dtensor(const at::Tensor& dtensor) {
+  auto* impl = dtensor.unsafeGetTensorImpl();
+  c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
+  return at::Tensor(impl->shallow_copy_and_detach(
+      impl->is_inference() ? c10::VariableVersion(c10::VariableVersion::DISABLED) : impl->version_counter(), true));
+}
+
+void become_dtensor(const at::Tensor& tensor, c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys) {
+  check_local(meta->local, *meta->spec);
+  TORCH_CHECK(!tensor.is_inference(), "a tensor made in InferenceMode cannot become a DTensor");
+  c10::InferenceMode normal_mode(false);
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(make_impl(std::move(meta), extra_keys));
+}
+
+} // namespace tessera

@@ -1,0 +1,116 @@
+#include <tessera/dtensor/rules/factors.h>
+
+#include <absl/strings/str_split.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+
+namespace tessera::rules {
+
+std::vector<int64_t> broadcast_sizes(const OpCall& call) {
+  std::vector<int64_t> result;
+  for (const auto& tensor : call.tensors) {
+    if (!tensor.defined) continue;
+    if (tensor.sizes.size() > result.size()) result.insert(result.begin(), tensor.sizes.size() - result.size(), 1);
+    const auto shift = result.size() - tensor.sizes.size();
+    for (size_t d = 0; d < tensor.sizes.size(); ++d) {
+      auto& size = result[shift + d];
+      TORCH_CHECK(size == tensor.sizes[d] || size == 1 || tensor.sizes[d] == 1, call.name, ": the shape [",
+                  fmt::format("{}", fmt::join(tensor.sizes, ", ")), "] does not broadcast to the other arguments' [",
+                  fmt::format("{}", fmt::join(result, ", ")), "]");
+      if (size == 1) size = tensor.sizes[d];
+    }
+  }
+  return result;
+}
+
+TensorDims broadcast_dims(const std::vector<int64_t>& sizes, const TensorDims& whole) {
+  TensorDims dims;
+  dims.sizes = sizes;
+  const auto shift = whole.sizes.size() - sizes.size();
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    dims.factors.push_back(sizes[d] == whole.sizes[shift + d] ? whole.factors[shift + d] : kNoFactor);
+  }
+  return dims;
+}
+
+TensorDims fresh_dims(Factorization& factors, const std::vector<int64_t>& sizes) {
+  TensorDims dims;
+  dims.sizes = sizes;
+  for (const auto size : sizes) dims.factors.push_back(factors.add_factor(size));
+  return dims;
+}
+
+Factorization pointwise_factors(const OpCall& call) {
+  Factorization factors;
+  const auto whole = fresh_dims(factors, broadcast_sizes(call));
+  for (const auto& tensor : call.tensors) {
+    factors.inputs.push_back(tensor.defined ? broadcast_dims(tensor.sizes, whole) : TensorDims{});
+  }
+  factors.outputs.resize(call.output_count(), whole);
+  factors.merges_leading = true;
+  return factors;
+}
+
+Factorization first_input_factors(const OpCall& call) {
+  Factorization factors;
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    if (i == 0) {
+      factors.inputs.push_back(fresh_dims(factors, call.tensors[0].sizes));
+    } else {
+      TensorDims none;
+      none.sizes = call.tensors[i].sizes;
+      none.factors.resize(none.sizes.size(), kNoFactor);
+      factors.inputs.push_back(std::move(none));
+    }
+  }
+  return factors;
+}
+
+Factorization einsum_factors(const OpCall& call, std::string_view equation, uint64_t additive) {
+  const std::vector<std::string> sides = absl::StrSplit(absl::string_view(equation.data(), equation.size()), "->");
+  const std::vector<std::string> terms = absl::StrSplit(sides[0], ',');
+  Factorization factors;
+  factors.additive = additive;
+  std::array<int, 128> of_letter;
+  of_letter.fill(kNoFactor);
+  const auto dims_of = [&](const std::string& term, const std::vector<int64_t>* sizes) {
+    TensorDims dims;
+    for (size_t d = 0; d < term.size(); ++d) {
+      auto& factor = of_letter[static_cast<size_t>(term[d])];
+      if (factor == kNoFactor) factor = factors.add_factor((*sizes)[d]);
+      dims.factors.push_back(factor);
+      dims.sizes.push_back(factors.factors[factor].size);
+    }
+    return dims;
+  };
+  factors.inputs.resize(call.tensors.size());
+  for (size_t i = 0; i < terms.size(); ++i) {
+    if (additive >> i & 1) continue;
+    const auto& sizes = call.tensors[i].sizes;
+    TORCH_CHECK(sizes.size() == terms[i].size(), call.name, ": argument ", i, " needs ", terms[i].size(), " dims, not shape [",
+                fmt::format("{}", fmt::join(sizes, ", ")), "]");
+    factors.inputs[i] = dims_of(terms[i], &sizes);
+    TORCH_CHECK(factors.inputs[i].sizes == sizes, call.name, ": the shape [", fmt::format("{}", fmt::join(sizes, ", ")),
+                "] of argument ", i, " does not fit the others (", std::string(equation), ")");
+  }
+  factors.outputs.push_back(dims_of(sides[1], nullptr));
+  for (size_t f = 0; f < factors.factors.size(); ++f) {
+    const auto& out = factors.outputs[0].factors;
+    if (std::find(out.begin(), out.end(), static_cast<int>(f)) == out.end()) factors.factors[f].reduction = Partial{};
+  }
+  for (size_t i = 0; i < terms.size(); ++i) {
+    if (additive >> i & 1) {
+      TORCH_CHECK(call.tensors[i].sizes.size() <= factors.outputs[0].sizes.size(), call.name, ": argument ", i,
+                  " has too many dims");
+      factors.inputs[i] = broadcast_dims(call.tensors[i].sizes, factors.outputs[0]);
+    } else {
+      factors.partial.push_back(flow(additive | uint64_t{1} << i, kLinearOps));
+    }
+  }
+  return factors;
+}
+
+} // namespace tessera::rules

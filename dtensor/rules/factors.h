@@ -1,0 +1,34 @@
+#pragma once
+
+// Internal: ways to write a Factorization down.
+
+#include <string_view>
+
+#include <tessera/dtensor/rules/rule.h>
+
+namespace tessera::rules {
+
+/// The broadcast shape of `call.tensors[from..)`; an error that names the operator when they do not broadcast.
+std::vector<int64_t> broadcast_sizes(const OpCall& call);
+
+/// Dims of a tensor of `sizes` that is broadcast to `whole` (aligned at the right); a dim of size 1 that is stretched has no
+/// factor.
+TensorDims broadcast_dims(const std::vector<int64_t>& sizes, const TensorDims& whole);
+
+/// Every tensor broadcast against the others, every output of that shape: an elementwise operator.
+Factorization pointwise_factors(const OpCall& call);
+
+/// "mk,kn->mn": a letter is a factor; one that the output lacks is summed. `additive` inputs are broadcast to the output and
+/// added.
+Factorization einsum_factors(const OpCall& call, std::string_view equation, uint64_t additive = 0);
+
+/// A fresh factor for each dim of `sizes`.
+TensorDims fresh_dims(Factorization& factors, const std::vector<int64_t>& sizes);
+
+/// Input 0 with a factor a dim, no output yet; the other inputs without factors.
+Factorization first_input_factors(const OpCall& call);
+
+/// Partial inputs flow to the outputs: `inputs` with any of `ops`.
+inline PartialFlow flow(uint64_t inputs, OpSet set) { return {inputs, set}; }
+
+} // namespace tessera::rules

@@ -1,0 +1,91 @@
+#include <tessera/dtensor/rules/factors.h>
+#include <tessera/dtensor/rules/registry.h>
+
+namespace tessera::rules {
+
+namespace {
+
+constexpr OpSet kSharedOps = ops({Partial::Op::kAvg, Partial::Op::kMin, Partial::Op::kMax}); // x → R when every rank holds x
+
+struct Family {
+  std::string_view names;
+  absl::InlinedVector<PartialFlow, 2> flows; ///< the Partial inputs that the result is linear (or monotone) in
+};
+
+const Family kFamilies[] = {
+    // Unary, and others without a Partial form.
+    {"abs acos acosh angle asin asinh atan2 atan atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift "
+     "bitwise_xor celu copysign cos cosh digamma elu eq erfinv floor_divide fmod frac gcd ge gelu gt hardswish heaviside hypot "
+     "i0 "
+     "igamma igammac isinf isnan isneginf isposinf lcm le lgamma log_sigmoid_forward logical_and logical_not logical_or "
+     "logical_xor "
+     "logit lt masked_fill mish ne nextafter nan_to_num polar pow reciprocal remainder round rsqrt selu sgn sign signbit silu "
+     "sin "
+     "sinc sinh softshrink hardshrink special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr "
+     "special_ndtri "
+     "special_xlog1py special_zeta square tan xlogy float_power",
+     {}},
+    {"elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward "
+     "log_sigmoid_backward "
+     "logit_backward mish_backward sigmoid_backward silu_backward softplus_backward tanh_backward threshold_backward",
+     {flow(1, kLinearOps)}},
+    // Rising functions: the largest (smallest) of the ranks' values gives the largest (smallest) result.
+    {"ceil erf exp exp2 expm1 floor hardsigmoid hardtanh leaky_relu log log10 log1p log2 relu relu6 sigmoid softplus sqrt tanh "
+     "threshold trunc clamp. clamp_max. clamp_min.",
+     {flow(1, kOrderOps)}},
+    // Adding a number keeps no sum, and keeping a maximum Partial for it would put off a reduction that clip_grad_norm_ then
+    // needs twice.
+    {"clamp clamp_max clamp_min add.Scalar sub.Scalar", {}},
+    {"maximum fmax", {flow(kEveryInput, ops({Partial::Op::kMax}))}},
+    {"minimum fmin", {flow(kEveryInput, ops({Partial::Op::kMin}))}},
+    {"add sub rsub lerp", {flow(kEveryInput, kLinearOps)}},
+    {"lerp.Tensor", {flow(3, kLinearOps)}},
+    {"rsub.Scalar", {flow(1, ops({Partial::Op::kAvg}))}},
+    {"neg conj_physical deg2rad rad2deg", {flow(1, kLinearOps)}},
+    {"mul", {flow(1, kLinearOps), flow(2, kLinearOps)}},
+    {"div.Tensor div.Scalar", {flow(1, kLinearOps)}},
+    {"div", {}},
+    {"addcmul", {flow(3, kLinearOps), flow(5, kLinearOps)}},
+    {"addcdiv", {flow(3, kLinearOps)}},
+    {"where.self", {flow(6, kLinearOps)}},
+    {"clone positive", {flow(1, kAllOps)}},
+    {"zero", {flow(1, kAllOps)}},
+    {"fill.Scalar", {flow(1, kSharedOps)}},
+    {"fill.Tensor", {flow(3, kAllOps)}},
+};
+
+/// A cast keeps sums only between floating-point types.
+Factorization cast_factors(const OpCall& call) {
+  auto factors = pointwise_factors(call);
+  const auto from = call.tensors[0].dtype;
+  const auto to = static_cast<at::ScalarType>(call.integer("dtype", static_cast<int64_t>(from)));
+  const bool linear = from == to || (at::isFloatingType(from) && at::isFloatingType(to));
+  factors.partial.push_back(flow(1, linear ? (kLinearOps | kOrderOps) : kOrderOps));
+  const auto* device = call.find("device");
+  TORCH_CHECK(!device || !device->isDevice() || device->toDevice().type() == call.mesh.device_type(), call.name,
+              ": a DTensor stays on its mesh's device (", at::DeviceTypeName(call.mesh.device_type(), true), "), not ",
+              device->toDevice().str(), "; use full_tensor() or to_local()");
+  return factors;
+}
+
+} // namespace
+
+void register_pointwise(Registry& registry) {
+  for (const auto& family : kFamilies) {
+    registry.add(family.names, {.factorize = [&family](const OpCall& call) {
+                   auto factors = pointwise_factors(call);
+                   factors.partial = family.flows;
+                   return factors;
+                 }});
+  }
+  registry.add("_to_copy", {.factorize = cast_factors});
+  registry.add("copy", {.factorize =
+                            [](const OpCall& call) {
+                              auto factors = pointwise_factors(call);
+                              factors.partial.push_back(flow(3, kAllOps));
+                              return factors;
+                            },
+                        .plain_is_replicate = true});
+}
+
+} // namespace tessera::rules

@@ -1,0 +1,95 @@
+#include <tessera/dtensor/rules/registry.h>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <absl/strings/str_cat.h>
+#include <absl/strings/str_split.h>
+#include <absl/strings/strip.h>
+
+namespace tessera::rules {
+
+Registry::Registry() {
+  register_pointwise(*this);
+  register_foreach(*this);
+  register_reductions(*this);
+  register_matmul(*this);
+  register_views(*this);
+  register_shapes(*this);
+  register_factories(*this);
+  register_random(*this);
+  register_scalars(*this);
+  register_embedding(*this);
+}
+
+const Registry& Registry::instance() {
+  static const Registry registry;
+  return registry;
+}
+
+void Registry::add(std::string_view names, const Rule& rule) {
+  for (const auto name : absl::StrSplit(absl::string_view(names.data(), names.size()), ' ', absl::SkipEmpty())) {
+    const bool added = rules_.emplace(std::string(name), rule).second;
+    TORCH_INTERNAL_ASSERT(added, "two rules for ", std::string(name));
+  }
+}
+
+const Rule* Registry::find(const c10::OperatorName& name) const {
+  absl::string_view base = name.name;
+  if (!absl::ConsumePrefix(&base, "aten::")) return nullptr;
+  const bool dunder = absl::StartsWith(base, "__");
+  const bool in_place = !dunder && absl::ConsumeSuffix(&base, "_");
+  auto found = rules_.find(absl::StrCat(base, ".", name.overload_name));
+  if (found == rules_.end()) found = rules_.find(base);
+  if (found == rules_.end() || (in_place && found->second.view)) return nullptr;
+  return &found->second;
+}
+
+const c10::IValue* OpCall::find(std::string_view argument) const {
+  const auto index = schema.argumentIndexWithName(argument);
+  return index ? &args[static_cast<size_t>(*index)] : nullptr;
+}
+
+int64_t OpCall::integer(std::string_view argument, int64_t otherwise) const {
+  const auto* value = find(argument);
+  return value && value->isInt() ? value->toInt() : otherwise;
+}
+
+bool OpCall::flag(std::string_view argument, bool otherwise) const {
+  const auto* value = find(argument);
+  return value && value->isBool() ? value->toBool() : otherwise;
+}
+
+std::vector<int64_t> OpCall::integers(std::string_view argument) const {
+  const auto* value = find(argument);
+  if (!value || value->isNone()) return {};
+  if (value->isInt()) return {value->toInt()};
+  return value->toIntVector();
+}
+
+int64_t OpCall::dim(std::string_view argument, int64_t ndim, int64_t otherwise) const {
+  const auto value = integer(argument, otherwise);
+  const auto bound = std::max<int64_t>(ndim, 1);
+  TORCH_CHECK_INDEX(value >= -bound && value < bound, name, ": dimension ", value, " is out of range for a tensor of ", ndim,
+                    " dims");
+  return value < 0 ? value + bound : value;
+}
+
+size_t OpCall::output_count() const {
+  size_t count = 0;
+  for (const auto& result : schema.returns()) count += result.type()->kind() == c10::TypeKind::TensorType;
+  return count;
+}
+
+size_t LocalCall::begin() const { return stack->size() - op.schema().arguments().size(); }
+
+int LocalCall::find(std::string_view argument) const {
+  const auto index = op.schema().argumentIndexWithName(argument);
+  return index ? *index : -1;
+}
+
+void LocalCall::finish(c10::IValue result) const {
+  stack->resize(begin());
+  stack->push_back(std::move(result));
+}
+
+} // namespace tessera::rules

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <absl/container/flat_hash_map.h>
+
+#include <string>
+#include <string_view>
+
+#include <tessera/dtensor/rules/rule.h>
+
+namespace tessera::rules {
+
+/// The rules of all operators, by name. Filled at the first use; not changed afterwards.
+class Registry {
+ public:
+  static const Registry& instance();
+
+  /// `names`: separated by blanks, without namespace and without the underscore of in-place variants. "add" stands for every
+  /// overload that has no entry of its own ("add.Scalar"). An error when a name is there already.
+  void add(std::string_view names, const Rule& rule);
+  /// The rule of "aten::add_.Tensor"; null without one.
+  const Rule* find(const c10::OperatorName& name) const;
+
+ private:
+  Registry();
+  absl::flat_hash_map<std::string, Rule> rules_;
+};
+
+// One function a file of rules.
+void register_pointwise(Registry& registry);
+void register_foreach(Registry& registry);
+void register_reductions(Registry& registry);
+void register_matmul(Registry& registry);
+void register_views(Registry& registry);
+void register_shapes(Registry& registry);
+void register_factories(Registry& registry);
+void register_random(Registry& registry);
+void register_scalars(Registry& registry);
+void register_embedding(Registry& registry);
+
+} // namespace tessera::rules

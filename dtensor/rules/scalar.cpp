@@ -1,0 +1,60 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+
+#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/redistribute/redistribute.h>
+#include <tessera/dtensor/rules/registry.h>
+
+namespace tessera::rules {
+
+namespace {
+
+SpecPtr replicated(const Spec& spec) { return spec.with(Placements(spec.placements().size())); }
+
+/// item(): the one element, reduced or gathered where it has to be.
+void local_scalar(const c10::OperatorHandle& op, std::vector<c10::IValue>* stack) {
+  const auto tensor = stack->back().toTensor();
+  auto& meta = *dtensor_meta(tensor);
+  TORCH_CHECK(meta.spec->numel() == 1, op.operator_name(), ": a tensor with ", meta.spec->numel(),
+              " elements cannot be converted to a scalar; ", meta.spec->to_string());
+  TORCH_CHECK(meta.spec->on_mesh(), op.operator_name(), ": this rank is outside the mesh of ", meta.spec->to_string());
+  const auto local = redistribute_local(tensor, meta, replicated(*meta.spec), "item");
+  stack->back() = local.item();
+}
+
+bool equal_everywhere(const at::Tensor& a, const at::Tensor& b) {
+  const auto* left = dtensor_meta(a);
+  const auto* right = dtensor_meta(b);
+  TORCH_CHECK(left && right, "aten::equal: a DTensor cannot be compared with a plain tensor; use full_tensor() on it");
+  TORCH_CHECK(left->spec->mesh() == right->spec->mesh(), "aten::equal: the tensors lie on different meshes");
+  if (left->spec->sizes() != right->spec->sizes()) return false;
+  const auto& spec = *left->spec;
+  const auto common = spec.has_partial() ? replicated(spec)->placements() : spec.placements();
+  const auto locals = [&](const DTensorMeta& meta) {
+    return redistribute_local(meta.local, *meta.spec, *meta.spec->with(common), "equal");
+  };
+  if (!spec.on_mesh()) return true;
+  const auto mine =
+      at::full({}, at::equal(locals(*left), locals(*right)), at::TensorOptions().dtype(at::kByte).device(a.device()));
+  Placements all;
+  for (const auto& placement : common) all.push_back(is_sharded(placement) ? Placement(Partial{Partial::Op::kMin}) : Replicate{});
+  const auto verdict = Spec::intern(spec.mesh(), all, {}, at::kByte);
+  return redistribute_local(mine, *verdict, *replicated(*verdict), "equal").item<bool>();
+}
+
+void equal(const c10::OperatorHandle&, std::vector<c10::IValue>* stack) {
+  const auto b = std::move(stack->back()).toTensor();
+  stack->pop_back();
+  const auto a = std::move(stack->back()).toTensor();
+  stack->back() = equal_everywhere(a, b);
+}
+
+} // namespace
+
+void register_scalars(Registry& registry) {
+  registry.add("_local_scalar_dense", {.handler = local_scalar});
+  registry.add("equal", {.handler = equal});
+}
+
+} // namespace tessera::rules

@@ -1,0 +1,101 @@
+#include <tessera/dtensor/rules/factors.h>
+#include <tessera/dtensor/rules/registry.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// Dims of one of several tensors of the same shape: a factor each, shared by all of them.
+TensorDims shared_dims(const Factorization& factors, const std::vector<int64_t>& sizes, int64_t whole_dim) {
+  TensorDims dims{{}, sizes};
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    dims.factors.push_back(static_cast<int64_t>(d) == whole_dim || d >= factors.factors.size() ? kNoFactor : static_cast<int>(d));
+  }
+  return dims;
+}
+
+bool is_legacy_empty(const TensorArg& tensor) { return tensor.sizes.size() == 1 && tensor.sizes[0] == 0; }
+
+Factorization cat(const OpCall& call) {
+  Factorization factors;
+  const TensorArg* first = nullptr;
+  for (const auto& tensor : call.tensors) {
+    if (!first && !is_legacy_empty(tensor)) first = &tensor;
+  }
+  if (!first) first = &call.tensors.at(0);
+  const auto ndim = static_cast<int64_t>(first->sizes.size());
+  TORCH_CHECK(ndim > 0, call.name, ": 0-dim tensors cannot be concatenated");
+  const auto dim = call.dim("dim", ndim);
+  auto sizes = first->sizes;
+  for (const auto size : sizes) factors.add_factor(size);
+  sizes[dim] = 0;
+  for (const auto& tensor : call.tensors) {
+    const bool skipped = is_legacy_empty(tensor) && ndim != 1;
+    if (!skipped) {
+      TORCH_CHECK(static_cast<int64_t>(tensor.sizes.size()) == ndim, call.name, ": tensors of ", ndim, " and of ",
+                  tensor.sizes.size(), " dims");
+      sizes[dim] += tensor.sizes[dim];
+    }
+    factors.inputs.push_back(skipped ? TensorDims{{kNoFactor}, tensor.sizes} : shared_dims(factors, tensor.sizes, dim));
+  }
+  factors.outputs.push_back(shared_dims(factors, sizes, dim));
+  factors.partial.push_back(flow(kEveryInput, kAllOps));
+  factors.leading_whole = dim > 0;
+  return factors;
+}
+
+Factorization stack(const OpCall& call) {
+  Factorization factors;
+  const auto& sizes = call.tensors.at(0).sizes;
+  const auto dim = call.dim("dim", static_cast<int64_t>(sizes.size()) + 1);
+  for (const auto size : sizes) factors.add_factor(size);
+  for (const auto& tensor : call.tensors) {
+    TORCH_CHECK(tensor.sizes == sizes, call.name, ": the tensors have different shapes, ", c10::IntArrayRef(sizes), " and ",
+                c10::IntArrayRef(tensor.sizes));
+    factors.inputs.push_back(shared_dims(factors, sizes, -1));
+  }
+  auto output = shared_dims(factors, sizes, -1);
+  output.factors.insert(output.factors.begin() + dim, kNoFactor);
+  output.sizes.insert(output.sizes.begin() + dim, static_cast<int64_t>(call.tensors.size()));
+  factors.outputs.push_back(std::move(output));
+  factors.partial.push_back(flow(kEveryInput, kAllOps));
+  factors.leading_whole = dim > 0;
+  return factors;
+}
+
+/// The operator needs whole rows along `dim` arguments; every other dim is a batch.
+Factorization along_dim(const OpCall& call, std::string_view argument) {
+  auto factors = first_input_factors(call);
+  auto& input = factors.inputs[0];
+  const auto ndim = static_cast<int64_t>(input.sizes.size());
+  if (ndim > 0) input.factors[call.dim(argument, ndim, -1)] = kNoFactor;
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    if (call.tensors[i].sizes == input.sizes) factors.inputs[i] = input;
+  }
+  factors.outputs.resize(call.output_count(), input);
+  return factors;
+}
+
+/// The last two dims are whole.
+Factorization matrix(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  auto& input = factors.inputs[0];
+  const auto ndim = input.sizes.size();
+  TORCH_CHECK(ndim >= 2, call.name, " needs at least 2 dims, not ", ndim);
+  input.factors[ndim - 1] = input.factors[ndim - 2] = kNoFactor;
+  factors.outputs.push_back(input);
+  factors.partial.push_back(flow(1, kLinearOps));
+  return factors;
+}
+
+} // namespace
+
+void register_shapes(Registry& registry) {
+  registry.add("cat", {.factorize = cat});
+  registry.add("stack", {.factorize = stack});
+  registry.add("_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod sort sort.stable",
+               {.factorize = [](const OpCall& call) { return along_dim(call, "dim"); }});
+  registry.add("tril triu", {.factorize = matrix});
+}
+
+} // namespace tessera::rules

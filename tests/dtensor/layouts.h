@@ -1,0 +1,89 @@
+#pragma once
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/dtensor/dtensor_impl.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "../support/matchers.h"
+#include "../support/sweep.h"
+
+namespace tessera::testing {
+
+inline int64_t world_size() { return process_context().world_size(); }
+
+inline DeviceMesh line_mesh() { return init_device_mesh(at::kCPU, {world_size()}, {"shard"}); }
+
+/// This rank's part of `whole` by torch.chunk and torch.narrow, independent of the library's own sharding math. Under a Partial
+/// the ranks hold different values whose reduction is `whole`.
+inline at::Tensor lay_out(at::Tensor whole, const DeviceMesh& mesh, const Placements& placements) {
+  for (int64_t i = 0; i < mesh.ndim(); ++i) {
+    const auto ranks = mesh.size(i), rank = mesh.local_rank(i);
+    if (const auto* shard = std::get_if<Shard>(&placements[i])) {
+      const auto chunks = whole.chunk(ranks, shard->dim);
+      whole = rank < static_cast<int64_t>(chunks.size()) ? chunks[rank] : whole.narrow(shard->dim, 0, 0);
+    } else if (const auto* ragged = std::get_if<RaggedShard>(&placements[i])) {
+      const auto begin = std::accumulate(ragged->extents.begin(), ragged->extents.begin() + rank, int64_t{0});
+      whole = (ragged->dim == 0 ? whole : whole.flatten(0, ragged->dim)).narrow(0, begin, ragged->extents[rank]);
+    } else if (const auto* partial = std::get_if<Partial>(&placements[i])) {
+      const auto others = ranks * (ranks - 1) / 2;
+      switch (partial->op) {
+        case Partial::Op::kSum: whole = rank == 0 ? whole - others : torch::full_like(whole, rank); break;
+        case Partial::Op::kAvg: whole = rank == 0 ? whole * ranks - others : torch::full_like(whole, rank); break;
+        case Partial::Op::kMin: whole = whole + (rank == ranks - 1 ? 0 : rank + 1); break;
+        case Partial::Op::kMax: whole = whole - (rank == ranks - 1 ? 0 : rank + 1); break;
+        case Partial::Op::kProduct: whole = rank == 0 ? whole / std::pow(2, ranks - 1) : torch::full_like(whole, 2); break;
+        case Partial::Op::kNorm: whole = whole * std::pow(ranks, -1 / partial->norm_p); break;
+      }
+    }
+  }
+  return whole.clone(at::MemoryFormat::Contiguous);
+}
+
+/// `whole` as a DTensor, without communication.
+inline DTensor make(const at::Tensor& whole, const DeviceMesh& mesh, const Placements& placements) {
+  return from_local(lay_out(whole, mesh, placements), mesh, placements, whole.sizes().vec());
+}
+
+/// Splits of the first `dim` + 1 dims over `ranks`: uneven, with empty parts, all on one rank.
+inline std::vector<Placement> ragged_shards(const std::vector<int64_t>& sizes, int64_t ranks) {
+  std::vector<Placement> result;
+  int64_t rows = 1;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    rows *= sizes[dim];
+    std::vector<int64_t> extents(ranks, 0);
+    extents[ranks - 1] = rows;
+    result.push_back(RaggedShard{static_cast<int64_t>(dim), extents});
+    if (ranks == 1) continue;
+    extents[0] = rows / 3;
+    extents[ranks - 1] = rows - rows / 3;
+    result.push_back(RaggedShard{static_cast<int64_t>(dim), extents});
+  }
+  return result;
+}
+
+inline std::vector<Placement> shards(const std::vector<int64_t>& sizes) {
+  std::vector<Placement> result;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) result.push_back(Shard{static_cast<int64_t>(dim)});
+  return result;
+}
+
+/// Replicate, every Shard and RaggedShard of a tensor of `sizes`.
+inline std::vector<Placement> whole_placements(const std::vector<int64_t>& sizes, int64_t ranks) {
+  std::vector<Placement> result{Replicate{}};
+  for (const auto& placement : shards(sizes)) result.push_back(placement);
+  for (const auto& placement : ragged_shards(sizes, ranks)) result.push_back(placement);
+  return result;
+}
+
+inline std::vector<Placement> partials() {
+  using Op = Partial::Op;
+  std::vector<Placement> result;
+  for (const auto op : {Op::kSum, Op::kAvg, Op::kMin, Op::kMax, Op::kProduct}) result.push_back(Partial{op});
+  result.push_back(Partial{Op::kNorm, 2.0});
+  return result;
+}
+
+} // namespace tessera::testing
