@@ -1,0 +1,202 @@
+// Saves that fail on one rank, writers that compete, and damage to a checkpoint.
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/index.h>
+
+#include <sys/mount.h>
+#include <sys/resource.h>
+
+#include <csignal>
+#include <random>
+#include <thread>
+
+#include "shared_folder.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using testing::error_of;
+using ::testing::HasSubstr;
+using testing::read_text;
+using testing::SharedFolder;
+using testing::write_text;
+
+int rank() { return process_context().rank(); }
+int last() { return process_context().world_size() - 1; }
+
+StateDict state_of(int64_t elements, double value) {
+  StateDict state;
+  state.add(c10::str("rank", rank(), ".large"), torch::full({elements}, value));
+  state.add(c10::str("rank", rank(), ".small"), torch::full({3, 5}, value));
+  state.set("value", value);
+  return state;
+}
+
+void expect_loads(const std::filesystem::path& checkpoint, int64_t elements, double value) {
+  auto state = state_of(elements, -1);
+  load(state, checkpoint);
+  EXPECT_TRUE((state.tensor(c10::str("rank", rank(), ".large")) == value).all().item<bool>());
+  EXPECT_EQ(state.value<double>("value"), value);
+}
+
+// Files that this process writes may not grow beyond `bytes` while this lives.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit{bytes, before_.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  FileSizeLimit(const FileSizeLimit&) = delete;
+  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
+  ~FileSizeLimit() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+
+ private:
+  rlimit before_{};
+  void (*handler_)(int);
+};
+
+TEST(Safety, AWriteErrorOfOneRankIsAnErrorOnAllAndTheOldCheckpointStays) {
+  const SharedFolder folder;
+  const auto path = folder.path() / "c";
+  save(state_of(500'000, 1), path);
+  std::optional<FileSizeLimit> limit;
+  if (rank() == last()) limit.emplace(1 << 20);
+  SaveOptions overwrite;
+  overwrite.overwrite = true;
+  const auto error = error_of([&] { save(state_of(500'000, 2), path, overwrite); });
+  limit.reset();
+  EXPECT_THAT(error, HasSubstr(c10::str("rank ", last(), ": cannot write")));
+  EXPECT_THAT(error, HasSubstr("File too large"));
+  SharedFolder::barrier();
+  expect_loads(path, 500'000, 1);
+  int entries = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder.path())) ++entries;
+  EXPECT_EQ(entries, 2); // the checkpoint and the link to it
+  SharedFolder::barrier();
+}
+
+// A small file system of its own, where this process may mount one.
+class SmallDisk {
+ public:
+  SmallDisk(const std::filesystem::path& folder, const std::string& options, unsigned long flags) : folder_(folder) {
+    std::filesystem::create_directories(folder);
+    mounted_ = ::mount("tmpfs", folder.c_str(), "tmpfs", flags, options.c_str()) == 0;
+  }
+  SmallDisk(const SmallDisk&) = delete;
+  SmallDisk& operator=(const SmallDisk&) = delete;
+  ~SmallDisk() {
+    if (mounted_) ::umount2(folder_.c_str(), MNT_DETACH);
+  }
+  bool mounted() const { return mounted_; }
+
+ private:
+  std::filesystem::path folder_;
+  bool mounted_ = false;
+};
+
+// Rank 0 makes the disk; every rank learns whether it could.
+bool make_disk(std::optional<SmallDisk>& disk, const std::filesystem::path& folder, const std::string& options,
+               unsigned long flags) {
+  if (rank() == 0) {
+    disk.emplace(folder, options, flags);
+    if (disk->mounted()) write_text(folder.string() + ".mounted", "");
+  }
+  SharedFolder::barrier();
+  return std::filesystem::exists(folder.string() + ".mounted");
+}
+
+TEST(Safety, AFullDiskIsAnErrorOnAllAndTheOldCheckpointStays) {
+  const SharedFolder folder;
+  const auto small = folder.path() / "disk";
+  std::optional<SmallDisk> disk;
+  if (!make_disk(disk, small, "size=6m", 0)) GTEST_SKIP() << "may not mount a file system";
+  save(state_of(100'000, 1), small / "first");
+  EXPECT_THAT(error_of([&] { save(state_of(3'000'000, 2), small / "second"); }), HasSubstr("No space left on device"));
+  SharedFolder::barrier();
+  expect_loads(small / "first", 100'000, 1);
+  expect_loads(small / "latest", 100'000, 1);
+  save(state_of(100'000, 3), small / "second"); // what the failed save wrote is gone
+  expect_loads(small / "second", 100'000, 3);
+  SharedFolder::barrier();
+}
+
+TEST(Safety, AReadOnlyFolderIsAnErrorOnAll) {
+  const SharedFolder folder;
+  const auto small = folder.path() / "disk";
+  std::optional<SmallDisk> disk;
+  if (!make_disk(disk, small, "size=1m", MS_RDONLY)) GTEST_SKIP() << "may not mount a file system";
+  const auto error = error_of([&] { save(state_of(10, 1), small / "c"); });
+  EXPECT_THAT(error, HasSubstr("rank 0: "));
+  EXPECT_THAT(error, HasSubstr("Read-only file system"));
+  SharedFolder::barrier();
+}
+
+TEST(Safety, AVanishedFileIsNamedOnEveryRank) {
+  const SharedFolder folder;
+  const auto path = folder.path() / "c";
+  save(state_of(10, 1), path);
+  const auto gone = read_index(path).files.back().name;
+  SharedFolder::barrier();
+  if (rank() == 0) std::filesystem::remove(path / gone);
+  SharedFolder::barrier();
+  EXPECT_THAT(error_of([&] { load(state_of(10, 1), path); }),
+              HasSubstr(c10::str("rank ", last(), ": cannot open ", (path / gone).string(), ": No such file or directory")));
+}
+
+TEST(Safety, OfTwoWritersToOneFolderOneWins) {
+  if (last() > 0) GTEST_SKIP() << "two threads of one process, without a process group between them";
+  const SharedFolder folder;
+  for (int i = 0; i < 20; ++i) {
+    const auto path = folder.path() / std::to_string(i);
+    std::string errors[2];
+    const auto write = [&](int writer) { errors[writer] = error_of([&] { save(state_of(50'000, writer), path); }); };
+    std::thread first(write, 0), second(write, 1);
+    first.join();
+    second.join();
+    ASSERT_NE(errors[0].empty(), errors[1].empty()) << errors[0] << "\n" << errors[1];
+    EXPECT_THAT(errors[0] + errors[1], HasSubstr("xists")); // "exists already", or from the rename "File exists"
+    expect_loads(path, 50'000, errors[0].empty() ? 0 : 1);
+  }
+}
+
+// The tensor that a byte of a data file belongs to; empty for the header.
+std::string tensor_at(const Index& index, const std::string& file, int64_t byte) {
+  for (const auto& tensor : index.tensors) {
+    for (const auto& chunk : tensor.chunks) {
+      const auto bytes = chunk.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+      if (index.files[chunk.file].name == file && byte >= chunk.begin && byte < chunk.begin + bytes) return tensor.name;
+    }
+  }
+  return "";
+}
+
+TEST(Safety, EveryFlippedByteIsFoundAndNamed) {
+  const SharedFolder folder;
+  const auto path = folder.path() / "c";
+  save(state_of(1'000, 1), path);
+  if (rank() != 0) return;
+  const auto index = read_index(path);
+  std::vector<std::pair<std::string, std::string>> files{{kIndexName, read_text(path / kIndexName)}};
+  for (const auto& file : index.files) files.emplace_back(file.name, read_text(path / file.name));
+  std::mt19937 generator(1);
+  for (int i = 0; i < 1000; ++i) {
+    const auto& [name, whole] = files[generator() % files.size()];
+    auto damaged = whole;
+    const auto byte = generator() % whole.size();
+    damaged[byte] = static_cast<char>(damaged[byte] ^ (1 << generator() % 8));
+    write_text(path / name, damaged);
+    const auto findings = verify(path);
+    ASSERT_EQ(findings.size(), 1) << name << " byte " << byte;
+    ASSERT_THAT(findings[0], HasSubstr(name));
+    const auto tensor = tensor_at(index, name, static_cast<int64_t>(byte));
+    ASSERT_THAT(findings[0], HasSubstr(tensor.empty() ? name : "tensor \"" + tensor + "\""));
+    write_text(path / name, whole);
+  }
+  EXPECT_TRUE(verify(path).empty());
+}
+
+} // namespace
+} // namespace tessera::checkpoint
