@@ -50,14 +50,15 @@ class FSDPModule {
 
 /// Shards the parameters of `module` that no earlier call claimed, as one communication group, in place (FSDP2: fully_shard).
 ///
-/// Call it bottom-up: first the blocks, then the root. `mesh` is 1-D (parameters sharded over it) or 2-D (replicated over its first
-/// dim, sharded over its second: HSDP). Moves parameters and buffers to the mesh's device. Every rank of the mesh calls it, in the
-/// same order with the same modules. Errors name the module and the parameter.
+/// Call it bottom-up: first the blocks, then the root. `mesh` is 1-D (parameters sharded over it) or 2-D (replicated over its
+/// first dim, sharded over its second: HSDP). Moves parameters and buffers to the mesh's device. Every rank of the mesh calls it,
+/// in the same order with the same modules. Errors name the module and the parameter.
 FSDPModule fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const FullyShardOptions& options = {});
 
 template <typename Contained>
-FSDPModule fully_shard(const torch::nn::ModuleHolder<Contained>& module, const DeviceMesh& mesh, const FullyShardOptions& options = {}) {
-  return fully_shard(static_cast<torch::nn::Module&>(*module), mesh, options);
+FSDPModule fully_shard(const torch::nn::ModuleHolder<Contained>& module, const DeviceMesh& mesh,
+                       const FullyShardOptions& options = {}) {
+  return fully_shard(static_cast<torch::nn::Module&>(*module.ptr()), mesh, options);
 }
 
 /// One group for the parameters of several modules.

@@ -1,0 +1,35 @@
+#pragma once
+
+// Internal: memory for unsharded parameters and reduce buffers.
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace tessera::fsdp_internal {
+
+/// Hands out blocks and keeps freed ones of the same size for the next request.
+///
+/// On the CPU a fresh block of many MB costs a page fault every 4 KiB, each time a group is gathered; on CUDA the caching
+/// allocator already does this and blocks go straight to it. Thread-safe. Blocks may outlive the cache.
+class BlockCache {
+ public:
+  explicit BlockCache(c10::Device device);
+
+  /// Uninitialized memory; goes back to the cache when the DataPtr dies.
+  c10::DataPtr allocate(int64_t bytes);
+  /// Frees the blocks that are not in use.
+  void trim();
+  /// Bytes kept for later.
+  int64_t cached_bytes() const;
+
+ private:
+  struct Pool;
+  struct Block;
+  c10::Device device_;
+  std::shared_ptr<Pool> pool_;
+};
+
+} // namespace tessera::fsdp_internal

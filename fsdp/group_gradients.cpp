@@ -1,0 +1,245 @@
+#include <tessera/fsdp/group_gradients.h>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/schedule.h>
+#include <tessera/fsdp/sharded_module.h>
+
+namespace tessera::fsdp_internal {
+
+namespace {
+
+class LeafHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  LeafHook(std::weak_ptr<ParameterGroup> group, size_t index) : group_(std::move(group)), index_(index) {}
+  void operator()(const torch::autograd::Variable& leaf) override {
+    at::Tensor gradient;
+    std::swap(gradient, leaf.mutable_grad());
+    if (const auto group = group_.lock()) schedule_of(*group).land(*group, index_, gradient);
+  }
+
+ private:
+  std::weak_ptr<ParameterGroup> group_;
+  size_t index_;
+};
+
+class ParameterHook final : public torch::autograd::FunctionPreHook {
+ public:
+  ParameterHook(std::weak_ptr<ParameterGroup> group, size_t index) : group_(std::move(group)), index_(index) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    const auto group = group_.lock();
+    if (!group || !gradients[0].defined() || dtensor_meta(gradients[0])) return gradients;
+    schedule_of(*group).land(*group, index_, gradients[0]);
+    return {at::Tensor()};
+  }
+
+ private:
+  std::weak_ptr<ParameterGroup> group_;
+  size_t index_;
+};
+
+} // namespace
+
+void install_landing_hooks(const at::Tensor& parameter, const at::Tensor& leaf, const std::weak_ptr<ParameterGroup>& group,
+                           size_t index) {
+  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<LeafHook>(group, index));
+  torch::autograd::impl::add_hook(parameter, std::make_unique<ParameterHook>(group, index));
+}
+
+bool GroupGradients::reduces_alone() const { return !group_.axes().reduce_scatter() && !group_.axes().all_reduce(); }
+
+at::ScalarType GroupGradients::choose_reduce_dtype() const {
+  const auto& policy = group_.options().mixed_precision;
+  if (policy.reduce_dtype) return *policy.reduce_dtype;
+  std::optional<at::ScalarType> dtype;
+  for (size_t i = 0; i < takes_part_.size(); ++i) {
+    if (!takes_part_[i]) continue;
+    const auto own = group_.parameters()[i].leaf.scalar_type();
+    dtype = dtype ? c10::promoteTypes(*dtype, own) : own;
+  }
+  return dtype.value_or(at::kFloat);
+}
+
+void GroupGradients::prepare_buffer() {
+  const auto& parameters = group_.parameters();
+  std::vector<bool> takes_part;
+  for (const auto& parameter : parameters) takes_part.push_back(parameter.leaf.requires_grad());
+  if (takes_part != takes_part_ && pending_count_ == 0) {
+    takes_part_ = std::move(takes_part);
+    layout_ = plan_reduce(group_.layout(), takes_part_);
+    dtype_ = choose_reduce_dtype();
+  }
+  pending_.resize(parameters.size());
+  landed_.resize(parameters.size());
+  if (buffer_.defined() || reduces_alone()) return;
+  const int64_t numel = layout_.chunk_numel * group_.axes().shard_ranks();
+  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype_));
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, group_.cache().allocate(bytes));
+  buffer_ = tensor_over(storage, 0, {numel}, dtype_);
+}
+
+void GroupGradients::land(size_t index, const at::Tensor& gradient) {
+  if (!gradient.defined()) return;
+  const at::NoGradGuard no_grad;
+  prepare_buffer();
+  TORCH_CHECK_NOT_IMPLEMENTED(!gradient.is_sparse(), "the parameter ", group_.full_name(index),
+                              " has a sparse gradient, which fully_shard cannot reduce; build its embedding with sparse(false)");
+  TORCH_CHECK(
+      takes_part_[index], "the parameter ", group_.full_name(index),
+      " began to require a gradient while gradients of its group were being accumulated; run a synchronized backward first");
+  if (reduces_alone()) {
+    set_sharded_gradient(index, gradient);
+  } else {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    copy_into_buffer(index, gradient, pending_[index]);
+  }
+  if (!pending_[index]) ++pending_count_;
+  pending_[index] = true;
+  if (!landed_[index]) ++landed_count_;
+  landed_[index] = true;
+}
+
+void GroupGradients::copy_into_buffer(size_t index, const at::Tensor& gradient, bool add) {
+  const auto flat = gradient.reshape({-1});
+  const auto& pieces = group_.layout().parameters[index].pieces;
+  for (size_t rank = 0; rank < pieces.size(); ++rank) {
+    if (pieces[rank].numel == 0) continue;
+    const int64_t offset = static_cast<int64_t>(rank) * layout_.chunk_numel + layout_.offsets[index][rank];
+    auto destination = buffer_.narrow(0, offset, pieces[rank].numel);
+    const auto source = flat.narrow(0, pieces[rank].begin, pieces[rank].numel);
+    if (add) {
+      destination.add_(source);
+    } else {
+      destination.copy_(source);
+    }
+  }
+}
+
+bool GroupGradients::is_complete() const {
+  size_t touched = 0;
+  for (const auto& parameter : group_.parameters()) touched += parameter.touched ? 1 : 0;
+  return landed_count_ > 0 && landed_count_ >= touched;
+}
+
+void GroupGradients::begin_backward() {
+  std::fill(landed_.begin(), landed_.end(), false);
+  landed_count_ = 0;
+}
+
+void GroupGradients::write_used_flags() {
+  const auto& parameters = group_.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!takes_part_[i] || pending_[i]) continue;
+    for (size_t rank = 0; rank < layout_.offsets[i].size(); ++rank) {
+      const int64_t offset = static_cast<int64_t>(rank) * layout_.chunk_numel + layout_.offsets[i][rank];
+      buffer_.narrow(0, offset, group_.layout().parameters[i].pieces[rank].numel).zero_();
+    }
+  }
+  const auto by_rank = buffer_.view({group_.axes().shard_ranks(), layout_.chunk_numel});
+  const auto flags = by_rank.narrow(1, layout_.used_offset, static_cast<int64_t>(parameters.size()));
+  flags.fill_(1);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!pending_[i]) flags.select(1, static_cast<int64_t>(i)).zero_();
+  }
+}
+
+void GroupGradients::start_reduce() {
+  TORCH_INTERNAL_ASSERT(!reducing_ && pending_count_ > 0);
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (buffer_.defined()) write_used_flags();
+  begin_backward();
+  pending_count_ = 0;
+  auto used = std::exchange(pending_, std::vector<bool>(pending_.size()));
+  if (reduces_alone()) return;
+  reduction_.used = std::move(used);
+  reduction_.input = std::exchange(buffer_, at::Tensor());
+  const auto op = divide_factor ? ReduceOp::kSum : ReduceOp::kAvg;
+  if (const auto& communicator = group_.axes().reduce_scatter()) {
+    reduction_.output = at::empty({layout_.chunk_numel}, reduction_.input.options());
+    reduction_.work = communicator->reduce_scatter(reduction_.output, reduction_.input, op, group_.label());
+  } else {
+    reduction_.output = reduction_.input.clone(); // the buffer goes back to the cache; gradients live as long as the user likes
+  }
+  reducing_ = true;
+}
+
+void GroupGradients::advance_reduce() {
+  if (!reducing_ || reduction_.all_reduces) return;
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  reduction_.work.wait();
+  reduction_.input = at::Tensor();
+  const auto& communicator = group_.axes().all_reduce();
+  if (!communicator) return;
+  if (partial_.defined()) reduction_.output.add_(std::exchange(partial_, at::Tensor()));
+  if (!requires_all_reduce) {
+    partial_ = std::exchange(reduction_.output, at::Tensor());
+    reducing_ = false;
+    return;
+  }
+  const auto op = divide_factor ? ReduceOp::kSum : ReduceOp::kAvg;
+  reduction_.work = communicator->all_reduce(reduction_.output, op, group_.label());
+  reduction_.all_reduces = true;
+}
+
+void GroupGradients::finish_reduce() {
+  advance_reduce();
+  if (!reducing_) return;
+  reducing_ = false;
+  const at::NoGradGuard no_grad;
+  reduction_.work.wait();
+  auto done = std::exchange(reduction_, Reduction());
+  if (divide_factor) done.output.div_(*divide_factor);
+  const auto rank = static_cast<size_t>(group_.axes().shard_rank());
+  const auto& parameters = group_.parameters();
+  const auto first = std::find(takes_part_.begin(), takes_part_.end(), true) - takes_part_.begin();
+  const auto gradients = done.output.to(parameters[static_cast<size_t>(first)].spec->dtype());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!takes_part_[i]) continue;
+    // Unused here: another rank may have used it. Unused everywhere, its gradient stays as it is.
+    if (!done.used[i] && done.output[layout_.used_offset + static_cast<int64_t>(i)].item<double>() == 0) continue;
+    const int64_t numel = group_.layout().parameters[i].pieces[rank].numel;
+    set_sharded_gradient(i, gradients.narrow(0, layout_.offsets[i][rank], numel));
+  }
+}
+
+void GroupGradients::set_sharded_gradient(size_t index, const at::Tensor& reduced) {
+  const auto& parameter = group_.parameters()[index];
+  const at::Tensor tensor(parameter.tensor.lock());
+  if (!tensor.defined()) return;
+  at::Tensor local = reduced.view(parameter.spec->local_sizes());
+  if (local.scalar_type() != parameter.spec->dtype()) local = local.to(parameter.spec->dtype());
+  if (reduces_alone() && divide_factor) local = local.div(*divide_factor);
+  auto& gradient = tensor.mutable_grad();
+  if (!gradient.defined()) {
+    gradient = make_dtensor(std::move(local), parameter.spec);
+    return;
+  }
+  auto* meta = dtensor_meta(gradient);
+  TORCH_CHECK(meta && meta->spec == parameter.spec, "the gradient of ", group_.full_name(index),
+              " was replaced by a tensor that is not sharded as the parameter is");
+  meta->local.add_(local);
+}
+
+void GroupGradients::discard() {
+  if (reducing_) reduction_.work.wait();
+  reducing_ = false;
+  reduction_ = Reduction();
+  buffer_ = at::Tensor();
+  std::fill(pending_.begin(), pending_.end(), false);
+  pending_count_ = 0;
+  begin_backward();
+  for (auto& parameter : group_.parameters()) {
+    if (parameter.leaf.defined()) parameter.leaf.mutable_grad() = at::Tensor();
+  }
+}
+
+} // namespace tessera::fsdp_internal

@@ -1,0 +1,85 @@
+#pragma once
+
+// Internal: the gradients of one group, from the leaf to the sharded parameter.
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <tessera/collectives/work.h>
+#include <tessera/fsdp/group_layout.h>
+
+namespace tessera::fsdp_internal {
+
+class ParameterGroup;
+
+/// Installs the hooks that hand a gradient to the schedule: on the leaf, as soon as autograd has accumulated it; on the parameter
+/// itself, for a gradient that reaches it past the leaf (an argument of a torch::autograd::Function).
+void install_landing_hooks(const at::Tensor& parameter, const at::Tensor& leaf, const std::weak_ptr<ParameterGroup>& group,
+                           size_t index);
+
+/// Collects the gradients of one group in its reduce buffer, reduces them, and sets the sharded gradients.
+///
+/// Not thread-safe: the schedule's lock guards it. A reduction has three steps, collective over the shard axis, then the
+/// replicate axis: `start_reduce`, `advance_reduce` (waits for the reduce-scatter, starts the all-reduce), `finish_reduce`.
+class GroupGradients {
+ public:
+  explicit GroupGradients(ParameterGroup& group) : group_(group) {}
+
+  /// Copies a full gradient into the reduce buffer, added to what this backward or gradient accumulation left there.
+  void land(size_t index, const at::Tensor& gradient);
+  /// Every touched parameter's gradient has landed in this backward.
+  bool is_complete() const;
+  bool has_landed() const { return landed_count_ > 0; }
+  /// Something waits to be reduced: landed now or accumulated before.
+  bool has_pending() const { return pending_count_ > 0; }
+  /// Another backward begins: what landed before counts no longer towards `is_complete`.
+  void begin_backward();
+
+  void start_reduce();
+  void advance_reduce();
+  void finish_reduce();
+  bool is_reducing() const { return reducing_; }
+
+  /// Forgets what landed (after an exception in backward).
+  void discard();
+
+  bool requires_sync = true;
+  bool requires_all_reduce = true;
+  bool reshard_after_backward = true;
+  std::optional<double> divide_factor;
+  uint64_t reduced_in = 0; ///< kept by the schedule: the phase of the last reduction
+
+ private:
+  struct Reduction {
+    at::Tensor input, output;
+    std::vector<bool> used; ///< by this rank
+    Work work;
+    bool all_reduces = false;
+  };
+
+  void prepare_buffer();
+  void copy_into_buffer(size_t index, const at::Tensor& gradient, bool add);
+  void write_used_flags();
+  at::ScalarType choose_reduce_dtype() const;
+  void set_sharded_gradient(size_t index, const at::Tensor& reduced);
+  bool reduces_alone() const;
+
+  ParameterGroup& group_;
+  std::vector<bool> takes_part_; ///< parameters that require a gradient
+  ReduceLayout layout_;
+  at::ScalarType dtype_ = at::kFloat;
+  at::Tensor buffer_;         ///< input of the reduce-scatter, [ranks × chunk_numel]
+  std::vector<bool> pending_; ///< in the buffer, or added to the gradient where nothing is reduced
+  std::vector<bool> landed_;  ///< in this backward
+  size_t pending_count_ = 0, landed_count_ = 0;
+
+  bool reducing_ = false;
+  Reduction reduction_;
+  at::Tensor partial_; ///< reduced over the shard axis only, waiting for an all-reduce (HSDP)
+};
+
+} // namespace tessera::fsdp_internal

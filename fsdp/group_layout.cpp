@@ -1,0 +1,196 @@
+#include <tessera/fsdp/group_layout.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+namespace tessera::fsdp_internal {
+
+namespace {
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+int64_t product(const std::vector<int64_t>& sizes, size_t from) {
+  return std::accumulate(sizes.begin() + static_cast<int64_t>(std::min(from, sizes.size())), sizes.end(), int64_t{1},
+                         std::multiplies<>());
+}
+
+bool is_scalar(const ParameterShape& parameter) { return parameter.sizes.empty(); }
+int64_t item_bytes(const ParameterShape& parameter) { return static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype)); }
+int64_t row_bytes(const ParameterShape& parameter) { return product(parameter.sizes, 1) * item_bytes(parameter); }
+int64_t bytes(const ParameterShape& parameter) { return parameter.numel() * item_bytes(parameter); }
+
+/// One parameter at byte `offset`, cut at every multiple of `shard_bytes`.
+struct Cut {
+  int64_t offset, size, shard_bytes;
+
+  bool crosses() const { return size > 0 && offset / shard_bytes != (offset + size - 1) / shard_bytes; }
+  int64_t first_boundary() const { return (offset / shard_bytes + 1) * shard_bytes - offset; }
+  bool falls_between(int64_t unit) const {
+    if (!crosses()) return true;
+    const bool several = first_boundary() + shard_bytes < size;
+    return first_boundary() % unit == 0 && (!several || shard_bytes % unit == 0);
+  }
+};
+
+/// The next offset, at most one row further, from which the parameter is cut between rows; `offset` when there is none.
+int64_t align_to_rows(const ParameterShape& parameter, int64_t offset, int64_t shard_bytes) {
+  const int64_t row = row_bytes(parameter), size = bytes(parameter);
+  if (row >= shard_bytes) return offset;
+  for (int64_t shifted = offset; shifted <= offset + row; shifted += kParameterAlignment) {
+    if (Cut{shifted, size, shard_bytes}.falls_between(row)) return shifted;
+  }
+  return offset;
+}
+
+std::vector<int64_t> place_ragged(const std::vector<ParameterShape>& parameters, int64_t shard_bytes, bool between_rows,
+                                  int64_t& end) {
+  std::vector<int64_t> offsets;
+  end = 0;
+  for (const auto& parameter : parameters) {
+    if (is_scalar(parameter)) {
+      offsets.push_back(0);
+      continue;
+    }
+    int64_t offset = round_up(end, kParameterAlignment);
+    if (between_rows) offset = align_to_rows(parameter, offset, shard_bytes);
+    offsets.push_back(offset);
+    end = offset + bytes(parameter);
+  }
+  return offsets;
+}
+
+/// A shard size to which the rows of the large parameters fit, when that costs little padding.
+int64_t row_step(const std::vector<ParameterShape>& parameters, int64_t shard_bytes) {
+  std::vector<const ParameterShape*> by_size;
+  for (const auto& parameter : parameters) by_size.push_back(&parameter);
+  std::stable_sort(by_size.begin(), by_size.end(), [](auto* a, auto* b) { return bytes(*a) > bytes(*b); });
+  int64_t step = kParameterAlignment;
+  for (const auto* parameter : by_size) {
+    if (parameter->numel() == 0 || is_scalar(*parameter)) continue;
+    const int64_t together = std::lcm(step, row_bytes(*parameter));
+    if (together <= shard_bytes / 128) step = together;
+  }
+  return step;
+}
+
+/// Puts the 0-dim parameters behind the others, on every rank.
+void append_scalars(const std::vector<ParameterShape>& parameters, int ranks, GroupLayout& layout) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!is_scalar(parameters[i])) continue;
+    layout.parameters[i] = {Replicate{},
+                            std::vector<Piece>(static_cast<size_t>(ranks), {0, 1, layout.shard_bytes + layout.replicated_bytes}),
+                            layout.unsharded_bytes};
+    layout.replicated_bytes += kParameterAlignment;
+    layout.unsharded_bytes += kParameterAlignment;
+  }
+}
+
+/// The pieces of a parameter that starts at byte `offset`, and the placement they amount to.
+ParameterLayout cut_ragged(const ParameterShape& parameter, int64_t offset, int64_t shard_bytes, int ranks) {
+  ParameterLayout layout;
+  layout.unsharded_offset = offset;
+  layout.pieces.resize(static_cast<size_t>(ranks));
+  const int64_t size = bytes(parameter), item = item_bytes(parameter);
+  const Cut cut{offset, size, shard_bytes};
+  int64_t dim = 0;
+  const auto unit = [&] { return product(parameter.sizes, static_cast<size_t>(dim) + 1) * item; };
+  while (size > 0 && !cut.falls_between(unit())) ++dim;
+  const int64_t unit_bytes = size > 0 ? unit() : item;
+
+  RaggedShard placement{dim, std::vector<int64_t>(static_cast<size_t>(ranks), 0)};
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const int64_t low = std::clamp(rank * shard_bytes, offset, offset + size);
+    const int64_t high = std::clamp((rank + 1) * shard_bytes, offset, offset + size);
+    auto& piece = layout.pieces[static_cast<size_t>(rank)];
+    piece = {(low - offset) / item, (high - low) / item, high > low ? low - rank * shard_bytes : 0};
+    placement.extents[static_cast<size_t>(rank)] = (high - low) / unit_bytes;
+  }
+  if (size == 0) placement.extents[0] = parameter.sizes[0];
+  layout.placement = std::move(placement);
+  return layout;
+}
+
+} // namespace
+
+int64_t ParameterShape::numel() const { return product(sizes, 0); }
+
+GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks) {
+  int64_t total = 0;
+  for (const auto& parameter : parameters) {
+    if (!is_scalar(parameter)) total = round_up(total, kParameterAlignment) + bytes(parameter);
+  }
+  const int64_t equal = std::max(round_up((total + ranks - 1) / ranks, kParameterAlignment), kParameterAlignment);
+  const int64_t limit = equal + equal / 100;
+  const int64_t step = row_step(parameters, equal);
+
+  GroupLayout layout;
+  int64_t end = 0;
+  std::vector<int64_t> offsets;
+  for (int64_t shard = round_up(equal, step); shard <= limit && layout.shard_bytes == 0; shard += step) {
+    offsets = place_ragged(parameters, shard, /*between_rows=*/true, end);
+    if (end <= shard * ranks) layout.shard_bytes = shard;
+  }
+  if (layout.shard_bytes == 0) {
+    offsets = place_ragged(parameters, equal, /*between_rows=*/false, end);
+    layout.shard_bytes = equal;
+  }
+  layout.unsharded_bytes = layout.shard_bytes * ranks;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    layout.parameters.push_back(is_scalar(parameters[i]) ? ParameterLayout()
+                                                         : cut_ragged(parameters[i], offsets[i], layout.shard_bytes, ranks));
+  }
+  append_scalars(parameters, ranks, layout);
+  return layout;
+}
+
+GroupLayout plan_per_parameter(const std::vector<ParameterShape>& parameters, int ranks) {
+  GroupLayout layout;
+  layout.gathers_in_place = false;
+  for (const auto& parameter : parameters) {
+    ParameterLayout one;
+    if (!is_scalar(parameter)) {
+      const int64_t rows = parameter.sizes[0], row = product(parameter.sizes, 1), chunk = (rows + ranks - 1) / ranks;
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        const int64_t low = std::min(rank * chunk, rows), high = std::min((rank + 1) * chunk, rows);
+        one.pieces.push_back({low * row, (high - low) * row, layout.shard_bytes});
+      }
+      one.placement = Shard{0};
+      one.unsharded_offset = layout.unsharded_bytes;
+      layout.shard_bytes += round_up(chunk * row * item_bytes(parameter), kParameterAlignment);
+      layout.unsharded_bytes += round_up(bytes(parameter), kParameterAlignment);
+    }
+    layout.parameters.push_back(std::move(one));
+  }
+  layout.shard_bytes = std::max(layout.shard_bytes, kParameterAlignment);
+  layout.unsharded_bytes = std::max(layout.unsharded_bytes, kParameterAlignment);
+  append_scalars(parameters, ranks, layout);
+  return layout;
+}
+
+GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& parameters, int ranks) {
+  return kind == BufferLayout::kRagged ? plan_ragged(parameters, ranks) : plan_per_parameter(parameters, ranks);
+}
+
+ReduceLayout plan_reduce(const GroupLayout& layout, const std::vector<bool>& takes_part) {
+  constexpr int64_t kAlignment = 4; // elements
+  ReduceLayout reduce;
+  const size_t ranks = layout.parameters.empty() ? 0 : layout.parameters[0].pieces.size();
+  std::vector<int64_t> ends(ranks, 0);
+  for (size_t p = 0; p < layout.parameters.size(); ++p) {
+    auto& offsets = reduce.offsets.emplace_back();
+    if (!takes_part[p]) continue;
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      const int64_t numel = layout.parameters[p].pieces[rank].numel;
+      offsets.push_back(ends[rank]);
+      ends[rank] += round_up(numel, kAlignment);
+    }
+  }
+  reduce.used_offset = ends.empty() ? 0 : *std::max_element(ends.begin(), ends.end());
+  reduce.chunk_numel = round_up(reduce.used_offset + static_cast<int64_t>(layout.parameters.size()), kAlignment);
+  return reduce;
+}
+
+} // namespace tessera::fsdp_internal

@@ -1,0 +1,28 @@
+#include <tessera/fsdp/meta_init.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+
+#include <tessera/fsdp/parameter_group.h>
+
+namespace tessera {
+
+void materialize(torch::nn::Module& module, const std::function<void(torch::nn::Module&)>& init) {
+  const at::NoGradGuard no_grad;
+  c10::Device device(c10::kCPU);
+  for (auto parameter : module.parameters()) {
+    if (const auto* meta = fsdp_internal::parameter_meta(parameter)) {
+      device = meta->group->axes().mesh().device();
+      meta->group->materialize();
+    }
+  }
+  const auto allocate = [&](at::Tensor tensor) {
+    if (tensor.defined() && tensor.is_meta()) tensor.set_data(at::empty_like(tensor, at::TensorOptions(device)));
+  };
+  for (const auto& parameter : module.parameters()) allocate(parameter);
+  for (const auto& buffer : module.buffers()) allocate(buffer);
+  for (const auto& below : module.modules(/*include_self=*/false)) init(*below);
+  init(module);
+}
+
+} // namespace tessera

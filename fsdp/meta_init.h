@@ -1,0 +1,27 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <utility>
+
+#include <tessera/fsdp/construction_mode.h>
+
+namespace tessera {
+
+/// Runs `factory`, for example `[] { return Transformer(config); }`, with every new tensor on the meta device: the module has
+/// shapes but no memory. Shard it, then call `materialize`. Local to the calling thread. Inside, `torch::tensor({…})` with
+/// literal values is not possible: the values would have nowhere to go.
+template <typename Factory>
+auto on_meta(const Factory& factory) {
+  const fsdp_internal::ConstructOnMeta guard;
+  return factory();
+}
+
+/// Gives the meta-device parameters and buffers of `module` memory on the mesh's device (sharded parameters only this rank's
+/// part), uninitialized, then calls `init` on the module and every module below it, without grad mode. `init` sees sharded
+/// parameters and may use torch::nn::init, `reset_parameters`, or `parameter.copy_(full_tensor)`. Every rank of the mesh calls
+/// it.
+void materialize(torch::nn::Module& module, const std::function<void(torch::nn::Module&)>& init);
+
+} // namespace tessera

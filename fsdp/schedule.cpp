@@ -1,0 +1,216 @@
+#include <tessera/fsdp/schedule.h>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include <tessera/fsdp/group_gradients.h>
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/sharded_module.h>
+
+namespace tessera::fsdp_internal {
+
+namespace {
+
+using GroupList = std::vector<std::weak_ptr<ParameterGroup>>;
+using GroupPtr = std::shared_ptr<ParameterGroup>;
+
+bool contains(const GroupList& list, const ParameterGroup& group) {
+  return std::any_of(list.begin(), list.end(), [&](const auto& weak) { return weak.lock().get() == &group; });
+}
+
+bool expects_gradient(const ParameterGroup& group) {
+  const auto& parameters = group.parameters();
+  return std::any_of(parameters.begin(), parameters.end(), [](const auto& parameter) { return parameter.touched; });
+}
+
+bool related(const ParameterGroup& a, const ParameterGroup& b) {
+  return a.owner->is_self_or_ancestor_of(*b.owner) || b.owner->is_self_or_ancestor_of(*a.owner);
+}
+
+} // namespace
+
+bool Schedule::enter_phase() {
+  const bool backward = torch::autograd::get_current_graph_task_id() >= 0;
+  if (backward && !in_backward_) begin_backward();
+  if (!backward && in_backward_) abandon_backward();
+  if (!backward && after_backward_) begin_forward();
+  return backward;
+}
+
+void Schedule::begin_forward() {
+  after_backward_ = false;
+  ++forward_epoch_;
+  ++phase_;
+  recording_.clear();
+}
+
+void Schedule::begin_backward() {
+  in_backward_ = true;
+  ++phase_;
+  for (const auto& weak : recording_.empty() ? order_ : recording_) {
+    if (const GroupPtr group = weak.lock()) group->gradients().begin_backward();
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const auto self = weak.lock()) self->finish_backward();
+  });
+}
+
+void Schedule::touch(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  const bool backward = enter_phase();
+  if (!backward && group.is_stale()) group.reshard();
+  if (group.is_unsharded() && group.phase == phase_) return;
+  group.phase = phase_;
+  if (!backward && at::GradMode::is_enabled()) record(group);
+  close_unrelated(group);
+  open(group);
+  group.finish_gather();
+  prefetch_after(group);
+}
+
+void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
+  const std::lock_guard lock(mutex_);
+  touch(group);
+  if (!expects_gradient) return;
+  if (group.forward_epoch != forward_epoch_) {
+    group.forward_epoch = forward_epoch_;
+    for (auto& parameter : group.parameters()) parameter.touched = false;
+  }
+  group.parameters()[index].touched = true;
+}
+
+void Schedule::record(ParameterGroup& group) {
+  if (contains(recording_, group)) return;
+  group.order_position = static_cast<int64_t>(recording_.size());
+  recording_.push_back(group.weak_from_this());
+}
+
+void Schedule::open(ParameterGroup& group) {
+  if (!group.copies() || group.is_open()) return;
+  group.start_gather();
+  open_.push_back(group.weak_from_this());
+}
+
+void Schedule::close_unrelated(const ParameterGroup& group) {
+  std::erase_if(open_, [&](const auto& weak) {
+    const GroupPtr other = weak.lock();
+    if (!other || !other->is_open()) return true;
+    const bool prefetched = !other->is_unsharded();
+    if (prefetched || related(*other, group) || !other->owner->reshards_after_forward()) return false;
+    other->reshard();
+    return true;
+  });
+}
+
+ParameterGroup* Schedule::neighbour(const ParameterGroup& group, int64_t step) const {
+  const GroupList& list = in_backward_ && !recording_.empty() ? recording_ : order_;
+  const auto at = [&](int64_t position) -> ParameterGroup* {
+    return position >= 0 && position < static_cast<int64_t>(list.size()) ? list[static_cast<size_t>(position)].lock().get()
+                                                                         : nullptr;
+  };
+  return at(group.order_position) == &group ? at(group.order_position + step) : nullptr;
+}
+
+void Schedule::prefetch_after(const ParameterGroup& group) {
+  if (ParameterGroup* next = neighbour(group, in_backward_ ? -1 : 1)) {
+    if (!in_backward_ && next->is_stale()) next->reshard();
+    open(*next);
+  }
+}
+
+void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
+  const std::lock_guard lock(mutex_);
+  enter_phase();
+  group.gradients().land(index, gradient);
+  if (group.gradients().is_complete()) reduce_ready(/*everything=*/false);
+}
+
+void Schedule::reduce_ready(bool everything) {
+  const GroupList& list = recording_.empty() ? order_ : recording_;
+  for (auto weak = list.rbegin(); weak != list.rend(); ++weak) {
+    const GroupPtr group = weak->lock();
+    if (!group) continue;
+    auto& gradients = group->gradients();
+    if (gradients.reduced_in == phase_ && !gradients.has_landed()) continue;
+    const bool ready = gradients.is_complete() || (everything && gradients.has_pending());
+    if (ready) {
+      gradients.reduced_in = phase_;
+      start_reduce(*group);
+    } else if (!everything && expects_gradient(*group)) {
+      return; // its turn comes first on every rank
+    }
+  }
+}
+
+void Schedule::start_reduce(ParameterGroup& group) {
+  if (group.gradients().requires_sync) {
+    group.gradients().finish_reduce(); // the one before, when a group is reduced twice in a backward
+    while (!reducing_.empty()) {
+      const GroupPtr oldest = reducing_.front().lock();
+      if (oldest) oldest->gradients().advance_reduce();
+      if (oldest && oldest->axes().all_reduce() && reducing_.size() < 2) break;
+      reducing_.erase(reducing_.begin());
+      if (oldest) oldest->gradients().finish_reduce();
+    }
+    group.gradients().start_reduce();
+    if (group.gradients().is_reducing()) reducing_.push_back(group.weak_from_this());
+  } else {
+    group.gradients().begin_backward();
+  }
+  if (group.gradients().reshard_after_backward) group.reshard();
+}
+
+void Schedule::finish_backward() {
+  const std::lock_guard lock(mutex_);
+  if (!in_backward_) return;
+  reduce_ready(/*everything=*/true);
+  if (is_last_backward_) {
+    for (const auto& weak : std::exchange(reducing_, {})) {
+      if (const GroupPtr group = weak.lock()) group->gradients().finish_reduce();
+    }
+  }
+  std::erase_if(open_, [](const auto& weak) {
+    const GroupPtr group = weak.lock();
+    if (!group || !group->gradients().reshard_after_backward) return !group || !group->is_open();
+    group->reshard();
+    return true;
+  });
+  if (!recording_.empty()) order_ = std::exchange(recording_, {});
+  in_backward_ = false;
+  after_backward_ = true;
+  ++phase_;
+}
+
+void Schedule::abandon_backward() {
+  in_backward_ = false;
+  after_backward_ = true;
+  reducing_.clear();
+  for (const auto& list : {order_, recording_}) {
+    for (const auto& weak : list) {
+      if (const GroupPtr group = weak.lock()) group->gradients().discard();
+    }
+  }
+}
+
+void Schedule::unshard(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  if (group.is_stale()) group.reshard();
+  open(group);
+  group.finish_gather();
+}
+
+void Schedule::reshard(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  group.reshard();
+  std::erase_if(open_, [&](const auto& weak) { return weak.lock().get() == &group; });
+}
+
+void Schedule::write_back(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  group.write_back();
+}
+
+} // namespace tessera::fsdp_internal

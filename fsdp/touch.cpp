@@ -1,0 +1,208 @@
+// The dispatch above autograd that stands in for FSDP2's module hooks: it sees every op that reads a sharded parameter, its
+// unsharded leaf, or a view of the leaf, and makes the group's unsharded parameters valid first.
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include <optional>
+
+#include <tessera/fsdp/construction_mode.h>
+#include <tessera/fsdp/operator_traits.h>
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/schedule.h>
+#include <tessera/fsdp/sharded_module.h>
+
+namespace tessera::fsdp_internal {
+
+namespace {
+
+using torch::jit::Stack;
+
+/// The arguments of one call, on the stack.
+class Arguments {
+ public:
+  Arguments(const OperatorTraits& traits, size_t count, Stack& stack)
+      : traits_(traits), stack_(stack), begin_(stack.size() - count) {}
+
+  template <typename Visit> // void(const at::Tensor&, const TensorArgument&)
+  void visit(const Visit& visit_tensor) const {
+    for (const auto& argument : traits_.tensors) {
+      const c10::IValue& value = stack_[begin_ + argument.index];
+      if (value.isTensor()) {
+        visit_tensor(value.toTensor(), argument);
+      } else if (value.isList()) {
+        for (const c10::IValue& element : value.toListRef()) {
+          if (element.isTensor()) visit_tensor(element.toTensor(), argument);
+        }
+      }
+    }
+  }
+
+  template <typename Replace> // std::optional<at::Tensor>(const at::Tensor&, const TensorArgument&)
+  void replace(const Replace& replacement) {
+    for (const auto& argument : traits_.tensors) {
+      c10::IValue& value = stack_[begin_ + argument.index];
+      if (value.isTensor()) {
+        if (auto tensor = replacement(value.toTensor(), argument)) value = std::move(*tensor);
+      } else if (value.isList()) {
+        replace_in_list(value, argument, replacement);
+      }
+    }
+  }
+
+ private:
+  template <typename Replace>
+  static void replace_in_list(c10::IValue& value, const TensorArgument& argument, const Replace& replacement) {
+    std::optional<c10::List<c10::IValue>> copy;
+    const auto elements = value.toListRef();
+    for (size_t i = 0; i < elements.size(); ++i) {
+      if (!elements[i].isTensor()) continue;
+      auto tensor = replacement(elements[i].toTensor(), argument);
+      if (!tensor) continue;
+      if (!copy) copy = value.toList().copy();
+      copy->set(i, std::move(*tensor));
+    }
+    if (copy) value = std::move(*copy);
+  }
+
+  const OperatorTraits& traits_;
+  Stack& stack_;
+  size_t begin_;
+};
+
+/// What a call does with sharded parameters and their leaves.
+struct Reads {
+  bool parameter = false; ///< a sharded parameter is among the arguments
+  bool writes_parameter = false;
+  bool plain = false; ///< … and a plain tensor that is no scalar
+  bool other_dtensor = false;
+  bool leaf = false;
+  ParameterGroup* written_leaf = nullptr;
+};
+
+ParameterGroup& group_of_leaf(const at::Tensor& leaf) {
+  auto* storage = unsharded_storage(leaf);
+  TORCH_CHECK(storage && storage->group(), "an unsharded parameter was read after its module was destroyed");
+  return *storage->group();
+}
+
+/// Looks at the arguments; parameters that the call writes are noted as changed.
+Reads scan(const Arguments& arguments) {
+  Reads reads;
+  arguments.visit([&](const at::Tensor& tensor, const TensorArgument& argument) {
+    if (!tensor.defined()) return;
+    const auto keys = tensor.key_set();
+    if (keys.has(kTouchKey)) {
+      if (keys.has(kDTensorKey)) {
+        reads.parameter = true;
+        if (argument.is_written) {
+          reads.writes_parameter = true;
+          parameter_meta(tensor)->group->note_write();
+        }
+      } else {
+        reads.leaf = true;
+        if (argument.is_written) reads.written_leaf = &group_of_leaf(tensor);
+      }
+    } else if (keys.has(kDTensorKey)) {
+      reads.other_dtensor = true;
+    } else {
+      reads.plain = reads.plain || tensor.dim() > 0;
+    }
+  });
+  return reads;
+}
+
+/// Optimizers, initializers, clipping and state dicts act on the parameter as a DTensor; what else reads it is a use in forward.
+/// Without grad mode only an op that mixes it with plain tensors or returns a view of it (`weight.t()`) is.
+bool is_forward_read(const OperatorTraits& traits, const Reads& reads) {
+  if (traits.is_metadata_only || reads.writes_parameter || reads.other_dtensor) return false;
+  return at::GradMode::is_enabled() || reads.plain || reads.leaf || traits.returns_alias;
+}
+
+at::Tensor unsharded_leaf(const at::Tensor& tensor) {
+  auto* meta = parameter_meta(tensor);
+  ParameterGroup& group = *meta->group;
+  ShardedParameter& parameter = group.parameters()[meta->index];
+  TORCH_CHECK(parameter.leaf.defined(), "the parameter ", group.full_name(meta->index),
+              " is on the meta device: call tessera::materialize before the first forward");
+  const bool is_itself = tensor.unsafeGetTensorImpl() == parameter.tensor._unsafe_get_target();
+  const bool expects_gradient = is_itself && tensor.requires_grad() && at::GradMode::is_enabled();
+  if (is_itself && parameter.leaf.requires_grad() != tensor.requires_grad())
+    parameter.leaf.set_requires_grad(tensor.requires_grad());
+  schedule_of(group).touch_parameter(group, meta->index, expects_gradient);
+  return is_itself ? parameter.leaf : parameter.detached_leaf;
+}
+
+/// Casts the floating-point activations beside a leaf to its dtype, where the policy wants it (FSDP2: cast_forward_inputs).
+void cast_activations(Arguments& arguments) {
+  std::optional<at::ScalarType> dtype;
+  arguments.visit([&](const at::Tensor& tensor, const TensorArgument&) {
+    if (dtype || !tensor.defined() || !tensor.key_set().has(kTouchKey) || tensor.key_set().has(kDTensorKey)) return;
+    const auto& policy = group_of_leaf(tensor).options().mixed_precision;
+    if (policy.param_dtype && policy.cast_forward_inputs && tensor.is_floating_point()) dtype = policy.param_dtype;
+  });
+  if (!dtype) return;
+  arguments.replace([&](const at::Tensor& tensor, const TensorArgument& argument) -> std::optional<at::Tensor> {
+    if (!tensor.defined() || !tensor.is_floating_point() || tensor.scalar_type() == *dtype || tensor.dim() == 0)
+      return std::nullopt;
+    if (argument.is_written || argument.keeps_dtype || tensor.key_set().has(kTouchKey)) return std::nullopt;
+    return tensor.to(*dtype);
+  });
+}
+
+/// Autocast would keep its cast copies of whole unsharded parameters until the autocast scope ends.
+class AutocastCacheOff {
+ public:
+  AutocastCacheOff() : was_enabled_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+  }
+  ~AutocastCacheOff() { at::autocast::set_autocast_cache_enabled(was_enabled_); }
+  AutocastCacheOff(const AutocastCacheOff&) = delete;
+  AutocastCacheOff& operator=(const AutocastCacheOff&) = delete;
+
+ private:
+  bool was_enabled_;
+};
+
+void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto& traits = traits_of(op);
+  const size_t count = op.schema().arguments().size();
+  Arguments arguments(traits, count, *stack);
+  Reads reads = scan(arguments);
+  if (is_constructing_on_meta()) replace_device_with_meta(op.schema(), stack);
+
+  // Redispatch, never exclude: composites must still see the leaf's key inside.
+  auto after = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTouchKey);
+  const bool substitute = reads.parameter && is_forward_read(traits, reads);
+  if (substitute) {
+    arguments.replace([](const at::Tensor& tensor, const TensorArgument&) -> std::optional<at::Tensor> {
+      if (!parameter_meta(tensor)) return std::nullopt;
+      return unsharded_leaf(tensor);
+    });
+    after = after.remove(kDTensorKey);
+  }
+  if (reads.leaf && !traits.is_metadata_only) {
+    arguments.visit([](const at::Tensor& tensor, const TensorArgument&) {
+      if (!tensor.defined() || !tensor.key_set().has(kTouchKey) || tensor.key_set().has(kDTensorKey)) return;
+      auto& group = group_of_leaf(tensor);
+      schedule_of(group).touch(group);
+    });
+  }
+  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
+  if ((substitute || reads.leaf) && (!in_backward || at::GradMode::is_enabled())) cast_activations(arguments);
+  {
+    std::optional<AutocastCacheOff> cache_off;
+    if (keys.has_any(c10::autocast_dispatch_keyset)) cache_off.emplace();
+    op.redispatchBoxed(after, stack);
+  }
+  if (reads.written_leaf && !in_backward) schedule_of(*reads.written_leaf).write_back(*reads.written_leaf);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_touch>()); }
+
+} // namespace tessera::fsdp_internal

@@ -1,0 +1,15 @@
+#pragma once
+
+/// All public headers of Tessera.
+
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/state_dict.h>
+#include <tessera/collectives/communicator.h>
+#include <tessera/collectives/launch.h>
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/fsdp/call.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/meta_init.h>
+#include <tessera/mesh/device_mesh.h>
+#include <tessera/mixed_precision/policy.h>

@@ -1,0 +1,181 @@
+#include <tessera/fsdp/fully_shard.h>
+
+#include <gtest/gtest.h>
+
+#include <tessera/fsdp/meta_init.h>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+
+namespace tessera::testing {
+namespace {
+
+/// The message of the c10::Error that `run` throws; empty when it throws none.
+template <typename Run>
+std::string message_of(const Run& run) {
+  try {
+    run();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+TEST(FullyShard, ParametersBecomeDTensorsOfTheLayoutsPlacement) {
+  torch::manual_seed(0);
+  torch::nn::Linear ragged(6, 5), per_parameter(6, 5);
+  FullyShardOptions options;
+  fully_shard(ragged, world_mesh(), options);
+  options.layout = BufferLayout::kPerParameter;
+  fully_shard(per_parameter, world_mesh(), options);
+  EXPECT_TRUE(std::holds_alternative<RaggedShard>(DTensor(ragged->weight).placements()[0]));
+  EXPECT_EQ(DTensor(per_parameter->weight).placements()[0], Placement(Shard{0}));
+  EXPECT_EQ(ragged->weight.sizes(), (std::vector<int64_t>{5, 6}));
+  EXPECT_TRUE(ragged->weight.requires_grad());
+  EXPECT_TRUE(is_sharded(*ragged));
+  EXPECT_EQ(fsdp(*ragged).parameter_names(), (std::vector<std::string>{"weight", "bias"}));
+}
+
+TEST(FullyShard, TheRootNamesTheParametersBelow) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  EXPECT_EQ(fsdp(*(*net->blocks)[1]).parameter_names(),
+            (std::vector<std::string>{"blocks.1.norm.weight", "blocks.1.norm.bias", "blocks.1.up.weight", "blocks.1.up.bias",
+                                      "blocks.1.down.weight"}));
+  EXPECT_EQ(fsdp(*net).parameter_names(), (std::vector<std::string>{"embed.weight", "norm.weight", "norm.bias"}));
+}
+
+TEST(FullyShard, SeveralModulesMakeOneGroup) {
+  torch::manual_seed(0);
+  auto a = torch::nn::Linear(4, 3), b = torch::nn::Linear(3, 2);
+  const auto x = torch::ones({2, 4});
+  const auto expected = b(a(x)).detach();
+  const auto handle = fully_shard({a.ptr(), b.ptr()}, world_mesh());
+  EXPECT_EQ(handle.parameter_names().size(), 4);
+  process_context().reset_counters();
+  EXPECT_TRUE(torch::allclose(b(a(x)), expected));
+  EXPECT_EQ(process_context().count(CollectiveKind::kAllGather).calls, world_size() > 1 ? 1 : 0);
+}
+
+TEST(FullyShard, OddParametersTrain) {
+  struct OddImpl : torch::nn::Module {
+    OddImpl() {
+      scale = register_parameter("scale", torch::tensor(2.0));
+      empty = register_parameter("empty", torch::empty({0, 3}));
+      one = register_parameter("one", torch::ones({1}));
+      counter = register_parameter("counter", torch::arange(3), /*requires_grad=*/false);
+      frozen = register_parameter("frozen", torch::ones({3}), /*requires_grad=*/false);
+      half = register_parameter("half", torch::ones({3, 2}).to(torch::kBFloat16));
+      wide = register_parameter("wide", torch::ones({1, 37}));
+    }
+    torch::Tensor forward(const torch::Tensor& x) {
+      return (x * scale * frozen * counter).sum() * one.sum() + empty.sum() + half.to(torch::kFloat).sum() * 3 +
+             wide.square().sum();
+    }
+    torch::Tensor scale, empty, one, counter, frozen, half, wide;
+  };
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    auto plain = std::make_shared<OddImpl>(), net = std::make_shared<OddImpl>();
+    FullyShardOptions options;
+    options.layout = layout;
+    fully_shard(*net, world_mesh(), options);
+    const auto x = torch::arange(3, torch::kFloat);
+    EXPECT_EQ(net->forward(x).item<float>(), plain->forward(x).item<float>());
+    net->forward(x).backward();
+    plain->forward(x).backward();
+    for (const auto& item : plain->named_parameters()) {
+      const auto got = net->named_parameters()[item.key()];
+      EXPECT_TRUE(torch::equal(full(got), item.value())) << item.key();
+      ASSERT_EQ(got.grad().defined(), item.value().grad().defined()) << item.key();
+      if (got.grad().defined()) {
+        EXPECT_TRUE(torch::equal(full(got.grad()), item.value().grad())) << item.key();
+      }
+    }
+  }
+}
+
+TEST(FullyShard, CopyingAFullTensorKeepsThisRanksPart) {
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    torch::nn::Linear linear(6, 5);
+    FullyShardOptions options;
+    options.layout = layout;
+    options.initial_weights = InitialWeights::kUnchecked;
+    fully_shard(linear, world_mesh(), options);
+    const auto values = torch::arange(30, torch::kFloat).view({5, 6});
+    const torch::NoGradGuard no_grad;
+    linear->weight.copy_(values);
+    EXPECT_TRUE(torch::equal(full(linear->weight), values));
+    EXPECT_TRUE(torch::allclose(linear(torch::eye(6)) - linear(torch::zeros({1, 6})), values.t()));
+  }
+}
+
+TEST(FullyShard, MetaModulesAreMaterializedShardByShard) {
+  const auto init = [](torch::nn::Module& module) {
+    if (auto* linear = module.as<torch::nn::Linear>()) linear->reset_parameters();
+    if (auto* norm = module.as<torch::nn::LayerNorm>()) norm->reset_parameters();
+    if (auto* embedding = module.as<torch::nn::Embedding>()) embedding->reset_parameters();
+  };
+  Net plain = make_net();
+  torch::manual_seed(5);
+  plain->apply(init);
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = on_meta([] { return Net(); });
+    for (const auto& parameter : net->parameters()) EXPECT_TRUE(parameter.is_meta());
+    shard_model(net, strategy);
+    EXPECT_NE(message_of([&] { net->forward(global_batch(0)); }).find("call tessera::materialize"), std::string::npos);
+    torch::manual_seed(5);
+    materialize(*net, init);
+    EXPECT_EQ(parameter_difference(*net, *plain), 0);
+    EXPECT_NEAR(loss_of(net, global_batch(0)).item<double>(), loss_of(plain, global_batch(0)).item<double>(), 1e-5);
+  }
+}
+
+TEST(FullyShard, DifferentInitialWeightsAreAnErrorOrBroadcast) {
+  torch::manual_seed(static_cast<uint64_t>(world_rank()));
+  torch::nn::Linear checked(3, 2), broadcast(3, 2);
+  const auto message = message_of([&] { fully_shard(checked, world_mesh()); });
+  if (world_size() > 1) {
+    EXPECT_NE(message.find("the initial values of weight on rank(s) 1"), std::string::npos) << message;
+  } else {
+    EXPECT_EQ(message, "");
+  }
+  FullyShardOptions options;
+  options.initial_weights = InitialWeights::kBroadcast;
+  fully_shard(broadcast, world_mesh(), options);
+  torch::manual_seed(0);
+  torch::nn::Linear first(3, 2), second(3, 2);
+  EXPECT_TRUE(torch::equal(full(broadcast->weight), second->weight));
+}
+
+TEST(FullyShard, DifferentModelsAreAnError) {
+  torch::manual_seed(0);
+  torch::nn::Linear linear(3, world_rank() == 0 ? 2 : 4);
+  const auto message = message_of([&] { fully_shard(linear, world_mesh()); });
+  if (world_size() > 1) {
+    EXPECT_NE(message.find("the ranks' models differ: rank 0 has weight Float[2, 3], rank 1 has weight Float[4, 3]"),
+              std::string::npos)
+        << message;
+  }
+}
+
+TEST(FullyShard, BadInputNamesTheCause) {
+  torch::manual_seed(0);
+  const auto mesh = world_mesh();
+  torch::nn::Linear linear(3, 2);
+  fully_shard(linear, mesh);
+  EXPECT_NE(message_of([&] { fully_shard(linear, mesh); }).find("the module torch::nn::LinearImpl is sharded already"),
+            std::string::npos);
+  torch::nn::ReLU empty;
+  EXPECT_NE(message_of([&] { fully_shard(empty, mesh); }).find("has no parameter"), std::string::npos);
+  torch::nn::Linear other(3, 2);
+  EXPECT_NE(message_of([&] { fully_shard(other, DeviceMesh()); }).find("the mesh is undefined"), std::string::npos);
+  const auto cube = init_device_mesh(torch::kCPU, {1, 1, world_size()}, {"a", "b", "c"});
+  EXPECT_NE(message_of([&] { fully_shard(other, cube); }).find("a 1-D mesh (shard) or a 2-D mesh"), std::string::npos);
+  EXPECT_NE(message_of([&] { fsdp(*other); }).find("is not sharded: call fully_shard"), std::string::npos);
+  EXPECT_FALSE(is_sharded(*other));
+  other(torch::ones({1, 3})).sum().backward();
+  EXPECT_NE(message_of([&] { fully_shard(other, mesh); }).find("weight has a gradient already"), std::string::npos);
+}
+
+} // namespace
+} // namespace tessera::testing

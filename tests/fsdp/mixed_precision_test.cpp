@@ -1,0 +1,82 @@
+#include <gtest/gtest.h>
+
+#include <tessera/fsdp/call.h>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+
+namespace tessera::testing {
+namespace {
+
+FullyShardOptions bf16_options(BufferLayout layout, std::optional<c10::ScalarType> reduce_dtype) {
+  FullyShardOptions options;
+  options.layout = layout;
+  options.mixed_precision.param_dtype = torch::kBFloat16;
+  options.mixed_precision.reduce_dtype = reduce_dtype;
+  return options;
+}
+
+TEST(MixedPrecision, ComputesInBFloat16AndKeepsFloatShardsAndGradients) {
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    for (const auto reduce_dtype :
+         {std::optional<c10::ScalarType>(), std::optional(torch::kFloat), std::optional(torch::kBFloat16)}) {
+      Net net = make_net();
+      shard_model(net, {"bf16", world_mesh, bf16_options(layout, reduce_dtype)});
+      const auto logits = net->forward(global_batch(0));
+      EXPECT_EQ(logits.scalar_type(), torch::kBFloat16);
+      logits.to(torch::kFloat).square().mean().backward();
+      for (const auto& item : net->named_parameters()) {
+        EXPECT_EQ(item.value().scalar_type(), torch::kFloat) << item.key();
+        EXPECT_EQ(item.value().grad().scalar_type(), torch::kFloat) << item.key();
+      }
+    }
+  }
+}
+
+/// What FSDP2's policy means: a model whose parameters were cast to bf16, run on the whole batch.
+TEST(MixedPrecision, LossAndGradientsAreThoseOfTheCastModel) {
+  Net cast = make_net();
+  cast->to(torch::kBFloat16);
+  auto expected = loss_of(cast, part_of(global_batch(0), world_rank(), world_size()));
+  expected.backward();
+  Net net = make_net();
+  shard_model(net, {"bf16", world_mesh, bf16_options(BufferLayout::kRagged, torch::kFloat)});
+  auto loss = loss_of(net, part_of(global_batch(0), world_rank(), world_size()));
+  EXPECT_EQ(loss.item<float>(), expected.item<float>());
+  loss.backward();
+  const auto parameters = cast->named_parameters();
+  const auto communicator = world_mesh().communicator(0);
+  for (const auto& item : net->named_parameters()) {
+    auto mean = parameters[item.key()].grad().to(torch::kFloat).contiguous();
+    communicator->all_reduce(mean, ReduceOp::kAvg, item.key()).wait();
+    EXPECT_TRUE(torch::allclose(full(item.value().grad()), mean, 1e-5, 1e-6)) << item.key();
+  }
+}
+
+TEST(MixedPrecision, ActivationsAreCastBesideALeafButRunningStatisticsAreNot) {
+  torch::manual_seed(0);
+  torch::nn::Sequential net(torch::nn::Conv1d(3, 4, 1), torch::nn::BatchNorm1d(4));
+  fully_shard(*net->ptr(1), world_mesh()); // batch norm computes in fp32 inside a bf16 model, as the CPU kernel wants
+  fully_shard(net, world_mesh(), bf16_options(BufferLayout::kRagged, torch::kFloat));
+  net->forward(torch::ones({2, 3, 5})).sum().backward();
+  const auto running = net->ptr(1)->named_buffers()["running_mean"];
+  EXPECT_EQ(running.scalar_type(), torch::kFloat);
+  EXPECT_NE(running.abs().sum().item<float>(), 0);
+  EXPECT_TRUE(net->ptr(0)->named_parameters()["weight"].grad().defined());
+}
+
+TEST(MixedPrecision, CallCastsInputsAndOutputs) {
+  torch::manual_seed(0);
+  torch::nn::Linear linear(3, 2);
+  auto options = bf16_options(BufferLayout::kRagged, torch::kFloat);
+  options.mixed_precision.output_dtype = torch::kFloat;
+  const auto handle = fully_shard(linear, world_mesh(), options);
+  EXPECT_EQ(call(linear, torch::ones({1, 3})).scalar_type(), torch::kFloat);
+  options.mixed_precision.cast_forward_inputs = false;
+  torch::nn::Linear uncast(3, 2);
+  options.initial_weights = InitialWeights::kUnchecked;
+  fully_shard(uncast, world_mesh(), options);
+  EXPECT_ANY_THROW(uncast(torch::ones({1, 3})));
+}
+
+} // namespace
+} // namespace tessera::testing

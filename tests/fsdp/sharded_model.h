@@ -1,0 +1,84 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/fsdp/fully_shard.h>
+
+#include <tessera/tests/fsdp/models.h>
+
+namespace tessera::testing {
+
+inline int64_t world_size() { return process_context().world_size(); }
+inline int64_t world_rank() { return process_context().rank(); }
+inline DeviceMesh world_mesh() { return init_device_mesh(torch::kCPU, {world_size()}, {"shard"}); }
+
+/// One way to shard a model.
+struct Strategy {
+  std::string name;
+  std::function<DeviceMesh()> mesh = world_mesh;
+  FullyShardOptions options;
+  bool replicates = false;
+};
+
+/// full, reshard_after_forward = false, no-shard and hybrid, each with both layouts.
+inline std::vector<Strategy> strategies() {
+  std::vector<Strategy> all;
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    const std::string suffix = layout == BufferLayout::kRagged ? " ragged" : " per-parameter";
+    FullyShardOptions options;
+    options.layout = layout;
+    all.push_back({"full" + suffix, world_mesh, options});
+    const auto hybrid = [](int64_t replicas) {
+      return [replicas] { return init_device_mesh(torch::kCPU, {replicas, world_size() / replicas}, {"replicate", "shard"}); };
+    };
+    all.push_back({"hybrid" + suffix, hybrid(world_size() % 2 == 0 ? 2 : 1), options});
+    all.push_back({"hybrid of single ranks" + suffix, hybrid(world_size()), options});
+    options.reshard_after_forward = false;
+    all.push_back({"kept after forward" + suffix, world_mesh, options});
+  }
+  all.push_back({"no-shard", world_mesh, {}, /*replicates=*/true});
+  return all;
+}
+
+inline void shard_model(Net& net, const Strategy& strategy) {
+  const auto mesh = strategy.mesh();
+  const auto wrap = [&](torch::nn::Module& module) {
+    if (strategy.replicates) {
+      replicate(module, mesh, strategy.options);
+    } else {
+      fully_shard(module, mesh, strategy.options);
+    }
+  };
+  for (auto& block : *net->blocks) wrap(*block);
+  wrap(*net);
+}
+
+inline torch::Tensor full(const torch::Tensor& tensor) {
+  const torch::NoGradGuard no_grad;
+  return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor.detach();
+}
+
+inline torch::Tensor mean_over_ranks(torch::Tensor value) {
+  value = value.detach().clone().reshape({1});
+  world_mesh().communicator(0)->all_reduce(value, ReduceOp::kAvg, "loss").wait();
+  return value;
+}
+
+/// Largest absolute difference of the full parameters of two models with the same names.
+inline double parameter_difference(const torch::nn::Module& sharded, const torch::nn::Module& plain) {
+  double difference = 0;
+  const auto expected = plain.named_parameters();
+  for (const auto& item : sharded.named_parameters()) {
+    const auto got = full(item.value());
+    if (got.numel() > 0) difference = std::max(difference, (got - expected[item.key()].detach()).abs().max().item<double>());
+  }
+  return difference;
+}
+
+} // namespace tessera::testing

@@ -1,0 +1,258 @@
+#include <gtest/gtest.h>
+
+#include <tessera/fsdp/call.h>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+
+namespace tessera::testing {
+namespace {
+
+constexpr double kTolerance = 1e-5;
+
+/// Losses of `steps` AdamW steps with clipping; on this rank's part of each batch when sharded.
+std::vector<double> train(Net& net, torch::optim::Optimizer& optimizer, bool sharded, int64_t steps = 5) {
+  std::vector<double> losses;
+  for (int64_t step = 0; step < steps; ++step) {
+    auto tokens = global_batch(step);
+    if (sharded) tokens = part_of(tokens, world_rank(), world_size());
+    optimizer.zero_grad();
+    auto loss = loss_of(net, tokens);
+    loss.backward();
+    torch::nn::utils::clip_grad_norm_(net->parameters(), 0.5);
+    optimizer.step();
+    losses.push_back((sharded ? mean_over_ranks(loss) : loss.detach()).item<double>());
+  }
+  return losses;
+}
+
+void expect_close(const std::vector<double>& got, const std::vector<double>& expected) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], kTolerance) << "step " << i;
+}
+
+TEST(Training, EveryStrategyMatchesTheUnshardedModel) {
+  Net plain = make_net();
+  torch::optim::AdamW plain_optimizer(plain->parameters(), torch::optim::AdamWOptions(1e-2));
+  const auto expected = train(plain, plain_optimizer, false);
+  EXPECT_LT(expected.back(), expected.front());
+  for (const auto& strategy : strategies()) {
+    for (const bool optimizer_first : {true, false}) {
+      SCOPED_TRACE(strategy.name + (optimizer_first ? ", optimizer built before" : ", optimizer built after"));
+      Net net = make_net();
+      std::unique_ptr<torch::optim::AdamW> optimizer;
+      const auto make_optimizer = [&] {
+        optimizer = std::make_unique<torch::optim::AdamW>(net->parameters(), torch::optim::AdamWOptions(1e-2));
+      };
+      if (optimizer_first) make_optimizer();
+      shard_model(net, strategy);
+      if (!optimizer_first) make_optimizer();
+      expect_close(train(net, *optimizer, true), expected);
+      EXPECT_LT(parameter_difference(*net, *plain), kTolerance);
+    }
+  }
+}
+
+TEST(Training, EvaluationUnderNoGradReadsTheShardedParameters) {
+  Net plain = make_net(), net = make_net();
+  for (const auto& strategy : strategies()) {
+    Net sharded = make_net();
+    shard_model(sharded, strategy);
+    const torch::NoGradGuard no_grad;
+    for (int pass = 0; pass < 2; ++pass) {
+      EXPECT_NEAR(loss_of(sharded, global_batch(0)).item<double>(), loss_of(plain, global_batch(0)).item<double>(), kTolerance)
+          << strategy.name;
+    }
+  }
+}
+
+struct Counts {
+  int64_t all_gathers, reduce_scatters, all_reduces;
+  bool operator==(const Counts&) const = default;
+};
+
+Counts counts() {
+  auto& context = process_context();
+  return {context.count(CollectiveKind::kAllGather).calls, context.count(CollectiveKind::kReduceScatter).calls,
+          context.count(CollectiveKind::kAllReduce).calls};
+}
+
+Counts counts_of_a_step(const Strategy& strategy) {
+  Net net = make_net();
+  shard_model(net, strategy);
+  for (int64_t step = 0; step < 2; ++step) loss_of(net, part_of(global_batch(step), world_rank(), world_size())).backward();
+  process_context().reset_counters();
+  loss_of(net, part_of(global_batch(2), world_rank(), world_size())).backward();
+  return counts();
+}
+
+TEST(Training, AStepCostsTheExpectedCollectives) {
+  const bool alone = world_size() == 1;
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    const auto mesh = strategy.mesh();
+    const bool shards = !strategy.replicates && mesh.size(mesh.ndim() - 1) > 1;
+    const bool replicates = strategy.replicates ? !alone : mesh.ndim() == 2 && mesh.size(0) > 1;
+    const int64_t groups = 4; // three blocks and the root
+    const bool kept = strategy.options.reshard_after_forward.has_value();
+    // Two each, but the root and the last block stay unsharded from forward into backward.
+    const Counts expected{shards ? (kept ? groups : 2 * groups - 2) : 0, shards ? groups : 0, replicates ? groups : 0};
+    const auto got = counts_of_a_step(strategy);
+    EXPECT_EQ(got.all_gathers, expected.all_gathers);
+    EXPECT_EQ(got.reduce_scatters, expected.reduce_scatters);
+    EXPECT_EQ(got.all_reduces, expected.all_reduces);
+  }
+}
+
+TEST(Training, ClippingCostsOneAllReduce) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net plain = make_net(), net = make_net();
+    shard_model(net, strategy);
+    loss_of(plain, global_batch(0)).backward();
+    loss_of(net, part_of(global_batch(0), world_rank(), world_size())).backward();
+    process_context().reset_counters();
+    const double norm = torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1);
+    EXPECT_NEAR(norm, torch::nn::utils::clip_grad_norm_(plain->parameters(), 0.1), kTolerance);
+    const auto mesh = strategy.mesh();
+    const bool shards = !strategy.replicates && mesh.size(mesh.ndim() - 1) > 1;
+    EXPECT_EQ(counts().all_reduces, shards ? 1 : 0);
+    EXPECT_EQ(counts().all_gathers, 0);
+  }
+}
+
+TEST(Training, AccumulationWithoutSyncCommunicatesOnlyInTheLastBackward) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net plain = make_net(), net = make_net();
+    shard_model(net, strategy);
+    auto root = fsdp(*net);
+    process_context().reset_counters();
+    for (int64_t micro = 0; micro < 3; ++micro) {
+      root.set_requires_gradient_sync(micro == 2);
+      (loss_of(plain, global_batch(micro)) / 3).backward();
+      (loss_of(net, part_of(global_batch(micro), world_rank(), world_size())) / 3).backward();
+      if (micro < 2) {
+        EXPECT_EQ(counts().reduce_scatters + counts().all_reduces, 0);
+      }
+    }
+    const auto expected = plain->named_parameters();
+    for (const auto& item : net->named_parameters()) {
+      ASSERT_TRUE(item.value().grad().defined()) << item.key();
+      EXPECT_TRUE(torch::allclose(full(item.value().grad()), expected[item.key()].grad(), 1e-4, 1e-6)) << item.key();
+    }
+  }
+}
+
+TEST(Training, GradientsOfTwoBackwardsAddUp) {
+  Net plain = make_net(), net = make_net();
+  shard_model(net, strategies()[0]);
+  for (int64_t step = 0; step < 2; ++step) {
+    loss_of(plain, global_batch(step)).backward();
+    loss_of(net, part_of(global_batch(step), world_rank(), world_size())).backward();
+  }
+  const auto expected = plain->named_parameters();
+  for (const auto& item : net->named_parameters()) {
+    EXPECT_TRUE(torch::allclose(full(item.value().grad()), expected[item.key()].grad(), 1e-4, 1e-6)) << item.key();
+  }
+}
+
+TEST(Training, ForwardStepForwardReadsTheNewParameters) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net plain = make_net(), net = make_net();
+    shard_model(net, strategy);
+    loss_of(net, global_batch(0));
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : plain->parameters()) parameter.mul_(0.5);
+    for (auto& parameter : net->parameters()) parameter.mul_(0.5);
+    EXPECT_NEAR(loss_of(net, global_batch(0)).item<double>(), loss_of(plain, global_batch(0)).item<double>(), kTolerance);
+  }
+}
+
+TEST(Training, AnExceptionInForwardOrBackwardLeavesTheModelUsable) {
+  struct ThrowInBackward : torch::autograd::Function<ThrowInBackward> {
+    static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
+    static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*, torch::autograd::tensor_list) {
+      throw std::runtime_error("thrown in backward");
+    }
+  };
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net plain = make_net(), net = make_net();
+    shard_model(net, strategy);
+    EXPECT_ANY_THROW(net->forward(torch::full({2, 3}, 1000, torch::kLong)));
+    auto x = net->embed(part_of(global_batch(0), world_rank(), world_size()));
+    x = (*net->blocks)[0]->as<Block>()->forward(x);
+    x = ThrowInBackward::apply(x);
+    for (size_t i = 1; i < net->blocks->size(); ++i) x = (*net->blocks)[i]->as<Block>()->forward(x);
+    EXPECT_ANY_THROW(x.sum().backward());
+    net->zero_grad();
+    loss_of(plain, global_batch(1)).backward();
+    loss_of(net, part_of(global_batch(1), world_rank(), world_size())).backward();
+    const auto expected = plain->named_parameters();
+    for (const auto& item : net->named_parameters()) {
+      ASSERT_TRUE(item.value().grad().defined()) << item.key();
+      EXPECT_TRUE(torch::allclose(full(item.value().grad()), expected[item.key()].grad(), 1e-4, 1e-6)) << item.key();
+    }
+  }
+}
+
+TEST(Training, ReshardFreesAndUnshardGathers) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  auto block = fsdp(*(*net->blocks)[0]);
+  EXPECT_EQ(block.unsharded_bytes(), 0);
+  block.unshard();
+  if (world_size() > 1) {
+    EXPECT_GT(block.unsharded_bytes(), 0);
+  }
+  block.reshard();
+  EXPECT_EQ(block.unsharded_bytes(), 0);
+  loss_of(net, global_batch(0)).backward();
+  for (auto& each : *net->blocks) EXPECT_EQ(fsdp(*each).unsharded_bytes(), 0);
+  EXPECT_EQ(fsdp(*net).unsharded_bytes(), 0);
+  {
+    const torch::NoGradGuard no_grad;
+    const auto scope = forward_scope(*net);
+    loss_of(net, global_batch(0));
+  }
+  for (auto& each : *net->blocks) EXPECT_EQ(fsdp(*each).unsharded_bytes(), 0);
+}
+
+TEST(Training, ParameterUnusedOnSomeRanksHasZeroThere) {
+  struct BranchesImpl : torch::nn::Module {
+    BranchesImpl() {
+      left = register_module("left", torch::nn::Linear(5, 3));
+      right = register_module("right", torch::nn::Linear(5, 3));
+      never = register_module("never", torch::nn::Linear(5, 3));
+    }
+    torch::nn::Linear left{nullptr}, right{nullptr}, never{nullptr};
+  };
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    torch::manual_seed(0);
+    auto plain = std::make_shared<BranchesImpl>();
+    torch::manual_seed(0);
+    auto net = std::make_shared<BranchesImpl>();
+    FullyShardOptions options;
+    options.layout = layout;
+    fully_shard(*net, world_mesh(), options);
+    const auto x = torch::arange(10, torch::kFloat).view({2, 5});
+    const auto run = [&](BranchesImpl& model, int64_t rank) {
+      return (rank % 2 == 0 ? model.left(x) : model.right(x) + model.left(x)).sum();
+    };
+    run(*net, world_rank()).backward();
+    auto total = torch::zeros({});
+    for (int64_t rank = 0; rank < world_size(); ++rank) total = total + run(*plain, rank) / world_size();
+    total.backward();
+    for (const auto& name : {"left.weight", "left.bias", "right.weight", "right.bias", "never.weight"}) {
+      const auto got = net->named_parameters()[name].grad(), expected = plain->named_parameters()[name].grad();
+      ASSERT_EQ(got.defined(), expected.defined()) << name;
+      if (got.defined()) {
+        EXPECT_TRUE(torch::allclose(full(got), expected)) << name;
+      }
+    }
+  }
+}
+
+} // namespace
+} // namespace tessera::testing
