@@ -1,11 +1,32 @@
-#include <tessera/collectives/counters.h>
+#include <ATen/ops/randn.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
 
 #include <cstdio>
 
+#include <tessera/collectives/process_context.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/mesh/device_mesh.h>
+
+// Trains a sharded layer as a job of one rank; fails unless the loss falls.
 int main() {
-  tessera::CollectiveCounters counters;
-  counters.add(tessera::CollectiveKind::kAllGather, 8);
-  std::printf("%s: %lld bytes\n", tessera::to_string(tessera::CollectiveKind::kAllGather),
-              static_cast<long long>(counters.get(tessera::CollectiveKind::kAllGather).bytes));
-  return counters.get(tessera::CollectiveKind::kAllGather).bytes == 8 ? 0 : 1;
+  tessera::init_process_group();
+  const auto mesh = tessera::init_device_mesh(at::kCPU, {1}, {"shard"});
+  torch::nn::Linear model(8, 4);
+  tessera::fully_shard(*model, mesh);
+  torch::optim::AdamW optimizer(model->parameters(), 0.1);
+  const auto input = at::randn({16, 8});
+  double first = 0;
+  double last = 0;
+  for (int step = 0; step < 10; ++step) {
+    const auto loss = model->forward(input).square().mean();
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    last = loss.item<double>();
+    if (step == 0) first = last;
+  }
+  tessera::destroy_process_group();
+  std::printf("%s: loss %.4f, then %.4f\n", mesh.to_string().c_str(), first, last);
+  return last < first ? 0 : 1;
 }
