@@ -15,7 +15,7 @@ constexpr int64_t kMaxIndexBytes = int64_t{1} << 32;
 
 // The first line of an index whose other lines are `body`. Any change to either shows as a difference.
 std::string first_line(std::string_view body) {
-  return "{\"tessera_checkpoint\": 1, \"xxh3\": \"" + to_hex(checkpoint::checksum(body)) + "\",\n";
+  return R"({"tessera_checkpoint": 1, "xxh3": ")" + to_hex(checkpoint::checksum(body)) + "\",\n";
 }
 
 std::string to_hex(const std::vector<uint64_t>& checksums) {
@@ -178,9 +178,9 @@ std::string encode_index(const Index& index) {
 
 Index parse_index(std::string_view text, const std::string& source) {
   const auto newline = text.find('\n');
-  TORCH_CHECK(newline != std::string_view::npos && text.starts_with("{\"tessera_checkpoint\": "), source,
+  TORCH_CHECK(newline != std::string_view::npos && text.starts_with(R"({"tessera_checkpoint": )"), source,
               ": not the index of a checkpoint");
-  TORCH_CHECK(text.starts_with("{\"tessera_checkpoint\": 1,"), source,
+  TORCH_CHECK(text.starts_with(R"({"tessera_checkpoint": 1,)"), source,
               ": a version of the format that this library does not read, or damaged");
   TORCH_CHECK(text.substr(0, newline + 1) == first_line(text.substr(newline + 1)), source,
               ": damaged: its text does not have the checksum of its first line");

@@ -18,11 +18,12 @@ namespace tessera::checkpoint {
 
 namespace {
 
+constexpr size_t kShownNames = 20;
+
 std::string join(const std::vector<std::string>& lines) {
-  constexpr size_t kShown = 20;
   std::string text;
-  for (size_t i = 0; i < lines.size() && i < kShown; ++i) text += "\n  " + lines[i];
-  if (lines.size() > kShown) text += "\n  and " + std::to_string(lines.size() - kShown) + " more";
+  for (size_t i = 0; i < lines.size() && i < kShownNames; ++i) text += "\n  " + lines[i];
+  if (lines.size() > kShownNames) text += "\n  and " + std::to_string(lines.size() - kShownNames) + " more";
   return text;
 }
 

@@ -63,6 +63,7 @@ NamedGroups name_groups(const torch::nn::Module& module, const Optimizer& optimi
 
 std::vector<std::string> names_of(const std::vector<NamedParameter>& group) {
   std::vector<std::string> names;
+  names.reserve(group.size());
   for (const auto& parameter : group) names.push_back(parameter.name);
   return names;
 }
