@@ -1,6 +1,7 @@
 #include <tessera/collectives/backend.h>
 
 #include <tessera/collectives/gloo/gloo_communicator.h>
+#include <tessera/collectives/nccl/plugin.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -28,10 +29,8 @@ CommunicatorPtr make_gloo(const GroupDescription& group) {
 
 CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::DeviceType device_type) {
   switch (device_type) {
-    case at::kCPU:
-      return make_gloo(group);
-    default:
-      TORCH_CHECK(false, "no collectives for tensors on ", device_type, ": use a CPU or CUDA mesh");
+    case at::kCPU: return make_gloo(group);
+    default: TORCH_CHECK(false, "no collectives for tensors on ", device_type, ": use a CPU or CUDA mesh");
   }
 }
 

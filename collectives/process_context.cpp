@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/backend.h>
 #include <tessera/collectives/job_environment.h>
+#include <tessera/collectives/nccl/plugin.h>
 #include <tessera/collectives/single_rank.h>
 
 #include <c10/util/Exception.h>
@@ -193,6 +194,15 @@ void destroy_process_group() {
   std::lock_guard lock(context_mutex);
   TORCH_CHECK(context, "no process group: call tessera::init_process_group() first");
   context.reset();
+}
+
+bool cuda_is_available() {
+  try {
+    nccl::require_cuda();
+    return true;
+  } catch (const c10::Error&) {
+    return false;
+  }
 }
 
 } // namespace tessera

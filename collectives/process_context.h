@@ -60,4 +60,8 @@ ProcessContext& process_context();
 /// Releases the communicators and the store. Every rank calls it; nothing sharded may be used afterwards.
 void destroy_process_group();
 
+/// True when CUDA tensors and meshes can be used. Loads LibTorch's CUDA libraries where this build has a CUDA side and the
+/// program did not link them: call it before any other use of LibTorch, which asks for CUDA once and remembers the answer.
+bool cuda_is_available();
+
 } // namespace tessera

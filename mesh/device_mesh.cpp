@@ -1,8 +1,8 @@
 #include <tessera/mesh/device_mesh.h>
 
+#include <tessera/collectives/nccl/plugin.h>
 #include <tessera/collectives/process_context.h>
 
-#include <ATen/Context.h>
 #include <absl/hash/hash.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -85,8 +85,12 @@ void check_names(const std::vector<int64_t>& shape, const std::vector<std::strin
 void check_device_type(at::DeviceType device_type) {
   TORCH_CHECK(device_type == at::kCPU || device_type == at::kCUDA, "device mesh: no collectives for device type ", device_type,
               ", use cpu or cuda");
-  TORCH_CHECK(device_type != at::kCUDA || at::hasCUDA(),
-              "device mesh: no CUDA device is available to this process, use a CPU mesh");
+  if (device_type != at::kCUDA) return;
+  try {
+    nccl::require_cuda();
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "device mesh on cuda: ", error.what_without_backtrace());
+  }
 }
 
 // The ranks as nested lists: [[0, 1], [2, 3]].

@@ -33,16 +33,11 @@ at::Tensor reduced(const std::vector<at::Tensor>& tensors, ReduceOp op) {
   const auto dtype = tensors[0].scalar_type();
   const auto stacked = torch::stack(tensors).to(dtype == at::kBool ? at::kLong : at::kDouble);
   switch (op) {
-    case ReduceOp::kSum:
-      return stacked.sum(0).to(dtype);
-    case ReduceOp::kAvg:
-      return stacked.mean(0).to(dtype);
-    case ReduceOp::kMin:
-      return stacked.amin(0).to(dtype);
-    case ReduceOp::kMax:
-      return stacked.amax(0).to(dtype);
-    case ReduceOp::kProduct:
-      return stacked.prod(0).to(dtype);
+    case ReduceOp::kSum: return stacked.sum(0).to(dtype);
+    case ReduceOp::kAvg: return stacked.mean(0).to(dtype);
+    case ReduceOp::kMin: return stacked.amin(0).to(dtype);
+    case ReduceOp::kMax: return stacked.amax(0).to(dtype);
+    case ReduceOp::kProduct: return stacked.prod(0).to(dtype);
   }
   return {};
 }

@@ -114,6 +114,11 @@ TEST(DeviceMesh, equality_and_hash) {
   EXPECT_THROWS_WITH(DeviceMesh().shape(), "the device mesh is undefined: it was default-constructed");
 }
 
+TEST(DeviceMesh, cuda_without_a_device_is_an_error) {
+  if (cuda_is_available()) GTEST_SKIP() << "needs a machine without CUDA";
+  EXPECT_THROWS_WITH(init_device_mesh(at::kCUDA, {world_size()}), "device mesh on cuda: ");
+}
+
 TEST(DeviceMesh, bad_meshes) {
   const auto n = world_size();
   const auto make = [](Dims shape, Names names = {}) { return init_device_mesh(at::kCPU, std::move(shape), std::move(names)); };

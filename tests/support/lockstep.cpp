@@ -1,12 +1,13 @@
 #include "lockstep.h"
 
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <tessera/collectives/process_context.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -31,7 +32,7 @@ class Lockstep final : public ::testing::TestEventListener {
     if (result.skipped()) return;
     outcome_ = result.fatally_failed() ? Outcome::kLeftEarly : outcome_ == Outcome::kLeftEarly ? outcome_ : Outcome::kFailed;
     std::printf("[rank %d] %s:%d: Failure\n[rank %d] %s\n", rank(), result.file_name() ? result.file_name() : "unknown file",
-                result.line_number(), rank(), indented(result.message()).c_str());
+                result.line_number(), rank(), readable(result.message()).c_str());
     std::fflush(stdout);
   }
 
@@ -65,9 +66,20 @@ class Lockstep final : public ::testing::TestEventListener {
  private:
   static int rank() { return process_context().rank(); }
 
-  static std::string indented(std::string text) {
-    for (size_t at = 0; (at = text.find('\n', at)) != std::string::npos; at += 2) text.replace(at, 1, "\n  ");
+  // Indents the lines after the first, and leaves out the C++ stack of a c10::Error.
+  static std::string readable(const std::string& message) {
+    std::istringstream lines(message);
+    std::string text;
+    for (std::string line; std::getline(lines, line);)
+      if (line.find("  frame #") == std::string::npos) text += (text.empty() ? "" : "\n  ") + line;
     return text;
+  }
+
+  // Not by an exception: gtest would take it for a failure of the next test.
+  [[noreturn]] static void end_run(const std::string& message) {
+    std::printf("[rank %d] %s\n", rank(), message.c_str());
+    std::fflush(stdout);
+    std::_Exit(1);
   }
 
   // Tests may destroy and re-create the process group, so the store is asked for each time.
@@ -87,12 +99,13 @@ class Lockstep final : public ::testing::TestEventListener {
       for (int r = 0; r < context.world_size(); ++r)
         if (!store->check({keys[r]})) missing.push_back(r);
     }
-    TORCH_CHECK(missing.empty(), test, ": ranks ", c10::Join(", ", missing), " did not finish the test in ", patience.count(),
-                " ms");
+    if (!missing.empty())
+      end_run(c10::str(test, ": ranks ", c10::Join(", ", missing), " did not finish the test in ", patience.count(), " ms"));
     for (int r = 0; r < context.world_size(); ++r)
       if (store->get_to_str(keys[r]) == std::string(1, static_cast<char>(Outcome::kLeftEarly))) left.push_back(r);
-    TORCH_CHECK(left.empty() || static_cast<int>(left.size()) == context.world_size(), test, ": ranks ", c10::Join(", ", left),
-                " left the test early, the others did not: the ranks are out of step, and the run ends here");
+    if (!left.empty() && static_cast<int>(left.size()) != context.world_size())
+      end_run(c10::str(test, ": ranks ", c10::Join(", ", left),
+                       " left the test early, the others did not: the ranks are out of step, and the run ends here"));
     ++test_number_;
   }
 

@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <spawn.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <algorithm>
@@ -88,9 +89,23 @@ std::string read_all(int pipe, Clock::time_point deadline) {
   }
 }
 
-void kill_and_reap(const std::vector<int>& pids) {
-  for (const int pid : pids) kill(pid, SIGKILL);
-  for (const int pid : pids) waitpid(pid, nullptr, 0);
+// A signal that ends descendants (PR_SET_PDEATHSIG) works a moment after the program's end.
+constexpr int kMomentInMilliseconds = 5000;
+
+// Reaps those of `pids` that end within a moment, kills the others and returns them.
+std::vector<int> kill_those_left(const std::vector<int>& pids) {
+  std::vector<int> left;
+  for (const int pid : pids) {
+    const int descriptor = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    pollfd ended{descriptor, POLLIN, 0};
+    if (descriptor >= 0 && poll(&ended, 1, kMomentInMilliseconds) == 0) {
+      left.push_back(pid);
+      kill(pid, SIGKILL);
+    }
+    if (descriptor >= 0) close(descriptor);
+    waitpid(pid, nullptr, 0);
+  }
+  return left;
 }
 
 } // namespace
@@ -117,9 +132,9 @@ ProgramResult run_program(const std::vector<std::string>& arguments, const std::
   }
   result.duration = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start);
   result.status = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-  for (const int child : children())
-    if (std::find(before.begin(), before.end(), child) == before.end()) result.left_behind.push_back(child);
-  kill_and_reap(result.left_behind);
+  auto remaining = children();
+  std::erase_if(remaining, [&](int child) { return std::find(before.begin(), before.end(), child) != before.end(); });
+  result.left_behind = kill_those_left(remaining);
   result.output += read_all(ends[0], Clock::now() + std::chrono::seconds(1));
   close(ends[0]);
   return result;

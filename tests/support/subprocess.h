@@ -11,7 +11,7 @@ struct ProgramResult {
   int status = 0;     ///< the exit status, or 128 + the signal that ended it
   std::string output; ///< stdout and stderr
   std::chrono::milliseconds duration{0};
-  std::vector<int> left_behind; ///< pids of its descendants that were alive after it; they have been killed
+  std::vector<int> left_behind; ///< pids of descendants that outlived it by more than 5 s; they have been killed
 };
 
 /// Runs a program to its end, with `environment` added to this one's. Kills it and all its descendants at the timeout (status

@@ -1,0 +1,230 @@
+// libtessera_nccl.so: collectives on CUDA tensors over c10d's NCCL process group.
+#include <tessera/collectives/checks.h>
+#include <tessera/collectives/gloo/channel.h>
+#include <tessera/collectives/gloo/exchange.h>
+#include <tessera/collectives/nccl/plugin.h>
+#include <tessera/collectives/signature.h>
+
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
+
+namespace tessera::nccl {
+
+namespace {
+
+c10d::ReduceOp::RedOpType to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return c10d::ReduceOp::SUM;
+    case ReduceOp::kAvg: return c10d::ReduceOp::AVG;
+    case ReduceOp::kMin: return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax: return c10d::ReduceOp::MAX;
+    case ReduceOp::kProduct: return c10d::ReduceOp::PRODUCT;
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+// c10d sends these dtypes; all others travel as bytes.
+bool is_sent_as_it_is(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+    case at::kDouble:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kLong:
+    case at::kInt:
+    case at::kChar:
+    case at::kByte:
+    case at::kBool: return true;
+    default: return false;
+  }
+}
+
+at::Tensor for_sending(const at::Tensor& tensor) {
+  auto flat = tensor.view({-1});
+  return is_sent_as_it_is(tensor.scalar_type()) ? flat : flat.view(at::kByte);
+}
+
+class NcclWork final : public WorkState {
+ public:
+  NcclWork(c10::intrusive_ptr<c10d::Work> work, std::string call) : work_(std::move(work)), call_(std::move(call)) {}
+  void wait() override {
+    try {
+      work_->wait();
+    } catch (const std::exception& error) {
+      C10_THROW_ERROR(DistBackendError, c10::str(call_, " failed: ", error.what()));
+    }
+  }
+  bool is_completed() override { return work_->isCompleted(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::string call_;
+};
+
+/// Each collective runs on the process group's own stream, after what the current stream holds; `Work::wait` makes the current
+/// stream wait for it. c10d keeps the tensors alive until then, without record_stream.
+class NcclCommunicator final : public Communicator {
+ public:
+  explicit NcclCommunicator(const GroupDescription& group)
+      : Communicator(group.name, group.ranks, group.rank, at::kCUDA),
+        device_(at::kCUDA, static_cast<c10::DeviceIndex>(group.local_rank)) {
+    c10::cuda::set_device(device_.index());
+    auto options = c10d::ProcessGroupNCCL::Options::create();
+    options->timeout = group.options.timeout;
+    group_ = c10::make_intrusive<c10d::ProcessGroupNCCL>(group.store, group.rank, static_cast<int>(group.ranks.size()), options);
+    group_->setBoundDeviceId(device_);
+    if (const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES"); check && std::string_view(check) == "1")
+      signatures_ = make_signature_channel(group);
+  }
+
+  ~NcclCommunicator() override {
+    if (signatures_) signatures_->close();
+    try {
+      group_->shutdown();
+    } catch (...) { // an error of a collective that nobody waited for
+    }
+  }
+
+  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
+    check_all_gather(*this, output, input, label);
+    return run({CollectiveKind::kAllGather, label, output}, [&] {
+      auto to = for_sending(output), from = for_sending(input);
+      return group_->_allgather_base(to, from);
+    });
+  }
+
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
+    check_reduce_scatter(*this, output, input, op, label);
+    return run({CollectiveKind::kReduceScatter, label, input, op}, [&] {
+      auto to = output.view({-1}), from = input.view({-1});
+      c10d::ReduceScatterOptions options;
+      options.reduceOp = to_c10d(op);
+      return group_->_reduce_scatter_base(to, from, options);
+    });
+  }
+
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
+    check_all_reduce(*this, tensor, op, label);
+    return run({CollectiveKind::kAllReduce, label, tensor, op}, [&] {
+      std::vector<at::Tensor> tensors{tensor};
+      c10d::AllreduceOptions options;
+      options.reduceOp = to_c10d(op);
+      return group_->allreduce(tensors, options);
+    });
+  }
+
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
+                  const std::vector<int64_t>& input_splits, std::string_view label) override {
+    auto splits = check_all_to_all(*this, output, input, output_splits, input_splits, label);
+    return run({CollectiveKind::kAllToAll, label, output.nbytes() > input.nbytes() ? output : input}, [&] {
+      auto to = for_sending(output), from = for_sending(input);
+      const auto width = is_sent_as_it_is(input.scalar_type()) ? 1 : static_cast<int64_t>(input.element_size());
+      for (auto* list : {&splits.output, &splits.input})
+        for (auto& split : *list) split *= width;
+      return group_->alltoall_base(to, from, splits.output, splits.input);
+    });
+  }
+
+  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
+    check_broadcast(*this, tensor, root, label);
+    return run({CollectiveKind::kBroadcast, label, tensor, ReduceOp::kSum, root}, [&] {
+      std::vector<at::Tensor> tensors{for_sending(tensor)};
+      c10d::BroadcastOptions options;
+      options.rootRank = root;
+      return group_->broadcast(tensors, options);
+    });
+  }
+
+  Work coalesced(const std::function<void()>& issue) override {
+    TORCH_CHECK(!coalescing_, "coalesced calls on group ", name(), " do not nest");
+    group_->startCoalescing();
+    coalescing_ = true;
+    try {
+      issue();
+    } catch (...) {
+      coalescing_ = false;
+      group_->endCoalescing();
+      throw;
+    }
+    coalescing_ = false;
+    auto work = group_->endCoalescing();
+    return work ? Work(std::make_shared<NcclWork>(std::move(work), c10::str("coalesced collectives of group ", name()))) : Work();
+  }
+
+  void barrier(std::string_view label) override {
+    run({CollectiveKind::kBarrier, label}, [&] {
+      c10d::BarrierOptions options;
+      options.device = device_;
+      return group_->barrier(options);
+    }).wait(); // blocks the host
+  }
+
+ private:
+  struct Call {
+    CollectiveKind kind;
+    std::string_view label;
+    at::Tensor full = {}; ///< the larger of input and output
+    ReduceOp op = ReduceOp::kSum;
+    int root = -1;
+  };
+
+  template <typename Issue>
+  Work run(const Call& call, const Issue& issue) {
+    const auto text = describe(*this, call.kind, call.label);
+    const auto bytes = call.full.defined() ? static_cast<int64_t>(call.full.nbytes()) : 0;
+    if (signatures_) compare_signatures(call, bytes, text);
+    counters_.add(call.kind, bytes);
+    // Ranks may differ in what they send in an all_to_all, in nothing else.
+    if (bytes == 0 && call.kind != CollectiveKind::kAllToAll && call.kind != CollectiveKind::kBarrier) return {};
+    c10::intrusive_ptr<c10d::Work> work;
+    try {
+      work = issue();
+    } catch (const std::exception& error) {
+      C10_THROW_ERROR(DistBackendError, c10::str(text, " failed: ", error.what()));
+    }
+    return work ? Work(std::make_shared<NcclWork>(std::move(work), text)) : Work(); // none while coalescing
+  }
+
+  // Before the launch: a mismatched kernel would hang the device.
+  void compare_signatures(const Call& call, int64_t bytes, const std::string& text) {
+    auto signature = make_signature(call.kind, call.label, call.full.defined() ? call.full.scalar_type() : at::kByte,
+                                    call.kind == CollectiveKind::kAllToAll ? 0 : bytes);
+    signature.reduce_op = static_cast<uint8_t>(call.op);
+    signature.root = call.root;
+    auto exchange = std::make_shared<gloo::Exchange>(signatures_, text, ranks());
+    exchange->start(signature, {std::vector<gloo::Bytes>(size()), std::vector<gloo::Bytes>(size()), {}});
+    exchange->complete();
+    exchange->rethrow_failure();
+  }
+
+  static std::shared_ptr<gloo::Channel> make_signature_channel(const GroupDescription& group) {
+    const gloo::ChannelOptions options{group.options.timeout, true, group.all_local};
+    return std::make_shared<gloo::Channel>(c10::make_intrusive<c10d::PrefixStore>("signatures", group.store), group.rank,
+                                           static_cast<int>(group.ranks.size()), options);
+  }
+
+  at::Device device_;
+  c10::intrusive_ptr<c10d::ProcessGroupNCCL> group_;
+  std::shared_ptr<gloo::Channel> signatures_;
+  bool coalescing_ = false;
+};
+
+} // namespace
+
+} // namespace tessera::nccl
+
+extern "C" void tessera_nccl_make_communicator(const tessera::GroupDescription& group, tessera::CommunicatorPtr& made) {
+  const int devices = c10::cuda::device_count();
+  TORCH_CHECK(group.local_rank < devices, "rank ", group.ranks[group.rank], " is the process ", group.local_rank,
+              " on its host and needs CUDA device ", group.local_rank, ", which does not exist: there are ", devices);
+  made = std::make_shared<tessera::nccl::NcclCommunicator>(group);
+}
+
+extern "C" int tessera_nccl_device_count() { return c10::cuda::device_count(); }

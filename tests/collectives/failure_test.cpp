@@ -1,0 +1,149 @@
+// Whole jobs that go wrong: each ends with an error that names the cause, in time, and leaves no process behind.
+#include "../support/subprocess.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace tessera::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+constexpr std::chrono::seconds kLongTimeout(60); // TESSERA_TIMEOUT_SECONDS of the jobs: no test may get near it
+
+ProgramResult run(const std::string& scenario, int ranks, std::map<std::string, std::string> environment = {}) {
+  environment.emplace("TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count()));
+  auto result = run_program({program_folder() + "/rank_program", scenario, "--ranks", std::to_string(ranks)}, environment,
+                            std::chrono::seconds(120));
+  EXPECT_THAT(result.left_behind, IsEmpty()) << result.output;
+  EXPECT_LT(result.duration, kLongTimeout / 2) << result.output;
+  return result;
+}
+
+TEST(Launch, every_rank_runs_the_worker) {
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    const auto result = run("sums", ranks);
+    EXPECT_EQ(result.status, 0) << result.output;
+    for (int rank = 0; rank < ranks; ++rank)
+      EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " done"));
+  }
+}
+
+TEST(Failure, a_rank_that_throws_is_named_with_its_message) {
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    const auto result = run("last_rank_throws", ranks);
+    EXPECT_EQ(result.status, 1);
+    EXPECT_THAT(result.output,
+                HasSubstr("error: rank " + std::to_string(ranks - 1) + " of " + std::to_string(ranks) + " failed: no more data"));
+  }
+}
+
+TEST(Failure, a_killed_rank_is_named_with_its_signal) {
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    const auto result = run("last_rank_is_killed", ranks);
+    EXPECT_EQ(result.status, 1);
+    EXPECT_THAT(result.output, HasSubstr("error: rank " + std::to_string(ranks - 1) + " of " + std::to_string(ranks) +
+                                         " was killed by signal 9 (SIGKILL)"));
+  }
+}
+
+TEST(Failure, a_rank_killed_in_the_middle_of_a_payload) {
+  for (int ranks = 2; ranks <= 3; ++ranks) {
+    const auto result = run("killed_in_the_middle_of_an_all_gather", ranks);
+    EXPECT_EQ(result.status, 1);
+    const auto last = std::to_string(ranks - 1);
+    EXPECT_THAT(result.output, HasSubstr("error: rank " + last + " of " + std::to_string(ranks) + " was killed by signal 9"));
+    // The survivors noticed by themselves.
+    EXPECT_THAT(result.output, HasSubstr("rank 0 then failed: all_gather 'big' of group default"));
+    EXPECT_THAT(result.output, HasSubstr("lost the connection to rank " + last + ", which has exited or failed"));
+  }
+}
+
+TEST(Failure, a_rank_that_exits_with_a_status) {
+  const auto result = run("last_rank_exits_quietly", 3);
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("error: rank 2 of 3 exited with status 3"));
+}
+
+TEST(Failure, a_rank_that_never_calls_is_named_at_the_timeout) {
+  const auto result = run("last_rank_never_calls", 3, {{"TESSERA_TIMEOUT_SECONDS", "1"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("barrier 'the last rank does not come' of group default [0, 1, 2] on rank "));
+  EXPECT_THAT(result.output, HasSubstr("timed out after 1000 ms, waiting for the call of rank 2"));
+  EXPECT_THAT(result.output, HasSubstr("stopped: rank 2"));
+}
+
+TEST(Failure, a_rank_that_never_joins_is_named_at_the_timeout) {
+  const auto result = run("rank_1_never_joins", 3, {{"TESSERA_TIMEOUT_SECONDS", "1"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("timed out after 1000 ms; of 3 ranks these did not come: 1"));
+}
+
+TEST(Failure, different_operations_are_an_error_on_every_rank) {
+  const auto result = run("different_operations", 3);
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("the ranks of the group called different collectives:"));
+  EXPECT_THAT(result.output, HasSubstr("rank 0: broadcast 'weights' (32 bytes of Float, root 0, call 0)"));
+  EXPECT_THAT(result.output, HasSubstr("rank 1: all_reduce 'loss' (32 bytes of Float, sum, call 0)"));
+  EXPECT_THAT(result.output, HasSubstr("rank 2: all_reduce 'loss' (32 bytes of Float, sum, call 0)"));
+}
+
+TEST(Failure, without_signatures_different_sizes_are_a_timeout) {
+  const auto result = run("different_sizes", 2, {{"TESSERA_TIMEOUT_SECONDS", "1"}, {"TESSERA_CHECK_COLLECTIVES", "0"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("timed out after 1000 ms, waiting for the "));
+}
+
+TEST(Failure, launch_refuses_a_process_group_that_is_up) {
+  const auto result = run_program({program_folder() + "/rank_program", "launch_after_init"});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("launch: a process group is already up in this process"));
+}
+
+TEST(Failure, launch_refuses_another_launchers_rank) {
+  const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", "2"}, {{"RANK", "0"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("already a rank of another launcher's job (RANK=0)"));
+}
+
+TEST(Failure, bad_rank_counts) {
+  for (const std::string bad : {"0", "-1", "two", "2x", ""}) {
+    const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", bad});
+    EXPECT_EQ(result.status, 1);
+    EXPECT_THAT(result.output, HasSubstr("--ranks " + bad + " is not a positive number"));
+  }
+  EXPECT_THAT(run_program({program_folder() + "/rank_program", "sums", "--ranks"}).output, HasSubstr("--ranks needs a number"));
+}
+
+TEST(Failure, the_ranks_die_with_the_program) {
+  const auto result = run_program({program_folder() + "/rank_program", "last_rank_never_calls", "--ranks", "2"}, {},
+                                  std::chrono::seconds(2)); // which kills the parent
+  EXPECT_EQ(result.status, 137);
+  EXPECT_THAT(result.left_behind, IsEmpty());
+}
+
+TEST(Torchrun, starts_our_programs_through_its_agents_store) {
+  const std::string torchrun = TESSERA_TORCHRUN;
+  if (torchrun.empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
+  const auto result = run_program({torchrun, "--no-python", "--nproc-per-node", "3", program_folder() + "/rank_program", "sums"},
+                                  {}, std::chrono::seconds(120));
+  EXPECT_EQ(result.status, 0) << result.output;
+  for (int rank = 0; rank < 3; ++rank) EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of 3 done"));
+}
+
+TEST(Torchrun, a_failure_surfaces_in_the_other_ranks) {
+  const std::string torchrun = TESSERA_TORCHRUN;
+  if (torchrun.empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
+  const auto result =
+      run_program({torchrun, "--no-python", "--nproc-per-node", "2", program_folder() + "/rank_program", "last_rank_is_killed"},
+                  {}, std::chrono::seconds(120));
+  EXPECT_NE(result.status, 0);
+  EXPECT_THAT(result.left_behind, IsEmpty());
+  EXPECT_THAT(result.output, HasSubstr("Signal 9 (SIGKILL)"));
+  EXPECT_LT(result.duration, kLongTimeout);
+}
+
+} // namespace
+} // namespace tessera::testing

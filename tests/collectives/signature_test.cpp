@@ -1,0 +1,133 @@
+// Ranks that call different collectives: every one of them gets an error that lists all calls.
+#include "../support/matchers.h"
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/collectives/signature.h>
+
+#include <numeric>
+
+namespace tessera {
+namespace {
+
+// A fresh group for each mismatch: a group that failed cannot be used again.
+CommunicatorPtr fresh_group() {
+  static int count = 0;
+  auto& context = process_context();
+  std::vector<int64_t> ranks(context.world_size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return context.communicator(ranks, at::kCPU, c10::str("signature ", count++));
+}
+
+bool is_last(const Communicator& group) { return group.rank() == group.size() - 1; }
+
+TEST(Signature, text_names_what_is_called) {
+  auto signature = make_signature(CollectiveKind::kAllGather, "blocks.0", at::kFloat, 4096);
+  signature.sequence = 12;
+  EXPECT_EQ(signature.to_string(), "all_gather 'blocks.0' (4096 bytes of Float, call 12)");
+  EXPECT_EQ(make_signature(CollectiveKind::kBarrier, "end", at::kByte, 0).to_string(), "barrier 'end' (call 0)");
+  EXPECT_EQ(make_signature(CollectiveKind::kReduceScatter, "g", at::kBFloat16, 8).to_string(),
+            "reduce_scatter 'g' (8 bytes of BFloat16, sum, call 0)");
+}
+
+TEST(Signature, long_labels_are_cut_in_text_but_compared_whole) {
+  const std::string stem(200, 'x');
+  const auto a = make_signature(CollectiveKind::kAllGather, stem + "a", at::kFloat, 4);
+  const auto b = make_signature(CollectiveKind::kAllGather, stem + "b", at::kFloat, 4);
+  EXPECT_EQ(a.label_text(), stem.substr(0, Signature::kLabelCapacity));
+  EXPECT_FALSE(a.same_collective(b));
+  EXPECT_TRUE(a.same_collective(a));
+}
+
+void expect_mismatch(const std::function<void(Communicator&, bool)>& call, const std::string& usual, const std::string& odd) {
+  auto group = fresh_group();
+  if (group->size() == 1) return;
+  const auto expected_first = c10::str("rank 0: ", usual), expected_last = c10::str("rank ", group->size() - 1, ": ", odd);
+  std::string text;
+  try {
+    call(*group, is_last(*group));
+  } catch (const c10::Error& error) {
+    text = error.what_without_backtrace();
+  }
+  EXPECT_NE(text.find("the ranks of the group called different collectives:"), std::string::npos) << text;
+  EXPECT_NE(text.find(expected_first), std::string::npos) << text << "\nexpected: " << expected_first;
+  EXPECT_NE(text.find(expected_last), std::string::npos) << text << "\nexpected: " << expected_last;
+  EXPECT_THROWS_WITH(group->barrier("after"), "the group cannot be used after an earlier failure: ");
+}
+
+TEST(Signature, different_sizes) {
+  for (const int64_t numel : {1, 100, 30000, 3000000}) { // inline and long payloads
+    expect_mismatch(
+        [&](Communicator& group, bool odd) {
+          const auto each = odd ? numel + 1 : numel;
+          auto output = torch::zeros({each * group.size()});
+          group.all_gather_into(output, torch::ones({each}), "p").wait();
+        },
+        c10::str("all_gather 'p' (", 4 * numel * process_context().world_size(), " bytes of Float"),
+        c10::str("all_gather 'p' (", 4 * (numel + 1) * process_context().world_size(), " bytes of Float"));
+  }
+}
+
+TEST(Signature, small_against_large) {
+  expect_mismatch(
+      [](Communicator& group, bool odd) { group.all_reduce(torch::ones({odd ? 10000000 : 4}), ReduceOp::kSum, "p").wait(); },
+      "all_reduce 'p' (16 bytes of Float, sum, call 0)", "all_reduce 'p' (40000000 bytes of Float, sum, call 0)");
+}
+
+TEST(Signature, different_labels) {
+  expect_mismatch([](Communicator& group,
+                     bool odd) { group.all_reduce(torch::ones({4}), ReduceOp::kSum, odd ? "blocks.1" : "blocks.0").wait(); },
+                  "all_reduce 'blocks.0' (16 bytes of Float, sum, call 0)",
+                  "all_reduce 'blocks.1' (16 bytes of Float, sum, call 0)");
+}
+
+TEST(Signature, different_dtypes_and_operations_and_roots) {
+  expect_mismatch(
+      [](Communicator& group, bool odd) {
+        group.all_reduce(odd ? torch::ones({4}, torch::kInt) : torch::ones({4}), ReduceOp::kSum, "p").wait();
+      },
+      "all_reduce 'p' (16 bytes of Float", "all_reduce 'p' (16 bytes of Int");
+  expect_mismatch([](Communicator& group,
+                     bool odd) { group.all_reduce(torch::ones({4}), odd ? ReduceOp::kMax : ReduceOp::kSum, "p").wait(); },
+                  "all_reduce 'p' (16 bytes of Float, sum", "all_reduce 'p' (16 bytes of Float, max");
+  expect_mismatch([](Communicator& group, bool odd) { group.broadcast(torch::ones({4}), odd ? 1 : 0, "p").wait(); },
+                  "broadcast 'p' (16 bytes of Float, root 0", "broadcast 'p' (16 bytes of Float, root 1");
+  expect_mismatch(
+      [](Communicator& group, bool odd) {
+        if (odd)
+          group.barrier("end of step");
+        else
+          group.all_reduce(torch::ones({4}), ReduceOp::kSum, "p").wait();
+      },
+      "all_reduce 'p' (16 bytes of Float, sum, call 0)", "barrier 'end of step' (call 0)");
+}
+
+TEST(Signature, one_call_too_many) {
+  expect_mismatch(
+      [](Communicator& group, bool odd) {
+        auto tensor = torch::ones({4}), extra = torch::ones({4});
+        Work work;
+        if (odd) work = group.all_reduce(extra, ReduceOp::kSum, "extra");
+        auto last = group.all_reduce(tensor, ReduceOp::kSum, "p");
+        if (odd) work.wait();
+        last.wait();
+      },
+      "all_reduce 'p' (16 bytes of Float, sum, call 0)", "all_reduce 'extra' (16 bytes of Float, sum, call 0)");
+}
+
+TEST(Signature, all_to_all_splits_that_do_not_fit) {
+  auto group = fresh_group();
+  const int n = group->size();
+  if (n == 1) return;
+  // The last rank sends 3 elements to rank 0, which expects 2.
+  std::vector<int64_t> sends(n, 2), receives(n, 2);
+  if (is_last(*group)) sends[0] = 3;
+  auto input = torch::ones({std::accumulate(sends.begin(), sends.end(), int64_t{0})}), output = torch::zeros({2 * n});
+  if (group->rank() == 0)
+    EXPECT_THROWS_WITH(group->all_to_all(output, input, receives, sends, "tokens").wait(),
+                       c10::str("rank ", n - 1, " sends 12 bytes to rank 0, which expects 8 from it"));
+  else
+    group->all_to_all(output, input, receives, sends, "tokens").wait();
+}
+
+} // namespace
+} // namespace tessera
