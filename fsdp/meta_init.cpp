@@ -16,8 +16,10 @@ void materialize(torch::nn::Module& module, const std::function<void(torch::nn::
       meta->group->materialize();
     }
   }
-  const auto allocate = [&](at::Tensor tensor) {
-    if (tensor.defined() && tensor.is_meta()) tensor.set_data(at::empty_like(tensor, at::TensorOptions(device)));
+  const auto allocate = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_meta()) return;
+    // set_data refuses the step from the meta device to another one.
+    tensor.unsafeGetTensorImpl()->shallow_copy_from(at::empty_like(tensor, at::TensorOptions(device)).getIntrusivePtr());
   };
   for (const auto& parameter : module.parameters()) allocate(parameter);
   for (const auto& buffer : module.buffers()) allocate(buffer);
