@@ -1,0 +1,131 @@
+// Sharded models and their optimizers, saved and loaded under every strategy.
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/index.h>
+#include <tessera/dtensor/api.h>
+
+#include "../support/matchers.h"
+#include "../support/sweep.h"
+#include "sharded_training.h"
+#include "shared_folder.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::shard;
+using testing::SharedFolder;
+using testing::train_step;
+using testing::TrainedModel;
+
+struct Training {
+  Training(const std::string& sharding, uint64_t seed)
+      : strategy(sharding), model(seed), optimizer(parameters_of(model), torch::optim::AdamWOptions(0.05).amsgrad(true)) {
+    shard(model, strategy);
+  }
+  // A tied parameter is registered twice and optimized once.
+  static std::vector<at::Tensor> parameters_of(TrainedModel& model) {
+    std::vector<at::Tensor> parameters;
+    for (const auto& parameter : model.named_parameters()) {
+      if (parameter.key() != "head") parameters.push_back(parameter.value());
+    }
+    return parameters;
+  }
+  double step(int64_t number) { return train_step(model, optimizer, strategy, number); }
+  StateDict state() { return state_dict(model, optimizer); }
+
+  std::string strategy;
+  TrainedModel model;
+  torch::optim::AdamW optimizer;
+};
+
+at::Tensor whole_tensor(const at::Tensor& tensor) {
+  return is_dtensor(tensor) ? DTensor(tensor.detach()).full_tensor() : tensor.detach();
+}
+
+void expect_same(const StateDict& actual, const StateDict& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (const auto& entry : expected.entries()) {
+    SCOPED_TRACE(entry.name);
+    if (entry.is_tensor()) {
+      EXPECT_TENSORS_EQUAL(whole_tensor(actual.tensor(entry.name)), whole_tensor(expected.tensor(entry.name)));
+    } else {
+      EXPECT_EQ(actual.value(entry.name), expected.value(entry.name));
+    }
+  }
+}
+
+TEST(TrainingCheckpoint, EveryStrategyLoadsIntoEveryOther) {
+  const SharedFolder folder;
+  const auto all = testing::strategies(process_context().world_size());
+  std::vector<std::pair<std::string, std::string>> pairs;
+  for (const auto& from : all) {
+    for (const auto& to : all) pairs.emplace_back(from, to);
+  }
+  for (const auto& [from, to] : testing::sweep(pairs, 5)) {
+    SCOPED_TRACE(from + " to " + to);
+    const auto path = folder.path() / (from + " to " + to);
+    Training saved(from, 1), loaded(to, 2), again(from, 3);
+    for (int64_t step = 0; step < 2; ++step) saved.step(step);
+    save(saved.state(), path);
+    load(loaded.state(), path);
+    load(again.state(), path);
+    expect_same(loaded.state(), saved.state());
+    const auto expected = saved.step(2);
+    EXPECT_NEAR(loaded.step(2), expected, 1e-5);
+    EXPECT_EQ(again.step(2), expected);
+  }
+}
+
+TEST(TrainingCheckpoint, LoadingIsSeenByParametersThatAreGathered) {
+  const SharedFolder folder;
+  for (const auto& strategy : testing::strategies(process_context().world_size())) {
+    SCOPED_TRACE(strategy);
+    Training saved(strategy, 1), loaded(strategy, 2);
+    save(state_dict(saved.model), folder.path() / strategy);
+    const auto tokens = torch::arange(10).view({2, 5});
+    const torch::NoGradGuard no_grad;
+    const auto expected = saved.model.forward(tokens);
+    EXPECT_FALSE(torch::equal(loaded.model.forward(tokens), expected)); // gathers, and the root stays so
+    load(state_dict(loaded.model), folder.path() / strategy);
+    EXPECT_TENSORS_EQUAL(loaded.model.forward(tokens), expected);
+  }
+}
+
+TEST(TrainingCheckpoint, MetaDeviceModelsLoadAfterTheyHaveMemory) {
+  const SharedFolder folder;
+  Training saved("full-ragged", 1);
+  save(state_dict(saved.model), folder.path() / "c");
+  auto model = on_meta([] { return std::make_shared<TrainedModel>(); });
+  EXPECT_THROWS_WITH(load(state_dict(*model), folder.path() / "c"), "a meta tensor has no data; allocate it first");
+  shard(*model, "full-ragged");
+  materialize(*model, [](torch::nn::Module&) {});
+  load(state_dict(*model), folder.path() / "c");
+  expect_same(state_dict(*model), state_dict(saved.model));
+}
+
+TEST(TrainingCheckpoint, EachRankWritesItsShare) {
+  const SharedFolder folder;
+  const int n = process_context().world_size();
+  Training saved("full-ragged", 1);
+  saved.step(0);
+  save(saved.state(), folder.path() / "c");
+  std::map<std::string, int64_t> bytes; // by rank: "shard-00001", …
+  int64_t total = 0;
+  for (const auto& file : read_index(folder.path() / "c").files) {
+    bytes[file.name.substr(0, 11)] += file.bytes - file.data_begin;
+    total += file.bytes - file.data_begin;
+  }
+  EXPECT_EQ(bytes.size(), n);
+  for (const auto& [rank, of_rank] : bytes) EXPECT_LE(of_rank, total / n + total / 4) << rank;
+}
+
+TEST(TrainingCheckpoint, PlainStateOfAShardedParameterIsAnError) {
+  if (process_context().world_size() == 1) GTEST_SKIP();
+  TrainedModel model(1);
+  torch::optim::Adagrad optimizer(model.embed->parameters()); // makes its state in its constructor
+  shard(model, "full-ragged");
+  EXPECT_THROWS_WITH(state_dict(model, optimizer), "optimizer.state.head.sum is a plain tensor and its parameter is sharded");
+}
+
+} // namespace
+} // namespace tessera::checkpoint
