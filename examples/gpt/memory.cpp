@@ -1,0 +1,56 @@
+#include "gpt/memory.h"
+
+#include <tessera/dtensor/api.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <unordered_set>
+
+namespace gpt {
+namespace {
+
+// Counts every storage once, whole: padding included, shared storages not twice.
+class StorageCounter {
+ public:
+  void add(const torch::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    const auto local = tessera::is_dtensor(tensor) ? tessera::DTensor(tensor).local() : tensor;
+    if (seen_.insert(local.storage().unsafeGetStorageImpl()).second) bytes_ += static_cast<int64_t>(local.storage().nbytes());
+  }
+  void add_bytes(int64_t bytes) { bytes_ += bytes; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  std::unordered_set<const c10::StorageImpl*> seen_;
+  int64_t bytes_ = 0;
+};
+
+} // namespace
+
+int64_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t total = 0, resident = 0;
+  statm >> total >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+int64_t state_bytes(const torch::nn::Module& model, const torch::optim::AdamW& optimizer) {
+  StorageCounter counter;
+  for (const auto& parameter : model.parameters()) {
+    counter.add(parameter);
+    counter.add(parameter.grad());
+  }
+  for (const auto& entry : optimizer.state()) {
+    const auto& state = static_cast<const torch::optim::AdamWParamState&>(*entry.second);
+    counter.add(state.exp_avg());
+    counter.add(state.exp_avg_sq());
+  }
+  for (const auto& module : model.modules(/*include_self=*/false)) {
+    if (tessera::is_sharded(*module)) counter.add_bytes(tessera::fsdp(*module).unsharded_bytes());
+  }
+  if (tessera::is_sharded(model)) counter.add_bytes(tessera::fsdp(model).unsharded_bytes());
+  return counter.bytes();
+}
+
+} // namespace gpt

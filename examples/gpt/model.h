@@ -1,0 +1,69 @@
+#pragma once
+
+#include <torch/torch.h>
+
+namespace gpt {
+
+/// The byte values: the model reads and predicts bytes.
+inline constexpr int64_t kVocabulary = 256;
+
+struct ModelConfig {
+  int64_t layers = 4;
+  int64_t width = 128; ///< features of a token; a multiple of `heads`
+  int64_t heads = 4;
+  int64_t sequence = 128; ///< the longest context, in bytes
+};
+
+/// Causal self-attention over x [batch, time, width].
+class AttentionImpl : public torch::nn::Module {
+ public:
+  explicit AttentionImpl(const ModelConfig& config);
+  torch::Tensor forward(const torch::Tensor& x);
+
+ private:
+  int64_t heads_;
+  torch::nn::Linear qkv_{nullptr}, projection_{nullptr};
+};
+TORCH_MODULE(Attention);
+
+/// A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
+class BlockImpl : public torch::nn::Module {
+ public:
+  explicit BlockImpl(const ModelConfig& config);
+  torch::Tensor forward(torch::Tensor x);
+
+ private:
+  torch::nn::LayerNorm attention_norm_{nullptr}, mlp_norm_{nullptr};
+  Attention attention_{nullptr};
+  torch::nn::Linear expand_{nullptr}, contract_{nullptr};
+};
+TORCH_MODULE(Block);
+
+/// A GPT over bytes whose head is tied to the token embedding. It knows nothing of sharding.
+class GptImpl : public torch::nn::Module {
+ public:
+  explicit GptImpl(const ModelConfig& config);
+
+  /// Logits [batch, time, kVocabulary] of the byte after each of tokens [batch, time] (int64, time ≤ sequence).
+  torch::Tensor forward(const torch::Tensor& tokens);
+
+  const ModelConfig& config() const { return config_; }
+  const torch::nn::ModuleList& blocks() const { return blocks_; }
+
+ private:
+  void initialize();
+
+  ModelConfig config_;
+  torch::nn::Embedding token_embedding_{nullptr}, position_embedding_{nullptr};
+  torch::nn::ModuleList blocks_;
+  torch::nn::LayerNorm norm_{nullptr};
+};
+TORCH_MODULE(Gpt);
+
+/// The mean cross entropy, in nats a byte, of `logits` [batch, time, kVocabulary] for `targets` [batch, time]; computed in fp32.
+torch::Tensor cross_entropy(const torch::Tensor& logits, const torch::Tensor& targets);
+
+/// Every parameter of the model, without those that another name shares.
+int64_t parameter_count(const torch::nn::Module& model);
+
+} // namespace gpt

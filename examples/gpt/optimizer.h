@@ -1,0 +1,17 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include "gpt/options.h"
+
+namespace gpt {
+
+/// AdamW with weight decay on matrices only.
+torch::optim::AdamW make_optimizer(const torch::nn::Module& model, const Options& options);
+
+/// The learning rate of step 0, 1, …: linear warm-up, then a cosine down to a tenth at the last step.
+double learning_rate(const Options& options, int64_t step);
+
+void set_learning_rate(torch::optim::Optimizer& optimizer, double learning_rate);
+
+} // namespace gpt

@@ -1,0 +1,172 @@
+#include "gpt/trainer.h"
+
+#include <fmt/format.h>
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/state_dict.h>
+
+#include <filesystem>
+
+#include "gpt/memory.h"
+#include "gpt/optimizer.h"
+#include "gpt/ranks.h"
+#include "gpt/sampling.h"
+#include "gpt/sharding.h"
+
+namespace gpt {
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Every rank draws the same weights.
+Gpt make_model(const Options& options) {
+  torch::manual_seed(options.seed);
+  return Gpt(options.model);
+}
+
+} // namespace
+
+Trainer::Trainer(const Options& options)
+    : options_((check_world(options, world_size()), options)),
+      rows_(options.rows_a_rank(world_size())),
+      text_(options.data, options.model.sequence, options.seed),
+      model_(make_model(options)),
+      mesh_(options.strategy == Strategy::kNone ? tessera::DeviceMesh() : make_mesh(options)),
+      device_(mesh_.defined() ? mesh_.device() : torch::Device(torch::kCPU)),
+      optimizer_(make_optimizer(*model_, options)),
+      log_(first_rank() ? options.log : "", options.resume),
+      progress_(options.steps, !first_rank()) {
+  if (!options_.dump_initial.empty()) dump_initial();
+  if (mesh_.defined()) shard(model_, mesh_, options_);
+  if (options_.resume) resume();
+}
+
+void Trainer::run() {
+  const double entropy = text_.unigram_entropy();
+  log_.run(options_, world_size(), parameter_count(*model_), entropy);
+  progress_.line(fmt::format("{} parameters on {} rank(s), {} ({}), {}; {} MB of text", parameter_count(*model_), world_size(),
+                             to_string(options_.strategy), to_string(options_.layout), to_string(options_.precision),
+                             text_.size() / 1000000.0));
+  progress_.line(fmt::format("entropy of a single byte of the text: {:.4f} nats", entropy));
+  start_ = std::chrono::steady_clock::now();
+  progress_.begin(first_step_);
+
+  int64_t done = first_step_;
+  while (done < options_.steps && !out_of_time()) {
+    const auto metrics = train_step(done++);
+    log_.step(metrics);
+    progress_.step(metrics);
+    const bool last = done == options_.steps;
+    if (options_.validate_every > 0 && done % options_.validate_every == 0 && !last) {
+      const double loss = validate();
+      log_.validation(done, loss);
+      progress_.validation(done, loss);
+    }
+    if (options_.save_every > 0 && done % options_.save_every == 0 && !last) save(done);
+  }
+  progress_.finish();
+  const double seconds = seconds_since(start_);
+  const auto bytes = max_over_ranks({static_cast<double>(state_bytes(*model_, optimizer_))})[0];
+  if (!options_.checkpoint.empty() && done > first_step_) save(done);
+  progress_.line(fmt::format("{} steps in {:.1f} s; parameters, gradients and optimizer state: {:.2f} MB a rank", done - first_step_,
+                             seconds, bytes / 1e6));
+  if (options_.validation_batches > 0) {
+    const double loss = validate();
+    log_.validation(done, loss);
+    progress_.line(fmt::format("validation loss {:.4f} nats a byte (knowing only the bytes' frequencies: {:.4f})", loss, entropy));
+  }
+  log_.end(done, seconds, static_cast<int64_t>(bytes));
+  write_samples();
+  if (!options_.log.empty()) progress_.line("log: " + options_.log);
+}
+
+StepMetrics Trainer::train_step(int64_t step) {
+  const auto begin = std::chrono::steady_clock::now();
+  const auto batch = to_device(text_.training_batch(step, rank() * rows_, rows_));
+  StepMetrics metrics;
+  metrics.step = step + 1;
+  metrics.learning_rate = learning_rate(options_, step);
+  set_learning_rate(optimizer_, metrics.learning_rate);
+
+  optimizer_.zero_grad();
+  const auto loss = cross_entropy(model_->forward(batch.inputs), batch.targets);
+  loss.backward();
+  const double largest_norm = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
+  metrics.gradient_norm = torch::nn::utils::clip_grad_norm_(model_->parameters(), largest_norm);
+  optimizer_.step();
+
+  const auto means = mean_over_ranks({loss.item<double>(), static_cast<double>(resident_bytes())});
+  metrics.loss = means[0];
+  metrics.resident_bytes = means[1];
+  metrics.tokens_per_second = static_cast<double>(rows_ * world_size() * options_.model.sequence) / seconds_since(begin);
+  return metrics;
+}
+
+double Trainer::validate() {
+  torch::NoGradGuard no_grad;
+  double sum = 0;
+  for (int64_t index = 0; index < options_.validation_batches; ++index) {
+    const auto batch = to_device(text_.validation_batch(index, rank() * rows_, rows_));
+    sum += cross_entropy(model_->forward(batch.inputs), batch.targets).item<double>();
+  }
+  return mean_over_ranks({sum / static_cast<double>(options_.validation_batches)})[0];
+}
+
+void Trainer::save(int64_t steps_done) {
+  auto state = tessera::state_dict(*model_, optimizer_);
+  state.set("steps_done", steps_done);
+  const auto folder = std::filesystem::path(options_.checkpoint) / fmt::format("step-{:06}", steps_done);
+  tessera::checkpoint::save(state, folder, {.overwrite = true});
+  progress_.line("saved " + folder.string());
+}
+
+void Trainer::resume() {
+  const auto folder = tessera::checkpoint::latest(options_.checkpoint);
+  if (folder.empty()) {
+    progress_.line("no checkpoint in " + options_.checkpoint + ": starting from the beginning");
+    return;
+  }
+  auto state = tessera::state_dict(*model_, optimizer_);
+  state.set("steps_done", 0);
+  tessera::checkpoint::load(state, folder);
+  first_step_ = state.value<int64_t>("steps_done");
+  progress_.line(fmt::format("resumed from {}", folder.string()));
+}
+
+// All that another implementation needs to train the same model on the same batches.
+void Trainer::dump_initial() {
+  auto state = tessera::state_dict(*model_);
+  std::vector<torch::Tensor> inputs, targets;
+  std::vector<double> learning_rates;
+  for (int64_t step = 0; step < options_.steps; ++step) {
+    const auto batch = text_.training_batch(step, 0, rows_ * world_size());
+    inputs.push_back(batch.inputs);
+    targets.push_back(batch.targets);
+    learning_rates.push_back(learning_rate(options_, step));
+  }
+  state.add("inputs", torch::stack(inputs));
+  state.add("targets", torch::stack(targets));
+  state.add("learning_rates", torch::tensor(learning_rates, torch::kDouble));
+  tessera::checkpoint::save(state, options_.dump_initial, {.overwrite = true});
+}
+
+void Trainer::write_samples() {
+  if (options_.sample_bytes == 0 || options_.samples.empty()) return;
+  const auto text = sample(model_, options_.prompt, device_, {.bytes = options_.sample_bytes, .seed = options_.seed});
+  if (!first_rank()) return;
+  open_for_writing(options_.samples) << text << '\n';
+  progress_.line(fmt::format("--- sample\n{}\n---\nsamples: {}", printable(text), options_.samples));
+}
+
+// The ranks' clocks differ: the first rank decides.
+bool Trainer::out_of_time() {
+  if (options_.max_seconds == 0) return false;
+  return sum_over_ranks({first_rank() && seconds_since(start_) > options_.max_seconds ? 1.0 : 0.0})[0] > 0;
+}
+
+bool Trainer::first_rank() const { return rank() == 0; }
+
+Batch Trainer::to_device(Batch batch) const { return {batch.inputs.to(device_), batch.targets.to(device_)}; }
+
+} // namespace gpt

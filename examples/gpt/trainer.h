@@ -1,0 +1,46 @@
+#pragma once
+
+#include <tessera/mesh/device_mesh.h>
+
+#include <chrono>
+
+#include "gpt/metrics.h"
+#include "gpt/model.h"
+#include "gpt/options.h"
+#include "gpt/progress.h"
+#include "gpt/text.h"
+
+namespace gpt {
+
+/// The main job of one rank: trains, validates, saves, and samples at the end, as the options say. Every rank makes one, with the
+/// same options, after `join_job`.
+class Trainer {
+ public:
+  explicit Trainer(const Options& options);
+  void run();
+
+ private:
+  StepMetrics train_step(int64_t step);
+  double validate();
+  void save(int64_t steps_done);
+  void resume();
+  void dump_initial();
+  void write_samples();
+  bool out_of_time();
+  bool first_rank() const;
+  Batch to_device(Batch batch) const;
+
+  Options options_;
+  int64_t rows_; // a rank's rows of a batch
+  Text text_;
+  Gpt model_;
+  tessera::DeviceMesh mesh_; // undefined under Strategy::kNone
+  torch::Device device_;
+  torch::optim::AdamW optimizer_;
+  int64_t first_step_ = 0; // steps that the checkpoint had done
+  JsonLog log_;
+  Progress progress_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+} // namespace gpt
