@@ -1,0 +1,95 @@
+// The host's cost of sharding: forward and backward of 25 groups of 9 small parameters, sharded on one rank and not sharded at all.
+// Driven by `benchmarks/compare` through standard input.
+#include <gpt/ranks.h>
+#include <tessera/collectives/process_context.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/mesh/device_mesh.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cstdio>
+
+#include "serve.h"
+
+namespace tessera::benchmarks {
+namespace {
+
+constexpr int kGroups = 25;
+constexpr int64_t kWidth = 16, kBatch = 4;
+
+// Nine parameters: four layers with biases, and a scale.
+class BlockImpl : public torch::nn::Module {
+ public:
+  BlockImpl() {
+    for (int i = 0; i < 4; ++i) layers_->push_back(torch::nn::Linear(kWidth, kWidth));
+    register_module("layers", layers_);
+    scale_ = register_parameter("scale", torch::ones({kWidth}));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    auto y = x;
+    for (const auto& layer : *layers_) y = torch::tanh(layer->as<torch::nn::Linear>()->forward(y));
+    return x + y * scale_;
+  }
+
+ private:
+  torch::nn::ModuleList layers_;
+  torch::Tensor scale_;
+};
+TORCH_MODULE(Block);
+
+class StackImpl : public torch::nn::Module {
+ public:
+  StackImpl() {
+    for (int i = 0; i < kGroups; ++i) blocks->push_back(Block());
+    register_module("blocks", blocks);
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (const auto& block : *blocks) x = block->as<Block>()->forward(x);
+    return x;
+  }
+  torch::nn::ModuleList blocks;
+};
+TORCH_MODULE(Stack);
+
+// The root's group is the last block's parameters: 25 groups.
+void shard(Stack& stack, const DeviceMesh& mesh, const FullyShardOptions& options) {
+  for (int i = 0; i + 1 < kGroups; ++i) fully_shard(*stack->blocks[i], mesh, options);
+  fully_shard(*stack, mesh, options);
+}
+
+double seconds_of_forward_and_backward(Stack& stack, const torch::Tensor& input) {
+  stack->zero_grad();
+  const auto begin = std::chrono::steady_clock::now();
+  stack->forward(input).sum().backward();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+void answer() {
+  const auto mesh = init_device_mesh(torch::kCPU, {1}, {"shard"});
+  Stack plain, ragged, per_parameter;
+  shard(ragged, mesh, {.layout = BufferLayout::kRagged});
+  shard(per_parameter, mesh, {.layout = BufferLayout::kPerParameter});
+  const auto input = torch::randn({kBatch, kWidth});
+  serve({{"plain", [&] { return seconds_of_forward_and_backward(plain, input); }},
+         {"ragged", [&] { return seconds_of_forward_and_backward(ragged, input); }},
+         {"per-parameter", [&] { return seconds_of_forward_and_backward(per_parameter, input); }}});
+}
+
+void run() {
+  gpt::join_job(/*threads=*/1);
+  answer();
+  destroy_process_group();
+}
+
+} // namespace
+} // namespace tessera::benchmarks
+
+int main() {
+  try {
+    tessera::benchmarks::run();
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "measure_overhead: %s\n", error.what());
+    return 1;
+  }
+}
