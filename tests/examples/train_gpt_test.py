@@ -1,0 +1,135 @@
+"""Runs train_gpt as a user does. The arguments are the program's path, the virtual environment's, and unittest's."""
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+PROGRAM, VENV = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2])
+SMALL = ["--layers=2", "--width=16", "--heads=2", "--sequence=8", "--steps=3", "--global-batch=12", "--lr=1e-2", "--warmup=1",
+         "--validation-batches=2", "--sample-bytes=5"]
+TIMEOUT = 120
+
+
+def sequence_of_bytes():
+    """A text that has something to learn, and is the same on every machine."""
+    state, words = 1, []
+    for _ in range(3000):
+        state = state * 1103515245 + 12345 & 0x7FFFFFFF
+        words.append(("the", "cat", "sat", "on", "a", "mat", "and", "ran")[state >> 16 & 7])
+    return " ".join(words)
+
+
+class TrainGptTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.data = self.folder / "text.txt"
+        self.data.write_text(sequence_of_bytes())
+
+    def run_program(self, *flags, launcher=()):
+        command = [*launcher, PROGRAM, f"--data={self.data}", f"--log={self.folder}/log.jsonl", f"--samples={self.folder}/samples.txt"]
+        return subprocess.run([*command, *SMALL, *flags], capture_output=True, text=True, timeout=TIMEOUT, cwd=self.folder)
+
+    def train(self, *flags, launcher=()):
+        """The records of the log, by kind, and what the program printed."""
+        done = self.run_program(*flags, launcher=launcher)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        records = {}
+        for line in (self.folder / "log.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            records.setdefault(record["kind"], []).append(record)
+        return records, done.stdout
+
+    def losses(self, *flags, launcher=()):
+        return [record["loss"] for record in self.train(*flags, launcher=launcher)[0]["step"]]
+
+    def assert_same_curve(self, losses, expected, case):
+        self.assertEqual(len(losses), len(expected), case)
+        for loss, reference in zip(losses, expected):
+            self.assertLessEqual(abs(loss - reference), 1e-5, case)
+
+    def assert_error(self, message, *flags):
+        done = self.run_program(*flags)
+        self.assertEqual(done.returncode, 1, f"{flags}: {done.stderr}")
+        self.assertIn(message, done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
+        return done.stderr
+
+    def test_the_curve_does_not_depend_on_ranks_strategy_or_layout(self):
+        expected = self.losses("--strategy=none")
+        self.assertLess(expected[-1], expected[0])
+        for ranks in (1, 2, 4):
+            for layout in ("ragged", "per-parameter"):
+                flags = (f"--ranks={ranks}", f"--layout={layout}")
+                self.assert_same_curve(self.losses(*flags), expected, flags)
+        for flags in (("--ranks=3",), ("--ranks=4", "--strategy=hybrid", "--mesh=2x2"), ("--ranks=2", "--strategy=no-shard"),
+                      ("--ranks=2", "--reshard-after-forward=false")):
+            self.assert_same_curve(self.losses(*flags), expected, flags)
+
+    def test_runs_under_torchrun(self):
+        launcher = [VENV / "bin" / "torchrun", "--no-python", "--nproc-per-node=2", "--master-addr=127.0.0.1", "--standalone"]
+        self.assert_same_curve(self.losses(launcher=launcher), self.losses("--strategy=none"), "torchrun")
+
+    def test_bf16_follows_fp32(self):
+        expected = self.losses("--strategy=none")
+        for reduce in ("fp32", "bf16"):
+            losses = self.losses("--ranks=2", "--precision=bf16", f"--reduce-precision={reduce}")
+            for loss, reference in zip(losses, expected):
+                self.assertLess(abs(loss - reference), 0.05)
+            self.assertNotEqual(losses, expected)
+
+    def test_the_log_holds_what_was_measured(self):
+        records, output = self.train("--ranks=2")
+        self.assertEqual([record["step"] for record in records["step"]], [1, 2, 3])
+        for record in records["step"]:
+            self.assertGreater(record["loss"], 0)
+            self.assertGreater(record["grad_norm"], 0)
+            self.assertGreater(record["tokens_per_second"], 0)
+            self.assertGreater(record["resident_bytes"], 1 << 20)
+        self.assertEqual(records["validation"][-1]["step"], 3)
+        run, end = records["run"][0], records["end"][0]
+        self.assertEqual(run["ranks"], 2)
+        self.assertLessEqual(end["state_bytes"], 1.05 * 16 * run["parameters"] / 2)
+        self.assertIn(f"log: {self.folder}/log.jsonl", output)
+        self.assertIn(f"{run['unigram_entropy']:.4f}", output)
+        self.assertTrue((self.folder / "samples.txt").read_bytes().startswith(b"It is a truth "))
+
+    def test_a_resumed_run_goes_on_as_if_uninterrupted(self):
+        whole = self.losses("--ranks=4", "--steps=4")
+        saved = self.folder / "saved"
+        self.train("--ranks=4", "--steps=4", f"--checkpoint={saved}", "--save-every=2")
+        self.assertEqual(sorted(path.name for path in saved.iterdir()), ["step-000002", "step-000004"])
+        (saved / "step-000004").rename(self.folder / "elsewhere")
+        (self.folder / "log.jsonl").unlink()
+        rest = self.losses("--ranks=2", "--steps=4", f"--checkpoint={saved}", "--resume")
+        self.assert_same_curve(rest, whole[2:], "resumed on 2 ranks")
+
+    def test_resume_without_a_checkpoint_starts_at_the_beginning(self):
+        self.assert_same_curve(self.losses(f"--checkpoint={self.folder}/none", "--resume"), self.losses(), "nothing to resume")
+
+    def test_stops_in_time(self):
+        records, _ = self.train("--ranks=2", "--steps=1000000", "--max-seconds=1")
+        self.assertLess(len(records["step"]), 1000000)
+        self.assertEqual(records["end"][0]["step"], len(records["step"]))
+
+    def test_missing_data(self):
+        for ranks in (0, 2):
+            self.assert_error("the data file /nowhere.txt does not exist", "--data=/nowhere.txt", f"--ranks={ranks}")
+
+    def test_bad_flags(self):
+        self.assert_error("--mesh is '2y2', but must be sizes joined by x", "--mesh=2y2")
+        self.assert_error("--width 16 is no multiple of --heads 3", "--heads=3")
+        self.assert_error("--mesh 3 holds 3 ranks, but there are 2", "--mesh=3", "--ranks=2")
+        self.assert_error("--global-batch 12 does not divide among 5 ranks", "--ranks=5")
+        self.assert_error("--strategy none is for one process", "--strategy=none", "--ranks=2")
+        self.assert_error("Unknown command line flag 'no_such_flag'", "--no-such-flag")
+
+    def test_a_log_that_cannot_be_written(self):
+        self.assert_error("cannot make the folder of", f"--log={self.data}/log.jsonl", "--ranks=2")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1] + sys.argv[3:], verbosity=2)
