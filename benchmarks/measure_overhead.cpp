@@ -1,5 +1,5 @@
-// The host's cost of sharding: forward and backward of 25 groups of 9 small parameters, sharded on one rank and not sharded at all.
-// Driven by `benchmarks/compare` through standard input.
+// The host's cost of sharding: forward and backward of 25 groups of 9 small parameters, sharded on one rank and not sharded at
+// all. Driven by `benchmarks/compare` through standard input.
 #include <gpt/ranks.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>

@@ -41,7 +41,8 @@ TrainStep::TrainStep(const gpt::Options& options)
   }
   torch::manual_seed(options.seed + 1 + static_cast<uint64_t>(process_context().rank()));
   const auto device = mesh_.defined() ? mesh_.device() : torch::Device(torch::kCPU);
-  const auto windows = torch::randint(gpt::kVocabulary, {options.rows_a_rank(world), options.model.sequence + 1}, torch::kLong).to(device);
+  const auto windows =
+      torch::randint(gpt::kVocabulary, {options.rows_a_rank(world), options.model.sequence + 1}, torch::kLong).to(device);
   inputs_ = windows.narrow(1, 0, options.model.sequence);
   targets_ = windows.narrow(1, 1, options.model.sequence);
 }

@@ -13,8 +13,8 @@ namespace tessera::benchmarks {
 /// Collectives that were started, by kind.
 using CollectiveCounts = std::map<CollectiveKind, int64_t>;
 
-/// A training step of the GPT of the examples on random bytes: forward, backward, clipping and AdamW. Every rank makes one, with the
-/// same options, after `init_process_group`.
+/// A training step of the GPT of the examples on random bytes: forward, backward, clipping and AdamW. Every rank makes one, with
+/// the same options, after `init_process_group`.
 class TrainStep {
  public:
   explicit TrainStep(const gpt::Options& options);

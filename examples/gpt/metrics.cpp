@@ -22,7 +22,8 @@ JsonLog::JsonLog(const std::string& path, bool append) : path_(path) {
 }
 
 void JsonLog::run(const Options& options, int world, int64_t parameters, double unigram_entropy) {
-  nlohmann::ordered_json record{{"kind", "run"}, {"ranks", world}, {"parameters", parameters}, {"unigram_entropy", unigram_entropy}};
+  nlohmann::ordered_json record{
+      {"kind", "run"}, {"ranks", world}, {"parameters", parameters}, {"unigram_entropy", unigram_entropy}};
   record["data"] = options.data;
   record["layers"] = options.model.layers;
   record["width"] = options.model.width;

@@ -5,6 +5,7 @@
 #include <absl/flags/usage.h>
 #include <absl/flags/usage_config.h>
 #include <absl/strings/numbers.h>
+#include <absl/strings/str_join.h>
 #include <absl/strings/str_split.h>
 
 #include <algorithm>
@@ -20,22 +21,26 @@ ABSL_FLAG(int64_t, heads, 4, "attention heads");
 ABSL_FLAG(int64_t, sequence, 64, "bytes of context");
 ABSL_FLAG(int64_t, steps, 600, "optimizer steps");
 ABSL_FLAG(int64_t, batch, 4, "sequences a rank and step");
-ABSL_FLAG(int64_t, global_batch, 0, "sequences a step over all ranks, in place of --batch: the loss curve then does not depend on the ranks");
-ABSL_FLAG(double, lr, 6e-3, "highest learning rate (AdamW)");
+ABSL_FLAG(int64_t, global_batch, 0,
+          "sequences a step over all ranks, in place of --batch: the loss curve then does not depend on the ranks");
+ABSL_FLAG(double, lr, 5e-3, "highest learning rate (AdamW)");
 ABSL_FLAG(int64_t, warmup, 40, "steps of linear warm-up; then the learning rate follows a cosine down to a tenth");
 ABSL_FLAG(double, clip, 1.0, "largest global gradient norm; 0 for none");
 ABSL_FLAG(double, weight_decay, 0.1, "of matrices; norms and biases have none");
 ABSL_FLAG(uint64_t, seed, 1, "of the initial weights, the batches and the samples");
 ABSL_FLAG(double, max_seconds, 0, "stop training after so many seconds; 0 for never");
 ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
-ABSL_FLAG(std::string, mesh, "", "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid 2 x half of the ranks");
+ABSL_FLAG(std::string, mesh, "",
+          "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid 2 x half of the ranks");
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
 ABSL_FLAG(int32_t, threads, 0, "threads a rank; 0: OMP_NUM_THREADS, or else the cores divided by the local ranks");
-ABSL_FLAG(std::string, strategy, "full", "full, hybrid (replicate x shard), no-shard, or none (one process, nothing of Tessera's)");
+ABSL_FLAG(std::string, strategy, "full",
+          "full, hybrid (replicate x shard), no-shard, or none (one process, nothing of Tessera's)");
 ABSL_FLAG(std::string, layout, "ragged", "of the parameters in a group's buffers: ragged or per-parameter");
 ABSL_FLAG(std::string, precision, "fp32", "of forward and backward: fp32 or bf16 (the sharded parameters stay fp32)");
 ABSL_FLAG(std::string, reduce_precision, "fp32", "of the gradient reduction under --precision bf16: fp32 or bf16");
-ABSL_FLAG(std::string, reshard_after_forward, "auto", "free a block's parameters between forward and backward: true, false, or auto");
+ABSL_FLAG(std::string, reshard_after_forward, "auto",
+          "free a block's parameters between forward and backward: true, false, or auto");
 ABSL_FLAG(std::string, log, "runs/train_gpt.jsonl", "file for the metrics, one JSON object a line; empty for none");
 ABSL_FLAG(std::string, samples, "runs/samples.txt", "file for the text sampled at the end; empty for none");
 ABSL_FLAG(int64_t, validate_every, 100, "steps between validations; 0: only at the end");
@@ -45,7 +50,8 @@ ABSL_FLAG(std::string, prompt, "It is a truth ", "what the sampled text begins w
 ABSL_FLAG(std::string, checkpoint, "", "folder for checkpoints, one folder step-<n> in it each; empty for none");
 ABSL_FLAG(int64_t, save_every, 0, "steps between checkpoints; 0: only after the last step");
 ABSL_FLAG(bool, resume, false, "go on from the newest checkpoint in --checkpoint, if there is one");
-ABSL_FLAG(std::string, dump_initial, "", "folder for the initial weights and the batches of all steps, for another program to train on");
+ABSL_FLAG(std::string, dump_initial, "",
+          "folder for the initial weights and the batches of all steps, for another program to train on");
 
 namespace gpt {
 namespace {
@@ -99,6 +105,9 @@ void parse_command_line(int argc, char** argv) {
     return file.find("gpt/options.cpp") != absl::string_view::npos;
   };
   absl::SetFlagsUsageConfig(usage);
+  if (absl::ProgramUsageMessage().find("never called") != absl::string_view::npos) { // it may be set only once
+    absl::SetProgramUsageMessage("trains a byte-level GPT, sharded over ranks");
+  }
   const auto rest = absl::ParseCommandLine(argc, argv);
   TORCH_CHECK(rest.size() == 1, "the argument '", rest[1], "' belongs to no flag (see --help)");
 }
@@ -131,8 +140,9 @@ void check_numbers(const Options& options) {
 }
 
 void check_combinations(const Options& options) {
-  TORCH_CHECK(options.strategy != Strategy::kNone || options.precision == Precision::kFp32,
-              "--precision bf16 needs sharding (the masters stay fp32): use --strategy no-shard, also on one rank, in place of none");
+  TORCH_CHECK(
+      options.strategy != Strategy::kNone || options.precision == Precision::kFp32,
+      "--precision bf16 needs sharding (the masters stay fp32): use --strategy no-shard, also on one rank, in place of none");
   TORCH_CHECK(options.strategy != Strategy::kNone || options.mesh.empty(), "--mesh has no meaning under --strategy none");
   TORCH_CHECK(options.strategy != Strategy::kHybrid || options.mesh.empty() || options.mesh.size() == 2,
               "--strategy hybrid needs a mesh of two dims (replicate x shard), but --mesh has ", options.mesh.size());
@@ -150,7 +160,8 @@ Options parse_options(int argc, char** argv) {
   parse_command_line(argc, argv);
   Options options;
   options.data = absl::GetFlag(FLAGS_data);
-  options.model = {absl::GetFlag(FLAGS_layers), absl::GetFlag(FLAGS_width), absl::GetFlag(FLAGS_heads), absl::GetFlag(FLAGS_sequence)};
+  options.model = {absl::GetFlag(FLAGS_layers), absl::GetFlag(FLAGS_width), absl::GetFlag(FLAGS_heads),
+                   absl::GetFlag(FLAGS_sequence)};
   options.steps = absl::GetFlag(FLAGS_steps);
   options.global_batch = absl::GetFlag(FLAGS_global_batch);
   options.batch = options.global_batch > 0 ? 0 : absl::GetFlag(FLAGS_batch);
@@ -186,8 +197,10 @@ Options parse_options(int argc, char** argv) {
 }
 
 void check_world(const Options& options, int world) {
-  TORCH_CHECK(options.global_batch % world == 0, "--global-batch ", options.global_batch, " does not divide among ", world, " ranks");
-  TORCH_CHECK(options.strategy != Strategy::kNone || world == 1, "--strategy none is for one process, but there are ", world, " ranks");
+  TORCH_CHECK(options.global_batch % world == 0, "--global-batch ", options.global_batch, " does not divide among ", world,
+              " ranks");
+  TORCH_CHECK(options.strategy != Strategy::kNone || world == 1, "--strategy none is for one process, but there are ", world,
+              " ranks");
   if (options.strategy != Strategy::kNone) mesh_shape(options, world);
 }
 
@@ -199,7 +212,7 @@ MeshShape mesh_shape(const Options& options, int world) {
     shape = hybrid ? std::vector<int64_t>{2, world / 2} : std::vector<int64_t>{world};
   }
   const auto size = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-  TORCH_CHECK(size == world, "--mesh ", absl::GetFlag(FLAGS_mesh), " holds ", size, " ranks, but there are ", world);
+  TORCH_CHECK(size == world, "--mesh ", absl::StrJoin(shape, "x"), " holds ", size, " ranks, but there are ", world);
   if (hybrid) return {shape, {"replicate", "shard"}};
   return {shape, {options.strategy == Strategy::kNoShard ? "replicate" : "shard"}};
 }
@@ -208,7 +221,8 @@ std::vector<int64_t> parse_mesh(const std::string& text) {
   std::vector<int64_t> shape;
   for (const auto part : absl::StrSplit(text, 'x')) {
     int64_t size = 0;
-    TORCH_CHECK(absl::SimpleAtoi(part, &size) && size > 0, "--mesh is '", text, "', but must be sizes joined by x, such as 4 or 2x2");
+    TORCH_CHECK(absl::SimpleAtoi(part, &size) && size > 0, "--mesh is '", text,
+                "', but must be sizes joined by x, such as 4 or 2x2");
     shape.push_back(size);
   }
   return shape;

@@ -33,8 +33,8 @@ struct Options {
   uint64_t seed = 0;
   double max_seconds = 0; ///< stop training after so long; 0: never
 
-  int ranks = 0;                ///< local ranks to start; 0: the environment says what rank this process is
-  std::vector<int64_t> mesh;    ///< empty: from the strategy and the number of ranks
+  int ranks = 0;             ///< local ranks to start; 0: the environment says what rank this process is
+  std::vector<int64_t> mesh; ///< empty: from the strategy and the number of ranks
   torch::DeviceType device = torch::kCPU;
   int threads = 0; ///< a rank's threads; 0: OMP_NUM_THREADS, or the cores divided by the local ranks
   Strategy strategy = Strategy::kFull;
@@ -47,8 +47,8 @@ struct Options {
   int64_t validate_every = 0, validation_batches = 0;
   int64_t sample_bytes = 0;
   std::string prompt;
-  std::string checkpoint;  ///< folder of the checkpoints; empty: none are written
-  int64_t save_every = 0;  ///< 0: only after the last step
+  std::string checkpoint; ///< folder of the checkpoints; empty: none are written
+  int64_t save_every = 0; ///< 0: only after the last step
   bool resume = false;
   std::string dump_initial; ///< folder for the initial weights and all batches; empty: none
 
@@ -56,8 +56,8 @@ struct Options {
   int64_t rows_a_rank(int world) const { return batch > 0 ? batch : global_batch / world; }
 };
 
-/// Reads the command line; `-` and `_` in a flag's name are the same. Throws c10::Error that names the flag for a value out of its
-/// range or flags that contradict each other; a flag that does not exist ends the program (Abseil does that).
+/// Reads the command line; `-` and `_` in a flag's name are the same. Throws c10::Error that names the flag for a value out of
+/// its range or flags that contradict each other; a flag that does not exist ends the program (Abseil does that).
 Options parse_options(int argc, char** argv);
 
 /// Throws when `options` do not fit a job of `world` ranks: a mesh of another size, a global batch that does not divide.

@@ -35,7 +35,8 @@ void Progress::begin(int64_t first) {
 }
 
 void Progress::step(const StepMetrics& metrics) {
-  tokens_per_second_ = tokens_per_second_ == 0 ? metrics.tokens_per_second : 0.9 * tokens_per_second_ + 0.1 * metrics.tokens_per_second;
+  tokens_per_second_ =
+      tokens_per_second_ == 0 ? metrics.tokens_per_second : 0.9 * tokens_per_second_ + 0.1 * metrics.tokens_per_second;
   if (silent_) return;
   if (terminal_) {
     fmt::print("\r\x1b[K{}", bar(metrics));

@@ -46,7 +46,8 @@ std::string sample(Gpt& model, const std::string& prompt, torch::Device device, 
 }
 
 std::string printable(std::string text) {
-  std::replace_if(text.begin(), text.end(), [](char c) { return c != '\n' && (c < ' ' || c > '~'); }, '?');
+  std::replace_if(
+      text.begin(), text.end(), [](char c) { return c != '\n' && (c < ' ' || c > '~'); }, '?');
   return text;
 }
 

@@ -27,11 +27,10 @@ tessera::DeviceMesh make_mesh(const Options& options) {
 }
 
 void shard(Gpt& model, const tessera::DeviceMesh& mesh, const Options& options) {
-  const auto shard_one = options.strategy == Strategy::kNoShard ? tessera::replicate
-                                                                : [](torch::nn::Module& module, const tessera::DeviceMesh& where,
-                                                                     const tessera::FullyShardOptions& how) {
-                                                                    return tessera::fully_shard(module, where, how);
-                                                                  };
+  const auto shard_one = options.strategy == Strategy::kNoShard
+                             ? tessera::replicate
+                             : [](torch::nn::Module& module, const tessera::DeviceMesh& where,
+                                  const tessera::FullyShardOptions& how) { return tessera::fully_shard(module, where, how); };
   const auto how = shard_options(options);
   for (const auto& block : *model->blocks()) shard_one(*block, mesh, how);
   shard_one(*model, mesh, how);

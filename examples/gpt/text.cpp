@@ -17,7 +17,8 @@ torch::Tensor read_bytes(const std::string& path) {
   TORCH_CHECK(file, "cannot open the data file ", path, ": ", std::strerror(errno));
   auto bytes = torch::empty({static_cast<int64_t>(std::filesystem::file_size(path))}, torch::kUInt8);
   file.read(reinterpret_cast<char*>(bytes.mutable_data_ptr<uint8_t>()), bytes.numel());
-  TORCH_CHECK(file.gcount() == bytes.numel(), "read ", file.gcount(), " of the ", bytes.numel(), " bytes of the data file ", path);
+  TORCH_CHECK(file.gcount() == bytes.numel(), "read ", file.gcount(), " of the ", bytes.numel(), " bytes of the data file ",
+              path);
   return bytes;
 }
 

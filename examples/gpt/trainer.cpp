@@ -19,6 +19,13 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+std::string describe(const Options& options, int64_t parameters) {
+  auto text = fmt::format("{} parameters on {} rank{}", parameters, world_size(), world_size() == 1 ? "" : "s");
+  if (options.strategy == Strategy::kNone) return text + ", not sharded";
+  return text + fmt::format(", strategy {}, layout {}, {}", to_string(options.strategy), to_string(options.layout),
+                            to_string(options.precision));
+}
+
 // Every rank draws the same weights.
 Gpt make_model(const Options& options) {
   torch::manual_seed(options.seed);
@@ -45,9 +52,7 @@ Trainer::Trainer(const Options& options)
 void Trainer::run() {
   const double entropy = text_.unigram_entropy();
   log_.run(options_, world_size(), parameter_count(*model_), entropy);
-  progress_.line(fmt::format("{} parameters on {} rank(s), {} ({}), {}; {} MB of text", parameter_count(*model_), world_size(),
-                             to_string(options_.strategy), to_string(options_.layout), to_string(options_.precision),
-                             text_.size() / 1000000.0));
+  progress_.line(describe(options_, parameter_count(*model_)) + fmt::format("; {:.1f} MB of text", text_.size() / 1e6));
   progress_.line(fmt::format("entropy of a single byte of the text: {:.4f} nats", entropy));
   start_ = std::chrono::steady_clock::now();
   progress_.begin(first_step_);
@@ -69,12 +74,13 @@ void Trainer::run() {
   const double seconds = seconds_since(start_);
   const auto bytes = max_over_ranks({static_cast<double>(state_bytes(*model_, optimizer_))})[0];
   if (!options_.checkpoint.empty() && done > first_step_) save(done);
-  progress_.line(fmt::format("{} steps in {:.1f} s; parameters, gradients and optimizer state: {:.2f} MB a rank", done - first_step_,
-                             seconds, bytes / 1e6));
+  progress_.line(fmt::format("{} steps in {:.1f} s; parameters, gradients and optimizer state: {:.2f} MB a rank",
+                             done - first_step_, seconds, bytes / 1e6));
   if (options_.validation_batches > 0) {
     const double loss = validate();
     log_.validation(done, loss);
-    progress_.line(fmt::format("validation loss {:.4f} nats a byte (knowing only the bytes' frequencies: {:.4f})", loss, entropy));
+    progress_.line(
+        fmt::format("validation loss {:.4f} nats a byte (knowing only the bytes' frequencies: {:.4f})", loss, entropy));
   }
   log_.end(done, seconds, static_cast<int64_t>(bytes));
   write_samples();

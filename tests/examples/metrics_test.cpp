@@ -17,7 +17,8 @@ std::vector<nlohmann::json> read(const std::string& path) {
 TEST(JsonLog, KeepsEveryDigit) {
   TemporaryFolder folder;
   const auto path = folder.file("new/folder/log.jsonl");
-  StepMetrics metrics{.step = 3, .loss = 1.0 / 3.0, .learning_rate = 1e-4 / 7, .gradient_norm = 2.0 / 3.0, .tokens_per_second = 12.5};
+  StepMetrics metrics{
+      .step = 3, .loss = 1.0 / 3.0, .learning_rate = 1e-4 / 7, .gradient_norm = 2.0 / 3.0, .tokens_per_second = 12.5};
   JsonLog(path, false).step(metrics);
   const auto records = read(path);
   ASSERT_EQ(records.size(), 1u);

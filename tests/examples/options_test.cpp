@@ -54,10 +54,27 @@ TEST(Options, DashesAndUnderscoresAreTheSame) {
 }
 
 TEST(Options, Values) {
-  const auto options = parse({"--layers=2", "--width=48", "--heads=3", "--sequence=10", "--steps=5", "--lr=1e-4", "--warmup=2", "--clip=0",
-                              "--ranks=4", "--mesh=2x2", "--strategy=hybrid", "--layout=per-parameter", "--precision=bf16",
-                              "--reduce-precision=bf16", "--seed=9", "--log=x.jsonl", "--checkpoint=c", "--save-every=3", "--resume",
-                              "--max-seconds=1.5", "--reshard-after-forward=false"});
+  const auto options = parse({"--layers=2",
+                              "--width=48",
+                              "--heads=3",
+                              "--sequence=10",
+                              "--steps=5",
+                              "--lr=1e-4",
+                              "--warmup=2",
+                              "--clip=0",
+                              "--ranks=4",
+                              "--mesh=2x2",
+                              "--strategy=hybrid",
+                              "--layout=per-parameter",
+                              "--precision=bf16",
+                              "--reduce-precision=bf16",
+                              "--seed=9",
+                              "--log=x.jsonl",
+                              "--checkpoint=c",
+                              "--save-every=3",
+                              "--resume",
+                              "--max-seconds=1.5",
+                              "--reshard-after-forward=false"});
   EXPECT_EQ(options.model.layers, 2);
   EXPECT_EQ(options.model.width, 48);
   EXPECT_EQ(options.model.heads, 3);
@@ -105,7 +122,8 @@ TEST(Options, UnknownChoices) {
   EXPECT_EQ(parse_error({"--strategy=zero"}), "--strategy is 'zero', but must be one of: full, hybrid, no-shard, none");
   EXPECT_EQ(parse_error({"--layout=flat"}), "--layout is 'flat', but must be one of: ragged, per-parameter");
   EXPECT_EQ(parse_error({"--precision=fp16"}), "--precision is 'fp16', but must be one of: fp32, bf16");
-  EXPECT_EQ(parse_error({"--reshard-after-forward=maybe"}), "--reshard-after-forward is 'maybe', but must be one of: auto, true, false");
+  EXPECT_EQ(parse_error({"--reshard-after-forward=maybe"}),
+            "--reshard-after-forward is 'maybe', but must be one of: auto, true, false");
 }
 
 TEST(Options, BadMeshes) {

@@ -84,14 +84,17 @@ TEST(Text, MissingFile) {
             "the data file /nowhere/text.txt does not exist; scripts/setup makes .data/text.txt");
 }
 
-TEST(Text, NoRegularFile) { EXPECT_EQ(error_of([] { Text("/", 16, 1); }), "the data file / is no regular file"); }
+TEST(Text, NoRegularFile) {
+  EXPECT_EQ(error_of([] { Text("/", 16, 1); }), "the data file / is no regular file");
+}
 
 TEST(Text, TooShort) {
   TemporaryFolder folder;
   const auto path = folder.write("short", std::string(339, 'x'));
-  EXPECT_EQ(error_of([&] { Text(path, 16, 1); }), "the data file " + path +
-                                                      " has 339 bytes; with --sequence 16 it needs at least 340 (a twentieth of it "
-                                                      "is for validation)");
+  EXPECT_EQ(error_of([&] { Text(path, 16, 1); }),
+            "the data file " + path +
+                " has 339 bytes; with --sequence 16 it needs at least 340 (a twentieth of it "
+                "is for validation)");
   EXPECT_EQ(error_of([&] { Text(folder.write("enough", std::string(340, 'x')), 16, 1); }), "no error");
   EXPECT_THAT(error_of([&] { Text(folder.write("empty", ""), 16, 1); }), HasSubstr("has 0 bytes"));
 }
