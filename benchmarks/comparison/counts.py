@@ -22,13 +22,17 @@ def of_training(counts, kind):
     return counts["forward"][kind] + counts["backward"][kind]
 
 
+def label(ranks, flags):
+    return ", ".join([f"{ranks} rank{'s' if ranks > 1 else ''}", *(flag.lstrip("-") for flag in flags)])
+
+
 def a_step_and_group(programs, ranks, kinds, *flags):
     """With one block there are two groups, the root's and the last block's. Every further block adds one between them."""
     two, three, four = (count(programs, ranks, layers, *flags) for layers in (1, 2, 3))
     rows = []
     for kind, between, ends in kinds:
         added = [of_training(b, kind) - of_training(a, kind) for a, b in ((two, three), (three, four))]
-        name = f"{kind}s, {ranks} ranks, {' '.join(flags)}"
+        name = f"{kind}, {label(ranks, flags)}"
         rows += [equal("collectives-count", f"{name}: a block but the last", added[0], between, "a step"),
                  equal("collectives-count", f"{name}: another such block", added[1], between, "a step"),
                  equal("collectives-count", f"{name}: root and last block together", of_training(two, kind), ends, "a step")]
@@ -46,7 +50,7 @@ def run(programs, quick=False):
             rows += a_step_and_group(programs, 4, [("all_gather", 2, 2), ("reduce_scatter", 1, 2), ("all_reduce", 1, 2)], flag,
                                      "--strategy=hybrid", "--mesh=2x2")
         alone = count(programs, 1, 3, flag)
-        rows.append(equal("collectives-count", f"all kinds, 1 rank, {flag}", sum(sum(part.values()) for part in alone.values()), 0, "a step"))
+        rows.append(equal("collectives-count", f"all kinds, {label(1, [flag])}", sum(sum(part.values()) for part in alone.values()), 0, "a step"))
     return rows
 
 
@@ -57,7 +61,7 @@ def run_clip(programs, quick=False):
         for ranks, flags in cases[:1] if quick else cases:
             for layers in (1, 4):
                 clip = count(programs, ranks, layers, f"--layout={layout}", *flags)["clip"]
-                case = f"{ranks} ranks, {layers} layers, {layout} {' '.join(flags)}".strip()
+                case = label(ranks, [f"layers={layers}", f"layout={layout}", *flags])
                 rows.append(equal("clip", case, clip["all_reduce"], 1, "all-reduces"))
                 rows.append(equal("clip", case, sum(clip.values()) - clip["all_reduce"], 0, "other collectives"))
     return rows

@@ -1,7 +1,7 @@
 // Trains a byte-level GPT whose parameters, gradients and optimizer state are sharded over ranks.
 //
 //   train_gpt --ranks 4                          starts 4 local ranks
-//   torchrun --no-python --nproc-per-node 4 train_gpt
+//   torchrun --no-python --nproc-per-node 4 -- train_gpt
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 
