@@ -49,6 +49,7 @@ ABSL_FLAG(int64_t, sample_bytes, 256, "length of the sampled text");
 ABSL_FLAG(std::string, prompt, "It is a truth ", "what the sampled text begins with");
 ABSL_FLAG(std::string, checkpoint, "", "folder for checkpoints, one folder step-<n> in it each; empty for none");
 ABSL_FLAG(int64_t, save_every, 0, "steps between checkpoints; 0: only after the last step");
+ABSL_FLAG(int32_t, keep_last, 0, "checkpoints to keep, older ones are removed; 0 for all");
 ABSL_FLAG(bool, resume, false, "go on from the newest checkpoint in --checkpoint, if there is one");
 ABSL_FLAG(std::string, dump_initial, "",
           "folder for the initial weights and the batches of all steps, for another program to train on");
@@ -137,6 +138,7 @@ void check_numbers(const Options& options) {
   check_at_least<int64_t>("validation-batches", options.validation_batches, 0);
   check_at_least<int64_t>("sample-bytes", options.sample_bytes, 0);
   check_at_least<int64_t>("save-every", options.save_every, 0);
+  check_at_least("keep-last", options.keep_last, 0);
 }
 
 void check_combinations(const Options& options) {
@@ -188,6 +190,7 @@ Options parse_options(int argc, char** argv) {
   options.prompt = absl::GetFlag(FLAGS_prompt);
   options.checkpoint = absl::GetFlag(FLAGS_checkpoint);
   options.save_every = absl::GetFlag(FLAGS_save_every);
+  options.keep_last = absl::GetFlag(FLAGS_keep_last);
   options.resume = absl::GetFlag(FLAGS_resume);
   options.dump_initial = absl::GetFlag(FLAGS_dump_initial);
   check_model(options.model);

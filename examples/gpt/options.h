@@ -49,6 +49,7 @@ struct Options {
   std::string prompt;
   std::string checkpoint; ///< folder of the checkpoints; empty: none are written
   int64_t save_every = 0; ///< 0: only after the last step
+  int keep_last = 0;      ///< older checkpoints are removed; 0: all are kept
   bool resume = false;
   std::string dump_initial; ///< folder for the initial weights and all batches; empty: none
 

@@ -123,7 +123,7 @@ void Trainer::save(int64_t steps_done) {
   auto state = tessera::state_dict(*model_, optimizer_);
   state.set("steps_done", steps_done);
   const auto folder = std::filesystem::path(options_.checkpoint) / fmt::format("step-{:06}", steps_done);
-  tessera::checkpoint::save(state, folder, {.overwrite = true});
+  tessera::checkpoint::save(state, folder, {.overwrite = true, .keep_last = options_.keep_last});
   progress_.line("saved " + folder.string());
 }
 
@@ -154,7 +154,7 @@ void Trainer::dump_initial() {
   state.add("inputs", torch::stack(inputs));
   state.add("targets", torch::stack(targets));
   state.add("learning_rates", torch::tensor(learning_rates, torch::kDouble));
-  tessera::checkpoint::save(state, options_.dump_initial, {.overwrite = true});
+  tessera::checkpoint::save(state, options_.dump_initial, {.overwrite = true, .update_latest = false});
 }
 
 void Trainer::write_samples() {

@@ -101,7 +101,7 @@ class TrainGptTest(unittest.TestCase):
         whole = self.losses("--ranks=4", "--steps=4")
         saved = self.folder / "saved"
         self.train("--ranks=4", "--steps=4", f"--checkpoint={saved}", "--save-every=2")
-        self.assertEqual(sorted(path.name for path in saved.iterdir()), ["step-000002", "step-000004"])
+        self.assertEqual(sorted(path.name for path in saved.glob("step-*")), ["step-000002", "step-000004"])
         (saved / "step-000004").rename(self.folder / "elsewhere")
         (self.folder / "log.jsonl").unlink()
         rest = self.losses("--ranks=2", "--steps=4", f"--checkpoint={saved}", "--resume")
