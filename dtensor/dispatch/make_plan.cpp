@@ -75,7 +75,7 @@ std::vector<int64_t> list_positions(const Collected& all, const OpInfo& info) {
 }
 
 /// Runs the rule on the tensors of one list position (all of them for `position` < 0) and enters the result in `plan`.
-void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t position, Plan& plan) {
+void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t position, Origin origin, Plan& plan) {
   std::vector<size_t> source;
   std::vector<bool> fixed;
   call.tensors.clear();
@@ -90,7 +90,9 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
     if (argument.out || (position >= 0 && tensor.index >= 0 && tensor.index != position)) continue;
     call.tensors.push_back(tensor);
     source.push_back(i);
-    fixed.push_back(argument.written);
+    const bool may_move = origin.backward_formula && tensor.index < 0 && tensor.spec && tensor.spec->has_partial();
+    if (argument.written && may_move) fixed_outputs.assign(fixed_outputs.size(), nullptr);
+    fixed.push_back(argument.written && !may_move);
   }
   const auto factors = info.rule->factorize(call);
   TORCH_INTERNAL_ASSERT(factors.inputs.size() == call.tensors.size(), info.name, ": the rule describes ", factors.inputs.size(),
@@ -127,13 +129,14 @@ void check_written(const OpInfo& info, const Collected& all, const Plan& plan, c
 
 } // namespace
 
-Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin) {
+Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin, Origin origin) {
   const auto all = collect(info, stack, begin);
   OpCall call{info.name, op.schema(), c10::ArrayRef<c10::IValue>(stack).slice(begin), {}, all.mesh};
+  const bool plain_allowed = info.rule->plain_is_replicate || implicit_replication_enabled() || origin.backward_formula;
   for (size_t i = 0; i < all.tensors.size(); ++i) {
     if (!all.plain[i]) continue;
-    TORCH_CHECK(all.tensors[i].sizes.empty() || info.rule->plain_is_replicate || implicit_replication_enabled(), info.name,
-                ": a plain tensor of shape [", fmt::format("{}", fmt::join(all.tensors[i].sizes, ", ")), "] (argument '",
+    TORCH_CHECK(all.tensors[i].sizes.empty() || plain_allowed, info.name, ": a plain tensor of shape [",
+                fmt::format("{}", fmt::join(all.tensors[i].sizes, ", ")), "] (argument '",
                 op.schema().arguments()[all.tensors[i].argument].name(),
                 "') cannot be mixed with DTensors. Make it one with distribute_tensor or from_local, or use ImplicitReplication");
     TORCH_CHECK(!info.arguments[all.tensors[i].argument].written, info.name, ": the written argument '",
@@ -149,9 +152,9 @@ Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::j
     if (info.arguments[all.tensors[i].argument].out) plan.ran[i] = all.tensors[i].spec;
   }
   if (info.rule->foreach) {
-    for (const auto position : list_positions(all, info)) plan_part(info, all, call, position, plan);
+    for (const auto position : list_positions(all, info)) plan_part(info, all, call, position, origin, plan);
   } else {
-    plan_part(info, all, call, -1, plan);
+    plan_part(info, all, call, -1, origin, plan);
     check_written(info, all, plan, call);
   }
   if (const auto geometry = infer_outputs(op, info, stack, begin)) {

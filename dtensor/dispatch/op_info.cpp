@@ -57,6 +57,8 @@ OpInfo make_info(const c10::OperatorHandle& op) {
     info.views |= entry.view;
     info.returns.push_back(entry);
   }
+  info.backward_matters = info.writes;
+  for (const auto& argument : info.arguments) info.backward_matters |= argument.kind == ArgKind::kTensorList;
   return info;
 }
 

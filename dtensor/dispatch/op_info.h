@@ -35,6 +35,7 @@ struct OpInfo {
   bool infers_shapes = false; ///< has a kernel for the Meta device
   bool writes = false;
   bool views = false;
+  bool backward_matters = false; ///< writes, or joins lists: what autograd's formulas may do with temporaries and plain zeros
 };
 
 /// The information of `op`, kept for the life of the process.

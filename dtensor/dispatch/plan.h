@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/stack.h>
 #include <absl/container/inlined_vector.h>
 
 #include <tessera/dtensor/dispatch/op_info.h>
@@ -20,8 +21,18 @@ struct Plan {
   bool on_mesh = true;
 };
 
+/// Where a call comes from.
+struct Origin {
+  /// A derivative formula of autograd: what it writes are temporaries of its own, whose placement may change, and the plain
+  /// tensors that it makes (zeros) are the same on every rank.
+  bool backward_formula = false;
+};
+
 /// Sharding propagation for the call at the end of `stack`. Throws where no placement is possible.
-Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin);
+Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin, Origin origin);
+
+/// Runs the call at the end of `stack` on the local tensors, and puts its results in their place.
+void execute(const c10::OperatorHandle& op, const OpInfo& info, Plan& plan, torch::jit::Stack* stack);
 
 /// The placements of every input and output, chosen one mesh dim at a time, the cheapest moves first.
 struct Chosen {

@@ -19,19 +19,20 @@ const Family kFamilies[] = {
      "i0 "
      "igamma igammac isinf isnan isneginf isposinf lcm le lgamma log_sigmoid_forward logical_and logical_not logical_or "
      "logical_xor "
-     "logit lt masked_fill mish ne nextafter nan_to_num polar pow reciprocal remainder round rsqrt selu sgn sign signbit silu "
+     "leaky_relu log log10 log1p log2 logit lt masked_fill mish ne nextafter nan_to_num polar pow reciprocal remainder round "
+     "rsqrt selu sgn sign signbit silu "
      "sin "
-     "sinc sinh softshrink hardshrink special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr "
+     "sinc sinh softplus sqrt softshrink hardshrink special_entr special_erfcx special_i0e special_i1 special_i1e "
+     "special_log_ndtr "
      "special_ndtri "
-     "special_xlog1py special_zeta square tan xlogy float_power",
+     "special_xlog1py special_zeta square tan threshold xlogy float_power",
      {}},
     {"elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward "
      "log_sigmoid_backward "
      "logit_backward mish_backward sigmoid_backward silu_backward softplus_backward tanh_backward threshold_backward",
      {flow(1, kLinearOps)}},
-    // Rising functions: the largest (smallest) of the ranks' values gives the largest (smallest) result.
-    {"ceil erf exp exp2 expm1 floor hardsigmoid hardtanh leaky_relu log log10 log1p log2 relu relu6 sigmoid softplus sqrt tanh "
-     "threshold trunc clamp. clamp_max. clamp_min.",
+    // Rising functions without NaN: the largest (smallest) of the ranks' values gives the largest (smallest) result.
+    {"ceil erf exp exp2 expm1 floor hardsigmoid hardtanh relu relu6 sigmoid tanh trunc clamp. clamp_max. clamp_min.",
      {flow(1, kOrderOps)}},
     // Adding a number keeps no sum, and keeping a maximum Partial for it would put off a reduction that clip_grad_norm_ then
     // needs twice.

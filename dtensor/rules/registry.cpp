@@ -76,7 +76,11 @@ int64_t OpCall::dim(std::string_view argument, int64_t ndim, int64_t otherwise) 
 
 size_t OpCall::output_count() const {
   size_t count = 0;
-  for (const auto& result : schema.returns()) count += result.type()->kind() == c10::TypeKind::TensorType;
+  for (const auto& result : schema.returns()) {
+    const auto kind = result.type()->kind();
+    count +=
+        kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType; // of a list: the element that the rule describes
+  }
   return count;
 }
 

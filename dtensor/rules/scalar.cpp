@@ -54,6 +54,7 @@ void equal(const c10::OperatorHandle&, std::vector<c10::IValue>* stack) {
 
 void register_scalars(Registry& registry) {
   registry.add("_local_scalar_dense", {.handler = local_scalar});
+  registry.add("allclose", {.decompose = true});
   registry.add("equal", {.handler = equal});
 }
 

@@ -1,3 +1,7 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/registry.h>
 
@@ -88,6 +92,62 @@ Factorization matrix(const OpCall& call) {
   return factors;
 }
 
+/// The backward of a view that cut dims: `whole` dims of the output (and of the gradient, as far as it has them) are not split.
+Factorization uncut(const OpCall& call, const std::vector<int64_t>& whole, bool dropped) {
+  const auto sizes = call.integers("input_sizes");
+  Factorization factors;
+  auto output = fresh_dims(factors, sizes);
+  for (const auto dim : whole) output.factors[dim] = kNoFactor;
+  TensorDims gradient{{}, call.tensors[0].sizes};
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    const bool cut = std::find(whole.begin(), whole.end(), static_cast<int64_t>(d)) != whole.end();
+    if (!cut || !dropped) gradient.factors.push_back(output.factors[d]);
+  }
+  gradient.factors.resize(gradient.sizes.size(), kNoFactor); // a diagonal is the last dim
+  factors.inputs.push_back(std::move(gradient));
+  factors.outputs.push_back(std::move(output));
+  factors.partial.push_back(flow(1, kLinearOps));
+  factors.leading_whole = std::find(whole.begin(), whole.end(), 0) == whole.end();
+  return factors;
+}
+
+void uncut_local(const LocalCall& call) {
+  call.arg(call.find("input_sizes")) = call.outputs[0].local_sizes;
+  call.op.callBoxed(*call.stack);
+}
+
+Factorization slice_backward(const OpCall& call) {
+  const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
+  return uncut(call, {call.dim("dim", ndim)}, false);
+}
+
+Factorization select_backward(const OpCall& call) {
+  const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
+  return uncut(call, {call.dim("dim", ndim)}, true);
+}
+
+Factorization diagonal_backward(const OpCall& call) {
+  const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
+  return uncut(call, {call.dim("dim1", ndim), call.dim("dim2", ndim)}, true);
+}
+
+/// flip, roll: the named dims are whole; all of them without names.
+Factorization reordered(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  auto& input = factors.inputs[0];
+  const auto ndim = static_cast<int64_t>(input.sizes.size());
+  const auto dims = call.integers("dims");
+  if (dims.empty()) input.factors.assign(input.factors.size(), kNoFactor);
+  for (const auto dim : dims) {
+    TORCH_CHECK_INDEX(dim >= -ndim && dim < ndim, call.name, ": dimension ", dim, " is out of range for a tensor of ", ndim,
+                      " dims");
+    input.factors[dim < 0 ? dim + ndim : dim] = kNoFactor;
+  }
+  factors.outputs.push_back(input);
+  factors.partial.push_back(flow(1, kAllOps));
+  return factors;
+}
+
 } // namespace
 
 void register_shapes(Registry& registry) {
@@ -95,6 +155,10 @@ void register_shapes(Registry& registry) {
   registry.add("stack", {.factorize = stack});
   registry.add("_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod sort sort.stable",
                {.factorize = [](const OpCall& call) { return along_dim(call, "dim"); }});
+  registry.add("slice_backward", {.factorize = slice_backward, .local = uncut_local});
+  registry.add("select_backward", {.factorize = select_backward, .local = uncut_local});
+  registry.add("diagonal_backward", {.factorize = diagonal_backward, .local = uncut_local});
+  registry.add("flip roll", {.factorize = reordered});
   registry.add("tril triu", {.factorize = matrix});
 }
 

@@ -10,6 +10,11 @@
 #include "../support/matchers.h"
 #include "../support/sweep.h"
 
+namespace tessera {
+inline void PrintTo(const Placement& placement, std::ostream* out) { *out << to_string(placement); }
+inline void PrintTo(const Placements& placements, std::ostream* out) { *out << to_string(placements); }
+} // namespace tessera
+
 namespace tessera::testing {
 
 inline int64_t world_size() { return process_context().world_size(); }

@@ -1,0 +1,202 @@
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+
+#include <tessera/dtensor/dispatch/leaf_gradient.h>
+#include <tessera/dtensor/dispatch/plan.h>
+#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/redistribute/redistribute.h>
+
+namespace tessera::dispatch {
+
+namespace {
+
+using torch::jit::Stack;
+
+/// Runs one planned call.
+class Execution {
+ public:
+  Execution(const c10::OperatorHandle& op, const OpInfo& info, Plan& plan, Stack* stack)
+      : op_(op), info_(info), plan_(plan), stack_(stack), begin_(stack->size() - info.arguments.size()) {}
+
+  void run() {
+    unwrap();
+    c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                             c10::DispatchKeySet(kDTensorKey));
+    if (!plan_.on_mesh) {
+      skip();
+    } else if (info_.rule->local) {
+      info_.rule->local({op_, stack_, plan_.outputs, plan_.ran});
+    } else {
+      op_.callBoxed(stack_);
+    }
+    wrap();
+  }
+
+ private:
+  void unwrap() {
+    const bool grad_mode = at::GradMode::is_enabled();
+    size_t input = 0;
+    for (size_t i = 0; i < info_.arguments.size(); ++i) {
+      auto& value = (*stack_)[begin_ + i];
+      const auto& argument = info_.arguments[i];
+      if (argument.kind == ArgKind::kTensor) {
+        if (grad_mode && value.isTensor()) place_leaf_gradient(value.toTensor());
+        auto local = local_of(value, input++, argument.written);
+        if (!local.defined()) continue;
+        if (argument.written || (info_.views && !viewed_.defined())) keep(i, value);
+        value = std::move(local);
+      } else if (argument.kind == ArgKind::kTensorList && !value.isNone()) {
+        if (grad_mode) place_leaf_gradients(value);
+        value = locals_of(value, input, argument.written);
+      }
+    }
+  }
+
+  static void place_leaf_gradients(const c10::IValue& list) {
+    for (const auto& element : list.toListRef()) {
+      if (element.isTensor()) place_leaf_gradient(element.toTensor());
+    }
+  }
+
+  void keep(size_t i, c10::IValue& value) {
+    if (info_.arguments[i].written) {
+      written_.emplace_back(static_cast<int>(i), std::move(value));
+    } else {
+      viewed_ = value.toTensor();
+    }
+  }
+
+  c10::IValue locals_of(const c10::IValue& value, size_t& input, bool written) {
+    const auto elements = value.toListRef();
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const auto& element : elements) {
+        auto local = local_of(element, input++, written);
+        list.push_back(local.defined() ? std::optional(std::move(local)) : std::nullopt);
+      }
+      return list;
+    }
+    c10::List<at::Tensor> list;
+    list.reserve(elements.size());
+    for (const auto& element : elements) list.push_back(local_of(element, input++, written));
+    return list;
+  }
+
+  at::Tensor local_of(const c10::IValue& value, size_t input, bool written) {
+    if (!value.isTensor()) return {};
+    const auto& tensor = value.toTensor();
+    auto* meta = dtensor_meta(tensor);
+    const auto& plan = plan_.inputs[input];
+    if (!meta) return plan.target ? redistribute_local(tensor, *plan.source, *plan.target, info_.name) : tensor;
+    if (C10_UNLIKELY(meta->copied_at_version.has_value())) check_copy(tensor, *meta, written);
+    if (C10_LIKELY(!plan.target)) return meta->local;
+    if (C10_UNLIKELY(written)) move_written(*meta, plan.target);
+    return written ? meta->local : redistribute_local(tensor, *meta, plan.target, info_.name);
+  }
+
+  /// A temporary of a derivative formula takes the placement that it is written in.
+  void move_written(DTensorMeta& meta, const SpecPtr& target) const {
+    TORCH_CHECK(
+        meta.local.storage().use_count() == 1, info_.name,
+        ": a tensor that is written in backward would have to change its placement, but others share its memory; its spec is ",
+        meta.spec->to_string());
+    auto local = redistribute_local(meta.local, *meta.spec, *target, info_.name);
+    meta.local = local.is_alias_of(meta.local) ? local.clone() : std::move(local);
+    meta.spec = target;
+  }
+
+  void check_copy(const at::Tensor& tensor, const DTensorMeta& meta, bool written) const {
+    TORCH_CHECK(!written, info_.name,
+                ": this view of a DTensor could not alias it, because its data had to move between ranks; "
+                "writing into it would not reach the original. Its spec is ",
+                meta.spec->to_string());
+    TORCH_CHECK(
+        tensor.is_inference() || tensor._version() == *meta.copied_at_version, info_.name,
+        ": the DTensor behind this view was written after the view was taken, and the view could not alias it, because its data "
+        "had to move between ranks. Take the view again; its spec is ",
+        meta.spec->to_string());
+  }
+
+  void wrap() {
+    const size_t count = info_.returns.size(), first = stack_->size() - count;
+    size_t output = 0;
+    for (size_t r = 0; r < count; ++r) {
+      auto& value = (*stack_)[first + r];
+      const auto& result = info_.returns[r];
+      if (result.written_argument >= 0) {
+        for (auto& [argument, original] : written_) {
+          if (argument == result.written_argument) value = original;
+        }
+        ++output;
+      } else if (value.isTensor()) {
+        auto wrapped = wrap_one(value.toTensor(), output++);
+        value = std::move(wrapped);
+      } else if (value.isTensorList()) {
+        c10::List<at::Tensor> list;
+        list.reserve(value.toListRef().size());
+        for (const auto& element : value.toListRef()) list.push_back(wrap_one(element.toTensor(), output++));
+        value = std::move(list);
+      }
+    }
+  }
+
+  at::Tensor wrap_one(const at::Tensor& local, size_t index) {
+    if (!local.defined()) return local;
+    TORCH_INTERNAL_ASSERT(index < plan_.outputs.size(), info_.name);
+    auto& plan = plan_.outputs[index];
+    if (!plan.spec || plan.spec->dtype() != local.scalar_type()) {
+      plan.spec = Spec::intern(mesh(), plan.placements, plan.sizes, local.scalar_type(), plan.strides);
+    }
+    // A view of a normal tensor is one as well, in InferenceMode too: it shares the version counter.
+    const bool normal_view = viewed_.defined() && !viewed_.is_inference() && c10::InferenceMode::is_enabled();
+    std::optional<c10::InferenceMode> normal_mode;
+    if (C10_UNLIKELY(normal_view)) normal_mode.emplace(false);
+    auto result = make_dtensor(local, plan.spec);
+    if (plan_.moves_viewed && viewed_.defined() && !viewed_.is_inference()) {
+      auto* impl = result.unsafeGetTensorImpl();
+      impl->set_version_counter(viewed_.unsafeGetTensorImpl()->version_counter());
+      dtensor_meta(result)->copied_at_version = static_cast<uint32_t>(viewed_._version());
+    }
+    return result;
+  }
+
+  const DeviceMesh& mesh() const {
+    for (const auto& spec : plan_.ran) {
+      if (spec) return spec->mesh();
+    }
+    TORCH_INTERNAL_ASSERT(false, info_.name, " has no DTensor argument");
+  }
+
+  /// A rank outside the mesh computes nothing.
+  void skip() {
+    stack_->resize(begin_);
+    size_t output = 0;
+    const auto empty = [&](size_t index) { return at::empty({0}, at::TensorOptions().dtype(plan_.outputs[index].dtype)); };
+    for (size_t r = 0; r < info_.returns.size(); ++r) {
+      if (op_.schema().returns()[r].type()->kind() == c10::TypeKind::ListType) {
+        c10::List<at::Tensor> list;
+        while (output < plan_.outputs.size()) list.push_back(empty(output++));
+        stack_->emplace_back(std::move(list));
+      } else {
+        stack_->emplace_back(empty(output++));
+      }
+    }
+  }
+
+  const c10::OperatorHandle& op_;
+  const OpInfo& info_;
+  Plan& plan_;
+  Stack* stack_;
+  const size_t begin_;
+  absl::InlinedVector<std::pair<int, c10::IValue>, 2> written_;
+  at::Tensor viewed_;
+};
+
+} // namespace
+
+void execute(const c10::OperatorHandle& op, const OpInfo& info, Plan& plan, Stack* stack) {
+  Execution(op, info, plan, stack).run();
+}
+
+} // namespace tessera::dispatch
