@@ -1,0 +1,47 @@
+// Training jobs that go wrong: each ends with an error that names the cause, in time, and leaves no process behind.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <tessera/tests/support/subprocess.h>
+
+namespace tessera::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+ProgramResult run(const std::string& scenario, int ranks) {
+  auto result = run_program({program_folder() + "/training_program", scenario, "--ranks", std::to_string(ranks)},
+                            {{"TESSERA_TIMEOUT_SECONDS", "60"}}, std::chrono::seconds(120));
+  EXPECT_THAT(result.left_behind, IsEmpty()) << result.output;
+  EXPECT_LT(result.duration, std::chrono::seconds(30)) << result.output;
+  EXPECT_EQ(result.status, 1) << result.output;
+  return result;
+}
+
+std::string failing_rank(int ranks) { return "error: rank " + std::to_string(ranks - 1) + " of " + std::to_string(ranks); }
+
+TEST(Failure, ARankKilledInForwardOrBackwardIsNamed) {
+  for (const auto* scenario : {"killed_in_forward", "killed_in_backward"}) {
+    for (int ranks = 1; ranks <= 4; ++ranks) {
+      EXPECT_THAT(run(scenario, ranks).output, HasSubstr(failing_rank(ranks) + " was killed by signal 9 (SIGKILL)")) << scenario;
+    }
+  }
+}
+
+TEST(Failure, ARankThatThrowsInBackwardIsNamedWithItsMessage) {
+  for (const int ranks : {1, 3}) {
+    EXPECT_THAT(run("throws_in_backward", ranks).output, HasSubstr(failing_rank(ranks) + " failed: the gradient is bad"));
+  }
+}
+
+TEST(Failure, RanksThatUseDifferentGroupsLearnWhichOnes) {
+  const auto output = run("uses_another_group", 3).output;
+  EXPECT_THAT(output, HasSubstr("the ranks of the group called different collectives"));
+  EXPECT_THAT(output, HasSubstr("'blocks.1'"));
+  EXPECT_THAT(output, HasSubstr("'blocks.2'"));
+}
+
+} // namespace
+} // namespace tessera::testing

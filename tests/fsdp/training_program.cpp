@@ -1,0 +1,87 @@
+// A training job in which something goes wrong at its second step: training_program SCENARIO --ranks N.
+
+#include <csignal>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <string>
+
+#include <tessera/collectives/launch.h>
+#include <tessera/tests/fsdp/sharded_model.h>
+
+namespace {
+
+using namespace tessera;
+using namespace tessera::testing;
+
+bool is_last_rank() { return world_rank() == world_size() - 1; }
+
+/// The forward of `net`, with `between` called after the first block.
+torch::Tensor forward(Net& net, const torch::Tensor& tokens, const std::function<void(torch::Tensor&)>& between) {
+  auto x = net->embed(tokens);
+  for (size_t i = 0; i < net->blocks->size(); ++i) {
+    x = (*net->blocks)[i]->as<Block>()->forward(x);
+    if (i == 0) between(x);
+  }
+  return torch::matmul(net->norm(x), net->embed->weight.t()).square().mean();
+}
+
+void train(const std::function<void(torch::Tensor&)>& at_the_second_step) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
+  for (int64_t step = 0; step < 4; ++step) {
+    optimizer.zero_grad();
+    const auto between = step == 1 ? at_the_second_step : [](torch::Tensor&) {};
+    forward(net, part_of(global_batch(step), world_rank(), world_size()), between).backward();
+    optimizer.step();
+  }
+}
+
+void killed_in_forward() {
+  train([](torch::Tensor&) {
+    if (is_last_rank()) std::raise(SIGKILL);
+  });
+}
+
+void killed_in_backward() {
+  train([](torch::Tensor& x) {
+    if (is_last_rank()) x.register_hook([](const torch::Tensor&) { std::raise(SIGKILL); });
+  });
+}
+
+void throws_in_backward() {
+  train([](torch::Tensor& x) {
+    if (is_last_rank()) x.register_hook([](const torch::Tensor&) { throw std::runtime_error("the gradient is bad"); });
+  });
+}
+
+/// The last rank runs the third block where the others run the second: same shapes, another group.
+void uses_another_group() {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  const auto x = torch::ones({2, net->norm->weight.size(0)});
+  (*net->blocks)[is_last_rank() ? 2 : 1]->as<Block>()->forward(x).sum().backward();
+}
+
+const std::map<std::string, std::function<void()>> scenarios{
+    {"killed_in_forward", killed_in_forward},
+    {"killed_in_backward", killed_in_backward},
+    {"throws_in_backward", throws_in_backward},
+    {"uses_another_group", uses_another_group},
+};
+
+} // namespace
+
+int main(int argc, char** argv) {
+  const auto scenario = scenarios.at(argc > 1 ? argv[1] : "");
+  try {
+    return launch(ranks_from_args(argc, argv).value_or(1), [&] {
+      init_process_group();
+      scenario();
+    });
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what_without_backtrace());
+  }
+  return 1;
+}
