@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/variable.h>
@@ -36,7 +37,7 @@ class ParameterHook final : public torch::autograd::FunctionPreHook {
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     const auto group = group_.lock();
     if (!group || !gradients[0].defined() || dtensor_meta(gradients[0])) return gradients;
-    schedule_of(*group).land(*group, index_, gradients[0]);
+    schedule_of(*group).land(*group, index_, gradients[0].clone(at::MemoryFormat::Contiguous)); // it may be shared or expanded
     return {at::Tensor()};
   }
 
@@ -67,17 +68,21 @@ at::ScalarType GroupGradients::choose_reduce_dtype() const {
   return dtype.value_or(at::kFloat);
 }
 
-void GroupGradients::prepare_buffer() {
+void GroupGradients::prepare_layout() {
   const auto& parameters = group_.parameters();
   std::vector<bool> takes_part;
+  takes_part.reserve(parameters.size());
   for (const auto& parameter : parameters) takes_part.push_back(parameter.leaf.requires_grad());
-  if (takes_part != takes_part_ && pending_count_ == 0) {
-    takes_part_ = std::move(takes_part);
-    layout_ = plan_reduce(group_.layout(), takes_part_);
-    dtype_ = choose_reduce_dtype();
-  }
+  if (takes_part == takes_part_) return;
+  takes_part_ = std::move(takes_part);
+  layout_ = plan_reduce(group_.layout(), takes_part_);
+  dtype_ = choose_reduce_dtype();
   pending_.resize(parameters.size());
   landed_.resize(parameters.size());
+}
+
+void GroupGradients::prepare_buffer() {
+  if (pending_count_ == 0 && landed_count_ == 0) prepare_layout();
   if (buffer_.defined() || reduces_alone()) return;
   const int64_t numel = layout_.chunk_numel * group_.axes().shard_ranks();
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype_));
@@ -122,11 +127,7 @@ void GroupGradients::copy_into_buffer(size_t index, const at::Tensor& gradient, 
   }
 }
 
-bool GroupGradients::is_complete() const {
-  size_t touched = 0;
-  for (const auto& parameter : group_.parameters()) touched += parameter.touched ? 1 : 0;
-  return landed_count_ > 0 && landed_count_ >= touched;
-}
+bool GroupGradients::is_complete() const { return landed_count_ > 0 && landed_count_ >= group_.touched_count(); }
 
 void GroupGradients::begin_backward() {
   std::fill(landed_.begin(), landed_.end(), false);
@@ -215,7 +216,8 @@ void GroupGradients::set_sharded_gradient(size_t index, const at::Tensor& reduce
   const auto& parameter = group_.parameters()[index];
   const at::Tensor tensor(parameter.tensor.lock());
   if (!tensor.defined()) return;
-  at::Tensor local = reduced.view(parameter.spec->local_sizes());
+  const auto& local_sizes = parameter.spec->local_sizes();
+  at::Tensor local = reduced.sizes() == c10::IntArrayRef(local_sizes) ? reduced : reduced.reshape(local_sizes);
   if (local.scalar_type() != parameter.spec->dtype()) local = local.to(parameter.spec->dtype());
   if (reduces_alone() && divide_factor) local = local.div(*divide_factor);
   auto& gradient = tensor.mutable_grad();

@@ -51,7 +51,6 @@ class GroupGradients {
   bool requires_all_reduce = true;
   bool reshard_after_backward = true;
   std::optional<double> divide_factor;
-  uint64_t reduced_in = 0; ///< kept by the schedule: the phase of the last reduction
 
  private:
   struct Reduction {
@@ -61,6 +60,7 @@ class GroupGradients {
     bool all_reduces = false;
   };
 
+  void prepare_layout();
   void prepare_buffer();
   void copy_into_buffer(size_t index, const at::Tensor& gradient, bool add);
   void write_used_flags();

@@ -110,7 +110,8 @@ void ParameterGroup::make_leaves() {
     auto& parameter = parameters_[i];
     const at::Tensor tensor(parameter.tensor.lock());
     const auto dtype = unsharded_dtype(tensor, options_.mixed_precision);
-    const auto keys = c10::DispatchKeySet(kTouchKey);
+    // A leaf that aliases the shard is always valid: nothing needs to see its reads.
+    const auto keys = copies_ ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet();
     const c10::Storage storage(storage_);
     parameter.leaf = tensor_over(storage, layout_.parameters[i].unsharded_offset, tensor.sizes(), dtype, keys);
     parameter.detached_leaf = tensor_over(storage, layout_.parameters[i].unsharded_offset, tensor.sizes(), dtype, keys);
@@ -121,6 +122,16 @@ void ParameterGroup::make_leaves() {
 
 at::Tensor ParameterGroup::unsharded_bytes_tensor() const {
   return tensor_over(c10::Storage(storage_), 0, {layout_.unsharded_bytes}, at::kByte);
+}
+
+void ParameterGroup::expect_gradient(size_t index, uint64_t forward) {
+  if (forward != touched_forward_) {
+    touched_forward_ = forward;
+    touched_count_ = 0;
+    for (auto& parameter : parameters_) parameter.touched = false;
+  }
+  if (!parameters_[index].touched) ++touched_count_;
+  parameters_[index].touched = true;
 }
 
 void ParameterGroup::start_gather() {

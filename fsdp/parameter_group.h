@@ -68,6 +68,12 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Copies this rank's part of the unsharded parameters to the shard (after a write to a leaf).
   void write_back();
 
+  /// Parameter `index` was read in forward number `forward`, with a gradient to come; another number forgets those of the one
+  /// before.
+  void expect_gradient(size_t index, uint64_t forward);
+  /// How many parameters expect a gradient.
+  size_t touched_count() const { return touched_count_; }
+
   bool is_open() const { return state_ != State::kSharded; }
   bool is_unsharded() const { return state_ == State::kUnsharded; }
   /// The shard was written since the gather.
@@ -93,7 +99,6 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   // Kept by the schedule:
   int64_t order_position = -1; ///< in the recorded forward order
   uint64_t phase = 0;          ///< the last phase (forward or backward) that saw a read of this group
-  uint64_t forward_epoch = 0;  ///< the forward that the touched flags belong to
 
  private:
   enum class State { kSharded, kGathering, kUnsharded };
@@ -126,6 +131,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   Work gather_;
   uint64_t gathered_version_ = 0;
   uint64_t dtensor_writes_ = 0;
+  uint64_t touched_forward_ = 0;
+  size_t touched_count_ = 0;
 };
 
 } // namespace tessera::fsdp_internal

@@ -21,11 +21,6 @@ bool contains(const GroupList& list, const ParameterGroup& group) {
   return std::any_of(list.begin(), list.end(), [&](const auto& weak) { return weak.lock().get() == &group; });
 }
 
-bool expects_gradient(const ParameterGroup& group) {
-  const auto& parameters = group.parameters();
-  return std::any_of(parameters.begin(), parameters.end(), [](const auto& parameter) { return parameter.touched; });
-}
-
 bool related(const ParameterGroup& a, const ParameterGroup& b) {
   return a.owner->is_self_or_ancestor_of(*b.owner) || b.owner->is_self_or_ancestor_of(*a.owner);
 }
@@ -50,7 +45,9 @@ void Schedule::begin_forward() {
 void Schedule::begin_backward() {
   in_backward_ = true;
   ++phase_;
-  for (const auto& weak : recording_.empty() ? order_ : recording_) {
+  const GroupList& list = recording_.empty() ? order_ : recording_;
+  next_to_reduce_ = static_cast<int64_t>(list.size()) - 1;
+  for (const auto& weak : list) {
     if (const GroupPtr group = weak.lock()) group->gradients().begin_backward();
   }
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
@@ -74,12 +71,7 @@ void Schedule::touch(ParameterGroup& group) {
 void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
   const std::lock_guard lock(mutex_);
   touch(group);
-  if (!expects_gradient) return;
-  if (group.forward_epoch != forward_epoch_) {
-    group.forward_epoch = forward_epoch_;
-    for (auto& parameter : group.parameters()) parameter.touched = false;
-  }
-  group.parameters()[index].touched = true;
+  if (expects_gradient) group.expect_gradient(index, forward_epoch_);
 }
 
 void Schedule::record(ParameterGroup& group) {
@@ -125,23 +117,24 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
   const std::lock_guard lock(mutex_);
   enter_phase();
   group.gradients().land(index, gradient);
-  if (group.gradients().is_complete()) reduce_ready(/*everything=*/false);
+  if (group.gradients().is_complete()) reduce_in_order();
 }
 
-void Schedule::reduce_ready(bool everything) {
+void Schedule::reduce_in_order() {
+  const GroupList& list = recording_.empty() ? order_ : recording_;
+  for (; next_to_reduce_ >= 0; --next_to_reduce_) {
+    const GroupPtr group = list[static_cast<size_t>(next_to_reduce_)].lock();
+    if (!group || group->touched_count() == 0) continue;
+    if (!group->gradients().is_complete()) return; // its turn comes first on every rank
+    start_reduce(*group);
+  }
+}
+
+void Schedule::reduce_the_rest() {
   const GroupList& list = recording_.empty() ? order_ : recording_;
   for (auto weak = list.rbegin(); weak != list.rend(); ++weak) {
     const GroupPtr group = weak->lock();
-    if (!group) continue;
-    auto& gradients = group->gradients();
-    if (gradients.reduced_in == phase_ && !gradients.has_landed()) continue;
-    const bool ready = gradients.is_complete() || (everything && gradients.has_pending());
-    if (ready) {
-      gradients.reduced_in = phase_;
-      start_reduce(*group);
-    } else if (!everything && expects_gradient(*group)) {
-      return; // its turn comes first on every rank
-    }
+    if (group && group->gradients().has_pending()) start_reduce(*group);
   }
 }
 
@@ -166,7 +159,7 @@ void Schedule::start_reduce(ParameterGroup& group) {
 void Schedule::finish_backward() {
   const std::lock_guard lock(mutex_);
   if (!in_backward_) return;
-  reduce_ready(/*everything=*/true);
+  reduce_the_rest();
   if (is_last_backward_) {
     for (const auto& weak : std::exchange(reducing_, {})) {
       if (const GroupPtr group = weak.lock()) group->gradients().finish_reduce();

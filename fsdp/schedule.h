@@ -52,7 +52,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void open(ParameterGroup& group);
   void close_unrelated(const ParameterGroup& group);
   void prefetch_after(const ParameterGroup& group);
-  void reduce_ready(bool everything);
+  void reduce_in_order();
+  void reduce_the_rest();
   void start_reduce(ParameterGroup& group);
   ParameterGroup* neighbour(const ParameterGroup& group, int64_t step) const;
 
@@ -66,8 +67,9 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   bool in_backward_ = false; // between the first event of a backward and its end
   bool after_backward_ = true;
   bool is_last_backward_ = true;
-  uint64_t phase_ = 1;         // changes at every switch between forward and backward
-  uint64_t forward_epoch_ = 0; // changes with every forward that follows a backward
+  int64_t next_to_reduce_ = -1; // position in the forward order; all behind it have been reduced in this backward
+  uint64_t phase_ = 1;          // changes at every switch between forward and backward
+  uint64_t forward_epoch_ = 0;  // changes with every forward that follows a backward
 };
 
 } // namespace tessera::fsdp_internal
