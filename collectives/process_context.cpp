@@ -14,6 +14,7 @@
 #include <unistd.h>
 #include <algorithm>
 #include <csignal>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -50,10 +51,12 @@ ProcessGroupOptions with_overrides(ProcessGroupOptions options, const Environmen
   return options;
 }
 
-std::string host_name() {
-  std::string name(256, '\0');
-  if (gethostname(name.data(), name.size() - 1) != 0) return "unknown";
-  return name.c_str();
+// Equal for processes that can reach each other over the loopback address. Machines may share a name, and containers a machine.
+std::string host_identity() {
+  std::string name(256, '\0'), boot;
+  if (gethostname(name.data(), name.size() - 1) != 0) name = "unknown";
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return c10::str(name.c_str(), " ", boot);
 }
 
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
@@ -76,7 +79,7 @@ std::string joined_key(int rank) { return c10::str("joined/", rank); }
 
 /// Waits for all ranks and returns their hosts.
 std::vector<std::string> join(c10d::Store& store, const JobEnvironment& job, std::chrono::milliseconds timeout) {
-  store.set(joined_key(job.rank), host_name());
+  store.set(joined_key(job.rank), host_identity());
   std::vector<std::string> keys;
   for (int rank = 0; rank < job.world_size; ++rank) keys.push_back(joined_key(rank));
   std::string cause;

@@ -16,7 +16,9 @@ namespace {
 
 constexpr int kSentinelTag = 1 << 29;
 constexpr auto kMonitorInterval = std::chrono::milliseconds(100);
-constexpr size_t kCachedBuffers = 4;
+constexpr int64_t kLargeBuffer =
+    1 << 20; // large and small buffers are cached apart: many small ones must not drive out a large one
+constexpr size_t kCachedLargeBuffers = 4, kCachedSmallBuffers = 32;
 constexpr size_t kRetiredLists = 24;
 
 std::shared_ptr<::gloo::transport::Device> make_device(bool all_local) {
@@ -117,15 +119,18 @@ void Channel::retire(std::vector<Message> messages) {
   retired_.pop_front();
 }
 
+std::vector<at::Tensor>& Channel::cache_for(int64_t bytes) { return bytes >= kLargeBuffer ? large_buffers_ : small_buffers_; }
+
 at::Tensor Channel::take_buffer(int64_t bytes) {
   {
     std::lock_guard lock(mutex_);
-    auto best = buffers_.end();
-    for (auto it = buffers_.begin(); it != buffers_.end(); ++it)
-      if (it->numel() >= bytes && it->numel() <= 2 * bytes && (best == buffers_.end() || it->numel() < best->numel())) best = it;
-    if (best != buffers_.end()) {
+    auto& cache = cache_for(bytes);
+    auto best = cache.end();
+    for (auto it = cache.begin(); it != cache.end(); ++it)
+      if (it->numel() >= bytes && it->numel() <= 2 * bytes && (best == cache.end() || it->numel() < best->numel())) best = it;
+    if (best != cache.end()) {
       auto buffer = std::move(*best);
-      buffers_.erase(best);
+      cache.erase(best);
       return buffer;
     }
   }
@@ -134,8 +139,9 @@ at::Tensor Channel::take_buffer(int64_t bytes) {
 
 void Channel::return_buffer(at::Tensor buffer) {
   std::lock_guard lock(mutex_);
-  buffers_.push_back(std::move(buffer));
-  if (buffers_.size() > kCachedBuffers) buffers_.erase(buffers_.begin());
+  auto& cache = cache_for(buffer.numel());
+  cache.push_back(std::move(buffer));
+  if (cache.size() > (&cache == &large_buffers_ ? kCachedLargeBuffers : kCachedSmallBuffers)) cache.erase(cache.begin());
 }
 
 void Channel::complete_in_background(std::shared_ptr<Exchange> exchange) {

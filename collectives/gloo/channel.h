@@ -93,6 +93,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void monitor_loop();
   void background_loop();
   bool connection_lost(int peer);
+  std::vector<at::Tensor>& cache_for(int64_t bytes); ///< with `mutex_` held
 
   const int rank_, size_;
   const ChannelOptions options_;
@@ -105,7 +106,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   bool closed_ = false;
   std::string failure_;
   std::vector<std::shared_ptr<Exchange>> kept_;
-  std::vector<at::Tensor> buffers_;
+  std::vector<at::Tensor> large_buffers_, small_buffers_;
   std::deque<std::vector<Message>> retired_;
   std::vector<Exchange*> waiting_;
   std::deque<std::shared_ptr<Exchange>> background_queue_;

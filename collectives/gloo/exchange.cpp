@@ -97,6 +97,7 @@ void Exchange::run() {
   wait_for(receives_, "the payload");
   wait_for(sends_, "the receipt");
   if (plan_.finish) plan_.finish();
+  if (plan_.second_round) run_second_round(*plan_.second_round);
 }
 
 void Exchange::receive_headers() {

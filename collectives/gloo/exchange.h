@@ -7,6 +7,7 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -22,7 +23,8 @@ struct Bytes {
 /// What every rank sends to and receives from every other one; the own entries are not used.
 struct ExchangePlan {
   std::vector<Bytes> send, receive;
-  std::function<void()> finish; ///< runs once, when all has arrived and has been sent
+  std::function<void()> finish;                    ///< runs once, when all has arrived and has been sent
+  std::unique_ptr<ExchangePlan> second_round = {}; ///< a further exchange, after `finish`
 };
 
 /// One collective in flight: everybody sends a part to everybody, and then something is computed.
@@ -38,9 +40,6 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   /// Posts all messages. `signature` lacks the sequence number and the payload size.
   void start(Signature signature, ExchangePlan plan);
-  /// A further round that starts when the first one is finished (in `finish`, on every rank).
-  void run_second_round(const ExchangePlan& plan);
-
   /// Blocks until the result is valid, on the first call. Throws nothing: `rethrow_failure` does.
   void complete();
   void rethrow_failure() const;
@@ -56,6 +55,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   void receive_headers();
   void check_signatures();
   void unpack_headers();
+  void run_second_round(const ExchangePlan& plan);
   void wait_for(const std::vector<Message>& messages, const char* what);
   [[noreturn]] void throw_lost(int peer, const std::string& cause) const;
   [[noreturn]] void throw_timed_out(const std::string& what) const;

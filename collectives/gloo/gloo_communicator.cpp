@@ -5,6 +5,7 @@
 #include <tessera/collectives/gloo/reduce.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstring>
@@ -15,6 +16,9 @@ namespace {
 
 // Up to this size (bytes) one round that sends everything to everybody is faster than two rounds that send parts.
 int64_t one_round_bytes(int ranks) { return ranks == 2 ? 4 << 20 : 64 << 10; }
+
+// The all-reduce in two rounds moves its tensor in segments of about this size.
+constexpr int64_t kSegmentBytes = 8 << 20;
 
 char* bytes_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
@@ -33,8 +37,8 @@ void copy_bytes(void* to, const void* from, int64_t count) {
   if (count > 0 && to != from) std::memcpy(to, from, count);
 }
 
-struct CoalescedWork final : WorkState {
-  explicit CoalescedWork(std::vector<Work> w) : works(std::move(w)) {}
+struct CombinedWork final : WorkState {
+  explicit CombinedWork(std::vector<Work> w) : works(std::move(w)) {}
   void wait() override {
     for (auto& work : works) work.wait();
   }
@@ -60,17 +64,25 @@ GlooCommunicator::GlooCommunicator(std::string name, std::vector<int64_t> ranks,
 
 GlooCommunicator::~GlooCommunicator() { channel_->close(); }
 
-Work GlooCommunicator::start(const Call& call, ExchangePlan plan) {
+std::shared_ptr<Exchange> GlooCommunicator::start(const Call& call, ExchangePlan plan) {
   auto signature = make_signature(call.kind, call.label, call.dtype, call.kind == CollectiveKind::kAllToAll ? 0 : call.bytes);
   signature.reduce_op = static_cast<uint8_t>(call.op);
   signature.root = call.root;
   auto exchange = std::make_shared<Exchange>(channel_, describe(*this, call.kind, call.label), ranks());
   exchange->start(signature, std::move(plan));
+  return exchange;
+}
+
+Work GlooCommunicator::finish_call(const Call& call, std::vector<std::shared_ptr<Exchange>> exchanges) {
   counters_.add(call.kind, call.bytes);
-  Work work(std::make_shared<ExchangeWork>(channel_, std::move(exchange)));
-  if (coalescing_) coalescing_->push_back(work);
+  std::vector<Work> works;
+  for (auto& exchange : exchanges) works.emplace_back(std::make_shared<ExchangeWork>(channel_, std::move(exchange)));
+  auto work = works.size() == 1 ? works[0] : Work(std::make_shared<CombinedWork>(std::move(works)));
+  if (coalescing_thread_ == std::this_thread::get_id()) coalesced_.push_back(work);
   return work;
 }
+
+Work GlooCommunicator::run(const Call& call, ExchangePlan plan) { return finish_call(call, {start(call, std::move(plan))}); }
 
 Work GlooCommunicator::all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) {
   check_all_gather(*this, output, input, label);
@@ -79,7 +91,7 @@ Work GlooCommunicator::all_gather_into(const at::Tensor& output, const at::Tenso
   for (int r = 0; r < size(); ++r) plan.receive[r] = {bytes_at(output, r * input.numel()), count};
   copy_bytes(plan.receive[rank()].data, input.data_ptr(), count);
   plan.finish = [output, input] {};
-  return start({CollectiveKind::kAllGather, label, input.scalar_type(), static_cast<int64_t>(output.nbytes())}, std::move(plan));
+  return run({CollectiveKind::kAllGather, label, input.scalar_type(), static_cast<int64_t>(output.nbytes())}, std::move(plan));
 }
 
 Work GlooCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) {
@@ -97,8 +109,8 @@ Work GlooCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor
     reduce(output.data_ptr(), terms, numel, output.scalar_type(), op);
     channel->return_buffer(buffer);
   };
-  return start({CollectiveKind::kReduceScatter, label, input.scalar_type(), static_cast<int64_t>(input.nbytes()), op},
-               std::move(plan));
+  return run({CollectiveKind::kReduceScatter, label, input.scalar_type(), static_cast<int64_t>(input.nbytes()), op},
+             std::move(plan));
 }
 
 Work GlooCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) {
@@ -120,10 +132,22 @@ Work GlooCommunicator::all_reduce_in_one_round(const Call& call, const at::Tenso
     reduce(tensor.data_ptr(), terms, tensor.numel(), tensor.scalar_type(), op);
     channel->return_buffer(buffer);
   };
-  return start(call, std::move(plan));
+  return run(call, std::move(plan));
 }
 
 Work GlooCommunicator::all_reduce_in_two_rounds(const Call& call, const at::Tensor& tensor, ReduceOp op) {
+  // While one segment is reduced, the next one is on the wire.
+  const auto flat = tensor.view({-1});
+  const auto segments = static_cast<int>((call.bytes + kSegmentBytes - 1) / kSegmentBytes);
+  std::vector<std::shared_ptr<Exchange>> exchanges;
+  for (int i = 0; i < segments; ++i) {
+    const auto range = part(flat.numel(), segments, i);
+    exchanges.push_back(all_reduce_segment(call, flat.narrow(0, range.begin, range.count), op));
+  }
+  return finish_call(call, std::move(exchanges));
+}
+
+std::shared_ptr<Exchange> GlooCommunicator::all_reduce_segment(const Call& call, const at::Tensor& tensor, ReduceOp op) {
   const auto width = static_cast<int64_t>(tensor.element_size());
   const auto own = part(tensor.numel(), size(), rank());
   auto buffer = channel_->take_buffer(own.count * width * size());
@@ -137,20 +161,14 @@ Work GlooCommunicator::all_reduce_in_two_rounds(const Call& call, const at::Tens
     scatter.receive[r] = {bytes_at(buffer, r * own.count * width), own.count * width};
     terms[r] = r == rank() ? scatter.send[r].data : scatter.receive[r].data;
   }
-  auto signature = make_signature(call.kind, call.label, call.dtype, call.bytes);
-  signature.reduce_op = static_cast<uint8_t>(op);
-  auto exchange = std::make_shared<Exchange>(channel_, describe(*this, call.kind, call.label), ranks());
-  scatter.finish = [tensor, buffer, terms, op, own, gather, channel = channel_, exchange = exchange.get()] {
+  scatter.finish = [tensor, buffer, terms, op, own, channel = channel_] {
     reduce(bytes_at(tensor, own.begin), terms, own.count, tensor.scalar_type(), op);
     channel->return_buffer(buffer);
-    exchange->run_second_round(gather);
   };
-  exchange->start(signature, std::move(scatter));
-  counters_.add(call.kind, call.bytes);
+  scatter.second_round = std::make_unique<ExchangePlan>(std::move(gather));
+  auto exchange = start(call, std::move(scatter));
   channel_->complete_in_background(exchange); // the second round must not wait for this rank's `wait`
-  Work work(std::make_shared<ExchangeWork>(channel_, std::move(exchange)));
-  if (coalescing_) coalescing_->push_back(work);
-  return work;
+  return exchange;
 }
 
 Work GlooCommunicator::all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
@@ -170,7 +188,7 @@ Work GlooCommunicator::all_to_all(const at::Tensor& output, const at::Tensor& in
   copy_bytes(plan.receive[rank()].data, plan.send[rank()].data, plan.send[rank()].count);
   plan.finish = [output, input] {};
   const auto bytes = static_cast<int64_t>(std::max(output.nbytes(), input.nbytes()));
-  return start({CollectiveKind::kAllToAll, label, input.scalar_type(), bytes}, std::move(plan));
+  return run({CollectiveKind::kAllToAll, label, input.scalar_type(), bytes}, std::move(plan));
 }
 
 Work GlooCommunicator::broadcast(const at::Tensor& tensor, int root, std::string_view label) {
@@ -182,25 +200,22 @@ Work GlooCommunicator::broadcast(const at::Tensor& tensor, int root, std::string
   else
     plan.receive[root] = whole;
   plan.finish = [tensor] {};
-  return start({CollectiveKind::kBroadcast, label, tensor.scalar_type(), whole.count, ReduceOp::kSum, root}, std::move(plan));
+  return run({CollectiveKind::kBroadcast, label, tensor.scalar_type(), whole.count, ReduceOp::kSum, root}, std::move(plan));
 }
 
 Work GlooCommunicator::coalesced(const std::function<void()>& issue) {
-  TORCH_CHECK(!coalescing_, "coalesced calls on group ", name(), " do not nest");
-  std::vector<Work> works;
-  coalescing_ = &works;
-  try {
-    issue();
-  } catch (...) {
-    coalescing_ = nullptr;
-    throw;
-  }
-  coalescing_ = nullptr;
-  return Work(std::make_shared<CoalescedWork>(std::move(works)));
+  TORCH_CHECK(coalescing_thread_ == std::thread::id(), "coalesced calls on group ", name(), " do not nest");
+  coalescing_thread_ = std::this_thread::get_id();
+  const auto end = c10::make_scope_exit([&] {
+    coalescing_thread_ = std::thread::id();
+    coalesced_.clear();
+  });
+  issue();
+  return Work(std::make_shared<CombinedWork>(std::move(coalesced_)));
 }
 
 void GlooCommunicator::barrier(std::string_view label) {
-  start({CollectiveKind::kBarrier, label}, {std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}}).wait();
+  run({CollectiveKind::kBarrier, label}, {std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}}).wait();
 }
 
 } // namespace tessera::gloo

@@ -3,6 +3,9 @@
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/gloo/channel.h>
 
+#include <atomic>
+#include <thread>
+
 namespace tessera::gloo {
 
 class Exchange;
@@ -12,8 +15,8 @@ struct ExchangePlan;
 ///
 /// Every collective is one exchange of everybody with everybody, in which the payload goes straight from the input to its place
 /// in the output, and a local reduction by the thread that waits. On one host this beats gloo's own algorithms two- to
-/// threefold (`collectives_bench`). An all-reduce of long tensors over more than two ranks takes two rounds, a reduce-scatter
-/// and an all-gather. dtypes: all for data movement; real numbers and bool for reductions (bool: sum is or, product is and).
+/// threefold (`collectives_bench`). An all-reduce of long tensors takes two rounds, a reduce-scatter and an all-gather, in
+/// segments that overlap. dtypes: all for data movement; real numbers and bool for reductions (bool: sum is or, product is and).
 class GlooCommunicator final : public Communicator {
  public:
   GlooCommunicator(std::string name, std::vector<int64_t> ranks, int rank, std::shared_ptr<Channel> channel);
@@ -30,12 +33,16 @@ class GlooCommunicator final : public Communicator {
 
  private:
   struct Call;
-  Work start(const Call& call, ExchangePlan plan);
+  std::shared_ptr<Exchange> start(const Call& call, ExchangePlan plan);
+  Work finish_call(const Call& call, std::vector<std::shared_ptr<Exchange>> exchanges);
+  Work run(const Call& call, ExchangePlan plan);
   Work all_reduce_in_one_round(const Call& call, const at::Tensor& tensor, ReduceOp op);
   Work all_reduce_in_two_rounds(const Call& call, const at::Tensor& tensor, ReduceOp op);
+  std::shared_ptr<Exchange> all_reduce_segment(const Call& call, const at::Tensor& tensor, ReduceOp op);
 
   std::shared_ptr<Channel> channel_;
-  std::vector<Work>* coalescing_ = nullptr; // where `coalesced` collects, on the thread that runs it
+  std::atomic<std::thread::id> coalescing_thread_{}; // the one that runs `coalesced`
+  std::vector<Work> coalesced_;                      // what it started
 };
 
 } // namespace tessera::gloo

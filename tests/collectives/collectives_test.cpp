@@ -96,6 +96,17 @@ TEST(Collectives, all_reduce_is_the_same_everywhere) {
   }
 }
 
+TEST(Collectives, a_long_all_reduce_in_segments) {
+  auto group = world();
+  const int64_t numel = (9 << 20) + 1; // 36 MiB
+  group->counters().reset();
+  auto tensor = values(numel, group->rank(), at::kFloat);
+  group->all_reduce(tensor, ReduceOp::kSum, "long").wait();
+  EXPECT_TENSORS_EQUAL(tensor, reduced(of_all_ranks(numel, at::kFloat), ReduceOp::kSum));
+  const int64_t calls = group->size() > 1 ? 1 : 0;
+  EXPECT_EQ(group->counters().get(CollectiveKind::kAllReduce), (CollectiveCounters::Count{calls, calls * numel * 4}));
+}
+
 TEST(Collectives, low_precision_sums_are_rounded_once) {
   auto group = world();
   // 256 + 1 is 256 in bf16: a sum in bf16 would never leave 256.

@@ -3,13 +3,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 namespace tessera::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using ::testing::Not;
 
 constexpr std::chrono::seconds kLongTimeout(60); // TESSERA_TIMEOUT_SECONDS of the jobs: no test may get near it
 
@@ -122,6 +123,40 @@ TEST(Failure, the_ranks_die_with_the_program) {
                                   std::chrono::seconds(2)); // which kills the parent
   EXPECT_EQ(result.status, 137);
   EXPECT_THAT(result.left_behind, IsEmpty());
+}
+
+// Starts two ranks by hand with the variables that other launchers set; rank 0 opens the store.
+ProgramResult run_two_ranks(const std::string& common, const std::string& rank_variable, const std::string& local_rank_variable) {
+  const auto rank = [&](const char* r) {
+    return common + " " + rank_variable + "=" + r + " " + local_rank_variable + "=" + r + " " + program_folder() +
+           "/rank_program sums";
+  };
+  return run_program({"/bin/sh", "-c", rank("0") + " & " + rank("1") + " && wait $!"},
+                     {{"TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count())}}, std::chrono::seconds(120));
+}
+
+// A port that was free a moment ago.
+std::string free_port() {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  return std::to_string(c10d::TCPStore("127.0.0.1", options).getPort());
+}
+
+TEST(OtherLaunchers, open_mpi_variables) {
+  const auto result = run_two_ranks("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=" + free_port(),
+                                    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK");
+  EXPECT_EQ(result.status, 0) << result.output;
+  EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
+}
+
+TEST(OtherLaunchers, slurm_variables) {
+  const auto result =
+      run_two_ranks("SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 MASTER_PORT=" + free_port(),
+                    "SLURM_PROCID", "SLURM_LOCALID");
+  EXPECT_EQ(result.status, 0) << result.output;
+  EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
 }
 
 TEST(Torchrun, starts_our_programs_through_its_agents_store) {
