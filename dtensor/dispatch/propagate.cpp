@@ -166,11 +166,11 @@ class Search {
     for (size_t m = 0; m < call_.tensors[0].spec->placements().size(); ++m) {
       if (m != mesh_dim_) others.push_back(call_.tensors[0].spec->placements()[m]);
     }
-    const auto result = factors_.map(*current(0), others);
-    if (!result) return;
+    const auto results = factors_.map(*current(0), others, ranks());
+    if (results.empty()) return;
     auto signature = replicated();
     signature.inputs[0] = *current(0);
-    for (auto& output : signature.outputs) output = *result;
+    for (size_t r = 0; r < signature.outputs.size(); ++r) signature.outputs[r] = results.size() == 1 ? results[0] : results[r];
     consider(signature, -1);
   }
 

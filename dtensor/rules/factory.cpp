@@ -27,7 +27,7 @@ Factorization fresh(const OpCall& call) {
     factors.merges_leading = true;
   } else { // the input's placement does not matter, so it must cost nothing
     factors.outputs.push_back({absl::InlinedVector<int, 6>(sizes.size(), kNoFactor), sizes});
-    factors.map = [](const Placement&, const Placements&) { return std::optional<Placement>(Replicate{}); };
+    factors.map = [](const Placement&, const Placements&, int64_t) { return std::vector<Placement>{Replicate{}}; };
   }
   factors.partial.push_back({.inputs = 1, .ops = kAllOps, .output_is_replicate = true});
   return factors;

@@ -56,8 +56,9 @@ struct PartialFlow {
 };
 inline constexpr uint64_t kEveryInput = ~uint64_t{0};
 
-/// A placement of input 0 that an operator turns into another one of its output, beyond what factors express.
-using PlacementMap = std::function<std::optional<Placement>(const Placement& input, const Placements& others)>;
+/// A placement of input 0 that an operator turns into others of its outputs (one for all, or one each), beyond what factors
+/// express; nothing where it does not. `others`: the input's placements on the other mesh dims; `ranks` of this one.
+using PlacementMap = std::function<std::vector<Placement>(const Placement& input, const Placements& others, int64_t ranks)>;
 
 /// One operator call in factors.
 struct Factorization {

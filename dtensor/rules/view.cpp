@@ -22,42 +22,46 @@ std::vector<int64_t> complete(std::vector<int64_t> sizes, int64_t numel) {
   return sizes;
 }
 
+/// The placement that gives the ranks these extents of leading dims 0..dim: Shard(0) where they are torch.chunk's.
+Placement from_extents(int64_t dim, std::vector<int64_t> extents) {
+  const auto ranks = static_cast<int64_t>(extents.size());
+  const auto size = std::accumulate(extents.begin(), extents.end(), int64_t{0});
+  bool chunks = dim == 0;
+  for (int64_t r = 0; r < ranks; ++r) chunks = chunks && extents[r] == chunk_extent(size, ranks, r).size;
+  if (chunks) return Shard{0};
+  return RaggedShard{dim, std::move(extents)};
+}
+
 /// A split of the row-major elements as a placement of another shape: the fewest leading dims whose cuts fall between positions.
 std::optional<Placement> from_ranges(const std::vector<Extent>& ranges, const std::vector<int64_t>& sizes) {
   for (size_t dim = 0; dim < sizes.size(); ++dim) {
     const auto trailing = product(sizes, dim + 1, sizes.size());
-    RaggedShard ragged{static_cast<int64_t>(dim), {}};
-    bool fits = trailing > 0, chunks = dim == 0;
+    std::vector<int64_t> extents;
+    bool fits = trailing > 0;
     for (size_t r = 0; r < ranges.size() && fits; ++r) {
       fits = ranges[r].size % trailing == 0;
-      ragged.extents.push_back(ranges[r].size / trailing);
-      chunks = chunks &&
-               ragged.extents[r] == chunk_extent(sizes[0], static_cast<int64_t>(ranges.size()), static_cast<int64_t>(r)).size;
+      extents.push_back(ranges[r].size / trailing);
     }
-    if (fits && chunks) return Shard{0};
-    if (fits) return ragged;
+    if (fits) return from_extents(static_cast<int64_t>(dim), std::move(extents));
   }
   return std::nullopt;
 }
 
+bool any_sharded(const Placements& placements) { return std::any_of(placements.begin(), placements.end(), is_sharded); }
+
 /// Splits of dim 0 and ragged splits survive any reshape: they are ranges of the row-major elements.
-PlacementMap map_ranges(const OpCall& call, const std::vector<int64_t>& from, const std::vector<int64_t>& to) {
-  return [mesh = call.mesh, from, to, spec = call.tensors[0].spec](const Placement& placement,
-                                                                   const Placements& others) -> std::optional<Placement> {
-    const bool alone = std::none_of(others.begin(), others.end(), [](const Placement& other) { return is_sharded(other); });
-    if (!alone || !is_sharded(placement) || product(from, 0, from.size()) == 0) return std::nullopt;
+PlacementMap map_ranges(const std::vector<int64_t>& from, const std::vector<int64_t>& to) {
+  return [from, to](const Placement& placement, const Placements& others, int64_t ranks) -> std::vector<Placement> {
     const auto* shard = std::get_if<Shard>(&placement);
-    if (shard && shard->dim != 0) return std::nullopt;
-    size_t mesh_dim = 0;
-    while (spec->placements()[mesh_dim] != placement) ++mesh_dim;
-    const auto ranks = mesh.size(static_cast<int64_t>(mesh_dim));
     const auto* ragged = std::get_if<RaggedShard>(&placement);
+    if ((!ragged && !(shard && shard->dim == 0)) || any_sharded(others) || product(from, 0, from.size()) == 0) return {};
     const auto scale = product(from, ragged ? ragged->dim + 1 : 1, from.size());
     std::vector<Extent> ranges;
     for (int64_t r = 0; r < ranks; ++r) {
       ranges.push_back({0, (ragged ? ragged->extents[r] : chunk_extent(from[0], ranks, r).size) * scale});
     }
-    return from_ranges(ranges, to);
+    const auto result = from_ranges(ranges, to);
+    return result ? std::vector<Placement>{*result} : std::vector<Placement>{};
   };
 }
 
@@ -94,7 +98,7 @@ Factorization reshape_factors(const OpCall& call, const std::vector<int64_t>& to
   factors.inputs.push_back(std::move(input));
   factors.outputs.push_back(std::move(output));
   factors.partial.push_back(flow(1, kAllOps));
-  factors.map = map_ranges(call, from, to);
+  factors.map = map_ranges(from, to);
   factors.leading_whole = false; // `map` serves RaggedShard
   return factors;
 }
@@ -200,74 +204,161 @@ Factorization expand(const OpCall& call) {
 
 void expand_local(const LocalCall& call) { call.finish(call.arg(0).toTensor().expand(call.outputs[0].local_sizes)); }
 
-/// Dim `dim` is cut: it must be whole. The outputs get `sizes` there (the dim is dropped for -1).
-Factorization cut(const OpCall& call, int64_t dim, const std::vector<int64_t>& sizes) {
+/// Positions `start`, `start + step`, … before `end` of a dim; `drop`: one position, and the dim goes.
+struct Cut {
+  int64_t start, end, step = 1;
+  bool drop = false;
+
+  /// How many of them lie before `at`.
+  int64_t before(int64_t at) const { return at <= start ? 0 : (std::min(at, end) - start + step - 1) / step; }
+  int64_t count() const { return before(end); }
+};
+
+/// A split of dim 0 stays where it is when dim 0 is cut: each rank keeps what it has of the positions.
+PlacementMap map_cuts(const std::vector<int64_t>& sizes, const std::vector<Cut>& cuts) {
+  return [sizes, cuts](const Placement& placement, const Placements& others, int64_t ranks) -> std::vector<Placement> {
+    const auto* shard = std::get_if<Shard>(&placement);
+    const auto* ragged = std::get_if<RaggedShard>(&placement);
+    const bool rows = (shard && shard->dim == 0) || (ragged && ragged->dim == 0);
+    if (!rows || any_sharded(others) || (cuts[0].drop && sizes.size() < 2)) return {};
+    std::vector<Placement> result;
+    for (const auto& cut : cuts) {
+      std::vector<int64_t> extents;
+      for (int64_t r = 0; r < ranks; ++r) {
+        const auto range = ragged ? ragged_extent(*ragged, r) : chunk_extent(sizes[0], ranks, r);
+        const auto kept = cut.before(range.offset + range.size) - cut.before(range.offset);
+        extents.push_back(cut.drop ? kept * sizes[1] : kept);
+      }
+      result.push_back(from_extents(0, std::move(extents)));
+    }
+    return result;
+  };
+}
+
+/// Dim `dim` is cut, into one output a cut: it must be whole, or dim 0.
+Factorization cut_dim(const OpCall& call, int64_t dim, const std::vector<Cut>& cuts) {
   auto factors = first_input_factors(call);
   factors.inputs[0].factors[dim] = kNoFactor;
-  for (const auto size : sizes) {
+  for (const auto& cut : cuts) {
     auto output = factors.inputs[0];
-    if (size < 0) {
+    if (cut.drop) {
       output.factors.erase(output.factors.begin() + dim);
       output.sizes.erase(output.sizes.begin() + dim);
     } else {
-      output.sizes[dim] = size;
+      output.sizes[dim] = cut.count();
     }
     factors.outputs.push_back(std::move(output));
   }
   factors.leading_whole = dim > 0;
+  if (dim == 0 && !cuts.empty()) factors.map = map_cuts(call.tensors[0].sizes, cuts);
   factors.partial.push_back(flow(1, kAllOps));
   return factors;
 }
 
-Factorization slice(const OpCall& call) {
-  const auto& sizes = call.tensors[0].sizes;
-  const auto dim = call.dim("dim", static_cast<int64_t>(sizes.size()));
-  TORCH_CHECK(!sizes.empty(), call.name, " needs a tensor with dims");
-  const auto size = sizes[dim], step = call.integer("step", 1);
-  const auto bound = [size](int64_t at) { return std::clamp<int64_t>(at < 0 ? at + size : at, 0, size); };
-  const auto start = bound(call.integer("start", 0)), end = std::max(start, bound(call.integer("end", size)));
-  if (start == 0 && end == size && step == 1) {
+/// The local part of a cut of dim `dim`.
+at::Tensor local_cut(const LocalCall& call, int64_t dim, const Cut& cut, size_t output) {
+  const auto& local = call.arg(0).toTensor();
+  const auto& spec = *call.inputs[0];
+  const bool split = local.dim() == spec.dim() && local.size(dim) != spec.sizes()[dim];
+  const auto offset = split ? std::min(spec.local_offsets()[dim], spec.sizes()[dim]) : 0;
+  const auto first = cut.start + cut.before(offset) * cut.step - offset;
+  const auto count = cut.before(offset + local.size(dim)) - cut.before(offset);
+  if (!cut.drop)
+    return count > 0 ? local.slice(dim, first, first + (count - 1) * cut.step + 1, cut.step) : local.narrow(dim, 0, 0);
+  if (count > 0) return local.select(dim, first);
+  return local.as_strided(call.outputs[output].local_sizes, contiguous_strides(call.outputs[output].local_sizes));
+}
+
+struct Cuts {
+  int64_t dim;
+  std::vector<Cut> cuts;
+};
+
+int64_t wrap(int64_t index, int64_t size) { return index < 0 ? index + size : index; }
+
+Cuts slice_cut(int64_t dim, const std::vector<int64_t>& sizes, std::optional<int64_t> start, std::optional<int64_t> end,
+               int64_t step) {
+  const auto size = sizes[dim];
+  const auto first = std::clamp<int64_t>(wrap(start.value_or(0), size), 0, size);
+  const auto last = std::clamp<int64_t>(wrap(end.value_or(size), size), first, size);
+  return {dim, {{first, last, step}}};
+}
+
+/// What a call cuts, read from its arguments by `value` (by name; null when missing).
+template <typename Value>
+Cuts read_cuts(const std::vector<int64_t>& sizes, std::string_view op, const Value& value) {
+  TORCH_CHECK_INDEX(!sizes.empty(), std::string(op), " needs a tensor with dims");
+  const auto integer = [&](std::string_view name) -> std::optional<int64_t> {
+    const c10::IValue* found = value(name);
+    return found && found->isInt() ? std::optional(found->toInt()) : std::nullopt;
+  };
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  const auto dim = wrap(integer("dim").value_or(0), ndim);
+  TORCH_CHECK_INDEX(dim >= 0 && dim < ndim, std::string(op), ": dimension ", integer("dim").value_or(0),
+                    " is out of range for a tensor of ", ndim, " dims");
+  const auto size = sizes[dim];
+  Cuts result{dim, {}};
+  if (op == "slice") return slice_cut(dim, sizes, integer("start"), integer("end"), integer("step").value_or(1));
+  if (op == "select") {
+    const auto index = wrap(*integer("index"), size);
+    TORCH_CHECK_INDEX(index >= 0 && index < size, "select: index ", *integer("index"), " is out of range for dim ", dim,
+                      " of size ", size);
+    result.cuts.push_back({index, index + 1, 1, true});
+  } else if (op == "unbind") {
+    for (int64_t i = 0; i < size; ++i) result.cuts.push_back({i, i + 1, 1, true});
+  } else if (const c10::IValue* lengths = value("split_sizes")) {
+    int64_t at = 0;
+    for (const auto length : lengths->toIntVector()) {
+      result.cuts.push_back({at, at + length});
+      at += length;
+    }
+    TORCH_CHECK(at == size, "split_with_sizes: the sizes add up to ", at, ", not to ", size);
+  } else {
+    const auto part = *integer("split_size");
+    TORCH_CHECK(part > 0 || (part == 0 && size == 0), "split: split size ", part, " for a dim of size ", size);
+    for (int64_t at = 0; at < size; at += part) result.cuts.push_back({at, std::min(at + part, size)});
+    if (result.cuts.empty()) result.cuts.push_back({0, 0});
+  }
+  return result;
+}
+
+Factorize cutting(const char* op) {
+  return [op](const OpCall& call) {
+    const auto& sizes = call.tensors[0].sizes;
+    const auto parts = read_cuts(sizes, op, [&](std::string_view name) { return call.find(name); });
+    const bool whole = std::string_view(op) == "slice" && parts.cuts[0].count() == sizes[parts.dim];
+    if (!whole) return cut_dim(call, parts.dim, parts.cuts);
     std::vector<int64_t> order(sizes.size());
     std::iota(order.begin(), order.end(), 0);
     return permuted(call, order);
-  }
-  return cut(call, dim, {(end - start + step - 1) / step});
+  };
 }
 
-/// A slice that takes all of a split dim takes all of the local one, whatever its end.
+Cuts local_cuts(const LocalCall& call, const char* op) {
+  return read_cuts(call.inputs[0]->sizes(), op, [&](std::string_view name) -> const c10::IValue* {
+    const int at = call.find(name);
+    return at < 0 ? nullptr : &call.arg(at);
+  });
+}
+
 void slice_local(const LocalCall& call) {
-  const auto local = call.arg(0).toTensor();
-  auto dim = call.arg(call.find("dim")).toInt();
-  if (dim < 0) dim += local.dim();
-  if (call.inputs[0]->sizes()[dim] != local.size(dim)) return call.finish(local.slice(dim));
-  call.op.callBoxed(*call.stack);
+  const auto parts = local_cuts(call, "slice");
+  call.finish(local_cut(call, parts.dim, parts.cuts[0], 0));
 }
 
-Factorization select(const OpCall& call) {
-  const auto ndim = static_cast<int64_t>(call.tensors[0].sizes.size());
-  TORCH_CHECK_INDEX(ndim > 0, call.name, " needs a tensor with dims");
-  return cut(call, call.dim("dim", ndim), {-1});
+void select_local(const LocalCall& call) {
+  const auto parts = local_cuts(call, "select");
+  call.finish(local_cut(call, parts.dim, parts.cuts[0], 0));
 }
 
-Factorization unbind(const OpCall& call) {
-  const auto& sizes = call.tensors[0].sizes;
-  TORCH_CHECK_INDEX(!sizes.empty(), call.name, " needs a tensor with dims");
-  const auto dim = call.dim("dim", static_cast<int64_t>(sizes.size()));
-  return cut(call, dim, std::vector<int64_t>(sizes[dim], -1));
+void cut_list(const LocalCall& call, const Cuts& parts) {
+  c10::List<at::Tensor> list;
+  for (size_t i = 0; i < parts.cuts.size(); ++i) list.push_back(local_cut(call, parts.dim, parts.cuts[i], i));
+  call.finish(std::move(list));
 }
 
-Factorization split(const OpCall& call) {
-  const auto& sizes = call.tensors[0].sizes;
-  TORCH_CHECK(!sizes.empty(), call.name, " needs a tensor with dims");
-  const auto dim = call.dim("dim", static_cast<int64_t>(sizes.size()));
-  if (call.find("split_sizes")) return cut(call, dim, call.integers("split_sizes"));
-  const auto part = call.integer("split_size", 1), size = sizes[dim];
-  TORCH_CHECK(part > 0 || (part == 0 && size == 0), call.name, ": split size ", part, " for a dim of size ", size);
-  std::vector<int64_t> parts;
-  for (int64_t at = 0; at < size; at += part) parts.push_back(std::min(part, size - at));
-  if (parts.empty()) parts.push_back(0);
-  return cut(call, dim, parts);
-}
+void unbind_local(const LocalCall& call) { cut_list(call, local_cuts(call, "unbind")); }
+void split_local(const LocalCall& call) { cut_list(call, local_cuts(call, "split")); }
 
 Factorization diagonal(const OpCall& call) {
   const auto& sizes = call.tensors[0].sizes;
@@ -311,10 +402,11 @@ void register_views(Registry& registry) {
   registry.add("transpose.int", {.factorize = transpose, .view = true});
   registry.add("t", {.factorize = t, .view = true});
   registry.add("expand", {.factorize = expand, .local = expand_local, .view = true});
-  registry.add("slice.Tensor", {.factorize = slice, .local = slice_local, .view = true});
-  registry.add("select.int", {.factorize = select, .view = true});
-  registry.add("unbind.int", {.factorize = unbind, .view = true});
-  registry.add("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes", {.factorize = split, .view = true});
+  registry.add("slice.Tensor", {.factorize = cutting("slice"), .local = slice_local, .view = true});
+  registry.add("select.int", {.factorize = cutting("select"), .local = select_local, .view = true});
+  registry.add("unbind.int", {.factorize = cutting("unbind"), .local = unbind_local, .view = true});
+  registry.add("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes",
+               {.factorize = cutting("split"), .local = split_local, .view = true});
   registry.add("diagonal", {.factorize = diagonal, .view = true});
 }
 

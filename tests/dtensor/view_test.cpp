@@ -1,0 +1,207 @@
+#include <c10/core/InferenceMode.h>
+
+#include "layouts.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+using at::Tensor;
+
+Tensor values() { return torch::arange(24, torch::kFloat).view({6, 4}); }
+
+Tensor whole_of(const Tensor& tensor) { return DTensor(tensor).full_tensor(); }
+
+bool is_copy(const Tensor& view) { return dtensor_meta(view)->copied_at_version.has_value(); }
+
+struct View {
+  std::string name;
+  std::function<Tensor(const Tensor&)> take;
+};
+
+std::vector<View> views() {
+  return {{"detach", [](const Tensor& t) { return t.detach(); }},
+          {"alias", [](const Tensor& t) { return torch::alias(t); }},
+          {"view",
+           [](const Tensor& t) {
+             return t.view({2, 3, 4});
+           }},
+          {"flatten", [](const Tensor& t) { return t.view({-1}); }},
+          {"t", [](const Tensor& t) { return t.t(); }},
+          {"transpose", [](const Tensor& t) { return t.transpose(0, 1); }},
+          {"unsqueeze", [](const Tensor& t) { return t.unsqueeze(0); }},
+          {"squeeze", [](const Tensor& t) { return t.unsqueeze(1).squeeze(1); }},
+          {"slice 0", [](const Tensor& t) { return t.slice(0, 1, 5); }},
+          {"slice 0 step", [](const Tensor& t) { return t.slice(0, 1, 6, 2); }},
+          {"slice 1", [](const Tensor& t) { return t.slice(1, 1, 3); }},
+          {"narrow", [](const Tensor& t) { return t.narrow(0, 2, 3); }},
+          {"select 0", [](const Tensor& t) { return t[4]; }},
+          {"select 1", [](const Tensor& t) { return t.select(1, 2); }},
+          {"chunk 0", [](const Tensor& t) { return t.chunk(2, 0)[1]; }},
+          {"split 1", [](const Tensor& t) { return t.split(3, 1)[0]; }},
+          {"unbind", [](const Tensor& t) { return t.unbind(0)[3]; }},
+          {"diagonal", [](const Tensor& t) { return t.diagonal(); }}};
+}
+
+TEST(View, writes_reach_the_base_or_are_refused) {
+  const auto mesh = line_mesh();
+  torch::NoGradGuard no_grad;
+  for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
+    for (const auto& view : views()) {
+      SCOPED_TRACE(view.name + " of " + to_string(placement));
+      const auto plain = values();
+      const auto base = make(plain, mesh, {placement});
+      const auto part = view.take(base);
+      EXPECT_TENSORS_EQUAL(whole_of(part), view.take(plain).contiguous());
+      if (is_copy(part)) {
+        EXPECT_THROWS_WITH(part.mul_(2),
+                           "this view of a DTensor could not alias it, because its data had to move between ranks; "
+                           "writing into it would not reach the original");
+        EXPECT_TENSORS_EQUAL(whole_of(base), plain);
+        base.add_(1);
+        EXPECT_THROWS_WITH(part.add(1), "the DTensor behind this view was written after the view was taken");
+      } else {
+        part.mul_(2);
+        view.take(plain).mul_(2);
+        EXPECT_TENSORS_EQUAL(whole_of(base), plain);
+        base.add_(1);
+        plain.add_(1);
+        EXPECT_TENSORS_EQUAL(whole_of(part), view.take(plain).contiguous());
+      }
+    }
+  }
+}
+
+TEST(View, rows_of_a_split_dim_alias) {
+  const auto mesh = line_mesh();
+  for (const Placement& placement : std::vector<Placement>{Shard{0}, ragged_shards({6, 4}, mesh.size()).front()}) {
+    const auto base = make(values(), mesh, {placement});
+    for (const auto& part : {base.slice(0, 1, 5), base[4], base.chunk(2)[1], base.view({2, 3, 4}), base.view({-1})}) {
+      EXPECT_FALSE(is_copy(part));
+    }
+    EXPECT_FALSE(is_copy(make(values(), mesh, {Shard{1}}).t()));
+  }
+}
+
+TEST(View, autograd_of_writes_into_views) {
+  const auto mesh = line_mesh();
+  for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
+    for (const auto& view : views()) {
+      SCOPED_TRACE(view.name + " of " + to_string(placement));
+      if (view.name == "detach" || view.name == "chunk 0" || view.name == "split 1" || view.name == "unbind")
+        continue; // no autograd there
+      const auto run = [&](Tensor leaf) {
+        leaf.set_requires_grad(true);
+        auto base = leaf * 3;
+        auto part = view.take(base);
+        if (is_dtensor(part) && is_copy(part)) return Tensor();
+        part.mul_(2);
+        (base * base).sum().backward();
+        return leaf.grad();
+      };
+      const auto actual = run(make(values(), mesh, {placement}));
+      if (!actual.defined()) continue;
+      EXPECT_TENSORS_CLOSE(whole_of(actual), run(values()));
+      EXPECT_EQ(DTensor(actual).placements(), Placements{placement});
+    }
+  }
+}
+
+TEST(View, versions_and_saved_tensors) {
+  const auto mesh = line_mesh();
+  const auto base = make(values(), mesh, {Shard{0}});
+  const auto version = base._version();
+  base.view({-1}).add_(1);
+  EXPECT_EQ(base._version(), version + 1);
+  base.detach().add_(1);
+  EXPECT_EQ(base._version(), version + 2);
+  auto leaf = make(values(), mesh, {Shard{0}}).set_requires_grad(true);
+  auto result = leaf.exp();
+  result.mul_(2);
+  EXPECT_THROWS_WITH(result.sum().backward(), "modified by an inplace operation");
+  EXPECT_THROWS_WITH(leaf.add_(1), "a leaf Variable that requires grad is being used in an in-place operation");
+}
+
+TEST(View, data_and_detach_share_the_meta) {
+  const auto mesh = line_mesh();
+  auto leaf = make(values(), mesh, {Shard{0}}).set_requires_grad(true);
+  leaf.data().mul_(2);
+  EXPECT_TENSORS_EQUAL(whole_of(leaf).detach(), values() * 2);
+  EXPECT_EQ(dtensor_meta(leaf.data()), dtensor_meta(leaf));
+  EXPECT_EQ(dtensor_meta(leaf.detach()), dtensor_meta(leaf));
+  EXPECT_FALSE(leaf.detach().requires_grad());
+}
+
+TEST(View, inference_mode) {
+  const auto mesh = line_mesh();
+  const auto base = make(values(), mesh, {Shard{0}});
+  c10::InferenceMode inference;
+  const auto part = base.view({2, 3, 4});
+  EXPECT_FALSE(part.is_inference());
+  part.mul_(2);
+  EXPECT_TENSORS_EQUAL(whole_of(base), values() * 2);
+  const auto sum = (base + base).t();
+  EXPECT_TRUE(sum.is_inference());
+  EXPECT_TENSORS_EQUAL(whole_of(sum), (values() * 4).t().contiguous());
+  EXPECT_EQ(base.sum().item<float>(), values().sum().item<float>() * 2);
+}
+
+TEST(InPlace, keeps_the_placement) {
+  const auto mesh = line_mesh();
+  torch::NoGradGuard no_grad;
+  const auto other = values() + 1;
+  const std::vector<std::function<void(const Tensor&, const Tensor&)>> ops{
+      [](const Tensor& t, const Tensor& o) { t.add_(o, 2); },
+      [](const Tensor& t, const Tensor& o) { t.mul_(o); },
+      [](const Tensor& t, const Tensor& o) { t.addcdiv_(o, o + 1, 0.5); },
+      [](const Tensor& t, const Tensor& o) { t.lerp_(o, 0.3); },
+      [](const Tensor& t, const Tensor& o) { t.copy_(o); },
+      [](const Tensor& t, const Tensor&) { t.zero_(); },
+      [](const Tensor& t, const Tensor&) { t.fill_(3); },
+      [](const Tensor& t, const Tensor&) { t.clamp_(2, 7); },
+      [](const Tensor& t, const Tensor&) { t.sqrt_(); },
+      [](const Tensor& t, const Tensor& o) { t.masked_fill_(o > 5, 0); },
+      [](const Tensor& t, const Tensor& o) { torch::maximum_out(const_cast<Tensor&>(t), t, o); },
+  };
+  for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
+    for (const auto& from : whole_placements({6, 4}, mesh.size())) {
+      for (size_t i = 0; i < ops.size(); ++i) {
+        SCOPED_TRACE(std::to_string(i) + ": " + to_string(placement) + " with " + to_string(from));
+        const auto plain = values();
+        const auto base = make(plain, mesh, {placement});
+        auto handle = base.unsafeGetTensorImpl();
+        ops[i](plain, other);
+        ops[i](base, make(other, mesh, {from}));
+        EXPECT_EQ(base.unsafeGetTensorImpl(), handle);
+        EXPECT_EQ(base.placements(), Placements{placement});
+        EXPECT_TENSORS_CLOSE(base.full_tensor(), plain);
+      }
+    }
+  }
+}
+
+TEST(InPlace, copies_a_plain_full_tensor) {
+  const auto mesh = line_mesh();
+  torch::NoGradGuard no_grad;
+  for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
+    const auto base = make(torch::zeros({6, 4}), mesh, {placement});
+    base.copy_(values());
+    EXPECT_TENSORS_EQUAL(base.full_tensor(), values());
+    base.copy_(values().to(torch::kLong) + 1);
+    EXPECT_TENSORS_EQUAL(base.full_tensor(), values() + 1);
+    EXPECT_THROWS_WITH(base.copy_(torch::zeros({7, 4})), "does not broadcast to the other arguments'");
+  }
+}
+
+TEST(InPlace, accumulates_gradients_in_place) {
+  const auto mesh = line_mesh();
+  for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
+    auto leaf = make(values(), mesh, {placement}).set_requires_grad(true);
+    for (int i = 0; i < 3; ++i) (leaf * leaf).sum().backward();
+    EXPECT_TENSORS_CLOSE(whole_of(leaf.grad()), values() * 6);
+    EXPECT_EQ(DTensor(leaf.grad()).placements(), Placements{placement});
+  }
+}
+
+} // namespace
+} // namespace tessera
