@@ -20,6 +20,7 @@ struct OperatorTraits {
   std::vector<TensorArgument> tensors;
   bool is_metadata_only; ///< reads no element: detach, requires_grad_, zeros_like, …
   bool returns_alias;    ///< the first output is a view of an argument
+  bool replaces_data;    ///< the only dispatched step of Tensor::set_data, which Module::to uses
 };
 
 /// The traits of `op`, from its schema; computed once a thread.

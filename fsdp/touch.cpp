@@ -167,11 +167,21 @@ class AutocastCacheOff {
   bool was_enabled_;
 };
 
+void check_keeps_data(const Arguments& arguments) {
+  arguments.visit([](const at::Tensor& tensor, const TensorArgument&) {
+    const auto* meta = parameter_meta(tensor);
+    TORCH_CHECK(!meta, "set_data on the sharded parameter ", meta->group->full_name(meta->index),
+                " would unshard it (Module::to does this): choose dtype and device before fully_shard, or use "
+                "parameter.copy_(full_tensor) for values");
+  });
+}
+
 void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& traits = traits_of(op);
   const size_t count = op.schema().arguments().size();
   Arguments arguments(traits, count, *stack);
-  Reads reads = scan(arguments);
+  const Reads reads = scan(arguments);
+  if (traits.replaces_data) check_keeps_data(arguments);
   if (is_constructing_on_meta()) replace_device_with_meta(op.schema(), stack);
 
   // Redispatch, never exclude: composites must still see the leaf's key inside.

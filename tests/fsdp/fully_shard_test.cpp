@@ -165,6 +165,8 @@ TEST(FullyShard, BadInputNamesTheCause) {
   fully_shard(linear, mesh);
   EXPECT_NE(message_of([&] { fully_shard(linear, mesh); }).find("the module torch::nn::LinearImpl is sharded already"),
             std::string::npos);
+  EXPECT_NE(message_of([&] { linear->to(torch::kDouble); }).find("set_data on the sharded parameter weight would unshard it"),
+            std::string::npos);
   torch::nn::ReLU empty;
   EXPECT_NE(message_of([&] { fully_shard(empty, mesh); }).find("has no parameter"), std::string::npos);
   torch::nn::Linear other(3, 2);
