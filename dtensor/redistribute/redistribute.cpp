@@ -26,8 +26,10 @@ at::Tensor apply(const at::Tensor& local, const Transition& t) {
     return redistribute::reduce_scatter(local, t);
   }
   if (is_partial(t.to)) {
-    TORCH_CHECK(std::get<Partial>(t.to).op != Partial::Op::kNorm, t.label, ": a tensor cannot be turned into a ", to_string(t.to),
-                ", which has no sign");
+    TORCH_CHECK(std::get<Partial>(t.to).op != Partial::Op::kNorm || is_replicate(t.from), t.label,
+                ": only a replicated tensor can be "
+                "turned into a ",
+                to_string(t.to), ", not a ", to_string(t.from), " one");
     return redistribute::to_partial(local, t);
   }
   if (is_replicate(t.from)) return redistribute::slice(local, t);
@@ -141,7 +143,8 @@ double redistribute_cost(const Placement& from, const Placement& to, double byte
   constexpr double kLatency = 16384;  // bytes that move in the time a collective takes to start
   constexpr double kLocal = 1.0 / 64; // of moving a byte: touching it in memory
   if (from == to) return 0;
-  if (is_partial(to) && std::get<Partial>(to).op == Partial::Op::kNorm) return std::numeric_limits<double>::infinity();
+  const bool to_norm = is_partial(to) && std::get<Partial>(to).op == Partial::Op::kNorm;
+  if (to_norm && is_sharded(from)) return std::numeric_limits<double>::infinity();
   if (is_partial(to)) {
     const double local = kLocal * bytes;
     return is_partial(from) ? redistribute_cost(from, Replicate{}, bytes, ranks) + local : local;

@@ -100,6 +100,24 @@ TEST(ClipGradNorm, one_all_reduce_for_any_number_of_parameters) {
   }
 }
 
+TEST(ClipGradNorm, replicated_and_split_gradients_together) {
+  const auto mesh = line_mesh();
+  auto plain = weights(3);
+  std::vector<at::Tensor> sharded;
+  for (size_t i = 0; i < plain.size(); ++i) {
+    Placement place = Shard{0};
+    if (i % 2) place = Replicate{};
+    sharded.push_back(distribute_tensor(plain[i], mesh, {place}));
+    sharded[i].mutable_grad() = make(plain[i], mesh, {place});
+    plain[i].mutable_grad() = plain[i].clone();
+  }
+  const auto expected = torch::nn::utils::clip_grad_norm_(plain, 0.1);
+  process_context().reset_counters();
+  EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(sharded, 0.1), expected, 1e-5 * expected);
+  EXPECT_EQ(process_context().count(CollectiveKind::kAllReduce).calls, world_size() > 1 ? 1 : 0);
+  for (size_t i = 0; i < plain.size(); ++i) EXPECT_TENSORS_CLOSE(DTensor(sharded[i].grad()).full_tensor(), plain[i].grad());
+}
+
 TEST(ClipGradNorm, on_two_dims_only_the_shard_dim_communicates) {
   if (world_size() != 4) GTEST_SKIP() << "needs 4 ranks";
   const auto mesh = init_device_mesh(at::kCPU, {2, 2}, {"replicate", "shard"});

@@ -31,8 +31,9 @@ void check_move(const at::Tensor& whole, const DeviceMesh& mesh, const Placement
   const auto source = make(whole, mesh, from);
   for (const auto& placement : to) {
     if (!is_norm(placement)) continue;
-    if (from == to) return;
-    EXPECT_THROWS_WITH(source.redistribute(to), "which has no sign");
+    if (from == to || !is_sharded(from[0])) break;
+    EXPECT_THROWS_WITH(source.redistribute(to),
+                       "redistribute: only a replicated tensor can be turned into a Partial(norm 2), not a ");
     return;
   }
   const auto before = source.local().clone();
@@ -97,6 +98,14 @@ TEST(Redistribute, zero_dims_and_other_dtypes) {
   const auto flags = torch::arange(6).remainder(2).to(at::kBool);
   const auto any = from_local(flags, mesh, {Partial{Partial::Op::kMax}});
   EXPECT_TENSORS_EQUAL(any.full_tensor(), flags);
+}
+
+TEST(Redistribute, a_norm_has_no_sign) {
+  const auto mesh = line_mesh();
+  EXPECT_THROWS_WITH(
+      make(-values({2}), mesh, {Replicate{}}).redistribute({Partial{Partial::Op::kNorm}}),
+      "redistribute: a tensor with negative values cannot be turned into a Partial(norm 2), which has no sign; redistribute "
+      "the Partial tensors beside it to Replicate first");
 }
 
 TEST(Redistribute, gradients) {

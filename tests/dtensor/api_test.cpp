@@ -1,0 +1,257 @@
+#include <tessera/dtensor/dispatch/fallback.h>
+
+#include <sstream>
+#include <thread>
+
+#include "layouts.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+using at::Tensor;
+
+Tensor values() { return torch::arange(15, torch::kFloat).view({5, 3}); }
+
+std::string mesh_text() { return line_mesh().to_string(); }
+
+TEST(Placement, prints_compares_and_hashes) {
+  EXPECT_EQ(to_string(Placements{Shard{1}, Replicate{}}), "(Shard(1), Replicate())");
+  EXPECT_EQ(to_string(Placement(RaggedShard{0, {3, 0, 2}})), "RaggedShard(0, [3, 0, 2])");
+  EXPECT_EQ(to_string(Placement(Partial{Partial::Op::kNorm, 3})), "Partial(norm 3)");
+  EXPECT_EQ(to_string(Placement(Partial{Partial::Op::kAvg})), "Partial(avg)");
+  EXPECT_NE(Placement(Shard{0}), Placement(Shard{1}));
+  EXPECT_EQ(hash_value(RaggedShard{0, {1, 2}}), hash_value(RaggedShard{0, {1, 2}}));
+  EXPECT_NE(hash_value(Shard{0}), hash_value(Replicate{}));
+}
+
+TEST(Spec, is_interned_and_dies) {
+  const auto mesh = line_mesh();
+  uint64_t id = 0;
+  {
+    const auto a = Spec::intern(mesh, {Shard{-1}}, {4, 3}, at::kFloat);
+    const auto b = Spec::intern(line_mesh(), {Shard{1}}, {4, 3}, at::kFloat, {3, 1});
+    EXPECT_EQ(a, b);
+    EXPECT_NE(a, Spec::intern(mesh, {Shard{0}}, {4, 3}, at::kFloat));
+    EXPECT_NE(a, Spec::intern(mesh, {Shard{1}}, {4, 3}, at::kDouble));
+    EXPECT_NE(a, Spec::intern(mesh, {Shard{1}}, {4, 3}, at::kFloat, {1, 4}));
+    EXPECT_EQ(a->to_string(), "float[4, 3] (Shard(1)) on " + mesh_text());
+    id = a->id();
+  }
+  EXPECT_NE(Spec::intern(mesh, {Shard{1}}, {4, 3}, at::kFloat)->id(), id);
+}
+
+TEST(Spec, threads_get_the_same) {
+  const auto mesh = line_mesh();
+  std::vector<std::thread> threads;
+  std::atomic<int> different{0};
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 500; ++i) {
+        const auto a = Spec::intern(mesh, {Shard{0}}, {i % 7, 3}, at::kFloat),
+                   b = Spec::intern(mesh, {Shard{0}}, {i % 7, 3}, at::kFloat);
+        if (a != b) ++different;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(different, 0);
+}
+
+TEST(Spec, refuses_what_does_not_fit) {
+  const auto mesh = line_mesh();
+  const auto n = mesh.size();
+  const std::string suffix = " on a tensor of shape [5, 3] and " + mesh_text();
+  const auto intern = [&](const Placements& placements) { Spec::intern(mesh, placements, {5, 3}, at::kFloat); };
+  EXPECT_THROWS_WITH(intern({Shard{2}}), "Shard dim 2 is out of range: placements (Shard(2))" + suffix);
+  EXPECT_THROWS_WITH(intern({Shard{0}, Shard{1}}),
+                     "one placement a mesh dim is needed: placements (Shard(0), Shard(1))" + suffix);
+  EXPECT_THROWS_WITH(intern({RaggedShard{0, std::vector<int64_t>(n, 7)}}),
+                     "RaggedShard extents add up to " + std::to_string(7 * n) + ", not to 5: ");
+  EXPECT_THROWS_WITH(intern({RaggedShard{0, {}}}), "RaggedShard needs one extent a rank of mesh dim 0: ");
+  EXPECT_THROWS_WITH(intern({RaggedShard{2, std::vector<int64_t>(n, 1)}}), "RaggedShard dim 2 is out of range: ");
+  EXPECT_THROWS_WITH(intern({Partial{Partial::Op::kNorm, -1}}), "the p of Partial(norm) must be positive and finite: ");
+  if (n != 4) return;
+  const auto grid = init_device_mesh(at::kCPU, {2, 2});
+  EXPECT_THROWS_WITH(Spec::intern(grid, {Shard{0}, RaggedShard{0, {2, 3}}}, {5, 3}, at::kFloat),
+                     "tensor dim 0 is split by a RaggedShard and by another mesh dim: ");
+  EXPECT_THROWS_WITH(Spec::intern(grid, {Partial{}, Partial{Partial::Op::kMax}}, {5, 3}, at::kFloat),
+                     "different Partial reductions do not mix: ");
+}
+
+TEST(Api, distribute_tensor_sends_the_first_ranks_values) {
+  const auto mesh = line_mesh();
+  const auto rank = static_cast<double>(process_context().rank());
+  for (const auto& placement : whole_placements({5, 3}, mesh.size())) {
+    const auto tensor = distribute_tensor(values() + 100 * rank, mesh, {placement});
+    EXPECT_TENSORS_EQUAL(tensor.local(), lay_out(values(), mesh, {placement}));
+  }
+  EXPECT_TENSORS_EQUAL(distribute_tensor(values() + 100 * rank, mesh, {Partial{}}).full_tensor(), values());
+  EXPECT_TRUE(distribute_tensor(values().requires_grad_(), mesh, {Shard{0}}).requires_grad());
+  EXPECT_TRUE(distribute_tensor(values().requires_grad_(), mesh, {Shard{0}}).is_leaf());
+  auto scalar = distribute_tensor(torch::tensor(2.0) + rank, mesh, {Replicate{}});
+  EXPECT_EQ(scalar.item<double>(), 2.0);
+  if (mesh.size() != 4) return;
+  const auto grid = init_device_mesh(at::kCPU, {2, 2});
+  for (const Placements& placements : std::vector<Placements>{{Shard{0}, Shard{0}},
+                                                              {Shard{1}, Shard{0}},
+                                                              {Replicate{}, Shard{0}},
+                                                              {Shard{1}, Replicate{}},
+                                                              {RaggedShard{0, {1, 4}}, Shard{1}},
+                                                              {Shard{1}, RaggedShard{0, {5, 0}}}}) {
+    EXPECT_TENSORS_EQUAL(distribute_tensor(values() + 100 * rank, grid, placements).local(), lay_out(values(), grid, placements));
+  }
+}
+
+TEST(Api, from_local_and_to_local) {
+  const auto mesh = line_mesh();
+  const auto n = mesh.size();
+  auto local = torch::ones({2, 3}).requires_grad_();
+  const auto tensor = from_local(local, mesh, {Shard{-1}});
+  EXPECT_EQ(tensor.sizes(), (std::vector<int64_t>{2, 3 * n}));
+  EXPECT_EQ(tensor.placements(), Placements{Shard{1}});
+  EXPECT_TRUE(tensor.local().is_alias_of(local));
+  (to_local(tensor * 2) * 3).sum().backward();
+  EXPECT_TENSORS_EQUAL(local.grad(), torch::full({2, 3}, 6.0F));
+  EXPECT_EQ(from_local(torch::ones({2}), mesh, {RaggedShard{0, std::vector<int64_t>(n, 2)}}).size(0), 2 * n);
+  EXPECT_THROWS_WITH(from_local(torch::ones({2}), mesh, {Shard{0}}, std::vector<int64_t>{2 * n + 100}),
+                     "the local tensor has shape [2], but this rank's part of float[");
+  EXPECT_THROWS_WITH(from_local(tensor, mesh, {Shard{0}}), "from_local: the tensor is a DTensor already");
+  EXPECT_THROWS_WITH(DTensor(torch::ones({2})),
+                     "DTensor: this tensor is not a DTensor; make one with distribute_tensor or from_local");
+  EXPECT_THROWS_WITH(to_local(torch::ones({2})), "to_local: this tensor is not a DTensor");
+}
+
+TEST(Api, gradients_flow_to_leaves_of_every_layout) {
+  const auto mesh = line_mesh();
+  for (const auto& placement : whole_placements({5, 3}, mesh.size())) {
+    auto leaf = distribute_tensor(values(), mesh, {placement}).set_requires_grad(true);
+    const auto plain = values().requires_grad_();
+    const auto run = [](const Tensor& t) { return (t.t().mm(t) * 0.1).tanh().sum(); };
+    run(leaf).backward();
+    run(plain).backward();
+    EXPECT_TENSORS_CLOSE(DTensor(leaf.grad()).full_tensor(), plain.grad());
+    EXPECT_EQ(DTensor(leaf.grad()).placements(), Placements{placement});
+  }
+}
+
+TEST(Api, prints) {
+  const auto tensor = make(values(), line_mesh(), {Replicate{}});
+  EXPECT_EQ(to_string(tensor).substr(0, to_string(tensor).find('\n')),
+            "DTensor float[5, 3] (Replicate()) on " + mesh_text() + ", local part:");
+  EXPECT_EQ(to_string(torch::ones({2})).find("DTensor"), std::string::npos);
+}
+
+TEST(Errors, say_what_to_do) {
+  const auto mesh = line_mesh();
+  const auto tensor = make(values(), mesh, {Shard{0}});
+  EXPECT_THROWS_WITH(tensor + values(),
+                     "aten::add.Tensor: a plain tensor of shape [5, 3] (argument 'other') cannot be mixed with DTensors. "
+                     "Make it one with distribute_tensor or from_local, or use ImplicitReplication");
+  EXPECT_THROWS_WITH(values().copy_(tensor),
+                     "aten::copy_: the written argument 'self' is a plain tensor, but others are DTensors. "
+                     "Use full_tensor() or to_local() on those");
+  EXPECT_THROWS_WITH(torch::fft_fft(tensor),
+                     "aten::_fft_r2c: no sharding rule for this operator; arguments float[5, 3] (Shard(0)) on " + mesh_text());
+  EXPECT_THROWS_WITH(tensor.item(), "a Tensor with 15 elements cannot be converted to Scalar");
+  EXPECT_THROWS_WITH(tensor.data_ptr(),
+                     "a DTensor has no storage of its own: its data is spread over the ranks of its mesh. Use "
+                     "to_local() for this rank's part, full_tensor() for the whole, tessera::to_string() to print it "
+                     "and tessera::checkpoint to save it");
+  EXPECT_THROWS_WITH(tensor.storage(), "a DTensor has no storage of its own");
+  std::ostringstream stream;
+  EXPECT_THROWS_WITH(torch::save(Tensor(tensor), stream), "a DTensor");
+  const auto sum = make(values(), mesh, {Partial{}});
+  EXPECT_THROWS_WITH(sum.relu_(),
+                     "aten::relu_: the written tensor would have to change its placement on mesh dim 0, which an in-place or "
+                     "out= operator cannot do. Redistribute it first, or use the operator that returns a new tensor; "
+                     "arguments float[5, 3] (Partial(sum)) on " +
+                         mesh_text());
+  EXPECT_THROWS_WITH(tensor.add(make(torch::ones({4, 3}), mesh, {Replicate{}})),
+                     "aten::add.Tensor: the shape [4, 3] does not broadcast");
+  EXPECT_THROWS_WITH(make(torch::ones({3}), mesh, {Replicate{}}).add_(tensor),
+                     "aten::add_.Tensor: the written tensor has shape [3], but the result has shape [5, 3]");
+  EXPECT_THROWS_WITH(tensor.mm(tensor), "aten::mm: the shape [5, 3] of argument 1 does not fit the others (mk,kn->mn)");
+  EXPECT_THROWS_WITH(tensor.to(at::kMeta), "a DTensor stays on its mesh's device (cpu), not meta");
+  EXPECT_THROWS_WITH(tensor.view({7, 2}), "aten::view: shape [7, 2] is invalid for a tensor of shape [5, 3]");
+  EXPECT_THROWS_WITH(Tensor(tensor).t_(), "aten::t_: no sharding rule for this operator");
+  const auto other = init_device_mesh(at::kCPU, {mesh.size()}, {"other"});
+  EXPECT_THROWS_WITH(tensor + make(values(), other, {Shard{0}}), "aten::add.Tensor: the arguments lie on different meshes: ");
+  EXPECT_THROWS_WITH(distribute_tensor(tensor, mesh, {Shard{0}}),
+                     "distribute_tensor: the tensor is a DTensor already; use redistribute");
+}
+
+TEST(ImplicitReplication, counts_plain_tensors_as_replicated) {
+  const auto tensor = make(values(), line_mesh(), {Shard{0}});
+  const ImplicitReplication scope;
+  EXPECT_TENSORS_EQUAL(DTensor(tensor + values()).full_tensor(), values() * 2);
+}
+
+TEST(Mesh, a_rank_outside_holds_nothing) {
+  if (world_size() < 2) GTEST_SKIP() << "needs 2 ranks";
+  std::vector<int64_t> ranks(world_size() - 1);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto mesh = make_device_mesh(at::kCPU, {world_size() - 1}, ranks);
+  auto tensor = distribute_tensor(values(), mesh, {Shard{0}});
+  const bool inside = mesh.coordinate().has_value();
+  EXPECT_EQ(tensor.local().numel() == 0, !inside);
+  auto doubled = DTensor((tensor * 2).t().contiguous().sum(0, true));
+  EXPECT_EQ(doubled.sizes(), (std::vector<int64_t>{1, 5}));
+  tensor.mul_(2).add_(1);
+  if (inside) {
+    EXPECT_TENSORS_EQUAL(tensor.full_tensor(), values() * 2 + 1);
+  } else {
+    EXPECT_EQ(doubled.local().numel(), 0);
+    EXPECT_THROWS_WITH(tensor.sum().item(), "this rank is outside the mesh");
+  }
+}
+
+TEST(Dispatch, caches_plans) {
+  const auto mesh = line_mesh();
+  const auto a = make(values(), mesh, {Shard{0}}), b = make(values(), mesh, {Shard{0}});
+  dispatch::clear_cache();
+  const auto run = [&] {
+    (a + b).mul_(2).sum();
+    torch::cat({a, b});
+    at::_foreach_add(std::vector<Tensor>{a, b}, 1);
+    a.add(b, 3);
+    a.view({-1});
+  };
+  run();
+  const auto before = dispatch::cache_statistics();
+  for (int i = 0; i < 10; ++i) run();
+  const auto after = dispatch::cache_statistics();
+  EXPECT_EQ(after.misses, before.misses);
+  EXPECT_EQ(after.hits - before.hits, 70);
+  EXPECT_EQ((a + b).scalar_type(), at::kFloat);
+  EXPECT_EQ(a.to(at::kLong).mul(2).scalar_type(), at::kLong);
+  EXPECT_EQ(a.to(at::kLong).mul(0.5).scalar_type(), at::kFloat); // the same key, another result type
+  EXPECT_EQ(a.to(at::kLong).mul(2).scalar_type(), at::kLong);
+}
+
+TEST(Dispatch, is_bounded) {
+  const auto mesh = line_mesh();
+  for (int64_t i = 1; i < 9000; ++i) make(torch::ones({1}), mesh, {Replicate{}}).expand({i});
+  EXPECT_LE(dispatch::cache_statistics().entries, 8192u);
+}
+
+TEST(Dispatch, runs_in_many_threads) {
+  const auto mesh = line_mesh();
+  const auto a = make(values(), mesh, {Shard{0}});
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 200; ++i) {
+        const auto view = (a * 2).view({-1});
+        view.add_(1);
+        if (!DTensor((a + a).add(1).t()).local().equal(DTensor((a * 2 + 1).t()).local())) ++wrong;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+} // namespace
+} // namespace tessera
