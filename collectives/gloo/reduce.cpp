@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <type_traits>
 
 namespace tessera::gloo {
@@ -17,6 +18,12 @@ constexpr int64_t kBlock = 2048;
 template <typename T>
 constexpr bool kReducedFloat = std::is_same_v<T, at::BFloat16> || std::is_same_v<T, at::Half>;
 
+template <typename T>
+bool is_nan(T value) {
+  if constexpr (std::is_floating_point_v<T>) return std::isnan(value);
+  return false;
+}
+
 template <typename T, typename Combine>
 void accumulate(T* accumulator, const auto* input, int64_t count, const Combine& combine) {
   for (int64_t i = 0; i < count; ++i) accumulator[i] = combine(accumulator[i], static_cast<T>(input[i]));
@@ -28,9 +35,9 @@ void accumulate(T* accumulator, const auto* input, int64_t count, ReduceOp op) {
     case ReduceOp::kSum:
     case ReduceOp::kAvg: return accumulate(accumulator, input, count, [](T a, T b) { return static_cast<T>(a + b); });
     case ReduceOp::kProduct: return accumulate(accumulator, input, count, [](T a, T b) { return static_cast<T>(a * b); });
-    // A NaN on any rank stays: the comparison with it is false either way round.
-    case ReduceOp::kMin: return accumulate(accumulator, input, count, [](T a, T b) { return a < b || a != a ? a : b; });
-    case ReduceOp::kMax: return accumulate(accumulator, input, count, [](T a, T b) { return a > b || a != a ? a : b; });
+    // A NaN on any rank stays.
+    case ReduceOp::kMin: return accumulate(accumulator, input, count, [](T a, T b) { return a < b || is_nan(a) ? a : b; });
+    case ReduceOp::kMax: return accumulate(accumulator, input, count, [](T a, T b) { return a > b || is_nan(a) ? a : b; });
   }
 }
 
