@@ -42,7 +42,8 @@ void add(gpt::Options options, gpt::Strategy strategy, BufferLayout layout) {
   options.strategy = strategy;
   options.layout = layout;
   options.mesh.clear();
-  const auto name = std::string(gpt::to_string(strategy)) + "/" + gpt::to_string(layout);
+  auto name = std::string(gpt::to_string(strategy));
+  if (strategy != gpt::Strategy::kNone) name += std::string("/") + gpt::to_string(layout);
   benchmark::RegisterBenchmark(name.c_str(), [options](benchmark::State& state) { measure(state, options); })
       ->Iterations(options.steps) // the same on every rank
       ->Unit(benchmark::kMillisecond)
