@@ -5,25 +5,12 @@
 #include <gpt/sharding.h>
 #include <tessera/collectives/process_context.h>
 
-#include <functional>
-
 namespace tessera::benchmarks {
 namespace {
 
 gpt::Gpt make_model(const gpt::Options& options) {
   torch::manual_seed(options.seed);
   return gpt::Gpt(options.model);
-}
-
-CollectiveCounts count_during(const std::function<void()>& part) {
-  auto& context = process_context();
-  CollectiveCounts counts;
-  for (int kind = 0; kind < kCollectiveKinds; ++kind) {
-    counts[static_cast<CollectiveKind>(kind)] = -context.count(static_cast<CollectiveKind>(kind)).calls;
-  }
-  part();
-  for (auto& [kind, calls] : counts) calls += context.count(kind).calls;
-  return counts;
 }
 
 } // namespace
@@ -48,27 +35,21 @@ TrainStep::TrainStep(const gpt::Options& options)
 }
 
 void TrainStep::run() {
-  optimizer_.zero_grad();
-  loss().backward();
-  clip();
-  optimizer_.step();
+  run([](const char*) {});
 }
 
-TrainStep::PartCounts TrainStep::count() {
-  PartCounts counts;
-  torch::Tensor value;
+void TrainStep::run(const std::function<void(const char*)>& observe) {
   optimizer_.zero_grad();
-  counts.forward = count_during([&] { value = loss(); });
-  counts.backward = count_during([&] { value.backward(); });
-  counts.clip = count_during([&] { clip(); });
-  counts.optimizer = count_during([&] { optimizer_.step(); });
-  return counts;
+  const auto loss = gpt::cross_entropy(model_->forward(inputs_), targets_);
+  observe("forward");
+  loss.backward();
+  observe("backward");
+  torch::nn::utils::clip_grad_norm_(model_->parameters(), largest_norm_);
+  observe("clip");
+  optimizer_.step();
+  observe("optimizer");
 }
 
 int64_t TrainStep::state_bytes() const { return gpt::state_bytes(*model_, optimizer_); }
-
-torch::Tensor TrainStep::loss() { return gpt::cross_entropy(model_->forward(inputs_), targets_); }
-
-void TrainStep::clip() { torch::nn::utils::clip_grad_norm_(model_->parameters(), largest_norm_); }
 
 } // namespace tessera::benchmarks

@@ -2,16 +2,12 @@
 
 #include <gpt/model.h>
 #include <gpt/options.h>
-#include <tessera/collectives/counters.h>
 #include <tessera/mesh/device_mesh.h>
 
-#include <map>
-#include <string>
+#include <cstdint>
+#include <functional>
 
 namespace tessera::benchmarks {
-
-/// Collectives that were started, by kind.
-using CollectiveCounts = std::map<CollectiveKind, int64_t>;
 
 /// A training step of the GPT of the examples on random bytes: forward, backward, clipping and AdamW. Every rank makes one, with
 /// the same options, after `init_process_group`.
@@ -21,20 +17,14 @@ class TrainStep {
 
   void run();
 
-  /// Runs a step and counts this rank's collectives in each of its parts.
-  struct PartCounts {
-    CollectiveCounts forward, backward, clip, optimizer;
-  };
-  PartCounts count();
+  /// Runs a step and tells `observe` when each of its parts has ended: "forward", "backward", "clip", "optimizer".
+  void run(const std::function<void(const char* part)>& observe);
 
   /// This rank's bytes of parameters, gradients and optimizer state, after a step.
   int64_t state_bytes() const;
   int64_t parameter_count() const { return parameters_; }
 
  private:
-  torch::Tensor loss();
-  void clip();
-
   gpt::Gpt model_;
   DeviceMesh mesh_;
   torch::optim::AdamW optimizer_;

@@ -1,4 +1,6 @@
 """The host's cost of sharding at world size 1, over the same model unsharded, a group: forward + backward."""
+from statistics import median
+
 from .processes import Ranks, interleaved
 from .row import at_most
 
@@ -13,10 +15,10 @@ def run(programs, quick=False):
         peer.wait_until_ready()
         measurements = {("ours", name): lambda name=name: ours.ask(name)[0] for name in ("plain", "ragged", "per-parameter")}
         measurements.update({("peer", name): lambda name=name: peer.ask(name)[0] for name in ("plain", "sharded")})
-        medians = interleaved(20 if quick else ROUNDS, WARM_UP, measurements)
+        seconds = interleaved(20 if quick else ROUNDS, WARM_UP, measurements)
 
     def cost(side, name):
-        return 1e6 * (medians[side, name] - medians[side, "plain"]) / GROUPS
+        return 1e6 * (median(seconds[side, name]) - median(seconds[side, "plain"])) / GROUPS
 
     case = f"{GROUPS} groups of 9 small parameters, a group"
     return [at_most("overhead", f"{case}, {layout}", cost("ours", layout), BOUND, "us", cost("peer", "sharded"))

@@ -140,11 +140,11 @@ class Ranks:
 
 
 def interleaved(rounds, warm_up, measurements):
-    """Runs the measurements in turn, `warm_up` + `rounds` times; the medians of the rounds, by name."""
+    """Runs the measurements in turn, `warm_up` + `rounds` times; what they returned in the rounds, by name."""
     values = {name: [] for name in measurements}
     for turn in range(warm_up + rounds):
         for name, measure in measurements.items():
             value = measure()
             if turn >= warm_up:
                 values[name].append(value)
-    return {name: sorted(column)[len(column) // 2] for name, column in values.items()}
+    return values

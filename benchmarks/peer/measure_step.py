@@ -35,16 +35,26 @@ class TrainStep:
         windows = torch.randint(VOCABULARY, (arguments.batch, arguments.sequence + 1))
         self.inputs, self.targets = windows[:, :-1], windows[:, 1:]
 
-    def run(self):
+    def parts(self):
+        """Runs a step, and stops after each of its parts to give its name."""
         self.optimizer.zero_grad()
-        cross_entropy(self.model(self.inputs), self.targets).backward()
+        loss = cross_entropy(self.model(self.inputs), self.targets)
+        yield "forward"
+        loss.backward()
+        yield "backward"
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        yield "clip"
         self.optimizer.step()
+        yield "optimizer"
 
     def seconds(self):
-        begin = time.perf_counter()
-        self.run()
-        return time.perf_counter() - begin
+        """Seconds of each part of a step, and of all of it."""
+        begin = last = time.perf_counter()
+        seconds = {}
+        for part in self.parts():
+            now = time.perf_counter()
+            seconds[part], last = now - last, now
+        return {**seconds, "step": last - begin}
 
     def memory(self):
         tensors = [tensor for p in self.model.parameters() for tensor in (p, p.grad)]
