@@ -1,5 +1,5 @@
 """Collectives of a step, from the counters: all-gathers and reduce-scatters a group, and the all-reduces of clipping."""
-from .processes import Ranks
+from .processes import Failure, Ranks
 from .row import equal
 
 MODEL = ["--width=32", "--heads=2", "--sequence=16", "--batch=1"]
@@ -14,7 +14,7 @@ def count(programs, ranks, layers, *flags):
             job.ask("step")
         answers = job.ask("count")
     if any(answer != answers[0] for answer in answers):
-        raise AssertionError(f"the ranks' counts differ: {answers}")
+        raise Failure(f"the ranks' counts differ: {answers}")
     return answers[0]
 
 
@@ -29,39 +29,34 @@ def label(ranks, flags):
 def a_step_and_group(programs, ranks, kinds, *flags):
     """With one block there are two groups, the root's and the last block's. Every further block adds one between them."""
     two, three, four = (count(programs, ranks, layers, *flags) for layers in (1, 2, 3))
-    rows = []
     for kind, between, ends in kinds:
         added = [of_training(b, kind) - of_training(a, kind) for a, b in ((two, three), (three, four))]
         name = f"{kind}, {label(ranks, flags)}"
-        rows += [equal("collectives-count", f"{name}: a block but the last", added[0], between, "a step"),
-                 equal("collectives-count", f"{name}: another such block", added[1], between, "a step"),
-                 equal("collectives-count", f"{name}: root and last block together", of_training(two, kind), ends, "a step")]
-    return rows
+        yield equal("collectives-count", f"{name}: a block but the last", added[0], between, "a step")
+        yield equal("collectives-count", f"{name}: another such block", added[1], between, "a step")
+        yield equal("collectives-count", f"{name}: root and last block together", of_training(two, kind), ends, "a step")
 
 
 def run(programs, quick=False):
-    rows = []
     for layout in LAYOUTS:
         flag = f"--layout={layout}"
         for ranks in (2,) if quick else (2, 3, 4):
-            rows += a_step_and_group(programs, ranks, [("all_gather", 2, 2), ("reduce_scatter", 1, 2)], flag)
-        rows += a_step_and_group(programs, 2, [("all_gather", 1, 2), ("reduce_scatter", 1, 2)], flag, "--reshard-after-forward=false")
+            yield from a_step_and_group(programs, ranks, [("all_gather", 2, 2), ("reduce_scatter", 1, 2)], flag)
+        yield from a_step_and_group(programs, 2, [("all_gather", 1, 2), ("reduce_scatter", 1, 2)], flag, "--reshard-after-forward=false")
         if not quick:
-            rows += a_step_and_group(programs, 4, [("all_gather", 2, 2), ("reduce_scatter", 1, 2), ("all_reduce", 1, 2)], flag,
-                                     "--strategy=hybrid", "--mesh=2x2")
+            yield from a_step_and_group(programs, 4, [("all_gather", 2, 2), ("reduce_scatter", 1, 2), ("all_reduce", 1, 2)], flag,
+                                        "--strategy=hybrid", "--mesh=2x2")
         alone = count(programs, 1, 3, flag)
-        rows.append(equal("collectives-count", f"all kinds, {label(1, [flag])}", sum(sum(part.values()) for part in alone.values()), 0, "a step"))
-    return rows
+        calls = sum(sum(part.values()) for part in alone.values())
+        yield equal("collectives-count", f"all kinds, {label(1, [flag])}", calls, 0, "a step")
 
 
 def run_clip(programs, quick=False):
-    rows = []
     cases = [(2, []), (3, []), (4, []), (4, ["--strategy=hybrid", "--mesh=2x2"])]
     for layout in LAYOUTS:
         for ranks, flags in cases[:1] if quick else cases:
             for layers in (1, 4):
                 clip = count(programs, ranks, layers, f"--layout={layout}", *flags)["clip"]
                 case = label(ranks, [f"layers={layers}", f"layout={layout}", *flags])
-                rows.append(equal("clip", case, clip["all_reduce"], 1, "all-reduces"))
-                rows.append(equal("clip", case, sum(clip.values()) - clip["all_reduce"], 0, "other collectives"))
-    return rows
+                yield equal("clip", case, clip["all_reduce"], 1, "all-reduces")
+                yield equal("clip", case, sum(clip.values()) - clip["all_reduce"], 0, "other collectives")

@@ -15,11 +15,9 @@ def state_bytes(command, ranks):
 
 
 def run(programs, quick=False):
-    rows = []
     for ranks in (1, 2) if quick else (1, 2, 4):
         peer, _ = state_bytes(programs.peer("measure_step.py") + MODEL, ranks)
         for layout in ("ragged", "per-parameter"):
             ours, parameters = state_bytes(programs.ours("measure_step") + MODEL + [f"--layout={layout}"], ranks)
-            rows.append(at_most("memory", f"{parameters} parameters, {ranks} ranks, {layout}", ours, 1.01 * 16 * parameters / ranks,
-                                "bytes a rank", peer))
-    return rows
+            yield at_most("memory", f"{parameters} parameters, {ranks} ranks, {layout}", ours, 1.01 * 16 * parameters / ranks,
+                          "bytes a rank", peer)

@@ -23,21 +23,18 @@ def name(ranks, flags, layout):
 
 
 def fp32_rows(programs, folder, initial, unsharded, quick):
-    rows = []
     for ranks, flags in cases(quick):
         peer = peer_curve(programs, initial, ranks, flags)
         for layout in LAYOUTS:
             ours = curve(programs, folder, [f"--ranks={ranks}", f"--layout={layout}", *flags])
             assert len(ours) == len(peer) == STEPS
             case = f"fp32, {name(ranks, flags, layout)}"
-            rows.append(at_most("parity", case + ": against one process", max(differences(ours, unsharded)), FP32_BOUND, "nats",
-                                peer=max(differences(peer, unsharded))))
-            rows.append(at_most("parity", case + ": against Python's FSDP2", max(differences(ours, peer)), FP32_BOUND, "nats"))
-    return rows
+            yield at_most("parity", case + ": against one process", max(differences(ours, unsharded)), FP32_BOUND, "nats",
+                          peer=max(differences(peer, unsharded)))
+            yield at_most("parity", case + ": against Python's FSDP2", max(differences(ours, peer)), FP32_BOUND, "nats")
 
 
 def bf16_rows(programs, folder, initial, quick):
-    rows = []
     for ranks, flags in cases(quick):
         for reduce in ("fp32", "bf16"):
             shared = [*flags, "--precision=bf16", f"--reduce-precision={reduce}"]
@@ -46,13 +43,13 @@ def bf16_rows(programs, folder, initial, quick):
                 ours = curve(programs, folder, [f"--ranks={ranks}", f"--layout={layout}", *shared])
                 apart = differences(ours, peer)
                 case = f"bf16, reduced in {reduce}, {name(ranks, flags, layout)}: against Python's FSDP2"
-                rows.append(at_most("parity", case + ", a step", max(apart), BF16_BOUND, "nats"))
-                rows.append(at_most("parity", case + f", mean of {STEPS}", sum(apart) / len(apart), BF16_MEAN_BOUND, "nats"))
-    return rows
+                yield at_most("parity", case + ", a step", max(apart), BF16_BOUND, "nats")
+                yield at_most("parity", case + f", mean of {STEPS}", sum(apart) / len(apart), BF16_MEAN_BOUND, "nats")
 
 
 def run(programs, quick=False):
     with tempfile.TemporaryDirectory() as folder:
         initial = pathlib.Path(folder) / "initial"
         unsharded = curve(programs, folder, ["--strategy=none", f"--dump-initial={initial}"])
-        return fp32_rows(programs, folder, initial, unsharded, quick) + bf16_rows(programs, folder, initial, quick)
+        yield from fp32_rows(programs, folder, initial, unsharded, quick)
+        yield from bf16_rows(programs, folder, initial, quick)

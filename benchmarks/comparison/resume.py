@@ -12,7 +12,6 @@ CASES = (("ragged", "ragged"), ("per-parameter", "per-parameter"), ("ragged", "p
 
 
 def run(programs, quick=False):
-    rows = []
     for before, after in CASES[:1] if quick else CASES:
         with tempfile.TemporaryDirectory() as folder:
             saved, interrupted = pathlib.Path(folder) / "saved", pathlib.Path(folder) / "interrupted"
@@ -21,5 +20,4 @@ def run(programs, quick=False):
             shutil.copytree(saved / f"step-{HALF:06}", interrupted / f"step-{HALF:06}")
             rest = curve(programs, folder, ["--ranks=2", f"--layout={after}", f"--checkpoint={interrupted}", "--resume"])
             assert list(rest) == list(range(HALF + 1, STEPS + 1)), f"resumed at the wrong step: {list(rest)}"
-            rows.append(at_most("resume", f"4 ranks {before} -> 2 ranks {after}", max(differences(rest, whole)), BOUND, "nats"))
-    return rows
+            yield at_most("resume", f"4 ranks {before} -> 2 ranks {after}", max(differences(rest, whole)), BOUND, "nats")
