@@ -5,7 +5,7 @@ from .processes import Ranks, interleaved
 from .row import at_most
 
 GROUPS = 25
-ROUNDS, WARM_UP = 200, 20
+ROUNDS, WARM_UP = 60, 5
 BOUND = 40.0  # microseconds
 
 
