@@ -111,7 +111,7 @@ void adopt_below(const StatePtr& state, const std::vector<Module*>& modules, con
 void move_buffers(const std::vector<Module*>& modules, c10::Device device) {
   const at::NoGradGuard no_grad;
   for (auto* module : modules) {
-    for (auto buffer : module->buffers()) {
+    for (const auto& buffer : module->buffers()) {
       if (buffer.defined() && !buffer.is_meta() && buffer.device() != device) buffer.set_data(buffer.to(device));
     }
   }

@@ -10,7 +10,7 @@ namespace tessera {
 void materialize(torch::nn::Module& module, const std::function<void(torch::nn::Module&)>& init) {
   const at::NoGradGuard no_grad;
   c10::Device device(c10::kCPU);
-  for (auto parameter : module.parameters()) {
+  for (const auto& parameter : module.parameters()) {
     if (const auto* meta = fsdp_internal::parameter_meta(parameter)) {
       device = meta->group->axes().mesh().device();
       meta->group->materialize();

@@ -30,7 +30,7 @@ bool is_running_statistic(const std::string& argument) {
   return kNames.contains(argument);
 }
 
-c10::TypePtr without_optional(c10::TypePtr type) {
+c10::TypePtr without_optional(const c10::TypePtr& type) {
   const auto optional = type->cast<c10::OptionalType>();
   return optional ? optional->getElementType() : type;
 }

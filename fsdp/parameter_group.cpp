@@ -197,7 +197,7 @@ void ParameterGroup::copy_out(const at::Tensor& gathered) {
   const auto by_rank = gathered.view({axes_.shard_ranks(), layout_.shard_bytes});
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = layout_.parameters[i];
-    const int64_t item = static_cast<int64_t>(parameters_[i].leaf.element_size());
+    const auto item = static_cast<int64_t>(parameters_[i].leaf.element_size());
     const int64_t bytes = parameters_[i].leaf.numel() * item;
     if (bytes == 0 || parameter.is_replicated()) continue;
     const int64_t part = parameter.pieces[0].numel * item;

@@ -132,8 +132,8 @@ void Schedule::reduce_in_order() {
 
 void Schedule::reduce_the_rest() {
   const GroupList& list = recording_.empty() ? order_ : recording_;
-  for (auto weak = list.rbegin(); weak != list.rend(); ++weak) {
-    const GroupPtr group = weak->lock();
+  for (auto position = static_cast<int64_t>(list.size()) - 1; position >= 0; --position) {
+    const GroupPtr group = list[static_cast<size_t>(position)].lock();
     if (group && group->gradients().has_pending()) start_reduce(*group);
   }
 }
