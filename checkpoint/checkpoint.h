@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -32,8 +33,12 @@ struct LoadOptions {
   /// Ignore what the checkpoint holds and `state` does not (for example, the optimizer when only weights are loaded), instead of
   /// an error.
   bool allow_unused = false;
-  /// Check every byte read against its checksum.
+  /// Check every byte read against its checksum, where the checkpoint has checksums.
   bool verify = true;
+  /// Convert to the dtype of the state's tensors, instead of an error where the checkpoint's differ.
+  bool cast = false;
+  /// The name in the checkpoint of a tensor of the state; unset: the same name. For weights that others named.
+  std::function<std::string(const std::string&)> rename;
 };
 
 /// Names that a load with `allow_missing` or `allow_unused` passed over.
@@ -42,6 +47,9 @@ struct LoadReport {
   std::vector<std::string> unused;
 };
 
+/// `dir` is a folder that `save` wrote, a Hugging Face folder (model.safetensors, or several files and
+/// model.safetensors.index.json), a folder that PyTorch's HuggingFaceStorageWriter wrote, or one safetensors file.
+///
 /// Reads the checkpoint `dir` into the tensors of `state`, in place, and its values into `state`; then hands optimizers their
 /// state.
 ///
@@ -55,8 +63,9 @@ LoadReport load(StateDict&& state, const std::filesystem::path& dir, const LoadO
 /// The newest complete checkpoint among the folders in `root`, by the time it was saved; empty when there is none. Local.
 std::filesystem::path latest(const std::filesystem::path& root);
 
-/// Reads every byte of the checkpoint `dir` and compares it with its checksum. Returns what is wrong, one line a finding that
-/// names the file and, in data, the tensor; nothing when the checkpoint is whole. Local.
+/// Reads every byte of the checkpoint `dir` and compares it with its checksum (of folders that others wrote, the structure is
+/// checked). Returns what is wrong, one line a finding that names the file and, in data, the tensor; nothing when the checkpoint
+/// is whole. Local.
 std::vector<std::string> verify(const std::filesystem::path& dir);
 
 } // namespace tessera::checkpoint

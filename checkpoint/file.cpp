@@ -44,6 +44,8 @@ File File::create(const std::filesystem::path& path) {
   return File(path, open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "create"), 0);
 }
 
+File File::open_to_write(const std::filesystem::path& path) { return {path, open_or_fail(path, O_WRONLY, "open"), 0}; }
+
 File::File(File&& other) noexcept
     : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)), size_(std::exchange(other.size_, 0)) {}
 
@@ -81,6 +83,24 @@ void File::write(const void* data, size_t bytes) {
     size_ += put;
     bytes -= static_cast<size_t>(put);
   }
+}
+
+void File::write_at(const void* data, size_t bytes, int64_t offset) {
+  const auto* in = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const auto put = ::pwrite(fd_, in, std::min(bytes, kMaxTransfer), offset);
+    if (put < 0 && errno == EINTR) continue;
+    if (put < 0) fail("write", path_, errno);
+    in += put;
+    offset += put;
+    bytes -= static_cast<size_t>(put);
+  }
+}
+
+void File::reserve(int64_t bytes) {
+  const int error = ::posix_fallocate(fd_, 0, bytes);
+  if (error != 0) fail("reserve space for", path_, error);
+  size_ = bytes;
 }
 
 void File::sync_and_close() {

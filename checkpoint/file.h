@@ -17,6 +17,8 @@ class File {
   static File open(const std::filesystem::path& path);
   /// Creates a file that does not exist yet, for writing.
   static File create(const std::filesystem::path& path);
+  /// Opens an existing file for `write_at`.
+  static File open_to_write(const std::filesystem::path& path);
 
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
@@ -31,6 +33,10 @@ class File {
   /// Appends.
   void write(const void* data, size_t bytes);
   void write(std::string_view text) { write(text.data(), text.size()); }
+  /// Writes within the file's size. Safe to call from several threads and processes for ranges that do not overlap.
+  void write_at(const void* data, size_t bytes, int64_t offset);
+  /// Reserves `bytes` on the disk, so that a full one shows now.
+  void reserve(int64_t bytes);
   /// Flushes data and metadata to the disk, then closes. The only way to learn of a late write error.
   void sync_and_close();
 

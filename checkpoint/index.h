@@ -16,6 +16,8 @@
 namespace tessera::checkpoint {
 
 inline constexpr const char* kIndexName = "index.json";
+/// In the metadata of our data files: they are whole only together with an index.
+inline constexpr const char* kOwnKey = "tessera_checkpoint";
 /// Data is checksummed in blocks of this many bytes, counted from the start of each chunk.
 inline constexpr int64_t kBlockBytes = 1 << 20;
 
@@ -50,7 +52,8 @@ struct Index {
   std::vector<IndexedFile> files;
   std::vector<IndexedTensor> tensors;
   std::vector<std::pair<std::string, StateValue>> values;
-  uint64_t checksum = 0; ///< set when read: tells one checkpoint from another
+  uint64_t checksum = 0;     ///< set when read: tells one checkpoint from another
+  bool has_checksums = true; ///< false for folders that others wrote
 
   SavedState contents() const;
 };
@@ -62,6 +65,9 @@ std::string encode_index(const Index& index);
 /// overlap and lie within their files. Errors name the file and the tensor; a folder without an index is "not a complete
 /// checkpoint".
 Index read_index(const std::filesystem::path& folder);
+
+/// Checks the fields against each other, as `read_index` does, and sorts the chunks. `source` begins every error.
+void validate(Index& index, const std::string& source);
 
 /// The same from text; `source` begins every error.
 Index parse_index(std::string_view text, const std::string& source);

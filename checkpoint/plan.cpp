@@ -1,5 +1,5 @@
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/pieces.h>
+#include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/plan.h>
 #include <tessera/checkpoint/safetensors.h>
 
@@ -66,38 +66,17 @@ std::vector<Shared> shared_parts(const Merged& merged) {
   return parts;
 }
 
-std::vector<Merged> merge_tensors(const std::vector<RankState>& ranks) {
+std::vector<Merged> merge_tensors(const std::vector<std::vector<Holding>>& ranks) {
   std::vector<Merged> tensors;
   std::unordered_map<std::string, size_t> index;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    for (const auto& holding : ranks[rank].tensors) {
+    for (const auto& holding : ranks[rank]) {
       const auto [found, is_new] = index.emplace(holding.name, tensors.size());
       if (is_new) tensors.push_back({holding, static_cast<int>(rank), {}});
       merge(tensors[found->second], holding, static_cast<int>(rank));
     }
   }
   return tensors;
-}
-
-std::vector<std::pair<std::string, StateValue>> merge_values(const std::vector<RankState>& ranks,
-                                                             const std::vector<Merged>& tensors) {
-  std::vector<std::pair<std::string, StateValue>> values;
-  std::unordered_map<std::string, std::pair<size_t, size_t>> index; // name → position, first rank
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    for (const auto& [name, value] : ranks[rank].values) {
-      const auto [found, is_new] = index.emplace(name, std::pair(values.size(), rank));
-      if (is_new) values.emplace_back(name, value);
-      // Compared as text, where NaN equals itself.
-      TORCH_CHECK(to_json(values[found->second.first].second) == to_json(value), "checkpoint: value \"", name, "\" is ",
-                  to_json(values[found->second.first].second).dump(), " on rank ", found->second.second, " and ",
-                  to_json(value).dump(), " on rank ", rank);
-    }
-  }
-  for (const auto& tensor : tensors) {
-    TORCH_CHECK(!index.count(tensor.what.name), "checkpoint: \"", tensor.what.name,
-                "\" is a tensor on one rank and a value on another");
-  }
-  return values;
 }
 
 // Largest parts first, each to the holder with the least to write.
@@ -133,38 +112,65 @@ Json boxes_to_json(const std::vector<Box>& boxes) {
   return json;
 }
 
+// The results of `mine` from every rank, read by `read`.
+template <typename Read>
+auto exchange(const Ranks& ranks, const std::string& what, const Json& mine, const Read& read) {
+  const std::string source = "checkpoint: a rank's message";
+  std::vector<std::decay_t<decltype(read(JsonView(mine, source)))>> all;
+  for (const auto& text : ranks.all("exchange " + what, [&] { return dump_json(mine, source); })) {
+    const auto json = parse_json(text, source);
+    all.push_back(read(JsonView(json, source)));
+  }
+  return all;
+}
+
+Json values_to_json(const StateValues& values) {
+  auto json = Json::array();
+  for (const auto& [name, value] : values) json.push_back({name, to_json(value)});
+  return json;
+}
+
+StateValues values_from_json(const JsonView& json) {
+  StateValues values;
+  for (const auto& value : json.elements()) {
+    values.emplace_back(value.elements().at(0).string(), state_value_from_json(value.elements().at(1)));
+  }
+  return values;
+}
+
+// Names and aliases must differ, or the checkpoint could not be read.
+void check_names(const SavePlan& plan) {
+  std::unordered_map<std::string, const char*> kinds;
+  const auto claim = [&](const std::string& name, const char* kind) {
+    const auto [found, is_new] = kinds.emplace(name, kind);
+    TORCH_CHECK(is_new, "checkpoint: \"", name, "\" is ", found->second, " on one rank and ", kind, " on another");
+  };
+  for (const auto& tensor : plan.tensors) claim(tensor.what.name, "a tensor");
+  for (const auto& tensor : plan.tensors) {
+    for (const auto& alias : tensor.what.aliases) claim(alias, "a tied name");
+  }
+  for (const auto& [name, value] : plan.values) claim(name, "a value");
+}
+
+// What a rank tells the others before they exchange more.
+struct Summary {
+  bool same_tensors; // as when the plan was made
+  std::string values;
+};
+
 } // namespace
 
-RankState describe(const StateDict& state) {
-  RankState described;
-  for (const auto& entry : state.entries()) {
-    if (!entry.is_tensor()) {
-      described.values.emplace_back(entry.name, std::get<StateValue>(entry.content));
-      continue;
-    }
-    const auto& tensor = std::get<at::Tensor>(entry.content);
-    Holding holding{entry.name, entry.aliases, tensor.scalar_type(), tensor.sizes().vec(), layout_of(tensor), true, {}};
-    holding.plain = holding.layout == "plain";
-    safetensors_dtype(holding.dtype, "checkpoint: tensor \"" + entry.name + "\"");
-    for (auto& piece : pieces_of(entry.name, tensor)) holding.boxes.push_back(std::move(piece.box));
-    described.tensors.push_back(std::move(holding));
+Json to_json(const std::vector<Holding>& tensors) {
+  auto json = Json::array();
+  for (const auto& t : tensors) {
+    json.push_back({t.name, t.aliases, safetensors_dtype(t.dtype, t.name), t.sizes, t.layout, t.plain, boxes_to_json(t.boxes)});
   }
-  return described;
+  return json;
 }
 
-Json to_json(const RankState& state) {
-  auto tensors = Json::array(), values = Json::array();
-  for (const auto& t : state.tensors) {
-    tensors.push_back(
-        {t.name, t.aliases, safetensors_dtype(t.dtype, t.name), t.sizes, t.layout, t.plain, boxes_to_json(t.boxes)});
-  }
-  for (const auto& [name, value] : state.values) values.push_back({name, to_json(value)});
-  return {{"tensors", std::move(tensors)}, {"values", std::move(values)}};
-}
-
-RankState rank_state_from_json(const JsonView& json) {
-  RankState state;
-  for (const auto& tensor : json["tensors"].elements()) {
+std::vector<Holding> holdings_from_json(const JsonView& json) {
+  std::vector<Holding> tensors;
+  for (const auto& tensor : json.elements()) {
     const auto fields = tensor.elements();
     Holding holding;
     holding.name = fields.at(0).string();
@@ -176,26 +182,74 @@ RankState rank_state_from_json(const JsonView& json) {
     for (const auto& box : fields.at(6).elements()) {
       holding.boxes.push_back({box.elements().at(0).non_negatives(), box.elements().at(1).non_negatives()});
     }
-    state.tensors.push_back(std::move(holding));
+    tensors.push_back(std::move(holding));
   }
-  for (const auto& value : json["values"].elements()) {
-    state.values.emplace_back(value.elements().at(0).string(), state_value_from_json(value.elements().at(1)));
-  }
-  return state;
+  return tensors;
 }
 
-SavePlan plan_save(const std::vector<RankState>& ranks) {
+std::vector<SavePlan::Tensor> plan_tensors(const std::vector<std::vector<Holding>>& ranks) {
   const auto merged = merge_tensors(ranks);
-  SavePlan plan;
-  plan.values = merge_values(ranks, merged);
+  std::vector<SavePlan::Tensor> tensors;
   std::vector<std::vector<Shared>> parts;
   for (const auto& tensor : merged) {
     parts.push_back(shared_parts(tensor));
-    plan.tensors.push_back({tensor.what, {}});
-    plan.tensors.back().what.boxes.clear();
+    tensors.push_back({tensor.what, {}});
+    tensors.back().what.boxes.clear();
   }
-  assign(plan.tensors, parts, ranks.size());
-  return plan;
+  assign(tensors, parts, ranks.size());
+  return tensors;
+}
+
+StateValues merge_values(const std::vector<StateValues>& ranks) {
+  StateValues values;
+  std::unordered_map<std::string, std::pair<size_t, size_t>> index; // name → position, first rank
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (const auto& [name, value] : ranks[rank]) {
+      const auto [found, is_new] = index.emplace(name, std::pair(values.size(), rank));
+      if (is_new) values.emplace_back(name, value);
+      // Compared as text, where NaN equals itself.
+      const auto first = to_json(values[found->second.first].second).dump(), here = to_json(value).dump();
+      TORCH_CHECK(first == here, "checkpoint: value \"", name, "\" is ", first, " on rank ", found->second.second, " and ", here,
+                  " on rank ", rank);
+    }
+  }
+  return values;
+}
+
+const SavePlan& Planner::plan(const Ranks& ranks, const RankState& state) {
+  const auto tensors = to_json(state.tensors), values = values_to_json(state.values);
+  const auto own_tensors = checksum(dump_json(tensors, "checkpoint"));
+  const Json summary{{"same", has_plan_ && own_tensors == own_tensors_},
+                     {"values", to_hex(checksum(dump_json(values, "checkpoint")))}};
+  const auto summaries = exchange(ranks, "what the ranks hold", summary, [](const JsonView& json) {
+    return Summary{json["same"].boolean(), json["values"].string()};
+  });
+  const bool same_tensors = std::all_of(summaries.begin(), summaries.end(), [](const Summary& s) { return s.same_tensors; });
+  const bool same_values =
+      std::all_of(summaries.begin(), summaries.end(), [&](const Summary& s) { return s.values == summaries[0].values; });
+  Json details = Json::object();
+  if (!same_tensors) details["tensors"] = tensors;
+  if (!same_values) details["values"] = values;
+  has_plan_ = false; // until all below has succeeded
+  if (!details.empty()) {
+    const auto all = exchange(ranks, "what the ranks hold", details, [&](const JsonView& json) {
+      return RankState{same_tensors ? std::vector<Holding>() : holdings_from_json(json["tensors"]),
+                       same_values ? StateValues() : values_from_json(json["values"])};
+    });
+    std::vector<std::vector<Holding>> tensors_of;
+    std::vector<StateValues> values_of;
+    for (const auto& rank : all) {
+      tensors_of.push_back(rank.tensors);
+      values_of.push_back(rank.values);
+    }
+    if (!same_tensors) plan_.tensors = plan_tensors(tensors_of);
+    if (!same_values) plan_.values = merge_values(values_of);
+  }
+  if (same_values) plan_.values = state.values;
+  check_names(plan_);
+  own_tensors_ = own_tensors;
+  has_plan_ = true;
+  return plan_;
 }
 
 } // namespace tessera::checkpoint

@@ -11,6 +11,7 @@
 
 #include <tessera/checkpoint/box.h>
 #include <tessera/checkpoint/json.h>
+#include <tessera/checkpoint/ranks.h>
 #include <tessera/checkpoint/state_dict.h>
 
 namespace tessera::checkpoint {
@@ -26,15 +27,16 @@ struct Holding {
   std::vector<Box> boxes;
 };
 
+using StateValues = std::vector<std::pair<std::string, StateValue>>;
+
 /// What one rank brings to a save.
 struct RankState {
   std::vector<Holding> tensors;
-  std::vector<std::pair<std::string, StateValue>> values;
+  StateValues values;
 };
 
-RankState describe(const StateDict& state);
-Json to_json(const RankState& state);
-RankState rank_state_from_json(const JsonView& json);
+Json to_json(const std::vector<Holding>& tensors);
+std::vector<Holding> holdings_from_json(const JsonView& json);
 
 /// A box and the rank that writes it.
 struct Assignment {
@@ -49,13 +51,27 @@ struct SavePlan {
     std::vector<Assignment> parts;
   };
   std::vector<Tensor> tensors;
-  std::vector<std::pair<std::string, StateValue>> values;
+  StateValues values;
 };
 
 /// Every part once: the same box held by several ranks goes to the one with the least to write so far (the largest parts are
-/// placed first), plain tensors to the lowest rank. Every rank computes the same plan. Errors name the tensor or value and the
-/// ranks: a dtype, shape or value that differs between ranks, parts that overlap or do not cover the tensor, one name for a
-/// tensor and a value.
-SavePlan plan_save(const std::vector<RankState>& ranks);
+/// placed first), plain tensors to the lowest rank. Every rank computes the same plan. Errors name the tensor and the ranks: a
+/// dtype or shape that differs between ranks, parts that overlap or do not cover the tensor.
+std::vector<SavePlan::Tensor> plan_tensors(const std::vector<std::vector<Holding>>& ranks);
+
+/// The values of all ranks, of each name one. An error for a value that differs between ranks.
+StateValues merge_values(const std::vector<StateValues>& ranks);
+
+/// Makes the plan of a save, and keeps it for the next one: while no rank's tensors change, ranks exchange only that.
+class Planner {
+ public:
+  /// Every rank calls it. Errors as above, and a name that is a tensor and a value.
+  const SavePlan& plan(const Ranks& ranks, const RankState& state);
+
+ private:
+  uint64_t own_tensors_ = 0; ///< checksum of what this rank held when the plan was made
+  bool has_plan_ = false;
+  SavePlan plan_;
+};
 
 } // namespace tessera::checkpoint

@@ -12,7 +12,7 @@
 
 namespace tessera::checkpoint {
 
-Ranks::Ranks() {
+Ranks::Ranks(const std::string& purpose) {
   if (!is_initialized()) return;
   auto& context = process_context();
   rank_ = context.rank();
@@ -20,7 +20,7 @@ Ranks::Ranks() {
   if (size_ == 1) return;
   std::vector<int64_t> world(static_cast<size_t>(size_));
   std::iota(world.begin(), world.end(), 0);
-  communicator_ = context.communicator(world, at::kCPU, "checkpoint");
+  communicator_ = context.communicator(world, at::kCPU, purpose);
 }
 
 std::vector<std::string> Ranks::all(const std::string& step, const std::function<std::string()>& work) const {

@@ -13,7 +13,8 @@ namespace tessera::checkpoint {
 /// All ranks of the job; without a process group, this process alone.
 class Ranks {
  public:
-  Ranks();
+  /// Ranks with different purposes may vote at the same time. Every rank makes them in the same order.
+  explicit Ranks(const std::string& purpose = "checkpoint");
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -38,8 +38,8 @@ const File& Reader::file(int64_t position) {
 }
 
 void Reader::read(const IndexedTensor& tensor, const Piece& piece) {
-  const bool direct = is_plain_memory(piece.data);
-  const auto staged = direct ? piece.data : at::empty(piece.box.sizes, piece.data.scalar_type());
+  const bool direct = is_plain_memory(piece.data) && piece.data.scalar_type() == tensor.dtype;
+  const auto staged = direct ? piece.data : at::empty(piece.box.sizes, tensor.dtype);
   for (const auto& chunk : tensor.chunks) {
     if (const auto common = intersect(chunk.box, piece.box))
       read_chunk(tensor, chunk, *common, piece.box, static_cast<char*>(staged.data_ptr()));
@@ -115,6 +115,7 @@ std::vector<std::string> Reader::verify_all() {
     });
     if (!good) bad_files.insert(i);
   }
+  if (!verify_) return findings;
   for (const auto& tensor : index_.tensors) {
     for (const auto& chunk : tensor.chunks) {
       if (!bad_files.count(chunk.file)) note([&] { verify_chunk(tensor, chunk); });

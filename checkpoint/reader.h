@@ -20,10 +20,10 @@ class Reader {
   /// opened, and data in whole blocks, which are read for that even where only a part of them is needed.
   Reader(std::filesystem::path folder, const Index& index, bool verify);
 
-  /// Fills the piece, whose box lies in the tensor and whose data has the tensor's dtype, from the chunks that intersect it.
+  /// Fills the piece, whose box lies in the tensor, from the chunks that intersect it. Converts where its dtype is another one.
   void read(const IndexedTensor& tensor, const Piece& piece);
 
-  /// Reads every byte of every file and compares it with its checksum; one line for each finding.
+  /// Checks the header of every file and, with `verify`, every byte against its checksum; one line for each finding.
   std::vector<std::string> verify_all();
 
   /// Bytes of data read so far.

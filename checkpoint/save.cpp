@@ -1,21 +1,15 @@
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/catalog.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/index.h>
-#include <tessera/checkpoint/plan.h>
-#include <tessera/checkpoint/ranks.h>
-#include <tessera/checkpoint/staging.h>
+#include <tessera/checkpoint/save_session.h>
 #include <tessera/checkpoint/writer.h>
 
 #include <chrono>
-#include <optional>
 
 namespace tessera::checkpoint {
 
 namespace {
-
-Json parse_message(const std::string& text) { return parse_json(text, "checkpoint: a rank's message"); }
 
 // Rank 0's index of what all ranks wrote.
 Index merge_written(const SavePlan& plan, const std::vector<std::string>& messages) {
@@ -29,7 +23,7 @@ Index merge_written(const SavePlan& plan, const std::vector<std::string>& messag
     index.tensors.push_back({what.name, what.aliases, what.dtype, what.sizes, what.layout, {}});
   }
   for (const auto& message : messages) {
-    const auto json = parse_message(message);
+    const auto json = parse_json(message, "checkpoint: a rank's message");
     auto written = written_from_json(JsonView(json, "checkpoint: a rank's message"));
     const auto first_file = static_cast<int64_t>(index.files.size());
     index.files.insert(index.files.end(), written.files.begin(), written.files.end());
@@ -47,44 +41,26 @@ void write_index(const Index& index, const std::filesystem::path& folder) {
   file.sync_and_close();
 }
 
-SavePlan plan_from(const std::vector<std::string>& messages) {
-  std::vector<RankState> states;
-  for (const auto& message : messages) {
-    const auto json = parse_message(message);
-    states.push_back(rank_state_from_json(JsonView(json, "checkpoint: a rank's message")["state"]));
-  }
-  return plan_save(states);
-}
-
 } // namespace
 
+void save_snapshot(const Ranks& ranks, const Snapshot& snapshot, Planner& planner, const std::filesystem::path& target,
+                   const SaveOptions& options) {
+  SaveSession session(ranks, target, options);
+  const auto& plan = planner.plan(ranks, snapshot.state);
+  const auto written = session.all(
+      "save", [&] { return dump_json(to_json(write_parts(plan, ranks.rank(), snapshot, session.folder())), "checkpoint"); });
+  session.commit([&] { write_index(merge_written(plan, written), session.folder()); });
+}
+
 void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options) {
-  TORCH_CHECK(dir.filename() != kLatestName, "checkpoint: ", dir.string(), ": the name \"", kLatestName,
-              "\" is kept for the link to the newest checkpoint");
-  TORCH_CHECK(options.keep_last >= 0, "checkpoint: keep_last is ", options.keep_last);
   const Ranks ranks;
-  std::optional<Staging> staging; // rank 0's
-  const auto what = dir.string();
-  const auto states = ranks.all("start to save " + what, [&] {
-    if (ranks.rank() == 0) staging.emplace(dir, options.overwrite);
-    return dump_json({{"folder", staging ? staging->folder().string() : ""}, {"state", to_json(describe(state))}}, "checkpoint");
-  });
-  const auto plan = plan_from(states);
-  const std::filesystem::path folder = parse_message(states[0])["folder"].get<std::string>();
-  const auto written =
-      ranks.all("save " + what, [&] { return dump_json(to_json(write_parts(plan, ranks.rank(), state, folder)), "checkpoint"); });
-  ranks.all("commit " + what, [&] {
-    if (staging) {
-      write_index(merge_written(plan, written), folder);
-      staging->commit();
-    }
+  Snapshot snapshot;
+  ranks.all("start to save " + dir.string(), [&] {
+    snapshot = snapshot_of(state);
     return std::string();
   });
-  ranks.all("tidy up after the save of " + what, [&] {
-    if (staging && options.update_latest) point_latest_to(staging->target());
-    if (staging && options.keep_last > 0) keep_last(staging->target().parent_path(), options.keep_last, staging->target());
-    return std::string();
-  });
+  Planner planner;
+  save_snapshot(ranks, snapshot, planner, dir, options);
 }
 
 } // namespace tessera::checkpoint

@@ -2,41 +2,24 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/file.h>
-#include <tessera/checkpoint/pieces.h>
 #include <tessera/checkpoint/safetensors.h>
 #include <tessera/checkpoint/writer.h>
 
 #include <algorithm>
+#include <unordered_map>
 
 namespace tessera::checkpoint {
 
 namespace {
 
-// A box to write and where its data is.
-struct Part {
-  int64_t tensor; // position in the plan
-  const Holding* what;
-  Piece piece;
-};
-
 // `parts[k]` are those of file k: the k-th box that this rank writes of each tensor.
-std::vector<std::vector<Part>> parts_by_file(const SavePlan& plan, int rank, const StateDict& state) {
-  std::vector<std::vector<Part>> files;
-  for (size_t t = 0; t < plan.tensors.size(); ++t) {
-    const auto& [what, assignments] = plan.tensors[t];
-    if (std::none_of(assignments.begin(), assignments.end(), [&](const Assignment& a) { return a.rank == rank; })) continue;
-    const auto& tensor = state.tensor(what.name);
-    auto pieces = pieces_of(what.name, tensor);
-    size_t file = 0;
-    for (const auto& assignment : assignments) {
-      if (assignment.rank != rank) continue;
-      const auto held =
-          std::find_if(pieces.begin(), pieces.end(), [&](const Piece& piece) { return piece.box == assignment.box; });
-      auto piece = held != pieces.end() ? *held : Piece{assignment.box, at::empty(assignment.box.sizes, what.dtype)};
-      TORCH_INTERNAL_ASSERT(held != pieces.end() || assignment.box.numel() == 0);
-      if (file == files.size()) files.emplace_back();
-      files[file++].push_back({static_cast<int64_t>(t), &what, std::move(piece)});
-    }
+std::vector<std::vector<OwnedPart>> parts_by_file(std::vector<OwnedPart> parts) {
+  std::vector<std::vector<OwnedPart>> files;
+  size_t file = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    file = i > 0 && parts[i].tensor == parts[i - 1].tensor ? file + 1 : 0;
+    if (file == files.size()) files.emplace_back();
+    files[file].push_back(parts[i]);
   }
   return files;
 }
@@ -51,14 +34,15 @@ std::string file_name(int rank, size_t file, size_t files) {
 }
 
 // The header with the keys that PyTorch's distributed checkpoint looks for.
-SafetensorsHeader header_of(const std::vector<Part>& parts) {
+SafetensorsHeader header_of(const std::vector<OwnedPart>& parts) {
   SafetensorsHeader header;
   auto offsets = Json::object();
   for (const auto& part : parts) {
-    header.tensors.push_back({part.what->name, part.what->dtype, part.piece.box.sizes});
-    offsets[part.what->name] = {{"saved_offsets", part.piece.box.offsets}};
+    header.tensors.push_back({part.what->name, part.what->dtype, part.box.sizes});
+    offsets[part.what->name] = {{"saved_offsets", part.box.offsets}};
   }
-  header.metadata = {{"DCP_SHARDING_INFO", dump_json(offsets, "DCP_SHARDING_INFO")}, {"DCP_VERSION", "1.0"}, {"format", "pt"}};
+  header.metadata = {
+      {"DCP_SHARDING_INFO", dump_json(offsets, "DCP_SHARDING_INFO")}, {"DCP_VERSION", "1.0"}, {"format", "pt"}, {kOwnKey, "1"}};
   return header;
 }
 
@@ -94,13 +78,33 @@ Written written_from_json(const JsonView& json) {
   return written;
 }
 
-Written write_parts(const SavePlan& plan, int rank, const StateDict& state, const std::filesystem::path& folder) {
+std::vector<OwnedPart> parts_of(const SavePlan& plan, int rank, const Snapshot& snapshot) {
+  std::unordered_map<std::string, size_t> positions;
+  for (size_t i = 0; i < snapshot.state.tensors.size(); ++i) positions.emplace(snapshot.state.tensors[i].name, i);
+  std::vector<OwnedPart> parts;
+  for (size_t t = 0; t < plan.tensors.size(); ++t) {
+    const auto& [what, assignments] = plan.tensors[t];
+    for (const auto& assignment : assignments) {
+      if (assignment.rank != rank) continue;
+      const auto position = positions.at(what.name);
+      const auto& boxes = snapshot.state.tensors[position].boxes;
+      const auto held = std::find(boxes.begin(), boxes.end(), assignment.box);
+      TORCH_INTERNAL_ASSERT(held != boxes.end() || assignment.box.numel() == 0);
+      auto data =
+          held != boxes.end() ? snapshot.data[position][held - boxes.begin()] : at::empty(assignment.box.sizes, what.dtype);
+      parts.push_back({static_cast<int64_t>(t), &what, assignment.box, std::move(data)});
+    }
+  }
+  return parts;
+}
+
+Written write_parts(const SavePlan& plan, int rank, const Snapshot& snapshot, const std::filesystem::path& folder) {
   Written written;
-  auto files = parts_by_file(plan, rank, state);
+  auto files = parts_by_file(parts_of(plan, rank, snapshot));
   for (size_t i = 0; i < files.size(); ++i) {
     auto& parts = files[i];
     // Widest dtype first, so that every tensor lies aligned for readers that map the file.
-    std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) {
+    std::stable_sort(parts.begin(), parts.end(), [](const OwnedPart& a, const OwnedPart& b) {
       return c10::elementSize(a.what->dtype) > c10::elementSize(b.what->dtype);
     });
     const auto name = file_name(rank, i, files.size());
@@ -109,7 +113,7 @@ Written write_parts(const SavePlan& plan, int rank, const StateDict& state, cons
     auto file = File::create(folder / name);
     file.write(prefix);
     for (size_t p = 0; p < parts.size(); ++p) {
-      Chunk chunk{parts[p].piece.box, static_cast<int64_t>(i), header.tensors[p].begin, write_data(file, parts[p].piece.data)};
+      Chunk chunk{parts[p].box, static_cast<int64_t>(i), header.tensors[p].begin, write_data(file, parts[p].data)};
       written.chunks.emplace_back(parts[p].tensor, std::move(chunk));
     }
     written.files.push_back({name, file.size(), header.data_begin, checksum(prefix)});

@@ -8,6 +8,7 @@
 
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/plan.h>
+#include <tessera/checkpoint/snapshot.h>
 
 namespace tessera::checkpoint {
 
@@ -21,8 +22,19 @@ struct Written {
 Json to_json(const Written& written);
 Written written_from_json(const JsonView& json);
 
-/// Writes the parts that `plan` gives to `rank`, from the tensors of `state`, to new files in `folder`, and flushes them to the
+/// A part that a rank writes, and its data.
+struct OwnedPart {
+  int64_t tensor = 0; ///< position in the plan
+  const Holding* what = nullptr;
+  Box box;
+  at::Tensor data;
+};
+
+/// What `plan` gives to `rank`, in the plan's order.
+std::vector<OwnedPart> parts_of(const SavePlan& plan, int rank, const Snapshot& snapshot);
+
+/// Writes the parts that `plan` gives to `rank`, from the data of `snapshot`, to new files in `folder`, and flushes them to the
 /// disk. A file holds a name once: further boxes of the same tensor go to further files. No file when there is nothing to write.
-Written write_parts(const SavePlan& plan, int rank, const StateDict& state, const std::filesystem::path& folder);
+Written write_parts(const SavePlan& plan, int rank, const Snapshot& snapshot, const std::filesystem::path& folder);
 
 } // namespace tessera::checkpoint

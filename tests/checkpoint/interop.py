@@ -1,17 +1,26 @@
-"""Reads a checkpoint folder with the safetensors package and with torch.distributed.checkpoint, and compares every tensor.
+"""The Python side of interop_test: checks what the library writes, and writes what it shall read.
 
-interop.py FOLDER NAME:DTYPE:SIZE,SIZE,... ...
+interop.py check FOLDER TENSOR...               reads a checkpoint with safetensors and with torch.distributed.checkpoint
+interop.py check-hugging-face FOLDER TENSOR...  reads whole tensors, through the index where there is one
+interop.py write FORMAT FOLDER TENSOR...    writes FOLDER/1, /2 and /4 on so many ranks with torch.distributed.checkpoint; FORMAT:
+                                            dcp-safetensors or dcp
+interop.py write-hugging-face FOLDER TENSOR...  writes two safetensors files and their index
 
-Every tensor holds 0, 1, 2, … modulo 120 (modulo 2 for bool), row-major.
+TENSOR is NAME:DTYPE:SIZE,SIZE,... and holds 0, 1, 2, … modulo 120 (modulo 2 for bool), row-major.
 """
 import json
 import pathlib
 import sys
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
 from safetensors import safe_open
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
 def expected(dtype, sizes):
@@ -20,10 +29,13 @@ def expected(dtype, sizes):
 
 
 def same(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
+    def raw(t):
+        return t.contiguous().view(-1).view(torch.uint8)
+
+    return a.dtype == b.dtype and a.shape == b.shape and raw(a).equal(raw(b))
 
 
-def check_with_safetensors(folder, tensors):
+def check_parts(folder, tensors):
     seen = {name: torch.zeros(sizes, dtype=torch.int64) for name, (_, sizes) in tensors.items()}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -47,15 +59,72 @@ def check_with_dcp(folder, tensors):
         assert same(tensor, expected(*tensors[name])), f"{name} read by torch.distributed.checkpoint"
 
 
-def main():
-    folder = pathlib.Path(sys.argv[1])
+def check_hugging_face(folder, tensors):
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = json.loads(index.read_text())["weight_map"]
+    else:
+        files = dict.fromkeys(tensors, "model.safetensors")
+    assert set(files) == set(tensors)
+    for name, file_name in files.items():
+        with safe_open(folder / file_name, framework="pt") as file:
+            assert same(file.get_tensor(name), expected(*tensors[name])), name
+
+
+def write_on_rank(rank, kind, ranks, folder, tensors):
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    state = {}
+    for position, (name, (dtype, sizes)) in enumerate(tensors.items()):
+        placements = [Shard(0), Shard(len(sizes) - 1), Replicate()][position % 3] if sizes else Replicate()
+        state[name] = distribute_tensor(expected(dtype, sizes), mesh, [placements], src_data_rank=None)
+    if kind == "dcp":
+        state["step"] = 7
+        state["nested"] = {"rate": 0.5, "names": ["a", "b"]}
+        writer = FileSystemWriter(folder)
+    else:
+        writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+    dcp.save(state, storage_writer=writer)
+    dist.destroy_process_group()
+
+
+def write_hugging_face(folder, tensors):
+    folder.mkdir()
+    names = list(tensors)
+    weight_map = {}
+    for number, part in enumerate([names[::2], names[1::2]], 1):
+        file_name = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: expected(*tensors[name]) for name in part}, folder / file_name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file_name))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def parse(arguments):
     tensors = {}
-    for argument in sys.argv[2:]:
+    for argument in arguments:
         name, dtype, sizes = argument.split(":")
         tensors[name] = (getattr(torch, dtype), [int(n) for n in sizes.split(",") if n])
-    check_with_safetensors(folder, tensors)
-    check_with_dcp(folder, tensors)
-    print(f"{len(tensors)} tensors are the same")
+    return tensors
 
 
-main()
+def main():
+    command, *arguments = sys.argv[1:]
+    if command == "write":
+        kind, folder = arguments[:2]
+        for ranks in (1, 2, 4):
+            arguments_of_rank = (kind, ranks, f"{folder}/{ranks}", parse(arguments[2:]))
+            torch.multiprocessing.start_processes(write_on_rank, arguments_of_rank, ranks, start_method="fork")
+        return
+    folder, tensors = pathlib.Path(arguments[0]), parse(arguments[1:])
+    if command == "check":
+        check_parts(folder, tensors)
+        check_with_dcp(folder, tensors)
+    elif command == "check-hugging-face":
+        check_hugging_face(folder, tensors)
+    else:
+        write_hugging_face(folder, tensors)
+    print(f"{len(tensors)} tensors: {command} done")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,23 +16,24 @@ Holding plain(const std::string& name, const std::vector<int64_t>& sizes) {
   return {name, {}, at::kFloat, sizes, "plain", true, {whole(sizes)}};
 }
 
-RankState tensors(std::vector<Holding> holdings) { return {std::move(holdings), {}}; }
+using Holdings = std::vector<Holding>;
 
 TEST(SavePlan, EachShardGoesToItsRank) {
-  const auto plan = plan_save({tensors({sharded("w", {5}, {{{0}, {3}}})}), tensors({sharded("w", {5}, {{{3}, {2}}})})});
-  ASSERT_EQ(plan.tensors.size(), 1);
-  ASSERT_EQ(plan.tensors[0].parts.size(), 2);
-  EXPECT_EQ(plan.tensors[0].parts[0].rank, 0);
-  EXPECT_EQ(plan.tensors[0].parts[1].rank, 1);
-  EXPECT_EQ(plan.tensors[0].parts[1].box, (Box{{3}, {2}}));
+  const Holdings first{sharded("w", {5}, {{{0}, {3}}})}, second{sharded("w", {5}, {{{3}, {2}}})};
+  const auto plan = plan_tensors({first, second});
+  ASSERT_EQ(plan.size(), 1);
+  ASSERT_EQ(plan[0].parts.size(), 2);
+  EXPECT_EQ(plan[0].parts[0].rank, 0);
+  EXPECT_EQ(plan[0].parts[1].rank, 1);
+  EXPECT_EQ(plan[0].parts[1].box, (Box{{3}, {2}}));
 }
 
 TEST(SavePlan, ReplicatedPartsAreWrittenOnceAndBalanced) {
-  std::vector<Holding> all;
+  Holdings all;
   for (int i = 0; i < 10; ++i) all.push_back(sharded("w" + std::to_string(i), {100 + i}, {whole({100 + i})}));
-  const auto plan = plan_save({tensors(all), tensors(all), tensors(all)});
+  const auto plan = plan_tensors({all, all, all});
   std::vector<int64_t> load(3, 0);
-  for (const auto& tensor : plan.tensors) {
+  for (const auto& tensor : plan) {
     ASSERT_EQ(tensor.parts.size(), 1) << tensor.what.name;
     load[tensor.parts[0].rank] += tensor.parts[0].box.numel();
   }
@@ -42,62 +43,83 @@ TEST(SavePlan, ReplicatedPartsAreWrittenOnceAndBalanced) {
 
 TEST(SavePlan, ReplicatedPartsFillUpWhatShardsLeave) {
   const auto big = sharded("big", {1000}, {whole({1000})}), copy = sharded("copy", {10}, {whole({10})});
-  const auto plan = plan_save({tensors({big, copy}), tensors({copy})});
-  EXPECT_EQ(plan.tensors[1].parts[0].rank, 1);
+  const Holdings both{big, copy}, one{copy};
+  EXPECT_EQ(plan_tensors({both, one})[1].parts[0].rank, 1);
 }
 
 TEST(SavePlan, PlainTensorsAreTheLowestRanks) {
-  const auto plan = plan_save({tensors({}), tensors({plain("b", {4})}), tensors({plain("b", {4})})});
-  ASSERT_EQ(plan.tensors[0].parts.size(), 1);
-  EXPECT_EQ(plan.tensors[0].parts[0].rank, 1);
+  const Holdings none, some{plain("b", {4})};
+  const auto plan = plan_tensors({none, some, some});
+  ASSERT_EQ(plan[0].parts.size(), 1);
+  EXPECT_EQ(plan[0].parts[0].rank, 1);
 }
 
 TEST(SavePlan, EmptyTensorsAreWrittenByTheLowestRank) {
-  const auto plan = plan_save({tensors({}), tensors({sharded("e", {0, 3}, {})}), tensors({sharded("e", {0, 3}, {})})});
-  ASSERT_EQ(plan.tensors[0].parts.size(), 1);
-  EXPECT_EQ(plan.tensors[0].parts[0].rank, 1);
-  EXPECT_EQ(plan.tensors[0].parts[0].box, whole({0, 3}));
+  const Holdings none, some{sharded("e", {0, 3}, {})};
+  const auto plan = plan_tensors({none, some, some});
+  ASSERT_EQ(plan[0].parts.size(), 1);
+  EXPECT_EQ(plan[0].parts[0].rank, 1);
+  EXPECT_EQ(plan[0].parts[0].box, whole({0, 3}));
 }
 
 TEST(SavePlan, ValuesAreMerged) {
-  RankState first, second;
-  first.values = {{"step", int64_t{3}}, {"nan", std::nan("")}};
-  second.values = {{"step", int64_t{3}}, {"nan", std::nan("")}, {"rng.1", std::string("x")}};
-  const auto plan = plan_save({first, second});
-  ASSERT_EQ(plan.values.size(), 3);
-  EXPECT_EQ(plan.values[2].first, "rng.1");
+  const StateValues first{{"step", int64_t{3}}, {"nan", std::nan("")}};
+  const StateValues second{{"step", int64_t{3}}, {"nan", std::nan("")}, {"rng.1", std::string("x")}};
+  const auto values = merge_values({first, second});
+  ASSERT_EQ(values.size(), 3);
+  EXPECT_EQ(values[2].first, "rng.1");
 }
 
 TEST(SavePlan, ErrorsNameTheTensorAndTheRanks) {
-  const auto error = [](const std::vector<RankState>& ranks) { return error_of([&] { plan_save(ranks); }); };
-  EXPECT_THAT(error({tensors({plain("b", {4})}), tensors({plain("b", {5})})}),
-              HasSubstr("tensor \"b\" is Float[4] on rank 0 and Float[5] on rank 1"));
-  EXPECT_THAT(error({tensors({sharded("w", {5}, {{{0}, {3}}})}), tensors({sharded("w", {5}, {})})}),
-              HasSubstr("\"w\": the ranks hold 3 of its 5 elements"));
-  EXPECT_THAT(error({tensors({sharded("w", {5}, {{{0}, {3}}})}), tensors({sharded("w", {5}, {{{2}, {3}}})})}),
-              HasSubstr("\"w\": rank 0 holds [0:3] and rank 1 holds [2:5], which overlap"));
-  EXPECT_THAT(error({tensors({sharded("w", {5}, {{{0}, {6}}})})}), HasSubstr("rank 0 holds [0:6] of a tensor of shape [5]"));
-  RankState three, four;
-  three.values = {{"step", int64_t{3}}};
-  four.values = {{"step", int64_t{4}}};
-  EXPECT_THAT(error({three, four}), HasSubstr("value \"step\" is {\"i64\":3} on rank 0 and {\"i64\":4} on rank 1"));
-  EXPECT_THAT(error({three, tensors({plain("step", {1})})}),
-              HasSubstr("\"step\" is a tensor on one rank and a value on another"));
+  const auto error = [](const std::vector<Holdings>& ranks) { return error_of([&] { plan_tensors(ranks); }); };
+  const Holdings four{plain("b", {4})}, five{plain("b", {5})};
+  EXPECT_THAT(error({four, five}), HasSubstr("tensor \"b\" is Float[4] on rank 0 and Float[5] on rank 1"));
+  const Holdings low{sharded("w", {5}, {{{0}, {3}}})}, high{sharded("w", {5}, {{{2}, {3}}})}, none{sharded("w", {5}, {})};
+  EXPECT_THAT(error({low, none}), HasSubstr("\"w\": the ranks hold 3 of its 5 elements"));
+  EXPECT_THAT(error({low, high}), HasSubstr("\"w\": rank 0 holds [0:3] and rank 1 holds [2:5], which overlap"));
+  const Holdings outside{sharded("w", {5}, {{{0}, {6}}})};
+  EXPECT_THAT(error({outside}), HasSubstr("rank 0 holds [0:6] of a tensor of shape [5]"));
+  const StateValues three{{"step", int64_t{3}}}, more{{"step", int64_t{4}}};
+  EXPECT_THAT(error_of([&] {
+                merge_values({three, more});
+              }),
+              HasSubstr("value \"step\" is {\"i64\":3} on rank 0 and {\"i64\":4} on rank 1"));
 }
 
-TEST(RankStateJson, ComesBack) {
-  auto state = tensors({plain("b", {4, 2}), sharded("w", {5}, {{{0}, {3}}, {{4}, {1}}}), plain("s", {})});
-  state.tensors[0].aliases = {"c", "d"};
-  state.values = {{"a", true},
-                  {"b2", 0.1},
-                  {"c2", std::vector<double>{1, std::numeric_limits<double>::infinity()}},
-                  {"d2", std::vector<std::string>{"x"}}};
-  const auto json = to_json(state);
-  const auto back = rank_state_from_json(JsonView(json, "message"));
+TEST(Planner, KeepsThePlanWhileNothingChanges) {
+  const Ranks ranks;
+  Planner planner;
+  RankState state{{plain("b", {4})}, {{"step", int64_t{1}}}};
+  const auto* parts = planner.plan(ranks, state).tensors[0].parts.data();
+  state.values[0].second = int64_t{2};
+  const auto& again = planner.plan(ranks, state);
+  EXPECT_EQ(again.tensors[0].parts.data(), parts);
+  EXPECT_EQ(again.values[0].second, StateValue(int64_t{2}));
+  state.tensors.push_back(plain("c", {4}));
+  EXPECT_EQ(planner.plan(ranks, state).tensors.size(), 2);
+}
+
+TEST(Planner, ANameThatIsATensorAndAValueIsAnError) {
+  Planner planner;
+  const RankState state{{plain("step", {1})}, {{"step", int64_t{3}}}};
+  EXPECT_THAT(error_of([&] { planner.plan(Ranks(), state); }),
+              HasSubstr("\"step\" is a tensor on one rank and a value on another"));
+  auto tied = plain("a", {1});
+  tied.aliases = {"b"};
+  EXPECT_THAT(error_of([&] {
+                planner.plan(Ranks(), {{tied, plain("b", {1})}, {}});
+              }),
+              HasSubstr("\"b\" is a tensor on one rank and a tied name on another"));
+}
+
+TEST(Holdings, ComeBackFromJson) {
+  Holdings tensors{plain("b", {4, 2}), sharded("w", {5}, {{{0}, {3}}, {{4}, {1}}}), plain("s", {})};
+  tensors[0].aliases = {"c", "d"};
+  const auto json = to_json(tensors);
+  const auto back = holdings_from_json(JsonView(json, "message"));
   EXPECT_EQ(to_json(back), json);
-  EXPECT_EQ(back.tensors[0].aliases, state.tensors[0].aliases);
-  EXPECT_EQ(back.tensors[1].boxes, state.tensors[1].boxes);
-  EXPECT_EQ(back.values, state.values);
+  EXPECT_EQ(back[0].aliases, tensors[0].aliases);
+  EXPECT_EQ(back[1].boxes, tensors[1].boxes);
 }
 
 } // namespace

@@ -1,0 +1,91 @@
+#include <tessera/checkpoint/checkpointer.h>
+
+#include "../support/matchers.h"
+#include "shared_folder.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using testing::error_of;
+using ::testing::HasSubstr;
+using testing::SharedFolder;
+
+int rank() { return process_context().rank(); }
+std::string own_name() { return c10::str("rank", rank()); }
+
+TEST(Checkpointer, SavesWhatTheTensorsHeldWhenItWasCalled) {
+  const SharedFolder folder;
+  Checkpointer checkpointer;
+  StateDict state;
+  state.add(own_name(), torch::zeros({300, 1001}));
+  state.set("step", 0);
+  for (int64_t step = 0; step < 4; ++step) {
+    state.tensor(own_name()).fill_(static_cast<double>(step));
+    state.set("step", step);
+    if (step == 2) state.add(own_name() + ".more", torch::ones({3})); // another plan
+    checkpointer.save(state, folder.path() / std::to_string(step));
+    state.tensor(own_name()).fill_(-1);
+  }
+  checkpointer.wait();
+  checkpointer.wait();
+  for (int64_t step = 0; step < 4; ++step) {
+    StateDict loaded;
+    loaded.add(own_name(), torch::zeros({300, 1001}));
+    if (step >= 2) loaded.add(own_name() + ".more", torch::zeros({3}));
+    loaded.set("step", -1);
+    load(loaded, folder.path() / std::to_string(step));
+    EXPECT_TENSORS_EQUAL(loaded.tensor(own_name()), torch::full({300, 1001}, static_cast<double>(step)));
+    EXPECT_EQ(loaded.value<int64_t>("step"), step);
+  }
+}
+
+TEST(Checkpointer, AnErrorComesWithTheNextCallOnEveryRankAndTheOneAfterWorks) {
+  const SharedFolder folder;
+  Checkpointer checkpointer;
+  const int last = process_context().world_size() - 1;
+  StateDict bad, good;
+  bad.add(own_name(), rank() == last ? torch::empty({2}, at::kMeta) : torch::ones({2}));
+  good.add(own_name(), torch::ones({2}));
+  checkpointer.save(bad, folder.path() / "bad");
+  EXPECT_THAT(error_of([&] { checkpointer.save(good, folder.path() / "good"); }),
+              HasSubstr(c10::str("rank ", last, ": checkpoint: tensor")));
+  checkpointer.save(good, folder.path() / "good");
+  checkpointer.wait();
+  checkpointer.save(good, folder.path() / "good");
+  EXPECT_THAT(error_of([&] { checkpointer.wait(); }), HasSubstr("good exists already"));
+  EXPECT_NO_THROW(checkpointer.wait());
+  EXPECT_TRUE(verify(folder.path() / "good").empty());
+}
+
+TEST(Checkpointer, ItsEndWaitsForTheSave) {
+  const SharedFolder folder;
+  StateDict state;
+  state.add(own_name(), torch::ones({1'000'000}));
+  {
+    Checkpointer checkpointer;
+    checkpointer.save(state, folder.path() / "c");
+  }
+  EXPECT_TRUE(verify(folder.path() / "c").empty());
+}
+
+TEST(Checkpointer, RunsBesideCollectivesOfTheTraining) {
+  const SharedFolder folder;
+  Checkpointer checkpointer;
+  StateDict state;
+  state.add(own_name(), torch::ones({2'000'000}));
+  auto& context = process_context();
+  std::vector<int64_t> world(context.world_size());
+  std::iota(world.begin(), world.end(), 0);
+  const auto group = context.communicator(world, at::kCPU);
+  checkpointer.save(state, folder.path() / "c");
+  for (int i = 0; i < 200; ++i) {
+    const auto sum = torch::ones({100});
+    group->all_reduce(sum, ReduceOp::kSum, "training").wait();
+    ASSERT_EQ(sum[99].item<int64_t>(), context.world_size());
+  }
+  checkpointer.wait();
+  EXPECT_TRUE(verify(folder.path() / "c").empty());
+}
+
+} // namespace
+} // namespace tessera::checkpoint
