@@ -148,7 +148,7 @@ GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks
 
 GroupLayout plan_per_parameter(const std::vector<ParameterShape>& parameters, int ranks) {
   GroupLayout layout;
-  layout.gathers_in_place = false;
+  layout.gathers_in_place = ranks == 1;
   for (const auto& parameter : parameters) {
     ParameterLayout one;
     if (!is_scalar(parameter)) {

@@ -83,6 +83,7 @@ TEST(GroupLayout, RandomGroupsAreCutCompletelyAndWithoutOverlap) {
       }
       const auto per_parameter = plan_per_parameter(parameters, ranks);
       expect_valid(per_parameter, parameters, ranks);
+      EXPECT_EQ(per_parameter.gathers_in_place, ranks == 1);
     }
   }
 }
