@@ -1,6 +1,7 @@
 #include "gpt/progress.h"
 
 #include <fmt/format.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +12,12 @@ namespace {
 
 constexpr int kBarWidth = 24;
 constexpr int kPlainLines = 20; // a run prints about so many where there is no bar
+
+size_t terminal_columns() {
+  winsize size = {};
+  const bool known = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1;
+  return known ? size.ws_col : 80;
+}
 
 std::string clock(double seconds) {
   const auto whole = static_cast<int64_t>(seconds);
@@ -70,8 +77,13 @@ std::string Progress::bar(const StepMetrics& metrics) const {
   std::string blocks;
   for (int i = 0; i < kBarWidth; ++i) blocks += i < full ? "━" : "╌";
   const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  return fmt::format("{}/{} {} {}<{}  {}", metrics.step, last_, blocks, clock(elapsed), clock(elapsed / done - elapsed),
-                     describe(metrics, tokens_per_second_, validation_loss_));
+  const auto before = fmt::format("{}/{} ", metrics.step, last_);
+  const auto after = fmt::format(" {}<{}  {}", clock(elapsed), clock(elapsed / done - elapsed),
+                                 describe(metrics, tokens_per_second_, validation_loss_));
+  // A line that wraps could not be redrawn.
+  const size_t columns = terminal_columns();
+  if (before.size() + kBarWidth + after.size() < columns) return before + blocks + after;
+  return (before + after).substr(0, columns - 1);
 }
 
 } // namespace gpt
