@@ -4,7 +4,9 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/state_dict.h>
 
+#include <cmath>
 #include <filesystem>
+#include <limits>
 
 #include "gpt/memory.h"
 #include "gpt/optimizer.h"
@@ -104,6 +106,7 @@ StepMetrics Trainer::train_step(int64_t step) {
 
   const auto means = mean_over_ranks({loss.item<double>(), static_cast<double>(resident_bytes())});
   metrics.loss = means[0];
+  TORCH_CHECK(std::isfinite(metrics.loss), "the loss of step ", metrics.step, " is ", metrics.loss, "; a smaller --lr may help");
   metrics.resident_bytes = means[1];
   metrics.tokens_per_second = static_cast<double>(rows_ * world_size() * options_.model.sequence) / seconds_since(begin);
   return metrics;

@@ -127,6 +127,9 @@ class TrainGptTest(unittest.TestCase):
         self.assert_error("--strategy none is for one process", "--strategy=none", "--ranks=2")
         self.assert_error("Unknown command line flag 'no_such_flag'", "--no-such-flag")
 
+    def test_a_loss_that_is_not_finite(self):
+        self.assert_error("the loss of step 2 is", "--lr=1e30", "--warmup=0", "--ranks=2")
+
     def test_a_log_that_cannot_be_written(self):
         self.assert_error("cannot make the folder of", f"--log={self.data}/log.jsonl", "--ranks=2")
 
