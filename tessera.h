@@ -3,6 +3,8 @@
 /// All public headers of Tessera.
 
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/checkpointer.h>
+#include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/state_dict.h>
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/launch.h>

@@ -48,7 +48,8 @@ struct LoadReport {
 };
 
 /// `dir` is a folder that `save` wrote, a Hugging Face folder (model.safetensors, or several files and
-/// model.safetensors.index.json), a folder that PyTorch's HuggingFaceStorageWriter wrote, or one safetensors file.
+/// model.safetensors.index.json), a folder of PyTorch's distributed checkpoint (HuggingFaceStorageWriter or FileSystemWriter), or
+/// one safetensors file.
 ///
 /// Reads the checkpoint `dir` into the tensors of `state`, in place, and its values into `state`; then hands optimizers their
 /// state.

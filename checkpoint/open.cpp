@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/checksum.h>
+#include <tessera/checkpoint/distcp.h>
 #include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/safetensors.h>
@@ -126,6 +127,7 @@ Opened open_checkpoint(const std::filesystem::path& path) {
   }
   if (std::filesystem::exists(resolved / kIndexName)) return {resolved, read_index(resolved)};
   if (std::filesystem::exists(resolved / kHuggingFaceIndex)) return {resolved, index_of_hugging_face(resolved)};
+  if (std::filesystem::exists(resolved / kDistcpMetadata)) return {resolved, index_of_distcp(resolved)};
   const auto files = safetensors_files_in(resolved);
   TORCH_CHECK(!files.empty(), path.string(), " is not a complete checkpoint: it has no ", kIndexName,
               " and no safetensors files");

@@ -18,6 +18,7 @@ struct Opened {
 ///   a folder with index.json: our format;
 ///   a folder with model.safetensors.index.json: Hugging Face's, several files;
 ///   a folder with other *.safetensors files: those of PyTorch's HuggingFaceStorageWriter (parts of tensors), or whole tensors;
+///   a folder with .metadata: PyTorch's FileSystemWriter;
 ///   one safetensors file.
 /// Errors name the path, and say what was expected there.
 Opened open_checkpoint(const std::filesystem::path& path);

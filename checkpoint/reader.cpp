@@ -111,6 +111,7 @@ std::vector<std::string> Reader::verify_all() {
   for (int64_t i = 0; i < static_cast<int64_t>(index_.files.size()); ++i) {
     const bool good = note([&] {
       const auto& source = file(i);
+      if (source.path().extension() != ".safetensors") return;
       parse_safetensors(read_safetensors_prefix(source), source.size(), source.path().string());
     });
     if (!good) bad_files.insert(i);

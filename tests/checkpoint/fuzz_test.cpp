@@ -1,6 +1,8 @@
 // Damaged and hostile headers and indexes: each is read or refused with a c10::Error, and never anything else.
 #include <tessera/checkpoint/checksum.h>
+#include <tessera/checkpoint/distcp.h>
 #include <tessera/checkpoint/index.h>
+#include <tessera/checkpoint/pickle.h>
 #include <tessera/checkpoint/reader.h>
 #include <tessera/checkpoint/safetensors.h>
 
@@ -69,6 +71,15 @@ std::string mutate(std::string text, std::mt19937& generator) {
     }
   }
   return text;
+}
+
+// The index of a distributed checkpoint, nothing when it is refused.
+std::optional<Index> error_free_index(const std::filesystem::path& path) {
+  try {
+    return index_of_distcp(path);
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
 }
 
 template <typename Work>
@@ -140,6 +151,34 @@ TEST(Fuzz, Indexes) {
         parse_index("{\"tessera_checkpoint\": 1, \"xxh3\": \"" + to_hex(checksum(mutated)) + "\",\n" + mutated, "fuzz");
     Reader(folder.path(), parsed, true).verify_all();
     EXPECT_EQ(encode_index(parse_index(encode_index(parsed), "fuzz")), encode_index(parsed));
+  });
+}
+
+TEST(Fuzz, Pickles) {
+  const auto metadata = testing::read_text(std::filesystem::path(TESSERA_FIXTURES) / "distcp" / ".metadata");
+  fuzz({metadata}, [&](const std::string& mutated) {
+    const Pickle pickle(mutated, "fuzz");
+    EXPECT_NE(pickle.root(), nullptr);
+  });
+}
+
+TEST(Fuzz, DistributedCheckpoints) {
+  const testing::TemporaryFolder folder;
+  const auto path = folder.path() / "c";
+  std::filesystem::copy(std::filesystem::path(TESSERA_FIXTURES) / "distcp", path);
+  std::vector<std::pair<std::filesystem::path, std::string>> files;
+  for (const auto& entry : std::filesystem::directory_iterator(path))
+    files.emplace_back(entry.path(), testing::read_text(entry.path()));
+  // The first character says which of the files is damaged; the others are whole.
+  std::vector<std::string> seeds;
+  for (size_t i = 0; i < files.size(); ++i) seeds.push_back(static_cast<char>(i) + files[i].second);
+  fuzz(seeds, [&](const std::string& mutated) {
+    if (mutated.empty()) TORCH_CHECK(false, "nothing left");
+    const auto& [name, text] = files[static_cast<unsigned char>(mutated[0]) % files.size()];
+    testing::write_text(name, mutated.substr(1));
+    const auto index = error_free_index(path);
+    testing::write_text(name, text);
+    TORCH_CHECK(index, "refused");
   });
 }
 

@@ -111,6 +111,7 @@ def main():
     command, *arguments = sys.argv[1:]
     if command == "write":
         kind, folder = arguments[:2]
+        pathlib.Path(folder).mkdir()
         for ranks in (1, 2, 4):
             arguments_of_rank = (kind, ranks, f"{folder}/{ranks}", parse(arguments[2:]))
             torch.multiprocessing.start_processes(write_on_rank, arguments_of_rank, ranks, start_method="fork")

@@ -105,11 +105,21 @@ TEST(Interop, PythonReadsTheHuggingFaceFoldersWeWrite) {
 
 TEST(Interop, WeReadWhatPythonWrites) {
   const SharedFolder folder;
-  run_python({"write", "dcp-safetensors", folder.path()});
-  for (const auto* ranks : {"1", "2", "4"}) {
-    auto state = sharded_state(false);
-    load(state, folder.path() / ranks);
-    expect_filled(state);
+  for (const std::string format : {"dcp-safetensors", "dcp"}) {
+    const auto path = folder.path() / format;
+    run_python({"write", format, path});
+    for (const auto* ranks : {"1", "2", "4"}) {
+      SCOPED_TRACE(format + " by " + ranks);
+      auto state = sharded_state(false);
+      if (format == "dcp") {
+        state.set("step", 0);
+        state.set("nested.rate", 0.0);
+        state.set("nested.names", StateValue(std::vector<std::string>{}));
+      }
+      load(state, path / ranks);
+      expect_filled(state);
+      EXPECT_EQ(state.contains("step") ? state.value<int64_t>("step") : 7, 7);
+    }
   }
 }
 

@@ -1,0 +1,276 @@
+#include <c10/util/Exception.h>
+#include <tessera/checkpoint/pickle.h>
+
+#include <cstring>
+#include <unordered_map>
+
+namespace tessera::checkpoint {
+
+// The opcodes of protocols 2 to 5, apart from those of text protocols, out-of-band buffers and extension registries.
+class Unpickler {
+ public:
+  Unpickler(Pickle& pickle, std::string_view text, const std::string& source)
+      : values_(pickle.values_), text_(text), source_(source) {}
+
+  PickleRef run() {
+    while (true) {
+      const auto opcode = take(1)[0];
+      if (opcode == '.') {
+        if (stack_.size() != 1 || !marks_.empty()) fail("does not end with one value");
+        return stack_.back();
+      }
+      if (!constant(opcode) && !text_or_bytes(opcode) && !container(opcode) && !memo(opcode) && !object(opcode)) {
+        fail("has the unknown opcode " + std::to_string(static_cast<unsigned char>(opcode)));
+      }
+    }
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& problem) const {
+    TORCH_CHECK(false, source_, ": pickle ", problem, " (byte ", position_, " of ", text_.size(), ")");
+  }
+
+  std::string_view take(uint64_t bytes) {
+    if (bytes > text_.size() - position_) fail("ends too early");
+    const auto part = text_.substr(position_, bytes);
+    position_ += bytes;
+    return part;
+  }
+  std::string_view take_line() {
+    const auto end = text_.find('\n', position_);
+    if (end == std::string_view::npos) fail("ends too early");
+    const auto line = take(end - position_);
+    ++position_;
+    return line;
+  }
+  uint64_t take_unsigned(size_t bytes) {
+    uint64_t value = 0;
+    std::memcpy(&value, take(bytes).data(), bytes);
+    return value;
+  }
+  // Two's complement of up to 8 bytes.
+  int64_t take_signed(uint64_t bytes) {
+    if (bytes > 8) fail("has an integer beyond 64 bits");
+    if (bytes == 0) return 0;
+    const auto shift = 64 - 8 * bytes;
+    return static_cast<int64_t>(take_unsigned(bytes) << shift) >> shift;
+  }
+
+  PickleValue* make(PickleValue value) { return &values_.emplace_back(std::move(value)); }
+  bool push(PickleValue value) { return push_ref(make(std::move(value))); }
+  bool push_ref(PickleValue* value) {
+    stack_.push_back(value);
+    return true;
+  }
+  PickleValue* pop() {
+    if (stack_.size() <= (marks_.empty() ? 0 : marks_.back())) fail("takes a value that is not there");
+    auto* value = stack_.back();
+    stack_.pop_back();
+    return value;
+  }
+  std::vector<PickleRef> pop_to_mark() {
+    if (marks_.empty()) fail("takes a mark that is not there");
+    std::vector<PickleRef> items(stack_.begin() + static_cast<std::ptrdiff_t>(marks_.back()), stack_.end());
+    stack_.resize(marks_.back());
+    marks_.pop_back();
+    return items;
+  }
+  template <typename T>
+  T& top() {
+    auto* found = stack_.empty() ? nullptr : std::get_if<T>(static_cast<PickleValue::variant*>(stack_.back()));
+    if (!found) fail("applies an opcode to a value of the wrong kind");
+    return *found;
+  }
+
+  bool constant(char opcode) {
+    switch (opcode) {
+      case '\x80':
+        if (take_unsigned(1) > 5) fail("has an unknown protocol");
+        return true;
+      case '\x95': take(8); return true; // a frame's length
+      case 'N': return push(PickleNone{});
+      case '\x88': return push(true);
+      case '\x89': return push(false);
+      case 'K': return push(static_cast<int64_t>(take_unsigned(1)));
+      case 'M': return push(static_cast<int64_t>(take_unsigned(2)));
+      case 'J': return push(take_signed(4));
+      case '\x8a': return push(take_signed(take_unsigned(1)));
+      case 'G': {
+        const auto bits = __builtin_bswap64(take_unsigned(8));
+        double value = 0;
+        std::memcpy(&value, &bits, sizeof value);
+        return push(value);
+      }
+      default: return false;
+    }
+  }
+
+  bool text_or_bytes(char opcode) {
+    switch (opcode) {
+      case '\x8c': return push(std::string(take(take_unsigned(1))));
+      case 'X': return push(std::string(take(take_unsigned(4))));
+      case '\x8d': return push(std::string(take(take_unsigned(8))));
+      case 'C': return push(PickleBytes{std::string(take(take_unsigned(1)))});
+      case 'B': return push(PickleBytes{std::string(take(take_unsigned(4)))});
+      case '\x8e':
+      case '\x96': return push(PickleBytes{std::string(take(take_unsigned(8)))});
+      default: return false;
+    }
+  }
+
+  bool container(char opcode) {
+    switch (opcode) {
+      case '(': marks_.push_back(stack_.size()); return true;
+      case ')': return push(PickleTuple{});
+      case '\x85':
+      case '\x86':
+      case '\x87': return push(PickleTuple{pop_items(static_cast<size_t>(opcode - '\x84'))});
+      case 't': return push(PickleTuple{pop_to_mark()});
+      case ']':
+      case '\x8f': return push(PickleList{});
+      case 'l':
+      case '\x91': return push(PickleList{pop_to_mark()});
+      case '}': return push(PickleDict{});
+      case 'a': return append({pop()});
+      case 'e':
+      case '\x90': return append(pop_to_mark());
+      case 's': return set_items(pop_items(2));
+      case 'u': return set_items(pop_to_mark());
+      default: return false;
+    }
+  }
+
+  std::vector<PickleRef> pop_items(size_t count) {
+    std::vector<PickleRef> items(count);
+    for (size_t i = count; i-- > 0;) items[i] = pop();
+    return items;
+  }
+  bool append(const std::vector<PickleRef>& items) {
+    auto& list = top<PickleList>().items;
+    list.insert(list.end(), items.begin(), items.end());
+    return true;
+  }
+  bool set_items(const std::vector<PickleRef>& items) {
+    if (items.size() % 2 != 0) fail("has a key without a value");
+    auto& dict = top<PickleDict>().items;
+    for (size_t i = 0; i < items.size(); i += 2) dict.emplace_back(items[i], items[i + 1]);
+    return true;
+  }
+
+  bool memo(char opcode) {
+    switch (opcode) {
+      case '\x94': return store(memo_.size());
+      case 'q': return store(take_unsigned(1));
+      case 'r': return store(take_unsigned(4));
+      case 'h': return recall(take_unsigned(1));
+      case 'j': return recall(take_unsigned(4));
+      case '0': pop(); return true;
+      case '1': pop_to_mark(); return true;
+      case '2': {
+        auto* value = pop();
+        push_ref(value);
+        return push_ref(value);
+      }
+      default: return false;
+    }
+  }
+  bool store(uint64_t index) {
+    if (stack_.empty()) fail("takes a value that is not there");
+    memo_[index] = stack_.back();
+    return true;
+  }
+  bool recall(uint64_t index) {
+    const auto found = memo_.find(index);
+    if (found == memo_.end()) fail("recalls a value that it did not store");
+    return push_ref(found->second);
+  }
+
+  bool object(char opcode) {
+    switch (opcode) {
+      case 'c': {
+        const std::string module(take_line());
+        return push(PickleName{module + "." + std::string(take_line())});
+      }
+      case '\x93': {
+        const auto items = pop_items(2);
+        const auto* module = std::get_if<std::string>(items[0]);
+        const auto* name = std::get_if<std::string>(items[1]);
+        if (!module || !name) fail("names a class by something else than text");
+        return push(PickleName{*module + "." + *name});
+      }
+      case 'R':
+      case '\x81': {
+        const auto items = pop_items(2);
+        return push(PickleObject{items[0], items[1], nullptr});
+      }
+      case '\x92': { // with keyword arguments, which no class that is understood has
+        const auto items = pop_items(3);
+        return push(PickleObject{items[0], items[1], items[2]});
+      }
+      case 'b': {
+        const auto* state = pop();
+        top<PickleObject>().state = state;
+        return true;
+      }
+      case 'Q': return push(PicklePersistent{pop()});
+      default: return false;
+    }
+  }
+
+  std::deque<PickleValue>& values_;
+  std::string_view text_;
+  const std::string& source_;
+  size_t position_ = 0;
+  std::vector<PickleValue*> stack_;
+  std::vector<size_t> marks_; // sizes of the stack
+  std::unordered_map<uint64_t, PickleValue*> memo_;
+};
+
+Pickle::Pickle(std::string_view text, const std::string& source) { root_ = Unpickler(*this, text, source).run(); }
+
+template <typename T>
+const T& pickle_as(PickleRef value, const std::string& what) {
+  const auto* found = value ? std::get_if<T>(static_cast<const PickleValue::variant*>(value)) : nullptr;
+  TORCH_CHECK(found, what, " is missing or of another kind than expected");
+  return *found;
+}
+
+template const bool& pickle_as<bool>(PickleRef, const std::string&);
+template const int64_t& pickle_as<int64_t>(PickleRef, const std::string&);
+template const std::string& pickle_as<std::string>(PickleRef, const std::string&);
+template const PickleName& pickle_as<PickleName>(PickleRef, const std::string&);
+template const PickleTuple& pickle_as<PickleTuple>(PickleRef, const std::string&);
+template const PickleDict& pickle_as<PickleDict>(PickleRef, const std::string&);
+template const PickleObject& pickle_as<PickleObject>(PickleRef, const std::string&);
+template const PicklePersistent& pickle_as<PicklePersistent>(PickleRef, const std::string&);
+
+PickleRef pickle_find(const PickleDict& dict, const std::string& key) {
+  for (const auto& [name, value] : dict.items) {
+    const auto* text = std::get_if<std::string>(static_cast<const PickleValue::variant*>(name));
+    if (text && *text == key) return value;
+  }
+  return nullptr;
+}
+
+const std::vector<PickleRef>& pickle_items(PickleRef value, const std::string& what) {
+  if (const auto* list = value ? std::get_if<PickleList>(static_cast<const PickleValue::variant*>(value)) : nullptr)
+    return list->items;
+  const auto* object = value ? std::get_if<PickleObject>(static_cast<const PickleValue::variant*>(value)) : nullptr;
+  if (!object) return pickle_as<PickleTuple>(value, what).items;
+  TORCH_CHECK(pickle_as<PickleName>(object->callable, what).name == "torch.Size", what, " is no list, tuple or torch.Size");
+  const auto& arguments = pickle_as<PickleTuple>(object->arguments, what).items;
+  TORCH_CHECK(arguments.size() == 1, what, " is a torch.Size without its numbers");
+  return pickle_as<PickleTuple>(arguments[0], what).items;
+}
+
+PickleRef pickle_field(PickleRef object, const std::string& name, const std::string& what) {
+  return pickle_find(pickle_as<PickleDict>(pickle_as<PickleObject>(object, what).state, what), name);
+}
+
+std::string pickle_class(PickleRef value) {
+  const auto* object = value ? std::get_if<PickleObject>(static_cast<const PickleValue::variant*>(value)) : nullptr;
+  const auto* name = object ? std::get_if<PickleName>(static_cast<const PickleValue::variant*>(object->callable)) : nullptr;
+  return name ? name->name : "";
+}
+
+} // namespace tessera::checkpoint
