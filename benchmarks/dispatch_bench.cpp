@@ -14,7 +14,6 @@
 namespace {
 
 using at::Tensor;
-using tessera::DTensor;
 
 double nanoseconds(const std::function<void()>& call, int count) {
   double best = 1e300;

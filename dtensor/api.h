@@ -38,7 +38,7 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, cons
 /// Partial. No communication.
 DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placements& placements,
                    std::optional<std::vector<int64_t>> global_sizes = std::nullopt,
-                   std::optional<std::vector<int64_t>> global_strides = std::nullopt);
+                   const std::optional<std::vector<int64_t>>& global_strides = std::nullopt);
 
 /// This rank's part as a differentiable plain tensor that shares the DTensor's memory. The gradient is taken to be laid out like
 /// the placements, Replicate for Partial. No communication.

@@ -13,6 +13,9 @@ struct Overloaded : F... {
   using F::operator()...;
 };
 
+template <typename... F>
+Overloaded(F...) -> Overloaded<F...>; // Clang before 17 does not deduce it
+
 const char* name(Partial::Op op) {
   switch (op) {
     case Partial::Op::kSum: return "sum";

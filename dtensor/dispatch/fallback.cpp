@@ -55,8 +55,9 @@ thread_local uint64_t hits = 0, misses = 0;
 /// True inside the backward of an operator of PyTorch's own, not of a user's torch::autograd::Function.
 bool in_derivative_formula() {
   const auto node = torch::autograd::get_current_node();
-  return node &&
-         std::strstr(typeid(*node).name(), "8autograd9generated") != nullptr; // a dynamic_cast does not work across libraries
+  if (!node) return false;
+  const auto& formula = *node;
+  return std::strstr(typeid(formula).name(), "8autograd9generated") != nullptr; // a dynamic_cast does not work across libraries
 }
 
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {

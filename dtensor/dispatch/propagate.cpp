@@ -192,7 +192,7 @@ class Search {
 
   double cost(size_t input, const Placement& to) const {
     const auto& tensor = call_.tensors[input];
-    double bytes = static_cast<double>(c10::elementSize(tensor.dtype));
+    auto bytes = static_cast<double>(c10::elementSize(tensor.dtype));
     for (const auto size : tensor.sizes) bytes *= static_cast<double>(size);
     for (size_t m = 0; m < tensor.spec->placements().size(); ++m) {
       if (m != mesh_dim_ && is_sharded(tensor.spec->placements()[m])) bytes /= static_cast<double>(call_.mesh.shape()[m]);
@@ -254,7 +254,7 @@ std::string describe(const OpCall& call) {
     absl::AsciiStrToLower(&dtype);
     parts.push_back(fmt::format("{}[{}] {}", dtype, fmt::join(tensor.sizes, ", "), to_string(tensor.spec->placements())));
     if (parts.size() == 8 && call.tensors.size() > 8) {
-      parts.push_back("…");
+      parts.emplace_back("…");
       break;
     }
   }

@@ -18,7 +18,7 @@ ReduceOp wire_op(const Partial& partial) {
 }
 
 at::Tensor encode(const at::Tensor& values, const Partial& partial) {
-  if (partial.op == Partial::Op::kNorm) return values.abs().pow(partial.norm_p);
+  if (partial.op == Partial::Op::kNorm) return values.abs().to(at::kDouble).pow(partial.norm_p); // powers overflow narrow types
   if (values.scalar_type() == at::kBool) return values.to(at::kByte);
   if (values.is_complex()) {
     TORCH_CHECK(partial.op == Partial::Op::kSum || partial.op == Partial::Op::kAvg,
@@ -29,7 +29,7 @@ at::Tensor encode(const at::Tensor& values, const Partial& partial) {
 }
 
 at::Tensor decode(const at::Tensor& reduced, const Partial& partial, at::ScalarType dtype) {
-  if (partial.op == Partial::Op::kNorm) return reduced.pow(1.0 / partial.norm_p);
+  if (partial.op == Partial::Op::kNorm) return reduced.pow(1.0 / partial.norm_p).to(dtype);
   if (dtype == at::kBool) return reduced.to(at::kBool);
   if (at::isComplexType(dtype)) return at::view_as_complex(reduced);
   return reduced;

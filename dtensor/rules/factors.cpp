@@ -79,7 +79,7 @@ Factorization einsum_factors(const OpCall& call, std::string_view equation, uint
   const auto dims_of = [&](const std::string& term, const std::vector<int64_t>* sizes) {
     TensorDims dims;
     for (size_t d = 0; d < term.size(); ++d) {
-      auto& factor = of_letter[static_cast<size_t>(term[d])];
+      auto& factor = of_letter[static_cast<unsigned char>(term[d])];
       if (factor == kNoFactor) factor = factors.add_factor((*sizes)[d]);
       dims.factors.push_back(factor);
       dims.sizes.push_back(factors.factors[factor].size);

@@ -41,9 +41,10 @@ std::vector<int64_t> strides_in_order(const std::vector<int64_t>& sizes, const s
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return like[a] > like[b]; });
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
-  for (auto it = order.rbegin(); it != order.rend(); ++it) {
-    strides[*it] = stride;
-    stride *= std::max<int64_t>(sizes[*it], 1);
+  std::reverse(order.begin(), order.end());
+  for (const auto d : order) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
   }
   return strides;
 }

@@ -100,6 +100,14 @@ TEST(Redistribute, zero_dims_and_other_dtypes) {
   EXPECT_TENSORS_EQUAL(any.full_tensor(), flags);
 }
 
+TEST(Redistribute, norms_of_narrow_types_do_not_overflow) {
+  const auto mesh = line_mesh();
+  for (const auto dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
+    const auto parts = from_local(torch::full({2}, 1024).to(dtype), mesh, {Partial{Partial::Op::kNorm}});
+    EXPECT_TENSORS_CLOSE(parts.full_tensor(), torch::full({2}, 1024 * std::sqrt(mesh.size())).to(dtype), 1e-2);
+  }
+}
+
 TEST(Redistribute, a_norm_has_no_sign) {
   const auto mesh = line_mesh();
   EXPECT_THROWS_WITH(
