@@ -8,7 +8,8 @@ namespace tessera {
 
 /// The dtypes of a `fully_shard` group, with FSDP2's meaning (MixedPrecisionPolicy). Unset means: leave as it is.
 struct MixedPrecisionPolicy {
-  /// Dtype of the unsharded parameters in forward and backward; the shards keep their own. Cast on the shard, before the all-gather.
+  /// Dtype of the unsharded parameters in forward and backward; the shards keep their own. Cast on the shard, before the
+  /// all-gather.
   std::optional<c10::ScalarType> param_dtype;
   /// Dtype of the gradient reduction; unset: `param_dtype`, and without that the gradient's own.
   std::optional<c10::ScalarType> reduce_dtype;
