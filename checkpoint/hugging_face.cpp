@@ -1,10 +1,9 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/formats.h>
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/runs.h>
 #include <tessera/checkpoint/safetensors.h>
-#include <tessera/checkpoint/save_session.h>
-#include <tessera/checkpoint/writer.h>
 
 #include <algorithm>
 #include <map>
@@ -82,7 +81,7 @@ void write_into_files(const Layout& layout, const std::vector<OwnedPart>& parts,
     const auto& place = layout.places[static_cast<size_t>(part.tensor)];
     if (!files.count(place.file)) files.emplace(place.file, File::open_to_write(folder / layout.files[place.file].name));
     auto& file = files.at(place.file);
-    const auto data = part.data.resolve_conj().resolve_neg().to(at::kCPU, place.dtype).contiguous();
+    const auto data = part.data().resolve_conj().resolve_neg().to(at::kCPU, place.dtype).contiguous();
     if (data.numel() == 0) continue;
     const auto* bytes = static_cast<const char*>(data.const_data_ptr());
     const auto item = static_cast<int64_t>(data.element_size());
@@ -109,6 +108,21 @@ void write_weight_map(const Layout& layout, const std::filesystem::path& folder)
 
 } // namespace
 
+void write_hugging_face(SaveSession& session, const SavePlan& plan, const std::vector<OwnedPart>& parts,
+                        const HuggingFaceOptions& options) {
+  Layout layout;
+  session.all("lay out", [&] {
+    layout = lay_out(plan, options);
+    if (session.ranks().rank() == 0) create_files(layout, session.folder());
+    return std::string();
+  });
+  session.all("save", [&] {
+    write_into_files(layout, parts, session.folder());
+    return std::string();
+  });
+  session.commit([&] { write_weight_map(layout, session.folder()); });
+}
+
 void save_hugging_face(const StateDict& state, const std::filesystem::path& dir, const HuggingFaceOptions& options) {
   TORCH_CHECK(options.max_file_bytes > 0, "checkpoint: max_file_bytes is ", options.max_file_bytes);
   const Ranks ranks;
@@ -126,17 +140,7 @@ void save_hugging_face(const StateDict& state, const std::filesystem::path& dir,
   SaveSession session(ranks, dir, save_options);
   Planner planner;
   const auto& plan = planner.plan(ranks, snapshot.state);
-  Layout layout;
-  session.all("lay out", [&] {
-    layout = lay_out(plan, options);
-    if (ranks.rank() == 0) create_files(layout, session.folder());
-    return std::string();
-  });
-  session.all("save", [&] {
-    write_into_files(layout, parts_of(plan, ranks.rank(), snapshot), session.folder());
-    return std::string();
-  });
-  session.commit([&] { write_weight_map(layout, session.folder()); });
+  write_hugging_face(session, plan, parts_of(plan, ranks.rank(), snapshot), options);
 }
 
 } // namespace tessera::checkpoint

@@ -85,7 +85,7 @@ void Reader::read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const B
   });
 }
 
-void Reader::verify_chunk(const IndexedTensor& tensor, const Chunk& chunk) {
+void Reader::verify_chunk(const IndexedTensor& tensor, const Chunk& chunk, const std::function<void(int64_t)>& progress) {
   const auto& source = file(chunk.file);
   const auto total = chunk.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
   for (int64_t begin = 0; begin < total; begin += index_.block_bytes) {
@@ -93,10 +93,11 @@ void Reader::verify_chunk(const IndexedTensor& tensor, const Chunk& chunk) {
     source.read_at(block_.data(), static_cast<size_t>(size), chunk.begin + begin);
     check_block(tensor, chunk, begin / index_.block_bytes, block_.data(), size);
     bytes_read_ += size;
+    progress(size);
   }
 }
 
-std::vector<std::string> Reader::verify_all() {
+std::vector<std::string> Reader::verify_all(const std::function<void(int64_t)>& progress) {
   std::vector<std::string> findings;
   std::set<int64_t> bad_files; // their chunks cannot be read
   const auto note = [&](const auto& work) {
@@ -119,7 +120,7 @@ std::vector<std::string> Reader::verify_all() {
   if (!verify_) return findings;
   for (const auto& tensor : index_.tensors) {
     for (const auto& chunk : tensor.chunks) {
-      if (!bad_files.count(chunk.file)) note([&] { verify_chunk(tensor, chunk); });
+      if (!bad_files.count(chunk.file)) note([&] { verify_chunk(tensor, chunk, progress); });
     }
   }
   return findings;

@@ -3,6 +3,7 @@
 // Internal: reads boxes of tensors from the files of a checkpoint.
 
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -23,8 +24,9 @@ class Reader {
   /// Fills the piece, whose box lies in the tensor, from the chunks that intersect it. Converts where its dtype is another one.
   void read(const IndexedTensor& tensor, const Piece& piece);
 
-  /// Checks the header of every file and, with `verify`, every byte against its checksum; one line for each finding.
-  std::vector<std::string> verify_all();
+  /// Checks the header of every file and, with `verify`, every byte against its checksum; one line for each finding. `progress`
+  /// is called with the bytes of data verified since the last call.
+  std::vector<std::string> verify_all(const std::function<void(int64_t)>& progress = [](int64_t) {});
 
   /// Bytes of data read so far.
   int64_t bytes_read() const { return bytes_read_; }
@@ -32,7 +34,7 @@ class Reader {
  private:
   const File& file(int64_t position);
   void read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const Box& wanted, const Box& box, char* out);
-  void verify_chunk(const IndexedTensor& tensor, const Chunk& chunk);
+  void verify_chunk(const IndexedTensor& tensor, const Chunk& chunk, const std::function<void(int64_t)>& progress);
   void check_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, const char* data, int64_t bytes) const;
 
   std::filesystem::path folder_;

@@ -1,9 +1,8 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/formats.h>
 #include <tessera/checkpoint/index.h>
-#include <tessera/checkpoint/save_session.h>
-#include <tessera/checkpoint/writer.h>
 
 #include <chrono>
 
@@ -43,13 +42,26 @@ void write_index(const Index& index, const std::filesystem::path& folder) {
 
 } // namespace
 
+void write_tessera(SaveSession& session, const SavePlan& plan, const std::vector<OwnedPart>& parts) {
+  const auto written = session.all("save", [&] {
+    return dump_json(to_json(write_parts(parts, session.ranks().rank(), session.folder(), true)), "checkpoint");
+  });
+  session.commit([&] { write_index(merge_written(plan, written), session.folder()); });
+}
+
+void write_distributed(SaveSession& session, const std::vector<OwnedPart>& parts) {
+  session.all("save", [&] {
+    write_parts(parts, session.ranks().rank(), session.folder(), false);
+    return std::string();
+  });
+  session.commit([] {});
+}
+
 void save_snapshot(const Ranks& ranks, const Snapshot& snapshot, Planner& planner, const std::filesystem::path& target,
                    const SaveOptions& options) {
   SaveSession session(ranks, target, options);
   const auto& plan = planner.plan(ranks, snapshot.state);
-  const auto written = session.all(
-      "save", [&] { return dump_json(to_json(write_parts(plan, ranks.rank(), snapshot, session.folder())), "checkpoint"); });
-  session.commit([&] { write_index(merge_written(plan, written), session.folder()); });
+  write_tessera(session, plan, parts_of(plan, ranks.rank(), snapshot));
 }
 
 void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options) {

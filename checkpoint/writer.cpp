@@ -13,7 +13,7 @@ namespace tessera::checkpoint {
 namespace {
 
 // `parts[k]` are those of file k: the k-th box that this rank writes of each tensor.
-std::vector<std::vector<OwnedPart>> parts_by_file(std::vector<OwnedPart> parts) {
+std::vector<std::vector<OwnedPart>> parts_by_file(const std::vector<OwnedPart>& parts) {
   std::vector<std::vector<OwnedPart>> files;
   size_t file = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -34,15 +34,15 @@ std::string file_name(int rank, size_t file, size_t files) {
 }
 
 // The header with the keys that PyTorch's distributed checkpoint looks for.
-SafetensorsHeader header_of(const std::vector<OwnedPart>& parts) {
+SafetensorsHeader header_of(const std::vector<OwnedPart>& parts, bool own) {
   SafetensorsHeader header;
   auto offsets = Json::object();
   for (const auto& part : parts) {
     header.tensors.push_back({part.what->name, part.what->dtype, part.box.sizes});
     offsets[part.what->name] = {{"saved_offsets", part.box.offsets}};
   }
-  header.metadata = {
-      {"DCP_SHARDING_INFO", dump_json(offsets, "DCP_SHARDING_INFO")}, {"DCP_VERSION", "1.0"}, {"format", "pt"}, {kOwnKey, "1"}};
+  header.metadata = {{"DCP_SHARDING_INFO", dump_json(offsets, "DCP_SHARDING_INFO")}, {"DCP_VERSION", "1.0"}, {"format", "pt"}};
+  if (own) header.metadata[kOwnKey] = "1";
   return header;
 }
 
@@ -90,17 +90,17 @@ std::vector<OwnedPart> parts_of(const SavePlan& plan, int rank, const Snapshot& 
       const auto& boxes = snapshot.state.tensors[position].boxes;
       const auto held = std::find(boxes.begin(), boxes.end(), assignment.box);
       TORCH_INTERNAL_ASSERT(held != boxes.end() || assignment.box.numel() == 0);
-      auto data =
+      const auto data =
           held != boxes.end() ? snapshot.data[position][held - boxes.begin()] : at::empty(assignment.box.sizes, what.dtype);
-      parts.push_back({static_cast<int64_t>(t), &what, assignment.box, std::move(data)});
+      parts.push_back({static_cast<int64_t>(t), &what, assignment.box, [data] { return data; }});
     }
   }
   return parts;
 }
 
-Written write_parts(const SavePlan& plan, int rank, const Snapshot& snapshot, const std::filesystem::path& folder) {
+Written write_parts(const std::vector<OwnedPart>& owned, int rank, const std::filesystem::path& folder, bool own) {
   Written written;
-  auto files = parts_by_file(parts_of(plan, rank, snapshot));
+  auto files = parts_by_file(owned);
   for (size_t i = 0; i < files.size(); ++i) {
     auto& parts = files[i];
     // Widest dtype first, so that every tensor lies aligned for readers that map the file.
@@ -108,12 +108,12 @@ Written write_parts(const SavePlan& plan, int rank, const Snapshot& snapshot, co
       return c10::elementSize(a.what->dtype) > c10::elementSize(b.what->dtype);
     });
     const auto name = file_name(rank, i, files.size());
-    auto header = header_of(parts);
+    auto header = header_of(parts, own);
     const auto prefix = encode_safetensors(header, name);
     auto file = File::create(folder / name);
     file.write(prefix);
     for (size_t p = 0; p < parts.size(); ++p) {
-      Chunk chunk{parts[p].box, static_cast<int64_t>(i), header.tensors[p].begin, write_data(file, parts[p].data)};
+      Chunk chunk{parts[p].box, static_cast<int64_t>(i), header.tensors[p].begin, write_data(file, parts[p].data())};
       written.chunks.emplace_back(parts[p].tensor, std::move(chunk));
     }
     written.files.push_back({name, file.size(), header.data_begin, checksum(prefix)});

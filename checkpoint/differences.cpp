@@ -1,0 +1,111 @@
+#include <ATen/ops/abs.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/max.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/sub.h>
+#include <c10/util/Exception.h>
+#include <tessera/checkpoint/convert.h>
+#include <tessera/checkpoint/reader.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+namespace tessera::checkpoint {
+
+namespace {
+
+constexpr int64_t kComparedBytes = int64_t{64} << 20;
+
+// Boxes of whole rows of dim 0, of at most about `kComparedBytes`, that cover the tensor.
+std::vector<Box> slices(const IndexedTensor& tensor) {
+  auto box = whole(tensor.sizes);
+  const auto bytes = box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  if (bytes <= kComparedBytes || tensor.sizes.empty()) return bytes > 0 ? std::vector<Box>{box} : std::vector<Box>{};
+  const auto rows = std::max<int64_t>(1, kComparedBytes / (bytes / tensor.sizes[0]));
+  std::vector<Box> boxes;
+  for (int64_t row = 0; row < tensor.sizes[0]; row += rows) {
+    box.offsets[0] = row;
+    box.sizes[0] = std::min(rows, tensor.sizes[0] - row);
+    boxes.push_back(box);
+  }
+  return boxes;
+}
+
+// Counts the elements whose bits differ, and the largest difference of their values.
+struct Difference {
+  int64_t elements = 0;
+  double largest = 0;
+
+  void add(const at::Tensor& a, const at::Tensor& b) {
+    if (std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0) return;
+    const auto item = static_cast<size_t>(a.element_size());
+    const auto* x = static_cast<const char*>(a.const_data_ptr());
+    const auto* y = static_cast<const char*>(b.const_data_ptr());
+    for (int64_t i = 0; i < a.numel(); ++i) elements += std::memcmp(x + i * item, y + i * item, item) != 0 ? 1 : 0;
+    if (a.is_complex()) return;
+    const auto distance = at::abs(at::sub(a.to(at::kDouble), b.to(at::kDouble)));
+    largest = std::max(largest, at::max(distance).item<double>());
+  }
+};
+
+std::string compare(const IndexedTensor& a, const IndexedTensor& b, Reader& reader_a, Reader& reader_b,
+                    const std::function<void(int64_t)>& progress) {
+  if (a.dtype != b.dtype || a.sizes != b.sizes) {
+    return c10::str(a.name, ": ", c10::toString(a.dtype), at::IntArrayRef(a.sizes), " and ", c10::toString(b.dtype),
+                    at::IntArrayRef(b.sizes));
+  }
+  Difference difference;
+  for (const auto& box : slices(a)) {
+    const Piece x{box, at::empty(box.sizes, a.dtype)}, y{box, at::empty(box.sizes, a.dtype)};
+    reader_a.read(a, x);
+    reader_b.read(b, y);
+    difference.add(x.data, y.data);
+    progress(static_cast<int64_t>(x.data.nbytes()));
+  }
+  if (difference.elements == 0) return "";
+  return c10::str(a.name, ": ", difference.elements, " of ", whole(a.sizes).numel(), " elements differ, by at most ",
+                  difference.largest);
+}
+
+// The entries of two maps with the same name, and findings for the others.
+template <typename T, typename Visit>
+void match(const std::map<std::string, T>& a, const std::map<std::string, T>& b, std::vector<std::string>& findings,
+           const Visit& visit) {
+  for (const auto& [name, entry] : a) {
+    if (b.count(name) == 0) findings.push_back(name + ": only in the first");
+  }
+  for (const auto& [name, entry] : b) {
+    if (a.count(name) == 0) findings.push_back(name + ": only in the second");
+  }
+  for (const auto& [name, entry] : a) {
+    if (const auto other = b.find(name); other != b.end()) visit(name, entry, other->second);
+  }
+}
+
+std::map<std::string, const IndexedTensor*> tensors_of(const Index& index) {
+  std::map<std::string, const IndexedTensor*> tensors;
+  for (const auto& tensor : index.tensors) tensors.emplace(tensor.name, &tensor);
+  return tensors;
+}
+
+} // namespace
+
+std::vector<std::string> differences(const Opened& a, const Opened& b, const std::function<void(int64_t)>& progress) {
+  std::vector<std::string> findings;
+  const std::map<std::string, StateValue> values_a(a.index.values.begin(), a.index.values.end()),
+      values_b(b.index.values.begin(), b.index.values.end());
+  match(values_a, values_b, findings, [&](const std::string& name, const StateValue& x, const StateValue& y) {
+    const auto text_x = to_json(x).dump(), text_y = to_json(y).dump();
+    if (text_x != text_y) findings.push_back(name + ": " + text_x + " and " + text_y);
+  });
+  Reader reader_a(a.folder, a.index, a.index.has_checksums), reader_b(b.folder, b.index, b.index.has_checksums);
+  match(tensors_of(a.index), tensors_of(b.index), findings,
+        [&](const std::string&, const IndexedTensor* x, const IndexedTensor* y) {
+          if (auto finding = compare(*x, *y, reader_a, reader_b, progress); !finding.empty())
+            findings.push_back(std::move(finding));
+        });
+  return findings;
+}
+
+} // namespace tessera::checkpoint

@@ -1,0 +1,113 @@
+#include <tessera/checkpoint/checkpoint.h>
+
+#include "../checkpoint/temporary_folder.h"
+#include "../support/subprocess.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+
+testing::ProgramResult run(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), TESSERA_CHECKPOINT_TOOL);
+  return testing::run_program(arguments);
+}
+
+StateDict example() {
+  at::manual_seed(1);
+  StateDict state;
+  state.add("layer.weight", torch::randn({30, 20}), {"head.weight"});
+  state.add("layer.bias", torch::randn({20}).to(at::kBFloat16));
+  state.add("optimizer.state.layer.bias.exp_avg", torch::randn({20}));
+  state.add("count", torch::arange(3));
+  state.set("step", 12);
+  state.set("name", "run");
+  return state;
+}
+
+TEST(CheckpointTool, InspectShowsTensorsAndValues) {
+  const TemporaryFolder folder;
+  checkpoint::save(example(), folder.path() / "c");
+  const auto result = run({"inspect", folder.path() / "c"});
+  EXPECT_EQ(result.status, 0);
+  EXPECT_THAT(result.output, HasSubstr("4 tensors, 2.5 KiB; 2 values; 1 files"));
+  EXPECT_THAT(result.output, ::testing::ContainsRegex("layer.weight = head.weight +F32 +\\[30, 20\\] +plain +1 +2.3 KiB\n"));
+  EXPECT_THAT(result.output, ::testing::ContainsRegex("layer.bias +BF16 +\\[20\\] +plain +1 +40 B\n"));
+  EXPECT_THAT(result.output, ::testing::ContainsRegex("step +i64 +12\n"));
+  EXPECT_THAT(result.output, ::testing::ContainsRegex("name +string +\"run\"\n"));
+}
+
+TEST(CheckpointTool, VerifyFindsDamage) {
+  const TemporaryFolder folder;
+  checkpoint::save(example(), folder.path() / "c");
+  EXPECT_EQ(run({"verify", folder.path() / "c"}).status, 0);
+  const auto file = folder.path() / "c" / "shard-00001-model-00001-of-00001.safetensors";
+  auto bytes = testing::read_text(file);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  testing::write_text(file, bytes);
+  const auto result = run({"verify", folder.path() / "c"});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("is damaged: tensor \"layer.bias\""));
+  EXPECT_EQ(run({"verify", folder.path() / "none"}).status, 1);
+}
+
+TEST(CheckpointTool, DiffListsWhatDiffers) {
+  const TemporaryFolder folder;
+  auto state = example();
+  checkpoint::save(state, folder.path() / "a");
+  checkpoint::save(state, folder.path() / "b");
+  const auto same = run({"diff", folder.path() / "a", folder.path() / "b"});
+  EXPECT_EQ(same.status, 0);
+  EXPECT_EQ(same.output, "the same\n");
+
+  state.tensor("layer.weight")[3][4] += 0.5;
+  state.tensor("layer.weight")[5][6] -= 2;
+  state.set("step", 13);
+  state.erase("count");
+  state.add("more", torch::zeros({1}));
+  checkpoint::save(state, folder.path() / "c");
+  const auto result = run({"diff", folder.path() / "a", folder.path() / "c"});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_EQ(result.output,
+            "step: {\"i64\":12} and {\"i64\":13}\ncount: only in the first\nmore: only in the second\n"
+            "layer.weight: 2 of 600 elements differ, by at most 2\n");
+}
+
+TEST(CheckpointTool, ConvertsRoundTheFormats) {
+  const TemporaryFolder folder;
+  const auto path = [&](const char* name) { return (folder.path() / name).string(); };
+  auto state = example();
+  checkpoint::save(state, path("ours"));
+  EXPECT_EQ(run({"convert", path("ours"), path("again")}).status, 0);
+  EXPECT_EQ(run({"diff", path("ours"), path("again")}).output, "the same\n");
+
+  const auto converted =
+      run({"convert", path("ours"), path("hf"), "--to=hugging-face", "--exclude=optimizer.", "--max_file_bytes=1000"});
+  EXPECT_EQ(converted.status, 0) << converted.output;
+  EXPECT_THAT(converted.output, HasSubstr("left out, because the format holds no values: step, name"));
+  EXPECT_TRUE(std::filesystem::exists(folder.path() / "hf" / "model.safetensors.index.json"));
+  EXPECT_EQ(run({"convert", path("hf"), path("dcp"), "--to=dcp"}).status, 0);
+  EXPECT_EQ(run({"diff", path("hf"), path("dcp")}).output, "the same\n");
+  EXPECT_EQ(run({"convert", path("dcp"), path("back")}).status, 0);
+  EXPECT_EQ(run({"diff", path("ours"), path("back")}).output,
+            "name: only in the first\nstep: only in the first\noptimizer.state.layer.bias.exp_avg: only in the first\n");
+  EXPECT_EQ(run({"verify", path("back")}).status, 0);
+  EXPECT_THAT(run({"verify", path("dcp")}).output, HasSubstr("there are no checksums"));
+}
+
+TEST(CheckpointTool, MistakesAreErrors) {
+  const TemporaryFolder folder;
+  checkpoint::save(example(), folder.path() / "c");
+  const auto path = (folder.path() / "c").string();
+  EXPECT_EQ(run({}).status, 2);
+  EXPECT_EQ(run({"inspect"}).status, 2);
+  EXPECT_THAT(run({"inspect", path + "x"}).output,
+              HasSubstr("tessera-checkpoint: " + path + "x is not a checkpoint: no such folder"));
+  EXPECT_THAT(run({"convert", path, path}).output, HasSubstr("exists already"));
+  EXPECT_THAT(run({"convert", path, path + "x", "--to=zip"}).output, HasSubstr("--to=zip: not one of"));
+  EXPECT_THAT(run({"convert", path, path + "x", "--dtype=BF16"}).output, HasSubstr("--dtype needs --to=hugging-face"));
+}
+
+} // namespace
+} // namespace tessera

@@ -1,0 +1,174 @@
+// Looks at checkpoints, checks them, compares them and converts them. Reads all formats that tessera::checkpoint::load reads.
+#include <absl/flags/flag.h>
+#include <absl/flags/parse.h>
+#include <absl/flags/usage.h>
+#include <absl/flags/usage_config.h>
+#include <absl/strings/str_join.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <tessera/checkpoint/convert.h>
+#include <tessera/checkpoint/reader.h>
+#include <tessera/checkpoint/safetensors.h>
+
+#include <ctime>
+#include <map>
+#include <optional>
+
+#include "progress_bar.h"
+#include "table.h"
+
+ABSL_FLAG(std::string, to, "tessera",
+          "convert: the format to write: tessera, hugging-face or dcp (PyTorch's HuggingFaceStorageWriter)");
+ABSL_FLAG(std::vector<std::string>, exclude, {},
+          "convert: leave out names that start with one of these, separated by commas (for example optimizer.)");
+ABSL_FLAG(std::string, dtype, "",
+          "convert: dtype of floating-point tensors in a Hugging Face folder, such as BF16; default: as they are");
+ABSL_FLAG(int64_t, max_file_bytes, 5'000'000'000, "convert: largest file of a Hugging Face folder");
+ABSL_FLAG(bool, overwrite, false, "convert: replace an existing target");
+ABSL_FLAG(bool, verify, true, "convert: check what is read against its checksums");
+
+namespace {
+
+using tessera::checkpoint::Index;
+using tessera::checkpoint::Opened;
+
+constexpr const char* kUsage = R"(tessera-checkpoint COMMAND PATH...
+
+  inspect PATH     what the checkpoint holds: tensors with dtype, shape, layout and size, and values
+  verify PATH      reads every byte and compares it with its checksum; status 1 when something is wrong
+  diff PATH PATH   how two checkpoints differ, whatever their formats; status 1 when they do
+  convert FROM TO  writes FROM in another format
+
+PATH is a checkpoint of Tessera's, a Hugging Face folder, a folder of torch.distributed.checkpoint, or a safetensors file.)";
+
+std::string join(const std::vector<int64_t>& sizes) { return "[" + absl::StrJoin(sizes, ", ") + "]"; }
+
+std::string time_of(int64_t microseconds) {
+  const auto seconds = static_cast<std::time_t>(microseconds / 1'000'000);
+  std::tm utc{};
+  gmtime_r(&seconds, &utc);
+  std::string text(32, '\0');
+  text.resize(std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &utc));
+  return text;
+}
+
+void inspect(const Opened& opened) {
+  const auto& index = opened.index;
+  int64_t file_bytes = 0;
+  for (const auto& file : index.files) file_bytes += file.bytes;
+  fmt::print("{}\n", opened.folder.string());
+  if (index.saved_at > 0) fmt::print("saved {} by {} ranks\n", time_of(index.saved_at), index.world_size);
+  fmt::print("{} tensors, {}; {} values; {} files, {}; {}\n", index.tensors.size(),
+             human_bytes(tessera::checkpoint::data_bytes(index)), index.values.size(), index.files.size(),
+             human_bytes(file_bytes), index.has_checksums ? "with checksums" : "without checksums");
+  std::vector<std::vector<std::string>> rows{{"tensor", "dtype", "shape", "layout", "parts", "size"}};
+  for (const auto& tensor : index.tensors) {
+    auto name = tensor.name;
+    for (const auto& alias : tensor.aliases) name += " = " + alias;
+    const auto bytes = tessera::checkpoint::whole(tensor.sizes).numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+    rows.push_back({name, tessera::checkpoint::safetensors_dtype(tensor.dtype, name), join(tensor.sizes), tensor.layout,
+                    std::to_string(tensor.chunks.size()), human_bytes(bytes)});
+  }
+  if (rows.size() > 1) fmt::print("\n{}", format_table(rows, {4, 5}));
+  rows = {{"value", "type", ""}};
+  for (const auto& [name, value] : index.values) {
+    const auto json = tessera::checkpoint::to_json(value);
+    rows.push_back({name, json.begin().key(), json.begin().value().dump()});
+  }
+  if (rows.size() > 1) fmt::print("\n{}", format_table(rows));
+}
+
+int report(const std::vector<std::string>& findings, const std::string& none) {
+  for (const auto& finding : findings) fmt::print("{}\n", finding);
+  if (findings.empty()) fmt::print("{}\n", none);
+  return findings.empty() ? 0 : 1;
+}
+
+int verify(const std::string& path) {
+  std::optional<Opened> opened;
+  try {
+    opened = tessera::checkpoint::open_checkpoint(path);
+  } catch (const c10::Error& error) {
+    return report({error.what_without_backtrace()}, "");
+  }
+  const auto& index = opened->index;
+  std::vector<std::string> findings;
+  {
+    ProgressBar bar("verify", tessera::checkpoint::data_bytes(index));
+    findings = tessera::checkpoint::Reader(opened->folder, index, index.has_checksums).verify_all([&](int64_t bytes) {
+      bar.add(bytes);
+    });
+  }
+  return report(findings,
+                index.has_checksums ? "whole: every byte has its checksum" : "the structure is sound; there are no checksums");
+}
+
+int diff(const std::string& first, const std::string& second) {
+  const auto a = tessera::checkpoint::open_checkpoint(first), b = tessera::checkpoint::open_checkpoint(second);
+  std::vector<std::string> findings;
+  {
+    ProgressBar bar("diff", tessera::checkpoint::data_bytes(a.index));
+    findings = tessera::checkpoint::differences(a, b, [&](int64_t bytes) { bar.add(bytes); });
+  }
+  return report(findings, "the same");
+}
+
+int convert(const std::string& from, const std::string& to) {
+  const std::map<std::string, tessera::checkpoint::Format> formats{{"tessera", tessera::checkpoint::Format::kTessera},
+                                                                   {"hugging-face", tessera::checkpoint::Format::kHuggingFace},
+                                                                   {"dcp", tessera::checkpoint::Format::kDistributed}};
+  const auto format = formats.find(absl::GetFlag(FLAGS_to));
+  TORCH_CHECK(format != formats.end(), "--to=", absl::GetFlag(FLAGS_to), ": not one of tessera, hugging-face, dcp");
+  const auto opened = tessera::checkpoint::open_checkpoint(from);
+  tessera::checkpoint::ConvertOptions options;
+  options.format = format->second;
+  options.exclude = absl::GetFlag(FLAGS_exclude);
+  options.verify = absl::GetFlag(FLAGS_verify);
+  options.hugging_face.overwrite = absl::GetFlag(FLAGS_overwrite);
+  options.hugging_face.max_file_bytes = absl::GetFlag(FLAGS_max_file_bytes);
+  if (const auto dtype = absl::GetFlag(FLAGS_dtype); !dtype.empty()) {
+    TORCH_CHECK(format->second == tessera::checkpoint::Format::kHuggingFace, "--dtype needs --to=hugging-face");
+    options.hugging_face.dtype = tessera::checkpoint::dtype_from_safetensors(dtype, "--dtype");
+  }
+  std::vector<std::string> left_out;
+  {
+    ProgressBar bar("convert", tessera::checkpoint::data_bytes(opened.index));
+    options.progress = [&](int64_t bytes) { bar.add(bytes); };
+    left_out = tessera::checkpoint::convert(opened, to, options);
+  }
+  fmt::print("wrote {}\n", to);
+  if (!left_out.empty()) fmt::print("left out, because the format holds no values: {}\n", absl::StrJoin(left_out, ", "));
+  return 0;
+}
+
+int run(const std::vector<char*>& arguments) {
+  const std::vector<std::string> words(arguments.begin() + 1, arguments.end());
+  const auto is = [&](const char* command, size_t paths) {
+    return !words.empty() && words[0] == command && words.size() == paths + 1;
+  };
+  if (is("inspect", 1)) return inspect(tessera::checkpoint::open_checkpoint(words[1])), 0;
+  if (is("verify", 1)) return verify(words[1]);
+  if (is("diff", 2)) return diff(words[1], words[2]);
+  if (is("convert", 2)) return convert(words[1], words[2]);
+  fmt::print(stderr, "{}\n", kUsage);
+  return 2;
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  try {
+    absl::SetProgramUsageMessage(kUsage);
+    absl::FlagsUsageConfig config;
+    config.contains_help_flags = [](absl::string_view file) {
+      return file.find("tessera_checkpoint") != absl::string_view::npos;
+    };
+    absl::SetFlagsUsageConfig(config);
+    return run(absl::ParseCommandLine(argc, argv));
+  } catch (const c10::Error& error) {
+    fmt::print(stderr, "tessera-checkpoint: {}\n", error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "tessera-checkpoint: {}\n", error.what());
+  }
+  return 2;
+}
