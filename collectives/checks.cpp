@@ -91,6 +91,13 @@ void check_broadcast(const Communicator& group, const at::Tensor& tensor, int ro
   TORCH_CHECK(root >= 0 && root < group.size(), call.text(), ": root ", root, " is not in [0, ", group.size(), ")");
 }
 
+std::vector<int64_t> AllToAllSplits::byte_counts(int64_t width) const {
+  std::vector<int64_t> counts;
+  for (const auto* list : {&input, &output})
+    for (const auto split : *list) counts.push_back(split * width);
+  return counts;
+}
+
 AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& output, const at::Tensor& input,
                                 const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits,
                                 std::string_view label) {

@@ -21,6 +21,9 @@ void check_broadcast(const Communicator& group, const at::Tensor& tensor, int ro
 
 struct AllToAllSplits {
   std::vector<int64_t> output, input; ///< elements a rank
+
+  /// The bytes sent to each rank, then those expected from each, for elements of `width` bytes.
+  std::vector<int64_t> byte_counts(int64_t width) const;
 };
 /// Also fills in the equal splits that empty lists stand for.
 AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& output, const at::Tensor& input,

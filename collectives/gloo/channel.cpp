@@ -171,6 +171,11 @@ void Channel::begin_wait(Exchange* exchange) {
   waiting_.push_back(exchange);
 }
 
+void Channel::wake_if_closed(Exchange* exchange) const {
+  std::lock_guard lock(mutex_);
+  if (closed_) exchange->wake();
+}
+
 void Channel::end_wait(Exchange* exchange) {
   std::lock_guard lock(mutex_);
   waiting_.erase(std::find(waiting_.begin(), waiting_.end(), exchange));

@@ -83,6 +83,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void complete_in_background(std::shared_ptr<Exchange> exchange);
   /// Announces the exchange that a thread waits for; the monitor wakes it when one of its peers is gone.
   void begin_wait(Exchange* exchange);
+  /// For messages that an exchange posted after `begin_wait`: those of a closed channel would be waited for until the timeout.
+  void wake_if_closed(Exchange* exchange) const;
   void end_wait(Exchange* exchange);
 
   /// Wakes everybody who waits, with an error, and ends the threads. The communicator's last act.

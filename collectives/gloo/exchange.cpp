@@ -3,13 +3,13 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace tessera::gloo {
 
 namespace {
 
-constexpr int64_t kHeaderBytes = sizeof(Signature) + Exchange::kInlineBytes;
 constexpr int kSecondRoundTag = 1 << 30; // the low bits are the sequence number
 
 } // namespace
@@ -21,7 +21,13 @@ bool Exchange::has_header() const {
   return channel_->options().check_signatures || signature_.kind == static_cast<uint8_t>(CollectiveKind::kBarrier);
 }
 
-char* Exchange::sent_header(int peer) const { return static_cast<char*>(header_buffer_.data_ptr()) + peer * kHeaderBytes; }
+// The same for every collective: gloo ends the process when a message is longer than the buffer that waits for it.
+int64_t Exchange::header_bytes() const {
+  const auto largest_counts = 2 * channel_->size() * static_cast<int64_t>(sizeof(int64_t));
+  return static_cast<int64_t>(sizeof(Signature)) + largest_counts + kInlineBytes;
+}
+
+char* Exchange::sent_header(int peer) const { return static_cast<char*>(header_buffer_.data_ptr()) + peer * header_bytes(); }
 
 char* Exchange::received_header(int peer) const { return sent_header(channel_->size() + peer); }
 
@@ -29,7 +35,7 @@ void Exchange::start(Signature signature, ExchangePlan plan) {
   channel_->check_usable(call_);
   signature_ = signature;
   plan_ = std::move(plan);
-  if (has_header()) header_buffer_ = channel_->take_buffer(2 * channel_->size() * kHeaderBytes);
+  if (has_header()) header_buffer_ = channel_->take_buffer(2 * channel_->size() * header_bytes());
   try {
     const auto order = channel_->posting_order();
     signature_.sequence = channel_->next_sequence();
@@ -44,15 +50,20 @@ void Exchange::start(Signature signature, ExchangePlan plan) {
 
 void Exchange::post_headers(const Signature& signature) {
   for (int peer = 0; peer < channel_->size(); ++peer) {
-    if (peer == channel_->rank()) continue;
-    channel_->receive(peer, Channel::kHeaderTag, received_header(peer), kHeaderBytes, header_receives_);
-    auto record = signature;
+    const bool own = peer == channel_->rank();
+    auto* end = own ? received_header(peer) : sent_header(peer);
+    const auto* begin = end;
+    const auto append = [&](const void* data, int64_t bytes) {
+      if (bytes > 0) std::memcpy(end, data, bytes);
+      end += bytes;
+    };
+    append(&signature, sizeof(signature));
+    append(plan_.counts.data(), counts_bytes());
+    if (own) continue;
     const auto& payload = plan_.send[peer];
-    record.payload_bytes = payload.count;
-    std::memcpy(sent_header(peer), &record, sizeof(record));
-    const int64_t inlined = is_inline(payload) ? payload.count : 0;
-    if (inlined > 0) std::memcpy(sent_header(peer) + sizeof(record), payload.data, inlined);
-    channel_->send(peer, Channel::kHeaderTag, sent_header(peer), static_cast<int64_t>(sizeof(record)) + inlined, sends_);
+    if (is_inline(payload)) append(payload.data, payload.count);
+    channel_->receive(peer, Channel::kHeaderTag, received_header(peer), header_bytes(), header_receives_);
+    channel_->send(peer, Channel::kHeaderTag, begin, end - begin, sends_);
   }
 }
 
@@ -92,6 +103,7 @@ void Exchange::run() {
   if (has_header()) {
     receive_headers();
     check_signatures();
+    check_counts();
     unpack_headers();
   }
   wait_for(receives_, "the payload");
@@ -114,26 +126,36 @@ void Exchange::receive_headers() {
   }
 }
 
-void Exchange::check_signatures() {
-  std::vector<Signature> signatures(channel_->size(), signature_);
-  bool same = true;
-  for (int peer = 0; peer < channel_->size(); ++peer) {
-    if (peer == channel_->rank()) continue;
-    std::memcpy(&signatures[peer], received_header(peer), sizeof(Signature));
-    same = same && signatures[peer].same_collective(signature_);
-  }
+void Exchange::check_signatures() const {
+  std::vector<Signature> signatures(channel_->size());
+  for (int rank = 0; rank < channel_->size(); ++rank) std::memcpy(&signatures[rank], received_header(rank), sizeof(Signature));
+  const bool same =
+      std::all_of(signatures.begin(), signatures.end(), [&](const auto& s) { return s.same_collective(signature_); });
   TORCH_CHECK(same, call_, ": the ranks of the group called different collectives:", describe_signatures(signatures, ranks_));
-  for (int peer = 0; peer < channel_->size(); ++peer)
-    TORCH_CHECK(peer == channel_->rank() || signatures[peer].payload_bytes == plan_.receive[peer].count, call_, ": rank ",
-                ranks_[peer], " sends ", signatures[peer].payload_bytes, " bytes to rank ", ranks_[channel_->rank()],
-                ", which expects ", plan_.receive[peer].count, " from it");
 }
 
-void Exchange::unpack_headers() {
+void Exchange::check_counts() const {
+  if (plan_.counts.empty()) return;
+  const int size = channel_->size();
+  const auto count = [&](int rank, int index) {
+    int64_t value = 0;
+    std::memcpy(&value, received_header(rank) + sizeof(Signature) + index * sizeof(value), sizeof(value));
+    return value;
+  };
+  for (int from = 0; from < size; ++from) {
+    for (int to = 0; to < size; ++to) {
+      const auto sent = count(from, to), expected = count(to, size + from);
+      TORCH_CHECK(sent == expected, call_, ": rank ", ranks_[from], " sends ", sent, " bytes to rank ", ranks_[to],
+                  ", which expects ", expected, " from it");
+    }
+  }
+}
+
+void Exchange::unpack_headers() const {
   for (int peer = 0; peer < channel_->size(); ++peer) {
     const auto& incoming = plan_.receive[peer];
     if (peer != channel_->rank() && is_inline(incoming) && incoming.count > 0)
-      std::memcpy(incoming.data, received_header(peer) + sizeof(Signature), incoming.count);
+      std::memcpy(incoming.data, received_header(peer) + sizeof(Signature) + counts_bytes(), incoming.count);
   }
 }
 
@@ -163,6 +185,7 @@ void Exchange::run_second_round(const ExchangePlan& plan) {
     receives_ = std::move(receives);
     sends_ = std::move(sends);
   }
+  channel_->wake_if_closed(this);
   wait_for(receives_, "the second round");
   wait_for(sends_, "the receipt of the second round");
 }

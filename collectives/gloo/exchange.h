@@ -25,12 +25,16 @@ struct ExchangePlan {
   std::vector<Bytes> send, receive;
   std::function<void()> finish;                    ///< runs once, when all has arrived and has been sent
   std::unique_ptr<ExchangePlan> second_round = {}; ///< a further exchange, after `finish`
+  /// Where ranks may differ in what they send (all_to_all): the bytes that this rank sends to each rank, then those that it
+  /// expects from each. Every rank compares those of all.
+  std::vector<int64_t> counts = {};
 };
 
 /// One collective in flight: everybody sends a part to everybody, and then something is computed.
 ///
-/// Each pair of ranks exchanges a header first: the signature, and the payload behind it when that is small. Long payloads
-/// follow at once and go straight to their place. `complete` compares the signatures before it looks at any payload.
+/// Each pair of ranks exchanges a header first: the signature, the counts where the plan has some, and the payload behind them
+/// when that is small. Long payloads follow at once and go straight to their place. `complete` compares the signatures and the
+/// counts before it looks at any payload.
 class Exchange : public std::enable_shared_from_this<Exchange> {
  public:
   /// Payloads up to this size travel in the header's message.
@@ -38,7 +42,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   Exchange(std::shared_ptr<Channel> channel, std::string call, std::vector<int64_t> ranks);
 
-  /// Posts all messages. `signature` lacks the sequence number and the payload size.
+  /// Posts all messages. `signature` lacks the sequence number.
   void start(Signature signature, ExchangePlan plan);
   /// Blocks until the result is valid, on the first call. Throws nothing: `rethrow_failure` does.
   void complete();
@@ -53,16 +57,19 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   void post_headers(const Signature& signature);
   void post_payloads();
   void receive_headers();
-  void check_signatures();
-  void unpack_headers();
+  void check_signatures() const;
+  void check_counts() const;
+  void unpack_headers() const;
   void run_second_round(const ExchangePlan& plan);
   void wait_for(const std::vector<Message>& messages, const char* what);
   [[noreturn]] void throw_lost(int peer, const std::string& cause) const;
   [[noreturn]] void throw_timed_out(const std::string& what) const;
   bool has_header() const;
   bool is_inline(const Bytes& bytes) const { return has_header() && bytes.count <= kInlineBytes; }
+  int64_t header_bytes() const;
+  int64_t counts_bytes() const { return static_cast<int64_t>(plan_.counts.size() * sizeof(int64_t)); }
   char* sent_header(int peer) const;
-  char* received_header(int peer) const;
+  char* received_header(int peer) const; ///< this rank's own entry has no payload
 
   const std::shared_ptr<Channel> channel_;
   const std::string call_; // for errors

@@ -175,9 +175,13 @@ Work GlooCommunicator::all_to_all(const at::Tensor& output, const at::Tensor& in
                                   const std::vector<int64_t>& input_splits, std::string_view label) {
   const auto splits = check_all_to_all(*this, output, input, output_splits, input_splits, label);
   const auto width = static_cast<int64_t>(input.element_size());
-  TORCH_CHECK(splits.input[rank()] == splits.output[rank()], describe(*this, CollectiveKind::kAllToAll, label), ": rank ",
-              ranks()[rank()], " sends itself ", splits.input[rank()], " elements and expects ", splits.output[rank()]);
+  const auto own = splits.input[rank()];
+  // Compared signatures make it an error on every rank.
+  TORCH_CHECK(own == splits.output[rank()] || channel_->options().check_signatures,
+              describe(*this, CollectiveKind::kAllToAll, label), ": rank ", ranks()[rank()], " sends itself ", own,
+              " elements and expects ", splits.output[rank()]);
   ExchangePlan plan{std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}};
+  plan.counts = splits.byte_counts(width);
   int64_t sent = 0, received = 0;
   for (int r = 0; r < size(); ++r) {
     plan.send[r] = {bytes_at(input, sent), splits.input[r] * width};
@@ -185,7 +189,7 @@ Work GlooCommunicator::all_to_all(const at::Tensor& output, const at::Tensor& in
     sent += splits.input[r];
     received += splits.output[r];
   }
-  copy_bytes(plan.receive[rank()].data, plan.send[rank()].data, plan.send[rank()].count);
+  if (own == splits.output[rank()]) copy_bytes(plan.receive[rank()].data, plan.send[rank()].data, own * width);
   plan.finish = [output, input] {};
   const auto bytes = static_cast<int64_t>(std::max(output.nbytes(), input.nbytes()));
   return run({CollectiveKind::kAllToAll, label, input.scalar_type(), bytes}, std::move(plan));

@@ -123,7 +123,9 @@ class NcclCommunicator final : public Communicator {
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
                   const std::vector<int64_t>& input_splits, std::string_view label) override {
     auto splits = check_all_to_all(*this, output, input, output_splits, input_splits, label);
-    return run({CollectiveKind::kAllToAll, label, output.nbytes() > input.nbytes() ? output : input}, [&] {
+    const auto& larger = output.nbytes() > input.nbytes() ? output : input;
+    const auto counts = splits.byte_counts(static_cast<int64_t>(input.element_size()));
+    return run({CollectiveKind::kAllToAll, label, larger, ReduceOp::kSum, -1, counts}, [&] {
       auto to = for_sending(output), from = for_sending(input);
       const auto width = is_sent_as_it_is(input.scalar_type()) ? 1 : static_cast<int64_t>(input.element_size());
       for (auto* list : {&splits.output, &splits.input})
@@ -173,6 +175,7 @@ class NcclCommunicator final : public Communicator {
     at::Tensor full = {}; ///< the larger of input and output
     ReduceOp op = ReduceOp::kSum;
     int root = -1;
+    std::vector<int64_t> counts = {}; ///< of an all_to_all
   };
 
   template <typename Issue>
@@ -199,7 +202,7 @@ class NcclCommunicator final : public Communicator {
     signature.reduce_op = static_cast<uint8_t>(call.op);
     signature.root = call.root;
     auto exchange = std::make_shared<gloo::Exchange>(signatures_, text, ranks());
-    exchange->start(signature, {std::vector<gloo::Bytes>(size()), std::vector<gloo::Bytes>(size()), {}});
+    exchange->start(signature, {std::vector<gloo::Bytes>(size()), std::vector<gloo::Bytes>(size()), {}, {}, call.counts});
     exchange->complete();
     exchange->rethrow_failure();
   }

@@ -114,19 +114,22 @@ TEST(Signature, one_call_too_many) {
       "all_reduce 'p' (16 bytes of Float, sum, call 0)", "all_reduce 'extra' (16 bytes of Float, sum, call 0)");
 }
 
-TEST(Signature, all_to_all_splits_that_do_not_fit) {
-  auto group = fresh_group();
-  const int n = group->size();
+TEST(Signature, all_to_all_splits_that_do_not_fit_are_an_error_on_every_rank) {
+  const int n = process_context().world_size(), last = n - 1;
   if (n == 1) return;
-  // The last rank sends 3 elements to rank 0, which expects 2.
-  std::vector<int64_t> sends(n, 2), receives(n, 2);
-  if (is_last(*group)) sends[0] = 3;
-  auto input = torch::ones({std::accumulate(sends.begin(), sends.end(), int64_t{0})}), output = torch::zeros({2 * n});
-  if (group->rank() == 0)
-    EXPECT_THROWS_WITH(group->all_to_all(output, input, receives, sends, "tokens").wait(),
-                       c10::str("rank ", n - 1, " sends 12 bytes to rank 0, which expects 8 from it"));
-  else
-    group->all_to_all(output, input, receives, sends, "tokens").wait();
+  for (const int64_t each : {0, 2, 30000}) { // inline and long payloads
+    for (const int to : {0, last}) {         // to another rank and to itself
+      auto group = fresh_group();
+      std::vector<int64_t> sends(n, each), receives(n, each);
+      if (is_last(*group)) ++sends[to];
+      const auto sum = std::accumulate(sends.begin(), sends.end(), int64_t{0});
+      auto input = torch::ones({sum}), output = torch::zeros({n * each});
+      EXPECT_THROWS_WITH(
+          group->all_to_all(output, input, receives, sends, "tokens").wait(),
+          c10::str("rank ", last, " sends ", 4 * (each + 1), " bytes to rank ", to, ", which expects ", 4 * each, " from it"));
+      EXPECT_THROWS_WITH(group->barrier("after"), "the group cannot be used after an earlier failure: ");
+    }
+  }
 }
 
 } // namespace
