@@ -34,6 +34,7 @@ namespace {
 
 constexpr const char* kPipeVariable = "TESSERA_LAUNCH_PIPE";
 constexpr const char* kParentVariable = "TESSERA_LAUNCH_PARENT";
+constexpr int kMostRanks = 1024; // each costs a process and a thread
 
 // What a rank that threw writes into the pipe, in one piece.
 struct FailureRecord {
@@ -58,9 +59,18 @@ void report_failure(int pipe, const std::string& text, bool consequence) {
   [[maybe_unused]] const auto written = write(pipe, &record, sizeof(record));
 }
 
+// An error where the launcher died before this rank asked to die with it, and in a program that inherited a rank's variables.
+void check_parent() {
+  const char* parent = std::getenv(kParentVariable);
+  TORCH_CHECK(parent != nullptr && std::to_string(getppid()) == parent, "launch: the environment describes a rank that process ",
+              parent != nullptr ? parent : "?", " has started (", kPipeVariable,
+              " is set), but that is not this process's parent. ",
+              "Either it has ended, or the variables of a rank were passed on to another program");
+}
+
 int run_as_rank(const std::function<void()>& worker) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (std::to_string(getppid()) != std::getenv(kParentVariable)) raise(SIGKILL); // it died before the call above
+  check_parent();
   const int pipe = std::atoi(std::getenv(kPipeVariable));
   fcntl(pipe, F_SETFD, FD_CLOEXEC);
   try {
@@ -246,12 +256,16 @@ bool is_cuda_initialized() {
 }
 
 void check_may_launch(int ranks) {
-  TORCH_CHECK(ranks >= 1, "launch: the number of ranks must be at least 1, not ", ranks);
+  TORCH_CHECK(ranks >= 1 && ranks <= kMostRanks, "launch: the number of ranks must be 1 to ", kMostRanks, ", not ", ranks);
   TORCH_CHECK(!is_initialized(), "launch: a process group is already up in this process; call launch before init_process_group");
   TORCH_CHECK(!is_cuda_initialized(), "launch: CUDA is already initialized in this process; call launch before any use of CUDA");
   for (const char* name : {"RANK", "WORLD_SIZE"})
     if (const char* value = std::getenv(name); value && *value)
       TORCH_CHECK(false, "launch: this process is already a rank of another launcher's job (", name, "=", value,
+                  "); run the program alone, or without launch");
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}) // of mpirun and srun
+    if (const char* value = std::getenv(name); value && std::atoi(value) > 1)
+      TORCH_CHECK(false, "launch: another launcher started this program ", value, " times (", name, "=", value,
                   "); run the program alone, or without launch");
 }
 

@@ -109,8 +109,29 @@ TEST(Failure, launch_refuses_another_launchers_rank) {
   EXPECT_THAT(result.output, HasSubstr("already a rank of another launcher's job (RANK=0)"));
 }
 
+TEST(Failure, launch_refuses_a_program_that_another_launcher_started_several_times) {
+  for (const std::string name : {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}) {
+    const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", "2"}, {{name, "3"}});
+    EXPECT_EQ(result.status, 1);
+    EXPECT_THAT(result.output, HasSubstr("launch: another launcher started this program 3 times (" + name + "=3)"));
+  }
+}
+
+TEST(Failure, launch_refuses_the_variables_of_a_rank_that_it_is_not) {
+  for (const auto& stale : {std::map<std::string, std::string>{{"TESSERA_LAUNCH_PIPE", "5"}},
+                            {{"TESSERA_LAUNCH_PIPE", "5"}, {"TESSERA_LAUNCH_PARENT", "1"}}}) {
+    const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", "2"}, stale);
+    EXPECT_EQ(result.status, 1);
+    EXPECT_THAT(result.output,
+                HasSubstr("launch: the environment describes a rank that process " + std::string(stale.size() > 1 ? "1" : "?") +
+                          " has started (TESSERA_LAUNCH_PIPE is set), but that is not this process's parent"));
+  }
+}
+
 TEST(Failure, bad_rank_counts) {
-  for (const std::string bad : {"0", "-1", "two", "2x", ""}) {
+  EXPECT_THAT(run_program({program_folder() + "/rank_program", "sums", "--ranks", "1025"}).output,
+              HasSubstr("launch: the number of ranks must be 1 to 1024, not 1025"));
+  for (const std::string bad : {"0", "-1", "two", "2x", "", "99999999999"}) {
     const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", bad});
     EXPECT_EQ(result.status, 1);
     EXPECT_THAT(result.output, HasSubstr("--ranks " + bad + " is not a positive number"));
