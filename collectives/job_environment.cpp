@@ -77,14 +77,25 @@ JobEnvironment parse_torchrun(const Variables& variables) {
   return job;
 }
 
-JobEnvironment parse_open_mpi(const Variables& variables) {
+// Where a launcher puts what this process is among its ranks.
+struct RankNames {
+  const char *rank, *world_size, *local_rank;
+};
+
+JobEnvironment parse_rank(const Variables& variables, JobEnvironment::Launcher launcher, const RankNames& names) {
+  const auto known = variables.show(names.rank);
   JobEnvironment job;
-  job.launcher = JobEnvironment::Launcher::kOpenMpi;
-  const auto known = variables.show("OMPI_COMM_WORLD_RANK");
-  job.rank = variables.required_integer("OMPI_COMM_WORLD_RANK", known);
-  job.world_size = variables.required_integer("OMPI_COMM_WORLD_SIZE", known);
-  check_below(variables, job.rank, "OMPI_COMM_WORLD_RANK", job.world_size, "OMPI_COMM_WORLD_SIZE");
-  job.local_rank = variables.required_integer("OMPI_COMM_WORLD_LOCAL_RANK", known);
+  job.launcher = launcher;
+  job.rank = variables.required_integer(names.rank, known);
+  job.world_size = variables.required_integer(names.world_size, known);
+  check_below(variables, job.rank, names.rank, job.world_size, names.world_size);
+  job.local_rank = variables.required_integer(names.local_rank, known);
+  return job;
+}
+
+JobEnvironment parse_open_mpi(const Variables& variables) {
+  auto job = parse_rank(variables, JobEnvironment::Launcher::kOpenMpi,
+                        {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"});
   if (job.world_size == 1) return job;
   const auto local_size = variables.integer("OMPI_COMM_WORLD_LOCAL_SIZE").value_or(job.world_size);
   const auto host = variables.text("MASTER_ADDR");
@@ -92,7 +103,7 @@ JobEnvironment parse_open_mpi(const Variables& variables) {
               variables.show("OMPI_COMM_WORLD_LOCAL_SIZE"), " of ", variables.show("OMPI_COMM_WORLD_SIZE"),
               " ranks are on this host; start with mpirun -x MASTER_ADDR=<host of rank 0>");
   job.store_host = host.value_or("127.0.0.1");
-  job.store_port = port_of(variables, known);
+  job.store_port = port_of(variables, variables.show("OMPI_COMM_WORLD_RANK"));
   return job;
 }
 
@@ -108,15 +119,10 @@ std::string slurm_host(const Variables& variables) {
 }
 
 JobEnvironment parse_slurm(const Variables& variables) {
-  JobEnvironment job;
-  job.launcher = JobEnvironment::Launcher::kSlurm;
-  const auto known = variables.show("SLURM_PROCID");
-  job.rank = variables.required_integer("SLURM_PROCID", known);
-  job.world_size = variables.required_integer("SLURM_NTASKS", known);
-  check_below(variables, job.rank, "SLURM_PROCID", job.world_size, "SLURM_NTASKS");
-  job.local_rank = variables.required_integer("SLURM_LOCALID", known);
+  auto job = parse_rank(variables, JobEnvironment::Launcher::kSlurm, {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"});
   if (job.world_size == 1) return job;
   job.store_host = slurm_host(variables);
+  const auto known = variables.show("SLURM_PROCID");
   if (variables.text("MASTER_PORT")) {
     job.store_port = port_of(variables, known);
   } else {
