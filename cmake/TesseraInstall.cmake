@@ -4,7 +4,7 @@ include(CMakePackageConfigHelpers)
 
 install(DIRECTORY collectives mesh dtensor mixed_precision fsdp checkpoint
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera" FILES_MATCHING PATTERN "*.h")
-install(FILES tessera.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera" OPTIONAL)
+install(FILES tessera.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera")
 
 set(libraries_path "$ORIGIN;${TESSERA_LIBTORCH}/lib")
 install(TARGETS tessera EXPORT tesseraTargets DESTINATION "${CMAKE_INSTALL_LIBDIR}")

@@ -1,12 +1,9 @@
 #include <ATen/ops/randn.h>
+#include <tessera/tessera.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 
 #include <cstdio>
-
-#include <tessera/collectives/process_context.h>
-#include <tessera/fsdp/fully_shard.h>
-#include <tessera/mesh/device_mesh.h>
 
 // Trains a sharded layer as a job of one rank; fails unless the loss falls.
 int main() {
