@@ -8,6 +8,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <set>
 
@@ -33,8 +34,12 @@ std::string name_list(const std::vector<std::string>& names) {
   return "(" + text + ")";
 }
 
+// The largest number where the product is larger still.
 int64_t product(const std::vector<int64_t>& shape) {
-  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+  int64_t result = 1;
+  for (const auto size : shape)
+    if (__builtin_mul_overflow(result, size, &result)) return std::numeric_limits<int64_t>::max();
+  return result;
 }
 
 std::vector<int64_t> strides_of(const std::vector<int64_t>& shape) {

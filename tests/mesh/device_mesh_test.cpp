@@ -124,6 +124,8 @@ TEST(DeviceMesh, bad_meshes) {
   const auto make = [](Dims shape, Names names = {}) { return init_device_mesh(at::kCPU, std::move(shape), std::move(names)); };
   EXPECT_THROWS_WITH(make({n + 1}),
                      c10::str("device mesh of shape [", n + 1, "] holds ", n + 1, " ranks, but the world has ", n));
+  const int64_t half = int64_t{1} << 32; // half * half wraps to 0
+  EXPECT_THROWS_WITH(make({half, half, n}), c10::str(" ranks, but the world has ", n));
   EXPECT_THROWS_WITH(make({}), "device mesh: the shape is empty, it needs at least one dim");
   EXPECT_THROWS_WITH(make({n, 0}), c10::str("device mesh of shape [", n, ", 0]: dim 1 has size 0, it must be at least 1"));
   EXPECT_THROWS_WITH(make({-1}), "dim 0 has size -1, it must be at least 1");
