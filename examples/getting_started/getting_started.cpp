@@ -75,8 +75,12 @@ void worker() {
 } // namespace
 
 int main(int argc, char** argv) {
-  const auto ranks = tessera::ranks_from_args(argc, argv);
-  if (ranks) return tessera::launch(*ranks, worker);
-  worker();
-  return 0;
+  try {
+    if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, worker);
+    worker();
+    return 0;
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "getting_started: %s\n", error.what_without_backtrace());
+  }
+  return 1;
 }

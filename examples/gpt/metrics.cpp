@@ -7,11 +7,14 @@
 
 namespace gpt {
 
-std::ofstream open_for_writing(const std::string& path, bool append) {
-  const auto folder = std::filesystem::path(path).parent_path();
+void make_folder_of(const std::filesystem::path& path) {
   std::error_code error;
-  if (!folder.empty()) std::filesystem::create_directories(folder, error);
-  TORCH_CHECK(!error, "cannot make the folder of ", path, ": ", error.message());
+  if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
+  TORCH_CHECK(!error, "cannot make the folder of ", path.string(), ": ", error.message());
+}
+
+std::ofstream open_for_writing(const std::string& path, bool append) {
+  make_folder_of(path);
   std::ofstream file(path, std::ios::binary | (append ? std::ios::app : std::ios::trunc));
   TORCH_CHECK(file, "cannot write ", path, ": ", std::strerror(errno));
   return file;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
@@ -37,6 +38,9 @@ class JsonLog {
   std::string path_;
   std::ofstream file_;
 };
+
+/// Makes the folders above `path`; throws with the cause when it cannot.
+void make_folder_of(const std::filesystem::path& path);
 
 /// Opens `path` for writing and makes its folder; throws with the cause when it cannot.
 std::ofstream open_for_writing(const std::string& path, bool append = false);

@@ -83,9 +83,13 @@ const char* name_of(T value, const Choices<T>& choices) {
   return std::find_if(choices.begin(), choices.end(), [&](const auto& choice) { return choice.second == value; })->first;
 }
 
+// No flag needs a larger number, and products of two such numbers fit.
+constexpr int64_t kLargest = 1'000'000'000;
+
 template <typename T>
 void check_at_least(const char* flag, T value, T smallest) {
   TORCH_CHECK(value >= smallest, "--", flag, " is ", value, ", but must be at least ", smallest);
+  TORCH_CHECK(value <= static_cast<T>(kLargest), "--", flag, " is ", value, ", but must be at most ", kLargest);
 }
 
 // Abseil's names have underscores; the usual spelling on a command line has dashes.
@@ -223,7 +227,7 @@ MeshShape mesh_shape(const Options& options, int world) {
 std::vector<int64_t> parse_mesh(const std::string& text) {
   std::vector<int64_t> shape;
   for (const auto part : absl::StrSplit(text, 'x')) {
-    int64_t size = 0;
+    int32_t size = 0;
     TORCH_CHECK(absl::SimpleAtoi(part, &size) && size > 0, "--mesh is '", text,
                 "', but must be sizes joined by x, such as 4 or 2x2");
     shape.push_back(size);

@@ -46,6 +46,7 @@ Trainer::Trainer(const Options& options)
       optimizer_(make_optimizer(*model_, options)),
       log_(first_rank() ? options.log : "", options.resume),
       progress_(options.steps, !first_rank()) {
+  if (first_rank()) check_outputs();
   if (!options_.dump_initial.empty()) dump_initial();
   if (mesh_.defined()) shard(model_, mesh_, options_);
   if (options_.resume) resume();
@@ -122,10 +123,14 @@ double Trainer::validate() {
   return mean_over_ranks({sum / static_cast<double>(options_.validation_batches)})[0];
 }
 
+std::filesystem::path Trainer::checkpoint_folder(int64_t steps_done) const {
+  return std::filesystem::path(options_.checkpoint) / fmt::format("step-{:06}", steps_done);
+}
+
 void Trainer::save(int64_t steps_done) {
   auto state = tessera::state_dict(*model_, optimizer_);
   state.set("steps_done", steps_done);
-  const auto folder = std::filesystem::path(options_.checkpoint) / fmt::format("step-{:06}", steps_done);
+  const auto folder = checkpoint_folder(steps_done);
   tessera::checkpoint::save(state, folder, {.overwrite = true, .keep_last = options_.keep_last});
   progress_.line("saved " + folder.string());
 }
@@ -160,8 +165,16 @@ void Trainer::dump_initial() {
   tessera::checkpoint::save(state, options_.dump_initial, {.overwrite = true, .update_latest = false});
 }
 
+// Before the training, not after it.
+void Trainer::check_outputs() const {
+  if (writes_samples()) open_for_writing(options_.samples, /*append=*/true);
+  if (!options_.checkpoint.empty()) make_folder_of(checkpoint_folder(0));
+}
+
+bool Trainer::writes_samples() const { return options_.sample_bytes > 0 && !options_.samples.empty(); }
+
 void Trainer::write_samples() {
-  if (options_.sample_bytes == 0 || options_.samples.empty()) return;
+  if (!writes_samples()) return;
   const auto text = sample(model_, options_.prompt, device_, {.bytes = options_.sample_bytes, .seed = options_.seed});
   if (!first_rank()) return;
   open_for_writing(options_.samples) << text << '\n';

@@ -3,6 +3,7 @@
 #include <tessera/mesh/device_mesh.h>
 
 #include <chrono>
+#include <filesystem>
 
 #include "gpt/metrics.h"
 #include "gpt/model.h"
@@ -22,9 +23,12 @@ class Trainer {
  private:
   StepMetrics train_step(int64_t step);
   double validate();
+  std::filesystem::path checkpoint_folder(int64_t steps_done) const;
   void save(int64_t steps_done);
   void resume();
   void dump_initial();
+  void check_outputs() const;
+  bool writes_samples() const;
   void write_samples();
   bool out_of_time();
   bool first_rank() const;
