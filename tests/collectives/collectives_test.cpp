@@ -65,35 +65,35 @@ TEST(Collectives, all_gather_in_place) {
   }
 }
 
-TEST(Collectives, reduce_scatter_gives_each_rank_its_part) {
-  auto group = world();
+void for_all_reductions(const std::function<void(at::ScalarType, int64_t, ReduceOp)>& check) {
   for (const auto dtype : kDtypes) {
     for (const auto numel : kSizes) {
       for (const auto op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
         if (op == ReduceOp::kAvg && !at::isFloatingType(dtype)) continue;
         SCOPED_TRACE(c10::str(dtype, " ", numel, " ", static_cast<int>(op)));
-        auto output = torch::zeros({numel}, dtype);
-        group->reduce_scatter(output, values(group->size() * numel, group->rank(), dtype), op, "reduce").wait();
-        const auto all = reduced(of_all_ranks(group->size() * numel, dtype), op);
-        EXPECT_TENSORS_EQUAL(output, all.narrow(0, group->rank() * numel, numel));
+        check(dtype, numel, op);
       }
     }
   }
 }
 
+TEST(Collectives, reduce_scatter_gives_each_rank_its_part) {
+  auto group = world();
+  for_all_reductions([&](at::ScalarType dtype, int64_t numel, ReduceOp op) {
+    auto output = torch::zeros({numel}, dtype);
+    group->reduce_scatter(output, values(group->size() * numel, group->rank(), dtype), op, "reduce").wait();
+    const auto all = reduced(of_all_ranks(group->size() * numel, dtype), op);
+    EXPECT_TENSORS_EQUAL(output, all.narrow(0, group->rank() * numel, numel));
+  });
+}
+
 TEST(Collectives, all_reduce_is_the_same_everywhere) {
   auto group = world();
-  for (const auto dtype : kDtypes) {
-    for (const auto numel : kSizes) {
-      for (const auto op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
-        if (op == ReduceOp::kAvg && !at::isFloatingType(dtype)) continue;
-        SCOPED_TRACE(c10::str(dtype, " ", numel, " ", static_cast<int>(op)));
-        auto tensor = values(numel, group->rank(), dtype);
-        group->all_reduce(tensor, op, "reduce").wait();
-        EXPECT_TENSORS_EQUAL(tensor, reduced(of_all_ranks(numel, dtype), op));
-      }
-    }
-  }
+  for_all_reductions([&](at::ScalarType dtype, int64_t numel, ReduceOp op) {
+    auto tensor = values(numel, group->rank(), dtype);
+    group->all_reduce(tensor, op, "reduce").wait();
+    EXPECT_TENSORS_EQUAL(tensor, reduced(of_all_ranks(numel, dtype), op));
+  });
 }
 
 TEST(Collectives, a_long_all_reduce_in_segments) {

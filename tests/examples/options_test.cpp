@@ -1,3 +1,5 @@
+#include "../support/matchers.h"
+
 #include <absl/flags/reflection.h>
 #include <gpt/optimizer.h>
 #include <gpt/options.h>
@@ -5,6 +7,7 @@
 namespace gpt {
 namespace {
 
+using tessera::testing::error_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -15,15 +18,6 @@ Options parse(std::vector<std::string> arguments) {
   for (auto& argument : arguments) argv.push_back(argument.data());
   argv.push_back(nullptr);
   return parse_options(static_cast<int>(arguments.size()), argv.data());
-}
-
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 std::string parse_error(std::vector<std::string> arguments) {
@@ -115,6 +109,9 @@ TEST(Options, ValuesOutOfRange) {
   EXPECT_EQ(parse_error({"--clip=-1"}), "--clip is -1, but must be at least 0");
   EXPECT_EQ(parse_error({"--clip=nan"}), "--clip is nan, but must be at least 0");
   EXPECT_EQ(parse_error({"--ranks=-2"}), "--ranks is -2, but must be at least 0");
+  EXPECT_EQ(parse_error({"--sequence=9223372036854775807"}), "--sequence is 9223372036854775807, but must be at most 1000000000");
+  EXPECT_EQ(parse_error({"--batch=4000000000"}), "--batch is 4000000000, but must be at most 1000000000");
+  EXPECT_EQ(parse_error({"--max-seconds=inf"}), "--max-seconds is inf, but must be at most 1000000000");
   EXPECT_EQ(parse_error({"--prompt="}), "--prompt is empty");
 }
 
@@ -127,7 +124,7 @@ TEST(Options, UnknownChoices) {
 }
 
 TEST(Options, BadMeshes) {
-  for (const char* mesh : {"2y2", "x", "2x", "0", "-1x2", "2x2x", "two", "2.5"}) {
+  for (const char* mesh : {"2y2", "x", "2x", "0", "-1x2", "2x2x", "two", "2.5", "3000000000x3000000000"}) {
     EXPECT_EQ(parse_error({std::string("--mesh=") + mesh}),
               std::string("--mesh is '") + mesh + "', but must be sizes joined by x, such as 4 or 2x2");
   }

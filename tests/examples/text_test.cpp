@@ -2,26 +2,19 @@
 
 #include <cmath>
 
+#include "../support/matchers.h"
 #include "temporary_folder.h"
 
 namespace gpt {
 namespace {
 
+using tessera::testing::error_of;
 using ::testing::HasSubstr;
 
 std::string alphabet(int64_t size) {
   std::string text;
   for (int64_t i = 0; i < size; ++i) text.push_back(static_cast<char>(i % 251));
   return text;
-}
-
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 TEST(Text, TargetsAreTheBytesAfterTheInputs) {

@@ -133,6 +133,11 @@ class TrainGptTest(unittest.TestCase):
     def test_a_log_that_cannot_be_written(self):
         self.assert_error("cannot make the folder of", f"--log={self.data}/log.jsonl", "--ranks=2")
 
+    def test_outputs_that_cannot_be_written_are_found_before_the_training(self):
+        for flag in (f"--samples={self.data}/samples.txt", f"--checkpoint={self.data}"):
+            self.assert_error(f"cannot make the folder of {self.data}/", flag, "--ranks=2")
+            self.assertEqual((self.folder / "log.jsonl").read_text(), "")
+
 
 if __name__ == "__main__":
     unittest.main(argv=sys.argv[:1] + sys.argv[3:], verbosity=2)

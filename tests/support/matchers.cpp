@@ -4,6 +4,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <optional>
+
 namespace tessera::testing {
 
 namespace {
@@ -18,6 +20,17 @@ namespace {
   if (actual.scalar_type() != expected.scalar_type())
     return ::testing::AssertionFailure() << "dtype is " << actual.scalar_type() << ", expected " << expected.scalar_type();
   return ::testing::AssertionSuccess();
+}
+
+std::optional<std::string> thrown_by(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return std::nullopt;
 }
 
 } // namespace
@@ -37,18 +50,13 @@ namespace {
   return tensors_close(actual, expected, 0, 0);
 }
 
+std::string error_of(const std::function<void()>& call) { return thrown_by(call).value_or("no error"); }
+
 ::testing::AssertionResult throws_with_message(const std::function<void()>& call, const std::string& part) {
-  std::string text;
-  try {
-    call();
-    return ::testing::AssertionFailure() << "nothing was thrown, expected an error with: " << part;
-  } catch (const c10::Error& error) {
-    text = error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    text = error.what();
-  }
-  if (text.find(part) != std::string::npos) return ::testing::AssertionSuccess();
-  return ::testing::AssertionFailure() << "the error is: " << text << "\nexpected in it: " << part;
+  const auto text = thrown_by(call);
+  if (!text) return ::testing::AssertionFailure() << "nothing was thrown, expected an error with: " << part;
+  if (text->find(part) != std::string::npos) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << "the error is: " << *text << "\nexpected in it: " << part;
 }
 
 } // namespace tessera::testing

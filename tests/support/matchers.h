@@ -16,6 +16,9 @@ namespace tessera::testing {
 /// Sizes, dtypes and all elements are equal.
 ::testing::AssertionResult tensors_equal(const at::Tensor& actual, const at::Tensor& expected);
 
+/// The text of the std::exception that `call` throws, without the C++ stack of c10::Error; "no error" when it throws none.
+std::string error_of(const std::function<void()>& call);
+
 /// Succeeds when `call` throws a std::exception whose text (without the C++ stack of c10::Error) contains `part`.
 ::testing::AssertionResult throws_with_message(const std::function<void()>& call, const std::string& part);
 
