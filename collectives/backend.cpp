@@ -1,5 +1,6 @@
 #include <tessera/collectives/backend.h>
 
+#include <tessera/collectives/error_text.h>
 #include <tessera/collectives/gloo/gloo_communicator.h>
 #include <tessera/collectives/nccl/plugin.h>
 
@@ -21,7 +22,7 @@ CommunicatorPtr make_gloo(const GroupDescription& group) {
     return std::make_shared<gloo::GlooCommunicator>(group.name, group.ranks, group.rank, std::move(channel));
   } catch (const std::exception& error) {
     C10_THROW_ERROR(DistNetworkError, c10::str("rank ", group.ranks[group.rank], " cannot connect group ", group.name, " [",
-                                               c10::Join(", ", group.ranks), "]: ", error.what()));
+                                               c10::Join(", ", group.ranks), "]: ", error_text(error)));
   }
 }
 

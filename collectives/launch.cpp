@@ -1,5 +1,6 @@
 #include <tessera/collectives/launch.h>
 
+#include <tessera/collectives/error_text.h>
 #include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/process_context.h>
 
@@ -78,10 +79,8 @@ int run_as_rank(const std::function<void()>& worker) {
     return 0;
   } catch (const c10::DistNetworkError& error) {
     report_failure(pipe, error.what_without_backtrace(), true);
-  } catch (const c10::Error& error) {
-    report_failure(pipe, error.what_without_backtrace(), false);
   } catch (const std::exception& error) {
-    report_failure(pipe, error.what(), false);
+    report_failure(pipe, error_text(error), false);
   } catch (...) {
     report_failure(pipe, "an exception that is no std::exception", false);
   }

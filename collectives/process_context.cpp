@@ -1,6 +1,7 @@
 #include <tessera/collectives/process_context.h>
 
 #include <tessera/collectives/backend.h>
+#include <tessera/collectives/error_text.h>
 #include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/nccl/plugin.h>
 #include <tessera/collectives/single_rank.h>
@@ -71,7 +72,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::ch
   } catch (const std::exception& error) {
     C10_THROW_ERROR(DistNetworkError, c10::str("init_process_group on rank ", job.rank, " of ", job.world_size, ": cannot ",
                                                options.isServer ? "open" : "reach", " the store at ", job.store_host, ":",
-                                               job.store_port, ": ", error.what()));
+                                               job.store_port, ": ", error_text(error)));
   }
 }
 
@@ -86,7 +87,7 @@ std::vector<std::string> join(c10d::Store& store, const JobEnvironment& job, std
   try {
     store.wait(keys, timeout);
   } catch (const std::exception& error) {
-    cause = error.what();
+    cause = error_text(error);
   }
   std::vector<int> missing;
   if (!cause.empty())

@@ -1,5 +1,6 @@
 #include <tessera/collectives/gloo/channel.h>
 
+#include <tessera/collectives/error_text.h>
 #include <tessera/collectives/gloo/exchange.h>
 
 #include <ATen/ops/empty.h>
@@ -88,7 +89,7 @@ Channel::Outcome Channel::wait(const Message& message, std::chrono::steady_clock
     // Woken because the peer is gone or the channel closes. The message may have come before that.
     if (message.work->wait(milliseconds(1))) return Outcome::kDone;
   } catch (const std::exception& error) {
-    cause = error.what();
+    cause = error_text(error);
     if (std::chrono::steady_clock::now() >= deadline) return Outcome::kTimedOut;
   }
   return Outcome::kLost;

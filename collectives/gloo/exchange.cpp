@@ -1,5 +1,7 @@
 #include <tessera/collectives/gloo/exchange.h>
 
+#include <tessera/collectives/error_text.h>
+
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -43,8 +45,9 @@ void Exchange::start(Signature signature, ExchangePlan plan) {
     post_payloads();
   } catch (const std::exception& error) {
     channel_->keep_until_closed(shared_from_this());
-    channel_->fail(c10::str(call_, ": ", error.what()));
-    C10_THROW_ERROR(DistNetworkError, c10::str(call_, ": a connection was lost, another rank may have exited. ", error.what()));
+    channel_->fail(c10::str(call_, ": ", error_text(error)));
+    C10_THROW_ERROR(DistNetworkError,
+                    c10::str(call_, ": a connection was lost, another rank may have exited. ", error_text(error)));
   }
 }
 
@@ -86,7 +89,7 @@ void Exchange::complete() {
     run();
   } catch (const std::exception& error) {
     failure_ = std::current_exception();
-    channel_->fail(error.what());
+    channel_->fail(error_text(error));
     channel_->keep_until_closed(shared_from_this());
   }
   channel_->end_wait(this);

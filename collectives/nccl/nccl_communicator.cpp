@@ -1,5 +1,6 @@
 // libtessera_nccl.so: collectives on CUDA tensors over c10d's NCCL process group.
 #include <tessera/collectives/checks.h>
+#include <tessera/collectives/error_text.h>
 #include <tessera/collectives/gloo/channel.h>
 #include <tessera/collectives/gloo/exchange.h>
 #include <tessera/collectives/nccl/plugin.h>
@@ -58,7 +59,7 @@ class NcclWork final : public WorkState {
     try {
       work_->wait();
     } catch (const std::exception& error) {
-      C10_THROW_ERROR(DistBackendError, c10::str(call_, " failed: ", error.what()));
+      C10_THROW_ERROR(DistBackendError, c10::str(call_, " failed: ", error_text(error)));
     }
   }
   bool is_completed() override { return work_->isCompleted(); }
@@ -190,7 +191,7 @@ class NcclCommunicator final : public Communicator {
     try {
       work = issue();
     } catch (const std::exception& error) {
-      C10_THROW_ERROR(DistBackendError, c10::str(text, " failed: ", error.what()));
+      C10_THROW_ERROR(DistBackendError, c10::str(text, " failed: ", error_text(error)));
     }
     return work ? Work(std::make_shared<NcclWork>(std::move(work), text)) : Work(); // none while coalescing
   }
@@ -224,7 +225,7 @@ class NcclCommunicator final : public Communicator {
 } // namespace tessera::nccl
 
 extern "C" void tessera_nccl_make_communicator(const tessera::GroupDescription& group, tessera::CommunicatorPtr& made) {
-  const int devices = c10::cuda::device_count();
+  const auto devices = static_cast<int>(c10::cuda::device_count());
   TORCH_CHECK(group.local_rank < devices, "rank ", group.ranks[group.rank], " is the process ", group.local_rank,
               " on its host and needs CUDA device ", group.local_rank, ", which does not exist: there are ", devices);
   made = std::make_shared<tessera::nccl::NcclCommunicator>(group);

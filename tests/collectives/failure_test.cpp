@@ -11,6 +11,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 constexpr std::chrono::seconds kLongTimeout(60); // TESSERA_TIMEOUT_SECONDS of the jobs: no test may get near it
 
@@ -163,6 +164,29 @@ std::string free_port() {
   options.isServer = true;
   options.waitWorkers = false;
   return std::to_string(c10d::TCPStore("127.0.0.1", options).getPort());
+}
+
+TEST(Store, one_that_cannot_be_opened_or_reached_is_an_error_in_a_line) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const c10d::TCPStore somebody("127.0.0.1", options);
+  const auto error_of_rank = [](const std::string& rank, const std::string& port) {
+    const auto result = run_program({program_folder() + "/rank_program", "sums"}, {{"RANK", rank},
+                                                                                   {"WORLD_SIZE", "2"},
+                                                                                   {"MASTER_ADDR", "127.0.0.1"},
+                                                                                   {"MASTER_PORT", port},
+                                                                                   {"TESSERA_TIMEOUT_SECONDS", "1"}});
+    EXPECT_EQ(result.status, 1);
+    return result.output.substr(std::min(result.output.rfind("error: "), result.output.size())); // c10d logs before it
+  };
+  EXPECT_THAT(error_of_rank("0", std::to_string(somebody.getPort())),
+              AllOf(HasSubstr("error: init_process_group on rank 0 of 2: cannot open the store at 127.0.0.1:"),
+                    HasSubstr("EADDRINUSE"), Not(HasSubstr("frame #"))));
+  EXPECT_THAT(error_of_rank("1", free_port()),
+              AllOf(HasSubstr("error: init_process_group on rank 1 of 2: cannot reach the store at 127.0.0.1:"),
+                    Not(HasSubstr("frame #"))));
 }
 
 TEST(OtherLaunchers, open_mpi_variables) {
