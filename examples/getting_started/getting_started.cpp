@@ -77,6 +77,7 @@ void worker() {
 int main(int argc, char** argv) {
   try {
     if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, worker);
+    TORCH_CHECK(argc == 1, "the argument ", argv[1], " is unknown; usage: getting_started [--ranks n]");
     worker();
     return 0;
   } catch (const c10::Error& error) {

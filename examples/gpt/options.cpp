@@ -85,6 +85,7 @@ const char* name_of(T value, const Choices<T>& choices) {
 
 // No flag needs a larger number, and products of two such numbers fit.
 constexpr int64_t kLargest = 1'000'000'000;
+constexpr int kMostThreads = 1024; // OpenMP would start them all
 
 template <typename T>
 void check_at_least(const char* flag, T value, T smallest) {
@@ -127,7 +128,7 @@ void check_model(const ModelConfig& model) {
 
 void check_numbers(const Options& options) {
   check_at_least<int64_t>("steps", options.steps, 1);
-  check_at_least<int64_t>("batch", options.batch, 0);
+  check_at_least<int64_t>("batch", absl::GetFlag(FLAGS_batch), 0);
   check_at_least<int64_t>("global-batch", options.global_batch, 0);
   TORCH_CHECK(options.batch + options.global_batch > 0, "--batch or --global-batch must be at least 1");
   TORCH_CHECK(std::isfinite(options.learning_rate) && options.learning_rate > 0, "--lr is ", options.learning_rate,
@@ -138,6 +139,7 @@ void check_numbers(const Options& options) {
   check_at_least("max-seconds", options.max_seconds, 0.0);
   check_at_least("ranks", options.ranks, 0);
   check_at_least("threads", options.threads, 0);
+  TORCH_CHECK(options.threads <= kMostThreads, "--threads is ", options.threads, ", but must be at most ", kMostThreads);
   check_at_least<int64_t>("validate-every", options.validate_every, 0);
   check_at_least<int64_t>("validation-batches", options.validation_batches, 0);
   check_at_least<int64_t>("sample-bytes", options.sample_bytes, 0);

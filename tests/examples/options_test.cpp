@@ -111,6 +111,8 @@ TEST(Options, ValuesOutOfRange) {
   EXPECT_EQ(parse_error({"--ranks=-2"}), "--ranks is -2, but must be at least 0");
   EXPECT_EQ(parse_error({"--sequence=9223372036854775807"}), "--sequence is 9223372036854775807, but must be at most 1000000000");
   EXPECT_EQ(parse_error({"--batch=4000000000"}), "--batch is 4000000000, but must be at most 1000000000");
+  EXPECT_EQ(parse_error({"--batch=-1", "--global-batch=4"}), "--batch is -1, but must be at least 0");
+  EXPECT_EQ(parse_error({"--threads=100000"}), "--threads is 100000, but must be at most 1024");
   EXPECT_EQ(parse_error({"--max-seconds=inf"}), "--max-seconds is inf, but must be at most 1000000000");
   EXPECT_EQ(parse_error({"--prompt="}), "--prompt is empty");
 }
