@@ -13,5 +13,7 @@
 #include <tessera/fsdp/call.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/meta_init.h>
+#include <tessera/fsdp/unsharded.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/mixed_precision/policy.h>
+#include <tessera/optim/shard_optimizer.h>

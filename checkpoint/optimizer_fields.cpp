@@ -1,5 +1,4 @@
 #include <c10/util/Exception.h>
-#include <c10/util/Type.h>
 #include <tessera/checkpoint/optimizer_fields.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -8,24 +7,12 @@
 #include <torch/optim/sgd.h>
 
 #include <tuple>
-#include <typeinfo>
 
 namespace tessera {
 
 namespace {
 
 using torch::optim::OptimizerOptions;
-using torch::optim::OptimizerParamState;
-
-template <typename State>
-TensorField tensor(const char* name, at::Tensor& (State::*access)() noexcept) {
-  return {name, [access](OptimizerParamState& state) -> at::Tensor& { return (static_cast<State&>(state).*access)(); }};
-}
-
-template <typename State>
-auto step(int64_t& (State::*access)() noexcept) {
-  return [access](OptimizerParamState& state) -> int64_t& { return (static_cast<State&>(state).*access)(); };
-}
 
 StateValue to_value(bool value) { return value; }
 StateValue to_value(double value) { return value; }
@@ -54,76 +41,53 @@ OptionField option(const char* name, T& (Options::*access)() noexcept) {
           }};
 }
 
-template <typename State>
-std::unique_ptr<OptimizerParamState> make() {
-  return std::make_unique<State>();
+// Adam and AdamW have the same options, in classes of their own.
+template <typename Options>
+std::vector<OptionField> adam_options() {
+  return {option<Options, double>("lr", &Options::lr), option<Options, std::tuple<double, double>>("betas", &Options::betas),
+          option<Options, double>("eps", &Options::eps), option<Options, double>("weight_decay", &Options::weight_decay),
+          option<Options, bool>("amsgrad", &Options::amsgrad)};
 }
 
-// Adam and AdamW keep the same, in classes of their own.
-template <typename State, typename Options>
-OptimizerFields adam_fields(const char* type) {
-  return {type,
-          make<State>,
-          {tensor<State>("exp_avg", &State::exp_avg), tensor<State>("exp_avg_sq", &State::exp_avg_sq),
-           tensor<State>("max_exp_avg_sq", &State::max_exp_avg_sq)},
-          step<State>(&State::step),
-          {option<Options, double>("lr", &Options::lr), option<Options, std::tuple<double, double>>("betas", &Options::betas),
-           option<Options, double>("eps", &Options::eps), option<Options, double>("weight_decay", &Options::weight_decay),
-           option<Options, bool>("amsgrad", &Options::amsgrad)}};
-}
-
-OptimizerFields sgd_fields() {
-  using State = torch::optim::SGDParamState;
+std::vector<OptionField> sgd_options() {
   using Options = torch::optim::SGDOptions;
-  return {
-      "SGD",
-      make<State>,
-      {tensor<State>("momentum_buffer", &State::momentum_buffer)},
-      nullptr,
-      {option<Options, double>("lr", &Options::lr), option<Options, double>("momentum", &Options::momentum),
-       option<Options, double>("dampening", &Options::dampening), option<Options, double>("weight_decay", &Options::weight_decay),
-       option<Options, bool>("nesterov", &Options::nesterov)}};
+  return {option<Options, double>("lr", &Options::lr), option<Options, double>("momentum", &Options::momentum),
+          option<Options, double>("dampening", &Options::dampening),
+          option<Options, double>("weight_decay", &Options::weight_decay), option<Options, bool>("nesterov", &Options::nesterov)};
 }
 
-OptimizerFields rmsprop_fields() {
-  using State = torch::optim::RMSpropParamState;
+std::vector<OptionField> rmsprop_options() {
   using Options = torch::optim::RMSpropOptions;
-  return {"RMSprop",
-          make<State>,
-          {tensor<State>("square_avg", &State::square_avg), tensor<State>("momentum_buffer", &State::momentum_buffer),
-           tensor<State>("grad_avg", &State::grad_avg)},
-          step<State>(&State::step),
-          {option<Options, double>("lr", &Options::lr), option<Options, double>("alpha", &Options::alpha),
-           option<Options, double>("eps", &Options::eps), option<Options, double>("weight_decay", &Options::weight_decay),
-           option<Options, double>("momentum", &Options::momentum), option<Options, bool>("centered", &Options::centered)}};
+  return {option<Options, double>("lr", &Options::lr),
+          option<Options, double>("alpha", &Options::alpha),
+          option<Options, double>("eps", &Options::eps),
+          option<Options, double>("weight_decay", &Options::weight_decay),
+          option<Options, double>("momentum", &Options::momentum),
+          option<Options, bool>("centered", &Options::centered)};
 }
 
-OptimizerFields adagrad_fields() {
-  using State = torch::optim::AdagradParamState;
+std::vector<OptionField> adagrad_options() {
   using Options = torch::optim::AdagradOptions;
-  return {"Adagrad",
-          make<State>,
-          {tensor<State>("sum", &State::sum)},
-          step<State>(&State::step),
-          {option<Options, double>("lr", &Options::lr), option<Options, double>("lr_decay", &Options::lr_decay),
-           option<Options, double>("weight_decay", &Options::weight_decay),
-           option<Options, double>("initial_accumulator_value", &Options::initial_accumulator_value),
-           option<Options, double>("eps", &Options::eps)}};
+  return {option<Options, double>("lr", &Options::lr), option<Options, double>("lr_decay", &Options::lr_decay),
+          option<Options, double>("weight_decay", &Options::weight_decay),
+          option<Options, double>("initial_accumulator_value", &Options::initial_accumulator_value),
+          option<Options, double>("eps", &Options::eps)};
+}
+
+std::vector<OptionField> options_of(const std::string& type) {
+  if (type == "Adam") return adam_options<torch::optim::AdamOptions>();
+  if (type == "AdamW") return adam_options<torch::optim::AdamWOptions>();
+  if (type == "SGD") return sgd_options();
+  if (type == "RMSprop") return rmsprop_options();
+  TORCH_INTERNAL_ASSERT(type == "Adagrad");
+  return adagrad_options();
 }
 
 } // namespace
 
-const OptimizerFields& fields_of(const torch::optim::Optimizer& optimizer) {
-  static const auto adam = adam_fields<torch::optim::AdamParamState, torch::optim::AdamOptions>("Adam");
-  static const auto adamw = adam_fields<torch::optim::AdamWParamState, torch::optim::AdamWOptions>("AdamW");
-  static const auto sgd = sgd_fields(), rmsprop = rmsprop_fields(), adagrad = adagrad_fields();
-  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer)) return adamw;
-  if (dynamic_cast<const torch::optim::Adam*>(&optimizer)) return adam;
-  if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return sgd;
-  if (dynamic_cast<const torch::optim::RMSprop*>(&optimizer)) return rmsprop;
-  if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer)) return adagrad;
-  TORCH_CHECK(false, "state dict: the state of an optimizer of class ", c10::demangle(typeid(optimizer).name()),
-              " is not known (Adam, AdamW, SGD, RMSprop and Adagrad are)");
+OptimizerFields fields_of(const torch::optim::Optimizer& optimizer) {
+  const auto& state = state_fields_of(optimizer);
+  return {state, options_of(state.type)};
 }
 
 } // namespace tessera

@@ -1,23 +1,17 @@
 #pragma once
 
-// Internal: one description a class of LibTorch's optimizers, so that the rest of the checkpoint code does not know them.
+// Internal: the state and the options of LibTorch's optimizers, one description a class.
 
 #include <torch/optim/optimizer.h>
 
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include <tessera/checkpoint/state_dict.h>
+#include <tessera/optim/state_fields.h>
 
 namespace tessera {
-
-/// A tensor of the state that an optimizer keeps for each parameter.
-struct TensorField {
-  std::string name; ///< "exp_avg"
-  std::function<at::Tensor&(torch::optim::OptimizerParamState&)> access;
-};
 
 /// An option of a parameter group.
 struct OptionField {
@@ -28,14 +22,11 @@ struct OptionField {
 
 /// What a class of optimizers keeps.
 struct OptimizerFields {
-  std::string type; ///< "AdamW"
-  std::function<std::unique_ptr<torch::optim::OptimizerParamState>()> make_state;
-  std::vector<TensorField> tensors;
-  std::function<int64_t&(torch::optim::OptimizerParamState&)> step; ///< empty for an optimizer without steps
+  const StateFields& state;
   std::vector<OptionField> options;
 };
 
 /// The description of `optimizer`'s class; an error that names the class when there is none.
-const OptimizerFields& fields_of(const torch::optim::Optimizer& optimizer);
+OptimizerFields fields_of(const torch::optim::Optimizer& optimizer);
 
 } // namespace tessera

@@ -90,12 +90,12 @@ class OptimizerBinding : public StateBinding {
   void restore_parameter(const NamedParameter& parameter, const StateDict& state) const;
 
   Optimizer& optimizer_;
-  const OptimizerFields& fields_;
+  const OptimizerFields fields_;
   NamedGroups groups_;
 };
 
 void OptimizerBinding::add_entries(StateDict& state) const {
-  state.set("optimizer.type", StateValue(fields_.type));
+  state.set("optimizer.type", StateValue(fields_.state.type));
   for (size_t g = 0; g < groups_.size(); ++g) {
     const auto& options = optimizer_.param_groups()[g].options();
     for (const auto& option : fields_.options) state.set(group_name(g, option.name), option.get(options));
@@ -103,22 +103,22 @@ void OptimizerBinding::add_entries(StateDict& state) const {
     for (const auto& [name, parameter] : groups_[g]) {
       auto* kept = state_of(parameter);
       if (!kept) continue;
-      for (const auto& field : fields_.tensors) {
+      for (const auto& field : fields_.state.tensors) {
         const auto& tensor = field.access(*kept);
         if (!tensor.defined()) continue;
         TORCH_CHECK(is_sharded_alike(parameter, tensor), "state dict: ", state_name(name, field.name),
                     " is a plain tensor and its parameter is sharded: the optimizer took a step before it was");
         state.add(state_name(name, field.name), tensor);
       }
-      if (fields_.step) state.set(state_name(name, "step"), fields_.step(*kept));
+      if (fields_.state.step) state.set(state_name(name, "step"), fields_.state.step(*kept));
     }
   }
 }
 
 void OptimizerBinding::check_same_optimizer(const SavedState& saved) const {
   const auto* type = std::get_if<std::string>(&saved.values.at("optimizer.type"));
-  TORCH_CHECK(type && *type == fields_.type, "the checkpoint holds the state of another optimizer than ", fields_.type, ": ",
-              type ? *type : "?");
+  TORCH_CHECK(type && *type == fields_.state.type, "the checkpoint holds the state of another optimizer than ",
+              fields_.state.type, ": ", type ? *type : "?");
   size_t groups = 0;
   while (saved.values.count(group_name(groups, "params")) > 0) ++groups;
   TORCH_CHECK(groups == groups_.size(), "the checkpoint holds an optimizer with ", groups, " parameter groups, and here are ",
@@ -137,7 +137,7 @@ void OptimizerBinding::check_same_optimizer(const SavedState& saved) const {
 
 // Entries for what the checkpoint holds, and none for what it does not.
 void OptimizerBinding::fit_parameter(const NamedParameter& parameter, StateDict& state, const SavedState& saved) const {
-  for (const auto& field : fields_.tensors) {
+  for (const auto& field : fields_.state.tensors) {
     const auto name = state_name(parameter.name, field.name);
     const auto found = saved.tensors.find(name);
     if (found == saved.tensors.end()) {
@@ -146,7 +146,7 @@ void OptimizerBinding::fit_parameter(const NamedParameter& parameter, StateDict&
       state.add(name, zeros_like_parameter(parameter.tensor, found->second.dtype));
     }
   }
-  if (!fields_.step) return;
+  if (!fields_.state.step) return;
   const auto name = state_name(parameter.name, "step");
   if (saved.values.count(name) == 0) {
     if (state.contains(name)) state.erase(name);
@@ -168,21 +168,21 @@ void OptimizerBinding::before_load(StateDict& state, const SavedState& saved) {
 
 void OptimizerBinding::restore_parameter(const NamedParameter& parameter, const StateDict& state) const {
   const auto entry_of = [&](const std::string& field) { return state_name(parameter.name, field); };
-  const bool any = std::any_of(fields_.tensors.begin(), fields_.tensors.end(),
+  const bool any = std::any_of(fields_.state.tensors.begin(), fields_.state.tensors.end(),
                                [&](const auto& f) { return state.contains(entry_of(f.name)); }) ||
-                   (fields_.step && state.contains(entry_of("step")));
+                   (fields_.state.step && state.contains(entry_of("step")));
   auto& states = optimizer_.state();
   auto* key = parameter.tensor.unsafeGetTensorImpl();
   if (!any) {
     states.erase(key);
     return;
   }
-  if (!state_of(parameter.tensor)) states[key] = fields_.make_state();
+  if (!state_of(parameter.tensor)) states[key] = fields_.state.make_state();
   auto& kept = *state_of(parameter.tensor);
-  for (const auto& field : fields_.tensors) {
+  for (const auto& field : fields_.state.tensors) {
     field.access(kept) = state.contains(entry_of(field.name)) ? state.tensor(entry_of(field.name)) : at::Tensor();
   }
-  if (fields_.step && state.contains(entry_of("step"))) fields_.step(kept) = state.value<int64_t>(entry_of("step"));
+  if (fields_.state.step && state.contains(entry_of("step"))) fields_.state.step(kept) = state.value<int64_t>(entry_of("step"));
 }
 
 void OptimizerBinding::after_load(const StateDict& state) {

@@ -2,7 +2,7 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-install(DIRECTORY collectives mesh dtensor mixed_precision fsdp checkpoint
+install(DIRECTORY collectives mesh dtensor mixed_precision optim fsdp checkpoint
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera" FILES_MATCHING PATTERN "*.h")
 install(FILES tessera.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera")
 

@@ -11,7 +11,7 @@ namespace {
 
 const std::string kNoStorage =
     "a DTensor has no storage of its own: its data is spread over the ranks of its mesh. Use to_local() for this rank's part, "
-    "full_tensor() for the whole, tessera::to_string() to print it and tessera::checkpoint to save it";
+    "full_tensor() for the whole, tessera::to_string() to print it and tessera::checkpoint::save() to save it";
 
 c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys) {
   // Without it, an in-place op on a view comes back as `as_strided` on the global geometry, which no rule can serve.
@@ -37,8 +37,12 @@ void check_local(const at::Tensor& local, const Spec& spec) {
 } // namespace
 
 at::Tensor make_dtensor(at::Tensor local, SpecPtr spec) {
-  check_local(local, *spec);
-  return at::Tensor(make_impl(c10::make_intrusive<DTensorMeta>(std::move(local), std::move(spec)), {}));
+  return make_dtensor(c10::make_intrusive<DTensorMeta>(std::move(local), std::move(spec)));
+}
+
+at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta) {
+  check_local(meta->local, *meta->spec);
+  return at::Tensor(make_impl(std::move(meta), {}));
 }
 
 at::Tensor alias_dtensor(const at::Tensor& dtensor) {

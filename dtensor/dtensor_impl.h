@@ -6,6 +6,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include <memory>
+#include <string>
 
 #include <tessera/dtensor/spec.h>
 
@@ -27,6 +28,8 @@ struct DTensorMeta : c10::BackendMeta {
   std::shared_ptr<const ReducedValue> reduced; ///< guarded by a lock in redistribute.cpp
   /// Set on a view whose data had to move: it holds the base's value at this version, and cannot be written.
   std::optional<uint32_t> copied_at_version;
+  /// What errors call this tensor, as "the gradient of blocks.0.weight"; empty for most.
+  virtual std::string name() const { return {}; }
 };
 
 /// The key below autograd whose fallback runs an op on the local tensors.
@@ -40,6 +43,8 @@ inline DTensorMeta* dtensor_meta(const at::TensorBase& tensor) {
 
 /// A new DTensor (not requiring grad) from this rank's part. `local` must have `spec->local_sizes()` and `spec->dtype()`.
 at::Tensor make_dtensor(at::Tensor local, SpecPtr spec);
+
+at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta);
 
 /// Another handle of the same DTensor: the meta is shared, the key set is copied, autograd history is not.
 at::Tensor alias_dtensor(const at::Tensor& dtensor);

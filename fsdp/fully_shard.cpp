@@ -91,9 +91,11 @@ void adopt_below(const StatePtr& state, const std::vector<Module*>& modules, con
         std::any_of(top->modules().begin(), top->modules().end(), [&](auto* module) { return paths.contains(module); });
     if (top != state && inside) state->adopt(top);
   }
+  int64_t number = 0;
   for (const auto& below : state->subtree()) {
     const auto found = paths.find(below->modules().front());
     const auto group = below->group();
+    if (group) group->number = number++;
     if (found != paths.end() && group) group->set_label(found->second);
   }
   absl::flat_hash_set<const c10::TensorImpl*> named;

@@ -23,7 +23,12 @@ class LeafHook final : public torch::autograd::PostAccumulateGradHook {
   void operator()(const torch::autograd::Variable& leaf) override {
     at::Tensor gradient;
     std::swap(gradient, leaf.mutable_grad());
-    if (const auto group = group_.lock()) schedule_of(*group).land(*group, index_, gradient);
+    const auto group = group_.lock();
+    if (!group || !gradient.defined()) return;
+    TORCH_CHECK(!gradient.requires_grad(), "backward(create_graph=true) reached the sharded parameter ", group->full_name(index_),
+                ": its gradient is reduced over ranks and cannot be differentiated again. Take the gradient of the inputs with "
+                "torch::autograd::grad(..., create_graph=true) and call backward() without create_graph on what is made of it");
+    schedule_of(*group).land(*group, index_, gradient);
   }
 
  private:
@@ -31,14 +36,53 @@ class LeafHook final : public torch::autograd::PostAccumulateGradHook {
   size_t index_;
 };
 
-class ParameterHook final : public torch::autograd::FunctionPreHook {
+/// The meta of a parameter's gradient: a DTensor that knows whose gradient it is.
+struct GradientMeta final : DTensorMeta {
+  GradientMeta(at::Tensor local, SpecPtr spec, std::weak_ptr<ParameterGroup> owner, size_t position)
+      : DTensorMeta(std::move(local), std::move(spec)), group(std::move(owner)), index(position) {}
+  std::string name() const override {
+    const auto known = group.lock();
+    return known ? "the gradient of " + known->full_name(index) : "";
+  }
+  std::weak_ptr<ParameterGroup> group;
+  size_t index;
+};
+
+at::Tensor make_gradient(at::Tensor local, const SpecPtr& spec, std::weak_ptr<ParameterGroup> group, size_t index) {
+  return make_dtensor(c10::make_intrusive<GradientMeta>(std::move(local), spec, std::move(group), index));
+}
+
+/// Refuses torch::autograd::grad over a sharded parameter, which would return the gradient of this rank's data alone.
+class CaptureCheck final : public torch::autograd::FunctionPreHook {
  public:
-  ParameterHook(std::weak_ptr<ParameterGroup> group, size_t index) : group_(std::move(group)), index_(index) {}
+  CaptureCheck(std::weak_ptr<ParameterGroup> group, size_t index, const torch::autograd::Node* accumulator)
+      : group_(std::move(group)), index_(index), accumulator_(accumulator) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    const auto* tasks = torch::autograd::get_current_graph_task_exec_info();
+    if (C10_LIKELY(!tasks || tasks->empty())) return gradients;
+    const auto found = tasks->find(const_cast<torch::autograd::Node*>(accumulator_));
     const auto group = group_.lock();
-    if (!group || !gradients[0].defined() || dtensor_meta(gradients[0])) return gradients;
-    schedule_of(*group).land(*group, index_, gradients[0].clone(at::MemoryFormat::Contiguous)); // it may be shared or expanded
-    return {at::Tensor()};
+    TORCH_CHECK(!group || found == tasks->end() || !found->second.captures_, "torch::autograd::grad over the sharded parameter ",
+                group->full_name(index_),
+                " would return a gradient of this rank's data alone; call backward() (with "
+                "`inputs`, if only some gradients are wanted) and read parameter.grad()");
+    return gradients;
+  }
+
+ private:
+  std::weak_ptr<ParameterGroup> group_;
+  size_t index_;
+  const torch::autograd::Node* accumulator_;
+};
+
+/// The DTensor gradients of ops that read the parameter as a DTensor.
+class DTensorLeafHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  DTensorLeafHook(std::weak_ptr<ParameterGroup> group, size_t index) : group_(std::move(group)), index_(index) {}
+  void operator()(const torch::autograd::Variable& leaf) override {
+    at::Tensor gradient;
+    std::swap(gradient, leaf.mutable_grad());
+    if (const auto group = group_.lock()) schedule_of(*group).land_sharded(*group, index_, gradient);
   }
 
  private:
@@ -48,10 +92,25 @@ class ParameterHook final : public torch::autograd::FunctionPreHook {
 
 } // namespace
 
-void install_landing_hooks(const at::Tensor& parameter, const at::Tensor& leaf, const std::weak_ptr<ParameterGroup>& group,
-                           size_t index) {
+std::shared_ptr<torch::autograd::Node> redirect_gradients(const at::Tensor& parameter, const at::Tensor& leaf,
+                                                          const std::weak_ptr<ParameterGroup>& group, size_t index) {
   torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<LeafHook>(group, index));
-  torch::autograd::impl::add_hook(parameter, std::make_unique<ParameterHook>(group, index));
+  if (!leaf.is_floating_point() && !leaf.is_complex()) return nullptr;
+  const bool required = leaf.requires_grad();
+  leaf.set_requires_grad(true);
+  auto accumulator = torch::autograd::impl::grad_accumulator(leaf);
+  leaf.set_requires_grad(required);
+  torch::autograd::impl::add_hook(leaf, std::make_unique<CaptureCheck>(group, index, accumulator.get()));
+  torch::autograd::impl::set_grad_accumulator(parameter, accumulator);
+  return accumulator;
+}
+
+at::Tensor make_dtensor_leaf(const at::Tensor& parameter, const std::weak_ptr<ParameterGroup>& group, size_t index) {
+  const auto* meta = parameter_meta(parameter);
+  auto leaf = make_dtensor(meta->local, meta->spec);
+  leaf.set_requires_grad(true);
+  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<DTensorLeafHook>(group, index));
+  return leaf;
 }
 
 bool GroupGradients::reduces_alone() const { return !group_.axes().reduce_scatter() && !group_.axes().all_reduce(); }
@@ -66,6 +125,17 @@ at::ScalarType GroupGradients::choose_reduce_dtype() const {
     dtype = dtype ? c10::promoteTypes(*dtype, own) : own;
   }
   return dtype.value_or(at::kFloat);
+}
+
+std::optional<at::ScalarType> GroupGradients::common_dtype() const {
+  std::optional<at::ScalarType> dtype;
+  for (size_t i = 0; i < takes_part_.size(); ++i) {
+    if (!takes_part_[i]) continue;
+    const auto own = group_.parameters()[i].spec->dtype();
+    if (dtype && *dtype != own) return std::nullopt;
+    dtype = own;
+  }
+  return dtype;
 }
 
 void GroupGradients::prepare_layout() {
@@ -100,7 +170,7 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient) {
       takes_part_[index], "the parameter ", group_.full_name(index),
       " began to require a gradient while gradients of its group were being accumulated; run a synchronized backward first");
   if (reduces_alone()) {
-    set_sharded_gradient(index, gradient);
+    add_whole(index, gradient);
   } else {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     copy_into_buffer(index, gradient, pending_[index]);
@@ -159,7 +229,7 @@ void GroupGradients::start_reduce() {
   begin_backward();
   pending_count_ = 0;
   auto used = std::exchange(pending_, std::vector<bool>(pending_.size()));
-  if (reduces_alone()) return;
+  if (reduces_alone()) return finish_alone();
   reduction_.used = std::move(used);
   reduction_.input = std::exchange(buffer_, at::Tensor());
   const auto op = divide_factor ? ReduceOp::kSum : ReduceOp::kAvg;
@@ -201,34 +271,57 @@ void GroupGradients::finish_reduce() {
   if (divide_factor) done.output.div_(*divide_factor);
   const auto rank = static_cast<size_t>(group_.axes().shard_rank());
   const auto& parameters = group_.parameters();
-  const auto first = std::find(takes_part_.begin(), takes_part_.end(), true) - takes_part_.begin();
-  const auto gradients = done.output.to(parameters[static_cast<size_t>(first)].spec->dtype());
+  const auto gradients = common_dtype() ? done.output.to(*common_dtype()) : done.output;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!takes_part_[i]) continue;
     // Unused here: another rank may have used it. Unused everywhere, its gradient stays as it is.
     if (!done.used[i] && done.output[layout_.used_offset + static_cast<int64_t>(i)].item<double>() == 0) continue;
     const int64_t numel = group_.layout().parameters[i].pieces[rank].numel;
-    set_sharded_gradient(i, gradients.narrow(0, layout_.offsets[i][rank], numel));
+    add_reduced(i, gradients.narrow(0, layout_.offsets[i][rank], numel));
   }
 }
 
-void GroupGradients::set_sharded_gradient(size_t index, const at::Tensor& reduced) {
+void GroupGradients::add_whole(size_t index, const at::Tensor& gradient) {
+  whole_.resize(group_.parameters().size());
+  auto& sum = whole_[index];
+  sum = sum.defined() ? sum.add_(gradient) : gradient;
+}
+
+void GroupGradients::finish_alone() {
+  for (size_t i = 0; i < whole_.size(); ++i) {
+    if (!whole_[i].defined()) continue;
+    const auto gradient = std::exchange(whole_[i], at::Tensor());
+    add_reduced(i, divide_factor ? gradient.div(*divide_factor) : gradient);
+  }
+}
+
+void GroupGradients::add_reduced(size_t index, const at::Tensor& reduced) {
+  const auto& spec = group_.parameters()[index].spec;
+  const auto& sizes = spec->local_sizes();
+  at::Tensor local = reduced.sizes() == c10::IntArrayRef(sizes) ? reduced : reduced.reshape(sizes);
+  if (local.scalar_type() != spec->dtype()) local = local.to(spec->dtype());
+  add_sharded(index, make_gradient(std::move(local), spec, group_.weak_from_this(), index));
+}
+
+void GroupGradients::add_sharded(size_t index, const at::Tensor& gradient) {
   const auto& parameter = group_.parameters()[index];
   const at::Tensor tensor(parameter.tensor.lock());
   if (!tensor.defined()) return;
-  const auto& local_sizes = parameter.spec->local_sizes();
-  at::Tensor local = reduced.sizes() == c10::IntArrayRef(local_sizes) ? reduced : reduced.reshape(local_sizes);
-  if (local.scalar_type() != parameter.spec->dtype()) local = local.to(parameter.spec->dtype());
-  if (reduces_alone() && divide_factor) local = local.div(*divide_factor);
-  auto& gradient = tensor.mutable_grad();
-  if (!gradient.defined()) {
-    gradient = make_dtensor(std::move(local), parameter.spec);
-    return;
+  torch::autograd::variable_list added{gradient};
+  for (const auto& hook : torch::autograd::impl::hooks(tensor)) added = (*hook)(added);
+  const auto* meta = dtensor_meta(added[0]);
+  TORCH_CHECK(meta && meta->spec == parameter.spec, "a hook on the sharded parameter ", group_.full_name(index),
+              " returned a gradient that is not sharded as the parameter is");
+  auto& sum = tensor.mutable_grad();
+  if (sum.defined()) {
+    auto* sum_meta = dtensor_meta(sum);
+    TORCH_CHECK(sum_meta && sum_meta->spec == parameter.spec, "the gradient of ", group_.full_name(index),
+                " was replaced by a tensor that is not sharded as the parameter is");
+    sum_meta->local.add_(meta->local);
+  } else {
+    sum = std::move(added[0]);
   }
-  auto* meta = dtensor_meta(gradient);
-  TORCH_CHECK(meta && meta->spec == parameter.spec, "the gradient of ", group_.full_name(index),
-              " was replaced by a tensor that is not sharded as the parameter is");
-  meta->local.add_(local);
+  if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor)) (*hook)(tensor);
 }
 
 void GroupGradients::discard() {
@@ -236,6 +329,7 @@ void GroupGradients::discard() {
   reducing_ = false;
   reduction_ = Reduction();
   buffer_ = at::Tensor();
+  whole_.clear();
   std::fill(pending_.begin(), pending_.end(), false);
   pending_count_ = 0;
   begin_backward();

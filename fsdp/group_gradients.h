@@ -3,7 +3,7 @@
 // Internal: the gradients of one group, from the leaf to the sharded parameter.
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <memory>
 #include <optional>
@@ -16,10 +16,15 @@ namespace tessera::fsdp_internal {
 
 class ParameterGroup;
 
-/// Installs the hooks that hand a gradient to the schedule: on the leaf, as soon as autograd has accumulated it; on the parameter
-/// itself, for a gradient that reaches it past the leaf (an argument of a torch::autograd::Function).
-void install_landing_hooks(const at::Tensor& parameter, const at::Tensor& leaf, const std::weak_ptr<ParameterGroup>& group,
-                           size_t index);
+/// Makes the gradients of `leaf` land in the schedule as soon as autograd has accumulated them, and sends there as well those
+/// that reach `parameter` itself (as an argument of a torch::autograd::Function): both share the returned node, which the caller
+/// keeps.
+std::shared_ptr<torch::autograd::Node> redirect_gradients(const at::Tensor& parameter, const at::Tensor& leaf,
+                                                          const std::weak_ptr<ParameterGroup>& group, size_t index);
+
+/// What stands for the parameter in an op that mixes it with other DTensors in grad mode: their gradients are DTensors, and need
+/// no reduction.
+at::Tensor make_dtensor_leaf(const at::Tensor& parameter, const std::weak_ptr<ParameterGroup>& group, size_t index);
 
 /// Collects the gradients of one group in its reduce buffer, reduces them, and sets the sharded gradients.
 ///
@@ -31,6 +36,8 @@ class GroupGradients {
 
   /// Copies a full gradient into the reduce buffer, added to what this backward or gradient accumulation left there.
   void land(size_t index, const at::Tensor& gradient);
+  /// Adds a gradient that is sharded already to the parameter's, and runs the hooks of the parameter.
+  void add_sharded(size_t index, const at::Tensor& gradient);
   /// Every touched parameter's gradient has landed in this backward.
   bool is_complete() const;
   bool has_landed() const { return landed_count_ > 0; }
@@ -65,16 +72,21 @@ class GroupGradients {
   void copy_into_buffer(size_t index, const at::Tensor& gradient, bool add);
   void write_used_flags();
   at::ScalarType choose_reduce_dtype() const;
-  void set_sharded_gradient(size_t index, const at::Tensor& reduced);
+  /// The dtype of all parameters that require a gradient, where they share one.
+  std::optional<at::ScalarType> common_dtype() const;
+  void add_reduced(size_t index, const at::Tensor& reduced);
+  void add_whole(size_t index, const at::Tensor& gradient);
+  void finish_alone();
   bool reduces_alone() const;
 
   ParameterGroup& group_;
   std::vector<bool> takes_part_; ///< parameters that require a gradient
   ReduceLayout layout_;
   at::ScalarType dtype_ = at::kFloat;
-  at::Tensor buffer_;         ///< input of the reduce-scatter, [ranks × chunk_numel]
-  std::vector<bool> pending_; ///< in the buffer, or added to the gradient where nothing is reduced
-  std::vector<bool> landed_;  ///< in this backward
+  at::Tensor buffer_;             ///< input of the reduce-scatter, [ranks × chunk_numel]
+  std::vector<at::Tensor> whole_; ///< what landed, where nothing is reduced
+  std::vector<bool> pending_;     ///< in the buffer or in `whole_`
+  std::vector<bool> landed_;      ///< in this backward
   size_t pending_count_ = 0, landed_count_ = 0;
 
   bool reducing_ = false;

@@ -43,7 +43,12 @@ bool is_tensor_list(const c10::TypePtr& type) {
 }
 
 OperatorTraits read_schema(const c10::FunctionSchema& schema) {
-  OperatorTraits traits{{}, is_metadata_only(schema.name()), false, schema.name() == "aten::_has_compatible_shallow_copy_type"};
+  const auto& name = schema.name();
+  OperatorTraits traits{.is_metadata_only = is_metadata_only(name),
+                        .converts = name == "aten::to",
+                        .replaces_data = name == "aten::_has_compatible_shallow_copy_type",
+                        .replaces_storage = name == "aten::set_",
+                        .renormalizes = name == "aten::embedding_renorm_"};
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& argument = arguments[i];

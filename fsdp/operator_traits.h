@@ -17,10 +17,13 @@ struct TensorArgument {
 };
 
 struct OperatorTraits {
-  std::vector<TensorArgument> tensors;
-  bool is_metadata_only; ///< reads no element: detach, requires_grad_, zeros_like, …
-  bool returns_alias;    ///< the first output is a view of an argument
-  bool replaces_data;    ///< the only dispatched step of Tensor::set_data, which Module::to uses
+  std::vector<TensorArgument> tensors = {};
+  bool is_metadata_only = false; ///< reads no element: detach, requires_grad_, zeros_like, …
+  bool returns_alias = false;    ///< the first output is a view of an argument
+  bool converts = false;         ///< Tensor::to
+  bool replaces_data = false;    ///< the only dispatched step of Tensor::set_data, which Module::to uses
+  bool replaces_storage = false; ///< set_, which torch::load uses
+  bool renormalizes = false;     ///< rewrites the rows of an embedding that this rank's batch reads (max_norm)
 };
 
 /// The traits of `op`, from its schema; computed once a thread.

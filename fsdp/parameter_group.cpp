@@ -4,6 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/cpp_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <tessera/fsdp/group_gradients.h>
 
@@ -22,7 +24,21 @@ at::Tensor flat_view(const at::Tensor& bytes, int64_t byte_offset, int64_t numel
   return bytes.narrow(0, numel > 0 ? byte_offset : 0, numel * static_cast<int64_t>(c10::elementSize(dtype))).view(dtype);
 }
 
+/// Gives a parameter its share in its group, as a tensor hook. Autograd's part of a tensor goes with the last reference to it;
+/// the backend meta would stay as long as the group's own weak reference. The hook also meets gradients of a graph from before.
+void own(const at::Tensor& parameter, std::shared_ptr<ParameterGroup> group, size_t index) {
+  auto* autograd = torch::autograd::impl::materialize_autograd_meta(parameter);
+  if (!autograd->cpp_hooks_list_) torch::autograd::impl::create_cpp_hook(parameter);
+  autograd->cpp_hooks_list_->push_back([group = std::move(group), index](const at::TensorBase& gradient) {
+    TORCH_CHECK(!gradient.defined() || dtensor_meta(gradient), "the gradient of ", group->full_name(index),
+                " comes from a forward that ran before fully_shard: run the forward again");
+    return at::TensorBase();
+  });
+}
+
 } // namespace
+
+std::string ParameterMeta::name() const { return group ? "the parameter " + group->full_name(index) : ""; }
 
 ParameterGroup::ParameterGroup(std::string label, const MeshAxes& axes, const FullyShardOptions& options,
                                std::shared_ptr<BlockCache> cache)
@@ -30,6 +46,9 @@ ParameterGroup::ParameterGroup(std::string label, const MeshAxes& axes, const Fu
 
 ParameterGroup::~ParameterGroup() {
   if (storage_) storage_->forget_group();
+  for (const auto& parameter : parameters_) {
+    if (parameter.meta) parameter.meta->group = nullptr;
+  }
 }
 
 void ParameterGroup::shard(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names) {
@@ -44,8 +63,16 @@ void ParameterGroup::shard(const std::vector<at::Tensor>& tensors, const std::ve
   for (size_t i = 0; i < tensors.size(); ++i) {
     auto spec =
         Spec::intern(axes_.mesh(), axes_.placements(layout_.parameters[i].placement), shapes[i].sizes, tensors[i].scalar_type());
-    parameters_.push_back(
-        {names[i], c10::weak_intrusive_ptr<c10::TensorImpl>(tensors[i].getIntrusivePtr()), {}, {}, std::move(spec), {}});
+    parameters_.push_back({names[i],
+                           c10::weak_intrusive_ptr<c10::TensorImpl>(tensors[i].getIntrusivePtr()),
+                           {},
+                           {},
+                           {},
+                           nullptr,
+                           std::move(spec),
+                           {},
+                           {}});
+    own(tensors[i], shared_from_this(), i);
   }
   const bool on_meta = tensors[0].is_meta();
   std::vector<at::Tensor> values; // keep the storage when the parameters let go of it
@@ -83,8 +110,8 @@ void ParameterGroup::allocate_shard(c10::Device device) {
     parameter.local =
         flat_view(shard_, master_offsets_[i], piece.numel, parameter.spec->dtype()).view(parameter.spec->local_sizes());
     const at::Tensor tensor(parameter.tensor.lock());
-    become_dtensor(tensor, c10::make_intrusive<ParameterMeta>(parameter.local, parameter.spec, shared_from_this(), i),
-                   c10::DispatchKeySet(kTouchKey));
+    parameter.meta = c10::make_intrusive<ParameterMeta>(parameter.local, parameter.spec, this, i);
+    become_dtensor(tensor, parameter.meta, c10::DispatchKeySet(kTouchKey));
   }
 }
 
@@ -116,7 +143,7 @@ void ParameterGroup::make_leaves() {
     parameter.leaf = tensor_over(storage, layout_.parameters[i].unsharded_offset, tensor.sizes(), dtype, keys);
     parameter.detached_leaf = tensor_over(storage, layout_.parameters[i].unsharded_offset, tensor.sizes(), dtype, keys);
     parameter.leaf.set_requires_grad(tensor.requires_grad());
-    install_landing_hooks(tensor, parameter.leaf, weak_from_this(), i);
+    parameter.accumulator = redirect_gradients(tensor, parameter.leaf, weak_from_this(), i);
   }
 }
 
@@ -132,6 +159,14 @@ void ParameterGroup::expect_gradient(size_t index, uint64_t forward) {
   }
   if (!parameters_[index].touched) ++touched_count_;
   parameters_[index].touched = true;
+}
+
+void ParameterGroup::check_parameters_alive() const {
+  for (const auto& parameter : parameters_) {
+    TORCH_CHECK(!parameter.tensor.expired(), "the sharded parameter ", parameter.name, " of ", label_,
+                " is gone: the module's parameters changed after fully_shard. Replace parameters first, then shard, or copy new "
+                "values with parameter.copy_(full_tensor)");
+  }
 }
 
 void ParameterGroup::start_gather() {

@@ -3,6 +3,7 @@
 // Internal: the parameters of one `fully_shard` call, sharded and unsharded.
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <memory>
 #include <string>
@@ -22,9 +23,10 @@ class ShardedModule;
 
 /// The meta of a sharded parameter: a DTensor that knows its group.
 struct ParameterMeta : DTensorMeta {
-  ParameterMeta(at::Tensor local, SpecPtr spec, std::shared_ptr<ParameterGroup> owner, size_t position)
-      : DTensorMeta(std::move(local), std::move(spec)), group(std::move(owner)), index(position) {}
-  std::shared_ptr<ParameterGroup> group;
+  ParameterMeta(at::Tensor local, SpecPtr spec, ParameterGroup* owner, size_t position)
+      : DTensorMeta(std::move(local), std::move(spec)), group(owner), index(position) {}
+  std::string name() const override;
+  ParameterGroup* group; ///< null once all parameters of the group are gone: a detached copy may live longer
   size_t index;
 };
 
@@ -32,21 +34,26 @@ struct ParameterMeta : DTensorMeta {
 inline ParameterMeta* parameter_meta(const at::TensorBase& tensor) {
   constexpr auto both = c10::DispatchKeySet({kDTensorKey, kTouchKey});
   if (!tensor.defined() || !tensor.key_set().has_all(both)) return nullptr;
-  return static_cast<ParameterMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+  auto* meta = static_cast<ParameterMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+  return meta->group ? meta : nullptr;
 }
 
 struct ShardedParameter {
-  std::string name;                                ///< full name from the module given to `fully_shard`
-  c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
-  at::Tensor leaf;                                 ///< what forward ops read instead: plain, in the unsharded dtype
-  at::Tensor detached_leaf;                        ///< the same memory for `detach()`ed reads
+  std::string name;                                   ///< full name from the module given to `fully_shard`
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;    ///< what the module and the optimizer hold
+  at::Tensor leaf;                                    ///< what forward ops read instead: plain, in the unsharded dtype
+  at::Tensor detached_leaf;                           ///< the same memory for `detach()`ed reads
+  at::Tensor dtensor_leaf;                            ///< stands for it among DTensors in grad mode; made when first needed
+  std::shared_ptr<torch::autograd::Node> accumulator; ///< of the gradients of `leaf` and of `tensor`
   SpecPtr spec;
+  c10::intrusive_ptr<ParameterMeta> meta;
   at::Tensor local;     ///< this rank's part, a view of the shard
   bool touched = false; ///< read in this forward with a gradient to come
 };
 
 /// One communication group: its shard, its unsharded storage, and the moves between them.
 ///
+/// Its parameters own it, together: it lives as long as any of them.
 /// Not thread-safe: the schedule's lock guards it. `start_gather` and `finish_gather` are collective over the shard axis.
 class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
  public:
@@ -60,6 +67,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void shard(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names);
   /// Gives meta-device parameters uninitialized memory on the mesh's device; nothing for others.
   void materialize();
+
+  /// An error that names a parameter which its module gave up.
+  void check_parameters_alive() const;
 
   void start_gather();
   void finish_gather();
@@ -96,9 +106,11 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   std::string full_name(size_t index) const { return parameters_[index].name; }
 
   std::shared_ptr<ShardedModule> owner; ///< the state of the module that the group was made for
+  int64_t number = 0;                   ///< among the groups of its model, the same on every rank
   // Kept by the schedule:
-  int64_t order_position = -1; ///< in the recorded forward order
-  uint64_t phase = 0;          ///< the last phase (forward or backward) that saw a read of this group
+  int64_t order_position = -1;   ///< in the recorded forward order
+  uint64_t recorded_forward = 0; ///< the last forward that recorded it there
+  uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
 
  private:
   enum class State { kSharded, kGathering, kUnsharded };

@@ -17,10 +17,6 @@ namespace {
 using GroupList = std::vector<std::weak_ptr<ParameterGroup>>;
 using GroupPtr = std::shared_ptr<ParameterGroup>;
 
-bool contains(const GroupList& list, const ParameterGroup& group) {
-  return std::any_of(list.begin(), list.end(), [&](const auto& weak) { return weak.lock().get() == &group; });
-}
-
 bool related(const ParameterGroup& a, const ParameterGroup& b) {
   return a.owner->is_self_or_ancestor_of(*b.owner) || b.owner->is_self_or_ancestor_of(*a.owner);
 }
@@ -55,14 +51,25 @@ void Schedule::begin_backward() {
   });
 }
 
+Schedule::KeepOpen::KeepOpen(Schedule& schedule, std::vector<ParameterGroup*> groups) : schedule_(schedule) {
+  const std::lock_guard lock(schedule_.mutex_);
+  before_ = std::exchange(schedule_.kept_, std::move(groups));
+}
+
+Schedule::KeepOpen::~KeepOpen() {
+  const std::lock_guard lock(schedule_.mutex_);
+  schedule_.kept_ = std::move(before_);
+}
+
 void Schedule::touch(ParameterGroup& group) {
   const std::lock_guard lock(mutex_);
   const bool backward = enter_phase();
   if (!backward && group.is_stale()) group.reshard();
+  if (!backward) record(group);
   if (group.is_unsharded() && group.phase == phase_) return;
   group.phase = phase_;
-  if (!backward && at::GradMode::is_enabled()) record(group);
-  close_unrelated(group);
+  const bool recomputes = backward && at::GradMode::is_enabled(); // its gradients come at once
+  if (!recomputes) close_unrelated(group);
   open(group);
   group.finish_gather();
   prefetch_after(group);
@@ -75,7 +82,9 @@ void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects
 }
 
 void Schedule::record(ParameterGroup& group) {
-  if (contains(recording_, group)) return;
+  if (group.recorded_forward == forward_epoch_) return;
+  group.recorded_forward = forward_epoch_;
+  group.check_parameters_alive();
   group.order_position = static_cast<int64_t>(recording_.size());
   recording_.push_back(group.weak_from_this());
 }
@@ -91,7 +100,8 @@ void Schedule::close_unrelated(const ParameterGroup& group) {
     const GroupPtr other = weak.lock();
     if (!other || !other->is_open()) return true;
     const bool prefetched = !other->is_unsharded();
-    if (prefetched || related(*other, group) || !other->owner->reshards_after_forward()) return false;
+    const bool kept = std::find(kept_.begin(), kept_.end(), other.get()) != kept_.end();
+    if (prefetched || kept || related(*other, group) || !other->owner->reshards_after_forward()) return false;
     other->reshard();
     return true;
   });
@@ -116,8 +126,14 @@ void Schedule::prefetch_after(const ParameterGroup& group) {
 void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
   const std::lock_guard lock(mutex_);
   enter_phase();
+  if (!group.gradients().has_pending()) pending_.push_back(group.weak_from_this());
   group.gradients().land(index, gradient);
   if (group.gradients().is_complete()) reduce_in_order();
+}
+
+void Schedule::land_sharded(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
+  const std::lock_guard lock(mutex_);
+  group.gradients().add_sharded(index, gradient);
 }
 
 void Schedule::reduce_in_order() {
@@ -132,9 +148,22 @@ void Schedule::reduce_in_order() {
 
 void Schedule::reduce_the_rest() {
   const GroupList& list = recording_.empty() ? order_ : recording_;
+  std::vector<GroupPtr> rest;
   for (auto position = static_cast<int64_t>(list.size()) - 1; position >= 0; --position) {
     const GroupPtr group = list[static_cast<size_t>(position)].lock();
-    if (group && group->gradients().has_pending()) start_reduce(*group);
+    if (group && group->gradients().has_pending()) rest.push_back(group);
+  }
+  // Then those of a graph from an earlier forward, in an order that is the same on every rank.
+  const auto from_before = static_cast<std::ptrdiff_t>(rest.size());
+  for (const auto& weak : std::exchange(pending_, {})) {
+    const GroupPtr group = weak.lock();
+    const bool waits = group && group->gradients().has_pending();
+    if (waits && std::find(rest.begin(), rest.end(), group) == rest.end()) rest.push_back(group);
+  }
+  std::sort(rest.begin() + from_before, rest.end(), [](const auto& a, const auto& b) { return a->number > b->number; });
+  for (const auto& group : rest) {
+    start_reduce(*group);
+    if (group->gradients().has_pending()) pending_.push_back(group); // it accumulates without communication
   }
 }
 
@@ -181,7 +210,7 @@ void Schedule::abandon_backward() {
   in_backward_ = false;
   after_backward_ = true;
   reducing_.clear();
-  for (const auto& list : {order_, recording_}) {
+  for (const auto& list : {order_, recording_, std::exchange(pending_, {})}) {
     for (const auto& weak : list) {
       if (const GroupPtr group = weak.lock()) group->gradients().discard();
     }

@@ -33,6 +33,21 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient);
   /// The full gradient of parameter `index` is there.
   void land(ParameterGroup& group, size_t index, const at::Tensor& gradient);
+  /// A gradient of it that is a DTensor, and needs no reduction.
+  void land_sharded(ParameterGroup& group, size_t index, const at::Tensor& gradient);
+
+  /// While it lives, a touch of one of `groups` does not free the others: an op that reads parameters of several groups.
+  class KeepOpen {
+   public:
+    KeepOpen(Schedule& schedule, std::vector<ParameterGroup*> groups);
+    ~KeepOpen();
+    KeepOpen(const KeepOpen&) = delete;
+    KeepOpen& operator=(const KeepOpen&) = delete;
+
+   private:
+    Schedule& schedule_;
+    std::vector<ParameterGroup*> before_;
+  };
 
   void unshard(ParameterGroup& group);
   void reshard(ParameterGroup& group);
@@ -62,6 +77,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   std::vector<std::weak_ptr<ParameterGroup>> order_;     // of first reads in the last complete forward
   std::vector<std::weak_ptr<ParameterGroup>> recording_; // in the forward now
   std::vector<std::weak_ptr<ParameterGroup>> open_;
+  std::vector<ParameterGroup*> kept_;                   // by KeepOpen
+  std::vector<std::weak_ptr<ParameterGroup>> pending_;  // with gradients that wait for their reduction
   std::vector<std::weak_ptr<ParameterGroup>> reducing_; // at most one reduce-scatter and one all-reduce in flight
 
   bool in_backward_ = false; // between the first event of a backward and its end

@@ -4,16 +4,24 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstring>
 #include <optional>
+#include <typeinfo>
+#include <vector>
 
 #include <tessera/fsdp/construction_mode.h>
+#include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/operator_traits.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/schedule.h>
 #include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/unsharded.h>
 
 namespace tessera::fsdp_internal {
 
@@ -100,7 +108,7 @@ Reads scan(const Arguments& arguments) {
         reads.parameter = true;
         if (argument.is_written) {
           reads.writes_parameter = true;
-          parameter_meta(tensor)->group->note_write();
+          if (auto* meta = parameter_meta(tensor)) meta->group->note_write();
         }
       } else {
         reads.leaf = true;
@@ -115,25 +123,30 @@ Reads scan(const Arguments& arguments) {
   return reads;
 }
 
-/// Optimizers, initializers, clipping and state dicts act on the parameter as a DTensor; what else reads it is a use in forward.
-/// Without grad mode only an op that mixes it with plain tensors or returns a view of it (`weight.t()`) is.
-bool is_forward_read(const OperatorTraits& traits, const Reads& reads) {
-  if (traits.is_metadata_only || reads.writes_parameter || reads.other_dtensor) return false;
-  return at::GradMode::is_enabled() || reads.plain || reads.leaf || traits.returns_alias;
+/// In the backward of a torch::autograd::Function, where grad mode is off and what is saved is read as in its forward.
+bool in_custom_backward() {
+  const auto node = torch::autograd::get_current_node();
+  if (!node) return false;
+  const auto& type = *node;
+  return std::strstr(typeid(type).name(), "7CppNode") != nullptr; // a template over the user's class: no cast can ask for it
 }
 
-at::Tensor unsharded_leaf(const at::Tensor& tensor) {
+/// Optimizers, initializers, clipping and state dicts act on the parameter as a DTensor; what else reads it is a use in forward.
+/// Without grad mode only an op that mixes it with plain tensors or returns a view of it (`weight.t()`) is, or any op in the
+/// backward of a torch::autograd::Function.
+bool is_forward_read(const OperatorTraits& traits, const Reads& reads) {
+  if (traits.is_metadata_only || reads.writes_parameter || reads.other_dtensor) return false;
+  return at::GradMode::is_enabled() || reads.plain || reads.leaf || traits.returns_alias || in_custom_backward();
+}
+
+/// A parameter among other DTensors in grad mode: `(p - p0).square()` with a sharded copy `p0`.
+std::optional<at::Tensor> dtensor_leaf_of(const at::Tensor& tensor) {
   auto* meta = parameter_meta(tensor);
-  ParameterGroup& group = *meta->group;
-  ShardedParameter& parameter = group.parameters()[meta->index];
-  TORCH_CHECK(parameter.leaf.defined(), "the parameter ", group.full_name(meta->index),
-              " is on the meta device: call tessera::materialize before the first forward");
-  const bool is_itself = tensor.unsafeGetTensorImpl() == parameter.tensor._unsafe_get_target();
-  const bool expects_gradient = is_itself && tensor.requires_grad() && at::GradMode::is_enabled();
-  if (is_itself && parameter.leaf.requires_grad() != tensor.requires_grad())
-    parameter.leaf.set_requires_grad(tensor.requires_grad());
-  schedule_of(group).touch_parameter(group, meta->index, expects_gradient);
-  return is_itself ? parameter.leaf : parameter.detached_leaf;
+  if (!meta || !tensor.requires_grad()) return std::nullopt;
+  auto& parameter = meta->group->parameters()[meta->index];
+  if (!parameter.dtensor_leaf.defined())
+    parameter.dtensor_leaf = make_dtensor_leaf(tensor, meta->group->weak_from_this(), meta->index);
+  return parameter.dtensor_leaf;
 }
 
 /// Casts the floating-point activations beside a leaf to its dtype, where the policy wants it (FSDP2: cast_forward_inputs).
@@ -168,11 +181,76 @@ class AutocastCacheOff {
 };
 
 void check_keeps_data(const Arguments& arguments) {
-  arguments.visit([](const at::Tensor& tensor, const TensorArgument&) {
+  const c10::TensorImpl* first = nullptr;
+  bool same = true; // Module::to a device or dtype that the parameter has already
+  arguments.visit([&](const at::Tensor& tensor, const TensorArgument&) {
+    same = same && (!first || first == tensor.unsafeGetTensorImpl());
+    first = tensor.unsafeGetTensorImpl();
+  });
+  arguments.visit([&](const at::Tensor& tensor, const TensorArgument&) {
     const auto* meta = parameter_meta(tensor);
-    TORCH_CHECK(!meta, "set_data on the sharded parameter ", meta->group->full_name(meta->index),
+    TORCH_CHECK(same || !meta, "set_data on the sharded parameter ", meta->group->full_name(meta->index),
                 " would unshard it (Module::to does this): choose dtype and device before fully_shard, or use "
                 "parameter.copy_(full_tensor) for values");
+  });
+}
+
+/// The groups whose parameters a call reads.
+std::vector<ParameterGroup*> groups_read(const Arguments& arguments) {
+  std::vector<ParameterGroup*> groups;
+  arguments.visit([&](const at::Tensor& tensor, const TensorArgument&) {
+    if (!tensor.defined() || !tensor.key_set().has(kTouchKey)) return;
+    const auto* meta = parameter_meta(tensor);
+    if (!meta && tensor.key_set().has(kDTensorKey)) return;
+    auto* group = meta ? meta->group : &group_of_leaf(tensor);
+    if (std::find(groups.begin(), groups.end(), group) == groups.end()) groups.push_back(group);
+  });
+  return groups;
+}
+
+/// Puts the unsharded leaves in the place of parameters, and makes those and the leaves among the arguments valid.
+void unshard_arguments(Arguments& arguments, bool substitutes) {
+  auto groups = groups_read(arguments);
+  std::optional<Schedule::KeepOpen> keep;
+  if (groups.size() > 1) keep.emplace(schedule_of(*groups[0]), groups);
+  if (substitutes) {
+    arguments.replace([](const at::Tensor& tensor, const TensorArgument&) -> std::optional<at::Tensor> {
+      if (!parameter_meta(tensor)) return std::nullopt;
+      return unsharded(tensor);
+    });
+  }
+  for (auto* group : groups) schedule_of(*group).touch(*group);
+}
+
+/// Whether `Tensor::to` would return the parameter itself, asked of a stand-in; Module::to must not unshard it then.
+bool converts_nothing(const c10::OperatorHandle& op, const Stack& stack, size_t begin) {
+  const auto* meta = parameter_meta(stack[begin].toTensor());
+  if (!meta) return false;
+  const auto& parameter = meta->group->parameters()[meta->index];
+  if (!parameter.leaf.defined() || parameter.leaf.scalar_type() != parameter.spec->dtype()) return false;
+  const auto stand_in = at::empty({0}, parameter.leaf.options().requires_grad(false));
+  Stack call(stack.begin() + static_cast<std::ptrdiff_t>(begin), stack.end());
+  call[0] = stand_in;
+  op.callBoxed(&call);
+  return call[0].toTensor().is_same(stand_in);
+}
+
+void check_is_no_load(const Arguments& arguments) {
+  arguments.visit([](const at::Tensor& tensor, const TensorArgument&) {
+    const auto* meta = parameter_meta(tensor);
+    TORCH_CHECK(!meta, "set_ on the sharded parameter ", meta->group->full_name(meta->index),
+                " would unshard it (torch::load does this): load with tessera::checkpoint::load, or into the module before "
+                "fully_shard");
+  });
+}
+
+void check_is_no_renormalization(const Arguments& arguments) {
+  arguments.visit([](const at::Tensor& tensor, const TensorArgument&) {
+    const auto* meta = parameter_meta(tensor);
+    TORCH_CHECK(
+        !meta, "the embedding ", meta->group->full_name(meta->index),
+        " has a max_norm, which rewrites the rows that this rank's batch reads, and no other rank's copy of them: build it "
+        "without max_norm, and rescale the weight between steps");
   });
 }
 
@@ -181,25 +259,23 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   const size_t count = op.schema().arguments().size();
   Arguments arguments(traits, count, *stack);
   const Reads reads = scan(arguments);
+  if (traits.converts && converts_nothing(op, *stack, stack->size() - count)) {
+    stack->resize(stack->size() - count + 1); // the parameter
+    return;
+  }
   if (traits.replaces_data) check_keeps_data(arguments);
+  if (traits.replaces_storage) check_is_no_load(arguments);
+  if (traits.renormalizes) check_is_no_renormalization(arguments);
   if (is_constructing_on_meta()) replace_device_with_meta(op.schema(), stack);
 
   // Redispatch, never exclude: composites must still see the leaf's key inside.
   auto after = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTouchKey);
   const bool substitute = reads.parameter && is_forward_read(traits, reads);
+  if (substitute || (reads.leaf && !traits.is_metadata_only)) unshard_arguments(arguments, substitute);
   if (substitute) {
-    arguments.replace([](const at::Tensor& tensor, const TensorArgument&) -> std::optional<at::Tensor> {
-      if (!parameter_meta(tensor)) return std::nullopt;
-      return unsharded_leaf(tensor);
-    });
     after = after.remove(kDTensorKey);
-  }
-  if (reads.leaf && !traits.is_metadata_only) {
-    arguments.visit([](const at::Tensor& tensor, const TensorArgument&) {
-      if (!tensor.defined() || !tensor.key_set().has(kTouchKey) || tensor.key_set().has(kDTensorKey)) return;
-      auto& group = group_of_leaf(tensor);
-      schedule_of(group).touch(group);
-    });
+  } else if (reads.parameter && reads.other_dtensor && !reads.writes_parameter && at::GradMode::is_enabled()) {
+    arguments.replace([](const at::Tensor& tensor, const TensorArgument&) { return dtensor_leaf_of(tensor); });
   }
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   if ((substitute || reads.leaf) && (!in_backward || at::GradMode::is_enabled())) cast_activations(arguments);

@@ -127,22 +127,49 @@ void check_written(const OpInfo& info, const Collected& all, const Plan& plan, c
   }
 }
 
+/// What the DTensors among the arguments are called: " (the gradient of weight)"; their specs where none has a name.
+std::string names_of(const torch::jit::Stack& stack, size_t begin) {
+  std::string names, specs;
+  const auto add = [&](const c10::IValue& value) {
+    const auto* meta = value.isTensor() ? dtensor_meta(value.toTensor()) : nullptr;
+    if (!meta) return;
+    if (const auto name = meta->name(); !name.empty()) names += (names.empty() ? "" : ", ") + name;
+    specs += (specs.empty() ? "" : ", ") + meta->spec->to_string();
+  };
+  for (size_t i = begin; i < stack.size(); ++i) {
+    add(stack[i]);
+    if (stack[i].isTensorList()) {
+      for (const c10::IValue& element : stack[i].toListRef()) add(element);
+    }
+  }
+  return " (" + (names.empty() ? specs : names) + ")";
+}
+
+/// Plain tensors beside DTensors: scalars, and what the rule or a scope allows; never one that is written.
+void check_plain(const Collected& all, const OpInfo& info, const c10::FunctionSchema& schema, bool plain_allowed,
+                 const torch::jit::Stack& stack, size_t begin) {
+  for (size_t i = 0; i < all.tensors.size(); ++i) {
+    if (!all.plain[i]) continue;
+    const auto& argument = schema.arguments()[all.tensors[i].argument].name();
+    TORCH_CHECK(!info.arguments[all.tensors[i].argument].written, info.name, ": the written argument '", argument,
+                "' is a plain tensor, but others are DTensors", names_of(stack, begin),
+                ". Use full_tensor() or to_local() on those; state that an optimizer made before its parameters were sharded is "
+                "converted by tessera::shard_optimizer");
+    TORCH_CHECK(all.tensors[i].sizes.empty() || plain_allowed, info.name, ": a plain tensor of shape [",
+                fmt::format("{}", fmt::join(all.tensors[i].sizes, ", ")), "] (argument '", argument,
+                "') cannot be mixed with DTensors", names_of(stack, begin),
+                ". Make it one with distribute_tensor or from_local, or use ImplicitReplication; in the forward of a "
+                "torch::autograd::Function, take the whole of a sharded parameter with tessera::unsharded");
+  }
+}
+
 } // namespace
 
 Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin, Origin origin) {
   const auto all = collect(info, stack, begin);
   OpCall call{info.name, op.schema(), c10::ArrayRef<c10::IValue>(stack).slice(begin), {}, all.mesh};
   const bool plain_allowed = info.rule->plain_is_replicate || implicit_replication_enabled() || origin.backward_formula;
-  for (size_t i = 0; i < all.tensors.size(); ++i) {
-    if (!all.plain[i]) continue;
-    TORCH_CHECK(all.tensors[i].sizes.empty() || plain_allowed, info.name, ": a plain tensor of shape [",
-                fmt::format("{}", fmt::join(all.tensors[i].sizes, ", ")), "] (argument '",
-                op.schema().arguments()[all.tensors[i].argument].name(),
-                "') cannot be mixed with DTensors. Make it one with distribute_tensor or from_local, or use ImplicitReplication");
-    TORCH_CHECK(!info.arguments[all.tensors[i].argument].written, info.name, ": the written argument '",
-                op.schema().arguments()[all.tensors[i].argument].name(),
-                "' is a plain tensor, but others are DTensors. Use full_tensor() or to_local() on those");
-  }
+  check_plain(all, info, op.schema(), plain_allowed, stack, begin);
   Plan plan;
   plan.inputs.resize(all.tensors.size());
   plan.ran.resize(all.tensors.size());

@@ -37,10 +37,14 @@ TEST(Failure, ARankThatThrowsInBackwardIsNamedWithItsMessage) {
 }
 
 TEST(Failure, RanksThatUseDifferentGroupsLearnWhichOnes) {
-  const auto output = run("uses_another_group", 3).output;
-  EXPECT_THAT(output, HasSubstr("the ranks of the group called different collectives"));
-  EXPECT_THAT(output, HasSubstr("'blocks.1'"));
-  EXPECT_THAT(output, HasSubstr("'blocks.2'"));
+  for (const auto* scenario : {"uses_another_group", "skips_a_group"}) {
+    for (int ranks = 2; ranks <= 4; ++ranks) {
+      const auto output = run(scenario, ranks).output;
+      EXPECT_THAT(output, HasSubstr("the ranks of the group called different collectives")) << scenario;
+      EXPECT_THAT(output, HasSubstr("'blocks.1'")) << scenario;
+      EXPECT_THAT(output, HasSubstr("'blocks.2'")) << scenario;
+    }
+  }
 }
 
 } // namespace

@@ -64,11 +64,21 @@ void uses_another_group() {
   (*net->blocks)[is_last_rank() ? 2 : 1]->as<Block>()->forward(x).sum().backward();
 }
 
+/// The last rank leaves the second block out.
+void skips_a_group() {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  auto x = torch::ones({2, net->norm->weight.size(0)});
+  for (size_t i = 0; i < net->blocks->size(); ++i) {
+    if (i != 1 || !is_last_rank()) x = (*net->blocks)[i]->as<Block>()->forward(x);
+  }
+  x.sum().backward();
+}
+
 const std::map<std::string, std::function<void()>> scenarios{
-    {"killed_in_forward", killed_in_forward},
-    {"killed_in_backward", killed_in_backward},
-    {"throws_in_backward", throws_in_backward},
-    {"uses_another_group", uses_another_group},
+    {"killed_in_forward", killed_in_forward},   {"killed_in_backward", killed_in_backward},
+    {"throws_in_backward", throws_in_backward}, {"uses_another_group", uses_another_group},
+    {"skips_a_group", skips_a_group},
 };
 
 } // namespace

@@ -15,6 +15,7 @@ namespace {
 
 int run_tests() {
   tessera::init_process_group();
+  if (tessera::process_context().rank() != 0) ::testing::GTEST_FLAG(output) = ""; // one report, of rank 0
   tessera::testing::report_in_lockstep(*::testing::UnitTest::GetInstance());
   const int status = RUN_ALL_TESTS();
   tessera::destroy_process_group();

@@ -1,0 +1,175 @@
+#include "compare_training.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/sharded_module.h>
+
+namespace tessera::testing {
+
+namespace {
+
+constexpr int64_t kSteps = 5;
+constexpr double kTolerance = 1e-5;
+
+std::shared_ptr<CaseModel> build(const HoldsCase& test_case) {
+  torch::manual_seed(7);
+  return test_case.make();
+}
+
+/// The losses of every step; `last_step` runs in front of the last one.
+std::vector<double> train(CaseModel& model, const std::vector<int64_t>& ranks, const std::function<void()>& before_last_step) {
+  const auto optimizer = model.make_optimizer();
+  std::vector<double> losses;
+  for (int64_t step = 0; step < kSteps; ++step) {
+    if (step == kSteps - 1) before_last_step();
+    optimizer->zero_grad();
+    losses.push_back(model.iterate(step, ranks));
+    optimizer->step();
+  }
+  return losses;
+}
+
+double largest_difference(const torch::Tensor& got, const torch::Tensor& expected) {
+  EXPECT_TRUE(expected.isfinite().all().item<bool>()) << "the unsharded model diverges";
+  if (expected.numel() == 0) return 0;
+  const auto difference = (got.to(torch::kDouble) - expected.to(torch::kDouble)).abs().max().item<double>();
+  return std::isnan(difference) ? INFINITY : difference;
+}
+
+void compare_state(const torch::nn::Module& got, const torch::nn::Module& expected, TrainingDifference& difference) {
+  const torch::NoGradGuard no_grad;
+  const auto compare = [&](const std::string& name, const torch::Tensor& a, const torch::Tensor& b) {
+    const double found = largest_difference(a, b);
+    if (found > difference.parameters) difference.worst = name;
+    difference.parameters = std::max(difference.parameters, found);
+  };
+  const auto parameters = expected.named_parameters();
+  for (const auto& item : got.named_parameters()) compare(item.key(), full(item.value()), parameters[item.key()]);
+  const auto buffers = expected.named_buffers();
+  for (const auto& item : got.named_buffers()) compare(item.key(), item.value(), buffers[item.key()]);
+}
+
+using GroupList = std::vector<std::weak_ptr<fsdp_internal::ParameterGroup>>;
+
+GroupList groups_of(const CaseModel& model) {
+  GroupList groups;
+  for (const auto& state : fsdp(model).state()->subtree()) {
+    if (const auto group = state->group()) groups.push_back(group);
+  }
+  return groups;
+}
+
+/// Two a group that shards, but the root's and the last other group's stay from forward into backward.
+int64_t expected_all_gathers(const CaseModel& model, const GroupList& groups) {
+  int64_t expected = 0, others = 0;
+  for (const auto& weak : groups) {
+    const auto group = weak.lock();
+    if (!group->axes().all_gather()) continue;
+    const bool kept = !group->owner->reshards_after_forward();
+    expected += kept ? 1 : 2;
+    others += kept ? 0 : 1;
+  }
+  if (expected == 0) return 0;
+  return expected - std::min<int64_t>(others, 1) + model.allowance().all_gathers;
+}
+
+int64_t all_gathers() { return process_context().count(CollectiveKind::kAllGather).calls; }
+
+double mean_of_ranks(double value) { return mean_over_ranks(torch::tensor(value, torch::kDouble)).item<double>(); }
+
+} // namespace
+
+std::vector<Strategy> holds_strategies() {
+  std::vector<Strategy> chosen;
+  for (auto& strategy : strategies()) {
+    if (strategy.name.starts_with("full") || strategy.name.starts_with("hybrid ragged") ||
+        strategy.name.starts_with("hybrid per"))
+      chosen.push_back(strategy);
+  }
+  FullyShardOptions per_parameter;
+  per_parameter.layout = BufferLayout::kPerParameter;
+  chosen.push_back({"no-shard ragged", world_mesh, {}, /*replicates=*/true});
+  chosen.push_back({"no-shard per-parameter", world_mesh, per_parameter, /*replicates=*/true});
+  return chosen;
+}
+
+void shard_case(CaseModel& model, const Strategy& strategy) {
+  const auto mesh = strategy.mesh();
+  const auto wrap = [&](torch::nn::Module& module) {
+    strategy.replicates ? replicate(module, mesh, strategy.options) : fully_shard(module, mesh, strategy.options);
+  };
+  for (const auto& unit : model.units()) wrap(*unit);
+  wrap(model);
+}
+
+TrainingDifference compare_training(const HoldsCase& test_case, const Strategy& strategy) {
+  std::vector<int64_t> everyone(static_cast<size_t>(world_size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  auto plain = build(test_case);
+  const auto expected = train(*plain, everyone, [] {});
+
+  TrainingDifference difference;
+  auto model = build(test_case);
+  shard_case(*model, strategy);
+  const auto groups = groups_of(*model);
+  const int64_t allowed = expected_all_gathers(*model, groups);
+  int64_t before = 0;
+  const auto losses = train(*model, {world_rank()}, [&] { before = all_gathers(); });
+  difference.extra_all_gathers = std::max<int64_t>(all_gathers() - before - allowed, 0);
+  for (size_t step = 0; step < expected.size(); ++step)
+    difference.loss = std::max(difference.loss, std::abs(mean_of_ranks(losses[step]) - expected[step]));
+  compare_state(*model, *plain, difference);
+  for (const auto& state : fsdp(*model).state()->subtree()) {
+    FSDPModule handle(state);
+    handle.reshard();
+    const auto group = state->group();
+    if (group && group->copies()) difference.leaked_bytes += handle.unsharded_bytes();
+  }
+  for (const auto& graph : model->graphs) difference.leaked_graphs += graph.expired() ? 0 : 1;
+  model.reset();
+  for (const auto& group : groups) difference.leaked_groups += group.expired() ? 0 : 1;
+  return difference;
+}
+
+std::vector<HoldsParam> with_all_strategies(const std::vector<HoldsCase>& cases) {
+  std::vector<HoldsParam> params;
+  // The world's size is not known yet: only the names are used before the test runs.
+  for (const auto& test_case : cases) {
+    for (const auto& name : {"full ragged", "full per-parameter", "hybrid ragged", "hybrid per-parameter", "no-shard ragged",
+                             "no-shard per-parameter"})
+      params.push_back({test_case, Strategy{name}});
+  }
+  return params;
+}
+
+void PrintTo(const HoldsParam& param, std::ostream* out) { *out << param.test_case.name << ", " << param.strategy.name; }
+
+std::string param_name(const ::testing::TestParamInfo<HoldsParam>& info) {
+  auto name = info.param.test_case.name + "_" + info.param.strategy.name;
+  for (auto& c : name) {
+    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  }
+  return name;
+}
+
+void expect_holds(const HoldsParam& param) {
+  const auto all = holds_strategies();
+  const auto strategy =
+      std::find_if(all.begin(), all.end(), [&](const Strategy& each) { return each.name == param.strategy.name; });
+  ASSERT_NE(strategy, all.end()) << param.strategy.name;
+  const auto difference = compare_training(param.test_case, *strategy);
+  ::testing::Test::RecordProperty("difference", std::to_string(std::max(difference.loss, difference.parameters)));
+  EXPECT_LE(difference.loss, kTolerance);
+  EXPECT_LE(difference.parameters, kTolerance) << difference.worst;
+  EXPECT_EQ(difference.extra_all_gathers, 0);
+  EXPECT_EQ(difference.leaked_bytes, 0);
+  EXPECT_EQ(difference.leaked_graphs, 0);
+  EXPECT_EQ(difference.leaked_groups, 0);
+}
+
+} // namespace tessera::testing

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <tessera/tests/fsdp/holds/case_model.h>
+#include <tessera/tests/fsdp/sharded_model.h>
+
+namespace tessera::testing {
+
+/// full, hybrid and no-shard, each with both layouts.
+std::vector<Strategy> holds_strategies();
+
+/// Shards the model's units, then the model.
+void shard_case(CaseModel& model, const Strategy& strategy);
+
+/// What a training of one case under one strategy came to.
+struct TrainingDifference {
+  double loss = 0;               ///< largest difference of a step's loss from the unsharded model's
+  double parameters = 0;         ///< largest difference of a parameter or buffer after the last step
+  std::string worst;             ///< the name of that one
+  int64_t extra_all_gathers = 0; ///< in the last step, beyond the expected count
+  int64_t leaked_bytes = 0;      ///< unsharded, after `reshard()`
+  int64_t leaked_graphs = 0;     ///< alive after their iteration
+  int64_t leaked_groups = 0;     ///< alive after the model is gone
+};
+
+/// Trains 5 steps unsharded on the data of all ranks, and sharded on this rank's.
+TrainingDifference compare_training(const HoldsCase& test_case, const Strategy& strategy);
+
+/// A test parameter: a case under a strategy.
+struct HoldsParam {
+  HoldsCase test_case;
+  Strategy strategy;
+};
+void PrintTo(const HoldsParam& param, std::ostream* out);
+std::vector<HoldsParam> with_all_strategies(const std::vector<HoldsCase>& cases);
+/// `linear_without_bias_full_ragged`
+std::string param_name(const ::testing::TestParamInfo<HoldsParam>& info);
+/// Runs the case, records its figures in gtest's report, and expects equality within 1e-5, no extra all-gather and no leak.
+void expect_holds(const HoldsParam& param);
+
+} // namespace tessera::testing

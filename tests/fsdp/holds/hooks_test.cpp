@@ -1,0 +1,186 @@
+// Hooks of users on sharded parameters, and partial differentiation.
+#include <gtest/gtest.h>
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <tessera/tests/fsdp/holds/compare_training.h>
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::testing {
+namespace {
+
+namespace nn = torch::nn;
+using torch::Tensor;
+
+struct Layers : CaseModel {
+  Layers()
+      : a(register_module("a", nn::Linear(kWidth, 8))),
+        b(register_module("b", nn::Linear(8, 8))),
+        head(register_module("head", nn::Linear(8, 1))) {}
+  Tensor loss(const Tensor& x) override { return head(torch::gelu(b(a(x).tanh()))).square().mean(); }
+  nn::Linear a, b, head;
+};
+
+std::shared_ptr<Layers> make_layers() {
+  torch::manual_seed(7);
+  return std::make_shared<Layers>();
+}
+
+std::shared_ptr<Layers> sharded_layers(const Strategy& strategy) {
+  auto model = make_layers();
+  shard_case(*model, strategy);
+  return model;
+}
+
+/// Scales b's gradients by hooks, registered in the first iteration.
+struct ScalesGradients : Layers {
+  double iterate(int64_t step, const std::vector<int64_t>& ranks) override {
+    if (step == 0) {
+      b->weight.register_hook([](const Tensor& gradient) { return gradient * 0.5; });
+      b->weight.register_hook([](const Tensor& gradient) { return gradient + gradient; });
+      b->bias.register_hook([](const Tensor& gradient) { return gradient * -0.1; });
+    }
+    return Layers::iterate(step, ranks);
+  }
+};
+
+class Hooks : public ::testing::TestWithParam<HoldsParam> {};
+
+TEST_P(Hooks, TrainAsUnsharded) { expect_holds(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(Holds, Hooks, ::testing::ValuesIn(with_all_strategies({holds_case<ScalesGradients>("tensor_hooks")})),
+                         param_name);
+
+TEST(Hooks, FireOnceABackwardWithTheReducedGradient) {
+  for (const auto& strategy : holds_strategies()) {
+    for (const bool before : {true, false}) {
+      SCOPED_TRACE(strategy.name + (before ? ", registered before sharding" : ", registered after"));
+      auto plain = make_layers(), model = make_layers();
+      for (int64_t rank = 0; rank < world_size(); ++rank) (plain->loss(input_of(0, rank)) / world_size()).backward();
+      std::vector<Tensor> seen;
+      const auto watch = [&] { model->b->weight.register_hook([&](const Tensor& gradient) { seen.push_back(gradient); }); };
+      if (before) watch();
+      shard_case(*model, strategy);
+      if (!before) watch();
+      for (size_t backward = 1; backward <= 2; ++backward) {
+        model->zero_grad();
+        model->loss(input_of(0, world_rank())).backward();
+        ASSERT_EQ(seen.size(), backward);
+        ASSERT_TRUE(is_dtensor(seen.back()));
+        EXPECT_TENSORS_CLOSE(full(seen.back()), plain->b->weight.grad());
+      }
+    }
+  }
+}
+
+/// An optimizer step a parameter, as soon as its gradient is there.
+struct StepInBackward : torch::autograd::PostAccumulateGradHook {
+  void operator()(const torch::autograd::Variable& parameter) override {
+    const torch::NoGradGuard no_grad;
+    parameter.sub_(parameter.grad(), 0.1);
+    parameter.mutable_grad() = Tensor();
+    ++calls;
+  }
+  int calls = 0;
+};
+
+TEST(Hooks, PostAccumulateHooksStepInBackward) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto plain = make_layers();
+    const auto model = sharded_layers(strategy);
+    std::vector<StepInBackward*> hooks;
+    for (const auto& parameter : model->parameters()) {
+      auto hook = std::make_unique<StepInBackward>();
+      hooks.push_back(hook.get());
+      torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(hook));
+    }
+    for (int64_t step = 0; step < 3; ++step) {
+      plain->zero_grad();
+      for (int64_t rank = 0; rank < world_size(); ++rank) (plain->loss(input_of(step, rank)) / world_size()).backward();
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : plain->parameters()) parameter.sub_(parameter.grad(), 0.1);
+      const torch::AutoGradMode grad_mode(true);
+      model->loss(input_of(step, world_rank())).backward();
+    }
+    for (const auto* hook : hooks) EXPECT_EQ(hook->calls, 3);
+    EXPECT_LE(parameter_difference(*model, *plain), 1e-5);
+  }
+}
+
+TEST(Hooks, AHookMustKeepThePlacement) {
+  const auto model = sharded_layers(holds_strategies()[0]);
+  model->b->weight.register_hook([](const Tensor& gradient) { return torch::zeros(gradient.sizes()); });
+  EXPECT_THROWS_WITH(model->loss(input_of(0, 0)).backward(),
+                     "a hook on the sharded parameter b.weight returned a gradient that is not sharded as the parameter is");
+}
+
+TEST(Hooks, GradOverAParameterIsAnError) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    const auto model = sharded_layers(strategy);
+    EXPECT_THROWS_WITH(torch::autograd::grad({model->loss(input_of(0, 0))}, {model->b->weight}),
+                       "torch::autograd::grad over the sharded parameter b.weight");
+    model->loss(input_of(0, 0)).backward();
+    EXPECT_TRUE(model->b->weight.grad().defined());
+  }
+}
+
+TEST(Hooks, GradOverInputsAndActivationsWorks) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto plain = make_layers();
+    const auto model = sharded_layers(strategy);
+    const auto gradients = [](Layers& layers) {
+      const auto x = input_of(0, 0).requires_grad_();
+      const auto h = layers.a(x);
+      return torch::autograd::grad({layers.head(layers.b(h)).square().mean()}, {x, h});
+    };
+    const auto got = gradients(*model), expected = gradients(*plain);
+    EXPECT_TENSORS_CLOSE(got[0], expected[0]);
+    EXPECT_TENSORS_CLOSE(got[1], expected[1]);
+    EXPECT_FALSE(model->a->weight.grad().defined());
+  }
+}
+
+TEST(Hooks, BackwardWithInputsReducesOnlyThose) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto plain = make_layers();
+    const auto model = sharded_layers(strategy);
+    for (int64_t rank = 0; rank < world_size(); ++rank)
+      (plain->loss(input_of(0, rank)) / world_size())
+          .backward({}, false, false, std::vector<Tensor>{plain->b->weight, plain->a->bias});
+    model->loss(input_of(0, world_rank())).backward({}, false, false, std::vector<Tensor>{model->b->weight, model->a->bias});
+    for (const auto& item : model->named_parameters()) {
+      const auto expected = plain->named_parameters()[item.key()].grad();
+      ASSERT_EQ(item.value().grad().defined(), expected.defined()) << item.key();
+      if (expected.defined()) {
+        EXPECT_TENSORS_CLOSE(full(item.value().grad()), expected);
+      }
+    }
+  }
+}
+
+/// ‖p − p₀‖² with a sharded copy p₀: an op among DTensors, in grad mode.
+TEST(Hooks, ProximalTermOverShardedCopiesTrains) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto plain = make_layers();
+    const auto model = sharded_layers(strategy);
+    const auto run = [](Layers& layers, const std::vector<int64_t>& ranks) {
+      const auto anchor = (layers.b->weight.detach() * 0.5).clone();
+      for (const int64_t rank : ranks) (layers.loss(input_of(0, rank)) / static_cast<double>(ranks.size())).backward();
+      (layers.b->weight - anchor).square().sum().backward();
+    };
+    std::vector<int64_t> everyone;
+    for (int64_t rank = 0; rank < world_size(); ++rank) everyone.push_back(rank);
+    run(*plain, everyone);
+    run(*model, {world_rank()});
+    EXPECT_TENSORS_CLOSE(full(model->b->weight.grad()), plain->b->weight.grad());
+  }
+}
+
+} // namespace
+} // namespace tessera::testing

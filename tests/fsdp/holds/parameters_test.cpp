@@ -1,0 +1,160 @@
+// Parameters: frozen, unused, tied, of odd shapes and dtypes.
+#include <gtest/gtest.h>
+
+#include <tessera/tests/fsdp/holds/compare_training.h>
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::testing {
+namespace {
+
+namespace nn = torch::nn;
+using torch::Tensor;
+
+struct Layers : CaseModel {
+  Layers()
+      : a(register_module("a", nn::Linear(kWidth, 8))),
+        b(register_module("b", nn::Linear(8, 8))),
+        head(register_module("head", nn::Linear(8, 1))) {}
+  Tensor loss(const Tensor& x) override { return head(torch::gelu(b(a(x).tanh()))).square().mean(); }
+  nn::Linear a, b, head;
+};
+
+struct FrozenBefore : Layers {
+  FrozenBefore() {
+    a->weight.requires_grad_(false);
+    for (auto& parameter : b->parameters()) parameter.requires_grad_(false);
+  }
+};
+
+/// Frozen in the second step, unfrozen in the fourth.
+struct FrozenForAWhile : Layers {
+  double iterate(int64_t step, const std::vector<int64_t>& ranks) override {
+    const bool trains = step < 1 || step > 2;
+    a->bias.requires_grad_(trains);
+    b->weight.requires_grad_(trains);
+    b->bias.requires_grad_(trains);
+    return Layers::iterate(step, ranks);
+  }
+};
+
+/// Which layer is used depends on the step; the same on all ranks.
+struct UnusedInAStep : Layers {
+  double iterate(int64_t step, const std::vector<int64_t>& ranks) override {
+    skips = step % 2 == 1;
+    return Layers::iterate(step, ranks);
+  }
+  Tensor loss(const Tensor& x) override {
+    const auto h = a(x).tanh();
+    return (skips ? head->weight.sum() * h.mean() : head(b(h)).mean()).square();
+  }
+  Allowance allowance() const override { return {2, "the order of the step before predicts a group that this one skips"}; }
+  bool skips = false;
+};
+
+/// Odd ranks do not use b's bias and head's weight.
+struct UnusedOnSomeRanks : Layers {
+  double iterate(int64_t step, const std::vector<int64_t>& ranks) override {
+    double total = 0;
+    for (const int64_t rank : ranks) {
+      const auto x = input_of(step, rank);
+      const auto h = a(x).tanh();
+      const auto y = rank % 2 == 0 ? head(b(h)).square().mean() : (h.mm(b->weight).mean() + head->bias).square().sum();
+      const auto part = watched(y / static_cast<double>(ranks.size()));
+      part.backward();
+      total += part.item<double>();
+    }
+    return total;
+  }
+};
+
+/// One weight in two modules of different groups and twice in one of them.
+struct Tied : CaseModel {
+  Tied() {
+    a = register_module("a", nn::Linear(kWidth, kWidth));
+    b = register_module("b", nn::Linear(kWidth, kWidth));
+    b->weight = b->register_parameter("again", a->weight);
+    head = register_module("head", nn::Linear(kWidth, 1));
+    register_parameter("own", a->bias);
+  }
+  Tensor loss(const Tensor& x) override {
+    return head(b(a(x).tanh()).tanh() + x.mm(a->weight)).square().mean() + a->bias.square().sum();
+  }
+  Allowance allowance() const override { return {4, "b reads a's group, and a is read again after b"}; }
+  nn::Linear a{nullptr}, b{nullptr}, head{nullptr};
+};
+
+/// Fewer elements than ranks, none at all, no dims, integers, several dtypes.
+struct OddShapes : CaseModel {
+  OddShapes() {
+    scalar = register_parameter("scalar", torch::tensor(1.5));
+    one = register_parameter("one", torch::ones({1}));
+    none = register_parameter("none", torch::empty({0, 3}));
+    row = register_parameter("row", torch::ones({1, kWidth}));
+    tall = register_parameter("tall", torch::randn({7, 1}));
+    wide = register_parameter("wide", torch::randn({2, 37}));
+    counts = register_parameter("counts", torch::arange(kWidth), /*requires_grad=*/false);
+    mask = register_parameter("mask", torch::arange(kWidth).remainder(2).to(torch::kBool), /*requires_grad=*/false);
+    twice = register_parameter("twice", torch::randn({3}, torch::kDouble));
+    head = register_module("head", nn::Linear(kWidth, 1));
+  }
+  Tensor loss(const Tensor& x) override {
+    const auto y = x * scalar * one + row * counts.to(torch::kFloat) + mask.to(torch::kFloat) + none.sum();
+    const auto z = head(y) + tall.mean() + wide.square().sum() + twice.sum().to(torch::kFloat);
+    return z.square().mean() * 1e-2;
+  }
+  Tensor scalar, one, none, row, tall, wide, counts, mask, twice;
+  nn::Linear head{nullptr};
+};
+
+/// bf16 and fp32 parameters in one group.
+struct MixedDtypes : CaseModel {
+  MixedDtypes() {
+    low = register_parameter("low", torch::randn({kWidth, 5}).to(torch::kBFloat16));
+    high = register_parameter("high", torch::randn({5, 3}));
+  }
+  Tensor loss(const Tensor& x) override { return x.mm(low.to(torch::kFloat)).tanh().mm(high).square().mean(); }
+  // One step of a bf16 parameter rounds: the mean over ranks must be the same number, so the data are.
+  double iterate(int64_t step, const std::vector<int64_t>&) override {
+    const auto value = watched(loss(input_of(step, 0)));
+    value.backward();
+    return value.item<double>();
+  }
+  Tensor low, high;
+};
+
+class Parameters : public ::testing::TestWithParam<HoldsParam> {};
+
+TEST_P(Parameters, TrainAsUnsharded) { expect_holds(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(Holds, Parameters,
+                         ::testing::ValuesIn(with_all_strategies({holds_case<FrozenBefore>("frozen_before_sharding"),
+                                                                  holds_case<FrozenForAWhile>("frozen_and_unfrozen"),
+                                                                  holds_case<UnusedInAStep>("group_unused_in_a_step"),
+                                                                  holds_case<UnusedOnSomeRanks>("unused_on_some_ranks"),
+                                                                  holds_case<Tied>("tied"),
+                                                                  holds_case<OddShapes>("odd_shapes_and_dtypes"),
+                                                                  holds_case<MixedDtypes>("bf16_and_fp32_in_a_group")})),
+                         param_name);
+
+std::shared_ptr<Layers> sharded_layers(const Strategy& strategy) {
+  torch::manual_seed(7);
+  auto model = std::make_shared<Layers>();
+  shard_case(*model, strategy);
+  return model;
+}
+
+TEST(Parameters, UnusedOnAllRanksKeepAnUndefinedGradient) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    const auto model = sharded_layers(strategy);
+    model->b(model->a(input_of(0, 0))).mean().backward();
+    EXPECT_TRUE(model->b->bias.grad().defined());
+    EXPECT_FALSE(model->head->weight.grad().defined());
+    (model->head->weight.sum() + model->a->weight.sum()).backward();
+    EXPECT_TRUE(model->head->weight.grad().defined());
+    EXPECT_FALSE(model->head->bias.grad().defined());
+  }
+}
+
+} // namespace
+} // namespace tessera::testing
