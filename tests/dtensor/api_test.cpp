@@ -146,18 +146,20 @@ TEST(Errors, say_what_to_do) {
   const auto mesh = line_mesh();
   const auto tensor = make(values(), mesh, {Shard{0}});
   EXPECT_THROWS_WITH(tensor + values(),
-                     "aten::add.Tensor: a plain tensor of shape [5, 3] (argument 'other') cannot be mixed with DTensors. "
-                     "Make it one with distribute_tensor or from_local, or use ImplicitReplication");
-  EXPECT_THROWS_WITH(values().copy_(tensor),
-                     "aten::copy_: the written argument 'self' is a plain tensor, but others are DTensors. "
-                     "Use full_tensor() or to_local() on those");
+                     "aten::add.Tensor: a plain tensor of shape [5, 3] (argument 'other') cannot be mixed with DTensors "
+                     "(float[5, 3] (Shard(0)) on " +
+                         mesh_text() + "). Make it one with distribute_tensor or from_local, or use ImplicitReplication");
+  EXPECT_THROWS_WITH(
+      values().copy_(tensor),
+      "aten::copy_: the written argument 'self' is a plain tensor, but others are DTensors (float[5, 3] (Shard(0)) on " +
+          mesh_text() + "). Use full_tensor() or to_local() on those");
   EXPECT_THROWS_WITH(torch::fft_fft(tensor),
                      "aten::_fft_r2c: no sharding rule for this operator; arguments float[5, 3] (Shard(0)) on " + mesh_text());
   EXPECT_THROWS_WITH(tensor.item(), "a Tensor with 15 elements cannot be converted to Scalar");
   EXPECT_THROWS_WITH(tensor.data_ptr(),
                      "a DTensor has no storage of its own: its data is spread over the ranks of its mesh. Use "
                      "to_local() for this rank's part, full_tensor() for the whole, tessera::to_string() to print it "
-                     "and tessera::checkpoint to save it");
+                     "and tessera::checkpoint::save() to save it");
   EXPECT_THROWS_WITH(tensor.storage(), "a DTensor has no storage of its own");
   std::ostringstream stream;
   EXPECT_THROWS_WITH(torch::save(Tensor(tensor), stream), "a DTensor");

@@ -216,7 +216,7 @@ std::vector<HoldsCase> layers() {
           "layer_norm", [] { return nn::LayerNorm(nn::LayerNormOptions({kWidth})); },
           [](nn::LayerNorm& m, const Tensor& x) { return m(x); }),
       around<nn::GroupNorm>(
-          "group_norm", [] { return nn::GroupNorm(nn::GroupNormOptions(3, kWidth)); },
+          "group_norm", [] { return nn::GroupNorm(nn::GroupNormOptions(2, kWidth)); },
           [](nn::GroupNorm& m, const Tensor& x) { return m(x); }),
       around<nn::InstanceNorm1d>(
           "instance_norm", [] { return nn::InstanceNorm1d(nn::InstanceNorm1dOptions(2).affine(true)); },
