@@ -13,8 +13,6 @@
 
 namespace {
 
-using at::Tensor;
-
 double nanoseconds(const std::function<void()>& call, int count) {
   double best = 1e300;
   for (int i = 0; i < count / 10; ++i) call();
@@ -26,8 +24,8 @@ double nanoseconds(const std::function<void()>& call, int count) {
   return best;
 }
 
-void compare(const char* name, int count, const std::function<void(const std::vector<Tensor>&)>& run,
-             const std::vector<Tensor>& plain, const std::vector<Tensor>& sharded) {
+void compare(const char* name, int count, const std::function<void(const std::vector<at::Tensor>&)>& run,
+             const std::vector<at::Tensor>& plain, const std::vector<at::Tensor>& sharded) {
   const double base = nanoseconds([&] { run(plain); }, count), ours = nanoseconds([&] { run(sharded); }, count);
   std::printf("%-24s plain %9.0f  dtensor %9.0f  over %9.0f ns\n", name, base, ours, ours - base);
 }
@@ -38,12 +36,12 @@ int main() {
   at::set_num_threads(1);
   tessera::init_process_group();
   const auto mesh = tessera::init_device_mesh(at::kCPU, {1}, {"shard"});
-  std::vector<Tensor> plain, sharded;
+  std::vector<at::Tensor> plain, sharded;
   for (int i = 0; i < 20; ++i) {
     plain.push_back(at::randn({8, 8}));
     sharded.push_back(tessera::distribute_tensor(plain.back(), mesh, {tessera::Shard{0}}));
   }
-  using List = const std::vector<Tensor>&;
+  using List = const std::vector<at::Tensor>&;
   for (const bool grad : {false, true}) {
     std::printf("%s\n", grad ? "grad mode" : "no_grad");
     at::AutoGradMode mode(grad);

@@ -1,4 +1,6 @@
+#include <gmock/gmock.h>
 #include <gpt/metrics.h>
+#include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
 

@@ -1,5 +1,9 @@
+#include <gmock/gmock.h>
 #include <gpt/model.h>
 #include <gpt/sampling.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
 
 namespace gpt {
 namespace {

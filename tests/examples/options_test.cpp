@@ -1,6 +1,7 @@
 #include "../support/matchers.h"
 
 #include <absl/flags/reflection.h>
+#include <gmock/gmock.h>
 #include <gpt/optimizer.h>
 #include <gpt/options.h>
 

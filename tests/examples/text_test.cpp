@@ -1,3 +1,4 @@
+#include <gmock/gmock.h>
 #include <gpt/text.h>
 
 #include <cmath>
