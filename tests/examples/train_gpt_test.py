@@ -1,5 +1,6 @@
 """Runs train_gpt as a user does. The arguments are the program's path, the virtual environment's, and unittest's."""
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -106,6 +107,15 @@ class TrainGptTest(unittest.TestCase):
         (self.folder / "log.jsonl").unlink()
         rest = self.losses("--ranks=2", "--steps=4", f"--checkpoint={saved}", "--resume")
         self.assert_same_curve(rest, whole[2:], "resumed on 2 ranks")
+
+    def test_a_torn_checkpoint_is_named(self):
+        saved = self.folder / "saved"
+        self.train("--ranks=2", f"--checkpoint={saved}")
+        torn = next((saved / "step-000003").glob("*.safetensors"))
+        size = torn.stat().st_size
+        os.truncate(torn, size - 5)
+        self.assert_error(f"{torn.name} has {size - 5} bytes where the checkpoint wrote {size}", "--ranks=2",
+                          f"--checkpoint={saved}", "--resume")
 
     def test_resume_without_a_checkpoint_starts_at_the_beginning(self):
         self.assert_same_curve(self.losses(f"--checkpoint={self.folder}/none", "--resume"), self.losses(), "nothing to resume")
