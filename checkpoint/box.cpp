@@ -113,6 +113,22 @@ bool fits(const Box& inner, const std::vector<int64_t>& sizes) {
   return true;
 }
 
+std::vector<Box> split(const Box& box, int64_t item, int64_t bytes) {
+  const auto total = box.numel() * item;
+  if (total == 0) return {};
+  const auto dim = static_cast<size_t>(std::find_if(box.sizes.begin(), box.sizes.end(), [](int64_t size) { return size > 1; }) -
+                                       box.sizes.begin());
+  if (total <= bytes || dim == box.sizes.size()) return {box};
+  const auto rows = std::max<int64_t>(1, bytes / (total / box.sizes[dim]));
+  std::vector<Box> boxes;
+  for (int64_t row = 0; row < box.sizes[dim]; row += rows) {
+    boxes.push_back(box);
+    boxes.back().offsets[dim] += row;
+    boxes.back().sizes[dim] = std::min(rows, box.sizes[dim] - row);
+  }
+  return boxes;
+}
+
 std::string to_string(const Box& box) {
   std::string text = "[";
   for (size_t d = 0; d < box.sizes.size(); ++d) {

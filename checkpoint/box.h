@@ -29,6 +29,10 @@ std::optional<Box> intersect(const Box& a, const Box& b);
 /// True when `inner` lies within a tensor of these sizes.
 bool fits(const Box& inner, const std::vector<int64_t>& sizes);
 
+/// Boxes that cover `box`, in row-major order, of at most about `bytes` each: whole rows of its first dim of several. `item` is
+/// the size of an element.
+std::vector<Box> split(const Box& box, int64_t item, int64_t bytes);
+
 /// "[0:4, 2:3]".
 std::string to_string(const Box& box);
 

@@ -41,10 +41,11 @@ struct LoadOptions {
   std::function<std::string(const std::string&)> rename;
 };
 
-/// Names that a load with `allow_missing` or `allow_unused` passed over.
+/// What a load did: the names that `allow_missing` or `allow_unused` passed over, and how much it read.
 struct LoadReport {
   std::vector<std::string> missing;
   std::vector<std::string> unused;
+  int64_t bytes_read = 0; ///< of tensors, by this rank; whole blocks where they are verified
 };
 
 /// `dir` is a folder that `save` wrote, a Hugging Face folder (model.safetensors, or several files and

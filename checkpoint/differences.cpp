@@ -17,21 +17,6 @@ namespace {
 
 constexpr int64_t kComparedBytes = int64_t{64} << 20;
 
-// Boxes of whole rows of dim 0, of at most about `kComparedBytes`, that cover the tensor.
-std::vector<Box> slices(const IndexedTensor& tensor) {
-  auto box = whole(tensor.sizes);
-  const auto bytes = box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
-  if (bytes <= kComparedBytes || tensor.sizes.empty()) return bytes > 0 ? std::vector<Box>{box} : std::vector<Box>{};
-  const auto rows = std::max<int64_t>(1, kComparedBytes / (bytes / tensor.sizes[0]));
-  std::vector<Box> boxes;
-  for (int64_t row = 0; row < tensor.sizes[0]; row += rows) {
-    box.offsets[0] = row;
-    box.sizes[0] = std::min(rows, tensor.sizes[0] - row);
-    boxes.push_back(box);
-  }
-  return boxes;
-}
-
 // Counts the elements whose bits differ, and the largest difference of their values.
 struct Difference {
   int64_t elements = 0;
@@ -56,7 +41,8 @@ std::string compare(const IndexedTensor& a, const IndexedTensor& b, Reader& read
                     at::IntArrayRef(b.sizes));
   }
   Difference difference;
-  for (const auto& box : slices(a)) {
+  const auto item = static_cast<int64_t>(c10::elementSize(a.dtype));
+  for (const auto& box : split(whole(a.sizes), item, kComparedBytes)) {
     const Piece x{box, at::empty(box.sizes, a.dtype)}, y{box, at::empty(box.sizes, a.dtype)};
     reader_a.read(a, x);
     reader_b.read(b, y);

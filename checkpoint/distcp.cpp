@@ -18,7 +18,6 @@ namespace tessera::checkpoint {
 namespace {
 
 constexpr int64_t kMaxMetadataBytes = int64_t{1} << 32;
-constexpr size_t kMaxItemPickleBytes = size_t{64} << 20;
 
 struct DtypeName {
   const char* name;    // "torch.float32"
@@ -168,13 +167,15 @@ class DistcpIndexer {
     const auto item =
         std::make_shared<Item>(opened_[static_cast<size_t>(position_of(location.file))], location.offset, location.length);
     caffe2::serialize::PyTorchStreamReader archive(item);
-    const auto text = record(archive, "data.pkl", what);
+    const auto text = record(archive, *item, "data.pkl", what);
     const Pickle pickle(text, what);
     if (auto value = value_of(pickle.root())) index_.values.emplace_back(name, std::move(*value));
   }
 
-  static std::string record(caffe2::serialize::PyTorchStreamReader& archive, const std::string& name, const std::string& what) {
-    TORCH_CHECK(archive.getRecordSize(name) <= kMaxItemPickleBytes, what, ": ", name, " is too large");
+  static std::string record(caffe2::serialize::PyTorchStreamReader& archive, const Item& item, const std::string& name,
+                            const std::string& what) {
+    // Its size is what the archive says, and torch.save does not compress.
+    TORCH_CHECK(archive.getRecordSize(name) <= item.size(), what, ": ", name, " is larger than the archive that holds it");
     const auto [data, size] = archive.getRecord(name);
     return {static_cast<const char*>(data.get()), size};
   }
@@ -215,8 +216,9 @@ class DistcpIndexer {
     const auto file = position_of(location.file);
     const auto item = std::make_shared<Item>(opened_[static_cast<size_t>(file)], location.offset, location.length);
     caffe2::serialize::PyTorchStreamReader archive(item);
-    TORCH_CHECK(!archive.hasRecord("byteorder") || record(archive, "byteorder", what) == "little", what, " is not little-endian");
-    const auto text = record(archive, "data.pkl", what);
+    TORCH_CHECK(!archive.hasRecord("byteorder") || record(archive, *item, "byteorder", what) == "little", what,
+                " is not little-endian");
+    const auto text = record(archive, *item, "data.pkl", what);
     const Pickle pickle(text, what);
     const auto stored = stored_tensor(pickle.root(), tensor.dtype, box->sizes, what);
     const auto bytes = box->numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));

@@ -33,8 +33,10 @@ class File {
   /// Appends.
   void write(const void* data, size_t bytes);
   void write(std::string_view text) { write(text.data(), text.size()); }
-  /// Writes within the file's size. Safe to call from several threads and processes for ranges that do not overlap.
+  /// Writes at a place of its own. Safe to call from several threads and processes for ranges that do not overlap.
   void write_at(const void* data, size_t bytes, int64_t offset);
+  /// Sets the disk to work on what was written in this range, and returns at once. Errors show in `sync_and_close`.
+  void start_flush(int64_t offset, int64_t bytes) const;
   /// Reserves `bytes` on the disk, so that a full one shows now.
   void reserve(int64_t bytes);
   /// Flushes data and metadata to the disk, then closes. The only way to learn of a late write error.

@@ -6,6 +6,7 @@
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/load_plan.h>
 #include <tessera/checkpoint/open.h>
+#include <tessera/checkpoint/parallel.h>
 #include <tessera/checkpoint/pieces.h>
 #include <tessera/checkpoint/ranks.h>
 #include <tessera/checkpoint/reader.h>
@@ -17,6 +18,8 @@
 namespace tessera::checkpoint {
 
 namespace {
+
+constexpr int64_t kJobBytes = int64_t{64} << 20;
 
 // Names that no rank uses.
 std::vector<std::string> unused_everywhere(const std::vector<std::string>& messages) {
@@ -37,6 +40,13 @@ std::vector<std::string> unused_everywhere(const std::vector<std::string>& messa
   return common;
 }
 
+void check_fits(const LoadPlan& plan, const LoadOptions& options) {
+  std::string problems;
+  if (!plan.missing.empty() && !options.allow_missing) problems += "\nnot in the checkpoint:" + listing(plan.missing);
+  if (!plan.mismatches.empty()) problems += "\ndifferent in the checkpoint:" + listing(plan.mismatches);
+  TORCH_CHECK(problems.empty(), "the state does not fit the checkpoint:", problems);
+}
+
 // Tensors that share memory here and were saved apart must be equal, or one of the saved ones would be lost silently.
 void check_tied(const TensorRead& read, const std::vector<Piece>& pieces, Reader& reader) {
   for (size_t i = 1; i < read.saved.size(); ++i) {
@@ -50,14 +60,41 @@ void check_tied(const TensorRead& read, const std::vector<Piece>& pieces, Reader
   }
 }
 
-void read_tensors(const LoadPlan& plan, Reader& reader) {
-  c10::NoGradGuard no_grad;
+// A part of a tensor that one thread reads.
+struct ReadJob {
+  const IndexedTensor* from;
+  Piece to;
+};
+
+// Splits what this rank holds into jobs of about the same size.
+std::vector<ReadJob> jobs_of(const LoadPlan& plan, std::vector<std::vector<Piece>>& pieces) {
+  std::vector<ReadJob> jobs;
   for (const auto& read : plan.tensors) {
     const auto& tensor = std::get<at::Tensor>(read.entry->content);
-    const auto pieces = pieces_of(read.entry->name, tensor);
-    for (const auto& piece : pieces) reader.read(*read.saved[0], piece);
-    mark_written(tensor);
-    check_tied(read, pieces, reader);
+    pieces.push_back(pieces_of(read.entry->name, tensor));
+    for (const auto& piece : pieces.back()) {
+      for (auto& box : split(piece.box, static_cast<int64_t>(tensor.element_size()), kJobBytes)) {
+        auto within = box;
+        for (size_t d = 0; d < box.offsets.size(); ++d) within.offsets[d] -= piece.box.offsets[d];
+        auto data = narrow(piece.data, within);
+        jobs.push_back({read.saved[0], {std::move(box), std::move(data)}});
+      }
+    }
+  }
+  return jobs;
+}
+
+void read_tensors(const LoadPlan& plan, Reader& reader) {
+  const c10::NoGradGuard no_grad;
+  std::vector<std::vector<Piece>> pieces; // of each tensor of the plan
+  const auto jobs = jobs_of(plan, pieces);
+  for_each_in_parallel(std::ssize(jobs), [&](int64_t job) {
+    const c10::NoGradGuard not_recorded; // counts for one thread
+    reader.read(*jobs[static_cast<size_t>(job)].from, jobs[static_cast<size_t>(job)].to);
+  });
+  for (size_t i = 0; i < plan.tensors.size(); ++i) {
+    mark_written(std::get<at::Tensor>(plan.tensors[i].entry->content));
+    check_tied(plan.tensors[i], pieces[i], reader);
   }
 }
 
@@ -68,12 +105,14 @@ LoadReport load(StateDict& state, const std::filesystem::path& dir, const LoadOp
   const auto what = dir.string();
   std::optional<Opened> opened;
   LoadPlan plan;
+  int64_t bytes_read = 0;
   const auto messages = ranks.all("load " + what, [&] {
     opened = open_checkpoint(dir);
     const auto& index = opened->index;
     const auto saved = index.contents();
     for (const auto& binding : state.bindings()) binding->before_load(state, saved);
     plan = plan_load(state, index, options);
+    check_fits(plan, options);
     return dump_json({{"unused", plan.unused}, {"index", to_hex(index.checksum)}}, "checkpoint");
   });
   ranks.all("load " + what, [&] {
@@ -84,11 +123,12 @@ LoadReport load(StateDict& state, const std::filesystem::path& dir, const LoadOp
                 "the checkpoint holds more than the state (LoadOptions::allow_unused ignores it):", listing(unused));
     Reader reader(opened->folder, opened->index, options.verify && opened->index.has_checksums);
     read_tensors(plan, reader);
+    bytes_read = reader.bytes_read();
     return std::string();
   });
   for (const auto& [name, value] : plan.values) state.set(name, value);
   for (const auto& binding : state.bindings()) binding->after_load(state);
-  return {plan.missing, unused_everywhere(messages)};
+  return {plan.missing, unused_everywhere(messages), bytes_read};
 }
 
 LoadReport load(StateDict&& state, const std::filesystem::path& dir, const LoadOptions& options) {

@@ -1,4 +1,3 @@
-#include <c10/util/Exception.h>
 #include <tessera/checkpoint/load_plan.h>
 
 #include <algorithm>
@@ -61,37 +60,32 @@ class Matcher {
   std::set<std::string> used_;
 };
 
-struct Findings {
-  LoadPlan plan;
-  std::vector<std::string> mismatches;
-};
-
 std::string describe(at::ScalarType dtype, at::IntArrayRef sizes) { return c10::str(c10::toString(dtype), sizes); }
 
-void plan_tensor(const StateDict::Entry& entry, Matcher& matcher, const LoadOptions& options, Findings& findings) {
+void plan_tensor(const StateDict::Entry& entry, Matcher& matcher, const LoadOptions& options, LoadPlan& plan) {
   const auto& tensor = std::get<at::Tensor>(entry.content);
   auto saved = matcher.tensors(entry);
-  if (saved.empty()) findings.plan.missing.push_back(entry.name);
+  if (saved.empty()) plan.missing.push_back(entry.name);
   for (const auto* candidate : saved) {
     const auto dtype = tensor.scalar_type();
     const bool fits_dtype = candidate->dtype == dtype || (options.cast && c10::canCast(candidate->dtype, dtype));
     if (!fits_dtype || tensor.sizes() != at::IntArrayRef(candidate->sizes)) {
-      findings.mismatches.push_back(entry.name + ": saved as " + describe(candidate->dtype, candidate->sizes) +
-                                    ", to be loaded into " + describe(dtype, tensor.sizes()));
+      plan.mismatches.push_back(entry.name + ": saved as " + describe(candidate->dtype, candidate->sizes) +
+                                ", to be loaded into " + describe(dtype, tensor.sizes()));
     }
   }
-  if (!saved.empty()) findings.plan.tensors.push_back({&entry, std::move(saved)});
+  if (!saved.empty()) plan.tensors.push_back({&entry, std::move(saved)});
 }
 
-void plan_value(const StateDict::Entry& entry, Matcher& matcher, Findings& findings) {
+void plan_value(const StateDict::Entry& entry, Matcher& matcher, LoadPlan& plan) {
   const auto* saved = matcher.value(entry.name);
   if (!saved) {
-    findings.plan.missing.push_back(entry.name);
+    plan.missing.push_back(entry.name);
   } else if (saved->index() != std::get<StateValue>(entry.content).index()) {
-    findings.mismatches.push_back(entry.name + ": saved as " + to_json(*saved).dump() + ", a value of another type than " +
-                                  to_json(std::get<StateValue>(entry.content)).dump());
+    plan.mismatches.push_back(entry.name + ": saved as " + to_json(*saved).dump() + ", a value of another type than " +
+                              to_json(std::get<StateValue>(entry.content)).dump());
   } else {
-    findings.plan.values.emplace_back(entry.name, *saved);
+    plan.values.emplace_back(entry.name, *saved);
   }
 }
 
@@ -105,22 +99,17 @@ std::string listing(const std::vector<std::string>& names) {
 }
 
 LoadPlan plan_load(const StateDict& state, const Index& index, const LoadOptions& options) {
-  Findings findings;
+  LoadPlan plan;
   Matcher matcher(index, options);
   for (const auto& entry : state.entries()) {
     if (entry.is_tensor()) {
-      plan_tensor(entry, matcher, options, findings);
+      plan_tensor(entry, matcher, options, plan);
     } else {
-      plan_value(entry, matcher, findings);
+      plan_value(entry, matcher, plan);
     }
   }
-  auto& [plan, mismatches] = findings;
-  std::string problems;
-  if (!plan.missing.empty() && !options.allow_missing) problems += "\nnot in the checkpoint:" + listing(plan.missing);
-  if (!mismatches.empty()) problems += "\ndifferent in the checkpoint:" + listing(mismatches);
-  TORCH_CHECK(problems.empty(), "the state does not fit the checkpoint:", problems);
   plan.unused = matcher.unused(index);
-  return std::move(plan);
+  return plan;
 }
 
 } // namespace tessera::checkpoint

@@ -20,12 +20,12 @@ struct TensorRead {
 struct LoadPlan {
   std::vector<TensorRead> tensors;
   std::vector<std::pair<std::string, StateValue>> values;
-  std::vector<std::string> missing; ///< names of the state that the checkpoint lacks
-  std::vector<std::string> unused;  ///< names in the checkpoint that the state lacks
+  std::vector<std::string> missing;    ///< names of the state that the checkpoint lacks
+  std::vector<std::string> unused;     ///< names in the checkpoint that the state lacks
+  std::vector<std::string> mismatches; ///< one line for each difference in shape, dtype or type
 };
 
-/// Matches the entries of `state` with what `index` holds, by name or alias on either side. An error lists all that is missing,
-/// unless `options` allows it, and all that differs in shape, dtype or type. The plan points into both.
+/// Matches the entries of `state` with what `index` holds, by name or alias on either side. The plan points into both.
 LoadPlan plan_load(const StateDict& state, const Index& index, const LoadOptions& options);
 
 /// One indented line a name; after the first 20 only how many more there are.

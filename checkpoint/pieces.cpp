@@ -7,6 +7,10 @@ namespace tessera::checkpoint {
 
 namespace {
 
+void check_has_data(const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor.is_meta(), "a meta tensor has no data; allocate it first (tessera::materialize)");
+}
+
 std::vector<Piece> pieces_of_local(const at::Tensor& local, std::vector<Box> boxes) {
   if (boxes.size() == 1 && local.sizes() == at::IntArrayRef(boxes[0].sizes)) return {{std::move(boxes[0]), local}};
   std::vector<Piece> pieces;
@@ -26,6 +30,7 @@ std::vector<Piece> pieces_of_local(const at::Tensor& local, std::vector<Box> box
 std::vector<Piece> pieces_of_dtensor(const DTensorMeta& meta) {
   const auto& mesh = meta.spec->mesh();
   if (!mesh.coordinate()) return {};
+  check_has_data(meta.local);
   return pieces_of_local(meta.local, local_boxes(meta.spec->sizes(), meta.spec->placements(), mesh.shape(), *mesh.coordinate()));
 }
 
@@ -35,13 +40,23 @@ std::vector<Piece> pieces_of(const std::string& name, const at::Tensor& tensor) 
   c10::NoGradGuard no_grad;
   try {
     if (const auto* meta = dtensor_meta(tensor)) return pieces_of_dtensor(*meta);
-    TORCH_CHECK(!tensor.is_meta(), "a meta tensor has no data; allocate it first");
+    check_has_data(tensor);
     TORCH_CHECK(tensor.layout() == at::kStrided, "its layout is ", tensor.layout(), ", not strided");
     if (tensor.numel() == 0) return {};
     return {{whole(tensor.sizes().vec()), tensor.detach()}};
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "checkpoint: tensor \"", name, "\": ", error.what_without_backtrace());
   }
+}
+
+bool is_plain_memory(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+at::Tensor narrow(const at::Tensor& tensor, const Box& box) {
+  auto part = tensor;
+  for (size_t d = 0; d < box.sizes.size(); ++d) part = part.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
+  return part;
 }
 
 std::string layout_of(const at::Tensor& tensor) {

@@ -21,6 +21,12 @@ struct Piece {
 /// boxes are left out. `name` is for errors: a placement that no boxes describe, a meta tensor.
 std::vector<Piece> pieces_of(const std::string& name, const at::Tensor& tensor);
 
+/// True for a row-major tensor on the CPU whose memory holds its values as they are.
+bool is_plain_memory(const at::Tensor& tensor);
+
+/// The part of a plain tensor that lies in `box`, aliasing it.
+at::Tensor narrow(const at::Tensor& tensor, const Box& box);
+
 /// How the tensor lies on its mesh, for people: "plain", or "(Shard(0)) on [4]".
 std::string layout_of(const at::Tensor& tensor);
 

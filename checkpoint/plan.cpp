@@ -112,30 +112,16 @@ Json boxes_to_json(const std::vector<Box>& boxes) {
   return json;
 }
 
-// The results of `mine` from every rank, read by `read`.
-template <typename Read>
-auto exchange(const Ranks& ranks, const std::string& what, const Json& mine, const Read& read) {
+// What `make` returns on every rank, read by `read`. An error in `make` is an error on every rank.
+template <typename Make, typename Read>
+auto exchange(const Ranks& ranks, const Make& make, const Read& read) {
   const std::string source = "checkpoint: a rank's message";
-  std::vector<std::decay_t<decltype(read(JsonView(mine, source)))>> all;
-  for (const auto& text : ranks.all("exchange " + what, [&] { return dump_json(mine, source); })) {
+  std::vector<std::decay_t<decltype(read(JsonView(Json(), source)))>> all;
+  for (const auto& text : ranks.all("exchange what the ranks hold", [&] { return dump_json(make(), source); })) {
     const auto json = parse_json(text, source);
     all.push_back(read(JsonView(json, source)));
   }
   return all;
-}
-
-Json values_to_json(const StateValues& values) {
-  auto json = Json::array();
-  for (const auto& [name, value] : values) json.push_back({name, to_json(value)});
-  return json;
-}
-
-StateValues values_from_json(const JsonView& json) {
-  StateValues values;
-  for (const auto& value : json.elements()) {
-    values.emplace_back(value.elements().at(0).string(), state_value_from_json(value.elements().at(1)));
-  }
-  return values;
 }
 
 // Names and aliases must differ, or the checkpoint could not be read.
@@ -187,6 +173,20 @@ std::vector<Holding> holdings_from_json(const JsonView& json) {
   return tensors;
 }
 
+Json to_json(const StateValues& values) {
+  auto json = Json::array();
+  for (const auto& [name, value] : values) json.push_back({name, to_json(value)});
+  return json;
+}
+
+StateValues values_from_json(const JsonView& json) {
+  StateValues values;
+  for (const auto& value : json.elements()) {
+    values.emplace_back(value.elements().at(0).string(), state_value_from_json(value.elements().at(1)));
+  }
+  return values;
+}
+
 std::vector<SavePlan::Tensor> plan_tensors(const std::vector<std::vector<Holding>>& ranks) {
   const auto merged = merge_tensors(ranks);
   std::vector<SavePlan::Tensor> tensors;
@@ -217,11 +217,14 @@ StateValues merge_values(const std::vector<StateValues>& ranks) {
 }
 
 const SavePlan& Planner::plan(const Ranks& ranks, const RankState& state) {
-  const auto tensors = to_json(state.tensors), values = values_to_json(state.values);
-  const auto own_tensors = checksum(dump_json(tensors, "checkpoint"));
-  const Json summary{{"same", has_plan_ && own_tensors == own_tensors_},
-                     {"values", to_hex(checksum(dump_json(values, "checkpoint")))}};
-  const auto summaries = exchange(ranks, "what the ranks hold", summary, [](const JsonView& json) {
+  const auto tensors = to_json(state.tensors), values = to_json(state.values);
+  uint64_t own_tensors = 0;
+  const auto summarize = [&]() -> Json {
+    own_tensors = checksum(dump_json(tensors, "the names of the state"));
+    return {{"same", has_plan_ && own_tensors == own_tensors_},
+            {"values", to_hex(checksum(dump_json(values, "the values of the state")))}};
+  };
+  const auto summaries = exchange(ranks, summarize, [](const JsonView& json) {
     return Summary{json["same"].boolean(), json["values"].string()};
   });
   const bool same_tensors = std::all_of(summaries.begin(), summaries.end(), [](const Summary& s) { return s.same_tensors; });
@@ -232,10 +235,12 @@ const SavePlan& Planner::plan(const Ranks& ranks, const RankState& state) {
   if (!same_values) details["values"] = values;
   has_plan_ = false; // until all below has succeeded
   if (!details.empty()) {
-    const auto all = exchange(ranks, "what the ranks hold", details, [&](const JsonView& json) {
+    const auto read = [&](const JsonView& json) {
       return RankState{same_tensors ? std::vector<Holding>() : holdings_from_json(json["tensors"]),
                        same_values ? StateValues() : values_from_json(json["values"])};
-    });
+    };
+    const auto all = exchange(
+        ranks, [&] { return details; }, read);
     std::vector<std::vector<Holding>> tensors_of;
     std::vector<StateValues> values_of;
     for (const auto& rank : all) {

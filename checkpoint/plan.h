@@ -37,6 +37,8 @@ struct RankState {
 
 Json to_json(const std::vector<Holding>& tensors);
 std::vector<Holding> holdings_from_json(const JsonView& json);
+Json to_json(const StateValues& values);
+StateValues values_from_json(const JsonView& json);
 
 /// A box and the rank that writes it.
 struct Assignment {

@@ -43,6 +43,11 @@ std::vector<std::string> Ranks::all(const std::string& step, const std::function
   return results;
 }
 
+void Ranks::broadcast(const at::Tensor& tensor, const std::string& label) const {
+  if (size_ == 1 || tensor.numel() == 0) return;
+  communicator_->broadcast(tensor.view({-1}).view(at::kByte), 0, label).wait(); // gloo does not know every dtype
+}
+
 std::vector<std::string> Ranks::gather(const std::string& mine, const std::string& label) const {
   if (size_ == 1) return {mine};
   auto lengths = at::empty({size_}, at::kLong), length = at::empty({1}, at::kLong);

@@ -22,6 +22,8 @@ class Ranks {
   /// Runs `work` on every rank and gives every rank the results of all, in rank order. When it throws on any rank, every rank
   /// throws, after all have finished, an error that names `step` and each failed rank with its cause. Every rank calls it.
   std::vector<std::string> all(const std::string& step, const std::function<std::string()>& work) const;
+  /// Gives every rank the bytes of rank 0's `tensor`, which is contiguous and on the CPU. Every rank calls it with the same size.
+  void broadcast(const at::Tensor& tensor, const std::string& label) const;
 
  private:
   std::vector<std::string> gather(const std::string& mine, const std::string& label) const;

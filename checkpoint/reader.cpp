@@ -13,16 +13,16 @@ namespace tessera::checkpoint {
 
 namespace {
 
-bool is_plain_memory(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
+// Runs of at least this many bytes are worth a read of their own where nothing is verified.
+constexpr int64_t kDirectBytes = 16384;
 
 } // namespace
 
 Reader::Reader(std::filesystem::path folder, const Index& index, bool verify)
-    : folder_(std::move(folder)), index_(index), verify_(verify), block_(static_cast<size_t>(index.block_bytes)) {}
+    : folder_(std::move(folder)), index_(index), verify_(verify) {}
 
 const File& Reader::file(int64_t position) {
+  const std::lock_guard lock(opening_);
   if (const auto found = files_.find(position); found != files_.end()) return found->second;
   const auto& indexed = index_.files[static_cast<size_t>(position)];
   auto file = File::open(folder_ / indexed.name);
@@ -54,45 +54,52 @@ void Reader::check_block(const IndexedTensor& tensor, const Chunk& chunk, int64_
               tensor.name, "\", bytes ", begin, " to ", begin + bytes, " have another checksum than when they were written");
 }
 
+void Reader::read_data(const Chunk& chunk, int64_t begin, int64_t bytes, char* out) {
+  file(chunk.file).read_at(out, static_cast<size_t>(bytes), chunk.begin + begin);
+  bytes_read_ += bytes;
+}
+
 // `out` is the row-major memory of `box`.
 void Reader::read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const Box& wanted, const Box& box, char* out) {
-  const auto& source = file(chunk.file);
   const auto item = static_cast<int64_t>(c10::elementSize(tensor.dtype));
   const auto chunk_bytes = chunk.box.numel() * item, block_bytes = index_.block_bytes;
-  int64_t loaded = -1; // the block in block_
+  const auto wanted_bytes = wanted.numel() * item;
+  std::vector<char> block_data;
+  int64_t loaded = -1; // the block in block_data
   for_each_run(wanted, chunk.box, box, [&](int64_t from, int64_t to, int64_t length) {
     from *= item;
-    for (const auto end = from + length * item; from < end;) {
+    const auto run_bytes = length * item;
+    auto* target = out + to * item;
+    if (!verify_ && (run_bytes >= kDirectBytes || run_bytes == wanted_bytes)) return read_data(chunk, from, run_bytes, target);
+    for (const auto end = from + run_bytes; from < end;) {
       const auto block = from / block_bytes, block_begin = block * block_bytes;
       const auto block_size = std::min(block_bytes, chunk_bytes - block_begin);
       const auto take = std::min(end, block_begin + block_size) - from;
-      auto* target = out + to * item + (from - (end - length * item));
       if (take == block_size) { // the whole block, straight to its place
-        source.read_at(target, static_cast<size_t>(take), chunk.begin + from);
+        read_data(chunk, from, take, target);
         check_block(tensor, chunk, block, target, take);
-        bytes_read_ += take;
       } else {
         if (loaded != block) {
-          source.read_at(block_.data(), static_cast<size_t>(block_size), chunk.begin + block_begin);
-          check_block(tensor, chunk, block, block_.data(), block_size);
-          bytes_read_ += block_size;
+          block_data.resize(static_cast<size_t>(block_size));
+          read_data(chunk, block_begin, block_size, block_data.data());
+          check_block(tensor, chunk, block, block_data.data(), block_size);
           loaded = block;
         }
-        std::memcpy(target, block_.data() + (from - block_begin), static_cast<size_t>(take));
+        std::memcpy(target, block_data.data() + (from - block_begin), static_cast<size_t>(take));
       }
       from += take;
+      target += take;
     }
   });
 }
 
 void Reader::verify_chunk(const IndexedTensor& tensor, const Chunk& chunk, const std::function<void(int64_t)>& progress) {
-  const auto& source = file(chunk.file);
   const auto total = chunk.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  std::vector<char> block(static_cast<size_t>(std::min(index_.block_bytes, total)));
   for (int64_t begin = 0; begin < total; begin += index_.block_bytes) {
     const auto size = std::min(index_.block_bytes, total - begin);
-    source.read_at(block_.data(), static_cast<size_t>(size), chunk.begin + begin);
-    check_block(tensor, chunk, begin / index_.block_bytes, block_.data(), size);
-    bytes_read_ += size;
+    read_data(chunk, begin, size, block.data());
+    check_block(tensor, chunk, begin / index_.block_bytes, block.data(), size);
     progress(size);
   }
 }

@@ -2,9 +2,11 @@
 
 // Internal: reads boxes of tensors from the files of a checkpoint.
 
+#include <atomic>
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -14,7 +16,7 @@
 
 namespace tessera::checkpoint {
 
-/// The files of one checkpoint, opened when they are first needed.
+/// The files of one checkpoint, opened when they are first needed. `read` may be called from several threads.
 class Reader {
  public:
   /// `index` must outlive the reader. With `verify`, every byte read is compared with its checksum: headers when a file is
@@ -34,15 +36,16 @@ class Reader {
  private:
   const File& file(int64_t position);
   void read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const Box& wanted, const Box& box, char* out);
+  void read_data(const Chunk& chunk, int64_t begin, int64_t bytes, char* out);
   void verify_chunk(const IndexedTensor& tensor, const Chunk& chunk, const std::function<void(int64_t)>& progress);
   void check_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, const char* data, int64_t bytes) const;
 
   std::filesystem::path folder_;
   const Index& index_;
   bool verify_;
+  std::mutex opening_;
   std::map<int64_t, File> files_;
-  std::vector<char> block_;
-  int64_t bytes_read_ = 0;
+  std::atomic<int64_t> bytes_read_ = 0;
 };
 
 } // namespace tessera::checkpoint

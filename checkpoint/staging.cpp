@@ -1,6 +1,7 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/staging.h>
 #include <unistd.h>
@@ -14,6 +15,8 @@ namespace tessera::checkpoint {
 
 namespace {
 
+constexpr int kAttempts = 20;
+
 // Creates `folder` and the folders above it, and makes their entries durable.
 void create_durably(const std::filesystem::path& folder) {
   auto existing = folder;
@@ -26,8 +29,12 @@ void create_durably(const std::filesystem::path& folder) {
 int lock_folder(const std::filesystem::path& folder) {
   const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (fd < 0) return -1;
-  if (::flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
+  struct stat status {};
+  const bool locked = ::flock(fd, LOCK_EX | LOCK_NB) == 0 && ::fstat(fd, &status) == 0;
+  if (locked && status.st_nlink > 0) return fd;
+  const int error = locked ? ENOENT : errno; // locked, but removed by then
   ::close(fd);
+  errno = error;
   return -1;
 }
 
@@ -55,16 +62,27 @@ std::filesystem::path hidden_name(const std::filesystem::path& path, const std::
   return path.parent_path() / name;
 }
 
-Staging::Staging(std::filesystem::path target, bool overwrite)
+Staging::Staging(const std::filesystem::path& target, bool overwrite)
     : target_(std::filesystem::absolute(target).lexically_normal()), overwrite_(overwrite) {
   if (!target_.has_filename()) target_ = target_.parent_path();
   TORCH_CHECK(overwrite || !std::filesystem::exists(std::filesystem::symlink_status(target_)), target_.string(),
               " exists already; a checkpoint is never changed (SaveOptions::overwrite replaces it)");
   create_durably(target_.parent_path());
   remove_abandoned(target_);
-  folder_ = hidden_name(target_, "saving");
-  TORCH_CHECK(std::filesystem::create_directory(folder_), "cannot create ", folder_.string(), ": it exists");
-  lock_ = lock_folder(folder_);
+  make_folder();
+}
+
+void Staging::make_folder() {
+  // Another save may take the folder for an abandoned one in the moment before it is locked.
+  for (int attempt = 0; attempt < kAttempts && lock_ < 0; ++attempt) {
+    folder_ = hidden_name(target_, "saving");
+    TORCH_CHECK(std::filesystem::create_directory(folder_), "cannot create ", folder_.string(), ": it exists");
+    lock_ = lock_folder(folder_);
+    const int error = errno;
+    std::error_code ignored;
+    if (lock_ < 0) std::filesystem::remove_all(folder_, ignored);
+    errno = error;
+  }
   TORCH_CHECK(lock_ >= 0, "cannot lock ", folder_.string(), ": ", std::strerror(errno));
 }
 

@@ -17,7 +17,7 @@ std::filesystem::path hidden_name(const std::filesystem::path& path, const std::
 class Staging {
  public:
   /// Makes the folder, and the parent folders of `target`. An existing target is an error unless `overwrite`.
-  Staging(std::filesystem::path target, bool overwrite);
+  Staging(const std::filesystem::path& target, bool overwrite);
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
   ~Staging();
@@ -29,6 +29,8 @@ class Staging {
   void commit();
 
  private:
+  void make_folder();
+
   std::filesystem::path target_, folder_;
   bool overwrite_;
   int lock_ = -1;

@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/optimizer_state.h>
+#include <tessera/checkpoint/state_copy.h>
 #include <tessera/checkpoint/state_dict.h>
 #include <torch/nn/module.h>
 
@@ -73,7 +74,9 @@ void StateDict::merge(const StateDict& other) {
   bindings_.insert(bindings_.end(), other.bindings_.begin(), other.bindings_.end());
 }
 
-StateDict state_dict(const torch::nn::Module& module) {
+namespace {
+
+StateDict own_tensors(const torch::nn::Module& module, bool ignore_frozen) {
   struct Named {
     std::string name;
     at::Tensor tensor;
@@ -89,17 +92,31 @@ StateDict state_dict(const torch::nn::Module& module) {
       tensors[found->second].aliases.push_back(name);
     }
   };
-  for (const auto& parameter : module.named_parameters()) visit(parameter.key(), parameter.value());
+  for (const auto& parameter : module.named_parameters()) {
+    if (!ignore_frozen || parameter.value().requires_grad()) visit(parameter.key(), parameter.value());
+  }
   for (const auto& buffer : module.named_buffers()) visit(buffer.key(), buffer.value());
   StateDict state;
   for (auto& [name, tensor, aliases] : tensors) state.add(name, tensor, std::move(aliases));
   return state;
 }
 
-StateDict state_dict(const torch::nn::Module& module, torch::optim::Optimizer& optimizer) {
-  auto state = state_dict(module);
-  state.merge(optimizer_state_dict(module, optimizer));
-  return state;
+StateDict with_options(const StateDict& state, const StateDictOptions& options) {
+  TORCH_CHECK(!options.rank0_only || options.full_state_dict,
+              "state dict: rank0_only needs full_state_dict: without it every rank holds a part");
+  return options.full_state_dict || options.cpu_offload ? copy_of(state, options) : state;
+}
+
+} // namespace
+
+StateDict state_dict(const torch::nn::Module& module, const StateDictOptions& options) {
+  return with_options(own_tensors(module, options.ignore_frozen_params), options);
+}
+
+StateDict state_dict(const torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDictOptions& options) {
+  auto state = own_tensors(module, options.ignore_frozen_params);
+  state.merge(optimizer_state_dict(module, optimizer, options.flatten_optimizer_state_dict));
+  return with_options(state, options);
 }
 
 } // namespace tessera

@@ -107,17 +107,63 @@ class StateDict {
   std::vector<std::shared_ptr<StateBinding>> bindings_;
 };
 
+/// What `state_dict` puts into a state dict, and what `load_state_dict` asks of one; the names are those of PyTorch's
+/// StateDictOptions.
+struct StateDictOptions {
+  /// Whole plain tensors in the place of DTensors, on every rank.
+  bool full_state_dict = false;
+  /// Copies in the host's memory.
+  bool cpu_offload = false;
+  /// With `full_state_dict`: ranks other than 0 get an empty state dict. PyTorch does so where both options above are set; here
+  /// they alone leave every rank its copy.
+  bool rank0_only = false;
+  /// Leave out parameters that do not require grad.
+  bool ignore_frozen_params = false;
+  /// Options of the optimizer under "optimizer.param_groups.<parameter>.lr" and so on, for each parameter by itself, instead of
+  /// under the group's number: such a state fits an optimizer with other groups.
+  bool flatten_optimizer_state_dict = false;
+  /// For `load_state_dict`: a name that only one side has is an error.
+  bool strict = true;
+  /// For `load_state_dict`: the state is rank 0's, whole; the other ranks' is not looked at.
+  bool broadcast_from_rank0 = false;
+};
+
 /// The parameters and buffers of `module` under their full names (`named_parameters`, `named_buffers`). A tied parameter is one
-/// entry with aliases. Local.
-StateDict state_dict(const torch::nn::Module& module);
+/// entry with aliases.
+///
+/// The tensors are the module's own, so that a load reaches it. With `full_state_dict` or `cpu_offload` they are copies, which
+/// `load_state_dict` brings back. Every rank calls it when `full_state_dict` is set, since tensors are gathered, one at a time;
+/// otherwise it is local. Semantics: PyTorch's get_model_state_dict.
+StateDict state_dict(const torch::nn::Module& module, const StateDictOptions& options = {});
 
 /// The same with the state of `optimizer`, keyed by full parameter names:
 ///   "optimizer.state.<parameter>.exp_avg", "….step" and so on, as in torch.optim;
-///   "optimizer.param_groups.<i>.lr", "….betas", …, "….params" (names);
+///   "optimizer.param_groups.<i>.lr", "….betas", …, "….params" (names), or with `flatten_optimizer_state_dict`
+///   "optimizer.param_groups.<parameter>.lr", …;
 ///   "optimizer.type".
 /// For Adam, AdamW, SGD, RMSprop and Adagrad; any other optimizer is an error. Every parameter of the optimizer must be one of
-/// the module's. Loading creates the optimizer's state where it does not exist yet, and drops what the checkpoint does not hold.
-/// The module and the optimizer must outlive the state dict. Local.
-StateDict state_dict(const torch::nn::Module& module, torch::optim::Optimizer& optimizer);
+/// the module's. Loading takes either form of the options, creates the optimizer's state where it does not exist yet, and drops
+/// what the checkpoint does not hold. The module and the optimizer must outlive the state dict.
+StateDict state_dict(const torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDictOptions& options = {});
+
+/// Names that only one side had.
+struct IncompatibleKeys {
+  std::vector<std::string> missing_keys;    ///< of the target, not in the source
+  std::vector<std::string> unexpected_keys; ///< of the source, not in the target
+};
+
+/// Copies the tensors and values of `source` into those of `target` with the same name or alias, in place: the load of a state
+/// that is in memory. Of the options `strict` and `broadcast_from_rank0` count.
+///
+/// Tensors of `source` may be whole or DTensors of any placement; each rank copies the part that its target holds. With
+/// `broadcast_from_rank0` they must be whole, and travel one at a time. Every rank calls it, with the same target names. Names,
+/// shapes and dtypes are compared on all ranks before anything is written; an error on any rank is an error on every rank, and
+/// lists all that is missing, unexpected or different. Semantics: PyTorch's set_state_dict.
+IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, const StateDictOptions& options = {});
+
+/// The same into a module, and an optimizer. `ignore_frozen_params` leaves out frozen parameters, as in `state_dict`.
+IncompatibleKeys load_state_dict(torch::nn::Module& module, const StateDict& source, const StateDictOptions& options = {});
+IncompatibleKeys load_state_dict(torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDict& source,
+                                 const StateDictOptions& options = {});
 
 } // namespace tessera

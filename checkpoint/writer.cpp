@@ -2,15 +2,20 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/parallel.h>
 #include <tessera/checkpoint/safetensors.h>
 #include <tessera/checkpoint/writer.h>
 
 #include <algorithm>
+#include <iterator>
 #include <unordered_map>
 
 namespace tessera::checkpoint {
 
 namespace {
+
+// The disk is set to work after so many.
+constexpr std::ptrdiff_t kBlocksAtOnce = 8;
 
 // `parts[k]` are those of file k: the k-th box that this rank writes of each tensor.
 std::vector<std::vector<OwnedPart>> parts_by_file(const std::vector<OwnedPart>& parts) {
@@ -46,17 +51,24 @@ SafetensorsHeader header_of(const std::vector<OwnedPart>& parts, bool own) {
   return header;
 }
 
-// Writes a tensor's elements in row-major order, and returns the checksum of each block.
-std::vector<uint64_t> write_data(File& file, const at::Tensor& tensor) {
+// Writes a tensor's elements in row-major order at byte `begin` of `file`, and returns the checksum of each block. The disk works
+// while the next blocks are summed and copied.
+std::vector<uint64_t> write_data(File& file, const at::Tensor& tensor, int64_t begin) {
   const auto data = tensor.resolve_conj().resolve_neg().contiguous().cpu();
   const auto* bytes = static_cast<const char*>(data.const_data_ptr());
-  std::vector<uint64_t> checksums;
   const auto total = static_cast<int64_t>(data.nbytes());
-  for (int64_t begin = 0; begin < total; begin += kBlockBytes) {
-    const auto size = static_cast<size_t>(std::min(kBlockBytes, total - begin));
-    checksums.push_back(checksum(bytes + begin, size));
-    file.write(bytes + begin, size);
-  }
+  std::vector<uint64_t> checksums(static_cast<size_t>(block_count(total, kBlockBytes)));
+  const auto blocks = std::ssize(checksums);
+  for_each_in_parallel((blocks + kBlocksAtOnce - 1) / kBlocksAtOnce, [&](int64_t group) {
+    const auto first = group * kBlocksAtOnce, last = std::min(blocks, first + kBlocksAtOnce);
+    for (auto block = first; block < last; ++block) {
+      const auto offset = block * kBlockBytes;
+      const auto size = static_cast<size_t>(std::min(kBlockBytes, total - offset));
+      checksums[static_cast<size_t>(block)] = checksum(bytes + offset, size);
+      file.write_at(bytes + offset, size, begin + offset);
+    }
+    file.start_flush(begin + first * kBlockBytes, (last - first) * kBlockBytes);
+  });
   return checksums;
 }
 
@@ -90,7 +102,7 @@ std::vector<OwnedPart> parts_of(const SavePlan& plan, int rank, const Snapshot& 
       const auto& boxes = snapshot.state.tensors[position].boxes;
       const auto held = std::find(boxes.begin(), boxes.end(), assignment.box);
       TORCH_INTERNAL_ASSERT(held != boxes.end() || assignment.box.numel() == 0);
-      const auto data =
+      auto data =
           held != boxes.end() ? snapshot.data[position][held - boxes.begin()] : at::empty(assignment.box.sizes, what.dtype);
       parts.push_back({static_cast<int64_t>(t), &what, assignment.box, [data] { return data; }});
     }
@@ -111,12 +123,14 @@ Written write_parts(const std::vector<OwnedPart>& owned, int rank, const std::fi
     auto header = header_of(parts, own);
     const auto prefix = encode_safetensors(header, name);
     auto file = File::create(folder / name);
-    file.write(prefix);
+    file.write_at(prefix.data(), prefix.size(), 0);
     for (size_t p = 0; p < parts.size(); ++p) {
-      Chunk chunk{parts[p].box, static_cast<int64_t>(i), header.tensors[p].begin, write_data(file, parts[p].data())};
+      const auto begin = header.tensors[p].begin;
+      Chunk chunk{parts[p].box, static_cast<int64_t>(i), begin, write_data(file, parts[p].data(), begin)};
       written.chunks.emplace_back(parts[p].tensor, std::move(chunk));
     }
-    written.files.push_back({name, file.size(), header.data_begin, checksum(prefix)});
+    const auto end = header.tensors.empty() ? header.data_begin : header.tensors.back().end;
+    written.files.push_back({name, end, header.data_begin, checksum(prefix)});
     file.sync_and_close();
   }
   return written;

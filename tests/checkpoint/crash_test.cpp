@@ -34,8 +34,9 @@ int64_t last_saved(const std::string& output) {
 TEST(Crash, AKilledRankLeavesOnlyWholeCheckpoints) {
   std::vector<int> seeds(200);
   std::iota(seeds.begin(), seeds.end(), 0);
+  seeds = testing::sweep(seeds, 6);
   int torn = 0;
-  for (const int seed : testing::sweep(seeds, 6)) {
+  for (const int seed : seeds) {
     SCOPED_TRACE(c10::str("seed ", seed));
     const testing::TemporaryFolder root;
     const auto result = testing::run_program({testing::program_folder() + "/checkpoint_crash_helper", "--ranks",
@@ -65,7 +66,10 @@ TEST(Crash, AKilledRankLeavesOnlyWholeCheckpoints) {
     for (const auto& entry : std::filesystem::directory_iterator(root.path()))
       EXPECT_FALSE(entry.path().filename().string().starts_with('.'));
   }
-  RecordProperty("unfinished_folders_found", torn);
+  std::printf(
+      "%zu kills during a save: the last checkpoint loaded every time; %d unfinished folders were left, none taken for a "
+      "checkpoint\n",
+      seeds.size(), torn);
 }
 
 } // namespace

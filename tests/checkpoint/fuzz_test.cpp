@@ -1,23 +1,33 @@
-// Damaged and hostile headers and indexes: each is read or refused with a c10::Error, and never anything else.
+// Damaged and hostile files: each is read or refused with a c10::Error, never anything else, and with memory in proportion to its
+// size.
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/distcp.h>
+#include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/index.h>
+#include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/pickle.h>
 #include <tessera/checkpoint/reader.h>
 #include <tessera/checkpoint/safetensors.h>
 
+#include <ctime>
 #include <random>
 
+#include "allocations.h"
 #include "temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {
 
-// Seconds a reader; scripts/test-full sets more.
-std::chrono::duration<double> budget() {
+// Seconds of CPU time a reader; scripts/test-full sets more.
+double budget() {
   const char* seconds = std::getenv("TESSERA_FUZZ_SECONDS");
-  return std::chrono::duration<double>(seconds != nullptr ? std::atof(seconds) : 1.0);
+  return seconds != nullptr ? std::atof(seconds) : 1.0;
 }
+
+double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+
+// Parsed text takes more room than its bytes, but no number in it decides how much.
+constexpr size_t kLargestPerByte = 64, kPeakPerByte = 256, kSlack = 256 << 10;
 
 const std::vector<std::string> kTokens{"0",
                                        "-1",
@@ -82,23 +92,70 @@ std::optional<Index> error_free_index(const std::filesystem::path& path) {
   }
 }
 
-template <typename Work>
-void fuzz(const std::vector<std::string>& seeds, const Work& work) {
+// `read` gets damaged copies of the seeds. `other_bytes`: of further files that it reads whole.
+template <typename Read>
+void fuzz(const std::vector<std::string>& seeds, const Read& read, size_t other_bytes = 0) {
   std::mt19937 generator(1);
-  const auto end = std::chrono::steady_clock::now() + budget();
-  int64_t read = 0, refused = 0;
-  while (std::chrono::steady_clock::now() < end) {
+  const auto end = cpu_seconds() + budget();
+  int64_t accepted = 0, refused = 0;
+  while (cpu_seconds() < end) {
     const auto text = mutate(seeds[generator() % seeds.size()], generator);
+    const testing::AllocationMeter meter;
     try {
-      work(text);
-      ++read;
+      read(text);
+      ++accepted;
     } catch (const c10::Error&) {
       ++refused;
     }
+    const auto bytes = text.size() + other_bytes;
+    ASSERT_LE(meter.largest(), kLargestPerByte * bytes + kSlack) << ::testing::PrintToString(text);
+    ASSERT_LE(meter.peak(), kPeakPerByte * bytes + kSlack) << ::testing::PrintToString(text);
   }
-  EXPECT_GT(read, 0);
-  EXPECT_GT(refused, read);
-  ::testing::Test::RecordProperty("tries", static_cast<int>(read + refused));
+  EXPECT_GT(accepted, 0);
+  EXPECT_GT(refused, accepted);
+  std::printf("%ld damaged inputs: %ld refused, %ld read\n", static_cast<long>(accepted + refused), static_cast<long>(refused),
+              static_cast<long>(accepted));
+}
+
+TEST(AllocationMeter, SeesWhatTheLibraryAllocates) {
+  const testing::TemporaryFolder folder;
+  testing::write_text(folder.path() / "f", std::string(3 << 20, 'x'));
+  const testing::AllocationMeter meter;
+  EXPECT_EQ(read_file(folder.path() / "f", 4 << 20).size(), 3 << 20);
+  EXPECT_GE(meter.largest(), 3 << 20);
+  EXPECT_LT(meter.largest(), 4 << 20);
+  EXPECT_GE(meter.peak(), 3 << 20);
+}
+
+// Reads all that the JSON holds, as whatever it looks like.
+void walk(const JsonView& json) {
+  const auto attempt = [](const auto& read) {
+    try {
+      read();
+    } catch (const c10::Error&) { // another type
+    }
+  };
+  attempt([&] { json.string(); });
+  attempt([&] { json.number(); });
+  attempt([&] { json.integer(); });
+  attempt([&] { json.non_negatives(); });
+  attempt([&] { EXPECT_EQ(to_json(state_value_from_json(json)), json.json()); });
+  if (json.json().is_object()) {
+    for (const auto& [key, value] : json.fields()) walk(value);
+  } else if (json.json().is_array()) {
+    for (const auto& value : json.elements()) walk(value);
+  }
+}
+
+TEST(Fuzz, Json) {
+  const std::string text =
+      R"({"a": [1, -2, 3.5, 1e300], "b": {"f64": "inf"}, "c": {"i64[]": [1, 9223372036854775807]}, "d": {"string": "x\u00e9\n"},)"
+      R"( "e": {"f64[]": [0.1, "nan"]}, "f": {"bool": true}, "g": [[[[null]]]], "h": {"string[]": ["", "y"]}})";
+  fuzz({text}, [&](const std::string& mutated) {
+    const auto json = parse_json(mutated, "fuzz");
+    walk(JsonView(json, "fuzz"));
+    EXPECT_EQ(parse_json(dump_json(json, "fuzz"), "fuzz"), json);
+  });
 }
 
 TEST(Fuzz, SafetensorsHeaders) {
@@ -154,6 +211,19 @@ TEST(Fuzz, Indexes) {
   });
 }
 
+TEST(Fuzz, HuggingFaceIndexes) {
+  const testing::TemporaryFolder folder;
+  StateDict state;
+  for (const auto* name : {"a", "b", "c"}) state.add(name, torch::ones({2, 3}));
+  save_hugging_face(state, folder.path() / "c", {.max_file_bytes = 30});
+  const auto path = folder.path() / "c" / "model.safetensors.index.json";
+  const auto index = testing::read_text(path);
+  fuzz({index}, [&](const std::string& mutated) {
+    testing::write_text(path, mutated);
+    open_checkpoint(folder.path() / "c");
+  });
+}
+
 TEST(Fuzz, Pickles) {
   const auto metadata = testing::read_text(std::filesystem::path(TESSERA_FIXTURES) / "distcp" / ".metadata");
   fuzz({metadata}, [&](const std::string& mutated) {
@@ -171,15 +241,20 @@ TEST(Fuzz, DistributedCheckpoints) {
     files.emplace_back(entry.path(), testing::read_text(entry.path()));
   // The first character says which of the files is damaged; the others are whole.
   std::vector<std::string> seeds;
+  size_t all_bytes = 0;
+  for (const auto& [name, text] : files) all_bytes += text.size();
   for (size_t i = 0; i < files.size(); ++i) seeds.push_back(static_cast<char>(i) + files[i].second);
-  fuzz(seeds, [&](const std::string& mutated) {
-    if (mutated.empty()) TORCH_CHECK(false, "nothing left");
-    const auto& [name, text] = files[static_cast<unsigned char>(mutated[0]) % files.size()];
-    testing::write_text(name, mutated.substr(1));
-    const auto index = error_free_index(path);
-    testing::write_text(name, text);
-    TORCH_CHECK(index, "refused");
-  });
+  fuzz(
+      seeds,
+      [&](const std::string& mutated) {
+        if (mutated.empty()) TORCH_CHECK(false, "nothing left");
+        const auto& [name, text] = files[static_cast<unsigned char>(mutated[0]) % files.size()];
+        testing::write_text(name, mutated.substr(1));
+        const auto index = error_free_index(path);
+        testing::write_text(name, text);
+        TORCH_CHECK(index, "refused");
+      },
+      all_bytes);
 }
 
 } // namespace

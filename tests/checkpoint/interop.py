@@ -59,6 +59,15 @@ def check_with_dcp(folder, tensors):
         assert same(tensor, expected(*tensors[name])), f"{name} read by torch.distributed.checkpoint"
 
 
+def read_on_rank(rank, ranks, folder, tensors):
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store-{ranks}", rank=rank, world_size=ranks)
+    state = dict(distributed(tensors, init_device_mesh("cpu", (ranks,)), torch.zeros_like))
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    for name, tensor in state.items():
+        assert same(tensor.full_tensor(), expected(*tensors[name])), f"{name} read by torch.distributed.checkpoint on {ranks} ranks"
+    dist.destroy_process_group()
+
+
 def check_hugging_face(folder, tensors):
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -71,13 +80,16 @@ def check_hugging_face(folder, tensors):
             assert same(file.get_tensor(name), expected(*tensors[name])), name
 
 
+def distributed(tensors, mesh, values=lambda tensor: tensor):
+    """Each tensor as a DTensor, under one placement after another."""
+    for position, (name, (dtype, sizes)) in enumerate(tensors.items()):
+        placement = [Shard(0), Shard(len(sizes) - 1), Replicate()][position % 3] if sizes else Replicate()
+        yield name, distribute_tensor(values(expected(dtype, sizes)), mesh, [placement], src_data_rank=None)
+
+
 def write_on_rank(rank, kind, ranks, folder, tensors):
     dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    state = {}
-    for position, (name, (dtype, sizes)) in enumerate(tensors.items()):
-        placements = [Shard(0), Shard(len(sizes) - 1), Replicate()][position % 3] if sizes else Replicate()
-        state[name] = distribute_tensor(expected(dtype, sizes), mesh, [placements], src_data_rank=None)
+    state = dict(distributed(tensors, init_device_mesh("cpu", (ranks,))))
     if kind == "dcp":
         state["step"] = 7
         state["nested"] = {"rate": 0.5, "names": ["a", "b"]}
@@ -120,6 +132,8 @@ def main():
     if command == "check":
         check_parts(folder, tensors)
         check_with_dcp(folder, tensors)
+        for ranks in (2, 4):
+            torch.multiprocessing.start_processes(read_on_rank, (ranks, folder, tensors), ranks, start_method="fork")
     elif command == "check-hugging-face":
         check_hugging_face(folder, tensors)
     else:

@@ -76,6 +76,7 @@ void run_python(std::vector<std::string> arguments) {
     }
     const auto result = testing::run_program(arguments, {}, std::chrono::seconds(200));
     EXPECT_EQ(result.status, 0) << result.output;
+    if (result.status == 0) std::printf("%s", result.output.c_str());
   }
   SharedFolder::barrier();
 }
@@ -118,6 +119,7 @@ TEST(Interop, WeReadWhatPythonWrites) {
       }
       load(state, path / ranks);
       expect_filled(state);
+      if (process_context().rank() == 0) std::printf("%s, written by %s ranks: read bit for bit\n", format.c_str(), ranks);
       EXPECT_EQ(state.contains("step") ? state.value<int64_t>("step") : 7, 7);
     }
   }

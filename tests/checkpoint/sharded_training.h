@@ -1,6 +1,8 @@
 #pragma once
 
+#include <tessera/checkpoint/state_dict.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/meta_init.h>
 
@@ -46,17 +48,24 @@ inline std::vector<std::string> strategies(int world_size) {
   return all;
 }
 
+/// All strategies with each layout; every job can run them.
+inline std::vector<std::string> strategies_and_layouts() {
+  return {"full-ragged",          "full-per-parameter", "hybrid-ragged",
+          "hybrid-per-parameter", "no-shard-ragged",    "no-shard-per-parameter"};
+}
+
 inline void shard(TrainedModel& model, const std::string& strategy) {
   if (strategy == "plain") return; // every rank trains on the whole batch
   const int64_t n = process_context().world_size();
-  const auto mesh = strategy.starts_with("hybrid") ? init_device_mesh(at::kCPU, {2, n / 2}, {"replicate", "shard"})
+  const int64_t replicas = n % 2 == 0 ? 2 : 1;
+  const auto mesh = strategy.starts_with("hybrid") ? init_device_mesh(at::kCPU, {replicas, n / replicas}, {"replicate", "shard"})
                                                    : init_device_mesh(at::kCPU, {n});
-  if (strategy == "no-shard") {
-    replicate(model, mesh);
+  FullyShardOptions options;
+  options.layout = strategy.ends_with("per-parameter") ? BufferLayout::kPerParameter : BufferLayout::kRagged;
+  if (strategy.starts_with("no-shard")) {
+    replicate(model, mesh, options);
     return;
   }
-  FullyShardOptions options;
-  options.layout = strategy.ends_with("ragged") ? BufferLayout::kRagged : BufferLayout::kPerParameter;
   for (auto& block : *model.blocks) fully_shard(*block, mesh, options);
   fully_shard(model, mesh, options);
 }
@@ -77,6 +86,33 @@ inline double train_step(TrainedModel& model, torch::optim::Optimizer& optimizer
   const auto mean = loss.detach().clone();
   context.communicator(world, at::kCPU)->all_reduce(mean, ReduceOp::kAvg, "loss").wait();
   return mean.item<double>();
+}
+
+/// A model and its optimizer under a strategy.
+struct Training {
+  Training(const std::string& sharding, uint64_t seed)
+      : strategy(sharding), model(seed), optimizer(parameters_of(model), torch::optim::AdamWOptions(0.05).amsgrad(true)) {
+    shard(model, strategy);
+  }
+  // A tied parameter is registered twice and optimized once.
+  static std::vector<at::Tensor> parameters_of(TrainedModel& model) {
+    std::vector<at::Tensor> parameters;
+    for (const auto& parameter : model.named_parameters()) {
+      if (parameter.key() != "head") parameters.push_back(parameter.value());
+    }
+    return parameters;
+  }
+  double step(int64_t number) { return train_step(model, optimizer, strategy, number); }
+  StateDict state() { return state_dict(model, optimizer); }
+
+  std::string strategy;
+  TrainedModel model;
+  torch::optim::AdamW optimizer;
+};
+
+/// The whole tensor, plain; every rank of a DTensor's mesh calls it.
+inline at::Tensor whole_tensor(const at::Tensor& tensor) {
+  return is_dtensor(tensor) ? DTensor(tensor.detach()).full_tensor() : tensor.detach();
 }
 
 } // namespace tessera::testing

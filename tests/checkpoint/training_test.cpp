@@ -1,7 +1,6 @@
 // Sharded models and their optimizers, saved and loaded under every strategy.
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/index.h>
-#include <tessera/dtensor/api.h>
 
 #include "../support/matchers.h"
 #include "../support/sweep.h"
@@ -14,33 +13,9 @@ namespace {
 using ::testing::HasSubstr;
 using testing::shard;
 using testing::SharedFolder;
-using testing::train_step;
 using testing::TrainedModel;
-
-struct Training {
-  Training(const std::string& sharding, uint64_t seed)
-      : strategy(sharding), model(seed), optimizer(parameters_of(model), torch::optim::AdamWOptions(0.05).amsgrad(true)) {
-    shard(model, strategy);
-  }
-  // A tied parameter is registered twice and optimized once.
-  static std::vector<at::Tensor> parameters_of(TrainedModel& model) {
-    std::vector<at::Tensor> parameters;
-    for (const auto& parameter : model.named_parameters()) {
-      if (parameter.key() != "head") parameters.push_back(parameter.value());
-    }
-    return parameters;
-  }
-  double step(int64_t number) { return train_step(model, optimizer, strategy, number); }
-  StateDict state() { return state_dict(model, optimizer); }
-
-  std::string strategy;
-  TrainedModel model;
-  torch::optim::AdamW optimizer;
-};
-
-at::Tensor whole_tensor(const at::Tensor& tensor) {
-  return is_dtensor(tensor) ? DTensor(tensor.detach()).full_tensor() : tensor.detach();
-}
+using testing::Training;
+using testing::whole_tensor;
 
 void expect_same(const StateDict& actual, const StateDict& expected) {
   ASSERT_EQ(actual.size(), expected.size());
@@ -89,18 +64,6 @@ TEST(TrainingCheckpoint, LoadingIsSeenByParametersThatAreGathered) {
     load(state_dict(loaded.model), folder.path() / strategy);
     EXPECT_TENSORS_EQUAL(loaded.model.forward(tokens), expected);
   }
-}
-
-TEST(TrainingCheckpoint, MetaDeviceModelsLoadAfterTheyHaveMemory) {
-  const SharedFolder folder;
-  Training saved("full-ragged", 1);
-  save(state_dict(saved.model), folder.path() / "c");
-  auto model = on_meta([] { return std::make_shared<TrainedModel>(); });
-  EXPECT_THROWS_WITH(load(state_dict(*model), folder.path() / "c"), "a meta tensor has no data; allocate it first");
-  shard(*model, "full-ragged");
-  materialize(*model, [](torch::nn::Module&) {});
-  load(state_dict(*model), folder.path() / "c");
-  expect_same(state_dict(*model), state_dict(saved.model));
 }
 
 TEST(TrainingCheckpoint, EachRankWritesItsShare) {

@@ -1,0 +1,16 @@
+#pragma once
+
+// Internal: copies of state dicts in other places and layouts.
+
+#include <tessera/checkpoint/state_dict.h>
+
+namespace tessera {
+
+/// A copy of `state`, without its bindings, as `options` (full_state_dict, cpu_offload, rank0_only) ask. Every rank calls it when
+/// tensors are gathered.
+StateDict copy_of(const StateDict& state, const StateDictOptions& options);
+
+/// The whole tensor, plain: gathered from a DTensor by every rank of its mesh, any other tensor itself. Outside autograd.
+at::Tensor whole_tensor(const at::Tensor& tensor);
+
+} // namespace tessera

@@ -1,0 +1,311 @@
+// State dicts in other forms (whole, on the host, on rank 0 alone), and loads from state dicts in memory.
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/dtensor/api.h>
+
+#include "../support/matchers.h"
+#include "sharded_training.h"
+#include "shared_folder.h"
+
+namespace tessera {
+namespace {
+
+using ::testing::ElementsAre;
+using testing::error_of;
+using ::testing::IsEmpty;
+using testing::SharedFolder;
+using testing::Training;
+using testing::whole_tensor;
+
+int rank() { return process_context().rank(); }
+int world_size() { return process_context().world_size(); }
+
+// Every tensor and value of `expected`, bit for bit.
+void expect_same(const StateDict& actual, const StateDict& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (const auto& entry : expected.entries()) {
+    SCOPED_TRACE(entry.name);
+    if (entry.is_tensor()) {
+      EXPECT_TENSORS_EQUAL(whole_tensor(actual.tensor(entry.name)), whole_tensor(expected.tensor(entry.name)));
+    } else {
+      EXPECT_EQ(actual.value(entry.name), expected.value(entry.name));
+    }
+  }
+}
+
+constexpr StateDictOptions kFull{.full_state_dict = true};
+constexpr StateDictOptions kRank0{.full_state_dict = true, .cpu_offload = true, .rank0_only = true};
+constexpr StateDictOptions kFromRank0{.broadcast_from_rank0 = true};
+
+TEST(StateDictOptions, FullTensorsArePlainCopiesOnEveryRank) {
+  for (const auto& strategy : testing::strategies(world_size())) {
+    SCOPED_TRACE(strategy);
+    Training training(strategy, 1);
+    training.step(0);
+    const auto full = state_dict(training.model, training.optimizer, kFull);
+    expect_same(full, training.state());
+    for (const auto& entry : full.entries()) {
+      if (!entry.is_tensor()) continue;
+      const auto& tensor = std::get<at::Tensor>(entry.content);
+      EXPECT_FALSE(is_dtensor(tensor)) << entry.name;
+      EXPECT_FALSE(tensor.requires_grad()) << entry.name;
+    }
+    EXPECT_THAT(full.entries()[2].aliases, ElementsAre("embed.weight"));
+    const auto before = full.tensor("embed.weight").clone();
+    training.step(1);
+    EXPECT_TENSORS_EQUAL(full.tensor("embed.weight"), before);
+  }
+}
+
+TEST(StateDictOptions, Rank0OnlyLeavesTheOthersEmpty) {
+  Training training("full-ragged", 1);
+  training.step(0);
+  const auto whole = state_dict(training.model, training.optimizer, kFull);
+  const auto state = state_dict(training.model, training.optimizer, kRank0);
+  EXPECT_EQ(state.size(), rank() == 0 ? whole.size() : 0);
+  if (rank() == 0) expect_same(state, whole);
+  EXPECT_EQ(error_of([&] { state_dict(training.model, {.rank0_only = true}); }),
+            "state dict: rank0_only needs full_state_dict: without it every rank holds a part");
+}
+
+TEST(StateDictOptions, OffloadedPartsAreCopiesThatSaveAndLoadAsTheyAre) {
+  const SharedFolder folder;
+  Training training("full-ragged", 1), loaded("full-per-parameter", 2);
+  const auto state = state_dict(training.model, {.cpu_offload = true});
+  const auto before = whole_tensor(training.model.scale).clone();
+  EXPECT_EQ(is_dtensor(state.tensor("scale")), is_dtensor(training.model.scale));
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : training.model.parameters()) parameter.fill_(7);
+  }
+  EXPECT_TENSORS_EQUAL(whole_tensor(state.tensor("scale")), before);
+  checkpoint::save(state, folder.path() / "c");
+  checkpoint::load(state_dict(loaded.model), folder.path() / "c");
+  EXPECT_TENSORS_EQUAL(whole_tensor(loaded.model.scale), before);
+}
+
+TEST(StateDictOptions, FrozenParametersAreLeftOutOnRequest) {
+  Training training("full-ragged", 1), other("full-ragged", 2);
+  EXPECT_TRUE(state_dict(training.model).contains("frozen"));
+  const StateDictOptions trained{.ignore_frozen_params = true};
+  const auto state = state_dict(training.model, trained);
+  EXPECT_FALSE(state.contains("frozen"));
+  EXPECT_TRUE(state.contains("shift")); // a buffer
+  EXPECT_EQ(state.size(), state_dict(training.model).size() - 1);
+  const auto frozen = whole_tensor(other.model.frozen).clone();
+  load_state_dict(other.model, state, trained);
+  EXPECT_TENSORS_EQUAL(whole_tensor(other.model.frozen), frozen);
+  EXPECT_TENSORS_EQUAL(whole_tensor(other.model.scale), whole_tensor(training.model.scale));
+  EXPECT_EQ(error_of([&] { load_state_dict(other.model, state); }).substr(0, 90),
+            "checkpoint: cannot load a state dict: rank 0: the state dict does not fit:\nmissing in the ");
+}
+
+TEST(StateDictOptions, MetaTensorsHaveNoCopy) {
+  auto model = on_meta([] { return std::make_shared<testing::TrainedModel>(); });
+  EXPECT_EQ(error_of([&] { state_dict(*model, kFull); }), "state dict: \"scale\" is a meta tensor, of which there is no copy");
+}
+
+TEST(LoadStateDict, EveryFormLoadsIntoEveryStrategy) {
+  for (const auto& from : testing::strategies(world_size())) {
+    for (const auto& to : testing::strategies(world_size())) {
+      SCOPED_TRACE(from + " to " + to);
+      Training saved(from, 1);
+      saved.step(0);
+      const auto whole = state_dict(saved.model, saved.optimizer, kFull);
+      const auto on_rank0 = state_dict(saved.model, saved.optimizer, kRank0);
+      const auto parts = state_dict(saved.model, saved.optimizer, {.cpu_offload = true});
+      const auto expected = saved.step(1);
+      const auto check = [&](const StateDict& source, const StateDictOptions& options) {
+        Training loaded(to, 2);
+        const auto keys = load_state_dict(loaded.model, loaded.optimizer, source, options);
+        EXPECT_THAT(keys.missing_keys, IsEmpty());
+        EXPECT_THAT(keys.unexpected_keys, IsEmpty());
+        expect_same(loaded.state(), whole);
+        EXPECT_NEAR(loaded.step(1), expected, 1e-5);
+      };
+      check(whole, {});
+      check(on_rank0, kFromRank0);
+      check(parts, {});
+    }
+  }
+}
+
+TEST(LoadStateDict, MissingUnexpectedAndDifferentNamesAreListedOnEveryRankBeforeAnythingIsWritten) {
+  Training saved("full-ragged", 1), target("full-ragged", 2);
+  auto state = state_dict(saved.model, kFull);
+  state.erase("scale");
+  state.erase("shift");
+  state.add("extra", torch::ones({2}));
+  state.set("step", 3);
+  state.erase("frozen");
+  state.add("frozen", torch::ones({3, 8}));
+  const auto before = state_dict(target.model, kFull);
+  const std::string problems =
+      "the state dict does not fit:\nmissing in the state dict:\n  scale\n  shift\nunexpected in the state dict:\n  extra\n  "
+      "step\n"
+      "different in the state dict:\n  frozen: saved as Float[3, 8], to be loaded into Float[3, 7]";
+  std::string expected = "checkpoint: cannot load a state dict: ";
+  for (int r = 0; r < world_size(); ++r) expected += c10::str(r > 0 ? "\n" : "", "rank ", r, ": ", problems);
+  EXPECT_EQ(error_of([&] { load_state_dict(target.model, state); }), expected);
+  EXPECT_EQ(error_of([&] { load_state_dict(target.model, rank() == 0 ? state : StateDict(), kFromRank0); }), expected);
+  expect_same(state_dict(target.model, kFull), before);
+
+  const StateDictOptions lenient{.strict = false};
+  EXPECT_THAT(error_of([&] { load_state_dict(target.model, state, lenient); }),
+              ::testing::EndsWith("rank " + std::to_string(world_size() - 1) +
+                                  ": the state dict does not fit:\ndifferent in the state dict:\n"
+                                  "  frozen: saved as Float[3, 8], to be loaded into Float[3, 7]"));
+  state.erase("frozen");
+  const auto keys = load_state_dict(target.model, state, lenient);
+  EXPECT_THAT(keys.missing_keys, ElementsAre("scale", "frozen", "shift"));
+  EXPECT_THAT(keys.unexpected_keys, ElementsAre("extra", "step"));
+  EXPECT_TENSORS_EQUAL(whole_tensor(target.model.scale), before.tensor("scale"));
+  EXPECT_TENSORS_EQUAL(whole_tensor(target.model.embed->weight), state.tensor("embed.weight"));
+}
+
+TEST(LoadStateDict, AnErrorOfOneRankIsAnErrorOnAll) {
+  Training saved("full-ragged", 1), target("full-ragged", 2);
+  auto state = state_dict(saved.model, kFull);
+  const int last = world_size() - 1;
+  if (rank() == last) state.erase("scale");
+  EXPECT_EQ(error_of([&] { load_state_dict(target.model, state); }),
+            c10::str("checkpoint: cannot load a state dict: rank ", last,
+                     ": the state dict does not fit:\nmissing in the state dict:\n  scale"));
+  const auto parts = state_dict(saved.model);
+  if (world_size() > 1) {
+    EXPECT_THAT(error_of([&] { load_state_dict(target.model, parts, kFromRank0); }),
+                ::testing::ContainsRegex("rank 0: broadcast_from_rank0 needs whole tensors, and \".*\" is a DTensor"));
+    StateDict others;
+    if (rank() == last) others.add("b", torch::zeros({2}));
+    StateDict source;
+    source.add("b", torch::ones({2}));
+    EXPECT_EQ(error_of([&] { load_state_dict(others, source, {.strict = false, .broadcast_from_rank0 = true}); }),
+              c10::str("checkpoint: cannot load a state dict: rank ", last, " would load other tensors than rank 0"));
+  }
+}
+
+TEST(LoadStateDict, TiedTensorsOfTheTargetMustBeEqualInTheSource) {
+  StateDict target, source;
+  target.add("a", torch::zeros({3}), {"b"});
+  source.add("a", torch::ones({3}));
+  source.add("b", torch::ones({3}));
+  load_state_dict(target, source, kFromRank0);
+  EXPECT_TENSORS_EQUAL(target.tensor("b"), torch::ones({3}));
+  source.tensor("b").fill_(2);
+  EXPECT_THAT(
+      error_of([&] { load_state_dict(target, source, kFromRank0); }),
+      ::testing::EndsWith("rank 0: \"a\" is tied to \"b\", but the state dict holds different values for \"a\" and \"b\""));
+}
+
+TEST(LoadStateDict, ValuesAndTensorsOfTheUserTravelToo) {
+  StateDict source, target;
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(uint64_t{17});
+  if (rank() == 0) {
+    source.add("rng", generator.get_state());
+    source.set("step", 12);
+    source.set("position", StateValue(std::vector<int64_t>{3, 4}));
+    source.set("rate", std::numeric_limits<double>::infinity());
+    for (const auto dtype : {at::kBool, at::kBFloat16, at::kComplexDouble, at::kFloat8_e5m2})
+      source.add(c10::toString(dtype), torch::ones({2, 3}).to(dtype));
+    source.add("scalar", torch::full({}, 5));
+    source.add("empty", torch::ones({0, 4}));
+    source.add("transposed", torch::arange(6).view({2, 3}).t());
+  }
+  target.add("rng", torch::zeros_like(generator.get_state()));
+  target.set("step", 0);
+  target.set("position", StateValue(std::vector<int64_t>{}));
+  target.set("rate", 0.0);
+  for (const auto dtype : {at::kBool, at::kBFloat16, at::kComplexDouble, at::kFloat8_e5m2})
+    target.add(c10::toString(dtype), torch::zeros({2, 3}).to(dtype));
+  target.add("scalar", torch::zeros({}, at::kLong));
+  target.add("empty", torch::zeros({0, 4}));
+  target.add("transposed", torch::zeros({3, 2}, at::kLong));
+  load_state_dict(target, source, kFromRank0);
+  EXPECT_TENSORS_EQUAL(target.tensor("rng"), generator.get_state());
+  EXPECT_EQ(target.value<int64_t>("step"), 12);
+  EXPECT_THAT(target.value<std::vector<int64_t>>("position"), ElementsAre(3, 4));
+  EXPECT_EQ(target.value<double>("rate"), std::numeric_limits<double>::infinity());
+  for (const auto dtype : {at::kBool, at::kBFloat16, at::kFloat8_e5m2})
+    EXPECT_TENSORS_EQUAL(target.tensor(c10::toString(dtype)).to(at::kFloat), torch::ones({2, 3}));
+  EXPECT_TRUE(torch::equal(target.tensor("ComplexDouble"), torch::ones({2, 3}, at::kComplexDouble)));
+  EXPECT_EQ(target.tensor("scalar").item<int64_t>(), 5);
+  EXPECT_TENSORS_EQUAL(target.tensor("transposed"), torch::arange(6).view({2, 3}).t());
+}
+
+TEST(MetaDeviceModel, LoadsOnceItHasMemoryAndReadsOnlyItsPart) {
+  const SharedFolder folder;
+  Training saved("full-ragged", 1);
+  checkpoint::save(state_dict(saved.model), folder.path() / "c");
+  const auto full = state_dict(saved.model, kRank0);
+  for (const auto& strategy : testing::strategies(world_size())) {
+    SCOPED_TRACE(strategy);
+    const auto make = [&] {
+      auto model = on_meta([] { return std::make_shared<testing::TrainedModel>(); });
+      testing::shard(*model, strategy);
+      return model;
+    };
+    auto model = make();
+    const std::string error = "a meta tensor has no data; allocate it first (tessera::materialize)";
+    EXPECT_THROWS_WITH(checkpoint::load(state_dict(*model), folder.path() / "c"), error);
+    EXPECT_THROWS_WITH(load_state_dict(*model, full, kFromRank0), error);
+    if (strategy == "plain") continue; // materialize is for sharded models
+    materialize(*model, [](torch::nn::Module&) {});
+    checkpoint::LoadOptions unverified;
+    unverified.verify = false;
+    const auto report = checkpoint::load(state_dict(*model), folder.path() / "c", unverified);
+    expect_same(state_dict(*model, kFull), state_dict(saved.model, kFull));
+    int64_t own_bytes = 0;
+    const auto own = state_dict(*model);
+    for (const auto& entry : own.entries()) {
+      const auto& tensor = std::get<at::Tensor>(entry.content);
+      own_bytes += static_cast<int64_t>((is_dtensor(tensor) ? DTensor(tensor).local() : tensor).nbytes());
+    }
+    EXPECT_EQ(report.bytes_read, own_bytes);
+    auto again = make();
+    materialize(*again, [](torch::nn::Module&) {});
+    load_state_dict(*again, full, kFromRank0);
+    expect_same(state_dict(*again, kFull), state_dict(saved.model, kFull));
+  }
+}
+
+TEST(FlattenedOptimizer, OptionsAreNamedByParameterAndFitOtherGroups) {
+  const SharedFolder folder;
+  Training saved("full-ragged", 1);
+  saved.step(0);
+  const auto flat = state_dict(saved.model, saved.optimizer, {.flatten_optimizer_state_dict = true});
+  EXPECT_EQ(flat.value<double>("optimizer.param_groups.blocks.0.1.weight.lr"), 0.05);
+  EXPECT_EQ(flat.value<bool>("optimizer.param_groups.scale.amsgrad"), true);
+  EXPECT_FALSE(flat.contains("optimizer.param_groups.0.lr"));
+  EXPECT_FALSE(flat.contains("optimizer.param_groups.0.params"));
+  checkpoint::save(flat, folder.path() / "flat");
+  checkpoint::save(saved.state(), folder.path() / "grouped");
+
+  testing::TrainedModel model(2);
+  const auto all = Training::parameters_of(model);
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector<at::Tensor>(all.begin(), all.begin() + 2));
+  groups.emplace_back(std::vector<at::Tensor>(all.begin() + 2, all.end()));
+  torch::optim::AdamW split(groups, torch::optim::AdamWOptions(1.0));
+  checkpoint::load(state_dict(model, split), folder.path() / "flat");
+  for (const auto& group : split.param_groups()) EXPECT_EQ(group.options().get_lr(), 0.05);
+  const auto loaded = state_dict(model, split, {.flatten_optimizer_state_dict = true});
+  expect_same(loaded, flat);
+  EXPECT_THROWS_WITH(checkpoint::load(state_dict(model, split), folder.path() / "grouped"),
+                     "the checkpoint holds an optimizer with 1 parameter groups, and here are 2");
+
+  // Either form loads where the other is asked for.
+  Training same("full-per-parameter", 3);
+  checkpoint::load(state_dict(same.model, same.optimizer, {.flatten_optimizer_state_dict = true}), folder.path() / "grouped");
+  expect_same(same.state(), saved.state());
+  Training again("full-per-parameter", 4);
+  load_state_dict(again.model, again.optimizer, flat);
+  expect_same(again.state(), saved.state());
+
+  // One group cannot have two learning rates.
+  auto uneven = state_dict(saved.model, saved.optimizer, {.full_state_dict = true, .flatten_optimizer_state_dict = true});
+  uneven.set("optimizer.param_groups.scale.lr", 0.5);
+  EXPECT_THROWS_WITH(load_state_dict(again.model, again.optimizer, uneven),
+                     "parameter group 0 has one lr, and the checkpoint holds different ones for \"scale\" and ");
+}
+
+} // namespace
+} // namespace tessera
