@@ -1,0 +1,119 @@
+// One rank of a job that saves and loads a gibibyte, driven by `benchmarks/compare` through standard input.
+//   measure_checkpoint FOLDER MEBIBYTES_OF_ALL_RANKS
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/checkpointer.h>
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/mesh/device_mesh.h>
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <numeric>
+
+#include "serve.h"
+
+namespace tessera::benchmarks {
+namespace {
+
+constexpr int64_t kRows = 4096, kColumns = 1024; // 16 MiB a tensor
+
+class CheckpointJob {
+ public:
+  CheckpointJob(std::filesystem::path folder, int64_t mebibytes) : folder_(std::move(folder)) {
+    auto& context = process_context();
+    const int64_t ranks = context.world_size(), tensors = mebibytes / 16;
+    TORCH_CHECK(kRows % ranks == 0, ranks, " ranks do not divide ", kRows, " rows");
+    const auto mesh = init_device_mesh(at::kCPU, {ranks});
+    for (int64_t i = 0; i < tensors; ++i) {
+      shards_.push_back(at::full({kRows / ranks, kColumns}, static_cast<double>(i), at::kFloat));
+      copies_.push_back(at::full({kRows / ranks, kColumns}, 0.0, at::kFloat));
+      state_.add("layer." + std::to_string(i) + ".weight", from_local(shards_.back(), mesh, {Shard{0}}));
+    }
+    std::vector<int64_t> world(static_cast<size_t>(ranks));
+    std::iota(world.begin(), world.end(), 0);
+    world_ = context.communicator(world, at::kCPU, "benchmark");
+  }
+
+  nlohmann::json save() {
+    clear("saved");
+    return seconds_of([&] { checkpoint::save(state_, folder_ / "saved", kOnlyFolder); });
+  }
+  nlohmann::json load(bool verify) {
+    checkpoint::LoadOptions options;
+    options.verify = verify;
+    return seconds_of([&] { checkpoint::load(state_, folder_ / "saved", options); });
+  }
+  // The memory copy that a save in the background cannot do without.
+  nlohmann::json copy() {
+    return seconds_of([&] {
+      for (size_t i = 0; i < shards_.size(); ++i)
+        std::memcpy(copies_[i].mutable_data_ptr(), shards_[i].const_data_ptr(), shards_[i].nbytes());
+    });
+  }
+  // The time that a save in the background holds up its caller.
+  nlohmann::json stall() {
+    clear("background");
+    const auto seconds = seconds_of([&] { checkpointer_.save(state_, folder_ / "background", kOnlyFolder); });
+    checkpointer_.wait();
+    return seconds;
+  }
+
+ private:
+  static inline const checkpoint::SaveOptions kOnlyFolder{.overwrite = false, .update_latest = false};
+
+  // Removes what an earlier turn wrote, and lets the disk come to rest.
+  void clear(const char* name) {
+    world_->barrier("before removal");
+    if (process_context().rank() == 0) {
+      std::filesystem::remove_all(folder_ / name);
+      ::sync();
+    }
+  }
+
+  template <typename Work>
+  nlohmann::json seconds_of(const Work& work) {
+    world_->barrier("start");
+    const auto begin = std::chrono::steady_clock::now();
+    work();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+
+  std::filesystem::path folder_;
+  std::vector<at::Tensor> shards_, copies_;
+  StateDict state_;
+  CommunicatorPtr world_;
+  checkpoint::Checkpointer checkpointer_;
+};
+
+void run(const std::filesystem::path& folder, int64_t mebibytes) {
+  init_process_group();
+  {
+    CheckpointJob job(folder, mebibytes);
+    serve({{"save", [&] { return job.save(); }},
+           {"load", [&] { return job.load(true); }},
+           {"load-unverified", [&] { return job.load(false); }},
+           {"copy", [&] { return job.copy(); }},
+           {"stall", [&] { return job.stall(); }}});
+  }
+  destroy_process_group();
+}
+
+} // namespace
+} // namespace tessera::benchmarks
+
+int main(int argc, char** argv) {
+  try {
+    TORCH_CHECK(argc == 3, "usage: measure_checkpoint FOLDER MEBIBYTES_OF_ALL_RANKS");
+    tessera::benchmarks::run(argv[1], std::stoll(argv[2]));
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "measure_checkpoint: %s\n", error.what());
+    return 1;
+  }
+}
