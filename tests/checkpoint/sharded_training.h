@@ -5,6 +5,7 @@
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/meta_init.h>
+#include <torch/torch.h>
 
 #include <numeric>
 #include <string>

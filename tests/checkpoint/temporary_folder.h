@@ -1,6 +1,9 @@
 #pragma once
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 #include <stdlib.h>
+#include <torch/torch.h>
 
 #include <filesystem>
 #include <fstream>
