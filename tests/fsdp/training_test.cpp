@@ -65,6 +65,34 @@ TEST(Training, EvaluationUnderNoGradReadsTheShardedParameters) {
   }
 }
 
+TEST(Training, EvaluationBeforeAndBetweenStepsChangesNothing) {
+  Net plain = make_net();
+  torch::optim::AdamW plain_optimizer(plain->parameters(), torch::optim::AdamWOptions(1e-2));
+  const auto expected = train(plain, plain_optimizer, false, 4);
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
+    std::vector<double> losses;
+    for (int64_t step = 0; step < 4; ++step) {
+      {
+        const torch::NoGradGuard no_grad;
+        loss_of(net, global_batch(100 + step));
+      }
+      const auto tokens = part_of(global_batch(step), world_rank(), world_size());
+      optimizer.zero_grad();
+      auto loss = loss_of(net, tokens);
+      loss.backward();
+      torch::nn::utils::clip_grad_norm_(net->parameters(), 0.5);
+      optimizer.step();
+      losses.push_back(mean_over_ranks(loss).item<double>());
+    }
+    expect_close(losses, expected);
+    EXPECT_LT(parameter_difference(*net, *plain), kTolerance);
+  }
+}
+
 struct Counts {
   int64_t all_gathers, reduce_scatters, all_reduces;
   bool operator==(const Counts&) const = default;
