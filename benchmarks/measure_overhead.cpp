@@ -1,6 +1,6 @@
 // The host's cost of sharding: forward and backward of 25 groups of 9 small parameters, sharded on one rank and not sharded at
 // all. Driven by `benchmarks/compare` through standard input.
-#include <gpt/ranks.h>
+#include <common/ranks.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/mesh/device_mesh.h>
@@ -88,7 +88,7 @@ void answer() {
 }
 
 void run() {
-  gpt::join_job(/*threads=*/1);
+  examples::join_job(/*threads=*/1);
   answer();
   destroy_process_group();
 }

@@ -1,5 +1,5 @@
 // One rank of a training step, driven by `benchmarks/compare` through standard input. Takes the flags of train_gpt.
-#include <gpt/ranks.h>
+#include <common/ranks.h>
 #include <tessera/collectives/counters.h>
 #include <tessera/collectives/process_context.h>
 
@@ -62,7 +62,7 @@ void answer(const gpt::Options& options) {
 }
 
 void run(const gpt::Options& options) {
-  gpt::join_job(options.threads);
+  examples::join_job(options.threads);
   answer(options);
   destroy_process_group();
 }

@@ -5,7 +5,7 @@
 // Google Benchmark's flags, and those of train_gpt for the model, the batch and the precision. Every rank runs the same number of
 // steps (`--steps`, default 20); the first rank reports.
 #include <benchmark/benchmark.h>
-#include <gpt/ranks.h>
+#include <common/ranks.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 
@@ -33,7 +33,7 @@ void measure(benchmark::State& state, const gpt::Options& options) {
   TrainStep step(options);
   for (int64_t i = 0; i < kWarmUpSteps; ++i) step.run();
   for ([[maybe_unused]] auto _ : state) step.run();
-  const auto tokens = options.rows_a_rank(gpt::world_size()) * gpt::world_size() * options.model.sequence;
+  const auto tokens = options.rows_a_rank(examples::world_size()) * examples::world_size() * options.model.sequence;
   state.counters["tokens/s"] = benchmark::Counter(static_cast<double>(tokens * state.iterations()), benchmark::Counter::kIsRate);
   state.counters["state_bytes/rank"] = static_cast<double>(step.state_bytes());
 }
@@ -60,10 +60,10 @@ void add_all(const gpt::Options& options, int world) {
 }
 
 void run(const gpt::Options& options) {
-  gpt::join_job(options.threads);
-  add_all(options, gpt::world_size());
+  examples::join_job(options.threads);
+  add_all(options, examples::world_size());
   SilentReporter silent;
-  gpt::rank() == 0 ? benchmark::RunSpecifiedBenchmarks() : benchmark::RunSpecifiedBenchmarks(&silent);
+  examples::rank() == 0 ? benchmark::RunSpecifiedBenchmarks() : benchmark::RunSpecifiedBenchmarks(&silent);
   destroy_process_group();
 }
 

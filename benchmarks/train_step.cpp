@@ -1,6 +1,6 @@
 #include "train_step.h"
 
-#include <gpt/memory.h>
+#include <common/memory.h>
 #include <gpt/optimizer.h>
 #include <gpt/sharding.h>
 #include <tessera/collectives/process_context.h>
@@ -19,13 +19,11 @@ TrainStep::TrainStep(const gpt::Options& options)
     : model_(make_model(options)),
       optimizer_(gpt::make_optimizer(*model_, options)),
       largest_norm_(options.clip),
-      parameters_(gpt::parameter_count(*model_)) {
+      parameters_(examples::parameter_count(*model_)) {
   const int world = process_context().world_size();
   gpt::check_world(options, world);
-  if (options.strategy != gpt::Strategy::kNone) {
-    mesh_ = gpt::make_mesh(options);
-    gpt::shard(model_, mesh_, options);
-  }
+  mesh_ = examples::make_mesh(options);
+  if (mesh_.defined()) gpt::shard(model_, mesh_, options);
   torch::manual_seed(options.seed + 1 + static_cast<uint64_t>(process_context().rank()));
   const auto device = mesh_.defined() ? mesh_.device() : torch::Device(torch::kCPU);
   const auto windows =
@@ -50,6 +48,6 @@ void TrainStep::run(const std::function<void(const char*)>& observe) {
   observe("optimizer");
 }
 
-int64_t TrainStep::state_bytes() const { return gpt::state_bytes(*model_, optimizer_); }
+int64_t TrainStep::state_bytes() const { return examples::state_bytes(*model_, &optimizer_); }
 
 } // namespace tessera::benchmarks

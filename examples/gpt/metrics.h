@@ -1,11 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
-#include <fstream>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 
+#include "common/json_lines.h"
 #include "gpt/options.h"
 
 namespace gpt {
@@ -21,11 +19,10 @@ struct StepMetrics {
 };
 
 /// A file of JSON objects, one a line, each with a "kind": "run" first, then "step" and "validation", and "end".
-/// Numbers have as many digits as it takes to read the same double back.
 class JsonLog {
  public:
-  /// No file for an empty path. Makes the folder of the file; `append` keeps what the file holds.
-  JsonLog(const std::string& path, bool append);
+  /// As for `examples::JsonLines`.
+  JsonLog(const std::string& path, bool append) : lines_(path, append) {}
 
   void run(const Options& options, int world, int64_t parameters, double unigram_entropy);
   void step(const StepMetrics& metrics);
@@ -33,16 +30,7 @@ class JsonLog {
   void end(int64_t step, double seconds, int64_t state_bytes);
 
  private:
-  void write(const nlohmann::ordered_json& record);
-
-  std::string path_;
-  std::ofstream file_;
+  examples::JsonLines lines_;
 };
-
-/// Makes the folders above `path`; throws with the cause when it cannot.
-void make_folder_of(const std::filesystem::path& path);
-
-/// Opens `path` for writing and makes its folder; throws with the cause when it cannot.
-std::ofstream open_for_writing(const std::string& path, bool append = false);
 
 } // namespace gpt

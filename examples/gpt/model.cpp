@@ -70,10 +70,4 @@ torch::Tensor cross_entropy(const torch::Tensor& logits, const torch::Tensor& ta
   return torch::cross_entropy_loss(logits.flatten(0, 1).to(torch::kFloat), targets.flatten());
 }
 
-int64_t parameter_count(const torch::nn::Module& model) {
-  int64_t count = 0;
-  for (const auto& parameter : model.parameters()) count += parameter.numel();
-  return count;
-}
-
 } // namespace gpt

@@ -63,7 +63,4 @@ TORCH_MODULE(Gpt);
 /// The mean cross entropy, in nats a byte, of `logits` [batch, time, kVocabulary] for `targets` [batch, time]; computed in fp32.
 torch::Tensor cross_entropy(const torch::Tensor& logits, const torch::Tensor& targets);
 
-/// Every parameter of the model, without those that another name shares.
-int64_t parameter_count(const torch::nn::Module& model);
-
 } // namespace gpt

@@ -1,25 +1,19 @@
 #pragma once
 
-#include <tessera/fsdp/options.h>
-
-#include <optional>
 #include <string>
-#include <vector>
 
+#include "common/job_options.h"
 #include "gpt/model.h"
 
 namespace gpt {
 
-enum class Strategy {
-  kNone,    ///< one process, the model as it is: what the others are compared with
-  kFull,    ///< parameters, gradients and optimizer state sharded over all ranks
-  kHybrid,  ///< sharded over the mesh's second dim, replicated over its first
-  kNoShard, ///< whole parameters on every rank, gradients averaged
-};
-enum class Precision { kFp32, kBf16 };
+using examples::parse_mesh;
+using examples::Precision;
+using examples::Strategy;
+using examples::to_string;
 
 /// What the command line says.
-struct Options {
+struct Options : examples::JobOptions {
   std::string data;
   ModelConfig model;
 
@@ -32,16 +26,6 @@ struct Options {
   double weight_decay = 0;
   uint64_t seed = 0;
   double max_seconds = 0; ///< stop training after so long; 0: never
-
-  int ranks = 0;             ///< local ranks to start; 0: the environment says what rank this process is
-  std::vector<int64_t> mesh; ///< empty: from the strategy and the number of ranks
-  torch::DeviceType device = torch::kCPU;
-  int threads = 0; ///< a rank's threads; 0: OMP_NUM_THREADS, or the cores divided by the local ranks
-  Strategy strategy = Strategy::kFull;
-  tessera::BufferLayout layout = tessera::BufferLayout::kRagged;
-  Precision precision = Precision::kFp32;
-  Precision reduce_precision = Precision::kFp32;
-  std::optional<bool> reshard_after_forward;
 
   std::string log, samples; ///< files; empty: none
   int64_t validate_every = 0, validation_batches = 0;
@@ -63,19 +47,5 @@ Options parse_options(int argc, char** argv);
 
 /// Throws when `options` do not fit a job of `world` ranks: a mesh of another size, a global batch that does not divide.
 void check_world(const Options& options, int world);
-
-/// The mesh's shape and the names of its dims, for a job of `world` ranks. Throws as `check_world`.
-struct MeshShape {
-  std::vector<int64_t> shape;
-  std::vector<std::string> names;
-};
-MeshShape mesh_shape(const Options& options, int world);
-
-/// "2x2" → {2, 2}.
-std::vector<int64_t> parse_mesh(const std::string& text);
-
-const char* to_string(Strategy strategy);
-const char* to_string(Precision precision);
-const char* to_string(tessera::BufferLayout layout);
 
 } // namespace gpt

@@ -1,9 +1,6 @@
 #include "gpt/text.h"
 
-#include <cerrno>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
+#include "common/files.h"
 
 namespace gpt {
 namespace {
@@ -11,15 +8,8 @@ namespace {
 constexpr uint64_t kTrainingStream = 0, kValidationStream = 1;
 
 torch::Tensor read_bytes(const std::string& path) {
-  TORCH_CHECK(std::filesystem::exists(path), "the data file ", path, " does not exist; scripts/setup makes .data/text.txt");
-  TORCH_CHECK(std::filesystem::is_regular_file(path), "the data file ", path, " is no regular file");
-  std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file, "cannot open the data file ", path, ": ", std::strerror(errno));
-  auto bytes = torch::empty({static_cast<int64_t>(std::filesystem::file_size(path))}, torch::kUInt8);
-  file.read(reinterpret_cast<char*>(bytes.mutable_data_ptr<uint8_t>()), bytes.numel());
-  TORCH_CHECK(file.gcount() == bytes.numel(), "read ", file.gcount(), " of the ", bytes.numel(), " bytes of the data file ",
-              path);
-  return bytes;
+  auto content = examples::read_file(path, "the data file", "scripts/setup makes .data/text.txt");
+  return torch::from_blob(content.data(), {static_cast<int64_t>(content.size())}, torch::kUInt8).clone();
 }
 
 // SplitMix64's output function: a good hash of a counter.

@@ -8,13 +8,17 @@
 #include <filesystem>
 #include <limits>
 
-#include "gpt/memory.h"
+#include "common/files.h"
+#include "common/memory.h"
+#include "common/ranks.h"
 #include "gpt/optimizer.h"
-#include "gpt/ranks.h"
 #include "gpt/sampling.h"
 #include "gpt/sharding.h"
 
 namespace gpt {
+
+using examples::parameter_count, examples::state_bytes, examples::resident_bytes, examples::rank, examples::world_size;
+
 namespace {
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
@@ -41,7 +45,7 @@ Trainer::Trainer(const Options& options)
       rows_(options.rows_a_rank(world_size())),
       text_(options.data, options.model.sequence, options.seed),
       model_(make_model(options)),
-      mesh_(options.strategy == Strategy::kNone ? tessera::DeviceMesh() : make_mesh(options)),
+      mesh_(examples::make_mesh(options)),
       device_(mesh_.defined() ? mesh_.device() : torch::Device(torch::kCPU)),
       optimizer_(make_optimizer(*model_, options)),
       log_(first_rank() ? options.log : "", options.resume),
@@ -75,7 +79,7 @@ void Trainer::run() {
   }
   progress_.finish();
   const double seconds = seconds_since(start_);
-  const auto bytes = max_over_ranks({static_cast<double>(state_bytes(*model_, optimizer_))})[0];
+  const auto bytes = examples::max_over_ranks({static_cast<double>(state_bytes(*model_, &optimizer_))})[0];
   if (!options_.checkpoint.empty() && done > first_step_) save(done);
   progress_.line(fmt::format("{} steps in {:.1f} s; parameters, gradients and optimizer state: {:.2f} MB a rank",
                              done - first_step_, seconds, bytes / 1e6));
@@ -105,7 +109,7 @@ StepMetrics Trainer::train_step(int64_t step) {
   metrics.gradient_norm = torch::nn::utils::clip_grad_norm_(model_->parameters(), largest_norm);
   optimizer_.step();
 
-  const auto means = mean_over_ranks({loss.item<double>(), static_cast<double>(resident_bytes())});
+  const auto means = examples::mean_over_ranks({loss.item<double>(), static_cast<double>(resident_bytes())});
   metrics.loss = means[0];
   TORCH_CHECK(std::isfinite(metrics.loss), "the loss of step ", metrics.step, " is ", metrics.loss, "; a smaller --lr may help");
   metrics.resident_bytes = means[1];
@@ -120,7 +124,7 @@ double Trainer::validate() {
     const auto batch = to_device(text_.validation_batch(index, rank() * rows_, rows_));
     sum += cross_entropy(model_->forward(batch.inputs), batch.targets).item<double>();
   }
-  return mean_over_ranks({sum / static_cast<double>(options_.validation_batches)})[0];
+  return examples::mean_over_ranks({sum / static_cast<double>(options_.validation_batches)})[0];
 }
 
 std::filesystem::path Trainer::checkpoint_folder(int64_t steps_done) const {
@@ -167,8 +171,8 @@ void Trainer::dump_initial() {
 
 // Before the training, not after it.
 void Trainer::check_outputs() const {
-  if (writes_samples()) open_for_writing(options_.samples, /*append=*/true);
-  if (!options_.checkpoint.empty()) make_folder_of(checkpoint_folder(0));
+  if (writes_samples()) examples::open_for_writing(options_.samples, /*append=*/true);
+  if (!options_.checkpoint.empty()) examples::make_folder_of(checkpoint_folder(0));
 }
 
 bool Trainer::writes_samples() const { return options_.sample_bytes > 0 && !options_.samples.empty(); }
@@ -177,14 +181,14 @@ void Trainer::write_samples() {
   if (!writes_samples()) return;
   const auto text = sample(model_, options_.prompt, device_, {.bytes = options_.sample_bytes, .seed = options_.seed});
   if (!first_rank()) return;
-  open_for_writing(options_.samples) << text << '\n';
+  examples::open_for_writing(options_.samples) << text << '\n';
   progress_.line(fmt::format("--- sample\n{}\n---\nsamples: {}", printable(text), options_.samples));
 }
 
 // The ranks' clocks differ: the first rank decides.
 bool Trainer::out_of_time() {
   if (options_.max_seconds == 0) return false;
-  return sum_over_ranks({first_rank() && seconds_since(start_) > options_.max_seconds ? 1.0 : 0.0})[0] > 0;
+  return examples::sum_over_ranks({first_rank() && seconds_since(start_) > options_.max_seconds ? 1.0 : 0.0})[0] > 0;
 }
 
 bool Trainer::first_rank() const { return rank() == 0; }

@@ -9,6 +9,8 @@
 namespace gpt {
 namespace {
 
+using examples::TemporaryFolder;
+
 std::vector<nlohmann::json> read(const std::string& path) {
   std::vector<nlohmann::json> records;
   std::ifstream file(path);

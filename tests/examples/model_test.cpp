@@ -1,3 +1,4 @@
+#include <common/memory.h>
 #include <gmock/gmock.h>
 #include <gpt/model.h>
 #include <gpt/sampling.h>
@@ -13,7 +14,7 @@ constexpr ModelConfig kSmall{.layers = 2, .width = 24, .heads = 3, .sequence = 1
 TEST(Gpt, ParameterCount) {
   Gpt model(kSmall);
   const int64_t block = 2 * 2 * 24 + (24 + 1) * 72 + (24 + 1) * 24 + (24 + 1) * 96 + (96 + 1) * 24;
-  EXPECT_EQ(parameter_count(*model), 256 * 24 + 10 * 24 + 2 * block + 2 * 24);
+  EXPECT_EQ(examples::parameter_count(*model), 256 * 24 + 10 * 24 + 2 * block + 2 * 24);
 }
 
 TEST(Gpt, StartsAtTheEntropyOfGuessing) {

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <string>
 
-namespace gpt {
+namespace examples {
 
 /// A folder that goes with everything in it at the end of the scope.
 class TemporaryFolder {
@@ -33,4 +33,4 @@ class TemporaryFolder {
   std::filesystem::path path_;
 };
 
-} // namespace gpt
+} // namespace examples

@@ -9,6 +9,7 @@
 namespace gpt {
 namespace {
 
+using examples::TemporaryFolder;
 using tessera::testing::error_of;
 using ::testing::HasSubstr;
 

@@ -1,4 +1,4 @@
-#include "gpt/ranks.h"
+#include "common/ranks.h"
 
 #include <tessera/collectives/process_context.h>
 #include <torch/torch.h>
@@ -8,7 +8,7 @@
 #include <numeric>
 #include <thread>
 
-namespace gpt {
+namespace examples {
 namespace {
 
 std::vector<double> reduce(const std::vector<double>& values, tessera::ReduceOp op) {
@@ -46,4 +46,4 @@ std::vector<double> mean_over_ranks(const std::vector<double>& values) {
   return means;
 }
 
-} // namespace gpt
+} // namespace examples

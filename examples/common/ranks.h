@@ -2,7 +2,7 @@
 
 #include <vector>
 
-namespace gpt {
+namespace examples {
 
 /// Sets up this process's part in the job: its process group and its threads (`threads` 0: OMP_NUM_THREADS, or else the cores
 /// divided by the local ranks). Every rank calls it first.
@@ -17,4 +17,4 @@ std::vector<double> sum_over_ranks(const std::vector<double>& values);
 std::vector<double> mean_over_ranks(const std::vector<double>& values);
 std::vector<double> max_over_ranks(const std::vector<double>& values);
 
-} // namespace gpt
+} // namespace examples

@@ -1,4 +1,4 @@
-#include "gpt/memory.h"
+#include "common/memory.h"
 
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/fully_shard.h>
@@ -7,7 +7,7 @@
 #include <fstream>
 #include <unordered_set>
 
-namespace gpt {
+namespace examples {
 namespace {
 
 // Counts every storage once, whole: padding included, shared storages not twice.
@@ -28,6 +28,12 @@ class StorageCounter {
 
 } // namespace
 
+int64_t parameter_count(const torch::nn::Module& model) {
+  int64_t count = 0;
+  for (const auto& parameter : model.parameters()) count += parameter.numel();
+  return count;
+}
+
 int64_t resident_bytes() {
   std::ifstream statm("/proc/self/statm");
   int64_t total = 0, resident = 0;
@@ -35,16 +41,18 @@ int64_t resident_bytes() {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
-int64_t state_bytes(const torch::nn::Module& model, const torch::optim::AdamW& optimizer) {
+int64_t state_bytes(const torch::nn::Module& model, const torch::optim::AdamW* optimizer) {
   StorageCounter counter;
   for (const auto& parameter : model.parameters()) {
     counter.add(parameter);
     counter.add(parameter.grad());
   }
-  for (const auto& entry : optimizer.state()) {
-    const auto& state = static_cast<const torch::optim::AdamWParamState&>(*entry.second);
-    counter.add(state.exp_avg());
-    counter.add(state.exp_avg_sq());
+  if (optimizer) {
+    for (const auto& entry : optimizer->state()) {
+      const auto& state = static_cast<const torch::optim::AdamWParamState&>(*entry.second);
+      counter.add(state.exp_avg());
+      counter.add(state.exp_avg_sq());
+    }
   }
   for (const auto& module : model.modules(/*include_self=*/false)) {
     if (tessera::is_sharded(*module)) counter.add_bytes(tessera::fsdp(*module).unsharded_bytes());
@@ -53,4 +61,4 @@ int64_t state_bytes(const torch::nn::Module& model, const torch::optim::AdamW& o
   return counter.bytes();
 }
 
-} // namespace gpt
+} // namespace examples

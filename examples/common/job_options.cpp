@@ -1,0 +1,105 @@
+#include "common/job_options.h"
+
+#include <absl/flags/flag.h>
+#include <absl/strings/numbers.h>
+#include <absl/strings/str_join.h>
+#include <absl/strings/str_split.h>
+
+#include <functional>
+#include <numeric>
+
+#include "common/command_line.h"
+
+ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
+ABSL_FLAG(std::string, mesh, "",
+          "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid 2 x half of the ranks");
+ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
+ABSL_FLAG(int32_t, threads, 0, "threads a rank; 0: OMP_NUM_THREADS, or else the cores divided by the local ranks");
+ABSL_FLAG(std::string, strategy, "full",
+          "full, hybrid (replicate x shard), no-shard, or none (one process, nothing of Tessera's)");
+ABSL_FLAG(std::string, layout, "ragged", "of the parameters in a group's buffers: ragged or per-parameter");
+ABSL_FLAG(std::string, precision, "fp32", "of forward and backward: fp32 or bf16 (the sharded parameters stay fp32)");
+ABSL_FLAG(std::string, reduce_precision, "fp32", "of the gradient reduction under --precision bf16: fp32 or bf16");
+ABSL_FLAG(std::string, reshard_after_forward, "auto",
+          "free a block's parameters between forward and backward: true, false, or auto");
+
+namespace examples {
+namespace {
+
+const Choices<Strategy> kStrategies{
+    {"full", Strategy::kFull}, {"hybrid", Strategy::kHybrid}, {"no-shard", Strategy::kNoShard}, {"none", Strategy::kNone}};
+const Choices<Precision> kPrecisions{{"fp32", Precision::kFp32}, {"bf16", Precision::kBf16}};
+const Choices<tessera::BufferLayout> kLayouts{{"ragged", tessera::BufferLayout::kRagged},
+                                              {"per-parameter", tessera::BufferLayout::kPerParameter}};
+const Choices<c10::DeviceType> kDevices{{"cpu", c10::kCPU}, {"cuda", c10::kCUDA}};
+const Choices<std::optional<bool>> kReshard{{"auto", std::nullopt}, {"true", true}, {"false", false}};
+
+constexpr int kMostThreads = 1024; // OpenMP would start them all
+
+void check(const JobOptions& options) {
+  check_at_least("ranks", options.ranks, 0);
+  check_at_least("threads", options.threads, 0);
+  TORCH_CHECK(options.threads <= kMostThreads, "--threads is ", options.threads, ", but must be at most ", kMostThreads);
+  TORCH_CHECK(
+      options.strategy != Strategy::kNone || options.precision == Precision::kFp32,
+      "--precision bf16 needs sharding (the masters stay fp32): use --strategy no-shard, also on one rank, in place of none");
+  TORCH_CHECK(options.strategy != Strategy::kNone || options.mesh.empty(), "--mesh has no meaning under --strategy none");
+  TORCH_CHECK(options.strategy != Strategy::kHybrid || options.mesh.empty() || options.mesh.size() == 2,
+              "--strategy hybrid needs a mesh of two dims (replicate x shard), but --mesh has ", options.mesh.size());
+  TORCH_CHECK(options.strategy == Strategy::kHybrid || options.mesh.size() <= 1, "--strategy ", to_string(options.strategy),
+              " needs a mesh of one dim, but --mesh has ", options.mesh.size());
+  TORCH_CHECK(options.device == c10::kCPU || options.strategy != Strategy::kNone, "--strategy none runs on the CPU only");
+}
+
+} // namespace
+
+JobOptions job_options() {
+  JobOptions options;
+  options.ranks = absl::GetFlag(FLAGS_ranks);
+  if (!absl::GetFlag(FLAGS_mesh).empty()) options.mesh = parse_mesh(absl::GetFlag(FLAGS_mesh));
+  options.device = choose("device", absl::GetFlag(FLAGS_device), kDevices);
+  options.threads = absl::GetFlag(FLAGS_threads);
+  options.strategy = choose("strategy", absl::GetFlag(FLAGS_strategy), kStrategies);
+  options.layout = choose("layout", absl::GetFlag(FLAGS_layout), kLayouts);
+  options.precision = choose("precision", absl::GetFlag(FLAGS_precision), kPrecisions);
+  options.reduce_precision = choose("reduce-precision", absl::GetFlag(FLAGS_reduce_precision), kPrecisions);
+  options.reshard_after_forward = choose("reshard-after-forward", absl::GetFlag(FLAGS_reshard_after_forward), kReshard);
+  check(options);
+  return options;
+}
+
+MeshShape mesh_shape(const JobOptions& options, int world) {
+  const bool hybrid = options.strategy == Strategy::kHybrid;
+  auto shape = options.mesh;
+  if (shape.empty()) {
+    TORCH_CHECK(!hybrid || world % 2 == 0, "--strategy hybrid on ", world, " ranks needs --mesh: its default has 2 replicas");
+    shape = hybrid ? std::vector<int64_t>{2, world / 2} : std::vector<int64_t>{world};
+  }
+  const auto size = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+  TORCH_CHECK(size == world, "--mesh ", absl::StrJoin(shape, "x"), " holds ", size, " ranks, but there are ", world);
+  if (hybrid) return {shape, {"replicate", "shard"}};
+  return {shape, {options.strategy == Strategy::kNoShard ? "replicate" : "shard"}};
+}
+
+void check_job(const JobOptions& options, int world) {
+  TORCH_CHECK(options.strategy != Strategy::kNone || world == 1, "--strategy none is for one process, but there are ", world,
+              " ranks");
+  if (options.strategy != Strategy::kNone) mesh_shape(options, world);
+}
+
+std::vector<int64_t> parse_mesh(const std::string& text) {
+  std::vector<int64_t> shape;
+  for (const auto part : absl::StrSplit(text, 'x')) {
+    int32_t size = 0;
+    TORCH_CHECK(absl::SimpleAtoi(part, &size) && size > 0, "--mesh is '", text,
+                "', but must be sizes joined by x, such as 4 or 2x2");
+    shape.push_back(size);
+  }
+  return shape;
+}
+
+const char* to_string(Strategy strategy) { return name_of(strategy, kStrategies); }
+const char* to_string(Precision precision) { return name_of(precision, kPrecisions); }
+const char* to_string(tessera::BufferLayout layout) { return name_of(layout, kLayouts); }
+
+} // namespace examples

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <c10/core/DeviceType.h>
+#include <tessera/fsdp/options.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace examples {
+
+enum class Strategy {
+  kNone,    ///< one process, the model as it is: what the others are compared with
+  kFull,    ///< parameters, gradients and optimizer state sharded over all ranks
+  kHybrid,  ///< sharded over the mesh's second dim, replicated over its first
+  kNoShard, ///< whole parameters on every rank, gradients averaged
+};
+enum class Precision { kFp32, kBf16 };
+
+/// How a program runs over ranks: the flags that the examples share.
+struct JobOptions {
+  int ranks = 0;             ///< local ranks to start; 0: the environment says what rank this process is
+  std::vector<int64_t> mesh; ///< empty: from the strategy and the number of ranks
+  c10::DeviceType device = c10::kCPU;
+  int threads = 0; ///< a rank's threads; 0: OMP_NUM_THREADS, or the cores divided by the local ranks
+  Strategy strategy = Strategy::kFull;
+  tessera::BufferLayout layout = tessera::BufferLayout::kRagged;
+  Precision precision = Precision::kFp32;
+  Precision reduce_precision = Precision::kFp32;
+  std::optional<bool> reshard_after_forward;
+};
+
+/// What the flags say, after `parse_command_line`. Throws c10::Error that names the flag for a value out of its range or flags
+/// that contradict each other.
+JobOptions job_options();
+
+/// The mesh's shape and the names of its dims, for a job of `world` ranks. Throws when the options do not fit so many.
+struct MeshShape {
+  std::vector<int64_t> shape;
+  std::vector<std::string> names;
+};
+MeshShape mesh_shape(const JobOptions& options, int world);
+
+/// Throws when the strategy and the mesh do not fit a job of `world` ranks.
+void check_job(const JobOptions& options, int world);
+
+/// "2x2" → {2, 2}.
+std::vector<int64_t> parse_mesh(const std::string& text);
+
+const char* to_string(Strategy strategy);
+const char* to_string(Precision precision);
+const char* to_string(tessera::BufferLayout layout);
+
+} // namespace examples

@@ -1,0 +1,36 @@
+#include "common/sharding.h"
+
+#include <tessera/fsdp/fully_shard.h>
+
+#include "common/ranks.h"
+
+namespace examples {
+namespace {
+
+c10::ScalarType dtype(Precision precision) { return precision == Precision::kBf16 ? c10::kBFloat16 : c10::kFloat; }
+
+tessera::FullyShardOptions shard_options(const JobOptions& options) {
+  tessera::FullyShardOptions result;
+  result.layout = options.layout;
+  result.reshard_after_forward = options.reshard_after_forward;
+  if (options.precision != Precision::kFp32) {
+    result.mixed_precision.param_dtype = dtype(options.precision);
+    result.mixed_precision.reduce_dtype = dtype(options.reduce_precision);
+  }
+  return result;
+}
+
+} // namespace
+
+tessera::DeviceMesh make_mesh(const JobOptions& options) {
+  if (options.strategy == Strategy::kNone) return {};
+  auto [shape, names] = mesh_shape(options, world_size());
+  return tessera::init_device_mesh(options.device, std::move(shape), std::move(names));
+}
+
+void shard_module(torch::nn::Module& module, const tessera::DeviceMesh& mesh, const JobOptions& options) {
+  const auto how = shard_options(options);
+  options.strategy == Strategy::kNoShard ? tessera::replicate(module, mesh, how) : tessera::fully_shard(module, mesh, how);
+}
+
+} // namespace examples
