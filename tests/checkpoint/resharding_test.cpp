@@ -1,5 +1,6 @@
 // A checkpoint saved at any world size, under any strategy and layout, loads bit for bit at any other.
 #include <set>
+#include <tuple>
 
 #include "../support/subprocess.h"
 #include "../support/sweep.h"
@@ -15,7 +16,7 @@ struct Job {
   int ranks;
   std::string strategy;
   std::string name() const { return c10::str(ranks, "-", strategy); }
-  auto operator<=>(const Job&) const = default;
+  bool operator<(const Job& other) const { return std::tie(ranks, strategy) < std::tie(other.ranks, other.strategy); }
 };
 
 struct Case {
