@@ -59,7 +59,7 @@ class CheckpointJob {
   // The time that a save in the background holds up its caller.
   nlohmann::json stall() {
     clear("background");
-    const auto seconds = seconds_of([&] { checkpointer_.save(state_, folder_ / "background", kOnlyFolder); });
+    auto seconds = seconds_of([&] { checkpointer_.save(state_, folder_ / "background", kOnlyFolder); });
     checkpointer_.wait();
     return seconds;
   }
