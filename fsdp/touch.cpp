@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include <absl/container/inlined_vector.h>
+
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -73,7 +75,7 @@ class Arguments {
       if (!copy) copy = value.toList().copy();
       copy->set(i, std::move(*tensor));
     }
-    if (copy) value = std::move(*copy);
+    if (copy) value = *copy;
   }
 
   const OperatorTraits& traits_;
@@ -195,9 +197,11 @@ void check_keeps_data(const Arguments& arguments) {
   });
 }
 
+using GroupsRead = absl::InlinedVector<ParameterGroup*, 4>;
+
 /// The groups whose parameters a call reads.
-std::vector<ParameterGroup*> groups_read(const Arguments& arguments) {
-  std::vector<ParameterGroup*> groups;
+GroupsRead groups_read(const Arguments& arguments) {
+  GroupsRead groups;
   arguments.visit([&](const at::Tensor& tensor, const TensorArgument&) {
     if (!tensor.defined() || !tensor.key_set().has(kTouchKey)) return;
     const auto* meta = parameter_meta(tensor);
@@ -209,16 +213,17 @@ std::vector<ParameterGroup*> groups_read(const Arguments& arguments) {
 }
 
 /// Puts the unsharded leaves in the place of parameters, and makes those and the leaves among the arguments valid.
-void unshard_arguments(Arguments& arguments, bool substitutes) {
-  auto groups = groups_read(arguments);
+void unshard_arguments(Arguments& arguments, const Reads& reads, bool substitutes) {
+  const auto groups = groups_read(arguments);
   std::optional<Schedule::KeepOpen> keep;
-  if (groups.size() > 1) keep.emplace(schedule_of(*groups[0]), groups);
+  if (groups.size() > 1) keep.emplace(schedule_of(*groups[0]), std::vector<ParameterGroup*>(groups.begin(), groups.end()));
   if (substitutes) {
     arguments.replace([](const at::Tensor& tensor, const TensorArgument&) -> std::optional<at::Tensor> {
       if (!parameter_meta(tensor)) return std::nullopt;
       return unsharded(tensor);
     });
   }
+  if (!reads.leaf) return;
   for (auto* group : groups) schedule_of(*group).touch(*group);
 }
 
@@ -271,7 +276,7 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   // Redispatch, never exclude: composites must still see the leaf's key inside.
   auto after = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTouchKey);
   const bool substitute = reads.parameter && is_forward_read(traits, reads);
-  if (substitute || (reads.leaf && !traits.is_metadata_only)) unshard_arguments(arguments, substitute);
+  if (substitute || (reads.leaf && !traits.is_metadata_only)) unshard_arguments(arguments, reads, substitute);
   if (substitute) {
     after = after.remove(kDTensorKey);
   } else if (reads.parameter && reads.other_dtensor && !reads.writes_parameter && at::GradMode::is_enabled()) {

@@ -5,10 +5,9 @@
 
 #include "layouts.h"
 
-namespace tessera {
+namespace tessera::testing {
 namespace {
 
-using namespace testing;
 using at::Tensor;
 
 Tensor values() { return torch::arange(15, torch::kFloat).view({5, 3}); }
@@ -256,4 +255,4 @@ TEST(Dispatch, runs_in_many_threads) {
 }
 
 } // namespace
-} // namespace tessera
+} // namespace tessera::testing

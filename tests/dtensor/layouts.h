@@ -1,8 +1,10 @@
 #pragma once
 
+#include <gtest/gtest.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <torch/torch.h>
 
 #include <cmath>
 #include <numeric>
@@ -11,8 +13,8 @@
 #include "../support/sweep.h"
 
 namespace tessera {
-inline void PrintTo(const Placement& placement, std::ostream* out) { *out << to_string(placement); }
-inline void PrintTo(const Placements& placements, std::ostream* out) { *out << to_string(placements); }
+inline std::ostream& operator<<(std::ostream& out, const Placement& placement) { return out << to_string(placement); }
+inline std::ostream& operator<<(std::ostream& out, const Placements& placements) { return out << to_string(placements); }
 } // namespace tessera
 
 namespace tessera::testing {

@@ -147,7 +147,9 @@ std::vector<HoldsParam> with_all_strategies(const std::vector<HoldsCase>& cases)
   return params;
 }
 
-void PrintTo(const HoldsParam& param, std::ostream* out) { *out << param.test_case.name << ", " << param.strategy.name; }
+std::ostream& operator<<(std::ostream& out, const HoldsParam& param) {
+  return out << param.test_case.name << ", " << param.strategy.name;
+}
 
 std::string param_name(const ::testing::TestParamInfo<HoldsParam>& info) {
   auto name = info.param.test_case.name + "_" + info.param.strategy.name;

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <gtest/gtest.h>
+
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -33,7 +36,7 @@ struct HoldsParam {
   HoldsCase test_case;
   Strategy strategy;
 };
-void PrintTo(const HoldsParam& param, std::ostream* out);
+std::ostream& operator<<(std::ostream& out, const HoldsParam& param);
 std::vector<HoldsParam> with_all_strategies(const std::vector<HoldsCase>& cases);
 /// `linear_without_bias_full_ragged`
 std::string param_name(const ::testing::TestParamInfo<HoldsParam>& info);
