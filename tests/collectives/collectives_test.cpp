@@ -1,6 +1,7 @@
 #include "../support/matchers.h"
 
 #include <tessera/collectives/process_context.h>
+#include <torch/torch.h>
 
 #include <numeric>
 

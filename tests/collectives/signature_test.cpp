@@ -3,6 +3,7 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/signature.h>
+#include <torch/torch.h>
 
 #include <numeric>
 

@@ -3,6 +3,7 @@
 #include <gpt/model.h>
 #include <gpt/sampling.h>
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 
 #include <cmath>
 

@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <gpt/text.h>
+#include <torch/torch.h>
 
 #include <cmath>
 

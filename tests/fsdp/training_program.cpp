@@ -9,10 +9,8 @@
 #include <tessera/collectives/launch.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 
+namespace tessera::testing {
 namespace {
-
-using namespace tessera;
-using namespace tessera::testing;
 
 bool is_last_rank() { return world_rank() == world_size() - 1; }
 
@@ -75,19 +73,20 @@ void skips_a_group() {
   x.sum().backward();
 }
 
-const std::map<std::string, std::function<void()>> scenarios{
+const std::map<std::string, std::function<void()>> kScenarios{
     {"killed_in_forward", killed_in_forward},   {"killed_in_backward", killed_in_backward},
     {"throws_in_backward", throws_in_backward}, {"uses_another_group", uses_another_group},
     {"skips_a_group", skips_a_group},
 };
 
 } // namespace
+} // namespace tessera::testing
 
 int main(int argc, char** argv) {
-  const auto scenario = scenarios.at(argc > 1 ? argv[1] : "");
+  const auto scenario = tessera::testing::kScenarios.at(argc > 1 ? argv[1] : "");
   try {
-    return launch(ranks_from_args(argc, argv).value_or(1), [&] {
-      init_process_group();
+    return tessera::launch(tessera::ranks_from_args(argc, argv).value_or(1), [&] {
+      tessera::init_process_group();
       scenario();
     });
   } catch (const c10::Error& error) {

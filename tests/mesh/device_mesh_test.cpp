@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/mesh/device_mesh.h>
+#include <torch/torch.h>
 
 namespace tessera {
 namespace {
