@@ -15,8 +15,10 @@ namespace {
 
 int run_tests() {
   tessera::init_process_group();
-  if (tessera::process_context().rank() != 0) ::testing::GTEST_FLAG(output) = ""; // one report, of rank 0
-  tessera::testing::report_in_lockstep(*::testing::UnitTest::GetInstance());
+  auto& tests = *::testing::UnitTest::GetInstance();
+  if (tessera::process_context().rank() != 0) // --gtest_output: one report, of rank 0
+    delete tests.listeners().Release(tests.listeners().default_xml_generator());
+  tessera::testing::report_in_lockstep(tests);
   const int status = RUN_ALL_TESTS();
   tessera::destroy_process_group();
   return status;
