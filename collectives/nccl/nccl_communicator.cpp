@@ -225,9 +225,10 @@ class NcclCommunicator final : public Communicator {
 } // namespace tessera::nccl
 
 extern "C" void tessera_nccl_make_communicator(const tessera::GroupDescription& group, tessera::CommunicatorPtr& made) {
-  const auto devices = static_cast<int>(c10::cuda::device_count());
+  const auto devices = c10::cuda::device_count();
   TORCH_CHECK(group.local_rank < devices, "rank ", group.ranks[group.rank], " is the process ", group.local_rank,
-              " on its host and needs CUDA device ", group.local_rank, ", which does not exist: there are ", devices);
+              " on its host and needs CUDA device ", group.local_rank, ", which does not exist: there are ",
+              +devices); // a number, though its type is a char
   made = std::make_shared<tessera::nccl::NcclCommunicator>(group);
 }
 

@@ -193,6 +193,6 @@ bool Trainer::out_of_time() {
 
 bool Trainer::first_rank() const { return rank() == 0; }
 
-Batch Trainer::to_device(Batch batch) const { return {batch.inputs.to(device_), batch.targets.to(device_)}; }
+Batch Trainer::to_device(const Batch& batch) const { return {batch.inputs.to(device_), batch.targets.to(device_)}; }
 
 } // namespace gpt

@@ -32,7 +32,7 @@ class Trainer {
   void write_samples();
   bool out_of_time();
   bool first_rank() const;
-  Batch to_device(Batch batch) const;
+  Batch to_device(const Batch& batch) const;
 
   Options options_;
   int64_t rows_; // a rank's rows of a batch

@@ -10,7 +10,6 @@
 namespace tessera::checkpoint {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::SharedFolder;
 
 struct Described {

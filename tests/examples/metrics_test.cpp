@@ -53,7 +53,7 @@ TEST(JsonLog, NamesTheFileItCannotWrite) {
   TemporaryFolder folder;
   const auto path = folder.write("file", "") + "/log.jsonl";
   try {
-    JsonLog(path, false);
+    const JsonLog log(path, false);
     FAIL() << "no error";
   } catch (const c10::Error& error) {
     EXPECT_THAT(error.what_without_backtrace(), ::testing::HasSubstr(path));

@@ -200,7 +200,7 @@ TEST(Training, ForwardStepForwardReadsTheNewParameters) {
 TEST(Training, AnExceptionInForwardOrBackwardLeavesTheModelUsable) {
   struct ThrowInBackward : torch::autograd::Function<ThrowInBackward> {
     static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
-    static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*, torch::autograd::tensor_list) {
+    static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*, const torch::autograd::tensor_list&) {
       throw std::runtime_error("thrown in backward");
     }
   };

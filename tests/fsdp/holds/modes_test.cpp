@@ -33,7 +33,7 @@ struct EvaluatesBetweenSteps : Layers {
     {
       const Guard guard;
       for (const int64_t rank : ranks)
-        evaluated += loss(input_of(step + 100, rank)).item<double>() / static_cast<double>(ranks.size());
+        evaluated += loss(input_of(step + 100, rank)).template item<double>() / static_cast<double>(ranks.size());
     }
     train();
     return Layers::iterate(step, ranks) + evaluated;
@@ -122,7 +122,7 @@ struct GradientPenalty : Layers {
 
 struct Failure : torch::autograd::Function<Failure> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
-  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*, torch::autograd::tensor_list) {
+  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*, const torch::autograd::tensor_list&) {
     throw std::runtime_error("thrown in backward");
   }
 };

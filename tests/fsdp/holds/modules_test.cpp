@@ -190,7 +190,7 @@ struct RawPointers : CaseModel {
   RawPointers() : a(register_module("a", nn::Linear(kWidth, kWidth))), b(register_module("b", nn::Linear(kWidth, 1))) {}
   Tensor loss(const Tensor& x) override {
     const auto weight = unsharded(a->weight);
-    const float* data = weight.const_data_ptr<float>();
+    const auto* data = weight.const_data_ptr<float>();
     float largest = 0;
     for (int64_t i = 0; i < weight.numel(); ++i) largest = std::max(largest, std::abs(data[i]));
     return b(x.mm(weight.t()) / largest).square().mean();
