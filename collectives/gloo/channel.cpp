@@ -108,7 +108,7 @@ void Channel::check_usable(const std::string& call) const {
 
 void Channel::keep_until_closed(std::shared_ptr<Exchange> exchange) {
   std::lock_guard lock(mutex_);
-  kept_.push_back(std::move(exchange));
+  if (!closed_) kept_.push_back(std::move(exchange)); // later nobody would release it, and it holds the channel
 }
 
 void Channel::retire(std::vector<Message> messages) {
