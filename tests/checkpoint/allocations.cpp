@@ -15,19 +15,27 @@ struct Meter {
 };
 thread_local Meter meter;
 
-} // namespace
-
-// The library's calls come here too: a program's own functions go before those of shared libraries.
-void* operator new(size_t bytes) {
+void* allocate(size_t bytes) noexcept {
   void* memory = std::malloc(std::max<size_t>(bytes, 1));
-  if (!memory) throw std::bad_alloc();
-  if (meter.on) {
+  if (meter.on && memory) {
     meter.largest = std::max(meter.largest, bytes);
     meter.in_use += static_cast<std::ptrdiff_t>(::malloc_usable_size(memory));
     meter.peak = std::max(meter.peak, meter.in_use);
   }
   return memory;
 }
+
+} // namespace
+
+// The library's calls come here too: a program's own functions go before those of shared libraries. AddressSanitizer has its own
+// of those that are not replaced, and wants memory back through the kind of function that gave it: so both kinds are here.
+void* operator new(size_t bytes) {
+  void* memory = allocate(bytes);
+  if (!memory) throw std::bad_alloc();
+  return memory;
+}
+
+void* operator new(size_t bytes, const std::nothrow_t& /*tag*/) noexcept { return allocate(bytes); }
 
 void operator delete(void* memory) noexcept {
   if (meter.on && memory) meter.in_use -= static_cast<std::ptrdiff_t>(::malloc_usable_size(memory));
