@@ -10,6 +10,12 @@
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/debug.h>
+#include <tessera/dtensor/distribute_module.h>
+#include <tessera/dtensor/factories.h>
+#include <tessera/dtensor/local_map.h>
+#include <tessera/dtensor/register_sharding.h>
+#include <tessera/dtensor/strict_sharding.h>
 #include <tessera/fsdp/call.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/meta_init.h>

@@ -74,6 +74,11 @@ struct Part {
     begin += low;
   }
 
+  void apply(const StridedShard& strided, int64_t, int64_t) {
+    TORCH_CHECK(false, "StridedShard(", strided.dim, ", ", strided.split_factor,
+                ") beside a RaggedShard cannot be described as boxes; redistribute it first");
+  }
+
   void apply(const Replicate&, int64_t, int64_t) {}
 
   void apply(const Partial&, int64_t, int64_t) {

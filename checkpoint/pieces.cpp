@@ -2,6 +2,9 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/pieces.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/sharding_math.h>
+
+#include <algorithm>
 
 namespace tessera::checkpoint {
 
@@ -27,10 +30,34 @@ std::vector<Piece> pieces_of_local(const at::Tensor& local, std::vector<Box> box
   return pieces;
 }
 
+/// Under a StridedShard a rank holds several ranges of a dim: every combination of the dims' ranges is a piece.
+std::vector<Piece> pieces_of_ranges(const at::Tensor& local, const Spec& spec) {
+  std::vector<Piece> pieces{{whole(spec.sizes()), local}};
+  for (int64_t d = 0; d < spec.dim(); ++d) {
+    std::vector<Piece> cut;
+    for (const auto& piece : pieces) {
+      int64_t position = 0;
+      for (const auto& range :
+           dim_extents(spec.sizes()[d], spec.mesh().shape(), *spec.mesh().coordinate(), spec.placements(), d)) {
+        cut.push_back({piece.box, piece.data.narrow(d, position, range.size)});
+        cut.back().box.offsets[d] = range.offset;
+        cut.back().box.sizes[d] = range.size;
+        position += range.size;
+      }
+    }
+    pieces = std::move(cut);
+  }
+  return pieces;
+}
+
 std::vector<Piece> pieces_of_dtensor(const DTensorMeta& meta) {
   const auto& mesh = meta.spec->mesh();
   if (!mesh.coordinate()) return {};
   check_has_data(meta.local);
+  const auto& placements = meta.spec->placements();
+  const bool strided =
+      std::any_of(placements.begin(), placements.end(), [](const auto& p) { return std::holds_alternative<StridedShard>(p); });
+  if (strided && !meta.spec->ragged() && !meta.spec->has_partial()) return pieces_of_ranges(meta.local, *meta.spec);
   return pieces_of_local(meta.local, local_boxes(meta.spec->sizes(), meta.spec->placements(), mesh.shape(), *mesh.coordinate()));
 }
 

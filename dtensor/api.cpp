@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/move.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/redistribute/transition.h>
 
@@ -17,43 +18,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-/// Lets a spec travel in an AutogradContext.
-struct SpecHolder : torch::CustomClassHolder {
-  explicit SpecHolder(SpecPtr s) : spec(std::move(s)) {}
-  SpecPtr spec;
-};
-
-void save_spec(AutogradContext* context, const SpecPtr& spec) {
-  context->saved_data["spec"] = c10::IValue::make_capsule(c10::make_intrusive<SpecHolder>(spec));
-}
-
-SpecPtr saved_spec(AutogradContext* context) {
-  return static_cast<SpecHolder*>(context->saved_data["spec"].toCapsule().get())->spec;
-}
-
-DTensorMeta& meta_of(const at::Tensor& tensor, const char* function) {
-  auto* meta = dtensor_meta(tensor);
-  TORCH_CHECK(meta, function, ": this tensor is not a DTensor");
-  return *meta;
-}
-
-/// The layout of a gradient of a tensor with these placements.
-Placements gradient_placements(Placements placements) {
-  for (auto& placement : placements) {
-    if (is_partial(placement)) placement = Replicate{};
-  }
-  return placements;
-}
-
-at::Tensor move(const at::Tensor& tensor, const Placements& placements, const char* label) {
-  auto& meta = meta_of(tensor, label);
-  const auto target = meta.spec->with(placements);
-  if (target == meta.spec) return alias_dtensor(tensor);
-  auto local = redistribute_local(tensor, meta, target, label);
-  if (local.is_alias_of(meta.local) || !local.is_contiguous()) local = local.clone(at::MemoryFormat::Contiguous);
-  return make_dtensor(std::move(local), Spec::intern(target->mesh(), target->placements(), target->sizes(), target->dtype()));
-}
 
 struct ToLocal : torch::autograd::Function<ToLocal> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor) {
@@ -79,24 +43,13 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
   }
 };
 
-struct Redistribute : torch::autograd::Function<Redistribute> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor, const SpecPtr& to) {
-    save_spec(context, meta_of(tensor, "redistribute").spec);
-    return move(tensor, to->placements(), "redistribute");
-  }
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const auto spec = saved_spec(context);
-    return {move(gradients[0], gradient_placements(spec->placements()), "redistribute (backward)"), at::Tensor()};
-  }
-};
-
-bool needs_graph(const at::Tensor& tensor) { return at::GradMode::is_enabled() && tensor.requires_grad(); }
-
 std::vector<int64_t> even_global_sizes(const at::Tensor& local, const DeviceMesh& mesh, const Placements& placements) {
   auto sizes = local.sizes().vec();
   for (size_t i = 0; i < placements.size(); ++i) {
-    if (const auto* shard = std::get_if<Shard>(&placements[i])) {
-      const auto dim = shard->dim < 0 ? shard->dim + local.dim() : shard->dim;
+    const auto* shard = std::get_if<Shard>(&placements[i]);
+    const auto* strided = std::get_if<StridedShard>(&placements[i]);
+    if (shard || strided) {
+      const auto given = shard ? shard->dim : strided->dim, dim = given < 0 ? given + local.dim() : given;
       TORCH_CHECK(dim >= 0 && dim < local.dim(), "from_local: ", to_string(placements), " does not fit a local tensor of ",
                   local.dim(), " dims");
       sizes[dim] *= mesh.size(static_cast<int64_t>(i));
@@ -120,14 +73,6 @@ DTensor::DTensor(at::Tensor tensor) : at::Tensor(std::move(tensor)) {
 const Spec& DTensor::spec() const { return *dtensor_meta(*this)->spec; }
 
 at::Tensor DTensor::local() const { return dtensor_meta(*this)->local; }
-
-DTensor DTensor::redistribute(const Placements& placements) const {
-  const auto target = spec().with(placements);
-  if (target.get() == &spec()) return *this;
-  if (!needs_graph(*this)) return DTensor(move(*this, placements, "redistribute"));
-  return DTensor(
-      Redistribute::apply(static_cast<const at::Tensor&>(*this), target)); // apply looks for arguments of type at::Tensor
-}
 
 at::Tensor DTensor::full_tensor() const { return to_local(redistribute(Placements(placements().size()))); }
 
@@ -184,6 +129,7 @@ at::Tensor scatter(at::Tensor local, const Spec& spec) {
   for (int64_t i = 0; i < mesh.ndim(); ++i) {
     auto placement = spec.placements()[i];
     if (auto* shard = std::get_if<Shard>(&placement)) shard->dim -= merged;
+    if (auto* strided = std::get_if<StridedShard>(&placement)) strided->dim -= merged;
     if (const auto* ragged = std::get_if<RaggedShard>(&placement)) merged = ragged->dim;
     bool ready = true;
     for (int64_t j = i + 1; j < mesh.ndim(); ++j) ready = ready && mesh.local_rank(j) == 0;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -9,6 +10,14 @@
 #include <tessera/dtensor/spec.h>
 
 namespace tessera {
+
+/// The dtypes in which a redistribution moves data (DTensor.redistribute).
+struct RedistributeOptions {
+  std::optional<at::ScalarType> forward_dtype;  ///< the tensor is cast to it first, and the result has it
+  std::optional<at::ScalarType> backward_dtype; ///< the gradient is moved in it; the tensor's own dtype by default
+};
+
+class PendingDTensor;
 
 /// A tensor laid over a mesh; the same handle as its at::Tensor, with accessors. Constructing it from a tensor that is none is an
 /// error.
@@ -21,9 +30,30 @@ class DTensor : public at::Tensor {
   /// This rank's part, aliasing the DTensor's memory, outside autograd. See `to_local` for the differentiable one.
   at::Tensor local() const;
   /// Every rank of the mesh calls it. Differentiable.
-  DTensor redistribute(const Placements& placements) const;
+  DTensor redistribute(const Placements& placements, const RedistributeOptions& options = {}) const;
+  /// To another mesh over the same ranks in any order or shape; an error for other ranks. Every one of them calls it. Shards go
+  /// straight to the ranks that need them; other placements go over Replicate. Differentiable.
+  DTensor redistribute(const DeviceMesh& mesh, const Placements& placements, const RedistributeOptions& options = {}) const;
+  /// Starts the last collective of the redistribution, and returns without waiting for it. Every rank of the mesh calls it.
+  PendingDTensor redistribute_async(const Placements& placements) const;
   /// The whole tensor on every rank, plain. Every rank of the mesh calls it. Differentiable.
   at::Tensor full_tensor() const;
+};
+
+/// A redistribution in flight.
+class PendingDTensor {
+ public:
+  /// The redistributed tensor; differentiable. Blocks (CPU) or makes the current stream wait (CUDA) until it is valid. A second
+  /// call returns the same. Throws what the collective failed with.
+  DTensor wait();
+  /// True when `wait` would not block.
+  bool is_completed() const;
+
+ private:
+  friend class DTensor;
+  struct State;
+  explicit PendingDTensor(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  std::shared_ptr<State> state_;
 };
 
 bool is_dtensor(const at::Tensor& tensor);

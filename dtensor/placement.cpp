@@ -1,8 +1,14 @@
 #include <tessera/dtensor/placement.h>
 
 #include <absl/hash/hash.h>
+#include <absl/strings/ascii.h>
+#include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
 
 namespace tessera {
 
@@ -16,22 +22,120 @@ struct Overloaded : F... {
 template <typename... F>
 Overloaded(F...) -> Overloaded<F...>; // Clang before 17 does not deduce it
 
-const char* name(Partial::Op op) {
-  switch (op) {
-    case Partial::Op::kSum: return "sum";
-    case Partial::Op::kAvg: return "avg";
-    case Partial::Op::kMin: return "min";
-    case Partial::Op::kMax: return "max";
-    case Partial::Op::kProduct: return "product";
-    case Partial::Op::kNorm: return "norm";
+/// In the order of Partial::Op.
+constexpr std::array<const char*, 6> kReductions{"sum", "avg", "min", "max", "product", "norm"};
+
+constexpr std::array<std::string_view, 5> kNames{"Replicate", "Shard", "StridedShard", "RaggedShard", "Partial"};
+
+/// Reads placements from the front of a text.
+class Parser {
+ public:
+  explicit Parser(std::string_view text) : text_(text) {}
+
+  Placement placement() {
+    const auto name = word();
+    if (std::find(kNames.begin(), kNames.end(), name) == kNames.end())
+      fail("Replicate, Shard, StridedShard, RaggedShard or Partial");
+    take(name);
+    expect('(');
+    Placement result;
+    if (name == "Shard") {
+      result = Shard{integer()};
+    } else if (name == "StridedShard") {
+      const auto dim = integer();
+      expect(',');
+      result = StridedShard{dim, integer()};
+    } else if (name == "RaggedShard") {
+      const auto dim = integer();
+      expect(',');
+      result = RaggedShard{dim, extents()};
+    } else if (name == "Partial") {
+      result = partial();
+    }
+    expect(')');
+    return result;
   }
-  return "unknown";
-}
+
+  Placements placements() {
+    Placements result;
+    expect('(');
+    if (accept(')')) return result;
+    do result.push_back(placement());
+    while (accept(','));
+    expect(')');
+    return result;
+  }
+
+  void finish() {
+    skip_blanks();
+    if (at_ < text_.size()) fail("the end");
+  }
+
+ private:
+  void skip_blanks() {
+    while (at_ < text_.size() && absl::ascii_isspace(text_[at_])) ++at_;
+  }
+  bool accept(char wanted) {
+    skip_blanks();
+    if (at_ >= text_.size() || text_[at_] != wanted) return false;
+    ++at_;
+    return true;
+  }
+  void expect(char wanted) {
+    if (!accept(wanted)) fail(std::string("'") + wanted + "'");
+  }
+  /// The word that comes next, which `take` passes over.
+  std::string_view word() {
+    skip_blanks();
+    auto end = at_;
+    while (end < text_.size() && absl::ascii_isalpha(text_[end])) ++end;
+    return text_.substr(at_, end - at_);
+  }
+  void take(std::string_view word) { at_ += word.size(); }
+  template <typename Number>
+  Number number(const char* what) {
+    skip_blanks();
+    Number value{};
+    const auto [end, error] = std::from_chars(text_.data() + at_, text_.data() + text_.size(), value);
+    if (error != std::errc()) fail(what);
+    at_ = end - text_.data();
+    return value;
+  }
+  int64_t integer() { return number<int64_t>("an integer"); }
+
+  std::vector<int64_t> extents() {
+    std::vector<int64_t> result;
+    expect('[');
+    if (accept(']')) return result;
+    do result.push_back(integer());
+    while (accept(','));
+    expect(']');
+    return result;
+  }
+
+  Partial partial() {
+    const auto name = word();
+    const auto found = std::find(kReductions.begin(), kReductions.end(), name);
+    if (found == kReductions.end()) fail("sum, avg, min, max, product or norm");
+    take(name);
+    Partial result{static_cast<Partial::Op>(found - kReductions.begin())};
+    if (result.op == Partial::Op::kNorm) result.norm_p = number<double>("the p of the norm");
+    return result;
+  }
+
+  [[noreturn]] void fail(std::string_view wanted) const {
+    TORCH_CHECK(false, "not a placement: '", text_, "': ", wanted, " is expected at position ", at_);
+  }
+
+  std::string_view text_;
+  size_t at_ = 0;
+};
 
 } // namespace
 
 bool shards_dim(const Placement& placement, int64_t dim) {
   if (const auto* shard = std::get_if<Shard>(&placement)) return shard->dim == dim;
+  if (const auto* strided = std::get_if<StridedShard>(&placement)) return strided->dim == dim;
   if (const auto* ragged = std::get_if<RaggedShard>(&placement)) return dim <= ragged->dim;
   return false;
 }
@@ -40,7 +144,8 @@ size_t hash_value(const Placement& placement) {
   return std::visit(
       Overloaded{[](const Replicate&) { return absl::HashOf(0); }, [](const Shard& p) { return absl::HashOf(1, p.dim); },
                  [](const RaggedShard& p) { return absl::HashOf(2, p.dim, p.extents); },
-                 [](const Partial& p) { return absl::HashOf(3, static_cast<int>(p.op), p.norm_p); }},
+                 [](const Partial& p) { return absl::HashOf(3, static_cast<int>(p.op), p.norm_p); },
+                 [](const StridedShard& p) { return absl::HashOf(4, p.dim, p.split_factor); }},
       placement);
 }
 
@@ -50,9 +155,11 @@ std::string to_string(const Placement& placement) {
                  [](const Shard& p) { return fmt::format("Shard({})", p.dim); },
                  [](const RaggedShard& p) { return fmt::format("RaggedShard({}, [{}])", p.dim, fmt::join(p.extents, ", ")); },
                  [](const Partial& p) {
-                   return p.op == Partial::Op::kNorm ? fmt::format("Partial(norm {})", p.norm_p)
-                                                     : fmt::format("Partial({})", name(p.op));
-                 }},
+                   const auto* name = kReductions.at(static_cast<size_t>(p.op));
+                   return p.op == Partial::Op::kNorm ? fmt::format("Partial({} {})", name, p.norm_p)
+                                                     : fmt::format("Partial({})", name);
+                 },
+                 [](const StridedShard& p) { return fmt::format("StridedShard({}, {})", p.dim, p.split_factor); }},
       placement);
 }
 
@@ -60,6 +167,20 @@ std::string to_string(const Placements& placements) {
   std::vector<std::string> parts;
   for (const auto& placement : placements) parts.push_back(to_string(placement));
   return fmt::format("({})", fmt::join(parts, ", "));
+}
+
+Placement parse_placement(std::string_view text) {
+  Parser parser(text);
+  auto result = parser.placement();
+  parser.finish();
+  return result;
+}
+
+Placements parse_placements(std::string_view text) {
+  Parser parser(text);
+  auto result = parser.placements();
+  parser.finish();
+  return result;
 }
 
 } // namespace tessera

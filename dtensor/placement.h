@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 
@@ -30,6 +31,15 @@ struct RaggedShard {
   bool operator==(const RaggedShard&) const = default;
 };
 
+/// Tensor dim `dim` is cut into `split_factor` chunks, and each chunk is split over the ranks as Shard splits; a rank's parts lie
+/// one after another in its local tensor. Beside Shard(dim) on an inner mesh dim of `split_factor` ranks it says that the inner
+/// mesh dim split first, as tensor parallelism does under FSDP. (DTensor: _StridedShard.)
+struct StridedShard {
+  int64_t dim = 0;
+  int64_t split_factor = 1; ///< positive; a Spec holds Shard in place of 1
+  bool operator==(const StridedShard&) const = default;
+};
+
 /// Every rank holds a full-shape tensor; the value is their reduction. `kNorm` is the p-norm of the ranks' values.
 struct Partial {
   enum class Op { kSum, kAvg, kMin, kMax, kProduct, kNorm };
@@ -38,22 +48,27 @@ struct Partial {
   bool operator==(const Partial&) const = default;
 };
 
-using Placement = std::variant<Replicate, Shard, RaggedShard, Partial>;
+using Placement = std::variant<Replicate, Shard, RaggedShard, Partial, StridedShard>;
 /// One placement a mesh dim.
 using Placements = c10::SmallVector<Placement, 2>;
 
 inline bool is_replicate(const Placement& placement) { return std::holds_alternative<Replicate>(placement); }
 inline bool is_partial(const Placement& placement) { return std::holds_alternative<Partial>(placement); }
-/// Shard or RaggedShard: each rank holds a part of the elements.
+/// Shard, RaggedShard or StridedShard: each rank holds a part of the elements.
 inline bool is_sharded(const Placement& placement) { return !is_replicate(placement) && !is_partial(placement); }
 
 /// True when `placement` splits tensor dim `dim` (for RaggedShard: any of its leading dims).
 bool shards_dim(const Placement& placement, int64_t dim);
 size_t hash_value(const Placement& placement);
 
-/// "Replicate()", "Shard(0)", "RaggedShard(0, [3, 2])", "Partial(sum)", "Partial(norm 2)".
+/// "Replicate()", "Shard(0)", "RaggedShard(0, [3, 2])", "StridedShard(0, 2)", "Partial(sum)", "Partial(norm 2)".
 std::string to_string(const Placement& placement);
 /// "(Shard(0), Replicate())".
 std::string to_string(const Placements& placements);
+
+/// The placement that `to_string` writes as `text`; blanks between its parts are skipped. An error says where `text` is wrong.
+Placement parse_placement(std::string_view text);
+/// The placements that `to_string` writes as `text`.
+Placements parse_placements(std::string_view text);
 
 } // namespace tessera

@@ -28,6 +28,16 @@ inline Extent chunk_extent(int64_t size, int64_t parts, int64_t index) {
 /// The `index`-th part of a RaggedShard, over its flattened leading dims; an empty part's offset is the sum before it.
 Extent ragged_extent(const RaggedShard& placement, int64_t index);
 
+/// The `index`-th of `parts` parts of a StridedShard of a dim of `size`: ranges in rising order, none of them empty, neighbours
+/// joined.
+std::vector<Extent> strided_extents(int64_t size, int64_t split_factor, int64_t parts, int64_t index);
+
+/// The ranges of tensor dim `dim`, of global `size`, that the rank at `coordinate` of a mesh of `mesh_shape` holds, in the order
+/// in which they lie in its local tensor; none of them empty. The Shards and StridedShards of that dim apply left to right, other
+/// placements do not count.
+std::vector<Extent> dim_extents(int64_t size, c10::ArrayRef<int64_t> mesh_shape, c10::ArrayRef<int64_t> coordinate,
+                                const Placements& placements, int64_t dim);
+
 /// Product of sizes[begin..end).
 int64_t product(c10::IntArrayRef sizes, size_t begin, size_t end);
 
@@ -36,11 +46,12 @@ struct LocalBox {
   /// Shape of the local tensor. Under a RaggedShard its leading dims are one.
   std::vector<int64_t> sizes;
   /// Where it starts in the global tensor, per local dim (the dim's global size when empty); under a RaggedShard the first
-  /// entry counts positions of the flattened leading dims.
+  /// entry counts positions of the flattened leading dims. Under a StridedShard the local tensor holds more ranges (dim_extents)
+  /// than the one that starts here.
   std::vector<int64_t> offsets;
 };
 
-/// The part of the rank at `coordinate` of a mesh of `mesh_shape`, in O(dims). Shards of one tensor dim over several mesh dims
+/// The part of the rank at `coordinate` of a mesh of `mesh_shape`, in O(dims). Splits of one tensor dim over several mesh dims
 /// apply left to right. `sizes` is the global shape; the placements fit it (Spec::intern checks).
 LocalBox local_box(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c10::ArrayRef<int64_t> coordinate,
                    const Placements& placements);
@@ -48,7 +59,10 @@ LocalBox local_box(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c1
 /// As above for this rank; for a rank outside the mesh an empty tensor: sizes [0], offsets [0].
 LocalBox local_box(c10::IntArrayRef sizes, const DeviceMesh& mesh, const Placements& placements);
 
-/// The global shape before the split of mesh dim `mesh_dim`: all the other splits of `placements` applied for this rank's
+/// The coordinate of the `index`-th rank of a mesh of `mesh_shape`.
+std::vector<int64_t> coordinate_of(int64_t index, c10::ArrayRef<int64_t> mesh_shape);
+
+/// The global shape before the splits of `mesh_dims`: all the other splits of `placements` applied for this rank's
 /// coordinate. `flattened` is the number of leading dims that a RaggedShard on another mesh dim merged into dim 0, less one:
 /// global dim d is dim d - flattened of `sizes`.
 struct PartialView {
@@ -56,6 +70,6 @@ struct PartialView {
   int64_t flattened = 0;
 };
 PartialView view_without(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c10::ArrayRef<int64_t> coordinate,
-                         const Placements& placements, size_t mesh_dim);
+                         const Placements& placements, c10::ArrayRef<size_t> mesh_dims);
 
 } // namespace tessera

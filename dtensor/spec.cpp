@@ -58,6 +58,13 @@ void normalize(const DeviceMesh& mesh, Placements& placements, c10::IntArrayRef 
       TORCH_CHECK(shard->dim >= -ndim && shard->dim < ndim, "Shard dim ", shard->dim,
                   " is out of range: ", describe(mesh, placements, sizes));
       if (shard->dim < 0) shard->dim += ndim;
+    } else if (auto* strided = std::get_if<StridedShard>(&placements[i])) {
+      TORCH_CHECK(strided->dim >= -ndim && strided->dim < ndim, "StridedShard dim ", strided->dim,
+                  " is out of range: ", describe(mesh, placements, sizes));
+      TORCH_CHECK(strided->split_factor > 0,
+                  "the split factor of a StridedShard must be positive: ", describe(mesh, placements, sizes));
+      if (strided->dim < 0) strided->dim += ndim;
+      if (strided->split_factor == 1) placements[i] = Shard{strided->dim};
     } else if (auto* partial = std::get_if<Partial>(&placements[i])) {
       if (partial->op != Partial::Op::kNorm) partial->norm_p = 2.0;
       TORCH_CHECK(partial->norm_p > 0 && std::isfinite(partial->norm_p),

@@ -81,6 +81,7 @@ KeyState make_key(const OpInfo& info, const torch::jit::Stack& stack, size_t beg
           break;
         }
         const auto list = value.toListRef();
+        key.reserve(key.size() + list.size() + 2);
         key.push_back(tag(kList, list.size()));
         for (size_t k = 0; k < list.size() && state == KeyState::kComplete; ++k) state = add_tensor(list[k], key);
       }

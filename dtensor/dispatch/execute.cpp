@@ -2,6 +2,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
+
 #include <tessera/dtensor/dispatch/leaf_gradient.h>
 #include <tessera/dtensor/dispatch/plan.h>
 #include <tessera/dtensor/dtensor_impl.h>
@@ -90,7 +92,7 @@ class Execution {
     const auto& plan = plan_.inputs[input];
     if (!meta) return plan.target ? redistribute_local(tensor, *plan.source, *plan.target, info_.name) : tensor;
     if (C10_UNLIKELY(meta->copied_at_version.has_value())) check_copy(tensor, *meta, written);
-    if (C10_LIKELY(!plan.target)) return meta->local;
+    if (C10_LIKELY(!plan.moves && !(written && plan.target))) return meta->local;
     if (C10_UNLIKELY(written)) move_written(*meta, plan.target);
     return written ? meta->local : redistribute_local(tensor, *meta, plan.target, info_.name);
   }
@@ -128,6 +130,7 @@ class Execution {
         for (auto& [argument, original] : written_) {
           if (argument == result.written_argument) value = original;
         }
+        if (C10_UNLIKELY(plan_.outputs_unknown && value.isTensor())) check_size(value.toTensor());
         ++output;
       } else if (value.isTensor()) {
         auto wrapped = wrap_one(value.toTensor(), output++);
@@ -141,10 +144,32 @@ class Execution {
     }
   }
 
+  /// A kernel may resize what it writes; a DTensor's shape does not follow.
+  void check_size(const at::Tensor& tensor) const {
+    const auto& meta = *dtensor_meta(tensor);
+    TORCH_CHECK(meta.local.sizes() == c10::IntArrayRef(meta.spec->local_sizes()), info_.name, ": the result has shape ",
+                meta.local.sizes(), ", but the written DTensor is ", meta.spec->to_string(), ", and is not resized");
+  }
+
+  /// Whole dims have the local size.
+  static std::vector<int64_t> completed(std::vector<int64_t> sizes, const at::Tensor& local) {
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      if (sizes[d] == rules::kUnknownSize) sizes[d] = local.size(static_cast<int64_t>(d));
+    }
+    return sizes;
+  }
+
   at::Tensor wrap_one(const at::Tensor& local, size_t index) {
     if (!local.defined()) return local;
+    if (C10_UNLIKELY(plan_.outputs_unknown)) {
+      return make_dtensor(local, Spec::intern(mesh(), Placements(mesh().ndim()), local.sizes().vec(), local.scalar_type(),
+                                              local.strides().vec()));
+    }
     TORCH_INTERNAL_ASSERT(index < plan_.outputs.size(), info_.name);
     auto& plan = plan_.outputs[index];
+    if (C10_UNLIKELY(std::find(plan.sizes.begin(), plan.sizes.end(), rules::kUnknownSize) != plan.sizes.end())) {
+      return make_dtensor(local, Spec::intern(mesh(), plan.placements, completed(plan.sizes, local), local.scalar_type()));
+    }
     if (!plan.spec || plan.spec->dtype() != local.scalar_type()) {
       plan.spec = Spec::intern(mesh(), plan.placements, plan.sizes, local.scalar_type(), plan.strides);
     }
@@ -153,12 +178,17 @@ class Execution {
     std::optional<c10::InferenceMode> normal_mode;
     if (C10_UNLIKELY(normal_view)) normal_mode.emplace(false);
     auto result = make_dtensor(local, plan.spec);
-    if (plan_.moves_viewed && viewed_.defined() && !viewed_.is_inference()) {
-      auto* impl = result.unsafeGetTensorImpl();
-      impl->set_version_counter(viewed_.unsafeGetTensorImpl()->version_counter());
-      dtensor_meta(result)->copied_at_version = static_cast<uint32_t>(viewed_._version());
-    }
+    if (viewed_.defined() && !viewed_.is_inference()) mark_copy(result);
     return result;
+  }
+
+  /// A view that had to move is a copy, and so are the views of one.
+  void mark_copy(const at::Tensor& result) const {
+    const auto* source = dtensor_meta(viewed_);
+    const bool of_copy = source && source->copied_at_version.has_value();
+    if (C10_LIKELY(!plan_.moves_viewed && !of_copy)) return;
+    result.unsafeGetTensorImpl()->set_version_counter(viewed_.unsafeGetTensorImpl()->version_counter());
+    dtensor_meta(result)->copied_at_version = of_copy ? *source->copied_at_version : static_cast<uint32_t>(viewed_._version());
   }
 
   const DeviceMesh& mesh() const {

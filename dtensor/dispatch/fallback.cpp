@@ -3,21 +3,28 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
+#include <absl/container/flat_hash_set.h>
+
+#include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <typeinfo>
 
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dispatch/plan_cache.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/strict_sharding.h>
 
 namespace tessera {
 
 namespace {
-thread_local int implicit_replication = 0;
+thread_local int implicit_replication = 0, strict_sharding = 0;
 }
 
 ImplicitReplication::ImplicitReplication() { ++implicit_replication; }
 ImplicitReplication::~ImplicitReplication() { --implicit_replication; }
+StrictSharding::StrictSharding() { ++strict_sharding; }
+StrictSharding::~StrictSharding() { --strict_sharding; }
 
 namespace dispatch {
 
@@ -60,20 +67,90 @@ bool in_derivative_formula() {
   return std::strstr(typeid(formula).name(), "8autograd9generated") != nullptr; // a dynamic_cast does not work across libraries
 }
 
+const SpecPtr* first_spec(const Stack& stack, size_t begin) {
+  for (size_t i = begin; i < stack.size(); ++i) {
+    const auto elements = stack[i].isTensorList() ? stack[i].toListRef() : c10::ArrayRef<c10::IValue>(stack[i]);
+    for (const auto& element : elements) {
+      const auto* meta = element.isTensor() ? dtensor_meta(element.toTensor()) : nullptr;
+      if (meta) return &meta->spec;
+    }
+  }
+  return nullptr;
+}
+
+/// A derivative formula makes plain zeros, the same on every rank, and writes DTensors into them: they become replicated
+/// DTensors.
+void adopt_temporaries(const OpInfo& info, const Stack& stack, size_t begin) {
+  const auto* spec = first_spec(stack, begin);
+  for (size_t i = 0; spec && i < info.arguments.size(); ++i) {
+    const auto& value = stack[begin + i];
+    if (!info.arguments[i].written || !value.isTensor() || !value.toTensor().defined()) continue;
+    const auto& tensor = value.toTensor();
+    if (dtensor_meta(tensor) || tensor.is_inference() || tensor.storage().use_count() != 1) continue;
+    const auto& mesh = (*spec)->mesh();
+    auto layout = Spec::intern(mesh, Placements(mesh.ndim()), tensor.sizes().vec(), tensor.scalar_type(), tensor.strides().vec());
+    become_dtensor(tensor, c10::make_intrusive<DTensorMeta>(tensor.detach(), std::move(layout)));
+  }
+}
+
+bool has_plain_tensors(const Stack& stack, size_t begin) {
+  for (size_t i = begin; i < stack.size(); ++i) {
+    if (!stack[i].isTensor() || !stack[i].toTensor().defined()) continue;
+    if (stack[i].toTensor().dim() > 0 && !dtensor_meta(stack[i].toTensor())) return true;
+  }
+  return false;
+}
+
+/// Runs the operator as others. A kernel that ends in the operator itself is no decomposition.
+void decompose(const c10::OperatorHandle& op, const OpInfo& info, Stack* stack) {
+  constexpr int kDeepest = 64;
+  thread_local int depth = 0;
+  struct Level {
+    Level() { ++depth; }
+    ~Level() { --depth; }
+  } const level;
+  if (depth > kDeepest) no_rule(info, *stack, stack->size() - info.arguments.size());
+  // What a decomposition makes of its own (masks, ranges) is the same on every rank.
+  std::optional<ImplicitReplication> own_constants;
+  if (!has_plain_tensors(*stack, stack->size() - info.arguments.size())) own_constants.emplace();
+  op.callBoxedForDispatchKey(*info.decomposition, *stack);
+}
+
+/// An operator that is run on whole tensors, where that moves data: an error under StrictSharding, else a warning, once.
+void note_replication(const OpInfo& info, const Stack& stack, size_t begin, const Plan& plan) {
+  const bool moves =
+      std::any_of(plan.inputs.begin(), plan.inputs.end(), [](const auto& input) { return input.target != nullptr; });
+  if (!moves) return;
+  if (strict_sharding > 0) no_rule(info, stack, begin);
+  static std::mutex mutex;
+  static auto* warned = new absl::flat_hash_set<std::string>;
+  const std::lock_guard lock(mutex);
+  if (warned->insert(info.name).second) {
+    TORCH_WARN(info.name,
+               ": no sharding rule for this operator; its arguments are redistributed to Replicate(). Under "
+               "tessera::StrictSharding this is an error");
+  }
+}
+
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto& info = op_info(op);
   const auto* rule = info.rule;
   if (C10_UNLIKELY(!rule || rule->handler || rule->decompose)) {
     if (rule && rule->handler) return rule->handler(op, stack);
     if (rule) return op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
-    if (info.decomposes) return op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+    if (info.decomposition) return decompose(op, info, stack);
     no_rule(info, *stack, stack->size() - info.arguments.size());
   }
   const size_t begin = stack->size() - info.arguments.size();
-  const Origin origin{info.backward_matters && !at::GradMode::is_enabled() && in_derivative_formula()};
+  Origin origin{info.backward_matters && !at::GradMode::is_enabled() && in_derivative_formula()};
   CallKey key;
   if (C10_UNLIKELY(origin.backward_formula)) key.push_back(1);
-  const bool cacheable = make_key(info, *stack, begin, key) == KeyState::kComplete;
+  if (C10_UNLIKELY(origin.backward_formula && info.writes)) adopt_temporaries(info, *stack, begin);
+  const auto state = make_key(info, *stack, begin, key);
+  const bool cacheable = state == KeyState::kComplete;
+  if (C10_UNLIKELY(state == KeyState::kPlainTensor && !at::GradMode::is_enabled())) {
+    origin.backward_formula = origin.backward_formula || in_derivative_formula();
+  }
   auto plan = cacheable ? plans.find(key) : nullptr;
   if (plan) {
     ++hits;
@@ -82,6 +159,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     plan = std::make_shared<Plan>(make_plan(op, info, *stack, begin, origin));
     if (cacheable) plans.insert(key, plan);
   }
+  if (C10_UNLIKELY(info.replicates)) note_replication(info, *stack, begin, *plan);
   execute(op, info, *plan, stack);
 }
 

@@ -33,7 +33,7 @@ c10::IValue on_meta(const c10::IValue& value) {
   return value;
 }
 
-void add(const c10::IValue& value, std::vector<Geometry>& out) {
+void add(const c10::IValue& value, std::vector<rules::Geometry>& out) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();
     if (tensor.defined()) out.push_back({tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()});
@@ -44,8 +44,8 @@ void add(const c10::IValue& value, std::vector<Geometry>& out) {
 
 } // namespace
 
-std::optional<std::vector<Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,
-                                                   const torch::jit::Stack& stack, size_t begin) {
+std::optional<std::vector<rules::Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,
+                                                          const torch::jit::Stack& stack, size_t begin) {
   bool new_outputs = false;
   for (const auto& result : info.returns) new_outputs |= result.written_argument < 0;
   if (!info.infers_shapes || !new_outputs) return std::nullopt;
@@ -58,7 +58,7 @@ std::optional<std::vector<Geometry>> infer_outputs(const c10::OperatorHandle& op
   } catch (const c10::NotImplementedError&) {
     return std::nullopt; // a composite kernel over one that has none for Meta
   }
-  std::vector<Geometry> result;
+  std::vector<rules::Geometry> result;
   for (const auto& value : copy) add(value, result);
   return result;
 }

@@ -11,14 +11,18 @@ namespace tessera::dispatch {
 namespace {
 
 struct PlaceGradient : torch::autograd::FunctionPreHook {
-  explicit PlaceGradient(Placements wanted) : placements(std::move(wanted)) {}
+  PlaceGradient(DeviceMesh leaf_mesh, Placements wanted) : mesh(std::move(leaf_mesh)), placements(std::move(wanted)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     auto result = gradients;
-    if (is_dtensor(result[0])) result[0] = DTensor(result[0]).redistribute(placements);
+    if (!result[0].defined()) return result;
+    // Some derivative formulas make zeros of their own: plain, and the same on every rank.
+    if (!is_dtensor(result[0])) result[0] = from_local(result[0], mesh, Placements(mesh.ndim()));
+    result[0] = DTensor(result[0]).redistribute(placements);
     return result;
   }
 
+  DeviceMesh mesh;
   Placements placements;
 };
 
@@ -37,7 +41,7 @@ void place_leaf_gradient(const at::Tensor& tensor) {
   for (auto& placement : placements) {
     if (is_partial(placement)) placement = Replicate{};
   }
-  torch::autograd::impl::add_hook(tensor, std::make_unique<PlaceGradient>(std::move(placements)));
+  torch::autograd::impl::add_hook(tensor, std::make_unique<PlaceGradient>(meta->spec->mesh(), std::move(placements)));
 }
 
 } // namespace tessera::dispatch

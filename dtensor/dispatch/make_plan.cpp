@@ -2,8 +2,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <exception>
+
 #include <tessera/dtensor/dispatch/plan.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/sharding_math.h>
 
 namespace tessera::dispatch {
@@ -90,13 +93,15 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
     if (argument.out || (position >= 0 && tensor.index >= 0 && tensor.index != position)) continue;
     call.tensors.push_back(tensor);
     source.push_back(i);
-    const bool may_move = origin.backward_formula && tensor.index < 0 && tensor.spec && tensor.spec->has_partial();
+    const bool may_move = origin.backward_formula && tensor.index < 0 && tensor.spec;
     if (argument.written && may_move) fixed_outputs.assign(fixed_outputs.size(), nullptr);
     fixed.push_back(argument.written && !may_move);
   }
-  const auto factors = info.rule->factorize(call);
+  auto factors = info.rule->factorize(call);
+  factors.asks_offsets = info.rule->local && !info.rule->ignores_offsets;
   TORCH_INTERNAL_ASSERT(factors.inputs.size() == call.tensors.size(), info.name, ": the rule describes ", factors.inputs.size(),
                         " tensors of ", call.tensors.size());
+  plan.outputs_unknown = factors.outputs_unknown;
   fixed_outputs.resize(factors.outputs.size());
   const auto chosen = propagate(call, factors, fixed, fixed_outputs);
   for (size_t i = 0; i < source.size(); ++i) {
@@ -108,6 +113,7 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
                 ": one tensor would need several placements at once; ", describe(call));
     plan.ran[source[i]] = target;
     if (target != spec) input.target = target;
+    input.moves = target != spec && !same_local(*spec, *target);
   }
   for (size_t r = 0; r < factors.outputs.size(); ++r) {
     rules::OutputPlan output{chosen.outputs[r], factors.outputs[r].sizes, contiguous_strides(factors.outputs[r].sizes)};
@@ -120,7 +126,9 @@ void check_written(const OpInfo& info, const Collected& all, const Plan& plan, c
   for (size_t r = 0; r < info.returns.size() && r < plan.outputs.size(); ++r) {
     for (const auto& tensor : all.tensors) {
       if (info.returns[r].written_argument != static_cast<int>(tensor.argument) || tensor.index >= 0) continue;
-      TORCH_CHECK(tensor.sizes == plan.outputs[r].sizes, info.name, ": the written tensor has shape [",
+      const auto& sizes = plan.outputs[r].sizes;
+      if (std::find(sizes.begin(), sizes.end(), rules::kUnknownSize) != sizes.end()) continue;
+      TORCH_CHECK(tensor.sizes == sizes, info.name, ": the written tensor has shape [",
                   fmt::format("{}", fmt::join(tensor.sizes, ", ")), "], but the result has shape [",
                   fmt::format("{}", fmt::join(plan.outputs[r].sizes, ", ")), "]; ", describe(call));
     }
@@ -163,6 +171,23 @@ void check_plain(const Collected& all, const OpInfo& info, const c10::FunctionSc
   }
 }
 
+/// Takes strides and dtypes from what the operator itself says, and the sizes that the rule left open.
+void check_geometry(const OpInfo& info, const std::vector<rules::Geometry>& geometry, Plan& plan, const OpCall& call) {
+  TORCH_INTERNAL_ASSERT(geometry.size() == plan.outputs.size(), info.name, ": the rule describes ", plan.outputs.size(),
+                        " outputs of ", geometry.size());
+  for (size_t r = 0; r < plan.outputs.size(); ++r) {
+    auto& output = plan.outputs[r];
+    for (size_t d = 0; d < output.sizes.size() && d < geometry[r].sizes.size(); ++d) {
+      if (output.sizes[d] == rules::kUnknownSize) output.sizes[d] = geometry[r].sizes[d];
+    }
+    TORCH_INTERNAL_ASSERT(output.sizes == geometry[r].sizes, info.name, ": the rule gives output ", r, " the shape ",
+                          c10::IntArrayRef(output.sizes), ", the operator ", c10::IntArrayRef(geometry[r].sizes), "; ",
+                          describe(call));
+    output.strides = geometry[r].strides;
+    output.dtype = geometry[r].dtype;
+  }
+}
+
 } // namespace
 
 Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin, Origin origin) {
@@ -173,30 +198,35 @@ Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::j
   Plan plan;
   plan.inputs.resize(all.tensors.size());
   plan.ran.resize(all.tensors.size());
+  plan.moves_viewed = info.rule->copies;
   plan.on_mesh = all.mesh.coordinate().has_value();
   for (size_t i = 0; i < all.tensors.size(); ++i) {
     if (all.plain[i]) plan.inputs[i].source = all.tensors[i].spec;
     if (info.arguments[all.tensors[i].argument].out) plan.ran[i] = all.tensors[i].spec;
   }
+  std::optional<std::vector<rules::Geometry>> geometry;
+  std::exception_ptr refused; // a rule that finds the same mistake says more about it
+  try {
+    geometry = infer_outputs(op, info, stack, begin);
+  } catch (const c10::Error&) {
+    refused = std::current_exception();
+  }
   if (info.rule->foreach) {
     for (const auto position : list_positions(all, info)) plan_part(info, all, call, position, origin, plan);
   } else {
+    call.outputs = geometry ? &*geometry : nullptr;
     plan_part(info, all, call, -1, origin, plan);
     check_written(info, all, plan, call);
-  }
-  if (const auto geometry = infer_outputs(op, info, stack, begin)) {
-    TORCH_INTERNAL_ASSERT(geometry->size() == plan.outputs.size(), info.name, ": the rule describes ", plan.outputs.size(),
-                          " outputs of ", geometry->size());
-    for (size_t r = 0; r < plan.outputs.size(); ++r) {
-      TORCH_INTERNAL_ASSERT(plan.outputs[r].sizes == (*geometry)[r].sizes, info.name, ": the rule gives output ", r,
-                            " the shape ", c10::IntArrayRef(plan.outputs[r].sizes), ", the operator ",
-                            c10::IntArrayRef((*geometry)[r].sizes), "; ", describe(call));
-      plan.outputs[r].strides = (*geometry)[r].strides;
-      plan.outputs[r].dtype = (*geometry)[r].dtype;
+    for (const auto& tensor : all.tensors) {
+      TORCH_CHECK(!plan.outputs_unknown || !info.arguments[tensor.argument].out || tensor.spec->is_replicated(), info.name,
+                  ": this operator runs on whole tensors, and its out= argument is ", to_string(tensor.spec->placements()),
+                  ". Redistribute that to Replicate() first; ", describe(call));
     }
   }
+  if (refused) std::rethrow_exception(refused);
+  if (geometry) check_geometry(info, *geometry, plan, call);
   for (auto& output : plan.outputs) output.local_sizes = local_box(output.sizes, all.mesh, output.placements).sizes;
-  for (const auto& input : plan.inputs) plan.moves_viewed |= info.views && input.target != nullptr;
+  for (const auto& input : plan.inputs) plan.moves_viewed |= info.views && input.moves;
   return plan;
 }
 

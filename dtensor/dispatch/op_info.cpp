@@ -3,7 +3,10 @@
 #include <ATen/core/jit_type.h>
 #include <absl/container/flat_hash_map.h>
 
+#include <algorithm>
+#include <array>
 #include <mutex>
+#include <string_view>
 
 #include <tessera/dtensor/rules/registry.h>
 
@@ -30,11 +33,47 @@ ArgKind kind_of(const c10::Argument& argument, const rules::Rule* rule) {
   }
 }
 
+/// Operators whose result depends on where a tensor's data lies, or that change a tensor's own shape or storage.
+bool touches_storage(const c10::OperatorHandle& op) {
+  static const std::array<std::string_view, 11> names{"aten::set_",
+                                                      "aten::resize_",
+                                                      "aten::resize_as_",
+                                                      "aten::_resize_output_",
+                                                      "aten::record_stream",
+                                                      "aten::is_set_to",
+                                                      "aten::resize_as_sparse_",
+                                                      "aten::as_strided",
+                                                      "aten::as_strided_copy",
+                                                      "aten::as_strided_scatter",
+                                                      "aten::_reshape_from_tensor"};
+  return op.hasTag(at::Tag::inplace_view) || std::find(names.begin(), names.end(), op.operator_name().name) != names.end();
+}
+
+/// A rule; else PyTorch's own decomposition; else whole tensors.
+void choose_way(const c10::OperatorHandle& op, OpInfo& info) {
+  const auto& registry = rules::Registry::instance();
+  info.rule = registry.find(op.operator_name());
+  if (info.rule || touches_storage(op)) return;
+  const bool composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  if (!composite && op.hasTag(at::Tag::pointwise) && !op.hasTag(at::Tag::nondeterministic_seeded)) {
+    info.rule = &registry.pointwise();
+    return;
+  }
+  for (const auto key : {c10::DispatchKey::CompositeImplicitAutograd, c10::DispatchKey::CompositeExplicitAutograd,
+                         c10::DispatchKey::CompositeExplicitAutogradNonFunctional}) {
+    const bool backend = op.hasKernelForDispatchKey(c10::DispatchKey::CPU); // the composite kernel writes into a plain tensor
+    if (!op.hasKernelForDispatchKey(key) || backend) continue;
+    info.decomposition = key;
+    return;
+  }
+  info.rule = &registry.whole();
+  info.replicates = true;
+}
+
 OpInfo make_info(const c10::OperatorHandle& op) {
   OpInfo info;
   info.name = c10::toString(op.operator_name());
-  info.rule = rules::Registry::instance().find(op.operator_name());
-  info.decomposes = !info.rule && op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  choose_way(op, info);
   info.infers_shapes = op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
   const auto& schema = op.schema();
   for (const auto& argument : schema.arguments()) {

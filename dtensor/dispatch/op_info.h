@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <absl/container/inlined_vector.h>
 
+#include <optional>
 #include <string>
 
 #include <tessera/dtensor/rules/rule.h>
@@ -31,8 +32,9 @@ struct OpInfo {
   absl::InlinedVector<Argument, 8> arguments;
   absl::InlinedVector<Return, 2> returns;
   const rules::Rule* rule = nullptr;
-  bool decomposes = false;    ///< without a rule: has a CompositeImplicitAutograd kernel
-  bool infers_shapes = false; ///< has a kernel for the Meta device
+  std::optional<c10::DispatchKey> decomposition; ///< without a rule: the kernel that runs it as other operators
+  bool replicates = false;                       ///< without either: the rule is to run it on whole tensors
+  bool infers_shapes = false;                    ///< has a kernel for the Meta device
   bool writes = false;
   bool views = false;
   bool backward_matters = false; ///< writes, or joins lists: what autograd's formulas may do with temporaries and plain zeros

@@ -11,13 +11,15 @@ namespace tessera::dispatch {
 /// How to run one call: where each tensor argument has to lie, and what comes out. Made once a cache key.
 struct Plan {
   struct Input {
-    SpecPtr source; ///< of a plain tensor that counts as Replicate; null for a DTensor
-    SpecPtr target; ///< null: stays as it is
+    SpecPtr source;     ///< of a plain tensor that counts as Replicate; null for a DTensor
+    SpecPtr target;     ///< null: stays as it is
+    bool moves = false; ///< the target's local tensor is another one
   };
   absl::InlinedVector<Input, 4> inputs; ///< one a tensor argument, lists spread, out= arguments included
   std::vector<SpecPtr> ran;             ///< spec of each input as it is run
   std::vector<rules::OutputPlan> outputs;
-  bool moves_viewed = false; ///< a view op whose argument has to move: the result is a copy
+  bool outputs_unknown = false; ///< replicated, in the shapes that the locals have
+  bool moves_viewed = false;    ///< a view op whose argument has to move: the result is a copy
   bool on_mesh = true;
 };
 
@@ -44,12 +46,8 @@ Chosen propagate(const rules::OpCall& call, const rules::Factorization& factors,
                  const std::vector<const Placements*>& fixed_outputs);
 
 /// Global shape and strides of the outputs, by running the operator on the Meta device; nothing where it has no such kernel.
-struct Geometry {
-  std::vector<int64_t> sizes, strides;
-  at::ScalarType dtype;
-};
-std::optional<std::vector<Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,
-                                                   const torch::jit::Stack& stack, size_t begin);
+std::optional<std::vector<rules::Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,
+                                                          const torch::jit::Stack& stack, size_t begin);
 
 /// True inside an ImplicitReplication scope of this thread.
 bool implicit_replication_enabled();

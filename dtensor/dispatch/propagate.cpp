@@ -7,6 +7,7 @@
 
 #include <tessera/dtensor/dispatch/plan.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
+#include <tessera/dtensor/sharding_math.h>
 
 namespace tessera::dispatch {
 
@@ -49,6 +50,10 @@ class Search {
     found_ = false;
     consider(replicated(), -1);
     for (size_t f = 0; f < factors_.factors.size(); ++f) split(static_cast<int>(f));
+    for (size_t i = 0; i < factors_.inputs.size(); ++i) {
+      const auto* strided = current(i) ? std::get_if<StridedShard>(current(i)) : nullptr;
+      if (strided) split_strided(factors_.inputs[i].factors[strided->dim], strided->split_factor);
+    }
     for (const auto& flow : factors_.partial) flow_through(flow);
     for (size_t i = 0; i < factors_.inputs.size(); ++i) {
       if (const auto* ragged = current(i) ? std::get_if<RaggedShard>(current(i)) : nullptr) split_leading(i, *ragged);
@@ -75,10 +80,11 @@ class Search {
   }
 
   /// Sets the outputs without the split dims, and what is added to them, to Partial.
-  bool reduce_outputs(Signature& signature, const std::vector<bool>& has, const std::optional<Partial>& reduction) const {
+  bool reduce_outputs(Signature& signature, const std::vector<bool>& has, const rules::Factor& factor) const {
+    const auto& reduction = factor.reduction;
     bool reduced = false;
     for (size_t r = 0; r < has.size(); ++r) {
-      if (has[r]) continue;
+      if (has[r] || factor.absent_is_replicate) continue;
       if (!reduction) return false;
       signature.outputs[r] = *reduction;
       reduced = true;
@@ -89,23 +95,42 @@ class Search {
     return true;
   }
 
+  /// Some rank would get nothing of a dim of `size` that earlier mesh dims split over `splits`.
+  bool leaves_empty(int64_t size, int64_t splits) const {
+    if (splits > 1) return size % (splits * ranks()) != 0;
+    return chunk_extent(size, ranks(), ranks() - 1).size == 0;
+  }
+
   void split(int f) {
     const auto& factor = factors_.factors[f];
     if (factor.even_only && factor.size % (splits_[f] * ranks()) != 0) return;
+    if (factor.no_empty && leaves_empty(factor.size, splits_[f])) return;
+    split(f, [](int dim) { return Shard{dim}; });
+  }
+
+  /// A factor may be split in any way by kernels that do not ask where a local tensor starts.
+  void split_strided(int f, int64_t split_factor) {
+    if (f == rules::kNoFactor || (factors_.asks_offsets && !factors_.merges_leading)) return;
+    if (factors_.factors[f].even_only || factors_.factors[f].no_empty) return;
+    split(f, [split_factor](int dim) { return StridedShard{dim, split_factor}; });
+  }
+
+  template <typename Split>
+  void split(int f, const Split& placement) {
     auto signature = replicated();
     bool used = false;
     for (size_t i = 0; i < factors_.inputs.size(); ++i) {
       const int dim = dim_of(factors_.inputs[i], f);
-      if (dim >= 0) signature.inputs[i] = Shard{dim};
+      if (dim >= 0) signature.inputs[i] = placement(dim);
       used |= dim >= 0;
     }
     std::vector<bool> has(factors_.outputs.size());
     for (size_t r = 0; r < has.size(); ++r) {
       const int dim = dim_of(factors_.outputs[r], f);
       has[r] = dim >= 0;
-      if (has[r]) signature.outputs[r] = Shard{dim};
+      if (has[r]) signature.outputs[r] = placement(dim);
     }
-    if (used && reduce_outputs(signature, has, factor.reduction)) consider(signature, f);
+    if (used && reduce_outputs(signature, has, factors_.factors[f])) consider(signature, f);
   }
 
   void flow_through(const PartialFlow& flow) {
@@ -137,10 +162,10 @@ class Search {
     if (ragged.dim > 0 ? !factors_.merges_leading : !factors_.leading_whole) return;
     const auto& dims = factors_.inputs[source].factors;
     const absl::InlinedVector<int, 6> group(dims.begin(), dims.begin() + ragged.dim + 1);
-    std::optional<Partial> reduction;
+    rules::Factor last;
     for (const auto f : group) {
-      if (f == rules::kNoFactor || factors_.factors[f].even_only) return;
-      reduction = factors_.factors[f].reduction;
+      if (f == rules::kNoFactor || factors_.factors[f].even_only || factors_.factors[f].no_empty) return;
+      last = factors_.factors[f];
     }
     auto signature = replicated();
     for (size_t i = 0; i < factors_.inputs.size(); ++i) {
@@ -158,7 +183,7 @@ class Search {
       has[r] = kind == Leading::kAll;
       if (has[r]) signature.outputs[r] = ragged;
     }
-    if (reduce_outputs(signature, has, reduction)) consider(signature, -1);
+    if (reduce_outputs(signature, has, last)) consider(signature, -1);
   }
 
   void mapped() {
@@ -166,6 +191,7 @@ class Search {
     for (size_t m = 0; m < call_.tensors[0].spec->placements().size(); ++m) {
       if (m != mesh_dim_) others.push_back(call_.tensors[0].spec->placements()[m]);
     }
+    if (std::holds_alternative<StridedShard>(*current(0))) return;
     const auto results = factors_.map(*current(0), others, ranks());
     if (results.empty()) return;
     auto signature = replicated();
@@ -192,12 +218,11 @@ class Search {
 
   double cost(size_t input, const Placement& to) const {
     const auto& tensor = call_.tensors[input];
-    auto bytes = static_cast<double>(c10::elementSize(tensor.dtype));
-    for (const auto size : tensor.sizes) bytes *= static_cast<double>(size);
-    for (size_t m = 0; m < tensor.spec->placements().size(); ++m) {
-      if (m != mesh_dim_ && is_sharded(tensor.spec->placements()[m])) bytes /= static_cast<double>(call_.mesh.shape()[m]);
-    }
-    return redistribute_cost(tensor.spec->placements()[mesh_dim_], to, bytes, ranks());
+    const auto& from = tensor.spec->placements();
+    if (from[mesh_dim_] == to) return 0;
+    const auto size =
+        move_size(tensor.sizes, static_cast<double>(c10::elementSize(tensor.dtype)), from, call_.mesh.shape(), {mesh_dim_});
+    return redistribute_cost(from[mesh_dim_], to, size, ranks());
   }
 
   void consider(const Signature& signature, int factor) {

@@ -21,7 +21,7 @@ at::Tensor gather_padded(const at::Tensor& local, int64_t count, const Transitio
   }
   sizes[0] = count * transition.ranks();
   auto all = at::empty(sizes, local.options());
-  transition.communicator()->all_gather_into(all.view(-1), mine.contiguous().view(-1), transition.label).wait();
+  wait_for(transition.communicator()->all_gather_into(all.view(-1), mine.contiguous().view(-1), transition.label), transition);
   return all;
 }
 
@@ -29,14 +29,14 @@ at::Tensor gather_shard(const at::Tensor& local, const Transition& transition) {
   const auto dim = std::get<Shard>(transition.from).dim;
   const auto total = transition.sizes[dim], count = chunk_extent(total, transition.ranks(), 0).size;
   // Only the last non-empty chunk is short, so the padding is all at the end.
-  auto all = gather_padded(local.movedim(dim, 0), count, transition).narrow(0, 0, total);
-  return all.movedim(0, dim).contiguous();
+  return after(gather_padded(local.movedim(dim, 0), count, transition), transition,
+               [dim, total](const at::Tensor& all) { return all.narrow(0, 0, total).movedim(0, dim).contiguous(); });
 }
 
 at::Tensor broadcast_whole(const at::Tensor& local, int64_t owner, const Transition& transition) {
   auto whole = transition.rank() == owner ? local.clone(at::MemoryFormat::Contiguous).view(transition.sizes)
                                           : at::empty(transition.sizes, local.options());
-  transition.communicator()->broadcast(whole.view(-1), static_cast<int>(owner), transition.label).wait();
+  wait_for(transition.communicator()->broadcast(whole.view(-1), static_cast<int>(owner), transition.label), transition);
   return whole;
 }
 
@@ -45,10 +45,14 @@ at::Tensor gather_ragged(const at::Tensor& local, const Transition& transition) 
   const auto largest = std::max_element(extents.begin(), extents.end());
   const auto owners = std::count_if(extents.begin(), extents.end(), [](int64_t extent) { return extent > 0; });
   if (owners == 1) return broadcast_whole(local, largest - extents.begin(), transition);
-  const auto all = gather_padded(local, *largest, transition);
-  std::vector<at::Tensor> parts;
-  for (size_t r = 0; r < extents.size(); ++r) parts.push_back(all.narrow(0, static_cast<int64_t>(r) * *largest, extents[r]));
-  return at::cat(parts).view(transition.sizes);
+  const auto count = *largest;
+  return after(gather_padded(local, count, transition), transition,
+               [extents, count, sizes = transition.sizes](const at::Tensor& all) {
+                 std::vector<at::Tensor> parts;
+                 for (size_t r = 0; r < extents.size(); ++r)
+                   parts.push_back(all.narrow(0, static_cast<int64_t>(r) * count, extents[r]));
+                 return at::cat(parts).view(sizes);
+               });
 }
 
 } // namespace

@@ -6,8 +6,9 @@ at::Tensor all_reduce(const at::Tensor& local, const Transition& transition) {
   const auto& partial = std::get<Partial>(transition.from);
   if (transition.ranks() == 1 || local.numel() == 0) return partial.op == Partial::Op::kNorm ? local.abs() : local;
   auto buffer = encode(local, partial).contiguous();
-  transition.communicator()->all_reduce(buffer.view(-1), wire_op(partial), transition.label).wait();
-  return decode(buffer, partial, local.scalar_type());
+  wait_for(transition.communicator()->all_reduce(buffer.view(-1), wire_op(partial), transition.label), transition);
+  return after(buffer, transition,
+               [partial, dtype = local.scalar_type()](const at::Tensor& reduced) { return decode(reduced, partial, dtype); });
 }
 
 } // namespace tessera::redistribute

@@ -25,13 +25,15 @@ at::Tensor all_to_all(const at::Tensor& local, const Transition& transition) {
   int64_t received = 0;
   for (const auto split : output_splits) received += split;
   auto output = at::empty({received}, local.options());
-  transition.communicator()->all_to_all(output, input, output_splits, input_splits, transition.label).wait();
-  std::vector<at::Tensor> pieces;
-  int64_t offset = 0;
-  for (int64_t r = 0; r < ranks; offset += output_splits[r++]) {
-    pieces.push_back(output.narrow(0, offset, output_splits[r]).view(shapes[r]));
-  }
-  return at::cat(pieces, from);
+  wait_for(transition.communicator()->all_to_all(output, input, output_splits, input_splits, transition.label), transition);
+  return after(output, transition, [from, shapes, output_splits](const at::Tensor& parts) {
+    std::vector<at::Tensor> pieces;
+    int64_t offset = 0;
+    for (size_t r = 0; r < shapes.size(); offset += output_splits[r++]) {
+      pieces.push_back(parts.narrow(0, offset, output_splits[r]).view(shapes[r]));
+    }
+    return at::cat(pieces, from);
+  });
 }
 
 } // namespace tessera::redistribute

@@ -27,7 +27,8 @@ at::Tensor move_ranges(const at::Tensor& local, const Transition& transition) {
   }
   auto output = at::empty(sizes, local.options());
   const auto input = local.contiguous();
-  transition.communicator()->all_to_all(output.view(-1), input.view(-1), output_splits, input_splits, transition.label).wait();
+  wait_for(transition.communicator()->all_to_all(output.view(-1), input.view(-1), output_splits, input_splits, transition.label),
+           transition);
   return output;
 }
 

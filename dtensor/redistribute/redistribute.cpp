@@ -1,11 +1,15 @@
 #include <tessera/dtensor/redistribute/redistribute.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/tensor.h>
+
+#include <absl/container/flat_hash_map.h>
+#include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <limits>
 #include <mutex>
 
+#include <tessera/dtensor/debug.h>
 #include <tessera/dtensor/redistribute/transition.h>
 
 namespace tessera {
@@ -14,13 +18,20 @@ namespace {
 
 using redistribute::Transition;
 
+bool is_strided(const Placement& placement) { return std::holds_alternative<StridedShard>(placement); }
+
+at::Tensor apply_strided(const at::Tensor& local, const Transition& t, bool from_strided);
+
 at::Tensor apply(const at::Tensor& local, const Transition& t) {
   const auto through = [&](const Placement& middle) {
     auto first = t, second = t;
     first.to = second.from = middle;
+    first.deferred = nullptr;
     return apply(apply(local, first), second);
   };
   if (t.from == t.to) return local;
+  if ((is_strided(t.from) && is_sharded(t.to)) || (is_strided(t.to) && is_sharded(t.from))) return through(Replicate{});
+  if (is_strided(t.from) || (is_strided(t.to) && is_partial(t.from))) return apply_strided(local, t, is_strided(t.from));
   if (is_partial(t.from)) {
     if (is_replicate(t.to)) return redistribute::all_reduce(local, t);
     return redistribute::reduce_scatter(local, t);
@@ -39,87 +50,103 @@ at::Tensor apply(const at::Tensor& local, const Transition& t) {
   return inner(t.from) || inner(t.to) ? through(Shard{0}) : redistribute::move_ranges(local, t);
 }
 
-Transition make_transition(const Spec& spec, const Placements& current, const RedistributeStep& step, std::string_view label) {
+/// A StridedShard is a RaggedShard of the tensor whose split dim comes first, the rows of each rank together.
+at::Tensor apply_strided(const at::Tensor& local, const Transition& t, bool from_strided) {
+  const auto& strided = std::get<StridedShard>(from_strided ? t.from : t.to);
+  const auto size = t.sizes[strided.dim];
+  RaggedShard rows{0, {}};
+  std::vector<int64_t> order;
+  for (int64_t r = 0; r < t.ranks(); ++r) {
+    const auto before = order.size();
+    for (const auto& part : strided_extents(size, strided.split_factor, t.ranks(), r)) {
+      for (int64_t i = 0; i < part.size; ++i) order.push_back(part.offset + i);
+    }
+    rows.extents.push_back(static_cast<int64_t>(order.size() - before));
+  }
+  const auto position = at::tensor(order, at::TensorOptions().dtype(at::kLong).device(local.device()));
+  auto t_rows = t;
+  std::rotate(t_rows.sizes.begin(), t_rows.sizes.begin() + strided.dim, t_rows.sizes.begin() + strided.dim + 1);
+  (from_strided ? t_rows.from : t_rows.to) = rows;
+  const auto first = local.movedim(strided.dim, 0);
+  return after(apply(from_strided ? first.contiguous() : first.index_select(0, position), t_rows), t,
+               [from_strided, position, dim = strided.dim](const at::Tensor& moved) {
+                 return (from_strided ? moved.index_select(0, position.argsort()) : moved).movedim(0, dim).contiguous();
+               });
+}
+
+Transition make_transition(const Spec& spec, const DeviceMesh& line, const Placements& current, const RedistributeStep& step,
+                           std::string_view label) {
   const auto& mesh = spec.mesh();
-  auto view = view_without(spec.sizes(), mesh.shape(), *mesh.coordinate(), current, step.mesh_dim);
+  auto view = view_without(spec.sizes(), mesh.shape(), *mesh.coordinate(), current, step.mesh_dims);
   const auto shift = [&view](Placement placement) {
     if (auto* shard = std::get_if<Shard>(&placement)) shard->dim -= view.flattened;
+    if (auto* strided = std::get_if<StridedShard>(&placement)) strided->dim -= view.flattened;
     return placement;
   };
-  return Transition{mesh,           step.mesh_dim,     std::move(view.sizes), shift(current[step.mesh_dim]),
-                    shift(step.to), std::string(label)};
-}
-
-bool share_dim(const Placement& a, const Placement& b) {
-  const auto largest = [](const Placement& p) -> int64_t {
-    if (const auto* shard = std::get_if<Shard>(&p)) return shard->dim;
-    if (const auto* ragged = std::get_if<RaggedShard>(&p)) return ragged->dim;
-    return -1;
-  };
-  for (int64_t d = 0; d <= std::min(largest(a), largest(b)); ++d) {
-    if (shards_dim(a, d) && shards_dim(b, d)) return true;
-  }
-  return false;
-}
-
-bool admissible(const Placements& current, const Placements& to, size_t i) {
-  for (size_t j = i + 1; j < current.size(); ++j) {
-    if (share_dim(current[j], current[i]) || share_dim(current[j], to[i])) return false;
-  }
-  for (size_t k = 0; k < i; ++k) {
-    if (current[k] != to[k] && (share_dim(current[k], to[i]) || share_dim(to[k], to[i]))) return false;
-  }
-  return true;
-}
-
-/// Moves that shrink the data before those that keep or grow it; all reductions before a new Partial.
-int urgency(const Placement& from, const Placement& to) {
-  if (is_sharded(to)) return is_sharded(from) ? 1 : 0;
-  if (is_partial(from)) return 2;
-  return is_partial(to) ? 4 : 3;
-}
-
-bool blocks_outer(const Placements& current, const Placements& to, size_t i) {
-  for (size_t k = 0; k < i; ++k) {
-    if (current[k] != to[k] && (share_dim(current[i], current[k]) || share_dim(current[i], to[k]))) return true;
-  }
-  return false;
+  const auto mesh_dim = step.mesh_dims.size() > 1 ? 0 : step.mesh_dims[0];
+  return Transition{line, mesh_dim, std::move(view.sizes), shift(current[step.mesh_dims[0]]), shift(step.to), std::string(label)};
 }
 
 } // namespace
 
-std::vector<RedistributeStep> plan_redistribute(const Placements& from, const Placements& to) {
-  std::vector<RedistributeStep> steps;
-  auto current = from;
-  while (current != to) {
-    TORCH_INTERNAL_ASSERT(steps.size() <= 3 * from.size(), "no way from ", to_string(from), " to ", to_string(to));
-    std::optional<RedistributeStep> best;
-    for (size_t i = 0; i < current.size(); ++i) {
-      if (current[i] == to[i] || !admissible(current, to, i)) continue;
-      const auto next = is_partial(current[i]) && is_partial(to[i]) ? Placement(Replicate{}) : to[i];
-      if (!best || urgency(current[i], next) < urgency(current[best->mesh_dim], best->to)) best = RedistributeStep{i, next};
-    }
-    for (size_t i = current.size(); !best && i-- > 0;) { // blocked: the innermost split in the way is undone
-      if (blocks_outer(current, to, i)) best = RedistributeStep{i, Replicate{}};
-    }
-    TORCH_INTERNAL_ASSERT(best);
-    current[best->mesh_dim] = best->to;
-    steps.push_back(*best);
+bool same_local(const Spec& from, const Spec& to) {
+  const auto is_norm = [](const Placement& placement) {
+    const auto* partial = std::get_if<Partial>(&placement);
+    return partial && partial->op == Partial::Op::kNorm;
+  };
+  for (size_t m = 0; m < from.placements().size(); ++m) {
+    const auto &before = from.placements()[m], &after = to.placements()[m];
+    if (before != after && (from.mesh().shape()[m] != 1 || is_norm(before) || is_norm(after))) return false;
   }
-  return steps;
+  return from.local_sizes() == to.local_sizes();
 }
 
-at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label) {
-  TORCH_CHECK(from.mesh() == to.mesh(), label, ": a tensor cannot move between meshes: ", from.to_string(), " to ",
-              to.to_string());
-  if (!from.on_mesh()) return local;
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
+namespace {
+
+/// The steps from one spec to another, kept by thread: the search costs more than most moves of small tensors.
+const std::vector<RedistributeStep>& planned(const Spec& from, const Spec& to) {
+  constexpr size_t kMost = 4096;
+  thread_local absl::flat_hash_map<std::pair<uint64_t, uint64_t>, std::vector<RedistributeStep>> plans;
+  if (plans.size() >= kMost) plans.clear();
+  const auto [entry, added] = plans.try_emplace(std::pair(from.id(), to.id()));
+  if (added) {
+    entry->second = plan_redistribute(from.placements(), to.placements(), from.mesh().shape(), from.sizes(),
+                                      static_cast<double>(c10::elementSize(from.dtype())));
+  }
+  return entry->second;
+}
+
+at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
+                    redistribute::Deferred* deferred) {
   auto result = local;
   auto current = from.placements();
-  for (const auto& step : plan_redistribute(from.placements(), to.placements())) {
-    result = apply(result, make_transition(from, current, step, label));
-    current[step.mesh_dim] = step.to;
+  const auto steps = planned(from, to); // a copy: collectives may run other code of this thread
+  for (const auto& step : steps) {
+    const auto line = step.mesh_dims.size() > 1 ? from.mesh().flatten() : from.mesh();
+    auto transition = make_transition(from, line, current, step, label);
+    if (&step == &steps.back()) transition.deferred = deferred;
+    result = apply(result, transition);
+    for (const auto m : step.mesh_dims) current[m] = step.to;
   }
+  return result;
+}
+
+} // namespace
+
+at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label) {
+  return redistribute_local(local, from, to, label, nullptr);
+}
+
+at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
+                              redistribute::Deferred* deferred) {
+  TORCH_CHECK(from.mesh() == to.mesh(), label, ": a tensor cannot move between meshes: ", from.to_string(), " to ",
+              to.to_string());
+  if (!from.on_mesh() || same_local(from, to)) return local;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (C10_LIKELY(!logs_redistributions())) return run_plan(local, from, to, label, deferred);
+  const CountCollectives collectives;
+  auto result = run_plan(local, from, to, label, deferred);
+  record_redistribution({std::string(label), from.sizes(), from.placements(), to.placements(), collectives.total_bytes()});
   return result;
 }
 
@@ -137,24 +164,6 @@ at::Tensor redistribute_local(const at::Tensor& dtensor, DTensorMeta& meta, cons
     meta.reduced = std::move(value);
   }
   return result;
-}
-
-double redistribute_cost(const Placement& from, const Placement& to, double bytes, int64_t ranks) {
-  constexpr double kLatency = 16384;  // bytes that move in the time a collective takes to start
-  constexpr double kLocal = 1.0 / 64; // of moving a byte: touching it in memory
-  if (from == to) return 0;
-  const bool to_norm = is_partial(to) && std::get<Partial>(to).op == Partial::Op::kNorm;
-  if (to_norm && is_sharded(from)) return std::numeric_limits<double>::infinity();
-  if (is_partial(to)) {
-    const double local = kLocal * bytes;
-    return is_partial(from) ? redistribute_cost(from, Replicate{}, bytes, ranks) + local : local;
-  }
-  if (is_replicate(from)) return kLocal * bytes / static_cast<double>(ranks);
-  if (ranks == 1) return kLocal * bytes;
-  const double others = static_cast<double>(ranks - 1) / static_cast<double>(ranks);
-  if (is_partial(from)) return kLatency + bytes * others * (is_replicate(to) ? 2 : 1);
-  if (is_replicate(to)) return kLatency + bytes * others;
-  return kLatency + bytes * others / static_cast<double>(ranks);
 }
 
 } // namespace tessera

@@ -12,26 +12,55 @@
 
 namespace tessera {
 
-/// One move on one mesh dim.
+namespace redistribute {
+struct Deferred;
+}
+
+/// The same move on one mesh dim, or on all mesh dims of several ranks taken as one.
 struct RedistributeStep {
-  size_t mesh_dim;
+  std::vector<size_t> mesh_dims;
   Placement to;
   bool operator==(const RedistributeStep&) const = default;
 };
 
-/// The moves from `from` to `to`, in order. A split of an outer mesh dim is only changed while no inner mesh dim splits the same
-/// tensor dim; moves that shrink the data come first. Depends on the placements alone, so every rank plans alike.
-std::vector<RedistributeStep> plan_redistribute(const Placements& from, const Placements& to);
+/// The cheapest sequence of moves from `from` to `to` by `redistribute_cost`, for a tensor of shape `sizes` with elements of
+/// `element` bytes on a mesh of shape `ranks`. A split of an outer mesh dim is only changed while no inner mesh dim splits the
+/// same tensor dim. The same on every rank.
+std::vector<RedistributeStep> plan_redistribute(const Placements& from, const Placements& to, const std::vector<int64_t>& ranks,
+                                                const std::vector<int64_t>& sizes, double element);
 
 /// The local tensor of `to`, from that of `from` (same mesh, shape and dtype). Every rank of the mesh calls it. The result may
 /// share memory with `local`. `label` names the tensor or operator in errors. On a rank outside the mesh: `local`.
 at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label);
 
+/// As above; with `deferred`, the last collective is only started, and the result is what `deferred` makes of what is returned.
+at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
+                              redistribute::Deferred* deferred);
+
 /// As above for a DTensor's meta; the value of a one-element Partial tensor is kept, so that it is reduced once.
 at::Tensor redistribute_local(const at::Tensor& dtensor, DTensorMeta& meta, const SpecPtr& to, std::string_view label);
 
-/// What a move on a mesh dim of `ranks` ranks costs, in bytes (a collective's latency counts as some), for a tensor that holds
-/// `bytes` without that mesh dim's split. Infinite where no such move exists.
-double redistribute_cost(const Placement& from, const Placement& to, double bytes, int64_t ranks);
+/// The local tensor and spec of a DTensor after Partial, RaggedShard and StridedShard have become Replicate.
+std::pair<at::Tensor, SpecPtr> only_shards(const at::Tensor& dtensor, const char* label);
+
+/// The local tensor of `to`, on another mesh over the same ranks, from that of `from`, which has only Shard and Replicate. Every
+/// rank receives what it lacks once, from a rank that holds it.
+at::Tensor move_between_meshes(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label);
+
+/// True when both have the same local tensor: they differ on mesh dims of one rank only.
+bool same_local(const Spec& from, const Spec& to);
+
+/// What a move on one mesh dim moves: the tensor without that mesh dim's split, on the rank that holds most of it.
+struct MoveSize {
+  std::vector<int64_t> sizes;
+  double element; ///< bytes; less where a RaggedShard of another mesh dim divides several dims
+};
+/// `others`: the placements on the mesh dims of shape `ranks`; those of `mesh_dims` do not count. The same on every rank.
+MoveSize move_size(const std::vector<int64_t>& sizes, double element, const Placements& others, const std::vector<int64_t>& ranks,
+                   const std::vector<size_t>& mesh_dims);
+
+/// What a move on `ranks` ranks costs, in bytes: what the rank that holds most sends to others, padding included (an all-reduce
+/// is a reduce-scatter and an all-gather), and the latency of the collectives. Infinite where no such move exists.
+double redistribute_cost(const Placement& from, const Placement& to, const MoveSize& size, int64_t ranks);
 
 } // namespace tessera

@@ -30,8 +30,12 @@ at::Tensor scatter_rows(const at::Tensor& rows, const std::vector<Extent>& parts
   }
   sizes[0] = longest;
   auto output = at::empty(sizes, encoded.options());
-  transition.communicator()->reduce_scatter(output.view(-1), input.view(-1), wire_op(partial), transition.label).wait();
-  return decode(output.narrow(0, 0, parts[transition.rank()].size), partial, rows.scalar_type());
+  wait_for(transition.communicator()->reduce_scatter(output.view(-1), input.view(-1), wire_op(partial), transition.label),
+           transition);
+  const auto kept = parts[transition.rank()].size;
+  return after(output, transition, [kept, partial, dtype = rows.scalar_type()](const at::Tensor& reduced) {
+    return decode(reduced.narrow(0, 0, kept), partial, dtype);
+  });
 }
 
 } // namespace
@@ -50,7 +54,8 @@ at::Tensor reduce_scatter(const at::Tensor& local, const Transition& transition)
   }
   const auto dim = std::get<Shard>(transition.to).dim;
   for (int64_t r = 0; r < ranks; ++r) parts.push_back(chunk_extent(transition.sizes[dim], ranks, r));
-  return scatter_rows(local.movedim(dim, 0), parts, transition).movedim(0, dim).contiguous();
+  return after(scatter_rows(local.movedim(dim, 0), parts, transition), transition,
+               [dim](const at::Tensor& rows) { return rows.movedim(0, dim).contiguous(); });
 }
 
 } // namespace tessera::redistribute

@@ -1,3 +1,5 @@
+#include <ATen/ops/cat.h>
+
 #include <tessera/dtensor/redistribute/transition.h>
 
 namespace tessera::redistribute {
@@ -10,6 +12,13 @@ at::Tensor part_of(const at::Tensor& whole, const Placement& placement, int64_t 
   if (const auto* shard = std::get_if<Shard>(&placement)) {
     const auto part = chunk_extent(whole.size(shard->dim), ranks, rank);
     return whole.narrow(shard->dim, part.offset, part.size);
+  }
+  if (const auto* strided = std::get_if<StridedShard>(&placement)) {
+    std::vector<at::Tensor> parts{whole.narrow(strided->dim, 0, 0)};
+    for (const auto& part : strided_extents(whole.size(strided->dim), strided->split_factor, ranks, rank)) {
+      parts.push_back(whole.narrow(strided->dim, part.offset, part.size));
+    }
+    return at::cat(parts, strided->dim);
   }
   const auto& ragged = std::get<RaggedShard>(placement);
   const auto part = ragged_extent(ragged, rank);

@@ -7,10 +7,7 @@
 
 namespace tessera::redistribute {
 
-namespace {
-
-/// The value that does not change a reduction's result.
-at::Scalar identity(Partial::Op op, at::ScalarType dtype) {
+at::Scalar neutral_value(Partial::Op op, at::ScalarType dtype) {
   const auto bound = [dtype](bool largest) -> at::Scalar {
     if (at::isFloatingType(dtype)) return (largest ? 1.0 : -1.0) * std::numeric_limits<double>::infinity();
     switch (dtype) {
@@ -31,11 +28,9 @@ at::Scalar identity(Partial::Op op, at::ScalarType dtype) {
   }
 }
 
-} // namespace
-
 at::Tensor to_partial(const at::Tensor& local, const Transition& transition) {
   const auto& partial = std::get<Partial>(transition.to);
-  const auto neutral = identity(partial.op, local.scalar_type());
+  const auto neutral = neutral_value(partial.op, local.scalar_type());
   if (is_replicate(transition.from)) {
     const bool no_sign =
         partial.op == Partial::Op::kNorm; // every rank holds the same values, so every rank comes to the same error

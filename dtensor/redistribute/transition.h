@@ -2,17 +2,27 @@
 
 // Internal: one file a transition. Each takes this rank's tensor under `from` and returns it under `to`.
 
+#include <ATen/core/Scalar.h>
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include <tessera/collectives/work.h>
 #include <tessera/dtensor/placement.h>
 #include <tessera/dtensor/sharding_math.h>
 #include <tessera/mesh/device_mesh.h>
 
 namespace tessera::redistribute {
+
+/// A collective that is waited for later, and what is then done to its output.
+struct Deferred {
+  Work work;
+  bool started = false;
+  std::vector<std::function<at::Tensor(const at::Tensor&)>> then;
+};
 
 /// What a transition on one mesh dim needs to know.
 struct Transition {
@@ -22,12 +32,29 @@ struct Transition {
   std::vector<int64_t> sizes;
   Placement from, to;
   std::string label;
+  Deferred* deferred = nullptr; ///< null: every collective is waited for at once
 
   int64_t rank() const { return mesh.local_rank(static_cast<int64_t>(mesh_dim)); }
   int64_t ranks() const { return mesh.size(static_cast<int64_t>(mesh_dim)); }
   CommunicatorPtr communicator() const { return mesh.communicator(static_cast<int64_t>(mesh_dim)); }
   int64_t numel() const { return product(sizes, 0, sizes.size()); }
 };
+
+/// Waits for `work`, or leaves that to `transition.deferred`.
+inline void wait_for(Work work, const Transition& transition) {
+  if (!transition.deferred) return work.wait();
+  transition.deferred->work = std::move(work);
+  transition.deferred->started = true;
+}
+
+/// `step(output)`, once the collective that writes `output` is done. Returns `output` where that is left to
+/// `transition.deferred`.
+template <typename Step>
+at::Tensor after(at::Tensor output, const Transition& transition, const Step& step) {
+  if (!transition.deferred || !transition.deferred->started) return step(output);
+  transition.deferred->then.push_back(step);
+  return output;
+}
 
 /// Shard or RaggedShard → Replicate.
 at::Tensor all_gather(const at::Tensor& local, const Transition& transition);
@@ -55,6 +82,8 @@ std::vector<Extent> flat_ranges(const std::vector<int64_t>& sizes, const Placeme
 /// What a reduction sends, and what it makes of the sum that comes back (p-norms; bool as bytes; complex as pairs).
 at::Tensor encode(const at::Tensor& values, const Partial& partial);
 at::Tensor decode(const at::Tensor& reduced, const Partial& partial, at::ScalarType dtype);
+/// The value that does not change what `op` reduces to.
+at::Scalar neutral_value(Partial::Op op, at::ScalarType dtype);
 /// The communicator's operation for `partial`.
 ReduceOp wire_op(const Partial& partial);
 

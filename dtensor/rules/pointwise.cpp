@@ -25,10 +25,10 @@ const Family kFamilies[] = {
      "sinc sinh softplus sqrt softshrink hardshrink special_entr special_erfcx special_i0e special_i1 special_i1e "
      "special_log_ndtr "
      "special_ndtri "
-     "special_xlog1py special_zeta square tan threshold xlogy float_power",
+     "special_xlog1py special_zeta _prelu_kernel _prelu_kernel_backward square tan threshold xlogy float_power",
      {}},
     {"elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward "
-     "log_sigmoid_backward "
+     "log_sigmoid_backward hardshrink_backward softshrink_backward "
      "logit_backward mish_backward sigmoid_backward silu_backward softplus_backward tanh_backward threshold_backward",
      {flow(1, kLinearOps)}},
     // Rising functions without NaN: the largest (smallest) of the ranks' values gives the largest (smallest) result.

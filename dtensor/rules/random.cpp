@@ -1,11 +1,16 @@
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eye.h>
+
+#include <algorithm>
+#include <numeric>
 
 #include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/registry.h>
+#include <tessera/dtensor/sharding_math.h>
 
 namespace tessera::rules {
 
@@ -19,15 +24,65 @@ Factorization draw(const OpCall& call) {
   return factors;
 }
 
-/// Draws the whole tensor, as one device would, and keeps this rank's part: the same values for every placement.
+/// Runs the operator on `buffer` in place of its written argument.
+void draw_into(const LocalCall& call, const at::Tensor& buffer) {
+  std::vector<c10::IValue> stack(call.stack->begin() + static_cast<int64_t>(call.begin()), call.stack->end());
+  stack[0] = buffer;
+  call.op.callBoxed(stack);
+}
+
+/// Copies what `spec` keeps of rows `begin`… of dim 0.
+void keep_part(const at::Tensor& local, const Spec& spec, at::Tensor rows, int64_t begin) {
+  auto offset = begin;
+  if (const auto* ragged = spec.ragged()) {
+    rows = rows.flatten(0, ragged->dim);
+    offset *= product(spec.sizes(), 1, ragged->dim + 1);
+  }
+  for (int64_t d = 1; d < rows.dim(); ++d) rows = rows.narrow(d, spec.local_offsets()[d], local.size(d));
+  const auto mine = spec.local_offsets()[0];
+  const auto first = std::max(offset, mine), last = std::min(offset + rows.size(0), mine + local.size(0));
+  if (first < last) local.narrow(0, first - mine, last - first).copy_(rows.narrow(0, first - offset, last - first));
+}
+
+/// Operators whose CPU kernels draw one element after another, so that pieces give what the whole would. (Where MKL draws, the
+/// kernel starts a stream of its own with every call.) normal_ draws 16 at a time when it has as many.
+bool draws_in_order(const c10::OperatorHandle& op) {
+  const auto& name = op.operator_name().name;
+  return name == "aten::normal_" || name == "aten::uniform_" || name == "aten::random_" || name == "aten::cauchy_" ||
+         name == "aten::log_normal_" || name == "aten::geometric_";
+}
+
+constexpr int64_t kPiece = int64_t{1} << 16, kBlock = 16;
+
+/// Draws the whole tensor, as one device would, and keeps this rank's part: the same values for every placement. In pieces of
+/// rows where the generator allows it.
 void draw_local(const LocalCall& call) {
   const auto local = call.arg(0).toTensor();
   const auto& spec = *call.inputs[0];
-  const auto whole = at::empty_strided(spec.sizes(), spec.strides(), local.options());
-  call.arg(0) = whole;
-  call.op.callBoxed(*call.stack);
-  local.copy_(redistribute_local(whole, *spec.with(Placements(spec.placements().size())), spec, call.op.operator_name().name));
-  call.stack->back() = local;
+  const auto& sizes = spec.sizes();
+  const auto numel = spec.numel();
+  if (spec.is_replicated() && local.strides() == c10::IntArrayRef(spec.strides())) return call.op.callBoxed(*call.stack);
+  const bool one_range = std::none_of(spec.placements().begin(), spec.placements().end(),
+                                      [](const auto& p) { return std::holds_alternative<StridedShard>(p); });
+  const bool in_pieces = local.is_cpu() && one_range && !spec.has_partial() && numel > kPiece && draws_in_order(call.op) &&
+                         spec.strides() == contiguous_strides(sizes);
+  const auto row = in_pieces ? numel / sizes[0] : 1;
+  const auto step = kBlock / std::gcd(row, kBlock); // rows that make whole blocks
+  const auto rows = std::max<int64_t>(1, kPiece / (row * step)) * step;
+  for (int64_t begin = 0, end; in_pieces && begin < sizes[0]; begin = end) {
+    end = sizes[0] - begin < rows + step ? sizes[0] : begin + rows; // the last piece is no shorter than a block
+    auto piece = sizes;
+    piece[0] = end - begin;
+    const auto buffer = at::empty(piece, local.options());
+    draw_into(call, buffer);
+    keep_part(local, spec, buffer, begin);
+  }
+  if (!in_pieces) {
+    const auto whole = at::empty_strided(sizes, spec.strides(), local.options());
+    draw_into(call, whole);
+    local.copy_(redistribute_local(whole, *spec.with(Placements(spec.placements().size())), spec, call.op.operator_name().name));
+  }
+  call.finish(local);
 }
 
 /// torch::nn::init::eye_: the matrix goes whole into the out= argument, which keeps its part.

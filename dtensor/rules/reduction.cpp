@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include <tessera/dtensor/redistribute/transition.h>
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/registry.h>
 
@@ -91,25 +92,14 @@ void mean_local(const LocalCall& call) {
   call.finish(out >= 0 ? call.arg(out).toTensor().copy_(total) : total);
 }
 
-at::Scalar worst(at::ScalarType dtype, bool largest) {
-  if (at::isFloatingType(dtype)) return (largest ? -1 : 1) * std::numeric_limits<double>::infinity();
-  switch (dtype) {
-    case at::kBool: return !largest;
-    case at::kByte: return largest ? 0 : 255;
-    case at::kChar: return largest ? -128 : 127;
-    case at::kShort: return largest ? -32768 : 32767;
-    case at::kInt: return largest ? std::numeric_limits<int32_t>::min() : std::numeric_limits<int32_t>::max();
-    default: return largest ? std::numeric_limits<int64_t>::min() : std::numeric_limits<int64_t>::max();
-  }
-}
-
 /// An extremum over an empty part is the value that loses to every other.
 template <bool largest>
 void extremum_local(const LocalCall& call) {
   const auto& local = call.arg(0).toTensor();
   if (local.numel() > 0 || call.inputs[0]->numel() == 0) return call.op.callBoxed(*call.stack);
   auto sizes = call.outputs[0].local_sizes;
-  auto result = at::full(sizes, worst(local.scalar_type(), largest), local.options());
+  auto result = at::full(sizes, redistribute::neutral_value(largest ? Partial::Op::kMax : Partial::Op::kMin, local.scalar_type()),
+                         local.options());
   const int out = call.find("out");
   call.finish(out >= 0 ? call.arg(out).toTensor().copy_(result) : result);
 }
@@ -150,7 +140,7 @@ void register_reductions(Registry& registry) {
   registry.add("norm linalg_vector_norm", {.factorize = norm, .local = norm_local, .static_scalars = true});
   registry.add("_foreach_norm", {.factorize = norm, .foreach = true, .static_scalars = true});
   registry.add(
-      "max.dim max.dim_max min.dim min.dim_min argmax argmin logsumexp median.dim mode kthvalue aminmax var.correction "
+      "max.dim max.dim_max min.dim min.dim_min argmax argmin logsumexp median nanmedian mode kthvalue aminmax var.correction "
       "std.correction var_mean.correction std_mean.correction",
       {.factorize = reduction(std::nullopt, 0)});
 }

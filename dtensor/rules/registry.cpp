@@ -6,7 +6,35 @@
 #include <absl/strings/str_split.h>
 #include <absl/strings/strip.h>
 
+#include <map>
+#include <mutex>
+
+#include <tessera/dtensor/register_sharding.h>
+#include <tessera/dtensor/rules/factors.h>
+#include <tessera/dtensor/rules/patterns.h>
+
 namespace tessera::rules {
+
+namespace {
+
+/// Rules of operators that are not PyTorch's.
+struct UserRules {
+  std::mutex mutex;
+  std::map<std::string, Rule> by_name; // nodes stay where they are
+  static UserRules& instance() {
+    static auto* rules = new UserRules;
+    return *rules;
+  }
+};
+
+const Rule* find_user_rule(const std::string& name) {
+  auto& rules = UserRules::instance();
+  const std::lock_guard lock(rules.mutex);
+  const auto found = rules.by_name.find(name);
+  return found == rules.by_name.end() ? nullptr : &found->second;
+}
+
+} // namespace
 
 Registry::Registry() {
   register_pointwise(*this);
@@ -19,6 +47,15 @@ Registry::Registry() {
   register_random(*this);
   register_scalars(*this);
   register_embedding(*this);
+  register_indexing(*this);
+  register_linalg(*this);
+  register_spatial(*this);
+  register_normalization(*this);
+  register_softmax(*this);
+  register_losses(*this);
+  register_attention(*this);
+  pointwise_.factorize = pointwise_factors;
+  whole_.factorize = whole_factors;
 }
 
 const Registry& Registry::instance() {
@@ -35,7 +72,7 @@ void Registry::add(std::string_view names, const Rule& rule) {
 
 const Rule* Registry::find(const c10::OperatorName& name) const {
   absl::string_view base = name.name;
-  if (!absl::ConsumePrefix(&base, "aten::")) return nullptr;
+  if (!absl::ConsumePrefix(&base, "aten::")) return find_user_rule(name.name);
   const bool dunder = absl::StartsWith(base, "__");
   const bool in_place = !dunder && absl::ConsumeSuffix(&base, "_");
   auto found = rules_.find(absl::StrCat(base, ".", name.overload_name));
@@ -97,3 +134,22 @@ void LocalCall::finish(c10::IValue result) const {
 }
 
 } // namespace tessera::rules
+
+namespace tessera {
+
+void register_sharding(const std::string& op, const std::string& pattern, const std::string& summed) {
+  TORCH_CHECK(op.find("::") != std::string::npos && !absl::StartsWith(op, "aten::"), "register_sharding: '", op,
+              "' is not the name of an operator outside aten, as \"my::attention\"");
+  TORCH_CHECK(pattern.find("->") != std::string::npos, "register_sharding: the pattern '", pattern, "' of ", op, " has no '->'");
+  auto& rules = rules::UserRules::instance();
+  const std::lock_guard lock(rules.mutex);
+  const bool added = rules.by_name
+                         .emplace(op, rules::Rule{.factorize =
+                                                      [pattern, summed](const rules::OpCall& call) {
+                                                        return rules::pattern_factors(call, pattern, summed);
+                                                      }})
+                         .second;
+  TORCH_CHECK(added, "register_sharding: ", op, " has a rule already");
+}
+
+} // namespace tessera

@@ -19,10 +19,15 @@ class Registry {
   void add(std::string_view names, const Rule& rule);
   /// The rule of "aten::add_.Tensor"; null without one.
   const Rule* find(const c10::OperatorName& name) const;
+  /// For operators that PyTorch tags as pointwise.
+  const Rule& pointwise() const { return pointwise_; }
+  /// Runs an operator on whole tensors.
+  const Rule& whole() const { return whole_; }
 
  private:
   Registry();
   absl::flat_hash_map<std::string, Rule> rules_;
+  Rule pointwise_, whole_;
 };
 
 // One function a file of rules.
@@ -36,5 +41,12 @@ void register_factories(Registry& registry);
 void register_random(Registry& registry);
 void register_scalars(Registry& registry);
 void register_embedding(Registry& registry);
+void register_indexing(Registry& registry);
+void register_linalg(Registry& registry);
+void register_spatial(Registry& registry);
+void register_normalization(Registry& registry);
+void register_softmax(Registry& registry);
+void register_losses(Registry& registry);
+void register_attention(Registry& registry);
 
 } // namespace tessera::rules

@@ -22,6 +22,9 @@ namespace tessera::rules {
 /// A tensor dim that belongs to no factor: it must not be split.
 inline constexpr int kNoFactor = -1;
 
+/// The size of a whole dim of a result that is known once the operator has run.
+inline constexpr int64_t kUnknownSize = -1;
+
 /// The dims of one tensor: the factor of each, and its global size.
 struct TensorDims {
   absl::InlinedVector<int, 6> factors;
@@ -35,6 +38,10 @@ struct Factor {
   std::optional<Partial> reduction;
   /// Part of a dim that is split or merged by a view: the ranks must divide it.
   bool even_only = false;
+  /// The operator's kernels refuse, or may refuse, tensors without elements: split only where every rank has some.
+  bool no_empty = false;
+  /// An output that lacks it is Replicate all the same: the kernel on the locals sees to that.
+  bool absent_is_replicate = false;
 };
 
 using OpSet = uint8_t; ///< one bit a Partial::Op
@@ -66,10 +73,12 @@ struct Factorization {
   absl::InlinedVector<TensorDims, 2> outputs;
   absl::InlinedVector<Factor, 8> factors;
   absl::InlinedVector<PartialFlow, 2> partial;
-  uint64_t additive = 0;       ///< inputs that are added to the result: Partial(sum) where the output is
-  bool merges_leading = false; ///< right also on locals whose leading dims are merged (RaggedShard over several dims)
-  bool leading_whole = true;   ///< RaggedShard over dim 0 may be used as Shard(0) may
-  PlacementMap map;            ///< optional
+  uint64_t additive = 0;        ///< inputs that are added to the result: Partial(sum) where the output is
+  bool merges_leading = false;  ///< right also on locals whose leading dims are merged (RaggedShard over several dims)
+  bool asks_offsets = false;    ///< the rule's own kernel asks where the locals start: no StridedShard
+  bool leading_whole = true;    ///< RaggedShard over dim 0 may be used as Shard(0) may
+  bool outputs_unknown = false; ///< everything is whole, and the outputs' shapes are known once the operator has run
+  PlacementMap map;             ///< optional
 
   int add_factor(int64_t size) {
     factors.push_back({size});
@@ -87,6 +96,12 @@ struct TensorArg {
   SpecPtr spec; ///< Replicate for a plain tensor that counts as such; null when undefined
 };
 
+/// Global shape, strides and dtype of an output.
+struct Geometry {
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+};
+
 /// The global view of a call: what a rule reads.
 struct OpCall {
   const std::string& name; ///< "aten::add.Tensor"
@@ -94,6 +109,7 @@ struct OpCall {
   c10::ArrayRef<c10::IValue> args;
   std::vector<TensorArg> tensors; ///< without out= arguments
   DeviceMesh mesh;
+  const std::vector<Geometry>* outputs = nullptr; ///< of new outputs, where the operator tells without running
 
   /// The argument called `argument`; null IValue pointer when the overload has none.
   const c10::IValue* find(std::string_view argument) const;
@@ -142,6 +158,8 @@ struct Rule {
   bool static_scalars = false;     ///< the placements depend on Scalar and float arguments too
   bool plain_is_replicate = false; ///< plain tensors of any shape count as Replicate
   bool view = false;               ///< no rule for the in-place variant, which changes a tensor's own shape
+  bool ignores_offsets = false;    ///< `local` does not ask where the locals start
+  bool copies = false;             ///< a view operator whose result is a copy
   bool decompose = false;          ///< run the operator's CompositeExplicitAutograd kernel on the DTensors
 };
 

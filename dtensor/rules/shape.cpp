@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <tessera/dtensor/rules/factors.h>
+#include <tessera/dtensor/rules/patterns.h>
 #include <tessera/dtensor/rules/registry.h>
 
 namespace tessera::rules {
@@ -76,7 +77,46 @@ Factorization along_dim(const OpCall& call, std::string_view argument) {
   for (size_t i = 1; i < call.tensors.size(); ++i) {
     if (call.tensors[i].sizes == input.sizes) factors.inputs[i] = input;
   }
-  factors.outputs.resize(call.output_count(), input);
+  auto output = input;
+  if (ndim > 0 && call.find("k")) output.sizes[call.dim(argument, ndim, -1)] = kUnknownSize;
+  factors.outputs.resize(call.output_count(), output);
+  return factors;
+}
+
+/// A dim that the operator halves, or doubles again.
+Factorization gated(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  auto& self = factors.inputs.back(); // glu: self; glu_backward: gradient, self
+  self.factors.clear();
+  const auto ndim = static_cast<int64_t>(self.sizes.size());
+  const auto dim = call.dim("dim", ndim, -1);
+  factors.factors.clear();
+  for (const auto size : self.sizes) self.factors.push_back(factors.add_factor(size));
+  self.factors[dim] = kNoFactor;
+  auto output = self;
+  if (call.tensors.size() == 1) {
+    output.sizes[dim] = kUnknownSize;
+  } else {
+    factors.inputs[0].factors = self.factors;
+  }
+  factors.outputs.push_back(std::move(output));
+  factors.leading_whole = dim > 0;
+  return factors;
+}
+
+/// Windows of a dim, which is whole, become the last dim.
+Factorization unfold(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  auto& input = factors.inputs[0];
+  if (input.sizes.empty()) return whole_factors(call);
+  const auto dim = call.dim("dimension", static_cast<int64_t>(input.sizes.size()));
+  input.factors[dim] = kNoFactor;
+  auto output = input;
+  output.sizes[dim] = kUnknownSize;
+  output.factors.push_back(kNoFactor);
+  output.sizes.push_back(kUnknownSize);
+  factors.outputs.push_back(std::move(output));
+  factors.leading_whole = dim > 0;
   return factors;
 }
 
@@ -112,8 +152,14 @@ Factorization uncut(const OpCall& call, const std::vector<int64_t>& whole, bool 
 }
 
 void uncut_local(const LocalCall& call) {
-  call.arg(call.find("input_sizes")) = call.outputs[0].local_sizes;
+  if (!call.outputs.empty()) call.arg(call.find("input_sizes")) = call.outputs[0].local_sizes;
   call.op.callBoxed(*call.stack);
+}
+
+Factorization unfold_backward(const OpCall& call) {
+  const auto sizes = call.integers("input_sizes");
+  if (sizes.empty()) return whole_factors(call);
+  return uncut(call, {call.dim("dim", static_cast<int64_t>(sizes.size()))}, false);
 }
 
 Factorization slice_backward(const OpCall& call) {
@@ -153,11 +199,14 @@ Factorization reordered(const OpCall& call) {
 void register_shapes(Registry& registry) {
   registry.add("cat", {.factorize = cat});
   registry.add("stack", {.factorize = stack});
-  registry.add("_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod sort sort.stable",
+  registry.add("cumsum cumprod sort sort.stable _safe_softmax logcumsumexp cummax cummin topk",
                {.factorize = [](const OpCall& call) { return along_dim(call, "dim"); }});
   registry.add("slice_backward", {.factorize = slice_backward, .local = uncut_local});
   registry.add("select_backward", {.factorize = select_backward, .local = uncut_local});
   registry.add("diagonal_backward", {.factorize = diagonal_backward, .local = uncut_local});
+  registry.add("unfold_backward", {.factorize = unfold_backward, .local = uncut_local});
+  registry.add("unfold", {.factorize = unfold, .view = true});
+  registry.add("glu glu_backward", {.factorize = gated});
   registry.add("flip roll", {.factorize = reordered});
   registry.add("tril triu", {.factorize = matrix});
 }

@@ -1,10 +1,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/redistribute/transition.h>
 #include <tessera/dtensor/rules/factors.h>
+#include <tessera/dtensor/rules/patterns.h>
 #include <tessera/dtensor/rules/registry.h>
 #include <tessera/dtensor/sharding_math.h>
 
@@ -214,26 +217,83 @@ struct Cut {
   int64_t count() const { return before(end); }
 };
 
-/// A split of dim 0 stays where it is when dim 0 is cut: each rank keeps what it has of the positions.
-PlacementMap map_cuts(const std::vector<int64_t>& sizes, const std::vector<Cut>& cuts) {
-  return [sizes, cuts](const Placement& placement, const Placements& others, int64_t ranks) -> std::vector<Placement> {
-    const auto* shard = std::get_if<Shard>(&placement);
-    const auto* ragged = std::get_if<RaggedShard>(&placement);
-    const bool rows = (shard && shard->dim == 0) || (ragged && ragged->dim == 0);
-    if (!rows || any_sharded(others) || (cuts[0].drop && sizes.size() < 2)) return {};
+/// Positions of a RaggedShard that one row of dim 0 takes.
+int64_t row_positions(const RaggedShard& ragged, const std::vector<int64_t>& sizes) { return product(sizes, 1, ragged.dim + 1); }
+
+/// How many of a rank's positions a cut keeps.
+int64_t kept_positions(const Cut& cut, const Extent& part, int64_t row) {
+  if (row == 1) return cut.before(part.offset + part.size) - cut.before(part.offset);
+  const auto begin = std::max(part.offset, cut.start * row), end = std::min(part.offset + part.size, cut.end * row);
+  return std::max<int64_t>(0, end - begin);
+}
+
+/// The positions of the dims that a RaggedShard takes as one which a cut of its last dim, to one entry, keeps.
+Cut column_cut(const Cut& cut, const RaggedShard& ragged, const std::vector<int64_t>& sizes) {
+  return {cut.start, product(sizes, 0, ragged.dim + 1), std::max<int64_t>(sizes[ragged.dim], 1)};
+}
+
+/// Where the parts of a split of dim `dim` are once that dim is cut. Ranks keep what they have of a cut of dim 0. An entry of
+/// another dim stays with its owner, as a RaggedShard that the owner holds alone; an element, with the largest value there is on
+/// all other ranks under it.
+class CutParts {
+ public:
+  CutParts(std::vector<int64_t> sizes, int64_t dim, std::vector<Cut> cuts, bool ordered)
+      : sizes_(std::move(sizes)), dim_(dim), cuts_(std::move(cuts)), ordered_(ordered) {}
+
+  std::vector<Placement> operator()(const Placement& placement, const Placements& others, int64_t ranks) const {
+    const bool drop = cuts_[0].drop;
+    if (!shards_dim(placement, dim_)) return {};
+    if (drop && sizes_.size() == 1) {
+      return ordered_ && cuts_.size() == 1 ? std::vector<Placement>{Partial{Partial::Op::kMax}} : std::vector<Placement>{};
+    }
+    if (any_sharded(others)) return {};
     std::vector<Placement> result;
-    for (const auto& cut : cuts) {
-      std::vector<int64_t> extents;
-      for (int64_t r = 0; r < ranks; ++r) {
-        const auto range = ragged ? ragged_extent(*ragged, r) : chunk_extent(sizes[0], ranks, r);
-        const auto kept = cut.before(range.offset + range.size) - cut.before(range.offset);
-        extents.push_back(cut.drop ? kept * sizes[1] : kept);
-      }
-      result.push_back(from_extents(0, std::move(extents)));
+    for (const auto& cut : cuts_) {
+      const auto* ragged = std::get_if<RaggedShard>(&placement);
+      const auto part = ragged ? of_ragged(*ragged, cut, ranks) : dim_ == 0 ? of_rows(cut, ranks) : of_owner(cut, ranks);
+      if (!part) return {};
+      result.push_back(*part);
     }
     return result;
-  };
-}
+  }
+
+ private:
+  std::optional<Placement> of_rows(const Cut& cut, int64_t ranks) const {
+    std::vector<int64_t> extents;
+    for (int64_t r = 0; r < ranks; ++r) {
+      extents.push_back(kept_positions(cut, chunk_extent(sizes_[0], ranks, r), 1) * (cut.drop ? sizes_[1] : 1));
+    }
+    return from_extents(0, std::move(extents));
+  }
+
+  std::optional<Placement> of_owner(const Cut& cut, int64_t ranks) const {
+    if (!cut.drop) return std::nullopt;
+    std::vector<int64_t> extents;
+    for (int64_t r = 0; r < ranks; ++r) {
+      const auto part = chunk_extent(sizes_[dim_], ranks, r);
+      extents.push_back(part.offset <= cut.start && cut.start < part.offset + part.size ? sizes_[0] : 0);
+    }
+    return from_extents(0, std::move(extents));
+  }
+
+  std::optional<Placement> of_ragged(const RaggedShard& ragged, const Cut& cut, int64_t ranks) const {
+    const bool column = dim_ > 0;
+    if (column ? !cut.drop || dim_ != ragged.dim : ragged.dim > 0 && cut.step != 1) return std::nullopt;
+    const auto positions = column ? column_cut(cut, ragged, sizes_) : cut;
+    const auto row = column ? 1 : row_positions(ragged, sizes_);
+    std::vector<int64_t> extents;
+    for (int64_t r = 0; r < ranks; ++r) {
+      const auto kept = kept_positions(positions, ragged_extent(ragged, r), row);
+      extents.push_back(cut.drop && ragged.dim == 0 ? kept * sizes_[1] : kept);
+    }
+    return from_extents(std::max<int64_t>(ragged.dim - (cut.drop ? 1 : 0), 0), std::move(extents));
+  }
+
+  std::vector<int64_t> sizes_;
+  int64_t dim_;
+  std::vector<Cut> cuts_;
+  bool ordered_;
+};
 
 /// Dim `dim` is cut, into one output a cut: it must be whole, or dim 0.
 Factorization cut_dim(const OpCall& call, int64_t dim, const std::vector<Cut>& cuts) {
@@ -250,7 +310,8 @@ Factorization cut_dim(const OpCall& call, int64_t dim, const std::vector<Cut>& c
     factors.outputs.push_back(std::move(output));
   }
   factors.leading_whole = dim > 0;
-  if (dim == 0 && !cuts.empty()) factors.map = map_cuts(call.tensors[0].sizes, cuts);
+  const bool ordered = !at::isComplexType(call.tensors[0].dtype);
+  if (!cuts.empty()) factors.map = CutParts(call.tensors[0].sizes, dim, cuts, ordered);
   factors.partial.push_back(flow(1, kAllOps));
   return factors;
 }
@@ -259,14 +320,26 @@ Factorization cut_dim(const OpCall& call, int64_t dim, const std::vector<Cut>& c
 at::Tensor local_cut(const LocalCall& call, int64_t dim, const Cut& cut, size_t output) {
   const auto& local = call.arg(0).toTensor();
   const auto& spec = *call.inputs[0];
-  const bool split = local.dim() == spec.dim() && local.size(dim) != spec.sizes()[dim];
+  const auto& sizes = call.outputs[output].local_sizes;
+  if (const auto* ragged = spec.ragged(); ragged && ragged->dim > 0) {
+    if (dim > 0) {
+      const auto column = column_cut(cut, *ragged, spec.sizes());
+      const auto before = column.before(spec.local_offsets()[0]);
+      return local.slice(0, column.start + before * column.step - spec.local_offsets()[0], local.size(0), column.step);
+    }
+    const auto row = row_positions(*ragged, spec.sizes()), offset = spec.local_offsets()[0];
+    const auto count = kept_positions(cut, {offset, local.size(0)}, row);
+    return local.narrow(0, count > 0 ? std::max<int64_t>(cut.start * row - offset, 0) : 0, count);
+  }
+  const bool split = local.size(dim) != spec.sizes()[dim];
   const auto offset = split ? std::min(spec.local_offsets()[dim], spec.sizes()[dim]) : 0;
   const auto first = cut.start + cut.before(offset) * cut.step - offset;
   const auto count = cut.before(offset + local.size(dim)) - cut.before(offset);
   if (!cut.drop)
     return count > 0 ? local.slice(dim, first, first + (count - 1) * cut.step + 1, cut.step) : local.narrow(dim, 0, 0);
   if (count > 0) return local.select(dim, first);
-  return local.as_strided(call.outputs[output].local_sizes, contiguous_strides(call.outputs[output].local_sizes));
+  if (sizes.empty()) return at::full({}, redistribute::neutral_value(Partial::Op::kMax, local.scalar_type()), local.options());
+  return local.as_strided(sizes, contiguous_strides(sizes));
 }
 
 struct Cuts {
@@ -383,6 +456,12 @@ Factorization diagonal(const OpCall& call) {
   return factors;
 }
 
+/// What is lazy on a plain tensor is done at once: a collective sends what lies in memory.
+void physical(const LocalCall& call) {
+  const auto& local = call.arg(0).toTensor();
+  call.finish(call.op.operator_name().name == "aten::_conj" ? local.conj_physical() : local.neg());
+}
+
 /// Shares the meta with its source, so that both stay the same DTensor.
 void alias(const c10::OperatorHandle&, std::vector<c10::IValue>* stack) {
   auto result = alias_dtensor(stack->back().toTensor());
@@ -393,20 +472,26 @@ void alias(const c10::OperatorHandle&, std::vector<c10::IValue>* stack) {
 
 void register_views(Registry& registry) {
   registry.add("detach alias lift lift_fresh", {.handler = alias, .view = true});
-  registry.add("view.", {.factorize = view, .local = view_local, .view = true});
-  registry.add("_reshape_alias", {.factorize = view, .local = view_local, .view = true});
+  registry.add("view.", {.factorize = view, .local = view_local, .view = true, .ignores_offsets = true});
+  registry.add("_reshape_alias", {.factorize = view, .local = view_local, .view = true, .ignores_offsets = true});
   registry.add("_unsafe_view view_copy. _reshape_copy reshape_copy", {.factorize = view, .local = reshape_local});
-  registry.add("unsqueeze", {.factorize = unsqueeze, .local = view_local, .view = true});
-  registry.add("squeeze", {.factorize = squeeze, .local = view_local, .view = true});
+  registry.add("unsqueeze", {.factorize = unsqueeze, .local = view_local, .view = true, .ignores_offsets = true});
+  registry.add("squeeze", {.factorize = squeeze, .local = view_local, .view = true, .ignores_offsets = true});
   registry.add("permute", {.factorize = permute, .view = true});
   registry.add("transpose.int", {.factorize = transpose, .view = true});
   registry.add("t", {.factorize = t, .view = true});
-  registry.add("expand", {.factorize = expand, .local = expand_local, .view = true});
-  registry.add("slice.Tensor", {.factorize = cutting("slice"), .local = slice_local, .view = true});
-  registry.add("select.int", {.factorize = cutting("select"), .local = select_local, .view = true});
-  registry.add("unbind.int", {.factorize = cutting("unbind"), .local = unbind_local, .view = true});
+  registry.add("expand", {.factorize = expand, .local = expand_local, .view = true, .ignores_offsets = true});
+  registry.add("slice.Tensor", {.factorize = cutting("slice"), .local = slice_local, .view = true, .ignores_offsets = true});
+  registry.add("select.int", {.factorize = cutting("select"), .local = select_local, .view = true, .ignores_offsets = true});
+  registry.add("unbind.int", {.factorize = cutting("unbind"), .local = unbind_local, .view = true, .ignores_offsets = true});
   registry.add("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes",
-               {.factorize = cutting("split"), .local = split_local, .view = true});
+               {.factorize = cutting("split"), .local = split_local, .view = true, .ignores_offsets = true});
+  registry.add("view_as_complex",
+               {.factorize = [](const OpCall& call) { return pattern_factors(call, "...*->..."); }, .view = true});
+  registry.add("view_as_real",
+               {.factorize = [](const OpCall& call) { return pattern_factors(call, "...->...*"); }, .view = true});
+  registry.add("_conj _neg_view",
+               {.factorize = pointwise_factors, .local = physical, .view = true, .ignores_offsets = true, .copies = true});
   registry.add("diagonal", {.factorize = diagonal, .view = true});
 }
 

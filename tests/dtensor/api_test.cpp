@@ -1,4 +1,7 @@
 #include <tessera/dtensor/dispatch/fallback.h>
+#include <tessera/dtensor/strict_sharding.h>
+
+#include <ATen/autocast_mode.h>
 
 #include <sstream>
 #include <thread>
@@ -152,8 +155,6 @@ TEST(Errors, say_what_to_do) {
       values().copy_(tensor),
       "aten::copy_: the written argument 'self' is a plain tensor, but others are DTensors (float[5, 3] (Shard(0)) on " +
           mesh_text() + "). Use full_tensor() or to_local() on those");
-  EXPECT_THROWS_WITH(torch::fft_fft(tensor),
-                     "aten::_fft_r2c: no sharding rule for this operator; arguments float[5, 3] (Shard(0)) on " + mesh_text());
   EXPECT_THROWS_WITH(tensor.item(), "a Tensor with 15 elements cannot be converted to Scalar");
   EXPECT_THROWS_WITH(tensor.data_ptr(),
                      "a DTensor has no storage of its own: its data is spread over the ranks of its mesh. Use "
@@ -180,6 +181,74 @@ TEST(Errors, say_what_to_do) {
   EXPECT_THROWS_WITH(tensor + make(values(), other, {Shard{0}}), "aten::add.Tensor: the arguments lie on different meshes: ");
   EXPECT_THROWS_WITH(distribute_tensor(tensor, mesh, {Shard{0}}),
                      "distribute_tensor: the tensor is a DTensor already; use redistribute");
+}
+
+/// Collects warnings in place of printing them.
+struct Warnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+  std::vector<std::string> texts;
+};
+
+TEST(Fallback, runs_on_whole_tensors_with_one_warning) {
+  const auto mesh = line_mesh();
+  const auto tensor = make(values(), mesh, {Shard{0}});
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  for (int i = 0; i < 3; ++i) EXPECT_TENSORS_CLOSE(DTensor(torch::pdist(tensor)).full_tensor(), torch::pdist(values()));
+  EXPECT_EQ(warnings.texts,
+            std::vector<std::string>{"aten::_pdist_forward: no sharding rule for this operator; its arguments are redistributed "
+                                     "to Replicate(). Under tessera::StrictSharding this is an error"});
+  const StrictSharding strict;
+  EXPECT_THROWS_WITH(
+      torch::pdist(tensor),
+      "aten::_pdist_forward: no sharding rule for this operator; arguments float[5, 3] (Shard(0)) on " + mesh_text());
+  EXPECT_NO_THROW(torch::pdist(tensor.redistribute({Replicate{}})));
+}
+
+TEST(Fallback, finds_shapes_that_depend_on_the_data) {
+  const auto mesh = line_mesh();
+  for (const auto& placement : whole_placements({5, 3}, mesh.size())) {
+    const auto tensor = make(values(), mesh, {placement});
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TENSORS_EQUAL(DTensor((tensor > 4.0 + i).nonzero()).full_tensor(), (values() > 4.0 + i).nonzero());
+      EXPECT_TENSORS_EQUAL(DTensor(tensor.masked_select(tensor > 4.0 + i)).full_tensor(),
+                           values().masked_select(values() > 4.0 + i));
+    }
+  }
+}
+
+TEST(CrossEntropy, does_not_gather_the_classes) {
+  const auto mesh = line_mesh();
+  torch::manual_seed(1);
+  const auto logits = torch::randn({6, 7}, torch::kDouble), weight = torch::rand({7}, torch::kDouble) + 0.5;
+  const auto target = torch::tensor({1, 6, 0, 3, -100, 5});
+  for (const auto& placement : {Placement(Shard{1}), Placement(Shard{0}), Placement(Replicate{})}) {
+    for (const int64_t reduction : {0, 1, 2}) {
+      SCOPED_TRACE(to_string(placement) + ", reduction " + std::to_string(reduction));
+      auto plain = logits.clone().requires_grad_();
+      auto sharded = make(logits, mesh, {placement}).set_requires_grad(true);
+      const auto expected = torch::cross_entropy_loss(plain, target, weight, reduction);
+      const auto places = make(target, mesh, {Replicate{}}), weights = make(weight, mesh, {Replicate{}});
+      process_context().reset_counters();
+      const auto actual = torch::cross_entropy_loss(sharded, places, weights, reduction);
+      expected.sum().backward();
+      actual.sum().backward();
+      EXPECT_EQ(process_context().count(CollectiveKind::kAllGather).calls, 0);
+      EXPECT_TENSORS_CLOSE(DTensor(actual.detach()).full_tensor(), expected.detach());
+      EXPECT_TENSORS_CLOSE(DTensor(sharded.grad()).full_tensor(), plain.grad());
+      EXPECT_EQ(DTensor(sharded.grad()).placements(), Placements{placement});
+    }
+  }
+  auto wrong = target.clone();
+  wrong[1] = 7;
+  EXPECT_THROWS_WITH(torch::nll_loss(make(logits, mesh, {Shard{0}}), make(wrong, mesh, {Replicate{}})), "");
+}
+
+TEST(Mix, of_a_reduction_and_a_plain_tensor_is_an_error) {
+  const torch::NoGradGuard no_grad;
+  const auto tensor = make(values(), line_mesh(), {Shard{0}});
+  EXPECT_THROWS_WITH(tensor.sum(0) + torch::ones({3}),
+                     "aten::add.Tensor: a plain tensor of shape [3] (argument 'other') cannot be mixed with DTensors");
 }
 
 TEST(ImplicitReplication, counts_plain_tensors_as_replicated) {
@@ -228,6 +297,29 @@ TEST(Dispatch, caches_plans) {
   EXPECT_EQ(a.to(at::kLong).mul(2).scalar_type(), at::kLong);
   EXPECT_EQ(a.to(at::kLong).mul(0.5).scalar_type(), at::kFloat); // the same key, another result type
   EXPECT_EQ(a.to(at::kLong).mul(2).scalar_type(), at::kLong);
+}
+
+TEST(Dispatch, runs_under_autocast) {
+  const auto mesh = line_mesh();
+  const auto run = [](const Tensor& x, const Tensor& w) {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    auto result = x.mm(w).relu().to(at::kFloat).sum();
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    return result;
+  };
+  const auto whole = torch::arange(12, torch::kFloat).view({3, 4});
+  auto plain = whole.clone().requires_grad_();
+  const auto expected = run(values(), plain);
+  expected.backward();
+  for (const auto& placement : whole_placements({3, 4}, mesh.size())) {
+    auto leaf = make(whole, mesh, {placement}).set_requires_grad(true);
+    const auto actual = run(make(values(), mesh, {Replicate{}}), leaf);
+    actual.backward();
+    EXPECT_TENSORS_CLOSE(DTensor(actual.detach()).full_tensor(), expected.detach(), 1e-2);
+    EXPECT_TENSORS_CLOSE(DTensor(leaf.grad()).full_tensor(), plain.grad(), 1e-2);
+    EXPECT_EQ(leaf.grad().scalar_type(), at::kFloat);
+  }
 }
 
 TEST(Dispatch, is_bounded) {

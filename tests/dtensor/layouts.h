@@ -26,13 +26,24 @@ inline DeviceMesh line_mesh() { return init_device_mesh(at::kCPU, {world_size()}
 /// This rank's part of `whole` by torch.chunk and torch.narrow, independent of the library's own sharding math. Under a Partial
 /// the ranks hold different values whose reduction is `whole`.
 inline at::Tensor lay_out(at::Tensor whole, const DeviceMesh& mesh, const Placements& placements) {
+  int64_t merged = 0; // leading dims that a RaggedShard took as one, less one
   for (int64_t i = 0; i < mesh.ndim(); ++i) {
     const auto ranks = mesh.size(i), rank = mesh.local_rank(i);
     if (const auto* shard = std::get_if<Shard>(&placements[i])) {
-      const auto chunks = whole.chunk(ranks, shard->dim);
-      whole = rank < static_cast<int64_t>(chunks.size()) ? chunks[rank] : whole.narrow(shard->dim, 0, 0);
+      const auto dim = shard->dim - merged;
+      const auto chunks = whole.chunk(ranks, dim);
+      whole = rank < static_cast<int64_t>(chunks.size()) ? chunks[rank] : whole.narrow(dim, 0, 0);
+    } else if (const auto* strided = std::get_if<StridedShard>(&placements[i])) {
+      const auto dim = strided->dim - merged;
+      std::vector<at::Tensor> parts{whole.narrow(dim, 0, 0)};
+      for (const auto& chunk : whole.chunk(strided->split_factor, dim)) {
+        const auto chunks = chunk.chunk(ranks, dim);
+        if (rank < static_cast<int64_t>(chunks.size())) parts.push_back(chunks[rank]);
+      }
+      whole = torch::cat(parts, dim);
     } else if (const auto* ragged = std::get_if<RaggedShard>(&placements[i])) {
       const auto begin = std::accumulate(ragged->extents.begin(), ragged->extents.begin() + rank, int64_t{0});
+      merged = ragged->dim;
       whole = (ragged->dim == 0 ? whole : whole.flatten(0, ragged->dim)).narrow(0, begin, ragged->extents[rank]);
     } else if (const auto* partial = std::get_if<Partial>(&placements[i])) {
       const auto others = ranks * (ranks - 1) / 2;
@@ -77,11 +88,12 @@ inline std::vector<Placement> shards(const std::vector<int64_t>& sizes) {
   return result;
 }
 
-/// Replicate, every Shard and RaggedShard of a tensor of `sizes`.
+/// Replicate, every Shard and RaggedShard and one StridedShard of a tensor of `sizes`.
 inline std::vector<Placement> whole_placements(const std::vector<int64_t>& sizes, int64_t ranks) {
   std::vector<Placement> result{Replicate{}};
   for (const auto& placement : shards(sizes)) result.push_back(placement);
   for (const auto& placement : ragged_shards(sizes, ranks)) result.push_back(placement);
+  if (!sizes.empty()) result.push_back(StridedShard{static_cast<int64_t>(sizes.size()) - 1, 2});
   return result;
 }
 

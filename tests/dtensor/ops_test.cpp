@@ -2,10 +2,9 @@
 
 #include "layouts.h"
 
-namespace tessera {
+namespace tessera::testing {
 namespace {
 
-using namespace testing;
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using Sizes = std::vector<std::vector<int64_t>>;
@@ -368,4 +367,4 @@ TEST(Ops, fused_adamw) {
 }
 
 } // namespace
-} // namespace tessera
+} // namespace tessera::testing

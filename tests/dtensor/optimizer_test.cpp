@@ -1,9 +1,7 @@
 #include "layouts.h"
 
-namespace tessera {
+namespace tessera::testing {
 namespace {
-
-using namespace testing;
 
 const std::vector<std::vector<int64_t>> kShapes{{5, 3}, {7}, {2, 3, 2}, {1}};
 
@@ -138,4 +136,4 @@ TEST(ClipGradNorm, on_two_dims_only_the_shard_dim_communicates) {
 }
 
 } // namespace
-} // namespace tessera
+} // namespace tessera::testing

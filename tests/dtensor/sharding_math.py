@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 
@@ -15,7 +16,14 @@ def make_case(rng):
     mesh = [rng.randint(1, 5) for _ in range(rng.randint(1, 3))]
     coordinate = [rng.randrange(size) for size in mesh]
     dims = [rng.randint(-1, ndim - 1) for _ in mesh]
-    return mesh, coordinate, sizes, dims
+    factors = [rng.choice([1, 1, 2, 3, 4]) for _ in mesh]
+    return mesh, coordinate, sizes, dims, factors
+
+
+def placement(dim, factor):
+    if dim < 0:
+        return Replicate()
+    return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
 
 
 def main():
@@ -29,8 +37,8 @@ def main():
     assert len(answers) == count, f"{len(answers)} answers to {count} cases"
     wrong = 0
     for case, line in zip(cases, answers):
-        mesh, coordinate, sizes, dims = case
-        placements = [Replicate() if dim < 0 else Shard(dim) for dim in dims]
+        mesh, coordinate, sizes, dims, factors = case
+        placements = [placement(dim, factor) for dim, factor in zip(dims, factors)]
         shape, offset = _compute_local_shape_and_global_offset(sizes, mesh, coordinate, placements)
         ours = tuple(tuple(map(int, part.split())) for part in line.split("|"))
         if ours != (tuple(shape), tuple(offset)):

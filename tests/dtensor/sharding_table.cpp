@@ -1,5 +1,5 @@
 // Answers questions of sharding_math.py. A line in: mesh shape | coordinate | tensor shape | one tensor dim a mesh dim, -1 for
-// Replicate. A line out: local shape | offsets.
+// Replicate | one split factor a mesh dim, 1 for Shard. A line out: local shape | offsets.
 
 #include <tessera/dtensor/sharding_math.h>
 
@@ -28,11 +28,13 @@ void print(const std::vector<int64_t>& values) {
 int main() {
   for (std::string line; std::getline(std::cin, line);) {
     std::istringstream fields(line);
-    const auto mesh = numbers(fields), coordinate = numbers(fields), sizes = numbers(fields), dims = numbers(fields);
+    const auto mesh = numbers(fields), coordinate = numbers(fields), sizes = numbers(fields), dims = numbers(fields),
+               factors = numbers(fields);
     tessera::Placements placements;
-    for (const auto dim : dims) {
+    for (size_t m = 0; m < dims.size(); ++m) {
       placements.emplace_back(tessera::Replicate{});
-      if (dim >= 0) placements.back() = tessera::Shard{dim};
+      if (dims[m] >= 0) placements.back() = tessera::Shard{dims[m]};
+      if (dims[m] >= 0 && factors[m] > 1) placements.back() = tessera::StridedShard{dims[m], factors[m]};
     }
     const auto box = tessera::local_box(sizes, mesh, coordinate, placements);
     print(box.sizes);

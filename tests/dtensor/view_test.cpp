@@ -2,10 +2,9 @@
 
 #include "layouts.h"
 
-namespace tessera {
+namespace tessera::testing {
 namespace {
 
-using namespace testing;
 using at::Tensor;
 
 Tensor values() { return torch::arange(24, torch::kFloat).view({6, 4}); }
@@ -204,4 +203,4 @@ TEST(InPlace, accumulates_gradients_in_place) {
 }
 
 } // namespace
-} // namespace tessera
+} // namespace tessera::testing

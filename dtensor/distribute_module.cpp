@@ -1,0 +1,30 @@
+#include <tessera/dtensor/distribute_module.h>
+
+#include <tessera/dtensor/dtensor_impl.h>
+
+namespace tessera {
+
+namespace {
+
+void distribute(const std::string& name, const at::Tensor& tensor, const DeviceMesh& mesh, const PlaceParameter& place) {
+  if (!tensor.defined() || is_dtensor(tensor)) return;
+  const auto placements = place ? place(name, tensor) : Placements(mesh.ndim());
+  try {
+    const at::NoGradGuard no_grad;
+    const auto whole = distribute_tensor(tensor.detach(), mesh, placements);
+    auto* meta = dtensor_meta(whole);
+    become_dtensor(tensor, c10::make_intrusive<DTensorMeta>(meta->local, meta->spec));
+  } catch (c10::Error& error) {
+    error.add_context("distribute_module: parameter '" + name + "'");
+    throw;
+  }
+}
+
+} // namespace
+
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const PlaceParameter& place) {
+  for (const auto& item : module.named_parameters()) distribute(item.key(), item.value(), mesh, place);
+  for (const auto& item : module.named_buffers()) distribute(item.key(), item.value(), mesh, place);
+}
+
+} // namespace tessera

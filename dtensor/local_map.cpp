@@ -1,0 +1,27 @@
+#include <tessera/dtensor/local_map.h>
+
+namespace tessera {
+
+std::function<std::vector<DTensor>(const std::vector<DTensor>&)> local_map(
+    const LocalFunction& function, const std::vector<Placements>& outputs, const std::vector<Placements>& inputs,
+    const std::vector<std::vector<int64_t>>& output_sizes) {
+  TORCH_CHECK(output_sizes.empty() || output_sizes.size() == outputs.size(), "local_map: ", outputs.size(), " outputs, but ",
+              output_sizes.size(), " output_sizes");
+  return [=](const std::vector<DTensor>& arguments) {
+    TORCH_CHECK(arguments.size() == inputs.size() && !arguments.empty(), "local_map: ", arguments.size(), " arguments for ",
+                inputs.size(), " input placements");
+    std::vector<at::Tensor> locals;
+    for (size_t i = 0; i < arguments.size(); ++i) locals.push_back(to_local(arguments[i].redistribute(inputs[i])));
+    const auto results = function(locals);
+    TORCH_CHECK(results.size() == outputs.size(), "local_map: the function returned ", results.size(), " tensors for ",
+                outputs.size(), " output placements");
+    std::vector<DTensor> wrapped;
+    for (size_t r = 0; r < results.size(); ++r) {
+      const auto sizes = output_sizes.empty() ? std::nullopt : std::optional(output_sizes[r]);
+      wrapped.push_back(from_local(results[r], arguments[0].mesh(), outputs[r], sizes));
+    }
+    return wrapped;
+  };
+}
+
+} // namespace tessera

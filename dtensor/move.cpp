@@ -1,0 +1,50 @@
+#include <tessera/dtensor/move.h>
+
+#include <tessera/dtensor/redistribute/redistribute.h>
+
+namespace tessera {
+
+namespace {
+
+/// Lets a spec travel in an AutogradContext.
+struct SpecHolder : torch::CustomClassHolder {
+  explicit SpecHolder(SpecPtr s) : spec(std::move(s)) {}
+  SpecPtr spec;
+};
+
+} // namespace
+
+DTensorMeta& meta_of(const at::Tensor& tensor, const char* function) {
+  auto* meta = dtensor_meta(tensor);
+  TORCH_CHECK(meta, function, ": this tensor is not a DTensor");
+  return *meta;
+}
+
+at::Tensor wrap_moved(at::Tensor local, const at::Tensor& source, const Spec& spec) {
+  if (local.is_alias_of(source) || !local.is_contiguous()) local = local.clone(at::MemoryFormat::Contiguous);
+  return make_dtensor(std::move(local), Spec::intern(spec.mesh(), spec.placements(), spec.sizes(), spec.dtype()));
+}
+
+at::Tensor move(const at::Tensor& tensor, const Placements& placements, const char* label) {
+  auto& meta = meta_of(tensor, label);
+  const auto target = meta.spec->with(placements);
+  if (target == meta.spec) return alias_dtensor(tensor);
+  return wrap_moved(redistribute_local(tensor, meta, target, label), meta.local, *target);
+}
+
+Placements gradient_placements(Placements placements) {
+  for (auto& placement : placements) {
+    if (is_partial(placement)) placement = Replicate{};
+  }
+  return placements;
+}
+
+void save_spec(torch::autograd::AutogradContext* context, const SpecPtr& spec) {
+  context->saved_data["spec"] = c10::IValue::make_capsule(c10::make_intrusive<SpecHolder>(spec));
+}
+
+SpecPtr saved_spec(torch::autograd::AutogradContext* context) {
+  return static_cast<SpecHolder*>(context->saved_data["spec"].toCapsule().get())->spec;
+}
+
+} // namespace tessera

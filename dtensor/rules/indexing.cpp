@@ -1,0 +1,338 @@
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/index_put.h>
+#include <ATen/ops/nonzero.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+
+#include <tessera/dtensor/rules/factors.h>
+#include <tessera/dtensor/rules/patterns.h>
+#include <tessera/dtensor/sharding_math.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// The written tensor keeps its split, whatever it is; positions and values are whole.
+Factorization write_positions(const OpCall& call) {
+  Factorization factors;
+  for (const auto& tensor : call.tensors) {
+    factors.inputs.push_back({absl::InlinedVector<int, 6>(tensor.sizes.size(), kNoFactor), tensor.sizes});
+  }
+  factors.outputs.push_back(factors.inputs[0]);
+  factors.map = [](const Placement& placement, const Placements&, int64_t) {
+    return is_partial(placement) ? std::vector<Placement>{} : std::vector<Placement>{placement};
+  };
+  return factors;
+}
+
+/// One index tensor a dim of `self`, undefined for a dim that is taken whole; masks become positions.
+std::vector<at::Tensor> indices_by_dim(const c10::IValue& indices, size_t ndim) {
+  std::vector<at::Tensor> result;
+  for (const auto& value : indices.toListRef()) {
+    const auto index = value.isTensor() ? value.toTensor() : at::Tensor();
+    const bool mask = index.defined() && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte);
+    if (!mask) {
+      result.push_back(index);
+      continue;
+    }
+    for (const auto& positions : index.nonzero().unbind(1)) result.push_back(positions);
+  }
+  result.resize(ndim);
+  return result;
+}
+
+/// What advanced indexing addresses: the shape of the result, and each dim's position in `self`, broadcastable to it.
+struct Targets {
+  std::vector<int64_t> sizes;
+  std::vector<at::Tensor> positions;
+};
+
+std::vector<int64_t> broadcast_shape(const std::vector<at::Tensor>& tensors) {
+  auto result = at::ones({}, at::kByte);
+  for (const auto& tensor : tensors) {
+    if (tensor.defined()) result = result.expand(at::infer_size(result.sizes(), tensor.sizes()));
+  }
+  return result.sizes().vec();
+}
+
+/// A view of `tensor` with `before` and `after` dims of size 1 around its own.
+at::Tensor with_ones(const at::Tensor& tensor, size_t before, size_t after) {
+  std::vector<int64_t> sizes(before, 1);
+  sizes.insert(sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
+  sizes.insert(sizes.end(), after, 1);
+  return tensor.reshape(sizes);
+}
+
+Targets targets_of(const std::vector<at::Tensor>& indices, const std::vector<int64_t>& sizes, const at::Tensor& like) {
+  const auto defined = [](const at::Tensor& tensor) { return tensor.defined(); };
+  const auto first = std::find_if(indices.begin(), indices.end(), defined) - indices.begin();
+  const auto last = indices.rend() - std::find_if(indices.rbegin(), indices.rend(), defined); // one past
+  const auto count = std::count_if(indices.begin(), indices.end(), defined);
+  const auto block = broadcast_shape(indices);
+  const auto place = last - first == count ? static_cast<size_t>(first) : 0; // apart from each other, they come first
+  Targets targets;
+  const auto ndim = block.size() + sizes.size() - static_cast<size_t>(count);
+  targets.sizes.assign(ndim, 1);
+  std::copy(block.begin(), block.end(), targets.sizes.begin() + static_cast<int64_t>(place));
+  size_t at = 0;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (at == place) at += block.size();
+    if (indices[d].defined()) {
+      const auto index = indices[d].to(at::kLong);
+      const auto wrapped = at::where(index.lt(0), index.add(sizes[d]), index);
+      TORCH_CHECK_INDEX(wrapped.numel() == 0 || (wrapped.min().item<int64_t>() >= 0 && wrapped.max().item<int64_t>() < sizes[d]),
+                        "an index is out of range for dim ", d, " of size ", sizes[d]);
+      targets.positions.push_back(
+          with_ones(wrapped, place + block.size() - static_cast<size_t>(wrapped.dim()), ndim - place - block.size()));
+    } else {
+      targets.sizes[at] = sizes[d];
+      targets.positions.push_back(with_ones(at::arange(sizes[d], like.options().dtype(at::kLong)), at, ndim - at - 1));
+      ++at;
+    }
+  }
+  return targets;
+}
+
+/// The leading dims that a RaggedShard takes as one.
+void merge_leading(Targets& targets, const Spec& spec) {
+  const auto* ragged = spec.ragged();
+  if (!ragged || ragged->dim == 0) return;
+  auto merged = targets.positions[0];
+  for (int64_t d = 1; d <= ragged->dim; ++d) merged = merged.mul(spec.sizes()[d]).add(targets.positions[d]);
+  targets.positions.erase(targets.positions.begin(), targets.positions.begin() + ragged->dim);
+  targets.positions[0] = merged;
+}
+
+/// index_put on the part of `self` that this rank holds: the values whose position lies in it.
+void put_part(const at::Tensor& local, const Spec& spec, const c10::IValue& indices, const at::Tensor& values, bool accumulate) {
+  auto targets = targets_of(indices_by_dim(indices, spec.sizes().size()), spec.sizes(), local);
+  const auto flat = values.expand(targets.sizes).reshape(-1);
+  merge_leading(targets, spec);
+  auto mine = at::ones({}, local.options().dtype(at::kBool));
+  for (size_t d = 0; d < targets.positions.size(); ++d) {
+    auto& position = targets.positions[d];
+    position = position.sub(spec.local_offsets()[d]);
+    mine = mine.logical_and(position.ge(0)).logical_and(position.lt(local.size(static_cast<int64_t>(d))));
+  }
+  const auto kept = mine.expand(targets.sizes).reshape(-1).nonzero().squeeze(1);
+  c10::List<std::optional<at::Tensor>> local_indices;
+  for (const auto& position : targets.positions) {
+    local_indices.push_back(position.expand(targets.sizes).reshape(-1).index_select(0, kept));
+  }
+  at::index_put_(const_cast<at::Tensor&>(local), local_indices, flat.index_select(0, kept), accumulate);
+}
+
+void index_put_local(const LocalCall& call) {
+  const auto& spec = *call.inputs[0];
+  if (spec.is_replicated()) return call.op.callBoxed(*call.stack);
+  const bool in_place = call.op.schema().is_mutable();
+  const auto self = call.arg(0).toTensor();
+  const auto result = in_place ? self : self.clone();
+  put_part(result, spec, call.arg(1), call.arg(2).toTensor(), call.arg(3).toBool());
+  call.finish(result);
+}
+
+/// Factors of dims that several tensors of equal size share; `whole` is not split.
+TensorDims equal_dims(const TensorDims& first, const std::vector<int64_t>& sizes, int64_t whole) {
+  TensorDims dims{{}, sizes};
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    const bool same = d < first.sizes.size() && first.sizes[d] == sizes[d] && static_cast<int64_t>(d) != whole;
+    dims.factors.push_back(same ? first.factors[d] : kNoFactor);
+  }
+  return dims;
+}
+
+/// Input 0 with a factor a dim, but `dim`, that all others share with it as far as their sizes are equal; a dim that one of them
+/// has in another size is whole.
+Factorization along(const OpCall& call, int64_t dim) {
+  auto factors = first_input_factors(call);
+  auto& self = factors.inputs[0];
+  if (dim < static_cast<int64_t>(self.factors.size())) self.factors[dim] = kNoFactor;
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    const auto& sizes = call.tensors[i].sizes;
+    for (size_t d = 0; d < self.sizes.size() && sizes.size() == self.sizes.size(); ++d) {
+      if (sizes[d] != self.sizes[d]) self.factors[d] = kNoFactor;
+    }
+  }
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    const auto& sizes = call.tensors[i].sizes;
+    if (sizes.size() == self.sizes.size()) factors.inputs[i] = equal_dims(self, sizes, dim);
+  }
+  return factors;
+}
+
+int64_t dim_argument(const OpCall& call) { return call.dim("dim", static_cast<int64_t>(call.tensors[0].sizes.size()), 0); }
+
+/// self, index → what index names of self; along `dim` the index may be split.
+Factorization gather(const OpCall& call) {
+  const auto dim = dim_argument(call);
+  auto factors = along(call, dim);
+  auto& index = factors.inputs.back();
+  if (!index.sizes.empty() && index.sizes.size() == call.tensors[0].sizes.size()) {
+    index.factors[dim] = factors.add_factor(index.sizes[dim]);
+  }
+  factors.outputs.push_back(index);
+  factors.partial.push_back(flow(1, kAllOps));
+  return factors;
+}
+
+/// self, index [, source]: the result has the shape of self; `dim` is whole in all.
+Factorization scatter(const OpCall& call) {
+  auto factors = along(call, dim_argument(call));
+  factors.outputs.push_back(factors.inputs[0]);
+  return factors;
+}
+
+/// self, index [n] (, source): rows of self; index and source are whole along `dim`.
+Factorization write_rows(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  auto& self = factors.inputs[0];
+  const auto dim = dim_argument(call);
+  if (!self.factors.empty()) self.factors[dim] = kNoFactor;
+  if (call.tensors.size() > 2 && call.tensors[2].sizes.size() == self.sizes.size()) {
+    factors.inputs[2] = equal_dims(self, call.tensors[2].sizes, dim);
+  }
+  factors.outputs.push_back(self);
+  return factors;
+}
+
+Factorization index_select(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  const auto dim = dim_argument(call);
+  auto& self = factors.inputs[0];
+  auto output = self;
+  if (!self.factors.empty()) {
+    const auto count = call.tensors[1].sizes.empty() ? 1 : call.tensors[1].sizes[0];
+    self.factors[dim] = kNoFactor;
+    output.factors[dim] = call.tensors[1].sizes.empty() ? kNoFactor : factors.add_factor(count);
+    output.sizes[dim] = count;
+    if (!call.tensors[1].sizes.empty()) factors.inputs[1].factors[0] = output.factors[dim];
+  }
+  factors.outputs.push_back(std::move(output));
+  factors.partial.push_back(flow(1, kAllOps));
+  return factors;
+}
+
+/// Advanced indexing: the indexed dims are whole; the indices' own dims may be split, and every dim that is taken whole.
+Factorization index(const OpCall& call) {
+  const auto& self = call.tensors[0].sizes;
+  std::vector<const TensorArg*> indices;
+  bool masks = false;
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    const auto& tensor = call.tensors[i];
+    indices.push_back(tensor.defined ? &tensor : nullptr);
+    masks |= tensor.defined && (tensor.dtype == at::kBool || tensor.dtype == at::kByte);
+  }
+  if (masks) return whole_factors(call);
+  indices.resize(self.size(), nullptr);
+  Factorization factors;
+  TensorDims input{{}, self};
+  for (size_t d = 0; d < self.size(); ++d) input.factors.push_back(indices[d] ? kNoFactor : factors.add_factor(self[d]));
+  std::vector<int64_t> shape;
+  for (const auto* tensor : indices) {
+    if (tensor) shape = at::infer_size(shape, tensor->sizes);
+  }
+  const auto block = fresh_dims(factors, shape);
+  factors.inputs.push_back(input);
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    factors.inputs.push_back(call.tensors[i].defined ? broadcast_dims(call.tensors[i].sizes, block) : TensorDims{});
+  }
+  const auto defined = [](const TensorArg* tensor) { return tensor != nullptr; };
+  const auto first = std::find_if(indices.begin(), indices.end(), defined) - indices.begin();
+  const auto last = indices.rend() - std::find_if(indices.rbegin(), indices.rend(), defined);
+  const bool together = last - first == std::count_if(indices.begin(), indices.end(), defined);
+  TensorDims output;
+  const auto append = [&output](int factor, int64_t size) {
+    output.factors.push_back(factor);
+    output.sizes.push_back(size);
+  };
+  const auto append_block = [&] {
+    for (size_t d = 0; d < block.sizes.size(); ++d) append(block.factors[d], block.sizes[d]);
+  };
+  if (!together) append_block();
+  for (size_t d = 0; d < self.size(); ++d) {
+    if (together && static_cast<int64_t>(d) == first) append_block();
+    if (!indices[d]) append(input.factors[d], self[d]);
+  }
+  factors.outputs.push_back(std::move(output));
+  factors.partial.push_back(flow(1, kAllOps));
+  return factors;
+}
+
+/// Writes of a tensor into a slice of another: the cut dims are whole.
+Factorization write_slice(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  auto& self = factors.inputs[0];
+  const auto dim = dim_argument(call);
+  self.factors[dim] = kNoFactor;
+  const auto& source = call.tensors[1].sizes;
+  const bool dropped = source.size() + 1 == self.sizes.size();
+  TensorDims dims{{}, source};
+  for (size_t d = 0; d < source.size(); ++d) {
+    const auto of_self = dropped && static_cast<int64_t>(d) >= dim ? d + 1 : d;
+    dims.factors.push_back(of_self < self.factors.size() && self.sizes[of_self] == source[d] ? self.factors[of_self] : kNoFactor);
+  }
+  factors.inputs[1] = std::move(dims);
+  factors.outputs.push_back(self);
+  return factors;
+}
+
+/// Padded dims are whole.
+Factorization pad(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  auto& self = factors.inputs[0];
+  const auto amounts = call.integers("pad");
+  auto output = self;
+  for (size_t i = 0; i * 2 + 1 < amounts.size(); ++i) {
+    const auto d = self.sizes.size() - 1 - i;
+    if (amounts[2 * i] == 0 && amounts[2 * i + 1] == 0) continue;
+    self.factors[d] = output.factors[d] = kNoFactor;
+    output.sizes[d] += amounts[2 * i] + amounts[2 * i + 1];
+  }
+  factors.outputs.push_back(std::move(output));
+  return factors;
+}
+
+/// Repeated dims are whole.
+Factorization repeat(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  auto& self = factors.inputs[0];
+  const auto repeats = call.integers("repeats");
+  TensorDims output;
+  const auto shift = repeats.size() - self.sizes.size();
+  for (size_t d = 0; d < repeats.size(); ++d) {
+    const bool kept = d >= shift && repeats[d] == 1;
+    if (d >= shift && !kept) self.factors[d - shift] = kNoFactor;
+    output.factors.push_back(kept ? self.factors[d - shift] : kNoFactor);
+    output.sizes.push_back(repeats[d] * (d >= shift ? self.sizes[d - shift] : 1));
+  }
+  factors.outputs.push_back(std::move(output));
+  factors.partial.push_back(flow(1, kAllOps));
+  return factors;
+}
+
+} // namespace
+
+void register_indexing(Registry& registry) {
+  registry.add("index_put. _index_put_impl.",
+               {.factorize = write_positions, .local = index_put_local, .plain_is_replicate = true});
+  registry.add("gather", {.factorize = gather});
+  registry.add("scatter scatter_add scatter_reduce", {.factorize = scatter});
+  registry.add("index_add index_copy index_fill index_reduce", {.factorize = write_rows});
+  registry.add("index_select", {.factorize = index_select});
+  registry.add("index.Tensor index.Tensor_out _unsafe_index.Tensor", {.factorize = index, .plain_is_replicate = true});
+  registry.add("slice_scatter select_scatter", {.factorize = write_slice});
+  registry.add("constant_pad_nd", {.factorize = pad});
+  registry.add("repeat", {.factorize = repeat});
+  registry.add(
+      "nonzero masked_select _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive bincount histc take "
+      "put masked_scatter nonzero_static histogram repeat_interleave.Tensor searchsorted",
+      {.factorize = whole_factors});
+  registry.add("bucketize.Tensor", {.factorize = [](const OpCall& call) { return pattern_factors(call, "...,~->..."); }});
+}
+
+} // namespace tessera::rules

@@ -1,0 +1,91 @@
+#include <tessera/dtensor/rules/factors.h>
+#include <tessera/dtensor/rules/patterns.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// Decompositions and solvers work on whole matrices; everything before the matrix dims is a batch.
+constexpr PatternLine kMatrices[] = {
+    {"linalg_cholesky_ex linalg_inv_ex linalg_ldl_solve", "...**->...**,..."},
+    {"cholesky cholesky_inverse linalg_matrix_exp", "...**->...**"},
+    {"_linalg_svd", "...**->...**,...*,...**"},
+    {"_linalg_eigh", "...**->...*,...**"},
+    {"linalg_eig", "...**->...*,...**"},
+    {"linalg_eigvals _linalg_eigvals", "...**->...*"},
+    {"linalg_qr", "...**->...**,...**"},
+    {"geqrf", "...**->...**,...*"},
+    {"linalg_lu", "...**->...**,...**,...**"},
+    {"linalg_lu_factor_ex", "...**->...**,...*,..."},
+    {"linalg_ldl_factor_ex", "...**->...**,...*,..."},
+    {"_linalg_det", "...**->...,...**,...*"},
+    {"_linalg_slogdet", "...**->...,...,...**,...*"},
+    {"linalg_solve_triangular _cholesky_solve_helper", "...**,...**->...**"},
+    {"triangular_solve", "...**,...**->...**,...**"},
+    {"linalg_lu_solve", "...**,...*,...**->...**"},
+    {"linalg_householder_product", "...**,...*->...**"},
+    {"ormqr", "...**,...*,...**->...**"},
+    {"lu_unpack", "...**,...*->...**,...**,...**"},
+    {"_cdist_forward", "...m*,...n*->...mn"},
+    {"_euclidean_dist", "...m*,...n*->...mn"},
+};
+
+/// A transform needs the named dims whole.
+Factorization transform(const OpCall& call) {
+  Factorization factors;
+  TensorDims input{{}, call.tensors[0].sizes};
+  for (const auto size : input.sizes) input.factors.push_back(factors.add_factor(size));
+  const auto ndim = static_cast<int64_t>(input.sizes.size());
+  for (const auto dim : call.integers("dim")) input.factors.at(dim < 0 ? dim + ndim : dim) = kNoFactor;
+  for (auto& factor : factors.factors) factor.no_empty = true;
+  auto output = input;
+  for (size_t d = 0; d < output.sizes.size(); ++d) {
+    if (output.factors[d] == kNoFactor) output.sizes[d] = call.outputs ? (*call.outputs)[0].sizes[d] : kUnknownSize;
+  }
+  factors.inputs.push_back(std::move(input));
+  factors.outputs.push_back(std::move(output));
+  factors.partial.push_back({1, kLinearOps});
+  return factors;
+}
+
+/// A x = b, where b may be a vector.
+Factorization solve(const OpCall& call) {
+  const bool matrix = call.tensors[1].sizes.size() == call.tensors[0].sizes.size();
+  return pattern_factors(call, matrix ? "...**,...**->...**,...**,...*,..." : "...**,...*->...*,...**,...*,...");
+}
+
+/// Three entries along `dim`, which is whole.
+Factorization cross(const OpCall& call) {
+  auto factors = pointwise_factors(call);
+  const auto ndim = static_cast<int64_t>(factors.outputs[0].sizes.size());
+  const int whole = factors.outputs[0].factors[call.dim("dim", ndim, -1)];
+  for (auto* tensors : {&factors.inputs[0], &factors.inputs[1], &factors.outputs[0]}) {
+    for (auto& factor : tensors->factors) factor = factor == whole ? kNoFactor : factor;
+  }
+  factors.merges_leading = false;
+  return factors;
+}
+
+/// The norms are over all dims but `dim`.
+Factorization renorm(const OpCall& call) {
+  auto factors = first_input_factors(call);
+  auto& input = factors.inputs[0];
+  const auto kept = call.dim("dim", static_cast<int64_t>(input.sizes.size()));
+  for (int64_t d = 0; d < static_cast<int64_t>(input.factors.size()); ++d) {
+    if (d != kept) input.factors[d] = kNoFactor;
+  }
+  factors.outputs.push_back(input);
+  return factors;
+}
+
+} // namespace
+
+void register_linalg(Registry& registry) {
+  add_patterns(registry, kMatrices);
+  registry.add("_fft_c2c _fft_r2c _fft_c2r", {.factorize = transform});
+  registry.add("_linalg_solve_ex", {.factorize = solve});
+  registry.add("linalg_cross", {.factorize = cross});
+  registry.add("renorm", {.factorize = renorm});
+}
+
+} // namespace tessera::rules

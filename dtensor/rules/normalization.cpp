@@ -1,0 +1,86 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <tessera/dtensor/rules/patterns.h>
+
+namespace tessera::rules {
+
+namespace {
+
+/// The last dims that a layer norm takes the statistics over.
+size_t normalized_dims(const OpCall& call) { return call.integers("normalized_shape").size(); }
+
+/// The dims before them are a batch. input, weight, bias → output, mean, 1 / standard deviation.
+Factorization layer_norm(const OpCall& call) {
+  const std::string row(normalized_dims(call), '*'), ones(normalized_dims(call), '*');
+  return pattern_factors(call, "..." + row + "," + row + "," + row + "->..." + row + ",..." + ones + ",..." + ones);
+}
+
+/// The statistics' dims of size 1 come after the batch dims. Weight and bias gradients are sums over the batch.
+Factorization layer_norm_backward(const OpCall& call) {
+  const auto k = normalized_dims(call);
+  const auto ndim = call.tensors[0].sizes.size();
+  std::string batch;
+  for (size_t d = 0; d + k < ndim; ++d) batch += static_cast<char>('a' + d);
+  const std::string row(k, '*');
+  const auto whole = batch + row;
+  const auto statistics = call.tensors[2].sizes.size() == ndim ? whole : batch;
+  const bool rms = call.name.find("rms") != std::string::npos;
+  auto pattern =
+      whole + "," + whole + "," + statistics + "," + (rms ? row : statistics + "," + row + "," + row) + "->" + whole + "," + row;
+  if (!rms) pattern += "," + row;
+  return pattern_factors(call, pattern, batch);
+}
+
+/// The number of rows, as group_norm takes it, is that of this rank's part.
+void group_norm_local(const LocalCall& call) {
+  const int n = call.find("N");
+  if (call.arg(0).toTensor().dim() > 0) call.arg(n) = call.arg(0).toTensor().size(0);
+  call.op.callBoxed(*call.stack);
+}
+
+/// A channel's statistics are over the whole batch. Kernels update running statistics in place, of which a copy would know
+/// nothing: they stay as they are.
+Factorization batch_norm(const OpCall& call) {
+  const bool training = call.flag("training", call.name.find("with_update") != std::string::npos);
+  const auto& running = call.tensors[3];
+  if (!training) { // no statistics come out
+    auto factors = pattern_factors(call, "nc~,c,c,c,c->nc~,*,*,*");
+    for (auto& factor : factors.factors) factor.absent_is_replicate = true;
+    return factors;
+  }
+  if (!running.defined) return pattern_factors(call, "*c~,c,c,c,c->*c~,c,c,*");
+  for (size_t i = 3; i < 5; ++i) {
+    TORCH_CHECK(!call.tensors[i].defined || call.tensors[i].spec->is_replicated(), call.name,
+                ": running statistics must be replicated to be updated, not ", to_string(call.tensors[i].spec->placements()));
+  }
+  return pattern_factors(call, "**~,*,*,*,*->**~,*,*,*");
+}
+
+constexpr PatternLine kChannels[] = {
+    {"_native_batch_norm_legit.no_stats", "*c~,c,c->*c~,c,c"},
+    {"batch_norm_backward", "*c~,*c~,c,c,c,c,c,*->*c~,c,c"},
+    {"native_batch_norm_backward", "*c~,*c~,c,c,c,c,c->*c~,c,c"},
+};
+
+} // namespace
+
+void register_normalization(Registry& registry) {
+  add_patterns(registry, kChannels);
+  registry.add(
+      "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update "
+      "_batch_norm_no_update",
+      {.factorize = batch_norm});
+  registry.add("native_layer_norm", {.factorize = layer_norm});
+  registry.add("_fused_rms_norm", {.factorize = [](const OpCall& call) {
+                 const std::string row(normalized_dims(call), '*');
+                 return pattern_factors(call, "..." + row + "," + row + "->..." + row + ",..." + row);
+               }});
+  registry.add("native_layer_norm_backward _fused_rms_norm_backward", {.factorize = layer_norm_backward});
+  registry.add("native_group_norm", {.factorize = [](const OpCall& call) { return pattern_factors(call, "n~,*,*->n~,n*,n*"); },
+                                     .local = group_norm_local});
+  registry.add("native_group_norm_backward",
+               {.factorize = [](const OpCall& call) { return pattern_factors(call, "n~,n~,n*,n*,*->n~,*,*", "n"); },
+                .local = group_norm_local});
+}
+
+} // namespace tessera::rules

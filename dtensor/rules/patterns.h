@@ -1,0 +1,30 @@
+#pragma once
+
+// Internal: factorizations written as text.
+
+#include <string_view>
+
+#include <tessera/dtensor/rules/registry.h>
+#include <tessera/dtensor/rules/rule.h>
+
+namespace tessera::rules {
+
+/// Dims by letters: "nc~,o->no~". One term an argument that is a tensor or a list of tensors, and one a result (the last counts
+/// for all that follow). A letter is a factor, shared by all that name it; '*' a dim that is whole; '~' any number of whole dims;
+/// "..." any number of dims that are batched, aligned at the right. A dim of size 1 beside a larger one is whole. A tensor whose
+/// number of dims does not fit its term makes all tensors whole. Results whose sizes are not known take those of the local result
+/// where a dim is whole.
+Factorization pattern_factors(const OpCall& call, std::string_view pattern, std::string_view summed = "");
+
+/// A table of operators and their patterns.
+struct PatternLine {
+  std::string_view names;
+  std::string_view pattern;
+  std::string_view summed{}; ///< letters: split, a result without them is Partial(sum)
+};
+void add_patterns(Registry& registry, c10::ArrayRef<PatternLine> lines);
+
+/// All arguments and results are whole.
+Factorization whole_factors(const OpCall& call);
+
+} // namespace tessera::rules

@@ -1,0 +1,58 @@
+"""Writes docs/dtensor_coverage.md from the reports of opinfo_test and truth_table_test: coverage_table.py FOLDER OUTPUT."""
+
+import collections
+import pathlib
+import re
+import sys
+
+
+def sections(path):
+    """The lists of a report by title: "Working overloads: 2" and the indented lines below it."""
+    result, title = collections.defaultdict(list), None
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if line.startswith("  "):
+            result[title].append(line.strip())
+        else:
+            title = line.split(":")[0]
+    return result
+
+
+def by_operator(names):
+    """aten::add.Tensor, aten::add.Scalar -> {"add": ["Tensor", "Scalar"]}."""
+    grouped = collections.defaultdict(list)
+    for name in sorted(names):
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        grouped[base].append(overload or "default")
+    return grouped
+
+
+def main():
+    folder, output = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+    reports = [sections(folder / f"report-{mesh}.txt") for mesh in ("1d", "2x2")]
+    working = set().union(*(report["Working overloads"] for report in reports))
+    missing = collections.Counter()
+    errors = collections.Counter()
+    for report in reports:
+        for line in report["Operators without a rule"]:
+            count, name = re.match(r"(\d+) x (.*)", line).groups()
+            missing[name] += int(count)
+        for line in report["Errors"]:
+            count, text = re.match(r"(\d+) x (.*)", line).groups()
+            errors[text] += int(count)
+    lines = [
+        "# Operators that run on sharded DTensors", "",
+        "Made by `tests/dtensor/coverage_table.py` from a replay of PyTorch's OpInfo samples (`scripts/test-full opinfo`). An overload",
+        "counts when a sample of it passes, forward and backward, with an argument that is split, without the fallback to whole tensors.",
+        "", f"**{len(working)} overloads work.**", "", "| operator | overloads |", "|---|---|",
+    ]
+    lines += [f"| `{name}` | {', '.join(overloads)} |" for name, overloads in by_operator(working).items()]
+    lines += ["", f"## Run on whole tensors, or refused under StrictSharding: {len(missing)}", "",
+              ", ".join(f"`{name.removeprefix('aten::')}`" for name in sorted(missing)), "",
+              f"## Errors: {len(errors)}", "", "| products | error |", "|---|---|"]
+    lines += [f"| {count} | {text.replace('|', chr(92) + '|')} |" for text, count in sorted(errors.items())]
+    output.write_text("\n".join(lines) + "\n")
+    print(f"{len(working)} overloads work, {len(missing)} have no rule, {len(errors)} errors -> {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+#pragma once
+
+// Running the calls of opinfo_calls.h on DTensors, and comparing with plain tensors.
+
+#include <tessera/collectives/communicator.h>
+#include <tessera/dtensor/placement.h>
+#include <tessera/mesh/device_mesh.h>
+
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "opinfo_calls.h"
+
+namespace tessera::testing {
+
+/// What one call gives: its tensors, what it wrote, the gradients of its inputs.
+struct OpResult {
+  std::vector<at::Tensor> outputs, written, gradients;
+};
+
+/// Runs `call` with the tensors that `place` makes of its arguments (tensor, index), and its backward where an argument requires
+/// grad. `between` runs after the forward and after the backward.
+OpResult run_call(
+    const OpCall& call, const std::function<at::Tensor(const at::Tensor&, size_t)>& place,
+    const std::function<void()>& between = [] {});
+
+/// How the DTensors of `actual` differ from the plain tensors of `expected`; empty where they do not. Every rank calls it.
+std::string difference(const OpResult& actual, const OpResult& expected, bool outputs_too);
+
+/// "aten::add.Tensor".
+std::string name_of(const c10::OperatorHandle& op);
+
+/// "aten::add.Tensor([2] (Shard(0)), [2] (Replicate()), 1, )".
+std::string describe(const OpCall& call, const std::vector<Placements>& placements);
+
+/// Every rank went the same way so far; otherwise they are out of step, and an error here says so at once.
+class Agreement {
+ public:
+  explicit Agreement(const DeviceMesh& mesh);
+  /// True on every rank where it is on all.
+  bool everyone(bool fine) const;
+
+ private:
+  CommunicatorPtr communicator_;
+};
+
+/// Picks one option for each of several lists: all products, or `limit` of them, seeded, in which every pair of options of two
+/// lists comes as early as it can.
+std::vector<std::vector<size_t>> pick_products(const std::vector<size_t>& counts, size_t limit, std::mt19937& random);
+
+template <typename Option>
+std::vector<std::vector<size_t>> pick_products(const std::vector<std::vector<Option>>& options, size_t limit,
+                                               std::mt19937& random) {
+  std::vector<size_t> counts;
+  for (const auto& list : options) counts.push_back(list.size());
+  return pick_products(counts, limit, random);
+}
+
+/// The exported files: those of the OpInfos named by TESSERA_OPINFO_ONLY, or all; none without TESSERA_OPINFO_CALLS.
+std::vector<std::filesystem::path> opinfo_files();
+
+} // namespace tessera::testing

@@ -1,0 +1,223 @@
+// Replays the calls behind PyTorch's OpInfo samples (export_opinfo.py) on every product of Replicate and Shard over the tensor
+// arguments, forward and backward, against the same call on plain tensors.
+//
+//   TESSERA_OPINFO_CALLS   the folder of the exported calls (set by ctest)
+//   TESSERA_OPINFO_ONLY    names of OpInfos, separated by commas: only these
+#include "opinfo_replay.h"
+
+#include <ATen/record_function.h>
+#include <fmt/format.h>
+#include <tessera/dtensor/strict_sharding.h>
+
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <random>
+#include <set>
+
+#include "layouts.h"
+
+namespace tessera::testing {
+namespace {
+
+using at::Tensor;
+using Names = std::set<std::string>;
+
+bool full_run() {
+  const char* full = std::getenv("TESSERA_TEST_FULL");
+  return full != nullptr && std::string_view(full) == "1";
+}
+
+/// While it lives, the operators that get a split DTensor are noted.
+class SplitCalls {
+ public:
+  SplitCalls() {
+    noted().clear();
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&note).needsInputs(true));
+  }
+  ~SplitCalls() { at::removeCallback(handle_); }
+  SplitCalls(const SplitCalls&) = delete;
+  SplitCalls& operator=(const SplitCalls&) = delete;
+  static Names& noted() {
+    thread_local Names names;
+    return names;
+  }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> note(const at::RecordFunction& function) {
+    const auto name = function.operator_name();
+    if (!name) return nullptr;
+    for (const auto& tensor : tensors_of(function.inputs())) {
+      const auto* meta = dtensor_meta(tensor);
+      if (!meta) continue;
+      for (const auto& placement : meta->spec->placements()) {
+        if (is_sharded(placement)) noted().insert(c10::toString(*name));
+      }
+    }
+    return nullptr;
+  }
+  at::CallbackHandle handle_;
+};
+
+/// What became of all calls.
+struct Tally {
+  Names working;
+  std::map<std::string, int> missing, errors, wrong; ///< by operator and text
+  int64_t calls = 0, products = 0, passed = 0;
+};
+
+class Replay {
+ public:
+  explicit Replay(DeviceMesh mesh) : mesh_(std::move(mesh)), agreement_(mesh_) {}
+
+  void replay(const OpCall& call, size_t limit) {
+    OpResult expected;
+    try {
+      expected = run_call(call, [](const Tensor& tensor, size_t) { return tensor.detach().clone(); });
+    } catch (const std::exception&) {
+      return; // a sample that the operator refuses
+    }
+    ++tally.calls;
+    for (const auto& product : products(call, limit)) replay(call, product, expected);
+  }
+
+  Tally tally;
+
+ private:
+  std::vector<Placements> choices(const Tensor& tensor) const {
+    std::vector<Placements> result{{}};
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      std::vector<Placements> longer;
+      for (const auto& placements : result) {
+        longer.push_back(placements);
+        longer.back().push_back(Replicate{});
+        for (int64_t d = 0; d < tensor.dim(); ++d) {
+          longer.push_back(placements);
+          longer.back().push_back(Shard{d});
+        }
+      }
+      result = std::move(longer);
+    }
+    return result;
+  }
+
+  /// Products of placements of the tensors: all of them, or `limit` that are drawn so that every pair of placements of two
+  /// tensors comes early.
+  std::vector<std::vector<Placements>> products(const OpCall& call, size_t limit) {
+    std::vector<std::vector<Placements>> options;
+    for (const auto& tensor : tensors_of(call.arguments)) options.push_back(choices(tensor));
+    std::vector<std::vector<Placements>> result;
+    for (const auto& picked : pick_products(options, limit, random_)) {
+      result.emplace_back();
+      for (size_t i = 0; i < picked.size(); ++i) result.back().push_back(options[i][picked[i]]);
+    }
+    return result;
+  }
+
+  void replay(const OpCall& call, const std::vector<Placements>& placements, const OpResult& expected) {
+    ++tally.products;
+    OpResult actual;
+    std::string error;
+    const SplitCalls calls;
+    const StrictSharding strict;
+    int agreed = 0;
+    try {
+      actual = run_call(
+          call, [&](const Tensor& tensor, size_t i) -> Tensor { return make(tensor.detach(), mesh_, placements[i]); },
+          [&] {
+            ++agreed;
+            if (!agreement_.everyone(true)) throw std::runtime_error("another rank failed");
+          });
+    } catch (const std::exception& failure) {
+      error = failure.what();
+      if (error != "another rank failed") {
+        try {
+          agreement_.everyone(false);
+        } catch (const std::exception&) { // the others wait in another collective: nobody can go on
+          throw std::runtime_error("the ranks are out of step after " + describe(call, placements) + ": " + error);
+        }
+      }
+    }
+    const auto noted = SplitCalls::noted();
+    if (!error.empty()) return fail(call, placements, error);
+    const bool defined = name_of(call.op).find("empty") == std::string::npos;
+    const auto found = difference(actual, expected, defined);
+    if (!agreement_.everyone(found.empty())) {
+      ++tally.wrong[describe(call, placements) + ": " + found];
+    } else {
+      ++tally.passed;
+      tally.working.insert(noted.begin(), noted.end());
+    }
+  }
+
+  void fail(const OpCall& call, const std::vector<Placements>& placements, std::string error) {
+    error = error.substr(0, std::min(error.find('\n'), size_t{300}));
+    const auto at = error.find(": no sharding rule");
+    if (at != std::string::npos) {
+      ++tally.missing[error.substr(0, at)];
+    } else if (error.find("would have to change its placement") != std::string::npos) {
+      ++tally.errors[name_of(call.op) + ": in place, would need another placement"];
+    } else {
+      auto& count = tally.errors[name_of(call.op) + ": " + error];
+      if (++count == 1) examples_.push_back(describe(call, placements));
+    }
+  }
+
+  DeviceMesh mesh_;
+  Agreement agreement_;
+  std::mt19937 random_{1};
+  std::vector<std::string> examples_;
+};
+
+void print(const std::map<std::string, int>& counts, const char* title, std::ostream& out) {
+  out << title << ": " << counts.size() << "\n";
+  for (const auto& [text, count] : counts) out << "  " << count << " x " << text << "\n";
+}
+
+void report(const Tally& tally, const std::string& mesh) {
+  if (process_context().rank() != 0) return;
+  std::ofstream file(fmt::format("{}/report-{}.txt", std::getenv("TESSERA_OPINFO_CALLS"), mesh));
+  print(tally.wrong, "Wrong", file);
+  print(tally.missing, "Operators without a rule", file);
+  print(tally.errors, "Errors", file);
+  file << "Working overloads: " << tally.working.size() << "\n";
+  for (const auto& name : tally.working) file << "  " << name << "\n";
+  std::cout << fmt::format(
+      "{}: {} calls, {} products, {} passed; {} overloads work; {} wrong, {} operators without a rule, {} errors\n", mesh,
+      tally.calls, tally.products, tally.passed, tally.working.size(), tally.wrong.size(), tally.missing.size(),
+      tally.errors.size());
+}
+
+/// Replays, reports also where it cannot go on, and expects that nothing was wrong.
+void replay_all(const DeviceMesh& mesh, const std::string& name, size_t calls, size_t products) {
+  Replay replay(mesh);
+  std::string broken;
+  try {
+    for (const auto& file : sweep(opinfo_files(), 120)) {
+      broken = file.stem();
+      std::map<std::string, size_t> taken;
+      for (const auto& call : load_calls(file)) {
+        if (taken[name_of(call.op)]++ < calls) replay.replay(call, products);
+      }
+    }
+    broken.clear();
+  } catch (const std::exception& error) {
+    broken += std::string(": ") + error.what();
+  }
+  report(replay.tally, name);
+  for (const auto& [text, count] : replay.tally.wrong) ADD_FAILURE() << text;
+  ASSERT_EQ(broken, "");
+}
+
+TEST(OpInfo, one_mesh_dim) {
+  if (opinfo_files().empty()) GTEST_SKIP() << "no exported calls";
+  replay_all(line_mesh(), "1d", full_run() ? 400 : 2, full_run() ? 256 : 6);
+}
+
+TEST(OpInfo, two_mesh_dims) {
+  if (opinfo_files().empty() || world_size() != 4) GTEST_SKIP() << "no exported calls, or not 4 ranks";
+  replay_all(init_device_mesh(at::kCPU, {2, 2}, {"a", "b"}), "2x2", full_run() ? 400 : 1, full_run() ? 64 : 4);
+}
+
+} // namespace
+} // namespace tessera::testing

@@ -1,0 +1,129 @@
+#include <tessera/dtensor/debug.h>
+#include <tessera/dtensor/distribute_module.h>
+#include <tessera/dtensor/factories.h>
+#include <tessera/dtensor/local_map.h>
+#include <tessera/dtensor/register_sharding.h>
+#include <torch/library.h>
+
+#include "layouts.h"
+
+namespace tessera::testing {
+namespace {
+
+using at::Tensor;
+
+TEST(Factories, equal_plain_tensors_for_every_placement) {
+  const auto mesh = line_mesh();
+  for (const std::vector<int64_t>& sizes : std::vector<std::vector<int64_t>>{{5, 3}, {1}, {0, 2}, {2, 3, 4}}) {
+    auto placements = whole_placements(sizes, mesh.size());
+    for (const auto& partial : partials()) placements.push_back(partial);
+    for (const auto& placement : placements) {
+      SCOPED_TRACE(to_string(placement));
+      EXPECT_TENSORS_EQUAL(zeros(sizes, mesh, {placement}).full_tensor(), torch::zeros(sizes));
+      EXPECT_TENSORS_CLOSE(full(sizes, 2.5, mesh, {placement}).full_tensor(), torch::full(sizes, 2.5));
+      if (is_partial(placement)) continue;
+      EXPECT_TENSORS_EQUAL(ones(sizes, mesh, {placement}, torch::kLong).full_tensor(), torch::ones(sizes, torch::kLong));
+      torch::manual_seed(2);
+      const auto expected = torch::randn(sizes), uniform = torch::rand(sizes);
+      torch::manual_seed(2);
+      EXPECT_TENSORS_EQUAL(randn(sizes, mesh, {placement}).full_tensor(), expected);
+      EXPECT_TENSORS_EQUAL(rand(sizes, mesh, {placement}).full_tensor(), uniform);
+    }
+  }
+  EXPECT_TRUE(zeros({2}, mesh, {Replicate{}}, at::TensorOptions().requires_grad(true)).is_leaf());
+  EXPECT_TRUE(zeros({2}, mesh, {Replicate{}}, at::TensorOptions().requires_grad(true)).requires_grad());
+  EXPECT_EQ(empty({4, 2}, mesh, {Shard{0}}).sizes(), (std::vector<int64_t>{4, 2}));
+}
+
+TEST(LocalMap, runs_on_the_parts) {
+  const auto mesh = line_mesh();
+  const auto whole = torch::arange(24, torch::kDouble).view({8, 3});
+  const auto weight = torch::arange(6, torch::kDouble).view({3, 2});
+  const auto multiply = local_map(
+      [](const std::vector<Tensor>& t) {
+        return std::vector<Tensor>{t[0].mm(t[1]), t[0].sum(0)};
+      },
+      {{Shard{0}}, {Partial{}}}, {{Shard{0}}, {Replicate{}}}, {{8, 2}, {3}});
+  auto x = make(whole, mesh, {Replicate{}});
+  x.set_requires_grad(true);
+  const auto results = multiply({x, make(weight, mesh, {Shard{1}})});
+  EXPECT_TENSORS_CLOSE(results[0].full_tensor().detach(), whole.mm(weight));
+  EXPECT_TENSORS_CLOSE(results[1].full_tensor().detach(), whole.sum(0));
+  results[0].full_tensor().sum().backward();
+  EXPECT_TENSORS_CLOSE(DTensor(x.grad()).full_tensor(), torch::ones({8, 2}, torch::kDouble).mm(weight.t()));
+  EXPECT_THROWS_WITH(multiply({x}), "local_map: 1 arguments for 2 input placements");
+}
+
+TEST(DistributeModule, trains_like_the_plain_one) {
+  const auto mesh = line_mesh();
+  const auto build = [] {
+    torch::manual_seed(4);
+    return torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::ReLU(), torch::nn::Linear(8, 3));
+  };
+  auto plain = build(), sharded = build();
+  const auto handle = sharded->parameters()[0];
+  distribute_module(*sharded, mesh, [](const std::string& name, const Tensor&) -> Placements {
+    if (name == "0.weight" || name == "0.bias") return {Shard{0}};
+    if (name == "2.weight") return {Shard{1}};
+    return {Replicate{}};
+  });
+  EXPECT_TRUE(is_dtensor(handle));
+  const auto input = torch::randn({4, 6});
+  const auto x = make(input, mesh, {Replicate{}});
+  torch::optim::SGD first(plain->parameters(), 0.1), second(sharded->parameters(), 0.1);
+  for (int step = 0; step < 3; ++step) {
+    first.zero_grad();
+    second.zero_grad();
+    const auto expected = plain->forward(input).square().mean();
+    const auto actual = sharded->forward(Tensor(x)).square().mean();
+    EXPECT_TENSORS_CLOSE(DTensor(actual.detach()).full_tensor(), expected.detach());
+    expected.backward();
+    actual.backward();
+    first.step();
+    second.step();
+  }
+  EXPECT_EQ(DTensor(sharded->parameters()[2]).placements(), Placements{Shard{1}});
+  EXPECT_TENSORS_CLOSE(DTensor(sharded->parameters()[2].detach()).full_tensor(), plain->parameters()[2].detach());
+}
+
+Tensor scaled_product(const Tensor& a, const Tensor& b, double scale) { return a.mm(b) * scale; }
+
+TEST(RegisterSharding, serves_an_operator_of_the_program) {
+  static auto library = torch::Library(torch::Library::DEF, "tessera_test", std::nullopt, __FILE__, __LINE__);
+  static bool defined = false;
+  if (!defined) {
+    library.def("scaled_product(Tensor a, Tensor b, float scale) -> Tensor", &scaled_product);
+    register_sharding("tessera_test::scaled_product", "mk,kn->mn", "k");
+    defined = true;
+  }
+  const auto op = c10::Dispatcher::singleton()
+                      .findSchemaOrThrow("tessera_test::scaled_product", "")
+                      .typed<Tensor(const Tensor&, const Tensor&, double)>();
+  const auto mesh = line_mesh();
+  torch::manual_seed(6);
+  const auto a = torch::randn({5, 4}, torch::kDouble), b = torch::randn({4, 3}, torch::kDouble);
+  for (const auto& p : shards({5, 4})) {
+    for (const auto& q : shards({4, 3})) {
+      EXPECT_TENSORS_CLOSE(DTensor(op.call(make(a, mesh, {p}), make(b, mesh, {q}), 2.0)).full_tensor(), a.mm(b) * 2);
+    }
+  }
+  EXPECT_THROWS_WITH(register_sharding("tessera_test::scaled_product", "mk,kn->mn"),
+                     "register_sharding: tessera_test::scaled_product has a rule already");
+  EXPECT_THROWS_WITH(register_sharding("aten::mm", "mk,kn->mn"), "'aten::mm' is not the name of an operator outside aten");
+  EXPECT_THROWS_WITH(register_sharding("my::op", "mk"), "the pattern 'mk' of my::op has no '->'");
+}
+
+TEST(Picture, shows_each_rank) {
+  const auto mesh = line_mesh();
+  const auto n = mesh.size();
+  const auto text = picture(zeros({2 * n, 3}, mesh, {Shard{0}}));
+  EXPECT_NE(
+      text.find("\nrank " + std::to_string(n - 1) + ": [" + std::to_string(2 * n - 2) + ":" + std::to_string(2 * n) + ", 0:3]"),
+      std::string::npos)
+      << text;
+  EXPECT_NE(picture(zeros({2}, mesh, {Partial{}})).find("rank 0: [0:2] partial sum"), std::string::npos);
+  EXPECT_THROWS_WITH(picture(torch::ones({2})), "picture: this tensor is not a DTensor");
+}
+
+} // namespace
+} // namespace tessera::testing
