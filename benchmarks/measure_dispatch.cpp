@@ -119,7 +119,10 @@ void answer() {
     return [&, dims, call = std::move(call)]() -> nlohmann::json { return first.measure(dims, call); };
   };
   const auto step = [&](void (*run)(State&)) {
-    return [&, run]() -> nlohmann::json { return {warm([&] { run(plain_state); }, 5), warm([&] { run(sharded_state); }, 5)}; };
+    return [&, run]() -> nlohmann::json {
+      const at::NoGradGuard no_grad; // as optimizers step
+      return {warm([&] { run(plain_state); }, 5), warm([&] { run(sharded_state); }, 5)};
+    };
   };
   Commands commands;
   commands["add"] = warm_call(2000, [](const Tensors& t) { t[0].add(t[1]); });

@@ -69,7 +69,7 @@ class Execution {
     }
   }
 
-  c10::IValue locals_of(const c10::IValue& value, size_t& input, bool written) {
+  c10::IValue locals_of(c10::IValue& value, size_t& input, bool written) {
     const auto elements = value.toListRef();
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
@@ -79,9 +79,11 @@ class Execution {
       }
       return list;
     }
-    c10::List<at::Tensor> list;
-    list.reserve(elements.size());
-    for (const auto& element : elements) list.push_back(local_of(element, input++, written));
+    // The list is the call's own where nothing else holds it: its elements are replaced, which saves a copy of the list.
+    const bool own = value.use_count() == 1;
+    auto list = own ? std::move(value).toTensorList() : c10::List<at::Tensor>();
+    if (!own) list.resize(elements.size());
+    for (size_t i = 0; i < elements.size(); ++i) list.set(i, local_of(elements[i], input++, written));
     return list;
   }
 

@@ -141,6 +141,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (info.decomposition) return decompose(op, info, stack);
     no_rule(info, *stack, stack->size() - info.arguments.size());
   }
+  if (C10_UNLIKELY(rule->direct != nullptr) && rule->direct(op, stack)) return;
   const size_t begin = stack->size() - info.arguments.size();
   Origin origin{info.backward_matters && !at::GradMode::is_enabled() && in_derivative_formula()};
   CallKey key;

@@ -90,7 +90,7 @@ std::vector<Op> pointwise_ops() {
 
 std::vector<Op> reduction_ops() {
   std::vector<Op> ops;
-  const auto add = [&](std::string name, std::function<Tensor(const Tensor&)> run, bool differentiable = true) {
+  const auto add = [&](const std::string& name, const std::function<Tensor(const Tensor&)>& run, bool differentiable = true) {
     for (const auto& shapes : {kMatrix, kCube, Sizes{{7}}}) {
       ops.push_back({name, shapes, [run](const Tensors& t) { return run(t[0]); }, differentiable});
     }

@@ -14,7 +14,7 @@ std::vector<Placement> every_kind() {
   std::vector<Placement> result{Replicate{},       Shard{0}, Shard{-2}, StridedShard{1, 4}, RaggedShard{0, {3, 0, 2}},
                                 RaggedShard{2, {}}};
   for (const auto& partial : partials()) result.push_back(partial);
-  result.push_back(Partial{Partial::Op::kNorm, 1.5});
+  result.emplace_back(Partial{Partial::Op::kNorm, 1.5});
   return result;
 }
 

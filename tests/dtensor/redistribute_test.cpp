@@ -93,7 +93,7 @@ TEST(Redistribute, pairs_on_two_dims) {
   std::vector<Case> cases;
   for (const std::vector<int64_t>& sizes : std::vector<std::vector<int64_t>>{{5, 3}, {4, 2}, {1, 3}}) {
     auto single = whole_placements(sizes, 2);
-    single.push_back(Partial{});
+    single.emplace_back(Partial{});
     std::vector<Placements> pairs;
     for (const auto& a : single) {
       for (const auto& b : single) {

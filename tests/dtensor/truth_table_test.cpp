@@ -33,7 +33,7 @@ std::vector<Placement> choices(const Tensor& tensor) {
   std::vector<Placement> result{Replicate{}};
   for (const auto& shard : shards(tensor.sizes().vec())) result.push_back(shard);
   if (!is_real(tensor)) return result;
-  for (const auto op : {Op::kSum, Op::kAvg, Op::kMin, Op::kMax}) result.push_back(Partial{op});
+  for (const auto op : {Op::kSum, Op::kAvg, Op::kMin, Op::kMax}) result.emplace_back(Partial{op});
   return result;
 }
 
