@@ -15,6 +15,7 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <climits>
@@ -115,6 +116,9 @@ EnvironmentMap rank_environment(int rank, int ranks, int port, int pipe) {
   environment[kPipeVariable] = std::to_string(pipe);
   environment[kParentVariable] = std::to_string(getpid());
   environment.erase("TORCHELASTIC_RESTART_COUNT");
+  // Ranks that each take every core spin against one another: torchrun's guard, with this machine's share.
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  if (ranks > 1) environment.try_emplace("OMP_NUM_THREADS", std::to_string(std::max(1, cores / ranks)));
   return environment;
 }
 

@@ -17,7 +17,8 @@ struct LaunchOptions {
 /// when it threw (the message goes to the parent). Use it as `return tessera::launch(4, worker);` in `main`.
 /// In the first process it returns 0 when every rank did, and otherwise throws c10::Error with the first failing rank, its
 /// message or its signal, after the other ranks were stopped. The ranks die with the first process. The first process also hosts
-/// the store, on a free port of 127.0.0.1. An error when CUDA or a process group is already up, under another
+/// the store, on a free port of 127.0.0.1. Where OMP_NUM_THREADS is unset, each of several ranks gets its share of the machine's
+/// cores, at least one. An error when CUDA or a process group is already up, under another
 /// launcher, and for more than 1024 ranks.
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options = {});
 

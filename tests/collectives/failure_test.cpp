@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <algorithm>
+#include <thread>
+
 namespace tessera::testing {
 namespace {
 
@@ -31,6 +34,18 @@ TEST(Launch, every_rank_runs_the_worker) {
     for (int rank = 0; rank < ranks; ++rank)
       EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " done"));
   }
+}
+
+TEST(Launch, ranks_share_the_cores_where_omp_num_threads_is_unset) {
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    const auto result = run_program({"/usr/bin/env", "-u", "OMP_NUM_THREADS", program_folder() + "/rank_program", "threads",
+                                     "--ranks", std::to_string(ranks)});
+    EXPECT_EQ(result.status, 0) << result.output;
+    const std::string threads = " has OMP_NUM_THREADS=" + std::to_string(std::max(1, cores / ranks)) + "\n";
+    for (int rank = 0; rank < ranks; ++rank) EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + threads));
+  }
+  EXPECT_THAT(run("threads", 2, {{"OMP_NUM_THREADS", "3"}}).output, HasSubstr("rank 1 has OMP_NUM_THREADS=3"));
 }
 
 TEST(Failure, a_rank_that_throws_is_named_with_its_message) {

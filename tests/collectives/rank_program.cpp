@@ -46,6 +46,11 @@ void sums() {
   std::printf("rank %d of %d done\n", world.rank(), world.group->size());
 }
 
+void threads() {
+  const char* threads = std::getenv("OMP_NUM_THREADS");
+  std::printf("rank %d has OMP_NUM_THREADS=%s\n", tessera::process_context().rank(), threads ? threads : "unset");
+}
+
 void last_rank_throws() {
   World world;
   if (world.rank() == world.last()) throw std::runtime_error("no more data");
@@ -106,6 +111,7 @@ void different_sizes() {
 
 const std::map<std::string, std::function<void()>> scenarios{
     {"sums", sums},
+    {"threads", threads},
     {"last_rank_throws", last_rank_throws},
     {"last_rank_is_killed", last_rank_is_killed},
     {"killed_in_the_middle_of_an_all_gather", killed_in_the_middle_of_an_all_gather},
