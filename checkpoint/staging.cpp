@@ -66,7 +66,7 @@ Staging::Staging(const std::filesystem::path& target, bool overwrite)
     : target_(std::filesystem::absolute(target).lexically_normal()), overwrite_(overwrite) {
   if (!target_.has_filename()) target_ = target_.parent_path();
   TORCH_CHECK(overwrite || !std::filesystem::exists(std::filesystem::symlink_status(target_)), target_.string(),
-              " exists already; a checkpoint is never changed (SaveOptions::overwrite replaces it)");
+              " exists already; a checkpoint is never changed (SaveOptions::overwrite, or --overwrite of the tool, replaces it)");
   create_durably(target_.parent_path());
   remove_abandoned(target_);
   make_folder();

@@ -59,7 +59,10 @@ void worker() {
     loss.backward();
     torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0); // the global norm
     optimizer.step();
-    if (context.rank() == 0 && step % 20 == 0) std::printf("step %3d  loss of rank 0 %.4f\n", step, loss.item<double>());
+    if (context.rank() == 0 && step % 20 == 0) {
+      std::printf("step %3d  loss of rank 0 %.4f\n", step, loss.item<double>());
+      std::fflush(stdout);
+    }
   }
 
   const auto folder = std::filesystem::temp_directory_path() / "tessera-getting-started";

@@ -2,6 +2,7 @@
 // arguments, forward and backward, against the same call on plain tensors.
 //
 //   TESSERA_OPINFO_CALLS   the folder of the exported calls (set by ctest)
+//   TESSERA_OPINFO_PRODUCTS  of a call in a full run: at most so many (default 256, and 64 on 2x2)
 //   TESSERA_OPINFO_ONLY    names of OpInfos, separated by commas: only these
 #include "opinfo_replay.h"
 
@@ -209,14 +210,19 @@ void replay_all(const DeviceMesh& mesh, const std::string& name, size_t calls, s
   ASSERT_EQ(broken, "");
 }
 
+size_t most_products(size_t otherwise) {
+  const char* most = std::getenv("TESSERA_OPINFO_PRODUCTS");
+  return most ? std::min<size_t>(std::stoul(most), otherwise) : otherwise;
+}
+
 TEST(OpInfo, one_mesh_dim) {
   if (opinfo_files().empty()) GTEST_SKIP() << "no exported calls";
-  replay_all(line_mesh(), "1d", full_run() ? 400 : 2, full_run() ? 256 : 6);
+  replay_all(line_mesh(), "1d", full_run() ? 400 : 2, full_run() ? most_products(256) : 6);
 }
 
 TEST(OpInfo, two_mesh_dims) {
   if (opinfo_files().empty() || world_size() != 4) GTEST_SKIP() << "no exported calls, or not 4 ranks";
-  replay_all(init_device_mesh(at::kCPU, {2, 2}, {"a", "b"}), "2x2", full_run() ? 400 : 1, full_run() ? 64 : 4);
+  replay_all(init_device_mesh(at::kCPU, {2, 2}, {"a", "b"}), "2x2", full_run() ? 400 : 1, full_run() ? most_products(64) : 4);
 }
 
 } // namespace

@@ -102,6 +102,7 @@ TEST(CheckpointTool, MistakesAreErrors) {
   const auto path = (folder.path() / "c").string();
   EXPECT_EQ(run({}).status, 2);
   EXPECT_EQ(run({"inspect"}).status, 2);
+  EXPECT_THAT(run({"show", "x"}).output, HasSubstr("no command 'show' with 1 paths"));
   EXPECT_THAT(run({"inspect", path + "x"}).output,
               HasSubstr("tessera-checkpoint: " + path + "x is not a checkpoint: no such folder"));
   EXPECT_THAT(run({"convert", path, path}).output, HasSubstr("exists already"));

@@ -37,7 +37,7 @@ constexpr const char* kUsage = R"(tessera-checkpoint COMMAND PATH...
   inspect PATH     what the checkpoint holds: tensors with dtype, shape, layout and size, and values
   verify PATH      reads every byte and compares it with its checksum; status 1 when something is wrong
   diff PATH PATH   how two checkpoints differ, whatever their formats; status 1 when they do
-  convert FROM TO  writes FROM in another format
+  convert FROM TO  writes FROM in another format: --to=tessera, hugging-face or dcp; --exclude, --dtype, --overwrite
 
 PATH is a checkpoint of Tessera's, a Hugging Face folder, a folder of torch.distributed.checkpoint, or a safetensors file.)";
 
@@ -150,6 +150,7 @@ int run(const std::vector<char*>& arguments) {
   if (is("verify", 1)) return verify(words[1]);
   if (is("diff", 2)) return diff(words[1], words[2]);
   if (is("convert", 2)) return convert(words[1], words[2]);
+  if (!words.empty()) fmt::print(stderr, "tessera-checkpoint: no command '{}' with {} paths\n\n", words[0], words.size() - 1);
   fmt::print(stderr, "{}\n", kUsage);
   return 2;
 }
