@@ -109,7 +109,7 @@ void different_sizes() {
   world.group->all_reduce(tensor, ReduceOp::kSum, "loss").wait();
 }
 
-const std::map<std::string, std::function<void()>> scenarios{
+const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
     {"threads", threads},
     {"last_rank_throws", last_rank_throws},
@@ -124,7 +124,7 @@ const std::map<std::string, std::function<void()>> scenarios{
 void run(const std::string& scenario) {
   if (scenario == "rank_1_never_joins" && std::string(std::getenv("RANK")) == "1") block_forever();
   tessera::init_process_group();
-  if (const auto found = scenarios.find(scenario); found != scenarios.end()) found->second();
+  if (const auto found = kScenarios.find(scenario); found != kScenarios.end()) found->second();
 }
 
 } // namespace

@@ -29,7 +29,6 @@ ABSL_FLAG(bool, verify, true, "convert: check what is read against its checksums
 
 namespace {
 
-using tessera::checkpoint::Index;
 using tessera::checkpoint::Opened;
 
 constexpr const char* kUsage = R"(tessera-checkpoint COMMAND PATH...
