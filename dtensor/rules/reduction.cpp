@@ -119,6 +119,18 @@ void norm_local(const LocalCall& call) {
   call.finish(out >= 0 ? call.arg(out).toTensor().copy_(result) : result);
 }
 
+/// The kernel refuses an infinite norm of a part without elements: one that changes no maximum or minimum stands in.
+void foreach_norm_local(const LocalCall& call) {
+  const double p = call.arg(1).toScalar().toDouble();
+  const auto list = call.arg(0).toTensorList();
+  for (size_t i = 0; std::isinf(p) && i < list.size(); ++i) {
+    const at::Tensor local = list.get(i);
+    if (local.numel() > 0 || call.inputs[i]->numel() == 0) continue;
+    list.set(i, at::full({1}, p > 0 ? 0.0 : std::numeric_limits<double>::infinity(), local.options()));
+  }
+  call.op.callBoxed(*call.stack);
+}
+
 Factorize reduction(std::optional<Partial> partial, OpSet flows) {
   return [=](const OpCall& call) { return reduce(call, partial, flows); };
 }
@@ -138,7 +150,7 @@ void register_reductions(Registry& registry) {
   registry.add("any", {.factorize = reduction(Partial{Op::kMax}, ops({Op::kMax}))});
   registry.add("all", {.factorize = reduction(Partial{Op::kMin}, ops({Op::kMin}))});
   registry.add("norm linalg_vector_norm", {.factorize = norm, .local = norm_local, .static_scalars = true});
-  registry.add("_foreach_norm", {.factorize = norm, .foreach = true, .static_scalars = true});
+  registry.add("_foreach_norm", {.factorize = norm, .local = foreach_norm_local, .foreach = true, .static_scalars = true});
   registry.add(
       "max.dim max.dim_max min.dim min.dim_min argmax argmin logsumexp median nanmedian mode kthvalue aminmax var.correction "
       "std.correction var_mean.correction std_mean.correction",

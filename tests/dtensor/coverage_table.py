@@ -1,4 +1,5 @@
-"""Writes docs/dtensor_coverage.md from the reports of opinfo_test and truth_table_test: coverage_table.py FOLDER OUTPUT."""
+"""Writes docs/dtensor_coverage.md from the reports of opinfo_test: coverage_table.py FOLDER OUTPUT [LINE...]; lines are added to
+its heading."""
 
 import collections
 import pathlib
@@ -26,6 +27,14 @@ def by_operator(names):
     return grouped
 
 
+def shorten(error):
+    """An error without the shapes, placements and meshes of its case."""
+    operator, _, text = error.partition(": ")
+    text = re.split(r"; | \(| \[|, not ", text.removeprefix(operator + ": "))[0]
+    text = re.sub(r"\[[^]]*\]?|\([^)]*\)?", "…", text)
+    return f"`{operator.removeprefix('aten::')}`: {text}"
+
+
 def main():
     folder, output = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
     reports = [sections(folder / f"report-{mesh}.txt") for mesh in ("1d", "2x2")]
@@ -38,12 +47,12 @@ def main():
             missing[name] += int(count)
         for line in report["Errors"]:
             count, text = re.match(r"(\d+) x (.*)", line).groups()
-            errors[text] += int(count)
+            errors[shorten(text)] += int(count)
     lines = [
         "# Operators that run on sharded DTensors", "",
         "Made by `tests/dtensor/coverage_table.py` from a replay of PyTorch's OpInfo samples (`scripts/test-full opinfo`). An overload",
         "counts when a sample of it passes, forward and backward, with an argument that is split, without the fallback to whole tensors.",
-        "", f"**{len(working)} overloads work.**", "", "| operator | overloads |", "|---|---|",
+        *sys.argv[3:], "", f"**{len(working)} overloads work.**", "", "| operator | overloads |", "|---|---|",
     ]
     lines += [f"| `{name}` | {', '.join(overloads)} |" for name, overloads in by_operator(working).items()]
     lines += ["", f"## Run on whole tensors, or refused under StrictSharding: {len(missing)}", "",

@@ -30,6 +30,7 @@ OpResult run_call(const OpCall& call, const std::function<Tensor(const Tensor&, 
   size_t index = 0;
   auto stack = with_tensors(call.arguments, [&](const Tensor& tensor) {
     const size_t i = index++;
+    result.narrow |= at::isFloatingType(tensor.scalar_type()) && tensor.scalar_type() != at::kDouble;
     auto leaf = place(tensor, i);
     if (tensor.requires_grad()) leaves.push_back(leaf.set_requires_grad(true));
     auto argument = is_written[i] && tensor.requires_grad() ? leaf.clone() : leaf;
@@ -65,7 +66,7 @@ OpResult run_call(const OpCall& call, const std::function<Tensor(const Tensor&, 
 
 namespace {
 
-std::string compare(const Tensor& actual, const Tensor& expected, const char* what) {
+std::string compare(const Tensor& actual, const Tensor& expected, const char* what, bool narrow) {
   if (actual.defined() != expected.defined()) {
     // No gradient is a gradient of zeros.
     const auto& some = actual.defined() ? actual : expected;
@@ -90,16 +91,16 @@ std::string compare(const Tensor& actual, const Tensor& expected, const char* wh
     mine = torch::view_as_real(mine.contiguous());
     theirs = torch::view_as_real(theirs.contiguous());
   }
-  const bool wide = mine.scalar_type() == torch::kDouble;
+  const bool wide = mine.scalar_type() == torch::kDouble && !narrow;
   const auto verdict = tensors_close(mine, theirs, wide ? 1e-7 : 1e-4, wide ? 1e-8 : 1e-5);
   return verdict ? "" : fmt::format("{}: {}", what, verdict.message());
 }
 
-std::string compare_all(const std::vector<Tensor>& actual, const std::vector<Tensor>& expected, const char* what) {
+std::string compare_all(const std::vector<Tensor>& actual, const std::vector<Tensor>& expected, const char* what, bool narrow) {
   if (actual.size() != expected.size()) return fmt::format("{}: {} tensors, not {}", what, actual.size(), expected.size());
   std::string text;
   for (size_t i = 0; i < actual.size(); ++i) {
-    auto part = compare(actual[i], expected[i], what); // every rank compares all: some compare with a collective
+    auto part = compare(actual[i], expected[i], what, narrow); // every rank compares all: some compare with a collective
     if (text.empty()) text = std::move(part);
   }
   return text;
@@ -109,9 +110,9 @@ std::string compare_all(const std::vector<Tensor>& actual, const std::vector<Ten
 
 std::string difference(const OpResult& actual, const OpResult& expected, bool outputs_too) {
   // Every rank compares all: some compare with a collective.
-  auto text = outputs_too ? compare_all(actual.outputs, expected.outputs, "output") : "";
-  for (const auto& other : {compare_all(actual.written, expected.written, "written argument"),
-                            compare_all(actual.gradients, expected.gradients, "gradient")}) {
+  auto text = outputs_too ? compare_all(actual.outputs, expected.outputs, "output", expected.narrow) : "";
+  for (const auto& other : {compare_all(actual.written, expected.written, "written argument", expected.narrow),
+                            compare_all(actual.gradients, expected.gradients, "gradient", expected.narrow)}) {
     if (text.empty()) text = other;
   }
   return text;

@@ -18,6 +18,7 @@ namespace tessera::testing {
 /// What one call gives: its tensors, what it wrote, the gradients of its inputs.
 struct OpResult {
   std::vector<at::Tensor> outputs, written, gradients;
+  bool narrow = false; ///< an argument has a type narrower than double: results are compared as such
 };
 
 /// Runs `call` with the tensors that `place` makes of its arguments (tensor, index), and its backward where an argument requires
