@@ -83,6 +83,7 @@ at::Tensor to_local(const at::Tensor& dtensor) {
 
 DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placements& placements,
                    std::optional<std::vector<int64_t>> global_sizes, const std::optional<std::vector<int64_t>>& global_strides) {
+  TORCH_CHECK(local.defined(), "from_local: the tensor is undefined");
   TORCH_CHECK(!is_dtensor(local), "from_local: the tensor is a DTensor already");
   TORCH_CHECK(local.device().type() == mesh.device_type(), "from_local: the tensor is on ", local.device(), ", but the mesh is ",
               mesh.to_string());

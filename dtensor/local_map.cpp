@@ -7,6 +7,7 @@ std::function<std::vector<DTensor>(const std::vector<DTensor>&)> local_map(
     const std::vector<std::vector<int64_t>>& output_sizes) {
   TORCH_CHECK(output_sizes.empty() || output_sizes.size() == outputs.size(), "local_map: ", outputs.size(), " outputs, but ",
               output_sizes.size(), " output_sizes");
+  TORCH_CHECK(function, "local_map: the function is empty");
   return [=](const std::vector<DTensor>& arguments) {
     TORCH_CHECK(arguments.size() == inputs.size() && !arguments.empty(), "local_map: ", arguments.size(), " arguments for ",
                 inputs.size(), " input placements");
@@ -17,6 +18,7 @@ std::function<std::vector<DTensor>(const std::vector<DTensor>&)> local_map(
                 outputs.size(), " output placements");
     std::vector<DTensor> wrapped;
     for (size_t r = 0; r < results.size(); ++r) {
+      TORCH_CHECK(results[r].defined(), "local_map: output ", r, " of the function is undefined");
       const auto sizes = output_sizes.empty() ? std::nullopt : std::optional(output_sizes[r]);
       wrapped.push_back(from_local(results[r], arguments[0].mesh(), outputs[r], sizes));
     }

@@ -96,9 +96,13 @@ PendingDTensor DTensor::redistribute_async(const Placements& placements) const {
   return PendingDTensor(std::move(state));
 }
 
-bool PendingDTensor::is_completed() const { return state_->result.has_value() || state_->deferred.work.is_completed(); }
+bool PendingDTensor::is_completed() const {
+  TORCH_CHECK(state_, "is_completed: this PendingDTensor was moved from");
+  return state_->result.has_value() || state_->deferred.work.is_completed();
+}
 
 DTensor PendingDTensor::wait() {
+  TORCH_CHECK(state_, "wait: this PendingDTensor was moved from");
   auto& state = *state_;
   if (state.result) return *state.result;
   state.deferred.work.wait();

@@ -51,6 +51,7 @@ void normalize(const DeviceMesh& mesh, Placements& placements, c10::IntArrayRef 
   TORCH_CHECK(mesh.defined(), "a DTensor needs a mesh");
   TORCH_CHECK(static_cast<int64_t>(placements.size()) == mesh.ndim(),
               "one placement a mesh dim is needed: ", describe(mesh, placements, sizes));
+  for (const auto size : sizes) TORCH_CHECK(size >= 0, "sizes must not be negative: ", describe(mesh, placements, sizes));
   const auto ndim = static_cast<int64_t>(sizes.size());
   const Partial* reduction = nullptr;
   for (size_t i = 0; i < placements.size(); ++i) {

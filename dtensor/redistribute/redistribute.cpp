@@ -118,7 +118,7 @@ const std::vector<RedistributeStep>& planned(const Spec& from, const Spec& to) {
 
 at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
                     redistribute::Deferred* deferred) {
-  auto result = local;
+  auto result = local.is_conj() || local.is_neg() ? local.resolve_conj().resolve_neg() : local; // collectives move plain bytes
   auto current = from.placements();
   const auto steps = planned(from, to); // a copy: collectives may run other code of this thread
   for (const auto& step : steps) {

@@ -73,6 +73,8 @@ TEST(Spec, refuses_what_does_not_fit) {
   EXPECT_THROWS_WITH(intern({RaggedShard{0, {}}}), "RaggedShard needs one extent a rank of mesh dim 0: ");
   EXPECT_THROWS_WITH(intern({RaggedShard{2, std::vector<int64_t>(n, 1)}}), "RaggedShard dim 2 is out of range: ");
   EXPECT_THROWS_WITH(intern({Partial{Partial::Op::kNorm, -1}}), "the p of Partial(norm) must be positive and finite: ");
+  EXPECT_THROWS_WITH(Spec::intern(mesh, {Shard{0}}, {-1, 3}, at::kFloat),
+                     "sizes must not be negative: placements (Shard(0)) on a tensor of shape [-1, 3] and " + mesh_text());
   if (n != 4) return;
   const auto grid = init_device_mesh(at::kCPU, {2, 2});
   EXPECT_THROWS_WITH(Spec::intern(grid, {Shard{0}, RaggedShard{0, {2, 3}}}, {5, 3}, at::kFloat),
@@ -122,6 +124,19 @@ TEST(Api, from_local_and_to_local) {
   EXPECT_THROWS_WITH(DTensor(torch::ones({2})),
                      "DTensor: this tensor is not a DTensor; make one with distribute_tensor or from_local");
   EXPECT_THROWS_WITH(to_local(torch::ones({2})), "to_local: this tensor is not a DTensor");
+}
+
+TEST(Api, parts_with_a_pending_conjugate_or_sign_move_as_their_values) {
+  const auto mesh = line_mesh();
+  const auto whole = torch::randn({4 * mesh.size(), 3}, torch::kComplexDouble);
+  for (const auto& lazy : {whole.conj(), at::imag(whole.conj())}) {
+    const auto value = lazy.resolve_conj().resolve_neg();
+    const auto part = from_local(lazy.narrow(0, 4 * mesh.local_rank(), 4), mesh, {Shard{0}});
+    EXPECT_TENSORS_EQUAL(part.full_tensor(), value);
+    EXPECT_TENSORS_EQUAL(part.redistribute({Shard{1}}).full_tensor(), value);
+    EXPECT_TENSORS_EQUAL(part.redistribute_async({Replicate{}}).wait().local(), value);
+    EXPECT_TENSORS_CLOSE(from_local(lazy, mesh, {Partial{}}).full_tensor(), value * mesh.size());
+  }
 }
 
 TEST(Api, gradients_flow_to_leaves_of_every_layout) {
@@ -177,6 +192,13 @@ TEST(Errors, say_what_to_do) {
   EXPECT_THROWS_WITH(tensor.to(at::kMeta), "a DTensor stays on its mesh's device (cpu), not meta");
   EXPECT_THROWS_WITH(tensor.view({7, 2}), "aten::view: shape [7, 2] is invalid for a tensor of shape [5, 3]");
   EXPECT_THROWS_WITH(Tensor(tensor).t_(), "aten::t_: no sharding rule for this operator");
+  EXPECT_THROWS_WITH(from_local(at::Tensor(), mesh, {Shard{0}}), "from_local: the tensor is undefined");
+  auto pending = tensor.redistribute_async({Replicate{}});
+  auto taken = std::move(pending);
+  EXPECT_TENSORS_EQUAL(taken.wait().local(), values());
+  EXPECT_THROWS_WITH(pending.wait(), "wait: this PendingDTensor was moved from"); // NOLINT(bugprone-use-after-move)
+  EXPECT_THROWS_WITH(pending.is_completed(),
+                     "is_completed: this PendingDTensor was moved from"); // NOLINT(bugprone-use-after-move)
   const auto other = init_device_mesh(at::kCPU, {mesh.size()}, {"other"});
   EXPECT_THROWS_WITH(tensor + make(values(), other, {Shard{0}}), "aten::add.Tensor: the arguments lie on different meshes: ");
   EXPECT_THROWS_WITH(distribute_tensor(tensor, mesh, {Shard{0}}),

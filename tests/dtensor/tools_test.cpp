@@ -52,6 +52,9 @@ TEST(LocalMap, runs_on_the_parts) {
   results[0].full_tensor().sum().backward();
   EXPECT_TENSORS_CLOSE(DTensor(x.grad()).full_tensor(), torch::ones({8, 2}, torch::kDouble).mm(weight.t()));
   EXPECT_THROWS_WITH(multiply({x}), "local_map: 1 arguments for 2 input placements");
+  EXPECT_THROWS_WITH(local_map({}, {{Shard{0}}}, {{Shard{0}}}), "local_map: the function is empty");
+  const auto nothing = [](const std::vector<Tensor>&) { return std::vector<Tensor>(1); };
+  EXPECT_THROWS_WITH(local_map(nothing, {{Shard{0}}}, {{Shard{0}}})({x}), "local_map: output 0 of the function is undefined");
 }
 
 TEST(DistributeModule, trains_like_the_plain_one) {
