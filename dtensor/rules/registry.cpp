@@ -2,10 +2,12 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <absl/strings/ascii.h>
 #include <absl/strings/str_cat.h>
 #include <absl/strings/str_split.h>
 #include <absl/strings/strip.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 
@@ -141,6 +143,14 @@ void register_sharding(const std::string& op, const std::string& pattern, const 
   TORCH_CHECK(op.find("::") != std::string::npos && !absl::StartsWith(op, "aten::"), "register_sharding: '", op,
               "' is not the name of an operator outside aten, as \"my::attention\"");
   TORCH_CHECK(pattern.find("->") != std::string::npos, "register_sharding: the pattern '", pattern, "' of ", op, " has no '->'");
+  constexpr std::string_view kSigns = "*~.,->";
+  TORCH_CHECK(std::all_of(pattern.begin(), pattern.end(),
+                          [&](char c) { return absl::ascii_isalpha(c) || kSigns.find(c) != std::string_view::npos; }),
+              "register_sharding: the pattern '", pattern, "' of ", op, " may hold letters, '*', '~', '...', ',' and '->' only");
+  for (const char letter : summed) {
+    TORCH_CHECK(absl::ascii_isalpha(letter) && pattern.find(letter) != std::string::npos, "register_sharding: '", letter,
+                "' is to be summed, but is no letter of the pattern '", pattern, "' of ", op);
+  }
   auto& rules = rules::UserRules::instance();
   const std::lock_guard lock(rules.mutex);
   const bool added = rules.by_name

@@ -114,6 +114,10 @@ TEST(RegisterSharding, serves_an_operator_of_the_program) {
                      "register_sharding: tessera_test::scaled_product has a rule already");
   EXPECT_THROWS_WITH(register_sharding("aten::mm", "mk,kn->mn"), "'aten::mm' is not the name of an operator outside aten");
   EXPECT_THROWS_WITH(register_sharding("my::op", "mk"), "the pattern 'mk' of my::op has no '->'");
+  EXPECT_THROWS_WITH(register_sharding("my::op", "m?->m"), "may hold letters, '*', '~', '...', ',' and '->' only");
+  EXPECT_THROWS_WITH(register_sharding("my::op", "m\xC3\xA4->m"), "may hold letters");
+  EXPECT_THROWS_WITH(register_sharding("my::op", "mk->m", "z"),
+                     "'z' is to be summed, but is no letter of the pattern 'mk->m' of my::op");
 }
 
 TEST(Picture, shows_each_rank) {
