@@ -124,7 +124,7 @@ void foreach_norm_local(const LocalCall& call) {
   const double p = call.arg(1).toScalar().toDouble();
   const auto list = call.arg(0).toTensorList();
   for (size_t i = 0; std::isinf(p) && i < list.size(); ++i) {
-    const at::Tensor local = list.get(i);
+    const at::Tensor& local = list.get(i);
     if (local.numel() > 0 || call.inputs[i]->numel() == 0) continue;
     list.set(i, at::full({1}, p > 0 ? 0.0 : std::numeric_limits<double>::infinity(), local.options()));
   }
