@@ -55,7 +55,7 @@ def main():
         *sys.argv[3:], "", f"**{len(working)} overloads work.**", "", "| operator | overloads |", "|---|---|",
     ]
     lines += [f"| `{name}` | {', '.join(overloads)} |" for name, overloads in by_operator(working).items()]
-    lines += ["", f"## Run on whole tensors, or refused under StrictSharding: {len(missing)}", "",
+    lines += ["", f"## Without a rule: run on whole tensors where that is safe, else and under StrictSharding an error: {len(missing)}", "",
               ", ".join(f"`{name.removeprefix('aten::')}`" for name in sorted(missing)), "",
               f"## Errors: {len(errors)}", "", "| products | error |", "|---|---|"]
     lines += [f"| {count} | {text.replace('|', chr(92) + '|')} |" for text, count in sorted(errors.items())]
