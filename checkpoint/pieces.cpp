@@ -55,8 +55,7 @@ std::vector<Piece> pieces_of_dtensor(const DTensorMeta& meta) {
   if (!mesh.coordinate()) return {};
   check_has_data(meta.local);
   const auto& placements = meta.spec->placements();
-  const bool strided =
-      std::any_of(placements.begin(), placements.end(), [](const auto& p) { return std::holds_alternative<StridedShard>(p); });
+  const bool strided = std::any_of(placements.begin(), placements.end(), is_strided);
   if (strided && !meta.spec->ragged() && !meta.spec->has_partial()) return pieces_of_ranges(meta.local, *meta.spec);
   return pieces_of_local(meta.local, local_boxes(meta.spec->sizes(), meta.spec->placements(), mesh.shape(), *mesh.coordinate()));
 }

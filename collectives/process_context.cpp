@@ -16,10 +16,13 @@
 #include <algorithm>
 #include <csignal>
 #include <fstream>
+#include <functional>
+#include <future>
 #include <map>
 #include <mutex>
 #include <numeric>
 #include <set>
+#include <thread>
 #include <tuple>
 
 namespace tessera {
@@ -60,6 +63,19 @@ std::string host_identity() {
   return c10::str(name.c_str(), " ", boot);
 }
 
+/// What `connect` returns, unless that takes longer than `timeout`: its thread is then left behind. TCPStore has no time limit
+/// for a process that accepts the connection and never answers.
+c10::intrusive_ptr<c10d::Store> within(std::chrono::milliseconds timeout,
+                                       std::function<c10::intrusive_ptr<c10d::Store>()> connect) {
+  std::packaged_task<c10::intrusive_ptr<c10d::Store>()> task(std::move(connect));
+  auto store = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (store.wait_for(timeout) == std::future_status::timeout)
+    C10_THROW_ERROR(DistNetworkError,
+                    c10::str("timed out after ", timeout.count(), " ms: what listens there does not answer as a store does"));
+  return store.get();
+}
+
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
   if (job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
   c10d::TCPStoreOptions options;
@@ -67,8 +83,10 @@ c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::ch
   options.isServer = job.rank == 0 && !job.store_is_hosted;
   options.waitWorkers = false; // `join` waits, and says who is missing
   options.timeout = timeout;
+  constexpr std::chrono::seconds kGrace(2); // the store's own timeout says more
   try {
-    return c10::make_intrusive<c10d::TCPStore>(job.store_host, options);
+    return within(timeout + kGrace,
+                  [host = job.store_host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
   } catch (const std::exception& error) {
     C10_THROW_ERROR(DistNetworkError, c10::str("init_process_group on rank ", job.rank, " of ", job.world_size, ": cannot ",
                                                options.isServer ? "open" : "reach", " the store at ", job.store_host, ":",

@@ -6,7 +6,7 @@ namespace tessera {
 
 namespace {
 
-Work copy(const at::Tensor& output, const at::Tensor& input) {
+Work copy_into(const at::Tensor& output, const at::Tensor& input) {
   if (output.numel() > 0 && output.const_data_ptr() != input.const_data_ptr())
     output.view({-1}).copy_(input.view({-1}), /*non_blocking=*/true);
   return {};
@@ -19,11 +19,11 @@ class SingleRankCommunicator final : public Communicator {
 
   Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
     check_all_gather(*this, output, input, label);
-    return copy(output, input);
+    return copy_into(output, input);
   }
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
     check_reduce_scatter(*this, output, input, op, label);
-    return copy(output, input);
+    return copy_into(output, input);
   }
   Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
     check_all_reduce(*this, tensor, op, label);
@@ -34,7 +34,7 @@ class SingleRankCommunicator final : public Communicator {
     check_all_to_all(*this, output, input, output_splits, input_splits, label);
     TORCH_CHECK(output.numel() == input.numel(), describe(*this, CollectiveKind::kAllToAll, label), ": output has ",
                 output.numel(), " elements, input ", input.numel());
-    return copy(output, input);
+    return copy_into(output, input);
   }
   Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
     check_broadcast(*this, tensor, root, label);

@@ -85,6 +85,7 @@ DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placem
                    std::optional<std::vector<int64_t>> global_sizes, const std::optional<std::vector<int64_t>>& global_strides) {
   TORCH_CHECK(local.defined(), "from_local: the tensor is undefined");
   TORCH_CHECK(!is_dtensor(local), "from_local: the tensor is a DTensor already");
+  TORCH_CHECK(local.layout() == at::kStrided, "from_local: the tensor's layout is ", local.layout(), "; pass a strided one");
   TORCH_CHECK(local.device().type() == mesh.device_type(), "from_local: the tensor is on ", local.device(), ", but the mesh is ",
               mesh.to_string());
   TORCH_CHECK(static_cast<int64_t>(placements.size()) == mesh.ndim(), "from_local: one placement a mesh dim is needed, not ",
@@ -98,13 +99,13 @@ DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placem
 namespace {
 
 /// Along one mesh dim, the first rank sends each rank its part. `whole` is only read there.
-at::Tensor scatter(const at::Tensor& whole, const DeviceMesh& mesh, int64_t mesh_dim, const Placement& placement) {
+at::Tensor scatter(const at::Tensor& whole, const DeviceMesh& mesh, int64_t mesh_dim, const Placement& placement,
+                   const std::string& label) {
   const auto ranks = mesh.size(mesh_dim), rank = mesh.local_rank(mesh_dim);
   const auto communicator = mesh.communicator(mesh_dim);
-  constexpr auto kLabel = "distribute_tensor";
   if (!is_sharded(placement)) {
     auto buffer = whole.clone(at::MemoryFormat::Contiguous);
-    communicator->broadcast(buffer.view(-1), 0, kLabel).wait();
+    communicator->broadcast(buffer.view(-1), 0, label).wait();
     return buffer;
   }
   auto output = at::empty(redistribute::part_sizes(whole.sizes().vec(), placement, ranks, rank), whole.options());
@@ -119,13 +120,14 @@ at::Tensor scatter(const at::Tensor& whole, const DeviceMesh& mesh, int64_t mesh
     }
     input = at::cat(parts);
   }
-  communicator->all_to_all(output.view(-1), input, output_splits, input_splits, kLabel).wait();
+  communicator->all_to_all(output.view(-1), input, output_splits, input_splits, label).wait();
   return output;
 }
 
 /// Mesh dims left to right; a rank takes part once the ranks that it receives from hold their part.
 at::Tensor scatter(at::Tensor local, const Spec& spec) {
   const auto& mesh = spec.mesh();
+  const auto label = "distribute_tensor: " + spec.to_string();
   int64_t merged = 0;
   for (int64_t i = 0; i < mesh.ndim(); ++i) {
     auto placement = spec.placements()[i];
@@ -136,7 +138,7 @@ at::Tensor scatter(at::Tensor local, const Spec& spec) {
     for (int64_t j = i + 1; j < mesh.ndim(); ++j) ready = ready && mesh.local_rank(j) == 0;
     if (mesh.size(i) == 1 && !is_sharded(placement)) continue;
     if (ready && mesh.size(i) > 1) {
-      local = scatter(local, mesh, i, placement);
+      local = scatter(local, mesh, i, placement, label);
     } else if (is_sharded(placement)) { // alone, or its values come with a later mesh dim
       local = redistribute::part_of(local, placement, mesh.size(i), mesh.local_rank(i));
     }
@@ -147,7 +149,10 @@ at::Tensor scatter(at::Tensor local, const Spec& spec) {
 } // namespace
 
 DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements) {
+  TORCH_CHECK(tensor.defined(), "distribute_tensor: the tensor is undefined");
   TORCH_CHECK(!is_dtensor(tensor), "distribute_tensor: the tensor is a DTensor already; use redistribute");
+  TORCH_CHECK(tensor.layout() == at::kStrided, "distribute_tensor: the tensor's layout is ", tensor.layout(),
+              "; only strided tensors can be sharded: pass tensor.to_dense()");
   const auto plain = tensor.detach().to(mesh.device());
   const auto spec = Spec::intern(mesh, placements, plain.sizes().vec(), plain.scalar_type());
   at::NoGradGuard no_grad;

@@ -54,6 +54,7 @@ using Placements = c10::SmallVector<Placement, 2>;
 
 inline bool is_replicate(const Placement& placement) { return std::holds_alternative<Replicate>(placement); }
 inline bool is_partial(const Placement& placement) { return std::holds_alternative<Partial>(placement); }
+inline bool is_strided(const Placement& placement) { return std::holds_alternative<StridedShard>(placement); }
 /// Shard, RaggedShard or StridedShard: each rank holds a part of the elements.
 inline bool is_sharded(const Placement& placement) { return !is_replicate(placement) && !is_partial(placement); }
 

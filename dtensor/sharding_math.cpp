@@ -31,9 +31,7 @@ void append_part(std::vector<Extent>& result, const std::vector<Extent>& held, E
   }
 }
 
-bool has_strided(const Placements& placements) {
-  return std::any_of(placements.begin(), placements.end(), [](const auto& p) { return std::holds_alternative<StridedShard>(p); });
-}
+bool has_strided(const Placements& placements) { return std::any_of(placements.begin(), placements.end(), is_strided); }
 
 } // namespace
 

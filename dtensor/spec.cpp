@@ -5,11 +5,13 @@
 #include <absl/strings/ascii.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <mutex>
 #include <numeric>
 
@@ -52,6 +54,9 @@ void normalize(const DeviceMesh& mesh, Placements& placements, c10::IntArrayRef 
   TORCH_CHECK(static_cast<int64_t>(placements.size()) == mesh.ndim(),
               "one placement a mesh dim is needed: ", describe(mesh, placements, sizes));
   for (const auto size : sizes) TORCH_CHECK(size >= 0, "sizes must not be negative: ", describe(mesh, placements, sizes));
+  uint64_t numel = 0;
+  TORCH_CHECK(!c10::safe_multiplies_u64(sizes, &numel) && numel <= std::numeric_limits<int64_t>::max(),
+              "the tensor has more elements than 64 bits count: ", describe(mesh, placements, sizes));
   const auto ndim = static_cast<int64_t>(sizes.size());
   const Partial* reduction = nullptr;
   for (size_t i = 0; i < placements.size(); ++i) {

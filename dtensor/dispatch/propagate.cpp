@@ -191,7 +191,7 @@ class Search {
     for (size_t m = 0; m < call_.tensors[0].spec->placements().size(); ++m) {
       if (m != mesh_dim_) others.push_back(call_.tensors[0].spec->placements()[m]);
     }
-    if (std::holds_alternative<StridedShard>(*current(0))) return;
+    if (is_strided(*current(0))) return;
     const auto results = factors_.map(*current(0), others, ranks());
     if (results.empty()) return;
     auto signature = replicated();

@@ -213,8 +213,7 @@ double redistribute_cost(const Placement& from, const Placement& to, const MoveS
   const auto through = [&](const Placement& middle) {
     return redistribute_cost(from, middle, size, ranks) + redistribute_cost(middle, to, size, ranks);
   };
-  const auto strided = [](const Placement& p) { return std::holds_alternative<StridedShard>(p); };
-  if ((strided(from) && is_sharded(to)) || (strided(to) && is_sharded(from))) return through(Replicate{});
+  if ((is_strided(from) && is_sharded(to)) || (is_strided(to) && is_sharded(from))) return through(Replicate{});
   const bool to_norm = is_partial(to) && std::get<Partial>(to).op == Partial::Op::kNorm;
   if (to_norm && is_sharded(from)) return std::numeric_limits<double>::infinity();
   const double whole = largest_part(Replicate{}, size.sizes, ranks) * size.element;

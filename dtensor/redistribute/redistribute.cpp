@@ -5,6 +5,8 @@
 
 #include <absl/container/flat_hash_map.h>
 #include <c10/core/ScalarType.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <mutex>
@@ -17,8 +19,6 @@ namespace tessera {
 namespace {
 
 using redistribute::Transition;
-
-bool is_strided(const Placement& placement) { return std::holds_alternative<StridedShard>(placement); }
 
 at::Tensor apply_strided(const at::Tensor& local, const Transition& t, bool from_strided);
 
@@ -75,7 +75,7 @@ at::Tensor apply_strided(const at::Tensor& local, const Transition& t, bool from
 }
 
 Transition make_transition(const Spec& spec, const DeviceMesh& line, const Placements& current, const RedistributeStep& step,
-                           std::string_view label) {
+                           const std::string& label) {
   const auto& mesh = spec.mesh();
   auto view = view_without(spec.sizes(), mesh.shape(), *mesh.coordinate(), current, step.mesh_dims);
   const auto shift = [&view](Placement placement) {
@@ -84,7 +84,7 @@ Transition make_transition(const Spec& spec, const DeviceMesh& line, const Place
     return placement;
   };
   const auto mesh_dim = step.mesh_dims.size() > 1 ? 0 : step.mesh_dims[0];
-  return Transition{line, mesh_dim, std::move(view.sizes), shift(current[step.mesh_dims[0]]), shift(step.to), std::string(label)};
+  return Transition{line, mesh_dim, std::move(view.sizes), shift(current[step.mesh_dims[0]]), shift(step.to), label};
 }
 
 } // namespace
@@ -103,15 +103,23 @@ bool same_local(const Spec& from, const Spec& to) {
 
 namespace {
 
-/// The steps from one spec to another, kept by thread: the search costs more than most moves of small tensors.
-const std::vector<RedistributeStep>& planned(const Spec& from, const Spec& to) {
+struct Plan {
+  std::vector<RedistributeStep> steps;
+  std::string text; ///< what moves: part of each collective's label, so that ranks notice that they move different things
+};
+
+/// The plan from one spec to another, kept by thread: the search costs more than most moves of small tensors.
+const Plan& planned(const Spec& from, const Spec& to) {
   constexpr size_t kMost = 4096;
-  thread_local absl::flat_hash_map<std::pair<uint64_t, uint64_t>, std::vector<RedistributeStep>> plans;
+  thread_local absl::flat_hash_map<std::pair<uint64_t, uint64_t>, Plan> plans;
   if (plans.size() >= kMost) plans.clear();
   const auto [entry, added] = plans.try_emplace(std::pair(from.id(), to.id()));
   if (added) {
-    entry->second = plan_redistribute(from.placements(), to.placements(), from.mesh().shape(), from.sizes(),
-                                      static_cast<double>(c10::elementSize(from.dtype())));
+    auto steps = plan_redistribute(from.placements(), to.placements(), from.mesh().shape(), from.sizes(),
+                                   static_cast<double>(c10::elementSize(from.dtype())));
+    auto text =
+        fmt::format(": [{}] {} -> {}", fmt::join(from.sizes(), ", "), to_string(from.placements()), to_string(to.placements()));
+    entry->second = {std::move(steps), std::move(text)};
   }
   return entry->second;
 }
@@ -120,11 +128,12 @@ at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, s
                     redistribute::Deferred* deferred) {
   auto result = local.is_conj() || local.is_neg() ? local.resolve_conj().resolve_neg() : local; // collectives move plain bytes
   auto current = from.placements();
-  const auto steps = planned(from, to); // a copy: collectives may run other code of this thread
-  for (const auto& step : steps) {
+  const auto plan = planned(from, to); // a copy: collectives may run other code of this thread
+  const auto text = std::string(label) + plan.text;
+  for (const auto& step : plan.steps) {
     const auto line = step.mesh_dims.size() > 1 ? from.mesh().flatten() : from.mesh();
-    auto transition = make_transition(from, line, current, step, label);
-    if (&step == &steps.back()) transition.deferred = deferred;
+    auto transition = make_transition(from, line, current, step, text);
+    if (&step == &plan.steps.back()) transition.deferred = deferred;
     result = apply(result, transition);
     for (const auto m : step.mesh_dims) current[m] = step.to;
   }

@@ -62,8 +62,7 @@ void draw_local(const LocalCall& call) {
   const auto& sizes = spec.sizes();
   const auto numel = spec.numel();
   if (spec.is_replicated() && local.strides() == c10::IntArrayRef(spec.strides())) return call.op.callBoxed(*call.stack);
-  const bool one_range = std::none_of(spec.placements().begin(), spec.placements().end(),
-                                      [](const auto& p) { return std::holds_alternative<StridedShard>(p); });
+  const bool one_range = std::none_of(spec.placements().begin(), spec.placements().end(), is_strided);
   const bool in_pieces = local.is_cpu() && one_range && !spec.has_partial() && numel > kPiece && draws_in_order(call.op) &&
                          spec.strides() == contiguous_strides(sizes);
   const auto row = in_pieces ? numel / sizes[0] : 1;

@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <unistd.h>
 #include <algorithm>
 #include <thread>
 
@@ -181,21 +184,38 @@ std::string free_port() {
   return std::to_string(c10d::TCPStore("127.0.0.1", options).getPort());
 }
 
+// How a rank of two ends that looks for the store at this port.
+std::string error_of_rank(const std::string& rank, const std::string& port) {
+  const auto result = run_program({program_folder() + "/rank_program", "sums"}, {{"RANK", rank},
+                                                                                 {"WORLD_SIZE", "2"},
+                                                                                 {"MASTER_ADDR", "127.0.0.1"},
+                                                                                 {"MASTER_PORT", port},
+                                                                                 {"TESSERA_TIMEOUT_SECONDS", "1"}});
+  EXPECT_EQ(result.status, 1);
+  return result.output.substr(std::min(result.output.rfind("error: "), result.output.size())); // c10d logs before it
+}
+
+TEST(Store, what_accepts_the_connection_and_never_answers_is_an_error_at_the_timeout) {
+  const int listening = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  ASSERT_EQ(bind(listening, reinterpret_cast<sockaddr*>(&address), length), 0);
+  ASSERT_EQ(listen(listening, 4), 0);
+  ASSERT_EQ(getsockname(listening, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  EXPECT_THAT(error_of_rank("1", std::to_string(ntohs(address.sin_port))),
+              AllOf(HasSubstr("error: init_process_group on rank 1 of 2: cannot reach the store at 127.0.0.1:"),
+                    HasSubstr("what listens there does not answer as a store does")));
+  close(listening);
+}
+
 TEST(Store, one_that_cannot_be_opened_or_reached_is_an_error_in_a_line) {
   c10d::TCPStoreOptions options;
   options.port = 0;
   options.isServer = true;
   options.waitWorkers = false;
   const c10d::TCPStore somebody("127.0.0.1", options);
-  const auto error_of_rank = [](const std::string& rank, const std::string& port) {
-    const auto result = run_program({program_folder() + "/rank_program", "sums"}, {{"RANK", rank},
-                                                                                   {"WORLD_SIZE", "2"},
-                                                                                   {"MASTER_ADDR", "127.0.0.1"},
-                                                                                   {"MASTER_PORT", port},
-                                                                                   {"TESSERA_TIMEOUT_SECONDS", "1"}});
-    EXPECT_EQ(result.status, 1);
-    return result.output.substr(std::min(result.output.rfind("error: "), result.output.size())); // c10d logs before it
-  };
   EXPECT_THAT(error_of_rank("0", std::to_string(somebody.getPort())),
               AllOf(HasSubstr("error: init_process_group on rank 0 of 2: cannot open the store at 127.0.0.1:"),
                     HasSubstr("EADDRINUSE"), Not(HasSubstr("frame #"))));

@@ -75,6 +75,9 @@ TEST(Spec, refuses_what_does_not_fit) {
   EXPECT_THROWS_WITH(intern({Partial{Partial::Op::kNorm, -1}}), "the p of Partial(norm) must be positive and finite: ");
   EXPECT_THROWS_WITH(Spec::intern(mesh, {Shard{0}}, {-1, 3}, at::kFloat),
                      "sizes must not be negative: placements (Shard(0)) on a tensor of shape [-1, 3] and " + mesh_text());
+  EXPECT_THROWS_WITH(Spec::intern(mesh, {Shard{0}}, {int64_t{1} << 40, int64_t{1} << 40}, at::kFloat),
+                     "the tensor has more elements than 64 bits count: placements (Shard(0)) on a tensor of shape "
+                     "[1099511627776, 1099511627776]");
   if (n != 4) return;
   const auto grid = init_device_mesh(at::kCPU, {2, 2});
   EXPECT_THROWS_WITH(Spec::intern(grid, {Shard{0}, RaggedShard{0, {2, 3}}}, {5, 3}, at::kFloat),
@@ -195,6 +198,10 @@ TEST(Errors, say_what_to_do) {
   EXPECT_THROWS_WITH(tensor.view({7, 2}), "aten::view: shape [7, 2] is invalid for a tensor of shape [5, 3]");
   EXPECT_THROWS_WITH(Tensor(tensor).t_(), "aten::t_: no sharding rule for this operator");
   EXPECT_THROWS_WITH(from_local(at::Tensor(), mesh, {Shard{0}}), "from_local: the tensor is undefined");
+  EXPECT_THROWS_WITH(distribute_tensor(at::Tensor(), mesh, {Shard{0}}), "distribute_tensor: the tensor is undefined");
+  EXPECT_THROWS_WITH(from_local(values().to_sparse(), mesh, {Shard{0}}), "from_local: the tensor's layout is Sparse");
+  EXPECT_THROWS_WITH(distribute_tensor(values().to_sparse(), mesh, {Shard{0}}),
+                     "distribute_tensor: the tensor's layout is Sparse; only strided tensors can be sharded");
   auto pending = tensor.redistribute_async({Replicate{}});
   auto taken = std::move(pending);
   EXPECT_TENSORS_EQUAL(taken.wait().local(), values());
@@ -212,6 +219,42 @@ struct Warnings : c10::WarningHandler {
   void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
   std::vector<std::string> texts;
 };
+
+/// The message of `call` on ranks of which the last disagrees, each time in a group of its own: one that failed is of no more
+/// use.
+void expect_disagreement(const std::function<void(const DeviceMesh&, bool)>& call, const std::vector<std::string>& texts) {
+  static int rotation = 0;
+  const auto n = process_context().world_size();
+  std::vector<int64_t> ranks(n);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  if (++rotation >= n) GTEST_SKIP() << "needs more ranks";
+  std::rotate(ranks.begin(), ranks.begin() + rotation, ranks.end());
+  const auto mesh = make_device_mesh(at::kCPU, {n}, ranks);
+  std::string message;
+  try {
+    call(mesh, process_context().rank() == n - 1);
+  } catch (const c10::Error& error) {
+    message = error.what_without_backtrace();
+  }
+  EXPECT_NE(message.find("the ranks of the group called different collectives"), std::string::npos) << message;
+  for (const auto& text : texts) EXPECT_NE(message.find(text), std::string::npos) << message;
+}
+
+TEST(Disagreement, on_the_shape_that_is_distributed) {
+  expect_disagreement(
+      [](const DeviceMesh& mesh, bool odd) {
+        distribute_tensor(odd ? torch::ones({3, 4}) : torch::ones({4, 3}), mesh, {Replicate{}});
+      },
+      {"'distribute_tensor: float[4, 3] (Replicate())", "'distribute_tensor: float[3, 4] (Replicate())"});
+}
+
+TEST(Disagreement, on_the_placement_of_local_parts) {
+  expect_disagreement(
+      [](const DeviceMesh& mesh, bool odd) {
+        from_local(torch::ones({2, 2}), mesh, {Shard{odd ? 1 : 0}}).full_tensor();
+      },
+      {"(Shard(0)) -> (Replicate())", "(Shard(1)) -> (Replicate())"});
+}
 
 TEST(Fallback, runs_on_whole_tensors_with_one_warning) {
   const auto mesh = line_mesh();
