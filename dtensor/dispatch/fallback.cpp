@@ -78,8 +78,11 @@ const SpecPtr* first_spec(const Stack& stack, size_t begin) {
   return nullptr;
 }
 
-/// A derivative formula makes plain zeros, the same on every rank, and writes DTensors into them: they become replicated
-/// DTensors.
+/// Whether a decomposition runs whose own plain tensors are the same on every rank.
+thread_local bool decomposes_alike = false;
+
+/// A derivative formula or a decomposition makes plain zeros, the same on every rank, and writes DTensors into them: they become
+/// replicated DTensors.
 void adopt_temporaries(const OpInfo& info, const Stack& stack, size_t begin) {
   const auto* spec = first_spec(stack, begin);
   for (size_t i = 0; spec && i < info.arguments.size(); ++i) {
@@ -106,13 +109,22 @@ void decompose(const c10::OperatorHandle& op, const OpInfo& info, Stack* stack) 
   constexpr int kDeepest = 64;
   thread_local int depth = 0;
   struct Level {
-    Level() { ++depth; }
-    ~Level() { --depth; }
-  } const level;
+    explicit Level(bool alike) : before_(decomposes_alike) {
+      ++depth;
+      decomposes_alike = alike;
+    }
+    ~Level() {
+      --depth;
+      decomposes_alike = before_;
+    }
+
+   private:
+    bool before_;
+  } const level(!has_plain_tensors(*stack, stack->size() - info.arguments.size()));
   if (depth > kDeepest) no_rule(info, *stack, stack->size() - info.arguments.size());
   // What a decomposition makes of its own (masks, ranges) is the same on every rank.
   std::optional<ImplicitReplication> own_constants;
-  if (!has_plain_tensors(*stack, stack->size() - info.arguments.size())) own_constants.emplace();
+  if (decomposes_alike) own_constants.emplace();
   op.callBoxedForDispatchKey(*info.decomposition, *stack);
 }
 
@@ -146,7 +158,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   Origin origin{info.backward_matters && !at::GradMode::is_enabled() && in_derivative_formula()};
   CallKey key;
   if (C10_UNLIKELY(origin.backward_formula)) key.push_back(1);
-  if (C10_UNLIKELY(origin.backward_formula && info.writes)) adopt_temporaries(info, *stack, begin);
+  if (C10_UNLIKELY(info.writes && (origin.backward_formula || decomposes_alike))) adopt_temporaries(info, *stack, begin);
   const auto state = make_key(info, *stack, begin, key);
   const bool cacheable = state == KeyState::kComplete;
   if (C10_UNLIKELY(state == KeyState::kPlainTensor && !at::GradMode::is_enabled())) {

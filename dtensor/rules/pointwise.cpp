@@ -15,7 +15,8 @@ struct Family {
 const Family kFamilies[] = {
     // Unary, and others without a Partial form.
     {"abs acos acosh angle asin asinh atan2 atan atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift "
-     "bitwise_xor celu copysign cos cosh digamma elu eq erfinv floor_divide fmod frac gcd ge gelu gt hardswish heaviside hypot "
+     "bitwise_xor celu complex copysign cos cosh digamma elu eq erfinv floor_divide fmod frac gcd ge gelu gt hardswish heaviside "
+     "hypot "
      "i0 "
      "igamma igammac isinf isnan isneginf isposinf lcm le lgamma log_sigmoid_forward logical_and logical_not logical_or "
      "logical_xor "

@@ -194,6 +194,14 @@ Factorization reordered(const OpCall& call) {
   return factors;
 }
 
+/// The last dim becomes the diagonal of two dims, which are whole.
+Factorization diag_embed(const OpCall& call) {
+  const auto ndim = static_cast<int64_t>(call.tensors[0].sizes.size()) + 1;
+  const auto first = call.dim("dim1", ndim, -2), second = call.dim("dim2", ndim, -1);
+  const bool last = std::min(first, second) == ndim - 2 && std::max(first, second) == ndim - 1;
+  return last ? pattern_factors(call, "...*->...**") : whole_factors(call);
+}
+
 } // namespace
 
 void register_shapes(Registry& registry) {
@@ -208,6 +216,7 @@ void register_shapes(Registry& registry) {
   registry.add("unfold", {.factorize = unfold, .view = true});
   registry.add("glu glu_backward", {.factorize = gated});
   registry.add("flip roll", {.factorize = reordered});
+  registry.add("diag_embed", {.factorize = diag_embed});
   registry.add("tril triu", {.factorize = matrix});
 }
 

@@ -60,7 +60,7 @@ bool grouped(const OpCall& call) { return call.integer("groups", 1) != 1; }
 Factorization convolution(const OpCall& call) {
   const bool bias = call.tensors.size() > 2 && call.tensors[2].defined;
   const bool transposed = call.flag("transposed", false);
-  if (grouped(call)) return pattern_factors(call, "n~,~,~->n~");
+  if (grouped(call)) return pattern_factors(call, "n*~,**~,*->n*~");
   auto factors = even_channels(pattern_factors(call, transposed ? "nk~,ko~,o->no~" : "nk~,ok~,o->no~", bias ? "" : "k"));
   if (!bias) factors.partial = {{1, kLinearOps}, {2, kLinearOps}};
   return factors;
@@ -69,7 +69,7 @@ Factorization convolution(const OpCall& call) {
 /// The sums over the batch, and over the output channels, of what each rank finds.
 Factorization convolution_backward(const OpCall& call) {
   const bool transposed = call.flag("transposed", false);
-  auto factors = grouped(call) ? pattern_factors(call, "n~,n~,~->n~,~,~", "n")
+  auto factors = grouped(call) ? pattern_factors(call, "n*~,n*~,**~->n*~,**~,*", "n")
                                : pattern_factors(call, transposed ? "no~,nk~,ko~->nk~,ko~,o" : "no~,nk~,ok~->nk~,ok~,o", "no");
   factors.partial.push_back({1, kLinearOps});
   return even_channels(std::move(factors));

@@ -193,6 +193,37 @@ std::vector<Op> shape_ops() {
   return ops;
 }
 
+/// Attention with as many heads of keys as of queries, with groups of queries, and with one key for all; convolutions with and
+/// without groups.
+std::vector<Op> network_ops() {
+  std::vector<Op> ops;
+  for (const int64_t key_heads : {4, 2, 1}) {
+    const Sizes shapes{{2, 4, 3, 2}, {2, key_heads, 5, 2}, {2, key_heads, 5, 2}};
+    const auto attend = [](const Tensors& t, const std::optional<Tensor>& mask, bool causal) {
+      return torch::scaled_dot_product_attention(t[0], t[1], t[2], mask, 0.0, causal, std::nullopt, true);
+    };
+    const auto heads = " with " + std::to_string(key_heads) + " key heads";
+    ops.push_back({"attention" + heads, shapes, [attend](const Tensors& t) { return attend(t, std::nullopt, false); }});
+    ops.push_back({"causal attention" + heads, shapes, [attend](const Tensors& t) { return attend(t, std::nullopt, true); }});
+    auto masked = shapes;
+    masked.push_back({3, 5});
+    ops.push_back({"masked attention" + heads, masked, [attend](const Tensors& t) { return attend(t, t[3].detach(), false); }});
+  }
+  const auto convolve = [](int64_t groups) {
+    return [groups](const Tensors& t) {
+      const auto bias = t.size() > 2 ? std::optional(t[2]) : std::nullopt;
+      return torch::convolution(t[0], t[1], bias, {1, 1}, {1, 1}, {1, 1}, false, {0, 0}, groups);
+    };
+  };
+  ops.push_back({"conv2d", {{5, 2, 3, 3}, {4, 2, 3, 3}, {4}}, convolve(1)});
+  ops.push_back({"conv2d of groups", {{5, 4, 3, 3}, {4, 2, 3, 3}, {4}}, convolve(2)});
+  ops.push_back({"conv2d of groups without bias", {{2, 4, 3, 3}, {4, 1, 3, 3}}, convolve(4)});
+  ops.push_back({"diag_embed", {{5, 3}}, [](const Tensors& t) { return torch::diag_embed(t[0]); }});
+  ops.push_back({"diag_embed elsewhere", {{5, 3}}, [](const Tensors& t) { return torch::diag_embed(t[0], 1, 0, 2); }});
+  ops.push_back({"complex", kSame, [](const Tensors& t) { return torch::real(torch::complex(t[0], t[1]).square()); }});
+  return ops;
+}
+
 std::string label(const Op& op, const std::vector<Placement>& placements) {
   std::string text = op.name + " of";
   for (size_t i = 0; i < placements.size(); ++i)
@@ -257,6 +288,7 @@ TEST(Ops, pointwise) { check_all(pointwise_ops(), 16); }
 TEST(Ops, reductions) { check_all(reduction_ops(), 10); }
 TEST(Ops, matrices) { check_all(matrix_ops(), 32); }
 TEST(Ops, shapes) { check_all(shape_ops(), 16); }
+TEST(Ops, networks) { check_all(network_ops(), 24); }
 
 TEST(Ops, two_mesh_dims) {
   if (world_size() != 4) GTEST_SKIP() << "needs 4 ranks";
