@@ -217,10 +217,10 @@ TEST(Redistribute, norms_of_narrow_types_do_not_overflow) {
 
 TEST(Redistribute, a_norm_has_no_sign) {
   const auto mesh = line_mesh();
-  EXPECT_THROWS_WITH(
-      make(-values({2}), mesh, {Replicate{}}).redistribute({Partial{Partial::Op::kNorm}}),
-      "redistribute: a tensor with negative values cannot be turned into a Partial(norm 2), which has no sign; redistribute "
-      "the Partial tensors beside it to Replicate first");
+  EXPECT_THROWS_WITH(make(-values({2}), mesh, {Replicate{}}).redistribute({Partial{Partial::Op::kNorm}}),
+                     "redistribute: [2] (Replicate()) -> (Partial(norm 2)): a tensor with negative values cannot be turned into "
+                     "a Partial(norm 2), which has no sign; redistribute "
+                     "the Partial tensors beside it to Replicate first");
 }
 
 TEST(Redistribute, gradients) {
