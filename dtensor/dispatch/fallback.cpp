@@ -6,6 +6,7 @@
 #include <absl/container/flat_hash_set.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <mutex>
 #include <typeinfo>
@@ -78,8 +79,8 @@ const SpecPtr* first_spec(const Stack& stack, size_t begin) {
   return nullptr;
 }
 
-/// Whether a decomposition runs whose own plain tensors are the same on every rank.
-thread_local bool decomposes_alike = false;
+/// Whether a decomposition runs that writes temporaries of its own only, and whose plain tensors are the same on every rank.
+thread_local bool has_own_temporaries = false;
 
 /// A derivative formula or a decomposition makes plain zeros, the same on every rank, and writes DTensors into them: they become
 /// replicated DTensors.
@@ -105,27 +106,29 @@ bool has_plain_tensors(const Stack& stack, size_t begin) {
 }
 
 /// Runs the operator as others. A kernel that ends in the operator itself is no decomposition.
-void decompose(const c10::OperatorHandle& op, const OpInfo& info, Stack* stack) {
+void decompose(const c10::OperatorHandle& op, const OpInfo& info, c10::DispatchKey key, Stack* stack) {
   constexpr int kDeepest = 64;
   thread_local int depth = 0;
   struct Level {
-    explicit Level(bool alike) : before_(decomposes_alike) {
+    explicit Level(bool own) : before_(has_own_temporaries) {
       ++depth;
-      decomposes_alike = alike;
+      has_own_temporaries = before_ || own;
     }
     ~Level() {
       --depth;
-      decomposes_alike = before_;
+      has_own_temporaries = before_;
     }
 
    private:
     bool before_;
-  } const level(!has_plain_tensors(*stack, stack->size() - info.arguments.size()));
+  };
+  const bool no_plain = !has_plain_tensors(*stack, stack->size() - info.arguments.size());
+  const Level level(no_plain && !info.writes);
   if (depth > kDeepest) no_rule(info, *stack, stack->size() - info.arguments.size());
   // What a decomposition makes of its own (masks, ranges) is the same on every rank.
   std::optional<ImplicitReplication> own_constants;
-  if (decomposes_alike) own_constants.emplace();
-  op.callBoxedForDispatchKey(*info.decomposition, *stack);
+  if (no_plain) own_constants.emplace();
+  op.callBoxedForDispatchKey(key, *stack);
 }
 
 /// An operator that is run on whole tensors, where that moves data: an error under StrictSharding, else a warning, once.
@@ -150,19 +153,19 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   if (C10_UNLIKELY(!rule || rule->handler || rule->decompose)) {
     if (rule && rule->handler) return rule->handler(op, stack);
     if (rule) return op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
-    if (info.decomposition) return decompose(op, info, stack);
+    if (info.decomposition) return decompose(op, info, *info.decomposition, stack);
     no_rule(info, *stack, stack->size() - info.arguments.size());
   }
   if (C10_UNLIKELY(rule->direct != nullptr) && rule->direct(op, stack)) return;
   const size_t begin = stack->size() - info.arguments.size();
-  Origin origin{info.backward_matters && !at::GradMode::is_enabled() && in_derivative_formula()};
+  Origin origin{has_own_temporaries || (info.backward_matters && !at::GradMode::is_enabled() && in_derivative_formula())};
   CallKey key;
-  if (C10_UNLIKELY(origin.backward_formula)) key.push_back(1);
-  if (C10_UNLIKELY(info.writes && (origin.backward_formula || decomposes_alike))) adopt_temporaries(info, *stack, begin);
+  if (C10_UNLIKELY(origin.own_temporaries)) key.push_back(1);
+  if (C10_UNLIKELY(origin.own_temporaries && info.writes)) adopt_temporaries(info, *stack, begin);
   const auto state = make_key(info, *stack, begin, key);
   const bool cacheable = state == KeyState::kComplete;
   if (C10_UNLIKELY(state == KeyState::kPlainTensor && !at::GradMode::is_enabled())) {
-    origin.backward_formula = origin.backward_formula || in_derivative_formula();
+    origin.own_temporaries = origin.own_temporaries || in_derivative_formula();
   }
   auto plan = cacheable ? plans.find(key) : nullptr;
   if (plan) {
@@ -176,6 +179,22 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   execute(op, info, *plan, stack);
 }
 
+/// Operators that autograd takes apart before the DTensor key sees them, and that make plain tensors of their own or write into
+/// what they compute.
+constexpr std::array kComposites{
+    "_scaled_dot_product_attention_math",  "combinations", "cosine_similarity", "istft", "linalg_matrix_rank.atol_rtol_float",
+    "linalg_matrix_rank.atol_rtol_tensor", "one_hot",      "rms_norm"};
+
+void run_composite(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  constexpr auto kKernel = c10::DispatchKey::CompositeImplicitAutograd;
+  if (first_spec(*stack, stack->size() - op.schema().arguments().size())) return decompose(op, op_info(op), kKernel, stack);
+  op.callBoxedForDispatchKey(kKernel, *stack);
+}
+
+void register_composites(torch::Library& library) {
+  for (const auto* name : kComposites) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_composite>());
+}
+
 } // namespace
 
 CacheStatistics cache_statistics() { return {hits, misses, plans.size()}; }
@@ -183,5 +202,8 @@ void clear_cache() { plans.clear(); }
 
 } // namespace dispatch
 } // namespace tessera
+
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { tessera::dispatch::register_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { tessera::dispatch::register_composites(library); }
 
 TORCH_LIBRARY_IMPL(_, Fake, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&tessera::dispatch::run>()); }

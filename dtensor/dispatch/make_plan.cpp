@@ -93,7 +93,7 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
     if (argument.out || (position >= 0 && tensor.index >= 0 && tensor.index != position)) continue;
     call.tensors.push_back(tensor);
     source.push_back(i);
-    const bool may_move = origin.backward_formula && tensor.index < 0 && tensor.spec;
+    const bool may_move = origin.own_temporaries && tensor.index < 0 && tensor.spec;
     if (argument.written && may_move) fixed_outputs.assign(fixed_outputs.size(), nullptr);
     fixed.push_back(argument.written && !may_move);
   }
@@ -193,7 +193,7 @@ void check_geometry(const OpInfo& info, const std::vector<rules::Geometry>& geom
 Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin, Origin origin) {
   const auto all = collect(info, stack, begin);
   OpCall call{info.name, op.schema(), c10::ArrayRef<c10::IValue>(stack).slice(begin), {}, all.mesh};
-  const bool plain_allowed = info.rule->plain_is_replicate || implicit_replication_enabled() || origin.backward_formula;
+  const bool plain_allowed = info.rule->plain_is_replicate || implicit_replication_enabled() || origin.own_temporaries;
   check_plain(all, info, op.schema(), plain_allowed, stack, begin);
   Plan plan;
   plan.inputs.resize(all.tensors.size());

@@ -25,9 +25,9 @@ struct Plan {
 
 /// Where a call comes from.
 struct Origin {
-  /// A derivative formula of autograd: what it writes are temporaries of its own, whose placement may change, and the plain
-  /// tensors that it makes (zeros) are the same on every rank.
-  bool backward_formula = false;
+  /// A derivative formula of autograd, or a decomposition that writes no argument: what it writes are temporaries of its own,
+  /// whose placement may change, and the plain tensors that it makes (zeros) are the same on every rank.
+  bool own_temporaries = false;
 };
 
 /// Sharding propagation for the call at the end of `stack`. Throws where no placement is possible.

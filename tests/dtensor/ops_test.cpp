@@ -149,6 +149,8 @@ std::vector<Op> matrix_ops() {
       {"bmm", {{2, 3, 2}, {2, 2, 3}}, [](const Tensors& t) { return t[0].bmm(t[1]); }},
       {"baddbmm", {{2, 3, 3}, {2, 3, 2}, {2, 2, 3}}, [](const Tensors& t) { return torch::baddbmm(t[0], t[1], t[2]); }},
       {"mv", {{5, 3}, {3}}, [](const Tensors& t) { return t[0].mv(t[1]); }},
+      {"addmv", {{5}, {5, 3}, {3}}, [](const Tensors& t) { return torch::addmv(t[0], t[1], t[2], 2, 3); }},
+      {"addmv of one", {{1}, {5, 3}, {3}}, [](const Tensors& t) { return torch::addmv(t[0], t[1], t[2]); }},
       {"dot", {{7}, {7}}, [](const Tensors& t) { return t[0].dot(t[1]); }},
       {"linear", {{5, 3}, {4, 3}, {4}}, [](const Tensors& t) { return torch::linear(t[0], t[1], t[2]); }},
       {"matmul batch", {{2, 3, 2}, {2, 4}}, [](const Tensors& t) { return t[0].matmul(t[1].add(0)); }},
@@ -218,6 +220,11 @@ std::vector<Op> network_ops() {
   ops.push_back({"conv2d", {{5, 2, 3, 3}, {4, 2, 3, 3}, {4}}, convolve(1)});
   ops.push_back({"conv2d of groups", {{5, 4, 3, 3}, {4, 2, 3, 3}, {4}}, convolve(2)});
   ops.push_back({"conv2d of groups without bias", {{2, 4, 3, 3}, {4, 1, 3, 3}}, convolve(4)});
+  ops.push_back({"causal attention without heads", {{2, 3, 4}, {2, 5, 4}, {2, 5, 4}}, [](const Tensors& t) {
+                   return torch::scaled_dot_product_attention(t[0], t[1], t[2], std::nullopt, 0.0, true);
+                 }});
+  ops.push_back({"rms_norm", {{5, 3}, {3}}, [](const Tensors& t) { return torch::rms_norm(t[0], {3}, t[1]); }});
+  ops.push_back({"cosine_similarity", kSame, [](const Tensors& t) { return torch::cosine_similarity(t[0], t[1]); }});
   ops.push_back({"diag_embed", {{5, 3}}, [](const Tensors& t) { return torch::diag_embed(t[0]); }});
   ops.push_back({"diag_embed elsewhere", {{5, 3}}, [](const Tensors& t) { return torch::diag_embed(t[0], 1, 0, 2); }});
   ops.push_back({"complex", kSame, [](const Tensors& t) { return torch::real(torch::complex(t[0], t[1]).square()); }});
