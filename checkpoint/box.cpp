@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <unordered_set>
 
 namespace tessera::checkpoint {
 
@@ -86,6 +87,27 @@ struct Part {
   }
 };
 
+// The dim in which the boxes start at the most places.
+size_t most_cut_dim(const std::vector<const Box*>& boxes) {
+  size_t most = 0, dim = 0;
+  for (size_t d = 0; d < boxes[0]->sizes.size(); ++d) {
+    std::unordered_set<int64_t> starts;
+    for (const auto* box : boxes) starts.insert(box->offsets[d]);
+    if (starts.size() > most) {
+      most = starts.size();
+      dim = d;
+    }
+  }
+  return dim;
+}
+
+bool overlap(const Box& a, const Box& b) {
+  for (size_t d = 0; d < a.sizes.size(); ++d) {
+    if (a.offsets[d] >= b.offsets[d] + b.sizes[d] || b.offsets[d] >= a.offsets[d] + a.sizes[d]) return false;
+  }
+  return true;
+}
+
 } // namespace
 
 int64_t Box::numel() const {
@@ -106,6 +128,26 @@ std::optional<Box> intersect(const Box& a, const Box& b) {
     common.sizes[d] = high - low;
   }
   return common;
+}
+
+std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<const Box*>& boxes) {
+  std::vector<size_t> order; // of the boxes that hold something
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    if (boxes[i]->numel() > 0) order.push_back(i);
+  }
+  if (order.size() < 2) return std::nullopt;
+  if (boxes[0]->sizes.empty()) return std::pair(order[0], order[1]);
+  // Sorted by their start in one dim, boxes can only meet until the first one that starts after their end.
+  const auto dim = most_cut_dim(boxes);
+  const auto start = [&](size_t i) { return boxes[i]->offsets[dim]; };
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return start(a) < start(b); });
+  for (auto a = order.begin(); a != order.end(); ++a) {
+    const auto end = start(*a) + boxes[*a]->sizes[dim];
+    for (auto b = a + 1; b != order.end() && start(*b) < end; ++b) {
+      if (overlap(*boxes[*a], *boxes[*b])) return std::minmax(*a, *b);
+    }
+  }
+  return std::nullopt;
 }
 
 bool fits(const Box& inner, const std::vector<int64_t>& sizes) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <tessera/dtensor/placement.h>
@@ -25,6 +26,10 @@ Box whole(const std::vector<int64_t>& sizes);
 
 /// The common part; nothing when the boxes are disjoint. Both have the same number of dims.
 std::optional<Box> intersect(const Box& a, const Box& b);
+
+/// Two of these boxes, all of the same number of dims, that have an element in common; nothing when there are none. Empty boxes
+/// have none.
+std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<const Box*>& boxes);
 
 /// True when `inner` lies within a tensor of these sizes.
 bool fits(const Box& inner, const std::vector<int64_t>& sizes);

@@ -97,12 +97,9 @@ void check_tensor(const Index& index, IndexedTensor& tensor, const std::string& 
   TORCH_CHECK(covered == numel, where, ": its chunks hold ", covered, " of ", numel, " elements");
   auto& chunks = tensor.chunks;
   std::sort(chunks.begin(), chunks.end(), [](const Chunk& a, const Chunk& b) { return a.box.offsets < b.box.offsets; });
-  for (size_t i = 0; i < chunks.size() && !tensor.sizes.empty(); ++i) {
-    for (size_t j = i + 1; j < chunks.size() && chunks[j].box.offsets[0] < chunks[i].box.offsets[0] + chunks[i].box.sizes[0];
-         ++j) {
-      TORCH_CHECK(!intersect(chunks[i].box, chunks[j].box), where, ": its chunks overlap");
-    }
-  }
+  std::vector<const Box*> boxes;
+  for (const auto& chunk : chunks) boxes.push_back(&chunk.box);
+  TORCH_CHECK(!find_overlap(boxes), where, ": its chunks overlap");
 }
 
 void check_names(const Index& index, const std::string& source) {
@@ -179,8 +176,7 @@ std::string encode_index(const Index& index) {
 
 Index parse_index(std::string_view text, const std::string& source) {
   const auto newline = text.find('\n');
-  TORCH_CHECK(newline != std::string_view::npos && text.starts_with(R"({"tessera_checkpoint": )"), source,
-              ": not the index of a checkpoint");
+  TORCH_CHECK(newline != std::string_view::npos && text.starts_with(kIndexStart), source, ": not the index of a checkpoint");
   TORCH_CHECK(text.starts_with(R"({"tessera_checkpoint": 1,)"), source,
               ": a version of the format that this library does not read, or damaged");
   TORCH_CHECK(text.substr(0, newline + 1) == first_line(text.substr(newline + 1)), source,

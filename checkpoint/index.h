@@ -16,6 +16,8 @@
 namespace tessera::checkpoint {
 
 inline constexpr const char* kIndexName = "index.json";
+/// How every version of it begins.
+inline constexpr const char* kIndexStart = R"({"tessera_checkpoint": )";
 /// In the metadata of our data files: they are whole only together with an index.
 inline constexpr const char* kOwnKey = "tessera_checkpoint";
 /// Data is checksummed in blocks of this many bytes, counted from the start of each chunk.

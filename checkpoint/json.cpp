@@ -10,7 +10,47 @@ namespace tessera::checkpoint {
 
 namespace {
 
-constexpr int kMaxDepth = 16;
+constexpr size_t kMaxDepth = 16;
+
+// What the parser itself lets pass: keys that appear twice, and deep nesting. A pass of its own, because a callback makes the
+// parser go over a whole array or object at the end of each of its items.
+class Checker : public nlohmann::json_sax<Json> {
+ public:
+  explicit Checker(const std::string& source) : source_(source) {}
+
+  bool start_object(size_t /*size*/) override { return open(); }
+  bool start_array(size_t /*size*/) override { return open(); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+  bool key(std::string& key) override {
+    TORCH_CHECK(keys_.back().insert(key).second, source_, ": key \"", key, "\" appears twice");
+    return true;
+  }
+  bool null() override { return true; }
+  bool boolean(bool /*value*/) override { return true; }
+  bool number_integer(int64_t /*value*/) override { return true; }
+  bool number_unsigned(uint64_t /*value*/) override { return true; }
+  bool number_float(double /*value*/, const std::string& /*text*/) override { return true; }
+  bool string(std::string& /*value*/) override { return true; }
+  bool binary(Json::binary_t& /*value*/) override { return true; }
+  bool parse_error(size_t /*position*/, const std::string& /*token*/, const Json::exception& error) override {
+    TORCH_CHECK(false, source_, ": not valid JSON: ", error.what());
+  }
+
+ private:
+  bool open() {
+    TORCH_CHECK(keys_.size() < kMaxDepth, source_, ": JSON nested deeper than ", kMaxDepth);
+    keys_.emplace_back();
+    return true;
+  }
+  bool close() {
+    keys_.pop_back();
+    return true;
+  }
+
+  const std::string& source_;
+  std::vector<std::set<std::string>> keys_; // of the open objects; none for an array
+};
 
 Json number_to_json(double value) {
   if (std::isnan(value)) return "nan";
@@ -37,23 +77,9 @@ auto list(const JsonView& json, Read read) {
 } // namespace
 
 Json parse_json(std::string_view text, const std::string& source) {
-  std::vector<std::set<std::string>> keys; // of the open objects
-  const auto check = [&](int depth, Json::parse_event_t event, Json& parsed) {
-    TORCH_CHECK(depth <= kMaxDepth, source, ": JSON nested deeper than ", kMaxDepth);
-    if (event == Json::parse_event_t::object_start) keys.emplace_back();
-    if (event == Json::parse_event_t::object_end) keys.pop_back();
-    if (event == Json::parse_event_t::key) {
-      const auto& key = parsed.get_ref<const std::string&>();
-      TORCH_CHECK(keys.back().insert(key).second, source, ": key \"", key, "\" appears twice");
-    }
-    return true;
-  };
-  Json json;
-  try {
-    json = Json::parse(text.begin(), text.end(), check);
-  } catch (const Json::exception& error) {
-    TORCH_CHECK(false, source, ": not valid JSON: ", error.what());
-  }
+  Checker checker(source);
+  Json::sax_parse(text.begin(), text.end(), &checker);
+  auto json = Json::parse(text.begin(), text.end());
   TORCH_CHECK(json.is_object(), source, ": not a JSON object");
   return json;
 }

@@ -38,18 +38,18 @@ void merge(Merged& merged, const Holding& holding, int rank) {
   }
 }
 
-// Boxes sorted by their offset in dim 0 can only overlap until the first one that starts after their end.
 void check_cover(const Merged& merged, const std::vector<Shared>& parts) {
   const auto& what = merged.what;
+  std::vector<const Box*> boxes;
   int64_t covered = 0;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    covered += parts[i].box.numel();
-    for (size_t j = i + 1; j < parts.size() && !what.sizes.empty(); ++j) {
-      if (parts[j].box.offsets[0] >= parts[i].box.offsets[0] + parts[i].box.sizes[0]) break;
-      TORCH_CHECK(!intersect(parts[i].box, parts[j].box), "checkpoint: tensor \"", what.name, "\": rank ", parts[i].ranks[0],
-                  " holds ", to_string(parts[i].box), " and rank ", parts[j].ranks[0], " holds ", to_string(parts[j].box),
-                  ", which overlap");
-    }
+  for (const auto& part : parts) {
+    boxes.push_back(&part.box);
+    covered += part.box.numel();
+  }
+  if (const auto both = find_overlap(boxes)) {
+    const auto &a = parts[both->first], &b = parts[both->second];
+    TORCH_CHECK(false, "checkpoint: tensor \"", what.name, "\": rank ", a.ranks[0], " holds ", to_string(a.box), " and rank ",
+                b.ranks[0], " holds ", to_string(b.box), ", which overlap");
   }
   const auto numel = whole(what.sizes).numel();
   TORCH_CHECK(covered == numel, "checkpoint: tensor \"", what.name, "\": the ranks hold ", covered, " of its ", numel,

@@ -127,6 +127,21 @@ TEST(Intersect, OfBoxes) {
   EXPECT_EQ(intersect(whole({}), whole({})), whole({}));
 }
 
+TEST(FindOverlap, NamesTwoBoxesThatMeet) {
+  const auto find = [](const std::vector<Box>& boxes) {
+    std::vector<const Box*> pointers;
+    for (const auto& box : boxes) pointers.push_back(&box);
+    return find_overlap(pointers);
+  };
+  EXPECT_EQ(find({}), std::nullopt);
+  EXPECT_EQ(find({{{}, {}}}), std::nullopt);
+  EXPECT_EQ(find({{{}, {}}, {{}, {}}}), std::pair(size_t{0}, size_t{1}));
+  EXPECT_EQ(find({{{0, 0}, {2, 2}}, {{0, 2}, {2, 1}}, {{2, 0}, {1, 3}}}), std::nullopt);
+  EXPECT_EQ(find({{{2, 0}, {1, 3}}, {{0, 2}, {2, 1}}, {{0, 1}, {1, 2}}}), std::pair(size_t{1}, size_t{2}));
+  EXPECT_EQ(find({{{0, 0}, {2, 2}}, {{1, 1}, {0, 2}}, {{1, 1}, {1, 0}}}), std::nullopt); // empty ones
+  EXPECT_EQ(find({{{0}, {9}}, {{1}, {1}}, {{3}, {1}}}), std::pair(size_t{0}, size_t{1}));
+}
+
 TEST(Fits, RejectsWhatOverflows) {
   const auto max = std::numeric_limits<int64_t>::max();
   EXPECT_TRUE(fits({{2}, {2}}, {4}));

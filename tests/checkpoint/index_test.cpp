@@ -91,6 +91,25 @@ TEST(Index, WhatDoesNotFitTogetherIsAnError) {
   }
 }
 
+// The time grows with their number, not with its square.
+TEST(Index, ManyItemsTakeLittleTime) {
+  constexpr int64_t kMany = 100'000;
+  auto tensors = example(), empty = example(), grid = example();
+  for (int64_t i = 0; i < kMany; ++i) {
+    tensors.tensors.push_back({c10::str("t", i), {}, at::kFloat, {0}, "", {}});
+    empty.tensors[1].chunks.push_back({{{0, 0}, {0, 3}}, 0, 108, {}});
+  }
+  grid.tensors[0].chunks.clear();
+  grid.files[0].bytes = 108 + 4 * kMany;
+  grid.tensors[0].sizes = {1, kMany};
+  for (int64_t i = 0; i < kMany; ++i) grid.tensors[0].chunks.push_back({{{0, i}, {1, 1}}, 0, 108 + 4 * i, {1}});
+  EXPECT_EQ(parse_index(encode_index(tensors), "index.json").tensors.size(), kMany + 2);
+  EXPECT_EQ(parse_index(encode_index(empty), "index.json").tensors[1].chunks.size(), kMany + 1);
+  EXPECT_EQ(parse_index(encode_index(grid), "index.json").tensors[0].chunks.size(), kMany);
+  grid.tensors[0].chunks[7].box.offsets[1] = 5;
+  EXPECT_THAT(error_of([&] { parse_index(encode_index(grid), "index.json"); }), HasSubstr("tensor \"w\": its chunks overlap"));
+}
+
 TEST(Index, AFolderWithoutOneIsNotComplete) {
   const testing::TemporaryFolder folder;
   EXPECT_THAT(error_of([&] { read_index(folder.path()); }), HasSubstr("is not a complete checkpoint: it has no index.json"));
