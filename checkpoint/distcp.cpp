@@ -12,12 +12,18 @@
 #include <map>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace tessera::checkpoint {
 
 namespace {
 
 constexpr int64_t kMaxMetadataBytes = int64_t{1} << 32;
+// Values of a pickle may be shared, so what is made of them could outgrow it. Of chunks that are not shared, each takes more
+// bytes.
+constexpr size_t kLeastChunkBytes = 16;
+constexpr size_t kMostDims = 64;
+constexpr size_t kMostRepeated = 64;
 
 struct DtypeName {
   const char* name;    // "torch.float32"
@@ -46,8 +52,10 @@ const T* get(PickleRef value) {
 }
 
 std::vector<int64_t> integers(PickleRef value, const std::string& what) {
+  const auto& items = pickle_items(value, what);
+  TORCH_CHECK(items.size() <= kMostDims, what, " has ", items.size(), " dims");
   std::vector<int64_t> numbers;
-  for (const auto* item : pickle_items(value, what)) {
+  for (const auto* item : items) {
     numbers.push_back(pickle_as<int64_t>(item, what));
     TORCH_CHECK(numbers.back() >= 0, what, " has a negative number");
   }
@@ -109,12 +117,16 @@ class DistcpIndexer {
     if (!pickle_class(entry).ends_with(".TensorStorageMetadata")) return;
     IndexedTensor tensor{
         name, {}, dtype_of(entry, what), integers(pickle_field(entry, "size", what), what), "distributed checkpoint", {}};
-    for (const auto* chunk : pickle_items(pickle_field(entry, "chunks", what), what)) {
+    const auto& chunks = pickle_items(pickle_field(entry, "chunks", what), what);
+    listed_chunks_ += chunks.size();
+    TORCH_CHECK(listed_chunks_ <= text_.size() / kLeastChunkBytes, what, " lists chunks that other tensors list too");
+    for (const auto* chunk : chunks) {
       Box box{integers(pickle_field(chunk, "offsets", what), what), integers(pickle_field(chunk, "sizes", what), what)};
       TORCH_CHECK(fits(box, tensor.sizes), what, ": a chunk lies outside the shape ", at::IntArrayRef(tensor.sizes));
-      boxes_[name].push_back(std::move(box));
+      auto [listed, is_new] = boxes_[name].try_emplace(box.offsets, box.sizes);
+      if (!is_new && box.numel() > 0) listed->second = box.sizes; // an empty one may start at the same place
     }
-    positions_.emplace(name, index_.tensors.size());
+    TORCH_CHECK(positions_.emplace(name, index_.tensors.size()).second, what, " appears twice");
     index_.tensors.push_back(std::move(tensor));
   }
 
@@ -144,6 +156,7 @@ class DistcpIndexer {
     const auto found = positions_.find(name);
     try {
       if (found == positions_.end()) {
+        TORCH_CHECK(value_names_.insert(name).second, "appears twice");
         add_value(name, location);
       } else {
         add_chunk(index_.tensors[found->second], integers(pickle_field(key, "offset", what), what), location);
@@ -151,6 +164,16 @@ class DistcpIndexer {
     } catch (const c10::Error& error) { // those of the archive's reader do not say where
       TORCH_CHECK(false, (folder_ / location.file).string(), ": \"", name, "\": ", error.what_without_backtrace());
     }
+  }
+
+  // Items do not overlap, so what is made of them does not outgrow the files.
+  std::shared_ptr<Item> item_at(const Location& location) {
+    const auto position = static_cast<size_t>(position_of(location.file));
+    auto item = std::make_shared<Item>(opened_[position], location.offset, location.length);
+    claimed_.resize(opened_.size());
+    claimed_[position] += location.length;
+    TORCH_CHECK(claimed_[position] <= opened_[position].size(), "the items of this file overlap");
+    return item;
   }
 
   int64_t position_of(const std::string& file) {
@@ -164,12 +187,11 @@ class DistcpIndexer {
 
   void add_value(const std::string& name, const Location& location) {
     const std::string what = "its item";
-    const auto item =
-        std::make_shared<Item>(opened_[static_cast<size_t>(position_of(location.file))], location.offset, location.length);
+    const auto item = item_at(location);
     caffe2::serialize::PyTorchStreamReader archive(item);
     const auto text = record(archive, *item, "data.pkl", what);
     const Pickle pickle(text, what);
-    if (auto value = value_of(pickle.root())) index_.values.emplace_back(name, std::move(*value));
+    if (auto value = value_of(pickle.root(), kMostRepeated * text.size())) index_.values.emplace_back(name, std::move(*value));
   }
 
   static std::string record(caffe2::serialize::PyTorchStreamReader& archive, const Item& item, const std::string& name,
@@ -193,7 +215,8 @@ class DistcpIndexer {
     return values;
   }
 
-  static std::optional<StateValue> value_of(PickleRef root) {
+  // `limit`: how much text a list may hold; its items may be one and the same.
+  static std::optional<StateValue> value_of(PickleRef root, size_t limit) {
     if (const auto* value = get<bool>(root)) return *value;
     if (const auto* value = get<int64_t>(root)) return *value;
     if (const auto* value = get<double>(root)) return *value;
@@ -204,28 +227,35 @@ class DistcpIndexer {
     const auto& items = list ? list->items : tuple->items;
     if (auto values = list_of<int64_t>(items)) return values;
     if (auto values = list_of<double>(items)) return values;
+    size_t bytes = 0;
+    for (const auto* item : items) {
+      const auto* text = get<std::string>(item);
+      bytes += text ? text->size() : 0;
+    }
+    TORCH_CHECK(bytes <= limit, "a list holds ", bytes, " bytes of text, more than the pickle");
     return list_of<std::string>(items);
   }
 
   void add_chunk(IndexedTensor& tensor, const std::vector<int64_t>& offsets, const Location& location) {
     const std::string what = "its part at " + c10::str(at::IntArrayRef(offsets));
     const auto& boxes = boxes_[tensor.name];
-    const auto box = std::find_if(boxes.begin(), boxes.end(), [&](const Box& candidate) { return candidate.offsets == offsets; });
-    TORCH_CHECK(box != boxes.end(), what, " is not among the tensor's chunks");
-    if (box->numel() == 0) return;
+    const auto found = boxes.find(offsets);
+    TORCH_CHECK(found != boxes.end(), what, " is not among the tensor's chunks");
+    const Box box{found->first, found->second};
+    if (box.numel() == 0) return;
     const auto file = position_of(location.file);
-    const auto item = std::make_shared<Item>(opened_[static_cast<size_t>(file)], location.offset, location.length);
+    const auto item = item_at(location);
     caffe2::serialize::PyTorchStreamReader archive(item);
     TORCH_CHECK(!archive.hasRecord("byteorder") || record(archive, *item, "byteorder", what) == "little", what,
                 " is not little-endian");
     const auto text = record(archive, *item, "data.pkl", what);
     const Pickle pickle(text, what);
-    const auto stored = stored_tensor(pickle.root(), tensor.dtype, box->sizes, what);
-    const auto bytes = box->numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+    const auto stored = stored_tensor(pickle.root(), tensor.dtype, box.sizes, what);
+    const auto bytes = box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
     TORCH_CHECK(stored.offset <= static_cast<int64_t>(archive.getRecordSize("data/" + stored.storage)) - bytes, what,
                 ": its data is too short");
     const auto begin = static_cast<int64_t>(archive.getRecordOffset("data/" + stored.storage));
-    tensor.chunks.push_back({*box, file, location.offset + begin + stored.offset, {}});
+    tensor.chunks.push_back({box, file, location.offset + begin + stored.offset, {}});
   }
 
   struct StoredTensor {
@@ -263,10 +293,14 @@ class DistcpIndexer {
   std::string source_, text_;
   Pickle pickle_;
   Index index_;
-  std::unordered_map<std::string, size_t> positions_;       // of tensors
-  std::unordered_map<std::string, std::vector<Box>> boxes_; // of tensors, as `.metadata` lists them
+  std::unordered_map<std::string, size_t> positions_;                 // of tensors
+  using Boxes = std::map<std::vector<int64_t>, std::vector<int64_t>>; // offsets → sizes
+  std::unordered_map<std::string, Boxes> boxes_;                      // of tensors, as `.metadata` lists them
+  size_t listed_chunks_ = 0;
+  std::unordered_set<std::string> value_names_;
   std::map<std::string, int64_t> files_;
   std::deque<File> opened_;
+  std::vector<int64_t> claimed_; // bytes of the items in each file
 };
 
 } // namespace

@@ -6,6 +6,9 @@
 
 namespace tessera::checkpoint {
 
+// Values may share an object, and each looks through its fields.
+constexpr size_t kMostFields = 64;
+
 // The opcodes of protocols 2 to 5, apart from those of text protocols, out-of-band buffers and extension registries.
 class Unpickler {
  public:
@@ -50,7 +53,6 @@ class Unpickler {
   }
   // Two's complement of up to 8 bytes.
   int64_t take_signed(uint64_t bytes) {
-    if (bytes > 8) fail("has an integer beyond 64 bits");
     if (bytes == 0) return 0;
     const auto shift = 64 - 8 * bytes;
     return static_cast<int64_t>(take_unsigned(bytes) << shift) >> shift;
@@ -94,7 +96,8 @@ class Unpickler {
       case 'K': return push(static_cast<int64_t>(take_unsigned(1)));
       case 'M': return push(static_cast<int64_t>(take_unsigned(2)));
       case 'J': return push(take_signed(4));
-      case '\x8a': return push(take_signed(take_unsigned(1)));
+      case '\x8a': return integer(take_unsigned(1));
+      case '\x8b': return integer(take_unsigned(4));
       case 'G': {
         const auto bits = __builtin_bswap64(take_unsigned(8));
         double value = 0;
@@ -104,6 +107,8 @@ class Unpickler {
       default: return false;
     }
   }
+
+  bool integer(uint64_t bytes) { return bytes > 8 ? push(PickleBytes{std::string(take(bytes))}) : push(take_signed(bytes)); }
 
   bool text_or_bytes(char opcode) {
     switch (opcode) {
@@ -264,7 +269,9 @@ const std::vector<PickleRef>& pickle_items(PickleRef value, const std::string& w
 }
 
 PickleRef pickle_field(PickleRef object, const std::string& name, const std::string& what) {
-  return pickle_find(pickle_as<PickleDict>(pickle_as<PickleObject>(object, what).state, what), name);
+  const auto& fields = pickle_as<PickleDict>(pickle_as<PickleObject>(object, what).state, what);
+  TORCH_CHECK(fields.items.size() <= kMostFields, what, " is an object with ", fields.items.size(), " fields");
+  return pickle_find(fields, name);
 }
 
 std::string pickle_class(PickleRef value) {

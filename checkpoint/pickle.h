@@ -21,6 +21,7 @@ struct PickleNone {};
 struct PickleName {
   std::string name;
 };
+/// Bytes, or an integer beyond 64 bits.
 struct PickleBytes {
   std::string bytes;
 };
@@ -53,7 +54,7 @@ struct PickleValue : std::variant<PickleNone, bool, int64_t, double, std::string
 /// A pickle's values; they may refer to each other in circles.
 class Pickle {
  public:
-  /// Errors, which begin with `source`: an opcode that is unknown or damaged, an integer beyond 64 bits. Uses memory in
+  /// Errors, which begin with `source`: an opcode that is unknown or damaged. Uses memory in
   /// proportion to the text.
   Pickle(std::string_view text, const std::string& source);
   Pickle(Pickle&&) = default;

@@ -1,4 +1,5 @@
 // PyTorch's native checkpoints. fixtures/distcp was written by torch 2.11 on two ranks (interop.py writes such folders too).
+#include <caffe2/serialize/inline_container.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/distcp.h>
 #include <tessera/checkpoint/pickle.h>
@@ -62,9 +63,79 @@ TEST(Distcp, MissingAndShortFilesAreErrorsThatNameThem) {
   EXPECT_THAT(error(), HasSubstr(".metadata: not the metadata of a distributed checkpoint"));
 }
 
+// Pickles, put together by hand.
+std::string text(const std::string& value) { return "X" + std::string{static_cast<char>(value.size()), 0, 0, 0} + value; }
+std::string number(int64_t value) { return "\x8a\x08" + std::string(reinterpret_cast<const char*>(&value), 8); }
+std::string object(const std::string& name, const std::vector<std::pair<std::string, std::string>>& fields) {
+  std::string state = "}(";
+  for (const auto& [field, value] : fields) state += text(field) + value;
+  return "ctorch.distributed.checkpoint.metadata\n" + name + "\n)\x81" + state + "ub";
+}
+std::string repeated(const std::string& value, int times) {
+  std::string all;
+  for (int i = 0; i < times; ++i) all += value;
+  return all;
+}
+void write_metadata(const std::filesystem::path& folder, const std::string& entries, const std::string& items) {
+  const auto dict = [](const std::string& content) { return "}(" + content + "u"; };
+  write_text(folder / ".metadata",
+             "\x80\x02" + object("Metadata", {{"state_dict_metadata", dict(entries)}, {"storage_data", dict(items)}}) + ".");
+}
+
+// `.metadata` may name the same objects again and again.
+TEST(Distcp, WhatItHoldsDoesNotOutgrowItsFiles) {
+  const TemporaryFolder folder;
+  const auto error = [&] { return error_of([&] { index_of_distcp(folder.path()); }); };
+  const auto chunk = object("ChunkStorageMetadata", {{"offsets", "(" + number(0) + "t"}, {"sizes", "(" + number(0) + "t"}});
+  const auto tensor = [&](const std::string& chunks) {
+    const std::string properties = "ctorch.distributed.checkpoint.metadata\nTensorProperties\n)\x81(ctorch\nfloat32\ntb";
+    return object("TensorStorageMetadata", {{"properties", properties}, {"size", "(" + number(0) + "t"}, {"chunks", chunks}});
+  };
+  auto entries = text("first") + tensor("](" + chunk + "q\x01" + repeated("h\x01", 999) + "eq\x02");
+  write_metadata(folder.path(), entries, "");
+  EXPECT_THAT(error(), HasSubstr("tensor \"first\" lists chunks that other tensors list too"));
+  entries = text("first") + tensor("](" + repeated(chunk, 90) + "eq\x02");
+  write_metadata(folder.path(), entries, "");
+  EXPECT_EQ(error(), "");
+  for (int i = 0; i < 99; ++i) entries += text(std::to_string(i)) + tensor("h\x02");
+  write_metadata(folder.path(), entries, "");
+  EXPECT_THAT(error(), ::testing::EndsWith("lists chunks that other tensors list too"));
+  write_metadata(folder.path(), text("twice") + tensor("]") + text("twice") + tensor("]"), "");
+  EXPECT_THAT(error(), HasSubstr("tensor \"twice\" appears twice"));
+
+  const auto write_item = [&](const std::string& pickle) {
+    caffe2::serialize::PyTorchStreamWriter writer((folder.path() / "x.distcp").string());
+    writer.writeRecord("data.pkl", pickle.data(), pickle.size());
+    writer.writeEndOfFile();
+    const auto bytes = static_cast<int64_t>(std::filesystem::file_size(folder.path() / "x.distcp"));
+    return object("_StorageInfo", {{"relative_path", text("x.distcp")}, {"offset", number(0)}, {"length", number(bytes)}});
+  };
+  const auto key = [](const std::string& name) { return object("MetadataIndex", {{"fqn", text(name)}}); };
+  auto item = write_item("\x80\x02](" + text("a") + text("b") + "e.");
+  write_metadata(folder.path(), "", key("one") + item);
+  EXPECT_EQ(index_of_distcp(folder.path()).values[0].second, StateValue(std::vector<std::string>{"a", "b"}));
+  write_metadata(folder.path(), "", key("one") + item + "q\x03" + key("two") + "h\x03");
+  EXPECT_THAT(error(), HasSubstr("x.distcp: \"two\": the items of this file overlap"));
+  item = write_item("\x80\x02](" + text(std::string(100, 'x')) + "q\x01" + repeated("h\x01", 100) + "e.");
+  write_metadata(folder.path(), "", key("one") + item);
+  EXPECT_EQ(error(), "");
+  item = write_item("\x80\x02](" + text(std::string(255, 'x')) + "q\x01" + repeated("h\x01", 30'000) + "e.");
+  write_metadata(folder.path(), "", key("one") + item);
+  EXPECT_THAT(error(), HasSubstr("\"one\": a list holds 7650255 bytes of text"));
+}
+
+TEST(Distcp, ObjectsWithManyFieldsAreAnError) {
+  std::vector<std::pair<std::string, std::string>> fields;
+  for (int i = 0; i < 65; ++i) fields.emplace_back(std::to_string(i), "N");
+  const Pickle pickle(object("Metadata", fields) + ".", "file");
+  EXPECT_EQ(error_of([&] { pickle_field(pickle.root(), "1", "file"); }), "file is an object with 65 fields");
+}
+
 std::string pickle_error(const std::string& text) {
   return error_of([&] { Pickle(text, "file"); });
 }
+
+std::string pickle_as_bytes(const Pickle& pickle) { return std::get<PickleBytes>(*pickle.root()).bytes; }
 
 TEST(Pickle, ReadsValues) {
   using std::string_literals::operator""s;
@@ -77,6 +148,11 @@ TEST(Pickle, ReadsValues) {
   EXPECT_EQ(pickle_as<int64_t>(items[3], ""), -32768);
   EXPECT_EQ(std::get<double>(*items[4]), 0.5);
   EXPECT_TRUE(pickle_as<bool>(items[5], ""));
+  const Pickle wide(
+      "\x8a\x09"
+      "123456789.",
+      "file"); // an integer beyond 64 bits
+  EXPECT_EQ(pickle_as_bytes(wide), "123456789");
   const Pickle dict("\x80\x04}(\x8c\x01"s + "a]K\x01" + "a\x8c\x01" + "bcos\nsystem\n\x8c\x02rm\x85Ru."s, "file");
   const auto& fields = pickle_as<PickleDict>(dict.root(), "");
   EXPECT_EQ(pickle_items(pickle_find(fields, "a"), "").size(), 1);
@@ -109,10 +185,8 @@ TEST(Pickle, DamageIsAnErrorThatSaysWhere) {
       {"}Na.", "value of the wrong kind"},
       {"}(Nu.", "key without a value"},
       {"h\x05.", "recalls a value that it did not store"},
-      {"\x8a\x09"
-       "123456789.",
-       "integer beyond 64 bits"},
-      {"\x8a\xff", "integer beyond 64 bits"},
+      {"\x8a\xff", "ends too early"},
+      {"\x8b\xff\xff\xff\xff.", "ends too early"},
       {"X\xff\xff\xff\xff.", "ends too early"},
       {"\x8d\xff\xff\xff\xff\xff\xff\xff\xff.", "ends too early"},
       {"NN\x93.", "names a class by something else than text"},
