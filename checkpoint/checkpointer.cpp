@@ -37,8 +37,8 @@ class Checkpointer::Impl {
   }
 
  private:
-  // The thread's votes need a group of their own, beside the collectives of the training.
-  const Ranks ranks_{"checkpoint in the background"};
+  // The thread's votes need a group of their own, beside the collectives of the training and of other checkpointers.
+  const Ranks ranks_ = Ranks::unshared("checkpoint in the background");
   HostCopies copies_;
   Snapshot copied_;
   Planner planner_;

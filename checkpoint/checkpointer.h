@@ -12,7 +12,8 @@ namespace tessera::checkpoint {
 ///
 /// `save` copies this rank's parts to memory of the host, which the checkpointer keeps for the next one, and returns; a thread
 /// writes and commits the checkpoint. Every rank of the job makes one, calls its functions in the same order, and lets it go
-/// before `destroy_process_group`. It needs memory for one copy of this rank's parts.
+/// before `destroy_process_group`. Several (of a model and of its average) save beside each other; every rank makes them, and
+/// lets them go, in the same order. Each needs memory for one copy of this rank's parts.
 class Checkpointer {
  public:
   Checkpointer();

@@ -23,6 +23,14 @@ Ranks::Ranks(const std::string& purpose) {
   communicator_ = context.communicator(world, at::kCPU, purpose);
 }
 
+Ranks Ranks::unshared(const std::string& purpose) {
+  for (int number = 1;; ++number) {
+    Ranks ranks(number == 1 ? purpose : purpose + " " + std::to_string(number));
+    // The process context holds one reference and `ranks` the other.
+    if (!ranks.communicator_ || ranks.communicator_.use_count() == 2) return ranks;
+  }
+}
+
 std::vector<std::string> Ranks::all(const std::string& step, const std::function<std::string()>& work) const {
   std::string mine;
   try {

@@ -15,6 +15,8 @@ class Ranks {
  public:
   /// Ranks with different purposes may vote at the same time. Every rank makes them in the same order.
   explicit Ranks(const std::string& purpose = "checkpoint");
+  /// Ranks that vote apart from all others that live now. Every rank makes them, and lets them go, in the same order.
+  static Ranks unshared(const std::string& purpose);
 
   int rank() const { return rank_; }
   int size() const { return size_; }

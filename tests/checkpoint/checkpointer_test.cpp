@@ -68,6 +68,25 @@ TEST(Checkpointer, ItsEndWaitsForTheSave) {
   EXPECT_TRUE(verify(folder.path() / "c").empty());
 }
 
+TEST(Checkpointer, SeveralSaveBesideEachOther) {
+  const SharedFolder folder;
+  StateDict state;
+  state.add(own_name(), torch::ones({1'000'000}));
+  for (int round = 0; round < 2; ++round) { // the second one takes the groups of the first
+    Checkpointer model, average;
+    for (int step = 0; step < 3; ++step) {
+      model.save(state, folder.path() / c10::str("model-", round, "-", step));
+      average.save(state, folder.path() / c10::str("average-", round, "-", step));
+    }
+    model.wait();
+    average.wait();
+  }
+  for (int step = 0; step < 3; ++step) {
+    EXPECT_TRUE(verify(folder.path() / c10::str("model-1-", step)).empty());
+    EXPECT_TRUE(verify(folder.path() / c10::str("average-1-", step)).empty());
+  }
+}
+
 TEST(Checkpointer, RunsBesideCollectivesOfTheTraining) {
   const SharedFolder folder;
   Checkpointer checkpointer;
