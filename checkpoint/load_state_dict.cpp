@@ -11,6 +11,8 @@
 #include <tessera/dtensor/dtensor_impl.h>
 
 #include <algorithm>
+#include <map>
+#include <numeric>
 
 namespace tessera {
 
@@ -63,7 +65,7 @@ Index contents_from_json(const JsonView& json) {
 
 // What rank 0's `source` holds.
 Index contents_of_rank0(const Ranks& ranks, const StateDict& source) {
-  const auto messages = ranks.all("load a state dict", [&] {
+  const auto messages = ranks.all("load the state dict of rank 0", [&] {
     if (ranks.rank() != 0) return std::string();
     for (const auto& entry : source.entries()) {
       const auto* tensor = std::get_if<at::Tensor>(&entry.content);
@@ -130,17 +132,43 @@ class Source {
   bool broadcast_;
 };
 
-// The ranks take part in the same broadcasts, or none is begun.
-void check_same_names(const std::vector<std::string>& messages) {
-  const auto other = std::find_if(messages.begin(), messages.end(), [&](const auto& message) { return message != messages[0]; });
-  TORCH_CHECK(other == messages.end(), "checkpoint: cannot load a state dict: rank ", other - messages.begin(),
-              " would load other tensors than rank 0");
+// What a rank gathers, by the ranks that take part: a checksum of the names, in their order.
+using Gathers = std::map<std::vector<int64_t>, std::string>;
+
+std::string gathers_of(const LoadPlan& plan, const StateDict& source, const Ranks& ranks, bool broadcast) {
+  std::vector<int64_t> world(static_cast<size_t>(ranks.size()));
+  std::iota(world.begin(), world.end(), 0);
+  Gathers names;
+  for (const auto& read : plan.tensors) {
+    for (const auto* saved : read.saved) {
+      const auto* meta = broadcast ? nullptr : dtensor_meta(source.tensor(saved->name));
+      if (broadcast || meta) names[meta ? meta->spec->mesh().ranks() : world] += saved->name + "\n";
+    }
+  }
+  auto gathers = Json::array();
+  for (const auto& [group, list] : names)
+    gathers.push_back({{"ranks", group}, {"names", checkpoint::to_hex(checkpoint::checksum(list))}});
+  return checkpoint::dump_json({{"gathers", std::move(gathers)}}, "the state dict");
 }
 
-std::string names_in(const LoadPlan& plan) {
-  std::string names;
-  for (const auto& read : plan.tensors) names += read.saved[0]->name + "\n";
-  return checkpoint::to_hex(checkpoint::checksum(names));
+// Ranks that gather together must gather the same names, or they would mix different tensors.
+void check_same_gathers(const std::vector<std::string>& messages) {
+  std::vector<Gathers> ranks;
+  for (const auto& message : messages) {
+    const auto json = checkpoint::parse_json(message, "a rank's message");
+    auto& gathers = ranks.emplace_back();
+    for (const auto& gather : json["gathers"]) gathers[gather["ranks"]] = gather["names"];
+  }
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (const auto& [group, names] : ranks[rank]) {
+      for (const auto other : group) {
+        const auto found = ranks[static_cast<size_t>(other)].find(group);
+        const auto first = std::min(static_cast<int64_t>(rank), other), second = std::max(static_cast<int64_t>(rank), other);
+        TORCH_CHECK(found != ranks[static_cast<size_t>(other)].end() && found->second == names,
+                    "checkpoint: cannot load a state dict: rank ", second, " would load other tensors than rank ", first);
+      }
+    }
+  }
 }
 
 } // namespace
@@ -159,9 +187,9 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
     check_fits(plan, options.strict);
     for (const auto& read : plan.tensors)
       pieces.push_back(checkpoint::pieces_of(read.entry->name, std::get<at::Tensor>(read.entry->content)));
-    return names_in(plan);
+    return gathers_of(plan, source, ranks, broadcast);
   });
-  if (broadcast) check_same_names(messages);
+  check_same_gathers(messages);
   const Source from(ranks, source, broadcast);
   ranks.all("load a state dict", [&] {
     for (const auto& read : plan.tensors) {

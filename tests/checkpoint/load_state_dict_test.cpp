@@ -183,6 +183,24 @@ TEST(LoadStateDict, AnErrorOfOneRankIsAnErrorOnAll) {
   }
 }
 
+TEST(LoadStateDict, RanksThatWouldGatherDifferentTensorsAreAnErrorOnAll) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank cannot differ";
+  const auto mesh = init_device_mesh(torch::kCPU, {world_size()});
+  const auto a = distribute_tensor(torch::full({4}, 1.0), mesh, {Shard(0)}),
+             b = distribute_tensor(torch::full({4}, 2.0), mesh, {Shard(0)});
+  StateDict source, target;
+  source.add(rank() == 0 ? "a" : "b", rank() == 0 ? a : b);
+  for (const auto* name : {"a", "b"}) target.add(name, torch::zeros({4}));
+  EXPECT_EQ(error_of([&] { load_state_dict(target, source, {.strict = false}); }),
+            "checkpoint: cannot load a state dict: rank 1 would load other tensors than rank 0");
+  EXPECT_TENSORS_EQUAL(target.tensor("a"), torch::zeros({4}));
+  StateDict own, plain; // whole tensors are not gathered: each rank may load others
+  own.add(c10::str("rank", rank()), torch::zeros({4}));
+  plain.add(c10::str("rank", rank()), torch::ones({4}));
+  load_state_dict(own, plain);
+  EXPECT_TENSORS_EQUAL(own.tensor(c10::str("rank", rank())), torch::ones({4}));
+}
+
 TEST(LoadStateDict, TiedTensorsOfTheTargetMustBeEqualInTheSource) {
   StateDict target, source;
   target.add("a", torch::zeros({3}), {"b"});
