@@ -10,11 +10,14 @@
 namespace tessera::checkpoint {
 
 struct SaveOptions {
-  /// Replace a checkpoint that is already at the target, in one rename. Without it, an existing target is an error.
+  /// Replace a checkpoint that is already at the target, in one rename. Without it, an existing target is an error; with it, one
+  /// that holds anything but a checkpoint's files.
   bool overwrite = false;
-  /// Point the symbolic link `latest` beside `dir` at it, so that `load(state, root / "latest")` finds it.
+  /// Point the symbolic link `latest` beside `dir` at it, so that `load(state, root / "latest")` finds it. Anything else of that
+  /// name is an error.
   bool update_latest = true;
-  /// After a successful save, remove the oldest checkpoints beside `dir` until this many are left; 0 keeps all.
+  /// After a successful save, remove the oldest checkpoints beside `dir` until this many are left; 0 keeps all. What is no whole
+  /// checkpoint of `save` stays.
   int keep_last = 0;
 };
 
@@ -23,8 +26,8 @@ struct SaveOptions {
 /// Every rank of the job calls it, with the same names (one process without a process group is a job of one rank). Each rank
 /// writes the parts that it holds; replicated parts are written once; plain tensors and values by the lowest rank that has them.
 /// A value that differs between ranks is an error. The folder is written under a temporary name beside `dir`, synced to disk, and
-/// renamed after all ranks have succeeded: `dir` appears whole or not at all. An error on any rank is an error on every rank, and
-/// names the rank and the cause. Parent folders are created.
+/// renamed after all ranks have succeeded: `dir` appears whole or not at all. Its name may not be `latest` or begin with '.'. An
+/// error on any rank is an error on every rank, and names the rank and the cause. Parent folders are created.
 void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options = {});
 
 struct LoadOptions {
@@ -49,8 +52,8 @@ struct LoadReport {
 };
 
 /// `dir` is a folder that `save` wrote, a Hugging Face folder (model.safetensors, or several files and
-/// model.safetensors.index.json), a folder of PyTorch's distributed checkpoint (HuggingFaceStorageWriter or FileSystemWriter), or
-/// one safetensors file.
+/// model.safetensors.index.json; nothing else in it is read), a folder of PyTorch's distributed checkpoint
+/// (HuggingFaceStorageWriter or FileSystemWriter), or one safetensors file.
 ///
 /// Reads the checkpoint `dir` into the tensors of `state`, in place, and its values into `state`; then hands optimizers their
 /// state.
@@ -62,7 +65,8 @@ struct LoadReport {
 LoadReport load(StateDict& state, const std::filesystem::path& dir, const LoadOptions& options = {});
 LoadReport load(StateDict&& state, const std::filesystem::path& dir, const LoadOptions& options = {});
 
-/// The newest complete checkpoint among the folders in `root`, by the time it was saved; empty when there is none. Local.
+/// The newest complete checkpoint among the folders in `root`, by the time it was saved; empty when there is none. Folders of
+/// others are passed over; a damaged index is an error. Local.
 std::filesystem::path latest(const std::filesystem::path& root);
 
 /// Reads every byte of the checkpoint `dir` and compares it with its checksum (of folders that others wrote, the structure is

@@ -112,6 +112,8 @@ void write_hugging_face(SaveSession& session, const SavePlan& plan, const std::v
                         const HuggingFaceOptions& options) {
   Layout layout;
   session.all("lay out", [&] {
+    TORCH_CHECK(!options.dtype || c10::isFloatingType(*options.dtype), "HuggingFaceOptions::dtype is ",
+                c10::toString(*options.dtype), ", which is no floating-point dtype");
     layout = lay_out(plan, options);
     if (session.ranks().rank() == 0) create_files(layout, session.folder());
     return std::string();

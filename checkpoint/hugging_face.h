@@ -12,9 +12,10 @@ namespace tessera::checkpoint {
 struct HuggingFaceOptions {
   /// A file holds at most this many bytes of data, but at least one tensor.
   int64_t max_file_bytes = 5'000'000'000;
-  /// Convert floating-point tensors to this dtype.
+  /// Convert floating-point tensors to this floating-point dtype.
   std::optional<at::ScalarType> dtype;
-  /// Replace a folder that is already at the target, in one rename. Without it, an existing target is an error.
+  /// Replace a folder that is already at the target, in one rename. Without it, an existing target is an error; with it, one that
+  /// holds anything but a checkpoint's files, such as a tokenizer.
   bool overwrite = false;
 };
 

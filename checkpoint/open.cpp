@@ -14,7 +14,6 @@ namespace tessera::checkpoint {
 
 namespace {
 
-constexpr const char* kHuggingFaceIndex = "model.safetensors.index.json";
 constexpr int64_t kMaxHuggingFaceIndexBytes = int64_t{1} << 30;
 
 // Where each tensor's part starts; a file without sharding information holds whole tensors.
@@ -74,15 +73,6 @@ class Collector {
   std::unordered_map<std::string, size_t> positions_;
 };
 
-std::vector<std::string> safetensors_files_in(const std::filesystem::path& folder) {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-    if (entry.path().extension() == ".safetensors") names.push_back(entry.path().filename().string());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
 // The files that a Hugging Face index names, all of whose tensors must be there.
 Index index_of_hugging_face(const std::filesystem::path& folder) {
   const auto path = folder / kHuggingFaceIndex;
@@ -110,6 +100,15 @@ Index index_of_hugging_face(const std::filesystem::path& folder) {
 
 } // namespace
 
+std::vector<std::string> safetensors_files_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().extension() == ".safetensors") names.push_back(entry.path().filename().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
 Index index_of_safetensors(const std::filesystem::path& folder, const std::vector<std::string>& files) {
   Index index;
   index.has_checksums = false;
@@ -127,6 +126,7 @@ Opened open_checkpoint(const std::filesystem::path& path) {
   }
   if (std::filesystem::exists(resolved / kIndexName)) return {resolved, read_index(resolved)};
   if (std::filesystem::exists(resolved / kHuggingFaceIndex)) return {resolved, index_of_hugging_face(resolved)};
+  if (std::filesystem::exists(resolved / kHuggingFaceFile)) return {resolved, index_of_safetensors(resolved, {kHuggingFaceFile})};
   if (std::filesystem::exists(resolved / kDistcpMetadata)) return {resolved, index_of_distcp(resolved)};
   const auto files = safetensors_files_in(resolved);
   TORCH_CHECK(!files.empty(), path.string(), " is not a complete checkpoint: it has no ", kIndexName,

@@ -8,6 +8,9 @@
 
 namespace tessera::checkpoint {
 
+inline constexpr const char* kHuggingFaceFile = "model.safetensors";
+inline constexpr const char* kHuggingFaceIndex = "model.safetensors.index.json";
+
 /// A checkpoint to read from, ours or another library's.
 struct Opened {
   std::filesystem::path folder; ///< with symbolic links resolved, so that a moving `latest` is followed once
@@ -17,11 +20,15 @@ struct Opened {
 /// Reads the index of one of:
 ///   a folder with index.json: our format;
 ///   a folder with model.safetensors.index.json: Hugging Face's, several files;
+///   a folder with model.safetensors: Hugging Face's, this file alone (variants and adapters may lie beside it);
 ///   a folder with other *.safetensors files: those of PyTorch's HuggingFaceStorageWriter (parts of tensors), or whole tensors;
 ///   a folder with .metadata: PyTorch's FileSystemWriter;
 ///   one safetensors file.
 /// Errors name the path, and say what was expected there.
 Opened open_checkpoint(const std::filesystem::path& path);
+
+/// The names of the *.safetensors files in a folder, sorted.
+std::vector<std::string> safetensors_files_in(const std::filesystem::path& folder);
 
 /// The index of safetensors files that others wrote, from their headers alone. A file's DCP_SHARDING_INFO says where its parts
 /// lie in their tensors; the size of a tensor is where its last part ends, as PyTorch's reader takes it. Errors: a file that is

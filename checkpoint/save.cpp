@@ -4,17 +4,14 @@
 #include <tessera/checkpoint/formats.h>
 #include <tessera/checkpoint/index.h>
 
-#include <chrono>
-
 namespace tessera::checkpoint {
 
 namespace {
 
 // Rank 0's index of what all ranks wrote.
-Index merge_written(const SavePlan& plan, const std::vector<std::string>& messages) {
+Index merge_written(const SavePlan& plan, const std::vector<std::string>& messages, int64_t saved_at) {
   Index index;
-  index.saved_at =
-      std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  index.saved_at = saved_at;
   index.world_size = static_cast<int64_t>(messages.size());
   index.values = plan.values;
   for (const auto& tensor : plan.tensors) {
@@ -46,7 +43,7 @@ void write_tessera(SaveSession& session, const SavePlan& plan, const std::vector
   const auto written = session.all("save", [&] {
     return dump_json(to_json(write_parts(parts, session.ranks().rank(), session.folder(), true)), "checkpoint");
   });
-  session.commit([&] { write_index(merge_written(plan, written), session.folder()); });
+  session.commit([&] { write_index(merge_written(plan, written, session.time()), session.folder()); });
 }
 
 void write_distributed(SaveSession& session, const std::vector<OwnedPart>& parts) {

@@ -27,6 +27,9 @@ class SaveSession {
 
   /// `Ranks::all` with a step that names the target: "write <target>".
   std::vector<std::string> all(const std::string& verb, const std::function<std::string()>& work) const;
+  /// Microseconds since 1970, later than those of the checkpoint that `latest` points at, though the clock was set back. Rank
+  /// 0's.
+  int64_t time() const;
   /// Rank 0 runs `finish`, then gives the folder its name and tidies up beside it.
   void commit(const std::function<void()>& finish);
 

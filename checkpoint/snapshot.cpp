@@ -36,7 +36,9 @@ Snapshot snapshot_of(const StateDict& state) {
   Snapshot snapshot;
   for (const auto& entry : state.entries()) {
     if (!entry.is_tensor()) {
-      snapshot.state.values.emplace_back(entry.name, std::get<StateValue>(entry.content));
+      const auto& value = std::get<StateValue>(entry.content);
+      dump_json(to_json(value), "checkpoint: value \"" + entry.name + "\""); // text that is not UTF-8 is an error
+      snapshot.state.values.emplace_back(entry.name, value);
       continue;
     }
     const auto& tensor = std::get<at::Tensor>(entry.content);

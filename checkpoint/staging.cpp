@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <tessera/checkpoint/catalog.h>
 #include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/staging.h>
 #include <unistd.h>
@@ -10,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 namespace tessera::checkpoint {
 
@@ -38,14 +40,29 @@ int lock_folder(const std::filesystem::path& folder) {
   return -1;
 }
 
+// True for "<pid>-<number>", as names of `hidden_name` end.
+bool is_process_and_number(std::string_view text) {
+  const auto dash = text.find('-');
+  const auto is_number = [](std::string_view part) {
+    return !part.empty() && part.find_first_not_of("0123456789") == std::string_view::npos;
+  };
+  return dash != std::string_view::npos && is_number(text.substr(0, dash)) && is_number(text.substr(dash + 1));
+}
+
+// True for what a killed save to `target` left, and for a checkpoint that was half removed.
+bool is_abandoned_name(std::string_view name, const std::filesystem::path& target) {
+  const auto saving = "." + target.filename().string() + ".saving-";
+  const std::string_view removing = ".removing-";
+  if (name.starts_with(saving)) return is_process_and_number(name.substr(saving.size()));
+  const auto end = name.rfind(removing);
+  return name.starts_with('.') && end != std::string_view::npos && is_process_and_number(name.substr(end + removing.size()));
+}
+
 // Removes what killed saves left beside `target`: folders of other saves to it, and checkpoints half removed.
 void remove_abandoned(const std::filesystem::path& target) {
-  const auto saving = "." + target.filename().string() + ".saving-";
   std::error_code ignored; // one that cannot be removed does no harm
   for (const auto& entry : std::filesystem::directory_iterator(target.parent_path(), ignored)) {
-    const auto name = entry.path().filename().string();
-    const bool removing = name.starts_with('.') && name.find(".removing-") != std::string::npos;
-    if (!(removing || name.starts_with(saving)) || !entry.is_directory(ignored)) continue;
+    if (!is_abandoned_name(entry.path().filename().string(), target) || !entry.is_directory(ignored)) continue;
     const int lock = lock_folder(entry.path());
     if (lock < 0) continue; // in use
     std::filesystem::remove_all(entry.path(), ignored);
@@ -65,8 +82,17 @@ std::filesystem::path hidden_name(const std::filesystem::path& path, const std::
 Staging::Staging(const std::filesystem::path& target, bool overwrite)
     : target_(std::filesystem::absolute(target).lexically_normal()), overwrite_(overwrite) {
   if (!target_.has_filename()) target_ = target_.parent_path();
-  TORCH_CHECK(overwrite || !std::filesystem::exists(std::filesystem::symlink_status(target_)), target_.string(),
-              " exists already; a checkpoint is never changed (SaveOptions::overwrite, or --overwrite of the tool, replaces it)");
+  const auto name = target_.filename().string();
+  TORCH_CHECK(name != kLatestName, target_.string(), ": the name \"", kLatestName,
+              "\" is kept for the link to the newest checkpoint");
+  TORCH_CHECK(!name.starts_with('.'), target_.string(),
+              ": names that begin with '.' are kept for folders that are being written");
+  if (std::filesystem::exists(std::filesystem::symlink_status(target_))) {
+    TORCH_CHECK(
+        overwrite, target_.string(),
+        " exists already; a checkpoint is never changed (SaveOptions::overwrite, or --overwrite of the tool, replaces it)");
+    check_replaceable(target_);
+  }
   create_durably(target_.parent_path());
   remove_abandoned(target_);
   make_folder();

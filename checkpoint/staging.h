@@ -16,7 +16,8 @@ std::filesystem::path hidden_name(const std::filesystem::path& path, const std::
 /// behind, and removes the latter. The destructor removes the folder unless it was committed.
 class Staging {
  public:
-  /// Makes the folder, and the parent folders of `target`. An existing target is an error unless `overwrite`.
+  /// Makes the folder, and the parent folders of `target`. Errors: a name that checkpoints may not have (`latest`, or hidden), an
+  /// existing target unless `overwrite`, and one that holds more than a checkpoint.
   Staging(const std::filesystem::path& target, bool overwrite);
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;

@@ -1,7 +1,7 @@
-#include <c10/util/Exception.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/reader.h>
+#include <tessera/collectives/error_text.h>
 
 namespace tessera::checkpoint {
 
@@ -9,8 +9,8 @@ std::vector<std::string> verify(const std::filesystem::path& dir) {
   try {
     const auto [folder, index] = open_checkpoint(dir);
     return Reader(folder, index, index.has_checksums).verify_all();
-  } catch (const c10::Error& error) {
-    return {error.what_without_backtrace()};
+  } catch (const std::exception& error) { // also those of std::filesystem
+    return {error_text(error)};
   }
 }
 

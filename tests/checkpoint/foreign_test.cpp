@@ -74,6 +74,16 @@ TEST(Foreign, WholeTensorsInTwoFilesOverlap) {
   EXPECT_THAT(error_in(folder.path()), HasSubstr("tensor \"w\": its chunks overlap"));
 }
 
+TEST(Foreign, VariantsBesideAHuggingFaceFileAreNotRead) {
+  const TemporaryFolder folder;
+  write_file(folder.path() / "model.safetensors", {{"w", {2}, ""}});
+  write_file(folder.path() / "model.fp16.safetensors", {{"w", {2}, ""}}, at::kHalf);
+  const auto opened = open_checkpoint(folder.path());
+  ASSERT_EQ(opened.index.files.size(), 1);
+  EXPECT_EQ(opened.index.files[0].name, "model.safetensors");
+  EXPECT_EQ(open_checkpoint(folder.path() / "model.fp16.safetensors").index.tensors[0].dtype, at::kHalf);
+}
+
 TEST(Foreign, AnIndexThatDoesNotFitItsFilesIsAnError) {
   const auto error_with = [](const std::string& weight_map) {
     const TemporaryFolder folder;
@@ -128,6 +138,15 @@ TEST(HuggingFace, ConvertsAndSplits) {
   state.set("step", 1);
   EXPECT_THAT(error_of([&] { save_hugging_face(state, folder.path() / "d"); }),
               HasSubstr("holds no values, and the state has \"step\""));
+}
+
+TEST(HuggingFace, WeightsAreNotCutToIntegers) {
+  const TemporaryFolder folder;
+  StateDict state;
+  state.add("w", torch::full({2}, 0.5));
+  EXPECT_THAT(error_of([&] { save_hugging_face(state, folder.path() / "c", {.dtype = at::kLong}); }),
+              HasSubstr("HuggingFaceOptions::dtype is Long, which is no floating-point dtype"));
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 TEST(HuggingFace, AnEmptyStateIsOneEmptyFile) {

@@ -1,5 +1,6 @@
 // Checkpoints of unsharded state, by one process without a process group.
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/reader.h>
 
@@ -47,6 +48,17 @@ StateDict example(int64_t seed) {
   state.set("weights", StateValue(std::vector<double>{1e-300, static_cast<double>(seed)}));
   state.set("words", StateValue(std::vector<std::string>{"a", std::to_string(seed)}));
   return state;
+}
+
+StateDict weights(double value) {
+  StateDict state;
+  state.add("w", torch::full({3}, value));
+  return state;
+}
+
+void write_text_in_new_folder(const std::filesystem::path& folder) {
+  std::filesystem::create_directory(folder);
+  write_text(folder / "text", "of others");
 }
 
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
@@ -118,6 +130,39 @@ TEST(PlainCheckpoint, AnExistingTargetIsNeverChanged) {
   EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("c", "latest"));
 }
 
+TEST(PlainCheckpoint, OnlyACheckpointIsReplaced) {
+  const TemporaryFolder folder;
+  const SaveOptions overwrite{.overwrite = true};
+  const auto error = [&](const std::string& name) {
+    return error_of([&] { save(example(1), folder.path() / name, overwrite); });
+  };
+  write_text(folder.path() / "file", "text");
+  EXPECT_THAT(error("file"), HasSubstr("file is not a checkpoint, so it is not replaced"));
+  save(example(1), folder.path() / "runs" / "c");
+  EXPECT_THAT(error("runs"),
+              ::testing::ContainsRegex("runs holds (c|latest), which is no part of a checkpoint, so it is not replaced"));
+  save_hugging_face(weights(1), folder.path() / "model");
+  save_hugging_face(weights(2), folder.path() / "model", {.overwrite = true});
+  write_text(folder.path() / "model" / "tokenizer.json", "{}");
+  EXPECT_THAT(error_of([&] { save_hugging_face(weights(3), folder.path() / "model", {.overwrite = true}); }),
+              HasSubstr("model holds tokenizer.json, which is no part of a checkpoint"));
+  auto kept = weights(0);
+  load(kept, folder.path() / "model");
+  EXPECT_EQ(kept.tensor("w")[0].item<double>(), 2);
+  std::filesystem::create_directory(folder.path() / "empty");
+  EXPECT_EQ(error("empty"), "");
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("file", "runs", "model", "empty", "latest"));
+}
+
+TEST(PlainCheckpoint, ACheckpointHasAVisibleNameOfItsOwn) {
+  const TemporaryFolder folder;
+  for (const auto* name : {"latest", "latest/", "x/../latest", "./latest/."}) {
+    EXPECT_THAT(error_of([&] { save({}, folder.path() / name); }), HasSubstr("the name \"latest\" is kept for the link"));
+  }
+  EXPECT_THAT(error_of([&] { save({}, folder.path() / ".c"); }), HasSubstr(".c: names that begin with '.' are kept"));
+  EXPECT_THAT(names_in(folder.path()), ElementsAre());
+}
+
 TEST(PlainCheckpoint, AFailedSaveLeavesNothing) {
   const TemporaryFolder folder;
   StateDict meta, complex;
@@ -129,7 +174,8 @@ TEST(PlainCheckpoint, AFailedSaveLeavesNothing) {
               HasSubstr("tensor \"z\": the safetensors format has no dtype ComplexDouble"));
   StateDict binary;
   binary.set("bytes", "\xff");
-  EXPECT_THAT(error_of([&] { save(binary, folder.path() / "c"); }), HasSubstr("cannot be written as JSON"));
+  EXPECT_THAT(error_of([&] { save(binary, folder.path() / "c"); }),
+              HasSubstr("checkpoint: value \"bytes\": cannot be written as JSON"));
   write_text(folder.path() / "file", "");
   EXPECT_THAT(error_of([&] { save(example(1), folder.path() / "file" / "c"); }), HasSubstr("file"));
   EXPECT_THAT(names_in(folder.path()), ElementsAre("file"));
@@ -141,8 +187,13 @@ TEST(PlainCheckpoint, WhatAKilledSaveLeftIsRemovedByTheNext) {
   std::filesystem::create_directory(left);
   std::filesystem::create_directory(others);
   write_text(left / kFile, "torn");
+  const std::vector<std::string> not_ours{".c.saving-notes", ".c.saving-1-x", ".c.saving-1", ".my.removing-list",
+                                          "c.removing-1-1"};
+  for (const auto& name : not_ours) write_text_in_new_folder(folder.path() / name);
   save(example(1), folder.path() / "c");
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("c", ".d.saving-1-0", "latest"));
+  auto expected = not_ours;
+  expected.insert(expected.end(), {"c", ".d.saving-1-0", "latest"});
+  EXPECT_THAT(names_in(folder.path()), ::testing::UnorderedElementsAreArray(expected));
 }
 
 TEST(PlainCheckpoint, DifferencesAreListedBeforeAnythingIsWritten) {
@@ -299,7 +350,50 @@ TEST(Latest, ALinkPointsAtTheLastSave) {
     load(loaded, folder.path() / "latest");
     EXPECT_EQ(loaded.value<int64_t>("step"), std::min<int64_t>(step, 2));
   }
-  EXPECT_THAT(error_of([&] { save({}, folder.path() / "latest"); }), HasSubstr("the name \"latest\" is kept for the link"));
+}
+
+TEST(Latest, WhatOthersCallSoIsNotReplaced) {
+  const TemporaryFolder folder;
+  const auto link = folder.path() / "latest";
+  write_text(link, "step-7");
+  EXPECT_THAT(error_of([&] { save({}, folder.path() / "a"); }), HasSubstr("latest is no symbolic link, so it is not replaced"));
+  EXPECT_EQ(read_text(link), "step-7");
+  EXPECT_THAT(names_in(folder.path()), ElementsAre("latest"));
+  save({}, folder.path() / "a", {.update_latest = false});
+  std::filesystem::remove(link);
+  std::filesystem::create_symlink("/nonexistent", link);
+  save({}, folder.path() / "b");
+  EXPECT_EQ(std::filesystem::read_symlink(link), "b");
+}
+
+TEST(Latest, PassesOverFoldersOfOthersButNotOverADamagedIndex) {
+  const TemporaryFolder folder;
+  std::filesystem::create_directories(folder.path() / "odd" / "index.json");
+  std::filesystem::create_directory(folder.path() / "web");
+  write_text(folder.path() / "web" / "index.json", "{\"name\": 1}");
+  save(example(1), folder.path() / "a");
+  EXPECT_EQ(latest(folder.path()), folder.path() / "a");
+  const auto index = folder.path() / "a" / "index.json";
+  auto text = read_text(index);
+  for (const size_t position : {size_t{3}, text.size() / 2}) {
+    text[position] ^= 1;
+    write_text(index, text);
+    EXPECT_THAT(error_of([&] { latest(folder.path()); }), HasSubstr("a/index.json: "));
+    text[position] ^= 1;
+  }
+}
+
+TEST(Latest, IsTheLastOneAlsoWhenTheClockWasSetBack) {
+  const TemporaryFolder folder;
+  save({}, folder.path() / "future");
+  auto index = read_index(folder.path() / "future");
+  index.saved_at += int64_t{3600} * 1'000'000;
+  write_text(folder.path() / "future" / "index.json", encode_index(index));
+  save({}, folder.path() / "b", {.keep_last = 2});
+  EXPECT_EQ(latest(folder.path()), folder.path() / "b");
+  save({}, folder.path() / "c", {.keep_last = 2});
+  EXPECT_EQ(latest(folder.path()), folder.path() / "c");
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("b", "c", "latest"));
 }
 
 TEST(KeepLast, RemovesTheOldestWithTheirHiddenRemains) {
@@ -315,6 +409,18 @@ TEST(KeepLast, RemovesTheOldestWithTheirHiddenRemains) {
   EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("d", "c", "e", "latest", "no-checkpoint"));
   options.keep_last = -1;
   EXPECT_THAT(error_of([&] { save({}, folder.path() / "f", options); }), HasSubstr("keep_last is -1"));
+}
+
+TEST(KeepLast, LeavesWhatIsNoWholeCheckpoint) {
+  const TemporaryFolder folder;
+  std::filesystem::create_directory(folder.path() / "web");
+  write_text(folder.path() / "web" / "index.json", "{\"name\": 1}");
+  save(example(1), folder.path() / "damaged");
+  auto text = read_text(folder.path() / "damaged" / "index.json");
+  text.pop_back();
+  write_text(folder.path() / "damaged" / "index.json", text);
+  for (const auto* name : {"a", "b", "c"}) save(example(1), folder.path() / name, {.keep_last = 1});
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("web", "damaged", "c", "latest"));
 }
 
 TEST(Verify, ListsEverythingThatIsWrong) {
@@ -335,6 +441,8 @@ TEST(Verify, ListsEverythingThatIsWrong) {
   std::filesystem::remove(path / kFile);
   EXPECT_THAT(verify(path), ElementsAre(HasSubstr("No such file")));
   EXPECT_THAT(verify(folder.path() / "none"), ElementsAre(HasSubstr("no such folder")));
+  std::filesystem::create_symlink("circle", folder.path() / "circle");
+  EXPECT_THAT(verify(folder.path() / "circle"), ElementsAre(HasSubstr("Too many levels of symbolic links")));
 }
 
 } // namespace

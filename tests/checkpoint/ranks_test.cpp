@@ -81,6 +81,15 @@ TEST(RanksCheckpoint, ValuesThatDifferAreAnErrorOnEveryRank) {
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
+TEST(RanksCheckpoint, AnOptionThatIsWrongOnOneRankIsAnErrorOnEveryRank) {
+  const SharedFolder folder;
+  EXPECT_THAT(error_of([&] { save({}, folder.path() / "c", {.keep_last = rank() == last() ? -1 : 0}); }),
+              HasSubstr(c10::str("rank ", last(), ": keep_last is -1")));
+  EXPECT_THAT(error_of([&] { save({}, folder.path() / "latest"); }), HasSubstr("rank 0: "));
+  SharedFolder::barrier(); // rank 0 removes what was begun
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+}
+
 TEST(RanksCheckpoint, AFailureOfOneRankIsNamedOnEveryRank) {
   const SharedFolder folder;
   StateDict state;

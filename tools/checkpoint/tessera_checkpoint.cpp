@@ -9,6 +9,7 @@
 #include <tessera/checkpoint/convert.h>
 #include <tessera/checkpoint/reader.h>
 #include <tessera/checkpoint/safetensors.h>
+#include <tessera/collectives/error_text.h>
 
 #include <ctime>
 #include <map>
@@ -87,8 +88,8 @@ int verify(const std::string& path) {
   std::optional<Opened> opened;
   try {
     opened = tessera::checkpoint::open_checkpoint(path);
-  } catch (const c10::Error& error) {
-    return report({error.what_without_backtrace()}, "");
+  } catch (const std::exception& error) { // also those of std::filesystem
+    return report({tessera::error_text(error)}, "");
   }
   const auto& index = opened->index;
   std::vector<std::string> findings;
@@ -165,10 +166,8 @@ int main(int argc, char** argv) {
     };
     absl::SetFlagsUsageConfig(config);
     return run(absl::ParseCommandLine(argc, argv));
-  } catch (const c10::Error& error) {
-    fmt::print(stderr, "tessera-checkpoint: {}\n", error.what_without_backtrace());
   } catch (const std::exception& error) {
-    fmt::print(stderr, "tessera-checkpoint: {}\n", error.what());
+    fmt::print(stderr, "tessera-checkpoint: {}\n", tessera::error_text(error));
   }
   return 2;
 }
