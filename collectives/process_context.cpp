@@ -33,6 +33,12 @@ std::mutex context_mutex;
 std::unique_ptr<ProcessContext> context; // guarded by context_mutex when it is replaced
 int generation = 0;                      // how often this process joined a job: keeps the keys of each time apart
 
+/// A forked child has none of the threads behind the communicators, and would wait for them at its exit.
+void leave_to_parent_in_forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { static_cast<void>(context.release()); });
+  TORCH_CHECK(registered == 0, "pthread_atfork failed with error ", registered);
+}
+
 int seconds_or(const EnvironmentMap& environment, const char* name, int otherwise) {
   const auto found = environment.find(name);
   if (found == environment.end() || found->second.empty()) return otherwise;
@@ -195,6 +201,7 @@ void init_process_group(const ProcessGroupOptions& options) {
   made->world_size_ = job.world_size;
   made->local_rank_ = job.local_rank;
   ignore_broken_pipes();
+  leave_to_parent_in_forks();
   auto store = connect_store(job, made->options_.timeout);
   store->setTimeout(made->options_.timeout);
   // The launcher's store outlives a restart and a second `init_process_group`.

@@ -53,6 +53,7 @@ class ProcessContext {
 /// Joins the job that the environment describes: torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,
 /// TORCHELASTIC_USE_AGENT_STORE), Slurm, Open MPI, or `tessera::launch`. Without any of them: a job of one rank.
 /// Called once by every rank; returns when all have joined, or throws after the timeout and names the ranks that are missing.
+/// A process forked later is in no job.
 void init_process_group(const ProcessGroupOptions& options = {});
 bool is_initialized();
 /// The context; an error before `init_process_group`.

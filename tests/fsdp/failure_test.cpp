@@ -47,5 +47,14 @@ TEST(Failure, RanksThatUseDifferentGroupsLearnWhichOnes) {
   }
 }
 
+TEST(Failure, AForkedChildEndsAndTheRankTrainsOn) {
+  for (const int ranks : {1, 3}) {
+    const auto result = run_program({program_folder() + "/training_program", "forks", "--ranks", std::to_string(ranks)}, {},
+                                    std::chrono::seconds(60));
+    EXPECT_EQ(result.status, 0) << result.output;
+    EXPECT_THAT(result.left_behind, IsEmpty());
+  }
+}
+
 } // namespace
 } // namespace tessera::testing

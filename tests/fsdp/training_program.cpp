@@ -1,7 +1,11 @@
 // A training job in which something goes wrong at its second step: training_program SCENARIO --ranks N.
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <string>
@@ -73,10 +77,20 @@ void skips_a_group() {
   x.sum().backward();
 }
 
+/// Each rank forks; the child ends as a program does, with static destructors, and the rank trains on.
+void forks() {
+  train([](torch::Tensor&) {
+    const pid_t child = fork();
+    if (child == 0) std::exit(is_initialized() ? 1 : 0);
+    int status = 0;
+    TORCH_CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with status ", status);
+  });
+}
+
 const std::map<std::string, std::function<void()>> kScenarios{
     {"killed_in_forward", killed_in_forward},   {"killed_in_backward", killed_in_backward},
     {"throws_in_backward", throws_in_backward}, {"uses_another_group", uses_another_group},
-    {"skips_a_group", skips_a_group},
+    {"skips_a_group", skips_a_group},           {"forks", forks},
 };
 
 } // namespace
