@@ -35,32 +35,62 @@ at::Tensor cast_input(const FSDPModule& handle, const at::Tensor& tensor);
 /// The same for `output_dtype`.
 at::Tensor cast_output(const FSDPModule& handle, const at::Tensor& tensor);
 
+template <typename Value>
+concept HasElements = requires {
+  typename std::tuple_size<Value>::type;
+}; // tuple, pair, array
+template <typename Value>
+concept IsOptional = requires(Value value) {
+  value.has_value(), *value;
+};
+template <typename Value>
+concept IsMap = requires {
+  typename Value::mapped_type;
+};
+template <typename Value>
+concept IsSequence = requires(Value value) {
+  value.begin(), value.end(), value.push_back(*value.begin());
+};
+
+/// Replaces the tensors inside `value`.
+template <typename Cast, typename Value>
+void cast_inside(const Cast& cast, Value& value) {
+  if constexpr (std::is_same_v<Value, at::Tensor>) {
+    value = cast(value);
+  } else if constexpr (HasElements<Value>) {
+    std::apply([&](auto&... elements) { (cast_inside(cast, elements), ...); }, value);
+  } else if constexpr (IsOptional<Value>) {
+    if (value.has_value()) cast_inside(cast, *value);
+  } else if constexpr (IsMap<Value>) {
+    for (auto& [key, element] : value) cast_inside(cast, element);
+  } else if constexpr (IsSequence<Value> && !std::is_same_v<Value, std::vector<bool>>) {
+    for (auto& element : value) cast_inside(cast, element);
+  }
+}
+
+/// A copy of `value` with its tensors replaced; anything that holds none as it is.
 template <typename Cast, typename Value>
 decltype(auto) cast_tensors(const Cast& cast, Value&& value) {
   using Plain = std::decay_t<Value>;
-  if constexpr (std::is_same_v<Plain, at::Tensor>) {
-    return cast(value);
-  } else if constexpr (std::is_same_v<Plain, std::vector<at::Tensor>>) {
-    std::vector<at::Tensor> result;
-    for (const auto& tensor : value) result.push_back(cast(tensor));
+  if constexpr (std::is_same_v<Plain, at::Tensor> || HasElements<Plain> || IsOptional<Plain> || IsMap<Plain> ||
+                IsSequence<Plain>) {
+    Plain result(std::forward<Value>(value));
+    cast_inside(cast, result);
     return result;
   } else {
     return std::forward<Value>(value);
   }
 }
 
-template <typename Cast, typename... Elements>
-std::tuple<Elements...> cast_tensors(const Cast& cast, std::tuple<Elements...> values) {
-  return std::apply([&](auto&&... value) { return std::tuple<Elements...>(cast_tensors(cast, value)...); }, values);
-}
-
 } // namespace fsdp_internal
 
-/// Runs `module->forward(inputs...)` as FSDP2 runs a wrapped module: floating-point tensors among the inputs (in vectors and
-/// tuples too) are cast to `param_dtype` when `cast_forward_inputs` is set, and those among the outputs to `output_dtype`; the
-/// end of the forward frees the group (see ForwardScope). `module` is a ModuleHolder or a pointer to a sharded module.
+/// Runs `module->forward(inputs...)` as FSDP2 runs a wrapped module: floating-point tensors among the inputs (in vectors,
+/// tuples, optionals and maps too) are cast to `param_dtype` when `cast_forward_inputs` is set, and those among the outputs to
+/// `output_dtype`; the end of the forward frees the group (see ForwardScope). `module` is a ModuleHolder or a pointer to a
+/// sharded module.
 template <typename ModulePointer, typename... Inputs>
 auto call(ModulePointer& module, Inputs&&... inputs) {
+  TORCH_CHECK_VALUE(module, "tessera::call: the module is null");
   const FSDPModule handle = fsdp(static_cast<const torch::nn::Module&>(*module));
   const ForwardScope scope(*module);
   const auto in = [&](const at::Tensor& tensor) { return fsdp_internal::cast_input(handle, tensor); };

@@ -64,6 +64,30 @@ TEST(MixedPrecision, ActivationsAreCastBesideALeafButRunningStatisticsAreNot) {
   EXPECT_TRUE(net->ptr(0)->named_parameters()["weight"].grad().defined());
 }
 
+struct Nested : torch::nn::Module {
+  using Inputs = std::vector<std::pair<torch::Tensor, std::optional<torch::Tensor>>>;
+  std::map<std::string, std::vector<torch::Tensor>> forward(const Inputs& inputs, int64_t scale) {
+    EXPECT_EQ(inputs[0].first.scalar_type(), torch::kBFloat16);
+    EXPECT_EQ(inputs[0].second->scalar_type(), torch::kLong);
+    EXPECT_FALSE(inputs[1].second.has_value());
+    return {{"outputs", {linear(inputs[0].first) * scale, *inputs[0].second}}};
+  }
+  torch::nn::Linear linear{register_module("linear", torch::nn::Linear(3, 2))};
+};
+
+TEST(MixedPrecision, CallCastsInsideNestedValues) {
+  torch::manual_seed(0);
+  const auto module = std::make_shared<Nested>();
+  auto options = bf16_options(BufferLayout::kRagged, torch::kFloat);
+  options.mixed_precision.output_dtype = torch::kDouble;
+  fully_shard(*module, world_mesh(), options);
+  const auto x = torch::ones({1, 3});
+  auto outputs = call(module, Nested::Inputs{{x, torch::arange(2)}, {x, std::nullopt}}, 2)["outputs"];
+  EXPECT_EQ(outputs[0].scalar_type(), torch::kDouble);
+  EXPECT_EQ(outputs[1].scalar_type(), torch::kLong);
+  EXPECT_EQ(x.scalar_type(), torch::kFloat);
+}
+
 TEST(MixedPrecision, CallCastsInputsAndOutputs) {
   torch::manual_seed(0);
   torch::nn::Linear linear(3, 2);
