@@ -1,8 +1,13 @@
 #include <tessera/fsdp/fully_shard.h>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <absl/container/flat_hash_map.h>
 #include <absl/container/flat_hash_set.h>
+#include <c10/core/InferenceMode.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <tessera/fsdp/initial_weights.h>
 #include <tessera/fsdp/parameter_group.h>
@@ -55,6 +60,8 @@ void check_parameter(const at::Tensor& parameter, const std::string& name, const
   TORCH_CHECK_VALUE(!dtensor_meta(parameter), "fully_shard: the parameter ", name, " is a DTensor already");
   TORCH_CHECK_VALUE(parameter.layout() == at::kStrided, "fully_shard: the parameter ", name, " has the layout ",
                     parameter.layout(), ", but only dense parameters can be sharded");
+  TORCH_CHECK_VALUE(!parameter.is_inference(), "fully_shard: the parameter ", name,
+                    " was made in InferenceMode, whose tensors cannot be sharded; build the module outside of it");
   TORCH_CHECK_VALUE(parameter.is_leaf(), "fully_shard: the parameter ", name, " is no leaf: it was computed from other tensors");
   TORCH_CHECK_VALUE(!parameter.grad().defined(), "fully_shard: the parameter ", name,
                     " has a gradient already; call zero_grad() before fully_shard");
@@ -63,27 +70,94 @@ void check_parameter(const at::Tensor& parameter, const std::string& name, const
                     "; build the whole module on the meta device or none of it");
 }
 
-void check_not_sharded(const std::vector<Module*>& modules, const Census& census) {
-  for (const auto& state : census.states) {
-    for (auto above = state; above; above = above->parent()) {
-      for (const auto* module : modules) {
-        TORCH_CHECK_VALUE(!above->holds(module), "fully_shard: the module ", module->name(), " is sharded already");
-      }
+/// Two parameters of one memory would become two shards that no longer change together.
+void check_own_memory(const Census& census, const std::vector<Module*>& modules) {
+  absl::flat_hash_map<const c10::StorageImpl*, std::vector<size_t>> in_storage; // positions in the census
+  const auto storage_of = [](const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); };
+  const auto check = [&](const at::Tensor& tensor, const char* kind, const std::string& name) {
+    if (!tensor.defined() || !tensor.has_storage() || tensor.is_meta()) return;
+    const auto found = in_storage.find(storage_of(tensor));
+    if (found == in_storage.end()) return;
+    for (const size_t i : found->second) {
+      const auto status = at::get_overlap_status(tensor, census.free[i]);
+      TORCH_CHECK_VALUE(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, "fully_shard: the ",
+                        kind, " ", name, " shares memory with the parameter ", census.names[i],
+                        "; register one tensor under both names, or give each its own memory with clone()");
     }
+  };
+  for (size_t i = 0; i < census.free.size(); ++i) {
+    check(census.free[i], "parameter", census.names[i]);
+    in_storage[storage_of(census.free[i])].push_back(i);
+  }
+  for (const auto* module : modules) {
+    for (const auto& buffer : module->named_buffers()) check(buffer.value(), "buffer", buffer.key());
   }
 }
 
-absl::flat_hash_map<const Module*, std::string> paths_below(const std::vector<Module*>& modules) {
-  absl::flat_hash_map<const Module*, std::string> paths;
+using Paths = absl::flat_hash_map<const Module*, std::string>;
+
+Paths paths_below(const std::vector<Module*>& modules) {
+  Paths paths;
   for (const auto* module : modules) {
     for (const auto& item : module->named_modules("", /*include_self=*/false)) paths.emplace(item.value().get(), item.key());
   }
   return paths;
 }
 
+void check_not_sharded(const std::vector<Module*>& modules, const Census& census) {
+  for (const auto& state : census.states) {
+    for (auto above = state; above; above = above->parent()) {
+      for (const auto* module : modules) {
+        TORCH_CHECK_VALUE(!above->holds(module), "fully_shard: the module ", module->name(), " is sharded already");
+        TORCH_CHECK_VALUE(!above->held_below(module), "fully_shard: the parameters of ", module->name(),
+                          " were sharded with a module above it: shard bottom-up, first the blocks, then what holds them");
+      }
+    }
+  }
+}
+
+void check_policy(const MixedPrecisionPolicy& policy) {
+  const auto check = [](const char* name, const std::optional<at::ScalarType>& dtype) {
+    TORCH_CHECK_VALUE(!dtype || at::isFloatingType(*dtype), "fully_shard: ", name, " of the mixed precision policy is ", *dtype,
+                      ", but must be a floating-point dtype");
+  };
+  check("param_dtype", policy.param_dtype);
+  check("reduce_dtype", policy.reduce_dtype);
+  check("output_dtype", policy.output_dtype);
+}
+
+/// The groups below, in the model's order, and what their values were: ranks that broadcast them in different orders mixed them
+/// up.
+std::string describe(const Census& census, const Paths& paths) {
+  std::string text;
+  for (const auto& state : census.states) {
+    const auto found = paths.find(state->modules().front());
+    if (found != paths.end())
+      text += fmt::format("\n{} sharded with values of checksum {}", found->second, state->initial_checksum);
+  }
+  return text;
+}
+
+/// `fully_shard` or `replicate`.
+struct Kind {
+  const char* name;
+  MeshAxes (*axes)(const DeviceMesh&);
+};
+constexpr Kind kFullyShard{"fully_shard", &MeshAxes::sharded}, kReplicate{"replicate", &MeshAxes::replicated};
+
+/// What every rank must ask for alike.
+std::string describe(const Kind& kind, const DeviceMesh& mesh, const FullyShardOptions& options) {
+  const auto dtype = [](const std::optional<at::ScalarType>& type) { return type ? c10::toString(*type) : "unset"; };
+  const auto& policy = options.mixed_precision;
+  return fmt::format(
+      "{} over {} ranks, the layout {}, reshard_after_forward {}, param_dtype {}, reduce_dtype {}, initial_weights {}", kind.name,
+      fmt::join(mesh.shape(), " x "), options.layout == BufferLayout::kRagged ? "kRagged" : "kPerParameter",
+      options.reshard_after_forward ? (*options.reshard_after_forward ? "true" : "false") : "unset", dtype(policy.param_dtype),
+      dtype(policy.reduce_dtype), static_cast<int>(options.initial_weights));
+}
+
 /// Takes the groups made by earlier calls under `state`, and names them and their parameters from here.
-void adopt_below(const StatePtr& state, const std::vector<Module*>& modules, const Census& census) {
-  const auto paths = paths_below(modules);
+void adopt_below(const StatePtr& state, const std::vector<Module*>& modules, const Census& census, const Paths& paths) {
   for (const auto& below : census.states) {
     StatePtr top = below;
     while (top->parent()) top = top->parent();
@@ -119,28 +193,39 @@ void move_buffers(const std::vector<Module*>& modules, c10::Device device) {
   }
 }
 
-FSDPModule shard_modules(const std::vector<Module*>& modules, const MeshAxes& axes, const FullyShardOptions& options) {
+FSDPModule shard_modules(const std::vector<Module*>& modules, const Kind& kind, const DeviceMesh& mesh,
+                         const FullyShardOptions& options) {
   const auto census = take_census(modules);
   const std::string name = describe(modules);
   TORCH_CHECK_VALUE(!census.free.empty() || !census.states.empty(), "fully_shard: the module ", name, " has no parameter");
   check_not_sharded(modules, census);
+  check_policy(options.mixed_precision);
   for (size_t i = 0; i < census.free.size(); ++i) check_parameter(census.free[i], census.names[i], census.free[0]);
-  fsdp_internal::agree_on_initial_weights(census.free, census.names, axes.mesh(), options.initial_weights, name);
+  check_own_memory(census, modules);
+  const auto paths = paths_below(modules);
+  const auto checksum = fsdp_internal::agree_on_initial_weights(census.free, census.names, mesh, options.initial_weights, name,
+                                                                describe(kind, mesh, options) + describe(census, paths));
 
+  const auto axes = kind.axes(mesh); // connects the ranks along its dims: they agree on them now
   auto state = std::make_shared<ShardedModule>(std::vector<const Module*>(modules.begin(), modules.end()), axes, options);
-  state->set_schedule(std::make_shared<Schedule>(axes.mesh().device()));
-  move_buffers(modules, axes.mesh().device());
+  for (const auto& [module, path] : paths) state->add_below(module);
+  state->initial_checksum = checksum;
+  state->set_schedule(std::make_shared<Schedule>(mesh.device()));
+  move_buffers(modules, mesh.device());
   if (!census.free.empty()) {
     auto group = std::make_shared<ParameterGroup>(name, axes, options, state->schedule()->cache());
     group->owner = state;
     group->shard(census.free, census.names);
     state->set_group(group);
   }
-  adopt_below(state, modules, census);
+  adopt_below(state, modules, census, paths);
   return FSDPModule(state);
 }
 
 const DeviceMesh& checked(const DeviceMesh& mesh) {
+  TORCH_CHECK_VALUE(!c10::InferenceMode::is_enabled(),
+                    "fully_shard: called in InferenceMode, whose tensors cannot be trained; call "
+                    "it outside, and run the forward inside");
   TORCH_CHECK_VALUE(mesh.defined(), "fully_shard: the mesh is undefined; make one with init_device_mesh");
   TORCH_CHECK_VALUE(mesh.coordinate().has_value(), "fully_shard: this rank is outside the mesh ", mesh.to_string());
   return mesh;
@@ -160,7 +245,7 @@ StatePtr find_state(const Module& module) {
 } // namespace
 
 FSDPModule fully_shard(Module& module, const DeviceMesh& mesh, const FullyShardOptions& options) {
-  return shard_modules({&module}, MeshAxes::sharded(checked(mesh)), options);
+  return shard_modules({&module}, kFullyShard, checked(mesh), options);
 }
 
 FSDPModule fully_shard(const std::vector<std::shared_ptr<Module>>& modules, const DeviceMesh& mesh,
@@ -171,11 +256,11 @@ FSDPModule fully_shard(const std::vector<std::shared_ptr<Module>>& modules, cons
     TORCH_CHECK_VALUE(module, "fully_shard: module ", pointers.size(), " of the list is null");
     pointers.push_back(module.get());
   }
-  return shard_modules(pointers, MeshAxes::sharded(checked(mesh)), options);
+  return shard_modules(pointers, kFullyShard, checked(mesh), options);
 }
 
 FSDPModule replicate(Module& module, const DeviceMesh& mesh, const FullyShardOptions& options) {
-  return shard_modules({&module}, MeshAxes::replicated(checked(mesh)), options);
+  return shard_modules({&module}, kReplicate, checked(mesh), options);
 }
 
 FSDPModule fsdp(const Module& module) {

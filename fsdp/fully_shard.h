@@ -25,7 +25,8 @@ class FSDPModule {
   /// Frees the unsharded parameters of this module's own group.
   void reshard();
   /// false: backward keeps this rank's unsharded gradients (gradient accumulation without communication). For this module and,
-  /// with `recurse`, those below it.
+  /// with `recurse`, those below it. They are not in `grad()` until a backward with true has reduced them; so `zero_grad` does
+  /// not drop them (FSDP2 too), and an exception in a backward does.
   void set_requires_gradient_sync(bool requires_sync, bool recurse = true);
   /// false: HSDP's all-reduce over the replicate dim is put off; the reduce-scatter still runs.
   void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
@@ -50,9 +51,11 @@ class FSDPModule {
 
 /// Shards the parameters of `module` that no earlier call claimed, as one communication group, in place (FSDP2: fully_shard).
 ///
-/// Call it bottom-up: first the blocks, then the root. `mesh` is 1-D (parameters sharded over it) or 2-D (replicated over its
-/// first dim, sharded over its second: HSDP). Moves parameters and buffers to the mesh's device. Every rank of the mesh calls it,
-/// in the same order with the same modules. Errors name the module and the parameter.
+/// Call it bottom-up: first the blocks, then the root; parameters that no call claimed stay plain, and their gradients local. A
+/// parameter registered later is an error in the next forward, unless it is frozen or sharded as well. `mesh` is 1-D (parameters
+/// sharded over it) or 2-D (replicated over its first dim, sharded over its second: HSDP). Moves parameters and buffers to the
+/// mesh's device. Every rank of the mesh calls it, in the same order with the same modules and options. Errors name the module
+/// and the parameter.
 FSDPModule fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const FullyShardOptions& options = {});
 
 template <typename Contained>

@@ -4,6 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/real.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -90,6 +92,9 @@ class DTensorLeafHook final : public torch::autograd::PostAccumulateGradHook {
   size_t index_;
 };
 
+/// Complex numbers as twice as many real ones: what the communicators reduce.
+at::Tensor as_real(const at::Tensor& flat) { return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat; }
+
 } // namespace
 
 std::shared_ptr<torch::autograd::Node> redirect_gradients(const at::Tensor& parameter, const at::Tensor& leaf,
@@ -113,15 +118,22 @@ at::Tensor make_dtensor_leaf(const at::Tensor& parameter, const std::weak_ptr<Pa
   return leaf;
 }
 
+bool GroupGradients::requires_grad(size_t index) const {
+  const at::Tensor tensor(group_.parameters()[index].tensor.lock());
+  return tensor.defined() && tensor.requires_grad();
+}
+
+std::string GroupGradients::label() const { return group_.label() + label_; }
+
 bool GroupGradients::reduces_alone() const { return !group_.axes().reduce_scatter() && !group_.axes().all_reduce(); }
 
 at::ScalarType GroupGradients::choose_reduce_dtype() const {
   const auto& policy = group_.options().mixed_precision;
-  if (policy.reduce_dtype) return *policy.reduce_dtype;
-  std::optional<at::ScalarType> dtype;
+  std::optional<at::ScalarType> dtype = policy.reduce_dtype;
   for (size_t i = 0; i < takes_part_.size(); ++i) {
     if (!takes_part_[i]) continue;
     const auto own = group_.parameters()[i].leaf.scalar_type();
+    if (policy.reduce_dtype && !at::isComplexType(own)) continue;
     dtype = dtype ? c10::promoteTypes(*dtype, own) : own;
   }
   return dtype.value_or(at::kFloat);
@@ -142,9 +154,14 @@ void GroupGradients::prepare_layout() {
   const auto& parameters = group_.parameters();
   std::vector<bool> takes_part;
   takes_part.reserve(parameters.size());
-  for (const auto& parameter : parameters) takes_part.push_back(parameter.leaf.requires_grad());
+  for (size_t i = 0; i < parameters.size(); ++i) takes_part.push_back(requires_grad(i));
   if (takes_part == takes_part_) return;
   takes_part_ = std::move(takes_part);
+  label_.clear();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (takes_part_[i] || !parameters[i].accumulator) continue;
+    label_ += (label_.empty() ? " without " : ", ") + parameters[i].name;
+  }
   layout_ = plan_reduce(group_.layout(), takes_part_);
   dtype_ = choose_reduce_dtype();
   pending_.resize(parameters.size());
@@ -161,7 +178,7 @@ void GroupGradients::prepare_buffer() {
 }
 
 void GroupGradients::land(size_t index, const at::Tensor& gradient) {
-  if (!gradient.defined()) return;
+  if (!gradient.defined() || !requires_grad(index)) return; // frozen since its forward
   const at::NoGradGuard no_grad;
   prepare_buffer();
   TORCH_CHECK_NOT_IMPLEMENTED(!gradient.is_sparse(), "the parameter ", group_.full_name(index),
@@ -235,7 +252,7 @@ void GroupGradients::start_reduce() {
   const auto op = divide_factor ? ReduceOp::kSum : ReduceOp::kAvg;
   if (const auto& communicator = group_.axes().reduce_scatter()) {
     reduction_.output = at::empty({layout_.chunk_numel}, reduction_.input.options());
-    reduction_.work = communicator->reduce_scatter(reduction_.output, reduction_.input, op, group_.label());
+    reduction_.work = communicator->reduce_scatter(as_real(reduction_.output), as_real(reduction_.input), op, label());
   } else {
     reduction_.output = reduction_.input.clone(); // the buffer goes back to the cache; gradients live as long as the user likes
   }
@@ -257,7 +274,7 @@ void GroupGradients::advance_reduce() {
     return;
   }
   const auto op = divide_factor ? ReduceOp::kSum : ReduceOp::kAvg;
-  reduction_.work = communicator->all_reduce(reduction_.output, op, group_.label());
+  reduction_.work = communicator->all_reduce(as_real(reduction_.output), op, label());
   reduction_.all_reduces = true;
 }
 
@@ -268,7 +285,7 @@ void GroupGradients::finish_reduce() {
   const at::NoGradGuard no_grad;
   reduction_.work.wait();
   auto done = std::exchange(reduction_, Reduction());
-  if (divide_factor) done.output.div_(*divide_factor);
+  if (divide_factor) done.output.narrow(0, 0, layout_.used_offset).div_(*divide_factor);
   const auto rank = static_cast<size_t>(group_.axes().shard_rank());
   const auto& parameters = group_.parameters();
   const auto gradients = common_dtype() ? done.output.to(*common_dtype()) : done.output;
@@ -299,6 +316,7 @@ void GroupGradients::add_reduced(size_t index, const at::Tensor& reduced) {
   const auto& spec = group_.parameters()[index].spec;
   const auto& sizes = spec->local_sizes();
   at::Tensor local = reduced.sizes() == c10::IntArrayRef(sizes) ? reduced : reduced.reshape(sizes);
+  if (local.is_complex() && !at::isComplexType(spec->dtype())) local = at::real(local);
   if (local.scalar_type() != spec->dtype()) local = local.to(spec->dtype());
   add_sharded(index, make_gradient(std::move(local), spec, group_.weak_from_this(), index));
 }
@@ -328,6 +346,7 @@ void GroupGradients::discard() {
   if (reducing_) reduction_.work.wait();
   reducing_ = false;
   reduction_ = Reduction();
+  partial_ = at::Tensor();
   buffer_ = at::Tensor();
   whole_.clear();
   std::fill(pending_.begin(), pending_.end(), false);

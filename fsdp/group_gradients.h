@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <tessera/collectives/work.h>
@@ -71,6 +72,10 @@ class GroupGradients {
   void prepare_buffer();
   void copy_into_buffer(size_t index, const at::Tensor& gradient, bool add);
   void write_used_flags();
+  /// As the user set it, also where this rank did not read the parameter since.
+  bool requires_grad(size_t index) const;
+  /// The group's, and the parameters that take no part: ranks that froze different ones call different collectives.
+  std::string label() const;
   at::ScalarType choose_reduce_dtype() const;
   /// The dtype of all parameters that require a gradient, where they share one.
   std::optional<at::ScalarType> common_dtype() const;
@@ -81,6 +86,7 @@ class GroupGradients {
 
   ParameterGroup& group_;
   std::vector<bool> takes_part_; ///< parameters that require a gradient
+  std::string label_;            ///< names the others
   ReduceLayout layout_;
   at::ScalarType dtype_ = at::kFloat;
   at::Tensor buffer_;             ///< input of the reduce-scatter, [ranks × chunk_numel]

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/hash_tensor.h>
+#include <ATen/ops/view_as_real.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -15,7 +16,8 @@ namespace tessera::fsdp_internal {
 namespace {
 
 std::string describe(const at::Tensor& tensor, const std::string& name) {
-  return fmt::format("{} {}[{}]\n", name, c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "));
+  const char* frozen = tensor.requires_grad() || !at::isFloatingType(tensor.scalar_type()) ? "" : ", frozen";
+  return fmt::format("{} {}[{}]{}\n", name, c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "), frozen);
 }
 
 /// FNV-1a: the same on every rank, unlike std::hash.
@@ -27,7 +29,8 @@ int64_t fingerprint(const std::string& text) {
 
 int64_t checksum(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
-  return at::hash_tensor(tensor.detach().contiguous().view({-1})).view(at::kLong).item<int64_t>();
+  const auto values = tensor.is_complex() ? at::view_as_real(tensor.detach().resolve_conj()) : tensor.detach();
+  return at::hash_tensor(values.contiguous().view({-1})).view(at::kLong).item<int64_t>();
 }
 
 /// Every rank's `values`, [ranks × values].
@@ -76,32 +79,33 @@ std::string first_difference(const std::vector<std::string>& texts, const std::v
 
 } // namespace
 
-void agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                              const DeviceMesh& mesh, InitialWeights mode, const std::string& module) {
-  if (mesh.size() == 1) return;
+int64_t agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
+                                 const DeviceMesh& mesh, InitialWeights mode, const std::string& module,
+                                 const std::string& options) {
+  if (mesh.size() == 1) return 0;
   const at::NoGradGuard no_grad;
   const auto communicator = mesh.ndim() == 1 ? mesh.communicator(0) : mesh.flatten().communicator(0);
   const std::string label = "fully_shard of " + module;
 
-  std::string structure;
+  std::string structure = options + "\n";
   for (size_t i = 0; i < tensors.size(); ++i) structure += describe(tensors[i], names[i]);
   const auto fingerprints = gather({fingerprint(structure)}, *communicator, mesh, label);
   if (!fingerprints.eq(fingerprints[0]).all().item<bool>()) {
     const auto texts = gather_text(structure, *communicator, mesh, label);
     TORCH_CHECK_VALUE(false, "fully_shard of ", module,
-                      ": the ranks' models differ: ", first_difference(texts, communicator->ranks()));
+                      ": the ranks' models or options differ: ", first_difference(texts, communicator->ranks()));
   }
-  if (tensors.empty() || tensors[0].is_meta() || mode == InitialWeights::kUnchecked) return;
+  if (tensors.empty() || tensors[0].is_meta() || mode == InitialWeights::kUnchecked) return 0;
   if (mode == InitialWeights::kBroadcast) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       auto buffer = tensors[i].detach().to(mesh.device()).contiguous();
       communicator->broadcast(buffer, 0, names[i]).wait();
       tensors[i].detach().copy_(buffer);
     }
-    return;
   }
   std::vector<int64_t> checksums;
   for (const auto& tensor : tensors) checksums.push_back(checksum(tensor));
+  if (mode == InitialWeights::kBroadcast) return fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
   const auto all = gather(checksums, *communicator, mesh, label);
   for (int64_t i = 0; i < static_cast<int64_t>(tensors.size()); ++i) {
     std::vector<int64_t> differing;
@@ -114,6 +118,7 @@ void agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std:
         fmt::format("{}", fmt::join(differing, ", ")), " differ from those on rank ", communicator->ranks()[0],
         "; build the model from the same seed on every rank, or set FullyShardOptions::initial_weights to kBroadcast");
   }
+  return fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
 }
 
 } // namespace tessera::fsdp_internal

@@ -12,9 +12,11 @@
 
 namespace tessera::fsdp_internal {
 
-/// Compares names, shapes and dtypes of `tensors` over all ranks of `mesh`, and, as `mode` says, their values; or overwrites them
-/// with rank 0's. Every rank of the mesh calls it. On a difference every rank throws, naming the parameter and the ranks.
-void agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                              const DeviceMesh& mesh, InitialWeights mode, const std::string& module);
+/// Compares `options` (a text), and names, shapes and dtypes of `tensors`, over all ranks of `mesh`, and, as `mode` says, the
+/// values; or overwrites them with rank 0's. Every rank of the mesh calls it. On a difference every rank throws, naming the
+/// parameter and the ranks. Returns a checksum of the values that the ranks agreed on; 0 where they compared none.
+int64_t agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
+                                 const DeviceMesh& mesh, InitialWeights mode, const std::string& module,
+                                 const std::string& options);
 
 } // namespace tessera::fsdp_internal

@@ -2,12 +2,16 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/InferenceMode.h>
 
 #include <tessera/fsdp/parameter_group.h>
 
 namespace tessera {
 
 void materialize(torch::nn::Module& module, const std::function<void(torch::nn::Module&)>& init) {
+  TORCH_CHECK_VALUE(init, "tessera::materialize: init is an empty function");
+  TORCH_CHECK_VALUE(!c10::InferenceMode::is_enabled(),
+                    "tessera::materialize: called in InferenceMode, whose tensors cannot be trained; call it outside");
   const at::NoGradGuard no_grad;
   c10::Device device(c10::kCPU);
   for (const auto& parameter : module.parameters()) {

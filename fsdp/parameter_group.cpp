@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -169,8 +170,19 @@ void ParameterGroup::check_parameters_alive() const {
   }
 }
 
+void ParameterGroup::note_write(const at::Tensor& written, size_t index) {
+  ++dtensor_writes_;
+  const auto& parameter = parameters_[index];
+  if (written.unsafeGetTensorImpl() != parameter.tensor._unsafe_get_target()) return;
+  for (const auto* tensor : {&parameter.leaf, &parameter.detached_leaf, &parameter.dtensor_leaf}) {
+    if (tensor->defined()) tensor->unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 void ParameterGroup::start_gather() {
   if (state_ != State::kSharded) return;
+  TORCH_CHECK(storage_, "the parameters of ", label_, " (", parameters_[0].name,
+              ", …) are on the meta device: call tessera::materialize before they are gathered");
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   storage_->fill(cache_->allocate(layout_.unsharded_bytes), layout_.unsharded_bytes);
@@ -265,7 +277,11 @@ void ParameterGroup::write_back() {
     if (piece.numel == 0) continue;
     const auto dtype = parameters_[i].leaf.scalar_type();
     const int64_t begin = parameter.unsharded_offset + piece.begin * static_cast<int64_t>(c10::elementSize(dtype));
-    parameters_[i].local.view({-1}).copy_(flat_view(output, begin, piece.numel, dtype));
+    const auto written = flat_view(output, begin, piece.numel, dtype);
+    const auto local = parameters_[i].local.view({-1});
+    // What a cast only rounded keeps its value.
+    local.copy_(dtype == local.scalar_type() ? written
+                                             : at::where(local.to(dtype).eq(written), local, written.to(local.scalar_type())));
   }
   gathered_version_ = shard_version();
 }

@@ -88,8 +88,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   bool is_unsharded() const { return state_ == State::kUnsharded; }
   /// The shard was written since the gather.
   bool is_stale() const { return copies_ && gathered_version_ != shard_version(); }
-  /// A DTensor op is about to write a parameter: it runs below the dispatch level that counts versions.
-  void note_write() { ++dtensor_writes_; }
+  /// A DTensor op is about to write parameter `index` through `tensor`: it runs below the dispatch level that counts versions.
+  /// As in an unsharded model, what autograd saved of the parameter can be used no more, unless it was written through `data()`.
+  void note_write(const at::Tensor& tensor, size_t index);
   /// Whether an unshard communicates or copies at all; otherwise the leaves alias the shard.
   bool copies() const { return copies_; }
   int64_t unsharded_bytes() const { return copies_ && is_open() ? layout_.unsharded_bytes : 0; }

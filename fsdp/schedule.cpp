@@ -64,7 +64,7 @@ Schedule::KeepOpen::~KeepOpen() {
 void Schedule::touch(ParameterGroup& group) {
   const std::lock_guard lock(mutex_);
   const bool backward = enter_phase();
-  if (!backward && group.is_stale()) group.reshard();
+  if (group.is_stale()) group.reshard();
   if (!backward) record(group);
   if (group.is_unsharded() && group.phase == phase_) return;
   group.phase = phase_;
@@ -83,8 +83,13 @@ void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects
 
 void Schedule::record(ParameterGroup& group) {
   if (group.recorded_forward == forward_epoch_) return;
-  group.recorded_forward = forward_epoch_;
   group.check_parameters_alive();
+  if (recording_.empty()) {
+    const ShardedModule* root = group.owner.get();
+    while (root->parent()) root = root->parent().get();
+    root->check_no_new_parameter();
+  }
+  group.recorded_forward = forward_epoch_;
   group.order_position = static_cast<int64_t>(recording_.size());
   recording_.push_back(group.weak_from_this());
 }
@@ -118,7 +123,7 @@ ParameterGroup* Schedule::neighbour(const ParameterGroup& group, int64_t step) c
 
 void Schedule::prefetch_after(const ParameterGroup& group) {
   if (ParameterGroup* next = neighbour(group, in_backward_ ? -1 : 1)) {
-    if (!in_backward_ && next->is_stale()) next->reshard();
+    if (next->is_stale()) next->reshard();
     open(*next);
   }
 }

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include <absl/container/flat_hash_set.h>
+
 #include <tessera/fsdp/options.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/schedule.h>
@@ -20,11 +22,15 @@ namespace tessera::fsdp_internal {
 /// parent. So a model's states live as long as any of its parameters.
 class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
  public:
-  ShardedModule(std::vector<const torch::nn::Module*> modules, MeshAxes axes, const FullyShardOptions& options)
-      : modules_(std::move(modules)), axes_(std::move(axes)), options_(options) {}
+  ShardedModule(std::vector<const torch::nn::Module*> modules, MeshAxes axes, const FullyShardOptions& options);
 
   bool holds(const torch::nn::Module* module) const;
   const std::vector<const torch::nn::Module*>& modules() const { return modules_; }
+  /// `module` was below this one when `fully_shard` took it.
+  bool held_below(const torch::nn::Module* module) const { return below_.contains(module); }
+  void add_below(const torch::nn::Module* module) { below_.insert(module); }
+  /// An error that names a parameter which was registered, and requires a gradient, since `fully_shard` took the module.
+  void check_no_new_parameter() const;
   const MeshAxes& axes() const { return axes_; }
   const FullyShardOptions& options() const { return options_; }
 
@@ -48,8 +54,12 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   bool reshards_after_forward() const { return options_.reshard_after_forward.value_or(!is_root()); }
   void set_reshard_after_forward(bool reshard) { options_.reshard_after_forward = reshard; }
 
+  int64_t initial_checksum = 0; ///< of its group's values, as `agree_on_initial_weights` returned it
+
  private:
   std::vector<const torch::nn::Module*> modules_; // compared by address, never dereferenced
+  absl::flat_hash_set<const torch::nn::Module*> below_;
+  std::vector<std::weak_ptr<const torch::nn::Module>> alive_; // the modules that a shared_ptr holds
   MeshAxes axes_;
   FullyShardOptions options_;
   std::weak_ptr<ParameterGroup> group_;

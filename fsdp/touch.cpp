@@ -100,18 +100,20 @@ ParameterGroup& group_of_leaf(const at::Tensor& leaf) {
 }
 
 /// Looks at the arguments; parameters that the call writes are noted as changed.
-Reads scan(const Arguments& arguments) {
+Reads scan(const OperatorTraits& traits, const Arguments& arguments) {
   Reads reads;
   arguments.visit([&](const at::Tensor& tensor, const TensorArgument& argument) {
     if (!tensor.defined()) return;
     const auto keys = tensor.key_set();
     if (keys.has(kTouchKey)) {
-      if (keys.has(kDTensorKey)) {
+      if (const auto* meta = parameter_meta(tensor)) {
         reads.parameter = true;
         if (argument.is_written) {
           reads.writes_parameter = true;
-          if (auto* meta = parameter_meta(tensor)) meta->group->note_write();
+          if (!traits.is_metadata_only) meta->group->note_write(tensor, meta->index);
         }
+      } else if (keys.has(kDTensorKey)) {
+        reads.other_dtensor = true; // a detached copy that outlived its group
       } else {
         reads.leaf = true;
         if (argument.is_written) reads.written_leaf = &group_of_leaf(tensor);
@@ -263,7 +265,7 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   const auto& traits = traits_of(op);
   const size_t count = op.schema().arguments().size();
   Arguments arguments(traits, count, *stack);
-  const Reads reads = scan(arguments);
+  const Reads reads = scan(traits, arguments);
   if (traits.converts && converts_nothing(op, *stack, stack->size() - count)) {
     stack->resize(stack->size() - count + 1); // the parameter
     return;

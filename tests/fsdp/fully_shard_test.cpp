@@ -152,10 +152,47 @@ TEST(FullyShard, DifferentModelsAreAnError) {
   torch::nn::Linear linear(3, world_rank() == 0 ? 2 : 4);
   const auto message = message_of([&] { fully_shard(linear, world_mesh()); });
   if (world_size() > 1) {
-    EXPECT_NE(message.find("the ranks' models differ: rank 0 has weight Float[2, 3], rank 1 has weight Float[4, 3]"),
+    EXPECT_NE(message.find("the ranks' models or options differ: rank 0 has weight Float[2, 3], rank 1 has weight Float[4, 3]"),
               std::string::npos)
         << message;
   }
+}
+
+TEST(FullyShard, DifferentOptionsAreAnError) {
+  if (world_size() == 1) return;
+  const auto differing = [](const std::function<void(FullyShardOptions&)>& change) {
+    torch::manual_seed(0);
+    torch::nn::Linear linear(3, 2);
+    FullyShardOptions options;
+    if (world_rank() > 0) change(options);
+    return message_of([&] { fully_shard(linear, world_mesh(), options); });
+  };
+  EXPECT_NE(differing([](auto& options) { options.layout = BufferLayout::kPerParameter; }).find("the layout kPerParameter"),
+            std::string::npos);
+  EXPECT_NE(differing([](auto& options) { options.reshard_after_forward = false; }).find("reshard_after_forward unset"),
+            std::string::npos);
+  EXPECT_NE(differing([](auto& options) { options.mixed_precision.reduce_dtype = torch::kDouble; }).find("reduce_dtype Double"),
+            std::string::npos);
+  torch::manual_seed(0);
+  torch::nn::Linear linear(3, 2);
+  const auto message =
+      message_of([&] { world_rank() == 0 ? fully_shard(linear, world_mesh()) : replicate(*linear, world_mesh()); });
+  EXPECT_NE(message.find("rank 0 has fully_shard over"), std::string::npos) << message;
+  EXPECT_NE(differing([](auto& options) { options.initial_weights = InitialWeights::kUnchecked; }).find("initial_weights"),
+            std::string::npos);
+}
+
+TEST(FullyShard, BroadcastsInAnotherOrderAreAnError) {
+  if (world_size() == 1) return;
+  torch::manual_seed(0);
+  torch::nn::Sequential model(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
+  const size_t first = world_rank() == 0 ? 0 : 1;
+  FullyShardOptions options;
+  options.initial_weights = InitialWeights::kBroadcast;
+  fully_shard(*model[first], world_mesh(), options);
+  fully_shard(*model[1 - first], world_mesh(), options);
+  const auto message = message_of([&] { fully_shard(model, world_mesh(), options); });
+  EXPECT_NE(message.find("rank 0 has 0 sharded with values of checksum"), std::string::npos) << message;
 }
 
 TEST(FullyShard, BadInputNamesTheCause) {
@@ -167,6 +204,16 @@ TEST(FullyShard, BadInputNamesTheCause) {
             std::string::npos);
   EXPECT_NE(message_of([&] { linear->to(torch::kDouble); }).find("set_data on the sharded parameter weight would unshard it"),
             std::string::npos);
+  torch::nn::Sequential parent(torch::nn::Linear(3, 2));
+  fully_shard(parent, mesh, {.initial_weights = InitialWeights::kBroadcast});
+  EXPECT_NE(message_of([&] { fully_shard(*parent[0], mesh); }).find("were sharded with a module above it: shard bottom-up"),
+            std::string::npos);
+  for (const auto dtype : {torch::kLong, torch::kBool, torch::kComplexFloat}) {
+    FullyShardOptions options;
+    options.mixed_precision.param_dtype = dtype;
+    torch::nn::Linear cast(3, 2);
+    EXPECT_NE(message_of([&] { fully_shard(cast, mesh, options); }).find("must be a floating-point dtype"), std::string::npos);
+  }
   torch::nn::ReLU empty;
   EXPECT_NE(message_of([&] { fully_shard(empty, mesh); }).find("has no parameter"), std::string::npos);
   torch::nn::Linear other(3, 2);

@@ -1,6 +1,8 @@
 // What fully_shard refuses, and what it says.
 #include <gtest/gtest.h>
 
+#include <tessera/fsdp/meta_init.h>
+
 #include <tessera/tests/fsdp/holds/compare_training.h>
 #include <tessera/tests/support/matchers.h>
 
@@ -61,6 +63,22 @@ TEST(BadInput, AForwardFromBeforeShardingCannotRunBackward) {
   }
 }
 
+struct Inner : nn::Module {
+  Inner() : inner(register_module("inner", nn::Linear(8, 8))) {}
+  nn::Linear inner;
+};
+
+struct Layers : CaseModel {
+  Layers()
+      : a(register_module("a", nn::Linear(kWidth, 8))),
+        b(register_module("b", std::make_shared<Inner>())),
+        head(register_module("head", nn::Linear(8, 1))) {}
+  Tensor loss(const Tensor& x) override { return head(b->inner(a(x).tanh()).tanh()).square().mean(); }
+  nn::Linear a;
+  std::shared_ptr<Inner> b;
+  nn::Linear head;
+};
+
 /// Gives its weight up for another.
 struct Replaceable : nn::Module {
   Replaceable()
@@ -81,6 +99,77 @@ TEST(BadInput, AReplacedParameterIsNamed) {
     model->forward(input_of(0, 0)).sum().backward();
     model->replace();
     EXPECT_THROWS_WITH(model->forward(input_of(0, 0)), "the sharded parameter weight of tessera::testing::");
+  }
+}
+
+TEST(BadInput, AParameterRegisteredAfterShardingIsNamed) {
+  for (const auto& strategy : holds_strategies()) {
+    torch::manual_seed(7);
+    const auto model = std::make_shared<Layers>();
+    shard_case(*model, strategy);
+    model->b->inner = model->b->replace_module("inner", nn::Linear(8, 8));
+    EXPECT_THROWS_WITH(model->loss(input_of(0, 0)),
+                       "the parameter b.inner.weight of tessera::testing::(anonymous namespace)::Layers was registered after "
+                       "fully_shard, and its gradients would differ between the ranks: register it first, call fully_shard on "
+                       "its module as well, or set requires_grad_(false)");
+    for (auto& parameter : model->b->inner->parameters()) parameter.requires_grad_(false);
+    model->loss(input_of(0, 0)).backward();
+  }
+}
+
+TEST(BadInput, ParametersThatShareMemoryAreNamed) {
+  const auto flat = torch::randn({20});
+  nn::Module apart, together, with_buffer;
+  apart.register_parameter("a", flat.slice(0, 0, 10));
+  apart.register_parameter("b", flat.slice(0, 10, 20));
+  together.register_parameter("a", flat.slice(0, 0, 11).clone());
+  together.register_parameter("b", together.named_parameters()["a"].detach().slice(0, 10));
+  with_buffer.register_parameter("a", flat.clone());
+  with_buffer.register_buffer("copy", with_buffer.named_parameters()["a"].detach());
+  FullyShardOptions options;
+  options.initial_weights = InitialWeights::kBroadcast;
+  EXPECT_EQ(error_of([&] { fully_shard(apart, world_mesh(), options); }), "no error");
+  EXPECT_THROWS_WITH(fully_shard(together, world_mesh(), options), "the parameter b shares memory with the parameter a");
+  EXPECT_THROWS_WITH(fully_shard(with_buffer, world_mesh(), options), "the buffer copy shares memory with the parameter a");
+}
+
+TEST(BadInput, InferenceModeIsRefused) {
+  torch::manual_seed(7);
+  nn::Linear outside(kWidth, 3);
+  {
+    const c10::InferenceMode inference;
+    EXPECT_THROWS_WITH(fully_shard(outside, world_mesh()), "fully_shard: called in InferenceMode");
+    nn::Linear inside(kWidth, 3);
+    const c10::InferenceMode normal(false);
+    EXPECT_THROWS_WITH(fully_shard(inside, world_mesh()), "the parameter weight was made in InferenceMode");
+  }
+  EXPECT_EQ(error_of([&] { fully_shard(outside, world_mesh()); }), "no error");
+}
+
+TEST(BadInput, WhatIsReadBeforeMaterializeIsNamed) {
+  if (world_size() == 1) return; // nothing is gathered
+  auto linear = on_meta([] { return nn::Linear(kWidth, 3); });
+  const auto handle = fully_shard(linear, world_mesh());
+  EXPECT_THROWS_WITH(FSDPModule(handle).unshard(), "(weight, …) are on the meta device: call tessera::materialize");
+  EXPECT_THROWS_WITH(linear(input_of(0, 0)), "the parameter weight is on the meta device: call tessera::materialize");
+  EXPECT_THROWS_WITH(materialize(*linear, nullptr), "tessera::materialize: init is an empty function");
+}
+
+/// As in an unsharded model: what autograd saved of a parameter is out of date.
+TEST(BadInput, AStepBetweenForwardAndBackwardIsAnError) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    torch::manual_seed(7);
+    const auto model = std::make_shared<Layers>();
+    shard_case(*model, strategy);
+    torch::optim::AdamW optimizer(model->parameters());
+    model->loss(input_of(0, 0)).backward();
+    const auto loss = model->loss(input_of(1, 0));
+    optimizer.step();
+    EXPECT_THROWS_WITH(loss.backward(), "has been modified by an inplace operation");
+    optimizer.zero_grad();
+    model->loss(input_of(1, 0)).backward();
+    EXPECT_TRUE(is_dtensor(model->head->weight.grad()));
   }
 }
 

@@ -109,6 +109,21 @@ struct ForwardWithoutBackward : Layers {
   Allowance allowance() const override { return {3, "the first forward gathers each group once"}; }
 };
 
+/// Parameters written through `data()`, which autograd does not see (as SGD does), between a forward and its backward.
+struct WritesBeforeBackward : Layers {
+  double iterate(int64_t step, const std::vector<int64_t>& ranks) override {
+    Tensor sum;
+    for (const int64_t rank : ranks) {
+      const auto part = watched(loss(input_of(step, rank)) / static_cast<double>(ranks.size()));
+      sum = sum.defined() ? sum + part : part;
+    }
+    for (const auto& parameter : parameters()) parameter.data().mul_(0.9);
+    sum.backward();
+    return sum.item<double>();
+  }
+  Allowance allowance() const override { return {2, "the groups that are open are gathered again"}; }
+};
+
 /// The gradient of the input, differentiated again.
 struct GradientPenalty : Layers {
   Tensor loss(const Tensor& input) override {
@@ -192,6 +207,7 @@ std::vector<HoldsCase> all_modes() {
                                holds_case<SeveralBackwards>("several_backwards_a_forward"),
                                holds_case<PartialBackward>("backward_through_a_part"),
                                holds_case<ForwardWithoutBackward>("forward_without_backward"),
+                               holds_case<WritesBeforeBackward>("writes_before_backward"),
                                holds_case<GradientPenalty>("double_backward_of_the_inputs_gradient"),
                                holds_case<RecomputesActivations>("activation_recompute"),
                                holds_case<ExplicitBoundaries>("call_and_forward_scope")};

@@ -151,6 +151,31 @@ TEST(Surgery, ConversionsAreErrorsThatNameTheParameter) {
   }
 }
 
+TEST(Surgery, ADetachedCopyOutlivesTheModel) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto model = sharded_layers(strategy);
+    const auto weight = model->a->weight.detach();
+    const auto expected = full(weight);
+    model.reset();
+    EXPECT_TENSORS_EQUAL(full(weight.t() * 2), expected.t() * 2);
+    const torch::NoGradGuard no_grad;
+    EXPECT_TENSORS_EQUAL(full(weight.t().sum(0)), expected.t().sum(0));
+  }
+}
+
+TEST(Surgery, AWriteThroughAViewKeepsTheOtherValuesOfACastGroup) {
+  for (auto strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    strategy.options.mixed_precision.param_dtype = torch::kBFloat16;
+    const auto plain = make_layers(), model = sharded_layers(strategy);
+    const torch::NoGradGuard no_grad;
+    plain->embedding->weight[3].fill_(0.5);
+    model->embedding->weight[3].fill_(0.5);
+    EXPECT_EQ(parameter_difference(*model, *plain), 0);
+  }
+}
+
 struct CloneableImpl : nn::Cloneable<CloneableImpl> {
   CloneableImpl() { CloneableImpl::reset(); }
   void reset() override {
