@@ -37,7 +37,8 @@ std::vector<double> train(CaseModel& model, const std::vector<int64_t>& ranks, c
 double largest_difference(const torch::Tensor& got, const torch::Tensor& expected) {
   EXPECT_TRUE(expected.isfinite().all().item<bool>()) << "the unsharded model diverges";
   if (expected.numel() == 0) return 0;
-  const auto difference = (got.to(torch::kDouble) - expected.to(torch::kDouble)).abs().max().item<double>();
+  const auto dtype = expected.is_complex() ? torch::kComplexDouble : torch::kDouble;
+  const auto difference = (got.to(dtype) - expected.to(dtype)).abs().max().item<double>();
   return std::isnan(difference) ? INFINITY : difference;
 }
 

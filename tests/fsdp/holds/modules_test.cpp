@@ -1,6 +1,8 @@
 // Modules and operators: each model trains sharded as it trains unsharded.
 #include <gtest/gtest.h>
 
+#include <torch/script.h>
+
 #include <tessera/fsdp/unsharded.h>
 
 #include <tessera/tests/fsdp/holds/compare_training.h>
@@ -320,6 +322,18 @@ struct BatchNorms : SameDataEverywhere {
   nn::Linear b;
 };
 
+/// A TorchScript module is no nn::Module; its parameters are sharded where the module that holds it registers them.
+struct TorchScript : CaseModel {
+  TorchScript() : first(register_module("first", nn::Linear(kWidth, kWidth))), script("Script") {
+    script.register_parameter("weight", torch::randn({5, kWidth}).set_requires_grad(true), /*is_buffer=*/false);
+    script.define("def forward(self, x):\n  return torch.tanh(torch.linear(x, self.weight) * 0.5 + 1.0)\n");
+    for (const auto& parameter : script.named_parameters()) register_parameter("script_" + parameter.name, parameter.value);
+  }
+  Tensor loss(const Tensor& x) override { return script.forward({first(x)}).toTensor().square().mean(); }
+  nn::Linear first;
+  torch::jit::Module script;
+};
+
 std::vector<HoldsCase> all_modules() {
   auto cases = layers();
   for (auto& each : std::vector<HoldsCase>{
@@ -328,7 +342,7 @@ std::vector<HoldsCase> all_modules() {
            holds_case<TransposeKeptForever>("transpose_kept_forever"), holds_case<SlicesAndChunks>("slices_and_chunks"),
            holds_case<DetachInForward>("detach_in_forward"), holds_case<ParameterReturned>("parameter_returned"),
            holds_case<ParentParameterInChild>("parent_parameter_in_child"), holds_case<CustomFunction>("custom_function"),
-           holds_case<RawPointers>("raw_pointers")})
+           holds_case<RawPointers>("raw_pointers"), holds_case<TorchScript>("torch_script")})
     cases.push_back(std::move(each));
   return cases;
 }

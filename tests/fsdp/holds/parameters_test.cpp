@@ -67,6 +67,72 @@ struct UnusedOnSomeRanks : Layers {
   }
 };
 
+/// Frozen and unfrozen again while only some ranks read them: the gradients beside them must stay in their places.
+struct FrozenWhereOthersRead : CaseModel {
+  FrozenWhereOthersRead() {
+    for (int64_t i = 0; i < 6; ++i) small.push_back(register_parameter("small" + std::to_string(i), torch::randn({3})));
+    small[2].requires_grad_(false);
+    small[4].requires_grad_(false);
+  }
+  double iterate(int64_t step, const std::vector<int64_t>& ranks) override {
+    for (const size_t i : {0, 3}) small[i].requires_grad_(step < 1 || step > 3);
+    for (const size_t i : {2, 4}) small[i].requires_grad_(step > 1);
+    first_reads_alone = step % 2 == 1;
+    double total = 0;
+    for (const int64_t rank : ranks) {
+      rank_now = rank;
+      total += CaseModel::iterate(step, {rank}) / static_cast<double>(ranks.size());
+    }
+    if (ranks.size() > 1) {
+      for (const auto& parameter : parameters()) {
+        if (parameter.grad().defined()) parameter.mutable_grad().div_(static_cast<double>(ranks.size()));
+      }
+    }
+    return total;
+  }
+  Tensor loss(const Tensor& x) override {
+    const auto y = (x.slice(1, 0, 3) * small[1] + small[5]).square().mean();
+    if (first_reads_alone && rank_now != 0) return y;
+    return y + ((small[0] + small[2]).square() + small[3] * small[4]).mean();
+  }
+  std::vector<Tensor> small;
+  bool first_reads_alone = false;
+  int64_t rank_now = 0;
+};
+
+/// Frozen after the forward: the backward leaves it alone.
+struct FrozenBeforeBackward : Layers {
+  double iterate(int64_t step, const std::vector<int64_t>& ranks) override {
+    Tensor sum;
+    for (const int64_t rank : ranks) {
+      const auto part = watched(loss(input_of(step, rank)) / static_cast<double>(ranks.size()));
+      sum = sum.defined() ? sum + part : part;
+    }
+    for (auto& parameter : a->parameters()) parameter.requires_grad_(step % 2 == 0);
+    b->weight.requires_grad_(step % 2 == 0);
+    sum.backward();
+    for (auto& parameter : parameters()) parameter.requires_grad_(true);
+    return sum.item<double>();
+  }
+};
+
+/// Complex weights beside real ones.
+struct Complex : CaseModel {
+  Complex() {
+    spectrum = register_parameter("spectrum", torch::randn({kWidth, 5}, torch::kComplexFloat));
+    scale = register_parameter("scale", torch::randn({5}));
+    shift = register_parameter("shift", torch::randn({3}, torch::kDouble));
+  }
+  Tensor loss(const Tensor& x) override {
+    const auto y = x.to(torch::kComplexFloat).mm(spectrum);
+    return ((at::real(y) * scale).square() + at::imag(y) * at::real(y)).mean() + shift.square().sum().to(torch::kFloat);
+  }
+  std::unique_ptr<torch::optim::Optimizer> make_optimizer() override {
+    return std::make_unique<torch::optim::SGD>(parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  }
+  Tensor spectrum, scale, shift;
+};
+
 /// One weight in two modules of different groups and twice in one of them.
 struct Tied : CaseModel {
   Tied() {
@@ -126,15 +192,15 @@ class Parameters : public ::testing::TestWithParam<HoldsParam> {};
 
 TEST_P(Parameters, TrainAsUnsharded) { expect_holds(GetParam()); }
 
-INSTANTIATE_TEST_SUITE_P(Holds, Parameters,
-                         ::testing::ValuesIn(with_all_strategies({holds_case<FrozenBefore>("frozen_before_sharding"),
-                                                                  holds_case<FrozenForAWhile>("frozen_and_unfrozen"),
-                                                                  holds_case<UnusedInAStep>("group_unused_in_a_step"),
-                                                                  holds_case<UnusedOnSomeRanks>("unused_on_some_ranks"),
-                                                                  holds_case<Tied>("tied"),
-                                                                  holds_case<OddShapes>("odd_shapes_and_dtypes"),
-                                                                  holds_case<MixedDtypes>("bf16_and_fp32_in_a_group")})),
-                         param_name);
+INSTANTIATE_TEST_SUITE_P(
+    Holds, Parameters,
+    ::testing::ValuesIn(with_all_strategies(
+        {holds_case<FrozenBefore>("frozen_before_sharding"), holds_case<FrozenForAWhile>("frozen_and_unfrozen"),
+         holds_case<UnusedInAStep>("group_unused_in_a_step"), holds_case<UnusedOnSomeRanks>("unused_on_some_ranks"),
+         holds_case<FrozenWhereOthersRead>("frozen_where_others_read"),
+         holds_case<FrozenBeforeBackward>("frozen_before_backward"), holds_case<Complex>("complex"), holds_case<Tied>("tied"),
+         holds_case<OddShapes>("odd_shapes_and_dtypes"), holds_case<MixedDtypes>("bf16_and_fp32_in_a_group")})),
+    param_name);
 
 std::shared_ptr<Layers> sharded_layers(const Strategy& strategy) {
   torch::manual_seed(7);
