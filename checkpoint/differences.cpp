@@ -23,7 +23,7 @@ struct Difference {
   double largest = 0;
 
   void add(const at::Tensor& a, const at::Tensor& b) {
-    if (std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0) return;
+    if (a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0) return;
     const auto item = static_cast<size_t>(a.element_size());
     const auto* x = static_cast<const char*>(a.const_data_ptr());
     const auto* y = static_cast<const char*>(b.const_data_ptr());
