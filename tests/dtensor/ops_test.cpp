@@ -295,7 +295,7 @@ TEST(Ops, pointwise) { check_all(pointwise_ops(), 16); }
 TEST(Ops, reductions) { check_all(reduction_ops(), 10); }
 TEST(Ops, matrices) { check_all(matrix_ops(), 32); }
 TEST(Ops, shapes) { check_all(shape_ops(), 16); }
-TEST(Ops, networks) { check_all(network_ops(), 24); }
+TEST(Ops, networks) { check_all(network_ops(), 12); }
 
 TEST(Ops, two_mesh_dims) {
   if (world_size() != 4) GTEST_SKIP() << "needs 4 ranks";
