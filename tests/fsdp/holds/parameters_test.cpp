@@ -91,7 +91,7 @@ struct FrozenWhereOthersRead : CaseModel {
     return total;
   }
   Tensor loss(const Tensor& x) override {
-    const auto y = (x.slice(1, 0, 3) * small[1] + small[5]).square().mean();
+    auto y = (x.slice(1, 0, 3) * small[1] + small[5]).square().mean();
     if (first_reads_alone && rank_now != 0) return y;
     return y + ((small[0] + small[2]).square() + small[3] * small[4]).mean();
   }
