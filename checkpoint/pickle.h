@@ -54,8 +54,7 @@ struct PickleValue : std::variant<PickleNone, bool, int64_t, double, std::string
 /// A pickle's values; they may refer to each other in circles.
 class Pickle {
  public:
-  /// Errors, which begin with `source`: an opcode that is unknown or damaged. Uses memory in
-  /// proportion to the text.
+  /// Errors, which begin with `source`: an opcode that is unknown or damaged. Uses memory in proportion to the text.
   Pickle(std::string_view text, const std::string& source);
   Pickle(Pickle&&) = default;
   Pickle& operator=(Pickle&&) = default;

@@ -46,11 +46,37 @@ concept IsOptional = requires(Value value) {
 template <typename Value>
 concept IsMap = requires {
   typename Value::mapped_type;
+  requires !std::is_same_v<typename Value::mapped_type, Value>;
 };
 template <typename Value>
 concept IsSequence = requires(Value value) {
   value.begin(), value.end(), value.push_back(*value.begin());
+  requires !std::is_same_v<typename Value::value_type, Value>; // as JSON's is
 };
+
+template <typename Value>
+constexpr bool holds_tensors();
+
+template <typename Tuple, size_t... I>
+constexpr bool any_element_holds_tensors(std::index_sequence<I...>) {
+  return (holds_tensors<std::tuple_element_t<I, Tuple>>() || ...);
+}
+
+/// Whether a `Value` can have a tensor in it. Other arguments are passed on as they are, references included.
+template <typename Value>
+constexpr bool holds_tensors() {
+  if constexpr (std::is_same_v<Value, at::Tensor>) {
+    return true;
+  } else if constexpr (HasElements<Value>) {
+    return any_element_holds_tensors<Value>(std::make_index_sequence<std::tuple_size_v<Value>>());
+  } else if constexpr (IsMap<Value>) {
+    return holds_tensors<typename Value::mapped_type>();
+  } else if constexpr (IsOptional<Value> || IsSequence<Value>) {
+    return holds_tensors<typename Value::value_type>();
+  } else {
+    return false;
+  }
+}
 
 /// Replaces the tensors inside `value`.
 template <typename Cast, typename Value>
@@ -63,7 +89,7 @@ void cast_inside(const Cast& cast, Value& value) {
     if (value.has_value()) cast_inside(cast, *value);
   } else if constexpr (IsMap<Value>) {
     for (auto& [key, element] : value) cast_inside(cast, element);
-  } else if constexpr (IsSequence<Value> && !std::is_same_v<Value, std::vector<bool>>) {
+  } else if constexpr (holds_tensors<Value>()) { // a sequence
     for (auto& element : value) cast_inside(cast, element);
   }
 }
@@ -72,8 +98,7 @@ void cast_inside(const Cast& cast, Value& value) {
 template <typename Cast, typename Value>
 decltype(auto) cast_tensors(const Cast& cast, Value&& value) {
   using Plain = std::decay_t<Value>;
-  if constexpr (std::is_same_v<Plain, at::Tensor> || HasElements<Plain> || IsOptional<Plain> || IsMap<Plain> ||
-                IsSequence<Plain>) {
+  if constexpr (holds_tensors<Plain>()) {
     Plain result(std::forward<Value>(value));
     cast_inside(cast, result);
     return result;

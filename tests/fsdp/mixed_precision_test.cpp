@@ -88,6 +88,23 @@ TEST(MixedPrecision, CallCastsInsideNestedValues) {
   EXPECT_EQ(x.scalar_type(), torch::kFloat);
 }
 
+struct Noting : torch::nn::Module {
+  torch::Tensor forward(const torch::Tensor& x, std::vector<int64_t>& seen) {
+    seen.push_back(x.size(0));
+    return linear(x);
+  }
+  torch::nn::Linear linear{register_module("linear", torch::nn::Linear(3, 2))};
+};
+
+TEST(MixedPrecision, CallPassesOnWhatHoldsNoTensor) {
+  torch::manual_seed(0);
+  const auto module = std::make_shared<Noting>();
+  fully_shard(*module, world_mesh(), bf16_options(BufferLayout::kRagged, torch::kFloat));
+  std::vector<int64_t> seen;
+  call(module, torch::ones({4, 3}), seen);
+  EXPECT_EQ(seen, std::vector<int64_t>{4});
+}
+
 TEST(MixedPrecision, CallCastsInputsAndOutputs) {
   torch::manual_seed(0);
   torch::nn::Linear linear(3, 2);
