@@ -2,7 +2,7 @@
 #include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/checksum.h>
+#include <tessera/checkpoint/gathers.h>
 #include <tessera/checkpoint/load_plan.h>
 #include <tessera/checkpoint/pieces.h>
 #include <tessera/checkpoint/plan.h>
@@ -10,8 +10,6 @@
 #include <tessera/checkpoint/state_copy.h>
 #include <tessera/dtensor/dtensor_impl.h>
 
-#include <algorithm>
-#include <map>
 #include <numeric>
 
 namespace tessera {
@@ -25,6 +23,8 @@ using checkpoint::LoadPlan;
 using checkpoint::Piece;
 using checkpoint::Ranks;
 using checkpoint::TensorRead;
+
+constexpr auto kStep = "load a state dict";
 
 // What a state dict holds, as an index without chunks.
 Index contents_of(const StateDict& state) {
@@ -132,43 +132,17 @@ class Source {
   bool broadcast_;
 };
 
-// What a rank gathers, by the ranks that take part: a checksum of the names, in their order.
-using Gathers = std::map<std::vector<int64_t>, std::string>;
-
 std::string gathers_of(const LoadPlan& plan, const StateDict& source, const Ranks& ranks, bool broadcast) {
   std::vector<int64_t> world(static_cast<size_t>(ranks.size()));
   std::iota(world.begin(), world.end(), 0);
-  Gathers names;
+  checkpoint::Gathers gathers;
   for (const auto& read : plan.tensors) {
     for (const auto* saved : read.saved) {
       const auto* meta = broadcast ? nullptr : dtensor_meta(source.tensor(saved->name));
-      if (broadcast || meta) names[meta ? meta->spec->mesh().ranks() : world] += saved->name + "\n";
+      if (broadcast || meta) gathers.add(meta ? meta->spec->mesh().ranks() : world, saved->name);
     }
   }
-  auto gathers = Json::array();
-  for (const auto& [group, list] : names)
-    gathers.push_back({{"ranks", group}, {"names", checkpoint::to_hex(checkpoint::checksum(list))}});
-  return checkpoint::dump_json({{"gathers", std::move(gathers)}}, "the state dict");
-}
-
-// Ranks that gather together must gather the same names, or they would mix different tensors.
-void check_same_gathers(const std::vector<std::string>& messages) {
-  std::vector<Gathers> ranks;
-  for (const auto& message : messages) {
-    const auto json = checkpoint::parse_json(message, "a rank's message");
-    auto& gathers = ranks.emplace_back();
-    for (const auto& gather : json["gathers"]) gathers[gather["ranks"]] = gather["names"];
-  }
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    for (const auto& [group, names] : ranks[rank]) {
-      for (const auto other : group) {
-        const auto found = ranks[static_cast<size_t>(other)].find(group);
-        const auto first = std::min(static_cast<int64_t>(rank), other), second = std::max(static_cast<int64_t>(rank), other);
-        TORCH_CHECK(found != ranks[static_cast<size_t>(other)].end() && found->second == names,
-                    "checkpoint: cannot load a state dict: rank ", second, " would load other tensors than rank ", first);
-      }
-    }
-  }
+  return gathers.to_message();
 }
 
 } // namespace
@@ -180,7 +154,7 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
   const auto contents = broadcast ? contents_of_rank0(ranks, source) : contents_of(source);
   LoadPlan plan;
   std::vector<std::vector<Piece>> pieces;
-  const auto messages = ranks.all("load a state dict", [&] {
+  const auto messages = ranks.all(kStep, [&] {
     const auto saved = contents.contents();
     for (const auto& binding : target.bindings()) binding->before_load(target, saved);
     plan = checkpoint::plan_load(target, contents, {});
@@ -189,9 +163,9 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
       pieces.push_back(checkpoint::pieces_of(read.entry->name, std::get<at::Tensor>(read.entry->content)));
     return gathers_of(plan, source, ranks, broadcast);
   });
-  check_same_gathers(messages);
+  checkpoint::Gathers::check_same(messages, kStep);
   const Source from(ranks, source, broadcast);
-  ranks.all("load a state dict", [&] {
+  ranks.all(kStep, [&] {
     for (const auto& read : plan.tensors) {
       if (from.is_here()) from.check_tied(read);
     }
@@ -204,13 +178,15 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
 }
 
 IncompatibleKeys load_state_dict(torch::nn::Module& module, const StateDict& source, const StateDictOptions& options) {
-  auto target = state_dict(module, {.ignore_frozen_params = options.ignore_frozen_params});
+  auto target =
+      read_on_all_ranks(kStep, [&] { return state_dict(module, {.ignore_frozen_params = options.ignore_frozen_params}); });
   return load_state_dict(target, source, options);
 }
 
 IncompatibleKeys load_state_dict(torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDict& source,
                                  const StateDictOptions& options) {
-  auto target = state_dict(module, optimizer, {.ignore_frozen_params = options.ignore_frozen_params});
+  auto target = read_on_all_ranks(
+      kStep, [&] { return state_dict(module, optimizer, {.ignore_frozen_params = options.ignore_frozen_params}); });
   return load_state_dict(target, source, options);
 }
 

@@ -1,6 +1,7 @@
 #include <ATen/ops/clone.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/gathers.h>
 #include <tessera/checkpoint/ranks.h>
 #include <tessera/checkpoint/state_copy.h>
 #include <tessera/dtensor/api.h>
@@ -15,6 +16,22 @@ at::Tensor copy_of(const at::Tensor& tensor, bool to_host) {
   return to_host && !tensor.is_cpu() ? tensor.to(at::kCPU) : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
+// Before anything is gathered: a rank that failed, or holds other tensors, would leave the others waiting.
+void check_gathers(const StateDict& state) {
+  constexpr auto kStep = "gather a state dict";
+  const auto messages = checkpoint::Ranks().all(kStep, [&] {
+    checkpoint::Gathers gathers;
+    for (const auto& entry : state.entries()) {
+      const auto* tensor = std::get_if<at::Tensor>(&entry.content);
+      TORCH_CHECK(!tensor || !tensor->is_meta(), "state dict: \"", entry.name, "\" is a meta tensor, of which there is no copy");
+      const auto* meta = tensor ? dtensor_meta(*tensor) : nullptr;
+      if (meta) gathers.add(meta->spec->mesh().ranks(), entry.name);
+    }
+    return gathers.to_message();
+  });
+  checkpoint::Gathers::check_same(messages, kStep);
+}
+
 at::Tensor copy_of_part(const at::Tensor& tensor, bool to_host) {
   const auto* meta = dtensor_meta(tensor);
   return meta ? make_dtensor(copy_of(meta->local, to_host), meta->spec) : copy_of(tensor.detach(), to_host);
@@ -27,8 +44,18 @@ at::Tensor whole_tensor(const at::Tensor& tensor) {
   return is_dtensor(tensor) ? DTensor(tensor.detach()).full_tensor() : tensor.detach();
 }
 
+StateDict read_on_all_ranks(const std::string& step, const std::function<StateDict()>& read) {
+  StateDict state;
+  checkpoint::Ranks().all(step, [&] {
+    state = read();
+    return std::string();
+  });
+  return state;
+}
+
 StateDict copy_of(const StateDict& state, const StateDictOptions& options) {
   const c10::NoGradGuard no_grad;
+  if (options.full_state_dict) check_gathers(state);
   const bool keep = !options.rank0_only || checkpoint::Ranks().rank() == 0;
   StateDict copy;
   for (const auto& entry : state.entries()) {

@@ -2,9 +2,15 @@
 
 // Internal: copies of state dicts in other places and layouts.
 
+#include <functional>
+#include <string>
+
 #include <tessera/checkpoint/state_dict.h>
 
 namespace tessera {
+
+/// What `read` gives on this rank. Every rank calls it: an error on any rank is an error on every rank, and names `step`.
+StateDict read_on_all_ranks(const std::string& step, const std::function<StateDict()>& read);
 
 /// A copy of `state`, without its bindings, as `options` (full_state_dict, cpu_offload, rank0_only) ask. Every rank calls it when
 /// tensors are gathered.

@@ -5,6 +5,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <functional>
 
 namespace tessera {
 
@@ -101,22 +102,25 @@ StateDict own_tensors(const torch::nn::Module& module, bool ignore_frozen) {
   return state;
 }
 
-StateDict with_options(const StateDict& state, const StateDictOptions& options) {
+StateDict with_options(const StateDictOptions& options, const std::function<StateDict()>& read) {
   TORCH_CHECK(!options.rank0_only || options.full_state_dict,
               "state dict: rank0_only needs full_state_dict: without it every rank holds a part");
-  return options.full_state_dict || options.cpu_offload ? copy_of(state, options) : state;
+  if (!options.full_state_dict && !options.cpu_offload) return read();
+  return copy_of(options.full_state_dict ? read_on_all_ranks("gather a state dict", read) : read(), options);
 }
 
 } // namespace
 
 StateDict state_dict(const torch::nn::Module& module, const StateDictOptions& options) {
-  return with_options(own_tensors(module, options.ignore_frozen_params), options);
+  return with_options(options, [&] { return own_tensors(module, options.ignore_frozen_params); });
 }
 
 StateDict state_dict(const torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDictOptions& options) {
-  auto state = own_tensors(module, options.ignore_frozen_params);
-  state.merge(optimizer_state_dict(module, optimizer, options.flatten_optimizer_state_dict));
-  return with_options(state, options);
+  return with_options(options, [&] {
+    auto state = own_tensors(module, options.ignore_frozen_params);
+    state.merge(optimizer_state_dict(module, optimizer, options.flatten_optimizer_state_dict));
+    return state;
+  });
 }
 
 } // namespace tessera

@@ -19,6 +19,11 @@ struct ReducedValue {
   uint32_t version; ///< of the DTensor when it was reduced
 };
 
+/// What errors call a tensor, as "the gradient of blocks.0.weight". Put into words only when it is asked for.
+struct TensorName : c10::intrusive_ptr_target {
+  virtual std::string to_string() const = 0;
+};
+
 /// Hangs off a TensorImpl that has the key `Fake`, the global shape and no storage. Shared by shallow copies (`data()`,
 /// `detach()`).
 struct DTensorMeta : c10::BackendMeta {
@@ -28,8 +33,8 @@ struct DTensorMeta : c10::BackendMeta {
   std::shared_ptr<const ReducedValue> reduced; ///< guarded by a lock in redistribute.cpp
   /// Set on a view whose data had to move: it holds the base's value at this version, and cannot be written.
   std::optional<uint32_t> copied_at_version;
-  /// What errors call this tensor, as "the gradient of blocks.0.weight"; empty for most.
-  virtual std::string name() const { return {}; }
+  c10::intrusive_ptr<const TensorName> name; ///< of this tensor, or of one that it was computed from; null for most
+  bool computed = false;                     ///< the name is that of an argument of the operator that made it
 };
 
 /// The key below autograd whose fallback runs an op on the local tensors.

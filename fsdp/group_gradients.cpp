@@ -38,20 +38,10 @@ class LeafHook final : public torch::autograd::PostAccumulateGradHook {
   size_t index_;
 };
 
-/// The meta of a parameter's gradient: a DTensor that knows whose gradient it is.
-struct GradientMeta final : DTensorMeta {
-  GradientMeta(at::Tensor local, SpecPtr spec, std::weak_ptr<ParameterGroup> owner, size_t position)
-      : DTensorMeta(std::move(local), std::move(spec)), group(std::move(owner)), index(position) {}
-  std::string name() const override {
-    const auto known = group.lock();
-    return known ? "the gradient of " + known->full_name(index) : "";
-  }
-  std::weak_ptr<ParameterGroup> group;
-  size_t index;
-};
-
 at::Tensor make_gradient(at::Tensor local, const SpecPtr& spec, std::weak_ptr<ParameterGroup> group, size_t index) {
-  return make_dtensor(c10::make_intrusive<GradientMeta>(std::move(local), spec, std::move(group), index));
+  auto meta = c10::make_intrusive<DTensorMeta>(std::move(local), spec);
+  meta->name = c10::make_intrusive<ParameterName>("the gradient of ", std::move(group), index);
+  return make_dtensor(std::move(meta));
 }
 
 /// Refuses torch::autograd::grad over a sharded parameter, which would return the gradient of this rank's data alone.

@@ -39,7 +39,10 @@ void own(const at::Tensor& parameter, std::shared_ptr<ParameterGroup> group, siz
 
 } // namespace
 
-std::string ParameterMeta::name() const { return group ? "the parameter " + group->full_name(index) : ""; }
+std::string ParameterName::to_string() const {
+  const auto group = group_.lock();
+  return about_ + (group ? group->full_name(index_) : "a module that is gone");
+}
 
 ParameterGroup::ParameterGroup(std::string label, const MeshAxes& axes, const FullyShardOptions& options,
                                std::shared_ptr<BlockCache> cache)
@@ -112,6 +115,7 @@ void ParameterGroup::allocate_shard(c10::Device device) {
         flat_view(shard_, master_offsets_[i], piece.numel, parameter.spec->dtype()).view(parameter.spec->local_sizes());
     const at::Tensor tensor(parameter.tensor.lock());
     parameter.meta = c10::make_intrusive<ParameterMeta>(parameter.local, parameter.spec, this, i);
+    parameter.meta->name = c10::make_intrusive<ParameterName>("the parameter ", weak_from_this(), i);
     become_dtensor(tensor, parameter.meta, c10::DispatchKeySet(kTouchKey));
   }
 }

@@ -21,11 +21,23 @@ class ParameterGroup;
 class GroupGradients;
 class ShardedModule;
 
+/// A parameter's name, after what is said about it ("the gradient of ").
+class ParameterName final : public TensorName {
+ public:
+  ParameterName(const char* about, std::weak_ptr<ParameterGroup> group, size_t index)
+      : about_(about), group_(std::move(group)), index_(index) {}
+  std::string to_string() const override;
+
+ private:
+  const char* about_;
+  std::weak_ptr<ParameterGroup> group_;
+  size_t index_;
+};
+
 /// The meta of a sharded parameter: a DTensor that knows its group.
 struct ParameterMeta : DTensorMeta {
   ParameterMeta(at::Tensor local, SpecPtr spec, ParameterGroup* owner, size_t position)
       : DTensorMeta(std::move(local), std::move(spec)), group(owner), index(position) {}
-  std::string name() const override;
   ParameterGroup* group; ///< null once all parameters of the group are gone: a detached copy may live longer
   size_t index;
 };

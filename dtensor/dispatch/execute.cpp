@@ -93,6 +93,7 @@ class Execution {
     auto* meta = dtensor_meta(tensor);
     const auto& plan = plan_.inputs[input];
     if (!meta) return plan.target ? redistribute_local(tensor, *plan.source, *plan.target, info_.name) : tensor;
+    if (C10_UNLIKELY(meta->name != nullptr) && !name_) name_ = meta->name;
     if (C10_UNLIKELY(meta->copied_at_version.has_value())) check_copy(tensor, *meta, written);
     if (C10_LIKELY(!plan.moves && !(written && plan.target))) return meta->local;
     if (C10_UNLIKELY(written)) move_written(*meta, plan.target);
@@ -181,6 +182,7 @@ class Execution {
     if (C10_UNLIKELY(normal_view)) normal_mode.emplace(false);
     auto result = make_dtensor(local, plan.spec);
     if (viewed_.defined() && !viewed_.is_inference()) mark_copy(result);
+    if (C10_UNLIKELY(name_ != nullptr)) pass_name(*dtensor_meta(result));
     return result;
   }
 
@@ -191,6 +193,12 @@ class Execution {
     if (C10_LIKELY(!plan_.moves_viewed && !of_copy)) return;
     result.unsafeGetTensorImpl()->set_version_counter(viewed_.unsafeGetTensorImpl()->version_counter());
     dtensor_meta(result)->copied_at_version = of_copy ? *source->copied_at_version : static_cast<uint32_t>(viewed_._version());
+  }
+
+  /// An optimizer's errors name the parameter also where the gradient has been through an operator (weight decay).
+  void pass_name(DTensorMeta& result) const {
+    result.name = name_;
+    result.computed = true;
   }
 
   const DeviceMesh& mesh() const {
@@ -223,6 +231,7 @@ class Execution {
   const size_t begin_;
   absl::InlinedVector<std::pair<int, c10::IValue>, 2> written_;
   at::Tensor viewed_;
+  c10::intrusive_ptr<const TensorName> name_; ///< of the first argument that has one
 };
 
 } // namespace

@@ -141,7 +141,8 @@ std::string names_of(const torch::jit::Stack& stack, size_t begin) {
   const auto add = [&](const c10::IValue& value) {
     const auto* meta = value.isTensor() ? dtensor_meta(value.toTensor()) : nullptr;
     if (!meta) return;
-    if (const auto name = meta->name(); !name.empty()) names += (names.empty() ? "" : ", ") + name;
+    if (meta->name)
+      names += (names.empty() ? "" : ", ") + std::string(meta->computed ? "computed from " : "") + meta->name->to_string();
     specs += (specs.empty() ? "" : ", ") + meta->spec->to_string();
   };
   for (size_t i = begin; i < stack.size(); ++i) {

@@ -8,6 +8,7 @@
 
 #include <ATen/record_function.h>
 #include <fmt/format.h>
+#include <tessera/collectives/error_text.h>
 #include <tessera/dtensor/strict_sharding.h>
 
 #include <fstream>
@@ -130,7 +131,7 @@ class Replay {
             if (!agreement_.everyone(true)) throw std::runtime_error("another rank failed");
           });
     } catch (const std::exception& failure) {
-      error = failure.what();
+      error = error_text(failure); // what() would look up the names of a stack
       if (error != "another rank failed") {
         try {
           agreement_.everyone(false);

@@ -38,6 +38,14 @@ TEST(CheckpointTool, InspectShowsTensorsAndValues) {
   EXPECT_THAT(result.output, ::testing::ContainsRegex("name +string +\"run\"\n"));
 }
 
+TEST(CheckpointTool, InspectShowsControlCharactersAsText) {
+  const TemporaryFolder folder;
+  StateDict state;
+  state.add("a\nb\x1b[2J", torch::zeros({1}));
+  checkpoint::save(state, folder.path() / "c");
+  EXPECT_THAT(run({"inspect", folder.path() / "c"}).output, HasSubstr("a\\nb\\x1b[2J "));
+}
+
 TEST(CheckpointTool, VerifyFindsDamage) {
   const TemporaryFolder folder;
   checkpoint::save(example(), folder.path() / "c");

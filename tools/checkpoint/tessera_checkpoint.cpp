@@ -3,6 +3,7 @@
 #include <absl/flags/parse.h>
 #include <absl/flags/usage.h>
 #include <absl/flags/usage_config.h>
+#include <absl/strings/escaping.h>
 #include <absl/strings/str_join.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -66,14 +67,14 @@ void inspect(const Opened& opened) {
     auto name = tensor.name;
     for (const auto& alias : tensor.aliases) name += " = " + alias;
     const auto bytes = tessera::checkpoint::whole(tensor.sizes).numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
-    rows.push_back({name, tessera::checkpoint::safetensors_dtype(tensor.dtype, name), join(tensor.sizes), tensor.layout,
-                    std::to_string(tensor.chunks.size()), human_bytes(bytes)});
+    rows.push_back({absl::Utf8SafeCHexEscape(name), tessera::checkpoint::safetensors_dtype(tensor.dtype, name),
+                    join(tensor.sizes), tensor.layout, std::to_string(tensor.chunks.size()), human_bytes(bytes)});
   }
   if (rows.size() > 1) fmt::print("\n{}", format_table(rows, {4, 5}));
   rows = {{"value", "type", ""}};
   for (const auto& [name, value] : index.values) {
     const auto json = tessera::checkpoint::to_json(value);
-    rows.push_back({name, json.begin().key(), json.begin().value().dump()});
+    rows.push_back({absl::Utf8SafeCHexEscape(name), json.begin().key(), json.begin().value().dump()});
   }
   if (rows.size() > 1) fmt::print("\n{}", format_table(rows));
 }
