@@ -190,14 +190,6 @@ std::vector<std::vector<size_t>> pick_products(const std::vector<size_t>& counts
   return result;
 }
 
-Agreement::Agreement(const DeviceMesh& mesh) : communicator_(mesh.flatten("all").communicator()) {}
-
-bool Agreement::everyone(bool fine) const {
-  auto flag = torch::full({1}, fine ? 1 : 0, torch::kInt);
-  communicator_->all_reduce(flag, ReduceOp::kMin, "agreement").wait();
-  return flag.item<int>() == 1;
-}
-
 std::vector<std::filesystem::path> opinfo_files() {
   const char* folder = std::getenv("TESSERA_OPINFO_CALLS");
   if (!folder) return {};

@@ -2,7 +2,6 @@
 
 // Running the calls of opinfo_calls.h on DTensors, and comparing with plain tensors.
 
-#include <tessera/collectives/communicator.h>
 #include <tessera/dtensor/placement.h>
 #include <tessera/mesh/device_mesh.h>
 
@@ -11,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "agreement.h"
 #include "opinfo_calls.h"
 
 namespace tessera::testing {
@@ -35,17 +35,6 @@ std::string name_of(const c10::OperatorHandle& op);
 
 /// "aten::add.Tensor([2] (Shard(0)), [2] (Replicate()), 1, )".
 std::string describe(const OpCall& call, const std::vector<Placements>& placements);
-
-/// Every rank went the same way so far; otherwise they are out of step, and an error here says so at once.
-class Agreement {
- public:
-  explicit Agreement(const DeviceMesh& mesh);
-  /// True on every rank where it is on all.
-  bool everyone(bool fine) const;
-
- private:
-  CommunicatorPtr communicator_;
-};
 
 /// Picks one option for each of several lists: all products, or `limit` of them, seeded, in which every pair of options of two
 /// lists comes as early as it can.
