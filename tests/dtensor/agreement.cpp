@@ -1,5 +1,6 @@
 #include "agreement.h"
 
+#include <ATen/ops/zeros.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
@@ -23,7 +24,7 @@ struct Agreement::Board {
 Agreement::Agreement(const DeviceMesh& mesh) : ranks_(static_cast<int>(mesh.size())) {
   const auto all = mesh.flatten("agreement").communicator();
   const bool first = all->rank() == 0;
-  auto where = torch::zeros({2}, torch::kLong); // the first rank's process and its descriptor
+  auto where = at::zeros({2}, at::kLong); // the first rank's process and its descriptor
   if (first) {
     const int file = memfd_create("agreement", MFD_CLOEXEC);
     TORCH_CHECK(file >= 0 && ftruncate(file, sizeof(Board)) == 0, "no shared memory for the ranks' agreement");
