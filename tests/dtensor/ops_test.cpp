@@ -1,3 +1,5 @@
+#include <tessera/dtensor/debug.h>
+
 #include <functional>
 
 #include "layouts.h"
@@ -350,6 +352,21 @@ TEST(Ops, embedding) {
       (actual * 2).sum().backward();
       EXPECT_TENSORS_CLOSE(whole_of(weight.grad()), plain.grad());
     }
+  }
+}
+
+TEST(Ops, embedding_in_a_table_split_by_rows_gathers_no_table) {
+  const auto mesh = line_mesh();
+  const auto plain = values({7, 4}, 1);
+  const auto table = make(plain, mesh, {Shard{0}});
+  const auto indices = torch::arange(-3, 3).remainder(7).view({2, 3});
+  const LogRedistributions log;
+  const auto found = torch::embedding(table, make(indices, mesh, {Replicate{}}));
+  EXPECT_TRUE(log.records().empty());
+  if (world_size() > 1) EXPECT_EQ(DTensor(found).placements()[0], Placement(Partial{}));
+  EXPECT_TENSORS_EQUAL(whole_of(found), torch::embedding(plain, indices));
+  for (const int64_t wrong : {-1, 7}) { // on every rank, also where the neighbour of its rows is asked for
+    EXPECT_THROWS_WITH(torch::embedding(table, make(torch::full({2}, wrong), mesh, {Replicate{}})), "out of range");
   }
 }
 
