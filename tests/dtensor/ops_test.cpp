@@ -363,7 +363,7 @@ TEST(Ops, embedding_in_a_table_split_by_rows_gathers_no_table) {
   const LogRedistributions log;
   const auto found = torch::embedding(table, make(indices, mesh, {Replicate{}}));
   EXPECT_TRUE(log.records().empty());
-  if (world_size() > 1) EXPECT_EQ(DTensor(found).placements()[0], Placement(Partial{}));
+  EXPECT_EQ(DTensor(found).placements()[0], Placement(Partial{}));
   EXPECT_TENSORS_EQUAL(whole_of(found), torch::embedding(plain, indices));
   for (const int64_t wrong : {-1, 7}) { // on every rank, also where the neighbour of its rows is asked for
     EXPECT_THROWS_WITH(torch::embedding(table, make(torch::full({2}, wrong), mesh, {Replicate{}})), "out of range");
