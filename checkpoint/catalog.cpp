@@ -92,7 +92,12 @@ void keep_last(const std::filesystem::path& root, int count, const std::filesyst
   std::erase(paths, newest);
   for (size_t i = 0; i + static_cast<size_t>(count) <= paths.size(); ++i) {
     const auto hidden = hidden_name(paths[i], "removing");
-    rename_new(paths[i], hidden);
+    try {
+      rename_new(paths[i], hidden);
+    } catch (const c10::Error&) {
+      if (std::filesystem::exists(paths[i])) throw;
+      continue; // a save beside this one has removed it
+    }
     sync_folder(root);
     std::filesystem::remove_all(hidden);
   }

@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <tessera/checkpoint/file.h>
 #include <unistd.h>
@@ -143,8 +144,8 @@ void replace_folder(const std::filesystem::path& from, const std::filesystem::pa
 }
 
 void replace_link(const std::filesystem::path& link, const std::filesystem::path& target) {
-  auto temporary = link;
-  temporary.replace_filename("." + link.filename().string() + "-" + std::to_string(::getpid()));
+  auto temporary = link; // of this process and target alone: saves beside each other replace one link
+  temporary.replace_filename(fmt::format(".{}-{}-{}", link.filename().string(), target.filename().string(), ::getpid()));
   std::filesystem::remove(temporary);
   std::filesystem::create_symlink(target, temporary);
   if (::rename(temporary.c_str(), link.c_str()) != 0) {

@@ -1,3 +1,4 @@
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/zeros.h>

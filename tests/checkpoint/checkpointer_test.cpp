@@ -1,7 +1,12 @@
 #include <tessera/checkpoint/checkpointer.h>
+#include <tessera/checkpoint/file.h>
+
+#include <future>
+#include <iterator>
 
 #include "../support/matchers.h"
 #include "shared_folder.h"
+#include "temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -9,6 +14,7 @@ namespace {
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::SharedFolder;
+using testing::TemporaryFolder;
 
 int rank() { return process_context().rank(); }
 std::string own_name() { return c10::str("rank", rank()); }
@@ -85,6 +91,18 @@ TEST(Checkpointer, SeveralSaveBesideEachOther) {
     EXPECT_TRUE(verify(folder.path() / c10::str("model-1-", step)).empty());
     EXPECT_TRUE(verify(folder.path() / c10::str("average-1-", step)).empty());
   }
+}
+
+TEST(Checkpointer, LinksAreReplacedBesideEachOther) {
+  const TemporaryFolder folder;
+  const auto replace = [&](const std::string& target) {
+    for (int i = 0; i < 200; ++i) replace_link(folder.path() / "latest", target);
+  };
+  auto other = std::async(std::launch::async, replace, "a");
+  replace("b");
+  other.get();
+  EXPECT_TRUE(std::filesystem::is_symlink(folder.path() / "latest"));
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
 }
 
 TEST(Checkpointer, RunsBesideCollectivesOfTheTraining) {
