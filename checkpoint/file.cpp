@@ -1,6 +1,6 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <tessera/checkpoint/file.h>
 #include <unistd.h>
@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 namespace tessera::checkpoint {
@@ -144,8 +145,14 @@ void replace_folder(const std::filesystem::path& from, const std::filesystem::pa
 }
 
 void replace_link(const std::filesystem::path& link, const std::filesystem::path& target) {
-  auto temporary = link; // of this process and target alone: saves beside each other replace one link
-  temporary.replace_filename(fmt::format(".{}-{}-{}", link.filename().string(), target.filename().string(), ::getpid()));
+  // Saves beside each other take turns, so what has the temporary name was left by a killed one. A file system without locks goes
+  // without.
+  const auto close = [](const int* fd) { ::close(*fd); };
+  const int folder = open_or_fail(link.parent_path(), O_RDONLY | O_DIRECTORY, "open");
+  const std::unique_ptr<const int, decltype(close)> closes(&folder, close);
+  ::flock(folder, LOCK_EX);
+  auto temporary = link;
+  temporary.replace_filename("." + link.filename().string() + ".new");
   std::filesystem::remove(temporary);
   std::filesystem::create_symlink(target, temporary);
   if (::rename(temporary.c_str(), link.c_str()) != 0) {

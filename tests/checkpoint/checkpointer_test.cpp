@@ -98,6 +98,7 @@ TEST(Checkpointer, LinksAreReplacedBesideEachOther) {
   const auto replace = [&](const std::string& target) {
     for (int i = 0; i < 200; ++i) replace_link(folder.path() / "latest", target);
   };
+  std::filesystem::create_symlink("killed", folder.path() / ".latest.new");
   auto other = std::async(std::launch::async, replace, "a");
   replace("b");
   other.get();
