@@ -24,12 +24,15 @@ if(TESSERA_SANITIZER)
 endif()
 
 # LibTorch brings fmt as headers alone: each source that formats a text compiles fmt's functions for two seconds. Here they are
-# compiled once.
+# compiled once. Clang, which reads the commands of the preset without precompiled headers, does not know the flag.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_DISABLE_PRECOMPILE_HEADERS)
   add_library(tessera_fmt STATIC "${CMAKE_CURRENT_LIST_DIR}/fmt_functions.cpp")
   set_target_properties(tessera_fmt PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_link_libraries(tessera_fmt PRIVATE LibTorch::c10)
-  target_compile_options(tessera_fmt PRIVATE -fkeep-inline-functions $<$<BOOL:${TESSERA_SANITIZER}>:-fsanitize=${TESSERA_SANITIZER}>)
+  target_compile_options(tessera_fmt PRIVATE -fkeep-inline-functions)
+  if(TESSERA_SANITIZER) # the linker may take what it keeps of the standard library for the copy that all use
+    target_compile_options(tessera_fmt PRIVATE -fsanitize=${TESSERA_SANITIZER} -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  endif()
   target_link_libraries(tessera_options INTERFACE tessera_fmt)
   target_compile_options(tessera_options INTERFACE -UFMT_HEADER_ONLY)
 endif()
