@@ -101,7 +101,8 @@ std::string picture(const at::Tensor& dtensor) {
     for (const auto& placement : spec.placements()) {
       if (!is_partial(placement)) continue;
       const auto name = to_string(placement); // "Partial(sum)"
-      text += " partial " + name.substr(8, name.size() - 9);
+      text +=
+          placement == Placement(Partial{Partial::Op::kMask}) ? " partial mask" : " partial " + name.substr(8, name.size() - 9);
       break;
     }
   }

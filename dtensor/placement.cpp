@@ -22,10 +22,10 @@ struct Overloaded : F... {
 template <typename... F>
 Overloaded(F...) -> Overloaded<F...>; // Clang before 17 does not deduce it
 
-/// In the order of Partial::Op.
+/// In the order of Partial::Op; the mask has a name of its own.
 constexpr std::array<const char*, 6> kReductions{"sum", "avg", "min", "max", "product", "norm"};
 
-constexpr std::array<std::string_view, 5> kNames{"Replicate", "Shard", "StridedShard", "RaggedShard", "Partial"};
+constexpr std::array<std::string_view, 6> kNames{"Replicate", "Shard", "StridedShard", "RaggedShard", "Partial", "MaskPartial"};
 
 /// Reads placements from the front of a text.
 class Parser {
@@ -35,7 +35,7 @@ class Parser {
   Placement placement() {
     const auto name = word();
     if (std::find(kNames.begin(), kNames.end(), name) == kNames.end())
-      fail("Replicate, Shard, StridedShard, RaggedShard or Partial");
+      fail("Replicate, Shard, StridedShard, RaggedShard, Partial or MaskPartial");
     take(name);
     expect('(');
     Placement result;
@@ -51,6 +51,8 @@ class Parser {
       result = RaggedShard{dim, extents()};
     } else if (name == "Partial") {
       result = partial();
+    } else if (name == "MaskPartial") {
+      result = Partial{Partial::Op::kMask};
     }
     expect(')');
     return result;
@@ -140,6 +142,12 @@ bool shards_dim(const Placement& placement, int64_t dim) {
   return false;
 }
 
+bool reduce_together(const Partial& a, const Partial& b) { return a == b || same_value(a, b) || same_value(b, a); }
+
+bool same_value(const Placement& from, const Placement& to) {
+  return from == Placement(Partial{Partial::Op::kMask}) && to == Placement(Partial{});
+}
+
 size_t hash_value(const Placement& placement) {
   return std::visit(
       Overloaded{[](const Replicate&) { return absl::HashOf(0); }, [](const Shard& p) { return absl::HashOf(1, p.dim); },
@@ -155,6 +163,7 @@ std::string to_string(const Placement& placement) {
                  [](const Shard& p) { return fmt::format("Shard({})", p.dim); },
                  [](const RaggedShard& p) { return fmt::format("RaggedShard({}, [{}])", p.dim, fmt::join(p.extents, ", ")); },
                  [](const Partial& p) {
+                   if (p.op == Partial::Op::kMask) return std::string("MaskPartial()");
                    const auto* name = kReductions.at(static_cast<size_t>(p.op));
                    return p.op == Partial::Op::kNorm ? fmt::format("Partial({} {})", name, p.norm_p)
                                                      : fmt::format("Partial({})", name);

@@ -40,9 +40,11 @@ struct StridedShard {
   bool operator==(const StridedShard&) const = default;
 };
 
-/// Every rank holds a full-shape tensor; the value is their reduction. `kNorm` is the p-norm of the ranks' values.
+/// Every rank holds a full-shape tensor; the value is their reduction. `kNorm` is the p-norm of the ranks' values. `kMask`,
+/// printed as MaskPartial(), is the sum of tensors of which at most one differs from zero at each element, as a look-up in a
+/// table that is split by rows makes them. (DTensor: _MaskPartial, which applies its mask in the reduction.)
 struct Partial {
-  enum class Op { kSum, kAvg, kMin, kMax, kProduct, kNorm };
+  enum class Op { kSum, kAvg, kMin, kMax, kProduct, kNorm, kMask };
   Op op = Op::kSum;
   double norm_p = 2.0; ///< for kNorm: finite and positive; ignored otherwise (a Spec holds 2)
   bool operator==(const Partial&) const = default;
@@ -60,9 +62,14 @@ inline bool is_sharded(const Placement& placement) { return !is_replicate(placem
 
 /// True when `placement` splits tensor dim `dim` (for RaggedShard: any of its leading dims).
 bool shards_dim(const Placement& placement, int64_t dim);
+/// True where two mesh dims may reduce one tensor by `a` and `b`, in any order: equal ones, and a sum beside a MaskPartial.
+bool reduce_together(const Partial& a, const Partial& b);
+/// True for a MaskPartial `from` and a sum `to`: the same local tensors mean the same value.
+bool same_value(const Placement& from, const Placement& to);
 size_t hash_value(const Placement& placement);
 
-/// "Replicate()", "Shard(0)", "RaggedShard(0, [3, 2])", "StridedShard(0, 2)", "Partial(sum)", "Partial(norm 2)".
+/// "Replicate()", "Shard(0)", "RaggedShard(0, [3, 2])", "StridedShard(0, 2)", "Partial(sum)", "Partial(norm 2)",
+/// "MaskPartial()".
 std::string to_string(const Placement& placement);
 /// "(Shard(0), Replicate())".
 std::string to_string(const Placements& placements);

@@ -75,7 +75,7 @@ void normalize(const DeviceMesh& mesh, Placements& placements, c10::IntArrayRef 
       if (partial->op != Partial::Op::kNorm) partial->norm_p = 2.0;
       TORCH_CHECK(partial->norm_p > 0 && std::isfinite(partial->norm_p),
                   "the p of Partial(norm) must be positive and finite: ", describe(mesh, placements, sizes));
-      TORCH_CHECK(!reduction || *reduction == *partial,
+      TORCH_CHECK(!reduction || reduce_together(*reduction, *partial),
                   "different Partial reductions do not mix: ", describe(mesh, placements, sizes));
       reduction = partial;
     }

@@ -164,6 +164,7 @@ class Execution {
 
   at::Tensor wrap_one(const at::Tensor& local, size_t index) {
     if (!local.defined()) return local;
+    if (C10_UNLIKELY(plan_.plain_outputs != 0) && index < 64 && (plan_.plain_outputs >> index & 1)) return local;
     if (C10_UNLIKELY(plan_.outputs_unknown)) {
       return make_dtensor(local, Spec::intern(mesh(), Placements(mesh().ndim()), local.sizes().vec(), local.scalar_type(),
                                               local.strides().vec()));
@@ -214,12 +215,15 @@ class Execution {
     size_t output = 0;
     const auto empty = [&](size_t index) { return at::empty({0}, at::TensorOptions().dtype(plan_.outputs[index].dtype)); };
     for (size_t r = 0; r < info_.returns.size(); ++r) {
-      if (op_.schema().returns()[r].type()->kind() == c10::TypeKind::ListType) {
+      const auto kind = op_.schema().returns()[r].type()->kind();
+      if (kind == c10::TypeKind::ListType) {
         c10::List<at::Tensor> list;
         while (output < plan_.outputs.size()) list.push_back(empty(output++));
         stack_->emplace_back(std::move(list));
-      } else {
+      } else if (kind == c10::TypeKind::TensorType) {
         stack_->emplace_back(empty(output++));
+      } else {
+        stack_->emplace_back(int64_t{0}); // a length beside tensors
       }
     }
   }

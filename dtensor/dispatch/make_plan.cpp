@@ -102,6 +102,7 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
   TORCH_INTERNAL_ASSERT(factors.inputs.size() == call.tensors.size(), info.name, ": the rule describes ", factors.inputs.size(),
                         " tensors of ", call.tensors.size());
   plan.outputs_unknown = factors.outputs_unknown;
+  plan.plain_outputs = factors.plain_outputs;
   fixed_outputs.resize(factors.outputs.size());
   const auto chosen = propagate(call, factors, fixed, fixed_outputs);
   for (size_t i = 0; i < source.size(); ++i) {
@@ -118,6 +119,7 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
   for (size_t r = 0; r < factors.outputs.size(); ++r) {
     rules::OutputPlan output{chosen.outputs[r], factors.outputs[r].sizes, contiguous_strides(factors.outputs[r].sizes)};
     output.dtype = call.tensors.empty() ? at::kFloat : call.tensors[0].dtype;
+    if (r == 0 && !factors.strides.empty()) output.strides = factors.strides;
     plan.outputs.push_back(std::move(output));
   }
 }

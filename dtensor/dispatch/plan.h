@@ -19,6 +19,7 @@ struct Plan {
   std::vector<SpecPtr> ran;             ///< spec of each input as it is run
   std::vector<rules::OutputPlan> outputs;
   bool outputs_unknown = false; ///< replicated, in the shapes that the locals have
+  uint64_t plain_outputs = 0;   ///< not wrapped
   bool moves_viewed = false;    ///< a view op whose argument has to move: the result is a copy
   bool on_mesh = true;
 };

@@ -79,12 +79,14 @@ class Search {
     return -1;
   }
 
+  bool stays_plain(size_t output) const { return output < 64 && (factors_.plain_outputs >> output & 1); }
+
   /// Sets the outputs without the split dims, and what is added to them, to Partial.
   bool reduce_outputs(Signature& signature, const std::vector<bool>& has, const rules::Factor& factor) const {
     const auto& reduction = factor.reduction;
     bool reduced = false;
     for (size_t r = 0; r < has.size(); ++r) {
-      if (has[r] || factor.absent_is_replicate) continue;
+      if (has[r] || factor.absent_is_replicate || stays_plain(r)) continue;
       if (!reduction) return false;
       signature.outputs[r] = *reduction;
       reduced = true;
@@ -136,15 +138,23 @@ class Search {
   void flow_through(const PartialFlow& flow) {
     for (size_t i = 0; i < factors_.inputs.size(); ++i) {
       const auto* partial = current(i) ? std::get_if<Partial>(current(i)) : nullptr;
-      if (!partial || !(flow.ops >> static_cast<int>(partial->op) & 1)) continue;
-      auto signature = replicated();
-      for (size_t k = 0; k < signature.inputs.size(); ++k) {
-        if (flow.inputs == rules::kEveryInput || (k < 64 && (flow.inputs >> k & 1))) signature.inputs[k] = *partial;
-      }
-      for (auto& output : signature.outputs) output = flow.output_is_replicate ? Placement(Replicate{}) : Placement(*partial);
-      consider(signature, -1);
+      if (!partial) continue;
+      const bool passed = flow_through(flow, *partial);
+      const bool passed_as_sum = same_value(*partial, Partial{}) && flow_through(flow, Partial{});
+      if (!passed && !passed_as_sum) continue;
       if (flow.inputs == rules::kEveryInput) return; // the first Partial among many inputs decides
     }
+  }
+
+  bool flow_through(const PartialFlow& flow, const Partial& partial) {
+    if (!(flow.ops >> static_cast<int>(partial.op) & 1)) return false;
+    auto signature = replicated();
+    for (size_t k = 0; k < signature.inputs.size(); ++k) {
+      if (flow.inputs == rules::kEveryInput || (k < 64 && (flow.inputs >> k & 1))) signature.inputs[k] = partial;
+    }
+    for (auto& output : signature.outputs) output = flow.output_is_replicate ? Placement(Replicate{}) : Placement(partial);
+    consider(signature, -1);
+    return true;
   }
 
   enum class Leading { kAll, kNone, kMixed };
@@ -203,7 +213,8 @@ class Search {
   /// The split of `placement` does not cross one that an outer mesh dim makes.
   static bool compatible(const Placements& outer, const Placement& placement) {
     for (const auto& other : outer) {
-      if (is_partial(other) && is_partial(placement) && other != placement) return false;
+      const bool both = is_partial(other) && is_partial(placement);
+      if (both && !reduce_together(std::get<Partial>(other), std::get<Partial>(placement))) return false;
       const auto* ragged = std::get_if<RaggedShard>(&placement);
       const auto* other_ragged = std::get_if<RaggedShard>(&other);
       for (int64_t d = 0; ragged && d <= ragged->dim; ++d) {

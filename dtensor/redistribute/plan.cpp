@@ -27,7 +27,7 @@ bool share_dim(const Placement& a, const Placement& b) {
 
 /// The placements of two mesh dims that a tensor may have at once.
 bool fit_together(const Placement& a, const Placement& b) {
-  if (is_partial(a) && is_partial(b)) return a == b;
+  if (is_partial(a) && is_partial(b)) return reduce_together(std::get<Partial>(a), std::get<Partial>(b));
   const bool ragged = std::holds_alternative<RaggedShard>(a) || std::holds_alternative<RaggedShard>(b);
   return !ragged || !share_dim(a, b);
 }
@@ -39,7 +39,8 @@ bool nests(const Placement& placement, const std::vector<int64_t>& sizes, int64_
   return shard && sizes[shard->dim] % ranks == 0;
 }
 
-/// A cheapest path through the placements that each mesh dim may have on the way: its first, its last, Replicate.
+/// A cheapest path through the placements that each mesh dim may have on the way: its first, its last, Replicate, and the sum
+/// that a MaskPartial is.
 class Search {
  public:
   Search(const Placements& from, const Placements& to, const std::vector<int64_t>& ranks, const std::vector<int64_t>& sizes,
@@ -47,6 +48,7 @@ class Search {
       : to_(to), ranks_(ranks), sizes_(sizes), element_(element) {
     for (size_t i = 0; i < from.size(); ++i) {
       choices_.push_back({from[i], to[i], Replicate{}});
+      if (same_value(from[i], Partial{})) choices_.back().emplace_back(Partial{});
       if (ranks[i] > 1) several_.push_back(i);
     }
     nodes_.push_back({from, 0, -1, {}, false});
@@ -86,7 +88,7 @@ class Search {
 
   /// A split of an outer mesh dim only changes while no inner one splits the same tensor dim.
   static bool allowed(const Placements& state, size_t i, const Placement& to) {
-    if (state[i] == to || (is_partial(state[i]) && is_partial(to))) return false;
+    if (state[i] == to || (is_partial(state[i]) && is_partial(to) && !same_value(state[i], to))) return false;
     for (size_t j = 0; j < state.size(); ++j) {
       if (j == i) continue;
       if (!fit_together(state[j], to)) return false;
@@ -209,7 +211,7 @@ std::vector<RedistributeStep> plan_redistribute(const Placements& from, const Pl
 }
 
 double redistribute_cost(const Placement& from, const Placement& to, const MoveSize& size, int64_t ranks) {
-  if (from == to) return 0;
+  if (from == to || same_value(from, to)) return 0;
   const auto through = [&](const Placement& middle) {
     return redistribute_cost(from, middle, size, ranks) + redistribute_cost(middle, to, size, ranks);
   };

@@ -29,7 +29,7 @@ at::Tensor apply(const at::Tensor& local, const Transition& t) {
     first.deferred = nullptr;
     return apply(apply(local, first), second);
   };
-  if (t.from == t.to) return local;
+  if (t.from == t.to || same_value(t.from, t.to)) return local;
   if ((is_strided(t.from) && is_sharded(t.to)) || (is_strided(t.to) && is_sharded(t.from))) return through(Replicate{});
   if (is_strided(t.from) || (is_strided(t.to) && is_partial(t.from))) return apply_strided(local, t, is_strided(t.from));
   if (is_partial(t.from)) {
@@ -96,7 +96,8 @@ bool same_local(const Spec& from, const Spec& to) {
   };
   for (size_t m = 0; m < from.placements().size(); ++m) {
     const auto &before = from.placements()[m], &after = to.placements()[m];
-    if (before != after && (from.mesh().shape()[m] != 1 || is_norm(before) || is_norm(after))) return false;
+    if (before == after || same_value(before, after)) continue;
+    if (from.mesh().shape()[m] != 1 || is_norm(before) || is_norm(after)) return false;
   }
   return from.local_sizes() == to.local_sizes();
 }

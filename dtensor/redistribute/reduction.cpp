@@ -8,6 +8,7 @@ namespace tessera::redistribute {
 ReduceOp wire_op(const Partial& partial) {
   switch (partial.op) {
     case Partial::Op::kSum:
+    case Partial::Op::kMask:
     case Partial::Op::kNorm: return ReduceOp::kSum;
     case Partial::Op::kAvg: return ReduceOp::kAvg;
     case Partial::Op::kMin: return ReduceOp::kMin;
@@ -21,8 +22,8 @@ at::Tensor encode(const at::Tensor& values, const Partial& partial) {
   if (partial.op == Partial::Op::kNorm) return values.abs().to(at::kDouble).pow(partial.norm_p); // powers overflow narrow types
   if (values.scalar_type() == at::kBool) return values.to(at::kByte);
   if (values.is_complex()) {
-    TORCH_CHECK(partial.op == Partial::Op::kSum || partial.op == Partial::Op::kAvg,
-                "Partial of complex tensors is sum or avg only");
+    const auto op = wire_op(partial);
+    TORCH_CHECK(op == ReduceOp::kSum || op == ReduceOp::kAvg, "Partial of complex tensors is sum or avg only");
     return at::view_as_real(values).clone(at::MemoryFormat::Contiguous);
   }
   return values.clone(at::MemoryFormat::Contiguous);

@@ -1,6 +1,7 @@
-#include <ATen/SDPBackend.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
+#include <absl/strings/str_replace.h>
 
 #include <algorithm>
 
@@ -34,22 +35,65 @@ Factorization split_heads(const OpCall& call, std::string_view pattern, size_t q
   return factors;
 }
 
-/// query [b, h, l, e], key and value [b, g, s, e]: batch and heads split. A mask is broadcast over both, where it has them.
-Factorization attention(const OpCall& call) {
-  const bool full_mask = call.tensors.back().sizes.size() == 4;
-  return split_heads(call, full_mask ? "bh**,bg**,bg**,bh**->bh**,bh*" : "bh**,bg**,bg**,~->bh**,bh*", 0);
+/// Where the kernel drops weights at random, each rank runs the whole, and draws what one device would.
+bool drops(const OpCall& call) {
+  const auto* p = call.find("dropout_p");
+  return p && p->isDouble() && p->toDouble() > 0;
 }
 
-/// gradient, query, key, value, output, logsumexp, mask.
-Factorization attention_backward(const OpCall& call) {
-  const bool full_mask = call.tensors.back().sizes.size() == 4;
-  return split_heads(
-      call, full_mask ? "bh**,bh**,bg**,bg**,bh**,bh*,bh**->bh**,bg**,bg**" : "bh**,bh**,bg**,bg**,bh**,bh*,~->bh**,bg**,bg**",
-      1);
+/// A mask of query [b, h, ...] for each batch and head; others are broadcast over both, or left out.
+bool full_mask(const TensorArg& mask) { return mask.sizes.size() == 4; }
+bool fits_query(const TensorArg& mask, const TensorArg& query) {
+  return !full_mask(mask) ||
+         (query.sizes.size() == 4 && std::equal(mask.sizes.begin(), mask.sizes.begin() + 2, query.sizes.begin()));
 }
 
-/// The choice of a kernel depends on the global shapes, so that all ranks choose alike. Where not on the CPU it is the formula in
-/// matmul and softmax: the fused CUDA kernels have no rules.
+/// query [b, h, l, e], key and value [b, g, s, e]: batch and heads split. `pattern`: of the operator's tensors, `M` for the mask
+/// that is its tensor `mask`.
+struct Attention {
+  std::string_view pattern;
+  enum Layout { kLikeQuery, kHeadsInside, kGradients };
+  Layout layout = kGradients; ///< of the result's memory; kGradients: of a backward kernel
+  std::optional<size_t> mask{};
+  bool expanded_mask = true; ///< the kernel takes a mask of the query's batch and heads only
+
+  bool backward() const { return layout == kGradients; }
+
+  Factorization operator()(const OpCall& call) const {
+    auto factors = split(call);
+    if (backward()) return factors;
+    factors.plain_outputs = ~uint64_t{3}; // what follows the result and logsumexp is read by the backward kernel alone
+    if (!factors.outputs_unknown) lay_out_result(call, factors);
+    return factors;
+  }
+
+ private:
+  Factorization split(const OpCall& call) const {
+    if (drops(call)) return whole_factors(call);
+    const size_t query = backward() ? 1 : 0;
+    if (!mask) return split_heads(call, pattern, query);
+    const auto& given = call.tensors[*mask];
+    if (expanded_mask && !fits_query(given, call.tensors[query])) return whole_factors(call);
+    const std::string_view dims = full_mask(given) ? "bh**" : "~";
+    return split_heads(
+        call, absl::StrReplaceAll(absl::string_view(pattern.data(), pattern.size()), {{"M", {dims.data(), dims.size()}}}), query);
+  }
+
+  /// [b, h, l, e of the value].
+  void lay_out_result(const OpCall& call, Factorization& factors) const {
+    auto sizes = call.tensors[0].sizes;
+    if (sizes.size() != 4) return;
+    sizes[3] = call.tensors[2].sizes.back();
+    factors.outputs[0].sizes = sizes;
+    if (layout == kHeadsInside) {
+      factors.strides = {sizes[1] * sizes[2] * sizes[3], sizes[3], sizes[1] * sizes[3], 1};
+    } else {
+      factors.strides = at::infer_dense_strides(sizes, call.tensors[0].spec->strides());
+    }
+  }
+};
+
+/// The choice of a kernel depends on the global shapes, so that all ranks choose alike.
 void choose_kernel(const c10::OperatorHandle& op, std::vector<c10::IValue>* stack) {
   for (auto& value : *stack) {
     if (!value.isTensor() || !value.toTensor().defined()) continue;
@@ -59,16 +103,27 @@ void choose_kernel(const c10::OperatorHandle& op, std::vector<c10::IValue>* stac
       value = plain.set_requires_grad(tensor.requires_grad());
     }
   }
-  const bool on_cpu = stack->at(stack->size() - op.schema().arguments().size()).toTensor().is_cpu();
   op.callBoxed(*stack);
-  if (!on_cpu) stack->back() = static_cast<int64_t>(at::SDPBackend::math);
 }
 
 } // namespace
 
 void register_attention(Registry& registry) {
-  registry.add("_scaled_dot_product_flash_attention_for_cpu", {.factorize = attention});
-  registry.add("_scaled_dot_product_flash_attention_for_cpu_backward", {.factorize = attention_backward});
+  const auto add = [&registry](std::string_view name, const Attention& attention) {
+    registry.add(name, {.factorize = attention, .static_scalars = true, .plain_is_replicate = attention.backward()});
+  };
+  using Layout = Attention::Layout;
+  add("_scaled_dot_product_flash_attention_for_cpu", {"bh**,bg**,bg**,M->bh**,bh*", Layout::kLikeQuery, 3, false});
+  add("_scaled_dot_product_flash_attention_for_cpu_backward",
+      {"bh**,bh**,bg**,bg**,bh**,bh*,M->bh**,bg**,bg**", Layout::kGradients, 6, false});
+  add("_scaled_dot_product_flash_attention.", {"bh**,bg**,bg**->bh**,bh*,~", Layout::kLikeQuery});
+  add("_scaled_dot_product_flash_attention_backward", {"bh**,bh**,bg**,bg**,bh**,bh*,~->bh**,bg**,bg**"});
+  add("_scaled_dot_product_efficient_attention", {"bh**,bg**,bg**,M->bh**,bh*,~", Layout::kHeadsInside, 3});
+  add("_scaled_dot_product_efficient_attention_backward",
+      {"bh**,bh**,bg**,bg**,M,bh**,bh*,~->bh**,bg**,bg**,bh**", Layout::kGradients, 4});
+  add("_scaled_dot_product_cudnn_attention", {"bh**,bg**,bg**,M->bh**,bh**,~", Layout::kLikeQuery, 3});
+  add("_scaled_dot_product_cudnn_attention_backward",
+      {"bh**,bh**,bg**,bg**,bh**,bh**,~,~,M,~->bh**,bg**,bg**", Layout::kGradients, 8});
   registry.add("_fused_sdp_choice", {.handler = choose_kernel});
 }
 

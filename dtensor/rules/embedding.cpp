@@ -10,13 +10,13 @@ namespace tessera::rules {
 namespace {
 
 /// weight [vocabulary, width], indices [...] → [..., width]. Where the vocabulary is split, each rank looks up its own rows, and
-/// the result is their sum: no rank gathers the table. (DTensor: the row-wise strategy, with _MaskPartial.)
+/// the result is a MaskPartial: no rank gathers the table. (DTensor: the row-wise strategy.)
 Factorization embedding(const OpCall& call) {
   Factorization factors;
   const auto& weight = call.tensors[0].sizes;
   TORCH_CHECK(weight.size() == 2, call.name, ": the weight must have 2 dims, not ", weight.size());
   const int vocabulary = factors.add_factor(weight[0]), width = factors.add_factor(weight[1]);
-  factors.factors[vocabulary].reduction = Partial{};
+  factors.factors[vocabulary].reduction = Partial{Partial::Op::kMask};
   factors.inputs.push_back({{vocabulary, width}, weight});
   factors.inputs.push_back(fresh_dims(factors, call.tensors[1].sizes));
   auto output = factors.inputs[1];

@@ -82,9 +82,9 @@ void register_foreach(Registry& registry) {
                {.factorize = elementwise({}), .direct = fused_adam<&at::_ops::_fused_adamw_::call>, .foreach = true});
   registry.add("_foreach_add _foreach_sub _foreach_lerp",
                {.factorize = elementwise({flow(kEveryInput, kLinearOps)}), .foreach = true});
-  registry.add("_foreach_neg", {.factorize = elementwise({flow(1, kLinearOps)}), .foreach = true});
-  registry.add("_foreach_mul", {.factorize = elementwise({flow(1, kLinearOps), flow(2, kLinearOps)}), .foreach = true});
-  registry.add("_foreach_div", {.factorize = elementwise({flow(1, kLinearOps)}), .foreach = true});
+  registry.add("_foreach_neg", {.factorize = elementwise({flow(1, kScaleOps)}), .foreach = true});
+  registry.add("_foreach_mul", {.factorize = elementwise({flow(1, kScaleOps), flow(2, kScaleOps)}), .foreach = true});
+  registry.add("_foreach_div", {.factorize = elementwise({flow(1, kScaleOps)}), .foreach = true});
   registry.add("_foreach_zero", {.factorize = elementwise({flow(1, kAllOps)}), .foreach = true});
   registry.add("_foreach_copy", {.factorize = elementwise({flow(3, kAllOps)}), .foreach = true, .plain_is_replicate = true});
 }

@@ -43,13 +43,13 @@ const Family kFamilies[] = {
     {"add sub rsub lerp", {flow(kEveryInput, kLinearOps)}},
     {"lerp.Tensor", {flow(3, kLinearOps)}},
     {"rsub.Scalar", {flow(1, ops({Partial::Op::kAvg}))}},
-    {"neg conj_physical deg2rad rad2deg", {flow(1, kLinearOps)}},
-    {"mul", {flow(1, kLinearOps), flow(2, kLinearOps)}},
-    {"div.Tensor div.Scalar", {flow(1, kLinearOps)}},
+    {"neg conj_physical deg2rad rad2deg", {flow(1, kScaleOps)}},
+    {"mul", {flow(1, kScaleOps), flow(2, kScaleOps)}},
+    {"div.Tensor div.Scalar", {flow(1, kScaleOps)}},
     {"div", {}},
     {"addcmul", {flow(3, kLinearOps), flow(5, kLinearOps)}},
     {"addcdiv", {flow(3, kLinearOps)}},
-    {"where.self", {flow(6, kLinearOps)}},
+    {"where.self", {flow(6, kScaleOps)}},
     {"clone positive", {flow(1, kAllOps)}},
     {"zero", {flow(1, kAllOps)}},
     {"fill.Scalar", {flow(1, kSharedOps)}},
@@ -62,7 +62,7 @@ Factorization cast_factors(const OpCall& call) {
   const auto from = call.tensors[0].dtype;
   const auto to = static_cast<at::ScalarType>(call.integer("dtype", static_cast<int64_t>(from)));
   const bool linear = from == to || (at::isFloatingType(from) && at::isFloatingType(to));
-  factors.partial.push_back(flow(1, linear ? (kLinearOps | kOrderOps) : kOrderOps));
+  factors.partial.push_back(flow(1, linear ? (kScaleOps | kOrderOps) : kOrderOps));
   const auto* device = call.find("device");
   TORCH_CHECK(!device || !device->isDevice() || device->toDevice().type() == call.mesh.device_type(), call.name,
               ": a DTensor stays on its mesh's device (", at::DeviceTypeName(call.mesh.device_type(), true), "), not ",

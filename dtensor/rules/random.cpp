@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eye.h>
+#include <ATen/ops/native_dropout_backward.h>
 
 #include <algorithm>
 #include <numeric>
@@ -84,6 +85,29 @@ void draw_local(const LocalCall& call) {
   call.finish(local);
 }
 
+Factorization dropout(const OpCall& call) {
+  auto factors = draw(call);
+  factors.outputs.push_back(factors.outputs[0]); // the mask
+  return factors;
+}
+
+/// native_dropout(input, p, train), which dropout is on CUDA: the mask is drawn whole, as one device would, and its part applied.
+void dropout_local(const LocalCall& call) {
+  const auto input = call.arg(0).toTensor();
+  const auto& spec = *call.inputs[0];
+  const bool train = call.arg(2).isNone() || call.arg(2).toBool();
+  const bool as_one_device = spec.is_replicated() && input.strides() == c10::IntArrayRef(spec.strides());
+  if (!train || as_one_device) return call.op.callBoxed(*call.stack);
+  const auto p = call.arg(1).toDouble(), scale = p == 1 ? 0 : 1 / (1 - p);
+  std::vector<c10::IValue> whole{at::empty_strided(spec.sizes(), spec.strides(), input.options()).fill_(1), p, train};
+  call.op.callBoxed(whole);
+  const auto replicated = spec.with(Placements(spec.placements().size()));
+  const auto mask = redistribute_local(whole[1].toTensor(), *replicated, spec, call.op.operator_name().name).contiguous();
+  auto output = input.is_cuda() ? at::native_dropout_backward(input, mask, scale) : input.mul(mask).mul_(scale);
+  call.finish(std::move(output));
+  call.stack->emplace_back(mask);
+}
+
 /// torch::nn::init::eye_: the matrix goes whole into the out= argument, which keeps its part.
 void eye_out(const c10::OperatorHandle& op, std::vector<c10::IValue>* stack) {
   const auto out = stack->back().toTensor();
@@ -103,6 +127,7 @@ void register_random(Registry& registry) {
       "uniform. normal. random. random.from random.to exponential. cauchy. log_normal. geometric. bernoulli.float "
       "bernoulli.Tensor",
       {.factorize = draw, .local = draw_local});
+  registry.add("native_dropout", {.factorize = dropout, .local = dropout_local});
   registry.add("bernoulli. bernoulli.p", {.decompose = true});
   registry.add("eye.out eye.m_out", {.handler = eye_out});
 }

@@ -52,10 +52,11 @@ constexpr OpSet ops(std::initializer_list<Partial::Op> list) {
 }
 inline constexpr OpSet kLinearOps = ops({Partial::Op::kSum, Partial::Op::kAvg});
 inline constexpr OpSet kOrderOps = ops({Partial::Op::kMin, Partial::Op::kMax});
-inline constexpr OpSet kAllOps = 0x3f;
+inline constexpr OpSet kScaleOps = kLinearOps | ops({Partial::Op::kMask}); ///< linear, element by element
+inline constexpr OpSet kAllOps = 0x7f;
 
 /// The inputs in `inputs` (bit i: input i) may be Partial with one of `ops`, all others Replicate; every output then is Partial
-/// alike.
+/// alike. A MaskPartial that is not among `ops` counts as a sum.
 struct PartialFlow {
   uint64_t inputs = 0;
   OpSet ops = 0;
@@ -78,6 +79,8 @@ struct Factorization {
   bool asks_offsets = false;    ///< the rule's own kernel asks where the locals start: no StridedShard
   bool leading_whole = true;    ///< RaggedShard over dim 0 may be used as Shard(0) may
   bool outputs_unknown = false; ///< everything is whole, and the outputs' shapes are known once the operator has run
+  uint64_t plain_outputs = 0;   ///< outputs that stay plain tensors of each rank: what only a backward kernel reads
+  std::vector<int64_t> strides; ///< of output 0, where they are not contiguous and the operator does not tell them
   PlacementMap map;             ///< optional
 
   int add_factor(int64_t size) {

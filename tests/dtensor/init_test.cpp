@@ -41,6 +41,10 @@ std::vector<Init> inits() {
     result.push_back({"rand_like", sizes, [](Tensor t) { t.copy_(torch::rand_like(t)); }});
     result.push_back({"randn_like", sizes, [](Tensor t) { t.copy_(torch::randn_like(t)); }});
     result.push_back({"dropout", sizes, [](Tensor t) { t.copy_(torch::dropout(t, 0.4, true)); }});
+    result.push_back({"native_dropout", sizes, [](Tensor t) { t.copy_(std::get<0>(torch::native_dropout(t, 0.4, true))); }});
+    result.push_back(
+        {"the mask of native_dropout", sizes, [](Tensor t) { t.copy_(std::get<1>(torch::native_dropout(t, 0.4, {}))); }});
+    result.push_back({"native_dropout of all", sizes, [](Tensor t) { t.copy_(std::get<0>(torch::native_dropout(t, 1, true))); }});
     result.push_back({"normal_ through t()", sizes, [](Tensor t) { t.t().normal_(); }});
   }
   return result;

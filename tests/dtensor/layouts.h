@@ -54,6 +54,9 @@ inline at::Tensor lay_out(at::Tensor whole, const DeviceMesh& mesh, const Placem
         case Partial::Op::kMax: whole = whole - (rank == ranks - 1 ? 0 : rank + 1); break;
         case Partial::Op::kProduct: whole = rank == 0 ? whole / std::pow(2, ranks - 1) : torch::full_like(whole, 2); break;
         case Partial::Op::kNorm: whole = whole * std::pow(ranks, -1 / partial->norm_p); break;
+        case Partial::Op::kMask:
+          whole = torch::arange(whole.numel()).remainder(ranks).eq(rank).view(whole.sizes()).to(whole.dtype()).mul(whole);
+          break;
       }
     }
   }
@@ -100,7 +103,7 @@ inline std::vector<Placement> whole_placements(const std::vector<int64_t>& sizes
 inline std::vector<Placement> partials() {
   using Op = Partial::Op;
   std::vector<Placement> result;
-  for (const auto op : {Op::kSum, Op::kAvg, Op::kMin, Op::kMax, Op::kProduct}) result.push_back(Partial{op});
+  for (const auto op : {Op::kSum, Op::kAvg, Op::kMin, Op::kMax, Op::kProduct, Op::kMask}) result.push_back(Partial{op});
   result.push_back(Partial{Op::kNorm, 2.0});
   return result;
 }

@@ -363,11 +363,57 @@ TEST(Ops, embedding_in_a_table_split_by_rows_gathers_no_table) {
   const LogRedistributions log;
   const auto found = torch::embedding(table, make(indices, mesh, {Replicate{}}));
   EXPECT_TRUE(log.records().empty());
-  EXPECT_EQ(DTensor(found).placements()[0], Placement(Partial{}));
+  EXPECT_EQ(DTensor(found).placements()[0], Placement(Partial{Partial::Op::kMask}));
   EXPECT_TENSORS_EQUAL(whole_of(found), torch::embedding(plain, indices));
   for (const int64_t wrong : {-1, 7}) { // on every rank, also where the neighbour of its rows is asked for
     EXPECT_THROWS_WITH(torch::embedding(table, make(torch::full({2}, wrong), mesh, {Replicate{}})), "out of range");
   }
+}
+
+TEST(Ops, a_mask_partial_stays_one_where_elements_keep_their_rank_and_is_a_sum_elsewhere) {
+  const auto mesh = line_mesh();
+  const Placement mask = Partial{Partial::Op::kMask}, sum = Partial{};
+  const auto plain = values({6, 4}, 1), other = values({6, 4}, 2);
+  const auto masked = make(plain, mesh, {mask}), summed = make(other, mesh, {sum}), whole = make(other, mesh, {Replicate{}});
+  const LogRedistributions log;
+  const std::vector<std::tuple<Tensor, Placement, Tensor>> results{
+      {masked.t().reshape({2, 12})[1], mask, plain.t().reshape({2, 12})[1]},
+      {masked.mul(whole).neg().div(2), mask, plain.mul(other).neg().div(2)},
+      {masked.to(torch::kFloat), mask, plain.to(torch::kFloat)},
+      {torch::cat({masked, masked}), mask, torch::cat({plain, plain})},
+      {torch::cat({masked, summed}), sum, torch::cat({plain, other})},
+      {torch::cat({summed, masked}), sum, torch::cat({other, plain})},
+      {masked.add(summed), sum, plain.add(other)},
+      {masked.add(masked), sum, plain.add(plain)},
+      {masked.sum(0), sum, plain.sum(0)},
+      {masked.mm(whole.t()), sum, plain.mm(other.t())}};
+  EXPECT_TRUE(log.records().empty());
+  for (const auto& [actual, placement, expected] : results) {
+    SCOPED_TRACE(::testing::Message() << to_string(placement) << " " << expected.sizes());
+    EXPECT_EQ(DTensor(actual).placements()[0], placement);
+    EXPECT_TENSORS_CLOSE(whole_of(actual), expected);
+  }
+  EXPECT_TENSORS_CLOSE(whole_of(masked.exp()), plain.exp());
+}
+
+TEST(Ops, a_mask_partial_lies_beside_a_sum) {
+  if (world_size() != 4) GTEST_SKIP() << "a 2x2 mesh";
+  const auto mesh = init_device_mesh(at::kCPU, {2, 2}, {"a", "b"});
+  const Placement mask = Partial{Partial::Op::kMask}, sum = Partial{};
+  const auto plain = values({6, 4}, 1);
+  const auto mixed = make(plain, mesh, {mask, sum});
+  for (const auto& to : {Placements{Replicate{}, Replicate{}}, Placements{Shard{0}, Shard{1}}, Placements{sum, Shard{0}},
+                         Placements{Replicate{}, mask}}) {
+    EXPECT_TENSORS_CLOSE(mixed.redistribute(to).full_tensor(), plain);
+  }
+  const LogRedistributions log;
+  EXPECT_EQ(mixed.redistribute({sum, sum}).placements(), (Placements{sum, sum}));
+  EXPECT_TRUE(log.records().empty());
+  const CountCollectives collectives;
+  EXPECT_TENSORS_CLOSE(mixed.redistribute({Replicate{}, Replicate{}}).local(), plain);
+  EXPECT_EQ(collectives.total_calls(), 1); // the sum over both mesh dims at once
+  const auto table = make(plain, mesh, {Shard{0}, sum});
+  EXPECT_TENSORS_CLOSE(whole_of(torch::embedding(table, make(torch::arange(6), mesh, {Replicate{}, Replicate{}}))), plain);
 }
 
 TEST(Ops, lists) {

@@ -22,6 +22,7 @@ TEST(Placement, is_printed_and_parsed) {
   EXPECT_EQ(to_string(Placement(StridedShard{1, 4})), "StridedShard(1, 4)");
   EXPECT_EQ(to_string(Placement(RaggedShard{0, {3, 0, 2}})), "RaggedShard(0, [3, 0, 2])");
   EXPECT_EQ(to_string(Placement(Partial{Partial::Op::kNorm, 1.5})), "Partial(norm 1.5)");
+  EXPECT_EQ(to_string(Placement(Partial{Partial::Op::kMask})), "MaskPartial()");
   Placements all;
   for (const auto& placement : every_kind()) {
     EXPECT_EQ(parse_placement(to_string(placement)), placement);
@@ -33,14 +34,16 @@ TEST(Placement, is_printed_and_parsed) {
 }
 
 TEST(Placement, a_text_that_is_none_is_an_error) {
-  EXPECT_THROWS_WITH(parse_placement("Split(0)"),
-                     "not a placement: 'Split(0)': Replicate, Shard, StridedShard, RaggedShard or Partial is expected");
+  EXPECT_THROWS_WITH(
+      parse_placement("Split(0)"),
+      "not a placement: 'Split(0)': Replicate, Shard, StridedShard, RaggedShard, Partial or MaskPartial is expected");
   EXPECT_THROWS_WITH(parse_placement("Shard(0"), "')' is expected at position 7");
   EXPECT_THROWS_WITH(parse_placement("Shard(x)"), "an integer is expected at position 6");
   EXPECT_THROWS_WITH(parse_placement("Shard(99999999999999999999)"), "an integer is expected at position 6");
   EXPECT_THROWS_WITH(parse_placement("Shard(0) Shard(1)"), "the end is expected at position 9");
   EXPECT_THROWS_WITH(parse_placement("Partial(mean)"), "sum, avg, min, max, product or norm is expected at position 8");
   EXPECT_THROWS_WITH(parse_placement("Partial(norm)"), "the p of the norm is expected at position 12");
+  EXPECT_THROWS_WITH(parse_placement("MaskPartial(sum)"), "')' is expected at position 12");
   EXPECT_THROWS_WITH(parse_placement("RaggedShard(0, [1, )"), "an integer is expected at position 19");
   EXPECT_THROWS_WITH(parse_placements("Shard(0)"), "'(' is expected at position 0");
   EXPECT_THROWS_WITH(parse_placement(""), "is expected at position 0");

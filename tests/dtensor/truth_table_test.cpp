@@ -33,7 +33,7 @@ std::vector<Placement> choices(const Tensor& tensor) {
   std::vector<Placement> result{Replicate{}};
   for (const auto& shard : shards(tensor.sizes().vec())) result.push_back(shard);
   if (!is_real(tensor)) return result;
-  for (const auto op : {Op::kSum, Op::kAvg, Op::kMin, Op::kMax}) result.emplace_back(Partial{op});
+  for (const auto op : {Op::kSum, Op::kAvg, Op::kMin, Op::kMax, Op::kMask}) result.emplace_back(Partial{op});
   return result;
 }
 
@@ -53,6 +53,7 @@ Tensor part_of(const Tensor& whole, const Placement& placement, int64_t rank) {
     case Partial::Op::kSum: return rank == 0 ? whole - 1 : torch::ones_like(whole);
     case Partial::Op::kAvg: return rank == 0 ? whole * 2 - 1 : torch::ones_like(whole);
     case Partial::Op::kMin: return whole + every_other(whole, rank);
+    case Partial::Op::kMask: return every_other(whole, rank).mul(whole);
     default: return whole - every_other(whole, rank);
   }
 }
