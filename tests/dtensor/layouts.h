@@ -23,8 +23,13 @@ inline int64_t world_size() { return process_context().world_size(); }
 
 inline DeviceMesh line_mesh() { return init_device_mesh(at::kCPU, {world_size()}, {"shard"}); }
 
+/// `whole` in every `ranks`th element, 0 in the others.
+inline at::Tensor held_by(int64_t rank, int64_t ranks, const at::Tensor& whole) {
+  return torch::arange(whole.numel()).remainder(ranks).eq(rank).view(whole.sizes()).to(whole.dtype()).mul(whole);
+}
+
 /// This rank's part of `whole` by torch.chunk and torch.narrow, independent of the library's own sharding math. Under a Partial
-/// the ranks hold different values whose reduction is `whole`.
+/// the ranks hold different values whose reduction is `whole`, without rounding for small numbers.
 inline at::Tensor lay_out(at::Tensor whole, const DeviceMesh& mesh, const Placements& placements) {
   int64_t merged = 0; // leading dims that a RaggedShard took as one, less one
   for (int64_t i = 0; i < mesh.ndim(); ++i) {
@@ -53,10 +58,8 @@ inline at::Tensor lay_out(at::Tensor whole, const DeviceMesh& mesh, const Placem
         case Partial::Op::kMin: whole = whole + (rank == ranks - 1 ? 0 : rank + 1); break;
         case Partial::Op::kMax: whole = whole - (rank == ranks - 1 ? 0 : rank + 1); break;
         case Partial::Op::kProduct: whole = rank == 0 ? whole / std::pow(2, ranks - 1) : torch::full_like(whole, 2); break;
-        case Partial::Op::kNorm: whole = whole * std::pow(ranks, -1 / partial->norm_p); break;
-        case Partial::Op::kMask:
-          whole = torch::arange(whole.numel()).remainder(ranks).eq(rank).view(whole.sizes()).to(whole.dtype()).mul(whole);
-          break;
+        case Partial::Op::kNorm: whole = partial->norm_p == 2 && ranks == 4 ? whole / 2 : held_by(rank, ranks, whole); break;
+        case Partial::Op::kMask: whole = held_by(rank, ranks, whole); break;
       }
     }
   }
