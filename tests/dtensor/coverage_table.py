@@ -37,7 +37,7 @@ def shorten(error):
 
 def main():
     folder, output = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-    reports = [sections(folder / f"report-{mesh}.txt") for mesh in ("1d", "2x2")]
+    reports = [sections(path) for path in sorted(folder.glob("report-*.txt"))]
     working = set().union(*(report["Working overloads"] for report in reports))
     missing = collections.Counter()
     errors = collections.Counter()
