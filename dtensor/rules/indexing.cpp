@@ -330,7 +330,7 @@ void register_indexing(Registry& registry) {
   registry.add("repeat", {.factorize = repeat});
   registry.add(
       "nonzero masked_select _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive bincount histc take "
-      "put masked_scatter nonzero_static histogram repeat_interleave.Tensor searchsorted",
+      "put masked_scatter nonzero_static histogram repeat_interleave.Tensor searchsorted diagonal_scatter block_diag",
       {.factorize = whole_factors});
   registry.add("bucketize.Tensor", {.factorize = [](const OpCall& call) { return pattern_factors(call, "...,~->..."); }});
 }

@@ -229,6 +229,8 @@ std::vector<Op> network_ops() {
   ops.push_back({"cosine_similarity", kSame, [](const Tensors& t) { return torch::cosine_similarity(t[0], t[1]); }});
   ops.push_back({"diag_embed", {{5, 3}}, [](const Tensors& t) { return torch::diag_embed(t[0]); }});
   ops.push_back({"diag_embed elsewhere", {{5, 3}}, [](const Tensors& t) { return torch::diag_embed(t[0], 1, 0, 2); }});
+  ops.push_back({"diagonal_scatter", {{5, 3}, {3}}, [](const Tensors& t) { return torch::diagonal_scatter(t[0], t[1]); }});
+  ops.push_back({"block_diag", {{5, 3}, {3}}, [](const Tensors& t) { return torch::block_diag({t[0], t[1]}); }});
   ops.push_back({"complex", kSame, [](const Tensors& t) { return torch::real(torch::complex(t[0], t[1]).square()); }});
   return ops;
 }
