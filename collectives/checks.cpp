@@ -3,11 +3,16 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
+#include <array>
 #include <numeric>
 
 namespace tessera {
 
 namespace {
+
+constexpr std::array kReducible{at::kBool, at::kByte, at::kChar,     at::kShort, at::kInt,
+                                at::kLong, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
 
 struct Call {
   const Communicator& group;
@@ -32,6 +37,8 @@ struct Call {
   }
 
   void check_op(ReduceOp op, const at::Tensor& tensor) const {
+    TORCH_CHECK(std::find(kReducible.begin(), kReducible.end(), tensor.scalar_type()) != kReducible.end(), text(),
+                ": tensors of ", tensor.scalar_type(), " are not reduced; cast them to a wider type");
     TORCH_CHECK(op != ReduceOp::kAvg || at::isFloatingType(tensor.scalar_type()), text(), ": the average of ",
                 tensor.scalar_type(), " is not defined, reduce with sum");
   }

@@ -7,6 +7,7 @@
 
 #include <sstream>
 
+#include <tessera/dtensor/dispatch/leaf_gradient.h>
 #include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/dtensor/move.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
@@ -20,14 +21,13 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct ToLocal : torch::autograd::Function<ToLocal> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor, const SpecPtr& gradient) {
     const auto& meta = meta_of(tensor, "to_local");
-    save_spec(context, meta.spec);
+    save_spec(context, gradient);
     return meta.local.detach();
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const auto spec = saved_spec(context);
-    return {make_dtensor(gradients[0].contiguous(), spec->with(gradient_placements(spec->placements())))};
+    return {make_dtensor(gradients[0].contiguous(), saved_spec(context)), at::Tensor()};
   }
 };
 
@@ -76,9 +76,15 @@ at::Tensor DTensor::local() const { return dtensor_meta(*this)->local; }
 
 at::Tensor DTensor::full_tensor() const { return to_local(redistribute(Placements(placements().size()))); }
 
-at::Tensor to_local(const at::Tensor& dtensor) {
+at::Tensor to_local(const at::Tensor& dtensor, const std::optional<Placements>& gradient) {
   const auto& meta = meta_of(dtensor, "to_local");
-  return needs_graph(dtensor) ? ToLocal::apply(dtensor) : meta.local.detach();
+  const auto spec = meta.spec->with(gradient.value_or(gradient_placements(meta.spec->placements())));
+  TORCH_CHECK(spec->local_sizes() == meta.spec->local_sizes(), "to_local: a gradient of placements ",
+              to_string(spec->placements()), " has not the shape of this rank's part; the tensor is ", meta.spec->to_string());
+  if (!needs_graph(dtensor)) return meta.local.detach();
+  auto local = ToLocal::apply(dtensor, spec);
+  dispatch::place_leaf_gradient(dtensor);
+  return local;
 }
 
 DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placements& placements,

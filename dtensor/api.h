@@ -71,8 +71,9 @@ DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placem
                    const std::optional<std::vector<int64_t>>& global_strides = std::nullopt);
 
 /// This rank's part as a differentiable plain tensor that shares the DTensor's memory. The gradient is taken to be laid out like
-/// the placements, Replicate for Partial. No communication.
-at::Tensor to_local(const at::Tensor& dtensor);
+/// the placements, Replicate for Partial, or as `gradient_placements` say (DTensor: grad_placements): Partial where the tensor is
+/// Replicate and each rank makes something else of it. No communication.
+at::Tensor to_local(const at::Tensor& dtensor, const std::optional<Placements>& gradient_placements = std::nullopt);
 
 /// While it lives, plain tensors among the arguments of a DTensor operator count as Replicate on this thread: every rank holds
 /// the same values. Without it such a mix is an error (0-dim tensors aside).

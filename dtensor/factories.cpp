@@ -58,16 +58,33 @@ DTensor ones(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Pl
   return full(sizes, 1, mesh, placements, options);
 }
 
+namespace {
+
+/// `draw` fills a tensor of the placements, Replicate for Partial: a draw cannot go into a Partial tensor.
+template <typename Draw>
+DTensor drawn(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& placements,
+              const at::TensorOptions& options, const Draw& draw) {
+  auto whole = placements;
+  for (auto& placement : whole) {
+    if (is_partial(placement)) placement = Replicate{};
+  }
+  auto result = empty_dtensor(sizes, mesh, whole, options);
+  at::NoGradGuard no_grad;
+  draw(result);
+  if (whole != placements) result = DTensor(result).redistribute(placements);
+  return finish(std::move(result), options);
+}
+
+} // namespace
+
 DTensor rand(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& placements,
              const at::TensorOptions& options) {
-  auto result = empty_dtensor(sizes, mesh, placements, options);
-  return finish(result.uniform_(), options);
+  return drawn(sizes, mesh, placements, options, [](at::Tensor& tensor) { tensor.uniform_(); });
 }
 
 DTensor randn(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& placements,
               const at::TensorOptions& options) {
-  auto result = empty_dtensor(sizes, mesh, placements, options);
-  return finish(result.normal_(), options);
+  return drawn(sizes, mesh, placements, options, [](at::Tensor& tensor) { tensor.normal_(); });
 }
 
 } // namespace tessera

@@ -14,9 +14,23 @@ struct SpecHolder : torch::CustomClassHolder {
 
 } // namespace
 
+void check_copy(const at::Tensor& tensor, const DTensorMeta& meta, bool written, std::string_view function) {
+  if (C10_LIKELY(!meta.copied_at_version)) return;
+  TORCH_CHECK(!written, function,
+              ": this view of a DTensor could not alias it, because its data had to move between ranks; "
+              "writing into it would not reach the original. Its spec is ",
+              meta.spec->to_string());
+  TORCH_CHECK(
+      tensor.is_inference() || tensor._version() == *meta.copied_at_version, function,
+      ": the DTensor behind this view was written after the view was taken, and the view could not alias it, because its data "
+      "had to move between ranks. Take the view again; its spec is ",
+      meta.spec->to_string());
+}
+
 DTensorMeta& meta_of(const at::Tensor& tensor, const char* function) {
   auto* meta = dtensor_meta(tensor);
   TORCH_CHECK(meta, function, ": this tensor is not a DTensor");
+  check_copy(tensor, *meta, false, function);
   return *meta;
 }
 

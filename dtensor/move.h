@@ -4,11 +4,17 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <string_view>
+
 #include <tessera/dtensor/dtensor_impl.h>
 
 namespace tessera {
 
-/// The meta of a DTensor; an error that names `function` for any other tensor.
+/// An error where `tensor` is a view that could not alias its base, because its data had to move, and is `written`, or is read
+/// after its base was written. (Tensors of InferenceMode do not tell the latter.)
+void check_copy(const at::Tensor& tensor, const DTensorMeta& meta, bool written, std::string_view function);
+
+/// The meta of a DTensor that may be read; an error that names `function` for any other tensor.
 DTensorMeta& meta_of(const at::Tensor& tensor, const char* function);
 
 /// A new DTensor with the values of `tensor` under other placements on its mesh, outside autograd; an alias where nothing

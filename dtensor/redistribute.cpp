@@ -91,7 +91,8 @@ PendingDTensor DTensor::redistribute_async(const Placements& placements) const {
   if (state->target.get() == &spec()) {
     state->result.emplace(*this);
   } else {
-    state->unfinished = redistribute_local(local(), spec(), *state->target, "redistribute", &state->deferred);
+    state->unfinished =
+        redistribute_local(meta_of(*this, "redistribute_async").local, spec(), *state->target, "redistribute", &state->deferred);
   }
   return PendingDTensor(std::move(state));
 }
@@ -111,7 +112,7 @@ DTensor PendingDTensor::wait() {
     at::NoGradGuard no_grad;
     auto local = std::move(state.unfinished);
     for (const auto& step : state.deferred.then) local = step(local);
-    result = wrap_moved(std::move(local), meta_of(state.source, "redistribute").local, *state.target);
+    result = wrap_moved(std::move(local), dtensor_meta(state.source)->local, *state.target);
   }
   if (needs_graph(state.source)) result = FinishRedistribute::apply(state.source, result);
   state.result.emplace(std::move(result));

@@ -67,8 +67,9 @@ void normalize(const DeviceMesh& mesh, Placements& placements, c10::IntArrayRef 
     } else if (auto* strided = std::get_if<StridedShard>(&placements[i])) {
       TORCH_CHECK(strided->dim >= -ndim && strided->dim < ndim, "StridedShard dim ", strided->dim,
                   " is out of range: ", describe(mesh, placements, sizes));
-      TORCH_CHECK(strided->split_factor > 0,
-                  "the split factor of a StridedShard must be positive: ", describe(mesh, placements, sizes));
+      TORCH_CHECK(
+          strided->split_factor > 0 && strided->split_factor <= std::numeric_limits<int32_t>::max(),
+          "the split factor of a StridedShard must be positive, and fit into 32 bits: ", describe(mesh, placements, sizes));
       if (strided->dim < 0) strided->dim += ndim;
       if (strided->split_factor == 1) placements[i] = Shard{strided->dim};
     } else if (auto* partial = std::get_if<Partial>(&placements[i])) {

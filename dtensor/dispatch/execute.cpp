@@ -7,6 +7,7 @@
 #include <tessera/dtensor/dispatch/leaf_gradient.h>
 #include <tessera/dtensor/dispatch/plan.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/move.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 
 namespace tessera::dispatch {
@@ -94,7 +95,7 @@ class Execution {
     const auto& plan = plan_.inputs[input];
     if (!meta) return plan.target ? redistribute_local(tensor, *plan.source, *plan.target, info_.name) : tensor;
     if (C10_UNLIKELY(meta->name != nullptr) && !name_) name_ = meta->name;
-    if (C10_UNLIKELY(meta->copied_at_version.has_value())) check_copy(tensor, *meta, written);
+    check_copy(tensor, *meta, written, info_.name);
     if (C10_LIKELY(!plan.moves && !(written && plan.target))) return meta->local;
     if (C10_UNLIKELY(written)) move_written(*meta, plan.target);
     return written ? meta->local : redistribute_local(tensor, *meta, plan.target, info_.name);
@@ -109,18 +110,6 @@ class Execution {
     auto local = redistribute_local(meta.local, *meta.spec, *target, info_.name);
     meta.local = local.is_alias_of(meta.local) ? local.clone() : std::move(local);
     meta.spec = target;
-  }
-
-  void check_copy(const at::Tensor& tensor, const DTensorMeta& meta, bool written) const {
-    TORCH_CHECK(!written, info_.name,
-                ": this view of a DTensor could not alias it, because its data had to move between ranks; "
-                "writing into it would not reach the original. Its spec is ",
-                meta.spec->to_string());
-    TORCH_CHECK(
-        tensor.is_inference() || tensor._version() == *meta.copied_at_version, info_.name,
-        ": the DTensor behind this view was written after the view was taken, and the view could not alias it, because its data "
-        "had to move between ranks. Take the view again; its spec is ",
-        meta.spec->to_string());
   }
 
   void wrap() {
@@ -182,7 +171,7 @@ class Execution {
     std::optional<c10::InferenceMode> normal_mode;
     if (C10_UNLIKELY(normal_view)) normal_mode.emplace(false);
     auto result = make_dtensor(local, plan.spec);
-    if (viewed_.defined() && !viewed_.is_inference()) mark_copy(result);
+    if (viewed_.defined()) mark_copy(result);
     if (C10_UNLIKELY(name_ != nullptr)) pass_name(*dtensor_meta(result));
     return result;
   }
@@ -192,6 +181,10 @@ class Execution {
     const auto* source = dtensor_meta(viewed_);
     const bool of_copy = source && source->copied_at_version.has_value();
     if (C10_LIKELY(!plan_.moves_viewed && !of_copy)) return;
+    if (viewed_.is_inference()) { // it counts no versions
+      dtensor_meta(result)->copied_at_version = 0;
+      return;
+    }
     result.unsafeGetTensorImpl()->set_version_counter(viewed_.unsafeGetTensorImpl()->version_counter());
     dtensor_meta(result)->copied_at_version = of_copy ? *source->copied_at_version : static_cast<uint32_t>(viewed_._version());
   }
@@ -213,7 +206,11 @@ class Execution {
   void skip() {
     stack_->resize(begin_);
     size_t output = 0;
-    const auto empty = [&](size_t index) { return at::empty({0}, at::TensorOptions().dtype(plan_.outputs[index].dtype)); };
+    const auto empty = [&](size_t index) {
+      const auto dtype =
+          index < plan_.outputs.size() ? plan_.outputs[index].dtype : at::kLong; // of positions, which are not planned
+      return at::empty({0}, at::TensorOptions().dtype(dtype));
+    };
     for (size_t r = 0; r < info_.returns.size(); ++r) {
       const auto kind = op_.schema().returns()[r].type()->kind();
       if (kind == c10::TypeKind::ListType) {

@@ -181,9 +181,19 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
 
 /// Operators that autograd takes apart before the DTensor key sees them, and that make plain tensors of their own or write into
 /// what they compute.
-constexpr std::array kComposites{
-    "_scaled_dot_product_attention_math",  "combinations", "cosine_similarity", "istft", "linalg_matrix_rank.atol_rtol_float",
-    "linalg_matrix_rank.atol_rtol_tensor", "one_hot",      "rms_norm"};
+constexpr std::array kComposites{"_scaled_dot_product_attention_math",
+                                 "combinations",
+                                 "cosine_similarity",
+                                 "cross_entropy_loss",
+                                 "istft",
+                                 "linalg_matrix_rank.atol_rtol_float",
+                                 "linalg_matrix_rank.atol_rtol_tensor",
+                                 "nanquantile",
+                                 "nanquantile.scalar",
+                                 "one_hot",
+                                 "quantile",
+                                 "quantile.scalar",
+                                 "rms_norm"};
 
 void run_composite(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   constexpr auto kKernel = c10::DispatchKey::CompositeImplicitAutograd;

@@ -1,10 +1,14 @@
 #include <tessera/dtensor/dispatch/leaf_gradient.h>
 
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/move.h>
 
 namespace tessera::dispatch {
 
@@ -26,6 +30,16 @@ struct PlaceGradient : torch::autograd::FunctionPreHook {
   Placements placements;
 };
 
+using Hooks = std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>;
+
+bool places(const Hooks& hooks) {
+  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) { return dynamic_cast<PlaceGradient*>(hook.get()); });
+}
+
+std::unique_ptr<PlaceGradient> placing_hook(const Spec& spec) {
+  return std::make_unique<PlaceGradient>(spec.mesh(), gradient_placements(spec.placements()));
+}
+
 } // namespace
 
 void place_leaf_gradient(const at::Tensor& tensor) {
@@ -34,14 +48,12 @@ void place_leaf_gradient(const at::Tensor& tensor) {
   if (!impl->requires_grad() || impl->key_set().has(c10::DispatchKey::DeferredInit)) return;
   const auto* meta = dtensor_meta(tensor);
   if (!meta || !tensor.is_leaf()) return;
-  for (const auto& hook : torch::autograd::impl::hooks(tensor)) {
-    if (dynamic_cast<PlaceGradient*>(hook.get())) return;
-  }
-  auto placements = meta->spec->placements();
-  for (auto& placement : placements) {
-    if (is_partial(placement)) placement = Replicate{};
-  }
-  torch::autograd::impl::add_hook(tensor, std::make_unique<PlaceGradient>(meta->spec->mesh(), std::move(placements)));
+  // First of the tensor's hooks, so that a user's sees the gradient as it lies in the end. A user's first hook drops those that
+  // are there: the node that accumulates has one as well, for a hook that comes between forward and backward.
+  auto& hooks = torch::autograd::impl::hooks(tensor);
+  if (!places(hooks)) hooks.insert(hooks.begin(), placing_hook(*meta->spec));
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(tensor);
+  if (node && !places(node->pre_hooks())) node->add_pre_hook(placing_hook(*meta->spec));
 }
 
 } // namespace tessera::dispatch

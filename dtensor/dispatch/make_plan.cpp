@@ -36,8 +36,7 @@ void add_tensor(const OpInfo& info, const c10::IValue& value, size_t argument, i
       entry.spec = meta->spec;
       TORCH_CHECK(!all.mesh.defined() || all.mesh == meta->spec->mesh(), info.name,
                   ": the arguments lie on different meshes: ", all.mesh.to_string(), " and ", meta->spec->mesh().to_string(),
-                  ". Redistribute between meshes is not possible; "
-                  "use full_tensor() and distribute_tensor");
+                  ". Move one with redistribute(mesh, placements), where both have the same ranks");
       all.mesh = meta->spec->mesh();
     } else {
       plain = true;
@@ -83,6 +82,7 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
   std::vector<bool> fixed;
   call.tensors.clear();
   std::vector<const Placements*> fixed_outputs(info.returns.size());
+  std::vector<int> tied(info.returns.size(), -1);
   for (size_t i = 0; i < all.tensors.size(); ++i) {
     const auto& tensor = all.tensors[i];
     const auto& argument = info.arguments[tensor.argument];
@@ -94,7 +94,10 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
     call.tensors.push_back(tensor);
     source.push_back(i);
     const bool may_move = origin.own_temporaries && tensor.index < 0 && tensor.spec;
-    if (argument.written && may_move) fixed_outputs.assign(fixed_outputs.size(), nullptr);
+    for (size_t r = 0; argument.written && may_move && r < info.returns.size(); ++r) {
+      fixed_outputs[r] = nullptr;
+      if (info.returns[r].written_argument == static_cast<int>(tensor.argument)) tied[r] = static_cast<int>(source.size()) - 1;
+    }
     fixed.push_back(argument.written && !may_move);
   }
   auto factors = info.rule->factorize(call);
@@ -104,7 +107,8 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
   plan.outputs_unknown = factors.outputs_unknown;
   plan.plain_outputs = factors.plain_outputs;
   fixed_outputs.resize(factors.outputs.size());
-  const auto chosen = propagate(call, factors, fixed, fixed_outputs);
+  tied.resize(factors.outputs.size(), -1);
+  const auto chosen = propagate(call, factors, fixed, fixed_outputs, tied);
   for (size_t i = 0; i < source.size(); ++i) {
     const auto& spec = call.tensors[i].spec;
     if (!spec) continue;

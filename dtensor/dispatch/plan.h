@@ -42,9 +42,9 @@ struct Chosen {
   std::vector<Placements> inputs, outputs;
 };
 /// `fixed[i]`: input i is written, so it keeps its placement. `fixed_outputs[r]`: output r goes into a tensor with these
-/// placements.
+/// placements. `tied[r]`: the input that output r is written into where that may move, or -1: both get the same placements.
 Chosen propagate(const rules::OpCall& call, const rules::Factorization& factors, const std::vector<bool>& fixed,
-                 const std::vector<const Placements*>& fixed_outputs);
+                 const std::vector<const Placements*>& fixed_outputs, const std::vector<int>& tied);
 
 /// Global shape and strides of the outputs, by running the operator on the Meta device; nothing where it has no such kernel.
 std::optional<std::vector<rules::Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,

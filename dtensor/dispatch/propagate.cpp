@@ -26,8 +26,13 @@ struct Signature {
 class Search {
  public:
   Search(const OpCall& call, const Factorization& factors, const std::vector<bool>& fixed,
-         const std::vector<const Placements*>& fixed_outputs)
-      : call_(call), factors_(factors), fixed_(fixed), fixed_outputs_(fixed_outputs), splits_(factors.factors.size(), 1) {
+         const std::vector<const Placements*>& fixed_outputs, const std::vector<int>& tied)
+      : call_(call),
+        factors_(factors),
+        fixed_(fixed),
+        fixed_outputs_(fixed_outputs),
+        tied_(tied),
+        splits_(factors.factors.size(), 1) {
     chosen_.inputs.resize(factors.inputs.size());
     chosen_.outputs.resize(factors.outputs.size());
   }
@@ -245,6 +250,7 @@ class Search {
       total += cost(i, signature.inputs[i]);
     }
     for (size_t r = 0; r < signature.outputs.size(); ++r) {
+      if (tied_[r] >= 0 && signature.outputs[r] != signature.inputs[tied_[r]]) return;
       if (fixed_outputs_[r] && (*fixed_outputs_[r])[mesh_dim_] != signature.outputs[r]) return;
       if (!compatible(chosen_.outputs[r], signature.outputs[r])) return;
     }
@@ -266,6 +272,7 @@ class Search {
   const Factorization& factors_;
   const std::vector<bool>& fixed_;
   const std::vector<const Placements*>& fixed_outputs_;
+  const std::vector<int>& tied_;
   std::vector<int64_t> splits_; ///< ranks that earlier mesh dims split each factor over
   Chosen chosen_;
   size_t mesh_dim_ = 0;
@@ -278,8 +285,8 @@ class Search {
 } // namespace
 
 Chosen propagate(const OpCall& call, const Factorization& factors, const std::vector<bool>& fixed,
-                 const std::vector<const Placements*>& fixed_outputs) {
-  return Search(call, factors, fixed, fixed_outputs).run();
+                 const std::vector<const Placements*>& fixed_outputs, const std::vector<int>& tied) {
+  return Search(call, factors, fixed, fixed_outputs, tied).run();
 }
 
 std::string describe(const OpCall& call) {

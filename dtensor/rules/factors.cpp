@@ -1,5 +1,6 @@
 #include <tessera/dtensor/rules/factors.h>
 
+#include <ATen/ExpandUtils.h>
 #include <absl/strings/str_split.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -51,6 +52,10 @@ Factorization pointwise_factors(const OpCall& call) {
   }
   factors.outputs.resize(call.output_count(), whole);
   factors.merges_leading = true;
+  // As TensorIterator lays out its result.
+  const auto full = std::find_if(call.tensors.begin(), call.tensors.end(),
+                                 [&](const TensorArg& tensor) { return tensor.defined && tensor.sizes == whole.sizes; });
+  if (full != call.tensors.end()) factors.strides = at::infer_dense_strides(full->sizes, full->spec->strides());
   return factors;
 }
 

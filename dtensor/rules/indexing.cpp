@@ -286,6 +286,8 @@ Factorization pad(const OpCall& call) {
   auto factors = first_input_factors(call);
   auto& self = factors.inputs[0];
   const auto amounts = call.integers("pad");
+  TORCH_CHECK(amounts.size() % 2 == 0 && amounts.size() <= 2 * self.sizes.size(), call.name, ": ", amounts.size(),
+              " pads for a tensor of ", self.sizes.size(), " dims; two a dim are needed, and no more");
   auto output = self;
   for (size_t i = 0; i * 2 + 1 < amounts.size(); ++i) {
     const auto d = self.sizes.size() - 1 - i;

@@ -56,13 +56,14 @@ const Family kFamilies[] = {
     {"fill.Tensor", {flow(3, kAllOps)}},
 };
 
-/// A cast keeps sums only between floating-point types.
+/// A cast keeps sums only between floating-point types, and the order of values where none wraps around.
 Factorization cast_factors(const OpCall& call) {
   auto factors = pointwise_factors(call);
   const auto from = call.tensors[0].dtype;
   const auto to = static_cast<at::ScalarType>(call.integer("dtype", static_cast<int64_t>(from)));
   const bool linear = from == to || (at::isFloatingType(from) && at::isFloatingType(to));
-  factors.partial.push_back(flow(1, linear ? (kScaleOps | kOrderOps) : kOrderOps));
+  const bool rising = linear || at::isFloatingType(to) || from == at::kBool;
+  factors.partial.push_back(flow(1, linear ? (kScaleOps | kOrderOps) : rising ? kOrderOps : OpSet{0}));
   const auto* device = call.find("device");
   TORCH_CHECK(!device || !device->isDevice() || device->toDevice().type() == call.mesh.device_type(), call.name,
               ": a DTensor stays on its mesh's device (", at::DeviceTypeName(call.mesh.device_type(), true), "), not ",

@@ -75,6 +75,9 @@ void Registry::add(std::string_view names, const Rule& rule) {
 const Rule* Registry::find(const c10::OperatorName& name) const {
   absl::string_view base = name.name;
   if (!absl::ConsumePrefix(&base, "aten::")) return find_user_rule(name.name);
+  if (absl::EndsWith(base, "_")) { // squeeze_, whose rule is not squeeze's
+    if (const auto exact = rules_.find(base); exact != rules_.end()) return &exact->second;
+  }
   const bool dunder = absl::StartsWith(base, "__");
   const bool in_place = !dunder && absl::ConsumeSuffix(&base, "_");
   auto found = rules_.find(absl::StrCat(base, ".", name.overload_name));
@@ -139,6 +142,42 @@ void LocalCall::finish(c10::IValue result) const {
 
 namespace tessera {
 
+namespace {
+
+c10::OperatorHandle operator_named(const std::string& op) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name == op) return dispatcher.findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str());
+  }
+  TORCH_CHECK(false, "register_sharding: there is no operator ", op, "; define it before its rule");
+}
+
+size_t count_tensors(const std::vector<c10::Argument>& arguments) {
+  return std::count_if(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+    const auto type = argument.type();
+    return type->isSubtypeOf(*c10::OptionalType::ofTensor()) || type->isSubtypeOf(*c10::ListType::ofTensors()) ||
+           type->isSubtypeOf(*c10::ListType::ofOptionalTensors());
+  });
+}
+
+/// The operator exists, reaches Tessera's kernel, and has as many tensors as the pattern has terms.
+void check_operator(const std::string& op, const std::string& pattern) {
+  const auto handle = operator_named(op);
+  TORCH_CHECK(!handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd), "register_sharding: ", op,
+              " was defined with its function, which PyTorch runs on the DTensors themselves: no rule would be asked. Define the "
+              "schema alone, and register the function for a backend with TORCH_LIBRARY_IMPL");
+  const auto& schema = handle.schema();
+  const auto arrow = static_cast<std::ptrdiff_t>(pattern.find("->"));
+  const auto terms = [](auto begin, auto end) { return static_cast<size_t>(std::count(begin, end, ',')) + 1; };
+  const auto inputs = terms(pattern.begin(), pattern.begin() + arrow), outputs = terms(pattern.begin() + arrow, pattern.end());
+  TORCH_CHECK(inputs == count_tensors(schema.arguments()) && outputs == count_tensors(schema.returns()),
+              "register_sharding: the pattern '", pattern, "' has ", inputs, " inputs and ", outputs, " results, but ", op,
+              " has ", count_tensors(schema.arguments()), " tensor arguments and ", count_tensors(schema.returns()),
+              " tensor results");
+}
+
+} // namespace
+
 void register_sharding(const std::string& op, const std::string& pattern, const std::string& summed) {
   TORCH_CHECK(op.find("::") != std::string::npos && !absl::StartsWith(op, "aten::"), "register_sharding: '", op,
               "' is not the name of an operator outside aten, as \"my::attention\"");
@@ -151,6 +190,7 @@ void register_sharding(const std::string& op, const std::string& pattern, const 
     TORCH_CHECK(absl::ascii_isalpha(letter) && pattern.find(letter) != std::string::npos, "register_sharding: '", letter,
                 "' is to be summed, but is no letter of the pattern '", pattern, "' of ", op);
   }
+  check_operator(op, pattern);
   auto& rules = rules::UserRules::instance();
   const std::lock_guard lock(rules.mutex);
   const bool added = rules.by_name

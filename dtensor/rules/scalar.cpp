@@ -3,6 +3,7 @@
 #include <ATen/ops/full.h>
 
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/move.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/rules/registry.h>
 
@@ -15,7 +16,7 @@ SpecPtr replicated(const Spec& spec) { return spec.with(Placements(spec.placemen
 /// item(): the one element, reduced or gathered where it has to be.
 void local_scalar(const c10::OperatorHandle& op, std::vector<c10::IValue>* stack) {
   const auto tensor = stack->back().toTensor();
-  auto& meta = *dtensor_meta(tensor);
+  auto& meta = meta_of(tensor, "item");
   TORCH_CHECK(meta.spec->numel() == 1, op.operator_name(), ": a tensor with ", meta.spec->numel(),
               " elements cannot be converted to a scalar; ", meta.spec->to_string());
   TORCH_CHECK(meta.spec->on_mesh(), op.operator_name(), ": this rank is outside the mesh of ", meta.spec->to_string());
@@ -27,6 +28,8 @@ bool equal_everywhere(const at::Tensor& a, const at::Tensor& b) {
   const auto* left = dtensor_meta(a);
   const auto* right = dtensor_meta(b);
   TORCH_CHECK(left && right, "aten::equal: a DTensor cannot be compared with a plain tensor; use full_tensor() on it");
+  check_copy(a, *left, false, "aten::equal");
+  check_copy(b, *right, false, "aten::equal");
   TORCH_CHECK(left->spec->mesh() == right->spec->mesh(), "aten::equal: the tensors lie on different meshes");
   if (left->spec->sizes() != right->spec->sizes()) return false;
   const auto& spec = *left->spec;

@@ -468,9 +468,25 @@ void alias(const c10::OperatorHandle&, std::vector<c10::IValue>* stack) {
   stack->back() = std::move(result);
 }
 
+/// squeeze_ and the like: the tensor becomes the view that the operator without the underscore gives of it.
+void reshape_in_place(const c10::OperatorHandle& op, std::vector<c10::IValue>* stack) {
+  const auto& name = op.operator_name();
+  const auto self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
+  const auto view = name.name.substr(0, name.name.size() - 1);
+  const auto overload = view == "aten::transpose" ? "int" : name.overload_name;
+  c10::Dispatcher::singleton().findSchemaOrThrow(view.c_str(), overload.c_str()).callBoxed(*stack);
+  const auto* meta = dtensor_meta(stack->back().toTensor());
+  TORCH_CHECK(!meta->copied_at_version, name,
+              ": the data would have to move between ranks, away from the tensors that share it; use ", view, ". The spec is ",
+              dtensor_meta(self)->spec->to_string());
+  become_dtensor(self, c10::make_intrusive<DTensorMeta>(meta->local, meta->spec));
+  stack->back() = self;
+}
+
 } // namespace
 
 void register_views(Registry& registry) {
+  registry.add("squeeze_ unsqueeze_ transpose_ t_", {.handler = reshape_in_place});
   registry.add("detach alias lift lift_fresh", {.handler = alias, .view = true});
   registry.add("view.", {.factorize = view, .local = view_local, .view = true, .ignores_offsets = true});
   registry.add("_reshape_alias", {.factorize = view, .local = view_local, .view = true, .ignores_offsets = true});

@@ -72,6 +72,8 @@ TEST(Spec, refuses_what_does_not_fit) {
                      "RaggedShard extents add up to " + std::to_string(7 * n) + ", not to 5: ");
   EXPECT_THROWS_WITH(intern({RaggedShard{0, {}}}), "RaggedShard needs one extent a rank of mesh dim 0: ");
   EXPECT_THROWS_WITH(intern({RaggedShard{2, std::vector<int64_t>(n, 1)}}), "RaggedShard dim 2 is out of range: ");
+  EXPECT_THROWS_WITH(intern({StridedShard{0, std::numeric_limits<int64_t>::max()}}),
+                     "the split factor of a StridedShard must be");
   EXPECT_THROWS_WITH(intern({Partial{Partial::Op::kNorm, -1}}), "the p of Partial(norm) must be positive and finite: ");
   EXPECT_THROWS_WITH(Spec::intern(mesh, {Shard{0}}, {-1, 3}, at::kFloat),
                      "sizes must not be negative: placements (Shard(0)) on a tensor of shape [-1, 3] and " + mesh_text());
@@ -127,6 +129,36 @@ TEST(Api, from_local_and_to_local) {
   EXPECT_THROWS_WITH(DTensor(torch::ones({2})),
                      "DTensor: this tensor is not a DTensor; make one with distribute_tensor or from_local");
   EXPECT_THROWS_WITH(to_local(torch::ones({2})), "to_local: this tensor is not a DTensor");
+}
+
+/// Hooks get, and may replace, the gradient, whenever they are added; it lies as the leaf does.
+TEST(Api, hooks_of_a_leaf) {
+  const auto mesh = line_mesh();
+  const auto batch = torch::arange(12.).view({4, 3}), weight = torch::arange(6.).view({3, 2});
+  auto plain = weight.clone().set_requires_grad(true);
+  batch.mm(plain).square().sum().backward();
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1})}) {
+    for (const int added : {0, 1, 2}) { // before the first use, after it, before the second
+      SCOPED_TRACE(::testing::Message() << placement << " " << added);
+      auto leaf = make(weight, mesh, {placement});
+      leaf.set_requires_grad(true);
+      int calls = 0;
+      const auto add = [&] {
+        leaf.register_hook([&calls](const at::Tensor& gradient) { return ++calls, gradient * 2; });
+        leaf.register_hook([&calls](const at::Tensor& gradient) { ++calls, gradient.sum(); });
+      };
+      for (int step = 0; step < 3; ++step) {
+        if (step == 0 && added == 0) add();
+        const auto loss = make(batch, mesh, {Shard{0}}).mm(leaf).square().sum();
+        if (step == 0 && added == 1) add();
+        loss.backward();
+        if (step == 0 && added == 2) add();
+        EXPECT_EQ(calls, 2 * (step + (added == 2 ? 0 : 1)));
+      }
+      EXPECT_EQ(DTensor(leaf.grad()).placements()[0], placement);
+      EXPECT_TENSORS_CLOSE(DTensor(leaf.grad()).full_tensor(), plain.grad() * (added == 2 ? 5 : 6));
+    }
+  }
 }
 
 TEST(Api, parts_with_a_pending_conjugate_or_sign_move_as_their_values) {
@@ -196,7 +228,7 @@ TEST(Errors, say_what_to_do) {
   EXPECT_THROWS_WITH(tensor.mm(tensor), "aten::mm: the shape [5, 3] of argument 1 does not fit the others (mk,kn->mn)");
   EXPECT_THROWS_WITH(tensor.to(at::kMeta), "a DTensor stays on its mesh's device (cpu), not meta");
   EXPECT_THROWS_WITH(tensor.view({7, 2}), "aten::view: shape [7, 2] is invalid for a tensor of shape [5, 3]");
-  EXPECT_THROWS_WITH(Tensor(tensor).t_(), "aten::t_: no sharding rule for this operator");
+  EXPECT_THROWS_WITH(Tensor(tensor).resize_({15}), "aten::resize_: no sharding rule for this operator");
   EXPECT_THROWS_WITH(from_local(at::Tensor(), mesh, {Shard{0}}), "from_local: the tensor is undefined");
   EXPECT_THROWS_WITH(distribute_tensor(at::Tensor(), mesh, {Shard{0}}), "distribute_tensor: the tensor is undefined");
   EXPECT_THROWS_WITH(from_local(values().to_sparse(), mesh, {Shard{0}}), "from_local: the tensor's layout is Sparse");

@@ -44,6 +44,9 @@ OpResult run_call(const OpCall& call, const std::function<Tensor(const Tensor&, 
     call.op.callBoxed(stack);
   }
   result.outputs = tensors_of(stack);
+  for (const auto& output : result.outputs) {
+    TORCH_CHECK(!output.defined() || output.layout() == at::kStrided, "a DTensor has no layout but strided");
+  }
   between();
   std::vector<Tensor> roots, cotangents;
   for (const auto& output : result.outputs) {

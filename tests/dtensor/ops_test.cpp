@@ -229,6 +229,15 @@ std::vector<Op> network_ops() {
   ops.push_back({"cosine_similarity", kSame, [](const Tensors& t) { return torch::cosine_similarity(t[0], t[1]); }});
   ops.push_back({"diag_embed", {{5, 3}}, [](const Tensors& t) { return torch::diag_embed(t[0]); }});
   ops.push_back({"diag_embed elsewhere", {{5, 3}}, [](const Tensors& t) { return torch::diag_embed(t[0], 1, 0, 2); }});
+  ops.push_back({"cross entropy with smoothed labels", {{5, 4}}, [](const Tensors& t) {
+                   const auto targets = torch::arange(5).remainder(4);
+                   const bool sharded = is_dtensor(t[0]);
+                   return torch::cross_entropy_loss(t[0], sharded ? make(targets, line_mesh(), {Replicate{}}) : targets, {},
+                                                    at::Reduction::Mean, 2, 0.1);
+                 }});
+  ops.push_back({"binary_cross_entropy_with_logits", kSame,
+                 [](const Tensors& t) { return torch::binary_cross_entropy_with_logits(t[0], t[1]); }});
+  ops.push_back({"quantile", {{5, 3}}, [](const Tensors& t) { return t[0].quantile(0.3, 1); }});
   ops.push_back({"diagonal_scatter", {{5, 3}, {3}}, [](const Tensors& t) { return torch::diagonal_scatter(t[0], t[1]); }});
   ops.push_back({"block_diag", {{5, 3}, {3}}, [](const Tensors& t) { return torch::block_diag({t[0], t[1]}); }});
   ops.push_back({"complex", kSame, [](const Tensors& t) { return torch::real(torch::complex(t[0], t[1]).square()); }});
@@ -416,6 +425,46 @@ TEST(Ops, a_mask_partial_lies_beside_a_sum) {
   EXPECT_EQ(collectives.total_calls(), 1); // the sum over both mesh dims at once
   const auto table = make(plain, mesh, {Shard{0}, sum});
   EXPECT_TENSORS_CLOSE(whole_of(torch::embedding(table, make(torch::arange(6), mesh, {Replicate{}, Replicate{}}))), plain);
+}
+
+TEST(Ops, casts_that_wrap_around_keep_no_order) {
+  const auto mesh = line_mesh();
+  for (const auto op : {Partial::Op::kMin, Partial::Op::kMax}) {
+    const auto parts = from_local(torch::tensor({-1 * mesh.local_rank(), 255 + mesh.local_rank()}), mesh, {Partial{op}});
+    const auto whole = parts.full_tensor();
+    for (const auto dtype : {torch::kBool, torch::kByte, torch::kChar, torch::kDouble}) {
+      EXPECT_TENSORS_EQUAL(whole_of(parts.to(dtype)), whole.to(dtype));
+    }
+  }
+}
+
+TEST(Ops, results_lie_in_memory_as_their_arguments) {
+  const auto mesh = line_mesh();
+  const auto plain = values({6, 4}, 1).t();
+  for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
+    SCOPED_TRACE(to_string(placement));
+    const auto ragged = std::get_if<RaggedShard>(&placement);
+    if (ragged && ragged->dim > 0) continue; // its transpose moves
+    const auto sharded = make(plain.t(), mesh, {placement}).t();
+    for (const auto& run : std::vector<std::function<Tensor(Tensor)>>{
+             [](const Tensor& t) { return t.relu(); }, [](const Tensor& t) { return t.abs(); },
+             [](const Tensor& t) { return t.exp(); }, [](const Tensor& t) { return torch::where(t > 1, t, -t); }}) {
+      EXPECT_EQ(run(sharded).strides(), run(plain).strides());
+      EXPECT_TENSORS_EQUAL(whole_of(run(sharded).t().reshape({24})), run(plain).t().reshape({24}));
+    }
+    torch::manual_seed(3);
+    const auto expected = torch::rand_like(plain.relu());
+    torch::manual_seed(3);
+    EXPECT_TENSORS_EQUAL(whole_of(torch::rand_like(sharded.relu())), expected);
+  }
+}
+
+TEST(Ops, pads_that_do_not_fit_are_errors) {
+  const auto mesh = line_mesh();
+  EXPECT_THROWS_WITH(torch::constant_pad_nd(make(values({5}, 1), mesh, {Shard{0}}), {1, 1, 1, 1}),
+                     "4 pads for a tensor of 1 dims");
+  EXPECT_THROWS_WITH(torch::constant_pad_nd(make(values({}, 1), mesh, {Replicate{}}), {1, 2}), "2 pads for a tensor of 0 dims");
+  EXPECT_THROWS_WITH(torch::constant_pad_nd(make(values({5}, 1), mesh, {Shard{0}}), {1}), "1 pads for a tensor of 1 dims");
 }
 
 TEST(Ops, lists) {

@@ -21,7 +21,13 @@ TEST(Factories, equal_plain_tensors_for_every_placement) {
       SCOPED_TRACE(to_string(placement));
       EXPECT_TENSORS_EQUAL(zeros(sizes, mesh, {placement}).full_tensor(), torch::zeros(sizes));
       EXPECT_TENSORS_CLOSE(full(sizes, 2.5, mesh, {placement}).full_tensor(), torch::full(sizes, 2.5));
-      if (is_partial(placement)) continue;
+      if (is_partial(placement)) {
+        torch::manual_seed(2);
+        const auto drawn = torch::rand(sizes);
+        torch::manual_seed(2);
+        EXPECT_TENSORS_CLOSE(rand(sizes, mesh, {placement}).full_tensor(), drawn);
+        continue;
+      }
       EXPECT_TENSORS_EQUAL(ones(sizes, mesh, {placement}, torch::kLong).full_tensor(), torch::ones(sizes, torch::kLong));
       torch::manual_seed(2);
       const auto expected = torch::randn(sizes), uniform = torch::rand(sizes);
@@ -55,6 +61,29 @@ TEST(LocalMap, runs_on_the_parts) {
   EXPECT_THROWS_WITH(local_map({}, {{Shard{0}}}, {{Shard{0}}}), "local_map: the function is empty");
   const auto nothing = [](const std::vector<Tensor>&) { return std::vector<Tensor>(1); };
   EXPECT_THROWS_WITH(local_map(nothing, {{Shard{0}}}, {{Shard{0}}})({x}), "local_map: output 0 of the function is undefined");
+}
+
+/// Each rank has the gradient of the weight from its own part of the batch.
+TEST(LocalMap, sums_the_gradients_of_a_replicated_input) {
+  const auto mesh = line_mesh();
+  const auto batch = torch::arange(24, torch::kDouble).view({8, 3}), weight = torch::arange(6, torch::kDouble).view({3, 2});
+  const auto multiply = [](const std::vector<Tensor>& t) { return std::vector<Tensor>{t[0].mm(t[1])}; };
+  const auto layer = local_map(multiply, {{Shard{0}}}, {{Shard{0}}, {Replicate{}}}, {{8, 2}}, {{Shard{0}}, {Partial{}}});
+  auto expected = weight.clone().set_requires_grad(true);
+  batch.mm(expected).square().sum().backward();
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1})}) {
+    auto w = make(weight, mesh, {placement});
+    w.set_requires_grad(true);
+    layer({make(batch, mesh, {Shard{0}}), w})[0].square().sum().backward();
+    EXPECT_EQ(DTensor(w.grad()).placements()[0], placement);
+    EXPECT_TENSORS_CLOSE(DTensor(w.grad()).full_tensor(), expected.grad());
+  }
+  EXPECT_THROWS_WITH(local_map(multiply, {{Shard{0}}}, {{Shard{0}}, {Replicate{}}}, {}, {{Shard{0}}}),
+                     "2 inputs, but 1 input_gradients");
+  if (mesh.size() > 1) {
+    EXPECT_THROWS_WITH(to_local(make(weight, mesh, {Replicate{}}), Placements{Shard{0}}),
+                       "has not the shape of this rank's part");
+  }
 }
 
 TEST(DistributeModule, trains_like_the_plain_one) {
@@ -95,7 +124,15 @@ TEST(RegisterSharding, serves_an_operator_of_the_program) {
   static auto library = torch::Library(torch::Library::DEF, "tessera_test", std::nullopt, __FILE__, __LINE__);
   static bool defined = false;
   if (!defined) {
-    library.def("scaled_product(Tensor a, Tensor b, float scale) -> Tensor", &scaled_product);
+    EXPECT_THROWS_WITH(register_sharding("tessera_test::scaled_product", "mk,kn->mn"),
+                       "there is no operator tessera_test::scaled_product");
+    library.def("scaled_product(Tensor a, Tensor b, float scale) -> Tensor");
+    library.impl("scaled_product", torch::dispatch(c10::DispatchKey::CPU, &scaled_product));
+    library.def("composite(Tensor a, Tensor b, float scale) -> Tensor", &scaled_product);
+    EXPECT_THROWS_WITH(
+        register_sharding("tessera_test::scaled_product", "mk->m"),
+        "has 1 inputs and 1 results, but tessera_test::scaled_product has 2 tensor arguments and 1 tensor results");
+    EXPECT_THROWS_WITH(register_sharding("tessera_test::composite", "mk,kn->mn"), "was defined with its function");
     register_sharding("tessera_test::scaled_product", "mk,kn->mn", "k");
     defined = true;
   }
@@ -109,6 +146,11 @@ TEST(RegisterSharding, serves_an_operator_of_the_program) {
     for (const auto& q : shards({4, 3})) {
       EXPECT_TENSORS_CLOSE(DTensor(op.call(make(a, mesh, {p}), make(b, mesh, {q}), 2.0)).full_tensor(), a.mm(b) * 2);
     }
+  }
+  const LogRedistributions log;
+  if (mesh.size() == 2 || mesh.size() == 4) { // no rank without a part
+    EXPECT_EQ(DTensor(op.call(make(a, mesh, {Shard{1}}), make(b, mesh, {Shard{0}}), 2.0)).placements()[0], Placement(Partial{}));
+    EXPECT_TRUE(log.records().empty());
   }
   EXPECT_THROWS_WITH(register_sharding("tessera_test::scaled_product", "mk,kn->mn"),
                      "register_sharding: tessera_test::scaled_product has a rule already");

@@ -9,6 +9,7 @@
 #include <fstream>
 #include <iostream>
 #include <map>
+#include <set>
 
 #include "layouts.h"
 #include "opinfo_replay.h"
@@ -112,6 +113,9 @@ struct Table {
 
 enum class Outcome { kFound, kMoved, kError };
 
+/// Operators whose kernels write out of bounds where the shapes of their arguments do not fit.
+const std::set<std::string> kUnchecked{"aten::_batch_norm_with_update", "aten::_batch_norm_with_update_functional"};
+
 /// Runs the rules on the call, and compares.
 Outcome run_rules(const OpCall& call, const std::vector<Placements>& placements, const OpResult& expected, const DeviceMesh& mesh,
                   const Agreement& agreement, Table& table) {
@@ -189,7 +193,7 @@ TEST(TruthTable, rules_are_right_and_miss_little) {
     std::map<std::string, size_t> taken;
     for (const auto& call : load_calls(file)) {
       const bool random_draw = call.op.hasSchema() && call.op.operator_name().name.find("rand") != std::string::npos;
-      if (!random_draw && taken[name_of(call.op)]++ < (full_run() ? 4U : 1U)) {
+      if (!random_draw && kUnchecked.count(name_of(call.op)) == 0 && taken[name_of(call.op)]++ < (full_run() ? 4U : 1U)) {
         check_call(call, full_run() ? 256 : 24, mesh, agreement, random, table);
       }
     }

@@ -202,5 +202,65 @@ TEST(InPlace, accumulates_gradients_in_place) {
   }
 }
 
+TEST(View, in_place_variants_change_the_tensors_own_shape) {
+  const auto mesh = line_mesh();
+  const std::vector<std::function<void(Tensor)>> changes{[](Tensor t) { t.unsqueeze_(1); }, [](Tensor t) { t.transpose_(0, 1); },
+                                                         [](Tensor t) { t.t_(); },
+                                                         [](Tensor t) { t.unsqueeze_(0).squeeze_(0).unsqueeze_(2).squeeze_(); }};
+  for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
+    for (const auto& change : changes) {
+      SCOPED_TRACE(to_string(placement));
+      const auto plain = values();
+      const auto sharded = make(plain, mesh, {placement});
+      change(plain);
+      try {
+        change(sharded);
+      } catch (const c10::Error& error) { // a RaggedShard or StridedShard of these dims moves
+        EXPECT_NE(std::string(error.what()).find("the data would have to move between ranks"), std::string::npos) << error.what();
+        EXPECT_FALSE(is_replicate(placement) || std::holds_alternative<Shard>(placement));
+        continue;
+      }
+      EXPECT_EQ(sharded.sizes(), plain.sizes());
+      EXPECT_EQ(sharded.strides(), plain.strides());
+      EXPECT_EQ(sharded._version(), plain._version());
+      EXPECT_TENSORS_EQUAL(whole_of(sharded), plain);
+    }
+  }
+}
+
+/// A view that moved says so to everything that reads it, not to operators alone.
+TEST(View, one_that_moved_and_is_stale_cannot_be_read) {
+  const auto mesh = line_mesh();
+  if (mesh.size() == 1) GTEST_SKIP() << "nothing moves";
+  const auto base = make(values(), mesh, {Shard{1}});
+  const auto view = base.view({3, 8});
+  const auto element = view.select(0, 0).select(0, 0);
+  ASSERT_TRUE(is_copy(view));
+  EXPECT_TENSORS_EQUAL(whole_of(view), values().view({3, 8}));
+  base.mul_(2);
+  const auto* stale = "the DTensor behind this view was written after the view was taken";
+  EXPECT_THROWS_WITH(whole_of(view), stale);
+  EXPECT_THROWS_WITH(whole_of(view.detach()), stale);
+  const Placements other{is_replicate(DTensor(view).placements()[0]) ? Placement(Shard{0}) : Replicate{}};
+  EXPECT_THROWS_WITH(DTensor(view).redistribute(other), stale);
+  EXPECT_THROWS_WITH(DTensor(view).redistribute_async(other), stale);
+  EXPECT_THROWS_WITH(to_local(view), stale);
+  EXPECT_THROWS_WITH(view.equal(view), stale);
+  EXPECT_THROWS_WITH(element.item(), stale);
+}
+
+TEST(View, one_that_moved_is_not_written_in_inference_mode) {
+  const auto mesh = line_mesh();
+  if (mesh.size() == 1) GTEST_SKIP() << "nothing moves";
+  const c10::InferenceMode inference;
+  const auto base = make(values(), mesh, {Shard{1}});
+  const auto* copy = "this view of a DTensor could not alias it";
+  EXPECT_THROWS_WITH(base.view({3, 8}).mul_(3), copy);
+  EXPECT_THROWS_WITH(base.flatten().slice(0, 1, 7).fill_(9), copy);
+  EXPECT_TENSORS_EQUAL(whole_of(base), values());
+  base.t().mul_(2);
+  EXPECT_TENSORS_EQUAL(whole_of(base), values() * 2);
+}
+
 } // namespace
 } // namespace tessera::testing
