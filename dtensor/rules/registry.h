@@ -14,8 +14,8 @@ class Registry {
  public:
   static const Registry& instance();
 
-  /// `names`: separated by blanks, without namespace and without the underscore of in-place variants that have the same rule. "add" stands for every
-  /// overload that has no entry of its own ("add.Scalar"). An error when a name is there already.
+  /// `names`: separated by blanks, without namespace and without the underscore of in-place variants that have the same rule.
+  /// "add" stands for every overload that has no entry of its own ("add.Scalar"). An error when a name is there already.
   void add(std::string_view names, const Rule& rule);
   /// The rule of "aten::add_.Tensor"; null without one.
   const Rule* find(const c10::OperatorName& name) const;

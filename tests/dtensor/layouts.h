@@ -25,7 +25,8 @@ inline DeviceMesh line_mesh() { return init_device_mesh(at::kCPU, {world_size()}
 
 /// `whole` in every `ranks`th element, 0 in the others.
 inline at::Tensor held_by(int64_t rank, int64_t ranks, const at::Tensor& whole) {
-  return torch::arange(whole.numel()).remainder(ranks).eq(rank).view(whole.sizes()).to(whole.dtype()).mul(whole);
+  return torch::where(torch::arange(whole.numel()).remainder(ranks).eq(rank).view(whole.sizes()), whole,
+                      torch::zeros_like(whole));
 }
 
 /// This rank's part of `whole` by torch.chunk and torch.narrow, independent of the library's own sharding math. Under a Partial

@@ -54,7 +54,7 @@ Tensor part_of(const Tensor& whole, const Placement& placement, int64_t rank) {
     case Partial::Op::kSum: return rank == 0 ? whole - 1 : torch::ones_like(whole);
     case Partial::Op::kAvg: return rank == 0 ? whole * 2 - 1 : torch::ones_like(whole);
     case Partial::Op::kMin: return whole + every_other(whole, rank);
-    case Partial::Op::kMask: return every_other(whole, rank).mul(whole);
+    case Partial::Op::kMask: return torch::where(every_other(whole, rank).ne(0), whole, torch::zeros_like(whole));
     default: return whole - every_other(whole, rank);
   }
 }
