@@ -1,5 +1,6 @@
 #include <tessera/dtensor/factories.h>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <c10/core/DefaultDtype.h>

@@ -154,7 +154,7 @@ c10::OperatorHandle operator_named(const std::string& op) {
 
 size_t count_tensors(const std::vector<c10::Argument>& arguments) {
   return std::count_if(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
-    const auto type = argument.type();
+    const auto& type = argument.type();
     return type->isSubtypeOf(*c10::OptionalType::ofTensor()) || type->isSubtypeOf(*c10::ListType::ofTensors()) ||
            type->isSubtypeOf(*c10::ListType::ofOptionalTensors());
   });
