@@ -78,6 +78,7 @@ at::Tensor DTensor::full_tensor() const { return to_local(redistribute(Placement
 
 at::Tensor to_local(const at::Tensor& dtensor, const std::optional<Placements>& gradient) {
   const auto& meta = meta_of(dtensor, "to_local");
+  if (!gradient && !needs_graph(dtensor)) return meta.local.detach();
   const auto spec = meta.spec->with(gradient.value_or(gradient_placements(meta.spec->placements())));
   TORCH_CHECK(spec->local_sizes() == meta.spec->local_sizes(), "to_local: a gradient of placements ",
               to_string(spec->placements()), " has not the shape of this rank's part; the tensor is ", meta.spec->to_string());

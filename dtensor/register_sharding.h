@@ -12,7 +12,8 @@ namespace tessera {
 /// may be split, alike in all terms that have it; '*' a dim that must be whole; '~' any number of whole dims; "..." any number of
 /// batch dims, aligned at the right. Results whose shape the operator's Meta kernel does not tell take theirs from the parts.
 /// `summed`: letters that may be split although a result lacks them; that result is the sum over the ranks.
-/// Errors: a pattern without "->" or with other signs, and a summed letter that the pattern lacks.
+/// Errors: an operator that is not defined, or that was defined with its function (a composite: no rule would be asked); a
+/// pattern without "->", with other signs or another number of terms; a summed letter that the pattern lacks.
 void register_sharding(const std::string& op, const std::string& pattern, const std::string& summed = "");
 
 } // namespace tessera

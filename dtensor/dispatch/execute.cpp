@@ -95,7 +95,7 @@ class Execution {
     const auto& plan = plan_.inputs[input];
     if (!meta) return plan.target ? redistribute_local(tensor, *plan.source, *plan.target, info_.name) : tensor;
     if (C10_UNLIKELY(meta->name != nullptr) && !name_) name_ = meta->name;
-    check_copy(tensor, *meta, written, info_.name);
+    if (C10_UNLIKELY(meta->copied_at_version.has_value())) check_copy(tensor, *meta, written, info_.name);
     if (C10_LIKELY(!plan.moves && !(written && plan.target))) return meta->local;
     if (C10_UNLIKELY(written)) move_written(*meta, plan.target);
     return written ? meta->local : redistribute_local(tensor, *meta, plan.target, info_.name);
