@@ -82,13 +82,23 @@ class DTensorLeafHook final : public torch::autograd::PostAccumulateGradHook {
   size_t index_;
 };
 
+// What LibTorch 2.11 counts with the standard library it counts intrusively in 2.15.
+template <class T>
+std::weak_ptr<T> weak(const std::shared_ptr<T>& reference) {
+  return reference;
+}
+template <class T>
+c10::weak_intrusive_ptr<T> weak(const c10::intrusive_ptr<T>& reference) {
+  return c10::weak_intrusive_ptr<T>(reference);
+}
+
 /// Complex numbers as twice as many real ones: what the communicators reduce.
 at::Tensor as_real(const at::Tensor& flat) { return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat; }
 
 } // namespace
 
-std::shared_ptr<torch::autograd::Node> redirect_gradients(const at::Tensor& parameter, const at::Tensor& leaf,
-                                                          const std::weak_ptr<ParameterGroup>& group, size_t index) {
+NodeReference redirect_gradients(const at::Tensor& parameter, const at::Tensor& leaf, const std::weak_ptr<ParameterGroup>& group,
+                                 size_t index) {
   torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<LeafHook>(group, index));
   if (!leaf.is_floating_point() && !leaf.is_complex()) return nullptr;
   const bool required = leaf.requires_grad();
@@ -96,7 +106,7 @@ std::shared_ptr<torch::autograd::Node> redirect_gradients(const at::Tensor& para
   auto accumulator = torch::autograd::impl::grad_accumulator(leaf);
   leaf.set_requires_grad(required);
   torch::autograd::impl::add_hook(leaf, std::make_unique<CaptureCheck>(group, index, accumulator.get()));
-  torch::autograd::impl::set_grad_accumulator(parameter, accumulator);
+  torch::autograd::impl::set_grad_accumulator(parameter, weak(accumulator));
   return accumulator;
 }
 

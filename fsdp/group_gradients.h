@@ -17,11 +17,14 @@ namespace tessera::fsdp_internal {
 
 class ParameterGroup;
 
+/// A counted reference to a node of the autograd graph: the type differs between versions of LibTorch.
+using NodeReference = decltype(torch::autograd::Edge::function);
+
 /// Makes the gradients of `leaf` land in the schedule as soon as autograd has accumulated them, and sends there as well those
 /// that reach `parameter` itself (as an argument of a torch::autograd::Function): both share the returned node, which the caller
 /// keeps.
-std::shared_ptr<torch::autograd::Node> redirect_gradients(const at::Tensor& parameter, const at::Tensor& leaf,
-                                                          const std::weak_ptr<ParameterGroup>& group, size_t index);
+NodeReference redirect_gradients(const at::Tensor& parameter, const at::Tensor& leaf, const std::weak_ptr<ParameterGroup>& group,
+                                 size_t index);
 
 /// What stands for the parameter in an op that mixes it with other DTensors in grad mode: their gradients are DTensors, and need
 /// no reduction.

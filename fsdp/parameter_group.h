@@ -3,7 +3,6 @@
 // Internal: the parameters of one `fully_shard` call, sharded and unsharded.
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <memory>
 #include <string>
@@ -11,14 +10,13 @@
 
 #include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/fsdp/block_cache.h>
+#include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/group_layout.h>
 #include <tessera/fsdp/mesh_axes.h>
 #include <tessera/fsdp/unsharded_storage.h>
 
 namespace tessera::fsdp_internal {
 
-class ParameterGroup;
-class GroupGradients;
 class ShardedModule;
 
 /// A parameter's name, after what is said about it ("the gradient of ").
@@ -51,12 +49,12 @@ inline ParameterMeta* parameter_meta(const at::TensorBase& tensor) {
 }
 
 struct ShardedParameter {
-  std::string name;                                   ///< full name from the module given to `fully_shard`
-  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;    ///< what the module and the optimizer hold
-  at::Tensor leaf;                                    ///< what forward ops read instead: plain, in the unsharded dtype
-  at::Tensor detached_leaf;                           ///< the same memory for `detach()`ed reads
-  at::Tensor dtensor_leaf;                            ///< stands for it among DTensors in grad mode; made when first needed
-  std::shared_ptr<torch::autograd::Node> accumulator; ///< of the gradients of `leaf` and of `tensor`
+  std::string name;                                ///< full name from the module given to `fully_shard`
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
+  at::Tensor leaf;                                 ///< what forward ops read instead: plain, in the unsharded dtype
+  at::Tensor detached_leaf;                        ///< the same memory for `detach()`ed reads
+  at::Tensor dtensor_leaf;                         ///< stands for it among DTensors in grad mode; made when first needed
+  NodeReference accumulator;                       ///< of the gradients of `leaf` and of `tensor`
   SpecPtr spec;
   c10::intrusive_ptr<ParameterMeta> meta;
   at::Tensor local;     ///< this rank's part, a view of the shard
