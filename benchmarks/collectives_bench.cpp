@@ -3,7 +3,7 @@
 // comparing signatures. Times are the slowest rank's; the cases alternate, after a warm-up.
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/Exception.h>
+#include <common/program.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -104,14 +104,11 @@ class Bench {
 } // namespace
 
 int main(int argc, char** argv) {
-  try {
+  return examples::run_program("collectives_bench", [&] {
     return tessera::launch(tessera::ranks_from_args(argc, argv).value_or(2), [&] {
       tessera::init_process_group();
       Bench bench(argument(argc, argv, "--iterations", 50));
       for (const int64_t bytes : {64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20}) bench.run(bytes);
     });
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "%s\n", error.what_without_backtrace());
-    return 1;
-  }
+  });
 }

@@ -2,6 +2,7 @@
 //   measure_checkpoint FOLDER MEBIBYTES_OF_ALL_RANKS
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
+#include <common/program.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checkpointer.h>
 #include <tessera/collectives/process_context.h>
@@ -11,7 +12,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <numeric>
@@ -91,10 +91,11 @@ class CheckpointJob {
   checkpoint::Checkpointer checkpointer_;
 };
 
-void run(const std::filesystem::path& folder, int64_t mebibytes) {
+int run(int argc, char** argv) {
+  TORCH_CHECK(argc == 3, "usage: measure_checkpoint FOLDER MEBIBYTES_OF_ALL_RANKS");
   init_process_group();
   {
-    CheckpointJob job(folder, mebibytes);
+    CheckpointJob job(argv[1], std::stoll(argv[2]));
     serve({{"save", [&] { return job.save(); }},
            {"load", [&] { return job.load(true); }},
            {"load-unverified", [&] { return job.load(false); }},
@@ -102,18 +103,12 @@ void run(const std::filesystem::path& folder, int64_t mebibytes) {
            {"stall", [&] { return job.stall(); }}});
   }
   destroy_process_group();
+  return 0;
 }
 
 } // namespace
 } // namespace tessera::benchmarks
 
 int main(int argc, char** argv) {
-  try {
-    TORCH_CHECK(argc == 3, "usage: measure_checkpoint FOLDER MEBIBYTES_OF_ALL_RANKS");
-    tessera::benchmarks::run(argv[1], std::stoll(argv[2]));
-    return 0;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "measure_checkpoint: %s\n", error.what());
-    return 1;
-  }
+  return examples::run_program("measure_checkpoint", [&] { return tessera::benchmarks::run(argc, argv); });
 }

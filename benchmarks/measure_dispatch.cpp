@@ -1,6 +1,7 @@
 // What operators on DTensors cost beside the same operators on plain tensors, on one rank: warm calls, first calls, and AdamW
 // steps. Driven by `benchmarks/compare` through standard input. Every answer is [plain, DTensor] in microseconds a call.
 #include <ATen/ATen.h>
+#include <common/program.h>
 #include <common/ranks.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
@@ -8,7 +9,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 
 #include "serve.h"
 
@@ -144,21 +144,14 @@ void answer() {
   serve(commands);
 }
 
-void run() {
+int run() {
   examples::join_job(/*threads=*/1);
   answer();
   destroy_process_group();
+  return 0;
 }
 
 } // namespace
 } // namespace tessera::benchmarks
 
-int main() {
-  try {
-    tessera::benchmarks::run();
-    return 0;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "measure_dispatch: %s\n", error.what());
-    return 1;
-  }
-}
+int main() { return examples::run_program("measure_dispatch", tessera::benchmarks::run); }

@@ -1,5 +1,6 @@
 // The host's cost of sharding: forward and backward of 25 groups of 9 small parameters, sharded on one rank and not sharded at
 // all. Driven by `benchmarks/compare` through standard input.
+#include <common/program.h>
 #include <common/ranks.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
@@ -9,7 +10,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstdio>
 
 #include "serve.h"
 
@@ -87,21 +87,14 @@ void answer() {
          {"per-parameter", [&] { return seconds_of_forward_and_backward(per_parameter, input); }}});
 }
 
-void run() {
+int run() {
   examples::join_job(/*threads=*/1);
   answer();
   destroy_process_group();
+  return 0;
 }
 
 } // namespace
 } // namespace tessera::benchmarks
 
-int main() {
-  try {
-    tessera::benchmarks::run();
-    return 0;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "measure_overhead: %s\n", error.what());
-    return 1;
-  }
-}
+int main() { return examples::run_program("measure_overhead", tessera::benchmarks::run); }

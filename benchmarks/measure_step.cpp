@@ -1,11 +1,11 @@
 // One rank of a training step, driven by `benchmarks/compare` through standard input. Takes the flags of train_gpt.
+#include <common/program.h>
 #include <common/ranks.h>
 #include <tessera/collectives/counters.h>
 #include <tessera/collectives/process_context.h>
 
 #include <array>
 #include <chrono>
-#include <cstdio>
 
 #include "serve.h"
 #include "train_step.h"
@@ -61,21 +61,16 @@ void answer(const gpt::Options& options) {
           }}});
 }
 
-void run(const gpt::Options& options) {
+int run(const gpt::Options& options) {
   examples::join_job(options.threads);
   answer(options);
   destroy_process_group();
+  return 0;
 }
 
 } // namespace
 } // namespace tessera::benchmarks
 
 int main(int argc, char** argv) {
-  try {
-    tessera::benchmarks::run(gpt::parse_options(argc, argv));
-    return 0;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "measure_step: %s\n", error.what());
-    return 1;
-  }
+  return examples::run_program("measure_step", [&] { return tessera::benchmarks::run(gpt::parse_options(argc, argv)); });
 }

@@ -5,12 +5,12 @@
 // Google Benchmark's flags, and those of train_gpt for the model, the batch and the precision. Every rank runs the same number of
 // steps (`--steps`, default 20); the first rank reports.
 #include <benchmark/benchmark.h>
+#include <common/program.h>
 #include <common/ranks.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -81,12 +81,5 @@ int start(int argc, char** argv) {
 } // namespace tessera::benchmarks
 
 int main(int argc, char** argv) {
-  try {
-    return tessera::benchmarks::start(argc, argv);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "tessera-bench: %s\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "tessera-bench: %s\n", error.what());
-  }
-  return 1;
+  return examples::run_program("tessera-bench", [&] { return tessera::benchmarks::start(argc, argv); });
 }

@@ -38,7 +38,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto spec = saved_spec(context);
-    const auto moved = move(gradients[0], gradient_placements(spec->placements()), "from_local (backward)");
+    const auto moved = move(gradients[0], replicate_partial(spec->placements()), "from_local (backward)");
     return {dtensor_meta(moved)->local, at::Tensor()};
   }
 };
@@ -79,7 +79,7 @@ at::Tensor DTensor::full_tensor() const { return to_local(redistribute(Placement
 at::Tensor to_local(const at::Tensor& dtensor, const std::optional<Placements>& gradient) {
   const auto& meta = meta_of(dtensor, "to_local");
   if (!gradient && !needs_graph(dtensor)) return meta.local.detach();
-  const auto spec = meta.spec->with(gradient.value_or(gradient_placements(meta.spec->placements())));
+  const auto spec = meta.spec->with(gradient.value_or(replicate_partial(meta.spec->placements())));
   TORCH_CHECK(spec->local_sizes() == meta.spec->local_sizes(), "to_local: a gradient of placements ",
               to_string(spec->placements()), " has not the shape of this rank's part; the tensor is ", meta.spec->to_string());
   if (!needs_graph(dtensor)) return meta.local.detach();
@@ -165,11 +165,7 @@ DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, cons
   at::NoGradGuard no_grad;
   auto local = spec->on_mesh() ? scatter(plain, *spec) : at::empty({0}, plain.options());
   if (spec->has_partial()) {
-    auto whole = spec->placements();
-    for (auto& placement : whole) {
-      if (is_partial(placement)) placement = Replicate{};
-    }
-    local = redistribute_local(local, *spec->with(whole), *spec, "distribute_tensor");
+    local = redistribute_local(local, *spec->with(replicate_partial(spec->placements())), *spec, "distribute_tensor");
   }
   if (local.is_alias_of(tensor) || !local.is_contiguous()) local = local.clone(at::MemoryFormat::Contiguous);
   auto result = make_dtensor(std::move(local), spec);

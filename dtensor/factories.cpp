@@ -37,12 +37,9 @@ DTensor full(const std::vector<int64_t>& sizes, const at::Scalar& value, const D
   auto result = empty_dtensor(sizes, mesh, placements, options);
   const auto& meta = *dtensor_meta(result);
   if (meta.spec->has_partial() && meta.spec->on_mesh()) {
-    auto whole = meta.spec->placements();
-    for (auto& placement : whole) {
-      if (is_partial(placement)) placement = Replicate{};
-    }
+    const auto whole = meta.spec->with(replicate_partial(meta.spec->placements()));
     const auto values = at::full(meta.spec->local_sizes(), value, meta.local.options());
-    meta.local.copy_(redistribute_local(values, *meta.spec->with(whole), *meta.spec, "full"));
+    meta.local.copy_(redistribute_local(values, *whole, *meta.spec, "full"));
   } else {
     meta.local.fill_(value);
   }
@@ -65,10 +62,7 @@ namespace {
 template <typename Draw>
 DTensor drawn(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& placements,
               const at::TensorOptions& options, const Draw& draw) {
-  auto whole = placements;
-  for (auto& placement : whole) {
-    if (is_partial(placement)) placement = Replicate{};
-  }
+  const auto whole = replicate_partial(placements);
   auto result = empty_dtensor(sizes, mesh, whole, options);
   at::NoGradGuard no_grad;
   draw(result);

@@ -46,13 +46,6 @@ at::Tensor move(const at::Tensor& tensor, const Placements& placements, const ch
   return wrap_moved(redistribute_local(tensor, meta, target, label), meta.local, *target);
 }
 
-Placements gradient_placements(Placements placements) {
-  for (auto& placement : placements) {
-    if (is_partial(placement)) placement = Replicate{};
-  }
-  return placements;
-}
-
 void save_spec(torch::autograd::AutogradContext* context, const SpecPtr& spec) {
   context->saved_data["spec"] = c10::IValue::make_capsule(c10::make_intrusive<SpecHolder>(spec));
 }

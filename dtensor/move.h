@@ -25,9 +25,6 @@ at::Tensor move(const at::Tensor& tensor, const Placements& placements, const ch
 /// copied.
 at::Tensor wrap_moved(at::Tensor local, const at::Tensor& source, const Spec& spec);
 
-/// The layout of a gradient of a tensor with these placements.
-Placements gradient_placements(Placements placements);
-
 /// Keeps a spec in an AutogradContext, and finds it again.
 void save_spec(torch::autograd::AutogradContext* context, const SpecPtr& spec);
 SpecPtr saved_spec(torch::autograd::AutogradContext* context);

@@ -148,6 +148,13 @@ bool same_value(const Placement& from, const Placement& to) {
   return from == Placement(Partial{Partial::Op::kMask}) && to == Placement(Partial{});
 }
 
+Placements replicate_partial(Placements placements) {
+  for (auto& placement : placements) {
+    if (is_partial(placement)) placement = Replicate{};
+  }
+  return placements;
+}
+
 size_t hash_value(const Placement& placement) {
   return std::visit(
       Overloaded{[](const Replicate&) { return absl::HashOf(0); }, [](const Shard& p) { return absl::HashOf(1, p.dim); },

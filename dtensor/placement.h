@@ -66,6 +66,8 @@ bool shards_dim(const Placement& placement, int64_t dim);
 bool reduce_together(const Partial& a, const Partial& b);
 /// True for a MaskPartial `from` and a sum `to`: the same local tensors mean the same value.
 bool same_value(const Placement& from, const Placement& to);
+/// `placements` with Replicate for each Partial: how a gradient of such a tensor lies (DTensor).
+Placements replicate_partial(Placements placements);
 size_t hash_value(const Placement& placement);
 
 /// "Replicate()", "Shard(0)", "RaggedShard(0, [3, 2])", "StridedShard(0, 2)", "Partial(sum)", "Partial(norm 2)",

@@ -36,7 +36,7 @@ at::Tensor move_back(AutogradContext* context, const at::Tensor& gradient) {
   const auto spec = saved_spec(context);
   const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
   const auto moved =
-      move_to(cast(gradient, dtype), spec->mesh(), gradient_placements(spec->placements()), "redistribute (backward)");
+      move_to(cast(gradient, dtype), spec->mesh(), replicate_partial(spec->placements()), "redistribute (backward)");
   return cast(moved, spec->dtype());
 }
 

@@ -37,7 +37,7 @@ bool places(const Hooks& hooks) {
 }
 
 std::unique_ptr<PlaceGradient> placing_hook(const Spec& spec) {
-  return std::make_unique<PlaceGradient>(spec.mesh(), gradient_placements(spec.placements()));
+  return std::make_unique<PlaceGradient>(spec.mesh(), replicate_partial(spec.placements()));
 }
 
 } // namespace
