@@ -15,7 +15,7 @@ if(TESSERA_SANITIZER)
     -fno-sanitize-recover=all)
   target_link_options(tessera_options INTERFACE -fsanitize=${TESSERA_SANITIZER})
   # The instrumentation hides from GCC that Abseil's inlined vectors read only what they have written.
-  target_compile_options(tessera_options INTERFACE -Wno-maybe-uninitialized)
+  target_compile_options(tessera_options INTERFACE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
   set(TESSERA_SANITIZER_ENVIRONMENT
     "ASAN_OPTIONS=detect_stack_use_after_return=1:strict_init_order=1"
     "LSAN_OPTIONS=print_suppressions=0:suppressions=${PROJECT_SOURCE_DIR}/cmake/lsan.supp"

@@ -147,6 +147,8 @@ void note_replication(const OpInfo& info, const Stack& stack, size_t begin, cons
   }
 }
 
+} // namespace
+
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto& info = op_info(op);
   const auto* rule = info.rule;
@@ -156,7 +158,6 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (info.decomposition) return decompose(op, info, *info.decomposition, stack);
     no_rule(info, *stack, stack->size() - info.arguments.size());
   }
-  if (C10_UNLIKELY(rule->direct != nullptr) && rule->direct(op, stack)) return;
   const size_t begin = stack->size() - info.arguments.size();
   Origin origin{has_own_temporaries || (info.backward_matters && !at::GradMode::is_enabled() && in_derivative_formula())};
   CallKey key;
@@ -178,6 +179,8 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   if (C10_UNLIKELY(info.replicates)) note_replication(info, *stack, begin, *plan);
   execute(op, info, *plan, stack);
 }
+
+namespace {
 
 /// Operators that autograd takes apart before the DTensor key sees them, and that make plain tensors of their own or write into
 /// what they compute.

@@ -2,10 +2,15 @@
 
 // Internal: the kernel behind the DTensor key.
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include <cstddef>
 #include <cstdint>
 
 namespace tessera::dispatch {
+
+/// Runs an operator on the DTensors at the end of the stack: by the plan that its rule gives.
+void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 /// Cache counters of this thread, for tests and benchmarks.
 struct CacheStatistics {

@@ -157,8 +157,6 @@ struct Rule {
   Factorize factorize;         ///< unset: `handler` does it all
   LocalKernel local = nullptr; ///< unset: the operator itself
   Handler handler = nullptr;
-  /// Tried first: does a common case of the call at the end of the stack without a plan, or returns false.
-  bool (*direct)(const c10::OperatorHandle&, std::vector<c10::IValue>*) = nullptr;
   bool foreach = false;            ///< `factorize` describes the i-th elements of the lists
   bool static_scalars = false;     ///< the placements depend on Scalar and float arguments too
   bool plain_is_replicate = false; ///< plain tensors of any shape count as Replicate

@@ -1,3 +1,5 @@
+#include <ATen/ops/_fused_adam_ops.h>
+#include <ATen/ops/_fused_adamw_ops.h>
 #include <tessera/dtensor/debug.h>
 
 #include <functional>
@@ -498,25 +500,50 @@ TEST(Ops, lists) {
   same(sharded, plain);
 }
 
-TEST(Ops, fused_adamw) {
-  const auto mesh = line_mesh();
-  const auto step = [&](bool plain) {
-    Tensors params, grads, first, second, steps;
+/// The lists of a fused step over a tensor for each placement, more than are fetched ahead.
+struct FusedStep {
+  Tensors parameters, gradients, averages, squares, max_squares, steps;
+};
+
+FusedStep fused_step(const DeviceMesh& mesh, bool plain, bool plain_steps) {
+  FusedStep step;
+  for (int64_t round = 0; round < 5; ++round) {
     for (const auto& placement : whole_placements({5, 3}, mesh.size())) {
-      const auto put = [&](int64_t seed) {
-        return plain ? values({5, 3}, seed) : Tensor(make(values({5, 3}, seed), mesh, {placement}));
-      };
-      params.push_back(put(1));
-      grads.push_back(put(2));
-      first.push_back(put(3));
-      second.push_back(put(4));
-      steps.push_back(torch::tensor(3.0));
+      int64_t seed = 10 * round;
+      for (auto* list : {&step.parameters, &step.gradients, &step.averages, &step.squares, &step.max_squares}) {
+        const auto whole = values({5, 3}, ++seed).abs();
+        list->push_back(plain ? whole : Tensor(make(whole, mesh, {placement})));
+      }
+      const auto steps = torch::tensor(3.0);
+      step.steps.push_back(plain || plain_steps ? steps : Tensor(make(steps, mesh, {Replicate{}})));
     }
-    at::_fused_adamw_(params, grads, first, second, {}, steps, 0.1, 0.9, 0.99, 0.1, 1e-8, false, false);
-    return params;
-  };
-  const auto expected = step(true), actual = step(false);
-  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TENSORS_CLOSE(whole_of(actual[i]), expected[i]);
+  }
+  return step;
+}
+
+TEST(Ops, fused_adam_and_adamw) {
+  const auto mesh = line_mesh();
+  for (const bool plain_steps : {true, false}) {
+    for (const bool grad_mode : {true, false}) {
+      for (const auto& scale : {std::optional<Tensor>(), std::optional(torch::tensor(2.0F))}) {
+        for (const auto& run : {at::_ops::_fused_adam_::call, at::_ops::_fused_adamw_::call}) {
+          at::AutoGradMode mode(grad_mode);
+          const auto step = [&](bool plain) {
+            auto lists = fused_step(mesh, plain, plain_steps);
+            run(lists.parameters, lists.gradients, lists.averages, lists.squares, lists.max_squares, lists.steps, 0.1, 0.9, 0.99,
+                0.1, 1e-8, /*amsgrad=*/true, /*maximize=*/false, scale, std::nullopt);
+            return std::vector{lists.parameters, lists.averages, lists.squares, lists.max_squares};
+          };
+          const auto expected = step(true), actual = step(false);
+          for (size_t list = 0; list < expected.size(); ++list) {
+            for (size_t i = 0; i < expected[list].size(); ++i) {
+              EXPECT_TENSORS_CLOSE(whole_of(actual[list][i]), expected[list][i]) << "list " << list;
+            }
+          }
+        }
+      }
+    }
+  }
 }
 
 } // namespace

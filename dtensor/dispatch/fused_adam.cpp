@@ -1,0 +1,94 @@
+// Fused Adam steps on DTensors. Optimizers call them with every parameter of a model: a plan, or boxing the lists, would cost
+// more than the step.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/boxing/impl/boxing.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_fused_adam_ops.h>
+#include <ATen/ops/_fused_adamw_ops.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <vector>
+
+#include <tessera/dtensor/dispatch/fallback.h>
+#include <tessera/dtensor/dtensor_impl.h>
+
+namespace tessera::dispatch {
+
+namespace {
+
+/// Has the memory fetch what `aligned_parts` reads a few positions later: a model's parameters lie all over it.
+void prefetch_ahead(at::TensorList tensors, size_t position) {
+  constexpr size_t kAhead = 8, kLine = 64;
+  if (position + 2 * kAhead < tensors.size()) {
+    const auto* impl = reinterpret_cast<const char*>(tensors[position + 2 * kAhead].unsafeGetTensorImpl());
+    for (size_t line = 0; line < sizeof(c10::TensorImpl); line += kLine) __builtin_prefetch(impl + line);
+  }
+  if (position + kAhead >= tensors.size()) return;
+  if (const auto* meta = dtensor_meta(tensors[position + kAhead])) __builtin_prefetch(meta);
+}
+
+/// The parts of a list of DTensors that lie as those of `like` do, position by position, so that what is done to the parts is
+/// done to the tensors. Nothing where they do not, where one is Partial or a copy of another's data, or this rank is outside the
+/// mesh.
+std::optional<std::vector<at::Tensor>> aligned_parts(at::TensorList tensors, at::TensorList like) {
+  std::vector<at::Tensor> parts;
+  if (tensors.empty()) return parts;
+  if (tensors.size() != like.size()) return std::nullopt;
+  parts.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    prefetch_ahead(tensors, i);
+    const auto *meta = dtensor_meta(tensors[i]), *other = dtensor_meta(like[i]);
+    const bool aligned = meta && other && meta->spec == other->spec && !meta->copied_at_version && !meta->spec->has_partial();
+    if (!aligned || !meta->spec->on_mesh()) return std::nullopt;
+    parts.push_back(meta->local);
+  }
+  return parts;
+}
+
+/// Steps on the parts where the lists are aligned and the numbers of steps are plain.
+template <typename Op>
+bool step_on_parts(const std::array<at::TensorList, 5>& lists, at::TensorList steps, double lr, double beta1, double beta2,
+                   double weight_decay, double eps, bool amsgrad, bool maximize) {
+  std::array<std::vector<at::Tensor>, 5> parts;
+  for (size_t i = 0; i < lists.size(); ++i) {
+    auto list = aligned_parts(lists[i], lists[0]);
+    if (!list) return false;
+    parts[i] = std::move(*list);
+  }
+  const auto plain = [](const at::Tensor& tensor) { return dtensor_meta(tensor) == nullptr && tensor.dim() == 0; };
+  if (!std::all_of(steps.begin(), steps.end(), plain)) return false;
+  c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(kDTensorKey));
+  Op::call(parts[0], parts[1], parts[2], parts[3], parts[4], steps, lr, beta1, beta2, weight_decay, eps, amsgrad, maximize,
+           std::nullopt, std::nullopt);
+  return true;
+}
+
+template <typename Op>
+void fused_adam(at::TensorList parameters, at::TensorList gradients, at::TensorList averages, at::TensorList squares,
+                at::TensorList max_squares, at::TensorList steps, double lr, double beta1, double beta2, double weight_decay,
+                double eps, bool amsgrad, bool maximize, const std::optional<at::Tensor>& grad_scale,
+                const std::optional<at::Tensor>& found_inf) {
+  const bool simple = !at::GradMode::is_enabled() && !grad_scale && !found_inf;
+  if (simple && step_on_parts<Op>({parameters, gradients, averages, squares, max_squares}, steps, lr, beta1, beta2, weight_decay,
+                                  eps, amsgrad, maximize)) {
+    return;
+  }
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+  auto stack = c10::impl::boxArgs(parameters, gradients, averages, squares, max_squares, steps, lr, beta1, beta2, weight_decay,
+                                  eps, amsgrad, maximize, grad_scale, found_inf);
+  run(op, c10::DispatchKeySet(), &stack);
+}
+
+} // namespace
+
+} // namespace tessera::dispatch
+
+TORCH_LIBRARY_IMPL(aten, Fake, m) {
+  m.impl("_fused_adam_", &tessera::dispatch::fused_adam<at::_ops::_fused_adam_>);
+  m.impl("_fused_adamw_", &tessera::dispatch::fused_adam<at::_ops::_fused_adamw_>);
+}
