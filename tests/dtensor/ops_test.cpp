@@ -1,3 +1,4 @@
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam_ops.h>
 #include <ATen/ops/_fused_adamw_ops.h>
 #include <tessera/dtensor/debug.h>
