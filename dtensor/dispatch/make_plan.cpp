@@ -104,6 +104,14 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
   factors.asks_offsets = info.rule->local && !info.rule->ignores_offsets;
   TORCH_INTERNAL_ASSERT(factors.inputs.size() == call.tensors.size(), info.name, ": the rule describes ", factors.inputs.size(),
                         " tensors of ", call.tensors.size());
+  if (info.returns.empty()) {
+    // An operator that only writes: the first tensor that it writes is its result, and keeps its placement.
+    const auto written = std::find(fixed.begin(), fixed.end(), true) - fixed.begin();
+    if (written < std::ssize(fixed) && call.tensors[written].spec) {
+      factors.outputs.assign(1, factors.inputs[written]);
+      fixed_outputs.assign(1, &call.tensors[written].spec->placements());
+    }
+  }
   plan.outputs_unknown = factors.outputs_unknown;
   plan.plain_outputs = factors.plain_outputs;
   fixed_outputs.resize(factors.outputs.size());

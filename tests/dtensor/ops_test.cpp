@@ -501,6 +501,19 @@ TEST(Ops, lists) {
   same(sharded, plain);
 }
 
+TEST(Ops, foreach_mul_by_partial_tensors_keeps_the_placement_that_it_writes_in) {
+  const auto mesh = line_mesh();
+  Tensors parameters, factors, expected;
+  for (const auto op : {Partial::Op::kSum, Partial::Op::kAvg, Partial::Op::kMask, Partial::Op::kSum}) {
+    const auto seed = static_cast<int64_t>(parameters.size());
+    parameters.push_back(make(values({5, 3}, seed), mesh, {Replicate{}}));
+    factors.push_back(make(values({5, 3}, seed + 10), mesh, {Partial{op}}));
+    expected.push_back(values({5, 3}, seed) * values({5, 3}, seed + 10));
+  }
+  at::_foreach_mul_(parameters, factors);
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TENSORS_CLOSE(whole_of(parameters[i]), expected[i]);
+}
+
 /// The lists of a fused step over a tensor for each placement, more than are fetched ahead.
 struct FusedStep {
   Tensors parameters, gradients, averages, squares, max_squares, steps;
