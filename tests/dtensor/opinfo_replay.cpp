@@ -70,6 +70,17 @@ OpResult run_call(const OpCall& call, const std::function<Tensor(const Tensor&, 
 
 namespace {
 
+/// The relative and the absolute tolerance of a result. Parts of a Partial in a type narrower than float were each rounded, and
+/// so is their sum: half a unit of parts that add up to at most 2 x + 1, and of the sum.
+std::pair<double, double> tolerance(at::ScalarType type, bool partial, bool narrow) {
+  if (partial && at::isReducedFloatingType(type)) {
+    const double unit =
+        type == torch::kBFloat16 ? std::numeric_limits<c10::BFloat16>::epsilon() : std::numeric_limits<c10::Half>::epsilon();
+    return {unit, unit};
+  }
+  return type == torch::kDouble && !narrow ? std::pair{1e-7, 1e-8} : std::pair{1e-4, 1e-5};
+}
+
 std::string compare(const Tensor& actual, const Tensor& expected, const char* what, bool narrow) {
   if (actual.defined() != expected.defined()) {
     // No gradient is a gradient of zeros.
@@ -98,8 +109,8 @@ std::string compare(const Tensor& actual, const Tensor& expected, const char* wh
     mine = torch::view_as_real(mine.contiguous());
     theirs = torch::view_as_real(theirs.contiguous());
   }
-  const bool wide = mine.scalar_type() == torch::kDouble && !narrow;
-  const auto verdict = tensors_close(mine, theirs, wide ? 1e-7 : 1e-4, wide ? 1e-8 : 1e-5);
+  const auto [relative, absolute] = tolerance(mine.scalar_type(), partial, narrow);
+  const auto verdict = tensors_close(mine, theirs, relative, absolute);
   return verdict ? "" : fmt::format("{}: {}", what, verdict.message());
 }
 

@@ -535,26 +535,31 @@ FusedStep fused_step(const DeviceMesh& mesh, bool plain, bool plain_steps) {
   return step;
 }
 
+using FusedAdam = decltype(at::_ops::_fused_adam_::call);
+
+void expect_fused_equal_to_plain(FusedAdam& run, const DeviceMesh& mesh, bool plain_steps, const std::optional<Tensor>& scale) {
+  const auto step = [&](bool plain) {
+    auto lists = fused_step(mesh, plain, plain_steps);
+    run(lists.parameters, lists.gradients, lists.averages, lists.squares, lists.max_squares, lists.steps, 0.1, 0.9, 0.99, 0.1,
+        1e-8,
+        /*amsgrad=*/true, /*maximize=*/false, scale, std::nullopt);
+    Tensors written;
+    for (const auto& list : {lists.parameters, lists.averages, lists.squares, lists.max_squares})
+      written.insert(written.end(), list.begin(), list.end());
+    return written;
+  };
+  const auto expected = step(true), actual = step(false);
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TENSORS_CLOSE(whole_of(actual[i]), expected[i]) << "tensor " << i;
+}
+
 TEST(Ops, fused_adam_and_adamw) {
   const auto mesh = line_mesh();
   for (const bool plain_steps : {true, false}) {
-    for (const bool grad_mode : {true, false}) {
-      for (const auto& scale : {std::optional<Tensor>(), std::optional(torch::tensor(2.0F))}) {
-        for (const auto& run : {at::_ops::_fused_adam_::call, at::_ops::_fused_adamw_::call}) {
-          at::AutoGradMode mode(grad_mode);
-          const auto step = [&](bool plain) {
-            auto lists = fused_step(mesh, plain, plain_steps);
-            run(lists.parameters, lists.gradients, lists.averages, lists.squares, lists.max_squares, lists.steps, 0.1, 0.9, 0.99,
-                0.1, 1e-8, /*amsgrad=*/true, /*maximize=*/false, scale, std::nullopt);
-            return std::vector{lists.parameters, lists.averages, lists.squares, lists.max_squares};
-          };
-          const auto expected = step(true), actual = step(false);
-          for (size_t list = 0; list < expected.size(); ++list) {
-            for (size_t i = 0; i < expected[list].size(); ++i) {
-              EXPECT_TENSORS_CLOSE(whole_of(actual[list][i]), expected[list][i]) << "list " << list;
-            }
-          }
-        }
+    for (const auto& scale : {std::optional<Tensor>(), std::optional(torch::tensor(2.0F))}) {
+      for (const bool grad_mode : {true, false}) {
+        at::AutoGradMode mode(grad_mode);
+        expect_fused_equal_to_plain(at::_ops::_fused_adam_::call, mesh, plain_steps, scale);
+        expect_fused_equal_to_plain(at::_ops::_fused_adamw_::call, mesh, plain_steps, scale);
       }
     }
   }
