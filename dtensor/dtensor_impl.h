@@ -16,7 +16,7 @@ namespace tessera {
 struct ReducedValue {
   at::Tensor local;
   SpecPtr spec;
-  uint32_t version; ///< of the DTensor when it was reduced
+  uint32_t version, local_version; ///< of the DTensor and of its local tensor when it was reduced
 };
 
 /// What errors call a tensor, as "the gradient of blocks.0.weight". Put into words only when it is asked for.
@@ -30,7 +30,8 @@ struct DTensorMeta : c10::BackendMeta {
   DTensorMeta(at::Tensor local_tensor, SpecPtr tensor_spec) : local(std::move(local_tensor)), spec(std::move(tensor_spec)) {}
   at::Tensor local; ///< this rank's part; a plain tensor without autograd history
   SpecPtr spec;
-  std::shared_ptr<const ReducedValue> reduced; ///< guarded by a lock in redistribute.cpp
+  std::shared_ptr<const ReducedValue> reduced; ///< guarded by a lock in redistribute.cpp, as the next is
+  bool keeps_reduced = true;                   ///< false where a view shares the memory
   /// Set on a view whose data had to move: it holds the base's value at this version, and cannot be written.
   std::optional<uint32_t> copied_at_version;
   c10::intrusive_ptr<const TensorName> name; ///< of this tensor, or of one that it was computed from; null for most

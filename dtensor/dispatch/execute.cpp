@@ -84,7 +84,12 @@ class Execution {
     const bool own = value.use_count() == 1;
     auto list = own ? std::move(value).toTensorList() : c10::List<at::Tensor>();
     if (!own) list.resize(elements.size());
-    for (size_t i = 0; i < elements.size(); ++i) list.set(i, local_of(elements[i], input++, written));
+    for (size_t i = 0; i < elements.size(); ++i) {
+      auto local = local_of(elements[i], input++, written);
+      // Autograd's kernels count the writes of single tensors, not those of lists.
+      if (written && local.defined()) elements[i].toTensor().unsafeGetTensorImpl()->bump_version();
+      list.set(i, std::move(local));
+    }
     return list;
   }
 
@@ -96,6 +101,7 @@ class Execution {
     if (!meta) return plan.target ? redistribute_local(tensor, *plan.source, *plan.target, info_.name) : tensor;
     if (C10_UNLIKELY(meta->name != nullptr) && !name_) name_ = meta->name;
     if (C10_UNLIKELY(meta->copied_at_version.has_value())) check_copy(tensor, *meta, written, info_.name);
+    if (C10_UNLIKELY(written && meta->reduced)) forget_reduced_value(*meta);
     if (C10_LIKELY(!plan.moves && !(written && plan.target))) return meta->local;
     if (C10_UNLIKELY(written)) move_written(*meta, plan.target);
     return written ? meta->local : redistribute_local(tensor, *meta, plan.target, info_.name);
@@ -171,7 +177,10 @@ class Execution {
     std::optional<c10::InferenceMode> normal_mode;
     if (C10_UNLIKELY(normal_view)) normal_mode.emplace(false);
     auto result = make_dtensor(local, plan.spec);
-    if (viewed_.defined()) mark_copy(result);
+    if (viewed_.defined()) {
+      mark_copy(result);
+      if (C10_UNLIKELY(plan.spec->has_partial())) keep_no_reduced_values(result);
+    }
     if (C10_UNLIKELY(name_ != nullptr)) pass_name(*dtensor_meta(result));
     return result;
   }
@@ -187,6 +196,13 @@ class Execution {
     }
     result.unsafeGetTensorImpl()->set_version_counter(viewed_.unsafeGetTensorImpl()->version_counter());
     dtensor_meta(result)->copied_at_version = of_copy ? *source->copied_at_version : static_cast<uint32_t>(viewed_._version());
+  }
+
+  /// A write through one of a tensor and its views does not show in the metas of the others.
+  void keep_no_reduced_values(const at::Tensor& result) const {
+    for (auto* meta : {dtensor_meta(viewed_), dtensor_meta(result)}) {
+      if (meta && meta->spec->numel() == 1) forget_reduced_value(*meta, /*for_good=*/true);
+    }
   }
 
   /// An optimizer's errors name the parameter also where the gradient has been through an operator (weight decay).

@@ -76,6 +76,17 @@ std::vector<int64_t> list_positions(const Collected& all, const OpInfo& info) {
   return positions;
 }
 
+/// The plans of several lists of outputs come position by position; the operator returns list by list.
+void order_by_list(std::vector<rules::OutputPlan>& outputs, size_t positions) {
+  std::vector<rules::OutputPlan> ordered;
+  ordered.reserve(outputs.size());
+  const size_t lists = positions == 0 ? 0 : outputs.size() / positions;
+  for (size_t list = 0; list < lists; ++list) {
+    for (size_t k = 0; k < positions; ++k) ordered.push_back(std::move(outputs[k * lists + list]));
+  }
+  outputs = std::move(ordered);
+}
+
 /// Runs the rule on the tensors of one list position (all of them for `position` < 0) and enters the result in `plan`.
 void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t position, Origin origin, Plan& plan) {
   std::vector<size_t> source;
@@ -174,10 +185,11 @@ void check_plain(const Collected& all, const OpInfo& info, const c10::FunctionSc
   for (size_t i = 0; i < all.tensors.size(); ++i) {
     if (!all.plain[i]) continue;
     const auto& argument = schema.arguments()[all.tensors[i].argument].name();
-    TORCH_CHECK(!info.arguments[all.tensors[i].argument].written, info.name, ": the written argument '", argument,
-                "' is a plain tensor, but others are DTensors", names_of(stack, begin),
-                ". Use full_tensor() or to_local() on those; state that an optimizer made before its parameters were sharded is "
-                "converted by tessera::shard_optimizer");
+    TORCH_CHECK(
+        !info.arguments[all.tensors[i].argument].written, info.name, ": the written argument '", argument,
+        "' is a plain tensor, but others are DTensors", names_of(stack, begin),
+        ". Use full_tensor() or to_local() on those; a parameter that no fully_shard claimed stays plain: shard the root module "
+        "too; state that an optimizer made before its parameters were sharded is converted by tessera::shard_optimizer");
     TORCH_CHECK(all.tensors[i].sizes.empty() || plain_allowed, info.name, ": a plain tensor of shape [",
                 fmt::format("{}", fmt::join(all.tensors[i].sizes, ", ")), "] (argument '", argument,
                 "') cannot be mixed with DTensors", names_of(stack, begin),
@@ -227,7 +239,9 @@ Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::j
     refused = std::current_exception();
   }
   if (info.rule->foreach) {
-    for (const auto position : list_positions(all, info)) plan_part(info, all, call, position, origin, plan);
+    const auto positions = list_positions(all, info);
+    for (const auto position : positions) plan_part(info, all, call, position, origin, plan);
+    order_by_list(plan.outputs, positions.size());
   } else {
     call.outputs = geometry ? &*geometry : nullptr;
     plan_part(info, all, call, -1, origin, plan);

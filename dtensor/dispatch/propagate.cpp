@@ -151,11 +151,21 @@ class Search {
     }
   }
 
+  /// What is split becomes a part of an average by a factor of the number of ranks, which its type may not hold.
+  bool may_overflow(size_t input, const Partial& partial) const {
+    if (partial.op != Partial::Op::kAvg || !current(input) || is_replicate(*current(input)) || is_partial(*current(input)))
+      return false;
+    const auto dtype = call_.tensors[input].dtype;
+    return dtype == at::kHalf || !(at::isFloatingType(dtype) || at::isComplexType(dtype));
+  }
+
   bool flow_through(const PartialFlow& flow, const Partial& partial) {
     if (!(flow.ops >> static_cast<int>(partial.op) & 1)) return false;
     auto signature = replicated();
     for (size_t k = 0; k < signature.inputs.size(); ++k) {
-      if (flow.inputs == rules::kEveryInput || (k < 64 && (flow.inputs >> k & 1))) signature.inputs[k] = partial;
+      const bool takes_part = flow.inputs == rules::kEveryInput || (k < 64 && (flow.inputs >> k & 1));
+      if (takes_part && may_overflow(k, partial)) return false;
+      if (takes_part) signature.inputs[k] = partial;
     }
     for (auto& output : signature.outputs) output = flow.output_is_replicate ? Placement(Replicate{}) : Placement(partial);
     consider(signature, -1);

@@ -141,6 +141,12 @@ at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, s
   return result;
 }
 
+/// Guards the values that are kept for one-element Partial tensors.
+std::mutex& reduced_value_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 } // namespace
 
 at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label) {
@@ -161,19 +167,28 @@ at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const S
 }
 
 at::Tensor redistribute_local(const at::Tensor& dtensor, DTensorMeta& meta, const SpecPtr& to, std::string_view label) {
-  static std::mutex mutex;
-  const bool keep = meta.spec->numel() == 1 && meta.spec->has_partial() && !dtensor.is_inference();
-  if (keep) {
-    std::lock_guard lock(mutex);
-    if (meta.reduced && meta.reduced->spec == to && meta.reduced->version == dtensor._version()) return meta.reduced->local;
+  const bool may_keep = meta.spec->numel() == 1 && meta.spec->has_partial() && to->is_replicated() && !dtensor.is_inference() &&
+                        !meta.local.is_inference();
+  if (C10_LIKELY(!may_keep)) return redistribute_local(meta.local, *meta.spec, *to, label);
+  const auto version = static_cast<uint32_t>(dtensor._version()), local_version = static_cast<uint32_t>(meta.local._version());
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  {
+    std::lock_guard lock(reduced_value_mutex());
+    const auto& kept = meta.reduced;
+    if (kept && kept->spec == to && kept->version == version && kept->local_version == local_version) return kept->local.clone();
   }
   auto result = redistribute_local(meta.local, *meta.spec, *to, label);
-  if (keep && to->is_replicated()) {
-    auto value = std::make_shared<const ReducedValue>(ReducedValue{result, to, static_cast<uint32_t>(dtensor._version())});
-    std::lock_guard lock(mutex);
-    meta.reduced = std::move(value);
-  }
+  if (result.is_alias_of(meta.local)) return result;
+  auto value = std::make_shared<const ReducedValue>(ReducedValue{result.clone(), to, version, local_version});
+  std::lock_guard lock(reduced_value_mutex());
+  if (meta.keeps_reduced) meta.reduced = std::move(value);
   return result;
+}
+
+void forget_reduced_value(DTensorMeta& meta, bool for_good) {
+  std::lock_guard lock(reduced_value_mutex());
+  meta.reduced.reset();
+  if (for_good) meta.keeps_reduced = false;
 }
 
 } // namespace tessera

@@ -37,8 +37,12 @@ at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const S
 at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
                               redistribute::Deferred* deferred);
 
-/// As above for a DTensor's meta; the value of a one-element Partial tensor is kept, so that it is reduced once.
+/// As above for a DTensor's meta; the value of a one-element Partial tensor is kept, so that it is reduced once while nothing
+/// writes it. The result is the caller's own, or the local tensor.
 at::Tensor redistribute_local(const at::Tensor& dtensor, DTensorMeta& meta, const SpecPtr& to, std::string_view label);
+
+/// Lets go of the value that is kept for `meta`; with `for_good`, none is kept again.
+void forget_reduced_value(DTensorMeta& meta, bool for_good = false);
 
 /// The local tensor and spec of a DTensor after Partial, RaggedShard and StridedShard have become Replicate.
 std::pair<at::Tensor, SpecPtr> only_shards(const at::Tensor& dtensor, const char* label);

@@ -37,6 +37,12 @@ TensorDims broadcast_dims(const std::vector<int64_t>& sizes, const TensorDims& w
   return dims;
 }
 
+Factorization copy_factors(const OpCall& call) {
+  auto factors = pointwise_factors(call);
+  factors.partial.push_back(flow(3, kept_by_cast(call.tensors[1].dtype, call.tensors[0].dtype)));
+  return factors;
+}
+
 TensorDims fresh_dims(Factorization& factors, const std::vector<int64_t>& sizes) {
   TensorDims dims;
   dims.sizes = sizes;

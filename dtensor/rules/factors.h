@@ -31,4 +31,15 @@ Factorization first_input_factors(const OpCall& call);
 /// Partial inputs flow to the outputs: `inputs` with any of `ops`.
 inline PartialFlow flow(uint64_t inputs, OpSet set) { return {inputs, set}; }
 
+/// The reductions that a cast keeps: all without one, sums between floating-point types, and the order of values where none wraps
+/// around.
+inline OpSet kept_by_cast(at::ScalarType from, at::ScalarType to) {
+  if (from == to) return kAllOps;
+  if (at::isFloatingType(from) && at::isFloatingType(to)) return kScaleOps | kOrderOps;
+  return at::isFloatingType(to) || from == at::kBool ? kOrderOps : OpSet{0};
+}
+
+/// Input 1, cast to the type of input 0, takes its place.
+Factorization copy_factors(const OpCall& call);
+
 } // namespace tessera::rules

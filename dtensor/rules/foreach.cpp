@@ -31,7 +31,7 @@ void register_foreach(Registry& registry) {
   registry.add("_foreach_mul", {.factorize = elementwise({flow(1, kScaleOps), flow(2, kScaleOps)}), .foreach = true});
   registry.add("_foreach_div", {.factorize = elementwise({flow(1, kScaleOps)}), .foreach = true});
   registry.add("_foreach_zero", {.factorize = elementwise({flow(1, kAllOps)}), .foreach = true});
-  registry.add("_foreach_copy", {.factorize = elementwise({flow(3, kAllOps)}), .foreach = true, .plain_is_replicate = true});
+  registry.add("_foreach_copy", {.factorize = copy_factors, .foreach = true, .plain_is_replicate = true});
 }
 
 } // namespace tessera::rules

@@ -53,17 +53,13 @@ const Family kFamilies[] = {
     {"clone positive", {flow(1, kAllOps)}},
     {"zero", {flow(1, kAllOps)}},
     {"fill.Scalar", {flow(1, kSharedOps)}},
-    {"fill.Tensor", {flow(3, kAllOps)}},
 };
 
-/// A cast keeps sums only between floating-point types, and the order of values where none wraps around.
 Factorization cast_factors(const OpCall& call) {
   auto factors = pointwise_factors(call);
   const auto from = call.tensors[0].dtype;
   const auto to = static_cast<at::ScalarType>(call.integer("dtype", static_cast<int64_t>(from)));
-  const bool linear = from == to || (at::isFloatingType(from) && at::isFloatingType(to));
-  const bool rising = linear || at::isFloatingType(to) || from == at::kBool;
-  factors.partial.push_back(flow(1, linear ? (kScaleOps | kOrderOps) : rising ? kOrderOps : OpSet{0}));
+  factors.partial.push_back(flow(1, kept_by_cast(from, to)));
   const auto* device = call.find("device");
   TORCH_CHECK(!device || !device->isDevice() || device->toDevice().type() == call.mesh.device_type(), call.name,
               ": a DTensor stays on its mesh's device (", at::DeviceTypeName(call.mesh.device_type(), true), "), not ",
@@ -82,13 +78,8 @@ void register_pointwise(Registry& registry) {
                  }});
   }
   registry.add("_to_copy", {.factorize = cast_factors});
-  registry.add("copy", {.factorize =
-                            [](const OpCall& call) {
-                              auto factors = pointwise_factors(call);
-                              factors.partial.push_back(flow(3, kAllOps));
-                              return factors;
-                            },
-                        .plain_is_replicate = true});
+  registry.add("fill.Tensor", {.factorize = copy_factors});
+  registry.add("copy", {.factorize = copy_factors, .plain_is_replicate = true});
 }
 
 } // namespace tessera::rules

@@ -1,0 +1,167 @@
+// What a write to a DTensor changes beside its values: the version that autograd and views look at, and values kept of it.
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_fused_adam.h>
+#include <gmock/gmock.h>
+
+#include "layouts.h"
+
+namespace tessera::testing {
+namespace {
+
+using at::Tensor;
+using ::testing::HasSubstr;
+using Tensors = std::vector<Tensor>;
+
+Tensor numbers(const std::vector<int64_t>& sizes) {
+  const auto numel = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+  return torch::arange(1, numel + 1, torch::kDouble).view(sizes);
+}
+
+TEST(Write, list_operators_count_versions) {
+  const auto mesh = line_mesh();
+  auto weight = Tensor(make(numbers({4, 3}), mesh, {Shard{0}})).requires_grad_();
+  const auto loss = weight.square().sum();
+  const auto before = weight._version();
+  {
+    const at::NoGradGuard no_grad;
+    at::_foreach_mul_({weight}, 10);
+    at::_foreach_add_({weight, weight}, 1);
+  }
+  EXPECT_EQ(weight._version(), before + 3);
+  EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("modified by an inplace operation"));
+}
+
+TEST(Write, list_operators_make_copied_views_stale) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank moves nothing";
+  std::vector<int64_t> extents(world_size(), 0);
+  extents.front() = 1;
+  extents.back() = 4;
+  auto base = Tensor(make(numbers({5, 3}), line_mesh(), {RaggedShard{0, extents}}));
+  const auto copy = base.t();
+  at::_foreach_add_({base}, 1);
+  EXPECT_THAT(error_of([&] { copy + 1; }), HasSubstr("Take the view again"));
+}
+
+/// A one-element Partial(sum) of value ranks * (ranks + 1) / 2, and its local tensor.
+struct Sum {
+  explicit Sum(const std::vector<int64_t>& sizes)
+      : local(torch::full(sizes, process_context().rank() + 1.0, torch::kDouble)),
+        tensor(from_local(local, line_mesh(), {Partial{}}).requires_grad_(false)),
+        value(static_cast<double>(world_size() * (world_size() + 1)) / 2) {}
+  Tensor local, tensor;
+  double value;
+};
+
+TEST(Write, the_kept_value_of_a_sum_follows_every_write) {
+  for (const auto& sizes : {std::vector<int64_t>{}, std::vector<int64_t>{1}}) {
+    Sum sum(sizes);
+    auto& tensor = sum.tensor;
+    double expected = sum.value;
+    const auto expect_times = [&](double factor, const char* what) {
+      expected *= factor;
+      EXPECT_EQ(tensor.item<double>(), expected) << what;
+      EXPECT_EQ(DTensor(tensor).full_tensor().item<double>(), expected) << what;
+    };
+    expect_times(1, "nothing");
+    tensor.mul_(2);
+    expect_times(2, "in place");
+    tensor.data().mul_(3);
+    expect_times(3, "data()");
+    at::_foreach_mul_({tensor}, 2);
+    expect_times(2, "a list");
+    to_local(tensor).mul_(3);
+    expect_times(3, "to_local()");
+    sum.local.mul_(2);
+    expect_times(2, "the tensor of from_local");
+    auto whole = DTensor(tensor).full_tensor();
+    whole.mul_(10);
+    auto moved = Tensor(DTensor(tensor).redistribute({Replicate{}}));
+    moved.mul_(10);
+    if (world_size() > 1) expect_times(1, "what it was reduced to");
+  }
+}
+
+TEST(Write, the_value_of_a_sum_follows_writes_through_views) {
+  Sum sum({1});
+  EXPECT_EQ(sum.tensor.item<double>(), sum.value);
+  auto view = sum.tensor.view({1, 1});
+  EXPECT_EQ(view.item<double>(), sum.value);
+  sum.tensor.data().view({1, 1, 1}).mul_(2);
+  EXPECT_EQ(sum.tensor.item<double>(), 2 * sum.value);
+  EXPECT_EQ(view.item<double>(), 2 * sum.value);
+  view.mul_(2);
+  EXPECT_EQ(sum.tensor.item<double>(), 4 * sum.value);
+}
+
+TEST(Write, clip_grad_norm_of_one_element_sums) {
+  for (const auto& sizes : {std::vector<int64_t>{}, std::vector<int64_t>{1}}) {
+    const Sum sum(sizes);
+    auto weight = Tensor(make(torch::ones(sizes, torch::kDouble), line_mesh(), {Replicate{}})).requires_grad_();
+    weight.mutable_grad() = sum.tensor;
+    EXPECT_NEAR(torch::nn::utils::clip_grad_norm_({weight}, 0.5), sum.value, 1e-6);
+    EXPECT_NEAR(DTensor(weight.grad()).full_tensor().item<double>(), 0.5, 1e-5);
+  }
+}
+
+TEST(Write, copies_into_another_type_reduce_first) {
+  const auto mesh = line_mesh();
+  const auto halves = Tensor(from_local(torch::full({2}, 0.5), mesh, {Partial{}}));
+  const auto expected = torch::full({2}, world_size() / 2, torch::kInt);
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Partial{})}) {
+    const auto target = [&] { return Tensor(make(torch::zeros({2}, torch::kInt), mesh, {placement})); };
+    const auto check = [&](const auto& copy) {
+      auto written = target();
+      if (is_partial(placement)) {
+        EXPECT_THAT(error_of([&] { copy(written); }), HasSubstr("would have to change its placement"));
+      } else {
+        copy(written);
+        EXPECT_TENSORS_CLOSE(DTensor(written).full_tensor(), expected);
+      }
+    };
+    check([&](Tensor& written) { written.copy_(halves); });
+    check([&](Tensor& written) { at::_foreach_copy_({written}, {halves}); });
+    check([&](Tensor& written) { written.fill_(halves.select(0, 0)); });
+  }
+}
+
+TEST(Write, averages_beside_narrow_types_do_not_overflow) {
+  const auto mesh = line_mesh();
+  const std::vector<int64_t> sizes{4};
+  for (const auto& whole :
+       {torch::ones(sizes, torch::kBool), torch::full(sizes, 100, torch::kChar), torch::full(sizes, 60000, torch::kHalf)}) {
+    const auto split = Tensor(make(whole, mesh, {Shard{0}}));
+    const auto average = Tensor(from_local(torch::zeros(sizes), mesh, {Partial{Partial::Op::kAvg}}));
+    EXPECT_TENSORS_CLOSE(DTensor(split + average).full_tensor(), whole + torch::zeros(sizes));
+    EXPECT_TENSORS_CLOSE(DTensor(average.add(split, 2)).full_tensor(), torch::zeros(sizes).add(whole, 2));
+  }
+}
+
+TEST(Write, fused_adam_returns_lists_of_differently_placed_tensors) {
+  const auto mesh = line_mesh();
+  const Placements placements[] = {{Shard{0}}, {Shard{1}}, {Replicate{}}};
+  const auto step = [&](bool plain) {
+    std::array<Tensors, 5> lists;
+    for (size_t list = 0; list < lists.size(); ++list) {
+      for (const auto& placement : placements) {
+        const auto whole = numbers({4, 4}) + static_cast<double>(list);
+        lists[list].push_back(plain ? whole : Tensor(make(whole, mesh, placement)));
+      }
+    }
+    const Tensors steps(3, torch::tensor(3.0));
+    const auto [parameters, gradients, averages, squares, max_squares] =
+        at::_fused_adam(lists[0], lists[1], lists[2], lists[3], lists[4], steps, 0.1, 0.9, 0.99, 0.1, 1e-8, true, false);
+    return std::vector<Tensors>{parameters, averages, squares, max_squares};
+  };
+  const auto expected = step(true), actual = step(false);
+  for (size_t list = 0; list < expected.size(); ++list) {
+    for (size_t i = 0; i < expected[list].size(); ++i) {
+      EXPECT_EQ(DTensor(actual[list][i]).placements(), placements[i]);
+      EXPECT_TENSORS_CLOSE(DTensor(actual[list][i]).full_tensor(), expected[list][i]);
+    }
+  }
+}
+
+} // namespace
+} // namespace tessera::testing
