@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/catalog.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/distcp.h>
 #include <tessera/checkpoint/file.h>
@@ -129,8 +130,8 @@ Opened open_checkpoint(const std::filesystem::path& path) {
   if (std::filesystem::exists(resolved / kHuggingFaceFile)) return {resolved, index_of_safetensors(resolved, {kHuggingFaceFile})};
   if (std::filesystem::exists(resolved / kDistcpMetadata)) return {resolved, index_of_distcp(resolved)};
   const auto files = safetensors_files_in(resolved);
-  TORCH_CHECK(!files.empty(), path.string(), " is not a complete checkpoint: it has no ", kIndexName,
-              " and no safetensors files");
+  TORCH_CHECK(!files.empty(), path.string(), " is not a complete checkpoint: it has no ", kIndexName, " and no safetensors files",
+              std::filesystem::exists(resolved / kLatestName) ? "; take a checkpoint in it, such as its latest" : "");
   return {resolved, index_of_safetensors(resolved, files)};
 }
 

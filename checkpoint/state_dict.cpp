@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/json.h>
 #include <tessera/checkpoint/optimizer_state.h>
 #include <tessera/checkpoint/state_copy.h>
 #include <tessera/checkpoint/state_dict.h>
@@ -51,8 +52,8 @@ const StateValue& StateDict::value(const std::string& name) const {
   return std::get<StateValue>(found.content);
 }
 
-void StateDict::throw_wrong_type(const std::string& name) {
-  TORCH_CHECK(false, "state dict: value \"", name, "\" is of another type");
+void StateDict::throw_wrong_type(const std::string& name) const {
+  TORCH_CHECK(false, "state dict: value \"", name, "\" is of another type: it is ", checkpoint::to_json(value(name)).dump());
 }
 
 void StateDict::erase(const std::string& name) {

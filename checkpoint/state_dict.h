@@ -25,6 +25,12 @@ namespace tessera {
 using StateValue =
     std::variant<bool, int64_t, double, std::string, std::vector<int64_t>, std::vector<double>, std::vector<std::string>>;
 
+/// True for the types that a StateValue may hold.
+template <typename T, typename Variant = StateValue>
+constexpr bool kIsStateValue = false;
+template <typename T, typename... Alternatives>
+constexpr bool kIsStateValue<T, std::variant<Alternatives...>> = (std::same_as<T, Alternatives> || ...);
+
 /// What a checkpoint holds, by name.
 struct SavedState {
   struct Tensor {
@@ -82,6 +88,7 @@ class StateDict {
   /// The value with this name; an error when there is none or it is of another type.
   template <typename T>
   const T& value(const std::string& name) const {
+    static_assert(kIsStateValue<T>, "a value is a bool, int64_t, double, std::string or a vector of one of the last three");
     const auto* found = std::get_if<T>(&value(name));
     if (!found) throw_wrong_type(name);
     return *found;
@@ -99,7 +106,7 @@ class StateDict {
 
  private:
   const Entry& entry(const std::string& name) const;
-  [[noreturn]] static void throw_wrong_type(const std::string& name);
+  [[noreturn]] void throw_wrong_type(const std::string& name) const;
   void insert(Entry entry);
 
   std::vector<Entry> entries_;

@@ -8,6 +8,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   target_compile_options(tessera_options INTERFACE -Wno-stringop-overflow)
 endif()
 
+# Errors and --help name source files as they lie in the project, not on the machine that built them.
+target_compile_options(tessera_options INTERFACE "-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=")
+
 # LibTorch is not instrumented, which is what the suppressions are for.
 set(TESSERA_SANITIZER_ENVIRONMENT)
 if(TESSERA_SANITIZER)

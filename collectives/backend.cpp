@@ -21,8 +21,10 @@ CommunicatorPtr make_gloo(const GroupDescription& group) {
     auto channel = std::make_shared<gloo::Channel>(group.store, group.rank, static_cast<int>(group.ranks.size()), options);
     return std::make_shared<gloo::GlooCommunicator>(group.name, group.ranks, group.rank, std::move(channel));
   } catch (const std::exception& error) {
-    C10_THROW_ERROR(DistNetworkError, c10::str("rank ", group.ranks[group.rank], " cannot connect group ", group.name, " [",
-                                               c10::Join(", ", group.ranks), "]: ", error_text(error)));
+    C10_THROW_ERROR(
+        DistNetworkError,
+        c10::str("rank ", group.ranks[group.rank], " cannot connect group ", group.name, " [", c10::Join(", ", group.ranks),
+                 "] (was every one of these ranks there, and did it make the same call?): ", error_text(error)));
   }
 }
 

@@ -46,7 +46,7 @@ TEST(StateDict, MisuseIsAnErrorThatNamesTheEntry) {
   EXPECT_THAT(error_of([&] { state.add("", torch::rand({1})); }), HasSubstr("empty name"));
   EXPECT_THAT(error_of([&] { state.add("__metadata__", torch::rand({1})); }), HasSubstr("reserved"));
   EXPECT_THAT(error_of([&] { state.set("t", 1); }), HasSubstr("\"t\" is a tensor"));
-  EXPECT_THAT(error_of([&] { state.value<double>("v"); }), HasSubstr("\"v\" is of another type"));
+  EXPECT_THAT(error_of([&] { state.value<double>("v"); }), HasSubstr("\"v\" is of another type: it is {\"i64\":1}"));
   EXPECT_THAT(error_of([&] { state.tensor("v"); }), HasSubstr("\"v\" is a value"));
   EXPECT_THAT(error_of([&] { state.tensor("x"); }), HasSubstr("no entry \"x\""));
   EXPECT_THAT(error_of([&] { state.merge(state); }), HasSubstr("\"t\" is taken"));
