@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <variant>
@@ -27,9 +28,9 @@ using StateValue =
 
 /// True for the types that a StateValue may hold.
 template <typename T, typename Variant = StateValue>
-constexpr bool kIsStateValue = false;
+struct IsStateValue : std::false_type {};
 template <typename T, typename... Alternatives>
-constexpr bool kIsStateValue<T, std::variant<Alternatives...>> = (std::same_as<T, Alternatives> || ...);
+struct IsStateValue<T, std::variant<Alternatives...>> : std::disjunction<std::is_same<T, Alternatives>...> {};
 
 /// What a checkpoint holds, by name.
 struct SavedState {
@@ -88,7 +89,7 @@ class StateDict {
   /// The value with this name; an error when there is none or it is of another type.
   template <typename T>
   const T& value(const std::string& name) const {
-    static_assert(kIsStateValue<T>, "a value is a bool, int64_t, double, std::string or a vector of one of the last three");
+    static_assert(IsStateValue<T>::value, "a value is a bool, int64_t, double, std::string or a vector of one of the last three");
     const auto* found = std::get_if<T>(&value(name));
     if (!found) throw_wrong_type(name);
     return *found;
