@@ -62,8 +62,6 @@ bool step_on_parts(const std::array<at::TensorList, 5>& lists, at::TensorList st
   }
   const auto plain = [](const at::Tensor& tensor) { return dtensor_meta(tensor) == nullptr && tensor.dim() == 0; };
   if (!std::all_of(steps.begin(), steps.end(), plain)) return false;
-  // A copy that a view had to make of a parameter is stale from now on.
-  for (const auto& parameter : lists[0]) parameter.unsafeGetTensorImpl()->bump_version();
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(kDTensorKey));
   Op::call(parts[0], parts[1], parts[2], parts[3], parts[4], steps, lr, beta1, beta2, weight_decay, eps, amsgrad, maximize,
            std::nullopt, std::nullopt);
