@@ -86,7 +86,7 @@ class StateDict {
   bool contains(const std::string& name) const { return index_.count(name) > 0; }
   /// The tensor with this name or alias; an error when there is none.
   const at::Tensor& tensor(const std::string& name) const;
-  /// The value with this name; an error when there is none or it is of another type.
+  /// The value with this name; an error when there is none or it is of another type than `T`, one of a StateValue's.
   template <typename T>
   const T& value(const std::string& name) const {
     static_assert(IsStateValue<T>::value, "a value is a bool, int64_t, double, std::string or a vector of one of the last three");
