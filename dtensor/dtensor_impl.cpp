@@ -1,9 +1,10 @@
 #include <tessera/dtensor/dtensor_impl.h>
 
-#include <c10/core/AutogradState.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+
+#include <tessera/dtensor/view_replay.h>
 
 namespace tessera {
 
@@ -14,8 +15,7 @@ const std::string kNoStorage =
     "full_tensor() for the whole, tessera::to_string() to print it and tessera::checkpoint::save() to save it";
 
 c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys) {
-  // Without it, an in-place op on a view comes back as `as_strided` on the global geometry, which no rule can serve.
-  c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
+  set_view_replay(true);
   const auto& local = meta->local;
   const auto backend = c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
   auto impl = c10::make_intrusive<c10::TensorImpl>(backend | c10::DispatchKeySet(kDTensorKey) | extra_keys, local.dtype(),
@@ -47,7 +47,7 @@ at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta) {
 
 at::Tensor alias_dtensor(const at::Tensor& dtensor) {
   auto* impl = dtensor.unsafeGetTensorImpl();
-  c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
+  set_view_replay(true);
   return at::Tensor(impl->shallow_copy_and_detach(
       impl->is_inference() ? c10::VariableVersion(c10::VariableVersion::DISABLED) : impl->version_counter(), true));
 }

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include <tessera/dtensor/view_replay.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/schedule.h>
 #include <tessera/fsdp/sharded_module.h>
@@ -30,6 +31,7 @@ class LeafHook final : public torch::autograd::PostAccumulateGradHook {
     TORCH_CHECK(!gradient.requires_grad(), "backward(create_graph=true) reached the sharded parameter ", group->full_name(index_),
                 ": its gradient is reduced over ranks and cannot be differentiated again. Take the gradient of the inputs with "
                 "torch::autograd::grad(..., create_graph=true) and call backward() without create_graph on what is made of it");
+    const KeepViewReplay keep;
     schedule_of(*group).land(*group, index_, gradient);
   }
 
@@ -81,16 +83,6 @@ class DTensorLeafHook final : public torch::autograd::PostAccumulateGradHook {
   std::weak_ptr<ParameterGroup> group_;
   size_t index_;
 };
-
-// What LibTorch 2.11 counts with the standard library it counts intrusively in 2.15.
-template <class T>
-std::weak_ptr<T> weak(const std::shared_ptr<T>& reference) {
-  return reference;
-}
-template <class T>
-c10::weak_intrusive_ptr<T> weak(const c10::intrusive_ptr<T>& reference) {
-  return c10::weak_intrusive_ptr<T>(reference);
-}
 
 /// Complex numbers as twice as many real ones: what the communicators reduce.
 at::Tensor as_real(const at::Tensor& flat) { return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat; }

@@ -3,7 +3,6 @@
 // Internal: the gradients of one group, from the leaf to the sharded parameter.
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <memory>
 #include <optional>
@@ -12,13 +11,11 @@
 
 #include <tessera/collectives/work.h>
 #include <tessera/fsdp/group_layout.h>
+#include <tessera/fsdp/node_reference.h>
 
 namespace tessera::fsdp_internal {
 
 class ParameterGroup;
-
-/// A counted reference to a node of the autograd graph: the type differs between versions of LibTorch.
-using NodeReference = decltype(torch::autograd::Edge::function);
 
 /// Makes the gradients of `leaf` land in the schedule as soon as autograd has accumulated them, and sends there as well those
 /// that reach `parameter` itself (as an argument of a torch::autograd::Function): both share the returned node, which the caller

@@ -17,6 +17,7 @@
 #include <typeinfo>
 #include <vector>
 
+#include <tessera/dtensor/view_replay.h>
 #include <tessera/fsdp/construction_mode.h>
 #include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/operator_traits.h>
@@ -279,6 +280,7 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   auto after = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTouchKey);
   const bool substitute = reads.parameter && is_forward_read(traits, reads);
   if (substitute || (reads.leaf && !traits.is_metadata_only)) unshard_arguments(arguments, reads, substitute);
+  if (substitute || (reads.leaf && !reads.other_dtensor)) set_view_replay(false); // a plain computation goes on
   if (substitute) {
     after = after.remove(kDTensorKey);
   } else if (reads.parameter && reads.other_dtensor && !reads.writes_parameter && at::GradMode::is_enabled()) {

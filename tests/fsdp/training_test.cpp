@@ -1,3 +1,4 @@
+#include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
 
 #include <tessera/fsdp/call.h>
@@ -248,6 +249,33 @@ TEST(Training, ReshardFreesAndUnshardGathers) {
     loss_of(net, global_batch(0));
   }
   for (auto& each : *net->blocks) EXPECT_EQ(fsdp(*each).unsharded_bytes(), 0);
+}
+
+// Making a DTensor turns on autograd's view replay, which would make every view of an activation dearer.
+TEST(Training, ViewsOfPlainTensorsAreNotReplayed) {
+  const auto replays = [] { return c10::AutogradState::get_tls_state().get_view_replay_enabled(); };
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      auto x = net->embed(global_batch(step)); // the first to be computed, and the last to get its gradient
+      EXPECT_FALSE(replays());
+      bool replays_in_backward = true;
+      x.register_hook([&](const torch::Tensor&) { replays_in_backward = replays(); });
+      for (auto& block : *net->blocks) x = block->as<Block>()->forward(x);
+      x.sum().backward();
+      EXPECT_FALSE(replays_in_backward);
+    }
+    // Those of DTensors still are, which an in-place op on a view needs.
+    const auto weight = (*net->blocks)[0]->as<Block>()->up->weight.detach().clone().requires_grad_();
+    loss_of(net, global_batch(0));
+    auto copy = weight * 1;
+    copy.t().mul_(2);
+    copy.sum().backward();
+    EXPECT_TRUE(full(weight.grad()).eq(2).all().item<bool>());
+  }
 }
 
 TEST(Training, ParameterUnusedOnSomeRanksHasZeroThere) {

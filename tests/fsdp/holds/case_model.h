@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <tessera/fsdp/node_reference.h>
+
 namespace tessera::testing {
 
 constexpr int64_t kWidth = 6;
@@ -58,10 +60,10 @@ struct CaseModel : torch::nn::Module {
 
   /// Remembers the graph behind `tensor`, which must be gone after the iteration.
   torch::Tensor watched(torch::Tensor tensor) {
-    graphs.emplace_back(tensor.grad_fn());
+    if (tensor.grad_fn()) graphs.push_back(fsdp_internal::weak(tensor.grad_fn()));
     return tensor;
   }
-  std::vector<std::weak_ptr<torch::autograd::Node>> graphs;
+  std::vector<fsdp_internal::WeakNodeReference> graphs;
 };
 
 /// A case of the table: `make` builds the model; the generator has been seeded.
