@@ -71,7 +71,7 @@ std::vector<Piece> pieces_of(const std::string& name, const at::Tensor& tensor) 
     if (tensor.numel() == 0) return {};
     return {{whole(tensor.sizes().vec()), tensor.detach()}};
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, "checkpoint: tensor \"", name, "\": ", error.what_without_backtrace());
+    C10_THROW_ERROR(Error, c10::str("checkpoint: tensor \"", name, "\": ", error.what_without_backtrace()));
   }
 }
 

@@ -40,10 +40,21 @@ class LeafHook final : public torch::autograd::PostAccumulateGradHook {
   size_t index_;
 };
 
-at::Tensor make_gradient(at::Tensor local, const SpecPtr& spec, std::weak_ptr<ParameterGroup> group, size_t index) {
-  auto meta = c10::make_intrusive<DTensorMeta>(std::move(local), spec);
-  meta->name = c10::make_intrusive<ParameterName>("the gradient of ", std::move(group), index);
+at::Tensor make_gradient(at::Tensor local, const ShardedParameter& parameter) {
+  auto meta = c10::make_intrusive<DTensorMeta>(std::move(local), parameter.spec);
+  meta->name = parameter.gradient_name;
   return make_dtensor(std::move(meta));
+}
+
+/// `gradient` after the hooks that the user registered on `parameter`. The first one is the group's own (`own`), which has
+/// nothing to say about a DTensor.
+at::Tensor call_hooks(const at::Tensor& parameter, const at::Tensor& gradient) {
+  const auto& hooks = torch::autograd::impl::hooks(parameter);
+  const auto& functions = torch::autograd::impl::get_autograd_meta(parameter)->cpp_hooks_list_;
+  if (hooks.size() == 1 && functions && functions->size() == 1) return gradient;
+  torch::autograd::variable_list hooked{gradient};
+  for (const auto& hook : hooks) hooked = (*hook)(hooked);
+  return hooked[0];
 }
 
 /// Refuses torch::autograd::grad over a sharded parameter, which would return the gradient of this rank's data alone.
@@ -305,21 +316,21 @@ void GroupGradients::finish_alone() {
 }
 
 void GroupGradients::add_reduced(size_t index, const at::Tensor& reduced) {
-  const auto& spec = group_.parameters()[index].spec;
+  const auto& parameter = group_.parameters()[index];
+  const auto& spec = parameter.spec;
   const auto& sizes = spec->local_sizes();
   at::Tensor local = reduced.sizes() == c10::IntArrayRef(sizes) ? reduced : reduced.reshape(sizes);
   if (local.is_complex() && !at::isComplexType(spec->dtype())) local = at::real(local);
   if (local.scalar_type() != spec->dtype()) local = local.to(spec->dtype());
-  add_sharded(index, make_gradient(std::move(local), spec, group_.weak_from_this(), index));
+  add_sharded(index, make_gradient(std::move(local), parameter));
 }
 
 void GroupGradients::add_sharded(size_t index, const at::Tensor& gradient) {
   const auto& parameter = group_.parameters()[index];
   const at::Tensor tensor(parameter.tensor.lock());
   if (!tensor.defined()) return;
-  torch::autograd::variable_list added{gradient};
-  for (const auto& hook : torch::autograd::impl::hooks(tensor)) added = (*hook)(added);
-  const auto* meta = dtensor_meta(added[0]);
+  auto added = call_hooks(tensor, gradient);
+  const auto* meta = dtensor_meta(added);
   TORCH_CHECK(meta && meta->spec == parameter.spec, "a hook on the sharded parameter ", group_.full_name(index),
               " returned a gradient that is not sharded as the parameter is");
   auto& sum = tensor.mutable_grad();
@@ -329,7 +340,7 @@ void GroupGradients::add_sharded(size_t index, const at::Tensor& gradient) {
                 " was replaced by a tensor that is not sharded as the parameter is");
     sum_meta->local.add_(meta->local);
   } else {
-    sum = std::move(added[0]);
+    sum = std::move(added);
   }
   if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor)) (*hook)(tensor);
 }

@@ -57,6 +57,7 @@ struct ShardedParameter {
   NodeReference accumulator;                       ///< of the gradients of `leaf` and of `tensor`
   SpecPtr spec;
   c10::intrusive_ptr<ParameterMeta> meta;
+  c10::intrusive_ptr<const TensorName> gradient_name;
   at::Tensor local;     ///< this rank's part, a view of the shard
   bool touched = false; ///< read in this forward with a gradient to come
 };
