@@ -23,11 +23,10 @@ using Choices = std::vector<std::pair<const char*, T>>;
 template <typename T>
 T choose(const char* flag, const std::string& text, const Choices<T>& choices) {
   std::string known;
-  for (const auto& [name, value] : choices) {
-    if (text == name) return value;
-    known += (known.empty() ? "" : ", ") + std::string(name);
-  }
-  TORCH_CHECK(false, "--", flag, " is '", text, "', but must be one of: ", known);
+  for (const auto& choice : choices) known += (known.empty() ? "" : ", ") + std::string(choice.first);
+  const auto found = std::find_if(choices.begin(), choices.end(), [&](const auto& choice) { return text == choice.first; });
+  TORCH_CHECK(found != choices.end(), "--", flag, " is '", text, "', but must be one of: ", known);
+  return found->second;
 }
 
 template <typename T>
