@@ -46,8 +46,8 @@ at::Tensor make_gradient(at::Tensor local, const ShardedParameter& parameter) {
   return make_dtensor(std::move(meta));
 }
 
-/// `gradient` after the hooks that the user registered on `parameter`. The first one is the group's own (`own`), which has
-/// nothing to say about a DTensor.
+/// `gradient` after the hooks that the user registered on `parameter`. One more is the group's own (parameter_group.cpp), which
+/// returns a DTensor as it is: where no other is registered, none is called.
 at::Tensor call_hooks(const at::Tensor& parameter, const at::Tensor& gradient) {
   const auto& hooks = torch::autograd::impl::hooks(parameter);
   const auto& functions = torch::autograd::impl::get_autograd_meta(parameter)->cpp_hooks_list_;
