@@ -122,8 +122,8 @@ at::Tensor make_dtensor_leaf(const at::Tensor& parameter, const std::weak_ptr<Pa
 }
 
 bool GroupGradients::requires_grad(size_t index) const {
-  const at::Tensor tensor(group_.parameters()[index].tensor.lock());
-  return tensor.defined() && tensor.requires_grad();
+  const auto& tensor = group_.parameters()[index].tensor; // read in place: a reference would cost more than the answer
+  return !tensor.expired() && tensor._unsafe_get_target()->requires_grad();
 }
 
 std::string GroupGradients::label() const { return group_.label() + label_; }
@@ -154,6 +154,7 @@ std::optional<at::ScalarType> GroupGradients::common_dtype() const {
 }
 
 void GroupGradients::prepare_layout() {
+  group_.prefetch_parameters();
   const auto& parameters = group_.parameters();
   std::vector<bool> takes_part;
   takes_part.reserve(parameters.size());

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <tessera/dtensor/prefetch.h>
 #include <tessera/fsdp/group_gradients.h>
 
 namespace tessera::fsdp_internal {
@@ -172,6 +173,15 @@ void ParameterGroup::check_parameters_alive() const {
     TORCH_CHECK(!parameter.tensor.expired(), "the sharded parameter ", parameter.name, " of ", label_,
                 " is gone: the module's parameters changed after fully_shard. Replace parameters first, then shard, or copy new "
                 "values with parameter.copy_(full_tensor)");
+  }
+}
+
+void ParameterGroup::prefetch_parameters() const {
+  for (const auto& parameter : parameters_) {
+    prefetch(parameter.tensor._unsafe_get_target());
+    prefetch(parameter.leaf.unsafeGetTensorImpl());
+    prefetch(parameter.meta.get());
+    prefetch(parameter.accumulator.get());
   }
 }
 

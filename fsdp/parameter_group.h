@@ -81,6 +81,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
 
   /// An error that names a parameter which its module gave up.
   void check_parameters_alive() const;
+  /// Has the memory fetch what every read and every gradient of a parameter goes through.
+  void prefetch_parameters() const;
 
   void start_gather();
   void finish_gather();

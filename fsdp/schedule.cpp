@@ -83,6 +83,7 @@ void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects
 
 void Schedule::record(ParameterGroup& group) {
   if (group.recorded_forward == forward_epoch_) return;
+  group.prefetch_parameters();
   group.check_parameters_alive();
   if (recording_.empty()) {
     const ShardedModule* root = group.owner.get();

@@ -18,7 +18,8 @@ def run(programs, quick=False):
         seconds = interleaved(20 if quick else ROUNDS, WARM_UP, measurements)
 
     def cost(side, name):
-        return 1e6 * (median(seconds[side, name]) - median(seconds[side, "plain"])) / GROUPS
+        """What sharding added in a round, in the median: from round to round the machine's speed differs by more."""
+        return 1e6 * median(sharded - plain for sharded, plain in zip(seconds[side, name], seconds[side, "plain"])) / GROUPS
 
     case = f"{GROUPS} groups of 9 small parameters, a group"
     return [at_most("overhead", f"{case}, {layout}", cost("ours", layout), BOUND, "us", cost("peer", "sharded"))

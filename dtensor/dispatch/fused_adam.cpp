@@ -16,20 +16,17 @@
 
 #include <tessera/dtensor/dispatch/fallback.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/prefetch.h>
 
 namespace tessera::dispatch {
 
 namespace {
 
-/// Has the memory fetch what `aligned_parts` reads a few positions later: a model's parameters lie all over it.
+/// Prefetches what `aligned_parts` reads a few positions later.
 void prefetch_ahead(at::TensorList tensors, size_t position) {
-  constexpr size_t kAhead = 8, kLine = 64;
-  if (position + 2 * kAhead < tensors.size()) {
-    const auto* impl = reinterpret_cast<const char*>(tensors[position + 2 * kAhead].unsafeGetTensorImpl());
-    for (size_t line = 0; line < sizeof(c10::TensorImpl); line += kLine) __builtin_prefetch(impl + line);
-  }
-  if (position + kAhead >= tensors.size()) return;
-  if (const auto* meta = dtensor_meta(tensors[position + kAhead])) __builtin_prefetch(meta);
+  constexpr size_t kAhead = 8;
+  if (position + 2 * kAhead < tensors.size()) prefetch(tensors[position + 2 * kAhead].unsafeGetTensorImpl());
+  if (position + kAhead < tensors.size()) prefetch(dtensor_meta(tensors[position + kAhead]));
 }
 
 /// The parts of a list of DTensors that lie as those of `like` do, position by position, so that what is done to the parts is
