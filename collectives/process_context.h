@@ -33,6 +33,8 @@ class ProcessContext {
   /// Called by every rank in `ranks`, in the same order as their other calls with the same ranks.
   CommunicatorPtr communicator(const std::vector<int64_t>& ranks, at::DeviceType device_type,
                                const std::string& purpose = "default");
+  /// Grows with every call, from 1: for names that must differ.
+  int64_t next_number() { return ++last_number_; }
   /// Sum over all communicators of this process.
   CollectiveCounters::Count count(CollectiveKind kind) const;
   void reset_counters();
@@ -45,6 +47,7 @@ class ProcessContext {
   struct Communicators;
 
   int rank_ = 0, world_size_ = 1, local_rank_ = 0;
+  int64_t last_number_ = 0;
   ProcessGroupOptions options_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::unique_ptr<Communicators> communicators_;

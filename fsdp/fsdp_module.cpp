@@ -49,7 +49,7 @@ void FSDPModule::set_is_last_backward(bool is_last_backward) { state_->schedule(
 
 void FSDPModule::set_gradient_divide_factor(double factor) {
   TORCH_CHECK_VALUE(factor > 0, "set_gradient_divide_factor: the factor must be positive, but is ", factor);
-  for_each_group(*state_, false, [&](GroupGradients& gradients) { gradients.divide_factor = factor; });
+  for_each_group(*state_, false, [&](GroupGradients& gradients) { gradients.set_divide_factor(factor); });
 }
 
 const DeviceMesh& FSDPModule::mesh() const { return state_->axes().mesh(); }

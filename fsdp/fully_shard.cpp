@@ -1,6 +1,5 @@
 #include <tessera/fsdp/fully_shard.h>
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <absl/container/flat_hash_map.h>
 #include <absl/container/flat_hash_set.h>
@@ -17,6 +16,7 @@ namespace tessera {
 
 namespace {
 
+using fsdp_internal::MemoryRange;
 using fsdp_internal::MeshAxes;
 using fsdp_internal::parameter_meta;
 using fsdp_internal::ParameterGroup;
@@ -31,10 +31,10 @@ std::string describe(const std::vector<Module*>& modules) {
   return text;
 }
 
-/// The parameters below the given modules: those still free, and the states that claimed the others.
+/// The parameters below the given modules: those still free, those of groups made by earlier calls, and the states of these.
 struct Census {
-  std::vector<at::Tensor> free;
-  std::vector<std::string> names;
+  std::vector<at::Tensor> free, sharded;
+  std::vector<std::string> names, sharded_names;
   std::vector<StatePtr> states; // unique
 };
 
@@ -45,12 +45,11 @@ Census take_census(const std::vector<Module*>& modules) {
   for (size_t m = 0; m < modules.size(); ++m) {
     for (const auto& item : modules[m]->named_parameters()) {
       if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue; // tied
-      if (const auto* meta = parameter_meta(item.value())) {
-        if (known.insert(meta->group->owner.get()).second) census.states.push_back(meta->group->owner);
-        continue;
-      }
-      census.free.push_back(item.value());
-      census.names.push_back(modules.size() == 1 ? item.key() : std::to_string(m) + "." + item.key());
+      const auto* meta = parameter_meta(item.value());
+      if (meta && known.insert(meta->group->owner.get()).second) census.states.push_back(meta->group->owner);
+      (meta ? census.sharded : census.free).push_back(item.value());
+      (meta ? census.sharded_names : census.names)
+          .push_back(modules.size() == 1 ? item.key() : std::to_string(m) + "." + item.key());
     }
   }
   return census;
@@ -72,25 +71,25 @@ void check_parameter(const at::Tensor& parameter, const std::string& name, const
 
 /// Two parameters of one memory would become two shards that no longer change together.
 void check_own_memory(const Census& census, const std::vector<Module*>& modules) {
-  absl::flat_hash_map<const c10::StorageImpl*, std::vector<size_t>> in_storage; // positions in the census
-  const auto storage_of = [](const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); };
-  const auto check = [&](const at::Tensor& tensor, const char* kind, const std::string& name) {
-    if (!tensor.defined() || !tensor.has_storage() || tensor.is_meta()) return;
-    const auto found = in_storage.find(storage_of(tensor));
-    if (found == in_storage.end()) return;
-    for (const size_t i : found->second) {
-      const auto status = at::get_overlap_status(tensor, census.free[i]);
-      TORCH_CHECK_VALUE(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, "fully_shard: the ",
-                        kind, " ", name, " shares memory with the parameter ", census.names[i],
-                        "; register one tensor under both names, or give each its own memory with clone()");
+  absl::flat_hash_map<const c10::StorageImpl*, std::vector<std::pair<MemoryRange, std::string>>> parameters;
+  const auto check = [&](const std::optional<MemoryRange>& range, const char* kind, const std::string& name) {
+    if (!range) return;
+    for (const auto& [other, other_name] : parameters[range->storage()]) {
+      TORCH_CHECK_VALUE(!range->overlaps(other), "fully_shard: the ", kind, " ", name, " shares memory with the parameter ",
+                        other_name, "; register one tensor under both names, or give each its own memory with clone()");
     }
   };
-  for (size_t i = 0; i < census.free.size(); ++i) {
-    check(census.free[i], "parameter", census.names[i]);
-    in_storage[storage_of(census.free[i])].push_back(i);
+  const auto add = [&](const std::optional<MemoryRange>& range, const std::string& name) {
+    check(range, "parameter", name);
+    if (range) parameters[range->storage()].emplace_back(*range, name);
+  };
+  for (size_t i = 0; i < census.sharded.size(); ++i) {
+    const auto* meta = parameter_meta(census.sharded[i]);
+    add(meta->group->parameters()[meta->index].original, census.sharded_names[i]);
   }
+  for (size_t i = 0; i < census.free.size(); ++i) add(MemoryRange::of(census.free[i]), census.names[i]);
   for (const auto* module : modules) {
-    for (const auto& buffer : module->named_buffers()) check(buffer.value(), "buffer", buffer.key());
+    for (const auto& buffer : module->named_buffers()) check(MemoryRange::of(buffer.value()), "buffer", buffer.key());
   }
 }
 
@@ -156,6 +155,9 @@ std::string describe(const Kind& kind, const DeviceMesh& mesh, const FullyShardO
       dtype(policy.reduce_dtype), static_cast<int>(options.initial_weights));
 }
 
+/// What the names of a second model's groups end with: its collectives must not be taken for those of the first.
+std::string in_model(int64_t number) { return number > 1 ? fmt::format(" of model {}", number) : ""; }
+
 /// Takes the groups made by earlier calls under `state`, and names them and their parameters from here.
 void adopt_below(const StatePtr& state, const std::vector<Module*>& modules, const Census& census, const Paths& paths) {
   for (const auto& below : census.states) {
@@ -163,14 +165,17 @@ void adopt_below(const StatePtr& state, const std::vector<Module*>& modules, con
     while (top->parent()) top = top->parent();
     const bool inside =
         std::any_of(top->modules().begin(), top->modules().end(), [&](auto* module) { return paths.contains(module); });
-    if (top != state && inside) state->adopt(top);
+    if (top == state || !inside) continue;
+    state->adopt(top);
+    state->model_number = std::min(state->model_number, top->model_number);
   }
+  if (const auto group = state->group()) group->set_label(describe(modules) + in_model(state->model_number));
   int64_t number = 0;
   for (const auto& below : state->subtree()) {
     const auto found = paths.find(below->modules().front());
     const auto group = below->group();
     if (group) group->number = number++;
-    if (found != paths.end() && group) group->set_label(found->second);
+    if (found != paths.end() && group) group->set_label(found->second + in_model(state->model_number));
   }
   absl::flat_hash_set<const c10::TensorImpl*> named;
   for (const auto* module : modules) {
@@ -203,13 +208,14 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const Kind& kind, 
   for (size_t i = 0; i < census.free.size(); ++i) check_parameter(census.free[i], census.names[i], census.free[0]);
   check_own_memory(census, modules);
   const auto paths = paths_below(modules);
-  const auto checksum = fsdp_internal::agree_on_initial_weights(census.free, census.names, mesh, options.initial_weights, name,
-                                                                describe(kind, mesh, options) + describe(census, paths));
+  const auto agreement = fsdp_internal::agree_on_initial_weights(census.free, census.names, mesh, options.initial_weights, name,
+                                                                 describe(kind, mesh, options) + describe(census, paths));
 
   const auto axes = kind.axes(mesh); // connects the ranks along its dims: they agree on them now
   auto state = std::make_shared<ShardedModule>(std::vector<const Module*>(modules.begin(), modules.end()), axes, options);
   for (const auto& [module, path] : paths) state->add_below(module);
-  state->initial_checksum = checksum;
+  state->initial_checksum = agreement.checksum;
+  state->model_number = agreement.model_number;
   state->set_schedule(std::make_shared<Schedule>(mesh.device()));
   move_buffers(modules, mesh.device());
   if (!census.free.empty()) {

@@ -9,6 +9,8 @@
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include <tessera/dtensor/view_replay.h>
@@ -48,13 +50,14 @@ at::Tensor make_gradient(at::Tensor local, const ShardedParameter& parameter) {
 
 /// `gradient` after the hooks that the user registered on `parameter`. One more is the group's own (parameter_group.cpp), which
 /// returns a DTensor as it is: where no other is registered, none is called.
-at::Tensor call_hooks(const at::Tensor& parameter, const at::Tensor& gradient) {
+at::Tensor call_hooks(const at::Tensor& parameter, at::Tensor gradient) {
   const auto& hooks = torch::autograd::impl::hooks(parameter);
   const auto& functions = torch::autograd::impl::get_autograd_meta(parameter)->cpp_hooks_list_;
   if (hooks.size() == 1 && functions && functions->size() == 1) return gradient;
-  torch::autograd::variable_list hooked{gradient};
+  torch::autograd::variable_list hooked;
+  hooked.push_back(std::move(gradient));
   for (const auto& hook : hooks) hooked = (*hook)(hooked);
-  return hooked[0];
+  return std::move(hooked[0]);
 }
 
 /// Refuses torch::autograd::grad over a sharded parameter, which would return the gradient of this rank's data alone.
@@ -87,7 +90,7 @@ class DTensorLeafHook final : public torch::autograd::PostAccumulateGradHook {
   void operator()(const torch::autograd::Variable& leaf) override {
     at::Tensor gradient;
     std::swap(gradient, leaf.mutable_grad());
-    if (const auto group = group_.lock()) schedule_of(*group).land_sharded(*group, index_, gradient);
+    if (const auto group = group_.lock()) schedule_of(*group).land_sharded(*group, index_, std::move(gradient));
   }
 
  private:
@@ -126,7 +129,16 @@ bool GroupGradients::requires_grad(size_t index) const {
   return !tensor.expired() && tensor._unsafe_get_target()->requires_grad();
 }
 
-std::string GroupGradients::label() const { return group_.label() + label_; }
+std::string GroupGradients::label() const {
+  return group_.label() + label_ + (divide_factor_ ? fmt::format(" divided by {}", *divide_factor_) : "");
+}
+
+void GroupGradients::set_divide_factor(double factor) {
+  const bool unfinished = reducing_ || partial_.defined();
+  TORCH_CHECK(!unfinished || divide_factor_ == factor, "set_gradient_divide_factor: gradients of ", group_.label(),
+              " are still being reduced, with another factor: set it before the first backward of a gradient accumulation");
+  divide_factor_ = factor;
+}
 
 bool GroupGradients::reduces_alone() const { return !group_.axes().reduce_scatter() && !group_.axes().all_reduce(); }
 
@@ -173,7 +185,8 @@ void GroupGradients::prepare_layout() {
 }
 
 void GroupGradients::prepare_buffer() {
-  if (pending_count_ == 0 && landed_count_ == 0) prepare_layout();
+  // What is on its way, or waits for an all-reduce, lies as the layout says.
+  if (pending_count_ == 0 && landed_count_ == 0 && !reducing_ && !partial_.defined()) prepare_layout();
   if (buffer_.defined() || reduces_alone()) return;
   const int64_t numel = layout_.chunk_numel * group_.axes().shard_ranks();
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype_));
@@ -189,7 +202,8 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient) {
                               " has a sparse gradient, which fully_shard cannot reduce; build its embedding with sparse(false)");
   TORCH_CHECK(
       takes_part_[index], "the parameter ", group_.full_name(index),
-      " began to require a gradient while gradients of its group were being accumulated; run a synchronized backward first");
+      " began to require a gradient while gradients of its group were being accumulated or reduced; run a synchronized backward "
+      "first");
   if (reduces_alone()) {
     add_whole(index, gradient);
   } else {
@@ -243,7 +257,8 @@ void GroupGradients::write_used_flags() {
 }
 
 void GroupGradients::start_reduce() {
-  TORCH_INTERNAL_ASSERT(!reducing_ && pending_count_ > 0);
+  TORCH_INTERNAL_ASSERT(!reducing_ && has_pending());
+  if (pending_count_ == 0) return finish_partial();
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (buffer_.defined()) write_used_flags();
@@ -253,13 +268,20 @@ void GroupGradients::start_reduce() {
   if (reduces_alone()) return finish_alone();
   reduction_.used = std::move(used);
   reduction_.input = std::exchange(buffer_, at::Tensor());
-  const auto op = divide_factor ? ReduceOp::kSum : ReduceOp::kAvg;
+  const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
   if (const auto& communicator = group_.axes().reduce_scatter()) {
     reduction_.output = at::empty({layout_.chunk_numel}, reduction_.input.options());
     reduction_.work = communicator->reduce_scatter(as_real(reduction_.output), as_real(reduction_.input), op, label());
   } else {
     reduction_.output = reduction_.input.clone(); // the buffer goes back to the cache; gradients live as long as the user likes
   }
+  reducing_ = true;
+}
+
+void GroupGradients::finish_partial() {
+  begin_backward();
+  reduction_.used.assign(group_.parameters().size(), false); // in this backward; the flags know of those before
+  reduction_.output = std::exchange(partial_, at::Tensor());
   reducing_ = true;
 }
 
@@ -277,7 +299,7 @@ void GroupGradients::advance_reduce() {
     reducing_ = false;
     return;
   }
-  const auto op = divide_factor ? ReduceOp::kSum : ReduceOp::kAvg;
+  const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
   reduction_.work = communicator->all_reduce(as_real(reduction_.output), op, label());
   reduction_.all_reduces = true;
 }
@@ -289,7 +311,7 @@ void GroupGradients::finish_reduce() {
   const at::NoGradGuard no_grad;
   reduction_.work.wait();
   auto done = std::exchange(reduction_, Reduction());
-  if (divide_factor) done.output.narrow(0, 0, layout_.used_offset).div_(*divide_factor);
+  if (divide_factor_) done.output.narrow(0, 0, layout_.used_offset).div_(*divide_factor_);
   const auto rank = static_cast<size_t>(group_.axes().shard_rank());
   const auto& parameters = group_.parameters();
   const auto gradients = common_dtype() ? done.output.to(*common_dtype()) : done.output;
@@ -312,7 +334,7 @@ void GroupGradients::finish_alone() {
   for (size_t i = 0; i < whole_.size(); ++i) {
     if (!whole_[i].defined()) continue;
     const auto gradient = std::exchange(whole_[i], at::Tensor());
-    add_reduced(i, divide_factor ? gradient.div(*divide_factor) : gradient);
+    add_reduced(i, divide_factor_ ? gradient.div(*divide_factor_) : gradient);
   }
 }
 
@@ -326,11 +348,11 @@ void GroupGradients::add_reduced(size_t index, const at::Tensor& reduced) {
   add_sharded(index, make_gradient(std::move(local), parameter));
 }
 
-void GroupGradients::add_sharded(size_t index, const at::Tensor& gradient) {
+void GroupGradients::add_sharded(size_t index, at::Tensor gradient) {
   const auto& parameter = group_.parameters()[index];
   const at::Tensor tensor(parameter.tensor.lock());
   if (!tensor.defined()) return;
-  auto added = call_hooks(tensor, gradient);
+  auto added = call_hooks(tensor, std::move(gradient));
   const auto* meta = dtensor_meta(added);
   TORCH_CHECK(meta && meta->spec == parameter.spec, "a hook on the sharded parameter ", group_.full_name(index),
               " returned a gradient that is not sharded as the parameter is");
@@ -341,7 +363,8 @@ void GroupGradients::add_sharded(size_t index, const at::Tensor& gradient) {
                 " was replaced by a tensor that is not sharded as the parameter is");
     sum_meta->local.add_(meta->local);
   } else {
-    sum = std::move(added);
+    const bool is_kept = added.use_count() > 1; // by a hook, whose tensor the next backward must not change
+    sum = is_kept ? make_gradient(meta->local.clone(), parameter) : std::move(added);
   }
   if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor)) (*hook)(tensor);
 }

@@ -38,12 +38,14 @@ class GroupGradients {
   /// Copies a full gradient into the reduce buffer, added to what this backward or gradient accumulation left there.
   void land(size_t index, const at::Tensor& gradient);
   /// Adds a gradient that is sharded already to the parameter's, and runs the hooks of the parameter.
-  void add_sharded(size_t index, const at::Tensor& gradient);
+  void add_sharded(size_t index, at::Tensor gradient);
   /// Every touched parameter's gradient has landed in this backward.
   bool is_complete() const;
   bool has_landed() const { return landed_count_ > 0; }
-  /// Something waits to be reduced: landed now or accumulated before.
-  bool has_pending() const { return pending_count_ > 0; }
+  /// Something waits to be reduced: landed now or accumulated before, the last of it along the replicate axis only.
+  bool has_pending() const { return pending_count_ > 0 || (partial_.defined() && requires_all_reduce && !reducing_); }
+  /// Something is, or will be, reduced along the shard axis only, and waits for a later backward.
+  bool keeps_partial() const { return !requires_all_reduce && (partial_.defined() || reducing_); }
   /// Another backward begins: what landed before counts no longer towards `is_complete`.
   void begin_backward();
 
@@ -58,7 +60,8 @@ class GroupGradients {
   bool requires_sync = true;
   bool requires_all_reduce = true;
   bool reshard_after_backward = true;
-  std::optional<double> divide_factor;
+  /// An error while gradients are reduced with another.
+  void set_divide_factor(double factor);
 
  private:
   struct Reduction {
@@ -68,6 +71,8 @@ class GroupGradients {
     bool all_reduces = false;
   };
 
+  /// The all-reduce of what an earlier backward left.
+  void finish_partial();
   void prepare_layout();
   void prepare_buffer();
   void copy_into_buffer(size_t index, const at::Tensor& gradient, bool add);
@@ -87,6 +92,7 @@ class GroupGradients {
   ParameterGroup& group_;
   std::vector<bool> takes_part_; ///< parameters that require a gradient
   std::string label_;            ///< names the others
+  std::optional<double> divide_factor_;
   ReduceLayout layout_;
   at::ScalarType dtype_ = at::kFloat;
   at::Tensor buffer_;             ///< input of the reduce-scatter, [ranks × chunk_numel]

@@ -3,13 +3,15 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/hash_tensor.h>
-#include <ATen/ops/view_as_real.h>
 
+#define XXH_INLINE_ALL
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <xxhash.h>
 
 #include <cstring>
+
+#include <tessera/collectives/process_context.h>
 
 namespace tessera::fsdp_internal {
 
@@ -27,10 +29,10 @@ int64_t fingerprint(const std::string& text) {
   return static_cast<int64_t>(hash);
 }
 
+/// Of the bytes, in the order of the elements.
 int64_t checksum(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return 0;
-  const auto values = tensor.is_complex() ? at::view_as_real(tensor.detach().resolve_conj()) : tensor.detach();
-  return at::hash_tensor(values.contiguous().view({-1})).view(at::kLong).item<int64_t>();
+  const auto values = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu();
+  return static_cast<int64_t>(XXH3_64bits(values.const_data_ptr(), values.nbytes()));
 }
 
 /// Every rank's `values`, [ranks × values].
@@ -79,23 +81,25 @@ std::string first_difference(const std::vector<std::string>& texts, const std::v
 
 } // namespace
 
-int64_t agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                                 const DeviceMesh& mesh, InitialWeights mode, const std::string& module,
-                                 const std::string& options) {
-  if (mesh.size() == 1) return 0;
+Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
+                                   const DeviceMesh& mesh, InitialWeights mode, const std::string& module,
+                                   const std::string& options) {
+  if (mesh.size() == 1) return {};
   const at::NoGradGuard no_grad;
   const auto communicator = mesh.ndim() == 1 ? mesh.communicator(0) : mesh.flatten().communicator(0);
   const std::string label = "fully_shard of " + module;
 
   std::string structure = options + "\n";
   for (size_t i = 0; i < tensors.size(); ++i) structure += describe(tensors[i], names[i]);
-  const auto fingerprints = gather({fingerprint(structure)}, *communicator, mesh, label);
+  const auto gathered = gather({fingerprint(structure), process_context().next_number()}, *communicator, mesh, label);
+  const auto fingerprints = gathered.select(1, 0);
   if (!fingerprints.eq(fingerprints[0]).all().item<bool>()) {
     const auto texts = gather_text(structure, *communicator, mesh, label);
     TORCH_CHECK_VALUE(false, "fully_shard of ", module,
                       ": the ranks' models or options differ: ", first_difference(texts, communicator->ranks()));
   }
-  if (tensors.empty() || tensors[0].is_meta() || mode == InitialWeights::kUnchecked) return 0;
+  Agreement agreement{.model_number = gathered[0][1].item<int64_t>()};
+  if (tensors.empty() || tensors[0].is_meta() || mode == InitialWeights::kUnchecked) return agreement;
   if (mode == InitialWeights::kBroadcast) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       auto buffer = tensors[i].detach().to(mesh.device()).contiguous();
@@ -105,7 +109,8 @@ int64_t agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const s
   }
   std::vector<int64_t> checksums;
   for (const auto& tensor : tensors) checksums.push_back(checksum(tensor));
-  if (mode == InitialWeights::kBroadcast) return fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
+  agreement.checksum = fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
+  if (mode == InitialWeights::kBroadcast) return agreement;
   const auto all = gather(checksums, *communicator, mesh, label);
   for (int64_t i = 0; i < static_cast<int64_t>(tensors.size()); ++i) {
     std::vector<int64_t> differing;
@@ -118,7 +123,7 @@ int64_t agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const s
         fmt::format("{}", fmt::join(differing, ", ")), " differ from those on rank ", communicator->ranks()[0],
         "; build the model from the same seed on every rank, or set FullyShardOptions::initial_weights to kBroadcast");
   }
-  return fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
+  return agreement;
 }
 
 } // namespace tessera::fsdp_internal

@@ -1,5 +1,6 @@
 #include <tessera/fsdp/operator_traits.h>
 
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/jit_type.h>
 
@@ -42,13 +43,15 @@ bool is_tensor_list(const c10::TypePtr& type) {
   return list && is_tensor(list->getElementType());
 }
 
-OperatorTraits read_schema(const c10::FunctionSchema& schema) {
+OperatorTraits read_operator(const c10::OperatorHandle& op) {
+  const auto& schema = op.schema();
   const auto& name = schema.name();
   OperatorTraits traits{.is_metadata_only = is_metadata_only(name),
                         .converts = name == "aten::to",
                         .replaces_data = name == "aten::_has_compatible_shallow_copy_type",
                         .replaces_storage = name == "aten::set_",
                         .renormalizes = name == "aten::embedding_renorm_"};
+  traits.reshapes = op.hasTag(at::Tag::inplace_view) && !traits.is_metadata_only && !traits.replaces_storage;
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& argument = arguments[i];
@@ -70,7 +73,7 @@ const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
   thread_local absl::node_hash_map<const c10::FunctionSchema*, OperatorTraits> known;
   const auto* schema = &op.schema();
   const auto found = known.find(schema);
-  return found != known.end() ? found->second : known.emplace(schema, read_schema(*schema)).first->second;
+  return found != known.end() ? found->second : known.emplace(schema, read_operator(op)).first->second;
 }
 
 } // namespace tessera::fsdp_internal

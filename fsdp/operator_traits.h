@@ -23,6 +23,7 @@ struct OperatorTraits {
   bool converts = false;         ///< Tensor::to
   bool replaces_data = false;    ///< the only dispatched step of Tensor::set_data, which Module::to uses
   bool replaces_storage = false; ///< set_, which torch::load uses
+  bool reshapes = false;         ///< in place: t_, squeeze_, resize_, …
   bool renormalizes = false;     ///< rewrites the rows of an embedding that this rank's batch reads (max_norm)
 };
 

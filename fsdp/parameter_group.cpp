@@ -77,6 +77,7 @@ void ParameterGroup::shard(const std::vector<at::Tensor>& tensors, const std::ve
                            std::move(spec),
                            {},
                            c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), i),
+                           MemoryRange::of(tensors[i]),
                            {}});
     own(tensors[i], shared_from_this(), i);
   }

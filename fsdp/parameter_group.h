@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include <tessera/fsdp/block_cache.h>
 #include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/group_layout.h>
+#include <tessera/fsdp/memory_range.h>
 #include <tessera/fsdp/mesh_axes.h>
 #include <tessera/fsdp/unsharded_storage.h>
 
@@ -58,8 +60,9 @@ struct ShardedParameter {
   SpecPtr spec;
   c10::intrusive_ptr<ParameterMeta> meta;
   c10::intrusive_ptr<const TensorName> gradient_name;
-  at::Tensor local;     ///< this rank's part, a view of the shard
-  bool touched = false; ///< read in this forward with a gradient to come
+  std::optional<MemoryRange> original; ///< where the whole tensor was
+  at::Tensor local;                    ///< this rank's part, a view of the shard
+  bool touched = false;                ///< read in this forward with a gradient to come
 };
 
 /// One communication group: its shard, its unsharded storage, and the moves between them.

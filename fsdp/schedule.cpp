@@ -132,14 +132,14 @@ void Schedule::prefetch_after(const ParameterGroup& group) {
 void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
   const std::lock_guard lock(mutex_);
   enter_phase();
-  if (!group.gradients().has_pending()) pending_.push_back(group.weak_from_this());
+  if (!group.gradients().has_pending() && !group.gradients().keeps_partial()) pending_.push_back(group.weak_from_this());
   group.gradients().land(index, gradient);
   if (group.gradients().is_complete()) reduce_in_order();
 }
 
-void Schedule::land_sharded(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
+void Schedule::land_sharded(ParameterGroup& group, size_t index, at::Tensor gradient) {
   const std::lock_guard lock(mutex_);
-  group.gradients().add_sharded(index, gradient);
+  group.gradients().add_sharded(index, std::move(gradient));
 }
 
 void Schedule::reduce_in_order() {
@@ -163,8 +163,10 @@ void Schedule::reduce_the_rest() {
   const auto from_before = static_cast<std::ptrdiff_t>(rest.size());
   for (const auto& weak : std::exchange(pending_, {})) {
     const GroupPtr group = weak.lock();
-    const bool waits = group && group->gradients().has_pending();
+    if (!group) continue;
+    const bool waits = group->gradients().has_pending();
     if (waits && std::find(rest.begin(), rest.end(), group) == rest.end()) rest.push_back(group);
+    if (!waits && group->gradients().keeps_partial()) pending_.push_back(weak);
   }
   std::sort(rest.begin() + from_before, rest.end(), [](const auto& a, const auto& b) { return a->number > b->number; });
   for (const auto& group : rest) {

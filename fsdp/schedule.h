@@ -34,7 +34,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   /// The full gradient of parameter `index` is there.
   void land(ParameterGroup& group, size_t index, const at::Tensor& gradient);
   /// A gradient of it that is a DTensor, and needs no reduction.
-  void land_sharded(ParameterGroup& group, size_t index, const at::Tensor& gradient);
+  void land_sharded(ParameterGroup& group, size_t index, at::Tensor gradient);
 
   /// While it lives, a touch of one of `groups` does not free the others: an op that reads parameters of several groups.
   class KeepOpen {

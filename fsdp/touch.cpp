@@ -262,6 +262,16 @@ void check_is_no_renormalization(const Arguments& arguments) {
   });
 }
 
+void check_keeps_shape(const c10::OperatorHandle& op, const Arguments& arguments) {
+  arguments.visit([&](const at::Tensor& tensor, const TensorArgument& argument) {
+    const auto* meta = argument.is_written ? parameter_meta(tensor) : nullptr;
+    TORCH_CHECK(
+        !meta, op.schema().name(), " on the sharded parameter ", meta->group->full_name(meta->index),
+        " would change its shape, and its group keeps the one that it was sharded with: reshape it before fully_shard, or "
+        "use the operator that is not in place");
+  });
+}
+
 void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& traits = traits_of(op);
   const size_t count = op.schema().arguments().size();
@@ -273,6 +283,7 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   }
   if (traits.replaces_data) check_keeps_data(arguments);
   if (traits.replaces_storage) check_is_no_load(arguments);
+  if (traits.reshapes) check_keeps_shape(op, arguments);
   if (traits.renormalizes) check_is_no_renormalization(arguments);
   if (is_constructing_on_meta()) replace_device_with_meta(op.schema(), stack);
 

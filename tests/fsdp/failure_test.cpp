@@ -47,6 +47,16 @@ TEST(Failure, RanksThatUseDifferentGroupsLearnWhichOnes) {
   }
 }
 
+TEST(Failure, RanksThatUseDifferentModelsOrFactorsLearnWhichOnes) {
+  const auto models = run("swaps_two_models", 3).output;
+  EXPECT_THAT(models, HasSubstr("the ranks of the group called different collectives"));
+  EXPECT_THAT(models, HasSubstr("'blocks.0'"));
+  EXPECT_THAT(models, HasSubstr("'blocks.0 of model 5'"));
+  const auto factors = run("divides_differently", 3).output;
+  EXPECT_THAT(factors, HasSubstr("'blocks.0 divided by 3'"));
+  EXPECT_THAT(factors, HasSubstr("'blocks.0 divided by 2'"));
+}
+
 TEST(Failure, AForkedChildEndsAndTheRankTrainsOn) {
   for (const int ranks : {1, 3}) {
     const auto result = run_program({program_folder() + "/training_program", "forks", "--ranks", std::to_string(ranks)}, {},

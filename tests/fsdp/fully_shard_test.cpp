@@ -147,6 +147,73 @@ TEST(FullyShard, DifferentInitialWeightsAreAnErrorOrBroadcast) {
   EXPECT_TRUE(torch::equal(full(broadcast->weight), second->weight));
 }
 
+TEST(FullyShard, EveryDifferenceOfInitialWeightsIsAnError) {
+  if (world_size() == 1) return;
+  const std::vector<std::pair<std::string, std::function<void(torch::Tensor)>>> differences{
+      {"constants", [](torch::Tensor weight) { weight.fill_(1 + static_cast<double>(world_rank())); }},
+      {"signs", [](torch::Tensor weight) { weight.neg_(); }},
+      {"the order of rows", [](torch::Tensor weight) { weight.copy_(weight.flip(0)); }},
+      {"one element", [](torch::Tensor weight) { weight[1][1].add_(1e-6); }},
+  };
+  for (const auto& [what, change] : differences) {
+    torch::manual_seed(0);
+    torch::nn::Linear linear(4, 4);
+    if (world_rank() == 1) {
+      const torch::NoGradGuard no_grad;
+      change(linear->weight);
+    }
+    const auto message = message_of([&] { fully_shard(linear, world_mesh()); });
+    EXPECT_NE(message.find("the initial values of weight on rank(s) 1 differ"), std::string::npos) << what << ": " << message;
+  }
+}
+
+TEST(FullyShard, FrozenParametersOfAnyDtypeAreCompared) {
+  for (const auto dtype : {torch::kFloat8_e4m3fn, torch::kUInt16, torch::kBool, torch::kHalf, torch::kComplexFloat}) {
+    torch::nn::Module module;
+    module.register_parameter("values", torch::arange(6).to(dtype), /*requires_grad=*/false);
+    EXPECT_EQ(message_of([&] { fully_shard(module, world_mesh()); }), "") << dtype;
+  }
+}
+
+TEST(FullyShard, MemoryTiedAcrossGroupsIsAnError) {
+  torch::manual_seed(0);
+  torch::nn::Sequential tied(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
+  tied[1]->as<torch::nn::Linear>()->weight.set_data(tied[0]->as<torch::nn::Linear>()->weight.data());
+  for (size_t i = 0; i < 2; ++i) fully_shard(*tied[i], world_mesh());
+  EXPECT_NE(message_of([&] {
+              fully_shard(tied, world_mesh());
+            }).find("the parameter 1.weight shares memory with the parameter 0.weight"),
+            std::string::npos);
+  torch::nn::Sequential copied(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
+  copied[1]->register_buffer("copy", copied[0]->as<torch::nn::Linear>()->weight.data());
+  fully_shard(*copied[0], world_mesh());
+  EXPECT_NE(
+      message_of([&] { fully_shard(copied, world_mesh()); }).find("the buffer 1.copy shares memory with the parameter 0.weight"),
+      std::string::npos);
+}
+
+TEST(FullyShard, ReshapingAShardedParameterInPlaceIsAnError) {
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    torch::manual_seed(0);
+    torch::nn::Linear linear(3, 2);
+    fully_shard(linear, world_mesh(), {.layout = layout});
+    auto& weight = linear->weight;
+    const std::vector<std::function<void()>> calls{
+        [&] { weight.t_(); },       [&] { weight.transpose_(0, 1); }, [&] { weight.unsqueeze_(0); },
+        [&] { weight.squeeze_(); }, [&] { weight.swapdims_(0, 1); },  [&] { weight.resize_({6}); },
+        [&] { weight.data().t_(); }};
+    for (const bool grad_mode : {false, true}) {
+      const torch::AutoGradMode mode(grad_mode);
+      for (const auto& call : calls) {
+        const auto message = message_of(call);
+        EXPECT_NE(message.find("weight"), std::string::npos) << message;
+      }
+    }
+    EXPECT_EQ(weight.sizes(), (std::vector<int64_t>{2, 3}));
+    EXPECT_TRUE(torch::allclose(linear(torch::ones({1, 3})), full(weight).sum(1) + full(linear->bias)));
+  }
+}
+
 TEST(FullyShard, DifferentModelsAreAnError) {
   torch::manual_seed(0);
   torch::nn::Linear linear(3, world_rank() == 0 ? 2 : 4);

@@ -77,6 +77,23 @@ void skips_a_group() {
   x.sum().backward();
 }
 
+/// Two models of one class; the last rank runs them in another order.
+void swaps_two_models() {
+  Net first = make_net(), second = make_net(1);
+  shard_model(first, strategies()[0]);
+  shard_model(second, strategies()[0]);
+  const auto x = torch::ones({2, first->norm->weight.size(0)});
+  (*(is_last_rank() ? second : first)->blocks)[0]->as<Block>()->forward(x).sum().backward();
+}
+
+/// The last rank divides the gradients by another number.
+void divides_differently() {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  fsdp(*(*net->blocks)[0]).set_gradient_divide_factor(is_last_rank() ? 2 : 3);
+  forward(net, global_batch(0), [](torch::Tensor&) {}).backward();
+}
+
 /// Each rank forks; the child ends as a program does, with static destructors, and the rank trains on.
 void forks() {
   train([](torch::Tensor&) {
@@ -88,9 +105,14 @@ void forks() {
 }
 
 const std::map<std::string, std::function<void()>> kScenarios{
-    {"killed_in_forward", killed_in_forward},   {"killed_in_backward", killed_in_backward},
-    {"throws_in_backward", throws_in_backward}, {"uses_another_group", uses_another_group},
-    {"skips_a_group", skips_a_group},           {"forks", forks},
+    {"killed_in_forward", killed_in_forward},
+    {"killed_in_backward", killed_in_backward},
+    {"throws_in_backward", throws_in_backward},
+    {"uses_another_group", uses_another_group},
+    {"skips_a_group", skips_a_group},
+    {"swaps_two_models", swaps_two_models},
+    {"divides_differently", divides_differently},
+    {"forks", forks},
 };
 
 } // namespace

@@ -1,0 +1,175 @@
+// Gradient accumulation across backwards that differ: parameters frozen in between, blocks left out, hooks that keep gradients.
+#include <tessera/fsdp/fully_shard.h>
+
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+
+namespace tessera::testing {
+namespace {
+
+/// A model beside its unsharded twin, which sees every rank's part of the batch.
+struct Pair {
+  explicit Pair(const Strategy& strategy) { shard_model(sharded, strategy); }
+
+  /// The gradients of `loss(net, tokens)`; of the twin those of the whole batch.
+  void backward(int64_t step, const std::function<torch::Tensor(Net&, const torch::Tensor&)>& loss = loss_of) {
+    loss(plain, global_batch(step)).backward();
+    loss(sharded, part_of(global_batch(step), world_rank(), world_size())).backward();
+  }
+  /// In both models.
+  void set_requires_grad(const std::string& parameter, bool required) {
+    plain->named_parameters()[parameter].requires_grad_(required);
+    sharded->named_parameters()[parameter].requires_grad_(required);
+  }
+  torch::Tensor gradient(const std::string& parameter) const { return sharded->named_parameters()[parameter].grad(); }
+  void expect_equal_gradients() const {
+    const auto expected = plain->named_parameters();
+    for (const auto& item : sharded->named_parameters()) {
+      const auto& gradient = expected[item.key()].grad();
+      ASSERT_EQ(item.value().grad().defined(), gradient.defined()) << item.key();
+      if (!gradient.defined()) continue;
+      EXPECT_TRUE(torch::allclose(full(item.value().grad()), gradient, 1e-4, 1e-6)) << item.key();
+    }
+  }
+
+  Net plain = make_net(), sharded = make_net();
+};
+
+/// The message of the c10::Error that `run` throws; empty when it throws none.
+template <typename Run>
+std::string message_of(const Run& run) {
+  try {
+    run();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+/// The loss without the blocks, whose groups get no gradient.
+torch::Tensor loss_without_blocks(Net& net, const torch::Tensor& tokens) { return net->norm(net->embed(tokens)).square().mean(); }
+
+TEST(GroupGradients, FreezingWhileAReductionIsInFlightKeepsItsGradient) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    root.set_is_last_backward(false);
+    models.backward(0);
+    models.set_requires_grad("blocks.1.up.weight", false);
+    root.set_is_last_backward(true);
+    models.backward(1);
+    models.expect_equal_gradients();
+  }
+}
+
+TEST(GroupGradients, FreezingBetweenReduceScatterAndAllReduceKeepsItsGradient) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    root.set_requires_all_reduce(false);
+    models.backward(0);
+    models.set_requires_grad("blocks.1.up.weight", false);
+    root.set_requires_all_reduce(true);
+    models.backward(1);
+    models.expect_equal_gradients();
+  }
+}
+
+TEST(GroupGradients, UnfreezingAmidAnAccumulationIsAnErrorOrRight) {
+  for (const auto& strategy : strategies()) {
+    for (const bool in_flight : {true, false}) {
+      SCOPED_TRACE(strategy.name + (in_flight ? ", in flight" : ", before the all-reduce"));
+      Pair models(strategy);
+      models.set_requires_grad("blocks.1.norm.weight", false);
+      auto root = fsdp(*models.sharded);
+      const auto set_last = [&](bool last) { in_flight ? root.set_is_last_backward(last) : root.set_requires_all_reduce(last); };
+      set_last(false);
+      models.backward(0);
+      models.set_requires_grad("blocks.1.norm.weight", true);
+      models.set_requires_grad("blocks.1.norm.bias", false); // of the same size
+      set_last(true);
+      const auto message = message_of([&] { models.backward(1); });
+      if (message.empty()) {
+        models.expect_equal_gradients();
+      } else {
+        EXPECT_NE(message.find("blocks.1.norm.weight began to require a gradient while"), std::string::npos) << message;
+      }
+      models.sharded->zero_grad();
+      models.plain->zero_grad();
+      models.backward(2);
+      models.expect_equal_gradients();
+    }
+  }
+}
+
+TEST(GroupGradients, AGroupThatTheLastBackwardLeavesOutIsReducedNevertheless) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    root.set_requires_all_reduce(false);
+    models.backward(0);
+    models.backward(1, loss_without_blocks);
+    root.set_requires_all_reduce(true);
+    models.backward(2, loss_without_blocks);
+    models.expect_equal_gradients();
+    models.backward(3);
+    models.expect_equal_gradients();
+  }
+}
+
+TEST(GroupGradients, WhatAHookKeepsStaysAsItIs) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto weight = models.sharded->named_parameters()["blocks.1.up.weight"];
+    torch::Tensor kept, value;
+    weight.register_hook([&](const torch::Tensor& gradient) {
+      if (kept.defined()) return;
+      kept = gradient;
+      value = full(gradient).clone();
+    });
+    models.backward(0);
+    models.backward(1);
+    torch::nn::utils::clip_grad_norm_(models.sharded->parameters(), 1e-3);
+    EXPECT_TRUE(torch::equal(full(kept), value));
+  }
+}
+
+TEST(GroupGradients, WhatAHookReturnsTwiceIsAddedTwice) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto weight = models.sharded->named_parameters()["blocks.1.up.weight"];
+    const auto ones = torch::ones_like(weight).detach();
+    weight.register_hook([&](const torch::Tensor&) { return ones; });
+    for (int64_t step = 0; step < 3; ++step) models.backward(step);
+    EXPECT_TRUE(torch::equal(full(ones), torch::ones_like(full(ones))));
+    EXPECT_TRUE(torch::equal(full(models.gradient("blocks.1.up.weight")), 3 * full(ones)));
+  }
+}
+
+TEST(GroupGradients, AnotherDivideFactorAmidAnAccumulationIsAnError) {
+  if (world_size() == 1) return;
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    root.set_is_last_backward(false);
+    models.backward(0);
+    EXPECT_NE(message_of([&] { root.set_gradient_divide_factor(3); }).find("are still being reduced, with another factor"),
+              std::string::npos);
+    root.set_is_last_backward(true);
+    models.backward(1);
+    models.expect_equal_gradients();
+    EXPECT_EQ(message_of([&] { root.set_gradient_divide_factor(3); }), "");
+  }
+}
+
+} // namespace
+} // namespace tessera::testing
