@@ -70,11 +70,24 @@ void check_parent() {
               "Either it has ended, or the variables of a rank were passed on to another program");
 }
 
-int run_as_rank(const std::function<void()>& worker) {
+// An error, which no status hides, where the program launches again: its first call runs in these ranks too.
+void check_is_the_launch(int ranks, int pipe, bool is_first_call) try {
+  TORCH_CHECK(is_first_call, "launch: called again in a rank; a program launches once, as the last thing that main does");
+  const int world_size = parse_job_environment(current_environment()).world_size;
+  TORCH_CHECK(ranks == world_size, "launch: asks for ", ranks, " ranks in one of ", world_size,
+              ": every process of a program must come to the same call with the same number");
+} catch (const c10::Error& error) {
+  report_failure(pipe, error_text(error), false);
+  throw;
+}
+
+int run_as_rank(int ranks, const std::function<void()>& worker) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   check_parent();
   const int pipe = std::atoi(std::getenv(kPipeVariable));
+  const bool is_first_call = (fcntl(pipe, F_GETFD) & FD_CLOEXEC) == 0; // inherited, and not marked by the next line yet
   fcntl(pipe, F_SETFD, FD_CLOEXEC);
+  check_is_the_launch(ranks, pipe, is_first_call);
   try {
     worker();
     return 0;
@@ -277,7 +290,7 @@ void check_may_launch(int ranks) {
 bool is_launched_rank() { return std::getenv(kPipeVariable) != nullptr; }
 
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options) {
-  if (is_launched_rank()) return run_as_rank(worker);
+  if (is_launched_rank()) return run_as_rank(ranks, worker);
   check_may_launch(ranks);
   c10d::TCPStoreOptions store_options;
   store_options.port = 0;

@@ -78,7 +78,7 @@ c10::intrusive_ptr<c10d::Store> within(std::chrono::milliseconds timeout,
   std::thread(std::move(task)).detach();
   if (store.wait_for(timeout) == std::future_status::timeout)
     C10_THROW_ERROR(DistNetworkError,
-                    c10::str("timed out after ", timeout.count(), " ms: what listens there does not answer as a store does"));
+                    c10::str("timed out after ", timeout.count(), " ms: nothing answers there, or what answers is no store"));
   return store.get();
 }
 

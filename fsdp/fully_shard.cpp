@@ -59,6 +59,8 @@ void check_parameter(const at::Tensor& parameter, const std::string& name, const
   TORCH_CHECK_VALUE(!dtensor_meta(parameter), "fully_shard: the parameter ", name, " is a DTensor already");
   TORCH_CHECK_VALUE(parameter.layout() == at::kStrided, "fully_shard: the parameter ", name, " has the layout ",
                     parameter.layout(), ", but only dense parameters can be sharded");
+  TORCH_CHECK_VALUE(!parameter.is_quantized(), "fully_shard: the parameter ", name,
+                    " is quantized, but only dense parameters can be sharded");
   TORCH_CHECK_VALUE(!parameter.is_inference(), "fully_shard: the parameter ", name,
                     " was made in InferenceMode, whose tensors cannot be sharded; build the module outside of it");
   TORCH_CHECK_VALUE(parameter.is_leaf(), "fully_shard: the parameter ", name, " is no leaf: it was computed from other tensors");

@@ -4,7 +4,9 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/state_dict.h>
 
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <limits>
 
@@ -181,7 +183,9 @@ void Trainer::write_samples() {
   if (!writes_samples()) return;
   const auto text = sample(model_, options_.prompt, device_, {.bytes = options_.sample_bytes, .seed = options_.seed});
   if (!first_rank()) return;
-  examples::open_for_writing(options_.samples) << text << '\n';
+  auto file = examples::open_for_writing(options_.samples);
+  file << text << '\n' << std::flush;
+  TORCH_CHECK(file, "cannot write ", options_.samples, ": ", std::strerror(errno));
   progress_.line(fmt::format("--- sample\n{}\n---\nsamples: {}", printable(text), options_.samples));
 }
 

@@ -101,6 +101,12 @@ TEST(Failure, a_rank_that_never_joins_is_named_at_the_timeout) {
   EXPECT_THAT(result.output, HasSubstr("timed out after 1000 ms; of 3 ranks these did not come: 1"));
 }
 
+TEST(Failure, a_rank_that_orders_a_group_differently_is_named_at_the_timeout) {
+  const auto result = run("orders_of_ranks_differ", 3, {{"TESSERA_TIMEOUT_SECONDS", "2"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("[0, 1, 2]: rank(s) 1 did not connect a group of these ranks in this order"));
+}
+
 TEST(Failure, different_operations_are_an_error_on_every_rank) {
   const auto result = run("different_operations", 3);
   EXPECT_EQ(result.status, 1);
@@ -120,6 +126,15 @@ TEST(Failure, launch_refuses_a_process_group_that_is_up) {
   const auto result = run_program({program_folder() + "/rank_program", "launch_after_init"});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("launch: a process group is already up in this process"));
+}
+
+TEST(Failure, launch_refuses_a_second_launch_and_another_number_of_ranks) {
+  const auto twice = run_program({program_folder() + "/rank_program", "launches_twice"});
+  EXPECT_EQ(twice.status, 1);
+  EXPECT_THAT(twice.output, HasSubstr("launch: called again in a rank; a program launches once"));
+  const auto another = run_program({program_folder() + "/rank_program", "launches_another_number"});
+  EXPECT_EQ(another.status, 1);
+  EXPECT_THAT(another.output, HasSubstr("launch: asks for 3 ranks in one of 2"));
 }
 
 TEST(Failure, launch_refuses_another_launchers_rank) {
@@ -206,7 +221,7 @@ TEST(Store, what_accepts_the_connection_and_never_answers_is_an_error_at_the_tim
   ASSERT_EQ(getsockname(listening, reinterpret_cast<sockaddr*>(&address), &length), 0);
   EXPECT_THAT(error_of_rank("1", std::to_string(ntohs(address.sin_port))),
               AllOf(HasSubstr("error: init_process_group on rank 1 of 2: cannot reach the store at 127.0.0.1:"),
-                    HasSubstr("what listens there does not answer as a store does")));
+                    HasSubstr("nothing answers there, or what answers is no store")));
   close(listening);
 }
 

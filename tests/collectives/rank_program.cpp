@@ -81,6 +81,14 @@ void killed_in_the_middle_of_an_all_gather() {
   work.wait();
 }
 
+// Rank 1 lists the same ranks in another order.
+void orders_of_ranks_differ() {
+  auto& context = tessera::process_context();
+  std::vector<int64_t> ranks{0, 1, 2};
+  if (context.rank() == 1) std::swap(ranks[1], ranks[2]);
+  context.communicator(ranks, at::kCPU);
+}
+
 void last_rank_never_calls() {
   World world;
   world.group->barrier("together");
@@ -119,6 +127,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"last_rank_exits_quietly", last_rank_exits_quietly},
     {"different_operations", different_operations},
     {"different_sizes", different_sizes},
+    {"orders_of_ranks_differ", orders_of_ranks_differ},
 };
 
 void run(const std::string& scenario) {
@@ -136,6 +145,11 @@ int main(int argc, char** argv) {
       tessera::init_process_group();
       tessera::launch(2, [] {});
     }
+    if (scenario == "launches_twice") {
+      tessera::launch(2, [] {});
+      tessera::launch(2, [] {});
+    }
+    if (scenario == "launches_another_number") return tessera::launch(tessera::is_launched_rank() ? 3 : 2, [] {});
     if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, [&] { run(scenario); });
     run(scenario); // alone, or started by torchrun
     return 0;

@@ -175,6 +175,12 @@ TEST(FullyShard, FrozenParametersOfAnyDtypeAreCompared) {
   }
 }
 
+TEST(FullyShard, QuantizedParametersAreAnError) {
+  torch::nn::Module module;
+  module.register_parameter("values", torch::quantize_per_tensor(torch::ones({4}), 0.1, 0, torch::kQInt8), false);
+  EXPECT_NE(message_of([&] { fully_shard(module, world_mesh()); }).find("the parameter values is quantized"), std::string::npos);
+}
+
 TEST(FullyShard, MemoryTiedAcrossGroupsIsAnError) {
   torch::manual_seed(0);
   torch::nn::Sequential tied(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
