@@ -9,6 +9,7 @@ namespace tessera {
 /// Has the memory fetch the object, which is read soon; null is fine.
 template <typename T>
 void prefetch(const T* object) {
+  if (!object) return;
   constexpr size_t kCacheLine = 64;
   const auto* bytes = reinterpret_cast<const char*>(object);
   for (size_t offset = 0; offset < sizeof(T); offset += kCacheLine) __builtin_prefetch(bytes + offset);
