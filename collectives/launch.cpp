@@ -85,7 +85,8 @@ int run_as_rank(int ranks, const std::function<void()>& worker) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   check_parent();
   const int pipe = std::atoi(std::getenv(kPipeVariable));
-  const bool is_first_call = (fcntl(pipe, F_GETFD) & FD_CLOEXEC) == 0; // inherited, and not marked by the next line yet
+  const int flags = fcntl(pipe, F_GETFD);
+  const bool is_first_call = flags == -1 || (flags & FD_CLOEXEC) == 0; // inherited, and not marked by the next line yet
   fcntl(pipe, F_SETFD, FD_CLOEXEC);
   check_is_the_launch(ranks, pipe, is_first_call);
   try {
@@ -230,7 +231,8 @@ class Ranks {
     FailureRecord record;
     while (read(pipe_.ends[0], &record, sizeof(record)) == sizeof(record)) {
       auto& failure = failures_[record.rank];
-      if (failure.known && WIFSIGNALED(statuses_[record.rank])) continue; // it died while it unwound: the signal says more
+      // It died while it unwound: the signal says more, unless the exception itself ended the program.
+      if (failure.known && WIFSIGNALED(statuses_[record.rank]) && WTERMSIG(statuses_[record.rank]) != SIGABRT) continue;
       failure = {true, record.consequence, record.nanoseconds, c10::str("failed: ", record.text)};
     }
   }

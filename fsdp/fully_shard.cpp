@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/initial_weights.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
@@ -160,6 +161,15 @@ std::string describe(const Kind& kind, const DeviceMesh& mesh, const FullyShardO
 /// What the names of a second model's groups end with: its collectives must not be taken for those of the first.
 std::string in_model(int64_t number) { return number > 1 ? fmt::format(" of model {}", number) : ""; }
 
+/// For the model that a call makes or completes: one number from its first call to its last.
+int64_t next_number(const Census& census) {
+  int64_t number = process_context().next_number();
+  for (const auto& state : census.states) {
+    if (state->model_number > 0) number = std::min(number, state->model_number);
+  }
+  return number;
+}
+
 /// Takes the groups made by earlier calls under `state`, and names them and their parameters from here.
 void adopt_below(const StatePtr& state, const std::vector<Module*>& modules, const Census& census, const Paths& paths) {
   for (const auto& below : census.states) {
@@ -167,9 +177,7 @@ void adopt_below(const StatePtr& state, const std::vector<Module*>& modules, con
     while (top->parent()) top = top->parent();
     const bool inside =
         std::any_of(top->modules().begin(), top->modules().end(), [&](auto* module) { return paths.contains(module); });
-    if (top == state || !inside) continue;
-    state->adopt(top);
-    state->model_number = std::min(state->model_number, top->model_number);
+    if (top != state && inside) state->adopt(top);
   }
   if (const auto group = state->group()) group->set_label(describe(modules) + in_model(state->model_number));
   int64_t number = 0;
@@ -210,8 +218,9 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const Kind& kind, 
   for (size_t i = 0; i < census.free.size(); ++i) check_parameter(census.free[i], census.names[i], census.free[0]);
   check_own_memory(census, modules);
   const auto paths = paths_below(modules);
-  const auto agreement = fsdp_internal::agree_on_initial_weights(census.free, census.names, mesh, options.initial_weights, name,
-                                                                 describe(kind, mesh, options) + describe(census, paths));
+  const auto agreement =
+      fsdp_internal::agree_on_initial_weights(census.free, census.names, mesh, options.initial_weights, name,
+                                              describe(kind, mesh, options) + describe(census, paths), next_number(census));
 
   const auto axes = kind.axes(mesh); // connects the ranks along its dims: they agree on them now
   auto state = std::make_shared<ShardedModule>(std::vector<const Module*>(modules.begin(), modules.end()), axes, options);

@@ -134,8 +134,9 @@ std::string GroupGradients::label() const {
 }
 
 void GroupGradients::set_divide_factor(double factor) {
-  const bool unfinished = reducing_ || partial_.defined();
-  TORCH_CHECK(!unfinished || divide_factor_ == factor, "set_gradient_divide_factor: gradients of ", group_.label(),
+  // What waits for its all-reduce is a sum or a mean along the shard axis, and is divided at the end.
+  const bool differs = reducing_ ? divide_factor_ != factor : partial_.defined() && !divide_factor_;
+  TORCH_CHECK(!differs, "set_gradient_divide_factor: gradients of ", group_.label(),
               " are still being reduced, with another factor: set it before the first backward of a gradient accumulation");
   divide_factor_ = factor;
 }

@@ -44,8 +44,8 @@ class GroupGradients {
   bool has_landed() const { return landed_count_ > 0; }
   /// Something waits to be reduced: landed now or accumulated before, the last of it along the replicate axis only.
   bool has_pending() const { return pending_count_ > 0 || (partial_.defined() && requires_all_reduce && !reducing_); }
-  /// Something is, or will be, reduced along the shard axis only, and waits for a later backward.
-  bool keeps_partial() const { return !requires_all_reduce && (partial_.defined() || reducing_); }
+  /// Something is being reduced, or waits for that in this backward or a later one.
+  bool is_unfinished() const { return pending_count_ > 0 || reducing_ || partial_.defined(); }
   /// Another backward begins: what landed before counts no longer towards `is_complete`.
   void begin_backward();
 
@@ -60,7 +60,7 @@ class GroupGradients {
   bool requires_sync = true;
   bool requires_all_reduce = true;
   bool reshard_after_backward = true;
-  /// An error while gradients are reduced with another.
+  /// An error while gradients are reduced otherwise.
   void set_divide_factor(double factor);
 
  private:

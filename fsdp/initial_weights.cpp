@@ -11,8 +11,6 @@
 
 #include <cstring>
 
-#include <tessera/collectives/process_context.h>
-
 namespace tessera::fsdp_internal {
 
 namespace {
@@ -83,7 +81,7 @@ std::string first_difference(const std::vector<std::string>& texts, const std::v
 
 Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
                                    const DeviceMesh& mesh, InitialWeights mode, const std::string& module,
-                                   const std::string& options) {
+                                   const std::string& options, int64_t model_number) {
   if (mesh.size() == 1) return {};
   const at::NoGradGuard no_grad;
   const auto communicator = mesh.ndim() == 1 ? mesh.communicator(0) : mesh.flatten().communicator(0);
@@ -91,7 +89,7 @@ Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const
 
   std::string structure = options + "\n";
   for (size_t i = 0; i < tensors.size(); ++i) structure += describe(tensors[i], names[i]);
-  const auto gathered = gather({fingerprint(structure), process_context().next_number()}, *communicator, mesh, label);
+  const auto gathered = gather({fingerprint(structure), model_number}, *communicator, mesh, label);
   const auto fingerprints = gathered.select(1, 0);
   if (!fingerprints.eq(fingerprints[0]).all().item<bool>()) {
     const auto texts = gather_text(structure, *communicator, mesh, label);

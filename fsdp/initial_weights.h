@@ -15,7 +15,7 @@ namespace tessera::fsdp_internal {
 /// The same on every rank of the mesh.
 struct Agreement {
   int64_t checksum = 0;     ///< of the values; 0 where they were not compared
-  int64_t model_number = 0; ///< grows with every call of the mesh's first rank; 0 on a mesh of one rank
+  int64_t model_number = 0; ///< that of the mesh's first rank; 0 on a mesh of one rank
 };
 
 /// Compares `options` (a text), and names, shapes and dtypes of `tensors`, over all ranks of `mesh`, and, as `mode` says, the
@@ -23,6 +23,6 @@ struct Agreement {
 /// parameter and the ranks.
 Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
                                    const DeviceMesh& mesh, InitialWeights mode, const std::string& module,
-                                   const std::string& options);
+                                   const std::string& options, int64_t model_number);
 
 } // namespace tessera::fsdp_internal

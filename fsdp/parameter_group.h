@@ -128,6 +128,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   int64_t order_position = -1;   ///< in the recorded forward order
   uint64_t recorded_forward = 0; ///< the last forward that recorded it there
   uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
+  bool is_listed = false;        ///< among those whose gradients are unfinished
 
  private:
   enum class State { kSharded, kGathering, kUnsharded };

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <utility>
 
 #include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/parameter_group.h>
@@ -132,7 +133,7 @@ void Schedule::prefetch_after(const ParameterGroup& group) {
 void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
   const std::lock_guard lock(mutex_);
   enter_phase();
-  if (!group.gradients().has_pending() && !group.gradients().keeps_partial()) pending_.push_back(group.weak_from_this());
+  list_unfinished(group);
   group.gradients().land(index, gradient);
   if (group.gradients().is_complete()) reduce_in_order();
 }
@@ -161,18 +162,24 @@ void Schedule::reduce_the_rest() {
   }
   // Then those of a graph from an earlier forward, in an order that is the same on every rank.
   const auto from_before = static_cast<std::ptrdiff_t>(rest.size());
-  for (const auto& weak : std::exchange(pending_, {})) {
+  const auto listed = std::exchange(unfinished_, {});
+  for (const auto& weak : listed) {
     const GroupPtr group = weak.lock();
     if (!group) continue;
+    group->is_listed = false;
     const bool waits = group->gradients().has_pending();
     if (waits && std::find(rest.begin(), rest.end(), group) == rest.end()) rest.push_back(group);
-    if (!waits && group->gradients().keeps_partial()) pending_.push_back(weak);
   }
   std::sort(rest.begin() + from_before, rest.end(), [](const auto& a, const auto& b) { return a->number > b->number; });
-  for (const auto& group : rest) {
-    start_reduce(*group);
-    if (group->gradients().has_pending()) pending_.push_back(group); // it accumulates without communication
+  for (const auto& group : rest) start_reduce(*group);
+  for (const auto& weak : listed) { // what accumulates without communication, or without the all-reduce, is for a later backward
+    const GroupPtr group = weak.lock();
+    if (group && group->gradients().is_unfinished()) list_unfinished(*group);
   }
+}
+
+void Schedule::list_unfinished(ParameterGroup& group) {
+  if (!std::exchange(group.is_listed, true)) unfinished_.push_back(group.weak_from_this());
 }
 
 void Schedule::start_reduce(ParameterGroup& group) {
@@ -218,9 +225,12 @@ void Schedule::abandon_backward() {
   in_backward_ = false;
   after_backward_ = true;
   reducing_.clear();
-  for (const auto& list : {order_, recording_, std::exchange(pending_, {})}) {
+  for (const auto& list : {order_, recording_, std::exchange(unfinished_, {})}) {
     for (const auto& weak : list) {
-      if (const GroupPtr group = weak.lock()) group->gradients().discard();
+      const GroupPtr group = weak.lock();
+      if (!group) continue;
+      group->gradients().discard();
+      group->is_listed = false;
     }
   }
 }

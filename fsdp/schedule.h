@@ -70,6 +70,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void reduce_in_order();
   void reduce_the_rest();
   void start_reduce(ParameterGroup& group);
+  void list_unfinished(ParameterGroup& group);
   ParameterGroup* neighbour(const ParameterGroup& group, int64_t step) const;
 
   std::recursive_mutex mutex_;
@@ -77,9 +78,9 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   std::vector<std::weak_ptr<ParameterGroup>> order_;     // of first reads in the last complete forward
   std::vector<std::weak_ptr<ParameterGroup>> recording_; // in the forward now
   std::vector<std::weak_ptr<ParameterGroup>> open_;
-  std::vector<ParameterGroup*> kept_;                   // by KeepOpen
-  std::vector<std::weak_ptr<ParameterGroup>> pending_;  // with gradients that wait for their reduction
-  std::vector<std::weak_ptr<ParameterGroup>> reducing_; // at most one reduce-scatter and one all-reduce in flight
+  std::vector<ParameterGroup*> kept_;                     // by KeepOpen
+  std::vector<std::weak_ptr<ParameterGroup>> unfinished_; // with gradients that wait for their reduction, or did of late
+  std::vector<std::weak_ptr<ParameterGroup>> reducing_;   // at most one reduce-scatter and one all-reduce in flight
 
   bool in_backward_ = false; // between the first event of a backward and its end
   bool after_backward_ = true;

@@ -276,6 +276,7 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   const auto& traits = traits_of(op);
   const size_t count = op.schema().arguments().size();
   Arguments arguments(traits, count, *stack);
+  if (traits.reshapes) check_keeps_shape(op, arguments); // before `scan` notes a write
   const Reads reads = scan(traits, arguments);
   if (traits.converts && converts_nothing(op, *stack, stack->size() - count)) {
     stack->resize(stack->size() - count + 1); // the parameter
@@ -283,7 +284,6 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   }
   if (traits.replaces_data) check_keeps_data(arguments);
   if (traits.replaces_storage) check_is_no_load(arguments);
-  if (traits.reshapes) check_keeps_shape(op, arguments);
   if (traits.renormalizes) check_is_no_renormalization(arguments);
   if (is_constructing_on_meta()) replace_device_with_meta(op.schema(), stack);
 

@@ -216,8 +216,24 @@ TEST(FullyShard, ReshapingAShardedParameterInPlaceIsAnError) {
       }
     }
     EXPECT_EQ(weight.sizes(), (std::vector<int64_t>{2, 3}));
+    const auto before = linear(torch::ones({1, 3})).sum();
+    EXPECT_NE(message_of(calls[0]), "");
+    EXPECT_EQ(message_of([&] { before.backward(); }), ""); // nothing was written
     EXPECT_TRUE(torch::allclose(linear(torch::ones({1, 3})), full(weight).sum(1) + full(linear->bias)));
   }
+}
+
+TEST(FullyShard, ModelsOfSomeRanksDoNotConfuseThoseOfAll) {
+  if (world_size() != 4) return;
+  const auto grid = init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"});
+  const auto slice = grid["shard"];
+  torch::manual_seed(0);
+  torch::nn::Linear extra(3, 3);
+  torch::nn::Sequential model(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
+  if (world_rank() >= 2) fully_shard(extra, slice);
+  fully_shard(*model[0], slice);
+  fully_shard(model, world_mesh());
+  EXPECT_NO_THROW(model->forward(torch::ones({2, 3})).sum().backward());
 }
 
 TEST(FullyShard, DifferentModelsAreAnError) {

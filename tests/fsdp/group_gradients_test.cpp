@@ -123,6 +123,71 @@ TEST(GroupGradients, AGroupThatTheLastBackwardLeavesOutIsReducedNevertheless) {
   }
 }
 
+/// The loss of the embedding alone, after a forward of everything: the gradients of the groups behind it never come.
+torch::Tensor loss_of_a_part(Net& net, const torch::Tensor& tokens) {
+  const auto x = net->embed(tokens);
+  const auto first = (*net->blocks)[0]->as<Block>()->forward(x);
+  (*net->blocks)[1]->as<Block>()->forward(first);
+  return first.square().mean();
+}
+
+torch::Tensor loss_of_the_last_block(Net& net, const torch::Tensor& tokens) {
+  const auto x = torch::ones({tokens.size(0), net->norm->weight.size(0)}) * tokens.slice(1, 0, 1);
+  return (*net->blocks)[2]->as<Block>()->forward(x).square().mean();
+}
+
+TEST(GroupGradients, AGroupReducedAtTheEndOfABackwardGetsItsAllReduceLater) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    root.set_requires_all_reduce(false);
+    models.backward(0, loss_of_a_part);
+    root.set_requires_all_reduce(true);
+    models.backward(1, loss_of_the_last_block);
+    models.expect_equal_gradients();
+  }
+}
+
+TEST(GroupGradients, TogglesWhileAReductionIsInFlightLoseNothing) {
+  for (const auto& strategy : strategies()) {
+    for (const bool last_at_once : {true, false}) {
+      SCOPED_TRACE(strategy.name);
+      Pair models(strategy);
+      auto root = fsdp(*models.sharded);
+      root.set_is_last_backward(false);
+      models.backward(0, loss_of_a_part);
+      root.set_requires_all_reduce(false);
+      root.set_is_last_backward(last_at_once);
+      models.backward(1, loss_of_the_last_block);
+      models.backward(2, loss_of_a_part);
+      root.set_requires_all_reduce(true);
+      root.set_is_last_backward(true);
+      models.backward(3, loss_of_the_last_block);
+      models.expect_equal_gradients();
+    }
+  }
+}
+
+TEST(GroupGradients, AFailedBackwardDropsWhatWaitedForAnAllReduce) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    root.set_requires_all_reduce(false);
+    models.backward(0, loss_of_a_part);
+    models.backward(1, loss_of_the_last_block);
+    auto loss = loss_of_the_last_block(models.sharded, global_batch(2));
+    loss.register_hook([](const torch::Tensor&) { throw std::runtime_error("thrown in backward"); });
+    EXPECT_ANY_THROW((loss * models.sharded->norm->weight.sum()).backward());
+    root.set_requires_all_reduce(true);
+    models.sharded->zero_grad();
+    models.plain->zero_grad();
+    models.backward(3, loss_of_a_part);
+    models.expect_equal_gradients();
+  }
+}
+
 TEST(GroupGradients, WhatAHookKeepsStaysAsItIs) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
@@ -168,6 +233,9 @@ TEST(GroupGradients, AnotherDivideFactorAmidAnAccumulationIsAnError) {
     models.backward(1);
     models.expect_equal_gradients();
     EXPECT_EQ(message_of([&] { root.set_gradient_divide_factor(3); }), "");
+    root.set_requires_all_reduce(false);
+    models.backward(2);
+    EXPECT_EQ(message_of([&] { root.set_gradient_divide_factor(4); }), "");
   }
 }
 
