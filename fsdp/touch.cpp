@@ -262,11 +262,21 @@ void check_is_no_renormalization(const Arguments& arguments) {
   });
 }
 
+/// The sharded parameter that `tensor` is, or stands for unsharded; null for any other tensor, as for a view of these.
+const ShardedParameter* parameter_of(const at::Tensor& tensor) {
+  if (const auto* meta = parameter_meta(tensor)) return &meta->group->parameters()[meta->index];
+  if (!tensor.defined() || !tensor.key_set().has(kTouchKey) || tensor.key_set().has(kDTensorKey)) return nullptr;
+  for (const auto& parameter : group_of_leaf(tensor).parameters()) {
+    if (tensor.is_same(parameter.leaf) || tensor.is_same(parameter.detached_leaf)) return &parameter;
+  }
+  return nullptr;
+}
+
 void check_keeps_shape(const c10::OperatorHandle& op, const Arguments& arguments) {
   arguments.visit([&](const at::Tensor& tensor, const TensorArgument& argument) {
-    const auto* meta = argument.is_written ? parameter_meta(tensor) : nullptr;
+    const auto* parameter = argument.is_written ? parameter_of(tensor) : nullptr;
     TORCH_CHECK(
-        !meta, op.schema().name(), " on the sharded parameter ", meta->group->full_name(meta->index),
+        !parameter, op.schema().name(), " on the sharded parameter ", parameter->name,
         " would change its shape, and its group keeps the one that it was sharded with: reshape it before fully_shard, or "
         "use the operator that is not in place");
   });

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <tessera/fsdp/meta_init.h>
+#include <tessera/fsdp/unsharded.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
 
@@ -216,6 +217,11 @@ TEST(FullyShard, ReshapingAShardedParameterInPlaceIsAnError) {
       }
     }
     EXPECT_EQ(weight.sizes(), (std::vector<int64_t>{2, 3}));
+    if (world_size() > 1) { // with one rank nothing sees what reads the unsharded parameter
+      const torch::NoGradGuard no_grad;
+      EXPECT_NE(message_of([&] { unsharded(weight).t_(); }).find("aten::t_ on the sharded parameter weight"), std::string::npos);
+      EXPECT_EQ(unsharded(weight).t().t_().sizes(), (std::vector<int64_t>{2, 3})); // a view is the caller's own
+    }
     const auto before = linear(torch::ones({1, 3})).sum();
     EXPECT_NE(message_of(calls[0]), "");
     EXPECT_EQ(message_of([&] { before.backward(); }), ""); // nothing was written
