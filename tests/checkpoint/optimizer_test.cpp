@@ -35,17 +35,17 @@ MakeOptimizer with(Options options) {
 }
 
 std::map<std::string, MakeOptimizer> optimizers() {
-  using namespace torch::optim;
+  namespace optim = torch::optim;
   return {
-      {"Adam", with<Adam>(AdamOptions(0.01).weight_decay(0.1))},
-      {"AdamAmsgrad", with<Adam>(AdamOptions(0.01).amsgrad(true))},
-      {"AdamW", with<AdamW>(AdamWOptions(0.01))},
-      {"AdamWAmsgrad", with<AdamW>(AdamWOptions(0.01).amsgrad(true))},
-      {"SGD", with<SGD>(SGDOptions(0.01))},
-      {"SGDMomentum", with<SGD>(SGDOptions(0.01).momentum(0.9).dampening(0.5))},
-      {"RMSprop", with<RMSprop>(RMSpropOptions(0.01))},
-      {"RMSpropCentered", with<RMSprop>(RMSpropOptions(0.01).momentum(0.9).centered(true))},
-      {"Adagrad", with<Adagrad>(AdagradOptions(0.01).initial_accumulator_value(0.5))},
+      {"Adam", with<optim::Adam>(optim::AdamOptions(0.01).weight_decay(0.1))},
+      {"AdamAmsgrad", with<optim::Adam>(optim::AdamOptions(0.01).amsgrad(true))},
+      {"AdamW", with<optim::AdamW>(optim::AdamWOptions(0.01))},
+      {"AdamWAmsgrad", with<optim::AdamW>(optim::AdamWOptions(0.01).amsgrad(true))},
+      {"SGD", with<optim::SGD>(optim::SGDOptions(0.01))},
+      {"SGDMomentum", with<optim::SGD>(optim::SGDOptions(0.01).momentum(0.9).dampening(0.5))},
+      {"RMSprop", with<optim::RMSprop>(optim::RMSpropOptions(0.01))},
+      {"RMSpropCentered", with<optim::RMSprop>(optim::RMSpropOptions(0.01).momentum(0.9).centered(true))},
+      {"Adagrad", with<optim::Adagrad>(optim::AdagradOptions(0.01).initial_accumulator_value(0.5))},
   };
 }
 

@@ -34,7 +34,7 @@ struct Layout {
 std::vector<Layout> layouts() {
   std::vector<Layout> all;
   for (int64_t n = 1; n <= process_context().world_size(); ++n) {
-    const auto add = [&](const std::string& name, std::function<Placement(const Sizes&)> placement) {
+    const auto add = [&](const std::string& name, const std::function<Placement(const Sizes&)>& placement) {
       all.push_back({c10::str(name, " on ", n), {n}, [placement](const Sizes& sizes) { return Placements{placement(sizes)}; }});
     };
     add("Replicate", [](const Sizes&) { return Replicate{}; });

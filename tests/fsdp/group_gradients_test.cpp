@@ -211,7 +211,7 @@ TEST(GroupGradients, WhatAHookReturnsTwiceIsAddedTwice) {
     SCOPED_TRACE(strategy.name);
     Pair models(strategy);
     auto weight = models.sharded->named_parameters()["blocks.1.up.weight"];
-    const auto ones = torch::ones_like(weight).detach();
+    auto ones = torch::ones_like(weight).detach();
     weight.register_hook([&](const torch::Tensor&) { return ones; });
     for (int64_t step = 0; step < 3; ++step) models.backward(step);
     EXPECT_TRUE(torch::equal(full(ones), torch::ones_like(full(ones))));

@@ -1,3 +1,7 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
 #include "matchers.h"
 #include "subprocess.h"
 
