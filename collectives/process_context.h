@@ -33,7 +33,7 @@ class ProcessContext {
   /// Called by every rank in `ranks`, in the same order as their other calls with the same ranks.
   CommunicatorPtr communicator(const std::vector<int64_t>& ranks, at::DeviceType device_type,
                                const std::string& purpose = "default");
-  /// Grows with every call, from 1: for names that must differ.
+  /// Grows with every call in this process, from 1, without communication: for names that must differ.
   int64_t next_number() { return ++last_number_; }
   /// Sum over all communicators of this process.
   CollectiveCounters::Count count(CollectiveKind kind) const;

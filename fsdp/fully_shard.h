@@ -34,7 +34,9 @@ class FSDPModule {
   void set_reshard_after_backward(bool reshard, bool recurse = true);
   /// false: another backward follows before the optimizer step; unfinished reductions may stay in flight.
   void set_is_last_backward(bool is_last_backward);
-  /// Divides the summed gradients by `factor` instead of the number of data-parallel ranks.
+  /// Divides the summed gradients of this module's own group by `factor`, which is positive and the same on every rank, instead
+  /// of the number of data-parallel ranks. An error while gradients of the group are in flight, or wait for the all-reduce as a
+  /// mean.
   void set_gradient_divide_factor(double factor);
 
   const DeviceMesh& mesh() const;

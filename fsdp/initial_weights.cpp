@@ -20,12 +20,8 @@ std::string describe(const at::Tensor& tensor, const std::string& name) {
   return fmt::format("{} {}[{}]{}\n", name, c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "), frozen);
 }
 
-/// FNV-1a: the same on every rank, unlike std::hash.
-int64_t fingerprint(const std::string& text) {
-  uint64_t hash = 14695981039346656037ULL;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  return static_cast<int64_t>(hash);
-}
+/// The same on every rank, unlike std::hash.
+int64_t fingerprint(const std::string& text) { return static_cast<int64_t>(XXH3_64bits(text.data(), text.size())); }
 
 /// Of the bytes, in the order of the elements.
 int64_t checksum(const at::Tensor& tensor) {

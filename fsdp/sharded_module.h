@@ -55,7 +55,7 @@ class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
   void set_reshard_after_forward(bool reshard) { options_.reshard_after_forward = reshard; }
 
   int64_t initial_checksum = 0; ///< of its group's values, as `agree_on_initial_weights` returned it
-  int64_t model_number = 0;     ///< grows from model to model; of a root
+  int64_t model_number = 0;     ///< of the model that this call made or completed; on a root it is in its groups' labels
 
  private:
   std::vector<const torch::nn::Module*> modules_; // compared by address, never dereferenced

@@ -6,20 +6,10 @@
 #include <tessera/fsdp/unsharded.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
 namespace {
-
-/// The message of the c10::Error that `run` throws; empty when it throws none.
-template <typename Run>
-std::string message_of(const Run& run) {
-  try {
-    run();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
 
 TEST(FullyShard, ParametersBecomeDTensorsOfTheLayoutsPlacement) {
   torch::manual_seed(0);
@@ -123,7 +113,7 @@ TEST(FullyShard, MetaModulesAreMaterializedShardByShard) {
     Net net = on_meta([] { return Net(); });
     for (const auto& parameter : net->parameters()) EXPECT_TRUE(parameter.is_meta());
     shard_model(net, strategy);
-    EXPECT_NE(message_of([&] { net->forward(global_batch(0)); }).find("call tessera::materialize"), std::string::npos);
+    EXPECT_NE(error_of([&] { net->forward(global_batch(0)); }).find("call tessera::materialize"), std::string::npos);
     torch::manual_seed(5);
     materialize(*net, init);
     EXPECT_EQ(parameter_difference(*net, *plain), 0);
@@ -134,11 +124,11 @@ TEST(FullyShard, MetaModulesAreMaterializedShardByShard) {
 TEST(FullyShard, DifferentInitialWeightsAreAnErrorOrBroadcast) {
   torch::manual_seed(static_cast<uint64_t>(world_rank()));
   torch::nn::Linear checked(3, 2), broadcast(3, 2);
-  const auto message = message_of([&] { fully_shard(checked, world_mesh()); });
+  const auto message = error_of([&] { fully_shard(checked, world_mesh()); });
   if (world_size() > 1) {
     EXPECT_NE(message.find("the initial values of weight on rank(s) 1"), std::string::npos) << message;
   } else {
-    EXPECT_EQ(message, "");
+    EXPECT_EQ(message, "no error");
   }
   FullyShardOptions options;
   options.initial_weights = InitialWeights::kBroadcast;
@@ -163,7 +153,7 @@ TEST(FullyShard, EveryDifferenceOfInitialWeightsIsAnError) {
       const torch::NoGradGuard no_grad;
       change(linear->weight);
     }
-    const auto message = message_of([&] { fully_shard(linear, world_mesh()); });
+    const auto message = error_of([&] { fully_shard(linear, world_mesh()); });
     EXPECT_NE(message.find("the initial values of weight on rank(s) 1 differ"), std::string::npos) << what << ": " << message;
   }
 }
@@ -172,14 +162,14 @@ TEST(FullyShard, FrozenParametersOfAnyDtypeAreCompared) {
   for (const auto dtype : {torch::kFloat8_e4m3fn, torch::kUInt16, torch::kBool, torch::kHalf, torch::kComplexFloat}) {
     torch::nn::Module module;
     module.register_parameter("values", torch::arange(6).to(dtype), /*requires_grad=*/false);
-    EXPECT_EQ(message_of([&] { fully_shard(module, world_mesh()); }), "") << dtype;
+    EXPECT_EQ(error_of([&] { fully_shard(module, world_mesh()); }), "no error") << dtype;
   }
 }
 
 TEST(FullyShard, QuantizedParametersAreAnError) {
   torch::nn::Module module;
   module.register_parameter("values", torch::quantize_per_tensor(torch::ones({4}), 0.1, 0, torch::kQInt8), false);
-  EXPECT_NE(message_of([&] { fully_shard(module, world_mesh()); }).find("the parameter values is quantized"), std::string::npos);
+  EXPECT_NE(error_of([&] { fully_shard(module, world_mesh()); }).find("the parameter values is quantized"), std::string::npos);
 }
 
 TEST(FullyShard, MemoryTiedAcrossGroupsIsAnError) {
@@ -187,15 +177,14 @@ TEST(FullyShard, MemoryTiedAcrossGroupsIsAnError) {
   torch::nn::Sequential tied(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
   tied[1]->as<torch::nn::Linear>()->weight.set_data(tied[0]->as<torch::nn::Linear>()->weight.data());
   for (size_t i = 0; i < 2; ++i) fully_shard(*tied[i], world_mesh());
-  EXPECT_NE(message_of([&] {
-              fully_shard(tied, world_mesh());
-            }).find("the parameter 1.weight shares memory with the parameter 0.weight"),
-            std::string::npos);
+  EXPECT_NE(
+      error_of([&] { fully_shard(tied, world_mesh()); }).find("the parameter 1.weight shares memory with the parameter 0.weight"),
+      std::string::npos);
   torch::nn::Sequential copied(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
   copied[1]->register_buffer("copy", copied[0]->as<torch::nn::Linear>()->weight.data());
   fully_shard(*copied[0], world_mesh());
   EXPECT_NE(
-      message_of([&] { fully_shard(copied, world_mesh()); }).find("the buffer 1.copy shares memory with the parameter 0.weight"),
+      error_of([&] { fully_shard(copied, world_mesh()); }).find("the buffer 1.copy shares memory with the parameter 0.weight"),
       std::string::npos);
 }
 
@@ -212,19 +201,19 @@ TEST(FullyShard, ReshapingAShardedParameterInPlaceIsAnError) {
     for (const bool grad_mode : {false, true}) {
       const torch::AutoGradMode mode(grad_mode);
       for (const auto& call : calls) {
-        const auto message = message_of(call);
+        const auto message = error_of(call);
         EXPECT_NE(message.find("weight"), std::string::npos) << message;
       }
     }
     EXPECT_EQ(weight.sizes(), (std::vector<int64_t>{2, 3}));
     if (world_size() > 1) { // with one rank nothing sees what reads the unsharded parameter
       const torch::NoGradGuard no_grad;
-      EXPECT_NE(message_of([&] { unsharded(weight).t_(); }).find("aten::t_ on the sharded parameter weight"), std::string::npos);
+      EXPECT_NE(error_of([&] { unsharded(weight).t_(); }).find("aten::t_ on the sharded parameter weight"), std::string::npos);
       EXPECT_EQ(unsharded(weight).t().t_().sizes(), (std::vector<int64_t>{2, 3})); // a view is the caller's own
     }
     const auto before = linear(torch::ones({1, 3})).sum();
-    EXPECT_NE(message_of(calls[0]), "");
-    EXPECT_EQ(message_of([&] { before.backward(); }), ""); // nothing was written
+    EXPECT_NE(error_of(calls[0]), "no error");
+    EXPECT_EQ(error_of([&] { before.backward(); }), "no error"); // nothing was written
     EXPECT_TRUE(torch::allclose(linear(torch::ones({1, 3})), full(weight).sum(1) + full(linear->bias)));
   }
 }
@@ -245,7 +234,7 @@ TEST(FullyShard, ModelsOfSomeRanksDoNotConfuseThoseOfAll) {
 TEST(FullyShard, DifferentModelsAreAnError) {
   torch::manual_seed(0);
   torch::nn::Linear linear(3, world_rank() == 0 ? 2 : 4);
-  const auto message = message_of([&] { fully_shard(linear, world_mesh()); });
+  const auto message = error_of([&] { fully_shard(linear, world_mesh()); });
   if (world_size() > 1) {
     EXPECT_NE(message.find("the ranks' models or options differ: rank 0 has weight Float[2, 3], rank 1 has weight Float[4, 3]"),
               std::string::npos)
@@ -260,7 +249,7 @@ TEST(FullyShard, DifferentOptionsAreAnError) {
     torch::nn::Linear linear(3, 2);
     FullyShardOptions options;
     if (world_rank() > 0) change(options);
-    return message_of([&] { fully_shard(linear, world_mesh(), options); });
+    return error_of([&] { fully_shard(linear, world_mesh(), options); });
   };
   EXPECT_NE(differing([](auto& options) { options.layout = BufferLayout::kPerParameter; }).find("the layout kPerParameter"),
             std::string::npos);
@@ -271,7 +260,7 @@ TEST(FullyShard, DifferentOptionsAreAnError) {
   torch::manual_seed(0);
   torch::nn::Linear linear(3, 2);
   const auto message =
-      message_of([&] { world_rank() == 0 ? fully_shard(linear, world_mesh()) : replicate(*linear, world_mesh()); });
+      error_of([&] { world_rank() == 0 ? fully_shard(linear, world_mesh()) : replicate(*linear, world_mesh()); });
   EXPECT_NE(message.find("rank 0 has fully_shard over"), std::string::npos) << message;
   EXPECT_NE(differing([](auto& options) { options.initial_weights = InitialWeights::kUnchecked; }).find("initial_weights"),
             std::string::npos);
@@ -286,7 +275,7 @@ TEST(FullyShard, BroadcastsInAnotherOrderAreAnError) {
   options.initial_weights = InitialWeights::kBroadcast;
   fully_shard(*model[first], world_mesh(), options);
   fully_shard(*model[1 - first], world_mesh(), options);
-  const auto message = message_of([&] { fully_shard(model, world_mesh(), options); });
+  const auto message = error_of([&] { fully_shard(model, world_mesh(), options); });
   EXPECT_NE(message.find("rank 0 has 0 sharded with values of checksum"), std::string::npos) << message;
 }
 
@@ -295,30 +284,30 @@ TEST(FullyShard, BadInputNamesTheCause) {
   const auto mesh = world_mesh();
   torch::nn::Linear linear(3, 2);
   fully_shard(linear, mesh);
-  EXPECT_NE(message_of([&] { fully_shard(linear, mesh); }).find("the module torch::nn::LinearImpl is sharded already"),
+  EXPECT_NE(error_of([&] { fully_shard(linear, mesh); }).find("the module torch::nn::LinearImpl is sharded already"),
             std::string::npos);
-  EXPECT_NE(message_of([&] { linear->to(torch::kDouble); }).find("set_data on the sharded parameter weight would unshard it"),
+  EXPECT_NE(error_of([&] { linear->to(torch::kDouble); }).find("set_data on the sharded parameter weight would unshard it"),
             std::string::npos);
   torch::nn::Sequential parent(torch::nn::Linear(3, 2));
   fully_shard(parent, mesh, {.initial_weights = InitialWeights::kBroadcast});
-  EXPECT_NE(message_of([&] { fully_shard(*parent[0], mesh); }).find("were sharded with a module above it: shard bottom-up"),
+  EXPECT_NE(error_of([&] { fully_shard(*parent[0], mesh); }).find("were sharded with a module above it: shard bottom-up"),
             std::string::npos);
   for (const auto dtype : {torch::kLong, torch::kBool, torch::kComplexFloat}) {
     FullyShardOptions options;
     options.mixed_precision.param_dtype = dtype;
     torch::nn::Linear cast(3, 2);
-    EXPECT_NE(message_of([&] { fully_shard(cast, mesh, options); }).find("must be a floating-point dtype"), std::string::npos);
+    EXPECT_NE(error_of([&] { fully_shard(cast, mesh, options); }).find("must be a floating-point dtype"), std::string::npos);
   }
   torch::nn::ReLU empty;
-  EXPECT_NE(message_of([&] { fully_shard(empty, mesh); }).find("has no parameter"), std::string::npos);
+  EXPECT_NE(error_of([&] { fully_shard(empty, mesh); }).find("has no parameter"), std::string::npos);
   torch::nn::Linear other(3, 2);
-  EXPECT_NE(message_of([&] { fully_shard(other, DeviceMesh()); }).find("the mesh is undefined"), std::string::npos);
+  EXPECT_NE(error_of([&] { fully_shard(other, DeviceMesh()); }).find("the mesh is undefined"), std::string::npos);
   const auto cube = init_device_mesh(torch::kCPU, {1, 1, world_size()}, {"a", "b", "c"});
-  EXPECT_NE(message_of([&] { fully_shard(other, cube); }).find("a 1-D mesh (shard) or a 2-D mesh"), std::string::npos);
-  EXPECT_NE(message_of([&] { fsdp(*other); }).find("is not sharded: call fully_shard"), std::string::npos);
+  EXPECT_NE(error_of([&] { fully_shard(other, cube); }).find("a 1-D mesh (shard) or a 2-D mesh"), std::string::npos);
+  EXPECT_NE(error_of([&] { fsdp(*other); }).find("is not sharded: call fully_shard"), std::string::npos);
   EXPECT_FALSE(is_sharded(*other));
   other(torch::ones({1, 3})).sum().backward();
-  EXPECT_NE(message_of([&] { fully_shard(other, mesh); }).find("weight has a gradient already"), std::string::npos);
+  EXPECT_NE(error_of([&] { fully_shard(other, mesh); }).find("weight has a gradient already"), std::string::npos);
 }
 
 } // namespace
