@@ -2,10 +2,15 @@
 
 /// All public headers of Tessera.
 
+#include <tessera/activations/recompute.h>
+#include <tessera/activations/saved_tensors.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checkpointer.h>
 #include <tessera/checkpoint/hugging_face.h>
+#include <tessera/checkpoint/read_state_dict.h>
 #include <tessera/checkpoint/state_dict.h>
+#include <tessera/checkpoint/storage.h>
+#include <tessera/checkpoint/torch_file.h>
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
@@ -17,9 +22,25 @@
 #include <tessera/dtensor/register_sharding.h>
 #include <tessera/dtensor/strict_sharding.h>
 #include <tessera/fsdp/call.h>
+#include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/meta_init.h>
+#include <tessera/fsdp/no_sync.h>
+#include <tessera/fsdp/reshard_parameters.h>
+#include <tessera/fsdp/summary.h>
 #include <tessera/fsdp/unsharded.h>
+#include <tessera/fsdp/whole_parameters.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/mixed_precision/policy.h>
+#include <tessera/nn/average_buffers.h>
+#include <tessera/nn/sync_batch_norm.h>
+#include <tessera/optim/register_optimizer.h>
 #include <tessera/optim/shard_optimizer.h>
+#include <tessera/optim/step.h>
+#include <tessera/training/averaged_model.h>
+#include <tessera/training/distributed_sampler.h>
+#include <tessera/training/grad_scaler.h>
+#include <tessera/training/lr_schedule.h>
+#include <tessera/training/metrics.h>
+#include <tessera/training/seeds.h>
+#include <tessera/training/uneven_batches.h>

@@ -1,10 +1,12 @@
-// One rank of a job that saves and loads a gibibyte, driven by `benchmarks/compare` through standard input.
+// One rank of a job that saves, exports and loads a gibibyte, driven by `benchmarks/compare` through standard input.
 //   measure_checkpoint FOLDER MEBIBYTES_OF_ALL_RANKS
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <common/program.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checkpointer.h>
+#include <tessera/checkpoint/hugging_face.h>
+#include <tessera/checkpoint/torch_file.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/mesh/device_mesh.h>
@@ -14,7 +16,9 @@
 #include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <numeric>
+#include <string>
 
 #include "serve.h"
 
@@ -22,6 +26,24 @@ namespace tessera::benchmarks {
 namespace {
 
 constexpr int64_t kRows = 4096, kColumns = 1024; // 16 MiB a tensor
+
+// A line of /proc/self/status, in KiB.
+int64_t status_of(const std::string& key) {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with(key + ":")) return std::stoll(line.substr(key.size() + 1));
+  }
+  TORCH_CHECK(false, "/proc/self/status has no ", key);
+}
+
+// How much more of the host's memory this process held while `work` ran than before, at most.
+template <typename Work>
+int64_t peak_bytes_of(const Work& work) {
+  std::ofstream("/proc/self/clear_refs") << "5"; // the peak starts anew
+  const auto before = status_of("VmRSS");
+  work();
+  return (status_of("VmHWM") - before) * 1024;
+}
 
 class CheckpointJob {
  public:
@@ -56,6 +78,14 @@ class CheckpointJob {
         std::memcpy(copies_[i].mutable_data_ptr(), shards_[i].const_data_ptr(), shards_[i].nbytes());
     });
   }
+  nlohmann::json export_torch() {
+    clear("model.pt");
+    return exported([&] { checkpoint::save_torch(state_, folder_ / "model.pt"); });
+  }
+  nlohmann::json export_hugging_face() {
+    clear("exported");
+    return exported([&] { checkpoint::save_hugging_face(state_, folder_ / "exported"); });
+  }
   // The time that a save in the background holds up its caller.
   nlohmann::json stall() {
     clear("background");
@@ -74,6 +104,13 @@ class CheckpointJob {
       std::filesystem::remove_all(folder_ / name);
       ::sync();
     }
+  }
+
+  template <typename Work>
+  nlohmann::json exported(const Work& work) {
+    nlohmann::json seconds;
+    const auto peak = peak_bytes_of([&] { seconds = seconds_of(work); });
+    return {{"seconds", std::move(seconds)}, {"peak_bytes", peak}};
   }
 
   template <typename Work>
@@ -100,7 +137,9 @@ int run(int argc, char** argv) {
            {"load", [&] { return job.load(true); }},
            {"load-unverified", [&] { return job.load(false); }},
            {"copy", [&] { return job.copy(); }},
-           {"stall", [&] { return job.stall(); }}});
+           {"stall", [&] { return job.stall(); }},
+           {"export-torch", [&] { return job.export_torch(); }},
+           {"export-hugging-face", [&] { return job.export_hugging_face(); }}});
   }
   destroy_process_group();
   return 0;

@@ -102,13 +102,18 @@ void foreach_step(State& s) {
   at::_foreach_addcdiv_(s.parameters, s.averages, denominators, -0.01);
 }
 
+/// The rows of each, spread over the mesh.
+Tensors shard_rows(const Tensors& tensors, const DeviceMesh& mesh) {
+  Tensors sharded;
+  for (const auto& tensor : tensors) sharded.push_back(distribute_tensor(tensor, mesh, {Shard{0}}));
+  return sharded;
+}
+
 void answer() {
   const auto mesh = mesh_of(1), grid = mesh_of(2);
-  Tensors plain, sharded;
-  for (int i = 0; i < 20; ++i) {
-    plain.push_back(at::randn({8, 8}));
-    sharded.push_back(distribute_tensor(plain.back(), mesh, {Shard{0}}));
-  }
+  Tensors plain;
+  for (int i = 0; i < 20; ++i) plain.push_back(at::randn({8, 8}));
+  const auto sharded = shard_rows(plain, mesh);
   const auto on_grid = distribute_tensor(plain[0], grid, {Shard{0}, Shard{1}});
   auto plain_state = adamw_state(nullptr), sharded_state = adamw_state(&mesh);
   FirstCalls first;

@@ -1,7 +1,8 @@
-// The host's cost of sharding: forward and backward of 25 groups of 9 small parameters, sharded on one rank and not sharded at
-// all. Driven by `benchmarks/compare` through standard input.
+// The host's cost of sharding: forward and backward of 25 groups of small parameters, sharded and not sharded at all. Driven by
+// `benchmarks/compare` through standard input.
+//
+// Usage: measure_overhead [RANKS [PARAMETERS]]: of a job whose other ranks do not exist, and of a group, 9 or more.
 #include <common/program.h>
-#include <common/ranks.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/mesh/device_mesh.h>
@@ -10,6 +11,8 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <string>
+#include <vector>
 
 #include "serve.h"
 
@@ -20,30 +23,33 @@ constexpr int kGroups = 25;
 constexpr int kRepetitions = 5;
 constexpr int64_t kWidth = 16, kBatch = 4;
 
-// Nine parameters: four layers with biases, and a scale.
+// Four layers with biases, and scales: nine parameters or more.
 class BlockImpl : public torch::nn::Module {
  public:
-  BlockImpl() {
+  explicit BlockImpl(int parameters) {
     for (int i = 0; i < 4; ++i) layers_->push_back(torch::nn::Linear(kWidth, kWidth));
     register_module("layers", layers_);
-    scale_ = register_parameter("scale", torch::ones({kWidth}));
+    for (int i = 0; i < parameters - 8; ++i) {
+      scales_.push_back(register_parameter("scale" + std::to_string(i), torch::ones({kWidth})));
+    }
   }
   torch::Tensor forward(torch::Tensor x) {
     auto y = x;
     for (const auto& layer : *layers_) y = torch::tanh(layer->as<torch::nn::Linear>()->forward(y));
-    return x + y * scale_;
+    for (const auto& scale : scales_) y = y * scale;
+    return x + y;
   }
 
  private:
   torch::nn::ModuleList layers_;
-  torch::Tensor scale_;
+  std::vector<torch::Tensor> scales_;
 };
 TORCH_MODULE(Block);
 
 class StackImpl : public torch::nn::Module {
  public:
-  StackImpl() {
-    for (int i = 0; i < kGroups; ++i) blocks->push_back(Block());
+  explicit StackImpl(int parameters) {
+    for (int i = 0; i < kGroups; ++i) blocks->push_back(Block(parameters));
     register_module("blocks", blocks);
   }
   torch::Tensor forward(torch::Tensor x) {
@@ -76,9 +82,10 @@ double seconds_of_forward_and_backward(Stack& stack, const torch::Tensor& input)
   return seconds[kRepetitions / 2];
 }
 
-void answer() {
-  const auto mesh = init_device_mesh(torch::kCPU, {1}, {"shard"});
-  Stack plain, ragged, per_parameter;
+void answer(int ranks, int parameters) {
+  TORCH_CHECK(parameters >= 9, "there are ", parameters, " parameters a group, but must be at least 9");
+  const auto mesh = init_device_mesh(torch::kCPU, {ranks}, {"shard"});
+  Stack plain(parameters), ragged(parameters), per_parameter(parameters);
   shard(ragged, mesh, {.layout = BufferLayout::kRagged});
   shard(per_parameter, mesh, {.layout = BufferLayout::kPerParameter});
   const auto input = torch::randn({kBatch, kWidth});
@@ -87,9 +94,11 @@ void answer() {
          {"per-parameter", [&] { return seconds_of_forward_and_backward(per_parameter, input); }}});
 }
 
-int run() {
-  examples::join_job(/*threads=*/1);
-  answer();
+int run(int argc, char** argv) {
+  const int ranks = argc > 1 ? std::stoi(argv[1]) : 1;
+  at::set_num_threads(1);
+  init_fake_process_group(/*rank=*/0, ranks);
+  answer(ranks, argc > 2 ? std::stoi(argv[2]) : 9);
   destroy_process_group();
   return 0;
 }
@@ -97,4 +106,6 @@ int run() {
 } // namespace
 } // namespace tessera::benchmarks
 
-int main() { return examples::run_program("measure_overhead", tessera::benchmarks::run); }
+int main(int argc, char** argv) {
+  return examples::run_program("measure_overhead", [&] { return tessera::benchmarks::run(argc, argv); });
+}

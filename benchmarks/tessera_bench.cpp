@@ -38,12 +38,12 @@ void measure(benchmark::State& state, const gpt::Options& options) {
   state.counters["state_bytes/rank"] = static_cast<double>(step.state_bytes());
 }
 
-void add(gpt::Options options, gpt::Strategy strategy, BufferLayout layout) {
+void add(gpt::Options options, const std::optional<Strategy>& strategy, BufferLayout layout) {
   options.strategy = strategy;
   options.layout = layout;
   options.mesh.clear();
   auto name = std::string(gpt::to_string(strategy));
-  if (strategy != gpt::Strategy::kNone) name += std::string("/") + gpt::to_string(layout);
+  if (strategy) name += std::string("/") + gpt::to_string(layout);
   benchmark::RegisterBenchmark(name.c_str(), [options](benchmark::State& state) { measure(state, options); })
       ->Iterations(options.steps) // the same on every rank
       ->Unit(benchmark::kMillisecond)
@@ -51,12 +51,24 @@ void add(gpt::Options options, gpt::Strategy strategy, BufferLayout layout) {
 }
 
 void add_all(const gpt::Options& options, int world) {
-  if (world == 1) add(options, gpt::Strategy::kNone, BufferLayout::kRagged);
+  if (world == 1) add(options, std::nullopt, BufferLayout::kRagged);
   for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
-    add(options, gpt::Strategy::kFull, layout);
-    if (world > 1 && world % 2 == 0) add(options, gpt::Strategy::kHybrid, layout);
-    add(options, gpt::Strategy::kNoShard, layout);
+    for (const auto& row : kStrategies) {
+      if (!row.outer || (world > 1 && world % 2 == 0)) add(options, row.strategy, layout);
+    }
   }
+}
+
+// Google Benchmark warns of a debug build where it was compiled itself with assertions, as Debian's package is.
+void describe_builds() {
+#ifdef NDEBUG
+  benchmark::AddCustomContext("tessera", "a release build");
+#else
+  benchmark::AddCustomContext("tessera", "a build with assertions: its timings say little");
+#endif
+  benchmark::AddCustomContext("a warning of DEBUG below",
+                              "is about Google Benchmark alone; Debian's package is optimized and keeps "
+                              "assertions, outside of the loop that is timed");
 }
 
 void run(const gpt::Options& options) {
@@ -69,6 +81,7 @@ void run(const gpt::Options& options) {
 
 int start(int argc, char** argv) {
   benchmark::Initialize(&argc, argv); // takes its own flags out
+  describe_builds();
   const bool steps_given = std::any_of(argv + 1, argv + argc, [](std::string_view flag) { return flag.starts_with("--steps"); });
   auto options = gpt::parse_options(argc, argv);
   if (!steps_given) options.steps = kDefaultSteps;

@@ -10,7 +10,9 @@ namespace {
 
 gpt::Gpt make_model(const gpt::Options& options) {
   torch::manual_seed(options.seed);
-  return gpt::Gpt(options.model);
+  gpt::Gpt model(options.model);
+  model->set_recompute(options.recompute);
+  return model;
 }
 
 } // namespace

@@ -1,22 +1,19 @@
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 #include <tessera/checkpoint/box.h>
 
 #include <algorithm>
-#include <numeric>
+#include <iterator>
 #include <unordered_set>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
-
-int64_t product(const std::vector<int64_t>& sizes, size_t begin, size_t end) {
-  return std::accumulate(sizes.begin() + begin, sizes.begin() + end, int64_t{1}, std::multiplies<>());
-}
 
 // [begin, end) of the flattened dims `level`..`dim` of `box`, whose dims before `level` are already narrowed.
 void append_range(Box box, size_t level, size_t dim, int64_t begin, int64_t end, std::vector<Box>& out) {
   if (begin >= end) return;
-  const auto inner = product(box.sizes, level + 1, dim + 1);
+  const auto inner = c10::multiply_integers(box.sizes.begin() + level + 1, box.sizes.begin() + dim + 1);
   const auto rows = [&](int64_t first, int64_t last) {
     Box narrowed = box;
     narrowed.offsets[level] += first;
@@ -66,10 +63,10 @@ struct Part {
                 " extents on a mesh dim of ", ranks, " ranks");
     TORCH_CHECK(!ragged_dim || *ragged_dim == ragged.dim, "RaggedShard(", ragged.dim, ") after RaggedShard(",
                 ragged_dim.value_or(0), ") cannot be described as boxes");
-    const auto n = ragged_dim ? end - begin : product(box.sizes, 0, ragged.dim + 1);
-    const auto total = std::accumulate(ragged.extents.begin(), ragged.extents.end(), int64_t{0});
+    const auto n = ragged_dim ? end - begin : c10::numelements_to_dim(static_cast<int>(ragged.dim + 1), box.sizes);
+    const auto total = c10::sum_integers(ragged.extents);
     TORCH_CHECK(total == n, "the extents of RaggedShard(", ragged.dim, ") add up to ", total, " where the tensor has ", n);
-    const auto low = std::accumulate(ragged.extents.begin(), ragged.extents.begin() + index, int64_t{0});
+    const auto low = c10::sum_integers(ragged.extents.begin(), ragged.extents.begin() + index);
     ragged_dim = ragged.dim;
     end = begin + low + ragged.extents[index];
     begin += low;
@@ -112,7 +109,7 @@ bool overlap(const Box& a, const Box& b) {
 
 int64_t Box::numel() const {
   // Sizes come from files too: beside a 0, the others may be too large to multiply.
-  return std::find(sizes.begin(), sizes.end(), 0) != sizes.end() ? 0 : product(sizes, 0, sizes.size());
+  return std::ranges::find(sizes, 0) != sizes.end() ? 0 : c10::multiply_integers(sizes);
 }
 
 Box whole(const std::vector<int64_t>& sizes) { return {std::vector<int64_t>(sizes.size(), 0), sizes}; }
@@ -150,6 +147,15 @@ std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<const Bo
   return std::nullopt;
 }
 
+std::optional<int64_t> checked_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+  auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  if (std::ranges::find(sizes, 0) != sizes.end()) return 0;
+  for (const auto size : sizes) {
+    if (__builtin_mul_overflow(bytes, size, &bytes)) return std::nullopt;
+  }
+  return bytes;
+}
+
 bool fits(const Box& inner, const std::vector<int64_t>& sizes) {
   if (inner.sizes.size() != sizes.size() || inner.offsets.size() != sizes.size()) return false;
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -163,9 +169,8 @@ bool fits(const Box& inner, const std::vector<int64_t>& sizes) {
 std::vector<Box> split(const Box& box, int64_t item, int64_t bytes) {
   const auto total = box.numel() * item;
   if (total == 0) return {};
-  const auto dim = static_cast<size_t>(std::find_if(box.sizes.begin(), box.sizes.end(), [](int64_t size) { return size > 1; }) -
-                                       box.sizes.begin());
-  if (total <= bytes || dim == box.sizes.size()) return {box};
+  const auto dim = std::ranges::find_if(box.sizes, [](int64_t size) { return size > 1; }) - box.sizes.begin();
+  if (total <= bytes || dim == std::ssize(box.sizes)) return {box};
   const auto rows = std::max<int64_t>(1, bytes / (total / box.sizes[dim]));
   std::vector<Box> boxes;
   for (int64_t row = 0; row < box.sizes[dim]; row += rows) {
@@ -203,4 +208,4 @@ std::vector<Box> local_boxes(const std::vector<int64_t>& sizes, const Placements
   return part.box.numel() > 0 ? std::vector<Box>{part.box} : std::vector<Box>{};
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

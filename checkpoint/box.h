@@ -2,6 +2,9 @@
 
 // Internal: rectangular parts of a tensor, and which of them a rank holds.
 
+#include <c10/core/ScalarType.h>
+
+#include <compare>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -10,7 +13,7 @@
 
 #include <tessera/dtensor/placement.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 /// A rectangular part of a tensor: one offset and one size a dim. A 0-dim tensor has one box, without dims, of one element.
 struct Box {
@@ -18,7 +21,8 @@ struct Box {
   std::vector<int64_t> sizes;
 
   int64_t numel() const;
-  bool operator==(const Box&) const = default;
+  // NOLINTNEXTLINE(modernize-use-nullptr): clang-tidy takes the 0 that it compares with for a pointer
+  auto operator<=>(const Box&) const = default;
 };
 
 /// The box of the whole tensor.
@@ -30,6 +34,9 @@ std::optional<Box> intersect(const Box& a, const Box& b);
 /// Two of these boxes, all of the same number of dims, that have an element in common; nothing when there are none. Empty boxes
 /// have none.
 std::optional<std::pair<size_t, size_t>> find_overlap(const std::vector<const Box*>& boxes);
+
+/// Bytes of a tensor whose sizes may come from a file; nothing when they do not fit in 63 bits.
+std::optional<int64_t> checked_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype);
 
 /// True when `inner` lies within a tensor of these sizes.
 bool fits(const Box& inner, const std::vector<int64_t>& sizes);
@@ -51,4 +58,4 @@ std::vector<Box> boxes_of_range(const Box& box, int64_t dim, int64_t begin, int6
 std::vector<Box> local_boxes(const std::vector<int64_t>& sizes, const Placements& placements,
                              const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& coordinate);
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

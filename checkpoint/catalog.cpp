@@ -3,21 +3,26 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/distcp.h>
 #include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/folder_names.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/open.h>
-#include <tessera/checkpoint/staging.h>
+#include <tessera/collectives/error_text.h>
 
 #include <algorithm>
+#include <cctype>
 #include <string>
+#include <tuple>
 #include <utility>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
+constexpr int kScans = 100; // of a folder in which nothing whole is found, while others remove checkpoints
+
 bool is_part_of_checkpoint(const std::filesystem::directory_entry& entry) {
   const auto name = entry.path().filename();
-  const bool known = name == kIndexName || name == kHuggingFaceIndex || name == kDistcpMetadata ||
+  const bool known = name == kIndexName || name.string().ends_with(kIndexOfSafetensors) || name == kDistcpMetadata ||
                      name.extension() == ".safetensors" || name.extension() == ".distcp";
   return known && !entry.is_directory();
 }
@@ -26,45 +31,122 @@ bool is_part_of_checkpoint(const std::filesystem::directory_entry& entry) {
 bool has_own_index(const std::filesystem::path& folder) {
   std::error_code ignored;
   if (!std::filesystem::is_regular_file(folder / kIndexName, ignored)) return false;
-  const auto file = File::open(folder / kIndexName);
-  std::string start(std::min(std::string_view(kIndexStart).size(), static_cast<size_t>(file.size())), '\0');
-  file.read_at(start.data(), start.size(), 0);
-  return start == kIndexStart || !safetensors_files_in(folder).empty();
+  return begins_as_index(folder / kIndexName) || !safetensors_files_in(folder).empty();
 }
 
-enum class Damaged { kError, kSkipped };
+// Of the index, which says it itself only where it is whole.
+using WriteTime = std::filesystem::file_time_type;
 
-// The complete checkpoints in `root`, oldest first.
-std::vector<std::filesystem::path> list(const std::filesystem::path& root, Damaged damaged) {
-  std::vector<std::pair<int64_t, std::filesystem::path>> found;
-  if (!std::filesystem::is_directory(root)) return {};
-  for (const auto& entry : std::filesystem::directory_iterator(root)) {
-    const bool hidden = entry.path().filename().string().starts_with('.'); // being written or removed
-    if (hidden || entry.is_symlink()) continue;
-    try {
-      if (has_own_index(entry.path())) found.emplace_back(read_index(entry.path()).saved_at, entry.path());
-    } catch (const c10::Error&) {
-      if (damaged == Damaged::kError) throw;
+struct Damaged {
+  WriteTime written;
+  std::string error;
+};
+
+// The checkpoints in a folder, while other processes may save and remove some.
+struct Listing {
+  std::vector<std::filesystem::path> whole; // oldest first
+  WriteTime newest_written = WriteTime::min();
+  std::vector<Damaged> damaged;
+  bool vanished = false; // one was removed in the meantime
+
+  // One that was written last would be passed over without a word. Null when there is none.
+  const Damaged* damaged_newest() const {
+    const auto is_newest = [&](const Damaged& one) { return whole.empty() || one.written > newest_written; };
+    const auto found = std::ranges::find_if(damaged, is_newest);
+    return found == damaged.end() ? nullptr : &*found;
+  }
+};
+
+using Dated = std::tuple<int64_t, std::filesystem::path, WriteTime>; // when it was saved, and its index written
+
+// Adds a folder to `whole` where it holds a checkpoint, and to `listing` where it is damaged or gone.
+void visit(const std::filesystem::path& folder, std::vector<Dated>& whole, Listing& listing) {
+  std::error_code ignored, gone; // the time is taken before the index is read: it may be removed at any moment
+  const auto written = std::filesystem::last_write_time(folder / kIndexName, gone);
+  try {
+    if (has_own_index(folder)) {
+      whole.emplace_back(read_index(folder).saved_at, folder, written);
+    } else if (!std::filesystem::exists(folder, ignored)) {
+      listing.vanished = true;
+    }
+  } catch (const std::exception& error) { // also those of std::filesystem
+    std::error_code unknown;
+    if (std::filesystem::exists(folder / kIndexName, unknown) || unknown) {
+      listing.damaged.push_back({written, error_text(error)});
+    } else {
+      listing.vanished = true;
     }
   }
-  std::sort(found.begin(), found.end());
-  std::vector<std::filesystem::path> paths;
-  for (auto& [saved_at, path] : found) paths.push_back(std::move(path));
-  return paths;
+}
+
+Listing list(const std::filesystem::path& root) {
+  Listing listing;
+  std::vector<Dated> whole;
+  std::error_code failure, ignored;
+  const std::filesystem::directory_iterator entries(root, failure);
+  const bool is_absent = failure == std::errc::no_such_file_or_directory || failure == std::errc::not_a_directory;
+  TORCH_CHECK(!failure || is_absent, "checkpoint: cannot list ", root.string(), ": ", failure.message());
+  for (const auto& entry : entries) {                                      // a folder that is not there holds none
+    const bool hidden = entry.path().filename().string().starts_with('.'); // being written or removed
+    if (!hidden && !entry.is_symlink(ignored)) visit(entry.path(), whole, listing);
+  }
+  std::sort(whole.begin(), whole.end());
+  for (auto& [saved_at, path, written] : whole) {
+    listing.whole.push_back(std::move(path));
+    listing.newest_written = written;
+  }
+  return listing;
 }
 
 } // namespace
 
-std::filesystem::path latest(const std::filesystem::path& root) {
-  const auto paths = list(root, Damaged::kError);
-  return paths.empty() ? std::filesystem::path() : paths.back();
+std::string series_of(const std::filesystem::path& checkpoint) {
+  std::string series;
+  for (const char c : checkpoint.filename().string()) {
+    if (std::isdigit(static_cast<unsigned char>(c)) == 0) {
+      series += c;
+    } else if (!series.ends_with('#')) {
+      series += '#';
+    }
+  }
+  return series;
+}
+
+void check_has_number(const std::filesystem::path& checkpoint) {
+  TORCH_CHECK(series_of(checkpoint).find('#') != std::string::npos,
+              "keep_last counts checkpoints whose names differ in a number, as step-100 and step-200, and ",
+              checkpoint.filename(), " has none");
 }
 
 void check_replaceable(const std::filesystem::path& path) {
   TORCH_CHECK(std::filesystem::is_directory(path), path.string(), " is not a checkpoint, so it is not replaced");
   for (const auto& entry : std::filesystem::directory_iterator(path)) {
     TORCH_CHECK(is_part_of_checkpoint(entry), path.string(), " holds ", entry.path().filename().string(),
-                ", which is no part of a checkpoint, so it is not replaced");
+                ", which is no part of a checkpoint, so it is not replaced: move that away, or choose another name");
+  }
+}
+
+bool holds_part_of_checkpoint(const std::filesystem::path& path) {
+  return std::filesystem::is_directory(path) &&
+         std::ranges::any_of(std::filesystem::directory_iterator(path), is_part_of_checkpoint);
+}
+
+void check_others_stay(const std::filesystem::path& path) {
+  TORCH_CHECK(std::filesystem::is_directory(path), path.string(), " exists already and is no folder, so it is not replaced");
+  for (const auto& entry : std::filesystem::directory_iterator(path)) {
+    TORCH_CHECK(is_part_of_checkpoint(entry) || entry.is_symlink() || entry.is_regular_file(), path.string(), " holds ",
+                entry.path().filename().string(), ", which is neither a part of a checkpoint nor a file, so it is not replaced: ",
+                "move that away, or choose another name");
+  }
+}
+
+void link_others(const std::filesystem::path& from, const std::filesystem::path& to) {
+  for (const auto& entry : std::filesystem::directory_iterator(from)) {
+    if (is_part_of_checkpoint(entry)) continue;
+    const auto copy = to / entry.path().filename();
+    std::error_code failure; // of a file system without hard links
+    if (!entry.is_symlink()) std::filesystem::create_hard_link(entry.path(), copy, failure);
+    if (entry.is_symlink() || failure) std::filesystem::copy(entry.path(), copy, std::filesystem::copy_options::copy_symlinks);
   }
 }
 
@@ -88,8 +170,8 @@ int64_t time_of_latest(const std::filesystem::path& root) {
 }
 
 void keep_last(const std::filesystem::path& root, int count, const std::filesystem::path& newest) {
-  auto paths = list(root, Damaged::kSkipped);
-  std::erase(paths, newest);
+  auto paths = list(root).whole;
+  std::erase_if(paths, [&](const auto& path) { return path == newest || series_of(path) != series_of(newest); });
   for (size_t i = 0; i + static_cast<size_t>(count) <= paths.size(); ++i) {
     const auto hidden = hidden_name(paths[i], "removing");
     try {
@@ -101,6 +183,24 @@ void keep_last(const std::filesystem::path& root, int count, const std::filesyst
     sync_folder(root);
     std::filesystem::remove_all(hidden);
   }
+}
+
+} // namespace tessera::internal
+
+namespace tessera::checkpoint {
+
+std::filesystem::path latest(const std::filesystem::path& root) {
+  internal::Listing found;
+  for (int scan = 0; scan < internal::kScans; ++scan) {
+    found = internal::list(root);
+    if (!found.whole.empty() && !found.damaged_newest()) break;
+    // The listing of a folder that changes may miss what was there all the time.
+    if (!found.vanished && scan > 0) break;
+  }
+  if (const auto* damaged = found.damaged_newest()) {
+    TORCH_CHECK(false, damaged->error, "\nNo whole checkpoint beside it is newer; remove it, or name the one to load");
+  }
+  return found.whole.empty() ? std::filesystem::path() : found.whole.back();
 }
 
 } // namespace tessera::checkpoint

@@ -1,3 +1,4 @@
+#include <c10/util/Exception.h>
 #include <tessera/checkpoint/checkpointer.h>
 #include <tessera/checkpoint/ranks.h>
 #include <tessera/checkpoint/save_session.h>
@@ -10,25 +11,30 @@ namespace tessera::checkpoint {
 
 class Checkpointer::Impl {
  public:
+  explicit Impl(const std::optional<DeviceMesh>& mesh)
+      : mesh_(mesh), ranks_(internal::Ranks::unshared(mesh, "checkpoint in the background")) {}
   ~Impl() {
     if (saving_.valid()) saving_.wait();
   }
 
-  void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options) {
+  void save(const StateDict& state, const internal::Destination& to, const SaveOptions& options) {
+    TORCH_CHECK(!options.mesh || options.mesh == mesh_, "checkpoint: SaveOptions::mesh is another than the Checkpointer's");
     wait();
     // No vote here, where the training waits: the thread tells the other ranks.
     std::exception_ptr failure;
     try {
-      copied_ = copies_.copy(snapshot_of(state));
+      copied_ = copies_.copy(internal::snapshot_of(state));
     } catch (...) {
       failure = std::current_exception();
     }
-    saving_ = std::async(std::launch::async, [this, dir, options, failure] {
-      ranks_.all("copy the state for " + dir.string(), [&] {
+    auto chosen = options;
+    chosen.differing_tensors = options.differing_tensors.value_or(differing_tensors()); // now, not when the thread comes to it
+    saving_ = std::async(std::launch::async, [this, to, chosen, failure] {
+      const auto take = [&] {
         if (failure) std::rethrow_exception(failure);
-        return std::string();
-      });
-      save_snapshot(ranks_, copied_, planner_, dir, options);
+        return copied_;
+      };
+      internal::save_snapshot(ranks_, take, planner_, to, chosen);
     });
   }
 
@@ -38,18 +44,23 @@ class Checkpointer::Impl {
 
  private:
   // The thread's votes need a group of their own, beside the collectives of the training and of other checkpointers.
-  const Ranks ranks_ = Ranks::unshared("checkpoint in the background");
-  HostCopies copies_;
-  Snapshot copied_;
-  Planner planner_;
+  const std::optional<DeviceMesh> mesh_;
+  const internal::Ranks ranks_;
+  internal::HostCopies copies_;
+  internal::Snapshot copied_;
+  internal::Planner planner_;
   std::future<void> saving_;
 };
 
-Checkpointer::Checkpointer() : impl_(std::make_unique<Impl>()) {}
+Checkpointer::Checkpointer(const std::optional<DeviceMesh>& mesh) : impl_(std::make_unique<Impl>(mesh)) {}
 Checkpointer::~Checkpointer() = default;
 
 void Checkpointer::save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options) {
-  impl_->save(state, dir, options);
+  impl_->save(state, {dir}, options);
+}
+
+void Checkpointer::save(const StateDict& state, Storage& storage, const std::string& name, const SaveOptions& options) {
+  impl_->save(state, {name, &storage}, options);
 }
 
 void Checkpointer::wait() { impl_->wait(); }

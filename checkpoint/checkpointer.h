@@ -2,6 +2,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/state_dict.h>
@@ -16,7 +17,9 @@ namespace tessera::checkpoint {
 /// lets them go, in the same order. Each needs memory for one copy of this rank's parts.
 class Checkpointer {
  public:
-  Checkpointer();
+  /// With a mesh its ranks alone make it and call it, as with SaveOptions::mesh; that of a save's options must be unset, or the
+  /// same.
+  explicit Checkpointer(const std::optional<DeviceMesh>& mesh = {});
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
   /// Waits for the save in progress; its error is lost, so call `wait` before.
@@ -25,6 +28,8 @@ class Checkpointer {
   /// Waits for the save before, and throws its error if it failed; then copies `state`. When it returns, the tensors may be
   /// changed. Otherwise as `checkpoint::save`.
   void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options = {});
+  /// The same into a storage, which must live until this save has ended.
+  void save(const StateDict& state, Storage& storage, const std::string& name, const SaveOptions& options = {});
   /// Returns when the last save is committed; throws its error, once.
   void wait();
 

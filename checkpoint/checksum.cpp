@@ -1,16 +1,13 @@
+#include <fmt/format.h>
 #include <tessera/checkpoint/checksum.h>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 uint64_t checksum(const void* data, size_t bytes) { return XXH3_64bits(data, bytes); }
 
-std::string to_hex(uint64_t value) {
-  std::string text(16, '0');
-  for (size_t i = 0; i < text.size(); ++i) text[text.size() - 1 - i] = "0123456789abcdef"[(value >> (4 * i)) & 15];
-  return text;
-}
+std::string to_hex(uint64_t value) { return fmt::format("{:016x}", value); }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 uint64_t checksum(const void* data, size_t bytes);
 inline uint64_t checksum(std::string_view text) { return checksum(text.data(), text.size()); }
@@ -15,4 +15,4 @@ inline uint64_t checksum(std::string_view text) { return checksum(text.data(), t
 /// 16 lower-case hexadecimal digits, the most significant first.
 std::string to_hex(uint64_t value);
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

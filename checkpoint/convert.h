@@ -10,13 +10,13 @@
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/open.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 enum class Format { kTessera, kHuggingFace, kDistributed };
 
 struct ConvertOptions {
   Format format = Format::kTessera;
-  HuggingFaceOptions hugging_face; ///< `overwrite` counts for all formats, the rest for Hugging Face folders
+  checkpoint::HuggingFaceOptions hugging_face; ///< `overwrite` counts for all formats, the rest for Hugging Face folders
   bool verify = true;
   /// Names that start with one of these are left out.
   std::vector<std::string> exclude;
@@ -24,8 +24,8 @@ struct ConvertOptions {
   std::function<void(int64_t)> progress = [](int64_t) {};
 };
 
-/// Writes what `from` holds as a checkpoint at `to`. Needs memory for the largest tensor. Returns the names that were left out
-/// because the format holds no values.
+/// Writes what `from` holds as a checkpoint at `to`. Needs memory for the largest tensor. Returns the names that were left out:
+/// values, and the copies of a tensor for each rank, which only our format holds.
 std::vector<std::string> convert(const Opened& from, const std::filesystem::path& to, const ConvertOptions& options);
 
 /// How two checkpoints differ, one line a finding: names that only one has, shapes, dtypes, values, and elements with how many
@@ -36,4 +36,4 @@ std::vector<std::string> differences(const Opened& a, const Opened& b, const std
 /// Bytes of data in all tensors.
 int64_t data_bytes(const Index& index);
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

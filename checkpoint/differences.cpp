@@ -1,9 +1,8 @@
 #include <ATen/ops/abs.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/max.h>
-#include <ATen/ops/ne.h>
 #include <ATen/ops/sub.h>
-#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <tessera/checkpoint/convert.h>
 #include <tessera/checkpoint/reader.h>
 
@@ -11,7 +10,7 @@
 #include <cstring>
 #include <map>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -85,7 +84,7 @@ std::vector<std::string> differences(const Opened& a, const Opened& b, const std
     const auto text_x = to_json(x).dump(), text_y = to_json(y).dump();
     if (text_x != text_y) findings.push_back(name + ": " + text_x + " and " + text_y);
   });
-  Reader reader_a(a.folder, a.index, a.index.has_checksums), reader_b(b.folder, b.index, b.index.has_checksums);
+  Reader reader_a(a.place, a.index, a.index.has_checksums), reader_b(b.place, b.index, b.index.has_checksums);
   match(tensors_of(a.index), tensors_of(b.index), findings,
         [&](const std::string&, const IndexedTensor* x, const IndexedTensor* y) {
           if (auto finding = compare(*x, *y, reader_a, reader_b, progress); !finding.empty())
@@ -94,4 +93,4 @@ std::vector<std::string> differences(const Opened& a, const Opened& b, const std
   return findings;
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -6,7 +6,7 @@
 
 #include <tessera/checkpoint/index.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 inline constexpr const char* kDistcpMetadata = ".metadata";
 
@@ -15,4 +15,4 @@ inline constexpr const char* kDistcpMetadata = ".metadata";
 /// tensor: damage, compressed items, a tensor that is not stored in row-major order.
 Index index_of_distcp(const std::filesystem::path& folder);
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -12,7 +12,7 @@
 #include <memory>
 #include <utility>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -34,7 +34,7 @@ int open_or_fail(const std::filesystem::path& path, int flags, const char* what)
 } // namespace
 
 File File::open(const std::filesystem::path& path) {
-  File file(path, open_or_fail(path, O_RDONLY | O_NONBLOCK, "open"), 0);
+  File file(path, open_or_fail(path, O_RDONLY | O_NONBLOCK, "open"));
   struct stat status {};
   if (::fstat(file.fd_, &status) != 0) fail("read the size of", path, errno);
   TORCH_CHECK(S_ISREG(status.st_mode), "cannot open ", path.string(), ": not a regular file");
@@ -42,11 +42,9 @@ File File::open(const std::filesystem::path& path) {
   return file;
 }
 
-File File::create(const std::filesystem::path& path) {
-  return File(path, open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "create"), 0);
-}
+File File::create(const std::filesystem::path& path) { return {path, open_or_fail(path, O_WRONLY | O_CREAT | O_EXCL, "create")}; }
 
-File File::open_to_write(const std::filesystem::path& path) { return {path, open_or_fail(path, O_WRONLY, "open"), 0}; }
+File File::open_to_write(const std::filesystem::path& path) { return {path, open_or_fail(path, O_WRONLY, "open")}; }
 
 File::File(File&& other) noexcept
     : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)), size_(std::exchange(other.size_, 0)) {}
@@ -75,18 +73,6 @@ void File::read_at(void* data, size_t bytes, int64_t offset) const {
   }
 }
 
-void File::write(const void* data, size_t bytes) {
-  const auto* in = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const auto put = ::write(fd_, in, std::min(bytes, kMaxTransfer));
-    if (put < 0 && errno == EINTR) continue;
-    if (put < 0) fail("write", path_, errno);
-    in += put;
-    size_ += put;
-    bytes -= static_cast<size_t>(put);
-  }
-}
-
 void File::write_at(const void* data, size_t bytes, int64_t offset) {
   const auto* in = static_cast<const char*>(data);
   while (bytes > 0) {
@@ -107,7 +93,6 @@ void File::start_flush(int64_t offset, int64_t bytes) const {
 void File::reserve(int64_t bytes) {
   const int error = ::posix_fallocate(fd_, 0, bytes);
   if (error != 0) fail("reserve space for", path_, error);
-  size_ = bytes;
 }
 
 void File::sync_and_close() {
@@ -115,12 +100,12 @@ void File::sync_and_close() {
   if (::close(std::exchange(fd_, -1)) != 0) fail("close", path_, errno);
 }
 
-std::string read_file(const std::filesystem::path& path, int64_t limit) {
-  const auto file = File::open(path);
-  TORCH_CHECK(file.size() <= limit, path.string(), " has ", file.size(), " bytes, more than the ", limit, " it may have");
-  std::string text(static_cast<size_t>(file.size()), '\0');
-  file.read_at(text.data(), text.size(), 0);
-  return text;
+std::string read_file(const std::filesystem::path& path, int64_t limit) { return read_all(File::open(path), limit); }
+
+void write_file(const std::filesystem::path& path, std::string_view text) {
+  auto file = File::create(path);
+  file.write_at(text.data(), text.size(), 0);
+  file.sync_and_close();
 }
 
 void sync_folder(const std::filesystem::path& folder) {
@@ -163,4 +148,4 @@ void replace_link(const std::filesystem::path& link, const std::filesystem::path
   sync_folder(link.parent_path());
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

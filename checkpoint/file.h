@@ -8,10 +8,12 @@
 #include <string>
 #include <string_view>
 
-namespace tessera::checkpoint {
+#include <tessera/checkpoint/byte_source.h>
+
+namespace tessera::internal {
 
 /// An open file; closed by the destructor.
-class File {
+class File final : public ByteSource {
  public:
   /// Opens a regular file for reading.
   static File open(const std::filesystem::path& path);
@@ -22,17 +24,12 @@ class File {
 
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
-  ~File();
+  ~File() override;
 
   const std::filesystem::path& path() const { return path_; }
-  /// Size in bytes when the file was opened.
-  int64_t size() const { return size_; }
-
-  /// Reads exactly `bytes` at `offset`; a shorter file is an error. Safe to call from several threads.
-  void read_at(void* data, size_t bytes, int64_t offset) const;
-  /// Appends.
-  void write(const void* data, size_t bytes);
-  void write(std::string_view text) { write(text.data(), text.size()); }
+  std::string name() const override { return path_.string(); }
+  int64_t size() const override { return size_; }
+  void read_at(void* data, size_t bytes, int64_t offset) const override;
   /// Writes at a place of its own. Safe to call from several threads and processes for ranges that do not overlap.
   void write_at(const void* data, size_t bytes, int64_t offset);
   /// Sets the disk to work on what was written in this range, and returns at once. Errors show in `sync_and_close`.
@@ -43,7 +40,7 @@ class File {
   void sync_and_close();
 
  private:
-  File(std::filesystem::path path, int fd, int64_t size) : path_(std::move(path)), fd_(fd), size_(size) {}
+  File(std::filesystem::path path, int fd) : path_(std::move(path)), fd_(fd) {}
 
   std::filesystem::path path_;
   int fd_ = -1;
@@ -52,6 +49,9 @@ class File {
 
 /// Reads a whole file of at most `limit` bytes.
 std::string read_file(const std::filesystem::path& path, int64_t limit);
+
+/// Writes `text` as a file that does not exist yet, and flushes it to the disk.
+void write_file(const std::filesystem::path& path, std::string_view text);
 
 /// Flushes a folder's entries to the disk.
 void sync_folder(const std::filesystem::path& folder);
@@ -65,4 +65,4 @@ void replace_folder(const std::filesystem::path& from, const std::filesystem::pa
 /// Makes `link` a symbolic link to `target`, in place of an older link, in one step.
 void replace_link(const std::filesystem::path& link, const std::filesystem::path& target);
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

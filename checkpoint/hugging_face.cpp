@@ -1,15 +1,16 @@
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <tessera/checkpoint/export.h>
 #include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/folder_names.h>
 #include <tessera/checkpoint/formats.h>
 #include <tessera/checkpoint/hugging_face.h>
-#include <tessera/checkpoint/runs.h>
 #include <tessera/checkpoint/safetensors.h>
 
 #include <algorithm>
 #include <map>
-#include <set>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -19,28 +20,18 @@ struct WholeFile {
   std::string prefix; // the bytes before the data
 };
 
-// Where a tensor of the plan lies.
-struct Place {
-  size_t file = 0;
-  at::ScalarType dtype = at::kFloat;
-  int64_t begin = 0;
-};
-
 struct Layout {
   std::vector<WholeFile> files;
-  std::vector<Place> places; // one a tensor of the plan
+  std::vector<std::pair<size_t, size_t>> places; // of each tensor of the plan: its file, and its position in that one's header
 };
 
-std::string numbered(size_t file, size_t files) {
-  if (files == 1) return "model.safetensors";
-  const auto padded = [](size_t n) {
-    return std::string(5 - std::min<size_t>(5, std::to_string(n).size()), '0') + std::to_string(n);
-  };
-  return "model-" + padded(file + 1) + "-of-" + padded(files) + ".safetensors";
+std::string numbered(const std::string& name, size_t file, size_t files) {
+  const auto stem = std::filesystem::path(name).stem().string();
+  return files == 1 ? name : fmt::format("{}-{:05}-of-{:05}.safetensors", stem, file + 1, files);
 }
 
 // Tensors in the plan's order, into as few files as the limit allows.
-Layout lay_out(const SavePlan& plan, const HuggingFaceOptions& options) {
+Layout lay_out(const SavePlan& plan, const checkpoint::HuggingFaceOptions& options) {
   Layout layout;
   int64_t bytes = 0;
   for (const auto& [what, parts] : plan.tensors) {
@@ -51,17 +42,16 @@ Layout lay_out(const SavePlan& plan, const HuggingFaceOptions& options) {
       bytes = 0;
     }
     bytes += size;
-    layout.places.push_back({layout.files.size() - 1, dtype});
-    layout.files.back().header.tensors.push_back({what.name, dtype, what.sizes});
+    auto& tensors = layout.files.back().header.tensors;
+    layout.places.emplace_back(layout.files.size() - 1, tensors.size());
+    tensors.push_back({what.name, dtype, what.sizes});
   }
   if (layout.files.empty()) layout.files.emplace_back();
-  size_t next = 0;
   for (size_t f = 0; f < layout.files.size(); ++f) {
     auto& [name, header, prefix] = layout.files[f];
-    name = numbered(f, layout.files.size());
+    name = numbered(options.file_name, f, layout.files.size());
     header.metadata = {{"format", "pt"}};
     prefix = encode_safetensors(header, name);
-    for (const auto& tensor : header.tensors) layout.places[next++].begin = tensor.begin;
   }
   return layout;
 }
@@ -78,21 +68,17 @@ void create_files(const Layout& layout, const std::filesystem::path& folder) {
 void write_into_files(const Layout& layout, const std::vector<OwnedPart>& parts, const std::filesystem::path& folder) {
   std::map<size_t, File> files;
   for (const auto& part : parts) {
-    const auto& place = layout.places[static_cast<size_t>(part.tensor)];
-    if (!files.count(place.file)) files.emplace(place.file, File::open_to_write(folder / layout.files[place.file].name));
-    auto& file = files.at(place.file);
-    const auto data = part.data().resolve_conj().resolve_neg().to(at::kCPU, place.dtype).contiguous();
-    if (data.numel() == 0) continue;
-    const auto* bytes = static_cast<const char*>(data.const_data_ptr());
-    const auto item = static_cast<int64_t>(data.element_size());
-    for_each_run(part.box, part.box, whole(part.what->sizes), [&](int64_t from, int64_t to, int64_t length) {
-      file.write_at(bytes + from * item, static_cast<size_t>(length * item), place.begin + to * item);
-    });
+    const auto& [position, index] = layout.places[static_cast<size_t>(part.tensor)];
+    const auto& [name, header, prefix] = layout.files[position];
+    if (!files.count(position)) files.emplace(position, File::open_to_write(folder / name));
+    auto& file = files.at(position);
+    const auto& tensor = header.tensors[index];
+    write_into_whole(file, part, tensor.dtype, tensor.begin);
   }
   for (auto& [position, file] : files) file.sync_and_close();
 }
 
-void write_weight_map(const Layout& layout, const std::filesystem::path& folder) {
+void write_weight_map(const Layout& layout, const std::filesystem::path& path) {
   if (layout.files.size() == 1) return;
   Json map = Json::object();
   int64_t total = 0;
@@ -101,48 +87,59 @@ void write_weight_map(const Layout& layout, const std::filesystem::path& folder)
     total += header.tensors.back().end - header.data_begin;
   }
   const Json index{{"metadata", {{"total_size", total}}}, {"weight_map", std::move(map)}};
-  auto file = File::create(folder / "model.safetensors.index.json");
-  file.write(index.dump(2) + "\n");
-  file.sync_and_close();
+  write_file(path, index.dump(2) + "\n");
+}
+
+// Of a tied tensor the first name is written.
+SavePlan names_of(SavePlan plan, const NameMap& rename) {
+  for (auto& [what, parts] : plan.tensors) what.aliases.clear();
+  return renamed(std::move(plan), rename);
+}
+
+bool is_control(char c) { return static_cast<unsigned char>(c) < ' ' || c == '\x7f'; }
+
+void check(const checkpoint::HuggingFaceOptions& options) {
+  TORCH_CHECK(options.max_file_bytes > 0, "max_file_bytes is ", options.max_file_bytes);
+  TORCH_CHECK(!options.dtype || c10::isFloatingType(*options.dtype), "HuggingFaceOptions::dtype is ",
+              c10::toString(*options.dtype), ", which is no floating-point dtype");
+  const std::filesystem::path name = options.file_name;
+  const bool is_name = name.extension() == ".safetensors" && name.filename() == name && !options.file_name.starts_with('.') &&
+                       std::ranges::none_of(options.file_name, is_control);
+  dump_json(options.file_name, "HuggingFaceOptions::file_name"); // text that is not UTF-8 is an error
+  TORCH_CHECK(is_name, "HuggingFaceOptions::file_name is \"", options.file_name, "\", which is no name of a safetensors file");
 }
 
 } // namespace
 
 void write_hugging_face(SaveSession& session, const SavePlan& plan, const std::vector<OwnedPart>& parts,
-                        const HuggingFaceOptions& options) {
+                        const checkpoint::HuggingFaceOptions& options) {
   Layout layout;
-  session.all("lay out", [&] {
-    TORCH_CHECK(!options.dtype || c10::isFloatingType(*options.dtype), "HuggingFaceOptions::dtype is ",
-                c10::toString(*options.dtype), ", which is no floating-point dtype");
-    layout = lay_out(plan, options);
+  session.all_agree("lay out", [&] {
+    check(options); // also for a conversion
+    layout = lay_out(names_of(plan, options.rename), options);
     if (session.ranks().rank() == 0) create_files(layout, session.folder());
-    return std::string();
+    std::string all;
+    for (const auto& file : layout.files) all += file.name + file.prefix;
+    return all;
   });
-  session.all("save", [&] {
-    write_into_files(layout, parts, session.folder());
-    return std::string();
-  });
-  session.commit([&] { write_weight_map(layout, session.folder()); });
+  session.all("save", [&] { write_into_files(layout, parts, session.folder()); });
+  session.commit([&] { write_weight_map(layout, session.folder() / (options.file_name + ".index.json")); });
 }
 
+} // namespace tessera::internal
+
+namespace tessera::checkpoint {
+
 void save_hugging_face(const StateDict& state, const std::filesystem::path& dir, const HuggingFaceOptions& options) {
-  TORCH_CHECK(options.max_file_bytes > 0, "checkpoint: max_file_bytes is ", options.max_file_bytes);
-  const Ranks ranks;
-  Snapshot snapshot;
-  ranks.all("start to save " + dir.string(), [&] {
-    snapshot = snapshot_of(state);
-    for (const auto& [name, value] : snapshot.state.values) {
-      TORCH_CHECK(false, "a Hugging Face folder holds no values, and the state has \"", name, "\"; save state_dict(module)");
-    }
+  const auto check = [&](const internal::Snapshot& snapshot) {
+    internal::check(options);
+    const auto& values = snapshot.state.values;
+    TORCH_CHECK(values.empty(), "a Hugging Face folder holds no values, and the state has \"", values.front().first,
+                "\"; save state_dict(module), or leave it out by `filter`");
     return std::string();
-  });
-  SaveOptions save_options;
-  save_options.overwrite = options.overwrite;
-  save_options.update_latest = false;
-  SaveSession session(ranks, dir, save_options);
-  Planner planner;
-  const auto& plan = planner.plan(ranks, snapshot.state);
-  write_hugging_face(session, plan, parts_of(plan, ranks.rank(), snapshot), options);
+  };
+  internal::Export to(state, dir, internal::ExportOptions(options), internal::Staged::kWeights, "a Hugging Face folder", check);
+  internal::write_hugging_face(to.session(), to.plan(), to.parts(), options);
 }
 
 } // namespace tessera::checkpoint

@@ -1,3 +1,4 @@
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/file.h>
@@ -7,21 +8,19 @@
 #include <algorithm>
 #include <set>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
-constexpr int64_t kMaxIndexBytes = int64_t{1} << 32;
-
 // The first line of an index whose other lines are `body`. Any change to either shows as a difference.
 std::string first_line(std::string_view body) {
-  return R"({"tessera_checkpoint": 1, "xxh3": ")" + to_hex(checkpoint::checksum(body)) + "\",\n";
+  return R"({"tessera_checkpoint": 1, "xxh3": ")" + to_hex(checksum(body)) + "\",\n";
 }
 
 std::string to_hex(const std::vector<uint64_t>& checksums) {
   std::string text;
   text.reserve(checksums.size() * 16);
-  for (const auto value : checksums) text += checkpoint::to_hex(value);
+  for (const auto value : checksums) text += internal::to_hex(value);
   return text;
 }
 
@@ -43,6 +42,7 @@ Json to_json(const IndexedTensor& tensor) {
             {"layout", tensor.layout},
             {"chunks", std::move(chunks)}};
   if (!tensor.aliases.empty()) json["aliases"] = tensor.aliases;
+  if (!tensor.copy.of.empty()) json["copy"] = {{"of", tensor.copy.of}, {"rank", tensor.copy.rank}};
   return json;
 }
 
@@ -53,21 +53,10 @@ IndexedTensor tensor_from_json(const JsonView& json) {
   tensor.dtype = dtype_from_safetensors(named["dtype"].string(), named.where());
   tensor.sizes = named["shape"].non_negatives();
   tensor.layout = named["layout"].string();
-  if (named.has("aliases")) {
-    for (const auto& alias : named["aliases"].elements()) tensor.aliases.push_back(alias.string());
-  }
+  if (named.has("aliases")) tensor.aliases = named["aliases"].strings();
+  if (named.has("copy")) tensor.copy = {named["copy"]["of"].string(), named["copy"]["rank"].non_negative()};
   for (const auto& chunk : named["chunks"].elements()) tensor.chunks.push_back(chunk_from_json(chunk));
   return tensor;
-}
-
-// Elements of a shape that came from a file, or -1 when the bytes would not fit in 63 bits.
-int64_t checked_numel(const std::vector<int64_t>& sizes, int64_t element_size) {
-  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
-  int64_t bytes = element_size;
-  for (const auto size : sizes) {
-    if (__builtin_mul_overflow(bytes, size, &bytes)) return -1;
-  }
-  return bytes / element_size;
 }
 
 void check_chunk(const Index& index, const IndexedTensor& tensor, const Chunk& chunk, const std::string& where) {
@@ -86,8 +75,9 @@ void check_chunk(const Index& index, const IndexedTensor& tensor, const Chunk& c
 
 void check_tensor(const Index& index, IndexedTensor& tensor, const std::string& source) {
   const auto where = source + ": tensor \"" + tensor.name + "\"";
-  const auto numel = checked_numel(tensor.sizes, static_cast<int64_t>(c10::elementSize(tensor.dtype)));
-  TORCH_CHECK(numel >= 0, where, ": the shape ", at::IntArrayRef(tensor.sizes), " is too large");
+  TORCH_CHECK(checked_bytes(tensor.sizes, tensor.dtype).has_value(), where, ": the shape ", at::IntArrayRef(tensor.sizes),
+              " is too large");
+  const auto numel = whole(tensor.sizes).numel();
   int64_t covered = 0;
   for (const auto& chunk : tensor.chunks) {
     check_chunk(index, tensor, chunk, where);
@@ -118,7 +108,9 @@ void check_names(const Index& index, const std::string& source) {
 
 SavedState Index::contents() const {
   SavedState contents;
-  for (const auto& tensor : tensors) contents.tensors.emplace(tensor.name, SavedState::Tensor{tensor.dtype, tensor.sizes});
+  for (const auto& tensor : tensors) {
+    if (tensor.copy.of.empty()) contents.tensors.emplace(tensor.name, SavedState::Tensor{tensor.dtype, tensor.sizes});
+  }
   contents.values.insert(values.begin(), values.end());
   return contents;
 }
@@ -139,10 +131,7 @@ Chunk chunk_from_json(const JsonView& json) {
 }
 
 Json to_json(const IndexedFile& file) {
-  return {{"name", file.name},
-          {"bytes", file.bytes},
-          {"data_begin", file.data_begin},
-          {"xxh3", checkpoint::to_hex(file.header_checksum)}};
+  return {{"name", file.name}, {"bytes", file.bytes}, {"data_begin", file.data_begin}, {"xxh3", to_hex(file.header_checksum)}};
 }
 
 IndexedFile file_from_json(const JsonView& json) {
@@ -171,7 +160,10 @@ std::string encode_index(const Index& index) {
   auto body = dump_json(head, kIndexName).substr(1);
   body.pop_back();
   body += ",\n\"files\": " + lines(files) + ",\n\"tensors\": " + lines(tensors) + ",\n\"values\": " + lines(values) + "}\n";
-  return first_line(body) + body;
+  auto text = first_line(body) + body;
+  TORCH_CHECK(static_cast<int64_t>(text.size()) <= kMaxIndexBytes, "checkpoint: the index would have ", text.size(),
+              " bytes, more than the ", kMaxIndexBytes, " it may have; save the state as several checkpoints");
+  return text;
 }
 
 Index parse_index(std::string_view text, const std::string& source) {
@@ -183,8 +175,13 @@ Index parse_index(std::string_view text, const std::string& source) {
               ": damaged: its text does not have the checksum of its first line");
   const auto json = parse_json(text, source);
   const JsonView view(json, source + ": index");
-  Index index{view["saved_at"].non_negative(), view["world_size"].non_negative(), view["block_bytes"].non_negative(), {}, {}, {},
-              checkpoint::checksum(text)};
+  Index index{view["saved_at"].non_negative(),
+              view["world_size"].non_negative(),
+              view["block_bytes"].non_negative(),
+              {},
+              {},
+              {},
+              checksum(text)};
   if (index.block_bytes < 4096 || index.block_bytes > (1 << 30)) view["block_bytes"].fail("is not between 4 KiB and 1 GiB");
   for (const auto& file : view["files"].elements()) index.files.push_back(file_from_json(file));
   for (const auto& tensor : view["tensors"].elements()) index.tensors.push_back(tensor_from_json(tensor));
@@ -199,11 +196,19 @@ void validate(Index& index, const std::string& source) {
   for (auto& tensor : index.tensors) check_tensor(index, tensor, source);
 }
 
+bool begins_as_index(const std::filesystem::path& path) {
+  const auto file = File::open(path);
+  std::string start(std::min<size_t>(std::string_view(kIndexStart).size(), file.size()), '\0');
+  file.read_at(start.data(), start.size(), 0);
+  return start == kIndexStart;
+}
+
 Index read_index(const std::filesystem::path& folder) {
   const auto path = folder / kIndexName;
   TORCH_CHECK(std::filesystem::is_directory(folder), folder.string(), " is not a checkpoint: no such folder");
   TORCH_CHECK(std::filesystem::exists(path), folder.string(), " is not a complete checkpoint: it has no ", kIndexName);
+  TORCH_CHECK(begins_as_index(path), path.string(), ": not the index of a checkpoint"); // before a large file of others is read
   return parse_index(read_file(path, kMaxIndexBytes), path.string());
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -5,23 +5,30 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <tessera/checkpoint/box.h>
 #include <tessera/checkpoint/json.h>
-#include <tessera/checkpoint/state_dict.h>
+#include <tessera/checkpoint/state_value.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 inline constexpr const char* kIndexName = "index.json";
 /// How every version of it begins.
 inline constexpr const char* kIndexStart = R"({"tessera_checkpoint": )";
 /// In the metadata of our data files: they are whole only together with an index.
 inline constexpr const char* kOwnKey = "tessera_checkpoint";
+/// A larger index is neither written nor read: it would take many times its size in memory.
+inline constexpr int64_t kMaxIndexBytes = int64_t{512} << 20;
 /// Data is checksummed in blocks of this many bytes, counted from the start of each chunk.
 inline constexpr int64_t kBlockBytes = 1 << 20;
+
+/// Marks a tensor as one rank's values of another tensor, whose own are the lowest rank's.
+struct RankCopy {
+  std::string of; ///< the other tensor's name; empty for a tensor that is no such copy
+  int64_t rank = 0;
+};
 
 /// One box of a tensor in one file.
 struct Chunk {
@@ -38,6 +45,7 @@ struct IndexedTensor {
   std::vector<int64_t> sizes;
   std::string layout; ///< the writer's, for people
   std::vector<Chunk> chunks;
+  RankCopy copy;
 };
 
 struct IndexedFile {
@@ -63,6 +71,9 @@ struct Index {
 /// The text of index.json; its first line holds the checksum of all that follows.
 std::string encode_index(const Index& index);
 
+/// Whether the file `path` begins as every version of the index does.
+bool begins_as_index(const std::filesystem::path& path);
+
 /// Reads and checks the index of the checkpoint `folder`: checksum, fields, and that the chunks of every tensor cover it without
 /// overlap and lie within their files. Errors name the file and the tensor; a folder without an index is "not a complete
 /// checkpoint".
@@ -83,4 +94,4 @@ IndexedFile file_from_json(const JsonView& json);
 /// The number of blocks of a chunk of `bytes`.
 inline int64_t block_count(int64_t bytes, int64_t block_bytes) { return (bytes + block_bytes - 1) / block_bytes; }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

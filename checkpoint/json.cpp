@@ -2,11 +2,12 @@
 #include <tessera/checkpoint/json.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <set>
 #include <type_traits>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -144,9 +145,9 @@ int64_t JsonView::non_negative() const {
   return value;
 }
 
-std::vector<int64_t> JsonView::non_negatives() const {
-  return list(*this, [](const JsonView& element) { return element.non_negative(); });
-}
+std::vector<int64_t> JsonView::non_negatives() const { return list(*this, std::mem_fn(&JsonView::non_negative)); }
+
+std::vector<std::string> JsonView::strings() const { return list(*this, std::mem_fn(&JsonView::string)); }
 
 Json to_json(const StateValue& value) {
   return std::visit(
@@ -175,10 +176,12 @@ StateValue state_value_from_json(const JsonView& json) {
   if (type == "i64") return value.integer();
   if (type == "f64") return number_from_json(value);
   if (type == "string") return value.string();
-  if (type == "i64[]") return list(value, [](const JsonView& v) { return v.integer(); });
+  if (type == "i64[]") return list(value, std::mem_fn(&JsonView::integer));
   if (type == "f64[]") return list(value, number_from_json);
-  if (type == "string[]") return list(value, [](const JsonView& v) { return v.string(); });
+  if (type == "string[]") return value.strings();
   json.fail("has the unknown type \"" + type + "\"");
 }
 
-} // namespace tessera::checkpoint
+bool is_same(const StateValue& a, const StateValue& b) { return to_json(a) == to_json(b); }
+
+} // namespace tessera::internal

@@ -9,9 +9,9 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/checkpoint/state_dict.h>
+#include <tessera/checkpoint/state_value.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 using Json = nlohmann::json;
 
@@ -44,6 +44,7 @@ class JsonView {
   int64_t integer() const;
   int64_t non_negative() const;
   std::vector<int64_t> non_negatives() const;
+  std::vector<std::string> strings() const;
 
   [[noreturn]] void fail(const std::string& problem) const;
 
@@ -56,5 +57,7 @@ class JsonView {
 /// strings "inf", "-inf" and "nan".
 Json to_json(const StateValue& value);
 StateValue state_value_from_json(const JsonView& json);
+/// True also for NaN and NaN.
+bool is_same(const StateValue& a, const StateValue& b);
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -4,18 +4,18 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checksum.h>
+#include <tessera/checkpoint/load_opened.h>
 #include <tessera/checkpoint/load_plan.h>
-#include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/parallel.h>
-#include <tessera/checkpoint/pieces.h>
-#include <tessera/checkpoint/ranks.h>
+#include <tessera/checkpoint/python_state.h>
 #include <tessera/checkpoint/reader.h>
+#include <tessera/collectives/listing.h>
+#include <tessera/dtensor/dtensor_impl.h>
 
-#include <algorithm>
 #include <iterator>
-#include <optional>
+#include <map>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -23,37 +23,45 @@ constexpr int64_t kJobBytes = int64_t{64} << 20;
 
 // Names that no rank uses.
 std::vector<std::string> unused_everywhere(const std::vector<std::string>& messages) {
-  std::vector<std::string> common;
-  for (size_t rank = 0; rank < messages.size(); ++rank) {
-    std::vector<std::string> names;
-    const auto json = parse_json(messages[rank], "checkpoint: a rank's message");
-    for (const auto& name : json["unused"]) names.push_back(name.get<std::string>());
-    std::sort(names.begin(), names.end());
-    if (rank == 0) {
-      common = std::move(names);
-      continue;
-    }
-    std::vector<std::string> both;
-    std::set_intersection(common.begin(), common.end(), names.begin(), names.end(), std::back_inserter(both));
-    common = std::move(both);
+  std::map<std::string, size_t> ranks_without;
+  for (const auto& message : messages) {
+    const auto json = parse_json(message, "checkpoint: a rank's message");
+    for (const auto& name : json["unused"]) ++ranks_without[name.get<std::string>()];
   }
-  return common;
+  std::vector<std::string> names;
+  for (const auto& [name, ranks] : ranks_without) {
+    if (ranks == messages.size()) names.push_back(name);
+  }
+  return names;
 }
 
-void check_fits(const LoadPlan& plan, const LoadOptions& options) {
-  std::string problems;
-  if (!plan.missing.empty() && !options.allow_missing) problems += "\nnot in the checkpoint:" + listing(plan.missing);
+std::vector<std::string> missing_in(const LoadPlan& plan) {
+  auto names = plan.missing;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (plan.looked_for[i] != names[i]) names[i] += ", looked for as \"" + plan.looked_for[i] + "\"";
+  }
+  return names;
+}
+
+void check_fits(const LoadPlan& plan, const checkpoint::LoadOptions& options) {
+  std::string problems, hints;
+  if (!plan.missing.empty() && !options.allow_missing) {
+    problems += "\nnot in the checkpoint:" + listing(missing_in(plan));
+    if (!plan.unused.empty()) hints += "\nin the checkpoint, and not asked for:" + listing(plan.unused);
+    hints += "\nLoadOptions::allow_missing leaves what is not in the checkpoint as it is";
+  }
   if (!plan.mismatches.empty()) problems += "\ndifferent in the checkpoint:" + listing(plan.mismatches);
-  TORCH_CHECK(problems.empty(), "the state does not fit the checkpoint:", problems);
+  if (plan.could_cast) hints += "\nLoadOptions::cast converts between dtypes";
+  TORCH_CHECK(problems.empty(), "the state does not fit the checkpoint:", problems, hints);
 }
 
 // Tensors that share memory here and were saved apart must be equal, or one of the saved ones would be lost silently.
-void check_tied(const TensorRead& read, const std::vector<Piece>& pieces, Reader& reader) {
+void check_tied(const TensorRead& read, Reader& reader) {
   for (size_t i = 1; i < read.saved.size(); ++i) {
-    for (const auto& piece : pieces) {
+    for (const auto& piece : read.pieces) {
       const Piece other{piece.box, at::empty_like(piece.data, at::MemoryFormat::Contiguous)};
       reader.read(*read.saved[i], other);
-      TORCH_CHECK(at::equal(other.data, piece.data), "\"", read.entry->name, "\" is tied to \"", read.saved[i]->name,
+      TORCH_CHECK(at::equal(other.data, piece.data), "\"", read.name, "\" is tied to \"", read.saved[i]->name,
                   "\", but the checkpoint holds different values for \"", read.saved[0]->name, "\" and \"", read.saved[i]->name,
                   "\"");
     }
@@ -67,13 +75,11 @@ struct ReadJob {
 };
 
 // Splits what this rank holds into jobs of about the same size.
-std::vector<ReadJob> jobs_of(const LoadPlan& plan, std::vector<std::vector<Piece>>& pieces) {
+std::vector<ReadJob> jobs_of(const LoadPlan& plan) {
   std::vector<ReadJob> jobs;
   for (const auto& read : plan.tensors) {
-    const auto& tensor = std::get<at::Tensor>(read.entry->content);
-    pieces.push_back(pieces_of(read.entry->name, tensor));
-    for (const auto& piece : pieces.back()) {
-      for (auto& box : split(piece.box, static_cast<int64_t>(tensor.element_size()), kJobBytes)) {
+    for (const auto& piece : read.pieces) {
+      for (auto& box : split(piece.box, static_cast<int64_t>(piece.data.element_size()), kJobBytes)) {
         auto within = box;
         for (size_t d = 0; d < box.offsets.size(); ++d) within.offsets[d] -= piece.box.offsets[d];
         auto data = narrow(piece.data, within);
@@ -86,49 +92,106 @@ std::vector<ReadJob> jobs_of(const LoadPlan& plan, std::vector<std::vector<Piece
 
 void read_tensors(const LoadPlan& plan, Reader& reader) {
   const c10::NoGradGuard no_grad;
-  std::vector<std::vector<Piece>> pieces; // of each tensor of the plan
-  const auto jobs = jobs_of(plan, pieces);
+  const auto jobs = jobs_of(plan);
+  for (const auto& read : plan.tensors) mark_written(read.tensor); // also where a read fails half way
   for_each_in_parallel(std::ssize(jobs), [&](int64_t job) {
     const c10::NoGradGuard not_recorded; // counts for one thread
     reader.read(*jobs[static_cast<size_t>(job)].from, jobs[static_cast<size_t>(job)].to);
   });
-  for (size_t i = 0; i < plan.tensors.size(); ++i) {
-    mark_written(std::get<at::Tensor>(plan.tensors[i].entry->content));
-    check_tied(plan.tensors[i], pieces[i], reader);
+  for (const auto& read : plan.tensors) check_tied(read, reader);
+}
+
+// The parts of a DTensor must come from one saved tensor.
+Agreement agreement_on(const LoadPlan& plan, const std::vector<StateBinding*>& bindings) {
+  std::map<std::string, const at::Tensor*> sources; // sorted: the ranks' states may have other orders
+  for (const auto& read : plan.tensors) sources[read.name + "\n" + read.saved[0]->name] = &read.tensor;
+  Agreement agreement;
+  for (const auto& [names, tensor] : sources) {
+    if (const auto* meta = dtensor_meta(*tensor)) agreement.add(meta->spec->mesh().ranks(), names);
   }
+  add_settings(bindings, agreement);
+  return agreement;
+}
+
+// `messages` are the ranks': the names that each left unread, and the index that it read.
+void check_agreed(const std::vector<std::string>& messages, const Ranks& ranks, const std::string& step, const std::string& dir,
+                  const checkpoint::LoadOptions& options) {
+  const auto first = parse_json(messages[0], dir), mine = parse_json(messages[static_cast<size_t>(ranks.rank())], dir);
+  TORCH_CHECK(first["index"] == mine["index"], dir, " is not the same checkpoint here as on rank ", ranks.rank_of_job(0));
+  std::vector<std::string> agreements;
+  for (const auto& message : messages) agreements.push_back(parse_json(message, dir)["agreement"].get<std::string>());
+  Agreement::check(agreements, ranks, step, "load other tensors, or from other names,");
+  const auto unused = unused_everywhere(messages);
+  TORCH_CHECK(options.allow_unused || unused.empty(),
+              "the checkpoint holds more than the state (LoadOptions::allow_unused ignores it):", listing(unused));
+}
+
+} // namespace
+
+checkpoint::LoadReport load_opened(const Ranks& ranks, const std::string& step, const std::function<Opened()>& open,
+                                   StateDict& state, const checkpoint::LoadOptions& options) {
+  Opened opened;
+  LoadPlan plan;
+  std::vector<StateBinding*> bindings;
+  int64_t bytes_read = 0;
+  const auto messages = ranks.all(step, [&] {
+    opened = open();
+    const auto saved = opened.index.contents();
+    bindings = bindings_of(state, saved, options.filter);
+    for (auto* binding : bindings) binding->before_load(state, saved);
+    plan = plan_load(state, opened.index, options, ranks.rank());
+    check_fits(plan, options);
+    for (const auto& read : plan.tensors) ranks.check_hold_all(read.name, read.tensor);
+    find_pieces(plan);
+    return dump_json({{"unused", plan.unused},
+                      {"index", to_hex(opened.index.checksum)},
+                      {"agreement", agreement_on(plan, bindings).to_message()}},
+                     "checkpoint");
+  });
+  ranks.all(step, [&] {
+    check_agreed(messages, ranks, step, opened.place.name(), options);
+    Reader reader(opened.place, opened.index, options.verify && opened.index.has_checksums);
+    read_tensors(plan, reader);
+    bytes_read = reader.bytes_read();
+  });
+  for (const auto& [name, value] : plan.values) state.set(name, value);
+  for (auto* binding : bindings) binding->after_load(state);
+  return {plan.missing, unused_everywhere(messages), bytes_read};
+}
+
+} // namespace tessera::internal
+
+namespace tessera::checkpoint {
+
+namespace {
+
+LoadReport load(StateDict& state, const std::string& name, const std::function<internal::Opened()>& open,
+                const LoadOptions& options) {
+  const internal::Ranks ranks(options.mesh);
+  const auto open_with_own_names = [&] {
+    auto opened = open();
+    if (options.python) internal::take_names_from_python(opened, *options.python, options.rename, state);
+    return opened;
+  };
+  auto own_names = options;
+  if (options.python) own_names.rename = nullptr;
+  return internal::load_opened(ranks, "load " + name, open_with_own_names, state, own_names);
 }
 
 } // namespace
 
 LoadReport load(StateDict& state, const std::filesystem::path& dir, const LoadOptions& options) {
-  const Ranks ranks;
-  const auto what = dir.string();
-  std::optional<Opened> opened;
-  LoadPlan plan;
-  int64_t bytes_read = 0;
-  const auto messages = ranks.all("load " + what, [&] {
-    opened = open_checkpoint(dir);
-    const auto& index = opened->index;
-    const auto saved = index.contents();
-    for (const auto& binding : state.bindings()) binding->before_load(state, saved);
-    plan = plan_load(state, index, options);
-    check_fits(plan, options);
-    return dump_json({{"unused", plan.unused}, {"index", to_hex(index.checksum)}}, "checkpoint");
-  });
-  ranks.all("load " + what, [&] {
-    const auto first = parse_json(messages[0], what), mine = parse_json(messages[static_cast<size_t>(ranks.rank())], what);
-    TORCH_CHECK(first["index"] == mine["index"], dir.string(), " is not the same checkpoint here as on rank 0");
-    const auto unused = unused_everywhere(messages);
-    TORCH_CHECK(options.allow_unused || unused.empty(),
-                "the checkpoint holds more than the state (LoadOptions::allow_unused ignores it):", listing(unused));
-    Reader reader(opened->folder, opened->index, options.verify && opened->index.has_checksums);
-    read_tensors(plan, reader);
-    bytes_read = reader.bytes_read();
-    return std::string();
-  });
-  for (const auto& [name, value] : plan.values) state.set(name, value);
-  for (const auto& binding : state.bindings()) binding->after_load(state);
-  return {plan.missing, unused_everywhere(messages), bytes_read};
+  return load(
+      state, dir.string(), [&] { return internal::open_checkpoint(dir); }, options);
+}
+
+LoadReport load(StateDict& state, const Storage& storage, const std::string& name, const LoadOptions& options) {
+  return load(
+      state, name, [&] { return internal::open_checkpoint(storage, name); }, options);
+}
+
+LoadReport load(StateDict&& state, const Storage& storage, const std::string& name, const LoadOptions& options) {
+  return load(state, storage, name, options);
 }
 
 LoadReport load(StateDict&& state, const std::filesystem::path& dir, const LoadOptions& options) {

@@ -1,34 +1,52 @@
 #include <tessera/checkpoint/load_plan.h>
+#include <tessera/checkpoint/python_state.h>
+#include <tessera/dtensor/api.h>
 
 #include <algorithm>
 #include <set>
 #include <unordered_map>
+#include <utility>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
-constexpr size_t kShownNames = 20;
+bool accepts(const NameFilter& filter, const std::string& name) { return !filter || filter(name); }
+
+// As with exports, one of the names of a tied tensor suffices.
+bool accepts_any(const NameFilter& filter, const StateDict::Entry& entry) {
+  return accepts(filter, entry.name) ||
+         std::ranges::any_of(entry.aliases, [&](const std::string& alias) { return accepts(filter, alias); });
+}
 
 // Matches the entries of a state dict with what a checkpoint holds, by name or alias on either side.
 class Matcher {
  public:
-  Matcher(const Index& index, const LoadOptions& options) : options_(options) {
+  Matcher(const Index& index, const checkpoint::LoadOptions& options, int rank) : options_(options) {
     for (const auto& tensor : index.tensors) {
+      if (!tensor.copy.of.empty()) {
+        if (tensor.copy.rank == rank) own_[tensor.copy.of] = &tensor;
+        continue;
+      }
       tensors_[tensor.name] = &tensor;
       for (const auto& alias : tensor.aliases) tensors_[alias] = &tensor;
     }
     for (const auto& [name, value] : index.values) values_[name] = &value;
   }
 
+  // The name in the checkpoint of a tensor of the state.
+  std::string name_of(const std::string& name) const { return options_.rename ? options_.rename(name) : name; }
+
   // The saved tensors that an entry takes its data from; more than one when tied names were saved apart.
   std::vector<const IndexedTensor*> tensors(const StateDict::Entry& entry) {
     std::vector<const IndexedTensor*> found;
     const auto look_up = [&](const std::string& name) {
-      const auto saved = tensors_.find(options_.rename ? options_.rename(name) : name);
+      const auto saved = tensors_.find(name_of(name));
       if (saved == tensors_.end()) return;
       used_.insert(saved->second->name);
-      if (std::find(found.begin(), found.end(), saved->second) == found.end()) found.push_back(saved->second);
+      const auto own = is_dtensor(std::get<at::Tensor>(entry.content)) ? own_.end() : own_.find(saved->second->name);
+      const auto* tensor = own == own_.end() ? saved->second : own->second;
+      if (std::find(found.begin(), found.end(), tensor) == found.end()) found.push_back(tensor);
     };
     look_up(entry.name);
     for (const auto& alias : entry.aliases) look_up(alias);
@@ -45,71 +63,108 @@ class Matcher {
   std::vector<std::string> unused(const Index& index) const {
     std::vector<std::string> names;
     for (const auto& tensor : index.tensors) {
-      if (!used_.count(tensor.name)) names.push_back(tensor.name);
+      if (tensor.copy.of.empty()) names.push_back(tensor.name);
     }
-    for (const auto& [name, value] : index.values) {
-      if (!used_.count(name)) names.push_back(name);
-    }
+    for (const auto& [name, value] : index.values) names.push_back(name);
+    std::erase_if(names, [&](const std::string& name) { return used_.count(name) || !accepts(options_.filter, name); });
     return names;
   }
 
  private:
-  const LoadOptions& options_;
+  const checkpoint::LoadOptions& options_;
   std::unordered_map<std::string, const IndexedTensor*> tensors_;
+  std::unordered_map<std::string, const IndexedTensor*> own_; // this rank's values of a tensor
   std::unordered_map<std::string, const StateValue*> values_;
   std::set<std::string> used_;
 };
 
 std::string describe(at::ScalarType dtype, at::IntArrayRef sizes) { return c10::str(c10::toString(dtype), sizes); }
 
-void plan_tensor(const StateDict::Entry& entry, Matcher& matcher, const LoadOptions& options, LoadPlan& plan) {
+void plan_tensor(const StateDict::Entry& entry, Matcher& matcher, const checkpoint::LoadOptions& options, LoadPlan& plan) {
   const auto& tensor = std::get<at::Tensor>(entry.content);
   auto saved = matcher.tensors(entry);
-  if (saved.empty()) plan.missing.push_back(entry.name);
+  if (!accepts_any(options.filter, entry)) return; // what it would have taken counts as used
+  if (saved.empty()) {
+    plan.missing.push_back(entry.name);
+    plan.looked_for.push_back(matcher.name_of(entry.name));
+  }
   for (const auto* candidate : saved) {
     const auto dtype = tensor.scalar_type();
-    const bool fits_dtype = candidate->dtype == dtype || (options.cast && c10::canCast(candidate->dtype, dtype));
-    if (!fits_dtype || tensor.sizes() != at::IntArrayRef(candidate->sizes)) {
+    const bool casts = c10::canCast(candidate->dtype, dtype), same_sizes = tensor.sizes() == at::IntArrayRef(candidate->sizes);
+    const bool fits_dtype = candidate->dtype == dtype || (options.cast && casts);
+    if (!fits_dtype || !same_sizes) {
+      plan.could_cast = plan.could_cast || (casts && same_sizes);
       plan.mismatches.push_back(entry.name + ": saved as " + describe(candidate->dtype, candidate->sizes) +
                                 ", to be loaded into " + describe(dtype, tensor.sizes()));
     }
   }
-  if (!saved.empty()) plan.tensors.push_back({&entry, std::move(saved)});
+  if (!saved.empty()) plan.tensors.push_back({entry.name, tensor, std::move(saved), {}});
 }
 
-void plan_value(const StateDict::Entry& entry, Matcher& matcher, LoadPlan& plan) {
+void plan_value(const StateDict::Entry& entry, Matcher& matcher, const checkpoint::LoadOptions& options, LoadPlan& plan) {
+  const auto& wanted = std::get<StateValue>(entry.content);
   const auto* saved = matcher.value(entry.name);
+  if (!accepts(options.filter, entry.name)) return;
   if (!saved) {
     plan.missing.push_back(entry.name);
-  } else if (saved->index() != std::get<StateValue>(entry.content).index()) {
-    plan.mismatches.push_back(entry.name + ": saved as " + to_json(*saved).dump() + ", a value of another type than " +
-                              to_json(std::get<StateValue>(entry.content)).dump());
+    plan.looked_for.push_back(entry.name);
+    return;
+  }
+  std::optional<StateValue> value = *saved;
+  if (options.python) value = convert_number(*saved, wanted);
+  if (value && value->index() == wanted.index()) {
+    plan.values.emplace_back(entry.name, std::move(*value));
   } else {
-    plan.values.emplace_back(entry.name, *saved);
+    plan.mismatches.push_back(entry.name + ": saved as " + to_json(*saved).dump() + ", a value of another type than " +
+                              to_json(wanted).dump());
   }
 }
 
 } // namespace
 
-std::string listing(const std::vector<std::string>& names) {
-  std::string text;
-  for (size_t i = 0; i < names.size() && i < kShownNames; ++i) text += "\n  " + names[i];
-  if (names.size() > kShownNames) text += "\n  and " + std::to_string(names.size() - kShownNames) + " more";
-  return text;
-}
-
-LoadPlan plan_load(const StateDict& state, const Index& index, const LoadOptions& options) {
+LoadPlan plan_load(const StateDict& state, const Index& index, const checkpoint::LoadOptions& options, int rank) {
   LoadPlan plan;
-  Matcher matcher(index, options);
+  Matcher matcher(index, options, rank);
   for (const auto& entry : state.entries()) {
     if (entry.is_tensor()) {
       plan_tensor(entry, matcher, options, plan);
     } else {
-      plan_value(entry, matcher, plan);
+      plan_value(entry, matcher, options, plan);
     }
   }
   plan.unused = matcher.unused(index);
   return plan;
 }
 
-} // namespace tessera::checkpoint
+std::vector<StateBinding*> bindings_of(const StateDict& state, const SavedState& saved, const NameFilter& filter) {
+  std::vector<std::string> names;
+  if (filter) {
+    for (const auto& entry : state.entries()) names.push_back(entry.name);
+    for (const auto& [name, tensor] : saved.tensors) names.push_back(name);
+    for (const auto& [name, value] : saved.values) names.push_back(name);
+  }
+  std::vector<StateBinding*> bindings;
+  for (const auto& binding : state.bindings()) {
+    const auto prefix = binding->prefix();
+    const std::string *accepted = nullptr, *refused = nullptr;
+    for (const auto& name : names) {
+      if (!prefix.empty() && name.starts_with(prefix)) (filter(name) ? accepted : refused) = &name;
+    }
+    TORCH_CHECK(!accepted || !refused, "LoadOptions::filter accepts \"", accepted ? *accepted : "", "\" and not \"",
+                refused ? *refused : "", "\": of the names that begin with \"", prefix, "\" it must accept all or none");
+    if (!refused) bindings.push_back(binding.get());
+  }
+  return bindings;
+}
+
+void add_settings(const std::vector<StateBinding*>& bindings, Agreement& agreement) {
+  for (const auto* binding : bindings) {
+    if (auto settings = binding->settings(); !settings.empty()) agreement.add_settings(binding->prefix(), std::move(settings));
+  }
+}
+
+void find_pieces(LoadPlan& plan) {
+  for (auto& read : plan.tensors) read.pieces = pieces_of(read.name, read.tensor, Access::kWrite);
+}
+
+} // namespace tessera::internal

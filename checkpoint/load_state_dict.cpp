@@ -2,29 +2,27 @@
 #include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/gathers.h>
+#include <tessera/checkpoint/agreement.h>
 #include <tessera/checkpoint/load_plan.h>
-#include <tessera/checkpoint/pieces.h>
 #include <tessera/checkpoint/plan.h>
 #include <tessera/checkpoint/ranks.h>
 #include <tessera/checkpoint/state_copy.h>
+#include <tessera/collectives/listing.h>
 #include <tessera/dtensor/dtensor_impl.h>
 
 #include <numeric>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
-using checkpoint::Index;
-using checkpoint::Json;
-using checkpoint::JsonView;
-using checkpoint::LoadPlan;
-using checkpoint::Piece;
-using checkpoint::Ranks;
-using checkpoint::TensorRead;
-
 constexpr auto kStep = "load a state dict";
+
+void check_readable(const StateDict& state) {
+  for (const auto& entry : state.entries()) {
+    if (entry.is_tensor()) check_access(entry.name, std::get<at::Tensor>(entry.content), Access::kRead);
+  }
+}
 
 // What a state dict holds, as an index without chunks.
 Index contents_of(const StateDict& state) {
@@ -43,23 +41,17 @@ Index contents_of(const StateDict& state) {
 Json to_json(const Index& contents) {
   auto tensors = Json::array();
   for (const auto& t : contents.tensors) tensors.push_back({t.name, t.aliases, static_cast<int64_t>(t.dtype), t.sizes});
-  return {{"tensors", std::move(tensors)}, {"values", checkpoint::to_json(contents.values)}};
+  return {{"tensors", std::move(tensors)}, {"values", internal::to_json(contents.values)}};
 }
 
 Index contents_from_json(const JsonView& json) {
   Index contents;
   for (const auto& tensor : json["tensors"].elements()) {
     const auto fields = tensor.elements();
-    std::vector<std::string> aliases;
-    for (const auto& alias : fields.at(1).elements()) aliases.push_back(alias.string());
-    contents.tensors.push_back({fields.at(0).string(),
-                                std::move(aliases),
-                                static_cast<at::ScalarType>(fields.at(2).integer()),
-                                fields.at(3).non_negatives(),
-                                "",
-                                {}});
+    const auto dtype = static_cast<at::ScalarType>(fields.at(2).integer());
+    contents.tensors.push_back({fields.at(0).string(), fields.at(1).strings(), dtype, fields.at(3).non_negatives(), "", {}});
   }
-  contents.values = checkpoint::values_from_json(json["values"]);
+  contents.values = values_from_json(json["values"]);
   return contents;
 }
 
@@ -72,18 +64,18 @@ Index contents_of_rank0(const Ranks& ranks, const StateDict& source) {
       TORCH_CHECK(!tensor || !dtensor_meta(*tensor), "broadcast_from_rank0 needs whole tensors, and \"", entry.name,
                   "\" is a DTensor");
     }
-    return checkpoint::dump_json(to_json(contents_of(source)), "the state dict");
+    return dump_json(to_json(contents_of(source)), "the state dict");
   });
   const std::string where = "the state dict of rank 0";
-  const auto json = checkpoint::parse_json(messages[0], where);
+  const auto json = parse_json(messages[0], where);
   return contents_from_json(JsonView(json, where));
 }
 
 void check_fits(const LoadPlan& plan, bool strict) {
   std::string problems;
-  if (strict && !plan.missing.empty()) problems += "\nmissing in the state dict:" + checkpoint::listing(plan.missing);
-  if (strict && !plan.unused.empty()) problems += "\nunexpected in the state dict:" + checkpoint::listing(plan.unused);
-  if (!plan.mismatches.empty()) problems += "\ndifferent in the state dict:" + checkpoint::listing(plan.mismatches);
+  if (strict && !plan.missing.empty()) problems += "\nmissing in the state dict:" + listing(plan.missing);
+  if (strict && !plan.unused.empty()) problems += "\nunexpected in the state dict:" + listing(plan.unused);
+  if (!plan.mismatches.empty()) problems += "\ndifferent in the state dict:" + listing(plan.mismatches);
   TORCH_CHECK(problems.empty(), "the state dict does not fit:", problems);
 }
 
@@ -99,22 +91,21 @@ class Source {
     for (size_t i = 1; i < read.saved.size(); ++i) {
       const auto &first = read.saved[0]->name, &other = read.saved[i]->name;
       const auto a = whole_tensor(state_.tensor(first)), b = whole_tensor(state_.tensor(other));
-      TORCH_CHECK(at::equal(a, b), "\"", read.entry->name, "\" is tied to \"", other,
+      TORCH_CHECK(at::equal(a, b), "\"", read.name, "\" is tied to \"", other,
                   "\", but the state dict holds different values for \"", first, "\" and \"", other, "\"");
     }
   }
 
-  void copy(const TensorRead& read, const std::vector<Piece>& pieces) const {
-    const auto& target = std::get<at::Tensor>(read.entry->content);
-    const auto* to = dtensor_meta(target);
+  void copy(const TensorRead& read) const {
+    const auto* to = dtensor_meta(read.tensor);
     const auto* from = broadcast_ ? nullptr : dtensor_meta(state_.tensor(read.saved[0]->name));
+    mark_written(read.tensor); // first: also where the copy fails half way
     if (to && from && to->spec == from->spec) {
       to->local.copy_(from->local);
     } else {
       const auto whole = whole_of(read);
-      for (const auto& piece : pieces) piece.data.copy_(checkpoint::narrow(whole, piece.box));
+      for (const auto& piece : read.pieces) piece.data.copy_(narrow(whole, piece.box));
     }
-    checkpoint::mark_written(target);
   }
 
  private:
@@ -132,61 +123,79 @@ class Source {
   bool broadcast_;
 };
 
-std::string gathers_of(const LoadPlan& plan, const StateDict& source, const Ranks& ranks, bool broadcast) {
+// Those of the module's own tensors.
+StateDictOptions own_options(const StateDictOptions& options) {
+  return {.ignore_frozen_params = options.ignore_frozen_params,
+          .allow_unsharded_params = options.allow_unsharded_params,
+          .prefix = options.prefix};
+}
+
+Agreement agreement_on(const LoadPlan& plan, const StateDict& source, const Ranks& ranks, bool broadcast) {
   std::vector<int64_t> world(static_cast<size_t>(ranks.size()));
   std::iota(world.begin(), world.end(), 0);
-  checkpoint::Gathers gathers;
+  Agreement agreement;
   for (const auto& read : plan.tensors) {
     for (const auto* saved : read.saved) {
       const auto* meta = broadcast ? nullptr : dtensor_meta(source.tensor(saved->name));
-      if (broadcast || meta) gathers.add(meta ? meta->spec->mesh().ranks() : world, saved->name);
+      if (broadcast || meta) agreement.add(meta ? meta->spec->mesh().ranks() : world, saved->name);
     }
   }
-  return gathers.to_message();
+  return agreement;
 }
 
 } // namespace
 
+} // namespace tessera::internal
+
+namespace tessera {
+
 IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, const StateDictOptions& options) {
   const c10::NoGradGuard no_grad;
-  const Ranks ranks;
+  const internal::Ranks ranks;
   const bool broadcast = options.broadcast_from_rank0;
-  const auto contents = broadcast ? contents_of_rank0(ranks, source) : contents_of(source);
-  LoadPlan plan;
-  std::vector<std::vector<Piece>> pieces;
-  const auto messages = ranks.all(kStep, [&] {
+  const auto contents = broadcast ? internal::contents_of_rank0(ranks, source) : internal::contents_of(source);
+  const internal::Source from(ranks, source, broadcast);
+  internal::LoadPlan plan;
+  const auto messages = ranks.all(internal::kStep, [&] {
     const auto saved = contents.contents();
-    for (const auto& binding : target.bindings()) binding->before_load(target, saved);
-    plan = checkpoint::plan_load(target, contents, {});
-    check_fits(plan, options.strict);
-    for (const auto& read : plan.tensors)
-      pieces.push_back(checkpoint::pieces_of(read.entry->name, std::get<at::Tensor>(read.entry->content)));
-    return gathers_of(plan, source, ranks, broadcast);
+    const auto bindings = internal::bindings_of(target, saved, nullptr);
+    for (auto* binding : bindings) binding->before_load(target, saved);
+    plan = internal::plan_load(target, contents, {}, ranks.rank());
+    internal::check_fits(plan, options.strict);
+    internal::find_pieces(plan);
+    if (from.is_here()) internal::check_readable(source);
+    auto agreement = internal::agreement_on(plan, source, ranks, broadcast);
+    internal::add_settings(bindings, agreement);
+    return agreement.to_message();
   });
-  checkpoint::Gathers::check_same(messages, kStep);
-  const Source from(ranks, source, broadcast);
-  ranks.all(kStep, [&] {
+  internal::Agreement::check(messages, ranks, internal::kStep);
+  ranks.all(internal::kStep, [&] {
     for (const auto& read : plan.tensors) {
       if (from.is_here()) from.check_tied(read);
     }
-    return std::string();
   });
-  for (size_t i = 0; i < plan.tensors.size(); ++i) from.copy(plan.tensors[i], pieces[i]);
+  for (const auto& read : plan.tensors) from.copy(read);
   for (const auto& [name, value] : plan.values) target.set(name, value);
   for (const auto& binding : target.bindings()) binding->after_load(target);
   return {plan.missing, plan.unused};
 }
 
 IncompatibleKeys load_state_dict(torch::nn::Module& module, const StateDict& source, const StateDictOptions& options) {
-  auto target =
-      read_on_all_ranks(kStep, [&] { return state_dict(module, {.ignore_frozen_params = options.ignore_frozen_params}); });
+  auto target = internal::read_on_all_ranks(internal::kStep, [&] { return state_dict(module, internal::own_options(options)); });
   return load_state_dict(target, source, options);
 }
 
 IncompatibleKeys load_state_dict(torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDict& source,
                                  const StateDictOptions& options) {
-  auto target = read_on_all_ranks(
-      kStep, [&] { return state_dict(module, optimizer, {.ignore_frozen_params = options.ignore_frozen_params}); });
+  auto target =
+      internal::read_on_all_ranks(internal::kStep, [&] { return state_dict(module, optimizer, internal::own_options(options)); });
+  return load_state_dict(target, source, options);
+}
+
+IncompatibleKeys load_state_dict(torch::nn::Module& module, const std::vector<NamedOptimizer>& optimizers,
+                                 const StateDict& source, const StateDictOptions& options) {
+  auto target = internal::read_on_all_ranks(internal::kStep,
+                                            [&] { return state_dict(module, optimizers, internal::own_options(options)); });
   return load_state_dict(target, source, options);
 }
 

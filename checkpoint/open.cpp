@@ -1,17 +1,18 @@
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/catalog.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/distcp.h>
 #include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/folder_names.h>
 #include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/safetensors.h>
+#include <tessera/checkpoint/torch_archive.h>
 
 #include <algorithm>
 #include <map>
 #include <set>
 #include <unordered_map>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -123,6 +124,7 @@ Opened open_checkpoint(const std::filesystem::path& path) {
   TORCH_CHECK(std::filesystem::exists(path), path.string(), " is not a checkpoint: no such folder");
   const auto resolved = std::filesystem::canonical(path);
   if (!std::filesystem::is_directory(resolved)) {
+    if (is_torch_file(resolved)) return {resolved.parent_path(), index_of_torch_file(resolved)};
     return {resolved.parent_path(), index_of_safetensors(resolved.parent_path(), {resolved.filename().string()})};
   }
   if (std::filesystem::exists(resolved / kIndexName)) return {resolved, read_index(resolved)};
@@ -135,4 +137,12 @@ Opened open_checkpoint(const std::filesystem::path& path) {
   return {resolved, index_of_safetensors(resolved, files)};
 }
 
-} // namespace tessera::checkpoint
+Opened open_checkpoint(const checkpoint::Storage& storage, const std::string& name) {
+  const Place place(storage, name);
+  TORCH_CHECK(storage.size(name + "/" + kIndexName), name, " is not a complete checkpoint: the storage has no ", name, "/",
+              kIndexName);
+  const auto index = place.open(kIndexName);
+  return {place, parse_index(read_all(*index, kMaxIndexBytes), index->name())};
+}
+
+} // namespace tessera::internal

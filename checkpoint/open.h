@@ -5,15 +5,13 @@
 #include <filesystem>
 
 #include <tessera/checkpoint/index.h>
+#include <tessera/checkpoint/place.h>
 
-namespace tessera::checkpoint {
-
-inline constexpr const char* kHuggingFaceFile = "model.safetensors";
-inline constexpr const char* kHuggingFaceIndex = "model.safetensors.index.json";
+namespace tessera::internal {
 
 /// A checkpoint to read from, ours or another library's.
 struct Opened {
-  std::filesystem::path folder; ///< with symbolic links resolved, so that a moving `latest` is followed once
+  Place place; ///< a folder with symbolic links resolved, so that a moving `latest` is followed once
   Index index;
 };
 
@@ -23,9 +21,12 @@ struct Opened {
 ///   a folder with model.safetensors: Hugging Face's, this file alone (variants and adapters may lie beside it);
 ///   a folder with other *.safetensors files: those of PyTorch's HuggingFaceStorageWriter (parts of tensors), or whole tensors;
 ///   a folder with .metadata: PyTorch's FileSystemWriter;
-///   one safetensors file.
+///   one safetensors file;
+///   one file of `save_torch`, of Python's torch.save or of LibTorch's torch::save.
 /// Errors name the path, and say what was expected there.
 Opened open_checkpoint(const std::filesystem::path& path);
+/// The checkpoint `name` of a storage, which must outlive the result; in our format.
+Opened open_checkpoint(const checkpoint::Storage& storage, const std::string& name);
 
 /// The names of the *.safetensors files in a folder, sorted.
 std::vector<std::string> safetensors_files_in(const std::filesystem::path& folder);
@@ -35,4 +36,4 @@ std::vector<std::string> safetensors_files_in(const std::filesystem::path& folde
 /// not valid, parts that overlap or leave gaps, a tensor that the Hugging Face index lists and its file lacks.
 Index index_of_safetensors(const std::filesystem::path& folder, const std::vector<std::string>& files);
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -1,57 +1,69 @@
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/optimizer_fields.h>
+#include <tessera/checkpoint/json.h>
 #include <tessera/checkpoint/optimizer_state.h>
+#include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/optim/optimizer_class.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <limits>
 #include <unordered_map>
+#include <unordered_set>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamState;
 
-std::string state_name(const std::string& parameter, const std::string& field) {
-  return "optimizer.state." + parameter + "." + field;
-}
-
-std::string option_name(const std::string& group_or_parameter, const std::string& field) {
-  return "optimizer.param_groups." + group_or_parameter + "." + field;
-}
-std::string option_name(size_t group, const std::string& field) { return option_name(std::to_string(group), field); }
-
-// The names of a group's parameters are there exactly when the options are named by group.
-bool is_flattened(const SavedState& saved) { return saved.values.count(option_name(0, "params")) == 0; }
-
-// A zero tensor laid out as `parameter`: a DTensor of its spec, or a plain tensor.
-at::Tensor zeros_like_parameter(const at::Tensor& parameter, at::ScalarType dtype) {
+// A zero tensor laid out beside `parameter` as the field says.
+at::Tensor zeros_for(const TensorField& field, const at::Tensor& parameter, const SavedState::Tensor& saved) {
+  const auto options = parameter.options().dtype(saved.dtype).requires_grad(false);
   const auto* meta = dtensor_meta(parameter);
-  if (!meta) return at::zeros(parameter.sizes(), parameter.options().dtype(dtype).requires_grad(false));
+  if (field.layout != StateLayout::kAsParameter) {
+    auto zeros = at::zeros(saved.sizes, options.device(meta ? meta->spec->mesh().device() : parameter.device()));
+    if (!meta || field.layout == StateLayout::kPlain) return zeros;
+    const auto& mesh = meta->spec->mesh();
+    return from_local(zeros, mesh, Placements(static_cast<size_t>(mesh.ndim()), Replicate{}));
+  }
+  if (!meta) return at::zeros_like(parameter, options);
   const auto& spec = *meta->spec;
   const auto& local = meta->local;
-  return make_dtensor(at::zeros(local.sizes(), local.options().dtype(dtype)),
-                      Spec::intern(spec.mesh(), spec.placements(), spec.sizes(), dtype, spec.strides()));
+  return make_dtensor(at::zeros_like(local, local.options().dtype(saved.dtype)),
+                      Spec::intern(spec.mesh(), spec.placements(), spec.sizes(), saved.dtype, spec.strides()));
 }
 
-bool is_sharded_alike(const at::Tensor& parameter, const at::Tensor& kept) {
-  return (dtensor_meta(parameter) != nullptr) == (dtensor_meta(kept) != nullptr);
+void check_layout(const std::string& name, const TensorField& field, const at::Tensor& parameter, const at::Tensor& kept) {
+  TORCH_CHECK(kept.defined(), "state dict: ", name, " is undefined");
+  const bool is_plain = dtensor_meta(kept) == nullptr;
+  if (field.layout == StateLayout::kPlain)
+    TORCH_CHECK(is_plain, "state dict: ", name, " is a DTensor, and was registered as StateLayout::kPlain");
+  if (field.layout != StateLayout::kAsParameter) return;
+  TORCH_CHECK(kept.sizes() == parameter.sizes(), "state dict: ", name, " has shape ", kept.sizes(), ", and its parameter ",
+              parameter.sizes(), ": register it as StateLayout::kReplicated or kPlain");
+  TORCH_CHECK(is_plain == (dtensor_meta(parameter) == nullptr), "state dict: ", name, " is a ",
+              is_plain ? "plain tensor and its parameter is sharded: the optimizer took a step before it was"
+                       : "DTensor and its parameter is a plain tensor");
 }
 
-// The parameters of an optimizer under the names that a module gives them.
+// The parameters of an optimizer under the names that a module gives them. One that is listed twice, and so steps twice, has one
+// state: it is where it is listed first.
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
 };
 using NamedGroups = std::vector<std::vector<NamedParameter>>;
 
-NamedGroups name_groups(const torch::nn::Module& module, const Optimizer& optimizer) {
+NamedGroups name_groups(const torch::nn::Module& module, const Optimizer& optimizer, const std::string& prefix) {
   std::unordered_map<const void*, std::string> names;
-  for (const auto& parameter : module.named_parameters()) names.emplace(parameter.value().unsafeGetTensorImpl(), parameter.key());
+  for (const auto& parameter : module.named_parameters())
+    names.emplace(parameter.value().unsafeGetTensorImpl(), prefix + parameter.key());
+  std::unordered_set<const void*> listed;
   NamedGroups groups;
   for (const auto& group : optimizer.param_groups()) {
     groups.emplace_back();
@@ -59,7 +71,7 @@ NamedGroups name_groups(const torch::nn::Module& module, const Optimizer& optimi
       const auto found = names.find(parameter.unsafeGetTensorImpl());
       TORCH_CHECK(found != names.end(), "state dict: parameter ", groups.back().size(), " of the optimizer's group ",
                   groups.size() - 1, ", of shape ", parameter.sizes(), ", is no parameter of the module");
-      groups.back().push_back({found->second, parameter});
+      if (listed.insert(parameter.unsafeGetTensorImpl()).second) groups.back().push_back({found->second, parameter});
     }
   }
   return groups;
@@ -72,14 +84,39 @@ std::vector<std::string> names_of(const std::vector<NamedParameter>& group) {
   return names;
 }
 
+// The names of an optimizer's entries in a state dict.
+struct EntryNames {
+  explicit EntryNames(const std::string& optimizer) : root(optimizer.empty() ? "optimizer." : "optimizer." + optimizer + ".") {}
+  std::string own(const std::string& field) const { return root + field; }
+  std::string state(const std::string& parameter, const std::string& field) const {
+    return root + "state." + parameter + "." + field;
+  }
+  // The tensor of a field, or the one with this number of its list.
+  std::string tensor(const std::string& parameter, const TensorField& field, size_t number) const {
+    return state(parameter, field.is_list ? field.name + "." + std::to_string(number) : field.name);
+  }
+  std::string option(const std::string& group_or_parameter, const std::string& field) const {
+    return root + "param_groups." + group_or_parameter + "." + field;
+  }
+  std::string option(size_t group, const std::string& field) const { return option(std::to_string(group), field); }
+
+  std::string root;
+};
+
 class OptimizerBinding : public StateBinding {
  public:
-  OptimizerBinding(const torch::nn::Module& module, Optimizer& optimizer, bool flatten)
-      : optimizer_(optimizer), fields_(fields_of(optimizer)), groups_(name_groups(module, optimizer)), flattened_(flatten) {}
+  // Groups of two modules would have the same numbers: with a prefix the options are named by parameter.
+  OptimizerBinding(const torch::nn::Module& module, const NamedOptimizer& named, const StateDictOptions& options)
+      : optimizer_(named.optimizer),
+        class_(class_of(named.optimizer)),
+        names_(named.name),
+        groups_(name_groups(module, named.optimizer, options.prefix)),
+        flattened_(options.flatten_optimizer_state_dict || !options.prefix.empty()) {}
 
   void add_entries(StateDict& state) const;
   void before_load(StateDict& state, const SavedState& saved) override;
   void after_load(const StateDict& state) override;
+  std::string prefix() const override { return names_.root; }
 
  private:
   OptimizerParamState* state_of(const at::Tensor& parameter) const {
@@ -88,76 +125,112 @@ class OptimizerBinding : public StateBinding {
     return found == states.end() ? nullptr : found->second.get();
   }
 
-  bool is_saved(const SavedState& saved) const { return saved.values.count("optimizer.type") > 0; }
-  void add_options(StateDict& state) const;
-  void remove_options(StateDict& state) const;
+  bool is_saved(const SavedState& saved) const { return saved.values.count(names_.own("type")) > 0; }
+  // The names of a group's parameters are there exactly when the options are named by group.
+  bool is_flattened(const SavedState& saved) const { return saved.values.count(names_.option(0, "params")) == 0; }
+  std::vector<std::string> parameter_order() const;
+  StateDict options_state() const;
   void check_same_type(const SavedState& saved) const;
+  void check_same_order(const SavedState& saved) const;
   void check_same_groups(const SavedState& saved) const;
   void check_same_options(const SavedState& saved, size_t group, const std::string& first, const std::string& second) const;
   std::vector<std::string> option_keys(const SavedState& saved) const;
+  // How many tensors of a field `holds` knows by name.
+  template <typename Holds>
+  size_t count_tensors(const NamedParameter& parameter, const TensorField& field, const Holds& holds) const {
+    const size_t most = field.is_list ? std::numeric_limits<size_t>::max() : 1;
+    size_t count = 0;
+    while (count < most && holds(names_.tensor(parameter.name, field, count))) ++count;
+    return count;
+  }
+  size_t count_tensors(const NamedParameter& parameter, const TensorField& field, const StateDict& state) const {
+    return count_tensors(parameter, field, [&](const std::string& name) { return state.contains(name); });
+  }
+  void fit_field(const NamedParameter& parameter, const TensorField& field, StateDict& state, const SavedState& saved) const;
   void fit_parameter(const NamedParameter& parameter, StateDict& state, const SavedState& saved) const;
   void restore_parameter(const NamedParameter& parameter, const StateDict& state) const;
 
   Optimizer& optimizer_;
-  const OptimizerFields fields_;
+  const OptimizerClass& class_;
+  const EntryNames names_;
   NamedGroups groups_;
   bool flattened_;                       // the options are named by parameter in the state dict
-  std::vector<std::string> option_keys_; // of each group, while a checkpoint with an optimizer is loaded
+  bool loads_ = false;                   // from a checkpoint that holds this optimizer
+  std::vector<std::string> option_keys_; // of each group, while such a checkpoint is loaded
 };
 
-void OptimizerBinding::add_options(StateDict& state) const {
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    const auto& options = optimizer_.param_groups()[g].options();
-    for (const auto& option : fields_.options) {
-      const auto value = option.get(options);
-      if (!flattened_) state.set(option_name(g, option.name), value);
-      for (const auto& parameter : groups_[g]) {
-        if (flattened_) state.set(option_name(parameter.name, option.name), value);
-      }
-    }
-    if (!flattened_) state.set(option_name(g, "params"), StateValue(names_of(groups_[g])));
+std::vector<std::string> OptimizerBinding::parameter_order() const {
+  std::vector<std::string> order;
+  for (const auto& group : groups_) {
+    for (const auto& parameter : group) order.push_back(parameter.name);
   }
+  return order;
 }
 
-void OptimizerBinding::remove_options(StateDict& state) const {
-  std::vector<std::string> names;
-  for (const auto& entry : state.entries()) {
-    if (entry.name.starts_with("optimizer.param_groups.")) names.push_back(entry.name);
+StateDict OptimizerBinding::options_state() const {
+  StateDict state;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    auto& options = optimizer_.param_groups()[g].options();
+    for (const auto& option : class_.options) {
+      const auto value = option.get(options);
+      if (!flattened_) state.set(names_.option(g, option.name), value);
+      for (const auto& parameter : groups_[g]) {
+        if (flattened_) state.set(names_.option(parameter.name, option.name), value);
+      }
+    }
+    if (!flattened_) state.set(names_.option(g, "params"), StateValue(names_of(groups_[g])));
   }
-  for (const auto& name : names) state.erase(name);
+  return state;
 }
 
 void OptimizerBinding::add_entries(StateDict& state) const {
-  state.set("optimizer.type", StateValue(fields_.state.type));
-  add_options(state);
+  state.set(names_.own("type"), StateValue(class_.name));
+  for (const auto& value : class_.own) state.set(names_.own(value.name), value.get(optimizer_));
+  if (class_.flattens_parameters) state.set(names_.own("parameters"), StateValue(parameter_order()));
+  state.merge(options_state());
   for (const auto& group : groups_) {
     for (const auto& [name, parameter] : group) {
       auto* kept = state_of(parameter);
       if (!kept) continue;
-      for (const auto& field : fields_.state.tensors) {
-        const auto& tensor = field.access(*kept);
-        if (!tensor.defined()) continue;
-        TORCH_CHECK(is_sharded_alike(parameter, tensor), "state dict: ", state_name(name, field.name),
-                    " is a plain tensor and its parameter is sharded: the optimizer took a step before it was");
-        state.add(state_name(name, field.name), tensor);
+      for (const auto& field : class_.tensors) {
+        const auto tensors = field.get(*kept);
+        for (size_t i = 0; i < tensors.size(); ++i) {
+          const auto entry = names_.tensor(name, field, i);
+          check_layout(entry, field, parameter, tensors[i]);
+          state.add(entry, tensors[i]);
+        }
       }
-      if (fields_.state.step) state.set(state_name(name, "step"), fields_.state.step(*kept));
+      for (const auto& value : class_.values) state.set(names_.state(name, value.name), value.get(*kept));
     }
   }
 }
 
 void OptimizerBinding::check_same_type(const SavedState& saved) const {
-  const auto* type = std::get_if<std::string>(&saved.values.at("optimizer.type"));
-  TORCH_CHECK(type && *type == fields_.state.type, "the checkpoint holds the state of another optimizer than ",
-              fields_.state.type, ": ", type ? *type : "?");
+  const auto* type = std::get_if<std::string>(&saved.values.at(names_.own("type")));
+  TORCH_CHECK(type && *type == class_.name, "the checkpoint holds the state of another optimizer than ", class_.name, ": ",
+              type ? *type : "?", ". Build that one, or load the model alone: state_dict(model), with allow_unused");
+}
+
+// Of a state that is one vector over all parameters, no name says which element belongs to which.
+void OptimizerBinding::check_same_order(const SavedState& saved) const {
+  const auto found = saved.values.find(names_.own("parameters"));
+  if (!class_.flattens_parameters || found == saved.values.end()) return; // reported as missing
+  const auto* there = std::get_if<std::vector<std::string>>(&found->second);
+  const auto here = parameter_order();
+  TORCH_CHECK(there && there->size() == here.size(), "the checkpoint's ", class_.name, " has ", there ? there->size() : 0,
+              " parameters, and here are ", here.size(), ": its state fits the same ones alone");
+  const auto [a, b] = std::mismatch(there->begin(), there->end(), here.begin());
+  TORCH_CHECK(a == there->end(), "the checkpoint's ", class_.name, " lists its parameters in another order than here: \"", *a,
+              "\" where \"", *b, "\" is");
 }
 
 void OptimizerBinding::check_same_options(const SavedState& saved, size_t group, const std::string& first,
                                           const std::string& second) const {
-  for (const auto& option : fields_.options) {
-    const auto a = saved.values.find(option_name(first, option.name)), b = saved.values.find(option_name(second, option.name));
+  for (const auto& option : class_.options) {
+    const auto a = saved.values.find(names_.option(first, option.name)),
+               b = saved.values.find(names_.option(second, option.name));
     if (a == saved.values.end() || b == saved.values.end()) continue; // reported as missing
-    TORCH_CHECK(a->second == b->second, "parameter group ", group, " has one ", option.name,
+    TORCH_CHECK(is_same(a->second, b->second), "parameter group ", group, " has one ", option.name,
                 ", and the checkpoint holds different ones for \"", first, "\" and \"", second, "\"");
   }
 }
@@ -166,13 +239,10 @@ void OptimizerBinding::check_same_options(const SavedState& saved, size_t group,
 std::vector<std::string> OptimizerBinding::option_keys(const SavedState& saved) const {
   std::vector<std::string> keys;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    if (!flattened_) {
-      keys.push_back(std::to_string(g));
-      continue;
-    }
-    keys.emplace_back();
+    keys.push_back(flattened_ ? "" : std::to_string(g));
+    if (!flattened_ || class_.options.empty()) continue;
     for (const auto& [name, parameter] : groups_[g]) {
-      if (saved.values.count(option_name(name, fields_.options[0].name)) == 0) continue; // reported as missing
+      if (saved.values.count(names_.option(name, class_.options[0].name)) == 0) continue; // reported as missing
       if (keys.back().empty()) keys.back() = name;
       check_same_options(saved, g, keys.back(), name);
     }
@@ -182,11 +252,11 @@ std::vector<std::string> OptimizerBinding::option_keys(const SavedState& saved) 
 
 void OptimizerBinding::check_same_groups(const SavedState& saved) const {
   size_t groups = 0;
-  while (saved.values.count(option_name(groups, "params")) > 0) ++groups;
+  while (saved.values.count(names_.option(groups, "params")) > 0) ++groups;
   TORCH_CHECK(groups == groups_.size(), "the checkpoint holds an optimizer with ", groups, " parameter groups, and here are ",
               groups_.size());
   for (size_t g = 0; g < groups; ++g) {
-    const auto* names = std::get_if<std::vector<std::string>>(&saved.values.at(option_name(g, "params")));
+    const auto* names = std::get_if<std::vector<std::string>>(&saved.values.at(names_.option(g, "params")));
     auto here = names_of(groups_[g]), there = names ? *names : std::vector<std::string>{};
     std::sort(here.begin(), here.end());
     std::sort(there.begin(), there.end());
@@ -197,35 +267,45 @@ void OptimizerBinding::check_same_groups(const SavedState& saved) const {
   }
 }
 
+// What has the parameter's shape is loaded in place. Other tensors may have another shape in the checkpoint.
+void OptimizerBinding::fit_field(const NamedParameter& parameter, const TensorField& field, StateDict& state,
+                                 const SavedState& saved) const {
+  const auto name_of = [&](size_t i) { return names_.tensor(parameter.name, field, i); };
+  const size_t here = count_tensors(parameter, field, state);
+  const size_t there = count_tensors(parameter, field, [&](const std::string& name) { return saved.tensors.count(name) > 0; });
+  const size_t kept = field.layout == StateLayout::kAsParameter ? std::min(here, there) : 0;
+  for (size_t i = kept; i < here; ++i) state.erase(name_of(i));
+  for (size_t i = kept; i < there; ++i) state.add(name_of(i), zeros_for(field, parameter.tensor, saved.tensors.at(name_of(i))));
+}
+
 // Entries for what the checkpoint holds, and none for what it does not.
 void OptimizerBinding::fit_parameter(const NamedParameter& parameter, StateDict& state, const SavedState& saved) const {
-  for (const auto& field : fields_.state.tensors) {
-    const auto name = state_name(parameter.name, field.name);
-    const auto found = saved.tensors.find(name);
-    if (found == saved.tensors.end()) {
+  for (const auto& field : class_.tensors) fit_field(parameter, field, state, saved);
+  if (class_.values.empty()) return;
+  const auto fresh = class_.make_state();
+  for (const auto& value : class_.values) {
+    const auto name = names_.state(parameter.name, value.name);
+    if (saved.values.count(name) == 0) {
       if (state.contains(name)) state.erase(name);
     } else if (!state.contains(name)) {
-      state.add(name, zeros_like_parameter(parameter.tensor, found->second.dtype));
+      state.set(name, value.get(*fresh));
     }
-  }
-  if (!fields_.state.step) return;
-  const auto name = state_name(parameter.name, "step");
-  if (saved.values.count(name) == 0) {
-    if (state.contains(name)) state.erase(name);
-  } else if (!state.contains(name)) {
-    state.set(name, 0);
   }
 }
 
 void OptimizerBinding::before_load(StateDict& state, const SavedState& saved) {
-  option_keys_.clear();
-  if (!is_saved(saved)) return; // a checkpoint of a module alone: the entries are reported as missing
+  loads_ = is_saved(saved);
+  if (!loads_) return; // a checkpoint of a module alone: the entries are reported as missing
   c10::NoGradGuard no_grad;
   check_same_type(saved);
+  check_same_order(saved);
   if (flattened_ != is_flattened(saved)) {
-    remove_options(state);
+    const auto before = options_state();
+    for (const auto& entry : before.entries()) {
+      if (state.contains(entry.name)) state.erase(entry.name);
+    }
     flattened_ = !flattened_;
-    add_options(state);
+    state.merge(options_state());
   }
   if (!flattened_) check_same_groups(saved);
   option_keys_ = option_keys(saved);
@@ -235,29 +315,35 @@ void OptimizerBinding::before_load(StateDict& state, const SavedState& saved) {
 }
 
 void OptimizerBinding::restore_parameter(const NamedParameter& parameter, const StateDict& state) const {
-  const auto entry_of = [&](const std::string& field) { return state_name(parameter.name, field); };
-  const bool any = std::any_of(fields_.state.tensors.begin(), fields_.state.tensors.end(),
-                               [&](const auto& f) { return state.contains(entry_of(f.name)); }) ||
-                   (fields_.state.step && state.contains(entry_of("step")));
+  const auto is_loaded = [&](const auto& value) { return state.contains(names_.state(parameter.name, value.name)); };
+  const bool any = std::any_of(class_.tensors.begin(), class_.tensors.end(),
+                               [&](const auto& field) { return count_tensors(parameter, field, state) > 0; }) ||
+                   std::any_of(class_.values.begin(), class_.values.end(), is_loaded);
   auto& states = optimizer_.state();
   auto* key = parameter.tensor.unsafeGetTensorImpl();
   if (!any) {
     states.erase(key);
     return;
   }
-  if (!state_of(parameter.tensor)) states[key] = fields_.state.make_state();
+  if (!state_of(parameter.tensor)) states[key] = class_.make_state();
   auto& kept = *state_of(parameter.tensor);
-  for (const auto& field : fields_.state.tensors) {
-    field.access(kept) = state.contains(entry_of(field.name)) ? state.tensor(entry_of(field.name)) : at::Tensor();
+  for (const auto& field : class_.tensors) {
+    std::vector<at::Tensor> tensors(count_tensors(parameter, field, state));
+    for (size_t i = 0; i < tensors.size(); ++i) tensors[i] = state.tensor(names_.tensor(parameter.name, field, i));
+    field.set(kept, tensors);
   }
-  if (fields_.state.step && state.contains(entry_of("step"))) fields_.state.step(kept) = state.value<int64_t>(entry_of("step"));
+  for (const auto& value : class_.values) {
+    if (is_loaded(value)) value.set(kept, state.value(names_.state(parameter.name, value.name)));
+  }
 }
 
 void OptimizerBinding::after_load(const StateDict& state) {
-  for (size_t g = 0; g < option_keys_.size(); ++g) {
+  if (!loads_) return;
+  for (const auto& value : class_.own) value.set(optimizer_, state.value(names_.own(value.name)));
+  for (size_t g = 0; g < groups_.size(); ++g) {
     auto& options = optimizer_.param_groups()[g].options();
-    for (const auto& option : fields_.options) {
-      if (!option_keys_[g].empty()) option.set(options, state.value(option_name(option_keys_[g], option.name)));
+    for (const auto& option : class_.options) {
+      if (!option_keys_[g].empty()) option.set(options, state.value(names_.option(option_keys_[g], option.name)));
     }
     for (const auto& parameter : groups_[g]) restore_parameter(parameter, state);
   }
@@ -265,12 +351,13 @@ void OptimizerBinding::after_load(const StateDict& state) {
 
 } // namespace
 
-StateDict optimizer_state_dict(const torch::nn::Module& module, Optimizer& optimizer, bool flatten) {
+StateDict optimizer_state_dict(const torch::nn::Module& module, const NamedOptimizer& optimizer,
+                               const StateDictOptions& options) {
   StateDict state;
-  auto binding = std::make_shared<OptimizerBinding>(module, optimizer, flatten);
+  auto binding = std::make_shared<OptimizerBinding>(module, optimizer, options);
   binding->add_entries(state);
   state.bind(std::move(binding));
   return state;
 }
 
-} // namespace tessera
+} // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include <atomic>
 #include <cstdint>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 /// Calls `work(i)` for every i below `count`, on up to four of the threads that LibTorch uses within an operator: more do not
 /// make a disk faster. The first error is thrown when all threads have ended.
@@ -22,4 +22,4 @@ void for_each_in_parallel(int64_t count, const Work& work) {
   });
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -1,10 +1,11 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/pickle.h>
 
+#include <bit>
 #include <cstring>
 #include <unordered_map>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 // Values may share an object, and each looks through its fields.
 constexpr size_t kMostFields = 64;
@@ -79,7 +80,7 @@ class Unpickler {
   }
   template <typename T>
   T& top() {
-    auto* found = stack_.empty() ? nullptr : std::get_if<T>(static_cast<PickleValue::variant*>(stack_.back()));
+    auto* found = stack_.empty() ? nullptr : std::get_if<T>(stack_.back());
     if (!found) fail("applies an opcode to a value of the wrong kind");
     return *found;
   }
@@ -98,12 +99,7 @@ class Unpickler {
       case 'J': return push(take_signed(4));
       case '\x8a': return integer(take_unsigned(1));
       case '\x8b': return integer(take_unsigned(4));
-      case 'G': {
-        const auto bits = __builtin_bswap64(take_unsigned(8));
-        double value = 0;
-        std::memcpy(&value, &bits, sizeof value);
-        return push(value);
-      }
+      case 'G': return push(std::bit_cast<double>(__builtin_bswap64(take_unsigned(8))));
       default: return false;
     }
   }
@@ -190,22 +186,28 @@ class Unpickler {
     return push_ref(found->second);
   }
 
+  bool name_class(const std::vector<PickleRef>& items) {
+    const auto* module = std::get_if<std::string>(items[0]);
+    const auto* name = std::get_if<std::string>(items[1]);
+    if (!module || !name) fail("names a class by something else than text");
+    return push(PickleName{*module + "." + *name});
+  }
+  static bool is_new_ordered_dict(const std::vector<PickleRef>& call) {
+    const auto* name = std::get_if<PickleName>(call[0]);
+    const auto* arguments = std::get_if<PickleTuple>(call[1]);
+    return name && name->name == "collections.OrderedDict" && arguments && arguments->items.empty();
+  }
   bool object(char opcode) {
     switch (opcode) {
       case 'c': {
         const std::string module(take_line());
         return push(PickleName{module + "." + std::string(take_line())});
       }
-      case '\x93': {
-        const auto items = pop_items(2);
-        const auto* module = std::get_if<std::string>(items[0]);
-        const auto* name = std::get_if<std::string>(items[1]);
-        if (!module || !name) fail("names a class by something else than text");
-        return push(PickleName{*module + "." + *name});
-      }
+      case '\x93': return name_class(pop_items(2));
       case 'R':
       case '\x81': {
         const auto items = pop_items(2);
+        if (is_new_ordered_dict(items)) return push(PickleDict{});
         return push(PickleObject{items[0], items[1], nullptr});
       }
       case '\x92': { // with keyword arguments, which no class that is understood has
@@ -214,6 +216,7 @@ class Unpickler {
       }
       case 'b': {
         const auto* state = pop();
+        if (!stack_.empty() && std::get_if<PickleDict>(stack_.back())) return true;
         top<PickleObject>().state = state;
         return true;
       }
@@ -233,39 +236,34 @@ class Unpickler {
 
 Pickle::Pickle(std::string_view text, const std::string& source) { root_ = Unpickler(*this, text, source).run(); }
 
-template <typename T>
-const T& pickle_as(PickleRef value, const std::string& what) {
-  const auto* found = value ? std::get_if<T>(static_cast<const PickleValue::variant*>(value)) : nullptr;
-  TORCH_CHECK(found, what, " is missing or of another kind than expected");
-  return *found;
-}
-
-template const bool& pickle_as<bool>(PickleRef, const std::string&);
-template const int64_t& pickle_as<int64_t>(PickleRef, const std::string&);
-template const std::string& pickle_as<std::string>(PickleRef, const std::string&);
-template const PickleName& pickle_as<PickleName>(PickleRef, const std::string&);
-template const PickleTuple& pickle_as<PickleTuple>(PickleRef, const std::string&);
-template const PickleDict& pickle_as<PickleDict>(PickleRef, const std::string&);
-template const PickleObject& pickle_as<PickleObject>(PickleRef, const std::string&);
-template const PicklePersistent& pickle_as<PicklePersistent>(PickleRef, const std::string&);
-
 PickleRef pickle_find(const PickleDict& dict, const std::string& key) {
   for (const auto& [name, value] : dict.items) {
-    const auto* text = std::get_if<std::string>(static_cast<const PickleValue::variant*>(name));
+    const auto* text = std::get_if<std::string>(name);
     if (text && *text == key) return value;
   }
   return nullptr;
 }
 
 const std::vector<PickleRef>& pickle_items(PickleRef value, const std::string& what) {
-  if (const auto* list = value ? std::get_if<PickleList>(static_cast<const PickleValue::variant*>(value)) : nullptr)
-    return list->items;
-  const auto* object = value ? std::get_if<PickleObject>(static_cast<const PickleValue::variant*>(value)) : nullptr;
+  if (const auto* list = std::get_if<PickleList>(value)) return list->items;
+  const auto* object = std::get_if<PickleObject>(value);
   if (!object) return pickle_as<PickleTuple>(value, what).items;
   TORCH_CHECK(pickle_as<PickleName>(object->callable, what).name == "torch.Size", what, " is no list, tuple or torch.Size");
   const auto& arguments = pickle_as<PickleTuple>(object->arguments, what).items;
   TORCH_CHECK(arguments.size() == 1, what, " is a torch.Size without its numbers");
   return pickle_as<PickleTuple>(arguments[0], what).items;
+}
+
+std::vector<int64_t> pickle_sizes(PickleRef value, const std::string& what) {
+  constexpr size_t kMostDims = 64;
+  const auto& items = pickle_items(value, what);
+  TORCH_CHECK(items.size() <= kMostDims, what, " has ", items.size(), " dims");
+  std::vector<int64_t> numbers;
+  for (const auto* item : items) {
+    numbers.push_back(pickle_as<int64_t>(item, what));
+    TORCH_CHECK(numbers.back() >= 0, what, " has a negative number");
+  }
+  return numbers;
 }
 
 PickleRef pickle_field(PickleRef object, const std::string& name, const std::string& what) {
@@ -275,9 +273,9 @@ PickleRef pickle_field(PickleRef object, const std::string& name, const std::str
 }
 
 std::string pickle_class(PickleRef value) {
-  const auto* object = value ? std::get_if<PickleObject>(static_cast<const PickleValue::variant*>(value)) : nullptr;
-  const auto* name = object ? std::get_if<PickleName>(static_cast<const PickleValue::variant*>(object->callable)) : nullptr;
+  const auto* object = std::get_if<PickleObject>(value);
+  const auto* name = object ? std::get_if<PickleName>(object->callable) : nullptr;
   return name ? name->name : "";
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

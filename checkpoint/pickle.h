@@ -1,7 +1,9 @@
 #pragma once
 
 // Internal: reads Python pickles as data. It calls nothing, imports nothing and makes no objects: a class or function is a name,
-// a call is that name with its arguments.
+// a call is that name with its arguments. A new OrderedDict is a dict, without the attributes that it may have.
+
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <deque>
@@ -11,7 +13,7 @@
 #include <variant>
 #include <vector>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 struct PickleValue;
 using PickleRef = const PickleValue*;
@@ -69,7 +71,11 @@ class Pickle {
 
 /// The value as one alternative; an error that begins with `what` when it is another.
 template <typename T>
-const T& pickle_as(PickleRef value, const std::string& what);
+const T& pickle_as(PickleRef value, const std::string& what) {
+  const auto* found = std::get_if<T>(value);
+  TORCH_CHECK(found, what, " is missing or of another kind than expected");
+  return *found;
+}
 
 /// The entry of a dict with this string key; null when there is none.
 PickleRef pickle_find(const PickleDict& dict, const std::string& key);
@@ -77,10 +83,13 @@ PickleRef pickle_find(const PickleDict& dict, const std::string& key);
 /// The items of a list, tuple or torch.Size.
 const std::vector<PickleRef>& pickle_items(PickleRef value, const std::string& what);
 
+/// Sizes, strides or offsets: at most 64 integers, none of them negative.
+std::vector<int64_t> pickle_sizes(PickleRef value, const std::string& what);
+
 /// The field of an object whose state is a dict; null when there is none.
 PickleRef pickle_field(PickleRef object, const std::string& name, const std::string& what);
 
 /// The class of an object that was made by copyreg (NEWOBJ), "" for any other value.
 std::string pickle_class(PickleRef value);
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -1,14 +1,38 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/pieces.h>
+#include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/move.h>
 #include <tessera/dtensor/sharding_math.h>
 
 #include <algorithm>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
+
+constexpr size_t kShownMesh = 200; // characters; ranks exchange them for each tensor
+
+template <typename Work>
+auto with_name(const std::string& name, const Work& work) {
+  try {
+    return work();
+  } catch (const c10::Error& error) {
+    C10_THROW_ERROR(Error, c10::str("checkpoint: tensor \"", name, "\": ", error.what_without_backtrace()));
+  }
+}
+
+void check_access(const at::Tensor& tensor, Access access) {
+  const auto* meta = dtensor_meta(tensor);
+  if (!meta) return;
+  TORCH_CHECK(is_initialized(), "it is a DTensor, and the process group is gone; save and load before destroy_process_group");
+  const bool written = access == Access::kWrite;
+  const auto* action = written ? "load" : "save";
+  check_copy(tensor, *meta, written, action);
+  meta->check_has_values(action);
+}
 
 void check_has_data(const at::Tensor& tensor) {
   TORCH_CHECK(!tensor.is_meta(), "a meta tensor has no data; allocate it first (tessera::materialize)");
@@ -30,7 +54,7 @@ std::vector<Piece> pieces_of_local(const at::Tensor& local, std::vector<Box> box
   return pieces;
 }
 
-/// Under a StridedShard a rank holds several ranges of a dim: every combination of the dims' ranges is a piece.
+// Under a StridedShard a rank holds several ranges of a dim: every combination of the dims' ranges is a piece.
 std::vector<Piece> pieces_of_ranges(const at::Tensor& local, const Spec& spec) {
   std::vector<Piece> pieces{{whole(spec.sizes()), local}};
   for (int64_t d = 0; d < spec.dim(); ++d) {
@@ -55,24 +79,27 @@ std::vector<Piece> pieces_of_dtensor(const DTensorMeta& meta) {
   if (!mesh.coordinate()) return {};
   check_has_data(meta.local);
   const auto& placements = meta.spec->placements();
-  const bool strided = std::any_of(placements.begin(), placements.end(), is_strided);
+  const bool strided = std::ranges::any_of(placements, is_strided);
   if (strided && !meta.spec->ragged() && !meta.spec->has_partial()) return pieces_of_ranges(meta.local, *meta.spec);
-  return pieces_of_local(meta.local, local_boxes(meta.spec->sizes(), meta.spec->placements(), mesh.shape(), *mesh.coordinate()));
+  return pieces_of_local(meta.local, local_boxes(meta.spec->sizes(), placements, mesh.shape(), *mesh.coordinate()));
 }
 
 } // namespace
 
-std::vector<Piece> pieces_of(const std::string& name, const at::Tensor& tensor) {
+void check_access(const std::string& name, const at::Tensor& tensor, Access access) {
+  with_name(name, [&] { check_access(tensor, access); });
+}
+
+std::vector<Piece> pieces_of(const std::string& name, const at::Tensor& tensor, Access access) {
   c10::NoGradGuard no_grad;
-  try {
+  return with_name(name, [&]() -> std::vector<Piece> {
+    check_access(tensor, access);
     if (const auto* meta = dtensor_meta(tensor)) return pieces_of_dtensor(*meta);
     check_has_data(tensor);
     TORCH_CHECK(tensor.layout() == at::kStrided, "its layout is ", tensor.layout(), ", not strided");
     if (tensor.numel() == 0) return {};
     return {{whole(tensor.sizes().vec()), tensor.detach()}};
-  } catch (const c10::Error& error) {
-    C10_THROW_ERROR(Error, c10::str("checkpoint: tensor \"", name, "\": ", error.what_without_backtrace()));
-  }
+  });
 }
 
 bool is_plain_memory(const at::Tensor& tensor) {
@@ -93,9 +120,22 @@ std::string layout_of(const at::Tensor& tensor) {
   return tessera::to_string(meta->spec->placements()) + " on [" + shape + "]";
 }
 
-void mark_written(const at::Tensor& tensor) {
-  if (const auto* meta = dtensor_meta(tensor)) meta->local.unsafeGetTensorImpl()->bump_version();
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+std::string MeshNames::of(const at::Tensor& tensor) {
+  const auto* meta = dtensor_meta(tensor);
+  const auto mesh = meta ? meta->spec->mesh() : DeviceMesh(); // the undefined one stands for plain tensors
+  const auto found = std::ranges::find(names_, mesh, &std::pair<DeviceMesh, std::string>::first);
+  if (found != names_.end()) return found->second;
+  auto text = mesh.defined() ? mesh.to_string() : "";
+  if (text.size() > kShownMesh) text = text.substr(0, kShownMesh) + "... #" + to_hex(checksum(text));
+  return names_.emplace_back(mesh, std::move(text)).second;
 }
 
-} // namespace tessera::checkpoint
+void mark_written(const at::Tensor& tensor) {
+  const auto count = [](const at::Tensor& written) { // those of InferenceMode count none
+    if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+  };
+  if (const auto* meta = dtensor_meta(tensor)) count(meta->local);
+  count(tensor);
+}
+
+} // namespace tessera::internal

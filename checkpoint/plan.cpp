@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/plan.h>
 #include <tessera/checkpoint/safetensors.h>
@@ -7,7 +8,7 @@
 #include <map>
 #include <unordered_map>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -21,8 +22,26 @@ struct Shared {
 struct Merged {
   Holding what;
   int first_rank = 0;
-  std::map<std::pair<std::vector<int64_t>, std::vector<int64_t>>, std::vector<int>> holders; // box → ranks, ascending
+  std::map<Box, std::vector<int>> holders; // ranks, ascending
 };
+
+// Tensors of one name on different meshes are no replicas: the weights of two pipeline stages, for example.
+[[noreturn]] void fail_on_meshes(const std::string& name, const std::vector<std::vector<Holding>>& ranks) {
+  std::map<std::string, std::vector<int64_t>> holders; // mesh → ranks
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (const auto& holding : ranks[rank]) {
+      if (holding.name == name) holders[holding.mesh].push_back(static_cast<int64_t>(rank));
+    }
+  }
+  std::string text;
+  for (const auto& [mesh, on] : holders) {
+    text += "\n  " + (mesh.empty() ? "plain, without a mesh" : mesh) + ": " + describe_ranks(on);
+  }
+  TORCH_CHECK(
+      false, "checkpoint: tensor \"", name, "\" lies on several meshes, so its holders have no parts of one tensor:", text,
+      "\nReplicas with the same values belong on one mesh of all these ranks, with Replicate() along its other dim; different "
+      "tensors need a name each, as the stages of a pipeline get from StateDictOptions::prefix");
+}
 
 void merge(Merged& merged, const Holding& holding, int rank) {
   const auto& known = merged.what;
@@ -34,7 +53,7 @@ void merge(Merged& merged, const Holding& holding, int rank) {
   for (const auto& box : holding.boxes) {
     TORCH_CHECK(fits(box, holding.sizes), "checkpoint: tensor \"", holding.name, "\": rank ", rank, " holds ", to_string(box),
                 " of a tensor of shape ", at::IntArrayRef(holding.sizes));
-    merged.holders[{box.offsets, box.sizes}].push_back(rank);
+    merged.holders[box].push_back(rank);
   }
 }
 
@@ -53,14 +72,14 @@ void check_cover(const Merged& merged, const std::vector<Shared>& parts) {
   }
   const auto numel = whole(what.sizes).numel();
   TORCH_CHECK(covered == numel, "checkpoint: tensor \"", what.name, "\": the ranks hold ", covered, " of its ", numel,
-              " elements");
+              " elements; it lies on ", what.mesh);
 }
 
 std::vector<Shared> shared_parts(const Merged& merged) {
   std::vector<Shared> parts;
   if (whole(merged.what.sizes).numel() == 0) return {{whole(merged.what.sizes), {merged.first_rank}}};
   for (const auto& [box, ranks] : merged.holders) {
-    parts.push_back({{box.first, box.second}, merged.what.plain ? std::vector<int>{ranks.front()} : ranks});
+    parts.push_back({box, merged.what.mesh.empty() ? std::vector<int>{ranks.front()} : ranks});
   }
   check_cover(merged, parts);
   return parts;
@@ -73,6 +92,7 @@ std::vector<Merged> merge_tensors(const std::vector<std::vector<Holding>>& ranks
     for (const auto& holding : ranks[rank]) {
       const auto [found, is_new] = index.emplace(holding.name, tensors.size());
       if (is_new) tensors.push_back({holding, static_cast<int>(rank), {}});
+      if (tensors[found->second].what.mesh != holding.mesh) fail_on_meshes(holding.name, ranks);
       merge(tensors[found->second], holding, static_cast<int>(rank));
     }
   }
@@ -112,44 +132,12 @@ Json boxes_to_json(const std::vector<Box>& boxes) {
   return json;
 }
 
-// What `make` returns on every rank, read by `read`. An error in `make` is an error on every rank.
-template <typename Make, typename Read>
-auto exchange(const Ranks& ranks, const Make& make, const Read& read) {
-  const std::string source = "checkpoint: a rank's message";
-  std::vector<std::decay_t<decltype(read(JsonView(Json(), source)))>> all;
-  for (const auto& text : ranks.all("exchange what the ranks hold", [&] { return dump_json(make(), source); })) {
-    const auto json = parse_json(text, source);
-    all.push_back(read(JsonView(json, source)));
-  }
-  return all;
-}
-
-// Names and aliases must differ, or the checkpoint could not be read.
-void check_names(const SavePlan& plan) {
-  std::unordered_map<std::string, const char*> kinds;
-  const auto claim = [&](const std::string& name, const char* kind) {
-    const auto [found, is_new] = kinds.emplace(name, kind);
-    TORCH_CHECK(is_new, "checkpoint: \"", name, "\" is ", found->second, " on one rank and ", kind, " on another");
-  };
-  for (const auto& tensor : plan.tensors) claim(tensor.what.name, "a tensor");
-  for (const auto& tensor : plan.tensors) {
-    for (const auto& alias : tensor.what.aliases) claim(alias, "a tied name");
-  }
-  for (const auto& [name, value] : plan.values) claim(name, "a value");
-}
-
-// What a rank tells the others before they exchange more.
-struct Summary {
-  bool same_tensors; // as when the plan was made
-  std::string values;
-};
-
 } // namespace
 
 Json to_json(const std::vector<Holding>& tensors) {
   auto json = Json::array();
   for (const auto& t : tensors) {
-    json.push_back({t.name, t.aliases, safetensors_dtype(t.dtype, t.name), t.sizes, t.layout, t.plain, boxes_to_json(t.boxes)});
+    json.push_back({t.name, t.aliases, safetensors_dtype(t.dtype, t.name), t.sizes, t.layout, t.mesh, boxes_to_json(t.boxes)});
   }
   return json;
 }
@@ -160,11 +148,11 @@ std::vector<Holding> holdings_from_json(const JsonView& json) {
     const auto fields = tensor.elements();
     Holding holding;
     holding.name = fields.at(0).string();
-    for (const auto& alias : fields.at(1).elements()) holding.aliases.push_back(alias.string());
+    holding.aliases = fields.at(1).strings();
     holding.dtype = dtype_from_safetensors(fields.at(2).string(), holding.name);
     holding.sizes = fields.at(3).non_negatives();
     holding.layout = fields.at(4).string();
-    holding.plain = fields.at(5).boolean();
+    holding.mesh = fields.at(5).string();
     for (const auto& box : fields.at(6).elements()) {
       holding.boxes.push_back({box.elements().at(0).non_negatives(), box.elements().at(1).non_negatives()});
     }
@@ -207,49 +195,64 @@ StateValues merge_values(const std::vector<StateValues>& ranks) {
     for (const auto& [name, value] : ranks[rank]) {
       const auto [found, is_new] = index.emplace(name, std::pair(values.size(), rank));
       if (is_new) values.emplace_back(name, value);
-      // Compared as text, where NaN equals itself.
-      const auto first = to_json(values[found->second.first].second).dump(), here = to_json(value).dump();
-      TORCH_CHECK(first == here, "checkpoint: value \"", name, "\" is ", first, " on rank ", found->second.second, " and ", here,
-                  " on rank ", rank);
+      const auto& first = values[found->second.first].second;
+      TORCH_CHECK(is_same(first, value), "checkpoint: value \"", name, "\" is ", to_json(first).dump(), " on rank ",
+                  found->second.second, " and ", to_json(value).dump(), " on rank ", rank);
     }
   }
   return values;
 }
 
+void check_names(const SavePlan& plan) {
+  std::unordered_map<std::string, const char*> kinds;
+  const auto claim = [&](const std::string& name, const char* kind) {
+    const auto [found, is_new] = kinds.emplace(name, kind);
+    TORCH_CHECK(is_new, "checkpoint: \"", name, "\" is ", found->second, " on one rank and ", kind, " on another");
+  };
+  for (const auto& tensor : plan.tensors) claim(tensor.what.name, "a tensor");
+  for (const auto& tensor : plan.tensors) {
+    for (const auto& alias : tensor.what.aliases) claim(alias, "a tied name");
+  }
+  for (const auto& [name, value] : plan.values) claim(name, "a value");
+}
+
+namespace {
+
+constexpr auto kExchange = "exchange what the ranks hold";
+
+// Plans anew what `own` holds of this rank's state, from the states of all ranks.
+void merge(SavePlan& plan, const Ranks& ranks, const Json& own) {
+  const std::string source = "checkpoint: a rank's message";
+  std::vector<std::vector<Holding>> tensors;
+  std::vector<StateValues> values;
+  for (const auto& text : ranks.all(kExchange, [&] { return dump_json(own, source); })) {
+    const auto json = parse_json(text, source);
+    const JsonView state(json, source);
+    if (own.contains("tensors")) tensors.push_back(holdings_from_json(state["tensors"]));
+    if (own.contains("values")) values.push_back(values_from_json(state["values"]));
+  }
+  if (!tensors.empty()) plan.tensors = plan_tensors(tensors);
+  if (!values.empty()) plan.values = merge_values(values);
+}
+
+} // namespace
+
 const SavePlan& Planner::plan(const Ranks& ranks, const RankState& state) {
   const auto tensors = to_json(state.tensors), values = to_json(state.values);
   uint64_t own_tensors = 0;
-  const auto summarize = [&]() -> Json {
+  const auto summaries = ranks.all(kExchange, [&] { // "=" while the tensors are those of the plan, and the values' checksum
     own_tensors = checksum(dump_json(tensors, "the names of the state"));
-    return {{"same", has_plan_ && own_tensors == own_tensors_},
-            {"values", to_hex(checksum(dump_json(values, "the values of the state")))}};
-  };
-  const auto summaries = exchange(ranks, summarize, [](const JsonView& json) {
-    return Summary{json["same"].boolean(), json["values"].string()};
+    const bool same = has_plan_ && own_tensors == own_tensors_;
+    return (same ? "=" : "!") + to_hex(checksum(dump_json(values, "the values of the state")));
   });
-  const bool same_tensors = std::all_of(summaries.begin(), summaries.end(), [](const Summary& s) { return s.same_tensors; });
-  const bool same_values =
-      std::all_of(summaries.begin(), summaries.end(), [&](const Summary& s) { return s.values == summaries[0].values; });
+  const auto first_values = summaries[0].substr(1);
+  const bool same_tensors = std::ranges::all_of(summaries, [](const auto& summary) { return summary.starts_with('='); });
+  const bool same_values = std::ranges::all_of(summaries, [&](const auto& summary) { return summary.ends_with(first_values); });
   Json details = Json::object();
   if (!same_tensors) details["tensors"] = tensors;
   if (!same_values) details["values"] = values;
   has_plan_ = false; // until all below has succeeded
-  if (!details.empty()) {
-    const auto read = [&](const JsonView& json) {
-      return RankState{same_tensors ? std::vector<Holding>() : holdings_from_json(json["tensors"]),
-                       same_values ? StateValues() : values_from_json(json["values"])};
-    };
-    const auto all = exchange(
-        ranks, [&] { return details; }, read);
-    std::vector<std::vector<Holding>> tensors_of;
-    std::vector<StateValues> values_of;
-    for (const auto& rank : all) {
-      tensors_of.push_back(rank.tensors);
-      values_of.push_back(rank.values);
-    }
-    if (!same_tensors) plan_.tensors = plan_tensors(tensors_of);
-    if (!same_values) plan_.values = merge_values(values_of);
-  }
+  if (!details.empty()) merge(plan_, ranks, details);
   if (same_values) plan_.values = state.values;
   check_names(plan_);
   own_tensors_ = own_tensors;
@@ -257,4 +260,4 @@ const SavePlan& Planner::plan(const Ranks& ranks, const RankState& state) {
   return plan_;
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

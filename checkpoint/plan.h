@@ -10,11 +10,12 @@
 #include <vector>
 
 #include <tessera/checkpoint/box.h>
+#include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/json.h>
 #include <tessera/checkpoint/ranks.h>
-#include <tessera/checkpoint/state_dict.h>
+#include <tessera/checkpoint/state_value.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 /// What one rank holds of one tensor.
 struct Holding {
@@ -23,8 +24,9 @@ struct Holding {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes; ///< global shape
   std::string layout;
-  bool plain = true; ///< no DTensor: ranks may hold different data, the lowest rank's is saved
+  std::string mesh; ///< of a DTensor; empty for a plain tensor, of which ranks may hold different data
   std::vector<Box> boxes;
+  RankCopy copy; ///< of a plan's tensor
 };
 
 using StateValues = std::vector<std::pair<std::string, StateValue>>;
@@ -57,12 +59,16 @@ struct SavePlan {
 };
 
 /// Every part once: the same box held by several ranks goes to the one with the least to write so far (the largest parts are
-/// placed first), plain tensors to the lowest rank. Every rank computes the same plan. Errors name the tensor and the ranks: a
-/// dtype or shape that differs between ranks, parts that overlap or do not cover the tensor.
+/// placed first), plain tensors to the lowest rank. Every rank computes the same plan. Errors name the tensor and the ranks:
+/// tensors of one name on different meshes, a dtype or shape that differs between ranks, parts that overlap or do not cover the
+/// tensor.
 std::vector<SavePlan::Tensor> plan_tensors(const std::vector<std::vector<Holding>>& ranks);
 
 /// The values of all ranks, of each name one. An error for a value that differs between ranks.
 StateValues merge_values(const std::vector<StateValues>& ranks);
+
+/// An error for a name or alias that the plan holds twice.
+void check_names(const SavePlan& plan);
 
 /// Makes the plan of a save, and keeps it for the next one: while no rank's tensors change, ranks exchange only that.
 class Planner {
@@ -76,4 +82,4 @@ class Planner {
   SavePlan plan_;
 };
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -7,9 +7,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <set>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -18,23 +19,22 @@ constexpr int64_t kDirectBytes = 16384;
 
 } // namespace
 
-Reader::Reader(std::filesystem::path folder, const Index& index, bool verify)
-    : folder_(std::move(folder)), index_(index), verify_(verify) {}
+Reader::Reader(Place place, const Index& index, bool verify) : place_(std::move(place)), index_(index), verify_(verify) {}
 
-const File& Reader::file(int64_t position) {
+const ByteSource& Reader::file(int64_t position) {
   const std::lock_guard lock(opening_);
-  if (const auto found = files_.find(position); found != files_.end()) return found->second;
+  if (const auto found = files_.find(position); found != files_.end()) return *found->second;
   const auto& indexed = index_.files[static_cast<size_t>(position)];
-  auto file = File::open(folder_ / indexed.name);
-  const auto path = file.path().string();
-  TORCH_CHECK(file.size() == indexed.bytes, path, " has ", file.size(), " bytes where the checkpoint wrote ", indexed.bytes);
+  auto file = place_.open(indexed.name);
+  const auto path = file->name();
+  TORCH_CHECK(file->size() == indexed.bytes, path, " has ", file->size(), " bytes where the checkpoint wrote ", indexed.bytes);
   if (verify_) {
     std::string prefix(static_cast<size_t>(indexed.data_begin), '\0');
-    file.read_at(prefix.data(), prefix.size(), 0);
+    file->read_at(prefix.data(), prefix.size(), 0);
     TORCH_CHECK(checksum(prefix) == indexed.header_checksum, path,
                 " is damaged: its header has another checksum than when it was written");
   }
-  return files_.emplace(position, std::move(file)).first->second;
+  return *files_.emplace(position, std::move(file)).first->second;
 }
 
 void Reader::read(const IndexedTensor& tensor, const Piece& piece) {
@@ -47,16 +47,17 @@ void Reader::read(const IndexedTensor& tensor, const Piece& piece) {
   if (!direct) piece.data.copy_(staged);
 }
 
-void Reader::check_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, const char* data, int64_t bytes) const {
-  if (!verify_ || checksum(data, static_cast<size_t>(bytes)) == chunk.checksums[static_cast<size_t>(block)]) return;
-  const auto begin = chunk.begin + block * index_.block_bytes;
-  TORCH_CHECK(false, (folder_ / index_.files[static_cast<size_t>(chunk.file)].name).string(), " is damaged: tensor \"",
-              tensor.name, "\", bytes ", begin, " to ", begin + bytes, " have another checksum than when they were written");
-}
-
 void Reader::read_data(const Chunk& chunk, int64_t begin, int64_t bytes, char* out) {
   file(chunk.file).read_at(out, static_cast<size_t>(bytes), chunk.begin + begin);
   bytes_read_ += bytes;
+}
+
+void Reader::read_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, int64_t bytes, char* out) {
+  const auto begin = block * index_.block_bytes;
+  read_data(chunk, begin, bytes, out);
+  const bool intact = !verify_ || checksum(out, static_cast<size_t>(bytes)) == chunk.checksums[static_cast<size_t>(block)];
+  TORCH_CHECK(intact, file(chunk.file).name(), " is damaged: tensor \"", tensor.name, "\", bytes ", chunk.begin + begin, " to ",
+              chunk.begin + begin + bytes, " have another checksum than when they were written");
 }
 
 // `out` is the row-major memory of `box`.
@@ -76,13 +77,11 @@ void Reader::read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const B
       const auto block_size = std::min(block_bytes, chunk_bytes - block_begin);
       const auto take = std::min(end, block_begin + block_size) - from;
       if (take == block_size) { // the whole block, straight to its place
-        read_data(chunk, from, take, target);
-        check_block(tensor, chunk, block, target, take);
+        read_block(tensor, chunk, block, take, target);
       } else {
         if (loaded != block) {
           block_data.resize(static_cast<size_t>(block_size));
-          read_data(chunk, block_begin, block_size, block_data.data());
-          check_block(tensor, chunk, block, block_data.data(), block_size);
+          read_block(tensor, chunk, block, block_size, block_data.data());
           loaded = block;
         }
         std::memcpy(target, block_data.data() + (from - block_begin), static_cast<size_t>(take));
@@ -98,8 +97,7 @@ void Reader::verify_chunk(const IndexedTensor& tensor, const Chunk& chunk, const
   std::vector<char> block(static_cast<size_t>(std::min(index_.block_bytes, total)));
   for (int64_t begin = 0; begin < total; begin += index_.block_bytes) {
     const auto size = std::min(index_.block_bytes, total - begin);
-    read_data(chunk, begin, size, block.data());
-    check_block(tensor, chunk, begin / index_.block_bytes, block.data(), size);
+    read_block(tensor, chunk, begin / index_.block_bytes, size, block.data());
     progress(size);
   }
 }
@@ -116,11 +114,11 @@ std::vector<std::string> Reader::verify_all(const std::function<void(int64_t)>& 
       return false;
     }
   };
-  for (int64_t i = 0; i < static_cast<int64_t>(index_.files.size()); ++i) {
+  for (int64_t i = 0; i < std::ssize(index_.files); ++i) {
     const bool good = note([&] {
       const auto& source = file(i);
-      if (source.path().extension() != ".safetensors") return;
-      parse_safetensors(read_safetensors_prefix(source), source.size(), source.path().string());
+      if (!source.name().ends_with(".safetensors")) return;
+      parse_safetensors(read_safetensors_prefix(source), source.size(), source.name());
     });
     if (!good) bad_files.insert(i);
   }
@@ -133,4 +131,4 @@ std::vector<std::string> Reader::verify_all(const std::function<void(int64_t)>& 
   return findings;
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -3,25 +3,25 @@
 // Internal: reads boxes of tensors from the files of a checkpoint.
 
 #include <atomic>
-#include <filesystem>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/pieces.h>
+#include <tessera/checkpoint/place.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 /// The files of one checkpoint, opened when they are first needed. `read` may be called from several threads.
 class Reader {
  public:
   /// `index` must outlive the reader. With `verify`, every byte read is compared with its checksum: headers when a file is
   /// opened, and data in whole blocks, which are read for that even where only a part of them is needed.
-  Reader(std::filesystem::path folder, const Index& index, bool verify);
+  Reader(Place place, const Index& index, bool verify);
 
   /// Fills the piece, whose box lies in the tensor, from the chunks that intersect it. Converts where its dtype is another one.
   void read(const IndexedTensor& tensor, const Piece& piece);
@@ -34,18 +34,18 @@ class Reader {
   int64_t bytes_read() const { return bytes_read_; }
 
  private:
-  const File& file(int64_t position);
+  const ByteSource& file(int64_t position);
   void read_chunk(const IndexedTensor& tensor, const Chunk& chunk, const Box& wanted, const Box& box, char* out);
   void read_data(const Chunk& chunk, int64_t begin, int64_t bytes, char* out);
+  void read_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, int64_t bytes, char* out);
   void verify_chunk(const IndexedTensor& tensor, const Chunk& chunk, const std::function<void(int64_t)>& progress);
-  void check_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, const char* data, int64_t bytes) const;
 
-  std::filesystem::path folder_;
+  Place place_;
   const Index& index_;
   bool verify_;
   std::mutex opening_;
-  std::map<int64_t, File> files_;
+  std::map<int64_t, std::unique_ptr<ByteSource>> files_;
   std::atomic<int64_t> bytes_read_ = 0;
 };
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

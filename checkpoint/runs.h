@@ -7,7 +7,7 @@
 
 #include <tessera/checkpoint/box.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 /// Calls `visit(first, second, length)` for each run of `common` in row-major order: the position of its first element in
 /// row-major `a`, in row-major `b`, and its length, all in elements. `common`, not empty, lies within both.
@@ -33,4 +33,4 @@ void for_each_run(const Box& common, const Box& a, const Box& b, const Visit& vi
   }
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

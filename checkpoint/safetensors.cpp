@@ -1,5 +1,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/box.h>
 #include <tessera/checkpoint/json.h>
 #include <tessera/checkpoint/safetensors.h>
 
@@ -7,10 +8,9 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <optional>
 #include <utility>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 static_assert(std::endian::native == std::endian::little, "the format is little-endian");
 
@@ -42,16 +42,6 @@ constexpr std::array<std::pair<const char*, at::ScalarType>, 19> kDtypes{{
     {"U8", at::kByte},
 }};
 
-// Bytes of a tensor, or nothing when they do not fit in 63 bits.
-std::optional<int64_t> bytes_of(const SafetensorsTensor& tensor) {
-  auto bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
-  if (std::find(tensor.sizes.begin(), tensor.sizes.end(), 0) != tensor.sizes.end()) return 0;
-  for (const auto size : tensor.sizes) {
-    if (__builtin_mul_overflow(bytes, size, &bytes)) return std::nullopt;
-  }
-  return bytes;
-}
-
 SafetensorsTensor parse_tensor(const std::string& name, const JsonView& json, int64_t data_begin, int64_t file_bytes) {
   SafetensorsTensor tensor{name, dtype_from_safetensors(json["dtype"].string(), json.where()), json["shape"].non_negatives()};
   const auto range = json["data_offsets"].non_negatives();
@@ -59,7 +49,8 @@ SafetensorsTensor parse_tensor(const std::string& name, const JsonView& json, in
   if (range[1] > file_bytes - data_begin) {
     json.fail("ends at byte " + std::to_string(range[1]) + " of the data, which has " + std::to_string(file_bytes - data_begin));
   }
-  if (bytes_of(tensor) != range[1] - range[0]) json.fail("has data of another size than its shape and dtype");
+  if (checked_bytes(tensor.sizes, tensor.dtype) != range[1] - range[0])
+    json.fail("has data of another size than its shape and dtype");
   tensor.begin = data_begin + range[0];
   tensor.end = data_begin + range[1];
   return tensor;
@@ -88,7 +79,7 @@ std::string encode_safetensors(SafetensorsHeader& header, const std::string& sou
   for (auto& tensor : header.tensors) {
     TORCH_CHECK(!json.contains(tensor.name), source, ": tensor name \"", tensor.name, "\" is reserved or appears twice");
     tensor.begin = position;
-    position += bytes_of(tensor).value();
+    position += checked_bytes(tensor.sizes, tensor.dtype).value();
     tensor.end = position;
     json[tensor.name] = {{"dtype", safetensors_dtype(tensor.dtype, tensor.name)},
                          {"shape", tensor.sizes},
@@ -108,8 +99,8 @@ std::string encode_safetensors(SafetensorsHeader& header, const std::string& sou
   return prefix + text;
 }
 
-std::string read_safetensors_prefix(const File& file) {
-  const auto path = file.path().string();
+std::string read_safetensors_prefix(const ByteSource& file) {
+  const auto path = file.name();
   TORCH_CHECK(file.size() >= kLengthBytes, path, ": ", file.size(), " bytes are too few for a safetensors file");
   uint64_t length = 0;
   file.read_at(&length, kLengthBytes, 0);
@@ -147,4 +138,4 @@ SafetensorsHeader parse_safetensors(std::string_view prefix, int64_t file_bytes,
   return header;
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -11,9 +11,9 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/byte_source.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 struct SafetensorsTensor {
   std::string name;
@@ -39,11 +39,11 @@ at::ScalarType dtype_from_safetensors(const std::string& name, const std::string
 std::string encode_safetensors(SafetensorsHeader& header, const std::string& source);
 
 /// The first `SafetensorsHeader::data_begin` bytes of a file. An error when the length in them does not fit the file.
-std::string read_safetensors_prefix(const File& file);
+std::string read_safetensors_prefix(const ByteSource& file);
 
 /// Reads what `encode_safetensors` or any other writer made: `prefix` is all before the data, `file_bytes` the size of the whole
 /// file. Errors, which begin with `source` and name the tensor: wrong JSON, an unknown dtype, a size that is not shape × dtype,
 /// overlapping data, gaps, data beyond the file's end or missing at its end.
 SafetensorsHeader parse_safetensors(std::string_view prefix, int64_t file_bytes, const std::string& source);
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

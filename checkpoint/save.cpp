@@ -1,10 +1,11 @@
-#include <c10/util/Exception.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/formats.h>
 #include <tessera/checkpoint/index.h>
+#include <tessera/checkpoint/settle_differences.h>
+#include <tessera/checkpoint/storage_save.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -16,7 +17,7 @@ Index merge_written(const SavePlan& plan, const std::vector<std::string>& messag
   index.values = plan.values;
   for (const auto& tensor : plan.tensors) {
     const auto& what = tensor.what;
-    index.tensors.push_back({what.name, what.aliases, what.dtype, what.sizes, what.layout, {}});
+    index.tensors.push_back({what.name, what.aliases, what.dtype, what.sizes, what.layout, {}, what.copy});
   }
   for (const auto& message : messages) {
     const auto json = parse_json(message, "checkpoint: a rank's message");
@@ -31,45 +32,69 @@ Index merge_written(const SavePlan& plan, const std::vector<std::string>& messag
   return index;
 }
 
-void write_index(const Index& index, const std::filesystem::path& folder) {
-  auto file = File::create(folder / kIndexName);
-  file.write(encode_index(index));
-  file.sync_and_close();
+} // namespace
+
+void write_distributed(SaveSession& session, const std::vector<OwnedPart>& parts) {
+  session.all("save", [&] { write_parts(parts, session.ranks().rank(), files_in(session.folder()), false); });
+  session.commit([] {});
+}
+
+void write_tessera(SaveSession& session, const SavePlan& plan, const std::vector<OwnedPart>& parts) {
+  const auto written = session.all("save", [&] {
+    return dump_json(to_json(write_parts(parts, session.ranks().rank(), files_in(session.folder()), true)), "checkpoint");
+  });
+  session.commit([&] { write_file(session.folder() / kIndexName, encode_index(merge_written(plan, written, session.time()))); });
+}
+
+void write_tessera(StorageSave& session, const SavePlan& plan, const std::vector<OwnedPart>& parts) {
+  const auto written = session.all("save", [&] {
+    return dump_json(to_json(write_parts(parts, session.ranks().rank(), session.new_files(), true)), "checkpoint");
+  });
+  session.commit([&] { return encode_index(merge_written(plan, written, session.time())); });
+}
+
+void save_snapshot(const Ranks& ranks, const std::function<Snapshot()>& take, Planner& planner, const Destination& to,
+                   const checkpoint::SaveOptions& options) {
+  Snapshot snapshot;
+  const auto prepare = [&] {
+    snapshot = take();
+    return std::string();
+  };
+  const auto write = [&](auto&& session) {
+    const auto& planned = planner.plan(ranks, snapshot.state);
+    const auto choice = options.differing_tensors.value_or(checkpoint::differing_tensors());
+    const auto settled = settle_differences(ranks, choice, to.name(), planned, snapshot);
+    const auto& plan = settled ? *settled : planned;
+    write_tessera(session, plan, parts_of(plan, ranks.rank(), snapshot));
+  };
+  if (to.storage) {
+    write(StorageSave(ranks, *to.storage, to.path.string(), options, prepare));
+  } else {
+    write(SaveSession(ranks, to.path, options, prepare));
+  }
+}
+
+} // namespace tessera::internal
+
+namespace tessera::checkpoint {
+
+namespace {
+
+void save(const StateDict& state, const internal::Destination& to, const SaveOptions& options) {
+  const internal::Ranks ranks(options.mesh);
+  internal::Planner planner;
+  internal::save_snapshot(
+      ranks, [&] { return internal::snapshot_of(state); }, planner, to, options);
 }
 
 } // namespace
 
-void write_tessera(SaveSession& session, const SavePlan& plan, const std::vector<OwnedPart>& parts) {
-  const auto written = session.all("save", [&] {
-    return dump_json(to_json(write_parts(parts, session.ranks().rank(), session.folder(), true)), "checkpoint");
-  });
-  session.commit([&] { write_index(merge_written(plan, written, session.time()), session.folder()); });
-}
-
-void write_distributed(SaveSession& session, const std::vector<OwnedPart>& parts) {
-  session.all("save", [&] {
-    write_parts(parts, session.ranks().rank(), session.folder(), false);
-    return std::string();
-  });
-  session.commit([] {});
-}
-
-void save_snapshot(const Ranks& ranks, const Snapshot& snapshot, Planner& planner, const std::filesystem::path& target,
-                   const SaveOptions& options) {
-  SaveSession session(ranks, target, options);
-  const auto& plan = planner.plan(ranks, snapshot.state);
-  write_tessera(session, plan, parts_of(plan, ranks.rank(), snapshot));
-}
-
 void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options) {
-  const Ranks ranks;
-  Snapshot snapshot;
-  ranks.all("start to save " + dir.string(), [&] {
-    snapshot = snapshot_of(state);
-    return std::string();
-  });
-  Planner planner;
-  save_snapshot(ranks, snapshot, planner, dir, options);
+  save(state, internal::Destination{dir}, options);
+}
+
+void save(const StateDict& state, Storage& storage, const std::string& name, const SaveOptions& options) {
+  save(state, internal::Destination{name, &storage}, options);
 }
 
 } // namespace tessera::checkpoint

@@ -13,20 +13,42 @@
 #include <tessera/checkpoint/snapshot.h>
 #include <tessera/checkpoint/staging.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
+
+/// What the ranks tell each other when a save starts.
+struct SaveStart {
+  std::string place;             ///< rank 0's
+  std::vector<std::string> said; ///< what `prepare` returned on each rank
+};
+
+/// Runs `prepare` (null: nothing) and then `make_place` on every rank. An error where `differing_tensors` of the options differs
+/// between ranks, which would wait for each other, or write other files than the index lists. Every rank calls it.
+using Prepare = std::function<std::string()>;
+SaveStart start_save(const Ranks& ranks, const std::string& target, const checkpoint::SaveOptions& options,
+                     const Prepare& prepare, const std::function<std::string()>& make_place);
 
 /// A save in progress: a staging folder that all ranks write to. Every rank makes it and calls its functions in the same order.
 /// When it is destroyed without a commit, the folder is removed.
 class SaveSession {
  public:
-  /// Rank 0 makes the folder; all ranks learn its name.
-  SaveSession(const Ranks& ranks, const std::filesystem::path& target, const SaveOptions& options);
+  /// Every rank runs `prepare`. Then rank 0 makes the folder; all ranks learn its name.
+  SaveSession(const Ranks& ranks, const std::filesystem::path& target, const checkpoint::SaveOptions& options,
+              const Prepare& prepare = nullptr, Staged staged = Staged::kFolder);
 
   const Ranks& ranks() const { return ranks_; }
   const std::filesystem::path& folder() const { return folder_; }
+  /// What `prepare` returned on each rank.
+  const std::vector<std::string>& said() const { return said_; }
+  /// In it, the file that gets the target's name where a file is staged.
+  std::filesystem::path file() const { return folder_ / target_.filename(); }
 
   /// `Ranks::all` with a step that names the target: "write <target>".
-  std::vector<std::string> all(const std::string& verb, const std::function<std::string()>& work) const;
+  template <typename Work>
+  auto all(const std::string& verb, const Work& work) const {
+    return ranks_.all(verb + " " + target_.string(), work);
+  }
+  /// The same for work whose result, a text, must be the same on every rank.
+  void all_agree(const std::string& verb, const std::function<std::string()>& work) const;
   /// Microseconds since 1970, later than those of the checkpoint that `latest` points at, though the clock was set back. Rank
   /// 0's.
   int64_t time() const;
@@ -35,14 +57,23 @@ class SaveSession {
 
  private:
   const Ranks& ranks_;
-  std::string target_;
-  SaveOptions options_;
+  std::filesystem::path target_;
+  checkpoint::SaveOptions options_;
   std::optional<Staging> staging_; ///< rank 0's
   std::filesystem::path folder_;
+  std::vector<std::string> said_;
 };
 
-/// Saves in our format.
-void save_snapshot(const Ranks& ranks, const Snapshot& snapshot, Planner& planner, const std::filesystem::path& target,
-                   const SaveOptions& options);
+/// Where a checkpoint shall be: a folder, or a name in a storage.
+struct Destination {
+  std::filesystem::path path;
+  checkpoint::Storage* storage = nullptr;
 
-} // namespace tessera::checkpoint
+  std::string name() const { return path.string(); }
+};
+
+/// Saves what `take` gives on each rank, in our format.
+void save_snapshot(const Ranks& ranks, const std::function<Snapshot()>& take, Planner& planner, const Destination& to,
+                   const checkpoint::SaveOptions& options);
+
+} // namespace tessera::internal

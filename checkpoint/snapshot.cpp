@@ -10,7 +10,7 @@
 #include <iterator>
 #include <utility>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -34,6 +34,7 @@ void append_copy(const at::Tensor& to, const at::Tensor& from, std::vector<Plain
 
 Snapshot snapshot_of(const StateDict& state) {
   Snapshot snapshot;
+  MeshNames meshes;
   for (const auto& entry : state.entries()) {
     if (!entry.is_tensor()) {
       const auto& value = std::get<StateValue>(entry.content);
@@ -42,11 +43,11 @@ Snapshot snapshot_of(const StateDict& state) {
       continue;
     }
     const auto& tensor = std::get<at::Tensor>(entry.content);
-    Holding holding{entry.name, entry.aliases, tensor.scalar_type(), tensor.sizes().vec(), layout_of(tensor), true, {}};
-    holding.plain = holding.layout == "plain";
+    Holding holding{entry.name, entry.aliases, tensor.scalar_type(), tensor.sizes().vec(), layout_of(tensor), meshes.of(tensor),
+                    {}};
     safetensors_dtype(holding.dtype, "checkpoint: tensor \"" + entry.name + "\"");
     auto& data = snapshot.data.emplace_back();
-    for (auto& piece : pieces_of(entry.name, tensor)) {
+    for (auto& piece : pieces_of(entry.name, tensor, Access::kRead)) {
       holding.boxes.push_back(std::move(piece.box));
       data.push_back(std::move(piece.data));
     }
@@ -83,4 +84,4 @@ Snapshot HostCopies::copy(const Snapshot& snapshot) {
   return copy;
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

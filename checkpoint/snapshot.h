@@ -9,7 +9,7 @@
 #include <tessera/checkpoint/plan.h>
 #include <tessera/checkpoint/state_dict.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 /// `data[i][k]` is the memory of box k of tensor i of `state`.
 struct Snapshot {
@@ -32,4 +32,4 @@ class HostCopies {
   std::vector<at::Tensor> memory_; ///< in the order of all tensors and boxes
 };
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -4,16 +4,15 @@
 #include <sys/stat.h>
 #include <tessera/checkpoint/catalog.h>
 #include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/folder_names.h>
 #include <tessera/checkpoint/staging.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <string>
 #include <string_view>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
@@ -72,30 +71,30 @@ void remove_abandoned(const std::filesystem::path& target) {
 
 } // namespace
 
-std::filesystem::path hidden_name(const std::filesystem::path& path, const std::string& purpose) {
-  static std::atomic<int> names{0};
-  const auto name =
-      "." + path.filename().string() + "." + purpose + "-" + std::to_string(::getpid()) + "-" + std::to_string(names++);
-  return path.parent_path() / name;
+Staging::Staging(const std::filesystem::path& target, bool overwrite, Staged staged)
+    : target_(std::filesystem::absolute(target).lexically_normal()), overwrite_(overwrite), staged_(staged) {
+  TORCH_CHECK(staged_ != Staged::kFile || target_.has_filename(), target.string(), " is the name of a folder, not of a file");
+  if (!target_.has_filename()) target_ = target_.parent_path();
+  check_target();
+  create_durably(target_.parent_path());
+  remove_abandoned(target_);
+  make_folder();
 }
 
-Staging::Staging(const std::filesystem::path& target, bool overwrite)
-    : target_(std::filesystem::absolute(target).lexically_normal()), overwrite_(overwrite) {
-  if (!target_.has_filename()) target_ = target_.parent_path();
+void Staging::check_target() const {
   const auto name = target_.filename().string();
   TORCH_CHECK(name != kLatestName, target_.string(), ": the name \"", kLatestName,
               "\" is kept for the link to the newest checkpoint");
   TORCH_CHECK(!name.starts_with('.'), target_.string(),
               ": names that begin with '.' are kept for folders that are being written");
-  if (std::filesystem::exists(std::filesystem::symlink_status(target_))) {
-    TORCH_CHECK(
-        overwrite, target_.string(),
-        " exists already; a checkpoint is never changed (SaveOptions::overwrite, or --overwrite of the tool, replaces it)");
-    check_replaceable(target_);
-  }
-  create_durably(target_.parent_path());
-  remove_abandoned(target_);
-  make_folder();
+  if (!std::filesystem::exists(std::filesystem::symlink_status(target_))) return;
+  if (staged_ == Staged::kWeights && !holds_part_of_checkpoint(target_)) return check_others_stay(target_);
+  TORCH_CHECK(
+      overwrite_, target_.string(),
+      " exists already; a checkpoint is never changed (`overwrite` of the options, or --overwrite of the tool, replaces it)");
+  if (staged_ == Staged::kFolder) return check_replaceable(target_);
+  if (staged_ == Staged::kWeights) return check_others_stay(target_);
+  TORCH_CHECK(std::filesystem::is_regular_file(target_), target_.string(), " is not a file, so it is not replaced");
 }
 
 void Staging::make_folder() {
@@ -120,13 +119,18 @@ Staging::~Staging() {
 
 void Staging::commit() {
   sync_folder(folder_);
-  if (overwrite_ && std::filesystem::exists(target_)) {
-    replace_folder(folder_, target_);
+  const auto staged = staged_ == Staged::kFile ? folder_ / target_.filename() : folder_;
+  const bool exists = std::filesystem::exists(target_);
+  if (!exists || (!overwrite_ && staged_ != Staged::kWeights)) {
+    rename_new(staged, target_);
+  } else if (staged_ == Staged::kFile) {
+    std::filesystem::rename(staged, target_);
   } else {
-    rename_new(folder_, target_);
+    if (staged_ == Staged::kWeights) link_others(target_, staged);
+    replace_folder(staged, target_);
   }
-  committed_ = true;
+  committed_ = staged_ != Staged::kFile;
   sync_folder(target_.parent_path());
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -3,12 +3,15 @@
 // Internal: the folder in which a checkpoint is written before it gets its name.
 
 #include <filesystem>
-#include <string>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
-/// ".<name>.<purpose>-<pid>-<number>" beside `path`: a name of this process that no checkpoint has.
-std::filesystem::path hidden_name(const std::filesystem::path& path, const std::string& purpose);
+/// What gets the target's name.
+enum class Staged {
+  kFolder,  ///< the folder
+  kWeights, ///< the folder; what lies beside the weights of one that is there, such as a configuration, stays
+  kFile,    ///< the file in it that already has that name
+};
 
 /// A folder ".<name>.saving-<pid>-<number>" beside the target `<name>`, owned by the process that made it (rank 0).
 ///
@@ -17,8 +20,9 @@ std::filesystem::path hidden_name(const std::filesystem::path& path, const std::
 class Staging {
  public:
   /// Makes the folder, and the parent folders of `target`. Errors: a name that checkpoints may not have (`latest`, or hidden), an
-  /// existing target unless `overwrite`, and one that holds more than a checkpoint.
-  Staging(const std::filesystem::path& target, bool overwrite);
+  /// existing target unless `overwrite`, and one that holds more than a checkpoint, or is no file where a file is staged. Where
+  /// weights are staged, a folder without any is no such target.
+  Staging(const std::filesystem::path& target, bool overwrite, Staged staged = Staged::kFolder);
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
   ~Staging();
@@ -26,16 +30,18 @@ class Staging {
   /// Absolute, without a trailing separator.
   const std::filesystem::path& target() const { return target_; }
   const std::filesystem::path& folder() const { return folder_; }
-  /// Flushes the folder and gives it the target's name.
+  /// Flushes the folder and gives it, or the file in it, the target's name.
   void commit();
 
  private:
+  void check_target() const;
   void make_folder();
 
   std::filesystem::path target_, folder_;
   bool overwrite_;
+  Staged staged_;
   int lock_ = -1;
   bool committed_ = false;
 };
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

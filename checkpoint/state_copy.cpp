@@ -1,13 +1,14 @@
 #include <ATen/ops/clone.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/gathers.h>
+#include <tessera/checkpoint/agreement.h>
+#include <tessera/checkpoint/pieces.h>
 #include <tessera/checkpoint/ranks.h>
 #include <tessera/checkpoint/state_copy.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dtensor_impl.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -16,20 +17,25 @@ at::Tensor copy_of(const at::Tensor& tensor, bool to_host) {
   return to_host && !tensor.is_cpu() ? tensor.to(at::kCPU) : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
+void check_readable(const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor.is_meta(), "state dict: \"", name, "\" is a meta tensor, of which there is no copy");
+  check_access(name, tensor, Access::kRead);
+}
+
 // Before anything is gathered: a rank that failed, or holds other tensors, would leave the others waiting.
 void check_gathers(const StateDict& state) {
-  constexpr auto kStep = "gather a state dict";
-  const auto messages = checkpoint::Ranks().all(kStep, [&] {
-    checkpoint::Gathers gathers;
+  const Ranks ranks;
+  const auto messages = ranks.all("gather a state dict", [&] {
+    Agreement agreement;
     for (const auto& entry : state.entries()) {
       const auto* tensor = std::get_if<at::Tensor>(&entry.content);
-      TORCH_CHECK(!tensor || !tensor->is_meta(), "state dict: \"", entry.name, "\" is a meta tensor, of which there is no copy");
-      const auto* meta = tensor ? dtensor_meta(*tensor) : nullptr;
-      if (meta) gathers.add(meta->spec->mesh().ranks(), entry.name);
+      if (!tensor) continue;
+      check_readable(entry.name, *tensor);
+      if (const auto* meta = dtensor_meta(*tensor)) agreement.add(meta->spec->mesh().ranks(), entry.name);
     }
-    return gathers.to_message();
+    return agreement.to_message();
   });
-  checkpoint::Gathers::check_same(messages, kStep);
+  Agreement::check(messages, ranks, "gather a state dict");
 }
 
 at::Tensor copy_of_part(const at::Tensor& tensor, bool to_host) {
@@ -46,17 +52,14 @@ at::Tensor whole_tensor(const at::Tensor& tensor) {
 
 StateDict read_on_all_ranks(const std::string& step, const std::function<StateDict()>& read) {
   StateDict state;
-  checkpoint::Ranks().all(step, [&] {
-    state = read();
-    return std::string();
-  });
+  Ranks().all(step, [&] { state = read(); });
   return state;
 }
 
 StateDict copy_of(const StateDict& state, const StateDictOptions& options) {
   const c10::NoGradGuard no_grad;
   if (options.full_state_dict) check_gathers(state);
-  const bool keep = !options.rank0_only || checkpoint::Ranks().rank() == 0;
+  const bool keep = !options.rank0_only || Ranks().rank() == 0;
   StateDict copy;
   for (const auto& entry : state.entries()) {
     if (!entry.is_tensor()) {
@@ -64,15 +67,23 @@ StateDict copy_of(const StateDict& state, const StateDictOptions& options) {
       continue;
     }
     const auto& tensor = std::get<at::Tensor>(entry.content);
-    TORCH_CHECK(!tensor.is_meta(), "state dict: \"", entry.name, "\" is a meta tensor, of which there is no copy");
     if (!options.full_state_dict) {
+      check_readable(entry.name, tensor);
       copy.add(entry.name, copy_of_part(tensor, options.cpu_offload), entry.aliases);
       continue;
     }
     const auto whole = whole_tensor(tensor);
     if (keep) copy.add(entry.name, copy_of(whole, options.cpu_offload), entry.aliases);
   }
+  for (const auto& name : state.submodules()) copy.add_submodule(name);
   return copy;
 }
 
-} // namespace tessera
+StateDict read_with_options(const StateDictOptions& options, const std::function<StateDict()>& read) {
+  TORCH_CHECK(!options.rank0_only || options.full_state_dict,
+              "state dict: rank0_only needs full_state_dict: without it every rank holds a part");
+  if (!options.full_state_dict && !options.cpu_offload) return read();
+  return copy_of(options.full_state_dict ? read_on_all_ranks("gather a state dict", read) : read(), options);
+}
+
+} // namespace tessera::internal

@@ -4,14 +4,14 @@
 
 #include <concepts>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include <tessera/checkpoint/state_value.h>
 
 namespace torch::nn {
 class Module;
@@ -21,26 +21,6 @@ class Optimizer;
 }
 
 namespace tessera {
-
-/// A value of a state dict that is no tensor: a step, a learning rate, a list of names.
-using StateValue =
-    std::variant<bool, int64_t, double, std::string, std::vector<int64_t>, std::vector<double>, std::vector<std::string>>;
-
-/// True for the types that a StateValue may hold.
-template <typename T, typename Variant = StateValue>
-struct IsStateValue : std::false_type {};
-template <typename T, typename... Alternatives>
-struct IsStateValue<T, std::variant<Alternatives...>> : std::disjunction<std::is_same<T, Alternatives>...> {};
-
-/// What a checkpoint holds, by name.
-struct SavedState {
-  struct Tensor {
-    at::ScalarType dtype;
-    std::vector<int64_t> sizes; ///< global shape
-  };
-  std::map<std::string, Tensor> tensors;
-  std::map<std::string, StateValue> values;
-};
 
 class StateDict;
 
@@ -52,6 +32,10 @@ class StateBinding {
   virtual void before_load(StateDict& state, const SavedState& saved) = 0;
   /// Called when every tensor and value of `state` has been read: hands them to the object.
   virtual void after_load(const StateDict& state) = 0;
+  /// What all names of the object's entries begin with, where a load with a filter shall take all of them or none; "" otherwise.
+  virtual std::string prefix() const { return ""; }
+  /// For people: what a load finds an error where it differs between ranks.
+  virtual std::string settings() const { return ""; }
 };
 
 /// Named tensors and values, in the order in which they were added: what a checkpoint saves and loads.
@@ -85,22 +69,35 @@ class StateDict {
   /// True for the name of an entry, or an alias of one.
   bool contains(const std::string& name) const { return index_.count(name) > 0; }
   /// The tensor with this name or alias; an error when there is none.
-  const at::Tensor& tensor(const std::string& name) const;
+  const at::Tensor& tensor(const std::string& name) const&;
+  at::Tensor tensor(const std::string& name) && { return std::as_const(*this).tensor(name); }
   /// The value with this name; an error when there is none or it is of another type than `T`, one of a StateValue's.
   template <typename T>
-  const T& value(const std::string& name) const {
+  const T& value(const std::string& name) const& {
     static_assert(IsStateValue<T>::value, "a value is a bool, int64_t, double, std::string or a vector of one of the last three");
     const auto* found = std::get_if<T>(&value(name));
     if (!found) throw_wrong_type(name);
     return *found;
   }
-  const StateValue& value(const std::string& name) const;
+  template <typename T>
+  T value(const std::string& name) && {
+    return std::as_const(*this).template value<T>(name);
+  }
+  const StateValue& value(const std::string& name) const&;
+  StateValue value(const std::string& name) && { return std::as_const(*this).value(name); }
 
-  const std::vector<Entry>& entries() const { return entries_; }
+  const std::vector<Entry>& entries() const& { return entries_; }
+  /// They end with the state dict: `for (auto& entry : state_dict(module).entries())` would read freed memory.
+  const std::vector<Entry>& entries() const&& = delete;
   size_t size() const { return entries_.size(); }
   void erase(const std::string& name);
 
-  /// Adds the entries and bindings of `other`; an error when a name appears in both.
+  /// A submodule of the module whose state this is, with its full name. It is no entry. `save_torch` writes it, though nothing in
+  /// it has one (a ReLU), because torch::load asks for it.
+  void add_submodule(const std::string& name);
+  const std::vector<std::string>& submodules() const { return submodules_; }
+
+  /// Adds the entries, submodules and bindings of `other`; an error when a name appears in both, unless for the same value.
   void merge(const StateDict& other);
   void bind(std::shared_ptr<StateBinding> binding) { bindings_.push_back(std::move(binding)); }
   const std::vector<std::shared_ptr<StateBinding>>& bindings() const { return bindings_; }
@@ -112,6 +109,7 @@ class StateDict {
 
   std::vector<Entry> entries_;
   std::unordered_map<std::string, size_t> index_; // names and aliases → position in entries_
+  std::vector<std::string> submodules_;
   std::vector<std::shared_ptr<StateBinding>> bindings_;
 };
 
@@ -130,10 +128,17 @@ struct StateDictOptions {
   /// Options of the optimizer under "optimizer.param_groups.<parameter>.lr" and so on, for each parameter by itself, instead of
   /// under the group's number: such a state fits an optimizer with other groups.
   bool flatten_optimizer_state_dict = false;
+  /// Accept parameters that train and that nothing sharded or replicated, beside others that are: each rank trains its own copy
+  /// of them. Otherwise they are an error, since mostly a `fully_shard` of the root was forgotten.
+  bool allow_unsharded_params = false;
   /// For `load_state_dict`: a name that only one side has is an error.
   bool strict = true;
   /// For `load_state_dict`: the state is rank 0's, whole; the other ranks' is not looked at.
   bool broadcast_from_rank0 = false;
+  /// Begins every name of a parameter or buffer, as "stage1.": for modules that ranks name alike, such as the stages of a
+  /// pipeline. The optimizer's options are then under the parameters' names, as with `flatten_optimizer_state_dict`, so that the
+  /// states of several stages are one: merged on one rank, or saved by several.
+  std::string prefix;
 };
 
 /// The parameters and buffers of `module` under their full names (`named_parameters`, `named_buffers`). A tied parameter is one
@@ -149,10 +154,31 @@ StateDict state_dict(const torch::nn::Module& module, const StateDictOptions& op
 ///   "optimizer.param_groups.<i>.lr", "….betas", …, "….params" (names), or with `flatten_optimizer_state_dict`
 ///   "optimizer.param_groups.<parameter>.lr", …;
 ///   "optimizer.type".
-/// For Adam, AdamW, SGD, RMSprop and Adagrad; any other optimizer is an error. Every parameter of the optimizer must be one of
-/// the module's. Loading takes either form of the options, creates the optimizer's state where it does not exist yet, and drops
-/// what the checkpoint does not hold. The module and the optimizer must outlive the state dict.
+/// For LibTorch's optimizers, and for classes that `register_optimizer` describes; any other optimizer is an error. Every
+/// parameter of the optimizer must be one of the module's. Loading takes either form of the options, creates the optimizer's
+/// state where it does not exist yet, and drops what the checkpoint does not hold. The module and the optimizer must outlive the
+/// state dict.
+///
+/// The state of LBFGS is one of all parameters together, under the name of the first one, with "optimizer.parameters" for their
+/// order: a load into another order is an error. An std::optional option, such as its max_eval, is a list of none or one.
 StateDict state_dict(const torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDictOptions& options = {});
+
+/// An optimizer and the name that tells its entries from those of others.
+struct NamedOptimizer {
+  std::string name;
+  torch::optim::Optimizer& optimizer;
+};
+
+/// The same with several optimizers, each over parameters of its own:
+///   state_dict(*model, {{"muon", muon}, {"adamw", adamw}})
+/// The entries of each are under its name: "optimizer.muon.type", "optimizer.muon.state.<parameter>.momentum" and so on. The
+/// state dicts of two modules that are trained in turns merge into one when the modules have prefixes and the optimizers have
+/// names.
+///
+/// Errors: a parameter that two of them hold; a name that appears twice, is empty, holds a dot, or is "type", "state",
+/// "param_groups" or "parameters".
+StateDict state_dict(const torch::nn::Module& module, const std::vector<NamedOptimizer>& optimizers,
+                     const StateDictOptions& options = {});
 
 /// Names that only one side had.
 struct IncompatibleKeys {
@@ -169,9 +195,11 @@ struct IncompatibleKeys {
 /// lists all that is missing, unexpected or different. Semantics: PyTorch's set_state_dict.
 IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, const StateDictOptions& options = {});
 
-/// The same into a module, and an optimizer. `ignore_frozen_params` leaves out frozen parameters, as in `state_dict`.
+/// The same into a module, and an optimizer or several. `ignore_frozen_params` leaves out frozen parameters, as in `state_dict`.
 IncompatibleKeys load_state_dict(torch::nn::Module& module, const StateDict& source, const StateDictOptions& options = {});
 IncompatibleKeys load_state_dict(torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDict& source,
                                  const StateDictOptions& options = {});
+IncompatibleKeys load_state_dict(torch::nn::Module& module, const std::vector<NamedOptimizer>& optimizers,
+                                 const StateDict& source, const StateDictOptions& options = {});
 
 } // namespace tessera

@@ -5,13 +5,25 @@
 
 namespace tessera::checkpoint {
 
-std::vector<std::string> verify(const std::filesystem::path& dir) {
+namespace {
+
+std::vector<std::string> verify(const std::function<internal::Opened()>& open) {
   try {
-    const auto [folder, index] = open_checkpoint(dir);
-    return Reader(folder, index, index.has_checksums).verify_all();
-  } catch (const std::exception& error) { // also those of std::filesystem
-    return {error_text(error)};
+    const auto [place, index] = open();
+    return internal::Reader(place, index, index.has_checksums).verify_all();
+  } catch (const std::exception& error) { // also those of std::filesystem, and of a program's storage
+    return {internal::error_text(error)};
   }
+}
+
+} // namespace
+
+std::vector<std::string> verify(const std::filesystem::path& dir) {
+  return verify([&] { return internal::open_checkpoint(dir); });
+}
+
+std::vector<std::string> verify(const Storage& storage, const std::string& name) {
+  return verify([&] { return internal::open_checkpoint(storage, name); });
 }
 
 } // namespace tessera::checkpoint

@@ -1,8 +1,11 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/parallel.h>
+#include <tessera/checkpoint/pieces.h>
+#include <tessera/checkpoint/runs.h>
 #include <tessera/checkpoint/safetensors.h>
 #include <tessera/checkpoint/writer.h>
 
@@ -10,12 +13,13 @@
 #include <iterator>
 #include <unordered_map>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 namespace {
 
 // The disk is set to work after so many.
 constexpr std::ptrdiff_t kBlocksAtOnce = 8;
+constexpr int64_t kCopiedBytes = int64_t{16} << 20;
 
 // `parts[k]` are those of file k: the k-th box that this rank writes of each tensor.
 std::vector<std::vector<OwnedPart>> parts_by_file(const std::vector<OwnedPart>& parts) {
@@ -30,12 +34,7 @@ std::vector<std::vector<OwnedPart>> parts_by_file(const std::vector<OwnedPart>& 
 }
 
 std::string file_name(int rank, size_t file, size_t files) {
-  const auto padded = [](size_t number) {
-    const auto digits = std::to_string(number);
-    return std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits;
-  };
-  return "shard-" + padded(static_cast<size_t>(rank) + 1) + "-model-" + padded(file + 1) + "-of-" + padded(files) +
-         ".safetensors";
+  return fmt::format("shard-{:05}-model-{:05}-of-{:05}.safetensors", rank + 1, file + 1, files);
 }
 
 // The header with the keys that PyTorch's distributed checkpoint looks for.
@@ -51,10 +50,8 @@ SafetensorsHeader header_of(const std::vector<OwnedPart>& parts, bool own) {
   return header;
 }
 
-// Writes a tensor's elements in row-major order at byte `begin` of `file`, and returns the checksum of each block. The disk works
-// while the next blocks are summed and copied.
-std::vector<uint64_t> write_data(File& file, const at::Tensor& tensor, int64_t begin) {
-  const auto data = tensor.resolve_conj().resolve_neg().contiguous().cpu();
+// The disk works while the next blocks are summed and copied.
+std::vector<uint64_t> write_data(File& file, const at::Tensor& data, int64_t begin) {
   const auto* bytes = static_cast<const char*>(data.const_data_ptr());
   const auto total = static_cast<int64_t>(data.nbytes());
   std::vector<uint64_t> checksums(static_cast<size_t>(block_count(total, kBlockBytes)));
@@ -72,7 +69,24 @@ std::vector<uint64_t> write_data(File& file, const at::Tensor& tensor, int64_t b
   return checksums;
 }
 
+class FolderFile : public PartFile {
+ public:
+  explicit FolderFile(const std::filesystem::path& path) : file_(File::create(path)) {}
+  void write_prefix(std::string_view prefix) override { file_.write_at(prefix.data(), prefix.size(), 0); }
+  std::vector<uint64_t> write_tensor(const at::Tensor& tensor, int64_t begin) override {
+    return write_data(file_, tensor, begin);
+  }
+  void close() override { file_.sync_and_close(); }
+
+ private:
+  File file_;
+};
+
 } // namespace
+
+NewFiles files_in(const std::filesystem::path& folder) {
+  return {[folder](const std::string& name) { return std::make_unique<FolderFile>(folder / name); }, ""};
+}
 
 Json to_json(const Written& written) {
   auto files = Json::array(), chunks = Json::array();
@@ -98,7 +112,7 @@ std::vector<OwnedPart> parts_of(const SavePlan& plan, int rank, const Snapshot& 
     const auto& [what, assignments] = plan.tensors[t];
     for (const auto& assignment : assignments) {
       if (assignment.rank != rank) continue;
-      const auto position = positions.at(what.name);
+      const auto position = positions.at(what.copy.of.empty() ? what.name : what.copy.of);
       const auto& boxes = snapshot.state.tensors[position].boxes;
       const auto held = std::find(boxes.begin(), boxes.end(), assignment.box);
       TORCH_INTERNAL_ASSERT(held != boxes.end() || assignment.box.numel() == 0);
@@ -110,7 +124,31 @@ std::vector<OwnedPart> parts_of(const SavePlan& plan, int rank, const Snapshot& 
   return parts;
 }
 
-Written write_parts(const std::vector<OwnedPart>& owned, int rank, const std::filesystem::path& folder, bool own) {
+void write_into_whole(File& file, const OwnedPart& part, at::ScalarType dtype, int64_t begin, const RunVisitor& visit) {
+  const auto source = part.data();
+  const auto item = static_cast<int64_t>(c10::elementSize(dtype));
+  const bool direct = is_plain_memory(source) && source.scalar_type() == dtype;
+  const auto write = [&](const Box& box, const at::Tensor& data) {
+    const auto* bytes = static_cast<const char*>(data.const_data_ptr());
+    for_each_run(box, box, whole(part.what->sizes), [&](int64_t from, int64_t to, int64_t length) {
+      visit(bytes + from * item, length * item, begin + to * item);
+      file.write_at(bytes + from * item, static_cast<size_t>(length * item), begin + to * item);
+    });
+  };
+  try {
+    if (source.numel() == 0) return;
+    if (direct) return write(part.box, source);
+    for (const auto& box : split(part.box, item, kCopiedBytes)) {
+      Box local = box;
+      for (size_t d = 0; d < local.offsets.size(); ++d) local.offsets[d] -= part.box.offsets[d];
+      write(box, narrow(source, local).resolve_conj().resolve_neg().to(at::kCPU, dtype).contiguous());
+    }
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "tensor \"", part.what->name, "\": ", error.what_without_backtrace());
+  }
+}
+
+Written write_parts(const std::vector<OwnedPart>& owned, int rank, const NewFiles& new_files, bool own) {
   Written written;
   auto files = parts_by_file(owned);
   for (size_t i = 0; i < files.size(); ++i) {
@@ -119,21 +157,22 @@ Written write_parts(const std::vector<OwnedPart>& owned, int rank, const std::fi
     std::stable_sort(parts.begin(), parts.end(), [](const OwnedPart& a, const OwnedPart& b) {
       return c10::elementSize(a.what->dtype) > c10::elementSize(b.what->dtype);
     });
-    const auto name = file_name(rank, i, files.size());
+    const auto name = new_files.name_prefix + file_name(rank, i, files.size());
     auto header = header_of(parts, own);
     const auto prefix = encode_safetensors(header, name);
-    auto file = File::create(folder / name);
-    file.write_at(prefix.data(), prefix.size(), 0);
+    const auto file = new_files.create(name);
+    file->write_prefix(prefix);
     for (size_t p = 0; p < parts.size(); ++p) {
       const auto begin = header.tensors[p].begin;
-      Chunk chunk{parts[p].box, static_cast<int64_t>(i), begin, write_data(file, parts[p].data(), begin)};
+      const auto data = parts[p].data().resolve_conj().resolve_neg().contiguous().cpu();
+      Chunk chunk{parts[p].box, static_cast<int64_t>(i), begin, file->write_tensor(data, begin)};
       written.chunks.emplace_back(parts[p].tensor, std::move(chunk));
     }
     const auto end = header.tensors.empty() ? header.data_begin : header.tensors.back().end;
     written.files.push_back({name, end, header.data_begin, checksum(prefix)});
-    file.sync_and_close();
+    file->close();
   }
   return written;
 }
 
-} // namespace tessera::checkpoint
+} // namespace tessera::internal

@@ -4,14 +4,17 @@
 
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/plan.h>
 #include <tessera/checkpoint/snapshot.h>
 
-namespace tessera::checkpoint {
+namespace tessera::internal {
 
 /// What a rank wrote: its files, and the chunks with the position of their tensor in the plan. `Chunk::file` counts from this
 /// rank's first file.
@@ -34,9 +37,40 @@ struct OwnedPart {
 /// What `plan` gives to `rank`, in the plan's order.
 std::vector<OwnedPart> parts_of(const SavePlan& plan, int rank, const Snapshot& snapshot);
 
-/// Writes `parts` as the files of `rank`, new files in `folder`, and flushes them to the disk. A file holds a name once: further
-/// boxes of the same tensor go to further files. No file when there is nothing to write. `own` marks the files as parts of a
-/// checkpoint with an index.
-Written write_parts(const std::vector<OwnedPart>& parts, int rank, const std::filesystem::path& folder, bool own);
+/// Called with bytes in memory, how many they are, and where they lie in a file.
+using RunVisitor = std::function<void(const char*, int64_t, int64_t)>;
 
-} // namespace tessera::checkpoint
+/// Writes a part to its places in a file that holds the whole tensor, row-major and in this dtype, from byte `begin` on. Of a
+/// part that is not in memory as it is written, 16 MiB are copied at a time. `visit` is called for each run. Errors name the
+/// tensor.
+void write_into_whole(
+    File& file, const OwnedPart& part, at::ScalarType dtype, int64_t begin,
+    const RunVisitor& visit = [](const char*, int64_t, int64_t) {});
+
+/// A new file that holds parts of tensors.
+class PartFile {
+ public:
+  virtual ~PartFile() = default;
+  /// The bytes before the data; first of all.
+  virtual void write_prefix(std::string_view prefix) = 0;
+  /// A tensor on the host, row-major in memory, at byte `begin`, where what was written before ends. Returns the checksum of each
+  /// block.
+  virtual std::vector<uint64_t> write_tensor(const at::Tensor& tensor, int64_t begin) = 0;
+  /// The file is durable from now on.
+  virtual void close() = 0;
+};
+
+/// Makes the files of a rank, and begins their names.
+struct NewFiles {
+  std::function<std::unique_ptr<PartFile>(const std::string& name)> create;
+  std::string name_prefix;
+};
+
+/// New files in a folder.
+NewFiles files_in(const std::filesystem::path& folder);
+
+/// Writes `parts` as the files of `rank`. A file holds a name once: further boxes of the same tensor go to further files. No file
+/// when there is nothing to write. `own` marks the files as parts of a checkpoint with an index.
+Written write_parts(const std::vector<OwnedPart>& parts, int rank, const NewFiles& new_files, bool own);
+
+} // namespace tessera::internal

@@ -6,7 +6,7 @@ if(TESSERA_CCACHE)
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}" CCACHE_DEPEND=1
     "CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime" ${TESSERA_CCACHE})
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_DISABLE_PRECOMPILE_HEADERS)
-    add_compile_options(-fpch-preprocess)
+    add_compile_options(-fpch-preprocess) # without it, ccache gives up on what uses a precompiled header of GCC's
   elseif(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
     add_compile_options("SHELL:-Xclang -fno-pch-timestamp") # the same headers give the same precompiled header
   endif()

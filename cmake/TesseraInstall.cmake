@@ -1,10 +1,24 @@
-# `cmake --install`: the headers below include/tessera, the libraries, and a package that `find_package(tessera)` finds.
+# `cmake --install`: the public headers below include/tessera, the libraries, and a package that `find_package(tessera)` finds.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-install(DIRECTORY collectives mesh dtensor mixed_precision optim fsdp checkpoint
-  DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera" FILES_MATCHING PATTERN "*.h")
-install(FILES tessera.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera")
+# The public headers are tessera.h and those that it includes, directly or not.
+set(waiting tessera.h)
+set(public_headers "")
+while(waiting)
+  list(POP_FRONT waiting header)
+  if(NOT header IN_LIST public_headers)
+    list(APPEND public_headers "${header}")
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${header}")
+    file(STRINGS "${header}" includes REGEX "^#include <tessera/")
+    list(TRANSFORM includes REPLACE "^#include <tessera/(.+)>.*$" "\\1")
+    list(APPEND waiting ${includes})
+  endif()
+endwhile()
+foreach(header IN LISTS public_headers)
+  cmake_path(GET header PARENT_PATH folder)
+  install(FILES "${header}" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera/${folder}")
+endforeach()
 
 set(libraries_path "$ORIGIN;${TESSERA_LIBTORCH}/lib")
 install(TARGETS tessera EXPORT tesseraTargets DESTINATION "${CMAKE_INSTALL_LIBDIR}")

@@ -2,13 +2,15 @@
 
 #include <c10/util/intrusive_ptr.h>
 #include <tessera/collectives/communicator.h>
-#include <tessera/collectives/process_context.h>
+#include <tessera/collectives/process_group_options.h>
+#include <tessera/collectives/rank_watch.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <memory>
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 /// What a backend needs to connect a group of two or more ranks.
 struct GroupDescription {
@@ -19,9 +21,11 @@ struct GroupDescription {
   bool all_local = true;      ///< all ranks are on one host
   ProcessGroupOptions options;
   c10::intrusive_ptr<c10d::Store> store; ///< this group's own keys
+  std::shared_ptr<RankWatch> watch;
 };
 
-/// Connects the group. CPU: gloo; CUDA: NCCL, from libtessera_nccl.so. Called by every rank of the group.
+/// Connects the group, over gloo. Called by every rank of the group. An error for other devices than the CPU: the NCCL side
+/// (libtessera_nccl.so) is built where there is CUDA, and nothing calls it yet.
 CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::DeviceType device_type);
 
-} // namespace tessera
+} // namespace tessera::internal

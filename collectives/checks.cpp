@@ -7,7 +7,7 @@
 #include <array>
 #include <numeric>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -113,4 +113,4 @@ AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& out
   return {check_splits(call, output, output_splits, "output"), check_splits(call, input, input_splits, "input")};
 }
 
-} // namespace tessera
+} // namespace tessera::internal

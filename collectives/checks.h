@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 /// Names a collective in errors: all_gather 'blocks.0' of group default [0, 1] on rank 1.
 std::string describe(const Communicator& group, CollectiveKind kind, std::string_view label);
@@ -30,4 +30,4 @@ AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& out
                                 const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits,
                                 std::string_view label);
 
-} // namespace tessera
+} // namespace tessera::internal

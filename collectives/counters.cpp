@@ -16,20 +16,17 @@ const char* to_string(CollectiveKind kind) {
 
 void CollectiveCounters::add(CollectiveKind kind, int64_t bytes) {
   auto& entry = entries_[static_cast<size_t>(kind)];
-  entry.calls.fetch_add(1, std::memory_order_relaxed);
-  entry.bytes.fetch_add(bytes, std::memory_order_relaxed);
+  entry.calls += 1;
+  entry.bytes += bytes;
 }
 
 CollectiveCounters::Count CollectiveCounters::get(CollectiveKind kind) const {
   const auto& entry = entries_[static_cast<size_t>(kind)];
-  return {entry.calls.load(std::memory_order_relaxed), entry.bytes.load(std::memory_order_relaxed)};
+  return {entry.calls, entry.bytes};
 }
 
 void CollectiveCounters::reset() {
-  for (auto& entry : entries_) {
-    entry.calls.store(0, std::memory_order_relaxed);
-    entry.bytes.store(0, std::memory_order_relaxed);
-  }
+  for (auto& entry : entries_) entry.calls = entry.bytes = 0;
 }
 
 } // namespace tessera

@@ -5,7 +5,7 @@
 #include <exception>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 /// The message of `error`, without the C++ stack that c10::Error adds to it.
 inline std::string error_text(const std::exception& error) {
@@ -13,4 +13,4 @@ inline std::string error_text(const std::exception& error) {
   return with_stack != nullptr ? with_stack->what_without_backtrace() : error.what();
 }
 
-} // namespace tessera
+} // namespace tessera::internal

@@ -6,7 +6,7 @@
 #include <charconv>
 #include <optional>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -77,25 +77,22 @@ JobEnvironment parse_torchrun(const Variables& variables) {
   return job;
 }
 
-// Where a launcher puts what this process is among its ranks.
-struct RankNames {
-  const char *rank, *world_size, *local_rank;
-};
-
-JobEnvironment parse_rank(const Variables& variables, JobEnvironment::Launcher launcher, const RankNames& names) {
-  const auto known = variables.show(names.rank);
+// What this process is among the ranks of a launcher that says so in variables of these names.
+JobEnvironment parse_rank(const Variables& variables, JobEnvironment::Launcher launcher, const char* rank, const char* world_size,
+                          const char* local_rank) {
+  const auto known = variables.show(rank);
   JobEnvironment job;
   job.launcher = launcher;
-  job.rank = variables.required_integer(names.rank, known);
-  job.world_size = variables.required_integer(names.world_size, known);
-  check_below(variables, job.rank, names.rank, job.world_size, names.world_size);
-  job.local_rank = variables.required_integer(names.local_rank, known);
+  job.rank = variables.required_integer(rank, known);
+  job.world_size = variables.required_integer(world_size, known);
+  check_below(variables, job.rank, rank, job.world_size, world_size);
+  job.local_rank = variables.required_integer(local_rank, known);
   return job;
 }
 
 JobEnvironment parse_open_mpi(const Variables& variables) {
-  auto job = parse_rank(variables, JobEnvironment::Launcher::kOpenMpi,
-                        {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"});
+  auto job = parse_rank(variables, JobEnvironment::Launcher::kOpenMpi, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                        "OMPI_COMM_WORLD_LOCAL_RANK");
   if (job.world_size == 1) return job;
   const auto local_size = variables.integer("OMPI_COMM_WORLD_LOCAL_SIZE").value_or(job.world_size);
   const auto host = variables.text("MASTER_ADDR");
@@ -119,7 +116,7 @@ std::string slurm_host(const Variables& variables) {
 }
 
 JobEnvironment parse_slurm(const Variables& variables) {
-  auto job = parse_rank(variables, JobEnvironment::Launcher::kSlurm, {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"});
+  auto job = parse_rank(variables, JobEnvironment::Launcher::kSlurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID");
   if (job.world_size == 1) return job;
   job.store_host = slurm_host(variables);
   const auto known = variables.show("SLURM_PROCID");
@@ -152,6 +149,16 @@ JobEnvironment parse_job_environment(const EnvironmentMap& environment) {
   return {};
 }
 
+int timeout_seconds_or(int otherwise, const EnvironmentMap& environment) {
+  const auto found = environment.find("TESSERA_TIMEOUT_SECONDS");
+  if (found == environment.end() || found->second.empty()) return otherwise;
+  char* end = nullptr;
+  const long value = std::strtol(found->second.c_str(), &end, 10);
+  TORCH_CHECK(*end == '\0' && value > 0 && value < 10'000'000, "environment variable TESSERA_TIMEOUT_SECONDS=", found->second,
+              " is not a positive number of seconds");
+  return static_cast<int>(value);
+}
+
 EnvironmentMap current_environment() {
   EnvironmentMap map;
   for (char** entry = environ; entry && *entry; ++entry) {
@@ -161,4 +168,4 @@ EnvironmentMap current_environment() {
   return map;
 }
 
-} // namespace tessera
+} // namespace tessera::internal

@@ -1,11 +1,9 @@
 #pragma once
 
-#include <cstdint>
-#include <functional>
 #include <map>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 using EnvironmentMap = std::map<std::string, std::string>;
 
@@ -34,10 +32,13 @@ struct JobEnvironment {
 /// None of them: one rank. Throws c10::Error, naming the variable and its value, when variables are missing or contradict.
 JobEnvironment parse_job_environment(const EnvironmentMap& environment);
 
+/// The value of TESSERA_TIMEOUT_SECONDS where it is set. Throws c10::Error when that is no positive number of seconds.
+int timeout_seconds_or(int otherwise, const EnvironmentMap& environment);
+
 /// This process's environment variables.
 EnvironmentMap current_environment();
 
 /// The first host of a Slurm node list: "node[03-05,9],login" is node03.
 std::string first_slurm_host(const std::string& node_list);
 
-} // namespace tessera
+} // namespace tessera::internal

@@ -3,9 +3,11 @@
 #include <tessera/collectives/error_text.h>
 #include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/collectives/rank_watch.h>
 
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -22,15 +24,14 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstring>
-#include <deque>
 #include <fstream>
-#include <iterator>
 #include <mutex>
 #include <string_view>
 #include <thread>
+#include <tuple>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -158,22 +159,24 @@ pid_t start_rank(const EnvironmentMap& environment, int inherited_pipe) {
   return pid;
 }
 
+std::string describe_signal(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return c10::str(signal, " (SIG", name ? name : "?", ")");
+}
+
 std::string describe_status(int status) {
-  if (WIFSIGNALED(status)) {
-    const int signal = WTERMSIG(status);
-    const char* name = sigabbrev_np(signal);
-    return c10::str("was killed by signal ", signal, " (SIG", name ? name : "?", ")");
-  }
+  if (WIFSIGNALED(status)) return c10::str("was killed by signal ", describe_signal(WTERMSIG(status)));
   return c10::str("exited with status ", WEXITSTATUS(status));
 }
 
 /// The ranks as the parent sees them: one thread for each waits for its end.
 class Ranks {
  public:
-  Ranks(int count, int port) : pids_(count), statuses_(count), failures_(count) {
+  Ranks(int count, c10d::TCPStore& store)
+      : store_(store), pids_(count), statuses_(count), ended_at_(count), stopped_(count), failures_(count) {
     try {
       for (int rank = 0; rank < count; ++rank) {
-        pids_[rank] = start_rank(rank_environment(rank, count, port, pipe_.ends[1]), pipe_.ends[1]);
+        pids_[rank] = start_rank(rank_environment(rank, count, store.getPort(), pipe_.ends[1]), pipe_.ends[1]);
         running_.push_back(rank);
         waiters_.emplace_back(&Ranks::wait_for_end, this, rank);
       }
@@ -185,11 +188,11 @@ class Ranks {
   }
   ~Ranks() { stop(); }
 
-  void run(std::chrono::seconds grace) {
+  void run(const LaunchOptions& options) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return running_.empty() || first_failed_ >= 0; });
+    wait_for_end_or_failure(lock, timeout_seconds_or(options.stopped_seconds, current_environment()));
     if (first_failed_ < 0) return;
-    changed_.wait_for(lock, grace, [&] { return running_.empty(); });
+    changed_.wait_for(lock, std::chrono::seconds(options.grace_seconds), [&] { return running_.empty(); });
     const auto stopped = running_;
     lock.unlock();
     stop();
@@ -203,19 +206,54 @@ class Ranks {
     std::string text;
   };
 
+  // Each second counts in which this process ran itself: a shell may have stopped all of the job, and go on with it later.
+  void wait_for_end_or_failure(std::unique_lock<std::mutex>& lock, int stopped_seconds) {
+    for (int seconds = 0; !running_.empty() && first_failed_ < 0;) {
+      if (!absl::c_all_of(running_, [&](int rank) { return stopped_[rank] != 0; })) {
+        seconds = 0;
+        changed_.wait(lock);
+      } else if (seconds == stopped_seconds) {
+        first_failed_ = running_.front();
+        for (const int rank : running_)
+          fail(rank, c10::str("is stopped by signal ", describe_signal(stopped_[rank]), ", for ", seconds, " s"));
+      } else if (changed_.wait_for(lock, std::chrono::seconds(1)) == std::cv_status::timeout) {
+        ++seconds;
+      }
+    }
+  }
+
   void wait_for_end(int rank) {
     int status = 0;
-    while (waitpid(pids_[rank], &status, 0) < 0 && errno == EINTR) {
+    while (waitpid(pids_[rank], &status, WUNTRACED | WCONTINUED) < 0 ? errno == EINTR : note_stop(rank, status)) {
     }
-    std::lock_guard lock(mutex_);
-    statuses_[rank] = status;
-    std::erase(running_, rank);
-    if (status != 0 && !stopping_) {
-      if (first_failed_ < 0) first_failed_ = rank;
-      failures_[rank] = {true, false, now_in_nanoseconds(), describe_status(status)};
+    {
+      std::lock_guard lock(mutex_);
+      statuses_[rank] = status;
+      ended_at_[rank] = now_in_nanoseconds();
+      std::erase(running_, rank);
+      if (status != 0 && !stopping_) {
+        if (first_failed_ < 0) first_failed_ = rank;
+        fail(rank, describe_status(status));
+      }
+      changed_.notify_all();
     }
-    changed_.notify_all();
+    try {
+      add_ended_rank(store_, rank);
+    } catch (const std::exception&) { // those that wait for it to join then learn of it at their timeout
+    }
   }
+
+  // False for a status of an end.
+  bool note_stop(int rank, int status) {
+    if (!WIFSTOPPED(status) && !WIFCONTINUED(status)) return false;
+    std::lock_guard lock(mutex_);
+    stopped_[rank] = WIFSTOPPED(status) ? WSTOPSIG(status) : 0;
+    changed_.notify_all();
+    return true;
+  }
+
+  // With `mutex_` held.
+  void fail(int rank, std::string text) { failures_[rank] = {true, false, now_in_nanoseconds(), std::move(text)}; }
 
   void stop() {
     {
@@ -237,29 +275,41 @@ class Ranks {
     }
   }
 
+  // Status 0 is a failure where others waited for the rank.
+  void read_missing_rank(const std::vector<int>& stopped) try {
+    if (!store_.check({kMissingRankKey})) return;
+    const auto missing = MissingRank::decode(store_.get_to_str(kMissingRankKey)).value_or(MissingRank{});
+    const auto rank = static_cast<size_t>(missing.rank);
+    if (missing.reason != MissingRank::Reason::kEnded || rank >= pids_.size() || failures_[rank].known) return;
+    if (absl::c_linear_search(stopped, missing.rank)) return;
+    failures_[rank] = {true, false, ended_at_[rank], "exited with status 0 before the others finished"};
+  } catch (const std::exception&) { // the other ranks' messages name it
+  }
+
   [[noreturn]] void throw_failure(const std::vector<int>& stopped) {
     read_records();
+    read_missing_rank(stopped);
     // The cause is the first failure that is not a lost connection to somebody else.
-    const auto before = [&](int a, int b) {
-      const auto &x = failures_[a], &y = failures_[b];
-      return std::tuple(!x.known, x.consequence, x.nanoseconds) < std::tuple(!y.known, y.consequence, y.nanoseconds);
-    };
-    int cause = 0;
-    for (int rank = 1; rank < static_cast<int>(pids_.size()); ++rank)
-      if (before(rank, cause)) cause = rank;
+    const auto first = std::ranges::min_element(failures_, {}, [](const Failure& failure) {
+      return std::tuple(!failure.known, failure.consequence, failure.nanoseconds);
+    });
+    const auto cause = static_cast<int>(first - failures_.begin());
     std::string others;
     for (int rank = 0; rank < static_cast<int>(pids_.size()); ++rank)
       if (rank != cause && failures_[rank].known) others += c10::str("\n  rank ", rank, " then ", failures_[rank].text);
     if (!stopped.empty()) others += c10::str("\n  stopped: rank", stopped.size() == 1 ? " " : "s ", c10::Join(", ", stopped));
-    TORCH_CHECK(false, "rank ", cause, " of ", pids_.size(), " ", failures_[cause].text, others);
+    TORCH_CHECK(false, "rank ", cause, " of ", pids_.size(), " ", first->text, others);
   }
 
+  c10d::TCPStore& store_;
   Pipe pipe_;
   std::vector<pid_t> pids_;
   std::vector<std::thread> waiters_;
   std::mutex mutex_; // guards what follows
   std::condition_variable changed_;
   std::vector<int> running_, statuses_;
+  std::vector<int64_t> ended_at_;
+  std::vector<int> stopped_; ///< the signal, of a rank that is stopped now
   std::vector<Failure> failures_;
   int first_failed_ = -1;
   bool stopping_ = false;
@@ -289,17 +339,17 @@ void check_may_launch(int ranks) {
 
 } // namespace
 
-bool is_launched_rank() { return std::getenv(kPipeVariable) != nullptr; }
+} // namespace tessera::internal
+
+namespace tessera {
+
+bool is_launched_rank() { return std::getenv(internal::kPipeVariable) != nullptr; }
 
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options) {
-  if (is_launched_rank()) return run_as_rank(ranks, worker);
-  check_may_launch(ranks);
-  c10d::TCPStoreOptions store_options;
-  store_options.port = 0;
-  store_options.isServer = true;
-  store_options.waitWorkers = false;
-  c10d::TCPStore store("127.0.0.1", store_options);
-  Ranks(ranks, store.getPort()).run(std::chrono::seconds(options.grace_seconds));
+  if (is_launched_rank()) return internal::run_as_rank(ranks, worker);
+  internal::check_may_launch(ranks);
+  c10d::TCPStore store("127.0.0.1", c10d::TCPStoreOptions{.port = 0, .isServer = true, .waitWorkers = false});
+  internal::Ranks(ranks, store).run(options);
   return 0;
 }
 

@@ -8,6 +8,9 @@ namespace tessera {
 struct LaunchOptions {
   /// How long the other ranks may go on after one failed, before they are killed.
   int grace_seconds = 2;
+  /// How long the ranks that have not ended may all be stopped (SIGSTOP) before that is a failure. While others run, their
+  /// collectives notice. Overridden by TESSERA_TIMEOUT_SECONDS.
+  int stopped_seconds = 600;
 };
 
 /// Runs `worker` on `ranks` local processes.
@@ -16,10 +19,14 @@ struct LaunchOptions {
 /// `init_process_group` reads, and waits for them. In each copy the same call runs `worker` and returns its status: 0, or 1
 /// when it threw (the message goes to the parent). Use it as `return tessera::launch(4, worker);` in `main`.
 /// In the first process it returns 0 when every rank did, and otherwise throws c10::Error with the first failing rank, its
-/// message or its signal, after the other ranks were stopped. The ranks die with the first process. The first process also hosts
-/// the store, on a free port of 127.0.0.1. Where OMP_NUM_THREADS is unset, each of several ranks gets its share of the machine's
-/// cores, at least one. An error when CUDA or a process group is already up, under another
-/// launcher, for more than 1024 ranks, for a second call of one program, and where a copy calls it with another number of ranks.
+/// message, its signal or its status, after the other ranks were stopped. A rank whose process ends with status 0 at any time
+/// (`exit(0)` in the worker) has failed only where another rank waits for it after that: in a collective, while a group is made,
+/// or in `init_process_group`.
+///
+/// The ranks die with the first process. The first process also hosts the store, on a free port of 127.0.0.1. Where
+/// OMP_NUM_THREADS is unset, each of several ranks gets its share of the machine's cores, at least one. An error when CUDA or a
+/// process group is already up, under another launcher, for more than 1024 ranks, for a second call of one program, and where a
+/// copy calls it with another number of ranks.
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options = {});
 
 /// True in a process that `launch` started.

@@ -2,9 +2,13 @@
 
 #include <tessera/collectives/backend.h>
 #include <tessera/collectives/error_text.h>
+#include <tessera/collectives/fake.h>
+#include <tessera/collectives/group_store.h>
 #include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/nccl/plugin.h>
+#include <tessera/collectives/rank_watch.h>
 #include <tessera/collectives/single_rank.h>
+#include <tessera/collectives/time_limit.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -16,13 +20,10 @@
 #include <algorithm>
 #include <csignal>
 #include <fstream>
-#include <functional>
-#include <future>
 #include <map>
 #include <mutex>
 #include <numeric>
 #include <set>
-#include <thread>
 #include <tuple>
 
 namespace tessera {
@@ -39,18 +40,8 @@ void leave_to_parent_in_forks() {
   TORCH_CHECK(registered == 0, "pthread_atfork failed with error ", registered);
 }
 
-int seconds_or(const EnvironmentMap& environment, const char* name, int otherwise) {
-  const auto found = environment.find(name);
-  if (found == environment.end() || found->second.empty()) return otherwise;
-  char* end = nullptr;
-  const long value = std::strtol(found->second.c_str(), &end, 10);
-  TORCH_CHECK(*end == '\0' && value > 0 && value < 10'000'000, "environment variable ", name, "=", found->second,
-              " is not a positive number of seconds");
-  return static_cast<int>(value);
-}
-
-ProcessGroupOptions with_overrides(ProcessGroupOptions options, const EnvironmentMap& environment) {
-  const int seconds = seconds_or(environment, "TESSERA_TIMEOUT_SECONDS", 0);
+ProcessGroupOptions with_overrides(ProcessGroupOptions options, const internal::EnvironmentMap& environment) {
+  const int seconds = internal::timeout_seconds_or(0, environment);
   if (seconds > 0) options.timeout = std::chrono::seconds(seconds);
   TORCH_CHECK(options.timeout.count() > 0, "the process group's timeout must be positive, not ", options.timeout.count(), " ms");
   if (const auto found = environment.find("TESSERA_CHECK_COLLECTIVES"); found != environment.end() && !found->second.empty()) {
@@ -69,61 +60,73 @@ std::string host_identity() {
   return c10::str(name.c_str(), " ", boot);
 }
 
-/// What `connect` returns, unless that takes longer than `timeout`: its thread is then left behind. TCPStore has no time limit
-/// for a process that accepts the connection and never answers.
-c10::intrusive_ptr<c10d::Store> within(std::chrono::milliseconds timeout,
-                                       std::function<c10::intrusive_ptr<c10d::Store>()> connect) {
-  std::packaged_task<c10::intrusive_ptr<c10d::Store>()> task(std::move(connect));
-  auto store = task.get_future();
-  std::thread(std::move(task)).detach();
-  if (store.wait_for(timeout) == std::future_status::timeout)
-    C10_THROW_ERROR(DistNetworkError,
-                    c10::str("timed out after ", timeout.count(), " ms: nothing answers there, or what answers is no store"));
-  return store.get();
-}
-
-c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<c10d::Store> connect_store(const internal::JobEnvironment& job, std::chrono::milliseconds timeout) {
   if (job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(job.store_port);
-  options.isServer = job.rank == 0 && !job.store_is_hosted;
-  options.waitWorkers = false; // `join` waits, and says who is missing
-  options.timeout = timeout;
+  const c10d::TCPStoreOptions options{.port = static_cast<uint16_t>(job.store_port),
+                                      .isServer = job.rank == 0 && !job.store_is_hosted,
+                                      .waitWorkers = false, // `join` waits, and says who is missing
+                                      .timeout = timeout};
   constexpr std::chrono::seconds kGrace(2); // the store's own timeout says more
   try {
-    return within(timeout + kGrace,
-                  [host = job.store_host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+    const auto store = internal::within<c10::intrusive_ptr<c10d::Store>>(
+        timeout + kGrace, [host = job.store_host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+    if (!store)
+      C10_THROW_ERROR(DistNetworkError, c10::str("timed out after ", (timeout + kGrace).count(),
+                                                 " ms: nothing answers there, or what answers is no store"));
+    return *store;
   } catch (const std::exception& error) {
     C10_THROW_ERROR(DistNetworkError, c10::str("init_process_group on rank ", job.rank, " of ", job.world_size, ": cannot ",
                                                options.isServer ? "open" : "reach", " the store at ", job.store_host, ":",
-                                               job.store_port, ": ", error_text(error)));
+                                               job.store_port, ": ", internal::error_text(error)));
   }
 }
 
-std::string joined_key(int rank) { return c10::str("joined/", rank); }
+std::string joined_key(int64_t rank) { return c10::str("joined/", rank); }
+std::string process_key(int64_t rank) { return c10::str("process/", rank); }
 
-/// Waits for all ranks and returns their hosts.
-std::vector<std::string> join(c10d::Store& store, const JobEnvironment& job, std::chrono::milliseconds timeout) {
-  store.set(joined_key(job.rank), host_identity());
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < job.world_size; ++rank) keys.push_back(joined_key(rank));
-  std::string cause;
-  try {
-    store.wait(keys, timeout);
-  } catch (const std::exception& error) {
-    cause = error_text(error);
+/// Where the process of each rank runs.
+struct Places {
+  std::vector<std::string> hosts, processes; ///< what `host_identity` and `RankWatch::own_process` return there
+};
+
+std::vector<int64_t> absent(c10d::Store& store, const std::vector<int64_t>& ranks) {
+  return internal::absent_ranks(store, ranks, joined_key);
+}
+
+// One request, whatever the number of ranks.
+std::vector<std::string> values_of(c10d::Store& store, const std::vector<std::string>& keys) {
+  std::vector<std::string> values;
+  for (const auto& value : store.multiGet(keys)) values.emplace_back(value.begin(), value.end());
+  return values;
+}
+
+/// Waits for all ranks. `launch` says in its store which of them have ended before they came.
+Places join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& job_store,
+            const internal::JobEnvironment& job, std::chrono::milliseconds timeout) {
+  store->set(process_key(job.rank), internal::RankWatch::own_process());
+  store->set(joined_key(job.rank), host_identity());
+  std::vector<int64_t> ranks(job.world_size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  std::vector<std::string> keys, process_keys;
+  for (const auto rank : ranks) {
+    keys.push_back(joined_key(rank));
+    process_keys.push_back(process_key(rank));
   }
-  std::vector<int> missing;
-  if (!cause.empty())
-    for (int rank = 0; rank < job.world_size; ++rank)
-      if (!store.check({keys[rank]})) missing.push_back(rank);
-  if (!missing.empty())
-    C10_THROW_ERROR(DistNetworkError,
-                    c10::str("init_process_group on rank ", job.rank, ": timed out after ", timeout.count(), " ms; of ",
-                             job.world_size, " ranks these did not come: ", c10::Join(", ", missing)));
-  std::vector<std::string> hosts;
-  for (const auto& key : keys) hosts.push_back(store.get_to_str(key));
-  return hosts;
+  try {
+    internal::wait_for_keys(store, keys, timeout, [store, job_store] {
+      return absent(*store, internal::ended_ranks(*job_store)).empty() ? "" : "a rank has ended before it came";
+    });
+  } catch (const std::exception&) {
+    const auto text = c10::str("init_process_group on rank ", job.rank, ": ");
+    if (const auto ended = absent(*store, internal::ended_ranks(*job_store)); !ended.empty()) {
+      job_store->set(internal::kMissingRankKey, internal::MissingRank{ended[0]}.encode());
+      C10_THROW_ERROR(DistNetworkError, c10::str(text, "these ranks have ended before they called it: ", c10::Join(", ", ended)));
+    }
+    if (const auto missing = absent(*store, ranks); !missing.empty())
+      C10_THROW_ERROR(DistNetworkError, c10::str(text, "timed out after ", timeout.count(), " ms; of ", job.world_size,
+                                                 " ranks these did not come: ", c10::Join(", ", missing)));
+  }
+  return {values_of(*store, keys), values_of(*store, process_keys)};
 }
 
 // A write to a connection whose peer is gone shall be an error of that collective, not the end of this process.
@@ -138,11 +141,10 @@ struct ProcessContext::Communicators {
   using Key = std::tuple<std::vector<int64_t>, at::DeviceType, std::string>;
 
   std::vector<std::string> hosts; ///< of each rank
+  std::shared_ptr<internal::RankWatch> watch;
   mutable std::mutex mutex;
   std::map<Key, CommunicatorPtr> by_key;
 };
-
-c10::intrusive_ptr<c10d::Store> ProcessContext::store() const { return store_; }
 
 CommunicatorPtr ProcessContext::communicator(const std::vector<int64_t>& ranks, at::DeviceType device_type,
                                              const std::string& purpose) {
@@ -157,19 +159,23 @@ CommunicatorPtr ProcessContext::communicator(const std::vector<int64_t>& ranks, 
               "]: a rank appears twice");
   const auto own = std::find(ranks.begin(), ranks.end(), rank_);
   TORCH_CHECK(own != ranks.end(), "communicator of ranks [", list, "]: rank ", rank_, " is not one of them");
-  if (ranks.size() == 1) return found = make_single_rank_communicator(purpose, rank_, device_type);
+  if (ranks.size() == 1) return found = internal::make_single_rank_communicator(purpose, rank_, device_type);
+  if (is_fake_) {
+    return found = internal::make_fake_communicator(purpose, ranks, static_cast<int>(own - ranks.begin()), device_type);
+  }
 
   const auto& hosts = communicators_->hosts;
-  GroupDescription group;
+  internal::GroupDescription group;
   group.name = purpose;
   group.ranks = ranks;
   group.rank = static_cast<int>(own - ranks.begin());
   group.local_rank = local_rank_;
   group.all_local = std::all_of(ranks.begin(), ranks.end(), [&](auto rank) { return hosts[rank] == hosts[ranks[0]]; });
   group.options = options_;
-  group.store = c10::make_intrusive<c10d::PrefixStore>(
-      c10::str("group/", c10::DeviceTypeName(device_type), "/", purpose, "/", c10::Join("_", ranks)), store_);
-  return found = make_backend_communicator(group, device_type);
+  group.watch = communicators_->watch;
+  group.store = c10::make_intrusive<internal::GroupStore>(
+      c10::str("group/", c10::DeviceTypeName(device_type), "/", purpose, "/", c10::Join("_", ranks)), store_, ranks, group.watch);
+  return found = internal::make_backend_communicator(group, device_type);
 }
 
 CollectiveCounters::Count ProcessContext::count(CollectiveKind kind) const {
@@ -193,8 +199,8 @@ ProcessContext::~ProcessContext() = default;
 void init_process_group(const ProcessGroupOptions& options) {
   std::lock_guard lock(context_mutex);
   TORCH_CHECK(!context, "init_process_group was called already; call destroy_process_group first");
-  const auto environment = current_environment();
-  const auto job = parse_job_environment(environment);
+  const auto environment = internal::current_environment();
+  const auto job = internal::parse_job_environment(environment);
   std::unique_ptr<ProcessContext> made(new ProcessContext);
   made->options_ = with_overrides(options, environment);
   made->rank_ = job.rank;
@@ -205,10 +211,26 @@ void init_process_group(const ProcessGroupOptions& options) {
   auto store = connect_store(job, made->options_.timeout);
   store->setTimeout(made->options_.timeout);
   // The launcher's store outlives a restart and a second `init_process_group`.
-  made->store_ = c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", job.restart, "/", generation), std::move(store));
+  made->store_ = c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", job.restart, "/", generation), store);
+  auto places = join(made->store_, store, job, made->options_.timeout);
   made->communicators_ = std::make_unique<ProcessContext::Communicators>();
-  made->communicators_->hosts = join(*made->store_, job, made->options_.timeout);
+  made->communicators_->watch = std::make_shared<internal::RankWatch>(job.rank, places.processes, made->store_, store);
+  made->communicators_->hosts = std::move(places.hosts);
   ++generation;
+  context = std::move(made);
+}
+
+void init_fake_process_group(int rank, int world_size) {
+  std::lock_guard lock(context_mutex);
+  TORCH_CHECK(!context, "init_fake_process_group: there is a process group already; call destroy_process_group first");
+  TORCH_CHECK_VALUE(world_size >= 1, "init_fake_process_group: world_size is ", world_size, ", but must be positive");
+  TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "init_fake_process_group: rank ", rank, " is not in [0, ", world_size, ")");
+  std::unique_ptr<ProcessContext> made(new ProcessContext);
+  made->is_fake_ = true;
+  made->rank_ = rank;
+  made->world_size_ = world_size;
+  made->store_ = c10::make_intrusive<c10d::HashStore>();
+  made->communicators_ = std::make_unique<ProcessContext::Communicators>();
   context = std::move(made);
 }
 
@@ -225,9 +247,11 @@ void destroy_process_group() {
   context.reset();
 }
 
+void require_cuda() { internal::nccl::require_cuda(); }
+
 bool cuda_is_available() {
   try {
-    nccl::require_cuda();
+    require_cuda();
     return true;
   } catch (const c10::Error&) {
     return false;

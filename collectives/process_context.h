@@ -1,32 +1,25 @@
 #pragma once
 
-#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include <c10/util/intrusive_ptr.h>
 #include <tessera/collectives/communicator.h>
+#include <tessera/collectives/process_group_options.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace tessera {
 
-struct ProcessGroupOptions {
-  /// A collective that takes longer is an error on every rank. Overridden by TESSERA_TIMEOUT_SECONDS.
-  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
-  /// Compares the signature of every collective over a side channel; overridden by TESSERA_CHECK_COLLECTIVES=0|1.
-  bool check_collectives = true;
-};
-
-/// The one process-wide state: who this process is, the store, and the communicators made so far.
+/// The state of the job in this process: who it is, the store, and the communicators made so far.
 class ProcessContext {
  public:
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   int local_rank() const { return local_rank_; }
   const ProcessGroupOptions& options() const { return options_; }
-  /// The job's key-value store. Needs <torch/csrc/distributed/c10d/Store.hpp>.
-  c10::intrusive_ptr<c10d::Store> store() const;
+  /// The job's key-value store.
+  c10::intrusive_ptr<c10d::Store> store() const { return store_; }
 
   /// The communicator of `ranks` (global, in group order) on `device_type`, made at the first call and shared afterwards.
   /// Communicators with different `purpose` run independently of each other (for example: all-gathers beside reduce-scatters).
@@ -43,10 +36,12 @@ class ProcessContext {
 
  private:
   friend void init_process_group(const ProcessGroupOptions&);
+  friend void init_fake_process_group(int, int);
   ProcessContext() = default;
   struct Communicators;
 
   int rank_ = 0, world_size_ = 1, local_rank_ = 0;
+  bool is_fake_ = false;
   int64_t last_number_ = 0;
   ProcessGroupOptions options_;
   c10::intrusive_ptr<c10d::Store> store_;
@@ -56,16 +51,34 @@ class ProcessContext {
 /// Joins the job that the environment describes: torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,
 /// TORCHELASTIC_USE_AGENT_STORE), Slurm, Open MPI, or `tessera::launch`. Without any of them: a job of one rank.
 /// Called once by every rank; returns when all have joined, or throws after the timeout and names the ranks that are missing.
-/// A process forked later is in no job.
+///
+/// A rank whose process ends, with whatever status, is an error for those that wait for it from then on, in a collective or while
+/// a group is made: within a second, and with its number, where they run on its host or hold a connection to it. Where ranks fail
+/// one after another because of it, all of them name the first. Where the store has ended with the process that hosts it (rank 0
+/// under srun and mpirun), each names all those that it sees to have ended, or else those whose connections it lost. A rank that
+/// has nothing left to do may end at any time, with or without `destroy_process_group`: nobody waits for it.
+///
+/// A process forked later is in no job: collectives of its parent's groups are errors there, and programs that it starts inherit
+/// no connection. (One that another thread starts while a group is made may.) Where this call needs more file descriptors than
+/// the soft limit allows (one for each rank of this host, and a few), or a group does (one a peer, and a few), that is raised, up
+/// to the hard one; beyond that it is an error.
 void init_process_group(const ProcessGroupOptions& options = {});
+/// In place of `init_process_group`: this process alone pretends to be rank `rank` of a job of `world_size` ranks, as with
+/// PyTorch's "fake" process group. Collectives return at once, with the result that they have where every rank holds what this
+/// one does, and their counters count what they would send. For measurements of host cost, memory and bytes on any number of
+/// ranks.
+void init_fake_process_group(int rank, int world_size);
 bool is_initialized();
 /// The context; an error before `init_process_group`.
 ProcessContext& process_context();
 /// Releases the communicators and the store. Every rank calls it; nothing sharded may be used afterwards.
 void destroy_process_group();
 
-/// True when CUDA tensors and meshes can be used. Loads LibTorch's CUDA libraries where this build has a CUDA side and the
-/// program did not link them: call it before any other use of LibTorch, which asks for CUDA once and remembers the answer.
+/// True when CUDA tensors can be used; collectives on them are not connected yet. Loads LibTorch's CUDA libraries where this
+/// build has a CUDA side and the program did not link them: call it before any other use of LibTorch, which asks for CUDA once
+/// and remembers the answer.
 bool cuda_is_available();
+/// Throws the reason where `cuda_is_available` is false.
+void require_cuda();
 
 } // namespace tessera

@@ -1,20 +1,15 @@
 #include <tessera/collectives/signature.h>
 
+#define XXH_INLINE_ALL
 #include <c10/util/StringUtil.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <cstring>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
-
-// FNV-1a: equal in every process, unlike absl::Hash, whose seed differs.
-uint64_t hash_text(std::string_view text) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  return hash;
-}
 
 bool reduces(CollectiveKind kind) { return kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduceScatter; }
 
@@ -31,12 +26,15 @@ const char* to_string(ReduceOp op) {
   return "unknown";
 }
 
-Signature make_signature(CollectiveKind kind, std::string_view label, c10::ScalarType dtype, int64_t bytes) {
+Signature make_signature(CollectiveKind kind, std::string_view label, c10::ScalarType dtype, int64_t bytes, ReduceOp op,
+                         int root) {
   Signature signature;
   signature.kind = static_cast<uint8_t>(kind);
   signature.dtype = static_cast<int8_t>(dtype);
-  signature.bytes = bytes;
-  signature.label_hash = hash_text(label);
+  signature.reduce_op = static_cast<uint8_t>(op);
+  signature.root = root;
+  signature.bytes = kind == CollectiveKind::kAllToAll ? 0 : bytes;
+  signature.label_hash = XXH3_64bits(label.data(), label.size());
   signature.label_length = static_cast<uint8_t>(std::min(label.size(), Signature::kLabelCapacity));
   std::memcpy(signature.label, label.data(), signature.label_length);
   return signature;
@@ -52,7 +50,7 @@ std::string Signature::to_string() const {
   std::string text = c10::str(tessera::to_string(what), " '", label_text(), "' (");
   if (what != CollectiveKind::kAllToAll && what != CollectiveKind::kBarrier) text += c10::str(bytes, " bytes of ");
   if (what != CollectiveKind::kBarrier) text += c10::str(c10::toString(static_cast<c10::ScalarType>(dtype)), ", ");
-  if (reduces(what)) text += c10::str(tessera::to_string(static_cast<ReduceOp>(reduce_op)), ", ");
+  if (reduces(what)) text += c10::str(internal::to_string(static_cast<ReduceOp>(reduce_op)), ", ");
   if (root >= 0) text += c10::str("root ", root, ", ");
   return text + c10::str("call ", sequence, ")");
 }
@@ -63,4 +61,4 @@ std::string describe_signatures(const std::vector<Signature>& signatures, const 
   return text;
 }
 
-} // namespace tessera
+} // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 /// What one rank says about the collective it takes part in. Ranks exchange these records and compare them, so that ranks that
 /// call different collectives get an error instead of a hang or wrong numbers. Sent as plain bytes between equal builds.
@@ -33,7 +33,8 @@ struct Signature {
 };
 static_assert(sizeof(Signature) == 128);
 
-Signature make_signature(CollectiveKind kind, std::string_view label, c10::ScalarType dtype, int64_t bytes);
+Signature make_signature(CollectiveKind kind, std::string_view label, c10::ScalarType dtype, int64_t bytes,
+                         ReduceOp op = ReduceOp::kSum, int root = -1);
 
 /// "sum", "avg", …
 const char* to_string(ReduceOp op);
@@ -41,4 +42,4 @@ const char* to_string(ReduceOp op);
 /// One line a rank: what it called. `signatures[i]` is of global rank `ranks[i]`.
 std::string describe_signatures(const std::vector<Signature>& signatures, const std::vector<int64_t>& ranks);
 
-} // namespace tessera
+} // namespace tessera::internal

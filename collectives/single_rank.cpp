@@ -2,7 +2,7 @@
 
 #include <tessera/collectives/checks.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -53,4 +53,4 @@ CommunicatorPtr make_single_rank_communicator(std::string name, int64_t rank, at
   return std::make_shared<SingleRankCommunicator>(std::move(name), rank, device_type);
 }
 
-} // namespace tessera
+} // namespace tessera::internal

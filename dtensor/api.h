@@ -7,15 +7,10 @@
 #include <string>
 #include <vector>
 
+#include <tessera/dtensor/redistribute_options.h>
 #include <tessera/dtensor/spec.h>
 
 namespace tessera {
-
-/// The dtypes in which a redistribution moves data (DTensor.redistribute).
-struct RedistributeOptions {
-  std::optional<at::ScalarType> forward_dtype;  ///< the tensor is cast to it first, and the result has it
-  std::optional<at::ScalarType> backward_dtype; ///< the gradient is moved in it; the tensor's own dtype by default
-};
 
 class PendingDTensor;
 
@@ -34,7 +29,8 @@ class DTensor : public at::Tensor {
   /// To another mesh over the same ranks in any order or shape; an error for other ranks. Every one of them calls it. Shards go
   /// straight to the ranks that need them; other placements go over Replicate. Differentiable.
   DTensor redistribute(const DeviceMesh& mesh, const Placements& placements, const RedistributeOptions& options = {}) const;
-  /// Starts the last collective of the redistribution, and returns without waiting for it. Every rank of the mesh calls it.
+  /// Starts the last collective of the redistribution, and returns without waiting for it. The result has the values that the
+  /// tensor has now, whatever is written to it before `wait`, and shares no memory with it. Every rank of the mesh calls it.
   PendingDTensor redistribute_async(const Placements& placements) const;
   /// The whole tensor on every rank, plain. Every rank of the mesh calls it. Differentiable.
   at::Tensor full_tensor() const;
@@ -85,7 +81,7 @@ class ImplicitReplication {
   ImplicitReplication& operator=(const ImplicitReplication&) = delete;
 };
 
-/// Prints any tensor, a DTensor with its spec and local values.
+/// Prints any tensor, a DTensor with its spec and local values; of a meta tensor, which has none, shape and dtype.
 std::string to_string(const at::Tensor& tensor);
 
 } // namespace tessera

@@ -15,6 +15,19 @@ namespace {
 
 thread_local LogRedistributions* innermost = nullptr;
 
+/// The ranges of local dim `d` in the global tensor: "0:2", or "0:2+4:6" under a StridedShard.
+std::string ranges_of(const Spec& spec, const std::vector<int64_t>& coordinate, const internal::LocalBox& box, size_t d) {
+  const auto dim = static_cast<int64_t>(d + spec.sizes().size() - box.sizes.size());
+  const bool strided = std::any_of(spec.placements().begin(), spec.placements().end(),
+                                   [dim](const auto& placement) { return is_strided(placement) && shards_dim(placement, dim); });
+  std::vector<internal::Extent> held{{box.offsets[d], box.sizes[d]}};
+  if (strided && box.sizes[d] > 0)
+    held = internal::dim_extents(spec.sizes()[dim], spec.mesh().shape(), coordinate, spec.placements(), dim);
+  std::vector<std::string> parts;
+  for (const auto& range : held) parts.push_back(fmt::format("{}:{}", range.offset, range.offset + range.size));
+  return fmt::format("{}", fmt::join(parts, "+"));
+}
+
 } // namespace
 
 CountCollectives::CountCollectives() {
@@ -70,31 +83,15 @@ void record_redistribution(RedistributionRecord record) {
   if (innermost) innermost->records_.push_back(std::move(record));
 }
 
-namespace {
-
-/// The ranges of local dim `d` in the global tensor: "0:2", or "0:2+4:6" under a StridedShard.
-std::string ranges_of(const Spec& spec, const std::vector<int64_t>& coordinate, const LocalBox& box, size_t d) {
-  const auto dim = static_cast<int64_t>(d + spec.sizes().size() - box.sizes.size());
-  const bool strided = std::any_of(spec.placements().begin(), spec.placements().end(),
-                                   [dim](const auto& placement) { return is_strided(placement) && shards_dim(placement, dim); });
-  std::vector<Extent> held{{box.offsets[d], box.sizes[d]}};
-  if (strided && box.sizes[d] > 0) held = dim_extents(spec.sizes()[dim], spec.mesh().shape(), coordinate, spec.placements(), dim);
-  std::vector<std::string> parts;
-  for (const auto& range : held) parts.push_back(fmt::format("{}:{}", range.offset, range.offset + range.size));
-  return fmt::format("{}", fmt::join(parts, "+"));
-}
-
-} // namespace
-
 std::string picture(const at::Tensor& dtensor) {
-  const auto* meta = dtensor_meta(dtensor);
+  const auto* meta = internal::dtensor_meta(dtensor);
   TORCH_CHECK(meta, "picture: this tensor is not a DTensor");
   const auto& spec = *meta->spec;
   const auto& mesh = spec.mesh();
   auto text = spec.to_string();
   for (size_t i = 0; i < mesh.ranks().size(); ++i) {
-    const auto coordinate = coordinate_of(static_cast<int64_t>(i), mesh.shape());
-    const auto box = local_box(spec.sizes(), mesh.shape(), coordinate, spec.placements());
+    const auto coordinate = internal::coordinate_of(static_cast<int64_t>(i), mesh.shape());
+    const auto box = internal::local_box(spec.sizes(), mesh.shape(), coordinate, spec.placements());
     std::vector<std::string> ranges;
     for (size_t d = 0; d < box.sizes.size(); ++d) ranges.push_back(ranges_of(spec, coordinate, box, d));
     text += fmt::format("\nrank {}: [{}]", mesh.ranks()[i], fmt::join(ranges, ", "));

@@ -2,7 +2,7 @@
 
 #include <tessera/dtensor/dtensor_impl.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -22,9 +22,13 @@ void distribute(const std::string& name, const at::Tensor& tensor, const DeviceM
 
 } // namespace
 
+} // namespace tessera::internal
+
+namespace tessera {
+
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh, const PlaceParameter& place) {
-  for (const auto& item : module.named_parameters()) distribute(item.key(), item.value(), mesh, place);
-  for (const auto& item : module.named_buffers()) distribute(item.key(), item.value(), mesh, place);
+  for (const auto& item : module.named_parameters()) internal::distribute(item.key(), item.value(), mesh, place);
+  for (const auto& item : module.named_buffers()) internal::distribute(item.key(), item.value(), mesh, place);
 }
 
 } // namespace tessera

@@ -1,12 +1,10 @@
 #include <tessera/dtensor/dtensor_impl.h>
 
 #include <c10/core/InferenceMode.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <tessera/dtensor/view_replay.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -15,7 +13,7 @@ const std::string kNoStorage =
     "full_tensor() for the whole, tessera::to_string() to print it and tessera::checkpoint::save() to save it";
 
 c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys) {
-  set_view_replay(true);
+  start_view_replay();
   const auto& local = meta->local;
   const auto backend = c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
   auto impl = c10::make_intrusive<c10::TensorImpl>(backend | c10::DispatchKeySet(kDTensorKey) | extra_keys, local.dtype(),
@@ -27,9 +25,8 @@ c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> me
 }
 
 void check_local(const at::Tensor& local, const Spec& spec) {
-  TORCH_CHECK(local.sizes() == c10::IntArrayRef(spec.local_sizes()), "the local tensor has shape [",
-              fmt::format("{}", fmt::join(local.sizes(), ", ")), "], but this rank's part of ", spec.to_string(), " has shape [",
-              fmt::format("{}", fmt::join(spec.local_sizes(), ", ")), "]");
+  TORCH_CHECK(local.sizes() == c10::IntArrayRef(spec.local_sizes()), "the local tensor has shape ", local.sizes(),
+              ", but this rank's part of ", spec.to_string(), " has shape ", c10::IntArrayRef(spec.local_sizes()));
   TORCH_CHECK(local.scalar_type() == spec.dtype(), "the local tensor has dtype ", local.scalar_type(), ", but the spec is ",
               spec.to_string());
 }
@@ -47,7 +44,7 @@ at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta) {
 
 at::Tensor alias_dtensor(const at::Tensor& dtensor) {
   auto* impl = dtensor.unsafeGetTensorImpl();
-  set_view_replay(true);
+  start_view_replay();
   return at::Tensor(impl->shallow_copy_and_detach(
       impl->is_inference() ? c10::VariableVersion(c10::VariableVersion::DISABLED) : impl->version_counter(), true));
 }
@@ -55,8 +52,10 @@ at::Tensor alias_dtensor(const at::Tensor& dtensor) {
 void become_dtensor(const at::Tensor& tensor, c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys) {
   check_local(meta->local, *meta->spec);
   TORCH_CHECK(!tensor.is_inference(), "a tensor made in InferenceMode cannot become a DTensor");
-  c10::InferenceMode normal_mode(false);
+  start_view_replay();
+  const KeepViewReplay keep; // which an InferenceMode switches off
+  const c10::InferenceMode normal_mode(false);
   tensor.unsafeGetTensorImpl()->shallow_copy_from(make_impl(std::move(meta), extra_keys));
 }
 
-} // namespace tessera
+} // namespace tessera::internal

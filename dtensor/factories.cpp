@@ -22,7 +22,20 @@ DTensor finish(at::Tensor tensor, const at::TensorOptions& options) {
 at::Tensor empty_dtensor(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& placements,
                          const at::TensorOptions& options) {
   const auto spec = Spec::intern(mesh, placements, sizes, dtype_of(options));
-  return make_dtensor(at::empty(spec->local_sizes(), at::TensorOptions().dtype(spec->dtype()).device(mesh.device())), spec);
+  return internal::make_dtensor(at::empty(spec->local_sizes(), at::TensorOptions().dtype(spec->dtype()).device(mesh.device())),
+                                spec);
+}
+
+/// `draw` fills a tensor of the placements, Replicate for Partial: a draw cannot go into a Partial tensor.
+template <typename Draw>
+DTensor drawn(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& placements,
+              const at::TensorOptions& options, const Draw& draw) {
+  const auto whole = replicate_partial(placements);
+  auto result = empty_dtensor(sizes, mesh, whole, options);
+  at::NoGradGuard no_grad;
+  draw(result);
+  if (whole != placements) result = DTensor(result).redistribute(placements);
+  return finish(std::move(result), options);
 }
 
 } // namespace
@@ -35,11 +48,11 @@ DTensor empty(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const P
 DTensor full(const std::vector<int64_t>& sizes, const at::Scalar& value, const DeviceMesh& mesh, const Placements& placements,
              const at::TensorOptions& options) {
   auto result = empty_dtensor(sizes, mesh, placements, options);
-  const auto& meta = *dtensor_meta(result);
+  const auto& meta = *internal::dtensor_meta(result);
   if (meta.spec->has_partial() && meta.spec->on_mesh()) {
     const auto whole = meta.spec->with(replicate_partial(meta.spec->placements()));
     const auto values = at::full(meta.spec->local_sizes(), value, meta.local.options());
-    meta.local.copy_(redistribute_local(values, *whole, *meta.spec, "full"));
+    meta.local.copy_(internal::redistribute_local(values, *whole, *meta.spec, "full"));
   } else {
     meta.local.fill_(value);
   }
@@ -55,22 +68,6 @@ DTensor ones(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Pl
              const at::TensorOptions& options) {
   return full(sizes, 1, mesh, placements, options);
 }
-
-namespace {
-
-/// `draw` fills a tensor of the placements, Replicate for Partial: a draw cannot go into a Partial tensor.
-template <typename Draw>
-DTensor drawn(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& placements,
-              const at::TensorOptions& options, const Draw& draw) {
-  const auto whole = replicate_partial(placements);
-  auto result = empty_dtensor(sizes, mesh, whole, options);
-  at::NoGradGuard no_grad;
-  draw(result);
-  if (whole != placements) result = DTensor(result).redistribute(placements);
-  return finish(std::move(result), options);
-}
-
-} // namespace
 
 DTensor rand(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& placements,
              const at::TensorOptions& options) {

@@ -2,7 +2,7 @@
 
 #include <tessera/dtensor/redistribute/redistribute.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -31,7 +31,16 @@ DTensorMeta& meta_of(const at::Tensor& tensor, const char* function) {
   auto* meta = dtensor_meta(tensor);
   TORCH_CHECK(meta, function, ": this tensor is not a DTensor");
   check_copy(tensor, *meta, false, function);
+  meta->check_has_values(function);
   return *meta;
+}
+
+at::Tensor gradient_as_dtensor(const at::Tensor& gradient, const Spec& like, const char* function) {
+  if (dtensor_meta(gradient)) return gradient;
+  TORCH_CHECK(gradient.numel() == 0 || gradient.count_nonzero().item<int64_t>() == 0, function, ": this tensor is not a DTensor");
+  const Placements replicated(static_cast<size_t>(like.mesh().ndim()));
+  return make_dtensor(gradient.contiguous(),
+                      Spec::intern(like.mesh(), replicated, gradient.sizes().vec(), gradient.scalar_type()));
 }
 
 at::Tensor wrap_moved(at::Tensor local, const at::Tensor& source, const Spec& spec) {
@@ -46,12 +55,12 @@ at::Tensor move(const at::Tensor& tensor, const Placements& placements, const ch
   return wrap_moved(redistribute_local(tensor, meta, target, label), meta.local, *target);
 }
 
-void save_spec(torch::autograd::AutogradContext* context, const SpecPtr& spec) {
-  context->saved_data["spec"] = c10::IValue::make_capsule(c10::make_intrusive<SpecHolder>(spec));
+void save_spec(torch::autograd::AutogradContext* context, const SpecPtr& spec, const char* name) {
+  context->saved_data[name] = c10::IValue::make_capsule(c10::make_intrusive<SpecHolder>(spec));
 }
 
-SpecPtr saved_spec(torch::autograd::AutogradContext* context) {
-  return static_cast<SpecHolder*>(context->saved_data["spec"].toCapsule().get())->spec;
+SpecPtr saved_spec(torch::autograd::AutogradContext* context, const char* name) {
+  return static_cast<SpecHolder*>(context->saved_data[name].toCapsule().get())->spec;
 }
 
-} // namespace tessera
+} // namespace tessera::internal

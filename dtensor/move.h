@@ -7,8 +7,9 @@
 #include <string_view>
 
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/redistribute_options.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 /// An error where `tensor` is a view that could not alias its base, because its data had to move, and is `written`, or is read
 /// after its base was written. (Tensors of InferenceMode do not tell the latter.)
@@ -21,14 +22,22 @@ DTensorMeta& meta_of(const at::Tensor& tensor, const char* function);
 /// changes.
 at::Tensor move(const at::Tensor& tensor, const Placements& placements, const char* label);
 
+/// What DTensor::redistribute does, in autograd's graph where grad mode asks for it; `label` names the call in errors.
+at::Tensor differentiable_move(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements, const char* label,
+                               const RedistributeOptions& options = {});
+
+/// A gradient that flows back to a function whose result was a DTensor like `like`. PyTorch's derivative formulas may give plain
+/// zeros, the same on every rank, which become Replicate; any other plain tensor is an error that names `function`.
+at::Tensor gradient_as_dtensor(const at::Tensor& gradient, const Spec& like, const char* function);
+
 /// Makes a DTensor of `spec`'s layout, in row-major order, of what a redistribution gave. A result that aliases `source` is
 /// copied.
 at::Tensor wrap_moved(at::Tensor local, const at::Tensor& source, const Spec& spec);
 
-/// Keeps a spec in an AutogradContext, and finds it again.
-void save_spec(torch::autograd::AutogradContext* context, const SpecPtr& spec);
-SpecPtr saved_spec(torch::autograd::AutogradContext* context);
+/// Keeps a spec in an AutogradContext under `name`, and finds it again.
+void save_spec(torch::autograd::AutogradContext* context, const SpecPtr& spec, const char* name = "spec");
+SpecPtr saved_spec(torch::autograd::AutogradContext* context, const char* name = "spec");
 
 inline bool needs_graph(const at::Tensor& tensor) { return at::GradMode::is_enabled() && tensor.requires_grad(); }
 
-} // namespace tessera
+} // namespace tessera::internal

@@ -48,7 +48,7 @@ class Parser {
     } else if (name == "RaggedShard") {
       const auto dim = integer();
       expect(',');
-      result = RaggedShard{dim, extents()};
+      result = RaggedShard{dim, list<std::vector<int64_t>>('[', ']', [this] { return integer(); })};
     } else if (name == "Partial") {
       result = partial();
     } else if (name == "MaskPartial") {
@@ -59,13 +59,7 @@ class Parser {
   }
 
   Placements placements() {
-    Placements result;
-    expect('(');
-    if (accept(')')) return result;
-    do result.push_back(placement());
-    while (accept(','));
-    expect(')');
-    return result;
+    return list<Placements>('(', ')', [this] { return placement(); });
   }
 
   void finish() {
@@ -105,13 +99,14 @@ class Parser {
   }
   int64_t integer() { return number<int64_t>("an integer"); }
 
-  std::vector<int64_t> extents() {
-    std::vector<int64_t> result;
-    expect('[');
-    if (accept(']')) return result;
-    do result.push_back(integer());
+  template <typename List, typename Item>
+  List list(char open, char close, const Item& item) {
+    List result;
+    expect(open);
+    if (accept(close)) return result;
+    do result.push_back(item());
     while (accept(','));
-    expect(']');
+    expect(close);
     return result;
   }
 
@@ -140,6 +135,25 @@ bool shards_dim(const Placement& placement, int64_t dim) {
   if (const auto* strided = std::get_if<StridedShard>(&placement)) return strided->dim == dim;
   if (const auto* ragged = std::get_if<RaggedShard>(&placement)) return dim <= ragged->dim;
   return false;
+}
+
+std::optional<int64_t> shared_dim(const Placement& a, const Placement& b) {
+  const auto last = [](const Placement& placement) -> int64_t {
+    if (const auto* shard = std::get_if<Shard>(&placement)) return shard->dim;
+    if (const auto* strided = std::get_if<StridedShard>(&placement)) return strided->dim;
+    if (const auto* ragged = std::get_if<RaggedShard>(&placement)) return ragged->dim;
+    return -1;
+  };
+  for (int64_t d = 0; d <= std::min(last(a), last(b)); ++d) {
+    if (shards_dim(a, d) && shards_dim(b, d)) return d;
+  }
+  return std::nullopt;
+}
+
+bool may_coexist(const Placement& a, const Placement& b) {
+  if (is_partial(a) && is_partial(b)) return reduce_together(std::get<Partial>(a), std::get<Partial>(b));
+  const bool ragged = std::holds_alternative<RaggedShard>(a) || std::holds_alternative<RaggedShard>(b);
+  return !ragged || !shared_dim(a, b);
 }
 
 bool reduce_together(const Partial& a, const Partial& b) { return a == b || same_value(a, b) || same_value(b, a); }

@@ -62,6 +62,11 @@ inline bool is_sharded(const Placement& placement) { return !is_replicate(placem
 
 /// True when `placement` splits tensor dim `dim` (for RaggedShard: any of its leading dims).
 bool shards_dim(const Placement& placement, int64_t dim);
+/// The first tensor dim that both split.
+std::optional<int64_t> shared_dim(const Placement& a, const Placement& b);
+/// True where one tensor may have `a` and `b` on two mesh dims, in any order: a RaggedShard's dims are split by no other, and all
+/// reductions are one.
+bool may_coexist(const Placement& a, const Placement& b);
 /// True where two mesh dims may reduce one tensor by `a` and `b`, in any order: equal ones, and a sum beside a MaskPartial.
 bool reduce_together(const Partial& a, const Partial& b);
 /// True for a MaskPartial `from` and a sum `to`: the same local tensors mean the same value.

@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-namespace tessera {
+namespace tessera::internal {
 
 /// Has the memory fetch the object, which is read soon; null is fine.
 template <typename T>
@@ -15,4 +15,4 @@ void prefetch(const T* object) {
   for (size_t offset = 0; offset < sizeof(T); offset += kCacheLine) __builtin_prefetch(bytes + offset);
 }
 
-} // namespace tessera
+} // namespace tessera::internal

@@ -1,9 +1,11 @@
 #include <tessera/dtensor/sharding_math.h>
 
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
 #include <numeric>
 
-namespace tessera {
+namespace tessera::internal {
 
 Extent ragged_extent(const RaggedShard& placement, int64_t index) {
   const auto begin = placement.extents.begin();
@@ -31,7 +33,14 @@ void append_part(std::vector<Extent>& result, const std::vector<Extent>& held, E
   }
 }
 
-bool has_strided(const Placements& placements) { return std::any_of(placements.begin(), placements.end(), is_strided); }
+/// Makes one dim of the leading ones that a RaggedShard takes as one.
+void flatten_leading(LocalBox& box, const RaggedShard& ragged, Extent part, c10::IntArrayRef sizes) {
+  if (part.size == 0) part.offset = product(sizes, 0, ragged.dim + 1);
+  box.sizes.erase(box.sizes.begin(), box.sizes.begin() + ragged.dim);
+  box.offsets.erase(box.offsets.begin(), box.offsets.begin() + ragged.dim);
+  box.sizes[0] = part.size;
+  box.offsets[0] = part.offset;
+}
 
 } // namespace
 
@@ -68,9 +77,7 @@ std::vector<Extent> dim_extents(int64_t size, c10::ArrayRef<int64_t> mesh_shape,
 }
 
 int64_t product(c10::IntArrayRef sizes, size_t begin, size_t end) {
-  int64_t result = 1;
-  for (size_t i = begin; i < end; ++i) result *= sizes[i];
-  return result;
+  return c10::multiply_integers(sizes.begin() + begin, sizes.begin() + end);
 }
 
 LocalBox local_box(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c10::ArrayRef<int64_t> coordinate,
@@ -88,7 +95,7 @@ LocalBox local_box(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c1
       ragged_part = ragged_extent(*found, coordinate[i]);
     }
   }
-  const bool strided = has_strided(placements);
+  const bool strided = std::any_of(placements.begin(), placements.end(), is_strided);
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (strided) {
       const auto held = dim_extents(sizes[d], mesh_shape, coordinate, placements, static_cast<int64_t>(d));
@@ -98,14 +105,7 @@ LocalBox local_box(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c1
     }
     if (box.sizes[d] == 0 && sizes[d] != 0) box.offsets[d] = sizes[d];
   }
-  if (ragged) {
-    const auto leading = ragged->dim + 1;
-    if (ragged_part.size == 0) ragged_part.offset = product(sizes, 0, leading);
-    box.sizes.erase(box.sizes.begin(), box.sizes.begin() + ragged->dim);
-    box.offsets.erase(box.offsets.begin(), box.offsets.begin() + ragged->dim);
-    box.sizes[0] = ragged_part.size;
-    box.offsets[0] = ragged_part.offset;
-  }
+  if (ragged) flatten_leading(box, *ragged, ragged_part, sizes);
   return box;
 }
 
@@ -131,4 +131,4 @@ PartialView view_without(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_sha
   return view;
 }
 
-} // namespace tessera
+} // namespace tessera::internal

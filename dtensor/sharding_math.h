@@ -1,14 +1,13 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include <c10/util/ArrayRef.h>
 #include <tessera/dtensor/placement.h>
 #include <tessera/mesh/device_mesh.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 /// A range of one dim, or of several leading dims taken as one.
 struct Extent {
@@ -49,6 +48,7 @@ struct LocalBox {
   /// entry counts positions of the flattened leading dims. Under a StridedShard the local tensor holds more ranges (dim_extents)
   /// than the one that starts here.
   std::vector<int64_t> offsets;
+  bool operator==(const LocalBox&) const = default;
 };
 
 /// The part of the rank at `coordinate` of a mesh of `mesh_shape`, in O(dims). Splits of one tensor dim over several mesh dims
@@ -72,4 +72,4 @@ struct PartialView {
 PartialView view_without(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c10::ArrayRef<int64_t> coordinate,
                          const Placements& placements, c10::ArrayRef<size_t> mesh_dims);
 
-} // namespace tessera
+} // namespace tessera::internal

@@ -1,23 +1,23 @@
 #include <tessera/dtensor/spec.h>
 
+#include <absl/algorithm/container.h>
 #include <absl/container/flat_hash_map.h>
 #include <absl/hash/hash.h>
 #include <absl/strings/ascii.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/safe_numerics.h>
+#include <c10/util/strides.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <mutex>
-#include <numeric>
 
 #include <tessera/dtensor/sharding_math.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -35,30 +35,43 @@ void check_ragged(const DeviceMesh& mesh, const Placements& placements, c10::Int
   int64_t total = 0;
   for (const auto extent : ragged.extents) {
     TORCH_CHECK(extent >= 0, "RaggedShard extents must not be negative: ", describe(mesh, placements, sizes));
-    total += extent;
+    TORCH_CHECK(!c10::add_overflows(total, extent, &total),
+                "RaggedShard extents add up to more than 64 bits count: ", describe(mesh, placements, sizes));
   }
   const auto expected = product(sizes, 0, ragged.dim + 1);
   TORCH_CHECK(total == expected, "RaggedShard extents add up to ", total, ", not to ", expected, ": ",
               describe(mesh, placements, sizes));
-  for (size_t other = 0; other < placements.size(); ++other) {
-    for (int64_t d = 0; d <= ragged.dim; ++d) {
-      TORCH_CHECK(other == mesh_dim || !shards_dim(placements[other], d), "tensor dim ", d,
+}
+
+void check_coexist(const DeviceMesh& mesh, const Placements& placements, c10::IntArrayRef sizes) {
+  for (size_t i = 0; i < placements.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      if (may_coexist(placements[j], placements[i])) continue;
+      const auto dim = shared_dim(placements[j], placements[i]);
+      TORCH_CHECK(dim, "different Partial reductions do not mix: ", describe(mesh, placements, sizes));
+      TORCH_CHECK(false, "tensor dim ", *dim,
                   " is split by a RaggedShard and by another mesh dim: ", describe(mesh, placements, sizes));
     }
   }
 }
 
-/// Makes equal placements look equal, and checks that they fit.
-void normalize(const DeviceMesh& mesh, Placements& placements, c10::IntArrayRef sizes) {
-  TORCH_CHECK(mesh.defined(), "a DTensor needs a mesh");
-  TORCH_CHECK(static_cast<int64_t>(placements.size()) == mesh.ndim(),
-              "one placement a mesh dim is needed: ", describe(mesh, placements, sizes));
+void check_sizes(const DeviceMesh& mesh, const Placements& placements, c10::IntArrayRef sizes, at::ScalarType dtype) {
   for (const auto size : sizes) TORCH_CHECK(size >= 0, "sizes must not be negative: ", describe(mesh, placements, sizes));
   uint64_t numel = 0;
   TORCH_CHECK(!c10::safe_multiplies_u64(sizes, &numel) && numel <= std::numeric_limits<int64_t>::max(),
               "the tensor has more elements than 64 bits count: ", describe(mesh, placements, sizes));
+  constexpr uint64_t kMostBytes = uint64_t{1} << 62; // the bytes of padded parts are counted as well
+  TORCH_CHECK(numel <= kMostBytes / c10::elementSize(dtype), "a tensor of ", numel, " elements of ", dtype,
+              " has more than 2^62 bytes: ", describe(mesh, placements, sizes));
+}
+
+/// Makes equal placements look equal, and checks that they fit.
+void normalize(const DeviceMesh& mesh, Placements& placements, c10::IntArrayRef sizes, at::ScalarType dtype) {
+  TORCH_CHECK(mesh.defined(), "a DTensor needs a mesh");
+  TORCH_CHECK(static_cast<int64_t>(placements.size()) == mesh.ndim(),
+              "one placement a mesh dim is needed: ", describe(mesh, placements, sizes));
+  check_sizes(mesh, placements, sizes, dtype);
   const auto ndim = static_cast<int64_t>(sizes.size());
-  const Partial* reduction = nullptr;
   for (size_t i = 0; i < placements.size(); ++i) {
     if (auto* shard = std::get_if<Shard>(&placements[i])) {
       TORCH_CHECK(shard->dim >= -ndim && shard->dim < ndim, "Shard dim ", shard->dim,
@@ -76,17 +89,19 @@ void normalize(const DeviceMesh& mesh, Placements& placements, c10::IntArrayRef 
       if (partial->op != Partial::Op::kNorm) partial->norm_p = 2.0;
       TORCH_CHECK(partial->norm_p > 0 && std::isfinite(partial->norm_p),
                   "the p of Partial(norm) must be positive and finite: ", describe(mesh, placements, sizes));
-      TORCH_CHECK(!reduction || reduce_together(*reduction, *partial),
-                  "different Partial reductions do not mix: ", describe(mesh, placements, sizes));
-      reduction = partial;
     }
   }
   for (size_t i = 0; i < placements.size(); ++i) {
     if (std::holds_alternative<RaggedShard>(placements[i])) check_ragged(mesh, placements, sizes, i);
   }
+  check_coexist(mesh, placements, sizes);
 }
 
 } // namespace
+
+} // namespace tessera::internal
+
+namespace tessera {
 
 /// All live specs, found by value. Never destroyed: specs may outlive static destruction.
 class SpecPool {
@@ -109,11 +124,11 @@ class SpecPool {
     }
     auto* spec = new Spec;
     spec->mesh_ = mesh;
-    auto box = local_box(sizes, mesh, placements);
+    auto box = internal::local_box(sizes, mesh, placements);
     spec->local_sizes_ = std::move(box.sizes);
     spec->local_offsets_ = std::move(box.offsets);
     spec->placements_ = std::move(placements);
-    spec->numel_ = product(sizes, 0, sizes.size());
+    spec->numel_ = internal::product(sizes, 0, sizes.size());
     spec->sizes_ = std::move(sizes);
     spec->strides_ = std::move(strides);
     spec->dtype_ = dtype;
@@ -153,39 +168,23 @@ class SpecPool {
 };
 
 std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (auto d = static_cast<int64_t>(sizes.size()) - 1; d >= 0; --d) {
-    strides[d] = stride;
-    stride *= std::max<int64_t>(sizes[d], 1);
-  }
-  return strides;
+  const auto strides = c10::contiguous_strides(sizes);
+  return {strides.begin(), strides.end()};
 }
 
 SpecPtr Spec::intern(const DeviceMesh& mesh, Placements placements, std::vector<int64_t> sizes, at::ScalarType dtype,
                      std::vector<int64_t> strides) {
-  normalize(mesh, placements, sizes);
+  internal::normalize(mesh, placements, sizes, dtype);
   if (strides.empty()) strides = contiguous_strides(sizes);
-  TORCH_CHECK(strides.size() == sizes.size(), "the strides [", fmt::format("{}", fmt::join(strides, ", ")),
-              "] do not fit: ", describe(mesh, placements, sizes));
+  TORCH_CHECK(strides.size() == sizes.size(), "the strides ", c10::IntArrayRef(strides),
+              " do not fit: ", internal::describe(mesh, placements, sizes));
   return SpecPool::instance().intern(mesh, std::move(placements), std::move(sizes), dtype, std::move(strides));
 }
 
 SpecPtr Spec::with(Placements placements) const { return intern(mesh_, std::move(placements), sizes_, dtype_, strides_); }
 
-bool Spec::is_replicated() const {
-  for (const auto& placement : placements_) {
-    if (!is_replicate(placement)) return false;
-  }
-  return true;
-}
-
-bool Spec::has_partial() const {
-  for (const auto& placement : placements_) {
-    if (is_partial(placement)) return true;
-  }
-  return false;
-}
+bool Spec::is_replicated() const { return absl::c_all_of(placements_, is_replicate); }
+bool Spec::has_partial() const { return absl::c_any_of(placements_, is_partial); }
 
 const RaggedShard* Spec::ragged() const {
   for (const auto& placement : placements_) {
@@ -195,8 +194,7 @@ const RaggedShard* Spec::ragged() const {
 }
 
 std::string Spec::to_string() const {
-  std::string dtype = c10::toString(dtype_);
-  for (auto& letter : dtype) letter = absl::ascii_tolower(letter);
+  const auto dtype = absl::AsciiStrToLower(c10::toString(dtype_));
   return fmt::format("{}[{}] {} on {}", dtype, fmt::join(sizes_, ", "), tessera::to_string(placements_), mesh_.to_string());
 }
 

@@ -2,16 +2,33 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include <absl/container/flat_hash_map.h>
+#include <absl/container/btree_map.h>
 
+#include <iterator>
 #include <mutex>
-#include <vector>
+#include <utility>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 struct BlockCache::Pool {
   std::mutex mutex;
-  absl::flat_hash_map<int64_t, std::vector<c10::DataPtr>> blocks; // by size in bytes
+  absl::btree_multimap<int64_t, c10::DataPtr> blocks; // by size in bytes
+
+  static constexpr int64_t kLargest = 4; ///< times what is asked for
+
+  /// The smallest block that fits, with its size. Where there is none, a smaller one is freed for the one that will be made, so
+  /// that blocks do not gather for each size that was ever asked for.
+  std::pair<int64_t, c10::DataPtr> take(int64_t bytes) {
+    const std::lock_guard lock(mutex);
+    auto found = blocks.lower_bound(bytes);
+    if (found == blocks.end() || found->first > kLargest * bytes) {
+      if (found != blocks.begin()) blocks.erase(std::prev(found));
+      return {bytes, c10::DataPtr()};
+    }
+    std::pair<int64_t, c10::DataPtr> taken(found->first, std::move(found->second));
+    blocks.erase(found);
+    return taken;
+  }
 };
 
 /// A block in use: goes home when its DataPtr dies.
@@ -24,7 +41,7 @@ struct BlockCache::Block {
     std::unique_ptr<Block> block(static_cast<Block*>(context));
     if (auto pool = block->home.lock()) {
       const std::lock_guard lock(pool->mutex);
-      pool->blocks[block->bytes].push_back(std::move(block->memory));
+      pool->blocks.emplace(block->bytes, std::move(block->memory));
     }
   }
 };
@@ -34,30 +51,18 @@ BlockCache::BlockCache(c10::Device device) : device_(device), pool_(std::make_sh
 c10::DataPtr BlockCache::allocate(int64_t bytes) {
   const c10::DeviceGuard guard(device_);
   if (!device_.is_cpu()) return c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(bytes));
-  auto block = std::make_unique<Block>(Block{{}, bytes, pool_});
-  {
-    const std::lock_guard lock(pool_->mutex);
-    auto& free = pool_->blocks[bytes];
-    if (!free.empty()) {
-      block->memory = std::move(free.back());
-      free.pop_back();
-    }
-  }
-  if (!block->memory) block->memory = c10::GetAllocator(c10::kCPU)->allocate(static_cast<size_t>(bytes));
+  auto [size, memory] = pool_->take(bytes);
+  if (!memory) memory = c10::GetAllocator(c10::kCPU)->allocate(static_cast<size_t>(size));
+  auto block = std::make_unique<Block>(Block{std::move(memory), size, pool_});
   void* data = block->memory.get();
   return {data, block.release(), &Block::give_back, device_};
-}
-
-void BlockCache::trim() {
-  const std::lock_guard lock(pool_->mutex);
-  pool_->blocks.clear();
 }
 
 int64_t BlockCache::cached_bytes() const {
   const std::lock_guard lock(pool_->mutex);
   int64_t bytes = 0;
-  for (const auto& [size, blocks] : pool_->blocks) bytes += size * static_cast<int64_t>(blocks.size());
+  for (const auto& [size, memory] : pool_->blocks) bytes += size;
   return bytes;
 }
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

@@ -8,9 +8,10 @@
 #include <cstdint>
 #include <memory>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
-/// Hands out blocks and keeps freed ones of the same size for the next request.
+/// Hands out blocks, and keeps freed ones for the next request that fits. Of requests of like sizes it holds no
+/// more blocks than were in use at once.
 ///
 /// On the CPU a fresh block of many MB costs a page fault every 4 KiB, each time a group is gathered; on CUDA the caching
 /// allocator already does this and blocks go straight to it. Thread-safe. Blocks may outlive the cache.
@@ -20,8 +21,6 @@ class BlockCache {
 
   /// Uninitialized memory; goes back to the cache when the DataPtr dies.
   c10::DataPtr allocate(int64_t bytes);
-  /// Frees the blocks that are not in use.
-  void trim();
   /// Bytes kept for later.
   int64_t cached_bytes() const;
 
@@ -32,4 +31,4 @@ class BlockCache {
   std::shared_ptr<Pool> pool_;
 };
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

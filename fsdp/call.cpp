@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <tessera/fsdp/parameter_group.h>
+#include <tessera/dtensor/dispatch/meet_plain.h>
 #include <tessera/fsdp/sharded_module.h>
 
 namespace tessera {
@@ -10,16 +10,17 @@ namespace tessera {
 ForwardScope::~ForwardScope() {
   if (torch::autograd::get_current_graph_task_id() >= 0) return; // recompute: backward still reads the parameters
   try {
+    const auto lock = handle_.state()->schedule()->lock();
     for (const auto& state : handle_.state()->subtree()) {
       const auto group = state->group();
-      if (group && state->reshards_after_forward()) state->schedule()->reshard(*group);
+      if (group && state->reshards_after_forward()) state->schedule()->reshard_after_forward(*group);
     }
   } catch (const std::exception&) {
     // A gather that failed reports itself at the next read; a destructor must not.
   }
 }
 
-namespace fsdp_internal {
+namespace internal {
 
 namespace {
 
@@ -29,15 +30,25 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 
 } // namespace
 
-at::Tensor cast_input(const FSDPModule& handle, const at::Tensor& tensor) {
-  const auto& policy = handle.state()->options().mixed_precision;
+CallScope::CallScope(const torch::nn::Module& module) : handle_(fsdp(module)), forward_(module) {
+  const auto lock = handle_.state()->schedule()->lock();
+  handle_.state()->enter_call();
+}
+
+CallScope::~CallScope() {
+  const auto lock = handle_.state()->schedule()->lock();
+  handle_.state()->leave_call();
+}
+
+at::Tensor CallScope::cast_input(const at::Tensor& tensor) const {
+  const auto& policy = handle_.state()->options().mixed_precision;
   return policy.cast_forward_inputs ? cast(tensor, policy.param_dtype) : tensor;
 }
 
-at::Tensor cast_output(const FSDPModule& handle, const at::Tensor& tensor) {
-  return cast(tensor, handle.state()->options().mixed_precision.output_dtype);
+at::Tensor CallScope::cast_output(const at::Tensor& tensor) const {
+  return cast(dispatch::whole_if_computed(tensor), handle_.state()->options().mixed_precision.output_dtype);
 }
 
-} // namespace fsdp_internal
+} // namespace internal
 
 } // namespace tessera

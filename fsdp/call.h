@@ -2,11 +2,12 @@
 
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
+#include <tessera/activations/tensors_inside.h>
 #include <tessera/fsdp/fully_shard.h>
 
 namespace tessera {
@@ -28,99 +29,70 @@ class ForwardScope {
 /// `const auto scope = tessera::forward_scope(*module);`
 inline ForwardScope forward_scope(const torch::nn::Module& module) { return ForwardScope(module); }
 
-namespace fsdp_internal {
+namespace internal {
 
-/// `tensor` in the dtype that the module's policy gives forward inputs; the same tensor when there is nothing to cast.
-at::Tensor cast_input(const FSDPModule& handle, const at::Tensor& tensor);
-/// The same for `output_dtype`.
-at::Tensor cast_output(const FSDPModule& handle, const at::Tensor& tensor);
+/// A `tessera::call` of a module while it runs.
+class CallScope {
+ public:
+  explicit CallScope(const torch::nn::Module& module);
+  ~CallScope();
+  CallScope(const CallScope&) = delete;
+  CallScope& operator=(const CallScope&) = delete;
 
-template <typename Value>
-concept HasElements = requires {
-  typename std::tuple_size<Value>::type;
-}; // tuple, pair, array
-template <typename Value>
-concept IsOptional = requires(Value value) {
-  value.has_value(), *value;
-};
-template <typename Value>
-concept IsMap = requires {
-  typename Value::mapped_type;
-  requires !std::is_same_v<typename Value::mapped_type, Value>;
-};
-template <typename Value>
-concept IsSequence = requires(Value value) {
-  value.begin(), value.end(), value.push_back(*value.begin());
-  requires !std::is_same_v<typename Value::value_type, Value>; // as JSON's is
+  /// `tensor` in the dtype that the module's policy gives forward inputs; the same tensor when there is nothing to cast.
+  at::Tensor cast_input(const at::Tensor& tensor) const;
+  /// The same for `output_dtype`; what was computed from parameters alone, without grad mode, is made whole.
+  at::Tensor cast_output(const at::Tensor& tensor) const;
+
+ private:
+  FSDPModule handle_;
+  ForwardScope forward_;
 };
 
-template <typename Value>
-constexpr bool holds_tensors();
+template <typename... Inputs>
+concept BeginWithFunction = (sizeof...(Inputs) > 0) &&
+                            std::is_member_function_pointer_v<std::decay_t<std::tuple_element_t<0, std::tuple<Inputs..., int>>>>;
 
-template <typename Tuple, size_t... I>
-constexpr bool any_element_holds_tensors(std::index_sequence<I...>) {
-  return (holds_tensors<std::tuple_element_t<I, Tuple>>() || ...);
-}
-
-/// Whether a `Value` can have a tensor in it. Other arguments are passed on as they are, references included.
-template <typename Value>
-constexpr bool holds_tensors() {
-  if constexpr (std::is_same_v<Value, at::Tensor>) {
-    return true;
-  } else if constexpr (HasElements<Value>) {
-    return any_element_holds_tensors<Value>(std::make_index_sequence<std::tuple_size_v<Value>>());
-  } else if constexpr (IsMap<Value>) {
-    return holds_tensors<typename Value::mapped_type>();
-  } else if constexpr (IsOptional<Value> || IsSequence<Value>) {
-    return holds_tensors<typename Value::value_type>();
+/// Runs `run` on the inputs, cast as a `tessera::call` of `module` casts them. Returns what `run` returns; of what has tensors
+/// inside, a copy with these cast.
+template <typename Run, typename... Inputs>
+decltype(auto) run_call(const torch::nn::Module& module, const Run& run, Inputs&&... inputs) {
+  const CallScope scope(module);
+  const auto in = [&](const at::Tensor& tensor) { return scope.cast_input(tensor); };
+  using Result = decltype(run(cast_tensors(in, std::forward<Inputs>(inputs))...));
+  if constexpr (holds_tensors<std::decay_t<Result>>()) {
+    const auto out = [&](const at::Tensor& tensor) { return scope.cast_output(tensor); };
+    return cast_tensors(out, std::decay_t<Result>(run(cast_tensors(in, std::forward<Inputs>(inputs))...)));
   } else {
-    return false;
+    return run(cast_tensors(in, std::forward<Inputs>(inputs))...);
   }
 }
 
-/// Replaces the tensors inside `value`.
-template <typename Cast, typename Value>
-void cast_inside(const Cast& cast, Value& value) {
-  if constexpr (std::is_same_v<Value, at::Tensor>) {
-    value = cast(value);
-  } else if constexpr (HasElements<Value>) {
-    std::apply([&](auto&... elements) { (cast_inside(cast, elements), ...); }, value);
-  } else if constexpr (IsOptional<Value>) {
-    if (value.has_value()) cast_inside(cast, *value);
-  } else if constexpr (IsMap<Value>) {
-    for (auto& [key, element] : value) cast_inside(cast, element);
-  } else if constexpr (holds_tensors<Value>()) { // a sequence
-    for (auto& element : value) cast_inside(cast, element);
-  }
-}
-
-/// A copy of `value` with its tensors replaced; anything that holds none as it is.
-template <typename Cast, typename Value>
-decltype(auto) cast_tensors(const Cast& cast, Value&& value) {
-  using Plain = std::decay_t<Value>;
-  if constexpr (holds_tensors<Plain>()) {
-    Plain result(std::forward<Value>(value));
-    cast_inside(cast, result);
-    return result;
-  } else {
-    return std::forward<Value>(value);
-  }
-}
-
-} // namespace fsdp_internal
+} // namespace internal
 
 /// Runs `module->forward(inputs...)` as FSDP2 runs a wrapped module: floating-point tensors among the inputs (in vectors,
 /// tuples, optionals and maps too) are cast to `param_dtype` when `cast_forward_inputs` is set, and those among the outputs to
 /// `output_dtype`; the end of the forward frees the group (see ForwardScope). `module` is a ModuleHolder or a pointer to a
-/// sharded module.
+/// sharded module. docs/mixed_precision.md has the dtype of each tensor.
 template <typename ModulePointer, typename... Inputs>
-auto call(ModulePointer& module, Inputs&&... inputs) {
+requires(!internal::BeginWithFunction<Inputs...>) //
+    decltype(auto) call(ModulePointer&& module, Inputs&&... inputs) {
   TORCH_CHECK_VALUE(module, "tessera::call: the module is null");
-  const FSDPModule handle = fsdp(static_cast<const torch::nn::Module&>(*module));
-  const ForwardScope scope(*module);
-  const auto in = [&](const at::Tensor& tensor) { return fsdp_internal::cast_input(handle, tensor); };
-  const auto out = [&](const at::Tensor& tensor) { return fsdp_internal::cast_output(handle, tensor); };
-  return fsdp_internal::cast_tensors(out, module->forward(fsdp_internal::cast_tensors(in, std::forward<Inputs>(inputs))...));
+  const auto run = [&](auto&&... cast) -> decltype(auto) { return module->forward(std::forward<decltype(cast)>(cast)...); };
+  return internal::run_call(*module, run, std::forward<Inputs>(inputs)...);
+}
+
+/// The same for any member function: `tessera::call(model, &ModelImpl::encode, x)`. Of an overloaded one, a cast says which:
+/// `static_cast<Tensor (ModelImpl::*)(const Tensor&) const>(&ModelImpl::encode)`. (FSDP2: `register_fsdp_forward_method`.)
+template <typename ModulePointer, typename Function, typename... Inputs>
+requires internal::BeginWithFunction<Function> //
+decltype(auto) call(ModulePointer&& module, Function function, Inputs&&... inputs) {
+  TORCH_CHECK_VALUE(module, "tessera::call: the module is null");
+  TORCH_CHECK_VALUE(function, "tessera::call: the member function of ", module->name(), " is null");
+  const auto run = [&](auto&&... cast) -> decltype(auto) {
+    return std::invoke(function, *module, std::forward<decltype(cast)>(cast)...);
+  };
+  return internal::run_call(*module, run, std::forward<Inputs>(inputs)...);
 }
 
 } // namespace tessera

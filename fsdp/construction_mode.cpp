@@ -1,12 +1,12 @@
 #include <tessera/fsdp/construction_mode.h>
 
 #include <ATen/core/function_schema.h>
-#include <ATen/core/jit_type.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <utility>
 
 #include <tessera/fsdp/unsharded_storage.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 namespace {
 thread_local bool constructing_on_meta = false;
@@ -23,15 +23,8 @@ void replace_device_with_meta(const c10::FunctionSchema& schema, torch::jit::Sta
   }
 }
 
-ConstructOnMeta::ConstructOnMeta()
-    : was_constructing_(std::exchange(constructing_on_meta, true)),
-      key_was_included_(c10::impl::tls_is_dispatch_key_included(kTouchKey)) {
-  c10::impl::tls_set_dispatch_key_included(kTouchKey, true);
-}
+ConstructOnMeta::ConstructOnMeta() : was_constructing_(std::exchange(constructing_on_meta, true)), touches_(kTouchKey) {}
 
-ConstructOnMeta::~ConstructOnMeta() {
-  constructing_on_meta = was_constructing_;
-  c10::impl::tls_set_dispatch_key_included(kTouchKey, key_was_included_);
-}
+ConstructOnMeta::~ConstructOnMeta() { constructing_on_meta = was_constructing_; }
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

@@ -3,12 +3,13 @@
 // Internal: the dispatch side of `on_meta`.
 
 #include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace c10 {
 struct FunctionSchema;
 }
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 /// True on a thread inside `on_meta`.
 bool is_constructing_on_meta();
@@ -21,12 +22,10 @@ class ConstructOnMeta {
  public:
   ConstructOnMeta();
   ~ConstructOnMeta();
-  ConstructOnMeta(const ConstructOnMeta&) = delete;
-  ConstructOnMeta& operator=(const ConstructOnMeta&) = delete;
 
  private:
-  bool was_constructing_;
-  bool key_was_included_;
+  const bool was_constructing_;
+  const c10::impl::IncludeDispatchKeyGuard touches_; // all ops
 };
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

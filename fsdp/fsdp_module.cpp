@@ -1,35 +1,77 @@
 #include <tessera/fsdp/fully_shard.h>
 
+#include <cmath>
+
+#include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/group_gradients.h>
-#include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
 
 namespace tessera {
 
 namespace {
 
-using fsdp_internal::GroupGradients;
-using fsdp_internal::ShardedModule;
+using internal::GroupGradients;
+using internal::PrefetchSettings;
+using internal::ShardedModule;
 
 template <typename Apply> // void(GroupGradients&)
 void for_each_group(ShardedModule& state, bool recurse, const Apply& apply) {
-  for (const auto& each : recurse ? state.subtree() : std::vector<std::shared_ptr<ShardedModule>>{state.shared_from_this()}) {
-    if (const auto group = each->group()) apply(group->gradients());
+  const auto lock = state.schedule()->lock();
+  for (const auto& each : recurse ? state.subtree() : state.parts()) {
+    if (const auto group = each->group()) apply(each->gradients());
   }
+}
+
+PrefetchSettings::Groups groups_of(const ShardedModule& state, const std::vector<FSDPModule>& modules, const char* function) {
+  TORCH_CHECK_VALUE(state.group(), function, ": the module ", state.label(),
+                    " has no parameters of its own, so that nothing reads them: set the list on a module below or above it");
+  PrefetchSettings::Groups groups;
+  for (const auto& module : modules) {
+    const auto& other = *module.state();
+    TORCH_CHECK_VALUE(other.schedule() == state.schedule(), function, " of ", state.label(), ": the module ", other.label(),
+                      " belongs to another model: call fully_shard on the module above both first");
+    if (const auto group = other.group()) groups.push_back(group);
+  }
+  return groups;
+}
+
+void check_same_ranks(const CommunicatorPtr& communicator, const CommunicatorPtr& present, const char* function,
+                      const std::string& label) {
+  TORCH_CHECK_VALUE(communicator, function, ": the communicator is null");
+  TORCH_CHECK_VALUE(present, function, ": ", label, " has no such collective, on one rank or by its strategy");
+  TORCH_CHECK_VALUE(communicator->ranks() == present->ranks(), function, ": the communicator has the ranks ",
+                    c10::IntArrayRef(communicator->ranks()), ", but the shard dim of ", label, " has ",
+                    c10::IntArrayRef(present->ranks()));
 }
 
 } // namespace
 
-void FSDPModule::unshard() {
-  if (const auto group = state_->group()) state_->schedule()->unshard(*group);
+void FSDPModule::unshard() { unshard_async().wait(); }
+
+UnshardHandle FSDPModule::unshard_async() {
+  for (const auto& part : state_->parts()) {
+    if (const auto group = part->group()) part->schedule()->start_unshard(*group);
+  }
+  return UnshardHandle(state_);
+}
+
+void UnshardHandle::wait() {
+  for (const auto& part : state_->parts()) {
+    if (const auto group = part->group()) part->schedule()->finish_unshard(*group);
+  }
 }
 
 void FSDPModule::reshard() {
-  if (const auto group = state_->group()) state_->schedule()->reshard(*group);
+  for (const auto& part : state_->parts()) {
+    if (const auto group = part->group()) part->schedule()->reshard(*group);
+  }
 }
 
 void FSDPModule::set_requires_gradient_sync(bool requires_sync, bool recurse) {
-  for_each_group(*state_, recurse, [&](GroupGradients& gradients) { gradients.requires_sync = requires_sync; });
+  for_each_group(*state_, recurse, [&](GroupGradients& gradients) {
+    gradients.requires_sync = requires_sync;
+    gradients.requires_all_reduce = requires_sync;
+  });
 }
 
 void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse) {
@@ -37,6 +79,7 @@ void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse)
 }
 
 void FSDPModule::set_reshard_after_forward(bool reshard, bool recurse) {
+  const auto lock = state_->schedule()->lock();
   if (!recurse) return state_->set_reshard_after_forward(reshard);
   for (const auto& each : state_->subtree()) each->set_reshard_after_forward(reshard);
 }
@@ -45,26 +88,85 @@ void FSDPModule::set_reshard_after_backward(bool reshard, bool recurse) {
   for_each_group(*state_, recurse, [&](GroupGradients& gradients) { gradients.reshard_after_backward = reshard; });
 }
 
+void FSDPModule::set_unshard_in_backward(bool unshard_in_backward) {
+  const auto lock = state_->schedule()->lock();
+  state_->prefetch_settings().is_prefetched_in_backward = unshard_in_backward;
+}
+
+void FSDPModule::set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules) {
+  const auto lock = state_->schedule()->lock();
+  state_->prefetch_settings().in_forward = groups_of(*state_, modules, "set_modules_to_forward_prefetch");
+}
+
+void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules) {
+  const auto lock = state_->schedule()->lock();
+  state_->prefetch_settings().in_backward = groups_of(*state_, modules, "set_modules_to_backward_prefetch");
+}
+
+void FSDPModule::set_prefetch_depth(int64_t groups, bool recurse) {
+  TORCH_CHECK_VALUE(groups >= 0, "set_prefetch_depth: ", groups, " groups cannot be gathered ahead, on rank ",
+                    process_context().rank());
+  const auto lock = state_->schedule()->lock();
+  if (!recurse) return void(state_->prefetch_settings().depth = groups);
+  for (const auto& each : state_->subtree()) each->prefetch_settings().depth = groups;
+}
+
 void FSDPModule::set_is_last_backward(bool is_last_backward) { state_->schedule()->set_is_last_backward(is_last_backward); }
 
 void FSDPModule::set_gradient_divide_factor(double factor) {
-  TORCH_CHECK_VALUE(factor > 0, "set_gradient_divide_factor: the factor must be positive, but is ", factor);
+  const auto group = state_->group();
+  TORCH_CHECK_VALUE(factor > 0 && std::isfinite(factor), "set_gradient_divide_factor: the factor of ",
+                    group ? group->label() : "a module without a group of its own", " must be positive and finite, but is ",
+                    factor, " on rank ", process_context().rank());
+  state_->schedule()->forget_failed_backward();
   for_each_group(*state_, false, [&](GroupGradients& gradients) { gradients.set_divide_factor(factor); });
+}
+
+void FSDPModule::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) {
+  state_->schedule()->forget_failed_backward();
+  for_each_group(*state_, false, [&](GroupGradients& gradients) {
+    TORCH_CHECK(!gradients.is_unfinished(), "set_all_reduce_hook: gradients of ", state_->label(),
+                " wait for their reduction: set it before the first backward of a step");
+    gradients.all_reduce_hook = hook;
+  });
+}
+
+void FSDPModule::set_custom_all_gather(CommunicatorPtr communicator) {
+  const auto lock = state_->schedule()->lock();
+  const auto group = state_->group();
+  if (!group) return;
+  check_same_ranks(communicator, group->axes().all_gather(), "set_custom_all_gather", group->label());
+  TORCH_CHECK(!group->is_open() || group->is_unsharded(), "set_custom_all_gather: ", group->label(), " is being gathered");
+  group->axes().replace_all_gather(std::move(communicator));
+}
+
+void FSDPModule::set_custom_reduce_scatter(CommunicatorPtr communicator) {
+  const auto lock = state_->schedule()->lock();
+  const auto group = state_->group();
+  if (!group) return;
+  check_same_ranks(communicator, group->axes().reduce_scatter(), "set_custom_reduce_scatter", group->label());
+  TORCH_CHECK(!state_->gradients().is_unfinished(), "set_custom_reduce_scatter: gradients of ", group->label(),
+              " wait for their reduction: set it before the first backward of a step");
+  group->axes().replace_reduce_scatter(std::move(communicator));
 }
 
 const DeviceMesh& FSDPModule::mesh() const { return state_->axes().mesh(); }
 
 std::vector<std::string> FSDPModule::parameter_names() const {
   std::vector<std::string> names;
-  if (const auto group = state_->group()) {
-    for (const auto& parameter : group->parameters()) names.push_back(parameter.name);
+  for (const auto& part : state_->parts()) {
+    const auto group = part->group();
+    for (size_t i = 0; group && i < group->parameters().size(); ++i) names.push_back(group->full_name(i));
   }
   return names;
 }
 
 int64_t FSDPModule::unsharded_bytes() const {
-  const auto group = state_->group();
-  return group ? group->unsharded_bytes() : 0;
+  int64_t bytes = 0;
+  for (const auto& part : state_->parts()) {
+    if (const auto group = part->group()) bytes += group->unsharded_bytes();
+  }
+  return bytes;
 }
 
 } // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,33 +12,77 @@
 
 namespace tessera {
 
-namespace fsdp_internal {
+namespace internal {
 class ShardedModule;
 }
+
+/// A gather that `unshard_async` started. Dropped without `wait`, it is finished by the first read of a parameter.
+class UnshardHandle {
+ public:
+  explicit UnshardHandle(std::shared_ptr<internal::ShardedModule> state) : state_(std::move(state)) {}
+  /// Returns when the unsharded parameters are there; at once where the group was freed since. An error of the gather is thrown.
+  void wait();
+
+ private:
+  std::shared_ptr<internal::ShardedModule> state_;
+};
 
 /// Handle of a module that `fully_shard` took: FSDP2's FSDPModule methods. Copies share it. All calls are local unless noted.
 class FSDPModule {
  public:
-  explicit FSDPModule(std::shared_ptr<fsdp_internal::ShardedModule> state) : state_(std::move(state)) {}
+  explicit FSDPModule(std::shared_ptr<internal::ShardedModule> state) : state_(std::move(state)) {}
 
-  /// Gathers this module's own group (not its children's). Every rank of the shard dim calls it.
+  /// Gathers this module's own group (not its children's). It stays so until it is read, and is then freed as after a forward or
+  /// backward. Every rank of the shard dim calls it.
   void unshard();
+  /// Starts the same and returns at once (FSDP2: `unshard(async_op=True)`). The handle waits for it, as the first read of a
+  /// parameter does. Every rank of the shard dim calls it, in the same order among the model's gathers.
+  UnshardHandle unshard_async();
   /// Frees the unsharded parameters of this module's own group.
   void reshard();
   /// false: backward keeps this rank's unsharded gradients (gradient accumulation without communication). For this module and,
-  /// with `recurse`, those below it. They are not in `grad()` until a backward with true has reduced them; so `zero_grad` does
-  /// not drop them (FSDP2 too), and an exception in a backward does.
+  /// with `recurse`, those below it; `no_sync` is a scope of it. They come to `grad()` when a backward with true has reduced
+  /// them. Until then a tensor without values stands there, which an optimizer cannot read: an error. So `zero_grad` does not
+  /// drop them (FSDP2 too), and an exception in a backward does. As in FSDP2, the call sets HSDP's all-reduce likewise: true
+  /// takes back a `set_requires_all_reduce(false)` from before.
   void set_requires_gradient_sync(bool requires_sync, bool recurse = true);
-  /// false: HSDP's all-reduce over the replicate dim is put off; the reduce-scatter still runs.
+  /// false: HSDP's all-reduce over the replicate dim is put off; the reduce-scatter still runs. Call it after
+  /// `set_requires_gradient_sync`, which sets both.
   void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
   void set_reshard_after_forward(bool reshard, bool recurse = true);
   void set_reshard_after_backward(bool reshard, bool recurse = true);
-  /// false: another backward follows before the optimizer step; unfinished reductions may stay in flight.
+  /// false: the backward need not have this module's own group gathered, as an embedding's need not: nothing prefetches it there.
+  /// A backward that reads it all the same gathers it (FSDP2 would compute with what is not there).
+  void set_unshard_in_backward(bool unshard_in_backward);
+  /// The modules whose own groups a forward gathers as soon as it needs this one's, in the order of the list, in place of the
+  /// next ones of the order that the forward before recorded. An empty list takes this back. Every rank sets the same.
+  void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
+  /// The same for a backward, in place of those before this one in the recorded order.
+  void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
+  /// How many groups are gathered ahead when this module's own group is needed, and with `recurse` when one below it is, where no
+  /// list says which: 1 unless set, 0 for none. More hide a longer gather behind the computation, and take their memory sooner.
+  /// The first forward, which has no order yet, follows the order in which the modules are registered. Every rank sets the same.
+  void set_prefetch_depth(int64_t groups, bool recurse = true);
+  /// false: another backward follows before the optimizer step; unfinished reductions may stay in flight, and gradients that the
+  /// strategy keeps whole (no-shard, ZeRO-1) wait for the last backward before they are reduced. What is in flight or waits is
+  /// not in `grad()` yet, as under `set_requires_gradient_sync`: nothing can read it, and `zero_grad` does not drop it.
   void set_is_last_backward(bool is_last_backward);
-  /// Divides the summed gradients of this module's own group by `factor`, which is positive and the same on every rank, instead
-  /// of the number of data-parallel ranks. An error while gradients of the group are in flight, or wait for the all-reduce as a
-  /// mean.
+  /// Divides the summed gradients of this module's own group by `factor` instead of the number of data-parallel ranks. It is
+  /// positive, finite and the same on every rank. An error while gradients of the group are in flight, or wait for the
+  /// all-reduce as a mean.
   void set_gradient_divide_factor(double factor);
+
+  /// Calls `hook` with the reduced gradients of this module's own group, whenever they are reduced: a flat tensor of the reduce
+  /// dtype, this rank's part on the shard dim, which the hook may change in place: to all-reduce it over ranks that the mesh does
+  /// not have, for example. It is a mean, or a sum where a divide factor is set (in fp16 a power of two near the factor's root is
+  /// divided away before). It runs in backward and must not use the model. What it throws ends the backward. An empty function
+  /// takes it back. Every rank sets one that communicates alike. (FSDP2: `set_all_reduce_hook`.)
+  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
+  /// All-gathers of this module's own group run on `communicator` from now on, a class of the program's perhaps, which has the
+  /// ranks of the shard dim in their order. Not while the group is being gathered. (FSDP2: `set_custom_all_gather`.)
+  void set_custom_all_gather(CommunicatorPtr communicator);
+  /// The same for the reduce-scatters of its gradients. Not while gradients are being reduced.
+  void set_custom_reduce_scatter(CommunicatorPtr communicator);
 
   const DeviceMesh& mesh() const;
   /// Full names, from the module given to `fully_shard`, of the parameters in its own group.
@@ -45,10 +90,10 @@ class FSDPModule {
   /// Bytes of unsharded parameters now allocated by this module's own group.
   int64_t unsharded_bytes() const;
 
-  const std::shared_ptr<fsdp_internal::ShardedModule>& state() const { return state_; }
+  const std::shared_ptr<internal::ShardedModule>& state() const { return state_; }
 
  private:
-  std::shared_ptr<fsdp_internal::ShardedModule> state_;
+  std::shared_ptr<internal::ShardedModule> state_;
 };
 
 /// Shards the parameters of `module` that no earlier call claimed, as one communication group, in place (FSDP2: fully_shard).
@@ -70,8 +115,32 @@ FSDPModule fully_shard(const torch::nn::ModuleHolder<Contained>& module, const D
 FSDPModule fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const DeviceMesh& mesh,
                        const FullyShardOptions& options = {});
 
-/// Data parallel without sharding: every rank keeps the whole parameters, gradients are all-reduced (FSDP2: replicate).
+/// The same on a 1-D mesh of all ranks: of CUDA devices where this process has one, otherwise of CPUs (FSDP2: no `mesh`).
+FSDPModule fully_shard(torch::nn::Module& module, const FullyShardOptions& options = {});
+FSDPModule fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules, const FullyShardOptions& options = {});
+
+template <typename Contained>
+FSDPModule fully_shard(const torch::nn::ModuleHolder<Contained>& module, const FullyShardOptions& options = {}) {
+  return fully_shard(static_cast<torch::nn::Module&>(*module.ptr()), options);
+}
+
+/// Data parallel without sharding: every rank keeps the whole parameters, gradients are all-reduced (FSDP2: replicate). `mesh` is
+/// 1-D; `mesh.flatten()` makes it so. Otherwise as `fully_shard`.
 FSDPModule replicate(torch::nn::Module& module, const DeviceMesh& mesh, const FullyShardOptions& options = {});
+
+template <typename Contained>
+FSDPModule replicate(const torch::nn::ModuleHolder<Contained>& module, const DeviceMesh& mesh,
+                     const FullyShardOptions& options = {}) {
+  return replicate(static_cast<torch::nn::Module&>(*module.ptr()), mesh, options);
+}
+
+/// The same on a 1-D mesh of all ranks, as for `fully_shard`.
+FSDPModule replicate(torch::nn::Module& module, const FullyShardOptions& options = {});
+
+template <typename Contained>
+FSDPModule replicate(const torch::nn::ModuleHolder<Contained>& module, const FullyShardOptions& options = {}) {
+  return replicate(static_cast<torch::nn::Module&>(*module.ptr()), options);
+}
 
 /// The handle of a module that was sharded; an error for any other.
 FSDPModule fsdp(const torch::nn::Module& module);

@@ -1,9 +1,11 @@
 #include <tessera/fsdp/group_gradients.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
@@ -12,35 +14,16 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
-#include <tessera/dtensor/view_replay.h>
-#include <tessera/fsdp/parameter_group.h>
-#include <tessera/fsdp/schedule.h>
-#include <tessera/fsdp/sharded_module.h>
+#include <tessera/collectives/error_text.h>
+#include <tessera/fsdp/copy_elements.h>
+#include <tessera/fsdp/unreduced_gradient.h>
+#include <tessera/offload/aligned_memory.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 namespace {
-
-class LeafHook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  LeafHook(std::weak_ptr<ParameterGroup> group, size_t index) : group_(std::move(group)), index_(index) {}
-  void operator()(const torch::autograd::Variable& leaf) override {
-    at::Tensor gradient;
-    std::swap(gradient, leaf.mutable_grad());
-    const auto group = group_.lock();
-    if (!group || !gradient.defined()) return;
-    TORCH_CHECK(!gradient.requires_grad(), "backward(create_graph=true) reached the sharded parameter ", group->full_name(index_),
-                ": its gradient is reduced over ranks and cannot be differentiated again. Take the gradient of the inputs with "
-                "torch::autograd::grad(..., create_graph=true) and call backward() without create_graph on what is made of it");
-    const KeepViewReplay keep;
-    schedule_of(*group).land(*group, index_, gradient);
-  }
-
- private:
-  std::weak_ptr<ParameterGroup> group_;
-  size_t index_;
-};
 
 at::Tensor make_gradient(at::Tensor local, const ShardedParameter& parameter) {
   auto meta = c10::make_intrusive<DTensorMeta>(std::move(local), parameter.spec);
@@ -60,68 +43,47 @@ at::Tensor call_hooks(const at::Tensor& parameter, at::Tensor gradient) {
   return std::move(hooked[0]);
 }
 
-/// Refuses torch::autograd::grad over a sharded parameter, which would return the gradient of this rank's data alone.
-class CaptureCheck final : public torch::autograd::FunctionPreHook {
- public:
-  CaptureCheck(std::weak_ptr<ParameterGroup> group, size_t index, const torch::autograd::Node* accumulator)
-      : group_(std::move(group)), index_(index), accumulator_(accumulator) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    const auto* tasks = torch::autograd::get_current_graph_task_exec_info();
-    if (C10_LIKELY(!tasks || tasks->empty())) return gradients;
-    const auto found = tasks->find(const_cast<torch::autograd::Node*>(accumulator_));
-    const auto group = group_.lock();
-    TORCH_CHECK(!group || found == tasks->end() || !found->second.captures_, "torch::autograd::grad over the sharded parameter ",
-                group->full_name(index_),
-                " would return a gradient of this rank's data alone; call backward() (with "
-                "`inputs`, if only some gradients are wanted) and read parameter.grad()");
-    return gradients;
-  }
-
- private:
-  std::weak_ptr<ParameterGroup> group_;
-  size_t index_;
-  const torch::autograd::Node* accumulator_;
-};
-
-/// The DTensor gradients of ops that read the parameter as a DTensor.
-class DTensorLeafHook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  DTensorLeafHook(std::weak_ptr<ParameterGroup> group, size_t index) : group_(std::move(group)), index_(index) {}
-  void operator()(const torch::autograd::Variable& leaf) override {
-    at::Tensor gradient;
-    std::swap(gradient, leaf.mutable_grad());
-    if (const auto group = group_.lock()) schedule_of(*group).land_sharded(*group, index_, std::move(gradient));
-  }
-
- private:
-  std::weak_ptr<ParameterGroup> group_;
-  size_t index_;
-};
+/// The gradient of a parameter that has strides of its own, flattened in their order.
+at::Tensor flatten(const at::Tensor& gradient, const std::vector<int64_t>& strides) {
+  if (gradient.strides() == c10::IntArrayRef(strides)) return in_memory_order(gradient);
+  return in_memory_order(at::empty_strided(gradient.sizes(), strides, gradient.options()).copy_(gradient));
+}
 
 /// Complex numbers as twice as many real ones: what the communicators reduce.
 at::Tensor as_real(const at::Tensor& flat) { return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat; }
 
-} // namespace
-
-NodeReference redirect_gradients(const at::Tensor& parameter, const at::Tensor& leaf, const std::weak_ptr<ParameterGroup>& group,
-                                 size_t index) {
-  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<LeafHook>(group, index));
-  if (!leaf.is_floating_point() && !leaf.is_complex()) return nullptr;
-  const bool required = leaf.requires_grad();
-  leaf.set_requires_grad(true);
-  auto accumulator = torch::autograd::impl::grad_accumulator(leaf);
-  leaf.set_requires_grad(required);
-  torch::autograd::impl::add_hook(leaf, std::make_unique<CaptureCheck>(group, index, accumulator.get()));
-  torch::autograd::impl::set_grad_accumulator(parameter, weak(accumulator));
-  return accumulator;
+/// The `numel` reduced elements from `offset` on that are this rank's part of a parameter: of its shape where that costs nothing.
+at::Tensor part_of(const at::Tensor& reduced, const ShardedParameter& parameter, int64_t offset, int64_t numel) {
+  const auto dtype = reduced.scalar_type();
+  if (dtype != parameter.spec->dtype() || !reduced.is_contiguous()) return reduced.narrow(0, offset, numel);
+  const auto bytes = (reduced.storage_offset() + offset) * static_cast<int64_t>(reduced.element_size());
+  const auto strides = parameter.has_strided_shards ? c10::IntArrayRef(parameter.strides) : c10::IntArrayRef();
+  return tensor_over(reduced.storage(), bytes, parameter.spec->local_sizes(), dtype, {}, strides);
 }
 
-at::Tensor make_dtensor_leaf(const at::Tensor& parameter, const std::weak_ptr<ParameterGroup>& group, size_t index) {
-  const auto* meta = parameter_meta(parameter);
-  auto leaf = make_dtensor(meta->local, meta->spec);
-  leaf.set_requires_grad(true);
-  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<DTensorLeafHook>(group, index));
-  return leaf;
+} // namespace
+
+void deliver(ReadyGradient ready) {
+  const auto& parameter = ready.group->parameters()[ready.index];
+  const at::Tensor tensor(parameter.tensor.lock());
+  if (!tensor.defined()) return;
+  const bool is_trained = tensor.requires_grad(); // one frozen since its backward still gets what is on its way
+  auto added = call_hooks(tensor, std::move(ready.value));
+  if (is_trained && !tensor.requires_grad()) return; // a hook froze it
+  const auto* meta = dtensor_meta(added);
+  TORCH_CHECK(meta && meta->spec == parameter.spec, "a hook on the sharded parameter ", ready.group->full_name(ready.index),
+              " returned a gradient that is not sharded as the parameter is");
+  auto& sum = reduced_gradient(tensor);
+  if (sum.defined()) {
+    auto* sum_meta = dtensor_meta(sum);
+    TORCH_CHECK(sum_meta && sum_meta->spec == parameter.spec, "the gradient of ", ready.group->full_name(ready.index),
+                " was replaced by a tensor that is not sharded as the parameter is");
+    sum_meta->local.add_(meta->local);
+  } else {
+    const bool is_kept = added.use_count() > 1; // by a hook, whose tensor the next backward must not change
+    sum = is_kept ? make_gradient(meta->local.clone(), parameter) : std::move(added);
+  }
+  if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor)) (*hook)(tensor);
 }
 
 bool GroupGradients::requires_grad(size_t index) const {
@@ -133,15 +95,31 @@ std::string GroupGradients::label() const {
   return group_.label() + label_ + (divide_factor_ ? fmt::format(" divided by {}", *divide_factor_) : "");
 }
 
+void GroupGradients::take_settings(const GroupGradients& other) {
+  requires_sync = other.requires_sync;
+  requires_all_reduce = other.requires_all_reduce;
+  reshard_after_backward = other.reshard_after_backward;
+  all_reduce_hook = other.all_reduce_hook;
+  divide_factor_ = other.divide_factor_;
+}
+
 void GroupGradients::set_divide_factor(double factor) {
-  // What waits for its all-reduce is a sum or a mean along the shard axis, and is divided at the end.
-  const bool differs = reducing_ ? divide_factor_ != factor : partial_.defined() && !divide_factor_;
+  // What waits for its all-reduce is a sum or a mean along the shard axis, and is divided at the end, in fp16 partly before.
+  const bool fits = divide_factor_ && early_factor(divide_factor_) == early_factor(factor);
+  const bool differs = is_reducing() ? divide_factor_ != factor : partial_.defined() && !fits;
   TORCH_CHECK(!differs, "set_gradient_divide_factor: gradients of ", group_.label(),
               " are still being reduced, with another factor: set it before the first backward of a gradient accumulation");
   divide_factor_ = factor;
 }
 
-bool GroupGradients::reduces_alone() const { return !group_.axes().reduce_scatter() && !group_.axes().all_reduce(); }
+bool GroupGradients::reduces_alone() const { return !group_.axes().reduces() && !all_reduce_hook; }
+
+/// What the gradients are divided by before they are added: a sum of fp16 numbers may be too large for it. A power of two, so
+/// that it rounds nothing, near the root of the factor, so that neither end loses range (FSDP2).
+double GroupGradients::early_factor(const std::optional<double>& factor) const {
+  if (!factor || dtype_ != at::kHalf || *factor <= 1) return 1;
+  return std::exp2(std::ceil(std::log2(*factor) / 2));
+}
 
 at::ScalarType GroupGradients::choose_reduce_dtype() const {
   const auto& policy = group_.options().mixed_precision;
@@ -177,25 +155,39 @@ void GroupGradients::prepare_layout() {
   label_.clear();
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (takes_part_[i] || !parameters[i].accumulator) continue;
-    label_ += (label_.empty() ? " without " : ", ") + parameters[i].name;
+    label_ += (label_.empty() ? " without " : ", ") + group_.full_name(i);
   }
   layout_ = plan_reduce(group_.layout(), takes_part_);
   dtype_ = choose_reduce_dtype();
   pending_.resize(parameters.size());
+  blank_.resize(parameters.size());
   landed_.resize(parameters.size());
 }
 
 void GroupGradients::prepare_buffer() {
   // What is on its way, or waits for an all-reduce, lies as the layout says.
-  if (pending_count_ == 0 && landed_count_ == 0 && !reducing_ && !partial_.defined()) prepare_layout();
+  if (pending_count_ == 0 && landed_count_ == 0 && !is_reducing() && !partial_.defined()) prepare_layout();
   if (buffer_.defined() || reduces_alone()) return;
   const int64_t numel = layout_.chunk_numel * group_.axes().shard_ranks();
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype_));
+  if (!group_.axes().reduce_scatter()) { // the gradients lie in it, and live as long as the user likes
+    buffer_ = at::empty({numel}, at::TensorOptions(dtype_).device(group_.axes().mesh().device()));
+    return;
+  }
   const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, group_.cache().allocate(bytes));
   buffer_ = tensor_over(storage, 0, {numel}, dtype_);
 }
 
-void GroupGradients::land(size_t index, const at::Tensor& gradient) {
+void GroupGradients::expect(size_t index, uint64_t forward) {
+  if (forward != forward_ || expected_.empty()) {
+    forward_ = forward;
+    expected_count_ = 0;
+    expected_.assign(group_.parameters().size(), false);
+  }
+  if (!std::exchange(expected_[index], true)) ++expected_count_;
+}
+
+void GroupGradients::land(size_t index, const at::Tensor& gradient, double weight) {
   if (!gradient.defined() || !requires_grad(index)) return; // frozen since its forward
   const at::NoGradGuard no_grad;
   prepare_buffer();
@@ -205,12 +197,18 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient) {
       takes_part_[index], "the parameter ", group_.full_name(index),
       " began to require a gradient while gradients of its group were being accumulated or reduced; run a synchronized backward "
       "first");
-  if (reduces_alone()) {
-    add_whole(index, gradient);
+  const bool is_blank = weight == 0, alone = reduces_alone();
+  at::Tensor product;
+  if (weight != 1 && !is_blank) product = gradient * weight;
+  const auto& weighted = product.defined() ? product : gradient;
+  if (alone) {
+    if (!is_blank) add_whole(index, weighted);
   } else {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    copy_into_buffer(index, gradient, pending_[index]);
+    if (!is_blank) copy_into_buffer(index, weighted, pending_[index]);
+    if (is_blank && !pending_[index]) zero_in_buffer(index);
   }
+  blank_[index] = is_blank && (blank_[index] || !pending_[index]);
   if (!pending_[index]) ++pending_count_;
   pending_[index] = true;
   if (!landed_[index]) ++landed_count_;
@@ -218,13 +216,22 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient) {
 }
 
 void GroupGradients::copy_into_buffer(size_t index, const at::Tensor& gradient, bool add) {
-  const auto flat = gradient.reshape({-1});
-  const auto& pieces = group_.layout().parameters[index].pieces;
+  const auto& layout = group_.layout().parameters[index];
+  const auto& pieces = layout.pieces;
+  const auto& parameter = group_.parameters()[index];
+  const bool is_flat = layout.split_dim == 0 || parameter.has_strided_shards;
+  const auto whole = parameter.has_strided_shards ? flatten(gradient, parameter.strides)
+                     : is_flat                    ? gradient.contiguous()
+                                                  : gradient;
   for (size_t rank = 0; rank < pieces.size(); ++rank) {
     if (pieces[rank].numel == 0) continue;
     const int64_t offset = static_cast<int64_t>(rank) * layout_.chunk_numel + layout_.offsets[index][rank];
-    auto destination = buffer_.narrow(0, offset, pieces[rank].numel);
-    const auto source = flat.narrow(0, pieces[rank].begin, pieces[rank].numel);
+    if (is_flat) {
+      copy_elements(buffer_, offset, whole, pieces[rank].begin, pieces[rank].numel, add);
+      continue;
+    }
+    const auto source = owned_part(whole, layout, rank);
+    const auto destination = buffer_.narrow(0, offset, pieces[rank].numel).view(source.sizes());
     if (add) {
       destination.add_(source);
     } else {
@@ -233,156 +240,194 @@ void GroupGradients::copy_into_buffer(size_t index, const at::Tensor& gradient, 
   }
 }
 
-bool GroupGradients::is_complete() const { return landed_count_ > 0 && landed_count_ >= group_.touched_count(); }
+bool GroupGradients::is_complete() const { return landed_count_ > 0 && landed_count_ >= expected_count_; }
 
-void GroupGradients::begin_backward() {
+void GroupGradients::forget_landed() {
   std::fill(landed_.begin(), landed_.end(), false);
   landed_count_ = 0;
+}
+
+void GroupGradients::zero_in_buffer(size_t index) {
+  for (size_t rank = 0; rank < layout_.offsets[index].size(); ++rank) {
+    const int64_t offset = static_cast<int64_t>(rank) * layout_.chunk_numel + layout_.offsets[index][rank];
+    buffer_.narrow(0, offset, group_.layout().parameters[index].pieces[rank].numel).zero_();
+  }
 }
 
 void GroupGradients::write_used_flags() {
   const auto& parameters = group_.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!takes_part_[i] || pending_[i]) continue;
-    for (size_t rank = 0; rank < layout_.offsets[i].size(); ++rank) {
-      const int64_t offset = static_cast<int64_t>(rank) * layout_.chunk_numel + layout_.offsets[i][rank];
-      buffer_.narrow(0, offset, group_.layout().parameters[i].pieces[rank].numel).zero_();
-    }
+    if (takes_part_[i] && !pending_[i]) zero_in_buffer(i);
   }
   const auto by_rank = buffer_.view({group_.axes().shard_ranks(), layout_.chunk_numel});
   const auto flags = by_rank.narrow(1, layout_.used_offset, static_cast<int64_t>(parameters.size()));
   flags.fill_(1);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!pending_[i]) flags.select(1, static_cast<int64_t>(i)).zero_();
+    if (!pending_[i] || blank_[i]) flags.select(1, static_cast<int64_t>(i)).zero_();
   }
 }
 
-void GroupGradients::start_reduce() {
-  TORCH_INTERNAL_ASSERT(!reducing_ && has_pending());
-  if (pending_count_ == 0) return finish_partial();
+void GroupGradients::enter(State next) {
+  const bool legal = next == State::kIdle ? is_reducing() : static_cast<int>(next) == static_cast<int>(state_) + 1;
+  TORCH_INTERNAL_ASSERT(legal, "gradients of ", group_.label(), ": from state ", static_cast<int>(state_), " to ",
+                        static_cast<int>(next));
+  state_ = next;
+}
+
+void GroupGradients::start_reduce(ReadyGradients& ready) {
+  TORCH_INTERNAL_ASSERT(has_pending());
+  if (pending_count_ == 0) return take_up_partial();
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (buffer_.defined()) write_used_flags();
-  begin_backward();
+  forget_landed();
   pending_count_ = 0;
   auto used = std::exchange(pending_, std::vector<bool>(pending_.size()));
-  if (reduces_alone()) return finish_alone();
+  for (size_t i = 0; i < used.size(); ++i) used[i] = used[i] && !blank_[i];
+  std::fill(blank_.begin(), blank_.end(), false);
+  if (reduces_alone()) return finish_alone(ready);
+  if (const double factor = early_factor(divide_factor_); factor != 1) buffer_.div_(factor);
   reduction_.used = std::move(used);
   reduction_.input = std::exchange(buffer_, at::Tensor());
   const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
   if (const auto& communicator = group_.axes().reduce_scatter()) {
-    reduction_.output = at::empty({layout_.chunk_numel}, reduction_.input.options());
+    reduction_.output = at::empty({layout_.chunk_numel * group_.axes().outer_ranks()}, reduction_.input.options());
     reduction_.work = communicator->reduce_scatter(as_real(reduction_.output), as_real(reduction_.input), op, label());
   } else {
-    reduction_.output = reduction_.input.clone(); // the buffer goes back to the cache; gradients live as long as the user likes
+    reduction_.output = std::exchange(reduction_.input, at::Tensor());
   }
-  reducing_ = true;
+  enter(State::kFirst);
 }
 
-void GroupGradients::finish_partial() {
-  begin_backward();
+void GroupGradients::take_up_partial() {
+  forget_landed();
   reduction_.used.assign(group_.parameters().size(), false); // in this backward; the flags know of those before
   reduction_.output = std::exchange(partial_, at::Tensor());
-  reducing_ = true;
+  enter(State::kFirst);
 }
 
 void GroupGradients::advance_reduce() {
-  if (!reducing_ || reduction_.all_reduces) return;
+  if (state_ != State::kFirst) return;
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   reduction_.work.wait();
   reduction_.input = at::Tensor();
-  const auto& communicator = group_.axes().all_reduce();
-  if (!communicator) return;
+  if (!group_.axes().reduces_twice()) return;
   if (partial_.defined()) reduction_.output.add_(std::exchange(partial_, at::Tensor()));
   if (!requires_all_reduce) {
     partial_ = std::exchange(reduction_.output, at::Tensor());
-    reducing_ = false;
-    return;
+    return enter(State::kIdle);
   }
   const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
-  reduction_.work = communicator->all_reduce(as_real(reduction_.output), op, label());
-  reduction_.all_reduces = true;
+  if (const auto& communicator = group_.axes().all_reduce()) {
+    reduction_.work = communicator->all_reduce(as_real(reduction_.output), op, label());
+  } else {
+    reduction_.input = std::exchange(reduction_.output, at::empty({layout_.chunk_numel}, reduction_.output.options()));
+    reduction_.work =
+        group_.axes().outer_reduce_scatter()->reduce_scatter(as_real(reduction_.output), as_real(reduction_.input), op, label());
+  }
+  enter(State::kSecond);
 }
 
-void GroupGradients::finish_reduce() {
+void GroupGradients::finish_reduce(ReadyGradients& ready) {
   advance_reduce();
-  if (!reducing_) return;
-  reducing_ = false;
+  if (!is_reducing()) return;
+  enter(State::kIdle);
   const at::NoGradGuard no_grad;
   reduction_.work.wait();
   auto done = std::exchange(reduction_, Reduction());
-  if (divide_factor_) done.output.narrow(0, 0, layout_.used_offset).div_(*divide_factor_);
+  if (all_reduce_hook) all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));
+  if (divide_factor_) done.output.narrow(0, 0, layout_.used_offset).div_(*divide_factor_ / early_factor(divide_factor_));
   const auto rank = static_cast<size_t>(group_.axes().shard_rank());
   const auto& parameters = group_.parameters();
   const auto gradients = common_dtype() ? done.output.to(*common_dtype()) : done.output;
+  const size_t first = ready.size();
+  ready.reserve(ready.size() + parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!takes_part_[i]) continue;
+    release_gradient(parameters[i]);
     // Unused here: another rank may have used it. Unused everywhere, its gradient stays as it is.
     if (!done.used[i] && done.output[layout_.used_offset + static_cast<int64_t>(i)].item<double>() == 0) continue;
     const int64_t numel = group_.layout().parameters[i].pieces[rank].numel;
-    add_reduced(i, gradients.narrow(0, layout_.offsets[i][rank], numel));
+    ready.push_back(make_ready(i, part_of(gradients, parameters[i], layout_.offsets[i][rank], numel)));
+  }
+  offload(ready, first);
+}
+
+void GroupGradients::offload(ReadyGradients& ready, size_t first) const {
+  if (!group_.memory() || first == ready.size()) return;
+  std::vector<at::Tensor> locals;
+  for (size_t i = first; i < ready.size(); ++i) locals.push_back(dtensor_meta(ready[i].value)->local);
+  std::vector<at::Tensor> moved;
+  try {
+    moved = move_to(*group_.memory(), locals);
+  } catch (const std::exception& error) { // the other ranks go on with the backward: the gradients stay where they are
+    return group_.memory()->delayed_failure.note(error_text(error));
+  }
+  for (size_t i = first; i < ready.size(); ++i) dtensor_meta(ready[i].value)->local = std::move(moved[i - first]);
+  locals.clear();
+  release_freed_memory();
+}
+
+bool GroupGradients::is_unreduced(size_t index) const {
+  if (pending_[index] || (is_reducing() && reduction_.used[index])) return true;
+  return partial_.defined() && partial_[layout_.used_offset + static_cast<int64_t>(index)].item<double>() != 0;
+}
+
+void GroupGradients::withhold_unreduced() const {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < pending_.size(); ++i) {
+    if (is_unreduced(i)) withhold_gradient(group_.parameters()[i]);
   }
 }
 
 void GroupGradients::add_whole(size_t index, const at::Tensor& gradient) {
   whole_.resize(group_.parameters().size());
   auto& sum = whole_[index];
-  sum = sum.defined() ? sum.add_(gradient) : gradient;
+  if (!sum.defined()) return void(sum = gradient);
+  const auto dtype = c10::promoteTypes(sum.scalar_type(), dtype_); // as in a reduce buffer, and never less than it has
+  sum = (sum.scalar_type() == dtype ? sum : sum.to(dtype)).add_(gradient);
 }
 
-void GroupGradients::finish_alone() {
+void GroupGradients::finish_alone(ReadyGradients& ready) {
+  const size_t first = ready.size();
+  ready.reserve(ready.size() + whole_.size());
   for (size_t i = 0; i < whole_.size(); ++i) {
     if (!whole_[i].defined()) continue;
+    release_gradient(group_.parameters()[i]);
     const auto gradient = std::exchange(whole_[i], at::Tensor());
-    add_reduced(i, divide_factor_ ? gradient.div(*divide_factor_) : gradient);
+    ready.push_back(make_ready(i, divide_factor_ ? gradient.div(*divide_factor_) : gradient));
   }
+  offload(ready, first);
 }
 
-void GroupGradients::add_reduced(size_t index, const at::Tensor& reduced) {
+ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced) const {
   const auto& parameter = group_.parameters()[index];
   const auto& spec = parameter.spec;
   const auto& sizes = spec->local_sizes();
-  at::Tensor local = reduced.sizes() == c10::IntArrayRef(sizes) ? reduced : reduced.reshape(sizes);
+  at::Tensor local = reduced;
+  if (reduced.sizes() != c10::IntArrayRef(sizes))
+    local = parameter.has_strided_shards ? reduced.as_strided(sizes, parameter.strides) : reduced.reshape(sizes);
   if (local.is_complex() && !at::isComplexType(spec->dtype())) local = at::real(local);
   if (local.scalar_type() != spec->dtype()) local = local.to(spec->dtype());
-  add_sharded(index, make_gradient(std::move(local), parameter));
+  return {group_.shared_from_this(), index, make_gradient(std::move(local), parameter)};
 }
 
-void GroupGradients::add_sharded(size_t index, at::Tensor gradient) {
-  const auto& parameter = group_.parameters()[index];
-  const at::Tensor tensor(parameter.tensor.lock());
-  if (!tensor.defined()) return;
-  auto added = call_hooks(tensor, std::move(gradient));
-  const auto* meta = dtensor_meta(added);
-  TORCH_CHECK(meta && meta->spec == parameter.spec, "a hook on the sharded parameter ", group_.full_name(index),
-              " returned a gradient that is not sharded as the parameter is");
-  auto& sum = tensor.mutable_grad();
-  if (sum.defined()) {
-    auto* sum_meta = dtensor_meta(sum);
-    TORCH_CHECK(sum_meta && sum_meta->spec == parameter.spec, "the gradient of ", group_.full_name(index),
-                " was replaced by a tensor that is not sharded as the parameter is");
-    sum_meta->local.add_(meta->local);
-  } else {
-    const bool is_kept = added.use_count() > 1; // by a hook, whose tensor the next backward must not change
-    sum = is_kept ? make_gradient(meta->local.clone(), parameter) : std::move(added);
-  }
-  if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor)) (*hook)(tensor);
-}
-
-void GroupGradients::discard() {
-  if (reducing_) reduction_.work.wait();
-  reducing_ = false;
-  reduction_ = Reduction();
+Work GroupGradients::discard() {
+  state_ = State::kIdle;
+  const auto dropped = std::exchange(reduction_, Reduction());
   partial_ = at::Tensor();
   buffer_ = at::Tensor();
   whole_.clear();
   std::fill(pending_.begin(), pending_.end(), false);
+  std::fill(blank_.begin(), blank_.end(), false);
   pending_count_ = 0;
-  begin_backward();
+  forget_landed();
   for (auto& parameter : group_.parameters()) {
+    release_gradient(parameter);
     if (parameter.leaf.defined()) parameter.leaf.mutable_grad() = at::Tensor();
   }
+  return dropped.work;
 }
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,71 +12,85 @@
 
 #include <tessera/collectives/work.h>
 #include <tessera/fsdp/group_layout.h>
-#include <tessera/fsdp/node_reference.h>
+#include <tessera/fsdp/parameter_group.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
-class ParameterGroup;
+/// A sharded gradient on its way to its parameter.
+struct ReadyGradient {
+  std::shared_ptr<ParameterGroup> group;
+  size_t index;
+  at::Tensor value;
+};
+using ReadyGradients = std::vector<ReadyGradient>;
 
-/// Makes the gradients of `leaf` land in the schedule as soon as autograd has accumulated them, and sends there as well those
-/// that reach `parameter` itself (as an argument of a torch::autograd::Function): both share the returned node, which the caller
-/// keeps.
-NodeReference redirect_gradients(const at::Tensor& parameter, const at::Tensor& leaf, const std::weak_ptr<ParameterGroup>& group,
-                                 size_t index);
+/// Runs the hooks of the parameter, and adds the gradient to the parameter's. Not under the schedule's lock: hooks are the
+/// user's.
+void deliver(ReadyGradient ready);
 
-/// What stands for the parameter in an op that mixes it with other DTensors in grad mode: their gradients are DTensors, and need
-/// no reduction.
-at::Tensor make_dtensor_leaf(const at::Tensor& parameter, const std::weak_ptr<ParameterGroup>& group, size_t index);
-
-/// Collects the gradients of one group in its reduce buffer, reduces them, and sets the sharded gradients.
+/// Collects the gradients of one group in its reduce buffer, and reduces them.
 ///
-/// Not thread-safe: the schedule's lock guards it. A reduction has three steps, collective over the shard axis, then the
-/// replicate axis: `start_reduce`, `advance_reduce` (waits for the reduce-scatter, starts the all-reduce), `finish_reduce`.
+/// Not thread-safe: the schedule's lock guards it. A reduction has three steps: `start_reduce` (the reduce-scatter),
+/// `advance_reduce` (waits for it; starts the all-reduce of replicas, or the reduce-scatter between the groups of a hierarchical
+/// strategy), `finish_reduce`.
 class GroupGradients {
  public:
   explicit GroupGradients(ParameterGroup& group) : group_(group) {}
 
-  /// Copies a full gradient into the reduce buffer, added to what this backward or gradient accumulation left there.
-  void land(size_t index, const at::Tensor& gradient);
-  /// Adds a gradient that is sharded already to the parameter's, and runs the hooks of the parameter.
-  void add_sharded(size_t index, at::Tensor gradient);
-  /// Every touched parameter's gradient has landed in this backward.
+  /// Parameter `index` was read in forward number `forward`, with a gradient to come; another number forgets those of the one
+  /// before.
+  void expect(size_t index, uint64_t forward);
+  bool expects_any() const { return expected_count_ > 0; }
+  /// Copies a full gradient, times `weight`, into the reduce buffer, added to what this backward or gradient accumulation left
+  /// there. One of weight 0 counts as none of this rank.
+  void land(size_t index, const at::Tensor& gradient, double weight);
+  /// Every expected gradient has landed in this backward.
   bool is_complete() const;
   bool has_landed() const { return landed_count_ > 0; }
   /// Something waits to be reduced: landed now or accumulated before, the last of it along the replicate axis only.
-  bool has_pending() const { return pending_count_ > 0 || (partial_.defined() && requires_all_reduce && !reducing_); }
+  bool has_pending() const { return pending_count_ > 0 || (partial_.defined() && requires_all_reduce && !is_reducing()); }
   /// Something is being reduced, or waits for that in this backward or a later one.
-  bool is_unfinished() const { return pending_count_ > 0 || reducing_ || partial_.defined(); }
-  /// Another backward begins: what landed before counts no longer towards `is_complete`.
-  void begin_backward();
+  bool is_unfinished() const { return pending_count_ > 0 || is_reducing() || partial_.defined(); }
+  /// What landed before counts no longer towards `is_complete`.
+  void forget_landed();
 
-  void start_reduce();
+  void start_reduce(ReadyGradients& ready);
   void advance_reduce();
-  void finish_reduce();
-  bool is_reducing() const { return reducing_; }
+  void finish_reduce(ReadyGradients& ready);
+  bool is_reducing() const { return state_ != State::kIdle; }
+  /// After a backward: keeps optimizers from the parameters whose gradients wait for a reduction.
+  void withhold_unreduced() const;
 
-  /// Forgets what landed (after an exception in backward).
-  void discard();
+  /// Forgets what landed (after an exception in backward). Returns what is still in flight.
+  Work discard();
 
   bool requires_sync = true;
   bool requires_all_reduce = true;
   bool reshard_after_backward = true;
+  /// Those of a group that this one's replaces, of the same module.
+  void take_settings(const GroupGradients& other);
   /// An error while gradients are reduced otherwise.
   void set_divide_factor(double factor);
+  /// Called with the flat reduced gradients of each reduction, before they are divided by a factor. See FSDPModule.
+  std::function<void(const at::Tensor&)> all_reduce_hook;
 
  private:
+  enum class State { kIdle, kFirst, kSecond }; ///< the collective in flight; the first also where there is none to wait for
+
   struct Reduction {
     at::Tensor input, output;
     std::vector<bool> used; ///< by this rank
     Work work;
-    bool all_reduces = false;
   };
 
-  /// The all-reduce of what an earlier backward left.
-  void finish_partial();
+  void enter(State next);
+
+  /// For what an earlier backward left to the all-reduce.
+  void take_up_partial();
   void prepare_layout();
   void prepare_buffer();
   void copy_into_buffer(size_t index, const at::Tensor& gradient, bool add);
+  void zero_in_buffer(size_t index);
   void write_used_flags();
   /// As the user set it, also where this rank did not read the parameter since.
   bool requires_grad(size_t index) const;
@@ -84,10 +99,14 @@ class GroupGradients {
   at::ScalarType choose_reduce_dtype() const;
   /// The dtype of all parameters that require a gradient, where they share one.
   std::optional<at::ScalarType> common_dtype() const;
-  void add_reduced(size_t index, const at::Tensor& reduced);
+  ReadyGradient make_ready(size_t index, const at::Tensor& reduced) const;
+  bool is_unreduced(size_t index) const;
   void add_whole(size_t index, const at::Tensor& gradient);
-  void finish_alone();
+  void finish_alone(ReadyGradients& ready);
+  /// Moves those from number `first` on to where the shards lie.
+  void offload(ReadyGradients& ready, size_t first) const;
   bool reduces_alone() const;
+  double early_factor(const std::optional<double>& factor) const;
 
   ParameterGroup& group_;
   std::vector<bool> takes_part_; ///< parameters that require a gradient
@@ -98,12 +117,15 @@ class GroupGradients {
   at::Tensor buffer_;             ///< input of the reduce-scatter, [ranks × chunk_numel]
   std::vector<at::Tensor> whole_; ///< what landed, where nothing is reduced
   std::vector<bool> pending_;     ///< in the buffer or in `whole_`
+  std::vector<bool> blank_;       ///< pending ones of weight 0 alone
   std::vector<bool> landed_;      ///< in this backward
-  size_t pending_count_ = 0, landed_count_ = 0;
+  std::vector<char> expected_;    ///< whether read in this forward with a gradient to come; asked at each read
+  uint64_t forward_ = 0;          ///< whose reads these are
+  size_t pending_count_ = 0, landed_count_ = 0, expected_count_ = 0;
 
-  bool reducing_ = false;
+  State state_ = State::kIdle;
   Reduction reduction_;
-  at::Tensor partial_; ///< reduced over the shard axis only, waiting for an all-reduce (HSDP)
+  at::Tensor partial_; ///< reduced by the first collective only, waiting for the second (HSDP)
 };
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

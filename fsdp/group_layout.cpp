@@ -1,16 +1,17 @@
 #include <tessera/fsdp/group_layout.h>
 
+#include <ATen/ceil_div.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
 
 #include <algorithm>
 #include <functional>
 #include <numeric>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 namespace {
-
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 int64_t product(const std::vector<int64_t>& sizes, size_t from) {
   return std::accumulate(sizes.begin() + static_cast<int64_t>(std::min(from, sizes.size())), sizes.end(), int64_t{1},
@@ -38,9 +39,12 @@ struct Cut {
 /// The next offset, at most one row further, from which the parameter is cut between rows; `offset` when there is none.
 int64_t align_to_rows(const ParameterShape& parameter, int64_t offset, int64_t shard_bytes) {
   const int64_t row = row_bytes(parameter), size = bytes(parameter);
-  if (row >= shard_bytes) return offset;
-  for (int64_t shifted = offset; shifted <= offset + row; shifted += kParameterAlignment) {
-    if (Cut{shifted, size, shard_bytes}.falls_between(row)) return shifted;
+  if (row == 0 || row >= shard_bytes) return offset;
+  const int64_t boundary = Cut{offset, size, shard_bytes}.first_boundary();
+  // As it is; with whole rows before this boundary; from the boundary on; with whole rows before the one after.
+  for (const int64_t shift : {int64_t{0}, boundary % row, boundary, boundary + shard_bytes % row}) {
+    if (shift > row || shift % kParameterAlignment != 0) continue;
+    if (Cut{offset + shift, size, shard_bytes}.falls_between(row)) return offset + shift;
   }
   return offset;
 }
@@ -54,7 +58,7 @@ std::vector<int64_t> place_ragged(const std::vector<ParameterShape>& parameters,
       offsets.push_back(0);
       continue;
     }
-    int64_t offset = round_up(end, kParameterAlignment);
+    int64_t offset = at::round_up(end, kParameterAlignment);
     if (between_rows) offset = align_to_rows(parameter, offset, shard_bytes);
     offsets.push_back(offset);
     end = offset + bytes(parameter);
@@ -70,8 +74,8 @@ int64_t row_step(const std::vector<ParameterShape>& parameters, int64_t shard_by
   int64_t step = kParameterAlignment;
   for (const auto* parameter : by_size) {
     if (parameter->numel() == 0 || is_scalar(*parameter)) continue;
-    const int64_t together = std::lcm(step, row_bytes(*parameter));
-    if (together <= shard_bytes / 128) step = together;
+    const int64_t row = row_bytes(*parameter), most = shard_bytes / 128;
+    if (row <= most / (step / std::gcd(step, row))) step = std::lcm(step, row);
   }
   return step;
 }
@@ -80,11 +84,26 @@ int64_t row_step(const std::vector<ParameterShape>& parameters, int64_t shard_by
 void append_scalars(const std::vector<ParameterShape>& parameters, int ranks, GroupLayout& layout) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!is_scalar(parameters[i])) continue;
-    layout.parameters[i] = {Replicate{},
-                            std::vector<Piece>(static_cast<size_t>(ranks), {0, 1, layout.shard_bytes + layout.replicated_bytes}),
-                            layout.unsharded_bytes};
+    layout.parameters[i] = {
+        Replicate{}, std::vector<OwnedRange>(static_cast<size_t>(ranks), {0, 1, layout.shard_bytes + layout.replicated_bytes}),
+        layout.unsharded_bytes};
     layout.replicated_bytes += kParameterAlignment;
     layout.unsharded_bytes += kParameterAlignment;
+  }
+}
+
+/// So that no count of bytes overflows, of any dtype and with any padding.
+void check_size(const std::vector<ParameterShape>& parameters, int ranks) {
+  constexpr int64_t kMostElements = int64_t{1} << 56;
+  int64_t total = 0;
+  for (const auto& parameter : parameters) {
+    auto sizes = parameter.sizes;
+    if (!sizes.empty()) sizes[0] = at::round_up(std::min(sizes[0], kMostElements + 1), int64_t{ranks});
+    uint64_t padded = 0;
+    const bool fits = !c10::safe_multiplies_u64(sizes, &padded) && padded <= static_cast<uint64_t>(kMostElements - total);
+    TORCH_CHECK_VALUE(fits, "fully_shard: with the parameter ", parameter.name, " of shape ", c10::IntArrayRef(parameter.sizes),
+                      " its group has more than 2^56 elements, padded for ", ranks, " ranks");
+    total += static_cast<int64_t>(padded);
   }
 }
 
@@ -120,16 +139,18 @@ int64_t ParameterShape::numel() const { return product(sizes, 0); }
 GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks) {
   int64_t total = 0;
   for (const auto& parameter : parameters) {
-    if (!is_scalar(parameter)) total = round_up(total, kParameterAlignment) + bytes(parameter);
+    if (!is_scalar(parameter)) total = at::round_up(total, kParameterAlignment) + bytes(parameter);
   }
-  const int64_t equal = std::max(round_up((total + ranks - 1) / ranks, kParameterAlignment), kParameterAlignment);
+  const int64_t equal = std::max(at::round_up(at::ceil_div(total, int64_t{ranks}), kParameterAlignment), kParameterAlignment);
   const int64_t limit = equal + equal / 100;
   const int64_t step = row_step(parameters, equal);
 
   GroupLayout layout;
   int64_t end = 0;
   std::vector<int64_t> offsets;
-  for (int64_t shard = round_up(equal, step); shard <= limit && layout.shard_bytes == 0; shard += step) {
+  constexpr int64_t kMostAttempts = 64;
+  const int64_t stride = at::round_up((limit - equal) / kMostAttempts + 1, step);
+  for (int64_t shard = at::round_up(equal, step); shard <= limit && layout.shard_bytes == 0; shard += stride) {
     offsets = place_ragged(parameters, shard, /*between_rows=*/true, end);
     if (end <= shard * ranks) layout.shard_bytes = shard;
   }
@@ -149,18 +170,19 @@ GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks
 GroupLayout plan_per_parameter(const std::vector<ParameterShape>& parameters, int ranks) {
   GroupLayout layout;
   layout.gathers_in_place = ranks == 1;
+  layout.is_uniform = true;
   for (const auto& parameter : parameters) {
     ParameterLayout one;
     if (!is_scalar(parameter)) {
-      const int64_t rows = parameter.sizes[0], row = product(parameter.sizes, 1), chunk = (rows + ranks - 1) / ranks;
+      const int64_t rows = parameter.sizes[0], row = product(parameter.sizes, 1), chunk = at::ceil_div(rows, int64_t{ranks});
       for (int64_t rank = 0; rank < ranks; ++rank) {
         const int64_t low = std::min(rank * chunk, rows), high = std::min((rank + 1) * chunk, rows);
         one.pieces.push_back({low * row, (high - low) * row, layout.shard_bytes});
       }
       one.placement = Shard{0};
       one.unsharded_offset = layout.unsharded_bytes;
-      layout.shard_bytes += round_up(chunk * row * item_bytes(parameter), kParameterAlignment);
-      layout.unsharded_bytes += round_up(bytes(parameter), kParameterAlignment);
+      layout.shard_bytes += at::round_up(chunk * row * item_bytes(parameter), kParameterAlignment);
+      layout.unsharded_bytes += at::round_up(bytes(parameter), kParameterAlignment);
     }
     layout.parameters.push_back(std::move(one));
   }
@@ -170,7 +192,108 @@ GroupLayout plan_per_parameter(const std::vector<ParameterShape>& parameters, in
   return layout;
 }
 
+void check_placement(const ParameterShape& parameter, int ranks) {
+  if (!parameter.placement) return;
+  const auto check = [&](bool holds, const auto&... problem) {
+    TORCH_CHECK_VALUE(holds, "fully_shard: shard_placement_fn gave the parameter ", parameter.name, " of shape ",
+                      c10::IntArrayRef(parameter.sizes), " the placement ", to_string(*parameter.placement), problem...);
+  };
+  const auto dims = static_cast<int64_t>(parameter.sizes.size());
+  if (const auto* shard = std::get_if<Shard>(&*parameter.placement)) {
+    return check(shard->dim >= -dims && shard->dim < dims, ", but it has ", dims, " dims");
+  }
+  const auto* ragged = std::get_if<RaggedShard>(&*parameter.placement);
+  check(ragged, ", which does not split it: choose Shard or RaggedShard");
+  check(ragged->dim >= 0 && ragged->dim < dims, ", but it has ", dims, " dims");
+  check(ragged->extents.size() == static_cast<size_t>(ranks), ", which has ", ragged->extents.size(), " extents for ", ranks,
+        " ranks");
+  const auto first = parameter.sizes.begin();
+  const int64_t leading = std::accumulate(first, first + ragged->dim + 1, int64_t{1}, std::multiplies<>());
+  int64_t sum = 0;
+  for (const auto extent : ragged->extents) {
+    check(extent >= 0 && extent <= leading - sum, ", whose extents are not ", leading, " in sum");
+    sum += extent;
+  }
+  check(sum == leading, ", whose extents are not ", leading, " in sum");
+}
+
+/// Where the chosen placement of a parameter puts its pieces; their places in the shards are for the caller.
+ParameterLayout split_as_placed(const ParameterShape& parameter, int ranks) {
+  ParameterLayout layout;
+  layout.placement = parameter.placement.value_or(Shard{0});
+  layout.pieces.resize(static_cast<size_t>(ranks));
+  if (const auto* ragged = std::get_if<RaggedShard>(&layout.placement)) {
+    const int64_t unit = product(parameter.sizes, static_cast<size_t>(ragged->dim) + 1);
+    int64_t begin = 0;
+    for (size_t rank = 0; rank < layout.pieces.size(); ++rank) {
+      layout.pieces[rank] = {begin, ragged->extents[rank] * unit};
+      begin += layout.pieces[rank].numel;
+    }
+    return layout;
+  }
+  auto& dim = std::get<Shard>(layout.placement).dim;
+  if (dim < 0) dim += static_cast<int64_t>(parameter.sizes.size());
+  layout.split_dim = dim;
+  const int64_t size = parameter.sizes[static_cast<size_t>(dim)], chunk = at::ceil_div(size, int64_t{ranks});
+  const int64_t rest = size > 0 ? parameter.numel() / size : 0; // elements at one index of the dim
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const int64_t low = std::min(rank * chunk, size), high = std::min((rank + 1) * chunk, size);
+    layout.pieces[static_cast<size_t>(rank)] = {dim == 0 ? low * rest : low, (high - low) * rest};
+  }
+  return layout;
+}
+
+GroupLayout plan_placed(const std::vector<ParameterShape>& parameters, int ranks) {
+  GroupLayout layout;
+  layout.gathers_in_place = ranks == 1;
+  std::vector<int64_t> ends(static_cast<size_t>(ranks), 0);
+  for (const auto& parameter : parameters) {
+    if (is_scalar(parameter)) {
+      layout.parameters.emplace_back();
+      continue;
+    }
+    auto one = split_as_placed(parameter, ranks);
+    for (size_t rank = 0; rank < ends.size(); ++rank) {
+      one.pieces[rank].shard_offset = ends[rank];
+      ends[rank] += at::round_up(one.pieces[rank].numel * item_bytes(parameter), kParameterAlignment);
+    }
+    one.unsharded_offset = layout.unsharded_bytes;
+    layout.unsharded_bytes += at::round_up(bytes(parameter), kParameterAlignment);
+    layout.parameters.push_back(std::move(one));
+  }
+  layout.shard_bytes = std::max(*std::max_element(ends.begin(), ends.end()), kParameterAlignment);
+  layout.unsharded_bytes = std::max(layout.unsharded_bytes, kParameterAlignment);
+  append_scalars(parameters, ranks, layout);
+  return layout;
+}
+
+void leave_out(const std::vector<bool>& extended, const std::vector<ParameterShape>& parameters, GroupLayout& layout) {
+  layout.gathers_in_place = false;
+  layout.shard_bytes = 0;
+  for (size_t rank = 0; rank < layout.parameters[0].pieces.size(); ++rank) {
+    int64_t end = 0;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      auto& piece = layout.parameters[i].pieces[rank];
+      if (layout.parameters[i].is_replicated()) continue;
+      piece.shard_offset = extended[i] ? 0 : end;
+      if (!extended[i]) end += at::round_up(piece.numel * item_bytes(parameters[i]), kParameterAlignment);
+    }
+    layout.shard_bytes = std::max(layout.shard_bytes, end);
+  }
+}
+
+at::Tensor owned_part(const at::Tensor& whole, const ParameterLayout& layout, size_t rank) {
+  const auto& piece = layout.pieces[rank];
+  if (layout.split_dim == 0) return whole.reshape({-1}).narrow(0, piece.begin, piece.numel);
+  const int64_t size = whole.size(layout.split_dim), rest = whole.numel() > 0 ? whole.numel() / size : 0;
+  return whole.narrow(layout.split_dim, piece.begin, rest > 0 ? piece.numel / rest : 0);
+}
+
 GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& parameters, int ranks) {
+  check_size(parameters, ranks);
+  const bool is_placed =
+      std::any_of(parameters.begin(), parameters.end(), [](const auto& each) { return each.placement.has_value(); });
+  if (is_placed) return plan_placed(parameters, ranks);
   return kind == BufferLayout::kRagged ? plan_ragged(parameters, ranks) : plan_per_parameter(parameters, ranks);
 }
 
@@ -185,12 +308,12 @@ ReduceLayout plan_reduce(const GroupLayout& layout, const std::vector<bool>& tak
     for (size_t rank = 0; rank < ranks; ++rank) {
       const int64_t numel = layout.parameters[p].pieces[rank].numel;
       offsets.push_back(ends[rank]);
-      ends[rank] += round_up(numel, kAlignment);
+      ends[rank] += at::round_up(numel, kAlignment);
     }
   }
   reduce.used_offset = ends.empty() ? 0 : *std::max_element(ends.begin(), ends.end());
-  reduce.chunk_numel = round_up(reduce.used_offset + static_cast<int64_t>(layout.parameters.size()), kAlignment);
+  reduce.chunk_numel = at::round_up(reduce.used_offset + static_cast<int64_t>(layout.parameters.size()), kAlignment);
   return reduce;
 }
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

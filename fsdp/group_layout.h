@@ -2,40 +2,48 @@
 
 // Internal: where the parameters of one group lie in its buffers.
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <tessera/dtensor/placement.h>
 #include <tessera/fsdp/options.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
-/// What a layout needs to know of a parameter. The unsharded dtype is the policy's `param_dtype`, or the parameter's own.
+/// What a layout needs to know of a parameter. The unsharded dtype is the one in which forward reads it.
 struct ParameterShape {
   std::string name;
   std::vector<int64_t> sizes;
   c10::ScalarType unsharded_dtype = c10::kFloat;
+  std::optional<Placement> placement = {}; ///< along the shard dim, where the program chose it
 
   int64_t numel() const;
 };
 
-/// The elements [begin, begin + numel) of a flattened parameter, which one rank owns.
-struct Piece {
+/// What one rank owns of a parameter: the elements [begin, begin + numel) of it, flattened; or, of a parameter that is split
+/// along another dim than the first, `numel` elements from `begin` along that.
+struct OwnedRange {
   int64_t begin = 0;
   int64_t numel = 0;
   int64_t shard_offset = 0; ///< bytes, inside that rank's shard
 };
 
 struct ParameterLayout {
-  Placement placement;          ///< along the shard dim of the mesh
-  std::vector<Piece> pieces;    ///< one a rank
-  int64_t unsharded_offset = 0; ///< bytes, inside the unsharded storage
+  Placement placement;            ///< along the shard dim of the mesh
+  std::vector<OwnedRange> pieces; ///< one a rank
+  int64_t unsharded_offset = 0;   ///< bytes, inside the unsharded storage
+  int64_t split_dim = 0;          ///< 0: the pieces are ranges of the flattened parameter
 
   bool is_replicated() const { return std::holds_alternative<Replicate>(placement); }
 };
+
+/// The part of a parameter, or of what has its shape, that a rank owns: a view of a contiguous `whole`, flat or a range of a dim.
+at::Tensor owned_part(const at::Tensor& whole, const ParameterLayout& layout, size_t rank);
 
 /// The layout of a group. A rank's shard is `shard_bytes` that it contributes to the all-gather, then `replicated_bytes` for
 /// 0-dim parameters, which every rank holds whole. The unsharded storage ends with the 0-dim parameters too.
@@ -46,6 +54,8 @@ struct GroupLayout {
   int64_t unsharded_bytes = 0;
   /// The all-gather's output is the head of the unsharded storage itself; otherwise a copy follows.
   bool gathers_in_place = true;
+  /// A parameter's pieces lie at one offset inside all shards.
+  bool is_uniform = false;
 };
 
 /// Alignment in bytes of a parameter inside a buffer.
@@ -57,6 +67,15 @@ GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks
 
 /// Every parameter is split along dim 0 as torch.chunk splits it, rank parts padded to the first one's size (FSDP2).
 GroupLayout plan_per_parameter(const std::vector<ParameterShape>& parameters, int ranks);
+
+/// Every parameter has the placement that was chosen for it, or Shard(0). Each rank's pieces lie one after another.
+GroupLayout plan_placed(const std::vector<ParameterShape>& parameters, int ranks);
+
+/// Takes parameters out of what is sent, whose gather is extended, and closes the gaps. For what `plan_placed` made.
+void leave_out(const std::vector<bool>& extended, const std::vector<ParameterShape>& parameters, GroupLayout& layout);
+
+/// An error that names the parameter unless its chosen placement splits it over so many ranks.
+void check_placement(const ParameterShape& parameter, int ranks);
 
 GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& parameters, int ranks);
 
@@ -70,4 +89,4 @@ struct ReduceLayout {
 
 ReduceLayout plan_reduce(const GroupLayout& layout, const std::vector<bool>& takes_part);
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

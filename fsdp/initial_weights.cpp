@@ -9,15 +9,19 @@
 #include <fmt/ranges.h>
 #include <xxhash.h>
 
-#include <cstring>
+#include <tessera/collectives/gather_texts.h>
+#include <tessera/fsdp/parameter_group.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 namespace {
 
 std::string describe(const at::Tensor& tensor, const std::string& name) {
   const char* frozen = tensor.requires_grad() || !at::isFloatingType(tensor.scalar_type()) ? "" : ", frozen";
-  return fmt::format("{} {}[{}]{}\n", name, c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "), frozen);
+  const auto own = own_strides(tensor);
+  const auto strides = own.empty() ? "" : fmt::format(", strides [{}]", fmt::join(own, ", "));
+  return fmt::format("{} {}[{}]{}{}\n", name, c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "), strides,
+                     frozen);
 }
 
 /// The same on every rank, unlike std::hash.
@@ -40,37 +44,29 @@ at::Tensor gather(const std::vector<int64_t>& values, Communicator& communicator
   return all.cpu().view({communicator.size(), count});
 }
 
-std::vector<std::string> gather_text(const std::string& text, Communicator& communicator, const DeviceMesh& mesh,
-                                     const std::string& label) {
-  const auto lengths = gather({static_cast<int64_t>(text.size())}, communicator, mesh, label);
-  const auto longest = static_cast<size_t>(lengths.max().item<int64_t>());
-  std::vector<int64_t> words(longest / sizeof(int64_t) + 1);
-  std::memcpy(words.data(), text.data(), text.size());
-  const auto all = gather(words, communicator, mesh, label);
-  std::vector<std::string> texts;
-  for (int rank = 0; rank < communicator.size(); ++rank) {
-    texts.emplace_back(reinterpret_cast<const char*>(all[rank].const_data_ptr<int64_t>()),
-                       static_cast<size_t>(lengths[rank].item<int64_t>()));
+void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names, Communicator& communicator,
+               const DeviceMesh& mesh) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    auto buffer = tensors[i].detach().to(mesh.device()).contiguous();
+    communicator.broadcast(buffer, 0, names[i]).wait();
+    tensors[i].detach().copy_(buffer);
   }
-  return texts;
 }
 
-/// The first line at which the texts differ from the first one: "rank 2 has …, rank 0 has …".
-std::string first_difference(const std::vector<std::string>& texts, const std::vector<int64_t>& ranks) {
-  for (size_t other = 1; other < texts.size(); ++other) {
-    if (texts[other] == texts[0]) continue;
-    size_t line = 0, position = 0;
-    const auto& a = texts[0];
-    const auto& b = texts[other];
-    for (; position < std::min(a.size(), b.size()) && a[position] == b[position]; ++position) {
-      if (a[position] == '\n') line = position + 1;
+/// `checksums` are those of every rank, [ranks × parameters].
+void check_same_values(const at::Tensor& checksums, const std::vector<std::string>& names, const std::vector<int64_t>& ranks,
+                       const std::string& module) {
+  for (int64_t i = 0; i < static_cast<int64_t>(names.size()); ++i) {
+    std::vector<int64_t> differing;
+    for (size_t rank = 1; rank < ranks.size(); ++rank) {
+      if (checksums[static_cast<int64_t>(rank)][i].item<int64_t>() != checksums[0][i].item<int64_t>())
+        differing.push_back(ranks[rank]);
     }
-    const auto at = [&](const std::string& text) {
-      return line < text.size() ? text.substr(line, text.find('\n', line) - line) : std::string("no further parameter");
-    };
-    return fmt::format("rank {} has {}, rank {} has {}", ranks[0], at(a), ranks[other], at(b));
+    TORCH_CHECK_VALUE(
+        differing.empty(), "fully_shard of ", module, ": the initial values of ", names[static_cast<size_t>(i)], " on rank(s) ",
+        fmt::format("{}", fmt::join(differing, ", ")), " differ from those on rank ", ranks[0],
+        "; build the model from the same seed on every rank, or set FullyShardOptions::initial_weights to kBroadcast");
   }
-  return "";
 }
 
 } // namespace
@@ -88,36 +84,19 @@ Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const
   const auto gathered = gather({fingerprint(structure), model_number}, *communicator, mesh, label);
   const auto fingerprints = gathered.select(1, 0);
   if (!fingerprints.eq(fingerprints[0]).all().item<bool>()) {
-    const auto texts = gather_text(structure, *communicator, mesh, label);
+    const auto texts = gather_texts(structure, *communicator, mesh.device(), label);
     TORCH_CHECK_VALUE(false, "fully_shard of ", module,
-                      ": the ranks' models or options differ: ", first_difference(texts, communicator->ranks()));
+                      ": the ranks' models or options differ: ", first_difference(texts, communicator->ranks(), "parameter"));
   }
   Agreement agreement{.model_number = gathered[0][1].item<int64_t>()};
   if (tensors.empty() || tensors[0].is_meta() || mode == InitialWeights::kUnchecked) return agreement;
-  if (mode == InitialWeights::kBroadcast) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      auto buffer = tensors[i].detach().to(mesh.device()).contiguous();
-      communicator->broadcast(buffer, 0, names[i]).wait();
-      tensors[i].detach().copy_(buffer);
-    }
-  }
+  if (mode == InitialWeights::kBroadcast) broadcast(tensors, names, *communicator, mesh);
   std::vector<int64_t> checksums;
   for (const auto& tensor : tensors) checksums.push_back(checksum(tensor));
   agreement.checksum = fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
   if (mode == InitialWeights::kBroadcast) return agreement;
-  const auto all = gather(checksums, *communicator, mesh, label);
-  for (int64_t i = 0; i < static_cast<int64_t>(tensors.size()); ++i) {
-    std::vector<int64_t> differing;
-    for (int rank = 1; rank < communicator->size(); ++rank) {
-      if (all[rank][i].item<int64_t>() != all[0][i].item<int64_t>())
-        differing.push_back(communicator->ranks()[static_cast<size_t>(rank)]);
-    }
-    TORCH_CHECK_VALUE(
-        differing.empty(), "fully_shard of ", module, ": the initial values of ", names[static_cast<size_t>(i)], " on rank(s) ",
-        fmt::format("{}", fmt::join(differing, ", ")), " differ from those on rank ", communicator->ranks()[0],
-        "; build the model from the same seed on every rank, or set FullyShardOptions::initial_weights to kBroadcast");
-  }
+  check_same_values(gather(checksums, *communicator, mesh, label), names, communicator->ranks(), module);
   return agreement;
 }
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

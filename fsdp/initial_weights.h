@@ -10,7 +10,7 @@
 #include <tessera/fsdp/options.h>
 #include <tessera/mesh/device_mesh.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 /// The same on every rank of the mesh.
 struct Agreement {
@@ -25,4 +25,4 @@ Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const
                                    const DeviceMesh& mesh, InitialWeights mode, const std::string& module,
                                    const std::string& options, int64_t model_number);
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

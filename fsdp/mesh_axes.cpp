@@ -2,33 +2,72 @@
 
 #include <c10/util/Exception.h>
 
-namespace tessera::fsdp_internal {
+#include <vector>
 
-MeshAxes::MeshAxes(const DeviceMesh& mesh, int64_t shard_dim, int64_t replicate_dim) : mesh_(mesh), shard_dim_(shard_dim) {
-  if (shard_dim >= 0) {
-    shard_ranks_ = static_cast<int>(mesh.size(shard_dim));
-    shard_rank_ = static_cast<int>(mesh.local_rank(shard_dim));
-    if (shard_ranks_ > 1) {
-      all_gather_ = mesh.communicator(shard_dim, "fsdp.all_gather");
-      reduce_scatter_ = mesh.communicator(shard_dim, "fsdp.reduce_scatter");
-    }
-  }
-  if (replicate_dim >= 0) {
-    replicate_ranks_ = static_cast<int>(mesh.size(replicate_dim));
-    if (replicate_ranks_ > 1) all_reduce_ = mesh.communicator(replicate_dim, "fsdp.all_reduce");
-  }
-}
+namespace tessera::internal {
 
-MeshAxes MeshAxes::sharded(const DeviceMesh& mesh) {
+Strategy default_strategy(const DeviceMesh& mesh) {
   TORCH_CHECK_VALUE(mesh.ndim() == 1 || mesh.ndim() == 2,
                     "fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), but the mesh has ", mesh.ndim(),
                     " dims: ", mesh.to_string());
-  return mesh.ndim() == 1 ? MeshAxes(mesh, 0, -1) : MeshAxes(mesh, 1, 0);
+  return mesh.ndim() == 1 ? Strategy::kFullShard : Strategy::kHybridShard;
 }
 
-MeshAxes MeshAxes::replicated(const DeviceMesh& mesh) {
-  TORCH_CHECK_VALUE(mesh.ndim() == 1, "replicate takes a 1-D mesh, but the mesh has ", mesh.ndim(), " dims: ", mesh.to_string());
-  return MeshAxes(mesh, -1, 0);
+MeshAxes::MeshAxes(Strategy strategy, const DeviceMesh& mesh) : strategy_(strategy), mesh_(mesh) {
+  const auto& row = row_of(strategy);
+  const int64_t dims = row.outer ? 2 : 1;
+  TORCH_CHECK_VALUE(mesh.ndim() == dims, "fully_shard: the strategy ", row.name, " takes a ", dims, "-D mesh",
+                    row.outer ? " (between groups, inside a group)" : "", ", but the mesh has ", mesh.ndim(),
+                    " dims: ", mesh.to_string(), dims == 1 ? "; its flatten() has one" : "");
+  if (strategy == Strategy::kNoShard) {
+    if (mesh.size() > 1) all_reduce_ = mesh.communicator(0, "fsdp.all_reduce");
+  } else if (strategy == Strategy::kHierarchical) {
+    shard_hierarchically(mesh);
+  } else {
+    shard_over(mesh, dims - 1);
+    if (row.outer && mesh.size(0) > 1) all_reduce_ = mesh.communicator(0, "fsdp.all_reduce");
+  }
+}
+
+void MeshAxes::shard_over(const DeviceMesh& mesh, int64_t dim) {
+  shard_dim_ = dim;
+  shard_ranks_ = static_cast<int>(mesh.size(dim));
+  shard_rank_ = static_cast<int>(mesh.local_rank(dim));
+  if (shard_ranks_ == 1) return;
+  all_gather_ = mesh.communicator(dim, "fsdp.all_gather");
+  reduce_scatter_ = mesh.communicator(dim, "fsdp.reduce_scatter");
+}
+
+void MeshAxes::shard_hierarchically(const DeviceMesh& mesh) {
+  const int64_t outer = mesh.size(0), inner = mesh.size(1);
+  shard_over(mesh, 1);
+  if (outer > 1) {
+    outer_all_gather_ = mesh.communicator(0, "fsdp.all_gather");
+    outer_reduce_scatter_ = mesh.communicator(0, "fsdp.reduce_scatter");
+  }
+  std::vector<int64_t> in_order;
+  for (int64_t i = 0; i < inner; ++i) {
+    for (int64_t o = 0; o < outer; ++o) in_order.push_back(mesh.ranks()[static_cast<size_t>(o * inner + i)]);
+  }
+  mesh_ = make_device_mesh(mesh.device_type(), {outer * inner}, std::move(in_order));
+  shard_dim_ = 0;
+  shard_ranks_ = static_cast<int>(outer * inner);
+  outer_ranks_ = static_cast<int>(outer);
+  shard_rank_ = static_cast<int>(mesh_.local_rank(0));
+}
+
+CommunicatorPtr MeshAxes::neighbours(int64_t ranks) const {
+  TORCH_CHECK_VALUE(shard_dim_ >= 0, "fully_shard: reshard_after_forward is ", ranks, " ranks, but the strategy ",
+                    row_of(strategy_).name, " shards nothing");
+  TORCH_CHECK_VALUE(ranks >= 1 && shard_ranks_ % ranks == 0, "fully_shard: reshard_after_forward of ", ranks,
+                    " ranks, but these must divide the ", shard_ranks_, " ranks of the shard dim");
+  TORCH_CHECK_VALUE(outer_ranks_ == 1, "fully_shard: reshard_after_forward is a number, but the strategy ",
+                    row_of(strategy_).name, " says already between which ranks a forward leaves the parameters");
+  const auto dim = static_cast<size_t>(shard_dim_);
+  auto shape = mesh_.shape();
+  shape[dim] /= ranks;
+  shape.insert(shape.begin() + shard_dim_ + 1, ranks);
+  return make_device_mesh(mesh_.device_type(), shape, mesh_.ranks()).communicator(shard_dim_ + 1, "fsdp.neighbours");
 }
 
 Placements MeshAxes::placements(const Placement& along_shard) const {
@@ -37,4 +76,4 @@ Placements MeshAxes::placements(const Placement& along_shard) const {
   return placements;
 }
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

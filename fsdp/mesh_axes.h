@@ -2,40 +2,71 @@
 
 // Internal: which dims of a mesh shard and which replicate.
 
+#include <utility>
+
 #include <tessera/dtensor/placement.h>
+#include <tessera/fsdp/strategy.h>
 #include <tessera/mesh/device_mesh.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
-/// The data-parallel roles of a mesh: parameters are split over the shard axis and repeated over the replicate axis (FSDP2:
-/// HSDP).
+/// What `fully_shard` does on a mesh where nothing else is asked for: full sharding on one dim, hybrid on two. An error for more.
+Strategy default_strategy(const DeviceMesh& mesh);
+
+/// The data-parallel roles of a mesh, and the communicators of the collectives. All-gathers and reduce-scatters use communicators
+/// of their own, so that they overlap. One is null where its axis has one rank or its strategy does not need it.
+///
+/// A sharded state is split over the shard axis: the mesh's last dim, or for a hierarchical strategy all ranks, those of one
+/// inner group next to each other's places: shard number = inner rank × outer ranks + outer rank. So a gather between the inner
+/// groups makes what an inner rank owns, contiguous, and the gather inside the group the whole; a reduction goes the other way.
 class MeshAxes {
  public:
-  /// 1-D: sharded over it; 2-D: replicated over dim 0, sharded over dim 1.
-  static MeshAxes sharded(const DeviceMesh& mesh);
-  /// Every dim replicates (data parallel without sharding).
-  static MeshAxes replicated(const DeviceMesh& mesh);
+  /// An error where the mesh has not the dims that the strategy has entries for.
+  MeshAxes(Strategy strategy, const DeviceMesh& mesh);
 
+  /// Of the DTensors: the one given, or for a hierarchical strategy one dim of all its ranks in the order of their shards.
   const DeviceMesh& mesh() const { return mesh_; }
+  Strategy strategy() const { return strategy_; }
+  /// Parameters that are sharded for the optimizer alone stay gathered from one of its steps to the next.
+  bool keeps_parameters() const { return !states().parameters && states().optimizer_state; }
+  /// Gradients that are whole wait for the last backward of an accumulation.
+  bool keeps_gradients() const { return !states().gradients; }
   int shard_ranks() const { return shard_ranks_; }
   int shard_rank() const { return shard_rank_; }
-  int replicate_ranks() const { return replicate_ranks_; }
+  /// Ranks between which a hierarchical strategy gathers and reduces apart from those inside a group; 1 for any other.
+  int outer_ranks() const { return outer_ranks_; }
 
-  /// Null when the axis has one rank. All-gathers and reduce-scatters use communicators of their own, so that they overlap.
   const CommunicatorPtr& all_gather() const { return all_gather_; }
   const CommunicatorPtr& reduce_scatter() const { return reduce_scatter_; }
+  /// Of replicas, after the reduce-scatter.
   const CommunicatorPtr& all_reduce() const { return all_reduce_; }
+  /// Between the groups of a hierarchical strategy: before the all-gather, and after the reduce-scatter.
+  const CommunicatorPtr& outer_all_gather() const { return outer_all_gather_; }
+  const CommunicatorPtr& outer_reduce_scatter() const { return outer_reduce_scatter_; }
+  /// Others in their place, of the same ranks in the same order.
+  void replace_all_gather(CommunicatorPtr communicator) { all_gather_ = std::move(communicator); }
+  void replace_reduce_scatter(CommunicatorPtr communicator) { reduce_scatter_ = std::move(communicator); }
+  /// Whether a second collective follows the reduce-scatter.
+  bool reduces_twice() const { return all_reduce_ || outer_reduce_scatter_; }
+  bool reduces() const { return reduce_scatter_ || reduces_twice(); }
+
+  /// Of `ranks` neighbours on the shard axis, for an integer `reshard_after_forward`. Every rank of the axis calls it. An error
+  /// unless `ranks` divides those of the axis.
+  CommunicatorPtr neighbours(int64_t ranks) const;
 
   /// One placement a mesh dim: `along_shard` on the shard axis, Replicate elsewhere.
   Placements placements(const Placement& along_shard) const;
 
  private:
-  MeshAxes(const DeviceMesh& mesh, int64_t shard_dim, int64_t replicate_dim);
+  const ShardedStates& states() const { return row_of(strategy_).inner; }
+  void shard_over(const DeviceMesh& mesh, int64_t dim);
+  void shard_hierarchically(const DeviceMesh& mesh);
 
+  Strategy strategy_;
   DeviceMesh mesh_;
-  int64_t shard_dim_; // -1: none
-  int shard_ranks_ = 1, shard_rank_ = 0, replicate_ranks_ = 1;
-  CommunicatorPtr all_gather_, reduce_scatter_, all_reduce_;
+  int64_t shard_dim_ = -1; // of `mesh_`; -1: none
+  int shard_ranks_ = 1, shard_rank_ = 0, outer_ranks_ = 1;
+  CommunicatorPtr all_gather_, reduce_scatter_, all_reduce_, outer_all_gather_, outer_reduce_scatter_;
 };
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

@@ -3,7 +3,8 @@
 #include <torch/nn/module.h>
 
 #include <functional>
-#include <utility>
+#include <string>
+#include <vector>
 
 #include <tessera/fsdp/construction_mode.h>
 
@@ -14,7 +15,7 @@ namespace tessera {
 /// literal values is not possible: the values would have nowhere to go.
 template <typename Factory>
 auto on_meta(const Factory& factory) {
-  const fsdp_internal::ConstructOnMeta guard;
+  const internal::ConstructOnMeta guard;
   return factory();
 }
 
@@ -22,6 +23,9 @@ auto on_meta(const Factory& factory) {
 /// part), uninitialized, then calls `init` on the module and every module below it, without grad mode. `init` sees sharded
 /// parameters and may use torch::nn::init, `reset_parameters`, or `parameter.copy_(full_tensor)`. Every rank of the mesh calls
 /// it.
-void materialize(torch::nn::Module& module, const std::function<void(torch::nn::Module&)>& init);
+///
+/// Returns the names of the parameters and buffers that got memory here, of which this rank holds elements, and that `init` did
+/// not write: a load must still bring their values. Seen are writes of operators, not those through `data_ptr`.
+std::vector<std::string> materialize(torch::nn::Module& module, const std::function<void(torch::nn::Module&)>& init);
 
 } // namespace tessera

@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 using NodeReference = decltype(torch::autograd::Edge::function);
 
@@ -24,4 +24,4 @@ c10::weak_intrusive_ptr<T> weak(const c10::intrusive_ptr<T>& reference) {
 /// Has `expired()` under both.
 using WeakNodeReference = decltype(weak(std::declval<NodeReference>()));
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

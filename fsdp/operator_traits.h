@@ -2,32 +2,26 @@
 
 // Internal: what the touch dispatch needs to know of an operator.
 
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <optional>
 
-#include <vector>
+#include <tessera/dtensor/dispatch/call_schema.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
-/// One argument of tensor or tensor-list type.
-struct TensorArgument {
-  size_t index;
-  bool is_list;
-  bool is_written;
-  bool keeps_dtype; ///< a running statistic: updated in place though the schema declares no alias
+struct OperatorTraits : dispatch::CallSchema {
+  absl::InlinedVector<size_t, 4> running_statistics = {}; ///< positions: updated in place though the schema declares no alias
+  bool is_metadata_only = false;                          ///< reads no element: detach, requires_grad_, zeros_like, …
+  bool returns_alias = false;                             ///< the first output is a view of an argument
+  bool converts = false;                                  ///< Tensor::to
+  bool replaces_data = false;                             ///< the only dispatched step of Tensor::set_data, which Module::to uses
+  bool replaces_storage = false;                          ///< set_, which torch::load uses
+  bool reshapes = false;                                  ///< in place: t_, squeeze_, resize_, …
+  bool writes_places = false; ///< in place, at those that an index or a mask names: index_fill_, masked_fill_, scatter_, …
+  std::optional<size_t> storage_offset = {}; ///< index of the argument of that name: as_strided, as_strided_scatter, …
+  bool renormalizes = false;                 ///< rewrites the rows of an embedding that this rank's batch reads (max_norm)
 };
 
-struct OperatorTraits {
-  std::vector<TensorArgument> tensors = {};
-  bool is_metadata_only = false; ///< reads no element: detach, requires_grad_, zeros_like, …
-  bool returns_alias = false;    ///< the first output is a view of an argument
-  bool converts = false;         ///< Tensor::to
-  bool replaces_data = false;    ///< the only dispatched step of Tensor::set_data, which Module::to uses
-  bool replaces_storage = false; ///< set_, which torch::load uses
-  bool reshapes = false;         ///< in place: t_, squeeze_, resize_, …
-  bool renormalizes = false;     ///< rewrites the rows of an embedding that this rank's batch reads (max_norm)
-};
-
-/// The traits of `op`, from its schema; computed once a thread.
+/// The traits of `op`, kept for the life of the process.
 const OperatorTraits& traits_of(const c10::OperatorHandle& op);
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

@@ -1,53 +1,91 @@
 #include <tessera/fsdp/parameter_group.h>
 
+#include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <tessera/dtensor/prefetch.h>
-#include <tessera/fsdp/group_gradients.h>
+#include <algorithm>
+#include <functional>
 
-namespace tessera::fsdp_internal {
+#include <tessera/dtensor/prefetch.h>
+
+namespace tessera::internal {
 
 namespace {
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-at::ScalarType unsharded_dtype(const at::Tensor& parameter, const MixedPrecisionPolicy& policy) {
-  return parameter.is_floating_point() && policy.param_dtype ? *policy.param_dtype : parameter.scalar_type();
+std::vector<ParameterShape> shapes_of(const FreeParameters& free) {
+  std::vector<ParameterShape> shapes;
+  for (size_t i = 0; i < free.tensors.size(); ++i) {
+    shapes.push_back({free.places[i].path, free.tensors[i].sizes().vec(), free.dtypes[i], free.placements[i]});
+  }
+  return shapes;
 }
 
-/// `numel` elements of `bytes` from `byte_offset`, as a flat view.
-at::Tensor flat_view(const at::Tensor& bytes, int64_t byte_offset, int64_t numel, at::ScalarType dtype) {
-  return bytes.narrow(0, numel > 0 ? byte_offset : 0, numel * static_cast<int64_t>(c10::elementSize(dtype))).view(dtype);
+/// Whether each rank's part of a parameter with these strides is contiguous memory in it, and has them itself.
+bool can_have_strided_shards(c10::IntArrayRef sizes, c10::IntArrayRef strides, const ParameterLayout& layout) {
+  if (layout.pieces.size() == 1) return true;
+  const int64_t numel = c10::multiply_integers(sizes), row = numel / sizes[0];
+  const bool rows_are_outermost = sizes[0] == 1 || strides[0] == row;
+  return layout.split_dim == 0 && rows_are_outermost &&
+         std::all_of(layout.pieces.begin(), layout.pieces.end(),
+                     [&](const auto& piece) { return piece.begin % row == 0 && piece.numel % row == 0; });
 }
 
-/// Gives a parameter its share in its group, as a tensor hook. Autograd's part of a tensor goes with the last reference to it;
-/// the backend meta would stay as long as the group's own weak reference. The hook also meets gradients of a graph from before.
-void own(const at::Tensor& parameter, std::shared_ptr<ParameterGroup> group, size_t index) {
-  auto* autograd = torch::autograd::impl::materialize_autograd_meta(parameter);
-  if (!autograd->cpp_hooks_list_) torch::autograd::impl::create_cpp_hook(parameter);
-  autograd->cpp_hooks_list_->push_back([group = std::move(group), index](const at::TensorBase& gradient) {
+/// A parameter's share in its group, as a tensor hook. Autograd's part of a tensor goes with the last reference to it; the
+/// backend meta would stay as long as the group's own weak reference. The hook also meets gradients of a graph from before.
+struct Share {
+  at::TensorBase operator()(const at::TensorBase& gradient) const {
     TORCH_CHECK(!gradient.defined() || dtensor_meta(gradient), "the gradient of ", group->full_name(index),
                 " comes from a forward that ran before fully_shard: run the forward again");
-    return at::TensorBase();
-  });
+    return {};
+  }
+  std::shared_ptr<ParameterGroup> group;
+  size_t index;
+};
+
+/// Gives a parameter this share, in place of one that it has; none for an empty one.
+void own(const at::Tensor& parameter, const std::function<at::TensorBase(const at::TensorBase&)>& share) {
+  auto* autograd = torch::autograd::impl::materialize_autograd_meta(parameter);
+  if (!autograd->cpp_hooks_list_) torch::autograd::impl::create_cpp_hook(parameter);
+  for (auto& hook : *autograd->cpp_hooks_list_) {
+    if (hook.target<Share>()) return void(hook = share);
+  }
+  autograd->cpp_hooks_list_->push_back(share);
 }
 
 } // namespace
+
+std::vector<int64_t> own_strides(const at::Tensor& tensor) {
+  const bool is_row_major = tensor.strides() == c10::IntArrayRef(c10::contiguous_strides(tensor.sizes()));
+  if (is_row_major || tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) return {};
+  return tensor.strides().vec();
+}
 
 std::string ParameterName::to_string() const {
   const auto group = group_.lock();
   return about_ + (group ? group->full_name(index_) : "a module that is gone");
 }
 
-ParameterGroup::ParameterGroup(std::string label, const MeshAxes& axes, const FullyShardOptions& options,
+int64_t shard_bytes_of(const FreeParameters& free, BufferLayout kind, const MeshAxes& axes) {
+  const auto layout = plan_layout(kind, shapes_of(free), axes.shard_ranks());
+  int64_t packed = 0;
+  for (size_t i = 0; i < free.tensors.size(); ++i) {
+    const auto numel = layout.parameters[i].pieces[static_cast<size_t>(axes.shard_rank())].numel;
+    packed += at::round_up(numel * static_cast<int64_t>(free.tensors[i].itemsize()), kParameterAlignment);
+  }
+  return std::max(packed, layout.shard_bytes + layout.replicated_bytes);
+}
+
+ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshAxes& axes, const FullyShardOptions& options,
                                std::shared_ptr<BlockCache> cache)
-    : label_(std::move(label)), axes_(axes), options_(options), cache_(std::move(cache)) {}
+    : owner(std::move(made_for)), axes_(axes), options_(options), cache_(std::move(cache)) {}
 
 ParameterGroup::~ParameterGroup() {
   if (storage_) storage_->forget_group();
@@ -56,40 +94,71 @@ ParameterGroup::~ParameterGroup() {
   }
 }
 
-void ParameterGroup::shard(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names) {
+void ParameterGroup::shard(const FreeParameters& free, std::shared_ptr<OffloadMemory> memory) {
   const at::NoGradGuard no_grad;
-  std::vector<ParameterShape> shapes;
+  memory_ = std::move(memory);
+  const auto& tensors = free.tensors;
+  auto values = free.values; // which keep the storage when the parameters let go of it
+  for (size_t i = values.size(); i < tensors.size(); ++i) values.push_back(tensors[i].detach());
+  for (size_t i = 0; i < tensors.size(); ++i) casts_ = casts_ || free.dtypes[i] != values[i].scalar_type();
+  plan(free);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    shapes.push_back({names[i], tensors[i].sizes().vec(), unsharded_dtype(tensors[i], options_.mixed_precision)});
-    casts_ = casts_ || shapes.back().unsharded_dtype != tensors[i].scalar_type();
-  }
-  layout_ = plan_layout(options_.layout, shapes, axes_.shard_ranks());
-  copies_ = axes_.shard_ranks() > 1 || casts_ || !layout_.gathers_in_place;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    auto spec =
-        Spec::intern(axes_.mesh(), axes_.placements(layout_.parameters[i].placement), shapes[i].sizes, tensors[i].scalar_type());
-    parameters_.push_back({names[i],
-                           c10::weak_intrusive_ptr<c10::TensorImpl>(tensors[i].getIntrusivePtr()),
-                           {},
-                           {},
-                           {},
-                           nullptr,
-                           std::move(spec),
-                           {},
-                           c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), i),
-                           MemoryRange::of(tensors[i]),
-                           {}});
-    own(tensors[i], shared_from_this(), i);
+    add_parameter(free, i, values[i].scalar_type());
+    own(tensors[i], Share{shared_from_this(), i});
   }
   const bool on_meta = tensors[0].is_meta();
-  std::vector<at::Tensor> values; // keep the storage when the parameters let go of it
-  for (const auto& tensor : tensors) values.push_back(tensor.detach());
   allocate_shard(on_meta ? c10::Device(c10::kMeta) : axes_.mesh().device());
-  if (!on_meta) {
-    fill_shard(values);
-    make_leaves();
+  if (on_meta) return;
+  fill_shard(values);
+  make_leaves();
+}
+
+void ParameterGroup::release_parameter(size_t index) {
+  auto& parameter = parameters_[index];
+  const at::Tensor tensor(parameter.tensor.lock());
+  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->get_backend_meta() != parameter.meta.get()) return;
+  become_dtensor(tensor, c10::make_intrusive<DTensorMeta>(parameter.local.clone(), parameter.spec), {});
+  own(tensor, nullptr);
+}
+
+void ParameterGroup::add_parameter(const FreeParameters& free, size_t i, at::ScalarType dtype) {
+  const auto& tensor = free.tensors[i];
+  const auto& layout = layout_.parameters[i];
+  const auto strides = own_strides(tensor);
+  parameters_.push_back(
+      {.own_name = free.places[i].path,
+       .module = free.places[i].top,
+       .tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+       .spec = Spec::intern(axes_.mesh(), axes_.placements(layout.placement), tensor.sizes().vec(), dtype, strides),
+       .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), i),
+       .original = MemoryRange::of(tensor),
+       .strides = strides,
+       .has_strided_shards = !strides.empty() && can_have_strided_shards(tensor.sizes(), strides, layout),
+       .chosen = free.placements[i],
+       .unsharded_dtype = free.dtypes[i]});
+}
+
+void ParameterGroup::plan(const FreeParameters& free) {
+  const auto shapes = shapes_of(free);
+  std::vector<bool> extends;
+  for (size_t i = 0; i < free.extensions.size(); ++i) {
+    extends.push_back(free.extensions[i] != nullptr);
+    if (free.extensions[i]) extended_.add(i, free.extensions[i]);
   }
-  gradients_ = std::make_unique<GroupGradients>(*this);
+  if (extended_.is_empty()) {
+    layout_ = plan_layout(options_.layout, shapes, axes_.shard_ranks());
+  } else {
+    layout_ = plan_placed(shapes, axes_.shard_ranks());
+    leave_out(extends, shapes, layout_);
+    casts_ = true; // what is sent is no part of the shard
+  }
+  copies_ = axes_.shard_ranks() > 1 || casts_ || !layout_.gathers_in_place || memory_;
+}
+
+std::string ParameterGroup::full_name(size_t index) const {
+  const auto& parameter = parameters_[index];
+  const auto path = owner->path(parameter.module);
+  return path.empty() ? parameter.own_name : path + "." + parameter.own_name;
 }
 
 void ParameterGroup::materialize() {
@@ -103,22 +172,32 @@ void ParameterGroup::allocate_shard(c10::Device device) {
   // Without a cast the shard is the all-gather's input and shares its offsets; otherwise the locals are packed on their own.
   const auto rank = static_cast<size_t>(axes_.shard_rank());
   int64_t packed = 0;
-  master_offsets_.clear();
+  std::vector<int64_t> master_offsets; // bytes, of each local inside the shard
+  versions_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& piece = layout_.parameters[i].pieces[rank];
-    master_offsets_.push_back(casts_ ? packed : piece.shard_offset);
-    packed += round_up(piece.numel * static_cast<int64_t>(c10::elementSize(parameters_[i].spec->dtype())), kParameterAlignment);
+    master_offsets.push_back(casts_ ? packed : piece.shard_offset);
+    packed +=
+        at::round_up(piece.numel * static_cast<int64_t>(c10::elementSize(parameters_[i].spec->dtype())), kParameterAlignment);
   }
-  shard_ =
-      at::zeros({casts_ ? packed : layout_.shard_bytes + layout_.replicated_bytes}, at::TensorOptions(at::kByte).device(device));
+  const int64_t bytes = casts_ ? packed : layout_.shard_bytes + layout_.replicated_bytes;
+  if (memory_ && !device.is_meta()) {
+    shard_ = tensor_over({c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), memory_->allocate(bytes)}, 0, {bytes},
+                         at::kByte);
+  } else {
+    shard_ = at::zeros({bytes}, at::TensorOptions(at::kByte).device(device));
+  }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
-    const auto& piece = layout_.parameters[i].pieces[rank];
+    // No view of the shard: a write to one parameter is none to what autograd saved of the others.
+    const auto strides = parameter.has_strided_shards ? c10::IntArrayRef(parameter.strides) : c10::IntArrayRef();
     parameter.local =
-        flat_view(shard_, master_offsets_[i], piece.numel, parameter.spec->dtype()).view(parameter.spec->local_sizes());
+        tensor_over(shard_.storage(), master_offsets[i], parameter.spec->local_sizes(), parameter.spec->dtype(), {}, strides);
+    versions_.push_back(parameter.local.unsafeGetTensorImpl()->version_counter());
     const at::Tensor tensor(parameter.tensor.lock());
     parameter.meta = c10::make_intrusive<ParameterMeta>(parameter.local, parameter.spec, this, i);
     parameter.meta->name = c10::make_intrusive<ParameterName>("the parameter ", weak_from_this(), i);
+    parameter.meta->whole_dtype = parameter.unsharded_dtype;
     become_dtensor(tensor, parameter.meta, c10::DispatchKeySet(kTouchKey));
   }
 }
@@ -128,52 +207,69 @@ void ParameterGroup::fill_shard(const std::vector<at::Tensor>& values) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& piece = layout_.parameters[i].pieces[rank];
     if (piece.numel == 0) continue;
-    parameters_[i].local.view({-1}).copy_(values[i].reshape({-1}).narrow(0, piece.begin, piece.numel));
+    const auto part = owned_part(values[i], layout_.parameters[i], rank);
+    parameters_[i].local.copy_(part.reshape(parameters_[i].local.sizes()));
   }
 }
 
 void ParameterGroup::make_leaves() {
-  storage_ = c10::make_intrusive<UnshardedStorage>(shard_.device(), this);
+  storage_ = c10::make_intrusive<UnshardedStorage>(axes_.mesh().device(), this);
   if (!copies_) { // the leaves alias the shard
     auto owner = std::make_unique<c10::Storage>(shard_.storage());
     void* data = owner->mutable_data();
     storage_->fill({data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); }, shard_.device()},
                    layout_.unsharded_bytes);
-    state_ = State::kUnsharded;
+    enter(State::kUnsharded);
   }
+  const auto& policy = options_.mixed_precision;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
     const at::Tensor tensor(parameter.tensor.lock());
-    const auto dtype = unsharded_dtype(tensor, options_.mixed_precision);
-    // A leaf that aliases the shard is always valid: nothing needs to see its reads.
-    const auto keys = copies_ ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet();
-    const c10::Storage storage(storage_);
-    parameter.leaf = tensor_over(storage, layout_.parameters[i].unsharded_offset, tensor.sizes(), dtype, keys);
-    parameter.detached_leaf = tensor_over(storage, layout_.parameters[i].unsharded_offset, tensor.sizes(), dtype, keys);
+    // A leaf that aliases the shard is always valid: nothing needs to see its reads, unless it is to cast what is beside it.
+    const bool is_seen = copies_ || (policy.param_dtype && policy.cast_forward_inputs);
+    const auto keys = is_seen ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet();
+    parameter.leaf = tensor_over(c10::Storage(storage_), layout_.parameters[i].unsharded_offset, tensor.sizes(),
+                                 parameter.unsharded_dtype, keys, parameter.strides);
+    share_version(tensor, parameter.leaf);
     parameter.leaf.set_requires_grad(tensor.requires_grad());
-    parameter.accumulator = redirect_gradients(tensor, parameter.leaf, weak_from_this(), i);
   }
+}
+
+void ParameterGroup::enter(State next) {
+  const State before = next == State::kGathering ? State::kSharded
+                       : next == State::kSharded ? State::kUnsharded
+                       : copies_                 ? State::kGathering
+                                                 : State::kSharded;
+  TORCH_INTERNAL_ASSERT(state_ == before, label(), ": from state ", static_cast<int>(state_), " to ", static_cast<int>(next));
+  state_ = next;
+}
+
+uint64_t ParameterGroup::shard_version() const {
+  uint64_t sum = 0; // each only grows
+  for (const auto& version : versions_) sum += version.current_version();
+  return sum;
 }
 
 at::Tensor ParameterGroup::unsharded_bytes_tensor() const {
   return tensor_over(c10::Storage(storage_), 0, {layout_.unsharded_bytes}, at::kByte);
 }
 
-void ParameterGroup::expect_gradient(size_t index, uint64_t forward) {
-  if (forward != touched_forward_) {
-    touched_forward_ = forward;
-    touched_count_ = 0;
-    for (auto& parameter : parameters_) parameter.touched = false;
-  }
-  if (!parameters_[index].touched) ++touched_count_;
-  parameters_[index].touched = true;
+at::Tensor ParameterGroup::whole_parameter(size_t index) const {
+  const auto& leaf = parameters_[index].leaf;
+  return tensor_over(c10::Storage(storage_), layout_.parameters[index].unsharded_offset, leaf.sizes(), leaf.scalar_type(), {},
+                     parameters_[index].strides);
+}
+
+at::Tensor ParameterGroup::row_major_parameter(size_t index) const {
+  const auto& leaf = parameters_[index].leaf;
+  return tensor_over(c10::Storage(storage_), layout_.parameters[index].unsharded_offset, leaf.sizes(), leaf.scalar_type());
 }
 
 void ParameterGroup::check_parameters_alive() const {
-  for (const auto& parameter : parameters_) {
-    TORCH_CHECK(!parameter.tensor.expired(), "the sharded parameter ", parameter.name, " of ", label_,
-                " is gone: the module's parameters changed after fully_shard. Replace parameters first, then shard, or copy new "
-                "values with parameter.copy_(full_tensor)");
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    TORCH_CHECK(!parameters_[i].tensor.expired(), "the sharded parameter ", full_name(i), " of ", label(),
+                " is gone: the module's parameters changed after fully_shard. Call tessera::reshard_parameters after the change, "
+                "replace parameters before fully_shard, or copy new values with parameter.copy_(full_tensor)");
   }
 }
 
@@ -186,120 +282,52 @@ void ParameterGroup::prefetch_parameters() const {
   }
 }
 
-void ParameterGroup::note_write(const at::Tensor& written, size_t index) {
-  ++dtensor_writes_;
-  const auto& parameter = parameters_[index];
-  if (written.unsafeGetTensorImpl() != parameter.tensor._unsafe_get_target()) return;
-  for (const auto* tensor : {&parameter.leaf, &parameter.detached_leaf, &parameter.dtensor_leaf}) {
-    if (tensor->defined()) tensor->unsafeGetTensorImpl()->bump_version();
-  }
-}
-
-void ParameterGroup::start_gather() {
-  if (state_ != State::kSharded) return;
-  TORCH_CHECK(storage_, "the parameters of ", label_, " (", parameters_[0].name,
-              ", …) are on the meta device: call tessera::materialize before they are gathered");
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  storage_->fill(cache_->allocate(layout_.unsharded_bytes), layout_.unsharded_bytes);
-  const at::Tensor unsharded = unsharded_bytes_tensor();
-  fill_replicated(unsharded);
-  const int64_t gathered_bytes = layout_.shard_bytes * axes_.shard_ranks();
-  at::Tensor output;
-  if (layout_.gathers_in_place) {
-    output = unsharded.narrow(0, 0, gathered_bytes);
-  } else {
-    const c10::Storage storage(c10::Storage::use_byte_size_t(), gathered_bytes, cache_->allocate(gathered_bytes));
-    gather_output_ = output = tensor_over(storage, 0, {gathered_bytes}, at::kByte);
-  }
-  at::Tensor input;
-  if (casts_) {
-    input = output.narrow(0, axes_.shard_rank() * layout_.shard_bytes, layout_.shard_bytes);
-    cast_into(input);
-  } else {
-    input = shard_.narrow(0, 0, layout_.shard_bytes);
-  }
-  if (axes_.all_gather()) {
-    gather_ = axes_.all_gather()->all_gather_into(output, input, label_);
-  } else if (!casts_) {
-    output.copy_(input);
-  }
-  gathered_version_ = shard_version();
-  state_ = State::kGathering;
-}
-
-void ParameterGroup::finish_gather() {
-  if (state_ != State::kGathering) return;
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  gather_.wait();
-  if (gather_output_.defined()) copy_out(std::exchange(gather_output_, at::Tensor()));
-  state_ = State::kUnsharded;
-}
-
-void ParameterGroup::fill_replicated(const at::Tensor& unsharded) {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& layout = layout_.parameters[i];
-    if (!layout.is_replicated()) continue;
-    flat_view(unsharded, layout.unsharded_offset, 1, parameters_[i].leaf.scalar_type()).copy_(parameters_[i].local.view({-1}));
-  }
-}
-
-void ParameterGroup::cast_into(const at::Tensor& destination) {
-  const auto rank = static_cast<size_t>(axes_.shard_rank());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& piece = layout_.parameters[i].pieces[rank];
-    if (piece.numel == 0 || layout_.parameters[i].is_replicated()) continue;
-    flat_view(destination, piece.shard_offset, piece.numel, parameters_[i].leaf.scalar_type())
-        .copy_(parameters_[i].local.view({-1}));
-  }
-}
-
-void ParameterGroup::copy_out(const at::Tensor& gathered) {
-  const at::Tensor output = unsharded_bytes_tensor();
-  const auto by_rank = gathered.view({axes_.shard_ranks(), layout_.shard_bytes});
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& parameter = layout_.parameters[i];
-    const auto item = static_cast<int64_t>(parameters_[i].leaf.element_size());
-    const int64_t bytes = parameters_[i].leaf.numel() * item;
-    if (bytes == 0 || parameter.is_replicated()) continue;
-    const int64_t part = parameter.pieces[0].numel * item;
-    const auto whole = output.narrow(0, parameter.unsharded_offset, bytes);
-    const int64_t full_ranks = bytes / part; // the ranks before the uneven tail
-    whole.narrow(0, 0, full_ranks * part)
-        .view({full_ranks, part})
-        .copy_(by_rank.narrow(0, 0, full_ranks).narrow(1, parameter.pieces[0].shard_offset, part));
-    if (const int64_t rest = bytes - full_ranks * part; rest > 0) {
-      whole.narrow(0, full_ranks * part, rest).copy_(by_rank[full_ranks].narrow(0, parameter.pieces[0].shard_offset, rest));
-    }
-  }
+void ParameterGroup::set_neighbours(CommunicatorPtr neighbours) {
+  neighbours_ = std::move(neighbours);
+  const int64_t step = neighbours_->size() * kParameterAlignment; // so that it has a part for each
+  layout_.unsharded_bytes = at::round_up(layout_.unsharded_bytes, step);
 }
 
 void ParameterGroup::reshard() {
+  if (neighbours_) secondary_ = at::Tensor();
   if (!copies_ || state_ == State::kSharded) return;
   finish_gather();
   storage_->release();
-  state_ = State::kSharded;
+  enter(State::kSharded);
 }
 
-void ParameterGroup::write_back() {
-  if (!copies_ || !is_unsharded()) return;
+void ParameterGroup::reshard_after_forward() {
+  if (!neighbours_ || !is_unsharded() || is_stale()) return reshard();
+  if (!is_secondary_valid()) {
+    const at::NoGradGuard no_grad;
+    const int64_t part = layout_.unsharded_bytes / neighbours_->size();
+    secondary_ = unsharded_bytes_tensor().narrow(0, neighbours_->rank() * part, part).clone();
+    secondary_version_ = gathered_version_;
+  }
+  storage_->release();
+  enter(State::kSharded);
+}
+
+void ParameterGroup::write_back(const UnshardedRange& written) {
+  if (copies_ && !is_unsharded()) return;
   const at::NoGradGuard no_grad;
   const auto rank = static_cast<size_t>(axes_.shard_rank());
-  const at::Tensor output = unsharded_bytes_tensor();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = layout_.parameters[i];
     const auto& piece = parameter.pieces[rank];
-    if (piece.numel == 0) continue;
+    if (!UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
+    TORCH_CHECK(!extended_.contains(i), "the unsharded parameter ", full_name(i), " was written, and it has a gather extension: ",
+                "its shards are not of what is gathered. Write the parameter itself, as a whole (parameter.copy_(full_tensor))");
+    parameters_[i].local.unsafeGetTensorImpl()->bump_version(); // on every rank, with a part or without
+    if (!copies_ || piece.numel == 0) continue;
     const auto dtype = parameters_[i].leaf.scalar_type();
-    const int64_t begin = parameter.unsharded_offset + piece.begin * static_cast<int64_t>(c10::elementSize(dtype));
-    const auto written = flat_view(output, begin, piece.numel, dtype);
-    const auto local = parameters_[i].local.view({-1});
+    auto& local = parameters_[i].local;
+    const auto whole = owned_part(whole_parameter(i), parameter, rank).reshape(local.sizes());
     // What a cast only rounded keeps its value.
-    local.copy_(dtype == local.scalar_type() ? written
-                                             : at::where(local.to(dtype).eq(written), local, written.to(local.scalar_type())));
+    local.copy_(dtype == local.scalar_type() ? whole
+                                             : at::where(local.to(dtype).eq(whole), local, whole.to(local.scalar_type())));
   }
   gathered_version_ = shard_version();
 }
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

@@ -11,15 +11,41 @@
 
 #include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/fsdp/block_cache.h>
-#include <tessera/fsdp/group_gradients.h>
+#include <tessera/fsdp/extended_gather.h>
 #include <tessera/fsdp/group_layout.h>
 #include <tessera/fsdp/memory_range.h>
 #include <tessera/fsdp/mesh_axes.h>
+#include <tessera/fsdp/node_reference.h>
+#include <tessera/fsdp/place.h>
 #include <tessera/fsdp/unsharded_storage.h>
+#include <tessera/offload/offload_memory.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
-class ShardedModule;
+/// The module that a group was made for, as the group and the schedule see it. ShardedModule is the only one.
+class GroupOwner {
+ public:
+  virtual ~GroupOwner() = default;
+
+  /// What collectives and errors call the group: the path of its module from the root, or the root's class.
+  virtual const std::string& label() const = 0;
+  /// The path of module `index` of those that share the group, from the root.
+  virtual std::string path(size_t index) const = 0;
+  /// Whether a touch elsewhere frees the group between forward and backward.
+  virtual bool reshards_after_forward() const = 0;
+  /// An error that names a parameter of the model which was registered, and requires a gradient, since `fully_shard` took it.
+  virtual void check_no_new_parameter() const = 0;
+  /// A forward reads the group. Warns, once a model, where its policy has an output_dtype that no `tessera::call` applies.
+  virtual void check_boundary() const = 0;
+  /// A `tessera::call` of the module runs.
+  virtual bool is_called() const = 0;
+  /// The operator `name` rounds an activation in such a call, which FSDP2 would not do there. Warns, once a model.
+  virtual void note_rounding(const std::string& name, at::ScalarType from, at::ScalarType to) const = 0;
+  /// Whether `fully_shard` was told to leave `tensor` as it is, in this group's model.
+  virtual bool ignores(const at::Tensor& tensor) const = 0;
+};
+
+class ParameterGroup;
 
 /// A parameter's name, after what is said about it ("the gradient of ").
 class ParameterName final : public TensorName {
@@ -51,19 +77,40 @@ inline ParameterMeta* parameter_meta(const at::TensorBase& tensor) {
 }
 
 struct ShardedParameter {
-  std::string name;                                ///< full name from the module given to `fully_shard`
+  std::string own_name;                            ///< from the module of the group that has it
+  size_t module;                                   ///< which of the group's modules that is
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
-  at::Tensor leaf;                                 ///< what forward ops read instead: plain, in the unsharded dtype
-  at::Tensor detached_leaf;                        ///< the same memory for `detach()`ed reads
-  at::Tensor dtensor_leaf;                         ///< stands for it among DTensors in grad mode; made when first needed
-  NodeReference accumulator;                       ///< of the gradients of `leaf` and of `tensor`
+  at::Tensor leaf = {};                            ///< what forward ops read instead: plain, in the unsharded dtype
+  at::Tensor dtensor_leaf = {};                    ///< stands for it among DTensors in grad mode; made when first needed
+  NodeReference accumulator = {};                  ///< of the gradients of `leaf` and of `tensor`
   SpecPtr spec;
-  c10::intrusive_ptr<ParameterMeta> meta;
+  c10::intrusive_ptr<ParameterMeta> meta = {};
   c10::intrusive_ptr<const TensorName> gradient_name;
   std::optional<MemoryRange> original; ///< where the whole tensor was
-  at::Tensor local;                    ///< this rank's part, a view of the shard
-  bool touched = false;                ///< read in this forward with a gradient to come
+  at::Tensor local = {};               ///< this rank's part, inside the shard
+  std::vector<int64_t> strides = {};   ///< of the whole, where it is not row-major (channels_last)
+  /// With `strides`: this rank's part has them too. It is row-major where a cut falls inside a row, and the whole gets them after
+  /// each gather.
+  bool has_strided_shards = false;
+  std::optional<Placement> chosen = {}; ///< by the program, along the shard dim
+  at::ScalarType unsharded_dtype;       ///< of the leaf
 };
+
+/// The strides of a tensor without gaps, where they are not those of a row-major one; for any other none.
+std::vector<int64_t> own_strides(const at::Tensor& tensor);
+
+/// What a group is made from, one of each a parameter.
+struct FreeParameters {
+  std::vector<at::Tensor> tensors;
+  std::vector<Place> places;
+  std::vector<at::ScalarType> dtypes;                            ///< in which forward reads them
+  std::vector<std::optional<Placement>> placements;              ///< that the program chose
+  std::vector<at::Tensor> values = {};                           ///< whole; empty: what the tensors have
+  std::vector<std::shared_ptr<GatherExtension>> extensions = {}; ///< null for none; empty: none at all
+};
+
+/// Bytes of this rank's shard of a group of parameters, or a little more.
+int64_t shard_bytes_of(const FreeParameters& free, BufferLayout layout, const MeshAxes& axes);
 
 /// One communication group: its shard, its unsharded storage, and the moves between them.
 ///
@@ -71,15 +118,16 @@ struct ShardedParameter {
 /// Not thread-safe: the schedule's lock guards it. `start_gather` and `finish_gather` are collective over the shard axis.
 class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
  public:
-  ParameterGroup(std::string label, const MeshAxes& axes, const FullyShardOptions& options, std::shared_ptr<BlockCache> cache);
+  ParameterGroup(std::shared_ptr<GroupOwner> owner, const MeshAxes& axes, const FullyShardOptions& options,
+                 std::shared_ptr<BlockCache> cache);
   ~ParameterGroup();
   ParameterGroup(const ParameterGroup&) = delete;
   ParameterGroup& operator=(const ParameterGroup&) = delete;
 
-  /// Takes over `tensors`: keeps this rank's part and turns each into a DTensor in place. Meta tensors get no memory until
-  /// `materialize`.
-  void shard(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names);
-  /// Gives meta-device parameters uninitialized memory on the mesh's device; nothing for others.
+  /// Takes over tensors: keeps this rank's part, in `memory` where it is not null, and turns each into a DTensor in place. Meta
+  /// tensors get no memory until `materialize`. Those of other groups leave these, which must not be used any more.
+  void shard(const FreeParameters& free, std::shared_ptr<OffloadMemory> memory = nullptr);
+  /// Gives meta-device parameters uninitialized memory on the mesh's device, and leaves; nothing for others.
   void materialize();
 
   /// An error that names a parameter which its module gave up.
@@ -87,82 +135,116 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Has the memory fetch what every read and every gradient of a parameter goes through.
   void prefetch_parameters() const;
 
+  /// Starts to bring an offloaded shard to the device, for a gather that will come soon.
+  void start_fetch();
   void start_gather();
   void finish_gather();
   /// Frees the unsharded parameters.
   void reshard();
-  /// Copies this rank's part of the unsharded parameters to the shard (after a write to a leaf).
-  void write_back();
+  /// Keeps this rank's part among `neighbours`, from which the next gather is made, where there are any.
+  void reshard_after_forward();
+  void set_neighbours(CommunicatorPtr neighbours);
+  const CommunicatorPtr& neighbours() const { return neighbours_; }
+  const ExtendedGather& extended() const { return extended_; }
+  /// Makes parameter `index`, which its module gave up but somebody still holds, a DTensor that has nothing to do with the group.
+  void release_parameter(size_t index);
+  /// Copies this rank's part of the unsharded parameters in `written` to the shard (after a write to a leaf).
+  void write_back(const UnshardedRange& written);
 
-  /// Parameter `index` was read in forward number `forward`, with a gradient to come; another number forgets those of the one
-  /// before.
-  void expect_gradient(size_t index, uint64_t forward);
-  /// How many parameters expect a gradient.
-  size_t touched_count() const { return touched_count_; }
-
+  /// False for parameters on the meta device.
+  bool has_memory() const { return storage_.defined(); }
   bool is_open() const { return state_ != State::kSharded; }
   bool is_unsharded() const { return state_ == State::kUnsharded; }
+  /// Grows with every write to the shard.
+  uint64_t shard_version() const;
   /// The shard was written since the gather.
   bool is_stale() const { return copies_ && gathered_version_ != shard_version(); }
-  /// A DTensor op is about to write parameter `index` through `tensor`: it runs below the dispatch level that counts versions.
-  /// As in an unsharded model, what autograd saved of the parameter can be used no more, unless it was written through `data()`.
-  void note_write(const at::Tensor& tensor, size_t index);
   /// Whether an unshard communicates or copies at all; otherwise the leaves alias the shard.
   bool copies() const { return copies_; }
   int64_t unsharded_bytes() const { return copies_ && is_open() ? layout_.unsharded_bytes : 0; }
 
-  const std::string& label() const { return label_; }
-  void set_label(std::string label) { label_ = std::move(label); }
+  const std::string& label() const { return owner->label(); }
   const MeshAxes& axes() const { return axes_; }
+  MeshAxes& axes() { return axes_; }
   const FullyShardOptions& options() const { return options_; }
   const GroupLayout& layout() const { return layout_; }
   std::vector<ShardedParameter>& parameters() { return parameters_; }
   const std::vector<ShardedParameter>& parameters() const { return parameters_; }
-  GroupGradients& gradients() { return *gradients_; }
   BlockCache& cache() { return *cache_; }
-  std::string full_name(size_t index) const { return parameters_[index].name; }
+  /// Where shards, gradients and the optimizer's state lie; null where that is the device's own memory.
+  const std::shared_ptr<OffloadMemory>& memory() const { return memory_; }
+  /// The groups of a model take their memory from one cache, so that one's freed block is the next one's.
+  void set_cache(std::shared_ptr<BlockCache> cache) { cache_ = std::move(cache); }
+  /// From the root's module.
+  std::string full_name(size_t index) const;
 
-  std::shared_ptr<ShardedModule> owner; ///< the state of the module that the group was made for
-  int64_t number = 0;                   ///< among the groups of its model, the same on every rank
-  // Kept by the schedule:
-  int64_t order_position = -1;   ///< in the recorded forward order
-  uint64_t recorded_forward = 0; ///< the last forward that recorded it there
-  uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
-  bool is_listed = false;        ///< among those whose gradients are unfinished
+  const std::shared_ptr<GroupOwner> owner;
+  size_t number = 0; ///< among the modules of its model that were sharded, the same on every rank
 
  private:
   enum class State { kSharded, kGathering, kUnsharded };
 
-  uint64_t shard_version() const { return shard_._version() + dtensor_writes_; }
+  void enter(State next);
   void allocate_shard(c10::Device device);
   void make_leaves();
   void fill_shard(const std::vector<at::Tensor>& values);
   at::Tensor unsharded_bytes_tensor() const;
+  /// Parameter `index` in the unsharded storage; no leaf, so that reads and writes of it are unseen.
+  at::Tensor whole_parameter(size_t index) const;
+  /// The same as if it were row-major, which it is before `restride_gathered`.
+  at::Tensor row_major_parameter(size_t index) const;
+  /// Gives the parameters that were gathered row-major their strides.
+  void restride_gathered();
   void fill_replicated(const at::Tensor& unsharded);
   void cast_into(const at::Tensor& destination);
+  /// The shard on the device.
+  const at::Tensor& fetched_shard();
+  at::Tensor fetched_local(size_t index) const;
+  void try_fetch();
+  at::Tensor allocate_output(const at::Tensor& unsharded);
+  Work gather_shards(const at::Tensor& output);
+  Work gather_inside(const at::Tensor& output, const at::Tensor& input);
+  /// What has been gathered of it is of the shard as it is now.
+  bool is_secondary_valid() const { return secondary_.defined() && secondary_version_ == shard_version(); }
+  /// Of what a rank sends.
+  int64_t sent_bytes() const { return layout_.shard_bytes + extended_bytes_; }
+  void plan(const FreeParameters& free);
+  void add_parameter(const FreeParameters& free, size_t i, at::ScalarType dtype);
+  void prepare_extended();
+  void copy_out_extended(const at::Tensor& by_rank);
   void copy_out(const at::Tensor& gathered);
+  void copy_out_pieces(size_t index, const at::Tensor& by_rank);
 
-  std::string label_;
   MeshAxes axes_;
   FullyShardOptions options_;
   std::shared_ptr<BlockCache> cache_;
   GroupLayout layout_;
   std::vector<ShardedParameter> parameters_;
-  std::unique_ptr<GroupGradients> gradients_;
 
-  at::Tensor shard_;                    ///< bytes; the locals are views of it
-  std::vector<int64_t> master_offsets_; ///< bytes, of each local inside the shard
-  bool casts_ = false;                  ///< some parameter's unsharded dtype differs from its own
+  std::shared_ptr<OffloadMemory> memory_;
+  at::Tensor shard_;                           ///< bytes; the locals lie in it
+  std::vector<c10::VariableVersion> versions_; ///< of the locals
+  bool casts_ = false;                         ///< some parameter's unsharded dtype differs from its own
   bool copies_ = true;
   c10::intrusive_ptr<UnshardedStorage> storage_;
 
   State state_ = State::kSharded;
+  at::Tensor fetched_; ///< a copy of an offloaded shard, until it is gathered
+  std::unique_ptr<Fetch> fetch_;
+  uint64_t fetched_version_ = 0;
   at::Tensor gather_output_; ///< while gathering with a copy-out
+  at::Tensor inner_output_;  ///< of the gather inside the inner group, which follows the one that is in flight
   Work gather_;
+  ExtendedGather extended_;
+  int64_t extended_bytes_ = 0;           ///< of what a rank sends for these
+  bool gathers_unsharded_parts_ = false; ///< from what was unsharded before, with its strides
   uint64_t gathered_version_ = 0;
-  uint64_t dtensor_writes_ = 0;
-  uint64_t touched_forward_ = 0;
-  size_t touched_count_ = 0;
+
+  /// This rank's part of the unsharded parameters among fewer ranks than the shard axis has: those of the inner group of a
+  /// hierarchical strategy, or the neighbours of a `reshard_after_forward` (ZeRO++: the secondary partition).
+  at::Tensor secondary_;
+  uint64_t secondary_version_ = 0; ///< of the shard that it was gathered from
+  CommunicatorPtr neighbours_;
 };
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

@@ -7,49 +7,83 @@
 #include <algorithm>
 #include <utility>
 
-#include <tessera/fsdp/group_gradients.h>
-#include <tessera/fsdp/parameter_group.h>
-#include <tessera/fsdp/sharded_module.h>
+#include <tessera/activations/recomputation.h>
+#include <tessera/dtensor/dispatch/call_site.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 namespace {
 
-using GroupList = std::vector<std::weak_ptr<ParameterGroup>>;
 using GroupPtr = std::shared_ptr<ParameterGroup>;
 
-bool related(const ParameterGroup& a, const ParameterGroup& b) {
-  return a.owner->is_self_or_ancestor_of(*b.owner) || b.owner->is_self_or_ancestor_of(*a.owner);
+/// A read by the forward of a model that takes no part in the graph task which runs now: a tensor hook of another model trains
+/// it.
+bool is_forward_in_hook(const ParameterGroup& group) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (!nodes || !at::GradMode::is_enabled() || dispatch::in_custom_backward())
+    return false; // a recompute's gradients come at once
+  bool is_trained = false;
+  for (const auto& parameter : group.parameters()) {
+    if (!parameter.leaf.requires_grad()) continue;
+    is_trained = true;
+    if (nodes->count(parameter.accumulator.get()) > 0) return false;
+  }
+  return is_trained;
 }
 
 } // namespace
 
-bool Schedule::enter_phase() {
+void Schedule::enter(State next) {
+  const bool legal = next == State::kForward    ? state_ == State::kIdle
+                     : next == State::kBackward ? state_ != State::kBackward
+                                                : state_ == State::kBackward;
+  TORCH_INTERNAL_ASSERT(legal, "the schedule goes from state ", static_cast<int>(state_), " to ", static_cast<int>(next));
+  state_ = next;
+  ++phase_;
+}
+
+bool Schedule::follow(const ParameterGroup* read) {
   const bool backward = torch::autograd::get_current_graph_task_id() >= 0;
-  if (backward && !in_backward_) begin_backward();
-  if (!backward && in_backward_) abandon_backward();
-  if (!backward && after_backward_) begin_forward();
+  if (state_ == State::kBackward && (!backward || iteration_.graph_task.expired())) abandon_backward();
+  if (backward && state_ != State::kBackward && !(read && is_forward_in_hook(*read))) begin_backward();
+  if (!backward && state_ == State::kIdle) begin_forward();
   return backward;
 }
 
 void Schedule::begin_forward() {
-  after_backward_ = false;
+  enter(State::kForward);
   ++forward_epoch_;
-  ++phase_;
-  recording_.clear();
+  iteration_ = {};
 }
 
 void Schedule::begin_backward() {
-  in_backward_ = true;
-  ++phase_;
-  const GroupList& list = recording_.empty() ? order_ : recording_;
-  next_to_reduce_ = static_cast<int64_t>(list.size()) - 1;
-  for (const auto& weak : list) {
-    if (const GroupPtr group = weak.lock()) group->gradients().begin_backward();
-  }
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+  enter(State::kBackward);
+  iteration_.next_to_reduce = static_cast<int64_t>(order().size()) - 1;
+  for (auto* each : order()) each->gradients->forget_landed();
+  // The graph task owns its callbacks: a backward that fails drops this one, and its mark with it.
+  auto mark = std::make_shared<bool>(true);
+  iteration_.graph_task = mark;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), mark = std::move(mark)] {
     if (const auto self = weak.lock()) self->finish_backward();
   });
+  if (!watch_.is_done()) watch_plain_leaves();
+}
+
+/// In the first backwards; one rank warns for all.
+void Schedule::watch_plain_leaves() {
+  uint64_t writes = 0;
+  std::shared_ptr<const GroupOwner> owner;
+  for (const auto& entry : groups_) {
+    const GroupPtr group = entry.group.lock();
+    if (!group) continue;
+    const auto& mesh = group->axes().mesh();
+    const auto& place = *mesh.coordinate();
+    const bool is_first = std::all_of(place.begin(), place.end(), [](int64_t at) { return at == 0; });
+    if (mesh.ranks().size() == 1 || !is_first) return watch_.end();
+    writes += group->shard_version();
+    owner = group->owner;
+  }
+  watch_.look(writes, [&](const at::Tensor& leaf) { return owner->ignores(leaf); });
 }
 
 Schedule::KeepOpen::KeepOpen(Schedule& schedule, std::vector<ParameterGroup*> groups) : schedule_(schedule) {
@@ -64,13 +98,21 @@ Schedule::KeepOpen::~KeepOpen() {
 
 void Schedule::touch(ParameterGroup& group) {
   const std::lock_guard lock(mutex_);
-  const bool backward = enter_phase();
+  touch_locked(group);
+}
+
+void Schedule::touch_locked(ParameterGroup& group) {
+  const bool backward = follow(&group);
   if (group.is_stale()) group.reshard();
   if (!backward) record(group);
-  if (group.is_unsharded() && group.phase == phase_) return;
-  group.phase = phase_;
-  const bool recomputes = backward && at::GradMode::is_enabled(); // its gradients come at once
-  if (!recomputes) close_unrelated(group);
+  auto& entry = scheduled(group);
+  entry.is_held = false;
+  const uint64_t recomputation = backward ? current_recomputation() : 0;
+  if (!backward || recomputation > 0) entry.recomputation = recomputation;
+  if (group.is_unsharded() && entry.phase == phase_) return;
+  entry.phase = phase_;
+  const bool by_own_function = backward && at::GradMode::is_enabled() && recomputation == 0; // its gradients come at once
+  if (!by_own_function) close_unrelated(group, recomputation);
   open(group);
   group.finish_gather();
   prefetch_after(group);
@@ -78,179 +120,259 @@ void Schedule::touch(ParameterGroup& group) {
 
 void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
   const std::lock_guard lock(mutex_);
-  touch(group);
-  if (expects_gradient) group.expect_gradient(index, forward_epoch_);
+  touch_locked(group);
+  if (expects_gradient) scheduled(group).gradients->expect(index, forward_epoch_);
 }
 
 void Schedule::record(ParameterGroup& group) {
-  if (group.recorded_forward == forward_epoch_) return;
+  auto& entry = scheduled(group);
+  if (entry.recorded_forward == forward_epoch_) return;
   group.prefetch_parameters();
   group.check_parameters_alive();
-  if (recording_.empty()) {
-    const ShardedModule* root = group.owner.get();
-    while (root->parent()) root = root->parent().get();
-    root->check_no_new_parameter();
-  }
-  group.recorded_forward = forward_epoch_;
-  group.order_position = static_cast<int64_t>(recording_.size());
-  recording_.push_back(group.weak_from_this());
+  if (iteration_.recording.empty()) group.owner->check_no_new_parameter();
+  group.owner->check_boundary();
+  entry.recorded_forward = forward_epoch_;
+  entry.order_position = static_cast<int64_t>(iteration_.recording.size());
+  iteration_.recording.push_back(&entry);
 }
 
 void Schedule::open(ParameterGroup& group) {
   if (!group.copies() || group.is_open()) return;
   group.start_gather();
-  open_.push_back(group.weak_from_this());
+  open_.push_back(&scheduled(group));
 }
 
-void Schedule::close_unrelated(const ParameterGroup& group) {
-  std::erase_if(open_, [&](const auto& weak) {
-    const GroupPtr other = weak.lock();
+void Schedule::close_unrelated(const ParameterGroup& group, uint64_t recomputation) {
+  // The gradients of what a recomputation reads come next, as do those of what forward left open. What another one left is
+  // frozen.
+  const auto is_needed = [&](const ScheduledGroup& each) {
+    return recomputation > 0 && (each.recomputation == 0 || each.recomputation == recomputation);
+  };
+  std::erase_if(open_, [&](auto* each) {
+    const GroupPtr other = each->group.lock();
     if (!other || !other->is_open()) return true;
     const bool prefetched = !other->is_unsharded();
     const bool kept = std::find(kept_.begin(), kept_.end(), other.get()) != kept_.end();
-    if (prefetched || kept || related(*other, group) || !other->owner->reshards_after_forward()) return false;
-    other->reshard();
+    if (prefetched || kept || each->is_held || is_needed(*each) || related(*other, group)) return false;
+    if (!other->owner->reshards_after_forward()) return false;
+    state_ == State::kBackward ? other->reshard() : other->reshard_after_forward();
     return true;
   });
 }
 
-ParameterGroup* Schedule::neighbour(const ParameterGroup& group, int64_t step) const {
-  const GroupList& list = in_backward_ && !recording_.empty() ? recording_ : order_;
-  const auto at = [&](int64_t position) -> ParameterGroup* {
-    return position >= 0 && position < static_cast<int64_t>(list.size()) ? list[static_cast<size_t>(position)].lock().get()
-                                                                         : nullptr;
+bool Schedule::related(const ParameterGroup& a, const ParameterGroup& b) const {
+  const auto [above, below] = std::minmax(a.number, b.number);
+  return below < groups_[above].end;
+}
+
+GroupPtr Schedule::next_of(const ParameterGroup& group, int64_t step) {
+  const auto at = [](const auto& list, int64_t position) {
+    return position >= 0 && position < static_cast<int64_t>(list.size()) ? &list[static_cast<size_t>(position)] : nullptr;
   };
-  return at(group.order_position) == &group ? at(group.order_position + step) : nullptr;
+  const bool forward = state_ != State::kBackward;
+  const Order& list = forward && !order_.empty() ? order_ : order();
+  const auto& entry = scheduled(group);
+  const auto* own = at(list, entry.order_position);
+  if (own && *own == &entry) {
+    if (const auto* next = at(list, entry.order_position + (forward ? step : -step))) return (*next)->group.lock();
+  }
+  if (!forward || !order_.empty()) return nullptr;
+  // The first forward: modules mostly run in the order in which they are registered.
+  int64_t position = static_cast<int64_t>(group.number) + 1;
+  const auto is_ahead = [&](const ScheduledGroup& each) {
+    return !each.group.expired() && each.recorded_forward != forward_epoch_;
+  };
+  for (const ScheduledGroup* next = nullptr; (next = at(groups_, position)) != nullptr; ++position) {
+    if (is_ahead(*next) && --step == 0) return next->group.lock();
+  }
+  return nullptr;
 }
 
 void Schedule::prefetch_after(const ParameterGroup& group) {
-  if (ParameterGroup* next = neighbour(group, in_backward_ ? -1 : 1)) {
-    if (next->is_stale()) next->reshard();
-    open(*next);
+  const auto& settings = *scheduled(group).prefetch;
+  const auto& list = state_ == State::kBackward ? settings.in_backward : settings.in_forward;
+  for (const auto& weak : list) {
+    if (const GroupPtr each = weak.lock()) prefetch(*each);
   }
+  if (!list.empty()) return;
+  for (int64_t step = 1; step <= settings.depth; ++step) {
+    if (const GroupPtr next = next_of(group, step)) prefetch(*next);
+  }
+  if (!group.memory()) return; // a gather that follows finds the shard on the device
+  if (const GroupPtr next = next_of(group, settings.depth + 1)) next->start_fetch();
+}
+
+void Schedule::prefetch(ParameterGroup& group) {
+  if (!group.has_memory() || (state_ == State::kBackward && !scheduled(group).prefetch->is_prefetched_in_backward)) return;
+  if (group.is_stale()) group.reshard();
+  open(group);
+}
+
+/// Runs `locked` under the lock, and then, without it, the user's hooks on the gradients that became ready. Whether there were
+/// any.
+template <typename Locked>
+bool Schedule::deliver_after(const Locked& locked) {
+  ReadyGradients ready;
+  {
+    const std::lock_guard lock(mutex_);
+    locked();
+    ready = std::exchange(ready_, {});
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& each : ready) deliver(std::move(each));
+  return !ready.empty();
 }
 
 void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
-  const std::lock_guard lock(mutex_);
-  enter_phase();
-  list_unfinished(group);
-  group.gradients().land(index, gradient);
-  if (group.gradients().is_complete()) reduce_in_order();
-}
-
-void Schedule::land_sharded(ParameterGroup& group, size_t index, at::Tensor gradient) {
-  const std::lock_guard lock(mutex_);
-  group.gradients().add_sharded(index, std::move(gradient));
+  {
+    const std::lock_guard lock(mutex_);
+    follow();
+    auto& entry = scheduled(group);
+    if (!std::exchange(entry.is_listed, true)) unfinished_.push_back(&entry);
+    entry.gradients->land(index, gradient, gradient_weight_);
+    if (!entry.gradients->is_complete()) return;
+  }
+  deliver_after([&] { reduce_in_order(); });
 }
 
 void Schedule::reduce_in_order() {
-  const GroupList& list = recording_.empty() ? order_ : recording_;
-  for (; next_to_reduce_ >= 0; --next_to_reduce_) {
-    const GroupPtr group = list[static_cast<size_t>(next_to_reduce_)].lock();
-    if (!group || group->touched_count() == 0) continue;
-    if (!group->gradients().is_complete()) return; // its turn comes first on every rank
-    start_reduce(*group);
+  for (auto& next = iteration_.next_to_reduce; next >= 0; --next) {
+    auto* entry = order()[static_cast<size_t>(next)];
+    const GroupPtr group = entry->group.lock();
+    if (!group || !entry->gradients->expects_any()) continue;
+    if (!entry->gradients->is_complete()) return; // its turn comes first on every rank
+    finish_group(*entry);
   }
 }
 
 void Schedule::reduce_the_rest() {
-  const GroupList& list = recording_.empty() ? order_ : recording_;
-  std::vector<GroupPtr> rest;
-  for (auto position = static_cast<int64_t>(list.size()) - 1; position >= 0; --position) {
-    const GroupPtr group = list[static_cast<size_t>(position)].lock();
-    if (group && group->gradients().has_pending()) rest.push_back(group);
-  }
+  Order rest;
+  const auto add = [&](ScheduledGroup* entry) {
+    const bool waits = !entry->group.expired() && entry->gradients->has_pending();
+    if (waits && std::find(rest.begin(), rest.end(), entry) == rest.end()) rest.push_back(entry);
+  };
+  std::for_each(order().rbegin(), order().rend(), add);
   // Then those of a graph from an earlier forward, in an order that is the same on every rank.
   const auto from_before = static_cast<std::ptrdiff_t>(rest.size());
-  const auto listed = std::exchange(unfinished_, {});
-  for (const auto& weak : listed) {
-    const GroupPtr group = weak.lock();
-    if (!group) continue;
-    group->is_listed = false;
-    const bool waits = group->gradients().has_pending();
-    if (waits && std::find(rest.begin(), rest.end(), group) == rest.end()) rest.push_back(group);
-  }
-  std::sort(rest.begin() + from_before, rest.end(), [](const auto& a, const auto& b) { return a->number > b->number; });
-  for (const auto& group : rest) start_reduce(*group);
-  for (const auto& weak : listed) { // what accumulates without communication, or without the all-reduce, is for a later backward
-    const GroupPtr group = weak.lock();
-    if (group && group->gradients().is_unfinished()) list_unfinished(*group);
-  }
+  std::for_each(unfinished_.begin(), unfinished_.end(), add);
+  std::sort(rest.begin() + from_before, rest.end(), std::greater<>()); // by number
+  for (auto* entry : rest) finish_group(*entry);
+  std::erase_if(unfinished_, [](auto* entry) { // what accumulates without communication or all-reduce is for a later backward
+    entry->is_listed = !entry->group.expired() && entry->gradients->is_unfinished();
+    return !entry->is_listed;
+  });
 }
 
-void Schedule::list_unfinished(ParameterGroup& group) {
-  if (!std::exchange(group.is_listed, true)) unfinished_.push_back(group.weak_from_this());
-}
-
-void Schedule::start_reduce(ParameterGroup& group) {
-  if (group.gradients().requires_sync) {
-    group.gradients().finish_reduce(); // the one before, when a group is reduced twice in a backward
-    while (!reducing_.empty()) {
-      const GroupPtr oldest = reducing_.front().lock();
-      if (oldest) oldest->gradients().advance_reduce();
-      if (oldest && oldest->axes().all_reduce() && reducing_.size() < 2) break;
-      reducing_.erase(reducing_.begin());
-      if (oldest) oldest->gradients().finish_reduce();
-    }
-    group.gradients().start_reduce();
-    if (group.gradients().is_reducing()) reducing_.push_back(group.weak_from_this());
+void Schedule::finish_group(ScheduledGroup& entry) {
+  const GroupPtr group = entry.group.lock();
+  if (!group) return;
+  const bool waits = !is_last_backward_ && group->axes().keeps_gradients();
+  if (entry.gradients->requires_sync && !waits) {
+    reduce(entry);
   } else {
-    group.gradients().begin_backward();
+    entry.gradients->forget_landed();
   }
-  if (group.gradients().reshard_after_backward) group.reshard();
+  if (entry.gradients->reshard_after_backward) group->reshard();
+}
+
+void Schedule::reduce(ScheduledGroup& entry) {
+  entry.gradients->finish_reduce(ready_); // the one before, when a group is reduced twice in a backward
+  while (!reducing_.empty()) {
+    auto* oldest = reducing_.front();
+    const GroupPtr group = oldest->group.lock();
+    if (group) oldest->gradients->advance_reduce();
+    if (group && group->axes().reduces_twice() && reducing_.size() < 2) break;
+    reducing_.erase(reducing_.begin());
+    if (group) oldest->gradients->finish_reduce(ready_);
+  }
+  entry.gradients->start_reduce(ready_);
+  const GroupPtr group = entry.group.lock();
+  if (group && !group->axes().reduce_scatter()) entry.gradients->advance_reduce(); // its first collective is the all-reduce
+  if (entry.gradients->is_reducing()) reducing_.push_back(&entry);
 }
 
 void Schedule::finish_backward() {
-  const std::lock_guard lock(mutex_);
-  if (!in_backward_) return;
-  reduce_the_rest();
-  if (is_last_backward_) {
-    for (const auto& weak : std::exchange(reducing_, {})) {
-      if (const GroupPtr group = weak.lock()) group->gradients().finish_reduce();
+  const auto finish_reductions = [&] {
+    if (state_ != State::kBackward) return;
+    reduce_the_rest();
+    if (!is_last_backward_) return;
+    for (auto* entry : std::exchange(reducing_, {})) {
+      if (const GroupPtr group = entry->group.lock()) entry->gradients->finish_reduce(ready_);
     }
+  };
+  while (deliver_after(finish_reductions)) { // a backward of the same model in a hook makes more
   }
-  std::erase_if(open_, [](const auto& weak) {
-    const GroupPtr group = weak.lock();
-    if (!group || !group->gradients().reshard_after_backward) return !group || !group->is_open();
+  const std::lock_guard lock(mutex_);
+  if (state_ != State::kBackward) return;
+  if (!watch_.is_done()) watch_.count_holders();
+  for (const auto* entry : unfinished_) {
+    if (!entry->group.expired()) entry->gradients->withhold_unreduced();
+  }
+  std::erase_if(open_, [](auto* entry) {
+    const GroupPtr group = entry->group.lock();
+    if (!group || !entry->gradients->reshard_after_backward) return !group || !group->is_open();
     group->reshard();
     return true;
   });
-  if (!recording_.empty()) order_ = std::exchange(recording_, {});
-  in_backward_ = false;
-  after_backward_ = true;
-  ++phase_;
+  if (!iteration_.recording.empty()) order_ = std::exchange(iteration_.recording, {});
+  enter(State::kIdle);
 }
 
 void Schedule::abandon_backward() {
-  in_backward_ = false;
-  after_backward_ = true;
+  enter(State::kIdle);
   reducing_.clear();
-  for (const auto& list : {order_, recording_, std::exchange(unfinished_, {})}) {
-    for (const auto& weak : list) {
-      const GroupPtr group = weak.lock();
+  ready_.clear();
+  std::vector<Work> in_flight;
+  for (const auto& list : {order_, iteration_.recording, std::exchange(unfinished_, {})}) {
+    for (auto* entry : list) {
+      const GroupPtr group = entry->group.lock();
       if (!group) continue;
-      group->gradients().discard();
-      group->is_listed = false;
+      in_flight.push_back(entry->gradients->discard());
+      entry->is_listed = false;
     }
   }
+  for (auto& work : in_flight) work.wait(); // which throws for a broken communicator, when nothing is left to forget
+}
+
+void Schedule::forget_failed_backward() {
+  const std::lock_guard lock(mutex_);
+  if (state_ == State::kBackward && iteration_.graph_task.expired()) abandon_backward();
+}
+
+void Schedule::start_unshard(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  if (group.is_stale()) group.reshard();
+  open(group);
+  scheduled(group).is_held = true;
+}
+
+void Schedule::finish_unshard(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  group.finish_gather();
 }
 
 void Schedule::unshard(ParameterGroup& group) {
   const std::lock_guard lock(mutex_);
-  if (group.is_stale()) group.reshard();
-  open(group);
+  start_unshard(group);
   group.finish_gather();
+}
+
+void Schedule::reshard_after_forward(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  group.reshard_after_forward();
+  std::erase(open_, &scheduled(group));
 }
 
 void Schedule::reshard(ParameterGroup& group) {
   const std::lock_guard lock(mutex_);
   group.reshard();
-  std::erase_if(open_, [&](const auto& weak) { return weak.lock().get() == &group; });
+  scheduled(group).is_held = false;
+  std::erase(open_, &scheduled(group));
 }
 
-void Schedule::write_back(ParameterGroup& group) {
+void Schedule::write_back(ParameterGroup& group, const UnshardedRange& written) {
   const std::lock_guard lock(mutex_);
-  group.write_back();
+  group.write_back(written);
 }
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

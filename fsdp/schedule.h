@@ -10,10 +10,33 @@
 #include <vector>
 
 #include <tessera/fsdp/block_cache.h>
+#include <tessera/fsdp/group_gradients.h>
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/trains_apart.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
-class ParameterGroup;
+/// What is gathered ahead when a group is needed.
+struct PrefetchSettings {
+  using Groups = std::vector<std::weak_ptr<ParameterGroup>>;
+  bool is_prefetched_in_backward = true; ///< the group itself, by others
+  int64_t depth = 1;                     ///< groups, in the recorded order
+  Groups in_forward, in_backward;        ///< in place of those, where there are any
+};
+
+/// A group in the schedule of its model, and what the schedule notes of it.
+struct ScheduledGroup {
+  std::weak_ptr<ParameterGroup> group; ///< empty for a module without parameters of its own
+  std::shared_ptr<GroupGradients> gradients;
+  std::shared_ptr<const PrefetchSettings> prefetch;
+  size_t end = 0;                ///< the groups below its module have the numbers from its own to here
+  int64_t order_position = -1;   ///< in the recorded forward order
+  uint64_t recorded_forward = 0; ///< the last forward that recorded it there
+  uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
+  uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
+  bool is_listed = false;        ///< among those whose gradients are unfinished
+  bool is_held = false;          ///< by `unshard`, until its first read
+};
 
 /// The order of a model's collectives, driven by the reads and the gradients of its parameters. One for all groups below a root.
 ///
@@ -26,6 +49,8 @@ class ParameterGroup;
 class Schedule : public std::enable_shared_from_this<Schedule> {
  public:
   explicit Schedule(c10::Device device) : cache_(std::make_shared<BlockCache>(device)) {}
+  /// The model's groups by their numbers, before the first event.
+  void set_groups(std::vector<ScheduledGroup> groups) { groups_ = std::move(groups); }
 
   /// Makes the unsharded parameters of `group` valid for a read by an op that runs now.
   void touch(ParameterGroup& group);
@@ -33,8 +58,6 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient);
   /// The full gradient of parameter `index` is there.
   void land(ParameterGroup& group, size_t index, const at::Tensor& gradient);
-  /// A gradient of it that is a DTensor, and needs no reduction.
-  void land_sharded(ParameterGroup& group, size_t index, at::Tensor gradient);
 
   /// While it lives, a touch of one of `groups` does not free the others: an op that reads parameters of several groups.
   class KeepOpen {
@@ -49,45 +72,87 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
     std::vector<ParameterGroup*> before_;
   };
 
+  void start_unshard(ParameterGroup& group);
+  /// Nothing for a group that was freed since.
+  void finish_unshard(ParameterGroup& group);
   void unshard(ParameterGroup& group);
   void reshard(ParameterGroup& group);
+  void reshard_after_forward(ParameterGroup& group);
   /// Copies a write to an unsharded parameter back to the shard.
-  void write_back(ParameterGroup& group);
+  void write_back(ParameterGroup& group, const UnshardedRange& written);
 
-  void set_is_last_backward(bool is_last) { is_last_backward_ = is_last; }
+  /// Drops what a backward left that ended with an exception. The events above do this by themselves.
+  void forget_failed_backward();
+
+  void set_is_last_backward(bool is_last) {
+    const std::lock_guard lock(mutex_);
+    is_last_backward_ = is_last;
+  }
+  bool is_last_backward() const { return is_last_backward_; }
+  /// Of what this rank's backwards bring from now on; 0 drops it, whatever it is.
+  void set_gradient_weight(double weight) {
+    const std::lock_guard lock(mutex_);
+    gradient_weight_ = weight;
+  }
+  double gradient_weight() const { return gradient_weight_; }
+  /// For the settings of the model's groups. The calls above lock by themselves.
+  [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
   const std::shared_ptr<BlockCache>& cache() const { return cache_; }
 
  private:
-  bool enter_phase();
+  using Order = std::vector<ScheduledGroup*>;
+  enum class State { kIdle, kForward, kBackward };
+
+  /// One forward and its backward.
+  struct Iteration {
+    Order recording;                ///< of first reads in the forward
+    std::weak_ptr<void> graph_task; ///< expired once that of the backward is gone
+    int64_t next_to_reduce = -1;    ///< position in the forward order; all behind it have been reduced in the backward
+  };
+
+  ScheduledGroup& scheduled(const ParameterGroup& group) { return groups_[group.number]; }
+  void touch_locked(ParameterGroup& group);
+  void enter(State next);
+  /// Begins or abandons what the event that happens now tells of; whether that belongs to a backward.
+  bool follow(const ParameterGroup* read = nullptr);
   void begin_forward();
   void begin_backward();
+  void watch_plain_leaves();
   void finish_backward();
   void abandon_backward();
   void record(ParameterGroup& group);
   void open(ParameterGroup& group);
-  void close_unrelated(const ParameterGroup& group);
+  void close_unrelated(const ParameterGroup& group, uint64_t recomputation);
   void prefetch_after(const ParameterGroup& group);
+  void prefetch(ParameterGroup& group);
   void reduce_in_order();
   void reduce_the_rest();
-  void start_reduce(ParameterGroup& group);
-  void list_unfinished(ParameterGroup& group);
-  ParameterGroup* neighbour(const ParameterGroup& group, int64_t step) const;
+  template <typename Locked>
+  bool deliver_after(const Locked& locked);
+  void finish_group(ScheduledGroup& entry);
+  void reduce(ScheduledGroup& entry);
+  bool related(const ParameterGroup& a, const ParameterGroup& b) const;
+  const Order& order() const { return iteration_.recording.empty() ? order_ : iteration_.recording; }
+  /// The `step`-th group that this phase will need after `group`, as far as it is known; null when there is none.
+  std::shared_ptr<ParameterGroup> next_of(const ParameterGroup& group, int64_t step);
 
   std::recursive_mutex mutex_;
   std::shared_ptr<BlockCache> cache_;
-  std::vector<std::weak_ptr<ParameterGroup>> order_;     // of first reads in the last complete forward
-  std::vector<std::weak_ptr<ParameterGroup>> recording_; // in the forward now
-  std::vector<std::weak_ptr<ParameterGroup>> open_;
-  std::vector<ParameterGroup*> kept_;                     // by KeepOpen
-  std::vector<std::weak_ptr<ParameterGroup>> unfinished_; // with gradients that wait for their reduction, or did of late
-  std::vector<std::weak_ptr<ParameterGroup>> reducing_;   // at most one reduce-scatter and one all-reduce in flight
+  std::vector<ScheduledGroup> groups_;
+  Order order_;                       // of first reads in the last complete forward
+  Order open_;                        // gathered, or about to be
+  std::vector<ParameterGroup*> kept_; // by KeepOpen
+  Order unfinished_;                  // with gradients that wait for their reduction, or did of late
+  ReadyGradients ready_;              // reduced, to be delivered when the lock is released
+  Order reducing_;                    // at most one reduce-scatter and one all-reduce in flight
 
-  bool in_backward_ = false; // between the first event of a backward and its end
-  bool after_backward_ = true;
+  State state_ = State::kIdle;
+  Iteration iteration_;
   bool is_last_backward_ = true;
-  int64_t next_to_reduce_ = -1; // position in the forward order; all behind it have been reduced in this backward
-  uint64_t phase_ = 1;          // changes at every switch between forward and backward
-  uint64_t forward_epoch_ = 0;  // changes with every forward that follows a backward
+  double gradient_weight_ = 1;
+  TrainsApartWatch watch_;
+  uint64_t phase_ = 1;         // changes with the state
+  uint64_t forward_epoch_ = 0; // changes with every forward that follows a backward
 };
 
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

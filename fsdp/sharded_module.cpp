@@ -1,83 +1,229 @@
 #include <tessera/fsdp/sharded_module.h>
 
-#include <torch/nn/module.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <string_view>
+#include <utility>
 
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/fsdp/module_walk.h>
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 namespace {
 
 using torch::nn::Module;
 
-/// Module's registry of parameters, without the copy that `named_parameters` makes.
-struct Registry : Module {
-  static const auto& parameters(const Module& module) { return module.*(&Registry::parameters_); }
-};
-
-bool is_new(const at::Tensor& parameter) { return parameter.defined() && parameter.requires_grad() && !dtensor_meta(parameter); }
-
-bool has_new_parameter(const Module& module) {
-  for (const auto& item : Registry::parameters(module)) {
-    if (is_new(item.value())) return true;
-  }
-  const auto children = module.children();
-  return std::any_of(children.begin(), children.end(), [](const auto& child) { return has_new_parameter(*child); });
-}
-
 } // namespace
 
-ShardedModule::ShardedModule(std::vector<const Module*> modules, MeshAxes axes, const FullyShardOptions& options)
-    : modules_(std::move(modules)), axes_(std::move(axes)), options_(options) {
-  for (const auto* module : modules_) alive_.push_back(module->weak_from_this());
+ShardedModule::ShardedModule(std::vector<const Module*> modules, std::string class_name, MeshAxes axes,
+                             const FullyShardOptions& options)
+    : modules_(std::move(modules)), class_name_(std::move(class_name)), axes_(std::move(axes)), options_(options) {
+  for (const auto* module : modules_) {
+    alive_.push_back(module->weak_from_this());
+    claims_.emplace(module, Claim::kHeld);
+  }
 }
 
 void ShardedModule::check_no_new_parameter() const {
-  for (const auto& weak : alive_) {
+  const auto is_new = [&](const at::Tensor& parameter) {
+    return parameter.requires_grad() && !dtensor_meta(parameter) && !ignores(parameter);
+  };
+  for (const auto& weak : root().alive_) {
     const auto module = weak.lock();
-    if (!module || !has_new_parameter(*module)) continue;
+    if (!module || !any_parameter(*module, is_new)) continue;
     for (const auto& item : module->named_parameters()) {
       TORCH_CHECK(!is_new(item.value()), "the parameter ", item.key(), " of ", module->name(),
                   " was registered after fully_shard, and its gradients would differ between the ranks: register it first, call "
-                  "fully_shard on its module as well, or set requires_grad_(false)");
+                  "fully_shard on its module as well, or set requires_grad_(false). tessera::reshard_parameters shards what "
+                  "was added");
     }
   }
 }
 
-bool ShardedModule::holds(const Module* module) const {
-  return std::find(modules_.begin(), modules_.end(), module) != modules_.end();
-}
-
-void ShardedModule::adopt(const std::shared_ptr<ShardedModule>& child) {
-  child->parent_ = shared_from_this();
-  child->set_schedule(schedule_);
-  children_.push_back(child);
-}
-
-bool ShardedModule::is_self_or_ancestor_of(const ShardedModule& other) const {
-  for (const auto* state = &other; state; state = state->parent_.get()) {
-    if (state == this) return true;
+/// Whether a `tessera::call` of this module or of one above it does so, at its end.
+bool ShardedModule::casts_outputs_to(at::ScalarType dtype) const {
+  for (const auto* at = this; at; at = at->parent_.get()) {
+    if (at->calls_ > 0 && at->options_.mixed_precision.output_dtype == dtype) return true;
   }
   return false;
 }
 
-std::vector<std::shared_ptr<ShardedModule>> ShardedModule::subtree() {
-  std::vector<std::shared_ptr<ShardedModule>> states{shared_from_this()};
-  for (const auto& weak : children_) {
-    if (const auto child = weak.lock()) {
-      const auto below = child->subtree();
-      states.insert(states.end(), below.begin(), below.end());
+bool ShardedModule::is_first_rank() const {
+  const auto& place = *axes_.mesh().coordinate();
+  return std::all_of(place.begin(), place.end(), [](int64_t at) { return at == 0; });
+}
+
+void ShardedModule::check_boundary() const {
+  const auto* at = this;
+  while (true) { // and those above that have no parameters of their own, of which nothing else tells
+    const auto& dtype = at->options_.mixed_precision.output_dtype;
+    if (dtype && !at->casts_outputs_to(*dtype) && !std::exchange(root().warned_of_boundary_, true) && is_first_rank()) {
+      TORCH_WARN("the policy of ", at->label(), " has the output_dtype ", *dtype,
+                 ", but its parameters are read outside of tessera::call, and nothing casts what a forward returns that is "
+                 "called directly. Call tessera::call(module, inputs...), or cast the outputs and leave output_dtype unset. "
+                 "(This warning comes once a model, from one rank.)");
     }
+    at = at->parent_.get();
+    if (!at || at->group()) return;
+  }
+}
+
+void ShardedModule::note_rounding(const std::string& name, at::ScalarType from, at::ScalarType to) const {
+  if (std::exchange(root().warned_of_rounding_, true) || !is_first_rank()) return;
+  TORCH_WARN(name, " in a tessera::call of ", label(), " has an activation in ", from, " beside a parameter in ", to,
+             ", and computes in ", to, ", where FSDP2 would compute in ", from, ". Cast the activation to ", to,
+             " to agree with both, keep the parameter in fp32 with keep_in_fp32, or set cast_forward_inputs = false and cast by "
+             "hand. (This warning comes once a model, from one rank.)");
+}
+
+void ShardedModule::ignore(const at::Tensor& parameter) {
+  ignored_.insert_or_assign(parameter.unsafeGetTensorImpl(),
+                            c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()));
+}
+
+bool ShardedModule::ignores(const at::Tensor& parameter) const {
+  const auto& ignored = root().ignored_;
+  const auto found = ignored.find(parameter.unsafeGetTensorImpl());
+  return found != ignored.end() && !found->second.expired();
+}
+
+ShardedModule::Claim ShardedModule::claim_on(const Module* module) const {
+  const auto found = claims_.find(module);
+  return found == claims_.end() ? Claim::kNone : found->second;
+}
+
+void ShardedModule::adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places) {
+  child->parent_ = shared_from_this();
+  const auto again = [modules = child->modules_, name = child->class_name_, axes = child->axes_, options = child->options_] {
+    return std::make_shared<ShardedModule>(modules, name, axes, options);
+  };
+  children_.push_back({child, again, child->modules_, places});
+  child->places_ = std::move(places);
+  if (claims_.size() < child->claims_.size()) claims_.swap(child->claims_); // the smaller goes into the greater
+  for (const auto& [module, claim] : std::exchange(child->claims_, {})) {
+    auto& mine = claims_[module];
+    mine = std::max(mine, claim);
+  }
+  ignored_.merge(child->ignored_);
+}
+
+std::shared_ptr<ShardedModule> ShardedModule::add_bucket() {
+  std::erase_if(children_, [](const auto& child) { return child.state.expired() && !child.make_again; });
+  auto bucket = std::make_shared<ShardedModule>(std::vector<const Module*>(), class_name_, axes_, options_);
+  for (size_t top = 0; top < modules_.size(); ++top) bucket->places_.push_back({top, ""});
+  bucket->parent_ = shared_from_this();
+  bucket->bucket_ = children_.size() + 1;
+  children_.push_back({bucket, nullptr, {}, {}});
+  return bucket;
+}
+
+std::vector<std::shared_ptr<ShardedModule>> ShardedModule::revive_below(const std::function<bool(const Module*)>& is_there) {
+  std::vector<std::shared_ptr<ShardedModule>> revived;
+  for (auto& child : children_) {
+    if (!child.state.expired() || !child.make_again || !std::all_of(child.modules.begin(), child.modules.end(), is_there))
+      continue;
+    revived.push_back(child.make_again());
+    revived.back()->parent_ = shared_from_this();
+    revived.back()->places_ = child.places;
+    child.state = revived.back();
+  }
+  return revived;
+}
+
+std::vector<std::shared_ptr<ShardedModule>> ShardedModule::parts() {
+  std::vector<std::shared_ptr<ShardedModule>> all{shared_from_this()};
+  for (const auto& each : children_) {
+    if (auto child = each.state.lock(); child && child->bucket_ > 0) all.push_back(std::move(child));
+  }
+  return all;
+}
+
+const ShardedModule& ShardedModule::root() const {
+  const auto* at = this;
+  while (at->parent_) {
+    const auto* above = at->near_root_ ? at->near_root_ : at->parent_.get();
+    if (above->parent_) at->near_root_ = above->near_root_ ? above->near_root_ : above->parent_.get();
+    at = above;
+  }
+  return *at;
+}
+
+std::string ShardedModule::path(size_t index) const {
+  std::vector<std::string_view> parts;
+  const auto* at = this;
+  for (; at->parent_; at = at->parent_.get()) {
+    const auto& place = at->places_[index];
+    if (!place.path.empty()) parts.push_back(place.path);
+    index = place.top;
+  }
+  const auto top = std::to_string(index);
+  if (at->modules_.size() > 1) parts.push_back(top);
+  std::reverse(parts.begin(), parts.end());
+  return fmt::format("{}", fmt::join(parts, "."));
+}
+
+const std::string& ShardedModule::label() const {
+  if (label_.empty()) {
+    const auto& named = bucket_ > 0 ? *parent_ : *this;
+    label_ = named.is_root() ? class_name_ : named.path(0);
+    if (bucket_ > 0) label_ += fmt::format(" bucket {}", bucket_ + 1);
+    // A second model's collectives must not be taken for those of the first.
+    if (root().model_number > 1) label_ += fmt::format(" of model {}", root().model_number);
+  }
+  return label_;
+}
+
+std::vector<std::shared_ptr<ShardedModule>> ShardedModule::subtree() {
+  std::vector<std::shared_ptr<ShardedModule>> states, open{shared_from_this()};
+  while (!open.empty()) {
+    states.push_back(std::move(open.back()));
+    open.pop_back();
+    const auto first_child = static_cast<std::ptrdiff_t>(open.size());
+    for (const auto& each : states.back()->children_) {
+      if (auto child = each.state.lock()) open.push_back(std::move(child));
+    }
+    std::reverse(open.begin() + first_child, open.end()); // the first child is next
   }
   return states;
 }
 
-void ShardedModule::set_schedule(const std::shared_ptr<Schedule>& schedule) {
-  for (const auto& state : subtree()) state->schedule_ = schedule;
+void ShardedModule::set_group(const std::shared_ptr<ParameterGroup>& group) {
+  group_ = group;
+  gradients_ = std::make_shared<GroupGradients>(*group);
+  gradients_->reshard_after_backward = !axes_.keeps_parameters();
 }
 
-Schedule& schedule_of(const ParameterGroup& group) { return *group.owner->schedule(); }
+bool ShardedModule::reshards_after_forward() const {
+  if (bucket_ > 0) return parent_->reshards_after_forward();
+  if (options_.reshard_after_forward) return static_cast<bool>(*options_.reshard_after_forward);
+  return !is_root() && !axes_.keeps_parameters();
+}
 
-} // namespace tessera::fsdp_internal
+void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
+  const auto states = subtree();
+  std::vector<ScheduledGroup> groups(states.size());
+  for (size_t number = 0; number < states.size(); ++number) {
+    auto& state = *states[number];
+    state.schedule_ = schedule;
+    state.number_ = number;
+    state.label_.clear();
+    groups[number].end = number + 1;
+    if (const auto group = state.group()) {
+      group->number = number;
+      group->set_cache(schedule->cache());
+      groups[number].group = group;
+      groups[number].gradients = state.gradients_;
+      groups[number].prefetch = state.prefetch_settings_;
+    }
+  }
+  for (size_t number = states.size(); --number > 0;) {
+    auto& above = groups[states[number]->parent_->number_];
+    above.end = std::max(above.end, groups[number].end);
+  }
+  schedule->set_groups(std::move(groups));
+}
+
+} // namespace tessera::internal

@@ -2,74 +2,127 @@
 
 // Internal: the state behind an FSDPModule handle.
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include <absl/container/flat_hash_set.h>
+#include <absl/algorithm/container.h>
+#include <absl/container/flat_hash_map.h>
 
+#include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/options.h>
 #include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/place.h>
 #include <tessera/fsdp/schedule.h>
 
 namespace torch::nn {
 class Module;
 }
 
-namespace tessera::fsdp_internal {
+namespace tessera::internal {
 
 /// What one `fully_shard` call made. Ownership runs upward: parameters own their group, a group its module state, a state its
 /// parent. So a model's states live as long as any of its parameters.
-class ShardedModule : public std::enable_shared_from_this<ShardedModule> {
+class ShardedModule final : public GroupOwner, public std::enable_shared_from_this<ShardedModule> {
  public:
-  ShardedModule(std::vector<const torch::nn::Module*> modules, MeshAxes axes, const FullyShardOptions& options);
+  ShardedModule(std::vector<const torch::nn::Module*> modules, std::string class_name, MeshAxes axes,
+                const FullyShardOptions& options);
 
-  bool holds(const torch::nn::Module* module) const;
+  bool holds(const torch::nn::Module* module) const { return absl::c_linear_search(modules_, module); }
   const std::vector<const torch::nn::Module*>& modules() const { return modules_; }
+  /// How the calls that made this state, a root, and those below it met a module.
+  enum class Claim { kNone, kBelow, kHeld };
+  Claim claim_on(const torch::nn::Module* module) const;
   /// `module` was below this one when `fully_shard` took it.
-  bool held_below(const torch::nn::Module* module) const { return below_.contains(module); }
-  void add_below(const torch::nn::Module* module) { below_.insert(module); }
-  /// An error that names a parameter which was registered, and requires a gradient, since `fully_shard` took the module.
-  void check_no_new_parameter() const;
+  void add_below(const torch::nn::Module* module) { claims_.emplace(module, Claim::kBelow); }
+  void check_no_new_parameter() const override;
+  void check_boundary() const override;
+  bool is_called() const override { return calls_ > 0; }
+  void note_rounding(const std::string& name, at::ScalarType from, at::ScalarType to) const override;
+  void enter_call() { ++calls_; }
+  void leave_call() { --calls_; }
+  /// `parameter` is one of the ignored parameters of the call that made this state.
+  void ignore(const at::Tensor& parameter);
+  bool ignores(const at::Tensor& parameter) const override;
   const MeshAxes& axes() const { return axes_; }
   const FullyShardOptions& options() const { return options_; }
 
   /// Null for a module all of whose parameters belong to the groups below.
   std::shared_ptr<ParameterGroup> group() const { return group_.lock(); }
-  void set_group(const std::shared_ptr<ParameterGroup>& group) { group_ = group; }
+  void set_group(const std::shared_ptr<ParameterGroup>& group);
+  /// Of the group, while it lives.
+  GroupGradients& gradients() { return *gradients_; }
+  PrefetchSettings& prefetch_settings() { return *prefetch_settings_; }
+
+  /// A state that has no module, but a further group of this one's parameters, below it.
+  std::shared_ptr<ShardedModule> add_bucket();
+  /// The state of modules that this one, perhaps a bucket, belongs to.
+  ShardedModule& of_modules() { return bucket_ > 0 ? *parent_ : *this; }
+  /// This state and its buckets.
+  std::vector<std::shared_ptr<ShardedModule>> parts();
 
   const std::shared_ptr<ShardedModule>& parent() const { return parent_; }
-  /// Puts `child` and all below it under this module and its schedule.
-  void adopt(const std::shared_ptr<ShardedModule>& child);
+  /// Puts `child` and all below it under this root. `places` says for each module of `child` where it lies; `settle` must follow.
+  void adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places);
+  /// Gives this state, a root, and those below it one schedule, and numbers them.
+  void settle(const std::shared_ptr<Schedule>& schedule);
   bool is_root() const { return parent_ == nullptr; }
-  /// This module or one above it.
-  bool is_self_or_ancestor_of(const ShardedModule& other) const;
-  /// This state and those below it.
+  const ShardedModule& root() const;
+  const std::string& label() const override;
+  /// Where the root holds several modules, the number of the one above is in front. Empty for the module of a root.
+  std::string path(size_t index) const override;
+  /// Makes states again that went with all their parameters, of modules right below this one that `is_there` finds. Each goes
+  /// again unless it gets parameters.
+  std::vector<std::shared_ptr<ShardedModule>> revive_below(const std::function<bool(const torch::nn::Module*)>& is_there);
+  /// This state and those below it, from the top.
   std::vector<std::shared_ptr<ShardedModule>> subtree();
 
   const std::shared_ptr<Schedule>& schedule() const { return schedule_; }
-  void set_schedule(const std::shared_ptr<Schedule>& schedule);
 
-  /// Whether a touch elsewhere frees this group between forward and backward.
-  bool reshards_after_forward() const { return options_.reshard_after_forward.value_or(!is_root()); }
+  bool reshards_after_forward() const override;
   void set_reshard_after_forward(bool reshard) { options_.reshard_after_forward = reshard; }
 
   int64_t initial_checksum = 0; ///< of its group's values, as `agree_on_initial_weights` returned it
   int64_t model_number = 0;     ///< of the model that this call made or completed; on a root it is in its groups' labels
 
  private:
-  std::vector<const torch::nn::Module*> modules_; // compared by address, never dereferenced
-  absl::flat_hash_set<const torch::nn::Module*> below_;
+  bool casts_outputs_to(at::ScalarType dtype) const;
+  bool is_first_rank() const;
+
+  std::vector<const torch::nn::Module*> modules_;               // compared by address, never dereferenced
+  absl::flat_hash_map<const torch::nn::Module*, Claim> claims_; // of a root: on the modules of all states below as well
+  absl::flat_hash_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl>> ignored_; // of a root: of all below
   std::vector<std::weak_ptr<const torch::nn::Module>> alive_; // the modules that a shared_ptr holds
+  std::string class_name_;
+  mutable std::string label_; // empty until first needed in the model as it is now
   MeshAxes axes_;
   FullyShardOptions options_;
   std::weak_ptr<ParameterGroup> group_;
+  std::shared_ptr<GroupGradients> gradients_;
+  std::shared_ptr<PrefetchSettings> prefetch_settings_ = std::make_shared<PrefetchSettings>();
   std::shared_ptr<ShardedModule> parent_;
-  std::vector<std::weak_ptr<ShardedModule>> children_;
+  std::vector<Place> places_;                        // of the modules below the parent's
+  mutable const ShardedModule* near_root_ = nullptr; // some state above: keeps the way to the root short
+  /// With what a state is made of, because it goes with the last of its parameters.
+  struct Child {
+    std::weak_ptr<ShardedModule> state;
+    std::function<std::shared_ptr<ShardedModule>()> make_again; // null for a bucket
+    std::vector<const torch::nn::Module*> modules;
+    std::vector<Place> places;
+  };
+  std::vector<Child> children_;
   std::shared_ptr<Schedule> schedule_;
+  size_t number_ = 0;                                                    // in the order from the root down
+  size_t bucket_ = 0;                                                    // 0: made for modules
+  int calls_ = 0;                                                        // that run now
+  mutable bool warned_of_boundary_ = false, warned_of_rounding_ = false; // of a root: of its model
 };
 
-/// The schedule of the model that `group` belongs to.
-Schedule& schedule_of(const ParameterGroup& group);
+/// The state of the module that `group` was made for.
+inline ShardedModule& module_of(const ParameterGroup& group) { return static_cast<ShardedModule&>(*group.owner); }
 
-} // namespace tessera::fsdp_internal
+/// The schedule of the model that `group` belongs to.
+inline Schedule& schedule_of(const ParameterGroup& group) { return *module_of(group).schedule(); }
+
+} // namespace tessera::internal

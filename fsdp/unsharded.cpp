@@ -3,13 +3,12 @@
 #include <ATen/core/grad_mode.h>
 
 #include <tessera/fsdp/parameter_group.h>
-#include <tessera/fsdp/schedule.h>
 #include <tessera/fsdp/sharded_module.h>
 
 namespace tessera {
 
 at::Tensor unsharded(const at::Tensor& tensor) {
-  auto* meta = fsdp_internal::parameter_meta(tensor);
+  auto* meta = internal::parameter_meta(tensor);
   if (!meta) return tensor;
   auto& group = *meta->group;
   auto& parameter = group.parameters()[meta->index];
@@ -19,8 +18,11 @@ at::Tensor unsharded(const at::Tensor& tensor) {
   const bool expects_gradient = is_itself && tensor.requires_grad() && at::GradMode::is_enabled();
   if (is_itself && parameter.leaf.requires_grad() != tensor.requires_grad())
     parameter.leaf.set_requires_grad(tensor.requires_grad());
-  fsdp_internal::schedule_of(group).touch_parameter(group, meta->index, expects_gradient);
-  return is_itself ? parameter.leaf : parameter.detached_leaf;
+  internal::schedule_of(group).touch_parameter(group, meta->index, expects_gradient);
+  if (is_itself) return parameter.leaf;
+  // Of `detach()` or `data()`: the latter counts its versions apart.
+  return at::Tensor(parameter.leaf.unsafeGetTensorImpl()->shallow_copy_and_detach(tensor.unsafeGetTensorImpl()->version_counter(),
+                                                                                  /*allow_tensor_metadata_change=*/true));
 }
 
 } // namespace tessera

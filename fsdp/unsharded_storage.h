@@ -2,13 +2,16 @@
 
 // Internal: the storage behind a group's unsharded parameters.
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
 #include <utility>
 
-namespace tessera::fsdp_internal {
+#include <tessera/offload/tensor_over.h>
+
+namespace tessera::internal {
 
 class ParameterGroup;
 
@@ -42,20 +45,34 @@ class UnshardedStorage final : public c10::StorageImpl {
   ParameterGroup* group_;
 };
 
+/// Bytes of an unsharded storage.
+struct UnshardedRange {
+  /// From the first to the last of a leaf or of a view of one.
+  static UnshardedRange of(const at::TensorBase& tensor) {
+    const auto size = tensor.itemsize(), offset = static_cast<size_t>(tensor.storage_offset());
+    const auto end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), size, offset);
+    return {tensor.storage_offset() * static_cast<int64_t>(size), static_cast<int64_t>(end)};
+  }
+  bool overlaps(const UnshardedRange& other) const { return begin < other.end && other.begin < end; }
+  int64_t begin, end;
+};
+
 /// The storage behind a leaf or one of its views; null for any other tensor.
 inline UnshardedStorage* unsharded_storage(const at::TensorBase& tensor) {
   return dynamic_cast<UnshardedStorage*>(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
 }
 
-/// A tensor over `storage` that is no view of another, so that a collective into the storage bumps nobody's version counter.
-inline at::Tensor tensor_over(const c10::Storage& storage, int64_t byte_offset, c10::IntArrayRef sizes, c10::ScalarType dtype,
-                              c10::DispatchKeySet extra_keys = {}) {
-  const auto meta = c10::scalarTypeToTypeMeta(dtype);
-  const auto backend = c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, storage.device()));
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), backend | extra_keys, meta);
-  impl->set_storage_offset(byte_offset / static_cast<int64_t>(meta.itemsize()));
-  impl->set_sizes_contiguous(sizes);
-  return at::Tensor(std::move(impl));
+/// `numel` elements of `bytes` from `byte_offset`, as a flat view.
+inline at::Tensor flat_view(const at::Tensor& bytes, int64_t byte_offset, int64_t numel, at::ScalarType dtype) {
+  return bytes.narrow(0, numel > 0 ? byte_offset : 0, numel * static_cast<int64_t>(c10::elementSize(dtype))).view(dtype);
 }
 
-} // namespace tessera::fsdp_internal
+/// The elements of a dense tensor in the order of its memory.
+inline at::Tensor in_memory_order(const at::Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
+
+/// A write to one of them is seen by what autograd saved of the other, as between a tensor and its views.
+inline void share_version(const at::Tensor& tensor, const at::Tensor& other) {
+  other.unsafeGetTensorImpl()->set_version_counter(tensor.unsafeGetTensorImpl()->version_counter());
+}
+
+} // namespace tessera::internal

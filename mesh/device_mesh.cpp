@@ -1,11 +1,11 @@
 #include <tessera/mesh/device_mesh.h>
 
-#include <tessera/collectives/nccl/plugin.h>
 #include <tessera/collectives/process_context.h>
 
 #include <absl/hash/hash.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <limits>
@@ -28,11 +28,7 @@ std::string list(const std::vector<T>& values) {
   return c10::str("[", c10::Join(", ", values), "]");
 }
 
-std::string name_list(const std::vector<std::string>& names) {
-  std::string text;
-  for (const auto& name : names) text += c10::str(text.empty() ? "\"" : ", \"", name, "\"");
-  return "(" + text + ")";
-}
+std::string name_list(const std::vector<std::string>& names) { return fmt::format("({:n})", names); }
 
 // The largest number where the product is larger still.
 int64_t product(const std::vector<int64_t>& shape) {
@@ -88,11 +84,11 @@ void check_names(const std::vector<int64_t>& shape, const std::vector<std::strin
 }
 
 void check_device_type(at::DeviceType device_type) {
-  TORCH_CHECK(device_type == at::kCPU || device_type == at::kCUDA, "device mesh: no collectives for device type ", device_type,
-              ", use cpu or cuda");
+  TORCH_CHECK(device_type == at::kCPU || device_type == at::kCUDA, "device mesh: no meshes of device type ", device_type,
+              ", use cpu");
   if (device_type != at::kCUDA) return;
   try {
-    nccl::require_cuda();
+    require_cuda();
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, "device mesh on cuda: ", error.what_without_backtrace());
   }
@@ -116,10 +112,7 @@ DeviceMesh make_device_mesh(at::DeviceType device_type, std::vector<int64_t> sha
   check_names(shape, dim_names);
   check_device_type(device_type);
   auto coordinate = find_coordinate(shape, ranks, context.rank());
-  DeviceMesh mesh;
-  mesh.impl_ = std::make_shared<DeviceMesh::Impl>(
-      DeviceMesh::Impl{device_type, std::move(shape), std::move(ranks), std::move(dim_names), std::move(coordinate)});
-  return mesh;
+  return DeviceMesh({device_type, std::move(shape), std::move(ranks), std::move(dim_names), std::move(coordinate)});
 }
 
 DeviceMesh init_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<std::string> dim_names) {
@@ -131,6 +124,8 @@ DeviceMesh init_device_mesh(at::DeviceType device_type, std::vector<int64_t> sha
   std::iota(ranks.begin(), ranks.end(), 0);
   return make_device_mesh(device_type, std::move(shape), std::move(ranks), std::move(dim_names));
 }
+
+DeviceMesh::DeviceMesh(Impl impl) : impl_(std::make_shared<const Impl>(std::move(impl))) {}
 
 const DeviceMesh::Impl& DeviceMesh::impl() const {
   TORCH_CHECK(impl_, "the device mesh is undefined: it was default-constructed");
@@ -204,36 +199,30 @@ DeviceMesh DeviceMesh::slice(const std::vector<int64_t>& dims) const {
   for (int64_t dim = 0; dim < ndim(); ++dim) origin += coordinate[dim] * strides[dim];
   for (const auto dim : dims) origin -= coordinate[dim] * strides[dim];
 
-  auto sub = std::make_shared<Impl>();
-  sub->device_type = mesh.device_type;
-  sub->coordinate.emplace();
+  Impl sub{mesh.device_type, {}, {}, {}, std::vector<int64_t>()};
   std::vector<int64_t> places{origin};
   for (const auto dim : dims) {
-    sub->shape.push_back(mesh.shape[dim]);
-    if (!mesh.dim_names.empty()) sub->dim_names.push_back(mesh.dim_names[dim]);
-    sub->coordinate->push_back(coordinate[dim]);
+    sub.shape.push_back(mesh.shape[dim]);
+    if (!mesh.dim_names.empty()) sub.dim_names.push_back(mesh.dim_names[dim]);
+    sub.coordinate->push_back(coordinate[dim]);
     std::vector<int64_t> wider;
     for (const auto place : places)
       for (int64_t i = 0; i < mesh.shape[dim]; ++i) wider.push_back(place + i * strides[dim]);
     places = std::move(wider);
   }
-  for (const auto place : places) sub->ranks.push_back(mesh.ranks[place]);
-  DeviceMesh result;
-  result.impl_ = std::move(sub);
-  return result;
+  for (const auto place : places) sub.ranks.push_back(mesh.ranks[place]);
+  return DeviceMesh(std::move(sub));
 }
 
 DeviceMesh DeviceMesh::flatten(const std::string& name) const {
   const auto& mesh = impl();
-  auto flat = std::make_shared<Impl>(Impl{mesh.device_type, {size()}, mesh.ranks, {}, std::nullopt});
+  Impl flat{mesh.device_type, {size()}, mesh.ranks, {}, std::nullopt};
   if (!name.empty())
-    flat->dim_names = {name};
+    flat.dim_names = {name};
   else if (!mesh.dim_names.empty())
-    flat->dim_names = {c10::Join("_", mesh.dim_names)};
-  if (mesh.coordinate) flat->coordinate = find_coordinate(flat->shape, flat->ranks, process_context().rank());
-  DeviceMesh result;
-  result.impl_ = std::move(flat);
-  return result;
+    flat.dim_names = {c10::Join("_", mesh.dim_names)};
+  if (mesh.coordinate) flat.coordinate = find_coordinate(flat.shape, flat.ranks, process_context().rank());
+  return DeviceMesh(std::move(flat));
 }
 
 CommunicatorPtr DeviceMesh::communicator(int64_t dim, const std::string& purpose) const {

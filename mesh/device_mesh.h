@@ -55,6 +55,7 @@ class DeviceMesh {
 
  private:
   struct Impl;
+  explicit DeviceMesh(Impl impl);
   const Impl& impl() const; ///< an error when undefined
   int64_t checked_dim(int64_t dim) const;
   const std::vector<int64_t>& own_coordinate() const;

@@ -5,39 +5,59 @@
 
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dtensor_impl.h>
-#include <tessera/optim/state_fields.h>
+#include <tessera/optim/optimizer_class.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
-/// This rank's part of `whole`, laid out as `spec` says.
-at::Tensor part_of(const at::Tensor& whole, const Spec& spec) {
+/// This rank's part of `whole`, laid out as `layout` says beside a parameter of `spec`.
+at::Tensor part_of(const at::Tensor& whole, const Spec& spec, StateLayout layout) {
   const auto replicated =
       from_local(whole.to(spec.mesh().device()), spec.mesh(), Placements(static_cast<size_t>(spec.mesh().ndim()), Replicate{}));
-  return replicated.redistribute(spec.placements());
+  return layout == StateLayout::kAsParameter ? replicated.redistribute(spec.placements()) : replicated;
+}
+
+struct Place {
+  size_t group, parameter;
+};
+
+void shard_field(const TensorField& field, torch::optim::OptimizerParamState& state, const at::Tensor& parameter, Place place) {
+  if (field.layout == StateLayout::kPlain) return;
+  auto tensors = field.get(state);
+  for (auto& tensor : tensors) {
+    if (!tensor.defined()) continue;
+    const auto& spec = *dtensor_meta(parameter)->spec;
+    if (const auto* meta = dtensor_meta(tensor)) {
+      const bool moves = field.layout == StateLayout::kAsParameter && meta->spec->placements() != spec.placements();
+      if (moves && meta->spec->mesh() == spec.mesh()) tensor = DTensor(tensor).redistribute(spec.placements());
+      continue;
+    }
+    TORCH_CHECK_VALUE(field.layout != StateLayout::kAsParameter || tensor.sizes() == parameter.sizes(),
+                      "shard_optimizer: ", field.name, " of parameter ", place.parameter, " in group ", place.group,
+                      " has shape ", tensor.sizes(), ", but the parameter has ", parameter.sizes());
+    tensor = part_of(tensor, spec, field.layout);
+  }
+  field.set(state, tensors);
 }
 
 } // namespace
 
+} // namespace tessera::internal
+
+namespace tessera {
+
 void shard_optimizer(torch::optim::Optimizer& optimizer) {
   if (optimizer.state().empty()) return;
   const at::NoGradGuard no_grad;
-  const auto& fields = state_fields_of(optimizer);
+  const auto& description = internal::class_of(optimizer);
   size_t group_number = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (size_t i = 0; i < group.params().size(); ++i) {
       const auto& parameter = group.params()[i];
-      const auto* meta = dtensor_meta(parameter);
       const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (!meta || found == optimizer.state().end()) continue;
-      for (const auto& field : fields.tensors) {
-        auto& tensor = field.access(*found->second);
-        if (!tensor.defined() || dtensor_meta(tensor)) continue;
-        TORCH_CHECK_VALUE(tensor.sizes() == parameter.sizes(), "shard_optimizer: ", field.name, " of parameter ", i, " in group ",
-                          group_number, " has shape ", tensor.sizes(), ", but the parameter has ", parameter.sizes());
-        tensor = part_of(tensor, *meta->spec);
-      }
+      if (!internal::dtensor_meta(parameter) || found == optimizer.state().end()) continue;
+      for (const auto& field : description.tensors) internal::shard_field(field, *found->second, parameter, {group_number, i});
     }
     ++group_number;
   }

@@ -1,5 +1,7 @@
 """Save and load of 1 GiB over 2 ranks, against torch.distributed.checkpoint and against dd; the stall of a save in the background.
 
+And what exports take of the host's memory.
+
 All are asked in turns. Loads come from the page cache, where the saves leave the files.
 """
 import os
@@ -14,6 +16,7 @@ from .row import at_least_ratio, at_most, without_bound
 
 RANKS = 2
 MEBIBYTES, ROUNDS, WARM_UP = 1024, 7, 1
+EXPORT_RANKS, EXPORT_ROUNDS = 4, 3
 
 
 class Dd:
@@ -73,3 +76,17 @@ def run(programs, quick=False):
         without_bound("checkpoint", f"{case}: stall of a background save, against PyTorch's async_save", seconds["ours", "stall"],
                       seconds["peer", "stall"], "s"),
     ]
+
+
+def run_exports(programs, quick=False):
+    mebibytes, rounds = (64, 1) if quick else (MEBIBYTES, EXPORT_ROUNDS)
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="compare-export-") as folder:
+        with Ranks(programs.ours("measure_checkpoint") + [folder, str(mebibytes)], EXPORT_RANKS) as job:
+            job.wait_until_ready()
+            for command in ("export-torch", "export-hugging-face"):
+                turns = [job.ask(command) for _ in range(rounds)]
+                peak = max(answer["peak_bytes"] for turn in turns for answer in turn)
+                seconds = median(max(answer["seconds"] for answer in turn) for turn in turns)
+                yield at_most("export", f"{mebibytes} MiB, {EXPORT_RANKS} ranks: {command}, host memory beside the shards "
+                              f"(median {seconds:.2f} s)", peak / 2**20, 64, "MiB a rank")

@@ -1,26 +1,49 @@
-"""The host's cost of sharding at world size 1, over the same model unsharded, a group: forward + backward."""
+"""The host's cost of sharding, over the same model unsharded, a group: forward + backward, on one rank and on 8 and 64 pretended ones."""
+import contextlib
 from statistics import median
 
 from .processes import Ranks, interleaved
-from .row import at_most
+from .row import at_least_ratio, without_bound
 
-GROUPS = 25
+GROUPS, PARAMETERS, MORE_PARAMETERS = 25, 9, 45
 ROUNDS, WARM_UP = 60, 5
-BOUND = 40.0  # microseconds
+# Where FSDP2 takes 450 us a group: 8 us a group, and 0.5 us for each further parameter.
+GROUP_BOUND, PARAMETER_BOUND = 450 / 8, 450 / 0.5
+RANKS_BOUND = 10  # on many ranks
 
 
 def run(programs, quick=False):
-    with Ranks(programs.ours("measure_overhead"), 1) as ours, Ranks(programs.peer("measure_overhead.py"), 1) as peer:
-        ours.wait_until_ready()
-        peer.wait_until_ready()
-        measurements = {("ours", name): lambda name=name: ours.ask(name)[0] for name in ("plain", "ragged", "per-parameter")}
-        measurements.update({("peer", name): lambda name=name: peer.ask(name)[0] for name in ("plain", "sharded")})
-        seconds = interleaved(20 if quick else ROUNDS, WARM_UP, measurements)
+    rounds = 20 if quick else ROUNDS
+    ours, peer = costs(programs, 1, rounds)
+    case = f"{GROUPS} groups of {PARAMETERS} small parameters, a group"
+    yield at_least_ratio("overhead", f"{case}, ragged", ours["ragged"], peer, "us", GROUP_BOUND)
+    yield without_bound("overhead", f"{case}, per-parameter", ours["per-parameter"], peer, "us")
+    yield at_least_ratio("overhead", "a further parameter, beside FSDP2's group of 9", ours["further"], peer, "us", PARAMETER_BOUND)
+    for ranks in (8, 64):
+        ours, peer = costs(programs, ranks, max(5, rounds // 4))
+        for layout in ("ragged", "per-parameter"):
+            yield at_least_ratio("overhead", f"{ranks} pretended ranks, a group of 9, {layout}", ours[layout], peer, "us", RANKS_BOUND)
 
-    def cost(side, name):
+
+def costs(programs, ranks, rounds):
+    """Microseconds a group: ours by layout, with those of a further parameter, and FSDP2's."""
+    with contextlib.ExitStack() as stack:
+        def started(command, parameters=PARAMETERS):
+            job = stack.enter_context(Ranks(command + [str(ranks), str(parameters)], 1))
+            job.wait_until_ready()
+            return job
+
+        jobs = {"ours": started(programs.ours("measure_overhead")),
+                "more": started(programs.ours("measure_overhead"), MORE_PARAMETERS),
+                "peer": started(programs.peer("measure_overhead.py"))}
+        asked = [("ours", name) for name in ("plain", "ragged", "per-parameter")]
+        asked += [("more", name) for name in ("plain", "ragged")] + [("peer", name) for name in ("plain", "sharded")]
+        seconds = interleaved(rounds, WARM_UP, {key: lambda key=key: jobs[key[0]].ask(key[1])[0] for key in asked})
+
+    def cost(job, name):
         """What sharding added in a round, in the median: from round to round the machine's speed differs by more."""
-        return 1e6 * median(sharded - plain for sharded, plain in zip(seconds[side, name], seconds[side, "plain"])) / GROUPS
+        return 1e6 * median(sharded - plain for sharded, plain in zip(seconds[job, name], seconds[job, "plain"])) / GROUPS
 
-    case = f"{GROUPS} groups of 9 small parameters, a group"
-    return [at_most("overhead", f"{case}, {layout}", cost("ours", layout), BOUND, "us", cost("peer", "sharded"))
-            for layout in ("ragged", "per-parameter")]
+    ours = {layout: cost("ours", layout) for layout in ("ragged", "per-parameter")}
+    ours["further"] = (cost("more", "ragged") - ours["ragged"]) / (MORE_PARAMETERS - PARAMETERS)
+    return ours, cost("peer", "sharded")

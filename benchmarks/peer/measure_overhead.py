@@ -1,5 +1,9 @@
-"""The model of measure_overhead.cpp under Python's FSDP2, driven by `benchmarks/compare` through standard input."""
+"""The model of measure_overhead.cpp under Python's FSDP2, driven by `benchmarks/compare` through standard input.
+
+Usage: measure_overhead.py [RANKS [PARAMETERS]]: of a job whose other ranks do not exist, and of a group.
+"""
 import statistics
+import sys
 import time
 
 import torch
@@ -7,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from serve import serve
 
@@ -15,24 +20,26 @@ REPETITIONS = 5
 
 
 class Block(nn.Module):
-    """Nine parameters: four layers with biases, and a scale."""
+    """Four layers with biases, and scales: nine parameters or more."""
 
-    def __init__(self):
+    def __init__(self, parameters):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(parameters - 8))
 
     def forward(self, x):
         y = x
         for layer in self.layers:
             y = torch.tanh(layer(y))
-        return x + y * self.scale
+        for scale in self.scales:
+            y = y * scale
+        return x + y
 
 
 class Stack(nn.Module):
-    def __init__(self):
+    def __init__(self, parameters):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(GROUPS))
+        self.blocks = nn.ModuleList(Block(parameters) for _ in range(GROUPS))
 
     def forward(self, x):
         for block in self.blocks:
@@ -54,10 +61,14 @@ def seconds_of_forward_and_backward(stack, x):
 
 
 def main():
+    ranks, parameters = int((sys.argv[1:] or [1])[0]), int((sys.argv[2:] or [9])[0])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (1,))
-    plain, sharded = Stack(), Stack()
+    if ranks == 1:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    mesh = init_device_mesh("cpu", (ranks,))
+    plain, sharded = Stack(parameters), Stack(parameters)
     for block in sharded.blocks[:-1]:
         fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)  # its group is the last block's parameters

@@ -30,7 +30,7 @@ class TrainStep:
                 if parameter.dim() > 1:
                     parameter.normal_(0, 0.02)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        shard(self.model, arguments, dist.get_world_size())
+        self.model = shard(self.model, arguments, dist.get_world_size())
         self.optimizer = make_optimizer(self.model, 6e-3, 0.1)
         windows = torch.randint(VOCABULARY, (arguments.batch, arguments.sequence + 1))
         self.inputs, self.targets = windows[:, :-1], windows[:, 1:]

@@ -8,14 +8,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def add_flags(parser):
-    parser.add_argument("--strategy", choices=("full", "hybrid", "no-shard"), default="full")
+    parser.add_argument("--strategy", choices=("full", "hybrid", "no-shard", "ddp"), default="full")
     parser.add_argument("--mesh", default="", help="2x2, for hybrid")
     parser.add_argument("--precision", choices=DTYPES, default="fp32")
     parser.add_argument("--reduce-precision", choices=DTYPES, default="fp32")
 
 
 def shard(model, arguments, world):
-    """Every block a group, and the rest the root's."""
+    """The model with every block a group, and the rest the root's; or DDP's wrapper around it."""
+    if arguments.strategy == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
     hybrid = arguments.strategy == "hybrid"
     shape = tuple(int(size) for size in arguments.mesh.split("x")) if arguments.mesh else (world,)
     names = ("replicate", "shard") if hybrid else ("replicate",) if arguments.strategy == "no-shard" else ("shard",)
@@ -27,3 +29,4 @@ def shard(model, arguments, world):
     for block in model.blocks:
         wrap(block, **options)
     wrap(model, **options)
+    return model

@@ -1,7 +1,7 @@
 #include <tessera/collectives/gloo/channel.h>
 
 #include <tessera/collectives/error_text.h>
-#include <tessera/collectives/gloo/exchange.h>
+#include <tessera/collectives/gloo/background_scheduling.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -11,12 +11,19 @@
 #include <algorithm>
 #include <cstdlib>
 
-namespace tessera::gloo {
+namespace tessera::internal::gloo {
 
 namespace {
 
 constexpr int kSentinelTag = 1 << 29;
 constexpr auto kMonitorInterval = std::chrono::milliseconds(100);
+// What an ended process has sent is on its way for a moment, and gloo's thread takes another to read it. The connections end
+// behind that, unless somebody else holds them open. Counted in rounds of the monitor, each of which had to get the processor
+// too: time also passes while the whole process is stopped. When the thread has read nothing for so many rounds, it does not come
+// to read.
+constexpr int kArrivalRounds = 6, kReadingRounds = 600;
+constexpr std::chrono::seconds kFailureLimit(8); // more than it takes to find out whom to name, where the store does not answer
+constexpr int kDeviceDescriptors = 4;            // beside one for each peer: a pipe, an epoll descriptor, the listening socket
 constexpr int64_t kLargeBuffer =
     1 << 20; // large and small buffers are cached apart: many small ones must not drive out a large one
 constexpr size_t kCachedLargeBuffers = 4, kCachedSmallBuffers = 32;
@@ -33,6 +40,10 @@ std::vector<at::Tensor> as_bytes(void* data, int64_t bytes) {
   return {at::from_blob(data, {bytes}, at::TensorOptions(at::kByte))};
 }
 
+// A wait that times out makes gloo close all connections of the group: one waiter is told of the time, the others of that.
+bool has_timed_out(const std::string& cause) { return cause.find("Timed out waiting") != std::string::npos; }
+bool was_closed_here(const std::string& cause) { return cause.find("Application timeout") != std::string::npos; }
+
 template <typename Post>
 void in_pieces(int64_t bytes, const Post& post) {
   for (int64_t offset = 0; offset < bytes; offset += Channel::kMaxMessageBytes)
@@ -42,21 +53,32 @@ void in_pieces(int64_t bytes, const Post& post) {
 } // namespace
 
 Channel::Channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ChannelOptions& options)
-    : rank_(rank), size_(size), options_(options) {
+    : rank_(rank), size_(size), options_(options), lost_(size), seen_ended_(size) {
+  TORCH_INTERNAL_ASSERT(options_.watch && static_cast<int>(options_.ranks.size()) == size);
+  reserve_descriptors(size + kDeviceDescriptors);
+  const OpenedDescriptors opened;
+  const BackgroundScheduling of_gloos_threads;
   auto group_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
   group_options->devices.push_back(make_device(options.all_local));
   group_options->threads = 1;
   group_ = c10::make_intrusive<c10d::ProcessGroupGloo>(std::move(store), rank, size, group_options);
-  watch_peers();
+  sockets_ = opened.close_on_exec();
+  sentinel_byte_ = at::empty({1}, at::TensorOptions(at::kByte));
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_) receive(peer, kSentinelTag, sentinel_byte_.data_ptr(), 1, sentinels_);
   monitor_ = std::thread(&Channel::monitor_loop, this);
 }
 
 Channel::~Channel() { close(); }
 
-void Channel::watch_peers() {
-  sentinel_byte_ = at::empty({1}, at::TensorOptions(at::kByte));
-  for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_) receive(peer, kSentinelTag, sentinel_byte_.data_ptr(), 1, sentinels_);
+std::shared_ptr<Channel> Channel::connect(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                          const ChannelOptions& options) {
+  return {new Channel(std::move(store), rank, size, options), [](Channel* channel) {
+            if (channel->is_forked_copy())
+              leave_to_parent(channel); // gloo would wait for threads that are not here
+            else
+              delete channel;
+          }};
 }
 
 void Channel::send(int peer, int tag, const void* data, int64_t bytes, std::vector<Message>& messages) {
@@ -81,32 +103,48 @@ void Channel::receive_payload(int peer, int tag, void* data, int64_t bytes, std:
   });
 }
 
-Channel::Outcome Channel::wait(const Message& message, std::chrono::steady_clock::time_point deadline, std::string& cause) {
+Channel::Outcome Channel::wait(Message& message, std::chrono::steady_clock::time_point deadline, std::string& cause) {
   using std::chrono::milliseconds;
+  if (message.done) return Outcome::kDone;
   const auto remaining = std::chrono::ceil<milliseconds>(deadline - std::chrono::steady_clock::now());
   try {
-    if (message.work->wait(std::max(remaining, milliseconds(1)))) return Outcome::kDone;
-    // Woken because the peer is gone or the channel closes. The message may have come before that.
-    if (message.work->wait(milliseconds(1))) return Outcome::kDone;
+    message.done = message.work->wait(std::max(remaining, milliseconds(1)));
+    return message.done ? Outcome::kDone : Outcome::kWoken;
   } catch (const std::exception& error) {
     cause = error_text(error);
-    if (std::chrono::steady_clock::now() >= deadline) return Outcome::kTimedOut;
+    if (has_timed_out(cause)) return Outcome::kTimedOut;
+    if (!was_closed_here(cause)) return Outcome::kLost;
+    return std::chrono::steady_clock::now() >= deadline ? Outcome::kTimedOut : Outcome::kClosedHere;
   }
-  return Outcome::kLost;
+}
+
+bool Channel::has_come(Message& message) {
+  std::string cause;
+  Outcome outcome = Outcome::kWoken;
+  while (outcome == Outcome::kWoken) outcome = wait(message, std::chrono::steady_clock::now(), cause); // a wake says nothing
+  return outcome == Outcome::kDone;
 }
 
 void Channel::fail(const std::string& message) {
   std::lock_guard lock(mutex_);
   if (failure_.empty()) failure_ = message;
+  failed_.notify_all();
+}
+
+std::string Channel::await_failure() {
+  std::unique_lock lock(mutex_);
+  failed_.wait_for(lock, kFailureLimit, [&] { return !failure_.empty(); });
+  return failure_;
 }
 
 void Channel::check_usable(const std::string& call) const {
+  check_not_forked(call); // whose mutex may be locked for ever
   std::lock_guard lock(mutex_);
   TORCH_CHECK(!closed_, call, ": the process group was destroyed");
   TORCH_CHECK(failure_.empty(), call, ": the group cannot be used after an earlier failure: ", failure_);
 }
 
-void Channel::keep_until_closed(std::shared_ptr<Exchange> exchange) {
+void Channel::keep_until_closed(std::shared_ptr<InFlight> exchange) {
   std::lock_guard lock(mutex_);
   if (!closed_) kept_.push_back(std::move(exchange)); // later nobody would release it, and it holds the channel
 }
@@ -145,7 +183,7 @@ void Channel::return_buffer(at::Tensor buffer) {
   if (cache.size() > (&cache == &large_buffers_ ? kCachedLargeBuffers : kCachedSmallBuffers)) cache.erase(cache.begin());
 }
 
-void Channel::complete_in_background(std::shared_ptr<Exchange> exchange) {
+void Channel::complete_in_background(std::shared_ptr<InFlight> exchange) {
   std::lock_guard lock(mutex_);
   if (closed_) return;
   background_queue_.push_back(std::move(exchange));
@@ -166,52 +204,87 @@ void Channel::background_loop() {
   }
 }
 
-void Channel::begin_wait(Exchange* exchange) {
+void Channel::begin_wait(InFlight* exchange) {
   std::lock_guard lock(mutex_);
-  if (closed_) exchange->wake();
+  if (closed_) exchange->wake_because_the_channel_closes();
   waiting_.push_back(exchange);
 }
 
-void Channel::wake_if_closed(Exchange* exchange) const {
+void Channel::wake_if_closed(InFlight* exchange) const {
   std::lock_guard lock(mutex_);
-  if (closed_) exchange->wake();
+  if (closed_) exchange->wake_because_the_channel_closes();
 }
 
-void Channel::end_wait(Exchange* exchange) {
+void Channel::end_wait(InFlight* exchange) {
   std::lock_guard lock(mutex_);
   waiting_.erase(std::find(waiting_.begin(), waiting_.end(), exchange));
 }
 
 // gloo does not report a lost connection to a message that is half transferred, so its waiter would sit out the timeout. The
-// sentinels do notice, and this thread wakes the waiter.
+// sentinels do notice, and this thread wakes the waiter. It does so at the deadline as well: when a wait of gloo's runs out, gloo
+// closes the connections before this rank can say whom it misses.
 void Channel::monitor_loop() {
   std::unique_lock lock(mutex_);
   while (!wake_monitor_.wait_for(lock, kMonitorInterval, [&] { return closed_; })) {
     if (waiting_.empty()) continue;
-    for (const auto& sentinel : sentinels_)
-      if (connection_lost(sentinel.peer))
-        for (auto* exchange : waiting_) exchange->wake(sentinel.peer);
+    const auto lost = lost_peers();
+    const auto now = std::chrono::steady_clock::now();
+    for (auto* exchange : waiting_)
+      if (!lost.empty() || now >= exchange->deadline()) exchange->wake(lost);
   }
 }
 
-bool Channel::connection_lost(int peer) {
-  const auto& sentinel = *std::find_if(sentinels_.begin(), sentinels_.end(), [&](const auto& s) { return s.peer == peer; });
+std::vector<int> Channel::lost_peers() {
+  std::lock_guard lock(sentinel_mutex_);
+  std::vector<int> lost;
+  for (const auto& sentinel : sentinels_) {
+    const int peer = sentinel.peer;
+    if (seen_ended_[peer] > 0 || options_.watch->has_ended(options_.ranks[peer])) ++seen_ended_[peer];
+    lost_[peer] = lost_[peer] || connection_lost(sentinel) || has_arrived(seen_ended_[peer]);
+    if (lost_[peer]) lost.push_back(peer);
+  }
+  return lost;
+}
+
+// Whether all that a peer has sent is here, which was seen in `rounds` rounds to have ended.
+bool Channel::has_arrived(int rounds) const {
+  return rounds > kReadingRounds || (rounds > kArrivalRounds && !any_is_unread(sockets_));
+}
+
+bool Channel::connection_lost(const Message& sentinel) {
   try {
     sentinel.work->abort(); // so that the wait returns at once, or throws when the connection is gone
     sentinel.work->wait(std::chrono::milliseconds(1000));
     return false;
-  } catch (const std::exception&) {
-    return true;
+  } catch (const std::exception& error) {
+    return !was_closed_here(error_text(error));
   }
 }
 
+std::vector<int64_t> Channel::ranks_of(const std::vector<int>& peers) const {
+  std::vector<int64_t> ranks;
+  for (const int peer : peers) ranks.push_back(options_.ranks[peer]);
+  return ranks;
+}
+
+std::string Channel::blame(const std::vector<int>& peers) {
+  return options_.watch->blame(ranks_of(peers), ranks_of(lost_peers()));
+}
+
+void Channel::check_not_forked(const std::string& call) const {
+  TORCH_CHECK(!is_forked_copy(), call,
+              ": this process was forked from a rank and has no part in its groups: it may join a job of "
+              "its own, and must not use what the rank sharded");
+}
+
 void Channel::close() {
-  std::vector<std::shared_ptr<Exchange>> released; // they hold the channel
-  std::deque<std::shared_ptr<Exchange>> dropped;
+  if (is_forked_copy()) return;
+  std::vector<std::shared_ptr<InFlight>> released; // they hold the channel
+  std::deque<std::shared_ptr<InFlight>> dropped;
   {
     std::lock_guard lock(mutex_);
     closed_ = true;
-    for (auto* exchange : waiting_) exchange->wake();
+    for (auto* exchange : waiting_) exchange->wake_because_the_channel_closes();
     released.swap(kept_);
     dropped.swap(background_queue_);
   }
@@ -221,4 +294,4 @@ void Channel::close() {
   if (background_.joinable()) background_.join();
 }
 
-} // namespace tessera::gloo
+} // namespace tessera::internal::gloo

@@ -7,17 +7,18 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
+#include <utility>
 
-namespace tessera::gloo {
+namespace tessera::internal::gloo {
 
 namespace {
 
 constexpr int kSecondRoundTag = 1 << 30; // the low bits are the sequence number
+// How late the channel's monitor may be at the deadline. Behind that, gloo ends the wait.
+constexpr std::chrono::seconds kMonitorLimit(2);
 
 } // namespace
-
-Exchange::Exchange(std::shared_ptr<Channel> channel, std::string call, std::vector<int64_t> ranks)
-    : channel_(std::move(channel)), call_(std::move(call)), ranks_(std::move(ranks)) {}
 
 bool Exchange::has_header() const {
   return channel_->options().check_signatures || signature_.kind == static_cast<uint8_t>(CollectiveKind::kBarrier);
@@ -42,12 +43,15 @@ void Exchange::start(Signature signature, ExchangePlan plan) {
     const auto order = channel_->posting_order();
     signature_.sequence = channel_->next_sequence();
     if (has_header()) post_headers(signature_);
-    post_payloads();
+    post_payloads(plan_, -1, has_header() ? kInlineBytes : 0, receives_, sends_);
   } catch (const std::exception& error) {
+    const auto lost = channel_->lost_peers();
+    const auto text = c10::str(
+        call_, ": lost ",
+        lost.empty() ? c10::str("a connection. ", error_text(error)) : c10::str("the connection to ", channel_->blame(lost)));
     channel_->keep_until_closed(shared_from_this());
-    channel_->fail(c10::str(call_, ": ", error_text(error)));
-    C10_THROW_ERROR(DistNetworkError,
-                    c10::str(call_, ": a connection was lost, another rank may have exited. ", error_text(error)));
+    channel_->fail(text);
+    C10_THROW_ERROR(DistNetworkError, text);
   }
 }
 
@@ -64,45 +68,59 @@ void Exchange::post_headers(const Signature& signature) {
     append(plan_.counts.data(), counts_bytes());
     if (own) continue;
     const auto& payload = plan_.send[peer];
-    if (is_inline(payload)) append(payload.data, payload.count);
+    if (payload.count <= kInlineBytes) append(payload.data, payload.count);
     channel_->receive(peer, Channel::kHeaderTag, received_header(peer), header_bytes(), header_receives_);
     channel_->send(peer, Channel::kHeaderTag, begin, end - begin, sends_);
   }
 }
 
-void Exchange::post_payloads() {
+void Exchange::post_payloads(const ExchangePlan& plan, int tag, int64_t longer_than, std::vector<Message>& receives,
+                             std::vector<Message>& sends) {
   // Start with the next rank, so that not all ranks send to the same one first.
   for (int step = 1; step < channel_->size(); ++step) {
     const int to = (channel_->rank() + step) % channel_->size();
     const int from = (channel_->rank() - step + channel_->size()) % channel_->size();
-    const auto &incoming = plan_.receive[from], &outgoing = plan_.send[to];
-    if (!is_inline(incoming)) channel_->receive_payload(from, -1, incoming.data, incoming.count, receives_);
-    if (!is_inline(outgoing)) channel_->send_payload(to, -1, outgoing.data, outgoing.count, sends_);
+    const auto &incoming = plan.receive[from], &outgoing = plan.send[to];
+    if (incoming.count > longer_than) channel_->receive_payload(from, tag, incoming.data, incoming.count, receives);
+    if (outgoing.count > longer_than) channel_->send_payload(to, tag, outgoing.data, outgoing.count, sends);
   }
+}
+
+void Exchange::wait() {
+  awaited_ = true;
+  complete();
+  std::lock_guard lock(completing_);
+  if (unexplained_) fail(*std::exchange(unexplained_, std::nullopt), true);
+  if (failure_) std::rethrow_exception(failure_);
 }
 
 void Exchange::complete() {
   std::lock_guard lock(completing_);
   if (completed_) return;
+  deadline_ = std::chrono::steady_clock::now() + channel_->options().timeout;
   channel_->begin_wait(this);
   try {
     run();
+  } catch (const Absence& absence) {
+    const bool is_awaited = awaited_;
+    fail(absence, is_awaited);
+    if (!is_awaited) unexplained_ = absence;
   } catch (const std::exception& error) {
     failure_ = std::current_exception();
     channel_->fail(error_text(error));
-    channel_->keep_until_closed(shared_from_this());
   }
   channel_->end_wait(this);
-  if (!failure_) {
+  if (failure_) {
+    channel_->keep_until_closed(shared_from_this());
+  } else {
     if (header_buffer_.defined()) channel_->return_buffer(std::move(header_buffer_));
     for (auto* messages : {&header_receives_, &receives_, &sends_}) channel_->retire(std::move(*messages));
-    plan_ = {};
+    plan_ = ExchangePlan();
   }
   completed_ = true;
 }
 
 void Exchange::run() {
-  deadline_ = std::chrono::steady_clock::now() + channel_->options().timeout;
   if (has_header()) {
     receive_headers();
     check_signatures();
@@ -117,15 +135,16 @@ void Exchange::run() {
 
 void Exchange::receive_headers() {
   std::string cause;
-  for (const auto& message : header_receives_) {
-    const auto outcome = channel_->wait(message, deadline_, cause);
+  for (auto& message : header_receives_) {
+    const auto outcome = wait_for(message, cause);
     if (outcome == Channel::Outcome::kDone) continue;
-    if (outcome == Channel::Outcome::kLost) throw_lost(message.peer, cause);
-    std::vector<int64_t> missing; // gloo has closed the connections by now: what did not come will not come
-    for (const auto& other : header_receives_)
-      if (other.peer >= message.peer && channel_->wait(other, deadline_, cause) != Channel::Outcome::kDone)
-        missing.push_back(ranks_[other.peer]);
-    throw_timed_out(c10::str("the call of rank", missing.size() == 1 ? " " : "s ", c10::Join(", ", missing)));
+    if (outcome == Channel::Outcome::kLost) throw Absence({message.peer}, false, cause);
+    std::vector<int> missing; // the connections are closed by now: what did not come will not come
+    for (auto& other : header_receives_)
+      if (&other == &message || !channel_->has_come(other)) missing.push_back(other.peer);
+    throw Absence(missing, true,
+                  c10::str("the call of rank", missing.size() == 1 ? " " : "s ", c10::Join(", ", channel_->ranks_of(missing)),
+                           ": every rank of the group must call it"));
   }
 }
 
@@ -157,18 +176,58 @@ void Exchange::check_counts() const {
 void Exchange::unpack_headers() const {
   for (int peer = 0; peer < channel_->size(); ++peer) {
     const auto& incoming = plan_.receive[peer];
-    if (peer != channel_->rank() && is_inline(incoming) && incoming.count > 0)
+    if (peer != channel_->rank() && incoming.count > 0 && incoming.count <= kInlineBytes)
       std::memcpy(incoming.data, received_header(peer) + sizeof(Signature) + counts_bytes(), incoming.count);
   }
 }
 
-void Exchange::wait_for(const std::vector<Message>& messages, const char* what) {
+void Exchange::wait_for(std::vector<Message>& messages, const char* what) {
   std::string cause;
-  for (const auto& message : messages) {
-    const auto outcome = channel_->wait(message, deadline_, cause);
-    if (outcome == Channel::Outcome::kLost) throw_lost(message.peer, cause);
-    if (outcome == Channel::Outcome::kTimedOut) throw_timed_out(c10::str(what, " of rank ", ranks_[message.peer]));
+  for (auto& message : messages) {
+    const auto outcome = wait_for(message, cause);
+    if (outcome == Channel::Outcome::kLost) throw Absence({message.peer}, false, cause);
+    if (outcome == Channel::Outcome::kTimedOut)
+      throw Absence({message.peer}, true, c10::str(what, " of rank ", ranks_[message.peer]));
   }
+}
+
+Channel::Outcome Exchange::wait_for(Message& message, std::string& cause) {
+  using Outcome = Channel::Outcome;
+  while (true) {
+    const auto outcome = channel_->wait(message, deadline_ + kMonitorLimit, cause);
+    if (outcome == Outcome::kClosedHere) throw_closed();
+    if (outcome != Outcome::kWoken) return outcome;
+    check_lost_peers();
+    if (std::chrono::steady_clock::now() < deadline_) continue;
+    const auto& watch = channel_->options().watch;
+    watch->announce({ranks_[message.peer], MissingRank::Reason::kTimedOut});
+    if (!channel_->has_come(message)) return Outcome::kTimedOut;
+    watch->withdraw();
+    return Outcome::kDone;
+  }
+}
+
+// A rank may be gone and yet have sent all that this exchange needs of it.
+void Exchange::check_lost_peers() {
+  std::vector<int> missing;
+  {
+    std::lock_guard lock(messages_mutex_);
+    TORCH_CHECK(!channel_closes_, call_, ": the process group was destroyed");
+    missing = lost_peers_;
+  }
+  const auto each_of = [&](int peer, const auto& predicate) {
+    for (auto* messages : {&header_receives_, &receives_, &sends_})
+      for (auto& message : *messages)
+        if (message.peer == peer && !predicate(message)) return false;
+    return true;
+  };
+  std::erase_if(missing, [&](int peer) { return each_of(peer, [](const auto& message) { return message.done; }); });
+  if (missing.empty()) return;
+  const auto& watch = channel_->options().watch;
+  watch->announce_ended(channel_->ranks_of(missing)); // before `has_come` closes the connections
+  std::erase_if(missing, [&](int peer) { return each_of(peer, [&](auto& message) { return channel_->has_come(message); }); });
+  if (!missing.empty()) throw Absence(missing, false, "");
+  watch->withdraw();
 }
 
 void Exchange::run_second_round(const ExchangePlan& plan) {
@@ -176,12 +235,7 @@ void Exchange::run_second_round(const ExchangePlan& plan) {
   std::vector<Message> receives, sends;
   {
     const auto order = channel_->posting_order();
-    for (int step = 1; step < channel_->size(); ++step) {
-      const int to = (channel_->rank() + step) % channel_->size();
-      const int from = (channel_->rank() - step + channel_->size()) % channel_->size();
-      channel_->receive_payload(from, tag, plan.receive[from].data, plan.receive[from].count, receives);
-      channel_->send_payload(to, tag, plan.send[to].data, plan.send[to].count, sends);
-    }
+    post_payloads(plan, tag, 0, receives, sends);
   }
   {
     std::lock_guard lock(messages_mutex_);
@@ -193,42 +247,63 @@ void Exchange::run_second_round(const ExchangePlan& plan) {
   wait_for(sends_, "the receipt of the second round");
 }
 
-void Exchange::wake(int peer) {
+void Exchange::wake(const std::vector<int>& lost) {
   std::lock_guard lock(messages_mutex_);
+  lost_peers_ = lost;
+  abort_messages();
+}
+
+void Exchange::wake_because_the_channel_closes() {
+  std::lock_guard lock(messages_mutex_);
+  channel_closes_ = true;
+  abort_messages();
+}
+
+void Exchange::abort_messages() {
   for (const auto* messages : {&header_receives_, &receives_, &sends_})
-    for (const auto& message : *messages)
-      if (peer < 0 || message.peer == peer) message.work->abort();
+    for (const auto& message : *messages) message.work->abort();
 }
 
-void Exchange::throw_lost(int peer, const std::string& cause) const {
-  C10_THROW_ERROR(DistNetworkError, c10::str(call_, ": lost the connection to rank ", ranks_[peer],
-                                             ", which has exited or failed", cause.empty() ? "" : ". ", cause));
+void Exchange::throw_closed() const {
+  const auto failure = channel_->await_failure();
+  C10_THROW_ERROR(DistNetworkError, c10::str(call_, ": the group's connections were closed after an earlier failure",
+                                             failure.empty() ? "" : ": ", failure));
 }
 
-void Exchange::throw_timed_out(const std::string& what) const {
-  C10_THROW_ERROR(DistNetworkError,
-                  c10::str(call_, ": timed out after ", channel_->options().timeout.count(), " ms, waiting for ", what));
+void Exchange::fail(const Absence& absence, bool is_awaited) {
+  const auto text = explain(absence, is_awaited);
+  failure_ = std::make_exception_ptr(c10::DistNetworkError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text));
+  channel_->fail(text);
 }
 
-void Exchange::rethrow_failure() const {
-  if (failure_) std::rethrow_exception(failure_);
+// A rank is missed only where somebody waits for it.
+std::string Exchange::explain(const Absence& absence, bool is_awaited) const {
+  if (absence.timed_out) {
+    if (is_awaited) channel_->options().watch->note_timeout(ranks_[absence.peers[0]]);
+    return c10::str(call_, ": timed out after ", channel_->options().timeout.count(), " ms, waiting for ", absence.what_happened);
+  }
+  const auto names = is_awaited ? channel_->blame(absence.peers) : describe_ended(channel_->ranks_of(absence.peers));
+  return c10::str(call_, ": lost the connection to ", names, absence.what_happened.empty() ? "" : ". ", absence.what_happened);
 }
 
 ExchangeWork::~ExchangeWork() {
-  if (!exchange_->is_completed() && !in_background_) channel_->complete_in_background(exchange_);
+  if (channel_->is_forked_copy())
+    leave_to_parent(new (std::nothrow) std::shared_ptr<Exchange>(std::move(exchange_))); // which is the one to complete it
+  else if (!exchange_->is_completed() && !in_background_)
+    channel_->complete_in_background(exchange_);
 }
 
 void ExchangeWork::wait() {
-  exchange_->complete();
-  exchange_->rethrow_failure();
+  channel_->check_not_forked("a collective that was started before a fork");
+  exchange_->wait();
 }
 
 bool ExchangeWork::is_completed() {
-  if (exchange_->is_completed()) return true;
+  if (exchange_->is_completed() || channel_->is_forked_copy()) return exchange_->is_completed();
   // gloo cannot be asked whether a message has come, only be waited for.
   if (!in_background_) channel_->complete_in_background(exchange_);
   in_background_ = true;
   return false;
 }
 
-} // namespace tessera::gloo
+} // namespace tessera::internal::gloo

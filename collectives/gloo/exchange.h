@@ -9,10 +9,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
-namespace tessera::gloo {
+namespace tessera::internal::gloo {
 
 /// Bytes in memory that somebody else keeps alive.
 struct Bytes {
@@ -22,6 +23,8 @@ struct Bytes {
 
 /// What every rank sends to and receives from every other one; the own entries are not used.
 struct ExchangePlan {
+  explicit ExchangePlan(int ranks = 0) : send(ranks), receive(ranks) {}
+
   std::vector<Bytes> send, receive;
   std::function<void()> finish;                    ///< runs once, when all has arrived and has been sent
   std::unique_ptr<ExchangePlan> second_round = {}; ///< a further exchange, after `finish`
@@ -35,37 +38,52 @@ struct ExchangePlan {
 /// Each pair of ranks exchanges a header first: the signature, the counts where the plan has some, and the payload behind them
 /// when that is small. Long payloads follow at once and go straight to their place. `complete` compares the signatures and the
 /// counts before it looks at any payload.
-class Exchange : public std::enable_shared_from_this<Exchange> {
+class Exchange final : public InFlight, public std::enable_shared_from_this<Exchange> {
  public:
   /// Payloads up to this size travel in the header's message.
   static constexpr int64_t kInlineBytes = 16 << 10;
 
-  Exchange(std::shared_ptr<Channel> channel, std::string call, std::vector<int64_t> ranks);
+  Exchange(std::shared_ptr<Channel> channel, std::string call) : channel_(std::move(channel)), call_(std::move(call)) {}
 
   /// Posts all messages. `signature` lacks the sequence number.
   void start(Signature signature, ExchangePlan plan);
-  /// Blocks until the result is valid, on the first call. Throws nothing: `rethrow_failure` does.
-  void complete();
-  void rethrow_failure() const;
+  /// Blocks until the result is valid, or throws why it never will be: also on later calls.
+  void wait();
   bool is_completed() const { return completed_; }
 
-  /// Wakes the waiting thread: messages of `peer`, or all of them.
-  void wake(int peer = -1);
+  /// As `wait`, for nobody: throws nothing, and records no rank as missing unless somebody waits meanwhile.
+  void complete() override;
+  void wake(const std::vector<int>& lost) override;
+  void wake_because_the_channel_closes() override;
+  std::chrono::steady_clock::time_point deadline() const override { return deadline_; }
 
  private:
+  /// Thrown where peers do not come.
+  struct Absence : std::exception {
+    Absence(std::vector<int> p, bool t, std::string w) : peers(std::move(p)), timed_out(t), what_happened(std::move(w)) {}
+    std::vector<int> peers;
+    bool timed_out;
+    std::string what_happened; ///< gloo's text, or what they were waited for with
+  };
+
   void run();
   void post_headers(const Signature& signature);
-  void post_payloads();
+  /// Those of more than `longer_than` bytes.
+  void post_payloads(const ExchangePlan& plan, int tag, int64_t longer_than, std::vector<Message>& receives,
+                     std::vector<Message>& sends);
   void receive_headers();
   void check_signatures() const;
   void check_counts() const;
   void unpack_headers() const;
   void run_second_round(const ExchangePlan& plan);
-  void wait_for(const std::vector<Message>& messages, const char* what);
-  [[noreturn]] void throw_lost(int peer, const std::string& cause) const;
-  [[noreturn]] void throw_timed_out(const std::string& what) const;
+  void wait_for(std::vector<Message>& messages, const char* what);
+  Channel::Outcome wait_for(Message& message, std::string& cause);
+  void check_lost_peers();
+  [[noreturn]] void throw_closed() const;
+  void fail(const Absence& absence, bool is_awaited);
+  std::string explain(const Absence& absence, bool is_awaited) const;
+  void abort_messages();
   bool has_header() const;
-  bool is_inline(const Bytes& bytes) const { return has_header() && bytes.count <= kInlineBytes; }
   int64_t header_bytes() const;
   int64_t counts_bytes() const { return static_cast<int64_t>(plan_.counts.size() * sizeof(int64_t)); }
   char* sent_header(int peer) const;
@@ -73,17 +91,20 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
 
   const std::shared_ptr<Channel> channel_;
   const std::string call_; // for errors
-  const std::vector<int64_t> ranks_;
+  const std::vector<int64_t>& ranks_ = channel_->options().ranks;
   Signature signature_;
   ExchangePlan plan_;
   at::Tensor header_buffer_;
-  std::mutex messages_mutex_; // guards the lists against `wake`
+  std::mutex messages_mutex_; // guards the lists against `wake`, and what it says
   std::vector<Message> header_receives_, receives_, sends_;
+  std::vector<int> lost_peers_;
+  bool channel_closes_ = false;
   std::chrono::steady_clock::time_point deadline_;
 
   std::mutex completing_;
-  std::atomic<bool> completed_{false};
+  std::atomic<bool> completed_{false}, awaited_{false};
   std::exception_ptr failure_;
+  std::optional<Absence> unexplained_; // the failure, where nobody waited
 };
 
 /// The user's handle of an exchange. One that is dropped before `wait` is completed in the background.
@@ -101,4 +122,4 @@ class ExchangeWork final : public WorkState {
   bool in_background_ = false;
 };
 
-} // namespace tessera::gloo
+} // namespace tessera::internal::gloo

@@ -4,13 +4,14 @@
 #include <tessera/collectives/gloo/exchange.h>
 #include <tessera/collectives/gloo/reduce.h>
 
+#include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstring>
 
-namespace tessera::gloo {
+namespace tessera::internal::gloo {
 
 namespace {
 
@@ -43,7 +44,7 @@ struct CombinedWork final : WorkState {
     for (auto& work : works) work.wait();
   }
   bool is_completed() override {
-    return std::all_of(works.begin(), works.end(), [](const auto& work) { return work.is_completed(); });
+    return absl::c_all_of(works, [](const auto& work) { return work.is_completed(); });
   }
   std::vector<Work> works;
 };
@@ -65,11 +66,8 @@ GlooCommunicator::GlooCommunicator(std::string name, std::vector<int64_t> ranks,
 GlooCommunicator::~GlooCommunicator() { channel_->close(); }
 
 std::shared_ptr<Exchange> GlooCommunicator::start(const Call& call, ExchangePlan plan) {
-  auto signature = make_signature(call.kind, call.label, call.dtype, call.kind == CollectiveKind::kAllToAll ? 0 : call.bytes);
-  signature.reduce_op = static_cast<uint8_t>(call.op);
-  signature.root = call.root;
-  auto exchange = std::make_shared<Exchange>(channel_, describe(*this, call.kind, call.label), ranks());
-  exchange->start(signature, std::move(plan));
+  auto exchange = std::make_shared<Exchange>(channel_, describe(*this, call.kind, call.label));
+  exchange->start(make_signature(call.kind, call.label, call.dtype, call.bytes, call.op, call.root), std::move(plan));
   return exchange;
 }
 
@@ -87,28 +85,36 @@ Work GlooCommunicator::run(const Call& call, ExchangePlan plan) { return finish_
 Work GlooCommunicator::all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) {
   check_all_gather(*this, output, input, label);
   const auto count = static_cast<int64_t>(input.nbytes());
-  ExchangePlan plan{std::vector<Bytes>(size(), {input.data_ptr(), count}), std::vector<Bytes>(size()), {}};
-  for (int r = 0; r < size(); ++r) plan.receive[r] = {bytes_at(output, r * input.numel()), count};
+  ExchangePlan plan(size());
+  for (int r = 0; r < size(); ++r) {
+    plan.send[r] = {input.data_ptr(), count};
+    plan.receive[r] = {bytes_at(output, r * input.numel()), count};
+  }
   copy_bytes(plan.receive[rank()].data, input.data_ptr(), count);
   plan.finish = [output, input] {};
   return run({CollectiveKind::kAllGather, label, input.scalar_type(), static_cast<int64_t>(output.nbytes())}, std::move(plan));
 }
 
-Work GlooCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) {
-  check_reduce_scatter(*this, output, input, op, label);
-  const auto numel = output.numel(), count = static_cast<int64_t>(output.nbytes());
-  ExchangePlan plan{std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}};
+// Completes `plan`, which sends parts of `input`: what comes is reduced with this rank's own part, into `output`.
+void GlooCommunicator::reduce_into(const at::Tensor& output, const at::Tensor& input, ReduceOp op, ExchangePlan& plan) {
+  const auto count = static_cast<int64_t>(output.nbytes());
   auto buffer = channel_->take_buffer(count * size());
   std::vector<const void*> terms(size());
   for (int r = 0; r < size(); ++r) {
-    plan.send[r] = {bytes_at(input, r * numel), count};
     plan.receive[r] = {bytes_at(buffer, r * count), count};
     terms[r] = r == rank() ? plan.send[r].data : plan.receive[r].data;
   }
-  plan.finish = [output, input, buffer, terms, op, numel, channel = channel_] {
-    reduce(output.data_ptr(), terms, numel, output.scalar_type(), op);
+  plan.finish = [output, input, buffer, terms, op, channel = channel_] {
+    reduce(output.data_ptr(), terms, output.numel(), output.scalar_type(), op);
     channel->return_buffer(buffer);
   };
+}
+
+Work GlooCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) {
+  check_reduce_scatter(*this, output, input, op, label);
+  ExchangePlan plan(size());
+  for (int r = 0; r < size(); ++r) plan.send[r] = {bytes_at(input, r * output.numel()), static_cast<int64_t>(output.nbytes())};
+  reduce_into(output, input, op, plan);
   return run({CollectiveKind::kReduceScatter, label, input.scalar_type(), static_cast<int64_t>(input.nbytes()), op},
              std::move(plan));
 }
@@ -116,22 +122,10 @@ Work GlooCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor
 Work GlooCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) {
   check_all_reduce(*this, tensor, op, label);
   const Call call{CollectiveKind::kAllReduce, label, tensor.scalar_type(), static_cast<int64_t>(tensor.nbytes()), op};
-  return call.bytes <= one_round_bytes(size()) ? all_reduce_in_one_round(call, tensor, op)
-                                               : all_reduce_in_two_rounds(call, tensor, op);
-}
-
-Work GlooCommunicator::all_reduce_in_one_round(const Call& call, const at::Tensor& tensor, ReduceOp op) {
-  ExchangePlan plan{std::vector<Bytes>(size(), {tensor.data_ptr(), call.bytes}), std::vector<Bytes>(size()), {}};
-  auto buffer = channel_->take_buffer(call.bytes * size());
-  std::vector<const void*> terms(size());
-  for (int r = 0; r < size(); ++r) {
-    plan.receive[r] = {bytes_at(buffer, r * call.bytes), call.bytes};
-    terms[r] = r == rank() ? tensor.data_ptr() : plan.receive[r].data;
-  }
-  plan.finish = [tensor, buffer, terms, op, channel = channel_] {
-    reduce(tensor.data_ptr(), terms, tensor.numel(), tensor.scalar_type(), op);
-    channel->return_buffer(buffer);
-  };
+  if (call.bytes > one_round_bytes(size())) return all_reduce_in_two_rounds(call, tensor, op);
+  ExchangePlan plan(size());
+  absl::c_fill(plan.send, Bytes{tensor.data_ptr(), call.bytes});
+  reduce_into(tensor, tensor, op, plan);
   return run(call, std::move(plan));
 }
 
@@ -150,21 +144,13 @@ Work GlooCommunicator::all_reduce_in_two_rounds(const Call& call, const at::Tens
 std::shared_ptr<Exchange> GlooCommunicator::all_reduce_segment(const Call& call, const at::Tensor& tensor, ReduceOp op) {
   const auto width = static_cast<int64_t>(tensor.element_size());
   const auto own = part(tensor.numel(), size(), rank());
-  auto buffer = channel_->take_buffer(own.count * width * size());
-  ExchangePlan scatter{std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}};
-  ExchangePlan gather{
-      std::vector<Bytes>(size(), {bytes_at(tensor, own.begin), own.count * width}), std::vector<Bytes>(size()), {}};
-  std::vector<const void*> terms(size());
+  ExchangePlan scatter(size()), gather(size());
   for (int r = 0; r < size(); ++r) {
     const auto range = part(tensor.numel(), size(), r);
     scatter.send[r] = gather.receive[r] = {bytes_at(tensor, range.begin), range.count * width};
-    scatter.receive[r] = {bytes_at(buffer, r * own.count * width), own.count * width};
-    terms[r] = r == rank() ? scatter.send[r].data : scatter.receive[r].data;
+    gather.send[r] = {bytes_at(tensor, own.begin), own.count * width};
   }
-  scatter.finish = [tensor, buffer, terms, op, own, channel = channel_] {
-    reduce(bytes_at(tensor, own.begin), terms, own.count, tensor.scalar_type(), op);
-    channel->return_buffer(buffer);
-  };
+  reduce_into(tensor.narrow(0, own.begin, own.count), tensor, op, scatter);
   scatter.second_round = std::make_unique<ExchangePlan>(std::move(gather));
   auto exchange = start(call, std::move(scatter));
   channel_->complete_in_background(exchange); // the second round must not wait for this rank's `wait`
@@ -180,7 +166,7 @@ Work GlooCommunicator::all_to_all(const at::Tensor& output, const at::Tensor& in
   TORCH_CHECK(own == splits.output[rank()] || channel_->options().check_signatures,
               describe(*this, CollectiveKind::kAllToAll, label), ": rank ", ranks()[rank()], " sends itself ", own,
               " elements and expects ", splits.output[rank()]);
-  ExchangePlan plan{std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}};
+  ExchangePlan plan(size());
   plan.counts = splits.byte_counts(width);
   int64_t sent = 0, received = 0;
   for (int r = 0; r < size(); ++r) {
@@ -198,9 +184,9 @@ Work GlooCommunicator::all_to_all(const at::Tensor& output, const at::Tensor& in
 Work GlooCommunicator::broadcast(const at::Tensor& tensor, int root, std::string_view label) {
   check_broadcast(*this, tensor, root, label);
   const Bytes whole{tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes())};
-  ExchangePlan plan{std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}};
+  ExchangePlan plan(size());
   if (rank() == root)
-    std::fill(plan.send.begin(), plan.send.end(), whole);
+    absl::c_fill(plan.send, whole);
   else
     plan.receive[root] = whole;
   plan.finish = [tensor] {};
@@ -218,8 +204,6 @@ Work GlooCommunicator::coalesced(const std::function<void()>& issue) {
   return Work(std::make_shared<CombinedWork>(std::move(coalesced_)));
 }
 
-void GlooCommunicator::barrier(std::string_view label) {
-  run({CollectiveKind::kBarrier, label}, {std::vector<Bytes>(size()), std::vector<Bytes>(size()), {}}).wait();
-}
+void GlooCommunicator::barrier(std::string_view label) { run({CollectiveKind::kBarrier, label}, ExchangePlan(size())).wait(); }
 
-} // namespace tessera::gloo
+} // namespace tessera::internal::gloo

@@ -6,7 +6,7 @@
 #include <atomic>
 #include <thread>
 
-namespace tessera::gloo {
+namespace tessera::internal::gloo {
 
 class Exchange;
 struct ExchangePlan;
@@ -36,7 +36,7 @@ class GlooCommunicator final : public Communicator {
   std::shared_ptr<Exchange> start(const Call& call, ExchangePlan plan);
   Work finish_call(const Call& call, std::vector<std::shared_ptr<Exchange>> exchanges);
   Work run(const Call& call, ExchangePlan plan);
-  Work all_reduce_in_one_round(const Call& call, const at::Tensor& tensor, ReduceOp op);
+  void reduce_into(const at::Tensor& output, const at::Tensor& input, ReduceOp op, ExchangePlan& plan);
   Work all_reduce_in_two_rounds(const Call& call, const at::Tensor& tensor, ReduceOp op);
   std::shared_ptr<Exchange> all_reduce_segment(const Call& call, const at::Tensor& tensor, ReduceOp op);
 
@@ -45,4 +45,4 @@ class GlooCommunicator final : public Communicator {
   std::vector<Work> coalesced_;                      // what it started
 };
 
-} // namespace tessera::gloo
+} // namespace tessera::internal::gloo

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <type_traits>
 
-namespace tessera::gloo {
+namespace tessera::internal::gloo {
 
 namespace {
 
@@ -77,4 +77,4 @@ void reduce(void* output, const std::vector<const void*>& inputs, int64_t numel,
                  at::kBFloat16, at::kHalf, AT_EXPAND(AT_ALL_TYPES));
 }
 
-} // namespace tessera::gloo
+} // namespace tessera::internal::gloo

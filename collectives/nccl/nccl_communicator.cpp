@@ -12,11 +12,10 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include <algorithm>
 #include <cstdlib>
 #include <string_view>
 
-namespace tessera::nccl {
+namespace tessera::internal::nccl {
 
 namespace {
 
@@ -198,20 +197,18 @@ class NcclCommunicator final : public Communicator {
 
   // Before the launch: a mismatched kernel would hang the device.
   void compare_signatures(const Call& call, int64_t bytes, const std::string& text) {
-    auto signature = make_signature(call.kind, call.label, call.full.defined() ? call.full.scalar_type() : at::kByte,
-                                    call.kind == CollectiveKind::kAllToAll ? 0 : bytes);
-    signature.reduce_op = static_cast<uint8_t>(call.op);
-    signature.root = call.root;
-    auto exchange = std::make_shared<gloo::Exchange>(signatures_, text, ranks());
-    exchange->start(signature, {std::vector<gloo::Bytes>(size()), std::vector<gloo::Bytes>(size()), {}, {}, call.counts});
-    exchange->complete();
-    exchange->rethrow_failure();
+    const auto dtype = call.full.defined() ? call.full.scalar_type() : at::kByte;
+    gloo::ExchangePlan plan(size());
+    plan.counts = call.counts;
+    auto exchange = std::make_shared<gloo::Exchange>(signatures_, text);
+    exchange->start(make_signature(call.kind, call.label, dtype, bytes, call.op, call.root), std::move(plan));
+    exchange->wait();
   }
 
   static std::shared_ptr<gloo::Channel> make_signature_channel(const GroupDescription& group) {
-    const gloo::ChannelOptions options{group.options.timeout, true, group.all_local};
-    return std::make_shared<gloo::Channel>(c10::make_intrusive<c10d::PrefixStore>("signatures", group.store), group.rank,
-                                           static_cast<int>(group.ranks.size()), options);
+    const gloo::ChannelOptions options{group.options.timeout, true, group.all_local, group.ranks, group.watch};
+    return gloo::Channel::connect(c10::make_intrusive<c10d::PrefixStore>("signatures", group.store), group.rank,
+                                  static_cast<int>(group.ranks.size()), options);
   }
 
   at::Device device_;
@@ -222,14 +219,14 @@ class NcclCommunicator final : public Communicator {
 
 } // namespace
 
-} // namespace tessera::nccl
+} // namespace tessera::internal::nccl
 
-extern "C" void tessera_nccl_make_communicator(const tessera::GroupDescription& group, tessera::CommunicatorPtr& made) {
+extern "C" void tessera_nccl_make_communicator(const tessera::internal::GroupDescription& group, tessera::CommunicatorPtr& made) {
   const auto devices = c10::cuda::device_count();
   TORCH_CHECK(group.local_rank < devices, "rank ", group.ranks[group.rank], " is the process ", group.local_rank,
               " on its host and needs CUDA device ", group.local_rank, ", which does not exist: there are ",
               +devices); // a number, though its type is a char
-  made = std::make_shared<tessera::nccl::NcclCommunicator>(group);
+  made = std::make_shared<tessera::internal::nccl::NcclCommunicator>(group);
 }
 
 extern "C" int tessera_nccl_device_count() { return c10::cuda::device_count(); }

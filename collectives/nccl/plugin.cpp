@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <string>
 
-namespace tessera::nccl {
+namespace tessera::internal::nccl {
 
 namespace {
 
@@ -65,4 +65,4 @@ void require_cuda() {
               "tessera::cuda_is_available() before any other use of LibTorch, or link torch_cuda");
 }
 
-} // namespace tessera::nccl
+} // namespace tessera::internal::nccl

@@ -2,7 +2,7 @@
 
 #include <tessera/collectives/backend.h>
 
-namespace tessera::nccl {
+namespace tessera::internal::nccl {
 
 // libtessera itself does not depend on CUDA: what does is in the plugin libtessera_nccl.so beside it, which is loaded when CUDA
 // is first asked for. These two functions are the plugin's, found by name.
@@ -17,4 +17,4 @@ CommunicatorPtr make_communicator(const GroupDescription& group);
 /// Loads the plugin, and with it LibTorch's CUDA libraries. Throws the reason why CUDA tensors cannot be used in this process.
 void require_cuda();
 
-} // namespace tessera::nccl
+} // namespace tessera::internal::nccl

@@ -5,7 +5,7 @@
 
 #include <tessera/dtensor/dtensor_impl.h>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 namespace {
 
@@ -14,21 +14,15 @@ enum Tag : uint64_t { kNone = 1, kScalarTensor, kList, kInt, kDouble, kBool, kSt
 constexpr uint64_t tag(Tag value, uint64_t extra = 0) { return (static_cast<uint64_t>(value) << 56) | extra; }
 
 KeyState add_tensor(const c10::IValue& value, CallKey& key) {
-  if (value.isNone() || !value.isTensor()) {
+  if (!value.isTensor() || !value.toTensor().defined()) {
     key.push_back(tag(kNone));
-    return KeyState::kComplete;
-  }
-  const auto& tensor = value.toTensor();
-  if (const auto* meta = dtensor_meta(tensor)) {
+  } else if (const auto* meta = dtensor_meta(value.toTensor())) {
     key.push_back(meta->spec->id());
-    return KeyState::kComplete;
+  } else if (value.toTensor().dim() > 0) {
+    return KeyState::kPlainTensor;
+  } else {
+    key.push_back(tag(kScalarTensor, static_cast<uint64_t>(value.toTensor().scalar_type())));
   }
-  if (!tensor.defined()) {
-    key.push_back(tag(kNone));
-    return KeyState::kComplete;
-  }
-  if (tensor.dim() > 0) return KeyState::kPlainTensor;
-  key.push_back(tag(kScalarTensor, static_cast<uint64_t>(tensor.scalar_type())));
   return KeyState::kComplete;
 }
 
@@ -72,6 +66,7 @@ KeyState make_key(const OpInfo& info, const torch::jit::Stack& stack, size_t beg
   for (size_t i = 0; i < info.arguments.size() && state == KeyState::kComplete; ++i) {
     const auto& value = stack[begin + i];
     switch (info.arguments[i].kind) {
+      case ArgKind::kNumber:
       case ArgKind::kDynamic: break;
       case ArgKind::kStatic: state = add_value(value, key); break;
       case ArgKind::kTensor: state = add_tensor(value, key); break;
@@ -90,4 +85,4 @@ KeyState make_key(const OpInfo& info, const torch::jit::Stack& stack, size_t beg
   return state;
 }
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch

@@ -8,7 +8,7 @@
 
 #include <tessera/dtensor/dispatch/op_info.h>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 /// Everything that a plan depends on: the operator, the spec of every tensor argument, the static arguments.
 using CallKey = absl::InlinedVector<uint64_t, 24>;
@@ -22,4 +22,4 @@ enum class KeyState {
 /// Fills `key` for the call at the end of `stack`. Allocates nothing for up to 24 words.
 KeyState make_key(const OpInfo& info, const torch::jit::Stack& stack, size_t begin, CallKey& key);
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch

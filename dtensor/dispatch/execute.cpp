@@ -10,7 +10,7 @@
 #include <tessera/dtensor/move.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 namespace {
 
@@ -28,8 +28,8 @@ class Execution {
                                              c10::DispatchKeySet(kDTensorKey));
     if (!plan_.on_mesh) {
       skip();
-    } else if (info_.rule->local) {
-      info_.rule->local({op_, stack_, plan_.outputs, plan_.ran});
+    } else if (const auto kernel = std::get_if<rules::OnLocals>(info_.rule)->kernel) {
+      kernel({op_, stack_, plan_.outputs, plan_.ran});
     } else {
       op_.callBoxed(stack_);
     }
@@ -47,26 +47,32 @@ class Execution {
         if (grad_mode && value.isTensor()) place_leaf_gradient(value.toTensor());
         auto local = local_of(value, input++, argument.written);
         if (!local.defined()) continue;
-        if (argument.written || (info_.views && !viewed_.defined())) keep(i, value);
+        if (argument.written) {
+          written_.emplace_back(static_cast<int>(i), std::move(value));
+        } else if (info_.views && !viewed_.defined()) {
+          viewed_ = value.toTensor();
+        }
         value = std::move(local);
       } else if (argument.kind == ArgKind::kTensorList && !value.isNone()) {
         if (grad_mode) place_leaf_gradients(value);
         value = locals_of(value, input, argument.written);
       }
     }
+    for (auto* meta : written_computed_) meta->of_shape_only &= from_shapes_;
+    if (C10_UNLIKELY(!written_computed_.empty()) && !from_parameters_) forget_origin();
+  }
+
+  /// Other values go into what was computed from parameters alone, and so into all that share its memory.
+  void forget_origin() const {
+    for (auto* meta : written_computed_) {
+      meta->whole_dtype.reset();
+      if (meta->overwritten) *meta->overwritten = true;
+    }
   }
 
   static void place_leaf_gradients(const c10::IValue& list) {
     for (const auto& element : list.toListRef()) {
       if (element.isTensor()) place_leaf_gradient(element.toTensor());
-    }
-  }
-
-  void keep(size_t i, c10::IValue& value) {
-    if (info_.arguments[i].written) {
-      written_.emplace_back(static_cast<int>(i), std::move(value));
-    } else {
-      viewed_ = value.toTensor();
     }
   }
 
@@ -99,18 +105,45 @@ class Execution {
     auto* meta = dtensor_meta(tensor);
     const auto& plan = plan_.inputs[input];
     if (!meta) return plan.target ? redistribute_local(tensor, *plan.source, *plan.target, info_.name) : tensor;
+    if (from_parameters_) note_parameter(tensor, *meta);
     if (C10_UNLIKELY(meta->name != nullptr) && !name_) name_ = meta->name;
     if (C10_UNLIKELY(meta->copied_at_version.has_value())) check_copy(tensor, *meta, written, info_.name);
-    if (C10_UNLIKELY(written && meta->reduced)) forget_reduced_value(*meta);
-    if (C10_LIKELY(!plan.moves && !(written && plan.target))) return meta->local;
-    if (C10_UNLIKELY(written)) move_written(*meta, plan.target);
-    return written ? meta->local : redistribute_local(tensor, *meta, plan.target, info_.name);
+    if (C10_UNLIKELY(written)) return local_to_write(*meta, plan.target);
+    if (C10_LIKELY(!plan.moves)) return meta->local;
+    auto moved = redistribute_local(tensor, *meta, plan.target, info_.name);
+    // A slice has gaps. Kernels take those of any argument but what their forward made (statistics, indices).
+    const bool gaps = info_.is_backward && !moved.is_non_overlapping_and_dense();
+    return gaps ? moved.clone() : moved;
+  }
+
+  static bool is_number(at::ScalarType dtype) { return at::isFloatingType(dtype) || at::isComplexType(dtype); }
+
+  void note_parameter(const at::Tensor& tensor, const DTensorMeta& meta) {
+    const auto whole_dtype = whole_dtype_of(meta);
+    from_parameters_ = whole_dtype.has_value() && (info_.reads_no_value || !needs_graph(tensor));
+    from_shapes_ &= info_.reads_no_value || meta.of_shape_only;
+    if (!from_parameters_) return;
+    const auto dtype = meta.spec->dtype();
+    if (!dtype_ || !is_number(dtype_->first)) {
+      dtype_.emplace(dtype, *whole_dtype);
+    } else if (is_number(dtype)) {
+      dtype_->second = c10::promoteTypes(dtype_->second, *whole_dtype);
+    }
+  }
+
+  at::Tensor local_to_write(DTensorMeta& meta, const SpecPtr& target) {
+    if (meta.reduced) forget_reduced_value(meta);
+    if (C10_UNLIKELY(meta.computed && meta.whole_dtype)) written_computed_.push_back(&meta);
+    if (target) move_written(meta, target);
+    // Kernels run below the level that counts versions, and autograd may have saved what `to_local` returned.
+    if (!meta.local.is_inference()) meta.local.unsafeGetTensorImpl()->bump_version();
+    return meta.local;
   }
 
   /// A temporary of a derivative formula takes the placement that it is written in.
   void move_written(DTensorMeta& meta, const SpecPtr& target) const {
     TORCH_CHECK(
-        meta.local.storage().use_count() == 1, info_.name,
+        !shares_memory(meta), info_.name,
         ": a tensor that is written in backward would have to change its placement, but others share its memory; its spec is ",
         meta.spec->to_string());
     auto local = redistribute_local(meta.local, *meta.spec, *target, info_.name);
@@ -128,7 +161,7 @@ class Execution {
         for (auto& [argument, original] : written_) {
           if (argument == result.written_argument) value = original;
         }
-        if (C10_UNLIKELY(plan_.outputs_unknown && value.isTensor())) check_size(value.toTensor());
+        if (C10_UNLIKELY(plan_.wrapping.shapes == rules::Wrapping::kOfLocals && value.isTensor())) check_size(value.toTensor());
         ++output;
       } else if (value.isTensor()) {
         auto wrapped = wrap_one(value.toTensor(), output++);
@@ -159,15 +192,15 @@ class Execution {
 
   at::Tensor wrap_one(const at::Tensor& local, size_t index) {
     if (!local.defined()) return local;
-    if (C10_UNLIKELY(plan_.plain_outputs != 0) && index < 64 && (plan_.plain_outputs >> index & 1)) return local;
-    if (C10_UNLIKELY(plan_.outputs_unknown)) {
-      return make_dtensor(local, Spec::intern(mesh(), Placements(mesh().ndim()), local.sizes().vec(), local.scalar_type(),
-                                              local.strides().vec()));
+    if (C10_UNLIKELY(plan_.wrapping.plain.contains(index))) return local;
+    if (C10_UNLIKELY(plan_.wrapping.shapes == rules::Wrapping::kOfLocals)) {
+      return noted(make_dtensor(local, Spec::intern(mesh(), Placements(mesh().ndim()), local.sizes().vec(), local.scalar_type(),
+                                                    local.strides().vec())));
     }
     TORCH_INTERNAL_ASSERT(index < plan_.outputs.size(), info_.name);
     auto& plan = plan_.outputs[index];
     if (C10_UNLIKELY(std::find(plan.sizes.begin(), plan.sizes.end(), rules::kUnknownSize) != plan.sizes.end())) {
-      return make_dtensor(local, Spec::intern(mesh(), plan.placements, completed(plan.sizes, local), local.scalar_type()));
+      return noted(make_dtensor(local, Spec::intern(mesh(), plan.placements, completed(plan.sizes, local), local.scalar_type())));
     }
     if (!plan.spec || plan.spec->dtype() != local.scalar_type()) {
       plan.spec = Spec::intern(mesh(), plan.placements, plan.sizes, local.scalar_type(), plan.strides);
@@ -178,18 +211,23 @@ class Execution {
     if (C10_UNLIKELY(normal_view)) normal_mode.emplace(false);
     auto result = make_dtensor(local, plan.spec);
     if (viewed_.defined()) {
-      mark_copy(result);
+      join_viewed(result);
+      if (C10_UNLIKELY(local.is_inference())) share_writes(*dtensor_meta(result));
       if (C10_UNLIKELY(plan.spec->has_partial())) keep_no_reduced_values(result);
     }
-    if (C10_UNLIKELY(name_ != nullptr)) pass_name(*dtensor_meta(result));
-    return result;
+    return noted(std::move(result));
   }
 
-  /// A view that had to move is a copy, and so are the views of one.
-  void mark_copy(const at::Tensor& result) const {
+  /// A view counts versions with what it is a view of. One that had to move is a copy, and so are the views of one.
+  void join_viewed(const at::Tensor& result) const {
     const auto* source = dtensor_meta(viewed_);
     const bool of_copy = source && source->copied_at_version.has_value();
-    if (C10_LIKELY(!plan_.moves_viewed && !of_copy)) return;
+    if (C10_LIKELY(!plan_.moves_viewed && !of_copy)) {
+      const auto& local = dtensor_meta(result)->local;
+      if (source && !source->local.is_inference() && !local.is_inference())
+        local.unsafeGetTensorImpl()->set_version_counter(source->local.unsafeGetTensorImpl()->version_counter());
+      return;
+    }
     if (viewed_.is_inference()) { // it counts no versions
       dtensor_meta(result)->copied_at_version = 0;
       return;
@@ -205,10 +243,26 @@ class Execution {
     }
   }
 
-  /// An optimizer's errors name the parameter also where the gradient has been through an operator (weight decay).
-  void pass_name(DTensorMeta& result) const {
-    result.name = name_;
-    result.computed = true;
+  /// `result` knows what it was computed from. An optimizer's errors name the parameter also where the gradient has been through
+  /// an operator (weight decay).
+  at::Tensor noted(at::Tensor result) const {
+    const bool from_parameters = from_parameters_ && dtype_;
+    if (C10_LIKELY(!name_ && !from_parameters)) return result;
+    auto& meta = *dtensor_meta(result);
+    meta.name = name_;
+    meta.computed = true;
+    if (from_parameters) meta.whole_dtype = meta.spec->dtype() == dtype_->first ? dtype_->second : meta.spec->dtype();
+    meta.of_shape_only = from_parameters && from_shapes_;
+    if (from_parameters && viewed_.defined()) share_writes(meta);
+    return result;
+  }
+
+  /// What is written to a view is written to what it is a view of, where that was computed as well.
+  void share_writes(DTensorMeta& view) const {
+    auto* source = dtensor_meta(viewed_);
+    if (!source || !(source->computed || source->local.is_inference())) return;
+    if (!source->overwritten) source->overwritten = std::make_shared<bool>(false);
+    view.overwritten = source->overwritten;
   }
 
   const DeviceMesh& mesh() const {
@@ -248,7 +302,11 @@ class Execution {
   const size_t begin_;
   absl::InlinedVector<std::pair<int, c10::IValue>, 2> written_;
   at::Tensor viewed_;
-  c10::intrusive_ptr<const TensorName> name_; ///< of the first argument that has one
+  c10::intrusive_ptr<const TensorName> name_;             ///< of the first argument that has one
+  absl::InlinedVector<DTensorMeta*, 1> written_computed_; ///< that have a `whole_dtype`
+  bool from_parameters_ = true;                           ///< so far all DTensors are sharded parameters, or computed from such
+  bool from_shapes_ = true;                               ///< … and no value of these was read
+  std::optional<std::pair<at::ScalarType, at::ScalarType>> dtype_; ///< of the first number, and of what they make whole
 };
 
 } // namespace
@@ -257,4 +315,4 @@ void execute(const c10::OperatorHandle& op, const OpInfo& info, Plan& plan, Stac
   Execution(op, info, plan, stack).run();
 }
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 /// Runs an operator on the DTensors at the end of the stack: by the plan that its rule gives.
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
@@ -22,4 +22,4 @@ CacheStatistics cache_statistics();
 /// Drops this thread's plans, and with them the specs that only they hold.
 void clear_cache();
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch

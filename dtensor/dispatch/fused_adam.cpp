@@ -7,18 +7,20 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_fused_adam_ops.h>
 #include <ATen/ops/_fused_adamw_ops.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <tessera/dtensor/dispatch/fallback.h>
 #include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/dtensor/prefetch.h>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 namespace {
 
@@ -47,6 +49,38 @@ std::optional<std::vector<at::Tensor>> aligned_parts(at::TensorList tensors, at:
   return parts;
 }
 
+/// The kernel runs below the level that counts versions, and that notes what state becomes that was made as zeros.
+void count_writes(at::TensorList list, const std::vector<at::Tensor>& parts) {
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (auto* meta = dtensor_meta(list[i]); meta->computed) meta->whole_dtype.reset();
+    for (const auto* tensor : {&list[i], &parts[i]}) {
+      if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+/// The kernel reads flat memory: a part that has other strides than the parameter's is a copy while it lives.
+class Restrided {
+ public:
+  Restrided(std::array<std::vector<at::Tensor>, 5>& parts) {
+    for (size_t list = 1; list < parts.size(); ++list) {
+      for (size_t i = 0; i < parts[list].size(); ++i) {
+        auto& part = parts[list][i];
+        const auto& like = parts[0][i];
+        if (C10_LIKELY(part.strides() == like.strides())) continue;
+        copies_.emplace_back(part, at::empty_strided(like.sizes(), like.strides(), part.options()).copy_(part));
+        part = copies_.back().second;
+      }
+    }
+  }
+  void copy_back() const {
+    for (const auto& [part, copy] : copies_) part.copy_(copy);
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
+};
+
 /// Steps on the parts where the lists are aligned and the numbers of steps are plain.
 template <typename Op>
 bool step_on_parts(const std::array<at::TensorList, 5>& lists, at::TensorList steps, double lr, double beta1, double beta2,
@@ -60,8 +94,12 @@ bool step_on_parts(const std::array<at::TensorList, 5>& lists, at::TensorList st
   const auto plain = [](const at::Tensor& tensor) { return dtensor_meta(tensor) == nullptr && tensor.dim() == 0; };
   if (!std::all_of(steps.begin(), steps.end(), plain)) return false;
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(kDTensorKey));
+  const auto originals = parts;
+  const Restrided restrided(parts);
   Op::call(parts[0], parts[1], parts[2], parts[3], parts[4], steps, lr, beta1, beta2, weight_decay, eps, amsgrad, maximize,
            std::nullopt, std::nullopt);
+  restrided.copy_back();
+  for (const size_t written : {0, 2, 3, 4}) count_writes(lists[written], originals[written]);
   return true;
 }
 
@@ -83,9 +121,9 @@ void fused_adam(at::TensorList parameters, at::TensorList gradients, at::TensorL
 
 } // namespace
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch
 
 TORCH_LIBRARY_IMPL(aten, Fake, m) {
-  m.impl("_fused_adam_", &tessera::dispatch::fused_adam<at::_ops::_fused_adam_>);
-  m.impl("_fused_adamw_", &tessera::dispatch::fused_adam<at::_ops::_fused_adamw_>);
+  m.impl("_fused_adam_", &tessera::internal::dispatch::fused_adam<at::_ops::_fused_adam_>);
+  m.impl("_fused_adamw_", &tessera::internal::dispatch::fused_adam<at::_ops::_fused_adamw_>);
 }

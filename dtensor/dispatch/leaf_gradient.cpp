@@ -8,9 +8,8 @@
 
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dtensor_impl.h>
-#include <tessera/dtensor/move.h>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 namespace {
 
@@ -56,4 +55,4 @@ void place_leaf_gradient(const at::Tensor& tensor) {
   if (node && !places(node->pre_hooks())) node->add_pre_hook(placing_hook(*meta->spec));
 }
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch

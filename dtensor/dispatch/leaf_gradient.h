@@ -4,10 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 /// Adds, once, a hook to a DTensor leaf that requires grad: its gradient is redistributed to the leaf's placements (Replicate for
 /// Partial) before it is accumulated. Leaves with fsdp's key are left to fsdp. Cheap for any other tensor.
 void place_leaf_gradient(const at::Tensor& tensor);
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch

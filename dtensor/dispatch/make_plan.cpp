@@ -1,33 +1,33 @@
-#include <ATen/ops/empty_strided.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
+#include <algorithm>
 #include <exception>
 
 #include <tessera/dtensor/dispatch/plan.h>
+#include <tessera/dtensor/dispatch/visit_tensors.h>
 #include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/sharding_math.h>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 namespace {
 
 using rules::OpCall;
 using rules::TensorArg;
+using rules::Trait;
+
+struct GivenTensor : TensorArg {
+  bool plain = false;
+};
 
 /// All tensor arguments, out= ones included, lists spread.
 struct Collected {
-  std::vector<TensorArg> tensors;
-  std::vector<bool> plain;
+  std::vector<GivenTensor> tensors;
   DeviceMesh mesh;
 };
 
 void add_tensor(const OpInfo& info, const c10::IValue& value, size_t argument, int64_t index, Collected& all) {
-  TensorArg entry{argument, index, false, {}, at::kFloat, nullptr};
-  const bool defined = value.isTensor() && value.toTensor().defined();
-  bool plain = false;
-  if (defined) {
+  GivenTensor entry{{argument, index, false, {}, at::kFloat, nullptr}};
+  if (value.isTensor() && value.toTensor().defined()) {
     const auto& tensor = value.toTensor();
     entry.defined = true;
     entry.sizes = tensor.sizes().vec();
@@ -39,11 +39,10 @@ void add_tensor(const OpInfo& info, const c10::IValue& value, size_t argument, i
                   ". Move one with redistribute(mesh, placements), where both have the same ranks");
       all.mesh = meta->spec->mesh();
     } else {
-      plain = true;
+      entry.plain = true;
     }
   }
   all.tensors.push_back(std::move(entry));
-  all.plain.push_back(plain);
 }
 
 Collected collect(const OpInfo& info, const torch::jit::Stack& stack, size_t begin) {
@@ -59,21 +58,24 @@ Collected collect(const OpInfo& info, const torch::jit::Stack& stack, size_t beg
   }
   TORCH_INTERNAL_ASSERT(all.mesh.defined(), info.name, " reached the DTensor fallback without a DTensor");
   const Placements replicated(all.mesh.ndim());
-  for (size_t i = 0; i < all.tensors.size(); ++i) {
-    auto& tensor = all.tensors[i];
-    if (all.plain[i]) tensor.spec = Spec::intern(all.mesh, replicated, tensor.sizes, tensor.dtype);
+  for (auto& tensor : all.tensors) {
+    if (tensor.plain) tensor.spec = Spec::intern(all.mesh, replicated, tensor.sizes, tensor.dtype);
   }
   return all;
 }
 
-std::vector<int64_t> list_positions(const Collected& all, const OpInfo& info) {
-  int64_t count = -1;
+bool has_empty(const Collected& all) {
+  return std::any_of(all.tensors.begin(), all.tensors.end(),
+                     [](const GivenTensor& tensor) { return tensor.spec && tensor.spec->numel() == 0; });
+}
+
+/// The length of the longest list.
+int64_t list_length(const Collected& all, const OpInfo& info) {
+  int64_t last = -1;
   for (const auto& tensor : all.tensors) {
-    if (!info.arguments[tensor.argument].out) count = std::max(count, tensor.index);
+    if (!info.arguments[tensor.argument].out) last = std::max(last, tensor.index);
   }
-  std::vector<int64_t> positions;
-  for (int64_t k = 0; k <= count; ++k) positions.push_back(k);
-  return positions;
+  return last + 1;
 }
 
 /// The plans of several lists of outputs come position by position; the operator returns list by list.
@@ -87,58 +89,52 @@ void order_by_list(std::vector<rules::OutputPlan>& outputs, size_t positions) {
   outputs = std::move(ordered);
 }
 
-/// Runs the rule on the tensors of one list position (all of them for `position` < 0) and enters the result in `plan`.
-void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t position, Origin origin, Plan& plan) {
-  std::vector<size_t> source;
-  std::vector<bool> fixed;
+/// Gives `call` the tensors of one list position, all of them for `position` < 0.
+Bounds select_tensors(const OpInfo& info, const Collected& all, int64_t position, const CallSite& site, OpCall& call) {
+  Bounds bounds{{}, std::vector<OutputBound>(info.returns.size())};
   call.tensors.clear();
-  std::vector<const Placements*> fixed_outputs(info.returns.size());
-  std::vector<int> tied(info.returns.size(), -1);
   for (size_t i = 0; i < all.tensors.size(); ++i) {
     const auto& tensor = all.tensors[i];
     const auto& argument = info.arguments[tensor.argument];
+    const bool left_out = argument.out || (position >= 0 && tensor.index >= 0 && tensor.index != position);
+    const bool may_move = !left_out && site.own_temporaries() && !site.shares_written() && tensor.index < 0 && tensor.spec;
+    const auto index = static_cast<int>(call.tensors.size());
     for (size_t r = 0; r < info.returns.size(); ++r) {
-      const bool same = info.returns[r].written_argument == static_cast<int>(tensor.argument);
-      if (same && tensor.spec) fixed_outputs[r] = &tensor.spec->placements();
+      if (info.returns[r].written_argument != static_cast<int>(tensor.argument) || !tensor.spec) continue;
+      bounds.outputs[r] = may_move ? OutputBound{nullptr, index} : OutputBound{&tensor.spec->placements()};
     }
-    if (argument.out || (position >= 0 && tensor.index >= 0 && tensor.index != position)) continue;
+    if (left_out) continue;
     call.tensors.push_back(tensor);
-    source.push_back(i);
-    const bool may_move = origin.own_temporaries && tensor.index < 0 && tensor.spec;
-    for (size_t r = 0; argument.written && may_move && r < info.returns.size(); ++r) {
-      fixed_outputs[r] = nullptr;
-      if (info.returns[r].written_argument == static_cast<int>(tensor.argument)) tied[r] = static_cast<int>(source.size()) - 1;
-    }
-    fixed.push_back(argument.written && !may_move);
+    bounds.inputs.push_back({i, argument.written && !may_move});
   }
-  auto factors = info.rule->factorize(call);
-  factors.asks_offsets = info.rule->local && !info.rule->ignores_offsets;
-  TORCH_INTERNAL_ASSERT(factors.inputs.size() == call.tensors.size(), info.name, ": the rule describes ", factors.inputs.size(),
-                        " tensors of ", call.tensors.size());
-  if (info.returns.empty()) {
-    // An operator that only writes: the first tensor that it writes is its result, and keeps its placement.
-    const auto written = std::find(fixed.begin(), fixed.end(), true) - fixed.begin();
-    if (written < std::ssize(fixed) && call.tensors[written].spec) {
-      factors.outputs.assign(1, factors.inputs[written]);
-      fixed_outputs.assign(1, &call.tensors[written].spec->placements());
-    }
-  }
-  plan.outputs_unknown = factors.outputs_unknown;
-  plan.plain_outputs = factors.plain_outputs;
-  fixed_outputs.resize(factors.outputs.size());
-  tied.resize(factors.outputs.size(), -1);
-  const auto chosen = propagate(call, factors, fixed, fixed_outputs, tied);
-  for (size_t i = 0; i < source.size(); ++i) {
+  return bounds;
+}
+
+/// An operator that only writes: the first tensor that it writes is its result, and keeps its placement.
+void take_written_as_result(const OpCall& call, rules::Factorization& factors, Bounds& bounds) {
+  const auto written = std::find_if(bounds.inputs.begin(), bounds.inputs.end(), [](const auto& input) { return input.fixed; }) -
+                       bounds.inputs.begin();
+  if (written == std::ssize(bounds.inputs) || !call.tensors[written].spec) return;
+  factors.outputs.assign(1, factors.inputs[written]);
+  bounds.outputs.assign(1, {&call.tensors[written].spec->placements()});
+}
+
+void enter_inputs(const OpCall& call, const Bounds& bounds, const CallPlacements& chosen, Plan& plan) {
+  for (size_t i = 0; i < bounds.inputs.size(); ++i) {
     const auto& spec = call.tensors[i].spec;
     if (!spec) continue;
     const auto target = spec->placements() == chosen.inputs[i] ? spec : spec->with(chosen.inputs[i]);
-    auto& input = plan.inputs[source[i]];
-    TORCH_CHECK(!plan.ran[source[i]] || plan.ran[source[i]] == target, info.name,
-                ": one tensor would need several placements at once; ", describe(call));
-    plan.ran[source[i]] = target;
+    auto& input = plan.inputs[bounds.inputs[i].position];
+    auto& ran = plan.ran[bounds.inputs[i].position];
+    TORCH_CHECK(!ran || ran == target, call.name, ": one tensor would need several placements at once; ", describe(call));
+    ran = target;
     if (target != spec) input.target = target;
     input.moves = target != spec && !same_local(*spec, *target);
   }
+}
+
+void enter_outputs(const OpCall& call, const rules::Factorization& factors, const CallPlacements& chosen, Plan& plan) {
+  plan.wrapping = factors.wrapping;
   for (size_t r = 0; r < factors.outputs.size(); ++r) {
     rules::OutputPlan output{chosen.outputs[r], factors.outputs[r].sizes, contiguous_strides(factors.outputs[r].sizes)};
     output.dtype = call.tensors.empty() ? at::kFloat : call.tensors[0].dtype;
@@ -147,55 +143,87 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
   }
 }
 
+/// Runs the rule on the tensors of one list position (all of them for `position` < 0) and enters the result in `plan`.
+void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t position, const CallSite& site, Plan& plan) {
+  auto bounds = select_tensors(info, all, position, site, call);
+  const auto& rule = std::get<rules::OnLocals>(*info.rule);
+  auto factors = rule.factorize(call);
+  bounds.kernel = rule.kind;
+  TORCH_INTERNAL_ASSERT(factors.inputs.size() == call.tensors.size(), info.name, ": the rule describes ", factors.inputs.size(),
+                        " tensors of ", call.tensors.size());
+  if (info.returns.empty()) take_written_as_result(call, factors, bounds);
+  bounds.outputs.resize(factors.outputs.size());
+  const auto chosen = propagate(call, factors, bounds);
+  enter_inputs(call, bounds, chosen, plan);
+  enter_outputs(call, factors, chosen, plan);
+}
+
 void check_written(const OpInfo& info, const Collected& all, const Plan& plan, const OpCall& call) {
   for (size_t r = 0; r < info.returns.size() && r < plan.outputs.size(); ++r) {
     for (const auto& tensor : all.tensors) {
       if (info.returns[r].written_argument != static_cast<int>(tensor.argument) || tensor.index >= 0) continue;
       const auto& sizes = plan.outputs[r].sizes;
       if (std::find(sizes.begin(), sizes.end(), rules::kUnknownSize) != sizes.end()) continue;
-      TORCH_CHECK(tensor.sizes == sizes, info.name, ": the written tensor has shape [",
-                  fmt::format("{}", fmt::join(tensor.sizes, ", ")), "], but the result has shape [",
-                  fmt::format("{}", fmt::join(plan.outputs[r].sizes, ", ")), "]; ", describe(call));
+      TORCH_CHECK(tensor.sizes == sizes, info.name, ": the written tensor has shape ", c10::IntArrayRef(tensor.sizes),
+                  ", but the result has shape ", c10::IntArrayRef(sizes), "; ", describe(call));
     }
   }
 }
 
+void check_whole_out(const OpInfo& info, const Collected& all, const OpCall& call) {
+  for (const auto& tensor : all.tensors) {
+    TORCH_CHECK(!info.arguments[tensor.argument].out || tensor.spec->is_replicated(), info.name,
+                ": this operator runs on whole tensors, and its out= argument is ", to_string(tensor.spec->placements()),
+                ". Redistribute that to Replicate() first; ", describe(call));
+  }
+}
+
 /// What the DTensors among the arguments are called: " (the gradient of weight)"; their specs where none has a name.
-std::string names_of(const torch::jit::Stack& stack, size_t begin) {
+std::string names_of(const OpInfo& info, const torch::jit::Stack& stack, size_t begin) {
   std::string names, specs;
-  const auto add = [&](const c10::IValue& value) {
-    const auto* meta = value.isTensor() ? dtensor_meta(value.toTensor()) : nullptr;
+  visit_tensors(info, arguments_from(stack, begin), [&](const at::Tensor& tensor, size_t) {
+    const auto* meta = dtensor_meta(tensor);
     if (!meta) return;
     if (meta->name)
       names += (names.empty() ? "" : ", ") + std::string(meta->computed ? "computed from " : "") + meta->name->to_string();
     specs += (specs.empty() ? "" : ", ") + meta->spec->to_string();
-  };
-  for (size_t i = begin; i < stack.size(); ++i) {
-    add(stack[i]);
-    if (stack[i].isTensorList()) {
-      for (const c10::IValue& element : stack[i].toListRef()) add(element);
-    }
-  }
+  });
   return " (" + (names.empty() ? specs : names) + ")";
 }
 
 /// Plain tensors beside DTensors: scalars, and what the rule or a scope allows; never one that is written.
 void check_plain(const Collected& all, const OpInfo& info, const c10::FunctionSchema& schema, bool plain_allowed,
                  const torch::jit::Stack& stack, size_t begin) {
-  for (size_t i = 0; i < all.tensors.size(); ++i) {
-    if (!all.plain[i]) continue;
-    const auto& argument = schema.arguments()[all.tensors[i].argument].name();
+  for (const auto& tensor : all.tensors) {
+    if (!tensor.plain) continue;
+    const auto& argument = schema.arguments()[tensor.argument].name();
     TORCH_CHECK(
-        !info.arguments[all.tensors[i].argument].written, info.name, ": the written argument '", argument,
-        "' is a plain tensor, but others are DTensors", names_of(stack, begin),
+        !info.arguments[tensor.argument].written, info.name, ": the written argument '", argument,
+        "' is a plain tensor of shape ", c10::IntArrayRef(tensor.sizes), ", but others are DTensors",
+        names_of(info, stack, begin),
         ". Use full_tensor() or to_local() on those; a parameter that no fully_shard claimed stays plain: shard the root module "
-        "too; state that an optimizer made before its parameters were sharded is converted by tessera::shard_optimizer");
-    TORCH_CHECK(all.tensors[i].sizes.empty() || plain_allowed, info.name, ": a plain tensor of shape [",
-                fmt::format("{}", fmt::join(all.tensors[i].sizes, ", ")), "] (argument '", argument,
-                "') cannot be mixed with DTensors", names_of(stack, begin),
+        "too (state_dict and tessera::clip_grad_norm_ of a module name such parameters), or clip them by themselves; state that "
+        "an optimizer made before its parameters "
+        "were sharded is converted by tessera::shard_optimizer");
+    TORCH_CHECK(tensor.sizes.empty() || plain_allowed, info.name, ": a plain tensor of shape ", c10::IntArrayRef(tensor.sizes),
+                " (argument '", argument, "') cannot be mixed with DTensors", names_of(info, stack, begin),
                 ". Make it one with distribute_tensor or from_local, or use ImplicitReplication; in the forward of a "
                 "torch::autograd::Function, take the whole of a sharded parameter with tessera::unsharded");
   }
+}
+
+/// What a plan says before its rule is asked.
+Plan start_plan(const OpInfo& info, const Collected& all, const rules::OnLocals& rule) {
+  Plan plan;
+  plan.inputs.resize(all.tensors.size());
+  plan.ran.resize(all.tensors.size());
+  plan.moves_viewed = rule.kind == rules::KernelKind::kCopiesView;
+  plan.on_mesh = all.mesh.coordinate().has_value();
+  for (size_t i = 0; i < all.tensors.size(); ++i) {
+    if (all.tensors[i].plain) plan.inputs[i].source = all.tensors[i].spec;
+    if (info.arguments[all.tensors[i].argument].out) plan.ran[i] = all.tensors[i].spec;
+  }
+  return plan;
 }
 
 /// Takes strides and dtypes from what the operator itself says, and the sizes that the rule left open.
@@ -217,40 +245,31 @@ void check_geometry(const OpInfo& info, const std::vector<rules::Geometry>& geom
 
 } // namespace
 
-Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin, Origin origin) {
+Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin,
+               const CallSite& site) {
   const auto all = collect(info, stack, begin);
   OpCall call{info.name, op.schema(), c10::ArrayRef<c10::IValue>(stack).slice(begin), {}, all.mesh};
-  const bool plain_allowed = info.rule->plain_is_replicate || implicit_replication_enabled() || origin.own_temporaries;
+  const auto& rule = std::get<rules::OnLocals>(*info.rule);
+  const bool plain_allowed =
+      rule.traits.contains(Trait::kPlainIsReplicate) || scopes().implicit_replication > 0 || site.own_temporaries();
   check_plain(all, info, op.schema(), plain_allowed, stack, begin);
-  Plan plan;
-  plan.inputs.resize(all.tensors.size());
-  plan.ran.resize(all.tensors.size());
-  plan.moves_viewed = info.rule->copies;
-  plan.on_mesh = all.mesh.coordinate().has_value();
-  for (size_t i = 0; i < all.tensors.size(); ++i) {
-    if (all.plain[i]) plan.inputs[i].source = all.tensors[i].spec;
-    if (info.arguments[all.tensors[i].argument].out) plan.ran[i] = all.tensors[i].spec;
-  }
+  auto plan = start_plan(info, all, rule);
   std::optional<std::vector<rules::Geometry>> geometry;
   std::exception_ptr refused; // a rule that finds the same mistake says more about it
   try {
-    geometry = infer_outputs(op, info, stack, begin);
+    if (!rule.traits.contains(Trait::kOwnEmptyShapes) || !has_empty(all)) geometry = infer_outputs(op, info, stack, begin);
   } catch (const c10::Error&) {
     refused = std::current_exception();
   }
-  if (info.rule->foreach) {
-    const auto positions = list_positions(all, info);
-    for (const auto position : positions) plan_part(info, all, call, position, origin, plan);
-    order_by_list(plan.outputs, positions.size());
+  if (rule.traits.contains(Trait::kListElements)) {
+    const auto length = list_length(all, info);
+    for (int64_t position = 0; position < length; ++position) plan_part(info, all, call, position, site, plan);
+    order_by_list(plan.outputs, static_cast<size_t>(length));
   } else {
     call.outputs = geometry ? &*geometry : nullptr;
-    plan_part(info, all, call, -1, origin, plan);
+    plan_part(info, all, call, -1, site, plan);
     check_written(info, all, plan, call);
-    for (const auto& tensor : all.tensors) {
-      TORCH_CHECK(!plan.outputs_unknown || !info.arguments[tensor.argument].out || tensor.spec->is_replicated(), info.name,
-                  ": this operator runs on whole tensors, and its out= argument is ", to_string(tensor.spec->placements()),
-                  ". Redistribute that to Replicate() first; ", describe(call));
-    }
+    if (plan.wrapping.shapes == rules::Wrapping::kOfLocals) check_whole_out(info, all, call);
   }
   if (refused) std::rethrow_exception(refused);
   if (geometry) check_geometry(info, *geometry, plan, call);
@@ -259,4 +278,4 @@ Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::j
   return plan;
 }
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch

@@ -7,7 +7,7 @@
 #include <tessera/dtensor/dispatch/call_key.h>
 #include <tessera/dtensor/dispatch/plan.h>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 /// The plans of one thread. Bounded: at most two generations of `capacity` plans; one that is used moves to the young generation,
 /// and the old one is dropped when the young is full.
@@ -44,4 +44,4 @@ class PlanCache {
   absl::flat_hash_map<CallKey, std::shared_ptr<Plan>> young_, old_;
 };
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch

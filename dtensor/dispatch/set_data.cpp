@@ -5,7 +5,7 @@
 
 #include <tessera/dtensor/dtensor_impl.h>
 
-namespace tessera::dispatch {
+namespace tessera::internal::dispatch {
 
 namespace {
 
@@ -23,4 +23,4 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, m) { m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type); }
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) { m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type); }
 
-} // namespace tessera::dispatch
+} // namespace tessera::internal::dispatch

@@ -5,7 +5,7 @@
 
 #include <tessera/dtensor/redistribute/transition.h>
 
-namespace tessera::redistribute {
+namespace tessera::internal::redistribute {
 
 namespace {
 
@@ -21,7 +21,8 @@ at::Tensor gather_padded(const at::Tensor& local, int64_t count, const Transitio
   }
   sizes[0] = count * transition.ranks();
   auto all = at::empty(sizes, local.options());
-  wait_for(transition.communicator()->all_gather_into(all.view(-1), mine.contiguous().view(-1), transition.label), transition);
+  wait_for(transition.communicator()->all_gather_into(all.view(-1), to_send(mine, local, transition).view(-1), transition.label),
+           transition);
   return all;
 }
 
@@ -64,4 +65,4 @@ at::Tensor all_gather(const at::Tensor& local, const Transition& transition) {
   return gather_shard(local, transition);
 }
 
-} // namespace tessera::redistribute
+} // namespace tessera::internal::redistribute

@@ -1,6 +1,6 @@
 #include <tessera/dtensor/redistribute/transition.h>
 
-namespace tessera::redistribute {
+namespace tessera::internal::redistribute {
 
 at::Tensor all_reduce(const at::Tensor& local, const Transition& transition) {
   const auto& partial = std::get<Partial>(transition.from);
@@ -11,4 +11,4 @@ at::Tensor all_reduce(const at::Tensor& local, const Transition& transition) {
                [partial, dtype = local.scalar_type()](const at::Tensor& reduced) { return decode(reduced, partial, dtype); });
 }
 
-} // namespace tessera::redistribute
+} // namespace tessera::internal::redistribute

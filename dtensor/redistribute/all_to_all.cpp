@@ -3,7 +3,7 @@
 
 #include <tessera/dtensor/redistribute/transition.h>
 
-namespace tessera::redistribute {
+namespace tessera::internal::redistribute {
 
 at::Tensor all_to_all(const at::Tensor& local, const Transition& transition) {
   const auto ranks = transition.ranks(), rank = transition.rank();
@@ -36,4 +36,4 @@ at::Tensor all_to_all(const at::Tensor& local, const Transition& transition) {
   });
 }
 
-} // namespace tessera::redistribute
+} // namespace tessera::internal::redistribute

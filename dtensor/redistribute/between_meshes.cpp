@@ -9,23 +9,21 @@
 #include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/sharding_math.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
-bool is_plain(const Placement& placement) { return is_replicate(placement) || std::holds_alternative<Shard>(placement); }
-
-/// `spec` with Replicate where it has neither that nor Shard.
+/// `spec` with Replicate where it has no Shard.
 SpecPtr plain_spec(const Spec& spec) {
   auto placements = spec.placements();
   for (auto& placement : placements) {
-    if (!is_plain(placement)) placement = Replicate{};
+    if (!std::holds_alternative<Shard>(placement)) placement = Replicate{};
   }
   return spec.with(placements);
 }
 
-/// The box of every rank, in the order of `ranks`.
-std::vector<LocalBox> boxes_of(const Spec& spec, const std::vector<int64_t>& ranks) {
+/// The box of every rank, in the order of the ranks.
+std::vector<LocalBox> boxes_of(const Spec& spec) {
   std::map<int64_t, LocalBox> by_rank;
   const auto& mesh = spec.mesh();
   for (size_t i = 0; i < mesh.ranks().size(); ++i) {
@@ -33,7 +31,7 @@ std::vector<LocalBox> boxes_of(const Spec& spec, const std::vector<int64_t>& ran
     by_rank[mesh.ranks()[i]] = local_box(spec.sizes(), mesh.shape(), coordinate, spec.placements());
   }
   std::vector<LocalBox> boxes;
-  for (const auto rank : ranks) boxes.push_back(by_rank.at(rank));
+  for (auto& [rank, box] : by_rank) boxes.push_back(std::move(box));
   return boxes;
 }
 
@@ -59,13 +57,36 @@ at::Tensor part(at::Tensor local, const LocalBox& held, const LocalBox& wanted) 
 
 /// Of the ranks that hold the box of `source`, the one that sends it to `receiver`: that itself, else they take turns.
 size_t sender(const std::vector<LocalBox>& held, size_t source, size_t receiver) {
-  const auto same = [&](size_t r) { return held[r].sizes == held[source].sizes && held[r].offsets == held[source].offsets; };
-  if (same(receiver)) return receiver;
+  if (held[receiver] == held[source]) return receiver;
   std::vector<size_t> holders;
   for (size_t r = 0; r < held.size(); ++r) {
-    if (same(r)) holders.push_back(r);
+    if (held[r] == held[source]) holders.push_back(r);
   }
   return holders[receiver % holders.size()];
+}
+
+/// What this rank sends to and receives from each, in the order of the ranks.
+struct Exchange {
+  std::vector<at::Tensor> sent; // flat
+  std::vector<LocalBox> received;
+  std::vector<int64_t> input_splits, output_splits; // in elements
+};
+
+Exchange plan_exchange(const at::Tensor& local, const std::vector<LocalBox>& held, const std::vector<LocalBox>& wanted,
+                       size_t me) {
+  const size_t ranks = held.size();
+  Exchange plan{{local.reshape(-1).narrow(0, 0, 0)}, {}, std::vector<int64_t>(ranks, 0), std::vector<int64_t>(ranks, 0)};
+  for (size_t r = 0; r < ranks; ++r) {
+    const auto mine = common(held[me], wanted[r]), theirs = common(held[r], wanted[me]);
+    if (numel(mine) > 0 && sender(held, me, r) == me) {
+      plan.sent.push_back(part(local, held[me], mine).reshape(-1));
+      plan.input_splits[r] = numel(mine);
+    }
+    const bool sends = numel(theirs) > 0 && sender(held, r, me) == r;
+    if (sends) plan.output_splits[r] = numel(theirs);
+    plan.received.push_back(sends ? theirs : LocalBox{});
+  }
+  return plan;
 }
 
 } // namespace
@@ -86,21 +107,9 @@ at::Tensor move_between_meshes(const at::Tensor& local, const Spec& from, const 
   if (!from.on_mesh()) return local;
   const auto middle = plain_spec(to);
   const auto line = make_device_mesh(from.mesh().device_type(), {static_cast<int64_t>(ranks.size())}, ranks);
-  const auto held = boxes_of(from, ranks), wanted = boxes_of(*middle, ranks);
+  const auto held = boxes_of(from), wanted = boxes_of(*middle);
   const auto me = static_cast<size_t>(line.local_rank());
-  std::vector<at::Tensor> sent{local.reshape(-1).narrow(0, 0, 0)};
-  std::vector<LocalBox> received;
-  std::vector<int64_t> input_splits(ranks.size(), 0), output_splits(ranks.size(), 0);
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    const auto mine = common(held[me], wanted[r]), theirs = common(held[r], wanted[me]);
-    if (numel(mine) > 0 && sender(held, me, r) == me) {
-      sent.push_back(part(local, held[me], mine).reshape(-1));
-      input_splits[r] = numel(mine);
-    }
-    const bool sends = numel(theirs) > 0 && sender(held, r, me) == r;
-    if (sends) output_splits[r] = numel(theirs);
-    received.push_back(sends ? theirs : LocalBox{});
-  }
+  const auto [sent, received, input_splits, output_splits] = plan_exchange(local, held, wanted, me);
   auto buffer = at::empty({std::accumulate(output_splits.begin(), output_splits.end(), int64_t{0})}, local.options());
   if (from.numel() > 0) {
     line.communicator()->all_to_all(buffer, at::cat(sent), output_splits, input_splits, label).wait();
@@ -114,4 +123,4 @@ at::Tensor move_between_meshes(const at::Tensor& local, const Spec& from, const 
   return redistribute_local(result, *middle, to, label);
 }
 
-} // namespace tessera
+} // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 #include <tessera/dtensor/redistribute/transition.h>
 
-namespace tessera::redistribute {
+namespace tessera::internal::redistribute {
 
 namespace {
 
@@ -26,10 +26,10 @@ at::Tensor move_ranges(const at::Tensor& local, const Transition& transition) {
     output_splits.push_back(overlap(from[r], to[rank]));
   }
   auto output = at::empty(sizes, local.options());
-  const auto input = local.contiguous();
+  const auto input = to_send(local, local, transition);
   wait_for(transition.communicator()->all_to_all(output.view(-1), input.view(-1), output_splits, input_splits, transition.label),
            transition);
   return output;
 }
 
-} // namespace tessera::redistribute
+} // namespace tessera::internal::redistribute

@@ -2,35 +2,12 @@
 #include <limits>
 
 #include <tessera/dtensor/redistribute/redistribute.h>
-#include <tessera/dtensor/sharding_math.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
-constexpr double kLatency = 16384;  // bytes that move in the time a collective takes to start
-constexpr double kLocal = 1.0 / 64; // of moving a byte: touching it in memory
-constexpr double kStep = 1;         // fewer steps where all else is equal
-
-bool share_dim(const Placement& a, const Placement& b) {
-  const auto largest = [](const Placement& p) -> int64_t {
-    if (const auto* shard = std::get_if<Shard>(&p)) return shard->dim;
-    if (const auto* strided = std::get_if<StridedShard>(&p)) return strided->dim;
-    if (const auto* ragged = std::get_if<RaggedShard>(&p)) return ragged->dim;
-    return -1;
-  };
-  for (int64_t d = 0; d <= std::min(largest(a), largest(b)); ++d) {
-    if (shards_dim(a, d) && shards_dim(b, d)) return true;
-  }
-  return false;
-}
-
-/// The placements of two mesh dims that a tensor may have at once.
-bool fit_together(const Placement& a, const Placement& b) {
-  if (is_partial(a) && is_partial(b)) return reduce_together(std::get<Partial>(a), std::get<Partial>(b));
-  const bool ragged = std::holds_alternative<RaggedShard>(a) || std::holds_alternative<RaggedShard>(b);
-  return !ragged || !share_dim(a, b);
-}
+constexpr double kStep = 1; // in bytes: fewer steps where all else is equal
 
 /// Each mesh dim splits one tensor dim of `sizes` evenly, so that the splits are one split over all of them.
 bool nests(const Placement& placement, const std::vector<int64_t>& sizes, int64_t ranks) {
@@ -91,8 +68,8 @@ class Search {
     if (state[i] == to || (is_partial(state[i]) && is_partial(to) && !same_value(state[i], to))) return false;
     for (size_t j = 0; j < state.size(); ++j) {
       if (j == i) continue;
-      if (!fit_together(state[j], to)) return false;
-      if (j > i && (share_dim(state[j], state[i]) || share_dim(state[j], to))) return false;
+      if (!may_coexist(state[j], to)) return false;
+      if (j > i && (shared_dim(state[j], state[i]) || shared_dim(state[j], to))) return false;
     }
     return true;
   }
@@ -107,11 +84,11 @@ class Search {
       if (state[i] != from) return;
       ranks *= ranks_[i];
     }
-    const auto size = move_size(sizes_, element_, state, ranks_, several_);
+    const auto size = redistribute::move_size(sizes_, element_, state, ranks_, several_);
     for (const auto& to : {choices_[several_[0]][1], Placement(Replicate{})}) {
       const bool fits = std::all_of(state.begin(), state.end(), [&](const auto& other) {
         const auto i = static_cast<size_t>(&other - state.begin());
-        return ranks_[i] > 1 || (fit_together(other, to) && !share_dim(other, to) && !share_dim(other, from));
+        return ranks_[i] > 1 || (may_coexist(other, to) && !shared_dim(other, to) && !shared_dim(other, from));
       });
       if (from == to || !fits || is_partial(to) || is_replicate(from)) continue;
       if (nests(from, size.sizes, ranks) && nests(to, size.sizes, ranks)) consider(parent, several_, to);
@@ -122,18 +99,20 @@ class Search {
     const auto& state = nodes_[parent].state;
     int64_t ranks = 1;
     for (const auto i : mesh_dims) ranks *= ranks_[i];
-    const auto size = move_size(sizes_, element_, state, ranks_, mesh_dims);
-    const auto cost = nodes_[parent].cost + kStep + redistribute_cost(state[mesh_dims[0]], to, size, ranks);
+    const auto size = redistribute::move_size(sizes_, element_, state, ranks_, mesh_dims);
+    const auto& from = state[mesh_dims[0]];
+    const auto route = redistribute::choose_route(from, to);
+    const auto cost = nodes_[parent].cost + kStep + redistribute::price(route, from, to, size, ranks);
     if (cost == std::numeric_limits<double>::infinity()) return;
     auto next = state;
     for (const auto i : mesh_dims) next[i] = to;
     const auto known = std::find_if(nodes_.begin(), nodes_.end(), [&](const Node& node) { return node.state == next; });
     if (known == nodes_.end()) {
-      nodes_.push_back({std::move(next), cost, parent, {mesh_dims, to}, false});
+      nodes_.push_back({std::move(next), cost, parent, {mesh_dims, to, route}, false});
     } else if (!known->done && cost < known->cost) {
       known->cost = cost;
       known->parent = parent;
-      known->step = {mesh_dims, to};
+      known->step = {mesh_dims, to, route};
     }
   }
 
@@ -153,85 +132,11 @@ class Search {
   std::vector<Node> nodes_;
 };
 
-/// Elements of dim `dim` on the rank that holds most, of `size` split by `factor` chunks over `ranks`.
-int64_t most(int64_t size, int64_t factor, int64_t ranks) {
-  int64_t total = 0;
-  for (const auto& part : strided_extents(size, factor, ranks, 0)) total += part.size;
-  return total;
-}
-
-/// Elements of the largest part.
-double largest_part(const Placement& placement, const std::vector<int64_t>& sizes, int64_t ranks) {
-  const auto others = [&](int64_t dim) {
-    double result = 1;
-    for (size_t d = 0; d < sizes.size(); ++d) result *= static_cast<int64_t>(d) == dim ? 1 : static_cast<double>(sizes[d]);
-    return result;
-  };
-  if (const auto* shard = std::get_if<Shard>(&placement)) {
-    return static_cast<double>(chunk_extent(sizes[shard->dim], ranks, 0).size) * others(shard->dim);
-  }
-  if (const auto* strided = std::get_if<StridedShard>(&placement)) {
-    return static_cast<double>(most(sizes[strided->dim], strided->split_factor, ranks)) * others(strided->dim);
-  }
-  if (const auto* ragged = std::get_if<RaggedShard>(&placement)) {
-    const auto largest = *std::max_element(ragged->extents.begin(), ragged->extents.end());
-    return static_cast<double>(largest) * static_cast<double>(product(sizes, ragged->dim + 1, sizes.size()));
-  }
-  return others(-1);
-}
-
-bool on_one_rank(const Placement& placement) {
-  const auto* ragged = std::get_if<RaggedShard>(&placement);
-  return ragged && std::count_if(ragged->extents.begin(), ragged->extents.end(), [](int64_t extent) { return extent > 0; }) == 1;
-}
-
 } // namespace
-
-MoveSize move_size(const std::vector<int64_t>& sizes, double element, const Placements& others, const std::vector<int64_t>& ranks,
-                   const std::vector<size_t>& mesh_dims) {
-  MoveSize result{sizes, element};
-  for (size_t m = 0; m < others.size(); ++m) {
-    if (std::find(mesh_dims.begin(), mesh_dims.end(), m) != mesh_dims.end()) continue;
-    if (const auto* shard = std::get_if<Shard>(&others[m])) {
-      result.sizes[shard->dim] = chunk_extent(result.sizes[shard->dim], ranks[m], 0).size;
-    } else if (const auto* strided = std::get_if<StridedShard>(&others[m])) {
-      result.sizes[strided->dim] = most(result.sizes[strided->dim], strided->split_factor, ranks[m]);
-    } else if (const auto* ragged = std::get_if<RaggedShard>(&others[m])) {
-      const auto largest = *std::max_element(ragged->extents.begin(), ragged->extents.end());
-      const auto all = product(sizes, 0, ragged->dim + 1);
-      if (all > 0) result.element *= static_cast<double>(largest) / static_cast<double>(all);
-    }
-  }
-  return result;
-}
 
 std::vector<RedistributeStep> plan_redistribute(const Placements& from, const Placements& to, const std::vector<int64_t>& ranks,
                                                 const std::vector<int64_t>& sizes, double element) {
   return Search(from, to, ranks, sizes, element).run();
 }
 
-double redistribute_cost(const Placement& from, const Placement& to, const MoveSize& size, int64_t ranks) {
-  if (from == to || same_value(from, to)) return 0;
-  const auto through = [&](const Placement& middle) {
-    return redistribute_cost(from, middle, size, ranks) + redistribute_cost(middle, to, size, ranks);
-  };
-  if ((is_strided(from) && is_sharded(to)) || (is_strided(to) && is_sharded(from))) return through(Replicate{});
-  const bool to_norm = is_partial(to) && std::get<Partial>(to).op == Partial::Op::kNorm;
-  if (to_norm && is_sharded(from)) return std::numeric_limits<double>::infinity();
-  const double whole = largest_part(Replicate{}, size.sizes, ranks) * size.element;
-  const double local = kLocal * whole;
-  if (is_partial(to)) return is_partial(from) ? redistribute_cost(from, Replicate{}, size, ranks) + local : local;
-  if (is_replicate(from) || ranks == 1) return local / static_cast<double>(ranks);
-  const auto padded = [&](const Placement& p) {
-    return largest_part(p, size.sizes, ranks) * size.element * static_cast<double>(ranks);
-  };
-  const double others = static_cast<double>(ranks - 1) / static_cast<double>(ranks);
-  if (is_replicate(to)) return kLatency + others * (is_partial(from) ? 2 * whole : on_one_rank(from) ? whole : padded(from));
-  if (is_partial(from)) return kLatency + others * padded(to);
-  const auto inner = [](const Placement& p) { return std::holds_alternative<Shard>(p) && std::get<Shard>(p).dim > 0; };
-  const bool both_shards = std::holds_alternative<Shard>(from) && std::holds_alternative<Shard>(to);
-  if (!both_shards && (inner(from) || inner(to))) return through(Shard{0});
-  return kLatency + others * std::max(padded(from), padded(to)) / static_cast<double>(ranks);
-}
-
-} // namespace tessera
+} // namespace tessera::internal

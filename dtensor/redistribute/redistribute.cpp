@@ -14,44 +14,44 @@
 #include <tessera/dtensor/debug.h>
 #include <tessera/dtensor/redistribute/transition.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
+using redistribute::Move;
 using redistribute::Transition;
 
-at::Tensor apply_strided(const at::Tensor& local, const Transition& t, bool from_strided);
+at::Tensor apply_by_rows(const at::Tensor& local, const Transition& t, Move move);
 
-at::Tensor apply(const at::Tensor& local, const Transition& t) {
-  const auto through = [&](const Placement& middle) {
-    auto first = t, second = t;
-    first.to = second.from = middle;
-    first.deferred = nullptr;
-    return apply(apply(local, first), second);
-  };
-  if (t.from == t.to || same_value(t.from, t.to)) return local;
-  if ((is_strided(t.from) && is_sharded(t.to)) || (is_strided(t.to) && is_sharded(t.from))) return through(Replicate{});
-  if (is_strided(t.from) || (is_strided(t.to) && is_partial(t.from))) return apply_strided(local, t, is_strided(t.from));
-  if (is_partial(t.from)) {
-    if (is_replicate(t.to)) return redistribute::all_reduce(local, t);
-    return redistribute::reduce_scatter(local, t);
+at::Tensor apply(const at::Tensor& local, const Transition& t, Move move) {
+  if (move == Move::kNone) return local;
+  if (move != Move::kSlice && (is_strided(t.from) || is_strided(t.to))) return apply_by_rows(local, t, move);
+  switch (move) {
+    case Move::kSlice: return redistribute::slice(local, t);
+    case Move::kToPartial: return redistribute::to_partial(local, t);
+    case Move::kAllReduce: return redistribute::all_reduce(local, t);
+    case Move::kReduceScatter: return redistribute::reduce_scatter(local, t);
+    case Move::kAllGather: return redistribute::all_gather(local, t);
+    case Move::kAllToAll: return redistribute::all_to_all(local, t);
+    case Move::kMoveRanges: return redistribute::move_ranges(local, t);
+    case Move::kNone:
+    case Move::kImpossible: break;
   }
-  if (is_partial(t.to)) {
-    TORCH_CHECK(std::get<Partial>(t.to).op != Partial::Op::kNorm || is_replicate(t.from), t.label,
-                ": only a replicated tensor can be "
-                "turned into a ",
-                to_string(t.to), ", not a ", to_string(t.from), " one");
-    return redistribute::to_partial(local, t);
-  }
-  if (is_replicate(t.from)) return redistribute::slice(local, t);
-  if (is_replicate(t.to)) return redistribute::all_gather(local, t);
-  const auto inner = [](const Placement& p) { return std::holds_alternative<Shard>(p) && std::get<Shard>(p).dim > 0; };
-  if (std::holds_alternative<Shard>(t.from) && std::holds_alternative<Shard>(t.to)) return redistribute::all_to_all(local, t);
-  return inner(t.from) || inner(t.to) ? through(Shard{0}) : redistribute::move_ranges(local, t);
+  TORCH_CHECK(false, t.label, ": only a replicated tensor can be turned into a ", to_string(t.to), ", not a ", to_string(t.from),
+              " one");
+}
+
+at::Tensor apply(const at::Tensor& local, const Transition& t, const redistribute::Route& route) {
+  if (!route.middle) return apply(local, t, route.first);
+  auto first = t, second = t;
+  first.to = second.from = *route.middle;
+  first.deferred = nullptr;
+  return apply(apply(local, first, route.first), second, route.second);
 }
 
 /// A StridedShard is a RaggedShard of the tensor whose split dim comes first, the rows of each rank together.
-at::Tensor apply_strided(const at::Tensor& local, const Transition& t, bool from_strided) {
+at::Tensor apply_by_rows(const at::Tensor& local, const Transition& t, Move move) {
+  const bool from_strided = is_strided(t.from);
   const auto& strided = std::get<StridedShard>(from_strided ? t.from : t.to);
   const auto size = t.sizes[strided.dim];
   RaggedShard rows{0, {}};
@@ -68,7 +68,7 @@ at::Tensor apply_strided(const at::Tensor& local, const Transition& t, bool from
   std::rotate(t_rows.sizes.begin(), t_rows.sizes.begin() + strided.dim, t_rows.sizes.begin() + strided.dim + 1);
   (from_strided ? t_rows.from : t_rows.to) = rows;
   const auto first = local.movedim(strided.dim, 0);
-  return after(apply(from_strided ? first.contiguous() : first.index_select(0, position), t_rows), t,
+  return after(apply(from_strided ? first.contiguous() : first.index_select(0, position), t_rows, move), t,
                [from_strided, position, dim = strided.dim](const at::Tensor& moved) {
                  return (from_strided ? moved.index_select(0, position.argsort()) : moved).movedim(0, dim).contiguous();
                });
@@ -86,23 +86,6 @@ Transition make_transition(const Spec& spec, const DeviceMesh& line, const Place
   const auto mesh_dim = step.mesh_dims.size() > 1 ? 0 : step.mesh_dims[0];
   return Transition{line, mesh_dim, std::move(view.sizes), shift(current[step.mesh_dims[0]]), shift(step.to), label};
 }
-
-} // namespace
-
-bool same_local(const Spec& from, const Spec& to) {
-  const auto is_norm = [](const Placement& placement) {
-    const auto* partial = std::get_if<Partial>(&placement);
-    return partial && partial->op == Partial::Op::kNorm;
-  };
-  for (size_t m = 0; m < from.placements().size(); ++m) {
-    const auto &before = from.placements()[m], &after = to.placements()[m];
-    if (before == after || same_value(before, after)) continue;
-    if (from.mesh().shape()[m] != 1 || is_norm(before) || is_norm(after)) return false;
-  }
-  return from.local_sizes() == to.local_sizes();
-}
-
-namespace {
 
 struct Plan {
   std::vector<RedistributeStep> steps;
@@ -125,9 +108,28 @@ const Plan& planned(const Spec& from, const Spec& to) {
   return entry->second;
 }
 
+/// The signed type that stands for an unsigned one which few kernels know: bits move alike, and sums and products are the same.
+at::ScalarType moved_as(const at::Tensor& local, const Spec& from, const Spec& to) {
+  for (const auto& placements : {from.placements(), to.placements()}) {
+    for (const auto& placement : placements) {
+      const auto* partial = std::get_if<Partial>(&placement);
+      const bool wraps = !partial || reduce_together(*partial, Partial{}) || partial->op == Partial::Op::kProduct;
+      if (!wraps) return local.scalar_type();
+    }
+  }
+  switch (local.scalar_type()) {
+    case at::kUInt16: return at::kShort;
+    case at::kUInt32: return at::kInt;
+    case at::kUInt64: return at::kLong;
+    default: return local.scalar_type();
+  }
+}
+
 at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
                     redistribute::Deferred* deferred) {
   auto result = local.is_conj() || local.is_neg() ? local.resolve_conj().resolve_neg() : local; // collectives move plain bytes
+  const auto dtype = local.scalar_type(), moved = moved_as(local, from, to);
+  if (moved != dtype) result = result.view(moved);
   auto current = from.placements();
   const auto plan = planned(from, to); // a copy: collectives may run other code of this thread
   const auto text = std::string(label) + plan.text;
@@ -135,9 +137,12 @@ at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, s
     const auto line = step.mesh_dims.size() > 1 ? from.mesh().flatten() : from.mesh();
     auto transition = make_transition(from, line, current, step, text);
     if (&step == &plan.steps.back()) transition.deferred = deferred;
-    result = apply(result, transition);
+    result = apply(result, transition, step.route);
     for (const auto m : step.mesh_dims) current[m] = step.to;
   }
+  if (moved == dtype) return result;
+  if (!deferred || !deferred->started) return result.view(dtype);
+  deferred->then.emplace_back([dtype](const at::Tensor& bits) { return bits.view(dtype); });
   return result;
 }
 
@@ -149,8 +154,17 @@ std::mutex& reduced_value_mutex() {
 
 } // namespace
 
-at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label) {
-  return redistribute_local(local, from, to, label, nullptr);
+bool same_local(const Spec& from, const Spec& to) {
+  const auto is_norm = [](const Placement& placement) {
+    const auto* partial = std::get_if<Partial>(&placement);
+    return partial && partial->op == Partial::Op::kNorm;
+  };
+  for (size_t m = 0; m < from.placements().size(); ++m) {
+    const auto &before = from.placements()[m], &after = to.placements()[m];
+    if (before == after || same_value(before, after)) continue;
+    if (from.mesh().shape()[m] != 1 || is_norm(before) || is_norm(after)) return false;
+  }
+  return from.local_sizes() == to.local_sizes();
 }
 
 at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
@@ -191,4 +205,4 @@ void forget_reduced_value(DTensorMeta& meta, bool for_good) {
   if (for_good) meta.keeps_reduced = false;
 }
 
-} // namespace tessera
+} // namespace tessera::internal

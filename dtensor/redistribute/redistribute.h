@@ -8,9 +8,10 @@
 #include <vector>
 
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/redistribute/route.h>
 #include <tessera/dtensor/spec.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace redistribute {
 struct Deferred;
@@ -20,22 +21,21 @@ struct Deferred;
 struct RedistributeStep {
   std::vector<size_t> mesh_dims;
   Placement to;
-  bool operator==(const RedistributeStep&) const = default;
+  redistribute::Route route = {};
+  bool operator==(const RedistributeStep& other) const { return mesh_dims == other.mesh_dims && to == other.to; }
 };
 
-/// The cheapest sequence of moves from `from` to `to` by `redistribute_cost`, for a tensor of shape `sizes` with elements of
+/// The cheapest sequence of moves from `from` to `to` by `redistribute::price`, for a tensor of shape `sizes` with elements of
 /// `element` bytes on a mesh of shape `ranks`. A split of an outer mesh dim is only changed while no inner mesh dim splits the
 /// same tensor dim. The same on every rank.
 std::vector<RedistributeStep> plan_redistribute(const Placements& from, const Placements& to, const std::vector<int64_t>& ranks,
                                                 const std::vector<int64_t>& sizes, double element);
 
 /// The local tensor of `to`, from that of `from` (same mesh, shape and dtype). Every rank of the mesh calls it. The result may
-/// share memory with `local`. `label` names the tensor or operator in errors. On a rank outside the mesh: `local`.
-at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label);
-
-/// As above; with `deferred`, the last collective is only started, and the result is what `deferred` makes of what is returned.
+/// share memory with `local`. `label` names the tensor or operator in errors. On a rank outside the mesh: `local`. With
+/// `deferred`, the last collective is only started, and the result is what `deferred` makes of what is returned.
 at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
-                              redistribute::Deferred* deferred);
+                              redistribute::Deferred* deferred = nullptr);
 
 /// As above for a DTensor's meta; the value of a one-element Partial tensor is kept, so that it is reduced once while nothing
 /// writes it. The result is the caller's own, or the local tensor.
@@ -54,17 +54,4 @@ at::Tensor move_between_meshes(const at::Tensor& local, const Spec& from, const 
 /// True when both have the same local tensor: they differ on mesh dims of one rank only.
 bool same_local(const Spec& from, const Spec& to);
 
-/// What a move on one mesh dim moves: the tensor without that mesh dim's split, on the rank that holds most of it.
-struct MoveSize {
-  std::vector<int64_t> sizes;
-  double element; ///< bytes; less where a RaggedShard of another mesh dim divides several dims
-};
-/// `others`: the placements on the mesh dims of shape `ranks`; those of `mesh_dims` do not count. The same on every rank.
-MoveSize move_size(const std::vector<int64_t>& sizes, double element, const Placements& others, const std::vector<int64_t>& ranks,
-                   const std::vector<size_t>& mesh_dims);
-
-/// What a move on `ranks` ranks costs, in bytes: what the rank that holds most sends to others, padding included (an all-reduce
-/// is a reduce-scatter and an all-gather), and the latency of the collectives. Infinite where no such move exists.
-double redistribute_cost(const Placement& from, const Placement& to, const MoveSize& size, int64_t ranks);
-
-} // namespace tessera
+} // namespace tessera::internal

@@ -5,7 +5,7 @@
 
 #include <tessera/dtensor/redistribute/transition.h>
 
-namespace tessera::redistribute {
+namespace tessera::internal::redistribute {
 
 namespace {
 
@@ -14,15 +14,11 @@ at::Tensor scatter_rows(const at::Tensor& rows, const std::vector<Extent>& parts
   const auto& partial = std::get<Partial>(transition.from);
   const auto encoded = encode(rows, partial).contiguous();
   int64_t longest = 0;
-  bool even = true;
-  for (const auto& part : parts) {
-    longest = std::max(longest, part.size);
-    even = even && part.size == parts[0].size;
-  }
+  for (const auto& part : parts) longest = std::max(longest, part.size);
   auto sizes = encoded.sizes().vec();
   sizes[0] = longest * transition.ranks();
   auto input = encoded;
-  if (!even) {
+  if (sizes[0] > encoded.size(0)) { // else the parts are even
     input = at::zeros(sizes, encoded.options());
     for (size_t r = 0; r < parts.size(); ++r) {
       input.narrow(0, static_cast<int64_t>(r) * longest, parts[r].size).copy_(encoded.narrow(0, parts[r].offset, parts[r].size));
@@ -58,4 +54,4 @@ at::Tensor reduce_scatter(const at::Tensor& local, const Transition& transition)
                [dim](const at::Tensor& rows) { return rows.movedim(0, dim).contiguous(); });
 }
 
-} // namespace tessera::redistribute
+} // namespace tessera::internal::redistribute

@@ -3,7 +3,7 @@
 
 #include <tessera/dtensor/redistribute/transition.h>
 
-namespace tessera::redistribute {
+namespace tessera::internal::redistribute {
 
 ReduceOp wire_op(const Partial& partial) {
   switch (partial.op) {
@@ -36,4 +36,4 @@ at::Tensor decode(const at::Tensor& reduced, const Partial& partial, at::ScalarT
   return reduced;
 }
 
-} // namespace tessera::redistribute
+} // namespace tessera::internal::redistribute

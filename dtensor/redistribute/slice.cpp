@@ -2,7 +2,7 @@
 
 #include <tessera/dtensor/redistribute/transition.h>
 
-namespace tessera::redistribute {
+namespace tessera::internal::redistribute {
 
 std::vector<int64_t> part_sizes(const std::vector<int64_t>& sizes, const Placement& placement, int64_t ranks, int64_t rank) {
   return local_box(sizes, {ranks}, {rank}, {placement}).sizes;
@@ -44,4 +44,4 @@ std::vector<Extent> flat_ranges(const std::vector<int64_t>& sizes, const Placeme
   return ranges;
 }
 
-} // namespace tessera::redistribute
+} // namespace tessera::internal::redistribute

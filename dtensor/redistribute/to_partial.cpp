@@ -5,7 +5,7 @@
 
 #include <tessera/dtensor/redistribute/transition.h>
 
-namespace tessera::redistribute {
+namespace tessera::internal::redistribute {
 
 at::Scalar neutral_value(Partial::Op op, at::ScalarType dtype) {
   const auto bound = [dtype](bool largest) -> at::Scalar {
@@ -47,4 +47,4 @@ at::Tensor to_partial(const at::Tensor& local, const Transition& transition) {
   return whole;
 }
 
-} // namespace tessera::redistribute
+} // namespace tessera::internal::redistribute

@@ -7,7 +7,6 @@
 
 #include <functional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <tessera/collectives/work.h>
@@ -15,7 +14,7 @@
 #include <tessera/dtensor/sharding_math.h>
 #include <tessera/mesh/device_mesh.h>
 
-namespace tessera::redistribute {
+namespace tessera::internal::redistribute {
 
 /// A collective that is waited for later, and what is then done to its output.
 struct Deferred {
@@ -45,6 +44,12 @@ inline void wait_for(Work work, const Transition& transition) {
   if (!transition.deferred) return work.wait();
   transition.deferred->work = std::move(work);
   transition.deferred->started = true;
+}
+
+/// `part` as a collective sends it: contiguous, and in memory of its own where it is sent while others may write `local`.
+inline at::Tensor to_send(const at::Tensor& part, const at::Tensor& local, const Transition& transition) {
+  const bool copies = transition.deferred && part.is_alias_of(local);
+  return copies ? part.clone(at::MemoryFormat::Contiguous) : part.contiguous();
 }
 
 /// `step(output)`, once the collective that writes `output` is done. Returns `output` where that is left to
@@ -87,4 +92,4 @@ at::Scalar neutral_value(Partial::Op op, at::ScalarType dtype);
 /// The communicator's operation for `partial`.
 ReduceOp wire_op(const Partial& partial);
 
-} // namespace tessera::redistribute
+} // namespace tessera::internal::redistribute

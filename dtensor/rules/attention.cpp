@@ -6,9 +6,10 @@
 #include <algorithm>
 
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/patterns.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -29,7 +30,7 @@ Factorization split_heads(const OpCall& call, std::string_view pattern, size_t q
     factors.factors[heads].reduction = Partial{};
     replace(factors, key_heads, kNoFactor);
   } else {
-    factors.factors[key_heads].even_only = count != key_count;
+    if (count != key_count) factors.factors[key_heads].limit = SplitLimit::kEven;
     replace(factors, heads, key_heads);
   }
   return factors;
@@ -62,8 +63,8 @@ struct Attention {
   Factorization operator()(const OpCall& call) const {
     auto factors = split(call);
     if (backward()) return factors;
-    factors.plain_outputs = ~uint64_t{3}; // what follows the result and logsumexp is read by the backward kernel alone
-    if (!factors.outputs_unknown) lay_out_result(call, factors);
+    factors.wrapping.plain = IndexSet::from(2); // what follows the result and logsumexp is read by the backward kernel alone
+    if (factors.wrapping.shapes == Wrapping::kPlanned) lay_out_result(call, factors);
     return factors;
   }
 
@@ -110,7 +111,8 @@ void choose_kernel(const c10::OperatorHandle& op, std::vector<c10::IValue>* stac
 
 void register_attention(Registry& registry) {
   const auto add = [&registry](std::string_view name, const Attention& attention) {
-    registry.add(name, {.factorize = attention, .static_scalars = true, .plain_is_replicate = attention.backward()});
+    const auto traits = attention.backward() ? Traits{Trait::kStaticScalars, Trait::kPlainIsReplicate} : Trait::kStaticScalars;
+    registry.add(name, OnLocals(attention).with(traits));
   };
   using Layout = Attention::Layout;
   add("_scaled_dot_product_flash_attention_for_cpu", {"bh**,bg**,bg**,M->bh**,bh*", Layout::kLikeQuery, 3, false});
@@ -124,7 +126,7 @@ void register_attention(Registry& registry) {
   add("_scaled_dot_product_cudnn_attention", {"bh**,bg**,bg**,M->bh**,bh**,~", Layout::kLikeQuery, 3});
   add("_scaled_dot_product_cudnn_attention_backward",
       {"bh**,bh**,bg**,bg**,bh**,bh**,~,~,M,~->bh**,bg**,bg**", Layout::kGradients, 8});
-  registry.add("_fused_sdp_choice", {.handler = choose_kernel});
+  registry.add("_fused_sdp_choice", Handler(choose_kernel));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

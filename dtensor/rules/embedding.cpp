@@ -5,7 +5,7 @@
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/registry.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -20,10 +20,8 @@ Factorization embedding(const OpCall& call) {
   factors.inputs.push_back({{vocabulary, width}, weight});
   factors.inputs.push_back(fresh_dims(factors, call.tensors[1].sizes));
   auto output = factors.inputs[1];
-  output.factors.push_back(width);
-  output.sizes.push_back(weight[1]);
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(1, kLinearOps));
+  output.add(width, weight[1]);
+  factors.add_output(std::move(output), kLinearOps);
   return factors;
 }
 
@@ -58,20 +56,18 @@ Factorization embedding_backward(const OpCall& call) {
   if (counts) gradient.factors = whole.factors;
   const auto size = call.tensors[0].sizes.back();
   const int width = factors.add_factor(size);
-  gradient.factors.push_back(width);
-  gradient.sizes.push_back(size);
+  gradient.add(width, size);
   factors.inputs.push_back(std::move(gradient));
   factors.inputs.push_back(std::move(whole));
-  factors.outputs.push_back({{kNoFactor, width}, {call.integer("num_weights", 0), size}});
-  factors.partial.push_back(flow(1, kLinearOps));
+  factors.add_output({{kNoFactor, width}, {call.integer("num_weights", 0), size}}, kLinearOps);
   return factors;
 }
 
 } // namespace
 
 void register_embedding(Registry& registry) {
-  registry.add("embedding", {.factorize = embedding, .local = embedding_local});
-  registry.add("embedding_dense_backward", {.factorize = embedding_backward});
+  registry.add("embedding", OnLocals(embedding).run(embedding_local));
+  registry.add("embedding_dense_backward", OnLocals(embedding_backward));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

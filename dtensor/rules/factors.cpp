@@ -2,13 +2,11 @@
 
 #include <ATen/ExpandUtils.h>
 #include <absl/strings/str_split.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 std::vector<int64_t> broadcast_sizes(const OpCall& call) {
   std::vector<int64_t> result;
@@ -18,9 +16,8 @@ std::vector<int64_t> broadcast_sizes(const OpCall& call) {
     const auto shift = result.size() - tensor.sizes.size();
     for (size_t d = 0; d < tensor.sizes.size(); ++d) {
       auto& size = result[shift + d];
-      TORCH_CHECK(size == tensor.sizes[d] || size == 1 || tensor.sizes[d] == 1, call.name, ": the shape [",
-                  fmt::format("{}", fmt::join(tensor.sizes, ", ")), "] does not broadcast to the other arguments' [",
-                  fmt::format("{}", fmt::join(result, ", ")), "]");
+      TORCH_CHECK(size == tensor.sizes[d] || size == 1 || tensor.sizes[d] == 1, call.name, ": the shape ",
+                  c10::IntArrayRef(tensor.sizes), " does not broadcast to the other arguments' ", c10::IntArrayRef(result));
       if (size == 1) size = tensor.sizes[d];
     }
   }
@@ -28,8 +25,7 @@ std::vector<int64_t> broadcast_sizes(const OpCall& call) {
 }
 
 TensorDims broadcast_dims(const std::vector<int64_t>& sizes, const TensorDims& whole) {
-  TensorDims dims;
-  dims.sizes = sizes;
+  TensorDims dims{{}, sizes};
   const auto shift = whole.sizes.size() - sizes.size();
   for (size_t d = 0; d < sizes.size(); ++d) {
     dims.factors.push_back(sizes[d] == whole.sizes[shift + d] ? whole.factors[shift + d] : kNoFactor);
@@ -39,16 +35,17 @@ TensorDims broadcast_dims(const std::vector<int64_t>& sizes, const TensorDims& w
 
 Factorization copy_factors(const OpCall& call) {
   auto factors = pointwise_factors(call);
-  factors.partial.push_back(flow(3, kept_by_cast(call.tensors[1].dtype, call.tensors[0].dtype)));
+  factors.partial.push_back(flow({0, 1}, kept_by_cast(call.tensors[1].dtype, call.tensors[0].dtype)));
   return factors;
 }
 
 TensorDims fresh_dims(Factorization& factors, const std::vector<int64_t>& sizes) {
   TensorDims dims;
-  dims.sizes = sizes;
-  for (const auto size : sizes) dims.factors.push_back(factors.add_factor(size));
+  for (const auto size : sizes) dims.add(factors.add_factor(size), size);
   return dims;
 }
+
+TensorDims whole_dims(const std::vector<int64_t>& sizes) { return {absl::InlinedVector<int, 6>(sizes.size(), kNoFactor), sizes}; }
 
 Factorization pointwise_factors(const OpCall& call) {
   Factorization factors;
@@ -57,7 +54,7 @@ Factorization pointwise_factors(const OpCall& call) {
     factors.inputs.push_back(tensor.defined ? broadcast_dims(tensor.sizes, whole) : TensorDims{});
   }
   factors.outputs.resize(call.output_count(), whole);
-  factors.merges_leading = true;
+  factors.ragged = RaggedUse::kMerged;
   // As TensorIterator lays out its result.
   const auto full = std::find_if(call.tensors.begin(), call.tensors.end(),
                                  [&](const TensorArg& tensor) { return tensor.defined && tensor.sizes == whole.sizes; });
@@ -65,63 +62,88 @@ Factorization pointwise_factors(const OpCall& call) {
   return factors;
 }
 
+Factorize elementwise(absl::InlinedVector<PartialFlow, 2> flows) {
+  return [flows = std::move(flows)](const OpCall& call) {
+    auto factors = pointwise_factors(call);
+    factors.partial = flows;
+    return factors;
+  };
+}
+
 Factorization first_input_factors(const OpCall& call) {
   Factorization factors;
-  for (size_t i = 0; i < call.tensors.size(); ++i) {
-    if (i == 0) {
-      factors.inputs.push_back(fresh_dims(factors, call.tensors[0].sizes));
-    } else {
-      TensorDims none;
-      none.sizes = call.tensors[i].sizes;
-      none.factors.resize(none.sizes.size(), kNoFactor);
-      factors.inputs.push_back(std::move(none));
-    }
+  for (const auto& tensor : call.tensors) factors.inputs.push_back(whole_dims(tensor.sizes));
+  factors.inputs[0] = fresh_dims(factors, call.tensors[0].sizes);
+  return factors;
+}
+
+Factorization whole_factors(const OpCall& call) {
+  Factorization factors;
+  for (const auto& tensor : call.tensors) factors.inputs.push_back(whole_dims(tensor.sizes));
+  if (call.outputs) {
+    for (const auto& output : *call.outputs) factors.outputs.push_back(whole_dims(output.sizes));
+  } else {
+    factors.wrapping.shapes = Wrapping::kOfLocals;
   }
   return factors;
 }
 
-Factorization einsum_factors(const OpCall& call, std::string_view equation, uint64_t additive) {
+namespace {
+
+/// Letters stand for factors.
+class Letters {
+ public:
+  explicit Letters(Factorization& factors) : factors_(factors) { of_letter_.fill(kNoFactor); }
+
+  /// The dims of a term; `sizes` is read where a letter comes for the first time.
+  TensorDims dims_of(const std::string& term, const std::vector<int64_t>& sizes = {}) {
+    TensorDims dims;
+    for (size_t d = 0; d < term.size(); ++d) {
+      auto& factor = of_letter_[static_cast<unsigned char>(term[d])];
+      if (factor == kNoFactor) factor = factors_.add_factor(sizes[d]);
+      dims.add(factor, factors_.factors[factor].size);
+    }
+    return dims;
+  }
+
+ private:
+  Factorization& factors_;
+  std::array<int, 128> of_letter_;
+};
+
+} // namespace
+
+Factorization einsum_factors(const OpCall& call, std::string_view equation, IndexSet additive) {
   const std::vector<std::string> sides = absl::StrSplit(absl::string_view(equation.data(), equation.size()), "->");
   const std::vector<std::string> terms = absl::StrSplit(sides[0], ',');
   Factorization factors;
   factors.additive = additive;
-  std::array<int, 128> of_letter;
-  of_letter.fill(kNoFactor);
-  const auto dims_of = [&](const std::string& term, const std::vector<int64_t>* sizes) {
-    TensorDims dims;
-    for (size_t d = 0; d < term.size(); ++d) {
-      auto& factor = of_letter[static_cast<unsigned char>(term[d])];
-      if (factor == kNoFactor) factor = factors.add_factor((*sizes)[d]);
-      dims.factors.push_back(factor);
-      dims.sizes.push_back(factors.factors[factor].size);
-    }
-    return dims;
-  };
+  Letters letters(factors);
   factors.inputs.resize(call.tensors.size());
   for (size_t i = 0; i < terms.size(); ++i) {
-    if (additive >> i & 1) continue;
+    if (additive.contains(i)) continue;
     const auto& sizes = call.tensors[i].sizes;
-    TORCH_CHECK(sizes.size() == terms[i].size(), call.name, ": argument ", i, " needs ", terms[i].size(), " dims, not shape [",
-                fmt::format("{}", fmt::join(sizes, ", ")), "]");
-    factors.inputs[i] = dims_of(terms[i], &sizes);
-    TORCH_CHECK(factors.inputs[i].sizes == sizes, call.name, ": the shape [", fmt::format("{}", fmt::join(sizes, ", ")),
-                "] of argument ", i, " does not fit the others (", std::string(equation), ")");
+    TORCH_CHECK(sizes.size() == terms[i].size(), call.name, ": argument ", i, " needs ", terms[i].size(), " dims, not shape ",
+                c10::IntArrayRef(sizes));
+    factors.inputs[i] = letters.dims_of(terms[i], sizes);
+    TORCH_CHECK(factors.inputs[i].sizes == sizes, call.name, ": the shape ", c10::IntArrayRef(sizes), " of argument ", i,
+                " does not fit the others (", std::string(equation), ")");
   }
-  factors.outputs.push_back(dims_of(sides[1], nullptr));
+  factors.outputs.push_back(letters.dims_of(sides[1]));
   for (size_t f = 0; f < factors.factors.size(); ++f) {
     const auto& out = factors.outputs[0].factors;
     if (std::find(out.begin(), out.end(), static_cast<int>(f)) == out.end()) factors.factors[f].reduction = Partial{};
   }
   for (size_t i = 0; i < terms.size(); ++i) {
-    if (additive >> i & 1) {
+    if (additive.contains(i)) {
       TORCH_CHECK(call.tensors[i].sizes.size() <= factors.outputs[0].sizes.size(), call.name, ": argument ", i,
                   " has too many dims");
       factors.inputs[i] = broadcast_dims(call.tensors[i].sizes, factors.outputs[0]);
     } else {
-      factors.partial.push_back(flow(additive | uint64_t{1} << i, kLinearOps));
+      factors.partial.push_back(flow(additive.with(i), kLinearOps));
     }
   }
   return factors;
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

@@ -6,7 +6,7 @@
 
 #include <tessera/dtensor/rules/rule.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 /// The broadcast shape of `call.tensors[from..)`; an error that names the operator when they do not broadcast.
 std::vector<int64_t> broadcast_sizes(const OpCall& call);
@@ -17,29 +17,37 @@ TensorDims broadcast_dims(const std::vector<int64_t>& sizes, const TensorDims& w
 
 /// Every tensor broadcast against the others, every output of that shape: an elementwise operator.
 Factorization pointwise_factors(const OpCall& call);
+/// The same, with `flows`.
+Factorize elementwise(absl::InlinedVector<PartialFlow, 2> flows);
+
+/// All arguments and results are whole.
+Factorization whole_factors(const OpCall& call);
 
 /// "mk,kn->mn": a letter is a factor; one that the output lacks is summed. `additive` inputs are broadcast to the output and
 /// added.
-Factorization einsum_factors(const OpCall& call, std::string_view equation, uint64_t additive = 0);
+Factorization einsum_factors(const OpCall& call, std::string_view equation, IndexSet additive = {});
 
 /// A fresh factor for each dim of `sizes`.
 TensorDims fresh_dims(Factorization& factors, const std::vector<int64_t>& sizes);
+
+/// No dim of `sizes` is split.
+TensorDims whole_dims(const std::vector<int64_t>& sizes);
 
 /// Input 0 with a factor a dim, no output yet; the other inputs without factors.
 Factorization first_input_factors(const OpCall& call);
 
 /// Partial inputs flow to the outputs: `inputs` with any of `ops`.
-inline PartialFlow flow(uint64_t inputs, OpSet set) { return {inputs, set}; }
+constexpr PartialFlow flow(IndexSet inputs, OpSet set) { return {inputs, set}; }
 
 /// The reductions that a cast keeps: all without one, sums between floating-point types, and the order of values where none wraps
 /// around.
 inline OpSet kept_by_cast(at::ScalarType from, at::ScalarType to) {
   if (from == to) return kAllOps;
   if (at::isFloatingType(from) && at::isFloatingType(to)) return kScaleOps | kOrderOps;
-  return at::isFloatingType(to) || from == at::kBool ? kOrderOps : OpSet{0};
+  return at::isFloatingType(to) || from == at::kBool ? kOrderOps : OpSet{};
 }
 
 /// Input 1, cast to the type of input 0, takes its place.
 Factorization copy_factors(const OpCall& call);
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

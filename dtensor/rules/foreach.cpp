@@ -1,19 +1,7 @@
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/registry.h>
 
-namespace tessera::rules {
-
-namespace {
-
-Factorize elementwise(absl::InlinedVector<PartialFlow, 2> flows) {
-  return [flows = std::move(flows)](const OpCall& call) {
-    auto factors = pointwise_factors(call);
-    factors.partial = flows;
-    return factors;
-  };
-}
-
-} // namespace
+namespace tessera::internal::rules {
 
 void register_foreach(Registry& registry) {
   registry.add(
@@ -22,16 +10,16 @@ void register_foreach(Registry& registry) {
       "_foreach_lgamma _foreach_log _foreach_log10 _foreach_log1p _foreach_log2 _foreach_maximum _foreach_minimum _foreach_pow "
       "_foreach_reciprocal _foreach_round _foreach_rsqrt _foreach_sigmoid _foreach_sign _foreach_sin _foreach_sinh _foreach_sqrt "
       "_foreach_tan _foreach_tanh _foreach_trunc _foreach_add.Scalar _foreach_add.ScalarList _foreach_sub.Scalar "
-      "_foreach_sub.ScalarList _foreach_lerp.List _foreach_lerp.ScalarList _foreach_addcdiv _foreach_addcmul "
-      "_fused_adam _fused_adamw _fused_sgd _fused_adagrad",
-      {.factorize = elementwise({}), .foreach = true});
+      "_foreach_sub.ScalarList _foreach_lerp.List _foreach_lerp.ScalarList _foreach_addcdiv _foreach_addcmul _fused_adam "
+      "_fused_adamw _fused_sgd _fused_adagrad",
+      OnLocals(elementwise({})).with(Trait::kListElements));
   registry.add("_foreach_add _foreach_sub _foreach_lerp",
-               {.factorize = elementwise({flow(kEveryInput, kLinearOps)}), .foreach = true});
-  registry.add("_foreach_neg", {.factorize = elementwise({flow(1, kScaleOps)}), .foreach = true});
-  registry.add("_foreach_mul", {.factorize = elementwise({flow(1, kScaleOps), flow(2, kScaleOps)}), .foreach = true});
-  registry.add("_foreach_div", {.factorize = elementwise({flow(1, kScaleOps)}), .foreach = true});
-  registry.add("_foreach_zero", {.factorize = elementwise({flow(1, kAllOps)}), .foreach = true});
-  registry.add("_foreach_copy", {.factorize = copy_factors, .foreach = true, .plain_is_replicate = true});
+               OnLocals(elementwise({flow(kEveryInput, kLinearOps)})).with(Trait::kListElements));
+  registry.add("_foreach_neg", OnLocals(elementwise({flow({0}, kScaleOps)})).with(Trait::kListElements));
+  registry.add("_foreach_mul", OnLocals(elementwise({flow({0}, kScaleOps), flow({1}, kScaleOps)})).with(Trait::kListElements));
+  registry.add("_foreach_div", OnLocals(elementwise({flow({0}, kScaleOps)})).with(Trait::kListElements));
+  registry.add("_foreach_zero", OnLocals(elementwise({flow({0}, kAllOps)})).with(Trait::kListElements));
+  registry.add("_foreach_copy", OnLocals(copy_factors).with({Trait::kListElements, Trait::kPlainIsReplicate}));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

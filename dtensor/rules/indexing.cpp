@@ -1,8 +1,6 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/index_put.h>
-#include <ATen/ops/nonzero.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 
@@ -10,18 +8,15 @@
 
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/patterns.h>
-#include <tessera/dtensor/sharding_math.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
 /// The written tensor keeps its split, whatever it is; positions and values are whole.
 Factorization write_positions(const OpCall& call) {
   Factorization factors;
-  for (const auto& tensor : call.tensors) {
-    factors.inputs.push_back({absl::InlinedVector<int, 6>(tensor.sizes.size(), kNoFactor), tensor.sizes});
-  }
+  for (const auto& tensor : call.tensors) factors.inputs.push_back(whole_dims(tensor.sizes));
   factors.outputs.push_back(factors.inputs[0]);
   factors.map = [](const Placement& placement, const Placements&, int64_t) {
     return is_partial(placement) ? std::vector<Placement>{} : std::vector<Placement>{placement};
@@ -52,11 +47,11 @@ struct Targets {
 };
 
 std::vector<int64_t> broadcast_shape(const std::vector<at::Tensor>& tensors) {
-  auto result = at::ones({}, at::kByte);
+  std::vector<int64_t> result;
   for (const auto& tensor : tensors) {
-    if (tensor.defined()) result = result.expand(at::infer_size(result.sizes(), tensor.sizes()));
+    if (tensor.defined()) result = at::infer_size(result, tensor.sizes());
   }
-  return result.sizes().vec();
+  return result;
 }
 
 /// A view of `tensor` with `before` and `after` dims of size 1 around its own.
@@ -67,15 +62,20 @@ at::Tensor with_ones(const at::Tensor& tensor, size_t before, size_t after) {
   return tensor.reshape(sizes);
 }
 
+/// The dim at which the result has the indices' own dims: that of the first where the indices stand together, else 0.
+template <typename Index, typename Defined>
+size_t place_of_block(const std::vector<Index>& indices, const Defined& defined) {
+  const auto first = std::find_if(indices.begin(), indices.end(), defined);
+  const auto end = std::find_if(indices.rbegin(), std::make_reverse_iterator(first), defined).base();
+  return std::all_of(first, end, defined) ? static_cast<size_t>(first - indices.begin()) : 0;
+}
+
 Targets targets_of(const std::vector<at::Tensor>& indices, const std::vector<int64_t>& sizes, const at::Tensor& like) {
   const auto defined = [](const at::Tensor& tensor) { return tensor.defined(); };
-  const auto first = std::find_if(indices.begin(), indices.end(), defined) - indices.begin();
-  const auto last = indices.rend() - std::find_if(indices.rbegin(), indices.rend(), defined); // one past
-  const auto count = std::count_if(indices.begin(), indices.end(), defined);
+  const auto place = place_of_block(indices, defined);
   const auto block = broadcast_shape(indices);
-  const auto place = last - first == count ? static_cast<size_t>(first) : 0; // apart from each other, they come first
   Targets targets;
-  const auto ndim = block.size() + sizes.size() - static_cast<size_t>(count);
+  const auto ndim = block.size() + sizes.size() - static_cast<size_t>(std::count_if(indices.begin(), indices.end(), defined));
   targets.sizes.assign(ndim, 1);
   std::copy(block.begin(), block.end(), targets.sizes.begin() + static_cast<int64_t>(place));
   size_t at = 0;
@@ -123,7 +123,7 @@ void put_part(const at::Tensor& local, const Spec& spec, const c10::IValue& indi
   for (const auto& position : targets.positions) {
     local_indices.push_back(position.expand(targets.sizes).reshape(-1).index_select(0, kept));
   }
-  at::index_put_(const_cast<at::Tensor&>(local), local_indices, flat.index_select(0, kept), accumulate);
+  local.index_put_(local_indices, flat.index_select(0, kept), accumulate);
 }
 
 void index_put_local(const LocalCall& call) {
@@ -175,8 +175,7 @@ Factorization gather(const OpCall& call) {
   if (!index.sizes.empty() && index.sizes.size() == call.tensors[0].sizes.size()) {
     index.factors[dim] = factors.add_factor(index.sizes[dim]);
   }
-  factors.outputs.push_back(index);
-  factors.partial.push_back(flow(1, kAllOps));
+  factors.add_output(index, kAllOps);
   return factors;
 }
 
@@ -212,9 +211,19 @@ Factorization index_select(const OpCall& call) {
     output.sizes[dim] = count;
     if (!call.tensors[1].sizes.empty()) factors.inputs[1].factors[0] = output.factors[dim];
   }
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(1, kAllOps));
+  factors.add_output(std::move(output), kAllOps);
   return factors;
+}
+
+/// The dims of the result: those of the indices, `block`, and those that are taken whole.
+TensorDims indexed_dims(const std::vector<const TensorArg*>& indices, const TensorDims& input, const TensorDims& block) {
+  const auto place = place_of_block(indices, [](const TensorArg* tensor) { return tensor != nullptr; });
+  TensorDims output;
+  for (size_t d = 0; d < input.sizes.size(); ++d) {
+    for (size_t b = 0; d == place && b < block.sizes.size(); ++b) output.add(block.factors[b], block.sizes[b]);
+    if (!indices[d]) output.add(input.factors[d], input.sizes[d]);
+  }
+  return output;
 }
 
 /// Advanced indexing: the indexed dims are whole; the indices' own dims may be split, and every dim that is taken whole.
@@ -241,25 +250,7 @@ Factorization index(const OpCall& call) {
   for (size_t i = 1; i < call.tensors.size(); ++i) {
     factors.inputs.push_back(call.tensors[i].defined ? broadcast_dims(call.tensors[i].sizes, block) : TensorDims{});
   }
-  const auto defined = [](const TensorArg* tensor) { return tensor != nullptr; };
-  const auto first = std::find_if(indices.begin(), indices.end(), defined) - indices.begin();
-  const auto last = indices.rend() - std::find_if(indices.rbegin(), indices.rend(), defined);
-  const bool together = last - first == std::count_if(indices.begin(), indices.end(), defined);
-  TensorDims output;
-  const auto append = [&output](int factor, int64_t size) {
-    output.factors.push_back(factor);
-    output.sizes.push_back(size);
-  };
-  const auto append_block = [&] {
-    for (size_t d = 0; d < block.sizes.size(); ++d) append(block.factors[d], block.sizes[d]);
-  };
-  if (!together) append_block();
-  for (size_t d = 0; d < self.size(); ++d) {
-    if (together && static_cast<int64_t>(d) == first) append_block();
-    if (!indices[d]) append(input.factors[d], self[d]);
-  }
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(1, kAllOps));
+  factors.add_output(indexed_dims(indices, input, block), kAllOps);
   return factors;
 }
 
@@ -267,6 +258,7 @@ Factorization index(const OpCall& call) {
 Factorization write_slice(const OpCall& call) {
   auto factors = first_input_factors(call);
   auto& self = factors.inputs[0];
+  if (self.sizes.empty()) return whole_factors(call); // an error of the operator
   const auto dim = dim_argument(call);
   self.factors[dim] = kNoFactor;
   const auto& source = call.tensors[1].sizes;
@@ -309,32 +301,29 @@ Factorization repeat(const OpCall& call) {
   for (size_t d = 0; d < repeats.size(); ++d) {
     const bool kept = d >= shift && repeats[d] == 1;
     if (d >= shift && !kept) self.factors[d - shift] = kNoFactor;
-    output.factors.push_back(kept ? self.factors[d - shift] : kNoFactor);
-    output.sizes.push_back(repeats[d] * (d >= shift ? self.sizes[d - shift] : 1));
+    output.add(kept ? self.factors[d - shift] : kNoFactor, repeats[d] * (d >= shift ? self.sizes[d - shift] : 1));
   }
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(1, kAllOps));
+  factors.add_output(std::move(output), kAllOps);
   return factors;
 }
 
 } // namespace
 
 void register_indexing(Registry& registry) {
-  registry.add("index_put. _index_put_impl.",
-               {.factorize = write_positions, .local = index_put_local, .plain_is_replicate = true});
-  registry.add("gather", {.factorize = gather});
-  registry.add("scatter scatter_add scatter_reduce", {.factorize = scatter});
-  registry.add("index_add index_copy index_fill index_reduce", {.factorize = write_rows});
-  registry.add("index_select", {.factorize = index_select});
-  registry.add("index.Tensor index.Tensor_out _unsafe_index.Tensor", {.factorize = index, .plain_is_replicate = true});
-  registry.add("slice_scatter select_scatter", {.factorize = write_slice});
-  registry.add("constant_pad_nd", {.factorize = pad});
-  registry.add("repeat", {.factorize = repeat});
+  registry.add("index_put. _index_put_impl.", OnLocals(write_positions).run(index_put_local).with(Trait::kPlainIsReplicate));
+  registry.add("gather", OnLocals(gather));
+  registry.add("scatter scatter_add scatter_reduce", OnLocals(scatter));
+  registry.add("index_add index_copy index_fill index_reduce", OnLocals(write_rows));
+  registry.add("index_select", OnLocals(index_select));
+  registry.add("index.Tensor index.Tensor_out _unsafe_index.Tensor", OnLocals(index).with(Trait::kPlainIsReplicate));
+  registry.add("slice_scatter select_scatter", OnLocals(write_slice));
+  registry.add("constant_pad_nd", OnLocals(pad));
+  registry.add("repeat", OnLocals(repeat));
   registry.add(
-      "nonzero masked_select _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive bincount histc take "
-      "put masked_scatter nonzero_static histogram repeat_interleave.Tensor searchsorted diagonal_scatter block_diag",
-      {.factorize = whole_factors});
-  registry.add("bucketize.Tensor", {.factorize = [](const OpCall& call) { return pattern_factors(call, "...,~->..."); }});
+      "nonzero masked_select _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive bincount histc take put "
+      "masked_scatter nonzero_static histogram repeat_interleave.Tensor searchsorted diagonal_scatter block_diag",
+      OnLocals(whole_factors));
+  registry.add("bucketize.Tensor", OnLocals(by_pattern("...,~->...")));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

@@ -1,7 +1,7 @@
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/patterns.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -33,18 +33,17 @@ constexpr PatternLine kMatrices[] = {
 /// A transform needs the named dims whole.
 Factorization transform(const OpCall& call) {
   Factorization factors;
-  TensorDims input{{}, call.tensors[0].sizes};
-  for (const auto size : input.sizes) input.factors.push_back(factors.add_factor(size));
-  const auto ndim = static_cast<int64_t>(input.sizes.size());
-  for (const auto dim : call.integers("dim")) input.factors.at(dim < 0 ? dim + ndim : dim) = kNoFactor;
-  for (auto& factor : factors.factors) factor.no_empty = true;
+  auto input = fresh_dims(factors, call.tensors[0].sizes);
+  const auto named = call.named_dims("dim");
+  for (auto& factor : factors.factors) factor.limit = SplitLimit::kNonEmpty;
   auto output = input;
-  for (size_t d = 0; d < output.sizes.size(); ++d) {
-    if (output.factors[d] == kNoFactor) output.sizes[d] = call.outputs ? (*call.outputs)[0].sizes[d] : kUnknownSize;
+  for (size_t d = 0; d < named.size(); ++d) {
+    if (!named[d]) continue;
+    input.factors[d] = output.factors[d] = kNoFactor;
+    output.sizes[d] = call.outputs ? (*call.outputs)[0].sizes[d] : kUnknownSize;
   }
   factors.inputs.push_back(std::move(input));
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back({1, kLinearOps});
+  factors.add_output(std::move(output), kLinearOps);
   return factors;
 }
 
@@ -58,11 +57,12 @@ Factorization solve(const OpCall& call) {
 Factorization cross(const OpCall& call) {
   auto factors = pointwise_factors(call);
   const auto ndim = static_cast<int64_t>(factors.outputs[0].sizes.size());
+  if (ndim == 0) return whole_factors(call); // an error of the operator
   const int whole = factors.outputs[0].factors[call.dim("dim", ndim, -1)];
   for (auto* tensors : {&factors.inputs[0], &factors.inputs[1], &factors.outputs[0]}) {
     for (auto& factor : tensors->factors) factor = factor == whole ? kNoFactor : factor;
   }
-  factors.merges_leading = false;
+  factors.ragged = RaggedUse::kRows;
   return factors;
 }
 
@@ -82,10 +82,10 @@ Factorization renorm(const OpCall& call) {
 
 void register_linalg(Registry& registry) {
   add_patterns(registry, kMatrices);
-  registry.add("_fft_c2c _fft_r2c _fft_c2r", {.factorize = transform});
-  registry.add("_linalg_solve_ex", {.factorize = solve});
-  registry.add("linalg_cross", {.factorize = cross});
-  registry.add("renorm", {.factorize = renorm});
+  registry.add("_fft_c2c _fft_r2c _fft_c2r", OnLocals(transform));
+  registry.add("_linalg_solve_ex", OnLocals(solve));
+  registry.add("linalg_cross", OnLocals(cross));
+  registry.add("renorm", OnLocals(renorm));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

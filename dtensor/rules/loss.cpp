@@ -1,3 +1,4 @@
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/ones_like.h>
@@ -6,14 +7,12 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
-
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/registry.h>
 #include <tessera/dtensor/rules/split_dims.h>
 #include <tessera/dtensor/sharding_math.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -28,7 +27,7 @@ struct ClassFactors {
 ClassFactors class_factors(Factorization& factors, const std::vector<int64_t>& sizes) {
   ClassFactors dims;
   dims.self = fresh_dims(factors, sizes);
-  for (auto& factor : factors.factors) factor.absent_is_replicate = true;
+  for (auto& factor : factors.factors) factor.reduction = Replicate{};
   const auto classes = class_dim(sizes);
   dims.target = dims.self;
   dims.target.factors.erase(dims.target.factors.begin() + classes);
@@ -44,7 +43,7 @@ Factorization nll_loss(const OpCall& call) {
   factors.inputs = {dims.self, dims.target, call.tensors[2].defined ? dims.weight : TensorDims{}};
   const bool none = call.integer("reduction", at::Reduction::Mean) == at::Reduction::None;
   factors.outputs = {none ? dims.target : TensorDims{}, TensorDims{}};
-  factors.leading_whole = false;
+  factors.ragged = RaggedUse::kNone;
   return factors;
 }
 
@@ -53,11 +52,10 @@ Factorization nll_loss_backward(const OpCall& call) {
   Factorization factors;
   const auto dims = class_factors(factors, call.tensors[1].sizes);
   const bool none = call.integer("reduction", at::Reduction::Mean) == at::Reduction::None;
-  factors.inputs = {none ? dims.target : TensorDims{{}, call.tensors[0].sizes}, dims.self, dims.target,
-                    call.tensors[3].defined ? dims.weight : TensorDims{}, TensorDims{{}, call.tensors[4].sizes}};
-  for (auto* input : {&factors.inputs[0], &factors.inputs[4]}) input->factors.resize(input->sizes.size(), kNoFactor);
+  factors.inputs = {none ? dims.target : whole_dims(call.tensors[0].sizes), dims.self, dims.target,
+                    call.tensors[3].defined ? dims.weight : TensorDims{}, whole_dims(call.tensors[4].sizes)};
   factors.outputs = {dims.self};
-  factors.leading_whole = false;
+  factors.ragged = RaggedUse::kNone;
   return factors;
 }
 
@@ -91,22 +89,15 @@ void check_targets(const LocalCall& call, const at::Tensor& invalid, const Spec&
                     self.sizes()[class_dim(self.sizes())], " classes");
 }
 
-bool any_split(const Spec& spec) {
-  for (int64_t d = 0; d < spec.dim(); ++d) {
-    if (splits(spec, d)) return true;
-  }
-  return false;
-}
-
 at::Tensor optional_tensor(const c10::IValue& value) { return value.isTensor() ? value.toTensor() : at::Tensor(); }
 
 void nll_loss_local(const LocalCall& call) {
   const auto& spec = *call.inputs[0];
-  if (!any_split(spec)) return call.op.callBoxed(*call.stack);
+  if (!splits(spec)) return call.op.callBoxed(*call.stack);
   const auto& local = call.arg(0).toTensor();
-  const auto reduction = call.arg(call.find("reduction")).toInt();
-  const auto targets = find_targets(spec, local, call.arg(1).toTensor(), optional_tensor(call.arg(2)),
-                                    call.arg(call.find("ignore_index")).toInt());
+  const auto reduction = call.find("reduction")->toInt();
+  const auto targets =
+      find_targets(spec, local, call.arg(1).toTensor(), optional_tensor(call.arg(2)), call.find("ignore_index")->toInt());
   auto losses = at::zeros_like(targets.weight);
   if (local.size(targets.classes) > 0) {
     const auto picked = local.movedim(targets.classes, -1).gather(-1, targets.index.unsqueeze(-1)).squeeze(-1);
@@ -118,7 +109,7 @@ void nll_loss_local(const LocalCall& call) {
     loss = reduce_over_split(losses, spec, targets.classes, ReduceOp::kSum, "nll_loss");
   } else {
     const auto sums = at::stack({losses.sum(), targets.weight.sum(), targets.invalid.to(local.dtype())});
-    const auto sum = reduce_over_splits(sums, spec, ReduceOp::kSum, "nll_loss");
+    const auto sum = reduce_over_split(sums, spec, std::nullopt, ReduceOp::kSum, "nll_loss");
     check_targets(call, sum[2], spec);
     total = sum[1].clone();
     loss = reduction == at::Reduction::Mean ? sum[0].div(total) : sum[0].clone();
@@ -130,13 +121,13 @@ void nll_loss_local(const LocalCall& call) {
 
 void nll_loss_backward_local(const LocalCall& call) {
   const auto& spec = *call.inputs[1];
-  if (!any_split(spec)) return call.op.callBoxed(*call.stack);
+  if (!splits(spec)) return call.op.callBoxed(*call.stack);
   const auto& local = call.arg(1).toTensor();
-  const auto targets = find_targets(spec, local, call.arg(2).toTensor(), optional_tensor(call.arg(3)),
-                                    call.arg(call.find("ignore_index")).toInt());
+  const auto targets =
+      find_targets(spec, local, call.arg(2).toTensor(), optional_tensor(call.arg(3)), call.find("ignore_index")->toInt());
   auto coefficients = targets.weight.neg().mul(call.arg(0).toTensor());
-  if (call.arg(call.find("reduction")).toInt() == at::Reduction::Mean) {
-    coefficients = coefficients.div(call.arg(call.find("total_weight")).toTensor());
+  if (call.find("reduction")->toInt() == at::Reduction::Mean) {
+    coefficients = coefficients.div(call.find("total_weight")->toTensor());
   }
   coefficients = at::where(targets.mine, coefficients, 0.0).to(local.dtype());
   auto gradient = at::zeros(local.sizes(), local.options());
@@ -152,38 +143,43 @@ Factorization elementwise_loss(const OpCall& call) {
   if (call.integer("reduction", at::Reduction::Mean) == at::Reduction::None) return factors;
   for (auto& factor : factors.factors) factor.reduction = Partial{};
   factors.outputs.assign(1, TensorDims{});
+  factors.strides.clear();
   return factors;
 }
 
-double count_of(const LocalCall& call) {
-  int64_t count = 0;
+/// The elements of what the operands broadcast to.
+int64_t broadcast_numel(const LocalCall& call) {
+  std::vector<int64_t> sizes;
   for (const auto& spec : call.inputs) {
-    if (spec) count = std::max(count, spec->numel());
+    if (spec) sizes = at::infer_size(sizes, spec->sizes());
   }
-  return static_cast<double>(count);
+  return product(sizes, 0, sizes.size());
 }
 
-/// A mean is computed as a sum over this rank's part, divided by the global count.
-void mean_as_sum(const LocalCall& call) {
-  auto& reduction = call.arg(call.find("reduction"));
+/// A mean over `count` elements is computed as a sum over this rank's part, divided by that.
+void mean_as_sum(const LocalCall& call, int64_t count) {
+  auto& reduction = *call.find("reduction");
   if (reduction.toInt() != at::Reduction::Mean) return call.op.callBoxed(*call.stack);
-  const auto count = count_of(call);
   reduction = static_cast<int64_t>(at::Reduction::Sum);
   call.op.callBoxed(*call.stack);
-  call.stack->back().toTensor().div_(count);
+  call.stack->back().toTensor().div_(static_cast<double>(count));
 }
+
+void loss_local(const LocalCall& call) { mean_as_sum(call, broadcast_numel(call)); }
+
+/// PyTorch's formulas divide by the elements of `self`, also where that is broadcast.
+void loss_backward_local(const LocalCall& call) { mean_as_sum(call, call.inputs[1]->numel()); }
 
 } // namespace
 
 void register_losses(Registry& registry) {
-  registry.add("nll_loss_forward. nll_loss2d_forward.", {.factorize = nll_loss, .local = nll_loss_local});
-  registry.add("nll_loss_backward. nll_loss2d_backward.", {.factorize = nll_loss_backward, .local = nll_loss_backward_local});
+  registry.add("nll_loss_forward. nll_loss2d_forward.", OnLocals(nll_loss).run(nll_loss_local));
+  registry.add("nll_loss_backward. nll_loss2d_backward.", OnLocals(nll_loss_backward).run(nll_loss_backward_local));
   registry.add("mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss",
-               {.factorize = elementwise_loss, .local = mean_as_sum});
+               OnLocals(elementwise_loss).run(loss_local));
   registry.add(
-      "mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward "
-      "soft_margin_loss_backward",
-      {.factorize = pointwise_factors, .local = mean_as_sum});
+      "mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward",
+      OnLocals(pointwise_factors).run(loss_backward_local));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

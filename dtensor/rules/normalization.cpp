@@ -2,7 +2,7 @@
 
 #include <tessera/dtensor/rules/patterns.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -33,8 +33,7 @@ Factorization layer_norm_backward(const OpCall& call) {
 
 /// The number of rows, as group_norm takes it, is that of this rank's part.
 void group_norm_local(const LocalCall& call) {
-  const int n = call.find("N");
-  if (call.arg(0).toTensor().dim() > 0) call.arg(n) = call.arg(0).toTensor().size(0);
+  if (call.arg(0).toTensor().dim() > 0) *call.find("N") = call.arg(0).toTensor().size(0);
   call.op.callBoxed(*call.stack);
 }
 
@@ -45,7 +44,7 @@ Factorization batch_norm(const OpCall& call) {
   const auto& running = call.tensors[3];
   if (!training) { // no statistics come out
     auto factors = pattern_factors(call, "nc~,c,c,c,c->nc~,*,*,*");
-    for (auto& factor : factors.factors) factor.absent_is_replicate = true;
+    for (auto& factor : factors.factors) factor.reduction = Replicate{};
     return factors;
   }
   if (!running.defined) return pattern_factors(call, "*c~,c,c,c,c->*c~,c,c,*");
@@ -69,18 +68,15 @@ void register_normalization(Registry& registry) {
   registry.add(
       "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update "
       "_batch_norm_no_update",
-      {.factorize = batch_norm});
-  registry.add("native_layer_norm", {.factorize = layer_norm});
-  registry.add("_fused_rms_norm", {.factorize = [](const OpCall& call) {
+      OnLocals(batch_norm));
+  registry.add("native_layer_norm", OnLocals(layer_norm).with(Trait::kOwnEmptyShapes));
+  registry.add("_fused_rms_norm", OnLocals([](const OpCall& call) {
                  const std::string row(normalized_dims(call), '*');
                  return pattern_factors(call, "..." + row + "," + row + "->..." + row + ",..." + row);
-               }});
-  registry.add("native_layer_norm_backward _fused_rms_norm_backward", {.factorize = layer_norm_backward});
-  registry.add("native_group_norm", {.factorize = [](const OpCall& call) { return pattern_factors(call, "n~,*,*->n~,n*,n*"); },
-                                     .local = group_norm_local});
-  registry.add("native_group_norm_backward",
-               {.factorize = [](const OpCall& call) { return pattern_factors(call, "n~,n~,n*,n*,*->n~,*,*", "n"); },
-                .local = group_norm_local});
+               }));
+  registry.add("native_layer_norm_backward _fused_rms_norm_backward", OnLocals(layer_norm_backward));
+  registry.add("native_group_norm", OnLocals(by_pattern("n~,*,*->n~,n*,n*")).run(group_norm_local));
+  registry.add("native_group_norm_backward", OnLocals(by_pattern("n~,n~,n*,n*,*->n~,*,*", "n")).run(group_norm_local));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

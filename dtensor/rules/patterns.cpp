@@ -5,30 +5,28 @@
 #include <algorithm>
 #include <array>
 
-namespace tessera::rules {
+#include <tessera/dtensor/rules/factors.h>
+
+namespace tessera::internal::rules {
 
 namespace {
 
 /// One term taken apart: what stands before and after its variable part, and what that is.
 struct Term {
-  std::string before, after;
+  absl::string_view before, after;
   enum class Middle { kNone, kBatch, kWhole } middle = Middle::kNone;
 };
 
-Term parse(std::string_view text) {
+Term parse(absl::string_view text) {
   const auto dots = text.find("..."), tilde = text.find('~');
-  if (dots != std::string_view::npos) {
-    return {std::string(text.substr(0, dots)), std::string(text.substr(dots + 3)), Term::Middle::kBatch};
-  }
-  if (tilde != std::string_view::npos) {
-    return {std::string(text.substr(0, tilde)), std::string(text.substr(tilde + 1)), Term::Middle::kWhole};
-  }
-  return {std::string(text), "", Term::Middle::kNone};
+  if (dots != absl::string_view::npos) return {text.substr(0, dots), text.substr(dots + 3), Term::Middle::kBatch};
+  if (tilde != absl::string_view::npos) return {text.substr(0, tilde), text.substr(tilde + 1), Term::Middle::kWhole};
+  return {text, {}, Term::Middle::kNone};
 }
 
 std::vector<Term> parse_list(absl::string_view text) {
   std::vector<Term> terms;
-  for (const auto part : absl::StrSplit(text, ',')) terms.push_back(parse({part.data(), part.size()}));
+  for (const auto part : absl::StrSplit(text, ',')) terms.push_back(parse(part));
   return terms;
 }
 
@@ -48,20 +46,14 @@ class Pattern {
       const int factor = of_letter_[static_cast<unsigned char>(letter)];
       if (factor != kNoFactor) factors_.factors[factor].reduction = Partial{};
     }
-    for (auto& factor : factors_.factors) factor.no_empty = true;
+    for (auto& factor : factors_.factors) factor.limit = SplitLimit::kNonEmpty;
     return std::move(factors_);
   }
 
  private:
   const Term& term_of(const TensorArg& tensor) {
-    size_t index = 0; // of the argument among those that are tensors
-    const auto is_tensor = [&](size_t argument) {
-      auto type = call_.schema.arguments()[argument].type();
-      return type->isSubtypeOf(*c10::OptionalType::ofTensor()) || type->isSubtypeOf(*c10::ListType::ofTensors()) ||
-             type->isSubtypeOf(*c10::ListType::ofOptionalTensors());
-    };
-    for (size_t argument = 0; argument < tensor.argument; ++argument) index += is_tensor(argument) ? 1 : 0;
-    return inputs_[std::min(index, inputs_.size() - 1)];
+    const auto before = c10::ArrayRef<c10::Argument>(call_.schema.arguments()).slice(0, tensor.argument);
+    return inputs_[std::min(count_tensors(before), inputs_.size() - 1)];
   }
 
   static bool fits(const Term& term, size_t ndim) {
@@ -85,8 +77,7 @@ class Pattern {
   }
 
   TensorDims dims_of(const Term& term, const std::vector<int64_t>& sizes) {
-    TensorDims dims{{}, sizes};
-    dims.factors.resize(sizes.size(), kNoFactor);
+    auto dims = whole_dims(sizes);
     const auto middle = sizes.size() - term.before.size() - term.after.size();
     for (size_t d = 0; d < sizes.size(); ++d) {
       if (d < term.before.size()) {
@@ -142,17 +133,14 @@ class Pattern {
 
   TensorDims unknown_dims(const Term& term) const {
     TensorDims dims;
-    const auto add = [&](int factor) {
-      dims.factors.push_back(factor);
-      dims.sizes.push_back(factor == kNoFactor ? kUnknownSize : factors_.factors[factor].size);
-    };
-    for (const char letter : term.before) add(letter == '*' ? kNoFactor : of_letter_[static_cast<unsigned char>(letter)]);
+    const auto add = [&](int factor) { dims.add(factor, factor == kNoFactor ? kUnknownSize : factors_.factors[factor].size); };
+    for (const char letter : term.before) add(of_letter_[static_cast<unsigned char>(letter)]); // none of '*'
     if (term.middle == Term::Middle::kWhole) {
       for (size_t d = 0; d < whole_dims_; ++d) add(kNoFactor);
     } else if (term.middle == Term::Middle::kBatch) {
       std::for_each(batch_.rbegin(), batch_.rend(), add);
     }
-    for (const char letter : term.after) add(letter == '*' ? kNoFactor : of_letter_[static_cast<unsigned char>(letter)]);
+    for (const char letter : term.after) add(of_letter_[static_cast<unsigned char>(letter)]);
     return dims;
   }
 
@@ -166,18 +154,12 @@ class Pattern {
 
 } // namespace
 
-Factorization whole_factors(const OpCall& call) {
-  Factorization factors;
-  const auto whole = [](const std::vector<int64_t>& sizes) {
-    return TensorDims{absl::InlinedVector<int, 6>(sizes.size(), kNoFactor), sizes};
-  };
-  for (const auto& tensor : call.tensors) factors.inputs.push_back(whole(tensor.sizes));
-  if (call.outputs) {
-    for (const auto& output : *call.outputs) factors.outputs.push_back(whole(output.sizes));
-  } else {
-    factors.outputs_unknown = true;
-  }
-  return factors;
+size_t count_tensors(c10::ArrayRef<c10::Argument> arguments) {
+  return std::count_if(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+    const auto& type = argument.type();
+    return type->isSubtypeOf(*c10::OptionalType::ofTensor()) || type->isSubtypeOf(*c10::ListType::ofTensors()) ||
+           type->isSubtypeOf(*c10::ListType::ofOptionalTensors());
+  });
 }
 
 Factorization pattern_factors(const OpCall& call, std::string_view pattern, std::string_view summed) {
@@ -185,11 +167,14 @@ Factorization pattern_factors(const OpCall& call, std::string_view pattern, std:
   return factors ? std::move(*factors) : whole_factors(call);
 }
 
+Factorize by_pattern(const std::string& pattern, const std::string& summed) {
+  return [=](const OpCall& call) { return pattern_factors(call, pattern, summed); };
+}
+
 void add_patterns(Registry& registry, c10::ArrayRef<PatternLine> lines) {
   for (const auto& line : lines) {
-    registry.add(line.names,
-                 {.factorize = [line](const OpCall& call) { return pattern_factors(call, line.pattern, line.summed); }});
+    registry.add(line.names, OnLocals(by_pattern(std::string(line.pattern), std::string(line.summed))));
   }
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

@@ -2,12 +2,13 @@
 
 // Internal: factorizations written as text.
 
+#include <string>
 #include <string_view>
 
 #include <tessera/dtensor/rules/registry.h>
 #include <tessera/dtensor/rules/rule.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 /// Dims by letters: "nc~,o->no~". One term an argument that is a tensor or a list of tensors, and one a result (the last counts
 /// for all that follow). A letter is a factor, shared by all that name it; '*' a dim that is whole; '~' any number of whole dims;
@@ -15,6 +16,10 @@ namespace tessera::rules {
 /// number of dims does not fit its term makes all tensors whole. Results whose sizes are not known take those of the local result
 /// where a dim is whole.
 Factorization pattern_factors(const OpCall& call, std::string_view pattern, std::string_view summed = "");
+/// How many of `arguments` have a term: tensors, and lists of them.
+size_t count_tensors(c10::ArrayRef<c10::Argument> arguments);
+/// The same for every call.
+Factorize by_pattern(const std::string& pattern, const std::string& summed = "");
 
 /// A table of operators and their patterns.
 struct PatternLine {
@@ -24,7 +29,4 @@ struct PatternLine {
 };
 void add_patterns(Registry& registry, c10::ArrayRef<PatternLine> lines);
 
-/// All arguments and results are whole.
-Factorization whole_factors(const OpCall& call);
-
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

@@ -7,13 +7,12 @@
 #include <algorithm>
 #include <numeric>
 
-#include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/registry.h>
 #include <tessera/dtensor/sharding_math.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -21,7 +20,7 @@ namespace {
 Factorization draw(const OpCall& call) {
   auto factors = first_input_factors(call);
   factors.outputs.push_back(factors.inputs[0]);
-  factors.merges_leading = true;
+  factors.ragged = RaggedUse::kMerged;
   return factors;
 }
 
@@ -126,10 +125,10 @@ void register_random(Registry& registry) {
   registry.add(
       "uniform. normal. random. random.from random.to exponential. cauchy. log_normal. geometric. bernoulli.float "
       "bernoulli.Tensor",
-      {.factorize = draw, .local = draw_local});
-  registry.add("native_dropout", {.factorize = dropout, .local = dropout_local});
-  registry.add("bernoulli. bernoulli.p", {.decompose = true});
-  registry.add("eye.out eye.m_out", {.handler = eye_out});
+      OnLocals(draw).run(draw_local));
+  registry.add("native_dropout", OnLocals(dropout).run(dropout_local));
+  registry.add("bernoulli. bernoulli.p", Decompose{});
+  registry.add("eye.out eye.m_out", Handler(eye_out));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

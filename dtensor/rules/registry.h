@@ -7,9 +7,9 @@
 
 #include <tessera/dtensor/rules/rule.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
-/// The rules of all operators, by name. Filled at the first use; not changed afterwards.
+/// The rules of PyTorch's operators, by name. Filled at the first use; not changed afterwards.
 class Registry {
  public:
   static const Registry& instance();
@@ -17,8 +17,9 @@ class Registry {
   /// `names`: separated by blanks, without namespace and without the underscore of in-place variants that have the same rule.
   /// "add" stands for every overload that has no entry of its own ("add.Scalar"). An error when a name is there already.
   void add(std::string_view names, const Rule& rule);
-  /// The rule of "aten::add_.Tensor"; null without one.
-  const Rule* find(const c10::OperatorName& name) const;
+  /// The rule of "aten::add_.Tensor", or of a user's operator; null without one. What changes a tensor's own shape (squeeze_) has
+  /// one of its own or none.
+  const Rule* find(const c10::OperatorHandle& op) const;
   /// For operators that PyTorch tags as pointwise.
   const Rule& pointwise() const { return pointwise_; }
   /// Runs an operator on whole tensors.
@@ -27,8 +28,12 @@ class Registry {
  private:
   Registry();
   absl::flat_hash_map<std::string, Rule> rules_;
-  Rule pointwise_, whole_;
+  const Rule pointwise_, whole_;
 };
+
+/// Adds the rule of an operator that is not PyTorch's, by its full name ("my::attention"); false when it has one already.
+/// Thread-safe.
+bool add_user_rule(const std::string& name, Rule rule);
 
 // One function a file of rules.
 void register_pointwise(Registry& registry);
@@ -49,4 +54,4 @@ void register_softmax(Registry& registry);
 void register_losses(Registry& registry);
 void register_attention(Registry& registry);
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

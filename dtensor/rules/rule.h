@@ -13,11 +13,14 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <variant>
 #include <vector>
 
+#include <tessera/dtensor/rules/sets.h>
 #include <tessera/dtensor/spec.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 /// A tensor dim that belongs to no factor: it must not be split.
 inline constexpr int kNoFactor = -1;
@@ -29,44 +32,57 @@ inline constexpr int64_t kUnknownSize = -1;
 struct TensorDims {
   absl::InlinedVector<int, 6> factors;
   std::vector<int64_t> sizes;
+
+  void add(int factor, int64_t size) {
+    factors.push_back(factor);
+    sizes.push_back(size);
+  }
+};
+
+/// How a factor may be split.
+enum class SplitLimit : uint8_t {
+  kAny,
+  kEven,     ///< the ranks must divide it: part of a dim that is split or merged by a view
+  kNonEmpty, ///< every rank must have some of it: kernels refuse, or may refuse, tensors without elements
 };
 
 /// A loop of the operator. Splitting it gives Shard to every tensor that has it, Replicate to every other input, and
 /// `reduction` to an output that lacks it (without one: such a split is impossible).
 struct Factor {
   int64_t size = 0;
-  std::optional<Partial> reduction;
-  /// Part of a dim that is split or merged by a view: the ranks must divide it.
-  bool even_only = false;
-  /// The operator's kernels refuse, or may refuse, tensors without elements: split only where every rank has some.
-  bool no_empty = false;
-  /// An output that lacks it is Replicate all the same: the kernel on the locals sees to that.
-  bool absent_is_replicate = false;
+  std::optional<Placement> reduction = {}; ///< a Partial; Replicate where the kernel on the locals sees to that
+  SplitLimit limit = SplitLimit::kAny;
 };
 
-using OpSet = uint8_t; ///< one bit a Partial::Op
-constexpr OpSet ops(std::initializer_list<Partial::Op> list) {
-  OpSet set = 0;
-  for (const auto op : list) set |= static_cast<OpSet>(1u << static_cast<int>(op));
-  return set;
-}
-inline constexpr OpSet kLinearOps = ops({Partial::Op::kSum, Partial::Op::kAvg});
-inline constexpr OpSet kOrderOps = ops({Partial::Op::kMin, Partial::Op::kMax});
-inline constexpr OpSet kScaleOps = kLinearOps | ops({Partial::Op::kMask}); ///< linear, element by element
-inline constexpr OpSet kAllOps = 0x7f;
+using OpSet = EnumSet<Partial::Op>;
+inline constexpr OpSet kLinearOps{Partial::Op::kSum, Partial::Op::kAvg};
+inline constexpr OpSet kOrderOps{Partial::Op::kMin, Partial::Op::kMax};
+inline constexpr OpSet kScaleOps = kLinearOps | Partial::Op::kMask; ///< linear, element by element
+inline constexpr OpSet kAllOps = kScaleOps | kOrderOps | OpSet{Partial::Op::kProduct, Partial::Op::kNorm};
 
-/// The inputs in `inputs` (bit i: input i) may be Partial with one of `ops`, all others Replicate; every output then is Partial
+/// The inputs in `inputs` may be Partial with one of `ops`, all others Replicate; every output then is Partial
 /// alike. A MaskPartial that is not among `ops` counts as a sum.
 struct PartialFlow {
-  uint64_t inputs = 0;
-  OpSet ops = 0;
-  bool output_is_replicate = false; ///< the values do not matter (zeros_like)
+  IndexSet inputs;
+  OpSet ops;
 };
-inline constexpr uint64_t kEveryInput = ~uint64_t{0};
 
 /// A placement of input 0 that an operator turns into others of its outputs (one for all, or one each), beyond what factors
 /// express; nothing where it does not. `others`: the input's placements on the other mesh dims; `ranks` of this one.
 using PlacementMap = std::function<std::vector<Placement>(const Placement& input, const Placements& others, int64_t ranks)>;
+
+/// Where a RaggedShard may be used as Shard(0) may.
+enum class RaggedUse : uint8_t {
+  kNone,
+  kRows,   ///< over dim 0
+  kMerged, ///< over several leading dims too: right on locals in which these are merged, wherever the locals start
+};
+
+/// How the results on the locals become DTensors.
+struct Wrapping {
+  enum Shapes : uint8_t { kPlanned, kOfLocals } shapes = kPlanned; ///< kOfLocals: all is whole, known once the operator has run
+  IndexSet plain; ///< outputs that stay plain tensors of each rank: what only a backward kernel reads
+};
 
 /// One operator call in factors.
 struct Factorization {
@@ -74,18 +90,20 @@ struct Factorization {
   absl::InlinedVector<TensorDims, 2> outputs;
   absl::InlinedVector<Factor, 8> factors;
   absl::InlinedVector<PartialFlow, 2> partial;
-  uint64_t additive = 0;        ///< inputs that are added to the result: Partial(sum) where the output is
-  bool merges_leading = false;  ///< right also on locals whose leading dims are merged (RaggedShard over several dims)
-  bool asks_offsets = false;    ///< the rule's own kernel asks where the locals start: no StridedShard
-  bool leading_whole = true;    ///< RaggedShard over dim 0 may be used as Shard(0) may
-  bool outputs_unknown = false; ///< everything is whole, and the outputs' shapes are known once the operator has run
-  uint64_t plain_outputs = 0;   ///< outputs that stay plain tensors of each rank: what only a backward kernel reads
+  IndexSet additive; ///< inputs that are added to the result: Partial(sum) where the output is
+  RaggedUse ragged = RaggedUse::kRows;
+  Wrapping wrapping;
   std::vector<int64_t> strides; ///< of output 0, where they are not contiguous and the operator does not tell them
   PlacementMap map;             ///< optional
 
   int add_factor(int64_t size) {
     factors.push_back({size});
     return static_cast<int>(factors.size()) - 1;
+  }
+  /// An output that is Partial where `givers` are, with any of `ops`.
+  void add_output(TensorDims dims, OpSet ops, IndexSet givers = {0}) {
+    outputs.push_back(std::move(dims));
+    partial.push_back({givers, ops});
   }
 };
 
@@ -121,8 +139,12 @@ struct OpCall {
   bool flag(std::string_view argument, bool otherwise) const;
   /// An int[] or int argument as a list; empty when missing or None.
   std::vector<int64_t> integers(std::string_view argument) const;
+  /// `dim` in 0..ndim-1, where a negative one counts from the end; an error when it is out of range.
+  int64_t wrap_dim(int64_t dim, int64_t ndim) const;
   /// A dim argument in 0..ndim-1.
   int64_t dim(std::string_view argument, int64_t ndim, int64_t otherwise = 0) const;
+  /// Which dims of input 0 an int[] or int argument names; none when it is missing or None.
+  std::vector<bool> named_dims(std::string_view argument) const;
   /// Number of tensors that the call returns.
   size_t output_count() const;
 };
@@ -142,28 +164,58 @@ struct LocalCall {
   const std::vector<SpecPtr>& inputs; ///< spec of each tensor argument as it is run; null for plain or undefined
   size_t begin() const;               ///< index of the first argument in the stack
   c10::IValue& arg(size_t i) const { return (*stack)[begin() + i]; }
-  int find(std::string_view argument) const; ///< its position, or -1
+  /// The argument called `argument`; null when the overload has none.
+  c10::IValue* find(std::string_view argument) const;
   /// Replaces the arguments by `result`.
   void finish(c10::IValue result) const;
+  /// The same for a tensor, through the out= argument where the overload has one.
+  void finish_out(const at::Tensor& result) const;
 };
 
 using Factorize = std::function<Factorization(const OpCall&)>;
-/// Runs the operator on the locals in the stack, in place of the operator itself.
+/// Runs on the locals in the stack, in place of the operator itself.
 using LocalKernel = void (*)(const LocalCall&);
+enum class KernelKind : uint8_t {
+  kAnyOffsets,  ///< it takes locals wherever they start, as the operator itself does
+  kAsksOffsets, ///< no StridedShard, which has no single start; unless RaggedUse::kMerged
+  kCopiesView,  ///< any offsets, and the result of a view operator is a copy
+};
+
+/// What else the engine does for a rule.
+enum class Trait : uint8_t {
+  kListElements,     ///< `factorize` describes the i-th elements of the lists
+  kStaticScalars,    ///< the placements depend on Scalar and float arguments too
+  kPlainIsReplicate, ///< plain tensors of any shape count as Replicate
+  kOwnEmptyShapes,   ///< without elements the kernel for Meta gives other shapes than the others
+};
+using Traits = EnumSet<Trait>;
+
+/// The inputs are moved to where `factorize` allows, and the operator runs on the local tensors, or a kernel in its place.
+struct OnLocals {
+  explicit OnLocals(Factorize factors) : factorize(std::move(factors)) {}
+  OnLocals run(LocalKernel own_kernel, KernelKind own_kind = KernelKind::kAsksOffsets) && {
+    kernel = own_kernel;
+    kind = own_kind;
+    return std::move(*this);
+  }
+  OnLocals with(Traits given) && {
+    traits = given;
+    return std::move(*this);
+  }
+
+  Factorize factorize;
+  LocalKernel kernel = nullptr; ///< unset: the operator itself
+  KernelKind kind = KernelKind::kAnyOffsets;
+  Traits traits;
+};
+
 /// Takes over the whole call: the stack holds the DTensors.
 using Handler = void (*)(const c10::OperatorHandle&, std::vector<c10::IValue>*);
 
-struct Rule {
-  Factorize factorize;         ///< unset: `handler` does it all
-  LocalKernel local = nullptr; ///< unset: the operator itself
-  Handler handler = nullptr;
-  bool foreach = false;            ///< `factorize` describes the i-th elements of the lists
-  bool static_scalars = false;     ///< the placements depend on Scalar and float arguments too
-  bool plain_is_replicate = false; ///< plain tensors of any shape count as Replicate
-  bool view = false;               ///< no rule for the in-place variant, which changes a tensor's own shape
-  bool ignores_offsets = false;    ///< `local` does not ask where the locals start
-  bool copies = false;             ///< a view operator whose result is a copy
-  bool decompose = false;          ///< run the operator's CompositeExplicitAutograd kernel on the DTensors
-};
+/// Runs the operator's CompositeExplicitAutograd kernel on the DTensors.
+struct Decompose {};
 
-} // namespace tessera::rules
+/// How a call runs: on the local tensors, or by kernels that see the DTensors.
+using Rule = std::variant<OnLocals, Handler, Decompose>;
+
+} // namespace tessera::internal::rules

@@ -7,7 +7,7 @@
 #include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/rules/registry.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -47,18 +47,16 @@ bool equal_everywhere(const at::Tensor& a, const at::Tensor& b) {
 }
 
 void equal(const c10::OperatorHandle&, std::vector<c10::IValue>* stack) {
-  const auto b = std::move(stack->back()).toTensor();
-  stack->pop_back();
-  const auto a = std::move(stack->back()).toTensor();
-  stack->back() = equal_everywhere(a, b);
+  const auto b = torch::jit::pop(stack).toTensor(), a = torch::jit::pop(stack).toTensor();
+  stack->emplace_back(equal_everywhere(a, b));
 }
 
 } // namespace
 
 void register_scalars(Registry& registry) {
-  registry.add("_local_scalar_dense", {.handler = local_scalar});
-  registry.add("allclose", {.decompose = true});
-  registry.add("equal", {.handler = equal});
+  registry.add("_local_scalar_dense", Handler(local_scalar));
+  registry.add("allclose", Decompose{});
+  registry.add("equal", Handler(equal));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

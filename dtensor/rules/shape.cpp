@@ -6,46 +6,33 @@
 #include <tessera/dtensor/rules/patterns.h>
 #include <tessera/dtensor/rules/registry.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
-
-/// Dims of one of several tensors of the same shape: a factor each, shared by all of them.
-TensorDims shared_dims(const Factorization& factors, const std::vector<int64_t>& sizes, int64_t whole_dim) {
-  TensorDims dims{{}, sizes};
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    dims.factors.push_back(static_cast<int64_t>(d) == whole_dim || d >= factors.factors.size() ? kNoFactor : static_cast<int>(d));
-  }
-  return dims;
-}
 
 bool is_legacy_empty(const TensorArg& tensor) { return tensor.sizes.size() == 1 && tensor.sizes[0] == 0; }
 
 Factorization cat(const OpCall& call) {
-  Factorization factors;
-  const TensorArg* first = nullptr;
-  for (const auto& tensor : call.tensors) {
-    if (!first && !is_legacy_empty(tensor)) first = &tensor;
-  }
-  if (!first) first = &call.tensors.at(0);
-  const auto ndim = static_cast<int64_t>(first->sizes.size());
+  const auto found = std::find_if_not(call.tensors.begin(), call.tensors.end(), is_legacy_empty);
+  const auto& sizes = found == call.tensors.end() ? call.tensors.at(0).sizes : found->sizes;
+  const auto ndim = static_cast<int64_t>(sizes.size());
   TORCH_CHECK(ndim > 0, call.name, ": 0-dim tensors cannot be concatenated");
   const auto dim = call.dim("dim", ndim);
-  auto sizes = first->sizes;
-  for (const auto size : sizes) factors.add_factor(size);
-  sizes[dim] = 0;
+  Factorization factors;
+  auto output = fresh_dims(factors, sizes);
+  output.factors[dim] = kNoFactor;
+  output.sizes[dim] = 0;
   for (const auto& tensor : call.tensors) {
     const bool skipped = is_legacy_empty(tensor) && ndim != 1;
     if (!skipped) {
       TORCH_CHECK(static_cast<int64_t>(tensor.sizes.size()) == ndim, call.name, ": tensors of ", ndim, " and of ",
                   tensor.sizes.size(), " dims");
-      sizes[dim] += tensor.sizes[dim];
+      output.sizes[dim] += tensor.sizes[dim];
     }
-    factors.inputs.push_back(skipped ? TensorDims{{kNoFactor}, tensor.sizes} : shared_dims(factors, tensor.sizes, dim));
+    factors.inputs.push_back(skipped ? whole_dims(tensor.sizes) : TensorDims{output.factors, tensor.sizes});
   }
-  factors.outputs.push_back(shared_dims(factors, sizes, dim));
-  factors.partial.push_back(flow(kEveryInput, kAllOps));
-  factors.leading_whole = dim > 0;
+  factors.add_output(std::move(output), kAllOps, kEveryInput);
+  if (dim == 0) factors.ragged = RaggedUse::kNone;
   return factors;
 }
 
@@ -53,54 +40,46 @@ Factorization stack(const OpCall& call) {
   Factorization factors;
   const auto& sizes = call.tensors.at(0).sizes;
   const auto dim = call.dim("dim", static_cast<int64_t>(sizes.size()) + 1);
-  for (const auto size : sizes) factors.add_factor(size);
+  auto output = fresh_dims(factors, sizes);
   for (const auto& tensor : call.tensors) {
     TORCH_CHECK(tensor.sizes == sizes, call.name, ": the tensors have different shapes, ", c10::IntArrayRef(sizes), " and ",
                 c10::IntArrayRef(tensor.sizes));
-    factors.inputs.push_back(shared_dims(factors, sizes, -1));
+    factors.inputs.push_back(output);
   }
-  auto output = shared_dims(factors, sizes, -1);
   output.factors.insert(output.factors.begin() + dim, kNoFactor);
   output.sizes.insert(output.sizes.begin() + dim, static_cast<int64_t>(call.tensors.size()));
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(kEveryInput, kAllOps));
-  factors.leading_whole = dim > 0;
+  factors.add_output(std::move(output), kAllOps, kEveryInput);
+  if (dim == 0) factors.ragged = RaggedUse::kNone;
   return factors;
 }
 
-/// The operator needs whole rows along `dim` arguments; every other dim is a batch.
-Factorization along_dim(const OpCall& call, std::string_view argument) {
+/// The operator needs whole rows along "dim"; every other dim is a batch.
+Factorization along_dim(const OpCall& call) {
   auto factors = first_input_factors(call);
   auto& input = factors.inputs[0];
   const auto ndim = static_cast<int64_t>(input.sizes.size());
-  if (ndim > 0) input.factors[call.dim(argument, ndim, -1)] = kNoFactor;
+  if (ndim > 0) input.factors[call.dim("dim", ndim, -1)] = kNoFactor;
   for (size_t i = 1; i < call.tensors.size(); ++i) {
     if (call.tensors[i].sizes == input.sizes) factors.inputs[i] = input;
   }
   auto output = input;
-  if (ndim > 0 && call.find("k")) output.sizes[call.dim(argument, ndim, -1)] = kUnknownSize;
+  if (ndim > 0 && call.find("k")) output.sizes[call.dim("dim", ndim, -1)] = kUnknownSize;
   factors.outputs.resize(call.output_count(), output);
   return factors;
 }
 
 /// A dim that the operator halves, or doubles again.
 Factorization gated(const OpCall& call) {
-  auto factors = first_input_factors(call);
-  auto& self = factors.inputs.back(); // glu: self; glu_backward: gradient, self
-  self.factors.clear();
-  const auto ndim = static_cast<int64_t>(self.sizes.size());
-  const auto dim = call.dim("dim", ndim, -1);
-  factors.factors.clear();
-  for (const auto size : self.sizes) self.factors.push_back(factors.add_factor(size));
+  if (call.tensors.back().sizes.empty()) return whole_factors(call); // an error of the operator
+  Factorization factors;
+  auto self = fresh_dims(factors, call.tensors.back().sizes); // glu: self; glu_backward: gradient, self
+  const auto dim = call.dim("dim", static_cast<int64_t>(self.sizes.size()), -1);
   self.factors[dim] = kNoFactor;
-  auto output = self;
-  if (call.tensors.size() == 1) {
-    output.sizes[dim] = kUnknownSize;
-  } else {
-    factors.inputs[0].factors = self.factors;
-  }
-  factors.outputs.push_back(std::move(output));
-  factors.leading_whole = dim > 0;
+  if (call.tensors.size() > 1) factors.inputs.push_back({self.factors, call.tensors[0].sizes});
+  factors.inputs.push_back(self);
+  if (call.tensors.size() == 1) self.sizes[dim] = kUnknownSize;
+  factors.outputs.push_back(std::move(self));
+  if (dim == 0) factors.ragged = RaggedUse::kNone;
   return factors;
 }
 
@@ -113,10 +92,9 @@ Factorization unfold(const OpCall& call) {
   input.factors[dim] = kNoFactor;
   auto output = input;
   output.sizes[dim] = kUnknownSize;
-  output.factors.push_back(kNoFactor);
-  output.sizes.push_back(kUnknownSize);
+  output.add(kNoFactor, kUnknownSize);
   factors.outputs.push_back(std::move(output));
-  factors.leading_whole = dim > 0;
+  if (dim == 0) factors.ragged = RaggedUse::kNone;
   return factors;
 }
 
@@ -127,14 +105,20 @@ Factorization matrix(const OpCall& call) {
   const auto ndim = input.sizes.size();
   TORCH_CHECK(ndim >= 2, call.name, " needs at least 2 dims, not ", ndim);
   input.factors[ndim - 1] = input.factors[ndim - 2] = kNoFactor;
-  factors.outputs.push_back(input);
-  factors.partial.push_back(flow(1, kLinearOps));
+  factors.add_output(input, kLinearOps);
   return factors;
 }
 
-/// The backward of a view that cut dims: `whole` dims of the output (and of the gradient, as far as it has them) are not split.
-Factorization uncut(const OpCall& call, const std::vector<int64_t>& whole, bool dropped) {
+/// The backward of a view that cut a dim or, for a diagonal, two: in the output, and in the gradient as far as that has them,
+/// they are not split.
+Factorization uncut(const OpCall& call) {
   const auto sizes = call.integers("input_sizes");
+  if (sizes.empty()) return whole_factors(call);
+  std::vector<int64_t> whole;
+  for (const auto* argument : {"dim", "dim1", "dim2"}) {
+    if (call.find(argument)) whole.push_back(call.dim(argument, static_cast<int64_t>(sizes.size())));
+  }
+  const bool dropped = call.tensors[0].sizes.size() < sizes.size();
   Factorization factors;
   auto output = fresh_dims(factors, sizes);
   for (const auto dim : whole) output.factors[dim] = kNoFactor;
@@ -145,52 +129,26 @@ Factorization uncut(const OpCall& call, const std::vector<int64_t>& whole, bool 
   }
   gradient.factors.resize(gradient.sizes.size(), kNoFactor); // a diagonal is the last dim
   factors.inputs.push_back(std::move(gradient));
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(1, kLinearOps));
-  factors.leading_whole = std::find(whole.begin(), whole.end(), 0) == whole.end();
+  factors.add_output(std::move(output), kLinearOps);
+  if (std::find(whole.begin(), whole.end(), 0) != whole.end()) factors.ragged = RaggedUse::kNone;
   return factors;
 }
 
 void uncut_local(const LocalCall& call) {
-  if (!call.outputs.empty()) call.arg(call.find("input_sizes")) = call.outputs[0].local_sizes;
+  if (!call.outputs.empty()) *call.find("input_sizes") = call.outputs[0].local_sizes;
   call.op.callBoxed(*call.stack);
-}
-
-Factorization unfold_backward(const OpCall& call) {
-  const auto sizes = call.integers("input_sizes");
-  if (sizes.empty()) return whole_factors(call);
-  return uncut(call, {call.dim("dim", static_cast<int64_t>(sizes.size()))}, false);
-}
-
-Factorization slice_backward(const OpCall& call) {
-  const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
-  return uncut(call, {call.dim("dim", ndim)}, false);
-}
-
-Factorization select_backward(const OpCall& call) {
-  const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
-  return uncut(call, {call.dim("dim", ndim)}, true);
-}
-
-Factorization diagonal_backward(const OpCall& call) {
-  const auto ndim = static_cast<int64_t>(call.integers("input_sizes").size());
-  return uncut(call, {call.dim("dim1", ndim), call.dim("dim2", ndim)}, true);
 }
 
 /// flip, roll: the named dims are whole; all of them without names.
 Factorization reordered(const OpCall& call) {
   auto factors = first_input_factors(call);
   auto& input = factors.inputs[0];
-  const auto ndim = static_cast<int64_t>(input.sizes.size());
-  const auto dims = call.integers("dims");
-  if (dims.empty()) input.factors.assign(input.factors.size(), kNoFactor);
-  for (const auto dim : dims) {
-    TORCH_CHECK_INDEX(dim >= -ndim && dim < ndim, call.name, ": dimension ", dim, " is out of range for a tensor of ", ndim,
-                      " dims");
-    input.factors[dim < 0 ? dim + ndim : dim] = kNoFactor;
+  const bool all = call.integers("dims").empty();
+  const auto named = call.named_dims("dims");
+  for (size_t d = 0; d < named.size(); ++d) {
+    if (all || named[d]) input.factors[d] = kNoFactor;
   }
-  factors.outputs.push_back(input);
-  factors.partial.push_back(flow(1, kAllOps));
+  factors.add_output(input, kAllOps);
   return factors;
 }
 
@@ -205,19 +163,15 @@ Factorization diag_embed(const OpCall& call) {
 } // namespace
 
 void register_shapes(Registry& registry) {
-  registry.add("cat", {.factorize = cat});
-  registry.add("stack", {.factorize = stack});
-  registry.add("cumsum cumprod sort sort.stable _safe_softmax logcumsumexp cummax cummin topk",
-               {.factorize = [](const OpCall& call) { return along_dim(call, "dim"); }});
-  registry.add("slice_backward", {.factorize = slice_backward, .local = uncut_local});
-  registry.add("select_backward", {.factorize = select_backward, .local = uncut_local});
-  registry.add("diagonal_backward", {.factorize = diagonal_backward, .local = uncut_local});
-  registry.add("unfold_backward", {.factorize = unfold_backward, .local = uncut_local});
-  registry.add("unfold", {.factorize = unfold, .view = true});
-  registry.add("glu glu_backward", {.factorize = gated});
-  registry.add("flip roll", {.factorize = reordered});
-  registry.add("diag_embed", {.factorize = diag_embed});
-  registry.add("tril triu", {.factorize = matrix});
+  registry.add("cat", OnLocals(cat));
+  registry.add("stack", OnLocals(stack));
+  registry.add("cumsum cumprod sort sort.stable _safe_softmax logcumsumexp cummax cummin topk", OnLocals(along_dim));
+  registry.add("slice_backward select_backward unfold_backward diagonal_backward", OnLocals(uncut).run(uncut_local));
+  registry.add("unfold", OnLocals(unfold));
+  registry.add("glu glu_backward", OnLocals(gated));
+  registry.add("flip roll", OnLocals(reordered));
+  registry.add("diag_embed", OnLocals(diag_embed));
+  registry.add("tril triu", OnLocals(matrix));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

@@ -7,7 +7,7 @@
 #include <tessera/dtensor/rules/registry.h>
 #include <tessera/dtensor/rules/split_dims.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -24,13 +24,8 @@ at::ScalarType wide(at::ScalarType dtype) { return dtype == at::kHalf || dtype =
 
 int64_t dim_of(const LocalCall& call) {
   const auto ndim = call.inputs[0]->dim();
-  const auto dim = call.arg(call.find("dim")).toInt();
+  const auto dim = call.find("dim")->toInt();
   return dim < 0 ? dim + ndim : dim;
-}
-
-void finish(const LocalCall& call, const at::Tensor& result) {
-  const int out = std::max(call.find("out"), call.find("grad_input"));
-  call.finish(out >= 0 ? call.arg(out).toTensor().copy_(result) : result);
 }
 
 /// The maximum and the sum of a row are reduced over the ranks that hold parts of it.
@@ -40,7 +35,7 @@ void softmax_local(const LocalCall& call) {
   if (spec.dim() == 0 || !splits(spec, dim_of(call))) return call.op.callBoxed(*call.stack);
   const auto dim = dim_of(call);
   const auto& local = call.arg(0).toTensor();
-  const bool to_float = call.arg(call.find("half_to_float")).toBool();
+  const bool to_float = call.find("half_to_float")->toBool();
   const auto x = local.to(wide(local.scalar_type()));
   auto one = x.sizes().vec();
   one[dim] = 1;
@@ -50,7 +45,7 @@ void softmax_local(const LocalCall& call) {
   const auto shifted = x.sub(largest), powers = shifted.exp();
   const auto total = reduce_over_split(powers.sum(dim, true), spec, dim, ReduceOp::kSum, "softmax");
   const auto result = log ? shifted.sub(total.log()) : powers.div(total);
-  finish(call, result.to(to_float ? at::kFloat : local.scalar_type()));
+  call.finish_out(result.to(to_float ? at::kFloat : local.scalar_type()));
 }
 
 template <bool log>
@@ -58,20 +53,20 @@ void backward_local(const LocalCall& call) {
   const auto& spec = *call.inputs[0];
   if (spec.dim() == 0 || !splits(spec, dim_of(call))) return call.op.callBoxed(*call.stack);
   const auto dim = dim_of(call);
-  const auto dtype = call.arg(call.find("input_dtype")).toScalarType();
+  const auto dtype = call.find("input_dtype")->toScalarType();
   const auto gradient = call.arg(0).toTensor().to(wide(dtype)), output = call.arg(1).toTensor().to(wide(dtype));
   const auto weighted = log ? gradient : gradient.mul(output);
   const auto total = reduce_over_split(weighted.sum(dim, true), spec, dim, ReduceOp::kSum, "softmax (backward)");
-  finish(call, weighted.sub((log ? output.exp() : output).mul(total)).to(dtype));
+  call.finish_out(weighted.sub((log ? output.exp() : output).mul(total)).to(dtype));
 }
 
 } // namespace
 
 void register_softmax(Registry& registry) {
-  registry.add("_softmax", {.factorize = same_shape, .local = softmax_local<false>});
-  registry.add("_log_softmax", {.factorize = same_shape, .local = softmax_local<true>});
-  registry.add("_softmax_backward_data", {.factorize = same_shape, .local = backward_local<false>});
-  registry.add("_log_softmax_backward_data", {.factorize = same_shape, .local = backward_local<true>});
+  registry.add("_softmax", OnLocals(same_shape).run(softmax_local<false>));
+  registry.add("_log_softmax", OnLocals(same_shape).run(softmax_local<true>));
+  registry.add("_softmax_backward_data", OnLocals(same_shape).run(backward_local<false>));
+  registry.add("_log_softmax_backward_data", OnLocals(same_shape).run(backward_local<true>));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

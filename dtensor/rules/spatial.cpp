@@ -1,10 +1,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <algorithm>
-
+#include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/patterns.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -42,15 +41,15 @@ constexpr PatternLine kImages[] = {
 /// The sizes of the input that a backward gets as a number list are those of this rank's part.
 void sized_local(const LocalCall& call) {
   for (const auto* name : {"input_size", "input_sizes"}) {
-    const int argument = call.find(name);
-    if (argument >= 0 && !call.outputs.empty()) call.arg(argument) = call.outputs[0].local_sizes;
+    auto* sizes = call.find(name);
+    if (sizes && !call.outputs.empty()) *sizes = call.outputs[0].local_sizes;
   }
   call.op.callBoxed(*call.stack);
 }
 
 /// Kernels refuse tensors without channels: they are split evenly or not at all. The batch is the first factor.
 Factorization even_channels(Factorization factors) {
-  for (size_t f = 1; f < factors.factors.size(); ++f) factors.factors[f].even_only = true;
+  for (size_t f = 1; f < factors.factors.size(); ++f) factors.factors[f].limit = SplitLimit::kEven;
   return factors;
 }
 
@@ -62,22 +61,24 @@ Factorization convolution(const OpCall& call) {
   const bool transposed = call.flag("transposed", false);
   if (grouped(call)) return pattern_factors(call, "n*~,**~,*->n*~");
   auto factors = even_channels(pattern_factors(call, transposed ? "nk~,ko~,o->no~" : "nk~,ok~,o->no~", bias ? "" : "k"));
-  if (!bias) factors.partial = {{1, kLinearOps}, {2, kLinearOps}};
+  if (!bias) factors.partial = {flow({0}, kLinearOps), flow({1}, kLinearOps)};
   return factors;
 }
 
 /// The sums over the batch, and over the output channels, of what each rank finds.
 Factorization convolution_backward(const OpCall& call) {
   const bool transposed = call.flag("transposed", false);
-  auto factors = grouped(call) ? pattern_factors(call, "n*~,n*~,**~->n*~,**~,*", "n")
-                               : pattern_factors(call, transposed ? "no~,nk~,ko~->nk~,ko~,o" : "no~,nk~,ok~->nk~,ok~,o", "no");
-  factors.partial.push_back({1, kLinearOps});
+  const bool without_channels = call.tensors[1].sizes[1] == 0; // whose result PyTorch gives no channels either
+  auto factors = grouped(call) || without_channels
+                     ? pattern_factors(call, "n*~,n*~,**~->n*~,**~,*", "n")
+                     : pattern_factors(call, transposed ? "no~,nk~,ko~->nk~,ko~,o" : "no~,nk~,ok~->nk~,ok~,o", "no");
+  factors.partial.push_back(flow({0}, kLinearOps));
   return even_channels(std::move(factors));
 }
 
 Factorization output_like_input(const OpCall& call, const char* pattern) {
   auto factors = pattern_factors(call, pattern);
-  factors.partial.push_back({1, kLinearOps});
+  factors.partial.push_back(flow({0}, kLinearOps));
   return factors;
 }
 
@@ -89,8 +90,8 @@ Factorization blocks(const OpCall& call) {
 }
 
 void convolution_backward_local(const LocalCall& call) {
-  const int bias = call.find("bias_sizes");
-  if (bias >= 0 && !call.arg(bias).isNone() && call.outputs.size() > 2) call.arg(bias) = call.outputs[2].local_sizes;
+  auto* bias = call.find("bias_sizes");
+  if (bias && !bias->isNone() && call.outputs.size() > 2) *bias = call.outputs[2].local_sizes;
   call.op.callBoxed(*call.stack);
 }
 
@@ -101,14 +102,13 @@ void register_spatial(Registry& registry) {
   registry.add(
       "upsample_nearest1d_backward. _upsample_nearest_exact1d_backward. upsample_linear1d_backward. upsample_nearest2d_backward. "
       "_upsample_nearest_exact2d_backward. upsample_bilinear2d_backward. upsample_bicubic2d_backward. "
-      "upsample_nearest3d_backward. "
-      "_upsample_nearest_exact3d_backward. upsample_trilinear3d_backward. _upsample_bilinear2d_aa_backward. "
-      "_upsample_bicubic2d_aa_backward.",
-      {.factorize = [](const OpCall& call) { return output_like_input(call, "nc~->nc~"); }, .local = sized_local});
-  registry.add("im2col col2im", {.factorize = blocks});
-  registry.add("convolution convolution_overrideable", {.factorize = convolution});
+      "upsample_nearest3d_backward. _upsample_nearest_exact3d_backward. upsample_trilinear3d_backward. "
+      "_upsample_bilinear2d_aa_backward. _upsample_bicubic2d_aa_backward.",
+      OnLocals([](const OpCall& call) { return output_like_input(call, "nc~->nc~"); }).run(sized_local));
+  registry.add("im2col col2im", OnLocals(blocks));
+  registry.add("convolution convolution_overrideable", OnLocals(convolution));
   registry.add("convolution_backward convolution_backward_overrideable",
-               {.factorize = convolution_backward, .local = convolution_backward_local});
+               OnLocals(convolution_backward).run(convolution_backward_local).with(Trait::kOwnEmptyShapes));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

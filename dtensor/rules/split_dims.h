@@ -4,40 +4,38 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string_view>
+#include <vector>
 
 #include <tessera/collectives/communicator.h>
 #include <tessera/dtensor/spec.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
-/// True when a mesh dim of several ranks splits tensor dim `dim`.
-inline bool splits(const Spec& spec, int64_t dim) {
-  for (size_t m = 0; m < spec.placements().size(); ++m) {
-    if (shards_dim(spec.placements()[m], dim) && spec.mesh().shape()[m] > 1) return true;
+/// The mesh dims of several ranks that split tensor dim `dim`, or any without one.
+inline std::vector<int64_t> splitting_mesh_dims(const Spec& spec, std::optional<int64_t> dim) {
+  std::vector<int64_t> mesh_dims;
+  for (int64_t m = 0; m < spec.mesh().ndim(); ++m) {
+    const auto& placement = spec.placements()[m];
+    if (spec.mesh().size(m) > 1 && (dim ? shards_dim(placement, *dim) : is_sharded(placement))) mesh_dims.push_back(m);
   }
-  return false;
+  return mesh_dims;
 }
 
-/// The reduction of `tensor` over the mesh dims that split tensor dim `dim` of `spec`; in place where it can be.
-inline at::Tensor reduce_over_split(const at::Tensor& tensor, const Spec& spec, int64_t dim, ReduceOp op,
+/// True when there is such a mesh dim.
+inline bool splits(const Spec& spec, std::optional<int64_t> dim = std::nullopt) {
+  return !splitting_mesh_dims(spec, dim).empty();
+}
+
+/// The reduction of `tensor` over these mesh dims; in place where it can be.
+inline at::Tensor reduce_over_split(const at::Tensor& tensor, const Spec& spec, std::optional<int64_t> dim, ReduceOp op,
                                     std::string_view label) {
   auto result = tensor.contiguous();
-  for (size_t m = 0; m < spec.placements().size(); ++m) {
-    if (!shards_dim(spec.placements()[m], dim) || spec.mesh().shape()[m] == 1 || result.numel() == 0) continue;
-    spec.mesh().communicator(static_cast<int64_t>(m))->all_reduce(result.view(-1), op, label).wait();
+  for (const auto m : splitting_mesh_dims(spec, dim)) {
+    if (result.numel() > 0) spec.mesh().communicator(m)->all_reduce(result.view(-1), op, label).wait();
   }
   return result;
 }
 
-/// The reduction over all mesh dims that split any dim of `spec`.
-inline at::Tensor reduce_over_splits(const at::Tensor& tensor, const Spec& spec, ReduceOp op, std::string_view label) {
-  auto result = tensor.contiguous();
-  for (size_t m = 0; m < spec.placements().size(); ++m) {
-    if (!is_sharded(spec.placements()[m]) || spec.mesh().shape()[m] == 1) continue;
-    spec.mesh().communicator(static_cast<int64_t>(m))->all_reduce(result.view(-1), op, label).wait();
-  }
-  return result;
-}
-
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

@@ -11,7 +11,7 @@
 #include <tessera/dtensor/rules/registry.h>
 #include <tessera/dtensor/sharding_math.h>
 
-namespace tessera::rules {
+namespace tessera::internal::rules {
 
 namespace {
 
@@ -35,7 +35,8 @@ Placement from_extents(int64_t dim, std::vector<int64_t> extents) {
   return RaggedShard{dim, std::move(extents)};
 }
 
-/// A split of the row-major elements as a placement of another shape: the fewest leading dims whose cuts fall between positions.
+/// Ranges of the row-major elements, one a rank, as a placement of a tensor of shape `sizes`. It splits the leading dims 0..d for
+/// the smallest d at which every range is a whole number of positions.
 std::optional<Placement> from_ranges(const std::vector<Extent>& ranges, const std::vector<int64_t>& sizes) {
   for (size_t dim = 0; dim < sizes.size(); ++dim) {
     const auto trailing = product(sizes, dim + 1, sizes.size());
@@ -56,26 +57,19 @@ bool any_sharded(const Placements& placements) { return std::any_of(placements.b
 PlacementMap map_ranges(const std::vector<int64_t>& from, const std::vector<int64_t>& to) {
   return [from, to](const Placement& placement, const Placements& others, int64_t ranks) -> std::vector<Placement> {
     const auto* shard = std::get_if<Shard>(&placement);
-    const auto* ragged = std::get_if<RaggedShard>(&placement);
-    if ((!ragged && !(shard && shard->dim == 0)) || any_sharded(others) || product(from, 0, from.size()) == 0) return {};
-    const auto scale = product(from, ragged ? ragged->dim + 1 : 1, from.size());
-    std::vector<Extent> ranges;
-    for (int64_t r = 0; r < ranks; ++r) {
-      ranges.push_back({0, (ragged ? ragged->extents[r] : chunk_extent(from[0], ranks, r).size) * scale});
-    }
-    const auto result = from_ranges(ranges, to);
+    const bool ranges = std::holds_alternative<RaggedShard>(placement) || (shard && shard->dim == 0);
+    if (!ranges || any_sharded(others) || product(from, 0, from.size()) == 0) return {};
+    const auto result = from_ranges(redistribute::flat_ranges(from, placement, ranks), to);
     return result ? std::vector<Placement>{*result} : std::vector<Placement>{};
   };
 }
 
-/// Pairs the dims of two shapes of the same numel: equal runs share one factor, the first dim of a split or merged run an even
-/// one.
+/// Pairs the dims of two shapes of the same numel. Dims that stay share a factor. Where dims are split or merged, the first ones
+/// share a factor that the ranks must divide.
 Factorization reshape_factors(const OpCall& call, const std::vector<int64_t>& to) {
   const auto& from = call.tensors[0].sizes;
   Factorization factors;
-  TensorDims input{{}, from}, output{{}, to};
-  input.factors.resize(from.size(), kNoFactor);
-  output.factors.resize(to.size(), kNoFactor);
+  auto input = whole_dims(from), output = whole_dims(to);
   const bool empty = product(from, 0, from.size()) == 0;
   size_t i = 0, j = 0;
   while (!empty && (i < from.size() || j < to.size())) {
@@ -92,17 +86,16 @@ Factorization reshape_factors(const OpCall& call, const std::vector<int64_t>& to
     }
     const bool plain = i == first_in + 1 && j == first_out + 1;
     const int factor = factors.add_factor(std::gcd(from[first_in], to[first_out]));
-    factors.factors[factor].even_only = !plain;
+    if (!plain) factors.factors[factor].limit = SplitLimit::kEven;
     input.factors[first_in] = output.factors[first_out] = factor;
   }
   if (empty && from == to) {
     for (size_t d = 0; d < from.size(); ++d) input.factors[d] = output.factors[d] = factors.add_factor(from[d]);
   }
   factors.inputs.push_back(std::move(input));
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(1, kAllOps));
+  factors.add_output(std::move(output), kAllOps);
   factors.map = map_ranges(from, to);
-  factors.leading_whole = false; // `map` serves RaggedShard
+  factors.ragged = RaggedUse::kNone; // `map` serves RaggedShard
   return factors;
 }
 
@@ -123,17 +116,11 @@ Factorization unsqueeze(const OpCall& call) {
 
 Factorization squeeze(const OpCall& call) {
   const auto& from = call.tensors[0].sizes;
-  const auto ndim = static_cast<int64_t>(from.size());
-  std::vector<bool> drop(from.size(), !call.find("dim"));
-  for (auto dim : call.integers("dim")) {
-    const auto bound = std::max<int64_t>(ndim, 1);
-    TORCH_CHECK_INDEX(dim >= -bound && dim < bound, call.name, ": dimension ", dim, " is out of range for a tensor of ", ndim,
-                      " dims");
-    if (ndim > 0) drop[dim < 0 ? dim + ndim : dim] = true;
-  }
+  const bool all = !call.find("dim");
+  const auto named = call.named_dims("dim");
   std::vector<int64_t> to;
   for (size_t d = 0; d < from.size(); ++d) {
-    if (!drop[d] || from[d] != 1) to.push_back(from[d]);
+    if (from[d] != 1 || !(all || named[d])) to.push_back(from[d]);
   }
   return reshape_factors(call, to);
 }
@@ -147,12 +134,8 @@ void reshape_local(const LocalCall& call) { call.finish(call.arg(0).toTensor().r
 Factorization permuted(const OpCall& call, const std::vector<int64_t>& order) {
   auto factors = first_input_factors(call);
   TensorDims output;
-  for (const auto d : order) {
-    output.factors.push_back(factors.inputs[0].factors[d]);
-    output.sizes.push_back(call.tensors[0].sizes[d]);
-  }
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(1, kAllOps));
+  for (const auto d : order) output.add(factors.inputs[0].factors[d], call.tensors[0].sizes[d]);
+  factors.add_output(std::move(output), kAllOps);
   return factors;
 }
 
@@ -160,10 +143,7 @@ Factorization permute(const OpCall& call) {
   auto order = call.integers("dims");
   const auto ndim = static_cast<int64_t>(call.tensors[0].sizes.size());
   TORCH_CHECK(static_cast<int64_t>(order.size()) == ndim, call.name, ": ", order.size(), " dims given for a tensor of ", ndim);
-  for (auto& d : order) {
-    TORCH_CHECK_INDEX(d >= -ndim && d < ndim, call.name, ": dimension ", d, " is out of range for a tensor of ", ndim, " dims");
-    if (d < 0) d += ndim;
-  }
+  for (auto& d : order) d = call.wrap_dim(d, ndim);
   return permuted(call, order);
 }
 
@@ -195,13 +175,11 @@ Factorization expand(const OpCall& call) {
     const bool kept = old && to[d] == input.sizes[d - shift];
     TORCH_CHECK(kept || !old || input.sizes[d - shift] == 1, call.name, ": size ", old ? input.sizes[d - shift] : 1, " of dim ",
                 d - shift, " cannot be expanded to ", to[d]);
-    output.factors.push_back(kept ? input.factors[d - shift] : kNoFactor);
-    output.sizes.push_back(to[d]);
+    output.add(kept ? input.factors[d - shift] : kNoFactor, to[d]);
     if (old && !kept) input.factors[d - shift] = kNoFactor;
   }
-  factors.leading_whole = shift == 0;
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(1, kAllOps));
+  if (shift > 0) factors.ragged = RaggedUse::kNone;
+  factors.add_output(std::move(output), kAllOps);
   return factors;
 }
 
@@ -227,30 +205,33 @@ int64_t kept_positions(const Cut& cut, const Extent& part, int64_t row) {
   return std::max<int64_t>(0, end - begin);
 }
 
-/// The positions of the dims that a RaggedShard takes as one which a cut of its last dim, to one entry, keeps.
+/// One entry of the last dim that a RaggedShard splits, as a cut of the leading dims taken as one.
 Cut column_cut(const Cut& cut, const RaggedShard& ragged, const std::vector<int64_t>& sizes) {
   return {cut.start, product(sizes, 0, ragged.dim + 1), std::max<int64_t>(sizes[ragged.dim], 1)};
 }
 
-/// Where the parts of a split of dim `dim` are once that dim is cut. Ranks keep what they have of a cut of dim 0. An entry of
-/// another dim stays with its owner, as a RaggedShard that the owner holds alone; an element, with the largest value there is on
-/// all other ranks under it.
-class CutParts {
- public:
-  CutParts(std::vector<int64_t> sizes, int64_t dim, std::vector<Cut> cuts, bool ordered)
-      : sizes_(std::move(sizes)), dim_(dim), cuts_(std::move(cuts)), ordered_(ordered) {}
+/// The placements of the outputs when dim `dim`, which is split, is cut; none where no placement says it.
+///
+/// A cut of dim 0: each rank keeps those of its rows that the cut takes. One entry of another dim: its owner alone has it, under
+/// a RaggedShard in which all other ranks have nothing. One element of a vector: its owner has the value and the other ranks the
+/// lowest value of the dtype (`local_cut`), so the result is a Partial(max).
+struct CutParts {
+  std::vector<int64_t> sizes;
+  int64_t dim;
+  std::vector<Cut> cuts;
+  bool ordered; ///< the dtype has a lowest value
 
   std::vector<Placement> operator()(const Placement& placement, const Placements& others, int64_t ranks) const {
-    const bool drop = cuts_[0].drop;
-    if (!shards_dim(placement, dim_)) return {};
-    if (drop && sizes_.size() == 1) {
-      return ordered_ && cuts_.size() == 1 ? std::vector<Placement>{Partial{Partial::Op::kMax}} : std::vector<Placement>{};
+    const bool drop = cuts[0].drop;
+    if (!shards_dim(placement, dim)) return {};
+    if (drop && sizes.size() == 1) {
+      return ordered && cuts.size() == 1 ? std::vector<Placement>{Partial{Partial::Op::kMax}} : std::vector<Placement>{};
     }
     if (any_sharded(others)) return {};
     std::vector<Placement> result;
-    for (const auto& cut : cuts_) {
+    for (const auto& cut : cuts) {
       const auto* ragged = std::get_if<RaggedShard>(&placement);
-      const auto part = ragged ? of_ragged(*ragged, cut, ranks) : dim_ == 0 ? of_rows(cut, ranks) : of_owner(cut, ranks);
+      const auto part = ragged ? of_ragged(*ragged, cut, ranks) : dim == 0 ? of_rows(cut, ranks) : of_owner(cut, ranks);
       if (!part) return {};
       result.push_back(*part);
     }
@@ -261,7 +242,7 @@ class CutParts {
   std::optional<Placement> of_rows(const Cut& cut, int64_t ranks) const {
     std::vector<int64_t> extents;
     for (int64_t r = 0; r < ranks; ++r) {
-      extents.push_back(kept_positions(cut, chunk_extent(sizes_[0], ranks, r), 1) * (cut.drop ? sizes_[1] : 1));
+      extents.push_back(kept_positions(cut, chunk_extent(sizes[0], ranks, r), 1) * (cut.drop ? sizes[1] : 1));
     }
     return from_extents(0, std::move(extents));
   }
@@ -270,29 +251,24 @@ class CutParts {
     if (!cut.drop) return std::nullopt;
     std::vector<int64_t> extents;
     for (int64_t r = 0; r < ranks; ++r) {
-      const auto part = chunk_extent(sizes_[dim_], ranks, r);
-      extents.push_back(part.offset <= cut.start && cut.start < part.offset + part.size ? sizes_[0] : 0);
+      const auto part = chunk_extent(sizes[dim], ranks, r);
+      extents.push_back(part.offset <= cut.start && cut.start < part.offset + part.size ? sizes[0] : 0);
     }
     return from_extents(0, std::move(extents));
   }
 
   std::optional<Placement> of_ragged(const RaggedShard& ragged, const Cut& cut, int64_t ranks) const {
-    const bool column = dim_ > 0;
-    if (column ? !cut.drop || dim_ != ragged.dim : ragged.dim > 0 && cut.step != 1) return std::nullopt;
-    const auto positions = column ? column_cut(cut, ragged, sizes_) : cut;
-    const auto row = column ? 1 : row_positions(ragged, sizes_);
+    const bool column = dim > 0;
+    if (column ? !cut.drop || dim != ragged.dim : ragged.dim > 0 && cut.step != 1) return std::nullopt;
+    const auto positions = column ? column_cut(cut, ragged, sizes) : cut;
+    const auto row = column ? 1 : row_positions(ragged, sizes);
     std::vector<int64_t> extents;
     for (int64_t r = 0; r < ranks; ++r) {
       const auto kept = kept_positions(positions, ragged_extent(ragged, r), row);
-      extents.push_back(cut.drop && ragged.dim == 0 ? kept * sizes_[1] : kept);
+      extents.push_back(cut.drop && ragged.dim == 0 ? kept * sizes[1] : kept);
     }
     return from_extents(std::max<int64_t>(ragged.dim - (cut.drop ? 1 : 0), 0), std::move(extents));
   }
-
-  std::vector<int64_t> sizes_;
-  int64_t dim_;
-  std::vector<Cut> cuts_;
-  bool ordered_;
 };
 
 /// Dim `dim` is cut, into one output a cut: it must be whole, or dim 0.
@@ -309,10 +285,10 @@ Factorization cut_dim(const OpCall& call, int64_t dim, const std::vector<Cut>& c
     }
     factors.outputs.push_back(std::move(output));
   }
-  factors.leading_whole = dim > 0;
+  if (dim == 0) factors.ragged = RaggedUse::kNone;
   const bool ordered = !at::isComplexType(call.tensors[0].dtype);
-  if (!cuts.empty()) factors.map = CutParts(call.tensors[0].sizes, dim, cuts, ordered);
-  factors.partial.push_back(flow(1, kAllOps));
+  if (!cuts.empty()) factors.map = CutParts{call.tensors[0].sizes, dim, cuts, ordered};
+  factors.partial.push_back(flow({0}, kAllOps));
   return factors;
 }
 
@@ -349,37 +325,32 @@ struct Cuts {
 
 int64_t wrap(int64_t index, int64_t size) { return index < 0 ? index + size : index; }
 
-Cuts slice_cut(int64_t dim, const std::vector<int64_t>& sizes, std::optional<int64_t> start, std::optional<int64_t> end,
-               int64_t step) {
-  const auto size = sizes[dim];
-  const auto first = std::clamp<int64_t>(wrap(start.value_or(0), size), 0, size);
-  const auto last = std::clamp<int64_t>(wrap(end.value_or(size), size), first, size);
-  return {dim, {{first, last, step}}};
-}
-
-/// What a call cuts, read from its arguments by `value` (by name; null when missing).
-template <typename Value>
-Cuts read_cuts(const std::vector<int64_t>& sizes, std::string_view op, const Value& value) {
-  TORCH_CHECK_INDEX(!sizes.empty(), std::string(op), " needs a tensor with dims");
+/// What a call of the operator `op` on a tensor of `sizes` cuts.
+template <typename Call>
+Cuts read_cuts(const Call& call, const std::string& op, const std::vector<int64_t>& sizes) {
+  TORCH_CHECK_INDEX(!sizes.empty(), op, " needs a tensor with dims");
   const auto integer = [&](std::string_view name) -> std::optional<int64_t> {
-    const c10::IValue* found = value(name);
+    const c10::IValue* found = call.find(name);
     return found && found->isInt() ? std::optional(found->toInt()) : std::nullopt;
   };
   const auto ndim = static_cast<int64_t>(sizes.size());
   const auto dim = wrap(integer("dim").value_or(0), ndim);
-  TORCH_CHECK_INDEX(dim >= 0 && dim < ndim, std::string(op), ": dimension ", integer("dim").value_or(0),
-                    " is out of range for a tensor of ", ndim, " dims");
+  TORCH_CHECK_INDEX(dim >= 0 && dim < ndim, op, ": dimension ", integer("dim").value_or(0), " is out of range for a tensor of ",
+                    ndim, " dims");
   const auto size = sizes[dim];
   Cuts result{dim, {}};
-  if (op == "slice") return slice_cut(dim, sizes, integer("start"), integer("end"), integer("step").value_or(1));
-  if (op == "select") {
+  if (op == "aten::slice") {
+    const auto first = std::clamp<int64_t>(wrap(integer("start").value_or(0), size), 0, size);
+    const auto last = std::clamp<int64_t>(wrap(integer("end").value_or(size), size), first, size);
+    result.cuts.push_back({first, last, integer("step").value_or(1)});
+  } else if (op == "aten::select") {
     const auto index = wrap(*integer("index"), size);
     TORCH_CHECK_INDEX(index >= 0 && index < size, "select: index ", *integer("index"), " is out of range for dim ", dim,
                       " of size ", size);
     result.cuts.push_back({index, index + 1, 1, true});
-  } else if (op == "unbind") {
+  } else if (op == "aten::unbind") {
     for (int64_t i = 0; i < size; ++i) result.cuts.push_back({i, i + 1, 1, true});
-  } else if (const c10::IValue* lengths = value("split_sizes")) {
+  } else if (const c10::IValue* lengths = call.find("split_sizes")) {
     int64_t at = 0;
     for (const auto length : lengths->toIntVector()) {
       result.cuts.push_back({at, at + length});
@@ -395,43 +366,29 @@ Cuts read_cuts(const std::vector<int64_t>& sizes, std::string_view op, const Val
   return result;
 }
 
-Factorize cutting(const char* op) {
-  return [op](const OpCall& call) {
-    const auto& sizes = call.tensors[0].sizes;
-    const auto parts = read_cuts(sizes, op, [&](std::string_view name) { return call.find(name); });
-    const bool whole = std::string_view(op) == "slice" && parts.cuts[0].count() == sizes[parts.dim];
-    if (!whole) return cut_dim(call, parts.dim, parts.cuts);
-    std::vector<int64_t> order(sizes.size());
-    std::iota(order.begin(), order.end(), 0);
-    return permuted(call, order);
-  };
+Factorization cut(const OpCall& call) {
+  const auto& sizes = call.tensors[0].sizes;
+  const auto parts = read_cuts(call, call.schema.name(), sizes);
+  const bool whole = call.schema.name() == "aten::slice" && parts.cuts[0].count() == sizes[parts.dim];
+  if (!whole) return cut_dim(call, parts.dim, parts.cuts);
+  auto factors = first_input_factors(call);
+  factors.add_output(factors.inputs[0], kAllOps);
+  return factors;
 }
 
-Cuts local_cuts(const LocalCall& call, const char* op) {
-  return read_cuts(call.inputs[0]->sizes(), op, [&](std::string_view name) -> const c10::IValue* {
-    const int at = call.find(name);
-    return at < 0 ? nullptr : &call.arg(at);
-  });
-}
+Cuts local_cuts(const LocalCall& call) { return read_cuts(call, call.op.schema().name(), call.inputs[0]->sizes()); }
 
-void slice_local(const LocalCall& call) {
-  const auto parts = local_cuts(call, "slice");
+void cut_one_local(const LocalCall& call) {
+  const auto parts = local_cuts(call);
   call.finish(local_cut(call, parts.dim, parts.cuts[0], 0));
 }
 
-void select_local(const LocalCall& call) {
-  const auto parts = local_cuts(call, "select");
-  call.finish(local_cut(call, parts.dim, parts.cuts[0], 0));
-}
-
-void cut_list(const LocalCall& call, const Cuts& parts) {
+void cut_list_local(const LocalCall& call) {
+  const auto parts = local_cuts(call);
   c10::List<at::Tensor> list;
   for (size_t i = 0; i < parts.cuts.size(); ++i) list.push_back(local_cut(call, parts.dim, parts.cuts[i], i));
   call.finish(std::move(list));
 }
-
-void unbind_local(const LocalCall& call) { cut_list(call, local_cuts(call, "unbind")); }
-void split_local(const LocalCall& call) { cut_list(call, local_cuts(call, "split")); }
 
 Factorization diagonal(const OpCall& call) {
   const auto& sizes = call.tensors[0].sizes;
@@ -446,13 +403,10 @@ Factorization diagonal(const OpCall& call) {
   TensorDims output;
   for (int64_t d = 0; d < ndim; ++d) {
     if (d == first || d == second) continue;
-    output.factors.push_back(input.factors[d]);
-    output.sizes.push_back(sizes[d]);
+    output.add(input.factors[d], sizes[d]);
   }
-  output.factors.push_back(kNoFactor);
-  output.sizes.push_back(std::max<int64_t>(0, std::min(rows, columns)));
-  factors.outputs.push_back(std::move(output));
-  factors.partial.push_back(flow(1, kAllOps));
+  output.add(kNoFactor, std::max<int64_t>(0, std::min(rows, columns)));
+  factors.add_output(std::move(output), kAllOps);
   return factors;
 }
 
@@ -475,40 +429,34 @@ void reshape_in_place(const c10::OperatorHandle& op, std::vector<c10::IValue>* s
   const auto view = name.name.substr(0, name.name.size() - 1);
   const auto overload = view == "aten::transpose" ? "int" : name.overload_name;
   c10::Dispatcher::singleton().findSchemaOrThrow(view.c_str(), overload.c_str()).callBoxed(*stack);
-  const auto* meta = dtensor_meta(stack->back().toTensor());
+  auto* meta = dtensor_meta(stack->back().toTensor());
   TORCH_CHECK(!meta->copied_at_version, name,
               ": the data would have to move between ranks, away from the tensors that share it; use ", view, ". The spec is ",
               dtensor_meta(self)->spec->to_string());
-  become_dtensor(self, c10::make_intrusive<DTensorMeta>(meta->local, meta->spec));
+  become_dtensor(self, c10::intrusive_ptr<DTensorMeta>::reclaim_copy(meta));
   stack->back() = self;
 }
 
 } // namespace
 
 void register_views(Registry& registry) {
-  registry.add("squeeze_ unsqueeze_ transpose_ t_", {.handler = reshape_in_place});
-  registry.add("detach alias lift lift_fresh", {.handler = alias, .view = true});
-  registry.add("view.", {.factorize = view, .local = view_local, .view = true, .ignores_offsets = true});
-  registry.add("_reshape_alias", {.factorize = view, .local = view_local, .view = true, .ignores_offsets = true});
-  registry.add("_unsafe_view view_copy. _reshape_copy reshape_copy", {.factorize = view, .local = reshape_local});
-  registry.add("unsqueeze", {.factorize = unsqueeze, .local = view_local, .view = true, .ignores_offsets = true});
-  registry.add("squeeze", {.factorize = squeeze, .local = view_local, .view = true, .ignores_offsets = true});
-  registry.add("permute", {.factorize = permute, .view = true});
-  registry.add("transpose.int", {.factorize = transpose, .view = true});
-  registry.add("t", {.factorize = t, .view = true});
-  registry.add("expand", {.factorize = expand, .local = expand_local, .view = true, .ignores_offsets = true});
-  registry.add("slice.Tensor", {.factorize = cutting("slice"), .local = slice_local, .view = true, .ignores_offsets = true});
-  registry.add("select.int", {.factorize = cutting("select"), .local = select_local, .view = true, .ignores_offsets = true});
-  registry.add("unbind.int", {.factorize = cutting("unbind"), .local = unbind_local, .view = true, .ignores_offsets = true});
-  registry.add("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes",
-               {.factorize = cutting("split"), .local = split_local, .view = true, .ignores_offsets = true});
-  registry.add("view_as_complex",
-               {.factorize = [](const OpCall& call) { return pattern_factors(call, "...*->..."); }, .view = true});
-  registry.add("view_as_real",
-               {.factorize = [](const OpCall& call) { return pattern_factors(call, "...->...*"); }, .view = true});
-  registry.add("_conj _neg_view",
-               {.factorize = pointwise_factors, .local = physical, .view = true, .ignores_offsets = true, .copies = true});
-  registry.add("diagonal", {.factorize = diagonal, .view = true});
+  registry.add("squeeze_ unsqueeze_ transpose_ t_", Handler(reshape_in_place));
+  registry.add("detach alias lift lift_fresh", Handler(alias));
+  registry.add("view. _reshape_alias", OnLocals(view).run(view_local, KernelKind::kAnyOffsets));
+  registry.add("_unsafe_view view_copy. _reshape_copy reshape_copy", OnLocals(view).run(reshape_local));
+  registry.add("unsqueeze", OnLocals(unsqueeze).run(view_local, KernelKind::kAnyOffsets));
+  registry.add("squeeze", OnLocals(squeeze).run(view_local, KernelKind::kAnyOffsets));
+  registry.add("permute", OnLocals(permute));
+  registry.add("transpose.int", OnLocals(transpose));
+  registry.add("t", OnLocals(t));
+  registry.add("expand", OnLocals(expand).run(expand_local, KernelKind::kAnyOffsets));
+  registry.add("slice.Tensor select.int", OnLocals(cut).run(cut_one_local, KernelKind::kAnyOffsets));
+  registry.add("unbind.int split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes",
+               OnLocals(cut).run(cut_list_local, KernelKind::kAnyOffsets));
+  registry.add("view_as_complex", OnLocals(by_pattern("...*->...")));
+  registry.add("view_as_real", OnLocals(by_pattern("...->...*")));
+  registry.add("_conj _neg_view", OnLocals(pointwise_factors).run(physical, KernelKind::kCopiesView));
+  registry.add("diagonal", OnLocals(diagonal));
 }
 
-} // namespace tessera::rules
+} // namespace tessera::internal::rules

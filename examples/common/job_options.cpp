@@ -12,23 +12,34 @@
 
 ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
 ABSL_FLAG(std::string, mesh, "",
-          "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid 2 x half of the ranks");
+          "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid and hierarchical 2 x half of the ranks");
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
 ABSL_FLAG(int32_t, threads, 0, "threads a rank; 0: OMP_NUM_THREADS, or else the cores divided by the local ranks");
-ABSL_FLAG(std::string, strategy, "full",
-          "full, hybrid (replicate x shard), no-shard, or none (one process, nothing of Tessera's)");
+ABSL_FLAG(
+    std::string, strategy, "full",
+    "no-shard, zero-1, zero-2, full, hybrid (replicate x shard), hierarchical (between nodes x inside a node), or none (one "
+    "process, nothing of Tessera's)");
 ABSL_FLAG(std::string, layout, "ragged", "of the parameters in a group's buffers: ragged or per-parameter");
-ABSL_FLAG(std::string, precision, "fp32", "of forward and backward: fp32 or bf16 (the sharded parameters stay fp32)");
-ABSL_FLAG(std::string, reduce_precision, "fp32", "of the gradient reduction under --precision bf16: fp32 or bf16");
+ABSL_FLAG(std::string, precision, "fp32", "of forward and backward: fp32, bf16 or fp16 (the sharded parameters stay fp32)");
+ABSL_FLAG(std::string, reduce_precision, "fp32", "of the gradient reduction under --precision bf16 or fp16: fp32, bf16 or fp16");
 ABSL_FLAG(std::string, reshard_after_forward, "auto",
           "free a block's parameters between forward and backward: true, false, or auto");
 
 namespace examples {
 namespace {
 
-const Choices<Strategy> kStrategies{
-    {"full", Strategy::kFull}, {"hybrid", Strategy::kHybrid}, {"no-shard", Strategy::kNoShard}, {"none", Strategy::kNone}};
-const Choices<Precision> kPrecisions{{"fp32", Precision::kFp32}, {"bf16", Precision::kBf16}};
+Choices<std::optional<Strategy>> strategies() {
+  Choices<std::optional<Strategy>> choices;
+  for (const auto& row : tessera::kStrategies) choices.emplace_back(row.name.data(), row.strategy);
+  choices.emplace_back("none", std::nullopt);
+  return choices;
+}
+const Choices<std::optional<Strategy>> kStrategies = strategies();
+
+/// Whether the mesh has two dims.
+bool takes_groups(const JobOptions& options) { return options.strategy && tessera::row_of(*options.strategy).outer; }
+
+const Choices<Precision> kPrecisions{{"fp32", Precision::kFp32}, {"bf16", Precision::kBf16}, {"fp16", Precision::kFp16}};
 const Choices<tessera::BufferLayout> kLayouts{{"ragged", tessera::BufferLayout::kRagged},
                                               {"per-parameter", tessera::BufferLayout::kPerParameter}};
 const Choices<c10::DeviceType> kDevices{{"cpu", c10::kCPU}, {"cuda", c10::kCUDA}};
@@ -40,15 +51,15 @@ void check(const JobOptions& options) {
   check_at_least("ranks", options.ranks, 0);
   check_at_least("threads", options.threads, 0);
   TORCH_CHECK(options.threads <= kMostThreads, "--threads is ", options.threads, ", but must be at most ", kMostThreads);
-  TORCH_CHECK(
-      options.strategy != Strategy::kNone || options.precision == Precision::kFp32,
-      "--precision bf16 needs sharding (the masters stay fp32): use --strategy no-shard, also on one rank, in place of none");
-  TORCH_CHECK(options.strategy != Strategy::kNone || options.mesh.empty(), "--mesh has no meaning under --strategy none");
-  TORCH_CHECK(options.strategy != Strategy::kHybrid || options.mesh.empty() || options.mesh.size() == 2,
-              "--strategy hybrid needs a mesh of two dims (replicate x shard), but --mesh has ", options.mesh.size());
-  TORCH_CHECK(options.strategy == Strategy::kHybrid || options.mesh.size() <= 1, "--strategy ", to_string(options.strategy),
+  TORCH_CHECK(options.strategy || options.precision == Precision::kFp32, "--precision ", to_string(options.precision),
+              " needs sharding (the masters stay fp32): use --strategy no-shard, also on one rank, in place of none");
+  TORCH_CHECK(options.strategy || options.mesh.empty(), "--mesh has no meaning under --strategy none");
+  TORCH_CHECK(!takes_groups(options) || options.mesh.empty() || options.mesh.size() == 2, "--strategy ",
+              to_string(options.strategy), " needs a mesh of two dims (between groups x inside a group), but --mesh has ",
+              options.mesh.size());
+  TORCH_CHECK(takes_groups(options) || options.mesh.size() <= 1, "--strategy ", to_string(options.strategy),
               " needs a mesh of one dim, but --mesh has ", options.mesh.size());
-  TORCH_CHECK(options.device == c10::kCPU || options.strategy != Strategy::kNone, "--strategy none runs on the CPU only");
+  TORCH_CHECK(options.device == c10::kCPU || options.strategy, "--strategy none runs on the CPU only");
 }
 
 } // namespace
@@ -69,22 +80,22 @@ JobOptions job_options() {
 }
 
 MeshShape mesh_shape(const JobOptions& options, int world) {
-  const bool hybrid = options.strategy == Strategy::kHybrid;
+  const bool groups = takes_groups(options);
   auto shape = options.mesh;
   if (shape.empty()) {
-    TORCH_CHECK(!hybrid || world % 2 == 0, "--strategy hybrid on ", world, " ranks needs --mesh: its default has 2 replicas");
-    shape = hybrid ? std::vector<int64_t>{2, world / 2} : std::vector<int64_t>{world};
+    TORCH_CHECK(!groups || world % 2 == 0, "--strategy ", to_string(options.strategy), " on ", world,
+                " ranks needs --mesh: its default has 2 groups");
+    shape = groups ? std::vector<int64_t>{2, world / 2} : std::vector<int64_t>{world};
   }
   const auto size = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
   TORCH_CHECK(size == world, "--mesh ", absl::StrJoin(shape, "x"), " holds ", size, " ranks, but there are ", world);
-  if (hybrid) return {shape, {"replicate", "shard"}};
+  if (groups) return {shape, {options.strategy == Strategy::kHybridShard ? "replicate" : "outer", "shard"}};
   return {shape, {options.strategy == Strategy::kNoShard ? "replicate" : "shard"}};
 }
 
 void check_job(const JobOptions& options, int world) {
-  TORCH_CHECK(options.strategy != Strategy::kNone || world == 1, "--strategy none is for one process, but there are ", world,
-              " ranks");
-  if (options.strategy != Strategy::kNone) mesh_shape(options, world);
+  TORCH_CHECK(options.strategy || world == 1, "--strategy none is for one process, but there are ", world, " ranks");
+  if (options.strategy) mesh_shape(options, world);
 }
 
 std::vector<int64_t> parse_mesh(const std::string& text) {
@@ -98,7 +109,7 @@ std::vector<int64_t> parse_mesh(const std::string& text) {
   return shape;
 }
 
-const char* to_string(Strategy strategy) { return name_of(strategy, kStrategies); }
+const char* to_string(const std::optional<Strategy>& strategy) { return name_of(strategy, kStrategies); }
 const char* to_string(Precision precision) { return name_of(precision, kPrecisions); }
 const char* to_string(tessera::BufferLayout layout) { return name_of(layout, kLayouts); }
 

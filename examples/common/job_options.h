@@ -10,13 +10,8 @@
 
 namespace examples {
 
-enum class Strategy {
-  kNone,    ///< one process, the model as it is: what the others are compared with
-  kFull,    ///< parameters, gradients and optimizer state sharded over all ranks
-  kHybrid,  ///< sharded over the mesh's second dim, replicated over its first
-  kNoShard, ///< whole parameters on every rank, gradients averaged
-};
-enum class Precision { kFp32, kBf16 };
+using tessera::Strategy;
+enum class Precision { kFp32, kBf16, kFp16 };
 
 /// How a program runs over ranks: the flags that the examples share.
 struct JobOptions {
@@ -24,7 +19,7 @@ struct JobOptions {
   std::vector<int64_t> mesh; ///< empty: from the strategy and the number of ranks
   c10::DeviceType device = c10::kCPU;
   int threads = 0; ///< a rank's threads; 0: OMP_NUM_THREADS, or the cores divided by the local ranks
-  Strategy strategy = Strategy::kFull;
+  std::optional<Strategy> strategy = Strategy::kFullShard; ///< unset: one process, the model as it is
   tessera::BufferLayout layout = tessera::BufferLayout::kRagged;
   Precision precision = Precision::kFp32;
   Precision reduce_precision = Precision::kFp32;
@@ -48,7 +43,7 @@ void check_job(const JobOptions& options, int world);
 /// "2x2" → {2, 2}.
 std::vector<int64_t> parse_mesh(const std::string& text);
 
-const char* to_string(Strategy strategy);
+const char* to_string(const std::optional<Strategy>& strategy);
 const char* to_string(Precision precision);
 const char* to_string(tessera::BufferLayout layout);
 

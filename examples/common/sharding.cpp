@@ -7,10 +7,18 @@
 namespace examples {
 namespace {
 
-c10::ScalarType dtype(Precision precision) { return precision == Precision::kBf16 ? c10::kBFloat16 : c10::kFloat; }
+c10::ScalarType dtype(Precision precision) {
+  switch (precision) {
+    case Precision::kBf16: return c10::kBFloat16;
+    case Precision::kFp16: return c10::kHalf;
+    case Precision::kFp32: break;
+  }
+  return c10::kFloat;
+}
 
 tessera::FullyShardOptions shard_options(const JobOptions& options) {
   tessera::FullyShardOptions result;
+  result.strategy = options.strategy;
   result.layout = options.layout;
   result.reshard_after_forward = options.reshard_after_forward;
   if (options.precision != Precision::kFp32) {
@@ -23,14 +31,13 @@ tessera::FullyShardOptions shard_options(const JobOptions& options) {
 } // namespace
 
 tessera::DeviceMesh make_mesh(const JobOptions& options) {
-  if (options.strategy == Strategy::kNone) return {};
+  if (!options.strategy) return {};
   auto [shape, names] = mesh_shape(options, world_size());
   return tessera::init_device_mesh(options.device, std::move(shape), std::move(names));
 }
 
 void shard_module(torch::nn::Module& module, const tessera::DeviceMesh& mesh, const JobOptions& options) {
-  const auto how = shard_options(options);
-  options.strategy == Strategy::kNoShard ? tessera::replicate(module, mesh, how) : tessera::fully_shard(module, mesh, how);
+  tessera::fully_shard(module, mesh, shard_options(options));
 }
 
 } // namespace examples

@@ -7,7 +7,7 @@
 
 namespace examples {
 
-/// The mesh of a job under `options`; undefined under Strategy::kNone. Every rank calls it, after `join_job`.
+/// The mesh of a job under `options`; undefined without a strategy. Every rank calls it, after `join_job`.
 tessera::DeviceMesh make_mesh(const JobOptions& options);
 
 /// `tessera::fully_shard` or `tessera::replicate`, as `options` say. Every rank calls it.

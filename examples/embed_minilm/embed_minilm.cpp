@@ -22,7 +22,8 @@ void run(const minilm::Options& options) {
   const auto bytes = examples::max_over_ranks({static_cast<double>(examples::state_bytes(*encoder.model()))})[0];
   if (examples::rank() == 0) {
     fmt::print("{} parameters on {} rank{}, strategy {}: {:.3f} MB a rank\n", examples::parameter_count(*encoder.model()),
-               examples::world_size(), examples::world_size() == 1 ? "" : "s", to_string(options.strategy), bytes / 1e6);
+               examples::world_size(), examples::world_size() == 1 ? "" : "s", examples::to_string(options.strategy),
+               bytes / 1e6);
   }
   options.pairs.empty() ? minilm::embed_sentences(encoder, options) : minilm::fine_tune(encoder, options);
   tessera::destroy_process_group();

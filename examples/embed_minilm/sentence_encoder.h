@@ -51,7 +51,7 @@ class SentenceEncoder {
   Options options_;
   Tokenizer tokenizer_;
   Bert model_;
-  tessera::DeviceMesh mesh_, rows_; // both undefined under Strategy::kNone; `rows_` has all ranks in one dim
+  tessera::DeviceMesh mesh_, rows_; // both undefined without a strategy; `rows_` has all ranks in one dim
   torch::Device device_;
   size_t longest_; // word pieces
 };

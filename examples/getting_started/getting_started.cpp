@@ -57,7 +57,7 @@ void worker() {
     auto loss = torch::mse_loss(model->forward(x), y);
     optimizer.zero_grad();
     loss.backward();
-    torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0); // the global norm
+    tessera::clip_grad_norm_(*model, 1.0); // the global norm
     optimizer.step();
     if (context.rank() == 0 && step % 20 == 0) {
       std::printf("step %3d  loss of rank 0 %.4f\n", step, loss.item<double>());

@@ -1,5 +1,7 @@
 #include "gpt/model.h"
 
+#include <tessera/activations/recompute.h>
+
 #include <cmath>
 
 namespace gpt {
@@ -45,7 +47,10 @@ torch::Tensor GptImpl::forward(const torch::Tensor& tokens) {
   const auto time = tokens.size(1);
   TORCH_CHECK(time <= config_.sequence, "a context of ", time, " bytes, but the model has positions for ", config_.sequence);
   auto x = token_embedding_->forward(tokens) + position_embedding_->forward(torch::arange(time, tokens.options()));
-  for (const auto& block : *blocks_) x = block->as<Block>()->forward(x);
+  for (const auto& each : *blocks_) {
+    auto& block = *each->as<Block>();
+    x = recompute_ ? tessera::recompute(block, x) : block.forward(x);
+  }
   return torch::linear(norm_->forward(x), token_embedding_->weight);
 }
 

@@ -47,6 +47,9 @@ class GptImpl : public torch::nn::Module {
   /// Logits [batch, time, kVocabulary] of the byte after each of tokens [batch, time] (int64, time ≤ sequence).
   torch::Tensor forward(const torch::Tensor& tokens);
 
+  /// Whether backward computes the blocks once more, and only their inputs are kept for it.
+  void set_recompute(bool recompute) { recompute_ = recompute; }
+
   const ModelConfig& config() const { return config_; }
   const torch::nn::ModuleList& blocks() const { return blocks_; }
 
@@ -54,6 +57,7 @@ class GptImpl : public torch::nn::Module {
   void initialize();
 
   ModelConfig config_;
+  bool recompute_ = false;
   torch::nn::Embedding token_embedding_{nullptr}, position_embedding_{nullptr};
   torch::nn::ModuleList blocks_;
   torch::nn::LayerNorm norm_{nullptr};

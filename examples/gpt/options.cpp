@@ -19,6 +19,8 @@ ABSL_FLAG(double, lr, 5e-3, "highest learning rate (AdamW)");
 ABSL_FLAG(int64_t, warmup, 40, "steps of linear warm-up; then the learning rate follows a cosine down to a tenth");
 ABSL_FLAG(double, clip, 1.0, "largest global gradient norm; 0 for none");
 ABSL_FLAG(double, weight_decay, 0.1, "of matrices; norms and biases have none");
+ABSL_FLAG(bool, recompute, false,
+          "keep only the inputs of the blocks, and compute the rest again in backward: less memory, more time");
 ABSL_FLAG(uint64_t, seed, 1, "of the initial weights, the batches and the samples");
 ABSL_FLAG(double, max_seconds, 0, "stop training after so many seconds; 0 for never");
 ABSL_FLAG(std::string, log, "runs/train_gpt.jsonl", "file for the metrics, one JSON object a line; empty for none");
@@ -27,7 +29,8 @@ ABSL_FLAG(int64_t, validate_every, 100, "steps between validations; 0: only at t
 ABSL_FLAG(int64_t, validation_batches, 8, "batches of a validation; 0 for no validation");
 ABSL_FLAG(int64_t, sample_bytes, 256, "length of the sampled text");
 ABSL_FLAG(std::string, prompt, "It is a truth ", "what the sampled text begins with");
-ABSL_FLAG(std::string, checkpoint, "", "folder for checkpoints, one folder step-<n> in it each; empty for none");
+ABSL_FLAG(std::string, checkpoint, "",
+          "folder for checkpoints, one folder step-<n> in it each, none yet unless --resume; empty for none");
 ABSL_FLAG(int64_t, save_every, 0, "steps between checkpoints; 0: only after the last step");
 ABSL_FLAG(int32_t, keep_last, 0, "checkpoints to keep, older ones are removed; 0 for all");
 ABSL_FLAG(bool, resume, false, "go on from the newest checkpoint in --checkpoint, if there is one");
@@ -86,6 +89,7 @@ Options parse_options(int argc, char** argv) {
   options.warmup = absl::GetFlag(FLAGS_warmup);
   options.clip = absl::GetFlag(FLAGS_clip);
   options.weight_decay = absl::GetFlag(FLAGS_weight_decay);
+  options.recompute = absl::GetFlag(FLAGS_recompute);
   options.seed = absl::GetFlag(FLAGS_seed);
   options.max_seconds = absl::GetFlag(FLAGS_max_seconds);
   options.log = absl::GetFlag(FLAGS_log);

@@ -24,6 +24,7 @@ struct Options : examples::JobOptions {
   int64_t warmup = 0; ///< steps of linear warm-up; a cosine down to a tenth follows
   double clip = 0;    ///< the largest global gradient norm; 0: no clipping
   double weight_decay = 0;
+  bool recompute = false; ///< of the blocks, in backward
   uint64_t seed = 0;
   double max_seconds = 0; ///< stop training after so long; 0: never
 

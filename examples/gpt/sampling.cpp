@@ -18,8 +18,9 @@ class Gathered {
   Gathered& operator=(const Gathered&) = delete;
   ~Gathered() {
     if (!tessera::is_sharded(*model_)) return;
-    for (const auto& block : *model_->blocks()) tessera::fsdp(*block).reshard();
-    tessera::fsdp(*model_).reshard();
+    for (const auto& module : model_->modules()) {
+      if (tessera::is_sharded(*module)) tessera::fsdp(*module).reshard();
+    }
     tessera::fsdp(*model_).set_reshard_after_forward(true);
   }
 

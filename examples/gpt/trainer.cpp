@@ -29,15 +29,27 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 std::string describe(const Options& options, int64_t parameters) {
   auto text = fmt::format("{} parameters on {} rank{}", parameters, world_size(), world_size() == 1 ? "" : "s");
-  if (options.strategy == Strategy::kNone) return text + ", not sharded";
+  if (!options.strategy) return text + ", not sharded";
   return text + fmt::format(", strategy {}, layout {}, {}", to_string(options.strategy), to_string(options.layout),
                             to_string(options.precision));
+}
+
+// The flags that make the model.
+tessera::StateDict flags_of(const ModelConfig& model) {
+  tessera::StateDict flags;
+  flags.set("layers", model.layers);
+  flags.set("width", model.width);
+  flags.set("heads", model.heads);
+  flags.set("sequence", model.sequence);
+  return flags;
 }
 
 // Every rank draws the same weights.
 Gpt make_model(const Options& options) {
   torch::manual_seed(options.seed);
-  return Gpt(options.model);
+  Gpt model(options.model);
+  model->set_recompute(options.recompute);
+  return model;
 }
 
 } // namespace
@@ -50,6 +62,7 @@ Trainer::Trainer(const Options& options)
       mesh_(examples::make_mesh(options)),
       device_(mesh_.defined() ? mesh_.device() : torch::Device(torch::kCPU)),
       optimizer_(make_optimizer(*model_, options)),
+      scaler_({.enabled = options.precision == examples::Precision::kFp16}),
       log_(first_rank() ? options.log : "", options.resume),
       progress_(options.steps, !first_rank()) {
   if (first_rank()) check_outputs();
@@ -106,10 +119,12 @@ StepMetrics Trainer::train_step(int64_t step) {
 
   optimizer_.zero_grad();
   const auto loss = cross_entropy(model_->forward(batch.inputs), batch.targets);
-  loss.backward();
+  scaler_.scale(loss).backward();
+  scaler_.unscale_(optimizer_);
   const double largest_norm = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
   metrics.gradient_norm = torch::nn::utils::clip_grad_norm_(model_->parameters(), largest_norm);
-  optimizer_.step();
+  scaler_.step(optimizer_);
+  scaler_.update();
 
   const auto means = examples::mean_over_ranks({loss.item<double>(), static_cast<double>(resident_bytes())});
   metrics.loss = means[0];
@@ -136,6 +151,8 @@ std::filesystem::path Trainer::checkpoint_folder(int64_t steps_done) const {
 void Trainer::save(int64_t steps_done) {
   auto state = tessera::state_dict(*model_, optimizer_);
   state.set("steps_done", steps_done);
+  state.merge(flags_of(options_.model));
+  if (scaler_.is_enabled()) state.merge(tessera::state_dict(scaler_));
   const auto folder = checkpoint_folder(steps_done);
   tessera::checkpoint::save(state, folder, {.overwrite = true, .keep_last = options_.keep_last});
   progress_.line("saved " + folder.string());
@@ -147,11 +164,28 @@ void Trainer::resume() {
     progress_.line("no checkpoint in " + options_.checkpoint + ": starting from the beginning");
     return;
   }
-  auto state = tessera::state_dict(*model_, optimizer_);
+  auto state = same_flags(folder);
+  state.merge(tessera::state_dict(*model_, optimizer_));
+  if (scaler_.is_enabled()) state.merge(tessera::state_dict(scaler_));
   state.set("steps_done", 0);
   tessera::checkpoint::load(state, folder);
   first_step_ = state.value<int64_t>("steps_done");
   progress_.line(fmt::format("resumed from {}", folder.string()));
+}
+
+// The flags that the checkpoint holds, which are those of this run: other heads fit the same weights, and would go on with
+// another model.
+tessera::StateDict Trainer::same_flags(const std::filesystem::path& checkpoint) const {
+  const auto here = flags_of(options_.model);
+  auto saved = here;
+  const auto report = tessera::checkpoint::load(saved, checkpoint, {.allow_missing = true, .allow_unused = true});
+  for (const auto& name : report.missing) saved.erase(name); // of an older version
+  for (const auto& entry : saved.entries()) {
+    const auto mine = here.value<int64_t>(entry.name), theirs = saved.value<int64_t>(entry.name);
+    TORCH_CHECK(mine == theirs, "--", entry.name, " is ", mine, ", but ", checkpoint.string(), " was saved with --", entry.name,
+                " ", theirs);
+  }
+  return saved;
 }
 
 // All that another implementation needs to train the same model on the same batches.
@@ -174,7 +208,21 @@ void Trainer::dump_initial() {
 // Before the training, not after it.
 void Trainer::check_outputs() const {
   if (writes_samples()) examples::open_for_writing(options_.samples, /*append=*/true);
-  if (!options_.checkpoint.empty()) examples::make_folder_of(checkpoint_folder(0));
+  if (!options_.checkpoint.empty()) check_checkpoint_folder();
+}
+
+void Trainer::check_checkpoint_folder() const {
+  examples::make_folder_of(checkpoint_folder(0));
+  const std::filesystem::path folder(options_.checkpoint), latest = folder / "latest";
+  const auto status = std::filesystem::symlink_status(latest);
+  TORCH_CHECK(!std::filesystem::exists(status) || std::filesystem::is_symlink(status), "--checkpoint ", options_.checkpoint, ": ",
+              latest.string(), " is no link to a checkpoint, as one will be; move it away");
+  if (options_.resume) return;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    TORCH_CHECK(!entry.path().filename().string().starts_with("step-"), "--checkpoint ", options_.checkpoint, " holds ",
+                entry.path().filename().string(),
+                " already: --resume goes on from the newest; a new training needs another folder");
+  }
 }
 
 bool Trainer::writes_samples() const { return options_.sample_bytes > 0 && !options_.samples.empty(); }

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <tessera/checkpoint/state_dict.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/training/grad_scaler.h>
 
 #include <chrono>
 #include <filesystem>
@@ -26,8 +28,10 @@ class Trainer {
   std::filesystem::path checkpoint_folder(int64_t steps_done) const;
   void save(int64_t steps_done);
   void resume();
+  tessera::StateDict same_flags(const std::filesystem::path& checkpoint) const;
   void dump_initial();
   void check_outputs() const;
+  void check_checkpoint_folder() const;
   bool writes_samples() const;
   void write_samples();
   bool out_of_time();
@@ -38,9 +42,10 @@ class Trainer {
   int64_t rows_; // a rank's rows of a batch
   Text text_;
   Gpt model_;
-  tessera::DeviceMesh mesh_; // undefined under Strategy::kNone
+  tessera::DeviceMesh mesh_; // undefined without a strategy
   torch::Device device_;
   torch::optim::AdamW optimizer_;
+  tessera::GradScaler scaler_;
   int64_t first_step_ = 0; // steps that the checkpoint had done
   JsonLog log_;
   Progress progress_;

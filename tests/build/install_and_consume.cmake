@@ -3,9 +3,24 @@ cmake_path(SET prefix NORMALIZE "${WORK}/prefix")
 cmake_path(SET build NORMALIZE "${WORK}/build")
 file(REMOVE_RECURSE "${WORK}")
 set(run COMMAND_ERROR_IS_FATAL ANY COMMAND_ECHO STDOUT)
+
+# A build without its libraries installs nothing at all.
+set(partial "${WORK}/partial")
+file(READ "${BUILD}/cmake_install.cmake" script)
+string(REPLACE "${BUILD}/lib/" "${partial}/lib/" script "${script}")
+file(WRITE "${partial}/cmake_install.cmake" "${script}")
+execute_process(COMMAND "${CMAKE_COMMAND}" -D "CMAKE_INSTALL_PREFIX=${partial}/prefix" -P "${partial}/cmake_install.cmake"
+  RESULT_VARIABLE status ERROR_VARIABLE error)
+if(status EQUAL 0 OR EXISTS "${partial}/prefix" OR NOT error MATCHES "Nothing was installed")
+  message(FATAL_ERROR "an install of a partial build ended with ${status} and: ${error}")
+endif()
+
 execute_process(COMMAND "${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${prefix}" OUTPUT_QUIET ${run})
 execute_process(COMMAND "${CMAKE_COMMAND}" -G Ninja -S "${CONSUMER}" -B "${build}" -D "CMAKE_PREFIX_PATH=${prefix}"
   -D "CMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}" ${run})
+if(EXISTS "${prefix}/include/tessera/fsdp/schedule.h")
+  message(FATAL_ERROR "an internal header was installed: fsdp/schedule.h")
+endif()
 execute_process(COMMAND "${CMAKE_COMMAND}" --build "${build}" ${run})
 
 # What it found must be the installed tree, not the source tree.

@@ -1,7 +1,9 @@
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/box.h>
 #include <tessera/checkpoint/runs.h>
+#include <torch/torch.h>
 
-#include "temporary_folder.h"
+#include "../support/matchers.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -11,15 +13,15 @@ using ::testing::HasSubstr;
 using Sizes = std::vector<int64_t>;
 
 // Row-major positions, in the whole tensor, of a box's elements.
-Sizes positions(const Sizes& sizes, const Box& box) {
-  const auto all = torch::arange(whole(sizes).numel()).view(sizes);
+Sizes positions(const Sizes& sizes, const internal::Box& box) {
+  const auto all = torch::arange(internal::whole(sizes).numel()).view(sizes);
   auto part = all;
   for (size_t d = 0; d < sizes.size(); ++d) part = part.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
   part = part.contiguous();
   return {part.data_ptr<int64_t>(), part.data_ptr<int64_t>() + part.numel()};
 }
 
-Sizes positions(const Sizes& sizes, const std::vector<Box>& boxes) {
+Sizes positions(const Sizes& sizes, const std::vector<internal::Box>& boxes) {
   Sizes all;
   for (const auto& box : boxes) {
     const auto part = positions(sizes, box);
@@ -35,7 +37,7 @@ TEST(BoxesOfRange, CoverExactlyTheRangeInOrder) {
       for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) (d <= dim ? flat : inner) *= sizes[d];
       for (int64_t begin = 0; begin <= flat; ++begin) {
         for (int64_t end = begin; end <= flat; ++end) {
-          const auto boxes = boxes_of_range(whole(sizes), dim, begin, end);
+          const auto boxes = internal::boxes_of_range(internal::whole(sizes), dim, begin, end);
           Sizes expected;
           for (auto at = begin * inner; at < end * inner; ++at) expected.push_back(at);
           ASSERT_EQ(positions(sizes, boxes), expected)
@@ -47,7 +49,7 @@ TEST(BoxesOfRange, CoverExactlyTheRangeInOrder) {
   }
 }
 
-TEST(BoxesOfRange, OfAnEmptyTensorAreNone) { EXPECT_TRUE(boxes_of_range(whole({0, 3}), 0, 0, 0).empty()); }
+TEST(BoxesOfRange, OfAnEmptyTensorAreNone) { EXPECT_TRUE(internal::boxes_of_range(internal::whole({0, 3}), 0, 0, 0).empty()); }
 
 TEST(LocalBoxes, ShardFollowsChunk) {
   for (int64_t n = 0; n <= 9; ++n) {
@@ -62,7 +64,8 @@ TEST(LocalBoxes, ShardFollowsChunk) {
             const auto chunk = chunks[rank].contiguous();
             expected.assign(chunk.data_ptr<int64_t>(), chunk.data_ptr<int64_t>() + chunk.numel());
           }
-          ASSERT_EQ(positions(sizes, local_boxes(sizes, {Shard{dim}}, {ranks}, {rank})), expected) << n << " over " << ranks;
+          ASSERT_EQ(positions(sizes, internal::local_boxes(sizes, {Shard{dim}}, {ranks}, {rank})), expected)
+              << n << " over " << ranks;
         }
       }
     }
@@ -70,68 +73,70 @@ TEST(LocalBoxes, ShardFollowsChunk) {
 }
 
 TEST(LocalBoxes, ReplicateHoldsAll) {
-  EXPECT_EQ(local_boxes({4, 2}, {Replicate{}}, {3}, {1}), std::vector<Box>{whole({4, 2})});
-  EXPECT_EQ(local_boxes({}, {Replicate{}}, {3}, {1}), std::vector<Box>{whole({})});
+  EXPECT_EQ(internal::local_boxes({4, 2}, {Replicate{}}, {3}, {1}), std::vector<internal::Box>{internal::whole({4, 2})});
+  EXPECT_EQ(internal::local_boxes({}, {Replicate{}}, {3}, {1}), std::vector<internal::Box>{internal::whole({})});
 }
 
 TEST(LocalBoxes, PlacementsApplyFromTheFirstMeshDim) {
   // 7 rows over 2, then over 3: 4 + 3 rows, then 2 + 2 + 0 and 1 + 1 + 1.
-  EXPECT_EQ(local_boxes({7, 2}, {Shard{0}, Shard{0}}, {2, 3}, {0, 1}), (std::vector<Box>{{{2, 0}, {2, 2}}}));
-  EXPECT_EQ(local_boxes({7, 2}, {Shard{0}, Shard{0}}, {2, 3}, {0, 2}), std::vector<Box>{});
-  EXPECT_EQ(local_boxes({7, 2}, {Shard{0}, Shard{0}}, {2, 3}, {1, 2}), (std::vector<Box>{{{6, 0}, {1, 2}}}));
-  EXPECT_EQ(local_boxes({4, 6}, {Shard{1}, Shard{0}}, {2, 2}, {1, 0}), (std::vector<Box>{{{0, 3}, {2, 3}}}));
+  EXPECT_EQ(internal::local_boxes({7, 2}, {Shard{0}, Shard{0}}, {2, 3}, {0, 1}), (std::vector<internal::Box>{{{2, 0}, {2, 2}}}));
+  EXPECT_EQ(internal::local_boxes({7, 2}, {Shard{0}, Shard{0}}, {2, 3}, {0, 2}), std::vector<internal::Box>{});
+  EXPECT_EQ(internal::local_boxes({7, 2}, {Shard{0}, Shard{0}}, {2, 3}, {1, 2}), (std::vector<internal::Box>{{{6, 0}, {1, 2}}}));
+  EXPECT_EQ(internal::local_boxes({4, 6}, {Shard{1}, Shard{0}}, {2, 2}, {1, 0}), (std::vector<internal::Box>{{{0, 3}, {2, 3}}}));
 }
 
 TEST(LocalBoxes, RaggedRowsAndElements) {
   const RaggedShard rows{0, {3, 0, 2}};
-  EXPECT_EQ(local_boxes({5, 2}, {rows}, {3}, {0}), (std::vector<Box>{{{0, 0}, {3, 2}}}));
-  EXPECT_EQ(local_boxes({5, 2}, {rows}, {3}, {1}), std::vector<Box>{});
-  EXPECT_EQ(local_boxes({5, 2}, {rows}, {3}, {2}), (std::vector<Box>{{{3, 0}, {2, 2}}}));
+  EXPECT_EQ(internal::local_boxes({5, 2}, {rows}, {3}, {0}), (std::vector<internal::Box>{{{0, 0}, {3, 2}}}));
+  EXPECT_EQ(internal::local_boxes({5, 2}, {rows}, {3}, {1}), std::vector<internal::Box>{});
+  EXPECT_EQ(internal::local_boxes({5, 2}, {rows}, {3}, {2}), (std::vector<internal::Box>{{{3, 0}, {2, 2}}}));
   const RaggedShard elements{1, {5, 9}}; // of 2 × 7
-  EXPECT_EQ(local_boxes({2, 7}, {elements}, {2}, {0}), (std::vector<Box>{{{0, 0}, {1, 5}}}));
-  EXPECT_EQ(local_boxes({2, 7}, {elements}, {2}, {1}), (std::vector<Box>{{{0, 5}, {1, 2}}, {{1, 0}, {1, 7}}}));
+  EXPECT_EQ(internal::local_boxes({2, 7}, {elements}, {2}, {0}), (std::vector<internal::Box>{{{0, 0}, {1, 5}}}));
+  EXPECT_EQ(internal::local_boxes({2, 7}, {elements}, {2}, {1}),
+            (std::vector<internal::Box>{{{0, 5}, {1, 2}}, {{1, 0}, {1, 7}}}));
 }
 
 TEST(LocalBoxes, RaggedWithShards) {
   const RaggedShard rows{0, {1, 3}};
   // Replicated, then ragged: hybrid sharding.
-  EXPECT_EQ(local_boxes({4, 2}, {Replicate{}, rows}, {2, 2}, {1, 1}), (std::vector<Box>{{{1, 0}, {3, 2}}}));
+  EXPECT_EQ(internal::local_boxes({4, 2}, {Replicate{}, rows}, {2, 2}, {1, 1}), (std::vector<internal::Box>{{{1, 0}, {3, 2}}}));
   // Columns sharded first or last.
-  EXPECT_EQ(local_boxes({4, 2}, {Shard{1}, rows}, {2, 2}, {1, 0}), (std::vector<Box>{{{0, 1}, {1, 1}}}));
-  EXPECT_EQ(local_boxes({4, 2}, {rows, Shard{1}}, {2, 2}, {0, 1}), (std::vector<Box>{{{0, 1}, {1, 1}}}));
+  EXPECT_EQ(internal::local_boxes({4, 2}, {Shard{1}, rows}, {2, 2}, {1, 0}), (std::vector<internal::Box>{{{0, 1}, {1, 1}}}));
+  EXPECT_EQ(internal::local_boxes({4, 2}, {rows, Shard{1}}, {2, 2}, {0, 1}), (std::vector<internal::Box>{{{0, 1}, {1, 1}}}));
   // The ragged rows split once more.
-  EXPECT_EQ(local_boxes({4, 2}, {rows, Shard{0}}, {2, 2}, {1, 1}), (std::vector<Box>{{{3, 0}, {1, 2}}}));
+  EXPECT_EQ(internal::local_boxes({4, 2}, {rows, Shard{0}}, {2, 2}, {1, 1}), (std::vector<internal::Box>{{{3, 0}, {1, 2}}}));
 }
 
 TEST(LocalBoxes, ErrorsNameWhatDoesNotFit) {
-  EXPECT_THAT(error_of([] { local_boxes({4}, {Partial{}}, {2}, {0}); }), HasSubstr("Partial"));
-  EXPECT_THAT(error_of([] { local_boxes({4}, {Shard{1}}, {2}, {0}); }), HasSubstr("Shard(1) of a tensor with 1 dims"));
+  EXPECT_EQ(error_of([] { internal::local_boxes({4}, {Partial{}}, {2}, {0}); }),
+            "a tensor with placement Partial has no value of its own; redistribute it first");
+  EXPECT_THAT(error_of([] { internal::local_boxes({4}, {Shard{1}}, {2}, {0}); }), HasSubstr("Shard(1) of a tensor with 1 dims"));
   EXPECT_THAT(error_of([] {
-                local_boxes({4}, {RaggedShard{0, {1, 2}}}, {2}, {0});
+                internal::local_boxes({4}, {RaggedShard{0, {1, 2}}}, {2}, {0});
               }),
               HasSubstr("add up to 3 where the tensor has 4"));
   EXPECT_THAT(error_of([] {
-                local_boxes({4}, {RaggedShard{0, {4}}}, {2}, {0});
+                internal::local_boxes({4}, {RaggedShard{0, {4}}}, {2}, {0});
               }),
               HasSubstr("1 extents on a mesh dim of 2 ranks"));
   EXPECT_THAT(error_of([] {
-                local_boxes({4, 2}, {RaggedShard{1, {4, 4}}, Shard{0}}, {2, 2}, {0, 0});
+                internal::local_boxes({4, 2}, {RaggedShard{1, {4, 4}}, Shard{0}}, {2, 2}, {0, 0});
               }),
               HasSubstr("cannot be described as boxes"));
-  EXPECT_THAT(error_of([] { local_boxes({4}, {}, {2}, {0}); }), HasSubstr("0 placements on a mesh of 1 dims"));
+  EXPECT_THAT(error_of([] { internal::local_boxes({4}, {}, {2}, {0}); }), HasSubstr("0 placements on a mesh of 1 dims"));
 }
 
 TEST(Intersect, OfBoxes) {
-  EXPECT_EQ(intersect({{0, 2}, {3, 4}}, {{2, 0}, {5, 3}}), (Box{{2, 2}, {1, 1}}));
-  EXPECT_EQ(intersect({{0}, {3}}, {{3}, {2}}), std::nullopt);
-  EXPECT_EQ(intersect(whole({}), whole({})), whole({}));
+  EXPECT_EQ(internal::intersect({{0, 2}, {3, 4}}, {{2, 0}, {5, 3}}), (internal::Box{{2, 2}, {1, 1}}));
+  EXPECT_EQ(internal::intersect({{0}, {3}}, {{3}, {2}}), std::nullopt);
+  EXPECT_EQ(internal::intersect(internal::whole({}), internal::whole({})), internal::whole({}));
 }
 
 TEST(FindOverlap, NamesTwoBoxesThatMeet) {
-  const auto find = [](const std::vector<Box>& boxes) {
-    std::vector<const Box*> pointers;
+  const auto find = [](const std::vector<internal::Box>& boxes) {
+    std::vector<const internal::Box*> pointers;
     for (const auto& box : boxes) pointers.push_back(&box);
-    return find_overlap(pointers);
+    return internal::find_overlap(pointers);
   };
   EXPECT_EQ(find({}), std::nullopt);
   EXPECT_EQ(find({{{}, {}}}), std::nullopt);
@@ -144,23 +149,23 @@ TEST(FindOverlap, NamesTwoBoxesThatMeet) {
 
 TEST(Fits, RejectsWhatOverflows) {
   const auto max = std::numeric_limits<int64_t>::max();
-  EXPECT_TRUE(fits({{2}, {2}}, {4}));
-  EXPECT_FALSE(fits({{3}, {2}}, {4}));
-  EXPECT_FALSE(fits({{max}, {max}}, {4}));
-  EXPECT_FALSE(fits({{0, 0}, {1, 1}}, {4}));
+  EXPECT_TRUE(internal::fits({{2}, {2}}, {4}));
+  EXPECT_FALSE(internal::fits({{3}, {2}}, {4}));
+  EXPECT_FALSE(internal::fits({{max}, {max}}, {4}));
+  EXPECT_FALSE(internal::fits({{0, 0}, {1, 1}}, {4}));
 }
 
 TEST(Runs, VisitEveryCommonElementOnceInOrder) {
   const Sizes sizes{3, 4, 5};
-  const std::vector<Box> boxes{
-      whole(sizes), {{1, 0, 0}, {2, 4, 5}}, {{0, 1, 0}, {3, 2, 5}}, {{0, 0, 2}, {3, 4, 2}}, {{1, 1, 1}, {1, 2, 3}}};
+  const std::vector<internal::Box> boxes{
+      internal::whole(sizes), {{1, 0, 0}, {2, 4, 5}}, {{0, 1, 0}, {3, 2, 5}}, {{0, 0, 2}, {3, 4, 2}}, {{1, 1, 1}, {1, 2, 3}}};
   for (const auto& a : boxes) {
     for (const auto& b : boxes) {
-      const auto common = intersect(a, b);
+      const auto common = internal::intersect(a, b);
       ASSERT_TRUE(common);
       const auto in_a = positions(sizes, a), in_b = positions(sizes, b);
       Sizes visited;
-      for_each_run(*common, a, b, [&](int64_t from, int64_t to, int64_t length) {
+      internal::for_each_run(*common, a, b, [&](int64_t from, int64_t to, int64_t length) {
         for (int64_t i = 0; i < length; ++i) {
           ASSERT_EQ(in_a.at(from + i), in_b.at(to + i));
           visited.push_back(in_a[from + i]);
@@ -173,16 +178,18 @@ TEST(Runs, VisitEveryCommonElementOnceInOrder) {
 
 TEST(Runs, AreAsLongAsPossible) {
   int runs = 0;
-  for_each_run({{1, 0, 0}, {2, 4, 5}}, whole({3, 4, 5}), {{1, 0, 0}, {2, 4, 5}}, [&](int64_t from, int64_t to, int64_t length) {
-    EXPECT_EQ(from, 20);
-    EXPECT_EQ(to, 0);
-    EXPECT_EQ(length, 40);
-    ++runs;
-  });
-  for_each_run(whole({}), whole({}), whole({}), [&](int64_t from, int64_t to, int64_t length) {
-    EXPECT_EQ(length, 1);
-    ++runs;
-  });
+  internal::for_each_run({{1, 0, 0}, {2, 4, 5}}, internal::whole({3, 4, 5}), {{1, 0, 0}, {2, 4, 5}},
+                         [&](int64_t from, int64_t to, int64_t length) {
+                           EXPECT_EQ(from, 20);
+                           EXPECT_EQ(to, 0);
+                           EXPECT_EQ(length, 40);
+                           ++runs;
+                         });
+  internal::for_each_run(internal::whole({}), internal::whole({}), internal::whole({}),
+                         [&](int64_t from, int64_t to, int64_t length) {
+                           EXPECT_EQ(length, 1);
+                           ++runs;
+                         });
   EXPECT_EQ(runs, 2);
 }
 

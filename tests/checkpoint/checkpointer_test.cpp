@@ -1,12 +1,15 @@
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpointer.h>
 #include <tessera/checkpoint/file.h>
+#include <torch/torch.h>
 
 #include <future>
 #include <iterator>
 
 #include "../support/matchers.h"
+#include "../support/temporary_folder.h"
+#include "../support/world.h"
 #include "shared_folder.h"
-#include "temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -15,9 +18,9 @@ using testing::error_of;
 using ::testing::HasSubstr;
 using testing::SharedFolder;
 using testing::TemporaryFolder;
+using testing::world_rank;
 
-int rank() { return process_context().rank(); }
-std::string own_name() { return c10::str("rank", rank()); }
+std::string own_name() { return c10::str("rank", world_rank()); }
 
 TEST(Checkpointer, SavesWhatTheTensorsHeldWhenItWasCalled) {
   const SharedFolder folder;
@@ -50,7 +53,7 @@ TEST(Checkpointer, AnErrorComesWithTheNextCallOnEveryRankAndTheOneAfterWorks) {
   Checkpointer checkpointer;
   const int last = process_context().world_size() - 1;
   StateDict bad, good;
-  bad.add(own_name(), rank() == last ? torch::empty({2}, at::kMeta) : torch::ones({2}));
+  bad.add(own_name(), world_rank() == last ? torch::empty({2}, at::kMeta) : torch::ones({2}));
   good.add(own_name(), torch::ones({2}));
   checkpointer.save(bad, folder.path() / "bad");
   EXPECT_THAT(error_of([&] { checkpointer.save(good, folder.path() / "good"); }),
@@ -96,7 +99,7 @@ TEST(Checkpointer, SeveralSaveBesideEachOther) {
 TEST(Checkpointer, LinksAreReplacedBesideEachOther) {
   const TemporaryFolder folder;
   const auto replace = [&](const std::string& target) {
-    for (int i = 0; i < 200; ++i) replace_link(folder.path() / "latest", target);
+    for (int i = 0; i < 200; ++i) internal::replace_link(folder.path() / "latest", target);
   };
   std::filesystem::create_symlink("killed", folder.path() / ".latest.new");
   auto other = std::async(std::launch::async, replace, "a");

@@ -1,10 +1,12 @@
 // A job whose rank is killed during a save leaves only whole checkpoints behind, the last one among them.
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/catalog.h>
 #include <tessera/checkpoint/checkpoint.h>
+#include <torch/torch.h>
 
 #include "../support/subprocess.h"
 #include "../support/sweep.h"
-#include "temporary_folder.h"
+#include "../support/temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {

@@ -1,10 +1,13 @@
 // PyTorch's native checkpoints. fixtures/distcp was written by torch 2.11 on two ranks (interop.py writes such folders too).
 #include <caffe2/serialize/inline_container.h>
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/distcp.h>
 #include <tessera/checkpoint/pickle.h>
+#include <torch/torch.h>
 
-#include "temporary_folder.h"
+#include "../support/matchers.h"
+#include "../support/temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -29,7 +32,8 @@ StateDict fixture_state() {
   state.set("nested.rate", 0.0);
   state.set("nested.flag", false);
   state.set("nested.names", StateValue(std::vector<std::string>{}));
-  return state; // nested.t, a tuple of an integer and a float, is left out
+  state.set("nested.t", StateValue(std::vector<double>{})); // a tuple of an integer and a float
+  return state;
 }
 
 TEST(Distcp, LoadsTensorsAndValues) {
@@ -45,15 +49,16 @@ TEST(Distcp, LoadsTensorsAndValues) {
   EXPECT_EQ(state.value<double>("nested.rate"), 0.5);
   EXPECT_TRUE(state.value<bool>("nested.flag"));
   EXPECT_EQ(state.value<std::vector<std::string>>("nested.names"), (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(state.value<std::vector<double>>("nested.t"), (std::vector<double>{1, 2.5}));
   EXPECT_TRUE(verify(kFixture).empty());
 }
 
 TEST(Distcp, MissingAndShortFilesAreErrorsThatNameThem) {
   const TemporaryFolder folder;
   const auto copy = folder.path() / "c";
-  const auto error = [&] { return error_of([&] { index_of_distcp(copy); }); };
+  const auto error = [&] { return error_of([&] { internal::index_of_distcp(copy); }); };
   std::filesystem::copy(kFixture, copy);
-  EXPECT_EQ(error(), "");
+  EXPECT_EQ(error(), "no error");
   const auto whole = read_text(copy / "__1_0.distcp");
   write_text(copy / "__1_0.distcp", whole.substr(0, whole.size() - 1));
   EXPECT_THAT(error(), HasSubstr("__1_0.distcp"));
@@ -85,7 +90,7 @@ void write_metadata(const std::filesystem::path& folder, const std::string& entr
 // `.metadata` may name the same objects again and again.
 TEST(Distcp, WhatItHoldsDoesNotOutgrowItsFiles) {
   const TemporaryFolder folder;
-  const auto error = [&] { return error_of([&] { index_of_distcp(folder.path()); }); };
+  const auto error = [&] { return error_of([&] { internal::index_of_distcp(folder.path()); }); };
   const auto chunk = object("ChunkStorageMetadata", {{"offsets", "(" + number(0) + "t"}, {"sizes", "(" + number(0) + "t"}});
   const auto tensor = [&](const std::string& chunks) {
     const std::string properties = "ctorch.distributed.checkpoint.metadata\nTensorProperties\n)\x81(ctorch\nfloat32\ntb";
@@ -96,7 +101,7 @@ TEST(Distcp, WhatItHoldsDoesNotOutgrowItsFiles) {
   EXPECT_THAT(error(), HasSubstr("tensor \"first\" lists chunks that other tensors list too"));
   entries = text("first") + tensor("](" + repeated(chunk, 90) + "eq\x02");
   write_metadata(folder.path(), entries, "");
-  EXPECT_EQ(error(), "");
+  EXPECT_EQ(error(), "no error");
   for (int i = 0; i < 99; ++i) entries += text(std::to_string(i)) + tensor("h\x02");
   write_metadata(folder.path(), entries, "");
   EXPECT_THAT(error(), ::testing::EndsWith("lists chunks that other tensors list too"));
@@ -113,12 +118,12 @@ TEST(Distcp, WhatItHoldsDoesNotOutgrowItsFiles) {
   const auto key = [](const std::string& name) { return object("MetadataIndex", {{"fqn", text(name)}}); };
   auto item = write_item("\x80\x02](" + text("a") + text("b") + "e.");
   write_metadata(folder.path(), "", key("one") + item);
-  EXPECT_EQ(index_of_distcp(folder.path()).values[0].second, StateValue(std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(internal::index_of_distcp(folder.path()).values[0].second, StateValue(std::vector<std::string>{"a", "b"}));
   write_metadata(folder.path(), "", key("one") + item + "q\x03" + key("two") + "h\x03");
   EXPECT_THAT(error(), HasSubstr("x.distcp: \"two\": the items of this file overlap"));
   item = write_item("\x80\x02](" + text(std::string(100, 'x')) + "q\x01" + repeated("h\x01", 100) + "e.");
   write_metadata(folder.path(), "", key("one") + item);
-  EXPECT_EQ(error(), "");
+  EXPECT_EQ(error(), "no error");
   item = write_item("\x80\x02](" + text(std::string(255, 'x')) + "q\x01" + repeated("h\x01", 30'000) + "e.");
   write_metadata(folder.path(), "", key("one") + item);
   EXPECT_THAT(error(), HasSubstr("\"one\": a list holds 7650255 bytes of text"));
@@ -127,45 +132,46 @@ TEST(Distcp, WhatItHoldsDoesNotOutgrowItsFiles) {
 TEST(Distcp, ObjectsWithManyFieldsAreAnError) {
   std::vector<std::pair<std::string, std::string>> fields;
   for (int i = 0; i < 65; ++i) fields.emplace_back(std::to_string(i), "N");
-  const Pickle pickle(object("Metadata", fields) + ".", "file");
-  EXPECT_EQ(error_of([&] { pickle_field(pickle.root(), "1", "file"); }), "file is an object with 65 fields");
+  const internal::Pickle pickle(object("Metadata", fields) + ".", "file");
+  EXPECT_EQ(error_of([&] { internal::pickle_field(pickle.root(), "1", "file"); }), "file is an object with 65 fields");
 }
 
 std::string pickle_error(const std::string& text) {
-  return error_of([&] { Pickle(text, "file"); });
+  return error_of([&] { internal::Pickle(text, "file"); });
 }
 
-std::string pickle_as_bytes(const Pickle& pickle) { return std::get<PickleBytes>(*pickle.root()).bytes; }
+std::string pickle_as_bytes(const internal::Pickle& pickle) { return std::get<internal::PickleBytes>(*pickle.root()).bytes; }
 
 TEST(Pickle, ReadsValues) {
   using std::string_literals::operator""s;
-  const Pickle numbers("\x80\x02(K\x05M\x01\x02J\xff\xff\xff\xff\x8a\x02\x00\x80G?\xe0\x00\x00\x00\x00\x00\x00\x88Nt."s, "file");
-  const auto& items = pickle_items(numbers.root(), "file");
+  const internal::Pickle numbers("\x80\x02(K\x05M\x01\x02J\xff\xff\xff\xff\x8a\x02\x00\x80G?\xe0\x00\x00\x00\x00\x00\x00\x88Nt."s,
+                                 "file");
+  const auto& items = internal::pickle_items(numbers.root(), "file");
   ASSERT_EQ(items.size(), 7);
-  EXPECT_EQ(pickle_as<int64_t>(items[0], ""), 5);
-  EXPECT_EQ(pickle_as<int64_t>(items[1], ""), 513);
-  EXPECT_EQ(pickle_as<int64_t>(items[2], ""), -1);
-  EXPECT_EQ(pickle_as<int64_t>(items[3], ""), -32768);
+  EXPECT_EQ(internal::pickle_as<int64_t>(items[0], ""), 5);
+  EXPECT_EQ(internal::pickle_as<int64_t>(items[1], ""), 513);
+  EXPECT_EQ(internal::pickle_as<int64_t>(items[2], ""), -1);
+  EXPECT_EQ(internal::pickle_as<int64_t>(items[3], ""), -32768);
   EXPECT_EQ(std::get<double>(*items[4]), 0.5);
-  EXPECT_TRUE(pickle_as<bool>(items[5], ""));
-  const Pickle wide(
+  EXPECT_TRUE(internal::pickle_as<bool>(items[5], ""));
+  const internal::Pickle wide(
       "\x8a\x09"
       "123456789.",
       "file"); // an integer beyond 64 bits
   EXPECT_EQ(pickle_as_bytes(wide), "123456789");
-  const Pickle dict("\x80\x04}(\x8c\x01"s + "a]K\x01" + "a\x8c\x01" + "bcos\nsystem\n\x8c\x02rm\x85Ru."s, "file");
-  const auto& fields = pickle_as<PickleDict>(dict.root(), "");
-  EXPECT_EQ(pickle_items(pickle_find(fields, "a"), "").size(), 1);
-  EXPECT_EQ(pickle_class(pickle_find(fields, "b")), "os.system"); // a name, which nobody calls
-  EXPECT_EQ(pickle_find(fields, "c"), nullptr);
+  const internal::Pickle dict("\x80\x04}(\x8c\x01"s + "a]K\x01" + "a\x8c\x01" + "bcos\nsystem\n\x8c\x02rm\x85Ru."s, "file");
+  const auto& fields = internal::pickle_as<internal::PickleDict>(dict.root(), "");
+  EXPECT_EQ(internal::pickle_items(internal::pickle_find(fields, "a"), "").size(), 1);
+  EXPECT_EQ(internal::pickle_class(internal::pickle_find(fields, "b")), "os.system"); // a name, which nobody calls
+  EXPECT_EQ(internal::pickle_find(fields, "c"), nullptr);
 }
 
 TEST(Pickle, ListsThatHoldThemselvesAreFreed) {
-  const Pickle circle(
+  const internal::Pickle circle(
       "]q\x01h\x01"
       "a.",
       "file");
-  EXPECT_EQ(pickle_items(circle.root(), "")[0], circle.root());
+  EXPECT_EQ(internal::pickle_items(circle.root(), "")[0], circle.root());
 }
 
 TEST(Pickle, DamageIsAnErrorThatSaysWhere) {

@@ -1,19 +1,23 @@
 // Damaged and hostile files: each is read or refused with a c10::Error, never anything else, and with memory in proportion to its
 // size.
+#include <gtest/gtest.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/distcp.h>
+#include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/pickle.h>
 #include <tessera/checkpoint/reader.h>
 #include <tessera/checkpoint/safetensors.h>
+#include <tessera/checkpoint/torch_file.h>
+#include <torch/torch.h>
 
 #include <ctime>
 #include <random>
 
+#include "../support/temporary_folder.h"
 #include "allocations.h"
-#include "temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -84,9 +88,9 @@ std::string mutate(std::string text, std::mt19937& generator) {
 }
 
 // The index of a distributed checkpoint, nothing when it is refused.
-std::optional<Index> error_free_index(const std::filesystem::path& path) {
+std::optional<internal::Index> error_free_index(const std::filesystem::path& path) {
   try {
-    return index_of_distcp(path);
+    return internal::index_of_distcp(path);
   } catch (const c10::Error&) {
     return std::nullopt;
   }
@@ -121,14 +125,14 @@ TEST(AllocationMeter, SeesWhatTheLibraryAllocates) {
   const testing::TemporaryFolder folder;
   testing::write_text(folder.path() / "f", std::string(3 << 20, 'x'));
   const testing::AllocationMeter meter;
-  EXPECT_EQ(read_file(folder.path() / "f", 4 << 20).size(), 3 << 20);
+  EXPECT_EQ(internal::read_file(folder.path() / "f", 4 << 20).size(), 3 << 20);
   EXPECT_GE(meter.largest(), 3 << 20);
   EXPECT_LT(meter.largest(), 4 << 20);
   EXPECT_GE(meter.peak(), 3 << 20);
 }
 
 // Reads all that the JSON holds, as whatever it looks like.
-void walk(const JsonView& json) {
+void walk(const internal::JsonView& json) {
   const auto attempt = [](const auto& read) {
     try {
       read();
@@ -139,7 +143,7 @@ void walk(const JsonView& json) {
   attempt([&] { json.number(); });
   attempt([&] { json.integer(); });
   attempt([&] { json.non_negatives(); });
-  attempt([&] { EXPECT_EQ(to_json(state_value_from_json(json)), json.json()); });
+  attempt([&] { EXPECT_EQ(internal::to_json(internal::state_value_from_json(json)), json.json()); });
   if (json.json().is_object()) {
     for (const auto& [key, value] : json.fields()) walk(value);
   } else if (json.json().is_array()) {
@@ -152,47 +156,47 @@ TEST(Fuzz, Json) {
       R"({"a": [1, -2, 3.5, 1e300], "b": {"f64": "inf"}, "c": {"i64[]": [1, 9223372036854775807]}, "d": {"string": "x\u00e9\n"},)"
       R"( "e": {"f64[]": [0.1, "nan"]}, "f": {"bool": true}, "g": [[[[null]]]], "h": {"string[]": ["", "y"]}})";
   fuzz({text}, [&](const std::string& mutated) {
-    const auto json = parse_json(mutated, "fuzz");
-    walk(JsonView(json, "fuzz"));
-    EXPECT_EQ(parse_json(dump_json(json, "fuzz"), "fuzz"), json);
+    const auto json = internal::parse_json(mutated, "fuzz");
+    walk(internal::JsonView(json, "fuzz"));
+    EXPECT_EQ(internal::parse_json(internal::dump_json(json, "fuzz"), "fuzz"), json);
   });
 }
 
 TEST(Fuzz, SafetensorsHeaders) {
-  SafetensorsHeader header;
+  internal::SafetensorsHeader header;
   header.tensors = {
       {"weight", at::kFloat, {2, 3}}, {"bias", at::kBFloat16, {4}}, {"empty", at::kLong, {0, 7}}, {"scalar", at::kDouble, {}}};
   header.metadata = {{"format", "pt"}, {"DCP_SHARDING_INFO", R"({"weight":{"saved_offsets":[0,0]}})"}};
-  const auto text = encode_safetensors(header, "seed").substr(8);
+  const auto text = internal::encode_safetensors(header, "seed").substr(8);
   fuzz({text}, [&](const std::string& mutated) {
     const auto length = static_cast<uint64_t>(mutated.size());
     const auto prefix = std::string(reinterpret_cast<const char*>(&length), 8) + mutated;
     const auto bytes = static_cast<int64_t>(prefix.size()) + 24 + 8 + 8;
-    const auto parsed = parse_safetensors(prefix, bytes, "fuzz");
+    const auto parsed = internal::parse_safetensors(prefix, bytes, "fuzz");
     for (const auto& tensor : parsed.tensors) TORCH_INTERNAL_ASSERT(tensor.begin >= 0 && tensor.end <= bytes);
   });
 }
 
 TEST(Fuzz, SafetensorsFiles) {
   const testing::TemporaryFolder folder;
-  SafetensorsHeader header;
+  internal::SafetensorsHeader header;
   header.tensors = {{"weight", at::kFloat, {2, 3}}};
-  const auto file = encode_safetensors(header, "seed") + std::string(24, 'x');
+  const auto file = internal::encode_safetensors(header, "seed") + std::string(24, 'x');
   fuzz({file}, [&](const std::string& mutated) {
     testing::write_text(folder.path() / "f", mutated);
-    const auto opened = File::open(folder.path() / "f");
-    parse_safetensors(read_safetensors_prefix(opened), opened.size(), "fuzz");
+    const auto opened = internal::File::open(folder.path() / "f");
+    internal::parse_safetensors(internal::read_safetensors_prefix(opened), opened.size(), "fuzz");
   });
 }
 
 TEST(Fuzz, Indexes) {
   const testing::TemporaryFolder folder;
   testing::write_text(folder.path() / "a.safetensors", std::string(300, 'x'));
-  Index index;
+  internal::Index index;
   index.saved_at = 1;
   index.world_size = 2;
-  index.files = {{"a.safetensors", 300, 100, checksum(std::string(100, 'x'))}};
-  const auto sum = [](size_t bytes) { return std::vector<uint64_t>{checksum(std::string(bytes, 'x'))}; };
+  index.files = {{"a.safetensors", 300, 100, internal::checksum(std::string(100, 'x'))}};
+  const auto sum = [](size_t bytes) { return std::vector<uint64_t>{internal::checksum(std::string(bytes, 'x'))}; };
   index.tensors = {
       {"w", {"tied"}, at::kFloat, {4, 4}, "plain", {{{{0, 0}, {3, 4}}, 0, 100, sum(48)}, {{{3, 0}, {1, 4}}, 0, 148, sum(16)}}},
       {"b", {}, at::kByte, {5}, "plain", {{{{0}, {5}}, 0, 164, sum(5)}}}};
@@ -200,14 +204,15 @@ TEST(Fuzz, Indexes) {
                   {"lr", 0.1},
                   {"inf", std::numeric_limits<double>::infinity()},
                   {"list", std::vector<std::string>{"x"}}};
-  const auto text = encode_index(index);
+  const auto text = internal::encode_index(index);
   const auto body = text.substr(text.find('\n') + 1);
   fuzz({body}, [&](const std::string& mutated) {
     // With the right checksum, as a hostile writer would make it.
-    const auto parsed =
-        parse_index("{\"tessera_checkpoint\": 1, \"xxh3\": \"" + to_hex(checksum(mutated)) + "\",\n" + mutated, "fuzz");
-    Reader(folder.path(), parsed, true).verify_all();
-    EXPECT_EQ(encode_index(parse_index(encode_index(parsed), "fuzz")), encode_index(parsed));
+    const auto parsed = internal::parse_index(
+        "{\"tessera_checkpoint\": 1, \"xxh3\": \"" + internal::to_hex(internal::checksum(mutated)) + "\",\n" + mutated, "fuzz");
+    internal::Reader(folder.path(), parsed, true).verify_all();
+    EXPECT_EQ(internal::encode_index(internal::parse_index(internal::encode_index(parsed), "fuzz")),
+              internal::encode_index(parsed));
   });
 }
 
@@ -220,14 +225,14 @@ TEST(Fuzz, HuggingFaceIndexes) {
   const auto index = testing::read_text(path);
   fuzz({index}, [&](const std::string& mutated) {
     testing::write_text(path, mutated);
-    open_checkpoint(folder.path() / "c");
+    internal::open_checkpoint(folder.path() / "c");
   });
 }
 
 TEST(Fuzz, Pickles) {
   const auto metadata = testing::read_text(std::filesystem::path(TESSERA_FIXTURES) / "distcp" / ".metadata");
   fuzz({metadata}, [&](const std::string& mutated) {
-    const Pickle pickle(mutated, "fuzz");
+    const internal::Pickle pickle(mutated, "fuzz");
     EXPECT_NE(pickle.root(), nullptr);
   });
 }
@@ -255,6 +260,20 @@ TEST(Fuzz, DistributedCheckpoints) {
         TORCH_CHECK(index, "refused");
       },
       all_bytes);
+}
+
+TEST(Fuzz, TorchFiles) {
+  const testing::TemporaryFolder folder;
+  const auto path = folder.path() / "model.pt";
+  StateDict state;
+  for (int i = 0; i < 20; ++i) state.add("layers." + std::to_string(i) + ".weight", torch::ones({3, 2}));
+  state.set("step", 7);
+  state.set("names", StateValue(std::vector<std::string>{"a", "b"}));
+  save_torch(state, path);
+  fuzz({testing::read_text(path)}, [&](const std::string& mutated) {
+    testing::write_text(path, mutated);
+    internal::open_checkpoint(path);
+  });
 }
 
 } // namespace

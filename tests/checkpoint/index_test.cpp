@@ -1,7 +1,10 @@
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/index.h>
+#include <torch/torch.h>
 
-#include "temporary_folder.h"
+#include "../support/matchers.h"
+#include "../support/temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -9,8 +12,8 @@ namespace {
 using testing::error_of;
 using ::testing::HasSubstr;
 
-Index example() {
-  Index index;
+internal::Index example() {
+  internal::Index index;
   index.saved_at = 1700000000000000;
   index.world_size = 2;
   index.files = {{"a.safetensors", 8 + 100 + 48, 108, 7}, {"b.safetensors", 8 + 100 + 16, 108, 8}};
@@ -28,40 +31,40 @@ Index example() {
 
 // The index's text after a change to its JSON, with a correct checksum again.
 std::string with_change(const std::string& from, const std::string& to) {
-  auto text = encode_index(example());
+  auto text = internal::encode_index(example());
   auto body = text.substr(text.find('\n') + 1);
   const auto at = body.find(from);
   EXPECT_NE(at, std::string::npos) << from;
   body.replace(at, from.size(), to);
-  return "{\"tessera_checkpoint\": 1, \"xxh3\": \"" + to_hex(checksum(body)) + "\",\n" + body;
+  return "{\"tessera_checkpoint\": 1, \"xxh3\": \"" + internal::to_hex(internal::checksum(body)) + "\",\n" + body;
 }
 
 TEST(Index, ComesBack) {
   const auto index = example();
-  const auto text = encode_index(index);
-  const auto back = parse_index(text, "index.json");
-  EXPECT_EQ(encode_index(back), text);
+  const auto text = internal::encode_index(index);
+  const auto back = internal::parse_index(text, "index.json");
+  EXPECT_EQ(internal::encode_index(back), text);
   EXPECT_EQ(back.values, index.values);
   EXPECT_EQ(back.tensors[0].chunks[1].box, index.tensors[0].chunks[1].box);
   EXPECT_EQ(back.contents().tensors.at("w").sizes, (std::vector<int64_t>{4, 4}));
 }
 
 TEST(Index, EveryFlippedByteIsFound) {
-  const auto text = encode_index(example());
+  const auto text = internal::encode_index(example());
   for (size_t i = 0; i < text.size(); ++i) {
     for (const int bit : {0, 3, 7}) {
       auto damaged = text;
       damaged[i] = static_cast<char>(damaged[i] ^ (1 << bit));
-      ASSERT_THAT(error_of([&] { parse_index(damaged, "index.json"); }), HasSubstr("index.json"))
+      ASSERT_THAT(error_of([&] { internal::parse_index(damaged, "index.json"); }), HasSubstr("index.json"))
           << "byte " << i << " bit " << bit;
     }
   }
 }
 
 TEST(Index, EveryTruncationIsFound) {
-  const auto text = encode_index(example());
+  const auto text = internal::encode_index(example());
   for (size_t size = 0; size < text.size(); ++size) {
-    ASSERT_THAT(error_of([&] { parse_index(text.substr(0, size), "index.json"); }), HasSubstr("index.json")) << size;
+    ASSERT_THAT(error_of([&] { internal::parse_index(text.substr(0, size), "index.json"); }), HasSubstr("index.json")) << size;
   }
 }
 
@@ -87,7 +90,7 @@ TEST(Index, WhatDoesNotFitTogetherIsAnError) {
   };
   for (const auto& [from, to, expected] : cases) {
     const auto text = with_change(from, to);
-    EXPECT_THAT(error_of([&] { parse_index(text, "index.json"); }), HasSubstr(expected)) << from << " -> " << to;
+    EXPECT_THAT(error_of([&] { internal::parse_index(text, "index.json"); }), HasSubstr(expected)) << from << " -> " << to;
   }
 }
 
@@ -103,17 +106,19 @@ TEST(Index, ManyItemsTakeLittleTime) {
   grid.files[0].bytes = 108 + 4 * kMany;
   grid.tensors[0].sizes = {1, kMany};
   for (int64_t i = 0; i < kMany; ++i) grid.tensors[0].chunks.push_back({{{0, i}, {1, 1}}, 0, 108 + 4 * i, {1}});
-  EXPECT_EQ(parse_index(encode_index(tensors), "index.json").tensors.size(), kMany + 2);
-  EXPECT_EQ(parse_index(encode_index(empty), "index.json").tensors[1].chunks.size(), kMany + 1);
-  EXPECT_EQ(parse_index(encode_index(grid), "index.json").tensors[0].chunks.size(), kMany);
+  EXPECT_EQ(internal::parse_index(internal::encode_index(tensors), "index.json").tensors.size(), kMany + 2);
+  EXPECT_EQ(internal::parse_index(internal::encode_index(empty), "index.json").tensors[1].chunks.size(), kMany + 1);
+  EXPECT_EQ(internal::parse_index(internal::encode_index(grid), "index.json").tensors[0].chunks.size(), kMany);
   grid.tensors[0].chunks[7].box.offsets[1] = 5;
-  EXPECT_THAT(error_of([&] { parse_index(encode_index(grid), "index.json"); }), HasSubstr("tensor \"w\": its chunks overlap"));
+  EXPECT_THAT(error_of([&] { internal::parse_index(internal::encode_index(grid), "index.json"); }),
+              HasSubstr("tensor \"w\": its chunks overlap"));
 }
 
 TEST(Index, AFolderWithoutOneIsNotComplete) {
   const testing::TemporaryFolder folder;
-  EXPECT_THAT(error_of([&] { read_index(folder.path()); }), HasSubstr("is not a complete checkpoint: it has no index.json"));
-  EXPECT_THAT(error_of([&] { read_index(folder.path() / "none"); }), HasSubstr("no such folder"));
+  EXPECT_THAT(error_of([&] { internal::read_index(folder.path()); }),
+              HasSubstr("is not a complete checkpoint: it has no index.json"));
+  EXPECT_THAT(error_of([&] { internal::read_index(folder.path() / "none"); }), HasSubstr("no such folder"));
 }
 
 } // namespace

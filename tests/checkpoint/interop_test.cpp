@@ -1,7 +1,9 @@
 // Our files, read by the safetensors package and by PyTorch's distributed checkpoint; theirs, read by us.
+#include <gtest/gtest.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/dtensor/api.h>
+#include <torch/torch.h>
 
 #include "../support/matchers.h"
 #include "../support/subprocess.h"

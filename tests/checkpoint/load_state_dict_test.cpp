@@ -1,8 +1,11 @@
 // State dicts in other forms (whole, on the host, on rank 0 alone), and loads from state dicts in memory.
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/dtensor/api.h>
+#include <torch/torch.h>
 
 #include "../support/matchers.h"
+#include "../support/world.h"
 #include "sharded_training.h"
 #include "shared_folder.h"
 
@@ -11,30 +14,17 @@ namespace {
 
 using ::testing::ElementsAre;
 using testing::error_of;
+using testing::expect_same;
 using ::testing::IsEmpty;
 using testing::SharedFolder;
 using testing::Training;
 using testing::whole_tensor;
+using testing::world_rank;
+using testing::world_size;
 
-int rank() { return process_context().rank(); }
-int world_size() { return process_context().world_size(); }
-
-// Every tensor and value of `expected`, bit for bit.
-void expect_same(const StateDict& actual, const StateDict& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& entry : expected.entries()) {
-    SCOPED_TRACE(entry.name);
-    if (entry.is_tensor()) {
-      EXPECT_TENSORS_EQUAL(whole_tensor(actual.tensor(entry.name)), whole_tensor(expected.tensor(entry.name)));
-    } else {
-      EXPECT_EQ(actual.value(entry.name), expected.value(entry.name));
-    }
-  }
-}
-
-constexpr StateDictOptions kFull{.full_state_dict = true};
-constexpr StateDictOptions kRank0{.full_state_dict = true, .cpu_offload = true, .rank0_only = true};
-constexpr StateDictOptions kFromRank0{.broadcast_from_rank0 = true};
+const StateDictOptions kFull{.full_state_dict = true};
+const StateDictOptions kRank0{.full_state_dict = true, .cpu_offload = true, .rank0_only = true};
+const StateDictOptions kFromRank0{.broadcast_from_rank0 = true};
 
 TEST(StateDictOptions, FullTensorsArePlainCopiesOnEveryRank) {
   for (const auto& strategy : testing::strategies(world_size())) {
@@ -61,8 +51,8 @@ TEST(StateDictOptions, Rank0OnlyLeavesTheOthersEmpty) {
   training.step(0);
   const auto whole = state_dict(training.model, training.optimizer, kFull);
   const auto state = state_dict(training.model, training.optimizer, kRank0);
-  EXPECT_EQ(state.size(), rank() == 0 ? whole.size() : 0);
-  if (rank() == 0) expect_same(state, whole);
+  EXPECT_EQ(state.size(), world_rank() == 0 ? whole.size() : 0);
+  if (world_rank() == 0) expect_same(state, whole);
   EXPECT_EQ(error_of([&] { state_dict(training.model, {.rank0_only = true}); }),
             "state dict: rank0_only needs full_state_dict: without it every rank holds a part");
 }
@@ -95,8 +85,9 @@ TEST(StateDictOptions, FrozenParametersAreLeftOutOnRequest) {
   load_state_dict(other.model, state, trained);
   EXPECT_TENSORS_EQUAL(whole_tensor(other.model.frozen), frozen);
   EXPECT_TENSORS_EQUAL(whole_tensor(other.model.scale), whole_tensor(training.model.scale));
-  EXPECT_EQ(error_of([&] { load_state_dict(other.model, state); }).substr(0, 90),
-            "checkpoint: cannot load a state dict: rank 0: the state dict does not fit:\nmissing in the ");
+  EXPECT_THAT(error_of([&] { load_state_dict(other.model, state); }),
+              ::testing::StartsWith("checkpoint: cannot load a state dict: " + testing::all_ranks() +
+                                    ": the state dict does not fit:\nmissing in the "));
 }
 
 TEST(StateDictOptions, MetaTensorsHaveNoCopy) {
@@ -130,6 +121,38 @@ TEST(LoadStateDict, EveryFormLoadsIntoEveryStrategy) {
   }
 }
 
+// As after any other write, what autograd saved of the weights can be used no more.
+TEST(LoadStateDict, ABackwardOfAForwardBeforeTheLoadIsAnError) {
+  const SharedFolder folder;
+  auto strategies = testing::strategies_and_layouts();
+  strategies.emplace_back("plain");
+  for (const auto& strategy : strategies) {
+    Training training(strategy, 1), other(strategy, 2);
+    const auto whole = state_dict(other.model, kFull), on_rank0 = state_dict(other.model, kRank0);
+    checkpoint::save(state_dict(other.model), folder.path() / strategy);
+    const auto loss_of = [](Training& each) { return each.model.forward(torch::arange(11)).square().mean(); };
+    loss_of(other).backward();
+    const std::pair<const char*, std::function<void()>> loads[] = {
+        {"load", [&] { checkpoint::load(state_dict(training.model), folder.path() / strategy); }},
+        {"of parts", [&] { load_state_dict(training.model, state_dict(other.model)); }},
+        {"of whole tensors", [&] { load_state_dict(training.model, whole); }},
+        {"from rank 0", [&] { load_state_dict(training.model, on_rank0, kFromRank0); }}};
+    for (const auto& [name, load] : loads) {
+      SCOPED_TRACE(strategy + ", " + name);
+      const auto loss = loss_of(training);
+      load();
+      EXPECT_THROWS_WITH(loss.backward(), "has been modified by an inplace operation");
+      training.optimizer.zero_grad();
+      loss_of(training).backward();
+      const auto expected = other.model.named_parameters();
+      for (const auto& item : training.model.named_parameters()) {
+        if (!item.value().requires_grad()) continue;
+        EXPECT_TENSORS_CLOSE(whole_tensor(item.value().grad()), whole_tensor(expected[item.key()].grad())) << item.key();
+      }
+    }
+  }
+}
+
 TEST(LoadStateDict, MissingUnexpectedAndDifferentNamesAreListedOnEveryRankBeforeAnythingIsWritten) {
   Training saved("full-ragged", 1), target("full-ragged", 2);
   auto state = state_dict(saved.model, kFull);
@@ -144,17 +167,15 @@ TEST(LoadStateDict, MissingUnexpectedAndDifferentNamesAreListedOnEveryRankBefore
       "the state dict does not fit:\nmissing in the state dict:\n  scale\n  shift\nunexpected in the state dict:\n  extra\n  "
       "step\n"
       "different in the state dict:\n  frozen: saved as Float[3, 8], to be loaded into Float[3, 7]";
-  std::string expected = "checkpoint: cannot load a state dict: ";
-  for (int r = 0; r < world_size(); ++r) expected += c10::str(r > 0 ? "\n" : "", "rank ", r, ": ", problems);
+  const auto expected = "checkpoint: cannot load a state dict: " + testing::all_ranks() + ": " + problems;
   EXPECT_EQ(error_of([&] { load_state_dict(target.model, state); }), expected);
-  EXPECT_EQ(error_of([&] { load_state_dict(target.model, rank() == 0 ? state : StateDict(), kFromRank0); }), expected);
+  EXPECT_EQ(error_of([&] { load_state_dict(target.model, world_rank() == 0 ? state : StateDict(), kFromRank0); }), expected);
   expect_same(state_dict(target.model, kFull), before);
 
   const StateDictOptions lenient{.strict = false};
   EXPECT_THAT(error_of([&] { load_state_dict(target.model, state, lenient); }),
-              ::testing::EndsWith("rank " + std::to_string(world_size() - 1) +
-                                  ": the state dict does not fit:\ndifferent in the state dict:\n"
-                                  "  frozen: saved as Float[3, 8], to be loaded into Float[3, 7]"));
+              ::testing::EndsWith(testing::all_ranks() + ": the state dict does not fit:\ndifferent in the state dict:\n"
+                                                         "  frozen: saved as Float[3, 8], to be loaded into Float[3, 7]"));
   state.erase("frozen");
   const auto keys = load_state_dict(target.model, state, lenient);
   EXPECT_THAT(keys.missing_keys, ElementsAre("scale", "frozen", "shift"));
@@ -167,7 +188,7 @@ TEST(LoadStateDict, AnErrorOfOneRankIsAnErrorOnAll) {
   Training saved("full-ragged", 1), target("full-ragged", 2);
   auto state = state_dict(saved.model, kFull);
   const int last = world_size() - 1;
-  if (rank() == last) state.erase("scale");
+  if (world_rank() == last) state.erase("scale");
   EXPECT_EQ(error_of([&] { load_state_dict(target.model, state); }),
             c10::str("checkpoint: cannot load a state dict: rank ", last,
                      ": the state dict does not fit:\nmissing in the state dict:\n  scale"));
@@ -176,7 +197,7 @@ TEST(LoadStateDict, AnErrorOfOneRankIsAnErrorOnAll) {
     EXPECT_THAT(error_of([&] { load_state_dict(target.model, parts, kFromRank0); }),
                 ::testing::ContainsRegex("rank 0: broadcast_from_rank0 needs whole tensors, and \".*\" is a DTensor"));
     StateDict others;
-    if (rank() == last) others.add("b", torch::zeros({2}));
+    if (world_rank() == last) others.add("b", torch::zeros({2}));
     StateDict source;
     source.add("b", torch::ones({2}));
     EXPECT_EQ(error_of([&] { load_state_dict(others, source, {.strict = false, .broadcast_from_rank0 = true}); }),
@@ -190,16 +211,16 @@ TEST(LoadStateDict, RanksThatWouldGatherDifferentTensorsAreAnErrorOnAll) {
   const auto a = distribute_tensor(torch::full({4}, 1.0), mesh, {Shard{0}}),
              b = distribute_tensor(torch::full({4}, 2.0), mesh, {Shard{0}});
   StateDict source, target;
-  source.add(rank() == 0 ? "a" : "b", rank() == 0 ? a : b);
+  source.add(world_rank() == 0 ? "a" : "b", world_rank() == 0 ? a : b);
   for (const auto* name : {"a", "b"}) target.add(name, torch::zeros({4}));
   EXPECT_EQ(error_of([&] { load_state_dict(target, source, {.strict = false}); }),
             "checkpoint: cannot load a state dict: rank 1 would gather other tensors than rank 0");
   EXPECT_TENSORS_EQUAL(target.tensor("a"), torch::zeros({4}));
   StateDict own, plain; // whole tensors are not gathered: each rank may load others
-  own.add(c10::str("rank", rank()), torch::zeros({4}));
-  plain.add(c10::str("rank", rank()), torch::ones({4}));
+  own.add(c10::str("rank", world_rank()), torch::zeros({4}));
+  plain.add(c10::str("rank", world_rank()), torch::ones({4}));
   load_state_dict(own, plain);
-  EXPECT_TENSORS_EQUAL(own.tensor(c10::str("rank", rank())), torch::ones({4}));
+  EXPECT_TENSORS_EQUAL(own.tensor(c10::str("rank", world_rank())), torch::ones({4}));
 }
 
 TEST(LoadStateDict, AModuleOrOptimizerThatOneRankCannotReadIsAnErrorOnAll) {
@@ -207,7 +228,7 @@ TEST(LoadStateDict, AModuleOrOptimizerThatOneRankCannotReadIsAnErrorOnAll) {
   const auto state = state_dict(training.model, training.optimizer, kFull);
   const int last = world_size() - 1;
   auto parameters = training.model.parameters();
-  if (rank() == last) parameters.push_back(torch::zeros({2}, at::requires_grad()));
+  if (world_rank() == last) parameters.push_back(torch::zeros({2}, at::requires_grad()));
   torch::optim::AdamW optimizer(parameters);
   const auto cause = c10::str(": rank ", last, ": ");
   EXPECT_THAT(error_of([&] { load_state_dict(training.model, optimizer, state); }),
@@ -221,7 +242,7 @@ TEST(StateDictOptions, RanksThatWouldGatherDifferentTensorsAreAnErrorOnAll) {
   Training training("full-ragged", 1);
   torch::optim::AdamW fresh(training.model.parameters());
   training.step(0);
-  auto& optimizer = rank() == 0 ? fresh : training.optimizer; // rank 0's has no state yet
+  auto& optimizer = world_rank() == 0 ? fresh : training.optimizer; // rank 0's has no state yet
   EXPECT_THAT(
       error_of([&] { state_dict(training.model, optimizer, kFull); }),
       ::testing::MatchesRegex("checkpoint: cannot gather a state dict: rank [0-9] would gather other tensors than rank 0"));
@@ -243,7 +264,7 @@ TEST(LoadStateDict, TiedTensorsOfTheTargetMustBeEqualInTheSource) {
 TEST(LoadStateDict, ValuesAndTensorsOfTheUserTravelToo) {
   StateDict source, target;
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(uint64_t{17});
-  if (rank() == 0) {
+  if (world_rank() == 0) {
     source.add("rng", generator.get_state());
     source.set("step", 12);
     source.set("position", StateValue(std::vector<int64_t>{3, 4}));

@@ -1,7 +1,10 @@
 // A run that is saved and resumed with a new model and a new optimizer goes on exactly as the uninterrupted one.
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
+#include <torch/torch.h>
 
-#include "temporary_folder.h"
+#include "../support/matchers.h"
+#include "../support/temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -18,10 +21,12 @@ torch::nn::Sequential make_model(int64_t seed) {
 double train_step(torch::nn::Sequential& model, torch::optim::Optimizer& optimizer, int64_t step) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 + step));
   const auto x = torch::randn({16, 4}, generator), y = torch::randn({16, 2}, generator);
-  optimizer.zero_grad();
-  const auto loss = torch::mse_loss(model->forward(x), y);
-  loss.backward();
-  optimizer.step();
+  const auto loss = optimizer.step([&] {
+    optimizer.zero_grad();
+    auto each = torch::mse_loss(model->forward(x), y);
+    each.backward();
+    return each;
+  });
   return loss.item<double>();
 }
 
@@ -78,10 +83,46 @@ TEST_P(Resume, GoesOnExactly) {
   }
 }
 
+TEST(OptimizerCheckpoint, LbfgsGoesOnExactly) {
+  const TemporaryFolder folder;
+  for (const auto& search : {std::optional<std::string>(), std::optional<std::string>("strong_wolfe")}) {
+    for (const int64_t at : {0, 1, 3}) {
+      auto model = make_model(1), resumed = make_model(2);
+      const auto options = torch::optim::LBFGSOptions(0.5).max_iter(3).history_size(4).line_search_fn(search);
+      torch::optim::LBFGS optimizer(model->parameters(), options), fresh(resumed->parameters(), options);
+      for (int64_t step = 0; step < at; ++step) train_step(model, optimizer, step);
+      const auto path = folder.path() / c10::str(search.value_or("none"), at);
+      save(state_dict(*model, optimizer), path);
+      if (at != 1) train_step(resumed, fresh, 0);
+      load(state_dict(*resumed, fresh), path);
+      for (int64_t step = at; step < at + 3; ++step)
+        ASSERT_EQ(train_step(model, optimizer, step), train_step(resumed, fresh, step)) << "step " << step << " after " << at;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(AllOptimizers, Resume,
                          ::testing::Values("Adam", "AdamAmsgrad", "AdamW", "AdamWAmsgrad", "SGD", "SGDMomentum", "RMSprop",
                                            "RMSpropCentered", "Adagrad"),
                          [](const auto& info) { return info.param; });
+
+TEST(OptimizerCheckpoint, AParameterListedTwiceHasOneState) {
+  const TemporaryFolder folder;
+  const auto doubled = [](torch::nn::Sequential& model) {
+    auto parameters = model->parameters();
+    parameters.push_back(parameters[0]);
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(parameters);
+    groups.emplace_back(std::vector<torch::Tensor>{parameters[1]});
+    return torch::optim::AdamW(groups, torch::optim::AdamWOptions(0.01));
+  };
+  auto model = make_model(1), resumed = make_model(2);
+  auto optimizer = doubled(model), fresh = doubled(resumed);
+  for (int64_t step = 0; step < 3; ++step) train_step(model, optimizer, step);
+  save(state_dict(*model, optimizer), folder.path() / "saved");
+  load(state_dict(*resumed, fresh), folder.path() / "saved");
+  for (int64_t step = 3; step < 6; ++step) ASSERT_EQ(train_step(model, optimizer, step), train_step(resumed, fresh, step));
+}
 
 TEST(OptimizerCheckpoint, AnotherOptimizerIsAnError) {
   const TemporaryFolder folder;

@@ -1,14 +1,22 @@
 // Checkpoints of unsharded state, by one process without a process group.
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/reader.h>
+#include <torch/torch.h>
 
-#include "temporary_folder.h"
+#include <atomic>
+#include <set>
+#include <thread>
+
+#include "../support/matchers.h"
+#include "../support/temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using testing::error_of;
 using ::testing::HasSubstr;
@@ -67,7 +75,7 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   return x.numel() == 0 || std::memcmp(x.data_ptr(), y.data_ptr(), x.nbytes()) == 0;
 }
 
-void expect_same(const StateDict& a, const StateDict& b) {
+void expect_same_bytes(const StateDict& a, const StateDict& b) {
   ASSERT_EQ(a.size(), b.size());
   for (const auto& entry : a.entries()) {
     if (entry.is_tensor()) {
@@ -90,7 +98,7 @@ TEST(PlainCheckpoint, EverythingComesBack) {
     options.verify = verify;
     const auto report = load(loaded, folder.path() / "new" / "step-1", options);
     EXPECT_TRUE(report.missing.empty() && report.unused.empty());
-    expect_same(saved, loaded);
+    expect_same_bytes(saved, loaded);
   }
 }
 
@@ -127,7 +135,7 @@ TEST(PlainCheckpoint, AnExistingTargetIsNeverChanged) {
   save(example(2), path, overwrite);
   auto loaded = example(3);
   load(loaded, path);
-  expect_same(example(2), loaded);
+  expect_same_bytes(example(2), loaded);
   EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("c", "latest"));
 }
 
@@ -142,17 +150,112 @@ TEST(PlainCheckpoint, OnlyACheckpointIsReplaced) {
   save(example(1), folder.path() / "runs" / "c");
   EXPECT_THAT(error("runs"),
               ::testing::ContainsRegex("runs holds (c|latest), which is no part of a checkpoint, so it is not replaced"));
-  save_hugging_face(weights(1), folder.path() / "model");
-  save_hugging_face(weights(2), folder.path() / "model", {.overwrite = true});
-  write_text(folder.path() / "model" / "tokenizer.json", "{}");
-  EXPECT_THAT(error_of([&] { save_hugging_face(weights(3), folder.path() / "model", {.overwrite = true}); }),
-              HasSubstr("model holds tokenizer.json, which is no part of a checkpoint"));
-  auto kept = weights(0);
-  load(kept, folder.path() / "model");
-  EXPECT_EQ(kept.tensor("w")[0].item<double>(), 2);
   std::filesystem::create_directory(folder.path() / "empty");
-  EXPECT_EQ(error("empty"), "");
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("file", "runs", "model", "empty", "latest"));
+  EXPECT_EQ(error("empty"), "no error");
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("file", "runs", "empty", "latest"));
+}
+
+TEST(PlainCheckpoint, AnExportLeavesTheOtherFilesOfItsFolder) {
+  const TemporaryFolder folder;
+  const auto model = folder.path() / "model";
+  const auto weight = [&] {
+    auto loaded = weights(0);
+    load(loaded, model);
+    return loaded.tensor("w")[0].item<double>();
+  };
+  std::filesystem::create_directory(model);
+  write_text(model / "adapter_config.json", "{}");
+  write_text(folder.path() / "shared.json", "[]");
+  std::filesystem::create_symlink("../shared.json", model / "tokenizer.json");
+  save_hugging_face(weights(1), model); // replaces nothing
+  EXPECT_EQ(weight(), 1);
+  EXPECT_THAT(error_of([&] { save_hugging_face(weights(2), model); }), HasSubstr("model exists already"));
+  save_hugging_face(weights(2), model, {.overwrite = true});
+  EXPECT_EQ(weight(), 2);
+  EXPECT_THAT(names_in(model), UnorderedElementsAre("adapter_config.json", "tokenizer.json", "model.safetensors"));
+  EXPECT_EQ(read_text(model / "adapter_config.json"), "{}");
+  EXPECT_EQ(read_text(model / "tokenizer.json"), "[]");
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("model", "shared.json"));
+  // Not a whole tree, and nothing in place of a file.
+  std::filesystem::create_directory(model / "logs");
+  for (const bool overwrite : {false, true}) {
+    EXPECT_THAT(error_of([&] { save_hugging_face(weights(3), folder.path(), {.overwrite = overwrite}); }),
+                HasSubstr("holds model, which is neither a part of a checkpoint nor a file"));
+    EXPECT_THAT(error_of([&] { save_hugging_face(weights(3), folder.path() / "shared.json", {.overwrite = overwrite}); }),
+                HasSubstr("shared.json exists already and is no folder"));
+  }
+  EXPECT_THAT(error_of([&] { save_hugging_face(weights(3), model, {.overwrite = true}); }), HasSubstr("model holds logs"));
+  EXPECT_EQ(weight(), 2);
+}
+
+TEST(PlainCheckpoint, ALoadWithAFilterTakesAPart) {
+  const TemporaryFolder folder;
+  const auto path = folder.path() / "c";
+  torch::nn::Linear model(2, 2);
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  model->forward(torch::ones({1, 2})).sum().backward();
+  optimizer.step();
+  auto saved = state_dict(*model, optimizer);
+  saved.add("spare", torch::ones({2}));
+  saved.set("step", 3);
+  save(saved, path);
+
+  torch::nn::Linear other(2, 2);
+  torch::optim::SGD fresh(other->parameters(), torch::optim::SGDOptions(0.5).momentum(0.9));
+  const auto bias = other->bias.detach().clone();
+  auto state = state_dict(*other, fresh);
+  state.add("lost", torch::full({2}, 5.0));
+  state.set("epoch", 1);
+  const auto report = load(state, path, {.filter = [](const std::string& name) { return name == "weight"; }});
+  EXPECT_TENSORS_EQUAL(other->weight, model->weight);
+  EXPECT_TENSORS_EQUAL(other->bias, bias);
+  EXPECT_TRUE(fresh.state().empty());
+  EXPECT_EQ(fresh.param_groups()[0].options().get_lr(), 0.5);
+  EXPECT_EQ(report.missing.size() + report.unused.size(), 0);
+  // What it accepts is still asked for on both sides.
+  EXPECT_THAT(error_of([&] { load(state, path, {.filter = [](const auto& name) { return !name.starts_with("optimizer."); }}); }),
+              AllOf(HasSubstr("not in the checkpoint:\n  lost\n  epoch"), HasSubstr("not asked for:\n  spare\n  step")));
+  const auto only = [](const std::string& prefix) { return [prefix](const auto& name) { return name.starts_with(prefix); }; };
+  EXPECT_THAT(error_of([&] { load(state, path, {.filter = only("optimizer.state.bias.")}); }),
+              HasSubstr("of the names that begin with \"optimizer.\" it must accept all or none"));
+  load(state, path, {.filter = only("optimizer.")});
+  EXPECT_EQ(fresh.param_groups()[0].options().get_lr(), 0.1);
+  EXPECT_EQ(fresh.state().size(), 2);
+  EXPECT_TENSORS_EQUAL(other->bias, bias);
+}
+
+// `rename` comes after it.
+TEST(PlainCheckpoint, AFilterSeesTheNamesOfTheState) {
+  const TemporaryFolder folder;
+  torch::nn::Linear swapped(2, 2);
+  const auto swap = [](const std::string& name) { return name == "weight" ? std::string("other") : name; };
+  StateDict renamed;
+  renamed.add("other", torch::ones({2, 2}));
+  renamed.add("bias", torch::ones({2}));
+  save(renamed, folder.path() / "r");
+  auto target = state_dict(*swapped);
+  load(target, folder.path() / "r", {.filter = [](const auto& name) { return name == "bias"; }, .rename = swap});
+  EXPECT_TENSORS_EQUAL(swapped->bias, torch::ones({2}));
+}
+
+TEST(PlainCheckpoint, ErrorsOfALoadSayWhatWouldHelp) {
+  const TemporaryFolder folder;
+  StateDict saved;
+  saved.add("model.w", torch::ones({2}));
+  save(saved, folder.path() / "c");
+  StateDict state;
+  state.add("w", torch::ones({2}));
+  const auto wrong = [](const std::string& name) { return "net." + name; };
+  const auto error = error_of([&] { load(state, folder.path() / "c", {.rename = wrong}); });
+  EXPECT_THAT(error, HasSubstr("not in the checkpoint:\n  w, looked for as \"net.w\"\n"));
+  EXPECT_THAT(error, HasSubstr("in the checkpoint, and not asked for:\n  model.w\n"));
+  EXPECT_THAT(error, HasSubstr("LoadOptions::allow_missing"));
+  StateDict wide;
+  wide.add("model.w", torch::ones({2}, at::kDouble));
+  EXPECT_THAT(error_of([&] { load(wide, folder.path() / "c"); }), HasSubstr("\nLoadOptions::cast converts between dtypes"));
+  StateDict longer;
+  longer.add("model.w", torch::ones({3}, at::kDouble));
+  EXPECT_THAT(error_of([&] { load(longer, folder.path() / "c", {.cast = true}); }), ::testing::Not(HasSubstr("::cast")));
 }
 
 TEST(PlainCheckpoint, ACheckpointHasAVisibleNameOfItsOwn) {
@@ -272,7 +375,7 @@ TEST(PlainCheckpoint, TornOnesAreErrorsThatNameTheFile) {
   std::filesystem::remove(path / kFile);
   EXPECT_THAT(error(), HasSubstr(std::string(kFile) + ": No such file or directory"));
   write_text(path / kFile, whole);
-  EXPECT_EQ(error(), "");
+  EXPECT_EQ(error(), "no error");
   write_text(path / "index.json", index.substr(0, index.size() / 2));
   EXPECT_THAT(error(), HasSubstr("index.json: damaged"));
   std::filesystem::remove(path / "index.json");
@@ -289,7 +392,7 @@ TEST(PlainCheckpoint, AFlippedByteIsFoundAndNamed) {
   saved.add("second", torch::randn({5}));
   save(saved, path);
   const auto whole = read_text(path / kFile);
-  const auto index = read_index(path);
+  const auto index = internal::read_index(path);
   const auto data = static_cast<size_t>(index.files[0].data_begin);
   const auto error_at = [&](size_t byte) {
     auto damaged = whole;
@@ -312,10 +415,10 @@ TEST(PlainCheckpoint, ReadsOnlyTheBlocksItNeeds) {
   StateDict saved;
   saved.add("t", torch::arange(4 << 20).view({4096, 1024}).to(at::kInt)); // 16 blocks
   save(saved, folder.path() / "c");
-  const auto index = read_index(folder.path() / "c");
-  const auto read = [&](const Box& box) {
-    Reader reader(folder.path() / "c", index, true);
-    const Piece piece{box, torch::zeros(box.sizes, at::kInt)};
+  const auto index = internal::read_index(folder.path() / "c");
+  const auto read = [&](const internal::Box& box) {
+    internal::Reader reader(folder.path() / "c", index, true);
+    const internal::Piece piece{box, torch::zeros(box.sizes, at::kInt)};
     reader.read(index.tensors[0], piece);
     EXPECT_TRUE(torch::equal(piece.data,
                              saved.tensor("t").narrow(0, box.offsets[0], box.sizes[0]).narrow(1, box.offsets[1], box.sizes[1])));
@@ -325,7 +428,7 @@ TEST(PlainCheckpoint, ReadsOnlyTheBlocksItNeeds) {
   EXPECT_EQ(read({{255, 0}, {2, 1024}}), 2 << 20);
   EXPECT_EQ(read({{256, 0}, {512, 1024}}), 2 << 20);
   EXPECT_EQ(read({{100, 7}, {300, 3}}), 2 << 20);
-  EXPECT_EQ(read(whole({4096, 1024})), 16 << 20);
+  EXPECT_EQ(read(internal::whole({4096, 1024})), 16 << 20);
 }
 
 TEST(Latest, IsTheNewestCompleteCheckpoint) {
@@ -384,44 +487,130 @@ TEST(Latest, PassesOverFoldersOfOthersButNotOverADamagedIndex) {
   }
 }
 
+TEST(Latest, OfWhatCannotBeListedIsAnError) {
+  EXPECT_EQ(latest("/nowhere/at/all"), "");
+  EXPECT_THAT(error_of([] { latest(std::string(300, 'x')); }), HasSubstr("checkpoint: cannot list xxx"));
+}
+
+TEST(Latest, PassesOverADamagedOneThatIsOlder) {
+  const TemporaryFolder folder;
+  const auto damage = [&](const std::string& name) {
+    write_text(folder.path() / name / "index.json", std::string(internal::kIndexStart));
+  };
+  save(example(1), folder.path() / "step-1");
+  damage("step-1");
+  EXPECT_THAT(error_of([&] { latest(folder.path()); }),
+              AllOf(HasSubstr("step-1/index.json: "), HasSubstr("No whole checkpoint beside it is newer")));
+  save(example(1), folder.path() / "step-2");
+  EXPECT_EQ(latest(folder.path()), folder.path() / "step-2");
+  save(example(1), folder.path() / "step-3");
+  damage("step-3");
+  const auto later = std::filesystem::last_write_time(folder.path() / "step-2" / "index.json") + std::chrono::seconds(1);
+  std::filesystem::last_write_time(folder.path() / "step-3" / "index.json", later);
+  EXPECT_THAT(error_of([&] { latest(folder.path()); }), HasSubstr("step-3/index.json: "));
+  std::filesystem::remove_all(folder.path() / "step-3");
+  EXPECT_EQ(latest(folder.path()), folder.path() / "step-2");
+}
+
+// Asks for the latest while another thread saves a hundred times, at last to `last`.
+void poll_while_saving(const std::filesystem::path& root, const std::function<void(int)>& save_step, const std::string& last) {
+  std::atomic<bool> saving{true};
+  std::thread saver([&] {
+    for (int step = 1; step <= 100; ++step) save_step(step);
+    saving = false;
+  });
+  int calls = 0, empty = 0;
+  std::set<std::string> errors{"no error"};
+  for (; saving; ++calls) errors.insert(error_of([&] { empty += latest(root).empty() ? 1 : 0; }));
+  saver.join();
+  EXPECT_THAT(errors, ElementsAre("no error")) << calls << " calls";
+  EXPECT_EQ(empty, 0) << calls << " calls";
+  EXPECT_EQ(latest(root), root / last);
+}
+
+TEST(Latest, AlwaysFindsOneWhileOthersSaveAndRemove) {
+  for (const bool beside_damaged : {false, true}) {
+    SCOPED_TRACE(beside_damaged);
+    const TemporaryFolder folder;
+    if (beside_damaged) {
+      std::filesystem::create_directory(folder.path() / "step-0");
+      write_text(folder.path() / "step-0" / internal::kIndexName, internal::kIndexStart); // older than all others
+    }
+    save({}, folder.path() / "step-1", {.overwrite = true});
+    poll_while_saving(
+        folder.path(), [&](int step) { save({}, folder.path() / c10::str("step-", step), {.overwrite = true, .keep_last = 1}); },
+        "step-100");
+  }
+}
+
+TEST(Latest, AlwaysFindsOneWhileItIsReplaced) {
+  const TemporaryFolder folder;
+  save({}, folder.path() / "a");
+  poll_while_saving(
+      folder.path(), [&](int) { save({}, folder.path() / "a", {.overwrite = true}); }, "a");
+}
+
+TEST(Index, ALargeFileOfOthersIsNotRead) {
+  const TemporaryFolder folder;
+  const auto path = folder.path() / "index.json";
+  write_text(path, "{}");
+  std::filesystem::resize_file(path, uintmax_t{4} << 30); // sparse
+  EXPECT_THAT(error_of([&] { internal::read_index(folder.path()); }), HasSubstr("index.json: not the index of a checkpoint"));
+  write_text(path, internal::kIndexStart);
+  std::filesystem::resize_file(path, uintmax_t{4} << 30);
+  EXPECT_THAT(error_of([&] { internal::read_index(folder.path()); }),
+              HasSubstr("index.json has 4294967296 bytes, more than the 536870912 it may have"));
+}
+
 TEST(Latest, IsTheLastOneAlsoWhenTheClockWasSetBack) {
   const TemporaryFolder folder;
-  save({}, folder.path() / "future");
-  auto index = read_index(folder.path() / "future");
+  const auto future = folder.path() / "step-3";
+  save({}, future);
+  auto index = internal::read_index(future);
   index.saved_at += int64_t{3600} * 1'000'000;
-  write_text(folder.path() / "future" / "index.json", encode_index(index));
-  save({}, folder.path() / "b", {.keep_last = 2});
-  EXPECT_EQ(latest(folder.path()), folder.path() / "b");
-  save({}, folder.path() / "c", {.keep_last = 2});
-  EXPECT_EQ(latest(folder.path()), folder.path() / "c");
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("b", "c", "latest"));
+  write_text(future / "index.json", internal::encode_index(index));
+  save({}, folder.path() / "step-2", {.keep_last = 2});
+  EXPECT_EQ(latest(folder.path()), folder.path() / "step-2");
+  save({}, folder.path() / "step-1", {.keep_last = 2});
+  EXPECT_EQ(latest(folder.path()), folder.path() / "step-1");
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("step-2", "step-1", "latest"));
 }
 
 TEST(KeepLast, RemovesTheOldestWithTheirHiddenRemains) {
   const TemporaryFolder folder;
   SaveOptions options;
   options.keep_last = 2;
-  std::filesystem::create_directory(folder.path() / "no-checkpoint");
-  for (const auto* name : {"b", "a", "d", "c"}) save({}, folder.path() / name, options);
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("d", "c", "latest", "no-checkpoint"));
+  std::filesystem::create_directory(folder.path() / "step-0");
+  for (const auto* name : {"step-2", "step-1", "step-40", "step-3"}) save({}, folder.path() / name, options);
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("step-40", "step-3", "latest", "step-0"));
   std::filesystem::create_directory(folder.path() / ".x.removing-1-1");
   options.keep_last = 0;
   save({}, folder.path() / "e", options);
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("d", "c", "e", "latest", "no-checkpoint"));
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("step-40", "step-3", "e", "latest", "step-0"));
   options.keep_last = -1;
   EXPECT_THAT(error_of([&] { save({}, folder.path() / "f", options); }), HasSubstr("keep_last is -1"));
 }
 
 TEST(KeepLast, LeavesWhatIsNoWholeCheckpoint) {
   const TemporaryFolder folder;
-  std::filesystem::create_directory(folder.path() / "web");
-  write_text(folder.path() / "web" / "index.json", "{\"name\": 1}");
-  save(example(1), folder.path() / "damaged");
-  auto text = read_text(folder.path() / "damaged" / "index.json");
+  std::filesystem::create_directory(folder.path() / "step-0");
+  write_text(folder.path() / "step-0" / "index.json", "{\"name\": 1}");
+  save(example(1), folder.path() / "step-1");
+  auto text = read_text(folder.path() / "step-1" / "index.json");
   text.pop_back();
-  write_text(folder.path() / "damaged" / "index.json", text);
-  for (const auto* name : {"a", "b", "c"}) save(example(1), folder.path() / name, {.keep_last = 1});
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("web", "damaged", "c", "latest"));
+  write_text(folder.path() / "step-1" / "index.json", text);
+  for (const auto* name : {"step-2", "step-3", "step-4"}) save(example(1), folder.path() / name, {.keep_last = 1});
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("step-0", "step-1", "step-4", "latest"));
+}
+
+TEST(KeepLast, LeavesOtherSeries) {
+  const TemporaryFolder folder;
+  for (const auto* name : {"best", "best-1", "epoch-1"}) save({}, folder.path() / name);
+  for (const auto* name : {"step-1", "step-20"}) save({}, folder.path() / name, {.keep_last = 1});
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("best", "best-1", "epoch-1", "step-20", "latest"));
+  EXPECT_THAT(error_of([&] { save({}, folder.path() / "last", {.keep_last = 1}); }),
+              HasSubstr("keep_last counts checkpoints whose names differ in a number, as step-100 and step-200, and \"last\" has "
+                        "none"));
 }
 
 TEST(Verify, ListsEverythingThatIsWrong) {

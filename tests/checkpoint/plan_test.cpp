@@ -1,6 +1,8 @@
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/plan.h>
+#include <torch/torch.h>
 
-#include "temporary_folder.h"
+#include "../support/matchers.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -8,30 +10,30 @@ namespace {
 using testing::error_of;
 using ::testing::HasSubstr;
 
-Holding sharded(const std::string& name, std::vector<int64_t> sizes, std::vector<Box> boxes) {
-  return {name, {}, at::kFloat, std::move(sizes), "(Shard(0)) on [2]", false, std::move(boxes)};
+internal::Holding sharded(const std::string& name, std::vector<int64_t> sizes, std::vector<internal::Box> boxes) {
+  return {name, {}, at::kFloat, std::move(sizes), "(Shard(0)) on [2]", "DeviceMesh(cpu, [0, 1])", std::move(boxes)};
 }
 
-Holding plain(const std::string& name, const std::vector<int64_t>& sizes) {
-  return {name, {}, at::kFloat, sizes, "plain", true, {whole(sizes)}};
+internal::Holding plain(const std::string& name, const std::vector<int64_t>& sizes) {
+  return {name, {}, at::kFloat, sizes, "plain", "", {internal::whole(sizes)}};
 }
 
-using Holdings = std::vector<Holding>;
+using Holdings = std::vector<internal::Holding>;
 
 TEST(SavePlan, EachShardGoesToItsRank) {
   const Holdings first{sharded("w", {5}, {{{0}, {3}}})}, second{sharded("w", {5}, {{{3}, {2}}})};
-  const auto plan = plan_tensors({first, second});
+  const auto plan = internal::plan_tensors({first, second});
   ASSERT_EQ(plan.size(), 1);
   ASSERT_EQ(plan[0].parts.size(), 2);
   EXPECT_EQ(plan[0].parts[0].rank, 0);
   EXPECT_EQ(plan[0].parts[1].rank, 1);
-  EXPECT_EQ(plan[0].parts[1].box, (Box{{3}, {2}}));
+  EXPECT_EQ(plan[0].parts[1].box, (internal::Box{{3}, {2}}));
 }
 
 TEST(SavePlan, ReplicatedPartsAreWrittenOnceAndBalanced) {
   Holdings all;
-  for (int i = 0; i < 10; ++i) all.push_back(sharded("w" + std::to_string(i), {100 + i}, {whole({100 + i})}));
-  const auto plan = plan_tensors({all, all, all});
+  for (int i = 0; i < 10; ++i) all.push_back(sharded("w" + std::to_string(i), {100 + i}, {internal::whole({100 + i})}));
+  const auto plan = internal::plan_tensors({all, all, all});
   std::vector<int64_t> load(3, 0);
   for (const auto& tensor : plan) {
     ASSERT_EQ(tensor.parts.size(), 1) << tensor.what.name;
@@ -42,36 +44,36 @@ TEST(SavePlan, ReplicatedPartsAreWrittenOnceAndBalanced) {
 }
 
 TEST(SavePlan, ReplicatedPartsFillUpWhatShardsLeave) {
-  const auto big = sharded("big", {1000}, {whole({1000})}), copy = sharded("copy", {10}, {whole({10})});
+  const auto big = sharded("big", {1000}, {internal::whole({1000})}), copy = sharded("copy", {10}, {internal::whole({10})});
   const Holdings both{big, copy}, one{copy};
-  EXPECT_EQ(plan_tensors({both, one})[1].parts[0].rank, 1);
+  EXPECT_EQ(internal::plan_tensors({both, one})[1].parts[0].rank, 1);
 }
 
 TEST(SavePlan, PlainTensorsAreTheLowestRanks) {
   const Holdings none, some{plain("b", {4})};
-  const auto plan = plan_tensors({none, some, some});
+  const auto plan = internal::plan_tensors({none, some, some});
   ASSERT_EQ(plan[0].parts.size(), 1);
   EXPECT_EQ(plan[0].parts[0].rank, 1);
 }
 
 TEST(SavePlan, EmptyTensorsAreWrittenByTheLowestRank) {
   const Holdings none, some{sharded("e", {0, 3}, {})};
-  const auto plan = plan_tensors({none, some, some});
+  const auto plan = internal::plan_tensors({none, some, some});
   ASSERT_EQ(plan[0].parts.size(), 1);
   EXPECT_EQ(plan[0].parts[0].rank, 1);
-  EXPECT_EQ(plan[0].parts[0].box, whole({0, 3}));
+  EXPECT_EQ(plan[0].parts[0].box, internal::whole({0, 3}));
 }
 
 TEST(SavePlan, ValuesAreMerged) {
-  const StateValues first{{"step", int64_t{3}}, {"nan", std::nan("")}};
-  const StateValues second{{"step", int64_t{3}}, {"nan", std::nan("")}, {"rng.1", std::string("x")}};
-  const auto values = merge_values({first, second});
+  const internal::StateValues first{{"step", int64_t{3}}, {"nan", std::nan("")}};
+  const internal::StateValues second{{"step", int64_t{3}}, {"nan", std::nan("")}, {"rng.1", std::string("x")}};
+  const auto values = internal::merge_values({first, second});
   ASSERT_EQ(values.size(), 3);
   EXPECT_EQ(values[2].first, "rng.1");
 }
 
 TEST(SavePlan, ErrorsNameTheTensorAndTheRanks) {
-  const auto error = [](const std::vector<Holdings>& ranks) { return error_of([&] { plan_tensors(ranks); }); };
+  const auto error = [](const std::vector<Holdings>& ranks) { return error_of([&] { internal::plan_tensors(ranks); }); };
   const Holdings four{plain("b", {4})}, five{plain("b", {5})};
   EXPECT_THAT(error({four, five}), HasSubstr("tensor \"b\" is Float[4] on rank 0 and Float[5] on rank 1"));
   const Holdings low{sharded("w", {5}, {{{0}, {3}}})}, high{sharded("w", {5}, {{{2}, {3}}})}, none{sharded("w", {5}, {})};
@@ -79,17 +81,17 @@ TEST(SavePlan, ErrorsNameTheTensorAndTheRanks) {
   EXPECT_THAT(error({low, high}), HasSubstr("\"w\": rank 0 holds [0:3] and rank 1 holds [2:5], which overlap"));
   const Holdings outside{sharded("w", {5}, {{{0}, {6}}})};
   EXPECT_THAT(error({outside}), HasSubstr("rank 0 holds [0:6] of a tensor of shape [5]"));
-  const StateValues three{{"step", int64_t{3}}}, more{{"step", int64_t{4}}};
+  const internal::StateValues three{{"step", int64_t{3}}}, more{{"step", int64_t{4}}};
   EXPECT_THAT(error_of([&] {
-                merge_values({three, more});
+                internal::merge_values({three, more});
               }),
               HasSubstr("value \"step\" is {\"i64\":3} on rank 0 and {\"i64\":4} on rank 1"));
 }
 
 TEST(Planner, KeepsThePlanWhileNothingChanges) {
-  const Ranks ranks;
-  Planner planner;
-  RankState state{{plain("b", {4})}, {{"step", int64_t{1}}}};
+  const internal::Ranks ranks;
+  internal::Planner planner;
+  internal::RankState state{{plain("b", {4})}, {{"step", int64_t{1}}}};
   const auto* parts = planner.plan(ranks, state).tensors[0].parts.data();
   state.values[0].second = int64_t{2};
   const auto& again = planner.plan(ranks, state);
@@ -100,14 +102,14 @@ TEST(Planner, KeepsThePlanWhileNothingChanges) {
 }
 
 TEST(Planner, ANameThatIsATensorAndAValueIsAnError) {
-  Planner planner;
-  const RankState state{{plain("step", {1})}, {{"step", int64_t{3}}}};
-  EXPECT_THAT(error_of([&] { planner.plan(Ranks(), state); }),
+  internal::Planner planner;
+  const internal::RankState state{{plain("step", {1})}, {{"step", int64_t{3}}}};
+  EXPECT_THAT(error_of([&] { planner.plan(internal::Ranks(), state); }),
               HasSubstr("\"step\" is a tensor on one rank and a value on another"));
   auto tied = plain("a", {1});
   tied.aliases = {"b"};
   EXPECT_THAT(error_of([&] {
-                planner.plan(Ranks(), {{tied, plain("b", {1})}, {}});
+                planner.plan(internal::Ranks(), {{tied, plain("b", {1})}, {}});
               }),
               HasSubstr("\"b\" is a tensor on one rank and a tied name on another"));
 }
@@ -116,7 +118,7 @@ TEST(Holdings, ComeBackFromJson) {
   Holdings tensors{plain("b", {4, 2}), sharded("w", {5}, {{{0}, {3}}, {{4}, {1}}}), plain("s", {})};
   tensors[0].aliases = {"c", "d"};
   const auto json = to_json(tensors);
-  const auto back = holdings_from_json(JsonView(json, "message"));
+  const auto back = internal::holdings_from_json(internal::JsonView(json, "message"));
   EXPECT_EQ(to_json(back), json);
   EXPECT_EQ(back[0].aliases, tensors[0].aliases);
   EXPECT_EQ(back[1].boxes, tensors[1].boxes);

@@ -20,18 +20,18 @@ using tessera::StateDict;
 using tessera::testing::Training;
 using Whole = c10::Dict<std::string, at::Tensor>;
 
-constexpr tessera::StateDictOptions kFull{.full_state_dict = true};
+const tessera::StateDictOptions kFull{.full_state_dict = true};
 
 StateDict whole_state(Training& training) { return tessera::state_dict(training.model, training.optimizer, kFull); }
 
 // All values as one text: numbers are written with all their digits.
 std::string values_of(const StateDict& state) {
-  tessera::checkpoint::StateValues values;
+  tessera::internal::StateValues values;
   for (const auto& entry : state.entries()) {
     if (!entry.is_tensor()) values.emplace_back(entry.name, std::get<tessera::StateValue>(entry.content));
   }
   std::sort(values.begin(), values.end());
-  return tessera::checkpoint::to_json(values).dump();
+  return tessera::internal::to_json(values).dump();
 }
 
 // PyTorch's own format, so that what is compared never passed through a checkpoint.

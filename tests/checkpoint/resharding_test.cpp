@@ -1,11 +1,13 @@
 // A checkpoint saved at any world size, under any strategy and layout, loads bit for bit at any other.
+#include <gtest/gtest.h>
+
 #include <set>
 #include <tuple>
 
 #include "../support/subprocess.h"
 #include "../support/sweep.h"
+#include "../support/temporary_folder.h"
 #include "sharded_training.h"
-#include "temporary_folder.h"
 
 namespace tessera {
 namespace {

@@ -1,6 +1,10 @@
+#include <gmock/gmock.h>
+#include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/safetensors.h>
+#include <torch/torch.h>
 
-#include "temporary_folder.h"
+#include "../support/matchers.h"
+#include "../support/temporary_folder.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -17,18 +21,18 @@ std::string prefix_of(const std::string& json) {
 
 std::string parse_error(const std::string& json, int64_t data_bytes) {
   const auto prefix = prefix_of(json);
-  return error_of([&] { parse_safetensors(prefix, static_cast<int64_t>(prefix.size()) + data_bytes, "file"); });
+  return error_of([&] { internal::parse_safetensors(prefix, static_cast<int64_t>(prefix.size()) + data_bytes, "file"); });
 }
 
 TEST(Safetensors, HeaderComesBack) {
-  SafetensorsHeader header;
+  internal::SafetensorsHeader header;
   header.tensors = {
       {"a", at::kDouble, {2, 3}}, {"scalar", at::kFloat, {}}, {"empty", at::kLong, {0, 4}}, {"b", at::kBFloat16, {5}}};
   header.metadata = {{"format", "pt"}, {"quote", "\"\n"}};
-  const auto prefix = encode_safetensors(header, "file");
+  const auto prefix = internal::encode_safetensors(header, "file");
   EXPECT_EQ(prefix.size() % 8, 0);
   EXPECT_EQ(static_cast<int64_t>(prefix.size()), header.data_begin);
-  const auto parsed = parse_safetensors(prefix, header.data_begin + 48 + 4 + 10, "file");
+  const auto parsed = internal::parse_safetensors(prefix, header.data_begin + 48 + 4 + 10, "file");
   EXPECT_EQ(parsed.metadata, header.metadata);
   ASSERT_EQ(parsed.tensors.size(), 4);
   for (const auto& tensor : header.tensors) {
@@ -46,15 +50,15 @@ TEST(Safetensors, EveryDtypeHasItsName) {
   for (const auto dtype :
        {at::kBool, at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble,
         at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kUInt16, at::kUInt32, at::kUInt64, at::kComplexFloat}) {
-    EXPECT_EQ(dtype_from_safetensors(safetensors_dtype(dtype, "t"), "t"), dtype);
+    EXPECT_EQ(internal::dtype_from_safetensors(internal::safetensors_dtype(dtype, "t"), "t"), dtype);
   }
-  EXPECT_THAT(error_of([] { safetensors_dtype(at::kComplexDouble, "tensor \"t\""); }),
+  EXPECT_THAT(error_of([] { internal::safetensors_dtype(at::kComplexDouble, "tensor \"t\""); }),
               HasSubstr("tensor \"t\": the safetensors format has no dtype ComplexDouble"));
 }
 
 TEST(Safetensors, MalformedHeadersAreErrorsThatNameTheTensor) {
   const auto tensor = [](const std::string& fields) { return "{\"w\":{" + fields + "}}"; };
-  EXPECT_EQ(parse_error(tensor(R"("dtype":"F32","shape":[2],"data_offsets":[0,8])"), 8), "");
+  EXPECT_EQ(parse_error(tensor(R"("dtype":"F32","shape":[2],"data_offsets":[0,8])"), 8), "no error");
   const std::vector<std::tuple<std::string, int64_t, std::string>> cases{
       {"", 0, "does not start with '{'"},
       {"[]", 0, "does not start with '{'"},
@@ -92,26 +96,27 @@ TEST(Safetensors, FilesTooShortForTheirHeaderAreErrors) {
   const auto path = folder.path() / "file.safetensors";
   const auto error_for = [&](const std::string& bytes) {
     write_text(path, bytes);
-    return error_of([&] { read_safetensors_prefix(File::open(path)); });
+    return error_of([&] { internal::read_safetensors_prefix(internal::File::open(path)); });
   };
   EXPECT_THAT(error_for(""), HasSubstr("0 bytes are too few"));
   EXPECT_THAT(error_for("1234567"), HasSubstr("7 bytes are too few"));
   EXPECT_THAT(error_for(prefix_of("{}").substr(0, 9)), HasSubstr("a header of 2 bytes in a file of 9"));
   EXPECT_THAT(error_for(std::string(16, '\xff')), HasSubstr("a header of 18446744073709551615 bytes in a file of 16"));
-  EXPECT_EQ(error_for(prefix_of("{}")), "");
-  EXPECT_THAT(error_of([&] { File::open(folder.path() / "none"); }), HasSubstr("none: No such file or directory"));
-  EXPECT_THAT(error_of([&] { File::open(folder.path()); }), HasSubstr("not a regular file"));
+  EXPECT_EQ(error_for(prefix_of("{}")), "no error");
+  EXPECT_THAT(error_of([&] { internal::File::open(folder.path() / "none"); }), HasSubstr("none: No such file or directory"));
+  EXPECT_THAT(error_of([&] { internal::File::open(folder.path()); }), HasSubstr("not a regular file"));
 }
 
 TEST(Safetensors, NamesThatCannotBeWrittenAreErrors) {
-  SafetensorsHeader twice, reserved, binary;
+  internal::SafetensorsHeader twice, reserved, binary;
   twice.tensors = {{"a", at::kFloat, {1}}, {"a", at::kFloat, {1}}};
-  EXPECT_THAT(error_of([&] { encode_safetensors(twice, "file"); }), HasSubstr("\"a\" is reserved or appears twice"));
+  EXPECT_THAT(error_of([&] { internal::encode_safetensors(twice, "file"); }), HasSubstr("\"a\" is reserved or appears twice"));
   reserved.tensors = {{"__metadata__", at::kFloat, {1}}};
   reserved.metadata = {{"format", "pt"}};
-  EXPECT_THAT(error_of([&] { encode_safetensors(reserved, "file"); }), HasSubstr("reserved"));
+  EXPECT_EQ(error_of([&] { internal::encode_safetensors(reserved, "file"); }),
+            "file: tensor name \"__metadata__\" is reserved or appears twice");
   binary.tensors = {{"\xff", at::kFloat, {1}}};
-  EXPECT_THAT(error_of([&] { encode_safetensors(binary, "file"); }), HasSubstr("cannot be written as JSON"));
+  EXPECT_THAT(error_of([&] { internal::encode_safetensors(binary, "file"); }), HasSubstr("cannot be written as JSON"));
 }
 
 } // namespace

@@ -1,34 +1,40 @@
 // Saves that fail on one rank, writers that compete, and damage to a checkpoint.
+#include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checkpointer.h>
 #include <tessera/checkpoint/index.h>
+#include <torch/torch.h>
 
 #include <sys/mount.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <random>
 #include <thread>
 
+#include "../support/matchers.h"
+#include "../support/world.h"
 #include "shared_folder.h"
+#include "small_disk.h"
 
 namespace tessera::checkpoint {
 namespace {
 
 using testing::error_of;
+using testing::FileSizeLimit;
 using ::testing::HasSubstr;
+using testing::last_rank;
+using testing::make_disk;
 using testing::read_text;
 using testing::SharedFolder;
+using testing::SmallDisk;
+using testing::world_rank;
 using testing::write_text;
-
-int rank() { return process_context().rank(); }
-int last() { return process_context().world_size() - 1; }
 
 StateDict state_of(int64_t elements, double value) {
   StateDict state;
-  state.add(c10::str("rank", rank(), ".large"), torch::full({elements}, value));
-  state.add(c10::str("rank", rank(), ".small"), torch::full({3, 5}, value));
+  state.add(c10::str("rank", world_rank(), ".large"), torch::full({elements}, value));
+  state.add(c10::str("rank", world_rank(), ".small"), torch::full({3, 5}, value));
   state.set("value", value);
   return state;
 }
@@ -36,41 +42,21 @@ StateDict state_of(int64_t elements, double value) {
 void expect_loads(const std::filesystem::path& checkpoint, int64_t elements, double value) {
   auto state = state_of(elements, -1);
   load(state, checkpoint);
-  EXPECT_TRUE((state.tensor(c10::str("rank", rank(), ".large")) == value).all().item<bool>());
+  EXPECT_TRUE((state.tensor(c10::str("rank", world_rank(), ".large")) == value).all().item<bool>());
   EXPECT_EQ(state.value<double>("value"), value);
 }
-
-// Files that this process writes may not grow beyond `bytes` while this lives.
-class FileSizeLimit {
- public:
-  explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit limit{bytes, before_.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  FileSizeLimit(const FileSizeLimit&) = delete;
-  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
-  ~FileSizeLimit() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, handler_);
-  }
-
- private:
-  rlimit before_{};
-  void (*handler_)(int);
-};
 
 TEST(Safety, AWriteErrorOfOneRankIsAnErrorOnAllAndTheOldCheckpointStays) {
   const SharedFolder folder;
   const auto path = folder.path() / "c";
   save(state_of(500'000, 1), path);
   std::optional<FileSizeLimit> limit;
-  if (rank() == last()) limit.emplace(1 << 20);
+  if (world_rank() == last_rank()) limit.emplace(1 << 20);
   SaveOptions overwrite;
   overwrite.overwrite = true;
   const auto error = error_of([&] { save(state_of(500'000, 2), path, overwrite); });
   limit.reset();
-  EXPECT_THAT(error, HasSubstr(c10::str("rank ", last(), ": cannot write")));
+  EXPECT_THAT(error, HasSubstr(c10::str("rank ", last_rank(), ": cannot write")));
   EXPECT_THAT(error, HasSubstr("File too large"));
   SharedFolder::barrier();
   expect_loads(path, 500'000, 1);
@@ -78,36 +64,6 @@ TEST(Safety, AWriteErrorOfOneRankIsAnErrorOnAllAndTheOldCheckpointStays) {
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder.path())) ++entries;
   EXPECT_EQ(entries, 2); // the checkpoint and the link to it
   SharedFolder::barrier();
-}
-
-// A small file system of its own, where this process may mount one.
-class SmallDisk {
- public:
-  SmallDisk(const std::filesystem::path& folder, const std::string& options, unsigned long flags) : folder_(folder) {
-    std::filesystem::create_directories(folder);
-    mounted_ = ::mount("tmpfs", folder.c_str(), "tmpfs", flags, options.c_str()) == 0;
-  }
-  SmallDisk(const SmallDisk&) = delete;
-  SmallDisk& operator=(const SmallDisk&) = delete;
-  ~SmallDisk() {
-    if (mounted_) ::umount2(folder_.c_str(), MNT_DETACH);
-  }
-  bool mounted() const { return mounted_; }
-
- private:
-  std::filesystem::path folder_;
-  bool mounted_ = false;
-};
-
-// Rank 0 makes the disk; every rank learns whether it could.
-bool make_disk(std::optional<SmallDisk>& disk, const std::filesystem::path& folder, const std::string& options,
-               unsigned long flags) {
-  if (rank() == 0) {
-    disk.emplace(folder, options, flags);
-    if (disk->mounted()) write_text(folder.string() + ".mounted", "");
-  }
-  SharedFolder::barrier();
-  return std::filesystem::exists(folder.string() + ".mounted");
 }
 
 TEST(Safety, AFullDiskIsAnErrorOnAllAndTheOldCheckpointStays) {
@@ -151,7 +107,7 @@ class AsUser {
 TEST(Safety, AFolderWithoutWritePermissionIsAnErrorOnAll) {
   const SharedFolder folder;
   const auto parent = folder.path() / "kept";
-  if (rank() == 0) {
+  if (world_rank() == 0) {
     using std::filesystem::perms;
     std::filesystem::create_directory(parent);
     std::filesystem::permissions(parent, perms(0555));
@@ -174,12 +130,12 @@ TEST(Safety, ATruncatedFileIsNamedOnEveryRank) {
   const SharedFolder folder;
   const auto path = folder.path() / "c";
   save(state_of(10, 1), path);
-  const auto file = read_index(path).files.back();
+  const auto file = internal::read_index(path).files.back();
   SharedFolder::barrier();
-  if (rank() == 0) std::filesystem::resize_file(path / file.name, static_cast<uintmax_t>(file.bytes) - 1);
+  if (world_rank() == 0) std::filesystem::resize_file(path / file.name, static_cast<uintmax_t>(file.bytes) - 1);
   SharedFolder::barrier();
   EXPECT_THAT(error_of([&] { load(state_of(10, 1), path); }),
-              HasSubstr(c10::str("rank ", last(), ": ", (path / file.name).string(), " has ", file.bytes - 1,
+              HasSubstr(c10::str("rank ", last_rank(), ": ", (path / file.name).string(), " has ", file.bytes - 1,
                                  " bytes where the checkpoint wrote ", file.bytes)));
   SharedFolder::barrier();
 }
@@ -188,16 +144,16 @@ TEST(Safety, AVanishedFileIsNamedOnEveryRank) {
   const SharedFolder folder;
   const auto path = folder.path() / "c";
   save(state_of(10, 1), path);
-  const auto gone = read_index(path).files.back().name;
+  const auto gone = internal::read_index(path).files.back().name;
   SharedFolder::barrier();
-  if (rank() == 0) std::filesystem::remove(path / gone);
+  if (world_rank() == 0) std::filesystem::remove(path / gone);
   SharedFolder::barrier();
   EXPECT_THAT(error_of([&] { load(state_of(10, 1), path); }),
-              HasSubstr(c10::str("rank ", last(), ": cannot open ", (path / gone).string(), ": No such file or directory")));
+              HasSubstr(c10::str("rank ", last_rank(), ": cannot open ", (path / gone).string(), ": No such file or directory")));
 }
 
 TEST(Safety, OfTwoWritersToOneFolderOneWins) {
-  if (last() > 0) GTEST_SKIP() << "two threads of one process, without a process group between them";
+  if (last_rank() > 0) GTEST_SKIP() << "two threads of one process, without a process group between them";
   const SharedFolder folder;
   for (int i = 0; i < 20; ++i) {
     const auto path = folder.path() / std::to_string(i);
@@ -206,9 +162,9 @@ TEST(Safety, OfTwoWritersToOneFolderOneWins) {
     std::thread first(write, 0), second(write, 1);
     first.join();
     second.join();
-    ASSERT_NE(errors[0].empty(), errors[1].empty()) << errors[0] << "\n" << errors[1];
+    ASSERT_NE(errors[0] == "no error", errors[1] == "no error") << errors[0] << "\n" << errors[1];
     EXPECT_THAT(errors[0] + errors[1], HasSubstr("xists")); // "exists already", or from the rename "File exists"
-    expect_loads(path, 50'000, errors[0].empty() ? 0 : 1);
+    expect_loads(path, 50'000, errors[0] == "no error" ? 0 : 1);
   }
 }
 
@@ -220,14 +176,14 @@ TEST(Safety, OfASaveInTheBackgroundAndAnotherToOneFolderOneWins) {
     background.save(state_of(50'000, 1), path);
     const auto error = error_of([&] { save(state_of(50'000, 2), path); });
     const auto background_error = error_of([&] { background.wait(); });
-    EXPECT_NE(error.empty(), background_error.empty()) << error << "\n" << background_error;
+    EXPECT_NE(error == "no error", background_error == "no error") << error << "\n" << background_error;
     EXPECT_THAT(error + background_error, HasSubstr("xists"));
-    expect_loads(path, 50'000, error.empty() ? 2 : 1);
+    expect_loads(path, 50'000, error == "no error" ? 2 : 1);
   }
 }
 
 // The tensor that a byte of a data file belongs to; empty for the header.
-std::string tensor_at(const Index& index, const std::string& file, int64_t byte) {
+std::string tensor_at(const internal::Index& index, const std::string& file, int64_t byte) {
   for (const auto& tensor : index.tensors) {
     for (const auto& chunk : tensor.chunks) {
       const auto bytes = chunk.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
@@ -241,9 +197,9 @@ TEST(Safety, EveryFlippedByteIsFoundAndNamed) {
   const SharedFolder folder;
   const auto path = folder.path() / "c";
   save(state_of(1'000, 1), path);
-  if (rank() != 0) return;
-  const auto index = read_index(path);
-  std::vector<std::pair<std::string, std::string>> files{{kIndexName, read_text(path / kIndexName)}};
+  if (world_rank() != 0) return;
+  const auto index = internal::read_index(path);
+  std::vector<std::pair<std::string, std::string>> files{{internal::kIndexName, read_text(path / internal::kIndexName)}};
   for (const auto& file : index.files) files.emplace_back(file.name, read_text(path / file.name));
   std::mt19937 generator(1);
   for (int i = 0; i < 1000; ++i) {
@@ -258,7 +214,7 @@ TEST(Safety, EveryFlippedByteIsFoundAndNamed) {
     const auto tensor = tensor_at(index, name, static_cast<int64_t>(byte));
     const auto expected = tensor.empty() ? name : "tensor \"" + tensor + "\"";
     ASSERT_THAT(findings[0], HasSubstr(expected));
-    if (last() == 0) {
+    if (last_rank() == 0) {
       const auto error = error_of([&] { load(state_of(1'000, 1), path); });
       ASSERT_THAT(error, ::testing::AllOf(HasSubstr(name), HasSubstr(expected))) << " byte " << byte;
     }

@@ -1,7 +1,9 @@
 // Sharded tensors, saved under every layout and loaded under every other one, on meshes of every size that the job has ranks for.
+#include <gtest/gtest.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/dtensor/api.h>
+#include <torch/torch.h>
 
 #include "../support/matchers.h"
 #include "../support/sweep.h"
@@ -104,7 +106,7 @@ StateDict zeros_like(const StateDict& state) {
   return zeros;
 }
 
-void expect_same(const StateDict& actual, const StateDict& expected) {
+void expect_same_shards(const StateDict& actual, const StateDict& expected) {
   const auto local = [](const at::Tensor& tensor) { return is_dtensor(tensor) ? DTensor(tensor).local() : tensor; };
   for (const auto& entry : expected.entries()) {
     SCOPED_TRACE(entry.name);
@@ -129,7 +131,7 @@ TEST(ShardedCheckpoint, EveryLayoutLoadsIntoEveryOther) {
     SCOPED_TRACE(names[from] + " to " + names[to]);
     auto state = zeros_like(states[to]);
     load(state, folder.path() / std::to_string(from));
-    expect_same(state, states[to]);
+    expect_same_shards(state, states[to]);
   }
 }
 
@@ -139,7 +141,7 @@ TEST(ShardedCheckpoint, EveryElementIsWrittenOnce) {
     const auto path = folder.path() / layout.name;
     save(sharded_state(layout, mesh_of(layout)), path);
     int64_t bytes = 0, expected = 4;
-    for (const auto& file : read_index(path).files) bytes += file.bytes - file.data_begin;
+    for (const auto& file : internal::read_index(path).files) bytes += file.bytes - file.data_begin;
     for (const auto& shape : kShapes) expected += 4 * c10::multiply_integers(shape);
     EXPECT_EQ(bytes, expected) << layout.name;
   }
@@ -152,7 +154,7 @@ TEST(ShardedCheckpoint, ReplicatedTensorsAreBalancedOverRanks) {
   StateDict state;
   for (int i = 0; i < 4 * n; ++i) state.add(std::to_string(i), distribute_tensor(torch::full({1000}, i), mesh, {Replicate{}}));
   save(state, folder.path() / "c");
-  const auto index = read_index(folder.path() / "c");
+  const auto index = internal::read_index(folder.path() / "c");
   ASSERT_EQ(index.files.size(), n);
   for (const auto& file : index.files) EXPECT_EQ(file.bytes - file.data_begin, 4 * 8000) << file.name;
 }

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "../support/matchers.h"
+
 namespace tessera::testing {
 
 /// A small model with odd sizes, a 0-dim parameter, a tied parameter, a frozen one and a buffer.
@@ -55,7 +57,9 @@ inline std::vector<std::string> strategies_and_layouts() {
           "hybrid-per-parameter", "no-shard-ragged",    "no-shard-per-parameter"};
 }
 
-inline void shard(TrainedModel& model, const std::string& strategy) {
+/// Each of `blocks` is a group, and the rest of `model` one.
+inline void shard(torch::nn::Module& model, const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
+                  const std::string& strategy) {
   if (strategy == "plain") return; // every rank trains on the whole batch
   const int64_t n = process_context().world_size();
   const int64_t replicas = n % 2 == 0 ? 2 : 1;
@@ -67,26 +71,40 @@ inline void shard(TrainedModel& model, const std::string& strategy) {
     replicate(model, mesh, options);
     return;
   }
-  for (auto& block : *model.blocks) fully_shard(*block, mesh, options);
+  for (const auto& block : blocks) fully_shard(*block, mesh, options);
   fully_shard(model, mesh, options);
 }
+inline void shard(TrainedModel& model, const std::string& strategy) { shard(model, model.blocks->children(), strategy); }
 
-/// One step on a batch that depends on `step` alone, of which each rank takes its part (all of it under "plain"); the mean loss.
-inline double train_step(TrainedModel& model, torch::optim::Optimizer& optimizer, const std::string& strategy, int64_t step) {
+inline double mean_over_ranks(const at::Tensor& loss) {
   auto& context = process_context();
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 + step));
-  auto tokens = torch::randint(0, 11, {12, 6}, generator, at::kLong);
-  if (strategy != "plain") tokens = tokens.chunk(context.world_size())[context.rank()];
-  optimizer.zero_grad();
-  const auto logits = model.forward(tokens.slice(1, 0, 5));
-  const auto loss = torch::nn::functional::cross_entropy(logits.reshape({-1, 11}), tokens.slice(1, 1, 6).reshape({-1}));
-  loss.backward();
-  optimizer.step();
   std::vector<int64_t> world(static_cast<size_t>(context.world_size()));
   std::iota(world.begin(), world.end(), 0);
   const auto mean = loss.detach().clone();
   context.communicator(world, at::kCPU)->all_reduce(mean, ReduceOp::kAvg, "loss").wait();
   return mean.item<double>();
+}
+
+/// This rank's rows of a batch (all of them under "plain").
+inline at::Tensor rows_of(const at::Tensor& batch, const std::string& strategy) {
+  return strategy == "plain" ? batch : batch.chunk(process_context().world_size())[process_context().rank()];
+}
+
+/// The loss of this rank's rows of a batch that depends on `step` alone.
+inline at::Tensor loss_of(TrainedModel& model, const std::string& strategy, int64_t step) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 + step));
+  const auto tokens = rows_of(torch::randint(0, 11, {12, 6}, generator, at::kLong), strategy);
+  const auto logits = model.forward(tokens.slice(1, 0, 5));
+  return torch::nn::functional::cross_entropy(logits.reshape({-1, 11}), tokens.slice(1, 1, 6).reshape({-1}));
+}
+
+/// One step; the mean loss.
+inline double train_step(TrainedModel& model, torch::optim::Optimizer& optimizer, const std::string& strategy, int64_t step) {
+  optimizer.zero_grad();
+  const auto loss = loss_of(model, strategy, step);
+  loss.backward();
+  optimizer.step();
+  return mean_over_ranks(loss);
 }
 
 /// A model and its optimizer under a strategy.
@@ -114,6 +132,19 @@ struct Training {
 /// The whole tensor, plain; every rank of a DTensor's mesh calls it.
 inline at::Tensor whole_tensor(const at::Tensor& tensor) {
   return is_dtensor(tensor) ? DTensor(tensor.detach()).full_tensor() : tensor.detach();
+}
+
+/// Every tensor and value of `expected`, bit for bit; every rank calls it.
+inline void expect_same(const StateDict& actual, const StateDict& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (const auto& entry : expected.entries()) {
+    SCOPED_TRACE(entry.name);
+    if (entry.is_tensor()) {
+      EXPECT_TENSORS_EQUAL(whole_tensor(actual.tensor(entry.name)), whole_tensor(expected.tensor(entry.name)));
+    } else {
+      EXPECT_EQ(actual.value(entry.name), expected.value(entry.name));
+    }
+  }
 }
 
 } // namespace tessera::testing

@@ -6,24 +6,27 @@
 
 #include <optional>
 
-#include "temporary_folder.h"
+#include "../support/temporary_folder.h"
 
 namespace tessera::testing {
 
 /// An empty folder that all ranks see; every rank makes it and lets it go at the same point of the program.
 class SharedFolder {
  public:
-  SharedFolder() {
+  explicit SharedFolder(const std::filesystem::path& parent = std::filesystem::temp_directory_path()) {
     auto& context = process_context();
     static int made = 0;
     const auto key = c10::str("shared-folder/", made++);
     if (context.rank() == 0) {
-      folder_.emplace();
+      folder_.emplace(parent);
       context.store()->set(key, folder_->path().string());
     }
     path_ = context.store()->get_to_str(key);
   }
-  ~SharedFolder() { barrier(); }
+  /// A test that fails after it has left the job fails for its own reason.
+  ~SharedFolder() {
+    if (is_initialized()) barrier();
+  }
   const std::filesystem::path& path() const { return path_; }
 
   static void barrier() {

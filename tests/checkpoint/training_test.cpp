@@ -1,6 +1,8 @@
 // Sharded models and their optimizers, saved and loaded under every strategy.
+#include <gtest/gtest.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/index.h>
+#include <torch/torch.h>
 
 #include "../support/matchers.h"
 #include "../support/sweep.h"
@@ -10,23 +12,11 @@
 namespace tessera::checkpoint {
 namespace {
 
+using testing::expect_same;
 using testing::shard;
 using testing::SharedFolder;
 using testing::TrainedModel;
 using testing::Training;
-using testing::whole_tensor;
-
-void expect_same(const StateDict& actual, const StateDict& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& entry : expected.entries()) {
-    SCOPED_TRACE(entry.name);
-    if (entry.is_tensor()) {
-      EXPECT_TENSORS_EQUAL(whole_tensor(actual.tensor(entry.name)), whole_tensor(expected.tensor(entry.name)));
-    } else {
-      EXPECT_EQ(actual.value(entry.name), expected.value(entry.name));
-    }
-  }
-}
 
 TEST(TrainingCheckpoint, EveryStrategyLoadsIntoEveryOther) {
   const SharedFolder folder;
@@ -73,7 +63,7 @@ TEST(TrainingCheckpoint, EachRankWritesItsShare) {
   save(saved.state(), folder.path() / "c");
   std::map<std::string, int64_t> bytes; // by rank: "shard-00001", …
   int64_t total = 0;
-  for (const auto& file : read_index(folder.path() / "c").files) {
+  for (const auto& file : internal::read_index(folder.path() / "c").files) {
     bytes[file.name.substr(0, 11)] += file.bytes - file.data_begin;
     total += file.bytes - file.data_begin;
   }

@@ -1,8 +1,13 @@
 #include "../support/matchers.h"
 
+#include <tessera/collectives/gather_texts.h>
 #include <tessera/collectives/process_context.h>
 #include <torch/torch.h>
 
+#include <sched.h>
+
+#include <filesystem>
+#include <map>
 #include <numeric>
 
 namespace tessera {
@@ -43,7 +48,7 @@ at::Tensor reduced(const std::vector<at::Tensor>& tensors, ReduceOp op) {
   return {};
 }
 
-TEST(Collectives, all_gather_holds_every_rank_in_order) {
+TEST(Collectives, AllGatherHoldsEveryRankInOrder) {
   auto group = world();
   for (const auto dtype : kDtypes) {
     for (const auto numel : kSizes) {
@@ -55,7 +60,24 @@ TEST(Collectives, all_gather_holds_every_rank_in_order) {
   }
 }
 
-TEST(Collectives, all_gather_in_place) {
+TEST(GatherTexts, HoldsEveryRankInOrderWhateverTheLengths) {
+  auto group = world();
+  std::vector<std::string> expected;
+  for (int r = 0; r < group->size(); ++r) expected.emplace_back(static_cast<size_t>(r * 1000), 'x'); // rank 0 has none
+  const auto& mine = expected[static_cast<size_t>(group->rank())];
+  EXPECT_EQ(internal::gather_texts(mine, *group, at::kCPU, "texts"), expected);
+  EXPECT_TRUE(internal::gather_texts_that_differ("the same", *group, at::kCPU, "texts").empty());
+  if (group->size() == 1) return;
+  EXPECT_EQ(internal::gather_texts_that_differ(mine, *group, at::kCPU, "texts"), expected);
+}
+
+TEST(GatherTexts, DifferFirstAtALine) {
+  EXPECT_EQ(internal::first_difference({"a\nb\n", "a\nb\n", "a\nc\n"}, {3, 5, 7}, "line"), "rank 3 has b, rank 7 has c");
+  EXPECT_EQ(internal::first_difference({"a\n", "a\nb\n"}, {0, 1}, "line"), "rank 0 has no further line, rank 1 has b");
+  EXPECT_EQ(internal::first_difference({"a", "a"}, {0, 1}, "line"), "");
+}
+
+TEST(Collectives, AllGatherInPlace) {
   auto group = world();
   for (const int64_t numel : {1, 5, 5000}) {
     auto output = torch::zeros({group->size() * numel});
@@ -78,7 +100,7 @@ void for_all_reductions(const std::function<void(at::ScalarType, int64_t, Reduce
   }
 }
 
-TEST(Collectives, reduce_scatter_gives_each_rank_its_part) {
+TEST(Collectives, ReduceScatterGivesEachRankItsPart) {
   auto group = world();
   for_all_reductions([&](at::ScalarType dtype, int64_t numel, ReduceOp op) {
     auto output = torch::zeros({numel}, dtype);
@@ -88,7 +110,7 @@ TEST(Collectives, reduce_scatter_gives_each_rank_its_part) {
   });
 }
 
-TEST(Collectives, all_reduce_is_the_same_everywhere) {
+TEST(Collectives, AllReduceIsTheSameEverywhere) {
   auto group = world();
   for_all_reductions([&](at::ScalarType dtype, int64_t numel, ReduceOp op) {
     auto tensor = values(numel, group->rank(), dtype);
@@ -97,7 +119,7 @@ TEST(Collectives, all_reduce_is_the_same_everywhere) {
   });
 }
 
-TEST(Collectives, a_long_all_reduce_in_segments) {
+TEST(Collectives, ALongAllReduceInSegments) {
   auto group = world();
   const int64_t numel = (9 << 20) + 1; // 36 MiB
   group->counters().reset();
@@ -108,7 +130,7 @@ TEST(Collectives, a_long_all_reduce_in_segments) {
   EXPECT_EQ(group->counters().get(CollectiveKind::kAllReduce), (CollectiveCounters::Count{calls, calls * numel * 4}));
 }
 
-TEST(Collectives, low_precision_sums_are_rounded_once) {
+TEST(Collectives, LowPrecisionSumsAreRoundedOnce) {
   auto group = world();
   // 256 + 1 is 256 in bf16: a sum in bf16 would never leave 256.
   auto tensor = torch::full({1000}, group->rank() == 0 ? 256.0 : 1.0, torch::kBFloat16);
@@ -116,7 +138,7 @@ TEST(Collectives, low_precision_sums_are_rounded_once) {
   EXPECT_TENSORS_EQUAL(tensor, torch::full({1000}, 255.0 + group->size(), torch::kFloat).to(torch::kBFloat16));
 }
 
-TEST(Collectives, a_nan_on_any_rank_survives_min_and_max) {
+TEST(Collectives, ANanOnAnyRankSurvivesMinAndMax) {
   auto group = world();
   for (const auto op : {ReduceOp::kMin, ReduceOp::kMax}) {
     for (int where = 0; where < group->size(); ++where) {
@@ -127,7 +149,7 @@ TEST(Collectives, a_nan_on_any_rank_survives_min_and_max) {
   }
 }
 
-TEST(Collectives, all_to_all_equal_and_uneven) {
+TEST(Collectives, AllToAllEqualAndUneven) {
   auto group = world();
   const int n = group->size(), me = group->rank();
   for (const int64_t each : {0, 1, 3, 5000}) {
@@ -151,7 +173,7 @@ TEST(Collectives, all_to_all_equal_and_uneven) {
   EXPECT_TENSORS_EQUAL(output, torch::cat(expected));
 }
 
-TEST(Collectives, broadcast_from_every_root) {
+TEST(Collectives, BroadcastFromEveryRoot) {
   auto group = world();
   for (const auto dtype : kDtypes) {
     for (const auto numel : kSizes) {
@@ -164,7 +186,7 @@ TEST(Collectives, broadcast_from_every_root) {
   }
 }
 
-TEST(Collectives, many_in_flight_waited_for_in_any_order) {
+TEST(Collectives, ManyInFlightWaitedForInAnyOrder) {
   auto group = world();
   const int n = group->size(), me = group->rank();
   std::vector<at::Tensor> gathered, sums;
@@ -185,7 +207,7 @@ TEST(Collectives, many_in_flight_waited_for_in_any_order) {
   }
 }
 
-TEST(Collectives, a_dropped_work_still_completes) {
+TEST(Collectives, ADroppedWorkStillCompletes) {
   auto group = world();
   auto tensor = torch::ones({50000});
   { auto dropped = group->all_reduce(tensor, ReduceOp::kSum, "dropped"); }
@@ -195,7 +217,7 @@ TEST(Collectives, a_dropped_work_still_completes) {
   EXPECT_TENSORS_EQUAL(again, torch::full({50000}, group->size(), torch::kFloat));
 }
 
-TEST(Collectives, is_completed_becomes_true_without_a_wait) {
+TEST(Collectives, IsCompletedBecomesTrueWithoutAWait) {
   auto group = world();
   auto tensor = torch::ones({100});
   auto work = group->all_reduce(tensor, ReduceOp::kSum, "polled");
@@ -206,7 +228,7 @@ TEST(Collectives, is_completed_becomes_true_without_a_wait) {
   EXPECT_TRUE(Work().is_completed());
 }
 
-TEST(Collectives, purposes_are_independent) {
+TEST(Collectives, PurposesAreIndependent) {
   auto first = world("first"), second = world("second");
   EXPECT_EQ(first, world("first"));
   EXPECT_NE(first, second);
@@ -221,7 +243,24 @@ TEST(Collectives, purposes_are_independent) {
   EXPECT_TENSORS_EQUAL(b, a);
 }
 
-TEST(Collectives, coalesced_calls_share_one_work) {
+std::map<int, int> threads_by_policy() {
+  std::map<int, int> threads;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    ++threads[sched_getscheduler(std::stoi(task.path().filename()))];
+  }
+  return threads;
+}
+
+TEST(Collectives, ThreadsOfAGroupDoNotPreemptTheProgram) {
+  auto before = threads_by_policy();
+  const auto group = world("scheduling");
+  auto after = threads_by_policy();
+  EXPECT_EQ(sched_getscheduler(0), SCHED_OTHER);
+  EXPECT_EQ(after[SCHED_OTHER], before[SCHED_OTHER]);
+  EXPECT_EQ(after[SCHED_BATCH] > before[SCHED_BATCH], group->size() > 1);
+}
+
+TEST(Collectives, CoalescedCallsShareOneWork) {
   auto group = world();
   const int n = group->size();
   std::vector<at::Tensor> outputs{torch::zeros({n * 3}), torch::zeros({n * 5000})};
@@ -237,7 +276,7 @@ TEST(Collectives, coalesced_calls_share_one_work) {
   EXPECT_THROWS_WITH(group->coalesced([&] { group->coalesced([] {}); }), "coalesced calls on group default do not nest");
 }
 
-TEST(Collectives, counters_add_up_over_groups_and_ignore_single_ranks) {
+TEST(Collectives, CountersAddUpOverGroupsAndIgnoreSingleRanks) {
   auto& context = process_context();
   auto first = world("first"), second = world("second");
   context.reset_counters();
@@ -253,7 +292,7 @@ TEST(Collectives, counters_add_up_over_groups_and_ignore_single_ranks) {
   EXPECT_EQ(context.count(CollectiveKind::kReduceScatter), CollectiveCounters::Count{});
 }
 
-TEST(Collectives, groups_of_some_ranks) {
+TEST(Collectives, GroupsOfSomeRanks) {
   auto& context = process_context();
   if (context.world_size() < 3) GTEST_SKIP() << "needs 3 ranks";
   const std::vector<int64_t> members{2, 0}; // group order is not rank order
@@ -268,7 +307,7 @@ TEST(Collectives, groups_of_some_ranks) {
   }
 }
 
-TEST(Collectives, bad_arguments_are_errors_on_the_caller) {
+TEST(Collectives, BadArgumentsAreErrorsOnTheCaller) {
   auto group = world();
   const auto n = group->size();
   const auto where = c10::str("of group default [", c10::Join(", ", group->ranks()), "] on rank ", process_context().rank());

@@ -1,5 +1,6 @@
 // Whole jobs that go wrong: each ends with an error that names the cause, in time, and leaves no process behind.
 #include "../support/subprocess.h"
+#include "../support/sweep.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,6 +16,7 @@ namespace tessera::testing {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -30,7 +32,7 @@ ProgramResult run(const std::string& scenario, int ranks, std::map<std::string, 
   return result;
 }
 
-TEST(Launch, every_rank_runs_the_worker) {
+TEST(Launch, EveryRankRunsTheWorker) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
     const auto result = run("sums", ranks);
     EXPECT_EQ(result.status, 0) << result.output;
@@ -39,7 +41,7 @@ TEST(Launch, every_rank_runs_the_worker) {
   }
 }
 
-TEST(Launch, ranks_share_the_cores_where_omp_num_threads_is_unset) {
+TEST(Launch, RanksShareTheCoresWhereOmpNumThreadsIsUnset) {
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   for (int ranks = 2; ranks <= 4; ++ranks) {
     const auto result = run_program({"/usr/bin/env", "-u", "OMP_NUM_THREADS", program_folder() + "/rank_program", "threads",
@@ -51,7 +53,7 @@ TEST(Launch, ranks_share_the_cores_where_omp_num_threads_is_unset) {
   EXPECT_THAT(run("threads", 2, {{"OMP_NUM_THREADS", "3"}}).output, HasSubstr("rank 1 has OMP_NUM_THREADS=3"));
 }
 
-TEST(Failure, a_rank_that_throws_is_named_with_its_message) {
+TEST(Failure, ARankThatThrowsIsNamedWithItsMessage) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
     const auto result = run("last_rank_throws", ranks);
     EXPECT_EQ(result.status, 1);
@@ -60,7 +62,7 @@ TEST(Failure, a_rank_that_throws_is_named_with_its_message) {
   }
 }
 
-TEST(Failure, a_killed_rank_is_named_with_its_signal) {
+TEST(Failure, AKilledRankIsNamedWithItsSignal) {
   for (int ranks = 2; ranks <= 4; ++ranks) {
     const auto result = run("last_rank_is_killed", ranks);
     EXPECT_EQ(result.status, 1);
@@ -69,7 +71,7 @@ TEST(Failure, a_killed_rank_is_named_with_its_signal) {
   }
 }
 
-TEST(Failure, a_rank_killed_in_the_middle_of_a_payload) {
+TEST(Failure, ARankKilledInTheMiddleOfAPayload) {
   for (int ranks = 2; ranks <= 3; ++ranks) {
     const auto result = run("killed_in_the_middle_of_an_all_gather", ranks);
     EXPECT_EQ(result.status, 1);
@@ -81,13 +83,13 @@ TEST(Failure, a_rank_killed_in_the_middle_of_a_payload) {
   }
 }
 
-TEST(Failure, a_rank_that_exits_with_a_status) {
+TEST(Failure, ARankThatExitsWithAStatus) {
   const auto result = run("last_rank_exits_quietly", 3);
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("error: rank 2 of 3 exited with status 3"));
 }
 
-TEST(Failure, a_rank_that_never_calls_is_named_at_the_timeout) {
+TEST(Failure, ARankThatNeverCallsIsNamedAtTheTimeout) {
   const auto result = run("last_rank_never_calls", 3, {{"TESSERA_TIMEOUT_SECONDS", "1"}});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("barrier 'the last rank does not come' of group default [0, 1, 2] on rank "));
@@ -95,19 +97,19 @@ TEST(Failure, a_rank_that_never_calls_is_named_at_the_timeout) {
   EXPECT_THAT(result.output, HasSubstr("stopped: rank 2"));
 }
 
-TEST(Failure, a_rank_that_never_joins_is_named_at_the_timeout) {
+TEST(Failure, ARankThatNeverJoinsIsNamedAtTheTimeout) {
   const auto result = run("rank_1_never_joins", 3, {{"TESSERA_TIMEOUT_SECONDS", "1"}});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("timed out after 1000 ms; of 3 ranks these did not come: 1"));
 }
 
-TEST(Failure, a_rank_that_orders_a_group_differently_is_named_at_the_timeout) {
+TEST(Failure, ARankThatOrdersAGroupDifferentlyIsNamedAtTheTimeout) {
   const auto result = run("orders_of_ranks_differ", 3, {{"TESSERA_TIMEOUT_SECONDS", "2"}});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("[0, 1, 2]: rank(s) 1 did not connect a group of these ranks in this order"));
 }
 
-TEST(Failure, different_operations_are_an_error_on_every_rank) {
+TEST(Failure, DifferentOperationsAreAnErrorOnEveryRank) {
   const auto result = run("different_operations", 3);
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("the ranks of the group called different collectives:"));
@@ -116,19 +118,154 @@ TEST(Failure, different_operations_are_an_error_on_every_rank) {
   EXPECT_THAT(result.output, HasSubstr("rank 2: all_reduce 'loss' (32 bytes of Float, sum, call 0)"));
 }
 
-TEST(Failure, without_signatures_different_sizes_are_a_timeout) {
+TEST(Failure, WithoutSignaturesDifferentSizesAreATimeout) {
   const auto result = run("different_sizes", 2, {{"TESSERA_TIMEOUT_SECONDS", "1"}, {"TESSERA_CHECK_COLLECTIVES", "0"}});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("timed out after 1000 ms, waiting for the "));
 }
 
-TEST(Failure, launch_refuses_a_process_group_that_is_up) {
+// The survivors come one after another, when the one before has failed and may have exited.
+TEST(Failure, ARankThatEndsIsNamedByAllOthersAndByLaunch) {
+  const std::map<std::string, std::string> endings{{"kill", "was killed by signal 9 (SIGKILL)"},
+                                                   {"exit", "exited with status 0 before the others finished"},
+                                                   {"_exit", "exited with status 0 before the others finished"},
+                                                   {"throw", "failed: boom"}};
+  const std::map<std::string, std::string> notices{
+      {"join", "init_process_group on rank R: these ranks have ended before they called it: 1"},
+      {"first_group", "rank R cannot connect group first_group [0, 1, 2, 3]: it needs rank 1, which has exited or failed"},
+      {"second_group", "rank R cannot connect group second_group [0, 1, 2, 3]: it needs rank 1, which has exited or failed"},
+      {"collective",
+       "barrier 'late' of group default [0, 1, 2, 3] on rank R: lost the connection to rank 1, which has exited or"}};
+  std::vector<std::pair<std::string, std::string>> cases;
+  for (const auto& [how, ending] : endings) {
+    for (const auto& [where, notice] : notices) {
+      if (where == "collective" || how == "exit" || how == "kill") cases.emplace_back(how, where); // the others are as these two
+    }
+  }
+  for (const auto& [how, where] : sweep(cases, 5)) {
+    SCOPED_TRACE(how + " before " + where);
+    const auto result = run("dies/" + how + "/" + where, 4);
+    EXPECT_EQ(result.status, 1);
+    EXPECT_THAT(result.output, HasSubstr("error: rank 1 of 4 " + endings.at(how)));
+    auto notice = notices.at(where);
+    const auto place = notice.find('R');
+    for (const auto* survivor : {"0", "2", "3"}) EXPECT_THAT(result.output, HasSubstr(notice.replace(place, 1, survivor)));
+  }
+}
+
+TEST(Failure, ARankIsNoticedThoughAnotherProcessOutlivesIt) {
+  for (const std::string left : {"last_rank_leaves_a_program", "last_rank_leaves_a_fork"}) {
+    const auto result = run(left, 2);
+    EXPECT_THAT(result.output, AllOf(HasSubstr("error: rank 1 of 2 was killed by signal 9"),
+                                     HasSubstr("noticed while the process runs"), HasSubstr("lost the connection to rank 1")));
+  }
+}
+
+TEST(Failure, ARankThatTimedOutIsNotBlamed) {
+  const auto result = run("last_rank_never_calls_and_others_follow", 3, {{"TESSERA_TIMEOUT_SECONDS", "5"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(
+      result.output,
+      AllOf(HasSubstr("barrier 'late' of group default [0, 1, 2] on rank 0: timed out after 5000 ms, waiting for the call of "
+                      "ranks 1, 2"),
+            Not(HasSubstr("rank 0, which has exited or failed"))));
+}
+
+TEST(Failure, ACollectiveBesideOneThatTimedOutNamesThatAndNoOtherRank) {
+  const auto result = run("last_rank_never_calls_and_rank_1_calls_one_of_two", 3, {{"TESSERA_TIMEOUT_SECONDS", "2"}});
+  EXPECT_EQ(result.status, 1);
+  const std::string first =
+      "all_reduce 'first' of group default [0, 1, 2] on rank 0: timed out after 2000 ms, waiting for the call of rank 2: every "
+      "rank of "
+      "the group must call it\n";
+  EXPECT_THAT(result.output, AllOf(HasSubstr(first), HasSubstr("all_reduce 'second' of group default [0, 1, 2] on rank 0: the "
+                                                               "group's connections were closed after an earlier failure: " +
+                                                               first)));
+}
+
+// Each rank is on a host of its own. The one that misses the first can say so, but has no time left to record it.
+TEST(Failure, ARankThatEndsIsNamedThoughTheOneThatMissedItEndsToo) {
+  const auto result = run("last_rank_is_killed_and_then_rank_0", 4, {{"RANK_PROGRAM_HOSTS", "1"}, {"GLOO_SOCKET_IFNAME", "lo"}});
+  EXPECT_EQ(result.status, 1);
+  for (const std::string survivor : {"1", "2"})
+    EXPECT_THAT(result.output,
+                HasSubstr("rank " + survivor + " then failed: all_reduce 'sums' of group default [0, 1, 2, 3] on rank " +
+                          survivor + ": lost the connection to rank 3, which has exited or failed"));
+}
+
+TEST(Failure, ACollectiveThatNobodyWaitsForRecordsNobody) {
+  const auto result = run("nobody_waits_for_the_last_rank", 2);
+  EXPECT_EQ(result.status, 0) << result.output;
+  EXPECT_THAT(result.output, ContainsRegex("not recorded when it had failed\n"
+                                           "all_reduce 'polled' of group default \\[0, 1\\] on rank 0: lost the connection to "
+                                           "rank 1, which has exited or failed.*\nrecorded when it was waited for"));
+}
+
+TEST(Failure, RanksMayEndAtDifferentTimes) {
+  std::vector<std::pair<std::string, int>> cases;
+  for (const auto* how : {"return", "destroy", "exit", "_exit"}) {
+    for (int ranks = 2; ranks <= 4; ++ranks) cases.emplace_back(how, ranks);
+  }
+  for (const auto& [how, ranks] : sweep(cases, 4)) {
+    const auto result = run("ranks_" + how + "_one_after_another", ranks);
+    EXPECT_EQ(result.status, 0) << result.output;
+    for (int rank = 0; rank < ranks; ++rank)
+      EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " done"));
+  }
+}
+
+TEST(Failure, ARankThatIsStoppedAtTheEndIsAnErrorAtTheTimeout) {
+  const auto result = run("last_rank_stops", 3, {{"TESSERA_TIMEOUT_SECONDS", "2"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("error: rank 2 of 3 is stopped by signal 19 (SIGSTOP), for 2 s"));
+}
+
+TEST(Failure, DescriptorsThatDoNotSufficeAreAnErrorBeforeAGroupIsMade) {
+  const auto raised = run("few_descriptors", 3);
+  EXPECT_EQ(raised.status, 0) << raised.output;
+  EXPECT_THAT(raised.output, HasSubstr("rank 2 of 3 done"));
+  const auto result = run("too_few_descriptors", 3);
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, Not(HasSubstr("taken for the fault of another rank")));
+  EXPECT_THAT(result.output,
+              ContainsRegex("rank 2 of 3 failed: rank 2 cannot connect group more \\[0, 1, 2\\]: this process needs 7 "
+                            "more file descriptors for connections and 16 to spare; it has [0-9]+ open, "
+                            "of at most [0-9]+: close some, or raise the limit \\(ulimit -n\\)"));
+}
+
+TEST(Failure, AForkedChildThatUsesAGroupGetsAnErrorAndTheRanksGoOn) {
+  for (int ranks = 2; ranks <= 3; ++ranks) {
+    const auto result = run("forked_child_uses_the_group", ranks);
+    EXPECT_EQ(result.status, 0) << result.output;
+    for (int rank = 0; rank < ranks; ++rank)
+      EXPECT_THAT(result.output,
+                  AllOf(ContainsRegex("child: barrier 'in the child' of group default .* on rank " + std::to_string(rank) +
+                                      ": this process was forked from a rank and has no part in its groups"),
+                        HasSubstr("child: a collective that was started before a fork: this process was forked from a rank"),
+                        HasSubstr("child: no process group: call tessera::init_process_group() first"),
+                        HasSubstr("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " done")));
+  }
+}
+
+TEST(Failure, AForkedChildMayDropAGroupThatItsParentHasDestroyed) {
+  const auto result = run("forked_child_drops_a_destroyed_group", 2);
+  EXPECT_EQ(result.status, 0) << result.output;
+  EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
+}
+
+TEST(Failure, ARankThatEndsAfterItHasSentItsPartIsNotMissedOnAStarvedMachine) {
+  const auto result = run("last_rank_ends_and_the_reader_is_held", 2, {{"TESSERA_CHECK_COLLECTIVES", "0"}});
+  EXPECT_EQ(result.status, 0) << result.output;
+  EXPECT_THAT(result.output, HasSubstr("rank 0 of 2 done"));
+}
+
+TEST(Failure, LaunchRefusesAProcessGroupThatIsUp) {
   const auto result = run_program({program_folder() + "/rank_program", "launch_after_init"});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("launch: a process group is already up in this process"));
 }
 
-TEST(Failure, launch_refuses_a_second_launch_and_another_number_of_ranks) {
+TEST(Failure, LaunchRefusesASecondLaunchAndAnotherNumberOfRanks) {
   const auto twice = run_program({program_folder() + "/rank_program", "launches_twice"});
   EXPECT_EQ(twice.status, 1);
   EXPECT_THAT(twice.output, HasSubstr("launch: called again in a rank; a program launches once"));
@@ -137,13 +274,13 @@ TEST(Failure, launch_refuses_a_second_launch_and_another_number_of_ranks) {
   EXPECT_THAT(another.output, HasSubstr("launch: asks for 3 ranks in one of 2"));
 }
 
-TEST(Failure, launch_refuses_another_launchers_rank) {
+TEST(Failure, LaunchRefusesAnotherLaunchersRank) {
   const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", "2"}, {{"RANK", "0"}});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("already a rank of another launcher's job (RANK=0)"));
 }
 
-TEST(Failure, launch_refuses_a_program_that_another_launcher_started_several_times) {
+TEST(Failure, LaunchRefusesAProgramThatAnotherLauncherStartedSeveralTimes) {
   for (const std::string name : {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}) {
     const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", "2"}, {{name, "3"}});
     EXPECT_EQ(result.status, 1);
@@ -151,7 +288,7 @@ TEST(Failure, launch_refuses_a_program_that_another_launcher_started_several_tim
   }
 }
 
-TEST(Failure, launch_refuses_the_variables_of_a_rank_that_it_is_not) {
+TEST(Failure, LaunchRefusesTheVariablesOfARankThatItIsNot) {
   for (const auto& stale : {std::map<std::string, std::string>{{"TESSERA_LAUNCH_PIPE", "5"}},
                             {{"TESSERA_LAUNCH_PIPE", "5"}, {"TESSERA_LAUNCH_PARENT", "1"}}}) {
     const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", "2"}, stale);
@@ -162,7 +299,7 @@ TEST(Failure, launch_refuses_the_variables_of_a_rank_that_it_is_not) {
   }
 }
 
-TEST(Failure, bad_rank_counts) {
+TEST(Failure, BadRankCounts) {
   EXPECT_THAT(run_program({program_folder() + "/rank_program", "sums", "--ranks", "1025"}).output,
               HasSubstr("launch: the number of ranks must be 1 to 1024, not 1025"));
   for (const std::string bad : {"0", "-1", "two", "2x", "", "99999999999"}) {
@@ -173,21 +310,22 @@ TEST(Failure, bad_rank_counts) {
   EXPECT_THAT(run_program({program_folder() + "/rank_program", "sums", "--ranks"}).output, HasSubstr("--ranks needs a number"));
 }
 
-TEST(Failure, the_ranks_die_with_the_program) {
+TEST(Failure, TheRanksDieWithTheProgram) {
   const auto result = run_program({program_folder() + "/rank_program", "last_rank_never_calls", "--ranks", "2"}, {},
                                   std::chrono::seconds(2)); // which kills the parent
   EXPECT_EQ(result.status, 137);
   EXPECT_THAT(result.left_behind, IsEmpty());
 }
 
-// Starts two ranks by hand with the variables that other launchers set; rank 0 opens the store.
-ProgramResult run_two_ranks(const std::string& common, const std::string& rank_variable, const std::string& local_rank_variable) {
-  const auto rank = [&](const char* r) {
-    return common + " " + rank_variable + "=" + r + " " + local_rank_variable + "=" + r + " " + program_folder() +
-           "/rank_program sums";
-  };
-  return run_program({"/bin/sh", "-c", rank("0") + " & " + rank("1") + " && wait $!"},
-                     {{"TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count())}}, std::chrono::seconds(120));
+// Starts ranks by hand with the variables that other launchers set; rank 0 opens the store. The last one's status, if not 0.
+ProgramResult run_by_hand(const std::string& scenario, int ranks, const std::string& common, const std::string& rank_variable,
+                          const std::string& local_rank_variable) {
+  std::string script;
+  for (int rank = 0; rank < ranks; ++rank)
+    script += c10::str(common, " ", rank_variable, "=", rank, " ", local_rank_variable, "=", rank, " ", program_folder(),
+                       "/rank_program ", scenario, rank + 1 < ranks ? " & " : " && wait $!");
+  return run_program({"/bin/sh", "-c", script}, {{"TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count())}},
+                     std::chrono::seconds(120));
 }
 
 // A port that was free a moment ago.
@@ -207,10 +345,12 @@ std::string error_of_rank(const std::string& rank, const std::string& port) {
                                                                                  {"MASTER_PORT", port},
                                                                                  {"TESSERA_TIMEOUT_SECONDS", "1"}});
   EXPECT_EQ(result.status, 1);
-  return result.output.substr(std::min(result.output.rfind("error: "), result.output.size())); // c10d logs before it
+  // c10d logs before it, and behind it where its own attempt is given up.
+  const auto error = result.output.substr(std::min(result.output.rfind("error: "), result.output.size()));
+  return error.substr(0, error.find("\n["));
 }
 
-TEST(Store, what_accepts_the_connection_and_never_answers_is_an_error_at_the_timeout) {
+TEST(Store, WhatAcceptsTheConnectionAndNeverAnswersIsAnErrorAtTheTimeout) {
   const int listening = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address = {};
   address.sin_family = AF_INET;
@@ -225,7 +365,7 @@ TEST(Store, what_accepts_the_connection_and_never_answers_is_an_error_at_the_tim
   close(listening);
 }
 
-TEST(Store, one_that_cannot_be_opened_or_reached_is_an_error_in_a_line) {
+TEST(Store, OneThatCannotBeOpenedOrReachedIsAnErrorInALine) {
   c10d::TCPStoreOptions options;
   options.port = 0;
   options.isServer = true;
@@ -239,22 +379,37 @@ TEST(Store, one_that_cannot_be_opened_or_reached_is_an_error_in_a_line) {
                     Not(HasSubstr("frame #"))));
 }
 
-TEST(OtherLaunchers, open_mpi_variables) {
-  const auto result = run_two_ranks("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=" + free_port(),
-                                    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK");
+ProgramResult run_under_mpirun(const std::string& scenario, int ranks) {
+  return run_by_hand(
+      scenario, ranks,
+      c10::str("OMPI_COMM_WORLD_SIZE=", ranks, " OMPI_COMM_WORLD_LOCAL_SIZE=", ranks, " MASTER_PORT=", free_port()),
+      "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK");
+}
+
+TEST(OtherLaunchers, WithoutTheStoresHostAllThatEndedAreNamed) {
+  const auto result = run_under_mpirun("the_stores_host_is_killed", 3);
+  EXPECT_EQ(result.status, 1);
+  EXPECT_LT(result.duration, kLongTimeout / 2);
+  EXPECT_THAT(result.output,
+              HasSubstr("error: all_reduce 'sums' of group default [0, 1, 2] on rank 2: lost the connection to ranks 0, "
+                        "1, which have exited or failed"));
+}
+
+TEST(OtherLaunchers, OpenMpiVariables) {
+  const auto result = run_under_mpirun("sums", 2);
   EXPECT_EQ(result.status, 0) << result.output;
   EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
 }
 
-TEST(OtherLaunchers, slurm_variables) {
+TEST(OtherLaunchers, SlurmVariables) {
   const auto result =
-      run_two_ranks("SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 MASTER_PORT=" + free_port(),
-                    "SLURM_PROCID", "SLURM_LOCALID");
+      run_by_hand("sums", 2, "SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 MASTER_PORT=" + free_port(),
+                  "SLURM_PROCID", "SLURM_LOCALID");
   EXPECT_EQ(result.status, 0) << result.output;
   EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
 }
 
-TEST(Torchrun, starts_our_programs_through_its_agents_store) {
+TEST(Torchrun, StartsOurProgramsThroughItsAgentsStore) {
   const std::string torchrun = TESSERA_TORCHRUN;
   if (torchrun.empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
   const auto result = run_program({torchrun, "--no-python", "--nproc-per-node", "3", program_folder() + "/rank_program", "sums"},
@@ -263,7 +418,7 @@ TEST(Torchrun, starts_our_programs_through_its_agents_store) {
   for (int rank = 0; rank < 3; ++rank) EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of 3 done"));
 }
 
-TEST(Torchrun, a_failure_surfaces_in_the_other_ranks) {
+TEST(Torchrun, AFailureSurfacesInTheOtherRanks) {
   const std::string torchrun = TESSERA_TORCHRUN;
   if (torchrun.empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
   const auto result =
@@ -273,6 +428,19 @@ TEST(Torchrun, a_failure_surfaces_in_the_other_ranks) {
   EXPECT_THAT(result.left_behind, IsEmpty());
   EXPECT_THAT(result.output, HasSubstr("Signal 9 (SIGKILL)"));
   EXPECT_LT(result.duration, kLongTimeout);
+}
+
+TEST(Torchrun, ARankThatExitsWithStatus0IsNamed) {
+  const std::string torchrun = TESSERA_TORCHRUN;
+  if (torchrun.empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
+  for (const std::string where : {"second_group", "collective"}) {
+    const auto result =
+        run_program({torchrun, "--no-python", "--nproc-per-node", "3", program_folder() + "/rank_program", "dies/exit/" + where},
+                    {{"TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count())}}, std::chrono::seconds(120));
+    EXPECT_NE(result.status, 0);
+    EXPECT_THAT(result.output, HasSubstr("rank 1, which has exited or failed"));
+    EXPECT_LT(result.duration, kLongTimeout / 2);
+  }
 }
 
 } // namespace

@@ -5,39 +5,40 @@
 namespace tessera {
 namespace {
 
-using Launcher = JobEnvironment::Launcher;
+using Launcher = internal::JobEnvironment::Launcher;
 
-const EnvironmentMap kTorchrun{
+const internal::EnvironmentMap kTorchrun{
     {"RANK", "3"},           {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "node0"},
     {"MASTER_PORT", "29501"}};
-const EnvironmentMap kOpenMpi{{"OMPI_COMM_WORLD_RANK", "1"},
-                              {"OMPI_COMM_WORLD_SIZE", "2"},
-                              {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
-                              {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
-                              {"MASTER_PORT", "29501"}};
-const EnvironmentMap kSlurm{{"SLURM_PROCID", "5"},  {"SLURM_NTASKS", "6"},     {"SLURM_LOCALID", "2"},
-                            {"SLURM_STEP_ID", "0"}, {"SLURM_JOB_ID", "70000"}, {"SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7"}};
+const internal::EnvironmentMap kOpenMpi{{"OMPI_COMM_WORLD_RANK", "1"},
+                                        {"OMPI_COMM_WORLD_SIZE", "2"},
+                                        {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                                        {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                                        {"MASTER_PORT", "29501"}};
+const internal::EnvironmentMap kSlurm{{"SLURM_PROCID", "5"},     {"SLURM_NTASKS", "6"},
+                                      {"SLURM_LOCALID", "2"},    {"SLURM_STEP_ID", "0"},
+                                      {"SLURM_JOB_ID", "70000"}, {"SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7"}};
 
-EnvironmentMap with(EnvironmentMap map, const std::string& name, const std::string& value) {
+internal::EnvironmentMap with(internal::EnvironmentMap map, const std::string& name, const std::string& value) {
   map[name] = value;
   return map;
 }
 
-EnvironmentMap without(EnvironmentMap map, const std::string& name) {
+internal::EnvironmentMap without(internal::EnvironmentMap map, const std::string& name) {
   map.erase(name);
   return map;
 }
 
-TEST(JobEnvironment, nothing_set_is_one_rank_without_a_store) {
-  const auto job = parse_job_environment({{"PATH", "/bin"}});
+TEST(JobEnvironment, NothingSetIsOneRankWithoutAStore) {
+  const auto job = internal::parse_job_environment({{"PATH", "/bin"}});
   EXPECT_EQ(job.launcher, Launcher::kNone);
   EXPECT_EQ(job.rank, 0);
   EXPECT_EQ(job.world_size, 1);
   EXPECT_EQ(job.store_host, "");
 }
 
-TEST(JobEnvironment, torchrun) {
-  auto job = parse_job_environment(kTorchrun);
+TEST(JobEnvironment, Torchrun) {
+  auto job = internal::parse_job_environment(kTorchrun);
   EXPECT_EQ(job.launcher, Launcher::kTorchrun);
   EXPECT_EQ(job.rank, 3);
   EXPECT_EQ(job.world_size, 8);
@@ -45,85 +46,86 @@ TEST(JobEnvironment, torchrun) {
   EXPECT_EQ(job.store_host, "node0");
   EXPECT_EQ(job.store_port, 29501);
   EXPECT_FALSE(job.store_is_hosted);
-  job = parse_job_environment(with(with(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE", "True"), "TORCHELASTIC_RESTART_COUNT", "2"));
+  job = internal::parse_job_environment(
+      with(with(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE", "True"), "TORCHELASTIC_RESTART_COUNT", "2"));
   EXPECT_TRUE(job.store_is_hosted);
   EXPECT_EQ(job.restart, 2);
-  EXPECT_EQ(parse_job_environment(without(without(kTorchrun, "LOCAL_RANK"), "LOCAL_WORLD_SIZE")).local_rank, 3);
-  EXPECT_EQ(parse_job_environment(with(kTorchrun, "TESSERA_LAUNCH_PIPE", "5")).launcher, Launcher::kTessera);
-  EXPECT_EQ(parse_job_environment({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).store_host, "");
+  EXPECT_EQ(internal::parse_job_environment(without(without(kTorchrun, "LOCAL_RANK"), "LOCAL_WORLD_SIZE")).local_rank, 3);
+  EXPECT_EQ(internal::parse_job_environment(with(kTorchrun, "TESSERA_LAUNCH_PIPE", "5")).launcher, Launcher::kTessera);
+  EXPECT_EQ(internal::parse_job_environment({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).store_host, "");
 }
 
-TEST(JobEnvironment, torchrun_incomplete_or_contradictory) {
-  EXPECT_THROWS_WITH(parse_job_environment(without(kTorchrun, "RANK")),
+TEST(JobEnvironment, TorchrunIncompleteOrContradictory) {
+  EXPECT_THROWS_WITH(internal::parse_job_environment(without(kTorchrun, "RANK")),
                      "environment variable RANK is not set, but WORLD_SIZE=8 is");
-  EXPECT_THROWS_WITH(parse_job_environment(without(kTorchrun, "WORLD_SIZE")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(without(kTorchrun, "WORLD_SIZE")),
                      "environment variable WORLD_SIZE is not set, but RANK=3 is");
-  EXPECT_THROWS_WITH(parse_job_environment(without(kTorchrun, "MASTER_ADDR")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(without(kTorchrun, "MASTER_ADDR")),
                      "environment variable MASTER_ADDR is not set, but WORLD_SIZE=8 is");
-  EXPECT_THROWS_WITH(parse_job_environment(without(kTorchrun, "MASTER_PORT")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(without(kTorchrun, "MASTER_PORT")),
                      "environment variable MASTER_PORT is not set, but WORLD_SIZE=8 is");
-  EXPECT_THROWS_WITH(parse_job_environment(with(kTorchrun, "RANK", "8")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "RANK", "8")),
                      "environment variable RANK=8 must be less than WORLD_SIZE=8");
-  EXPECT_THROWS_WITH(parse_job_environment(with(kTorchrun, "WORLD_SIZE", "0")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "WORLD_SIZE", "0")),
                      "environment variable WORLD_SIZE=0 must be at least 1");
-  EXPECT_THROWS_WITH(parse_job_environment(with(kTorchrun, "RANK", "one")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "RANK", "one")),
                      "environment variable RANK=one is not a non-negative integer");
-  EXPECT_THROWS_WITH(parse_job_environment(with(kTorchrun, "RANK", "-1")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "RANK", "-1")),
                      "environment variable RANK=-1 is not a non-negative integer");
-  EXPECT_THROWS_WITH(parse_job_environment(with(kTorchrun, "LOCAL_RANK", "2")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "LOCAL_RANK", "2")),
                      "environment variable LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2");
-  EXPECT_THROWS_WITH(parse_job_environment(with(kTorchrun, "LOCAL_WORLD_SIZE", "9")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "LOCAL_WORLD_SIZE", "9")),
                      "environment variable LOCAL_WORLD_SIZE=9 exceeds WORLD_SIZE=8");
-  EXPECT_THROWS_WITH(parse_job_environment(with(kTorchrun, "MASTER_PORT", "70000")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "MASTER_PORT", "70000")),
                      "environment variable MASTER_PORT=70000 is not a port (1 to 65535)");
 }
 
-TEST(JobEnvironment, open_mpi) {
-  const auto job = parse_job_environment(kOpenMpi);
+TEST(JobEnvironment, OpenMpi) {
+  const auto job = internal::parse_job_environment(kOpenMpi);
   EXPECT_EQ(job.launcher, Launcher::kOpenMpi);
   EXPECT_EQ(job.rank, 1);
   EXPECT_EQ(job.world_size, 2);
   EXPECT_EQ(job.local_rank, 1);
   EXPECT_EQ(job.store_host, "127.0.0.1");
   EXPECT_EQ(job.store_port, 29501);
-  EXPECT_EQ(parse_job_environment(with(kOpenMpi, "MASTER_ADDR", "node0")).store_host, "node0");
-  EXPECT_THROWS_WITH(parse_job_environment(without(kOpenMpi, "MASTER_PORT")),
+  EXPECT_EQ(internal::parse_job_environment(with(kOpenMpi, "MASTER_ADDR", "node0")).store_host, "node0");
+  EXPECT_THROWS_WITH(internal::parse_job_environment(without(kOpenMpi, "MASTER_PORT")),
                      "environment variable MASTER_PORT is not set, but OMPI_COMM_WORLD_RANK=1 is");
-  EXPECT_THROWS_WITH(parse_job_environment(with(kOpenMpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "1")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(with(kOpenMpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "1")),
                      "environment variable MASTER_ADDR is not set, but OMPI_COMM_WORLD_LOCAL_SIZE=1 of OMPI_COMM_WORLD_SIZE=2");
-  EXPECT_THROWS_WITH(parse_job_environment(without(kOpenMpi, "OMPI_COMM_WORLD_SIZE")),
+  EXPECT_THROWS_WITH(internal::parse_job_environment(without(kOpenMpi, "OMPI_COMM_WORLD_SIZE")),
                      "environment variable OMPI_COMM_WORLD_SIZE is not set, but OMPI_COMM_WORLD_RANK=1 is");
 }
 
-TEST(JobEnvironment, slurm) {
-  auto job = parse_job_environment(kSlurm);
+TEST(JobEnvironment, Slurm) {
+  auto job = internal::parse_job_environment(kSlurm);
   EXPECT_EQ(job.launcher, Launcher::kSlurm);
   EXPECT_EQ(job.rank, 5);
   EXPECT_EQ(job.world_size, 6);
   EXPECT_EQ(job.local_rank, 2);
   EXPECT_EQ(job.store_host, "10.0.0.7");
   EXPECT_EQ(job.store_port, 49152 + 70000 % 16384);
-  EXPECT_EQ(parse_job_environment(with(kSlurm, "MASTER_PORT", "1234")).store_port, 1234);
+  EXPECT_EQ(internal::parse_job_environment(with(kSlurm, "MASTER_PORT", "1234")).store_port, 1234);
   const auto no_address = without(kSlurm, "SLURM_LAUNCH_NODE_IPADDR");
-  EXPECT_EQ(parse_job_environment(with(no_address, "SLURM_JOB_NODELIST", "gpu[07-09,12]")).store_host, "gpu07");
-  EXPECT_THROWS_WITH(parse_job_environment(no_address), "SLURM_JOB_NODELIST is set, but SLURM_NTASKS=6 is");
-  EXPECT_THROWS_WITH(parse_job_environment(without(kSlurm, "SLURM_JOB_ID")),
+  EXPECT_EQ(internal::parse_job_environment(with(no_address, "SLURM_JOB_NODELIST", "gpu[07-09,12]")).store_host, "gpu07");
+  EXPECT_THROWS_WITH(internal::parse_job_environment(no_address), "SLURM_JOB_NODELIST is set, but SLURM_NTASKS=6 is");
+  EXPECT_THROWS_WITH(internal::parse_job_environment(without(kSlurm, "SLURM_JOB_ID")),
                      "environment variable SLURM_JOB_ID is not set, but SLURM_PROCID=5 is");
   // The batch script of a job is not one of its tasks.
-  EXPECT_EQ(parse_job_environment(without(kSlurm, "SLURM_STEP_ID")).launcher, Launcher::kNone);
+  EXPECT_EQ(internal::parse_job_environment(without(kSlurm, "SLURM_STEP_ID")).launcher, Launcher::kNone);
   // torchrun inside a Slurm task.
   auto both = kSlurm;
   both.insert(kTorchrun.begin(), kTorchrun.end());
-  EXPECT_EQ(parse_job_environment(both).launcher, Launcher::kTorchrun);
+  EXPECT_EQ(internal::parse_job_environment(both).launcher, Launcher::kTorchrun);
 }
 
-TEST(JobEnvironment, slurm_node_lists) {
-  EXPECT_EQ(first_slurm_host("login"), "login");
-  EXPECT_EQ(first_slurm_host("a,b"), "a");
-  EXPECT_EQ(first_slurm_host("node[03-05,9],login"), "node03");
-  EXPECT_EQ(first_slurm_host("node[7]"), "node7");
-  EXPECT_EQ(first_slurm_host("login,node[1-2]"), "login");
-  EXPECT_THROWS_WITH(first_slurm_host("node["), "cannot read the Slurm node list node[");
+TEST(JobEnvironment, SlurmNodeLists) {
+  EXPECT_EQ(internal::first_slurm_host("login"), "login");
+  EXPECT_EQ(internal::first_slurm_host("a,b"), "a");
+  EXPECT_EQ(internal::first_slurm_host("node[03-05,9],login"), "node03");
+  EXPECT_EQ(internal::first_slurm_host("node[7]"), "node7");
+  EXPECT_EQ(internal::first_slurm_host("login,node[1-2]"), "login");
+  EXPECT_THROWS_WITH(internal::first_slurm_host("node["), "cannot read the Slurm node list node[");
 }
 
 } // namespace

@@ -6,26 +6,43 @@
 #include <tessera/collectives/process_context.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
+#include <atomic>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <thread>
+
+// Stands before libc's: with RANK_PROGRAM_HOSTS each rank has a host of its own, and sees no other rank's process.
+extern "C" __attribute__((visibility("default"))) int gethostname(char* name, size_t size) noexcept {
+  const char* own = std::getenv("RANK_PROGRAM_HOSTS") != nullptr ? std::getenv("RANK") : nullptr;
+  std::snprintf(name, size, "host%s", own != nullptr ? own : "");
+  return 0;
+}
 
 namespace {
 
 using tessera::ReduceOp;
 
+std::vector<int64_t> ranks_up_to(int count) {
+  std::vector<int64_t> ranks(count);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
 struct World {
-  World() : context(tessera::process_context()) {
-    std::vector<int64_t> ranks(context.world_size());
-    std::iota(ranks.begin(), ranks.end(), 0);
-    group = context.communicator(ranks, at::kCPU);
-  }
+  World() : context(tessera::process_context()) { group = context.communicator(ranks_up_to(context.world_size()), at::kCPU); }
   int rank() const { return context.rank(); }
   int last() const { return context.world_size() - 1; }
 
@@ -117,6 +134,318 @@ void different_sizes() {
   world.group->all_reduce(tensor, ReduceOp::kSum, "loss").wait();
 }
 
+// ---------------------------------------------------------------- ranks that end, and the others notice later
+
+std::string message_of(const std::exception& error) {
+  const auto* with_stack = dynamic_cast<const c10::Error*>(&error);
+  return with_stack != nullptr ? with_stack->what_without_backtrace() : error.what();
+}
+
+// Prints how `call` fails. The survivors come one after another: each calls when the one before has failed, and may be gone.
+void fail_in_turn(int dead, const std::function<void()>& call) {
+  auto& context = tessera::process_context();
+  const auto before = context.rank() - 1 == dead ? dead - 1 : context.rank() - 1;
+  // Longer than the group's timeout, which the one before may have to wait for, and began to wait later.
+  if (before >= 0) context.store()->wait({"failed/" + std::to_string(before)}, std::chrono::minutes(1));
+  try {
+    call();
+  } catch (const std::exception& error) {
+    std::printf("%s\n", message_of(error).c_str());
+    context.store()->set("failed/" + std::to_string(context.rank()), "");
+    throw;
+  }
+}
+
+void die(const std::string& how) {
+  if (how == "kill") raise(SIGKILL);
+  if (how == "exit") std::exit(0);
+  if (how == "_exit") _exit(0);
+  throw std::runtime_error("boom");
+}
+
+bool is_rank_1() { return std::string(std::getenv("RANK")) == "1"; }
+
+// dies/HOW/WHERE: rank 1 ends before the others do the next thing.
+void rank_1_dies(const std::string& how, const std::string& where) {
+  if (where == "join" && is_rank_1()) die(how);
+  tessera::init_process_group();
+  auto& context = tessera::process_context();
+  const auto ranks = ranks_up_to(context.world_size());
+  if (where != "first_group") context.communicator(ranks, at::kCPU)->barrier("together");
+  if (is_rank_1()) die(how);
+  fail_in_turn(1, [&] {
+    if (where == "collective")
+      context.communicator(ranks, at::kCPU)->barrier("late");
+    else
+      context.communicator(ranks, at::kCPU, where);
+  });
+}
+
+// Another process has the last rank's open descriptors, or would have them if they were inherited, and outlives it.
+void last_rank_leaves_a_process(bool runs_a_program) {
+  World world;
+  world.group->barrier("together");
+  const auto store = world.context.store();
+  if (world.rank() == world.last()) {
+    const pid_t child = runs_a_program ? vfork() : fork();
+    if (child == 0 && runs_a_program) execl("/bin/sleep", "sleep", "50", nullptr);
+    if (child == 0) block_forever();
+    store->set("child", std::to_string(child));
+    raise(SIGKILL);
+  }
+  const pid_t child = std::atoi(store->get_to_str("child").c_str());
+  try {
+    world.group->barrier("waits for the last rank");
+  } catch (const std::exception&) {
+    std::printf("noticed while the process %s\n", kill(child, 0) == 0 ? "runs" : "has ended");
+    kill(child, SIGKILL);
+    throw;
+  }
+}
+
+void last_rank_never_calls_and_others_follow() {
+  World world;
+  world.group->barrier("together");
+  if (world.rank() == world.last()) block_forever();
+  fail_in_turn(world.last(), [&] { world.group->barrier("late"); });
+}
+
+// Prints how `call` fails, and goes on.
+void print_failure(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    std::printf("%s\n", message_of(error).c_str());
+  }
+}
+
+void wait_for_end(pid_t process) {
+  while (kill(process, 0) == 0) usleep(1000);
+}
+
+// Of two collectives the last rank calls none, and rank 1 the first. Rank 0 waits for both, for the second not as long yet.
+void last_rank_never_calls_and_rank_1_calls_one_of_two() {
+  World world;
+  world.group->barrier("together");
+  if (world.rank() == world.last()) block_forever();
+  auto a = at::ones({10}), b = at::ones({10});
+  auto first = world.group->all_reduce(a, ReduceOp::kSum, "first");
+  if (world.rank() == 1) block_forever();
+  auto second = world.group->all_reduce(b, ReduceOp::kSum, "second");
+  std::thread longer([&] { print_failure([&] { first.wait(); }); });
+  usleep(800'000);
+  print_failure([&] { second.wait(); });
+  longer.join();
+  throw std::runtime_error("both failed");
+}
+
+// Rank 0 misses the last one, and is killed before it can record that. The others come later, and find both gone.
+void last_rank_is_killed_and_then_rank_0() {
+  World world;
+  const auto store = world.context.store();
+  store->set("pid/" + std::to_string(world.rank()), std::to_string(getpid()));
+  world.group->barrier("together");
+  auto tensor = at::ones({10});
+  const pid_t first = std::atoi(store->get_to_str("pid/0").c_str());
+  const pid_t last = std::atoi(store->get_to_str("pid/" + std::to_string(world.last())).c_str());
+  if (world.rank() == world.last()) {
+    store->wait({"called"});
+    raise(SIGKILL);
+  }
+  if (world.rank() == 0) {
+    auto work = world.group->all_reduce(tensor, ReduceOp::kSum, "sums");
+    store->set("called", "");
+    std::thread([last] {
+      wait_for_end(last);
+      usleep(300'000); // in the middle of the time that it leaves the last rank to say whom that missed
+      raise(SIGKILL);
+    }).detach();
+    return work.wait();
+  }
+  wait_for_end(first);
+  fail_in_turn(0, [&] { world.group->all_reduce(tensor, ReduceOp::kSum, "sums").wait(); });
+}
+
+// Rank 0, which hosts the store, is killed when it has sent its part. Rank 1 ends after it, and the last rank misses rank 1.
+void the_stores_host_is_killed() {
+  World world;
+  const auto store = world.context.store();
+  store->set("pid/" + std::to_string(world.rank()), std::to_string(getpid()));
+  world.group->barrier("together");
+  const pid_t host = std::atoi(store->get_to_str("pid/0").c_str()), other = std::atoi(store->get_to_str("pid/1").c_str());
+  auto tensor = at::ones({10});
+  if (world.rank() == 1) return wait_for_end(host);
+  auto work = world.group->all_reduce(tensor, ReduceOp::kSum, "sums");
+  store->add("called", 1);
+  while (store->add("called", 0) != 2) usleep(1000);
+  if (world.rank() == 0) {
+    usleep(300'000); // the last rank has what it needs of this one
+    raise(SIGKILL);
+  }
+  wait_for_end(other);
+  work.wait();
+}
+
+// The last rank ends without a collective that rank 0 has started.
+void nobody_waits_for_the_last_rank() {
+  World world;
+  world.group->barrier("together");
+  const auto store = world.context.store();
+  if (world.rank() == world.last()) {
+    store->wait({"started"});
+    _exit(0);
+  }
+  auto tensor = at::ones({10});
+  auto work = world.group->all_reduce(tensor, ReduceOp::kSum, "polled");
+  store->set("started", "");
+  while (!work.is_completed()) usleep(1000);
+  std::printf("%s when it had failed\n", store->check({"first_missing"}) ? "recorded" : "not recorded");
+  print_failure([&] { work.wait(); });
+  std::printf("%s when it was waited for\n", store->check({"first_missing"}) ? "recorded" : "not recorded");
+}
+
+std::atomic<bool> threads_are_held{false};
+
+// Holds the thread that reads gloo's connections: the only one here that waits for events of descriptors.
+void hold_the_reading_thread() {
+  threads_are_held = true;
+  std::signal(SIGUSR1, [](int) {
+    const int error = errno;
+    while (threads_are_held) usleep(1000);
+    errno = error;
+  });
+  for (bool held = false; !held;) { // now and then it does not wait
+    for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string call;
+      std::ifstream(thread.path() / "wchan") >> call;
+      if (call.find("ep_poll") == std::string::npos && call.find("epoll_wait") == std::string::npos) continue;
+      held = syscall(SYS_tgkill, getpid(), std::atoi(thread.path().filename().c_str()), SIGUSR1) == 0 || held;
+    }
+  }
+}
+
+// The last rank has sent its part and ended, and for two seconds more the other one's thread that reads it gets no processor.
+void last_rank_ends_and_the_reader_is_held() {
+  World world;
+  const auto store = world.context.store();
+  if (world.rank() == world.last()) store->set("last", std::to_string(getpid()));
+  world.group->barrier("together");
+  auto tensor = world.rank() == world.last() ? at::ones({10}) : at::zeros({10});
+  if (world.rank() == world.last()) {
+    store->wait({"held"});
+    return world.group->broadcast(tensor, world.last(), "last").wait();
+  }
+  const pid_t last = std::atoi(store->get_to_str("last").c_str());
+  auto work = world.group->broadcast(tensor, world.last(), "last");
+  hold_the_reading_thread();
+  store->set("held", "");
+  std::thread releases([&] {
+    wait_for_end(last);
+    usleep(2'000'000);
+    threads_are_held = false;
+  });
+  print_failure([&] { work.wait(); });
+  releases.join();
+  TORCH_CHECK(tensor.eq(1).all().item<bool>(), "what the last rank sent did not come");
+  std::printf("rank %d of %d done\n", world.rank(), world.group->size());
+}
+
+// Ranks that have done their part end in order, and those that remain go on without them.
+void ranks_end_one_after_another(const std::string& how) {
+  World world;
+  auto& context = world.context;
+  context.store()->set("process/of/" + std::to_string(world.rank()), std::to_string(getpid()));
+  world.group->barrier("together");
+  for (int remaining = world.group->size() - 1; remaining >= 1 && world.rank() < remaining; --remaining) {
+    const pid_t gone = std::atoi(context.store()->get_to_str("process/of/" + std::to_string(remaining)).c_str());
+    wait_for_end(gone);
+    const auto group = context.communicator(ranks_up_to(remaining), at::kCPU, "those that remain");
+    auto tensor = at::ones({100000});
+    group->all_reduce(tensor, ReduceOp::kSum, "sums").wait();
+    TORCH_CHECK(tensor.eq(remaining).all().item<bool>());
+  }
+  std::printf("rank %d of %d done\n", world.rank(), world.group->size());
+  std::fflush(stdout);
+  if (how == "destroy") tessera::destroy_process_group();
+  if (how == "exit") std::exit(0);
+  if (how == "_exit") _exit(0);
+}
+
+void last_rank_stops() {
+  World world;
+  world.group->barrier("together");
+  if (world.rank() == world.last()) raise(SIGSTOP);
+  tessera::destroy_process_group();
+}
+
+// The last rank may open a few descriptors more, and `hard` says whether it may raise that limit.
+void few_descriptors(bool hard) {
+  World world;
+  world.group->barrier("together");
+  rlimit limit = {};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  if (world.rank() == world.last()) {
+    const int next = dup(0); // the lowest that is free
+    close(next);
+    limit.rlim_cur = static_cast<rlim_t>(next) + 2;
+    if (hard) limit.rlim_max = limit.rlim_cur;
+    setrlimit(RLIMIT_NOFILE, &limit);
+  }
+  try {
+    world.context.communicator(world.group->ranks(), at::kCPU, "more")->barrier("more");
+  } catch (const c10::DistError&) {
+    if (world.rank() == world.last()) std::printf("taken for the fault of another rank\n");
+    throw;
+  }
+  std::printf("rank %d of %d done\n", world.rank(), world.group->size());
+}
+
+void forked_child_uses_the_group() {
+  World world;
+  world.group->barrier("together");
+  auto tensor = at::ones({1000});
+  auto pending = world.group->all_reduce(tensor, ReduceOp::kSum, "before the fork");
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    for (const auto& use : std::vector<std::function<void()>>{[&] { world.group->barrier("in the child"); },
+                                                              [&] { pending.wait(); }, [] { tessera::process_context(); }}) {
+      try {
+        use();
+      } catch (const std::exception& error) {
+        std::printf("child: %s\n", message_of(error).c_str());
+      }
+    }
+    std::exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  pending.wait();
+  TORCH_CHECK(status == 0 && tensor.eq(world.group->size()).all().item<bool>());
+  sums();
+}
+
+// A child of a fork after `destroy_process_group` drops what is left of the group.
+void forked_child_drops_a_destroyed_group() {
+  auto& context = tessera::process_context();
+  const int rank = context.rank(), ranks = context.world_size();
+  auto group = context.communicator(ranks_up_to(ranks), at::kCPU);
+  auto tensor = at::ones({1000});
+  auto pending = group->all_reduce(tensor, ReduceOp::kSum, "before the fork");
+  tessera::destroy_process_group();
+  const pid_t child = fork();
+  if (child == 0) {
+    pending = {};
+    group.reset();
+    std::exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  pending.wait();
+  TORCH_CHECK(status == 0 && tensor.eq(ranks).all().item<bool>());
+  std::printf("rank %d of %d done\n", rank, ranks);
+}
+
 const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
     {"threads", threads},
@@ -128,10 +457,31 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"different_operations", different_operations},
     {"different_sizes", different_sizes},
     {"orders_of_ranks_differ", orders_of_ranks_differ},
+    {"last_rank_leaves_a_program", [] { last_rank_leaves_a_process(true); }},
+    {"last_rank_leaves_a_fork", [] { last_rank_leaves_a_process(false); }},
+    {"last_rank_never_calls_and_others_follow", last_rank_never_calls_and_others_follow},
+    {"ranks_return_one_after_another", [] { ranks_end_one_after_another("return"); }},
+    {"ranks_destroy_one_after_another", [] { ranks_end_one_after_another("destroy"); }},
+    {"ranks_exit_one_after_another", [] { ranks_end_one_after_another("exit"); }},
+    {"ranks__exit_one_after_another", [] { ranks_end_one_after_another("_exit"); }},
+    {"last_rank_stops", last_rank_stops},
+    {"few_descriptors", [] { few_descriptors(false); }},
+    {"too_few_descriptors", [] { few_descriptors(true); }},
+    {"forked_child_uses_the_group", forked_child_uses_the_group},
+    {"forked_child_drops_a_destroyed_group", forked_child_drops_a_destroyed_group},
+    {"last_rank_never_calls_and_rank_1_calls_one_of_two", last_rank_never_calls_and_rank_1_calls_one_of_two},
+    {"last_rank_is_killed_and_then_rank_0", last_rank_is_killed_and_then_rank_0},
+    {"the_stores_host_is_killed", the_stores_host_is_killed},
+    {"nobody_waits_for_the_last_rank", nobody_waits_for_the_last_rank},
+    {"last_rank_ends_and_the_reader_is_held", last_rank_ends_and_the_reader_is_held},
 };
 
 void run(const std::string& scenario) {
-  if (scenario == "rank_1_never_joins" && std::string(std::getenv("RANK")) == "1") block_forever();
+  if (scenario == "rank_1_never_joins" && is_rank_1()) block_forever();
+  if (scenario.starts_with("dies/")) {
+    const auto end_of_how = scenario.find('/', 5);
+    return rank_1_dies(scenario.substr(5, end_of_how - 5), scenario.substr(end_of_how + 1));
+  }
   tessera::init_process_group();
   if (const auto found = kScenarios.find(scenario); found != kScenarios.end()) found->second();
 }
@@ -150,7 +500,12 @@ int main(int argc, char** argv) {
       tessera::launch(2, [] {});
     }
     if (scenario == "launches_another_number") return tessera::launch(tessera::is_launched_rank() ? 3 : 2, [] {});
-    if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, [&] { run(scenario); });
+    tessera::LaunchOptions options;
+    if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0"))
+      options.grace_seconds = 30; // all survivors shall say what they noticed
+    if (const auto ranks = tessera::ranks_from_args(argc, argv))
+      return tessera::launch(
+          *ranks, [&] { run(scenario); }, options);
     run(scenario); // alone, or started by torchrun
     return 0;
   } catch (const c10::Error& error) {

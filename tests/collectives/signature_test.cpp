@@ -21,20 +21,20 @@ CommunicatorPtr fresh_group() {
 
 bool is_last(const Communicator& group) { return group.rank() == group.size() - 1; }
 
-TEST(Signature, text_names_what_is_called) {
-  auto signature = make_signature(CollectiveKind::kAllGather, "blocks.0", at::kFloat, 4096);
+TEST(Signature, TextNamesWhatIsCalled) {
+  auto signature = internal::make_signature(CollectiveKind::kAllGather, "blocks.0", at::kFloat, 4096);
   signature.sequence = 12;
   EXPECT_EQ(signature.to_string(), "all_gather 'blocks.0' (4096 bytes of Float, call 12)");
-  EXPECT_EQ(make_signature(CollectiveKind::kBarrier, "end", at::kByte, 0).to_string(), "barrier 'end' (call 0)");
-  EXPECT_EQ(make_signature(CollectiveKind::kReduceScatter, "g", at::kBFloat16, 8).to_string(),
+  EXPECT_EQ(internal::make_signature(CollectiveKind::kBarrier, "end", at::kByte, 0).to_string(), "barrier 'end' (call 0)");
+  EXPECT_EQ(internal::make_signature(CollectiveKind::kReduceScatter, "g", at::kBFloat16, 8).to_string(),
             "reduce_scatter 'g' (8 bytes of BFloat16, sum, call 0)");
 }
 
-TEST(Signature, long_labels_are_cut_in_text_but_compared_whole) {
+TEST(Signature, LongLabelsAreCutInTextButComparedWhole) {
   const std::string stem(200, 'x');
-  const auto a = make_signature(CollectiveKind::kAllGather, stem + "a", at::kFloat, 4);
-  const auto b = make_signature(CollectiveKind::kAllGather, stem + "b", at::kFloat, 4);
-  EXPECT_EQ(a.label_text(), stem.substr(0, Signature::kLabelCapacity));
+  const auto a = internal::make_signature(CollectiveKind::kAllGather, stem + "a", at::kFloat, 4);
+  const auto b = internal::make_signature(CollectiveKind::kAllGather, stem + "b", at::kFloat, 4);
+  EXPECT_EQ(a.label_text(), stem.substr(0, internal::Signature::kLabelCapacity));
   EXPECT_FALSE(a.same_collective(b));
   EXPECT_TRUE(a.same_collective(a));
 }
@@ -55,7 +55,7 @@ void expect_mismatch(const std::function<void(Communicator&, bool)>& call, const
   EXPECT_THROWS_WITH(group->barrier("after"), "the group cannot be used after an earlier failure: ");
 }
 
-TEST(Signature, different_sizes) {
+TEST(Signature, DifferentSizes) {
   for (const int64_t numel : {1, 100, 30000, 3000000}) { // inline and long payloads
     expect_mismatch(
         [&](Communicator& group, bool odd) {
@@ -68,20 +68,20 @@ TEST(Signature, different_sizes) {
   }
 }
 
-TEST(Signature, small_against_large) {
+TEST(Signature, SmallAgainstLarge) {
   expect_mismatch(
       [](Communicator& group, bool odd) { group.all_reduce(torch::ones({odd ? 10000000 : 4}), ReduceOp::kSum, "p").wait(); },
       "all_reduce 'p' (16 bytes of Float, sum, call 0)", "all_reduce 'p' (40000000 bytes of Float, sum, call 0)");
 }
 
-TEST(Signature, different_labels) {
+TEST(Signature, DifferentLabels) {
   expect_mismatch([](Communicator& group,
                      bool odd) { group.all_reduce(torch::ones({4}), ReduceOp::kSum, odd ? "blocks.1" : "blocks.0").wait(); },
                   "all_reduce 'blocks.0' (16 bytes of Float, sum, call 0)",
                   "all_reduce 'blocks.1' (16 bytes of Float, sum, call 0)");
 }
 
-TEST(Signature, different_dtypes_and_operations_and_roots) {
+TEST(Signature, DifferentDtypesAndOperationsAndRoots) {
   expect_mismatch(
       [](Communicator& group, bool odd) {
         group.all_reduce(odd ? torch::ones({4}, torch::kInt) : torch::ones({4}), ReduceOp::kSum, "p").wait();
@@ -102,7 +102,7 @@ TEST(Signature, different_dtypes_and_operations_and_roots) {
       "all_reduce 'p' (16 bytes of Float, sum, call 0)", "barrier 'end of step' (call 0)");
 }
 
-TEST(Signature, one_call_too_many) {
+TEST(Signature, OneCallTooMany) {
   expect_mismatch(
       [](Communicator& group, bool odd) {
         auto tensor = torch::ones({4}), extra = torch::ones({4});
@@ -115,7 +115,7 @@ TEST(Signature, one_call_too_many) {
       "all_reduce 'p' (16 bytes of Float, sum, call 0)", "all_reduce 'extra' (16 bytes of Float, sum, call 0)");
 }
 
-TEST(Signature, all_to_all_splits_that_do_not_fit_are_an_error_on_every_rank) {
+TEST(Signature, AllToAllSplitsThatDoNotFitAreAnErrorOnEveryRank) {
   const int n = process_context().world_size(), last = n - 1;
   if (n == 1) return;
   for (const int64_t each : {0, 2, 30000}) { // inline and long payloads

@@ -17,7 +17,7 @@ Tensor values() { return torch::arange(15, torch::kFloat).view({5, 3}); }
 
 std::string mesh_text() { return line_mesh().to_string(); }
 
-TEST(Placement, prints_compares_and_hashes) {
+TEST(Placement, PrintsComparesAndHashes) {
   EXPECT_EQ(to_string(Placements{Shard{1}, Replicate{}}), "(Shard(1), Replicate())");
   EXPECT_EQ(to_string(Placement(RaggedShard{0, {3, 0, 2}})), "RaggedShard(0, [3, 0, 2])");
   EXPECT_EQ(to_string(Placement(Partial{Partial::Op::kNorm, 3})), "Partial(norm 3)");
@@ -27,7 +27,7 @@ TEST(Placement, prints_compares_and_hashes) {
   EXPECT_NE(hash_value(Shard{0}), hash_value(Replicate{}));
 }
 
-TEST(Spec, is_interned_and_dies) {
+TEST(Spec, IsInternedAndDies) {
   const auto mesh = line_mesh();
   uint64_t id = 0;
   {
@@ -43,7 +43,7 @@ TEST(Spec, is_interned_and_dies) {
   EXPECT_NE(Spec::intern(mesh, {Shard{1}}, {4, 3}, at::kFloat)->id(), id);
 }
 
-TEST(Spec, threads_get_the_same) {
+TEST(Spec, ThreadsGetTheSame) {
   const auto mesh = line_mesh();
   std::vector<std::thread> threads;
   std::atomic<int> different{0};
@@ -60,7 +60,7 @@ TEST(Spec, threads_get_the_same) {
   EXPECT_EQ(different, 0);
 }
 
-TEST(Spec, refuses_what_does_not_fit) {
+TEST(Spec, RefusesWhatDoesNotFit) {
   const auto mesh = line_mesh();
   const auto n = mesh.size();
   const std::string suffix = " on a tensor of shape [5, 3] and " + mesh_text();
@@ -88,7 +88,7 @@ TEST(Spec, refuses_what_does_not_fit) {
                      "different Partial reductions do not mix: ");
 }
 
-TEST(Api, distribute_tensor_sends_the_first_ranks_values) {
+TEST(Api, DistributeTensorSendsTheFirstRanksValues) {
   const auto mesh = line_mesh();
   const auto rank = static_cast<double>(process_context().rank());
   for (const auto& placement : whole_placements({5, 3}, mesh.size())) {
@@ -112,7 +112,7 @@ TEST(Api, distribute_tensor_sends_the_first_ranks_values) {
   }
 }
 
-TEST(Api, from_local_and_to_local) {
+TEST(Api, FromLocalAndToLocal) {
   const auto mesh = line_mesh();
   const auto n = mesh.size();
   auto local = torch::ones({2, 3}).requires_grad_();
@@ -132,7 +132,7 @@ TEST(Api, from_local_and_to_local) {
 }
 
 /// Hooks get, and may replace, the gradient, whenever they are added; it lies as the leaf does.
-TEST(Api, hooks_of_a_leaf) {
+TEST(Api, HooksOfALeaf) {
   const auto mesh = line_mesh();
   const auto batch = torch::arange(12.).view({4, 3}), weight = torch::arange(6.).view({3, 2});
   auto plain = weight.clone().set_requires_grad(true);
@@ -161,7 +161,7 @@ TEST(Api, hooks_of_a_leaf) {
   }
 }
 
-TEST(Api, parts_with_a_pending_conjugate_or_sign_move_as_their_values) {
+TEST(Api, PartsWithAPendingConjugateOrSignMoveAsTheirValues) {
   const auto mesh = line_mesh();
   torch::manual_seed(1); // the same values on every rank
   const auto whole = torch::randn({4 * mesh.size(), 3}, torch::kComplexDouble);
@@ -176,7 +176,7 @@ TEST(Api, parts_with_a_pending_conjugate_or_sign_move_as_their_values) {
   }
 }
 
-TEST(Api, gradients_flow_to_leaves_of_every_layout) {
+TEST(Api, GradientsFlowToLeavesOfEveryLayout) {
   const auto mesh = line_mesh();
   for (const auto& placement : whole_placements({5, 3}, mesh.size())) {
     auto leaf = distribute_tensor(values(), mesh, {placement}).set_requires_grad(true);
@@ -189,24 +189,44 @@ TEST(Api, gradients_flow_to_leaves_of_every_layout) {
   }
 }
 
-TEST(Api, prints) {
+TEST(Api, Prints) {
   const auto tensor = make(values(), line_mesh(), {Replicate{}});
   EXPECT_EQ(to_string(tensor).substr(0, to_string(tensor).find('\n')),
             "DTensor float[5, 3] (Replicate()) on " + mesh_text() + ", local part:");
   EXPECT_EQ(to_string(torch::ones({2})).find("DTensor"), std::string::npos);
 }
 
-TEST(Errors, say_what_to_do) {
+TEST(Api, PrintsMetaTensors) {
+  EXPECT_EQ(to_string(torch::empty({2, 3}, at::kMeta)), "meta tensor of shape [2, 3] and dtype Float, which has no values");
+}
+
+TEST(Errors, OfMoreBytesThanAreCounted) {
+  const auto mesh = line_mesh();
+  const auto n = mesh.size();
+  const auto large = torch::zeros({1}).expand({int64_t{1} << 60});
+  EXPECT_EQ(from_local(large, mesh, {Replicate{}}).size(0), int64_t{1} << 60);
+  EXPECT_THROWS_WITH(Spec::intern(mesh, {Shard{0}}, {(int64_t{1} << 60) + 1}, at::kFloat),
+                     "a tensor of 1152921504606846977 elements of Float has more than 2^62 bytes: placements (Shard(0))");
+  EXPECT_THROWS_WITH(Spec::intern(mesh, {Replicate{}}, {int64_t{1} << 59}, at::kComplexDouble), "has more than 2^62 bytes");
+  if (n == 1) return;
+  EXPECT_THROWS_WITH(
+      from_local(torch::zeros({1}).expand({int64_t{1} << 62}), mesh, {Shard{0}}),
+      n == 2 ? "from_local: dim 0 of a local tensor of shape [4611686018427387904], on 2 ranks, has more elements" : "has more");
+  EXPECT_THROWS_WITH(from_local(torch::zeros({1}), mesh, {RaggedShard{0, std::vector<int64_t>(n, int64_t{1} << 62)}}),
+                     "add up to more than 64 bits count");
+}
+
+TEST(Errors, SayWhatToDo) {
   const auto mesh = line_mesh();
   const auto tensor = make(values(), mesh, {Shard{0}});
   EXPECT_THROWS_WITH(tensor + values(),
                      "aten::add.Tensor: a plain tensor of shape [5, 3] (argument 'other') cannot be mixed with DTensors "
                      "(float[5, 3] (Shard(0)) on " +
                          mesh_text() + "). Make it one with distribute_tensor or from_local, or use ImplicitReplication");
-  EXPECT_THROWS_WITH(
-      values().copy_(tensor),
-      "aten::copy_: the written argument 'self' is a plain tensor, but others are DTensors (float[5, 3] (Shard(0)) on " +
-          mesh_text() + "). Use full_tensor() or to_local() on those");
+  EXPECT_THROWS_WITH(values().copy_(tensor),
+                     "aten::copy_: the written argument 'self' is a plain tensor of shape [5, 3], but others are DTensors "
+                     "(float[5, 3] (Shard(0)) on " +
+                         mesh_text() + "). Use full_tensor() or to_local() on those");
   EXPECT_THROWS_WITH(tensor.item(), "a Tensor with 15 elements cannot be converted to Scalar");
   EXPECT_THROWS_WITH(tensor.data_ptr(),
                      "a DTensor has no storage of its own: its data is spread over the ranks of its mesh. Use "
@@ -272,7 +292,7 @@ void expect_disagreement(const std::function<void(const DeviceMesh&, bool)>& cal
   for (const auto& text : texts) EXPECT_NE(message.find(text), std::string::npos) << message;
 }
 
-TEST(Disagreement, on_the_shape_that_is_distributed) {
+TEST(Disagreement, OnTheShapeThatIsDistributed) {
   expect_disagreement(
       [](const DeviceMesh& mesh, bool odd) {
         distribute_tensor(odd ? torch::ones({3, 4}) : torch::ones({4, 3}), mesh, {Replicate{}});
@@ -280,7 +300,7 @@ TEST(Disagreement, on_the_shape_that_is_distributed) {
       {"'distribute_tensor: float[4, 3] (Replicate())", "'distribute_tensor: float[3, 4] (Replicate())"});
 }
 
-TEST(Disagreement, on_the_placement_of_local_parts) {
+TEST(Disagreement, OnThePlacementOfLocalParts) {
   expect_disagreement(
       [](const DeviceMesh& mesh, bool odd) {
         from_local(torch::ones({2, 2}), mesh, {Shard{odd ? 1 : 0}}).full_tensor();
@@ -288,7 +308,7 @@ TEST(Disagreement, on_the_placement_of_local_parts) {
       {"(Shard(0)) -> (Replicate())", "(Shard(1)) -> (Replicate())"});
 }
 
-TEST(Fallback, runs_on_whole_tensors_with_one_warning) {
+TEST(Fallback, RunsOnWholeTensorsWithOneWarning) {
   const auto mesh = line_mesh();
   const auto tensor = make(values(), mesh, {Shard{0}});
   Warnings warnings;
@@ -304,7 +324,7 @@ TEST(Fallback, runs_on_whole_tensors_with_one_warning) {
   EXPECT_NO_THROW(torch::pdist(tensor.redistribute({Replicate{}})));
 }
 
-TEST(Fallback, finds_shapes_that_depend_on_the_data) {
+TEST(Fallback, FindsShapesThatDependOnTheData) {
   const auto mesh = line_mesh();
   for (const auto& placement : whole_placements({5, 3}, mesh.size())) {
     const auto tensor = make(values(), mesh, {placement});
@@ -316,7 +336,7 @@ TEST(Fallback, finds_shapes_that_depend_on_the_data) {
   }
 }
 
-TEST(CrossEntropy, does_not_gather_the_classes) {
+TEST(CrossEntropy, DoesNotGatherTheClasses) {
   const auto mesh = line_mesh();
   torch::manual_seed(1);
   const auto logits = torch::randn({6, 7}, torch::kDouble), weight = torch::rand({7}, torch::kDouble) + 0.5;
@@ -343,20 +363,20 @@ TEST(CrossEntropy, does_not_gather_the_classes) {
   EXPECT_THROWS_WITH(torch::nll_loss(make(logits, mesh, {Shard{0}}), make(wrong, mesh, {Replicate{}})), "");
 }
 
-TEST(Mix, of_a_reduction_and_a_plain_tensor_is_an_error) {
+TEST(Mix, OfAReductionAndAPlainTensorIsAnError) {
   const torch::NoGradGuard no_grad;
   const auto tensor = make(values(), line_mesh(), {Shard{0}});
   EXPECT_THROWS_WITH(tensor.sum(0) + torch::ones({3}),
                      "aten::add.Tensor: a plain tensor of shape [3] (argument 'other') cannot be mixed with DTensors");
 }
 
-TEST(ImplicitReplication, counts_plain_tensors_as_replicated) {
+TEST(ImplicitReplication, CountsPlainTensorsAsReplicated) {
   const auto tensor = make(values(), line_mesh(), {Shard{0}});
   const ImplicitReplication scope;
   EXPECT_TENSORS_EQUAL(DTensor(tensor + values()).full_tensor(), values() * 2);
 }
 
-TEST(Mesh, a_rank_outside_holds_nothing) {
+TEST(Mesh, ARankOutsideHoldsNothing) {
   if (world_size() < 2) GTEST_SKIP() << "needs 2 ranks";
   std::vector<int64_t> ranks(world_size() - 1);
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -375,10 +395,10 @@ TEST(Mesh, a_rank_outside_holds_nothing) {
   }
 }
 
-TEST(Dispatch, caches_plans) {
+TEST(Dispatch, CachesPlans) {
   const auto mesh = line_mesh();
   const auto a = make(values(), mesh, {Shard{0}}), b = make(values(), mesh, {Shard{0}});
-  dispatch::clear_cache();
+  internal::dispatch::clear_cache();
   const auto run = [&] {
     (a + b).mul_(2).sum();
     torch::cat({a, b});
@@ -387,9 +407,9 @@ TEST(Dispatch, caches_plans) {
     a.view({-1});
   };
   run();
-  const auto before = dispatch::cache_statistics();
+  const auto before = internal::dispatch::cache_statistics();
   for (int i = 0; i < 10; ++i) run();
-  const auto after = dispatch::cache_statistics();
+  const auto after = internal::dispatch::cache_statistics();
   EXPECT_EQ(after.misses, before.misses);
   EXPECT_EQ(after.hits - before.hits, 70);
   EXPECT_EQ((a + b).scalar_type(), at::kFloat);
@@ -398,7 +418,7 @@ TEST(Dispatch, caches_plans) {
   EXPECT_EQ(a.to(at::kLong).mul(2).scalar_type(), at::kLong);
 }
 
-TEST(Dispatch, runs_under_autocast) {
+TEST(Dispatch, RunsUnderAutocast) {
   const auto mesh = line_mesh();
   const auto run = [](const Tensor& x, const Tensor& w) {
     at::autocast::set_autocast_enabled(at::kCPU, true);
@@ -421,13 +441,13 @@ TEST(Dispatch, runs_under_autocast) {
   }
 }
 
-TEST(Dispatch, is_bounded) {
+TEST(Dispatch, IsBounded) {
   const auto mesh = line_mesh();
   for (int64_t i = 1; i < 9000; ++i) make(torch::ones({1}), mesh, {Replicate{}}).expand({i});
-  EXPECT_LE(dispatch::cache_statistics().entries, 8192u);
+  EXPECT_LE(internal::dispatch::cache_statistics().entries, 8192u);
 }
 
-TEST(Dispatch, runs_in_many_threads) {
+TEST(Dispatch, RunsInManyThreads) {
   const auto mesh = line_mesh();
   const auto a = make(values(), mesh, {Shard{0}});
   std::vector<std::thread> threads;

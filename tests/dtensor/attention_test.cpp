@@ -143,8 +143,6 @@ Tensor attend(const Call& call, const std::vector<Tensor>& t) {
   return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(t[0], t[1], t[2], call.p, call.causal, fixed));
 }
 
-Tensor whole_of(const Tensor& tensor) { return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor; }
-
 /// batch 2, 5 rows of queries, 3 of keys, 4 heads: as a projection leaves them, before the heads come inside.
 std::vector<Tensor> projections() {
   std::vector<Tensor> result;
@@ -185,7 +183,7 @@ void check(const Call& call, const DeviceMesh& mesh, const std::vector<Placement
   }
 }
 
-TEST(Attention, equals_the_plain_kernel_on_all_placements) {
+TEST(Attention, EqualsThePlainKernelOnAllPlacements) {
   const auto mesh = line_mesh();
   const std::vector<Placement> choices{Replicate{}, Shard{0}, Shard{1}, Shard{2}, Shard{3}, Partial{}};
   std::vector<std::vector<Placements>> products;
@@ -204,7 +202,7 @@ TEST(Attention, equals_the_plain_kernel_on_all_placements) {
   }
 }
 
-TEST(Attention, over_batch_and_heads_moves_nothing) {
+TEST(Attention, OverBatchAndHeadsMovesNothing) {
   const auto mesh = line_mesh();
   if (mesh.size() == 3) GTEST_SKIP() << "2 and 4 do not split over 3 ranks";
   const StrictSharding strict;
@@ -225,7 +223,7 @@ TEST(Attention, over_batch_and_heads_moves_nothing) {
 }
 
 /// Each rank draws the whole mask, as one device does.
-TEST(Attention, drops_what_one_device_would) {
+TEST(Attention, DropsWhatOneDeviceWould) {
   const auto mesh = line_mesh();
   torch::NoGradGuard no_grad;
   for (const auto* name : {"flash", "efficient", "cudnn"}) {

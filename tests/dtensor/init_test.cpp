@@ -50,7 +50,7 @@ std::vector<Init> inits() {
   return result;
 }
 
-TEST(Init, equals_the_draw_of_one_device) {
+TEST(Init, EqualsTheDrawOfOneDevice) {
   const auto mesh = line_mesh();
   torch::NoGradGuard no_grad;
   for (const auto& init : inits()) {
@@ -79,7 +79,7 @@ TEST(Init, equals_the_draw_of_one_device) {
   }
 }
 
-TEST(Init, an_own_generator) {
+TEST(Init, AnOwnGenerator) {
   const auto mesh = line_mesh();
   auto generator = at::detail::createCPUGenerator(11);
   const auto sharded = make(torch::zeros({5, 3}), mesh, {Shard{0}});

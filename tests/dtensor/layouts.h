@@ -1,7 +1,6 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dtensor_impl.h>
 #include <torch/torch.h>
@@ -11,6 +10,7 @@
 
 #include "../support/matchers.h"
 #include "../support/sweep.h"
+#include "../support/world.h"
 
 namespace tessera {
 inline std::ostream& operator<<(std::ostream& out, const Placement& placement) { return out << to_string(placement); }
@@ -19,9 +19,10 @@ inline std::ostream& operator<<(std::ostream& out, const Placements& placements)
 
 namespace tessera::testing {
 
-inline int64_t world_size() { return process_context().world_size(); }
-
 inline DeviceMesh line_mesh() { return init_device_mesh(at::kCPU, {world_size()}, {"shard"}); }
+
+/// The whole tensor, plain; every rank of a DTensor's mesh calls it.
+inline at::Tensor whole_of(const at::Tensor& tensor) { return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor; }
 
 /// `whole` in every `ranks`th element, 0 in the others.
 inline at::Tensor held_by(int64_t rank, int64_t ranks, const at::Tensor& whole) {

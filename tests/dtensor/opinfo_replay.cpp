@@ -20,8 +20,15 @@ bool written(const c10::Argument& argument) { return argument.alias_info() && ar
 
 } // namespace
 
-OpResult run_call(const OpCall& call, const std::function<Tensor(const Tensor&, size_t)>& place,
-                  const std::function<void()>& between) {
+Tensor placed_as(const Tensor& whole, const DTensor& output) {
+  return make(whole, output.mesh(), replicate_partial(output.placements()));
+}
+
+OpStage plain_stage() {
+  return {[](const Tensor& tensor, size_t) { return tensor.detach().clone(); }};
+}
+
+OpResult run_call(const OpCall& call, const OpStage& stage) {
   OpResult result;
   std::vector<Tensor> leaves;
   std::vector<bool> is_written;
@@ -32,7 +39,7 @@ OpResult run_call(const OpCall& call, const std::function<Tensor(const Tensor&, 
   auto stack = with_tensors(call.arguments, [&](const Tensor& tensor) {
     const size_t i = index++;
     result.narrow |= at::isFloatingType(tensor.scalar_type()) && tensor.scalar_type() != at::kDouble;
-    auto leaf = place(tensor, i);
+    auto leaf = stage.place(tensor, i);
     if (tensor.requires_grad()) leaves.push_back(leaf.set_requires_grad(true));
     auto argument = is_written[i] && tensor.requires_grad() ? leaf.clone() : leaf;
     if (is_written[i]) result.written.push_back(argument);
@@ -47,24 +54,19 @@ OpResult run_call(const OpCall& call, const std::function<Tensor(const Tensor&, 
   for (const auto& output : result.outputs) {
     TORCH_CHECK(!output.defined() || output.layout() == at::kStrided, "a DTensor has no layout but strided");
   }
-  between();
+  stage.between();
   std::vector<Tensor> roots, cotangents;
   for (const auto& output : result.outputs) {
     if (!output.requires_grad()) continue;
     roots.push_back(output);
     torch::manual_seed(5);
     const auto whole = torch::randn(output.sizes(), at::TensorOptions().dtype(output.dtype()));
-    const auto* meta = dtensor_meta(output);
-    auto placements = meta ? meta->spec->placements() : Placements{};
-    for (auto& placement : placements) {
-      if (is_partial(placement)) placement = Replicate{};
-    }
-    cotangents.push_back(meta ? Tensor(make(whole, meta->spec->mesh(), placements)) : whole);
+    cotangents.push_back(is_dtensor(output) ? stage.place_gradient(whole, DTensor(output)) : whole);
   }
   if (!roots.empty() && !leaves.empty()) {
     result.gradients = torch::autograd::grad(roots, leaves, cotangents, std::nullopt, false, true);
   }
-  between();
+  stage.between();
   return result;
 }
 

@@ -2,6 +2,7 @@
 
 // Running the calls of opinfo_calls.h on DTensors, and comparing with plain tensors.
 
+#include <tessera/dtensor/api.h>
 #include <tessera/dtensor/placement.h>
 #include <tessera/mesh/device_mesh.h>
 
@@ -21,11 +22,23 @@ struct OpResult {
   bool narrow = false; ///< an argument has a type narrower than double: results are compared as such
 };
 
-/// Runs `call` with the tensors that `place` makes of its arguments (tensor, index), and its backward where an argument requires
-/// grad. `between` runs after the forward and after the backward.
-OpResult run_call(
-    const OpCall& call, const std::function<at::Tensor(const at::Tensor&, size_t)>& place,
-    const std::function<void()>& between = [] {});
+/// `whole` as `output` lies, with Replicate for Partial.
+at::Tensor placed_as(const at::Tensor& whole, const DTensor& output);
+
+/// How a call is run.
+struct OpStage {
+  /// What the call gets for an argument.
+  std::function<at::Tensor(const at::Tensor& tensor, size_t index)> place;
+  std::function<void()> between = [] {}; ///< runs after the forward and after the backward
+  /// What the backward gets for the gradient `whole` of a DTensor.
+  std::function<at::Tensor(const at::Tensor& whole, const DTensor& output)> place_gradient = placed_as;
+};
+
+/// On copies of the plain arguments.
+OpStage plain_stage();
+
+/// Runs `call`, and its backward where an argument requires grad.
+OpResult run_call(const OpCall& call, const OpStage& stage);
 
 /// How the DTensors of `actual` differ from the plain tensors of `expected`; empty where they do not. Every rank calls it.
 std::string difference(const OpResult& actual, const OpResult& expected, bool outputs_too);

@@ -1,5 +1,6 @@
 // Replays the calls behind PyTorch's OpInfo samples (export_opinfo.py) on every product of Replicate and Shard over the tensor
-// arguments, forward and backward, against the same call on plain tensors.
+// arguments, forward and backward, against the same call on plain tensors. The gradient of each result is Replicate, Shard or
+// Partial, drawn anew for each product.
 //
 //   TESSERA_OPINFO_CALLS   the folder of the exported calls (set by ctest)
 //   TESSERA_OPINFO_PRODUCTS  of a call in a full run: at most so many (default 256, and 64 on 2x2)
@@ -25,11 +26,6 @@ namespace {
 using at::Tensor;
 using Names = std::set<std::string>;
 
-bool full_run() {
-  const char* full = std::getenv("TESSERA_TEST_FULL");
-  return full != nullptr && std::string_view(full) == "1";
-}
-
 /// While it lives, the operators that get a split DTensor are noted.
 class SplitCalls {
  public:
@@ -50,7 +46,7 @@ class SplitCalls {
     const auto name = function.operator_name();
     if (!name) return nullptr;
     for (const auto& tensor : tensors_of(function.inputs())) {
-      const auto* meta = dtensor_meta(tensor);
+      const auto* meta = internal::dtensor_meta(tensor);
       if (!meta) continue;
       for (const auto& placement : meta->spec->placements()) {
         if (is_sharded(placement)) noted().insert(c10::toString(*name));
@@ -76,17 +72,31 @@ class Replay {
   void replay(const OpCall& call, size_t limit) {
     OpResult expected;
     try {
-      expected = run_call(call, [](const Tensor& tensor, size_t) { return tensor.detach().clone(); });
+      expected = run_call(call, plain_stage());
     } catch (const std::exception&) {
       return; // a sample that the operator refuses
     }
     ++tally.calls;
-    for (const auto& product : products(call, limit)) replay(call, product, expected);
+    for (const auto& product : products(call, limit)) replay({call, product, random_()}, expected);
   }
 
   Tally tally;
 
  private:
+  /// One run of a call.
+  struct Product {
+    const OpCall& call;
+    std::vector<Placements> placements; ///< of the tensor arguments
+    uint64_t gradient_seed;             ///< what the placements of the results' gradients are drawn from
+    std::vector<Placements> gradients = {};
+  };
+
+  static std::string text_of(const Product& product) {
+    auto text = describe(product.call, product.placements);
+    for (const auto& placements : product.gradients) text += " <- " + to_string(placements);
+    return text;
+  }
+
   std::vector<Placements> choices(const Tensor& tensor) const {
     std::vector<Placements> result{{}};
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
@@ -122,41 +132,63 @@ class Replay {
     bool agreed = false;      ///< no rank found a difference
   };
 
-  Outcome run(const OpCall& call, const std::vector<Placements>& placements, const OpResult& expected) {
+  /// The gradient of a result of the shape of `whole`: Replicate, a Shard or a sum on each mesh dim.
+  Tensor draw_gradient(const Tensor& whole, std::mt19937& random) {
+    Placements parts; // MaskPartial stands for the sum: its parts do not round
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      const auto pick = static_cast<int64_t>(random() % (whole.dim() + 2));
+      parts.push_back(pick < whole.dim() ? Placement(Shard{pick}) : pick == whole.dim() ? Placement(Replicate{}) : kMask);
+    }
+    auto placements = parts;
+    for (auto& placement : placements) {
+      if (placement == kMask) placement = Partial{};
+    }
+    return from_local(lay_out(whole, mesh_, parts), mesh_, placements, whole.sizes().vec());
+  }
+
+  Outcome run(Product& product, const OpResult& expected) {
     Outcome outcome;
     OpResult actual;
+    std::mt19937 random(product.gradient_seed);
+    product.gradients.clear();
     const StrictSharding strict;
     try {
-      actual = run_call(
-          call, [&](const Tensor& tensor, size_t i) -> Tensor { return make(tensor.detach(), mesh_, placements[i]); },
-          [&] {
-            if (!agreement_.everyone(true)) throw std::runtime_error("another rank failed");
-          });
+      actual =
+          run_call(product.call,
+                   {[&](const Tensor& tensor, size_t i) -> Tensor { return make(tensor.detach(), mesh_, product.placements[i]); },
+                    [&] {
+                      if (!agreement_.everyone(true)) throw std::runtime_error("another rank failed");
+                    },
+                    [&](const Tensor& whole, const DTensor&) {
+                      auto gradient = draw_gradient(whole, random);
+                      product.gradients.push_back(DTensor(gradient).placements());
+                      return gradient;
+                    }});
     } catch (const std::exception& failure) {
-      outcome.error = error_text(failure); // what() would look up the names of a stack
+      outcome.error = internal::error_text(failure); // what() would look up the names of a stack
       if (outcome.error == "another rank failed") return outcome;
       try {
         agreement_.everyone(false);
       } catch (const std::exception&) { // the others wait in another collective: nobody can go on
-        throw std::runtime_error("the ranks are out of step after " + describe(call, placements) + ": " + outcome.error);
+        throw std::runtime_error("the ranks are out of step after " + text_of(product) + ": " + outcome.error);
       }
       return outcome;
     }
-    const bool defined = name_of(call.op).find("empty") == std::string::npos;
+    const bool defined = name_of(product.call.op).find("empty") == std::string::npos;
     outcome.found = difference(actual, expected, defined);
     outcome.agreed = agreement_.everyone(outcome.found.empty());
     return outcome;
   }
 
-  void replay(const OpCall& call, const std::vector<Placements>& placements, const OpResult& expected) {
+  void replay(Product product, const OpResult& expected) {
     ++tally.products;
     const SplitCalls calls;
-    const auto outcome = run(call, placements, expected);
+    const auto outcome = run(product, expected);
     const auto noted = SplitCalls::noted();
-    if (!outcome.error.empty()) return fail(call, placements, outcome.error);
-    const bool rounded = !outcome.agreed && expected.narrow && agrees_in_double(call, placements);
+    if (!outcome.error.empty()) return fail(product, outcome.error);
+    const bool rounded = !outcome.agreed && expected.narrow && agrees_in_double(product);
     if (!outcome.agreed && !rounded) {
-      ++tally.wrong[describe(call, placements) + ": " + outcome.found];
+      ++tally.wrong[text_of(product) + ": " + outcome.found];
     } else {
       ++(rounded ? tally.rounded : tally.passed);
       tally.working.insert(noted.begin(), noted.end());
@@ -164,38 +196,40 @@ class Replay {
   }
 
   /// What differs only by the rounding of a narrow type agrees, by the closer bound of double, where all numbers are double.
-  bool agrees_in_double(const OpCall& call, const std::vector<Placements>& placements) {
-    const OpCall wide{call.op, with_tensors(call.arguments, [](const Tensor& tensor) {
+  bool agrees_in_double(const Product& product) {
+    const OpCall wide{product.call.op, with_tensors(product.call.arguments, [](const Tensor& tensor) {
                         if (!at::isFloatingType(tensor.scalar_type())) return tensor;
                         return tensor.detach().to(torch::kDouble).set_requires_grad(tensor.requires_grad());
                       })};
     OpResult expected;
     try {
-      expected = run_call(wide, [](const Tensor& tensor, size_t) { return tensor.detach().clone(); });
+      expected = run_call(wide, plain_stage());
     } catch (const std::exception&) {
       return false; // it takes no doubles
     }
-    const auto outcome = run(wide, placements, expected);
+    Product same{wide, product.placements, product.gradient_seed};
+    const auto outcome = run(same, expected);
     return outcome.error.empty() && outcome.agreed;
   }
 
-  void fail(const OpCall& call, const std::vector<Placements>& placements, std::string error) {
+  void fail(const Product& product, std::string error) {
     error = error.substr(0, std::min(error.find('\n'), size_t{300}));
     const auto at = error.find(": no sharding rule");
+    const auto name = name_of(product.call.op);
     if (at != std::string::npos) {
       ++tally.missing[error.substr(0, at)];
     } else if (error.find("would have to change its placement") != std::string::npos) {
-      ++tally.errors[name_of(call.op) + ": in place, would need another placement"];
+      ++tally.errors[name + ": in place, would need another placement"];
     } else {
-      auto& count = tally.errors[name_of(call.op) + ": " + error];
-      if (++count == 1) examples_.push_back(describe(call, placements));
+      ++tally.errors[name + ": " + error];
     }
   }
+
+  static inline const Placement kMask = Partial{Partial::Op::kMask};
 
   DeviceMesh mesh_;
   Agreement agreement_;
   std::mt19937 random_{1};
-  std::vector<std::string> examples_;
 };
 
 void print(const std::map<std::string, int>& counts, const char* title, std::ostream& out) {
@@ -244,12 +278,12 @@ size_t most_products(size_t otherwise) {
   return most ? std::min<size_t>(std::stoul(most), otherwise) : otherwise;
 }
 
-TEST(OpInfo, one_mesh_dim) {
+TEST(OpInfo, OneMeshDim) {
   if (opinfo_files().empty()) GTEST_SKIP() << "no exported calls";
   replay_all(line_mesh(), "1d", full_run() ? 400 : 2, full_run() ? most_products(256) : 6);
 }
 
-TEST(OpInfo, two_mesh_dims) {
+TEST(OpInfo, TwoMeshDims) {
   if (opinfo_files().empty() || world_size() != 4) GTEST_SKIP() << "no exported calls, or not 4 ranks";
   replay_all(init_device_mesh(at::kCPU, {2, 2}, {"a", "b"}), "2x2", full_run() ? 400 : 1, full_run() ? most_products(64) : 4);
 }

@@ -59,19 +59,19 @@ void compare_all(const Options& options) {
   }
 }
 
-TEST(Optimizer, adamw) { compare_all<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2).weight_decay(0.1)); }
-TEST(Optimizer, adamw_amsgrad) { compare_all<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2).amsgrad(true)); }
-TEST(Optimizer, adam) { compare_all<torch::optim::Adam>(torch::optim::AdamOptions(1e-2).weight_decay(0.1)); }
-TEST(Optimizer, sgd) { compare_all<torch::optim::SGD>(torch::optim::SGDOptions(1e-2)); }
-TEST(Optimizer, sgd_momentum) {
+TEST(Optimizer, Adamw) { compare_all<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2).weight_decay(0.1)); }
+TEST(Optimizer, AdamwAmsgrad) { compare_all<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2).amsgrad(true)); }
+TEST(Optimizer, Adam) { compare_all<torch::optim::Adam>(torch::optim::AdamOptions(1e-2).weight_decay(0.1)); }
+TEST(Optimizer, Sgd) { compare_all<torch::optim::SGD>(torch::optim::SGDOptions(1e-2)); }
+TEST(Optimizer, SgdMomentum) {
   compare_all<torch::optim::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9).weight_decay(0.1).nesterov(true));
 }
-TEST(Optimizer, rmsprop) { compare_all<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-2).momentum(0.9).centered(true)); }
-TEST(Optimizer, adagrad) {
+TEST(Optimizer, Rmsprop) { compare_all<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-2).momentum(0.9).centered(true)); }
+TEST(Optimizer, Adagrad) {
   compare_all<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2).lr_decay(0.1).initial_accumulator_value(0.1));
 }
 
-TEST(ClipGradNorm, one_all_reduce_for_any_number_of_parameters) {
+TEST(ClipGradNorm, OneAllReduceForAnyNumberOfParameters) {
   const auto mesh = line_mesh();
   for (const double p : {2.0, 1.0, 3.0, static_cast<double>(INFINITY)}) {
     std::vector<at::Tensor> plain, sharded;
@@ -98,7 +98,7 @@ TEST(ClipGradNorm, one_all_reduce_for_any_number_of_parameters) {
   }
 }
 
-TEST(ClipGradNorm, replicated_and_split_gradients_together) {
+TEST(ClipGradNorm, ReplicatedAndSplitGradientsTogether) {
   const auto mesh = line_mesh();
   auto plain = weights(3);
   std::vector<at::Tensor> sharded;
@@ -116,7 +116,7 @@ TEST(ClipGradNorm, replicated_and_split_gradients_together) {
   for (size_t i = 0; i < plain.size(); ++i) EXPECT_TENSORS_CLOSE(DTensor(sharded[i].grad()).full_tensor(), plain[i].grad());
 }
 
-TEST(ClipGradNorm, on_two_dims_only_the_shard_dim_communicates) {
+TEST(ClipGradNorm, OnTwoDimsOnlyTheShardDimCommunicates) {
   if (world_size() != 4) GTEST_SKIP() << "needs 4 ranks";
   const auto mesh = init_device_mesh(at::kCPU, {2, 2}, {"replicate", "shard"});
   auto plain = weights(3);

@@ -8,7 +8,7 @@
 namespace tessera::testing {
 namespace {
 
-using Extents = std::vector<Extent>;
+using Extents = std::vector<internal::Extent>;
 
 std::vector<Placement> every_kind() {
   std::vector<Placement> result{Replicate{},       Shard{0}, Shard{-2}, StridedShard{1, 4}, RaggedShard{0, {3, 0, 2}},
@@ -18,7 +18,7 @@ std::vector<Placement> every_kind() {
   return result;
 }
 
-TEST(Placement, is_printed_and_parsed) {
+TEST(Placement, IsPrintedAndParsed) {
   EXPECT_EQ(to_string(Placement(StridedShard{1, 4})), "StridedShard(1, 4)");
   EXPECT_EQ(to_string(Placement(RaggedShard{0, {3, 0, 2}})), "RaggedShard(0, [3, 0, 2])");
   EXPECT_EQ(to_string(Placement(Partial{Partial::Op::kNorm, 1.5})), "Partial(norm 1.5)");
@@ -33,7 +33,7 @@ TEST(Placement, is_printed_and_parsed) {
   EXPECT_EQ(parse_placements("()"), Placements{});
 }
 
-TEST(Placement, a_text_that_is_none_is_an_error) {
+TEST(Placement, ATextThatIsNoneIsAnError) {
   EXPECT_THROWS_WITH(
       parse_placement("Split(0)"),
       "not a placement: 'Split(0)': Replicate, Shard, StridedShard, RaggedShard, Partial or MaskPartial is expected");
@@ -49,7 +49,7 @@ TEST(Placement, a_text_that_is_none_is_an_error) {
   EXPECT_THROWS_WITH(parse_placement(""), "is expected at position 0");
 }
 
-TEST(Placement, is_equal_and_hashed_by_value) {
+TEST(Placement, IsEqualAndHashedByValue) {
   const auto placements = every_kind();
   for (size_t i = 0; i < placements.size(); ++i) {
     const auto again = every_kind()[i];
@@ -61,38 +61,38 @@ TEST(Placement, is_equal_and_hashed_by_value) {
   }
 }
 
-TEST(StridedShard, holds_one_part_of_every_chunk) {
-  EXPECT_EQ(strided_extents(8, 2, 2, 0), (Extents{{0, 2}, {4, 2}}));
-  EXPECT_EQ(strided_extents(8, 2, 2, 1), (Extents{{2, 2}, {6, 2}}));
-  EXPECT_EQ(strided_extents(8, 1, 2, 1), (Extents{{4, 4}}));
-  EXPECT_EQ(strided_extents(5, 2, 2, 1), (Extents{{2, 1}, {4, 1}}));
-  EXPECT_EQ(strided_extents(3, 4, 2, 0), (Extents{{0, 3}}));
-  EXPECT_EQ(strided_extents(3, 4, 2, 1), Extents{});
-  EXPECT_EQ(strided_extents(0, 2, 2, 0), Extents{});
+TEST(StridedShard, HoldsOnePartOfEveryChunk) {
+  EXPECT_EQ(internal::strided_extents(8, 2, 2, 0), (Extents{{0, 2}, {4, 2}}));
+  EXPECT_EQ(internal::strided_extents(8, 2, 2, 1), (Extents{{2, 2}, {6, 2}}));
+  EXPECT_EQ(internal::strided_extents(8, 1, 2, 1), (Extents{{4, 4}}));
+  EXPECT_EQ(internal::strided_extents(5, 2, 2, 1), (Extents{{2, 1}, {4, 1}}));
+  EXPECT_EQ(internal::strided_extents(3, 4, 2, 0), (Extents{{0, 3}}));
+  EXPECT_EQ(internal::strided_extents(3, 4, 2, 1), Extents{});
+  EXPECT_EQ(internal::strided_extents(0, 2, 2, 0), Extents{});
 }
 
 /// An inner mesh dim that split first is an outer StridedShard: FSDP2 over tensor parallelism.
-TEST(StridedShard, beside_a_shard_is_a_split_from_right_to_left) {
+TEST(StridedShard, BesideAShardIsASplitFromRightToLeft) {
   const Placements placements{StridedShard{0, 2}, Shard{0}};
   for (int64_t data = 0; data < 2; ++data) {
     for (int64_t tensor = 0; tensor < 2; ++tensor) {
-      const auto held = dim_extents(8, {2, 2}, {data, tensor}, placements, 0);
+      const auto held = internal::dim_extents(8, {2, 2}, {data, tensor}, placements, 0);
       EXPECT_EQ(held, (Extents{{tensor * 4 + data * 2, 2}}));
-      const auto box = local_box({8, 3}, {2, 2}, {data, tensor}, placements);
+      const auto box = internal::local_box({8, 3}, {2, 2}, {data, tensor}, placements);
       EXPECT_EQ(box.sizes, (std::vector<int64_t>{2, 3}));
       EXPECT_EQ(box.offsets, (std::vector<int64_t>{tensor * 4 + data * 2, 0}));
     }
   }
 }
 
-TEST(StridedShard, every_position_is_held_once) {
+TEST(StridedShard, EveryPositionIsHeldOnce) {
   for (int64_t size = 0; size < 20; ++size) {
     for (int64_t factor = 1; factor < 5; ++factor) {
       for (int64_t ranks = 1; ranks < 5; ++ranks) {
         std::vector<int> held(size, 0);
         for (int64_t outer = 0; outer < ranks; ++outer) {
           for (int64_t inner = 0; inner < 3; ++inner) {
-            const auto extents = dim_extents(size, {ranks, 3}, {outer, inner}, {StridedShard{0, factor}, Shard{0}}, 0);
+            const auto extents = internal::dim_extents(size, {ranks, 3}, {outer, inner}, {StridedShard{0, factor}, Shard{0}}, 0);
             for (const auto& part : extents) {
               for (int64_t i = 0; i < part.size; ++i) ++held[part.offset + i];
             }

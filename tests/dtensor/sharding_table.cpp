@@ -36,7 +36,7 @@ int main() {
       if (dims[m] >= 0) placements.back() = tessera::Shard{dims[m]};
       if (dims[m] >= 0 && factors[m] > 1) placements.back() = tessera::StridedShard{dims[m], factors[m]};
     }
-    const auto box = tessera::local_box(sizes, mesh, coordinate, placements);
+    const auto box = tessera::internal::local_box(sizes, mesh, coordinate, placements);
     print(box.sizes);
     std::cout << "| ";
     print(box.offsets);

@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-TEST(Factories, equal_plain_tensors_for_every_placement) {
+TEST(Factories, EqualPlainTensorsForEveryPlacement) {
   const auto mesh = line_mesh();
   for (const std::vector<int64_t>& sizes : std::vector<std::vector<int64_t>>{{5, 3}, {1}, {0, 2}, {2, 3, 4}}) {
     auto placements = whole_placements(sizes, mesh.size());
@@ -41,7 +41,7 @@ TEST(Factories, equal_plain_tensors_for_every_placement) {
   EXPECT_EQ(empty({4, 2}, mesh, {Shard{0}}).sizes(), (std::vector<int64_t>{4, 2}));
 }
 
-TEST(LocalMap, runs_on_the_parts) {
+TEST(LocalMap, RunsOnTheParts) {
   const auto mesh = line_mesh();
   const auto whole = torch::arange(24, torch::kDouble).view({8, 3});
   const auto weight = torch::arange(6, torch::kDouble).view({3, 2});
@@ -64,7 +64,7 @@ TEST(LocalMap, runs_on_the_parts) {
 }
 
 /// Each rank has the gradient of the weight from its own part of the batch.
-TEST(LocalMap, sums_the_gradients_of_a_replicated_input) {
+TEST(LocalMap, SumsTheGradientsOfAReplicatedInput) {
   const auto mesh = line_mesh();
   const auto batch = torch::arange(24, torch::kDouble).view({8, 3}), weight = torch::arange(6, torch::kDouble).view({3, 2});
   const auto multiply = [](const std::vector<Tensor>& t) { return std::vector<Tensor>{t[0].mm(t[1])}; };
@@ -86,7 +86,7 @@ TEST(LocalMap, sums_the_gradients_of_a_replicated_input) {
   }
 }
 
-TEST(DistributeModule, trains_like_the_plain_one) {
+TEST(DistributeModule, TrainsLikeThePlainOne) {
   const auto mesh = line_mesh();
   const auto build = [] {
     torch::manual_seed(4);
@@ -120,7 +120,7 @@ TEST(DistributeModule, trains_like_the_plain_one) {
 
 Tensor scaled_product(const Tensor& a, const Tensor& b, double scale) { return a.mm(b) * scale; }
 
-TEST(RegisterSharding, serves_an_operator_of_the_program) {
+TEST(RegisterSharding, ServesAnOperatorOfTheProgram) {
   static auto library = torch::Library(torch::Library::DEF, "tessera_test", std::nullopt, __FILE__, __LINE__);
   static bool defined = false;
   if (!defined) {
@@ -162,7 +162,7 @@ TEST(RegisterSharding, serves_an_operator_of_the_program) {
                      "'z' is to be summed, but is no letter of the pattern 'mk->m' of my::op");
 }
 
-TEST(Picture, shows_each_rank) {
+TEST(Picture, ShowsEachRank) {
   const auto mesh = line_mesh();
   const auto n = mesh.size();
   const auto text = picture(zeros({2 * n, 3}, mesh, {Shard{0}}));

@@ -20,11 +20,6 @@ using at::Tensor;
 
 constexpr int64_t kRanks = 2;
 
-bool full_run() {
-  const char* full = std::getenv("TESSERA_TEST_FULL");
-  return full != nullptr && std::string_view(full) == "1";
-}
-
 bool is_real(const Tensor& tensor) { return at::isFloatingType(tensor.scalar_type()); }
 
 /// The placements that a tensor may have. Partial tensors of other types than real ones are not sums of parts in general.
@@ -127,10 +122,10 @@ Outcome run_rules(const OpCall& call, const std::vector<Placements>& placements,
   const StrictSharding strict;
   try {
     at::NoGradGuard no_grad;
-    actual = run_call(call, [&](const Tensor& tensor, size_t i) -> Tensor {
-      const auto part = part_of(tensor.detach(), placements[i][0], mesh.local_rank());
-      return from_local(part, mesh, placements[i], tensor.sizes().vec());
-    });
+    actual = run_call(call, {[&](const Tensor& tensor, size_t i) -> Tensor {
+                        const auto part = part_of(tensor.detach(), placements[i][0], mesh.local_rank());
+                        return from_local(part, mesh, placements[i], tensor.sizes().vec());
+                      }});
   } catch (const std::exception&) {
     agreement.everyone(false);
     return Outcome::kError;
@@ -151,7 +146,7 @@ void check_call(const OpCall& call, size_t limit, const DeviceMesh& mesh, const 
   OpResult expected;
   try {
     at::NoGradGuard no_grad;
-    expected = run_call(call, [](const Tensor& tensor, size_t) { return tensor.detach().clone(); });
+    expected = run_call(call, plain_stage());
   } catch (const std::exception&) {
     return;
   }
@@ -186,7 +181,7 @@ void report(const Table& table) {
                            table.products, table.wrong.size(), table.valid, table.found, table.valid - table.found);
 }
 
-TEST(TruthTable, rules_are_right_and_miss_little) {
+TEST(TruthTable, RulesAreRightAndMissLittle) {
   if (opinfo_files().empty()) GTEST_SKIP() << "no exported calls";
   const auto mesh = line_mesh();
   const Agreement agreement(mesh);

@@ -9,9 +9,9 @@ using at::Tensor;
 
 Tensor values() { return torch::arange(24, torch::kFloat).view({6, 4}); }
 
-Tensor whole_of(const Tensor& tensor) { return DTensor(tensor).full_tensor(); }
+Tensor full(const Tensor& tensor) { return DTensor(tensor).full_tensor(); }
 
-bool is_copy(const Tensor& view) { return dtensor_meta(view)->copied_at_version.has_value(); }
+bool is_copy(const Tensor& view) { return internal::dtensor_meta(view)->copied_at_version.has_value(); }
 
 struct View {
   std::string name;
@@ -42,7 +42,7 @@ std::vector<View> views() {
           {"diagonal", [](const Tensor& t) { return t.diagonal(); }}};
 }
 
-TEST(View, writes_reach_the_base_or_are_refused) {
+TEST(View, WritesReachTheBaseOrAreRefused) {
   const auto mesh = line_mesh();
   torch::NoGradGuard no_grad;
   for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
@@ -51,27 +51,27 @@ TEST(View, writes_reach_the_base_or_are_refused) {
       const auto plain = values();
       const auto base = make(plain, mesh, {placement});
       const auto part = view.take(base);
-      EXPECT_TENSORS_EQUAL(whole_of(part), view.take(plain).contiguous());
+      EXPECT_TENSORS_EQUAL(full(part), view.take(plain).contiguous());
       if (is_copy(part)) {
         EXPECT_THROWS_WITH(part.mul_(2),
                            "this view of a DTensor could not alias it, because its data had to move between ranks; "
                            "writing into it would not reach the original");
-        EXPECT_TENSORS_EQUAL(whole_of(base), plain);
+        EXPECT_TENSORS_EQUAL(full(base), plain);
         base.add_(1);
         EXPECT_THROWS_WITH(part.add(1), "the DTensor behind this view was written after the view was taken");
       } else {
         part.mul_(2);
         view.take(plain).mul_(2);
-        EXPECT_TENSORS_EQUAL(whole_of(base), plain);
+        EXPECT_TENSORS_EQUAL(full(base), plain);
         base.add_(1);
         plain.add_(1);
-        EXPECT_TENSORS_EQUAL(whole_of(part), view.take(plain).contiguous());
+        EXPECT_TENSORS_EQUAL(full(part), view.take(plain).contiguous());
       }
     }
   }
 }
 
-TEST(View, rows_of_a_split_dim_alias) {
+TEST(View, RowsOfASplitDimAlias) {
   const auto mesh = line_mesh();
   for (const Placement& placement : std::vector<Placement>{Shard{0}, ragged_shards({6, 4}, mesh.size()).front()}) {
     const auto base = make(values(), mesh, {placement});
@@ -82,7 +82,7 @@ TEST(View, rows_of_a_split_dim_alias) {
   }
 }
 
-TEST(View, autograd_of_writes_into_views) {
+TEST(View, AutogradOfWritesIntoViews) {
   const auto mesh = line_mesh();
   for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
     for (const auto& view : views()) {
@@ -100,13 +100,13 @@ TEST(View, autograd_of_writes_into_views) {
       };
       const auto actual = run(make(values(), mesh, {placement}));
       if (!actual.defined()) continue;
-      EXPECT_TENSORS_CLOSE(whole_of(actual), run(values()));
+      EXPECT_TENSORS_CLOSE(full(actual), run(values()));
       EXPECT_EQ(DTensor(actual).placements(), Placements{placement});
     }
   }
 }
 
-TEST(View, versions_and_saved_tensors) {
+TEST(View, VersionsAndSavedTensors) {
   const auto mesh = line_mesh();
   const auto base = make(values(), mesh, {Shard{0}});
   const auto version = base._version();
@@ -121,31 +121,31 @@ TEST(View, versions_and_saved_tensors) {
   EXPECT_THROWS_WITH(leaf.add_(1), "a leaf Variable that requires grad is being used in an in-place operation");
 }
 
-TEST(View, data_and_detach_share_the_meta) {
+TEST(View, DataAndDetachShareTheMeta) {
   const auto mesh = line_mesh();
   auto leaf = make(values(), mesh, {Shard{0}}).set_requires_grad(true);
   leaf.data().mul_(2);
-  EXPECT_TENSORS_EQUAL(whole_of(leaf).detach(), values() * 2);
-  EXPECT_EQ(dtensor_meta(leaf.data()), dtensor_meta(leaf));
-  EXPECT_EQ(dtensor_meta(leaf.detach()), dtensor_meta(leaf));
+  EXPECT_TENSORS_EQUAL(full(leaf).detach(), values() * 2);
+  EXPECT_EQ(internal::dtensor_meta(leaf.data()), internal::dtensor_meta(leaf));
+  EXPECT_EQ(internal::dtensor_meta(leaf.detach()), internal::dtensor_meta(leaf));
   EXPECT_FALSE(leaf.detach().requires_grad());
 }
 
-TEST(View, inference_mode) {
+TEST(View, InferenceMode) {
   const auto mesh = line_mesh();
   const auto base = make(values(), mesh, {Shard{0}});
   c10::InferenceMode inference;
   const auto part = base.view({2, 3, 4});
   EXPECT_FALSE(part.is_inference());
   part.mul_(2);
-  EXPECT_TENSORS_EQUAL(whole_of(base), values() * 2);
+  EXPECT_TENSORS_EQUAL(full(base), values() * 2);
   const auto sum = (base + base).t();
   EXPECT_TRUE(sum.is_inference());
-  EXPECT_TENSORS_EQUAL(whole_of(sum), (values() * 4).t().contiguous());
+  EXPECT_TENSORS_EQUAL(full(sum), (values() * 4).t().contiguous());
   EXPECT_EQ(base.sum().item<float>(), values().sum().item<float>() * 2);
 }
 
-TEST(InPlace, keeps_the_placement) {
+TEST(InPlace, KeepsThePlacement) {
   const auto mesh = line_mesh();
   torch::NoGradGuard no_grad;
   const auto other = values() + 1;
@@ -179,7 +179,7 @@ TEST(InPlace, keeps_the_placement) {
   }
 }
 
-TEST(InPlace, copies_a_plain_full_tensor) {
+TEST(InPlace, CopiesAPlainFullTensor) {
   const auto mesh = line_mesh();
   torch::NoGradGuard no_grad;
   for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
@@ -192,17 +192,17 @@ TEST(InPlace, copies_a_plain_full_tensor) {
   }
 }
 
-TEST(InPlace, accumulates_gradients_in_place) {
+TEST(InPlace, AccumulatesGradientsInPlace) {
   const auto mesh = line_mesh();
   for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
     auto leaf = make(values(), mesh, {placement}).set_requires_grad(true);
     for (int i = 0; i < 3; ++i) (leaf * leaf).sum().backward();
-    EXPECT_TENSORS_CLOSE(whole_of(leaf.grad()), values() * 6);
+    EXPECT_TENSORS_CLOSE(full(leaf.grad()), values() * 6);
     EXPECT_EQ(DTensor(leaf.grad()).placements(), Placements{placement});
   }
 }
 
-TEST(View, in_place_variants_change_the_tensors_own_shape) {
+TEST(View, InPlaceVariantsChangeTheTensorsOwnShape) {
   const auto mesh = line_mesh();
   const std::vector<std::function<void(Tensor)>> changes{[](Tensor t) { t.unsqueeze_(1); }, [](Tensor t) { t.transpose_(0, 1); },
                                                          [](Tensor t) { t.t_(); },
@@ -223,24 +223,24 @@ TEST(View, in_place_variants_change_the_tensors_own_shape) {
       EXPECT_EQ(sharded.sizes(), plain.sizes());
       EXPECT_EQ(sharded.strides(), plain.strides());
       EXPECT_EQ(sharded._version(), plain._version());
-      EXPECT_TENSORS_EQUAL(whole_of(sharded), plain);
+      EXPECT_TENSORS_EQUAL(full(sharded), plain);
     }
   }
 }
 
 /// A view that moved says so to everything that reads it, not to operators alone.
-TEST(View, one_that_moved_and_is_stale_cannot_be_read) {
+TEST(View, OneThatMovedAndIsStaleCannotBeRead) {
   const auto mesh = line_mesh();
   if (mesh.size() == 1) GTEST_SKIP() << "nothing moves";
   const auto base = make(values(), mesh, {Shard{1}});
   const auto view = base.view({3, 8});
   const auto element = view.select(0, 0).select(0, 0);
   ASSERT_TRUE(is_copy(view));
-  EXPECT_TENSORS_EQUAL(whole_of(view), values().view({3, 8}));
+  EXPECT_TENSORS_EQUAL(full(view), values().view({3, 8}));
   base.mul_(2);
   const auto* stale = "the DTensor behind this view was written after the view was taken";
-  EXPECT_THROWS_WITH(whole_of(view), stale);
-  EXPECT_THROWS_WITH(whole_of(view.detach()), stale);
+  EXPECT_THROWS_WITH(full(view), stale);
+  EXPECT_THROWS_WITH(full(view.detach()), stale);
   const Placements other{is_replicate(DTensor(view).placements()[0]) ? Placement(Shard{0}) : Replicate{}};
   EXPECT_THROWS_WITH(DTensor(view).redistribute(other), stale);
   EXPECT_THROWS_WITH(DTensor(view).redistribute_async(other), stale);
@@ -249,7 +249,7 @@ TEST(View, one_that_moved_and_is_stale_cannot_be_read) {
   EXPECT_THROWS_WITH(element.item(), stale);
 }
 
-TEST(View, one_that_moved_is_not_written_in_inference_mode) {
+TEST(View, OneThatMovedIsNotWrittenInInferenceMode) {
   const auto mesh = line_mesh();
   if (mesh.size() == 1) GTEST_SKIP() << "nothing moves";
   const c10::InferenceMode inference;
@@ -257,9 +257,9 @@ TEST(View, one_that_moved_is_not_written_in_inference_mode) {
   const auto* copy = "this view of a DTensor could not alias it";
   EXPECT_THROWS_WITH(base.view({3, 8}).mul_(3), copy);
   EXPECT_THROWS_WITH(base.flatten().slice(0, 1, 7).fill_(9), copy);
-  EXPECT_TENSORS_EQUAL(whole_of(base), values());
+  EXPECT_TENSORS_EQUAL(full(base), values());
   base.t().mul_(2);
-  EXPECT_TENSORS_EQUAL(whole_of(base), values() * 2);
+  EXPECT_TENSORS_EQUAL(full(base), values() * 2);
 }
 
 } // namespace

@@ -3,6 +3,7 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
 #include <gmock/gmock.h>
 
 #include "layouts.h"
@@ -19,7 +20,7 @@ Tensor numbers(const std::vector<int64_t>& sizes) {
   return torch::arange(1, numel + 1, torch::kDouble).view(sizes);
 }
 
-TEST(Write, list_operators_count_versions) {
+TEST(Write, ListOperatorsCountVersions) {
   const auto mesh = line_mesh();
   auto weight = Tensor(make(numbers({4, 3}), mesh, {Shard{0}})).requires_grad_();
   const auto loss = weight.square().sum();
@@ -33,7 +34,28 @@ TEST(Write, list_operators_count_versions) {
   EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("modified by an inplace operation"));
 }
 
-TEST(Write, list_operators_make_copied_views_stale) {
+TEST(Write, CountsVersionsOfWhatToLocalReturned) {
+  using Edit = std::function<void(Tensor&)>;
+  const std::vector<Edit> edits{[](Tensor& weight) { weight.mul_(2); }, [](Tensor& weight) { at::_foreach_mul_({weight}, 2); },
+                                [](Tensor& weight) { weight.t().mul_(2); },
+                                [](Tensor& weight) {
+                                  const Tensors state[]{{weight.clone()}, {weight.clone()}, {weight.clone()}};
+                                  at::_fused_adamw_({weight}, state[0], state[1], state[2], {}, {torch::tensor(1.0)}, 0.1, 0.9,
+                                                    0.99, 0.1, 1e-8, false, false);
+                                }};
+  for (size_t i = 0; i < edits.size(); ++i) {
+    SCOPED_TRACE(i);
+    auto weight = Tensor(make(numbers({4, 3}), line_mesh(), {Shard{0}})).requires_grad_();
+    const auto loss = to_local(weight).pow(3).sum();
+    {
+      const at::NoGradGuard no_grad;
+      edits[i](weight);
+    }
+    EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("modified by an inplace operation"));
+  }
+}
+
+TEST(Write, ListOperatorsMakeCopiedViewsStale) {
   if (world_size() == 1) GTEST_SKIP() << "one rank moves nothing";
   std::vector<int64_t> extents(world_size(), 0);
   extents.front() = 1;
@@ -54,7 +76,7 @@ struct Sum {
   double value;
 };
 
-TEST(Write, the_kept_value_of_a_sum_follows_every_write) {
+TEST(Write, TheKeptValueOfASumFollowsEveryWrite) {
   for (const auto& sizes : {std::vector<int64_t>{}, std::vector<int64_t>{1}}) {
     Sum sum(sizes);
     auto& tensor = sum.tensor;
@@ -83,7 +105,7 @@ TEST(Write, the_kept_value_of_a_sum_follows_every_write) {
   }
 }
 
-TEST(Write, the_value_of_a_sum_follows_writes_through_views) {
+TEST(Write, TheValueOfASumFollowsWritesThroughViews) {
   Sum sum({1});
   EXPECT_EQ(sum.tensor.item<double>(), sum.value);
   auto view = sum.tensor.view({1, 1});
@@ -95,7 +117,7 @@ TEST(Write, the_value_of_a_sum_follows_writes_through_views) {
   EXPECT_EQ(sum.tensor.item<double>(), 4 * sum.value);
 }
 
-TEST(Write, clip_grad_norm_of_one_element_sums) {
+TEST(Write, ClipGradNormOfOneElementSums) {
   for (const auto& sizes : {std::vector<int64_t>{}, std::vector<int64_t>{1}}) {
     const Sum sum(sizes);
     auto weight = Tensor(make(torch::ones(sizes, torch::kDouble), line_mesh(), {Replicate{}})).requires_grad_();
@@ -105,7 +127,7 @@ TEST(Write, clip_grad_norm_of_one_element_sums) {
   }
 }
 
-TEST(Write, copies_into_another_type_reduce_first) {
+TEST(Write, CopiesIntoAnotherTypeReduceFirst) {
   const auto mesh = line_mesh();
   const auto halves = Tensor(from_local(torch::full({2}, 0.5), mesh, {Partial{}}));
   const auto expected = torch::full({2}, world_size() / 2, torch::kInt);
@@ -126,7 +148,7 @@ TEST(Write, copies_into_another_type_reduce_first) {
   }
 }
 
-TEST(Write, averages_beside_narrow_types_do_not_overflow) {
+TEST(Write, AveragesBesideNarrowTypesDoNotOverflow) {
   const auto mesh = line_mesh();
   const std::vector<int64_t> sizes{4};
   for (const auto& whole :
@@ -138,7 +160,7 @@ TEST(Write, averages_beside_narrow_types_do_not_overflow) {
   }
 }
 
-TEST(Write, fused_adam_returns_lists_of_differently_placed_tensors) {
+TEST(Write, FusedAdamReturnsListsOfDifferentlyPlacedTensors) {
   const auto mesh = line_mesh();
   const Placements placements[] = {{Shard{0}}, {Shard{1}}, {Replicate{}}};
   const auto step = [&](bool plain) {

@@ -4,12 +4,12 @@
 
 #include <nlohmann/json.hpp>
 
-#include "temporary_folder.h"
+#include "../support/temporary_folder.h"
 
 namespace gpt {
 namespace {
 
-using examples::TemporaryFolder;
+using tessera::testing::TemporaryFolder;
 
 std::vector<nlohmann::json> read(const std::string& path) {
   std::vector<nlohmann::json> records;

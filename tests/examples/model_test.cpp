@@ -7,6 +7,8 @@
 
 #include <cmath>
 
+#include "../support/matchers.h"
+
 namespace gpt {
 namespace {
 
@@ -64,9 +66,11 @@ TEST(Gpt, LearnsARepeatedText) {
 }
 
 TEST(Gpt, Errors) {
-  EXPECT_THROW(Gpt(ModelConfig{.layers = 1, .width = 10, .heads = 3, .sequence = 4}), c10::Error);
+  const ModelConfig uneven{.layers = 1, .width = 10, .heads = 3, .sequence = 4};
+  EXPECT_THROWS_WITH(Gpt{uneven}, "the model's width (10) must be a multiple of its heads (3)");
   Gpt model(kSmall);
-  EXPECT_THROW(model->forward(torch::zeros({1, 11}, torch::kLong)), c10::Error);
+  EXPECT_THROWS_WITH(model->forward(torch::zeros({1, 11}, torch::kLong)),
+                     "a context of 11 bytes, but the model has positions for ");
 }
 
 TEST(Sampling, BeginsWithThePromptAndRepeats) {
@@ -77,7 +81,7 @@ TEST(Sampling, BeginsWithThePromptAndRepeats) {
   EXPECT_EQ(text.substr(0, 2), "Ab");
   EXPECT_EQ(text, sample(model, "Ab", torch::kCPU, {.bytes = 30, .seed = 5}));
   EXPECT_NE(text, sample(model, "Ab", torch::kCPU, {.bytes = 30, .seed = 6}));
-  EXPECT_THROW(sample(model, "", torch::kCPU, {}), c10::Error);
+  EXPECT_THROWS_WITH(sample(model, "", torch::kCPU, {}), "sampling needs a prompt of at least one byte");
 }
 
 TEST(Sampling, Printable) {

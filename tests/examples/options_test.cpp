@@ -32,7 +32,7 @@ std::string world_error(std::vector<std::string> arguments, int world) {
 TEST(Options, Defaults) {
   const auto options = parse({});
   EXPECT_EQ(options.data, ".data/text.txt");
-  EXPECT_EQ(options.strategy, Strategy::kFull);
+  EXPECT_EQ(options.strategy, Strategy::kFullShard);
   EXPECT_EQ(options.layout, tessera::BufferLayout::kRagged);
   EXPECT_EQ(options.precision, Precision::kFp32);
   EXPECT_EQ(options.reshard_after_forward, std::nullopt);
@@ -45,6 +45,8 @@ TEST(Options, DashesAndUnderscoresAreTheSame) {
     EXPECT_EQ(parse({flag, "0.5"}).weight_decay, 0.5);
   }
   EXPECT_EQ(parse({"--strategy", "no-shard"}).strategy, Strategy::kNoShard);
+  EXPECT_EQ(parse({"--strategy", "zero-2"}).strategy, Strategy::kZero2);
+  EXPECT_EQ(parse({"--strategy", "none"}).strategy, std::nullopt);
   EXPECT_EQ(parse({"--checkpoint=my-run/with-dashes"}).checkpoint, "my-run/with-dashes");
 }
 
@@ -80,7 +82,7 @@ TEST(Options, Values) {
   EXPECT_EQ(options.clip, 0);
   EXPECT_EQ(options.ranks, 4);
   EXPECT_THAT(options.mesh, ElementsAre(2, 2));
-  EXPECT_EQ(options.strategy, Strategy::kHybrid);
+  EXPECT_EQ(options.strategy, Strategy::kHybridShard);
   EXPECT_EQ(options.layout, tessera::BufferLayout::kPerParameter);
   EXPECT_EQ(options.precision, Precision::kBf16);
   EXPECT_EQ(options.reduce_precision, Precision::kBf16);
@@ -119,9 +121,10 @@ TEST(Options, ValuesOutOfRange) {
 }
 
 TEST(Options, UnknownChoices) {
-  EXPECT_EQ(parse_error({"--strategy=zero"}), "--strategy is 'zero', but must be one of: full, hybrid, no-shard, none");
+  EXPECT_EQ(parse_error({"--strategy=zero"}),
+            "--strategy is 'zero', but must be one of: no-shard, zero-1, zero-2, full, hybrid, hierarchical, none");
   EXPECT_EQ(parse_error({"--layout=flat"}), "--layout is 'flat', but must be one of: ragged, per-parameter");
-  EXPECT_EQ(parse_error({"--precision=fp16"}), "--precision is 'fp16', but must be one of: fp32, bf16");
+  EXPECT_EQ(parse_error({"--precision=fp8"}), "--precision is 'fp8', but must be one of: fp32, bf16, fp16");
   EXPECT_EQ(parse_error({"--reshard-after-forward=maybe"}),
             "--reshard-after-forward is 'maybe', but must be one of: auto, true, false");
 }
@@ -136,7 +139,7 @@ TEST(Options, BadMeshes) {
 
 TEST(Options, Contradictions) {
   EXPECT_EQ(parse_error({"--strategy=hybrid", "--mesh=4"}),
-            "--strategy hybrid needs a mesh of two dims (replicate x shard), but --mesh has 1");
+            "--strategy hybrid needs a mesh of two dims (between groups x inside a group), but --mesh has 1");
   EXPECT_EQ(parse_error({"--strategy=full", "--mesh=2x2"}), "--strategy full needs a mesh of one dim, but --mesh has 2");
   EXPECT_EQ(parse_error({"--strategy=none", "--mesh=1"}), "--mesh has no meaning under --strategy none");
   EXPECT_THAT(parse_error({"--strategy=none", "--precision=bf16"}), HasSubstr("--precision bf16 needs sharding"));
@@ -150,7 +153,7 @@ TEST(Options, World) {
   EXPECT_EQ(world_error({"--strategy=none"}, 2), "--strategy none is for one process, but there are 2 ranks");
   EXPECT_EQ(world_error({"--mesh=3"}, 4), "--mesh 3 holds 3 ranks, but there are 4");
   EXPECT_EQ(world_error({"--strategy=hybrid", "--mesh=2x2"}, 3), "--mesh 2x2 holds 4 ranks, but there are 3");
-  EXPECT_EQ(world_error({"--strategy=hybrid"}, 3), "--strategy hybrid on 3 ranks needs --mesh: its default has 2 replicas");
+  EXPECT_EQ(world_error({"--strategy=hybrid"}, 3), "--strategy hybrid on 3 ranks needs --mesh: its default has 2 groups");
   EXPECT_EQ(world_error({"--global-batch=12"}, 3), "no error");
 }
 
@@ -160,6 +163,8 @@ TEST(Options, MeshShapes) {
   EXPECT_THAT(mesh_shape(parse({"--strategy=no-shard"}), 2).names, ElementsAre("replicate"));
   EXPECT_THAT(mesh_shape(parse({"--strategy=hybrid"}), 6).shape, ElementsAre(2, 3));
   EXPECT_THAT(mesh_shape(parse({"--strategy=hybrid", "--mesh=3x2"}), 6).shape, ElementsAre(3, 2));
+  EXPECT_THAT(mesh_shape(parse({"--strategy=hierarchical"}), 6).shape, ElementsAre(2, 3));
+  EXPECT_THAT(mesh_shape(parse({"--strategy=hierarchical"}), 6).names, ElementsAre("outer", "shard"));
   EXPECT_THAT(mesh_shape(parse({"--strategy=hybrid"}), 4).names, ElementsAre("replicate", "shard"));
 }
 

@@ -5,13 +5,13 @@
 #include <cmath>
 
 #include "../support/matchers.h"
-#include "temporary_folder.h"
+#include "../support/temporary_folder.h"
 
 namespace gpt {
 namespace {
 
-using examples::TemporaryFolder;
 using tessera::testing::error_of;
+using tessera::testing::TemporaryFolder;
 using ::testing::HasSubstr;
 
 std::string alphabet(int64_t size) {

@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "../support/matchers.h"
-#include "temporary_folder.h"
+#include "../support/temporary_folder.h"
 
 namespace minilm {
 namespace {
@@ -25,7 +25,7 @@ class TokenizerTest : public ::testing::Test {
     return Tokenizer(vocabulary(kVocabulary)).encode(text, longest);
   }
 
-  examples::TemporaryFolder folder_;
+  tessera::testing::TemporaryFolder folder_;
 };
 
 TEST(Words, SplitsAtSpaceAndAroundPunctuation) {

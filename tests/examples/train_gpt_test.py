@@ -67,7 +67,8 @@ class TrainGptTest(unittest.TestCase):
                 flags = (f"--ranks={ranks}", f"--layout={layout}")
                 self.assert_same_curve(self.losses(*flags), expected, flags)
         for flags in (("--ranks=3",), ("--ranks=4", "--strategy=hybrid", "--mesh=2x2"), ("--ranks=2", "--strategy=no-shard"),
-                      ("--ranks=2", "--reshard-after-forward=false")):
+                      ("--ranks=2", "--reshard-after-forward=false"), ("--ranks=2", "--recompute"),
+                      ("--strategy=none", "--recompute")):
             self.assert_same_curve(self.losses(*flags), expected, flags)
 
     def test_runs_under_torchrun(self):
@@ -81,6 +82,19 @@ class TrainGptTest(unittest.TestCase):
             for loss, reference in zip(losses, expected):
                 self.assertLess(abs(loss - reference), 0.05)
             self.assertNotEqual(losses, expected)
+
+    def test_fp16_follows_fp32(self):
+        expected = self.losses("--strategy=none")
+        flags = ("--ranks=2", "--precision=fp16", f"--checkpoint={self.folder}/run", "--save-every=2")
+        losses = self.losses(*flags)
+        for loss, reference in zip(losses, expected):
+            self.assertLess(abs(loss - reference), 0.05)
+        self.assertNotEqual(losses, expected)
+        second, last = sorted(path.name for path in (self.folder / "run").glob("step-*"))
+        (self.folder / "run" / last).rename(self.folder / last)  # goes on from the second, with its scale
+        (self.folder / "run" / "latest").unlink()
+        (self.folder / "run" / "latest").symlink_to(second)
+        self.assertEqual(self.losses(*flags, "--resume")[-1], losses[-1])
 
     def test_the_log_holds_what_was_measured(self):
         records, output = self.train("--ranks=2")
@@ -119,6 +133,27 @@ class TrainGptTest(unittest.TestCase):
 
     def test_resume_without_a_checkpoint_starts_at_the_beginning(self):
         self.assert_same_curve(self.losses(f"--checkpoint={self.folder}/none", "--resume"), self.losses(), "nothing to resume")
+
+    def test_resume_refuses_other_flags_of_the_model(self):
+        saved = self.folder / "saved"
+        self.train("--ranks=2", f"--checkpoint={saved}")
+        for flag, here, there in (("heads", 4, 2), ("layers", 3, 2), ("width", 32, 16), ("sequence", 4, 8)):
+            self.assert_error(f"--{flag} is {here}, but {saved}/step-000003 was saved with --{flag} {there}", "--ranks=2",
+                              f"--checkpoint={saved}", "--resume", f"--{flag}={here}")
+
+    def test_a_new_training_leaves_the_checkpoints_of_another_alone(self):
+        saved = self.folder / "saved"
+        self.train(f"--checkpoint={saved}")
+        before = (saved / "step-000003" / "index.json").read_bytes()
+        self.assert_error(f"--checkpoint {saved} holds step-000003 already: --resume goes on from the newest; a new training needs "
+                          "another folder", f"--checkpoint={saved}", "--ranks=2")
+        self.assertEqual((saved / "step-000003" / "index.json").read_bytes(), before)
+
+    def test_what_is_no_link_called_latest_is_found_before_the_training(self):
+        saved = self.folder / "saved"
+        (saved / "latest").mkdir(parents=True)
+        self.assert_error(f"{saved}/latest is no link to a checkpoint", f"--checkpoint={saved}", "--ranks=2")
+        self.assertEqual((self.folder / "log.jsonl").read_text(), "")
 
     def test_stops_in_time(self):
         records, _ = self.train("--ranks=2", "--steps=1000000", "--max-seconds=1")

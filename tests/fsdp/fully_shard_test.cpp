@@ -1,7 +1,13 @@
 #include <tessera/fsdp/fully_shard.h>
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 
+#include <functional>
+#include <vector>
+
+#include <tessera/checkpoint/state_dict.h>
+#include <tessera/collectives/gather_texts.h>
+#include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/unsharded.h>
 
@@ -45,6 +51,71 @@ TEST(FullyShard, SeveralModulesMakeOneGroup) {
   process_context().reset_counters();
   EXPECT_TRUE(torch::allclose(b(a(x)), expected));
   EXPECT_EQ(process_context().count(CollectiveKind::kAllGather).calls, world_size() > 1 ? 1 : 0);
+}
+
+TEST(FullyShard, AListOfModulesIsNamedFromTheRoot) {
+  torch::manual_seed(0);
+  using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
+  torch::nn::ModuleList inner, net, outer;
+  inner->push_back(torch::nn::Linear(3, 3));
+  net->push_back(torch::nn::Linear(4, 3));
+  net->push_back(inner);
+  net->push_back(torch::nn::Linear(3, 2));
+  outer->push_back(net);
+  const auto list = fully_shard(Modules{(*net)[0], (*net)[1]}, world_mesh());
+  EXPECT_EQ(list.parameter_names(), (std::vector<std::string>{"0.weight", "0.bias", "1.0.weight", "1.0.bias"}));
+  const auto above = fully_shard(Modules{net.ptr()}, world_mesh());
+  EXPECT_EQ(list.parameter_names(), (std::vector<std::string>{"0.weight", "0.bias", "1.0.weight", "1.0.bias"}));
+  EXPECT_EQ(above.parameter_names(), (std::vector<std::string>{"2.weight", "2.bias"}));
+  fully_shard(outer, world_mesh());
+  EXPECT_EQ(list.parameter_names()[2], "0.1.0.weight");
+  EXPECT_EQ(above.parameter_names()[0], "0.2.weight");
+  EXPECT_THROWS_WITH(fully_shard(net, world_mesh()), "is sharded already");
+}
+
+/// A layer, and the rest inside.
+struct NestedImpl : torch::nn::Module {
+  explicit NestedImpl(int64_t levels) {
+    if (levels > 1) inner = register_module("inner", std::make_shared<NestedImpl>(levels - 1));
+    layer = register_module("layer", torch::nn::Linear(2, 2));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return inner ? inner->forward(layer(x).tanh()) : layer(x); }
+  void shard(const DeviceMesh& mesh) {
+    if (inner) inner->shard(mesh);
+    fully_shard(*this, mesh);
+  }
+  std::shared_ptr<NestedImpl> inner;
+  torch::nn::Linear layer{nullptr};
+};
+
+TEST(FullyShard, AParameterIsRedistributedInAnotherDtype) {
+  torch::manual_seed(0);
+  torch::nn::Linear layer(3, 5);
+  const auto weight = layer->weight.detach().clone();
+  fully_shard(layer, world_mesh());
+  const torch::NoGradGuard no_grad;
+  const auto moved = DTensor(layer->weight).redistribute({Replicate{}}, {.forward_dtype = torch::kBFloat16});
+  EXPECT_TENSORS_EQUAL(moved.local(), weight.to(torch::kBFloat16));
+}
+
+TEST(FullyShard, ManyNestedLevelsTrain) {
+  constexpr int kLevels = 300;
+  torch::manual_seed(0);
+  auto net = std::make_shared<NestedImpl>(kLevels);
+  torch::manual_seed(0);
+  auto plain = std::make_shared<NestedImpl>(kLevels);
+  net->shard(world_mesh());
+  const auto x = torch::ones({3, 2});
+  for (int step = 0; step < 2; ++step) {
+    net->zero_grad();
+    net->forward(x).sum().backward();
+  }
+  plain->forward(x).sum().backward();
+  EXPECT_TENSORS_CLOSE(full(net->layer->weight.grad()), plain->layer->weight.grad());
+  auto deepest = net;
+  std::string name;
+  for (; deepest->inner; deepest = deepest->inner) name += "inner.";
+  EXPECT_EQ(fsdp(*deepest).parameter_names()[0], name + "layer.weight");
 }
 
 TEST(FullyShard, OddParametersTrain) {
@@ -115,9 +186,40 @@ TEST(FullyShard, MetaModulesAreMaterializedShardByShard) {
     shard_model(net, strategy);
     EXPECT_NE(error_of([&] { net->forward(global_batch(0)); }).find("call tessera::materialize"), std::string::npos);
     torch::manual_seed(5);
-    materialize(*net, init);
+    EXPECT_THAT(materialize(*net, init), ::testing::IsEmpty());
     EXPECT_EQ(parameter_difference(*net, *plain), 0);
     EXPECT_NEAR(loss_of(net, global_batch(0)).item<double>(), loss_of(plain, global_batch(0)).item<double>(), 1e-5);
+  }
+}
+
+TEST(FullyShard, MaterializeNamesWhatNothingInitialized) {
+  const auto make = [] {
+    auto model = torch::nn::Sequential(torch::nn::Linear(8, 8), torch::nn::BatchNorm1d(8), torch::nn::Linear(8, 8));
+    model[2]->as<torch::nn::Linear>()->weight.requires_grad_(false);
+    return model;
+  };
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto model = on_meta(make);
+    if (strategy.replicates) {
+      replicate(*model, strategy.mesh(), strategy.options);
+    } else {
+      fully_shard(*model, strategy.mesh(), strategy.options);
+    }
+    const auto unwritten = materialize(*model, [](torch::nn::Module& module) {
+      if (auto* linear = module.as<torch::nn::Linear>()) torch::nn::init::ones_(linear->weight);
+      if (auto* norm = module.as<torch::nn::BatchNorm1d>()) norm->running_mean.set_data(torch::zeros({8}));
+    });
+    // A rank names what it holds elements of.
+    const auto communicator = process_context().communicator(world_mesh().ranks(), torch::kCPU);
+    std::set<std::string> names;
+    for (const auto& text : internal::gather_texts(c10::Join(" ", unwritten), *communicator, torch::kCPU, "names")) {
+      std::istringstream words(text);
+      names.insert(std::istream_iterator<std::string>(words), {});
+    }
+    EXPECT_THAT(names,
+                ::testing::ElementsAre("0.bias", "1.bias", "1.num_batches_tracked", "1.running_var", "1.weight", "2.bias"));
+    EXPECT_THAT(materialize(*model, [](torch::nn::Module&) {}), ::testing::IsEmpty()); // nothing is on meta any more
   }
 }
 
@@ -261,7 +363,7 @@ TEST(FullyShard, DifferentOptionsAreAnError) {
   torch::nn::Linear linear(3, 2);
   const auto message =
       error_of([&] { world_rank() == 0 ? fully_shard(linear, world_mesh()) : replicate(*linear, world_mesh()); });
-  EXPECT_NE(message.find("rank 0 has fully_shard over"), std::string::npos) << message;
+  EXPECT_NE(message.find("rank 0 has the strategy full over"), std::string::npos) << message;
   EXPECT_NE(differing([](auto& options) { options.initial_weights = InitialWeights::kUnchecked; }).find("initial_weights"),
             std::string::npos);
 }
@@ -277,6 +379,44 @@ TEST(FullyShard, BroadcastsInAnotherOrderAreAnError) {
   fully_shard(*model[1 - first], world_mesh(), options);
   const auto message = error_of([&] { fully_shard(model, world_mesh(), options); });
   EXPECT_NE(message.find("rank 0 has 0 sharded with values of checksum"), std::string::npos) << message;
+}
+
+/// Whatever the library did before the program asks: DTensors need it too, and what is on already cannot be told from that.
+TEST(FullyShard, TheProgramsViewReplayStaysAsItIs) {
+  auto& state = c10::AutogradState::get_tls_state();
+  const bool before = state.get_view_replay_enabled();
+  for (const bool enabled : {true, false}) {
+    state.set_view_replay_enabled(false);
+    auto net = make_net();
+    shard_model(net, strategies()[0]);
+    torch::optim::AdamW optimizer(net->parameters());
+    const auto step = [&] {
+      loss_of(net, global_batch(0)).backward();
+      clip_grad_norm_(*net, 0.1);
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    const std::vector<std::function<void()>> befores{
+        [] {},
+        step,
+        [&] { net->embed->weight.detach().clone(); },
+        [&] {
+          const torch::NoGradGuard no_grad;
+          net->embed->weight.t().contiguous();
+        },
+        [&] { state_dict(*net); },
+    };
+    for (size_t i = 0; i < befores.size(); ++i) {
+      state.set_view_replay_enabled(false);
+      befores[i]();
+      state.set_view_replay_enabled(enabled);
+      loss_of(net, global_batch(1));
+      EXPECT_EQ(state.get_view_replay_enabled(), enabled) << "after number " << i;
+      step();
+      EXPECT_EQ(state.get_view_replay_enabled(), enabled) << "a step after number " << i;
+    }
+  }
+  state.set_view_replay_enabled(before);
 }
 
 TEST(FullyShard, BadInputNamesTheCause) {
@@ -298,12 +438,18 @@ TEST(FullyShard, BadInputNamesTheCause) {
     torch::nn::Linear cast(3, 2);
     EXPECT_NE(error_of([&] { fully_shard(cast, mesh, options); }).find("must be a floating-point dtype"), std::string::npos);
   }
+  torch::nn::Module huge;
+  huge.register_parameter("table", torch::empty({int64_t{1} << 59}, torch::kMeta));
+  EXPECT_NE(error_of([&] { fully_shard(huge, mesh); }).find("with the parameter table of shape [576460752303423488]"),
+            std::string::npos);
   torch::nn::ReLU empty;
   EXPECT_NE(error_of([&] { fully_shard(empty, mesh); }).find("has no parameter"), std::string::npos);
   torch::nn::Linear other(3, 2);
   EXPECT_NE(error_of([&] { fully_shard(other, DeviceMesh()); }).find("the mesh is undefined"), std::string::npos);
   const auto cube = init_device_mesh(torch::kCPU, {1, 1, world_size()}, {"a", "b", "c"});
   EXPECT_NE(error_of([&] { fully_shard(other, cube); }).find("a 1-D mesh (shard) or a 2-D mesh"), std::string::npos);
+  EXPECT_NE(error_of([&] { replicate(*other, cube); }).find("but the mesh has 3 dims"), std::string::npos);
+  EXPECT_NE(error_of([&] { replicate(*other, cube); }).find("its flatten() has one"), std::string::npos);
   EXPECT_NE(error_of([&] { fsdp(*other); }).find("is not sharded: call fully_shard"), std::string::npos);
   EXPECT_FALSE(is_sharded(*other));
   other(torch::ones({1, 3})).sum().backward();

@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
+#include <limits>
+#include <thread>
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
@@ -38,6 +41,15 @@ struct Pair {
 
   Net plain = make_net(), sharded = make_net();
 };
+
+void for_each_strategy(const std::function<void(Pair&, FSDPModule&)>& test) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    test(models, root);
+  }
+}
 
 /// The loss without the blocks, whose groups get no gradient.
 torch::Tensor loss_without_blocks(Net& net, const torch::Tensor& tokens) { return net->norm(net->embed(tokens)).square().mean(); }
@@ -93,10 +105,7 @@ TEST(GroupGradients, UnfreezingAmidAnAccumulationIsAnErrorOrRight) {
 }
 
 TEST(GroupGradients, AGroupThatTheLastBackwardLeavesOutIsReducedNevertheless) {
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Pair models(strategy);
-    auto root = fsdp(*models.sharded);
+  for_each_strategy([](Pair& models, FSDPModule& root) {
     root.set_requires_all_reduce(false);
     models.backward(0);
     models.backward(1, loss_without_blocks);
@@ -105,7 +114,7 @@ TEST(GroupGradients, AGroupThatTheLastBackwardLeavesOutIsReducedNevertheless) {
     models.expect_equal_gradients();
     models.backward(3);
     models.expect_equal_gradients();
-  }
+  });
 }
 
 /// The loss of the first block, after a forward of the second as well, whose gradients never come.
@@ -122,16 +131,13 @@ torch::Tensor loss_of_the_last_block(Net& net, const torch::Tensor& tokens) {
 }
 
 TEST(GroupGradients, AGroupReducedAtTheEndOfABackwardGetsItsAllReduceLater) {
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Pair models(strategy);
-    auto root = fsdp(*models.sharded);
+  for_each_strategy([](Pair& models, FSDPModule& root) {
     root.set_requires_all_reduce(false);
     models.backward(0, loss_of_a_part);
     root.set_requires_all_reduce(true);
     models.backward(1, loss_of_the_last_block);
     models.expect_equal_gradients();
-  }
+  });
 }
 
 TEST(GroupGradients, TogglesWhileAReductionIsInFlightLoseNothing) {
@@ -155,21 +161,33 @@ TEST(GroupGradients, TogglesWhileAReductionIsInFlightLoseNothing) {
 }
 
 TEST(GroupGradients, AFailedBackwardDropsWhatWaitedForAnAllReduce) {
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Pair models(strategy);
-    auto root = fsdp(*models.sharded);
+  for_each_strategy([](Pair& models, FSDPModule& root) {
     root.set_requires_all_reduce(false);
     models.backward(0, loss_of_a_part);
     models.backward(1, loss_of_the_last_block);
     auto loss = loss_of_the_last_block(models.sharded, global_batch(2));
     loss.register_hook([](const torch::Tensor&) { throw std::runtime_error("thrown in backward"); });
-    EXPECT_ANY_THROW((loss * models.sharded->norm->weight.sum()).backward());
+    EXPECT_THROWS_WITH((loss * models.sharded->norm->weight.sum()).backward(), "thrown in backward");
     root.set_requires_all_reduce(true);
     models.sharded->zero_grad();
     models.plain->zero_grad();
     models.backward(3, loss_of_a_part);
     models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, WhatIsComputedFromAnEmptyGradientCanReplaceIt) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    torch::nn::Module module;
+    const auto empty = module.register_parameter("empty", torch::zeros({0, 4}));
+    const auto weight = module.register_parameter("weight", torch::ones({3}));
+    const auto loss = [&] { return empty.sum() + weight.sum(); };
+    strategy.replicates ? replicate(module, strategy.mesh()) : fully_shard(module, strategy.mesh(), strategy.options);
+    loss().backward();
+    empty.mutable_grad() = empty.grad().clone() * 0.5;
+    EXPECT_EQ(DTensor(empty.grad()).placements(), DTensor(empty).placements());
+    EXPECT_EQ(error_of([&] { loss().backward(); }), "no error");
   }
 }
 
@@ -191,6 +209,57 @@ TEST(GroupGradients, WhatAHookKeepsStaysAsItIs) {
   }
 }
 
+TEST(GroupGradients, ABackwardInAHookIsAPartOfTheOneAroundIt) {
+  for (const char* name : {"embed.weight", "norm.weight"}) {
+    SCOPED_TRACE(name);
+    for_each_strategy([&](Pair& models, FSDPModule&) {
+      const auto further = global_batch(1);
+      int calls = 0;
+      const auto train_in_hook = [&](Net& net, const torch::Tensor& tokens) {
+        net->named_parameters()[name].register_hook([&net, &calls, tokens](const torch::Tensor&) {
+          if (++calls % 2 == 0) return; // in the backward that it makes
+          const at::AutoGradMode grad_mode(true);
+          loss_of(net, tokens).backward();
+        });
+      };
+      train_in_hook(models.plain, further);
+      train_in_hook(models.sharded, part_of(further, world_rank(), world_size()));
+      models.backward(0);
+      EXPECT_EQ(calls, 4);
+      models.expect_equal_gradients();
+      models.backward(2);
+      models.expect_equal_gradients();
+    });
+  }
+}
+
+TEST(GroupGradients, AHookThatFreezesItsParameterLeavesNoGradient) {
+  for_each_strategy([](Pair& models, FSDPModule&) {
+    for (auto* net : {&models.plain, &models.sharded}) {
+      auto parameter = (*net)->named_parameters()["blocks.1.up.weight"];
+      parameter.register_hook([weak = c10::weak_intrusive_ptr(parameter.getIntrusivePtr())](const torch::Tensor&) {
+        torch::Tensor(weak.lock()).requires_grad_(false);
+      });
+    }
+    models.backward(0);
+    EXPECT_FALSE(models.gradient("blocks.1.up.weight").defined());
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, HooksHoldNoLock) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    int calls = 0;
+    models.sharded->named_parameters()["blocks.1.up.weight"].register_hook([&](const torch::Tensor&) {
+      std::thread([&] { root.reshard(); }).join();
+      ++calls;
+    });
+    models.backward(0);
+    EXPECT_EQ(calls, 1);
+    models.expect_equal_gradients();
+  });
+}
+
 TEST(GroupGradients, WhatAHookReturnsTwiceIsAddedTwice) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
@@ -204,6 +273,30 @@ TEST(GroupGradients, WhatAHookReturnsTwiceIsAddedTwice) {
   }
 }
 
+TEST(GroupGradients, SwitchingSyncBackOnAlsoSwitchesTheAllReduceOn) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    root.set_requires_all_reduce(false);
+    models.backward(0);
+    root.set_requires_gradient_sync(false);
+    models.backward(1);
+    root.set_requires_gradient_sync(true);
+    models.backward(2);
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, ADivideFactorThatIsNoPositiveNumberIsAnError) {
+  Pair models(strategies()[0]);
+  auto root = fsdp(*models.sharded);
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const double factor : {infinity, -infinity, std::nan(""), 0.0, -0.0, -2.0}) {
+    EXPECT_THROWS_WITH(root.set_gradient_divide_factor(factor), "must be positive and finite, but is ");
+    EXPECT_THROWS_WITH(root.set_gradient_divide_factor(factor), "on rank " + std::to_string(world_rank()));
+  }
+  models.backward(0);
+  models.expect_equal_gradients();
+}
+
 TEST(GroupGradients, AnotherDivideFactorAmidAnAccumulationIsAnError) {
   if (world_size() == 1) return;
   for (const auto& strategy : strategies()) {
@@ -212,7 +305,14 @@ TEST(GroupGradients, AnotherDivideFactorAmidAnAccumulationIsAnError) {
     auto root = fsdp(*models.sharded);
     root.set_is_last_backward(false);
     models.backward(0);
-    EXPECT_THROWS_WITH(root.set_gradient_divide_factor(3), "are still being reduced, with another factor");
+    // Gradients that are whole are not reduced yet: any factor is in time.
+    const bool in_flight = !strategy.replicates && strategy.options.strategy != tessera::Strategy::kZero1;
+    if (in_flight) {
+      EXPECT_THROWS_WITH(root.set_gradient_divide_factor(3), "are still being reduced, with another factor");
+    } else {
+      for (auto& block : *models.sharded->blocks) fsdp(*block).set_gradient_divide_factor(static_cast<double>(world_size()));
+      EXPECT_NO_THROW(root.set_gradient_divide_factor(static_cast<double>(world_size())));
+    }
     root.set_is_last_backward(true);
     models.backward(1);
     models.expect_equal_gradients();
@@ -221,6 +321,119 @@ TEST(GroupGradients, AnotherDivideFactorAmidAnAccumulationIsAnError) {
     models.backward(2);
     EXPECT_NO_THROW(root.set_gradient_divide_factor(4));
   }
+}
+
+// The ranks' sum has no number of fp16, and their mean has. Each is divided by about the root of the factor before.
+TEST(GroupGradients, ADivideFactorKeepsSumsInRangeOfFloat16) {
+  const double gradient = world_size() == 4 ? 30000 : 40000;
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto how = strategy;
+    how.options.mixed_precision.reduce_dtype = torch::kHalf;
+    torch::nn::Linear linear(torch::nn::LinearOptions(4, 3).bias(false));
+    torch::nn::init::ones_(linear->weight);
+    auto handle =
+        strategy.replicates ? replicate(*linear, how.mesh(), how.options) : fully_shard(*linear, how.mesh(), how.options);
+    handle.set_gradient_divide_factor(static_cast<double>(world_size()));
+    linear->forward(torch::full({1, 4}, gradient)).sum().backward();
+    EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::full({3, 4}, gradient), 1e-3);
+  }
+}
+
+// In fp16 a part of the factor is divided away before the all-reduce, and the rest after it.
+TEST(GroupGradients, AFactorThatWouldDivideAPutOffAllReduceOtherwiseIsAnError) {
+  if (world_size() != 4) GTEST_SKIP() << "2 x 2 ranks";
+  torch::nn::Linear linear(torch::nn::LinearOptions(4, 3).bias(false));
+  torch::nn::init::ones_(linear->weight);
+  FullyShardOptions options;
+  options.mixed_precision.reduce_dtype = torch::kHalf;
+  auto handle = fully_shard(linear, init_device_mesh(torch::kCPU, {2, 2}), options);
+  handle.set_gradient_divide_factor(4);
+  handle.set_requires_all_reduce(false);
+  linear->forward(torch::ones({1, 4})).sum().backward();
+  EXPECT_THROWS_WITH(handle.set_gradient_divide_factor(64), "are still being reduced, with another factor");
+  EXPECT_NO_THROW(handle.set_gradient_divide_factor(3)); // by 2 before, as 4
+  handle.set_requires_all_reduce(true);
+  linear->forward(torch::ones({1, 4})).sum().backward();
+  EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::full({3, 4}, 8.0 / 3), 1e-3);
+}
+
+TEST(GroupGradients, AHookOfTheReductionMayChangeIt) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    std::vector<int64_t> calls;
+    root.set_all_reduce_hook([&](const torch::Tensor& flat) {
+      calls.push_back(flat.dim());
+      flat.mul_(2);
+    });
+    models.backward(0);
+    EXPECT_FALSE(calls.empty());
+    models.plain->embed->weight.mutable_grad() *= 2;
+    models.plain->norm->weight.mutable_grad() *= 2;
+    models.plain->norm->bias.mutable_grad() *= 2;
+    models.expect_equal_gradients();
+    root.set_requires_gradient_sync(false);
+    models.backward(1);
+    EXPECT_THROWS_WITH(root.set_all_reduce_hook({}), "wait for their reduction");
+  });
+}
+
+TEST(GroupGradients, AHookOfTheReductionThatThrowsEndsTheBackward) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    root.set_all_reduce_hook([](const torch::Tensor&) { throw std::runtime_error("the hook fails"); });
+    EXPECT_THROWS_WITH(loss_of(models.sharded, global_batch(0)).backward(), "the hook fails");
+    root.set_all_reduce_hook({});
+    models.sharded->zero_grad();
+    models.backward(1);
+    models.expect_equal_gradients();
+  });
+}
+
+/// Counts what it passes on.
+class Counting final : public Communicator {
+ public:
+  explicit Counting(CommunicatorPtr inner)
+      : Communicator("counting", inner->ranks(), inner->rank(), inner->device_type()), inner_(std::move(inner)) {}
+  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
+    ++gathers;
+    return inner_->all_gather_into(output, input, label);
+  }
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
+    ++reductions;
+    return inner_->reduce_scatter(output, input, op, label);
+  }
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
+    return inner_->all_reduce(tensor, op, label);
+  }
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
+                  const std::vector<int64_t>& input_splits, std::string_view label) override {
+    return inner_->all_to_all(output, input, output_splits, input_splits, label);
+  }
+  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
+    return inner_->broadcast(tensor, root, label);
+  }
+  Work coalesced(const std::function<void()>& issue) override { return inner_->coalesced(issue); }
+  void barrier(std::string_view label) override { inner_->barrier(label); }
+
+  int gathers = 0, reductions = 0;
+
+ private:
+  CommunicatorPtr inner_;
+};
+
+TEST(GroupGradients, CommunicatorsOfTheProgramCarryAGroup) {
+  if (world_size() == 1) return;
+  Pair models(strategies()[0]);
+  auto root = fsdp(*models.sharded);
+  const auto counting = std::make_shared<Counting>(world_mesh().communicator(0, "own"));
+  root.set_custom_all_gather(counting);
+  root.set_custom_reduce_scatter(counting);
+  models.backward(0);
+  models.expect_equal_gradients();
+  EXPECT_EQ(counting->gathers, 1);
+  EXPECT_EQ(counting->reductions, 1);
+  EXPECT_THROWS_WITH(root.set_custom_all_gather(nullptr), "the communicator is null");
+  const auto alone = make_device_mesh(torch::kCPU, {1}, {world_rank()}).communicator();
+  EXPECT_THROWS_WITH(root.set_custom_reduce_scatter(alone), "but the shard dim of");
 }
 
 } // namespace

@@ -4,7 +4,9 @@
 
 #include <random>
 
-namespace tessera::fsdp_internal {
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::internal {
 namespace {
 
 std::vector<ParameterShape> random_parameters(std::mt19937& random) {
@@ -102,6 +104,42 @@ TEST(GroupLayout, TransformerBlocksAreCutBetweenRowsWithinOnePercent) {
   }
 }
 
+TEST(GroupLayout, SizesThatOverflowAreAnErrorWithTheName) {
+  constexpr int64_t kHuge = int64_t{1} << 56;
+  const std::vector<std::vector<int64_t>> huge{{8 * kHuge},    {kHuge + 1},           {kHuge / 2, 3},
+                                               {3, kHuge / 2}, {kHuge, kHuge, kHuge}, {1, kHuge / 4 + 1}};
+  for (const auto kind : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    for (const auto& sizes : huge) {
+      const auto message = testing::error_of([&] { plan_layout(kind, {{"a", {3}}, {"net.huge", sizes}}, 4); });
+      EXPECT_NE(message.find("with the parameter net.huge of shape ["), std::string::npos) << message;
+    }
+    const auto message = testing::error_of([&] {
+      plan_layout(kind, {{"a", {kHuge / 2}}, {"b", {kHuge / 4, 2}}, {"c", {4}}}, 4);
+    });
+    EXPECT_NE(message.find("with the parameter c of shape [4] its group has more than 2^56 elements"), std::string::npos)
+        << message;
+  }
+}
+
+TEST(GroupLayout, TheLargestSizesAreCutAtOnce) {
+  constexpr int64_t kLarge = int64_t{1} << 52;
+  const std::vector<ParameterShape> parameters{{"flat", {kLarge}, c10::kComplexDouble},
+                                               {"rows", {7, kLarge / 7}, c10::kComplexDouble},
+                                               {"odd", {kLarge / 1001, 1001}, c10::kDouble},
+                                               {"wide", {1023, kLarge / 1025}, c10::kFloat}};
+  for (const auto kind : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    for (const int ranks : {1, 2, 3, 4}) {
+      const auto layout = plan_layout(kind, parameters, ranks);
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        const auto& last = layout.parameters[i].pieces.back();
+        EXPECT_EQ(last.begin + last.numel, parameters[i].numel());
+        EXPECT_LE(last.shard_offset + last.numel * item(parameters[i]), layout.shard_bytes);
+        EXPECT_LE(layout.parameters[i].unsharded_offset + parameters[i].numel() * item(parameters[i]), layout.unsharded_bytes);
+      }
+    }
+  }
+}
+
 TEST(GroupLayout, RowLargerThanAShardIsCutInside) {
   const auto layout = plan_ragged({{"wide", {1, 1000}, c10::kFloat}}, 4);
   const auto& placement = std::get<RaggedShard>(layout.parameters[0].placement);
@@ -133,4 +171,4 @@ TEST(ReduceLayout, HoldsThePiecesAndOneFlagAParameter) {
 }
 
 } // namespace
-} // namespace tessera::fsdp_internal
+} // namespace tessera::internal

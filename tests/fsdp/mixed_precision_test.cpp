@@ -1,8 +1,10 @@
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <tessera/fsdp/call.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
 namespace {
@@ -64,6 +66,105 @@ TEST(MixedPrecision, ActivationsAreCastBesideALeafButRunningStatisticsAreNot) {
   EXPECT_TRUE(net->ptr(0)->named_parameters()["weight"].grad().defined());
 }
 
+struct Normed : torch::nn::Module {
+  torch::Tensor forward(const torch::Tensor& x) { return head(torch::relu(norm(convolution(x))).mean(2)); }
+  torch::nn::Conv1d convolution{register_module("convolution", torch::nn::Conv1d(3, 4, 1))};
+  torch::nn::BatchNorm1d norm{register_module("norm", torch::nn::BatchNorm1d(4))};
+  torch::nn::Linear head{register_module("head", torch::nn::Linear(4, 2))};
+};
+
+std::shared_ptr<Normed> make_normed() {
+  torch::manual_seed(0);
+  return std::make_shared<Normed>();
+}
+
+/// The same by hand: the parameters that are not kept are rounded, and what they read.
+torch::Tensor by_hand(Normed& net, const torch::Tensor& x) {
+  const auto half = [](const torch::Tensor& tensor) { return tensor.to(torch::kBFloat16); };
+  const auto y = torch::conv1d(half(x), half(net.convolution->weight), half(net.convolution->bias));
+  return torch::linear(half(torch::relu(net.norm(y.to(torch::kFloat))).mean(2)), half(net.head->weight), half(net.head->bias));
+}
+
+TEST(MixedPrecision, KeepInFp32NamesTypesOrPlaces) {
+  const std::vector<std::vector<std::string>> ways{
+      {"BatchNorm1d"}, {"torch::nn::BatchNorm1dImpl"}, {"norm"}, {"norm.weight", "norm.bias"}, {"LayerNorm", "norm"}};
+  for (const auto& keep : ways) {
+    for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+      const auto net = make_normed(), plain = make_normed();
+      auto options = bf16_options(layout, std::nullopt);
+      options.mixed_precision.keep_in_fp32 = keep;
+      fully_shard(*net, world_mesh(), options);
+      torch::manual_seed(1);
+      const auto x = torch::randn({4, 3, 5});
+      const auto expected = by_hand(*plain, x), y = net->forward(x);
+      EXPECT_TENSORS_EQUAL(y, expected);
+      EXPECT_TENSORS_EQUAL(net->norm->running_var, plain->norm->running_var);
+      y.to(torch::kFloat).square().sum().backward();
+      expected.to(torch::kFloat).square().sum().backward();
+      const auto parameters = plain->named_parameters(); // every rank has the same rows
+      for (const auto& item : net->named_parameters())
+        EXPECT_TENSORS_CLOSE(full(item.value().grad()), parameters[item.key()].grad(), 1e-5, 1e-6);
+      net->eval();
+      EXPECT_EQ(net->forward(x).scalar_type(), torch::kBFloat16);
+    }
+  }
+}
+
+TEST(MixedPrecision, AModuleThatIsKeptWholeTakesFloatAtItsBoundary) {
+  torch::manual_seed(0);
+  torch::nn::BatchNorm1d norm(4);
+  auto options = bf16_options(BufferLayout::kRagged, torch::kFloat);
+  options.mixed_precision.keep_in_fp32 = {"BatchNorm1d"};
+  fully_shard(norm, world_mesh(), options);
+  const auto x = torch::randn({3, 4}); // bf16 would round it
+  torch::nn::BatchNorm1d plain(4);
+  EXPECT_TENSORS_EQUAL(call(norm, x), plain(x));
+}
+
+TEST(MixedPrecision, ANormThatCannotMixDtypesIsNamed) {
+  const auto error = [](torch::nn::Module& module, const FullyShardOptions& options) {
+    return error_of([&] { fully_shard(module, world_mesh(), options); });
+  };
+  const auto bf16 = bf16_options(BufferLayout::kRagged, torch::kFloat);
+  EXPECT_THAT(
+      error(*make_normed(), bf16),
+      ::testing::HasSubstr("fully_shard: the norm norm (BatchNorm1d) would compute with its weight in BFloat16 beside running "
+                           "statistics in Float, which its kernel cannot mix: keep it in fp32 with policy.keep_in_fp32 = "
+                           "{\"BatchNorm1d\"}, or shard it by itself, before, without a param_dtype"));
+  const auto options = torch::nn::InstanceNormOptions(4).affine(true).track_running_stats(true);
+  torch::nn::InstanceNorm2d instance(options);
+  EXPECT_THAT(error(*instance, bf16), ::testing::HasSubstr("the norm InstanceNorm2d would compute with its weight in BFloat16"));
+  auto in_double = make_normed();
+  in_double->to(torch::kDouble);
+  EXPECT_THAT(error(*in_double, bf16),
+              ::testing::HasSubstr("running statistics in Double, which its kernel cannot mix: shard it"));
+  auto kept = bf16;
+  kept.mixed_precision.keep_in_fp32 = {"head"}; // another one
+  EXPECT_THAT(error(*make_normed(), kept), ::testing::HasSubstr("the norm norm (BatchNorm1d)"));
+  kept.mixed_precision.keep_in_fp32 = {""};
+  EXPECT_THAT(error(*make_normed(), kept), ::testing::HasSubstr("keep_in_fp32 of the mixed precision policy has an empty name"));
+  if (world_size() == 1) return;
+  kept.mixed_precision.keep_in_fp32 = {world_rank() == 0 ? "BatchNorm1d" : "norm"};
+  EXPECT_THAT(error(*make_normed(), kept), ::testing::HasSubstr("the ranks' models or options differ"));
+}
+
+TEST(MixedPrecision, NormsThatCanMixDtypesAreTaken) {
+  const auto bf16 = bf16_options(BufferLayout::kRagged, torch::kFloat);
+  const auto x = torch::randn({2, 4, 3, 3});
+  const auto runs = [&](auto norm) {
+    fully_shard(norm, world_mesh(), bf16);
+    return norm(x).scalar_type();
+  };
+  using namespace torch::nn; // NOLINT(google-build-using-namespace)
+  EXPECT_EQ(runs(BatchNorm2d(BatchNorm2dOptions(4).track_running_stats(false))), torch::kBFloat16);
+  EXPECT_EQ(runs(InstanceNorm2d(InstanceNorm2dOptions(4).affine(true))), torch::kBFloat16);
+  EXPECT_EQ(runs(GroupNorm(GroupNormOptions(2, 4))), torch::kBFloat16);
+  EXPECT_EQ(runs(LayerNorm(LayerNormOptions({3}))), torch::kBFloat16);
+  BatchNorm2d in_half(4);
+  in_half->to(torch::kBFloat16); // its statistics too
+  EXPECT_EQ(runs(in_half), torch::kBFloat16);
+}
+
 struct Nested : torch::nn::Module {
   using Inputs = std::vector<std::pair<torch::Tensor, std::optional<torch::Tensor>>>;
   std::map<std::string, std::vector<torch::Tensor>> forward(const Inputs& inputs, int64_t scale) {
@@ -112,11 +213,11 @@ TEST(MixedPrecision, CallCastsInputsAndOutputs) {
   options.mixed_precision.output_dtype = torch::kFloat;
   const auto handle = fully_shard(linear, world_mesh(), options);
   EXPECT_EQ(call(linear, torch::ones({1, 3})).scalar_type(), torch::kFloat);
-  options.mixed_precision.cast_forward_inputs = false;
+  options.mixed_precision = {.param_dtype = torch::kBFloat16, .cast_forward_inputs = false};
   torch::nn::Linear uncast(3, 2);
   options.initial_weights = InitialWeights::kUnchecked;
   fully_shard(uncast, world_mesh(), options);
-  EXPECT_ANY_THROW(uncast(torch::ones({1, 3})));
+  EXPECT_THROWS_WITH(uncast(torch::ones({1, 3})), "the same dtype");
 }
 
 } // namespace

@@ -6,16 +6,14 @@
 #include <string>
 #include <vector>
 
-#include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/fully_shard.h>
 
 #include <tessera/tests/fsdp/models.h>
+#include <tessera/tests/support/world.h>
 
 namespace tessera::testing {
 
-inline int64_t world_size() { return process_context().world_size(); }
-inline int64_t world_rank() { return process_context().rank(); }
 inline DeviceMesh world_mesh() { return init_device_mesh(torch::kCPU, {world_size()}, {"shard"}); }
 
 /// One way to shard a model.
@@ -26,7 +24,8 @@ struct Strategy {
   bool replicates = false;
 };
 
-/// full, reshard_after_forward = false, no-shard and hybrid, each with both layouts.
+/// full, reshard_after_forward = false or a number of ranks, no-shard, hybrid and hierarchical, each with both layouts, and
+/// ZeRO-1 and 2.
 inline std::vector<Strategy> strategies() {
   std::vector<Strategy> all;
   for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
@@ -39,10 +38,18 @@ inline std::vector<Strategy> strategies() {
     };
     all.push_back({"hybrid" + suffix, hybrid(world_size() % 2 == 0 ? 2 : 1), options});
     all.push_back({"hybrid of single ranks" + suffix, hybrid(world_size()), options});
+    options.strategy = tessera::Strategy::kHierarchical;
+    all.push_back({"hierarchical" + suffix, hybrid(world_size() % 2 == 0 ? 2 : 1), options});
+    options.strategy = layout == BufferLayout::kRagged ? tessera::Strategy::kZero1 : tessera::Strategy::kZero2;
+    all.push_back({std::string(row_of(*options.strategy).name) + suffix, world_mesh, options});
+    options.strategy.reset();
     options.reshard_after_forward = false;
     all.push_back({"kept after forward" + suffix, world_mesh, options});
+    options.reshard_after_forward = 2;
+    if (world_size() == 4) all.push_back({"among neighbours after forward" + suffix, world_mesh, options});
   }
   all.push_back({"no-shard", world_mesh, {}, /*replicates=*/true});
+  all.push_back({"no-shard in buckets", world_mesh, {.bucket_bytes = 3000}, /*replicates=*/true});
   return all;
 }
 

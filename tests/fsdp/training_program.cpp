@@ -10,6 +10,7 @@
 #include <map>
 #include <string>
 
+#include <tessera/activations/recompute.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 
@@ -94,6 +95,15 @@ void divides_differently() {
   forward(net, global_batch(0), [](torch::Tensor&) {}).backward();
 }
 
+/// The last rank's function does something else in its second run.
+void recomputes_differently() {
+  train([](torch::Tensor& x) {
+    x = recompute(
+        {.name = "the function", .early_stop = false},
+        [runs = 0](const torch::Tensor& in) mutable { return runs++ > 0 && is_last_rank() ? in.sum().exp() : in.exp(); }, x);
+  });
+}
+
 /// Each rank forks; the child ends as a program does, with static destructors, and the rank trains on.
 void forks() {
   train([](torch::Tensor&) {
@@ -112,6 +122,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"skips_a_group", skips_a_group},
     {"swaps_two_models", swaps_two_models},
     {"divides_differently", divides_differently},
+    {"recomputes_differently", recomputes_differently},
     {"forks", forks},
 };
 

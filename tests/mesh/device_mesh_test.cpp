@@ -1,6 +1,6 @@
 #include "../support/matchers.h"
+#include "../support/world.h"
 
-#include <tessera/collectives/process_context.h>
 #include <tessera/mesh/device_mesh.h>
 #include <torch/torch.h>
 
@@ -9,42 +9,41 @@ namespace {
 
 using Names = std::vector<std::string>;
 using Dims = std::vector<int64_t>;
+using testing::world_rank;
+using testing::world_size;
 
-int64_t world_size() { return process_context().world_size(); }
-int64_t rank() { return process_context().rank(); }
-
-TEST(DeviceMesh, one_dim_over_the_world) {
+TEST(DeviceMesh, OneDimOverTheWorld) {
   auto mesh = init_device_mesh(at::kCPU, {world_size()}, {"shard"});
   EXPECT_EQ(mesh.ndim(), 1);
   EXPECT_EQ(mesh.size(), world_size());
   EXPECT_EQ(mesh.size(0), world_size());
-  EXPECT_EQ(mesh.local_rank(), rank());
-  EXPECT_EQ(mesh.local_rank("shard"), rank());
-  EXPECT_EQ(*mesh.coordinate(), Dims{rank()});
+  EXPECT_EQ(mesh.local_rank(), world_rank());
+  EXPECT_EQ(mesh.local_rank("shard"), world_rank());
+  EXPECT_EQ(*mesh.coordinate(), Dims{world_rank()});
   EXPECT_EQ(mesh.device(), at::Device(at::kCPU));
   EXPECT_EQ(mesh.communicator()->ranks(), mesh.ranks());
 }
 
-TEST(DeviceMesh, dims_slices_and_groups_of_two_dims) {
+TEST(DeviceMesh, DimsSlicesAndGroupsOfTwoDims) {
   if (world_size() != 4) GTEST_SKIP() << "needs 4 ranks";
   auto mesh = init_device_mesh(at::kCPU, {2, 2}, {"replicate", "shard"});
   EXPECT_EQ(mesh.to_string(), "DeviceMesh(cpu, [[0, 1], [2, 3]], names=(\"replicate\", \"shard\"))");
-  EXPECT_EQ(*mesh.coordinate(), (Dims{rank() / 2, rank() % 2}));
-  EXPECT_EQ(mesh.local_rank("replicate"), rank() / 2);
-  EXPECT_EQ(mesh.local_rank(1), rank() % 2);
+  EXPECT_EQ(*mesh.coordinate(), (Dims{world_rank() / 2, world_rank() % 2}));
+  EXPECT_EQ(mesh.local_rank("replicate"), world_rank() / 2);
+  EXPECT_EQ(mesh.local_rank(1), world_rank() % 2);
 
   auto shard = mesh["shard"], replicate = mesh["replicate"];
-  EXPECT_EQ(shard.ranks(), rank() < 2 ? (Dims{0, 1}) : (Dims{2, 3}));
-  EXPECT_EQ(replicate.ranks(), rank() % 2 == 0 ? (Dims{0, 2}) : (Dims{1, 3}));
+  EXPECT_EQ(shard.ranks(), world_rank() < 2 ? (Dims{0, 1}) : (Dims{2, 3}));
+  EXPECT_EQ(replicate.ranks(), world_rank() % 2 == 0 ? (Dims{0, 2}) : (Dims{1, 3}));
   EXPECT_EQ(shard.dim_names(), Names{"shard"});
-  EXPECT_EQ(shard.local_rank(), rank() % 2);
+  EXPECT_EQ(shard.local_rank(), world_rank() % 2);
   EXPECT_EQ((mesh[Names{"replicate", "shard"}]), mesh);
 
   EXPECT_EQ(mesh.communicator(1), shard.communicator()); // shared
   EXPECT_EQ(mesh.communicator(0)->ranks(), replicate.ranks());
-  auto sum = torch::full({1}, rank(), torch::kLong);
+  auto sum = torch::full({1}, world_rank(), torch::kLong);
   mesh.communicator(1)->all_reduce(sum, ReduceOp::kSum, "shard").wait();
-  EXPECT_EQ(sum.item<int64_t>(), rank() < 2 ? 1 : 5);
+  EXPECT_EQ(sum.item<int64_t>(), world_rank() < 2 ? 1 : 5);
   mesh.communicator(0)->all_reduce(sum, ReduceOp::kSum, "replicate").wait();
   EXPECT_EQ(sum.item<int64_t>(), 6);
 
@@ -56,30 +55,30 @@ TEST(DeviceMesh, dims_slices_and_groups_of_two_dims) {
   EXPECT_THROWS_WITH(mesh.size(2), mesh.to_string() + " has no dim 2, it has 2 dims");
 }
 
-TEST(DeviceMesh, three_dims) {
+TEST(DeviceMesh, ThreeDims) {
   if (world_size() != 4) GTEST_SKIP() << "needs 4 ranks";
   auto mesh = init_device_mesh(at::kCPU, {2, 1, 2}, {"a", "b", "c"});
   EXPECT_EQ(mesh.to_string(), "DeviceMesh(cpu, [[[0, 1]], [[2, 3]]], names=(\"a\", \"b\", \"c\"))");
   EXPECT_EQ((mesh[Names{"a", "c"}].shape()), (Dims{2, 2}));
   EXPECT_EQ((mesh[Names{"a", "c"}].ranks()), (Dims{0, 1, 2, 3}));
   EXPECT_EQ((mesh[Names{"b", "c"}].shape()), (Dims{1, 2}));
-  EXPECT_EQ((mesh[Names{"b", "c"}].ranks()), rank() < 2 ? (Dims{0, 1}) : (Dims{2, 3}));
-  EXPECT_EQ(mesh["b"].ranks(), Dims{rank()});
+  EXPECT_EQ((mesh[Names{"b", "c"}].ranks()), world_rank() < 2 ? (Dims{0, 1}) : (Dims{2, 3}));
+  EXPECT_EQ(mesh["b"].ranks(), Dims{world_rank()});
   EXPECT_EQ(mesh.communicator(1)->size(), 1);
 }
 
-TEST(DeviceMesh, flatten_joins_the_names) {
+TEST(DeviceMesh, FlattenJoinsTheNames) {
   const auto n = world_size();
   auto mesh = init_device_mesh(at::kCPU, {1, n}, {"a", "b"});
   EXPECT_EQ(mesh.flatten().dim_names(), Names{"a_b"});
   EXPECT_EQ(mesh.flatten("all").dim_names(), Names{"all"});
   EXPECT_EQ(mesh.flatten().shape(), Dims{n});
-  EXPECT_EQ(mesh.flatten().local_rank(), rank());
+  EXPECT_EQ(mesh.flatten().local_rank(), world_rank());
   EXPECT_EQ(mesh.flatten().communicator(), init_device_mesh(at::kCPU, {n}).communicator()); // the world's
   EXPECT_TRUE(init_device_mesh(at::kCPU, {1, n}).flatten().dim_names().empty());
 }
 
-TEST(DeviceMesh, explicit_ranks_and_ranks_outside) {
+TEST(DeviceMesh, ExplicitRanksAndRanksOutside) {
   const auto n = world_size();
   if (n < 2) GTEST_SKIP() << "needs 2 ranks";
   auto mesh = make_device_mesh(at::kCPU, {n - 1}, [&] {
@@ -87,20 +86,20 @@ TEST(DeviceMesh, explicit_ranks_and_ranks_outside) {
     for (auto r = n - 1; r > 0; --r) ranks.push_back(r);
     return ranks;
   }());
-  if (rank() == 0) {
+  if (world_rank() == 0) {
     EXPECT_FALSE(mesh.coordinate());
     EXPECT_THROWS_WITH(mesh.local_rank(), "rank 0 is not in " + mesh.to_string());
     EXPECT_THROWS_WITH(mesh.communicator(), "rank 0 is not in " + mesh.to_string());
     EXPECT_FALSE(mesh.flatten().coordinate());
   } else {
-    EXPECT_EQ(mesh.local_rank(), n - 1 - rank());
+    EXPECT_EQ(mesh.local_rank(), n - 1 - world_rank());
     auto sum = torch::ones({1});
     mesh.communicator()->all_reduce(sum, ReduceOp::kSum, "inside").wait();
     EXPECT_EQ(sum.item<float>(), n - 1);
   }
 }
 
-TEST(DeviceMesh, equality_and_hash) {
+TEST(DeviceMesh, EqualityAndHash) {
   const auto n = world_size();
   auto a = init_device_mesh(at::kCPU, {n}, {"x"}), b = init_device_mesh(at::kCPU, {n}, {"x"});
   auto renamed = init_device_mesh(at::kCPU, {n}, {"y"}), reshaped = init_device_mesh(at::kCPU, {1, n}, {"w", "x"});
@@ -115,12 +114,12 @@ TEST(DeviceMesh, equality_and_hash) {
   EXPECT_THROWS_WITH(DeviceMesh().shape(), "the device mesh is undefined: it was default-constructed");
 }
 
-TEST(DeviceMesh, cuda_without_a_device_is_an_error) {
+TEST(DeviceMesh, CudaWithoutADeviceIsAnError) {
   if (cuda_is_available()) GTEST_SKIP() << "needs a machine without CUDA";
   EXPECT_THROWS_WITH(init_device_mesh(at::kCUDA, {world_size()}), "device mesh on cuda: ");
 }
 
-TEST(DeviceMesh, bad_meshes) {
+TEST(DeviceMesh, BadMeshes) {
   const auto n = world_size();
   const auto make = [](Dims shape, Names names = {}) { return init_device_mesh(at::kCPU, std::move(shape), std::move(names)); };
   EXPECT_THROWS_WITH(make({n + 1}),
@@ -137,7 +136,7 @@ TEST(DeviceMesh, bad_meshes) {
   EXPECT_THROWS_WITH(make_device_mesh(at::kCPU, {1}, {n}),
                      c10::str("device mesh: rank ", n, " is not in the world of ", n, " ranks"));
   EXPECT_THROWS_WITH(make_device_mesh(at::kCPU, {2}, {0}), "device mesh of shape [2] holds 2 ranks, but 1 are given: [0]");
-  EXPECT_THROWS_WITH(init_device_mesh(at::kMeta, {n}), "device mesh: no collectives for device type meta, use cpu or cuda");
+  EXPECT_THROWS_WITH(init_device_mesh(at::kMeta, {n}), "device mesh: no meshes of device type meta, use cpu");
 }
 
 } // namespace

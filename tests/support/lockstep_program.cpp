@@ -16,20 +16,20 @@ CommunicatorPtr world() {
   return process_context().communicator(ranks, at::kCPU);
 }
 
-TEST(Fails, expectation_on_rank_1) { EXPECT_NE(rank(), 1) << "rank one expects more"; }
-TEST(Fails, expectation_on_every_rank) { EXPECT_EQ(rank(), 99) << "everybody fails"; }
+TEST(Fails, ExpectationOnRank1) { EXPECT_NE(rank(), 1) << "rank one expects more"; }
+TEST(Fails, ExpectationOnEveryRank) { EXPECT_EQ(rank(), 99) << "everybody fails"; }
 
-TEST(Fails, assertion_on_rank_1_before_a_barrier) {
+TEST(Fails, AssertionOnRank1BeforeABarrier) {
   ASSERT_NE(rank(), 1) << "rank one leaves";
   world()->barrier("without rank 1");
 }
 
-TEST(Fails, exception_on_rank_1) {
+TEST(Fails, ExceptionOnRank1) {
   if (rank() == 1) throw std::runtime_error("rank one throws");
   world()->barrier("without rank 1");
 }
 
-TEST(Passes, after_all) { world()->barrier("all"); }
+TEST(Passes, AfterAll) { world()->barrier("all"); }
 
 } // namespace
 } // namespace tessera

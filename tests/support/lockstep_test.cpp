@@ -21,45 +21,45 @@ ProgramResult run(const std::string& filter) {
   return result;
 }
 
-TEST(Lockstep, passing_tests_are_reported_once) {
+TEST(Lockstep, PassingTestsAreReportedOnce) {
   const auto result = run("Passes.*");
   EXPECT_EQ(result.status, 0) << result.output;
   EXPECT_THAT(result.output, HasSubstr("[  PASSED  ] 1 test."));
-  EXPECT_EQ(result.output.find("Passes.after_all"), result.output.find("[ RUN      ] Passes.after_all") + 13);
+  EXPECT_EQ(result.output.find("Passes.AfterAll"), result.output.find("[ RUN      ] Passes.AfterAll") + 13);
 }
 
-TEST(Lockstep, every_ranks_failure_carries_its_rank) {
-  const auto result = run("Fails.expectation_on_every_rank:Passes.*");
+TEST(Lockstep, EveryRanksFailureCarriesItsRank) {
+  const auto result = run("Fails.ExpectationOnEveryRank:Passes.*");
   EXPECT_EQ(result.status, 1);
   for (int rank = 0; rank < 3; ++rank)
     EXPECT_THAT(result.output, HasSubstr("[rank " + std::to_string(rank) + "] Expected equality of these values:"));
-  EXPECT_THAT(result.output, HasSubstr("[       OK ] Passes.after_all")); // the run went on
+  EXPECT_THAT(result.output, HasSubstr("[       OK ] Passes.AfterAll")); // the run went on
 }
 
-TEST(Lockstep, a_failed_expectation_on_one_rank_fails_the_run_and_the_run_goes_on) {
-  const auto result = run("Fails.expectation_on_rank_1:Passes.*");
+TEST(Lockstep, AFailedExpectationOnOneRankFailsTheRunAndTheRunGoesOn) {
+  const auto result = run("Fails.ExpectationOnRank1:Passes.*");
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, AllOf(HasSubstr("[rank 1] "), HasSubstr("rank one expects more"), Not(HasSubstr("[rank 0]"))));
   EXPECT_THAT(result.output, HasSubstr("rank 1 of 3 failed: tests failed, see above"));
-  EXPECT_THAT(result.output, HasSubstr("[       OK ] Passes.after_all"));
+  EXPECT_THAT(result.output, HasSubstr("[       OK ] Passes.AfterAll"));
 }
 
-TEST(Lockstep, an_assertion_that_leaves_the_others_in_a_collective_ends_the_run) {
-  const auto result = run("Fails.assertion_on_rank_1_before_a_barrier:Passes.*");
+TEST(Lockstep, AnAssertionThatLeavesTheOthersInACollectiveEndsTheRun) {
+  const auto result = run("Fails.AssertionOnRank1BeforeABarrier:Passes.*");
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("rank one leaves"));
-  EXPECT_THAT(result.output, HasSubstr("[rank 1] Fails.assertion_on_rank_1_before_a_barrier: ranks 0, 2 did not finish the test "
+  EXPECT_THAT(result.output, HasSubstr("[rank 1] Fails.AssertionOnRank1BeforeABarrier: ranks 0, 2 did not finish the test "
                                        "in 10000 ms"));
   EXPECT_THAT(result.output, HasSubstr("rank 1 of 3 exited with status 1"));
 }
 
-TEST(Lockstep, an_exception_is_reported_with_its_rank) {
-  const auto result = run("Fails.exception_on_rank_1:Passes.*");
+TEST(Lockstep, AnExceptionIsReportedWithItsRank) {
+  const auto result = run("Fails.ExceptionOnRank1:Passes.*");
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, AllOf(HasSubstr("[rank 1] "), HasSubstr("rank one throws")));
 }
 
-TEST(Matchers, say_where_tensors_differ) {
+TEST(Matchers, SayWhereTensorsDiffer) {
   EXPECT_TRUE(tensors_close(torch::tensor({1.0, std::nan("")}), torch::tensor({1.0 + 1e-7, std::nan("")})));
   EXPECT_TRUE(tensors_equal(torch::empty({0}), torch::empty({0})));
   EXPECT_TRUE(tensors_equal(at::Tensor(), at::Tensor()));
@@ -71,13 +71,13 @@ TEST(Matchers, say_where_tensors_differ) {
   EXPECT_THAT(difference.message(), HasSubstr("differ most at flat index 1: 2, expected 2.5"));
 }
 
-TEST(Matchers, look_into_errors) {
+TEST(Matchers, LookIntoErrors) {
   EXPECT_TRUE(throws_with_message([] { TORCH_CHECK(false, "the cause"); }, "the cause"));
   EXPECT_FALSE(throws_with_message([] { TORCH_CHECK(false, "another cause"); }, "the cause"));
   EXPECT_FALSE(throws_with_message([] {}, "the cause"));
 }
 
-TEST(Subprocess, a_process_left_behind_is_found_and_ended) {
+TEST(Subprocess, AProcessLeftBehindIsFoundAndEnded) {
   const auto result = run_program({"/bin/sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo started"});
   EXPECT_EQ(result.status, 0);
   EXPECT_EQ(result.output, "started\n");

@@ -25,7 +25,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 std::vector<std::string> environment_of_child(const std::map<std::string, std::string>& additions) {
-  auto environment = current_environment();
+  auto environment = internal::current_environment();
   for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                            "TORCHELASTIC_USE_AGENT_STORE", "TESSERA_LAUNCH_PIPE", "TESSERA_LAUNCH_PARENT"})
     environment.erase(name);

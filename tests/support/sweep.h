@@ -9,12 +9,17 @@
 
 namespace tessera::testing {
 
+/// Whether TESSERA_TEST_FULL=1 asks for all of every sweep.
+inline bool full_run() {
+  const char* full = std::getenv("TESSERA_TEST_FULL");
+  return full != nullptr && std::string_view(full) == "1";
+}
+
 /// The cases that this run takes of a long sweep: all of them with TESSERA_TEST_FULL=1, otherwise `count` of them, in their
 /// order, drawn with the seed TESSERA_TEST_SEED (default 1). The same on every rank, as ranks share the environment.
 template <typename Case>
 std::vector<Case> sweep(const std::vector<Case>& cases, size_t count) {
-  const char* full = std::getenv("TESSERA_TEST_FULL");
-  if (full != nullptr && std::string_view(full) == "1") return cases;
+  if (full_run()) return cases;
   const char* seed = std::getenv("TESSERA_TEST_SEED");
   std::mt19937 generator(seed != nullptr ? std::strtoul(seed, nullptr, 10) : 1);
   std::vector<Case> subset;

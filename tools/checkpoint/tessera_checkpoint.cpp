@@ -31,7 +31,7 @@ ABSL_FLAG(bool, verify, true, "convert: check what is read against its checksums
 
 namespace {
 
-using tessera::checkpoint::Opened;
+using tessera::internal::Opened;
 
 constexpr const char* kUsage = R"(tessera-checkpoint COMMAND PATH...
 
@@ -57,23 +57,23 @@ void inspect(const Opened& opened) {
   const auto& index = opened.index;
   int64_t file_bytes = 0;
   for (const auto& file : index.files) file_bytes += file.bytes;
-  fmt::print("{}\n", opened.folder.string());
+  fmt::print("{}\n", opened.place.name());
   if (index.saved_at > 0) fmt::print("saved {} by {} ranks\n", time_of(index.saved_at), index.world_size);
   fmt::print("{} tensors, {}; {} values; {} files, {}; {}\n", index.tensors.size(),
-             human_bytes(tessera::checkpoint::data_bytes(index)), index.values.size(), index.files.size(),
-             human_bytes(file_bytes), index.has_checksums ? "with checksums" : "without checksums");
+             human_bytes(tessera::internal::data_bytes(index)), index.values.size(), index.files.size(), human_bytes(file_bytes),
+             index.has_checksums ? "with checksums" : "without checksums");
   std::vector<std::vector<std::string>> rows{{"tensor", "dtype", "shape", "layout", "parts", "size"}};
   for (const auto& tensor : index.tensors) {
     auto name = tensor.name;
     for (const auto& alias : tensor.aliases) name += " = " + alias;
-    const auto bytes = tessera::checkpoint::whole(tensor.sizes).numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
-    rows.push_back({absl::Utf8SafeCHexEscape(name), tessera::checkpoint::safetensors_dtype(tensor.dtype, name),
-                    join(tensor.sizes), tensor.layout, std::to_string(tensor.chunks.size()), human_bytes(bytes)});
+    const auto bytes = tessera::internal::whole(tensor.sizes).numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+    rows.push_back({absl::Utf8SafeCHexEscape(name), tessera::internal::safetensors_dtype(tensor.dtype, name), join(tensor.sizes),
+                    tensor.layout, std::to_string(tensor.chunks.size()), human_bytes(bytes)});
   }
   if (rows.size() > 1) fmt::print("\n{}", format_table(rows, {4, 5}));
   rows = {{"value", "type", ""}};
   for (const auto& [name, value] : index.values) {
-    const auto json = tessera::checkpoint::to_json(value);
+    const auto json = tessera::internal::to_json(value);
     rows.push_back({absl::Utf8SafeCHexEscape(name), json.begin().key(), json.begin().value().dump()});
   }
   if (rows.size() > 1) fmt::print("\n{}", format_table(rows));
@@ -88,57 +88,57 @@ int report(const std::vector<std::string>& findings, const std::string& none) {
 int verify(const std::string& path) {
   std::optional<Opened> opened;
   try {
-    opened = tessera::checkpoint::open_checkpoint(path);
+    opened = tessera::internal::open_checkpoint(path);
   } catch (const std::exception& error) { // also those of std::filesystem
-    return report({tessera::error_text(error)}, "");
+    return report({tessera::internal::error_text(error)}, "");
   }
   const auto& index = opened->index;
   std::vector<std::string> findings;
   {
-    ProgressBar bar("verify", tessera::checkpoint::data_bytes(index));
-    findings = tessera::checkpoint::Reader(opened->folder, index, index.has_checksums).verify_all([&](int64_t bytes) {
-      bar.add(bytes);
-    });
+    ProgressBar bar("verify", tessera::internal::data_bytes(index));
+    findings =
+        tessera::internal::Reader(opened->place, index, index.has_checksums).verify_all([&](int64_t bytes) { bar.add(bytes); });
   }
   return report(findings,
                 index.has_checksums ? "whole: every byte has its checksum" : "the structure is sound; there are no checksums");
 }
 
 int diff(const std::string& first, const std::string& second) {
-  const auto a = tessera::checkpoint::open_checkpoint(first), b = tessera::checkpoint::open_checkpoint(second);
+  const auto a = tessera::internal::open_checkpoint(first), b = tessera::internal::open_checkpoint(second);
   std::vector<std::string> findings;
   {
-    ProgressBar bar("diff", tessera::checkpoint::data_bytes(a.index));
-    findings = tessera::checkpoint::differences(a, b, [&](int64_t bytes) { bar.add(bytes); });
+    ProgressBar bar("diff", tessera::internal::data_bytes(a.index));
+    findings = tessera::internal::differences(a, b, [&](int64_t bytes) { bar.add(bytes); });
   }
   return report(findings, "the same");
 }
 
 int convert(const std::string& from, const std::string& to) {
-  const std::map<std::string, tessera::checkpoint::Format> formats{{"tessera", tessera::checkpoint::Format::kTessera},
-                                                                   {"hugging-face", tessera::checkpoint::Format::kHuggingFace},
-                                                                   {"dcp", tessera::checkpoint::Format::kDistributed}};
+  const std::map<std::string, tessera::internal::Format> formats{{"tessera", tessera::internal::Format::kTessera},
+                                                                 {"hugging-face", tessera::internal::Format::kHuggingFace},
+                                                                 {"dcp", tessera::internal::Format::kDistributed}};
   const auto format = formats.find(absl::GetFlag(FLAGS_to));
   TORCH_CHECK(format != formats.end(), "--to=", absl::GetFlag(FLAGS_to), ": not one of tessera, hugging-face, dcp");
-  const auto opened = tessera::checkpoint::open_checkpoint(from);
-  tessera::checkpoint::ConvertOptions options;
+  const auto opened = tessera::internal::open_checkpoint(from);
+  tessera::internal::ConvertOptions options;
   options.format = format->second;
   options.exclude = absl::GetFlag(FLAGS_exclude);
   options.verify = absl::GetFlag(FLAGS_verify);
   options.hugging_face.overwrite = absl::GetFlag(FLAGS_overwrite);
   options.hugging_face.max_file_bytes = absl::GetFlag(FLAGS_max_file_bytes);
   if (const auto dtype = absl::GetFlag(FLAGS_dtype); !dtype.empty()) {
-    TORCH_CHECK(format->second == tessera::checkpoint::Format::kHuggingFace, "--dtype needs --to=hugging-face");
-    options.hugging_face.dtype = tessera::checkpoint::dtype_from_safetensors(dtype, "--dtype");
+    TORCH_CHECK(format->second == tessera::internal::Format::kHuggingFace, "--dtype needs --to=hugging-face");
+    options.hugging_face.dtype = tessera::internal::dtype_from_safetensors(dtype, "--dtype");
   }
   std::vector<std::string> left_out;
   {
-    ProgressBar bar("convert", tessera::checkpoint::data_bytes(opened.index));
+    ProgressBar bar("convert", tessera::internal::data_bytes(opened.index));
     options.progress = [&](int64_t bytes) { bar.add(bytes); };
-    left_out = tessera::checkpoint::convert(opened, to, options);
+    left_out = tessera::internal::convert(opened, to, options);
   }
   fmt::print("wrote {}\n", to);
-  if (!left_out.empty()) fmt::print("left out, because the format holds no values: {}\n", absl::StrJoin(left_out, ", "));
+  if (!left_out.empty())
+    fmt::print("left out, because the format holds no values, and a tensor once: {}\n", absl::StrJoin(left_out, ", "));
   return 0;
 }
 
@@ -147,7 +147,7 @@ int run(const std::vector<char*>& arguments) {
   const auto is = [&](const char* command, size_t paths) {
     return !words.empty() && words[0] == command && words.size() == paths + 1;
   };
-  if (is("inspect", 1)) return inspect(tessera::checkpoint::open_checkpoint(words[1])), 0;
+  if (is("inspect", 1)) return inspect(tessera::internal::open_checkpoint(words[1])), 0;
   if (is("verify", 1)) return verify(words[1]);
   if (is("diff", 2)) return diff(words[1], words[2]);
   if (is("convert", 2)) return convert(words[1], words[2]);
@@ -168,7 +168,7 @@ int main(int argc, char** argv) {
     absl::SetFlagsUsageConfig(config);
     return run(absl::ParseCommandLine(argc, argv));
   } catch (const std::exception& error) {
-    fmt::print(stderr, "tessera-checkpoint: {}\n", tessera::error_text(error));
+    fmt::print(stderr, "tessera-checkpoint: {}\n", tessera::internal::error_text(error));
   }
   return 2;
 }

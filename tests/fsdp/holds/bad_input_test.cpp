@@ -68,8 +68,8 @@ struct Inner : nn::Module {
   nn::Linear inner;
 };
 
-struct Layers : CaseModel {
-  Layers()
+struct NestedLayers : CaseModel {
+  NestedLayers()
       : a(register_module("a", nn::Linear(kWidth, 8))),
         b(register_module("b", std::make_shared<Inner>())),
         head(register_module("head", nn::Linear(8, 1))) {}
@@ -104,14 +104,13 @@ TEST(BadInput, AReplacedParameterIsNamed) {
 
 TEST(BadInput, AParameterRegisteredAfterShardingIsNamed) {
   for (const auto& strategy : holds_strategies()) {
-    torch::manual_seed(7);
-    const auto model = std::make_shared<Layers>();
-    shard_case(*model, strategy);
+    const auto model = sharded_case<NestedLayers>(strategy);
     model->b->inner = model->b->replace_module("inner", nn::Linear(8, 8));
-    EXPECT_THROWS_WITH(model->loss(input_of(0, 0)),
-                       "the parameter b.inner.weight of tessera::testing::(anonymous namespace)::Layers was registered after "
-                       "fully_shard, and its gradients would differ between the ranks: register it first, call fully_shard on "
-                       "its module as well, or set requires_grad_(false)");
+    EXPECT_THROWS_WITH(
+        model->loss(input_of(0, 0)),
+        "the parameter b.inner.weight of tessera::testing::(anonymous namespace)::NestedLayers was registered after "
+        "fully_shard, and its gradients would differ between the ranks: register it first, call fully_shard on "
+        "its module as well, or set requires_grad_(false)");
     for (auto& parameter : model->b->inner->parameters()) parameter.requires_grad_(false);
     model->loss(input_of(0, 0)).backward();
   }
@@ -159,9 +158,7 @@ TEST(BadInput, WhatIsReadBeforeMaterializeIsNamed) {
 TEST(BadInput, AStepBetweenForwardAndBackwardIsAnError) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    torch::manual_seed(7);
-    const auto model = std::make_shared<Layers>();
-    shard_case(*model, strategy);
+    const auto model = sharded_case<NestedLayers>(strategy);
     torch::optim::AdamW optimizer(model->parameters());
     model->loss(input_of(0, 0)).backward();
     const auto loss = model->loss(input_of(1, 0));

@@ -60,10 +60,19 @@ struct CaseModel : torch::nn::Module {
 
   /// Remembers the graph behind `tensor`, which must be gone after the iteration.
   torch::Tensor watched(torch::Tensor tensor) {
-    if (tensor.grad_fn()) graphs.push_back(fsdp_internal::weak(tensor.grad_fn()));
+    if (tensor.grad_fn()) graphs.push_back(internal::weak(tensor.grad_fn()));
     return tensor;
   }
-  std::vector<fsdp_internal::WeakNodeReference> graphs;
+  std::vector<internal::WeakNodeReference> graphs;
+};
+
+/// A model that all ranks give the same data.
+struct SameDataEverywhere : CaseModel {
+  double iterate(int64_t step, const std::vector<int64_t>&) override {
+    const auto value = watched(loss(input_of(step, 0)));
+    value.backward();
+    return value.item<double>();
+  }
 };
 
 /// A case of the table: `make` builds the model; the generator has been seeded.

@@ -1,13 +1,18 @@
 #include "compare_training.h"
 
+#include <ATen/autocast_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <optional>
 
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
+
+#include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
 
@@ -19,19 +24,6 @@ constexpr double kTolerance = 1e-5;
 std::shared_ptr<CaseModel> build(const HoldsCase& test_case) {
   torch::manual_seed(7);
   return test_case.make();
-}
-
-/// The losses of every step; `last_step` runs in front of the last one.
-std::vector<double> train(CaseModel& model, const std::vector<int64_t>& ranks, const std::function<void()>& before_last_step) {
-  const auto optimizer = model.make_optimizer();
-  std::vector<double> losses;
-  for (int64_t step = 0; step < kSteps; ++step) {
-    if (step == kSteps - 1) before_last_step();
-    optimizer->zero_grad();
-    losses.push_back(model.iterate(step, ranks));
-    optimizer->step();
-  }
-  return losses;
 }
 
 double largest_difference(const torch::Tensor& got, const torch::Tensor& expected) {
@@ -55,7 +47,87 @@ void compare_state(const torch::nn::Module& got, const torch::nn::Module& expect
   for (const auto& item : got.named_buffers()) compare(item.key(), item.value(), buffers[item.key()]);
 }
 
-using GroupList = std::vector<std::weak_ptr<fsdp_internal::ParameterGroup>>;
+double mean_of_ranks(double value) { return mean_over_ranks(torch::tensor(value, torch::kDouble)).item<double>(); }
+
+/// How a model is evaluated.
+enum class Mode { kNoGrad, kInference, kAutocast };
+
+struct AutocastGuard {
+  AutocastGuard() {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  }
+  ~AutocastGuard() {
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+  }
+};
+
+/// The loss of rank `rank`'s input in evaluation; nothing where the model takes gradients in its forward, or where autocast has
+/// no kernel for it.
+std::optional<double> evaluate(CaseModel& model, int64_t step, int64_t rank, Mode mode) {
+  const bool trained = model.is_training();
+  model.eval();
+  std::optional<double> loss;
+  const auto message = error_of([&] {
+    const torch::NoGradGuard no_grad;
+    std::optional<c10::InferenceMode> inference;
+    std::optional<AutocastGuard> autocast;
+    if (mode == Mode::kInference) inference.emplace();
+    if (mode == Mode::kAutocast) autocast.emplace();
+    loss = model.loss(input_of(step, rank)).item<double>();
+  });
+  EXPECT_TRUE(loss || mode == Mode::kAutocast || message.find("does not require grad") != std::string::npos) << message;
+  model.train(trained);
+  return loss;
+}
+
+/// Of two losses, relative where they are above 1: one rank's may be 200, in fp32.
+double apart(const std::optional<double>& got, const std::optional<double>& expected) {
+  EXPECT_EQ(got.has_value(), expected.has_value());
+  return got && expected ? std::abs(*got - *expected) / std::max(1.0, std::abs(*expected)) : 0;
+}
+
+/// The losses of every step, and of this rank's evaluations after all but the last two, whose all-gathers are counted.
+struct Curve {
+  std::vector<double> losses;
+  std::vector<std::optional<double>> evaluations;
+};
+
+Mode mode_after(size_t step) { return static_cast<Mode>(step % 3); }
+
+/// `before_last_step` runs in front of the last one.
+Curve train(CaseModel& model, const std::vector<int64_t>& ranks, const std::function<void()>& before_last_step) {
+  const auto optimizer = model.make_optimizer();
+  Curve curve;
+  for (int64_t step = 0; step < kSteps; ++step) {
+    if (step == kSteps - 1) before_last_step();
+    optimizer->zero_grad();
+    curve.losses.push_back(model.iterate(step, ranks));
+    optimizer->step();
+    if (step < kSteps - 2)
+      curve.evaluations.push_back(evaluate(model, step, world_rank(), mode_after(static_cast<size_t>(step))));
+  }
+  return curve;
+}
+
+void compare_curves(const Curve& got, const Curve& expected, TrainingDifference& difference) {
+  for (size_t step = 0; step < expected.losses.size(); ++step)
+    difference.loss = std::max(difference.loss, std::abs(mean_of_ranks(got.losses[step]) - expected.losses[step]));
+  for (size_t step = 0; step < expected.evaluations.size(); ++step) {
+    auto& largest = mode_after(step) == Mode::kAutocast ? difference.autocast : difference.evaluation;
+    largest = std::max(largest, apart(got.evaluations[step], expected.evaluations[step]));
+  }
+}
+
+void compare_evaluations(CaseModel& got, CaseModel& expected, TrainingDifference& difference) {
+  for (const auto mode : {Mode::kNoGrad, Mode::kInference}) {
+    const auto found = evaluate(got, kSteps, world_rank(), mode);
+    difference.evaluation = std::max(difference.evaluation, apart(found, evaluate(expected, kSteps, world_rank(), mode)));
+  }
+}
+
+using GroupList = std::vector<std::weak_ptr<internal::ParameterGroup>>;
 
 GroupList groups_of(const CaseModel& model) {
   GroupList groups;
@@ -80,8 +152,6 @@ int64_t expected_all_gathers(const CaseModel& model, const GroupList& groups) {
 }
 
 int64_t all_gathers() { return process_context().count(CollectiveKind::kAllGather).calls; }
-
-double mean_of_ranks(double value) { return mean_over_ranks(torch::tensor(value, torch::kDouble)).item<double>(); }
 
 } // namespace
 
@@ -120,11 +190,11 @@ TrainingDifference compare_training(const HoldsCase& test_case, const Strategy& 
   const auto groups = groups_of(*model);
   const int64_t allowed = expected_all_gathers(*model, groups);
   int64_t before = 0;
-  const auto losses = train(*model, {world_rank()}, [&] { before = all_gathers(); });
+  const auto got = train(*model, {world_rank()}, [&] { before = all_gathers(); });
   difference.extra_all_gathers = std::max<int64_t>(all_gathers() - before - allowed, 0);
-  for (size_t step = 0; step < expected.size(); ++step)
-    difference.loss = std::max(difference.loss, std::abs(mean_of_ranks(losses[step]) - expected[step]));
+  compare_curves(got, expected, difference);
   compare_state(*model, *plain, difference);
+  compare_evaluations(*model, *plain, difference);
   for (const auto& state : fsdp(*model).state()->subtree()) {
     FSDPModule handle(state);
     handle.reshard();
@@ -166,8 +236,11 @@ void expect_holds(const HoldsParam& param) {
       std::find_if(all.begin(), all.end(), [&](const Strategy& each) { return each.name == param.strategy.name; });
   ASSERT_NE(strategy, all.end()) << param.strategy.name;
   const auto difference = compare_training(param.test_case, *strategy);
-  ::testing::Test::RecordProperty("difference", std::to_string(std::max(difference.loss, difference.parameters)));
+  ::testing::Test::RecordProperty("difference",
+                                  std::to_string(std::max({difference.loss, difference.evaluation, difference.parameters})));
   EXPECT_LE(difference.loss, kTolerance);
+  EXPECT_LE(difference.evaluation, kTolerance);
+  EXPECT_LE(difference.autocast, kToleranceOfAutocast);
   EXPECT_LE(difference.parameters, kTolerance) << difference.worst;
   EXPECT_EQ(difference.extra_all_gathers, 0);
   EXPECT_EQ(difference.leaked_bytes, 0);

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -17,9 +18,28 @@ std::vector<Strategy> holds_strategies();
 /// Shards the model's units, then the model.
 void shard_case(CaseModel& model, const Strategy& strategy);
 
+/// The same weights with every call.
+template <typename Model>
+std::shared_ptr<Model> make_case() {
+  torch::manual_seed(7);
+  return std::make_shared<Model>();
+}
+
+template <typename Model>
+std::shared_ptr<Model> sharded_case(const Strategy& strategy) {
+  auto model = make_case<Model>();
+  shard_case(*model, strategy);
+  return model;
+}
+
+/// For `TrainingDifference::autocast`: bf16 rounds a number that differs in its last bits to a neighbour.
+constexpr double kToleranceOfAutocast = 2e-2;
+
 /// What a training of one case under one strategy came to.
 struct TrainingDifference {
   double loss = 0;               ///< largest difference of a step's loss from the unsharded model's
+  double evaluation = 0;         ///< of a loss between and after the steps, relative where it is above 1, without grad mode
+  double autocast = 0;           ///< the same in an autocast to bf16
   double parameters = 0;         ///< largest difference of a parameter or buffer after the last step
   std::string worst;             ///< the name of that one
   int64_t extra_all_gathers = 0; ///< in the last step, beyond the expected count

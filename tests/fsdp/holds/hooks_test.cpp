@@ -5,33 +5,13 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <tessera/tests/fsdp/holds/compare_training.h>
+#include <tessera/tests/fsdp/holds/layers.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
 namespace {
 
-namespace nn = torch::nn;
 using torch::Tensor;
-
-struct Layers : CaseModel {
-  Layers()
-      : a(register_module("a", nn::Linear(kWidth, 8))),
-        b(register_module("b", nn::Linear(8, 8))),
-        head(register_module("head", nn::Linear(8, 1))) {}
-  Tensor loss(const Tensor& x) override { return head(torch::gelu(b(a(x).tanh()))).square().mean(); }
-  nn::Linear a, b, head;
-};
-
-std::shared_ptr<Layers> make_layers() {
-  torch::manual_seed(7);
-  return std::make_shared<Layers>();
-}
-
-std::shared_ptr<Layers> sharded_layers(const Strategy& strategy) {
-  auto model = make_layers();
-  shard_case(*model, strategy);
-  return model;
-}
 
 /// Scales b's gradients by hooks, registered in the first iteration.
 struct ScalesGradients : Layers {
@@ -56,7 +36,7 @@ TEST(Hooks, FireOnceABackwardWithTheReducedGradient) {
   for (const auto& strategy : holds_strategies()) {
     for (const bool before : {true, false}) {
       SCOPED_TRACE(strategy.name + (before ? ", registered before sharding" : ", registered after"));
-      auto plain = make_layers(), model = make_layers();
+      auto plain = make_case<Layers>(), model = make_case<Layers>();
       for (int64_t rank = 0; rank < world_size(); ++rank) (plain->loss(input_of(0, rank)) / world_size()).backward();
       std::vector<Tensor> seen;
       const auto watch = [&] { model->b->weight.register_hook([&](const Tensor& gradient) { seen.push_back(gradient); }); };
@@ -88,8 +68,8 @@ struct StepInBackward : torch::autograd::PostAccumulateGradHook {
 TEST(Hooks, PostAccumulateHooksStepInBackward) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    auto plain = make_layers();
-    const auto model = sharded_layers(strategy);
+    auto plain = make_case<Layers>();
+    const auto model = sharded_case<Layers>(strategy);
     std::vector<StepInBackward*> hooks;
     for (const auto& parameter : model->parameters()) {
       auto hook = std::make_unique<StepInBackward>();
@@ -110,7 +90,7 @@ TEST(Hooks, PostAccumulateHooksStepInBackward) {
 }
 
 TEST(Hooks, AHookMustKeepThePlacement) {
-  const auto model = sharded_layers(holds_strategies()[0]);
+  const auto model = sharded_case<Layers>(holds_strategies()[0]);
   model->b->weight.register_hook([](const Tensor& gradient) { return torch::zeros(gradient.sizes()); });
   EXPECT_THROWS_WITH(model->loss(input_of(0, 0)).backward(),
                      "a hook on the sharded parameter b.weight returned a gradient that is not sharded as the parameter is");
@@ -119,7 +99,7 @@ TEST(Hooks, AHookMustKeepThePlacement) {
 TEST(Hooks, GradOverAParameterIsAnError) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    const auto model = sharded_layers(strategy);
+    const auto model = sharded_case<Layers>(strategy);
     EXPECT_THROWS_WITH(torch::autograd::grad({model->loss(input_of(0, 0))}, {model->b->weight}),
                        "torch::autograd::grad over the sharded parameter b.weight");
     model->loss(input_of(0, 0)).backward();
@@ -130,8 +110,8 @@ TEST(Hooks, GradOverAParameterIsAnError) {
 TEST(Hooks, GradOverInputsAndActivationsWorks) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    auto plain = make_layers();
-    const auto model = sharded_layers(strategy);
+    auto plain = make_case<Layers>();
+    const auto model = sharded_case<Layers>(strategy);
     const auto gradients = [](Layers& layers) {
       const auto x = input_of(0, 0).requires_grad_();
       const auto h = layers.a(x);
@@ -147,8 +127,8 @@ TEST(Hooks, GradOverInputsAndActivationsWorks) {
 TEST(Hooks, BackwardWithInputsReducesOnlyThose) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    auto plain = make_layers();
-    const auto model = sharded_layers(strategy);
+    auto plain = make_case<Layers>();
+    const auto model = sharded_case<Layers>(strategy);
     for (int64_t rank = 0; rank < world_size(); ++rank)
       (plain->loss(input_of(0, rank)) / world_size())
           .backward({}, false, false, std::vector<Tensor>{plain->b->weight, plain->a->bias});
@@ -167,8 +147,8 @@ TEST(Hooks, BackwardWithInputsReducesOnlyThose) {
 TEST(Hooks, ProximalTermOverShardedCopiesTrains) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    auto plain = make_layers();
-    const auto model = sharded_layers(strategy);
+    auto plain = make_case<Layers>();
+    const auto model = sharded_case<Layers>(strategy);
     const auto run = [](Layers& layers, const std::vector<int64_t>& ranks) {
       const auto anchor = (layers.b->weight.detach() * 0.5).clone();
       for (const int64_t rank : ranks) (layers.loss(input_of(0, rank)) / static_cast<double>(ranks.size())).backward();

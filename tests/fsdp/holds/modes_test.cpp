@@ -6,6 +6,7 @@
 #include <tessera/fsdp/call.h>
 
 #include <tessera/tests/fsdp/holds/compare_training.h>
+#include <tessera/tests/fsdp/holds/layers.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
@@ -13,17 +14,6 @@ namespace {
 
 namespace nn = torch::nn;
 using torch::Tensor;
-
-/// Two layers and a head, each a group.
-struct Layers : CaseModel {
-  Layers()
-      : a(register_module("a", nn::Linear(kWidth, 8))),
-        b(register_module("b", nn::Linear(8, 8))),
-        head(register_module("head", nn::Linear(nn::LinearOptions(8, 1).bias(false)))) {}
-  Tensor hidden(const Tensor& x) { return torch::gelu(b(a(x).tanh())); }
-  Tensor loss(const Tensor& x) override { return head(hidden(x)).square().mean(); }
-  nn::Linear a, b, head;
-};
 
 template <typename Guard>
 struct EvaluatesBetweenSteps : Layers {
@@ -226,16 +216,9 @@ TEST_P(Modes, TrainAsUnsharded) { expect_holds(GetParam()); }
 
 INSTANTIATE_TEST_SUITE_P(Holds, Modes, ::testing::ValuesIn(with_all_strategies(all_modes())), param_name);
 
-std::shared_ptr<Layers> sharded_layers(const Strategy& strategy) {
-  torch::manual_seed(7);
-  auto model = std::make_shared<Layers>();
-  shard_case(*model, strategy);
-  return model;
-}
-
 TEST(Modes, CreateGraphOverAParameterIsAnError) {
   for (const auto& strategy : holds_strategies()) {
-    const auto model = sharded_layers(strategy);
+    const auto model = sharded_case<Layers>(strategy);
     EXPECT_THROWS_WITH(model->loss(input_of(0, 0)).backward({}, true, /*create_graph=*/true),
                        "backward(create_graph=true) reached the sharded parameter");
     model->zero_grad();
@@ -245,7 +228,7 @@ TEST(Modes, CreateGraphOverAParameterIsAnError) {
 }
 
 TEST(Modes, AutocastKeepsNoCopyOfAParameter) {
-  const auto model = sharded_layers(holds_strategies()[0]);
+  const auto model = sharded_case<Layers>(holds_strategies()[0]);
   at::autocast::set_autocast_enabled(at::kCPU, true);
   at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
   at::autocast::set_autocast_cache_enabled(true);
@@ -270,7 +253,7 @@ TEST(Modes, ForwardStepForwardReadsTheNewValues) {
     SCOPED_TRACE(strategy.name);
     torch::manual_seed(7);
     Layers plain;
-    const auto model = sharded_layers(strategy);
+    const auto model = sharded_case<Layers>(strategy);
     torch::optim::SGD plain_optimizer(plain.parameters(), 0.1), optimizer(model->parameters(), 0.1);
     const auto x = input_of(0, 0);
     for (int64_t step = 0; step < 3; ++step) {

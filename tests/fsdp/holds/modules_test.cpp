@@ -298,14 +298,6 @@ std::vector<HoldsCase> layers() {
 
 /// Batch norm's statistics are those of one rank's batch, as everywhere in data parallel: all ranks see the same data here, so
 /// that the running statistics can be compared as well.
-struct SameDataEverywhere : CaseModel {
-  double iterate(int64_t step, const std::vector<int64_t>&) override {
-    const auto value = watched(loss(input_of(step, 0)));
-    value.backward();
-    return value.item<double>();
-  }
-};
-
 struct BatchNorms : SameDataEverywhere {
   BatchNorms()
       : a(register_module("a", nn::Linear(kWidth, kWidth))),

@@ -4,6 +4,8 @@
 #include <tessera/optim/shard_optimizer.h>
 
 #include <tessera/tests/fsdp/holds/compare_training.h>
+#include <tessera/tests/fsdp/holds/layers.h>
+#include <tessera/tests/support/lion.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
@@ -12,15 +14,6 @@ namespace {
 namespace nn = torch::nn;
 namespace optim = torch::optim;
 using OptimizerPtr = std::unique_ptr<optim::Optimizer>;
-
-struct Layers : CaseModel {
-  Layers()
-      : a(register_module("a", nn::Linear(kWidth, 8))),
-        b(register_module("b", nn::Linear(8, 5))),
-        head(register_module("head", nn::Linear(5, 1))) {}
-  torch::Tensor loss(const torch::Tensor& x) override { return head(torch::gelu(b(a(x).tanh()))).square().mean(); }
-  nn::Linear a, b, head;
-};
 
 struct NamedOptimizer {
   std::string name;
@@ -34,6 +27,14 @@ NamedOptimizer named(std::string name, Options options) {
           }};
 }
 
+LionOptions smooth_lion() {
+  register_lion();
+  LionOptions options(0.01);
+  options.softness = 0.01;
+  options.weight_decay = 0.1;
+  return options;
+}
+
 std::vector<NamedOptimizer> optimizers() {
   return {named<optim::SGD>("sgd", optim::SGDOptions(0.05)),
           named<optim::SGD>("sgd_nesterov_decay", optim::SGDOptions(0.05).momentum(0.9).nesterov(true).weight_decay(0.01)),
@@ -42,7 +43,8 @@ std::vector<NamedOptimizer> optimizers() {
           named<optim::AdamW>("adamw", optim::AdamWOptions(0.01).weight_decay(0.1)),
           named<optim::RMSprop>("rmsprop", optim::RMSpropOptions(0.01)),
           named<optim::RMSprop>("rmsprop_centered", optim::RMSpropOptions(0.01).centered(true).momentum(0.5)),
-          named<optim::Adagrad>("adagrad_decay", optim::AdagradOptions(0.05).lr_decay(0.1).weight_decay(0.01))};
+          named<optim::Adagrad>("adagrad_decay", optim::AdagradOptions(0.05).lr_decay(0.1).weight_decay(0.01)),
+          named<Lion>("lion", smooth_lion())};
 }
 
 struct WithOptimizer : Layers {
@@ -98,11 +100,6 @@ TEST_P(Optimizers, TrainAsUnsharded) { expect_holds(GetParam()); }
 
 INSTANTIATE_TEST_SUITE_P(Holds, Optimizers, ::testing::ValuesIn(with_all_strategies(all_optimizers())), param_name);
 
-std::shared_ptr<Layers> make_layers() {
-  torch::manual_seed(7);
-  return std::make_shared<Layers>();
-}
-
 /// `steps` steps on the same data on every rank.
 double train(Layers& model, optim::Optimizer& optimizer, int64_t first, int64_t steps) {
   double last = 0;
@@ -120,7 +117,7 @@ TEST(Optimizers, BuiltBeforeShardingWithoutState) {
   for (const auto& strategy : holds_strategies()) {
     for (const auto& each : optimizers()) {
       SCOPED_TRACE(strategy.name + " " + each.name);
-      auto plain = make_layers(), model = make_layers();
+      auto plain = make_case<Layers>(), model = make_case<Layers>();
       const auto plain_optimizer = each.make(plain->parameters()), optimizer = each.make(model->parameters());
       shard_case(*model, strategy);
       shard_optimizer(*optimizer); // Adagrad's state is made by its constructor
@@ -133,7 +130,7 @@ TEST(Optimizers, StateFromBeforeShardingIsSharded) {
   for (const auto& strategy : holds_strategies()) {
     for (const auto& each : optimizers()) {
       SCOPED_TRACE(strategy.name + " " + each.name);
-      auto plain = make_layers(), model = make_layers();
+      auto plain = make_case<Layers>(), model = make_case<Layers>();
       const auto plain_optimizer = each.make(plain->parameters()), optimizer = each.make(model->parameters());
       train(*plain, *plain_optimizer, 0, 2);
       train(*model, *optimizer, 0, 2);
@@ -150,7 +147,7 @@ TEST(Optimizers, PlainStateBesideAShardedParameterIsAnError) {
   for (const auto& each : optimizers()) {
     SCOPED_TRACE(each.name);
     if (each.name == "sgd") continue; // keeps no state
-    auto model = make_layers();
+    auto model = make_case<Layers>();
     const auto optimizer = each.make(model->parameters());
     train(*model, *optimizer, 0, 1);
     model->zero_grad();
@@ -164,7 +161,7 @@ TEST(Optimizers, PlainStateBesideAShardedParameterIsAnError) {
 TEST(Optimizers, LbfgsWithAClosure) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    auto plain = make_layers(), model = make_layers();
+    auto plain = make_case<Layers>(), model = make_case<Layers>();
     shard_case(*model, strategy);
     const auto run = [](Layers& layers) {
       optim::LBFGS optimizer(layers.parameters(), optim::LBFGSOptions(0.5).max_iter(4).history_size(3));
@@ -184,18 +181,40 @@ TEST(Optimizers, LbfgsWithAClosure) {
   }
 }
 
+TEST(Optimizers, LbfgsFromBeforeShardingGoesOn) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto plain = make_case<Layers>(), model = make_case<Layers>();
+    const auto options = optim::LBFGSOptions(0.5).max_iter(4).history_size(3);
+    optim::LBFGS expected(plain->parameters(), options), optimizer(model->parameters(), options);
+    const auto step = [](Layers& layers, optim::LBFGS& lbfgs) {
+      const auto loss = lbfgs.step([&] {
+        lbfgs.zero_grad();
+        auto value = layers.loss(input_of(0, 0));
+        value.backward();
+        return value;
+      });
+      return loss.item<double>();
+    };
+    EXPECT_EQ(step(*model, optimizer), step(*plain, expected));
+    model->zero_grad();
+    shard_case(*model, strategy);
+    shard_optimizer(optimizer);
+    EXPECT_NEAR(step(*model, optimizer), step(*plain, expected), 1e-5);
+    EXPECT_LE(parameter_difference(*model, *plain), 1e-5);
+  }
+}
+
 TEST(Optimizers, ShardOptimizerRefusesAnUnknownClass) {
-  auto model = make_layers();
-  optim::LBFGS optimizer(model->parameters(), optim::LBFGSOptions(0.5).max_iter(2));
-  optimizer.step([&] {
-    optimizer.zero_grad();
-    auto value = model->loss(input_of(0, 0));
-    value.backward();
-    return value;
-  });
-  model->zero_grad();
+  struct Unknown : optim::Optimizer {
+    using Optimizer::Optimizer;
+    torch::Tensor step(LossClosure /*closure*/) override { return {}; }
+  };
+  auto model = make_case<Layers>();
+  Unknown optimizer(model->parameters(), std::make_unique<optim::SGDOptions>(0.1));
+  optimizer.state()[model->parameters()[0].unsafeGetTensorImpl()] = std::make_unique<optim::SGDParamState>();
   shard_case(*model, holds_strategies()[0]);
-  EXPECT_THROWS_WITH(shard_optimizer(optimizer), "torch::optim::LBFGS is not known");
+  EXPECT_THROWS_WITH(shard_optimizer(optimizer), "Unknown is not known: say what it keeps with tessera::register_optimizer");
 }
 
 } // namespace

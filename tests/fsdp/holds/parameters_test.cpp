@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <tessera/tests/fsdp/holds/compare_training.h>
+#include <tessera/tests/fsdp/holds/layers.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
@@ -9,15 +10,6 @@ namespace {
 
 namespace nn = torch::nn;
 using torch::Tensor;
-
-struct Layers : CaseModel {
-  Layers()
-      : a(register_module("a", nn::Linear(kWidth, 8))),
-        b(register_module("b", nn::Linear(8, 8))),
-        head(register_module("head", nn::Linear(8, 1))) {}
-  Tensor loss(const Tensor& x) override { return head(torch::gelu(b(a(x).tanh()))).square().mean(); }
-  nn::Linear a, b, head;
-};
 
 struct FrozenBefore : Layers {
   FrozenBefore() {
@@ -58,7 +50,7 @@ struct UnusedOnSomeRanks : Layers {
     for (const int64_t rank : ranks) {
       const auto x = input_of(step, rank);
       const auto h = a(x).tanh();
-      const auto y = rank % 2 == 0 ? head(b(h)).square().mean() : (h.mm(b->weight).mean() + head->bias).square().sum();
+      const auto y = rank % 2 == 0 ? head(b(h)).square().mean() : (h.mm(b->weight.t()).mean() + head->bias).square().sum();
       const auto part = watched(y / static_cast<double>(ranks.size()));
       part.backward();
       total += part.item<double>();
@@ -92,7 +84,8 @@ struct FrozenWhereOthersRead : CaseModel {
   }
   Tensor loss(const Tensor& x) override {
     auto y = (x.slice(1, 0, 3) * small[1] + small[5]).square().mean();
-    if (first_reads_alone && rank_now != 0) return y;
+    const bool trains = torch::GradMode::is_enabled(); // without it, every rank runs the same ops on parameters alone
+    if (trains && first_reads_alone && rank_now != 0) return y;
     return y + ((small[0] + small[2]).square() + small[3] * small[4]).mean();
   }
   std::vector<Tensor> small;
@@ -149,6 +142,57 @@ struct Tied : CaseModel {
   nn::Linear a{nullptr}, b{nullptr}, head{nullptr};
 };
 
+/// Models that compute their weights from parameters of other groups. In evaluation such an op gives a DTensor.
+struct WeightNorm : Layers {
+  WeightNorm() { lengths = register_parameter("lengths", torch::rand({8}) + 0.5); }
+  Tensor loss(const Tensor& x) override {
+    const auto direction = a->weight / a->weight.norm(2, {1}, /*keepdim=*/true);
+    const auto scale = b->weight.detach().norm() / b->weight.norm();
+    return head(b(torch::linear(x, lengths.unsqueeze(1) * direction, a->bias).tanh()) * scale).square().mean();
+  }
+  Allowance allowance() const override { return {4, "the root's lengths and b's norm are read beside a, b again after it"}; }
+  Tensor lengths;
+};
+
+/// Adapters of another group are merged into a frozen weight.
+struct LoraMerge : Layers {
+  LoraMerge() {
+    a->weight.requires_grad_(false);
+    b->weight.requires_grad_(false);
+    down = register_module("down", nn::Linear(nn::LinearOptions(kWidth, 2).bias(false)));
+    up = register_parameter("up", torch::randn({8, 2}));
+  }
+  Tensor loss(const Tensor& x) override {
+    const auto merged = a->weight + 0.5 * up.mm(down->weight);
+    return head(b(torch::linear(x, merged, a->bias).tanh())).square().mean();
+  }
+  Allowance allowance() const override { return {4, "a, down and the root are read by one expression"}; }
+  nn::Linear down{nullptr};
+  Tensor up;
+};
+
+/// One group makes the weight of the next layer.
+struct HyperNetwork : Layers {
+  HyperNetwork() { code = register_parameter("code", torch::randn({1, kWidth})); }
+  Tensor loss(const Tensor& x) override {
+    const auto made = a(code).tanh(); // of parameters alone, [1, 8]
+    return head(b(a(x).tanh() * (1 + made)) + b(made)).square().mean() + made.square().sum();
+  }
+  Allowance allowance() const override { return {4, "a and b are read in turns"}; }
+  Tensor code;
+};
+
+/// The head is the scaled weight of the first layer, as in a language model with tied embeddings.
+struct TiedAndScaled : Layers {
+  TiedAndScaled() { scale = register_parameter("scale", torch::tensor(0.3)); }
+  Tensor loss(const Tensor& x) override {
+    const auto tied = a->weight * scale.exp() - b->weight.mean();
+    return a(x).tanh().mm(tied).square().mean() + head(b(a(x).tanh())).square().mean();
+  }
+  Allowance allowance() const override { return {4, "a is read before and after b"}; }
+  Tensor scale;
+};
+
 /// Fewer elements than ranks, none at all, no dims, integers, several dtypes.
 struct OddShapes : CaseModel {
   OddShapes() {
@@ -172,19 +216,14 @@ struct OddShapes : CaseModel {
   nn::Linear head{nullptr};
 };
 
-/// bf16 and fp32 parameters in one group.
-struct MixedDtypes : CaseModel {
+/// bf16 and fp32 parameters in one group. One step of a bf16 parameter rounds: the mean over ranks must be the same number, so
+/// the data are.
+struct MixedDtypes : SameDataEverywhere {
   MixedDtypes() {
     low = register_parameter("low", torch::randn({kWidth, 5}).to(torch::kBFloat16));
     high = register_parameter("high", torch::randn({5, 3}));
   }
   Tensor loss(const Tensor& x) override { return x.mm(low.to(torch::kFloat)).tanh().mm(high).square().mean(); }
-  // One step of a bf16 parameter rounds: the mean over ranks must be the same number, so the data are.
-  double iterate(int64_t step, const std::vector<int64_t>&) override {
-    const auto value = watched(loss(input_of(step, 0)));
-    value.backward();
-    return value.item<double>();
-  }
   Tensor low, high;
 };
 
@@ -199,20 +238,15 @@ INSTANTIATE_TEST_SUITE_P(
          holds_case<UnusedInAStep>("group_unused_in_a_step"), holds_case<UnusedOnSomeRanks>("unused_on_some_ranks"),
          holds_case<FrozenWhereOthersRead>("frozen_where_others_read"),
          holds_case<FrozenBeforeBackward>("frozen_before_backward"), holds_case<Complex>("complex"), holds_case<Tied>("tied"),
-         holds_case<OddShapes>("odd_shapes_and_dtypes"), holds_case<MixedDtypes>("bf16_and_fp32_in_a_group")})),
+         holds_case<WeightNorm>("weight_norm"), holds_case<LoraMerge>("lora_merge"), holds_case<HyperNetwork>("hypernetwork"),
+         holds_case<TiedAndScaled>("tied_and_scaled"), holds_case<OddShapes>("odd_shapes_and_dtypes"),
+         holds_case<MixedDtypes>("bf16_and_fp32_in_a_group")})),
     param_name);
-
-std::shared_ptr<Layers> sharded_layers(const Strategy& strategy) {
-  torch::manual_seed(7);
-  auto model = std::make_shared<Layers>();
-  shard_case(*model, strategy);
-  return model;
-}
 
 TEST(Parameters, UnusedOnAllRanksKeepAnUndefinedGradient) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    const auto model = sharded_layers(strategy);
+    const auto model = sharded_case<Layers>(strategy);
     model->b(model->a(input_of(0, 0))).mean().backward();
     EXPECT_TRUE(model->b->bias.grad().defined());
     EXPECT_FALSE(model->head->weight.grad().defined());

@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
-#include <random>
+
+#include <tessera/activations/recompute.h>
 
 #include <tessera/tests/fsdp/holds/compare_training.h>
+#include <tessera/tests/support/draw.h>
 #include <tessera/tests/support/sweep.h>
 
 namespace tessera::testing {
@@ -14,17 +16,6 @@ namespace nn = torch::nn;
 using torch::Tensor;
 
 constexpr int64_t kTokens = 3, kFeatures = 4;
-
-/// Draws that are the same on every rank and for both models.
-class Draw {
- public:
-  explicit Draw(uint64_t seed) : engine_(seed) {}
-  int64_t below(int64_t bound) { return static_cast<int64_t>(engine_() % static_cast<uint64_t>(bound)); }
-  bool chance(int64_t percent) { return below(100) < percent; }
-
- private:
-  std::mt19937_64 engine_;
-};
 
 /// A module from [batch, kTokens, kFeatures] to the same shape.
 struct Node : nn::Module {
@@ -63,11 +54,14 @@ struct Own : Node {
 struct Chain : Node {
   Tensor forward(const Tensor& x) override {
     auto y = x;
-    for (const auto& node : nodes) y = residual ? y + node->forward(y) : node->forward(y);
+    for (const auto& node : nodes) {
+      const auto z = recomputes ? recompute(*node, y) : node->forward(y);
+      y = residual ? y + z : z;
+    }
     return y.tanh(); // so that no draw of modules diverges
   }
   std::vector<NodePtr> nodes; ///< may name one node twice: a module that is used twice
-  bool residual = false;
+  bool residual = false, recomputes = false;
 };
 
 NodePtr random_leaf(Draw& draw) {
@@ -111,6 +105,7 @@ NodePtr random_node(Draw& draw, int64_t depth) {
   } else {
     auto chain = std::make_shared<Chain>();
     chain->residual = draw.chance(50);
+    chain->recomputes = draw.chance(25);
     const int64_t length = 1 + draw.below(3);
     for (int64_t i = 0; i < length; ++i) {
       chain->nodes.push_back(random_node(draw, depth - 1));
@@ -168,13 +163,15 @@ struct RandomModel : CaseModel {
 TEST(RandomModels, TrainAsUnsharded) {
   std::vector<uint64_t> seeds(300);
   std::iota(seeds.begin(), seeds.end(), 0);
-  const auto all = holds_strategies();
+  const auto all = strategies();
   double worst = 0;
   for (const uint64_t seed : sweep(seeds, 20)) {
     const auto& strategy = all[seed % all.size()];
     SCOPED_TRACE("seed " + std::to_string(seed) + ", " + strategy.name);
     const auto difference = compare_training({"random", [seed] { return std::make_shared<RandomModel>(seed); }}, strategy);
     EXPECT_LE(difference.loss, 1e-5);
+    EXPECT_LE(difference.evaluation, 1e-5);
+    EXPECT_LE(difference.autocast, kToleranceOfAutocast);
     EXPECT_LE(difference.parameters, 1e-5) << difference.worst;
     EXPECT_EQ(difference.leaked_bytes, 0);
     EXPECT_EQ(difference.leaked_graphs, 0);

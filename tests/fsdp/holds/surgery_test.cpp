@@ -14,8 +14,8 @@ namespace {
 namespace nn = torch::nn;
 using torch::Tensor;
 
-struct Layers : CaseModel {
-  Layers()
+struct Varied : CaseModel {
+  Varied()
       : a(register_module("a", nn::Linear(kWidth, 8))),
         conv(register_module("conv", nn::Conv1d(nn::Conv1dOptions(2, 4, 3).padding(1)))),
         embedding(register_module("embedding", nn::Embedding(nn::EmbeddingOptions(5, 8).padding_idx(1)))),
@@ -31,17 +31,6 @@ struct Layers : CaseModel {
   nn::LayerNorm norm;
   nn::GRU gru;
 };
-
-std::shared_ptr<Layers> make_layers() {
-  torch::manual_seed(7);
-  return std::make_shared<Layers>();
-}
-
-std::shared_ptr<Layers> sharded_layers(const Strategy& strategy) {
-  auto model = make_layers();
-  shard_case(*model, strategy);
-  return model;
-}
 
 using Init = std::pair<std::string, std::function<void(Tensor)>>;
 
@@ -64,8 +53,8 @@ std::vector<Init> initializers() {
 
 TEST(Surgery, EveryInitializerDrawsWhatTheUnshardedModelDraws) {
   for (const auto& strategy : holds_strategies()) {
-    const auto plain = make_layers();
-    const auto model = sharded_layers(strategy);
+    const auto plain = make_case<Varied>();
+    const auto model = sharded_case<Varied>(strategy);
     for (const auto& [name, initialize] : initializers()) {
       SCOPED_TRACE(strategy.name + " " + name);
       const bool is_conv = name == "dirac_";
@@ -80,7 +69,7 @@ TEST(Surgery, EveryInitializerDrawsWhatTheUnshardedModelDraws) {
 }
 
 TEST(Surgery, ResetParametersDrawsWhatTheUnshardedModelDraws) {
-  const auto reset = [](Layers& layers) {
+  const auto reset = [](Varied& layers) {
     torch::manual_seed(12);
     layers.a->reset_parameters();
     layers.conv->reset_parameters();
@@ -90,8 +79,8 @@ TEST(Surgery, ResetParametersDrawsWhatTheUnshardedModelDraws) {
   };
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    const auto plain = make_layers();
-    const auto model = sharded_layers(strategy);
+    const auto plain = make_case<Varied>();
+    const auto model = sharded_case<Varied>(strategy);
     reset(*plain);
     reset(*model);
     EXPECT_EQ(parameter_difference(*model, *plain), 0);
@@ -101,9 +90,9 @@ TEST(Surgery, ResetParametersDrawsWhatTheUnshardedModelDraws) {
 TEST(Surgery, WritesThroughViewsReachTheShard) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    const auto plain = make_layers();
-    const auto model = sharded_layers(strategy);
-    const auto write = [](Layers& layers) {
+    const auto plain = make_case<Varied>();
+    const auto model = sharded_case<Varied>(strategy);
+    const auto write = [](Varied& layers) {
       const torch::NoGradGuard no_grad;
       layers.embedding->weight[3].fill_(0.5);
       layers.a->weight.t()[1].mul_(2);
@@ -121,7 +110,7 @@ TEST(Surgery, WritesThroughViewsReachTheShard) {
 TEST(Surgery, ZeroGradAndRequiresGradActOnTheParameter) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    const auto model = sharded_layers(strategy);
+    const auto model = sharded_case<Varied>(strategy);
     model->loss(input_of(0, 0)).backward();
     model->zero_grad(/*set_to_none=*/false);
     for (const auto& parameter : model->parameters()) {
@@ -140,7 +129,7 @@ TEST(Surgery, ZeroGradAndRequiresGradActOnTheParameter) {
 TEST(Surgery, ConversionsAreErrorsThatNameTheParameter) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    const auto model = sharded_layers(strategy);
+    const auto model = sharded_case<Varied>(strategy);
     const std::string message = "would unshard it (Module::to does this): choose dtype and device before fully_shard";
     EXPECT_THROWS_WITH(model->to(torch::kDouble), message);
     EXPECT_THROWS_WITH(model->to(torch::kBFloat16), "set_data on the sharded parameter a.weight " + message);
@@ -154,7 +143,7 @@ TEST(Surgery, ConversionsAreErrorsThatNameTheParameter) {
 TEST(Surgery, ADetachedCopyOutlivesTheModel) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
-    auto model = sharded_layers(strategy);
+    auto model = sharded_case<Varied>(strategy);
     const auto weight = model->a->weight.detach();
     const auto expected = full(weight);
     model.reset();
@@ -168,7 +157,7 @@ TEST(Surgery, AWriteThroughAViewKeepsTheOtherValuesOfACastGroup) {
   for (auto strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
     strategy.options.mixed_precision.param_dtype = torch::kBFloat16;
-    const auto plain = make_layers(), model = sharded_layers(strategy);
+    const auto plain = make_case<Varied>(), model = sharded_case<Varied>(strategy);
     const torch::NoGradGuard no_grad;
     plain->embedding->weight[3].fill_(0.5);
     model->embedding->weight[3].fill_(0.5);
@@ -210,7 +199,7 @@ TEST(Surgery, TorchSaveAndLoadNameTheCheckpointFunctions) {
 }
 
 TEST(Surgery, PrintingShowsTheModuleAndTheDTensor) {
-  const auto model = sharded_layers(holds_strategies()[0]);
+  const auto model = sharded_case<Varied>(holds_strategies()[0]);
   std::ostringstream text;
   text << *model->a;
   EXPECT_EQ(text.str(), "torch::nn::Linear(in_features=6, out_features=8, bias=true)");
@@ -218,7 +207,7 @@ TEST(Surgery, PrintingShowsTheModuleAndTheDTensor) {
 }
 
 TEST(Surgery, RawPointersOfAShardedParameterAreRefused) {
-  const auto model = sharded_layers(holds_strategies()[0]);
+  const auto model = sharded_case<Varied>(holds_strategies()[0]);
   EXPECT_ANY_THROW(model->a->weight.data_ptr<float>());
   EXPECT_ANY_THROW(model->a->weight.const_data_ptr<float>());
   const torch::NoGradGuard no_grad;

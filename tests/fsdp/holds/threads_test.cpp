@@ -5,21 +5,13 @@
 #include <thread>
 
 #include <tessera/tests/fsdp/holds/compare_training.h>
+#include <tessera/tests/fsdp/holds/layers.h>
 
 namespace tessera::testing {
 namespace {
 
 namespace nn = torch::nn;
 using torch::Tensor;
-
-struct Layers : CaseModel {
-  Layers()
-      : a(register_module("a", nn::Linear(kWidth, 8))),
-        b(register_module("b", nn::Linear(8, 8))),
-        head(register_module("head", nn::Linear(8, 1))) {}
-  Tensor loss(const Tensor& x) override { return head(torch::gelu(b(a(x).tanh()))).square().mean(); }
-  nn::Linear a, b, head;
-};
 
 /// Runs `work` on a thread of its own and waits for it.
 void on_another_thread(const std::function<void()>& work) { std::async(std::launch::async, work).get(); }

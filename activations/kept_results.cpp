@@ -1,0 +1,91 @@
+#include <tessera/activations/kept_results.h>
+
+#include <ATen/ops/clone.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <optional>
+
+#include <tessera/activations/placed_tensors.h>
+
+namespace tessera::internal {
+
+namespace {
+
+/// That of DTensors, below autograd: on this thread it is every tensor's while results are kept.
+constexpr c10::DispatchKey kKeepKey = c10::DispatchKey::Fake;
+
+thread_local KeptResults::Scope* current = nullptr;
+
+/// Returns tensors alone that share memory with nothing.
+bool is_functional(const c10::FunctionSchema& schema) {
+  const auto is_plain = [](const c10::Argument& each) { return each.alias_info() == nullptr; };
+  const auto is_tensor = [](const c10::Argument& each) { return *each.type() == *c10::TensorType::get(); };
+  const auto &arguments = schema.arguments(), &returns = schema.returns();
+  return !returns.empty() && std::all_of(arguments.begin(), arguments.end(), is_plain) &&
+         std::all_of(returns.begin(), returns.end(), is_plain) && std::all_of(returns.begin(), returns.end(), is_tensor);
+}
+
+bool is_on_meta(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined() && value.toTensor().is_meta(); }
+
+} // namespace
+
+KeptResults::Scope::Scope(KeptResults* results) : results_(results), before_(std::exchange(current, results ? this : nullptr)) {
+  c10::impl::tls_set_dispatch_key_included(kKeepKey, current != nullptr);
+}
+
+KeptResults::Scope::Scope(KeptResults* results, SavedTensorTaker* outer) : Scope(results) { outer_ = outer; }
+
+KeptResults::Scope::Scope(KeptResults* results, Values values) : Scope(results) { values_ = std::move(values); }
+
+KeptResults::Scope::~Scope() {
+  current = before_;
+  c10::impl::tls_set_dispatch_key_included(kKeepKey, current != nullptr);
+}
+
+KeptResults::Scope* KeptResults::Scope::active() { return current; }
+
+void KeptResults::Scope::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
+  const auto& schema = op.schema();
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  const bool counts = is_functional(schema) && std::none_of(arguments.begin(), arguments.end(), is_on_meta);
+  if (!counts) return op.redispatchBoxed(keys, stack);
+  const Call call{&schema, calls_[&schema]++};
+  if (values_) {
+    const auto found = values_->find(call);
+    if (found == values_->end()) return op.redispatchBoxed(keys, stack);
+    stack->resize(stack->size() - arguments.size());
+    const c10::impl::ExcludeDispatchKeyGuard uncounted(kKeepKey);
+    for (const auto& each : found->second)
+      stack->emplace_back(each.clone()); // which the function may write, also where a view does
+    return results_->kept_.at(call).rng.restore();
+  }
+  const bool keeps = results_->policy_(op, arguments);
+  op.redispatchBoxed(keys, stack);
+  if (keeps) keep(call, op, *stack);
+}
+
+void KeptResults::Scope::keep(const Call& call, const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack) const {
+  const TakerScope outside(outer_);
+  const c10::impl::ExcludeDispatchKeyGuard uncounted(kKeepKey);
+  std::optional<PlacedTensors> placed;
+  if (results_->place_) placed.emplace(results_->place_);
+  Kept kept;
+  std::vector<at::Tensor> tensors;
+  for (const auto& each : torch::jit::last(stack, op.schema().returns().size())) {
+    tensors.push_back(each.toTensor());
+    kept.results.emplace_back(tensors.back().clone(), /*is_output=*/false);
+  }
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) kept.rng = RngState(tensors);
+  results_->kept_.insert_or_assign(call, std::move(kept));
+}
+
+KeptResults::Values KeptResults::values() const {
+  Values values;
+  for (const auto& [call, kept] : kept_) {
+    for (const auto& each : kept.results) values[call].push_back(each.unpack());
+  }
+  return values;
+}
+
+} // namespace tessera::internal

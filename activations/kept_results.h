@@ -1,0 +1,80 @@
+#pragma once
+
+// Internal: results of operators that the first run of a function keeps for the second.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <tessera/activations/run_state.h>
+#include <tessera/activations/saved_tensor_hooks.h>
+#include <tessera/activations/tensor_place.h>
+
+namespace tessera {
+
+/// Whether the results of this call of an operator are kept for the second run of a recomputed function, which then does not run
+/// it. Asked below autograd, in the first run only, for each operator that writes nothing and returns no views: `aten::addmm`,
+/// not `aten::linear`, which is made of it.
+using KeepPolicy = std::function<bool(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments)>;
+
+namespace internal {
+
+/// The results that one recomputation keeps, by operator and by how many calls of it came before.
+class KeptResults {
+ public:
+  using Call = std::pair<const c10::FunctionSchema*, size_t>;
+  using Values = std::map<Call, std::vector<at::Tensor>>;
+
+  KeptResults(KeepPolicy policy, TensorPlace place) : policy_(std::move(policy)), place_(std::move(place)) {}
+  /// What was kept, for a second run.
+  Values values() const;
+
+  /// While it lives, the operators of this thread come here from the fallback of the DTensor key (dtensor/dispatch/fallback.cpp);
+  /// with null results they do not. The innermost scope counts.
+  class Scope {
+   public:
+    /// Of a first run; `outer` takes what autograd saves around the function.
+    Scope(KeptResults* results, SavedTensorTaker* outer);
+    /// Of a second run.
+    Scope(KeptResults* results, Values values);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+    /// A call that has come below autograd; `keys` are those of what is below.
+    void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack);
+    /// The innermost that has results to keep or to give; null where none has.
+    static Scope* active();
+
+   private:
+    explicit Scope(KeptResults* results);
+    void keep(const Call& call, const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack) const;
+
+    KeptResults* results_;
+    Scope* before_;
+    SavedTensorTaker* outer_ = nullptr;
+    std::optional<Values> values_;
+    std::map<const c10::FunctionSchema*, size_t> calls_;
+  };
+
+ private:
+  struct Kept {
+    std::vector<torch::autograd::SavedVariable> results;
+    RngState rng; ///< after an operator that draws
+  };
+
+  KeepPolicy policy_;
+  TensorPlace place_;
+  std::map<Call, Kept> kept_;
+};
+
+} // namespace internal
+
+} // namespace tessera

@@ -1,0 +1,140 @@
+#pragma once
+
+// Internal: one call of `tessera::recompute`, from its first run to the backward that runs it again.
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <tessera/activations/kept_results.h>
+#include <tessera/activations/run_state.h>
+#include <tessera/activations/saved_tensor_hooks.h>
+#include <tessera/activations/tensor_place.h>
+#include <tessera/activations/version_watch.h>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace tessera {
+
+/// How `recompute` does it.
+struct RecomputeOptions {
+  /// What errors call the function; empty: its class.
+  std::string name;
+  /// false: the function draws no random numbers, and their state need not be kept. One that does draw is an error.
+  bool keep_rng_state = true;
+  /// The second run ends once backward has all that it needs. false: it runs to its end, and is compared with the first to its
+  /// end.
+  bool early_stop = true;
+  /// Operators whose results are kept, so that the second run does not compute them again; empty: none.
+  KeepPolicy keep;
+  /// Where the inputs and what `keep` chose lie until backward; empty: where they are, or in the place of the scope around the
+  /// call
+  /// (`saved_tensors_in`).
+  TensorPlace place;
+};
+
+namespace internal {
+
+/// A number of the outermost recomputation whose second run is going on here, from 1; 0: none is.
+uint64_t current_recomputation();
+
+/// While it lives, this thread runs a function that is recomputed: for the first time, or again.
+class RunScope {
+ public:
+  RunScope(uint64_t outermost, bool is_second_run);
+  ~RunScope();
+  RunScope(const RunScope&) = delete;
+  RunScope& operator=(const RunScope&) = delete;
+
+ private:
+  uint64_t before_, second_before_;
+};
+
+class Recomputation : public std::enable_shared_from_this<Recomputation> {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using Run = std::function<Tensors(const Tensors& inputs)>; ///< the function, to its tensors
+
+  /// `module` is the function's, or null. A second run finds its buffers as the first one did, and leaves them as they are.
+  Recomputation(RecomputeOptions options, const Tensors& inputs, const torch::nn::Module* module, Run run);
+
+  /// While it lives, what autograd saves on this thread is left to the second run.
+  class FirstRun final : public SavedTensorTaker {
+   public:
+    explicit FirstRun(Recomputation& recomputation);
+    /// After the function has returned.
+    void finish(const Tensors& outputs);
+    std::unique_ptr<torch::autograd::SavedVariableHooks> take() override;
+
+   private:
+    Recomputation& recomputation_;
+    Tensors buffers_before_;
+    RunScope run_;
+    TakerScope taker_;
+    KeptResults::Scope results_;
+  };
+
+  /// What a tensor is known by in both runs.
+  struct Signature {
+    explicit Signature(const at::Tensor& tensor);
+    bool operator==(const Signature&) const = default;
+    std::string to_string() const;
+    std::vector<int64_t> sizes;
+    std::optional<at::ScalarType> dtype; ///< none: an undefined tensor
+    std::optional<c10::Device> device;
+  };
+
+  /// A tensor that autograd saved in the first run, as long as its graph lives.
+  struct Slot {
+    size_t number; ///< in the order of the run
+    Signature signature;
+    VersionWatch watch;
+    at::Tensor value;                        ///< from a second run, until backward takes it
+    std::optional<VersionWatch> value_watch; ///< from when autograd saved it there
+    int64_t task = -1;                       ///< the backward that it is for
+    int64_t taken_by = -1;                   ///< the last backward that took one
+  };
+  std::shared_ptr<Slot> add(const at::Tensor& saved);
+  /// What the slot's tensor was. The first call of a backward runs the function again.
+  at::Tensor bring_back(Slot& slot);
+
+ private:
+  class SecondRun;
+
+  void run_again(Slot& wanted, int64_t task);
+  Tensors unpack_inputs() const;
+  void look_at_tensors();
+  void keep_changed_buffers(Tensors before);
+  void check_unchanged() const;
+  void forget(int64_t task);
+  std::string describe() const;
+  [[noreturn]] void fail(const std::string& how) const;
+
+  RecomputeOptions options_;
+  const uint64_t outermost_;
+  const Run run_;
+  std::vector<torch::autograd::SavedVariable> inputs_;
+  Tensors buffers_;                                              ///< that the first run changed, once that is over
+  Tensors first_values_;                                         ///< what these were before it
+  std::vector<std::pair<std::string, VersionWatch>> parameters_; ///< of the module, by name
+  RngState rng_;                                                 ///< empty: nothing is drawn
+  AutocastState autocast_;
+  std::optional<KeptResults> results_;
+  std::vector<std::weak_ptr<Slot>> slots_;
+  std::vector<Signature> outputs_; ///< of a run to its end
+  std::recursive_mutex mutex_; ///< two of autograd's threads may ask; a backward inside the function may ask amid a second run
+};
+
+} // namespace internal
+
+} // namespace tessera

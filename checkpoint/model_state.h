@@ -1,0 +1,25 @@
+#pragma once
+
+// Internal: the tensors of a module.
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace tessera::internal {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+  std::vector<std::string> aliases; ///< further names of the same tensor (tied parameters)
+};
+
+/// The parameters of `module`, then its buffers, each tensor once.
+std::vector<NamedTensor> named_tensors(const torch::nn::Module& module, bool with_frozen, bool with_buffers);
+
+} // namespace tessera::internal

@@ -1,0 +1,40 @@
+#include <c10/util/Exception.h>
+#include <tessera/checkpoint/file.h>
+#include <tessera/checkpoint/place.h>
+#include <tessera/collectives/error_text.h>
+
+namespace tessera::internal {
+
+namespace {
+
+class Object : public ByteSource {
+ public:
+  Object(const checkpoint::Storage& storage, std::string name) : storage_(storage), name_(std::move(name)) {
+    const auto size = storage.size(name_);
+    TORCH_CHECK(size, "the storage has no object ", name_);
+    size_ = *size;
+  }
+  std::string name() const override { return name_; }
+  int64_t size() const override { return size_; }
+  void read_at(void* data, size_t bytes, int64_t offset) const override {
+    try {
+      storage_.read(name_, offset, data, bytes);
+    } catch (const std::exception& error) { // a program's own, which need not say which object
+      TORCH_CHECK(false, "cannot read ", name_, ": ", error_text(error));
+    }
+  }
+
+ private:
+  const checkpoint::Storage& storage_;
+  std::string name_;
+  int64_t size_ = 0;
+};
+
+} // namespace
+
+std::unique_ptr<ByteSource> Place::open(const std::string& file) const {
+  if (storage_) return std::make_unique<Object>(*storage_, checkpoint_ + "/" + file);
+  return std::make_unique<File>(File::open(folder_ / file));
+}
+
+} // namespace tessera::internal

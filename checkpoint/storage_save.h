@@ -1,0 +1,59 @@
+#pragma once
+
+// Internal: the steps of a save into a storage.
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/ranks.h>
+#include <tessera/checkpoint/save_session.h>
+#include <tessera/checkpoint/storage.h>
+#include <tessera/checkpoint/writer.h>
+
+namespace tessera::internal {
+
+/// A save in progress, as SaveSession is for a folder: data objects first, the index last, so that a checkpoint without its index
+/// does not exist. Every rank makes it and calls its functions in the same order. When it is destroyed without a commit, each
+/// rank removes the objects that it wrote.
+class StorageSave {
+ public:
+  /// Every rank runs `prepare`. All learn the token that begins the names of this save's data objects: those of a checkpoint that
+  /// is replaced, and of a save that was killed, have other names.
+  StorageSave(const Ranks& ranks, checkpoint::Storage& storage, std::string name, const checkpoint::SaveOptions& options,
+              const Prepare& prepare);
+  StorageSave(const StorageSave&) = delete;
+  StorageSave& operator=(const StorageSave&) = delete;
+  ~StorageSave();
+
+  const Ranks& ranks() const { return ranks_; }
+  /// `Ranks::all` with a step that names the checkpoint.
+  template <typename Work>
+  auto all(const std::string& verb, const Work& work) const {
+    return ranks_.all(verb + " " + name_, work);
+  }
+  /// This rank's new data objects.
+  NewFiles new_files();
+  /// Microseconds since 1970, later than those of a checkpoint that is replaced. Rank 0's.
+  int64_t time() const { return time_; }
+  /// Rank 0 writes the index that `encode` gives, then removes what lies there of older saves.
+  void commit(const std::function<std::string()>& encode);
+
+ private:
+  std::string object(const std::string& file) const { return name_ + "/" + file; }
+  void start();
+  void put_index(const std::string& text);
+
+  const Ranks& ranks_;
+  checkpoint::Storage& storage_;
+  std::string name_;
+  checkpoint::SaveOptions options_;
+  std::string token_;
+  int64_t time_ = 0;
+  bool replaces_ = false;
+  bool committed_ = false;
+  std::vector<std::string> made_; ///< this rank's objects
+};
+
+} // namespace tessera::internal

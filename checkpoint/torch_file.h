@@ -1,0 +1,40 @@
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include <tessera/checkpoint/differing_tensors.h>
+#include <tessera/checkpoint/state_dict.h>
+#include <tessera/mesh/device_mesh.h>
+
+namespace tessera::checkpoint {
+
+struct TorchFileOptions {
+  /// True for the names that are written; unset: all.
+  std::function<bool(const std::string&)> filter;
+  /// The name in the file of an entry of the state, the same on every rank; unset: the same name. Two names that become one are
+  /// an error, and so is an empty one.
+  std::function<std::string(const std::string&)> rename;
+  /// Replace a file that is already at the target, in one rename. Without it, an existing target is an error.
+  bool overwrite = false;
+  /// As in SaveOptions; `kEachRank` is an error, since the file holds a tensor once.
+  std::optional<DifferingTensors> differing_tensors = {};
+  /// Only the ranks of this mesh call it, as with SaveOptions::mesh.
+  std::optional<DeviceMesh> mesh = {};
+};
+
+/// Writes `state` whole as one file for Python and for C++ (docs/checkpoint_format.md says how):
+///   torch.load(file, weights_only=True) gives the names with their tensors and values, as a state dict;
+///   torch::load(module, file) reads it into an unsharded module of LibTorch, with its submodules: those without tensors too, if
+///   `state` is of `state_dict(module)`.
+///
+/// Every rank of the job (or of `TorchFileOptions::mesh`) calls it. Each rank writes its own parts into the common file, so no
+/// rank holds more than it already does. Replicated tensors are written once; names of one tied tensor share its data. The file
+/// appears whole or not at all: it is written in a hidden folder beside it, synced to disk, and renamed. Parent folders are
+/// created. An error on any rank is an error on every rank. Errors: a name that is an entry and the begin of another one's ("a"
+/// and "a.b"), or that has nothing before or after a dot, which torch::load could not read.
+void save_torch(const StateDict& state, const std::filesystem::path& file, const TorchFileOptions& options = {});
+
+} // namespace tessera::checkpoint

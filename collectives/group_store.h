@@ -1,0 +1,41 @@
+#pragma once
+
+#include <tessera/collectives/rank_watch.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tessera::internal {
+
+/// The store's part in which the ranks of a group meet. A wait for keys ends with an error as soon as one of the ranks has ended:
+/// a key that is missing then does not come, because each rank needs all the others to finish the meeting.
+class GroupStore final : public c10d::PrefixStore {
+ public:
+  GroupStore(std::string prefix, c10::intrusive_ptr<c10d::Store> store, std::vector<int64_t> ranks,
+             std::shared_ptr<RankWatch> watch);
+
+  std::vector<uint8_t> get(const std::string& key) override;
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+
+ private:
+  std::vector<int64_t> ranks_;
+  std::shared_ptr<RankWatch> watch_;
+};
+
+/// Those of `ranks` whose key is not in the store: a few requests where nearly all are there.
+std::vector<int64_t> absent_ranks(c10d::Store& store, const std::vector<int64_t>& ranks,
+                                  const std::function<std::string(int64_t)>& key_of);
+
+/// `store->wait(keys, timeout)` that asks `give_up`, ten times a second (for a thousand keys: three times), for a reason to end
+/// the wait with an error. (c10d's own wait knows nothing of ranks that have ended, and one in slices writes a warning for each.)
+/// Both functions own what they use: a store that does not answer leaves a thread behind.
+void wait_for_keys(c10::intrusive_ptr<c10d::Store> store, std::vector<std::string> keys, std::chrono::milliseconds timeout,
+                   std::function<std::string()> give_up);
+
+} // namespace tessera::internal

@@ -1,0 +1,209 @@
+#include <tessera/collectives/rank_watch.h>
+
+#include <tessera/collectives/gloo/descriptors.h>
+#include <tessera/collectives/time_limit.h>
+
+#include <absl/algorithm/container.h>
+#include <c10/util/StringUtil.h>
+
+#include <poll.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <sstream>
+#include <thread>
+
+namespace tessera::internal {
+
+namespace {
+
+constexpr const char* kEndedRanksKey = "tessera/ended";
+constexpr const char* kFirstMissingKey = "first_missing";
+constexpr std::chrono::seconds kStoreLimit(2); // the store may be what is missing
+constexpr std::chrono::milliseconds kRecordGrace(400), kRecordInterval(50);
+
+// Process ids mean the same in processes with an equal scope: of one running kernel, and in one namespace. Empty where that
+// cannot be told.
+std::string process_scope() {
+  std::string boot, name(256, '\0');
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot; // clones of one machine share it
+  struct stat space = {};
+  if (boot.empty() || gethostname(name.data(), name.size() - 1) != 0 || stat("/proc/self/ns/pid", &space) != 0) return "";
+  return c10::str(name.c_str(), "/", boot, "/", space.st_ino, "/");
+}
+
+int open_process(int id) { return static_cast<int>(syscall(SYS_pidfd_open, id, 0)); } // glibc 2.36 declares it for C only
+
+// Of a process that ends at this moment, kernels say one or the other.
+bool means_no_process(int error) { return error == ESRCH || error == EINVAL || error == ENOENT; }
+
+bool is_readable(int descriptor) {
+  pollfd polled{descriptor, POLLIN, 0};
+  return poll(&polled, 1, 0) > 0;
+}
+
+std::string missed_by_key(int64_t rank) { return c10::str("missed_by/", rank); }
+
+std::string list_of(const std::vector<int64_t>& ranks) {
+  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", ranks));
+}
+
+} // namespace
+
+std::string describe_ended(const std::vector<int64_t>& ranks) {
+  return c10::str(list_of(ranks), ", which ", ranks.size() == 1 ? "has" : "have", " exited or failed");
+}
+
+void add_ended_rank(c10d::Store& job_store, int64_t rank) {
+  const auto text = c10::str(rank, " ");
+  job_store.append(kEndedRanksKey, {text.begin(), text.end()});
+}
+
+std::vector<int64_t> ended_ranks(c10d::Store& job_store) {
+  if (!job_store.check({kEndedRanksKey})) return {};
+  std::istringstream text(job_store.get_to_str(kEndedRanksKey));
+  return {std::istream_iterator<int64_t>(text), {}};
+}
+
+std::string MissingRank::encode() const { return c10::str(static_cast<char>(reason), rank); }
+
+std::optional<MissingRank> MissingRank::decode(std::string_view text) {
+  MissingRank missing;
+  if (text.empty() || (text[0] != 'e' && text[0] != 't')) return std::nullopt;
+  missing.reason = static_cast<Reason>(text[0]);
+  const auto* end = text.data() + text.size();
+  const auto [stopped, error] = std::from_chars(text.data() + 1, end, missing.rank);
+  if (error != std::errc() || stopped != end) return std::nullopt;
+  return missing;
+}
+
+RankWatch::RankWatch(int64_t rank, const std::vector<std::string>& processes, c10::intrusive_ptr<c10d::Store> store,
+                     c10::intrusive_ptr<c10d::Store> job_store)
+    : rank_(rank), store_(std::move(store)), job_store_(std::move(job_store)), processes_(processes.size(), kUnseen) {
+  const auto scope = process_scope();
+  if (scope.empty()) return;
+  const auto is_here = [&](const std::string& process) { return process.starts_with(scope); };
+  gloo::reserve_descriptors(static_cast<int>(absl::c_count_if(processes, is_here)));
+  for (size_t other = 0; other < processes.size(); ++other)
+    if (static_cast<int64_t>(other) != rank && is_here(processes[other])) {
+      const int process = open_process(std::atoi(processes[other].c_str() + scope.size()));
+      processes_[other] = process >= 0 ? process : means_no_process(errno) ? kGone : kUnseen;
+    }
+}
+
+RankWatch::~RankWatch() {
+  for (const int process : processes_)
+    if (process >= 0) close(process);
+}
+
+std::string RankWatch::own_process() {
+  const auto scope = process_scope();
+  return scope.empty() ? "" : c10::str(scope, getpid());
+}
+
+bool RankWatch::has_ended(int64_t rank) const {
+  return processes_[rank] == kGone || (processes_[rank] >= 0 && is_readable(processes_[rank]));
+}
+
+std::optional<MissingRank> RankWatch::find_missing(const std::vector<int64_t>& ranks) const {
+  for (const auto rank : ranks)
+    if (has_ended(rank)) return MissingRank{rank};
+  if (const auto first = read(kFirstMissingKey); first && first->reason == MissingRank::Reason::kEnded)
+    for (const auto rank : ranks)
+      if (rank == first->rank && rank != rank_) return first;
+  return std::nullopt;
+}
+
+// "" where the store does not answer.
+std::string RankWatch::ask_store(std::function<std::string()> question) const {
+  if (store_is_gone_) return ""; // each failure costs lines of c10d's
+  try {
+    return within<std::string>(kStoreLimit, std::move(question)).value_or("");
+  } catch (const std::exception&) {
+    store_is_gone_ = true;
+    return "";
+  }
+}
+
+std::optional<MissingRank> RankWatch::read(const std::string& key) const {
+  const auto question = [store = store_, key] { return store->check({key}) ? store->get_to_str(key) : ""; };
+  return MissingRank::decode(ask_store(question));
+}
+
+// Returns what was recorded before, or else `found`.
+std::optional<MissingRank> RankWatch::record(const MissingRank& found) const {
+  const auto question = [store = store_, job_store = job_store_, text = found.encode()] {
+    auto first = store->compareSet(kFirstMissingKey, "", text);
+    if (first == text) job_store->set(kMissingRankKey, text);
+    return first;
+  };
+  return MissingRank::decode(ask_store(question));
+}
+
+void RankWatch::say(const std::string& text) const {
+  ask_store([store = store_, key = missed_by_key(rank_), text] {
+    store->set(key, text);
+    return "";
+  });
+}
+
+// Whom `missing` missed itself, and so on to the first.
+MissingRank RankWatch::follow(MissingRank missing) const {
+  for (std::set<int64_t> seen{rank_}; seen.insert(missing.rank).second;) {
+    const auto next = read(missed_by_key(missing.rank));
+    if (!next) break;
+    missing = *next;
+  }
+  return missing;
+}
+
+// One whose process goes on may have closed its connections because it missed another rank, and be about to say so.
+std::optional<MissingRank> RankWatch::await_first_missing(int64_t found) const {
+  const auto limit = std::chrono::steady_clock::now() + kRecordGrace;
+  while (!store_is_gone_) {
+    const bool has_said_all = has_ended(found) || std::chrono::steady_clock::now() >= limit;
+    if (const auto first = read(kFirstMissingKey)) return first;
+    const auto origin = follow({found});
+    if (has_said_all || origin.rank != found) return record(origin);
+    std::this_thread::sleep_for(kRecordInterval);
+  }
+  return std::nullopt;
+}
+
+int64_t RankWatch::likely_ended(const std::vector<int64_t>& ranks) const {
+  const auto seen = absl::c_find_if(ranks, [&](auto rank) { return has_ended(rank); });
+  return seen == ranks.end() ? ranks.front() : *seen;
+}
+
+std::string RankWatch::blame(const std::vector<int64_t>& ended, const std::vector<int64_t>& also_lost) const {
+  announce_ended(ended);
+  const auto first = await_first_missing(likely_ended(ended));
+  if (!first) {
+    std::set<int64_t> all(ended.begin(), ended.end()), seen;
+    all.insert(also_lost.begin(), also_lost.end());
+    std::copy_if(all.begin(), all.end(), std::inserter(seen, seen.end()), [&](auto rank) { return has_ended(rank); });
+    const auto& named = seen.empty() ? all : seen;
+    return describe_ended({named.begin(), named.end()});
+  }
+  const auto list = list_of(ended);
+  if (first->rank == rank_) return c10::str(list, ", which had waited for this rank in vain");
+  if (first->reason == MissingRank::Reason::kTimedOut)
+    return c10::str(list, ", which had waited for rank ", first->rank, " in vain");
+  const bool is_own = absl::c_linear_search(ended, first->rank);
+  return c10::str(describe_ended({first->rank}), is_own ? "" : c10::str(" (", list, " followed)"));
+}
+
+void RankWatch::note_timeout(int64_t rank) const {
+  const MissingRank missing{rank, MissingRank::Reason::kTimedOut};
+  announce(missing);
+  record(follow(missing));
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,57 @@
+#pragma once
+
+// Internal: where an operator is called from (a program, a derivative formula of autograd, the backward of a program's own
+// function, a decomposition), and what the scopes of this thread allow there.
+
+#include <ATen/core/ivalue.h>
+
+namespace tessera::internal::dispatch {
+
+struct OpInfo;
+
+/// In the backward of a torch::autograd::Function, where grad mode is off and what is saved is read as in its forward.
+bool in_custom_backward();
+
+/// What the calls of this thread are inside of.
+struct Scopes {
+  int implicit_replication = 0, strict_sharding = 0, decompositions = 0; ///< how many of each
+  bool own_temporaries = false;                                          ///< a decomposition that writes no other tensors
+};
+const Scopes& scopes();
+
+/// The calls that a decomposition makes.
+class DecompositionScope {
+ public:
+  /// `all_dtensors`: no argument is plain, so that the plain tensors that it makes (masks, ranges) are the same on every rank.
+  DecompositionScope(bool all_dtensors, bool writes_argument);
+  ~DecompositionScope();
+  DecompositionScope(const DecompositionScope&) = delete;
+  DecompositionScope& operator=(const DecompositionScope&) = delete;
+
+ private:
+  const Scopes before_;
+};
+
+/// Where one call comes from. Autograd is asked only where the plan of any such call depends on it, or on demand.
+class CallSite {
+ public:
+  /// `arguments` must live as long as this.
+  CallSite(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments);
+  /// A derivative formula of autograd, or a decomposition that writes no argument, makes the call, as far as was asked: what it
+  /// writes are temporaries of its own, whose placement may change, and the plain tensors that it makes (zeros) are the same on
+  /// every rank.
+  bool own_temporaries() const { return own_temporaries_; }
+  /// Others share the memory of what it writes, whose placement must stay.
+  bool shares_written() const { return shares_written_; }
+  /// `own_temporaries`, after asking autograd.
+  bool ask_own_temporaries() { return own_temporaries_ = own_temporaries_ || in_formula(); }
+
+ private:
+  bool in_formula() const;
+
+  const OpInfo& info_;
+  c10::ArrayRef<c10::IValue> arguments_;
+  bool own_temporaries_, shares_written_;
+};
+
+} // namespace tessera::internal::dispatch

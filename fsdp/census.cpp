@@ -1,0 +1,108 @@
+#include <tessera/fsdp/census.h>
+
+#include <absl/container/flat_hash_map.h>
+#include <absl/container/flat_hash_set.h>
+#include <absl/container/inlined_vector.h>
+
+#include <fmt/format.h>
+
+#include <optional>
+#include <utility>
+
+#include <tessera/fsdp/memory_range.h>
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/sharded_module.h>
+
+namespace tessera::internal {
+
+using torch::nn::Module;
+
+namespace {
+
+absl::flat_hash_set<const c10::TensorImpl*> addresses_of(const std::vector<at::Tensor>& ignored_params) {
+  absl::flat_hash_set<const c10::TensorImpl*> addresses;
+  for (size_t i = 0; i < ignored_params.size(); ++i) {
+    TORCH_CHECK_VALUE(ignored_params[i].defined(), "fully_shard: number ", i, " of ignored_params is undefined");
+    addresses.insert(ignored_params[i].unsafeGetTensorImpl());
+  }
+  return addresses;
+}
+
+/// The storages of the parameters and buffers that are not sharded.
+absl::flat_hash_set<const c10::StorageImpl*> free_storages(const Census& census) {
+  absl::flat_hash_set<const c10::StorageImpl*> storages;
+  for (const auto* items : {&census.free, &census.ignored, &census.buffers}) {
+    for (const auto& [tensor, visit, key] : *items) {
+      if (tensor.defined() && tensor.has_storage()) storages.insert(tensor.storage().unsafeGetStorageImpl());
+    }
+  }
+  return storages;
+}
+
+} // namespace
+
+Census take_census(const std::vector<Module*>& modules, const std::vector<at::Tensor>& ignored_params) {
+  const auto ignored = addresses_of(ignored_params);
+  Census census(modules);
+  absl::flat_hash_set<const c10::TensorImpl*> seen; // tied ones come twice
+  absl::flat_hash_set<const ShardedModule*> known;
+  const ParameterGroup* last = nullptr; // parameters of one group mostly come together
+  for (const auto& visit : census.walk.visits()) {
+    for (const auto& item : Registry::parameters(*visit.module)) {
+      const auto& parameter = item.value();
+      if (!parameter.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      const auto* meta = parameter_meta(parameter);
+      const bool is_ignored = ignored.contains(parameter.unsafeGetTensorImpl());
+      auto& list = is_ignored ? census.ignored : meta ? census.sharded : census.free;
+      list.push_back({parameter, &visit, item.key()});
+      TORCH_CHECK_VALUE(!is_ignored || !meta, "fully_shard: the parameter ", census.name_of(list.back()),
+                        " is in ignored_params, but is sharded already: ignore it in the call that takes its module");
+      if (!meta || meta->group == std::exchange(last, meta->group)) continue;
+      const auto& root = module_of(*meta->group).root();
+      if (known.insert(&root).second) census.roots.push_back(const_cast<ShardedModule&>(root).shared_from_this());
+    }
+    for (const auto& item : visit.module->named_buffers(/*recurse=*/false)) {
+      census.buffers.push_back({item.value(), &visit, item.key()});
+    }
+  }
+  return census;
+}
+
+void check_own_memory(const Census& census) {
+  absl::flat_hash_map<const c10::StorageImpl*, absl::InlinedVector<std::pair<MemoryRange, const Registered*>, 1>> parameters;
+  const auto check = [&](const char* kind, const Registered& item, const std::optional<MemoryRange>& range) {
+    if (!range) return;
+    for (const auto& [other, parameter] : parameters[range->storage()]) {
+      TORCH_CHECK_VALUE(!range->overlaps(other), "fully_shard: the ", kind, " ", census.name_of(item),
+                        " shares memory with the parameter ", census.name_of(*parameter),
+                        "; register one tensor under both names, or give each its own memory with clone()");
+    }
+  };
+  const auto add = [&](const Registered& item, const std::optional<MemoryRange>& range) {
+    check("parameter", item, range);
+    if (range) parameters[range->storage()].emplace_back(*range, &item);
+  };
+  const auto free = free_storages(census); // those of one model were compared with each other when they were sharded
+  for (const auto& item : census.sharded) {
+    const auto* meta = parameter_meta(item.tensor);
+    const auto& range = meta->group->parameters()[meta->index].original;
+    if (range && (census.roots.size() > 1 || free.contains(range->storage()))) add(item, range);
+  }
+  for (const auto& item : census.free) add(item, MemoryRange::of(item.tensor));
+  for (const auto& item : census.ignored) check("ignored parameter", item, MemoryRange::of(item.tensor));
+  for (const auto& item : census.buffers) check("buffer", item, MemoryRange::of(item.tensor));
+}
+
+std::string describe(const Census& census) {
+  std::string text;
+  for (const auto& root : census.roots) {
+    const auto* module = root->modules().front();
+    if (!census.walk.is_below(module)) continue;
+    const auto name = census.walk.name(census.walk.place_of(census.walk.visit_of(module)));
+    text += fmt::format("\n{} sharded with values of checksum {}", name, root->initial_checksum);
+  }
+  for (const auto& item : census.ignored) text += fmt::format("\n{} ignored", census.name_of(item));
+  return text;
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,230 @@
+// The gathers of a group: from the shards to the unsharded parameters.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <tessera/collectives/error_text.h>
+#include <tessera/fsdp/copy_elements.h>
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/offload/aligned_memory.h>
+
+namespace tessera::internal {
+
+void ParameterGroup::start_fetch() {
+  if (!memory_ || !has_memory() || state_ != State::kSharded || is_secondary_valid()) return;
+  if (fetched_.defined() && fetched_version_ == shard_version()) return;
+  fetch_.reset();
+  const auto bytes = static_cast<int64_t>(shard_.nbytes()), size = whole_pages(bytes) + kPageBytes;
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(size), cache_->allocate(size));
+  const auto past_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage.data()) % kPageBytes);
+  fetched_ = tensor_over(storage, kPageBytes - past_page, {bytes}, at::kByte);
+  fetch_ = memory_->fetch(shard_, fetched_);
+  fetched_version_ = shard_version();
+}
+
+const at::Tensor& ParameterGroup::fetched_shard() {
+  if (!memory_) return shard_;
+  start_fetch();
+  if (const auto fetch = std::exchange(fetch_, nullptr)) {
+    const auto fetched = std::exchange(fetched_, at::Tensor()); // there is none where this throws
+    fetch->wait();
+    fetched_ = fetched;
+  }
+  return fetched_;
+}
+
+/// What fails on this rank ends the gather on the others, which would wait for it.
+void ParameterGroup::try_fetch() {
+  std::string failure;
+  try {
+    fetched_shard();
+    return;
+  } catch (const std::exception& error) {
+    failure = error_text(error);
+  }
+  const auto& communicator = axes_.outer_all_gather() ? axes_.outer_all_gather() : axes_.all_gather();
+  if (communicator) {
+    // Ranks compare what they call, and tell the first characters of it: the cause stands at the end of an error.
+    const auto cause = failure.rfind(": ");
+    const auto told = cause == std::string::npos ? failure : failure.substr(cause + 2) + ": " + failure.substr(0, cause);
+    try {
+      const auto byte = at::zeros({1}, at::TensorOptions(at::kByte).device(axes_.mesh().device()));
+      communicator->all_gather_into(at::zeros({communicator->size()}, byte.options()), byte, told).wait();
+    } catch (const std::exception&) { // as on every rank
+    }
+  }
+  TORCH_CHECK(false, failure);
+}
+
+/// Parameter `index` in it.
+at::Tensor ParameterGroup::fetched_local(size_t index) const {
+  const auto& local = parameters_[index].local;
+  if (!fetched_.defined()) return local;
+  const auto item = static_cast<int64_t>(local.itemsize());
+  return tensor_over(fetched_.storage(), fetched_.storage_offset() + local.storage_offset() * item, local.sizes(),
+                     local.scalar_type(), {}, local.strides());
+}
+
+void ParameterGroup::start_gather() {
+  if (state_ != State::kSharded) return;
+  TORCH_CHECK(storage_, "the parameters of ", label(), " (", full_name(0),
+              ", …) are on the meta device: call tessera::materialize before they are gathered");
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  storage_->fill(cache_->allocate(layout_.unsharded_bytes), layout_.unsharded_bytes);
+  const at::Tensor unsharded = unsharded_bytes_tensor();
+  gathers_unsharded_parts_ = neighbours_ && is_secondary_valid();
+  if (gathers_unsharded_parts_) {
+    gather_ = neighbours_->all_gather_into(unsharded, secondary_, label());
+  } else {
+    if (!is_secondary_valid()) try_fetch();
+    if (!is_secondary_valid() && !extended_.is_empty()) prepare_extended();
+    fill_replicated(unsharded);
+    const auto output = allocate_output(unsharded);
+    gather_ = is_secondary_valid() ? gather_inside(output, secondary_) : gather_shards(output);
+  }
+  gathered_version_ = shard_version();
+  enter(State::kGathering);
+}
+
+void ParameterGroup::prepare_extended() {
+  const auto communicator = axes_.outer_all_gather() ? axes_.mesh().communicator(0) : axes_.all_gather();
+  extended_bytes_ = extended_.prepare(
+      axes_.mesh(), communicator.get(), label(), [&](size_t index) { return fetched_local(index); },
+      [&](size_t index) { return full_name(index); });
+}
+
+void ParameterGroup::copy_out_extended(const at::Tensor& by_rank) {
+  extended_.read(
+      by_rank, [&](size_t index) { return whole_parameter(index); }, [&](size_t index) { return full_name(index); });
+}
+
+at::Tensor ParameterGroup::allocate_output(const at::Tensor& unsharded) {
+  const int64_t bytes = sent_bytes() * axes_.shard_ranks();
+  if (layout_.gathers_in_place) return unsharded.narrow(0, 0, bytes);
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, cache_->allocate(bytes));
+  return gather_output_ = tensor_over(storage, 0, {bytes}, at::kByte);
+}
+
+/// From the shards of all ranks; where the strategy is hierarchical, first those of this rank's inner part, into `secondary_`.
+Work ParameterGroup::gather_shards(const at::Tensor& output) {
+  const auto& outer = axes_.outer_all_gather();
+  auto gathered = output;
+  int64_t place = axes_.shard_rank();
+  if (outer) {
+    if (!secondary_.defined()) secondary_ = at::empty({axes_.outer_ranks() * sent_bytes()}, output.options());
+    secondary_version_ = shard_version();
+    gathered = secondary_;
+    place = outer->rank();
+  }
+  auto input = fetched_shard().narrow(0, 0, casts_ ? 0 : layout_.shard_bytes);
+  if (casts_) {
+    input = gathered.narrow(0, place * sent_bytes(), sent_bytes());
+    cast_into(input);
+    if (!extended_.is_empty()) extended_.write(input.narrow(0, layout_.shard_bytes, extended_bytes_));
+  }
+  if (!outer) return gather_inside(gathered, input);
+  inner_output_ = output;
+  return outer->all_gather_into(gathered, input, label());
+}
+
+/// Inside the inner group, or along the whole shard axis. On one rank `input` is all there is.
+Work ParameterGroup::gather_inside(const at::Tensor& output, const at::Tensor& input) {
+  if (const auto& inner = axes_.all_gather()) return inner->all_gather_into(output, input, label());
+  if (!input.is_alias_of(output)) output.copy_(input);
+  return Work();
+}
+
+void ParameterGroup::finish_gather() {
+  if (state_ != State::kGathering) return;
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  gather_.wait();
+  if (inner_output_.defined()) gather_inside(std::exchange(inner_output_, at::Tensor()), secondary_).wait();
+  try {
+    if (gather_output_.defined()) copy_out(std::exchange(gather_output_, at::Tensor()));
+  } catch (...) { // of a gather extension
+    storage_->release();
+    fetched_ = at::Tensor();
+    state_ = State::kSharded;
+    throw;
+  }
+  fetched_ = at::Tensor();
+  if (!gathers_unsharded_parts_) restride_gathered();
+  enter(State::kUnsharded);
+}
+
+void ParameterGroup::restride_gathered() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = parameters_[i];
+    if (!parameter.strides.empty() && !parameter.has_strided_shards && !extended_.contains(i))
+      whole_parameter(i).copy_(row_major_parameter(i).clone());
+  }
+}
+
+void ParameterGroup::fill_replicated(const at::Tensor& unsharded) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& layout = layout_.parameters[i];
+    if (!layout.is_replicated()) continue;
+    flat_view(unsharded, layout.unsharded_offset, 1, parameters_[i].leaf.scalar_type()).copy_(fetched_local(i).view({-1}));
+  }
+}
+
+void ParameterGroup::cast_into(const at::Tensor& destination) {
+  const auto rank = static_cast<size_t>(axes_.shard_rank());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& piece = layout_.parameters[i].pieces[rank];
+    if (piece.numel == 0 || layout_.parameters[i].is_replicated() || extended_.contains(i)) continue;
+    flat_view(destination, piece.shard_offset, piece.numel, parameters_[i].leaf.scalar_type())
+        .copy_(in_memory_order(fetched_local(i)));
+  }
+}
+
+void ParameterGroup::copy_out_pieces(size_t index, const at::Tensor& by_rank) {
+  const auto& layout = layout_.parameters[index];
+  const auto whole = row_major_parameter(index);
+  for (size_t rank = 0; rank < layout.pieces.size(); ++rank) {
+    const auto& piece = layout.pieces[rank];
+    if (piece.numel == 0) continue;
+    const auto part = owned_part(whole, layout, rank);
+    part.copy_(
+        flat_view(by_rank[static_cast<int64_t>(rank)], piece.shard_offset, piece.numel, whole.scalar_type()).view(part.sizes()));
+  }
+}
+
+void ParameterGroup::copy_out(const at::Tensor& gathered) {
+  const at::Tensor output = unsharded_bytes_tensor();
+  const auto by_rank = gathered.view({axes_.shard_ranks(), sent_bytes()});
+  if (!extended_.is_empty()) copy_out_extended(by_rank.narrow(1, layout_.shard_bytes, extended_bytes_));
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = layout_.parameters[i];
+    const auto item = static_cast<int64_t>(parameters_[i].leaf.element_size());
+    const int64_t bytes = parameters_[i].leaf.numel() * item;
+    if (bytes == 0 || parameter.is_replicated() || extended_.contains(i)) continue;
+    if (!layout_.is_uniform) {
+      copy_out_pieces(i, by_rank);
+      continue;
+    }
+    const int64_t part = parameter.pieces[0].numel * item;
+    if (is_small_plain_copy(output, gathered, part)) {
+      for (int64_t done = 0, from = parameter.pieces[0].shard_offset; done < bytes; done += part, from += layout_.shard_bytes)
+        copy_elements(output, parameter.unsharded_offset + done, gathered, from, std::min(part, bytes - done));
+      continue;
+    }
+    const auto whole = output.narrow(0, parameter.unsharded_offset, bytes);
+    const int64_t full_ranks = bytes / part; // the ranks before the uneven tail
+    whole.narrow(0, 0, full_ranks * part)
+        .view({full_ranks, part})
+        .copy_(by_rank.narrow(0, 0, full_ranks).narrow(1, parameter.pieces[0].shard_offset, part));
+    if (const int64_t rest = bytes - full_ranks * part; rest > 0) {
+      whole.narrow(0, full_ranks * part, rest).copy_(by_rank[full_ranks].narrow(0, parameter.pieces[0].shard_offset, rest));
+    }
+  }
+}
+
+} // namespace tessera::internal

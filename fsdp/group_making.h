@@ -1,0 +1,27 @@
+#pragma once
+
+// Internal: the steps of `fully_shard` that `reshard_parameters` takes too.
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/fsdp/census.h>
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/sharded_module.h>
+
+namespace tessera::internal {
+
+/// An error unless `parameter` can be sharded in a group with `first`.
+void check_parameter(const at::Tensor& parameter, const std::string& name, const at::Tensor& first);
+
+void move_buffers(const std::vector<Registered>& buffers, c10::Device device);
+
+/// Shards the parameters of `state` as its group, or as several where its strategy reduces in buckets. `neighbours` may be null.
+std::vector<std::shared_ptr<ParameterGroup>> make_groups(const std::shared_ptr<ShardedModule>& state, const FreeParameters& all,
+                                                         const std::shared_ptr<BlockCache>& cache,
+                                                         const CommunicatorPtr& neighbours);
+
+} // namespace tessera::internal

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <array>
+#include <optional>
+#include <string_view>
+
+namespace tessera {
+
+/// Which ranks keep what of a model (ZeRO, arXiv:1910.02054; for the last row ZeRO++, arXiv:2306.10209, and MiCS). The names are
+/// those of FSDP and ZeRO.
+enum class Strategy {
+  kNoShard,      ///< everything everywhere, gradients all-reduced (DDP; FSDP2: replicate)
+  kZero1,        ///< ZeRO-1: the optimizer's state is sharded
+  kZero2,        ///< ZeRO-2: the gradients as well (FSDP1: SHARD_GRAD_OP)
+  kFullShard,    ///< ZeRO-3: the parameters as well (FSDP2: fully_shard)
+  kHybridShard,  ///< full sharding inside the second mesh dim, replicas along the first (FSDP2: HSDP)
+  kHierarchical, ///< parameters sharded inside the second mesh dim alone, gradients and optimizer state over all ranks
+};
+
+/// Whether a state is split over the ranks of a mesh dim, or whole on each of them.
+struct ShardedStates {
+  bool parameters, gradients, optimizer_state;
+  friend bool operator==(const ShardedStates&, const ShardedStates&) = default;
+};
+
+/// One row of the table that a strategy is.
+///
+/// What follows from it: parameters that are whole along a dim stay gathered from one optimizer step to the next; gradients that
+/// are whole are not communicated before the last backward of an accumulation (`set_is_last_backward`); a state that is split
+/// along the outer dim as well is gathered, and reduced, first inside the inner dim's groups.
+struct StrategyRow {
+  Strategy strategy;
+  std::string_view name;
+  std::optional<ShardedStates> outer; ///< along the first dim of a 2-D mesh (between nodes); unset: the mesh is 1-D
+  ShardedStates inner;                ///< along the last dim (inside a node)
+};
+
+inline constexpr std::array<StrategyRow, 6> kStrategies{{
+    {Strategy::kNoShard, "no-shard", std::nullopt, {false, false, false}},
+    {Strategy::kZero1, "zero-1", std::nullopt, {false, false, true}},
+    {Strategy::kZero2, "zero-2", std::nullopt, {false, true, true}},
+    {Strategy::kFullShard, "full", std::nullopt, {true, true, true}},
+    {Strategy::kHybridShard, "hybrid", ShardedStates{false, false, false}, {true, true, true}},
+    {Strategy::kHierarchical, "hierarchical", ShardedStates{false, true, true}, {true, true, true}},
+}};
+
+/// The row of `strategy`.
+constexpr const StrategyRow& row_of(Strategy strategy) { return kStrategies[static_cast<size_t>(strategy)]; }
+
+} // namespace tessera

@@ -1,0 +1,199 @@
+#include <tessera/optim/grad_norm.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+#include <variant>
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/dtensor/dtensor_impl.h>
+
+namespace tessera {
+
+namespace {
+
+constexpr auto* kLabel = "clip_grad_norm_";
+
+/// Tensors that lie on one mesh, as this rank has them.
+struct OnMesh {
+  const DeviceMesh* mesh; ///< null: plain tensors
+  std::vector<SpecPtr> specs = {};
+  std::vector<at::Tensor> parts = {};
+  std::vector<bool> shards = {}; ///< for each dim of the mesh, whether it splits one of them
+};
+
+bool is_on(const OnMesh& group, const DeviceMesh* mesh) { return mesh && group.mesh ? *group.mesh == *mesh : group.mesh == mesh; }
+
+at::Tensor without_partial(const at::Tensor& tensor) {
+  if (tensor.key_set().has(c10::DispatchKey::DeferredInit)) return tensor.abs(); // what waits for its reduction says so
+  const auto* meta = internal::dtensor_meta(tensor);
+  if (!meta || !meta->spec->has_partial()) return tensor;
+  auto placements = meta->spec->placements();
+  for (auto& each : placements) {
+    if (std::holds_alternative<Partial>(each)) each = Replicate();
+  }
+  return DTensor(tensor).redistribute(placements);
+}
+
+std::vector<OnMesh> by_mesh(const std::vector<at::Tensor>& tensors) {
+  std::vector<OnMesh> groups;
+  for (const auto& each : tensors) {
+    if (!each.defined()) continue;
+    const auto tensor = without_partial(each);
+    const auto* meta = internal::dtensor_meta(tensor);
+    const auto* mesh = meta ? &meta->spec->mesh() : nullptr;
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const OnMesh& other) { return is_on(other, mesh); });
+    if (group == groups.end()) group = groups.insert(groups.end(), OnMesh{.mesh = mesh});
+    group->parts.push_back(meta ? meta->local : tensor.detach());
+    if (!meta) continue;
+    group->specs.push_back(meta->spec);
+    const auto& placements = meta->spec->placements();
+    group->shards.resize(placements.size());
+    for (size_t d = 0; d < placements.size(); ++d)
+      group->shards[d] = group->shards[d] || !std::holds_alternative<Replicate>(placements[d]);
+  }
+  return groups;
+}
+
+/// How the norms of parts become one: by a sum of powers, or as the greatest or smallest.
+struct NormOf {
+  bool is_extreme() const { return std::isinf(type); }
+  ReduceOp op() const { return !is_extreme() ? ReduceOp::kSum : type > 0 ? ReduceOp::kMax : ReduceOp::kMin; }
+  double type;
+};
+
+/// The sum of the parts' norms to the power of the norm, each times its weight; or the extreme of the norms. A double, in which
+/// no square of a float overflows.
+at::Tensor value_of(const std::vector<at::Tensor>& parts, const std::vector<double>& weights, NormOf norm, c10::Device device) {
+  const auto options = at::TensorOptions(at::kDouble).device(device);
+  std::vector<at::Tensor> dense;
+  std::vector<double> weight_of;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto values = parts[i].is_sparse() ? parts[i]._values() : parts[i];
+    if (values.numel() == 0) continue;
+    dense.push_back(values.itemsize() < 4 ? values.to(at::kFloat) : values);
+    weight_of.push_back(weights[i]);
+  }
+  const bool is_least = norm.is_extreme() && norm.type < 0;
+  if (dense.empty()) return at::full({}, is_least ? std::numeric_limits<double>::infinity() : 0.0, options);
+  auto norms = at::_foreach_norm(dense, norm.type);
+  for (auto& each : norms) each = each.to(options);
+  const auto all = at::stack(norms);
+  if (norm.is_extreme()) return is_least ? all.amin() : all.amax();
+  const auto count = static_cast<int64_t>(weight_of.size());
+  return all.pow(norm.type).mul(at::from_blob(weight_of.data(), {count}, at::kDouble).to(options)).sum();
+}
+
+/// Over how many ranks of a reduction along `dims` a part is the same.
+double copies(const DeviceMesh& mesh, const Spec& spec, const std::vector<bool>& dims) {
+  double product = 1;
+  for (size_t d = 0; d < dims.size(); ++d) {
+    if (dims[d] && std::holds_alternative<Replicate>(spec.placements()[d])) product *= mesh.size(static_cast<int64_t>(d));
+  }
+  return product;
+}
+
+/// The value over all ranks of a mesh; `plain` are tensors that each of them has for itself.
+at::Tensor value_on(const OnMesh& group, const std::vector<at::Tensor>& plain, NormOf norm) {
+  const auto& mesh = *group.mesh;
+  auto dims = group.shards;
+  const bool over_all = std::count(dims.begin(), dims.end(), true) > 1 || !plain.empty();
+  if (over_all) std::fill(dims.begin(), dims.end(), true);
+  auto parts = group.parts;
+  std::vector<double> weights;
+  for (const auto& spec : group.specs) weights.push_back(1 / copies(mesh, *spec, dims));
+  parts.insert(parts.end(), plain.begin(), plain.end());
+  weights.resize(parts.size(), 1 / static_cast<double>(mesh.size()));
+  auto value = value_of(parts, weights, norm, mesh.device());
+  const auto dim = std::find(dims.begin(), dims.end(), true) - dims.begin();
+  if (mesh.size() == 1 || dim == static_cast<std::ptrdiff_t>(dims.size())) return value;
+  const auto communicator = over_all ? process_context().communicator(mesh.ranks(), mesh.device_type()) : mesh.communicator(dim);
+  communicator->all_reduce(value.view({1}), norm.op(), kLabel).wait();
+  return value;
+}
+
+/// The value of all groups together. Plain tensors go with the first mesh.
+at::Tensor value_of_all(const std::vector<OnMesh>& groups, NormOf norm) {
+  std::vector<at::Tensor> plain, values;
+  for (const auto& group : groups) {
+    if (!group.mesh) plain = group.parts;
+  }
+  for (const auto& group : groups) {
+    if (group.mesh) values.push_back(value_on(group, std::exchange(plain, {}), norm));
+  }
+  if (values.empty()) return value_of(plain, std::vector<double>(plain.size(), 1), norm, plain[0].device());
+  for (auto& each : values) each = each.to(values[0].device());
+  const auto all = at::stack(values);
+  return !norm.is_extreme() ? all.sum() : norm.type > 0 ? all.amax() : all.amin();
+}
+
+at::ScalarType dtype_of(const std::vector<at::Tensor>& tensors) {
+  auto dtype = at::kFloat;
+  for (const auto& each : tensors) {
+    if (each.defined()) dtype = c10::promoteTypes(dtype, c10::toRealValueType(each.scalar_type()));
+  }
+  return dtype;
+}
+
+} // namespace
+
+at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_type, bool error_if_nonfinite) {
+  TORCH_CHECK_VALUE(!std::isnan(norm_type), "get_total_norm: the type of the norm is NaN");
+  const at::NoGradGuard no_grad;
+  const auto groups = by_mesh(tensors);
+  if (groups.empty()) return at::zeros({}, at::kFloat);
+  at::Tensor total;
+  if (norm_type == 0) {
+    size_t count = 0;
+    for (const auto& group : groups) count += group.parts.size();
+    total = at::full({}, static_cast<double>(count), groups[0].parts[0].options().dtype(at::kDouble));
+  } else {
+    total = value_of_all(groups, {norm_type});
+    if (!std::isinf(norm_type)) total = total.pow(1 / norm_type);
+  }
+  total = total.to(dtype_of(tensors));
+  TORCH_CHECK(!error_if_nonfinite || std::isfinite(total.item<double>()), "The total norm of order ", norm_type,
+              " for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this error and scale the "
+              "gradients with the non-finite norm anyway, set `error_if_nonfinite=false`");
+  return total;
+}
+
+// NOLINTNEXTLINE(readability-identifier-naming)
+void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const at::Tensor& total_norm) {
+  const at::NoGradGuard no_grad;
+  constexpr double kLeast = 1e-6; // as PyTorch has it
+  const auto factor = total_norm.add(kLeast).reciprocal().mul(max_norm).clamp_max(1.0);
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexFloat, at::kComplexDouble}) {
+    std::vector<at::Tensor> alike;
+    for (const auto& parameter : parameters) {
+      const auto& gradient = parameter.grad();
+      if (!gradient.defined() || gradient.scalar_type() != dtype) continue;
+      const auto* meta = internal::dtensor_meta(without_partial(gradient));
+      alike.push_back(meta ? meta->local : gradient.is_sparse() ? gradient._values() : gradient);
+    }
+    if (!alike.empty()) at::_foreach_mul_(alike, factor.to(alike[0].device(), c10::toRealValueType(dtype)));
+  }
+}
+
+// NOLINTNEXTLINE(readability-identifier-naming)
+at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
+                           bool error_if_nonfinite) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& each : parameters) gradients.push_back(each.grad());
+  auto total = get_total_norm(gradients, norm_type, error_if_nonfinite);
+  clip_grads_with_norm_(parameters, max_norm, total);
+  return total;
+}
+
+} // namespace tessera

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace tessera {
+
+/// The norm of all `tensors` together, over all ranks: the `norm_type`-norm of their norms (infinity, -infinity, or any number; 0
+/// counts the tensors). A tensor without dims, in float, or double where one of the tensors is; zero for no tensors. Undefined
+/// tensors count as absent. Semantics: torch.nn.utils.get_total_norm.
+///
+/// The tensors may lie on several meshes: one all-reduce of one number for each that shards some of them, in the order in which
+/// the meshes first appear. A plain tensor beside them counts as the mean over the ranks of the first mesh, so that the norm is
+/// the same on all of them. Every rank of the meshes calls it, with tensors on the same meshes. The host waits for the device
+/// only with `error_if_nonfinite`, an error on every rank where the norm is infinite or NaN.
+at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_type = 2.0, bool error_if_nonfinite = false);
+
+/// Multiplies the gradients of `parameters` by `max_norm / total_norm`, where that is below 1, in place. Local. Parameters
+/// without a gradient are left out. Semantics: torch.nn.utils.clip_grads_with_norm_.
+// NOLINTNEXTLINE(readability-identifier-naming): PyTorch's name
+void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const at::Tensor& total_norm);
+
+/// Both of the gradients of `parameters`: returns the norm as it was. Semantics: torch.nn.utils.clip_grad_norm_.
+// NOLINTNEXTLINE(readability-identifier-naming): PyTorch's name
+at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,
+                           bool error_if_nonfinite = false);
+
+} // namespace tessera

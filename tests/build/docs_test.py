@@ -1,0 +1,80 @@
+"""What the documentation names exists: linked files, source files, functions, scripts, and all environment variables."""
+import pathlib
+import re
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*/README.md"))]
+LIBRARY = ["collectives", "offload", "activations", "mesh", "dtensor", "mixed_precision", "optim", "nn", "fsdp", "checkpoint", "training"]
+ARCHITECTURE = ROOT / "docs/architecture.md"
+PROGRAMS = [*LIBRARY, "examples", "benchmarks", "tools", "tests"]
+
+
+def sources(folders, suffixes=(".h", ".cpp")):
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes]
+
+
+def prose(page):
+    """A page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+class Docs(unittest.TestCase):
+    def assert_none(self, missing, what):
+        self.assertEqual(sorted(set(missing)), [], what)
+
+    def test_links_lead_to_files(self):
+        links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose(page))]
+        self.assert_none([f"{page.name}: {target}" for page, target in links
+                          if not target.startswith("http") and not (page.parent / target).exists()], "links to files that do not exist")
+
+    def test_scripts_exist(self):
+        named = [(page, name) for page in PAGES for name in re.findall(r"\b(?:scripts|benchmarks)/[a-z-]+\b(?![/.\w])", page.read_text())]
+        self.assert_none([f"{page.name}: {name}" for page, name in named if not (ROOT / name).exists()], "commands that do not exist")
+
+    def test_the_readme_lists_every_public_header(self):
+        headers = re.findall(r"<tessera/[a-z_]+/([a-z_]+\.h)>", (ROOT / "tessera.h").read_text())
+        text = (ROOT / "README.md").read_text()
+        self.assert_none([header for header in headers if not re.search(rf"[/`]{header}`", text)], "headers that README.md lacks")
+
+    def test_files_of_the_architecture_exist(self):
+        names = re.findall(r"\b[a-z_]+(?:/[a-z_]+)+\.(?:cpp|h|md)\b", ARCHITECTURE.read_text())
+        self.assert_none([name for name in names if not (ROOT / name).exists()], "docs/architecture.md names files that do not exist")
+
+    def test_names_of_the_architecture_exist(self):
+        known = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources(LIBRARY))))
+        known |= {path.stem for path in sources(LIBRARY)} | set(PROGRAMS)
+        named = [code for code in re.findall(r"`([^`\n]+)`", prose(ARCHITECTURE)) if re.fullmatch(r"~?[\w:/]+(\(.*\))?", code)]
+        words = [word for code in named for word in re.findall(r"[A-Za-z_]\w+", re.sub(r"\(.*", "", code))]
+        self.assert_none([word for word in words if word not in known], "docs/architecture.md names what no source has")
+
+    def test_tests_beside_fsdp2s_exist(self):
+        text = "\n".join(path.read_text() for path in sources(["tests"]))
+        known = {f"{suite}.{name}" for suite, name in re.findall(r"^TEST(?:_[FP])?\((\w+), (\w+)\)", text, flags=re.MULTILINE)}
+        known |= {f"holds: {name}" for name in re.findall(r'holds_case<.*?>\("(\w+)"\)', text)}
+        parity = (ROOT / "tests/fsdp/python_parity_test.cpp").read_text()
+        known |= {f"parity: {name}" for name in re.findall(r'\.name = "([^"]+)"', parity)}
+        rows = [line for line in (ROOT / "docs/fsdp2_tests.md").read_text().splitlines() if line.startswith("| ")]
+        named = [name for row in rows for name in re.findall(r"`([A-Z]\w*\.[A-Z]\w+|(?:holds|parity): [^`]+)`", row)]
+        self.assertGreater(len(named), 100)
+        self.assert_none([name for name in named if name not in known], "docs/fsdp2_tests.md names tests that do not exist")
+        self.assert_none([row for row in rows if " none" not in row and "`" not in row and "every" not in row and "FSDP2: " not in row
+                          and "PyTorch: " not in row], "docs/fsdp2_tests.md has rows without a test or a reason")
+
+    def test_every_environment_variable_is_in_the_table(self):
+        call = r"(?:getenv|environ\.get|environment\.(?:get|find)|text|integer)\(\s*"
+        read = [name for path in sources(PROGRAMS, (".h", ".cpp", ".py")) for name in re.findall(call + r'"([A-Z_]+)"', path.read_text())
+                if name.startswith("TESSERA_") or not path.is_relative_to(ROOT / "tests")]  # tests talk to programs of their own
+        for script in sorted((ROOT / "scripts").iterdir()):
+            read += re.findall(r'environ\.get\("([A-Z_]+)"', script.read_text()) + re.findall(r"\$\{([A-Z_]+):-", script.read_text())
+        listed = {name for line in (ROOT / "docs/environment.md").read_text().splitlines() if line.startswith("|")
+                  for name in re.findall(r"`([A-Z_]+)`", line)}
+        self.assertGreater(len(set(read)), 20)
+        self.assert_none(set(read) - listed, "docs/environment.md lacks variables that are read")
+        scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
+        text = "".join(path.read_text() for path in [*sources(PROGRAMS, (".h", ".cpp", ".py", ".txt")), *scripts])
+        self.assert_none({name for name in listed if name not in text}, "docs/environment.md lists variables that nothing reads")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,292 @@
+// Checkpoints in a storage of the program's own, with faults in it.
+#include <gmock/gmock.h>
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/checkpointer.h>
+#include <tessera/checkpoint/read_state_dict.h>
+#include <torch/torch.h>
+
+#include "../support/matchers.h"
+#include "sharded_training.h"
+#include "shared_folder.h"
+#include "shared_memory_storage.h"
+
+namespace tessera::checkpoint {
+namespace {
+
+using ::testing::ElementsAre;
+using testing::error_of;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing::SharedFolder;
+using testing::SharedMemoryStorage;
+using testing::Training;
+
+int rank() { return process_context().rank(); }
+int last_rank() { return process_context().world_size() - 1; }
+
+// Each rank's own storage to objects that all see.
+struct SharedStorage {
+  SharedFolder folder{"/dev/shm"};
+  SharedMemoryStorage storage{folder.path()};
+
+  std::vector<std::string> names(const std::string& prefix = "") {
+    SharedFolder::barrier();
+    auto names = storage.list(prefix);
+    std::ranges::sort(names);
+    SharedFolder::barrier();
+    return names;
+  }
+};
+
+StateDict numbers(double value) {
+  StateDict state;
+  const auto mesh = init_device_mesh(at::kCPU, {process_context().world_size()});
+  state.add("w", distribute_tensor(torch::full({12, 5}, value), mesh, {Shard{0}}));
+  state.add("plain", torch::full({3}, value));
+  state.set("step", static_cast<int64_t>(value));
+  return state;
+}
+
+void expect_numbers(const StateDict& state, double value) {
+  EXPECT_TENSORS_EQUAL(testing::whole_tensor(state.tensor("w")), torch::full({12, 5}, value));
+  EXPECT_TENSORS_EQUAL(state.tensor("plain"), torch::full({3}, value));
+  EXPECT_EQ(state.value<int64_t>("step"), static_cast<int64_t>(value));
+}
+
+void expect_holds(const Storage& storage, const std::string& name, double value) {
+  auto state = numbers(0);
+  load(state, storage, name);
+  expect_numbers(state, value);
+}
+
+TEST(Storage, TrainingsAreSavedAndGoOn) {
+  SharedStorage shared;
+  for (const auto& strategy : testing::strategies(process_context().world_size())) {
+    SCOPED_TRACE(strategy);
+    Training saved(strategy, 1), loaded(strategy, 2);
+    saved.step(0);
+    save(saved.state(), shared.storage, "run/" + strategy);
+    load(loaded.state(), shared.storage, "run/" + strategy);
+    testing::expect_same(loaded.state(), saved.state());
+    EXPECT_EQ(loaded.step(1), saved.step(1));
+    EXPECT_THAT(verify(shared.storage, "run/" + strategy), IsEmpty());
+  }
+}
+
+TEST(Storage, HoldsTheBytesOfAFolder) {
+  SharedStorage shared;
+  const SharedFolder folder;
+  save(numbers(3), shared.storage, "c");
+  save(numbers(3), folder.path() / "c");
+  SharedFolder::barrier();
+  std::vector<std::string> in_storage, in_folder;
+  for (const auto& name : shared.storage.list("c/data-")) {
+    std::string data(static_cast<size_t>(*shared.storage.size(name)), '\0');
+    shared.storage.read(name, 0, data.data(), data.size());
+    in_storage.push_back(data);
+  }
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path() / "c")) {
+    if (entry.path().extension() == ".safetensors") in_folder.push_back(testing::read_text(entry.path()));
+  }
+  EXPECT_THAT(in_storage, ::testing::UnorderedElementsAreArray(in_folder));
+}
+
+TEST(Storage, ANameIsReplacedOnlyWhenAsked) {
+  SharedStorage shared;
+  save(numbers(1), shared.storage, "c");
+  EXPECT_THAT(error_of([&] { save(numbers(2), shared.storage, "c"); }), HasSubstr("c exists already"));
+  expect_holds(shared.storage, "c", 1);
+  const auto before = shared.names();
+  save(numbers(2), shared.storage, "c", {.overwrite = true});
+  expect_holds(shared.storage, "c", 2);
+  EXPECT_EQ(shared.names().size(), before.size()); // the old data is gone
+  for (const auto* name : {"", "/c", "c/"})
+    EXPECT_THAT(error_of([&] { save(numbers(2), shared.storage, name); }), HasSubstr("is no name of a checkpoint"));
+}
+
+TEST(Storage, NamesThatDifferBetweenRanksAreAnErrorAndTheNextSaveWorks) {
+  if (last_rank() == 0) GTEST_SKIP() << "one rank cannot differ";
+  SharedStorage shared;
+  EXPECT_THAT(error_of([&] { save(numbers(1), shared.storage, rank() == last_rank() ? "odd" : "even"); }),
+              HasSubstr(c10::str("rank ", last_rank(), ": start to save odd")));
+  EXPECT_THAT(shared.names(), IsEmpty());
+  save(numbers(2), shared.storage, "c");
+  expect_holds(shared.storage, "c", 2);
+}
+
+TEST(Storage, TheRanksOfAMeshSaveWhileTheOthersGoOn) {
+  SharedStorage shared;
+  std::vector<int64_t> low, high;
+  for (int64_t r = 0; r <= last_rank(); ++r) (2 * r <= last_rank() ? low : high).push_back(r);
+  const auto mesh_of = [](const std::vector<int64_t>& ranks) {
+    return make_device_mesh(at::kCPU, {static_cast<int64_t>(ranks.size())}, ranks);
+  };
+  const bool is_low = std::ranges::find(low, rank()) != low.end();
+  const auto own = mesh_of(is_low ? low : high);
+  const std::string root = is_low ? "low/" : "high/";
+  const auto state_with = [&](double value) {
+    StateDict state;
+    state.add("w", distribute_tensor(torch::full({12, 5}, value), own, {Shard{0}}));
+    return state;
+  };
+  const double value = is_low ? 1 : 2;
+  for (int step = 1; step <= 3; ++step)
+    save(state_with(value), shared.storage, c10::str(root, "step-", step), {.keep_last = 2, .mesh = own});
+  {
+    Checkpointer checkpointer(own);
+    checkpointer.save(state_with(value + 2), shared.storage, root + "step-4", {.keep_last = 2});
+    checkpointer.wait();
+  }
+  EXPECT_EQ(latest(shared.storage, root), root + "step-4");
+  auto state = state_with(0);
+  load(state, shared.storage, root + "step-4", {.mesh = own});
+  EXPECT_TENSORS_EQUAL(DTensor(state.tensor("w")).full_tensor(), torch::full({12, 5}, value + 2));
+  SharedFolder::barrier();
+  for (const auto& [name, expected] : {std::pair("low/step-4", 3.0), std::pair("high/step-4", 4.0)}) {
+    if (high.empty() && expected == 4) continue;
+    EXPECT_TENSORS_EQUAL(read_state_dict(shared.storage, name).tensor("w"), torch::full({12, 5}, expected));
+  }
+}
+
+TEST(Storage, LatestAndKeepLast) {
+  SharedStorage shared;
+  EXPECT_EQ(latest(shared.storage), "");
+  save(numbers(7), shared.storage, "run/best");
+  for (int step = 1; step <= 4; ++step) {
+    save(numbers(step), shared.storage, c10::str("run/step-", step), {.keep_last = 2});
+    EXPECT_EQ(latest(shared.storage, "run/"), c10::str("run/step-", step));
+    SharedFolder::barrier();
+  }
+  save(numbers(5), shared.storage, "other");
+  EXPECT_EQ(latest(shared.storage, "run/"), "run/step-4");
+  EXPECT_EQ(latest(shared.storage), "other");
+  EXPECT_THAT(shared.names("run/step-1"), IsEmpty());
+  EXPECT_THAT(shared.names("run/step-2"), IsEmpty());
+  expect_holds(shared.storage, "run/step-3", 3);
+  expect_holds(shared.storage, "run/best", 7);
+  EXPECT_THAT(error_of([&] { save(numbers(1), shared.storage, "best", {.keep_last = 2}); }), HasSubstr("has none"));
+}
+
+TEST(Storage, TheCheckpointerSavesThere) {
+  SharedStorage shared;
+  Checkpointer checkpointer;
+  auto state = numbers(1);
+  checkpointer.save(state, shared.storage, "step-1");
+  checkpointer.save(numbers(2), shared.storage, "step-2");
+  checkpointer.wait();
+  expect_holds(shared.storage, "step-1", 1);
+  expect_holds(shared.storage, "step-2", 2);
+  shared.storage.fault = [](const std::string& operation, const std::string&) {
+    if (operation == "close" && rank() == last_rank()) throw std::runtime_error("no space");
+  };
+  checkpointer.save(state, shared.storage, "step-3");
+  EXPECT_THAT(error_of([&] { checkpointer.wait(); }), HasSubstr(c10::str("rank ", last_rank(), ": no space")));
+  EXPECT_THAT(shared.names("step-3"), IsEmpty());
+}
+
+TEST(Storage, UnknownStatesAreReadFromIt) {
+  SharedStorage shared;
+  save(numbers(4), shared.storage, "c");
+  expect_numbers(read_state_dict(shared.storage, "c"), 4);
+  EXPECT_EQ(read_state_dict(shared.storage, "c", {.prefix = "pl"}).size(), 1);
+}
+
+TEST(StorageFaults, OnOneRankAreErrorsOnAllAndLeaveNothing) {
+  for (const std::string failing : {"append", "close"}) {
+    for (const int at : {0, last_rank()}) {
+      for (const bool overwrite : {false, true}) {
+        SCOPED_TRACE(c10::str(failing, " on rank ", at, overwrite ? ", replacing" : ""));
+        SharedStorage shared;
+        if (overwrite) save(numbers(1), shared.storage, "c");
+        const auto before = shared.names();
+        shared.storage.fault = [&](const std::string& operation, const std::string& object) {
+          if (operation == failing && rank() == at) throw std::runtime_error("no space for " + object);
+        };
+        const auto error = error_of([&] { save(numbers(2), shared.storage, "c", {.overwrite = overwrite}); });
+        EXPECT_THAT(error, HasSubstr(c10::str("cannot save c: rank ", at, ": no space for c/data-")));
+        shared.storage.fault = nullptr;
+        EXPECT_EQ(shared.names(), before);
+        if (overwrite) expect_holds(shared.storage, "c", 1);
+      }
+    }
+  }
+}
+
+TEST(StorageFaults, OfTheIndexLeaveNoCheckpoint) {
+  for (const bool overwrite : {false, true}) {
+    SharedStorage shared;
+    if (overwrite) save(numbers(1), shared.storage, "c");
+    const auto before = shared.names();
+    shared.storage.fault = [](const std::string& operation, const std::string& object) {
+      if (operation == "close" && object.ends_with("index.json")) throw std::runtime_error("no space");
+    };
+    EXPECT_THAT(error_of([&] { save(numbers(2), shared.storage, "c", {.overwrite = overwrite}); }),
+                HasSubstr("cannot commit c: rank 0: no space"));
+    shared.storage.fault = nullptr;
+    EXPECT_EQ(shared.names(), before);
+    if (overwrite) expect_holds(shared.storage, "c", 1);
+    // An index that arrived, though the answer did not, is there.
+    shared.storage.answer_lost = "c/index.json";
+    save(numbers(3), shared.storage, "c", {.overwrite = overwrite});
+    expect_holds(shared.storage, "c", 3);
+  }
+}
+
+TEST(StorageFaults, TruncatedObjectsAreFoundAtTheSaveAndAtTheLoad) {
+  for (const std::string object : {"shard-00001", "index.json"}) {
+    SharedStorage shared;
+    shared.storage.truncated = object;
+    EXPECT_THAT(error_of([&] { save(numbers(1), shared.storage, "c"); }), HasSubstr("bytes in the storage, where "));
+    EXPECT_THAT(shared.names(), IsEmpty());
+    EXPECT_THAT(error_of([&] { expect_holds(shared.storage, "c", 1); }), HasSubstr("c is not a complete checkpoint"));
+  }
+  SharedStorage shared;
+  save(numbers(1), shared.storage, "c");
+  SharedFolder::barrier();
+  if (rank() == 0) {
+    const auto name = shared.storage.list("c/data-")[0];
+    std::string data(static_cast<size_t>(*shared.storage.size(name)), '\0');
+    shared.storage.read(name, 0, data.data(), data.size());
+    const auto writer = shared.storage.create(name);
+    writer->append(data.data(), data.size() - 1);
+    writer->close();
+  }
+  SharedFolder::barrier();
+  EXPECT_THAT(error_of([&] { expect_holds(shared.storage, "c", 1); }), HasSubstr("where the checkpoint wrote"));
+  EXPECT_THAT(verify(shared.storage, "c"), ElementsAre(HasSubstr("where the checkpoint wrote")));
+}
+
+TEST(StorageFaults, OfReadsAreErrorsOnEveryRank) {
+  SharedStorage shared;
+  save(numbers(1), shared.storage, "c");
+  EXPECT_THAT(error_of([&] { expect_holds(shared.storage, "none", 1); }), HasSubstr("the storage has no none/index.json"));
+  shared.storage.fault = [](const std::string& operation, const std::string& object) {
+    if (operation == "read" && rank() == last_rank() && !object.ends_with("index.json")) throw std::runtime_error("timed out");
+  };
+  EXPECT_THAT(error_of([&] { expect_holds(shared.storage, "c", 1); }),
+              ::testing::MatchesRegex(c10::str(".*cannot load c: rank ", last_rank(), ": cannot read c/data-.*: timed out.*")));
+  shared.storage.fault = nullptr;
+  expect_holds(shared.storage, "c", 1);
+}
+
+TEST(StorageFaults, WhatAKilledSaveLeftIsRemovedByTheNext) {
+  SharedStorage shared;
+  if (rank() == 0) {
+    for (const auto* name :
+         {"c/data-1-2-shard-00009-model-00001-of-00001.safetensors", "c/notes.txt", "c/sub/data-3-x.safetensors"}) {
+      const auto writer = shared.storage.create(name);
+      writer->append("x", 1);
+      writer->close();
+    }
+  }
+  SharedFolder::barrier();
+  EXPECT_EQ(latest(shared.storage), "");
+  save(numbers(1), shared.storage, "c");
+  expect_holds(shared.storage, "c", 1);
+  EXPECT_THAT(shared.names("c/data-1-2-"), IsEmpty());
+  EXPECT_THAT(shared.names("c/notes.txt"), ElementsAre("c/notes.txt"));
+  EXPECT_THAT(shared.names("c/sub/"), ElementsAre("c/sub/data-3-x.safetensors"));
+}
+
+} // namespace
+} // namespace tessera::checkpoint

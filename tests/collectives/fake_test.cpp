@@ -1,0 +1,88 @@
+#include "../support/matchers.h"
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/mesh/device_mesh.h>
+#include <torch/torch.h>
+
+namespace tessera {
+namespace {
+
+/// A job of pretended ranks, in place of the program's own.
+class FakeGroup : public ::testing::Test {
+ protected:
+  void SetUp() override { destroy_process_group(); }
+  void TearDown() override {
+    if (is_initialized()) destroy_process_group();
+    init_process_group();
+  }
+};
+
+TEST_F(FakeGroup, CollectivesGiveWhatEqualRanksWould) {
+  init_fake_process_group(/*rank=*/2, /*world_size=*/3);
+  const auto mesh = init_device_mesh(torch::kCPU, {3}, {"shard"});
+  const auto world = mesh.communicator(0);
+  EXPECT_EQ(world->size(), 3);
+  EXPECT_EQ(world->rank(), 2);
+
+  const auto own = torch::tensor({1.0f, 2.0f});
+  auto all = torch::zeros({6});
+  world->all_gather_into(all, own, "gather").wait();
+  EXPECT_TENSORS_EQUAL(all, own.repeat({3}));
+
+  auto part = torch::zeros({2});
+  world->reduce_scatter(part, torch::arange(6, torch::kFloat), ReduceOp::kSum, "scatter").wait();
+  EXPECT_TENSORS_EQUAL(part, torch::tensor({12.0f, 15.0f}));
+  auto reduced = own.clone();
+  world->all_reduce(reduced, ReduceOp::kAvg, "mean").wait();
+  EXPECT_TENSORS_EQUAL(reduced, own);
+  world->all_reduce(reduced, ReduceOp::kProduct, "product").wait();
+  EXPECT_TENSORS_EQUAL(reduced, own.pow(3));
+  auto received = torch::zeros({3});
+  world->all_to_all(received, torch::arange(3, torch::kFloat), {}, {}, "exchange").wait();
+  EXPECT_TENSORS_EQUAL(received, torch::full({3}, 2.0f));
+  world->broadcast(received, 0, "broadcast").wait();
+  world->barrier("barrier");
+  EXPECT_EQ(process_context().count(CollectiveKind::kAllGather), (CollectiveCounters::Count{1, 24}));
+  EXPECT_EQ(process_context().count(CollectiveKind::kAllReduce), (CollectiveCounters::Count{2, 16}));
+  EXPECT_EQ(process_context().count(CollectiveKind::kBarrier).calls, 1);
+}
+
+// Every rank has the same batch, so the mean of the gradients is this rank's own.
+TEST_F(FakeGroup, AShardedModelTrainsThisRanksPart) {
+  for (const int64_t ranks : {1, 8, 64}) {
+    init_fake_process_group(/*rank=*/0, static_cast<int>(ranks));
+    torch::manual_seed(1);
+    torch::nn::Linear model(16, ranks), twin(16, ranks);
+    {
+      const torch::NoGradGuard no_grad;
+      twin->weight.copy_(model->weight);
+      twin->bias.copy_(model->bias);
+    }
+    fully_shard(model, init_device_mesh(torch::kCPU, {ranks}, {"shard"}), {.layout = BufferLayout::kPerParameter});
+    const auto input = torch::randn({4, 16});
+    twin->forward(input).sum().backward();
+    process_context().reset_counters();
+    // What it gathers is its own first row, as often as there are ranks.
+    const auto first_row = torch::nn::functional::linear(input, twin->weight.narrow(0, 0, 1), twin->bias.narrow(0, 0, 1));
+    const auto output = model->forward(input);
+    EXPECT_TENSORS_CLOSE(output, first_row.expand({4, ranks}), 1e-5, 1e-6);
+    output.sum().backward();
+    EXPECT_TENSORS_EQUAL(to_local(model->weight.grad()), twin->weight.grad().narrow(0, 0, 1));
+    EXPECT_EQ(process_context().count(CollectiveKind::kReduceScatter).calls, ranks > 1 ? 1 : 0);
+    destroy_process_group();
+  }
+}
+
+TEST_F(FakeGroup, BadArgumentsAreErrors) {
+  EXPECT_THROWS_WITH(init_fake_process_group(0, 0), "init_fake_process_group: world_size is 0, but must be positive");
+  EXPECT_THROWS_WITH(init_fake_process_group(3, 3), "init_fake_process_group: rank 3 is not in [0, 3)");
+  EXPECT_THROWS_WITH(init_fake_process_group(-1, 3), "init_fake_process_group: rank -1 is not in [0, 3)");
+  init_fake_process_group(0, 2);
+  EXPECT_THROWS_WITH(init_fake_process_group(0, 2), "there is a process group already");
+  EXPECT_THROWS_WITH(init_process_group(), "called already");
+}
+
+} // namespace
+} // namespace tessera

@@ -1,0 +1,94 @@
+#include <tessera/collectives/group_store.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <atomic>
+#include <numeric>
+
+#include "../support/matchers.h"
+
+namespace tessera::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+/// Counts the requests that each rank of a large job makes of the one store.
+class CountingStore final : public c10d::HashStore {
+ public:
+  bool check(const std::vector<std::string>& keys) override {
+    ++requests;
+    keys_asked_for += keys.size();
+    return HashStore::check(keys);
+  }
+  std::atomic<size_t> requests{0}, keys_asked_for{0};
+};
+
+constexpr int kRanks = 4000;
+
+std::string key_of(int64_t rank) { return "rank/" + std::to_string(rank); }
+
+struct Job {
+  Job() : ranks(kRanks) {
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (const auto rank : ranks) keys.push_back(key_of(rank));
+  }
+  void set_all_but(int64_t absent) {
+    for (const auto rank : ranks)
+      if (rank != absent) store->set(key_of(rank), std::vector<uint8_t>{});
+  }
+
+  c10::intrusive_ptr<CountingStore> store = c10::make_intrusive<CountingStore>();
+  std::vector<int64_t> ranks;
+  std::vector<std::string> keys;
+};
+
+TEST(GroupStore, KeysThatAreThereCostAFewRequests) {
+  Job job;
+  job.set_all_but(-1);
+  internal::wait_for_keys(job.store, job.keys, std::chrono::seconds(20), [] { return ""; });
+  EXPECT_LE(job.store->requests, 13U); // 1 + 2 + 4 + … keys
+  EXPECT_EQ(job.store->keys_asked_for, job.keys.size());
+  job.store->requests = 0;
+  EXPECT_THAT(internal::absent_ranks(*job.store, job.ranks, key_of), IsEmpty());
+  EXPECT_EQ(job.store->requests, 1U);
+}
+
+TEST(GroupStore, OneThatDoesNotComeIsFoundInAFewRequests) {
+  for (const int64_t absent : {0, 1, 1234, kRanks - 1}) {
+    Job job;
+    job.set_all_but(absent);
+    EXPECT_THAT(internal::absent_ranks(*job.store, job.ranks, key_of), ElementsAre(absent));
+    EXPECT_LE(job.store->requests, 26U);
+  }
+}
+
+TEST(GroupStore, AWaitAsksForAKeyAtATimeAndLessOftenThanTenTimesASecond) {
+  Job job;
+  job.set_all_but(kRanks / 2);
+  constexpr std::chrono::milliseconds kTimeout(2000);
+  int asked = 0;
+  EXPECT_THROW(internal::wait_for_keys(job.store, job.keys, kTimeout,
+                                       [&] {
+                                         ++asked;
+                                         return std::string();
+                                       }),
+               c10::DistStoreError);
+  EXPECT_LE(asked, 6);
+  EXPECT_LE(job.store->requests, 50U);
+  EXPECT_LE(job.store->keys_asked_for, 4U * kRanks); // among them all of them once more, at the end
+}
+
+TEST(GroupStore, AReasonToGiveUpIsSeenWithinASecondInALargeJobToo) {
+  Job job;
+  const auto begin = std::chrono::steady_clock::now();
+  constexpr auto* kReason = "rank 7 has exited or failed";
+  EXPECT_THROWS_WITH(internal::wait_for_keys(job.store, job.keys, std::chrono::minutes(1), [] { return std::string(kReason); }),
+                     kReason);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20)); // pauses of 1 to 400 ms, on a busy machine
+}
+
+} // namespace
+} // namespace tessera::testing

@@ -1,0 +1,246 @@
+// Backwards that end with an exception, and those that run inside another's hook: what comes after is as in the unsharded model.
+#include <tessera/fsdp/fully_shard.h>
+
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::testing {
+namespace {
+
+using torch::Tensor;
+
+/// Two layers, each a group of its own or both in one, and another model beside them. Sharded or not.
+struct Models {
+  Models(const Strategy* strategy, bool layers_apart) {
+    torch::manual_seed(5);
+    model = torch::nn::Sequential(torch::nn::Linear(5, 4), torch::nn::Tanh(), torch::nn::Linear(4, 3));
+    other = torch::nn::Linear(5, 3);
+    model->to(torch::kDouble);
+    other->to(torch::kDouble);
+    if (!strategy) return;
+    const auto mesh = strategy->mesh();
+    const auto shard = [&](torch::nn::Module& module) {
+      strategy->replicates ? replicate(module, mesh, strategy->options) : fully_shard(module, mesh, strategy->options);
+    };
+    if (layers_apart) shard(first()), shard(last());
+    shard(*model);
+    shard(*other);
+    is_sharded = true;
+  }
+  torch::nn::LinearImpl& first() { return *model[0]->as<torch::nn::Linear>(); }
+  torch::nn::LinearImpl& last() { return *model[2]->as<torch::nn::Linear>(); }
+
+  /// The same 12 rows for every `batch`, or this rank's part of them.
+  Tensor input(int64_t batch) const {
+    auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(batch));
+    const auto rows = torch::randn({12, 5}, generator, torch::kDouble);
+    return is_sharded ? part_of(rows, world_rank(), world_size()) : rows;
+  }
+  Tensor loss(int64_t batch) { return model->forward(input(batch)).square().mean(); }
+  Tensor other_loss(int64_t batch) { return other(input(batch)).square().mean(); }
+  void zero_grad() {
+    model->zero_grad();
+    other->zero_grad();
+  }
+  std::vector<Tensor> gradients() {
+    std::vector<Tensor> all;
+    for (const auto& parameters : {model->parameters(), other->parameters()}) {
+      for (const auto& parameter : parameters)
+        all.push_back(parameter.grad().defined() ? full(parameter.grad()).clone() : Tensor());
+    }
+    return all;
+  }
+
+  torch::nn::Sequential model{nullptr};
+  torch::nn::Linear other{nullptr};
+  bool is_sharded = false;
+};
+
+/// Where the exception is thrown, from the first gradient to the last.
+enum class At { kOutput, kHidden, kFirstLayer };
+
+void throw_in(const Tensor& tensor) {
+  tensor.register_hook([](const Tensor&) -> Tensor { throw std::runtime_error("thrown in backward"); });
+}
+
+/// A loss whose backward throws every time; with kOutput before any gradient has landed.
+Tensor bad_loss(Models& models, int64_t batch, At at = At::kHidden) {
+  const auto before = models.first().forward(models.input(batch));
+  const auto hidden = before.tanh();
+  const auto output = models.last().forward(hidden);
+  throw_in(at == At::kOutput ? output : at == At::kHidden ? hidden : before);
+  return output.square().mean();
+}
+
+void fail(const Tensor& loss, bool retain_graph = false) {
+  EXPECT_NE(error_of([&] { loss.backward({}, retain_graph); }).find("thrown in backward"), std::string::npos);
+}
+
+struct Scenario {
+  std::string name;
+  std::function<void(Models&)> run; ///< the gradients after it are compared
+};
+
+Scenario at(const std::string& name, At at, const std::function<void(Models&, At)>& run) {
+  const char* const places[] = {" (output)", " (hidden)", " (first layer)"};
+  return {name + places[static_cast<size_t>(at)], [at, run](Models& models) { run(models, at); }};
+}
+
+std::vector<Scenario> scenarios() {
+  std::vector<Scenario> all{
+      {"the same graph again, retained",
+       [](Models& models) {
+         int calls = 0;
+         const auto hidden = models.first().forward(models.input(0)).tanh();
+         hidden.register_hook([&](const Tensor& gradient) {
+           if (calls++ == 0) throw std::runtime_error("thrown in backward");
+           return gradient;
+         });
+         const auto loss = models.last().forward(hidden).square().mean();
+         fail(loss, /*retain_graph=*/true);
+         models.zero_grad();
+         loss.backward();
+       }},
+      {"the same graph again, of which nothing was used",
+       [](Models& models) {
+         int calls = 0;
+         const auto loss = models.loss(0) * 1;
+         loss.register_hook([&](const Tensor& gradient) {
+           if (calls++ == 0) throw std::runtime_error("thrown in backward");
+           return gradient;
+         });
+         fail(loss);
+         loss.backward();
+       }},
+      {"the same graph again, half used, is an error, and the next is right",
+       [](Models& models) {
+         const auto second = models.loss(1);
+         const auto loss = bad_loss(models, 0);
+         fail(loss);
+         EXPECT_THROWS_WITH(loss.backward(), "Trying to backward through the graph a second time");
+         models.zero_grad();
+         second.backward();
+       }},
+      {"an accumulation goes on",
+       [](Models& models) {
+         models.loss(0).backward();
+         const auto third = models.loss(2);
+         fail(bad_loss(models, 1, At::kOutput));
+         third.backward();
+       }},
+      {"another model in a hook",
+       [](Models& models) {
+         const auto older = models.other_loss(2);
+         const auto output = models.other(models.input(1));
+         throw_in(output);
+         fail(output.sum());
+         const auto loss = models.loss(0) * 1;
+         loss.register_hook([&](const Tensor& gradient) {
+           const torch::AutoGradMode grad_mode(true);
+           models.other_loss(3).backward();
+           EXPECT_TRUE(models.other->weight.grad().defined());
+           return gradient;
+         });
+         loss.backward();
+         older.backward();
+       }},
+      {"failures in a hook, which the hook catches",
+       [](Models& models) {
+         const auto loss = models.loss(0) * 1;
+         loss.register_hook([&](const Tensor& gradient) {
+           const torch::AutoGradMode grad_mode(true);
+           fail(bad_loss(models, 1)); // what has landed stays
+           const auto output = models.other(models.input(1));
+           throw_in(output);
+           fail(output.sum());
+           return gradient;
+         });
+         loss.backward();
+         models.other_loss(2).backward();
+       }},
+      {"a failure of the outer one after one in its hook",
+       [](Models& models) {
+         const auto second = models.loss(2) + models.other_loss(2);
+         const auto hidden = models.first().forward(models.input(0)).tanh();
+         hidden.register_hook([&](const Tensor&) -> Tensor {
+           const torch::AutoGradMode grad_mode(true);
+           (models.loss(1) + models.other_loss(1)).backward();
+           throw std::runtime_error("thrown in backward");
+         });
+         fail(models.last().forward(hidden).square().mean());
+         models.zero_grad();
+         second.backward();
+       }},
+      {"a failure of a parameter's hook",
+       [](Models& models) {
+         const auto second = models.loss(1);
+         const auto weight = models.last().weight;
+         const auto hook = weight.register_hook([](const Tensor&) -> Tensor { throw std::runtime_error("thrown in backward"); });
+         fail(models.loss(0));
+         weight.remove_hook(hook);
+         models.zero_grad();
+         second.backward();
+       }},
+      {"gradients of inputs come next",
+       [](Models& models) {
+         auto x = models.input(0).requires_grad_();
+         const auto output = models.model->forward(x).sum();
+         const auto third = models.loss(2);
+         fail(bad_loss(models, 1));
+         models.zero_grad();
+         EXPECT_TRUE(torch::autograd::grad({output}, {x})[0].defined());
+         third.backward();
+       }},
+  };
+  for (const auto place : {At::kOutput, At::kHidden, At::kFirstLayer}) {
+    all.push_back(at("the graph of a second forward", place, [](Models& models, At at) {
+      const auto bad = bad_loss(models, 0, at);
+      const auto second = models.loss(1);
+      fail(bad);
+      models.zero_grad();
+      second.backward();
+    }));
+    all.push_back(at("a graph retained from before", place, [](Models& models, At at) {
+      const auto loss = models.loss(0);
+      loss.backward({}, /*retain_graph=*/true);
+      fail(bad_loss(models, 1, at));
+      models.zero_grad();
+      loss.backward();
+    }));
+    all.push_back(at("two failures in a row, then training", place, [](Models& models, At at) {
+      const auto third = models.loss(2);
+      fail(bad_loss(models, 0, at));
+      fail(bad_loss(models, 1, at));
+      models.zero_grad();
+      third.backward();
+      torch::optim::SGD(models.model->parameters(), 0.1).step();
+      models.loss(3).backward();
+    }));
+  }
+  return all;
+}
+
+TEST(FailedBackward, WhatFollowsIsAsInTheUnshardedModel) {
+  for (const auto& strategy : strategies()) {
+    for (const bool layers_apart : {false, true}) {
+      for (const auto& scenario : scenarios()) {
+        SCOPED_TRACE(strategy.name + (layers_apart ? ", layers apart: " : ": ") + scenario.name);
+        Models plain(nullptr, false), sharded(&strategy, layers_apart);
+        scenario.run(plain);
+        scenario.run(sharded);
+        const auto expected = plain.gradients(), actual = sharded.gradients();
+        for (size_t i = 0; i < expected.size(); ++i) {
+          ASSERT_EQ(actual[i].defined(), expected[i].defined()) << "gradient " << i;
+          if (expected[i].defined()) EXPECT_TENSORS_CLOSE(actual[i], expected[i], 1e-12, 1e-14);
+        }
+      }
+    }
+  }
+}
+
+} // namespace
+} // namespace tessera::testing

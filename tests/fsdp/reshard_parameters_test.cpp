@@ -1,0 +1,298 @@
+// Models whose parameters change after fully_shard.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/fsdp/reshard_parameters.h>
+#include <tessera/fsdp/summary.h>
+#include <tessera/optim/shard_optimizer.h>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/sweep.h>
+
+namespace tessera::testing {
+namespace {
+
+using torch::Tensor;
+
+/// A linear layer to which an adapter is added later, or whose weight is replaced.
+struct AdaptedImpl : torch::nn::Module {
+  AdaptedImpl(int64_t in, int64_t out) : base(register_module("base", torch::nn::Linear(in, out))) {}
+  Tensor forward(const Tensor& x) {
+    const auto y = base(x);
+    return down.defined() ? y + torch::linear(torch::linear(x, down), up) : y;
+  }
+  void add_adapter() {
+    const auto make = [](std::vector<int64_t> sizes) {
+      return torch::arange(sizes[0] * sizes[1], torch::kFloat).view(sizes).mul(0.01);
+    };
+    down = register_parameter("down", make({2, base->weight.size(1)}));
+    up = register_parameter("up", make({base->weight.size(0), 2}));
+  }
+  torch::nn::Linear base;
+  Tensor down, up;
+};
+TORCH_MODULE(Adapted);
+
+struct TowerImpl : torch::nn::Module {
+  Tensor forward(const Tensor& x) { return head(torch::tanh(second(torch::tanh(first(x))))) * scale; }
+  Adapted first{register_module("first", Adapted(5, 7))}, second{register_module("second", Adapted(7, 3))};
+  torch::nn::Linear head{register_module("head", torch::nn::Linear(3, 2))};
+  Tensor scale = register_parameter("scale", torch::tensor(1.5));
+  Tensor table = register_buffer("table", torch::ones({3}));
+  void replace_head(int64_t outputs) {
+    torch::manual_seed(9);
+    head = replace_module("head", torch::nn::Linear(3, outputs));
+  }
+};
+TORCH_MODULE(Tower);
+
+Tower make_tower() {
+  torch::manual_seed(3);
+  return Tower();
+}
+
+void shard_tower(Tower& tower, const Strategy& strategy) {
+  const auto mesh = strategy.mesh();
+  const auto wrap = [&](torch::nn::Module& module) {
+    strategy.replicates ? replicate(module, mesh, strategy.options) : fully_shard(module, mesh, strategy.options);
+  };
+  wrap(*tower->first);
+  wrap(*tower->second);
+  wrap(*tower);
+}
+
+Tensor rows_of(int64_t step) {
+  auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(step));
+  return torch::randn({12, 5}, generator, torch::kFloat);
+}
+
+void step(Tower& tower, torch::optim::Optimizer& optimizer, const Tensor& rows) {
+  optimizer.zero_grad();
+  tower->forward(rows.to(tower->scale.scalar_type())).square().mean().backward();
+  optimizer.step();
+  optimizer.zero_grad();
+}
+
+Tensor mine(const Tensor& rows) { return part_of(rows, world_rank(), world_size()); }
+
+using Change = std::pair<std::string, std::function<void(Tower&)>>;
+
+std::vector<Change> changes() {
+  return {{"nothing", [](Tower&) {}},
+          {"adapter", [](Tower& tower) { tower->first->add_adapter(); }},
+          {"adapters on a frozen base",
+           [](Tower& tower) {
+             for (auto& parameter : tower->parameters()) parameter.requires_grad_(false);
+             tower->first->add_adapter();
+             tower->second->add_adapter();
+           }},
+          {"another head", [](Tower& tower) { tower->replace_head(2); }},
+          {"a head of another shape", [](Tower& tower) { tower->replace_head(6); }},
+          {"another weight in the same place", [](Tower& tower) {
+             tower->second->base =
+                 tower->second->replace_module("base", torch::nn::Linear(torch::nn::LinearOptions(7, 3).bias(false)));
+             const torch::NoGradGuard no_grad;
+             tower->second->base->weight.fill_(0.25);
+           }}};
+}
+
+std::vector<std::pair<Change, Strategy>> all_changes() {
+  std::vector<std::pair<Change, Strategy>> all;
+  const FullyShardOptions in_files{.offload = offload_to_files(std::filesystem::temp_directory_path())};
+  for (const auto& change : changes()) {
+    for (const auto& strategy : strategies()) all.emplace_back(change, strategy);
+    all.emplace_back(change, Strategy{"in files", world_mesh, in_files});
+  }
+  return all;
+}
+
+/// Steps, changes, and steps again with an optimizer of the changed model.
+TEST(ReshardParameters, AChangedModelTrainsAsTheUnshardedOne) {
+  for (const auto& [change, strategy] : sweep(all_changes(), 3)) {
+    SCOPED_TRACE(change.first + ", " + strategy.name);
+    auto tower = make_tower(), plain = make_tower();
+    shard_tower(tower, strategy);
+    const auto handle = fsdp(*tower->first);
+    for (auto* each : {&tower, &plain}) {
+      torch::optim::AdamW first((*each)->parameters(), 1e-2);
+      step(*each, first, each == &tower ? mine(rows_of(0)) : rows_of(0));
+      change.second(*each);
+      if (each == &tower) reshard_parameters(tower);
+      torch::optim::AdamW second((*each)->parameters(), 1e-2);
+      for (int64_t i = 1; i < 4; ++i) step(*each, second, each == &tower ? mine(rows_of(i)) : rows_of(i));
+    }
+    EXPECT_LE(parameter_difference(*tower, *plain), 1e-4);
+    for (const auto& parameter : tower->parameters()) EXPECT_TRUE(is_dtensor(parameter));
+    EXPECT_EQ(handle.parameter_names(), fsdp(*tower->first).parameter_names());
+  }
+}
+
+TEST(ReshardParameters, MakesWhatFullyShardWouldHaveMade) {
+  for (const auto& [change, strategy] : sweep(all_changes(), 2)) {
+    SCOPED_TRACE(change.first + ", " + strategy.name);
+    auto tower = make_tower(), fresh = make_tower();
+    shard_tower(tower, strategy);
+    change.second(tower);
+    reshard_parameters(*tower);
+    change.second(fresh);
+    shard_tower(fresh, strategy);
+    const auto expected = fresh->named_parameters();
+    for (const auto& item : tower->named_parameters()) {
+      const auto& other = expected[item.key()];
+      EXPECT_EQ(DTensor(item.value()).placements(), DTensor(other).placements()) << item.key();
+      EXPECT_TENSORS_EQUAL(DTensor(item.value()).local(), DTensor(other).local());
+    }
+    EXPECT_EQ(fsdp(*tower).parameter_names(), fsdp(*fresh).parameter_names());
+  }
+}
+
+TEST(ReshardParameters, SaysWhatItDid) {
+  auto tower = make_tower();
+  shard_tower(tower, {"full"});
+  tower->first->add_adapter();
+  tower->replace_head(6);
+  const auto done = reshard_parameters(tower);
+  using ::testing::IsEmpty;
+  EXPECT_THAT(done.added, ::testing::UnorderedElementsAre("first.down", "first.up", "head.weight", "head.bias"));
+  EXPECT_THAT(done.removed, ::testing::UnorderedElementsAre("head.weight", "head.bias"));
+  if (world_size() > 1) EXPECT_THAT(done.moved, ::testing::Contains("first.base.weight"));
+  EXPECT_THAT(done.moved, ::testing::Not(::testing::Contains("second.base.weight")));
+  EXPECT_THAT(reshard_parameters(tower).moved, IsEmpty());
+  EXPECT_THAT(summary(*tower).to_string(), ::testing::HasSubstr("first"));
+}
+
+TEST(ReshardParameters, CostsACollectiveWhereNothingChanged) {
+  auto tower = make_tower();
+  shard_tower(tower, {"full"});
+  process_context().reset_counters();
+  reshard_parameters(tower);
+  EXPECT_LE(process_context().count(CollectiveKind::kAllGather).calls, 1);
+}
+
+TEST(ReshardParameters, ChangesTheDtype) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto tower = make_tower(), plain = make_tower();
+    shard_tower(tower, strategy);
+    for (auto* each : {&tower, &plain}) {
+      torch::optim::SGD first((*each)->parameters(), 0.1);
+      step(*each, first, each == &tower ? mine(rows_of(0)) : rows_of(0));
+      each == &tower ? void(reshard_parameters(tower, {.dtype = torch::kDouble})) : (*each)->to(torch::kDouble);
+      torch::optim::SGD second((*each)->parameters(), 0.1);
+      for (int64_t i = 1; i < 3; ++i) step(*each, second, each == &tower ? mine(rows_of(i)) : rows_of(i));
+    }
+    EXPECT_EQ(tower->table.scalar_type(), torch::kDouble);
+    for (const auto& parameter : tower->parameters()) EXPECT_EQ(parameter.scalar_type(), torch::kDouble);
+    EXPECT_LE(parameter_difference(*tower, *plain), 1e-6); // the first step was in float
+  }
+}
+
+TEST(ReshardParameters, AnOptimizerOfBeforeGoesOn) {
+  for (const bool moves_state : {true, false}) { // otherwise the state is moved in each step
+    for (const auto& strategy : sweep(strategies(), 5)) {
+      SCOPED_TRACE(strategy.name);
+      auto tower = make_tower(), plain = make_tower();
+      shard_tower(tower, strategy);
+      torch::optim::AdamW ours(tower->parameters(), 1e-2), theirs(plain->parameters(), 1e-2);
+      for (int64_t i = 0; i < 4; ++i) {
+        step(tower, ours, mine(rows_of(i)));
+        step(plain, theirs, rows_of(i));
+        if (i != 1) continue;
+        tower->first->add_adapter();
+        plain->first->add_adapter();
+        reshard_parameters(tower);
+        ours.add_param_group(torch::optim::OptimizerParamGroup(tower->first->parameters(false)));
+        theirs.add_param_group(torch::optim::OptimizerParamGroup(plain->first->parameters(false)));
+        if (moves_state) shard_optimizer(ours);
+      }
+      EXPECT_LE(parameter_difference(*tower, *plain), 1e-4);
+    }
+  }
+}
+
+TEST(ReshardParameters, KeepsTheSettingsOfAModule) {
+  auto tower = make_tower();
+  shard_tower(tower, {"full"});
+  fsdp(*tower->first).set_gradient_divide_factor(4);
+  int64_t hooked = 0;
+  fsdp(*tower->first).set_all_reduce_hook([&](const Tensor&) { ++hooked; });
+  fsdp(*tower->second).set_modules_to_backward_prefetch({fsdp(*tower->first)});
+  tower->first->add_adapter();
+  reshard_parameters(tower);
+  tower->forward(mine(rows_of(0))).sum().backward();
+  EXPECT_EQ(hooked, 1);
+  auto plain = make_tower();
+  plain->first->add_adapter();
+  plain->forward(rows_of(0)).sum().backward();
+  EXPECT_TENSORS_CLOSE(full(tower->first->down.grad()), plain->first->down.grad() / 4, 1e-4, 1e-6);
+  EXPECT_TENSORS_CLOSE(full(tower->second->base->weight.grad()), plain->second->base->weight.grad() / world_size(), 1e-4, 1e-6);
+}
+
+TEST(ReshardParameters, LeavesIgnoredParametersAsTheyAre) {
+  auto tower = make_tower();
+  fully_shard(*tower->first, world_mesh(), {.ignored_params = {tower->first->base->bias}});
+  fully_shard(tower, world_mesh(), {.ignored_params = {tower->first->base->bias}});
+  tower->first->add_adapter();
+  reshard_parameters(*tower, {.dtype = torch::kDouble, .ignored_params = {tower->first->up}});
+  EXPECT_FALSE(is_dtensor(tower->first->base->bias));
+  EXPECT_FALSE(is_dtensor(tower->first->up));
+  EXPECT_EQ(tower->first->up.scalar_type(), torch::kFloat);
+  EXPECT_TRUE(is_dtensor(tower->first->down));
+}
+
+TEST(ReshardParameters, AReplacedParameterThatAnOptimizerHoldsIsADTensorByItself) {
+  auto tower = make_tower();
+  shard_tower(tower, {"full"});
+  const auto old = tower->head->weight;
+  const auto value = full(old);
+  tower->replace_head(2);
+  reshard_parameters(tower);
+  EXPECT_TENSORS_EQUAL(full(old), value);
+  tower->forward(mine(rows_of(0))).sum().backward();
+  EXPECT_FALSE(old.grad().defined());
+  EXPECT_TRUE(tower->head->weight.grad().defined());
+}
+
+TEST(ReshardParameters, SaysWhatIsWrong) {
+  auto tower = make_tower();
+  EXPECT_THROWS_WITH(reshard_parameters(tower), "is not sharded: call fully_shard on it");
+  shard_tower(tower, {"full"});
+  EXPECT_THROWS_WITH(reshard_parameters(*tower->first), "is a part of the model tessera::testing::");
+  EXPECT_THROWS_WITH(reshard_parameters(tower, {.dtype = torch::kInt}), "the dtype Int is no floating-point one");
+  tower->first->add_adapter();
+  EXPECT_THROWS_WITH(tower->forward(mine(rows_of(0))), "tessera::reshard_parameters shards what was added");
+  for (auto& parameter : tower->first->parameters(false)) parameter.requires_grad_(false);
+  tower->forward(mine(rows_of(0))).sum().backward();
+  EXPECT_THROWS_WITH(reshard_parameters(tower), "the parameter first.base.weight has a gradient");
+  tower->zero_grad();
+  fsdp(*tower).set_requires_gradient_sync(false);
+  const auto stale = tower->forward(mine(rows_of(0))).sum();
+  tower->forward(mine(rows_of(0))).sum().backward();
+  if (world_size() > 1) EXPECT_THROWS_WITH(reshard_parameters(tower), "wait for their reduction");
+  fsdp(*tower).set_requires_gradient_sync(true);
+  tower->forward(mine(rows_of(0))).sum().backward();
+  tower->zero_grad();
+  reshard_parameters(tower);
+  EXPECT_THROWS_WITH(stale.backward(), "");
+  tower->forward(mine(rows_of(0))).sum().backward();
+  EXPECT_TRUE(tower->first->base->weight.grad().defined());
+  EXPECT_THROWS_WITH(tower->to(torch::kDouble), "tessera::reshard_parameters(module, {.dtype = ...})");
+}
+
+TEST(ReshardParameters, RanksThatChangedOtherThingsAreAnErrorOnAll) {
+  if (world_size() == 1) return;
+  auto tower = make_tower();
+  shard_tower(tower, {"full"});
+  if (world_rank() == 0) tower->first->add_adapter();
+  EXPECT_THROWS_WITH(reshard_parameters(tower), "the ranks' models or options differ");
+}
+
+} // namespace
+} // namespace tessera::testing

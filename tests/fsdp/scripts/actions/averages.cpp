@@ -1,0 +1,77 @@
+// Averages of the weights.
+#include <tessera/training/averaged_model.h>
+
+#include <tessera/tests/fsdp/scripts/action.h>
+#include <tessera/tests/fsdp/scripts/pass.h>
+
+#include <optional>
+
+namespace tessera::testing::scripts {
+namespace {
+
+/// The average of the trainee, a new one where it has none.
+AveragedModel& average_of(Turn& turn) {
+  auto& trainee = turn.trainee;
+  const auto share = turn.draw.chance(50) ? ema(0.7, EmaWarmup{}) : swa();
+  const AverageOptions options{.use_buffers = turn.draw.chance(50)};
+  if (!trainee.average) {
+    trainee.make_average = [share, options](const RandomModel& model) {
+      return std::make_unique<AveragedModel>(model, share, options);
+    };
+    trainee.average = trainee.make_average(*trainee.model);
+  }
+  return *trainee.average;
+}
+
+void update_average(Turn& turn) {
+  auto& average = average_of(turn);
+  const bool without_grad = turn.draw.chance(50);
+  {
+    std::optional<torch::NoGradGuard> no_grad;
+    if (without_grad) no_grad.emplace();
+    average.update_parameters(*turn.trainee.model);
+  }
+  const auto state = state_dict(average);
+  for (const auto& entry : state.entries()) {
+    // What is computed in bfloat16 is too coarse to compare.
+    if (entry.is_tensor() && state.tensor(entry.name).scalar_type() != torch::kBFloat16)
+      turn.side.record(state.tensor(entry.name));
+  }
+}
+
+void evaluate_average(Turn& turn) {
+  auto& average = average_of(turn);
+  const AveragedWeights averaged(average, *turn.trainee.model);
+  const torch::NoGradGuard no_grad;
+  turn.side.record_mean(random_loss(turn));
+}
+
+/// Two averages hold the model, one within the other, and end in any order.
+void evaluate_two_averages(Turn& turn) {
+  auto& average = average_of(turn);
+  const bool first_ends_first = turn.draw.chance(50), same = turn.draw.chance(30);
+  const auto evaluate = [&] {
+    const torch::NoGradGuard no_grad;
+    turn.side.record_mean(random_loss(turn));
+  };
+  const AveragedModel now(*turn.trainee.model, swa(), {.use_buffers = true, .name = "now"});
+  auto first = std::make_unique<AveragedWeights>(average, *turn.trainee.model);
+  auto second = std::make_unique<AveragedWeights>(same ? average : now, *turn.trainee.model);
+  evaluate();
+  (first_ends_first ? first : second).reset();
+  evaluate();
+  if (turn.draw.chance(50)) interrupt(turn);
+}
+
+void take_average(Turn& turn) { average_of(turn).copy_to(*turn.trainee.model); }
+
+} // namespace
+
+std::vector<Action> average_actions() {
+  return {{"update the average", 6, When::kAnywhere, update_average},
+          {"evaluate the average", 4, When::kAnywhere, evaluate_average},
+          {"evaluate two averages", 3, When::kAnywhere, evaluate_two_averages},
+          {"take the average", 1, When::kAnywhere, take_average}};
+}
+
+} // namespace tessera::testing::scripts

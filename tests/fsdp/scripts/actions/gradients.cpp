@@ -1,0 +1,137 @@
+// What programs do with gradients: clipping, edits, hooks, and which parameters have any.
+#include <tessera/fsdp/clip_grad.h>
+
+#include <array>
+#include <limits>
+#include <utility>
+
+#include <tessera/tests/fsdp/scripts/action.h>
+#include <tessera/tests/fsdp/scripts/pass.h>
+
+namespace tessera::testing::scripts {
+namespace {
+
+void zero(Turn& turn) {
+  const bool to_none = turn.draw.chance(50);
+  if (turn.draw.chance(50)) {
+    turn.trainee.model->zero_grad(to_none);
+  } else {
+    turn.trainee.optimizer->zero_grad(to_none);
+  }
+}
+
+void clip(Turn& turn) {
+  std::vector<Tensor> parameters;
+  for (const auto& parameter : turn.trainee.model->parameters()) {
+    if (parameter.scalar_type() == torch::kDouble && parameter.grad().defined()) parameters.push_back(parameter);
+  }
+  if (parameters.empty()) return;
+  const auto clip_norm = [&](double limit, double power) {
+    turn.side.recorded.push_back({torch::nn::utils::clip_grad_norm_(parameters, limit, power), false});
+  };
+  switch (turn.draw.below(4)) {
+    case 0: return clip_norm(0.5, 2);
+    case 1: return clip_norm(0.3, 1);
+    case 2: return clip_norm(0.3, std::numeric_limits<double>::infinity());
+    default: torch::nn::utils::clip_grad_value_(parameters, 0.05);
+  }
+}
+
+void clip_the_module(Turn& turn) {
+  const auto modules = turn.trainee.model->modules();
+  const auto& module = turn.draw.chance(60) ? *modules.front() : *turn.draw.of(modules);
+  const auto kind = turn.draw.below(4);
+  bool any = false;
+  for (const auto& parameter : module.parameters()) {
+    if (parameter.scalar_type() != torch::kDouble) return; // too coarse to compare, or not clipped by LibTorch
+    any = any || parameter.grad().defined();
+  }
+  if (!any) return;
+  turn.note(c10::str("of ", module.name(), ", kind ", kind));
+  if (kind == 3) return clip_grad_value_(module, 0.05);
+  const std::array<double, 3> powers{2, 1, std::numeric_limits<double>::infinity()};
+  turn.side.recorded.push_back({clip_grad_norm_(module, 0.4, powers[static_cast<size_t>(kind)]).item<double>(), false});
+}
+
+void edit_gradient(Turn& turn) {
+  const torch::NoGradGuard no_grad;
+  const auto items = turn.trainee.model->named_parameters().items();
+  const auto& item = turn.draw.of(items);
+  auto parameter = item.value();
+  const auto kind = turn.draw.below(5);
+  const auto values = random_values(parameter, turn.draw);
+  if (!parameter.requires_grad() || !parameter.grad().defined()) return;
+  turn.note(c10::str(item.key(), ": edit ", kind));
+  switch (kind) {
+    case 0: parameter.mutable_grad().mul_(0.5); break;
+    case 1: parameter.mutable_grad() = Tensor(); break;
+    case 2: parameter.mutable_grad().add_(laid_out_as(values, parameter)); break;
+    case 3: parameter.mutable_grad() = laid_out_as(values, parameter); break;
+    default: parameter.mutable_grad() = parameter.grad().clone() * 0.5;
+  }
+}
+
+void freeze(Turn& turn) {
+  const auto items = turn.trainee.model->named_parameters().items();
+  const int64_t count = 1 + turn.draw.below(3);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto& item = turn.draw.of(items);
+    const bool trains = turn.draw.chance(60);
+    // A gradient in bfloat16 would be too coarse to compare.
+    if (item.value().scalar_type() == torch::kBFloat16) continue;
+    turn.note(c10::str(trains ? "unfreezes " : "freezes ", item.key()));
+    item.value().requires_grad_(trains);
+  }
+}
+
+void add_hook(Turn& turn) {
+  const auto items = turn.trainee.model->named_parameters().items();
+  const auto& item = turn.draw.of(items);
+  const bool halves = turn.draw.chance(50);
+  if (!item.value().requires_grad()) return;
+  turn.note("hook on " + item.key());
+  const auto hook = [halves](const Tensor& gradient) { return halves ? gradient * 0.5 : gradient.mul(1.5).clone(); };
+  turn.trainee.hooks.emplace_back(item.value(), item.value().register_hook(hook));
+}
+
+/// A hook of a parameter runs a backward of its own, of this model or the other.
+void backward_in_a_hook(Turn& turn) {
+  const auto items = turn.trainee.model->named_parameters().items();
+  const auto& item = turn.draw.of(items);
+  const bool on_other = turn.draw.chance(50), halves = turn.draw.chance(50);
+  const auto seed = turn.draw.seed();
+  if (!item.value().requires_grad()) return;
+  turn.note(c10::str("hook on ", item.key(), " with a backward of ", on_other ? "the other model" : "this model"));
+  bool has_run = false;
+  const auto hook = item.value().register_hook([&](const Tensor& gradient) {
+    if (!std::exchange(has_run, true)) {
+      const torch::AutoGradMode grad_mode(true);
+      backward(whole_loss(turn.side, on_other ? turn.other : turn.trainee, seed));
+    }
+    return halves ? gradient * 0.5 : gradient;
+  });
+  const auto loss = random_loss(turn);
+  turn.side.record_mean(loss);
+  backward(loss);
+  item.value().remove_hook(hook);
+}
+
+void remove_hooks(Turn& turn) {
+  for (auto& [parameter, hook] : turn.trainee.hooks) parameter.remove_hook(hook);
+  turn.trainee.hooks.clear();
+}
+
+} // namespace
+
+std::vector<Action> gradient_actions() {
+  return {{"zero_grad", 6, When::kReduced, zero},
+          {"clip", 8, When::kReduced, clip},
+          {"clip the module", 5, When::kReduced, clip_the_module},
+          {"backward in a hook", 4, When::kReduced, backward_in_a_hook},
+          {"edit a gradient", 6, When::kReduced, edit_gradient},
+          {"freeze", 5, When::kReduced, freeze},
+          {"add a hook", 4, When::kReduced, add_hook},
+          {"remove hooks", 3, When::kReduced, remove_hooks}};
+}
+
+} // namespace tessera::testing::scripts

@@ -1,0 +1,89 @@
+// What a training loop has beside the model: metrics, and schedules of the learning rate.
+#include <tessera/collectives/process_context.h>
+#include <tessera/mesh/device_mesh.h>
+#include <tessera/training/metrics.h>
+
+#include <cmath>
+#include <numeric>
+
+#include <tessera/tests/fsdp/scripts/action.h>
+#include <tessera/tests/fsdp/scripts/pass.h>
+
+namespace tessera::testing::scripts {
+namespace {
+
+/// Rows of random numbers, of which the ranks have different numbers, or none.
+void take_running_means(Turn& turn) {
+  constexpr int64_t kClasses = 4;
+  RunningMeans means({"accuracy", "top 2", "value", "nothing"});
+  const int64_t batches = 1 + turn.draw.below(3);
+  const auto& context = process_context();
+  for (int64_t i = 0; i < batches; ++i) {
+    std::vector<int64_t> rows;
+    for (int rank = 0; rank < context.world_size(); ++rank) rows.push_back(turn.draw.below(5));
+    const auto all = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+    auto generator = at::detail::createCPUGenerator(turn.draw.seed());
+    const auto scores = turn.side.part(torch::randn({all, kClasses}, generator), rows);
+    const auto targets = turn.side.part(torch::randint(-1, kClasses, {all}, generator, torch::kLong), rows);
+    means.add_accuracy("accuracy", scores, targets, /*k=*/1, /*ignored=*/-1);
+    means.add_accuracy("top 2", scores, targets.clamp_min(0), /*k=*/2);
+    if (scores.size(0) > 0) means.add("value", scores.mean().item<double>(), static_cast<double>(scores.size(0)));
+  }
+  const auto mesh = init_device_mesh(torch::kCPU, {context.world_size()});
+  const auto values = turn.side.sharded ? means.means(mesh) : means.means();
+  const auto counts = turn.side.sharded ? means.counts(mesh) : means.counts();
+  for (const auto& [name, value] : values) turn.side.recorded.push_back({std::isnan(value) ? -1 : value, false});
+  for (const auto& [name, count] : counts) turn.side.recorded.push_back({count, false});
+}
+
+/// The model's loss on batches of the program's evaluation, as a metric.
+void take_mean_loss(Turn& turn) {
+  const torch::NoGradGuard no_grad;
+  RunningMeans means({"loss"});
+  const int64_t batches = 1 + turn.draw.below(2);
+  for (int64_t i = 0; i < batches; ++i) means.add("loss", random_loss(turn).item<double>());
+  const auto mesh = init_device_mesh(torch::kCPU, {process_context().world_size()});
+  turn.side.recorded.push_back({(turn.side.sharded ? means.means(mesh) : means.means()).at("loss"), false});
+}
+
+std::function<std::unique_ptr<LRSchedule>(torch::optim::Optimizer&)> random_schedule(Draw& draw) {
+  const auto kind = draw.below(3), warmup = draw.below(4), total = 6 + draw.below(20);
+  return [=](torch::optim::Optimizer& optimizer) -> std::unique_ptr<LRSchedule> {
+    for (auto& group : optimizer.param_groups()) group.options().set_lr(0.01); // whatever it was changed to
+    switch (kind) {
+      case 0: return std::make_unique<WarmupCosineLR>(optimizer, WarmupOptions{warmup, total, 0.1, 0.1});
+      case 1: return std::make_unique<WarmupLinearLR>(optimizer, WarmupOptions{warmup, total, 0, 0.2});
+      default: return std::make_unique<WSDLR>(optimizer, WSDOptions{warmup, total / 2, 5, 0.1, 0.1});
+    }
+  };
+}
+
+void train_with_a_schedule(Turn& turn) {
+  auto& trainee = turn.trainee;
+  const auto make = random_schedule(turn.draw);
+  if (!trainee.schedule) {
+    trainee.make_schedule = make;
+    trainee.schedule = make(*trainee.optimizer);
+  }
+  const int64_t steps = 1 + turn.draw.below(3);
+  for (int64_t step = 0; step < steps; ++step) {
+    trainee.optimizer->zero_grad();
+    const auto loss = random_loss(turn);
+    turn.side.record_mean(loss);
+    backward(loss);
+    trainee.optimizer->step();
+    trainee.schedule->step();
+    for (const auto lr : trainee.schedule->lrs()) turn.side.recorded.push_back({lr, false});
+    for (auto& group : trainee.optimizer->param_groups()) turn.side.recorded.push_back({group.options().get_lr(), false});
+  }
+}
+
+} // namespace
+
+std::vector<Action> loop_actions() {
+  return {{"running means", 3, When::kAnywhere, take_running_means},
+          {"mean loss", 3, When::kAnywhere, take_mean_loss},
+          {"train with a schedule", 8, When::kReduced, train_with_a_schedule}};
+}
+
+} // namespace tessera::testing::scripts

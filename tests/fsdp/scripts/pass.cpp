@@ -1,0 +1,114 @@
+#include "pass.h"
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/fsdp/call.h>
+
+namespace tessera::testing::scripts {
+namespace {
+
+constexpr int64_t kRows = 12; ///< divides by 1 to 4 ranks
+
+struct Batch {
+  Tensor x, ids;
+};
+
+std::vector<int64_t> even_rows() {
+  const int64_t ranks = process_context().world_size();
+  return std::vector<int64_t>(static_cast<size_t>(ranks), kRows / ranks);
+}
+
+/// Of which each rank has at least two: LibTorch's BatchNorm refuses one.
+std::vector<int64_t> random_rows(Draw& draw) {
+  std::vector<int64_t> rows(static_cast<size_t>(process_context().world_size()), 2);
+  const auto ranks = static_cast<int64_t>(rows.size());
+  for (int64_t left = kRows - 2 * ranks; left > 0; --left) ++rows[static_cast<size_t>(draw.below(ranks))];
+  return rows;
+}
+
+/// What the mean over this side's rows counts, so that the ranks' mean is that over the batch.
+double weight_of_rows(const Side& side, const std::vector<int64_t>& rows_of_ranks) {
+  if (!side.sharded) return 1;
+  const auto& context = process_context();
+  return static_cast<double>(rows_of_ranks[static_cast<size_t>(context.rank())] * context.world_size()) / kRows;
+}
+
+Batch random_batch(const Side& side, uint64_t seed, const std::vector<int64_t>& rows_of_ranks) {
+  auto generator = at::detail::createCPUGenerator(seed);
+  const auto x = torch::randn({kRows, kWidth}, generator);
+  const auto ids = torch::randint(0, kVocabulary, {kRows, kIdsPerRow}, generator, torch::kLong);
+  return {side.part(x, rows_of_ranks), side.part(ids, rows_of_ranks)};
+}
+
+/// A mean over rows. Smooth: outputs may be zero but for rounding, and the slope of abs there would be that of the rounding.
+Tensor loss_of_output(const Tensor& y, int64_t kind) {
+  switch (kind) {
+    case 0: return y.sum() / y.size(0) * 0.3;
+    case 1: return torch::nn::functional::mse_loss(y, torch::tanh(y.detach()));
+    case 2: return torch::logsumexp(y, 1).mean();
+    case 3: return (y.square() + 0.1).sqrt().mean() + y.select(1, 0).square().mean();
+    default: return y.square().mean();
+  }
+}
+
+/// Of parameters alone: the same on every rank.
+Tensor penalty_of_parameters(const RandomModel& model, bool all) {
+  if (!all) return model.head().square().sum() * 0.01;
+  auto sum = torch::zeros({});
+  for (const auto& parameter : model.parameters()) {
+    if (parameter.scalar_type() == torch::kDouble) sum = sum + parameter.pow(2).sum() * 0.001;
+  }
+  return sum;
+}
+
+/// Of how fast the output changes with the input: a gradient that is differentiated again.
+Tensor gradient_penalty(const Tensor& y, const Tensor& x) {
+  const auto gradient = torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true,
+                                              /*allow_unused=*/true)[0];
+  return gradient.defined() ? gradient.square().sum(1).mean() * 0.1 : torch::zeros({});
+}
+
+} // namespace
+
+Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute) {
+  auto& model = *turn.trainee.model;
+  const auto seed = turn.draw.seed();
+  const auto rows = turn.draw.chance(25) ? random_rows(turn.draw) : even_rows();
+  const auto weight = weight_of_rows(turn.side, rows);
+  auto [x, ids] = random_batch(turn.side, seed, rows);
+  const auto order = model.random_order(turn.draw);
+  const auto kind = turn.draw.below(6);
+  const auto penalty = turn.draw.below(10); // 0: the head's, 1: all parameters', 2: the gradient's
+  const bool in_scope = turn.draw.chance(15);
+  const bool x_has_gradient = turn.draw.chance(30);
+  const bool recomputes = may_recompute && turn.draw.chance(40);
+
+  const bool trains = torch::GradMode::is_enabled();
+  const bool gradient_counts = trains && penalty == 2 && model.is_twice_differentiable();
+  if (trains && (x_has_gradient || gradient_counts)) x.requires_grad_();
+  turn.note(c10::str("forward of ", order, " on rows ", rows, ", loss ", kind, ", penalty ", penalty,
+                     in_scope ? ", in scope" : "", recomputes ? ", recomputed" : ""));
+  std::optional<ForwardScope> scope;
+  if (in_scope && turn.side.sharded) scope.emplace(model);
+  const auto y = model.forward(x, ids, order, tap, recomputes && turn.side.sharded);
+  TORCH_CHECK(!is_dtensor(y), "the output is a DTensor");
+  auto loss = loss_of_output(y, kind) * weight;
+  if (trains && penalty < 2) loss = loss + penalty_of_parameters(model, penalty == 1);
+  if (gradient_counts) loss = loss + gradient_penalty(y, x) * weight;
+  return loss;
+}
+
+Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed) {
+  const auto [x, ids] = random_batch(side, seed, even_rows());
+  return trainee.model->forward(x, ids, trainee.model->whole_order()).square().mean();
+}
+
+void backward(const Tensor& loss, bool retain_graph, const std::vector<Tensor>& inputs) {
+  if (!loss.requires_grad()) return;
+  if (inputs.empty()) {
+    loss.backward({}, retain_graph);
+  } else {
+    loss.backward({}, retain_graph, /*create_graph=*/false, inputs);
+  }
+}
+
+} // namespace tessera::testing::scripts

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <tessera/tests/fsdp/scripts/side.h>
+
+namespace tessera::testing::scripts {
+
+/// One forward of the trainee over this side's part of a random batch, with a random order of blocks and a random loss. Without
+/// grad mode the loss leaves out terms that are of parameters alone.
+/// Where `may_recompute`, the sharded side may run the blocks once more in backward, which follows at once.
+Tensor random_loss(Turn& turn, const Tap& tap = {}, bool may_recompute = false);
+
+/// A forward through every block, for gradients of all parameters.
+Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed);
+
+/// `loss.backward()`, where the loss requires a gradient: with everything frozen it does not.
+void backward(const Tensor& loss, bool retain_graph = false, const std::vector<Tensor>& inputs = {});
+
+} // namespace tessera::testing::scripts

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/tests/fsdp/scripts/block.h>
+
+namespace tessera::testing::scripts {
+
+/// Called with the position in the order of blocks and that block's output; returns what goes on in its place.
+using Tap = std::function<Tensor(size_t, const Tensor&)>;
+
+/// Two to five blocks drawn from a pool of kinds, and a head. Some parameters are frozen, a weight may be tied to another
+/// block's, and a block may be registered twice.
+class RandomModel : public torch::nn::Module {
+ public:
+  RandomModel(uint64_t seed, const std::vector<BlockKind>& pool);
+  /// Runs the blocks in `order`, which may leave some out and name some twice. Returns [batch, 2]. `recomputes`: backward runs
+  /// every block once more.
+  Tensor forward(const Tensor& x, const Tensor& ids, const std::vector<size_t>& order, const Tap& tap = {},
+                 bool recomputes = false);
+  /// All of them once, or any.
+  std::vector<size_t> random_order(Draw& draw) const;
+  std::vector<size_t> whole_order() const;
+
+  const std::vector<BlockPtr>& blocks() const { return blocks_; }
+  const Tensor& head() const { return head_; }
+  bool is_twice_differentiable() const;
+  /// All parameters are double (or complex double): no rounding beyond 1e-9 is to be expected.
+  bool is_double() const;
+  const std::string& description() const { return description_; }
+
+ private:
+  void add_block(const std::string& name, const BlockKind& kind, Draw& draw);
+  void tie_weights(Draw& draw);
+
+  std::vector<BlockPtr> blocks_;
+  Tensor head_;
+  std::string description_;
+};
+
+} // namespace tessera::testing::scripts

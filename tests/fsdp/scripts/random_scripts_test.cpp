@@ -1,0 +1,74 @@
+// Random programs act on a sharded model as on its unsharded twin. CONTRIBUTING.md says how to add an action, and replay.h how to
+// look at a script that fails.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+
+#include <tessera/tests/checkpoint/shared_folder.h>
+#include <tessera/tests/fsdp/scripts/replay.h>
+#include <tessera/tests/fsdp/scripts/script.h>
+#include <tessera/tests/support/sweep.h>
+
+namespace tessera::testing::scripts {
+namespace {
+
+constexpr int64_t kMostFailures = 5; ///< then the rest is not run
+
+class RandomScripts : public ::testing::Test {
+ protected:
+  void SetUp() override { torch::set_default_dtype(caffe2::TypeMeta::Make<double>()); }
+  void TearDown() override { torch::set_default_dtype(caffe2::TypeMeta::Make<float>()); }
+
+  SharedFolder folder_;
+};
+
+/// How many scripts there are for a number of ranks, and how many of them `scripts/test` takes: about 20 s on two cores.
+struct Share {
+  uint64_t all;
+  size_t subset;
+};
+constexpr std::array<Share, 4> kShares{{{8000, 200}, {6000, 60}, {3500, 40}, {2500, 30}}}; // on 1 to 4 ranks: 20,000
+
+std::vector<uint64_t> scripts() {
+  if (const auto script = Replay::from_environment().script) return {*script};
+  const auto index = std::min(static_cast<size_t>(process_context().world_size()), kShares.size()) - 1;
+  std::vector<uint64_t> seeds(kShares[index].all);
+  for (size_t i = 0; i < seeds.size(); ++i) seeds[i] = kShares.size() * i + index; // others than on other numbers of ranks
+  return sweep(seeds, kShares[index].subset);
+}
+
+/// The steps up to the failure that it does not need.
+std::set<int64_t> steps_to_spare(uint64_t seed, const ScriptFailure& failure, const std::filesystem::path& folder) {
+  std::set<int64_t> spared;
+  for (int64_t step = failure.step - 1; step >= 0; --step) {
+    auto tried = spared;
+    tried.insert(step);
+    if (run_script(seed, folder, tried)) spared = tried;
+  }
+  return spared;
+}
+
+std::string text_of(uint64_t seed, const ScriptFailure& failure) {
+  return c10::str("script ", seed, "\n", failure.report, "\n  again: TESSERA_SCRIPT=", seed,
+                  " TESSERA_SCRIPT_SHRINK=1 build/release/bin/tests/random_scripts_test --ranks ",
+                  process_context().world_size());
+}
+
+TEST_F(RandomScripts, ActOnAShardedModelAsOnItsTwin) {
+  int64_t failures = 0;
+  for (const uint64_t seed : scripts()) {
+    const auto failure = run_script(seed, folder_.path());
+    if (!failure) continue;
+    std::string spared;
+    if (Replay::from_environment().shrinks) {
+      for (const int64_t step : steps_to_spare(seed, *failure, folder_.path())) spared += c10::str(' ', step);
+    }
+    ADD_FAILURE() << text_of(seed, *failure) << (spared.empty() ? "" : "\n  it fails without the steps" + spared);
+    ASSERT_FALSE(failure->ranks_disagree);
+    if (++failures == kMostFailures) break;
+  }
+}
+
+} // namespace
+} // namespace tessera::testing::scripts

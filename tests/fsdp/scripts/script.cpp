@@ -1,0 +1,225 @@
+#include "script.h"
+
+#include <c10/util/Exception.h>
+#include <tessera/collectives/process_context.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/optim/shard_optimizer.h>
+
+#include <algorithm>
+#include <iostream>
+#include <limits>
+
+#include <tessera/tests/fsdp/scripts/action.h>
+#include <tessera/tests/fsdp/scripts/compare.h>
+#include <tessera/tests/fsdp/scripts/pass.h>
+#include <tessera/tests/fsdp/scripts/random_sharding.h>
+#include <tessera/tests/fsdp/scripts/replay.h>
+
+namespace tessera::testing::scripts {
+namespace {
+
+constexpr double kTolerance = 1e-9;
+constexpr double kToleranceOfFloats = 1e-4; ///< with a parameter in float or bfloat16, or gradients that are reduced in float
+
+struct Step {
+  const Action* action;
+  size_t trainee;
+  uint64_t seed;
+  bool compares_state;
+};
+
+/// The message of what `call` throws, "" when it returns.
+template <typename Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+    return "";
+  } catch (const c10::Error& error) {
+    return std::string("error: ") + error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return std::string("error: ") + error.what();
+  }
+}
+
+class Script {
+ public:
+  Script(uint64_t seed, const std::filesystem::path& folder) : plain_(false, folder), sharded_(true, folder) {
+    Draw draw(seed);
+    const auto pool = draw_pool(draw);
+    for (int i = 0; i < 2; ++i) add_trainee(pool, draw);
+    draw_steps(draw);
+  }
+
+  std::optional<ScriptFailure> run(const std::set<int64_t>& left_out);
+
+ private:
+  static std::vector<BlockKind> draw_pool(Draw& draw);
+  void add_trainee(const std::vector<BlockKind>& pool, Draw& draw);
+  void draw_steps(Draw& draw);
+  void settle(size_t trainee, uint64_t seed);
+  void recover(uint64_t seed);
+  std::string take(const Step& step, Side& side) const;
+  std::optional<ScriptFailure> compare(const Step& step, const std::string& plain_error, const std::string& sharded_error);
+  std::optional<ScriptFailure> fail(const std::string& what, bool ranks_disagree = false) const;
+  static void trace(const std::string& text);
+  bool is_exact() const;
+  double tolerance() const;
+  double largest() const;
+
+  Side plain_, sharded_;
+  std::vector<Step> steps_;
+  bool diverged_ = false;
+  int64_t now_ = 0;
+  std::string description_;
+};
+
+std::vector<BlockKind> Script::draw_pool(Draw& draw) {
+  auto all = block_kinds();
+  std::erase_if(all, [](const BlockKind& kind) { return Replay::from_environment().leaves_out(kind.name); });
+  if (draw.chance(30)) return all;
+  std::vector<BlockKind> few;
+  const int64_t count = 1 + draw.below(4);
+  for (int64_t i = 0; i < count; ++i) few.push_back(draw.of(all));
+  return few;
+}
+
+void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
+  const auto seed = draw.seed(), sharding_seed = draw.seed();
+  const auto build = [seed, pool] { return std::make_shared<RandomModel>(seed, pool); };
+  const OptimizerPlan plan(draw);
+  const bool optimizer_first = draw.chance(30);
+
+  auto model = build();
+  auto optimizer = plan.make(*model);
+  plain_.trainees.push_back({build, model, plan, std::move(optimizer), {}, {}});
+  auto twin = build();
+  std::unique_ptr<torch::optim::Optimizer> of_twin;
+  if (optimizer_first) of_twin = plan.make(*twin);
+  const auto sharding = shard_at_random(*twin, sharding_seed);
+  if (optimizer_first) {
+    shard_optimizer(*of_twin);
+  } else {
+    of_twin = plan.make(*twin);
+  }
+  sharded_.trainees.push_back({build, twin, plan, std::move(of_twin), {}, {}});
+
+  sharded_.trainees.back().is_exact = model->is_double() && !sharding.reduces_in_float;
+  description_ += c10::str("  model: ", model->description(), "\n    ", sharding.description, "; ", plan.name(),
+                           optimizer_first ? " built first\n" : "\n");
+}
+
+void Script::draw_steps(Draw& draw) {
+  const int64_t count = 10 + draw.below(11);
+  const bool always_compares = draw.chance(50);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto& action = random_action(draw, actions());
+    const auto trainee = static_cast<size_t>(draw.below(2));
+    const auto seed = draw.seed();
+    steps_.push_back({&action, trainee, seed, draw.chance(25) || always_compares || i == count - 1});
+  }
+}
+
+/// Brings the gradients that wait into grad(), by a backward that reduces all of them.
+void Script::settle(size_t trainee, uint64_t seed) {
+  for (auto* side : {&plain_, &sharded_}) {
+    auto& chosen = side->trainees[trainee];
+    backward(whole_loss(*side, chosen, seed));
+    chosen.gradients_wait = false;
+  }
+}
+
+/// After an error that both sides threw: gives up what it left behind.
+void Script::recover(uint64_t seed) {
+  for (size_t i = 0; i < sharded_.trainees.size(); ++i) {
+    auto module = fsdp(*sharded_.trainees[i].model);
+    module.set_requires_gradient_sync(true);
+    module.set_requires_all_reduce(true);
+    module.set_is_last_backward(true);
+    if (plain_.trainees[i].gradients_wait) settle(i, seed);
+    for (auto* side : {&plain_, &sharded_}) side->trainees[i].model->zero_grad();
+  }
+}
+
+bool Script::is_exact() const {
+  const auto& all = sharded_.trainees;
+  return std::all_of(all.begin(), all.end(), [](const Trainee& each) { return each.is_exact; });
+}
+
+double Script::tolerance() const { return is_exact() ? kTolerance : kToleranceOfFloats; }
+
+/// What is reduced in float rounds relative to the largest number, and the tolerance is relative to each.
+double Script::largest() const { return is_exact() ? std::numeric_limits<double>::max() : 100; }
+
+std::string Script::take(const Step& step, Side& side) const {
+  side.recorded.clear();
+  side.notes.clear();
+  Draw draw(step.seed);
+  Turn turn{side, side.trainees[step.trainee], side.trainees[1 - step.trainee], draw};
+  return error_of([&] { step.action->run(turn); });
+}
+
+std::optional<ScriptFailure> Script::run(const std::set<int64_t>& left_out) {
+  const auto& replay = Replay::from_environment();
+  const auto last = std::min(replay.steps, static_cast<int64_t>(steps_.size()));
+  for (now_ = 0; now_ < last && !diverged_; ++now_) {
+    const auto& step = steps_[static_cast<size_t>(now_)];
+    const bool passes = replay.leaves_out(step.action->name) || replay.leaves_out(std::to_string(now_));
+    if (passes || left_out.count(now_) > 0) continue;
+    trace(c10::str("  ", now_, ' ', step.action->name, ", model ", step.trainee));
+    const bool waits = plain_.trainees[step.trainee].gradients_wait;
+    if (waits && step.action->when == When::kReduced) {
+      const auto error = error_of([&] { settle(step.trainee, step.seed); });
+      if (sum_over_ranks(!error.empty()) > 0) return fail("before it, at a backward that reduces all gradients: " + error);
+    }
+    const auto plain_error = take(step, plain_), sharded_error = take(step, sharded_);
+    for (const auto& note : sharded_.notes) trace("      " + note);
+    if (auto failure = compare(step, plain_error, sharded_error)) return failure;
+  }
+  return {};
+}
+
+std::optional<ScriptFailure> Script::compare(const Step& step, const std::string& plain_error, const std::string& sharded_error) {
+  const auto threw = sum_over_ranks(!sharded_error.empty());
+  const bool ranks_disagree = threw > 0 && threw < process_context().world_size();
+  if (sum_over_ranks(plain_error.empty() != sharded_error.empty()) > 0)
+    return fail(c10::str("unsharded: ", plain_error, "\n  sharded: ", sharded_error), ranks_disagree);
+  if (sum_over_ranks(plain_.recorded.size() != sharded_.recorded.size()) > 0)
+    return fail(c10::str(sharded_.recorded.size(), " numbers, not ", plain_.recorded.size(), ' ', sharded_error));
+  if ((diverged_ = !is_bounded(plain_, largest()))) return {};
+  auto different = difference_of_recorded(plain_, sharded_, tolerance());
+  if (!plain_error.empty()) {
+    trace("      both: " + sharded_error.substr(0, 200));
+    const auto error = error_of([&] { recover(step.seed); });
+    if (sum_over_ranks(!error.empty()) > 0) return fail("on from " + sharded_error + "\n  " + error);
+  }
+  if (different.empty() && step.compares_state) different = difference_of_state(plain_, sharded_, tolerance());
+  if (sum_over_ranks(!different.empty()) > 0) return fail(different.empty() ? "another rank has a difference" : different);
+  return {};
+}
+
+std::optional<ScriptFailure> Script::fail(const std::string& what, bool ranks_disagree) const {
+  if (process_context().rank() != 0) return ScriptFailure{now_, "  " + what, ranks_disagree}; // rank 0 tells the rest
+  std::string steps;
+  for (int64_t i = 0; i <= now_; ++i) {
+    const auto& step = steps_[static_cast<size_t>(i)];
+    steps += c10::str("  step ", i, ": ", step.action->name, ", model ", step.trainee, '\n');
+  }
+  for (const auto& note : sharded_.notes) steps += "    " + note + '\n';
+  return ScriptFailure{now_, c10::str(description_, steps, "  ", what), ranks_disagree};
+}
+
+/// For a replay, as it goes: a script may hang.
+void Script::trace(const std::string& text) {
+  if (Replay::from_environment().script && process_context().rank() == 0) std::cerr << text << std::endl;
+}
+
+} // namespace
+
+std::optional<ScriptFailure> run_script(uint64_t seed, const std::filesystem::path& folder, const std::set<int64_t>& left_out) {
+  std::unique_ptr<Script> script;
+  const auto error = error_of([&] { script = std::make_unique<Script>(seed, folder); });
+  if (sum_over_ranks(!error.empty()) > 0) return ScriptFailure{-1, "  while the models were made and sharded: " + error};
+  return script->run(left_out);
+}
+
+} // namespace tessera::testing::scripts

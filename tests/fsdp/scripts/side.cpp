@@ -1,0 +1,46 @@
+#include "side.h"
+
+#include <tessera/collectives/process_context.h>
+
+namespace tessera::testing::scripts {
+
+void Trainee::forget_state() {
+  for (auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
+  hooks.clear();
+  snapshots.clear();
+  model->zero_grad();
+}
+
+void Trainee::forget_optimizer() {
+  snapshots.clear();
+  schedule.reset();
+  make_schedule = {};
+}
+
+Tensor Side::part(const Tensor& batch, const std::vector<int64_t>& rows_of_ranks) const {
+  return sharded ? batch.split_with_sizes(rows_of_ranks)[static_cast<size_t>(process_context().rank())] : batch;
+}
+
+void Side::record(const Tensor& tensor) {
+  const auto value = whole(tensor);
+  recorded.push_back({(value.is_complex() ? torch::view_as_real(value) : value).to(torch::kDouble).sum().item<double>(), false});
+}
+
+Tensor random_values(const Tensor& like, Draw& draw) {
+  auto generator = at::detail::createCPUGenerator(draw.seed());
+  const auto dtype = like.is_complex() ? torch::kComplexDouble : torch::kDouble;
+  return (torch::randn(like.sizes(), generator, dtype) * 0.3).to(like.scalar_type());
+}
+
+Tensor laid_out_as(const Tensor& values, const Tensor& like) {
+  if (!is_dtensor(like)) return values;
+  const DTensor model(like);
+  return distribute_tensor(values, model.mesh(), model.placements());
+}
+
+Tensor whole(const Tensor& tensor) {
+  const torch::NoGradGuard no_grad;
+  return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor.detach();
+}
+
+} // namespace tessera::testing::scripts

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <tessera/checkpoint/state_dict.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/training/averaged_model.h>
+#include <tessera/training/lr_schedule.h>
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <tessera/tests/fsdp/scripts/random_model.h>
+#include <tessera/tests/fsdp/scripts/random_optimizer.h>
+
+namespace tessera::testing::scripts {
+
+/// A copy of what a model, and maybe its optimizer, held.
+struct Snapshot {
+  StateDict state;
+  bool has_optimizer;
+  std::string optimizer_name; ///< empty: without one
+};
+
+/// A model in training.
+struct Trainee {
+  /// Gives hooks, snapshots and gradients up.
+  void forget_state();
+  /// Gives up what belongs to the optimizer as it was: snapshots of it, and its schedule.
+  void forget_optimizer();
+
+  std::function<std::shared_ptr<RandomModel>()> build; ///< a new model with the initial weights, not sharded
+  std::shared_ptr<RandomModel> model;
+  OptimizerPlan plan;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<std::pair<Tensor, unsigned>> hooks;
+  std::vector<Snapshot> snapshots;
+  std::function<std::unique_ptr<AveragedModel>(const RandomModel&)> make_average; ///< once an action has chosen one
+  std::unique_ptr<AveragedModel> average;
+  std::function<std::unique_ptr<LRSchedule>(torch::optim::Optimizer&)> make_schedule; ///< once an action has chosen one
+  std::unique_ptr<LRSchedule> schedule;
+  bool is_exact = true;        ///< nothing was computed in less than double
+  bool gradients_wait = false; ///< gradients that have not been reduced may not be in grad() yet
+};
+
+/// A number that the two sides must agree on.
+struct Recorded {
+  double value;
+  bool is_mean; ///< of the ranks' values on the sharded side
+};
+
+/// What a script runs on, twice: two models, sharded or not.
+class Side {
+ public:
+  Side(bool is_sharded, std::filesystem::path folder) : sharded(is_sharded), folder(std::move(folder)) {}
+
+  /// This rank's rows of a batch, of which rank r has `rows_of_ranks[r]`; all of them on the unsharded side.
+  Tensor part(const Tensor& batch, const std::vector<int64_t>& rows_of_ranks) const;
+  /// Records a loss: on the sharded side the ranks' mean counts.
+  void record_mean(const Tensor& loss) { recorded.push_back({loss.detach().item<double>(), true}); }
+  /// Records the sum of a tensor that is the same on all ranks, plain or a DTensor. Every rank calls it.
+  void record(const Tensor& tensor);
+
+  const bool sharded;
+  const std::filesystem::path folder; ///< for checkpoints; the same on all ranks
+  std::vector<Trainee> trainees;
+  std::vector<Recorded> recorded; ///< by the action that runs
+  std::vector<std::string> notes; ///< what that action did, for the report of a failure
+};
+
+/// One use of an action on one side. What is drawn is the same on both sides.
+struct Turn {
+  void note(const std::string& text) const { side.notes.push_back(text); }
+
+  Side& side;
+  Trainee& trainee; ///< whose turn it is
+  Trainee& other;
+  Draw& draw;
+  int depth = 0; ///< 1 and more: within another action
+};
+
+/// Random values of the shape and dtype of `like`, whole on every rank.
+Tensor random_values(const Tensor& like, Draw& draw);
+/// `values` laid out as `like`, where that is a DTensor.
+Tensor laid_out_as(const Tensor& values, const Tensor& like);
+/// The whole tensor, plain and detached. Every rank calls it.
+Tensor whole(const Tensor& tensor);
+
+} // namespace tessera::testing::scripts

@@ -1,0 +1,222 @@
+// What each strategy keeps, and what it sends.
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include <tessera/fsdp/group_layout.h>
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/sharded_module.h>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::testing {
+namespace {
+
+/// Payload of a step's collectives, as the counters have it: the larger of input and output.
+struct Payload {
+  int64_t all_gather = 0, reduce_scatter = 0, all_reduce = 0;
+  friend bool operator==(const Payload&, const Payload&) = default;
+  friend std::ostream& operator<<(std::ostream& out, const Payload& payload) {
+    return out << "all-gather " << payload.all_gather << ", reduce-scatter " << payload.reduce_scatter << ", all-reduce "
+               << payload.all_reduce;
+  }
+};
+
+Payload sent() {
+  auto& context = process_context();
+  return {context.count(CollectiveKind::kAllGather).bytes, context.count(CollectiveKind::kReduceScatter).bytes,
+          context.count(CollectiveKind::kAllReduce).bytes};
+}
+
+std::vector<std::shared_ptr<internal::ParameterGroup>> groups_of(Net& net) {
+  std::vector<std::shared_ptr<internal::ParameterGroup>> groups; // the root's first
+  for (const auto& state : fsdp(*net).state()->subtree()) groups.push_back(state->group());
+  return groups;
+}
+
+/// The formulas of docs/strategies.md, for a step with one backward. The root and the last block stay gathered from forward into
+/// backward.
+Payload expected_of(Net& net) {
+  Payload payload;
+  const auto groups = groups_of(net);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto& group = *groups[i];
+    const auto& axes = group.axes();
+    const int64_t gathers = axes.keeps_parameters() || group.options().reshard_after_forward == ReshardAfterForward(false) ||
+                                    i == 0 || i + 1 == groups.size()
+                                ? 1
+                                : 2;
+    const int64_t ranks = axes.shard_ranks(), outer = axes.outer_ranks();
+    const int64_t gathered = ranks * group.layout().shard_bytes;
+    const auto reduce = plan_reduce(group.layout(), std::vector<bool>(group.parameters().size(), true));
+    const int64_t chunk = reduce.chunk_numel * static_cast<int64_t>(sizeof(float));
+    if (axes.all_gather()) payload.all_gather += gathers * gathered;
+    if (axes.outer_all_gather()) payload.all_gather += outer * group.layout().shard_bytes;
+    if (axes.reduce_scatter()) payload.reduce_scatter += ranks * chunk;
+    if (axes.outer_reduce_scatter()) payload.reduce_scatter += outer * chunk;
+    if (axes.all_reduce()) payload.all_reduce += chunk;
+  }
+  return payload;
+}
+
+TEST(Strategies, SendWhatTheirFormulasSay) {
+  for (const auto& strategy : strategies()) {
+    if (strategy.name.starts_with("among neighbours")) continue; // whose second gather is of the padded storage
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    Payload got;
+    for (int64_t step = 0; step < 3; ++step) {
+      process_context().reset_counters();
+      optimizer.zero_grad();
+      loss_of(net, part_of(global_batch(step), world_rank(), world_size())).backward();
+      optimizer.step();
+      got = sent();
+    }
+    EXPECT_EQ(got, expected_of(net));
+  }
+}
+
+TEST(Strategies, KeepGatheredWhatTheTableKeepsWhole) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    loss_of(net, global_batch(0)).backward();
+    const auto groups = groups_of(net);
+    const bool keeps = groups[0]->axes().keeps_parameters();
+    for (const auto& group : groups) EXPECT_EQ(group->is_open(), keeps || !group->copies());
+    if (!keeps) continue;
+    process_context().reset_counters();
+    loss_of(net, global_batch(1)).backward();
+    EXPECT_EQ(sent().all_gather, 0) << "no optimizer step has written the shards";
+    torch::optim::SGD(net->parameters(), 0.1).step();
+    for (const auto& group : groups) EXPECT_TRUE(group->is_stale());
+  }
+}
+
+TEST(Strategies, WholeGradientsWaitForTheLastBackward) {
+  if (world_size() == 1) return;
+  for (const auto& row : kStrategies) {
+    if (row.outer) continue;
+    SCOPED_TRACE(row.name);
+    Net net = make_net(), plain = make_net();
+    shard_model(net, {std::string(row.name), world_mesh, {.strategy = row.strategy}});
+    process_context().reset_counters();
+    auto root = fsdp(*net);
+    for (int64_t micro = 0; micro < 3; ++micro) {
+      root.set_is_last_backward(micro == 2);
+      loss_of(net, part_of(global_batch(micro), world_rank(), world_size())).backward();
+      loss_of(plain, global_batch(micro)).backward();
+    }
+    const auto& context = process_context();
+    const auto reductions = context.count(CollectiveKind::kReduceScatter).calls + context.count(CollectiveKind::kAllReduce).calls;
+    EXPECT_EQ(reductions, (row.inner.gradients ? 3 : 1) * 4);
+    const auto expected = plain->named_parameters();
+    for (const auto& item : net->named_parameters())
+      EXPECT_TENSORS_CLOSE(full(item.value().grad()), expected[item.key()].grad(), 1e-4, 1e-6);
+  }
+}
+
+TEST(Strategies, TrainInBFloat16AsFullShardingDoes) {
+  const auto train = [](const Strategy& strategy) {
+    auto how = strategy;
+    how.options.mixed_precision.param_dtype = torch::kBFloat16;
+    how.options.mixed_precision.reduce_dtype = torch::kFloat;
+    Net net = make_net();
+    shard_model(net, how);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    for (int64_t step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      loss_of(net, part_of(global_batch(step), world_rank(), world_size())).backward();
+      optimizer.step();
+    }
+    return net;
+  };
+  const auto all = strategies();
+  const Net reference = train(all[0]);
+  const auto expected = reference->named_parameters();
+  for (const auto& strategy : all) {
+    SCOPED_TRACE(strategy.name);
+    // A sum in another order may move a gradient over a rounding of bfloat16.
+    for (const auto& item : train(strategy)->named_parameters())
+      EXPECT_TENSORS_CLOSE(full(item.value()), full(expected[item.key()]), 1e-3, 1e-3);
+  }
+}
+
+TEST(Strategies, WithoutShardingALargeModuleIsReducedInBuckets) {
+  if (world_size() == 1) return;
+  torch::manual_seed(0);
+  torch::nn::Sequential net, twin;
+  for (int i = 0; i < 6; ++i) net->push_back(torch::nn::Linear(8, 8)); // 288 bytes each
+  for (int i = 0; i < 6; ++i) twin->push_back(torch::nn::Linear(8, 8));
+  for (size_t i = 0; i < 12; ++i) twin->parameters()[i].detach().copy_(net->parameters()[i]);
+  auto handle = replicate(*net, world_mesh(), {.bucket_bytes = 600});
+  EXPECT_EQ(handle.parameter_names().size(), 12);
+  EXPECT_EQ(handle.parameter_names()[11], "5.bias");
+  const auto x = torch::ones({2, 8});
+  process_context().reset_counters();
+  int64_t before_the_first = 0;
+  const auto first = net[0]->as<torch::nn::Linear>()->forward(x);
+  first.register_hook(
+      [&](const torch::Tensor&) { before_the_first = process_context().count(CollectiveKind::kAllReduce).calls; });
+  auto y = first;
+  for (size_t i = 1; i < 6; ++i) y = net[i]->as<torch::nn::Linear>()->forward(y);
+  y.sum().backward();
+  EXPECT_EQ(before_the_first, 2) << "all but the first layers' bucket are on their way before its gradients come";
+  EXPECT_EQ(process_context().count(CollectiveKind::kAllReduce).calls, 3);
+  net->zero_grad();
+  handle.set_gradient_divide_factor(1); // of all its buckets
+  net->forward(x).sum().backward();
+  twin->forward(x).sum().backward();
+  for (size_t i = 0; i < 12; ++i) {
+    const auto expected = twin->parameters()[i].grad() * world_size();
+    EXPECT_TENSORS_CLOSE(full(net->parameters()[i].grad()), expected, 1e-4, 1e-6);
+  }
+}
+
+TEST(Strategies, HierarchicalShardsAreOfAllRanks) {
+  if (world_size() != 4) GTEST_SKIP() << "2 x 2 ranks";
+  torch::nn::Linear linear(8, 8);
+  const FullyShardOptions options{.strategy = tessera::Strategy::kHierarchical,
+                                  .layout = BufferLayout::kPerParameter,
+                                  .initial_weights = InitialWeights::kBroadcast};
+  const auto handle = fully_shard(linear, init_device_mesh(torch::kCPU, {2, 2}), options);
+  EXPECT_EQ(handle.mesh().ranks(), (std::vector<int64_t>{0, 2, 1, 3})); // inner groups are 0, 1 and 2, 3
+  EXPECT_EQ(DTensor(linear->weight).local().size(0), 2);
+  EXPECT_TENSORS_EQUAL(full(linear->weight).narrow(0, 2 * handle.mesh().local_rank(), 2), DTensor(linear->weight).local());
+}
+
+TEST(Strategies, SayWhatIsWrong) {
+  torch::nn::Linear linear(4, 4);
+  const auto grid = init_device_mesh(torch::kCPU, {1, world_size()});
+  const auto error = [&](const DeviceMesh& mesh, FullyShardOptions options) {
+    options.initial_weights = InitialWeights::kUnchecked;
+    return error_of([&] { fully_shard(linear, mesh, options); });
+  };
+  const auto contains = [](const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; };
+  for (const auto& row : kStrategies) {
+    const auto text = error(row.outer ? world_mesh() : grid, {.strategy = row.strategy});
+    EXPECT_TRUE(contains(text, "the strategy " + std::string(row.name) + " takes a " + (row.outer ? "2" : "1") + "-D mesh"))
+        << text;
+  }
+  EXPECT_TRUE(contains(error(world_mesh(), {.strategy = tessera::Strategy::kZero2, .reshard_after_forward = true}),
+                       "the strategy zero-2 keeps the parameters gathered, but reshard_after_forward is true"));
+  const auto five = error(world_mesh(), {.reshard_after_forward = 5});
+  EXPECT_TRUE(contains(five, c10::str("reshard_after_forward of 5 ranks, but these must divide the ", world_size()))) << five;
+  EXPECT_TRUE(contains(error(world_mesh(), {.reshard_after_forward = 0}), "reshard_after_forward of 0 ranks"));
+  EXPECT_TRUE(contains(error_of([&] { replicate(linear, world_mesh(), {.strategy = tessera::Strategy::kFullShard}); }),
+                       "replicate: the options ask for the strategy full"));
+  EXPECT_TRUE(contains(error(world_mesh(), {.strategy = tessera::Strategy::kNoShard, .reshard_after_forward = 7}),
+                       "the strategy no-shard shards nothing"));
+  EXPECT_TRUE(contains(error(world_mesh(), {.bucket_bytes = 0}), "bucket_bytes is 0, but must be positive"));
+  EXPECT_FALSE(is_sharded(*linear)) << "an error leaves the module as it was";
+}
+
+} // namespace
+} // namespace tessera::testing

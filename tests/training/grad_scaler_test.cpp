@@ -1,0 +1,282 @@
+#include <tessera/training/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <nlohmann/json.hpp>
+
+#include <limits>
+#include <sstream>
+
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/fsdp/no_sync.h>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/subprocess.h>
+#include <tessera/tests/support/temporary_folder.h>
+
+namespace tessera::testing {
+namespace {
+
+using torch::Tensor;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+/// A plain parameter whose gradients are as a test says.
+struct Weight {
+  explicit Weight(double lr = 1) : value(torch::ones({3}).requires_grad_()), optimizer({value}, torch::optim::SGDOptions(lr)) {}
+  /// One step with a scaled loss, which overflows or not.
+  bool step(GradScaler& scaler, bool overflows = false) {
+    optimizer.zero_grad();
+    scaler.scale((value * (overflows ? kInfinity : 0.25F)).sum()).backward();
+    const bool stepped = scaler.step(optimizer);
+    scaler.update();
+    return stepped;
+  }
+  Tensor value;
+  torch::optim::SGD optimizer;
+};
+
+/// The scales after each of some steps; 'x' overflows.
+std::vector<double> scales_of(const GradScalerOptions& options, const std::string& steps) {
+  GradScaler scaler(options);
+  Weight weight(1e-3);
+  std::vector<double> scales;
+  for (const char each : steps) {
+    EXPECT_EQ(weight.step(scaler, each == 'x'), each != 'x');
+    scales.push_back(scaler.get_scale());
+  }
+  return scales;
+}
+
+TEST(GradScaler, GrowsAndFallsAsPyTorchs) {
+  const GradScalerOptions options{.init_scale = 16, .growth_interval = 3};
+  EXPECT_EQ(scales_of(options, "...x..x..."), (std::vector<double>{16, 16, 32, 16, 16, 16, 8, 8, 8, 16}));
+}
+
+TEST(GradScaler, HasDeepSpeedsHysteresisAndMinimum) {
+  GradScalerOptions options{.init_scale = 16, .growth_interval = 3, .hysteresis = 2};
+  EXPECT_EQ(scales_of(options, "x.x.x...xx"), (std::vector<double>{16, 16, 8, 8, 4, 4, 4, 8, 8, 4}));
+  options.consecutive_hysteresis = true;
+  EXPECT_EQ(scales_of(options, "x.x.xx"), (std::vector<double>{16, 16, 16, 16, 16, 8}));
+  options = {.init_scale = 4, .min_scale = 1.5};
+  EXPECT_EQ(scales_of(options, "xx"), (std::vector<double>{2, 1.5}));
+  EXPECT_THROWS_WITH(scales_of(options, "xxx"), "overflowed with the loss scale at its minimum, 1.5");
+}
+
+TEST(GradScaler, StopsGrowingAtTheLargestFloat) {
+  const auto scales = scales_of({.init_scale = 1e38, .growth_interval = 1}, "..."); // the gradients stay finite: 0.25 times this
+  EXPECT_FLOAT_EQ(static_cast<float>(scales[1]), 2e38F);
+  EXPECT_EQ(scales[2], scales[1]);
+}
+
+TEST(GradScaler, UnscalesGradientsAndKeepsTheDtypeOfLosses) {
+  GradScaler scaler({.init_scale = 1024});
+  EXPECT_EQ(scaler.scale(torch::ones({}, torch::kHalf)).scalar_type(), torch::kHalf);
+  EXPECT_EQ(scaler.scale(std::vector<Tensor>{torch::ones({2}), torch::ones({})})[1].item<double>(), 1024);
+  auto half = torch::ones({2}, torch::kHalf).requires_grad_(), both = torch::ones({2}, torch::kDouble).requires_grad_(),
+       other = torch::ones({2}, torch::kBFloat16).requires_grad_();
+  torch::optim::SGD optimizer({half, both, other}, 0.5);
+  scaler.scale((half.to(torch::kFloat) * both.to(torch::kFloat) * other.to(torch::kFloat)).sum()).backward();
+  scaler.unscale_(optimizer);
+  for (const auto& each : {half, both, other}) EXPECT_EQ(each.grad()[0].item<double>(), 1) << each.dtype();
+  EXPECT_TRUE(scaler.step(optimizer));
+  EXPECT_EQ(both[0].item<double>(), 0.5); // not divided twice
+}
+
+TEST(GradScaler, DisabledDoesNothing) {
+  GradScaler scaler({.enabled = false});
+  Weight weight;
+  EXPECT_EQ(scaler.get_scale(), 1);
+  EXPECT_TRUE(weight.step(scaler));
+  EXPECT_EQ(weight.value[0].item<double>(), 0.75);
+  EXPECT_TRUE(weight.step(scaler, true));
+}
+
+TEST(GradScaler, RefusesCallsInAnotherOrder) {
+  GradScaler scaler;
+  Weight weight, other;
+  const auto backward = [&](Weight& each) {
+    each.optimizer.zero_grad();
+    scaler.scale(each.value.sum()).backward();
+  };
+  EXPECT_THROWS_WITH(scaler.update(), "update() without a step()");
+  weight.value.sum().backward();
+  EXPECT_THROWS_WITH(scaler.step(weight.optimizer), "no loss was scaled since the last update");
+  backward(weight);
+  scaler.unscale_(weight.optimizer);
+  EXPECT_THROWS_WITH(scaler.unscale_(weight.optimizer), "unscale_() was called on this optimizer since the last update()");
+  scaler.step(weight.optimizer);
+  EXPECT_THROWS_WITH(scaler.unscale_(weight.optimizer), "unscale_() is called after step()");
+  EXPECT_THROWS_WITH(scaler.step(weight.optimizer), "step() was called on this optimizer since the last update()");
+  EXPECT_THROWS_WITH(scaler.step(other.optimizer), "no parameter of the optimizer has a gradient");
+  backward(other);
+  scaler.step(other.optimizer); // each optimizer has a state of its own
+  scaler.update();
+  EXPECT_THROWS_WITH(scaler.unscale_(weight.optimizer), "no loss was scaled since the last update");
+  EXPECT_THROWS_WITH(scaler.update(-1.0), "the new scale is -1, but must be above 0");
+  scaler.update(8.0);
+  EXPECT_EQ(scaler.get_scale(), 8);
+  EXPECT_THROWS_WITH(GradScaler({.growth_factor = 1}), "growth_factor is 1, but must be above 1");
+  EXPECT_THROWS_WITH(GradScaler({.backoff_factor = 1}), "backoff_factor is 1, but must be above 0 and below 1");
+  EXPECT_THROWS_WITH(GradScaler({.growth_interval = 0}), "growth_interval is 0");
+  EXPECT_THROWS_WITH(GradScaler({.init_scale = -2}), "init_scale is -2");
+  EXPECT_THROWS_WITH(GradScaler({.hysteresis = 0}), "hysteresis is 0");
+  EXPECT_THROWS_WITH(GradScaler({.min_scale = 1e9}), "min_scale is 1e+09");
+}
+
+TEST(GradScaler, IsSavedAndLoaded) {
+  GradScaler scaler({.init_scale = 16, .growth_interval = 3, .hysteresis = 2});
+  Weight weight(1e-3);
+  for (const char each : std::string("x..x.")) weight.step(scaler, each == 'x'); // one good step, scale 8
+  auto saved = state_dict(scaler);
+  GradScaler other({.init_scale = 64, .growth_interval = 3, .hysteresis = 2});
+  auto target = state_dict(other);
+  load_state_dict(target, saved);
+  EXPECT_EQ(other.get_scale(), 8);
+  for (const char each : std::string("..x.x")) {
+    weight.step(scaler, each == 'x');
+    weight.step(other, each == 'x');
+    EXPECT_EQ(other.get_scale(), scaler.get_scale());
+  }
+  saved.set("grad_scaler.scale", 0.0);
+  EXPECT_THROWS_WITH(load_state_dict(target, saved), "the saved scale is 0, but must be above 0");
+}
+
+/// Steps of a sharded model in fp32, with a scaler or without. `overflow` sees the loss of each step.
+Net train_net(const Strategy& strategy, GradScaler* scaler, const std::function<Tensor(int64_t, Tensor)>& loss_in_step) {
+  Net net = make_net();
+  shard_model(net, strategy);
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
+  for (int64_t step = 0; step < 4; ++step) {
+    optimizer.zero_grad();
+    const auto loss = loss_in_step(step, loss_of(net, part_of(global_batch(step), world_rank(), world_size())));
+    if (!loss.defined()) continue;
+    (scaler ? scaler->scale(loss) : loss).backward();
+    if (scaler) {
+      scaler->step(optimizer);
+      scaler->update();
+    } else {
+      optimizer.step();
+    }
+  }
+  return net;
+}
+
+TEST(GradScaler, SkipsTheStepOnAllRanksAtOnce) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    GradScaler scaler;
+    const bool is_last = world_rank() == world_size() - 1;
+    const auto skipped = train_net(strategy, &scaler, [&](int64_t step, const Tensor& loss) {
+      return step == 2 && is_last ? loss * kInfinity : loss; // one rank's gradients alone
+    });
+    EXPECT_EQ(scaler.get_scale(), 32768);
+    const auto without =
+        train_net(strategy, nullptr, [](int64_t step, const Tensor& loss) { return step == 2 ? Tensor() : loss; });
+    for (const auto& item : skipped->named_parameters())
+      EXPECT_TENSORS_EQUAL(full(item.value()),
+                           full(without->named_parameters()[item.key()])); // fp32: powers of two change nothing
+  }
+}
+
+TEST(GradScaler, ChecksWithOneCollectiveOverAllMeshes) {
+  const auto row = init_device_mesh(torch::kCPU, {world_size()});
+  const auto grid = init_device_mesh(torch::kCPU, {1, world_size()}, {"replicate", "shard"});
+  torch::nn::Linear first(4, 5), second(5, 3);
+  fully_shard(first, row);
+  fully_shard(second, grid);
+  auto parameters = first->parameters();
+  for (const auto& each : second->parameters()) parameters.push_back(each);
+  torch::optim::SGD optimizer(parameters, 0.1);
+  GradScaler scaler;
+  scaler.scale(second(first(torch::ones({2, 4}))).sum()).backward();
+  process_context().reset_counters();
+  scaler.unscale_(optimizer);
+  const auto count = process_context().count(CollectiveKind::kAllReduce);
+  EXPECT_EQ(count.calls, world_size() > 1 ? 1 : 0);
+  EXPECT_TRUE(scaler.step(optimizer));
+}
+
+TEST(GradScaler, RefusesGradientsThatWaitForTheirReduction) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  GradScaler scaler;
+  {
+    const auto scope = no_sync(*net);
+    scaler.scale(loss_of(net, part_of(global_batch(0), world_rank(), world_size()))).backward();
+  }
+  EXPECT_THROWS_WITH(scaler.step(optimizer), "never reduced");
+}
+
+// The same training as in grad_scaler.py.
+
+constexpr int64_t kSteps = 12, kRows = 8, kWidth = 6;
+
+torch::nn::Sequential make_layers() {
+  torch::nn::Sequential layers(torch::nn::Linear(kWidth, 2 * kWidth), torch::nn::Tanh(), torch::nn::Linear(2 * kWidth, kWidth));
+  const torch::NoGradGuard no_grad;
+  int64_t number = 0;
+  for (auto& parameter : layers->parameters())
+    parameter.copy_(0.3 * torch::sin(torch::arange(parameter.numel()) * 0.7 + number++).view_as(parameter));
+  return layers;
+}
+
+Tensor batch(int64_t step) {
+  auto rows = torch::sin(torch::arange(kRows * kWidth) * 0.3 + step).view({kRows, kWidth});
+  if (step == 3 || step == 7) rows[0] *= 3000;
+  return part_of(rows, world_rank(), world_size());
+}
+
+nlohmann::json train_in_fp16() {
+  auto layers = make_layers();
+  FullyShardOptions options;
+  options.mixed_precision.param_dtype = torch::kHalf;
+  options.mixed_precision.reduce_dtype = torch::kFloat;
+  for (const size_t i : {0, 2}) fully_shard(*layers->ptr(i), world_mesh(), options);
+  fully_shard(layers, world_mesh(), options);
+  torch::optim::SGD optimizer(layers->parameters(), 0.1);
+  GradScaler scaler({.init_scale = 65536.0 * 16, .growth_interval = 3});
+  auto steps = nlohmann::json::array();
+  for (int64_t step = 0; step < kSteps; ++step) {
+    const auto x = batch(step);
+    optimizer.zero_grad();
+    const auto loss = (layers->forward(x).to(torch::kFloat) - x.clamp(-1, 1)).square().mean();
+    scaler.scale(loss).backward();
+    const bool stepped = scaler.step(optimizer);
+    scaler.update();
+    steps.push_back({mean_over_ranks(loss).item<double>(), scaler.get_scale(), stepped});
+  }
+  return steps;
+}
+
+TEST(GradScaler, SkipsTheStepsThatPythonsFsdp2Skips) {
+  const auto got = train_in_fp16();
+  if (world_rank() != 0 || world_size() == 3) return; // 8 rows
+  const TemporaryFolder folder;
+  const auto result =
+      run_program({TESSERA_PYTHON, TESSERA_GRAD_SCALER_SCRIPT, std::to_string(world_size()), folder.file("store")}, {},
+                  std::chrono::seconds(120));
+  ASSERT_EQ(result.status, 0) << result.output;
+  std::istringstream lines(result.output);
+  size_t step = 0, skipped = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.empty() || line[0] != '[') continue;
+    SCOPED_TRACE("step " + std::to_string(step) + ": " + line + ", here " + got[step].dump());
+    const auto expected = nlohmann::json::parse(line);
+    EXPECT_EQ(got[step][2], expected[2]);
+    EXPECT_EQ(got[step][1], expected[1]);
+    if (std::isfinite(expected[0].get<double>())) EXPECT_NEAR(got[step][0].get<double>(), expected[0].get<double>(), 2e-3);
+    skipped += expected[2] == false;
+    ++step;
+  }
+  EXPECT_EQ(step, kSteps) << result.output;
+  EXPECT_GT(skipped, 1);
+  EXPECT_LT(skipped, kSteps / 2);
+}
+
+} // namespace
+} // namespace tessera::testing

@@ -1,0 +1,225 @@
+#include <tessera/training/grad_scaler.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <utility>
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/fsdp/unreduced_gradient.h>
+#include <tessera/optim/optimizer_ranks.h>
+#include <tessera/optim/step.h>
+
+namespace tessera {
+
+namespace {
+
+constexpr auto* kLabel = "the overflow check of GradScaler";
+
+int rank() { return is_initialized() ? process_context().rank() : 0; }
+
+void check_factor(const char* name, double value, double above, double below) {
+  TORCH_CHECK_VALUE(std::isfinite(value) && value > above && value < below, "GradScaler: ", name, " is ", value,
+                    ", but must be above ", above, std::isfinite(below) ? c10::str(" and below ", below) : "");
+}
+
+template <typename Visit> // void(const at::Tensor& parameter)
+void for_each_parameter(const torch::optim::Optimizer& optimizer, const Visit& visit) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) visit(parameter);
+  }
+}
+
+/// The part of a gradient that this rank has.
+at::Tensor part_of(const at::Tensor& gradient) {
+  if (internal::unreduced_gradient(gradient)) return gradient.abs(); // which says what it waits for
+  if (const auto* meta = internal::dtensor_meta(gradient)) return meta->local;
+  return gradient.is_sparse() ? gradient._values() : gradient;
+}
+
+/// Divides the parts in place; `overflow`, a number, becomes 1 where one of them is not finite.
+void unscale(const std::vector<at::Tensor>& parts, const at::Tensor& overflow, float scale) {
+  std::vector<at::Tensor> left = parts;
+  while (!left.empty()) { // those of one device and dtype at a time
+    const auto first = left.front();
+    const auto is_alike = [&](const at::Tensor& each) {
+      return each.device() == first.device() && each.scalar_type() == first.scalar_type();
+    };
+    const auto rest = std::stable_partition(left.begin(), left.end(), is_alike);
+    const std::vector<at::Tensor> alike(left.begin(), rest);
+    left.erase(left.begin(), rest);
+    auto found = at::zeros({}, first.options().dtype(at::kFloat));
+    const auto inverse = at::full({}, static_cast<float>(1 / static_cast<double>(scale)), found.options());
+    at::_amp_foreach_non_finite_check_and_unscale_(alike, found, inverse);
+    overflow.add_(found.to(overflow.device()));
+  }
+}
+
+} // namespace
+
+GradScaler::GradScaler(GradScalerOptions options)
+    : options_(std::move(options)), scale_(static_cast<float>(options_.init_scale)), overflows_left_(options_.hysteresis) {
+  constexpr auto kInfinity = std::numeric_limits<double>::infinity();
+  check_factor("init_scale", options_.init_scale, 0, kInfinity);
+  set_growth_factor(options_.growth_factor);
+  set_backoff_factor(options_.backoff_factor);
+  set_growth_interval(options_.growth_interval);
+  TORCH_CHECK_VALUE(options_.hysteresis >= 1, "GradScaler: hysteresis is ", options_.hysteresis, ", but must be at least 1");
+  TORCH_CHECK_VALUE(options_.min_scale >= 0 && options_.min_scale <= options_.init_scale, "GradScaler: min_scale is ",
+                    options_.min_scale, ", but must be between 0 and init_scale, which is ", options_.init_scale);
+}
+
+void GradScaler::set_growth_factor(double factor) {
+  check_factor("growth_factor", factor, 1, std::numeric_limits<double>::infinity());
+  options_.growth_factor = factor;
+}
+
+void GradScaler::set_backoff_factor(double factor) {
+  check_factor("backoff_factor", factor, 0, 1);
+  options_.backoff_factor = factor;
+}
+
+void GradScaler::set_growth_interval(int64_t interval) {
+  TORCH_CHECK_VALUE(interval >= 1, "GradScaler: growth_interval is ", interval, ", but must be at least 1");
+  options_.growth_interval = interval;
+}
+
+at::Tensor GradScaler::scale(const at::Tensor& outputs) {
+  if (!options_.enabled) return outputs;
+  has_scaled_ = true;
+  return outputs.mul(scale_);
+}
+
+std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) {
+  std::vector<at::Tensor> scaled;
+  scaled.reserve(outputs.size());
+  for (const auto& each : outputs) scaled.push_back(scale(each));
+  return scaled;
+}
+
+bool GradScaler::find_overflow(torch::optim::Optimizer& optimizer) const {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> parts;
+  for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
+    if (parameter.grad().defined()) parts.push_back(part_of(parameter.grad()));
+  });
+  const auto ranks = options_.mesh.defined() ? options_.mesh.ranks() : internal::ranks_of(optimizer);
+  TORCH_CHECK(!parts.empty() || !ranks.empty(),
+              "GradScaler: no parameter of the optimizer has a gradient: call it after backward");
+  const auto device = parts.empty() ? c10::Device(c10::kCPU) : parts[0].device();
+  const auto overflow = at::zeros({1}, at::TensorOptions(at::kFloat).device(device));
+  unscale(parts, overflow, scale_);
+  if (ranks.size() > 1) {
+    const auto communicator = process_context().communicator(ranks, device.type(), "grad scaler");
+    communicator->all_reduce(overflow, ReduceOp::kMax, kLabel).wait();
+  }
+  return overflow.item<float>() > 0;
+}
+
+void GradScaler::unscale_(torch::optim::Optimizer& optimizer) { // NOLINT(readability-identifier-naming): PyTorch's name
+  if (!options_.enabled) return;
+  TORCH_CHECK(has_scaled_, "GradScaler: no loss was scaled since the last update on rank ", rank(),
+              ", and the gradients would be divided by the scale ", scale_, ": call scaler.scale(loss).backward()");
+  auto& state = optimizers_[&optimizer];
+  TORCH_CHECK(state.stage != Stage::kUnscaled, "GradScaler: unscale_() was called on this optimizer since the last update()");
+  TORCH_CHECK(state.stage != Stage::kStepped, "GradScaler: unscale_() is called after step()");
+  state.overflowed = find_overflow(optimizer);
+  state.stage = Stage::kUnscaled;
+}
+
+bool GradScaler::step(torch::optim::Optimizer& optimizer) {
+  if (options_.enabled) {
+    const auto known = optimizers_.find(&optimizer);
+    TORCH_CHECK(known == optimizers_.end() || known->second.stage != Stage::kStepped,
+                "GradScaler: step() was called on this optimizer since the last update()");
+    if (known == optimizers_.end() || known->second.stage == Stage::kReady) unscale_(optimizer);
+    auto& state = optimizers_.at(&optimizer);
+    state.stage = Stage::kStepped;
+    if (state.overflowed) return false;
+  }
+  tessera::step(optimizer);
+  return true;
+}
+
+void GradScaler::fall() {
+  good_steps_ = 0;
+  if (overflows_left_ > 1) {
+    --overflows_left_;
+    return;
+  }
+  const auto lowest = static_cast<float>(options_.min_scale);
+  TORCH_CHECK(lowest == 0 || scale_ > lowest, "GradScaler: a gradient overflowed with the loss scale at its minimum, ", lowest,
+              ": the loss diverges, or min_scale is too high");
+  scale_ = std::max(scale_ * static_cast<float>(options_.backoff_factor), lowest);
+}
+
+void GradScaler::grow() {
+  if (options_.consecutive_hysteresis) overflows_left_ = options_.hysteresis;
+  if (++good_steps_ < options_.growth_interval) return;
+  good_steps_ = 0;
+  overflows_left_ = options_.hysteresis;
+  const float grown = scale_ * static_cast<float>(options_.growth_factor);
+  if (std::isfinite(grown)) scale_ = grown;
+}
+
+void GradScaler::update(std::optional<double> new_scale) {
+  if (!options_.enabled) return;
+  const auto states = std::exchange(optimizers_, {});
+  has_scaled_ = false;
+  if (new_scale) {
+    check_factor("the new scale", *new_scale, 0, std::numeric_limits<double>::infinity());
+    scale_ = static_cast<float>(*new_scale);
+    return;
+  }
+  TORCH_CHECK(!states.empty(), "GradScaler: update() without a step() since the last one");
+  const bool overflowed = std::any_of(states.begin(), states.end(), [](const auto& each) { return each.second.overflowed; });
+  overflowed ? fall() : grow();
+}
+
+/// What a load brings back.
+class GradScalerBinding final : public StateBinding {
+ public:
+  GradScalerBinding(GradScaler& scaler, std::string name) : scaler_(scaler), name_(std::move(name)) {}
+
+  void add_entries(StateDict& state) const {
+    state.set(name_ + ".scale", static_cast<double>(scaler_.scale_));
+    state.set(name_ + ".growth_tracker", scaler_.good_steps_);
+    state.set(name_ + ".hysteresis", scaler_.overflows_left_);
+  }
+
+  void before_load(StateDict&, const SavedState& saved) override {
+    const auto found = saved.values.find(name_ + ".scale");
+    const auto* scale = found == saved.values.end() ? nullptr : std::get_if<double>(&found->second);
+    if (scale) check_factor("the saved scale", *scale, 0, std::numeric_limits<double>::infinity()); // else reported as missing
+  }
+
+  void after_load(const StateDict& state) override {
+    scaler_.scale_ = static_cast<float>(state.value<double>(name_ + ".scale"));
+    scaler_.good_steps_ = state.value<int64_t>(name_ + ".growth_tracker");
+    scaler_.overflows_left_ = state.value<int64_t>(name_ + ".hysteresis");
+    scaler_.optimizers_.clear();
+    scaler_.has_scaled_ = false;
+  }
+
+ private:
+  GradScaler& scaler_;
+  const std::string name_;
+};
+
+StateDict state_dict(GradScaler& scaler, const std::string& name) {
+  TORCH_CHECK_VALUE(!name.empty(), "state dict: the name of a GradScaler is empty");
+  auto binding = std::make_shared<GradScalerBinding>(scaler, name);
+  StateDict state;
+  binding->add_entries(state);
+  state.bind(std::move(binding));
+  return state;
+}
+
+} // namespace tessera

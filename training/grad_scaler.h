@@ -1,0 +1,98 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/checkpoint/state_dict.h>
+#include <tessera/mesh/device_mesh.h>
+
+namespace tessera {
+
+/// The defaults are PyTorch's; DeepSpeed's are in the comments.
+struct GradScalerOptions {
+  double init_scale = 65536;      ///< 2^32
+  double growth_factor = 2;       ///< above 1
+  double backoff_factor = 0.5;    ///< above 0 and below 1
+  int64_t growth_interval = 2000; ///< steps without an overflow, one after another, that let the scale grow; its window: 1000
+  /// false: `scale` returns its argument, `step` steps, and nothing else happens.
+  bool enabled = true;
+  /// Overflows that the scale stands before it falls: the last of so many since it grew. Its delayed_shift.
+  int64_t hysteresis = 1;
+  /// A step without an overflow makes it stand as many again.
+  bool consecutive_hysteresis = false;
+  /// The scale falls no lower; an overflow there is an error of `update`. 0: no limit. 1.
+  double min_scale = 0;
+  /// The ranks that skip steps together. Unset: those of all meshes that the optimizer's parameters are sharded over; for a
+  /// pipeline, the ranks of all stages.
+  DeviceMesh mesh;
+};
+
+/// Scales the loss, so that gradients in fp16 do not underflow, and skips the steps whose gradients overflowed:
+///
+///   scaler.scale(loss).backward();
+///   scaler.unscale_(optimizer);             // only where gradients are read or clipped before the step
+///   clip_grad_norm_(*model, 1.0);
+///   scaler.step(optimizer);
+///   scaler.update();
+///
+/// An infinity or NaN in a gradient of any rank is found by one all-reduce of one number for each optimizer, so that all ranks
+/// skip the step, and have the same scale. Every rank makes the same calls. On gradients in fp32 it changes nothing while the
+/// scale is a power of two: they are scaled and unscaled, and steps that overflow are skipped. Semantics: torch.amp.GradScaler,
+/// and for what ranks do together FSDP's ShardedGradScaler.
+///
+/// Errors, on every rank: calls in another order (`unscale_` twice or after `step`, `step` twice, `update` without a step,
+/// `unscale_` or `step` where no loss was scaled since the last `update`); gradients that wait for their reduction; an optimizer
+/// without any gradient.
+class GradScaler {
+ public:
+  explicit GradScaler(GradScalerOptions options = {});
+
+  /// `outputs` times the scale, in the dtype of `outputs`.
+  at::Tensor scale(const at::Tensor& outputs);
+  std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs);
+  /// Divides the gradients of the optimizer's parameters by the scale, in place, and looks for infinities and NaN. `step` does it
+  /// where it was not done.
+  // NOLINTNEXTLINE(readability-identifier-naming): PyTorch's name
+  void unscale_(torch::optim::Optimizer& optimizer);
+  /// `optimizer.step()`, unless a gradient overflowed. Whether it stepped.
+  bool step(torch::optim::Optimizer& optimizer);
+  /// The scale of the next step, after the steps of all optimizers; or `new_scale`.
+  void update(std::optional<double> new_scale = std::nullopt);
+
+  double get_scale() const { return options_.enabled ? scale_ : 1; }
+  bool is_enabled() const { return options_.enabled; }
+  const GradScalerOptions& options() const { return options_; }
+  void set_growth_factor(double factor);
+  void set_backoff_factor(double factor);
+  void set_growth_interval(int64_t interval);
+
+ private:
+  enum class Stage { kReady, kUnscaled, kStepped };
+  struct OptimizerState {
+    Stage stage = Stage::kReady;
+    bool overflowed = false;
+  };
+  friend class GradScalerBinding;
+
+  bool find_overflow(torch::optim::Optimizer& optimizer) const;
+  void fall();
+  void grow();
+
+  GradScalerOptions options_;
+  float scale_;             // a float, as PyTorch's: the same numbers after any factors
+  int64_t good_steps_ = 0;  // since the scale changed, or an overflow
+  int64_t overflows_left_;  // that the scale still stands
+  bool has_scaled_ = false; // a loss, since the last update
+  std::map<const torch::optim::Optimizer*, OptimizerState> optimizers_;
+};
+
+/// The scale and the counters, under `name`, for a checkpoint or `load_state_dict`. The options are not saved: a resumed run may
+/// have others. The scaler must outlive the state dict.
+StateDict state_dict(GradScaler& scaler, const std::string& name = "grad_scaler");
+
+} // namespace tessera

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <tessera/checkpoint/state_dict.h>
+
+namespace tessera {
+
+/// A learning rate that depends on the step and on nothing else, so that it can be saved and resumed. A LibTorch scheduler: call
+/// `step()` after each `optimizer.step()`.
+///
+/// The constructor takes the lr of each parameter group as that group's base, and sets the lr of step 0 at once, as in PyTorch;
+/// n calls of `step()` set that of step n. (LibTorch's own schedulers set the first one with the first call.) So make it once,
+/// for an optimizer that has the base rates: before a checkpoint is loaded into it. An error where all of them are 0. The
+/// optimizer must outlive it. Local: every rank makes the same and steps it as often.
+class LRSchedule : public torch::optim::LRScheduler {
+ public:
+  /// The lr at step 0, 1, … of a group whose base is `base_lr`.
+  using Formula = std::function<double(double base_lr, int64_t step)>;
+  using Settings = std::map<std::string, StateValue>;
+
+  /// A schedule of one's own. `type` and `settings` are saved, and must be the same at a resume: all that the formula depends on.
+  LRSchedule(torch::optim::Optimizer& optimizer, std::string type, Settings settings, Formula formula);
+  LRSchedule(const LRSchedule&) = delete;
+  LRSchedule& operator=(const LRSchedule&) = delete;
+
+  /// How often `step()` was called, those before a resume included.
+  int64_t steps_taken() const { return static_cast<int64_t>(step_count_); }
+  /// Goes to another step, and sets its lr: for programs that keep the step themselves. An error below 0.
+  void set_steps_taken(int64_t steps);
+  /// What the optimizer's groups have at this step.
+  std::vector<double> lrs() const { return lrs_at(steps_taken()); }
+  const std::vector<double>& base_lrs() const { return base_lrs_; }
+  const std::string& type() const { return type_; }
+  const Settings& settings() const { return settings_; }
+
+ private:
+  std::vector<double> get_lrs() override { return lrs_at(steps_taken() + 1); }
+  std::vector<double> lrs_at(int64_t step) const;
+  void apply() const;
+
+  torch::optim::Optimizer* optimizer_;
+  std::string type_;
+  Settings settings_;
+  Formula formula_;
+  std::vector<double> base_lrs_;
+};
+
+/// Steps count calls of `step()`; ratios are of a group's base lr, finite and not negative. Others are errors.
+struct WarmupOptions {
+  int64_t warmup_steps = 0; ///< the lr grows linearly from `start_ratio` at step 0 to the base at this step; 0: no warm-up
+  int64_t total_steps = 0;  ///< from this step on it is `end_ratio`; positive, and not less than `warmup_steps`
+  double start_ratio = 0;
+  double end_ratio = 0;
+};
+
+/// Warm-up, then half a cosine down. Without warm-up PyTorch's CosineAnnealingLR(T_max = total_steps), which goes up again
+/// afterwards; with it Hugging Face's get_cosine_schedule_with_warmup.
+class WarmupCosineLR final : public LRSchedule {
+ public:
+  WarmupCosineLR(torch::optim::Optimizer& optimizer, const WarmupOptions& options);
+};
+
+/// Warm-up, then linearly down: Hugging Face's get_linear_schedule_with_warmup. PyTorch's LinearLR(start_factor, 1, total_iters)
+/// is the warm-up alone, with `warmup_steps` and `total_steps` = total_iters.
+class WarmupLinearLR final : public LRSchedule {
+ public:
+  WarmupLinearLR(torch::optim::Optimizer& optimizer, const WarmupOptions& options);
+};
+
+/// How the last part of a WSDLR goes from 1 to 0, with p from 0 to 1.
+enum class DecayShape {
+  kCosine,       ///< half a cosine
+  kLinear,       ///< 1 - p
+  kOneMinusSqrt, ///< 1 - √p
+};
+
+struct WSDOptions {
+  int64_t warmup_steps = 0; ///< as in WarmupOptions
+  int64_t stable_steps = 0; ///< at the base
+  int64_t decay_steps = 0;  ///< down to `end_ratio`, where it stays; positive
+  double start_ratio = 0;
+  double end_ratio = 0;
+  DecayShape decay = DecayShape::kCosine;
+};
+
+/// Warm-up, stable, decay: Hugging Face's get_wsd_schedule, whose min_lr_ratio is both ratios here.
+class WSDLR final : public LRSchedule {
+ public:
+  WSDLR(torch::optim::Optimizer& optimizer, const WSDOptions& options);
+};
+
+/// The names and defaults are DeepSpeed's. These are learning rates, not ratios: the groups' own do not count.
+struct WarmupDecayOptions {
+  int64_t total_num_steps = 0; ///< positive
+  double warmup_min_lr = 0;
+  double warmup_max_lr = 0.001;
+  int64_t warmup_num_steps = 1000; ///< at least 2, and not more than `total_num_steps`
+  bool linear_warmup = false;      ///< DeepSpeed's warmup_type: "linear", otherwise "log"
+};
+
+/// DeepSpeed's WarmupDecayLR: warm-up from the lowest to the highest lr, then linearly back. As there, the first call of `step()`
+/// sets the lr of DeepSpeed's iteration 0, and until then it is the lowest.
+class WarmupDecayLR final : public LRSchedule {
+ public:
+  WarmupDecayLR(torch::optim::Optimizer& optimizer, const WarmupDecayOptions& options);
+};
+
+struct ScheduleStateOptions {
+  /// What the names begin with; one for each schedule of a state dict.
+  std::string name = "lr_schedule";
+  /// Go on at the saved step with the settings, type and base rates of the schedule here, where those that were saved differ,
+  /// instead of an error: for a run that is made longer. The checkpoint's optimizer brings the lr of the saved schedule, so merge
+  /// the state of this one after the optimizer's.
+  bool allow_other_settings = false;
+};
+
+/// The state of a schedule: `state.merge(state_dict(schedule))`.
+///   "<name>.type", "<name>.steps_taken"; of an LRSchedule also "<name>.base_lrs" and "<name>.settings.<setting>".
+///
+/// A load sets the step, and of an LRSchedule the optimizer's lr. LibTorch's StepLR, and other classes derived from LRScheduler,
+/// keep the lr in the optimizer alone: save that as well. Their own settings are not known, and not compared. Of an LRSchedule
+/// all that was saved must be as here; differences are an error on every rank, which lists them, before anything is loaded. The
+/// schedule must outlive the state dict. Local.
+StateDict state_dict(torch::optim::LRScheduler& schedule, const ScheduleStateOptions& options = {});
+
+} // namespace tessera
