@@ -11,15 +11,17 @@ namespace {
 const std::string kNoStorage =
     "a DTensor has no storage of its own: its data is spread over the ranks of its mesh. Use to_local() for this rank's part, "
     "full_tensor() for the whole, tessera::to_string() to print it and tessera::checkpoint::save() to save it";
+const std::string kNoStorageBrief = "use to_local()"; // of the 15 characters that a string has room for in itself
 
-c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys) {
+c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys,
+                                              StorageError error) {
   start_view_replay();
   const auto& local = meta->local;
   const auto backend = c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
   auto impl = c10::make_intrusive<c10::TensorImpl>(backend | c10::DispatchKeySet(kDTensorKey) | extra_keys, local.dtype(),
                                                    local.device());
   impl->set_sizes_and_strides(meta->spec->sizes(), meta->spec->strides());
-  impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(kNoStorage);
+  impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(error == StorageError::kBrief ? kNoStorageBrief : kNoStorage);
   impl->set_backend_meta(std::move(meta));
   return impl;
 }
@@ -37,9 +39,9 @@ at::Tensor make_dtensor(at::Tensor local, SpecPtr spec) {
   return make_dtensor(c10::make_intrusive<DTensorMeta>(std::move(local), std::move(spec)));
 }
 
-at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta) {
+at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta, StorageError error) {
   check_local(meta->local, *meta->spec);
-  return at::Tensor(make_impl(std::move(meta), {}));
+  return at::Tensor(make_impl(std::move(meta), {}, error));
 }
 
 at::Tensor alias_dtensor(const at::Tensor& dtensor) {
@@ -55,7 +57,7 @@ void become_dtensor(const at::Tensor& tensor, c10::intrusive_ptr<DTensorMeta> me
   start_view_replay();
   const KeepViewReplay keep; // which an InferenceMode switches off
   const c10::InferenceMode normal_mode(false);
-  tensor.unsafeGetTensorImpl()->shallow_copy_from(make_impl(std::move(meta), extra_keys));
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(make_impl(std::move(meta), extra_keys, StorageError::kInFull));
 }
 
 } // namespace tessera::internal

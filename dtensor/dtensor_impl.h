@@ -74,7 +74,11 @@ inline DTensorMeta* dtensor_meta(const at::TensorBase& tensor) {
 /// A new DTensor (not requiring grad) from this rank's part. `local` must have `spec->local_sizes()` and `spec->dtype()`.
 at::Tensor make_dtensor(at::Tensor local, SpecPtr spec);
 
-at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta);
+/// What an error says where a program asks a DTensor for the storage that it does not have. LibTorch keeps two copies of the text
+/// in each tensor: where a step makes many, as of gradients, one that needs no memory of its own.
+enum class StorageError { kInFull, kBrief };
+
+at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta, StorageError error = StorageError::kInFull);
 
 /// Another handle of the same DTensor: the meta is shared, the key set is copied, autograd history is not.
 at::Tensor alias_dtensor(const at::Tensor& dtensor);

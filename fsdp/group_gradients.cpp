@@ -28,7 +28,7 @@ namespace {
 at::Tensor make_gradient(at::Tensor local, const ShardedParameter& parameter) {
   auto meta = c10::make_intrusive<DTensorMeta>(std::move(local), parameter.spec);
   meta->name = parameter.gradient_name;
-  return make_dtensor(std::move(meta));
+  return make_dtensor(std::move(meta), StorageError::kBrief);
 }
 
 /// `gradient` after the hooks that the user registered on `parameter`. One more is the group's own (parameter_group.cpp), which

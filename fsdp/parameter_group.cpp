@@ -126,16 +126,16 @@ void ParameterGroup::add_parameter(const FreeParameters& free, size_t i, at::Sca
   const auto& layout = layout_.parameters[i];
   const auto strides = own_strides(tensor);
   parameters_.push_back(
-      {.own_name = free.places[i].path,
-       .module = free.places[i].top,
-       .tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+      {.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
        .spec = Spec::intern(axes_.mesh(), axes_.placements(layout.placement), tensor.sizes().vec(), dtype, strides),
        .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), i),
-       .original = MemoryRange::of(tensor),
-       .strides = strides,
+       .unsharded_dtype = free.dtypes[i],
        .has_strided_shards = !strides.empty() && can_have_strided_shards(tensor.sizes(), strides, layout),
-       .chosen = free.placements[i],
-       .unsharded_dtype = free.dtypes[i]});
+       .strides = strides,
+       .own_name = free.places[i].path,
+       .module = free.places[i].top,
+       .original = MemoryRange::of(tensor),
+       .chosen = free.placements[i]});
 }
 
 void ParameterGroup::plan(const FreeParameters& free) {

@@ -77,8 +77,7 @@ inline ParameterMeta* parameter_meta(const at::TensorBase& tensor) {
 }
 
 struct ShardedParameter {
-  std::string own_name;                            ///< from the module of the group that has it
-  size_t module;                                   ///< which of the group's modules that is
+  // What every read and every gradient takes, in one cache line.
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
   at::Tensor leaf = {};                            ///< what forward ops read instead: plain, in the unsharded dtype
   at::Tensor dtensor_leaf = {};                    ///< stands for it among DTensors in grad mode; made when first needed
@@ -86,14 +85,17 @@ struct ShardedParameter {
   SpecPtr spec;
   c10::intrusive_ptr<ParameterMeta> meta = {};
   c10::intrusive_ptr<const TensorName> gradient_name;
-  std::optional<MemoryRange> original; ///< where the whole tensor was
-  at::Tensor local = {};               ///< this rank's part, inside the shard
-  std::vector<int64_t> strides = {};   ///< of the whole, where it is not row-major (channels_last)
+
+  at::Tensor local = {};          ///< this rank's part, inside the shard
+  at::ScalarType unsharded_dtype; ///< of the leaf
   /// With `strides`: this rank's part has them too. It is row-major where a cut falls inside a row, and the whole gets them after
   /// each gather.
   bool has_strided_shards = false;
+  std::vector<int64_t> strides = {};    ///< of the whole, where it is not row-major (channels_last)
+  std::string own_name;                 ///< from the module of the group that has it
+  size_t module;                        ///< which of the group's modules that is
+  std::optional<MemoryRange> original;  ///< where the whole tensor was
   std::optional<Placement> chosen = {}; ///< by the program, along the shard dim
-  at::ScalarType unsharded_dtype;       ///< of the leaf
 };
 
 /// The strides of a tensor without gaps, where they are not those of a row-major one; for any other none.
