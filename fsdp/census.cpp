@@ -93,13 +93,16 @@ void check_own_memory(const Census& census) {
   for (const auto& item : census.buffers) check("buffer", item, MemoryRange::of(item.tensor));
 }
 
-std::string describe(const Census& census) {
+std::string describe(const Census& census, const DeviceMesh& mesh) {
   std::string text;
   for (const auto& root : census.roots) {
     const auto* module = root->modules().front();
     if (!census.walk.is_below(module)) continue;
     const auto name = census.walk.name(census.walk.place_of(census.walk.visit_of(module)));
-    text += fmt::format("\n{} sharded with values of checksum {}", name, root->initial_checksum);
+    const bool is_on_all = root->axes().mesh().ranks() == mesh.ranks(); // otherwise other ranks may have other values: experts
+    text += fmt::format("\nthe module {} sharded over {}", name,
+                        is_on_all ? fmt::format("the same ranks, with values of checksum {}", root->initial_checksum)
+                                  : fmt::format("{} ranks", root->axes().mesh().size()));
   }
   for (const auto& item : census.ignored) text += fmt::format("\n{} ignored", census.name_of(item));
   return text;

@@ -382,7 +382,7 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   const auto strategy = options.strategy ? *options.strategy : default_strategy(mesh);
   const auto census = take_census(modules, options.ignored_params);
   check_call(modules, census, options);
-  auto description = describe(strategy, mesh, options) + describe(census);
+  auto description = describe(strategy, mesh, options) + describe(census, mesh);
   const auto taken = take_free(census, options, description);
   const auto& all = taken.parameters;
   const auto& names = taken.names;

@@ -104,18 +104,40 @@ double copies(const DeviceMesh& mesh, const Spec& spec, const std::vector<bool>&
   return product;
 }
 
-/// The value over all ranks of a mesh; `plain` are tensors that each of them has for itself.
-at::Tensor value_on(const OnMesh& group, const std::vector<at::Tensor>& plain, NormOf norm) {
+/// Whether all ranks of `inner`, but not all of `outer`, are in both.
+bool is_within(const DeviceMesh& inner, const DeviceMesh& outer) {
+  return inner.size() < outer.size() && std::all_of(inner.ranks().begin(), inner.ranks().end(), [&](int64_t rank) {
+           return std::find(outer.ranks().begin(), outer.ranks().end(), rank) != outer.ranks().end();
+         });
+}
+
+at::Tensor joined(std::vector<at::Tensor> values, NormOf norm) {
+  for (auto& each : values) each = each.to(values[0].device());
+  const auto all = at::stack(values);
+  return !norm.is_extreme() ? all.sum() : norm.type > 0 ? all.amax() : all.amin();
+}
+
+/// What goes along with the tensors of a mesh, from each of its ranks.
+struct Passengers {
+  std::vector<at::Tensor> plain = {};  ///< tensors that it has for itself
+  std::vector<at::Tensor> values = {}; ///< of meshes within this one, each divided by the number of its ranks
+  bool empty() const { return plain.empty() && values.empty(); }
+};
+
+/// The value over all ranks of a mesh.
+at::Tensor value_on(const OnMesh& group, const Passengers& others, NormOf norm) {
   const auto& mesh = *group.mesh;
   auto dims = group.shards;
-  const bool over_all = std::count(dims.begin(), dims.end(), true) > 1 || !plain.empty();
+  const bool over_all = std::count(dims.begin(), dims.end(), true) > 1 || !others.empty();
   if (over_all) std::fill(dims.begin(), dims.end(), true);
   auto parts = group.parts;
   std::vector<double> weights;
   for (const auto& spec : group.specs) weights.push_back(1 / copies(mesh, *spec, dims));
-  parts.insert(parts.end(), plain.begin(), plain.end());
+  parts.insert(parts.end(), others.plain.begin(), others.plain.end());
   weights.resize(parts.size(), 1 / static_cast<double>(mesh.size()));
-  auto value = value_of(parts, weights, norm, mesh.device());
+  auto values = others.values;
+  values.push_back(value_of(parts, weights, norm, mesh.device()));
+  const auto value = joined(std::move(values), norm);
   const auto dim = std::find(dims.begin(), dims.end(), true) - dims.begin();
   if (mesh.size() == 1 || dim == static_cast<std::ptrdiff_t>(dims.size())) return value;
   const auto communicator = over_all ? process_context().communicator(mesh.ranks(), mesh.device_type()) : mesh.communicator(dim);
@@ -123,19 +145,28 @@ at::Tensor value_on(const OnMesh& group, const std::vector<at::Tensor>& plain, N
   return value;
 }
 
-/// The value of all groups together. Plain tensors go with the first mesh.
+/// The value of all groups together. Plain tensors go with the widest mesh, and so do the values of the meshes within it: its
+/// other ranks may have other tensors on meshes of their own (experts).
 at::Tensor value_of_all(const std::vector<OnMesh>& groups, NormOf norm) {
-  std::vector<at::Tensor> plain, values;
+  const OnMesh* widest = nullptr;
+  Passengers passengers;
   for (const auto& group : groups) {
-    if (!group.mesh) plain = group.parts;
+    if (!group.mesh) passengers.plain = group.parts;
+    if (group.mesh && (!widest || group.mesh->size() > widest->mesh->size())) widest = &group;
   }
+  const auto& plain = passengers.plain;
+  if (!widest) return value_of(plain, std::vector<double>(plain.size(), 1), norm, plain[0].device());
+  std::vector<at::Tensor> values;
   for (const auto& group : groups) {
-    if (group.mesh) values.push_back(value_on(group, std::exchange(plain, {}), norm));
+    if (!group.mesh || &group == widest) continue;
+    const auto value = value_on(group, {}, norm);
+    const bool is_inside = is_within(*group.mesh, *widest->mesh);
+    const double ranks = norm.is_extreme() ? 1 : static_cast<double>(group.mesh->size());
+    if (is_inside) passengers.values.push_back(value / ranks);
+    if (!is_inside) values.push_back(value);
   }
-  if (values.empty()) return value_of(plain, std::vector<double>(plain.size(), 1), norm, plain[0].device());
-  for (auto& each : values) each = each.to(values[0].device());
-  const auto all = at::stack(values);
-  return !norm.is_extreme() ? all.sum() : norm.type > 0 ? all.amax() : all.amin();
+  values.push_back(value_on(*widest, passengers, norm));
+  return joined(std::move(values), norm);
 }
 
 at::ScalarType dtype_of(const std::vector<at::Tensor>& tensors) {
