@@ -44,7 +44,10 @@ NamedParameters without_ignored(const NamedParameters& parameters) {
 } // namespace
 
 std::vector<at::Tensor> parameters_not_ignored(const torch::nn::Module& module) {
-  return without_ignored(module.named_parameters()).values();
+  auto parameters = without_ignored(module.named_parameters()).values();
+  absl::flat_hash_set<const c10::TensorImpl*> seen; // a tied one comes under each of its names
+  std::erase_if(parameters, [&](const auto& each) { return !seen.insert(each.unsafeGetTensorImpl()).second; });
+  return parameters;
 }
 
 std::vector<std::string> parameters_trained_apart(const torch::nn::Module& module) {

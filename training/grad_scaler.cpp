@@ -5,6 +5,8 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
+#include <absl/container/flat_hash_set.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -30,10 +32,14 @@ void check_factor(const char* name, double value, double above, double below) {
                     ", but must be above ", above, std::isfinite(below) ? c10::str(" and below ", below) : "");
 }
 
+/// Once each: the `parameters()` of LibTorch's modules list a tied one under each of its names.
 template <typename Visit> // void(const at::Tensor& parameter)
 void for_each_parameter(const torch::optim::Optimizer& optimizer, const Visit& visit) {
+  absl::flat_hash_set<const c10::TensorImpl*> seen;
   for (const auto& group : optimizer.param_groups()) {
-    for (const auto& parameter : group.params()) visit(parameter);
+    for (const auto& parameter : group.params()) {
+      if (seen.insert(parameter.unsafeGetTensorImpl()).second) visit(parameter);
+    }
   }
 }
 

@@ -88,6 +88,59 @@ TEST(GradNorm, CountsEachPlacementOnce) {
   }
 }
 
+/// Half of the ranks, or all where their number is odd: those that have the same expert.
+DeviceMesh experts_mesh() {
+  const int64_t experts = world_size() % 2 == 0 ? 2 : 1;
+  return init_device_mesh(torch::kCPU, {world_size() / experts, experts}, {"same", "expert"});
+}
+
+TEST(GradNorm, CountsTheExpertsOfOtherRanks) {
+  const auto mesh = experts_mesh();
+  const auto expert = static_cast<double>(world_rank() % mesh.size(1)) + 2;
+  std::vector<Tensor> everywhere{torch::ones({7, 3})};
+  for (int64_t i = 0; i < mesh.size(1); ++i) everywhere.push_back(torch::full({5}, static_cast<double>(i) + 2));
+  for (const double type : {2.0, 1.0, kInfinity, -kInfinity}) {
+    const std::vector<Tensor> tensors{distribute_tensor(torch::full({5}, expert), mesh["same"], {Shard{0}}),
+                                      distribute_tensor(torch::ones({7, 3}), world_mesh(), {Shard{0}})};
+    std::vector<Tensor> flat;
+    for (const auto& each : everywhere) flat.push_back(each.flatten());
+    EXPECT_NEAR(get_total_norm(tensors, type).item<double>(), torch::linalg_vector_norm(torch::cat(flat), type).item<double>(),
+                1e-4);
+  }
+}
+
+TEST(GradNorm, IsOneForAModelWithExperts) {
+  const auto mesh = experts_mesh();
+  torch::manual_seed(0);
+  torch::nn::Linear dense(6, 6);
+  torch::manual_seed(1 + world_rank() % mesh.size(1)); // each expert has weights of its own
+  torch::nn::Linear expert(6, 4);
+  torch::nn::Sequential net(dense, expert);
+  fully_shard(*(*net)[1], mesh["same"]);
+  fully_shard(net, world_mesh());
+  net->forward(torch::ones({2, 6})).square().sum().backward();
+  const auto norms = torch::stack({full(dense->weight.grad()).norm(), full(dense->bias.grad()).norm()}).square().sum();
+  auto mine = torch::stack({full(expert->weight.grad()).norm(), full(expert->bias.grad()).norm()}).square().sum();
+  const auto sum = from_local(mine / static_cast<double>(mesh.size(0)), world_mesh(), {Partial{}}).full_tensor();
+  EXPECT_NEAR(clip_grad_norm_(*net, 0.1).item<double>(), (norms + sum).sqrt().item<double>(), 1e-4);
+  EXPECT_NEAR(
+      get_total_norm({dense->weight.grad(), dense->bias.grad(), expert->weight.grad(), expert->bias.grad()}).item<double>(), 0.1,
+      1e-5);
+}
+
+TEST(GradNorm, CountsATiedParameterOnce) {
+  const auto options = torch::nn::LinearOptions(3, 3).bias(false);
+  torch::nn::Linear first(options), second(options);
+  second->register_parameter("tied", first->weight);
+  torch::nn::Sequential net(first, second);
+  fully_shard(net, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  net->forward(torch::ones({1, 3})).square().sum().backward();
+  const auto before = full(first->weight.grad());
+  const auto expected = torch::stack({before.norm(), full(second->weight.grad()).norm()}).norm().item<double>();
+  EXPECT_NEAR(clip_grad_norm_(*net, 0.5 * expected).item<double>(), expected, 1e-5);
+  EXPECT_TENSORS_CLOSE(full(first->weight.grad()), before * 0.5, 1e-4, 1e-6);
+}
+
 TEST(GradNorm, IsTheSameOnAllRanksBesidePlainTensorsThatDiffer) {
   const auto sharded = distribute_tensor(torch::ones({8}), world_mesh(), {Shard{0}});
   const auto plain = torch::full({1}, static_cast<double>(world_rank()), torch::kFloat);

@@ -86,6 +86,15 @@ TEST(GradScaler, UnscalesGradientsAndKeepsTheDtypeOfLosses) {
   EXPECT_EQ(both[0].item<double>(), 0.5); // not divided twice
 }
 
+TEST(GradScaler, UnscalesATiedParameterOnce) {
+  GradScaler scaler({.init_scale = 1024});
+  const auto weight = torch::ones({2}).requires_grad_();
+  torch::optim::SGD optimizer({weight, weight}, 0.5); // as the parameters() of a module with ties
+  scaler.scale(weight.sum()).backward();
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(weight.grad()[0].item<double>(), 1);
+}
+
 TEST(GradScaler, DisabledDoesNothing) {
   GradScaler scaler({.enabled = false});
   Weight weight;
