@@ -2,12 +2,20 @@
 
 #include <ATen/ops/tensor.h>
 
+#include <tessera/fsdp/module_walk.h>
+#include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
 
 namespace tessera::internal {
 
 UnevenRounds::UnevenRounds(const torch::nn::Module& model, UnevenDivisor divisor) : divisor_(divisor) {
-  if (!is_sharded(model)) return;
+  if (!is_sharded(model)) {
+    TORCH_CHECK_VALUE(
+        !any_parameter(model, parameter_meta), "UnevenBatches: ", model.name(),
+        " is not sharded itself, but modules below it are: give it the module that fully_shard was called on last, or "
+        "call fully_shard on this one");
+    return;
+  }
   model_.emplace(fsdp(model));
   const auto& mesh = model_->mesh();
   if (mesh.size() > 1) communicator_ = (mesh.ndim() == 1 ? mesh : mesh.flatten()).communicator(0, "uneven batches");

@@ -56,7 +56,7 @@ class UnevenRounds {
 ///
 /// All ranks of the model iterate, once a step; each step costs one all-reduce of two numbers. `range` is anything with `begin`
 /// and `end`, such as a DataLoader, and is iterated once for each `begin` of this. With a model that is not sharded it is a plain
-/// loop.
+/// loop; one that only holds sharded modules is an error.
 template <typename Range>
 class UnevenBatches {
  public:
@@ -78,6 +78,9 @@ class UnevenBatches {
   class Iterator {
    public:
     explicit Iterator(UnevenBatches& batches) : batches_(&batches) {}
+    ~Iterator() { batches_->rounds_.end(); } // a loop that the ranks left early ends its rounds as well
+    Iterator(const Iterator&) = delete;
+    Iterator& operator=(const Iterator&) = delete;
     Batch& operator*() const { return *batches_->batch_; }
     Iterator& operator++() {
       if (batches_->has_input_) ++*batches_->at_;

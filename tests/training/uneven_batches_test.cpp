@@ -164,6 +164,28 @@ TEST(UnevenBatches, OfAnUnshardedModelAreAPlainLoop) {
   }
 }
 
+TEST(UnevenBatches, ALoopThatIsLeftEarlyDropsNothingAfterIt) {
+  torch::nn::Linear linear(3, 2);
+  fully_shard(linear, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  Batches mine(static_cast<size_t>(1 + world_rank()), torch::ones({1, 3}));
+  UnevenBatches batches(*linear, mine);
+  int rounds = 0;
+  for (auto& batch : batches) {
+    linear(batch).sum().backward();
+    if (++rounds == 2) break; // when rank 0 was out
+  }
+  linear->zero_grad();
+  linear(torch::ones({1, 3})).sum().backward();
+  EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::ones({2, 3}));
+}
+
+TEST(UnevenBatches, TakeTheModuleThatWasSharded) {
+  torch::nn::Sequential net(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
+  fully_shard(*net[0], world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  Batches mine(2, torch::ones({1, 3}));
+  EXPECT_THROWS_WITH(UnevenBatches(*net, mine), "is not sharded itself, but modules below it are");
+}
+
 TEST(UnevenBatches, ARankWithoutAnyBatchNeedsAStandIn) {
   torch::nn::Linear linear(3, 2);
   fully_shard(linear, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
