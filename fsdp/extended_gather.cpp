@@ -137,9 +137,9 @@ void ExtendedGather::read(const at::Tensor& regions, const std::function<at::Ten
     const auto& [index, extension, sent, shapes] = extended_[e];
     const auto out = whole(index);
     const auto made = extension->after(gathered[e], sent.metadata, out);
-    TORCH_CHECK(made.defined() && made.sizes() == out.sizes(), "the gather extension of ", name(index),
-                " made a tensor of shape ", made.defined() ? made.sizes() : c10::IntArrayRef(), ", but the parameter has ",
-                out.sizes());
+    TORCH_CHECK(made.defined(), "the gather extension of ", name(index), " returned an undefined tensor from `after`");
+    TORCH_CHECK(made.sizes() == out.sizes(), "the gather extension of ", name(index), " made a tensor of shape ", made.sizes(),
+                ", but the parameter has ", out.sizes());
     if (!made.is_alias_of(out)) out.copy_(made);
   }
 }

@@ -203,7 +203,8 @@ void check_placement(const ParameterShape& parameter, int ranks) {
     return check(shard->dim >= -dims && shard->dim < dims, ", but it has ", dims, " dims");
   }
   const auto* ragged = std::get_if<RaggedShard>(&*parameter.placement);
-  check(ragged, ", which does not split it: choose Shard or RaggedShard");
+  const bool splits = std::holds_alternative<StridedShard>(*parameter.placement);
+  check(ragged, splits ? ", which a group cannot have" : ", which does not split it", ": choose Shard or RaggedShard");
   check(ragged->dim >= 0 && ragged->dim < dims, ", but it has ", dims, " dims");
   check(ragged->extents.size() == static_cast<size_t>(ranks), ", which has ", ragged->extents.size(), " extents for ", ranks,
         " ranks");

@@ -58,7 +58,9 @@ struct Reads {
 
 ParameterGroup& group_of_leaf(const at::Tensor& leaf) {
   auto* storage = unsharded_storage(leaf);
-  TORCH_CHECK(storage && storage->group(), "an unsharded parameter was read after its module was destroyed");
+  TORCH_CHECK(storage && storage->group(),
+              "an unsharded parameter is read whose group is gone: its module was destroyed, or tessera::reshard_parameters made "
+              "another group since the forward that read it. Run the forward again");
   return *storage->group();
 }
 

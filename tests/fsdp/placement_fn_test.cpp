@@ -186,6 +186,7 @@ TEST(ShardPlacementFn, SaysWhatIsWrong) {
   EXPECT_TRUE(has(error(Shard{-3}), "the placement Shard(-3), but it has 2 dims"));
   EXPECT_TRUE(has(error(Replicate{}), "the placement Replicate(), which does not split it"));
   EXPECT_TRUE(has(error(Partial{}), "which does not split it"));
+  EXPECT_TRUE(has(error(StridedShard{0, 2}), "which a group cannot have: choose Shard or RaggedShard"));
   EXPECT_TRUE(has(error(RaggedShard{0, std::vector<int64_t>(5, 1)}), c10::str("5 extents for ", world_size(), " ranks")));
   std::vector<int64_t> extents(static_cast<size_t>(world_size()), 0);
   extents[0] = 6;
