@@ -1,5 +1,6 @@
 #include <tessera/optim/grad_norm.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
@@ -137,7 +138,7 @@ at::Tensor value_on(const OnMesh& group, const Passengers& others, NormOf norm) 
   weights.resize(parts.size(), 1 / static_cast<double>(mesh.size()));
   auto values = others.values;
   values.push_back(value_of(parts, weights, norm, mesh.device()));
-  const auto value = joined(std::move(values), norm);
+  auto value = joined(std::move(values), norm);
   const auto dim = std::find(dims.begin(), dims.end(), true) - dims.begin();
   if (mesh.size() == 1 || dim == static_cast<std::ptrdiff_t>(dims.size())) return value;
   const auto communicator = over_all ? process_context().communicator(mesh.ranks(), mesh.device_type()) : mesh.communicator(dim);
