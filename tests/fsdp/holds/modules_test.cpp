@@ -298,9 +298,10 @@ std::vector<HoldsCase> layers() {
 
 /// Batch norm's statistics are those of one rank's batch, as everywhere in data parallel: all ranks see the same data here, so
 /// that the running statistics can be compared as well.
+/// Without a bias before the norm: its gradient is zero but for rounding, of which Adam would make steps of full length.
 struct BatchNorms : SameDataEverywhere {
   BatchNorms()
-      : a(register_module("a", nn::Linear(kWidth, kWidth))),
+      : a(register_module("a", nn::Linear(nn::LinearOptions(kWidth, kWidth).bias(false)))),
         norm1(register_module("norm1", nn::BatchNorm1d(kWidth))),
         norm2(register_module("norm2", nn::BatchNorm2d(nn::BatchNorm2dOptions(2).momentum(0.3)))),
         b(register_module("b", nn::Linear(kWidth, 1))) {}
