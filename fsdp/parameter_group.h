@@ -77,7 +77,7 @@ inline ParameterMeta* parameter_meta(const at::TensorBase& tensor) {
 }
 
 struct ShardedParameter {
-  // What every read and every gradient takes, in one cache line.
+  // First, and together, what every read and every gradient takes.
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
   at::Tensor leaf = {};                            ///< what forward ops read instead: plain, in the unsharded dtype
   at::Tensor dtensor_leaf = {};                    ///< stands for it among DTensors in grad mode; made when first needed

@@ -368,6 +368,15 @@ TEST(FullyShard, DifferentOptionsAreAnError) {
             std::string::npos);
 }
 
+TEST(FullyShard, AGradientWithoutStorageNamesToLocal) {
+  torch::nn::Linear linear(3, 2);
+  fully_shard(linear, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  linear(torch::ones({1, 3})).sum().backward();
+  EXPECT_THROWS_WITH(linear->weight.grad().data_ptr(), "use to_local()");
+  EXPECT_THROWS_WITH(linear->weight.grad().storage(), "use to_local()");
+  EXPECT_THROWS_WITH(linear->weight.data_ptr(), "a DTensor has no storage of its own");
+}
+
 TEST(FullyShard, BroadcastsInAnotherOrderAreAnError) {
   if (world_size() == 1) return;
   torch::manual_seed(0);
