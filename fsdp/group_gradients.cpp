@@ -152,6 +152,7 @@ void GroupGradients::prepare_layout() {
   for (size_t i = 0; i < parameters.size(); ++i) takes_part.push_back(requires_grad(i));
   if (takes_part == takes_part_) return;
   takes_part_ = std::move(takes_part);
+  leaves_out_any_ = std::find(takes_part_.begin(), takes_part_.end(), false) != takes_part_.end();
   label_.clear();
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (takes_part_[i] || !parameters[i].accumulator) continue;

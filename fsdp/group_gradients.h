@@ -46,6 +46,16 @@ class GroupGradients {
   void land(size_t index, const at::Tensor& gradient, double weight);
   /// Every expected gradient has landed in this backward.
   bool is_complete() const;
+  /// An expected gradient has not landed, and `comes` says of its parameter that it will.
+  template <typename Comes> // bool(size_t index)
+  bool awaits_any(const Comes& comes) const {
+    for (size_t i = 0; i < expected_.size(); ++i) {
+      if (expected_[i] && !(i < landed_.size() && landed_[i]) && comes(i)) return true;
+    }
+    return false;
+  }
+  /// Some parameter takes no part: it is frozen.
+  bool leaves_out_any() const { return leaves_out_any_; }
   bool has_landed() const { return landed_count_ > 0; }
   /// Something waits to be reduced: landed now or accumulated before, the last of it along the replicate axis only.
   bool has_pending() const { return pending_count_ > 0 || (partial_.defined() && requires_all_reduce && !is_reducing()); }
@@ -110,7 +120,8 @@ class GroupGradients {
 
   ParameterGroup& group_;
   std::vector<bool> takes_part_; ///< parameters that require a gradient
-  std::string label_;            ///< names the others
+  bool leaves_out_any_ = false;
+  std::string label_; ///< names the others
   std::optional<double> divide_factor_;
   ReduceLayout layout_;
   at::ScalarType dtype_ = at::kFloat;

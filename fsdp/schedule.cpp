@@ -31,6 +31,16 @@ bool is_forward_in_hook(const ParameterGroup& group) {
   return is_trained;
 }
 
+/// Whether the graph task that runs now is to run `node`, or has.
+bool is_in_graph_task(torch::autograd::Node* node) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (!nodes || nodes->count(node) == 0) return false;
+  const auto* inputs = torch::autograd::get_current_graph_task_exec_info();
+  if (!inputs || inputs->empty()) return true;
+  const auto found = inputs->find(node);
+  return found != inputs->end() && found->second.should_execute();
+}
+
 } // namespace
 
 void Schedule::enter(State next) {
@@ -59,7 +69,11 @@ void Schedule::begin_forward() {
 void Schedule::begin_backward() {
   enter(State::kBackward);
   iteration_.next_to_reduce = static_cast<int64_t>(order().size()) - 1;
-  for (auto* each : order()) each->gradients->forget_landed();
+  for (auto* each : order()) {
+    each->gradients->forget_landed();
+    each->is_reduced = false;
+  }
+  iteration_.graph_task_id = torch::autograd::get_current_graph_task_id();
   // The graph task owns its callbacks: a backward that fails drops this one, and its mark with it.
   auto mark = std::make_shared<bool>(true);
   iteration_.graph_task = mark;
@@ -154,7 +168,8 @@ void Schedule::close_unrelated(const ParameterGroup& group, uint64_t recomputati
     const bool prefetched = !other->is_unsharded();
     const bool kept = std::find(kept_.begin(), kept_.end(), other.get()) != kept_.end();
     if (prefetched || kept || each->is_held || is_needed(*each) || related(*other, group)) return false;
-    if (!other->owner->reshards_after_forward()) return false;
+    const bool is_reduced = state_ == State::kBackward && each->is_reduced;
+    if (!is_reduced && !other->owner->reshards_after_forward()) return false;
     state_ == State::kBackward ? other->reshard() : other->reshard_after_forward();
     return true;
   });
@@ -230,19 +245,33 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
     auto& entry = scheduled(group);
     if (!std::exchange(entry.is_listed, true)) unfinished_.push_back(&entry);
     entry.gradients->land(index, gradient, gradient_weight_);
-    if (!entry.gradients->is_complete()) return;
+    const bool is_next = entry.order_position == iteration_.next_to_reduce;
+    if (is_next && !entry.gradients->is_complete()) return;
   }
-  deliver_after([&] { reduce_in_order(); });
+  deliver_after([&] { reduce_in_order(scheduled(group)); });
 }
 
-void Schedule::reduce_in_order() {
+/// `landed` has the gradient that came last.
+void Schedule::reduce_in_order(const ScheduledGroup& landed) {
   for (auto& next = iteration_.next_to_reduce; next >= 0; --next) {
     auto* entry = order()[static_cast<size_t>(next)];
     const GroupPtr group = entry->group.lock();
     if (!group || !entry->gradients->expects_any()) continue;
-    if (!entry->gradients->is_complete()) return; // its turn comes first on every rank
-    finish_group(*entry);
+    const bool is_passed = landed.order_position < next && !awaits_gradients(*entry);
+    if (!entry->gradients->is_complete() && !is_passed) return; // its turn comes first on every rank
+    if (entry->gradients->has_pending()) finish_group(*entry);
   }
+}
+
+/// A loss that uses only some of what a forward read leaves out the other gradients. A backward inside this one's graph task
+/// cannot tell.
+bool Schedule::awaits_gradients(const ScheduledGroup& entry) const {
+  if (torch::autograd::get_current_graph_task_id() != iteration_.graph_task_id) return true;
+  const GroupPtr group = entry.group.lock();
+  return entry.gradients->awaits_any([&](size_t index) {
+    const auto& accumulator = group->parameters()[index].accumulator;
+    return !accumulator || is_in_graph_task(accumulator.get());
+  });
 }
 
 void Schedule::reduce_the_rest() {
@@ -272,7 +301,9 @@ void Schedule::finish_group(ScheduledGroup& entry) {
   } else {
     entry.gradients->forget_landed();
   }
-  if (entry.gradients->reshard_after_backward) group->reshard();
+  if (!entry.gradients->reshard_after_backward) return;
+  entry.is_reduced = entry.gradients->leaves_out_any(); // the backward of a frozen layer reads it once more, perhaps
+  if (!entry.is_reduced) group->reshard();
 }
 
 void Schedule::reduce(ScheduledGroup& entry) {

@@ -36,6 +36,7 @@ struct ScheduledGroup {
   uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
   bool is_listed = false;        ///< among those whose gradients are unfinished
   bool is_held = false;          ///< by `unshard`, until its first read
+  bool is_reduced = false;       ///< in this backward, and open for the frozen parameters that it may still read
 };
 
 /// The order of a model's collectives, driven by the reads and the gradients of its parameters. One for all groups below a root.
@@ -43,7 +44,7 @@ struct ScheduledGroup {
 /// Forward: the first read of a group waits for its all-gather, starts the next group's in the order that the forward before
 /// recorded, and frees every open group that is neither above nor below it. Backward: the same in reverse order; a group whose
 /// gradients have all landed is reduced and freed. Reductions start in reverse forward order on every rank, whatever the order in
-/// which gradients land there.
+/// which gradients land there, and although a gradient that others expect never comes on a rank whose loss has no use for it.
 ///
 /// Thread-safe: the forward thread and autograd's threads call it.
 class Schedule : public std::enable_shared_from_this<Schedule> {
@@ -107,7 +108,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   struct Iteration {
     Order recording;                ///< of first reads in the forward
     std::weak_ptr<void> graph_task; ///< expired once that of the backward is gone
-    int64_t next_to_reduce = -1;    ///< position in the forward order; all behind it have been reduced in the backward
+    int graph_task_id = -1;
+    int64_t next_to_reduce = -1; ///< position in the forward order; all behind it have been reduced in the backward
   };
 
   ScheduledGroup& scheduled(const ParameterGroup& group) { return groups_[group.number]; }
@@ -125,7 +127,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void close_unrelated(const ParameterGroup& group, uint64_t recomputation);
   void prefetch_after(const ParameterGroup& group);
   void prefetch(ParameterGroup& group);
-  void reduce_in_order();
+  void reduce_in_order(const ScheduledGroup& landed);
+  bool awaits_gradients(const ScheduledGroup& entry) const;
   void reduce_the_rest();
   template <typename Locked>
   bool deliver_after(const Locked& locked);

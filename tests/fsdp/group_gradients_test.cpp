@@ -130,6 +130,32 @@ torch::Tensor loss_of_the_last_block(Net& net, const torch::Tensor& tokens) {
   return (*net->blocks)[2]->as<Block>()->forward(x).square().mean();
 }
 
+TEST(GroupGradients, ALossWithZeroTimesWhatItLeavesOutIsReducedBesideThoseOfOtherRanks) {
+  for_each_strategy([](Pair& models, FSDPModule&) {
+    const auto loss = [](Net& net, int64_t rank) {
+      const auto tokens = part_of(global_batch(0), rank, world_size());
+      const auto whole = loss_of(net, tokens);
+      return rank % 2 == 0 ? whole : loss_without_blocks(net, tokens) + 0 * whole;
+    };
+    for (int64_t rank = 0; rank < world_size(); ++rank) (loss(models.plain, rank) / world_size()).backward();
+    loss(models.sharded, world_rank()).backward();
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, ABlockThatOnlySomeLossesUseIsAnErrorThatNamesIt) {
+  if (world_size() != 2) return;
+  Net net = make_net();
+  shard_model(net, {"full"});
+  EXPECT_THROWS_WITH(
+      {
+        const auto whole = loss_of(net, global_batch(0));
+        (world_rank() == 0 ? whole : loss_without_blocks(net, global_batch(0)) + 0 * whole.detach()).backward();
+        loss_of(net, global_batch(1));
+      },
+      "blocks.");
+}
+
 TEST(GroupGradients, AGroupReducedAtTheEndOfABackwardGetsItsAllReduceLater) {
   for_each_strategy([](Pair& models, FSDPModule& root) {
     root.set_requires_all_reduce(false);

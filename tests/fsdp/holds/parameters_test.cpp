@@ -59,6 +59,50 @@ struct UnusedOnSomeRanks : Layers {
   }
 };
 
+/// A residual block whose first layer may be frozen, and an auxiliary output.
+struct AuxiliaryBlockImpl : nn::Module {
+  explicit AuxiliaryBlockImpl(bool is_first_frozen) {
+    for (auto& parameter : first->parameters()) parameter.requires_grad_(!is_first_frozen);
+  }
+  nn::Linear first = register_module("first", nn::Linear(kWidth, kWidth)),
+             last = register_module("last", nn::Linear(kWidth, kWidth)),
+             auxiliary = register_module("auxiliary", nn::Linear(kWidth, 1));
+};
+TORCH_MODULE(AuxiliaryBlock);
+
+/// The losses of even ranks take the auxiliary outputs in; those of odd ranks read them and leave them out.
+template <bool kIsFirstFrozen>
+struct AuxiliaryLossesOnSomeRanks : CaseModel {
+  AuxiliaryLossesOnSomeRanks() {
+    for (int64_t i = 0; i < 5; ++i)
+      blocks.push_back(register_module("block" + std::to_string(i), AuxiliaryBlock(kIsFirstFrozen)));
+    scale = register_parameter("scale", torch::ones({kWidth}));
+  }
+  std::pair<Tensor, Tensor> forward(Tensor x) {
+    auto auxiliary = torch::zeros({});
+    x = x * scale;
+    for (auto& block : blocks) {
+      const auto h = block->first(x).tanh();
+      auxiliary = auxiliary + block->auxiliary(h).square().mean();
+      x = x + block->last(h);
+    }
+    return {x.square().mean(), auxiliary};
+  }
+  Tensor loss(const Tensor& x) override { return forward(x).first; }
+  double iterate(int64_t step, const std::vector<int64_t>& ranks) override {
+    double total = 0;
+    for (const int64_t rank : ranks) {
+      const auto [main, auxiliary] = forward(input_of(step, rank));
+      const auto part = watched((rank % 2 == 0 ? main + auxiliary : main) / static_cast<double>(ranks.size()));
+      part.backward();
+      total += part.template item<double>();
+    }
+    return total;
+  }
+  std::vector<AuxiliaryBlock> blocks;
+  Tensor scale;
+};
+
 /// Frozen and unfrozen again while only some ranks read them: the gradients beside them must stay in their places.
 struct FrozenWhereOthersRead : CaseModel {
   FrozenWhereOthersRead() {
@@ -236,6 +280,8 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::ValuesIn(with_all_strategies(
         {holds_case<FrozenBefore>("frozen_before_sharding"), holds_case<FrozenForAWhile>("frozen_and_unfrozen"),
          holds_case<UnusedInAStep>("group_unused_in_a_step"), holds_case<UnusedOnSomeRanks>("unused_on_some_ranks"),
+         holds_case<AuxiliaryLossesOnSomeRanks<false>>("auxiliary_losses_on_some_ranks"),
+         holds_case<AuxiliaryLossesOnSomeRanks<true>>("auxiliary_losses_on_some_ranks_beside_frozen_layers"),
          holds_case<FrozenWhereOthersRead>("frozen_where_others_read"),
          holds_case<FrozenBeforeBackward>("frozen_before_backward"), holds_case<Complex>("complex"), holds_case<Tied>("tied"),
          holds_case<WeightNorm>("weight_norm"), holds_case<LoraMerge>("lora_merge"), holds_case<HyperNetwork>("hypernetwork"),
