@@ -97,7 +97,7 @@ std::string describe(const Census& census, const DeviceMesh& mesh) {
   std::string text;
   for (const auto& root : census.roots) {
     const auto* module = root->modules().front();
-    if (!census.walk.is_below(module)) continue;
+    if (!module || !census.walk.is_below(module)) continue;
     const auto name = census.walk.name(census.walk.place_of(census.walk.visit_of(module)));
     const bool is_on_all = root->axes().mesh().ranks() == mesh.ranks(); // otherwise other ranks may have other values: experts
     text += fmt::format("\nthe module {} sharded over {}", name,

@@ -55,7 +55,7 @@ void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<std::st
 
 /// `checksums` are those of every rank, [ranks × parameters].
 void check_same_values(const at::Tensor& checksums, const std::vector<std::string>& names, const std::vector<int64_t>& ranks,
-                       const std::string& module) {
+                       const std::string& call) {
   for (int64_t i = 0; i < static_cast<int64_t>(names.size()); ++i) {
     std::vector<int64_t> differing;
     for (size_t rank = 1; rank < ranks.size(); ++rank) {
@@ -63,7 +63,7 @@ void check_same_values(const at::Tensor& checksums, const std::vector<std::strin
         differing.push_back(ranks[rank]);
     }
     TORCH_CHECK_VALUE(
-        differing.empty(), "fully_shard of ", module, ": the initial values of ", names[static_cast<size_t>(i)], " on rank(s) ",
+        differing.empty(), call, ": the initial values of ", names[static_cast<size_t>(i)], " on rank(s) ",
         fmt::format("{}", fmt::join(differing, ", ")), " differ from those on rank ", ranks[0],
         "; build the model from the same seed on every rank, or set FullyShardOptions::initial_weights to kBroadcast");
   }
@@ -72,20 +72,18 @@ void check_same_values(const at::Tensor& checksums, const std::vector<std::strin
 } // namespace
 
 Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                                   const DeviceMesh& mesh, InitialWeights mode, const std::string& module,
+                                   const DeviceMesh& mesh, InitialWeights mode, const std::string& call,
                                    const std::string& options, int64_t model_number) {
   if (mesh.size() == 1) return {};
   const at::NoGradGuard no_grad;
   const auto communicator = mesh.ndim() == 1 ? mesh.communicator(0) : mesh.flatten().communicator(0);
-  const std::string label = "fully_shard of " + module;
-
   std::string structure = options + "\n";
   for (size_t i = 0; i < tensors.size(); ++i) structure += describe(tensors[i], names[i]);
-  const auto gathered = gather({fingerprint(structure), model_number}, *communicator, mesh, label);
+  const auto gathered = gather({fingerprint(structure), model_number}, *communicator, mesh, call);
   const auto fingerprints = gathered.select(1, 0);
   if (!fingerprints.eq(fingerprints[0]).all().item<bool>()) {
-    const auto texts = gather_texts(structure, *communicator, mesh.device(), label);
-    TORCH_CHECK_VALUE(false, "fully_shard of ", module,
+    const auto texts = gather_texts(structure, *communicator, mesh.device(), call);
+    TORCH_CHECK_VALUE(false, call,
                       ": the ranks' models or options differ: ", first_difference(texts, communicator->ranks(), "parameter"));
   }
   Agreement agreement{.model_number = gathered[0][1].item<int64_t>()};
@@ -95,7 +93,7 @@ Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const
   for (const auto& tensor : tensors) checksums.push_back(checksum(tensor));
   agreement.checksum = fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
   if (mode == InitialWeights::kBroadcast) return agreement;
-  check_same_values(gather(checksums, *communicator, mesh, label), names, communicator->ranks(), module);
+  check_same_values(gather(checksums, *communicator, mesh, call), names, communicator->ranks(), call);
   return agreement;
 }
 

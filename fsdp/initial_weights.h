@@ -20,9 +20,9 @@ struct Agreement {
 
 /// Compares `options` (a text), and names, shapes and dtypes of `tensors`, over all ranks of `mesh`, and, as `mode` says, the
 /// values; or overwrites them with rank 0's. Every rank of the mesh calls it. On a difference every rank throws, naming the
-/// parameter and the ranks.
+/// parameter and the ranks, after `call` ("fully_shard of Net").
 Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                                   const DeviceMesh& mesh, InitialWeights mode, const std::string& module,
+                                   const DeviceMesh& mesh, InitialWeights mode, const std::string& call,
                                    const std::string& options, int64_t model_number);
 
 } // namespace tessera::internal

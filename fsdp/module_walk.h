@@ -44,6 +44,7 @@ class ModuleWalk {
   explicit ModuleWalk(const std::vector<torch::nn::Module*>& tops);
 
   const std::vector<Visit>& visits() const { return visits_; }
+  bool contains(const torch::nn::Module* module) const { return positions_.contains(module); }
   /// Whether the walk met `module` below a top.
   bool is_below(const torch::nn::Module* module) const;
   const Visit& visit_of(const torch::nn::Module* module) const { return visits_[positions_.at(module)]; }

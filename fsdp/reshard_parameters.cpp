@@ -60,10 +60,12 @@ class Model {
 
   std::vector<Inventory>& inventories() { return inventories_; }
   ShardedModule& root() { return *root_; }
+  /// Parameters that went with all others of their group: nothing holds them.
+  const std::vector<std::string>& gone() const { return gone_; }
   /// Modules below a sharded one cannot be sharded by themselves.
   void claim_new_modules();
   const Census& census() const { return census_; }
-  /// The modules of a state, as its `fully_shard` call got them.
+  /// The modules of a state that are still in the model.
   std::vector<Module*> modules_of(const ShardedModule& state) const;
 
  private:
@@ -83,6 +85,7 @@ class Model {
   StatePtr root_;
   std::vector<StatePtr> revived_;
   std::vector<Inventory> inventories_;
+  std::vector<std::string> gone_;
   absl::flat_hash_map<const ShardedModule*, size_t> positions_;
   absl::flat_hash_map<const Module*, std::pair<ShardedModule*, size_t>> held_;
 };
@@ -129,7 +132,10 @@ void Model::list_states() {
     for (const auto& part : state->parts()) {
       if (auto group = part->group()) inventory.groups.push_back(std::move(group));
     }
-    for (size_t top = 0; top < state->modules().size(); ++top) held_.emplace(state->modules()[top], std::pair(state.get(), top));
+    const auto modules = state->modules();
+    for (size_t top = 0; top < modules.size(); ++top) {
+      if (modules[top]) held_.emplace(modules[top], std::pair(state.get(), top));
+    }
   }
 }
 
@@ -166,14 +172,19 @@ void Model::enter(const Registered& item, const ReshardParametersOptions& option
 }
 
 void Model::note_removed() {
+  absl::flat_hash_set<std::string> alive;
   for (auto& inventory : inventories_) {
     absl::flat_hash_set<const ShardedParameter*> kept;
     for (const auto& each : inventory.present) kept.insert(each.before);
     for (const auto& group : inventory.groups) {
       for (size_t i = 0; i < group->parameters().size(); ++i) {
+        alive.insert(group->full_name(i));
         if (!kept.contains(&group->parameters()[i])) inventory.removed.push_back(group->full_name(i));
       }
     }
+  }
+  for (const auto& name : root_->settled_names()) {
+    if (!alive.contains(name)) gone_.push_back(name);
   }
 }
 
@@ -187,7 +198,9 @@ void Model::claim_new_modules() {
 
 std::vector<Module*> Model::modules_of(const ShardedModule& state) const {
   std::vector<Module*> modules;
-  for (const auto* module : state.modules()) modules.push_back(census_.walk.visit_of(module).module);
+  for (const auto* module : state.modules()) {
+    if (held_.contains(module) && census_.walk.contains(module)) modules.push_back(census_.walk.visit_of(module).module);
+  }
   return modules;
 }
 
@@ -226,16 +239,18 @@ void describe(const Inventory& inventory, Findings& findings) {
   }
 }
 
-void agree(const std::vector<Inventory>& inventories, const ShardedModule& root, const std::string& module) {
-  std::vector<Findings> all;
-  for (const auto& inventory : inventories) {
+void agree(Model& model, const std::string& module) {
+  const auto& root = model.root();
+  std::vector<Findings> all{{root.axes().mesh(), fmt::format("\ngone [{}]", fmt::join(model.gone(), ", ")), {}, {}}};
+  for (const auto& inventory : model.inventories()) {
     const auto& mesh = inventory.state->axes().mesh();
     auto found = std::find_if(all.begin(), all.end(), [&](const auto& each) { return each.mesh == mesh; });
-    if (found == all.end()) found = all.insert(all.end(), {mesh, "reshard_parameters", {}, {}});
+    if (found == all.end()) found = all.insert(all.end(), {mesh, "", {}, {}});
     describe(inventory, *found);
   }
   for (const auto& [mesh, description, added, names] : all)
-    agree_on_initial_weights(added, names, mesh, root.options().initial_weights, module, description, root.model_number);
+    agree_on_initial_weights(added, names, mesh, root.options().initial_weights, "reshard_parameters of " + module, description,
+                             root.model_number);
 }
 
 /// The group, or groups, of a state anew.
@@ -368,9 +383,9 @@ void remake(Model& model, std::vector<std::string>& moved) {
 }
 
 /// Without those that are moved.
-ReshardedParameters list_changes(const std::vector<Inventory>& inventories) {
-  ReshardedParameters changes;
-  for (const auto& inventory : inventories) {
+ReshardedParameters list_changes(Model& model) {
+  ReshardedParameters changes{.added = {}, .removed = model.gone(), .moved = {}};
+  for (const auto& inventory : model.inventories()) {
     for (const auto& each : inventory.present) {
       if (!each.before) changes.added.push_back(each.name);
     }
@@ -419,9 +434,9 @@ ReshardedParameters reshard_parameters(torch::nn::Module& module, const ReshardP
   for (const auto& inventory : inventories) {
     if (inventory.is_changed()) check_present(inventory);
   }
-  agree(inventories, root, module.name());
+  agree(model, module.name());
 
-  auto result = list_changes(inventories);
+  auto result = list_changes(model);
   for (const auto& inventory : inventories) {
     if (!inventory.is_changed()) rename(inventory);
   }

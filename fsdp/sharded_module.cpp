@@ -18,21 +18,31 @@ using torch::nn::Module;
 
 } // namespace
 
-ShardedModule::ShardedModule(std::vector<const Module*> modules, std::string class_name, MeshAxes axes,
+ShardedModule::ShardedModule(const std::vector<const Module*>& modules, std::string class_name, MeshAxes axes,
                              const FullyShardOptions& options)
-    : modules_(std::move(modules)), class_name_(std::move(class_name)), axes_(std::move(axes)), options_(options) {
-  for (const auto* module : modules_) {
-    alive_.push_back(module->weak_from_this());
-    claims_.emplace(module, Claim::kHeld);
+    : class_name_(std::move(class_name)), axes_(std::move(axes)), options_(options) {
+  for (const auto* module : modules) {
+    modules_.emplace_back(module);
+    claim(module, Claim::kHeld);
   }
+}
+
+bool ShardedModule::holds(const Module* module) const {
+  return std::any_of(modules_.begin(), modules_.end(), [&](const auto& each) { return each.get() == module; });
+}
+
+std::vector<const Module*> ShardedModule::modules() const {
+  std::vector<const Module*> modules;
+  for (const auto& each : modules_) modules.push_back(each.get());
+  return modules;
 }
 
 void ShardedModule::check_no_new_parameter() const {
   const auto is_new = [&](const at::Tensor& parameter) {
     return parameter.requires_grad() && !dtensor_meta(parameter) && !ignores(parameter);
   };
-  for (const auto& weak : root().alive_) {
-    const auto module = weak.lock();
+  for (const auto& each : root().modules_) {
+    const auto module = each.lock();
     if (!module || !any_parameter(*module, is_new)) continue;
     for (const auto& item : module->named_parameters()) {
       TORCH_CHECK(!is_new(item.value()), "the parameter ", item.key(), " of ", module->name(),
@@ -92,20 +102,27 @@ bool ShardedModule::ignores(const at::Tensor& parameter) const {
 
 ShardedModule::Claim ShardedModule::claim_on(const Module* module) const {
   const auto found = claims_.find(module);
-  return found == claims_.end() ? Claim::kNone : found->second;
+  return found == claims_.end() || !found->second.first.get() ? Claim::kNone : found->second.second;
+}
+
+void ShardedModule::claim(const Module* module, Claim claim) {
+  const auto [at, is_new] = claims_.try_emplace(module, module, claim);
+  if (is_new) return;
+  auto& [reference, known] = at->second;
+  known = reference.get() ? std::max(known, claim) : claim;
+  reference = ModuleReference(module);
 }
 
 void ShardedModule::adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places) {
   child->parent_ = shared_from_this();
-  const auto again = [modules = child->modules_, name = child->class_name_, axes = child->axes_, options = child->options_] {
+  const auto again = [modules = child->modules(), name = child->class_name_, axes = child->axes_, options = child->options_] {
     return std::make_shared<ShardedModule>(modules, name, axes, options);
   };
   children_.push_back({child, again, child->modules_, places});
   child->places_ = std::move(places);
   if (claims_.size() < child->claims_.size()) claims_.swap(child->claims_); // the smaller goes into the greater
-  for (const auto& [module, claim] : std::exchange(child->claims_, {})) {
-    auto& mine = claims_[module];
-    mine = std::max(mine, claim);
+  for (const auto& [module, theirs] : std::exchange(child->claims_, {})) {
+    if (theirs.first.get()) claim(module, theirs.second);
   }
   ignored_.merge(child->ignored_);
 }
@@ -123,8 +140,9 @@ std::shared_ptr<ShardedModule> ShardedModule::add_bucket() {
 std::vector<std::shared_ptr<ShardedModule>> ShardedModule::revive_below(const std::function<bool(const Module*)>& is_there) {
   std::vector<std::shared_ptr<ShardedModule>> revived;
   for (auto& child : children_) {
-    if (!child.state.expired() || !child.make_again || !std::all_of(child.modules.begin(), child.modules.end(), is_there))
-      continue;
+    const bool is_gone = child.state.expired() && child.make_again;
+    const auto stayed = [&](const ModuleReference& each) { return each.get() && is_there(each.get()); };
+    if (!is_gone || !std::all_of(child.modules.begin(), child.modules.end(), stayed)) continue;
     revived.push_back(child.make_again());
     revived.back()->parent_ = shared_from_this();
     revived.back()->places_ = child.places;
@@ -222,6 +240,11 @@ void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
   for (size_t number = states.size(); --number > 0;) {
     auto& above = groups[states[number]->parent_->number_];
     above.end = std::max(above.end, groups[number].end);
+  }
+  settled_names_.clear();
+  for (const auto& group : groups) {
+    const auto settled = group.group.lock();
+    for (size_t i = 0; settled && i < settled->parameters().size(); ++i) settled_names_.push_back(settled->full_name(i));
   }
   schedule->set_groups(std::move(groups));
 }

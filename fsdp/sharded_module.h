@@ -5,12 +5,13 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include <absl/algorithm/container.h>
 #include <absl/container/flat_hash_map.h>
 
 #include <tessera/fsdp/group_gradients.h>
+#include <tessera/fsdp/module_reference.h>
 #include <tessera/fsdp/options.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/place.h>
@@ -26,16 +27,17 @@ namespace tessera::internal {
 /// parent. So a model's states live as long as any of its parameters.
 class ShardedModule final : public GroupOwner, public std::enable_shared_from_this<ShardedModule> {
  public:
-  ShardedModule(std::vector<const torch::nn::Module*> modules, std::string class_name, MeshAxes axes,
+  ShardedModule(const std::vector<const torch::nn::Module*>& modules, std::string class_name, MeshAxes axes,
                 const FullyShardOptions& options);
 
-  bool holds(const torch::nn::Module* module) const { return absl::c_linear_search(modules_, module); }
-  const std::vector<const torch::nn::Module*>& modules() const { return modules_; }
+  bool holds(const torch::nn::Module* module) const;
+  /// As `fully_shard` got them; null for one that is gone.
+  std::vector<const torch::nn::Module*> modules() const;
   /// How the calls that made this state, a root, and those below it met a module.
   enum class Claim { kNone, kBelow, kHeld };
   Claim claim_on(const torch::nn::Module* module) const;
   /// `module` was below this one when `fully_shard` took it.
-  void add_below(const torch::nn::Module* module) { claims_.emplace(module, Claim::kBelow); }
+  void add_below(const torch::nn::Module* module) { claim(module, Claim::kBelow); }
   void check_no_new_parameter() const override;
   void check_boundary() const override;
   bool is_called() const override { return calls_ > 0; }
@@ -79,6 +81,8 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   std::vector<std::shared_ptr<ShardedModule>> subtree();
 
   const std::shared_ptr<Schedule>& schedule() const { return schedule_; }
+  /// The full names of all parameters of this root's model when it was settled last: some may be gone by now.
+  const std::vector<std::string>& settled_names() const { return settled_names_; }
 
   bool reshards_after_forward() const override;
   void set_reshard_after_forward(bool reshard) { options_.reshard_after_forward = reshard; }
@@ -89,11 +93,11 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
  private:
   bool casts_outputs_to(at::ScalarType dtype) const;
   bool is_first_rank() const;
+  void claim(const torch::nn::Module* module, Claim claim);
 
-  std::vector<const torch::nn::Module*> modules_;               // compared by address, never dereferenced
-  absl::flat_hash_map<const torch::nn::Module*, Claim> claims_; // of a root: on the modules of all states below as well
+  std::vector<ModuleReference> modules_;
+  absl::flat_hash_map<const torch::nn::Module*, std::pair<ModuleReference, Claim>> claims_; // of a root: of all states below too
   absl::flat_hash_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl>> ignored_; // of a root: of all below
-  std::vector<std::weak_ptr<const torch::nn::Module>> alive_; // the modules that a shared_ptr holds
   std::string class_name_;
   mutable std::string label_; // empty until first needed in the model as it is now
   MeshAxes axes_;
@@ -108,11 +112,12 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   struct Child {
     std::weak_ptr<ShardedModule> state;
     std::function<std::shared_ptr<ShardedModule>()> make_again; // null for a bucket
-    std::vector<const torch::nn::Module*> modules;
+    std::vector<ModuleReference> modules;
     std::vector<Place> places;
   };
   std::vector<Child> children_;
   std::shared_ptr<Schedule> schedule_;
+  std::vector<std::string> settled_names_;
   size_t number_ = 0;                                                    // in the order from the root down
   size_t bucket_ = 0;                                                    // 0: made for modules
   int calls_ = 0;                                                        // that run now

@@ -213,6 +213,8 @@ TEST(GatherExtension, SaysWhatIsWrong) {
   auto linear = sharded({});
   told->make = [](const Gathered& gathered, const Tensor&) { return rows_of(gathered, 0).t(); };
   EXPECT_THROWS_WITH(linear(x), "the gather extension of weight made a tensor of shape [3, 8], but the parameter has [8, 3]");
+  told->make = [](const Gathered&, const Tensor&) { return Tensor(); };
+  EXPECT_THROWS_WITH(linear(x), "the gather extension of weight returned an undefined tensor from `after`");
   told->make = plain.make;
   const auto expected = linear(x).detach(); // after an error it goes on
   EXPECT_TENSORS_CLOSE(expected, torch::linear(x, full(linear->weight), full(linear->bias)));

@@ -143,19 +143,6 @@ TEST(GroupGradients, ALossWithZeroTimesWhatItLeavesOutIsReducedBesideThoseOfOthe
   });
 }
 
-TEST(GroupGradients, ABlockThatOnlySomeLossesUseIsAnErrorThatNamesIt) {
-  if (world_size() != 2) return;
-  Net net = make_net();
-  shard_model(net, {"full"});
-  EXPECT_THROWS_WITH(
-      {
-        const auto whole = loss_of(net, global_batch(0));
-        (world_rank() == 0 ? whole : loss_without_blocks(net, global_batch(0)) + 0 * whole.detach()).backward();
-        loss_of(net, global_batch(1));
-      },
-      "blocks.");
-}
-
 TEST(GroupGradients, AGroupReducedAtTheEndOfABackwardGetsItsAllReduceLater) {
   for_each_strategy([](Pair& models, FSDPModule& root) {
     root.set_requires_all_reduce(false);

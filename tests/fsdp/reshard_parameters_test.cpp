@@ -168,6 +168,73 @@ TEST(ReshardParameters, SaysWhatItDid) {
   EXPECT_THAT(summary(*tower).to_string(), ::testing::HasSubstr("first"));
 }
 
+/// Without its head until `give_head`. What was freed may be where the new one lies.
+void take_head(Tower& tower) {
+  tower->unregister_module("head");
+  tower->head = nullptr;
+}
+
+void give_head(Tower& tower) {
+  torch::manual_seed(9);
+  tower->head = tower->register_module("head", torch::nn::Linear(3, 2));
+}
+
+Tower tower_whose_head_is_a_group_in_bf16() {
+  auto tower = make_tower();
+  fully_shard(*tower->head, world_mesh(), {.mixed_precision = {.param_dtype = torch::kBFloat16}});
+  fully_shard(*tower, world_mesh());
+  return tower;
+}
+
+TEST(ReshardParameters, AModuleInPlaceOfAShardedOneHasTheOptionsOfTheOneAbove) {
+  for (int repeat = 0; repeat < 4; ++repeat) {
+    auto tower = tower_whose_head_is_a_group_in_bf16();
+    take_head(tower);
+    give_head(tower);
+    const auto done = reshard_parameters(tower);
+    EXPECT_THAT(done.added, ::testing::UnorderedElementsAre("head.weight", "head.bias"));
+    EXPECT_THAT(done.removed, ::testing::UnorderedElementsAre("head.weight", "head.bias"));
+    EXPECT_FALSE(is_sharded(*tower->head));
+    EXPECT_EQ(tower->head(torch::ones({2, 3})).scalar_type(), torch::kFloat);
+    EXPECT_TRUE(reshard_parameters(tower).removed.empty());
+  }
+}
+
+TEST(ReshardParameters, AModuleInPlaceOfAGoneOneCanBeShardedByItself) {
+  for (int repeat = 0; repeat < 4; ++repeat) {
+    auto tower = tower_whose_head_is_a_group_in_bf16();
+    take_head(tower);
+    give_head(tower);
+    fully_shard(*tower->head, world_mesh());
+    EXPECT_TRUE(is_sharded(*tower->head));
+  }
+}
+
+struct GainImpl : torch::nn::Module {
+  GainImpl() { renew(); }
+  void renew() {
+    if (gain.defined()) parameters_.erase("gain");
+    gain = register_parameter("gain", torch::ones({3}));
+  }
+  Tensor gain;
+};
+TORCH_MODULE(Gain);
+
+TEST(ReshardParameters, AModuleKeepsItsOptionsWhenAllItsParametersAreNew) {
+  struct Holder : torch::nn::Module {
+    Gain gain = register_module("gain", Gain());
+    torch::nn::Linear head = register_module("head", torch::nn::Linear(3, 2));
+  } holder;
+  fully_shard(*holder.gain, world_mesh(), {.mixed_precision = {.param_dtype = torch::kBFloat16}});
+  fully_shard(holder, world_mesh());
+  holder.gain->renew();
+  const auto done = reshard_parameters(holder);
+  EXPECT_THAT(done.added, ::testing::ElementsAre("gain.gain"));
+  EXPECT_THAT(done.removed, ::testing::ElementsAre("gain.gain"));
+  EXPECT_TRUE(is_sharded(*holder.gain));
+  EXPECT_EQ((holder.gain->gain * torch::ones({3})).scalar_type(), torch::kBFloat16);
+}
+
 TEST(ReshardParameters, CostsACollectiveWhereNothingChanged) {
   auto tower = make_tower();
   shard_tower(tower, {"full"});
@@ -291,7 +358,24 @@ TEST(ReshardParameters, RanksThatChangedOtherThingsAreAnErrorOnAll) {
   auto tower = make_tower();
   shard_tower(tower, {"full"});
   if (world_rank() == 0) tower->first->add_adapter();
+  EXPECT_THROWS_WITH(reshard_parameters(tower), "reshard_parameters of tessera::testing::");
+}
+
+TEST(ReshardParameters, RanksThatRemovedOtherGroupsAreAnErrorOnAll) {
+  if (world_size() == 1) return;
+  auto tower = tower_whose_head_is_a_group_in_bf16();
+  if (world_rank() == 0) take_head(tower);
   EXPECT_THROWS_WITH(reshard_parameters(tower), "the ranks' models or options differ");
+}
+
+TEST(ReshardParameters, AnUnshardedParameterFromBeforeIsAnError) {
+  if (world_size() == 1) return; // where it is the parameter's own memory
+  auto tower = make_tower();
+  shard_tower(tower, {"full"});
+  const auto row = tower->first->base->weight[0];
+  tower->first->add_adapter();
+  reshard_parameters(tower);
+  EXPECT_THROWS_WITH(row + 1, "tessera::reshard_parameters made another group since the forward that read it");
 }
 
 } // namespace
