@@ -98,11 +98,9 @@ std::string describe(const Census& census, const DeviceMesh& mesh) {
   for (const auto& root : census.roots) {
     const auto* module = root->modules().front();
     if (!module || !census.walk.is_below(module)) continue;
-    const auto name = census.walk.name(census.walk.place_of(census.walk.visit_of(module)));
-    const bool is_on_all = root->axes().mesh().ranks() == mesh.ranks(); // otherwise other ranks may have other values: experts
-    text += fmt::format("\nthe module {} sharded over {}", name,
-                        is_on_all ? fmt::format("the same ranks, with values of checksum {}", root->initial_checksum)
-                                  : fmt::format("{} ranks", root->axes().mesh().size()));
+    if (root->axes().mesh().ranks() != mesh.ranks()) continue; // an expert: other ranks may have others, under other names
+    text += fmt::format("\nthe module {} sharded, with values of checksum {}",
+                        census.walk.name(census.walk.place_of(census.walk.visit_of(module))), root->initial_checksum);
   }
   for (const auto& item : census.ignored) text += fmt::format("\n{} ignored", census.name_of(item));
   return text;

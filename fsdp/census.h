@@ -40,9 +40,9 @@ Census take_census(const std::vector<torch::nn::Module*>& modules, const std::ve
 /// An error where two parameters share memory: they would become two shards that no longer change together.
 void check_own_memory(const Census& census);
 
-/// What every rank of `mesh` must have met alike: the models below, in the order of their parameters, and the parameters that are
-/// left out. Of models on the same ranks also what their values were: ranks that broadcast them in different orders mixed them
-/// up.
+/// What every rank of `mesh` must have met alike: the models below that lie on the same ranks, in the order of their parameters,
+/// with what their values were (ranks that broadcast them in different orders mixed them up), and the parameters that are left
+/// out.
 std::string describe(const Census& census, const DeviceMesh& mesh);
 
 } // namespace tessera::internal

@@ -1,0 +1,139 @@
+// Experts: modules of one model that other ranks do not have, beside all that training and checkpoints do with a model.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/training/averaged_model.h>
+#include <tessera/training/grad_scaler.h>
+
+#include <tessera/tests/checkpoint/shared_folder.h>
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::testing {
+namespace {
+
+using torch::Tensor;
+
+/// The columns have an expert each.
+DeviceMesh grid() {
+  const int64_t experts = world_size() % 2 == 0 ? 2 : 1;
+  return init_device_mesh(torch::kCPU, {world_size() / experts, experts}, {"shard", "expert"});
+}
+
+std::string name_of(int64_t expert) { return "expert" + std::to_string(expert); }
+
+/// A layer that all share, the experts in `held`, and a head.
+struct MixtureImpl : torch::nn::Module {
+  explicit MixtureImpl(const std::vector<int64_t>& held) {
+    for (const int64_t expert : held) {
+      torch::manual_seed(static_cast<uint64_t>(10 + expert)); // one expert has the same weights wherever it is
+      register_module(name_of(expert), torch::nn::Linear(6, 6));
+    }
+    torch::manual_seed(1);
+    stem = register_module("stem", torch::nn::Linear(6, 6));
+    head = register_module("head", torch::nn::Linear(6, 1));
+  }
+  Tensor forward(const Tensor& x, int64_t expert) {
+    auto& chosen = *named_children()[name_of(expert)]->as<torch::nn::Linear>();
+    return head(torch::tanh(chosen.forward(torch::tanh(stem(x)))));
+  }
+  torch::nn::Linear stem{nullptr}, head{nullptr};
+};
+TORCH_MODULE(Mixture);
+
+/// A model in training, with an average of its weights and a scaler of its loss.
+struct Training {
+  explicit Training(Mixture mixture) : model(std::move(mixture)) {}
+
+  /// `loss` has the gradients of all ranks' mean, or becomes so.
+  void step(const Tensor& loss) {
+    optimizer.zero_grad();
+    scaler.scale(loss).backward();
+    scaler.unscale_(optimizer);
+    norms.push_back(clip_grad_norm_(*model, 0.05).item<double>());
+    EXPECT_TRUE(scaler.step(optimizer));
+    scaler.update();
+    average.update_parameters(*model);
+  }
+  StateDict state() {
+    auto state = state_dict(*model, optimizer, {.flatten_optimizer_state_dict = true}); // ranks have other parameters
+    state.merge(state_dict(average));
+    state.merge(state_dict(scaler));
+    return state;
+  }
+
+  Mixture model;
+  torch::optim::AdamW optimizer{model->parameters(), torch::optim::AdamWOptions(1e-2)};
+  AveragedModel average{*model, ema(0.5)};
+  GradScaler scaler{{.init_scale = 1024}};
+  std::vector<double> norms;
+};
+
+/// The model with this rank's expert alone. Divides the expert's gradients by all ranks, as those of the rest are.
+Mixture sharded_mixture(const DeviceMesh& mesh) {
+  const int64_t expert = mesh.local_rank(1);
+  Mixture mixture(std::vector<int64_t>{expert});
+  auto handle = fully_shard(*mixture->named_children()[name_of(expert)], mesh["shard"]);
+  handle.set_gradient_divide_factor(static_cast<double>(world_size()));
+  fully_shard(*mixture, world_mesh());
+  return mixture;
+}
+
+Tensor rows_of(int64_t step, int64_t rank) {
+  auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(100 * step + rank));
+  return torch::randn({3, 6}, generator, torch::kFloat);
+}
+
+Tensor loss_of(Training& training, int64_t step, int64_t rank, const DeviceMesh& mesh) {
+  return training.model->forward(rows_of(step, rank), rank % mesh.size(1)).square().mean();
+}
+
+void step(Training& sharded, Training& plain, int64_t number, const DeviceMesh& mesh) {
+  auto mean = torch::zeros({});
+  for (int64_t rank = 0; rank < world_size(); ++rank) mean = mean + loss_of(plain, number, rank, mesh) / world_size();
+  plain.step(mean);
+  sharded.step(loss_of(sharded, number, world_rank(), mesh));
+  EXPECT_NEAR(sharded.norms.back(), plain.norms.back(), 1e-5);
+}
+
+void expect_equal(Training& sharded, Training& plain) {
+  const auto expected = plain.model->named_parameters();
+  for (const auto& item : sharded.model->named_parameters()) {
+    SCOPED_TRACE(item.key());
+    EXPECT_TENSORS_CLOSE(full(item.value()), expected[item.key()].detach());
+  }
+  const AveragedWeights of_sharded(sharded.average, *sharded.model), of_plain(plain.average, *plain.model);
+  for (const auto& item : sharded.model->named_parameters()) {
+    SCOPED_TRACE("average of " + item.key());
+    EXPECT_TENSORS_CLOSE(full(item.value()), expected[item.key()].detach());
+  }
+}
+
+std::vector<int64_t> all_experts(const DeviceMesh& mesh) {
+  std::vector<int64_t> all(static_cast<size_t>(mesh.size(1)));
+  for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+  return all;
+}
+
+TEST(Experts, TrainAsInTheUnshardedModelThroughACheckpoint) {
+  const auto mesh = grid();
+  const SharedFolder folder;
+  Training plain{Mixture(all_experts(mesh))}, sharded{sharded_mixture(mesh)};
+  for (int64_t number = 0; number < 3; ++number) step(sharded, plain, number, mesh);
+  expect_equal(sharded, plain);
+
+  checkpoint::save(sharded.state(), folder.path() / "mixture");
+  Training resumed{sharded_mixture(mesh)};
+  checkpoint::load(resumed.state(), folder.path() / "mixture");
+  for (int64_t number = 3; number < 5; ++number) step(resumed, plain, number, mesh);
+  expect_equal(resumed, plain);
+}
+
+} // namespace
+} // namespace tessera::testing
