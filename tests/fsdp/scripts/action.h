@@ -38,6 +38,7 @@ std::vector<Action> checkpoint_actions();
 std::vector<Action> average_actions();
 std::vector<Action> loop_actions();
 std::vector<Action> sharding_actions();
+std::vector<Action> surgery_actions();
 
 /// All of them: the table that scripts are drawn from.
 const std::vector<Action>& actions();

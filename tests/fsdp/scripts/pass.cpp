@@ -97,6 +97,20 @@ Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute) {
   return loss;
 }
 
+std::vector<Tensor> losses_of(RandomModel& model, const std::vector<RankBatch>& batches) {
+  std::vector<Tensor> x, ids;
+  std::vector<int64_t> rows;
+  for (const auto& batch : batches) {
+    x.push_back(batch.x);
+    ids.push_back(batch.ids);
+    rows.push_back(batch.x.size(0));
+  }
+  std::vector<Tensor> losses;
+  for (const auto& y : model.forward(torch::cat(x), torch::cat(ids), model.whole_order()).split_with_sizes(rows))
+    losses.push_back(y.square().mean());
+  return losses;
+}
+
 Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed) {
   const auto [x, ids] = random_batch(side, seed, even_rows());
   return trainee.model->forward(x, ids, trainee.model->whole_order()).square().mean();

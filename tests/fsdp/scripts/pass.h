@@ -9,6 +9,15 @@ namespace tessera::testing::scripts {
 /// Where `may_recompute`, the sharded side may run the blocks once more in backward, which follows at once.
 Tensor random_loss(Turn& turn, const Tap& tap = {}, bool may_recompute = false);
 
+/// The batches of one rank: rows of what the model takes.
+struct RankBatch {
+  Tensor x, ids;
+};
+
+/// The losses of one round of uneven batches, one a batch, after one forward through every block of all rows together. One
+/// without rows is NaN.
+std::vector<Tensor> losses_of(RandomModel& model, const std::vector<RankBatch>& batches);
+
 /// A forward through every block, for gradients of all parameters.
 Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed);
 

@@ -68,6 +68,19 @@ void RandomModel::add_block(const std::string& name, const BlockKind& kind, Draw
   description_ += (description_.empty() ? "" : ", ") + kind.name;
 }
 
+void RandomModel::add_random_block(uint64_t seed) {
+  Draw draw(seed);
+  torch::manual_seed(draw.seed());
+  const auto parameters = parameter_blocks(), views = view_blocks();
+  add_block("added" + std::to_string(blocks_.size()), draw.of(draw.chance(50) ? parameters : views), draw);
+}
+
+void RandomModel::renew_head(uint64_t seed) {
+  torch::manual_seed(seed);
+  parameters_.erase("head");
+  head_ = register_parameter("head", torch::randn({kWidth, 2}));
+}
+
 void RandomModel::tie_weights(Draw& draw) {
   std::vector<Tensor> square;
   for (const auto& parameter : parameters()) {

@@ -25,6 +25,10 @@ class RandomModel : public torch::nn::Module {
   std::vector<size_t> random_order(Draw& draw) const;
   std::vector<size_t> whole_order() const;
 
+  /// Another block at the end, drawn from `seed`; or another head.
+  void add_random_block(uint64_t seed);
+  void renew_head(uint64_t seed);
+
   const std::vector<BlockPtr>& blocks() const { return blocks_; }
   const Tensor& head() const { return head_; }
   bool is_twice_differentiable() const;

@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/gather_extension.h>
 #include <tessera/nn/sync_batch_norm.h>
 
 #include <filesystem>
@@ -25,6 +26,24 @@ std::optional<tessera::Strategy> random_strategy(Draw& draw, const DeviceMesh& m
   if (draw.chance(60)) return std::nullopt;
   if (mesh.ndim() == 2) return tessera::Strategy::kHierarchical;
   return draw.of(std::vector<tessera::Strategy>{tessera::Strategy::kZero1, tessera::Strategy::kZero2});
+}
+
+/// Sends the negative of a shard, and makes the parameter of that: it loses nothing.
+class Negated final : public GatherExtension {
+ public:
+  Sent before(const torch::Tensor& shard, const DeviceMesh&) override { return {{shard.neg()}}; }
+  torch::Tensor after(const std::vector<std::vector<torch::Tensor>>& gathered, const std::any&,
+                      const torch::Tensor& out) override {
+    std::vector<torch::Tensor> rows;
+    for (const auto& rank : gathered) rows.push_back(rank[0]);
+    return out.copy_(torch::cat(rows).neg_());
+  }
+};
+
+/// For one matrix in two or so.
+std::shared_ptr<GatherExtension> extension_of(const std::string& name, const torch::Tensor& parameter) {
+  const bool has_one = parameter.dim() == 2 && parameter.is_floating_point() && name.size() % 2 == 0;
+  return has_one ? std::make_shared<Negated>() : nullptr;
 }
 
 class Sharder {
@@ -72,6 +91,9 @@ class Sharder {
     if (draw_.chance(10)) options.mixed_precision.reduce_dtype = draw_.chance(50) ? torch::kDouble : torch::kFloat;
     sharding_.reduces_in_float |= options.mixed_precision.reduce_dtype == torch::kFloat;
     if (!replicates_ && draw_.chance(15)) options.shard_placement_fn = random_placements();
+    const bool gathers = !replicates_ && !(options.reshard_after_forward && options.reshard_after_forward->ranks());
+    if (gathers && !options.shard_placement_fn && draw_.chance(12)) options.gather_extension_fn = extension_of;
+    sharding_.has_gather_extension |= options.gather_extension_fn != nullptr;
     if (replicates_ && draw_.chance(50)) options.bucket_bytes = 100 + draw_.below(2000);
     if (draw_.chance(files_percent_)) options.offload = offload_to_files(std::filesystem::temp_directory_path());
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
@@ -102,7 +124,7 @@ class Sharder {
                  : *keeps         ? " freed"
                                   : " kept",
                  options.mixed_precision.reduce_dtype ? " with reduce dtype" : "", options.shard_placement_fn ? " as placed" : "",
-                 options.offload == OffloadPolicy() ? "" : " in files");
+                 options.gather_extension_fn ? " with extensions" : "", options.offload == OffloadPolicy() ? "" : " in files");
   }
 
   void shard_module(torch::nn::Module& module, const std::string& what) {
@@ -114,7 +136,7 @@ class Sharder {
 
   bool shard_list(const std::vector<ModulePtr>& modules) {
     for (const auto& module : modules) {
-      if (is_sharded(*module)) return false;
+      if (is_sharded(*module) || module->parameters().empty()) return false;
     }
     const auto options = random_options();
     describe("list of " + std::to_string(modules.size()), options);

@@ -9,7 +9,8 @@ namespace tessera::testing::scripts {
 /// How a model was sharded.
 struct Sharding {
   std::string description;
-  bool reduces_in_float = false; ///< a group's gradients are reduced in float
+  bool reduces_in_float = false;     ///< a group's gradients are reduced in float
+  bool has_gather_extension = false; ///< so that views of some parameters cannot be written
 };
 
 /// Shards `model` as `seed` says: the mesh (flat or 2-D, with dims of 1 as well), `fully_shard` or `replicate`, which modules,

@@ -104,6 +104,7 @@ void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
   sharded_.trainees.push_back({build, twin, plan, std::move(of_twin), {}, {}});
 
   sharded_.trainees.back().is_exact = model->is_double() && !sharding.reduces_in_float;
+  for (auto* side : {&plain_, &sharded_}) side->trainees.back().writes_views = !sharding.has_gather_extension;
   description_ += c10::str("  model: ", model->description(), "\n    ", sharding.description, "; ", plan.name(),
                            optimizer_first ? " built first\n" : "\n");
 }

@@ -2,7 +2,9 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/training/metrics.h>
+#include <tessera/training/uneven_batches.h>
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 
@@ -78,12 +80,67 @@ void train_with_a_schedule(Turn& turn) {
   }
 }
 
+std::vector<std::vector<RankBatch>> random_uneven_batches(Draw& draw) {
+  std::vector<std::vector<RankBatch>> of_ranks(static_cast<size_t>(process_context().world_size()));
+  for (auto& batches : of_ranks) {
+    for (int64_t left = draw.below(4); left > 0; --left) {
+      auto generator = at::detail::createCPUGenerator(draw.seed());
+      const int64_t rows = 2 + draw.below(2);
+      batches.push_back(
+          {torch::randn({rows, kWidth}, generator), torch::randint(0, kVocabulary, {rows, kIdsPerRow}, generator, torch::kLong)});
+    }
+  }
+  return of_ranks;
+}
+
+void step_on(Turn& turn, const Tensor& loss) {
+  turn.trainee.optimizer->zero_grad();
+  backward(loss);
+  turn.trainee.optimizer->step();
+}
+
+bool has_statistics(const RandomModel& model) {
+  const auto names = model.named_buffers().keys();
+  return std::any_of(names.begin(), names.end(), [](auto& name) { return name.find("running_") != std::string::npos; });
+}
+
+/// Ranks that are out run on other rows, which a synchronized BatchNorm would count.
+void train_on_uneven_batches(Turn& turn) {
+  auto of_ranks = random_uneven_batches(turn.draw);
+  const auto stand_in = RankBatch{torch::full({2, kWidth}, 0.5), torch::zeros({2, kIdsPerRow}, torch::kLong)};
+  auto& model = *turn.trainee.model;
+  const auto& context = process_context();
+  if (has_statistics(model)) return;
+  if (turn.side.sharded) {
+    auto& mine = of_ranks[static_cast<size_t>(context.rank())];
+    UnevenBatches batches(model, mine, {.stand_in = stand_in});
+    for (const auto& batch : batches) {
+      const auto loss = losses_of(model, {batch})[0];
+      turn.side.record_mean(batches.has_input() ? loss : torch::zeros({}));
+      step_on(turn, loss);
+    }
+    return;
+  }
+  const auto longest = std::max_element(of_ranks.begin(), of_ranks.end(), [](auto& a, auto& b) { return a.size() < b.size(); });
+  for (size_t round = 0; round < longest->size(); ++round) {
+    std::vector<RankBatch> batches;
+    for (const auto& each : of_ranks) {
+      if (round < each.size()) batches.push_back(each[round]);
+    }
+    auto sum = torch::zeros({});
+    for (const auto& loss : losses_of(model, batches)) sum = sum + loss;
+    turn.side.record_mean(sum / context.world_size());
+    step_on(turn, sum / context.world_size());
+  }
+}
+
 } // namespace
 
 std::vector<Action> loop_actions() {
   return {{"running means", 3, When::kAnywhere, take_running_means},
           {"mean loss", 3, When::kAnywhere, take_mean_loss},
-          {"train with a schedule", 8, When::kReduced, train_with_a_schedule}};
+          {"train with a schedule", 8, When::kReduced, train_with_a_schedule},
+          {"train on uneven batches", 5, When::kReduced, train_on_uneven_batches}};
 }
 
 } // namespace tessera::testing::scripts

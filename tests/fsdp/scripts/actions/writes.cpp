@@ -92,7 +92,8 @@ void write_parameter(Turn& turn) {
   const torch::NoGradGuard no_grad;
   const auto items = turn.trainee.model->named_parameters().items();
   const auto& item = turn.draw.of(items);
-  const auto& write = turn.draw.of(writes());
+  static const auto whole = whole_writes();
+  const auto& write = turn.draw.of(turn.trainee.writes_views ? writes() : whole);
   const auto values = random_values(item.value(), turn.draw);
   if (item.value().dim() < write.least_dims || item.value().numel() == 0) return;
   if (Replay::from_environment().leaves_out(write.name)) return;
@@ -114,7 +115,7 @@ void write_through_a_kept_view(Turn& turn) {
   const auto views_draw = turn.draw.below(10);
   const bool steps = turn.draw.chance(50), adds = turn.draw.chance(50);
   const auto& p = item.value();
-  if (p.numel() == 0) return;
+  if (p.numel() == 0 || !turn.trainee.writes_views) return;
   Tensor view;
   {
     const torch::NoGradGuard no_grad;
