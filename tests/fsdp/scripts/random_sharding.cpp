@@ -48,8 +48,9 @@ std::shared_ptr<GatherExtension> extension_of(const std::string& name, const tor
 
 class Sharder {
  public:
-  explicit Sharder(uint64_t seed)
+  Sharder(uint64_t seed, bool extends)
       : draw_(seed),
+        extends_(extends),
         replicates_(draw_.chance(12)),
         mesh_(replicates_ ? init_device_mesh(torch::kCPU, {process_context().world_size()})
                           : random_mesh(draw_, process_context().world_size())),
@@ -92,8 +93,7 @@ class Sharder {
     sharding_.reduces_in_float |= options.mixed_precision.reduce_dtype == torch::kFloat;
     if (!replicates_ && draw_.chance(15)) options.shard_placement_fn = random_placements();
     const bool gathers = !replicates_ && !(options.reshard_after_forward && options.reshard_after_forward->ranks());
-    if (gathers && !options.shard_placement_fn && draw_.chance(12)) options.gather_extension_fn = extension_of;
-    sharding_.has_gather_extension |= options.gather_extension_fn != nullptr;
+    if (extends_ && gathers && !options.shard_placement_fn && draw_.chance(50)) options.gather_extension_fn = extension_of;
     if (replicates_ && draw_.chance(50)) options.bucket_bytes = 100 + draw_.below(2000);
     if (draw_.chance(files_percent_)) options.offload = offload_to_files(std::filesystem::temp_directory_path());
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
@@ -154,6 +154,7 @@ class Sharder {
   }
 
   Draw draw_;
+  bool extends_; ///< some groups have gather extensions
   bool replicates_;
   DeviceMesh mesh_;
   std::optional<tessera::Strategy> strategy_;
@@ -165,6 +166,6 @@ class Sharder {
 
 } // namespace
 
-Sharding shard_at_random(RandomModel& model, uint64_t seed) { return Sharder(seed).shard(model); }
+Sharding shard_at_random(RandomModel& model, uint64_t seed, bool extends) { return Sharder(seed, extends).shard(model); }
 
 } // namespace tessera::testing::scripts

@@ -87,7 +87,7 @@ void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
   const auto seed = draw.seed(), sharding_seed = draw.seed();
   const auto build = [seed, pool] { return std::make_shared<RandomModel>(seed, pool); };
   const OptimizerPlan plan(draw);
-  const bool optimizer_first = draw.chance(30);
+  const bool optimizer_first = draw.chance(30), writes_views = draw.chance(75);
 
   auto model = build();
   auto optimizer = plan.make(*model);
@@ -95,7 +95,7 @@ void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
   auto twin = build();
   std::unique_ptr<torch::optim::Optimizer> of_twin;
   if (optimizer_first) of_twin = plan.make(*twin);
-  const auto sharding = shard_at_random(*twin, sharding_seed);
+  const auto sharding = shard_at_random(*twin, sharding_seed, !writes_views);
   if (optimizer_first) {
     shard_optimizer(*of_twin);
   } else {
@@ -104,7 +104,7 @@ void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
   sharded_.trainees.push_back({build, twin, plan, std::move(of_twin), {}, {}});
 
   sharded_.trainees.back().is_exact = model->is_double() && !sharding.reduces_in_float;
-  for (auto* side : {&plain_, &sharded_}) side->trainees.back().writes_views = !sharding.has_gather_extension;
+  for (auto* side : {&plain_, &sharded_}) side->trainees.back().writes_views = writes_views;
   description_ += c10::str("  model: ", model->description(), "\n    ", sharding.description, "; ", plan.name(),
                            optimizer_first ? " built first\n" : "\n");
 }

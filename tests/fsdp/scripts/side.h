@@ -42,7 +42,7 @@ struct Trainee {
   std::function<std::unique_ptr<LRSchedule>(torch::optim::Optimizer&)> make_schedule; ///< once an action has chosen one
   std::unique_ptr<LRSchedule> schedule;
   bool is_exact = true;        ///< nothing was computed in less than double
-  bool writes_views = true;    ///< a view of a parameter can be written, or a part of one
+  bool writes_views = true;    ///< or parts of parameters; otherwise groups may have gather extensions, which cannot follow
   bool gradients_wait = false; ///< gradients that have not been reduced may not be in grad() yet
 };
 

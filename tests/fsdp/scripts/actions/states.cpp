@@ -46,7 +46,7 @@ void start_anew(Trainee& trainee, uint64_t sharding, bool on_meta) {
   auto model = on_meta ? tessera::on_meta(trainee.build) : trainee.build();
   const auto parameters = model->parameters();
   for (size_t i = 0; i < frozen.size(); ++i) parameters[i].requires_grad_(frozen[i].requires_grad());
-  if (shard_at_random(*model, sharding).reduces_in_float) trainee.is_exact = false;
+  if (shard_at_random(*model, sharding, !trainee.writes_views).reduces_in_float) trainee.is_exact = false;
   if (on_meta) {
     materialize(*model, clear);
   } else {
