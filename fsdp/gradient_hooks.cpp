@@ -7,7 +7,6 @@
 #include <utility>
 
 #include <tessera/dtensor/api.h>
-#include <tessera/dtensor/view_replay.h>
 #include <tessera/fsdp/sharded_module.h>
 
 namespace tessera::internal {
@@ -30,7 +29,6 @@ class LeafHook final : public torch::autograd::PostAccumulateGradHook {
     TORCH_CHECK(!gradient.requires_grad(), "backward(create_graph=true) reached the sharded parameter ", group->full_name(index_),
                 ": its gradient is reduced over ranks and cannot be differentiated again. Take the gradient of the inputs with "
                 "torch::autograd::grad(..., create_graph=true) and call backward() without create_graph on what is made of it");
-    const KeepViewReplay keep;
     schedule_of(*group).land(*group, index_, gradient);
   }
 
@@ -59,7 +57,8 @@ class CaptureCheck final : public torch::autograd::FunctionPreHook {
       : group_(std::move(group)), index_(index), accumulator_(accumulator) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     const auto* tasks = torch::autograd::get_current_graph_task_exec_info();
-    if (C10_LIKELY(!tasks || tasks->empty())) return gradients;
+    // The engine puts what a hook returns in the place of what it gave: a copy would allocate for each gradient.
+    if (C10_LIKELY(!tasks || tasks->empty())) return std::move(const_cast<torch::autograd::variable_list&>(gradients));
     const auto found = tasks->find(const_cast<torch::autograd::Node*>(accumulator_));
     const auto group = group_.lock();
     TORCH_CHECK(!group || found == tasks->end() || !found->second.captures_, "torch::autograd::grad over the sharded parameter ",

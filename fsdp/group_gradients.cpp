@@ -190,7 +190,6 @@ void GroupGradients::expect(size_t index, uint64_t forward) {
 
 void GroupGradients::land(size_t index, const at::Tensor& gradient, double weight) {
   if (!gradient.defined() || !requires_grad(index)) return; // frozen since its forward
-  const at::NoGradGuard no_grad;
   prepare_buffer();
   TORCH_CHECK_NOT_IMPLEMENTED(!gradient.is_sparse(), "the parameter ", group_.full_name(index),
                               " has a sparse gradient, which fully_shard cannot reduce; build its embedding with sparse(false)");

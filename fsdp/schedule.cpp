@@ -9,6 +9,7 @@
 
 #include <tessera/activations/recomputation.h>
 #include <tessera/dtensor/dispatch/call_site.h>
+#include <tessera/dtensor/view_replay.h>
 
 namespace tessera::internal {
 
@@ -227,6 +228,7 @@ void Schedule::prefetch(ParameterGroup& group) {
 /// any.
 template <typename Locked>
 bool Schedule::deliver_after(const Locked& locked) {
+  const KeepViewReplay keep; // of a program that has views of plain tensors beside the DTensors that are made here
   ReadyGradients ready;
   {
     const std::lock_guard lock(mutex_);
