@@ -387,8 +387,7 @@ TEST(FullyShard, BroadcastsInAnotherOrderAreAnError) {
   fully_shard(*model[first], world_mesh(), options);
   fully_shard(*model[1 - first], world_mesh(), options);
   const auto message = error_of([&] { fully_shard(model, world_mesh(), options); });
-  EXPECT_NE(message.find("rank 0 has the module 0 sharded, with values of checksum"), std::string::npos)
-      << message;
+  EXPECT_NE(message.find("rank 0 has the module 0 sharded, with values of checksum"), std::string::npos) << message;
 }
 
 /// Whatever the library did before the program asks: DTensors need it too, and what is on already cannot be told from that.

@@ -196,21 +196,23 @@ struct Told final : GatherExtension {
   };
 };
 
+/// A linear layer whose weight, [8, 3], is gathered as `told` says.
+torch::nn::Linear sharded_linear(const std::shared_ptr<Told>& told, FullyShardOptions options = {}) {
+  torch::manual_seed(0);
+  torch::nn::Linear linear(3, 8);
+  options.gather_extension_fn = for_matrices(told);
+  fully_shard(linear, world_mesh(), options);
+  return linear;
+}
+
 TEST(GatherExtension, SaysWhatIsWrong) {
   const auto told = std::make_shared<Told>();
-  const auto sharded = [&](FullyShardOptions options) {
-    torch::manual_seed(0);
-    torch::nn::Linear linear(3, 8);
-    options.gather_extension_fn = for_matrices(told);
-    fully_shard(linear, world_mesh(), options);
-    return linear;
-  };
   const auto x = torch::ones({1, 3});
   const Told plain;
   told->send = [](const Tensor&) { return GatherExtension::Sent{{Tensor()}}; };
-  EXPECT_THROWS_WITH(sharded({})(x), "the gather extension of weight sends tensor 0 on rank");
+  EXPECT_THROWS_WITH(sharded_linear(told)(x), "the gather extension of weight sends tensor 0 on rank");
   told->send = plain.send;
-  auto linear = sharded({});
+  auto linear = sharded_linear(told);
   told->make = [](const Gathered& gathered, const Tensor&) { return rows_of(gathered, 0).t(); };
   EXPECT_THROWS_WITH(linear(x), "the gather extension of weight made a tensor of shape [3, 8], but the parameter has [8, 3]");
   told->make = [](const Gathered&, const Tensor&) { return Tensor(); };
@@ -228,11 +230,22 @@ TEST(GatherExtension, SaysWhatIsWrong) {
     linear->weight.copy_(torch::ones({8, 3}));
   }
   EXPECT_TENSORS_EQUAL(full(linear->weight), torch::ones({8, 3}));
-  EXPECT_THROWS_WITH(sharded({.strategy = tessera::Strategy::kNoShard}), "the strategy no-shard gathers no parameter");
-  if (world_size() == 4) EXPECT_THROWS_WITH(sharded({.reshard_after_forward = 2}), "reshard_after_forward is a number of ranks");
+}
+
+TEST(GatherExtension, SaysWhichOptionsDoNotGoWithIt) {
+  const auto told = std::make_shared<Told>();
+  EXPECT_THROWS_WITH(sharded_linear(told, {.strategy = tessera::Strategy::kNoShard}),
+                     "the strategy no-shard gathers no parameter");
+  if (world_size() == 4) {
+    EXPECT_THROWS_WITH(sharded_linear(told, {.reshard_after_forward = 2}), "reshard_after_forward is a number of ranks");
+  }
+}
+
+TEST(GatherExtension, SaysWhatDiffersBetweenRanks) {
   if (world_size() == 1) return;
+  const auto told = std::make_shared<Told>();
   told->send = [](const Tensor& shard) { return GatherExtension::Sent{{world_rank() == 0 ? shard : shard.to(torch::kDouble)}}; };
-  EXPECT_THROWS_WITH(sharded({})(x), "sends other tensors on rank 1 of the shard dim than on rank 0");
+  EXPECT_THROWS_WITH(sharded_linear(told)(torch::ones({1, 3})), "sends other tensors on rank 1 of the shard dim than on rank 0");
   torch::nn::Linear differing(3, 8);
   const FullyShardOptions options{.initial_weights = InitialWeights::kUnchecked,
                                   .gather_extension_fn = for_matrices(world_rank() == 0 ? told : nullptr)};
