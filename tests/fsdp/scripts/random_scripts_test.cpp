@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 
+#include <torch/types.h>
+
 #include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/fsdp/scripts/replay.h>
 #include <tessera/tests/fsdp/scripts/script.h>
