@@ -3,6 +3,7 @@ import json
 import os
 import pathlib
 import queue
+import random
 import socket
 import subprocess
 import tempfile
@@ -53,9 +54,17 @@ def run(command, timeout):
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A free port that the system gives to nobody who asks for any port: a port it chose itself may go to another program, or to another
+    rank's connection, before rank 0 listens there."""
+    lowest_of_the_system = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(lowest_of_the_system // 2, lowest_of_the_system)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
 
 
 class Ranks:
