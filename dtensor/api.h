@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
 #include <optional>
@@ -71,14 +72,16 @@ DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placem
 /// Replicate and each rank makes something else of it. No communication.
 at::Tensor to_local(const at::Tensor& dtensor, const std::optional<Placements>& gradient_placements = std::nullopt);
 
-/// While it lives, plain tensors among the arguments of a DTensor operator count as Replicate on this thread: every rank holds
-/// the same values. Without it such a mix is an error (0-dim tensors aside).
+/// While it lives, plain tensors among the arguments of a DTensor operator count as Replicate, in this thread and in the
+/// backwards that it calls: every rank holds the same values. Without it such a mix is an error (0-dim tensors aside).
 class ImplicitReplication {
  public:
   ImplicitReplication();
-  ~ImplicitReplication();
   ImplicitReplication(const ImplicitReplication&) = delete;
   ImplicitReplication& operator=(const ImplicitReplication&) = delete;
+
+ private:
+  c10::DebugInfoGuard scope_;
 };
 
 /// Prints any tensor, a DTensor with its spec and local values; of a meta tensor, which has none, shape and dtype.

@@ -4,16 +4,21 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <mutex>
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/program_scopes.h>
 #include <tessera/dtensor/sharding_math.h>
 
 namespace tessera {
 
-namespace {
+struct internal::RedistributionLog {
+  std::mutex mutex; // of the threads of one backward
+  std::vector<RedistributionRecord> records;
+};
 
-thread_local LogRedistributions* innermost = nullptr;
+namespace {
 
 /// The ranges of local dim `d` in the global tensor: "0:2", or "0:2+4:6" under a StridedShard.
 std::string ranges_of(const Spec& spec, const std::vector<int64_t>& coordinate, const internal::LocalBox& box, size_t d) {
@@ -68,19 +73,27 @@ std::string RedistributionRecord::to_string() const {
                      bytes);
 }
 
-LogRedistributions::LogRedistributions() : outer_(innermost) { innermost = this; }
-LogRedistributions::~LogRedistributions() { innermost = outer_; }
+LogRedistributions::LogRedistributions()
+    : log_(std::make_unique<internal::RedistributionLog>()),
+      scope_(internal::open_scope([this](auto& scopes) { scopes.log = log_.get(); })) {}
+
+LogRedistributions::~LogRedistributions() = default;
+
+const std::vector<RedistributionRecord>& LogRedistributions::records() const { return log_->records; }
 
 std::string LogRedistributions::to_string() const {
   std::string text;
-  for (const auto& record : records_) text += record.to_string() + "\n";
+  for (const auto& record : records()) text += record.to_string() + "\n";
   return text;
 }
 
-bool logs_redistributions() { return innermost != nullptr; }
+bool logs_redistributions() { return internal::program_scopes().log != nullptr; }
 
 void record_redistribution(RedistributionRecord record) {
-  if (innermost) innermost->records_.push_back(std::move(record));
+  auto* const log = internal::program_scopes().log;
+  if (!log) return;
+  const std::lock_guard lock(log->mutex);
+  log->records.push_back(std::move(record));
 }
 
 std::string picture(const at::Tensor& dtensor) {

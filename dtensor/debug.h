@@ -1,15 +1,21 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <tessera/collectives/counters.h>
 #include <tessera/dtensor/placement.h>
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 namespace tessera {
+
+namespace internal {
+struct RedistributionLog;
+}
 
 /// Counts this process's collectives from its construction on (DTensor: CommDebugMode). Every communicator and thread counts.
 class CountCollectives {
@@ -36,8 +42,8 @@ struct RedistributionRecord {
   std::string to_string() const;
 };
 
-/// While it lives, every redistribution of this thread that changes a local tensor is recorded. Scopes nest: the innermost
-/// records.
+/// While it lives, every redistribution that changes a local tensor is recorded: those of this thread, and of the backwards that
+/// it calls. Scopes nest: the innermost records.
 class LogRedistributions {
  public:
   LogRedistributions();
@@ -45,14 +51,13 @@ class LogRedistributions {
   LogRedistributions(const LogRedistributions&) = delete;
   LogRedistributions& operator=(const LogRedistributions&) = delete;
 
-  const std::vector<RedistributionRecord>& records() const { return records_; }
+  const std::vector<RedistributionRecord>& records() const;
   /// One line a record.
   std::string to_string() const;
 
  private:
-  friend void record_redistribution(RedistributionRecord record);
-  std::vector<RedistributionRecord> records_;
-  LogRedistributions* outer_;
+  std::unique_ptr<internal::RedistributionLog> log_;
+  c10::DebugInfoGuard scope_;
 };
 
 /// Internal: true inside a LogRedistributions scope of this thread.

@@ -1,15 +1,19 @@
 #pragma once
 
+#include <c10/util/ThreadLocalDebugInfo.h>
+
 namespace tessera {
 
-/// While it lives, an operator of this thread without a sharding rule is an error, where it would be run on whole tensors with a
-/// warning.
+/// While it lives, an operator without a sharding rule is an error, where it would be run on whole tensors with a warning: in
+/// this thread, and in the backwards that it calls.
 class StrictSharding {
  public:
   StrictSharding();
-  ~StrictSharding();
   StrictSharding(const StrictSharding&) = delete;
   StrictSharding& operator=(const StrictSharding&) = delete;
+
+ private:
+  c10::DebugInfoGuard scope_;
 };
 
 } // namespace tessera

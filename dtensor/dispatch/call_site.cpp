@@ -10,22 +10,20 @@
 #include <tessera/dtensor/dispatch/op_info.h>
 #include <tessera/dtensor/dispatch/visit_tensors.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/program_scopes.h>
 #include <tessera/dtensor/strict_sharding.h>
 
 namespace tessera {
 
-namespace {
-thread_local internal::dispatch::Scopes current;
-}
-
-ImplicitReplication::ImplicitReplication() { ++current.implicit_replication; }
-ImplicitReplication::~ImplicitReplication() { --current.implicit_replication; }
-StrictSharding::StrictSharding() { ++current.strict_sharding; }
-StrictSharding::~StrictSharding() { --current.strict_sharding; }
+ImplicitReplication::ImplicitReplication()
+    : scope_(internal::open_scope([](auto& scopes) { scopes.implicit_replication = true; })) {}
+StrictSharding::StrictSharding() : scope_(internal::open_scope([](auto& scopes) { scopes.strict_sharding = true; })) {}
 
 namespace internal::dispatch {
 
 namespace {
+
+thread_local Decompositions current;
 
 // Nodes are told apart by their mangled names: a dynamic_cast to a formula does not work across libraries, and a program's own
 // node is a template over a class of its own, which no cast can ask for.
@@ -61,12 +59,13 @@ bool writes_parameter(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) 
 } // namespace
 
 bool in_custom_backward() { return current_node_is(kCustomBackward); }
-const Scopes& scopes() { return current; }
+const Decompositions& decompositions() { return current; }
+bool replicates_plain_tensors() { return current.all_dtensors || program_scopes().implicit_replication; }
 
 DecompositionScope::DecompositionScope(bool all_dtensors, bool writes_argument) : before_(current) {
-  ++current.decompositions;
+  ++current.depth;
   if (!all_dtensors) return;
-  ++current.implicit_replication;
+  current.all_dtensors = true;
   current.own_temporaries |= !writes_argument;
 }
 

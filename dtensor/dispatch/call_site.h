@@ -13,11 +13,14 @@ struct OpInfo;
 bool in_custom_backward();
 
 /// What the calls of this thread are inside of.
-struct Scopes {
-  int implicit_replication = 0, strict_sharding = 0, decompositions = 0; ///< how many of each
-  bool own_temporaries = false;                                          ///< a decomposition that writes no other tensors
+struct Decompositions {
+  int depth = 0;
+  bool all_dtensors = false;    ///< one of which no argument is plain
+  bool own_temporaries = false; ///< such a one that writes no other tensors
 };
-const Scopes& scopes();
+const Decompositions& decompositions();
+/// Whether a plain tensor counts as replicated: it is the same on every rank.
+bool replicates_plain_tensors();
 
 /// The calls that a decomposition makes.
 class DecompositionScope {
@@ -29,7 +32,7 @@ class DecompositionScope {
   DecompositionScope& operator=(const DecompositionScope&) = delete;
 
  private:
-  const Scopes before_;
+  const Decompositions before_;
 };
 
 /// Where one call comes from. Autograd is asked only where the plan of any such call depends on it, or on demand.

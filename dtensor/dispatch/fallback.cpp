@@ -14,6 +14,7 @@
 #include <tessera/dtensor/dispatch/plan_cache.h>
 #include <tessera/dtensor/dispatch/visit_tensors.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/program_scopes.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 
 namespace tessera::internal::dispatch {
@@ -84,7 +85,7 @@ void decompose(const c10::OperatorHandle& op, const OpInfo& info, c10::DispatchK
   constexpr int kDeepest = 64;
   const size_t begin = stack->size() - info.arguments.size();
   const DecompositionScope scope(!has_plain_tensors(*stack, begin), info.writes);
-  if (scopes().decompositions > kDeepest) no_rule(info, *stack, begin);
+  if (decompositions().depth > kDeepest) no_rule(info, *stack, begin);
   op.callBoxedForDispatchKey(key, *stack);
 }
 
@@ -93,7 +94,7 @@ void note_replication(const OpInfo& info, const Stack& stack, size_t begin, cons
   const bool moves =
       std::any_of(plan.inputs.begin(), plan.inputs.end(), [](const auto& input) { return input.target != nullptr; });
   if (!moves) return;
-  if (scopes().strict_sharding > 0) no_rule(info, stack, begin);
+  if (program_scopes().strict_sharding) no_rule(info, stack, begin);
   static std::mutex mutex;
   static auto* warned = new absl::flat_hash_set<std::string>;
   const std::lock_guard lock(mutex);

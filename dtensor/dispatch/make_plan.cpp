@@ -251,7 +251,7 @@ Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::j
   OpCall call{info.name, op.schema(), c10::ArrayRef<c10::IValue>(stack).slice(begin), {}, all.mesh};
   const auto& rule = std::get<rules::OnLocals>(*info.rule);
   const bool plain_allowed =
-      rule.traits.contains(Trait::kPlainIsReplicate) || scopes().implicit_replication > 0 || site.own_temporaries();
+      rule.traits.contains(Trait::kPlainIsReplicate) || replicates_plain_tensors() || site.own_temporaries();
   check_plain(all, info, op.schema(), plain_allowed, stack, begin);
   auto plan = start_plan(info, all, rule);
   std::optional<std::vector<rules::Geometry>> geometry;

@@ -64,7 +64,7 @@ bool meets_plain(const OpInfo& info, const Stack& stack, size_t begin) {
     plain |= !tensor.unsafeGetTensorImpl()->is_wrapped_number();
     return false;
   });
-  return plain && dtensor && !others && scopes().implicit_replication == 0;
+  return plain && dtensor && !others && !replicates_plain_tensors();
 }
 
 } // namespace

@@ -1,9 +1,14 @@
+#include <ATen/ThreadLocalState.h>
 #include <tessera/dtensor/debug.h>
 #include <tessera/dtensor/distribute_module.h>
 #include <tessera/dtensor/factories.h>
 #include <tessera/dtensor/local_map.h>
 #include <tessera/dtensor/register_sharding.h>
+#include <tessera/dtensor/strict_sharding.h>
 #include <torch/library.h>
+
+#include <functional>
+#include <thread>
 
 #include "layouts.h"
 
@@ -172,6 +177,30 @@ TEST(Picture, ShowsEachRank) {
       << text;
   EXPECT_NE(picture(zeros({2}, mesh, {Partial{}})).find("rank 0: [0:2] partial sum"), std::string::npos);
   EXPECT_THROWS_WITH(picture(torch::ones({2})), "picture: this tensor is not a DTensor");
+}
+
+/// On a thread that takes over what autograd gives its own threads.
+void run_as_backward(const std::function<void()>& call) {
+  const at::ThreadLocalState state;
+  std::thread([&] {
+    const at::ThreadLocalStateGuard guard(state);
+    call();
+  }).join();
+}
+
+TEST(Scopes, HoldOnTheThreadsOfABackward) {
+  const auto mesh = line_mesh();
+  const auto tensor = distribute_tensor(torch::ones({4, 3}), mesh, {Shard{0}});
+  const LogRedistributions log;
+  run_as_backward([&] { tensor.redistribute({Replicate{}}); });
+  EXPECT_EQ(log.records().size(), world_size() == 1 ? 0u : 1u); // one rank has the whole
+  {
+    const ImplicitReplication scope;
+    run_as_backward([&] { EXPECT_TENSORS_EQUAL(DTensor(tensor + torch::ones({4, 3})).full_tensor(), torch::full({4, 3}, 2.0)); });
+  }
+  run_as_backward([&] { EXPECT_THROWS_WITH(tensor + torch::ones({4, 3}), "cannot be mixed with DTensors"); });
+  const StrictSharding strict;
+  run_as_backward([&] { EXPECT_THROWS_WITH(torch::pdist(tensor), "aten::_pdist_forward: no sharding rule for this operator"); });
 }
 
 } // namespace
