@@ -1,27 +1,37 @@
-# Decides whether the NCCL side is built.
+# Decides whether the NCCL side is built. It needs no toolkit and no device: the wheel of PyTorch brings the headers and libraries.
 #
-# Input:   TESSERA_CUDA        AUTO (where a toolkit, LibTorch's CUDA libraries and NCCL are found), ON (an error where not) or OFF
-# Output:  TESSERA_WITH_CUDA   true: LibTorch::cuda and NCCL::nccl exist. Link both only into libtessera_nccl, never into tessera.
+# Input:   TESSERA_CUDA          AUTO (where LibTorch has CUDA, and the headers of CUDA and NCCL are found), ON (an error where not) or OFF
+# Output:  TESSERA_WITH_CUDA     true: LibTorch::cuda and NCCL::nccl exist. Link both only into libtessera_nccl, never into tessera.
+# Cache:   CUDA_RUNTIME_INCLUDE_DIR   the folder of cuda_runtime_api.h
 set(TESSERA_CUDA AUTO CACHE STRING "Build the NCCL side: AUTO, ON or OFF")
 set_property(CACHE TESSERA_CUDA PROPERTY STRINGS AUTO ON OFF)
 
+# The headers of the CUDA that LibTorch was built with come before those of a toolkit, which may have another version.
+function(tessera_find_cuda_headers)
+  get_filename_component(site_packages "${TESSERA_LIBTORCH}" DIRECTORY)
+  file(GLOB wheels "${site_packages}/nvidia/cu[0-9]*/include" "${site_packages}/nvidia/cuda_runtime/include")
+  find_package(CUDAToolkit QUIET)
+  find_path(CUDA_RUNTIME_INCLUDE_DIR cuda_runtime_api.h HINTS ${wheels} ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
+  find_path(CUDA_RUNTIME_INCLUDE_DIR cuda_runtime_api.h)
+endfunction()
+
 set(TESSERA_WITH_CUDA OFF)
 if(TESSERA_CUDA)
-  find_package(CUDAToolkit QUIET)
-  if(LibTorch_torch_cuda)
+  if(TARGET LibTorch::cuda)
+    tessera_find_cuda_headers()
     find_package(NCCL QUIET)
   endif()
-  if(CUDAToolkit_FOUND AND TARGET LibTorch::cuda AND NCCL_FOUND)
+  if(TARGET LibTorch::cuda AND CUDA_RUNTIME_INCLUDE_DIR AND NCCL_FOUND)
     set(TESSERA_WITH_CUDA ON)
     # The wheel's NCCL headers come first: a toolkit's folder may hold others.
     target_link_libraries(LibTorch::cuda INTERFACE NCCL::nccl)
-    target_include_directories(LibTorch::cuda SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
+    target_include_directories(LibTorch::cuda SYSTEM INTERFACE "${CUDA_RUNTIME_INCLUDE_DIR}")
     target_compile_definitions(LibTorch::cuda INTERFACE USE_C10D_NCCL)
-    message(STATUS "NCCL side: on (CUDA ${CUDAToolkit_VERSION}, NCCL ${NCCL_VERSION})")
+    message(STATUS "NCCL side: on (CUDA headers in ${CUDA_RUNTIME_INCLUDE_DIR}, NCCL ${NCCL_VERSION})")
   elseif(TESSERA_CUDA STREQUAL AUTO)
-    message(STATUS "NCCL side: off (no CUDA toolkit, or no CUDA in LibTorch)")
+    message(STATUS "NCCL side: off (no CUDA in LibTorch, or no headers of CUDA or NCCL)")
   else()
-    message(FATAL_ERROR "TESSERA_CUDA=ON needs a CUDA toolkit (found: '${CUDAToolkit_VERSION}'), a LibTorch with CUDA "
-      "(found: '${LibTorch_torch_cuda}') and NCCL (found: '${NCCL_LIBRARY}')")
+    message(FATAL_ERROR "TESSERA_CUDA=ON needs a LibTorch with CUDA (found: '${LibTorch_torch_cuda}'), the headers of CUDA (found: "
+      "'${CUDA_RUNTIME_INCLUDE_DIR}') and NCCL (found: '${NCCL_LIBRARY}'); the Linux wheels of PyTorch bring all three")
   endif()
 endif()

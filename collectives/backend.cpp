@@ -3,11 +3,14 @@
 #include <tessera/collectives/error_text.h>
 #include <tessera/collectives/gloo/gloo_communicator.h>
 #include <tessera/collectives/group_store.h>
+#include <tessera/collectives/nccl/plugin.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <chrono>
+#include <map>
+#include <mutex>
 
 namespace tessera::internal {
 
@@ -32,33 +35,55 @@ std::string blame_for_no_connection(const GroupDescription& group, bool timed_ou
   return c10::str(": rank(s) ", c10::Join(", ", absent), " did not connect a group of these ranks in this order");
 }
 
+std::mutex registered_mutex;
+
+std::map<at::DeviceType, Backend>& registered() {
+  static std::map<at::DeviceType, Backend> backends;
+  return backends;
+}
+
 CommunicatorPtr make_gloo(const GroupDescription& group) {
   const gloo::ChannelOptions options{group.options.timeout, group.options.check_collectives, group.all_local, group.ranks,
                                      group.watch};
+  auto channel = gloo::Channel::connect(group.store, group.rank, static_cast<int>(group.ranks.size()), options);
+  return std::make_shared<gloo::GlooCommunicator>(group.name, group.ranks, group.rank, std::move(channel));
+}
+
+} // namespace
+
+Backend backend_of(at::DeviceType device_type) {
+  if (device_type == at::kCPU) return {make_gloo, [](int64_t) { return at::Device(at::kCPU); }};
+  if (device_type == at::kCUDA) return {nccl::make_communicator, nccl::choose_device};
+  const std::lock_guard lock(registered_mutex);
+  const auto found = registered().find(device_type);
+  TORCH_CHECK(found != registered().end(), "there are no collectives for tensors on ", c10::DeviceTypeName(device_type, true),
+              ", use cpu or cuda");
+  return found->second;
+}
+
+void register_backend(at::DeviceType device_type, Backend backend) {
+  TORCH_CHECK(device_type != at::kCPU && device_type != at::kCUDA, "register_backend: ", c10::DeviceTypeName(device_type, true),
+              " has a backend");
+  const std::lock_guard lock(registered_mutex);
+  registered()[device_type] = backend;
+}
+
+CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::DeviceType device_type) {
+  const auto backend = backend_of(device_type);
   const auto own = group.ranks[static_cast<size_t>(group.rank)];
   using std::chrono::steady_clock;
   const auto begin = steady_clock::now();
   try {
     group.store->set(arrival_key(own), "");
-    auto channel = gloo::Channel::connect(group.store, group.rank, static_cast<int>(group.ranks.size()), options);
-    return std::make_shared<gloo::GlooCommunicator>(group.name, group.ranks, group.rank, std::move(channel));
+    return backend.make_communicator(group);
   } catch (const std::exception& error) {
     const auto text = c10::str("rank ", own, " cannot connect group ", group.name, " [", c10::Join(", ", group.ranks), "]");
-    // Another error of c10 is about this process alone.
+    // Another error of c10 is no loss of a connection: all ranks find it, or this process alone.
     const bool is_own =
         dynamic_cast<const c10::Error*>(&error) != nullptr && dynamic_cast<const c10::DistError*>(&error) == nullptr;
     TORCH_CHECK(!is_own, text, ": ", error_text(error));
     const bool timed_out = steady_clock::now() - begin >= group.options.timeout;
     C10_THROW_ERROR(DistNetworkError, c10::str(text, blame_for_no_connection(group, timed_out), ": ", error_text(error)));
-  }
-}
-
-} // namespace
-
-CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::DeviceType device_type) {
-  switch (device_type) {
-    case at::kCPU: return make_gloo(group);
-    default: TORCH_CHECK(false, "no collectives for tensors on ", device_type, ": use a CPU mesh");
   }
 }
 

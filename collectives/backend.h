@@ -1,31 +1,29 @@
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
+#include <ATen/core/Tensor.h>
 #include <tessera/collectives/communicator.h>
-#include <tessera/collectives/process_group_options.h>
-#include <tessera/collectives/rank_watch.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <tessera/collectives/group_description.h>
 
-#include <memory>
-#include <string>
-#include <vector>
+#include <cstdint>
 
 namespace tessera::internal {
 
-/// What a backend needs to connect a group of two or more ranks.
-struct GroupDescription {
-  std::string name;
-  std::vector<int64_t> ranks; ///< global, in group order
-  int rank = 0;               ///< this process's index in `ranks`
-  int local_rank = 0;         ///< its index on its host: the CUDA device
-  bool all_local = true;      ///< all ranks are on one host
-  ProcessGroupOptions options;
-  c10::intrusive_ptr<c10d::Store> store; ///< this group's own keys
-  std::shared_ptr<RankWatch> watch;
+/// What a device type needs to have meshes.
+struct Backend {
+  /// Connects the group. Called by every rank of it. What it throws gets the group's name and the ranks that are to blame.
+  CommunicatorPtr (*make_communicator)(const GroupDescription& group);
+  /// The device of the process with this index on its host, which is made the calling thread's current one. Throws where there is
+  /// none.
+  at::Device (*choose_device)(int64_t local_rank);
 };
 
-/// Connects the group, over gloo. Called by every rank of the group. An error for other devices than the CPU: the NCCL side
-/// (libtessera_nccl.so) is built where there is CUDA, and nothing calls it yet.
+/// gloo for the CPU, NCCL (libtessera_nccl.so) for CUDA, and what was registered. An error for other device types.
+Backend backend_of(at::DeviceType device_type);
+
+/// For a device type of the program's own, such as PrivateUse1. Before the first mesh of it.
+void register_backend(at::DeviceType device_type, Backend backend);
+
+/// Connects the group. Called by every rank of it. An error that names the ranks which do not come within the group's timeout.
 CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::DeviceType device_type);
 
 } // namespace tessera::internal

@@ -247,7 +247,7 @@ void destroy_process_group() {
   context.reset();
 }
 
-void require_cuda() { internal::nccl::require_cuda(); }
+void require_cuda() { internal::nccl::require_cuda_side(); }
 
 bool cuda_is_available() {
   try {

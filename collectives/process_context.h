@@ -74,9 +74,8 @@ ProcessContext& process_context();
 /// Releases the communicators and the store. Every rank calls it; nothing sharded may be used afterwards.
 void destroy_process_group();
 
-/// True when CUDA tensors can be used; collectives on them are not connected yet. Loads LibTorch's CUDA libraries where this
-/// build has a CUDA side and the program did not link them: call it before any other use of LibTorch, which asks for CUDA once
-/// and remembers the answer.
+/// True when CUDA tensors can be used. Loads LibTorch's CUDA libraries where this build has a CUDA side and the process has not
+/// loaded them yet. See docs/cuda.md.
 bool cuda_is_available();
 /// Throws the reason where `cuda_is_available` is false.
 void require_cuda();

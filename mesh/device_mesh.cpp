@@ -1,5 +1,6 @@
 #include <tessera/mesh/device_mesh.h>
 
+#include <tessera/collectives/backend.h>
 #include <tessera/collectives/process_context.h>
 
 #include <absl/hash/hash.h>
@@ -15,7 +16,7 @@
 namespace tessera {
 
 struct DeviceMesh::Impl {
-  at::DeviceType device_type;
+  at::Device device;
   std::vector<int64_t> shape, ranks;
   std::vector<std::string> dim_names;
   std::optional<std::vector<int64_t>> coordinate;
@@ -83,14 +84,13 @@ void check_names(const std::vector<int64_t>& shape, const std::vector<std::strin
   }
 }
 
-void check_device_type(at::DeviceType device_type) {
-  TORCH_CHECK(device_type == at::kCPU || device_type == at::kCUDA, "device mesh: no meshes of device type ", device_type,
-              ", use cpu");
-  if (device_type != at::kCUDA) return;
+at::Device choose_device(at::DeviceType device_type) {
+  const auto& context = process_context();
   try {
-    require_cuda();
+    return internal::backend_of(device_type).choose_device(context.local_rank());
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, "device mesh on cuda: ", error.what_without_backtrace());
+    TORCH_CHECK(false, "device mesh on ", c10::DeviceTypeName(device_type, /*lower_case=*/true), ": rank ", context.rank(), ": ",
+                error.what_without_backtrace());
   }
 }
 
@@ -110,9 +110,9 @@ DeviceMesh make_device_mesh(at::DeviceType device_type, std::vector<int64_t> sha
   check_shape(shape);
   check_ranks(shape, ranks, context.world_size());
   check_names(shape, dim_names);
-  check_device_type(device_type);
+  const auto device = choose_device(device_type);
   auto coordinate = find_coordinate(shape, ranks, context.rank());
-  return DeviceMesh({device_type, std::move(shape), std::move(ranks), std::move(dim_names), std::move(coordinate)});
+  return DeviceMesh({device, std::move(shape), std::move(ranks), std::move(dim_names), std::move(coordinate)});
 }
 
 DeviceMesh init_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<std::string> dim_names) {
@@ -132,12 +132,9 @@ const DeviceMesh::Impl& DeviceMesh::impl() const {
   return *impl_;
 }
 
-at::DeviceType DeviceMesh::device_type() const { return impl().device_type; }
+at::DeviceType DeviceMesh::device_type() const { return device().type(); }
 
-at::Device DeviceMesh::device() const {
-  if (device_type() == at::kCPU) return at::Device(at::kCPU);
-  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(process_context().local_rank()));
-}
+at::Device DeviceMesh::device() const { return impl().device; }
 
 int64_t DeviceMesh::ndim() const { return static_cast<int64_t>(impl().shape.size()); }
 
@@ -199,7 +196,7 @@ DeviceMesh DeviceMesh::slice(const std::vector<int64_t>& dims) const {
   for (int64_t dim = 0; dim < ndim(); ++dim) origin += coordinate[dim] * strides[dim];
   for (const auto dim : dims) origin -= coordinate[dim] * strides[dim];
 
-  Impl sub{mesh.device_type, {}, {}, {}, std::vector<int64_t>()};
+  Impl sub{mesh.device, {}, {}, {}, std::vector<int64_t>()};
   std::vector<int64_t> places{origin};
   for (const auto dim : dims) {
     sub.shape.push_back(mesh.shape[dim]);
@@ -216,7 +213,7 @@ DeviceMesh DeviceMesh::slice(const std::vector<int64_t>& dims) const {
 
 DeviceMesh DeviceMesh::flatten(const std::string& name) const {
   const auto& mesh = impl();
-  Impl flat{mesh.device_type, {size()}, mesh.ranks, {}, std::nullopt};
+  Impl flat{mesh.device, {size()}, mesh.ranks, {}, std::nullopt};
   if (!name.empty())
     flat.dim_names = {name};
   else if (!mesh.dim_names.empty())

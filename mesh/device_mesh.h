@@ -20,7 +20,8 @@ class DeviceMesh {
 
   bool defined() const { return impl_ != nullptr; }
   at::DeviceType device_type() const;
-  /// The device of this rank's tensors: the CPU, or CUDA device `local_rank`.
+  /// The device of this rank's tensors. Of several CUDA devices, TESSERA_CUDA_DEVICE or the index of this process on its host
+  /// chooses.
   at::Device device() const;
   int64_t ndim() const;
   int64_t size() const;

@@ -1,9 +1,9 @@
-// libtessera_nccl.so: collectives on CUDA tensors over c10d's NCCL process group.
+#include <tessera/collectives/nccl/nccl_communicator.h>
+
 #include <tessera/collectives/checks.h>
 #include <tessera/collectives/error_text.h>
 #include <tessera/collectives/gloo/channel.h>
 #include <tessera/collectives/gloo/exchange.h>
-#include <tessera/collectives/nccl/plugin.h>
 #include <tessera/collectives/signature.h>
 
 #include <c10/cuda/CUDAFunctions.h>
@@ -13,6 +13,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <set>
 #include <string_view>
 
 namespace tessera::internal::nccl {
@@ -68,26 +71,75 @@ class NcclWork final : public WorkState {
   std::string call_;
 };
 
+// Closes communicators whose process ends without `destroy_process_group`, before the CUDA libraries are torn down. Peers may be
+// gone by then: nothing is waited for.
+class OpenGroups {
+ public:
+  static OpenGroups& instance() {
+    static auto* const groups = new OpenGroups; // outlives all that may still ask for it
+    return *groups;
+  }
+
+  void add(c10d::ProcessGroupNCCL* group) {
+    static const int registered = std::atexit([] { instance().abort_all(); }); // after CUDA's own handlers, hence called before
+    TORCH_CHECK(registered == 0, "atexit failed with error ", registered);
+    std::lock_guard lock(mutex_);
+    groups_.insert(group);
+  }
+
+  /// False when the group was aborted already.
+  bool remove(c10d::ProcessGroupNCCL* group) {
+    std::lock_guard lock(mutex_);
+    return groups_.erase(group) == 1;
+  }
+
+ private:
+  void abort_all() {
+    std::lock_guard lock(mutex_);
+    for (auto* group : groups_) {
+      try {
+        group->abort();
+      } catch (...) { // the process ends
+      }
+    }
+    groups_.clear();
+  }
+
+  std::mutex mutex_;
+  std::set<c10d::ProcessGroupNCCL*> groups_;
+};
+
 /// Each collective runs on the process group's own stream, after what the current stream holds; `Work::wait` makes the current
 /// stream wait for it. c10d keeps the tensors alive until then, without record_stream.
 class NcclCommunicator final : public Communicator {
  public:
-  explicit NcclCommunicator(const GroupDescription& group)
+  NcclCommunicator(const GroupDescription& group, int device)
       : Communicator(group.name, group.ranks, group.rank, at::kCUDA),
-        device_(at::kCUDA, static_cast<c10::DeviceIndex>(group.local_rank)) {
+        device_(at::kCUDA, static_cast<c10::DeviceIndex>(device)),
+        watch_(group.watch) {
     c10::cuda::set_device(device_.index());
-    auto options = c10d::ProcessGroupNCCL::Options::create();
+    auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = group.options.timeout;
+    options->group_name = group.name;
+    options->global_ranks_in_group.assign(group.ranks.begin(), group.ranks.end());
     group_ = c10::make_intrusive<c10d::ProcessGroupNCCL>(group.store, group.rank, static_cast<int>(group.ranks.size()), options);
     group_->setBoundDeviceId(device_);
+    // Not at the first collective: that may come on autograd's thread, beside another communicator's collective in flight.
+    group_->eagerConnectSingleDevice(device_);
+    OpenGroups::instance().add(group_.get());
     if (const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES"); check && std::string_view(check) == "1")
       signatures_ = make_signature_channel(group);
   }
 
   ~NcclCommunicator() override {
     if (signatures_) signatures_->close();
+    if (!OpenGroups::instance().remove(group_.get())) return;
     try {
-      group_->shutdown();
+      // `shutdown` waits for the peers: not while an error unwinds, and not where one of them is gone.
+      if (std::uncaught_exceptions() > 0 || watch_->find_missing(ranks()))
+        group_->abort();
+      else
+        group_->shutdown();
     } catch (...) { // an error of a collective that nobody waited for
     }
   }
@@ -212,6 +264,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   at::Device device_;
+  std::shared_ptr<RankWatch> watch_;
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> group_;
   std::shared_ptr<gloo::Channel> signatures_;
   bool coalescing_ = false;
@@ -219,14 +272,8 @@ class NcclCommunicator final : public Communicator {
 
 } // namespace
 
-} // namespace tessera::internal::nccl
-
-extern "C" void tessera_nccl_make_communicator(const tessera::internal::GroupDescription& group, tessera::CommunicatorPtr& made) {
-  const auto devices = c10::cuda::device_count();
-  TORCH_CHECK(group.local_rank < devices, "rank ", group.ranks[group.rank], " is the process ", group.local_rank,
-              " on its host and needs CUDA device ", group.local_rank, ", which does not exist: there are ",
-              +devices); // a number, though its type is a char
-  made = std::make_shared<tessera::internal::nccl::NcclCommunicator>(group);
+CommunicatorPtr make_nccl_communicator(const GroupDescription& group, int device) {
+  return std::make_shared<NcclCommunicator>(group, device);
 }
 
-extern "C" int tessera_nccl_device_count() { return c10::cuda::device_count(); }
+} // namespace tessera::internal::nccl

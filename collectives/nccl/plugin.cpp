@@ -1,68 +1,109 @@
 #include <tessera/collectives/nccl/plugin.h>
 
+#include <tessera/collectives/nccl/device_agreement.h>
+
 #include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/util/Exception.h>
 
+#include <absl/strings/numbers.h>
 #include <dlfcn.h>
+#include <cstdlib>
 #include <filesystem>
 #include <string>
+#include <string_view>
 
 namespace tessera::internal::nccl {
 
 namespace {
 
 struct Plugin {
-  MakeCommunicator* make_communicator = nullptr;
-  DeviceCount* device_count = nullptr;
+  CudaSide* side = nullptr;
   std::string error; ///< why it is not there
 };
 
-std::filesystem::path beside_this_library(const char* name) {
+std::filesystem::path folder_of_the_library_with(const void* symbol) {
   Dl_info info;
-  if (dladdr(reinterpret_cast<const void*>(&require_cuda), &info) == 0 || !info.dli_fname) return name;
-  return std::filesystem::path(info.dli_fname).parent_path() / name;
+  if (dladdr(symbol, &info) == 0 || !info.dli_fname) return {};
+  return std::filesystem::path(info.dli_fname).parent_path();
+}
+
+std::string environment_value(const char* name) {
+  const char* const value = std::getenv(name);
+  return value ? value : "";
+}
+
+// LibTorch asks for CUDA once, as early as at the first seed, and remembers the answer. Hence its CUDA libraries are loaded with
+// this one where there is a driver: whatever a program does first, CUDA is not lost. TESSERA_LOAD_CUDA=0 or 1 decides in place of
+// the driver.
+[[gnu::constructor]] void load_cuda_where_there_is_a_driver() {
+  const auto decided = environment_value("TESSERA_LOAD_CUDA");
+  if (decided == "0" || (decided.empty() && !dlopen("libcuda.so.1", RTLD_LAZY))) return;
+  const auto folder = folder_of_the_library_with(reinterpret_cast<const void*>(&at::detail::getCUDAHooks));
+  dlopen((folder / "libtorch_cuda.so").c_str(), RTLD_NOW | RTLD_GLOBAL);
 }
 
 Plugin load() {
   Plugin plugin;
-  const auto path = beside_this_library("libtessera_nccl.so");
+  const auto path = folder_of_the_library_with(reinterpret_cast<const void*>(&require_cuda_side)) / "libtessera_nccl.so";
   if (!std::filesystem::exists(path)) {
-    plugin.error =
-        "this build of Tessera has no CUDA side (no " + path.string() + "): build it where a CUDA toolkit is installed";
+    plugin.error = "this build of Tessera has no CUDA side (no " + path.string() + "): build it with -DTESSERA_CUDA=ON";
     return plugin;
   }
-  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
-  if (handle) {
-    plugin.make_communicator = reinterpret_cast<MakeCommunicator*>(dlsym(handle, kMakeCommunicatorName));
-    plugin.device_count = reinterpret_cast<DeviceCount*>(dlsym(handle, kDeviceCountName));
-  }
-  if (!plugin.make_communicator || !plugin.device_count) {
-    const char* reason = dlerror();
+  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  if (auto* const get = handle ? reinterpret_cast<GetCudaSide*>(dlsym(handle, kGetCudaSideName)) : nullptr) {
+    plugin.side = get();
+  } else {
+    const char* const reason = dlerror();
     plugin.error = "cannot load " + path.string() + ": " + (reason ? reason : "unknown reason");
   }
   return plugin;
 }
 
-const Plugin& plugin() {
-  static const Plugin loaded = load();
-  return loaded;
-}
-
 } // namespace
 
-CommunicatorPtr make_communicator(const GroupDescription& group) {
-  TORCH_CHECK(plugin().error.empty(), plugin().error);
-  CommunicatorPtr made;
-  plugin().make_communicator(group, made);
-  return made;
+CudaSide& require_cuda_side() {
+  static const Plugin plugin = load();
+  TORCH_CHECK(plugin.side, plugin.error);
+  static_cast<void>(plugin.side->device_count()); // a missing device says more than what follows
+  TORCH_CHECK(at::Context::hasCUDART(),
+              "LibTorch looked for CUDA before its CUDA libraries were loaded, and does not look again: call "
+              "tessera::cuda_is_available() before any other use of LibTorch, set TESSERA_LOAD_CUDA=1, or link torch_cuda");
+  return *plugin.side;
 }
 
-void require_cuda() {
-  TORCH_CHECK(plugin().error.empty(), plugin().error);
-  TORCH_CHECK(plugin().device_count() > 0, "no CUDA device is available to this process");
-  TORCH_CHECK(at::hasCUDA(),
-              "LibTorch looked for CUDA before its CUDA libraries were loaded, and does not look again: call "
-              "tessera::cuda_is_available() before any other use of LibTorch, or link torch_cuda");
+int device_index(const std::string& chosen, int64_t local_rank, int device_count) {
+  if (chosen.empty()) {
+    if (device_count == 1) return 0; // each process sees its own
+    TORCH_CHECK(local_rank < device_count, "this process is the process ", local_rank, " on its host and needs CUDA device ",
+                local_rank, ", but there are ", device_count, " (TESSERA_CUDA_DEVICE chooses another)");
+    return static_cast<int>(local_rank);
+  }
+  int device = -1;
+  TORCH_CHECK(absl::SimpleAtoi(chosen, &device) && device >= 0 && device < device_count,
+              "environment variable TESSERA_CUDA_DEVICE=", chosen, " must be a device's index in [0, ", device_count, ")");
+  return device;
+}
+
+at::Device choose_device(int64_t local_rank) {
+  auto& side = require_cuda_side();
+  const int index = device_index(environment_value("TESSERA_CUDA_DEVICE"), local_rank, side.device_count());
+  side.set_device(index);
+  return {at::kCUDA, static_cast<at::DeviceIndex>(index)};
+}
+
+CommunicatorPtr make_communicator(const GroupDescription& group) {
+  int device = -1;
+  DeviceAnswer own;
+  try {
+    device = choose_device(group.local_rank).index();
+    own.identity = require_cuda_side().device_identity(device);
+  } catch (const c10::Error& error) {
+    own.error = error.what_without_backtrace();
+  }
+  // NCCL lets ranks share a device only where they pretend to be on different hosts.
+  agree_on_devices(group, own, environment_value("NCCL_HOSTID").empty() ? SharedDevices::kRefused : SharedDevices::kAllowed);
+  return require_cuda_side().make_communicator(group, device);
 }
 
 } // namespace tessera::internal::nccl

@@ -1,20 +1,46 @@
 #pragma once
 
-#include <tessera/collectives/backend.h>
+#include <tessera/collectives/communicator.h>
+#include <tessera/collectives/group_description.h>
+
+#include <cstdint>
+#include <string>
 
 namespace tessera::internal::nccl {
 
-// libtessera itself does not depend on CUDA: what does is in the plugin libtessera_nccl.so beside it, which is loaded when CUDA
-// is first asked for. These two functions are the plugin's, found by name.
-using MakeCommunicator = void(const GroupDescription& group, CommunicatorPtr& made);
-using DeviceCount = int();
-inline constexpr const char* kMakeCommunicatorName = "tessera_nccl_make_communicator";
-inline constexpr const char* kDeviceCountName = "tessera_nccl_device_count";
+/// What needs CUDA's headers. It is in libtessera_nccl.so beside libtessera, which is loaded when CUDA is first asked for, so
+/// that libtessera itself depends on no CUDA library.
+class CudaSide {
+ public:
+  virtual ~CudaSide() = default;
+  /// How many devices this process sees, at least one. Throws the reason where there is none.
+  virtual int device_count() = 0;
+  /// Makes the device the calling thread's current one, without touching it yet.
+  virtual void set_device(int device) = 0;
+  /// Equal in two processes where they use the same device.
+  virtual std::string device_identity(int device) = 0;
+  /// Connects the group over NCCL, on that device. All ranks of the group call it, after they have agreed on their devices.
+  virtual CommunicatorPtr make_communicator(const GroupDescription& group, int device) = 0;
+};
 
-/// Connects the group over NCCL. An error when this build has no plugin, or it cannot be loaded.
-CommunicatorPtr make_communicator(const GroupDescription& group);
+/// The plugin's only function that is found by name.
+using GetCudaSide = CudaSide*();
+inline constexpr const char* kGetCudaSideName = "tessera_cuda_side";
 
 /// Loads the plugin, and with it LibTorch's CUDA libraries. Throws the reason why CUDA tensors cannot be used in this process.
-void require_cuda();
+CudaSide& require_cuda_side();
+
+/// The device of this process: TESSERA_CUDA_DEVICE where `chosen` (its value) is not empty, the only device where it sees one,
+/// and otherwise the device of its index on its host. Throws where there is no such device.
+int device_index(const std::string& chosen, int64_t local_rank, int device_count);
+
+/// The same for this process, and makes it the calling thread's current device. Throws where CUDA cannot be used, or has no such
+/// device.
+at::Device choose_device(int64_t local_rank);
+
+/// Connects the group over NCCL. Every rank of the group calls it. Each first says in the group's store which device it has, or
+/// why it has none, and waits for what the others say, at most the group's timeout. Throws the same error on all ranks where one
+/// has no device or two have the same one.
+CommunicatorPtr make_communicator(const GroupDescription& group);
 
 } // namespace tessera::internal::nccl

@@ -116,7 +116,11 @@ TEST(DeviceMesh, EqualityAndHash) {
 
 TEST(DeviceMesh, CudaWithoutADeviceIsAnError) {
   if (cuda_is_available()) GTEST_SKIP() << "needs a machine without CUDA";
-  EXPECT_THROWS_WITH(init_device_mesh(at::kCUDA, {world_size()}), "device mesh on cuda: ");
+  EXPECT_THROWS_WITH(init_device_mesh(at::kCUDA, {world_size()}), c10::str("device mesh on cuda: rank ", world_rank(), ": "));
+}
+
+TEST(DeviceMesh, ADeviceTypeWithoutABackendIsAnError) {
+  EXPECT_THROWS_WITH(init_device_mesh(at::kMPS, {world_size()}), "there are no collectives for tensors on mps, use cpu or cuda");
 }
 
 TEST(DeviceMesh, BadMeshes) {
@@ -136,7 +140,7 @@ TEST(DeviceMesh, BadMeshes) {
   EXPECT_THROWS_WITH(make_device_mesh(at::kCPU, {1}, {n}),
                      c10::str("device mesh: rank ", n, " is not in the world of ", n, " ranks"));
   EXPECT_THROWS_WITH(make_device_mesh(at::kCPU, {2}, {0}), "device mesh of shape [2] holds 2 ranks, but 1 are given: [0]");
-  EXPECT_THROWS_WITH(init_device_mesh(at::kMeta, {n}), "device mesh: no meshes of device type meta, use cpu");
+  EXPECT_THROWS_WITH(init_device_mesh(at::kMeta, {n}), "there are no collectives for tensors on meta, use cpu or cuda");
 }
 
 } // namespace

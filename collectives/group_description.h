@@ -1,0 +1,27 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <tessera/collectives/process_group_options.h>
+#include <tessera/collectives/rank_watch.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tessera::internal {
+
+/// What a backend needs to connect a group of two or more ranks.
+struct GroupDescription {
+  std::string name;
+  std::vector<int64_t> ranks; ///< global, in group order
+  int rank = 0;               ///< this process's index in `ranks`
+  int local_rank = 0;         ///< its index on its host
+  bool all_local = true;      ///< all ranks are on one host
+  ProcessGroupOptions options;
+  c10::intrusive_ptr<c10d::Store> store; ///< this group's own keys
+  std::shared_ptr<RankWatch> watch;
+};
+
+} // namespace tessera::internal

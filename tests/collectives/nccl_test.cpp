@@ -1,0 +1,85 @@
+// The NCCL side, up to the error that there is no device: loaded, asked, and named in what all ranks throw.
+#include "../support/matchers.h"
+#include "../support/world.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <tessera/collectives/nccl/device_agreement.h>
+#include <tessera/collectives/nccl/plugin.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <numeric>
+
+namespace tessera::testing {
+namespace {
+
+using internal::nccl::DeviceAnswer;
+using internal::nccl::SharedDevices;
+
+std::vector<int64_t> everyone() {
+  std::vector<int64_t> ranks(world_size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+/// The error of an agreement of all ranks, each with its own answer.
+std::string agreement_error(const std::string& name, const DeviceAnswer& own, SharedDevices shared) {
+  auto& context = process_context();
+  internal::GroupDescription group;
+  group.ranks = everyone();
+  group.rank = context.rank();
+  group.options.timeout = context.options().timeout;
+  group.store = c10::make_intrusive<c10d::PrefixStore>(name, context.store());
+  return error_of([&] { internal::nccl::agree_on_devices(group, own, shared); });
+}
+
+TEST(CudaDevice, IsTheOneOfTheEnvironmentTheOnlyOneOrTheLocalRanks) {
+  using internal::nccl::device_index;
+  EXPECT_EQ(device_index("", 0, 1), 0);
+  EXPECT_EQ(device_index("", 3, 1), 0); // each process sees its own
+  EXPECT_EQ(device_index("", 3, 4), 3);
+  EXPECT_EQ(device_index("2", 0, 4), 2);
+  EXPECT_EQ(device_index("0", 3, 4), 0);
+  EXPECT_THROWS_WITH(device_index("", 2, 2),
+                     "the process 2 on its host and needs CUDA device 2, but there are 2 (TESSERA_CUDA_DEVICE");
+  for (const auto* bad : {"4", "-1", "first", "1.5"}) {
+    EXPECT_THROWS_WITH(device_index(bad, 0, 4),
+                       c10::str("environment variable TESSERA_CUDA_DEVICE=", bad, " must be a device's index in [0, 4)"));
+  }
+}
+
+TEST(CudaDevice, RanksWithDevicesOfTheirOwnAgree) {
+  const DeviceAnswer own{c10::str("GPU ", world_rank()), ""};
+  EXPECT_EQ(agreement_error("own", own, SharedDevices::kRefused), "no error");
+}
+
+TEST(CudaDevice, TwoRanksOnOneAreNamedByAllUnlessThatIsAllowed) {
+  const DeviceAnswer first{c10::str("GPU ", world_rank() == last_rank() ? 0 : world_rank()), ""};
+  const auto expected =
+      world_size() == 1 ? "no error" : c10::str("ranks 0 and ", last_rank(), " use the same CUDA device (GPU 0), ");
+  EXPECT_THAT(agreement_error("shared", first, SharedDevices::kRefused), ::testing::HasSubstr(expected));
+  EXPECT_EQ(agreement_error("allowed", first, SharedDevices::kAllowed), "no error");
+}
+
+TEST(CudaDevice, ARankWithoutOneIsNamedByAll) {
+  const bool has = world_rank() != last_rank();
+  const DeviceAnswer own{has ? c10::str("GPU ", world_rank()) : "", has ? "" : "it is in the other machine"};
+  EXPECT_THAT(agreement_error("none", own, SharedDevices::kRefused),
+              ::testing::HasSubstr(c10::str("rank ", last_rank(), " has no CUDA device: it is in the other machine")));
+}
+
+TEST(Nccl, IsLoadedAndMissesTheDevice) {
+  if (cuda_is_available()) GTEST_SKIP() << "needs a machine without CUDA";
+  EXPECT_THROWS_WITH(require_cuda(), "no CUDA device: ");
+  EXPECT_THROWS_WITH(internal::nccl::choose_device(0), "no CUDA device: ");
+}
+
+TEST(Nccl, AGroupNamesTheRankWithoutADevice) {
+  if (world_size() == 1 || cuda_is_available()) GTEST_SKIP() << "needs ranks on a machine without CUDA";
+  EXPECT_THROWS_WITH(process_context().communicator(everyone(), at::kCUDA),
+                     c10::str("rank ", world_rank(), " cannot connect group "));
+  EXPECT_THROWS_WITH(process_context().communicator(everyone(), at::kCUDA, "again"), "rank 0 has no CUDA device: ");
+}
+
+} // namespace
+} // namespace tessera::testing
