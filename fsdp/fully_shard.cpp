@@ -246,8 +246,9 @@ std::vector<std::pair<size_t, size_t>> bucket_ranges(const std::vector<at::Tenso
 }
 
 std::shared_ptr<ParameterGroup> make_group(const StatePtr& state, const FreeParameters& parameters,
-                                           const std::shared_ptr<BlockCache>& cache, std::shared_ptr<OffloadMemory> memory) {
-  auto group = std::make_shared<ParameterGroup>(state, state->axes(), state->options(), cache);
+                                           const std::shared_ptr<ModelResources>& resources,
+                                           std::shared_ptr<OffloadMemory> memory) {
+  auto group = std::make_shared<ParameterGroup>(state, state->axes(), state->options(), resources);
   group->shard(parameters, std::move(memory));
   redirect_gradients(*group);
   state->set_group(group);
@@ -281,7 +282,7 @@ std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const FullyShardOptio
 } // namespace
 
 std::vector<std::shared_ptr<ParameterGroup>> make_groups(const StatePtr& state, const FreeParameters& all,
-                                                         const std::shared_ptr<BlockCache>& cache,
+                                                         const std::shared_ptr<ModelResources>& resources,
                                                          const CommunicatorPtr& neighbours) {
   const auto& axes = state->axes();
   const bool buckets = axes.strategy() == Strategy::kNoShard && axes.reduces();
@@ -291,7 +292,7 @@ std::vector<std::shared_ptr<ParameterGroup>> make_groups(const StatePtr& state, 
   const auto memories = reserve_memory(state->options(), axes, parts);
   std::vector<std::shared_ptr<ParameterGroup>> groups;
   for (size_t i = 0; i < parts.size(); ++i) {
-    groups.push_back(make_group(i == 0 ? state : state->add_bucket(), parts[i], cache, memories[i]));
+    groups.push_back(make_group(i == 0 ? state : state->add_bucket(), parts[i], resources, memories[i]));
     if (neighbours) groups.back()->set_neighbours(neighbours);
   }
   if (!memories.empty() && memories[0]) release_freed_memory();
@@ -403,7 +404,7 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   state->model_number = agreement.model_number;
   const auto schedule = std::make_shared<Schedule>(mesh.device());
   move_buffers(census.buffers, mesh.device());
-  make_groups(state, all, schedule->cache(), neighbours);
+  make_groups(state, all, schedule->resources(), neighbours);
   adopt_below(state, census);
   state->settle(schedule);
   return FSDPModule(state);

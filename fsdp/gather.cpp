@@ -10,6 +10,7 @@
 
 #include <tessera/collectives/error_text.h>
 #include <tessera/fsdp/copy_elements.h>
+#include <tessera/fsdp/copy_list.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/offload/aligned_memory.h>
 
@@ -20,7 +21,7 @@ void ParameterGroup::start_fetch() {
   if (fetched_.defined() && fetched_version_ == shard_version()) return;
   fetch_.reset();
   const auto bytes = static_cast<int64_t>(shard_.nbytes()), size = whole_pages(bytes) + kPageBytes;
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(size), cache_->allocate(size));
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(size), cache().allocate(size));
   const auto past_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage.data()) % kPageBytes);
   fetched_ = tensor_over(storage, kPageBytes - past_page, {bytes}, at::kByte);
   fetch_ = memory_->fetch(shard_, fetched_);
@@ -76,20 +77,31 @@ void ParameterGroup::start_gather() {
               ", …) are on the meta device: call tessera::materialize before they are gathered");
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  storage_->fill(cache_->allocate(layout_.unsharded_bytes), layout_.unsharded_bytes);
-  const at::Tensor unsharded = unsharded_bytes_tensor();
-  gathers_unsharded_parts_ = neighbours_ && is_secondary_valid();
-  if (gathers_unsharded_parts_) {
-    gather_ = neighbours_->all_gather_into(unsharded, secondary_, label());
-  } else {
-    if (!is_secondary_valid()) try_fetch();
-    if (!is_secondary_valid() && !extended_.is_empty()) prepare_extended();
-    fill_replicated(unsharded);
-    const auto output = allocate_output(unsharded);
-    gather_ = is_secondary_valid() ? gather_inside(output, secondary_) : gather_shards(output);
-  }
+  // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds,
+  // such as the last reads of the group whose block it is.
+  storage_->fill(cache().allocate(layout_.unsharded_bytes), layout_.unsharded_bytes);
+  const auto& stream = streams().gather;
+  gather_ = stream.run([&] {
+    auto work = gather(unsharded_bytes_tensor());
+    if (!stream.exists()) return work;
+    work.wait();
+    complete_gather();
+    return Work();
+  });
+  users_.begin(storage_->device());
+  users_.wait_for(gather_);
   gathered_version_ = shard_version();
   enter(State::kGathering);
+}
+
+Work ParameterGroup::gather(const at::Tensor& unsharded) {
+  gathers_unsharded_parts_ = neighbours_ && is_secondary_valid();
+  if (gathers_unsharded_parts_) return neighbours_->all_gather_into(unsharded, secondary_, label());
+  if (!is_secondary_valid()) try_fetch();
+  if (!is_secondary_valid() && !extended_.is_empty()) prepare_extended();
+  fill_replicated(unsharded);
+  const auto output = allocate_output(unsharded);
+  return is_secondary_valid() ? gather_inside(output, secondary_) : gather_shards(output);
 }
 
 void ParameterGroup::prepare_extended() {
@@ -107,7 +119,7 @@ void ParameterGroup::copy_out_extended(const at::Tensor& by_rank) {
 at::Tensor ParameterGroup::allocate_output(const at::Tensor& unsharded) {
   const int64_t bytes = sent_bytes() * axes_.shard_ranks();
   if (layout_.gathers_in_place) return unsharded.narrow(0, 0, bytes);
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, cache_->allocate(bytes));
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, cache().allocate(bytes));
   return gather_output_ = tensor_over(storage, 0, {bytes}, at::kByte);
 }
 
@@ -141,10 +153,19 @@ Work ParameterGroup::gather_inside(const at::Tensor& output, const at::Tensor& i
 }
 
 void ParameterGroup::finish_gather() {
+  users_.join();
   if (state_ != State::kGathering) return;
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  gather_.wait();
+  if (!streams().gather.exists()) {
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    gather_.wait();
+    complete_gather();
+  }
+  gather_ = Work();
+  enter(State::kUnsharded);
+}
+
+void ParameterGroup::complete_gather() {
   if (inner_output_.defined()) gather_inside(std::exchange(inner_output_, at::Tensor()), secondary_).wait();
   try {
     if (gather_output_.defined()) copy_out(std::exchange(gather_output_, at::Tensor()));
@@ -156,7 +177,6 @@ void ParameterGroup::finish_gather() {
   }
   fetched_ = at::Tensor();
   if (!gathers_unsharded_parts_) restride_gathered();
-  enter(State::kUnsharded);
 }
 
 void ParameterGroup::restride_gathered() {
@@ -168,31 +188,36 @@ void ParameterGroup::restride_gathered() {
 }
 
 void ParameterGroup::fill_replicated(const at::Tensor& unsharded) {
+  CopyList copies;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& layout = layout_.parameters[i];
     if (!layout.is_replicated()) continue;
-    flat_view(unsharded, layout.unsharded_offset, 1, parameters_[i].leaf.scalar_type()).copy_(fetched_local(i).view({-1}));
+    copies.copy(flat_view(unsharded, layout.unsharded_offset, 1, parameters_[i].leaf.scalar_type()), fetched_local(i).view({-1}));
   }
+  copies.run();
 }
 
 void ParameterGroup::cast_into(const at::Tensor& destination) {
+  CopyList copies;
   const auto rank = static_cast<size_t>(axes_.shard_rank());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& piece = layout_.parameters[i].pieces[rank];
     if (piece.numel == 0 || layout_.parameters[i].is_replicated() || extended_.contains(i)) continue;
-    flat_view(destination, piece.shard_offset, piece.numel, parameters_[i].leaf.scalar_type())
-        .copy_(in_memory_order(fetched_local(i)));
+    copies.copy(flat_view(destination, piece.shard_offset, piece.numel, parameters_[i].leaf.scalar_type()),
+                in_memory_order(fetched_local(i)));
   }
+  copies.run();
 }
 
-void ParameterGroup::copy_out_pieces(size_t index, const at::Tensor& by_rank) {
+void ParameterGroup::copy_out_pieces(size_t index, const at::Tensor& by_rank, CopyList& copies) {
   const auto& layout = layout_.parameters[index];
   const auto whole = row_major_parameter(index);
   for (size_t rank = 0; rank < layout.pieces.size(); ++rank) {
     const auto& piece = layout.pieces[rank];
     if (piece.numel == 0) continue;
     const auto part = owned_part(whole, layout, rank);
-    part.copy_(
+    copies.copy(
+        part,
         flat_view(by_rank[static_cast<int64_t>(rank)], piece.shard_offset, piece.numel, whole.scalar_type()).view(part.sizes()));
   }
 }
@@ -200,14 +225,16 @@ void ParameterGroup::copy_out_pieces(size_t index, const at::Tensor& by_rank) {
 void ParameterGroup::copy_out(const at::Tensor& gathered) {
   const at::Tensor output = unsharded_bytes_tensor();
   const auto by_rank = gathered.view({axes_.shard_ranks(), sent_bytes()});
+  const bool is_uniform = layout_.is_uniform && !streams().gather.exists(); // there many copies of pieces are one launch
+  CopyList pieces;
   if (!extended_.is_empty()) copy_out_extended(by_rank.narrow(1, layout_.shard_bytes, extended_bytes_));
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = layout_.parameters[i];
     const auto item = static_cast<int64_t>(parameters_[i].leaf.element_size());
     const int64_t bytes = parameters_[i].leaf.numel() * item;
     if (bytes == 0 || parameter.is_replicated() || extended_.contains(i)) continue;
-    if (!layout_.is_uniform) {
-      copy_out_pieces(i, by_rank);
+    if (!is_uniform) {
+      copy_out_pieces(i, by_rank, pieces);
       continue;
     }
     const int64_t part = parameter.pieces[0].numel * item;
@@ -225,6 +252,7 @@ void ParameterGroup::copy_out(const at::Tensor& gathered) {
       whole.narrow(0, full_ranks * part, rest).copy_(by_rank[full_ranks].narrow(0, parameter.pieces[0].shard_offset, rest));
     }
   }
+  pieces.run();
 }
 
 } // namespace tessera::internal

@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
@@ -17,7 +16,6 @@
 #include <cmath>
 
 #include <tessera/collectives/error_text.h>
-#include <tessera/fsdp/copy_elements.h>
 #include <tessera/fsdp/unreduced_gradient.h>
 #include <tessera/offload/aligned_memory.h>
 
@@ -41,12 +39,6 @@ at::Tensor call_hooks(const at::Tensor& parameter, at::Tensor gradient) {
   hooked.push_back(std::move(gradient));
   for (const auto& hook : hooks) hooked = (*hook)(hooked);
   return std::move(hooked[0]);
-}
-
-/// The gradient of a parameter that has strides of its own, flattened in their order.
-at::Tensor flatten(const at::Tensor& gradient, const std::vector<int64_t>& strides) {
-  if (gradient.strides() == c10::IntArrayRef(strides)) return in_memory_order(gradient);
-  return in_memory_order(at::empty_strided(gradient.sizes(), strides, gradient.options()).copy_(gradient));
 }
 
 /// Complex numbers as twice as many real ones: what the communicators reduce.
@@ -168,15 +160,7 @@ void GroupGradients::prepare_layout() {
 void GroupGradients::prepare_buffer() {
   // What is on its way, or waits for an all-reduce, lies as the layout says.
   if (pending_count_ == 0 && landed_count_ == 0 && !is_reducing() && !partial_.defined()) prepare_layout();
-  if (buffer_.defined() || reduces_alone()) return;
-  const int64_t numel = layout_.chunk_numel * group_.axes().shard_ranks();
-  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype_));
-  if (!group_.axes().reduce_scatter()) { // the gradients lie in it, and live as long as the user likes
-    buffer_ = at::empty({numel}, at::TensorOptions(dtype_).device(group_.axes().mesh().device()));
-    return;
-  }
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, group_.cache().allocate(bytes));
-  buffer_ = tensor_over(storage, 0, {numel}, dtype_);
+  if (!reduces_alone()) buffer_.allocate(layout_, dtype_);
 }
 
 void GroupGradients::expect(size_t index, uint64_t forward) {
@@ -205,39 +189,17 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient, double weigh
     if (!is_blank) add_whole(index, weighted);
   } else {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (!is_blank) copy_into_buffer(index, weighted, pending_[index]);
-    if (is_blank && !pending_[index]) zero_in_buffer(index);
+    if (is_blank) {
+      buffer_.add_nothing(index);
+    } else {
+      buffer_.add(index, weighted);
+    }
   }
   blank_[index] = is_blank && (blank_[index] || !pending_[index]);
   if (!pending_[index]) ++pending_count_;
   pending_[index] = true;
   if (!landed_[index]) ++landed_count_;
   landed_[index] = true;
-}
-
-void GroupGradients::copy_into_buffer(size_t index, const at::Tensor& gradient, bool add) {
-  const auto& layout = group_.layout().parameters[index];
-  const auto& pieces = layout.pieces;
-  const auto& parameter = group_.parameters()[index];
-  const bool is_flat = layout.split_dim == 0 || parameter.has_strided_shards;
-  const auto whole = parameter.has_strided_shards ? flatten(gradient, parameter.strides)
-                     : is_flat                    ? gradient.contiguous()
-                                                  : gradient;
-  for (size_t rank = 0; rank < pieces.size(); ++rank) {
-    if (pieces[rank].numel == 0) continue;
-    const int64_t offset = static_cast<int64_t>(rank) * layout_.chunk_numel + layout_.offsets[index][rank];
-    if (is_flat) {
-      copy_elements(buffer_, offset, whole, pieces[rank].begin, pieces[rank].numel, add);
-      continue;
-    }
-    const auto source = owned_part(whole, layout, rank);
-    const auto destination = buffer_.narrow(0, offset, pieces[rank].numel).view(source.sizes());
-    if (add) {
-      destination.add_(source);
-    } else {
-      destination.copy_(source);
-    }
-  }
 }
 
 bool GroupGradients::is_complete() const { return landed_count_ > 0 && landed_count_ >= expected_count_; }
@@ -247,24 +209,11 @@ void GroupGradients::forget_landed() {
   landed_count_ = 0;
 }
 
-void GroupGradients::zero_in_buffer(size_t index) {
-  for (size_t rank = 0; rank < layout_.offsets[index].size(); ++rank) {
-    const int64_t offset = static_cast<int64_t>(rank) * layout_.chunk_numel + layout_.offsets[index][rank];
-    buffer_.narrow(0, offset, group_.layout().parameters[index].pieces[rank].numel).zero_();
-  }
-}
-
-void GroupGradients::write_used_flags() {
-  const auto& parameters = group_.parameters();
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (takes_part_[i] && !pending_[i]) zero_in_buffer(i);
-  }
-  const auto by_rank = buffer_.view({group_.axes().shard_ranks(), layout_.chunk_numel});
-  const auto flags = by_rank.narrow(1, layout_.used_offset, static_cast<int64_t>(parameters.size()));
-  flags.fill_(1);
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!pending_[i] || blank_[i]) flags.select(1, static_cast<int64_t>(i)).zero_();
-  }
+void GroupGradients::keep_unreduced() {
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  buffer_.flush();
+  forget_landed();
 }
 
 void GroupGradients::enter(State next) {
@@ -279,24 +228,32 @@ void GroupGradients::start_reduce(ReadyGradients& ready) {
   if (pending_count_ == 0) return take_up_partial();
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (buffer_.defined()) write_used_flags();
   forget_landed();
   pending_count_ = 0;
   auto used = std::exchange(pending_, std::vector<bool>(pending_.size()));
   for (size_t i = 0; i < used.size(); ++i) used[i] = used[i] && !blank_[i];
   std::fill(blank_.begin(), blank_.end(), false);
   if (reduces_alone()) return finish_alone(ready);
-  if (const double factor = early_factor(divide_factor_); factor != 1) buffer_.div_(factor);
+  reduction_.input = buffer_.take(takes_part_, used);
   reduction_.used = std::move(used);
-  reduction_.input = std::exchange(buffer_, at::Tensor());
-  const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
-  if (const auto& communicator = group_.axes().reduce_scatter()) {
-    reduction_.output = at::empty({layout_.chunk_numel * group_.axes().outer_ranks()}, reduction_.input.options());
-    reduction_.work = communicator->reduce_scatter(as_real(reduction_.output), as_real(reduction_.input), op, label());
-  } else {
-    reduction_.output = std::exchange(reduction_.input, at::Tensor());
-  }
+  if (const double factor = early_factor(divide_factor_); factor != 1) reduction_.input.data.div_(factor);
+  start_first();
   enter(State::kFirst);
+  if (group_.streams().reduce.exists()) start_second();
+}
+
+void GroupGradients::start_first() {
+  auto& input = reduction_.input;
+  const auto& communicator = group_.axes().reduce_scatter();
+  if (!communicator) {
+    reduction_.output = std::exchange(input.data, at::Tensor());
+    return;
+  }
+  reduction_.output = at::empty({layout_.chunk_numel * group_.axes().outer_ranks()}, input.data.options());
+  const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
+  reduction_.first = group_.streams().reduce.run(
+      [&] { return communicator->reduce_scatter(as_real(reduction_.output), as_real(input.data), op, label()); });
+  input.users.wait_for(reduction_.first);
 }
 
 void GroupGradients::take_up_partial() {
@@ -304,29 +261,44 @@ void GroupGradients::take_up_partial() {
   reduction_.used.assign(group_.parameters().size(), false); // in this backward; the flags know of those before
   reduction_.output = std::exchange(partial_, at::Tensor());
   enter(State::kFirst);
+  if (group_.streams().reduce.exists()) start_second();
+}
+
+/// What follows the first collective: at once where it is in the order of a stream, and otherwise when the first has ended.
+void GroupGradients::start_second() {
+  if (!group_.axes().reduces_twice()) return;
+  const auto& streams = group_.streams();
+  reduction_.partial = std::exchange(partial_, at::Tensor());
+  reduction_.second = (requires_all_reduce ? streams.all_reduce : streams.reduce).run([&] {
+    Work(reduction_.first).wait();
+    if (reduction_.partial.defined()) reduction_.output.add_(reduction_.partial);
+    return requires_all_reduce ? reduce_replicas() : Work();
+  });
+  reduction_.is_partial = !requires_all_reduce;
+}
+
+Work GroupGradients::reduce_replicas() {
+  const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
+  if (const auto& communicator = group_.axes().all_reduce())
+    return communicator->all_reduce(as_real(reduction_.output), op, label());
+  reduction_.outer_input = std::exchange(reduction_.output, at::empty({layout_.chunk_numel}, reduction_.output.options()));
+  return group_.axes().outer_reduce_scatter()->reduce_scatter(as_real(reduction_.output), as_real(reduction_.outer_input), op,
+                                                              label());
 }
 
 void GroupGradients::advance_reduce() {
   if (state_ != State::kFirst) return;
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  reduction_.work.wait();
-  reduction_.input = at::Tensor();
+  reduction_.first.wait();
+  reduction_.input.release();
   if (!group_.axes().reduces_twice()) return;
-  if (partial_.defined()) reduction_.output.add_(std::exchange(partial_, at::Tensor()));
-  if (!requires_all_reduce) {
-    partial_ = std::exchange(reduction_.output, at::Tensor());
-    return enter(State::kIdle);
-  }
-  const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
-  if (const auto& communicator = group_.axes().all_reduce()) {
-    reduction_.work = communicator->all_reduce(as_real(reduction_.output), op, label());
-  } else {
-    reduction_.input = std::exchange(reduction_.output, at::empty({layout_.chunk_numel}, reduction_.output.options()));
-    reduction_.work =
-        group_.axes().outer_reduce_scatter()->reduce_scatter(as_real(reduction_.output), as_real(reduction_.input), op, label());
-  }
+  if (!group_.streams().reduce.exists()) start_second();
   enter(State::kSecond);
+  if (!reduction_.is_partial) return;
+  reduction_.second.wait();
+  partial_ = std::exchange(reduction_, Reduction()).output;
+  enter(State::kIdle);
 }
 
 void GroupGradients::finish_reduce(ReadyGradients& ready) {
@@ -334,7 +306,8 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   if (!is_reducing()) return;
   enter(State::kIdle);
   const at::NoGradGuard no_grad;
-  reduction_.work.wait();
+  reduction_.first.wait();
+  reduction_.second.wait();
   auto done = std::exchange(reduction_, Reduction());
   if (all_reduce_hook) all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));
   if (divide_factor_) done.output.narrow(0, 0, layout_.used_offset).div_(*divide_factor_ / early_factor(divide_factor_));
@@ -343,15 +316,26 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   const auto gradients = common_dtype() ? done.output.to(*common_dtype()) : done.output;
   const size_t first = ready.size();
   ready.reserve(ready.size() + parameters.size());
+  const auto used = used_anywhere(done.output, done.used);
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!takes_part_[i]) continue;
     release_gradient(parameters[i]);
-    // Unused here: another rank may have used it. Unused everywhere, its gradient stays as it is.
-    if (!done.used[i] && done.output[layout_.used_offset + static_cast<int64_t>(i)].item<double>() == 0) continue;
+    if (!used[i]) continue; // its gradient stays as it is
     const int64_t numel = group_.layout().parameters[i].pieces[rank].numel;
     ready.push_back(make_ready(i, part_of(gradients, parameters[i], layout_.offsets[i][rank], numel)));
   }
   offload(ready, first);
+}
+
+/// The parameters that this rank used, and those that another one did: the reduced flags say so. They are only read where it
+/// matters, because on a device that waits for the reduction.
+std::vector<bool> GroupGradients::used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const {
+  bool asks = false;
+  for (size_t i = 0; i < used.size(); ++i) asks = asks || (takes_part_[i] && !used[i]);
+  if (!asks) return used;
+  const auto flags = reduced.narrow(0, layout_.used_offset, static_cast<int64_t>(used.size())).to(at::kCPU, at::kDouble);
+  for (size_t i = 0; i < used.size(); ++i) used[i] = used[i] || flags.const_data_ptr<double>()[i] != 0;
+  return used;
 }
 
 void GroupGradients::offload(ReadyGradients& ready, size_t first) const {
@@ -369,15 +353,13 @@ void GroupGradients::offload(ReadyGradients& ready, size_t first) const {
   release_freed_memory();
 }
 
-bool GroupGradients::is_unreduced(size_t index) const {
-  if (pending_[index] || (is_reducing() && reduction_.used[index])) return true;
-  return partial_.defined() && partial_[layout_.used_offset + static_cast<int64_t>(index)].item<double>() != 0;
-}
-
 void GroupGradients::withhold_unreduced() const {
   const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < pending_.size(); ++i) {
-    if (is_unreduced(i)) withhold_gradient(group_.parameters()[i]);
+  auto unreduced = pending_;
+  for (size_t i = 0; is_reducing() && i < unreduced.size(); ++i) unreduced[i] = unreduced[i] || reduction_.used[i];
+  if (partial_.defined()) unreduced = used_anywhere(partial_, std::move(unreduced));
+  for (size_t i = 0; i < unreduced.size(); ++i) {
+    if (unreduced[i]) withhold_gradient(group_.parameters()[i]);
   }
 }
 
@@ -415,9 +397,14 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
 
 Work GroupGradients::discard() {
   state_ = State::kIdle;
+  if (group_.streams().reduce.exists()) { // waits in the order of the stream, before memory is freed
+    reduction_.first.wait();
+    reduction_.second.wait();
+  }
+  reduction_.input.release();
   const auto dropped = std::exchange(reduction_, Reduction());
   partial_ = at::Tensor();
-  buffer_ = at::Tensor();
+  buffer_.drop();
   whole_.clear();
   std::fill(pending_.begin(), pending_.end(), false);
   std::fill(blank_.begin(), blank_.end(), false);
@@ -427,7 +414,7 @@ Work GroupGradients::discard() {
     release_gradient(parameter);
     if (parameter.leaf.defined()) parameter.leaf.mutable_grad() = at::Tensor();
   }
-  return dropped.work;
+  return dropped.second.is_completed() ? dropped.first : dropped.second;
 }
 
 } // namespace tessera::internal

@@ -13,6 +13,7 @@
 #include <tessera/collectives/work.h>
 #include <tessera/fsdp/group_layout.h>
 #include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/reduce_buffer.h>
 
 namespace tessera::internal {
 
@@ -35,7 +36,7 @@ void deliver(ReadyGradient ready);
 /// strategy), `finish_reduce`.
 class GroupGradients {
  public:
-  explicit GroupGradients(ParameterGroup& group) : group_(group) {}
+  explicit GroupGradients(ParameterGroup& group) : group_(group), buffer_(group) {}
 
   /// Parameter `index` was read in forward number `forward`, with a gradient to come; another number forgets those of the one
   /// before.
@@ -44,6 +45,8 @@ class GroupGradients {
   /// Copies a full gradient, times `weight`, into the reduce buffer, added to what this backward or gradient accumulation left
   /// there. One of weight 0 counts as none of this rank.
   void land(size_t index, const at::Tensor& gradient, double weight);
+  /// What landed in this backward stays unreduced, for a later one.
+  void keep_unreduced();
   /// Every expected gradient has landed in this backward.
   bool is_complete() const;
   /// An expected gradient has not landed, and `comes` says of its parameter that it will.
@@ -88,9 +91,12 @@ class GroupGradients {
   enum class State { kIdle, kFirst, kSecond }; ///< the collective in flight; the first also where there is none to wait for
 
   struct Reduction {
-    at::Tensor input, output;
-    std::vector<bool> used; ///< by this rank
-    Work work;
+    ReduceInput input;
+    at::Tensor output;
+    at::Tensor partial, outer_input; ///< of the second collective
+    std::vector<bool> used;          ///< by this rank
+    Work first, second;              ///< the collectives that were started
+    bool is_partial = false;         ///< the second is left to a later backward
   };
 
   void enter(State next);
@@ -99,9 +105,10 @@ class GroupGradients {
   void take_up_partial();
   void prepare_layout();
   void prepare_buffer();
-  void copy_into_buffer(size_t index, const at::Tensor& gradient, bool add);
-  void zero_in_buffer(size_t index);
-  void write_used_flags();
+  void start_first();
+  void start_second();
+  Work reduce_replicas();
+  std::vector<bool> used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const;
   /// As the user set it, also where this rank did not read the parameter since.
   bool requires_grad(size_t index) const;
   /// The group's, and the parameters that take no part: ranks that froze different ones call different collectives.
@@ -110,7 +117,6 @@ class GroupGradients {
   /// The dtype of all parameters that require a gradient, where they share one.
   std::optional<at::ScalarType> common_dtype() const;
   ReadyGradient make_ready(size_t index, const at::Tensor& reduced) const;
-  bool is_unreduced(size_t index) const;
   void add_whole(size_t index, const at::Tensor& gradient);
   void finish_alone(ReadyGradients& ready);
   /// Moves those from number `first` on to where the shards lie.
@@ -125,7 +131,7 @@ class GroupGradients {
   std::optional<double> divide_factor_;
   ReduceLayout layout_;
   at::ScalarType dtype_ = at::kFloat;
-  at::Tensor buffer_;             ///< input of the reduce-scatter, [ranks × chunk_numel]
+  ReduceBuffer buffer_;
   std::vector<at::Tensor> whole_; ///< what landed, where nothing is reduced
   std::vector<bool> pending_;     ///< in the buffer or in `whole_`
   std::vector<bool> blank_;       ///< pending ones of weight 0 alone

@@ -21,7 +21,7 @@ void move_buffers(const std::vector<Registered>& buffers, c10::Device device);
 
 /// Shards the parameters of `state` as its group, or as several where its strategy reduces in buckets. `neighbours` may be null.
 std::vector<std::shared_ptr<ParameterGroup>> make_groups(const std::shared_ptr<ShardedModule>& state, const FreeParameters& all,
-                                                         const std::shared_ptr<BlockCache>& cache,
+                                                         const std::shared_ptr<ModelResources>& resources,
                                                          const CommunicatorPtr& neighbours);
 
 } // namespace tessera::internal

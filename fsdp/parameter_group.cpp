@@ -84,10 +84,14 @@ int64_t shard_bytes_of(const FreeParameters& free, BufferLayout kind, const Mesh
 }
 
 ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshAxes& axes, const FullyShardOptions& options,
-                               std::shared_ptr<BlockCache> cache)
-    : owner(std::move(made_for)), axes_(axes), options_(options), cache_(std::move(cache)) {}
+                               std::shared_ptr<ModelResources> resources)
+    : owner(std::move(made_for)), axes_(axes), options_(options), resources_(std::move(resources)) {}
 
 ParameterGroup::~ParameterGroup() {
+  try {
+    users_.end();
+  } catch (...) { // of a device that has failed
+  }
   if (storage_) storage_->forget_group();
   for (const auto& parameter : parameters_) {
     if (parameter.meta) parameter.meta->group = nullptr;
@@ -292,12 +296,14 @@ void ParameterGroup::reshard() {
   if (neighbours_) secondary_ = at::Tensor();
   if (!copies_ || state_ == State::kSharded) return;
   finish_gather();
+  users_.end();
   storage_->release();
   enter(State::kSharded);
 }
 
 void ParameterGroup::reshard_after_forward() {
   if (!neighbours_ || !is_unsharded() || is_stale()) return reshard();
+  const c10::OptionalStreamGuard home(users_.end());
   if (!is_secondary_valid()) {
     const at::NoGradGuard no_grad;
     const int64_t part = layout_.unsharded_bytes / neighbours_->size();

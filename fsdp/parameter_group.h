@@ -10,11 +10,12 @@
 #include <vector>
 
 #include <tessera/dtensor/dtensor_impl.h>
-#include <tessera/fsdp/block_cache.h>
+#include <tessera/fsdp/copy_list.h>
 #include <tessera/fsdp/extended_gather.h>
 #include <tessera/fsdp/group_layout.h>
 #include <tessera/fsdp/memory_range.h>
 #include <tessera/fsdp/mesh_axes.h>
+#include <tessera/fsdp/model_resources.h>
 #include <tessera/fsdp/node_reference.h>
 #include <tessera/fsdp/place.h>
 #include <tessera/fsdp/unsharded_storage.h>
@@ -121,7 +122,7 @@ int64_t shard_bytes_of(const FreeParameters& free, BufferLayout layout, const Me
 class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
  public:
   ParameterGroup(std::shared_ptr<GroupOwner> owner, const MeshAxes& axes, const FullyShardOptions& options,
-                 std::shared_ptr<BlockCache> cache);
+                 std::shared_ptr<ModelResources> resources);
   ~ParameterGroup();
   ParameterGroup(const ParameterGroup&) = delete;
   ParameterGroup& operator=(const ParameterGroup&) = delete;
@@ -140,6 +141,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Starts to bring an offloaded shard to the device, for a gather that will come soon.
   void start_fetch();
   void start_gather();
+  /// The calling thread's current stream reads the unsharded parameters from here on.
   void finish_gather();
   /// Frees the unsharded parameters.
   void reshard();
@@ -172,11 +174,12 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   const GroupLayout& layout() const { return layout_; }
   std::vector<ShardedParameter>& parameters() { return parameters_; }
   const std::vector<ShardedParameter>& parameters() const { return parameters_; }
-  BlockCache& cache() { return *cache_; }
+  BlockCache& cache() { return resources_->blocks; }
+  const CommunicationStreams& streams() const { return resources_->streams; }
   /// Where shards, gradients and the optimizer's state lie; null where that is the device's own memory.
   const std::shared_ptr<OffloadMemory>& memory() const { return memory_; }
-  /// The groups of a model take their memory from one cache, so that one's freed block is the next one's.
-  void set_cache(std::shared_ptr<BlockCache> cache) { cache_ = std::move(cache); }
+  /// Those of the group's model, while nothing is gathered or reduced.
+  void set_resources(std::shared_ptr<ModelResources> resources) { resources_ = std::move(resources); }
   /// From the root's module.
   std::string full_name(size_t index) const;
 
@@ -195,6 +198,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor whole_parameter(size_t index) const;
   /// The same as if it were row-major, which it is before `restride_gathered`.
   at::Tensor row_major_parameter(size_t index) const;
+  /// Of the gather that `gather` has started: what follows its first collective.
+  void complete_gather();
+  Work gather(const at::Tensor& unsharded);
   /// Gives the parameters that were gathered row-major their strides.
   void restride_gathered();
   void fill_replicated(const at::Tensor& unsharded);
@@ -215,11 +221,11 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void prepare_extended();
   void copy_out_extended(const at::Tensor& by_rank);
   void copy_out(const at::Tensor& gathered);
-  void copy_out_pieces(size_t index, const at::Tensor& by_rank);
+  void copy_out_pieces(size_t index, const at::Tensor& by_rank, CopyList& copies);
 
   MeshAxes axes_;
   FullyShardOptions options_;
-  std::shared_ptr<BlockCache> cache_;
+  std::shared_ptr<ModelResources> resources_;
   GroupLayout layout_;
   std::vector<ShardedParameter> parameters_;
 
@@ -237,6 +243,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor gather_output_; ///< while gathering with a copy-out
   at::Tensor inner_output_;  ///< of the gather inside the inner group, which follows the one that is in flight
   Work gather_;
+  BlockUsers users_; ///< of the unsharded storage
   ExtendedGather extended_;
   int64_t extended_bytes_ = 0;           ///< of what a rank sends for these
   bool gathers_unsharded_parts_ = false; ///< from what was unsharded before, with its strides

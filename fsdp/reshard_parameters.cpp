@@ -256,8 +256,8 @@ void agree(Model& model, const std::string& module) {
 /// The group, or groups, of a state anew.
 class Remaking {
  public:
-  Remaking(Inventory& inventory, const Model& model, std::shared_ptr<BlockCache> cache)
-      : inventory_(inventory), model_(model), cache_(std::move(cache)) {}
+  Remaking(Inventory& inventory, const Model& model, std::shared_ptr<ModelResources> resources)
+      : inventory_(inventory), model_(model), resources_(std::move(resources)) {}
 
   /// The groups that take the place of the first one of before. Names of kept parameters that lie elsewhere are added to `moved`.
   std::vector<GroupPtr> run(std::vector<std::string>& moved) {
@@ -268,7 +268,7 @@ class Remaking {
     if (!free.tensors.empty()) {
       const auto neighbours = inventory_.groups.empty() ? nullptr : inventory_.groups[0]->neighbours();
       const auto settings = settings_of();
-      made = make_groups(inventory_.state, free, cache_, neighbours);
+      made = make_groups(inventory_.state, free, resources_, neighbours);
       for (const auto& part : inventory_.state->parts()) {
         if (part->group() && settings) part->gradients().take_settings(*settings);
       }
@@ -341,7 +341,7 @@ class Remaking {
 
   Inventory& inventory_;
   const Model& model_;
-  std::shared_ptr<BlockCache> cache_;
+  std::shared_ptr<ModelResources> resources_;
 };
 
 void cast_buffers(const Census& census, at::ScalarType dtype) {
@@ -374,7 +374,7 @@ void remake(Model& model, std::vector<std::string>& moved) {
   for (auto& inventory : model.inventories()) {
     for (const auto& group : inventory.groups) old_schedule->reshard(*group);
     if (!inventory.is_changed()) continue;
-    const auto made = Remaking(inventory, model, schedule->cache()).run(moved);
+    const auto made = Remaking(inventory, model, schedule->resources()).run(moved);
     for (const auto& group : inventory.groups) replaced[group.get()] = made.empty() ? GroupPtr() : made[0];
   }
   replace_in_prefetch_lists(root, replaced); // while the old groups live

@@ -124,7 +124,7 @@ void Schedule::touch_locked(ParameterGroup& group) {
   entry.is_held = false;
   const uint64_t recomputation = backward ? current_recomputation() : 0;
   if (!backward || recomputation > 0) entry.recomputation = recomputation;
-  if (group.is_unsharded() && entry.phase == phase_) return;
+  if (group.is_unsharded() && entry.phase == phase_) return group.finish_gather(); // for another stream than the last
   entry.phase = phase_;
   const bool by_own_function = backward && at::GradMode::is_enabled() && recomputation == 0; // its gradients come at once
   if (!by_own_function) close_unrelated(group, recomputation);
@@ -301,7 +301,7 @@ void Schedule::finish_group(ScheduledGroup& entry) {
   if (entry.gradients->requires_sync && !waits) {
     reduce(entry);
   } else {
-    entry.gradients->forget_landed();
+    entry.gradients->keep_unreduced();
   }
   if (!entry.gradients->reshard_after_backward) return;
   entry.is_reduced = entry.gradients->leaves_out_any(); // the backward of a frozen layer reads it once more, perhaps

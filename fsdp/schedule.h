@@ -9,8 +9,8 @@
 #include <mutex>
 #include <vector>
 
-#include <tessera/fsdp/block_cache.h>
 #include <tessera/fsdp/group_gradients.h>
+#include <tessera/fsdp/model_resources.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/trains_apart.h>
 
@@ -49,7 +49,7 @@ struct ScheduledGroup {
 /// Thread-safe: the forward thread and autograd's threads call it.
 class Schedule : public std::enable_shared_from_this<Schedule> {
  public:
-  explicit Schedule(c10::Device device) : cache_(std::make_shared<BlockCache>(device)) {}
+  explicit Schedule(c10::Device device) : resources_(std::make_shared<ModelResources>(device)) {}
   /// The model's groups by their numbers, before the first event.
   void set_groups(std::vector<ScheduledGroup> groups) { groups_ = std::move(groups); }
 
@@ -98,7 +98,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   double gradient_weight() const { return gradient_weight_; }
   /// For the settings of the model's groups. The calls above lock by themselves.
   [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
-  const std::shared_ptr<BlockCache>& cache() const { return cache_; }
+  const std::shared_ptr<ModelResources>& resources() const { return resources_; }
 
  private:
   using Order = std::vector<ScheduledGroup*>;
@@ -140,7 +140,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   std::shared_ptr<ParameterGroup> next_of(const ParameterGroup& group, int64_t step);
 
   std::recursive_mutex mutex_;
-  std::shared_ptr<BlockCache> cache_;
+  std::shared_ptr<ModelResources> resources_;
   std::vector<ScheduledGroup> groups_;
   Order order_;                       // of first reads in the last complete forward
   Order open_;                        // gathered, or about to be

@@ -231,7 +231,7 @@ void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
     groups[number].end = number + 1;
     if (const auto group = state.group()) {
       group->number = number;
-      group->set_cache(schedule->cache());
+      group->set_resources(schedule->resources());
       groups[number].group = group;
       groups[number].gradients = state.gradients_;
       groups[number].prefetch = state.prefetch_settings_;

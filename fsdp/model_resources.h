@@ -1,0 +1,16 @@
+#pragma once
+
+// Internal: what the groups of one model share of their device.
+
+#include <tessera/fsdp/block_cache.h>
+#include <tessera/fsdp/side_stream.h>
+
+namespace tessera::internal {
+
+struct ModelResources {
+  explicit ModelResources(c10::Device device) : blocks(device), streams(device) {}
+  BlockCache blocks; ///< so that one group's freed block is the next one's
+  const CommunicationStreams streams;
+};
+
+} // namespace tessera::internal

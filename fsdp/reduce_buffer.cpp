@@ -1,0 +1,173 @@
+#include <tessera/fsdp/reduce_buffer.h>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/ones.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <tessera/fsdp/copy_elements.h>
+
+namespace tessera::internal {
+
+namespace {
+
+/// The gradient of a parameter that has strides of its own, flattened in their order.
+at::Tensor flatten(const at::Tensor& gradient, const std::vector<int64_t>& strides) {
+  if (gradient.strides() == c10::IntArrayRef(strides)) return in_memory_order(gradient);
+  return in_memory_order(at::empty_strided(gradient.sizes(), strides, gradient.options()).copy_(gradient));
+}
+
+} // namespace
+
+void ReduceInput::release() {
+  users.end();
+  data = at::Tensor();
+}
+
+void ReduceBuffer::allocate(const ReduceLayout& layout, at::ScalarType dtype) {
+  if (is_allocated()) return;
+  layout_ = &layout;
+  const auto device = group_.axes().mesh().device();
+  const int64_t numel = layout.chunk_numel * group_.axes().shard_ranks();
+  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  if (group_.axes().reduce_scatter()) {
+    const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, group_.cache().allocate(bytes));
+    input_.data = tensor_over(storage, 0, {numel}, dtype);
+  } else { // the gradients lie in it, and live as long as the user likes
+    input_.data = at::empty({numel}, at::TensorOptions(dtype).device(device));
+  }
+  input_.users.begin(device);
+  is_filled_.assign(group_.parameters().size(), false);
+  is_copied_.assign(group_.parameters().size(), false);
+  waiting_.assign(group_.parameters().size(), at::Tensor());
+}
+
+at::Tensor ReduceBuffer::range(size_t index, size_t rank) const {
+  const int64_t offset = static_cast<int64_t>(rank) * layout_->chunk_numel + layout_->offsets[index][rank];
+  return input_.data.narrow(0, offset, group_.layout().parameters[index].pieces[rank].numel);
+}
+
+void ReduceBuffer::add(size_t index, const at::Tensor& gradient) {
+  if (!is_asynchronous(gradient.device())) {
+    copy_now(index, gradient);
+  } else {
+    if (waiting_[index].defined()) flush();
+    waiting_[index] = gradient;
+  }
+  is_filled_[index] = true;
+}
+
+void ReduceBuffer::add_nothing(size_t index) {
+  if (is_filled_[index]) return;
+  CopyList list;
+  zero(list, index);
+  list.run();
+  is_filled_[index] = is_copied_[index] = true;
+}
+
+template <typename Visit>
+void ReduceBuffer::visit_pieces(size_t index, const at::Tensor& gradient, const Visit& visit) const {
+  const auto& layout = group_.layout().parameters[index];
+  const auto& parameter = group_.parameters()[index];
+  const bool is_flat = layout.split_dim == 0 || parameter.has_strided_shards;
+  const auto whole = parameter.has_strided_shards ? flatten(gradient, parameter.strides)
+                     : is_flat                    ? gradient.contiguous()
+                                                  : gradient;
+  for (size_t rank = 0; rank < layout.pieces.size(); ++rank) {
+    if (layout.pieces[rank].numel > 0) visit(whole, rank, is_flat);
+  }
+}
+
+void ReduceBuffer::copy_now(size_t index, const at::Tensor& gradient) {
+  const auto& layout = group_.layout().parameters[index];
+  const bool adds = is_filled_[index];
+  visit_pieces(index, gradient, [&](const at::Tensor& whole, size_t rank, bool is_flat) {
+    const auto& piece = layout.pieces[rank];
+    if (is_flat) {
+      const int64_t offset = static_cast<int64_t>(rank) * layout_->chunk_numel + layout_->offsets[index][rank];
+      return copy_elements(input_.data, offset, whole, piece.begin, piece.numel, adds);
+    }
+    const auto source = owned_part(whole, layout, rank);
+    const auto destination = range(index, rank).view(source.sizes());
+    if (adds) {
+      destination.add_(source);
+    } else {
+      destination.copy_(source);
+    }
+  });
+  is_copied_[index] = true;
+}
+
+void ReduceBuffer::collect(CopyList& list, size_t index) {
+  const auto gradient = std::exchange(waiting_[index], at::Tensor());
+  const auto& layout = group_.layout().parameters[index];
+  visit_pieces(index, gradient, [&](const at::Tensor& whole, size_t rank, bool is_flat) {
+    const auto& piece = layout.pieces[rank];
+    const auto source = is_flat ? whole.view({-1}).narrow(0, piece.begin, piece.numel) : owned_part(whole, layout, rank);
+    const auto destination = range(index, rank).view(source.sizes());
+    if (is_copied_[index]) {
+      list.sum(destination, source);
+    } else {
+      list.copy(destination, source);
+    }
+  });
+  is_copied_[index] = true;
+}
+
+void ReduceBuffer::flush() {
+  if (!is_allocated()) return;
+  CopyList list;
+  input_.users.join();
+  for (size_t i = 0; i < waiting_.size(); ++i) {
+    if (waiting_[i].defined()) collect(list, i);
+  }
+  list.run();
+}
+
+void ReduceBuffer::zero(CopyList& list, size_t index) const {
+  for (size_t rank = 0; rank < layout_->offsets[index].size(); ++rank) list.zero(range(index, rank));
+}
+
+void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
+  const auto count = static_cast<int64_t>(used.size());
+  if (!is_asynchronous(input_.data.device())) {
+    const auto flags =
+        input_.data.view({group_.axes().shard_ranks(), layout_->chunk_numel}).narrow(1, layout_->used_offset, count);
+    flags.fill_(1);
+    for (size_t i = 0; i < used.size(); ++i) {
+      if (!used[i]) flags.select(1, static_cast<int64_t>(i)).zero_();
+    }
+    return;
+  }
+  if (!all_used_.defined() || all_used_.scalar_type() != input_.data.scalar_type())
+    all_used_ = at::ones({count}, input_.data.options());
+  auto flags = all_used_;
+  if (std::find(used.begin(), used.end(), false) != used.end()) {
+    flags = at::empty({count}, at::TensorOptions(at::kByte));
+    std::copy(used.begin(), used.end(), flags.mutable_data_ptr<uint8_t>());
+    flags = flags.to(input_.data.options());
+  }
+  for (int64_t rank = 0; rank < group_.axes().shard_ranks(); ++rank)
+    list.copy(input_.data.narrow(0, rank * layout_->chunk_numel + layout_->used_offset, count), flags);
+}
+
+ReduceInput ReduceBuffer::take(const std::vector<bool>& takes_part, const std::vector<bool>& used) {
+  CopyList list;
+  input_.users.join();
+  for (size_t i = 0; i < takes_part.size(); ++i) {
+    if (waiting_[i].defined()) collect(list, i);
+    if (takes_part[i] && !is_filled_[i]) zero(list, i);
+  }
+  flag(list, used);
+  list.run();
+  return std::exchange(input_, {});
+}
+
+void ReduceBuffer::drop() {
+  input_.release();
+  waiting_.clear();
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,63 @@
+#pragma once
+
+// Internal: where the full gradients of a group are collected for their reduction.
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include <tessera/fsdp/copy_list.h>
+#include <tessera/fsdp/group_layout.h>
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/side_stream.h>
+
+namespace tessera::internal {
+
+/// The input of a reduction, [ranks × chunk_numel], and who uses its memory.
+struct ReduceInput {
+  at::Tensor data;
+  BlockUsers users;
+
+  /// Frees the memory, once it is reduced.
+  void release();
+};
+
+/// On the CPU a gradient is copied into the buffer as it lands, so that it can be freed. A device with streams takes all of them
+/// in one launch, for which they wait.
+class ReduceBuffer {
+ public:
+  explicit ReduceBuffer(ParameterGroup& group) : group_(group) {}
+
+  /// Nothing where it is allocated. `layout` must live, and stay as it is, until `take` or `drop`.
+  void allocate(const ReduceLayout& layout, at::ScalarType dtype);
+  bool is_allocated() const { return input_.data.defined(); }
+  /// Writes the full gradient of parameter `index`, or adds it to what is there of it.
+  void add(size_t index, const at::Tensor& gradient);
+  /// Zeros, where nothing is there of it.
+  void add_nothing(size_t index);
+  /// Copies what waits for it.
+  void flush();
+  /// The whole, as the input of a reduction: zeros for the parameters without a gradient that take part, and a flag for each one
+  /// that this rank used. Leaves no buffer.
+  ReduceInput take(const std::vector<bool>& takes_part, const std::vector<bool>& used);
+  void drop();
+
+ private:
+  template <typename Visit> // void(at::Tensor destination, at::Tensor source)
+  void visit_pieces(size_t index, const at::Tensor& gradient, const Visit& visit) const;
+  void copy_now(size_t index, const at::Tensor& gradient);
+  void collect(CopyList& list, size_t index);
+  void zero(CopyList& list, size_t index) const;
+  void flag(CopyList& list, const std::vector<bool>& used);
+  at::Tensor range(size_t index, size_t rank) const;
+
+  ParameterGroup& group_;
+  const ReduceLayout* layout_ = nullptr;
+  ReduceInput input_;
+  std::vector<bool> is_filled_; ///< something is there of a parameter, or waits
+  std::vector<bool> is_copied_; ///< it is in the buffer
+  std::vector<at::Tensor> waiting_;
+  at::Tensor all_used_; ///< flags of a rank that used all parameters
+};
+
+} // namespace tessera::internal

@@ -1,0 +1,83 @@
+#pragma once
+
+// Internal: streams of a device on which a model's communication runs beside its operators.
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <tessera/collectives/work.h>
+
+namespace tessera::internal {
+
+/// Whether operators on the device only begin when the host calls them, in the order of a stream.
+inline bool is_asynchronous(c10::Device device) { return !device.is_cpu() && !device.is_meta(); }
+
+/// The calling thread's current stream on an asynchronous device.
+c10::Stream current_stream(c10::Device device);
+
+/// All that the stream holds so far. The `wait` of the Work makes the calling thread's current stream wait for that, and blocks
+/// no host; a copy of the Work may wait for it on another stream.
+Work mark(const c10::Stream& stream);
+
+/// A stream of high priority beside the current one. On the CPU there is none: collectives there have threads of their own.
+class SideStream {
+ public:
+  explicit SideStream(c10::Device device);
+  bool exists() const { return stream_.has_value(); }
+
+  /// Calls `issue` (Work()) with this stream as the current one, after what the current stream holds so far. The Work that it
+  /// returns is of all that `issue` started. Without a stream: what `issue` returns.
+  template <typename Issue>
+  Work run(const Issue& issue) const {
+    if (!stream_) return issue();
+    follow_current();
+    try {
+      const c10::StreamGuard guard(*stream_);
+      issue().wait();
+    } catch (...) { // what it has started may use memory that is freed now
+      mark(*stream_).wait();
+      throw;
+    }
+    return mark(*stream_);
+  }
+
+ private:
+  void follow_current() const;
+
+  std::optional<c10::Stream> stream_;
+};
+
+/// The streams of one model's communication. Each kind has its own, so that a gather overlaps with a reduction, and the reduction
+/// of one group with the all-reduce of the one before.
+struct CommunicationStreams {
+  explicit CommunicationStreams(c10::Device device) : gather(device), reduce(device), all_reduce(device) {}
+  SideStream gather, reduce, all_reduce;
+};
+
+/// Which streams use a block of memory, and that it goes back to the allocator only after all of them.
+///
+/// A caching allocator gives a freed block to the next request of the stream that it was allocated on, the block's home, without
+/// waiting for any other. So its home waits for the others before the block is freed. On the CPU nothing happens.
+class BlockUsers {
+ public:
+  /// A block is allocated on the current stream.
+  void begin(c10::Device device);
+  /// Whoever uses the block next waits for this.
+  void wait_for(Work last) { last_ = std::move(last); }
+  /// The current stream uses the block from here on.
+  void join();
+  /// Nobody uses the block from here on: its home waits for the others. Returns the home, for what is made of the block at last.
+  std::optional<c10::Stream> end();
+
+ private:
+  std::optional<c10::Stream> home_;
+  Work last_;
+  std::vector<c10::Stream> users_; ///< that have waited for `last_`
+};
+
+} // namespace tessera::internal
