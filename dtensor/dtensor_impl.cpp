@@ -13,11 +13,19 @@ const std::string kNoStorage =
     "full_tensor() for the whole, tessera::to_string() to print it and tessera::checkpoint::save() to save it";
 const std::string kNoStorageBrief = "use to_local()"; // of the 15 characters that a string has room for in itself
 
+c10::DispatchKey backend_key(c10::DeviceType device_type) {
+  switch (device_type) {
+    case c10::kCUDA: return c10::DispatchKey::CUDA;
+    case c10::kPrivateUse1: return c10::DispatchKey::PrivateUse1;
+    default: return c10::DispatchKey::CPU; // for meta tensors too
+  }
+}
+
 c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys,
                                               StorageError error) {
   start_view_replay();
   const auto& local = meta->local;
-  const auto backend = c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  const c10::DispatchKeySet backend(backend_key(local.device().type()));
   auto impl = c10::make_intrusive<c10::TensorImpl>(backend | c10::DispatchKeySet(kDTensorKey) | extra_keys, local.dtype(),
                                                    local.device());
   impl->set_sizes_and_strides(meta->spec->sizes(), meta->spec->strides());

@@ -1,0 +1,25 @@
+#include <tessera/tests/support/simulated_device/hooks.h>
+
+#include <tessera/tests/support/simulated_device/caching_allocator.h>
+#include <tessera/tests/support/simulated_device/generator.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace tessera::testing::sim {
+
+at::Device Hooks::getDeviceFromPtr(void*) const { return {kDeviceType, 0}; }
+const at::Generator& Hooks::getDefaultGenerator(c10::DeviceIndex) const { return default_generator(); }
+at::Generator Hooks::getNewGenerator(c10::DeviceIndex) const { return make_generator(); }
+bool Hooks::isPinnedPtr(const void* data) const { return PinnedAllocator::get().holds(data); }
+c10::Allocator* Hooks::getPinnedMemoryAllocator() const { return &PinnedAllocator::get(); }
+
+void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const {
+  auto& allocator = CachingAllocator::get();
+  auto memory = allocator.allocate(bytes);
+  if (const auto kept = std::min(bytes, storage.nbytes()); kept > 0) allocator.copy_data(memory.get(), storage.data(), kept);
+  storage.set_data_ptr(std::move(memory));
+  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+}
+
+} // namespace tessera::testing::sim
