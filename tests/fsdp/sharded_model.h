@@ -14,7 +14,10 @@
 
 namespace tessera::testing {
 
-inline DeviceMesh world_mesh() { return init_device_mesh(torch::kCPU, {world_size()}, {"shard"}); }
+/// Of the meshes that follow.
+inline at::DeviceType mesh_device_type = torch::kCPU;
+
+inline DeviceMesh world_mesh() { return init_device_mesh(mesh_device_type, {world_size()}, {"shard"}); }
 
 /// One way to shard a model.
 struct Strategy {
@@ -34,7 +37,9 @@ inline std::vector<Strategy> strategies() {
     options.layout = layout;
     all.push_back({"full" + suffix, world_mesh, options});
     const auto hybrid = [](int64_t replicas) {
-      return [replicas] { return init_device_mesh(torch::kCPU, {replicas, world_size() / replicas}, {"replicate", "shard"}); };
+      return [replicas] {
+        return init_device_mesh(mesh_device_type, {replicas, world_size() / replicas}, {"replicate", "shard"});
+      };
     };
     all.push_back({"hybrid" + suffix, hybrid(world_size() % 2 == 0 ? 2 : 1), options});
     all.push_back({"hybrid of single ranks" + suffix, hybrid(world_size()), options});

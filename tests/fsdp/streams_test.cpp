@@ -1,0 +1,304 @@
+// The streams of fully_shard, on the simulated device: every strategy without a race, and what a step costs the host and the
+// device.
+#include <c10/core/StreamGuard.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/no_sync.h>
+#include <tessera/fsdp/unsharded.h>
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/simulated_device/simulated_device.h>
+
+namespace tessera::testing {
+namespace {
+
+class Streams : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    sim::enable();
+    sim::configure({});
+    mesh_device_type = sim::kDeviceType;
+    sim::reset_races();
+  }
+  void TearDown() override {
+    mesh_device_type = torch::kCPU;
+    sim::synchronize();
+    sim::configure({});
+    sim::reset_races();
+  }
+  static void expect_no_races() {
+    sim::synchronize();
+    for (const auto& [race, times] : sim::races()) ADD_FAILURE() << times << " times: " << race;
+    sim::reset_races();
+  }
+};
+
+torch::Tensor batch_of(int64_t step, c10::Device device) {
+  const auto batch = global_batch(step);
+  return (device.is_cpu() ? batch : part_of(batch, world_rank(), world_size())).to(device);
+}
+
+/// Three steps; the last accumulates the gradients of two batches.
+std::vector<torch::Tensor> train(Net& net, c10::Device device) {
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
+  std::vector<torch::Tensor> losses;
+  for (int64_t i = 0; i < 3; ++i) {
+    optimizer.zero_grad();
+    if (i == 2) {
+      const auto accumulating = no_sync(*net); // nothing for a model that is not sharded
+      (loss_of(net, batch_of(7, device)) / 2).backward();
+    }
+    const auto loss = loss_of(net, batch_of(i, device));
+    loss.backward();
+    if (device.is_cpu()) {
+      torch::nn::utils::clip_grad_norm_(net->parameters(), 0.5);
+    } else {
+      clip_grad_norm_(*net, 0.5);
+    }
+    optimizer.step();
+    losses.push_back(device.is_cpu() ? loss.detach().reshape({1}) : mean_over_ranks(loss));
+  }
+  return losses;
+}
+
+std::vector<double> values(const std::vector<torch::Tensor>& losses) {
+  std::vector<double> values;
+  for (const auto& loss : losses) values.push_back(loss.item<double>());
+  return values;
+}
+
+TEST_F(Streams, EveryStrategyTrainsAsTheUnshardedModelOfTheCpu) {
+  Net plain = make_net();
+  const auto expected = values(train(plain, torch::kCPU));
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    EXPECT_THAT(values(train(net, sim::kDevice)), ::testing::Pointwise(::testing::DoubleNear(1e-5), expected));
+    expect_no_races();
+  }
+}
+
+TEST_F(Streams, MixedPrecisionTrainsAsOnTheCpu) {
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    const auto losses_on = [&](at::DeviceType type) {
+      mesh_device_type = type;
+      Net net = make_net();
+      Strategy strategy{"bf16"};
+      strategy.options.layout = layout;
+      strategy.options.mixed_precision = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+      shard_model(net, strategy);
+      std::vector<torch::Tensor> losses;
+      torch::optim::SGD optimizer(net->parameters(), 0.1);
+      for (int64_t i = 0; i < 3; ++i) {
+        optimizer.zero_grad();
+        const auto loss = loss_of(net, part_of(global_batch(i), world_rank(), world_size()).to(world_mesh().device()));
+        loss.backward();
+        optimizer.step();
+        losses.push_back(mean_over_ranks(loss.to(torch::kFloat)));
+      }
+      return values(losses);
+    };
+    EXPECT_THAT(losses_on(sim::kDeviceType), ::testing::Pointwise(::testing::DoubleNear(1e-5), losses_on(torch::kCPU)));
+    expect_no_races();
+  }
+}
+
+/// A program computes on two streams, in any order, and reads parameters on both.
+TEST_F(Streams, EachReadingStreamWaitsForTheGather) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  const auto weight = net->blocks[0]->as<Block>()->up->weight;
+  const auto expected = full(weight).cpu();
+  const auto side = sim::new_stream("side");
+  for (int round = 0; round < 3; ++round) {
+    const torch::NoGradGuard no_grad;
+    const auto here = unsharded(weight).clone();
+    torch::Tensor there;
+    {
+      const c10::StreamGuard guard(side);
+      there = unsharded(weight).clone();
+    }
+    fsdp(*net->blocks[0]).reshard(); // while both may still read
+    fsdp(*net->blocks[1]).unshard(); // which takes the block
+    fsdp(*net->blocks[1]).reshard();
+    sim::synchronize();
+    EXPECT_TRUE(torch::equal(here.cpu(), expected));
+    EXPECT_TRUE(torch::equal(there.cpu(), expected));
+  }
+  expect_no_races();
+}
+
+TEST_F(Streams, AProgramMayTrainOnAStreamOfItsOwn) {
+  Net plain = make_net();
+  const auto expected = values(train(plain, torch::kCPU));
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  sim::synchronize();
+  std::vector<torch::Tensor> losses;
+  {
+    const c10::StreamGuard guard(sim::new_stream("training"));
+    losses = train(net, sim::kDevice);
+    EXPECT_THAT(values(losses), ::testing::Pointwise(::testing::DoubleNear(1e-5), expected));
+  }
+  expect_no_races();
+}
+
+TEST_F(Streams, AGroupThatIsGatheredAheadAndNotReadIsFreedInOrder) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  for (int round = 0; round < 3; ++round) {
+    auto handle = fsdp(*net->blocks[0]).unshard_async();
+    fsdp(*net->blocks[0]).reshard();
+    const auto scratch = torch::zeros({4000}, sim::kDevice); // may get its memory
+  }
+  expect_no_races();
+}
+
+/// A step without clipping, whose norm a program may read.
+void plain_step(Net& net, torch::optim::Optimizer& optimizer, const torch::Tensor& batch) {
+  optimizer.zero_grad();
+  loss_of(net, batch).backward();
+  optimizer.step();
+}
+
+TEST_F(Streams, ASteadyStepBlocksNoHostAndPeaksAlike) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    const auto batch = batch_of(0, sim::kDevice);
+    std::vector<int64_t> peaks;
+    for (int64_t i = 0; i < 6; ++i) {
+      sim::synchronize();
+      sim::reset_counters();
+      plain_step(net, optimizer, batch);
+      const auto counters = sim::counters();
+      if (i < 2) continue;
+      for (const auto& [cause, times] : counters.synchronizations)
+        ADD_FAILURE() << cause << " blocks the host " << times << " times";
+      peaks.push_back(counters.peak_bytes);
+    }
+    EXPECT_THAT(peaks, ::testing::Each(peaks[0]));
+    expect_no_races();
+  }
+}
+
+/// A group of P parameters.
+struct ManyImpl : torch::nn::Module {
+  explicit ManyImpl(int64_t count) {
+    for (int64_t i = 0; i < count; ++i) weights.push_back(register_parameter(c10::str("w", i), torch::ones({3 + i % 4, 5})));
+  }
+  torch::Tensor forward() {
+    torch::Tensor sum;
+    for (const auto& weight : weights) sum = sum.defined() ? sum + weight.sum() : weight.sum();
+    return sum;
+  }
+  std::vector<torch::Tensor> weights;
+};
+TORCH_MODULE(Many);
+
+int64_t launches_since_reset() {
+  int64_t count = 0;
+  for (const auto& [key, times] : sim::counters().launches) {
+    const bool is_collective = key.first.find('\'') != std::string::npos;
+    if (!is_collective) count += times;
+  }
+  return count;
+}
+
+/// What the gather and the reduction of a group launch beside their collectives.
+std::pair<int64_t, int64_t> launches_of(int64_t parameters, const FullyShardOptions& options) {
+  const auto backward_of = [](Many& model) {
+    const auto loss = model->forward();
+    sim::reset_counters();
+    loss.backward();
+    return launches_since_reset();
+  };
+  Many plain(parameters);
+  plain->to(sim::kDevice);
+  if (options.mixed_precision.param_dtype) plain->to(*options.mixed_precision.param_dtype);
+  const auto unsharded_backward = backward_of(plain);
+  Many model(parameters);
+  const auto handle = fully_shard(*model, world_mesh(), options);
+  for (int i = 0; i < 2; ++i) backward_of(model);
+  for (auto& weight : model->parameters()) weight.mutable_grad() = torch::Tensor();
+  const auto reduction = backward_of(model) - unsharded_backward;
+  fsdp(*model).reshard();
+  sim::reset_counters();
+  fsdp(*model).unshard();
+  return {launches_since_reset(), reduction};
+}
+
+TEST_F(Streams, LaunchesOfAGroupDoNotDependOnItsParametersOrTheRanks) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  const MixedPrecisionPolicy bf16{.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+  FullyShardOptions ragged, ragged_bf16, per_parameter, per_parameter_bf16;
+  ragged_bf16.mixed_precision = per_parameter_bf16.mixed_precision = bf16;
+  per_parameter.layout = per_parameter_bf16.layout = BufferLayout::kPerParameter;
+  for (const int64_t parameters : {9, 23, 40}) {
+    SCOPED_TRACE(parameters);
+    EXPECT_EQ(launches_of(parameters, ragged), (std::pair<int64_t, int64_t>(0, 1)));
+    EXPECT_EQ(launches_of(parameters, ragged_bf16), (std::pair<int64_t, int64_t>(1, 2)));
+    EXPECT_EQ(launches_of(parameters, per_parameter), (std::pair<int64_t, int64_t>(1, 1)));
+    EXPECT_EQ(launches_of(parameters, per_parameter_bf16), (std::pair<int64_t, int64_t>(2, 2)));
+  }
+}
+
+struct LayersImpl : torch::nn::Module {
+  explicit LayersImpl(int64_t depth) : layers(register_module("layers", torch::nn::ModuleList())) {
+    for (int64_t i = 0; i < depth; ++i) layers->push_back(torch::nn::Linear(torch::nn::LinearOptions(32, 32).bias(false)));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& layer : *layers) x = layer->as<torch::nn::Linear>()->forward(x);
+    return x;
+  }
+  torch::nn::ModuleList layers;
+};
+TORCH_MODULE(Layers);
+
+constexpr double kProductUs = 100;
+
+/// The modelled time of one step of 8 groups, and of its matrix products alone: 3 a group.
+std::pair<double, double> modelled_step(double collective_us) {
+  double products = 0;
+  const auto work_us = [&](const std::string& name) {
+    const bool is_product = name == "aten::mm" || name == "aten::addmm" || name == "aten::linear" || name == "aten::matmul";
+    products += is_product ? kProductUs : 0;
+    return is_product ? kProductUs : 0;
+  };
+  sim::configure({.time = {.launch_us = 0.1, .work_us = work_us, .collective_us = collective_us}});
+  torch::manual_seed(0);
+  Layers model(8);
+  for (auto& layer : *model->layers) fully_shard(*layer, world_mesh());
+  fully_shard(*model, world_mesh());
+  const auto x = torch::ones({4, 32}, sim::kDevice);
+  const auto step = [&] { model->forward(x).sum().backward(); };
+  for (int i = 0; i < 2; ++i) step();
+  sim::synchronize();
+  products = 0;
+  const auto begin = sim::Runtime::get().modelled_us();
+  step();
+  sim::synchronize();
+  return {sim::Runtime::get().modelled_us() - begin, products};
+}
+
+TEST_F(Streams, ComputeCoversAllButTheFirstGatherAndTheLastReduction) {
+  for (const double collective_us : {50.0, 90.0}) { // of 100, which a product takes
+    const auto [step, products] = modelled_step(collective_us);
+    EXPECT_GE(products, 2 * 8 * kProductUs);
+    EXPECT_LE(step, products + 2 * collective_us + 0.1 * kProductUs);
+    if (collective_us <= 50) EXPECT_LE(step, 1.05 * products);
+    RecordProperty(c10::str("step_over_compute_", collective_us), c10::str(step / products));
+  }
+}
+
+} // namespace
+} // namespace tessera::testing
