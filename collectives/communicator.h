@@ -49,6 +49,10 @@ class Communicator {
   /// Returns when every rank has called it.
   virtual void barrier(std::string_view label) = 0;
 
+  /// From now on collectives run on the calling thread's current stream, in place of one of the communicator's own: for callers
+  /// that have a stream for them. `Work::wait` is needed all the same. Nothing on the CPU.
+  virtual void run_on_current_stream() {}
+
   /// Calls and bytes so far, by operation.
   CollectiveCounters& counters() { return counters_; }
   const CollectiveCounters& counters() const { return counters_; }

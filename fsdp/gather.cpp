@@ -12,6 +12,7 @@
 #include <tessera/fsdp/copy_elements.h>
 #include <tessera/fsdp/copy_list.h>
 #include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/profiler_range.h>
 #include <tessera/offload/aligned_memory.h>
 
 namespace tessera::internal {
@@ -39,15 +40,27 @@ const at::Tensor& ParameterGroup::fetched_shard() {
   return fetched_;
 }
 
+c10::DataPtr ParameterGroup::allocate_unsharded() {
+  try {
+    return cache().allocate(layout_.unsharded_bytes);
+  } catch (const std::exception& error) {
+    tell_failure(c10::str("no memory for the ", layout_.unsharded_bytes, " bytes of ", label(), ": ", error_text(error)));
+    throw;
+  }
+}
+
 /// What fails on this rank ends the gather on the others, which would wait for it.
 void ParameterGroup::try_fetch() {
-  std::string failure;
   try {
     fetched_shard();
-    return;
   } catch (const std::exception& error) {
-    failure = error_text(error);
+    tell_failure(error_text(error));
+    throw;
   }
+}
+
+/// In place of the gather, which the other ranks call: they compare what they call, and learn the cause.
+void ParameterGroup::tell_failure(const std::string& failure) {
   const auto& communicator = axes_.outer_all_gather() ? axes_.outer_all_gather() : axes_.all_gather();
   if (communicator) {
     // Ranks compare what they call, and tell the first characters of it: the cause stands at the end of an error.
@@ -59,7 +72,6 @@ void ParameterGroup::try_fetch() {
     } catch (const std::exception&) { // as on every rank
     }
   }
-  TORCH_CHECK(false, failure);
 }
 
 /// Parameter `index` in it.
@@ -75,11 +87,12 @@ void ParameterGroup::start_gather() {
   if (state_ != State::kSharded) return;
   TORCH_CHECK(storage_, "the parameters of ", label(), " (", full_name(0),
               ", …) are on the meta device: call tessera::materialize before they are gathered");
+  const ProfilerRange range("all_gather", label());
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds,
   // such as the last reads of the group whose block it is.
-  storage_->fill(cache().allocate(layout_.unsharded_bytes), layout_.unsharded_bytes);
+  storage_->fill(allocate_unsharded(), layout_.unsharded_bytes);
   const auto& stream = streams().gather;
   gather_ = stream.run([&] {
     auto work = gather(unsharded_bytes_tensor());
@@ -156,6 +169,7 @@ void ParameterGroup::finish_gather() {
   users_.join();
   if (state_ != State::kGathering) return;
   if (!streams().gather.exists()) {
+    const ProfilerRange range("all_gather_wait", label());
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     gather_.wait();

@@ -16,6 +16,7 @@
 #include <cmath>
 
 #include <tessera/collectives/error_text.h>
+#include <tessera/fsdp/profiler_range.h>
 #include <tessera/fsdp/unreduced_gradient.h>
 #include <tessera/offload/aligned_memory.h>
 
@@ -225,6 +226,7 @@ void GroupGradients::enter(State next) {
 
 void GroupGradients::start_reduce(ReadyGradients& ready) {
   TORCH_INTERNAL_ASSERT(has_pending());
+  const ProfilerRange range("reduce_scatter", group_.label());
   if (pending_count_ == 0) return take_up_partial();
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -302,6 +304,7 @@ void GroupGradients::advance_reduce() {
 }
 
 void GroupGradients::finish_reduce(ReadyGradients& ready) {
+  const ProfilerRange range("reduce_wait", group_.label());
   advance_reduce();
   if (!is_reducing()) return;
   enter(State::kIdle);

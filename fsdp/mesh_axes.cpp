@@ -6,6 +6,17 @@
 
 namespace tessera::internal {
 
+namespace {
+
+/// A communicator for collectives that the schedule runs on streams of its own.
+CommunicatorPtr connect(const DeviceMesh& mesh, int64_t dim, const char* purpose) {
+  auto communicator = mesh.communicator(dim, purpose);
+  communicator->run_on_current_stream();
+  return communicator;
+}
+
+} // namespace
+
 Strategy default_strategy(const DeviceMesh& mesh) {
   TORCH_CHECK_VALUE(mesh.ndim() == 1 || mesh.ndim() == 2,
                     "fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), but the mesh has ", mesh.ndim(),
@@ -20,12 +31,12 @@ MeshAxes::MeshAxes(Strategy strategy, const DeviceMesh& mesh) : strategy_(strate
                     row.outer ? " (between groups, inside a group)" : "", ", but the mesh has ", mesh.ndim(),
                     " dims: ", mesh.to_string(), dims == 1 ? "; its flatten() has one" : "");
   if (strategy == Strategy::kNoShard) {
-    if (mesh.size() > 1) all_reduce_ = mesh.communicator(0, "fsdp.all_reduce");
+    if (mesh.size() > 1) all_reduce_ = connect(mesh, 0, "fsdp.all_reduce");
   } else if (strategy == Strategy::kHierarchical) {
     shard_hierarchically(mesh);
   } else {
     shard_over(mesh, dims - 1);
-    if (row.outer && mesh.size(0) > 1) all_reduce_ = mesh.communicator(0, "fsdp.all_reduce");
+    if (row.outer && mesh.size(0) > 1) all_reduce_ = connect(mesh, 0, "fsdp.all_reduce");
   }
 }
 
@@ -34,16 +45,16 @@ void MeshAxes::shard_over(const DeviceMesh& mesh, int64_t dim) {
   shard_ranks_ = static_cast<int>(mesh.size(dim));
   shard_rank_ = static_cast<int>(mesh.local_rank(dim));
   if (shard_ranks_ == 1) return;
-  all_gather_ = mesh.communicator(dim, "fsdp.all_gather");
-  reduce_scatter_ = mesh.communicator(dim, "fsdp.reduce_scatter");
+  all_gather_ = connect(mesh, dim, "fsdp.all_gather");
+  reduce_scatter_ = connect(mesh, dim, "fsdp.reduce_scatter");
 }
 
 void MeshAxes::shard_hierarchically(const DeviceMesh& mesh) {
   const int64_t outer = mesh.size(0), inner = mesh.size(1);
   shard_over(mesh, 1);
   if (outer > 1) {
-    outer_all_gather_ = mesh.communicator(0, "fsdp.all_gather");
-    outer_reduce_scatter_ = mesh.communicator(0, "fsdp.reduce_scatter");
+    outer_all_gather_ = connect(mesh, 0, "fsdp.all_gather");
+    outer_reduce_scatter_ = connect(mesh, 0, "fsdp.reduce_scatter");
   }
   std::vector<int64_t> in_order;
   for (int64_t i = 0; i < inner; ++i) {
@@ -67,7 +78,7 @@ CommunicatorPtr MeshAxes::neighbours(int64_t ranks) const {
   auto shape = mesh_.shape();
   shape[dim] /= ranks;
   shape.insert(shape.begin() + shard_dim_ + 1, ranks);
-  return make_device_mesh(mesh_.device_type(), shape, mesh_.ranks()).communicator(shard_dim_ + 1, "fsdp.neighbours");
+  return connect(make_device_mesh(mesh_.device_type(), shape, mesh_.ranks()), shard_dim_ + 1, "fsdp.neighbours");
 }
 
 Placements MeshAxes::placements(const Placement& along_shard) const {

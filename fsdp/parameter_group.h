@@ -209,6 +209,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   const at::Tensor& fetched_shard();
   at::Tensor fetched_local(size_t index) const;
   void try_fetch();
+  void tell_failure(const std::string& failure);
+  c10::DataPtr allocate_unsharded();
   at::Tensor allocate_output(const at::Tensor& unsharded);
   Work gather_shards(const at::Tensor& output);
   Work gather_inside(const at::Tensor& output, const at::Tensor& input);

@@ -109,8 +109,8 @@ class OpenGroups {
   std::set<c10d::ProcessGroupNCCL*> groups_;
 };
 
-/// Each collective runs on the process group's own stream, after what the current stream holds; `Work::wait` makes the current
-/// stream wait for it. c10d keeps the tensors alive until then, without record_stream.
+/// Each collective runs on the process group's own stream, after what the current stream holds, or on the current one;
+/// `Work::wait` makes the current stream wait for it. c10d keeps the tensors alive until then, without record_stream.
 class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(const GroupDescription& group, int device)
@@ -148,7 +148,7 @@ class NcclCommunicator final : public Communicator {
     check_all_gather(*this, output, input, label);
     return run({CollectiveKind::kAllGather, label, output}, [&] {
       auto to = for_sending(output), from = for_sending(input);
-      return group_->_allgather_base(to, from);
+      return group_->_allgather_base(to, from, options_for<c10d::AllgatherOptions>());
     });
   }
 
@@ -156,7 +156,7 @@ class NcclCommunicator final : public Communicator {
     check_reduce_scatter(*this, output, input, op, label);
     return run({CollectiveKind::kReduceScatter, label, input, op}, [&] {
       auto to = output.view({-1}), from = input.view({-1});
-      c10d::ReduceScatterOptions options;
+      auto options = options_for<c10d::ReduceScatterOptions>();
       options.reduceOp = to_c10d(op);
       return group_->_reduce_scatter_base(to, from, options);
     });
@@ -166,7 +166,7 @@ class NcclCommunicator final : public Communicator {
     check_all_reduce(*this, tensor, op, label);
     return run({CollectiveKind::kAllReduce, label, tensor, op}, [&] {
       std::vector<at::Tensor> tensors{tensor};
-      c10d::AllreduceOptions options;
+      auto options = options_for<c10d::AllreduceOptions>();
       options.reduceOp = to_c10d(op);
       return group_->allreduce(tensors, options);
     });
@@ -182,7 +182,7 @@ class NcclCommunicator final : public Communicator {
       const auto width = is_sent_as_it_is(input.scalar_type()) ? 1 : static_cast<int64_t>(input.element_size());
       for (auto* list : {&splits.output, &splits.input})
         for (auto& split : *list) split *= width;
-      return group_->alltoall_base(to, from, splits.output, splits.input);
+      return group_->alltoall_base(to, from, splits.output, splits.input, options_for<c10d::AllToAllOptions>());
     });
   }
 
@@ -190,7 +190,7 @@ class NcclCommunicator final : public Communicator {
     check_broadcast(*this, tensor, root, label);
     return run({CollectiveKind::kBroadcast, label, tensor, ReduceOp::kSum, root}, [&] {
       std::vector<at::Tensor> tensors{for_sending(tensor)};
-      c10d::BroadcastOptions options;
+      auto options = options_for<c10d::BroadcastOptions>();
       options.rootRank = root;
       return group_->broadcast(tensors, options);
     });
@@ -212,6 +212,8 @@ class NcclCommunicator final : public Communicator {
     return work ? Work(std::make_shared<NcclWork>(std::move(work), c10::str("coalesced collectives of group ", name()))) : Work();
   }
 
+  void run_on_current_stream() override { has_own_stream_ = false; }
+
   void barrier(std::string_view label) override {
     run({CollectiveKind::kBarrier, label}, [&] {
       c10d::BarrierOptions options;
@@ -229,6 +231,13 @@ class NcclCommunicator final : public Communicator {
     int root = -1;
     std::vector<int64_t> counts = {}; ///< of an all_to_all
   };
+
+  template <typename Options>
+  Options options_for() const {
+    Options options;
+    options.asyncOp = has_own_stream_;
+    return options;
+  }
 
   template <typename Issue>
   Work run(const Call& call, const Issue& issue) {
@@ -268,6 +277,7 @@ class NcclCommunicator final : public Communicator {
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> group_;
   std::shared_ptr<gloo::Channel> signatures_;
   bool coalescing_ = false;
+  bool has_own_stream_ = true;
 };
 
 } // namespace

@@ -78,6 +78,7 @@ TEST_F(SimulatedDevice, TrainsAsTheUnshardedModelOfTheCpu) {
   const auto expected = expected_losses();
   for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
     for (const int delay_us : {0, 20}) {
+      sim::set_communicator_faults({.keeps_own_stream = delay_us == 20});
       sim::configure({.delays = {.seed = static_cast<uint64_t>(world_rank()), .max_us = delay_us, .slow_factor = 4}});
       FullyShardOptions options;
       options.layout = layout;
@@ -92,8 +93,8 @@ TEST_F(SimulatedDevice, EveryMistakeOfACommunicatorIsFound) {
   if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
   std::vector<sim::CommunicatorFaults> all;
   for (const auto kind : {CollectiveKind::kAllGather, CollectiveKind::kReduceScatter}) {
-    all.push_back({.skip_start = kind});
-    all.push_back({.skip_wait = kind});
+    all.push_back({.skip_start = kind, .keeps_own_stream = true});
+    all.push_back({.skip_wait = kind, .keeps_own_stream = true});
   }
   for (size_t i = 0; i < all.size(); ++i) {
     Net net = sharded_net();

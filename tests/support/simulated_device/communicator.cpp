@@ -117,8 +117,11 @@ class SimulatedCommunicator final : public Communicator {
     }
     coalescing_ = false;
     // In order after what was issued.
-    return Work(std::make_shared<SimulatedWork>(CollectiveKind::kBarrier, stream_, std::exchange(coalesced_, {})));
+    return Work(
+        std::make_shared<SimulatedWork>(CollectiveKind::kBarrier, own_or_current_stream(), std::exchange(coalesced_, {})));
   }
+
+  void run_on_current_stream() override { has_own_stream_ = false; }
 
   void barrier(std::string_view label) override {
     run({CollectiveKind::kBarrier, label, 0}, {}, {}, [this](const std::string& name) {
@@ -140,13 +143,14 @@ class SimulatedCommunicator final : public Communicator {
     auto& runtime = Runtime::get();
     const auto bytes = static_cast<int64_t>(call.bytes);
     counters_.add(call.kind, bytes);
-    if (faults.skip_start != call.kind) runtime.make_wait(stream_, runtime.record(current_stream()));
+    const auto stream = own_or_current_stream();
+    if (faults.skip_start != call.kind) runtime.make_wait(stream, runtime.record(current_stream()));
     std::vector<Use> uses;
     for (const auto& tensor : reads) uses.push_back({Region::of(tensor), false});
     for (const auto& tensor : writes) uses.push_back({Region::of(tensor), true});
-    runtime.launch(stream_, {c10::str(to_string(call.kind), " '", call.label, "'"), std::move(uses),
-                             [issue = std::move(issue), label = std::string(call.label)] { issue(label).wait(); },
-                             runtime.time_line().collective_us(bytes)});
+    runtime.launch(stream, {c10::str(to_string(call.kind), " '", call.label, "'"), std::move(uses),
+                            [issue = std::move(issue), label = std::string(call.label)] { issue(label).wait(); },
+                            runtime.time_line().collective_us(bytes)});
     auto kept = reads;
     kept.insert(kept.end(), writes.begin(), writes.end());
     if (faults.releases_early) kept.clear();
@@ -154,11 +158,14 @@ class SimulatedCommunicator final : public Communicator {
       coalesced_.insert(coalesced_.end(), kept.begin(), kept.end());
       return {};
     }
-    return Work(std::make_shared<SimulatedWork>(call.kind, stream_, std::move(kept)));
+    return Work(std::make_shared<SimulatedWork>(call.kind, stream, std::move(kept)));
   }
+
+  size_t own_or_current_stream() const { return has_own_stream_ || faults.keeps_own_stream ? stream_ : current_stream(); }
 
   CommunicatorPtr gloo_;
   size_t stream_;
+  bool has_own_stream_ = true;
   bool coalescing_ = false;
   std::vector<at::Tensor> coalesced_; // what its calls keep
 };

@@ -17,6 +17,7 @@ struct CommunicatorFaults {
   std::optional<CollectiveKind> skip_start; ///< they do not come after the current stream
   std::optional<CollectiveKind> skip_wait;  ///< `wait` makes no stream wait
   bool releases_early = false;              ///< tensors are not kept until the wait
+  bool keeps_own_stream = false; ///< no mistake: `run_on_current_stream` changes nothing, as in a program's own communicator
 };
 void set_communicator_faults(const CommunicatorFaults& faults);
 
