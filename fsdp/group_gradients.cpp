@@ -304,6 +304,7 @@ void GroupGradients::advance_reduce() {
 }
 
 void GroupGradients::finish_reduce(ReadyGradients& ready) {
+  if (!is_reducing()) return;
   const ProfilerRange range("reduce_wait", group_.label());
   advance_reduce();
   if (!is_reducing()) return;

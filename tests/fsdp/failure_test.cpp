@@ -46,6 +46,16 @@ TEST(Failure, ARankWhoseRecomputeDiffersIsNamedWithTheFunction) {
   }
 }
 
+TEST(Failure, AllRanksLearnOfAGatherForWhichOneHasNoMemory) {
+  for (const int ranks : {2, 4}) {
+    const auto output = run("has_no_memory_for_a_gather", ranks).output;
+    const auto last = std::to_string(ranks - 1);
+    EXPECT_THAT(output, HasSubstr("rank " + last + " learns: tried to allocate 40"));
+    EXPECT_THAT(output, HasSubstr("rank " + last + ": all_gather 'tried to allocate 40"));
+    for (int rank = 0; rank < ranks; ++rank) EXPECT_THAT(output, HasSubstr("rank " + std::to_string(rank) + " learns: "));
+  }
+}
+
 TEST(Failure, RanksThatUseDifferentGroupsLearnWhichOnes) {
   // A forward gathers ahead in the order of registration: what one left out is seen in the backward.
   const std::map<std::string, std::string> other_group{{"uses_another_group", "'blocks.2'"}, {"skips_a_group", "'blocks.0'"}};

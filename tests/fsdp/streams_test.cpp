@@ -264,6 +264,28 @@ struct LayersImpl : torch::nn::Module {
 };
 TORCH_MODULE(Layers);
 
+/// The names of what runs in the profiler's user scope, in this thread and in its backward.
+std::vector<std::string> profiled(const std::function<void()>& call) {
+  static std::vector<std::string> names; // a callback is a plain function
+  names.clear();
+  const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction& function) {
+                                                   names.emplace_back(function.name());
+                                                   return std::unique_ptr<at::ObserverContext>();
+                                                 }).scopes({at::RecordScope::USER_SCOPE}));
+  call();
+  at::removeCallback(handle);
+  return names;
+}
+
+TEST_F(Streams, AProfilerSeesGathersAndReductionsByTheirModules) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers and reduces nothing";
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  const auto names = profiled([&] { loss_of(net, batch_of(0, sim::kDevice)).backward(); });
+  for (const auto* name : {"FSDP::all_gather (blocks.1", "FSDP::reduce_scatter (blocks.1", "FSDP::reduce_wait (blocks.1"})
+    EXPECT_THAT(names, ::testing::Contains(::testing::StartsWith(name))); // and the number of the model
+}
+
 constexpr double kProductUs = 100;
 
 /// The modelled time of one step of 8 groups, and of its matrix products alone: 3 a group.

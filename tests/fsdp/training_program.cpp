@@ -104,6 +104,34 @@ void recomputes_differently() {
   });
 }
 
+/// Has no memory for what is larger than a limit.
+struct LimitedAllocator final : c10::Allocator {
+  explicit LimitedAllocator(size_t bytes) : limit(bytes), whole(c10::GetAllocator(c10::kCPU)) {}
+  c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK_WITH(OutOfMemoryError, bytes < limit, "tried to allocate ", bytes, " bytes");
+    return whole->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return whole->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { whole->copy_data(to, from, bytes); }
+  size_t limit;
+  c10::Allocator* whole;
+};
+
+void has_no_memory_for_a_gather() {
+  torch::manual_seed(0);
+  torch::nn::Linear large(1000, 1000);
+  fully_shard(*large, world_mesh());
+  const auto x = torch::ones({1, 1000});
+  if (is_last_rank()) c10::SetAllocator(c10::kCPU, new LimitedAllocator(4000000), /*priority=*/255);
+  try {
+    large->forward(x);
+  } catch (const c10::Error& error) {
+    std::printf("rank %d learns: %s\n", static_cast<int>(world_rank()), error.what_without_backtrace());
+    std::fflush(stdout);
+    throw;
+  }
+}
+
 /// Each rank forks; the child ends as a program does, with static destructors, and the rank trains on.
 void forks() {
   train([](torch::Tensor&) {
@@ -124,6 +152,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"divides_differently", divides_differently},
     {"recomputes_differently", recomputes_differently},
     {"forks", forks},
+    {"has_no_memory_for_a_gather", has_no_memory_for_a_gather},
 };
 
 } // namespace

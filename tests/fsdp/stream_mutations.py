@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Takes each wait, event and hold of a buffer out of fully_shard's streams in turn, and runs their tests on the simulated device.
+
+A mutation that no test finds is an error: either a test is missing, or the line was not needed. The sources are changed in place,
+and as they were again at the end; a file with changes that are not committed is an error.
+
+Usage: tests/fsdp/stream_mutations.py [--preset PRESET] [--ranks N]... [--only TEXT]
+"""
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROGRAM = "sharded_simulated_device_test"
+
+# file, the line or lines, what takes their place
+MUTATIONS = [
+    ("fsdp/side_stream.cpp", "  event.block(*stream_);\n", ""),
+    ("fsdp/side_stream.cpp", "  Work(last_).wait();\n", ""),
+    ("fsdp/side_stream.cpp", "  users_.push_back(current);\n", ""),
+    ("fsdp/side_stream.cpp", "  std::exchange(last_, Work()).wait();\n", "  last_ = Work();\n"),
+    ("fsdp/side_stream.cpp", "    if (user != home) mark(user).wait();\n", ""),
+    ("fsdp/side_stream.h", "      issue().wait();\n", "      issue();\n"),
+    ("fsdp/side_stream.h", "      mark(*stream_).wait();\n", ""),
+    ("fsdp/gather.cpp", "  users_.wait_for(gather_);\n", ""),
+    ("fsdp/gather.cpp", "  users_.join();\n", ""),
+    ("fsdp/parameter_group.cpp", "    users_.end();\n  } catch", "  } catch"),
+    ("fsdp/parameter_group.cpp", "  users_.end();\n  storage_->release();\n", "  storage_->release();\n"),
+    ("fsdp/parameter_group.cpp", "  const c10::OptionalStreamGuard home(users_.end());\n", ""),
+    ("fsdp/group_gradients.cpp", "  input.users.wait_for(reduction_.first);\n", ""),
+    ("fsdp/group_gradients.cpp", "  reduction_.first.wait();\n  reduction_.input.release();\n", "  reduction_.input.release();\n"),
+    ("fsdp/group_gradients.cpp", "    Work(reduction_.first).wait();\n", ""),
+    ("fsdp/group_gradients.cpp", "    reduction_.first.wait();\n    reduction_.second.wait();\n", ""),
+    ("fsdp/group_gradients.cpp", "  reduction_.second.wait();\n  auto done", "  auto done"),
+    ("fsdp/group_gradients.cpp", "  reduction_.second.wait();\n  partial_ =", "  partial_ ="),
+    ("fsdp/reduce_buffer.cpp", "  users.end();\n", ""),
+    ("fsdp/reduce_buffer.cpp", "  input_.users.join();\n  for (size_t i = 0; i < waiting_", "  for (size_t i = 0; i < waiting_"),
+    ("fsdp/reduce_buffer.cpp", "  input_.users.join();\n  for (size_t i = 0; i < takes_part", "  for (size_t i = 0; i < takes_part"),
+]
+
+
+def build(preset):
+    command = ["ninja", "-C", ROOT / "build" / preset, PROGRAM]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        sys.exit(result.stdout[-4000:])
+
+
+def failing_ranks(preset, ranks):
+    """The world size on which the tests fail; none where all pass."""
+    program = ROOT / "build" / preset / "bin/tests" / PROGRAM
+    for count in ranks:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TESSERA_TIMEOUT_SECONDS": "30"}
+        command = [program, "--ranks", str(count), "--gtest_brief=1"]
+        try:
+            result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        except subprocess.TimeoutExpired:
+            return count
+        if result.returncode != 0:
+            return count
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="release")
+    parser.add_argument("--ranks", type=int, action="append")
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    ranks = arguments.ranks or [2, 4]
+    mutations = [mutation for mutation in MUTATIONS if arguments.only in mutation[0] + mutation[1]]
+    changed = subprocess.run(["git", "diff", "--name-only", "HEAD", "--", *{path for path, _, _ in mutations}], cwd=ROOT,
+                             capture_output=True, text=True).stdout
+    if changed:
+        sys.exit(f"these have changes that are not committed:\n{changed}")
+    build(arguments.preset)
+    if (count := failing_ranks(arguments.preset, ranks)) is not None:
+        sys.exit(f"{PROGRAM} --ranks {count} fails without a mutation")
+    unseen = 0
+    for path, line, instead in mutations:
+        file = ROOT / path
+        original = file.read_text()
+        if original.count(line) != 1:
+            sys.exit(f"{path} holds {original.count(line)} times: {line!r}")
+        try:
+            file.write_text(original.replace(line, instead))
+            build(arguments.preset)
+            count = failing_ranks(arguments.preset, ranks)
+        finally:
+            file.write_text(original)
+        unseen += count is None
+        found = "NOT FOUND" if count is None else f"found on {count} ranks"
+        print(f"{found:16} {path}: {' '.join(line.split())}", flush=True)
+    build(arguments.preset)
+    print(f"{len(mutations) - unseen} of {len(mutations)} mutations are found")
+    sys.exit(unseen > 0)
+
+
+if __name__ == "__main__":
+    main()
