@@ -4,13 +4,16 @@
 #include <tessera/collectives/gloo/gloo_communicator.h>
 #include <tessera/collectives/group_store.h>
 #include <tessera/collectives/nccl/plugin.h>
+#include <tessera/collectives/staged/staged_communicator.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <string_view>
 
 namespace tessera::internal {
 
@@ -49,11 +52,26 @@ CommunicatorPtr make_gloo(const GroupDescription& group) {
   return std::make_shared<gloo::GlooCommunicator>(group.name, group.ranks, group.rank, std::move(channel));
 }
 
+/// TESSERA_CUDA_COLLECTIVES: NCCL, or through the host.
+bool stages_cuda() {
+  const char* const value = std::getenv("TESSERA_CUDA_COLLECTIVES");
+  const std::string_view chosen = value ? value : "";
+  TORCH_CHECK(chosen.empty() || chosen == "nccl" || chosen == "staged", "environment variable TESSERA_CUDA_COLLECTIVES=", value,
+              " must be nccl or staged");
+  return chosen == "staged";
+}
+
+CommunicatorPtr make_cuda(const GroupDescription& group) {
+  if (!stages_cuda()) return nccl::make_communicator(group);
+  const auto device = nccl::choose_device(group.local_rank);
+  return make_staged_communicator(make_gloo(group), device);
+}
+
 } // namespace
 
 Backend backend_of(at::DeviceType device_type) {
   if (device_type == at::kCPU) return {make_gloo, [](int64_t) { return at::Device(at::kCPU); }};
-  if (device_type == at::kCUDA) return {nccl::make_communicator, nccl::choose_device};
+  if (device_type == at::kCUDA) return {make_cuda, nccl::choose_device};
   const std::lock_guard lock(registered_mutex);
   const auto found = registered().find(device_type);
   TORCH_CHECK(found != registered().end(), "there are no collectives for tensors on ", c10::DeviceTypeName(device_type, true),

@@ -21,7 +21,7 @@ MUTATIONS = [
     ("fsdp/side_stream.cpp", "  Work(last_).wait();\n", ""),
     ("fsdp/side_stream.cpp", "  users_.push_back(current);\n", ""),
     ("fsdp/side_stream.cpp", "  std::exchange(last_, Work()).wait();\n", "  last_ = Work();\n"),
-    ("fsdp/side_stream.cpp", "    if (user != home) mark(user).wait();\n", ""),
+    ("fsdp/side_stream.cpp", "    if (user != home) mark(user).wait();\n", "    static_cast<void>(user);\n"),
     ("fsdp/side_stream.h", "      issue().wait();\n", "      issue();\n"),
     ("fsdp/side_stream.h", "      mark(*stream_).wait();\n", ""),
     ("fsdp/gather.cpp", "  users_.wait_for(gather_);\n", ""),

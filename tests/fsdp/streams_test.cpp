@@ -11,6 +11,8 @@
 
 #include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/no_sync.h>
+#include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/side_stream.h>
 #include <tessera/fsdp/unsharded.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
@@ -110,11 +112,19 @@ TEST_F(Streams, MixedPrecisionTrainsAsOnTheCpu) {
   }
 }
 
+/// Writes the memory that a group of this size has just given back, as whoever is next given it would.
+void write_memory_of(int64_t bytes) {
+  for (const int64_t more : {0, 256, 512}) torch::empty({bytes + more}, torch::dtype(torch::kByte).device(sim::kDevice)).zero_();
+}
+
+int64_t unsharded_bytes(torch::nn::Module& module) { return fsdp(module).state()->group()->layout().unsharded_bytes; }
+
 /// A program computes on two streams, in any order, and reads parameters on both.
-TEST_F(Streams, EachReadingStreamWaitsForTheGather) {
+TEST_F(Streams, EachReadingStreamWaitsForTheGatherAndIsWaitedFor) {
   Net net = make_net();
   shard_model(net, strategies()[0]);
-  const auto weight = net->blocks[0]->as<Block>()->up->weight;
+  auto& block = *net->blocks[0];
+  const auto weight = block.as<Block>()->up->weight;
   const auto expected = full(weight).cpu();
   const auto side = sim::new_stream("side");
   for (int round = 0; round < 3; ++round) {
@@ -125,14 +135,94 @@ TEST_F(Streams, EachReadingStreamWaitsForTheGather) {
       const c10::StreamGuard guard(side);
       there = unsharded(weight).clone();
     }
-    fsdp(*net->blocks[0]).reshard(); // while both may still read
-    fsdp(*net->blocks[1]).unshard(); // which takes the block
-    fsdp(*net->blocks[1]).reshard();
+    fsdp(block).reshard(); // while both may still read
+    write_memory_of(unsharded_bytes(block));
     sim::synchronize();
     EXPECT_TRUE(torch::equal(here.cpu(), expected));
     EXPECT_TRUE(torch::equal(there.cpu(), expected));
   }
   expect_no_races();
+}
+
+TEST_F(Streams, AGroupMayBeFreedOnAnotherStreamThanItsOwn) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  auto& block = *net->blocks[0];
+  for (int round = 0; round < 3; ++round) {
+    const auto handle = fsdp(block).unshard_async();
+    {
+      const c10::StreamGuard guard(sim::new_stream("side"));
+      fsdp(block).reshard();
+    }
+    write_memory_of(unsharded_bytes(block));
+  }
+  expect_no_races();
+}
+
+TEST_F(Streams, AModelMayEndWhileItIsGathered) {
+  for (int round = 0; round < 3; ++round) {
+    Net net = make_net();
+    shard_model(net, strategies()[0]);
+    const auto bytes = unsharded_bytes(*net->blocks[0]);
+    { const auto handle = fsdp(*net->blocks[0]).unshard_async(); }
+    net = nullptr;
+    write_memory_of(bytes);
+  }
+  expect_no_races();
+}
+
+TEST_F(Streams, WhatBeganBeforeAnErrorComesBeforeWhatFollows) {
+  const internal::SideStream stream(sim::kDevice);
+  auto tensor = torch::zeros({100}, sim::kDevice);
+  EXPECT_THROW(stream.run([&]() -> Work {
+    tensor.add_(1);
+    throw std::runtime_error("the second of two things");
+  }),
+               std::runtime_error);
+  tensor.add_(1);
+  expect_no_races();
+}
+
+/// The backward ends with an exception at the first block, while the reductions of the others may run.
+TEST_F(Streams, AFailedBackwardFreesItsBuffersInOrder) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    const auto tokens = batch_of(0, sim::kDevice);
+    for (int round = 0; round < 2; ++round) {
+      auto x = net->embed(tokens);
+      x.register_hook([](const torch::Tensor&) { throw std::runtime_error("no further"); });
+      for (auto& block : *net->blocks) x = block->as<Block>()->forward(x);
+      EXPECT_THROW(net->norm(x).sum().backward(), std::runtime_error);
+      loss_of(net, tokens); // forgets it
+      write_memory_of(unsharded_bytes(*net->blocks[0]));
+      write_memory_of(2 * unsharded_bytes(*net->blocks[0]));
+    }
+    expect_no_races();
+  }
+}
+
+/// Gradients are reduced inside groups in three backwards, and between them in the last.
+TEST_F(Streams, GradientsMayWaitForTheAllReduce) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    std::vector<std::vector<double>> sums;
+    for (const auto type : {at::kCPU, sim::kDeviceType}) {
+      mesh_device_type = type;
+      Net net = make_net();
+      shard_model(net, strategy);
+      auto handle = fsdp(*net);
+      for (int64_t i = 0; i < 3; ++i) {
+        handle.set_requires_all_reduce(i == 2);
+        loss_of(net, part_of(global_batch(i), world_rank(), world_size()).to(world_mesh().device())).backward();
+      }
+      sums.emplace_back();
+      for (const auto& parameter : net->parameters()) sums.back().push_back(full(parameter.grad()).abs().sum().item<double>());
+    }
+    EXPECT_THAT(sums[1], ::testing::Pointwise(::testing::DoubleNear(1e-4), sums[0]));
+    expect_no_races();
+  }
 }
 
 TEST_F(Streams, AProgramMayTrainOnAStreamOfItsOwn) {
@@ -146,17 +236,6 @@ TEST_F(Streams, AProgramMayTrainOnAStreamOfItsOwn) {
     const c10::StreamGuard guard(sim::new_stream("training"));
     losses = train(net, sim::kDevice);
     EXPECT_THAT(values(losses), ::testing::Pointwise(::testing::DoubleNear(1e-5), expected));
-  }
-  expect_no_races();
-}
-
-TEST_F(Streams, AGroupThatIsGatheredAheadAndNotReadIsFreedInOrder) {
-  Net net = make_net();
-  shard_model(net, strategies()[0]);
-  for (int round = 0; round < 3; ++round) {
-    auto handle = fsdp(*net->blocks[0]).unshard_async();
-    fsdp(*net->blocks[0]).reshard();
-    const auto scratch = torch::zeros({4000}, sim::kDevice); // may get its memory
   }
   expect_no_races();
 }

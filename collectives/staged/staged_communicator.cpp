@@ -1,0 +1,171 @@
+#include <tessera/collectives/staged/staged_communicator.h>
+
+#include <tessera/collectives/checks.h>
+#include <tessera/collectives/staged/task_thread.h>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <future>
+#include <memory>
+#include <utility>
+
+namespace tessera::internal {
+
+namespace {
+
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+std::shared_ptr<c10::Event> record(const c10::Stream& stream) {
+  auto event = std::make_shared<c10::Event>(stream.device_type());
+  event->record(stream);
+  return event;
+}
+
+/// Page-locked where the device is CUDA's, so that copies are asynchronous.
+at::Tensor host_tensor_like(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).pinned_memory(tensor.is_cuda()));
+}
+
+using Launched = std::shared_future<std::shared_ptr<c10::Event>>;
+
+class StagedWork final : public WorkState {
+ public:
+  StagedWork(Launched copied_back, c10::Device device) : copied_back_(std::move(copied_back)), device_(device) {}
+  void wait() override {
+    if (const auto event = copied_back_.get()) event->block(current_stream(device_));
+  }
+  bool is_completed() override {
+    if (copied_back_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
+    const auto event = copied_back_.get();
+    return !event || event->query();
+  }
+
+ private:
+  Launched copied_back_;
+  c10::Device device_;
+};
+
+class StagedCommunicator final : public Communicator {
+ public:
+  StagedCommunicator(CommunicatorPtr on_host, c10::Device device)
+      : Communicator(on_host->name(), on_host->ranks(), on_host->rank(), device.type()),
+        on_host_(std::move(on_host)),
+        device_(device),
+        stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {}
+
+  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
+    check_all_gather(*this, output, input, label);
+    counters_.add(CollectiveKind::kAllGather, static_cast<int64_t>(output.nbytes()));
+    return run(input, output, label, [](Communicator& host, const auto& to, const auto& from, const auto& text) {
+      return host.all_gather_into(to, from, text);
+    });
+  }
+
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
+    check_reduce_scatter(*this, output, input, op, label);
+    counters_.add(CollectiveKind::kReduceScatter, static_cast<int64_t>(input.nbytes()));
+    return run(input, output, label, [op](Communicator& host, const auto& to, const auto& from, const auto& text) {
+      return host.reduce_scatter(to, from, op, text);
+    });
+  }
+
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
+    check_all_reduce(*this, tensor, op, label);
+    counters_.add(CollectiveKind::kAllReduce, static_cast<int64_t>(tensor.nbytes()));
+    return run(tensor, tensor, label,
+               [op](Communicator& host, const auto& to, const auto&, const auto& text) { return host.all_reduce(to, op, text); });
+  }
+
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
+                  const std::vector<int64_t>& input_splits, std::string_view label) override {
+    check_all_to_all(*this, output, input, output_splits, input_splits, label);
+    counters_.add(CollectiveKind::kAllToAll, static_cast<int64_t>(std::max(output.nbytes(), input.nbytes())));
+    return run(input, output, label,
+               [output_splits, input_splits](Communicator& host, const auto& to, const auto& from, const auto& text) {
+                 return host.all_to_all(to, from, output_splits, input_splits, text);
+               });
+  }
+
+  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
+    check_broadcast(*this, tensor, root, label);
+    counters_.add(CollectiveKind::kBroadcast, static_cast<int64_t>(tensor.nbytes()));
+    return run(tensor, tensor, label, [root](Communicator& host, const auto& to, const auto&, const auto& text) {
+      return host.broadcast(to, root, text);
+    });
+  }
+
+  /// They run one after another: the last one's Work comes after all.
+  Work coalesced(const std::function<void()>& issue) override {
+    issue();
+    std::promise<std::shared_ptr<c10::Event>> promise;
+    const Launched end = promise.get_future().share();
+    thread_.run([promise = std::make_shared<decltype(promise)>(std::move(promise)), stream = stream_] {
+      promise->set_value(record(stream));
+    });
+    return Work(std::make_shared<StagedWork>(end, device_));
+  }
+
+  void barrier(std::string_view label) override {
+    counters_.add(CollectiveKind::kBarrier, 0);
+    std::promise<void> done;
+    auto passed = done.get_future();
+    thread_.run([&, text = std::string(label)] {
+      try {
+        on_host_->barrier(text);
+        done.set_value();
+      } catch (...) {
+        done.set_exception(std::current_exception());
+      }
+    });
+    passed.get();
+  }
+
+ private:
+  /// `collective` (Work(Communicator&, output, input, label)) of the host's copies. Where `input` is `output`, so are the copies.
+  template <typename Collective>
+  Work run(const at::Tensor& input, const at::Tensor& output, std::string_view label, Collective collective) {
+    const at::NoGradGuard no_grad;
+    at::Tensor from = host_tensor_like(input);
+    const at::Tensor to = input.is_same(output) ? from : host_tensor_like(output);
+    record(current_stream(device_))->block(stream_);
+    {
+      const c10::StreamGuard guard(stream_);
+      from.copy_(input, /*non_blocking=*/true);
+    }
+    auto promise = std::make_shared<std::promise<std::shared_ptr<c10::Event>>>();
+    const Launched copied_back = promise->get_future().share();
+    thread_.run([=, this, copied = record(stream_), text = std::string(label)] {
+      try {
+        const at::NoGradGuard no_grad_here;
+        copied->synchronize();
+        collective(*on_host_, to, from, text).wait();
+        const c10::StreamGuard guard(stream_);
+        output.copy_(to, /*non_blocking=*/true);
+        const auto end = record(stream_);
+        promise->set_value(end);
+        end->synchronize(); // before `input`, `output` and the copies go
+      } catch (...) {
+        promise->set_exception(std::current_exception());
+      }
+    });
+    return Work(std::make_shared<StagedWork>(copied_back, device_));
+  }
+
+  CommunicatorPtr on_host_;
+  c10::Device device_;
+  c10::Stream stream_;
+  TaskThread thread_; // ends first
+};
+
+} // namespace
+
+CommunicatorPtr make_staged_communicator(CommunicatorPtr on_host, c10::Device device) {
+  return std::make_shared<StagedCommunicator>(std::move(on_host), device);
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,135 @@
+// Collectives of a device through the host, on the simulated device: the results of the CPU's, and no race.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <tessera/collectives/backend.h>
+#include <tessera/collectives/process_context.h>
+#include <tessera/collectives/staged/staged_communicator.h>
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/simulated_device/simulated_device.h>
+#include <torch/torch.h>
+
+#include <numeric>
+
+namespace tessera::testing {
+namespace {
+
+CommunicatorPtr make_staged(const internal::GroupDescription& group) {
+  return internal::make_staged_communicator(internal::make_backend_communicator(group, at::kCPU), sim::kDevice);
+}
+
+class Staged : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    sim::enable();
+    internal::register_backend(sim::kDeviceType, {&make_staged, [](int64_t) { return sim::kDevice; }});
+    sim::configure({.delays = {.seed = static_cast<uint64_t>(world_rank()), .max_us = 20}});
+    sim::reset_races();
+  }
+  void TearDown() override {
+    sim::synchronize();
+    for (const auto& [race, times] : sim::races()) ADD_FAILURE() << times << " times: " << race;
+    sim::configure({});
+  }
+  static CommunicatorPtr group(at::DeviceType type) {
+    std::vector<int64_t> ranks(world_size());
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return process_context().communicator(ranks, type, "staged_test");
+  }
+};
+
+/// What a collective makes of a rank's tensor: on the host, and through it.
+struct Collective {
+  std::string name;
+  std::function<at::Tensor(Communicator&, const at::Tensor&)> run;
+};
+
+std::vector<Collective> collectives() {
+  return {
+      {"all_gather_into",
+       [](Communicator& group, const at::Tensor& input) {
+         auto output = torch::empty({group.size() * input.numel()}, input.options());
+         group.all_gather_into(output, input, "gather").wait();
+         return output;
+       }},
+      {"reduce_scatter",
+       [](Communicator& group, const at::Tensor& input) {
+         auto output = torch::empty(input.sizes(), input.options());
+         group.reduce_scatter(output, torch::cat(std::vector<at::Tensor>(group.size(), input)), ReduceOp::kSum, "reduce").wait();
+         return output;
+       }},
+      {"all_reduce",
+       [](Communicator& group, const at::Tensor& input) {
+         auto tensor = input.clone();
+         group.all_reduce(tensor, ReduceOp::kMax, "reduce").wait();
+         return tensor;
+       }},
+      {"all_to_all",
+       [](Communicator& group, const at::Tensor& input) {
+         auto output = torch::empty({group.size() * input.numel()}, input.options());
+         group.all_to_all(output, torch::cat(std::vector<at::Tensor>(group.size(), input)), {}, {}, "exchange").wait();
+         return output;
+       }},
+      {"broadcast",
+       [](Communicator& group, const at::Tensor& input) {
+         auto tensor = input.clone();
+         group.broadcast(tensor, group.size() - 1, "broadcast").wait();
+         return tensor;
+       }},
+  };
+}
+
+TEST_F(Staged, GivesTheResultsOfTheHost) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
+  for (const auto& collective : collectives()) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kLong}) {
+      for (const int64_t numel : {0, 1, 7, 1000}) {
+        SCOPED_TRACE(c10::str(collective.name, " ", dtype, " ", numel));
+        const auto input = (torch::arange(numel) * 3 + world_rank()).remainder(7).to(dtype);
+        const auto expected = collective.run(*group(at::kCPU), input);
+        EXPECT_TRUE(torch::equal(collective.run(*group(sim::kDeviceType), input.to(sim::kDevice)).cpu(), expected));
+      }
+    }
+  }
+}
+
+TEST_F(Staged, RunsSeveralAtOnceInOrder) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
+  const auto staged = group(sim::kDeviceType);
+  std::vector<at::Tensor> tensors;
+  std::vector<Work> works;
+  for (int64_t i = 0; i < 5; ++i) {
+    tensors.push_back(torch::full({100}, i, sim::kDevice));
+    works.push_back(staged->all_reduce(tensors.back(), ReduceOp::kSum, "reduce"));
+  }
+  auto together = torch::ones({3}, sim::kDevice);
+  staged->coalesced([&] { staged->all_reduce(together, ReduceOp::kSum, "together"); }).wait();
+  EXPECT_TRUE(torch::equal(together.cpu(), torch::full({3}, static_cast<double>(world_size())).to(at::kFloat)));
+  for (int64_t i = 5; --i >= 0;) {
+    works[i].wait();
+    EXPECT_TRUE(torch::equal(tensors[i].cpu(), torch::full({100}, i * world_size())));
+  }
+  staged->barrier("end");
+}
+
+TEST_F(Staged, AModelTrainsAsOnTheCpu) {
+  const auto train = [](at::DeviceType type) {
+    mesh_device_type = type;
+    Net net = make_net();
+    shard_model(net, strategies()[0]);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    std::vector<double> losses;
+    for (int64_t i = 0; i < 3; ++i) {
+      optimizer.zero_grad();
+      const auto loss = loss_of(net, part_of(global_batch(i), world_rank(), world_size()).to(world_mesh().device()));
+      loss.backward();
+      optimizer.step();
+      losses.push_back(loss.item<double>());
+    }
+    mesh_device_type = torch::kCPU;
+    return losses;
+  };
+  EXPECT_THAT(train(sim::kDeviceType), ::testing::Pointwise(::testing::DoubleNear(1e-5), train(torch::kCPU)));
+}
+
+} // namespace
+} // namespace tessera::testing
