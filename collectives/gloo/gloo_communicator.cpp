@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace tessera::internal::gloo {
 
@@ -95,18 +96,27 @@ Work GlooCommunicator::all_gather_into(const at::Tensor& output, const at::Tenso
   return run({CollectiveKind::kAllGather, label, input.scalar_type(), static_cast<int64_t>(output.nbytes())}, std::move(plan));
 }
 
-// Completes `plan`, which sends parts of `input`: what comes is reduced with this rank's own part, into `output`.
+// Completes `plan`, which sends parts of `input`: what comes is reduced with this rank's own part, into `output`. There the first
+// part is received already, unless `output` is being sent: so two ranks need no more memory.
 void GlooCommunicator::reduce_into(const at::Tensor& output, const at::Tensor& input, ReduceOp op, ExchangePlan& plan) {
   const auto count = static_cast<int64_t>(output.nbytes());
-  auto buffer = channel_->take_buffer(count * size());
+  bool is_free = !output.is_alias_of(input);
+  const int parts = size() - (is_free ? 2 : 1);
+  at::Tensor buffer;
+  if (parts * count > 0) buffer = channel_->take_buffer(parts * count);
   std::vector<const void*> terms(size());
-  for (int r = 0; r < size(); ++r) {
-    plan.receive[r] = {bytes_at(buffer, r * count), count};
-    terms[r] = r == rank() ? plan.send[r].data : plan.receive[r].data;
+  for (int r = 0, next = 0; r < size(); ++r) {
+    if (r == rank()) {
+      terms[r] = plan.send[r].data;
+      continue;
+    }
+    auto* place = std::exchange(is_free, false) || !buffer.defined() ? output.data_ptr() : bytes_at(buffer, next++ * count);
+    plan.receive[r] = {place, count};
+    terms[r] = place;
   }
   plan.finish = [output, input, buffer, terms, op, channel = channel_] {
     reduce(output.data_ptr(), terms, output.numel(), output.scalar_type(), op);
-    channel->return_buffer(buffer);
+    if (buffer.defined()) channel->return_buffer(buffer);
   };
 }
 
