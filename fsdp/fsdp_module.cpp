@@ -111,6 +111,12 @@ void FSDPModule::set_prefetch_depth(int64_t groups, bool recurse) {
   for (const auto& each : state_->subtree()) each->prefetch_settings().depth = groups;
 }
 
+void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t buffers, bool recurse) {
+  TORCH_CHECK_VALUE(buffers == 1 || buffers == 2, "set_reduce_scatter_max_input_buffers: there are 1 or 2 buffers, but ", buffers,
+                    " were asked for on rank ", process_context().rank());
+  for_each_group(*state_, recurse, [&](GroupGradients& gradients) { gradients.has_only_buffer = buffers == 1; });
+}
+
 void FSDPModule::set_is_last_backward(bool is_last_backward) { state_->schedule()->set_is_last_backward(is_last_backward); }
 
 void FSDPModule::set_gradient_divide_factor(double factor) {

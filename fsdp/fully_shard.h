@@ -63,6 +63,11 @@ class FSDPModule {
   /// list says which: 1 unless set, 0 for none. More hide a longer gather behind the computation, and take their memory sooner.
   /// The first forward, which has no order yet, follows the order in which the modules are registered. Every rank sets the same.
   void set_prefetch_depth(int64_t groups, bool recurse = true);
+  /// How many buffers of gradients there are at once in a backward, each of a group's size: 2 unless set, of which one is filled
+  /// while the other is sent; or 1, so that a group's gradients wait until those of the group before have been reduced. For this
+  /// module and, with `recurse`, those below it. Every rank sets the same. (FSDP2 since
+  /// 2.15, with 1 unless set.)
+  void set_reduce_scatter_max_input_buffers(int64_t buffers, bool recurse = true);
   /// false: another backward follows before the optimizer step; unfinished reductions may stay in flight, and gradients that the
   /// strategy keeps whole (no-shard, ZeRO-1) wait for the last backward before they are reduced. What is in flight or waits is
   /// not in `grad()` yet, as under `set_requires_gradient_sync`: nothing can read it, and `zero_grad` does not drop it.

@@ -92,6 +92,7 @@ void GroupGradients::take_settings(const GroupGradients& other) {
   requires_sync = other.requires_sync;
   requires_all_reduce = other.requires_all_reduce;
   reshard_after_backward = other.reshard_after_backward;
+  has_only_buffer = other.has_only_buffer;
   all_reduce_hook = other.all_reduce_hook;
   divide_factor_ = other.divide_factor_;
 }

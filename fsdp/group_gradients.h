@@ -71,6 +71,8 @@ class GroupGradients {
   void advance_reduce();
   void finish_reduce(ReadyGradients& ready);
   bool is_reducing() const { return state_ != State::kIdle; }
+  /// The next gradient makes a reduce buffer that is to be the only one.
+  bool needs_only_buffer() const { return has_only_buffer && !buffer_.is_allocated() && group_.axes().reduce_scatter(); }
   /// After a backward: keeps optimizers from the parameters whose gradients wait for a reduction.
   void withhold_unreduced() const;
 
@@ -80,6 +82,7 @@ class GroupGradients {
   bool requires_sync = true;
   bool requires_all_reduce = true;
   bool reshard_after_backward = true;
+  bool has_only_buffer = false; ///< the reductions of other groups end before there is a reduce buffer
   /// Those of a group that this one's replaces, of the same module.
   void take_settings(const GroupGradients& other);
   /// An error while gradients are reduced otherwise.

@@ -246,6 +246,7 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
     follow();
     auto& entry = scheduled(group);
     if (!std::exchange(entry.is_listed, true)) unfinished_.push_back(&entry);
+    if (entry.gradients->needs_only_buffer()) finish_reductions();
     entry.gradients->land(index, gradient, gradient_weight_);
     const bool is_next = entry.order_position == iteration_.next_to_reduce;
     if (is_next && !entry.gradients->is_complete()) return;
@@ -324,16 +325,20 @@ void Schedule::reduce(ScheduledGroup& entry) {
   if (entry.gradients->is_reducing()) reducing_.push_back(&entry);
 }
 
+void Schedule::finish_reductions() {
+  for (auto* entry : std::exchange(reducing_, {})) {
+    if (const GroupPtr group = entry->group.lock()) entry->gradients->finish_reduce(ready_);
+  }
+}
+
 void Schedule::finish_backward() {
-  const auto finish_reductions = [&] {
+  const auto finish = [&] {
     if (state_ != State::kBackward) return;
     reduce_the_rest();
     if (!is_last_backward_) return;
-    for (auto* entry : std::exchange(reducing_, {})) {
-      if (const GroupPtr group = entry->group.lock()) entry->gradients->finish_reduce(ready_);
-    }
+    finish_reductions();
   };
-  while (deliver_after(finish_reductions)) { // a backward of the same model in a hook makes more
+  while (deliver_after(finish)) { // a backward of the same model in a hook makes more
   }
   const std::lock_guard lock(mutex_);
   if (state_ != State::kBackward) return;

@@ -134,6 +134,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   bool deliver_after(const Locked& locked);
   void finish_group(ScheduledGroup& entry);
   void reduce(ScheduledGroup& entry);
+  void finish_reductions();
   bool related(const ParameterGroup& a, const ParameterGroup& b) const;
   const Order& order() const { return iteration_.recording.empty() ? order_ : iteration_.recording; }
   /// The `step`-th group that this phase will need after `group`, as far as it is known; null when there is none.

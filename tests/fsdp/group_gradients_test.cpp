@@ -117,6 +117,19 @@ TEST(GroupGradients, AGroupThatTheLastBackwardLeavesOutIsReducedNevertheless) {
   });
 }
 
+TEST(GroupGradients, OneReduceBufferGivesTheSame) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    root.set_reduce_scatter_max_input_buffers(1);
+    models.backward(0);
+    root.set_is_last_backward(false);
+    models.backward(1);
+    root.set_is_last_backward(true);
+    models.backward(2);
+    models.expect_equal_gradients();
+    EXPECT_THROWS_WITH(root.set_reduce_scatter_max_input_buffers(3), "there are 1 or 2 buffers, but 3 were asked for on rank");
+  });
+}
+
 /// The loss of the first block, after a forward of the second as well, whose gradients never come.
 torch::Tensor loss_of_a_part(Net& net, const torch::Tensor& tokens) {
   const auto x = net->embed(tokens);

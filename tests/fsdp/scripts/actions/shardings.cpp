@@ -34,10 +34,12 @@ void unshard_async(Turn& turn) {
 void set_prefetch(Turn& turn) {
   const auto depth = turn.draw.below(4);
   const bool forward = turn.draw.chance(50), backward = turn.draw.chance(70), recurse = turn.draw.chance(50);
+  const int64_t buffers = 1 + turn.draw.below(2);
   auto module = random_module(turn), first = random_module(turn), second = random_module(turn);
   if (!module || !module->state()->group()) return;
   module->set_prefetch_depth(depth, recurse);
   module->set_unshard_in_backward(backward);
+  module->set_reduce_scatter_max_input_buffers(buffers, recurse);
   std::vector<FSDPModule> ahead;
   if (first) ahead.push_back(*first);
   if (second) ahead.push_back(*second);
