@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Shard
 
@@ -72,6 +72,8 @@ def shard(model, case, ranks):
                                                 cast_forward_inputs=case["cast_forward_inputs"])
     if case["ignored"]:
         options["ignored_params"] = {parameter for name, parameter in model.named_parameters() if case["ignored"] in name}
+    if case["offloads"]:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if not case["replicates"]:
         options["reshard_after_forward"] = case["reshard_after_forward"]
         options["shard_placement_fn"] = placement_fn(case)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <optional>
 #include <sstream>
@@ -47,6 +48,7 @@ struct Case {
   std::string accumulates = ""; ///< "without sync", "without all-reduce", "without reshard"
   double max_norm = 0, norm_type = 2;
   bool scales = false;
+  bool offloads = false; ///< to the host in Python, to files here
   std::vector<std::string> setters = {};
   std::optional<tessera::Strategy> strategy = {}; ///< that Python has not: its full sharding is compared
   bool recomputes = false;
@@ -124,6 +126,7 @@ FullyShardOptions options_of(const Case& test_case, const Net& net, BufferLayout
   options.reshard_after_forward = test_case.reshard_after_forward;
   options.layout = layout;
   options.shard_placement_fn = placement_fn(test_case);
+  if (test_case.offloads) options.offload = offload_to_files(std::filesystem::temp_directory_path());
   auto& policy = options.mixed_precision;
   policy.param_dtype = dtype_of(test_case.param_dtype);
   policy.reduce_dtype = dtype_of(test_case.reduce_dtype);
@@ -258,10 +261,19 @@ std::vector<Case> cases_in_half_precision() {
   };
 }
 
+std::vector<Case> cases_of_where_state_lies() {
+  using S = tessera::Strategy;
+  return {
+      {.name = "zero-1", .micro_batches = 2, .strategy = S::kZero1},
+      {.name = "zero-2", .micro_batches = 2, .strategy = S::kZero2},
+      {.name = "hierarchical", .mesh = {2, world_size() / 2}, .strategy = S::kHierarchical},
+      {.name = "offloaded", .max_norm = 0.05, .offloads = true},
+  };
+}
+
 std::vector<Case> cases() {
   const int64_t half = world_size() / 2;
   const std::vector<int64_t> grid{2, half};
-  using S = tessera::Strategy;
   std::vector<Case> all{
       {.name = "defaults"},
       {.name = "reshard after forward", .reshard_after_forward = true},
@@ -287,11 +299,9 @@ std::vector<Case> cases() {
       {.name = "set to be kept after forward", .setters = {"no reshard after forward"}},
       {.name = "set to free the root", .setters = {"reshard the root after forward"}},
       {.name = "recomputed", .recomputes = true},
-      {.name = "zero-1", .micro_batches = 2, .strategy = S::kZero1},
-      {.name = "zero-2", .micro_batches = 2, .strategy = S::kZero2},
-      {.name = "hierarchical", .mesh = grid, .strategy = S::kHierarchical},
   };
-  for (const auto& each : cases_in_half_precision()) all.push_back(each);
+  for (const auto& more : {cases_of_where_state_lies(), cases_in_half_precision()})
+    all.insert(all.end(), more.begin(), more.end());
   if (half == 1) return all;
   all.push_back({.name = "among neighbours after forward", .reshard_after_forward = 2});
   // On a shard dim of one rank FSDP2 divides by the factor twice.
@@ -318,6 +328,7 @@ nlohmann::json for_python(const Case& test_case) {
           {"max_norm", test_case.max_norm},
           {"norm_type", std::isinf(test_case.norm_type) ? "inf" : std::to_string(test_case.norm_type)},
           {"scales", test_case.scales},
+          {"offloads", test_case.offloads},
           {"setters", test_case.setters}};
 }
 
