@@ -119,7 +119,6 @@ void ReduceBuffer::collect(CopyList& list, size_t index) {
 void ReduceBuffer::flush() {
   if (!is_allocated()) return;
   CopyList list;
-  input_.users.join();
   for (size_t i = 0; i < waiting_.size(); ++i) {
     if (waiting_[i].defined()) collect(list, i);
   }
@@ -155,7 +154,6 @@ void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
 
 ReduceInput ReduceBuffer::take(const std::vector<bool>& takes_part, const std::vector<bool>& used) {
   CopyList list;
-  input_.users.join();
   for (size_t i = 0; i < takes_part.size(); ++i) {
     if (waiting_[i].defined()) collect(list, i);
     if (takes_part[i] && !is_filled_[i]) zero(list, i);

@@ -63,6 +63,7 @@ bool Schedule::follow(const ParameterGroup* read) {
 
 void Schedule::begin_forward() {
   enter(State::kForward);
+  if (is_asynchronous(device_)) compute_stream_ = current_stream(device_);
   ++forward_epoch_;
   iteration_ = {};
 }
@@ -241,6 +242,7 @@ bool Schedule::deliver_after(const Locked& locked) {
 }
 
 void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
+  const StreamScope scope(compute_stream_);
   {
     const std::lock_guard lock(mutex_);
     follow();
@@ -332,6 +334,7 @@ void Schedule::finish_reductions() {
 }
 
 void Schedule::finish_backward() {
+  const StreamScope scope(compute_stream_);
   const auto finish = [&] {
     if (state_ != State::kBackward) return;
     reduce_the_rest();

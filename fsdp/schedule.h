@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include <tessera/fsdp/group_gradients.h>
@@ -49,7 +50,7 @@ struct ScheduledGroup {
 /// Thread-safe: the forward thread and autograd's threads call it.
 class Schedule : public std::enable_shared_from_this<Schedule> {
  public:
-  explicit Schedule(c10::Device device) : resources_(std::make_shared<ModelResources>(device)) {}
+  explicit Schedule(c10::Device device) : device_(device), resources_(std::make_shared<ModelResources>(device)) {}
   /// The model's groups by their numbers, before the first event.
   void set_groups(std::vector<ScheduledGroup> groups) { groups_ = std::move(groups); }
 
@@ -140,6 +141,10 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   /// The `step`-th group that this phase will need after `group`, as far as it is known; null when there is none.
   std::shared_ptr<ParameterGroup> next_of(const ParameterGroup& group, int64_t step);
 
+  c10::Device device_;
+  /// Of the last forward. Gradients are reduced and delivered there, whatever stream autograd accumulates them on: that of
+  /// fully_shard.
+  std::optional<c10::Stream> compute_stream_;
   std::recursive_mutex mutex_;
   std::shared_ptr<ModelResources> resources_;
   std::vector<ScheduledGroup> groups_;

@@ -30,6 +30,25 @@ c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardI
 
 Work mark(const c10::Stream& stream) { return Work(std::make_shared<StreamMark>(stream)); }
 
+StreamScope::StreamScope(const std::optional<c10::Stream>& stream) {
+  if (!stream) return;
+  const auto before = current_stream(stream->device());
+  if (before == *stream) return;
+  before_ = before;
+  guard_.reset_stream(*stream);
+  mark(before).wait();
+}
+
+StreamScope::~StreamScope() {
+  if (!before_) return;
+  try {
+    const auto end = mark(*guard_.current_stream());
+    guard_.reset();
+    Work(end).wait();
+  } catch (...) { // of a device that has failed
+  }
+}
+
 SideStream::SideStream(c10::Device device) {
   if (is_asynchronous(device))
     stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);

@@ -24,6 +24,20 @@ c10::Stream current_stream(c10::Device device);
 /// no host; a copy of the Work may wait for it on another stream.
 Work mark(const c10::Stream& stream);
 
+/// While it lives, `stream` is the calling thread's current one, after what that holds; then the one before comes after it.
+/// Nothing without a stream, or where it is the current one.
+class StreamScope {
+ public:
+  explicit StreamScope(const std::optional<c10::Stream>& stream);
+  ~StreamScope();
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+ private:
+  std::optional<c10::Stream> before_;
+  c10::OptionalStreamGuard guard_;
+};
+
 /// A stream of high priority beside the current one. On the CPU there is none: collectives there have threads of their own.
 class SideStream {
  public:

@@ -30,14 +30,11 @@ MUTATIONS = [
     ("fsdp/parameter_group.cpp", "  users_.end();\n  storage_->release();\n", "  storage_->release();\n"),
     ("fsdp/parameter_group.cpp", "  const c10::OptionalStreamGuard home(users_.end());\n", ""),
     ("fsdp/group_gradients.cpp", "  input.users.wait_for(reduction_.first);\n", ""),
-    ("fsdp/group_gradients.cpp", "  reduction_.first.wait();\n  reduction_.input.release();\n", "  reduction_.input.release();\n"),
     ("fsdp/group_gradients.cpp", "    Work(reduction_.first).wait();\n", ""),
     ("fsdp/group_gradients.cpp", "    reduction_.first.wait();\n    reduction_.second.wait();\n", ""),
     ("fsdp/group_gradients.cpp", "  reduction_.second.wait();\n  auto done", "  auto done"),
     ("fsdp/group_gradients.cpp", "  reduction_.second.wait();\n  partial_ =", "  partial_ ="),
     ("fsdp/reduce_buffer.cpp", "  users.end();\n", ""),
-    ("fsdp/reduce_buffer.cpp", "  input_.users.join();\n  for (size_t i = 0; i < waiting_", "  for (size_t i = 0; i < waiting_"),
-    ("fsdp/reduce_buffer.cpp", "  input_.users.join();\n  for (size_t i = 0; i < takes_part", "  for (size_t i = 0; i < takes_part"),
 ]
 
 
