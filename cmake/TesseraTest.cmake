@@ -1,12 +1,14 @@
-# tessera_test(NAME name SOURCES file... [RANKS n...] [LABELS label...] [LIBRARIES target...] [TIMEOUT seconds]
-#              [ENVIRONMENT VAR=value...])
+# tessera_test(NAME name SOURCES file... [RANKS n...] [SIMULATED_RANKS n...] [LABELS label...] [LIBRARIES target...]
+#              [TIMEOUT seconds] [ENVIRONMENT VAR=value...])
 #
 # One GoogleTest program in build/<preset>/bin/tests, built on the precompiled header that all tests share. Its ctest label is the
 # folder's name, plus LABELS.
 # Without RANKS: one ctest entry, `name`. With RANKS: one entry a world size, `name.<n>ranks`, which runs `name --ranks <n>`; the
 # main of tests/support starts the program as n local ranks, and every rank runs all tests of the program in lockstep.
+# With SIMULATED_RANKS: an entry `name.simulated.<n>ranks` more for each of these, with the label simulated-device, which runs a few
+# of the tests on the simulated device (all with TESSERA_TEST_FULL=1).
 function(tessera_test)
-  cmake_parse_arguments(arg "" "NAME;TIMEOUT" "SOURCES;RANKS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(arg "" "NAME;TIMEOUT" "SOURCES;RANKS;SIMULATED_RANKS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
   if(NOT arg_NAME OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
     message(FATAL_ERROR "tessera_test: NAME and SOURCES are needed, and these are unknown: '${arg_UNPARSED_ARGUMENTS}'")
   endif()
@@ -25,6 +27,11 @@ function(tessera_test)
   else()
     _tessera_add_test(${arg_NAME} 1 COMMAND ${arg_NAME})
   endif()
+  list(APPEND arg_LABELS simulated-device)
+  list(APPEND arg_ENVIRONMENT TESSERA_TEST_DEVICE=sim TESSERA_TEST_COUNT=5)
+  foreach(ranks IN LISTS arg_SIMULATED_RANKS)
+    _tessera_add_test(${arg_NAME}.simulated.${ranks}ranks ${ranks} COMMAND ${arg_NAME} --ranks ${ranks})
+  endforeach()
 endfunction()
 
 # tessera_script_test(NAME name COMMAND command... [RANKS n] [LABELS label...] [TIMEOUT seconds] [ENVIRONMENT VAR=value...]):

@@ -26,7 +26,7 @@ struct NetImpl : torch::nn::Module {
     for (int64_t i = 0; i < depth; ++i) blocks->push_back(Block(width));
   }
   torch::Tensor forward(const torch::Tensor& tokens) {
-    auto x = embed(tokens);
+    auto x = embed(tokens.to(embed->weight.device()));
     for (auto& block : *blocks) x = block->as<Block>()->forward(x);
     return torch::matmul(norm(x), embed->weight.t());
   }
@@ -53,7 +53,8 @@ inline torch::Tensor part_of(const torch::Tensor& batch, int64_t rank, int64_t r
 
 inline torch::Tensor loss_of(Net& net, const torch::Tensor& tokens) {
   const auto logits = net->forward(tokens.slice(1, 0, -1));
-  return torch::nn::functional::cross_entropy(logits.reshape({-1, logits.size(-1)}), tokens.slice(1, 1).reshape({-1}));
+  return torch::nn::functional::cross_entropy(logits.reshape({-1, logits.size(-1)}),
+                                              tokens.slice(1, 1).reshape({-1}).to(logits.device()));
 }
 
 } // namespace tessera::testing

@@ -171,7 +171,7 @@ TEST(ShardPlacementFn, PlacesWhatIsMaterialized) {
   materialize(*linear, [](torch::nn::Module& module) {
     for (auto& parameter : module.parameters()) torch::nn::init::ones_(parameter);
   });
-  EXPECT_TENSORS_EQUAL(linear->forward(torch::ones({1, 6})).detach(), torch::full({1, 5}, 7.0));
+  EXPECT_TENSORS_EQUAL(linear->forward(torch::ones({1, 6}, test_device())).detach(), torch::full({1, 5}, 7.0));
 }
 
 TEST(ShardPlacementFn, SaysWhatIsWrong) {

@@ -10,12 +10,13 @@
 #include <tessera/fsdp/fully_shard.h>
 
 #include <tessera/tests/fsdp/models.h>
+#include <tessera/tests/support/test_device.h>
 #include <tessera/tests/support/world.h>
 
 namespace tessera::testing {
 
 /// Of the meshes that follow.
-inline at::DeviceType mesh_device_type = torch::kCPU;
+inline at::DeviceType mesh_device_type = test_device_type();
 
 inline DeviceMesh world_mesh() { return init_device_mesh(mesh_device_type, {world_size()}, {"shard"}); }
 
@@ -71,14 +72,16 @@ inline void shard_model(Net& net, const Strategy& strategy) {
   wrap(*net);
 }
 
+/// On the CPU.
 inline torch::Tensor full(const torch::Tensor& tensor) {
   const torch::NoGradGuard no_grad;
-  return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor.detach();
+  return (is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor.detach()).cpu();
 }
 
 inline torch::Tensor mean_over_ranks(torch::Tensor value) {
-  value = value.detach().clone().reshape({1});
-  world_mesh().communicator(0)->all_reduce(value, ReduceOp::kAvg, "loss").wait();
+  const auto mesh = world_mesh();
+  value = value.detach().clone().reshape({1}).to(mesh.device());
+  mesh.communicator(0)->all_reduce(value, ReduceOp::kAvg, "loss").wait();
   return value;
 }
 

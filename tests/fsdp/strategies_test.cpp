@@ -159,10 +159,10 @@ TEST(Strategies, WithoutShardingALargeModuleIsReducedInBuckets) {
   auto handle = replicate(*net, world_mesh(), {.bucket_bytes = 600});
   EXPECT_EQ(handle.parameter_names().size(), 12);
   EXPECT_EQ(handle.parameter_names()[11], "5.bias");
-  const auto x = torch::ones({2, 8});
+  const auto x = torch::ones({2, 8}), input = x.to(test_device());
   process_context().reset_counters();
   int64_t before_the_first = 0;
-  const auto first = net[0]->as<torch::nn::Linear>()->forward(x);
+  const auto first = net[0]->as<torch::nn::Linear>()->forward(input);
   first.register_hook(
       [&](const torch::Tensor&) { before_the_first = process_context().count(CollectiveKind::kAllReduce).calls; });
   auto y = first;
@@ -172,7 +172,7 @@ TEST(Strategies, WithoutShardingALargeModuleIsReducedInBuckets) {
   EXPECT_EQ(process_context().count(CollectiveKind::kAllReduce).calls, 3);
   net->zero_grad();
   handle.set_gradient_divide_factor(1); // of all its buckets
-  net->forward(x).sum().backward();
+  net->forward(input).sum().backward();
   twin->forward(x).sum().backward();
   for (size_t i = 0; i < 12; ++i) {
     const auto expected = twin->parameters()[i].grad() * world_size();
@@ -186,7 +186,7 @@ TEST(Strategies, HierarchicalShardsAreOfAllRanks) {
   const FullyShardOptions options{.strategy = tessera::Strategy::kHierarchical,
                                   .layout = BufferLayout::kPerParameter,
                                   .initial_weights = InitialWeights::kBroadcast};
-  const auto handle = fully_shard(linear, init_device_mesh(torch::kCPU, {2, 2}), options);
+  const auto handle = fully_shard(linear, init_device_mesh(mesh_device_type, {2, 2}), options);
   EXPECT_EQ(handle.mesh().ranks(), (std::vector<int64_t>{0, 2, 1, 3})); // inner groups are 0, 1 and 2, 3
   EXPECT_EQ(DTensor(linear->weight).local().size(0), 2);
   EXPECT_TENSORS_EQUAL(full(linear->weight).narrow(0, 2 * handle.mesh().local_rank(), 2), DTensor(linear->weight).local());
@@ -194,7 +194,7 @@ TEST(Strategies, HierarchicalShardsAreOfAllRanks) {
 
 TEST(Strategies, SayWhatIsWrong) {
   torch::nn::Linear linear(4, 4);
-  const auto grid = init_device_mesh(torch::kCPU, {1, world_size()});
+  const auto grid = init_device_mesh(mesh_device_type, {1, world_size()});
   const auto error = [&](const DeviceMesh& mesh, FullyShardOptions options) {
     options.initial_weights = InitialWeights::kUnchecked;
     return error_of([&] { fully_shard(linear, mesh, options); });

@@ -29,7 +29,7 @@ class Streams : public ::testing::Test {
     sim::reset_races();
   }
   void TearDown() override {
-    mesh_device_type = torch::kCPU;
+    mesh_device_type = test_device_type();
     sim::synchronize();
     sim::configure({});
     sim::reset_races();

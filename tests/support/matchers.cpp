@@ -38,8 +38,10 @@ std::optional<std::string> thrown_by(const std::function<void()>& call) {
 ::testing::AssertionResult tensors_close(const at::Tensor& actual, const at::Tensor& expected, double rtol, double atol) {
   const c10::AutoGradMode no_grad(false);
   if (auto same = same_geometry(actual, expected); !same) return same;
-  if (!actual.defined() || at::allclose(actual, expected, rtol, atol, /*equal_nan=*/true)) return ::testing::AssertionSuccess();
-  const auto a = actual.detach().to(at::kDouble).flatten(), e = expected.detach().to(at::kDouble).flatten();
+  if (!actual.defined()) return ::testing::AssertionSuccess();
+  const auto got = actual.detach().cpu(), wanted = expected.detach().cpu();
+  if (at::allclose(got, wanted, rtol, atol, /*equal_nan=*/true)) return ::testing::AssertionSuccess();
+  const auto a = got.to(at::kDouble).flatten(), e = wanted.to(at::kDouble).flatten();
   const auto worst = (a - e).abs().nan_to_num(1e300).argmax().item<int64_t>();
   return ::testing::AssertionFailure() << "tensors of sizes " << actual.sizes() << " differ most at flat index " << worst << ": "
                                        << a[worst].item<double>() << ", expected " << e[worst].item<double>() << " (rtol " << rtol

@@ -9,7 +9,7 @@
 namespace tessera::testing {
 
 /// Succeeds when sizes and dtypes are equal and every element is within atol + rtol × |expected|. NaN equals NaN. The failure
-/// shows where the greatest difference is.
+/// shows where the greatest difference is. They may be on different devices.
 ::testing::AssertionResult tensors_close(const at::Tensor& actual, const at::Tensor& expected, double rtol = 1e-5,
                                          double atol = 1e-6);
 

@@ -1,24 +1,32 @@
 // The main of every test program.
 //   exe            runs its tests in this process, as a job of one rank
 //   exe --ranks n  runs them on n local ranks in lockstep
+#include "draw_tests.h"
 #include "lockstep.h"
+#include "race_reports.h"
+#include "test_device.h"
 
 #include <c10/util/Exception.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/tests/support/simulated_device/simulated_device.h>
 
 #include <cstdio>
 
 namespace {
 
 int run_tests() {
+  const bool is_simulated = tessera::testing::test_device_type() == tessera::testing::sim::kDeviceType;
+  if (is_simulated) tessera::testing::sim::enable();
   tessera::init_process_group();
   auto& tests = *::testing::UnitTest::GetInstance();
+  tessera::testing::draw_tests(tests);
   if (tessera::process_context().rank() != 0) // --gtest_output: one report, of rank 0
     delete tests.listeners().Release(tests.listeners().default_xml_generator());
   tessera::testing::report_in_lockstep(tests);
+  if (is_simulated) tessera::testing::report_races(tests); // the last to be added hears first that a test ends
   const int status = RUN_ALL_TESTS();
   tessera::destroy_process_group();
   return status;
