@@ -130,7 +130,9 @@ TEST(LoadStateDict, ABackwardOfAForwardBeforeTheLoadIsAnError) {
     Training training(strategy, 1), other(strategy, 2);
     const auto whole = state_dict(other.model, kFull), on_rank0 = state_dict(other.model, kRank0);
     checkpoint::save(state_dict(other.model), folder.path() / strategy);
-    const auto loss_of = [](Training& each) { return each.model.forward(torch::arange(11)).square().mean(); };
+    const auto loss_of = [](Training& each) {
+      return each.model.forward(torch::arange(11, each.model.scale.device())).square().mean();
+    };
     loss_of(other).backward();
     const std::pair<const char*, std::function<void()>> loads[] = {
         {"load", [&] { checkpoint::load(state_dict(training.model), folder.path() / strategy); }},

@@ -7,6 +7,7 @@
 
 #include "../support/matchers.h"
 #include "../support/sweep.h"
+#include "../support/test_device.h"
 #include "shared_folder.h"
 
 namespace tessera::checkpoint {
@@ -67,7 +68,7 @@ DeviceMesh mesh_of(const Layout& layout) {
   for (const auto n : layout.mesh) size *= n;
   Sizes ranks(static_cast<size_t>(size));
   for (size_t r = 0; r < ranks.size(); ++r) ranks[r] = static_cast<int64_t>(r);
-  return make_device_mesh(at::kCPU, layout.mesh, ranks);
+  return make_device_mesh(testing::test_device_type(), layout.mesh, ranks);
 }
 
 // The tensors of kShapes and a 0-dim one, plain.
@@ -85,7 +86,7 @@ StateDict sharded_state(const Layout& layout, const DeviceMesh& mesh) {
   for (const auto& entry : plain.entries()) {
     const auto& full = plain.tensor(entry.name);
     const auto placements = full.dim() == 0 ? Placements(layout.mesh.size(), Replicate{}) : layout.placements(full.sizes().vec());
-    state.add(entry.name, distribute_tensor(full, mesh, placements));
+    state.add(entry.name, distribute_tensor(full.to(mesh.device()), mesh, placements));
   }
   return state;
 }
@@ -152,7 +153,8 @@ TEST(ShardedCheckpoint, ReplicatedTensorsAreBalancedOverRanks) {
   const SharedFolder folder;
   const auto mesh = mesh_of({"", {n}, {}});
   StateDict state;
-  for (int i = 0; i < 4 * n; ++i) state.add(std::to_string(i), distribute_tensor(torch::full({1000}, i), mesh, {Replicate{}}));
+  for (int i = 0; i < 4 * n; ++i)
+    state.add(std::to_string(i), distribute_tensor(torch::full({1000}, i, mesh.device()), mesh, {Replicate{}}));
   save(state, folder.path() / "c");
   const auto index = internal::read_index(folder.path() / "c");
   ASSERT_EQ(index.files.size(), n);
@@ -163,7 +165,7 @@ TEST(ShardedCheckpoint, PartialIsAnErrorThatNamesTheTensor) {
   const SharedFolder folder;
   const auto mesh = mesh_of({"", {process_context().world_size()}, {}});
   StateDict state;
-  state.add("sum", from_local(torch::ones({3}), mesh, {Partial{}}));
+  state.add("sum", from_local(torch::ones({3}, mesh.device()), mesh, {Partial{}}));
   EXPECT_THROWS_WITH(save(state, folder.path() / "c"), "tensor \"sum\": a tensor with placement Partial has no value of its own");
 }
 

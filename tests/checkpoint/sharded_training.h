@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../support/matchers.h"
+#include "../support/test_device.h"
 
 namespace tessera::testing {
 
@@ -63,8 +64,9 @@ inline void shard(torch::nn::Module& model, const std::vector<std::shared_ptr<to
   if (strategy == "plain") return; // every rank trains on the whole batch
   const int64_t n = process_context().world_size();
   const int64_t replicas = n % 2 == 0 ? 2 : 1;
-  const auto mesh = strategy.starts_with("hybrid") ? init_device_mesh(at::kCPU, {replicas, n / replicas}, {"replicate", "shard"})
-                                                   : init_device_mesh(at::kCPU, {n});
+  const auto mesh = strategy.starts_with("hybrid")
+                        ? init_device_mesh(test_device_type(), {replicas, n / replicas}, {"replicate", "shard"})
+                        : init_device_mesh(test_device_type(), {n});
   FullyShardOptions options;
   options.layout = strategy.ends_with("per-parameter") ? BufferLayout::kPerParameter : BufferLayout::kRagged;
   if (strategy.starts_with("no-shard")) {
@@ -80,7 +82,7 @@ inline double mean_over_ranks(const at::Tensor& loss) {
   auto& context = process_context();
   std::vector<int64_t> world(static_cast<size_t>(context.world_size()));
   std::iota(world.begin(), world.end(), 0);
-  const auto mean = loss.detach().clone();
+  const auto mean = loss.detach().cpu().clone();
   context.communicator(world, at::kCPU)->all_reduce(mean, ReduceOp::kAvg, "loss").wait();
   return mean.item<double>();
 }
@@ -94,8 +96,8 @@ inline at::Tensor rows_of(const at::Tensor& batch, const std::string& strategy) 
 inline at::Tensor loss_of(TrainedModel& model, const std::string& strategy, int64_t step) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 + step));
   const auto tokens = rows_of(torch::randint(0, 11, {12, 6}, generator, at::kLong), strategy);
-  const auto logits = model.forward(tokens.slice(1, 0, 5));
-  return torch::nn::functional::cross_entropy(logits.reshape({-1, 11}), tokens.slice(1, 1, 6).reshape({-1}));
+  const auto logits = model.forward(tokens.slice(1, 0, 5).to(model.scale.device()));
+  return torch::nn::functional::cross_entropy(logits.reshape({-1, 11}), tokens.slice(1, 1, 6).reshape({-1}).to(logits.device()));
 }
 
 /// One step; the mean loss.
@@ -129,9 +131,9 @@ struct Training {
   torch::optim::AdamW optimizer;
 };
 
-/// The whole tensor, plain; every rank of a DTensor's mesh calls it.
+/// The whole tensor, plain, on the CPU; every rank of a DTensor's mesh calls it.
 inline at::Tensor whole_tensor(const at::Tensor& tensor) {
-  return is_dtensor(tensor) ? DTensor(tensor.detach()).full_tensor() : tensor.detach();
+  return (is_dtensor(tensor) ? DTensor(tensor.detach()).full_tensor() : tensor.detach()).cpu();
 }
 
 /// Every tensor and value of `expected`, bit for bit; every rank calls it.

@@ -46,7 +46,7 @@ TEST(TrainingCheckpoint, LoadingIsSeenByParametersThatAreGathered) {
     SCOPED_TRACE(strategy);
     Training saved(strategy, 1), loaded(strategy, 2);
     save(state_dict(saved.model), folder.path() / strategy);
-    const auto tokens = torch::arange(10).view({2, 5});
+    const auto tokens = torch::arange(10, saved.model.scale.device()).view({2, 5});
     const torch::NoGradGuard no_grad;
     const auto expected = saved.model.forward(tokens);
     EXPECT_FALSE(torch::equal(loaded.model.forward(tokens), expected)); // gathers, and the root stays so
