@@ -10,6 +10,7 @@
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/simulated_device/simulated_device.h>
 
 namespace tessera::testing {
 namespace {
@@ -48,7 +49,7 @@ Tensor run_block(Block& block, const Tensor& x, Where where) {
 }
 
 Tensor forward(Net& net, const Tensor& tokens, Where where) {
-  auto x = net->embed(tokens);
+  auto x = net->embed(tokens.to(net->embed->weight.device()));
   std::vector<Block> blocks;
   for (auto& each : *net->blocks) blocks.emplace_back(std::dynamic_pointer_cast<BlockImpl>(each));
   for (size_t i = 0; i < blocks.size(); ++i) {
@@ -63,7 +64,8 @@ Tensor forward(Net& net, const Tensor& tokens, Where where) {
 
 Tensor loss_with(Net& net, const Tensor& tokens, Where where) {
   const auto logits = forward(net, tokens.slice(1, 0, -1), where);
-  return torch::nn::functional::cross_entropy(logits.reshape({-1, logits.size(-1)}), tokens.slice(1, 1).reshape({-1}));
+  return torch::nn::functional::cross_entropy(logits.reshape({-1, logits.size(-1)}),
+                                              tokens.slice(1, 1).reshape({-1}).to(logits.device()));
 }
 
 struct Trained {
@@ -159,7 +161,7 @@ TEST(ShardedRecompute, TakesAShardedParameterAsAnInput) {
   auto generator = at::detail::createCPUGenerator(3);
   const auto x = torch::randn({12, 18}, generator);
   run(plain, x).backward();
-  run(net, part_of(x, world_rank(), world_size())).backward();
+  run(net, part_of(x, world_rank(), world_size()).to(test_device())).backward();
   EXPECT_TENSORS_CLOSE(full(net->embed->weight.grad()), plain->embed->weight.grad());
 }
 
@@ -179,7 +181,7 @@ TEST(ShardedRecompute, FreesFrozenGroups) {
       most = std::max(most, open);
     };
     for (int64_t step = 0; step < 2; ++step) {
-      auto x = net->embed(part_of(global_batch(step), world_rank(), world_size()));
+      auto x = net->embed(part_of(global_batch(step), world_rank(), world_size()).to(test_device()));
       for (auto& each : *net->blocks) {
         Block block(std::dynamic_pointer_cast<BlockImpl>(each));
         x = run_block(block, x, where);
@@ -209,7 +211,16 @@ class MemoryMeter final : public c10::MemoryReportingInfoBase {
   int64_t now_ = 0, peak_ = 0;
 };
 
+int64_t peak_on_the_simulated_device(const std::function<void()>& work) {
+  sim::synchronize();
+  sim::reset_counters();
+  const auto before = sim::counters().allocated_bytes;
+  work();
+  return sim::counters().peak_bytes - before;
+}
+
 int64_t peak_of(const std::function<void()>& work) {
+  if (!tests_the_cpu()) return peak_on_the_simulated_device(work);
   const auto meter = std::make_shared<MemoryMeter>();
   const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
   work();
@@ -219,7 +230,7 @@ int64_t peak_of(const std::function<void()>& work) {
 TEST(ShardedRecompute, HoldsTheActivationsOfOneBlockAndTheInputsOfTheOthers) {
   constexpr int64_t kBlocks = 12, kWidth = 32;
   const int64_t rows = 2048;
-  const auto x = torch::randn({rows, kWidth});
+  const auto x = torch::randn({rows, kWidth}, test_device());
   const auto input_bytes = static_cast<int64_t>(x.nbytes());
   const auto peak_with = [&](int64_t depth, Where where) {
     torch::manual_seed(0);
@@ -260,7 +271,7 @@ double blocks_at_peak(const Measured& measured) {
   shard_model(net, strategies()[0]);
   fsdp(*net).set_reduce_scatter_max_input_buffers(measured.buffers);
   for (const auto& each : *net->blocks) fsdp(*each).set_unshard_in_backward(measured.gathers_ahead);
-  const auto tokens = torch::zeros({1, 1}, torch::kLong); // activations of some KB
+  const auto tokens = torch::zeros({1, 1}, torch::TensorOptions(test_device()).dtype(torch::kLong)); // activations of some KB
   const auto peak = peak_of([&] {
     for (int step = 0; step < 2; ++step) {
       const auto loss = net->forward(tokens).sum();
@@ -299,7 +310,7 @@ TEST(ShardedMemory, ABackwardMayHoldOneGroupAndOneReduction) {
 TEST(ShardedRecompute, NamesAFunctionWhoseSecondRunDiffersOnEveryRank) {
   Net net = make_net();
   shard_model(net, strategies()[0]);
-  const auto tokens = part_of(global_batch(0), world_rank(), world_size());
+  const auto tokens = part_of(global_batch(0), world_rank(), world_size()).to(test_device());
   auto x = net->embed(tokens);
   x = recompute(
       {.name = "the second block"},
