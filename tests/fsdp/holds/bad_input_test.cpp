@@ -30,7 +30,7 @@ TEST(BadInput, AnEmbeddingWithMaxNormIsRefusedInForward) {
                          return options;
                        }(),
                        strategy.replicates});
-    EXPECT_THROWS_WITH(model.loss(input_of(0, 0)), "the embedding embedding.weight has a max_norm");
+    EXPECT_THROWS_WITH(model.loss(model.input_of(0, 0)), "the embedding embedding.weight has a max_norm");
   }
 }
 
@@ -40,7 +40,7 @@ TEST(BadInput, ASparseGradientIsRefusedInBackward) {
     Embeds model(nn::EmbeddingOptions(5, 4).sparse(true));
     shard_case(model, strategy);
     EXPECT_THROWS_WITH(
-        model.loss(input_of(0, 0)).backward(),
+        model.loss(model.input_of(0, 0)).backward(),
         "the parameter embedding.weight has a sparse gradient, which fully_shard cannot reduce; build its embedding "
         "with sparse(false)");
   }
@@ -107,12 +107,12 @@ TEST(BadInput, AParameterRegisteredAfterShardingIsNamed) {
     const auto model = sharded_case<NestedLayers>(strategy);
     model->b->inner = model->b->replace_module("inner", nn::Linear(8, 8));
     EXPECT_THROWS_WITH(
-        model->loss(input_of(0, 0)),
+        model->loss(model->input_of(0, 0)),
         "the parameter b.inner.weight of tessera::testing::(anonymous namespace)::NestedLayers was registered after "
         "fully_shard, and its gradients would differ between the ranks: register it first, call fully_shard on "
         "its module as well, or set requires_grad_(false)");
     for (auto& parameter : model->b->inner->parameters()) parameter.requires_grad_(false);
-    model->loss(input_of(0, 0)).backward();
+    model->loss(model->input_of(0, 0)).backward();
   }
 }
 
@@ -160,12 +160,12 @@ TEST(BadInput, AStepBetweenForwardAndBackwardIsAnError) {
     SCOPED_TRACE(strategy.name);
     const auto model = sharded_case<NestedLayers>(strategy);
     torch::optim::AdamW optimizer(model->parameters());
-    model->loss(input_of(0, 0)).backward();
-    const auto loss = model->loss(input_of(1, 0));
+    model->loss(model->input_of(0, 0)).backward();
+    const auto loss = model->loss(model->input_of(1, 0));
     optimizer.step();
     EXPECT_THROWS_WITH(loss.backward(), "has been modified by an inplace operation");
     optimizer.zero_grad();
-    model->loss(input_of(1, 0)).backward();
+    model->loss(model->input_of(1, 0)).backward();
     EXPECT_TRUE(is_dtensor(model->head->weight.grad()));
   }
 }

@@ -22,6 +22,10 @@ inline torch::Tensor input_of(int64_t step, int64_t rank) {
 
 /// A model of the `holds` tests: trained sharded, each rank on its own data, and unsharded, on the data of all ranks.
 struct CaseModel : torch::nn::Module {
+  /// The same, where this model's parameters are.
+  torch::Tensor input_of(int64_t step, int64_t rank) const { return testing::input_of(step, rank).to(device()); }
+  c10::Device device() const { return parameters().at(0).device(); }
+
   /// The loss of one rank's input.
   virtual torch::Tensor loss(const torch::Tensor& x) = 0;
 

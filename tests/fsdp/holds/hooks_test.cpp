@@ -45,7 +45,7 @@ TEST(Hooks, FireOnceABackwardWithTheReducedGradient) {
       if (!before) watch();
       for (size_t backward = 1; backward <= 2; ++backward) {
         model->zero_grad();
-        model->loss(input_of(0, world_rank())).backward();
+        model->loss(model->input_of(0, world_rank())).backward();
         ASSERT_EQ(seen.size(), backward);
         ASSERT_TRUE(is_dtensor(seen.back()));
         EXPECT_TENSORS_CLOSE(full(seen.back()), plain->b->weight.grad());
@@ -82,7 +82,7 @@ TEST(Hooks, PostAccumulateHooksStepInBackward) {
       const torch::NoGradGuard no_grad;
       for (auto& parameter : plain->parameters()) parameter.sub_(parameter.grad(), 0.1);
       const torch::AutoGradMode grad_mode(true);
-      model->loss(input_of(step, world_rank())).backward();
+      model->loss(model->input_of(step, world_rank())).backward();
     }
     for (const auto* hook : hooks) EXPECT_EQ(hook->calls, 3);
     EXPECT_LE(parameter_difference(*model, *plain), 1e-5);
@@ -91,8 +91,8 @@ TEST(Hooks, PostAccumulateHooksStepInBackward) {
 
 TEST(Hooks, AHookMustKeepThePlacement) {
   const auto model = sharded_case<Layers>(holds_strategies()[0]);
-  model->b->weight.register_hook([](const Tensor& gradient) { return torch::zeros(gradient.sizes()); });
-  EXPECT_THROWS_WITH(model->loss(input_of(0, 0)).backward(),
+  model->b->weight.register_hook([](const Tensor& gradient) { return torch::zeros(gradient.sizes(), gradient.device()); });
+  EXPECT_THROWS_WITH(model->loss(model->input_of(0, 0)).backward(),
                      "a hook on the sharded parameter b.weight returned a gradient that is not sharded as the parameter is");
 }
 
@@ -100,9 +100,9 @@ TEST(Hooks, GradOverAParameterIsAnError) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
     const auto model = sharded_case<Layers>(strategy);
-    EXPECT_THROWS_WITH(torch::autograd::grad({model->loss(input_of(0, 0))}, {model->b->weight}),
+    EXPECT_THROWS_WITH(torch::autograd::grad({model->loss(model->input_of(0, 0))}, {model->b->weight}),
                        "torch::autograd::grad over the sharded parameter b.weight");
-    model->loss(input_of(0, 0)).backward();
+    model->loss(model->input_of(0, 0)).backward();
     EXPECT_TRUE(model->b->weight.grad().defined());
   }
 }
@@ -113,7 +113,7 @@ TEST(Hooks, GradOverInputsAndActivationsWorks) {
     auto plain = make_case<Layers>();
     const auto model = sharded_case<Layers>(strategy);
     const auto gradients = [](Layers& layers) {
-      const auto x = input_of(0, 0).requires_grad_();
+      const auto x = layers.input_of(0, 0).requires_grad_();
       const auto h = layers.a(x);
       return torch::autograd::grad({layers.head(layers.b(h)).square().mean()}, {x, h});
     };
@@ -132,7 +132,8 @@ TEST(Hooks, BackwardWithInputsReducesOnlyThose) {
     for (int64_t rank = 0; rank < world_size(); ++rank)
       (plain->loss(input_of(0, rank)) / world_size())
           .backward({}, false, false, std::vector<Tensor>{plain->b->weight, plain->a->bias});
-    model->loss(input_of(0, world_rank())).backward({}, false, false, std::vector<Tensor>{model->b->weight, model->a->bias});
+    model->loss(model->input_of(0, world_rank()))
+        .backward({}, false, false, std::vector<Tensor>{model->b->weight, model->a->bias});
     for (const auto& item : model->named_parameters()) {
       const auto expected = plain->named_parameters()[item.key()].grad();
       ASSERT_EQ(item.value().grad().defined(), expected.defined()) << item.key();
@@ -151,7 +152,7 @@ TEST(Hooks, ProximalTermOverShardedCopiesTrains) {
     const auto model = sharded_case<Layers>(strategy);
     const auto run = [](Layers& layers, const std::vector<int64_t>& ranks) {
       const auto anchor = (layers.b->weight.detach() * 0.5).clone();
-      for (const int64_t rank : ranks) (layers.loss(input_of(0, rank)) / static_cast<double>(ranks.size())).backward();
+      for (const int64_t rank : ranks) (layers.loss(layers.input_of(0, rank)) / static_cast<double>(ranks.size())).backward();
       (layers.b->weight - anchor).square().sum().backward();
     };
     std::vector<int64_t> everyone;

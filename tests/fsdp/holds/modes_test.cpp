@@ -192,7 +192,6 @@ struct ExplicitBoundaries : Layers {
 std::vector<HoldsCase> all_modes() {
   std::vector<HoldsCase> cases{holds_case<EvaluatesBetweenSteps<torch::NoGradGuard>>("no_grad_evaluation"),
                                holds_case<EvaluatesBetweenSteps<Inference>>("inference_mode_evaluation"),
-                               holds_case<Autocast>("autocast_bf16"),
                                holds_case<SeveralForwards>("several_forwards_a_backward"),
                                holds_case<SeveralBackwards>("several_backwards_a_forward"),
                                holds_case<PartialBackward>("backward_through_a_part"),
@@ -201,6 +200,7 @@ std::vector<HoldsCase> all_modes() {
                                holds_case<GradientPenalty>("double_backward_of_the_inputs_gradient"),
                                holds_case<RecomputesActivations>("activation_recompute"),
                                holds_case<ExplicitBoundaries>("call_and_forward_scope")};
+  if (tests_the_cpu()) cases.push_back(holds_case<Autocast>("autocast_bf16"));
   for (int64_t where = 0; where < 4; ++where) {
     for (const bool backward : {false, true}) {
       cases.push_back({std::string("exception_in_") + (backward ? "backward_" : "forward_") + std::to_string(where),
@@ -219,15 +219,16 @@ INSTANTIATE_TEST_SUITE_P(Holds, Modes, ::testing::ValuesIn(with_all_strategies(a
 TEST(Modes, CreateGraphOverAParameterIsAnError) {
   for (const auto& strategy : holds_strategies()) {
     const auto model = sharded_case<Layers>(strategy);
-    EXPECT_THROWS_WITH(model->loss(input_of(0, 0)).backward({}, true, /*create_graph=*/true),
+    EXPECT_THROWS_WITH(model->loss(model->input_of(0, 0)).backward({}, true, /*create_graph=*/true),
                        "backward(create_graph=true) reached the sharded parameter");
     model->zero_grad();
-    model->loss(input_of(0, 0)).backward(); // and the next one works
+    model->loss(model->input_of(0, 0)).backward(); // and the next one works
     EXPECT_TRUE(model->a->weight.grad().defined());
   }
 }
 
 TEST(Modes, AutocastKeepsNoCopyOfAParameter) {
+  if (!tests_the_cpu()) GTEST_SKIP() << "it is the CPU's autocast";
   const auto model = sharded_case<Layers>(holds_strategies()[0]);
   at::autocast::set_autocast_enabled(at::kCPU, true);
   at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
@@ -235,8 +236,8 @@ TEST(Modes, AutocastKeepsNoCopyOfAParameter) {
   const auto weight = c10::weak_intrusive_ptr<c10::TensorImpl>(model->a->weight.getIntrusivePtr());
   {
     const torch::NoGradGuard no_grad;
-    model->loss(input_of(0, 0));
-    model->loss(input_of(0, 0));
+    model->loss(model->input_of(0, 0));
+    model->loss(model->input_of(0, 0));
   }
   EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
   at::autocast::set_autocast_enabled(at::kCPU, false);
@@ -255,14 +256,14 @@ TEST(Modes, ForwardStepForwardReadsTheNewValues) {
     Layers plain;
     const auto model = sharded_case<Layers>(strategy);
     torch::optim::SGD plain_optimizer(plain.parameters(), 0.1), optimizer(model->parameters(), 0.1);
-    const auto x = input_of(0, 0);
+    const auto x = input_of(0, 0), own = model->input_of(0, 0);
     for (int64_t step = 0; step < 3; ++step) {
       plain.loss(x).backward();
       plain_optimizer.step();
-      model->loss(x).backward();
-      model->loss(x); // unshards once more before the step
+      model->loss(own).backward();
+      model->loss(own); // unshards once more before the step
       optimizer.step();
-      EXPECT_NEAR(model->loss(x).item<double>(), plain.loss(x).item<double>(), 1e-5);
+      EXPECT_NEAR(model->loss(own).item<double>(), plain.loss(x).item<double>(), 1e-5);
     }
   }
 }

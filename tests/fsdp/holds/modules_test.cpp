@@ -335,8 +335,9 @@ std::vector<HoldsCase> all_modules() {
            holds_case<TransposeKeptForever>("transpose_kept_forever"), holds_case<SlicesAndChunks>("slices_and_chunks"),
            holds_case<DetachInForward>("detach_in_forward"), holds_case<ParameterReturned>("parameter_returned"),
            holds_case<ParentParameterInChild>("parent_parameter_in_child"), holds_case<CustomFunction>("custom_function"),
-           holds_case<RawPointers>("raw_pointers"), holds_case<TorchScript>("torch_script")})
+           holds_case<TorchScript>("torch_script")})
     cases.push_back(std::move(each));
+  if (tests_the_cpu()) cases.push_back(holds_case<RawPointers>("raw_pointers")); // of the host
   return cases;
 }
 

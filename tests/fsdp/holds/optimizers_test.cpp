@@ -105,7 +105,7 @@ double train(Layers& model, optim::Optimizer& optimizer, int64_t first, int64_t 
   double last = 0;
   for (int64_t step = first; step < first + steps; ++step) {
     optimizer.zero_grad();
-    const auto loss = model.loss(input_of(step, 0));
+    const auto loss = model.loss(model.input_of(step, 0));
     loss.backward();
     optimizer.step();
     last = loss.item<double>();
@@ -152,7 +152,7 @@ TEST(Optimizers, PlainStateBesideAShardedParameterIsAnError) {
     train(*model, *optimizer, 0, 1);
     model->zero_grad();
     shard_case(*model, holds_strategies()[0]);
-    model->loss(input_of(1, 0)).backward();
+    model->loss(model->input_of(1, 0)).backward();
     EXPECT_THROWS_WITH(optimizer->step(), "the gradient of a.weight"); // with weight decay: computed from it
     EXPECT_THROWS_WITH(optimizer->step(), "tessera::shard_optimizer");
   }
@@ -169,7 +169,7 @@ TEST(Optimizers, LbfgsWithAClosure) {
       for (int64_t step = 0; step < 2; ++step) {
         loss = optimizer.step([&] {
           optimizer.zero_grad();
-          auto value = layers.loss(input_of(0, 0));
+          auto value = layers.loss(layers.input_of(0, 0));
           value.backward();
           return value;
         });
@@ -190,7 +190,7 @@ TEST(Optimizers, LbfgsFromBeforeShardingGoesOn) {
     const auto step = [](Layers& layers, optim::LBFGS& lbfgs) {
       const auto loss = lbfgs.step([&] {
         lbfgs.zero_grad();
-        auto value = layers.loss(input_of(0, 0));
+        auto value = layers.loss(layers.input_of(0, 0));
         value.backward();
         return value;
       });

@@ -79,7 +79,7 @@ struct AuxiliaryLossesOnSomeRanks : CaseModel {
     scale = register_parameter("scale", torch::ones({kWidth}));
   }
   std::pair<Tensor, Tensor> forward(Tensor x) {
-    auto auxiliary = torch::zeros({});
+    auto auxiliary = torch::zeros({}, x.options());
     x = x * scale;
     for (auto& block : blocks) {
       const auto h = block->first(x).tanh();
@@ -293,7 +293,7 @@ TEST(Parameters, UnusedOnAllRanksKeepAnUndefinedGradient) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
     const auto model = sharded_case<Layers>(strategy);
-    model->b(model->a(input_of(0, 0))).mean().backward();
+    model->b(model->a(model->input_of(0, 0))).mean().backward();
     EXPECT_TRUE(model->b->bias.grad().defined());
     EXPECT_FALSE(model->head->weight.grad().defined());
     (model->head->weight.sum() + model->a->weight.sum()).backward();

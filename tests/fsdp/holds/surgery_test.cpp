@@ -22,7 +22,7 @@ struct Varied : CaseModel {
         norm(register_module("norm", nn::LayerNorm(nn::LayerNormOptions({8})))),
         gru(register_module("gru", nn::GRU(8, 3))) {}
   Tensor loss(const Tensor& x) override {
-    const auto h = norm(a(x) + embedding(torch::arange(4)));
+    const auto h = norm(a(x) + embedding(torch::arange(4, x.device())));
     return std::get<0>(gru(conv(h.view({2, 2, 8})))).square().mean();
   }
   nn::Linear a;
@@ -63,7 +63,7 @@ TEST(Surgery, EveryInitializerDrawsWhatTheUnshardedModelDraws) {
       torch::manual_seed(11);
       initialize(is_conv ? model->conv->weight : model->a->weight);
       EXPECT_EQ(parameter_difference(*model, *plain), 0);
-      EXPECT_NEAR(model->loss(input_of(0, 0)).item<double>(), plain->loss(input_of(0, 0)).item<double>(), 1e-5);
+      EXPECT_NEAR(model->loss(model->input_of(0, 0)).item<double>(), plain->loss(input_of(0, 0)).item<double>(), 1e-5);
     }
   }
 }
@@ -103,7 +103,7 @@ TEST(Surgery, WritesThroughViewsReachTheShard) {
     write(*plain);
     write(*model);
     EXPECT_EQ(parameter_difference(*model, *plain), 0);
-    EXPECT_NEAR(model->loss(input_of(0, 0)).item<double>(), plain->loss(input_of(0, 0)).item<double>(), 1e-5);
+    EXPECT_NEAR(model->loss(model->input_of(0, 0)).item<double>(), plain->loss(input_of(0, 0)).item<double>(), 1e-5);
   }
 }
 
@@ -111,7 +111,7 @@ TEST(Surgery, ZeroGradAndRequiresGradActOnTheParameter) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
     const auto model = sharded_case<Varied>(strategy);
-    model->loss(input_of(0, 0)).backward();
+    model->loss(model->input_of(0, 0)).backward();
     model->zero_grad(/*set_to_none=*/false);
     for (const auto& parameter : model->parameters()) {
       ASSERT_TRUE(parameter.grad().defined());
@@ -120,7 +120,7 @@ TEST(Surgery, ZeroGradAndRequiresGradActOnTheParameter) {
     model->zero_grad();
     for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
     for (auto& parameter : model->a->parameters()) parameter.requires_grad_(false);
-    model->loss(input_of(0, 0)).backward();
+    model->loss(model->input_of(0, 0)).backward();
     EXPECT_FALSE(model->a->weight.grad().defined());
     EXPECT_TRUE(model->conv->weight.grad().defined());
   }
@@ -135,7 +135,7 @@ TEST(Surgery, ConversionsAreErrorsThatNameTheParameter) {
     EXPECT_THROWS_WITH(model->to(torch::kBFloat16), "set_data on the sharded parameter a.weight " + message);
     EXPECT_THROWS_WITH(model->norm->weight.set_data(torch::ones({8})), "norm.weight " + message);
     model->to(torch::kCPU); // changes nothing
-    model->loss(input_of(0, 0)).backward();
+    model->loss(model->input_of(0, 0)).backward();
     EXPECT_TRUE(is_dtensor(model->a->weight));
   }
 }

@@ -82,7 +82,7 @@ TEST(Threads, TwoIndependentModelsInterleaveTheirPasses) {
       for (int64_t step = 0; step < 3; ++step) {
         first_optimizer.zero_grad();
         second_optimizer.zero_grad();
-        const auto x = input_of(step, 0);
+        const auto x = first.input_of(step, 0);
         const auto a = first.loss(x);
         const auto b = second.loss(x);
         a.backward();
