@@ -143,6 +143,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void start_gather();
   /// The calling thread's current stream reads the unsharded parameters from here on.
   void finish_gather();
+  /// The calling thread's current stream writes the shard from here on, which a gather in flight may still read.
+  void wait_to_write() { users_.join(); }
   /// Frees the unsharded parameters.
   void reshard();
   /// Keeps this rank's part among `neighbours`, from which the next gather is made, where there are any.

@@ -64,13 +64,21 @@ ParameterGroup& group_of_leaf(const at::Tensor& leaf) {
   return *storage->group();
 }
 
+/// What the op writes, a gather in flight may still read on a stream of its own.
+void wait_to_write(ParameterGroup& group) {
+  if (!group.streams().gather.exists()) return;
+  const auto lock = schedule_of(group).lock();
+  group.wait_to_write();
+}
+
 Reads scan(const OperatorTraits& traits, Arguments arguments) {
   Reads reads;
   visit_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t argument) {
     const auto keys = tensor.key_set();
     if (keys.has(kTouchKey)) {
       const bool is_written = traits.arguments[argument].written;
-      if (parameter_meta(tensor)) {
+      if (const auto* meta = parameter_meta(tensor)) {
+        if (is_written) wait_to_write(*meta->group);
         reads.parameter = true;
         reads.writes_parameter = reads.writes_parameter || is_written;
       } else if (keys.has(kDTensorKey)) {

@@ -34,6 +34,10 @@ MUTATIONS = [
     ("fsdp/group_gradients.cpp", "    reduction_.first.wait();\n    reduction_.second.wait();\n", ""),
     ("fsdp/group_gradients.cpp", "  reduction_.second.wait();\n  auto done", "  auto done"),
     ("fsdp/group_gradients.cpp", "  reduction_.second.wait();\n  partial_ =", "  partial_ ="),
+    ("fsdp/touch.cpp", "        if (is_written) wait_to_write(*meta->group);\n", ""),
+    ("fsdp/side_stream.cpp", "  mark(before).wait();\n", ""),
+    ("fsdp/side_stream.cpp", "    Work(end).wait();\n", ""),
+    ("fsdp/schedule.cpp", "  const StreamScope scope(compute_stream_);\n  {", "  {"),
     ("fsdp/reduce_buffer.cpp", "  users.end();\n", ""),
 ]
 

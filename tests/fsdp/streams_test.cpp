@@ -173,6 +173,20 @@ TEST_F(Streams, ReduceBuffersAreFreedInTheOrderOfTheirStream) {
   expect_no_races();
 }
 
+TEST_F(Streams, AWriteComesAfterAGatherThatReadsTheShard) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  auto& block = *net->blocks[0];
+  const auto weight = block.as<Block>()->up->weight;
+  const torch::NoGradGuard no_grad;
+  for (int round = 0; round < 3; ++round) {
+    const auto handle = fsdp(block).unshard_async();
+    weight.fill_(round);
+    EXPECT_TRUE(torch::equal(unsharded(weight).cpu(), torch::full(weight.sizes(), static_cast<double>(round)).to(torch::kFloat)));
+  }
+  expect_no_races();
+}
+
 TEST_F(Streams, AGroupMayBeFreedOnAnotherStreamThanItsOwn) {
   Net net = make_net();
   shard_model(net, strategies()[0]);
