@@ -236,6 +236,25 @@ void ParameterGroup::copy_out_pieces(size_t index, const at::Tensor& by_rank, Co
   }
 }
 
+namespace {
+
+/// Copies a parameter of `bytes` to `to` (bytes) of `output` from the shards of all ranks, [ranks, bytes], in each of which
+/// `part` bytes of it begin at `from`. The last part may be shorter, and parts may be missing.
+void copy_parts(const at::Tensor& output, int64_t to, int64_t bytes, const at::Tensor& by_rank, int64_t from, int64_t part) {
+  if (is_small_plain_copy(output, by_rank, part)) {
+    for (int64_t done = 0; done < bytes; done += part, from += by_rank.size(1))
+      copy_elements(output, to + done, by_rank, from, std::min(part, bytes - done));
+    return;
+  }
+  const auto whole = output.narrow(0, to, bytes);
+  const int64_t full_ranks = bytes / part; // the ranks before the uneven tail
+  whole.narrow(0, 0, full_ranks * part).view({full_ranks, part}).copy_(by_rank.narrow(0, 0, full_ranks).narrow(1, from, part));
+  if (const int64_t rest = bytes - full_ranks * part; rest > 0)
+    whole.narrow(0, full_ranks * part, rest).copy_(by_rank[full_ranks].narrow(0, from, rest));
+}
+
+} // namespace
+
 void ParameterGroup::copy_out(const at::Tensor& gathered) {
   const at::Tensor output = unsharded_bytes_tensor();
   const auto by_rank = gathered.view({axes_.shard_ranks(), sent_bytes()});
@@ -251,20 +270,8 @@ void ParameterGroup::copy_out(const at::Tensor& gathered) {
       copy_out_pieces(i, by_rank, pieces);
       continue;
     }
-    const int64_t part = parameter.pieces[0].numel * item;
-    if (is_small_plain_copy(output, gathered, part)) {
-      for (int64_t done = 0, from = parameter.pieces[0].shard_offset; done < bytes; done += part, from += layout_.shard_bytes)
-        copy_elements(output, parameter.unsharded_offset + done, gathered, from, std::min(part, bytes - done));
-      continue;
-    }
-    const auto whole = output.narrow(0, parameter.unsharded_offset, bytes);
-    const int64_t full_ranks = bytes / part; // the ranks before the uneven tail
-    whole.narrow(0, 0, full_ranks * part)
-        .view({full_ranks, part})
-        .copy_(by_rank.narrow(0, 0, full_ranks).narrow(1, parameter.pieces[0].shard_offset, part));
-    if (const int64_t rest = bytes - full_ranks * part; rest > 0) {
-      whole.narrow(0, full_ranks * part, rest).copy_(by_rank[full_ranks].narrow(0, parameter.pieces[0].shard_offset, rest));
-    }
+    const auto& piece = parameter.pieces[0];
+    copy_parts(output, parameter.unsharded_offset, bytes, by_rank, piece.shard_offset, piece.numel * item);
   }
   pieces.run();
 }
