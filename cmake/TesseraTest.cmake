@@ -1,5 +1,5 @@
 # tessera_test(NAME name SOURCES file... [RANKS n...] [SIMULATED_RANKS n...] [LABELS label...] [LIBRARIES target...]
-#              [TIMEOUT seconds] [ENVIRONMENT VAR=value...])
+#              [TIMEOUT seconds] [ENVIRONMENT VAR=value...] [OVER_BOTH_TRANSPORTS])
 #
 # One GoogleTest program in build/<preset>/bin/tests, built on the precompiled header that all tests share. Its ctest label is the
 # folder's name, plus LABELS.
@@ -7,8 +7,9 @@
 # main of tests/support starts the program as n local ranks, and every rank runs all tests of the program in lockstep.
 # With SIMULATED_RANKS: an entry `name.simulated.<n>ranks` more for each of these, with the label simulated-device, which runs a few
 # of the tests on the simulated device (all with TESSERA_TEST_FULL=1).
+# OVER_BOTH_TRANSPORTS: each entry with TESSERA_TRANSPORT=automatic, which is shared memory, and a second time with gloo.
 function(tessera_test)
-  cmake_parse_arguments(arg "" "NAME;TIMEOUT" "SOURCES;RANKS;SIMULATED_RANKS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(arg "OVER_BOTH_TRANSPORTS" "NAME;TIMEOUT" "SOURCES;RANKS;SIMULATED_RANKS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
   if(NOT arg_NAME OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
     message(FATAL_ERROR "tessera_test: NAME and SOURCES are needed, and these are unknown: '${arg_UNPARSED_ARGUMENTS}'")
   endif()
@@ -20,12 +21,14 @@ function(tessera_test)
   list(TRANSFORM arg_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
   set_property(GLOBAL APPEND PROPERTY TESSERA_TEST_SOURCES ${arg_SOURCES})
 
-  if(arg_RANKS)
-    foreach(ranks IN LISTS arg_RANKS)
-      _tessera_add_test(${arg_NAME}.${ranks}ranks ${ranks} COMMAND ${arg_NAME} --ranks ${ranks})
-    endforeach()
-  else()
-    _tessera_add_test(${arg_NAME} 1 COMMAND ${arg_NAME})
+  if(arg_OVER_BOTH_TRANSPORTS)
+    list(APPEND arg_ENVIRONMENT TESSERA_TRANSPORT=automatic)
+  endif()
+  _tessera_add_entries("")
+  if(arg_OVER_BOTH_TRANSPORTS)
+    list(REMOVE_ITEM arg_RANKS 1) # alone a rank sends nothing
+    list(APPEND arg_ENVIRONMENT TESSERA_TRANSPORT=gloo)
+    _tessera_add_entries(".gloo")
   endif()
   list(APPEND arg_LABELS simulated-device)
   list(APPEND arg_ENVIRONMENT TESSERA_TEST_DEVICE=sim TESSERA_TEST_COUNT=5)
@@ -43,6 +46,17 @@ function(tessera_script_test)
     set(arg_RANKS 1)
   endif()
   _tessera_add_test(${arg_NAME} ${arg_RANKS} COMMAND ${arg_COMMAND})
+endfunction()
+
+# One ctest entry of a tessera_test, or one a world size.
+function(_tessera_add_entries suffix)
+  if(arg_RANKS)
+    foreach(ranks IN LISTS arg_RANKS)
+      _tessera_add_test(${arg_NAME}.${ranks}ranks${suffix} ${ranks} COMMAND ${arg_NAME} --ranks ${ranks})
+    endforeach()
+  else()
+    _tessera_add_test(${arg_NAME}${suffix} 1 COMMAND ${arg_NAME})
+  endif()
 endfunction()
 
 # Reads arg_LABELS, arg_TIMEOUT and arg_ENVIRONMENT of its caller.

@@ -4,11 +4,13 @@
 #include <tessera/collectives/gloo/gloo_communicator.h>
 #include <tessera/collectives/group_store.h>
 #include <tessera/collectives/nccl/plugin.h>
+#include <tessera/collectives/shared_memory/connect.h>
 #include <tessera/collectives/staged/staged_communicator.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <map>
@@ -52,6 +54,22 @@ CommunicatorPtr make_gloo(const GroupDescription& group) {
   return std::make_shared<gloo::GlooCommunicator>(group.name, group.ranks, group.rank, std::move(channel));
 }
 
+void warn_of_refusal(const GroupDescription& group, const std::string& refusal) {
+  static std::atomic<bool> warned{false};
+  if (group.rank == 0 && !warned.exchange(true)) {
+    TORCH_WARN("the ranks of group ", group.name, " cannot share memory and exchange data over gloo, which is slower: ", refusal);
+  }
+}
+
+CommunicatorPtr make_for_cpu(const GroupDescription& group) {
+  if (group.options.transport == Transport::kGloo || !shared_memory::can_reach_each_other(group)) return make_gloo(group);
+  auto connection = shared_memory::connect(group);
+  if (connection.communicator) return connection.communicator;
+  TORCH_CHECK(group.options.transport != Transport::kSharedMemory, "the ranks cannot share memory: ", connection.refusal);
+  warn_of_refusal(group, connection.refusal);
+  return make_gloo(group);
+}
+
 /// TESSERA_CUDA_COLLECTIVES: NCCL, or through the host.
 bool stages_cuda() {
   const char* const value = std::getenv("TESSERA_CUDA_COLLECTIVES");
@@ -64,13 +82,13 @@ bool stages_cuda() {
 CommunicatorPtr make_cuda(const GroupDescription& group) {
   if (!stages_cuda()) return nccl::make_communicator(group);
   const auto device = nccl::choose_device(group.local_rank);
-  return make_staged_communicator(make_gloo(group), device);
+  return make_staged_communicator(make_for_cpu(group), device);
 }
 
 } // namespace
 
 Backend backend_of(at::DeviceType device_type) {
-  if (device_type == at::kCPU) return {make_gloo, [](int64_t) { return at::Device(at::kCPU); }};
+  if (device_type == at::kCPU) return {make_for_cpu, [](int64_t) { return at::Device(at::kCPU); }};
   if (device_type == at::kCUDA) return {make_cuda, nccl::choose_device};
   const std::lock_guard lock(registered_mutex);
   const auto found = registered().find(device_type);

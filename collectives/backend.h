@@ -17,7 +17,8 @@ struct Backend {
   at::Device (*choose_device)(int64_t local_rank);
 };
 
-/// gloo for the CPU, NCCL (libtessera_nccl.so) for CUDA, and what was registered. An error for other device types.
+/// Shared memory or gloo for the CPU, NCCL (libtessera_nccl.so) for CUDA, and what was registered. An error for other device
+/// types.
 Backend backend_of(at::DeviceType device_type);
 
 /// For a device type of the program's own, such as PrivateUse1. Before the first mesh of it.

@@ -98,6 +98,25 @@ void check_broadcast(const Communicator& group, const at::Tensor& tensor, int ro
   TORCH_CHECK(root >= 0 && root < group.size(), call.text(), ": root ", root, " is not in [0, ", group.size(), ")");
 }
 
+namespace {
+
+void check_message(const Communicator& group, CollectiveKind kind, const at::Tensor& tensor, int peer, std::string_view label) {
+  const Call call{group, kind, label};
+  call.check_tensor(tensor, "tensor");
+  TORCH_CHECK(peer >= 0 && peer < group.size(), call.text(), ": peer ", peer, " is not in [0, ", group.size(), ")");
+  TORCH_CHECK(peer != group.rank(), call.text(), ": the peer is this rank itself");
+}
+
+} // namespace
+
+void check_send(const Communicator& group, const at::Tensor& tensor, int to, std::string_view label) {
+  check_message(group, CollectiveKind::kSend, tensor, to, label);
+}
+
+void check_receive(const Communicator& group, const at::Tensor& tensor, int from, std::string_view label) {
+  check_message(group, CollectiveKind::kReceive, tensor, from, label);
+}
+
 std::vector<int64_t> AllToAllSplits::byte_counts(int64_t width) const {
   std::vector<int64_t> counts;
   for (const auto* list : {&input, &output})

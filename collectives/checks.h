@@ -17,6 +17,8 @@ void check_all_gather(const Communicator& group, const at::Tensor& output, const
 void check_reduce_scatter(const Communicator& group, const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                           std::string_view label);
 void check_all_reduce(const Communicator& group, const at::Tensor& tensor, ReduceOp op, std::string_view label);
+void check_send(const Communicator& group, const at::Tensor& tensor, int to, std::string_view label);
+void check_receive(const Communicator& group, const at::Tensor& tensor, int from, std::string_view label);
 void check_broadcast(const Communicator& group, const at::Tensor& tensor, int root, std::string_view label);
 
 struct AllToAllSplits {

@@ -43,6 +43,13 @@ class Communicator {
   virtual Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
                           const std::vector<int64_t>& input_splits, std::string_view label) = 0;
   virtual Work broadcast(const at::Tensor& tensor, int root, std::string_view label) = 0;
+  /// `tensor` goes to rank `to`, which calls `receive` with a tensor of the same size and dtype, and the same label. The messages
+  /// from one rank to another come in the order of their calls; no other rank takes part. Done when the receiver has it.
+  virtual Work send(const at::Tensor& tensor, int to, std::string_view label);
+  virtual Work receive(const at::Tensor& tensor, int from, std::string_view label);
+  /// Uninitialized memory on the group's device for tensors that its collectives move fastest: over shared memory the other ranks
+  /// read inputs where they lie, instead of copies. Of this rank alone; freed with the DataPtr.
+  virtual c10::DataPtr allocate(int64_t bytes);
   /// Runs the collectives that `issue` calls on this communicator as one launch (NCCL) and returns one `Work` for all of them;
   /// the `Work`s of the single calls are not waited for. Every rank issues the same ones. Calls do not nest.
   virtual Work coalesced(const std::function<void()>& issue) = 0;

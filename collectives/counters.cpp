@@ -10,6 +10,8 @@ const char* to_string(CollectiveKind kind) {
     case CollectiveKind::kAllToAll: return "all_to_all";
     case CollectiveKind::kBroadcast: return "broadcast";
     case CollectiveKind::kBarrier: return "barrier";
+    case CollectiveKind::kSend: return "send";
+    case CollectiveKind::kReceive: return "receive";
   }
   return "unknown";
 }

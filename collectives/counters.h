@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-enum class CollectiveKind { kAllGather, kReduceScatter, kAllReduce, kAllToAll, kBroadcast, kBarrier };
-inline constexpr int kCollectiveKinds = 6;
+enum class CollectiveKind { kAllGather, kReduceScatter, kAllReduce, kAllToAll, kBroadcast, kBarrier, kSend, kReceive };
+inline constexpr int kCollectiveKinds = 8;
 
 /// "all_gather", "reduce_scatter", …
 const char* to_string(CollectiveKind kind);

@@ -3,6 +3,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <tessera/collectives/process_group_options.h>
 #include <tessera/collectives/rank_watch.h>
+#include <tessera/collectives/shared_memory/arenas.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <cstdint>
@@ -22,6 +23,7 @@ struct GroupDescription {
   ProcessGroupOptions options;
   c10::intrusive_ptr<c10d::Store> store; ///< this group's own keys
   std::shared_ptr<RankWatch> watch;
+  std::shared_ptr<shared_memory::Arenas> arenas; ///< of this process, for all groups
 };
 
 } // namespace tessera::internal

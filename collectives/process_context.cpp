@@ -49,6 +49,14 @@ ProcessGroupOptions with_overrides(ProcessGroupOptions options, const internal::
                 " must be 0 or 1");
     options.check_collectives = found->second == "1";
   }
+  if (const auto found = environment.find("TESSERA_TRANSPORT"); found != environment.end() && !found->second.empty()) {
+    const auto& name = found->second;
+    TORCH_CHECK(name == "automatic" || name == "shared_memory" || name == "gloo", "environment variable TESSERA_TRANSPORT=", name,
+                " must be automatic, shared_memory or gloo");
+    options.transport = name == "gloo"        ? Transport::kGloo
+                        : name == "automatic" ? Transport::kAutomatic
+                                              : Transport::kSharedMemory;
+  }
   return options;
 }
 
@@ -83,10 +91,12 @@ c10::intrusive_ptr<c10d::Store> connect_store(const internal::JobEnvironment& jo
 
 std::string joined_key(int64_t rank) { return c10::str("joined/", rank); }
 std::string process_key(int64_t rank) { return c10::str("process/", rank); }
+std::string transport_key(int64_t rank) { return c10::str("transport/", rank); }
 
-/// Where the process of each rank runs.
+/// Where the process of each rank runs, and how it wants to exchange data.
 struct Places {
   std::vector<std::string> hosts, processes; ///< what `host_identity` and `RankWatch::own_process` return there
+  std::vector<std::string> transports;
 };
 
 std::vector<int64_t> absent(c10d::Store& store, const std::vector<int64_t>& ranks) {
@@ -100,20 +110,38 @@ std::vector<std::string> values_of(c10d::Store& store, const std::vector<std::st
   return values;
 }
 
+const char* name_of(Transport transport) {
+  switch (transport) {
+    case Transport::kAutomatic: return "automatic";
+    case Transport::kSharedMemory: return "shared_memory";
+    case Transport::kGloo: return "gloo";
+  }
+  return "unknown";
+}
+
+// Ranks with different ones would wait for each other in vain.
+void check_same_transport(const std::vector<std::string>& transports) {
+  const auto other = std::find_if(transports.begin(), transports.end(), [&](const auto& each) { return each != transports[0]; });
+  TORCH_CHECK(other == transports.end(), "init_process_group: the transport (TESSERA_TRANSPORT, ProcessGroupOptions) is ",
+              transports[0], " on rank 0 and ", *other, " on rank ", other - transports.begin());
+}
+
 /// Waits for all ranks. `launch` says in its store which of them have ended before they came.
 Places join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& job_store,
-            const internal::JobEnvironment& job, std::chrono::milliseconds timeout) {
+            const internal::JobEnvironment& job, const ProcessGroupOptions& options) {
   store->set(process_key(job.rank), internal::RankWatch::own_process());
+  store->set(transport_key(job.rank), name_of(options.transport));
   store->set(joined_key(job.rank), host_identity());
   std::vector<int64_t> ranks(job.world_size);
   std::iota(ranks.begin(), ranks.end(), 0);
-  std::vector<std::string> keys, process_keys;
+  std::vector<std::string> keys, process_keys, transport_keys;
   for (const auto rank : ranks) {
     keys.push_back(joined_key(rank));
     process_keys.push_back(process_key(rank));
+    transport_keys.push_back(transport_key(rank));
   }
   try {
-    internal::wait_for_keys(store, keys, timeout, [store, job_store] {
+    internal::wait_for_keys(store, keys, options.timeout, [store, job_store] {
       return absent(*store, internal::ended_ranks(*job_store)).empty() ? "" : "a rank has ended before it came";
     });
   } catch (const std::exception&) {
@@ -123,10 +151,10 @@ Places join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_p
       C10_THROW_ERROR(DistNetworkError, c10::str(text, "these ranks have ended before they called it: ", c10::Join(", ", ended)));
     }
     if (const auto missing = absent(*store, ranks); !missing.empty())
-      C10_THROW_ERROR(DistNetworkError, c10::str(text, "timed out after ", timeout.count(), " ms; of ", job.world_size,
+      C10_THROW_ERROR(DistNetworkError, c10::str(text, "timed out after ", options.timeout.count(), " ms; of ", job.world_size,
                                                  " ranks these did not come: ", c10::Join(", ", missing)));
   }
-  return {values_of(*store, keys), values_of(*store, process_keys)};
+  return {values_of(*store, keys), values_of(*store, process_keys), values_of(*store, transport_keys)};
 }
 
 // A write to a connection whose peer is gone shall be an error of that collective, not the end of this process.
@@ -142,6 +170,7 @@ struct ProcessContext::Communicators {
 
   std::vector<std::string> hosts; ///< of each rank
   std::shared_ptr<internal::RankWatch> watch;
+  std::shared_ptr<internal::shared_memory::Arenas> arenas = std::make_shared<internal::shared_memory::Arenas>();
   mutable std::mutex mutex;
   std::map<Key, CommunicatorPtr> by_key;
 };
@@ -165,14 +194,14 @@ CommunicatorPtr ProcessContext::communicator(const std::vector<int64_t>& ranks, 
   }
 
   const auto& hosts = communicators_->hosts;
-  internal::GroupDescription group;
-  group.name = purpose;
-  group.ranks = ranks;
-  group.rank = static_cast<int>(own - ranks.begin());
-  group.local_rank = local_rank_;
+  internal::GroupDescription group{.name = purpose,
+                                   .ranks = ranks,
+                                   .rank = static_cast<int>(own - ranks.begin()),
+                                   .local_rank = local_rank_,
+                                   .options = options_,
+                                   .watch = communicators_->watch,
+                                   .arenas = communicators_->arenas};
   group.all_local = std::all_of(ranks.begin(), ranks.end(), [&](auto rank) { return hosts[rank] == hosts[ranks[0]]; });
-  group.options = options_;
-  group.watch = communicators_->watch;
   group.store = c10::make_intrusive<internal::GroupStore>(
       c10::str("group/", c10::DeviceTypeName(device_type), "/", purpose, "/", c10::Join("_", ranks)), store_, ranks, group.watch);
   return found = internal::make_backend_communicator(group, device_type);
@@ -212,7 +241,8 @@ void init_process_group(const ProcessGroupOptions& options) {
   store->setTimeout(made->options_.timeout);
   // The launcher's store outlives a restart and a second `init_process_group`.
   made->store_ = c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", job.restart, "/", generation), store);
-  auto places = join(made->store_, store, job, made->options_.timeout);
+  auto places = join(made->store_, store, job, made->options_);
+  check_same_transport(places.transports);
   made->communicators_ = std::make_unique<ProcessContext::Communicators>();
   made->communicators_->watch = std::make_shared<internal::RankWatch>(job.rank, places.processes, made->store_, store);
   made->communicators_->hosts = std::move(places.hosts);

@@ -86,14 +86,21 @@ std::optional<MissingRank> MissingRank::decode(std::string_view text) {
 
 RankWatch::RankWatch(int64_t rank, const std::vector<std::string>& processes, c10::intrusive_ptr<c10d::Store> store,
                      c10::intrusive_ptr<c10d::Store> job_store)
-    : rank_(rank), store_(std::move(store)), job_store_(std::move(job_store)), processes_(processes.size(), kUnseen) {
+    : rank_(rank),
+      store_(std::move(store)),
+      job_store_(std::move(job_store)),
+      ids_(processes.size()),
+      processes_(processes.size(), kUnseen) {
   const auto scope = process_scope();
   if (scope.empty()) return;
   const auto is_here = [&](const std::string& process) { return process.starts_with(scope); };
-  gloo::reserve_descriptors(static_cast<int>(absl::c_count_if(processes, is_here)));
+  processes_here_ = static_cast<int>(absl::c_count_if(processes, is_here));
+  gloo::reserve_descriptors(processes_here_);
   for (size_t other = 0; other < processes.size(); ++other)
-    if (static_cast<int64_t>(other) != rank && is_here(processes[other])) {
-      const int process = open_process(std::atoi(processes[other].c_str() + scope.size()));
+    if (is_here(processes[other])) {
+      ids_[other] = std::atoi(processes[other].c_str() + scope.size());
+      if (static_cast<int64_t>(other) == rank) continue;
+      const int process = open_process(ids_[other]);
       processes_[other] = process >= 0 ? process : means_no_process(errno) ? kGone : kUnseen;
     }
 }
@@ -107,6 +114,12 @@ std::string RankWatch::own_process() {
   const auto scope = process_scope();
   return scope.empty() ? "" : c10::str(scope, getpid());
 }
+
+std::optional<pid_t> RankWatch::process_here(int64_t rank) const {
+  return ids_[rank] != 0 ? std::optional(ids_[rank]) : std::nullopt;
+}
+
+bool RankWatch::sees_end_of(int64_t rank) const { return rank == rank_ || processes_[rank] != kUnseen; }
 
 bool RankWatch::has_ended(int64_t rank) const {
   return processes_[rank] == kGone || (processes_[rank] >= 0 && is_readable(processes_[rank]));

@@ -47,7 +47,12 @@ class RankWatch {
   RankWatch& operator=(const RankWatch&) = delete;
 
   static std::string own_process();
+  /// The process of `rank` where it is on this host, and seen from here under that number: this rank's own as well.
+  std::optional<pid_t> process_here(int64_t rank) const;
+  int processes_here() const { return processes_here_; }
 
+  /// Whether `has_ended` can tell.
+  bool sees_end_of(int64_t rank) const;
   /// Whether the process of `rank` has ended, whatever holds its connections open. False where it cannot be seen: on other hosts.
   bool has_ended(int64_t rank) const;
   /// The first of `ranks` that has ended, or that the record names. Asks the store.
@@ -79,6 +84,8 @@ class RankWatch {
   mutable std::atomic<bool> store_is_gone_{false};
   c10::intrusive_ptr<c10d::Store> store_, job_store_;
   static constexpr int kUnseen = -1, kGone = -2;
+  std::vector<pid_t> ids_; ///< of each rank, or 0
+  int processes_here_ = 0;
   std::vector<int> processes_; ///< of each rank a descriptor that can be polled for its end, kUnseen or kGone
 };
 

@@ -11,6 +11,11 @@ namespace tessera::internal {
 
 namespace {
 
+/// A send meets a receive.
+uint8_t met_by(uint8_t kind) {
+  return static_cast<CollectiveKind>(kind) == CollectiveKind::kReceive ? static_cast<uint8_t>(CollectiveKind::kSend) : kind;
+}
+
 bool reduces(CollectiveKind kind) { return kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduceScatter; }
 
 } // namespace
@@ -42,7 +47,7 @@ Signature make_signature(CollectiveKind kind, std::string_view label, c10::Scala
 
 bool Signature::same_collective(const Signature& other) const {
   return sequence == other.sequence && label_hash == other.label_hash && bytes == other.bytes && root == other.root &&
-         kind == other.kind && reduce_op == other.reduce_op && dtype == other.dtype;
+         met_by(kind) == met_by(other.kind) && reduce_op == other.reduce_op && dtype == other.dtype;
 }
 
 std::string Signature::to_string() const {

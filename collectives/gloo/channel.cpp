@@ -1,7 +1,7 @@
 #include <tessera/collectives/gloo/channel.h>
 
+#include <tessera/collectives/background_scheduling.h>
 #include <tessera/collectives/error_text.h>
-#include <tessera/collectives/gloo/background_scheduling.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -15,7 +15,7 @@ namespace tessera::internal::gloo {
 
 namespace {
 
-constexpr int kSentinelTag = 1 << 29;
+constexpr int kSentinelTag = Channel::kPairTag; // a message between two ranks has further bits
 constexpr auto kMonitorInterval = std::chrono::milliseconds(100);
 // What an ended process has sent is on its way for a moment, and gloo's thread takes another to read it. The connections end
 // behind that, unless somebody else holds them open. Counted in rounds of the monitor, each of which had to get the processor
@@ -43,6 +43,11 @@ std::vector<at::Tensor> as_bytes(void* data, int64_t bytes) {
 // A wait that times out makes gloo close all connections of the group: one waiter is told of the time, the others of that.
 bool has_timed_out(const std::string& cause) { return cause.find("Timed out waiting") != std::string::npos; }
 bool was_closed_here(const std::string& cause) { return cause.find("Application timeout") != std::string::npos; }
+
+int tag_of(int tag, int64_t length) {
+  if (tag == Channel::kPairTag) return tag | static_cast<int>(length);
+  return tag < 0 ? static_cast<int>(length) : tag;
+}
 
 template <typename Post>
 void in_pieces(int64_t bytes, const Post& post) {
@@ -93,13 +98,13 @@ void Channel::receive(int peer, int tag, void* data, int64_t bytes, std::vector<
 
 void Channel::send_payload(int peer, int tag, const void* data, int64_t bytes, std::vector<Message>& messages) {
   in_pieces(bytes, [&](int64_t offset, int64_t length) {
-    send(peer, tag < 0 ? static_cast<int>(length) : tag, static_cast<const char*>(data) + offset, length, messages);
+    send(peer, tag_of(tag, length), static_cast<const char*>(data) + offset, length, messages);
   });
 }
 
 void Channel::receive_payload(int peer, int tag, void* data, int64_t bytes, std::vector<Message>& messages) {
   in_pieces(bytes, [&](int64_t offset, int64_t length) {
-    receive(peer, tag < 0 ? static_cast<int>(length) : tag, static_cast<char*>(data) + offset, length, messages);
+    receive(peer, tag_of(tag, length), static_cast<char*>(data) + offset, length, messages);
   });
 }
 

@@ -11,10 +11,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 namespace c10d {
@@ -44,6 +46,12 @@ struct ChannelOptions {
   std::shared_ptr<RankWatch> watch = nullptr; ///< of the job; needed
 };
 
+/// From which rank of the group to which.
+struct Direction {
+  int from = -1, to = -1;
+  friend bool operator<(const Direction& a, const Direction& b) { return std::tie(a.from, a.to) < std::tie(b.from, b.to); }
+};
+
 /// One send or receive of bytes to or from a peer that gloo carries out in the background.
 struct Message {
   c10::intrusive_ptr<c10d::Work> work;
@@ -59,6 +67,10 @@ class Channel : public std::enable_shared_from_this<Channel> {
  public:
   static constexpr int kHeaderTag = 0;
   static constexpr int64_t kMaxMessageBytes = int64_t{1} << 28;
+  /// Between two ranks outside of the group's order. A sentinel has none of these bits but the highest.
+  static constexpr int kPairTag = 1 << 29;
+  static constexpr int kPairHeaderTag =
+      kPairTag | (static_cast<int>(kMaxMessageBytes) + 1); ///< to the higher rank; + 1: to the lower
 
   /// Connects every pair of ranks, with one descriptor a peer. gloo's listening port stays open, takes a descriptor for each
   /// stranger who connects to it, and ends the process when there is none left: `reserve_descriptors` spares a few.
@@ -74,10 +86,11 @@ class Channel : public std::enable_shared_from_this<Channel> {
   /// Held while a collective posts its messages, so that every pair of ranks sees them in one order.
   std::unique_lock<std::mutex> posting_order() { return std::unique_lock(posting_mutex_); }
   uint64_t next_sequence() { return sequence_++; } ///< with `posting_order` held
+  uint64_t next_sequence(Direction direction) { return pair_sequences_[direction]++; }
 
   void send(int peer, int tag, const void* data, int64_t bytes, std::vector<Message>& messages);
   void receive(int peer, int tag, void* data, int64_t bytes, std::vector<Message>& messages);
-  /// Splits long payloads; `tag` < 0 means the tag that stands for the message's length.
+  /// Splits long payloads; `tag` < 0 means the tag that stands for the message's length, and kPairTag that one between two ranks.
   void send_payload(int peer, int tag, const void* data, int64_t bytes, std::vector<Message>& messages);
   void receive_payload(int peer, int tag, void* data, int64_t bytes, std::vector<Message>& messages);
 
@@ -137,6 +150,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group_;
   std::mutex posting_mutex_;
   uint64_t sequence_ = 0;
+  std::map<Direction, uint64_t> pair_sequences_;
 
   mutable std::mutex mutex_; // guards what follows
   std::condition_variable wake_monitor_, wake_background_, failed_;

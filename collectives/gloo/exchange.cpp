@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <utility>
 
 namespace tessera::internal::gloo {
@@ -22,6 +23,18 @@ constexpr std::chrono::seconds kMonitorLimit(2);
 
 bool Exchange::has_header() const {
   return channel_->options().check_signatures || signature_.kind == static_cast<uint8_t>(CollectiveKind::kBarrier);
+}
+
+std::vector<int> Exchange::participants() const {
+  if (plan_.direction) return {plan_.direction->from, plan_.direction->to};
+  std::vector<int> all(channel_->size());
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+int Exchange::header_tag() const {
+  if (!plan_.direction) return Channel::kHeaderTag;
+  return Channel::kPairHeaderTag + (plan_.direction->from < plan_.direction->to ? 0 : 1);
 }
 
 // The same for every collective: gloo ends the process when a message is longer than the buffer that waits for it.
@@ -41,9 +54,10 @@ void Exchange::start(Signature signature, ExchangePlan plan) {
   if (has_header()) header_buffer_ = channel_->take_buffer(2 * channel_->size() * header_bytes());
   try {
     const auto order = channel_->posting_order();
-    signature_.sequence = channel_->next_sequence();
+    const auto& direction = plan_.direction;
+    signature_.sequence = direction ? channel_->next_sequence(*direction) : channel_->next_sequence();
     if (has_header()) post_headers(signature_);
-    post_payloads(plan_, -1, has_header() ? kInlineBytes : 0, receives_, sends_);
+    post_payloads(plan_, direction ? Channel::kPairTag : -1, has_header() ? kInlineBytes : 0, receives_, sends_);
   } catch (const std::exception& error) {
     const auto lost = channel_->lost_peers();
     const auto text = c10::str(
@@ -56,7 +70,7 @@ void Exchange::start(Signature signature, ExchangePlan plan) {
 }
 
 void Exchange::post_headers(const Signature& signature) {
-  for (int peer = 0; peer < channel_->size(); ++peer) {
+  for (const int peer : participants()) {
     const bool own = peer == channel_->rank();
     auto* end = own ? received_header(peer) : sent_header(peer);
     const auto* begin = end;
@@ -69,8 +83,8 @@ void Exchange::post_headers(const Signature& signature) {
     if (own) continue;
     const auto& payload = plan_.send[peer];
     if (payload.count <= kInlineBytes) append(payload.data, payload.count);
-    channel_->receive(peer, Channel::kHeaderTag, received_header(peer), header_bytes(), header_receives_);
-    channel_->send(peer, Channel::kHeaderTag, begin, end - begin, sends_);
+    channel_->receive(peer, header_tag(), received_header(peer), header_bytes(), header_receives_);
+    channel_->send(peer, header_tag(), begin, end - begin, sends_);
   }
 }
 
@@ -144,16 +158,20 @@ void Exchange::receive_headers() {
       if (&other == &message || !channel_->has_come(other)) missing.push_back(other.peer);
     throw Absence(missing, true,
                   c10::str("the call of rank", missing.size() == 1 ? " " : "s ", c10::Join(", ", channel_->ranks_of(missing)),
-                           ": every rank of the group must call it"));
+                           plan_.direction ? "" : ": every rank of the group must call it"));
   }
 }
 
 void Exchange::check_signatures() const {
-  std::vector<Signature> signatures(channel_->size());
-  for (int rank = 0; rank < channel_->size(); ++rank) std::memcpy(&signatures[rank], received_header(rank), sizeof(Signature));
+  std::vector<Signature> signatures;
+  std::vector<int64_t> ranks;
+  for (const int rank : participants()) {
+    std::memcpy(&signatures.emplace_back(), received_header(rank), sizeof(Signature));
+    ranks.push_back(ranks_[rank]);
+  }
   const bool same =
       std::all_of(signatures.begin(), signatures.end(), [&](const auto& s) { return s.same_collective(signature_); });
-  TORCH_CHECK(same, call_, ": the ranks of the group called different collectives:", describe_signatures(signatures, ranks_));
+  TORCH_CHECK(same, call_, ": the ranks of the group called different collectives:", describe_signatures(signatures, ranks));
 }
 
 void Exchange::check_counts() const {
@@ -174,7 +192,7 @@ void Exchange::check_counts() const {
 }
 
 void Exchange::unpack_headers() const {
-  for (int peer = 0; peer < channel_->size(); ++peer) {
+  for (const int peer : participants()) {
     const auto& incoming = plan_.receive[peer];
     if (peer != channel_->rank() && incoming.count > 0 && incoming.count <= kInlineBytes)
       std::memcpy(incoming.data, received_header(peer) + sizeof(Signature) + counts_bytes(), incoming.count);

@@ -31,6 +31,8 @@ struct ExchangePlan {
   /// Where ranks may differ in what they send (all_to_all): the bytes that this rank sends to each rank, then those that it
   /// expects from each. Every rank compares those of all.
   std::vector<int64_t> counts = {};
+  /// Where one rank sends to another, and no third takes part: these two.
+  std::optional<Direction> direction = {};
 };
 
 /// One collective in flight: everybody sends a part to everybody, and then something is computed.
@@ -68,7 +70,7 @@ class Exchange final : public InFlight, public std::enable_shared_from_this<Exch
 
   void run();
   void post_headers(const Signature& signature);
-  /// Those of more than `longer_than` bytes.
+  /// Those of more than `longer_than` bytes. `tag` < 0 means those that stand for a message's length.
   void post_payloads(const ExchangePlan& plan, int tag, int64_t longer_than, std::vector<Message>& receives,
                      std::vector<Message>& sends);
   void receive_headers();
@@ -84,6 +86,8 @@ class Exchange final : public InFlight, public std::enable_shared_from_this<Exch
   std::string explain(const Absence& absence, bool is_awaited) const;
   void abort_messages();
   bool has_header() const;
+  int header_tag() const;
+  std::vector<int> participants() const;
   int64_t header_bytes() const;
   int64_t counts_bytes() const { return static_cast<int64_t>(plan_.counts.size() * sizeof(int64_t)); }
   char* sent_header(int peer) const;

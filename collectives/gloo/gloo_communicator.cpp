@@ -1,8 +1,9 @@
 #include <tessera/collectives/gloo/gloo_communicator.h>
 
 #include <tessera/collectives/checks.h>
+#include <tessera/collectives/combined_work.h>
 #include <tessera/collectives/gloo/exchange.h>
-#include <tessera/collectives/gloo/reduce.h>
+#include <tessera/collectives/reduce.h>
 
 #include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
@@ -39,17 +40,6 @@ void copy_bytes(void* to, const void* from, int64_t count) {
   if (count > 0 && to != from) std::memcpy(to, from, count);
 }
 
-struct CombinedWork final : WorkState {
-  explicit CombinedWork(std::vector<Work> w) : works(std::move(w)) {}
-  void wait() override {
-    for (auto& work : works) work.wait();
-  }
-  bool is_completed() override {
-    return absl::c_all_of(works, [](const auto& work) { return work.is_completed(); });
-  }
-  std::vector<Work> works;
-};
-
 } // namespace
 
 struct GlooCommunicator::Call {
@@ -76,7 +66,7 @@ Work GlooCommunicator::finish_call(const Call& call, std::vector<std::shared_ptr
   counters_.add(call.kind, call.bytes);
   std::vector<Work> works;
   for (auto& exchange : exchanges) works.emplace_back(std::make_shared<ExchangeWork>(channel_, std::move(exchange)));
-  auto work = works.size() == 1 ? works[0] : Work(std::make_shared<CombinedWork>(std::move(works)));
+  auto work = works.size() == 1 ? works[0] : combine(std::move(works));
   if (coalescing_thread_ == std::this_thread::get_id()) coalesced_.push_back(work);
   return work;
 }
@@ -203,6 +193,28 @@ Work GlooCommunicator::broadcast(const at::Tensor& tensor, int root, std::string
   return run({CollectiveKind::kBroadcast, label, tensor.scalar_type(), whole.count, ReduceOp::kSum, root}, std::move(plan));
 }
 
+Work GlooCommunicator::send(const at::Tensor& tensor, int to, std::string_view label) {
+  check_send(*this, tensor, to, label);
+  return run_between(CollectiveKind::kSend, {rank(), to}, tensor, label);
+}
+
+Work GlooCommunicator::receive(const at::Tensor& tensor, int from, std::string_view label) {
+  check_receive(*this, tensor, from, label);
+  return run_between(CollectiveKind::kReceive, {from, rank()}, tensor, label);
+}
+
+Work GlooCommunicator::run_between(CollectiveKind kind, Direction direction, const at::Tensor& tensor, std::string_view label) {
+  const Bytes whole{tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes())};
+  ExchangePlan plan(size());
+  plan.direction = direction;
+  if (kind == CollectiveKind::kSend)
+    plan.send[direction.to] = whole;
+  else
+    plan.receive[direction.from] = whole;
+  plan.finish = [tensor] {};
+  return run({kind, label, tensor.scalar_type(), whole.count}, std::move(plan));
+}
+
 Work GlooCommunicator::coalesced(const std::function<void()>& issue) {
   TORCH_CHECK(coalescing_thread_ == std::thread::id(), "coalesced calls on group ", name(), " do not nest");
   coalescing_thread_ = std::this_thread::get_id();
@@ -211,7 +223,7 @@ Work GlooCommunicator::coalesced(const std::function<void()>& issue) {
     coalesced_.clear();
   });
   issue();
-  return Work(std::make_shared<CombinedWork>(std::move(coalesced_)));
+  return combine(std::move(coalesced_));
 }
 
 void GlooCommunicator::barrier(std::string_view label) { run({CollectiveKind::kBarrier, label}, ExchangePlan(size())).wait(); }

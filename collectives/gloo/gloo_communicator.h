@@ -28,6 +28,8 @@ class GlooCommunicator final : public Communicator {
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
                   const std::vector<int64_t>& input_splits, std::string_view label) override;
   Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override;
+  Work send(const at::Tensor& tensor, int to, std::string_view label) override;
+  Work receive(const at::Tensor& tensor, int from, std::string_view label) override;
   Work coalesced(const std::function<void()>& issue) override;
   void barrier(std::string_view label) override;
 
@@ -36,6 +38,7 @@ class GlooCommunicator final : public Communicator {
   std::shared_ptr<Exchange> start(const Call& call, ExchangePlan plan);
   Work finish_call(const Call& call, std::vector<std::shared_ptr<Exchange>> exchanges);
   Work run(const Call& call, ExchangePlan plan);
+  Work run_between(CollectiveKind kind, Direction direction, const at::Tensor& tensor, std::string_view label);
   void reduce_into(const at::Tensor& output, const at::Tensor& input, ReduceOp op, ExchangePlan& plan);
   Work all_reduce_in_two_rounds(const Call& call, const at::Tensor& tensor, ReduceOp op);
   std::shared_ptr<Exchange> all_reduce_segment(const Call& call, const at::Tensor& tensor, ReduceOp op);

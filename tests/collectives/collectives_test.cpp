@@ -207,6 +207,43 @@ TEST(Collectives, ManyInFlightWaitedForInAnyOrder) {
   }
 }
 
+// A tensor in memory that the group's `allocate` made.
+at::Tensor allocated(Communicator& group, const at::Tensor& values) {
+  auto memory = group.allocate(static_cast<int64_t>(std::max<size_t>(1, values.nbytes())));
+  void* const data = memory.get();
+  const auto owner = std::make_shared<c10::DataPtr>(std::move(memory));
+  auto tensor = torch::from_blob(
+      data, values.sizes(), [owner](void*) {}, values.options());
+  return tensor.copy_(values);
+}
+
+TEST(Collectives, OnMemoryOfTheGroup) {
+  auto group = world();
+  const int n = group->size(), me = group->rank();
+  for (const int64_t numel : {1, 5000, 70001, 600000}) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kChar}) {
+      auto output = allocated(*group, torch::zeros({n * numel}, dtype));
+      auto own = output.narrow(0, me * numel, numel).copy_(values(numel, me, dtype));
+      group->all_gather_into(output, own, "in place").wait();
+      EXPECT_TENSORS_EQUAL(output, torch::cat(of_all_ranks(numel, dtype)));
+      const auto all = of_all_ranks(n * numel, dtype);
+      auto part = torch::zeros({numel}, dtype);
+      group->reduce_scatter(part, allocated(*group, all[me]), ReduceOp::kSum, "sum").wait();
+      EXPECT_TENSORS_EQUAL(part, reduced(all, ReduceOp::kSum).narrow(0, me * numel, numel));
+      auto tensor = allocated(*group, all[me]);
+      group->all_reduce(tensor, ReduceOp::kMax, "max").wait();
+      EXPECT_TENSORS_EQUAL(tensor, reduced(all, ReduceOp::kMax));
+      auto swapped = torch::zeros({n * numel}, dtype);
+      group->all_to_all(swapped, allocated(*group, all[me]), {}, {}, "swap").wait();
+      for (int r = 0; r < n; ++r) EXPECT_TENSORS_EQUAL(swapped.narrow(0, r * numel, numel), all[r].narrow(0, me * numel, numel));
+      auto sent = allocated(*group, values(numel, me, dtype)); // on the root alone
+      if (me > 0) sent = torch::zeros({numel}, dtype);
+      group->broadcast(sent, 0, "broadcast").wait();
+      EXPECT_TENSORS_EQUAL(sent, values(numel, 0, dtype));
+    }
+  }
+}
+
 TEST(Collectives, ADroppedWorkStillCompletes) {
   auto group = world();
   auto tensor = torch::ones({50000});
@@ -243,6 +280,46 @@ TEST(Collectives, PurposesAreIndependent) {
   EXPECT_TENSORS_EQUAL(b, a);
 }
 
+TEST(Collectives, MessagesBetweenTwoRanksComeInOrder) {
+  auto group = world();
+  const int n = group->size(), me = group->rank();
+  if (n == 1) {
+    EXPECT_THROWS_WITH(group->send(torch::ones({1}), 0, "m"), "has no messages between two ranks");
+    return;
+  }
+  const int next = (me + 1) % n, before = (me + n - 1) % n;
+  for (const int64_t numel : {0, 1, 5, 5000, 300001}) {
+    std::vector<Work> works;
+    std::vector<at::Tensor> received;
+    for (int i = 0; i < 12; ++i) { // more than are in flight without the peer
+      works.push_back(group->send(values(numel, me + i, at::kFloat), next, c10::str("message ", i)));
+      received.push_back(torch::zeros({numel}));
+      works.push_back(group->receive(received.back(), before, c10::str("message ", i)));
+    }
+    auto sum = torch::ones({3}); // a collective of all beside them
+    group->all_reduce(sum, ReduceOp::kSum, "beside").wait();
+    for (auto& work : works) work.wait();
+    EXPECT_TENSORS_EQUAL(sum, torch::full({3}, n, torch::kFloat));
+    for (int i = 0; i < 12; ++i) EXPECT_TENSORS_EQUAL(received[i], values(numel, before + i, at::kFloat));
+  }
+}
+
+TEST(Collectives, OtherRanksTakeNoPartInAMessage) {
+  auto group = world();
+  if (group->size() == 1) return;
+  const auto sent = values(70000, 3, at::kBFloat16);
+  auto received = torch::zeros_like(sent);
+  group->counters().reset();
+  if (group->rank() == 0) group->send(sent, group->size() - 1, "m").wait();
+  if (group->rank() == group->size() - 1) {
+    group->receive(received, 0, "m").wait();
+    EXPECT_TENSORS_EQUAL(received, sent);
+    EXPECT_EQ(group->counters().get(CollectiveKind::kReceive), (CollectiveCounters::Count{1, 140000}));
+  }
+  EXPECT_THROWS_WITH(group->send(sent, group->rank(), "m"), "the peer is this rank itself");
+  EXPECT_THROWS_WITH(group->receive(received, group->size(), "m"), c10::str("peer ", group->size(), " is not in [0, "));
+}
+
 std::map<int, int> threads_by_policy() {
   std::map<int, int> threads;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -254,7 +331,10 @@ std::map<int, int> threads_by_policy() {
 TEST(Collectives, ThreadsOfAGroupDoNotPreemptTheProgram) {
   auto before = threads_by_policy();
   const auto group = world("scheduling");
-  auto after = threads_by_policy();
+  auto after = threads_by_policy(); // those that asked the store are about to end
+  for (const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+       after[SCHED_OTHER] != before[SCHED_OTHER] && std::chrono::steady_clock::now() < limit; after = threads_by_policy())
+    std::this_thread::yield();
   EXPECT_EQ(sched_getscheduler(0), SCHED_OTHER);
   EXPECT_EQ(after[SCHED_OTHER], before[SCHED_OTHER]);
   EXPECT_EQ(after[SCHED_BATCH] > before[SCHED_BATCH], group->size() > 1);

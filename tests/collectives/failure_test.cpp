@@ -21,6 +21,8 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
 
+const std::pair<const std::string, std::string> kOverGloo{"TESSERA_TRANSPORT", "gloo"};
+
 constexpr std::chrono::seconds kLongTimeout(60); // TESSERA_TIMEOUT_SECONDS of the jobs: no test may get near it
 
 ProgramResult run(const std::string& scenario, int ranks, std::map<std::string, std::string> environment = {}) {
@@ -118,8 +120,9 @@ TEST(Failure, DifferentOperationsAreAnErrorOnEveryRank) {
   EXPECT_THAT(result.output, HasSubstr("rank 2: all_reduce 'loss' (32 bytes of Float, sum, call 0)"));
 }
 
-TEST(Failure, WithoutSignaturesDifferentSizesAreATimeout) {
-  const auto result = run("different_sizes", 2, {{"TESSERA_TIMEOUT_SECONDS", "1"}, {"TESSERA_CHECK_COLLECTIVES", "0"}});
+TEST(Failure, WithoutSignaturesDifferentSizesAreATimeoutOverGloo) {
+  const auto result =
+      run("different_sizes", 2, {{"TESSERA_TIMEOUT_SECONDS", "1"}, {"TESSERA_CHECK_COLLECTIVES", "0"}, kOverGloo});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("timed out after 1000 ms, waiting for the "));
 }
@@ -221,16 +224,54 @@ TEST(Failure, ARankThatIsStoppedAtTheEndIsAnErrorAtTheTimeout) {
 }
 
 TEST(Failure, DescriptorsThatDoNotSufficeAreAnErrorBeforeAGroupIsMade) {
-  const auto raised = run("few_descriptors", 3);
+  const auto raised = run("few_descriptors", 3, {kOverGloo});
   EXPECT_EQ(raised.status, 0) << raised.output;
   EXPECT_THAT(raised.output, HasSubstr("rank 2 of 3 done"));
-  const auto result = run("too_few_descriptors", 3);
+  const auto result = run("too_few_descriptors", 3, {kOverGloo});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, Not(HasSubstr("taken for the fault of another rank")));
   EXPECT_THAT(result.output,
               ContainsRegex("rank 2 of 3 failed: rank 2 cannot connect group more \\[0, 1, 2\\]: this process needs 7 "
                             "more file descriptors for connections and 16 to spare; it has [0-9]+ open, "
                             "of at most [0-9]+: close some, or raise the limit \\(ulimit -n\\)"));
+}
+
+int count_of(const std::string& part, const std::string& text) {
+  int count = 0;
+  for (auto found = text.find(part); found != std::string::npos; found = text.find(part, found + 1)) ++count;
+  return count;
+}
+
+TEST(Transport, RanksThatCannotShareMemoryUseGlooWithOneWarning) {
+  const std::string reason = "a file may have 1048576 bytes here (ulimit -f), needed are ";
+  const auto result = run("small_files", 3, {{"RANK_PROGRAM_SMALL_FILES", "0"}, {"TESSERA_TRANSPORT", "automatic"}});
+  EXPECT_EQ(result.status, 0) << result.output;
+  EXPECT_EQ(
+      count_of("the ranks of group default cannot share memory and exchange data over gloo, which is slower: rank 0: " + reason,
+               result.output),
+      1)
+      << result.output;
+  EXPECT_EQ(count_of(reason, result.output), 1) << result.output;
+  EXPECT_THAT(result.output, HasSubstr("rank 2 of 3 done"));
+  const auto strict = run("small_files", 3, {{"RANK_PROGRAM_SMALL_FILES", "0"}, {"TESSERA_TRANSPORT", "shared_memory"}});
+  EXPECT_EQ(strict.status, 1);
+  EXPECT_THAT(strict.output,
+              HasSubstr("rank 1 cannot connect group default [0, 1, 2]: the ranks cannot share memory: rank 0: " + reason));
+}
+
+TEST(Transport, RanksThatHaveNoArenasShareMemoryWithoutThem) {
+  const auto result = run("small_files", 3, {{"RANK_PROGRAM_SMALL_FILES", "12"}, {"TESSERA_TRANSPORT", "shared_memory"}});
+  EXPECT_EQ(result.status, 0) << result.output;
+}
+
+TEST(Transport, WhatIsNotTheSameOnAllRanksIsAnError) {
+  const auto result = run("sums", 3, {{"TESSERA_TRANSPORT", "gloo"}, {"RANK_PROGRAM_TRANSPORT_2", "shared_memory"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output,
+              HasSubstr("init_process_group: the transport (TESSERA_TRANSPORT, ProcessGroupOptions) is gloo on rank 0 "
+                        "and shared_memory on rank 2"));
+  EXPECT_THAT(run("sums", 2, {{"TESSERA_TRANSPORT", "tcp"}}).output,
+              HasSubstr("environment variable TESSERA_TRANSPORT=tcp must be automatic, shared_memory or gloo"));
 }
 
 TEST(Failure, AForkedChildThatUsesAGroupGetsAnErrorAndTheRanksGoOn) {
@@ -254,7 +295,7 @@ TEST(Failure, AForkedChildMayDropAGroupThatItsParentHasDestroyed) {
 }
 
 TEST(Failure, ARankThatEndsAfterItHasSentItsPartIsNotMissedOnAStarvedMachine) {
-  const auto result = run("last_rank_ends_and_the_reader_is_held", 2, {{"TESSERA_CHECK_COLLECTIVES", "0"}});
+  const auto result = run("last_rank_ends_and_the_reader_is_held", 2, {{"TESSERA_CHECK_COLLECTIVES", "0"}, kOverGloo});
   EXPECT_EQ(result.status, 0) << result.output;
   EXPECT_THAT(result.output, HasSubstr("rank 0 of 2 done"));
 }

@@ -63,6 +63,16 @@ void sums() {
   std::printf("rank %d of %d done\n", world.rank(), world.group->size());
 }
 
+// The ranks whose numbers `which` has may write files of 1 MiB, so that they share no memory.
+void small_files() {
+  const rlimit limit{1 << 20, RLIM_INFINITY};
+  const char* which = std::getenv("RANK_PROGRAM_SMALL_FILES");
+  if (std::string(which).find(std::getenv("RANK")) != std::string::npos) setrlimit(RLIMIT_FSIZE, &limit);
+  World world;
+  world.context.communicator(world.group->ranks(), at::kCPU, "another")->barrier("another");
+  sums();
+}
+
 void threads() {
   const char* threads = std::getenv("OMP_NUM_THREADS");
   std::printf("rank %d has OMP_NUM_THREADS=%s\n", tessera::process_context().rank(), threads ? threads : "unset");
@@ -448,6 +458,7 @@ void forked_child_drops_a_destroyed_group() {
 
 const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
+    {"small_files", small_files},
     {"threads", threads},
     {"last_rank_throws", last_rank_throws},
     {"last_rank_is_killed", last_rank_is_killed},
@@ -482,6 +493,9 @@ void run(const std::string& scenario) {
     const auto end_of_how = scenario.find('/', 5);
     return rank_1_dies(scenario.substr(5, end_of_how - 5), scenario.substr(end_of_how + 1));
   }
+  if (const char* rank = std::getenv("RANK"))
+    if (const char* own = std::getenv((std::string("RANK_PROGRAM_TRANSPORT_") + rank).c_str()))
+      setenv("TESSERA_TRANSPORT", own, 1);
   tessera::init_process_group();
   if (const auto found = kScenarios.find(scenario); found != kScenarios.end()) found->second();
 }

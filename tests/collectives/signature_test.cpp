@@ -115,6 +115,20 @@ TEST(Signature, OneCallTooMany) {
       "all_reduce 'p' (16 bytes of Float, sum, call 0)", "all_reduce 'extra' (16 bytes of Float, sum, call 0)");
 }
 
+TEST(Signature, MessagesThatDoNotFitAreAnErrorOnBothRanks) {
+  for (const int64_t numel : {3, 300000}) {
+    auto group = fresh_group();
+    const int last = group->size() - 1;
+    if (last == 0) return;
+    auto tensor = torch::ones({numel}), longer = torch::ones({numel + 1});
+    const auto expected =
+        c10::str("the ranks of the group called different collectives:\n  rank 0: send 'm' (", 4 * numel,
+                 " bytes of Float, call 0)\n  rank ", last, ": receive 'm' (", 4 * numel + 4, " bytes of Float");
+    if (group->rank() == 0) EXPECT_THROWS_WITH(group->send(tensor, last, "m").wait(), expected);
+    if (group->rank() == last) EXPECT_THROWS_WITH(group->receive(longer, 0, "m").wait(), expected);
+  }
+}
+
 TEST(Signature, AllToAllSplitsThatDoNotFitAreAnErrorOnEveryRank) {
   const int n = process_context().world_size(), last = n - 1;
   if (n == 1) return;

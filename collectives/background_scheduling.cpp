@@ -1,8 +1,8 @@
-#include <tessera/collectives/gloo/background_scheduling.h>
+#include <tessera/collectives/background_scheduling.h>
 
 #include <sched.h>
 
-namespace tessera::internal::gloo {
+namespace tessera::internal {
 
 namespace {
 
@@ -20,4 +20,4 @@ BackgroundScheduling::~BackgroundScheduling() {
   if (changed_) set_policy(SCHED_OTHER);
 }
 
-} // namespace tessera::internal::gloo
+} // namespace tessera::internal

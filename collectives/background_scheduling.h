@@ -1,6 +1,6 @@
 #pragma once
 
-namespace tessera::internal::gloo {
+namespace tessera::internal {
 
 /// While it lives, threads that the calling thread starts do not preempt others when they wake (SCHED_BATCH, which needs no
 /// privilege); they get the same share of the processors. Does nothing where the caller has another policy than the default one.
@@ -18,4 +18,4 @@ class BackgroundScheduling {
   bool changed_ = false;
 };
 
-} // namespace tessera::internal::gloo
+} // namespace tessera::internal

@@ -1,4 +1,6 @@
-#include <tessera/collectives/gloo/reduce.h>
+#include <tessera/collectives/reduce.h>
+
+#include <tessera/collectives/wide_sum.h>
 
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
@@ -8,12 +10,12 @@
 #include <cmath>
 #include <type_traits>
 
-namespace tessera::internal::gloo {
+namespace tessera::internal {
 
 namespace {
 
 // Small enough for the accumulator to stay in the first-level cache, and the inputs to be read once.
-constexpr int64_t kBlock = 2048;
+constexpr int64_t kBlock = kWideBlock;
 
 template <typename T>
 constexpr bool kReducedFloat = std::is_same_v<T, at::BFloat16> || std::is_same_v<T, at::Half>;
@@ -54,27 +56,38 @@ void reduce_block(T* output, const std::vector<const void*>& inputs, int64_t off
   std::copy(accumulator.begin(), accumulator.begin() + count, output + offset);
 }
 
-template <typename T, typename Accumulator>
-void reduce_all(T* output, const std::vector<const void*>& inputs, int64_t numel, ReduceOp op) {
+/// `run(offset, count)` for each block.
+template <typename Run>
+void for_each_block(int64_t numel, const Run& run) {
   const auto blocks = (numel + kBlock - 1) / kBlock;
   at::parallel_for(0, blocks, 16, [&](int64_t begin, int64_t end) {
-    for (auto block = begin; block < end; ++block)
-      reduce_block<T, Accumulator>(output, inputs, block * kBlock, std::min(kBlock, numel - block * kBlock), op);
+    for (auto block = begin; block < end; ++block) run(block * kBlock, std::min(kBlock, numel - block * kBlock));
   });
+}
+
+template <typename T, typename Accumulator>
+void reduce_all(T* output, const std::vector<const void*>& inputs, int64_t numel, ReduceOp op) {
+  for_each_block(numel, [&](int64_t offset, int64_t count) { reduce_block<T, Accumulator>(output, inputs, offset, count, op); });
 }
 
 } // namespace
 
-void reduce(void* output, const std::vector<const void*>& inputs, int64_t numel, c10::ScalarType dtype, ReduceOp op) {
+void reduce(void* output, const std::vector<const void*>& inputs, int64_t numel, c10::ScalarType dtype, ReduceOp op,
+            Writes writes) {
+  const bool is_sum = op == ReduceOp::kSum || op == ReduceOp::kAvg;
+  if (const auto sum = is_sum && inputs.size() > 1 ? wide_sum_for(dtype) : nullptr) {
+    const auto divisor = op == ReduceOp::kAvg ? static_cast<float>(inputs.size()) : 1;
+    return for_each_block(numel, [&](int64_t offset, int64_t count) { sum(output, inputs, offset, count, divisor, writes); });
+  }
   if (dtype == at::kBool) { // sum is "or", product is "and"
     const bool any = op == ReduceOp::kSum || op == ReduceOp::kMax;
     return reduce_all<bool, bool>(static_cast<bool*>(output), inputs, numel, any ? ReduceOp::kMax : ReduceOp::kMin);
   }
-  AT_DISPATCH_V2(dtype, "tessera::gloo::reduce", AT_WRAP([&] {
+  AT_DISPATCH_V2(dtype, "tessera::reduce", AT_WRAP([&] {
                    using Accumulator = std::conditional_t<kReducedFloat<scalar_t>, float, scalar_t>;
                    reduce_all<scalar_t, Accumulator>(static_cast<scalar_t*>(output), inputs, numel, op);
                  }),
                  at::kBFloat16, at::kHalf, AT_EXPAND(AT_ALL_TYPES));
 }
 
-} // namespace tessera::internal::gloo
+} // namespace tessera::internal

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <tessera/collectives/work.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace tessera::internal {
+
+/// One `Work` for several.
+inline Work combine(std::vector<Work> works) {
+  struct State final : WorkState {
+    explicit State(std::vector<Work> w) : works(std::move(w)) {}
+    void wait() override {
+      for (auto& work : works) work.wait();
+    }
+    bool is_completed() override {
+      return std::all_of(works.begin(), works.end(), [](const auto& work) { return work.is_completed(); });
+    }
+    std::vector<Work> works;
+  };
+  return Work(std::make_shared<State>(std::move(works)));
+}
+
+} // namespace tessera::internal

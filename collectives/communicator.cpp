@@ -1,0 +1,22 @@
+#include <tessera/collectives/communicator.h>
+
+#include <c10/core/Allocator.h>
+#include <c10/util/Exception.h>
+
+namespace tessera {
+
+Work Communicator::send(const at::Tensor& /*tensor*/, int /*to*/, std::string_view label) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "send '", label, "' of group ", name_,
+                              ": this communicator has no messages between two ranks");
+}
+
+Work Communicator::receive(const at::Tensor& /*tensor*/, int /*from*/, std::string_view label) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "receive '", label, "' of group ", name_,
+                              ": this communicator has no messages between two ranks");
+}
+
+c10::DataPtr Communicator::allocate(int64_t bytes) {
+  return c10::GetAllocator(device_type_)->allocate(static_cast<size_t>(bytes));
+}
+
+} // namespace tessera

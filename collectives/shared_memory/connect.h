@@ -1,0 +1,22 @@
+#pragma once
+
+#include <tessera/collectives/communicator.h>
+#include <tessera/collectives/group_description.h>
+
+#include <string>
+
+namespace tessera::internal::shared_memory {
+
+/// What came of an attempt to share memory. The same on every rank: one who cannot keeps all from it.
+struct Connection {
+  CommunicatorPtr communicator; ///< null: none
+  std::string refusal;          ///< why there is none: "rank 3: mmap of 100 bytes: Cannot allocate memory"
+};
+
+/// Whether all ranks are processes of this host that know each other by their numbers. The same on every rank.
+bool can_reach_each_other(const GroupDescription& group);
+/// Makes the group's segment on its first rank, and opens it on the others. Called by every rank of the group.
+/// Throws c10::Error as a wait of `GroupStore` does where a rank does not come.
+Connection connect(const GroupDescription& group);
+
+} // namespace tessera::internal::shared_memory

@@ -1,0 +1,118 @@
+// How calls of an engine fail: ranks that do not come, and what follows from that for the other calls.
+#include <tessera/collectives/shared_memory/driving.h>
+#include <tessera/collectives/shared_memory/engine.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace tessera::internal::shared_memory {
+
+void Engine::look_for_absences() {
+  const Driving driving(driving_, Driving::kTry);
+  if (!driving) return;
+  for (auto* line : lines()) look_for_absences(*line);
+}
+
+// A rank may be gone and yet have done all that this call needs of it.
+void Engine::look_for_absences(Line& line) {
+  OperationPtr front;
+  std::optional<Clock::time_point> deadline;
+  {
+    std::lock_guard lock(mutex_);
+    if (line.queue.empty()) return;
+    front = line.queue.front();
+    deadline = front->deadline;
+  }
+  const auto absent = [&] {
+    std::lock_guard lock(mutex_);
+    return front->absent(line.lane);
+  };
+  std::vector<int> gone;
+  for (const int member : absent())
+    if (memory_.has_left(line.members.places[member]) || options_.watch->has_ended(line.members.ranks[member]))
+      gone.push_back(member);
+  const auto still_absent = absent(); // looked at after they were seen to be gone
+  std::erase_if(gone,
+                [&](int member) { return std::find(still_absent.begin(), still_absent.end(), member) == still_absent.end(); });
+  const bool timed_out = gone.empty() && !still_absent.empty() && deadline && Clock::now() >= *deadline;
+  if (gone.empty() && !timed_out) return;
+  std::vector<int64_t> ranks;
+  for (const int member : timed_out ? still_absent : gone) ranks.push_back(line.members.ranks[member]);
+  const bool of_whole_group = line.members.ranks == options_.ranks;
+  fail_front(line, {ranks, timed_out, front->awaited(ranks, of_whole_group)});
+}
+
+std::vector<int64_t> Engine::ended_ranks() const {
+  std::vector<int64_t> ended;
+  for (size_t rank = 0; rank < options_.ranks.size(); ++rank)
+    if (static_cast<int>(rank) != options_.rank && options_.watch->has_ended(options_.ranks[rank]))
+      ended.push_back(options_.ranks[rank]);
+  return ended;
+}
+
+// A rank is missed only where somebody waits for it.
+std::string Engine::explain(const Operation& operation, const Absence& absence, bool is_awaited) const {
+  if (absence.timed_out) {
+    if (is_awaited) options_.watch->note_timeout(absence.ranks[0]);
+    return c10::str(operation.text(), ": timed out after ", options_.timeout.count(), " ms, waiting for ", absence.awaited);
+  }
+  const auto names = is_awaited ? options_.watch->blame(absence.ranks, ended_ranks()) : describe_ended(absence.ranks);
+  return c10::str(operation.text(), ": lost the connection to ", names);
+}
+
+namespace {
+
+std::exception_ptr connection_error(const std::string& text) {
+  return std::make_exception_ptr(c10::DistNetworkError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text));
+}
+
+} // namespace
+
+void Engine::fail_front(Line& line, const Absence& absence) {
+  const bool is_awaited = waiting_ > 0;
+  OperationPtr front;
+  {
+    std::lock_guard lock(mutex_);
+    front = line.queue.front();
+  }
+  const auto text = explain(*front, absence, is_awaited); // asks the store, which takes its time
+  fail_front(line, connection_error(text), text, is_awaited ? std::nullopt : std::optional(absence));
+}
+
+void Engine::fail_front(Line& line, std::exception_ptr failure, const std::string& text, std::optional<Absence> unexplained) {
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = text;
+    const auto front = line.queue.front();
+    line.queue.pop_front();
+    if (line.published > 0) --line.published;
+    if (front->needs_background) --duties_;
+    front->fail(std::move(failure), std::move(unexplained));
+  }
+  fail_all_queued(c10::str("the group's connections were closed after an earlier failure: ", text));
+  memory_.leave(options_.rank);
+  wake_threads_here();
+}
+
+// Whoever copies for them has come to an end: called by the thread that drives.
+void Engine::fail_all_queued(const std::string& why) {
+  std::lock_guard lock(mutex_);
+  for (auto& [key, line] : lines_) {
+    for (const auto& operation : line->queue) operation->fail(connection_error(c10::str(operation->text(), ": ", why)));
+    line->queue.clear();
+    line->published = 0;
+  }
+  duties_ = 0;
+}
+
+void Engine::explain_and_throw(Operation& operation) {
+  std::lock_guard lock(explaining_);
+  if (const auto absence = std::exchange(operation.unexplained, std::nullopt))
+    operation.failure = connection_error(explain(operation, *absence, true));
+  std::rethrow_exception(operation.failure);
+}
+
+} // namespace tessera::internal::shared_memory
