@@ -447,34 +447,39 @@ TEST(OtherLaunchers, SlurmVariables) {
   EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
 }
 
-TEST(Torchrun, StartsOurProgramsThroughItsAgentsStore) {
-  const std::string torchrun = TESSERA_TORCHRUN;
-  if (torchrun.empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
-  const auto result = run_program({torchrun, "--no-python", "--nproc-per-node", "3", program_folder() + "/rank_program", "sums"},
-                                  {}, std::chrono::seconds(120));
+/// torchrun with a store of its own on a free port (--standalone), so that several tests can run at once.
+ProgramResult run_under_torchrun(const std::string& scenario, int ranks,
+                                 const std::map<std::string, std::string>& environment = {}) {
+  return run_program({TESSERA_TORCHRUN, "--standalone", "--no-python", "--nproc-per-node", std::to_string(ranks),
+                      program_folder() + "/rank_program", scenario},
+                     environment, std::chrono::seconds(120));
+}
+
+class Torchrun : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (std::string_view(TESSERA_TORCHRUN).empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
+  }
+};
+
+TEST_F(Torchrun, StartsOurProgramsThroughItsAgentsStore) {
+  const auto result = run_under_torchrun("sums", 3);
   EXPECT_EQ(result.status, 0) << result.output;
   for (int rank = 0; rank < 3; ++rank) EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of 3 done"));
 }
 
-TEST(Torchrun, AFailureSurfacesInTheOtherRanks) {
-  const std::string torchrun = TESSERA_TORCHRUN;
-  if (torchrun.empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
-  const auto result =
-      run_program({torchrun, "--no-python", "--nproc-per-node", "2", program_folder() + "/rank_program", "last_rank_is_killed"},
-                  {}, std::chrono::seconds(120));
+TEST_F(Torchrun, AFailureSurfacesInTheOtherRanks) {
+  const auto result = run_under_torchrun("last_rank_is_killed", 2);
   EXPECT_NE(result.status, 0);
   EXPECT_THAT(result.left_behind, IsEmpty());
   EXPECT_THAT(result.output, HasSubstr("Signal 9 (SIGKILL)"));
   EXPECT_LT(result.duration, kLongTimeout);
 }
 
-TEST(Torchrun, ARankThatExitsWithStatus0IsNamed) {
-  const std::string torchrun = TESSERA_TORCHRUN;
-  if (torchrun.empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
+TEST_F(Torchrun, ARankThatExitsWithStatus0IsNamed) {
   for (const std::string where : {"second_group", "collective"}) {
     const auto result =
-        run_program({torchrun, "--no-python", "--nproc-per-node", "3", program_folder() + "/rank_program", "dies/exit/" + where},
-                    {{"TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count())}}, std::chrono::seconds(120));
+        run_under_torchrun("dies/exit/" + where, 3, {{"TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count())}});
     EXPECT_NE(result.status, 0);
     EXPECT_THAT(result.output, HasSubstr("rank 1, which has exited or failed"));
     EXPECT_LT(result.duration, kLongTimeout / 2);
