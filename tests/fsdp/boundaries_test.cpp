@@ -125,7 +125,7 @@ std::string accumulation_dtype(bool by_call) {
     (by_call ? call(probe, torch::ones({1, 4}, test_device()), torch::arange(2, test_device())).sum() * 0 + loss() : loss())
         .backward();
   }
-  const double sum = full(probe->scale.grad())[0].item<double>();
+  const auto sum = full(probe->scale.grad())[0].item<double>();
   return sum == 1 + 1.0 / 1024 ? "`reduce_dtype`" : c10::str(sum);
 }
 
@@ -233,7 +233,7 @@ struct RmsNorm : torch::nn::Module {
 };
 
 TEST(Boundaries, AnActivationThatIsRoundedInsideACallIsAWarning) {
-  const auto warnings = [](FullyShardOptions options, bool by_call) {
+  const auto warnings = [](const FullyShardOptions& options, bool by_call) {
     const auto norm = std::make_shared<RmsNorm>();
     const auto x = torch::ones({2, 3}, test_device());
     fully_shard(*norm, world_mesh(), options);
