@@ -39,13 +39,13 @@ struct Case {
   std::string name;
   std::vector<int64_t> mesh = {world_size()};
   std::optional<ReshardAfterForward> reshard_after_forward = {};
-  std::string shard_dim = ""; ///< of matrices; "largest": of all parameters
-  std::string param_dtype = "", reduce_dtype = "", output_dtype = "";
+  std::string shard_dim = {}; ///< of matrices; "largest": of all parameters
+  std::string param_dtype = {}, reduce_dtype = {}, output_dtype = {};
   bool cast_forward_inputs = true;
-  std::string ignored = ""; ///< a part of the names of parameters
+  std::string ignored = {}; ///< a part of the names of parameters
   bool replicates = false;
   int64_t micro_batches = 1;
-  std::string accumulates = ""; ///< "without sync", "without all-reduce", "without reshard"
+  std::string accumulates = {}; ///< "without sync", "without all-reduce", "without reshard"
   double max_norm = 0, norm_type = 2;
   bool scales = false;
   bool offloads = false; ///< to the host in Python, to files here
@@ -100,7 +100,7 @@ TORCH_MODULE(Net);
 
 Tensor batch(const Case& test_case, int64_t step, int64_t micro) {
   const auto wave = torch::arange(kRows * kFeatures) * 0.3 + static_cast<double>(step) * 1.7 + static_cast<double>(micro) * 0.9;
-  const auto rows = torch::sin(wave).view({kRows, kFeatures});
+  auto rows = torch::sin(wave).view({kRows, kFeatures});
   if (test_case.scales && (step == 5 || step == 11)) rows[0] *= 3000; // overflows on rank 0 alone
   return rows;
 }
