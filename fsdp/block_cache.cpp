@@ -8,6 +8,8 @@
 #include <mutex>
 #include <utility>
 
+#include <tessera/collectives/forks.h>
+
 namespace tessera::internal {
 
 struct BlockCache::Pool {
@@ -46,13 +48,18 @@ struct BlockCache::Block {
   }
 };
 
-BlockCache::BlockCache(c10::Device device) : device_(device), pool_(std::make_shared<Pool>()) {}
+BlockCache::BlockCache(c10::Device device) : device_(device), fork_depth_(fork_depth()), pool_(std::make_shared<Pool>()) {}
 
-c10::DataPtr BlockCache::allocate(int64_t bytes) {
+c10::DataPtr BlockCache::allocate(int64_t bytes, Communicator* communicator) {
   const c10::DeviceGuard guard(device_);
-  if (!device_.is_cpu()) return c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(bytes));
+  const bool is_forked = fork_depth() != fork_depth_;
+  const auto make = [&](int64_t size) {
+    if (communicator && !is_forked) return communicator->allocate(size);
+    return c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(size));
+  };
+  if (!device_.is_cpu() || is_forked) return make(bytes);
   auto [size, memory] = pool_->take(bytes);
-  if (!memory) memory = c10::GetAllocator(c10::kCPU)->allocate(static_cast<size_t>(size));
+  if (!memory) memory = make(size);
   auto block = std::make_unique<Block>(Block{std::move(memory), size, pool_});
   void* data = block->memory.get();
   return {data, block.release(), &Block::give_back, device_};

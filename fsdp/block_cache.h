@@ -8,19 +8,23 @@
 #include <cstdint>
 #include <memory>
 
+#include <tessera/collectives/communicator.h>
+
 namespace tessera::internal {
 
 /// Hands out blocks, and keeps freed ones for the next request that fits. Of requests of like sizes it holds no
 /// more blocks than were in use at once.
 ///
 /// On the CPU a fresh block of many MB costs a page fault every 4 KiB, each time a group is gathered; on CUDA the caching
-/// allocator already does this and blocks go straight to it. Thread-safe. Blocks may outlive the cache.
+/// allocator already does this and blocks go straight to it. Thread-safe. Blocks may outlive the cache. A forked child gets none
+/// of those that were kept: it may share their memory with its parent.
 class BlockCache {
  public:
   explicit BlockCache(c10::Device device);
 
-  /// Uninitialized memory; goes back to the cache when the DataPtr dies.
-  c10::DataPtr allocate(int64_t bytes);
+  /// Uninitialized memory; goes back to the cache when the DataPtr dies. A block that is made anew is the memory of
+  /// `communicator`, if any, whose other ranks may read it where it lies.
+  c10::DataPtr allocate(int64_t bytes, Communicator* communicator = nullptr);
   /// Bytes kept for later.
   int64_t cached_bytes() const;
 
@@ -28,6 +32,7 @@ class BlockCache {
   struct Pool;
   struct Block;
   c10::Device device_;
+  int fork_depth_;
   std::shared_ptr<Pool> pool_;
 };
 

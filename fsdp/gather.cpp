@@ -42,7 +42,7 @@ const at::Tensor& ParameterGroup::fetched_shard() {
 
 c10::DataPtr ParameterGroup::allocate_unsharded() {
   try {
-    return cache().allocate(layout_.unsharded_bytes);
+    return cache().allocate(layout_.unsharded_bytes, axes_.all_gather().get());
   } catch (const std::exception& error) {
     tell_failure(c10::str("no memory for the ", layout_.unsharded_bytes, " bytes of ", label(), ": ", error_text(error)));
     throw;
@@ -132,7 +132,7 @@ void ParameterGroup::copy_out_extended(const at::Tensor& by_rank) {
 at::Tensor ParameterGroup::allocate_output(const at::Tensor& unsharded) {
   const int64_t bytes = sent_bytes() * axes_.shard_ranks();
   if (layout_.gathers_in_place) return unsharded.narrow(0, 0, bytes);
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, cache().allocate(bytes));
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, cache().allocate(bytes, axes_.all_gather().get()));
   return gather_output_ = tensor_over(storage, 0, {bytes}, at::kByte);
 }
 

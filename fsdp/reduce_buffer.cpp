@@ -32,8 +32,8 @@ void ReduceBuffer::allocate(const ReduceLayout& layout, at::ScalarType dtype) {
   const auto device = group_.axes().mesh().device();
   const int64_t numel = layout.chunk_numel * group_.axes().shard_ranks();
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
-  if (group_.axes().reduce_scatter()) {
-    const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, group_.cache().allocate(bytes));
+  if (const auto& communicator = group_.axes().reduce_scatter()) {
+    const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, group_.cache().allocate(bytes, communicator.get()));
     input_.data = tensor_over(storage, 0, {numel}, dtype);
   } else { // the gradients lie in it, and live as long as the user likes
     input_.data = at::empty({numel}, at::TensorOptions(dtype).device(device));

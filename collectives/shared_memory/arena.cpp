@@ -24,6 +24,11 @@ int64_t range_of_one(int processes) {
   return std::min(machine, (int64_t{1} << 46) / processes) / kPage * kPage;
 }
 
+/// For LibTorch's profiler, as its own allocator does.
+void report_usage(void* data, int64_t bytes) {
+  if (c10::memoryProfilingEnabled()) c10::reportMemoryUsageToProfiler(data, bytes, 0, 0, c10::Device(c10::kCPU));
+}
+
 } // namespace
 
 /// A block in use.
@@ -34,6 +39,7 @@ struct Arena::Block {
 
   static void free(void* context) {
     const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    report_usage(block->arena->segment_.data() + block->offset, -block->bytes);
     // A forked child shares the pages with its parent.
     if (block->fork_depth == internal::fork_depth()) block->arena->give_back(block->offset, block->bytes);
   }
@@ -69,6 +75,7 @@ c10::DataPtr Arena::allocate(int64_t bytes) {
     give_back(*offset, size);
     return {};
   }
+  report_usage(segment_.data() + *offset, size);
   return {segment_.data() + *offset, block.release(), &Block::free, c10::Device(c10::kCPU)};
 }
 

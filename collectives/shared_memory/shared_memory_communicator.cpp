@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/checks.h>
 #include <tessera/collectives/combined_work.h>
+#include <tessera/collectives/stream_copy.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
@@ -65,6 +66,8 @@ SharedMemoryCommunicator::SharedMemoryCommunicator(std::string name, std::vector
 
 SharedMemoryCommunicator::~SharedMemoryCommunicator() { engine_->close(); }
 
+bool SharedMemoryCommunicator::is_shared(const at::Tensor& tensor) const { return arena_ && arena_->find(tensor.data_ptr()); }
+
 Work SharedMemoryCommunicator::run(Request request, int64_t bytes, Engine::LaneKey lane) {
   const auto kind = request.kind;
   if (arena_) request.motion.location = arena_->find(request.motion.input.data).value_or(kNowhere);
@@ -79,6 +82,10 @@ Work SharedMemoryCommunicator::all_gather_into(const at::Tensor& output, const a
   auto request = make_request(CollectiveKind::kAllGather, label, input, output, Motion::Kind::kCopies);
   const auto [data, count] = part_of(input);
   for (int from = 0; from < size(); ++from) request.motion.receive.push_back({part_of(output).data + from * count, count});
+  if (is_shared(output) && !is_shared(input)) { // where this rank's copy is due anyway, the others read it
+    request.motion.input = request.motion.receive[rank()];
+    copy(request.motion.input.data, data, count, writes_of(static_cast<int64_t>(output.nbytes())));
+  }
   return run(std::move(request), static_cast<int64_t>(output.nbytes()));
 }
 

@@ -35,6 +35,7 @@ class SharedMemoryCommunicator final : public Communicator {
   c10::DataPtr allocate(int64_t bytes) override;
 
  private:
+  bool is_shared(const at::Tensor& tensor) const; ///< lies where the other ranks can read it
   Work run(Request request, int64_t bytes, Engine::LaneKey lane = {});
 
   std::shared_ptr<Engine> engine_;

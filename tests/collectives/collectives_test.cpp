@@ -226,6 +226,12 @@ TEST(Collectives, OnMemoryOfTheGroup) {
       auto own = output.narrow(0, me * numel, numel).copy_(values(numel, me, dtype));
       group->all_gather_into(output, own, "in place").wait();
       EXPECT_TENSORS_EQUAL(output, torch::cat(of_all_ranks(numel, dtype)));
+      for (const bool everywhere : {true, false}) { // and on some of the ranks alone
+        output = torch::zeros({n * numel}, dtype);
+        if (everywhere || me % 2 == 0) output = allocated(*group, output);
+        group->all_gather_into(output, values(numel, me, dtype), "from elsewhere").wait();
+        EXPECT_TENSORS_EQUAL(output, torch::cat(of_all_ranks(numel, dtype)));
+      }
       const auto all = of_all_ranks(n * numel, dtype);
       auto part = torch::zeros({numel}, dtype);
       group->reduce_scatter(part, allocated(*group, all[me]), ReduceOp::kSum, "sum").wait();
