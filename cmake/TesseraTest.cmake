@@ -7,7 +7,7 @@
 # main of tests/support starts the program as n local ranks, and every rank runs all tests of the program in lockstep.
 # With SIMULATED_RANKS: an entry `name.simulated.<n>ranks` more for each of these, with the label simulated-device, which runs a few
 # of the tests on the simulated device (all with TESSERA_TEST_FULL=1).
-# OVER_BOTH_TRANSPORTS: each entry with TESSERA_TRANSPORT=automatic, which is shared memory, and a second time with gloo.
+# OVER_BOTH_TRANSPORTS: each entry a second time with gloo in place of shared memory.
 function(tessera_test)
   cmake_parse_arguments(arg "OVER_BOTH_TRANSPORTS" "NAME;TIMEOUT" "SOURCES;RANKS;SIMULATED_RANKS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
   if(NOT arg_NAME OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
@@ -21,9 +21,6 @@ function(tessera_test)
   list(TRANSFORM arg_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
   set_property(GLOBAL APPEND PROPERTY TESSERA_TEST_SOURCES ${arg_SOURCES})
 
-  if(arg_OVER_BOTH_TRANSPORTS)
-    list(APPEND arg_ENVIRONMENT TESSERA_TRANSPORT=automatic)
-  endif()
   _tessera_add_entries("")
   if(arg_OVER_BOTH_TRANSPORTS)
     list(REMOVE_ITEM arg_RANKS 1) # alone a rank sends nothing

@@ -18,7 +18,7 @@ struct ProcessGroupOptions {
   /// Over shared memory they are always compared.
   bool check_collectives = true;
   /// Overridden by TESSERA_TRANSPORT=automatic|shared_memory|gloo. Equal on all ranks.
-  Transport transport = Transport::kGloo;
+  Transport transport = Transport::kAutomatic;
 };
 
 } // namespace tessera
