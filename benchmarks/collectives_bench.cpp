@@ -1,6 +1,8 @@
 // collectives_bench --ranks n [--iterations k]
-// The collectives on n local ranks, beside c10d's gloo process group: the median time of each size, its ratio, and the cost of
-// comparing signatures. Times are the slowest rank's; the cases alternate, after a warm-up.
+// The collectives on n local ranks beside c10d's gloo process group: a line of JSON a case and size, with the median seconds of
+// the slowest rank. The cases of a line take turns, after a warm-up. "shared" has its tensors in the memory that the communicator
+// allocates, as `fully_shard` does; "copy" is what each rank takes to copy as many bytes of its own at the same time.
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <common/program.h>
@@ -11,9 +13,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <string_view>
 #include <vector>
@@ -54,20 +58,46 @@ class Bench {
   void run(int64_t bytes) {
     const int n = group_->size();
     const int64_t numel = bytes / 4 / n * n;
-    auto full = at::ones({numel}), part = at::ones({numel / n});
+    auto full = at::ones({numel}), part = at::ones({numel / n}), other = at::ones({numel});
+    auto shared_full = allocated(numel), shared_part = allocated(numel / n);
     std::vector<at::Tensor> list{full};
+    const Case copy{"copy", [&] { other.copy_(full); }};
     measure("all_gather", bytes,
             {{"ours", [&] { group_->all_gather_into(full, part, "bench").wait(); }},
-             {"c10d", [&] { peer_->_allgather_base(full, part)->wait(); }}});
+             {"shared", [&] { group_->all_gather_into(shared_full, part, "bench").wait(); }},
+             {"c10d", [&] { peer_->_allgather_base(full, part)->wait(); }},
+             copy});
     measure("reduce_scatter", bytes,
             {{"ours", [&] { group_->reduce_scatter(part, full, ReduceOp::kSum, "bench").wait(); }},
-             {"c10d", [&] { peer_->_reduce_scatter_base(part, full)->wait(); }}});
+             {"shared", [&] { group_->reduce_scatter(shared_part, shared_full, ReduceOp::kSum, "bench").wait(); }},
+             {"c10d", [&] { peer_->_reduce_scatter_base(part, full)->wait(); }},
+             copy});
     measure("all_reduce", bytes,
-            {{"ours", [&] { group_->all_reduce(full, ReduceOp::kSum, "bench").wait(); }},
-             {"c10d", [&] { peer_->allreduce(list)->wait(); }}});
+            {{"ours", [&] { group_->all_reduce(full, ReduceOp::kMax, "bench").wait(); }},
+             {"shared", [&] { group_->all_reduce(shared_full, ReduceOp::kMax, "bench").wait(); }},
+             {"c10d", [&] { peer_->allreduce(list, maximum())->wait(); }},
+             copy});
+  }
+
+  void run_barriers() {
+    measure("barrier", 0, {{"ours", [&] { group_->barrier("bench"); }}, {"c10d", [&] { peer_->barrier()->wait(); }}});
   }
 
  private:
+  // Sums of sums would end in infinity, and a maximum costs the same.
+  static c10d::AllreduceOptions maximum() {
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    return options;
+  }
+
+  at::Tensor allocated(int64_t numel) {
+    auto memory = std::make_shared<c10::DataPtr>(group_->allocate(4 * numel));
+    return at::from_blob(
+               memory->get(), {numel}, [memory](void*) {}, at::kFloat)
+        .fill_(1);
+  }
+
   void measure(const char* name, int64_t bytes, std::vector<Case> cases) {
     const int iterations = bytes > (8 << 20) ? iterations_ / 5 + 1 : iterations_;
     for (int i = -2; i < iterations; ++i) {
@@ -79,12 +109,9 @@ class Bench {
         if (i >= 0) one.seconds.push_back(taken.count());
       }
     }
-    std::vector<double> medians;
-    for (auto& one : cases) medians.push_back(median_of_slowest(one.seconds));
-    if (group_->rank() == 0)
-      std::printf("%-15s %10lld bytes  ours %10.1f us   c10d %10.1f us   ratio %5.2f\n", name, static_cast<long long>(bytes),
-                  medians[0] * 1e6, medians[1] * 1e6, medians[1] / medians[0]);
-    std::fflush(stdout);
+    nlohmann::json line{{"collective", name}, {"bytes", bytes}, {"ranks", group_->size()}};
+    for (auto& one : cases) line[one.name] = median_of_slowest(one.seconds);
+    if (group_->rank() == 0) std::cout << line.dump() << std::endl;
   }
 
   double median_of_slowest(const std::vector<double>& seconds) {
@@ -109,6 +136,7 @@ int main(int argc, char** argv) {
       tessera::init_process_group();
       Bench bench(argument(argc, argv, "--iterations", 50));
       for (const int64_t bytes : {64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20}) bench.run(bytes);
+      bench.run_barriers();
     });
   });
 }
