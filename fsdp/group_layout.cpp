@@ -299,7 +299,7 @@ GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& pa
 }
 
 ReduceLayout plan_reduce(const GroupLayout& layout, const std::vector<bool>& takes_part) {
-  constexpr int64_t kAlignment = 4; // elements
+  constexpr int64_t kAlignment = 8; // elements: 16 bytes of the narrowest dtype that is reduced, for vector loads
   ReduceLayout reduce;
   const size_t ranks = layout.parameters.empty() ? 0 : layout.parameters[0].pieces.size();
   std::vector<int64_t> ends(ranks, 0);
