@@ -7,6 +7,7 @@
 #include <tessera/collectives/signature.h>
 
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -242,6 +243,7 @@ class NcclCommunicator final : public Communicator {
   template <typename Issue>
   Work run(const Call& call, const Issue& issue) {
     const auto text = describe(*this, call.kind, call.label);
+    check_not_captured(text);
     const auto bytes = call.full.defined() ? static_cast<int64_t>(call.full.nbytes()) : 0;
     if (signatures_) compare_signatures(call, bytes, text);
     counters_.add(call.kind, bytes);
@@ -254,6 +256,14 @@ class NcclCommunicator final : public Communicator {
       C10_THROW_ERROR(DistBackendError, c10::str(text, " failed: ", error_text(error)));
     }
     return work ? Work(std::make_shared<NcclWork>(std::move(work), text)) : Work(); // none while coalescing
+  }
+
+  // A graph would repeat the kernels, but not what the host does around them: which group is open, and where its memory lies.
+  static void check_not_captured(const std::string& text) {
+    TORCH_CHECK(
+        c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None, text,
+        ": a CUDA graph is being captured on this stream, and the steps of a sharded model cannot be: end the capture before "
+        "the collective");
   }
 
   // Before the launch: a mismatched kernel would hang the device.
