@@ -2,8 +2,8 @@
 // The collectives on n local ranks beside c10d's gloo process group: a line of JSON a case and size, with the median seconds of
 // the slowest rank. The cases of a line take turns, after a warm-up. "shared" has its tensors in the memory that the communicator
 // allocates, as `fully_shard` does; "copy" is what each rank takes to copy as many bytes of its own at the same time.
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <common/program.h>
 #include <tessera/collectives/launch.h>
@@ -58,7 +58,7 @@ class Bench {
   void run(int64_t bytes) {
     const int n = group_->size();
     const int64_t numel = bytes / 4 / n * n;
-    auto full = at::ones({numel}), part = at::ones({numel / n}), other = at::ones({numel});
+    auto full = zeros(numel), part = zeros(numel / n), other = zeros(numel);
     auto shared_full = allocated(numel), shared_part = allocated(numel / n);
     std::vector<at::Tensor> list{full};
     const Case copy{"copy", [&] { other.copy_(full); }};
@@ -73,9 +73,9 @@ class Bench {
              {"c10d", [&] { peer_->_reduce_scatter_base(part, full)->wait(); }},
              copy});
     measure("all_reduce", bytes,
-            {{"ours", [&] { group_->all_reduce(full, ReduceOp::kMax, "bench").wait(); }},
-             {"shared", [&] { group_->all_reduce(shared_full, ReduceOp::kMax, "bench").wait(); }},
-             {"c10d", [&] { peer_->allreduce(list, maximum())->wait(); }},
+            {{"ours", [&] { group_->all_reduce(full, ReduceOp::kSum, "bench").wait(); }},
+             {"shared", [&] { group_->all_reduce(shared_full, ReduceOp::kSum, "bench").wait(); }},
+             {"c10d", [&] { peer_->allreduce(list)->wait(); }},
              copy});
   }
 
@@ -84,18 +84,14 @@ class Bench {
   }
 
  private:
-  // Sums of sums would end in infinity, and a maximum costs the same.
-  static c10d::AllreduceOptions maximum() {
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MAX;
-    return options;
-  }
+  // Of which sums of sums do not end in infinity; written, so that the pages are there.
+  static at::Tensor zeros(int64_t numel) { return at::empty({numel}).zero_(); }
 
   at::Tensor allocated(int64_t numel) {
     auto memory = std::make_shared<c10::DataPtr>(group_->allocate(4 * numel));
     return at::from_blob(
                memory->get(), {numel}, [memory](void*) {}, at::kFloat)
-        .fill_(1);
+        .zero_();
   }
 
   void measure(const char* name, int64_t bytes, std::vector<Case> cases) {

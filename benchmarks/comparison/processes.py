@@ -68,14 +68,17 @@ def free_port():
 
 
 class Ranks:
-    """`count` processes of one command, with the rank variables of torchrun. A context manager: leaving it ends them."""
+    """`count` processes of one command, with the rank variables of torchrun, in one job or each in one of its own. A context manager:
+    leaving it ends them."""
 
-    def __init__(self, command, count, timeout=300):
+    def __init__(self, command, count, timeout=300, apart=False):
         self.command, self.timeout = command, timeout
         self.processes, self.answers, self.errors = [], [], []
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        for rank in range(count):
-            self._start({**environment(), **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        world, port = 1 if apart else count, free_port()
+        for process in range(count):
+            rank = 0 if apart else process
+            self._start({**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port() if apart else port),
+                         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
     def _start(self, variables):
         errors = tempfile.TemporaryFile(mode="w+")

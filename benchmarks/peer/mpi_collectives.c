@@ -14,10 +14,10 @@ static void all_gather(void) { MPI_Allgather(part, numel / ranks, MPI_FLOAT, ful
 static void reduce_scatter(void) { MPI_Reduce_scatter_block(full, part, numel / ranks, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }
 static void all_reduce(void) { MPI_Allreduce(full, other, numel, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }
 
-static float* ones(int count) {
+static float* zeros(int count) {
   float* data = malloc(sizeof(float) * (size_t)count);
   if (!data) MPI_Abort(MPI_COMM_WORLD, 1);
-  for (int i = 0; i < count; ++i) data[i] = 1;
+  for (int i = 0; i < count; ++i) data[i] = 0;
   return data;
 }
 
@@ -52,7 +52,7 @@ int main(int argc, char** argv) {
     MPI_Abort(MPI_COMM_WORLD, 2);
   }
   numel = atoi(argv[1]) / 4 / ranks * ranks;
-  full = ones(numel), part = ones(numel / ranks), other = ones(numel);
+  full = zeros(numel), part = zeros(numel / ranks), other = zeros(numel);
   const int iterations = atoi(argv[2]);
   measure("all_gather", all_gather, iterations);
   measure("reduce_scatter", reduce_scatter, iterations);
