@@ -112,11 +112,12 @@ std::string describe(Strategy strategy, const DeviceMesh& mesh, const FullyShard
   return fmt::format(
       "the strategy {} over {} ranks, the layout {}, reshard_after_forward {}, param_dtype {}, reduce_dtype {}, keep_in_fp32 "
       "[{}], "
-      "initial_weights {}, bucket_bytes {}, offload {}",
+      "initial_weights {}, bucket_bytes {}, communicators {}, offload {}",
       row_of(strategy).name, fmt::join(mesh.shape(), " x "),
       options.layout == BufferLayout::kRagged ? "kRagged" : "kPerParameter", describe(options.reshard_after_forward),
       dtype(policy.param_dtype), dtype(policy.reduce_dtype), fmt::join(policy.keep_in_fp32, ", "),
-      static_cast<int>(options.initial_weights), options.bucket_bytes, describe(options.offload));
+      static_cast<int>(options.initial_weights), options.bucket_bytes,
+      options.communicators == CommunicatorUse::kShared ? "kShared" : "kSeparate", describe(options.offload));
 }
 
 /// For the model that a call makes or completes: one number from its first call to its last.
@@ -392,7 +393,7 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   const auto agreement = agree(taken, mesh, options.initial_weights, name, description, next_number(census));
   check_norms(census.walk, all.tensors, all.dtypes); // of the same options on all ranks
 
-  const MeshAxes axes(strategy, mesh); // connects the ranks along its dims: they agree on them now
+  const MeshAxes axes(strategy, mesh, options.communicators); // connects the ranks along its dims: they agree on them now
   check_placements(all, names, axes);
   const auto neighbours = connect_neighbours(axes, options.reshard_after_forward);
   check_extensions(taken, axes, neighbours);

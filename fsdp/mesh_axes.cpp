@@ -6,16 +6,12 @@
 
 namespace tessera::internal {
 
-namespace {
-
 /// A communicator for collectives that the schedule runs on streams of its own.
-CommunicatorPtr connect(const DeviceMesh& mesh, int64_t dim, const char* purpose) {
-  auto communicator = mesh.communicator(dim, purpose);
+CommunicatorPtr MeshAxes::connect(const DeviceMesh& mesh, int64_t dim, const char* purpose) const {
+  auto communicator = mesh.communicator(dim, use_ == CommunicatorUse::kShared ? "fsdp" : purpose);
   communicator->run_on_current_stream();
   return communicator;
 }
-
-} // namespace
 
 Strategy default_strategy(const DeviceMesh& mesh) {
   TORCH_CHECK_VALUE(mesh.ndim() == 1 || mesh.ndim() == 2,
@@ -24,7 +20,7 @@ Strategy default_strategy(const DeviceMesh& mesh) {
   return mesh.ndim() == 1 ? Strategy::kFullShard : Strategy::kHybridShard;
 }
 
-MeshAxes::MeshAxes(Strategy strategy, const DeviceMesh& mesh) : strategy_(strategy), mesh_(mesh) {
+MeshAxes::MeshAxes(Strategy strategy, const DeviceMesh& mesh, CommunicatorUse use) : strategy_(strategy), use_(use), mesh_(mesh) {
   const auto& row = row_of(strategy);
   const int64_t dims = row.outer ? 2 : 1;
   TORCH_CHECK_VALUE(mesh.ndim() == dims, "fully_shard: the strategy ", row.name, " takes a ", dims, "-D mesh",

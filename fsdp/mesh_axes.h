@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <tessera/dtensor/placement.h>
+#include <tessera/fsdp/options.h>
 #include <tessera/fsdp/strategy.h>
 #include <tessera/mesh/device_mesh.h>
 
@@ -14,7 +15,7 @@ namespace tessera::internal {
 Strategy default_strategy(const DeviceMesh& mesh);
 
 /// The data-parallel roles of a mesh, and the communicators of the collectives. All-gathers and reduce-scatters use communicators
-/// of their own, so that they overlap. One is null where its axis has one rank or its strategy does not need it.
+/// of their own, so that they overlap, or share one. One is null where its axis has one rank or its strategy does not need it.
 ///
 /// A sharded state is split over the shard axis: the mesh's last dim, or for a hierarchical strategy all ranks, those of one
 /// inner group next to each other's places: shard number = inner rank × outer ranks + outer rank. So a gather between the inner
@@ -22,7 +23,7 @@ Strategy default_strategy(const DeviceMesh& mesh);
 class MeshAxes {
  public:
   /// An error where the mesh has not the dims that the strategy has entries for.
-  MeshAxes(Strategy strategy, const DeviceMesh& mesh);
+  MeshAxes(Strategy strategy, const DeviceMesh& mesh, CommunicatorUse use = CommunicatorUse::kSeparate);
 
   /// Of the DTensors: the one given, or for a hierarchical strategy one dim of all its ranks in the order of their shards.
   const DeviceMesh& mesh() const { return mesh_; }
@@ -58,11 +59,13 @@ class MeshAxes {
   Placements placements(const Placement& along_shard) const;
 
  private:
+  CommunicatorPtr connect(const DeviceMesh& mesh, int64_t dim, const char* purpose) const;
   const ShardedStates& states() const { return row_of(strategy_).inner; }
   void shard_over(const DeviceMesh& mesh, int64_t dim);
   void shard_hierarchically(const DeviceMesh& mesh);
 
   Strategy strategy_;
+  CommunicatorUse use_;
   DeviceMesh mesh_;
   int64_t shard_dim_ = -1; // of `mesh_`; -1: none
   int shard_ranks_ = 1, shard_rank_ = 0, outer_ranks_ = 1;

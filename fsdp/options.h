@@ -30,6 +30,12 @@ enum class InitialWeights {
   kUnchecked, ///< every rank keeps its part of its own weights
 };
 
+/// The communicators of a model's collectives along one mesh dim.
+enum class CommunicatorUse {
+  kSeparate, ///< one for gathers and one for reductions, which overlap
+  kShared,   ///< one for both, which run in turn: half of what NCCL holds for them
+};
+
 /// What is left of the unsharded parameters between a forward and its backward: all of them, this rank's shard, or, of a number
 /// of ranks, this rank's part among as many neighbours on the shard dim, so that the backward gathers between these alone (FSDP2:
 /// `Union[bool, int]`; ZeRO++'s secondary partition). It takes 1/ranks of the parameters until the backward is over. 1 is false.
@@ -78,6 +84,7 @@ struct FullyShardOptions {
   /// layers are on their way while a backward computes the first (DDP: `bucket_cap_mb`). Other strategies reduce a call's
   /// parameters together.
   int64_t bucket_bytes = int64_t{25} << 20;
+  CommunicatorUse communicators = CommunicatorUse::kSeparate;
   /// Where this rank's shards, reduced gradients and optimizer state lie. The kind of memory is the same on every rank.
   OffloadPolicy offload = {};
   /// Parameters that this call leaves as they are: neither sharded, nor moved to the mesh's device, nor reduced. Each rank trains

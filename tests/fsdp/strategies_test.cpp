@@ -180,6 +180,20 @@ TEST(Strategies, WithoutShardingALargeModuleIsReducedInBuckets) {
   }
 }
 
+TEST(Strategies, GathersAndReductionsMayShareACommunicator) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
+  torch::nn::Linear linear(5, 3);
+  auto handle = fully_shard(*linear, world_mesh(),
+                            {.initial_weights = InitialWeights::kBroadcast, .communicators = CommunicatorUse::kShared});
+  const auto& counters = world_mesh().communicator(0, "fsdp")->counters();
+  const auto gathers = counters.get(CollectiveKind::kAllGather).calls,
+             reductions = counters.get(CollectiveKind::kReduceScatter).calls;
+  linear->forward(torch::ones({2, 5}).to(test_device())).sum().backward();
+  EXPECT_EQ(counters.get(CollectiveKind::kAllGather).calls, gathers + 1);
+  EXPECT_EQ(counters.get(CollectiveKind::kReduceScatter).calls, reductions + 1);
+  EXPECT_TENSORS_CLOSE(full(linear->bias.grad()), torch::full({3}, 2.0), 1e-6, 0);
+}
+
 TEST(Strategies, HierarchicalShardsAreOfAllRanks) {
   if (world_size() != 4) GTEST_SKIP() << "2 x 2 ranks";
   torch::nn::Linear linear(8, 8);

@@ -96,6 +96,7 @@ class Sharder {
     if (extends_ && gathers && !options.shard_placement_fn && draw_.chance(50)) options.gather_extension_fn = extension_of;
     if (replicates_ && draw_.chance(50)) options.bucket_bytes = 100 + draw_.below(2000);
     if (draw_.chance(files_percent_)) options.offload = offload_to_files(std::filesystem::temp_directory_path());
+    if (draw_.chance(20)) options.communicators = CommunicatorUse::kShared;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kUnchecked;
     return options;
