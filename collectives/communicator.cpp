@@ -5,6 +5,12 @@
 
 namespace tessera {
 
+Work Communicator::reduce_scatter_scaled(const at::Tensor& /*output*/, const at::Tensor& input, double /*factor*/,
+                                         std::string_view label) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "reduce_scatter_scaled '", label, "' of group ", name_, ": this communicator scales no ",
+                              input.scalar_type());
+}
+
 Work Communicator::send(const at::Tensor& /*tensor*/, int /*to*/, std::string_view label) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "send '", label, "' of group ", name_,
                               ": this communicator has no messages between two ranks");

@@ -38,6 +38,10 @@ class Communicator {
   /// `output` [n] receives the reduction over ranks of the `rank()`-th n elements of `input` [size × n]. `input` may be
   /// overwritten.
   virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) = 0;
+  /// Whether `reduce_scatter_scaled` can be called with tensors of this dtype. The same on every rank.
+  virtual bool scales(at::ScalarType /*dtype*/) const { return false; }
+  /// As `reduce_scatter` with a sum, of inputs that are multiplied by `factor` on their way (NCCL: PREMUL_SUM).
+  virtual Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label);
   virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) = 0;
   /// Sends `input_splits[r]` elements to rank r and receives `output_splits[r]` from it; empty splits mean equal parts.
   virtual Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
@@ -61,8 +65,7 @@ class Communicator {
   virtual void run_on_current_stream() {}
 
   /// Calls and bytes so far, by operation.
-  CollectiveCounters& counters() { return counters_; }
-  const CollectiveCounters& counters() const { return counters_; }
+  virtual CollectiveCounters& counters() { return counters_; }
 
  protected:
   Communicator(std::string name, std::vector<int64_t> ranks, int rank, at::DeviceType device_type)

@@ -115,6 +115,8 @@ double GroupGradients::early_factor(const std::optional<double>& factor) const {
   return std::exp2(std::ceil(std::log2(*factor) / 2));
 }
 
+double GroupGradients::late_factor() const { return *divide_factor_ / early_factor(divide_factor_); }
+
 at::ScalarType GroupGradients::choose_reduce_dtype() const {
   const auto& policy = group_.options().mixed_precision;
   std::optional<at::ScalarType> dtype = policy.reduce_dtype;
@@ -253,9 +255,12 @@ void GroupGradients::start_first() {
     return;
   }
   reduction_.output = at::empty({layout_.chunk_numel * group_.axes().outer_ranks()}, input.data.options());
-  const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
-  reduction_.first = group_.streams().reduce.run(
-      [&] { return communicator->reduce_scatter(as_real(reduction_.output), as_real(input.data), op, label()); });
+  reduction_.is_divided = divide_factor_ && !group_.axes().reduces_twice() && !all_reduce_hook && communicator->scales(dtype_);
+  reduction_.first = group_.streams().reduce.run([&] {
+    const auto output = as_real(reduction_.output), parts = as_real(input.data);
+    if (reduction_.is_divided) return communicator->reduce_scatter_scaled(output, parts, 1 / late_factor(), label());
+    return communicator->reduce_scatter(output, parts, divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg, label());
+  });
   input.users.wait_for(reduction_.first);
 }
 
@@ -315,7 +320,7 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   reduction_.second.wait();
   auto done = std::exchange(reduction_, Reduction());
   if (all_reduce_hook) all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));
-  if (divide_factor_) done.output.narrow(0, 0, layout_.used_offset).div_(*divide_factor_ / early_factor(divide_factor_));
+  if (divide_factor_ && !done.is_divided) done.output.narrow(0, 0, layout_.used_offset).div_(late_factor());
   const auto rank = static_cast<size_t>(group_.axes().shard_rank());
   const auto& parameters = group_.parameters();
   const auto gradients = common_dtype() ? done.output.to(*common_dtype()) : done.output;

@@ -100,6 +100,7 @@ class GroupGradients {
     std::vector<bool> used;          ///< by this rank
     Work first, second;              ///< the collectives that were started
     bool is_partial = false;         ///< the second is left to a later backward
+    bool is_divided = false;         ///< by the factor, in the first
   };
 
   void enter(State next);
@@ -126,6 +127,7 @@ class GroupGradients {
   void offload(ReadyGradients& ready, size_t first) const;
   bool reduces_alone() const;
   double early_factor(const std::optional<double>& factor) const;
+  double late_factor() const; ///< the rest of a set factor
 
   ParameterGroup& group_;
   std::vector<bool> takes_part_; ///< parameters that require a gradient

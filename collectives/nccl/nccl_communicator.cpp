@@ -55,6 +55,14 @@ at::Tensor for_sending(const at::Tensor& tensor) {
   return is_sent_as_it_is(tensor.scalar_type()) ? flat : flat.view(at::kByte);
 }
 
+bool wants_registered_buffers() {
+  const char* const value = std::getenv("TESSERA_CUDA_BUFFERS");
+  const std::string_view chosen = value ? value : "";
+  TORCH_CHECK(chosen.empty() || chosen == "caching" || chosen == "registered",
+              "environment variable TESSERA_CUDA_BUFFERS=", value, " must be caching or registered");
+  return chosen == "registered";
+}
+
 class NcclWork final : public WorkState {
  public:
   NcclWork(c10::intrusive_ptr<c10d::Work> work, std::string call) : work_(std::move(work)), call_(std::move(call)) {}
@@ -128,6 +136,12 @@ class NcclCommunicator final : public Communicator {
     // Not at the first collective: that may come on autograd's thread, beside another communicator's collective in flight.
     group_->eagerConnectSingleDevice(device_);
     OpenGroups::instance().add(group_.get());
+    if (wants_registered_buffers()) {
+      TORCH_CHECK(group_->supportsTensorAlloc(device_.index()),
+                  "TESSERA_CUDA_BUFFERS=registered: NCCL has no memory of its own on ", device_, " of rank ",
+                  group.ranks[static_cast<size_t>(group.rank)]);
+      registers_buffers_ = true;
+    }
     if (const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES"); check && std::string_view(check) == "1")
       signatures_ = make_signature_channel(group);
   }
@@ -159,6 +173,20 @@ class NcclCommunicator final : public Communicator {
       auto to = output.view({-1}), from = input.view({-1});
       auto options = options_for<c10d::ReduceScatterOptions>();
       options.reduceOp = to_c10d(op);
+      return group_->_reduce_scatter_base(to, from, options);
+    });
+  }
+
+  bool scales(at::ScalarType dtype) const override {
+    return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+  }
+
+  Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
+    check_reduce_scatter(*this, output, input, ReduceOp::kSum, label);
+    return run({CollectiveKind::kReduceScatter, label, input, ReduceOp::kSum}, [&] {
+      auto to = output.view({-1}), from = input.view({-1});
+      auto options = options_for<c10d::ReduceScatterOptions>();
+      options.reduceOp = c10d::makeNCCLPreMulSum(factor);
       return group_->_reduce_scatter_base(to, from, options);
     });
   }
@@ -214,6 +242,15 @@ class NcclCommunicator final : public Communicator {
   }
 
   void run_on_current_stream() override { has_own_stream_ = false; }
+
+  /// NCCL's own memory, registered with it, where the environment asks for that: its kernels then read and write it where it
+  /// lies.
+  c10::DataPtr allocate(int64_t bytes) override {
+    if (!registers_buffers_) return Communicator::allocate(bytes);
+    auto memory = std::make_unique<at::Tensor>(group_->allocateTensor(bytes, at::TensorOptions(device_).dtype(at::kByte)));
+    void* data = memory->mutable_data_ptr();
+    return {data, memory.release(), [](void* tensor) { delete static_cast<at::Tensor*>(tensor); }, device_};
+  }
 
   void barrier(std::string_view label) override {
     run({CollectiveKind::kBarrier, label}, [&] {
@@ -286,6 +323,7 @@ class NcclCommunicator final : public Communicator {
   std::shared_ptr<RankWatch> watch_;
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> group_;
   std::shared_ptr<gloo::Channel> signatures_;
+  bool registers_buffers_ = false;
   bool coalescing_ = false;
   bool has_own_stream_ = true;
 };

@@ -336,7 +336,8 @@ int64_t launches_since_reset() {
 }
 
 /// What the gather and the reduction of a group launch beside their collectives.
-std::pair<int64_t, int64_t> launches_of(int64_t parameters, const FullyShardOptions& options) {
+std::pair<int64_t, int64_t> launches_of(int64_t parameters, const FullyShardOptions& options,
+                                        std::optional<double> divide_factor = {}) {
   const auto backward_of = [](Many& model) {
     const auto loss = model->forward();
     sim::reset_counters();
@@ -348,7 +349,8 @@ std::pair<int64_t, int64_t> launches_of(int64_t parameters, const FullyShardOpti
   if (options.mixed_precision.param_dtype) plain->to(*options.mixed_precision.param_dtype);
   const auto unsharded_backward = backward_of(plain);
   Many model(parameters);
-  const auto handle = fully_shard(*model, world_mesh(), options);
+  auto handle = fully_shard(*model, world_mesh(), options);
+  if (divide_factor) handle.set_gradient_divide_factor(*divide_factor);
   for (int i = 0; i < 2; ++i) backward_of(model);
   for (auto& weight : model->parameters()) weight.mutable_grad() = torch::Tensor();
   const auto reduction = backward_of(model) - unsharded_backward;
@@ -367,6 +369,7 @@ TEST_F(Streams, LaunchesOfAGroupDoNotDependOnItsParametersOrTheRanks) {
   for (const int64_t parameters : {9, 23, 40}) {
     SCOPED_TRACE(parameters);
     EXPECT_EQ(launches_of(parameters, ragged), (std::pair<int64_t, int64_t>(0, 1)));
+    EXPECT_EQ(launches_of(parameters, ragged, 3), (std::pair<int64_t, int64_t>(0, 1))) << "the collective divides";
     EXPECT_EQ(launches_of(parameters, ragged_bf16), (std::pair<int64_t, int64_t>(1, 2)));
     EXPECT_EQ(launches_of(parameters, per_parameter), (std::pair<int64_t, int64_t>(1, 1)));
     EXPECT_EQ(launches_of(parameters, per_parameter_bf16), (std::pair<int64_t, int64_t>(2, 2)));

@@ -81,6 +81,17 @@ class SimulatedCommunicator final : public Communicator {
     });
   }
 
+  bool scales(at::ScalarType dtype) const override { return at::isFloatingType(dtype); }
+
+  Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
+    internal::check_reduce_scatter(*this, output, input, ReduceOp::kSum, label);
+    const Call call{CollectiveKind::kReduceScatter, label, input.nbytes()};
+    return run(call, {}, {input, output},
+               [this, factor, to = cpu_alias(output), from = cpu_alias(input)](const std::string& name) {
+                 return gloo_->reduce_scatter(to, from.mul_(factor), ReduceOp::kSum, name);
+               });
+  }
+
   Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
     internal::check_all_reduce(*this, tensor, op, label);
     const Call call{CollectiveKind::kAllReduce, label, tensor.nbytes()};
