@@ -2,6 +2,7 @@
 
 #include <tessera/tests/support/simulated_device/caching_allocator.h>
 #include <tessera/tests/support/simulated_device/generator.h>
+#include <tessera/tests/support/simulated_device/host_accesses.h>
 
 #include <algorithm>
 #include <utility>
@@ -12,7 +13,11 @@ at::Device Hooks::getDeviceFromPtr(void*) const { return {kDeviceType, 0}; }
 const at::Generator& Hooks::getDefaultGenerator(c10::DeviceIndex) const { return default_generator(); }
 at::Generator Hooks::getNewGenerator(c10::DeviceIndex) const { return make_generator(); }
 bool Hooks::isPinnedPtr(const void* data) const { return PinnedAllocator::get().holds(data); }
-c10::Allocator* Hooks::getPinnedMemoryAllocator() const { return &PinnedAllocator::get(); }
+
+c10::Allocator* Hooks::getPinnedMemoryAllocator() const {
+  watch_host_accesses();
+  return &PinnedAllocator::get();
+}
 
 void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const {
   auto& allocator = CachingAllocator::get();

@@ -127,6 +127,29 @@ TEST_F(Races, WritesRaceInBothDirections) {
   }
 }
 
+torch::Tensor pinned_ones() { return torch::ones({64}, torch::TensorOptions().pinned_memory(true)); }
+
+/// The host reads what a copy brings to pinned memory, or writes what one takes from there.
+void use_pinned_memory(bool to_the_host, bool waits) {
+  const auto on_device = ones();
+  auto pinned = pinned_ones();
+  to_the_host ? pinned.copy_(on_device, /*non_blocking=*/true) : on_device.copy_(pinned, /*non_blocking=*/true);
+  if (waits) default_stream().synchronize();
+  to_the_host ? static_cast<void>(pinned.sum()) : static_cast<void>(pinned.narrow(0, 3, 2).add_(1));
+  synchronize();
+}
+
+TEST_F(Races, TheHostsUseOfPinnedMemoryIsSeen) {
+  for (const auto& found : found_in_all_seeds([] { use_pinned_memory(true, false); }))
+    EXPECT_THAT(found,
+                ElementsAre("aten::sum on the host reads what copy to the host on stream 0 writes: nothing orders the two"));
+  for (const auto& found : found_in_all_seeds([] { use_pinned_memory(false, false); }))
+    EXPECT_THAT(found,
+                ElementsAre("aten::add_ on the host writes what copy to the device on stream 0 reads: nothing orders the two"));
+  for (const bool to_the_host : {true, false})
+    for (const auto& found : found_in_all_seeds([=] { use_pinned_memory(to_the_host, true); })) EXPECT_THAT(found, IsEmpty());
+}
+
 TEST_F(Races, ReadsDoNotRace) {
   configure({});
   reset_races();

@@ -23,7 +23,10 @@ Runtime& Runtime::get() {
   return *runtime;
 }
 
-Runtime::Runtime() { make_stream(); } // the default one
+Runtime::Runtime() {
+  make_stream(); // the default one
+  name_stream(make_stream(), "the host");
+}
 
 void Runtime::set_delays(const Delays& delays) {
   synchronize_all("set_delays");
@@ -79,6 +82,13 @@ void Runtime::launch(size_t stream, Launch launch) {
   on.known.join(position);
   checker_.note({launch.name, on.name, position}, launch.uses, on.known);
   append(on, time_line_.recorded({launch.name, on.name, begin, on.free_us}, std::move(launch.work)));
+}
+
+void Runtime::note_host(const std::string& name, const std::vector<Use>& uses) {
+  const std::lock_guard lock(mutex_);
+  const Position position{kHost, ++host_accesses_};
+  host_.join(position);
+  checker_.note({name, lines_[kHost].name, position}, uses, host_);
 }
 
 void Runtime::push(size_t stream, std::function<void()> work) {

@@ -48,6 +48,8 @@ class Runtime {
   std::string name_of(size_t stream);
 
   void launch(size_t stream, Launch launch);
+  /// An operator of the host uses memory that copies of the device may use too.
+  void note_host(const std::string& name, const std::vector<Use>& uses);
   /// Work of the device itself, which is no launch of a program: poison.
   void push(size_t stream, std::function<void()> work);
 
@@ -77,6 +79,8 @@ class Runtime {
     double free_us = 0; // modelled
   };
 
+  static constexpr size_t kHost = 1; ///< a line that nothing is launched on: its positions are the host's accesses
+
   Runtime();
   Line& line(size_t stream);
   Position append(Line& line, std::function<void()> work);
@@ -90,6 +94,7 @@ class Runtime {
   std::mutex mutex_; // the order of all launches; guards what follows
   std::deque<Line> lines_;
   Clock host_;
+  uint64_t host_accesses_ = 0;
   double host_us_ = 0;
   Delays delays_;
   std::mutex error_mutex_;

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
 
 #include <sys/prctl.h>
 #include <chrono>
@@ -57,6 +58,7 @@ void Stream::run() {
   at::init_num_threads();
   prctl(PR_SET_TIMERSLACK, 1000UL); // nanoseconds: a delay may be 1 us too long, not 50
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::DisableRecordFunctionGuard unseen; // what runs here is the device's
   for (;;) {
     int delay_us = 0;
     auto work = take(delay_us);

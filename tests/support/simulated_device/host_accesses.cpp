@@ -1,0 +1,56 @@
+#include <tessera/tests/support/simulated_device/host_accesses.h>
+
+#include <tessera/tests/support/simulated_device/boxed.h>
+#include <tessera/tests/support/simulated_device/caching_allocator.h>
+#include <tessera/tests/support/simulated_device/operator_traits.h>
+#include <tessera/tests/support/simulated_device/runtime.h>
+
+#include <ATen/record_function.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera::testing::sim {
+
+namespace {
+
+/// Operators that look at a tensor, and not at its memory.
+bool reads_no_memory(const c10::OperatorHandle& op, const OperatorTraits& traits) {
+  return traits.kind == OperatorTraits::Kind::kView || op.schema().name() == "aten::is_pinned";
+}
+
+/// Of one operator. There are none where a tensor of the device takes part: then the device does the work, and notes it.
+std::vector<Use> host_uses(const OperatorTraits& traits, c10::ArrayRef<const IValue> arguments) {
+  std::vector<Use> uses;
+  bool is_of_device = false;
+  for (size_t i = 0; i < arguments.size(); ++i)
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      is_of_device = is_of_device || is_on_device(tensor);
+      const bool is_in_memory = tensor.is_cpu() && tensor.has_storage() && tensor.numel() > 0;
+      if (is_in_memory && PinnedAllocator::get().holds(tensor.storage().data()))
+        uses.push_back({Region::of(tensor), traits.is_written[i]});
+    });
+  return is_of_device ? std::vector<Use>() : uses;
+}
+
+std::unique_ptr<at::ObserverContext> note(const at::RecordFunction& call) {
+  const auto name = call.operator_name();
+  const auto op = name ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
+  if (!op) return nullptr;
+  const auto& traits = OperatorTraits::of(*op);
+  if (reads_no_memory(*op, traits)) return nullptr;
+  auto uses = host_uses(traits, call.inputs());
+  if (!uses.empty()) Runtime::get().note_host(op->schema().name(), uses);
+  return nullptr;
+}
+
+} // namespace
+
+void watch_host_accesses() {
+  static const auto once [[maybe_unused]] =
+      at::addGlobalCallback(at::RecordFunctionCallback(&note).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+}
+
+} // namespace tessera::testing::sim
