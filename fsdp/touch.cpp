@@ -252,7 +252,8 @@ void check_keeps_parameters(const c10::OperatorHandle& op, const OperatorTraits&
     check_no_parameter(
         traits, arguments, "set_data on the sharded parameter ",
         " would unshard it (Module::to does this): choose dtype and device before fully_shard, change the dtype "
-        "with tessera::reshard_parameters(module, {.dtype = ...}), or use parameter.copy_(full_tensor) for values");
+        "with tessera::reshard_parameters(module, {.dtype = ...}), or use parameter.copy_(full_tensor) for values. torch::load "
+        "does this too where the file's device is another one: load with tessera::checkpoint::load, or before fully_shard");
   if (traits.replaces_storage)
     check_no_parameter(traits, arguments, "set_ on the sharded parameter ",
                        " would unshard it (torch::load does this): load with tessera::checkpoint::load, or into the module "

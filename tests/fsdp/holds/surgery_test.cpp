@@ -134,7 +134,7 @@ TEST(Surgery, ConversionsAreErrorsThatNameTheParameter) {
     EXPECT_THROWS_WITH(model->to(torch::kDouble), message);
     EXPECT_THROWS_WITH(model->to(torch::kBFloat16), "set_data on the sharded parameter a.weight " + message);
     EXPECT_THROWS_WITH(model->norm->weight.set_data(torch::ones({8})), "norm.weight " + message);
-    model->to(torch::kCPU); // changes nothing
+    model->to(test_device()); // changes nothing
     model->loss(model->input_of(0, 0)).backward();
     EXPECT_TRUE(is_dtensor(model->a->weight));
   }
@@ -182,7 +182,7 @@ TEST(Surgery, ACloneIsAnErrorThatSaysWhatToDo) {
   Cloneable module;
   fully_shard(module, world_mesh());
   EXPECT_THROWS_WITH(module->clone(), "call clone() before fully_shard");
-  module->forward(input_of(0, 0)).sum().backward();
+  module->forward(input_of(0, 0).to(test_device())).sum().backward();
   EXPECT_TRUE(module->scale.grad().defined());
 }
 
