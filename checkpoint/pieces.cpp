@@ -134,8 +134,12 @@ void mark_written(const at::Tensor& tensor) {
   const auto count = [](const at::Tensor& written) { // those of InferenceMode count none
     if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
   };
-  if (const auto* meta = dtensor_meta(tensor)) count(meta->local);
+  const auto* meta = dtensor_meta(tensor);
+  if (meta) count(meta->local);
   count(tensor);
+  if (!meta || tensor.is_inference()) return;
+  const c10::NoGradGuard no_grad;
+  tensor.copy_(tensor); // copies nothing, but a sharded parameter waits for what still reads its part on another stream
 }
 
 } // namespace tessera::internal

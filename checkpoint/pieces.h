@@ -49,8 +49,8 @@ class MeshNames {
   std::vector<std::pair<DeviceMesh, std::string>> names_;
 };
 
-/// Tells autograd (and whoever compares versions) that the memory of `tensor`, and of a DTensor's local tensor, was written: what
-/// a forward saved of it, also unsharded, can be used no more.
+/// Tells autograd (and whoever compares versions) that the memory of `tensor`, and of a DTensor's local tensor, is about to be
+/// written: what a forward saved of it, also unsharded, can be used no more.
 void mark_written(const at::Tensor& tensor);
 
 } // namespace tessera::internal

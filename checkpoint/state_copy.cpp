@@ -47,11 +47,7 @@ at::Tensor copy_of_part(const at::Tensor& tensor, bool to_host) {
 
 at::Tensor whole_tensor(const at::Tensor& tensor) {
   const c10::NoGradGuard no_grad;
-  const auto* meta = dtensor_meta(tensor);
-  if (!meta) return tensor.detach();
-  const auto device = meta->spec->mesh().device();
-  const bool is_offloaded = meta->local.defined() && meta->local.is_cpu() && !device.is_cpu(); // and travels where its mesh is
-  return DTensor(is_offloaded ? make_dtensor(meta->local.to(device), meta->spec) : tensor.detach()).full_tensor();
+  return is_dtensor(tensor) ? DTensor(tensor.detach()).full_tensor() : tensor.detach();
 }
 
 StateDict read_on_all_ranks(const std::string& step, const std::function<StateDict()>& read) {

@@ -21,12 +21,21 @@ void ParameterGroup::start_fetch() {
   if (!memory_ || !has_memory() || state_ != State::kSharded || is_secondary_valid()) return;
   if (fetched_.defined() && fetched_version_ == shard_version()) return;
   fetch_.reset();
-  const auto bytes = static_cast<int64_t>(shard_.nbytes()), size = whole_pages(bytes) + kPageBytes;
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(size), cache().allocate(size));
-  const auto past_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage.data()) % kPageBytes);
-  fetched_ = tensor_over(storage, kPageBytes - past_page, {bytes}, at::kByte);
-  fetch_ = memory_->fetch(shard_, fetched_);
+  // On a device the copy and its memory are of the stream that gathers from it, and frees it.
+  fetching_ = streams().gather.run([&] {
+    const auto bytes = static_cast<int64_t>(shard_.nbytes()), size = whole_pages(bytes) + kPageBytes;
+    const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(size), cache().allocate(size));
+    const auto past_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage.data()) % kPageBytes);
+    fetched_ = tensor_over(storage, kPageBytes - past_page, {bytes}, at::kByte);
+    fetch_ = memory_->fetch(shard_, fetched_);
+    return Work();
+  });
   fetched_version_ = shard_version();
+}
+
+void ParameterGroup::wait_to_write() {
+  users_.join();
+  if (!std::exchange(fetching_, Work()).is_completed()) streams().gather.synchronize();
 }
 
 const at::Tensor& ParameterGroup::fetched_shard() {

@@ -352,15 +352,20 @@ void GroupGradients::offload(ReadyGradients& ready, size_t first) const {
   if (!group_.memory() || first == ready.size()) return;
   std::vector<at::Tensor> locals;
   for (size_t i = first; i < ready.size(); ++i) locals.push_back(dtensor_meta(ready[i].value)->local);
-  std::vector<at::Tensor> moved;
+  MovedTensors moved;
   try {
-    moved = move_to(*group_.memory(), locals);
+    moved = start_move(*group_.memory(), locals);
   } catch (const std::exception& error) { // the other ranks go on with the backward: the gradients stay where they are
     return group_.memory()->delayed_failure.note(error_text(error));
   }
-  for (size_t i = first; i < ready.size(); ++i) dtensor_meta(ready[i].value)->local = std::move(moved[i - first]);
+  const std::shared_ptr<PendingCopy> copy = std::move(moved.copy);
+  for (size_t i = first; i < ready.size(); ++i) {
+    ready[i].value = make_gradient(std::move(moved.tensors[i - first]), group_.parameters()[ready[i].index]);
+    ready[i].copy = copy;
+  }
+  const bool frees_host_memory = locals[0].is_cpu();
   locals.clear();
-  release_freed_memory();
+  if (frees_host_memory) release_freed_memory();
 }
 
 void GroupGradients::withhold_unreduced() const {

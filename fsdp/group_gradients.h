@@ -22,6 +22,7 @@ struct ReadyGradient {
   std::shared_ptr<ParameterGroup> group;
   size_t index;
   at::Tensor value;
+  std::shared_ptr<PendingCopy> copy = {}; ///< that the value waits for, on its way to the host; null for none
 };
 using ReadyGradients = std::vector<ReadyGradient>;
 
@@ -123,7 +124,7 @@ class GroupGradients {
   ReadyGradient make_ready(size_t index, const at::Tensor& reduced) const;
   void add_whole(size_t index, const at::Tensor& gradient);
   void finish_alone(ReadyGradients& ready);
-  /// Moves those from number `first` on to where the shards lie.
+  /// Starts to move those from number `first` on to where the shards lie.
   void offload(ReadyGradients& ready, size_t first) const;
   bool reduces_alone() const;
   double early_factor(const std::optional<double>& factor) const;

@@ -328,7 +328,7 @@ void ParameterGroup::write_back(const UnshardedRange& written) {
     if (!copies_ || piece.numel == 0) continue;
     const auto dtype = parameters_[i].leaf.scalar_type();
     auto& local = parameters_[i].local;
-    const auto whole = owned_part(whole_parameter(i), parameter, rank).reshape(local.sizes());
+    const auto whole = owned_part(whole_parameter(i), parameter, rank).reshape(local.sizes()).to(local.device());
     // What a cast only rounded keeps its value.
     local.copy_(dtype == local.scalar_type() ? whole
                                              : at::where(local.to(dtype).eq(whole), local, whole.to(local.scalar_type())));

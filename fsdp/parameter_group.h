@@ -143,8 +143,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void start_gather();
   /// The calling thread's current stream reads the unsharded parameters from here on.
   void finish_gather();
-  /// The calling thread's current stream writes the shard from here on, which a gather in flight may still read.
-  void wait_to_write() { users_.join(); }
+  /// The calling thread's current stream, or the thread itself where the shard is offloaded, writes it from here on, which a
+  /// gather in flight may still read.
+  void wait_to_write();
   /// Frees the unsharded parameters.
   void reshard();
   /// Keeps this rank's part among `neighbours`, from which the next gather is made, where there are any.
@@ -242,7 +243,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
 
   State state_ = State::kSharded;
   at::Tensor fetched_; ///< a copy of an offloaded shard, until it is gathered
-  std::unique_ptr<Fetch> fetch_;
+  std::unique_ptr<PendingCopy> fetch_;
+  Work fetching_; ///< what the copy that was started last is a part of
   uint64_t fetched_version_ = 0;
   at::Tensor gather_output_; ///< while gathering with a copy-out
   at::Tensor inner_output_;  ///< of the gather inside the inner group, which follows the one that is in flight

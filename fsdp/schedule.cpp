@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <tessera/activations/recomputation.h>
@@ -234,7 +235,9 @@ bool Schedule::deliver_after(const Locked& locked) {
   {
     const std::lock_guard lock(mutex_);
     locked();
-    ready = std::exchange(ready_, {});
+    const auto waiting = std::stable_partition(ready_.begin(), ready_.end(), [](const auto& each) { return !each.copy; });
+    ready.assign(std::move_iterator(ready_.begin()), std::move_iterator(waiting));
+    ready_.erase(ready_.begin(), waiting);
   }
   const at::NoGradGuard no_grad;
   for (auto& each : ready) deliver(std::move(each));
@@ -333,6 +336,13 @@ void Schedule::finish_reductions() {
   }
 }
 
+/// Of gradients to the host, once for all: the last one ends last.
+void Schedule::wait_for_copies() {
+  for (auto each = ready_.rbegin(); each != ready_.rend(); ++each) {
+    if (const auto copy = std::exchange(each->copy, nullptr)) copy->wait();
+  }
+}
+
 void Schedule::finish_backward() {
   const StreamScope scope(compute_stream_);
   const auto finish = [&] {
@@ -340,6 +350,7 @@ void Schedule::finish_backward() {
     reduce_the_rest();
     if (!is_last_backward_) return;
     finish_reductions();
+    wait_for_copies();
   };
   while (deliver_after(finish)) { // a backward of the same model in a hook makes more
   }

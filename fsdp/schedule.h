@@ -133,6 +133,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void reduce_the_rest();
   template <typename Locked>
   bool deliver_after(const Locked& locked);
+  void wait_for_copies();
   void finish_group(ScheduledGroup& entry);
   void reduce(ScheduledGroup& entry);
   void finish_reductions();
@@ -152,7 +153,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   Order open_;                        // gathered, or about to be
   std::vector<ParameterGroup*> kept_; // by KeepOpen
   Order unfinished_;                  // with gradients that wait for their reduction, or did of late
-  ReadyGradients ready_;              // reduced, to be delivered when the lock is released
+  ReadyGradients ready_;              // reduced, to be delivered when the lock is released; on their way to the host, at the end
   Order reducing_;                    // at most one reduce-scatter and one all-reduce in flight
 
   State state_ = State::kIdle;

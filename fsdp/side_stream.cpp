@@ -54,6 +54,10 @@ SideStream::SideStream(c10::Device device) {
     stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
+void SideStream::synchronize() const {
+  if (stream_) stream_->synchronize();
+}
+
 void SideStream::follow_current() const {
   const auto current = current_stream(stream_->device());
   if (current == *stream_) return;

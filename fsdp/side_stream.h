@@ -43,6 +43,8 @@ class SideStream {
  public:
   explicit SideStream(c10::Device device);
   bool exists() const { return stream_.has_value(); }
+  /// Blocks the calling thread until all that the stream holds is done.
+  void synchronize() const;
 
   /// Calls `issue` (Work()) with this stream as the current one, after what the current stream holds so far. The Work that it
   /// returns is of all that `issue` started. Without a stream: what `issue` returns.

@@ -44,7 +44,7 @@ class BorrowedRegions {
   std::vector<StoragePtr> storages_;
   std::vector<int64_t> offsets_;      ///< of each in the buffer
   std::vector<c10::DataPtr> regions_; ///< of the storages, while these are over the buffer
-  std::vector<std::unique_ptr<Fetch>> moving_;
+  std::vector<std::unique_ptr<PendingCopy>> moving_;
 };
 
 } // namespace tessera::internal

@@ -17,6 +17,7 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/offload/aligned_memory.h>
+#include <tessera/offload/tensor_over.h>
 
 namespace tessera::internal {
 
@@ -45,7 +46,7 @@ int open_directly(int fd) {
 } // namespace
 
 /// Pages of a region on their way.
-class FileMemory::Moving final : public Fetch {
+class FileMemory::Moving final : public PendingCopy {
  public:
   Moving(std::shared_ptr<const FileMemory> file, const TransferPiece& piece) : file_(std::move(file)), piece_(piece) {
     process_transfers().start({piece}, state_);
@@ -158,28 +159,38 @@ const FileRegion* file_region(const c10::StorageImpl& storage) {
   return memory.get_deleter() == &FileMemory::release ? static_cast<const FileRegion*>(memory.get_context()) : nullptr;
 }
 
-std::unique_ptr<Fetch> FileMemory::start(const FileRegion& region, Direction direction, char* memory, int64_t bytes) {
+std::unique_ptr<PendingCopy> FileMemory::start(const FileRegion& region, Direction direction, char* memory, int64_t bytes) {
   const auto size = std::min(whole_pages(bytes), region.bytes);
   return std::make_unique<Moving>(region.file, TransferPiece{region.file->transfer_fd_, direction, memory, region.offset, size});
 }
 
-std::unique_ptr<Fetch> FileMemory::fetch(const at::Tensor& source, const at::Tensor& destination) {
+std::unique_ptr<PendingCopy> FileMemory::fetch(const at::Tensor& source, const at::Tensor& destination) {
   TORCH_INTERNAL_ASSERT(source.storage_offset() == 0 && destination.is_cpu());
   const auto* region = file_region(*source.storage().unsafeGetStorageImpl());
   if (!region) { // it is in the host's memory while an optimizer steps
     const at::NoGradGuard no_grad;
     destination.copy_(source);
-    return std::make_unique<FinishedFetch>();
+    return std::make_unique<FinishedCopy>();
   }
   return start(*region, Direction::kRead, static_cast<char*>(destination.mutable_data_ptr()),
                static_cast<int64_t>(source.nbytes()));
 }
 
-void FileMemory::store(const at::Tensor& source, const at::Tensor& destination) {
-  const auto* region = file_region(*destination.storage().unsafeGetStorageImpl());
-  TORCH_INTERNAL_ASSERT(region && destination.storage_offset() == 0 && source.is_cpu());
-  const auto memory = static_cast<char*>(const_cast<void*>(source.const_data_ptr()));
-  start(*region, Direction::kWrite, memory, static_cast<int64_t>(source.nbytes()))->wait();
+std::unique_ptr<PendingCopy> FileMemory::store(const std::vector<at::Tensor>& sources,
+                                               const std::vector<at::Tensor>& destinations) {
+  const auto& storage = destinations.at(0).storage();
+  const auto* region = file_region(*storage.unsafeGetStorageImpl());
+  TORCH_INTERNAL_ASSERT(region);
+  const at::NoGradGuard no_grad;
+  const auto bytes = static_cast<int64_t>(storage.nbytes());
+  const auto buffer = aligned_memory(bytes);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const auto& to = destinations[i];
+    const auto offset = to.storage_offset() * static_cast<int64_t>(to.element_size());
+    tensor_over(buffer, offset, to.sizes(), to.scalar_type(), {}, to.strides()).copy_(sources[i]);
+  }
+  start(*region, Direction::kWrite, static_cast<char*>(buffer.mutable_data()), bytes)->wait();
+  return nullptr;
 }
 
 } // namespace tessera::internal

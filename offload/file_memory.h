@@ -45,12 +45,13 @@ class FileMemory final : public OffloadMemory, public std::enable_shared_from_th
 
   void reserve(int64_t bytes) override;
   c10::DataPtr allocate(int64_t bytes) override;
-  std::unique_ptr<Fetch> fetch(const at::Tensor& source, const at::Tensor& destination) override;
-  void store(const at::Tensor& source, const at::Tensor& destination) override;
+  std::unique_ptr<PendingCopy> fetch(const at::Tensor& source, const at::Tensor& destination) override;
+  std::unique_ptr<PendingCopy> store(const std::vector<at::Tensor>& sources,
+                                     const std::vector<at::Tensor>& destinations) override;
 
   /// Starts to move the first `bytes` of a region from or to `memory`, which begins at a page; whole pages are moved. An error of
   /// the transfer is thrown by `wait`, and dropped by a destructor, which waits too.
-  static std::unique_ptr<Fetch> start(const FileRegion& region, Direction direction, char* memory, int64_t bytes);
+  static std::unique_ptr<PendingCopy> start(const FileRegion& region, Direction direction, char* memory, int64_t bytes);
 
   /// Whether transfers go around the page cache.
   bool is_direct() const { return is_direct_; }

@@ -15,15 +15,16 @@
 namespace tessera::internal {
 
 /// A copy on its way.
-class Fetch {
+class PendingCopy {
  public:
-  virtual ~Fetch() = default;
-  /// Returns when what comes next on the device finds the copy. Errors name what failed.
+  virtual ~PendingCopy() = default;
+  /// Returns when what comes next finds the copy: on the device, or on the CPU where that is of this memory. Errors name what
+  /// failed.
   virtual void wait() = 0;
 };
 
 /// Nothing to wait for.
-class FinishedFetch final : public Fetch {
+class FinishedCopy final : public PendingCopy {
  public:
   void wait() override {}
 };
@@ -57,15 +58,23 @@ class OffloadMemory {
   /// Starts to copy `source`, contiguous bytes of this memory from the start of an allocation, to `destination`, as many on the
   /// device; on the CPU these begin at a page, and end before the end of one that is theirs alone. Until `wait` has returned both
   /// stay, and nobody writes them.
-  virtual std::unique_ptr<Fetch> fetch(const at::Tensor& source, const at::Tensor& destination) = 0;
-  /// Copies `source`, as many bytes, of whole pages on the CPU, to `destination`, which begins an allocation of this memory.
-  /// Returns when the CPU finds them there.
-  virtual void store(const at::Tensor& source, const at::Tensor& destination) = 0;
+  virtual std::unique_ptr<PendingCopy> fetch(const at::Tensor& source, const at::Tensor& destination) = 0;
+  /// Starts to copy `sources`, of the device, to `destinations`, which are alike and lie in one allocation of this memory. Null
+  /// where that has ended.
+  virtual std::unique_ptr<PendingCopy> store(const std::vector<at::Tensor>& sources,
+                                             const std::vector<at::Tensor>& destinations) = 0;
 
   DelayedFailure delayed_failure;
 };
 
-/// Copies of `tensors` in `memory`, next to each other in one allocation, with the strides of those without gaps.
+struct MovedTensors {
+  std::vector<at::Tensor> tensors;
+  std::unique_ptr<PendingCopy> copy; ///< of their values; null where these are there
+};
+
+/// Starts to copy `tensors` to `memory`, next to each other in one allocation, with the strides of those without gaps.
+MovedTensors start_move(OffloadMemory& memory, const std::vector<at::Tensor>& tensors);
+/// The same, and waits for the values.
 std::vector<at::Tensor> move_to(OffloadMemory& memory, const std::vector<at::Tensor>& tensors);
 
 } // namespace tessera::internal

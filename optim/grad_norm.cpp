@@ -75,9 +75,8 @@ struct NormOf {
 };
 
 /// The sum of the parts' norms to the power of the norm, each times its weight; or the extreme of the norms. A double, in which
-/// no square of a float overflows.
+/// no square of a float overflows. It is computed where the parts are, which may be the host, and lies on `device`.
 at::Tensor value_of(const std::vector<at::Tensor>& parts, const std::vector<double>& weights, NormOf norm, c10::Device device) {
-  const auto options = at::TensorOptions(at::kDouble).device(device);
   std::vector<at::Tensor> dense;
   std::vector<double> weight_of;
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -87,13 +86,15 @@ at::Tensor value_of(const std::vector<at::Tensor>& parts, const std::vector<doub
     weight_of.push_back(weights[i]);
   }
   const bool is_least = norm.is_extreme() && norm.type < 0;
+  const auto options = at::TensorOptions(at::kDouble).device(dense.empty() ? device : dense[0].device());
   if (dense.empty()) return at::full({}, is_least ? std::numeric_limits<double>::infinity() : 0.0, options);
   auto norms = at::_foreach_norm(dense, norm.type);
   for (auto& each : norms) each = each.to(options);
   const auto all = at::stack(norms);
-  if (norm.is_extreme()) return is_least ? all.amin() : all.amax();
+  if (norm.is_extreme()) return (is_least ? all.amin() : all.amax()).to(device);
   const auto count = static_cast<int64_t>(weight_of.size());
-  return all.pow(norm.type).mul(at::from_blob(weight_of.data(), {count}, at::kDouble).to(options)).sum();
+  const auto weights_there = at::from_blob(weight_of.data(), {count}, at::kDouble).to(options);
+  return all.pow(norm.type).mul(weights_there).sum().to(device);
 }
 
 /// Over how many ranks of a reduction along `dims` a part is the same.

@@ -105,6 +105,8 @@ at::Tensor move_between_meshes(const at::Tensor& local, const Spec& from, const 
               ": a tensor moves only between meshes over the same ranks, not from ", from.to_string(), " to ",
               to.mesh().to_string());
   if (!from.on_mesh()) return local;
+  const auto device = from.mesh().device();
+  if (local.is_cpu() && !device.is_cpu()) return move_between_meshes(local.to(device), from, to, label).to(at::kCPU); // offloaded
   const auto middle = plain_spec(to);
   const auto line = make_device_mesh(from.mesh().device_type(), {static_cast<int64_t>(ranks.size())}, ranks);
   const auto held = boxes_of(from), wanted = boxes_of(*middle);

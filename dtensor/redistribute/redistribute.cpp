@@ -146,6 +146,14 @@ at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, s
   return result;
 }
 
+/// An offloaded part lies on the host, and travels where its mesh is. The result lies on the host again.
+at::Tensor run_where_mesh_is(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
+                             redistribute::Deferred* deferred) {
+  const auto device = from.mesh().device();
+  if (C10_LIKELY(!local.is_cpu() || device.is_cpu())) return run_plan(local, from, to, label, deferred);
+  return run_plan(local.to(device), from, to, label, nullptr).to(at::kCPU);
+}
+
 /// Guards the values that are kept for one-element Partial tensors.
 std::mutex& reduced_value_mutex() {
   static std::mutex mutex;
@@ -173,9 +181,9 @@ at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const S
               to.to_string());
   if (!from.on_mesh() || same_local(from, to)) return local;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (C10_LIKELY(!logs_redistributions())) return run_plan(local, from, to, label, deferred);
+  if (C10_LIKELY(!logs_redistributions())) return run_where_mesh_is(local, from, to, label, deferred);
   const CountCollectives collectives;
-  auto result = run_plan(local, from, to, label, deferred);
+  auto result = run_where_mesh_is(local, from, to, label, deferred);
   record_redistribution({std::string(label), from.sizes(), from.placements(), to.placements(), collectives.total_bytes()});
   return result;
 }

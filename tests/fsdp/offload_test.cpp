@@ -4,14 +4,11 @@
 
 #include <tessera/activations/saved_tensors.h>
 #include <tessera/checkpoint/checkpoint.h>
-#include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/meta_init.h>
-#include <tessera/fsdp/no_sync.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/offload/file_memory.h>
 #include <tessera/optim/step.h>
 #include <tessera/training/averaged_model.h>
-#include <tessera/training/grad_scaler.h>
 
 #include <unistd.h>
 
@@ -25,74 +22,21 @@
 
 #include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/checkpoint/small_disk.h>
-#include <tessera/tests/fsdp/sharded_model.h>
-#include <tessera/tests/support/lion.h>
-#include <tessera/tests/support/matchers.h>
+#include <tessera/tests/fsdp/offload_training.h>
 #include <tessera/tests/support/temporary_folder.h>
 
 namespace tessera::testing {
 namespace {
-
-using OptimizerPtr = std::unique_ptr<torch::optim::Optimizer>;
-using Parameters = std::vector<torch::Tensor>;
 
 /// The region that this rank's part of a DTensor lies in; null where it lies in memory.
 const internal::FileRegion* region_of(const torch::Tensor& tensor) {
   return internal::file_region(*DTensor(tensor).local().storage().unsafeGetStorageImpl());
 }
 
-struct Training {
-  Net net;
-  OptimizerPtr optimizer;
-};
-
-struct Maker {
-  std::string name;
-  std::function<OptimizerPtr(const Parameters&)> make;
-};
-
-std::vector<Maker> makers() {
-  register_lion();
-  using namespace torch::optim; // NOLINT(google-build-using-namespace)
-  return {{"SGD", [](const Parameters& all) { return std::make_unique<SGD>(all, SGDOptions(0.1).momentum(0.9)); }},
-          {"AdamW", [](const Parameters& all) { return std::make_unique<AdamW>(all, AdamWOptions(0.01)); }},
-          {"Lion", [](const Parameters& all) { return std::make_unique<Lion>(all, LionOptions(0.01)); }}};
-}
-
-/// Losses of a few steps.
-std::vector<torch::Tensor> train(Training& training, int64_t begin, int64_t end) {
-  std::vector<torch::Tensor> losses;
-  for (int64_t number = begin; number < end; ++number) {
-    training.optimizer->zero_grad();
-    const auto loss = loss_of(training.net, part_of(global_batch(number), world_rank(), world_size()));
-    loss.backward();
-    step(*training.optimizer);
-    losses.push_back(mean_over_ranks(loss));
-  }
-  return losses;
-}
-
-Training make_training(const Strategy& strategy, const Maker& maker) {
-  Training training{make_net(), nullptr};
-  shard_model(training.net, strategy);
-  training.optimizer = maker.make(training.net->parameters());
-  return training;
-}
-
 Strategy offloaded(Strategy strategy, const TemporaryFolder& folder) {
   strategy.name += ", in files";
   strategy.options.offload = offload_to_files(folder.path());
   return strategy;
-}
-
-void expect_equal(const std::vector<torch::Tensor>& got, const std::vector<torch::Tensor>& expected) {
-  ASSERT_EQ(got.size(), expected.size());
-  for (size_t i = 0; i < got.size(); ++i) EXPECT_TENSORS_EQUAL(got[i], expected[i]);
-}
-
-void expect_equal(const Net& got, const Net& expected) {
-  const auto parameters = expected->named_parameters();
-  for (const auto& item : got->named_parameters()) EXPECT_TENSORS_EQUAL(full(item.value()), full(parameters[item.key()]));
 }
 
 TEST(Offload, TrainsToTheBitAsInMemory) {
@@ -131,53 +75,6 @@ TEST(Offload, CountsAStepOnceThatIsTakenInParts) {
   auto training = make_training(offloaded(strategies()[0], folder), makers()[2]);
   train(training, 0, 3);
   EXPECT_EQ(static_cast<Lion&>(*training.optimizer).steps, 3);
-}
-
-/// What a program does beside the loop: each must see the true values, and be seen.
-struct Habit {
-  std::string name;
-  std::function<void(Training&)> run;
-};
-
-std::vector<Habit> habits() {
-  return {{"clip", [](Training& each) { clip_grad_norm_(*each.net, 0.01); }},
-          {"write a parameter",
-           [](Training& each) {
-             const torch::NoGradGuard no_grad;
-             for (auto& parameter : each.net->parameters()) parameter.mul_(0.9);
-           }},
-          {"write a gradient",
-           [](Training& each) {
-             for (const auto& parameter : each.net->parameters()) parameter.grad().mul_(0.5);
-           }},
-          {"zero the gradients", [](Training& each) { each.optimizer->zero_grad(/*set_to_none=*/false); }},
-          {"step without the function", [](Training& each) { each.optimizer->step(); }},
-          {"a second backward",
-           [](Training& each) { loss_of(each.net, part_of(global_batch(17), world_rank(), world_size())).backward(); }},
-          {"accumulate",
-           [](Training& each) {
-             const auto batch = part_of(global_batch(18), world_rank(), world_size());
-             {
-               const auto scope = no_sync(*each.net);
-               loss_of(each.net, batch).backward();
-             }
-             loss_of(each.net, batch).backward();
-           }},
-          {"evaluate",
-           [](Training& each) {
-             const torch::NoGradGuard no_grad;
-             loss_of(each.net, global_batch(19));
-           }},
-          {"step by a scaler",
-           [](Training& each) {
-             GradScaler scaler({.init_scale = 1});
-             scaler.scale(loss_of(each.net, part_of(global_batch(20), world_rank(), world_size()))).backward();
-             scaler.step(*each.optimizer);
-           }},
-          {"step some", [](Training& each) {
-             each.net->embed->weight.mutable_grad() = torch::Tensor();
-             step(*each.optimizer);
-           }}};
 }
 
 TEST(Offload, SeesAndShowsTrueValues) {

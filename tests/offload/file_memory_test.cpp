@@ -98,7 +98,7 @@ TEST(FileMemory, MappingsAndTransfersSeeEachOther) {
     other.copy_(beside);
     memory->fetch(one, buffer)->wait();
     EXPECT_TENSORS_EQUAL(buffer, values);
-    memory->store(beside, one); // beside a page cache that holds the other's changes
+    memory->store({beside}, {one}); // beside a page cache that holds the other's changes
     other.narrow(0, 4000, 200).fill_(round);
     EXPECT_TENSORS_EQUAL(one, beside);
     beside.narrow(0, 4000, 200).fill_(round);
@@ -134,7 +134,7 @@ TEST(FileMemory, OutlivesItsFolder) {
     memory = FileMemory::create(folder.path());
   }
   const auto tensor = allocate(*memory, 10000), values = pages(10000, 1);
-  memory->store(values, tensor);
+  memory->store({values}, {tensor});
   EXPECT_TENSORS_EQUAL(tensor, values);
   memory = nullptr;
   EXPECT_TENSORS_EQUAL(tensor, values) << "a tensor keeps its file";
@@ -168,7 +168,7 @@ TEST(HostMemory, CopiesToTheDeviceAndBack) {
   const auto state = allocate(*memory, 100), values = torch::arange(100, torch::kByte),
              device = torch::zeros({100}, torch::kByte);
   EXPECT_TENSORS_EQUAL(state, device);
-  memory->store(values, state);
+  memory->store({values}, {state});
   memory->fetch(state, device)->wait();
   EXPECT_TENSORS_EQUAL(device, values);
 }

@@ -1,0 +1,215 @@
+// Shards, gradients and the optimizer's state in the host's memory. On a mesh of CPUs that is the device's own.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <tessera/checkpoint/checkpoint.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/tests/checkpoint/shared_folder.h>
+#include <tessera/tests/fsdp/offload_training.h>
+#include <tessera/tests/support/simulated_device/simulated_device.h>
+
+namespace tessera::testing {
+namespace {
+
+Strategy offloaded(Strategy strategy, bool pins = true) {
+  strategy.name += pins ? ", in pinned memory" : ", in pageable memory";
+  strategy.options.offload = offload_to_host(pins);
+  return strategy;
+}
+
+/// To the bit, but where a GPU rounds otherwise than the host.
+void expect_same(const std::vector<torch::Tensor>& got, const std::vector<torch::Tensor>& expected) {
+  if (test_device_type() != c10::kCUDA) return expect_equal(got, expected);
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TENSORS_CLOSE(got[i], expected[i], 1e-4, 1e-6);
+}
+
+std::vector<torch::Tensor> values(const Net& net) {
+  std::vector<torch::Tensor> all;
+  for (const auto& parameter : net->parameters()) all.push_back(full(parameter));
+  return all;
+}
+
+void expect_same(const Net& got, const Net& expected) { expect_same(values(got), values(expected)); }
+
+void expect_on_host(const torch::Tensor& tensor, bool is_pinned) {
+  const auto local = DTensor(tensor).local();
+  EXPECT_TRUE(local.is_cpu());
+  if (local.numel() > 0 && !tests_the_cpu()) EXPECT_EQ(local.is_pinned(), is_pinned);
+}
+
+TEST(OffloadToHost, TrainsAsOnTheDevice) {
+  for (const auto& strategy : strategies()) {
+    for (const auto& maker : makers()) {
+      if (maker.name != "AdamW" && !strategy.name.starts_with("full")) continue;
+      auto plain = make_training(strategy, maker);
+      const auto losses = train(plain, 0, 4);
+      for (const bool pins : {true, false}) {
+        const auto host = offloaded(strategy, pins);
+        SCOPED_TRACE(host.name + ", " + maker.name);
+        auto training = make_training(host, maker);
+        expect_same(train(training, 0, 4), losses);
+        expect_same(training.net, plain.net);
+        for (const auto& parameter : training.net->parameters()) {
+          expect_on_host(parameter, pins);
+          expect_on_host(parameter.grad(), pins);
+        }
+      }
+    }
+  }
+}
+
+TEST(OffloadToHost, SeesAndShowsTrueValues) {
+  for (const size_t which : {size_t{0}, size_t{1}, strategies().size() / 2, strategies().size() - 1}) {
+    const auto strategy = strategies()[which];
+    SCOPED_TRACE(strategy.name);
+    auto plain = make_training(strategy, makers()[1]), host = make_training(offloaded(strategy), makers()[1]);
+    int64_t number = 0;
+    for (const auto& habit : habits()) {
+      SCOPED_TRACE(habit.name);
+      expect_same(train(host, number, number + 1), train(plain, number, number + 1));
+      ++number;
+      for (auto* each : {&host, &plain}) habit.run(*each);
+      for (size_t i = 0; i < plain.net->parameters().size(); ++i) {
+        const auto got = host.net->parameters()[i].grad(), expected = plain.net->parameters()[i].grad();
+        ASSERT_EQ(got.defined(), expected.defined());
+        if (got.defined()) expect_same({full(got)}, {full(expected)});
+      }
+      expect_same(host.net, plain.net);
+    }
+  }
+}
+
+TEST(OffloadToHost, TrainsInBFloat16) {
+  auto strategy = strategies()[0];
+  strategy.options.mixed_precision = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+  auto plain = make_training(strategy, makers()[1]), host = make_training(offloaded(strategy), makers()[1]);
+  expect_same(train(host, 0, 4), train(plain, 0, 4));
+  expect_same(host.net, plain.net);
+}
+
+TEST(OffloadToHost, SavesAndLoads) {
+  const SharedFolder shared;
+  for (const bool from_host : {false, true}) {
+    for (const bool to_host : {false, true}) {
+      SCOPED_TRACE(c10::str("saved ", from_host ? "from the host" : "from the device", ", loaded ",
+                            to_host ? "to the host" : "to the device"));
+      const auto make = [&](bool in_host, size_t which) {
+        const auto strategy = strategies()[which];
+        return make_training(in_host ? offloaded(strategy) : strategy, makers()[1]);
+      };
+      auto saved = make(from_host, 0), loaded = make(to_host, strategies().size() / 2);
+      train(saved, 0, 2);
+      train(loaded, 5, 6);
+      const auto path = shared.path() / c10::str(from_host, to_host);
+      checkpoint::save(state_dict(*saved.net, *saved.optimizer), path);
+      auto state = state_dict(*loaded.net, *loaded.optimizer);
+      checkpoint::load(state, path);
+      const auto expected = train(saved, 2, 4), got = train(loaded, 2, 4);
+      for (size_t i = 0; i < got.size(); ++i) EXPECT_TENSORS_CLOSE(got[i], expected[i], 1e-5, 1e-6);
+    }
+  }
+}
+
+/// Keeps each gradient of this rank's part, as soon as it is there.
+struct KeepGradient : torch::autograd::PostAccumulateGradHook {
+  explicit KeepGradient(std::vector<torch::Tensor>& seen) : kept(seen) {}
+  void operator()(const torch::autograd::Variable& parameter) override {
+    kept.push_back(DTensor(parameter.grad()).local().clone());
+  }
+  std::vector<torch::Tensor>& kept;
+};
+
+TEST(OffloadToHost, AHookOfAGradientFindsItsValues) {
+  for (const size_t which : {size_t{0}, size_t{1}}) {
+    SCOPED_TRACE(strategies()[which].name);
+    std::vector<std::vector<torch::Tensor>> seen(2);
+    for (const bool on_host : {false, true}) {
+      auto training = make_training(on_host ? offloaded(strategies()[which]) : strategies()[which], makers()[1]);
+      for (auto& parameter : training.net->parameters()) {
+        parameter.register_hook([](const torch::Tensor& gradient) { return gradient * 2; });
+        torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<KeepGradient>(seen[on_host]));
+      }
+      train(training, 0, 3);
+      for (auto& gradient : seen[on_host]) gradient = gradient.cpu();
+    }
+    expect_same(seen[1], seen[0]);
+  }
+}
+
+/// Ways in which a program writes the parameters, while copies for a forward that it has called may still be on their way.
+std::vector<Habit> writers() {
+  return {{"an operator",
+           [](Training& each) {
+             const torch::NoGradGuard no_grad;
+             for (auto& parameter : each.net->parameters()) parameter.mul_(0.5);
+           }},
+          {"a load of a state dict", [](Training& each) { load_state_dict(*each.net, state_dict(*make_net(5))); }},
+          {"a load of a checkpoint", [](Training& each) {
+             const SharedFolder shared;
+             checkpoint::save(state_dict(*make_net(6)), shared.path() / "c");
+             loss_on_device(each.net, own_batch(3));
+             checkpoint::load(state_dict(*each.net), shared.path() / "c");
+           }}};
+}
+
+TEST(OffloadToHost, AWriteWaitsForTheCopiesOfAForward) {
+  for (const size_t which : {size_t{0}, strategies().size() / 2, strategies().size() - 1}) {
+    for (const auto& writer : writers()) {
+      SCOPED_TRACE(strategies()[which].name + ", " + writer.name);
+      std::vector<std::vector<torch::Tensor>> losses;
+      for (const auto& strategy : {strategies()[which], offloaded(strategies()[which])}) {
+        auto training = make_training(strategy, makers()[0]);
+        auto& of_side = losses.emplace_back();
+        const torch::NoGradGuard no_grad;
+        for (int64_t number = 0; number < 2; ++number) {
+          of_side.push_back(loss_on_device(training.net, own_batch(number)));
+          writer.run(training);
+        }
+        of_side.push_back(loss_on_device(training.net, own_batch(2)));
+        for (auto& loss : of_side) loss = mean_over_ranks(loss);
+      }
+      expect_same(losses[1], losses[0]);
+    }
+  }
+}
+
+/// Of a step without clipping, whose norm a program may read.
+std::map<std::string, int64_t> blocks_of_a_step(Training& training, bool accumulates) {
+  const auto batch = own_batch(0);
+  sim::synchronize();
+  sim::reset_counters();
+  if (accumulates) {
+    const auto scope = no_sync(*training.net);
+    loss_on_device(training.net, batch).backward();
+  }
+  loss_on_device(training.net, batch).backward();
+  step(*training.optimizer);
+  training.optimizer->zero_grad();
+  return sim::counters().synchronizations;
+}
+
+/// The host waits once a step: at the end of the backward, for the gradients, which the optimizer reads.
+TEST(OffloadToHost, AStepBlocksTheHostOnceForTheGradients) {
+  if (test_device_type() != sim::kDeviceType) GTEST_SKIP() << "the simulated device counts what blocks the host";
+  for (const auto& strategy : strategies()) {
+    for (const bool accumulates : {false, true}) {
+      SCOPED_TRACE(strategy.name + (accumulates ? ", accumulating" : ""));
+      auto training = make_training(offloaded(strategy), makers()[1]);
+      for (int i = 0; i < 2; ++i) blocks_of_a_step(training, accumulates);
+      for (int i = 0; i < 2; ++i) {
+        const auto blocks = blocks_of_a_step(training, accumulates);
+        const std::map<std::string, int64_t> expected{{"event", 1}};
+        EXPECT_THAT(blocks, ::testing::AnyOf(expected, std::map<std::string, int64_t>())); // none where it is done by then
+      }
+    }
+  }
+}
+
+} // namespace
+} // namespace tessera::testing

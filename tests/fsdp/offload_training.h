@@ -1,0 +1,134 @@
+#pragma once
+
+// What the tests of offloaded models train.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/no_sync.h>
+#include <tessera/optim/step.h>
+#include <tessera/training/grad_scaler.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/lion.h>
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::testing {
+
+using OptimizerPtr = std::unique_ptr<torch::optim::Optimizer>;
+using Parameters = std::vector<torch::Tensor>;
+
+struct Training {
+  Net net;
+  OptimizerPtr optimizer;
+};
+
+struct Maker {
+  std::string name;
+  std::function<OptimizerPtr(const Parameters&)> make;
+};
+
+inline std::vector<Maker> makers() {
+  register_lion();
+  using namespace torch::optim; // NOLINT(google-build-using-namespace)
+  return {{"SGD", [](const Parameters& all) { return std::make_unique<SGD>(all, SGDOptions(0.1).momentum(0.9)); }},
+          {"AdamW", [](const Parameters& all) { return std::make_unique<AdamW>(all, AdamWOptions(0.01)); }},
+          {"Lion", [](const Parameters& all) { return std::make_unique<Lion>(all, LionOptions(0.01)); }}};
+}
+
+/// This rank's part of a batch.
+inline torch::Tensor own_batch(int64_t number) {
+  return part_of(global_batch(number), world_rank(), world_size()).to(test_device());
+}
+
+/// `loss_of`, where the parameters are elsewhere than what forward reads.
+inline torch::Tensor loss_on_device(Net& net, const torch::Tensor& tokens) {
+  auto x = net->embed(tokens.slice(1, 0, -1));
+  for (auto& block : *net->blocks) x = block->as<Block>()->forward(x);
+  const auto logits = torch::matmul(net->norm(x), net->embed->weight.t());
+  return torch::nn::functional::cross_entropy(logits.reshape({-1, logits.size(-1)}), tokens.slice(1, 1).reshape({-1}));
+}
+
+/// Losses of a few steps.
+inline std::vector<torch::Tensor> train(Training& training, int64_t begin, int64_t end) {
+  std::vector<torch::Tensor> losses;
+  for (int64_t number = begin; number < end; ++number) {
+    training.optimizer->zero_grad();
+    const auto loss = loss_on_device(training.net, own_batch(number));
+    loss.backward();
+    step(*training.optimizer);
+    losses.push_back(mean_over_ranks(loss));
+  }
+  return losses;
+}
+
+inline Training make_training(const Strategy& strategy, const Maker& maker) {
+  Training training{make_net(), nullptr};
+  shard_model(training.net, strategy);
+  training.optimizer = maker.make(training.net->parameters());
+  return training;
+}
+
+inline void expect_equal(const std::vector<torch::Tensor>& got, const std::vector<torch::Tensor>& expected) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TENSORS_EQUAL(got[i], expected[i]);
+}
+
+inline void expect_equal(const Net& got, const Net& expected) {
+  const auto parameters = expected->named_parameters();
+  for (const auto& item : got->named_parameters()) EXPECT_TENSORS_EQUAL(full(item.value()), full(parameters[item.key()]));
+}
+
+/// What a program does beside the loop: each must see the true values, and be seen.
+struct Habit {
+  std::string name;
+  std::function<void(Training&)> run;
+};
+
+inline std::vector<Habit> habits() {
+  return {{"clip", [](Training& each) { clip_grad_norm_(*each.net, 0.01); }},
+          {"write a parameter",
+           [](Training& each) {
+             const torch::NoGradGuard no_grad;
+             for (auto& parameter : each.net->parameters()) parameter.mul_(0.9);
+           }},
+          {"write a gradient",
+           [](Training& each) {
+             for (const auto& parameter : each.net->parameters()) parameter.grad().mul_(0.5);
+           }},
+          {"zero the gradients", [](Training& each) { each.optimizer->zero_grad(/*set_to_none=*/false); }},
+          {"step without the function", [](Training& each) { each.optimizer->step(); }},
+          {"a second backward", [](Training& each) { loss_on_device(each.net, own_batch(17)).backward(); }},
+          {"accumulate",
+           [](Training& each) {
+             const auto batch = own_batch(18);
+             {
+               const auto scope = no_sync(*each.net);
+               loss_on_device(each.net, batch).backward();
+             }
+             loss_on_device(each.net, batch).backward();
+           }},
+          {"evaluate",
+           [](Training& each) {
+             const torch::NoGradGuard no_grad;
+             loss_on_device(each.net, global_batch(19).to(test_device()));
+           }},
+          {"step by a scaler",
+           [](Training& each) {
+             GradScaler scaler({.init_scale = 1});
+             scaler.scale(loss_on_device(each.net, own_batch(20))).backward();
+             scaler.step(*each.optimizer);
+           }},
+          {"step some", [](Training& each) {
+             each.net->embed->weight.mutable_grad() = torch::Tensor();
+             step(*each.optimizer);
+           }}};
+}
+
+} // namespace tessera::testing
