@@ -236,5 +236,14 @@ TEST_F(Models, DelaysChangeNoNumber) {
   EXPECT_TRUE(races().empty());
 }
 
+TEST_F(Models, ComplexNumbersAreConjugated) {
+  const auto on_cpu = torch::complex(torch::arange(6.0), torch::ones({6}));
+  const auto on_device = on_cpu.to(kDevice);
+  EXPECT_TRUE(on_device.conj().clone().cpu().equal(on_cpu.conj()));
+  EXPECT_TRUE((on_device.conj() * on_device).cpu().equal(on_cpu.conj() * on_cpu));
+  EXPECT_TRUE(torch::imag(on_device.conj()).add(1).cpu().equal(torch::imag(on_cpu.conj()).add(1))); // a negative view
+  EXPECT_TRUE(torch::zeros_like(on_device).copy_(on_cpu.conj()).cpu().equal(on_cpu.conj()));
+}
+
 } // namespace
 } // namespace tessera::testing::sim

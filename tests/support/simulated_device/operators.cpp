@@ -129,6 +129,10 @@ void register_operators() {
   static auto* const library = new torch::Library(Kind::IMPL, "aten", kKey, __FILE__, __LINE__);
   static auto* const autograd = new torch::Library(Kind::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
   all->fallback(torch::CppFunction::makeFromBoxedFunction<&run_operator>());
+  // A copy resolves these itself, as on every device. What comes in front of an operator would copy, and without an end.
+  static auto* const conjugate = new torch::Library(Kind::IMPL, "aten", c10::DispatchKey::Conjugate, __FILE__, __LINE__);
+  static auto* const negative = new torch::Library(Kind::IMPL, "aten", c10::DispatchKey::Negative, __FILE__, __LINE__);
+  for (auto* const each : {conjugate, negative}) each->impl("_copy_from", torch::CppFunction::makeFallthrough());
   register_memory(*library);
   register_composites(*library, *autograd);
 }
