@@ -156,12 +156,14 @@ class SimulatedCommunicator final : public Communicator {
     counters_.add(call.kind, bytes);
     const auto stream = own_or_current_stream();
     if (faults.skip_start != call.kind) runtime.make_wait(stream, runtime.record(current_stream()));
+    runtime.make_follow(stream, last_); // one at a time, in the order of the calls, whatever their streams: as NCCL does
     std::vector<Use> uses;
     for (const auto& tensor : reads) uses.push_back({Region::of(tensor), false});
     for (const auto& tensor : writes) uses.push_back({Region::of(tensor), true});
     runtime.launch(stream, {c10::str(to_string(call.kind), " '", call.label, "'"), std::move(uses),
                             [issue = std::move(issue), label = std::string(call.label)] { issue(label).wait(); },
                             runtime.time_line().collective_us(bytes)});
+    last_ = runtime.record(stream);
     auto kept = reads;
     kept.insert(kept.end(), writes.begin(), writes.end());
     if (faults.releases_early) kept.clear();
@@ -176,6 +178,7 @@ class SimulatedCommunicator final : public Communicator {
 
   CommunicatorPtr gloo_;
   size_t stream_;
+  Mark last_; ///< the end of the last collective
   bool has_own_stream_ = true;
   bool coalescing_ = false;
   std::vector<at::Tensor> coalesced_; // what its calls keep

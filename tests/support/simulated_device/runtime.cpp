@@ -106,8 +106,17 @@ void Runtime::make_wait(size_t stream, const Mark& mark) {
   const std::lock_guard lock(mutex_);
   auto& waiting = line(stream);
   waiting.known.join(mark.known);
+  append_wait(waiting, mark);
+}
+
+void Runtime::make_follow(size_t stream, const Mark& mark) {
+  const std::lock_guard lock(mutex_);
+  append_wait(line(stream), mark);
+}
+
+void Runtime::append_wait(Line& waiting, const Mark& mark) {
   waiting.free_us = std::max(waiting.free_us, mark.modelled_us);
-  if (mark.position.stream == stream) return;
+  if (mark.position.stream == waiting.stream.id()) return;
   append(waiting, [&awaited = line(mark.position.stream).stream, count = mark.position.count] { awaited.wait_for(count); });
 }
 

@@ -55,6 +55,9 @@ class Runtime {
 
   Mark record(size_t stream);
   void make_wait(size_t stream, const Mark& mark);
+  /// Orders what is launched next on the stream after the mark, as a device happens to, which no program may count on: for the
+  /// checker they stay apart.
+  void make_follow(size_t stream, const Mark& mark);
   /// Whether it is reached, which the host then knows.
   bool query(const Mark& mark);
   bool has_passed(const Mark& mark); ///< the same for the device's own use: the host learns nothing
@@ -84,6 +87,7 @@ class Runtime {
   Runtime();
   Line& line(size_t stream);
   Position append(Line& line, std::function<void()> work);
+  void append_wait(Line& waiting, const Mark& mark);
   void wait_for(const Mark& mark);
   void keep_error(const std::string& text);
   void throw_kept_error();
