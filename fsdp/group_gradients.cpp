@@ -79,6 +79,20 @@ void deliver(ReadyGradient ready) {
   if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor)) (*hook)(tensor);
 }
 
+GroupGradients::~GroupGradients() {
+  try {
+    wait_on_home();
+  } catch (...) { // of a device that has failed
+  }
+}
+
+void GroupGradients::wait_on_home() {
+  if (!reduction_.home) return;
+  const c10::StreamGuard guard(*reduction_.home);
+  reduction_.first.wait();
+  reduction_.second.wait();
+}
+
 bool GroupGradients::requires_grad(size_t index) const {
   const auto& tensor = group_.parameters()[index].tensor; // read in place: a reference would cost more than the answer
   return !tensor.expired() && tensor._unsafe_get_target()->requires_grad();
@@ -241,6 +255,7 @@ void GroupGradients::start_reduce(ReadyGradients& ready) {
   if (reduces_alone()) return finish_alone(ready);
   reduction_.input = buffer_.take(takes_part_, used);
   reduction_.used = std::move(used);
+  if (group_.streams().reduce.exists()) reduction_.home = current_stream(reduction_.input.data.device());
   if (const double factor = early_factor(divide_factor_); factor != 1) reduction_.input.data.div_(factor);
   start_first();
   enter(State::kFirst);
@@ -268,6 +283,7 @@ void GroupGradients::take_up_partial() {
   forget_landed();
   reduction_.used.assign(group_.parameters().size(), false); // in this backward; the flags know of those before
   reduction_.output = std::exchange(partial_, at::Tensor());
+  if (group_.streams().reduce.exists()) reduction_.home = current_stream(reduction_.output.device());
   enter(State::kFirst);
   if (group_.streams().reduce.exists()) start_second();
 }
@@ -412,10 +428,7 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
 
 Work GroupGradients::discard() {
   state_ = State::kIdle;
-  if (group_.streams().reduce.exists()) { // waits in the order of the stream, before memory is freed
-    reduction_.first.wait();
-    reduction_.second.wait();
-  }
+  wait_on_home();
   reduction_.input.release();
   const auto dropped = std::exchange(reduction_, Reduction());
   partial_ = at::Tensor();

@@ -38,6 +38,9 @@ void deliver(ReadyGradient ready);
 class GroupGradients {
  public:
   explicit GroupGradients(ParameterGroup& group) : group_(group), buffer_(group) {}
+  ~GroupGradients();
+  GroupGradients(const GroupGradients&) = delete;
+  GroupGradients& operator=(const GroupGradients&) = delete;
 
   /// Parameter `index` was read in forward number `forward`, with a gradient to come; another number forgets those of the one
   /// before.
@@ -100,11 +103,14 @@ class GroupGradients {
     at::Tensor partial, outer_input; ///< of the second collective
     std::vector<bool> used;          ///< by this rank
     Work first, second;              ///< the collectives that were started
+    std::optional<c10::Stream> home; ///< of their memory, on a device
     bool is_partial = false;         ///< the second is left to a later backward
     bool is_divided = false;         ///< by the factor, in the first
   };
 
   void enter(State next);
+  /// On a device, before the memory of a reduction that may be in flight is freed: its home waits.
+  void wait_on_home();
 
   /// For what an earlier backward left to the all-reduce.
   void take_up_partial();

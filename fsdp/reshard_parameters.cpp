@@ -321,11 +321,11 @@ class Remaking {
     return all;
   }
 
-  /// A copy, which the first group that is made would replace.
-  std::optional<GroupGradients> settings_of() const {
-    if (inventory_.groups.empty()) return std::nullopt;
-    GroupGradients settings(*inventory_.groups[0]);
-    settings.take_settings(inventory_.state->gradients());
+  /// A copy, which the first group that is made would replace. Null for none.
+  std::unique_ptr<GroupGradients> settings_of() const {
+    if (inventory_.groups.empty()) return nullptr;
+    auto settings = std::make_unique<GroupGradients>(*inventory_.groups[0]);
+    settings->take_settings(inventory_.state->gradients());
     return settings;
   }
 
