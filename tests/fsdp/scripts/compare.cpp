@@ -33,7 +33,7 @@ std::string difference(const Tensor& expected, const Tensor& got, double toleran
   if (expected.defined() != got.defined()) return got.defined() ? " is defined" : " is not defined";
   if (!expected.defined()) return "";
   if (expected.sizes() != got.sizes()) return c10::str(" has the shape ", got.sizes(), ", not ", expected.sizes());
-  const auto actual = is_dtensor(got) ? DTensor(got).local() : got.detach();
+  const auto actual = (is_dtensor(got) ? DTensor(got).local() : got.detach()).cpu();
   auto wanted = is_dtensor(got) ? part_of(expected.detach(), DTensor(got)) : expected.detach();
   if (wanted.numel() != actual.numel()) return c10::str(" has a part of ", actual.sizes(), ", not ", wanted.sizes());
   if (wanted.numel() == 0) return "";

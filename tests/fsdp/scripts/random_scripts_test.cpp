@@ -10,7 +10,9 @@
 #include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/fsdp/scripts/replay.h>
 #include <tessera/tests/fsdp/scripts/script.h>
+#include <tessera/tests/support/simulated_device/simulated_device.h>
 #include <tessera/tests/support/sweep.h>
+#include <tessera/tests/support/test_device.h>
 
 namespace tessera::testing::scripts {
 namespace {
@@ -51,10 +53,21 @@ std::set<int64_t> steps_to_spare(uint64_t seed, const ScriptFailure& failure, co
   return spared;
 }
 
-std::string text_of(uint64_t seed, const ScriptFailure& failure) {
-  return c10::str("script ", seed, "\n", failure.report, "\n  again: TESSERA_SCRIPT=", seed,
+std::string again(uint64_t seed) {
+  return c10::str("\n  again: TESSERA_SCRIPT=", seed,
                   " TESSERA_SCRIPT_SHRINK=1 build/release/bin/tests/random_scripts_test --ranks ",
                   process_context().world_size());
+}
+
+std::string text_of(uint64_t seed, const ScriptFailure& failure) {
+  return c10::str("script ", seed, "\n", failure.report, again(seed));
+}
+
+/// On the simulated device: names the script, or the one after it that got its memory. Nothing waits here for the device.
+void expect_no_races(uint64_t seed) {
+  if (test_device_type() != sim::kDeviceType) return;
+  for (const auto& [race, times] : sim::races()) ADD_FAILURE() << "script " << seed << ": a race: " << race << again(seed);
+  sim::reset_races();
 }
 
 TEST_F(RandomScripts, ActOnAShardedModelAsOnItsTwin) {
@@ -67,6 +80,7 @@ TEST_F(RandomScripts, ActOnAShardedModelAsOnItsTwin) {
       ADD_FAILURE() << "script " << seed;
       throw;
     }
+    expect_no_races(seed);
     if (!failure) continue;
     std::string spared;
     if (Replay::from_environment().shrinks) {

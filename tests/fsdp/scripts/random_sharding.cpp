@@ -9,6 +9,8 @@
 #include <optional>
 #include <vector>
 
+#include <tessera/tests/support/test_device.h>
+
 namespace tessera::testing::scripts {
 namespace {
 
@@ -18,8 +20,8 @@ DeviceMesh random_mesh(Draw& draw, int64_t world) {
   std::vector<std::vector<int64_t>> shapes{{world}, {1, world}, {world, 1}};
   if (world == 4) shapes.insert(shapes.end(), 2, {2, 2});
   const auto shape = draw.of(shapes);
-  if (shape.size() == 1) return init_device_mesh(torch::kCPU, shape, {"shard"});
-  return init_device_mesh(torch::kCPU, shape, {"replicate", "shard"});
+  if (shape.size() == 1) return init_device_mesh(test_device_type(), shape, {"shard"});
+  return init_device_mesh(test_device_type(), shape, {"replicate", "shard"});
 }
 
 std::optional<tessera::Strategy> random_strategy(Draw& draw, const DeviceMesh& mesh) {
@@ -52,7 +54,7 @@ class Sharder {
       : draw_(seed),
         extends_(extends),
         replicates_(draw_.chance(12)),
-        mesh_(replicates_ ? init_device_mesh(torch::kCPU, {process_context().world_size()})
+        mesh_(replicates_ ? init_device_mesh(test_device_type(), {process_context().world_size()})
                           : random_mesh(draw_, process_context().world_size())),
         strategy_(replicates_ ? std::nullopt : random_strategy(draw_, mesh_)),
         layouts_(draw_.below(3)),
@@ -95,7 +97,8 @@ class Sharder {
     const bool gathers = !replicates_ && !(options.reshard_after_forward && options.reshard_after_forward->ranks());
     if (extends_ && gathers && !options.shard_placement_fn && draw_.chance(50)) options.gather_extension_fn = extension_of;
     if (replicates_ && draw_.chance(50)) options.bucket_bytes = 100 + draw_.below(2000);
-    if (draw_.chance(files_percent_)) options.offload = offload_to_files(std::filesystem::temp_directory_path());
+    const bool in_files = draw_.chance(files_percent_);
+    if (in_files && tests_the_cpu()) options.offload = offload_to_files(std::filesystem::temp_directory_path());
     if (draw_.chance(20)) options.communicators = CommunicatorUse::kShared;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kUnchecked;

@@ -18,18 +18,18 @@ void Trainee::forget_optimizer() {
 }
 
 Tensor Side::part(const Tensor& batch, const std::vector<int64_t>& rows_of_ranks) const {
-  return sharded ? batch.split_with_sizes(rows_of_ranks)[static_cast<size_t>(process_context().rank())] : batch;
+  return sharded ? batch.split_with_sizes(rows_of_ranks)[static_cast<size_t>(process_context().rank())].to(device()) : batch;
 }
 
 void Side::record(const Tensor& tensor) {
-  const auto value = whole(tensor);
+  const auto value = whole(tensor).cpu();
   recorded.push_back({(value.is_complex() ? torch::view_as_real(value) : value).to(torch::kDouble).sum().item<double>(), false});
 }
 
 Tensor random_values(const Tensor& like, Draw& draw) {
   auto generator = at::detail::createCPUGenerator(draw.seed());
   const auto dtype = like.is_complex() ? torch::kComplexDouble : torch::kDouble;
-  return (torch::randn(like.sizes(), generator, dtype) * 0.3).to(like.scalar_type());
+  return (torch::randn(like.sizes(), generator, dtype) * 0.3).to(like.device(), like.scalar_type());
 }
 
 Tensor laid_out_as(const Tensor& values, const Tensor& like) {

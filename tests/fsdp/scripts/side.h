@@ -14,6 +14,7 @@
 
 #include <tessera/tests/fsdp/scripts/random_model.h>
 #include <tessera/tests/fsdp/scripts/random_optimizer.h>
+#include <tessera/tests/support/test_device.h>
 
 namespace tessera::testing::scripts {
 
@@ -57,6 +58,8 @@ class Side {
  public:
   Side(bool is_sharded, std::filesystem::path folder) : sharded(is_sharded), folder(std::move(folder)) {}
 
+  /// Where the models compute: the unsharded ones on the CPU.
+  c10::Device device() const { return sharded ? test_device() : c10::Device(c10::kCPU); }
   /// This rank's rows of a batch, of which rank r has `rows_of_ranks[r]`; all of them on the unsharded side.
   Tensor part(const Tensor& batch, const std::vector<int64_t>& rows_of_ranks) const;
   /// Records a loss: on the sharded side the ranks' mean counts.
@@ -82,7 +85,7 @@ struct Turn {
   int depth = 0; ///< 1 and more: within another action
 };
 
-/// Random values of the shape and dtype of `like`, whole on every rank.
+/// Random values of the shape and dtype of `like`, whole on every rank, on its device.
 Tensor random_values(const Tensor& like, Draw& draw);
 /// `values` laid out as `like`, where that is a DTensor.
 Tensor laid_out_as(const Tensor& values, const Tensor& like);

@@ -66,7 +66,7 @@ void read_unknown(Turn& turn) {
   auto& optimizer = *turn.trainee.optimizer;
   checkpoint::save(has_optimizer ? state_dict(model, optimizer) : state_dict(model), folder, {.update_latest = false});
   checkpoint::ReadOptions options;
-  if (on_mesh) options.mesh = init_device_mesh(at::kCPU, {process_context().world_size()});
+  if (on_mesh) options.mesh = init_device_mesh(test_device_type(), {process_context().world_size()});
   if (on_mesh && replicated) options.placements = {Replicate{}};
   const auto read = checkpoint::read_state_dict(folder, options);
   model.apply(clear);

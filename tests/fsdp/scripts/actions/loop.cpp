@@ -31,7 +31,7 @@ void take_running_means(Turn& turn) {
     means.add_accuracy("top 2", scores, targets.clamp_min(0), /*k=*/2);
     if (scores.size(0) > 0) means.add("value", scores.mean().item<double>(), static_cast<double>(scores.size(0)));
   }
-  const auto mesh = init_device_mesh(torch::kCPU, {context.world_size()});
+  const auto mesh = init_device_mesh(test_device_type(), {context.world_size()});
   const auto values = turn.side.sharded ? means.means(mesh) : means.means();
   const auto counts = turn.side.sharded ? means.counts(mesh) : means.counts();
   for (const auto& [name, value] : values) turn.side.recorded.push_back({std::isnan(value) ? -1 : value, false});
@@ -44,7 +44,7 @@ void take_mean_loss(Turn& turn) {
   RunningMeans means({"loss"});
   const int64_t batches = 1 + turn.draw.below(2);
   for (int64_t i = 0; i < batches; ++i) means.add("loss", random_loss(turn).item<double>());
-  const auto mesh = init_device_mesh(torch::kCPU, {process_context().world_size()});
+  const auto mesh = init_device_mesh(test_device_type(), {process_context().world_size()});
   turn.side.recorded.push_back({(turn.side.sharded ? means.means(mesh) : means.means()).at("loss"), false});
 }
 
@@ -80,6 +80,8 @@ void train_with_a_schedule(Turn& turn) {
   }
 }
 
+RankBatch on_device(const RankBatch& batch, c10::Device device) { return {batch.x.to(device), batch.ids.to(device)}; }
+
 std::vector<std::vector<RankBatch>> random_uneven_batches(Draw& draw) {
   std::vector<std::vector<RankBatch>> of_ranks(static_cast<size_t>(process_context().world_size()));
   for (auto& batches : of_ranks) {
@@ -113,7 +115,8 @@ void train_on_uneven_batches(Turn& turn) {
   if (has_statistics(model)) return;
   if (turn.side.sharded) {
     auto& mine = of_ranks[static_cast<size_t>(context.rank())];
-    UnevenBatches batches(model, mine, {.stand_in = stand_in});
+    for (auto& batch : mine) batch = on_device(batch, turn.side.device());
+    UnevenBatches batches(model, mine, {.stand_in = on_device(stand_in, turn.side.device())});
     for (const auto& batch : batches) {
       const auto loss = losses_of(model, {batch})[0];
       turn.side.record_mean(batches.has_input() ? loss : torch::zeros({}));

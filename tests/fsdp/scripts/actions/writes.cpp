@@ -62,15 +62,17 @@ std::vector<Write> view_writes() {
   };
 }
 
+/// An index of a parameter's last row.
+Tensor last_of(const Tensor& p) { return torch::tensor({p.size(0) - 1}).to(p.device()); }
+
 std::vector<Write> index_writes() {
   return {
       {"index_put_", 1,
        [](const Tensor& p, const Tensor& values) {
-         p.index_put_({torch::tensor({p.size(0) - 1, int64_t{0}})}, values.slice(0, 0, 1));
+         p.index_put_({torch::tensor({p.size(0) - 1, int64_t{0}}).to(p.device())}, values.slice(0, 0, 1));
        }},
-      {"index_fill_", 1, [](const Tensor& p, const Tensor&) { p.index_fill_(0, torch::tensor({p.size(0) - 1}), 0.2); }},
-      {"index_add_", 1,
-       [](const Tensor& p, const Tensor& values) { p.index_add_(0, torch::tensor({p.size(0) - 1}), values.slice(0, 0, 1)); }},
+      {"index_fill_", 1, [](const Tensor& p, const Tensor&) { p.index_fill_(0, last_of(p), 0.2); }},
+      {"index_add_", 1, [](const Tensor& p, const Tensor& values) { p.index_add_(0, last_of(p), values.slice(0, 0, 1)); }},
       {"masked_fill_", 0,
        [](const Tensor& p, const Tensor& values) {
          p.masked_fill_((values.is_complex() ? torch::real(values) : values) > 0, 0.2);
@@ -169,7 +171,7 @@ void average_all_buffers(Turn& turn) {
   for (const auto& buffer : model.buffers()) {
     if (buffer.is_floating_point()) buffer.add_(drift);
   }
-  if (turn.side.sharded) average_buffers(model, init_device_mesh(torch::kCPU, {context.world_size()}));
+  if (turn.side.sharded) average_buffers(model, init_device_mesh(test_device_type(), {context.world_size()}));
 }
 
 } // namespace
