@@ -1,7 +1,9 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/caller_stream.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/load_opened.h>
@@ -14,6 +16,7 @@
 
 #include <iterator>
 #include <map>
+#include <optional>
 
 namespace tessera::internal {
 
@@ -72,6 +75,7 @@ void check_tied(const TensorRead& read, Reader& reader) {
 struct ReadJob {
   const IndexedTensor* from;
   Piece to;
+  std::optional<c10::Stream> stream; // of the tensor
 };
 
 // Splits what this rank holds into jobs of about the same size.
@@ -83,7 +87,7 @@ std::vector<ReadJob> jobs_of(const LoadPlan& plan) {
         auto within = box;
         for (size_t d = 0; d < box.offsets.size(); ++d) within.offsets[d] -= piece.box.offsets[d];
         auto data = narrow(piece.data, within);
-        jobs.push_back({read.saved[0], {std::move(box), std::move(data)}});
+        jobs.push_back({read.saved[0], {std::move(box), std::move(data)}, caller_stream(piece.data)});
       }
     }
   }
@@ -94,9 +98,11 @@ void read_tensors(const LoadPlan& plan, Reader& reader) {
   const c10::NoGradGuard no_grad;
   const auto jobs = jobs_of(plan);
   for (const auto& read : plan.tensors) mark_written(read.tensor); // also where a read fails half way
-  for_each_in_parallel(std::ssize(jobs), [&](int64_t job) {
+  for_each_in_parallel(std::ssize(jobs), [&](int64_t i) {
+    const auto& job = jobs[static_cast<size_t>(i)];
     const c10::NoGradGuard not_recorded; // counts for one thread
-    reader.read(*jobs[static_cast<size_t>(job)].from, jobs[static_cast<size_t>(job)].to);
+    const c10::OptionalStreamGuard guard(job.stream);
+    reader.read(*job.from, job.to);
   });
   for (const auto& read : plan.tensors) check_tied(read, reader);
 }

@@ -2,7 +2,9 @@
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/caller_stream.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/parallel.h>
 #include <tessera/checkpoint/pieces.h>
@@ -14,6 +16,7 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <unordered_map>
@@ -30,10 +33,12 @@ constexpr size_t kSummedAtOnce = size_t{16} << 20;
 struct SumJob {
   const at::Tensor* tensor;
   size_t begin, bytes;
+  std::optional<c10::Stream> stream; // of the tensor
   uint64_t sum = 0;
 };
 
 void run(SumJob& job) {
+  const c10::OptionalStreamGuard guard(job.stream);
   const auto data = is_plain_memory(*job.tensor) ? *job.tensor : job.tensor->resolve_conj().resolve_neg().contiguous().cpu();
   job.sum = checksum(static_cast<const char*>(data.const_data_ptr()) + job.begin, job.bytes);
 }
@@ -44,8 +49,9 @@ std::vector<SumJob> jobs_of(const Snapshot& snapshot) {
   for (size_t i = 0; i < snapshot.data.size(); ++i) {
     if (!snapshot.state.tensors[i].mesh.empty() || snapshot.data[i].empty()) continue;
     const auto& tensor = snapshot.data[i][0];
+    const auto stream = caller_stream(tensor);
     const auto bytes = tensor.nbytes(), step = is_plain_memory(tensor) ? kSummedAtOnce : bytes;
-    for (size_t begin = 0; begin < bytes; begin += step) jobs.push_back({&tensor, begin, std::min(step, bytes - begin)});
+    for (size_t begin = 0; begin < bytes; begin += step) jobs.push_back({&tensor, begin, std::min(step, bytes - begin), stream});
   }
   return jobs;
 }

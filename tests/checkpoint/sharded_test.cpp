@@ -1,11 +1,15 @@
 // Sharded tensors, saved under every layout and loaded under every other one, on meshes of every size that the job has ranks for.
+#include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/dtensor/api.h>
 #include <torch/torch.h>
 
+#include <cmath>
+
 #include "../support/matchers.h"
+#include "../support/simulated_device/simulated_device.h"
 #include "../support/sweep.h"
 #include "../support/test_device.h"
 #include "shared_folder.h"
@@ -167,6 +171,32 @@ TEST(ShardedCheckpoint, PartialIsAnErrorThatNamesTheTensor) {
   StateDict state;
   state.add("sum", from_local(torch::ones({3}, mesh.device()), mesh, {Partial{}}));
   EXPECT_THROWS_WITH(save(state, folder.path() / "c"), "tensor \"sum\": a tensor with placement Partial has no value of its own");
+}
+
+// Threads that read files copy to the device where the program has launched what the tensors are used for.
+TEST(ShardedCheckpoint, FollowTheStreamOfTheProgram) {
+  namespace sim = testing::sim;
+  if (testing::test_device_type() != sim::kDeviceType) GTEST_SKIP() << "the simulated device finds what streams do not order";
+  const SharedFolder folder;
+  const auto mesh = mesh_of({"", {process_context().world_size()}, {}});
+  const c10::StreamGuard guard(sim::new_stream("training"));
+  StateDict state;
+  state.add("sharded", distribute_tensor(torch::ones({8, 4000}), mesh, {Shard{0}}));
+  state.add("plain", torch::ones({4000}, mesh.device()));
+  for (int round = 0; round < 2; ++round) {
+    const auto path = folder.path() / std::to_string(round);
+    const auto each = [&](const auto& use) {
+      for (const auto* name : {"sharded", "plain"}) use(state.tensor(name));
+    };
+    each([](torch::Tensor tensor) { tensor.mul_(3); });
+    save(state, path);
+    each([](torch::Tensor tensor) { tensor.zero_(); });
+    load(state, path);
+    each([&](const torch::Tensor& tensor) {
+      const auto whole = is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
+      EXPECT_TRUE(whole.eq(std::pow(3, round + 1)).all().item<bool>());
+    });
+  }
 }
 
 } // namespace
