@@ -209,7 +209,7 @@ TEST(LoadStateDict, AnErrorOfOneRankIsAnErrorOnAll) {
 
 TEST(LoadStateDict, RanksThatWouldGatherDifferentTensorsAreAnErrorOnAll) {
   if (world_size() == 1) GTEST_SKIP() << "one rank cannot differ";
-  const auto mesh = init_device_mesh(torch::kCPU, {world_size()});
+  const auto mesh = init_device_mesh(testing::test_device_type(), {world_size()});
   const auto a = distribute_tensor(torch::full({4}, 1.0), mesh, {Shard{0}}),
              b = distribute_tensor(torch::full({4}, 2.0), mesh, {Shard{0}});
   StateDict source, target;

@@ -9,6 +9,7 @@
 #include <torch/torch.h>
 
 #include "../support/matchers.h"
+#include "../support/test_device.h"
 #include "../support/world.h"
 #include "shared_folder.h"
 
@@ -51,7 +52,7 @@ Net make_net(uint64_t seed) {
 }
 
 Net sharded(Net net) {
-  const auto mesh = init_device_mesh(at::kCPU, {world_size()});
+  const auto mesh = init_device_mesh(testing::test_device_type(), {world_size()});
   for (auto& module : {net->first, net->second}) fully_shard(module, mesh);
   fully_shard(net, mesh);
   return net;
@@ -75,7 +76,8 @@ std::vector<double> train(Net& net, int steps) {
   torch::optim::Adam optimizer(adapters, 0.05);
   std::vector<double> losses;
   torch::manual_seed(3);
-  const auto x = torch::randn({5, 6}), y = torch::randn({5, 3});
+  const auto device = net->first->weight.device();
+  const auto x = torch::randn({5, 6}).to(device), y = torch::randn({5, 3}).to(device);
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     const auto loss = torch::mse_loss(net->forward(x), y);
@@ -116,7 +118,7 @@ TEST(Lora, TrainsOnAFrozenBaseAndGoesToPeftAndBack) {
   load_base(again, base);
   load(state_dict(*again), adapter, {.filter = is_adapter, .rename = as_peft});
   const torch::NoGradGuard no_grad;
-  const auto x = torch::ones({2, 6});
+  const auto x = torch::ones({2, 6}, net->first->weight.device());
   EXPECT_TENSORS_EQUAL(again->forward(x), net->forward(x));
 }
 

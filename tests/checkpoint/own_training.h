@@ -122,7 +122,9 @@ class GanTraining : public OwnTraining {
     shard(*discriminator_, {discriminator_->ptr(0)}, strategy_);
   }
   double step(int64_t number) override {
-    const auto noise = rows_of(random({12, 4}, number), strategy_), angle = 3 * rows_of(random({12}, 500 + number), strategy_);
+    const auto device = generator_->parameters()[0].device();
+    const auto noise = rows_of(random({12, 4}, number), strategy_).to(device),
+               angle = 3 * rows_of(random({12}, 500 + number), strategy_).to(device);
     const auto real = torch::stack({angle.cos(), angle.sin()}, 1), made = generator_->forward(noise);
     discriminator_steps_->zero_grad();
     const auto telling =

@@ -14,6 +14,7 @@
 
 #include "../support/matchers.h"
 #include "../support/sweep.h"
+#include "../support/test_device.h"
 #include "shared_folder.h"
 
 namespace tessera::checkpoint {
@@ -140,8 +141,8 @@ const std::vector<DeviceMesh>& meshes() {
     for (int64_t r = 0; r < n; ++r) reversed[r] = n - 1 - r;
     std::vector<DeviceMesh> made;
     for (const auto& shape : shapes) {
-      made.push_back(init_device_mesh(at::kCPU, shape));
-      made.push_back(make_device_mesh(at::kCPU, shape, reversed));
+      made.push_back(init_device_mesh(testing::test_device_type(), shape));
+      made.push_back(make_device_mesh(testing::test_device_type(), shape, reversed));
     }
     return made;
   }();
@@ -247,7 +248,7 @@ Tensor local_of(const Tensor& tensor) { return is_dtensor(tensor) ? DTensor(tens
 enum class NaNs { kAsBits, kEqual };
 
 bool same_bits(const Tensor& actual, const Tensor& expected, NaNs nans) {
-  const auto a = local_of(actual).contiguous(), b = local_of(expected).contiguous();
+  const auto a = local_of(actual).cpu().contiguous(), b = local_of(expected).cpu().contiguous();
   if (nans == NaNs::kEqual && a.is_floating_point() && a.scalar_type() == b.scalar_type())
     return testing::tensors_equal(a.to(at::kDouble), b.to(at::kDouble));
   return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "../support/matchers.h"
+#include "../support/test_device.h"
 #include "../support/world.h"
 #include "shared_folder.h"
 
@@ -87,7 +88,7 @@ TEST(RanksCheckpoint, ALoadThatDiffersBetweenRanksIsAnError) {
   if (world_size() == 1) GTEST_SKIP() << "one rank cannot differ";
   const SharedFolder folder;
   const bool odd = world_rank() == last_rank();
-  const auto mesh = init_device_mesh(at::kCPU, {world_size()});
+  const auto mesh = init_device_mesh(testing::test_device_type(), {world_size()});
   const auto sharded = [&](double value) { return distribute_tensor(torch::full({8}, value), mesh, {Shard{0}}); };
   StateDict saved;
   saved.add("a", sharded(1));

@@ -20,7 +20,7 @@ using testing::whole_tensor;
 
 const std::filesystem::path kDistcp = std::filesystem::path(TESSERA_FIXTURES) / "distcp";
 
-DeviceMesh world_mesh() { return init_device_mesh(at::kCPU, {process_context().world_size()}); }
+DeviceMesh world_mesh() { return init_device_mesh(testing::test_device_type(), {process_context().world_size()}); }
 
 int64_t local_rows(int64_t rows) {
   const int64_t n = process_context().world_size(), each = (rows + n - 1) / n;

@@ -26,7 +26,7 @@ using testing::whole_tensor;
 using testing::world_rank;
 using testing::world_size;
 
-DeviceMesh line() { return init_device_mesh(at::kCPU, {world_size()}); }
+DeviceMesh line() { return init_device_mesh(testing::test_device_type(), {world_size()}); }
 
 StateDict state_of(const std::string& name, const Tensor& tensor) {
   StateDict state;
@@ -115,13 +115,13 @@ TEST(ViewsThatAreCopies, CannotBeSavedAfterTheirBaseWasWritten) {
 struct Stage {
   explicit Stage(uint64_t seed)
       : data_parallel(world_size() == 4 ? 2 : 1),
-        mesh(init_device_mesh(at::kCPU, {world_size() / data_parallel, data_parallel}, {"pp", "dp"})),
+        mesh(init_device_mesh(testing::test_device_type(), {world_size() / data_parallel, data_parallel}, {"pp", "dp"})),
         number(mesh.local_rank("pp")),
         model((at::manual_seed(seed + static_cast<uint64_t>(number)), 5), 3),
         optimizer((fully_shard(*model, mesh["dp"]), model->parameters()), torch::optim::AdamOptions(0.1)) {}
   void step() {
     at::manual_seed(7);
-    model->forward(torch::randn({4, 5})).square().sum().backward();
+    model->forward(torch::randn({4, 5}).to(mesh.device())).square().sum().backward();
   }
   static std::string prefix(int64_t number) { return c10::str("stage", number, "."); }
   StateDict state() { return state_dict(*model, optimizer, {.prefix = prefix(number)}); }
@@ -143,11 +143,12 @@ TEST(Stages, OfOneNameOnDifferentMeshesAreAnErrorOnEveryRank) {
   if (world_size() == 1) GTEST_SKIP() << "one rank is one stage";
   const SharedFolder folder;
   const Stage stage(1);
+  const auto device = c10::DeviceTypeName(testing::test_device_type(), /*lower_case=*/true);
   std::string holders;
   for (int64_t r = 0; r < world_size(); r += static_cast<int>(stage.data_parallel)) {
     holders += stage.data_parallel == 2
-                   ? c10::str("\n  DeviceMesh(cpu, [", r, ", ", r + 1, "], names=(\"dp\")): ranks ", r, ", ", r + 1)
-                   : c10::str("\n  DeviceMesh(cpu, [", r, "], names=(\"dp\")): rank ", r);
+                   ? c10::str("\n  DeviceMesh(", device, ", [", r, ", ", r + 1, "], names=(\"dp\")): ranks ", r, ", ", r + 1)
+                   : c10::str("\n  DeviceMesh(", device, ", [", r, "], names=(\"dp\")): rank ", r);
   }
   const auto expected =
       "checkpoint: tensor \"weight\" lies on several meshes, so its holders have no parts of one tensor:" + holders +
@@ -156,8 +157,8 @@ TEST(Stages, OfOneNameOnDifferentMeshesAreAnErrorOnEveryRank) {
   EXPECT_EQ(error_of([&] { save(state_dict(*stage.model), folder.path() / "c"); }), expected);
   EXPECT_EQ(error_of([&] { save_hugging_face(state_dict(*stage.model), folder.path() / "hf"); }), expected);
   // A tensor that is plain on one rank and sharded on another.
-  const auto mixed =
-      world_rank() == 0 ? torch::zeros({3}) : Tensor(from_local(torch::zeros({3}), stage.mesh["dp"], {Replicate{}}));
+  const auto zeros = torch::zeros({3}, stage.mesh.device());
+  const auto mixed = world_rank() == 0 ? zeros : Tensor(from_local(zeros, stage.mesh["dp"], {Replicate{}}));
   EXPECT_THAT(error_of([&] { save(state_of("t", mixed), folder.path() / "c"); }),
               HasSubstr("\n  plain, without a mesh: rank 0\n"));
 }
@@ -235,6 +236,7 @@ TEST(TrainableParameters, ThatNothingShardedAreNamed) {
   const FullyShardOptions unchecked{.initial_weights = InitialWeights::kUnchecked};
   fully_shard(*model.block, line(), unchecked);
   fully_shard(*other.block, line(), unchecked);
+  for (auto* each : {&model, &other}) each->head->to(testing::test_device());
   const std::string problem =
       "state dict: nothing sharded or replicated these parameters, beside others that are, so that each rank trains its own copy "
       "of "
@@ -251,7 +253,7 @@ TEST(TrainableParameters, ThatNothingShardedAreNamed) {
   EXPECT_TENSORS_EQUAL(other.head->weight, model.head->weight);
 
   // Clipping both kinds together has no one norm.
-  model.head->forward(model.block->forward(torch::ones({2, 4}))).sum().backward();
+  model.head->forward(model.block->forward(torch::ones({2, 4}, testing::test_device()))).sum().backward();
   EXPECT_THAT(error_of([&] { torch::nn::utils::clip_grad_norm_(model.parameters(), 1); }),
               AllOf(HasSubstr("the written argument 'self' is a plain tensor of shape [2, 4], but others are DTensors"),
                     HasSubstr("others are DTensors (computed from the gradient of weight)"),

@@ -40,7 +40,7 @@ struct SharedStorage {
 
 StateDict numbers(double value) {
   StateDict state;
-  const auto mesh = init_device_mesh(at::kCPU, {process_context().world_size()});
+  const auto mesh = init_device_mesh(testing::test_device_type(), {process_context().world_size()});
   state.add("w", distribute_tensor(torch::full({12, 5}, value), mesh, {Shard{0}}));
   state.add("plain", torch::full({3}, value));
   state.set("step", static_cast<int64_t>(value));
@@ -119,7 +119,7 @@ TEST(Storage, TheRanksOfAMeshSaveWhileTheOthersGoOn) {
   std::vector<int64_t> low, high;
   for (int64_t r = 0; r <= last_rank(); ++r) (2 * r <= last_rank() ? low : high).push_back(r);
   const auto mesh_of = [](const std::vector<int64_t>& ranks) {
-    return make_device_mesh(at::kCPU, {static_cast<int64_t>(ranks.size())}, ranks);
+    return make_device_mesh(testing::test_device_type(), {static_cast<int64_t>(ranks.size())}, ranks);
   };
   const bool is_low = std::ranges::find(low, rank()) != low.end();
   const auto own = mesh_of(is_low ? low : high);

@@ -22,10 +22,10 @@ using testing::world_size;
 
 DeviceMesh mesh_of(std::vector<int64_t> ranks) {
   const auto size = static_cast<int64_t>(ranks.size());
-  return make_device_mesh(at::kCPU, {size}, std::move(ranks));
+  return make_device_mesh(testing::test_device_type(), {size}, std::move(ranks));
 }
 
-DeviceMesh world_mesh() { return init_device_mesh(at::kCPU, {world_size()}); }
+DeviceMesh world_mesh() { return init_device_mesh(testing::test_device_type(), {world_size()}); }
 
 bool is_in(const DeviceMesh& mesh) { return mesh.coordinate().has_value(); }
 

@@ -9,6 +9,7 @@
 
 #include "../support/matchers.h"
 #include "../support/subprocess.h"
+#include "../support/test_device.h"
 #include "../support/world.h"
 #include "shared_folder.h"
 #include "small_disk.h"
@@ -23,7 +24,7 @@ using testing::SharedFolder;
 using testing::world_rank;
 using testing::world_size;
 
-DeviceMesh world_mesh() { return init_device_mesh(at::kCPU, {world_size()}); }
+DeviceMesh world_mesh() { return init_device_mesh(testing::test_device_type(), {world_size()}); }
 
 struct Described {
   std::string name;
@@ -74,7 +75,7 @@ StateDict filled() {
 
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   return a.dtype() == b.dtype() && a.sizes() == b.sizes() &&
-         std::memcmp(a.contiguous().const_data_ptr(), b.contiguous().const_data_ptr(), a.nbytes()) == 0;
+         std::memcmp(a.cpu().contiguous().const_data_ptr(), b.cpu().contiguous().const_data_ptr(), a.nbytes()) == 0;
 }
 
 // The archive in the file, by dotted names.
@@ -420,7 +421,7 @@ TEST(Exports, ByTheRanksOfAMesh) {
   const SharedFolder folder;
   std::vector<int64_t> ranks(static_cast<size_t>((world_size() + 1) / 2));
   std::iota(ranks.begin(), ranks.end(), 0);
-  const auto mesh = make_device_mesh(at::kCPU, {static_cast<int64_t>(ranks.size())}, ranks);
+  const auto mesh = make_device_mesh(testing::test_device_type(), {static_cast<int64_t>(ranks.size())}, ranks);
   const auto values = torch::arange(30.f).view({10, 3});
   if (mesh.coordinate()) {
     StateDict state;
