@@ -2,8 +2,10 @@
 
 #include <tessera/collectives/error_text.h>
 #include <tessera/collectives/job_environment.h>
+#include <tessera/collectives/job_trace.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/rank_watch.h>
+#include <tessera/collectives/signal_watch.h>
 
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -25,6 +27,7 @@
 #include <csignal>
 #include <cstring>
 #include <fstream>
+#include <memory>
 #include <mutex>
 #include <string_view>
 #include <thread>
@@ -189,6 +192,7 @@ class Ranks {
   ~Ranks() { stop(); }
 
   void run(const LaunchOptions& options) {
+    const auto passes_on = pass_signals_on();
     std::unique_lock lock(mutex_);
     wait_for_end_or_failure(lock, timeout_seconds_or(options.stopped_seconds, current_environment()));
     if (first_failed_ < 0) return;
@@ -205,6 +209,15 @@ class Ranks {
     int64_t nanoseconds = 0;
     std::string text;
   };
+
+  /// The ranks write their records at this one's SIGUSR1, which would end it otherwise.
+  std::unique_ptr<SignalWatch> pass_signals_on() {
+    if (trace_options(current_environment()).folder.empty()) return nullptr;
+    return std::make_unique<SignalWatch>([this] {
+      const std::lock_guard lock(mutex_);
+      for (const int rank : running_) kill(pids_[rank], SIGUSR1);
+    });
+  }
 
   // Each second counts in which this process ran itself: a shell may have stopped all of the job, and go on with it later.
   void wait_for_end_or_failure(std::unique_lock<std::mutex>& lock, int stopped_seconds) {

@@ -5,13 +5,17 @@
 #include <tessera/collectives/fake.h>
 #include <tessera/collectives/group_store.h>
 #include <tessera/collectives/job_environment.h>
+#include <tessera/collectives/job_trace.h>
 #include <tessera/collectives/nccl/plugin.h>
 #include <tessera/collectives/rank_watch.h>
+#include <tessera/collectives/recording_communicator.h>
+#include <tessera/collectives/signal_watch.h>
 #include <tessera/collectives/single_rank.h>
 #include <tessera/collectives/time_limit.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -23,6 +27,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <random>
 #include <set>
 #include <tuple>
 
@@ -92,11 +97,18 @@ c10::intrusive_ptr<c10d::Store> connect_store(const internal::JobEnvironment& jo
 std::string joined_key(int64_t rank) { return c10::str("joined/", rank); }
 std::string process_key(int64_t rank) { return c10::str("process/", rank); }
 std::string transport_key(int64_t rank) { return c10::str("transport/", rank); }
+constexpr const char* kJobKey = "job";
+
+std::string new_job_name() {
+  std::random_device random;
+  return fmt::format("{:08x}{:08x}", random(), random());
+}
 
 /// Where the process of each rank runs, and how it wants to exchange data.
 struct Places {
   std::vector<std::string> hosts, processes; ///< what `host_identity` and `RankWatch::own_process` return there
   std::vector<std::string> transports;
+  std::string job; ///< a name that no other job has
 };
 
 std::vector<int64_t> absent(c10d::Store& store, const std::vector<int64_t>& ranks) {
@@ -129,6 +141,7 @@ void check_same_transport(const std::vector<std::string>& transports) {
 /// Waits for all ranks. `launch` says in its store which of them have ended before they came.
 Places join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& job_store,
             const internal::JobEnvironment& job, const ProcessGroupOptions& options) {
+  if (job.rank == 0) store->set(kJobKey, new_job_name());
   store->set(process_key(job.rank), internal::RankWatch::own_process());
   store->set(transport_key(job.rank), name_of(options.transport));
   store->set(joined_key(job.rank), host_identity());
@@ -154,13 +167,36 @@ Places join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_p
       C10_THROW_ERROR(DistNetworkError, c10::str(text, "timed out after ", options.timeout.count(), " ms; of ", job.world_size,
                                                  " ranks these did not come: ", c10::Join(", ", missing)));
   }
-  return {values_of(*store, keys), values_of(*store, process_keys), values_of(*store, transport_keys)};
+  return {values_of(*store, keys), values_of(*store, process_keys), values_of(*store, transport_keys),
+          store->get_to_str(kJobKey)};
 }
 
 // A write to a connection whose peer is gone shall be an error of that collective, not the end of this process.
 void ignore_broken_pipes() {
   struct sigaction action = {};
   if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
+}
+
+/// The index of `own` in the ranks of a communicator.
+int place_of(int64_t own, const std::vector<int64_t>& ranks, int world_size) {
+  const auto list = c10::Join(", ", ranks);
+  for (const auto rank : ranks)
+    TORCH_CHECK(rank >= 0 && rank < world_size, "communicator of ranks [", list, "]: rank ", rank, " is not in [0, ", world_size,
+                ")");
+  TORCH_CHECK(std::set(ranks.begin(), ranks.end()).size() == ranks.size(), "communicator of ranks [", list,
+              "]: a rank appears twice");
+  const auto found = std::find(ranks.begin(), ranks.end(), own);
+  TORCH_CHECK(found != ranks.end(), "communicator of ranks [", list, "]: rank ", own, " is not one of them");
+  return static_cast<int>(found - ranks.begin());
+}
+
+std::shared_ptr<internal::JobTrace> make_trace(const internal::JobEnvironment& job, const Places& places,
+                                               const internal::TraceOptions& options) {
+  if (options.calls == 0) return nullptr;
+  const auto& host = places.hosts[static_cast<size_t>(job.rank)];
+  internal::TraceOwner owner{
+      .job = places.job, .rank = job.rank, .world_size = job.world_size, .host = host.substr(0, host.find(' '))};
+  return std::make_shared<internal::JobTrace>(std::move(owner), options);
 }
 
 } // namespace
@@ -171,6 +207,8 @@ struct ProcessContext::Communicators {
   std::vector<std::string> hosts; ///< of each rank
   std::shared_ptr<internal::RankWatch> watch;
   std::shared_ptr<internal::shared_memory::Arenas> arenas = std::make_shared<internal::shared_memory::Arenas>();
+  std::shared_ptr<internal::JobTrace> trace;           ///< null where nothing is recorded
+  std::unique_ptr<internal::SignalWatch> signal_watch; ///< for which it is written
   mutable std::mutex mutex;
   std::map<Key, CommunicatorPtr> by_key;
 };
@@ -180,23 +218,14 @@ CommunicatorPtr ProcessContext::communicator(const std::vector<int64_t>& ranks, 
   std::lock_guard lock(communicators_->mutex);
   auto& found = communicators_->by_key[{ranks, device_type, purpose}];
   if (found) return found;
-  const auto list = c10::Join(", ", ranks);
-  for (const auto rank : ranks)
-    TORCH_CHECK(rank >= 0 && rank < world_size_, "communicator of ranks [", list, "]: rank ", rank, " is not in [0, ",
-                world_size_, ")");
-  TORCH_CHECK(std::set(ranks.begin(), ranks.end()).size() == ranks.size(), "communicator of ranks [", list,
-              "]: a rank appears twice");
-  const auto own = std::find(ranks.begin(), ranks.end(), rank_);
-  TORCH_CHECK(own != ranks.end(), "communicator of ranks [", list, "]: rank ", rank_, " is not one of them");
+  const int place = place_of(rank_, ranks, world_size_);
   if (ranks.size() == 1) return found = internal::make_single_rank_communicator(purpose, rank_, device_type);
-  if (is_fake_) {
-    return found = internal::make_fake_communicator(purpose, ranks, static_cast<int>(own - ranks.begin()), device_type);
-  }
+  if (is_fake_) return found = internal::make_fake_communicator(purpose, ranks, place, device_type);
 
   const auto& hosts = communicators_->hosts;
   internal::GroupDescription group{.name = purpose,
                                    .ranks = ranks,
-                                   .rank = static_cast<int>(own - ranks.begin()),
+                                   .rank = place,
                                    .local_rank = local_rank_,
                                    .options = options_,
                                    .watch = communicators_->watch,
@@ -204,7 +233,11 @@ CommunicatorPtr ProcessContext::communicator(const std::vector<int64_t>& ranks, 
   group.all_local = std::all_of(ranks.begin(), ranks.end(), [&](auto rank) { return hosts[rank] == hosts[ranks[0]]; });
   group.store = c10::make_intrusive<internal::GroupStore>(
       c10::str("group/", c10::DeviceTypeName(device_type), "/", purpose, "/", c10::Join("_", ranks)), store_, ranks, group.watch);
-  return found = internal::make_backend_communicator(group, device_type);
+  const auto connect = [&] { return internal::make_backend_communicator(group, device_type); };
+  if (!communicators_->trace) return found = connect();
+  internal::RecordedGroup recorded{
+      .name = purpose, .device = c10::DeviceTypeName(device_type, true), .ranks = ranks, .rank = place};
+  return found = internal::make_recorded(communicators_->trace, std::move(recorded), connect);
 }
 
 CollectiveCounters::Count ProcessContext::count(CollectiveKind kind) const {
@@ -232,6 +265,7 @@ void init_process_group(const ProcessGroupOptions& options) {
   const auto job = internal::parse_job_environment(environment);
   std::unique_ptr<ProcessContext> made(new ProcessContext);
   made->options_ = with_overrides(options, environment);
+  const auto trace_options = internal::trace_options(environment);
   made->rank_ = job.rank;
   made->world_size_ = job.world_size;
   made->local_rank_ = job.local_rank;
@@ -245,6 +279,10 @@ void init_process_group(const ProcessGroupOptions& options) {
   check_same_transport(places.transports);
   made->communicators_ = std::make_unique<ProcessContext::Communicators>();
   made->communicators_->watch = std::make_shared<internal::RankWatch>(job.rank, places.processes, made->store_, store);
+  made->communicators_->trace = make_trace(job, places, trace_options);
+  if (made->communicators_->trace && !trace_options.folder.empty())
+    made->communicators_->signal_watch =
+        std::make_unique<internal::SignalWatch>([trace = made->communicators_->trace] { trace->write_unasked("SIGUSR1"); });
   made->communicators_->hosts = std::move(places.hosts);
   ++generation;
   context = std::move(made);
@@ -275,6 +313,13 @@ void destroy_process_group() {
   std::lock_guard lock(context_mutex);
   TORCH_CHECK(context, "no process group: call tessera::init_process_group() first");
   context.reset();
+}
+
+void write_trace(const std::string& folder) {
+  const auto& trace = process_context().communicators_->trace;
+  TORCH_CHECK(trace, "write_trace: nothing is recorded with TESSERA_TRACE_CALLS=0, nor of a fake process group");
+  TORCH_CHECK_VALUE(!folder.empty(), "write_trace: the name of the folder is empty");
+  trace->write(folder, "write_trace");
 }
 
 void require_cuda() { internal::nccl::require_cuda_side(); }

@@ -37,6 +37,7 @@ class ProcessContext {
  private:
   friend void init_process_group(const ProcessGroupOptions&);
   friend void init_fake_process_group(int, int);
+  friend void write_trace(const std::string&);
   ProcessContext() = default;
   struct Communicators;
 
@@ -73,6 +74,11 @@ bool is_initialized();
 ProcessContext& process_context();
 /// Releases the communicators and the store. Every rank calls it; nothing sharded may be used afterwards.
 void destroy_process_group();
+/// Writes the last calls of this rank on its communicators (1000, or TESSERA_TRACE_CALLS) to FOLDER/rank-<rank>.json, for
+/// `tessera-trace`. The folder is made where it is missing, and an older file replaced. Of this rank alone, from any thread. An
+/// error that names the file where it cannot be written. With TESSERA_TRACE_FOLDER this also happens by itself, when a collective
+/// fails and on SIGUSR1: docs/running.md.
+void write_trace(const std::string& folder);
 
 /// True when CUDA tensors can be used. Loads LibTorch's CUDA libraries where this build has a CUDA side and the process has not
 /// loaded them yet. See docs/cuda.md.

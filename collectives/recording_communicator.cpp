@@ -1,0 +1,174 @@
+#include <tessera/collectives/recording_communicator.h>
+
+#include <tessera/collectives/error_text.h>
+
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <utility>
+
+namespace tessera::internal {
+
+namespace {
+
+/// Of what the communicator may yet refuse.
+int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided ? static_cast<int64_t>(tensor.nbytes()) : 0;
+}
+
+/// Of one call, or of those of `coalesced`.
+class RecordedWork final : public WorkState {
+ public:
+  RecordedWork(Work work, std::shared_ptr<JobTrace> trace, uint64_t number, std::vector<uint64_t> others = {})
+      : work_(std::move(work)), trace_(std::move(trace)), number_(number), others_(std::move(others)) {}
+
+  void wait() override {
+    auto& recorder = trace_->recorder();
+    for_each([&](uint64_t number) { recorder.await(number); });
+    try {
+      Work(work_).wait(); // of a copy: several threads may wait
+    } catch (const std::exception& error) {
+      for_each([&, text = error_text(error)](uint64_t number) { trace_->fail(number, text); });
+      throw;
+    }
+    for_each([&](uint64_t number) { recorder.end(number); });
+  }
+  bool is_completed() override {
+    if (!work_.is_completed()) return false;
+    for_each([&](uint64_t number) { trace_->recorder().end(number); });
+    return true;
+  }
+
+ private:
+  template <typename Function>
+  void for_each(const Function& function) const {
+    function(number_);
+    for (const auto number : others_) function(number);
+  }
+
+  const Work work_;
+  const std::shared_ptr<JobTrace> trace_;
+  const uint64_t number_;
+  const std::vector<uint64_t> others_;
+};
+
+/// Forwards every call to another communicator of the same ranks, which does the work.
+class RecordingCommunicator final : public Communicator {
+ public:
+  RecordingCommunicator(CommunicatorPtr inner, std::shared_ptr<JobTrace> trace, int group)
+      : Communicator(inner->name(), inner->ranks(), inner->rank(), inner->device_type()),
+        inner_(std::move(inner)),
+        trace_(std::move(trace)),
+        group_(group) {}
+
+  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
+    return record(call(CollectiveKind::kAllGather, label, output), [&] { return inner_->all_gather_into(output, input, label); });
+  }
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
+    return record(call(CollectiveKind::kReduceScatter, label, input, op),
+                  [&] { return inner_->reduce_scatter(output, input, op, label); });
+  }
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
+    return record(call(CollectiveKind::kAllReduce, label, tensor, op), [&] { return inner_->all_reduce(tensor, op, label); });
+  }
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
+                  const std::vector<int64_t>& input_splits, std::string_view label) override {
+    const auto& larger = bytes_of(output) > bytes_of(input) ? output : input;
+    return record(call(CollectiveKind::kAllToAll, label, larger),
+                  [&] { return inner_->all_to_all(output, input, output_splits, input_splits, label); });
+  }
+  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
+    return record(call(CollectiveKind::kBroadcast, label, tensor, ReduceOp::kSum, root),
+                  [&] { return inner_->broadcast(tensor, root, label); });
+  }
+  Work send(const at::Tensor& tensor, int to, std::string_view label) override {
+    return record(call(CollectiveKind::kSend, label, tensor, ReduceOp::kSum, to),
+                  [&] { return inner_->send(tensor, to, label); });
+  }
+  Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
+    return record(call(CollectiveKind::kReceive, label, tensor, ReduceOp::kSum, from),
+                  [&] { return inner_->receive(tensor, from, label); });
+  }
+
+  c10::DataPtr allocate(int64_t bytes) override { return inner_->allocate(bytes); }
+  void run_on_current_stream() override { inner_->run_on_current_stream(); }
+  CollectiveCounters& counters() override { return inner_->counters(); }
+
+  /// The calls of it end together.
+  Work coalesced(const std::function<void()>& issue) override {
+    std::vector<uint64_t> numbers;
+    auto work = inner_->coalesced([&] {
+      coalescing_thread_ = std::this_thread::get_id();
+      const auto end = c10::make_scope_exit([&] {
+        coalescing_thread_ = std::thread::id();
+        numbers = std::exchange(coalesced_, {});
+      });
+      issue();
+    });
+    if (numbers.empty()) return work;
+    const auto first = numbers.back();
+    numbers.pop_back();
+    return Work(std::make_shared<RecordedWork>(std::move(work), trace_, first, std::move(numbers)));
+  }
+
+  void barrier(std::string_view label) override {
+    const auto number = trace_->recorder().issue({.group = group_, .kind = CollectiveKind::kBarrier, .label = label});
+    trace_->recorder().await(number);
+    try {
+      inner_->barrier(label);
+    } catch (const std::exception& error) {
+      trace_->fail(number, error_text(error));
+      throw;
+    }
+    trace_->recorder().end(number);
+  }
+
+ private:
+  FlightRecorder::Call call(CollectiveKind kind, std::string_view label, const at::Tensor& full, ReduceOp op = ReduceOp::kSum,
+                            int peer = -1) const {
+    return {group_, kind, label, full.scalar_type(), bytes_of(full), op, peer};
+  }
+
+  template <typename Issue>
+  Work record(const FlightRecorder::Call& call, const Issue& issue) {
+    const auto number = trace_->recorder().issue(call);
+    try {
+      auto work = issue();
+      if (coalescing_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+        coalesced_.push_back(number);
+        return work;
+      }
+      return Work(std::make_shared<RecordedWork>(std::move(work), trace_, number));
+    } catch (const std::exception& error) {
+      trace_->refuse(number, error_text(error));
+      throw;
+    }
+  }
+
+  CommunicatorPtr inner_;
+  std::shared_ptr<JobTrace> trace_;
+  int group_;
+  std::atomic<std::thread::id> coalescing_thread_{}; // the one that runs `coalesced`
+  std::vector<uint64_t> coalesced_;                  // what it called
+};
+
+} // namespace
+
+CommunicatorPtr make_recorded(std::shared_ptr<JobTrace> trace, RecordedGroup group,
+                              const std::function<CommunicatorPtr()>& connect) {
+  auto& recorder = trace->recorder();
+  const int index = recorder.add_group(std::move(group));
+  const auto number = recorder.connect(index);
+  try {
+    auto inner = connect();
+    recorder.end(number);
+    return std::make_shared<RecordingCommunicator>(std::move(inner), std::move(trace), index);
+  } catch (const std::exception& error) {
+    trace->fail(number, error_text(error));
+    throw;
+  }
+}
+
+} // namespace tessera::internal
