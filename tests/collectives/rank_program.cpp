@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <stdexcept>
@@ -456,6 +457,76 @@ void forked_child_drops_a_destroyed_group() {
   std::printf("rank %d of %d done\n", rank, ranks);
 }
 
+// ---------------------------------------------------------------- what is recorded
+
+std::string trace_of(int rank) {
+  std::ifstream file(std::string(std::getenv("TESSERA_TRACE_FOLDER")) + "/rank-" + std::to_string(rank) + ".json");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+bool says_that_it_hangs(const std::string& trace) {
+  const auto call = trace.find("\"label\":\"the hang\"");
+  return call != std::string::npos && trace.find("\"state\":\"awaited\"", call) != std::string::npos;
+}
+
+// The last rank lets the others wait until they have written, on a signal to the program that started them, that they do. Then it
+// comes.
+void is_traced_in_a_hang() {
+  World world;
+  world.group->barrier("together");
+  if (world.rank() == world.last()) {
+    const auto has_written = [&](int rank) {
+      return rank == world.last() ? !trace_of(rank).empty() : says_that_it_hangs(trace_of(rank));
+    };
+    for (int rank = 0; rank <= world.last(); ++rank) {
+      while (!has_written(rank)) {
+        kill(getppid(), SIGUSR1);
+        usleep(10'000);
+      }
+    }
+    const std::filesystem::path folder(std::getenv("TESSERA_TRACE_FOLDER"));
+    std::filesystem::create_directory(folder / "hang"); // a signal on its way may change the files when this rank has come
+    for (int rank = 0; rank <= world.last(); ++rank) {
+      const auto name = "rank-" + std::to_string(rank) + ".json";
+      std::filesystem::copy_file(folder / name, folder / "hang" / name);
+    }
+  }
+  auto tensor = at::ones({10});
+  world.group->all_reduce(tensor, ReduceOp::kSum, "the hang").wait();
+  TORCH_CHECK(tensor.eq(world.group->size()).all().item<bool>());
+}
+
+// The last rank does not come, and ends when the others have failed.
+void last_rank_sees_the_others_fail() {
+  World world;
+  const auto store = world.context.store();
+  const auto key = [](int rank) { return "failed/" + std::to_string(rank); };
+  world.group->barrier("together");
+  if (world.rank() == world.last()) {
+    for (int rank = 0; rank < world.last(); ++rank) store->wait({key(rank)}, std::chrono::minutes(1));
+    return;
+  }
+  try {
+    world.group->barrier("the last rank does not come");
+  } catch (const std::exception&) {
+    store->set(key(world.rank()), "");
+    throw;
+  }
+}
+
+void forked_child_is_signalled() {
+  World world;
+  world.group->barrier("together");
+  const pid_t child = fork();
+  if (child == 0) {
+    raise(SIGUSR1);
+    std::exit(0);
+  }
+  int status = -1;
+  TORCH_CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with status ", status);
+  tessera::destroy_process_group(); // nothing is written after it
+}
+
 const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
     {"small_files", small_files},
@@ -484,6 +555,9 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"last_rank_is_killed_and_then_rank_0", last_rank_is_killed_and_then_rank_0},
     {"the_stores_host_is_killed", the_stores_host_is_killed},
     {"nobody_waits_for_the_last_rank", nobody_waits_for_the_last_rank},
+    {"is_traced_in_a_hang", is_traced_in_a_hang},
+    {"last_rank_sees_the_others_fail", last_rank_sees_the_others_fail},
+    {"forked_child_is_signalled", forked_child_is_signalled},
     {"last_rank_ends_and_the_reader_is_held", last_rank_ends_and_the_reader_is_held},
 };
 
@@ -515,7 +589,7 @@ int main(int argc, char** argv) {
     }
     if (scenario == "launches_another_number") return tessera::launch(tessera::is_launched_rank() ? 3 : 2, [] {});
     tessera::LaunchOptions options;
-    if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0"))
+    if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0") || std::getenv("TESSERA_TRACE_FOLDER") != nullptr)
       options.grace_seconds = 30; // all survivors shall say what they noticed
     if (const auto ranks = tessera::ranks_from_args(argc, argv))
       return tessera::launch(
