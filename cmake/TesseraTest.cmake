@@ -6,7 +6,7 @@
 # Without RANKS: one ctest entry, `name`. With RANKS: one entry a world size, `name.<n>ranks`, which runs `name --ranks <n>`; the
 # main of tests/support starts the program as n local ranks, and every rank runs all tests of the program in lockstep.
 # With SIMULATED_RANKS: an entry `name.simulated.<n>ranks` more for each of these, with the label simulated-device, which runs a few
-# of the tests on the simulated device (all with TESSERA_TEST_FULL=1).
+# of the tests on the simulated device (all with TESSERA_TEST_FULL=1). Those after the first are run by `ctest -C Full` alone.
 # OVER_BOTH_TRANSPORTS: each entry a second time with gloo in place of shared memory.
 function(tessera_test)
   cmake_parse_arguments(arg "OVER_BOTH_TRANSPORTS" "NAME;TIMEOUT" "SOURCES;RANKS;SIMULATED_RANKS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
@@ -29,8 +29,10 @@ function(tessera_test)
   endif()
   list(APPEND arg_LABELS simulated-device)
   list(APPEND arg_ENVIRONMENT TESSERA_TEST_DEVICE=sim TESSERA_TEST_COUNT=5)
+  set(configurations)
   foreach(ranks IN LISTS arg_SIMULATED_RANKS)
-    _tessera_add_test(${arg_NAME}.simulated.${ranks}ranks ${ranks} COMMAND ${arg_NAME} --ranks ${ranks})
+    _tessera_add_test(${arg_NAME}.simulated.${ranks}ranks ${ranks} COMMAND ${arg_NAME} --ranks ${ranks} ${configurations})
+    set(configurations CONFIGURATIONS Full)
   endforeach()
 endfunction()
 

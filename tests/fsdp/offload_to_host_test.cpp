@@ -12,6 +12,7 @@
 #include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/fsdp/offload_training.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
+#include <tessera/tests/support/sweep.h>
 
 namespace tessera::testing {
 namespace {
@@ -44,7 +45,7 @@ void expect_on_host(const torch::Tensor& tensor, bool is_pinned) {
 }
 
 TEST(OffloadToHost, TrainsAsOnTheDevice) {
-  for (const auto& strategy : strategies()) {
+  for (const auto& strategy : sweep(strategies(), 3)) {
     for (const auto& maker : makers()) {
       if (maker.name != "AdamW" && !strategy.name.starts_with("full")) continue;
       auto plain = make_training(strategy, maker);
@@ -65,8 +66,7 @@ TEST(OffloadToHost, TrainsAsOnTheDevice) {
 }
 
 TEST(OffloadToHost, SeesAndShowsTrueValues) {
-  for (const size_t which : {size_t{0}, size_t{1}, strategies().size() / 2, strategies().size() - 1}) {
-    const auto strategy = strategies()[which];
+  for (const auto& strategy : sweep(strategies(), 2)) {
     SCOPED_TRACE(strategy.name);
     auto plain = make_training(strategy, makers()[1]), host = make_training(offloaded(strategy), makers()[1]);
     int64_t number = 0;
@@ -159,12 +159,12 @@ std::vector<Habit> writers() {
 }
 
 TEST(OffloadToHost, AWriteWaitsForTheCopiesOfAForward) {
-  for (const size_t which : {size_t{0}, strategies().size() / 2, strategies().size() - 1}) {
+  for (const auto& strategy : sweep(strategies(), 2)) {
     for (const auto& writer : writers()) {
-      SCOPED_TRACE(strategies()[which].name + ", " + writer.name);
+      SCOPED_TRACE(strategy.name + ", " + writer.name);
       std::vector<std::vector<torch::Tensor>> losses;
-      for (const auto& strategy : {strategies()[which], offloaded(strategies()[which])}) {
-        auto training = make_training(strategy, makers()[0]);
+      for (const auto& each : {strategy, offloaded(strategy)}) {
+        auto training = make_training(each, makers()[0]);
         auto& of_side = losses.emplace_back();
         const torch::NoGradGuard no_grad;
         for (int64_t number = 0; number < 2; ++number) {
@@ -197,7 +197,7 @@ std::map<std::string, int64_t> blocks_of_a_step(Training& training, bool accumul
 /// The host waits once a step: at the end of the backward, for the gradients, which the optimizer reads.
 TEST(OffloadToHost, AStepBlocksTheHostOnceForTheGradients) {
   if (test_device_type() != sim::kDeviceType) GTEST_SKIP() << "the simulated device counts what blocks the host";
-  for (const auto& strategy : strategies()) {
+  for (const auto& strategy : sweep(strategies(), 3)) {
     for (const bool accumulates : {false, true}) {
       SCOPED_TRACE(strategy.name + (accumulates ? ", accumulating" : ""));
       auto training = make_training(offloaded(strategy), makers()[1]);

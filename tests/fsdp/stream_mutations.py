@@ -7,13 +7,14 @@ and as they were again at the end; a file with changes that are not committed is
 Usage: tests/fsdp/stream_mutations.py [--preset PRESET] [--ranks N]... [--only TEXT]
 """
 import argparse
+import itertools
 import os
 import pathlib
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROGRAM = "sharded_simulated_device_test"
+PROGRAMS = ["sharded_simulated_device_test", "offload_to_host_test"]
 
 # file, the line or lines, what takes their place
 MUTATIONS = [
@@ -25,7 +26,7 @@ MUTATIONS = [
     ("fsdp/side_stream.h", "      issue().wait();\n", "      issue();\n"),
     ("fsdp/side_stream.h", "      mark(*stream_).wait();\n", ""),
     ("fsdp/gather.cpp", "  users_.wait_for(gather_);\n", ""),
-    ("fsdp/gather.cpp", "  users_.join();\n", ""),
+    ("fsdp/gather.cpp", "::finish_gather() {\n  users_.join();\n", "::finish_gather() {\n"),
     ("fsdp/parameter_group.cpp", "    users_.end();\n  } catch", "  } catch"),
     ("fsdp/parameter_group.cpp", "  users_.end();\n  storage_->release();\n", "  storage_->release();\n"),
     ("fsdp/parameter_group.cpp", "  const c10::OptionalStreamGuard home(users_.end());\n", ""),
@@ -39,11 +40,16 @@ MUTATIONS = [
     ("fsdp/side_stream.cpp", "    Work(end).wait();\n", ""),
     ("fsdp/schedule.cpp", "  const StreamScope scope(compute_stream_);\n  {", "  {"),
     ("fsdp/reduce_buffer.cpp", "  users.end();\n", ""),
+    ("fsdp/gather.cpp", "  fetching_ = streams().gather.run([&] {\n", "  fetching_ = [&](const auto& issue) { return issue(); }([&] {\n"),
+    ("fsdp/gather.cpp", "  if (!std::exchange(fetching_, Work()).is_completed()) streams().gather.synchronize();\n", ""),
+    ("fsdp/schedule.cpp", "    wait_for_copies();\n", "    for (auto& each : ready_) each.copy = nullptr;\n"),
+    ("offload/host_memory.cpp", "    if (!end_.query()) end_.synchronize();\n", ""),
+    ("checkpoint/pieces.cpp", "  tensor.copy_(tensor);", ""),
 ]
 
 
 def build(preset):
-    command = ["ninja", "-C", ROOT / "build" / preset, PROGRAM]
+    command = ["ninja", "-C", ROOT / "build" / preset, *PROGRAMS]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         sys.exit(result.stdout[-4000:])
@@ -51,10 +57,9 @@ def build(preset):
 
 def failing_ranks(preset, ranks):
     """The world size on which the tests fail; none where all pass."""
-    program = ROOT / "build" / preset / "bin/tests" / PROGRAM
-    for count in ranks:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TESSERA_TIMEOUT_SECONDS": "30"}
-        command = [program, "--ranks", str(count), "--gtest_brief=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TESSERA_TIMEOUT_SECONDS": "30", "TESSERA_TEST_DEVICE": "sim"}
+    for program, count in itertools.product(PROGRAMS, ranks):
+        command = [ROOT / "build" / preset / "bin/tests" / program, "--ranks", str(count), "--gtest_brief=1"]
         try:
             result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         except subprocess.TimeoutExpired:
@@ -78,7 +83,7 @@ def main():
         sys.exit(f"these have changes that are not committed:\n{changed}")
     build(arguments.preset)
     if (count := failing_ranks(arguments.preset, ranks)) is not None:
-        sys.exit(f"{PROGRAM} --ranks {count} fails without a mutation")
+        sys.exit(f"the tests fail on {count} ranks without a mutation")
     unseen = 0
     for path, line, instead in mutations:
         file = ROOT / path
