@@ -70,6 +70,11 @@ class RecordingCommunicator final : public Communicator {
     return record(call(CollectiveKind::kReduceScatter, label, input, op),
                   [&] { return inner_->reduce_scatter(output, input, op, label); });
   }
+  bool scales(at::ScalarType dtype) const override { return inner_->scales(dtype); }
+  Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
+    return record(call(CollectiveKind::kReduceScatter, label, input),
+                  [&] { return inner_->reduce_scatter_scaled(output, input, factor, label); });
+  }
   Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
     return record(call(CollectiveKind::kAllReduce, label, tensor, op), [&] { return inner_->all_reduce(tensor, op, label); });
   }
