@@ -55,7 +55,9 @@ void JobTrace::write_unasked(const std::string& reason) noexcept try {
   try {
     write(options_.folder, reason);
   } catch (const std::exception& error) {
-    if (!has_warned_.exchange(true)) TORCH_WARN("TESSERA_TRACE_FOLDER: ", error_text(error));
+    if (!has_warned_.exchange(true)) {
+      TORCH_WARN("TESSERA_TRACE_FOLDER: ", error_text(error));
+    }
   }
 } catch (...) { // a handler of warnings may throw
 }
