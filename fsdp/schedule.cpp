@@ -348,8 +348,7 @@ void Schedule::finish_backward() {
   const auto finish = [&] {
     if (state_ != State::kBackward) return;
     reduce_the_rest();
-    if (!is_last_backward_) return;
-    finish_reductions();
+    if (is_last_backward_) finish_reductions();
     wait_for_copies();
   };
   while (deliver_after(finish)) { // a backward of the same model in a hook makes more

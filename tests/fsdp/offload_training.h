@@ -114,6 +114,14 @@ inline std::vector<Habit> habits() {
              }
              loss_on_device(each.net, batch).backward();
            }},
+          {"leave the last reductions to another backward",
+           [](Training& each) {
+             auto handle = fsdp(*each.net);
+             handle.set_is_last_backward(false);
+             loss_on_device(each.net, own_batch(21)).backward();
+             handle.set_is_last_backward(true);
+             loss_on_device(each.net, own_batch(22)).backward();
+           }},
           {"evaluate",
            [](Training& each) {
              const torch::NoGradGuard no_grad;
