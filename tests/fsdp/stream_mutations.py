@@ -40,6 +40,7 @@ MUTATIONS = [
     ("fsdp/side_stream.cpp", "    Work(end).wait();\n", ""),
     ("fsdp/schedule.cpp", "  const StreamScope scope(compute_stream_);\n  {", "  {"),
     ("fsdp/reduce_buffer.cpp", "  users.end();\n", ""),
+    ("fsdp/group_gradients.cpp", "  try {\n    wait_on_home();\n  } catch (...) { // of a device that has failed\n  }\n", ""),
     ("fsdp/gather.cpp", "  fetching_ = streams().gather.run([&] {\n", "  fetching_ = [&](const auto& issue) { return issue(); }([&] {\n"),
     ("fsdp/gather.cpp", "  if (!std::exchange(fetching_, Work()).is_completed()) streams().gather.synchronize();\n", ""),
     ("fsdp/schedule.cpp", "    wait_for_copies();\n", "    for (auto& each : ready_) each.copy = nullptr;\n"),

@@ -144,14 +144,21 @@ TEST_F(Streams, EachReadingStreamWaitsForTheGatherAndIsWaitedFor) {
   expect_no_races();
 }
 
-/// The same of what reductions have given back: their inputs and outputs.
-void write_memory_of_reductions(Net& net) {
+/// Of the inputs and outputs of reductions.
+std::vector<int64_t> bytes_of_reductions(Net& net) {
+  std::vector<int64_t> all;
   for (const auto& state : fsdp(*net).state()->subtree()) {
     const auto& group = *state->group();
     const auto layout = internal::plan_reduce(group.layout(), std::vector<bool>(group.parameters().size(), true));
     const auto bytes = layout.chunk_numel * static_cast<int64_t>(sizeof(float));
-    for (const int64_t ranks : {group.axes().shard_ranks(), group.axes().outer_ranks(), 1}) write_memory_of(ranks * bytes);
+    for (const int64_t ranks : {group.axes().shard_ranks(), group.axes().outer_ranks(), 1}) all.push_back(ranks * bytes);
   }
+  return all;
+}
+
+/// The same of what reductions have given back.
+void write_memory_of_reductions(Net& net) {
+  for (const auto bytes : bytes_of_reductions(net)) write_memory_of(bytes);
 }
 
 /// Where a backward runs on a stream of the program's, the gradients land on that of fully_shard, which has the buffers. They are
@@ -212,6 +219,22 @@ TEST_F(Streams, AModelMayEndWhileItIsGathered) {
     write_memory_of(bytes);
   }
   expect_no_races();
+}
+
+TEST_F(Streams, AModelMayEndWhileItsGradientsAreReduced) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    for (int round = 0; round < 2; ++round) {
+      Net net = make_net();
+      shard_model(net, strategy);
+      fsdp(*net).set_is_last_backward(false); // the last reductions are not waited for
+      loss_of(net, batch_of(0, sim::kDevice)).backward();
+      const auto sizes = bytes_of_reductions(net);
+      net = nullptr;
+      for (const auto bytes : sizes) write_memory_of(bytes);
+    }
+    expect_no_races();
+  }
 }
 
 TEST_F(Streams, WhatBeganBeforeAnErrorComesBeforeWhatFollows) {
