@@ -33,7 +33,8 @@ enum class InitialWeights {
 /// The communicators of a model's collectives along one mesh dim.
 enum class CommunicatorUse {
   kSeparate, ///< one for gathers and one for reductions, which overlap
-  kShared,   ///< one for both, which run in turn: half of what NCCL holds for them
+  kShared, ///< one for both, which run in turn: half of what NCCL holds for them. Ranks that use different parameters call these
+           ///< in different orders, which is an error on all
 };
 
 /// What is left of the unsharded parameters between a forward and its backward: all of them, this rank's shard, or, of a number

@@ -29,7 +29,7 @@ struct Strategy {
 };
 
 /// full, reshard_after_forward = false or a number of ranks, no-shard, hybrid and hierarchical, each with both layouts, and
-/// ZeRO-1 and 2. Gathers and reductions share a communicator in the layout per parameter, but for full sharding.
+/// ZeRO-1 and 2.
 inline std::vector<Strategy> strategies() {
   std::vector<Strategy> all;
   for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
@@ -37,7 +37,6 @@ inline std::vector<Strategy> strategies() {
     FullyShardOptions options;
     options.layout = layout;
     all.push_back({"full" + suffix, world_mesh, options});
-    if (layout == BufferLayout::kPerParameter) options.communicators = CommunicatorUse::kShared;
     const auto hybrid = [](int64_t replicas) {
       return [replicas] {
         return init_device_mesh(mesh_device_type, {replicas, world_size() / replicas}, {"replicate", "shard"});

@@ -194,6 +194,25 @@ TEST(Strategies, GathersAndReductionsMayShareACommunicator) {
   EXPECT_TENSORS_CLOSE(full(linear->bias.grad()), torch::full({3}, 2.0), 1e-6, 0);
 }
 
+TEST(Strategies, TrainAsUnshardedOverSharedCommunicators) {
+  for (auto strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    strategy.options.communicators = CommunicatorUse::kShared;
+    auto plain = make_net(), sharded = make_net();
+    shard_model(sharded, strategy);
+    for (int64_t number = 0; number < 2; ++number) {
+      const auto batch = global_batch(number);
+      plain->zero_grad();
+      sharded->zero_grad();
+      loss_of(plain, batch).backward();
+      loss_of(sharded, part_of(batch, world_rank(), world_size()).to(test_device())).backward();
+      const auto expected = plain->named_parameters();
+      for (const auto& item : sharded->named_parameters())
+        EXPECT_TENSORS_CLOSE(full(item.value().grad()), expected[item.key()].grad(), 1e-4, 1e-6);
+    }
+  }
+}
+
 TEST(Strategies, HierarchicalShardsAreOfAllRanks) {
   if (world_size() != 4) GTEST_SKIP() << "2 x 2 ranks";
   torch::nn::Linear linear(8, 8);

@@ -99,7 +99,6 @@ class Sharder {
     if (replicates_ && draw_.chance(50)) options.bucket_bytes = 100 + draw_.below(2000);
     const bool in_files = draw_.chance(files_percent_);
     if (in_files && tests_the_cpu()) options.offload = offload_to_files(std::filesystem::temp_directory_path());
-    if (draw_.chance(20)) options.communicators = CommunicatorUse::kShared;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kUnchecked;
     return options;
