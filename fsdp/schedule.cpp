@@ -338,9 +338,9 @@ void Schedule::finish_reductions() {
 
 /// Of gradients to the host, once for all: the last one ends last.
 void Schedule::wait_for_copies() {
-  for (auto each = ready_.rbegin(); each != ready_.rend(); ++each) {
-    if (const auto copy = std::exchange(each->copy, nullptr)) copy->wait();
-  }
+  std::for_each(ready_.rbegin(), ready_.rend(), [](auto& each) {
+    if (const auto copy = std::exchange(each.copy, nullptr)) copy->wait();
+  });
 }
 
 void Schedule::finish_backward() {

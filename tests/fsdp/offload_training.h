@@ -91,6 +91,23 @@ struct Habit {
   std::function<void(Training&)> run;
 };
 
+inline void accumulate(Training& each) {
+  const auto batch = own_batch(18);
+  {
+    const auto scope = no_sync(*each.net);
+    loss_on_device(each.net, batch).backward();
+  }
+  loss_on_device(each.net, batch).backward();
+}
+
+inline void leave_the_last_reductions(Training& each) {
+  auto handle = fsdp(*each.net);
+  handle.set_is_last_backward(false);
+  loss_on_device(each.net, own_batch(21)).backward();
+  handle.set_is_last_backward(true);
+  loss_on_device(each.net, own_batch(22)).backward();
+}
+
 inline std::vector<Habit> habits() {
   return {{"clip", [](Training& each) { clip_grad_norm_(*each.net, 0.01); }},
           {"write a parameter",
@@ -105,23 +122,8 @@ inline std::vector<Habit> habits() {
           {"zero the gradients", [](Training& each) { each.optimizer->zero_grad(/*set_to_none=*/false); }},
           {"step without the function", [](Training& each) { each.optimizer->step(); }},
           {"a second backward", [](Training& each) { loss_on_device(each.net, own_batch(17)).backward(); }},
-          {"accumulate",
-           [](Training& each) {
-             const auto batch = own_batch(18);
-             {
-               const auto scope = no_sync(*each.net);
-               loss_on_device(each.net, batch).backward();
-             }
-             loss_on_device(each.net, batch).backward();
-           }},
-          {"leave the last reductions to another backward",
-           [](Training& each) {
-             auto handle = fsdp(*each.net);
-             handle.set_is_last_backward(false);
-             loss_on_device(each.net, own_batch(21)).backward();
-             handle.set_is_last_backward(true);
-             loss_on_device(each.net, own_batch(22)).backward();
-           }},
+          {"accumulate", accumulate},
+          {"leave the last reductions to another backward", leave_the_last_reductions},
           {"evaluate",
            [](Training& each) {
              const torch::NoGradGuard no_grad;
