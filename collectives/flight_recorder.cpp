@@ -15,8 +15,6 @@ int64_t this_thread() {
   return id;
 }
 
-RecordedCall::Time now() { return RecordedCall::Time::clock::now(); }
-
 bool has_rank(const RecordedGroup& group, int rank) { return rank >= 0 && rank < static_cast<int>(group.ranks.size()); }
 
 /// How many calls came before this one that it could be taken for; null for a message from or to no rank.
@@ -61,8 +59,8 @@ RecordedCall& FlightRecorder::next(int group) {
   call.group = group;
   call.thread = this_thread();
   call.state = RecordedCall::State::kIssued;
-  call.issued = now();
-  call.awaited = call.ended = {};
+  call.issued = now_in_ticks();
+  call.awaited = call.ended = 0;
   call.label.clear();
   call.failure.clear();
   return call;
@@ -107,7 +105,7 @@ void FlightRecorder::await(uint64_t number) {
   auto* const call = find(number);
   if (call == nullptr || call->state != RecordedCall::State::kIssued) return;
   call->state = RecordedCall::State::kAwaited;
-  call->awaited = now();
+  call->awaited = now_in_ticks();
 }
 
 void FlightRecorder::close(uint64_t number, RecordedCall::State state, std::string failure) {
@@ -115,7 +113,7 @@ void FlightRecorder::close(uint64_t number, RecordedCall::State state, std::stri
   const std::lock_guard lock(mutex_);
   auto* const call = find(number);
   if (call == nullptr || call->state == RecordedCall::State::kFailed) return;
-  if (call->ended == RecordedCall::Time()) call->ended = now();
+  if (call->ended == 0) call->ended = now_in_ticks();
   call->state = state;
   call->failure = std::move(failure);
   if (state != RecordedCall::State::kRefused || call->sequence < 0) return;
@@ -139,7 +137,7 @@ FlightRecorder::Snapshot FlightRecorder::snapshot() const {
   const std::lock_guard lock(mutex_);
   const auto used = static_cast<std::ptrdiff_t>(std::min<uint64_t>(issued_, ring_.size()));
   const auto oldest = issued_ > ring_.size() ? static_cast<std::ptrdiff_t>(issued_ % ring_.size()) : 0;
-  Snapshot taken{groups_, {ring_.begin(), ring_.begin() + used}, issued_};
+  Snapshot taken{groups_, {ring_.begin(), ring_.begin() + used}, issued_, begin_, Moment::now()};
   std::rotate(taken.calls.begin(), taken.calls.begin() + oldest, taken.calls.end());
   return taken;
 }

@@ -3,8 +3,8 @@
 #include <c10/core/ScalarType.h>
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/forks.h>
+#include <tessera/collectives/tick_clock.h>
 
-#include <chrono>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -24,7 +24,6 @@ struct RecordedCall {
     kFailed,  ///< its wait threw `failure`
     kRefused  ///< the call itself threw `failure`: it was not issued, and has no sequence number
   };
-  using Time = std::chrono::steady_clock::time_point;
 
   uint64_t number = 0;     ///< of this process, from 0
   int group = 0;           ///< index in `FlightRecorder::groups`
@@ -38,7 +37,7 @@ struct RecordedCall {
   int64_t bytes = 0; ///< of the full buffer
   int64_t thread = 0;
   State state = State::kIssued;
-  Time issued, awaited, ended; ///< the epoch: not yet
+  Ticks issued = 0, awaited = 0, ended = 0; ///< 0: not yet
   std::string label, failure;
 };
 
@@ -85,6 +84,7 @@ class FlightRecorder {
     std::vector<RecordedGroup> groups;
     std::vector<RecordedCall> calls; ///< the oldest first
     uint64_t issued = 0;             ///< calls so far
+    Moment begin = {}, end = {};     ///< when the recorder was made, and now
   };
   Snapshot snapshot() const;
 
@@ -94,6 +94,7 @@ class FlightRecorder {
   void close(uint64_t number, RecordedCall::State state, std::string failure);
 
   const int fork_depth_ = fork_depth();
+  const Moment begin_ = Moment::now();
   mutable std::mutex mutex_; // guards what follows
   std::vector<RecordedGroup> groups_;
   std::vector<RecordedCall> ring_;

@@ -10,7 +10,6 @@
 #include <sys/resource.h>
 #include <unistd.h>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <filesystem>
 
@@ -19,22 +18,8 @@ namespace tessera::internal {
 namespace {
 
 using Json = nlohmann::json;
-using std::chrono::duration_cast;
-using std::chrono::nanoseconds;
 
 constexpr int kVersion = 1;
-
-int64_t wall_time() { return duration_cast<nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count(); }
-
-/// From the clock of the calls, which no adjustment moves, to that which the hosts share.
-class WallClock {
- public:
-  Json of(RecordedCall::Time time) const { return time == RecordedCall::Time() ? Json() : Json(ns(time) + offset_); }
-
- private:
-  static int64_t ns(RecordedCall::Time time) { return duration_cast<nanoseconds>(time.time_since_epoch()).count(); }
-  int64_t offset_ = wall_time() - ns(RecordedCall::Time::clock::now());
-};
 
 bool reduces(const RecordedCall& call) {
   return call.kind == CollectiveKind::kAllReduce || call.kind == CollectiveKind::kReduceScatter;
@@ -52,15 +37,16 @@ Json to_json(const RecordedGroup& group) {
           {"messages", std::move(messages)}};
 }
 
-Json to_json(const RecordedCall& call, const std::vector<int64_t>& ranks, const WallClock& clock) {
+Json to_json(const RecordedCall& call, const FlightRecorder::Snapshot& snapshot) {
+  const auto time = [&](Ticks ticks) { return ticks == 0 ? Json() : Json(since_epoch(ticks, snapshot.begin, snapshot.end)); };
   Json json{{"number", call.number},
             {"group", call.group},
             {"what", call.is_connect ? "connect" : tessera::to_string(call.kind)},
             {"state", to_string(call.state)},
             {"thread", call.thread},
-            {"issued_ns", clock.of(call.issued)},
-            {"awaited_ns", clock.of(call.awaited)},
-            {"ended_ns", clock.of(call.ended)}};
+            {"issued_ns", time(call.issued)},
+            {"awaited_ns", time(call.awaited)},
+            {"ended_ns", time(call.ended)}};
   if (call.sequence >= 0) json["sequence"] = call.sequence;
   if (!call.failure.empty()) json["failure"] = call.failure;
   if (call.is_connect) return json;
@@ -70,7 +56,7 @@ Json to_json(const RecordedCall& call, const std::vector<int64_t>& ranks, const 
     json["dtype"] = c10::toString(call.dtype);
   }
   if (reduces(call)) json["op"] = to_string(call.op);
-  if (call.peer >= 0) json["peer"] = ranks.at(static_cast<size_t>(call.peer));
+  if (call.peer >= 0) json["peer"] = snapshot.groups.at(static_cast<size_t>(call.group)).ranks.at(static_cast<size_t>(call.peer));
   return json;
 }
 
@@ -127,16 +113,22 @@ class TemporaryFile {
 
 std::string to_json(const TraceOwner& owner, const FlightRecorder::Snapshot& snapshot, size_t capacity,
                     const std::string& reason) {
-  const WallClock clock;
   Json groups = Json::array(), calls = Json::array();
   for (const auto& group : snapshot.groups) groups.push_back(to_json(group));
-  for (const auto& call : snapshot.calls)
-    calls.push_back(to_json(call, snapshot.groups.at(static_cast<size_t>(call.group)).ranks, clock));
-  const Json trace{
-      {"format", "tessera trace"},      {"version", kVersion},  {"job", owner.job},          {"rank", owner.rank},
-      {"world_size", owner.world_size}, {"host", owner.host},   {"pid", getpid()},           {"reason", reason},
-      {"written_ns", wall_time()},      {"capacity", capacity}, {"issued", snapshot.issued}, {"groups", std::move(groups)},
-      {"calls", std::move(calls)}};
+  for (const auto& call : snapshot.calls) calls.push_back(to_json(call, snapshot));
+  const Json trace{{"format", "tessera trace"},
+                   {"version", kVersion},
+                   {"job", owner.job},
+                   {"rank", owner.rank},
+                   {"world_size", owner.world_size},
+                   {"host", owner.host},
+                   {"pid", getpid()},
+                   {"reason", reason},
+                   {"written_ns", snapshot.end.since_epoch},
+                   {"capacity", capacity},
+                   {"issued", snapshot.issued},
+                   {"groups", std::move(groups)},
+                   {"calls", std::move(calls)}};
   return trace.dump(-1, ' ', false, Json::error_handler_t::replace); // a label may be no UTF-8
 }
 

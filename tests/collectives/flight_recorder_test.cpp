@@ -58,11 +58,11 @@ TEST(FlightRecorder, FollowsACallToItsEnd) {
   const auto only = [&] { return recorder.snapshot().calls.at(0); };
   const auto number = issue(recorder, "x");
   EXPECT_EQ(only().state, State::kIssued);
-  EXPECT_EQ(only().awaited, RecordedCall::Time());
+  EXPECT_EQ(only().awaited, 0);
   recorder.await(number);
   EXPECT_EQ(only().state, State::kAwaited);
   EXPECT_GE(only().awaited, only().issued);
-  EXPECT_EQ(only().ended, RecordedCall::Time());
+  EXPECT_EQ(only().ended, 0);
   recorder.end(number);
   const auto ended = only();
   EXPECT_EQ(ended.state, State::kDone);
@@ -176,6 +176,21 @@ TEST(FlightRecorder, RecordsNothingInAForkedChild) {
   waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
   EXPECT_EQ(recorder.snapshot().calls.at(0).state, State::kIssued);
+}
+
+TEST(TickClock, GivesTheDateOfAReadingWhateverTheLengthOfATick) {
+  const Moment first{.ticks = 1000, .steady = 50, .since_epoch = 7'000'000},
+      last{.ticks = 5000, .steady = 2050, .since_epoch = 9'002'000};
+  EXPECT_EQ(since_epoch(5000, first, last), 9'002'000);
+  EXPECT_EQ(since_epoch(3000, first, last), 9'001'000); // the date was set between them
+  EXPECT_EQ(since_epoch(1000, first, last), 9'000'000);
+  EXPECT_EQ(since_epoch(1000, first, first), 7'000'000);
+  const auto before = Moment::now();
+  const auto ticks = now_in_ticks();
+  const auto after = Moment::now();
+  EXPECT_LE(before.ticks, ticks);
+  EXPECT_LE(before.steady, after.steady);
+  EXPECT_LE(since_epoch(ticks, before, after), after.since_epoch);
 }
 
 // ---------------------------------------------------------------- the file
