@@ -3,7 +3,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/caller_stream.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/load_opened.h>
@@ -11,6 +10,7 @@
 #include <tessera/checkpoint/parallel.h>
 #include <tessera/checkpoint/python_state.h>
 #include <tessera/checkpoint/reader.h>
+#include <tessera/collectives/current_stream.h>
 #include <tessera/collectives/listing.h>
 #include <tessera/dtensor/dtensor_impl.h>
 
@@ -87,7 +87,7 @@ std::vector<ReadJob> jobs_of(const LoadPlan& plan) {
         auto within = box;
         for (size_t d = 0; d < box.offsets.size(); ++d) within.offsets[d] -= piece.box.offsets[d];
         auto data = narrow(piece.data, within);
-        jobs.push_back({read.saved[0], {std::move(box), std::move(data)}, caller_stream(piece.data)});
+        jobs.push_back({read.saved[0], {std::move(box), std::move(data)}, current_stream_if_any(piece.data.device())});
       }
     }
   }

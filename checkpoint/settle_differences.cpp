@@ -4,11 +4,11 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/caller_stream.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/parallel.h>
 #include <tessera/checkpoint/pieces.h>
 #include <tessera/checkpoint/settle_differences.h>
+#include <tessera/collectives/current_stream.h>
 #include <tessera/collectives/listing.h>
 
 #include <algorithm>
@@ -49,7 +49,7 @@ std::vector<SumJob> jobs_of(const Snapshot& snapshot) {
   for (size_t i = 0; i < snapshot.data.size(); ++i) {
     if (!snapshot.state.tensors[i].mesh.empty() || snapshot.data[i].empty()) continue;
     const auto& tensor = snapshot.data[i][0];
-    const auto stream = caller_stream(tensor);
+    const auto stream = current_stream_if_any(tensor.device());
     const auto bytes = tensor.nbytes(), step = is_plain_memory(tensor) ? kSummedAtOnce : bytes;
     for (size_t begin = 0; begin < bytes; begin += step) jobs.push_back({&tensor, begin, std::min(step, bytes - begin), stream});
   }

@@ -26,8 +26,6 @@ class StreamMark final : public WorkState {
 
 } // namespace
 
-c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
-
 Work mark(const c10::Stream& stream) { return Work(std::make_shared<StreamMark>(stream)); }
 
 StreamScope::StreamScope(const std::optional<c10::Stream>& stream) {
@@ -66,9 +64,7 @@ void SideStream::follow_current() const {
   event.block(*stream_);
 }
 
-void BlockUsers::begin(c10::Device device) {
-  if (is_asynchronous(device)) home_ = current_stream(device);
-}
+void BlockUsers::begin(c10::Device device) { home_ = current_stream_if_any(device); }
 
 void BlockUsers::join() {
   if (!home_) return;

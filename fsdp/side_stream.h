@@ -10,15 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/collectives/current_stream.h>
 #include <tessera/collectives/work.h>
 
 namespace tessera::internal {
-
-/// Whether operators on the device only begin when the host calls them, in the order of a stream.
-inline bool is_asynchronous(c10::Device device) { return !device.is_cpu() && !device.is_meta(); }
-
-/// The calling thread's current stream on an asynchronous device.
-c10::Stream current_stream(c10::Device device);
 
 /// All that the stream holds so far. The `wait` of the Work makes the calling thread's current stream wait for that, and blocks
 /// no host; a copy of the Work may wait for it on another stream.

@@ -1,11 +1,12 @@
 #include <tessera/offload/host_memory.h>
 
+#include <tessera/collectives/current_stream.h>
+
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <cstring>
@@ -26,9 +27,7 @@ c10::Allocator* pinned_allocator() {
 /// What the device's current stream holds.
 class CopyOfDevice final : public PendingCopy {
  public:
-  explicit CopyOfDevice(c10::Device device) : end_(device.type()) {
-    end_.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  }
+  explicit CopyOfDevice(c10::Device device) : end_(device.type()) { end_.record(current_stream(device)); }
   void wait() override {
     if (!end_.query()) end_.synchronize();
   }

@@ -1,6 +1,7 @@
 #include <tessera/collectives/staged/staged_communicator.h>
 
 #include <tessera/collectives/checks.h>
+#include <tessera/collectives/current_stream.h>
 #include <tessera/collectives/staged/task_thread.h>
 
 #include <ATen/core/grad_mode.h>
@@ -17,8 +18,6 @@
 namespace tessera::internal {
 
 namespace {
-
-c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
 std::shared_ptr<c10::Event> record(const c10::Stream& stream) {
   auto event = std::make_shared<c10::Event>(stream.device_type());
