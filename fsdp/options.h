@@ -85,6 +85,7 @@ struct FullyShardOptions {
   /// layers are on their way while a backward computes the first (DDP: `bucket_cap_mb`). Other strategies reduce a call's
   /// parameters together.
   int64_t bucket_bytes = int64_t{25} << 20;
+  /// Of the collectives of these parameters. The same on every rank.
   CommunicatorUse communicators = CommunicatorUse::kSeparate;
   /// Where this rank's shards, reduced gradients and optimizer state lie. The kind of memory is the same on every rank.
   OffloadPolicy offload = {};

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <utility>
 
@@ -64,7 +65,7 @@ bool Schedule::follow(const ParameterGroup* read) {
 
 void Schedule::begin_forward() {
   enter(State::kForward);
-  if (is_asynchronous(device_)) compute_stream_ = current_stream(device_);
+  compute_stream_ = current_stream_if_any(device_);
   ++forward_epoch_;
   iteration_ = {};
 }
@@ -235,9 +236,13 @@ bool Schedule::deliver_after(const Locked& locked) {
   {
     const std::lock_guard lock(mutex_);
     locked();
-    const auto waiting = std::stable_partition(ready_.begin(), ready_.end(), [](const auto& each) { return !each.copy; });
-    ready.assign(std::move_iterator(ready_.begin()), std::move_iterator(waiting));
-    ready_.erase(ready_.begin(), waiting);
+    ready.swap(ready_);
+    const auto waits = [](const auto& each) { return each.copy != nullptr; };
+    if (std::any_of(ready.begin(), ready.end(), waits)) {
+      const auto waiting = std::stable_partition(ready.begin(), ready.end(), std::not_fn(waits));
+      ready_.assign(std::move_iterator(waiting), std::move_iterator(ready.end()));
+      ready.erase(waiting, ready.end());
+    }
   }
   const at::NoGradGuard no_grad;
   for (auto& each : ready) deliver(std::move(each));
