@@ -32,8 +32,8 @@ class RealCudaSide final : public CudaSide {
     return std::string(properties->name) + " " + absl::BytesToHexString(uuid);
   }
 
-  CommunicatorPtr make_communicator(const GroupDescription& group, int device) override {
-    return make_nccl_communicator(group, device);
+  CommunicatorPtr make_communicator(const GroupDescription& group, int device, CudaBuffers buffers) override {
+    return make_nccl_communicator(group, device, buffers);
   }
 };
 

@@ -55,14 +55,6 @@ at::Tensor for_sending(const at::Tensor& tensor) {
   return is_sent_as_it_is(tensor.scalar_type()) ? flat : flat.view(at::kByte);
 }
 
-bool wants_registered_buffers() {
-  const char* const value = std::getenv("TESSERA_CUDA_BUFFERS");
-  const std::string_view chosen = value ? value : "";
-  TORCH_CHECK(chosen.empty() || chosen == "caching" || chosen == "registered",
-              "environment variable TESSERA_CUDA_BUFFERS=", value, " must be caching or registered");
-  return chosen == "registered";
-}
-
 class NcclWork final : public WorkState {
  public:
   NcclWork(c10::intrusive_ptr<c10d::Work> work, std::string call) : work_(std::move(work)), call_(std::move(call)) {}
@@ -122,9 +114,10 @@ class OpenGroups {
 /// `Work::wait` makes the current stream wait for it. c10d keeps the tensors alive until then, without record_stream.
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(const GroupDescription& group, int device)
+  NcclCommunicator(const GroupDescription& group, int device, CudaBuffers buffers)
       : Communicator(group.name, group.ranks, group.rank, at::kCUDA),
         device_(at::kCUDA, static_cast<c10::DeviceIndex>(device)),
+        buffers_(buffers),
         watch_(group.watch) {
     c10::cuda::set_device(device_.index());
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
@@ -135,15 +128,12 @@ class NcclCommunicator final : public Communicator {
     group_->setBoundDeviceId(device_);
     // Not at the first collective: that may come on autograd's thread, beside another communicator's collective in flight.
     group_->eagerConnectSingleDevice(device_);
-    OpenGroups::instance().add(group_.get());
-    if (wants_registered_buffers()) {
-      TORCH_CHECK(group_->supportsTensorAlloc(device_.index()),
-                  "TESSERA_CUDA_BUFFERS=registered: NCCL has no memory of its own on ", device_, " of rank ",
-                  group.ranks[static_cast<size_t>(group.rank)]);
-      registers_buffers_ = true;
-    }
+    TORCH_CHECK(buffers_ == CudaBuffers::kCaching || group_->supportsTensorAlloc(device_.index()),
+                "TESSERA_CUDA_BUFFERS=registered: NCCL has no memory of its own on ", device_, " of rank ",
+                group.ranks[static_cast<size_t>(group.rank)]);
     if (const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES"); check && std::string_view(check) == "1")
       signatures_ = make_signature_channel(group);
+    OpenGroups::instance().add(group_.get()); // last: what throws here has no destructor that removes it
   }
 
   ~NcclCommunicator() override {
@@ -246,7 +236,7 @@ class NcclCommunicator final : public Communicator {
   /// NCCL's own memory, registered with it, where the environment asks for that: its kernels then read and write it where it
   /// lies.
   c10::DataPtr allocate(int64_t bytes) override {
-    if (!registers_buffers_) return Communicator::allocate(bytes);
+    if (buffers_ == CudaBuffers::kCaching) return Communicator::allocate(bytes);
     auto memory = std::make_unique<at::Tensor>(group_->allocateTensor(bytes, at::TensorOptions(device_).dtype(at::kByte)));
     void* data = memory->mutable_data_ptr();
     return {data, memory.release(), [](void* tensor) { delete static_cast<at::Tensor*>(tensor); }, device_};
@@ -320,18 +310,18 @@ class NcclCommunicator final : public Communicator {
   }
 
   at::Device device_;
+  CudaBuffers buffers_;
   std::shared_ptr<RankWatch> watch_;
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> group_;
   std::shared_ptr<gloo::Channel> signatures_;
-  bool registers_buffers_ = false;
   bool coalescing_ = false;
   bool has_own_stream_ = true;
 };
 
 } // namespace
 
-CommunicatorPtr make_nccl_communicator(const GroupDescription& group, int device) {
-  return std::make_shared<NcclCommunicator>(group, device);
+CommunicatorPtr make_nccl_communicator(const GroupDescription& group, int device, CudaBuffers buffers) {
+  return std::make_shared<NcclCommunicator>(group, device, buffers);
 }
 
 } // namespace tessera::internal::nccl

@@ -2,11 +2,12 @@
 
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/group_description.h>
+#include <tessera/collectives/nccl/plugin.h>
 
 namespace tessera::internal::nccl {
 
 /// Collectives on CUDA tensors over c10d's NCCL process group, connected at once. Called by every rank of the group, each with a
 /// device of its own.
-CommunicatorPtr make_nccl_communicator(const GroupDescription& group, int device);
+CommunicatorPtr make_nccl_communicator(const GroupDescription& group, int device, CudaBuffers buffers);
 
 } // namespace tessera::internal::nccl

@@ -43,6 +43,13 @@ std::string environment_value(const char* name) {
   dlopen((folder / "libtorch_cuda.so").c_str(), RTLD_NOW | RTLD_GLOBAL);
 }
 
+CudaBuffers chosen_buffers() {
+  const auto chosen = environment_value("TESSERA_CUDA_BUFFERS");
+  TORCH_CHECK(chosen.empty() || chosen == "caching" || chosen == "registered",
+              "environment variable TESSERA_CUDA_BUFFERS=", chosen, " must be caching or registered");
+  return chosen == "registered" ? CudaBuffers::kRegistered : CudaBuffers::kCaching;
+}
+
 Plugin load() {
   Plugin plugin;
   const auto path = folder_of_the_library_with(reinterpret_cast<const void*>(&require_cuda_side)) / "libtessera_nccl.so";
@@ -94,8 +101,10 @@ at::Device choose_device(int64_t local_rank) {
 
 CommunicatorPtr make_communicator(const GroupDescription& group) {
   int device = -1;
+  auto buffers = CudaBuffers::kCaching;
   DeviceAnswer own;
   try {
+    buffers = chosen_buffers();
     device = choose_device(group.local_rank).index();
     own.identity = require_cuda_side().device_identity(device);
   } catch (const c10::Error& error) {
@@ -103,7 +112,7 @@ CommunicatorPtr make_communicator(const GroupDescription& group) {
   }
   // NCCL lets ranks share a device only where they pretend to be on different hosts.
   agree_on_devices(group, own, environment_value("NCCL_HOSTID").empty() ? SharedDevices::kRefused : SharedDevices::kAllowed);
-  return require_cuda_side().make_communicator(group, device);
+  return require_cuda_side().make_communicator(group, device, buffers);
 }
 
 } // namespace tessera::internal::nccl

@@ -8,6 +8,12 @@
 
 namespace tessera::internal::nccl {
 
+/// Where what a communicator sends and receives of a sharded model lies (TESSERA_CUDA_BUFFERS).
+enum class CudaBuffers {
+  kCaching,   ///< in memory of LibTorch's allocator
+  kRegistered ///< in memory that NCCL allocated and knows
+};
+
 /// What needs CUDA's headers. It is in libtessera_nccl.so beside libtessera, which is loaded when CUDA is first asked for, so
 /// that libtessera itself depends on no CUDA library.
 class CudaSide {
@@ -20,7 +26,7 @@ class CudaSide {
   /// Equal in two processes where they use the same device.
   virtual std::string device_identity(int device) = 0;
   /// Connects the group over NCCL, on that device. All ranks of the group call it, after they have agreed on their devices.
-  virtual CommunicatorPtr make_communicator(const GroupDescription& group, int device) = 0;
+  virtual CommunicatorPtr make_communicator(const GroupDescription& group, int device, CudaBuffers buffers) = 0;
 };
 
 /// The plugin's only function that is found by name.
@@ -40,7 +46,7 @@ at::Device choose_device(int64_t local_rank);
 
 /// Connects the group over NCCL. Every rank of the group calls it. Each first says in the group's store which device it has, or
 /// why it has none, and waits for what the others say, at most the group's timeout. Throws the same error on all ranks where one
-/// has no device or two have the same one.
+/// has no device, or a TESSERA_CUDA_BUFFERS that means nothing, or where two have the same device.
 CommunicatorPtr make_communicator(const GroupDescription& group);
 
 } // namespace tessera::internal::nccl

@@ -9,11 +9,10 @@
 #include <tessera/dtensor/api.h>
 #include <torch/torch.h>
 
-#include <cstdlib>
-#include <optional>
 #include <string>
 
 #include "../support/matchers.h"
+#include "../support/scoped_environment.h"
 #include "../support/test_device.h"
 #include "../support/world.h"
 #include "shared_folder.h"
@@ -24,6 +23,7 @@ namespace {
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::last_rank;
+using testing::ScopedEnvironment;
 using testing::SharedFolder;
 using testing::world_rank;
 using testing::world_size;
@@ -105,24 +105,9 @@ TEST(RanksCheckpoint, ALoadThatDiffersBetweenRanksIsAnError) {
   EXPECT_TENSORS_EQUAL(DTensor(one.tensor("a")).full_tensor(), torch::zeros({8}));
 }
 
-/// TESSERA_TIMEOUT_SECONDS, which a program's own timeout gives way to, while it lives.
-class TimeoutOfTheEnvironment {
- public:
-  explicit TimeoutOfTheEnvironment(const char* seconds) {
-    if (const char* before = std::getenv(kName)) before_ = before;
-    setenv(kName, seconds, /*overwrite=*/1);
-  }
-  ~TimeoutOfTheEnvironment() { before_ ? setenv(kName, before_->c_str(), 1) : unsetenv(kName); }
-  TimeoutOfTheEnvironment(const TimeoutOfTheEnvironment&) = delete;
-  TimeoutOfTheEnvironment& operator=(const TimeoutOfTheEnvironment&) = delete;
-
- private:
-  static constexpr const char* kName = "TESSERA_TIMEOUT_SECONDS";
-  std::optional<std::string> before_;
-};
-
+/// A program's own timeout gives way to the environment's.
 void start_with_timeout(const char* seconds) {
-  const TimeoutOfTheEnvironment timeout(seconds);
+  const ScopedEnvironment timeout("TESSERA_TIMEOUT_SECONDS", seconds);
   init_process_group();
 }
 

@@ -1,5 +1,6 @@
 // The NCCL side, up to the error that there is no device: loaded, asked, and named in what all ranks throw.
 #include "../support/matchers.h"
+#include "../support/scoped_environment.h"
 #include "../support/world.h"
 
 #include <gmock/gmock.h>
@@ -79,6 +80,18 @@ TEST(Nccl, AGroupNamesTheRankWithoutADevice) {
   EXPECT_THROWS_WITH(process_context().communicator(everyone(), at::kCUDA),
                      c10::str("rank ", world_rank(), " cannot connect group "));
   EXPECT_THROWS_WITH(process_context().communicator(everyone(), at::kCUDA, "again"), "rank 0 has no CUDA device: ");
+}
+
+TEST(Nccl, ASettingThatMeansNothingIsNamedByAll) {
+  if (world_size() == 1) GTEST_SKIP() << "a group of one rank needs no communicator";
+  const auto error_with = [](const char* variable, const char* value, const char* purpose) {
+    const ScopedEnvironment setting(variable, value);
+    return error_of([&] { process_context().communicator(everyone(), at::kCUDA, purpose); });
+  };
+  EXPECT_THAT(error_with("TESSERA_CUDA_COLLECTIVES", "gloo", "bad collectives"),
+              ::testing::HasSubstr("environment variable TESSERA_CUDA_COLLECTIVES=gloo must be nccl or staged"));
+  EXPECT_THAT(error_with("TESSERA_CUDA_BUFFERS", world_rank() == 0 ? "pinned" : "", "bad buffers"),
+              ::testing::HasSubstr("environment variable TESSERA_CUDA_BUFFERS=pinned must be caching or registered"));
 }
 
 } // namespace
