@@ -42,5 +42,6 @@
 #include <tessera/training/grad_scaler.h>
 #include <tessera/training/lr_schedule.h>
 #include <tessera/training/metrics.h>
+#include <tessera/training/nan_guard.h>
 #include <tessera/training/seeds.h>
 #include <tessera/training/uneven_batches.h>

@@ -1,0 +1,160 @@
+#include <tessera/training/nan_search.h>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/isnan.h>
+#include <c10/util/StringUtil.h>
+#include <tessera/dtensor/api.h>
+
+#include <string_view>
+#include <utility>
+
+namespace tessera::internal {
+
+namespace {
+
+/// Returns memory that nobody has written, or fills it: under deterministic algorithms, kernels fill what they allocate with NaN.
+bool only_allocates(std::string_view name) {
+  return name.starts_with("aten::empty") || name.starts_with("aten::new_empty") || name == "aten::resize_" ||
+         name == "aten::_resize_output_" || name == "aten::set_" || name == "aten::fill_";
+}
+
+/// Operators whose written argument need not have been written before.
+bool overwrites(std::string_view name, const c10::Argument& argument) {
+  return argument.kwarg_only() || name == "aten::copy_" || name == "aten::_foreach_copy_" || name == "aten::zero_" ||
+         name == "aten::fill_" || name == "aten::normal_" || name == "aten::uniform_" || name == "aten::random_";
+}
+
+OperatorTraits traits_of_schema(const c10::FunctionSchema& schema) {
+  OperatorTraits traits;
+  traits.returns_values = !only_allocates(schema.name());
+  for (const auto& value : schema.returns()) {
+    if (value.alias_info() != nullptr && !value.alias_info()->isWrite()) traits.returns_values = false;
+  }
+  for (const auto& argument : schema.arguments()) {
+    const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    traits.is_only_written.push_back(!traits.returns_values || (is_written && overwrites(schema.name(), argument)));
+  }
+  return traits;
+}
+
+template <typename Function>
+bool any_tensor(const c10::IValue& value, const Function& function) {
+  if (value.isTensor()) return function(value.toTensor());
+  if (!value.isTensorList()) return false;
+  bool found = false;
+  for (const at::Tensor tensor : value.toTensorList()) found = found || function(tensor);
+  return found;
+}
+
+bool has_values(const at::Tensor& tensor) {
+  return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex()) && !tensor.is_meta() &&
+         tensor.layout() == at::kStrided && tensor.has_storage() && tensor.numel() > 0 && !is_dtensor(tensor);
+}
+
+} // namespace
+
+NanSearch::NanSearch(const torch::nn::Module& model, bool infinities) : infinities_(infinities) {
+  for (const auto& parameter : model.named_parameters()) {
+    const auto dot = parameter.key().rfind('.');
+    index_.emplace(parameter.value().unsafeGetTensorImpl(), static_cast<int>(modules_.size()));
+    modules_.push_back(dot == std::string::npos ? model.name() : parameter.key().substr(0, dot));
+    parameters_.push_back(parameter.value()); // no other tensor gets its address
+  }
+}
+
+std::optional<NanSearch::Finding> NanSearch::take() {
+  const std::lock_guard lock(mutex_);
+  positions_.clear();
+  operators_ = 0;
+  return std::exchange(finding_, std::nullopt);
+}
+
+bool NanSearch::is_bad(const c10::IValue& value) const {
+  return any_tensor(value, [&](const at::Tensor& tensor) {
+    if (!has_values(tensor)) return false;
+    return infinities_ ? !at::isfinite(tensor).all().item<bool>() : at::isnan(tensor).any().item<bool>();
+  });
+}
+
+const OperatorTraits& NanSearch::traits_of(const at::RecordFunction& function) {
+  static const OperatorTraits none{false, {}};
+  const auto name = function.operator_name();
+  if (!name) return none;
+  if (const auto known = traits_.find(*name); known != traits_.end()) return known->second;
+  const auto handle = c10::Dispatcher::singleton().findSchema(*name);
+  return traits_.emplace(*name, handle ? traits_of_schema(handle->schema()) : none).first->second;
+}
+
+std::string NanSearch::place_of(const ModulePosition& position) const {
+  const auto module = [&](int index) { return c10::str("module '", modules_[static_cast<size_t>(index)], "'"); };
+  if (position.node.empty()) {
+    if (position.last_read < 0) return "in forward, before a module read a parameter";
+    return c10::str("in forward, ", position.depth > 0 ? "in " : "after ", module(position.last_read));
+  }
+  const auto node = c10::str("in backward, in ", position.node);
+  if (position.node_read < 0) return node;
+  return c10::str(node, " of ", module(position.node_read), " or of what comes after it");
+}
+
+void NanSearch::found(const at::RecordFunction& function, const char* what, const ModulePosition& position) {
+  finding_ =
+      Finding{operators_, c10::str(function.name(), " ", what, infinities_ ? " NaN or infinity " : " NaN ", place_of(position))};
+}
+
+void NanSearch::begin_node(const at::RecordFunction& node, ModulePosition& position, Begun& begun) {
+  begun.outer_node.emplace(std::exchange(position.node, node.name()), std::exchange(position.node_read, -1));
+  const auto forward = positions_.find(node.forwardThreadId());
+  if (forward == positions_.end()) return;
+  const auto after = forward->second.reads.upper_bound(node.seqNr());
+  if (after != forward->second.reads.begin()) position.node_read = std::prev(after)->second;
+}
+
+void NanSearch::begin_operator(const at::RecordFunction& function, ModulePosition& position, Begun& begun) {
+  ++operators_;
+  const auto inputs = function.inputs();
+  for (const auto& input : inputs) {
+    any_tensor(input, [&](const at::Tensor& tensor) {
+      const auto read = index_.find(tensor.unsafeGetTensorImpl());
+      if (read == index_.end()) return false;
+      if (position.last_read != read->second && function.seqNr() >= 0) position.reads[function.seqNr()] = read->second;
+      position.last_read = read->second;
+      return begun.reads_parameter = true;
+    });
+  }
+  if (begun.reads_parameter) ++position.depth;
+  const auto& traits = traits_of(function);
+  for (size_t i = 0; i < inputs.size() && i < traits.is_only_written.size(); ++i) {
+    if (!traits.is_only_written[i] && is_bad(inputs[i])) return found(function, "got", position);
+  }
+}
+
+std::unique_ptr<NanSearch::Begun> NanSearch::begin(const at::RecordFunction& function) {
+  auto begun = std::make_unique<Begun>();
+  const std::lock_guard lock(mutex_);
+  if (finding_) return begun;
+  auto& position = positions_[at::RecordFunction::currentThreadId()];
+  if (function.scope() == at::RecordScope::BACKWARD_FUNCTION) {
+    begin_node(function, position, *begun);
+  } else {
+    begin_operator(function, position, *begun);
+  }
+  return begun;
+}
+
+void NanSearch::end(const at::RecordFunction& function, const Begun& begun) {
+  const std::lock_guard lock(mutex_);
+  if (finding_) return;
+  auto& position = positions_[at::RecordFunction::currentThreadId()];
+  if (begun.outer_node) std::tie(position.node, position.node_read) = *begun.outer_node;
+  if (function.scope() != at::RecordScope::FUNCTION) return;
+  if (traits_of(function).returns_values) {
+    for (const auto& output : function.outputs()) {
+      if (is_bad(output)) return found(function, "made", position);
+    }
+  }
+  if (begun.reads_parameter) --position.depth;
+}
+
+} // namespace tessera::internal
