@@ -66,6 +66,7 @@ JobEnvironment parse_torchrun(const Variables& variables) {
     check_below(variables, job.local_rank, "LOCAL_RANK", *local_size, "LOCAL_WORLD_SIZE");
     TORCH_CHECK(*local_size <= job.world_size, "environment variable ", variables.show("LOCAL_WORLD_SIZE"), " exceeds ",
                 variables.show("WORLD_SIZE"));
+    job.is_on_one_host = *local_size == job.world_size;
   }
   if (job.world_size == 1 && !variables.text("MASTER_ADDR")) return job;
   const auto host = variables.text("MASTER_ADDR");
@@ -100,6 +101,7 @@ JobEnvironment parse_open_mpi(const Variables& variables) {
               variables.show("OMPI_COMM_WORLD_LOCAL_SIZE"), " of ", variables.show("OMPI_COMM_WORLD_SIZE"),
               " ranks are on this host; start with mpirun -x MASTER_ADDR=<host of rank 0>");
   job.store_host = host.value_or("127.0.0.1");
+  job.is_on_one_host = local_size == job.world_size;
   job.store_port = port_of(variables, variables.show("OMPI_COMM_WORLD_RANK"));
   return job;
 }

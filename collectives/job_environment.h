@@ -18,6 +18,7 @@ struct JobEnvironment {
   std::string store_host; ///< where the store listens; empty for a job of one rank
   int store_port = 0;
   bool store_is_hosted = false; ///< the launcher runs the store, and rank 0 must not
+  bool is_on_one_host = false;  ///< where the launcher says so
   int restart = 0;              ///< how often the launcher restarted the job
 };
 

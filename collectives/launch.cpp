@@ -6,6 +6,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/rank_watch.h>
 #include <tessera/collectives/signal_watch.h>
+#include <tessera/collectives/store_socket.h>
 
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -361,7 +362,10 @@ bool is_launched_rank() { return std::getenv(internal::kPipeVariable) != nullptr
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options) {
   if (is_launched_rank()) return internal::run_as_rank(ranks, worker);
   internal::check_may_launch(ranks);
-  c10d::TCPStore store("127.0.0.1", c10d::TCPStoreOptions{.port = 0, .isServer = true, .waitWorkers = false});
+  const auto socket = internal::listen_for_store("127.0.0.1", 0, internal::StoreReach::kThisHost).value();
+  c10d::TCPStore store(
+      "127.0.0.1",
+      c10d::TCPStoreOptions{.port = socket.port, .isServer = true, .waitWorkers = false, .masterListenFd = socket.descriptor});
   internal::Ranks(ranks, store).run(options);
   return 0;
 }

@@ -11,6 +11,7 @@
 #include <tessera/collectives/recording_communicator.h>
 #include <tessera/collectives/signal_watch.h>
 #include <tessera/collectives/single_rank.h>
+#include <tessera/collectives/store_socket.h>
 #include <tessera/collectives/time_limit.h>
 
 #include <c10/util/Exception.h>
@@ -73,14 +74,23 @@ std::string host_identity() {
   return c10::str(name.c_str(), " ", boot);
 }
 
+/// The socket of the store that this process hosts, where it need not listen at all addresses of the machine.
+std::optional<int> listen_for(const internal::JobEnvironment& job) {
+  const auto reach = job.is_on_one_host ? internal::StoreReach::kThisHost : internal::StoreReach::kOtherHosts;
+  const auto socket = internal::listen_for_store(job.store_host, static_cast<uint16_t>(job.store_port), reach);
+  if (!socket) return std::nullopt;
+  return socket->descriptor;
+}
+
 c10::intrusive_ptr<c10d::Store> connect_store(const internal::JobEnvironment& job, std::chrono::milliseconds timeout) {
   if (job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
-  const c10d::TCPStoreOptions options{.port = static_cast<uint16_t>(job.store_port),
-                                      .isServer = job.rank == 0 && !job.store_is_hosted,
-                                      .waitWorkers = false, // `join` waits, and says who is missing
-                                      .timeout = timeout};
+  c10d::TCPStoreOptions options{.port = static_cast<uint16_t>(job.store_port),
+                                .isServer = job.rank == 0 && !job.store_is_hosted,
+                                .waitWorkers = false, // `join` waits, and says who is missing
+                                .timeout = timeout};
   constexpr std::chrono::seconds kGrace(2); // the store's own timeout says more
   try {
+    if (options.isServer) options.masterListenFd = listen_for(job);
     const auto store = internal::within<c10::intrusive_ptr<c10d::Store>>(
         timeout + kGrace, [host = job.store_host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
     if (!store)

@@ -46,6 +46,9 @@ TEST(JobEnvironment, Torchrun) {
   EXPECT_EQ(job.store_host, "node0");
   EXPECT_EQ(job.store_port, 29501);
   EXPECT_FALSE(job.store_is_hosted);
+  EXPECT_FALSE(job.is_on_one_host);
+  EXPECT_TRUE(internal::parse_job_environment(with(kTorchrun, "LOCAL_WORLD_SIZE", "8")).is_on_one_host);
+  EXPECT_FALSE(internal::parse_job_environment(without(kTorchrun, "LOCAL_WORLD_SIZE")).is_on_one_host);
   job = internal::parse_job_environment(
       with(with(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE", "True"), "TORCHELASTIC_RESTART_COUNT", "2"));
   EXPECT_TRUE(job.store_is_hosted);
@@ -88,6 +91,7 @@ TEST(JobEnvironment, OpenMpi) {
   EXPECT_EQ(job.local_rank, 1);
   EXPECT_EQ(job.store_host, "127.0.0.1");
   EXPECT_EQ(job.store_port, 29501);
+  EXPECT_TRUE(job.is_on_one_host);
   EXPECT_EQ(internal::parse_job_environment(with(kOpenMpi, "MASTER_ADDR", "node0")).store_host, "node0");
   EXPECT_THROWS_WITH(internal::parse_job_environment(without(kOpenMpi, "MASTER_PORT")),
                      "environment variable MASTER_PORT is not set, but OMPI_COMM_WORLD_RANK=1 is");
