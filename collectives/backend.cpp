@@ -16,12 +16,14 @@
 #include <map>
 #include <mutex>
 #include <string_view>
+#include <thread>
 
 namespace tessera::internal {
 
 namespace {
 
 std::string arrival_key(int64_t rank) { return c10::str("arrived/", rank); }
+std::string failure_key(int64_t rank) { return c10::str("failed/", rank); }
 
 /// The ranks of the group that did not try to connect it: they made none, or one of other ranks or of another order.
 std::vector<int64_t> those_who_made_none(const GroupDescription& group) try {
@@ -30,14 +32,39 @@ std::vector<int64_t> those_who_made_none(const GroupDescription& group) try {
   return {};
 }
 
+// Where all have tried: those that do not fail as this rank did, soon after it. They were stopped, or hang. A rank that has ended
+// may be seen a moment after its connections are lost.
+std::string blame_for_no_answer(const GroupDescription& group) try {
+  constexpr std::chrono::seconds kPatience(1);
+  constexpr std::chrono::milliseconds kInterval(20);
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  std::vector<int64_t> silent;
+  do {
+    if (const auto missing = group.watch->find_missing(group.ranks))
+      return c10::str(": it needs ", group.watch->blame({missing->rank}));
+    silent = absent_ranks(*group.store, group.ranks, failure_key);
+    if (silent.empty()) return "";
+    std::this_thread::sleep_for(kInterval);
+  } while (std::chrono::steady_clock::now() < deadline);
+  group.watch->note_timeout(silent[0]);
+  return c10::str(silent.size() == 1 ? ": rank " : ": ranks ", c10::Join(", ", silent),
+                  " did not answer while the group was made");
+} catch (const std::exception&) { // the store is gone as well: what the caller caught says more
+  return "";
+}
+
 // Says who is the cause, as far as that is known.
 std::string blame_for_no_connection(const GroupDescription& group, bool timed_out) {
-  if (const auto missing = group.watch->find_missing(group.ranks))
-    return c10::str(": it needs ", group.watch->blame({missing->rank}));
   const auto absent = timed_out ? those_who_made_none(group) : std::vector<int64_t>(); // an error before that is this rank's own
-  if (absent.empty()) return "";
+  if (absent.empty() || group.watch->find_missing(group.ranks)) return blame_for_no_answer(group);
   group.watch->note_timeout(absent[0]);
   return c10::str(": rank(s) ", c10::Join(", ", absent), " did not connect a group of these ranks in this order");
+}
+
+/// Tells the others, where the store is there to do so.
+void note_failure(const GroupDescription& group) try {
+  group.store->set(failure_key(group.ranks[static_cast<size_t>(group.rank)]), "");
+} catch (const std::exception&) {
 }
 
 std::mutex registered_mutex;
@@ -117,6 +144,7 @@ CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::Dev
     // Another error of c10 is no loss of a connection: all ranks find it, or this process alone.
     const bool is_own =
         dynamic_cast<const c10::Error*>(&error) != nullptr && dynamic_cast<const c10::DistError*>(&error) == nullptr;
+    note_failure(group);
     TORCH_CHECK(!is_own, text, ": ", error_text(error));
     const bool timed_out = steady_clock::now() - begin >= group.options.timeout;
     C10_THROW_ERROR(DistNetworkError, c10::str(text, blame_for_no_connection(group, timed_out), ": ", error_text(error)));

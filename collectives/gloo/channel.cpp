@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/background_scheduling.h>
 #include <tessera/collectives/error_text.h>
+#include <tessera/collectives/time_limit.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -55,6 +56,26 @@ void in_pieces(int64_t bytes, const Post& post) {
     post(offset, std::min(bytes - offset, Channel::kMaxMessageBytes));
 }
 
+/// In time: gloo waits several times its own timeout for a peer that accepts its connection and says nothing.
+c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_group(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                                         c10::intrusive_ptr<c10d::ProcessGroupGloo::Options> options) {
+  using Group = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
+  constexpr std::chrono::milliseconds kGrace(500); // gloo's own timeout says more
+  const auto timeout = options->timeout;
+  try {
+    const auto group = within<Group>(timeout + kGrace, [store = std::move(store), rank, size, options = std::move(options)] {
+      const BackgroundScheduling of_gloos_threads;
+      return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+    });
+    if (group) return *group;
+  } catch (const c10::DistError&) {
+    throw;
+  } catch (const c10::Error& error) { // c10d does not say that this is one of the network
+    C10_THROW_ERROR(DistNetworkError, error.what_without_backtrace());
+  }
+  C10_THROW_ERROR(DistNetworkError, c10::str("timed out after ", timeout.count(), " ms"));
+}
+
 } // namespace
 
 Channel::Channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ChannelOptions& options)
@@ -62,11 +83,10 @@ Channel::Channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size, cons
   TORCH_INTERNAL_ASSERT(options_.watch && static_cast<int>(options_.ranks.size()) == size);
   reserve_descriptors(size + kDeviceDescriptors);
   const OpenedDescriptors opened;
-  const BackgroundScheduling of_gloos_threads;
   auto group_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
   group_options->devices.push_back(make_device(options.all_local));
   group_options->threads = 1;
-  group_ = c10::make_intrusive<c10d::ProcessGroupGloo>(std::move(store), rank, size, group_options);
+  group_ = connect_group(std::move(store), rank, size, group_options);
   sockets_ = opened.close_on_exec();
   sentinel_byte_ = at::empty({1}, at::TensorOptions(at::kByte));
   for (int peer = 0; peer < size_; ++peer)

@@ -111,6 +111,13 @@ TEST(Failure, ARankThatOrdersAGroupDifferentlyIsNamedAtTheTimeout) {
   EXPECT_THAT(result.output, HasSubstr("[0, 1, 2]: rank(s) 1 did not connect a group of these ranks in this order"));
 }
 
+TEST(Failure, StrangersOnEveryPortEndNoJob) {
+  const auto result = run("strangers_on_every_port", 2);
+  EXPECT_EQ(result.status, 0) << result.output;
+  for (int rank = 0; rank < 2; ++rank)
+    EXPECT_THAT(result.output, ContainsRegex("rank " + std::to_string(rank) + " met [0-9]{4,} strangers"));
+}
+
 TEST(Failure, DifferentOperationsAreAnErrorOnEveryRank) {
   const auto result = run("different_operations", 3);
   EXPECT_EQ(result.status, 1);

@@ -1,4 +1,6 @@
 // A program for the tests of launch and failures: rank_program SCENARIO --ranks n
+#include "rank_scenarios.h"
+
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -18,11 +20,10 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <map>
-#include <numeric>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 
 // Stands before libc's: with RANK_PROGRAM_HOSTS each rank has a host of its own, and sees no other rank's process.
@@ -35,21 +36,8 @@ extern "C" __attribute__((visibility("default"))) int gethostname(char* name, si
 namespace {
 
 using tessera::ReduceOp;
-
-std::vector<int64_t> ranks_up_to(int count) {
-  std::vector<int64_t> ranks(count);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
-struct World {
-  World() : context(tessera::process_context()) { group = context.communicator(ranks_up_to(context.world_size()), at::kCPU); }
-  int rank() const { return context.rank(); }
-  int last() const { return context.world_size() - 1; }
-
-  tessera::ProcessContext& context;
-  tessera::CommunicatorPtr group;
-};
+using tessera::testing::ranks_up_to;
+using tessera::testing::World;
 
 // Not terminated by itself: only a signal ends it.
 [[noreturn]] void block_forever() {
@@ -457,76 +445,6 @@ void forked_child_drops_a_destroyed_group() {
   std::printf("rank %d of %d done\n", rank, ranks);
 }
 
-// ---------------------------------------------------------------- what is recorded
-
-std::string trace_of(int rank) {
-  std::ifstream file(std::string(std::getenv("TESSERA_TRACE_FOLDER")) + "/rank-" + std::to_string(rank) + ".json");
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-bool says_that_it_hangs(const std::string& trace) {
-  const auto call = trace.find("\"label\":\"the hang\"");
-  return call != std::string::npos && trace.find("\"state\":\"awaited\"", call) != std::string::npos;
-}
-
-// The last rank lets the others wait until they have written, on a signal to the program that started them, that they do. Then it
-// comes.
-void is_traced_in_a_hang() {
-  World world;
-  world.group->barrier("together");
-  if (world.rank() == world.last()) {
-    const auto has_written = [&](int rank) {
-      return rank == world.last() ? !trace_of(rank).empty() : says_that_it_hangs(trace_of(rank));
-    };
-    for (int rank = 0; rank <= world.last(); ++rank) {
-      while (!has_written(rank)) {
-        kill(getppid(), SIGUSR1);
-        usleep(10'000);
-      }
-    }
-    const std::filesystem::path folder(std::getenv("TESSERA_TRACE_FOLDER"));
-    std::filesystem::create_directory(folder / "hang"); // a signal on its way may change the files when this rank has come
-    for (int rank = 0; rank <= world.last(); ++rank) {
-      const auto name = "rank-" + std::to_string(rank) + ".json";
-      std::filesystem::copy_file(folder / name, folder / "hang" / name);
-    }
-  }
-  auto tensor = at::ones({10});
-  world.group->all_reduce(tensor, ReduceOp::kSum, "the hang").wait();
-  TORCH_CHECK(tensor.eq(world.group->size()).all().item<bool>());
-}
-
-// The last rank does not come, and ends when the others have failed.
-void last_rank_sees_the_others_fail() {
-  World world;
-  const auto store = world.context.store();
-  const auto key = [](int rank) { return "failed/" + std::to_string(rank); };
-  world.group->barrier("together");
-  if (world.rank() == world.last()) {
-    for (int rank = 0; rank < world.last(); ++rank) store->wait({key(rank)}, std::chrono::minutes(1));
-    return;
-  }
-  try {
-    world.group->barrier("the last rank does not come");
-  } catch (const std::exception&) {
-    store->set(key(world.rank()), "");
-    throw;
-  }
-}
-
-void forked_child_is_signalled() {
-  World world;
-  world.group->barrier("together");
-  const pid_t child = fork();
-  if (child == 0) {
-    raise(SIGUSR1);
-    std::exit(0);
-  }
-  int status = -1;
-  TORCH_CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with status ", status);
-  tessera::destroy_process_group(); // nothing is written after it
-}
-
 const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
     {"small_files", small_files},
@@ -555,9 +473,10 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"last_rank_is_killed_and_then_rank_0", last_rank_is_killed_and_then_rank_0},
     {"the_stores_host_is_killed", the_stores_host_is_killed},
     {"nobody_waits_for_the_last_rank", nobody_waits_for_the_last_rank},
-    {"is_traced_in_a_hang", is_traced_in_a_hang},
-    {"last_rank_sees_the_others_fail", last_rank_sees_the_others_fail},
-    {"forked_child_is_signalled", forked_child_is_signalled},
+    {"is_traced_in_a_hang", tessera::testing::is_traced_in_a_hang},
+    {"last_rank_sees_the_others_fail", tessera::testing::last_rank_sees_the_others_fail},
+    {"forked_child_is_signalled", tessera::testing::forked_child_is_signalled},
+    {"strangers_on_every_port", tessera::testing::strangers_on_every_port},
     {"last_rank_ends_and_the_reader_is_held", last_rank_ends_and_the_reader_is_held},
 };
 
@@ -571,6 +490,11 @@ void run(const std::string& scenario) {
     if (const char* own = std::getenv((std::string("RANK_PROGRAM_TRANSPORT_") + rank).c_str()))
       setenv("TESSERA_TRANSPORT", own, 1);
   tessera::init_process_group();
+  if (constexpr std::string_view kRandom = "random_failure/"; scenario.starts_with(kRandom)) {
+    const auto seed = scenario.find('/', kRandom.size());
+    const auto how = scenario.substr(kRandom.size(), seed - kRandom.size());
+    return tessera::testing::random_failure(how, static_cast<uint32_t>(std::stoul(scenario.substr(seed + 1))));
+  }
   if (const auto found = kScenarios.find(scenario); found != kScenarios.end()) found->second();
 }
 
@@ -589,8 +513,10 @@ int main(int argc, char** argv) {
     }
     if (scenario == "launches_another_number") return tessera::launch(tessera::is_launched_rank() ? 3 : 2, [] {});
     tessera::LaunchOptions options;
-    if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0") || std::getenv("TESSERA_TRACE_FOLDER") != nullptr)
+    if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0") ||
+        std::getenv("TESSERA_TRACE_FOLDER") != nullptr)
       options.grace_seconds = 30; // all survivors shall say what they noticed
+    if (scenario.starts_with("random_failure/")) options.grace_seconds = 4; // some ranks never end
     if (const auto ranks = tessera::ranks_from_args(argc, argv))
       return tessera::launch(
           *ranks, [&] { run(scenario); }, options);

@@ -1,0 +1,41 @@
+#pragma once
+
+// Of rank_program: what its scenarios share, and those that have a file of their own.
+
+#include <tessera/collectives/process_context.h>
+
+#include <cstdint>
+#include <numeric>
+#include <string>
+#include <vector>
+
+namespace tessera::testing {
+
+inline std::vector<int64_t> ranks_up_to(int count) {
+  std::vector<int64_t> ranks(count);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+struct World {
+  World() : context(process_context()) { group = context.communicator(ranks_up_to(context.world_size()), at::kCPU); }
+  int rank() const { return context.rank(); }
+  int last() const { return context.world_size() - 1; }
+
+  ProcessContext& context;
+  CommunicatorPtr group;
+};
+
+/// The last rank lets the others wait until they have written, on a signal to the program that started them, that they do. Then
+/// it comes.
+void is_traced_in_a_hang();
+/// The last rank does not come, and ends when the others have failed.
+void last_rank_sees_the_others_fail();
+void forked_child_is_signalled();
+/// Each rank makes groups and adds, while others than ranks connect to the job's store and to what the rank listens at.
+void strangers_on_every_port();
+/// A rank that is drawn is killed, is stopped, throws, hangs or is out-of-step, amid random calls. The others print whether their
+/// error names it, and how long after.
+void random_failure(const std::string& how, uint32_t seed);
+
+} // namespace tessera::testing
