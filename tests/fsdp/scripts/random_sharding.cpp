@@ -101,6 +101,7 @@ class Sharder {
     if (in_files && tests_the_cpu()) options.offload = offload_to_files(std::filesystem::temp_directory_path());
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kUnchecked;
+    if (draw_.chance(20)) options.communicators = CommunicatorUse::kShared;
     return options;
   }
 
@@ -127,7 +128,8 @@ class Sharder {
                  : *keeps         ? " freed"
                                   : " kept",
                  options.mixed_precision.reduce_dtype ? " with reduce dtype" : "", options.shard_placement_fn ? " as placed" : "",
-                 options.gather_extension_fn ? " with extensions" : "", options.offload == OffloadPolicy() ? "" : " in files");
+                 options.gather_extension_fn ? " with extensions" : "", options.offload == OffloadPolicy() ? "" : " in files",
+                 options.communicators == CommunicatorUse::kShared ? " on one communicator" : "");
   }
 
   void shard_module(torch::nn::Module& module, const std::string& what) {
