@@ -1,5 +1,5 @@
 # tessera_test(NAME name SOURCES file... [RANKS n...] [SIMULATED_RANKS n...] [LABELS label...] [LIBRARIES target...]
-#              [TIMEOUT seconds] [ENVIRONMENT VAR=value...] [OVER_BOTH_TRANSPORTS])
+#              [TIMEOUT seconds] [ENVIRONMENT VAR=value...] [OVER_BOTH_TRANSPORTS] [HOSTS layout...])
 #
 # One GoogleTest program in build/<preset>/bin/tests, built on the precompiled header that all tests share. Its ctest label is the
 # folder's name, plus LABELS.
@@ -8,8 +8,9 @@
 # With SIMULATED_RANKS: an entry `name.simulated.<n>ranks` more for each of these, with the label simulated-device, which runs a few
 # of the tests on the simulated device (all with TESSERA_TEST_FULL=1). Those after the first are run by `ctest -C Full` alone.
 # OVER_BOTH_TRANSPORTS: each entry a second time with gloo in place of shared memory.
+# With HOSTS: an entry `name.hosts<layout>` more for each of these, with as many ranks as it has digits, that of each rank's host.
 function(tessera_test)
-  cmake_parse_arguments(arg "OVER_BOTH_TRANSPORTS" "NAME;TIMEOUT" "SOURCES;RANKS;SIMULATED_RANKS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(arg "OVER_BOTH_TRANSPORTS" "NAME;TIMEOUT" "SOURCES;RANKS;SIMULATED_RANKS;HOSTS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
   if(NOT arg_NAME OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
     message(FATAL_ERROR "tessera_test: NAME and SOURCES are needed, and these are unknown: '${arg_UNPARSED_ARGUMENTS}'")
   endif()
@@ -22,6 +23,13 @@ function(tessera_test)
   set_property(GLOBAL APPEND PROPERTY TESSERA_TEST_SOURCES ${arg_SOURCES})
 
   _tessera_add_entries("")
+  set(environment ${arg_ENVIRONMENT})
+  foreach(hosts IN LISTS arg_HOSTS)
+    string(LENGTH ${hosts} ranks)
+    set(arg_ENVIRONMENT ${environment} TESSERA_TEST_HOSTS=${hosts} GLOO_SOCKET_IFNAME=lo)
+    _tessera_add_test(${arg_NAME}.hosts${hosts} ${ranks} COMMAND ${arg_NAME} --ranks ${ranks})
+  endforeach()
+  set(arg_ENVIRONMENT ${environment})
   if(arg_OVER_BOTH_TRANSPORTS)
     list(REMOVE_ITEM arg_RANKS 1) # alone a rank sends nothing
     list(APPEND arg_ENVIRONMENT TESSERA_TRANSPORT=gloo)

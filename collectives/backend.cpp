@@ -3,6 +3,7 @@
 #include <tessera/collectives/error_text.h>
 #include <tessera/collectives/gloo/gloo_communicator.h>
 #include <tessera/collectives/group_store.h>
+#include <tessera/collectives/hierarchical/connect.h>
 #include <tessera/collectives/nccl/plugin.h>
 #include <tessera/collectives/shared_memory/connect.h>
 #include <tessera/collectives/staged/staged_communicator.h>
@@ -75,7 +76,7 @@ std::map<at::DeviceType, Backend>& registered() {
 }
 
 CommunicatorPtr make_gloo(const GroupDescription& group) {
-  const gloo::ChannelOptions options{group.options.timeout, group.options.check_collectives, group.all_local, group.ranks,
+  const gloo::ChannelOptions options{group.options.timeout, group.options.check_collectives, group.all_local(), group.ranks,
                                      group.watch};
   auto channel = gloo::Channel::connect(group.store, group.rank, static_cast<int>(group.ranks.size()), options);
   return std::make_shared<gloo::GlooCommunicator>(group.name, group.ranks, group.rank, std::move(channel));
@@ -88,12 +89,22 @@ void warn_of_refusal(const GroupDescription& group, const std::string& refusal) 
   }
 }
 
+CommunicatorPtr make_gloo_for_want_of_memory(const GroupDescription& group, const std::string& refusal) {
+  TORCH_CHECK(group.options.transport != Transport::kSharedMemory, "the ranks cannot share memory: ", refusal);
+  warn_of_refusal(group, refusal);
+  return make_gloo(group);
+}
+
 CommunicatorPtr make_for_cpu(const GroupDescription& group) {
-  if (group.options.transport == Transport::kGloo || !shared_memory::can_reach_each_other(group)) return make_gloo(group);
-  auto connection = shared_memory::connect(group);
-  if (connection.communicator) return connection.communicator;
-  TORCH_CHECK(group.options.transport != Transport::kSharedMemory, "the ranks cannot share memory: ", connection.refusal);
-  warn_of_refusal(group, connection.refusal);
+  if (group.options.transport == Transport::kGloo) return make_gloo(group);
+  if (shared_memory::can_reach_each_other(group)) {
+    const auto connection = shared_memory::connect(group);
+    return connection.engine ? connection.communicator(group) : make_gloo_for_want_of_memory(group, connection.refusal);
+  }
+  if (const auto layout = hierarchical::HostLayout::of(group.hosts, group.rank)) {
+    const auto connection = hierarchical::connect(group, *layout);
+    return connection.communicator ? connection.communicator : make_gloo_for_want_of_memory(group, connection.refusal);
+  }
   return make_gloo(group);
 }
 

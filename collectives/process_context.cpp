@@ -232,7 +232,6 @@ CommunicatorPtr ProcessContext::communicator(const std::vector<int64_t>& ranks, 
   if (ranks.size() == 1) return found = internal::make_single_rank_communicator(purpose, rank_, device_type);
   if (is_fake_) return found = internal::make_fake_communicator(purpose, ranks, place, device_type);
 
-  const auto& hosts = communicators_->hosts;
   internal::GroupDescription group{.name = purpose,
                                    .ranks = ranks,
                                    .rank = place,
@@ -240,7 +239,9 @@ CommunicatorPtr ProcessContext::communicator(const std::vector<int64_t>& ranks, 
                                    .options = options_,
                                    .watch = communicators_->watch,
                                    .arenas = communicators_->arenas};
-  group.all_local = std::all_of(ranks.begin(), ranks.end(), [&](auto rank) { return hosts[rank] == hosts[ranks[0]]; });
+  std::map<std::string, int> numbers;
+  for (const auto rank : ranks)
+    group.hosts.push_back(numbers.emplace(communicators_->hosts[rank], static_cast<int>(numbers.size())).first->second);
   group.store = c10::make_intrusive<internal::GroupStore>(
       c10::str("group/", c10::DeviceTypeName(device_type), "/", purpose, "/", c10::Join("_", ranks)), store_, ranks, group.watch);
   const auto connect = [&] { return internal::make_backend_communicator(group, device_type); };

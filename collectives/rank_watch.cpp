@@ -213,10 +213,25 @@ std::string RankWatch::blame(const std::vector<int64_t>& ended, const std::vecto
   return c10::str(describe_ended({first->rank}), is_own ? "" : c10::str(" (", list, " followed)"));
 }
 
-void RankWatch::note_timeout(int64_t rank) const {
+// Ranks that wait in a row come to their timeouts together.
+MissingRank RankWatch::await_whom_it_misses(const MissingRank& missing) const {
+  const auto limit = std::chrono::steady_clock::now() + kRecordGrace;
+  while (!store_is_gone_ && !has_ended(missing.rank) && std::chrono::steady_clock::now() < limit) {
+    const auto origin = follow(missing);
+    if (origin.rank != missing.rank) return origin;
+    std::this_thread::sleep_for(kRecordInterval);
+  }
+  return missing;
+}
+
+std::string RankWatch::note_timeout(int64_t rank) const {
   const MissingRank missing{rank, MissingRank::Reason::kTimedOut};
   announce(missing);
-  record(follow(missing));
+  const auto first = record(await_whom_it_misses(missing));
+  if (!first || first->rank == rank || first->rank == rank_) return "";
+  return first->reason == MissingRank::Reason::kEnded
+             ? c10::str(" (first missing was ", describe_ended({first->rank}), ")")
+             : c10::str(" (rank ", rank, " has waited for rank ", first->rank, " in vain)");
 }
 
 } // namespace tessera::internal

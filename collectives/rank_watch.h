@@ -68,13 +68,15 @@ class RankWatch {
   /// store nobody knows who was the first: then it names those of `ended` and `also_lost` whose processes are seen to have
   /// ended, or else all of them.
   std::string blame(const std::vector<int64_t>& ended, const std::vector<int64_t>& also_lost = {}) const;
-  /// Records a rank that did not come in time, where no other was missed before.
-  void note_timeout(int64_t rank) const;
+  /// Records a rank that did not come in time, or whom that one has missed itself and says so within a moment, where no other was
+  /// missed before. Returns the rest of an error about `rank`: " (rank 1 has waited for rank 3 in vain)", or nothing.
+  std::string note_timeout(int64_t rank) const;
 
  private:
   int64_t likely_ended(const std::vector<int64_t>& ranks) const;
   std::optional<MissingRank> await_first_missing(int64_t found) const;
   MissingRank follow(MissingRank missing) const;
+  MissingRank await_whom_it_misses(const MissingRank& missing) const;
   std::optional<MissingRank> read(const std::string& key) const;
   std::optional<MissingRank> record(const MissingRank& found) const;
   void say(const std::string& text) const;

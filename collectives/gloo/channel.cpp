@@ -156,6 +156,12 @@ void Channel::fail(const std::string& message) {
   failed_.notify_all();
 }
 
+void Channel::disconnect(const std::string& message) {
+  fail(message);
+  std::lock_guard lock(sentinel_mutex_);
+  for (auto& sentinel : sentinels_) has_come(sentinel); // the first that has not closes them
+}
+
 std::string Channel::await_failure() {
   std::unique_lock lock(mutex_);
   failed_.wait_for(lock, kFailureLimit, [&] { return !failure_.empty(); });

@@ -103,6 +103,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
   /// The group cannot be used after a failure: the first one's text is kept, and `check_usable` throws it.
   void fail(const std::string& message);
+  /// As above, for a failure that was found elsewhere, and closes the connections: the peers shall not wait for this rank.
+  void disconnect(const std::string& message);
   /// The first failure's text. Who has closed the connections says why in a moment; "" when that takes too long.
   std::string await_failure();
   void check_usable(const std::string& call) const;

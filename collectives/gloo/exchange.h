@@ -52,6 +52,9 @@ class Exchange final : public InFlight, public std::enable_shared_from_this<Exch
   /// Blocks until the result is valid, or throws why it never will be: also on later calls.
   void wait();
   bool is_completed() const { return completed_; }
+  /// After its completion.
+  bool has_failed() const { return failure_ != nullptr; }
+  std::exception_ptr failure() const { return failure_; }
 
   /// As `wait`, for nobody: throws nothing, and records no rank as missing unless somebody waits meanwhile.
   void complete() override;

@@ -7,7 +7,6 @@
 
 #include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstring>
@@ -67,8 +66,7 @@ Work GlooCommunicator::finish_call(const Call& call, std::vector<std::shared_ptr
   std::vector<Work> works;
   for (auto& exchange : exchanges) works.emplace_back(std::make_shared<ExchangeWork>(channel_, std::move(exchange)));
   auto work = works.size() == 1 ? works[0] : combine(std::move(works));
-  if (coalescing_thread_ == std::this_thread::get_id()) coalesced_.push_back(work);
-  return work;
+  return coalesced_.note(std::move(work));
 }
 
 Work GlooCommunicator::run(const Call& call, ExchangePlan plan) { return finish_call(call, {start(call, std::move(plan))}); }
@@ -215,16 +213,7 @@ Work GlooCommunicator::run_between(CollectiveKind kind, Direction direction, con
   return run({kind, label, tensor.scalar_type(), whole.count}, std::move(plan));
 }
 
-Work GlooCommunicator::coalesced(const std::function<void()>& issue) {
-  TORCH_CHECK(coalescing_thread_ == std::thread::id(), "coalesced calls on group ", name(), " do not nest");
-  coalescing_thread_ = std::this_thread::get_id();
-  const auto end = c10::make_scope_exit([&] {
-    coalescing_thread_ = std::thread::id();
-    coalesced_.clear();
-  });
-  issue();
-  return combine(std::move(coalesced_));
-}
+Work GlooCommunicator::coalesced(const std::function<void()>& issue) { return coalesced_.run(issue, name()); }
 
 void GlooCommunicator::barrier(std::string_view label) { run({CollectiveKind::kBarrier, label}, ExchangePlan(size())).wait(); }
 

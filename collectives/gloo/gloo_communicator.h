@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/collectives/coalesced_calls.h>
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/gloo/channel.h>
 
@@ -44,8 +45,7 @@ class GlooCommunicator final : public Communicator {
   std::shared_ptr<Exchange> all_reduce_segment(const Call& call, const at::Tensor& tensor, ReduceOp op);
 
   std::shared_ptr<Channel> channel_;
-  std::atomic<std::thread::id> coalescing_thread_{}; // the one that runs `coalesced`
-  std::vector<Work> coalesced_;                      // what it started
+  CoalescedCalls coalesced_;
 };
 
 } // namespace tessera::internal::gloo

@@ -304,7 +304,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   static std::shared_ptr<gloo::Channel> make_signature_channel(const GroupDescription& group) {
-    const gloo::ChannelOptions options{group.options.timeout, true, group.all_local, group.ranks, group.watch};
+    const gloo::ChannelOptions options{group.options.timeout, true, group.all_local(), group.ranks, group.watch};
     return gloo::Channel::connect(c10::make_intrusive<c10d::PrefixStore>("signatures", group.store), group.rank,
                                   static_cast<int>(group.ranks.size()), options);
   }

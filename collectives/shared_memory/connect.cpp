@@ -161,13 +161,16 @@ Connection connect(const GroupDescription& group) {
   for (size_t rank = 0; rank < opened.size(); ++rank) {
     has_arenas = has_arenas && opened[rank] == kOpenedAll;
     if (opened[rank] != kOpened && opened[rank] != kOpenedAll)
-      return {nullptr, c10::str("rank ", group.ranks[rank], ": ", opened[rank])};
+      return {nullptr, nullptr, c10::str("rank ", group.ranks[rank], ": ", opened[rank])};
   }
   auto options = options_of(group);
   if (has_arenas) options.arenas = std::move(attempt.arenas);
   auto engine = Engine::make(GroupMemory(std::move(attempt.segment), attempt.shape), std::move(options));
-  const auto arena = has_arenas ? group.arenas->own(0) : nullptr;
-  return {std::make_shared<SharedMemoryCommunicator>(group.name, group.ranks, group.rank, std::move(engine), arena), ""};
+  return {std::move(engine), has_arenas ? group.arenas->own(0) : nullptr, ""};
+}
+
+CommunicatorPtr Connection::communicator(const GroupDescription& group) const {
+  return std::make_shared<SharedMemoryCommunicator>(group.name, group.ranks, group.rank, engine, arena);
 }
 
 } // namespace tessera::internal::shared_memory

@@ -2,15 +2,21 @@
 
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/group_description.h>
+#include <tessera/collectives/shared_memory/arena.h>
+#include <tessera/collectives/shared_memory/engine.h>
 
+#include <memory>
 #include <string>
 
 namespace tessera::internal::shared_memory {
 
 /// What came of an attempt to share memory. The same on every rank: one who cannot keeps all from it.
 struct Connection {
-  CommunicatorPtr communicator; ///< null: none
-  std::string refusal;          ///< why there is none: "rank 3: mmap of 100 bytes: Cannot allocate memory"
+  std::shared_ptr<Engine> engine; ///< null: none
+  std::shared_ptr<Arena> arena;   ///< this process's, where all can read those of all
+  std::string refusal;            ///< why there is none: "rank 3: mmap of 100 bytes: Cannot allocate memory"
+
+  CommunicatorPtr communicator(const GroupDescription& group) const;
 };
 
 /// Whether all ranks are processes of this host that know each other by their numbers. The same on every rank.

@@ -144,11 +144,18 @@ void Engine::wake_threads_here() {
 
 void Engine::wait(Operation& operation) {
   if (!operation.is_done()) {
-    begin_waiting(operation);
-    const auto end = c10::make_scope_exit([&] { end_waiting(); });
-    await(operation);
+    asked_.fetch_add(1);
+    const auto end = c10::make_scope_exit([&] { asked_.fetch_sub(1); });
+    complete(operation);
   }
   if (operation.failure) explain_and_throw(operation);
+}
+
+void Engine::complete(Operation& operation) {
+  if (operation.is_done()) return;
+  begin_waiting(operation);
+  const auto end = c10::make_scope_exit([&] { end_waiting(); });
+  await(operation);
 }
 
 void Engine::begin_waiting(Operation& operation) {

@@ -50,8 +50,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Blocks until the result is valid, or throws why it never will be: also on later calls.
   void wait(Operation& operation);
   bool is_completed(Operation& operation);
-  /// For nobody: throws nothing, and records no rank as missing unless somebody waits meanwhile.
+  /// As `wait`, for nobody: throws nothing, and records no rank as missing unless somebody waits meanwhile.
+  void complete(Operation& operation);
+  /// The same on the engine's own thread.
   void complete_in_background(Operation& operation);
+  /// For a failure that was found elsewhere: ends all calls with it, here and on the other ranks, and allows no more.
+  void fail(const std::string& text);
 
   /// A forked child has no part in the group.
   void check_not_forked(const std::string& call) const;
@@ -104,6 +108,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   GroupMemory memory_;
   std::atomic<bool> driving_{false};        ///< a thread is in `advance`; see `Driving`
   std::atomic<int> waiting_{0}, asleep_{0}; ///< threads of this process
+  std::atomic<int> asked_{0};               ///< of those that wait, the ones that somebody wants to hear of
   std::atomic<bool> closed_{false};
   std::mutex explaining_;
 

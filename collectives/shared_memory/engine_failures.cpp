@@ -56,8 +56,9 @@ std::vector<int64_t> Engine::ended_ranks() const {
 // A rank is missed only where somebody waits for it.
 std::string Engine::explain(const Operation& operation, const Absence& absence, bool is_awaited) const {
   if (absence.timed_out) {
-    if (is_awaited) options_.watch->note_timeout(absence.ranks[0]);
-    return c10::str(operation.text(), ": timed out after ", options_.timeout.count(), " ms, waiting for ", absence.awaited);
+    const auto cause = is_awaited ? options_.watch->note_timeout(absence.ranks[0]) : "";
+    return c10::str(operation.text(), ": timed out after ", options_.timeout.count(), " ms, waiting for ", absence.awaited,
+                    cause);
   }
   const auto names = is_awaited ? options_.watch->blame(absence.ranks, ended_ranks()) : describe_ended(absence.ranks);
   return c10::str(operation.text(), ": lost the connection to ", names);
@@ -72,7 +73,7 @@ std::exception_ptr connection_error(const std::string& text) {
 } // namespace
 
 void Engine::fail_front(Line& line, const Absence& absence) {
-  const bool is_awaited = waiting_ > 0;
+  const bool is_awaited = asked_ > 0;
   OperationPtr front;
   {
     std::lock_guard lock(mutex_);
@@ -93,6 +94,19 @@ void Engine::fail_front(Line& line, std::exception_ptr failure, const std::strin
     front->fail(std::move(failure), std::move(unexplained));
   }
   fail_all_queued(c10::str("the group's connections were closed after an earlier failure: ", text));
+  memory_.leave(options_.rank);
+  wake_threads_here();
+}
+
+void Engine::fail(const std::string& text) {
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = text;
+  }
+  {
+    const Driving driving(driving_, Driving::kWait); // nobody copies from or to the tensors of what fails now
+    fail_all_queued(c10::str("the group's connections were closed after an earlier failure: ", text));
+  }
   memory_.leave(options_.rank);
   wake_threads_here();
 }

@@ -20,7 +20,7 @@ struct Motion {
   enum class Kind {
     kNothing,       ///< a barrier
     kCopies,        ///< whole inputs, or a part of each for every member
-    kReduceScatter, ///< `output` is the reduction of one part of every input
+    kReduceScatter, ///< `output` is the reduction of one part of every input, of equal size for each member
     kAllReduce      ///< `output` is the reduction of all inputs, in place
   };
   Kind kind = Kind::kNothing;
@@ -28,7 +28,7 @@ struct Motion {
   int64_t largest_input = 0; ///< of any member
   int64_t location = -1;     ///< of `input`, as `Lane::location` has it
   bool varies = false;       ///< `largest_input` follows from the counts that the members publish, and the parts differ in size
-  Parts send;                ///< kCopies: for each member; empty where each is sent the whole input
+  Parts send;                ///< for each member. Empty: kCopies sends the whole input to each, kReduceScatter equal parts of it
   Parts receive;             ///< kCopies: from each member
   Part output;
   c10::ScalarType dtype = c10::ScalarType::Byte;

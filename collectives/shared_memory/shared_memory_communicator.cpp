@@ -1,11 +1,9 @@
 #include <tessera/collectives/shared_memory/shared_memory_communicator.h>
 
 #include <tessera/collectives/checks.h>
-#include <tessera/collectives/combined_work.h>
 #include <tessera/collectives/stream_copy.h>
 
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <new>
@@ -73,8 +71,7 @@ Work SharedMemoryCommunicator::run(Request request, int64_t bytes, Engine::LaneK
   if (arena_) request.motion.location = arena_->find(request.motion.input.data).value_or(kNowhere);
   Work work(std::make_shared<OperationWork>(engine_, engine_->start(lane, std::move(request))));
   counters_.add(kind, bytes);
-  if (coalescing_thread_ == std::this_thread::get_id()) coalesced_.push_back(work);
-  return work;
+  return coalesced_.note(std::move(work));
 }
 
 Work SharedMemoryCommunicator::all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) {
@@ -146,16 +143,7 @@ Work SharedMemoryCommunicator::receive(const at::Tensor& tensor, int from, std::
   return run(std::move(request), static_cast<int64_t>(tensor.nbytes()), {from, rank()});
 }
 
-Work SharedMemoryCommunicator::coalesced(const std::function<void()>& issue) {
-  TORCH_CHECK(coalescing_thread_ == std::thread::id(), "coalesced calls on group ", name(), " do not nest");
-  coalescing_thread_ = std::this_thread::get_id();
-  const auto end = c10::make_scope_exit([&] {
-    coalescing_thread_ = std::thread::id();
-    coalesced_.clear();
-  });
-  issue();
-  return combine(std::move(coalesced_));
-}
+Work SharedMemoryCommunicator::coalesced(const std::function<void()>& issue) { return coalesced_.run(issue, name()); }
 
 c10::DataPtr SharedMemoryCommunicator::allocate(int64_t bytes) {
   auto memory = arena_ ? arena_->allocate(bytes) : c10::DataPtr();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/collectives/coalesced_calls.h>
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/shared_memory/arena.h>
 #include <tessera/collectives/shared_memory/engine.h>
@@ -40,8 +41,7 @@ class SharedMemoryCommunicator final : public Communicator {
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Arena> arena_;
-  std::atomic<std::thread::id> coalescing_thread_{}; // the one that runs `coalesced`
-  std::vector<Work> coalesced_;                      // what it started
+  CoalescedCalls coalesced_;
 };
 
 } // namespace tessera::internal::shared_memory

@@ -25,7 +25,8 @@ class TransferOfMotion : public Transfer {
 
   // Of the part for this member in what `from` contributes.
   int64_t offset_in(int from) const {
-    if (motion_.kind == Motion::Kind::kReduceScatter) return self_ * motion_.output.count;
+    if (motion_.kind == Motion::Kind::kReduceScatter) // at the same place on all members
+      return motion_.send.empty() ? self_ * motion_.output.count : motion_.send[self_].data - motion_.input.data;
     if (!sends_to_each()) return 0;
     int64_t offset = 0;
     for (int to = 0; to < self_; ++to) offset += lane_.counts(from, call_)[to];
@@ -174,9 +175,10 @@ class ChunkTransfer : public TransferOfMotion {
     return {whole.data + begin, std::min(unit_, whole.count - begin)};
   }
   Part part_for(int to) const {
+    if (!motion_.send.empty()) return motion_.send[to];
     if (motion_.kind == Motion::Kind::kReduceScatter)
       return {motion_.input.data + to * motion_.output.count, motion_.output.count};
-    return sends_to_each() ? motion_.send[to] : motion_.input;
+    return motion_.input;
   }
 
   void show(int64_t piece) const {

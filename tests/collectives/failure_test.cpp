@@ -25,6 +25,11 @@ const std::pair<const std::string, std::string> kOverGloo{"TESSERA_TRANSPORT", "
 
 constexpr std::chrono::seconds kLongTimeout(60); // TESSERA_TIMEOUT_SECONDS of the jobs: no test may get near it
 
+/// As if the ranks were on hosts with these numbers.
+std::map<std::string, std::string> on_hosts(const std::string& numbers, const std::string& timeout = "60") {
+  return {{"RANK_PROGRAM_HOSTS", numbers}, {"GLOO_SOCKET_IFNAME", "lo"}, {"TESSERA_TIMEOUT_SECONDS", timeout}};
+}
+
 ProgramResult run(const std::string& scenario, int ranks, std::map<std::string, std::string> environment = {}) {
   environment.emplace("TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count()));
   auto result = run_program({program_folder() + "/rank_program", scenario, "--ranks", std::to_string(ranks)}, environment,
@@ -195,12 +200,26 @@ TEST(Failure, ACollectiveBesideOneThatTimedOutNamesThatAndNoOtherRank) {
 
 // Each rank is on a host of its own. The one that misses the first can say so, but has no time left to record it.
 TEST(Failure, ARankThatEndsIsNamedThoughTheOneThatMissedItEndsToo) {
-  const auto result = run("last_rank_is_killed_and_then_rank_0", 4, {{"RANK_PROGRAM_HOSTS", "1"}, {"GLOO_SOCKET_IFNAME", "lo"}});
+  const auto result = run("last_rank_is_killed_and_then_rank_0", 4, on_hosts("0123"));
   EXPECT_EQ(result.status, 1);
   for (const std::string survivor : {"1", "2"})
     EXPECT_THAT(result.output,
                 HasSubstr("rank " + survivor + " then failed: all_reduce 'sums' of group default [0, 1, 2, 3] on rank " +
                           survivor + ": lost the connection to rank 3, which has exited or failed"));
+}
+
+// Each rank waits for some of the others alone, and these in turn for the last.
+TEST(Failure, OverHostsARankThatEndsOrStopsInTheMiddleIsNamedByAll) {
+  if (std::getenv("TESSERA_TRANSPORT") != nullptr) GTEST_SKIP() << "over gloo alone every rank waits for every other";
+  for (const std::string hosts : {"0011", "0101"}) {
+    const auto killed = run("killed_in_the_middle_of_an_all_gather", 4, on_hosts(hosts));
+    const auto stopped = run("stopped_in_the_middle_of_an_all_gather", 4, on_hosts(hosts, "3"));
+    for (const std::string survivor : {"0", "1", "2"}) {
+      const auto call = "all_gather 'big' of group default[^\n]* on rank " + survivor + ": ";
+      EXPECT_THAT(killed.output, ContainsRegex(call + "lost the connection to [^\n]*rank 3, which has exited or failed"));
+      EXPECT_THAT(stopped.output, ContainsRegex(call + "(timed out|lost the connection)[^\n]* (of|for) rank 3"));
+    }
+  }
 }
 
 TEST(Failure, ACollectiveThatNobodyWaitsForRecordsNobody) {

@@ -4,6 +4,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -12,9 +13,11 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -26,10 +29,11 @@
 #include <string_view>
 #include <thread>
 
-// Stands before libc's: with RANK_PROGRAM_HOSTS each rank has a host of its own, and sees no other rank's process.
+// Stands before libc's: with RANK_PROGRAM_HOSTS=0011 ranks 2 and 3 are on another host than 0 and 1, and do not see their
+// processes.
 extern "C" __attribute__((visibility("default"))) int gethostname(char* name, size_t size) noexcept {
-  const char* own = std::getenv("RANK_PROGRAM_HOSTS") != nullptr ? std::getenv("RANK") : nullptr;
-  std::snprintf(name, size, "host%s", own != nullptr ? own : "");
+  const char *hosts = std::getenv("RANK_PROGRAM_HOSTS"), *rank = std::getenv("RANK");
+  std::snprintf(name, size, "host%c", hosts != nullptr && rank != nullptr ? hosts[std::atoi(rank)] : '0');
   return 0;
 }
 
@@ -50,6 +54,28 @@ void sums() {
   world.group->all_reduce(tensor, ReduceOp::kSum, "sums").wait();
   TORCH_CHECK(tensor.eq(world.group->size()).all().item<bool>());
   std::printf("rank %d of %d done\n", world.rank(), world.group->size());
+}
+
+// Groups that lie differently on two hosts with two ranks each: which of them have memory that ranks share.
+void transport() {
+  World world;
+  const auto& ranks = world.group->ranks();
+  const int64_t own = world.rank(), neighbour = own ^ 1, counterpart = own ^ 2;
+  for (auto group :
+       {ranks, {std::min(own, neighbour), std::max(own, neighbour)}, {std::min(own, counterpart), std::max(own, counterpart)}}) {
+    const auto communicator = world.context.communicator(group, at::kCPU, "transport");
+    communicator->barrier("together");
+    const auto memory = communicator->allocate(1 << 20);
+    std::string line, shared;
+    for (std::ifstream maps("/proc/self/maps"); std::getline(maps, line);) {
+      std::uintptr_t begin = 0, end = 0;
+      char rights[5] = {};
+      if (std::sscanf(line.c_str(), "%zx-%zx %4s", &begin, &end, rights) != 3) continue;
+      const auto address = reinterpret_cast<std::uintptr_t>(memory.get());
+      if (begin <= address && address < end) shared = rights[3] == 's' ? "" : "no ";
+    }
+    std::printf("of ranks [%s] allocates %smemory that ranks share\n", c10::Join(", ", group).c_str(), shared.c_str());
+  }
 }
 
 // The ranks whose numbers `which` has may write files of 1 MiB, so that they share no memory.
@@ -80,8 +106,8 @@ void last_rank_is_killed() {
   world.group->barrier("waits for the last rank");
 }
 
-// The last rank dies while its payload is half sent: the others have its header and a part of the data.
-void killed_in_the_middle_of_an_all_gather() {
+// The last rank dies or stops while its payload is half sent: the others have its header and a part of the data.
+void ends_in_the_middle_of_an_all_gather(const std::function<void()>& end) {
   World world;
   const int64_t numel = 64 << 20;
   auto output = at::zeros({world.group->size() * numel}, at::kByte), input = at::ones({numel}, at::kByte);
@@ -92,7 +118,7 @@ void killed_in_the_middle_of_an_all_gather() {
     const auto* from_first = output.const_data_ptr<uint8_t>();
     while (*static_cast<const volatile uint8_t*>(from_first) == 0) {
     }
-    raise(SIGKILL);
+    end();
   }
   work.wait();
 }
@@ -451,7 +477,11 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"threads", threads},
     {"last_rank_throws", last_rank_throws},
     {"last_rank_is_killed", last_rank_is_killed},
-    {"killed_in_the_middle_of_an_all_gather", killed_in_the_middle_of_an_all_gather},
+    {"transport", transport},
+    {"cut_off_in_the_middle_of_an_all_gather",
+     [] { ends_in_the_middle_of_an_all_gather([] { TORCH_CHECK(std::system("ip link set dev eth0 down") == 0); }); }},
+    {"killed_in_the_middle_of_an_all_gather", [] { ends_in_the_middle_of_an_all_gather([] { raise(SIGKILL); }); }},
+    {"stopped_in_the_middle_of_an_all_gather", [] { ends_in_the_middle_of_an_all_gather([] { raise(SIGSTOP); }); }},
     {"last_rank_never_calls", last_rank_never_calls},
     {"last_rank_exits_quietly", last_rank_exits_quietly},
     {"different_operations", different_operations},
@@ -513,10 +543,11 @@ int main(int argc, char** argv) {
     }
     if (scenario == "launches_another_number") return tessera::launch(tessera::is_launched_rank() ? 3 : 2, [] {});
     tessera::LaunchOptions options;
-    if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0") ||
+    if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0") || scenario.starts_with("killed_") ||
         std::getenv("TESSERA_TRACE_FOLDER") != nullptr)
-      options.grace_seconds = 30; // all survivors shall say what they noticed
-    if (scenario.starts_with("random_failure/")) options.grace_seconds = 4; // some ranks never end
+      options.grace_seconds = 30;                                           // all survivors shall say what they noticed
+    if (scenario.starts_with("stopped_")) options.grace_seconds = 10;       // and what is stopped says nothing
+    if (scenario.starts_with("random_failure/")) options.grace_seconds = 4; // nor do some ranks here
     if (const auto ranks = tessera::ranks_from_args(argc, argv))
       return tessera::launch(
           *ranks, [&] { run(scenario); }, options);

@@ -1,5 +1,6 @@
-// Random collectives over shared memory give what they give over gloo, bit by bit.
+// Random collectives over shared memory, or over several hosts, give what they give over gloo, bit by bit.
 #include "../support/draw.h"
+#include "../support/hosts.h"
 #include "../support/matchers.h"
 #include "../support/sweep.h"
 
@@ -9,6 +10,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <thread>
@@ -40,6 +42,7 @@ class Groups {
     group.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), context.rank()) - ranks.begin());
     group.options = context.options();
     group.options.transport = transport;
+    if (const auto hosts = testing::simulated_hosts(); !hosts.empty()) group.hosts = number_hosts(ranks, hosts);
     group.watch = watch_;
     group.arenas = arenas_;
     const auto prefix = c10::str("transports/", name, "/", static_cast<int>(transport));
@@ -48,6 +51,15 @@ class Groups {
   }
 
  private:
+  /// In the order of their first ranks.
+  static std::vector<int> number_hosts(const std::vector<int64_t>& ranks, const std::vector<int>& hosts) {
+    std::map<int, int> numbers;
+    std::vector<int> numbered;
+    for (const auto rank : ranks)
+      numbered.push_back(numbers.emplace(hosts[rank], static_cast<int>(numbers.size())).first->second);
+    return numbered;
+  }
+
   std::shared_ptr<internal::RankWatch> watch_;
   std::shared_ptr<internal::shared_memory::Arenas> arenas_ = std::make_shared<internal::shared_memory::Arenas>();
 };
@@ -98,6 +110,9 @@ Call draw_call(testing::Draw& draw, int size) {
 
 at::Tensor data_of(const Call& call, int rank, int64_t numel) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(call.data_seed * 64 + rank);
+  // Over hosts sums have another order, so they have to be exact.
+  if (!testing::simulated_hosts().empty() && at::isFloatingType(call.dtype))
+    return torch::randint(-2, 3, {numel}, generator, torch::kLong).to(call.dtype);
   if (at::isFloatingType(call.dtype)) return torch::randn({numel}, generator, torch::kFloat).to(call.dtype);
   return torch::randint(0, call.dtype == at::kBool ? 2 : 100, {numel}, generator, torch::kLong).to(call.dtype);
 }

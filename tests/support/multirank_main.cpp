@@ -1,6 +1,6 @@
 // The main of every test program.
 //   exe            runs its tests in this process, as a job of one rank
-//   exe --ranks n  runs them on n local ranks in lockstep
+//   exe --ranks n  runs them on n local ranks in lockstep; with TESSERA_TEST_HOSTS=0011 as if the last two were on another host
 #include "draw_tests.h"
 #include "lockstep.h"
 #include "race_reports.h"

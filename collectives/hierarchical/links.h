@@ -1,0 +1,36 @@
+#pragma once
+
+#include <tessera/collectives/gloo/channel.h>
+#include <tessera/collectives/hierarchical/host_layout.h>
+#include <tessera/collectives/rank_watch.h>
+#include <tessera/collectives/shared_memory/arena.h>
+#include <tessera/collectives/shared_memory/engine.h>
+
+#include <memory>
+#include <string>
+
+namespace tessera::internal::hierarchical {
+
+/// What connects the ranks of a group over hosts.
+struct Links {
+  HostLayout layout;
+  std::shared_ptr<gloo::Channel> all;            ///< every rank with every other
+  std::shared_ptr<gloo::Channel> column;         ///< those of this rank's column, by host
+  std::shared_ptr<shared_memory::Engine> inside; ///< those of this host, by column
+  std::shared_ptr<shared_memory::Arena> arena;   ///< this process's, or null
+  std::shared_ptr<RankWatch> watch;
+
+  /// After a failure nobody shall wait for this rank.
+  void disconnect(const std::string& failure) const {
+    all->disconnect(failure);
+    column->disconnect(failure);
+    inside->fail(failure);
+  }
+  void close() const {
+    all->close();
+    column->close();
+    inside->close();
+  }
+};
+
+} // namespace tessera::internal::hierarchical
