@@ -27,6 +27,7 @@
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/fsdp/reshard_parameters.h>
+#include <tessera/fsdp/step_report.h>
 #include <tessera/fsdp/summary.h>
 #include <tessera/fsdp/unsharded.h>
 #include <tessera/fsdp/whole_parameters.h>

@@ -156,6 +156,10 @@ void FSDPModule::set_custom_reduce_scatter(CommunicatorPtr communicator) {
   group->axes().replace_reduce_scatter(std::move(communicator));
 }
 
+void FSDPModule::set_reporting(bool reports) { state_->schedule()->set_reporting(reports); }
+
+StepReport FSDPModule::report() { return state_->schedule()->report(); }
+
 const DeviceMesh& FSDPModule::mesh() const { return state_->axes().mesh(); }
 
 std::vector<std::string> FSDPModule::parameter_names() const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <tessera/fsdp/options.h>
+#include <tessera/fsdp/step_report.h>
 #include <tessera/mesh/device_mesh.h>
 
 namespace tessera {
@@ -88,6 +89,14 @@ class FSDPModule {
   void set_custom_all_gather(CommunicatorPtr communicator);
   /// The same for the reduce-scatters of its gradients. Not while gradients are being reduced.
   void set_custom_reduce_scatter(CommunicatorPtr communicator);
+
+  /// true: from now on this rank records what the groups of the whole model do, for `report`; from nothing, also where it did so
+  /// already. A `fully_shard` of a module above ends that.
+  void set_reporting(bool reports);
+  /// What the groups of the whole model did since the last `report`, or since `set_reporting(true)`: a step, where it is called
+  /// after each. An error without that. Of collectives it counts the gathers of parameters and the reductions of gradients. On a
+  /// device the waits are those of the host, which leaves most of them to streams.
+  StepReport report();
 
   const DeviceMesh& mesh() const;
   /// Full names, from the module given to `fully_shard`, of the parameters in its own group.

@@ -13,6 +13,7 @@
 #include <tessera/fsdp/copy_list.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/profiler_range.h>
+#include <tessera/fsdp/step_recorder.h>
 #include <tessera/offload/aligned_memory.h>
 
 namespace tessera::internal {
@@ -118,12 +119,17 @@ void ParameterGroup::start_gather() {
 
 Work ParameterGroup::gather(const at::Tensor& unsharded) {
   gathers_unsharded_parts_ = neighbours_ && is_secondary_valid();
-  if (gathers_unsharded_parts_) return neighbours_->all_gather_into(unsharded, secondary_, label());
+  if (gathers_unsharded_parts_) return all_gather(*neighbours_, unsharded, secondary_);
   if (!is_secondary_valid()) try_fetch();
   if (!is_secondary_valid() && !extended_.is_empty()) prepare_extended();
   fill_replicated(unsharded);
   const auto output = allocate_output(unsharded);
   return is_secondary_valid() ? gather_inside(output, secondary_) : gather_shards(output);
+}
+
+Work ParameterGroup::all_gather(Communicator& ranks, const at::Tensor& output, const at::Tensor& input) const {
+  note_collective(*this, CollectiveKind::kAllGather, output);
+  return ranks.all_gather_into(output, input, label());
 }
 
 void ParameterGroup::prepare_extended() {
@@ -164,12 +170,12 @@ Work ParameterGroup::gather_shards(const at::Tensor& output) {
   }
   if (!outer) return gather_inside(gathered, input);
   inner_output_ = output;
-  return outer->all_gather_into(gathered, input, label());
+  return all_gather(*outer, gathered, input);
 }
 
 /// Inside the inner group, or along the whole shard axis. On one rank `input` is all there is.
 Work ParameterGroup::gather_inside(const at::Tensor& output, const at::Tensor& input) {
-  if (const auto& inner = axes_.all_gather()) return inner->all_gather_into(output, input, label());
+  if (const auto& inner = axes_.all_gather()) return all_gather(*inner, output, input);
   if (!input.is_alias_of(output)) output.copy_(input);
   return Work();
 }
@@ -179,6 +185,7 @@ void ParameterGroup::finish_gather() {
   if (state_ != State::kGathering) return;
   if (!streams().gather.exists()) {
     const ProfilerRange range("all_gather_wait", label());
+    const ExposedTime exposed(*this, &GroupReport::gather_wait_seconds);
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     gather_.wait();

@@ -17,6 +17,7 @@
 
 #include <tessera/collectives/error_text.h>
 #include <tessera/fsdp/profiler_range.h>
+#include <tessera/fsdp/step_recorder.h>
 #include <tessera/fsdp/unreduced_gradient.h>
 #include <tessera/offload/aligned_memory.h>
 
@@ -44,6 +45,12 @@ at::Tensor call_hooks(const at::Tensor& parameter, at::Tensor gradient) {
 
 /// Complex numbers as twice as many real ones: what the communicators reduce.
 at::Tensor as_real(const at::Tensor& flat) { return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat; }
+
+/// The backward stands still for it.
+void wait_for(const ParameterGroup& group, Work& reduction) {
+  const ExposedTime exposed(group, &GroupReport::reduce_wait_seconds);
+  reduction.wait();
+}
 
 /// The `numel` reduced elements from `offset` on that are this rank's part of a parameter: of its shape where that costs nothing.
 at::Tensor part_of(const at::Tensor& reduced, const ShardedParameter& parameter, int64_t offset, int64_t numel) {
@@ -271,6 +278,7 @@ void GroupGradients::start_first() {
   }
   reduction_.output = at::empty({layout_.chunk_numel * group_.axes().outer_ranks()}, input.data.options());
   reduction_.is_divided = divide_factor_ && !group_.axes().reduces_twice() && !all_reduce_hook && communicator->scales(dtype_);
+  note_collective(group_, CollectiveKind::kReduceScatter, input.data);
   reduction_.first = group_.streams().reduce.run([&] {
     const auto output = as_real(reduction_.output), parts = as_real(input.data);
     if (reduction_.is_divided) return communicator->reduce_scatter_scaled(output, parts, 1 / late_factor(), label());
@@ -303,9 +311,12 @@ void GroupGradients::start_second() {
 
 Work GroupGradients::reduce_replicas() {
   const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
-  if (const auto& communicator = group_.axes().all_reduce())
+  if (const auto& communicator = group_.axes().all_reduce()) {
+    note_collective(group_, CollectiveKind::kAllReduce, reduction_.output);
     return communicator->all_reduce(as_real(reduction_.output), op, label());
+  }
   reduction_.outer_input = std::exchange(reduction_.output, at::empty({layout_.chunk_numel}, reduction_.output.options()));
+  note_collective(group_, CollectiveKind::kReduceScatter, reduction_.outer_input);
   return group_.axes().outer_reduce_scatter()->reduce_scatter(as_real(reduction_.output), as_real(reduction_.outer_input), op,
                                                               label());
 }
@@ -314,13 +325,13 @@ void GroupGradients::advance_reduce() {
   if (state_ != State::kFirst) return;
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  reduction_.first.wait();
+  wait_for(group_, reduction_.first);
   reduction_.input.release();
   if (!group_.axes().reduces_twice()) return;
   if (!group_.streams().reduce.exists()) start_second();
   enter(State::kSecond);
   if (!reduction_.is_partial) return;
-  reduction_.second.wait();
+  wait_for(group_, reduction_.second);
   partial_ = std::exchange(reduction_, Reduction()).output;
   enter(State::kIdle);
 }
@@ -332,8 +343,8 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   if (!is_reducing()) return;
   enter(State::kIdle);
   const at::NoGradGuard no_grad;
-  reduction_.first.wait();
-  reduction_.second.wait();
+  wait_for(group_, reduction_.first);
+  wait_for(group_, reduction_.second);
   auto done = std::exchange(reduction_, Reduction());
   if (all_reduce_hook) all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));
   if (divide_factor_ && !done.is_divided) done.output.narrow(0, 0, layout_.used_offset).div_(late_factor());

@@ -47,6 +47,7 @@ class GroupOwner {
 };
 
 class ParameterGroup;
+class StepRecorder;
 
 /// A parameter's name, after what is said about it ("the gradient of ").
 class ParameterName final : public TensorName {
@@ -179,6 +180,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   const std::vector<ShardedParameter>& parameters() const { return parameters_; }
   BlockCache& cache() { return resources_->blocks; }
   const CommunicationStreams& streams() const { return resources_->streams; }
+  StepRecorder* recorder() const { return resources_->recorder.get(); }
   /// Where shards, gradients and the optimizer's state lie; null where that is the device's own memory.
   const std::shared_ptr<OffloadMemory>& memory() const { return memory_; }
   /// Those of the group's model, while nothing is gathered or reduced.
@@ -204,6 +206,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Of the gather that `gather` has started: what follows its first collective.
   void complete_gather();
   Work gather(const at::Tensor& unsharded);
+  Work all_gather(Communicator& ranks, const at::Tensor& output, const at::Tensor& input) const;
   /// Gives the parameters that were gathered row-major their strides.
   void restride_gathered();
   void fill_replicated(const at::Tensor& unsharded);

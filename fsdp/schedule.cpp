@@ -10,8 +10,10 @@
 #include <utility>
 
 #include <tessera/activations/recomputation.h>
+#include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/dispatch/call_site.h>
 #include <tessera/dtensor/view_replay.h>
+#include <tessera/fsdp/step_recorder.h>
 
 namespace tessera::internal {
 
@@ -129,6 +131,7 @@ void Schedule::touch_locked(ParameterGroup& group) {
   if (!backward || recomputation > 0) entry.recomputation = recomputation;
   if (group.is_unsharded() && entry.phase == phase_) return group.finish_gather(); // for another stream than the last
   entry.phase = phase_;
+  note_read(group);
   const bool by_own_function = backward && at::GradMode::is_enabled() && recomputation == 0; // its gradients come at once
   if (!by_own_function) close_unrelated(group, recomputation);
   open(group);
@@ -158,6 +161,15 @@ void Schedule::open(ParameterGroup& group) {
   if (!group.copies() || group.is_open()) return;
   group.start_gather();
   open_.push_back(&scheduled(group));
+  if (resources_->recorder) note_unsharded();
+}
+
+void Schedule::note_unsharded() {
+  int64_t bytes = 0;
+  for (const auto* each : open_) {
+    if (const GroupPtr group = each->group.lock()) bytes += group->unsharded_bytes();
+  }
+  resources_->recorder->note_unsharded(bytes);
 }
 
 void Schedule::close_unrelated(const ParameterGroup& group, uint64_t recomputation) {
@@ -388,6 +400,18 @@ void Schedule::abandon_backward() {
     }
   }
   for (auto& work : in_flight) work.wait(); // which throws for a broken communicator, when nothing is left to forget
+}
+
+void Schedule::set_reporting(bool reports) {
+  const std::lock_guard lock(mutex_);
+  resources_->recorder = reports ? std::make_shared<StepRecorder>() : nullptr;
+}
+
+StepReport Schedule::report() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(resources_->recorder, "report: nothing was recorded on rank ", process_context().rank(),
+              ": call set_reporting(true) before the step");
+  return resources_->recorder->take();
 }
 
 void Schedule::forget_failed_backward() {

@@ -13,6 +13,7 @@
 #include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/model_resources.h>
 #include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/step_report.h>
 #include <tessera/fsdp/trains_apart.h>
 
 namespace tessera::internal {
@@ -97,6 +98,10 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
     gradient_weight_ = weight;
   }
   double gradient_weight() const { return gradient_weight_; }
+  /// From now on what the model's groups do is recorded, from nothing; or nothing is.
+  void set_reporting(bool reports);
+  /// What was recorded, which begins again. An error while nothing is.
+  StepReport report();
   /// For the settings of the model's groups. The calls above lock by themselves.
   [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
   const std::shared_ptr<ModelResources>& resources() const { return resources_; }
@@ -125,6 +130,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void abandon_backward();
   void record(ParameterGroup& group);
   void open(ParameterGroup& group);
+  void note_unsharded();
   void close_unrelated(const ParameterGroup& group, uint64_t recomputation);
   void prefetch_after(const ParameterGroup& group);
   void prefetch(ParameterGroup& group);

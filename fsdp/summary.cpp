@@ -14,6 +14,7 @@
 #include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/fsdp/module_walk.h>
 #include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/text_table.h>
 #include <tessera/fsdp/trains_apart.h>
 
 namespace tessera::internal {
@@ -94,28 +95,6 @@ class Summarizer {
   absl::flat_hash_map<const ParameterGroup*, size_t> groups_;
 };
 
-using Row = std::vector<std::string>;
-
-/// Columns as wide as their widest cell; those of numbers, by their headings, are aligned to the right.
-std::string table(const std::vector<Row>& rows) {
-  std::vector<size_t> widths(rows[0].size(), 0);
-  for (const auto& row : rows) {
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  const auto is_number = [&](size_t column) {
-    constexpr std::array<std::string_view, 4> kNumbers{"bytes", "here", "count", "bytes gathered"};
-    return std::find(kNumbers.begin(), kNumbers.end(), rows[0][column]) != kNumbers.end();
-  };
-  std::string text;
-  for (const auto& row : rows) {
-    std::string line;
-    for (size_t i = 0; i < row.size(); ++i)
-      line += is_number(i) ? fmt::format("{:>{}}  ", row[i], widths[i]) : fmt::format("{:<{}}  ", row[i], widths[i]);
-    text += line.substr(0, line.find_last_not_of(' ') + 1) + '\n';
-  }
-  return text;
-}
-
 std::string note_on(const ParameterSummary& parameter) {
   if (!parameter.tied_to.empty()) return "tied to " + parameter.tied_to;
   if (parameter.trains_apart) return "trains apart";
@@ -130,7 +109,7 @@ std::array<std::string, 4> kind_of(const ParameterSummary& each) {
 }
 
 std::string table_of_modules(const std::vector<ParameterSummary>& parameters) {
-  std::vector<Row> rows{{"module", "class", "parameters", "group", "placements", "dtype", "bytes", "here", ""}};
+  std::vector<TextRow> rows{{"module", "class", "parameters", "group", "placements", "dtype", "bytes", "here", ""}};
   for (size_t i = 0; i < parameters.size();) {
     const auto& first = parameters[i];
     const auto kind = kind_of(first);
@@ -146,16 +125,16 @@ std::string table_of_modules(const std::vector<ParameterSummary>& parameters) {
                     fmt::format("{}", fmt::join(names, ", ")), kind[0], kind[1], kind[2], std::to_string(bytes),
                     std::to_string(here), kind[3]});
   }
-  return table(rows);
+  return text_table(rows, {"bytes", "here", "count", "bytes gathered"});
 }
 
 std::string table_of_groups(const std::vector<GroupSummary>& groups) {
-  std::vector<Row> rows{{"group", "mesh", "count", "bytes gathered", "after forward"}};
+  std::vector<TextRow> rows{{"group", "mesh", "count", "bytes gathered", "after forward"}};
   for (const auto& group : groups) {
     rows.push_back({group.name, group.mesh, std::to_string(group.parameters), std::to_string(group.unsharded_bytes),
                     group.reshards_after_forward ? "freed" : "kept"});
   }
-  return table(rows);
+  return text_table(rows, {"bytes", "here", "count", "bytes gathered"});
 }
 
 } // namespace

@@ -1,0 +1,55 @@
+#pragma once
+
+// Internal: what a model's groups do, while somebody wants a report of it.
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include <tessera/collectives/counters.h>
+#include <tessera/fsdp/step_report.h>
+
+namespace tessera::internal {
+
+class ParameterGroup;
+
+/// Of one model; the schedule's lock guards it.
+class StepRecorder {
+ public:
+  GroupReport& of(const ParameterGroup& group);
+  /// So many bytes of gathered parameters are held now.
+  void note_unsharded(int64_t bytes);
+  /// What was recorded since this was made, or called last.
+  StepReport take();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point begin_ = Clock::now();
+  int64_t peak_unsharded_bytes_ = 0;
+  std::vector<GroupReport> groups_; // by their numbers
+};
+
+// Each of these does nothing while nobody wants a report of the group's model.
+
+/// A collective of the group is about to be issued; `full` is the larger of its input and output.
+void note_collective(const ParameterGroup& group, CollectiveKind kind, const at::Tensor& full);
+/// A forward or a backward is about to read the group for the first time.
+void note_read(const ParameterGroup& group);
+
+/// Adds the time of its scope to what the program waited for the group.
+class ExposedTime {
+ public:
+  ExposedTime(const ParameterGroup& group, double GroupReport::*sum);
+  ~ExposedTime();
+  ExposedTime(const ExposedTime&) = delete;
+  ExposedTime& operator=(const ExposedTime&) = delete;
+
+ private:
+  const ParameterGroup* group_ = nullptr; ///< null: nobody wants a report
+  double GroupReport::*sum_;
+  std::chrono::steady_clock::time_point begin_;
+};
+
+} // namespace tessera::internal
