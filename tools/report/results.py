@@ -1,0 +1,92 @@
+"""What tessera-bench wrote."""
+import dataclasses
+import json
+
+FORMAT, VERSION = "tessera-bench", 1
+STATUSES = ["ok", "does not fit", "impossible", "time limit", "died", "wrong", "failed"]
+SETTINGS = {"measure": str, "model": str, "layers": int, "width": int, "batch": int, "sequence": int, "ranks": int, "mesh": str,
+            "strategy": str, "layout": str, "reshard": str, "precision": str, "transport": str, "offload": str, "recompute": bool,
+            "transition": str, "steps": int, "memory_limit_mb": int}
+
+
+class Failure(Exception):
+    """An input that cannot be used; the text names the file."""
+
+
+@dataclasses.dataclass
+class Case:
+    settings: dict
+    status: str
+    message: str
+    measured: dict
+
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["settings"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def ok(self):
+        return self.status == "ok"
+
+    @property
+    def milliseconds(self):
+        return self.measured["milliseconds"]["p50"]
+
+    @property
+    def sent_bytes(self):
+        return sum(kind["bytes"] for kind in self.measured["sent"].values())
+
+
+@dataclasses.dataclass
+class File:
+    name: str
+    machine: dict
+    versions: dict
+    cases: list
+
+
+def check(condition, file, what):
+    if not condition:
+        raise Failure(f"{file}: {what}")
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def read_case(file, number, result):
+    where = f"result {number}"
+    check(isinstance(result, dict), file, f"{where} is no object")
+    settings, status = result.get("settings"), result.get("status")
+    check(isinstance(settings, dict), file, f"{where} has no settings")
+    for name, kind in SETTINGS.items():
+        check(type(settings.get(name)) is kind, file, f"{where}: its setting {name} is {settings.get(name)!r}")
+    check(status in STATUSES, file, f"{where}: its status is {status!r}")
+    measured = result.get("measured", {})
+    if status == "ok":
+        check(isinstance(measured, dict) and isinstance(measured.get("milliseconds"), dict), file, f"{where} has no times")
+        check(all(is_number(value) for value in measured["milliseconds"].values()), file, f"{where}: a time is no number")
+        for name in ("exposed_milliseconds", "peak_bytes", "state_bytes"):
+            check(is_number(measured.get(name)), file, f"{where}: its {name} is {measured.get(name)!r}")
+        check("p50" in measured["milliseconds"], file, f"{where} has no median time")
+        check(isinstance(measured.get("sent"), dict), file, f"{where} does not say what was sent")
+        check(settings["measure"] != "step" or is_number(measured.get("items_per_second")), file, f"{where} has no throughput")
+    return Case(settings, status, str(result.get("message", "")), measured)
+
+
+def read(file):
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Failure(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise Failure(f"{file}: no whole JSON: {error}") from error
+    check(isinstance(content, dict) and content.get("format") == FORMAT, file, "no results of tessera-bench")
+    check(content.get("version") == VERSION, file, f"its version is {content.get('version')!r}, but this tessera-report reads {VERSION}")
+    for name in ("machine", "versions"):
+        check(isinstance(content.get(name), dict), file, f"it does not say its {name}")
+    check(isinstance(content.get("results"), list) and content["results"], file, "it has no results")
+    cases = [read_case(file, number, result) for number, result in enumerate(content["results"])]
+    return File(str(file), content["machine"], content["versions"], cases)
