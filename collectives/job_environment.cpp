@@ -161,6 +161,24 @@ int timeout_seconds_or(int otherwise, const EnvironmentMap& environment) {
   return static_cast<int>(value);
 }
 
+ProcessGroupOptions with_overrides(ProcessGroupOptions options, const EnvironmentMap& environment) {
+  const Variables variables(environment);
+  if (const int seconds = timeout_seconds_or(0, environment); seconds > 0) options.timeout = std::chrono::seconds(seconds);
+  TORCH_CHECK(options.timeout.count() > 0, "the process group's timeout must be positive, not ", options.timeout.count(), " ms");
+  if (const auto value = variables.text("TESSERA_CHECK_COLLECTIVES")) {
+    TORCH_CHECK(*value == "0" || *value == "1", "environment variable TESSERA_CHECK_COLLECTIVES=", *value, " must be 0 or 1");
+    options.check_collectives = *value == "1";
+  }
+  if (const auto name = variables.text("TESSERA_TRANSPORT")) {
+    TORCH_CHECK(*name == "automatic" || *name == "shared_memory" || *name == "gloo",
+                "environment variable TESSERA_TRANSPORT=", *name, " must be automatic, shared_memory or gloo");
+    options.transport = *name == "gloo"        ? Transport::kGloo
+                        : *name == "automatic" ? Transport::kAutomatic
+                                               : Transport::kSharedMemory;
+  }
+  return options;
+}
+
 EnvironmentMap current_environment() {
   EnvironmentMap map;
   for (char** entry = environ; entry && *entry; ++entry) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <tessera/collectives/process_group_options.h>
+
 #include <map>
 #include <string>
 
@@ -35,6 +37,10 @@ JobEnvironment parse_job_environment(const EnvironmentMap& environment);
 
 /// The value of TESSERA_TIMEOUT_SECONDS where it is set. Throws c10::Error when that is no positive number of seconds.
 int timeout_seconds_or(int otherwise, const EnvironmentMap& environment);
+
+/// The options as the environment overrides them: TESSERA_TIMEOUT_SECONDS, TESSERA_CHECK_COLLECTIVES and TESSERA_TRANSPORT.
+/// Throws c10::Error, naming the variable and its value, where that is none of its values.
+ProcessGroupOptions with_overrides(ProcessGroupOptions options, const EnvironmentMap& environment);
 
 /// This process's environment variables.
 EnvironmentMap current_environment();

@@ -9,6 +9,7 @@
 #include <tessera/collectives/nccl/plugin.h>
 #include <tessera/collectives/rank_watch.h>
 #include <tessera/collectives/recording_communicator.h>
+#include <tessera/collectives/rendezvous.h>
 #include <tessera/collectives/signal_watch.h>
 #include <tessera/collectives/single_rank.h>
 #include <tessera/collectives/store_socket.h>
@@ -16,19 +17,16 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <unistd.h>
 #include <algorithm>
 #include <csignal>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <numeric>
-#include <random>
+#include <optional>
 #include <set>
 #include <tuple>
 
@@ -44,34 +42,6 @@ int generation = 0;                      // how often this process joined a job:
 void leave_to_parent_in_forks() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { static_cast<void>(context.release()); });
   TORCH_CHECK(registered == 0, "pthread_atfork failed with error ", registered);
-}
-
-ProcessGroupOptions with_overrides(ProcessGroupOptions options, const internal::EnvironmentMap& environment) {
-  const int seconds = internal::timeout_seconds_or(0, environment);
-  if (seconds > 0) options.timeout = std::chrono::seconds(seconds);
-  TORCH_CHECK(options.timeout.count() > 0, "the process group's timeout must be positive, not ", options.timeout.count(), " ms");
-  if (const auto found = environment.find("TESSERA_CHECK_COLLECTIVES"); found != environment.end() && !found->second.empty()) {
-    TORCH_CHECK(found->second == "0" || found->second == "1", "environment variable TESSERA_CHECK_COLLECTIVES=", found->second,
-                " must be 0 or 1");
-    options.check_collectives = found->second == "1";
-  }
-  if (const auto found = environment.find("TESSERA_TRANSPORT"); found != environment.end() && !found->second.empty()) {
-    const auto& name = found->second;
-    TORCH_CHECK(name == "automatic" || name == "shared_memory" || name == "gloo", "environment variable TESSERA_TRANSPORT=", name,
-                " must be automatic, shared_memory or gloo");
-    options.transport = name == "gloo"        ? Transport::kGloo
-                        : name == "automatic" ? Transport::kAutomatic
-                                              : Transport::kSharedMemory;
-  }
-  return options;
-}
-
-// Equal for processes that can reach each other over the loopback address. Machines may share a name, and containers a machine.
-std::string host_identity() {
-  std::string name(256, '\0'), boot;
-  if (gethostname(name.data(), name.size() - 1) != 0) name = "unknown";
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return c10::str(name.c_str(), " ", boot);
 }
 
 /// The socket of the store that this process hosts, where it need not listen at all addresses of the machine.
@@ -104,81 +74,18 @@ c10::intrusive_ptr<c10d::Store> connect_store(const internal::JobEnvironment& jo
   }
 }
 
-std::string joined_key(int64_t rank) { return c10::str("joined/", rank); }
-std::string process_key(int64_t rank) { return c10::str("process/", rank); }
-std::string transport_key(int64_t rank) { return c10::str("transport/", rank); }
-constexpr const char* kJobKey = "job";
-
-std::string new_job_name() {
-  std::random_device random;
-  return fmt::format("{:08x}{:08x}", random(), random());
-}
-
-/// Where the process of each rank runs, and how it wants to exchange data.
-struct Places {
-  std::vector<std::string> hosts, processes; ///< what `host_identity` and `RankWatch::own_process` return there
-  std::vector<std::string> transports;
-  std::string job; ///< a name that no other job has
-};
-
-std::vector<int64_t> absent(c10d::Store& store, const std::vector<int64_t>& ranks) {
-  return internal::absent_ranks(store, ranks, joined_key);
-}
-
-// One request, whatever the number of ranks.
-std::vector<std::string> values_of(c10d::Store& store, const std::vector<std::string>& keys) {
-  std::vector<std::string> values;
-  for (const auto& value : store.multiGet(keys)) values.emplace_back(value.begin(), value.end());
-  return values;
-}
-
-const char* name_of(Transport transport) {
-  switch (transport) {
-    case Transport::kAutomatic: return "automatic";
-    case Transport::kSharedMemory: return "shared_memory";
-    case Transport::kGloo: return "gloo";
-  }
-  return "unknown";
-}
-
-// Ranks with different ones would wait for each other in vain.
-void check_same_transport(const std::vector<std::string>& transports) {
-  const auto other = std::find_if(transports.begin(), transports.end(), [&](const auto& each) { return each != transports[0]; });
-  TORCH_CHECK(other == transports.end(), "init_process_group: the transport (TESSERA_TRANSPORT, ProcessGroupOptions) is ",
-              transports[0], " on rank 0 and ", *other, " on rank ", other - transports.begin());
-}
-
 /// Waits for all ranks. `launch` says in its store which of them have ended before they came.
-Places join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& job_store,
-            const internal::JobEnvironment& job, const ProcessGroupOptions& options) {
-  if (job.rank == 0) store->set(kJobKey, new_job_name());
-  store->set(process_key(job.rank), internal::RankWatch::own_process());
-  store->set(transport_key(job.rank), name_of(options.transport));
-  store->set(joined_key(job.rank), host_identity());
+internal::Places join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& job_store,
+                      const internal::JobEnvironment& job, const ProcessGroupOptions& options) {
   std::vector<int64_t> ranks(job.world_size);
   std::iota(ranks.begin(), ranks.end(), 0);
-  std::vector<std::string> keys, process_keys, transport_keys;
-  for (const auto rank : ranks) {
-    keys.push_back(joined_key(rank));
-    process_keys.push_back(process_key(rank));
-    transport_keys.push_back(transport_key(rank));
-  }
-  try {
-    internal::wait_for_keys(store, keys, options.timeout, [store, job_store] {
-      return absent(*store, internal::ended_ranks(*job_store)).empty() ? "" : "a rank has ended before it came";
-    });
-  } catch (const std::exception&) {
-    const auto text = c10::str("init_process_group on rank ", job.rank, ": ");
-    if (const auto ended = absent(*store, internal::ended_ranks(*job_store)); !ended.empty()) {
-      job_store->set(internal::kMissingRankKey, internal::MissingRank{ended[0]}.encode());
-      C10_THROW_ERROR(DistNetworkError, c10::str(text, "these ranks have ended before they called it: ", c10::Join(", ", ended)));
-    }
-    if (const auto missing = absent(*store, ranks); !missing.empty())
-      C10_THROW_ERROR(DistNetworkError, c10::str(text, "timed out after ", options.timeout.count(), " ms; of ", job.world_size,
-                                                 " ranks these did not come: ", c10::Join(", ", missing)));
-  }
-  return {values_of(*store, keys), values_of(*store, process_keys), values_of(*store, transport_keys),
-          store->get_to_str(kJobKey)};
+  const auto name_ended = [store, job_store]() -> std::string {
+    const auto ended = internal::absent_from(*store, internal::ended_ranks(*job_store));
+    if (ended.empty()) return "";
+    job_store->set(internal::kMissingRankKey, internal::MissingRank{ended[0]}.encode());
+    return c10::str("these ranks have ended before they called it: ", c10::Join(", ", ended));
+  };
+  return internal::meet({store, std::move(ranks), job.rank, options, "init_process_group"}, name_ended);
 }
 
 // A write to a connection whose peer is gone shall be an error of that collective, not the end of this process.
@@ -200,12 +107,12 @@ int place_of(int64_t own, const std::vector<int64_t>& ranks, int world_size) {
   return static_cast<int>(found - ranks.begin());
 }
 
-std::shared_ptr<internal::JobTrace> make_trace(const internal::JobEnvironment& job, const Places& places,
+std::shared_ptr<internal::JobTrace> make_trace(const internal::JobEnvironment& job, const internal::Places& places,
                                                const internal::TraceOptions& options) {
   if (options.calls == 0) return nullptr;
   const auto& host = places.hosts[static_cast<size_t>(job.rank)];
   internal::TraceOwner owner{
-      .job = places.job, .rank = job.rank, .world_size = job.world_size, .host = host.substr(0, host.find(' '))};
+      .job = places.name, .rank = job.rank, .world_size = job.world_size, .host = host.substr(0, host.find(' '))};
   return std::make_shared<internal::JobTrace>(std::move(owner), options);
 }
 
@@ -214,7 +121,7 @@ std::shared_ptr<internal::JobTrace> make_trace(const internal::JobEnvironment& j
 struct ProcessContext::Communicators {
   using Key = std::tuple<std::vector<int64_t>, at::DeviceType, std::string>;
 
-  std::vector<std::string> hosts; ///< of each rank
+  internal::Places places;
   std::shared_ptr<internal::RankWatch> watch;
   std::shared_ptr<internal::shared_memory::Arenas> arenas = std::make_shared<internal::shared_memory::Arenas>();
   std::shared_ptr<internal::JobTrace> trace;           ///< null where nothing is recorded
@@ -239,9 +146,7 @@ CommunicatorPtr ProcessContext::communicator(const std::vector<int64_t>& ranks, 
                                    .options = options_,
                                    .watch = communicators_->watch,
                                    .arenas = communicators_->arenas};
-  std::map<std::string, int> numbers;
-  for (const auto rank : ranks)
-    group.hosts.push_back(numbers.emplace(communicators_->hosts[rank], static_cast<int>(numbers.size())).first->second);
+  group.hosts = communicators_->places.hosts_of(ranks);
   group.store = c10::make_intrusive<internal::GroupStore>(
       c10::str("group/", c10::DeviceTypeName(device_type), "/", purpose, "/", c10::Join("_", ranks)), store_, ranks, group.watch);
   const auto connect = [&] { return internal::make_backend_communicator(group, device_type); };
@@ -275,7 +180,7 @@ void init_process_group(const ProcessGroupOptions& options) {
   const auto environment = internal::current_environment();
   const auto job = internal::parse_job_environment(environment);
   std::unique_ptr<ProcessContext> made(new ProcessContext);
-  made->options_ = with_overrides(options, environment);
+  made->options_ = internal::with_overrides(options, environment);
   const auto trace_options = internal::trace_options(environment);
   made->rank_ = job.rank;
   made->world_size_ = job.world_size;
@@ -287,14 +192,13 @@ void init_process_group(const ProcessGroupOptions& options) {
   // The launcher's store outlives a restart and a second `init_process_group`.
   made->store_ = c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", job.restart, "/", generation), store);
   auto places = join(made->store_, store, job, made->options_);
-  check_same_transport(places.transports);
   made->communicators_ = std::make_unique<ProcessContext::Communicators>();
   made->communicators_->watch = std::make_shared<internal::RankWatch>(job.rank, places.processes, made->store_, store);
   made->communicators_->trace = make_trace(job, places, trace_options);
   if (made->communicators_->trace && !trace_options.folder.empty())
     made->communicators_->signal_watch =
         std::make_unique<internal::SignalWatch>([trace = made->communicators_->trace] { trace->write_unasked("SIGUSR1"); });
-  made->communicators_->hosts = std::move(places.hosts);
+  made->communicators_->places = std::move(places);
   ++generation;
   context = std::move(made);
 }

@@ -1,0 +1,109 @@
+#include <tessera/collectives/rendezvous.h>
+
+#include <tessera/collectives/group_store.h>
+#include <tessera/collectives/rank_watch.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <fmt/format.h>
+
+#include <unistd.h>
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <numeric>
+#include <random>
+
+namespace tessera::internal {
+
+namespace {
+
+// Keys by the index of a rank.
+std::string joined_key(int64_t index) { return c10::str("joined/", index); }
+std::string process_key(int64_t index) { return c10::str("process/", index); }
+std::string transport_key(int64_t index) { return c10::str("transport/", index); }
+constexpr const char* kNameKey = "job";
+
+// Machines may share a name, and containers a machine.
+std::string host_identity() {
+  std::string name(256, '\0'), boot;
+  if (gethostname(name.data(), name.size() - 1) != 0) name = "unknown";
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return c10::str(name.c_str(), " ", boot);
+}
+
+std::string new_name() {
+  std::random_device random;
+  return fmt::format("{:08x}{:08x}", random(), random());
+}
+
+const char* name_of(Transport transport) {
+  switch (transport) {
+    case Transport::kAutomatic: return "automatic";
+    case Transport::kSharedMemory: return "shared_memory";
+    case Transport::kGloo: return "gloo";
+  }
+  return "unknown";
+}
+
+// One request, whatever the number of ranks.
+std::vector<std::string> values_of(c10d::Store& store, const std::vector<int64_t>& indices, std::string (*key_of)(int64_t)) {
+  std::vector<std::string> keys, values;
+  for (const auto index : indices) keys.push_back(key_of(index));
+  for (const auto& value : store.multiGet(keys)) values.emplace_back(value.begin(), value.end());
+  return values;
+}
+
+// Ranks with different ones would wait for each other in vain.
+void check_same_transport(const Rendezvous& meeting, const std::vector<std::string>& transports) {
+  const auto other = std::find_if(transports.begin(), transports.end(), [&](const auto& each) { return each != transports[0]; });
+  TORCH_CHECK(other == transports.end(), meeting.call, ": the transport (TESSERA_TRANSPORT, ProcessGroupOptions) is ",
+              transports[0], " on rank ", meeting.ranks[0], " and ", *other, " on rank ",
+              meeting.ranks[static_cast<size_t>(other - transports.begin())]);
+}
+
+void wait_for_all(const Rendezvous& meeting, const std::vector<int64_t>& indices, const std::function<std::string()>& give_up) {
+  std::vector<std::string> keys;
+  for (const auto index : indices) keys.push_back(joined_key(index));
+  try {
+    wait_for_keys(
+        meeting.store, keys, meeting.options.timeout, give_up ? give_up : [] { return std::string(); });
+  } catch (const std::exception&) {
+    const auto text = c10::str(meeting.call, " on rank ", meeting.ranks[static_cast<size_t>(meeting.rank)], ": ");
+    if (const auto why = give_up ? give_up() : ""; !why.empty()) C10_THROW_ERROR(DistNetworkError, c10::str(text, why));
+    std::vector<int64_t> missing;
+    for (const auto index : absent_from(*meeting.store, indices)) missing.push_back(meeting.ranks[static_cast<size_t>(index)]);
+    if (!missing.empty())
+      C10_THROW_ERROR(DistNetworkError, c10::str(text, "timed out after ", meeting.options.timeout.count(), " ms; of ",
+                                                 indices.size(), " ranks these did not come: ", c10::Join(", ", missing)));
+  }
+}
+
+} // namespace
+
+std::vector<int> Places::hosts_of(const std::vector<int64_t>& indices) const {
+  std::vector<int> found;
+  std::map<std::string, int> numbers;
+  for (const auto index : indices)
+    found.push_back(numbers.emplace(hosts.at(static_cast<size_t>(index)), static_cast<int>(numbers.size())).first->second);
+  return found;
+}
+
+Places meet(const Rendezvous& meeting, const std::function<std::string()>& give_up) {
+  auto& store = *meeting.store;
+  if (meeting.rank == 0) store.set(kNameKey, new_name());
+  store.set(process_key(meeting.rank), RankWatch::own_process());
+  store.set(transport_key(meeting.rank), name_of(meeting.options.transport));
+  store.set(joined_key(meeting.rank), host_identity());
+  std::vector<int64_t> indices(meeting.ranks.size());
+  std::iota(indices.begin(), indices.end(), 0);
+  wait_for_all(meeting, indices, give_up);
+  check_same_transport(meeting, values_of(store, indices, transport_key));
+  return {values_of(store, indices, joined_key), values_of(store, indices, process_key), store.get_to_str(kNameKey)};
+}
+
+std::vector<int64_t> absent_from(c10d::Store& store, const std::vector<int64_t>& indices) {
+  return absent_ranks(store, indices, joined_key);
+}
+
+} // namespace tessera::internal
