@@ -7,7 +7,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*/README.md"))]
 LIBRARY = ["collectives", "offload", "activations", "mesh", "dtensor", "mixed_precision", "optim", "nn", "fsdp", "checkpoint", "training"]
 ARCHITECTURE = ROOT / "docs/architecture.md"
-PROGRAMS = [*LIBRARY, "examples", "benchmarks", "tools", "tests"]
+PROGRAMS = [*LIBRARY, "python", "examples", "benchmarks", "tools", "tests"]
 
 
 def sources(folders, suffixes=(".h", ".cpp")):
@@ -42,7 +42,7 @@ class Docs(unittest.TestCase):
         self.assert_none([name for name in names if not (ROOT / name).exists()], "docs/architecture.md names files that do not exist")
 
     def test_names_of_the_architecture_exist(self):
-        known = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources(LIBRARY))))
+        known = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources([*LIBRARY, "python"]))))
         known |= {path.stem for path in sources(LIBRARY)} | set(PROGRAMS)
         named = [code for code in re.findall(r"`([^`\n]+)`", prose(ARCHITECTURE)) if re.fullmatch(r"~?[\w:/]+(\(.*\))?", code)]
         words = [word for code in named for word in re.findall(r"[A-Za-z_]\w+", re.sub(r"\(.*", "", code))]

@@ -1,0 +1,51 @@
+#include "call_work.h"
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <utility>
+
+namespace tessera::python {
+
+CallWork::CallWork(std::shared_ptr<Call> call, std::shared_ptr<CompletionThread> thread, Description description)
+    : Work(description.rank, description.type),
+      call_(std::move(call)),
+      thread_(std::move(thread)),
+      description_(std::move(description)) {}
+
+CallWork::~CallWork() {
+  try {
+    if (!call_->is_over()) complete_in_background(); // its copies are due all the same
+  } catch (const std::exception&) {                  // no memory or no thread: then nobody gets the result
+  }
+}
+
+void CallWork::complete_in_background() {
+  std::call_once(in_background_, [this] { thread_->add(call_); });
+}
+
+bool CallWork::wait(std::chrono::milliseconds timeout) {
+  const auto limit = timeout > kNoTimeout ? timeout : description_.timeout;
+  if (limit > kNoTimeout)
+    wait_at_most(limit);
+  else
+    call_->complete();
+  if (const auto failure = call_->failure()) std::rethrow_exception(failure);
+  return true;
+}
+
+void CallWork::wait_at_most(std::chrono::milliseconds timeout) {
+  if (call_->poll()) return;
+  complete_in_background();
+  if (!call_->wait_for_others(timeout))
+    C10_THROW_ERROR(DistBackendError, c10::str(description_.text, ": timed out after ", timeout.count(),
+                                               " ms, the timeout of this wait. The call itself goes on"));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> CallWork::getFuture() {
+  auto future = call_->future();
+  if (!call_->is_over()) complete_in_background();
+  return future;
+}
+
+} // namespace tessera::python

@@ -1,0 +1,44 @@
+// The extension module tessera_backend._extension.
+#include <tessera/collectives/job_environment.h>
+#include <tessera/collectives/store_communicator.h>
+
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <chrono>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "communicator_backend.h"
+
+namespace tessera::python {
+
+namespace {
+
+namespace py = pybind11;
+using c10d::Backend, c10d::DistributedBackendOptions;
+using std::chrono::milliseconds;
+
+/// What `torch.distributed` calls for every new group, on each of its ranks. Returns when all of them have come.
+c10::intrusive_ptr<Backend> make_backend(const DistributedBackendOptions& group, const py::object& /*pg_options*/) {
+  const py::gil_scoped_release no_gil;
+  internal::StoreGroup description{.store = group.store, .name = group.group_id, .ranks = group.global_ranks_in_group};
+  description.rank = group.group_rank;
+  description.ranks.resize(static_cast<size_t>(group.group_size));
+  if (group.global_ranks_in_group.empty()) std::iota(description.ranks.begin(), description.ranks.end(), 0); // that of all ranks
+  description.options = internal::with_overrides({}, internal::current_environment());
+  description.options.timeout = std::chrono::ceil<milliseconds>(group.timeout);
+  auto options = c10::make_intrusive<Backend::Options>("tessera", description.options.timeout);
+  options->group_name = group.group_id;
+  options->global_ranks_in_group.assign(description.ranks.begin(), description.ranks.end());
+  return c10::make_intrusive<CommunicatorBackend>(internal::make_communicator(description, at::kCPU), options);
+}
+
+} // namespace
+
+PYBIND11_MODULE(_extension, module) {
+  module.def("make_backend", &make_backend, py::arg("group"), py::arg("pg_options") = py::none());
+}
+
+} // namespace tessera::python

@@ -1,0 +1,157 @@
+"""What goes wrong ends in an error that says what, and on which rank: never in a hang."""
+import datetime
+import os
+import signal
+import time
+import unittest
+
+import torch
+import torch.distributed as dist
+
+import ranks
+from ranks import error_of
+
+SHORT = datetime.timedelta(seconds=3)
+
+
+def other_calls():
+    if dist.get_rank() == 0:
+        return error_of(dist.broadcast, torch.ones(4), 0)
+    return error_of(dist.all_reduce, torch.ones(4))
+
+
+def other_sizes():
+    return error_of(dist.all_reduce, torch.ones(4 + dist.get_rank()))
+
+
+def other_tags():
+    if dist.get_rank() == 0:
+        return error_of(dist.send, torch.ones(2), 1, tag=1)
+    return error_of(dist.recv, torch.ones(2), 0, tag=2)
+
+
+def bad_arguments():
+    """Refused before anything is sent: the group works afterwards."""
+    own, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    errors = [error_of(dist.all_gather_into_tensor, torch.empty(size * 3 + 1), torch.ones(3)),
+              error_of(dist.all_gather, [torch.empty(4) for _ in range(size)], torch.ones(3)),
+              error_of(dist.reduce_scatter_tensor, torch.empty(2), torch.ones(2 * size + 1)),
+              error_of(dist.all_reduce, torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG),
+              error_of(dist.all_to_all_single, torch.empty(2), torch.empty(2), [1], [1]),
+              error_of(group.broadcast, torch.ones(1), size + 3),
+              error_of(group.allreduce, [torch.ones(1), torch.ones(1)]),
+              error_of(dist.recv, torch.ones(1)),
+              error_of(dist.all_reduce, torch.ones(2, 2).to_sparse_csr())]
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == size
+    return errors
+
+
+def one_is_killed(how):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    if how == "wait":
+        text = error_of(dist.all_reduce, torch.ones(1000))
+    else:
+        text = error_of(dist.all_reduce(torch.ones(1000), async_op=True).get_future().wait)
+    return text, time.monotonic() - begin
+
+
+def one_stays_away(how):
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["over"], datetime.timedelta(seconds=60))
+        return None
+    if how == "group":
+        text = error_of(dist.all_reduce, torch.ones(4))
+    elif how == "wait":
+        text = error_of(dist.all_reduce(torch.ones(4), async_op=True).wait, datetime.timedelta(milliseconds=200))
+    elif how == "set":
+        dist.group.WORLD.set_timeout(datetime.timedelta(milliseconds=200))
+        text = error_of(dist.all_reduce, torch.ones(4))
+    elif how == "new group":
+        text = error_of(dist.new_group, [0, 1], timeout=SHORT)
+    store.set("over", "")
+    return text
+
+
+def after_shutdown(how):
+    group = dist.new_group()
+    backend = group._get_backend(torch.device("cpu"))
+    work = dist.all_reduce(torch.ones(4), group=group, async_op=True) if dist.get_rank() == 0 else None
+    getattr(backend, how)()
+    text = error_of(work.wait) if work else ""
+    return text, error_of(dist.all_reduce, torch.ones(4), group=group)
+
+
+def made_again():
+    """A second group of the same name, in the same store."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("cpu:tessera", store=store, rank=rank, world_size=size, timeout=ranks.TIMEOUT)
+        tensor = torch.full((1000,), float(rank))
+        dist.all_reduce(tensor)
+        assert tensor[0].item() == sum(range(size))
+
+
+class Errors(unittest.TestCase):
+    def assert_all(self, texts, *parts):
+        for text in texts:
+            for part in parts:
+                self.assertIn(part, text)
+
+    def test_different_calls(self):
+        texts = ranks.run(2, other_calls)
+        self.assert_all(texts, "different collectives", "broadcast 'BROADCAST'", "all_reduce 'ALLREDUCE'", "rank 0", "rank 1")
+
+    def test_different_sizes(self):
+        self.assert_all(ranks.run(3, other_sizes), "different collectives", "16 bytes", "20 bytes", "24 bytes")
+
+    def test_different_tags(self):
+        self.assert_all(ranks.run(2, other_tags), "'tag 1'", "'tag 2'")
+
+    def test_bad_arguments(self):
+        for rank, texts in enumerate(ranks.run(2, bad_arguments)):
+            said = ("times the input's 3", "the tensor for rank 0 has 4 elements", "times the output's 2", "average of Int",
+                    "tensor splits not equal to group size", "root 5 is not in [0, 2)", "one tensor is needed, not 2", "src=", "")
+            for text, part in zip(texts, said, strict=True):
+                self.assertIn(part, text)
+                if part not in ("tensor splits not equal to group size", ""):
+                    self.assertIn(f"rank {rank}", text)
+
+    def test_a_killed_rank_is_named_in_time(self):
+        for how in ("wait", "future"):
+            with self.subTest(how=how):
+                for answer in ranks.run(3, one_is_killed, how, may_end=(1,)):
+                    if answer:
+                        self.assertIn("rank 1, which has exited or failed", answer[0])
+                        self.assertLess(answer[1], 10)
+
+    def test_a_rank_that_does_not_come(self):
+        said = {"group": ("timed out after 3000 ms", "rank 1"), "wait": ("timed out after 200 ms", "ALLREDUCE", "on rank 0"),
+                "set": ("timed out after 200 ms",), "new group": ("timed out after 3000 ms", "these did not come: 1")}
+        for how, parts in said.items():
+            with self.subTest(how=how):
+                text = ranks.run(2, one_stays_away, how, timeout=SHORT)[0]
+                self.assert_all([text], *parts)
+
+    def test_shutdown(self):
+        for how in ("abort", "shutdown"):
+            with self.subTest(how=how):
+                for rank, (pending, later) in enumerate(ranks.run(2, after_shutdown, how)):
+                    self.assertIn("was shut down", later)
+                    if rank == 0:
+                        self.assertIn("all_reduce", pending)
+
+    def test_a_group_is_made_again(self):
+        ranks.run(3, made_again)
+
+
+if __name__ == "__main__":
+    unittest.main()
