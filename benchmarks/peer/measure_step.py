@@ -3,6 +3,8 @@
 The model, its flags and the step are those of measure_step.cpp. The environment names the rank as under torchrun.
 """
 import argparse
+import importlib
+import sys
 import time
 
 import torch
@@ -17,6 +19,8 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("layers", "width", "heads", "sequence", "batch"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--backend", default="gloo", help="of torch.distributed")
+    parser.add_argument("--package", help="the folder that has the backend's package tessera_backend")
     add_flags(parser)
     return parser.parse_args()
 
@@ -66,7 +70,10 @@ class TrainStep:
 def main():
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if arguments.package:
+        sys.path.insert(0, arguments.package)
+        importlib.import_module("tessera_backend")
+    dist.init_process_group(arguments.backend)
     step = TrainStep(arguments)
     serve({"step": step.seconds, "memory": step.memory})
     dist.destroy_process_group()

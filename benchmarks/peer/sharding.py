@@ -12,6 +12,7 @@ def add_flags(parser):
     parser.add_argument("--mesh", default="", help="2x2, for hybrid")
     parser.add_argument("--precision", choices=DTYPES, default="fp32")
     parser.add_argument("--reduce-precision", choices=DTYPES, default="fp32")
+    parser.add_argument("--shared-buffers", action="store_true", help="FSDP2's buffers in the memory of the backend")
 
 
 def shard(model, arguments, world):
@@ -29,4 +30,7 @@ def shard(model, arguments, world):
     for block in model.blocks:
         wrap(block, **options)
     wrap(model, **options)
+    if arguments.shared_buffers:
+        for module in (*model.blocks, model):
+            module.set_allocate_memory_from_process_group_for_comm(True)
     return model
