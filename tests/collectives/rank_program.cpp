@@ -11,6 +11,7 @@
 
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <sys/utsname.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <algorithm>
@@ -33,7 +34,12 @@
 // processes.
 extern "C" __attribute__((visibility("default"))) int gethostname(char* name, size_t size) noexcept {
   const char *hosts = std::getenv("RANK_PROGRAM_HOSTS"), *rank = std::getenv("RANK");
-  std::snprintf(name, size, "host%c", hosts != nullptr && rank != nullptr ? hosts[std::atoi(rank)] : '0');
+  utsname system = {};
+  uname(&system);
+  if (hosts != nullptr && rank != nullptr)
+    std::snprintf(name, size, "host%c", hosts[std::atoi(rank)]);
+  else
+    std::snprintf(name, size, "%s", system.nodename);
   return 0;
 }
 
@@ -107,9 +113,8 @@ void last_rank_is_killed() {
 }
 
 // The last rank dies or stops while its payload is half sent: the others have its header and a part of the data.
-void ends_in_the_middle_of_an_all_gather(const std::function<void()>& end) {
+void ends_in_the_middle_of_an_all_gather(const std::function<void()>& end, int64_t numel = 64 << 20) {
   World world;
-  const int64_t numel = 64 << 20;
   auto output = at::zeros({world.group->size() * numel}, at::kByte), input = at::ones({numel}, at::kByte);
   world.group->barrier("together");
   auto work = world.group->all_gather_into(output, input, "big");
@@ -479,7 +484,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"last_rank_is_killed", last_rank_is_killed},
     {"transport", transport},
     {"cut_off_in_the_middle_of_an_all_gather",
-     [] { ends_in_the_middle_of_an_all_gather([] { TORCH_CHECK(std::system("ip link set dev eth0 down") == 0); }); }},
+     [] { ends_in_the_middle_of_an_all_gather([] { TORCH_CHECK(std::system("ip link set dev eth0 down") == 0); }, 16 << 20); }},
     {"killed_in_the_middle_of_an_all_gather", [] { ends_in_the_middle_of_an_all_gather([] { raise(SIGKILL); }); }},
     {"stopped_in_the_middle_of_an_all_gather", [] { ends_in_the_middle_of_an_all_gather([] { raise(SIGSTOP); }); }},
     {"last_rank_never_calls", last_rank_never_calls},
