@@ -1,7 +1,8 @@
-// collectives_bench --ranks n [--iterations k]
-// The collectives on n local ranks beside c10d's gloo process group: a line of JSON a case and size, with the median seconds of
-// the slowest rank. The cases of a line take turns, after a warm-up. "shared" has its tensors in the memory that the communicator
-// allocates, as `fully_shard` does; "copy" is what each rank takes to copy as many bytes of its own at the same time.
+// collectives_bench [--ranks n] [--iterations k] [--bytes b]
+// The collectives on n local ranks, or on those of the job that the environment describes, beside c10d's gloo process group: a
+// line of JSON a case and size, or those of one size, with the median seconds of the slowest rank. The cases of a line take
+// turns, after a warm-up. "shared" has its tensors in the memory that the communicator allocates, as `fully_shard` does; "copy"
+// is what each rank takes to copy as many bytes of its own at the same time.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
@@ -41,7 +42,9 @@ int argument(int argc, char** argv, std::string_view name, int otherwise) {
 c10::intrusive_ptr<c10d::ProcessGroupGloo> make_peer() {
   auto& context = tessera::process_context();
   auto options = c10d::ProcessGroupGloo::Options::create(context.options().timeout);
-  options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+  using Peer = c10d::ProcessGroupGloo;
+  options->devices.push_back(tessera::is_launched_rank() ? Peer::createDeviceForHostname("127.0.0.1")
+                                                         : Peer::createDefaultDevice());
   return c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("bench", context.store()),
                                                      context.rank(), context.world_size(), options);
 }
@@ -128,11 +131,15 @@ class Bench {
 
 int main(int argc, char** argv) {
   return examples::run_program("collectives_bench", [&] {
-    return tessera::launch(tessera::ranks_from_args(argc, argv).value_or(2), [&] {
+    const auto run = [&] {
       tessera::init_process_group();
       Bench bench(argument(argc, argv, "--iterations", 50));
+      if (const int64_t bytes = argument(argc, argv, "--bytes", 0)) return bench.run(bytes);
       for (const int64_t bytes : {64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20}) bench.run(bytes);
       bench.run_barriers();
-    });
+    };
+    if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, run);
+    run();
+    return 0;
   });
 }
