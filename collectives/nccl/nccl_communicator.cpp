@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string_view>
 
@@ -215,6 +216,27 @@ class NcclCommunicator final : public Communicator {
     });
   }
 
+  // Two ranks that send to each other do so inside `coalesced`: kernels of one pair run one after another.
+  Work send(const at::Tensor& tensor, int to, std::string_view label) override {
+    check_send(*this, tensor, to, label);
+    Call call{CollectiveKind::kSend, label, tensor};
+    call.direction = {rank(), to};
+    return run(call, [&] {
+      std::vector<at::Tensor> tensors{for_sending(tensor)};
+      return group_->send(tensors, to, /*tag=*/0);
+    });
+  }
+
+  Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
+    check_receive(*this, tensor, from, label);
+    Call call{CollectiveKind::kReceive, label, tensor};
+    call.direction = {from, rank()};
+    return run(call, [&] {
+      std::vector<at::Tensor> tensors{for_sending(tensor)};
+      return group_->recv(tensors, from, /*tag=*/0);
+    });
+  }
+
   Work coalesced(const std::function<void()>& issue) override {
     TORCH_CHECK(!coalescing_, "coalesced calls on group ", name(), " do not nest");
     group_->startCoalescing();
@@ -257,7 +279,8 @@ class NcclCommunicator final : public Communicator {
     at::Tensor full = {}; ///< the larger of input and output
     ReduceOp op = ReduceOp::kSum;
     int root = -1;
-    std::vector<int64_t> counts = {}; ///< of an all_to_all
+    std::vector<int64_t> counts = {};              ///< of an all_to_all
+    std::optional<gloo::Direction> direction = {}; ///< of a message between two ranks
   };
 
   template <typename Options>
@@ -272,7 +295,8 @@ class NcclCommunicator final : public Communicator {
     const auto text = describe(*this, call.kind, call.label);
     check_not_captured(text);
     const auto bytes = call.full.defined() ? static_cast<int64_t>(call.full.nbytes()) : 0;
-    if (signatures_) compare_signatures(call, bytes, text);
+    const bool would_wait_for_each_other = call.direction && coalescing_;
+    if (signatures_ && !would_wait_for_each_other) compare_signatures(call, bytes, text);
     counters_.add(call.kind, bytes);
     // Ranks may differ in what they send in an all_to_all, in nothing else.
     if (bytes == 0 && call.kind != CollectiveKind::kAllToAll && call.kind != CollectiveKind::kBarrier) return {};
@@ -298,6 +322,7 @@ class NcclCommunicator final : public Communicator {
     const auto dtype = call.full.defined() ? call.full.scalar_type() : at::kByte;
     gloo::ExchangePlan plan(size());
     plan.counts = call.counts;
+    plan.direction = call.direction;
     auto exchange = std::make_shared<gloo::Exchange>(signatures_, text);
     exchange->start(make_signature(call.kind, call.label, dtype, bytes, call.op, call.root), std::move(plan));
     exchange->wait();
