@@ -64,7 +64,6 @@ c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_group(c10::intrusive_ptr<c10d
   const auto timeout = options->timeout;
   try {
     const auto group = within<Group>(timeout + kGrace, [store = std::move(store), rank, size, options = std::move(options)] {
-      const BackgroundScheduling of_gloos_threads;
       return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
     });
     if (group) return *group;
@@ -83,6 +82,7 @@ Channel::Channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size, cons
   TORCH_INTERNAL_ASSERT(options_.watch && static_cast<int>(options_.ranks.size()) == size);
   reserve_descriptors(size + kDeviceDescriptors);
   const OpenedDescriptors opened;
+  const BackgroundScheduling of_the_threads; // gloo's, which inherit it by way of the one that makes them, and the monitor
   auto group_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
   group_options->devices.push_back(make_device(options.all_local));
   group_options->threads = 1;

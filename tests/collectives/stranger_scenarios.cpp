@@ -22,7 +22,8 @@ namespace tessera::testing {
 
 namespace {
 
-constexpr int kStrangers = 500; // of each kind and process
+constexpr int kStrangers = 500;      // of each kind and process
+constexpr int kVisitsOfTheStore = 8; // for each look at the ports of the process, which takes longer
 
 /// The ports at which this process listens now, on IPv4 or at all addresses.
 std::set<uint16_t> own_ports() {
@@ -103,12 +104,12 @@ void strangers_on_every_port() {
     Strangers strangers(static_cast<uint32_t>(world.rank()) + 1);
     const auto store_port = static_cast<uint16_t>(std::stoi(std::getenv("MASTER_PORT")));
     while (!ends || strangers.visits() < 2 * kStrangers) {
-      strangers.visit(store_port);
+      for (int i = 0; i < kVisitsOfTheStore; ++i) strangers.visit(store_port);
       for (const auto port : own_ports()) strangers.visit(port);
       visits = strangers.visits();
     }
   });
-  for (int group = 0; group < 20; ++group) { // ports are open while a group is made
+  for (int group = 0; group < 8; ++group) { // ports are open while a group is made
     const auto communicator = world.context.communicator(ranks_up_to(world.last() + 1), at::kCPU, c10::str("group ", group));
     for (int call = 0; call < 20; ++call) {
       auto tensor = at::full({1000}, world.rank() + 1);
