@@ -77,35 +77,50 @@ const std::shared_ptr<c10::DataPtr>& Staging::memory(int64_t bytes) {
   return memory_;
 }
 
+namespace {
+
+/// The output of an all-gather, as a rank of `layout` fills it.
+struct Gathered {
+  const HostLayout& layout;
+  char* output;
+  int64_t bytes; ///< of each rank
+
+  Part part(int host, int column, const Range& range) const {
+    return {output + layout.places[host][column] * bytes + range.begin, range.count};
+  }
+  /// Shares what the ranks of this host have of those of `host`, this one `own`.
+  void share_inside(Call& call, Part own, int host, const Range& range) const {
+    auto motion = copies(own, range.count, layout.columns());
+    for (int column = 0; column < layout.columns(); ++column) motion.receive[column] = part(host, column, range);
+    if (own.data == motion.receive[layout.column].data) motion.receive[layout.column] = {};
+    call.within(std::move(motion));
+  }
+};
+
+} // namespace
+
 void all_gather(Call& call, char* output, char* input, int64_t bytes) {
   const auto& layout = call.links().layout;
-  const auto place = [&](int host, int column, const Range& range) -> Part {
-    return {output + layout.places[host][column] * bytes + range.begin, range.count};
-  };
+  const Gathered gathered{layout, output, bytes};
   const auto begin = [&](int64_t index) {
     const auto range = chunk_of(bytes, kChunkBytes, index);
     ExchangePlan plan(layout.hosts());
     for_each_other_host(layout, [&](int host) {
-      const auto part = place(host, layout.column, range);
+      const auto part = gathered.part(host, layout.column, range);
       plan.send[host] = {input + range.begin, range.count};
       plan.receive[host] = {part.data, part.count};
     });
     return call.across(std::move(plan));
   };
-  const auto gather_inside = [&](Part own, int host, const Range& range) {
-    auto motion = copies(own, range.count, layout.columns());
-    for (int column = 0; column < layout.columns(); ++column) motion.receive[column] = place(host, column, range);
-    if (own.data == motion.receive[layout.column].data) motion.receive[layout.column] = {};
-    call.within(std::move(motion));
-  };
   pipeline(chunks_of(bytes, kChunkBytes), begin, [&](int64_t index, const ExchangePtr& exchange) {
     if (index == 0) {
       call.agree();
-      gather_inside({input, bytes}, layout.host, {0, bytes});
+      gathered.share_inside(call, {input, bytes}, layout.host, {0, bytes});
     }
     call.complete(exchange);
     const auto range = chunk_of(bytes, kChunkBytes, index);
-    for_each_other_host(layout, [&](int host) { gather_inside(place(host, layout.column, range), host, range); });
+    for_each_other_host(layout,
+                        [&](int host) { gathered.share_inside(call, gathered.part(host, layout.column, range), host, range); });
   });
 }
 
@@ -120,6 +135,12 @@ class Slots {
   char* own(int64_t index, int host) const { return at(index, host); }
   char* received(int64_t index, int host) const { return at(index, hosts_ + host); }
   const std::shared_ptr<c10::DataPtr>& memory() const { return memory_; }
+  /// What is reduced, in the order of the hosts.
+  std::vector<const void*> terms(int64_t index, int own_host, const void* own) const {
+    std::vector<const void*> all;
+    for (int host = 0; host < hosts_; ++host) all.push_back(host == own_host ? own : received(index, host));
+    return all;
+  }
 
  private:
   char* at(int64_t index, int place) const {
@@ -159,9 +180,7 @@ void reduce_scatter(Call& call, Staging& staging, char* output, char* input, int
     reduce_inside(index, layout.host);
     call.complete(exchange);
     const auto range = chunk_of(bytes, kChunkBytes, index);
-    std::vector<const void*> terms;
-    for (int host = 0; host < layout.hosts(); ++host)
-      terms.push_back(host == layout.host ? slots.own(index, host) : slots.received(index, host));
+    const auto terms = slots.terms(index, layout.host, slots.own(index, layout.host));
     reduce(output + range.begin, terms, elements(range.count, reduction), reduction.dtype, reduction.op);
   });
 }
@@ -179,8 +198,7 @@ ExchangePlan reduce_across(const HostLayout& layout, const Slots& slots, int64_t
     return {part.data + begin, std::min(share, part.count - begin)};
   };
   const auto own = share_of(layout.host);
-  std::vector<const void*> terms;
-  for (int host = 0; host < layout.hosts(); ++host) terms.push_back(host == layout.host ? own.data : slots.received(index, host));
+  const auto terms = slots.terms(index, layout.host, own.data);
 
   ExchangePlan plan(layout.hosts());
   auto gather = in_one_round ? nullptr : std::make_unique<ExchangePlan>(layout.hosts());
