@@ -164,7 +164,10 @@ Connection connect(const GroupDescription& group) {
       return {nullptr, nullptr, c10::str("rank ", group.ranks[rank], ": ", opened[rank])};
   }
   auto options = options_of(group);
-  if (has_arenas) options.arenas = std::move(attempt.arenas);
+  if (has_arenas) {
+    options.arenas = std::move(attempt.arenas);
+    options.memory = group.arenas;
+  }
   auto engine = Engine::make(GroupMemory(std::move(attempt.segment), attempt.shape), std::move(options));
   return {std::move(engine), has_arenas ? group.arenas->own(0) : nullptr, ""};
 }

@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/forks.h>
 #include <tessera/collectives/rank_watch.h>
+#include <tessera/collectives/shared_memory/arenas.h>
 #include <tessera/collectives/shared_memory/group_memory.h>
 #include <tessera/collectives/shared_memory/operation.h>
 
@@ -25,6 +26,7 @@ struct EngineOptions {
   std::vector<int64_t> ranks = {};
   int rank = 0;                   ///< this process's index in `ranks`
   std::vector<char*> arenas = {}; ///< of each rank; empty where not all have one
+  std::shared_ptr<Arenas> memory; ///< where those lie: calls in flight may outlive the communicator
   std::chrono::milliseconds timeout;
   std::shared_ptr<RankWatch> watch;
   std::chrono::microseconds spin = {};             ///< before a waiting thread sleeps

@@ -61,6 +61,17 @@ TEST(StoreCommunicator, ConnectsSomeOfTheRanks) {
   EXPECT_EQ(sum_of_ranks(*communicator), std::accumulate(half.begin(), half.end(), int64_t{0}));
 }
 
+TEST(StoreCommunicator, ReadsInTheMemoryOfTheOthers) {
+  const auto communicator = make_communicator(group_of("memory", all_ranks()), at::kCPU);
+  const int64_t numel = 100'000, size = communicator->size(); // too long for a slot
+  const auto bytes = static_cast<size_t>(numel * size) * sizeof(int64_t);
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, communicator->allocate(static_cast<int64_t>(bytes)));
+  const auto output = torch::empty({0}, torch::kLong).set_(storage, 0, {size, numel});
+  const auto own = output[process_context().rank()].fill_(process_context().rank());
+  communicator->all_gather_into(output, own, "memory").wait();
+  EXPECT_TRUE(output.equal(torch::arange(size).unsqueeze(1).expand({size, numel})));
+}
+
 TEST(StoreCommunicator, NamesTheRanksThatDoNotCome) {
   if (process_context().world_size() < 2) return;
   if (process_context().rank() == 0) {

@@ -294,11 +294,14 @@ def check_allocation():
     """Tensors that the backend allocates are like any other."""
     backend, size = dist.group.WORLD._get_backend(torch.device("cpu")), dist.get_world_size()
     assert backend.supports_tensor_alloc(torch.device("cpu"))
-    source = backend.allocate_tensor(1000, dtype=torch.bfloat16, device=torch.device("cpu"))
-    output = backend.allocate_tensor(1000 * size, dtype=torch.bfloat16, device=torch.device("cpu"))
-    source.copy_(values(1000, torch.bfloat16))
-    dist.all_gather_into_tensor(output, source)
-    assert torch.equal(output, torch.cat([values(1000, torch.bfloat16, 0, rank) for rank in range(size)]))
+    for numel in (1000, LONG):
+        source = backend.allocate_tensor(numel, dtype=torch.bfloat16, device=torch.device("cpu"))
+        output = backend.allocate_tensor(numel * size, dtype=torch.bfloat16, device=torch.device("cpu"))
+        source.copy_(values(numel, torch.bfloat16))
+        dist.all_gather_into_tensor(output, source)
+        assert torch.equal(output, torch.cat([values(numel, torch.bfloat16, 0, rank) for rank in range(size)]))
+        dist.reduce_scatter_tensor(source, output)
+        assert torch.equal(source, size * values(numel, torch.bfloat16))
     assert backend.allocate_tensor(0, dtype=torch.float32, device=torch.device("cpu")).shape == (0,)
 
 
