@@ -99,6 +99,7 @@ struct Gathered {
 
 } // namespace
 
+// NOLINTNEXTLINE(readability-non-const-parameter): written through `gathered`
 void all_gather(Call& call, char* output, char* input, int64_t bytes) {
   const auto& layout = call.links().layout;
   const Gathered gathered{layout, output, bytes};
