@@ -32,7 +32,7 @@ void expect_the_last_rank_is_named(const ProgramResult& result) {
 ProgramResult run_under_mpirun(const std::vector<std::string>& options, const std::string& scenario, int test) {
   std::vector<std::string> command{"mpirun",    "-n",   "4",  "--oversubscribe",
                                    "--bind-to", "none", "-x", "MASTER_PORT=" + port_of(test)};
-  if (geteuid() == 0) command.push_back("--allow-run-as-root");
+  if (geteuid() == 0) command.emplace_back("--allow-run-as-root");
   command.insert(command.end(), options.begin(), options.end());
   command.insert(command.end(), {program_folder() + "/rank_program", scenario});
   return run_program(command, {{"TESSERA_TIMEOUT_SECONDS", "60"}}, std::chrono::seconds(120));
