@@ -84,8 +84,8 @@ TEST_F(TwoHosts, ARankKilledInTheMiddleIsNamedOnBoth) {
                                              ": lost the connection to [^\n]*rank 3, which has exited or failed"));
 }
 
-// The ranks of each host miss those of the other. On host 1 the store is gone as well: rank 3 may have waited for rank 2 alone, and
-// nobody can tell it whom that one misses.
+// The ranks of each host miss those of the other. On host 1 the store is gone as well: rank 3 may have waited for rank 2 alone,
+// and nobody can tell it whom that one misses.
 TEST_F(TwoHosts, AHostThatVanishesIsNamedOnTheOtherWithinTheTimeout) {
   const auto result =
       run_ranks(kSlowLink, "rank_program cut_off_in_the_middle_of_an_all_gather", {{"TESSERA_TIMEOUT_SECONDS", "5"}});
