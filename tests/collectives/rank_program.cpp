@@ -67,7 +67,7 @@ void transport() {
   World world;
   const auto& ranks = world.group->ranks();
   const int64_t own = world.rank(), neighbour = own ^ 1, counterpart = own ^ 2;
-  for (auto group :
+  for (const auto& group :
        {ranks, {std::min(own, neighbour), std::max(own, neighbour)}, {std::min(own, counterpart), std::max(own, counterpart)}}) {
     const auto communicator = world.context.communicator(group, at::kCPU, "transport");
     communicator->barrier("together");
