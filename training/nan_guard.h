@@ -35,7 +35,8 @@ enum class NanGuardWatch {
 /// Memory that `empty` returned may hold NaN that nobody uses. An operator that reads a part of it before that is written is
 /// taken for one that got NaN.
 ///
-/// One at a time in a process. (PyTorch: `detect_anomaly`, which looks at backward alone.)
+/// One at a time in a process, and destroyed by the thread that made it. (PyTorch: `detect_anomaly`, which looks at backward
+/// alone.)
 class NanGuard {
  public:
   explicit NanGuard(const torch::nn::Module& model, NanGuardWatch watch = NanGuardWatch::kNan);
