@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
@@ -9,14 +10,19 @@
 
 namespace tessera::internal {
 
-/// What `call` returns or throws, or nothing when that takes longer than `limit`: its thread is then left behind, so `call` owns
-/// what it uses. For calls that have no time limit of their own where a peer accepts a connection and never answers.
+/// What `call` returns or throws, or nothing when that takes longer than `limit`, or when `gives_up`, which is asked ten times a
+/// second, says true. Its thread is then left behind, so `call` owns what it uses. For calls that have no time limit of their own
+/// where a peer accepts a connection and never answers.
 template <typename Result>
-std::optional<Result> within(std::chrono::milliseconds limit, std::function<Result()> call) {
+std::optional<Result> within(std::chrono::milliseconds limit, std::function<Result()> call,
+                             const std::function<bool()>& gives_up = [] { return false; }) {
+  constexpr std::chrono::milliseconds kInterval(100);
+  const auto deadline = std::chrono::steady_clock::now() + limit;
   std::packaged_task<Result()> task(std::move(call));
   auto result = task.get_future();
   std::thread(std::move(task)).detach();
-  if (result.wait_for(limit) == std::future_status::timeout) return std::nullopt;
+  while (result.wait_until(std::min(deadline, std::chrono::steady_clock::now() + kInterval)) == std::future_status::timeout)
+    if (std::chrono::steady_clock::now() >= deadline || gives_up()) return std::nullopt;
   return result.get();
 }
 

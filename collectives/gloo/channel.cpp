@@ -6,7 +6,9 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
@@ -23,6 +25,8 @@ constexpr auto kMonitorInterval = std::chrono::milliseconds(100);
 // too: time also passes while the whole process is stopped. When the thread has read nothing for so many rounds, it does not come
 // to read.
 constexpr int kArrivalRounds = 6, kReadingRounds = 600;
+// Asked ten times a second. A peer that has connected the group, and ended, may be seen to have ended before this side is done.
+constexpr int kConnectingRounds = 5;
 constexpr std::chrono::seconds kFailureLimit(8); // more than it takes to find out whom to name, where the store does not answer
 constexpr int kDeviceDescriptors = 4;            // beside one for each peer: a pipe, an epoll descriptor, the listening socket
 constexpr int64_t kLargeBuffer =
@@ -56,23 +60,28 @@ void in_pieces(int64_t bytes, const Post& post) {
     post(offset, std::min(bytes - offset, Channel::kMaxMessageBytes));
 }
 
-/// In time: gloo waits several times its own timeout for a peer that accepts its connection and says nothing.
+/// In time, and not for a peer that has ended: gloo waits several times its own timeout for one that accepts its connection and
+/// says nothing.
 c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_group(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                                         c10::intrusive_ptr<c10d::ProcessGroupGloo::Options> options) {
+                                                         c10::intrusive_ptr<c10d::ProcessGroupGloo::Options> options,
+                                                         const std::function<bool()>& peer_has_ended) {
   using Group = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
   constexpr std::chrono::milliseconds kGrace(500); // gloo's own timeout says more
   const auto timeout = options->timeout;
+  const auto connect = [store = std::move(store), rank, size, options = std::move(options)] {
+    return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+  };
+  int rounds = 0;
+  const auto gives_up = [&] { return peer_has_ended() && ++rounds >= kConnectingRounds; };
   try {
-    const auto group = within<Group>(timeout + kGrace, [store = std::move(store), rank, size, options = std::move(options)] {
-      return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
-    });
-    if (group) return *group;
+    if (const auto group = within<Group>(timeout + kGrace, connect, gives_up)) return *group;
   } catch (const c10::DistError&) {
     throw;
   } catch (const c10::Error& error) { // c10d does not say that this is one of the network
     C10_THROW_ERROR(DistNetworkError, error.what_without_backtrace());
   }
-  C10_THROW_ERROR(DistNetworkError, c10::str("timed out after ", timeout.count(), " ms"));
+  C10_THROW_ERROR(DistNetworkError, rounds >= kConnectingRounds ? std::string("a peer has ended")
+                                                                : c10::str("timed out after ", timeout.count(), " ms"));
 }
 
 } // namespace
@@ -86,7 +95,9 @@ Channel::Channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size, cons
   auto group_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
   group_options->devices.push_back(make_device(options.all_local));
   group_options->threads = 1;
-  group_ = connect_group(std::move(store), rank, size, group_options);
+  group_ = connect_group(std::move(store), rank, size, group_options, [this] {
+    return absl::c_any_of(options_.ranks, [this](int64_t peer) { return options_.watch->has_ended(peer); });
+  });
   sockets_ = opened.close_on_exec();
   sentinel_byte_ = at::empty({1}, at::TensorOptions(at::kByte));
   for (int peer = 0; peer < size_; ++peer)
