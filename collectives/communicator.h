@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <tessera/collectives/counters.h>
+#include <tessera/collectives/rank_list.h>
 #include <tessera/collectives/work.h>
 
 namespace tessera {
@@ -28,7 +29,8 @@ class Communicator {
 
   int rank() const { return rank_; } ///< this process's index in `ranks()`
   int size() const { return static_cast<int>(ranks_.size()); }
-  const std::vector<int64_t>& ranks() const { return ranks_; } ///< global ranks, in group order
+  const std::vector<int64_t>& ranks() const { return ranks_.expanded(); } ///< global ranks, in group order
+  const RankList& rank_list() const { return ranks_; }                    ///< the same, however many they are
   const std::string& name() const { return name_; }
   at::DeviceType device_type() const { return device_type_; }
 
@@ -68,14 +70,14 @@ class Communicator {
   virtual CollectiveCounters& counters() { return counters_; }
 
  protected:
-  Communicator(std::string name, std::vector<int64_t> ranks, int rank, at::DeviceType device_type)
+  Communicator(std::string name, RankList ranks, int rank, at::DeviceType device_type)
       : name_(std::move(name)), ranks_(std::move(ranks)), rank_(rank), device_type_(device_type) {}
 
   CollectiveCounters counters_;
 
  private:
   std::string name_;
-  std::vector<int64_t> ranks_;
+  RankList ranks_;
   int rank_;
   at::DeviceType device_type_;
 };

@@ -10,7 +10,7 @@ namespace tessera::internal {
 namespace {
 
 void copy_into(const at::Tensor& output, const at::Tensor& input) {
-  if (input.numel() == 0 || output.const_data_ptr() == input.const_data_ptr()) return;
+  if (input.numel() == 0 || input.is_meta() || output.const_data_ptr() == input.const_data_ptr()) return;
   if (input.is_cpu()) { // many small ones: an operator would cost more than the bytes
     std::memcpy(output.mutable_data_ptr(), input.const_data_ptr(), input.nbytes());
   } else {
@@ -18,15 +18,24 @@ void copy_into(const at::Tensor& output, const at::Tensor& input) {
   }
 }
 
+/// As often as it fits: doubled, so that many ranks are a few copies. `input` may be the view of `output` at one of its places.
+void repeat(const at::Tensor& output, const at::Tensor& input) {
+  if (input.numel() == 0 || input.is_meta()) return;
+  copy_into(output.narrow(0, 0, input.numel()), input);
+  for (int64_t done = input.numel(); done < output.numel(); done *= 2) {
+    const int64_t count = std::min(done, output.numel() - done);
+    copy_into(output.narrow(0, done, count), output.narrow(0, 0, count));
+  }
+}
+
 class FakeCommunicator final : public Communicator {
  public:
-  FakeCommunicator(std::string name, std::vector<int64_t> ranks, int rank, at::DeviceType device_type)
+  FakeCommunicator(std::string name, RankList ranks, int rank, at::DeviceType device_type)
       : Communicator(std::move(name), std::move(ranks), rank, device_type) {}
 
   Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
     check_all_gather(*this, output, input, label);
-    const auto count = input.numel();
-    for (int64_t place = 0; place < size(); ++place) copy_into(output.narrow(0, place * count, count), input);
+    repeat(output, input);
     counters_.add(CollectiveKind::kAllGather, static_cast<int64_t>(output.nbytes()));
     return {};
   }
@@ -83,7 +92,7 @@ class FakeCommunicator final : public Communicator {
 
 } // namespace
 
-CommunicatorPtr make_fake_communicator(std::string name, std::vector<int64_t> ranks, int rank, at::DeviceType device_type) {
+CommunicatorPtr make_fake_communicator(std::string name, RankList ranks, int rank, at::DeviceType device_type) {
   return std::make_shared<FakeCommunicator>(std::move(name), std::move(ranks), rank, device_type);
 }
 

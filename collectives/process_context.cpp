@@ -27,7 +27,6 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
-#include <set>
 #include <tuple>
 
 namespace tessera {
@@ -95,16 +94,16 @@ void ignore_broken_pipes() {
 }
 
 /// The index of `own` in the ranks of a communicator.
-int place_of(int64_t own, const std::vector<int64_t>& ranks, int world_size) {
-  const auto list = c10::Join(", ", ranks);
-  for (const auto rank : ranks)
-    TORCH_CHECK(rank >= 0 && rank < world_size, "communicator of ranks [", list, "]: rank ", rank, " is not in [0, ", world_size,
-                ")");
-  TORCH_CHECK(std::set(ranks.begin(), ranks.end()).size() == ranks.size(), "communicator of ranks [", list,
-              "]: a rank appears twice");
-  const auto found = std::find(ranks.begin(), ranks.end(), own);
-  TORCH_CHECK(found != ranks.end(), "communicator of ranks [", list, "]: rank ", own, " is not one of them");
-  return static_cast<int>(found - ranks.begin());
+int place_of(int64_t own, const RankList& ranks, int world_size) {
+  const auto check = [&](bool holds, const auto&... problem) {
+    TORCH_CHECK(holds, "communicator of ranks [", c10::Join(", ", ranks.expanded()), "]: ", problem...);
+  };
+  const auto [lowest, highest] = ranks.size() > 0 ? ranks.range() : std::pair(own, own);
+  check(lowest >= 0 && highest < world_size, "rank ", lowest < 0 ? lowest : highest, " is not in [0, ", world_size, ")");
+  check(!ranks.has_repetition(), "a rank appears twice");
+  const auto place = ranks.index_of(own);
+  check(place.has_value(), "rank ", own, " is not one of them");
+  return static_cast<int>(*place);
 }
 
 std::shared_ptr<internal::JobTrace> make_trace(const internal::JobEnvironment& job, const internal::Places& places,
@@ -119,7 +118,7 @@ std::shared_ptr<internal::JobTrace> make_trace(const internal::JobEnvironment& j
 } // namespace
 
 struct ProcessContext::Communicators {
-  using Key = std::tuple<std::vector<int64_t>, at::DeviceType, std::string>;
+  using Key = std::tuple<RankList, at::DeviceType, std::string>;
 
   internal::Places places;
   std::shared_ptr<internal::RankWatch> watch;
@@ -130,15 +129,15 @@ struct ProcessContext::Communicators {
   std::map<Key, CommunicatorPtr> by_key;
 };
 
-CommunicatorPtr ProcessContext::communicator(const std::vector<int64_t>& ranks, at::DeviceType device_type,
-                                             const std::string& purpose) {
+CommunicatorPtr ProcessContext::communicator(const RankList& list, at::DeviceType device_type, const std::string& purpose) {
   std::lock_guard lock(communicators_->mutex);
-  auto& found = communicators_->by_key[{ranks, device_type, purpose}];
+  auto& found = communicators_->by_key[{list, device_type, purpose}];
   if (found) return found;
-  const int place = place_of(rank_, ranks, world_size_);
-  if (ranks.size() == 1) return found = internal::make_single_rank_communicator(purpose, rank_, device_type);
-  if (is_fake_) return found = internal::make_fake_communicator(purpose, ranks, place, device_type);
+  const int place = place_of(rank_, list, world_size_);
+  if (list.size() == 1) return found = internal::make_single_rank_communicator(purpose, rank_, device_type);
+  if (is_fake_) return found = internal::make_fake_communicator(purpose, list, place, device_type);
 
+  const auto& ranks = list.expanded();
   internal::GroupDescription group{.name = purpose,
                                    .ranks = ranks,
                                    .rank = place,

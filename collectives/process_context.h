@@ -24,8 +24,7 @@ class ProcessContext {
   /// The communicator of `ranks` (global, in group order) on `device_type`, made at the first call and shared afterwards.
   /// Communicators with different `purpose` run independently of each other (for example: all-gathers beside reduce-scatters).
   /// Called by every rank in `ranks`, in the same order as their other calls with the same ranks.
-  CommunicatorPtr communicator(const std::vector<int64_t>& ranks, at::DeviceType device_type,
-                               const std::string& purpose = "default");
+  CommunicatorPtr communicator(const RankList& ranks, at::DeviceType device_type, const std::string& purpose = "default");
   /// Grows with every call in this process, from 1, without communication: for names that must differ.
   int64_t next_number() { return ++last_number_; }
   /// Sum over all communicators of this process.

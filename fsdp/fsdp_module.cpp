@@ -39,7 +39,7 @@ void check_same_ranks(const CommunicatorPtr& communicator, const CommunicatorPtr
                       const std::string& label) {
   TORCH_CHECK_VALUE(communicator, function, ": the communicator is null");
   TORCH_CHECK_VALUE(present, function, ": ", label, " has no such collective, on one rank or by its strategy");
-  TORCH_CHECK_VALUE(communicator->ranks() == present->ranks(), function, ": the communicator has the ranks ",
+  TORCH_CHECK_VALUE(communicator->rank_list() == present->rank_list(), function, ": the communicator has the ranks ",
                     c10::IntArrayRef(communicator->ranks()), ", but the shard dim of ", label, " has ",
                     c10::IntArrayRef(present->ranks()));
 }

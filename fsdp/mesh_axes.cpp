@@ -2,8 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <vector>
-
 namespace tessera::internal {
 
 /// A communicator for collectives that the schedule runs on streams of its own.
@@ -52,11 +50,8 @@ void MeshAxes::shard_hierarchically(const DeviceMesh& mesh) {
     outer_all_gather_ = connect(mesh, 0, "fsdp.all_gather");
     outer_reduce_scatter_ = connect(mesh, 0, "fsdp.reduce_scatter");
   }
-  std::vector<int64_t> in_order;
-  for (int64_t i = 0; i < inner; ++i) {
-    for (int64_t o = 0; o < outer; ++o) in_order.push_back(mesh.ranks()[static_cast<size_t>(o * inner + i)]);
-  }
-  mesh_ = make_device_mesh(mesh.device_type(), {outer * inner}, std::move(in_order));
+  const auto in_order = mesh.rank_list().select(0, {{inner, 1}, {outer, inner}});
+  mesh_ = make_device_mesh(mesh.device_type(), {outer * inner}, in_order);
   shard_dim_ = 0;
   shard_ranks_ = static_cast<int>(outer * inner);
   outer_ranks_ = static_cast<int>(outer);
@@ -74,7 +69,7 @@ CommunicatorPtr MeshAxes::neighbours(int64_t ranks) const {
   auto shape = mesh_.shape();
   shape[dim] /= ranks;
   shape.insert(shape.begin() + shard_dim_ + 1, ranks);
-  return connect(make_device_mesh(mesh_.device_type(), shape, mesh_.ranks()), shard_dim_ + 1, "fsdp.neighbours");
+  return connect(make_device_mesh(mesh_.device_type(), shape, mesh_.rank_list()), shard_dim_ + 1, "fsdp.neighbours");
 }
 
 Placements MeshAxes::placements(const Placement& along_shard) const {

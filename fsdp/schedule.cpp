@@ -99,7 +99,7 @@ void Schedule::watch_plain_leaves() {
     const auto& mesh = group->axes().mesh();
     const auto& place = *mesh.coordinate();
     const bool is_first = std::all_of(place.begin(), place.end(), [](int64_t at) { return at == 0; });
-    if (mesh.ranks().size() == 1 || !is_first) return watch_.end();
+    if (mesh.size() == 1 || !is_first) return watch_.end();
     writes += group->shard_version();
     owner = group->owner;
   }

@@ -10,14 +10,14 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <set>
 
 namespace tessera {
 
 struct DeviceMesh::Impl {
   at::Device device;
-  std::vector<int64_t> shape, ranks;
+  std::vector<int64_t> shape;
+  RankList ranks;
   std::vector<std::string> dim_names;
   std::optional<std::vector<int64_t>> coordinate;
 };
@@ -45,14 +45,12 @@ std::vector<int64_t> strides_of(const std::vector<int64_t>& shape) {
   return strides;
 }
 
-std::optional<std::vector<int64_t>> find_coordinate(const std::vector<int64_t>& shape, const std::vector<int64_t>& ranks,
-                                                    int64_t rank) {
-  const auto found = std::find(ranks.begin(), ranks.end(), rank);
-  if (found == ranks.end()) return std::nullopt;
-  const auto index = found - ranks.begin();
+std::optional<std::vector<int64_t>> find_coordinate(const std::vector<int64_t>& shape, const RankList& ranks, int64_t rank) {
+  const auto index = ranks.index_of(rank);
+  if (!index) return std::nullopt;
   const auto strides = strides_of(shape);
   std::vector<int64_t> coordinate;
-  for (size_t dim = 0; dim < shape.size(); ++dim) coordinate.push_back(index / strides[dim] % shape[dim]);
+  for (size_t dim = 0; dim < shape.size(); ++dim) coordinate.push_back(*index / strides[dim] % shape[dim]);
   return coordinate;
 }
 
@@ -63,13 +61,15 @@ void check_shape(const std::vector<int64_t>& shape) {
                 ", it must be at least 1");
 }
 
-void check_ranks(const std::vector<int64_t>& shape, const std::vector<int64_t>& ranks, int64_t world_size) {
-  TORCH_CHECK(static_cast<int64_t>(ranks.size()) == product(shape), "device mesh of shape ", list(shape), " holds ",
-              product(shape), " ranks, but ", ranks.size(), " are given: ", list(ranks));
+void check_ranks(const std::vector<int64_t>& shape, const RankList& ranks, int64_t world_size) {
+  TORCH_CHECK(ranks.size() == product(shape), "device mesh of shape ", list(shape), " holds ", product(shape), " ranks, but ",
+              ranks.size(), " are given: ", list(ranks.expanded()));
+  const auto [lowest, highest] = ranks.range();
+  if (lowest >= 0 && highest < world_size && !ranks.has_repetition()) return;
   std::set<int64_t> seen;
-  for (const auto rank : ranks) {
+  for (const auto rank : ranks.expanded()) {
     TORCH_CHECK(rank >= 0 && rank < world_size, "device mesh: rank ", rank, " is not in the world of ", world_size, " ranks");
-    TORCH_CHECK(seen.insert(rank).second, "device mesh: rank ", rank, " appears twice in ", list(ranks));
+    TORCH_CHECK(seen.insert(rank).second, "device mesh: rank ", rank, " appears twice in ", list(ranks.expanded()));
   }
 }
 
@@ -104,7 +104,7 @@ std::string nested(const std::vector<int64_t>& shape, const std::vector<int64_t>
 
 } // namespace
 
-DeviceMesh make_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<int64_t> ranks,
+DeviceMesh make_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, RankList ranks,
                             std::vector<std::string> dim_names) {
   const auto& context = process_context();
   check_shape(shape);
@@ -120,9 +120,7 @@ DeviceMesh init_device_mesh(at::DeviceType device_type, std::vector<int64_t> sha
   check_shape(shape);
   TORCH_CHECK(product(shape) == world_size, "device mesh of shape ", list(shape), " holds ", product(shape),
               " ranks, but the world has ", world_size);
-  std::vector<int64_t> ranks(world_size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return make_device_mesh(device_type, std::move(shape), std::move(ranks), std::move(dim_names));
+  return make_device_mesh(device_type, std::move(shape), RankList::first(world_size), std::move(dim_names));
 }
 
 DeviceMesh::DeviceMesh(Impl impl) : impl_(std::make_shared<const Impl>(std::move(impl))) {}
@@ -138,7 +136,7 @@ at::Device DeviceMesh::device() const { return impl().device; }
 
 int64_t DeviceMesh::ndim() const { return static_cast<int64_t>(impl().shape.size()); }
 
-int64_t DeviceMesh::size() const { return static_cast<int64_t>(impl().ranks.size()); }
+int64_t DeviceMesh::size() const { return impl().ranks.size(); }
 
 int64_t DeviceMesh::size(int64_t dim) const { return impl().shape[checked_dim(dim)]; }
 
@@ -146,7 +144,9 @@ const std::vector<int64_t>& DeviceMesh::shape() const { return impl().shape; }
 
 const std::vector<std::string>& DeviceMesh::dim_names() const { return impl().dim_names; }
 
-const std::vector<int64_t>& DeviceMesh::ranks() const { return impl().ranks; }
+const std::vector<int64_t>& DeviceMesh::ranks() const { return impl().ranks.expanded(); }
+
+const RankList& DeviceMesh::rank_list() const { return impl().ranks; }
 
 const std::optional<std::vector<int64_t>>& DeviceMesh::coordinate() const { return impl().coordinate; }
 
@@ -197,17 +197,14 @@ DeviceMesh DeviceMesh::slice(const std::vector<int64_t>& dims) const {
   for (const auto dim : dims) origin -= coordinate[dim] * strides[dim];
 
   Impl sub{mesh.device, {}, {}, {}, std::vector<int64_t>()};
-  std::vector<int64_t> places{origin};
+  std::vector<RankList::Steps> steps;
   for (const auto dim : dims) {
     sub.shape.push_back(mesh.shape[dim]);
     if (!mesh.dim_names.empty()) sub.dim_names.push_back(mesh.dim_names[dim]);
     sub.coordinate->push_back(coordinate[dim]);
-    std::vector<int64_t> wider;
-    for (const auto place : places)
-      for (int64_t i = 0; i < mesh.shape[dim]; ++i) wider.push_back(place + i * strides[dim]);
-    places = std::move(wider);
+    steps.push_back({mesh.shape[dim], strides[dim]});
   }
-  for (const auto place : places) sub.ranks.push_back(mesh.ranks[place]);
+  sub.ranks = mesh.ranks.select(origin, steps);
   return DeviceMesh(std::move(sub));
 }
 
@@ -225,7 +222,7 @@ DeviceMesh DeviceMesh::flatten(const std::string& name) const {
 CommunicatorPtr DeviceMesh::communicator(int64_t dim, const std::string& purpose) const {
   checked_dim(dim);
   own_coordinate();
-  return process_context().communicator(ndim() == 1 ? ranks() : slice({dim}).ranks(), device_type(), purpose);
+  return process_context().communicator(ndim() == 1 ? rank_list() : slice({dim}).rank_list(), device_type(), purpose);
 }
 
 std::string DeviceMesh::to_string() const {
@@ -239,12 +236,13 @@ std::string DeviceMesh::to_string() const {
 bool operator==(const DeviceMesh& a, const DeviceMesh& b) {
   if (a.impl_ == b.impl_) return true;
   if (!a.impl_ || !b.impl_) return false;
-  return a.device_type() == b.device_type() && a.shape() == b.shape() && a.ranks() == b.ranks() && a.dim_names() == b.dim_names();
+  return a.device_type() == b.device_type() && a.shape() == b.shape() && a.rank_list() == b.rank_list() &&
+         a.dim_names() == b.dim_names();
 }
 
 size_t DeviceMesh::hash() const {
   if (!defined()) return 0;
-  return absl::HashOf(static_cast<int>(device_type()), shape(), ranks(), dim_names());
+  return absl::HashOf(static_cast<int>(device_type()), shape(), rank_list(), dim_names());
 }
 
 } // namespace tessera

@@ -30,6 +30,8 @@ class DeviceMesh {
   const std::vector<std::string>& dim_names() const; ///< empty when unnamed
   /// Global ranks, row-major over `shape()`.
   const std::vector<int64_t>& ranks() const;
+  /// The same, however many they are: `ranks()` makes a list of them.
+  const RankList& rank_list() const;
 
   /// This rank's index in each dim; nothing for a rank outside the mesh.
   const std::optional<std::vector<int64_t>>& coordinate() const;
@@ -62,7 +64,7 @@ class DeviceMesh {
   const std::vector<int64_t>& own_coordinate() const;
   DeviceMesh slice(const std::vector<int64_t>& dims) const; ///< along increasing `dims`
 
-  friend DeviceMesh make_device_mesh(at::DeviceType, std::vector<int64_t>, std::vector<int64_t>, std::vector<std::string>);
+  friend DeviceMesh make_device_mesh(at::DeviceType, std::vector<int64_t>, RankList, std::vector<std::string>);
   std::shared_ptr<const Impl> impl_;
 };
 
@@ -71,7 +73,7 @@ class DeviceMesh {
 DeviceMesh init_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<std::string> dim_names = {});
 
 /// A mesh over `ranks`, row-major over `shape`. Every rank calls it, ranks outside included; nothing is communicated.
-DeviceMesh make_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<int64_t> ranks,
+DeviceMesh make_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, RankList ranks,
                             std::vector<std::string> dim_names = {});
 
 } // namespace tessera

@@ -108,9 +108,8 @@ double copies(const DeviceMesh& mesh, const Spec& spec, const std::vector<bool>&
 
 /// Whether all ranks of `inner`, but not all of `outer`, are in both.
 bool is_within(const DeviceMesh& inner, const DeviceMesh& outer) {
-  return inner.size() < outer.size() && std::all_of(inner.ranks().begin(), inner.ranks().end(), [&](int64_t rank) {
-           return std::find(outer.ranks().begin(), outer.ranks().end(), rank) != outer.ranks().end();
-         });
+  return inner.size() < outer.size() && std::all_of(inner.ranks().begin(), inner.ranks().end(),
+                                                    [&](int64_t rank) { return outer.rank_list().index_of(rank).has_value(); });
 }
 
 at::Tensor joined(std::vector<at::Tensor> values, NormOf norm) {
@@ -142,7 +141,8 @@ at::Tensor value_on(const OnMesh& group, const Passengers& others, NormOf norm) 
   auto value = joined(std::move(values), norm);
   const auto dim = std::find(dims.begin(), dims.end(), true) - dims.begin();
   if (mesh.size() == 1 || dim == static_cast<std::ptrdiff_t>(dims.size())) return value;
-  const auto communicator = over_all ? process_context().communicator(mesh.ranks(), mesh.device_type()) : mesh.communicator(dim);
+  const auto communicator =
+      over_all ? process_context().communicator(mesh.rank_list(), mesh.device_type()) : mesh.communicator(dim);
   communicator->all_reduce(value.view({1}), norm.op(), kLabel).wait();
   return value;
 }

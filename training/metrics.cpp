@@ -57,7 +57,7 @@ at::Tensor reduce(const at::Tensor& tensor, const DeviceMesh& mesh, ReduceOp op,
                   const std::string& request) {
   TORCH_CHECK_VALUE(mesh.coordinate(), "all_reduce: rank ", process_context().rank(), " is not in ", mesh.to_string());
   const at::NoGradGuard no_grad;
-  const auto communicator = process_context().communicator(mesh.ranks(), mesh.device_type(), kLabel);
+  const auto communicator = process_context().communicator(mesh.rank_list(), mesh.device_type(), kLabel);
   check_agreed(request, *communicator, mesh);
   TORCH_CHECK_VALUE(problem.empty(), "all_reduce: every rank gave ", problem);
   auto result = tensor.detach().to(mesh.device()).clone(at::MemoryFormat::Contiguous);
