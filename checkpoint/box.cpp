@@ -64,9 +64,9 @@ struct Part {
     TORCH_CHECK(!ragged_dim || *ragged_dim == ragged.dim, "RaggedShard(", ragged.dim, ") after RaggedShard(",
                 ragged_dim.value_or(0), ") cannot be described as boxes");
     const auto n = ragged_dim ? end - begin : c10::numelements_to_dim(static_cast<int>(ragged.dim + 1), box.sizes);
-    const auto total = c10::sum_integers(ragged.extents);
+    const auto total = ragged.extents.sum_before(ragged.extents.size());
     TORCH_CHECK(total == n, "the extents of RaggedShard(", ragged.dim, ") add up to ", total, " where the tensor has ", n);
-    const auto low = c10::sum_integers(ragged.extents.begin(), ragged.extents.begin() + index);
+    const auto low = ragged.extents.sum_before(static_cast<size_t>(index));
     ragged_dim = ragged.dim;
     end = begin + low + ragged.extents[index];
     begin += low;

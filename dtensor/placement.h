@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <c10/util/SmallVector.h>
+#include <tessera/dtensor/rank_values.h>
 
 namespace tessera {
 
@@ -27,7 +28,7 @@ struct Shard {
 /// The local tensor has shape [extents[rank], sizes after `dim`...]; for dim 0 that is a range of rows. (veScale's RaggedShard.)
 struct RaggedShard {
   int64_t dim = 0;
-  std::vector<int64_t> extents;
+  RankValues extents;
   bool operator==(const RaggedShard&) const = default;
 };
 

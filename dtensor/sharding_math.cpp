@@ -3,13 +3,12 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <numeric>
 
 namespace tessera::internal {
 
 Extent ragged_extent(const RaggedShard& placement, int64_t index) {
-  const auto begin = placement.extents.begin();
-  return {std::accumulate(begin, begin + index, int64_t{0}), placement.extents[index]};
+  const auto rank = static_cast<size_t>(index);
+  return {placement.extents.sum_before(rank), placement.extents[rank]};
 }
 
 namespace {

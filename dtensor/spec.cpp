@@ -33,10 +33,13 @@ void check_ragged(const DeviceMesh& mesh, const Placements& placements, c10::Int
   TORCH_CHECK(static_cast<int64_t>(ragged.extents.size()) == mesh.size(mesh_dim),
               "RaggedShard needs one extent a rank of mesh dim ", mesh_dim, ": ", describe(mesh, placements, sizes));
   int64_t total = 0;
-  for (const auto extent : ragged.extents) {
-    TORCH_CHECK(extent >= 0, "RaggedShard extents must not be negative: ", describe(mesh, placements, sizes));
-    TORCH_CHECK(!c10::add_overflows(total, extent, &total),
+  int64_t begin = 0;
+  for (const auto& run : ragged.extents.runs()) {
+    TORCH_CHECK(run.value >= 0, "RaggedShard extents must not be negative: ", describe(mesh, placements, sizes));
+    int64_t sum = 0;
+    TORCH_CHECK(!c10::mul_overflows(run.end - begin, run.value, &sum) && !c10::add_overflows(total, sum, &total),
                 "RaggedShard extents add up to more than 64 bits count: ", describe(mesh, placements, sizes));
+    begin = run.end;
   }
   const auto expected = product(sizes, 0, ragged.dim + 1);
   TORCH_CHECK(total == expected, "RaggedShard extents add up to ", total, ", not to ", expected, ": ",

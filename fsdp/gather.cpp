@@ -231,7 +231,7 @@ void ParameterGroup::cast_into(const at::Tensor& destination) {
   CopyList copies;
   const auto rank = static_cast<size_t>(axes_.shard_rank());
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& piece = layout_.parameters[i].pieces[rank];
+    const auto piece = layout_.parameters[i].pieces[rank];
     if (piece.numel == 0 || layout_.parameters[i].is_replicated() || extended_.contains(i)) continue;
     copies.copy(flat_view(destination, piece.shard_offset, piece.numel, parameters_[i].leaf.scalar_type()),
                 in_memory_order(fetched_local(i)));
@@ -242,13 +242,19 @@ void ParameterGroup::cast_into(const at::Tensor& destination) {
 void ParameterGroup::copy_out_pieces(size_t index, const at::Tensor& by_rank, CopyList& copies) {
   const auto& layout = layout_.parameters[index];
   const auto whole = row_major_parameter(index);
-  for (size_t rank = 0; rank < layout.pieces.size(); ++rank) {
-    const auto& piece = layout.pieces[rank];
-    if (piece.numel == 0) continue;
-    const auto part = owned_part(whole, layout, rank);
-    copies.copy(
-        part,
-        flat_view(by_rank[static_cast<int64_t>(rank)], piece.shard_offset, piece.numel, whole.scalar_type()).view(part.sizes()));
+  const auto item = static_cast<int64_t>(whole.element_size());
+  for (const auto& run : layout.pieces.runs()) {
+    const auto& range = run.range;
+    if (range.numel == 0) continue;
+    if (layout.split_dim == 0 && run.ranks > kFewRanks) {
+      const auto sent = by_rank.narrow(0, run.first, run.ranks).narrow(1, range.shard_offset, range.numel * item);
+      copies.copy(rows_of(whole, run), sent.view(whole.scalar_type()));
+      continue;
+    }
+    for (int64_t rank = run.first; rank < run.first + run.ranks; ++rank) {
+      const auto part = owned_part(whole, layout, static_cast<size_t>(rank));
+      copies.copy(part, flat_view(by_rank[rank], range.shard_offset, range.numel, whole.scalar_type()).view(part.sizes()));
+    }
   }
 }
 
@@ -286,7 +292,7 @@ void ParameterGroup::copy_out(const at::Tensor& gathered) {
       copy_out_pieces(i, by_rank, pieces);
       continue;
     }
-    const auto& piece = parameter.pieces[0];
+    const auto piece = parameter.pieces[0];
     copy_parts(output, parameter.unsharded_offset, bytes, by_rank, piece.shard_offset, piece.numel * item);
   }
   pieces.run();

@@ -7,7 +7,10 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <numeric>
+#include <set>
+#include <utility>
 
 namespace tessera::internal {
 
@@ -84,9 +87,9 @@ int64_t row_step(const std::vector<ParameterShape>& parameters, int64_t shard_by
 void append_scalars(const std::vector<ParameterShape>& parameters, int ranks, GroupLayout& layout) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!is_scalar(parameters[i])) continue;
-    layout.parameters[i] = {
-        Replicate{}, std::vector<OwnedRange>(static_cast<size_t>(ranks), {0, 1, layout.shard_bytes + layout.replicated_bytes}),
-        layout.unsharded_bytes};
+    Pieces whole;
+    whole.append(ranks, {0, 1, layout.shard_bytes + layout.replicated_bytes}, /*step=*/0);
+    layout.parameters[i] = {Replicate{}, std::move(whole), layout.unsharded_bytes};
     layout.replicated_bytes += kParameterAlignment;
     layout.unsharded_bytes += kParameterAlignment;
   }
@@ -107,27 +110,41 @@ void check_size(const std::vector<ParameterShape>& parameters, int ranks) {
   }
 }
 
+/// The first dim between whose positions it is cut.
+int64_t cut_dim(const ParameterShape& parameter, const Cut& cut) {
+  int64_t dim = 0;
+  while (cut.size > 0 && !cut.falls_between(product(parameter.sizes, static_cast<size_t>(dim) + 1) * item_bytes(parameter)))
+    ++dim;
+  return dim;
+}
+
 /// The pieces of a parameter that starts at byte `offset`, and the placement they amount to.
 ParameterLayout cut_ragged(const ParameterShape& parameter, int64_t offset, int64_t shard_bytes, int ranks) {
   ParameterLayout layout;
   layout.unsharded_offset = offset;
-  layout.pieces.resize(static_cast<size_t>(ranks));
   const int64_t size = bytes(parameter), item = item_bytes(parameter);
-  const Cut cut{offset, size, shard_bytes};
-  int64_t dim = 0;
-  const auto unit = [&] { return product(parameter.sizes, static_cast<size_t>(dim) + 1) * item; };
-  while (size > 0 && !cut.falls_between(unit())) ++dim;
-  const int64_t unit_bytes = size > 0 ? unit() : item;
-
-  RaggedShard placement{dim, std::vector<int64_t>(static_cast<size_t>(ranks), 0)};
-  for (int64_t rank = 0; rank < ranks; ++rank) {
+  RaggedShard placement{cut_dim(parameter, {offset, size, shard_bytes}), {}};
+  const int64_t unit_bytes = size > 0 ? product(parameter.sizes, static_cast<size_t>(placement.dim) + 1) * item : item;
+  const auto append = [&](int64_t rank, int64_t count) { // of ranks that own as much
+    if (count <= 0) return;
     const int64_t low = std::clamp(rank * shard_bytes, offset, offset + size);
     const int64_t high = std::clamp((rank + 1) * shard_bytes, offset, offset + size);
-    auto& piece = layout.pieces[static_cast<size_t>(rank)];
-    piece = {(low - offset) / item, (high - low) / item, high > low ? low - rank * shard_bytes : 0};
-    placement.extents[static_cast<size_t>(rank)] = (high - low) / unit_bytes;
+    const int64_t numel = (high - low) / item;
+    layout.pieces.append(count, {(low - offset) / item, numel, high > low ? low - rank * shard_bytes : 0}, numel);
+    placement.extents.append(count, (high - low) / unit_bytes);
+  };
+  // Ranks before the parameter, the first that owns some, those inside, the last, those behind.
+  const int64_t begin = std::min<int64_t>(offset / shard_bytes, ranks), last = std::max((offset + size - 1) / shard_bytes, begin);
+  const int64_t end = std::min<int64_t>(last + 1, ranks);
+  append(0, begin);
+  append(begin, std::min<int64_t>(end - begin, 1));
+  append(begin + 1, end - begin - 2);
+  append(end - 1, end - begin > 1 ? 1 : 0);
+  append(end, ranks - end);
+  if (size == 0) {
+    placement.extents = RankValues{parameter.sizes[0]};
+    placement.extents.append(ranks - 1, 0);
   }
-  if (size == 0) placement.extents[0] = parameter.sizes[0];
   layout.placement = std::move(placement);
   return layout;
 }
@@ -135,6 +152,39 @@ ParameterLayout cut_ragged(const ParameterShape& parameter, int64_t offset, int6
 } // namespace
 
 int64_t ParameterShape::numel() const { return product(sizes, 0); }
+
+Pieces::Pieces(const std::vector<OwnedRange>& pieces) {
+  int64_t step = 0;
+  for (size_t rank = 0; rank < pieces.size(); ++rank) {
+    if (rank + 1 < pieces.size()) step = pieces[rank + 1].begin - pieces[rank].begin;
+    append(1, pieces[rank], step);
+  }
+}
+
+void Pieces::append(int64_t ranks, const OwnedRange& range, int64_t step) {
+  if (ranks <= 0) return;
+  const auto first = static_cast<int64_t>(size());
+  if (!runs_.empty()) {
+    auto& last = runs_.back();
+    const bool is_alike = last.range.numel == range.numel && last.range.shard_offset == range.shard_offset && last.step == step;
+    if (is_alike && last.range.begin + last.ranks * last.step == range.begin) return void(last.ranks += ranks);
+  }
+  runs_.push_back({first, ranks, range, step});
+}
+
+OwnedRange Pieces::operator[](size_t rank) const {
+  const auto index = static_cast<int64_t>(rank);
+  const auto after =
+      std::upper_bound(runs_.begin(), runs_.end(), index, [](int64_t place, const Run& run) { return place < run.first; });
+  const auto& run = *std::prev(after);
+  return {run.range.begin + (index - run.first) * run.step, run.range.numel, run.range.shard_offset};
+}
+
+std::vector<OwnedRange> Pieces::expanded() const {
+  std::vector<OwnedRange> pieces(size());
+  for (size_t rank = 0; rank < pieces.size(); ++rank) pieces[rank] = (*this)[rank];
+  return pieces;
+}
 
 GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks) {
   int64_t total = 0;
@@ -167,6 +217,21 @@ GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks
   return layout;
 }
 
+namespace {
+
+/// Of a dim of `size`, `chunk` for each rank as long as there are any: begins in steps of `unit`, elements in steps of `row`.
+Pieces chunks_of(int64_t size, int64_t chunk, int64_t unit, int64_t row, int ranks, int64_t shard_offset) {
+  Pieces pieces;
+  const int64_t full = chunk > 0 ? std::min<int64_t>(size / chunk, ranks) : 0;
+  pieces.append(full, {0, chunk * row, shard_offset}, chunk * unit);
+  const int64_t rest = size - full * chunk;
+  if (full < ranks) pieces.append(1, {full * chunk * unit, rest * row, shard_offset}, 0);
+  pieces.append(ranks - full - 1, {size * unit, 0, shard_offset}, 0);
+  return pieces;
+}
+
+} // namespace
+
 GroupLayout plan_per_parameter(const std::vector<ParameterShape>& parameters, int ranks) {
   GroupLayout layout;
   layout.gathers_in_place = ranks == 1;
@@ -175,10 +240,7 @@ GroupLayout plan_per_parameter(const std::vector<ParameterShape>& parameters, in
     ParameterLayout one;
     if (!is_scalar(parameter)) {
       const int64_t rows = parameter.sizes[0], row = product(parameter.sizes, 1), chunk = at::ceil_div(rows, int64_t{ranks});
-      for (int64_t rank = 0; rank < ranks; ++rank) {
-        const int64_t low = std::min(rank * chunk, rows), high = std::min((rank + 1) * chunk, rows);
-        one.pieces.push_back({low * row, (high - low) * row, layout.shard_bytes});
-      }
+      one.pieces = chunks_of(rows, chunk, row, row, ranks, layout.shard_bytes);
       one.placement = Shard{0};
       one.unsharded_offset = layout.unsharded_bytes;
       layout.shard_bytes += at::round_up(chunk * row * item_bytes(parameter), kParameterAlignment);
@@ -222,13 +284,13 @@ void check_placement(const ParameterShape& parameter, int ranks) {
 ParameterLayout split_as_placed(const ParameterShape& parameter, int ranks) {
   ParameterLayout layout;
   layout.placement = parameter.placement.value_or(Shard{0});
-  layout.pieces.resize(static_cast<size_t>(ranks));
   if (const auto* ragged = std::get_if<RaggedShard>(&layout.placement)) {
     const int64_t unit = product(parameter.sizes, static_cast<size_t>(ragged->dim) + 1);
-    int64_t begin = 0;
-    for (size_t rank = 0; rank < layout.pieces.size(); ++rank) {
-      layout.pieces[rank] = {begin, ragged->extents[rank] * unit};
-      begin += layout.pieces[rank].numel;
+    int64_t begin = 0, rank = 0;
+    for (const auto& run : ragged->extents.runs()) {
+      const int64_t numel = run.value * unit, count = run.end - std::exchange(rank, run.end);
+      layout.pieces.append(count, {begin, numel}, numel);
+      begin += count * numel;
     }
     return layout;
   }
@@ -237,10 +299,7 @@ ParameterLayout split_as_placed(const ParameterShape& parameter, int ranks) {
   layout.split_dim = dim;
   const int64_t size = parameter.sizes[static_cast<size_t>(dim)], chunk = at::ceil_div(size, int64_t{ranks});
   const int64_t rest = size > 0 ? parameter.numel() / size : 0; // elements at one index of the dim
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const int64_t low = std::min(rank * chunk, size), high = std::min((rank + 1) * chunk, size);
-    layout.pieces[static_cast<size_t>(rank)] = {dim == 0 ? low * rest : low, (high - low) * rest};
-  }
+  layout.pieces = chunks_of(size, chunk, dim == 0 ? rest : 1, rest, ranks, /*shard_offset=*/0);
   return layout;
 }
 
@@ -254,10 +313,12 @@ GroupLayout plan_placed(const std::vector<ParameterShape>& parameters, int ranks
       continue;
     }
     auto one = split_as_placed(parameter, ranks);
+    auto pieces = one.pieces.expanded();
     for (size_t rank = 0; rank < ends.size(); ++rank) {
-      one.pieces[rank].shard_offset = ends[rank];
-      ends[rank] += at::round_up(one.pieces[rank].numel * item_bytes(parameter), kParameterAlignment);
+      pieces[rank].shard_offset = ends[rank];
+      ends[rank] += at::round_up(pieces[rank].numel * item_bytes(parameter), kParameterAlignment);
     }
+    one.pieces = Pieces(pieces);
     one.unsharded_offset = layout.unsharded_bytes;
     layout.unsharded_bytes += at::round_up(bytes(parameter), kParameterAlignment);
     layout.parameters.push_back(std::move(one));
@@ -270,24 +331,45 @@ GroupLayout plan_placed(const std::vector<ParameterShape>& parameters, int ranks
 
 void leave_out(const std::vector<bool>& extended, const std::vector<ParameterShape>& parameters, GroupLayout& layout) {
   layout.gathers_in_place = false;
-  layout.shard_bytes = 0;
-  for (size_t rank = 0; rank < layout.parameters[0].pieces.size(); ++rank) {
-    int64_t end = 0;
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      auto& piece = layout.parameters[i].pieces[rank];
-      if (layout.parameters[i].is_replicated()) continue;
-      piece.shard_offset = extended[i] ? 0 : end;
-      if (!extended[i]) end += at::round_up(piece.numel * item_bytes(parameters[i]), kParameterAlignment);
+  std::vector<int64_t> ends(layout.parameters[0].pieces.size(), 0);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (layout.parameters[i].is_replicated()) continue;
+    auto pieces = layout.parameters[i].pieces.expanded();
+    for (size_t rank = 0; rank < ends.size(); ++rank) {
+      pieces[rank].shard_offset = extended[i] ? 0 : ends[rank];
+      if (!extended[i]) ends[rank] += at::round_up(pieces[rank].numel * item_bytes(parameters[i]), kParameterAlignment);
     }
-    layout.shard_bytes = std::max(layout.shard_bytes, end);
+    layout.parameters[i].pieces = Pieces(pieces);
   }
+  layout.shard_bytes = ends.empty() ? 0 : *std::max_element(ends.begin(), ends.end());
 }
 
 at::Tensor owned_part(const at::Tensor& whole, const ParameterLayout& layout, size_t rank) {
-  const auto& piece = layout.pieces[rank];
+  const auto piece = layout.pieces[rank];
   if (layout.split_dim == 0) return whole.reshape({-1}).narrow(0, piece.begin, piece.numel);
   const int64_t size = whole.size(layout.split_dim), rest = whole.numel() > 0 ? whole.numel() / size : 0;
   return whole.narrow(layout.split_dim, piece.begin, rest > 0 ? piece.numel / rest : 0);
+}
+
+at::Tensor rows_of(const at::Tensor& whole, const Pieces::Run& run) {
+  const auto flat = whole.view({-1});
+  const int64_t numel = run.range.numel;
+  if (run.step == 0) return flat.narrow(0, run.range.begin, numel).expand({run.ranks, numel}); // every rank has the same
+  return flat.narrow(0, run.range.begin, run.ranks * numel).view({run.ranks, numel});
+}
+
+std::vector<Stretch> stretches_of(const Pieces& pieces, const RankValues& offsets) {
+  std::vector<Stretch> stretches;
+  auto offset = offsets.runs().begin();
+  for (const auto& run : pieces.runs()) {
+    for (int64_t rank = run.first, end = 0; rank < run.first + run.ranks; rank = end) {
+      while (offset->end <= rank) ++offset;
+      end = std::min(offset->end, run.first + run.ranks);
+      if (run.range.numel == 0) continue;
+      stretches.push_back({{rank, end - rank, pieces[static_cast<size_t>(rank)], run.step}, offset->value});
+    }
+  }
+  return stretches;
 }
 
 GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& parameters, int ranks) {
@@ -298,21 +380,39 @@ GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& pa
   return kind == BufferLayout::kRagged ? plan_ragged(parameters, ranks) : plan_per_parameter(parameters, ranks);
 }
 
+namespace {
+
+/// The ranks in ranges, [first, end), in which all own as much of each parameter.
+std::vector<std::pair<int64_t, int64_t>> alike(const GroupLayout& layout) {
+  std::set<int64_t> begins;
+  int64_t ranks = 0;
+  for (const auto& parameter : layout.parameters) {
+    for (const auto& run : parameter.pieces.runs()) begins.insert(run.first);
+    ranks = static_cast<int64_t>(parameter.pieces.size());
+  }
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  for (auto each = begins.begin(); each != begins.end(); ++each) {
+    const auto next = std::next(each);
+    ranges.emplace_back(*each, next == begins.end() ? ranks : *next);
+  }
+  return ranges;
+}
+
+} // namespace
+
 ReduceLayout plan_reduce(const GroupLayout& layout, const std::vector<bool>& takes_part) {
   constexpr int64_t kAlignment = 8; // elements: 16 bytes of the narrowest dtype that is reduced, for vector loads
   ReduceLayout reduce;
-  const size_t ranks = layout.parameters.empty() ? 0 : layout.parameters[0].pieces.size();
-  std::vector<int64_t> ends(ranks, 0);
-  for (size_t p = 0; p < layout.parameters.size(); ++p) {
-    auto& offsets = reduce.offsets.emplace_back();
-    if (!takes_part[p]) continue;
-    for (size_t rank = 0; rank < ranks; ++rank) {
-      const int64_t numel = layout.parameters[p].pieces[rank].numel;
-      offsets.push_back(ends[rank]);
-      ends[rank] += at::round_up(numel, kAlignment);
+  reduce.offsets.resize(layout.parameters.size());
+  for (const auto& [first, end] : alike(layout)) {
+    int64_t offset = 0;
+    for (size_t p = 0; p < layout.parameters.size(); ++p) {
+      if (!takes_part[p]) continue;
+      reduce.offsets[p].append(end - first, offset);
+      offset += at::round_up(layout.parameters[p].pieces[static_cast<size_t>(first)].numel, kAlignment);
     }
+    reduce.used_offset = std::max(reduce.used_offset, offset);
   }
-  reduce.used_offset = ends.empty() ? 0 : *std::max_element(ends.begin(), ends.end());
   reduce.chunk_numel = at::round_up(reduce.used_offset + static_cast<int64_t>(layout.parameters.size()), kAlignment);
   return reduce;
 }

@@ -33,17 +33,47 @@ struct OwnedRange {
   int64_t shard_offset = 0; ///< bytes, inside that rank's shard
 };
 
+/// What each rank owns of a parameter. Neighbours that own as much, each after the one before, are kept once.
+class Pieces {
+ public:
+  /// The ranks from `first` to `first` + `ranks`. Each range begins `step` after the one of the rank before.
+  struct Run {
+    int64_t first = 0, ranks = 0;
+    OwnedRange range; ///< of the first rank
+    int64_t step = 0;
+  };
+
+  Pieces() = default;
+  explicit Pieces(const std::vector<OwnedRange>& pieces);
+  /// Of the next `ranks` ranks.
+  void append(int64_t ranks, const OwnedRange& range, int64_t step);
+
+  size_t size() const { return static_cast<size_t>(runs_.empty() ? 0 : runs_.back().first + runs_.back().ranks); }
+  OwnedRange operator[](size_t rank) const;
+  const std::vector<Run>& runs() const { return runs_; }
+  std::vector<OwnedRange> expanded() const;
+
+ private:
+  std::vector<Run> runs_;
+};
+
 struct ParameterLayout {
-  Placement placement;            ///< along the shard dim of the mesh
-  std::vector<OwnedRange> pieces; ///< one a rank
-  int64_t unsharded_offset = 0;   ///< bytes, inside the unsharded storage
-  int64_t split_dim = 0;          ///< 0: the pieces are ranges of the flattened parameter
+  Placement placement;          ///< along the shard dim of the mesh
+  Pieces pieces;                ///< one a rank
+  int64_t unsharded_offset = 0; ///< bytes, inside the unsharded storage
+  int64_t split_dim = 0;        ///< 0: the pieces are ranges of the flattened parameter
 
   bool is_replicated() const { return std::holds_alternative<Replicate>(placement); }
 };
 
 /// The part of a parameter, or of what has its shape, that a rank owns: a view of a contiguous `whole`, flat or a range of a dim.
 at::Tensor owned_part(const at::Tensor& whole, const ParameterLayout& layout, size_t rank);
+
+/// The parts of a run of flat pieces, one a row.
+at::Tensor rows_of(const at::Tensor& whole, const Pieces::Run& run);
+
+/// Up to so many ranks a copy for each costs no more than one of all their rows.
+inline constexpr int64_t kFewRanks = 64;
 
 /// The layout of a group. A rank's shard is `shard_bytes` that it contributes to the all-gather, then `replicated_bytes` for
 /// 0-dim parameters, which every rank holds whole. The unsharded storage ends with the 0-dim parameters too.
@@ -82,11 +112,18 @@ GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& pa
 /// Where the gradients lie in the reduce-scatter's input: rank r's part starts at r × `chunk_numel`, and holds its pieces of the
 /// given parameters and one used-flag a parameter. In elements of the reduce dtype.
 struct ReduceLayout {
-  std::vector<std::vector<int64_t>> offsets; ///< [parameter][rank]; empty for a parameter that takes no part
+  std::vector<RankValues> offsets; ///< [parameter][rank]; empty for a parameter that takes no part
   int64_t used_offset = 0;
   int64_t chunk_numel = 0;
 };
 
 ReduceLayout plan_reduce(const GroupLayout& layout, const std::vector<bool>& takes_part);
+
+/// Neighbouring ranks whose pieces of a parameter lie at the same place of each rank's part; none is empty.
+struct Stretch {
+  Pieces::Run pieces;
+  int64_t offset = 0; ///< elements, inside a rank's part
+};
+std::vector<Stretch> stretches_of(const Pieces& pieces, const RankValues& offsets);
 
 } // namespace tessera::internal

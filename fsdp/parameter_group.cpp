@@ -34,8 +34,8 @@ bool can_have_strided_shards(c10::IntArrayRef sizes, c10::IntArrayRef strides, c
   const int64_t numel = c10::multiply_integers(sizes), row = numel / sizes[0];
   const bool rows_are_outermost = sizes[0] == 1 || strides[0] == row;
   return layout.split_dim == 0 && rows_are_outermost &&
-         std::all_of(layout.pieces.begin(), layout.pieces.end(),
-                     [&](const auto& piece) { return piece.begin % row == 0 && piece.numel % row == 0; });
+         std::all_of(layout.pieces.runs().begin(), layout.pieces.runs().end(),
+                     [&](const auto& run) { return run.range.begin % row == 0 && run.range.numel % row == 0; });
 }
 
 /// A parameter's share in its group, as a tensor hook. Autograd's part of a tensor goes with the last reference to it; the
@@ -179,7 +179,7 @@ void ParameterGroup::allocate_shard(c10::Device device) {
   std::vector<int64_t> master_offsets; // bytes, of each local inside the shard
   versions_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& piece = layout_.parameters[i].pieces[rank];
+    const auto piece = layout_.parameters[i].pieces[rank];
     master_offsets.push_back(casts_ ? packed : piece.shard_offset);
     packed +=
         at::round_up(piece.numel * static_cast<int64_t>(c10::elementSize(parameters_[i].spec->dtype())), kParameterAlignment);
@@ -209,7 +209,7 @@ void ParameterGroup::allocate_shard(c10::Device device) {
 void ParameterGroup::fill_shard(const std::vector<at::Tensor>& values) {
   const auto rank = static_cast<size_t>(axes_.shard_rank());
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& piece = layout_.parameters[i].pieces[rank];
+    const auto piece = layout_.parameters[i].pieces[rank];
     if (piece.numel == 0) continue;
     const auto part = owned_part(values[i], layout_.parameters[i], rank);
     parameters_[i].local.copy_(part.reshape(parameters_[i].local.sizes()));
@@ -320,7 +320,7 @@ void ParameterGroup::write_back(const UnshardedRange& written) {
   const auto rank = static_cast<size_t>(axes_.shard_rank());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = layout_.parameters[i];
-    const auto& piece = parameter.pieces[rank];
+    const auto piece = parameter.pieces[rank];
     if (!UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
     TORCH_CHECK(!extended_.contains(i), "the unsharded parameter ", full_name(i), " was written, and it has a gather extension: ",
                 "its shards are not of what is gathered. Write the parameter itself, as a whole (parameter.copy_(full_tensor))");

@@ -67,52 +67,71 @@ void ReduceBuffer::add_nothing(size_t index) {
   is_filled_[index] = is_copied_[index] = true;
 }
 
-template <typename Visit>
-void ReduceBuffer::visit_pieces(size_t index, const at::Tensor& gradient, const Visit& visit) const {
+at::Tensor ReduceBuffer::rows(const Stretch& stretch) const {
+  const auto& [run, offset] = stretch;
+  const auto parts = input_.data.view({group_.axes().shard_ranks(), layout_->chunk_numel});
+  return parts.narrow(0, run.first, run.ranks).narrow(1, offset, run.range.numel);
+}
+
+/// Calls `visit` (tensor flattened or not, rank, whether it is) for each rank's piece, and `visit_rows` (rows of the buffer, rows
+/// of the gradient) for many alike.
+template <typename Visit, typename VisitRows>
+void ReduceBuffer::visit_pieces(size_t index, const at::Tensor& gradient, const Visit& visit, const VisitRows& visit_rows) const {
   const auto& layout = group_.layout().parameters[index];
   const auto& parameter = group_.parameters()[index];
   const bool is_flat = layout.split_dim == 0 || parameter.has_strided_shards;
   const auto whole = parameter.has_strided_shards ? flatten(gradient, parameter.strides)
                      : is_flat                    ? gradient.contiguous()
                                                   : gradient;
-  for (size_t rank = 0; rank < layout.pieces.size(); ++rank) {
-    if (layout.pieces[rank].numel > 0) visit(whole, rank, is_flat);
+  for (const auto& stretch : stretches_of(layout.pieces, layout_->offsets[index])) {
+    const auto& run = stretch.pieces;
+    if (is_flat && run.ranks > kFewRanks) {
+      visit_rows(rows(stretch), rows_of(whole, run));
+      continue;
+    }
+    for (int64_t rank = run.first; rank < run.first + run.ranks; ++rank) visit(whole, static_cast<size_t>(rank), is_flat);
   }
 }
 
 void ReduceBuffer::copy_now(size_t index, const at::Tensor& gradient) {
   const auto& layout = group_.layout().parameters[index];
   const bool adds = is_filled_[index];
-  visit_pieces(index, gradient, [&](const at::Tensor& whole, size_t rank, bool is_flat) {
-    const auto& piece = layout.pieces[rank];
-    if (is_flat) {
-      const int64_t offset = static_cast<int64_t>(rank) * layout_->chunk_numel + layout_->offsets[index][rank];
-      return copy_elements(input_.data, offset, whole, piece.begin, piece.numel, adds);
-    }
-    const auto source = owned_part(whole, layout, rank);
-    const auto destination = range(index, rank).view(source.sizes());
+  const auto copy_or_add = [&](const at::Tensor& destination, const at::Tensor& source) {
     if (adds) {
       destination.add_(source);
     } else {
       destination.copy_(source);
     }
-  });
+  };
+  const auto copy_piece = [&](const at::Tensor& whole, size_t rank, bool is_flat) {
+    const auto piece = layout.pieces[rank];
+    if (is_flat) {
+      const int64_t offset = static_cast<int64_t>(rank) * layout_->chunk_numel + layout_->offsets[index][rank];
+      return copy_elements(input_.data, offset, whole, piece.begin, piece.numel, adds);
+    }
+    const auto source = owned_part(whole, layout, rank);
+    copy_or_add(range(index, rank).view(source.sizes()), source);
+  };
+  visit_pieces(index, gradient, copy_piece, copy_or_add);
   is_copied_[index] = true;
 }
 
 void ReduceBuffer::collect(CopyList& list, size_t index) {
   const auto gradient = std::exchange(waiting_[index], at::Tensor());
   const auto& layout = group_.layout().parameters[index];
-  visit_pieces(index, gradient, [&](const at::Tensor& whole, size_t rank, bool is_flat) {
-    const auto& piece = layout.pieces[rank];
-    const auto source = is_flat ? whole.view({-1}).narrow(0, piece.begin, piece.numel) : owned_part(whole, layout, rank);
-    const auto destination = range(index, rank).view(source.sizes());
+  const auto collect_pair = [&](const at::Tensor& destination, const at::Tensor& source) {
     if (is_copied_[index]) {
       list.sum(destination, source);
     } else {
       list.copy(destination, source);
     }
-  });
+  };
+  const auto collect_piece = [&](const at::Tensor& whole, size_t rank, bool is_flat) {
+    const auto piece = layout.pieces[rank];
+    const auto source = is_flat ? whole.view({-1}).narrow(0, piece.begin, piece.numel) : owned_part(whole, layout, rank);
+    collect_pair(range(index, rank).view(source.sizes()), source);
+  };
+  visit_pieces(index, gradient, collect_piece, collect_pair);
   is_copied_[index] = true;
 }
 
@@ -126,7 +145,14 @@ void ReduceBuffer::flush() {
 }
 
 void ReduceBuffer::zero(CopyList& list, size_t index) const {
-  for (size_t rank = 0; rank < layout_->offsets[index].size(); ++rank) list.zero(range(index, rank));
+  for (const auto& stretch : stretches_of(group_.layout().parameters[index].pieces, layout_->offsets[index])) {
+    const auto& run = stretch.pieces;
+    if (run.ranks > kFewRanks) {
+      list.zero(rows(stretch));
+      continue;
+    }
+    for (int64_t rank = run.first; rank < run.first + run.ranks; ++rank) list.zero(range(index, static_cast<size_t>(rank)));
+  }
 }
 
 void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
@@ -148,7 +174,13 @@ void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
     std::copy(used.begin(), used.end(), flags.mutable_data_ptr<uint8_t>());
     flags = flags.to(input_.data.options());
   }
-  for (int64_t rank = 0; rank < group_.axes().shard_ranks(); ++rank)
+  const int64_t ranks = group_.axes().shard_ranks();
+  if (ranks > kFewRanks) {
+    list.copy(input_.data.view({ranks, layout_->chunk_numel}).narrow(1, layout_->used_offset, count),
+              flags.expand({ranks, count}));
+    return;
+  }
+  for (int64_t rank = 0; rank < ranks; ++rank)
     list.copy(input_.data.narrow(0, rank * layout_->chunk_numel + layout_->used_offset, count), flags);
 }
 

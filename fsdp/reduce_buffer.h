@@ -43,13 +43,14 @@ class ReduceBuffer {
   void drop();
 
  private:
-  template <typename Visit> // void(at::Tensor destination, at::Tensor source)
-  void visit_pieces(size_t index, const at::Tensor& gradient, const Visit& visit) const;
+  template <typename Visit, typename VisitRows>
+  void visit_pieces(size_t index, const at::Tensor& gradient, const Visit& visit, const VisitRows& visit_rows) const;
   void copy_now(size_t index, const at::Tensor& gradient);
   void collect(CopyList& list, size_t index);
   void zero(CopyList& list, size_t index) const;
   void flag(CopyList& list, const std::vector<bool>& used);
   at::Tensor range(size_t index, size_t rank) const;
+  at::Tensor rows(const Stretch& stretch) const; ///< of the buffer, one a rank
 
   ParameterGroup& group_;
   const ReduceLayout* layout_ = nullptr;

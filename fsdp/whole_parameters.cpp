@@ -24,8 +24,10 @@ ShardPlacementFn whole_on_one_rank(const std::vector<at::Tensor>& parameters, in
   return [owners = std::move(owners), ranks](const std::string&, const at::Tensor& parameter) -> std::optional<Placement> {
     const auto found = owners.find(parameter.unsafeGetTensorImpl());
     if (found == owners.end()) return std::nullopt;
-    RaggedShard whole{0, std::vector<int64_t>(static_cast<size_t>(ranks), 0)};
-    whole.extents[found->second] = parameter.size(0);
+    RaggedShard whole;
+    whole.extents.append(static_cast<int64_t>(found->second), 0);
+    whole.extents.append(1, parameter.size(0));
+    whole.extents.append(ranks - static_cast<int64_t>(found->second) - 1, 0);
     return whole;
   };
 }

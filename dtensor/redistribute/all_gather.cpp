@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include <tessera/dtensor/redistribute/transition.h>
 
@@ -45,7 +46,7 @@ at::Tensor gather_ragged(const at::Tensor& local, const Transition& transition) 
   const auto& extents = std::get<RaggedShard>(transition.from).extents;
   const auto largest = std::max_element(extents.begin(), extents.end());
   const auto owners = std::count_if(extents.begin(), extents.end(), [](int64_t extent) { return extent > 0; });
-  if (owners == 1) return broadcast_whole(local, largest - extents.begin(), transition);
+  if (owners == 1) return broadcast_whole(local, std::distance(extents.begin(), largest), transition);
   const auto count = *largest;
   return after(gather_padded(local, count, transition), transition,
                [extents, count, sizes = transition.sizes](const at::Tensor& all) {

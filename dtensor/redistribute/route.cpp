@@ -33,7 +33,7 @@ double largest_part(const Placement& placement, const std::vector<int64_t>& size
     return static_cast<double>(most(sizes[strided->dim], strided->split_factor, ranks)) * others(strided->dim);
   }
   if (const auto* ragged = std::get_if<RaggedShard>(&placement)) {
-    const auto largest = *std::max_element(ragged->extents.begin(), ragged->extents.end());
+    const auto largest = ragged->extents.largest();
     return static_cast<double>(largest) * static_cast<double>(product(sizes, ragged->dim + 1, sizes.size()));
   }
   return others(-1);
@@ -110,7 +110,7 @@ MoveSize move_size(const std::vector<int64_t>& sizes, double element, const Plac
     } else if (const auto* strided = std::get_if<StridedShard>(&others[m])) {
       result.sizes[strided->dim] = most(result.sizes[strided->dim], strided->split_factor, ranks[m]);
     } else if (const auto* ragged = std::get_if<RaggedShard>(&others[m])) {
-      const auto largest = *std::max_element(ragged->extents.begin(), ragged->extents.end());
+      const auto largest = ragged->extents.largest();
       const auto all = product(sizes, 0, ragged->dim + 1);
       if (all > 0) result.element *= static_cast<double>(largest) / static_cast<double>(all);
     }

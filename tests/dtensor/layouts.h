@@ -49,7 +49,7 @@ inline at::Tensor lay_out(at::Tensor whole, const DeviceMesh& mesh, const Placem
       }
       whole = torch::cat(parts, dim);
     } else if (const auto* ragged = std::get_if<RaggedShard>(&placements[i])) {
-      const auto begin = std::accumulate(ragged->extents.begin(), ragged->extents.begin() + rank, int64_t{0});
+      const auto begin = ragged->extents.sum_before(static_cast<size_t>(rank));
       merged = ragged->dim;
       whole = (ragged->dim == 0 ? whole : whole.flatten(0, ragged->dim)).narrow(0, begin, ragged->extents[rank]);
     } else if (const auto* partial = std::get_if<Partial>(&placements[i])) {

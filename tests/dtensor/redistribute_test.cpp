@@ -115,15 +115,16 @@ Placement random_placement(const std::vector<int64_t>& sizes, int64_t ranks, std
   if (kind == 3) return Partial{};
   if (kind < 6) return Shard{draw(static_cast<int64_t>(sizes.size()))};
   if (kind == 6) return StridedShard{draw(static_cast<int64_t>(sizes.size())), 1 + draw(3)};
-  RaggedShard ragged{draw(static_cast<int64_t>(sizes.size())), std::vector<int64_t>(ranks, 0)};
+  const auto dim = draw(static_cast<int64_t>(sizes.size()));
+  std::vector<int64_t> extents(static_cast<size_t>(ranks), 0);
   int64_t rest = 1;
-  for (int64_t d = 0; d <= ragged.dim; ++d) rest *= sizes[d];
-  for (auto& extent : ragged.extents) {
+  for (int64_t d = 0; d <= dim; ++d) rest *= sizes[d];
+  for (auto& extent : extents) {
     extent = draw(rest + 1);
     rest -= extent;
   }
-  ragged.extents.back() += rest;
-  return ragged;
+  extents.back() += rest;
+  return RaggedShard{dim, extents};
 }
 
 TEST(Redistribute, RandomPairsOnMeshesOfUpToThreeDims) {

@@ -38,7 +38,7 @@ void expect_valid(const GroupLayout& layout, const std::vector<ParameterShape>& 
     const auto& one = layout.parameters[i];
     if (one.is_replicated()) {
       EXPECT_TRUE(parameters[i].sizes.empty());
-      for (const auto& piece : one.pieces) EXPECT_EQ(piece.numel, 1);
+      for (const auto& piece : one.pieces.expanded()) EXPECT_EQ(piece.numel, 1);
       continue;
     }
     int64_t end = 0;
@@ -131,7 +131,7 @@ TEST(GroupLayout, TheLargestSizesAreCutAtOnce) {
     for (const int ranks : {1, 2, 3, 4}) {
       const auto layout = plan_layout(kind, parameters, ranks);
       for (size_t i = 0; i < parameters.size(); ++i) {
-        const auto& last = layout.parameters[i].pieces.back();
+        const auto last = layout.parameters[i].pieces.expanded().back();
         EXPECT_EQ(last.begin + last.numel, parameters[i].numel());
         EXPECT_LE(last.shard_offset + last.numel * item(parameters[i]), layout.shard_bytes);
         EXPECT_LE(layout.parameters[i].unsharded_offset + parameters[i].numel() * item(parameters[i]), layout.unsharded_bytes);
@@ -150,7 +150,7 @@ TEST(GroupLayout, RowLargerThanAShardIsCutInside) {
 TEST(GroupLayout, PerParameterFollowsTorchChunk) {
   const auto layout = plan_per_parameter({{"p", {5, 3}, c10::kFloat}}, 4);
   std::vector<int64_t> rows;
-  for (const auto& piece : layout.parameters[0].pieces) rows.push_back(piece.numel / 3);
+  for (const auto& piece : layout.parameters[0].pieces.expanded()) rows.push_back(piece.numel / 3);
   EXPECT_EQ(rows, (std::vector<int64_t>{2, 2, 1, 0}));
   EXPECT_EQ(layout.parameters[0].placement, Placement(Shard{0}));
 }

@@ -113,9 +113,9 @@ class Sharder {
       Draw draw(seed + name.size());
       if (parameter.dim() == 0 || draw.chance(30)) return std::nullopt;
       if (draw.chance(70)) return Shard{draw.below(parameter.dim())};
-      RaggedShard whole{0, std::vector<int64_t>(static_cast<size_t>(ranks), 0)};
-      whole.extents[static_cast<size_t>(draw.below(ranks))] = parameter.size(0);
-      return whole;
+      std::vector<int64_t> rows(static_cast<size_t>(ranks), 0);
+      rows[static_cast<size_t>(draw.below(ranks))] = parameter.size(0);
+      return RaggedShard{0, rows};
     };
   }
 
