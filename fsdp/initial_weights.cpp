@@ -44,6 +44,29 @@ at::Tensor gather(const std::vector<int64_t>& values, Communicator& communicator
   return all.cpu().view({communicator.size(), count});
 }
 
+struct Agreed {
+  bool is_same;    ///< every rank has the same values
+  int64_t largest; ///< of the ranks' numbers
+};
+
+/// In one all-reduce, of which the size does not depend on the number of ranks: of the values and their complements, since the
+/// largest complement is that of the smallest value.
+Agreed agree_on(const std::vector<int64_t>& values, int64_t number, Communicator& communicator, const DeviceMesh& mesh,
+                const std::string& label) {
+  auto asked = values;
+  for (const auto value : values) asked.push_back(~value);
+  asked.push_back(number);
+  const auto count = static_cast<int64_t>(asked.size());
+  auto extremes = at::from_blob(asked.data(), {count}, at::TensorOptions(at::kLong)).to(mesh.device()).clone();
+  communicator.all_reduce(extremes, ReduceOp::kMax, label).wait();
+  if (extremes.is_meta()) return {true, number}; // of ranks that are only pretended
+  const auto all = extremes.cpu();
+  const auto* largest = all.const_data_ptr<int64_t>();
+  bool is_same = true;
+  for (size_t i = 0; i < values.size(); ++i) is_same = is_same && largest[i] == ~largest[values.size() + i];
+  return {is_same, largest[count - 1]};
+}
+
 void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names, Communicator& communicator,
                const DeviceMesh& mesh) {
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -79,20 +102,20 @@ Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const
   const auto communicator = mesh.ndim() == 1 ? mesh.communicator(0) : mesh.flatten().communicator(0);
   std::string structure = options + "\n";
   for (size_t i = 0; i < tensors.size(); ++i) structure += describe(tensors[i], names[i]);
-  const auto gathered = gather({fingerprint(structure), model_number}, *communicator, mesh, call);
-  const auto fingerprints = gathered.select(1, 0);
-  if (!fingerprints.eq(fingerprints[0]).all().item<bool>()) {
+  const auto [is_same, largest] = agree_on({fingerprint(structure)}, model_number, *communicator, mesh, call);
+  if (!is_same) {
     const auto texts = gather_texts(structure, *communicator, mesh.device(), call);
     TORCH_CHECK_VALUE(false, call,
                       ": the ranks' models or options differ: ", first_difference(texts, communicator->ranks(), "parameter"));
   }
-  Agreement agreement{.model_number = gathered[0][1].item<int64_t>()};
+  Agreement agreement{.model_number = largest};
   if (tensors.empty() || tensors[0].is_meta() || mode == InitialWeights::kUnchecked) return agreement;
   if (mode == InitialWeights::kBroadcast) broadcast(tensors, names, *communicator, mesh);
   std::vector<int64_t> checksums;
   for (const auto& tensor : tensors) checksums.push_back(checksum(tensor));
   agreement.checksum = fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
   if (mode == InitialWeights::kBroadcast) return agreement;
+  if (agree_on(checksums, 0, *communicator, mesh, call).is_same) return agreement;
   check_same_values(gather(checksums, *communicator, mesh, call), names, communicator->ranks(), call);
   return agreement;
 }

@@ -15,7 +15,7 @@ namespace tessera::internal {
 /// The same on every rank of the mesh.
 struct Agreement {
   int64_t checksum = 0;     ///< of the values; 0 where they were not compared
-  int64_t model_number = 0; ///< that of the mesh's first rank; 0 on a mesh of one rank
+  int64_t model_number = 0; ///< the largest of the ranks'; 0 on a mesh of one rank
 };
 
 /// Compares `options` (a text), and names, shapes and dtypes of `tensors`, over all ranks of `mesh`, and, as `mode` says, the
