@@ -11,8 +11,13 @@
 #include <tessera/collectives/recording_communicator.h>
 #include <tessera/collectives/rendezvous.h>
 #include <tessera/collectives/signal_watch.h>
+#include <tessera/collectives/simulated/clock_state.h>
+#include <tessera/collectives/simulated/flop_watch.h>
+#include <tessera/collectives/simulated/flops.h>
+#include <tessera/collectives/simulated/simulated_communicator.h>
 #include <tessera/collectives/single_rank.h>
 #include <tessera/collectives/store_socket.h>
+#include <tessera/collectives/thread_context.h>
 #include <tessera/collectives/time_limit.h>
 
 #include <c10/util/Exception.h>
@@ -125,6 +130,7 @@ struct ProcessContext::Communicators {
   std::shared_ptr<internal::shared_memory::Arenas> arenas = std::make_shared<internal::shared_memory::Arenas>();
   std::shared_ptr<internal::JobTrace> trace;           ///< null where nothing is recorded
   std::unique_ptr<internal::SignalWatch> signal_watch; ///< for which it is written
+  std::unique_ptr<internal::FlopWatch> flop_watch;     ///< of a simulated group
   mutable std::mutex mutex;
   std::map<Key, CommunicatorPtr> by_key;
 };
@@ -135,8 +141,12 @@ CommunicatorPtr ProcessContext::communicator(const RankList& list, at::DeviceTyp
   if (found) return found;
   const int place = place_of(rank_, list, world_size_);
   if (list.size() == 1) return found = internal::make_single_rank_communicator(purpose, rank_, device_type);
-  if (is_fake_) return found = internal::make_fake_communicator(purpose, list, place, device_type);
+  found = connect_ ? connect_(purpose, list, place, device_type) : connect_processes(list, place, device_type, purpose);
+  return found;
+}
 
+CommunicatorPtr ProcessContext::connect_processes(const RankList& list, int place, at::DeviceType device_type,
+                                                  const std::string& purpose) {
   const auto& ranks = list.expanded();
   internal::GroupDescription group{.name = purpose,
                                    .ranks = ranks,
@@ -149,10 +159,10 @@ CommunicatorPtr ProcessContext::communicator(const RankList& list, at::DeviceTyp
   group.store = c10::make_intrusive<internal::GroupStore>(
       c10::str("group/", c10::DeviceTypeName(device_type), "/", purpose, "/", c10::Join("_", ranks)), store_, ranks, group.watch);
   const auto connect = [&] { return internal::make_backend_communicator(group, device_type); };
-  if (!communicators_->trace) return found = connect();
+  if (!communicators_->trace) return connect();
   internal::RecordedGroup recorded{
       .name = purpose, .device = c10::DeviceTypeName(device_type, true), .ranks = ranks, .rank = place};
-  return found = internal::make_recorded(communicators_->trace, std::move(recorded), connect);
+  return internal::make_recorded(communicators_->trace, std::move(recorded), connect);
 }
 
 CollectiveCounters::Count ProcessContext::count(CollectiveKind kind) const {
@@ -175,7 +185,7 @@ ProcessContext::~ProcessContext() = default;
 
 void init_process_group(const ProcessGroupOptions& options) {
   std::lock_guard lock(context_mutex);
-  TORCH_CHECK(!context, "init_process_group was called already; call destroy_process_group first");
+  TORCH_CHECK(!is_initialized(), "init_process_group was called already; call destroy_process_group first");
   const auto environment = internal::current_environment();
   const auto job = internal::parse_job_environment(environment);
   std::unique_ptr<ProcessContext> made(new ProcessContext);
@@ -202,28 +212,77 @@ void init_process_group(const ProcessGroupOptions& options) {
   context = std::move(made);
 }
 
-void init_fake_process_group(int rank, int world_size) {
-  std::lock_guard lock(context_mutex);
-  TORCH_CHECK(!context, "init_fake_process_group: there is a process group already; call destroy_process_group first");
-  TORCH_CHECK_VALUE(world_size >= 1, "init_fake_process_group: world_size is ", world_size, ", but must be positive");
-  TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "init_fake_process_group: rank ", rank, " is not in [0, ", world_size, ")");
-  std::unique_ptr<ProcessContext> made(new ProcessContext);
-  made->is_fake_ = true;
-  made->rank_ = rank;
-  made->world_size_ = world_size;
-  made->store_ = c10::make_intrusive<c10d::HashStore>();
-  made->communicators_ = std::make_unique<ProcessContext::Communicators>();
-  context = std::move(made);
+ProcessContext::ProcessContext(int rank, int world_size, Connect connect)
+    : rank_(rank),
+      world_size_(world_size),
+      store_(c10::make_intrusive<c10d::HashStore>()),
+      connect_(std::move(connect)),
+      communicators_(std::make_unique<Communicators>()) {}
+
+namespace {
+
+/// That of the calling thread where it is a rank of its own, and otherwise the process's.
+ProcessContext* current_context() {
+  auto* const own = internal::thread_context();
+  return own ? own : context.get();
 }
 
-bool is_initialized() { return context != nullptr; }
+void check_pretended(const char* call, int rank, int64_t world_size) {
+  TORCH_CHECK(!is_initialized(), call, ": there is a process group already; call destroy_process_group first");
+  TORCH_CHECK_VALUE(world_size >= 1, call, ": world_size is ", world_size, ", but must be positive");
+  TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, call, ": rank ", rank, " is not in [0, ", world_size, ")");
+}
+
+} // namespace
+
+void init_fake_process_group(int rank, int world_size) {
+  std::lock_guard lock(context_mutex);
+  check_pretended("init_fake_process_group", rank, world_size);
+  context.reset(new ProcessContext(rank, world_size, internal::make_fake_communicator));
+  context->is_pretended_ = true;
+}
+
+namespace {
+
+std::unique_ptr<at::ObserverContext> count_flops(const at::RecordFunction& call) {
+  auto* const current = current_context();
+  if (auto* const clock = current ? current->simulated_clock() : nullptr)
+    clock->state().count_flops(internal::flops_of(call.name(), call.inputs()));
+  return nullptr;
+}
+
+} // namespace
+
+void init_simulated_process_group(const Topology& topology, int rank, const SimulationOptions& options) {
+  std::lock_guard lock(context_mutex);
+  const auto clock = std::make_shared<SimulatedClock>(topology, options);
+  check_pretended("init_simulated_process_group", rank, topology.ranks);
+  const auto connect = [clock](std::string name, RankList ranks, int place, at::DeviceType device_type) {
+    auto fake = internal::make_fake_communicator(std::move(name), std::move(ranks), place, device_type);
+    return internal::make_simulated_communicator(std::move(fake), clock);
+  };
+  context.reset(new ProcessContext(rank, static_cast<int>(topology.ranks), connect));
+  context->is_pretended_ = true;
+  context->clock_ = clock;
+  if (options.flops_per_second) context->communicators_->flop_watch = std::make_unique<internal::FlopWatch>(count_flops);
+}
+
+SimulatedClock& simulated_clock() {
+  auto* const clock = process_context().simulated_clock();
+  TORCH_CHECK(clock, "simulated_clock: the process group is no simulated one: call init_simulated_process_group");
+  return *clock;
+}
+
+bool is_initialized() { return current_context() != nullptr; }
 
 ProcessContext& process_context() {
-  TORCH_CHECK(context, "no process group: call tessera::init_process_group() first");
-  return *context;
+  auto* const current = current_context();
+  TORCH_CHECK(current, "no process group: call tessera::init_process_group() first");
+  return *current;
 }
 
 void destroy_process_group() {
+  TORCH_CHECK(!internal::thread_context(), "destroy_process_group: that of ranks in threads ends with run_ranks_as_threads");
   std::lock_guard lock(context_mutex);
   TORCH_CHECK(context, "no process group: call tessera::init_process_group() first");
   context.reset();

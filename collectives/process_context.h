@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -7,9 +8,15 @@
 #include <c10/util/intrusive_ptr.h>
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/process_group_options.h>
+#include <tessera/collectives/simulated_clock.h>
+#include <tessera/collectives/topology.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace tessera {
+
+namespace internal {
+class RankScope;
+}
 
 /// The state of the job in this process: who it is, the store, and the communicators made so far.
 class ProcessContext {
@@ -20,6 +27,10 @@ class ProcessContext {
   const ProcessGroupOptions& options() const { return options_; }
   /// The job's key-value store.
   c10::intrusive_ptr<c10d::Store> store() const { return store_; }
+  /// Whether the other ranks exist in name only (a fake or a simulated group): a mesh may be on the meta device.
+  bool is_pretended() const { return is_pretended_; }
+  /// Of a simulated process group; null for any other.
+  SimulatedClock* simulated_clock() const { return clock_.get(); }
 
   /// The communicator of `ranks` (global, in group order) on `device_type`, made at the first call and shared afterwards.
   /// Communicators with different `purpose` run independently of each other (for example: all-gathers beside reduce-scatters).
@@ -36,15 +47,23 @@ class ProcessContext {
  private:
   friend void init_process_group(const ProcessGroupOptions&);
   friend void init_fake_process_group(int, int);
+  friend void init_simulated_process_group(const Topology&, int, const SimulationOptions&);
+  friend class internal::RankScope;
   friend void write_trace(const std::string&);
-  ProcessContext() = default;
+  using Connect = std::function<CommunicatorPtr(std::string name, RankList ranks, int rank, at::DeviceType device_type)>;
   struct Communicators;
+  ProcessContext() = default;
+  /// Of a job that is not one of processes.
+  ProcessContext(int rank, int world_size, Connect connect);
+  CommunicatorPtr connect_processes(const RankList& ranks, int place, at::DeviceType device_type, const std::string& purpose);
 
   int rank_ = 0, world_size_ = 1, local_rank_ = 0;
-  bool is_fake_ = false;
+  bool is_pretended_ = false;
   int64_t last_number_ = 0;
   ProcessGroupOptions options_;
   c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<SimulatedClock> clock_;
+  Connect connect_; ///< null where ranks are processes
   std::unique_ptr<Communicators> communicators_;
 };
 
@@ -68,6 +87,12 @@ void init_process_group(const ProcessGroupOptions& options = {});
 /// one does, and their counters count what they would send. For measurements of host cost, memory and bytes on any number of
 /// ranks.
 void init_fake_process_group(int rank, int world_size);
+/// As `init_fake_process_group`, with time: collectives take what the topology's links give them, beside the rank's own work, on
+/// the clock that `simulated_clock()` returns. For predictions of a step on machines that are not there:
+/// docs/simulated_cluster.md.
+void init_simulated_process_group(const Topology& topology, int rank, const SimulationOptions& options = {});
+/// The clock of a simulated process group; an error for any other.
+SimulatedClock& simulated_clock();
 bool is_initialized();
 /// The context; an error before `init_process_group`.
 ProcessContext& process_context();

@@ -369,7 +369,7 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
 std::vector<bool> GroupGradients::used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const {
   bool asks = false;
   for (size_t i = 0; i < used.size(); ++i) asks = asks || (takes_part_[i] && !used[i]);
-  if (!asks) return used;
+  if (!asks || reduced.is_meta()) return used;
   const auto flags = reduced.narrow(0, layout_.used_offset, static_cast<int64_t>(used.size())).to(at::kCPU, at::kDouble);
   for (size_t i = 0; i < used.size(); ++i) used[i] = used[i] || flags.const_data_ptr<double>()[i] != 0;
   return used;

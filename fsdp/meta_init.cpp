@@ -64,7 +64,7 @@ std::vector<std::string> materialize(torch::nn::Module& module, const std::funct
     }
   }
   const auto allocate = [&](const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.is_meta()) return;
+    if (!tensor.defined() || !tensor.is_meta() || device.is_meta()) return;
     // set_data refuses the step from the meta device to another one.
     const auto allocated = at::empty_like(tensor, at::TensorOptions(device));
     internal::keep_synchronized(tensor, allocated);

@@ -22,7 +22,8 @@ auto on_meta(const Factory& factory) {
 /// Gives the meta-device parameters and buffers of `module` memory on the mesh's device (sharded parameters only this rank's
 /// part), uninitialized, then calls `init` on the module and every module below it, without grad mode. `init` sees sharded
 /// parameters and may use torch::nn::init, `reset_parameters`, or `parameter.copy_(full_tensor)`. Every rank of the mesh calls
-/// it.
+/// it. On a mesh of the meta device (of a fake or simulated process group) they stay without memory, and can be used all the
+/// same.
 ///
 /// Returns the names of the parameters and buffers that got memory here, of which this rank holds elements, and that `init` did
 /// not write: a load must still bring their values. Seen are writes of operators, not those through `data_ptr`.

@@ -166,7 +166,7 @@ std::string ParameterGroup::full_name(size_t index) const {
 }
 
 void ParameterGroup::materialize() {
-  if (!shard_.is_meta()) return;
+  if (has_memory() || !shard_.is_meta()) return;
   const at::NoGradGuard no_grad;
   allocate_shard(axes_.mesh().device());
   make_leaves();

@@ -159,7 +159,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Copies this rank's part of the unsharded parameters in `written` to the shard (after a write to a leaf).
   void write_back(const UnshardedRange& written);
 
-  /// False for parameters on the meta device.
+  /// False for parameters on the meta device before `materialize`. (On a mesh of that device they have none after it either.)
   bool has_memory() const { return storage_.defined(); }
   bool is_open() const { return state_ != State::kSharded; }
   bool is_unsharded() const { return state_ == State::kUnsharded; }

@@ -86,6 +86,7 @@ void check_names(const std::vector<int64_t>& shape, const std::vector<std::strin
 
 at::Device choose_device(at::DeviceType device_type) {
   const auto& context = process_context();
+  if (device_type == at::kMeta && context.is_pretended()) return at::kMeta;
   try {
     return internal::backend_of(device_type).choose_device(context.local_rank());
   } catch (const c10::Error& error) {
