@@ -29,7 +29,9 @@ class Checkpointer::Impl {
     }
     auto chosen = options;
     chosen.differing_tensors = options.differing_tensors.value_or(differing_tensors()); // now, not when the thread comes to it
-    saving_ = std::async(std::launch::async, [this, to, chosen, failure] {
+    // The thread is a part of this rank, also where ranks are threads.
+    saving_ = std::async(std::launch::async, [this, to, chosen, failure, info = c10::ThreadLocalDebugInfo::current()] {
+      const c10::DebugInfoGuard as_caller(info);
       const auto take = [&] {
         if (failure) std::rethrow_exception(failure);
         return copied_;

@@ -238,7 +238,7 @@ bool operator==(const DeviceMesh& a, const DeviceMesh& b) {
   if (a.impl_ == b.impl_) return true;
   if (!a.impl_ || !b.impl_) return false;
   return a.device_type() == b.device_type() && a.shape() == b.shape() && a.rank_list() == b.rank_list() &&
-         a.dim_names() == b.dim_names();
+         a.dim_names() == b.dim_names() && a.coordinate() == b.coordinate(); // of ranks in threads each has its own
 }
 
 size_t DeviceMesh::hash() const {

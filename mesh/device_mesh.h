@@ -13,7 +13,7 @@
 namespace tessera {
 
 /// An n-dimensional arrangement of ranks. A cheap value: copies share one immutable state; equality and hash compare the
-/// device type, the rank array and the dim names.
+/// device type, the rank array, the dim names and this rank's place.
 class DeviceMesh {
  public:
   DeviceMesh() = default;
