@@ -24,6 +24,7 @@
 #include <tessera/dtensor/strict_sharding.h>
 #include <tessera/fsdp/call.h>
 #include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/explain.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/no_sync.h>

@@ -1,0 +1,142 @@
+#include <tessera/fsdp/explain.h>
+
+#include <absl/container/flat_hash_set.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <array>
+#include <ostream>
+#include <utility>
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/memory_prediction.h>
+#include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/text_table.h>
+
+namespace tessera::internal {
+
+namespace {
+
+using nlohmann::ordered_json;
+
+int64_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
+
+GroupExplanation explain_group(const ParameterGroup& group) {
+  const auto& layout = group.layout();
+  GroupExplanation result{.name = group.label(),
+                          .mesh = fmt::format("{} ranks", fmt::join(group.axes().mesh().shape(), " x ")),
+                          .strategy = std::string(row_of(group.axes().strategy()).name),
+                          .layout = layout.gathers_in_place ? "ragged" : "per-parameter",
+                          .parameters = static_cast<int64_t>(group.parameters().size()),
+                          .unsharded_bytes = group.copies() ? layout.unsharded_bytes : 0,
+                          .reduce_bytes = reduce_bytes_of(group),
+                          .padding_bytes = layout.unsharded_bytes,
+                          .reshards_after_forward = group.owner->reshards_after_forward()};
+  for (const auto& parameter : group.parameters()) {
+    result.shard_bytes += bytes_of(parameter.local);
+    result.padding_bytes -= parameter.spec->numel() * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
+  }
+  return result;
+}
+
+/// Of parameters that are not sharded, and of buffers.
+MemoryPrediction plain_memory(const torch::nn::Module& module, const ExplainOptions& options) {
+  MemoryPrediction known;
+  absl::flat_hash_set<const c10::TensorImpl*> seen;
+  for (const auto& parameter : module.parameters()) {
+    if (dtensor_meta(parameter) || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    known.parameters += bytes_of(parameter);
+    if (parameter.requires_grad()) known.optimizer_state += options.optimizer_tensors * bytes_of(parameter);
+  }
+  for (const auto& buffer : module.buffers()) known.buffers += bytes_of(buffer);
+  return known;
+}
+
+using Category = std::pair<const char*, int64_t MemoryPrediction::*>;
+constexpr std::array<Category, 9> kCategories{{{"parameters", &MemoryPrediction::parameters},
+                                               {"buffers", &MemoryPrediction::buffers},
+                                               {"optimizer_state", &MemoryPrediction::optimizer_state},
+                                               {"gradients", &MemoryPrediction::gradients},
+                                               {"unsharded", &MemoryPrediction::unsharded},
+                                               {"reduce_buffers", &MemoryPrediction::reduce_buffers},
+                                               {"cached", &MemoryPrediction::cached},
+                                               {"activations", &MemoryPrediction::activations},
+                                               {"temporaries", &MemoryPrediction::temporaries}}};
+
+ordered_json json_of(const GroupExplanation& group) {
+  return {{"name", group.name},
+          {"mesh", group.mesh},
+          {"strategy", group.strategy},
+          {"layout", group.layout},
+          {"parameters", group.parameters},
+          {"shard_bytes", group.shard_bytes},
+          {"unsharded_bytes", group.unsharded_bytes},
+          {"reduce_bytes", group.reduce_bytes},
+          {"padding_bytes", group.padding_bytes},
+          {"reshards_after_forward", group.reshards_after_forward}};
+}
+
+std::string table_of(const std::vector<GroupExplanation>& groups) {
+  std::vector<TextRow> rows{
+      {"group", "mesh", "strategy", "layout", "count", "here", "unsharded", "to reduce", "padding", "after forward"}};
+  for (const auto& group : groups) {
+    rows.push_back({group.name, group.mesh, group.strategy, group.layout, std::to_string(group.parameters),
+                    std::to_string(group.shard_bytes), std::to_string(group.unsharded_bytes), std::to_string(group.reduce_bytes),
+                    std::to_string(group.padding_bytes), group.reshards_after_forward ? "freed" : "kept"});
+  }
+  return text_table(rows, {"count", "here", "unsharded", "to reduce", "padding"});
+}
+
+std::string table_of(const MemoryPrediction& memory) {
+  std::vector<TextRow> rows{{"memory at the peak", "bytes"}};
+  for (const auto& [name, member] : kCategories) {
+    std::string words = name;
+    std::replace(words.begin(), words.end(), '_', ' ');
+    rows.push_back({std::move(words), std::to_string(memory.*member)});
+  }
+  return text_table(rows, {"bytes"});
+}
+
+} // namespace
+
+} // namespace tessera::internal
+
+namespace tessera {
+
+Explanation explain(const torch::nn::Module& module, const ExplainOptions& options) {
+  TORCH_CHECK_VALUE(options.optimizer_tensors >= 0 && options.activation_bytes >= 0, "explain: optimizer_tensors is ",
+                    options.optimizer_tensors, " and activation_bytes ", options.activation_bytes,
+                    ", but neither can be negative, on rank ", process_context().rank());
+  auto& state = *fsdp(module).state();
+  const auto lock = state.schedule()->lock();
+  Explanation explanation{.rank = process_context().rank()};
+  for (const auto& each : state.subtree()) {
+    if (const auto group = each->group()) explanation.groups.push_back(internal::explain_group(*group));
+  }
+  explanation.memory = internal::predict_memory(state, options, internal::plain_memory(module, options));
+  return explanation;
+}
+
+std::string Explanation::to_string() const {
+  return internal::table_of(groups) + "\n" + internal::table_of(memory) +
+         fmt::format("\nrank {}: at most {} bytes at once, at: {}\n", rank, memory.peak, memory.peak_at);
+}
+
+std::string Explanation::to_json() const {
+  using internal::ordered_json;
+  ordered_json predicted{{"peak", memory.peak}, {"peak_at", memory.peak_at}};
+  for (const auto& [name, member] : internal::kCategories) predicted[name] = memory.*member;
+  ordered_json object{{"format", "tessera explanation"}, {"version", 1}, {"rank", rank}, {"groups", ordered_json::array()}};
+  for (const auto& group : groups) object["groups"].push_back(internal::json_of(group));
+  object["memory"] = predicted;
+  return object.dump(2);
+}
+
+std::ostream& operator<<(std::ostream& out, const Explanation& explanation) { return out << explanation.to_string(); }
+
+} // namespace tessera

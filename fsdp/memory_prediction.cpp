@@ -1,0 +1,270 @@
+#include <tessera/fsdp/memory_prediction.h>
+
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <deque>
+#include <iterator>
+#include <map>
+#include <set>
+#include <utility>
+
+#include <tessera/fsdp/sharded_module.h>
+
+namespace tessera::internal {
+
+namespace {
+
+int64_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
+
+/// In which its gradients are reduced, all of them trained.
+at::ScalarType reduce_dtype_of(const ParameterGroup& group) {
+  if (const auto dtype = group.options().mixed_precision.reduce_dtype) return *dtype;
+  auto dtype = group.parameters()[0].unsharded_dtype;
+  for (const auto& parameter : group.parameters()) dtype = c10::promoteTypes(dtype, parameter.unsharded_dtype);
+  return dtype;
+}
+
+int64_t chunk_bytes_of(const ParameterGroup& group) {
+  const auto layout = plan_reduce(group.layout(), std::vector<bool>(group.parameters().size(), true));
+  return layout.chunk_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype_of(group)));
+}
+
+/// The blocks of a model, which it keeps and hands out as BlockCache does.
+class Blocks {
+ public:
+  /// The size of the block.
+  int64_t take(int64_t bytes) {
+    auto found = kept_.lower_bound(bytes);
+    if (found == kept_.end() || *found > kLargest * bytes) {
+      if (found != kept_.begin()) drop(std::prev(found));
+      return bytes;
+    }
+    const auto size = *found;
+    drop(found);
+    return size;
+  }
+  void give_back(int64_t size) {
+    kept_.insert(size);
+    cached_ += size;
+  }
+  int64_t cached() const { return cached_; }
+
+ private:
+  static constexpr int64_t kLargest = 4; // times what is asked for
+  void drop(std::multiset<int64_t>::iterator block) {
+    cached_ -= *block;
+    kept_.erase(block);
+  }
+  std::multiset<int64_t> kept_;
+  int64_t cached_ = 0;
+};
+
+/// What the prediction knows of a group.
+struct Group {
+  ShardedModule* state;
+  std::shared_ptr<ParameterGroup> group;
+  bool is_above_others = false; // whose gradients begin to land at the start of a backward
+  int64_t reduce_bytes = 0;     // of its buffer
+  int64_t between_bytes = 0;    // of what lies between two collectives of a reduction
+  int64_t reduced_bytes = 0;    // as `grad()` holds them
+  int64_t largest_gradient = 0; // of one parameter, whole
+  int64_t largest_local = 0;
+
+  int64_t unsharded = 0, buffer = 0; // blocks that it has now
+};
+
+bool is_above(const ShardedModule& a, const ShardedModule& b) {
+  for (const auto* each = &b; each; each = each->parent().get()) {
+    if (each == &a) return true;
+  }
+  return false;
+}
+
+/// Steps through the events of a step as the schedule does, and remembers the moment that holds most.
+class Prediction {
+ public:
+  Prediction(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known)
+      : options_(options), now_(std::move(known)) {
+    for (const auto& state : root.subtree()) {
+      if (const auto group = state->group()) add(*state, group);
+    }
+    for (auto& group : groups_) {
+      group.is_above_others = std::any_of(groups_.begin(), groups_.end(), [&](const Group& other) {
+        return other.state != group.state && is_above(*group.state, *other.state);
+      });
+    }
+  }
+
+  MemoryPrediction run() {
+    for (int step = 0; step < 2; ++step) { // the first leaves blocks
+      peak_ = {};
+      forward();
+      backward();
+      optimize();
+    }
+    return peak_;
+  }
+
+ private:
+  void add(ShardedModule& state, const std::shared_ptr<ParameterGroup>& group) {
+    Group added{.state = &state, .group = group};
+    const auto& axes = group->axes();
+    added.reduce_bytes = reduce_bytes_of(*group);
+    const bool is_in_files = group->memory() && group->options().offload.memory == OffloadPolicy::Memory::kFiles;
+    int64_t shard = 0;
+    for (const auto& parameter : group->parameters()) {
+      const auto whole = parameter.spec->numel(), local = bytes_of(parameter.local);
+      shard += local;
+      const auto gradient = whole * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
+      added.largest_gradient = std::max(added.largest_gradient, gradient);
+      added.largest_local = std::max(added.largest_local, local);
+    }
+    added.reduced_bytes = axes.reduces() && !casts_gradients(*group) ? chunk_bytes_of(*group) : shard;
+    if (!is_in_files) {
+      now_.parameters += static_cast<int64_t>(group->parameters()[0].local.storage().nbytes());
+      now_.optimizer_state += options_.optimizer_tensors * shard;
+    } else {
+      added.reduced_bytes = 0;
+    }
+    if (axes.outer_reduce_scatter()) added.between_bytes = axes.outer_ranks() * chunk_bytes_of(*group);
+    if (axes.outer_all_gather()) now_.parameters += axes.outer_ranks() * group->layout().shard_bytes;
+    groups_.push_back(std::move(added));
+  }
+
+  /// The reduced gradients have another dtype than the parameters, and are copied.
+  static bool casts_gradients(const ParameterGroup& group) {
+    return group.parameters()[0].spec->dtype() != reduce_dtype_of(group);
+  }
+
+  void note(const std::string& what, int64_t temporaries = 0) {
+    now_.temporaries = temporaries;
+    now_.cached = blocks_.cached();
+    now_.peak = now_.parameters + now_.buffers + now_.optimizer_state + now_.gradients + now_.unsharded + now_.reduce_buffers +
+                now_.cached + now_.activations + now_.temporaries;
+    if (now_.peak <= peak_.peak) return;
+    peak_ = now_;
+    peak_.peak_at = what;
+  }
+
+  void gather(Group& group, const std::string& what) {
+    const auto& layout = group.group->layout();
+    if (!group.group->copies() || group.unsharded > 0) return;
+    group.unsharded = blocks_.take(layout.unsharded_bytes);
+    now_.unsharded += group.unsharded;
+    const auto output = layout.gathers_in_place ? 0 : blocks_.take(layout.shard_bytes * group.group->axes().shard_ranks());
+    note(what, output);
+    if (output > 0) blocks_.give_back(output);
+  }
+
+  void free_unsharded(Group& group) {
+    if (group.unsharded == 0) return;
+    now_.unsharded -= group.unsharded;
+    blocks_.give_back(std::exchange(group.unsharded, 0));
+  }
+
+  void close_unrelated(const Group& group, bool in_backward) {
+    for (auto& other : groups_) {
+      const bool is_related = is_above(*other.state, *group.state) || is_above(*group.state, *other.state);
+      const bool is_prefetched = &other == prefetched_;
+      if (is_related || is_prefetched || (!in_backward && !other.group->owner->reshards_after_forward())) continue;
+      if (!in_backward) free_unsharded(other);
+    }
+  }
+
+  void touch(size_t index, const std::string& what, bool in_backward) {
+    auto& group = groups_[index];
+    if (prefetched_ == &group) prefetched_ = nullptr;
+    close_unrelated(group, in_backward);
+    gather(group, what);
+    const auto next = in_backward ? index - 1 : index + 1; // past the end before the first
+    if (next >= groups_.size()) return;
+    prefetched_ = &groups_[next];
+    gather(*prefetched_, what);
+  }
+
+  void forward() {
+    for (auto& group : groups_) free_unsharded(group); // written by the optimizer since
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      const auto what = "forward of " + groups_[i].group->label();
+      touch(i, what, /*in_backward=*/false);
+      now_.activations = options_.activation_bytes * static_cast<int64_t>(i + 1) / static_cast<int64_t>(groups_.size());
+      note(what);
+    }
+    prefetched_ = nullptr;
+  }
+
+  void backward() {
+    for (auto& group : groups_) {
+      if (group.is_above_others) fill(group);
+    }
+    for (size_t left = groups_.size(); left > 0; --left) {
+      auto& group = groups_[left - 1];
+      const auto what = "backward of " + group.group->label();
+      touch(left - 1, what, /*in_backward=*/true);
+      fill(group);
+      note(what, group.largest_gradient);
+      reduce(group);
+      note(what);
+      now_.activations = options_.activation_bytes * static_cast<int64_t>(left - 1) / static_cast<int64_t>(groups_.size());
+      if (!group.group->axes().keeps_parameters()) free_unsharded(group);
+    }
+    finish_reductions(0);
+  }
+
+  void fill(Group& group) {
+    if (group.buffer > 0 || group.reduce_bytes == 0) return;
+    const bool is_a_block = group.group->axes().reduce_scatter() != nullptr; // otherwise the gradients stay in it
+    group.buffer = is_a_block ? blocks_.take(group.reduce_bytes) : group.reduce_bytes;
+    now_.reduce_buffers += group.buffer;
+  }
+
+  /// Its reduction begins, when those before it have ended: all, or all but one where there are two collectives.
+  void reduce(Group& group) {
+    if (group.reduce_bytes == 0) return void(now_.gradients += group.reduced_bytes);
+    finish_reductions(group.group->axes().reduces_twice() ? 1 : 0);
+    if (group.group->axes().reduce_scatter()) now_.gradients += group.reduced_bytes;
+    now_.reduce_buffers += group.between_bytes;
+    reducing_.push_back(&group);
+  }
+
+  void finish_reductions(size_t but) {
+    for (; reducing_.size() > but; reducing_.pop_front()) {
+      auto& group = *reducing_.front();
+      now_.reduce_buffers -= group.buffer + group.between_bytes;
+      if (group.group->axes().reduce_scatter()) {
+        blocks_.give_back(group.buffer);
+      } else {
+        now_.gradients += group.reduced_bytes;
+      }
+      group.buffer = 0;
+    }
+  }
+
+  /// LibTorch's Adam makes two tensors of a parameter's shape.
+  void optimize() {
+    int64_t largest = 0;
+    for (const auto& group : groups_) largest = std::max(largest, group.largest_local);
+    note("optimizer", options_.optimizer_tensors >= 2 ? 2 * largest : 0);
+    now_.gradients = 0; // by `zero_grad`
+  }
+
+  ExplainOptions options_;
+  std::vector<Group> groups_;
+  Blocks blocks_;
+  Group* prefetched_ = nullptr;
+  std::deque<Group*> reducing_;
+  MemoryPrediction now_, peak_;
+};
+
+} // namespace
+
+int64_t reduce_bytes_of(const ParameterGroup& group) {
+  return group.axes().reduces() ? chunk_bytes_of(group) * group.axes().shard_ranks() : 0;
+}
+
+MemoryPrediction predict_memory(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known) {
+  return Prediction(root, options, std::move(known)).run();
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,77 @@
+// What is predicted of a model's memory, and what is said of its groups. tests/benchmarks compares the prediction with peaks.
+#include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
+#include <tessera/fsdp/explain.h>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+int64_t parameter_bytes(const torch::nn::Module& module) {
+  int64_t bytes = 0;
+  for (const auto& parameter : module.parameters()) bytes += static_cast<int64_t>(parameter.nbytes());
+  return bytes;
+}
+
+TEST(Explain, SaysHowEachGroupLies) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    const auto whole = parameter_bytes(*net);
+    shard_model(net, strategy);
+    const auto explanation = explain(*net);
+    EXPECT_EQ(explanation.rank, world_rank());
+    int64_t parameters = 0, here = 0;
+    for (const auto& group : explanation.groups) {
+      parameters += group.parameters;
+      here += group.shard_bytes;
+      EXPECT_GE(group.padding_bytes, 0);
+      EXPECT_EQ(group.reduce_bytes > 0, world_size() > 1);
+    }
+    EXPECT_EQ(parameters, static_cast<int64_t>(net->parameters().size()));
+    EXPECT_LE(here, whole);
+    if (strategy.replicates) EXPECT_EQ(here, whole);
+  }
+}
+
+TEST(Explain, CountsStatesAndBuffers) {
+  torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::BatchNorm1d(64));
+  const auto whole = parameter_bytes(*net);
+  fully_shard(*net, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  const auto with = [&](ExplainOptions options) { return explain(*net, options).memory; };
+  const auto adam = with({}), sgd = with({.optimizer_tensors = 0, .activation_bytes = 1000});
+  EXPECT_EQ(adam.buffers, 2 * 64 * 4 + 8);
+  EXPECT_NEAR(static_cast<double>(adam.parameters), static_cast<double>(whole) / world_size(), 0.02 * static_cast<double>(whole));
+  EXPECT_NEAR(static_cast<double>(adam.optimizer_state), 2.0 * static_cast<double>(adam.parameters), 0.02 * static_cast<double>(whole));
+  EXPECT_EQ(sgd.optimizer_state, 0);
+  EXPECT_LT(sgd.peak, adam.peak);
+  EXPECT_EQ(adam.peak, adam.parameters + adam.buffers + adam.optimizer_state + adam.gradients + adam.unsharded + adam.reduce_buffers +
+                           adam.cached + adam.activations + adam.temporaries);
+}
+
+TEST(Explain, IsTextAndJson) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  const auto explanation = explain(*net, {.activation_bytes = 12345});
+  const auto json = nlohmann::json::parse(explanation.to_json());
+  EXPECT_EQ(json["format"], "tessera explanation");
+  EXPECT_EQ(json["groups"].size(), explanation.groups.size());
+  EXPECT_EQ(json["memory"]["peak"], explanation.memory.peak);
+  const auto text = explanation.to_string();
+  for (const auto& group : explanation.groups) EXPECT_THAT(text, HasSubstr(group.name));
+  EXPECT_THAT(text, HasSubstr(c10::str("at most ", explanation.memory.peak, " bytes at once, at: ", explanation.memory.peak_at)));
+}
+
+TEST(Explain, RefusesWhatItCannotExplain) {
+  Net net = make_net();
+  EXPECT_THROWS_WITH(explain(*net), "is not sharded: call fully_shard on it first");
+  shard_model(net, strategies()[0]);
+  EXPECT_THROWS_WITH(explain(*net, {.optimizer_tensors = -1}), c10::str("optimizer_tensors is -1"));
+}
+
+} // namespace
+} // namespace tessera::testing
