@@ -34,6 +34,8 @@ ABSL_FLAG(std::string, checkpoint, "",
 ABSL_FLAG(int64_t, save_every, 0, "steps between checkpoints; 0: only after the last step");
 ABSL_FLAG(int32_t, keep_last, 0, "checkpoints to keep, older ones are removed; 0 for all");
 ABSL_FLAG(bool, resume, false, "go on from the newest checkpoint in --checkpoint, if there is one");
+ABSL_FLAG(std::string, trace, "",
+          "folder for a trace of the third step from each rank, for chrome://tracing and ui.perfetto.dev; empty for none");
 ABSL_FLAG(std::string, dump_initial, "",
           "folder for the initial weights and the batches of all steps, for another program to train on");
 
@@ -102,6 +104,7 @@ Options parse_options(int argc, char** argv) {
   options.save_every = absl::GetFlag(FLAGS_save_every);
   options.keep_last = absl::GetFlag(FLAGS_keep_last);
   options.resume = absl::GetFlag(FLAGS_resume);
+  options.trace = absl::GetFlag(FLAGS_trace);
   options.dump_initial = absl::GetFlag(FLAGS_dump_initial);
   check_model(options.model);
   check_numbers(options);

@@ -36,6 +36,7 @@ struct Options : examples::JobOptions {
   int64_t save_every = 0; ///< 0: only after the last step
   int keep_last = 0;      ///< older checkpoints are removed; 0: all are kept
   bool resume = false;
+  std::string trace;        ///< folder for a Chrome trace of a step from each rank; empty: none
   std::string dump_initial; ///< folder for the initial weights and all batches; empty: none
 
   /// The rows of one rank among `world` ranks.

@@ -13,6 +13,7 @@
 #include "common/files.h"
 #include "common/memory.h"
 #include "common/ranks.h"
+#include "common/step_trace.h"
 #include "gpt/optimizer.h"
 #include "gpt/sampling.h"
 #include "gpt/sharding.h"
@@ -81,7 +82,9 @@ void Trainer::run() {
 
   int64_t done = first_step_;
   while (done < options_.steps && !out_of_time()) {
-    const auto metrics = train_step(done++);
+    const bool is_traced = !options_.trace.empty() && done == std::min(first_step_ + 2, options_.steps - 1); // warm by then
+    const auto metrics = is_traced ? train_step_traced(done) : train_step(done);
+    ++done;
     log_.step(metrics);
     progress_.step(metrics);
     const bool last = done == options_.steps;
@@ -131,6 +134,14 @@ StepMetrics Trainer::train_step(int64_t step) {
   TORCH_CHECK(std::isfinite(metrics.loss), "the loss of step ", metrics.step, " is ", metrics.loss, "; a smaller --lr may help");
   metrics.resident_bytes = means[1];
   metrics.tokens_per_second = static_cast<double>(rows_ * world_size() * options_.model.sequence) / seconds_since(begin);
+  return metrics;
+}
+
+StepMetrics Trainer::train_step_traced(int64_t step) {
+  examples::StepTrace trace;
+  const auto metrics = train_step(step);
+  trace.write(options_.trace);
+  progress_.line(fmt::format("trace of step {}: {}", step + 1, options_.trace));
   return metrics;
 }
 

@@ -24,6 +24,7 @@ class Trainer {
 
  private:
   StepMetrics train_step(int64_t step);
+  StepMetrics train_step_traced(int64_t step);
   double validate();
   std::filesystem::path checkpoint_folder(int64_t steps_done) const;
   void save(int64_t steps_done);

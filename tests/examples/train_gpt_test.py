@@ -155,6 +155,24 @@ class TrainGptTest(unittest.TestCase):
         self.assert_error(f"{saved}/latest is no link to a checkpoint", f"--checkpoint={saved}", "--ranks=2")
         self.assertEqual((self.folder / "log.jsonl").read_text(), "")
 
+    def test_a_trace_shows_computation_and_collectives_of_one_step(self):
+        self.train("--ranks=2", f"--trace={self.folder}/trace", "--validate-every=0")
+        for rank in range(2):
+            events = json.loads((self.folder / f"trace/rank-{rank}.json").read_text())["traceEvents"]
+            spans = [event for event in events if event.get("ph") == "X" and "ts" in event]
+            forward = [event for event in spans if event["name"] == "aten::addmm"]
+            gathers = [event for event in spans if event.get("cat") == "collective" and event["name"].startswith("all_gather ")]
+            self.assertIn("FSDP::all_gather (blocks.0)", {event["name"] for event in spans})
+            self.assertIn("all_gather blocks.1", {event["name"] for event in gathers})
+            first, last = min(event["ts"] for event in forward), max(event["ts"] + event["dur"] for event in forward)
+            self.assertTrue(any(first < event["ts"] < last for event in gathers), "on one clock")
+            rows = {event["tid"] for event in gathers}
+            named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+            self.assertEqual({named[row] for row in rows}, {"fsdp.all_gather [0,1]"})
+
+    def test_a_trace_that_cannot_be_written(self):
+        self.assert_error(f"cannot make the folder of {self.data}/", f"--trace={self.data}")
+
     def test_stops_in_time(self):
         records, _ = self.train("--ranks=2", "--steps=1000000", "--max-seconds=1")
         self.assertLess(len(records["step"]), 1000000)
