@@ -1,0 +1,22 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera::benchmarks {
+
+/// How a process ended.
+struct Ended {
+  enum class How { kExit, kSignal, kTimeLimit } how = How::kExit;
+  int code = 0;       ///< its exit status, or the signal
+  std::string errors; ///< what it and those that it started wrote to their standard error
+};
+
+/// Runs this program again with `arguments`, and `variables` more in its environment, and waits for it. It goes with this
+/// process, and after `seconds` it is killed with all that it started. What it writes goes to files in `folder`.
+Ended run_again(const std::vector<std::string>& arguments, const std::vector<std::pair<std::string, std::string>>& variables,
+                double seconds, const std::filesystem::path& folder);
+
+} // namespace tessera::benchmarks

@@ -1,0 +1,197 @@
+#include "matrix.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+#include "child_process.h"
+#include "results_file.h"
+
+namespace tessera::benchmarks {
+namespace {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+/// As `settings_of`, with what is there in place of defaults.
+Settings with(const json& common, const json& own) {
+  for (const auto* each : {&common, &own}) TORCH_CHECK(each->is_object(), "a case is ", each->dump(), ", but must be an object");
+  auto all = common;
+  all.update(own);
+  return settings_of(all);
+}
+
+/// All combinations of the values of `product`.
+std::vector<json> combine(const json& product) {
+  TORCH_CHECK(product.is_object(), "product is ", product.dump(), ", but must be an object");
+  std::vector<json> all{json::object()};
+  for (const auto& [key, values] : product.items()) {
+    TORCH_CHECK(values.is_array() && !values.empty(), "product: ", key, " is ", values.dump(), ", but must be a list of values");
+    std::vector<json> longer;
+    for (const auto& each : all) {
+      for (const auto& value : values) {
+        longer.push_back(each);
+        longer.back()[key] = value;
+      }
+    }
+    all = std::move(longer);
+  }
+  return all;
+}
+
+/// What makes no difference to the measure has its default, so that a product has each case once.
+Settings canonical(Settings settings) {
+  const Settings defaults;
+  if (settings.measure != "redistribution") {
+    settings.transition = defaults.transition;
+    return settings;
+  }
+  Settings plain;
+  plain.measure = settings.measure;
+  plain.width = settings.width;
+  plain.ranks = settings.ranks;
+  plain.transport = settings.transport;
+  plain.transition = settings.transition;
+  plain.steps = settings.steps;
+  return plain;
+}
+
+MatrixCase make_case(const Settings& given) {
+  const auto settings = canonical(given);
+  MatrixCase made{to_json(settings), {}};
+  try {
+    check(settings);
+  } catch (const c10::Error& error) {
+    made.impossible = error.what_without_backtrace();
+  }
+  return made;
+}
+
+void add(Matrix& matrix, MatrixCase made) {
+  const auto is_there = std::any_of(matrix.cases.begin(), matrix.cases.end(),
+                                    [&](const MatrixCase& each) { return each.settings == made.settings; });
+  if (!is_there) matrix.cases.push_back(std::move(made));
+}
+
+/// What came of a case: its status and the text that goes with it.
+std::pair<std::string, std::string> judge(const Ended& ended, double time_limit) {
+  if (ended.how == Ended::How::kTimeLimit) return {"time limit", fmt::format("killed after {} seconds", time_limit)};
+  const auto says = [&](const char* text) { return ended.errors.find(text) != std::string::npos; };
+  if (says("not enough memory") || says("no memory for") || says("bad_alloc") || says("does not fit"))
+    return {"does not fit", ended.errors};
+  if (says(" is wrong: ")) return {"wrong", ended.errors};
+  if (ended.how == Ended::How::kSignal) return {"died", fmt::format("of {}. {}", strsignal(ended.code), ended.errors)};
+  if (says("signal")) return {"died", ended.errors};
+  return {"failed", ended.errors.empty() ? fmt::format("exit status {}", ended.code) : ended.errors};
+}
+
+std::string shortened(std::string text) {
+  constexpr size_t kMost = 1000;
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  return text.size() > kMost ? text.substr(0, kMost) + " …" : text;
+}
+
+/// In a folder of its own, which goes afterwards.
+ordered_json run_case_apart(const ordered_json& settings, double time_limit) {
+  auto name = (std::filesystem::temp_directory_path() / "tessera-bench-XXXXXX").string();
+  TORCH_CHECK(mkdtemp(name.data()), "no folder for what a case writes: ", name);
+  const std::filesystem::path folder(name), result = folder / "result";
+  const auto remove = c10::make_scope_exit([&] {
+    std::error_code ignored;
+    std::filesystem::remove_all(folder, ignored);
+  });
+  const auto begin = std::chrono::steady_clock::now();
+  const auto ended = run_again({"--run-case", settings.dump(), "--folder", folder.string()},
+                               {{"TESSERA_TRANSPORT", settings["transport"].get<std::string>()}}, time_limit, folder);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  std::ifstream stream(result);
+  const auto measured = ordered_json::parse(stream, nullptr, /*allow_exceptions=*/false);
+  if (ended.how == Ended::How::kExit && ended.code == 0 && measured.is_object())
+    return {{"settings", settings}, {"status", "ok"}, {"seconds", seconds}, {"measured", measured}};
+  const auto [status, message] = judge(ended, time_limit);
+  return {{"settings", settings}, {"status", status}, {"seconds", seconds}, {"message", shortened(message)}};
+}
+
+/// What differs from the defaults.
+std::string describe(const ordered_json& settings) {
+  const auto defaults = to_json(Settings{});
+  std::string text = settings["measure"].get<std::string>();
+  for (const auto& [key, value] : settings.items()) {
+    const bool is_always_told = key == "ranks" || key == "strategy" || key == "model";
+    if (key != "measure" && (is_always_told || value != defaults[key]))
+      text += fmt::format(" {}={}", key, value.is_string() ? value.get<std::string>() : value.dump());
+  }
+  return text;
+}
+
+std::string outcome(const ordered_json& result) {
+  if (result["status"] != "ok") return result["status"].get<std::string>() + ": " + result["message"].get<std::string>();
+  const auto& measured = result["measured"];
+  return fmt::format("{:.2f} ms, {:.1f} MB at the peak", measured["milliseconds"]["p50"].get<double>(),
+                     measured["peak_bytes"].get<double>() / 1e6);
+}
+
+} // namespace
+
+Matrix read_matrix(const json& object, const std::string& origin) {
+  Matrix matrix;
+  try {
+    TORCH_CHECK(object.is_object(), "a matrix must be an object");
+    for (const auto& [key, value] : object.items()) {
+      const bool is_known = key == "common" || key == "product" || key == "cases" || key == "time_limit_seconds";
+      TORCH_CHECK(is_known, "unknown key '", key, "'");
+    }
+    const auto common = object.value("common", json::object());
+    const auto limit = object.value("time_limit_seconds", json(matrix.time_limit_seconds));
+    TORCH_CHECK(limit.is_number() && limit > 0, "time_limit_seconds is ", limit.dump(), ", but must be positive");
+    matrix.time_limit_seconds = limit;
+    const auto own = object.value("cases", json::array());
+    TORCH_CHECK(own.is_array(), "cases is no list");
+    if (object.contains("product")) {
+      for (const auto& each : combine(object["product"])) add(matrix, make_case(with(common, each)));
+    }
+    for (const auto& each : own) add(matrix, make_case(with(common, each)));
+    TORCH_CHECK(!matrix.cases.empty(), "no cases");
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, origin, ": ", error.what_without_backtrace());
+  }
+  return matrix;
+}
+
+Matrix read_matrix(const std::filesystem::path& file) {
+  std::ifstream stream(file);
+  TORCH_CHECK(stream, file.string(), ": cannot be read: ", std::strerror(errno));
+  const auto object = json::parse(stream, nullptr, /*allow_exceptions=*/false);
+  TORCH_CHECK(!object.is_discarded(), file.string(), ": no JSON");
+  return read_matrix(object, file.string());
+}
+
+int run_matrix(const Matrix& matrix, const std::filesystem::path& results) {
+  ResultsFile file(results);
+  int failed = 0;
+  size_t number = 0;
+  for (const auto& each : matrix.cases) {
+    ++number;
+    if (file.has(each.settings)) continue;
+    auto result = each.impossible.empty()
+                      ? run_case_apart(each.settings, matrix.time_limit_seconds)
+                      : ordered_json{{"settings", each.settings}, {"status", "impossible"}, {"message", each.impossible}};
+    file.add(result);
+    failed += result["status"] == "ok" || result["status"] == "impossible" ? 0 : 1;
+    fmt::print("{}/{} {}: {}\n", number, matrix.cases.size(), describe(each.settings), outcome(result));
+    std::fflush(stdout);
+  }
+  return failed;
+}
+
+} // namespace tessera::benchmarks

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <common/job_options.h>
+
+#include <nlohmann/json.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tessera::benchmarks {
+
+/// What one case of tessera-bench measures, and how. The names are those of the flags and of a matrix's keys.
+struct Settings {
+  std::string measure = "step"; ///< one of `kMeasures`
+  std::string model = "gpt";    ///< one of `kModels`
+  int64_t layers = 4;
+  int64_t width = 64;
+  int64_t batch = 4;     ///< rows a rank
+  int64_t sequence = 64; ///< tokens a row, of the models that have any
+  int ranks = 1;
+  std::string mesh; ///< "2x2"; empty: from the strategy and the ranks
+  std::string strategy = "full";
+  std::string layout = "ragged";
+  std::string reshard = "auto";            ///< after forward: "auto", "true", "false", or a number of ranks
+  std::string precision = "fp32";          ///< of forward and backward, and of reductions
+  std::string transport = "shared_memory"; ///< or "gloo"
+  std::string offload = "none";            ///< "none", "host" or "files"
+  bool recompute = false;
+  std::string transition = "R to S(0)"; ///< of the measure redistribution, one of `transitions()`
+  int64_t steps = 10;                   ///< that are timed
+  int64_t memory_limit_mb = 0;          ///< of what a rank may hold; 0: none
+};
+
+inline const std::vector<std::string> kMeasures{"step",      "gather",     "reduction", "redistribution",
+                                                "optimizer", "state_dict", "save",      "load"};
+inline const std::vector<std::string> kModels{"gpt", "mlp", "resnet", "moe", "dlrm", "encoder"};
+/// "R to S(0)", …: all pairs of placements on one mesh dim that a DTensor may be redistributed between.
+std::vector<std::string> transitions();
+
+/// All of them, in the order above.
+nlohmann::ordered_json to_json(const Settings& settings);
+/// What `object` does not name keeps its default. Throws c10::Error that names an unknown key, or a value of the wrong kind.
+Settings settings_of(const nlohmann::json& object);
+
+/// Throws c10::Error that says why there is no such case: an unknown measure, a mesh that does not hold the ranks.
+void check(const Settings& settings);
+
+/// What the examples' way of sharding takes.
+examples::JobOptions job_options(const Settings& settings);
+
+} // namespace tessera::benchmarks

@@ -1,0 +1,188 @@
+"""tessera-bench as a user runs it: what it measures, what becomes of cases that fail, and of a matrix that is killed. The arguments are the
+program's path, and unittest's."""
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+PROGRAM = pathlib.Path(sys.argv[1]).resolve()
+FULL = os.environ.get("TESSERA_TEST_FULL") == "1"
+TIMEOUT = 240
+TINY = {"model": "mlp", "layers": 2, "width": 16, "batch": 2, "sequence": 4, "steps": 2}
+
+
+def children_of(pid):
+    return [int(word) for word in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class TesseraBenchTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.out = self.folder / "out.json"
+
+    def command(self, matrix=None, out=None):
+        if matrix is not None:
+            (self.folder / "matrix.json").write_text(matrix if isinstance(matrix, str) else json.dumps(matrix))
+        return [PROGRAM, "--matrix", self.folder / "matrix.json", "--out", out or self.out]
+
+    def run_matrix(self, matrix, out=None):
+        return subprocess.run(self.command(matrix, out), capture_output=True, text=True, timeout=TIMEOUT)
+
+    def results(self):
+        return json.loads(self.out.read_text())["results"]
+
+    def only_result(self, **settings):
+        limit = settings.pop("time_limit_seconds", 60)
+        self.run_matrix({"cases": [{**TINY, **settings}], "time_limit_seconds": limit})
+        results = self.results()
+        self.assertEqual(len(results), 1)
+        return results[0]
+
+    def assert_error(self, matrix, *parts, out=None):
+        done = self.run_matrix(matrix, out)
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        for part in parts:
+            self.assertIn(part, done.stderr)
+
+    def test_each_measure_has_its_figures(self):
+        measures = ["step", "gather", "reduction", "redistribution", "optimizer", "state_dict", "save", "load"]
+        done = self.run_matrix({"common": {**TINY, "ranks": 2}, "product": {"measure": measures}})
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertNotIn("WARNING", done.stdout + done.stderr)
+        results = {result["settings"]["measure"]: result for result in self.results()}
+        self.assertEqual(list(results), measures)
+        for result in results.values():
+            measured = result["measured"]
+            times = measured["milliseconds"]
+            self.assertLessEqual(0, times["min"])
+            self.assertTrue(times["min"] <= times["p50"] <= times["p90"] <= times["p99"] <= times["max"], times)
+            self.assertTrue(measured["verified"])
+        step = results["step"]["measured"]
+        self.assertEqual(set(step["parts"]), {"forward", "backward", "clip", "optimizer"})
+        self.assertGreater(step["items_per_second"], 0)
+        self.assertEqual(step["sent"]["reduce_scatter"]["calls"], 2)
+        self.assertEqual(results["gather"]["measured"]["sent"]["all_gather"]["calls"], 2)
+        self.assertEqual(results["redistribution"]["measured"]["sent"], {})  # from whole to parts
+        self.assertEqual(results["optimizer"]["measured"]["sent"], {})
+
+    def test_explain_knows_the_peak_of_memory(self):
+        """Of 6 models under all strategies in the full run, of few otherwise: within 3 % of what was allocated."""
+        models = ["gpt", "mlp", "resnet", "moe", "dlrm", "encoder"] if FULL else ["gpt"]
+        strategies = ["no-shard", "zero-1", "zero-2", "full", "hybrid", "hierarchical"] if FULL else ["zero-2", "full"]
+        common = {"layers": 4, "width": 256, "batch": 1, "sequence": 8, "steps": 1}
+        done = self.run_matrix({"common": common, "product": {"ranks": [2, 4] if FULL else [2], "model": models, "strategy": strategies,
+                                                              "layout": ["ragged", "per-parameter"] if FULL else ["ragged"]}})
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        for result in self.results():
+            measured = result["measured"]
+            with self.subTest(**{name: result["settings"][name] for name in ("model", "strategy", "layout", "ranks")}):
+                self.assertLess(abs(measured["explained_peak_bytes"] / measured["peak_bytes"] - 1), 0.03)
+
+    def test_flags_are_lists_of_cases(self):
+        done = subprocess.run([PROGRAM, "--model=mlp", "--layers", "1", "--width", "16", "--ranks", "1,2", "--strategy", "zero-1,full", "--steps", "1",
+                               f"--out={self.out}"], capture_output=True, text=True, timeout=TIMEOUT)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        told = [(result["settings"]["ranks"], result["settings"]["strategy"], result["status"]) for result in self.results()]
+        self.assertEqual(told, [(1, "zero-1", "ok"), (1, "full", "ok"), (2, "zero-1", "ok"), (2, "full", "ok")])
+
+    def test_an_impossible_case_is_a_row(self):
+        result = self.only_result(ranks=3, strategy="hybrid")
+        self.assertEqual(result["status"], "impossible")
+        self.assertIn("3 ranks needs --mesh", result["message"])
+        self.out.unlink()
+        self.assertIn("must be one of: full", self.only_result(strategy="zero-9")["message"].replace("no-shard, zero-1, zero-2, ", ""))
+
+    def test_a_case_that_runs_out_of_memory_does_not_fit(self):
+        result = self.only_result(width=800000)
+        self.assertEqual(result["status"], "does not fit", result)
+        self.out.unlink()
+        result = self.only_result(width=512, memory_limit_mb=1)
+        self.assertEqual(result["status"], "does not fit", result)
+
+    def test_a_case_ends_at_its_time_limit(self):
+        result = self.only_result(ranks=2, steps=1000000, time_limit_seconds=5)
+        self.assertEqual((result["status"], result["message"]), ("time limit", "killed after 5 seconds"))
+
+    def test_goes_on_after_a_case_that_dies(self):
+        cases = [{**TINY, "ranks": 2, "steps": 1000000}, {**TINY, "ranks": 1}]
+        with subprocess.Popen(self.command({"cases": cases}), stdout=subprocess.PIPE, text=True) as bench:
+            ranks = []
+            end = time.monotonic() + TIMEOUT
+            while len(ranks) < 2 and time.monotonic() < end:
+                try:
+                    ranks = [rank for case in children_of(bench.pid) for rank in children_of(case)]
+                except OSError:  # it has just ended
+                    pass
+            os.kill(ranks[1], signal.SIGKILL)
+            bench.communicate(timeout=TIMEOUT)
+        self.assertEqual([result["status"] for result in self.results()], ["died", "ok"], self.results())
+
+    def test_bad_matrices(self):
+        self.assert_error("{", "matrix.json: no JSON")
+        self.assert_error([], "a matrix must be an object")
+        self.assert_error({"case": []}, "unknown key 'case'")
+        self.assert_error({"cases": []}, "no cases")
+        self.assert_error({"cases": [{"strategie": "full"}]}, "unknown key 'strategie' of a case")
+        self.assert_error({"cases": [{"width": "64"}]}, 'width is "64", but must be an integer')
+        self.assert_error({"product": {"ranks": 2}}, "ranks is 2, but must be a list of values")
+        self.assert_error({"cases": [1]}, "a case is 1, but must be an object")
+        self.assert_error({"product": []}, "product is [], but must be an object")
+        self.assert_error({"cases": [{}], "time_limit_seconds": 0}, "time_limit_seconds is 0, but must be positive")
+        self.assert_error({"cases": [{}]}, "/proc/self/none", out="/proc/self/none/out.json")
+        self.assertFalse(self.out.exists())
+
+    def test_results_of_others_are_left_alone(self):
+        impossible = {"cases": [{"ranks": 1, "strategy": "hybrid"}]}
+        self.out.write_text('{"format": "tessera-be')
+        self.assert_error(impossible, "out.json: no results of tessera-bench; choose another --out")
+        self.assertEqual(self.out.read_text(), '{"format": "tessera-be')
+        self.out.unlink()
+        self.run_matrix(impossible)
+        content = json.loads(self.out.read_text())
+        for key, value in (("version", 2), ("machine", {"cpu": "another"})):
+            self.out.write_text(json.dumps({**content, key: value}))
+            self.assert_error(impossible, f"its {key} is ")
+
+    def test_flags(self):
+        for flags, part in ((["--width"], "--width needs a value"), (["--widht", "1"], "no flag --widht"), (["width"], "belongs to no flag"),
+                            (["--ranks", "two"], "--ranks is 'two', but must be a number")):
+            done = subprocess.run([PROGRAM, *flags], capture_output=True, text=True, timeout=TIMEOUT)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(part, done.stderr)
+
+    def test_a_killed_matrix_goes_on_and_has_each_result_once(self):
+        """40 settings, killed at random moments: in the full run 20 times, with cases that are all measured."""
+        measured = [{**TINY, "ranks": 1, "layers": 1, "steps": 1, "batch": batch} for batch in range(1, 41 if FULL else 4)]
+        quick = [{"ranks": 1, "strategy": "hybrid", "batch": batch} for batch in range(1, 41 - len(measured))]
+        cases = [case for pair in zip(measured, quick) for case in pair] + measured[len(quick):] + quick[len(measured):]
+        draw = random.Random(os.environ.get("TESSERA_TEST_SEED", "1"))
+        command, kills = self.command({"cases": cases}), 0
+        seconds = 60 if FULL else 2
+        for _ in range(20 if FULL else 3):
+            bench = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            try:
+                bench.wait(draw.uniform(0, seconds / 10))
+            except subprocess.TimeoutExpired:
+                bench.kill()
+                kills += 1
+            bench.wait()
+            if self.out.exists():
+                json.loads(self.out.read_text())  # whole at any moment
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        settings = [json.dumps(result["settings"], sort_keys=True) for result in self.results()]
+        self.assertEqual((len(settings), len(set(settings))), (40, 40))
+        self.assertEqual({result["status"] for result in self.results()}, {"ok", "impossible"} if quick else {"ok"})
+        self.assertGreater(kills, 0)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1] + sys.argv[2:])
