@@ -41,7 +41,7 @@ class RankList {
   /// All of them, made at the first call and kept.
   const std::vector<int64_t>& expanded() const;
 
-  friend bool operator==(const RankList& a, const RankList& b) { return (a <=> b) == 0; }
+  friend bool operator==(const RankList& a, const RankList& b) { return std::is_eq(a <=> b); }
   friend std::strong_ordering operator<=>(const RankList& a, const RankList& b);
   template <typename H>
   friend H AbslHashValue(H h, const RankList& list) {

@@ -14,8 +14,8 @@ namespace tessera::internal {
 /// second, says true. Its thread is then left behind, so `call` owns what it uses. For calls that have no time limit of their own
 /// where a peer accepts a connection and never answers.
 template <typename Result>
-std::optional<Result> within(std::chrono::milliseconds limit, std::function<Result()> call,
-                             const std::function<bool()>& gives_up = [] { return false; }) {
+std::optional<Result> within(
+    std::chrono::milliseconds limit, std::function<Result()> call, const std::function<bool()>& gives_up = [] { return false; }) {
   constexpr std::chrono::milliseconds kInterval(100);
   const auto deadline = std::chrono::steady_clock::now() + limit;
   std::packaged_task<Result()> task(std::move(call));

@@ -97,7 +97,7 @@ void ParameterGroup::start_gather() {
   if (state_ != State::kSharded) return;
   TORCH_CHECK(storage_, "the parameters of ", label(), " (", full_name(0),
               ", …) are on the meta device: call tessera::materialize before they are gathered");
-  const ProfilerRange range("all_gather", label());
+  const ProfilerRange range("all_gather", *this);
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds,
@@ -184,7 +184,7 @@ void ParameterGroup::finish_gather() {
   users_.join();
   if (state_ != State::kGathering) return;
   if (!streams().gather.exists()) {
-    const ProfilerRange range("all_gather_wait", label());
+    const ProfilerRange range("all_gather_wait", *this);
     const ExposedTime exposed(*this, &GroupReport::gather_wait_seconds);
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;

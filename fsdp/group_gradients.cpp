@@ -250,7 +250,7 @@ void GroupGradients::enter(State next) {
 
 void GroupGradients::start_reduce(ReadyGradients& ready) {
   TORCH_INTERNAL_ASSERT(has_pending());
-  const ProfilerRange range("reduce_scatter", group_.label());
+  const ProfilerRange range("reduce_scatter", group_);
   if (pending_count_ == 0) return take_up_partial();
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -338,7 +338,7 @@ void GroupGradients::advance_reduce() {
 
 void GroupGradients::finish_reduce(ReadyGradients& ready) {
   if (!is_reducing()) return;
-  const ProfilerRange range("reduce_wait", group_.label());
+  const ProfilerRange range("reduce_wait", group_);
   advance_reduce();
   if (!is_reducing()) return;
   enter(State::kIdle);

@@ -1,10 +1,34 @@
 #pragma once
 
-// Internal: what a step will hold in memory, from what is sharded.
+#include <cstdint>
+#include <string>
 
-#include <tessera/fsdp/explain.h>
+namespace tessera {
 
-namespace tessera::internal {
+/// What a prediction of memory cannot see in a model.
+struct ExplainOptions {
+  /// Tensors of a parameter's shape that the optimizer keeps for it: Adam has 2, SGD with momentum 1, SGD none.
+  int64_t optimizer_tensors = 2;
+  /// What a forward leaves for its backward, of this rank's rows: as much as it does without sharding.
+  int64_t activation_bytes = 0;
+};
+
+/// Bytes of a rank, in a training step after the first: the optimizer's state is there, and no gradients are when it begins.
+struct MemoryPrediction {
+  int64_t peak = 0;       ///< the most at once: the sum of what follows
+  std::string peak_at;    ///< "forward of blocks.3", "backward of blocks.0", "optimizer"
+  int64_t parameters = 0; ///< shards, parts kept beside them, and what is not sharded
+  int64_t buffers = 0;    ///< of the modules
+  int64_t optimizer_state = 0;
+  int64_t gradients = 0;
+  int64_t unsharded = 0;      ///< gathered parameters
+  int64_t reduce_buffers = 0; ///< gradients before their reduction
+  int64_t cached = 0;         ///< blocks that were one of these two, kept for the next
+  int64_t activations = 0;
+  int64_t temporaries = 0; ///< a gradient that autograd has just made, or what the optimizer computes with
+};
+
+namespace internal {
 
 class ParameterGroup;
 class ShardedModule;
@@ -15,4 +39,6 @@ MemoryPrediction predict_memory(ShardedModule& root, const ExplainOptions& optio
 /// Bytes of the group's buffer of gradients, before they are reduced; 0 where they are not.
 int64_t reduce_bytes_of(const ParameterGroup& group);
 
-} // namespace tessera::internal
+} // namespace internal
+
+} // namespace tessera

@@ -9,17 +9,22 @@
 
 namespace tessera::internal {
 
-/// From here to the end of the scope: "FSDP::all_gather (blocks.1)". Costs a look at whether somebody profiles.
+class ParameterGroup;
+
+/// From here to the end of the scope: "FSDP::all_gather (blocks.1: weight, bias)". Costs a look at whether somebody profiles.
 class ProfilerRange {
  public:
-  ProfilerRange(const char* what, const std::string& label) {
+  ProfilerRange(const char* what, const ParameterGroup& group) {
     auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
     if (!callbacks) return;
     function_.emplace(std::move(*callbacks));
-    if (function_->isActive()) function_->before(std::string("FSDP::") + what + " (" + label + ")");
+    if (function_->isActive()) function_->before(name(what, group));
   }
 
  private:
+  /// With the first few of the group's parameters.
+  static std::string name(const char* what, const ParameterGroup& group);
+
   std::optional<at::RecordFunction> function_;
 };
 

@@ -61,9 +61,10 @@ ExposedTime::ExposedTime(const ParameterGroup& group, double GroupReport::*sum) 
 }
 
 ExposedTime::~ExposedTime() {
-  if (!group_) return;
+  auto* recorder = group_ ? group_->recorder() : nullptr;
+  if (!recorder) return;
   const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin_;
-  group_->recorder()->of(*group_).*sum_ += waited.count();
+  recorder->of(*group_).*sum_ += waited.count();
 }
 
 } // namespace tessera::internal

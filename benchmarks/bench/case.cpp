@@ -129,7 +129,9 @@ Figures measure(Trial& trial, const Settings& settings) {
 
 ordered_json summary_of(std::vector<double> values) {
   std::sort(values.begin(), values.end());
-  const auto at = [&](double share) { return values[static_cast<size_t>(share * static_cast<double>(values.size() - 1) + 0.5)]; };
+  const auto at = [&](double share) {
+    return values[static_cast<size_t>(std::lround(share * static_cast<double>(values.size() - 1)))];
+  };
   double sum = 0;
   for (const double value : values) sum += value;
   return {{"mean", sum / static_cast<double>(values.size())},

@@ -87,7 +87,8 @@ void add(Matrix& matrix, MatrixCase made) {
 std::pair<std::string, std::string> judge(const Ended& ended, double time_limit) {
   if (ended.how == Ended::How::kTimeLimit) return {"time limit", fmt::format("killed after {} seconds", time_limit)};
   const auto says = [&](const char* text) { return ended.errors.find(text) != std::string::npos; };
-  if (says("not enough memory") || says("no memory for") || says("bad_alloc") || says("does not fit"))
+  if (says("not enough memory") || says("can't allocate memory") || says("no memory for") || says("bad_alloc") ||
+      says("does not fit"))
     return {"does not fit", ended.errors};
   if (says(" is wrong: ")) return {"wrong", ended.errors};
   if (ended.how == Ended::How::kSignal) return {"died", fmt::format("of {}. {}", strsignal(ended.code), ended.errors)};
@@ -125,9 +126,10 @@ ordered_json run_case_apart(const ordered_json& settings, double time_limit) {
 /// What differs from the defaults.
 std::string describe(const ordered_json& settings) {
   const auto defaults = to_json(Settings{});
+  const bool has_model = settings["measure"] != "redistribution";
   std::string text = settings["measure"].get<std::string>();
   for (const auto& [key, value] : settings.items()) {
-    const bool is_always_told = key == "ranks" || key == "strategy" || key == "model";
+    const bool is_always_told = key == "ranks" || (has_model && (key == "strategy" || key == "model"));
     if (key != "measure" && (is_always_told || value != defaults[key]))
       text += fmt::format(" {}={}", key, value.is_string() ? value.get<std::string>() : value.dump());
   }

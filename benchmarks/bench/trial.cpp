@@ -118,7 +118,7 @@ void Trial::prepare() {
   } else if (measure == "gather") {
     tessera::step(*optimizer_); // what was gathered is stale
   } else if (measure == "save") {
-    std::filesystem::remove_all(folder_ / "saved");
+    if (examples::rank() == 0) std::filesystem::remove_all(folder_ / "saved");
     examples::sum_over_ranks({0}); // all see it gone
   }
 }

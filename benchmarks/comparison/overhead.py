@@ -10,6 +10,7 @@ ROUNDS, WARM_UP = 60, 5
 # Where FSDP2 takes 450 us a group: 8 us a group, and 0.5 us for each further parameter.
 GROUP_BOUND, PARAMETER_BOUND = 450 / 8, 450 / 0.5
 RANKS_BOUND = 10  # on many ranks
+REPORT_BOUND = 1 / 1.005  # of a step without one
 
 
 def run(programs, quick=False):
@@ -19,10 +20,22 @@ def run(programs, quick=False):
     yield at_least_ratio("overhead", f"{case}, ragged", ours["ragged"], peer, "us", GROUP_BOUND)
     yield without_bound("overhead", f"{case}, per-parameter", ours["per-parameter"], peer, "us")
     yield at_least_ratio("overhead", "a further parameter, beside FSDP2's group of 9", ours["further"], peer, "us", PARAMETER_BOUND)
+    on, off = report_cost(programs, rounds)
+    yield at_least_ratio("overhead", f"8 pretended ranks, a step of {case.split(',')[0]} with a report, against without", on, off, "us", REPORT_BOUND)
     for ranks in (8, 64):
         ours, peer = costs(programs, ranks, max(5, rounds // 4))
         for layout in ("ragged", "per-parameter"):
             yield at_least_ratio("overhead", f"{ranks} pretended ranks, a group of 9, {layout}", ours[layout], peer, "us", RANKS_BOUND)
+
+
+def report_cost(programs, rounds):
+    """Microseconds of a step with a report, and without."""
+    with Ranks(programs.ours("measure_overhead") + ["8"], 1) as job:
+        job.wait_until_ready()
+        names = ("ragged", "ragged with a report")
+        seconds = interleaved(3 * rounds, WARM_UP, {name: lambda name=name: job.ask(name)[0] for name in names})
+    off = median(seconds["ragged"])
+    return 1e6 * (off + median(on - off for on, off in zip(seconds["ragged with a report"], seconds["ragged"]))), 1e6 * off
 
 
 def costs(programs, ranks, rounds):

@@ -1,10 +1,10 @@
 #include "common/step_trace.h"
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 #include <tessera/collectives/process_context.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 #include <unistd.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -42,9 +42,13 @@ class CollectiveRows {
     const auto name = fmt::format("{} {}", group["name"].get<std::string>(), group["ranks"].dump());
     const auto [row, is_new] = rows_.emplace(name, kFirstRow + static_cast<int>(rows_.size()));
     if (is_new) {
-      events_.push_back({{"ph", "M"}, {"name", "thread_name"}, {"pid", getpid()}, {"tid", row->second}, {"args", {{"name", name}}}});
       events_.push_back(
-          {{"ph", "M"}, {"name", "thread_sort_index"}, {"pid", getpid()}, {"tid", row->second}, {"args", {{"sort_index", row->second}}}});
+          {{"ph", "M"}, {"name", "thread_name"}, {"pid", getpid()}, {"tid", row->second}, {"args", {{"name", name}}}});
+      events_.push_back({{"ph", "M"},
+                         {"name", "thread_sort_index"},
+                         {"pid", getpid()},
+                         {"tid", row->second},
+                         {"args", {{"sort_index", row->second}}}});
     }
     // Those of a group run one after another.
     const auto end = call["ended_ns"].get<int64_t>(), begin = std::max(call["issued_ns"].get<int64_t>(), last_[name]);
@@ -68,7 +72,8 @@ class CollectiveRows {
 } // namespace
 
 StepTrace::StepTrace()
-    : begin_ns_(std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count()) {
+    : begin_ns_(
+          std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count()) {
   const torch::profiler::impl::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO);
   const std::set<torch::profiler::impl::ActivityType> activities{torch::profiler::impl::ActivityType::CPU};
   profiler::prepareProfiler(config, activities);

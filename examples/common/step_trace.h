@@ -5,8 +5,8 @@
 
 namespace examples {
 
-/// Records what this rank does while it lives, for chrome://tracing and ui.perfetto.dev: operators, the ranges of Tessera with the
-/// names of modules, and, in rows of their own, the collectives.
+/// Records what this rank does while it lives, for chrome://tracing and ui.perfetto.dev: operators, the ranges of Tessera with
+/// the names of modules, and, in rows of their own, the collectives.
 class StepTrace {
  public:
   StepTrace();

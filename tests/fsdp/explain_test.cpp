@@ -1,7 +1,7 @@
 // What is predicted of a model's memory, and what is said of its groups. tests/benchmarks compares the prediction with peaks.
 #include <gmock/gmock.h>
-#include <nlohmann/json.hpp>
 #include <tessera/fsdp/explain.h>
+#include <nlohmann/json.hpp>
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
@@ -46,11 +46,12 @@ TEST(Explain, CountsStatesAndBuffers) {
   const auto adam = with({}), sgd = with({.optimizer_tensors = 0, .activation_bytes = 1000});
   EXPECT_EQ(adam.buffers, 2 * 64 * 4 + 8);
   EXPECT_NEAR(static_cast<double>(adam.parameters), static_cast<double>(whole) / world_size(), 0.02 * static_cast<double>(whole));
-  EXPECT_NEAR(static_cast<double>(adam.optimizer_state), 2.0 * static_cast<double>(adam.parameters), 0.02 * static_cast<double>(whole));
+  EXPECT_NEAR(static_cast<double>(adam.optimizer_state), 2.0 * static_cast<double>(adam.parameters),
+              0.02 * static_cast<double>(whole));
   EXPECT_EQ(sgd.optimizer_state, 0);
   EXPECT_LT(sgd.peak, adam.peak);
-  EXPECT_EQ(adam.peak, adam.parameters + adam.buffers + adam.optimizer_state + adam.gradients + adam.unsharded + adam.reduce_buffers +
-                           adam.cached + adam.activations + adam.temporaries);
+  EXPECT_EQ(adam.peak, adam.parameters + adam.buffers + adam.optimizer_state + adam.gradients + adam.unsharded +
+                           adam.reduce_buffers + adam.cached + adam.activations + adam.temporaries);
 }
 
 TEST(Explain, IsTextAndJson) {

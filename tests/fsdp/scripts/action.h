@@ -39,6 +39,7 @@ std::vector<Action> average_actions();
 std::vector<Action> loop_actions();
 std::vector<Action> sharding_actions();
 std::vector<Action> surgery_actions();
+std::vector<Action> observation_actions();
 
 /// All of them: the table that scripts are drawn from.
 const std::vector<Action>& actions();

@@ -13,7 +13,7 @@ const std::vector<Action>& actions() {
     std::vector<Action> joined;
     for (const auto& part : {training_actions(), graph_actions(), accumulation_actions(), failure_actions(), evaluation_actions(),
                              write_actions(), gradient_actions(), optimizer_actions(), state_actions(), checkpoint_actions(),
-                             average_actions(), loop_actions(), sharding_actions(), surgery_actions()})
+                             average_actions(), loop_actions(), sharding_actions(), surgery_actions(), observation_actions()})
       joined.insert(joined.end(), part.begin(), part.end());
     return joined;
   }();
