@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/isnan.h>
+#include <absl/container/flat_hash_set.h>
 #include <c10/util/StringUtil.h>
 #include <tessera/dtensor/api.h>
 
@@ -22,8 +23,11 @@ bool only_allocates(std::string_view name) {
 
 /// Operators whose written argument need not have been written before.
 bool overwrites(std::string_view name, const c10::Argument& argument) {
-  return argument.kwarg_only() || name == "aten::copy_" || name == "aten::_foreach_copy_" || name == "aten::zero_" ||
-         name == "aten::fill_" || name == "aten::normal_" || name == "aten::uniform_" || name == "aten::random_";
+  static const absl::flat_hash_set<std::string_view> names{
+      "aten::copy_",      "aten::_foreach_copy_", "aten::zero_",     "aten::_foreach_zero_", "aten::fill_",
+      "aten::normal_",    "aten::uniform_",       "aten::random_",   "aten::cauchy_",        "aten::log_normal_",
+      "aten::geometric_", "aten::exponential_",   "aten::bernoulli_"};
+  return argument.kwarg_only() || names.contains(name);
 }
 
 OperatorTraits traits_of_schema(const c10::FunctionSchema& schema) {

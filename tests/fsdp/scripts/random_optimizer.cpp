@@ -86,7 +86,8 @@ OptimizerPtr OptimizerPlan::make(const torch::nn::Module& module) const {
 
 bool OptimizerPlan::add_group(torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {
   const auto second = groups(distinct(module.parameters()), held_back).second;
-  if (second.empty() || has_second_group) return false;
+  // LibTorch's Adagrad makes its state in its constructor, and a step that comes to a parameter without ends half-way.
+  if (second.empty() || has_second_group || name() == "Adagrad") return false;
   has_second_group = true;
   optimizer.add_param_group(torch::optim::OptimizerParamGroup(second));
   return true;
