@@ -33,7 +33,7 @@ enum class NanGuardWatch {
 ///
 /// A module is told from the parameter that an operator reads; an operator that reads none comes after the module that was last.
 /// Memory that `empty` returned may hold NaN that nobody uses. An operator that reads a part of it before that is written is
-/// taken for one that got NaN.
+/// taken for one that got NaN. A cast is not: what it returns is looked at where it is read.
 ///
 /// One at a time in a process, and destroyed by the thread that made it. (PyTorch: `detect_anomaly`, which looks at backward
 /// alone.)

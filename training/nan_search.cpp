@@ -30,9 +30,13 @@ bool overwrites(std::string_view name, const c10::Argument& argument) {
   return argument.kwarg_only() || names.contains(name);
 }
 
+/// Whole buffers are cast, with what lies between the parameters.
+bool casts(std::string_view name) { return name == "aten::to" || name == "aten::_to_copy"; }
+
 OperatorTraits traits_of_schema(const c10::FunctionSchema& schema) {
   OperatorTraits traits;
   traits.returns_values = !only_allocates(schema.name());
+  traits.casts = casts(schema.name());
   for (const auto& value : schema.returns()) {
     if (value.alias_info() != nullptr && !value.alias_info()->isWrite()) traits.returns_values = false;
   }
@@ -83,7 +87,7 @@ bool NanSearch::is_bad(const c10::IValue& value) const {
 }
 
 const OperatorTraits& NanSearch::traits_of(const at::RecordFunction& function) {
-  static const OperatorTraits none{false, {}};
+  static const OperatorTraits none{false, false, {}};
   const auto name = function.operator_name();
   if (!name) return none;
   if (const auto known = traits_.find(*name); known != traits_.end()) return known->second;
@@ -130,8 +134,12 @@ void NanSearch::begin_operator(const at::RecordFunction& function, ModulePositio
   if (begun.reads_parameter) ++position.depth;
   const auto& traits = traits_of(function);
   for (size_t i = 0; i < inputs.size() && i < traits.is_only_written.size(); ++i) {
-    if (!traits.is_only_written[i] && is_bad(inputs[i])) return found(function, "got", position);
+    if (traits.is_only_written[i] || position.casts > 0 || !is_bad(inputs[i])) continue;
+    if (!traits.casts) return found(function, "got", position);
+    begun.had_it = true;
   }
+  begun.casts = traits.casts;
+  if (traits.casts) ++position.casts;
 }
 
 std::unique_ptr<NanSearch::Begun> NanSearch::begin(const at::RecordFunction& function) {
@@ -153,7 +161,8 @@ void NanSearch::end(const at::RecordFunction& function, const Begun& begun) {
   auto& position = positions_[at::RecordFunction::currentThreadId()];
   if (begun.outer_node) std::tie(position.node, position.node_read) = *begun.outer_node;
   if (function.scope() != at::RecordScope::FUNCTION) return;
-  if (traits_of(function).returns_values) {
+  if (begun.casts) --position.casts;
+  if (traits_of(function).returns_values && !begun.had_it && position.casts == 0) {
     for (const auto& output : function.outputs()) {
       if (is_bad(output)) return found(function, "made", position);
     }
