@@ -18,7 +18,7 @@ namespace {
 /// Returns memory that nobody has written, or fills it: under deterministic algorithms, kernels fill what they allocate with NaN.
 bool only_allocates(std::string_view name) {
   return name.starts_with("aten::empty") || name.starts_with("aten::new_empty") || name == "aten::resize_" ||
-         name == "aten::_resize_output_" || name == "aten::set_" || name == "aten::fill_";
+         name == "aten::resize_as_" || name == "aten::_resize_output_" || name == "aten::set_" || name == "aten::fill_";
 }
 
 /// Operators whose written argument need not have been written before.
@@ -42,6 +42,7 @@ OperatorTraits traits_of_schema(const c10::FunctionSchema& schema) {
   }
   for (const auto& argument : schema.arguments()) {
     const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    traits.is_written.push_back(is_written);
     traits.is_only_written.push_back(!traits.returns_values || (is_written && overwrites(schema.name(), argument)));
   }
   return traits;
@@ -87,7 +88,7 @@ bool NanSearch::is_bad(const c10::IValue& value) const {
 }
 
 const OperatorTraits& NanSearch::traits_of(const at::RecordFunction& function) {
-  static const OperatorTraits none{false, false, {}};
+  static const OperatorTraits none{false, false, {}, {}};
   const auto name = function.operator_name();
   if (!name) return none;
   if (const auto known = traits_.find(*name); known != traits_.end()) return known->second;
@@ -134,12 +135,15 @@ void NanSearch::begin_operator(const at::RecordFunction& function, ModulePositio
   if (begun.reads_parameter) ++position.depth;
   const auto& traits = traits_of(function);
   for (size_t i = 0; i < inputs.size() && i < traits.is_only_written.size(); ++i) {
-    if (traits.is_only_written[i] || position.casts > 0 || !is_bad(inputs[i])) continue;
+    // An operator makes its output with others that work in place, and take no values from it: addmv_ with a factor of 0.
+    const bool is_output = traits.is_only_written[i] || (traits.is_written[i] && position.calls > 0);
+    if (is_output || position.casts > 0 || !is_bad(inputs[i])) continue;
     if (!traits.casts) return found(function, "got", position);
     begun.had_it = true;
   }
-  begun.casts = traits.casts;
-  if (traits.casts) ++position.casts;
+  begun.is_call = true;
+  ++position.calls;
+  position.casts += traits.casts ? 1 : 0;
 }
 
 std::unique_ptr<NanSearch::Begun> NanSearch::begin(const at::RecordFunction& function) {
@@ -161,8 +165,12 @@ void NanSearch::end(const at::RecordFunction& function, const Begun& begun) {
   auto& position = positions_[at::RecordFunction::currentThreadId()];
   if (begun.outer_node) std::tie(position.node, position.node_read) = *begun.outer_node;
   if (function.scope() != at::RecordScope::FUNCTION) return;
-  if (begun.casts) --position.casts;
-  if (traits_of(function).returns_values && !begun.had_it && position.casts == 0) {
+  const auto& traits = traits_of(function);
+  if (begun.is_call) {
+    --position.calls;
+    position.casts -= traits.casts ? 1 : 0;
+  }
+  if (traits.returns_values && !begun.had_it && position.casts == 0) {
     for (const auto& output : function.outputs()) {
       if (is_bad(output)) return found(function, "made", position);
     }

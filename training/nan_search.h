@@ -22,13 +22,14 @@ struct OperatorTraits {
   bool returns_values = true;        ///< not a view, nor memory that nobody has written
   bool casts = false;                ///< what it gets it returns, also what nobody has written
   std::vector<bool> is_only_written; ///< for each argument: its values before the call mean nothing
+  std::vector<bool> is_written;      ///< for each argument: in place
 };
 
 /// Where a thread is in its forward or backward.
 struct ModulePosition {
   int last_read = -1;           ///< the parameter that an operator read last
   int depth = 0;                ///< operators that read it and have not ended
-  int casts = 0;                ///< that have not ended
+  int calls = 0, casts = 0;     ///< operators that have not ended
   std::map<int64_t, int> reads; ///< by the number that autograd's next node would get: the parameter that was read then
   std::string node;             ///< the node of autograd that runs; empty in forward
   int node_read = -1;           ///< the parameter that forward had read last when it made the node
@@ -49,7 +50,8 @@ class NanSearch {
   /// What `end` needs to know of `begin`.
   struct Begun final : at::ObserverContext {
     bool reads_parameter = false;
-    bool casts = false, had_it = false;                    ///< a cast, of what had NaN before
+    bool is_call = false;                                  ///< of an operator
+    bool had_it = false;                                   ///< a cast, of what had NaN before
     std::optional<std::pair<std::string, int>> outer_node; ///< where this is a node: that which it runs in
   };
   std::unique_ptr<Begun> begin(const at::RecordFunction& function);
