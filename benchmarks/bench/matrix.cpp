@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -87,9 +88,10 @@ void add(Matrix& matrix, MatrixCase made) {
 std::pair<std::string, std::string> judge(const Ended& ended, double time_limit) {
   if (ended.how == Ended::How::kTimeLimit) return {"time limit", fmt::format("killed after {} seconds", time_limit)};
   const auto says = [&](const char* text) { return ended.errors.find(text) != std::string::npos; };
-  if (says("not enough memory") || says("can't allocate memory") || says("no memory for") || says("bad_alloc") ||
-      says("does not fit"))
-    return {"does not fit", ended.errors};
+  constexpr std::array kOutOfMemory{
+      "not enough memory", "can't allocate memory",           "no memory for", "bad_alloc",
+      "does not fit",      "Resource temporarily unavailable"}; // the last for a thread, which needs a stack
+  if (std::any_of(kOutOfMemory.begin(), kOutOfMemory.end(), says)) return {"does not fit", ended.errors};
   if (says(" is wrong: ")) return {"wrong", ended.errors};
   if (ended.how == Ended::How::kSignal) return {"died", fmt::format("of {}. {}", strsignal(ended.code), ended.errors)};
   if (says("signal")) return {"died", ended.errors};
@@ -137,7 +139,10 @@ std::string describe(const ordered_json& settings) {
 }
 
 std::string outcome(const ordered_json& result) {
-  if (result["status"] != "ok") return result["status"].get<std::string>() + ": " + result["message"].get<std::string>();
+  if (result["status"] != "ok") {
+    const auto message = result["message"].get<std::string>();
+    return result["status"].get<std::string>() + ": " + message.substr(0, message.find('\n'));
+  }
   const auto& measured = result["measured"];
   return fmt::format("{:.2f} ms, {:.1f} MB at the peak", measured["milliseconds"]["p50"].get<double>(),
                      measured["peak_bytes"].get<double>() / 1e6);

@@ -144,14 +144,12 @@ def draw_pareto(cases, figure, wide):
     front = front_of(cases)
     axes.step([case.measured["peak_bytes"] / 1e6 for case in front], [case.measured["items_per_second"] for case in front], where="post",
               linewidth=1.2, color=matplotlib.rcParams["text.color"], zorder=0)
-    if wide:
-        for i, case in enumerate(front):
-            axes.annotate(f"{labels.of(case)}, {count_of(case.ranks)}", (case.measured["peak_bytes"] / 1e6, case.measured["items_per_second"]), fontsize=8,
-                          xytext=(8, -12 if i % 2 else 6), textcoords="offset points")
-    axes.set_xlabel("peak MB of a rank")
+    for number, case in enumerate(front, 1):
+        axes.annotate(str(number), (case.measured["peak_bytes"] / 1e6, case.measured["items_per_second"]), fontsize=9, fontweight="bold",
+                      xytext=(-5, 5), textcoords="offset points", ha="right")
+    axes.set_xlabel("peak MB of a rank\n\n" + "\n".join(f"{number}: {labels.of(case)}, {count_of(case.ranks)}" for number, case in enumerate(front, 1)))
     axes.set_ylabel("tokens or rows a second, all ranks")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.margins(0.08)
     handles = [axes.plot([], [], "s", color=COLOURS[i % len(COLOURS)], label=name)[0] for i, name in enumerate(names)]
     handles += [axes.plot([], [], mark, color=matplotlib.rcParams["text.color"], label=count_of(count))[0] for count, mark in marks.items()]
     figure.legend(handles=handles, loc="outside upper left", ncols=9 if wide else 3)
@@ -159,8 +157,8 @@ def draw_pareto(cases, figure, wide):
 
 def pareto(cases):
     return Plot("pareto", "Throughput against memory",
-                "The line is the Pareto front: no measured case has more throughput with less memory than those on it. Up and left is better.",
-                lambda figure, wide: draw_pareto(cases, figure, wide), lambda wide: 15 if wide else 12)
+                "The line is the Pareto front: no measured case has more throughput with less memory than those on it. Up and left is better. The axes do not begin at 0.",
+                lambda figure, wide: draw_pareto(cases, figure, wide), lambda wide: (15 if wide else 12) + 0.7 * len(front_of(cases)))
 
 
 def shares_of(case):
@@ -220,7 +218,7 @@ def largest_batch(cases):
 
 def draw_others(cases, figure, wide):
     axes = figure.subplots()
-    labels = Labels(cases)
+    labels = Labels([case for case in cases if case.measure != "redistribution"])
     single = len({case.strategy for case in cases}) == 1
 
     def name(case):
