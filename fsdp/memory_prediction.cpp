@@ -204,9 +204,9 @@ class Prediction {
       touch(left - 1, what, /*in_backward=*/true);
       fill(group);
       note(what, group.largest_gradient);
-      reduce(group);
-      note(what);
       now_.activations = options_.activation_bytes * static_cast<int64_t>(left - 1) / static_cast<int64_t>(groups_.size());
+      reduce(group); // when all of its gradients are there, and what they were computed from is not
+      note(what);
       if (!group.group->axes().keeps_parameters()) free_unsharded(group);
     }
     finish_reductions(0);

@@ -102,7 +102,7 @@ std::string NanSearch::place_of(const ModulePosition& position) const {
     if (position.last_read < 0) return "in forward, before a module read a parameter";
     return c10::str("in forward, ", position.depth > 0 ? "in " : "after ", module(position.last_read));
   }
-  const auto node = c10::str("in backward, in ", position.node);
+  auto node = c10::str("in backward, in ", position.node);
   if (position.node_read < 0) return node;
   return c10::str(node, " of ", module(position.node_read), " or of what comes after it");
 }

@@ -13,7 +13,7 @@ import unittest
 
 PROGRAM = pathlib.Path(sys.argv[1]).resolve()
 FULL = os.environ.get("TESSERA_TEST_FULL") == "1"
-TIMEOUT = 240
+TIMEOUT = 1800 if FULL else 240
 TINY = {"model": "mlp", "layers": 2, "width": 16, "batch": 2, "sequence": 4, "steps": 2}
 
 
