@@ -138,7 +138,7 @@ Opened open_checkpoint(const std::filesystem::path& path) {
 }
 
 Opened open_checkpoint(const checkpoint::Storage& storage, const std::string& name) {
-  const Place place(storage, name);
+  const CheckpointPlace place(storage, name);
   TORCH_CHECK(storage.size(name + "/" + kIndexName), name, " is not a complete checkpoint: the storage has no ", name, "/",
               kIndexName);
   const auto index = place.open(kIndexName);

@@ -11,7 +11,7 @@ namespace tessera::internal {
 
 /// A checkpoint to read from, ours or another library's.
 struct Opened {
-  Place place; ///< a folder with symbolic links resolved, so that a moving `latest` is followed once
+  CheckpointPlace place; ///< a folder with symbolic links resolved, so that a moving `latest` is followed once
   Index index;
 };
 

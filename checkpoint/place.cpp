@@ -32,7 +32,7 @@ class Object : public ByteSource {
 
 } // namespace
 
-std::unique_ptr<ByteSource> Place::open(const std::string& file) const {
+std::unique_ptr<ByteSource> CheckpointPlace::open(const std::string& file) const {
   if (storage_) return std::make_unique<Object>(*storage_, checkpoint_ + "/" + file);
   return std::make_unique<File>(File::open(folder_ / file));
 }

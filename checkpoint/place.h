@@ -13,13 +13,14 @@
 namespace tessera::internal {
 
 /// Local to a rank, and cheap to copy.
-class Place {
+class CheckpointPlace {
  public:
-  Place() = default;
+  CheckpointPlace() = default;
   /// A folder. Implicit, since it is one place.
-  Place(std::filesystem::path folder) : folder_(std::move(folder)) {} // NOLINT(google-explicit-constructor)
+  CheckpointPlace(std::filesystem::path folder) : folder_(std::move(folder)) {} // NOLINT(google-explicit-constructor)
   /// The objects "<checkpoint>/<file>" of a storage, which must outlive it.
-  Place(const checkpoint::Storage& storage, std::string checkpoint) : storage_(&storage), checkpoint_(std::move(checkpoint)) {}
+  CheckpointPlace(const checkpoint::Storage& storage, std::string checkpoint)
+      : storage_(&storage), checkpoint_(std::move(checkpoint)) {}
 
   /// For people: the folder's path, or the checkpoint's name.
   std::string name() const { return storage_ ? checkpoint_ : folder_.string(); }

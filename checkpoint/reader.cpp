@@ -19,7 +19,8 @@ constexpr int64_t kDirectBytes = 16384;
 
 } // namespace
 
-Reader::Reader(Place place, const Index& index, bool verify) : place_(std::move(place)), index_(index), verify_(verify) {}
+Reader::Reader(CheckpointPlace place, const Index& index, bool verify)
+    : place_(std::move(place)), index_(index), verify_(verify) {}
 
 const ByteSource& Reader::file(int64_t position) {
   const std::lock_guard lock(opening_);

@@ -94,9 +94,9 @@ void check_same_values(const at::Tensor& checksums, const std::vector<std::strin
 
 } // namespace
 
-Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                                   const DeviceMesh& mesh, InitialWeights mode, const std::string& call,
-                                   const std::string& options, int64_t model_number) {
+WeightAgreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
+                                         const DeviceMesh& mesh, InitialWeights mode, const std::string& call,
+                                         const std::string& options, int64_t model_number) {
   if (mesh.size() == 1) return {};
   const at::NoGradGuard no_grad;
   const auto communicator = mesh.ndim() == 1 ? mesh.communicator(0) : mesh.flatten().communicator(0);
@@ -108,7 +108,7 @@ Agreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const
     TORCH_CHECK_VALUE(false, call,
                       ": the ranks' models or options differ: ", first_difference(texts, communicator->ranks(), "parameter"));
   }
-  Agreement agreement{.model_number = largest};
+  WeightAgreement agreement{.model_number = largest};
   if (tensors.empty() || tensors[0].is_meta() || mode == InitialWeights::kUnchecked) return agreement;
   if (mode == InitialWeights::kBroadcast) broadcast(tensors, names, *communicator, mesh);
   std::vector<int64_t> checksums;

@@ -163,19 +163,18 @@ class Prediction {
     blocks_.give_back(std::exchange(group.unsharded, 0));
   }
 
-  void close_unrelated(const Group& group, bool in_backward) {
+  void close_unrelated(const Group& group) {
     for (auto& other : groups_) {
       const bool is_related = is_above(*other.state, *group.state) || is_above(*group.state, *other.state);
       const bool is_prefetched = &other == prefetched_;
-      if (is_related || is_prefetched || (!in_backward && !other.group->owner->reshards_after_forward())) continue;
-      if (!in_backward) free_unsharded(other);
+      if (!is_related && !is_prefetched && other.group->owner->reshards_after_forward()) free_unsharded(other);
     }
   }
 
   void touch(size_t index, const std::string& what, bool in_backward) {
     auto& group = groups_[index];
     if (prefetched_ == &group) prefetched_ = nullptr;
-    close_unrelated(group, in_backward);
+    if (!in_backward) close_unrelated(group);
     gather(group, what);
     const auto next = in_backward ? index - 1 : index + 1; // past the end before the first
     if (next >= groups_.size()) return;

@@ -33,8 +33,8 @@ bool overwrites(std::string_view name, const c10::Argument& argument) {
 /// Whole buffers are cast, with what lies between the parameters.
 bool casts(std::string_view name) { return name == "aten::to" || name == "aten::_to_copy"; }
 
-OperatorTraits traits_of_schema(const c10::FunctionSchema& schema) {
-  OperatorTraits traits;
+ValueTraits traits_of_schema(const c10::FunctionSchema& schema) {
+  ValueTraits traits;
   traits.returns_values = !only_allocates(schema.name());
   traits.casts = casts(schema.name());
   for (const auto& value : schema.returns()) {
@@ -87,8 +87,8 @@ bool NanSearch::is_bad(const c10::IValue& value) const {
   });
 }
 
-const OperatorTraits& NanSearch::traits_of(const at::RecordFunction& function) {
-  static const OperatorTraits none{false, false, {}, {}};
+const ValueTraits& NanSearch::traits_of(const at::RecordFunction& function) {
+  static const ValueTraits none{false, false, {}, {}};
   const auto name = function.operator_name();
   if (!name) return none;
   if (const auto known = traits_.find(*name); known != traits_.end()) return known->second;

@@ -18,7 +18,7 @@
 namespace tessera::internal {
 
 /// Which tensors of an operator's call have values to look at.
-struct OperatorTraits {
+struct ValueTraits {
   bool returns_values = true;        ///< not a view, nor memory that nobody has written
   bool casts = false;                ///< what it gets it returns, also what nobody has written
   std::vector<bool> is_only_written; ///< for each argument: its values before the call mean nothing
@@ -60,7 +60,7 @@ class NanSearch {
  private:
   void begin_node(const at::RecordFunction& node, ModulePosition& position, Begun& begun);
   void begin_operator(const at::RecordFunction& function, ModulePosition& position, Begun& begun);
-  const OperatorTraits& traits_of(const at::RecordFunction& function);
+  const ValueTraits& traits_of(const at::RecordFunction& function);
   bool is_bad(const c10::IValue& value) const;
   void found(const at::RecordFunction& function, const char* what, const ModulePosition& position);
   std::string place_of(const ModulePosition& position) const;
@@ -70,7 +70,7 @@ class NanSearch {
   std::vector<std::string> modules_; ///< of each parameter
   std::vector<at::Tensor> parameters_;
   std::unordered_map<const at::TensorImpl*, int> index_;
-  std::unordered_map<c10::OperatorName, OperatorTraits> traits_;
+  std::unordered_map<c10::OperatorName, ValueTraits> traits_;
   std::map<uint64_t, ModulePosition> positions_; ///< by thread
   int64_t operators_ = 0;
   std::optional<Finding> finding_;

@@ -31,7 +31,7 @@ constexpr int kWarmUpRuns = 2;
 
 double milliseconds_since(Clock::time_point begin) { return 1e3 * std::chrono::duration<double>(Clock::now() - begin).count(); }
 
-/// Google Benchmark's own print, and warn of how Google Benchmark itself was compiled.
+/// Prints nothing. Google Benchmark's own reporters print a table, and warn of how it was compiled itself.
 class SilentReporter : public benchmark::BenchmarkReporter {
  public:
   bool ReportContext(const Context& /*context*/) override { return true; }

@@ -1,7 +1,7 @@
 #include <tessera/collectives/thread_ranks/thread_communicator.h>
 
 #include <tessera/collectives/checks.h>
-#include <tessera/collectives/combined_work.h>
+#include <tessera/collectives/coalesced_calls.h>
 
 #include <c10/util/Exception.h>
 
@@ -57,17 +57,7 @@ class ThreadCommunicator final : public Communicator {
     return message(CollectiveKind::kReceive, from, rank(), label,
                    {.signature = sign(CollectiveKind::kReceive, tensor, label), .output = tensor});
   }
-  Work coalesced(const std::function<void()>& issue) override {
-    TORCH_CHECK(!coalesced_, "coalesced calls on group ", name(), " do not nest");
-    coalesced_.emplace();
-    try {
-      issue();
-    } catch (...) {
-      coalesced_.reset();
-      throw;
-    }
-    return combine(*std::exchange(coalesced_, std::nullopt));
-  }
+  Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
   void barrier(std::string_view label) override {
     run(CollectiveKind::kBarrier, label, {.signature = make_signature(CollectiveKind::kBarrier, label, at::kByte, 0)}).wait();
   }
@@ -82,19 +72,14 @@ class ThreadCommunicator final : public Communicator {
   Work run(CollectiveKind kind, std::string_view label, Contribution contribution) {
     if (kind == CollectiveKind::kBarrier) counters_.add(kind, 0);
     contribution.text = describe(*this, kind, label);
-    return note(meeting_->come(rank(), std::move(contribution)));
+    return coalesced_.note(meeting_->come(rank(), std::move(contribution)));
   }
   Work message(CollectiveKind kind, int from, int to, std::string_view label, Contribution contribution) {
     contribution.text = describe(*this, kind, label);
-    return note(meeting_->come(from, to, rank(), std::move(contribution)));
+    return coalesced_.note(meeting_->come(from, to, rank(), std::move(contribution)));
   }
-  Work note(Work work) {
-    if (coalesced_) coalesced_->push_back(work);
-    return work;
-  }
-
   std::shared_ptr<Meeting> meeting_;
-  std::optional<std::vector<Work>> coalesced_; // of the call that runs
+  CoalescedCalls coalesced_;
 };
 
 } // namespace
