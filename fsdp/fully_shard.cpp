@@ -357,7 +357,7 @@ Taken take_free(const Census& census, const FullyShardOptions& options, std::str
 }
 
 WeightAgreement agree(const Taken& taken, const DeviceMesh& mesh, InitialWeights mode, const std::string& name,
-                const std::string& description, int64_t model_number) {
+                      const std::string& description, int64_t model_number) {
   const auto ask = [&] {
     return agree_on_initial_weights(taken.parameters.tensors, taken.names, mesh, mode, "fully_shard of " + name, description,
                                     model_number);
