@@ -34,12 +34,13 @@ class TwoHosts : public ::testing::Test {
     return result;
   }
 
-  /// Two ranks of the job on each, by hand.
+  /// Two ranks of the job on each, by hand. A host ends with its command, which therefore waits for both.
   static ProgramResult run_ranks(const std::vector<std::string>& link, const std::string& program,
                                  std::map<std::string, std::string> environment = {}) {
     environment.insert({{"WORLD_SIZE", "4"}, {"MASTER_ADDR", "10.99.0.1"}, {"MASTER_PORT", "29533"}});
-    const auto script = c10::str("for rank in 0 1; do LOCAL_RANK=$rank RANK=$((2 * {host} + rank)) ", program_folder(), "/",
-                                 program, " & ranks=\"$ranks $!\"; done; for rank in $ranks; do wait $rank || exit 1; done");
+    const auto script =
+        c10::str("for rank in 0 1; do LOCAL_RANK=$rank RANK=$((2 * {host} + rank)) ", program_folder(), "/", program,
+                 " & ranks=\"$ranks $!\"; done; for rank in $ranks; do wait $rank || failed=1; done; exit ${failed:-0}");
     return run(link, {"sh", "-c", script}, environment);
   }
 };
