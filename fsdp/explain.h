@@ -38,10 +38,10 @@ struct Explanation {
 
 std::ostream& operator<<(std::ostream& out, const Explanation& explanation);
 
-/// Predicts from what is sharded, without running it: groups are taken to be read in the order in which their modules are
-/// registered, each gathered one ahead, in a step of one forward, one backward and one optimizer step. What is offloaded to the
-/// host counts as if it was on the device; what is in files does not count. An error for a module that was not sharded. Local: no
-/// communication, and any rank may call it alone.
+/// Predicts from what is sharded, without running it: a step of one forward, one backward and one optimizer step, in which each
+/// group is gathered one ahead. Groups are taken to be read as the last forward read them; before any, all in the order in which
+/// their modules are registered. What is offloaded to the host counts as if it was on the device; what is in files does not
+/// count. An error for a module that was not sharded. Local: no communication, and any rank may call it alone.
 Explanation explain(const torch::nn::Module& module, const ExplainOptions& options = {});
 
 } // namespace tessera

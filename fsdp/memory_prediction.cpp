@@ -66,12 +66,13 @@ struct Group {
   std::shared_ptr<ParameterGroup> group;
   bool is_above_others = false; // whose gradients begin to land at the start of a backward
   int64_t reduce_bytes = 0;     // of its buffer
-  int64_t between_bytes = 0;    // of what lies between two collectives of a reduction
+  int64_t chunk_bytes = 0;      // of this rank's part of it
   int64_t reduced_bytes = 0;    // as `grad()` holds them
   int64_t largest_gradient = 0; // of one parameter, whole
   int64_t largest_local = 0;
 
-  int64_t unsharded = 0, buffer = 0; // blocks that it has now
+  int64_t unsharded = 0, gather_output = 0, buffer = 0; // blocks that it has now
+  int64_t reduced = 0;                                  // what its reduction has written
 };
 
 bool is_above(const ShardedModule& a, const ShardedModule& b) {
@@ -89,6 +90,7 @@ class Prediction {
     for (const auto& state : root.subtree()) {
       if (const auto group = state->group()) add(*state, group);
     }
+    keep_read(root.schedule()->read_order());
     for (auto& group : groups_) {
       group.is_above_others = std::any_of(groups_.begin(), groups_.end(), [&](const Group& other) {
         return other.state != group.state && is_above(*group.state, *other.state);
@@ -120,16 +122,26 @@ class Prediction {
       added.largest_gradient = std::max(added.largest_gradient, gradient);
       added.largest_local = std::max(added.largest_local, local);
     }
-    added.reduced_bytes = axes.reduces() && !casts_gradients(*group) ? chunk_bytes_of(*group) : shard;
+    added.chunk_bytes = axes.reduces() ? chunk_bytes_of(*group) : 0;
+    added.reduced_bytes = axes.reduces() && !casts_gradients(*group) ? added.chunk_bytes : shard;
     if (!is_in_files) {
       now_.parameters += static_cast<int64_t>(group->parameters()[0].local.storage().nbytes());
       now_.optimizer_state += options_.optimizer_tensors * shard;
     } else {
       added.reduced_bytes = 0;
     }
-    if (axes.outer_reduce_scatter()) added.between_bytes = axes.outer_ranks() * chunk_bytes_of(*group);
     if (axes.outer_all_gather()) now_.parameters += axes.outer_ranks() * group->layout().shard_bytes;
     groups_.push_back(std::move(added));
+  }
+
+  /// In the order of the last forward, if there was one.
+  void keep_read(const std::vector<std::shared_ptr<ParameterGroup>>& order) {
+    std::vector<Group> read;
+    for (const auto& each : order) {
+      const auto found = std::find_if(groups_.begin(), groups_.end(), [&](const Group& group) { return group.group == each; });
+      if (found != groups_.end()) read.push_back(*found);
+    }
+    if (!read.empty()) groups_ = std::move(read);
   }
 
   /// The reduced gradients have another dtype than the parameters, and are copied.
@@ -147,14 +159,22 @@ class Prediction {
     peak_.peak_at = what;
   }
 
-  void gather(Group& group, const std::string& what) {
+  void start_gather(Group& group, const std::string& what) {
     const auto& layout = group.group->layout();
     if (!group.group->copies() || group.unsharded > 0) return;
     group.unsharded = blocks_.take(layout.unsharded_bytes);
     now_.unsharded += group.unsharded;
-    const auto output = layout.gathers_in_place ? 0 : blocks_.take(layout.shard_bytes * group.group->axes().shard_ranks());
-    note(what, output);
-    if (output > 0) blocks_.give_back(output);
+    if (!layout.gathers_in_place) {
+      group.gather_output = blocks_.take(layout.shard_bytes * group.group->axes().shard_ranks());
+      now_.unsharded += group.gather_output;
+    }
+    note(what);
+  }
+
+  void finish_gather(Group& group) {
+    if (group.gather_output == 0) return;
+    now_.unsharded -= group.gather_output;
+    blocks_.give_back(std::exchange(group.gather_output, 0));
   }
 
   void free_unsharded(Group& group) {
@@ -175,11 +195,12 @@ class Prediction {
     auto& group = groups_[index];
     if (prefetched_ == &group) prefetched_ = nullptr;
     if (!in_backward) close_unrelated(group);
-    gather(group, what);
+    start_gather(group, what);
+    finish_gather(group);
     const auto next = in_backward ? index - 1 : index + 1; // past the end before the first
     if (next >= groups_.size()) return;
     prefetched_ = &groups_[next];
-    gather(*prefetched_, what);
+    start_gather(*prefetched_, what);
   }
 
   void forward() {
@@ -204,11 +225,11 @@ class Prediction {
       fill(group);
       note(what, group.largest_gradient);
       now_.activations = options_.activation_bytes * static_cast<int64_t>(left - 1) / static_cast<int64_t>(groups_.size());
-      reduce(group); // when all of its gradients are there, and what they were computed from is not
+      reduce(group, what); // when all of its gradients are there, and what they were computed from is not
       note(what);
       if (!group.group->axes().keeps_parameters()) free_unsharded(group);
     }
-    finish_reductions(0);
+    finish_reductions("backward of " + groups_.front().group->label());
   }
 
   void fill(Group& group) {
@@ -218,25 +239,43 @@ class Prediction {
     now_.reduce_buffers += group.buffer;
   }
 
-  /// Its reduction begins, when those before it have ended: all, or all but one where there are two collectives.
-  void reduce(Group& group) {
+  /// Its reduction begins when those before it have ended: all, or all but one where there are two collectives.
+  void reduce(Group& group, const std::string& what) {
     if (group.reduce_bytes == 0) return void(now_.gradients += group.reduced_bytes);
-    finish_reductions(group.group->axes().reduces_twice() ? 1 : 0);
-    if (group.group->axes().reduce_scatter()) now_.gradients += group.reduced_bytes;
-    now_.reduce_buffers += group.between_bytes;
+    while (!reducing_.empty()) {
+      advance(*reducing_.front(), what);
+      if (reducing_.front()->group->axes().reduces_twice() && reducing_.size() < 2) break;
+      finish(*reducing_.front());
+      reducing_.pop_front();
+    }
+    const auto& axes = group.group->axes();
+    write_reduced(group, axes.reduce_scatter() ? axes.outer_ranks() * group.chunk_bytes : 0);
     reducing_.push_back(&group);
   }
 
-  void finish_reductions(size_t but) {
-    for (; reducing_.size() > but; reducing_.pop_front()) {
-      auto& group = *reducing_.front();
-      now_.reduce_buffers -= group.buffer + group.between_bytes;
-      if (group.group->axes().reduce_scatter()) {
-        blocks_.give_back(group.buffer);
-      } else {
-        now_.gradients += group.reduced_bytes;
-      }
-      group.buffer = 0;
+  void write_reduced(Group& group, int64_t bytes) {
+    group.reduced += bytes;
+    now_.reduce_buffers += bytes;
+  }
+
+  /// The first of its collectives has ended.
+  void advance(Group& group, const std::string& what) {
+    if (!group.group->axes().reduce_scatter() || group.buffer == 0) return;
+    now_.reduce_buffers -= group.buffer;
+    blocks_.give_back(std::exchange(group.buffer, 0));
+    if (group.group->axes().outer_reduce_scatter()) write_reduced(group, group.chunk_bytes);
+    note(what);
+  }
+
+  void finish(Group& group) {
+    now_.reduce_buffers -= std::exchange(group.buffer, 0) + std::exchange(group.reduced, 0);
+    now_.gradients += group.reduced_bytes;
+  }
+
+  void finish_reductions(const std::string& what) {
+    for (auto* group : std::exchange(reducing_, {})) {
+      advance(*group, what);
+      finish(*group);
     }
   }
 

@@ -196,6 +196,15 @@ bool Schedule::related(const ParameterGroup& a, const ParameterGroup& b) const {
   return below < groups_[above].end;
 }
 
+std::vector<GroupPtr> Schedule::read_order() {
+  const std::lock_guard lock(mutex_);
+  std::vector<GroupPtr> groups;
+  for (const auto* each : order()) {
+    if (auto group = each->group.lock()) groups.push_back(std::move(group));
+  }
+  return groups;
+}
+
 GroupPtr Schedule::next_of(const ParameterGroup& group, int64_t step) {
   const auto at = [](const auto& list, int64_t position) {
     return position >= 0 && position < static_cast<int64_t>(list.size()) ? &list[static_cast<size_t>(position)] : nullptr;

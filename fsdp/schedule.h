@@ -102,6 +102,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void set_reporting(bool reports);
   /// What was recorded, which begins again. An error while nothing is.
   StepReport report();
+  /// The groups that the last forward read, by their first reads; none before the first forward.
+  std::vector<std::shared_ptr<ParameterGroup>> read_order();
   /// For the settings of the model's groups. The calls above lock by themselves.
   [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
   const std::shared_ptr<ModelResources>& resources() const { return resources_; }

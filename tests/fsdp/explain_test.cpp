@@ -54,6 +54,17 @@ TEST(Explain, CountsStatesAndBuffers) {
                            adam.reduce_buffers + adam.cached + adam.activations + adam.temporaries);
 }
 
+TEST(Explain, FollowsTheLastForward) {
+  torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::Linear(512, 512));
+  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
+  fully_shard(*net, world_mesh());
+  const auto all = explain(*net).memory;
+  net->at<torch::nn::LinearImpl>(0).forward(torch::ones({1, 8}));
+  const auto first_layer = explain(*net).memory;
+  EXPECT_EQ(first_layer.parameters, all.parameters);
+  EXPECT_LT(first_layer.peak, all.peak);
+}
+
 TEST(Explain, IsTextAndJson) {
   Net net = make_net();
   shard_model(net, strategies()[0]);
