@@ -69,10 +69,14 @@ struct Group {
   int64_t chunk_bytes = 0;      // of this rank's part of it
   int64_t reduced_bytes = 0;    // as `grad()` holds them
   int64_t largest_gradient = 0; // of one parameter, whole
+  int64_t last_gradient = 0;    // the one that lands last: of the parameter that is registered first
   int64_t largest_local = 0;
 
   int64_t unsharded = 0, gather_output = 0, buffer = 0; // blocks that it has now
   int64_t reduced = 0;                                  // what its reduction has written
+  bool has_advanced = false;                            // beyond the first of its collectives
+  bool is_read = false;                                 // in this forward
+  bool is_prefetched = false;                           // and not read yet
 };
 
 bool is_above(const ShardedModule& a, const ShardedModule& b) {
@@ -99,8 +103,9 @@ class Prediction {
   }
 
   MemoryPrediction run() {
-    for (int step = 0; step < 2; ++step) { // the first leaves blocks
+    for (const bool is_first : {true, false}) { // the first leaves blocks
       peak_ = {};
+      is_first_ = is_first;
       forward();
       backward();
       optimize();
@@ -119,6 +124,7 @@ class Prediction {
       const auto whole = parameter.spec->numel(), local = bytes_of(parameter.local);
       shard += local;
       const auto gradient = whole * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
+      if (added.largest_gradient == 0) added.last_gradient = gradient;
       added.largest_gradient = std::max(added.largest_gradient, gradient);
       added.largest_local = std::max(added.largest_local, local);
     }
@@ -149,8 +155,7 @@ class Prediction {
     return group.parameters()[0].spec->dtype() != reduce_dtype_of(group);
   }
 
-  void note(const std::string& what, int64_t temporaries = 0) {
-    now_.temporaries = temporaries;
+  void note(const std::string& what) {
     now_.cached = blocks_.cached();
     now_.peak = now_.parameters + now_.buffers + now_.optimizer_state + now_.gradients + now_.unsharded + now_.reduce_buffers +
                 now_.cached + now_.activations + now_.temporaries;
@@ -186,32 +191,46 @@ class Prediction {
   void close_unrelated(const Group& group) {
     for (auto& other : groups_) {
       const bool is_related = is_above(*other.state, *group.state) || is_above(*group.state, *other.state);
-      const bool is_prefetched = &other == prefetched_;
-      if (!is_related && !is_prefetched && other.group->owner->reshards_after_forward()) free_unsharded(other);
+      if (!is_related && !other.is_prefetched && other.group->owner->reshards_after_forward()) free_unsharded(other);
     }
   }
 
   void touch(size_t index, const std::string& what, bool in_backward) {
     auto& group = groups_[index];
-    if (prefetched_ == &group) prefetched_ = nullptr;
+    group.is_read = true;
+    group.is_prefetched = false;
     if (!in_backward) close_unrelated(group);
     start_gather(group, what);
     finish_gather(group);
-    const auto next = in_backward ? index - 1 : index + 1; // past the end before the first
-    if (next >= groups_.size()) return;
-    prefetched_ = &groups_[next];
-    start_gather(*prefetched_, what);
+    auto* next = in_backward ? group_at(index - 1) : is_first_ ? next_registered(group) : group_at(index + 1);
+    if (next == nullptr) return;
+    next->is_prefetched = next->unsharded == 0;
+    start_gather(*next, what);
+  }
+
+  Group* group_at(size_t index) { return index < groups_.size() ? &groups_[index] : nullptr; }
+
+  /// What the first forward takes for the next one, before it knows.
+  Group* next_registered(const Group& group) {
+    Group* next = nullptr;
+    for (auto& each : groups_) {
+      const bool is_after = each.group->number > group.group->number && !each.is_read;
+      if (is_after && (next == nullptr || each.group->number < next->group->number)) next = &each;
+    }
+    return next;
   }
 
   void forward() {
-    for (auto& group : groups_) free_unsharded(group); // written by the optimizer since
+    for (auto& group : groups_) {
+      free_unsharded(group); // written by the optimizer since
+      group.is_read = false;
+    }
     for (size_t i = 0; i < groups_.size(); ++i) {
       const auto what = "forward of " + groups_[i].group->label();
       touch(i, what, /*in_backward=*/false);
       now_.activations = options_.activation_bytes * static_cast<int64_t>(i + 1) / static_cast<int64_t>(groups_.size());
       note(what);
     }
-    prefetched_ = nullptr;
   }
 
   void backward() {
@@ -223,10 +242,13 @@ class Prediction {
       const auto what = "backward of " + group.group->label();
       touch(left - 1, what, /*in_backward=*/true);
       fill(group);
-      note(what, group.largest_gradient);
+      now_.temporaries = group.largest_gradient;
+      note(what);
       now_.activations = options_.activation_bytes * static_cast<int64_t>(left - 1) / static_cast<int64_t>(groups_.size());
+      now_.temporaries = group.last_gradient;
       reduce(group, what); // when all of its gradients are there, and what they were computed from is not
       note(what);
+      now_.temporaries = 0;
       if (!group.group->axes().keeps_parameters()) free_unsharded(group);
     }
     finish_reductions("backward of " + groups_.front().group->label());
@@ -249,7 +271,11 @@ class Prediction {
       reducing_.pop_front();
     }
     const auto& axes = group.group->axes();
-    write_reduced(group, axes.reduce_scatter() ? axes.outer_ranks() * group.chunk_bytes : 0);
+    if (axes.reduce_scatter()) {
+      write_reduced(group, axes.outer_ranks() * group.chunk_bytes);
+    } else { // there is no first
+      advance(group, what);
+    }
     reducing_.push_back(&group);
   }
 
@@ -260,16 +286,20 @@ class Prediction {
 
   /// The first of its collectives has ended.
   void advance(Group& group, const std::string& what) {
-    if (!group.group->axes().reduce_scatter() || group.buffer == 0) return;
-    now_.reduce_buffers -= group.buffer;
-    blocks_.give_back(std::exchange(group.buffer, 0));
-    if (group.group->axes().outer_reduce_scatter()) write_reduced(group, group.chunk_bytes);
+    if (std::exchange(group.has_advanced, true)) return;
+    const auto& axes = group.group->axes();
+    if (axes.reduce_scatter()) {
+      now_.reduce_buffers -= group.buffer;
+      blocks_.give_back(std::exchange(group.buffer, 0));
+    }
+    if (axes.outer_reduce_scatter()) write_reduced(group, group.chunk_bytes);
     note(what);
   }
 
   void finish(Group& group) {
     now_.reduce_buffers -= std::exchange(group.buffer, 0) + std::exchange(group.reduced, 0);
     now_.gradients += group.reduced_bytes;
+    group.has_advanced = false;
   }
 
   void finish_reductions(const std::string& what) {
@@ -283,14 +313,15 @@ class Prediction {
   void optimize() {
     int64_t largest = 0;
     for (const auto& group : groups_) largest = std::max(largest, group.largest_local);
-    note("optimizer", options_.optimizer_tensors >= 2 ? 2 * largest : 0);
-    now_.gradients = 0; // by `zero_grad`
+    now_.temporaries = options_.optimizer_tensors >= 2 ? 2 * largest : 0;
+    note("optimizer");
+    now_.gradients = now_.temporaries = 0; // by `zero_grad`
   }
 
   ExplainOptions options_;
   std::vector<Group> groups_;
   Blocks blocks_;
-  Group* prefetched_ = nullptr;
+  bool is_first_ = true; // of the model's steps: it knows no order yet
   std::deque<Group*> reducing_;
   MemoryPrediction now_, peak_;
 };
