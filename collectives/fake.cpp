@@ -1,6 +1,7 @@
 #include <tessera/collectives/fake.h>
 
 #include <tessera/collectives/checks.h>
+#include <tessera/collectives/coalesced_calls.h>
 
 #include <algorithm>
 #include <cstring>
@@ -76,10 +77,7 @@ class FakeCommunicator final : public Communicator {
     counters_.add(CollectiveKind::kBroadcast, static_cast<int64_t>(tensor.nbytes()));
     return {};
   }
-  Work coalesced(const std::function<void()>& issue) override {
-    issue();
-    return {};
-  }
+  Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
   void barrier(std::string_view) override { counters_.add(CollectiveKind::kBarrier, 0); }
 
  private:
@@ -88,6 +86,8 @@ class FakeCommunicator final : public Communicator {
     if (op == ReduceOp::kSum) tensor.mul_(size());
     if (op == ReduceOp::kProduct) tensor.pow_(size());
   }
+
+  CoalescedCalls coalesced_;
 };
 
 } // namespace

@@ -1,6 +1,7 @@
 #include <tessera/collectives/single_rank.h>
 
 #include <tessera/collectives/checks.h>
+#include <tessera/collectives/coalesced_calls.h>
 
 namespace tessera::internal {
 
@@ -40,11 +41,11 @@ class SingleRankCommunicator final : public Communicator {
     check_broadcast(*this, tensor, root, label);
     return {};
   }
-  Work coalesced(const std::function<void()>& issue) override {
-    issue();
-    return {};
-  }
+  Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
   void barrier(std::string_view) override {}
+
+ private:
+  CoalescedCalls coalesced_;
 };
 
 } // namespace

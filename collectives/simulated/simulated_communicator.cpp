@@ -1,5 +1,6 @@
 #include <tessera/collectives/simulated/simulated_communicator.h>
 
+#include <tessera/collectives/coalesced_calls.h>
 #include <tessera/collectives/simulated/clock_state.h>
 
 #include <algorithm>
@@ -53,11 +54,8 @@ class SimulatedCommunicator final : public Communicator {
   Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
     return run(CollectiveKind::kReceive, bytes_of(tensor), [&] { return fake_->receive(tensor, from, label); });
   }
-  /// They start one after another, as without it, and end with the last.
-  Work coalesced(const std::function<void()>& issue) override {
-    issue();
-    return Work(std::make_shared<SimulatedWork>(clock_, end_));
-  }
+  /// They start one after another, as without it.
+  Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
   void barrier(std::string_view label) override {
     run(CollectiveKind::kBarrier, 0, [&] {
       fake_->barrier(label);
@@ -74,12 +72,14 @@ class SimulatedCommunicator final : public Communicator {
     auto& clock = clock_->state();
     const ClockState::Pause pause(clock);
     call();
-    return Work(std::make_shared<SimulatedWork>(clock_, clock.issue(phases_of(kind, bytes, shape_, clock.topology), end_)));
+    const auto end = clock.issue(phases_of(kind, bytes, shape_, clock.topology), end_);
+    return coalesced_.note(Work(std::make_shared<SimulatedWork>(clock_, end)));
   }
 
   CommunicatorPtr fake_;
   ClockPtr clock_;
   GroupShape shape_;
+  CoalescedCalls coalesced_;
   double end_ = 0; // of the last collective
 };
 

@@ -1,6 +1,7 @@
 #include <tessera/collectives/staged/staged_communicator.h>
 
 #include <tessera/collectives/checks.h>
+#include <tessera/collectives/coalesced_calls.h>
 #include <tessera/collectives/current_stream.h>
 #include <tessera/collectives/staged/task_thread.h>
 
@@ -98,16 +99,23 @@ class StagedCommunicator final : public Communicator {
     });
   }
 
-  /// They run one after another: the last one's Work comes after all.
-  Work coalesced(const std::function<void()>& issue) override {
-    issue();
-    std::promise<std::shared_ptr<c10::Event>> promise;
-    const Launched end = promise.get_future().share();
-    thread_.run([promise = std::make_shared<decltype(promise)>(std::move(promise)), stream = stream_] {
-      promise->set_value(record(stream));
+  Work send(const at::Tensor& tensor, int to, std::string_view label) override {
+    check_send(*this, tensor, to, label);
+    counters_.add(CollectiveKind::kSend, static_cast<int64_t>(tensor.nbytes()));
+    return exchange(tensor, at::Tensor(), label, [to](Communicator& host, const auto&, const auto& from, const auto& text) {
+      return host.send(from, to, text);
     });
-    return Work(std::make_shared<StagedWork>(end, device_));
   }
+
+  Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
+    check_receive(*this, tensor, from, label);
+    counters_.add(CollectiveKind::kReceive, static_cast<int64_t>(tensor.nbytes()));
+    return exchange(at::Tensor(), tensor, label, [from](Communicator& host, const auto& to, const auto&, const auto& text) {
+      return host.receive(to, from, text);
+    });
+  }
+
+  Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
 
   void barrier(std::string_view label) override {
     counters_.add(CollectiveKind::kBarrier, 0);
@@ -125,40 +133,68 @@ class StagedCommunicator final : public Communicator {
   }
 
  private:
+  using Promise = std::promise<std::shared_ptr<c10::Event>>;
+
   /// `collective` (Work(Communicator&, output, input, label)) of the host's copies. Where `input` is `output`, so are the copies.
   template <typename Collective>
   Work run(const at::Tensor& input, const at::Tensor& output, std::string_view label, Collective collective) {
+    return start(input, output, label, std::move(collective), [](const auto& finish) { finish(); });
+  }
+
+  /// A message waits apart, because the other side's may depend on a call that follows here.
+  template <typename Message>
+  Work exchange(const at::Tensor& input, const at::Tensor& output, std::string_view label, Message message) {
+    return start(input, output, label, std::move(message), [this](const auto& finish) { messages_.run(finish); });
+  }
+
+  /// `run_finish` takes what waits for the host, where it may wait.
+  template <typename Collective, typename RunFinish>
+  Work start(const at::Tensor& input, const at::Tensor& output, std::string_view label, Collective collective,
+             RunFinish run_finish) {
     const at::NoGradGuard no_grad;
-    at::Tensor from = host_tensor_like(input);
-    const at::Tensor to = input.is_same(output) ? from : host_tensor_like(output);
+    const at::Tensor from = input.defined() ? host_tensor_like(input) : input;
+    const at::Tensor to = !output.defined() || input.is_same(output) ? from : host_tensor_like(output);
     record(current_stream(device_))->block(stream_);
-    {
+    if (input.defined()) {
       const c10::StreamGuard guard(stream_);
       from.copy_(input, /*non_blocking=*/true);
     }
-    auto promise = std::make_shared<std::promise<std::shared_ptr<c10::Event>>>();
+    const auto promise = std::make_shared<Promise>();
     const Launched copied_back = promise->get_future().share();
     thread_.run([=, this, copied = record(stream_), text = std::string(label)] {
       try {
         const at::NoGradGuard no_grad_here;
         copied->synchronize();
-        collective(*on_host_, to, from, text).wait();
-        const c10::StreamGuard guard(stream_);
-        output.copy_(to, /*non_blocking=*/true);
-        const auto end = record(stream_);
-        promise->set_value(end);
-        end->synchronize(); // before `input`, `output` and the copies go
+        run_finish([=, this, work = collective(*on_host_, to, from, text)] { finish(work, input, output, to, *promise); });
       } catch (...) {
         promise->set_exception(std::current_exception());
       }
     });
-    return Work(std::make_shared<StagedWork>(copied_back, device_));
+    return coalesced_.note(Work(std::make_shared<StagedWork>(copied_back, device_)));
+  }
+
+  /// Holds `input` and the copies until the device has done with them.
+  void finish(Work work, const at::Tensor& /*input*/, const at::Tensor& output, const at::Tensor& copy, Promise& promise) const {
+    std::shared_ptr<c10::Event> end;
+    try {
+      const at::NoGradGuard no_grad;
+      work.wait();
+      const c10::StreamGuard guard(stream_);
+      if (output.defined()) output.copy_(copy, /*non_blocking=*/true);
+      end = record(stream_);
+    } catch (...) {
+      return promise.set_exception(std::current_exception());
+    }
+    promise.set_value(end);
+    end->synchronize();
   }
 
   CommunicatorPtr on_host_;
   c10::Device device_;
   c10::Stream stream_;
-  TaskThread thread_; // ends first
+  CoalescedCalls coalesced_;
+  TaskThread messages_; // outlives what starts them
+  TaskThread thread_;   // ends first
 };
 
 } // namespace

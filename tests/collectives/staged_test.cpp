@@ -5,6 +5,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/staged/staged_communicator.h>
 #include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 #include <torch/torch.h>
 
@@ -109,6 +110,43 @@ TEST_F(Staged, RunsSeveralAtOnceInOrder) {
     EXPECT_TRUE(torch::equal(tensors[i].cpu(), torch::full({100}, i * world_size())));
   }
   staged->barrier("end");
+}
+
+/// Each rank sends to the next one, whichever of the two calls it makes first.
+TEST_F(Staged, MessagesGoAround) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
+  const auto staged = group(sim::kDeviceType);
+  const int size = staged->size(), next = (staged->rank() + 1) % size, previous = (staged->rank() + size - 1) % size;
+  for (const bool sends_first : {true, false}) {
+    for (const bool is_coalesced : {true, false}) {
+      SCOPED_TRACE(c10::str(sends_first, is_coalesced));
+      const auto sent = torch::full({100}, static_cast<double>(world_rank()), sim::kDevice);
+      auto received = torch::empty({100}, sim::kDevice), sum = torch::ones({3}, sim::kDevice);
+      std::vector<Work> works;
+      const auto exchange = [&] {
+        if (sends_first) works.push_back(staged->send(sent, next, "around"));
+        works.push_back(staged->receive(received, previous, "around"));
+        if (!sends_first) works.push_back(staged->send(sent, next, "around"));
+        works.push_back(staged->all_reduce(sum, ReduceOp::kSum, "after it"));
+      };
+      if (is_coalesced) {
+        staged->coalesced(exchange).wait();
+      } else {
+        exchange();
+        for (auto& work : works) work.wait();
+      }
+      EXPECT_TRUE(torch::equal(received.cpu(), torch::full({100}, static_cast<double>(previous))));
+      EXPECT_TRUE(torch::equal(sum.cpu(), torch::full({3}, static_cast<double>(size))));
+    }
+  }
+}
+
+TEST_F(Staged, ErrorsOfCoalescedCallsAreThoseOfTheirWork) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
+  const auto staged = group(sim::kDeviceType);
+  auto tensor = torch::ones({1 + world_rank()}, sim::kDevice);
+  auto work = staged->coalesced([&] { staged->all_reduce(tensor, ReduceOp::kSum, "of different sizes"); });
+  EXPECT_THROWS_WITH(work.wait(), "of different sizes");
 }
 
 TEST_F(Staged, AModelTrainsAsOnTheCpu) {
