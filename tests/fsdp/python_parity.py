@@ -181,4 +181,4 @@ def run(rank, ranks, store, cases):
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with open(sys.argv[3]) as file:
-        mp.spawn(run, args=(int(sys.argv[1]), sys.argv[2], json.load(file)), nprocs=int(sys.argv[1]))
+        mp.start_processes(run, args=(int(sys.argv[1]), sys.argv[2], json.load(file)), nprocs=int(sys.argv[1]), start_method="fork")

@@ -2,13 +2,14 @@
 //   exe            runs its tests in this process, as a job of one rank
 //   exe --ranks n  runs them on n local ranks in lockstep; with TESSERA_TEST_HOSTS=0011 as if the last two were on another host
 #include "draw_tests.h"
+#include "forked_ranks.h"
 #include "lockstep.h"
 #include "race_reports.h"
 #include "test_device.h"
 
-#include <c10/util/Exception.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <tessera/collectives/error_text.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
@@ -17,7 +18,7 @@
 
 namespace {
 
-int run_tests() {
+int run_tests() try {
   const bool is_simulated = tessera::testing::test_device_type() == tessera::testing::sim::kDeviceType;
   if (is_simulated) tessera::testing::sim::enable();
   tessera::init_process_group();
@@ -30,20 +31,18 @@ int run_tests() {
   const int status = RUN_ALL_TESTS();
   tessera::destroy_process_group();
   return status;
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "%s\n", tessera::internal::error_text(error).c_str());
+  return 1;
 }
 
 } // namespace
 
-int main(int argc, char** argv) {
-  try {
-    const auto ranks = tessera::ranks_from_args(argc, argv);
-    ::testing::InitGoogleMock(&argc, argv);
-    if (!ranks) return run_tests();
-    return tessera::launch(*ranks, [] { TORCH_CHECK(run_tests() == 0, "tests failed, see above"); });
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "%s\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-  }
+int main(int argc, char** argv) try {
+  const auto ranks = tessera::ranks_from_args(argc, argv);
+  ::testing::InitGoogleMock(&argc, argv);
+  return ranks ? tessera::testing::run_forked_ranks(*ranks, run_tests) : run_tests();
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "%s\n", tessera::internal::error_text(error).c_str());
   return 1;
 }

@@ -61,4 +61,4 @@ def train(rank, ranks, store):
 if __name__ == "__main__":
     ranks = int(sys.argv[1])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(train, args=(ranks, sys.argv[2]), nprocs=ranks)
+    mp.start_processes(train, args=(ranks, sys.argv[2]), nprocs=ranks, start_method="fork")
