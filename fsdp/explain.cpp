@@ -35,11 +35,12 @@ GroupExplanation explain_group(const ParameterGroup& group) {
                           .parameters = static_cast<int64_t>(group.parameters().size()),
                           .unsharded_bytes = group.copies() ? layout.unsharded_bytes : 0,
                           .reduce_bytes = reduce_bytes_of(group),
-                          .padding_bytes = layout.unsharded_bytes,
+                          .padding_bytes = group.copies() ? layout.unsharded_bytes : 0,
                           .reshards_after_forward = group.owner->reshards_after_forward()};
   for (const auto& parameter : group.parameters()) {
     result.shard_bytes += bytes_of(parameter.local);
-    result.padding_bytes -= parameter.spec->numel() * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
+    if (group.copies())
+      result.padding_bytes -= parameter.spec->numel() * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
   }
   return result;
 }

@@ -37,7 +37,7 @@ ordered_json json_of(const GroupReport& group) {
 }
 
 std::string text_of(const Traffic& traffic) {
-  return traffic.calls == 0 ? "-" : fmt::format("{} of {}", traffic.calls, traffic.bytes);
+  return traffic.calls == 0 ? "-" : fmt::format("{} ({} B)", traffic.calls, traffic.bytes);
 }
 
 std::string milliseconds(double seconds) { return fmt::format("{:.3f}", 1e3 * seconds); }
@@ -73,7 +73,7 @@ std::string StepReport::to_string() const {
                               {"all-gathers", "waited ms", "gathered ahead", "unsharded", "reduce-scatters", "all-reduces"}) +
          fmt::format(
              "\nrank {}: {} ms, of which {} ms waiting for collectives; all-gathers {}, reduce-scatters {}, all-reduces {} "
-             "(calls of bytes); at most {} bytes unsharded\n",
+             "(calls and bytes); at most {} bytes unsharded\n",
              rank, milliseconds(seconds), milliseconds(exposed_seconds()), text_of(all_gathers()), text_of(reduce_scatters()),
              text_of(all_reduces()), peak_unsharded_bytes);
 }
