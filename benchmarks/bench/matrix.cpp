@@ -69,13 +69,8 @@ Settings canonical(Settings settings) {
 
 MatrixCase make_case(const Settings& given) {
   const auto settings = canonical(given);
-  MatrixCase made{to_json(settings), {}};
-  try {
-    check(settings);
-  } catch (const c10::Error& error) {
-    made.impossible = error.what_without_backtrace();
-  }
-  return made;
+  check(settings);
+  return {to_json(settings), why_impossible(settings)};
 }
 
 void add(Matrix& matrix, MatrixCase made) {
@@ -104,15 +99,19 @@ std::string shortened(std::string text) {
   return text.size() > kMost ? text.substr(0, kMost) + " …" : text;
 }
 
-/// In a folder of its own, which goes afterwards.
-ordered_json run_case_apart(const ordered_json& settings, double time_limit) {
-  auto name = (std::filesystem::temp_directory_path() / "tessera-bench-XXXXXX").string();
-  TORCH_CHECK(mkdtemp(name.data()), "no folder for what a case writes: ", name);
-  const std::filesystem::path folder(name), result = folder / "result";
-  const auto remove = c10::make_scope_exit([&] {
-    std::error_code ignored;
-    std::filesystem::remove_all(folder, ignored);
-  });
+void remove_folder(const std::filesystem::path& folder) {
+  std::error_code ignored;
+  std::filesystem::remove_all(folder, ignored);
+}
+
+/// `folder` is made for it, and goes afterwards; so does one that a killed matrix has left there.
+ordered_json run_case_apart(const ordered_json& settings, double time_limit, const std::filesystem::path& folder) {
+  remove_folder(folder);
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  TORCH_CHECK(!error, folder.string(), ": cannot be made: ", error.message());
+  const auto remove = c10::make_scope_exit([&] { remove_folder(folder); });
+  const auto result = folder / "result";
   const auto begin = std::chrono::steady_clock::now();
   const auto ended = run_again({"--run-case", settings.dump(), "--folder", folder.string()},
                                {{"TESSERA_TRANSPORT", settings["transport"].get<std::string>()}}, time_limit, folder);
@@ -178,26 +177,37 @@ Matrix read_matrix(const json& object, const std::string& origin) {
 Matrix read_matrix(const std::filesystem::path& file) {
   std::ifstream stream(file);
   TORCH_CHECK(stream, file.string(), ": cannot be read: ", std::strerror(errno));
-  const auto object = json::parse(stream, nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK(!object.is_discarded(), file.string(), ": no JSON");
+  json object;
+  try {
+    object = json::parse(stream);
+  } catch (const json::parse_error& error) {
+    TORCH_CHECK(false, file.string(), ": no JSON: ", error.what());
+  }
   return read_matrix(object, file.string());
 }
 
 int run_matrix(const Matrix& matrix, const std::filesystem::path& results) {
   ResultsFile file(results);
+  const auto folder = std::filesystem::absolute(results.string() + ".work");
+  const auto has_failed = [](const ordered_json& result) { return result["status"] != "ok" && result["status"] != "impossible"; };
   int failed = 0;
-  size_t number = 0;
+  size_t number = 0, known = 0;
   for (const auto& each : matrix.cases) {
     ++number;
-    if (file.has(each.settings)) continue;
+    if (const auto* result = file.find(each.settings)) {
+      ++known;
+      failed += has_failed(*result) ? 1 : 0;
+      continue;
+    }
     auto result = each.impossible.empty()
-                      ? run_case_apart(each.settings, matrix.time_limit_seconds)
+                      ? run_case_apart(each.settings, matrix.time_limit_seconds, folder)
                       : ordered_json{{"settings", each.settings}, {"status", "impossible"}, {"message", each.impossible}};
     file.add(result);
-    failed += result["status"] == "ok" || result["status"] == "impossible" ? 0 : 1;
+    failed += has_failed(result) ? 1 : 0;
     fmt::print("{}/{} {}: {}\n", number, matrix.cases.size(), describe(each.settings), outcome(result));
     std::fflush(stdout);
   }
+  if (known > 0) fmt::print("{} of {} cases were in {} before\n", known, matrix.cases.size(), results.string());
   return failed;
 }
 

@@ -112,9 +112,10 @@ void ResultsFile::take_up() {
   content_["results"] = before["results"];
 }
 
-bool ResultsFile::has(const ordered_json& settings) const {
+const ordered_json* ResultsFile::find(const ordered_json& settings) const {
   const auto& results = content_["results"];
-  return std::any_of(results.begin(), results.end(), [&](const auto& each) { return each["settings"] == settings; });
+  const auto found = std::find_if(results.begin(), results.end(), [&](const auto& each) { return each["settings"] == settings; });
+  return found == results.end() ? nullptr : &*found;
 }
 
 void ResultsFile::add(ordered_json result) {

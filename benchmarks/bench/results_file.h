@@ -17,7 +17,8 @@ class ResultsFile {
   ResultsFile(const ResultsFile&) = delete;
   ResultsFile& operator=(const ResultsFile&) = delete;
 
-  bool has(const nlohmann::ordered_json& settings) const;
+  /// Null where there is none.
+  const nlohmann::ordered_json* find(const nlohmann::ordered_json& settings) const;
   /// The file has it when this returns.
   void add(nlohmann::ordered_json result);
 

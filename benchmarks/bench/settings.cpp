@@ -117,7 +117,14 @@ void check(const Settings& settings) {
   check_one_of("transport", settings.transport, {"shared_memory", "gloo"});
   check_one_of("offload", settings.offload, {"none", "host", "files"});
   check_one_of("transition", settings.transition, transitions());
+  job_options(settings);
+}
+
+std::string why_impossible(const Settings& settings) try {
   examples::check_job(job_options(settings), settings.ranks);
+  return "";
+} catch (const c10::Error& error) {
+  return error.what_without_backtrace();
 }
 
 examples::JobOptions job_options(const Settings& settings) {

@@ -43,8 +43,10 @@ nlohmann::ordered_json to_json(const Settings& settings);
 /// What `object` does not name keeps its default. Throws c10::Error that names an unknown key, or a value of the wrong kind.
 Settings settings_of(const nlohmann::json& object);
 
-/// Throws c10::Error that says why there is no such case: an unknown measure, a mesh that does not hold the ranks.
+/// Throws c10::Error that names a value which no case can have: an unknown measure, no ranks.
 void check(const Settings& settings);
+/// Why there is no such case although each value is one: a mesh that does not hold the ranks. Empty where there is one.
+std::string why_impossible(const Settings& settings);
 
 /// What the examples' way of sharding takes.
 examples::JobOptions job_options(const Settings& settings);

@@ -28,7 +28,8 @@ std::string usage() {
       "  --out FILE      where the results go (runs/bench.json); what it has already is not measured again\n"
       "  --time-limit S  of a case, in seconds (120)\n\n"
       "The cases, all combinations of lists such as --ranks 1,2 --strategy full,zero-2. Their defaults:\n\n";
-  for (const auto& [key, value] : to_json(Settings{}).items()) text += fmt::format("  --{:16} {}\n", key, value.dump());
+  const auto defaults = to_json(Settings{});
+  for (const auto& [key, value] : defaults.items()) text += fmt::format("  --{:16} {}\n", key, value.dump());
   text += "\nWithout --strategy: all strategies.\n\n";
   for (const auto& [name, values] : {std::pair("measure", kMeasures), {"model", kModels}, {"transition", transitions()}}) {
     text += fmt::format("{}:", name);
@@ -74,7 +75,9 @@ json values_of(const std::string& name, const std::string& text) {
 }
 
 Matrix matrix_of(std::map<std::string, std::string> flags) {
-  const auto limit = json::parse(take(flags, "time-limit", "120"), nullptr, /*allow_exceptions=*/false);
+  const auto limit_text = take(flags, "time-limit", "120");
+  const auto limit = json::parse(limit_text, nullptr, /*allow_exceptions=*/false);
+  TORCH_CHECK(limit.is_number(), "--time-limit is '", limit_text, "', but must be a number of seconds");
   const auto file = take(flags, "matrix", "");
   if (!file.empty()) {
     TORCH_CHECK(flags.empty(), "--", flags.begin()->first, " does not go with --matrix: the file says what is measured");
@@ -89,7 +92,7 @@ Matrix matrix_of(std::map<std::string, std::string> flags) {
 }
 
 int start(const std::vector<std::string>& arguments) {
-  if (arguments.size() == 1 && arguments[0] == "--help") {
+  if (arguments.size() == 1 && (arguments[0] == "--help" || arguments[0] == "-h")) {
     std::fputs(usage().c_str(), stdout);
     return 0;
   }
