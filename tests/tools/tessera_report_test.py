@@ -85,10 +85,28 @@ class TesseraReportTest(unittest.TestCase):
                            case(milliseconds=40, peak=5, layers=4), case(milliseconds=10, peak=11, layers=5)])
         self.assertEqual([each.layers for each in plots.front_of(cases)], [4, 1, 3])
 
+    def test_each_model_has_a_front_of_its_own(self):
+        cases = self.read([case(milliseconds=10, peak=10), case(model="mlp", milliseconds=20, peak=20), case(model="mlp", milliseconds=30, peak=30)])
+        self.assertEqual([[each.model for each in front] for front in plots.fronts_of(cases)], [["gpt"], ["mlp"]])
+
+    def test_cases_of_two_files_are_told_apart(self):
+        files = [results.read(self.write(content_of([case()]), name)) for name in ("old.json", "new.json")]
+        cases = [each for file in files for each in file.cases]
+        self.assertEqual([plots.Labels(cases).of(each) for each in cases], ["full, old", "full, new"])
+        text = page.render(files, [])
+        self.assertIn('data-value="old"', text)
+        self.assertIn('data-value="new"', text)
+
+    def test_long_names_are_wrapped_where_there_is_little_room(self):
+        name = "encoder, hierarchical, per-parameter, sequence 64"
+        self.assertEqual(plots.wrapped([name], wide=True), [name])
+        self.assertEqual(plots.wrapped([name], wide=False), ["encoder,\nhierarchical, per-\nparameter, sequence\n64"])
+
     def test_the_largest_batch_is_of_cases_that_differ_in_nothing_else(self):
         cases = [case(batch=batch) for batch in (1, 4, 2)] + [case("does not fit", batch=8), case(batch=16, strategy="zero-2"),
                                                              case("does not fit", batch=1, strategy="no-shard")]
-        self.assertEqual({each.strategy: each.batch for each in plots.largest_batches(self.read(cases))}, {"full": 4, "no-shard": 0})
+        cases += [case(batch=batch, strategy="hybrid", memory_limit_mb=40) for batch in (1, 2)]
+        self.assertEqual({each.strategy: each.batch for each in plots.largest_batches(self.read(cases))}, {"full": 4, "no-shard": 0, "hybrid": 2})
 
     def test_shares_are_of_the_whole_step(self):
         only, = self.read([case()])

@@ -3,8 +3,8 @@ import html
 import pathlib
 
 TEMPLATE = pathlib.Path(__file__).resolve().parent / "page.html"
-COLUMNS = ["status", "measure", "model", "strategy", "layout", "ranks", "mesh", "reshard", "precision", "transport", "offload", "recompute", "layers",
-           "width", "batch", "ms", "p90 ms", "items/s", "waited ms", "sent MB", "state MB", "peak MB", "explained MB", "message"]
+COLUMNS = ["file", "status", "measure", "model", "strategy", "layout", "ranks", "mesh", "reshard", "precision", "transport", "offload", "recompute",
+           "layers", "width", "batch", "sequence", "steps", "memory_limit_mb", "ms", "p90 ms", "items/s", "waited ms", "sent MB", "state MB", "peak MB", "explained MB", "message"]
 
 
 def cell(value):
@@ -16,9 +16,9 @@ def cell(value):
 
 
 def row_of(case):
-    row = {name: case.settings.get(name, "") for name in COLUMNS} | {"status": case.status, "message": case.message}
+    row = {name: case.settings.get(name, "") for name in COLUMNS} | {"file": case.file, "status": case.status, "message": case.message}
     if case.measure == "redistribution":
-        row.update({name: "" for name in ("model", "strategy", "layout", "mesh", "reshard", "precision", "offload", "recompute", "layers", "batch")})
+        row.update({name: "" for name in ("model", "strategy", "layout", "mesh", "reshard", "precision", "offload", "recompute", "layers", "batch", "sequence")})
         row["measure"] = f"redistribution {case.transition}"
     if case.ok:
         measured = case.measured

@@ -2,6 +2,7 @@
 import base64
 import dataclasses
 import io
+import textwrap
 import typing
 
 import matplotlib
@@ -62,6 +63,7 @@ class Labels:
         names = ["layout", "reshard", "precision", "transport", "offload", "recompute", "mesh", "layers", "width", "sequence", "batch", "memory_limit_mb"]
         self.names = [name for name in varying(cases, names) if name not in besides]
         self.models = len({case.model for case in cases}) > 1
+        self.files = len({case.file for case in cases}) > 1
 
     def of(self, case):
         parts = [case.model] if self.models else []
@@ -74,7 +76,17 @@ class Labels:
                 parts += [f"{name} {value}" if value in ("auto", "true", "false", "none", "host", "files") else value] if value else []
             else:
                 parts.append(f"{name} {value}")
-        return ", ".join(parts)
+        return ", ".join(parts + ([case.file] if self.files else []))
+
+
+def wrapped(names, wide):
+    """In lines that leave room for what they name."""
+    return ["\n".join(textwrap.wrap(name, 60 if wide else 20)) for name in names]
+
+
+def lines_of(names, wide):
+    """How many lines each takes, of those that take most."""
+    return max(text.count("\n") + 1 for text in wrapped(names, wide))
 
 
 def count_of(ranks):
@@ -99,28 +111,31 @@ def bars(cases, figure, wide, value, unit, lower=None, labels=None):
         axes.barh(places, values, 0.92 * height, color=COLOURS[i % len(COLOURS)], label=count_of(count))
         if lower:
             axes.barh(places, [lower(case) for _, case in at], 0.92 * height, color="none", hatch="///", edgecolor=matplotlib.rcParams["hatch.color"], linewidth=0)
-    axes.set_yticks([j + 0.4 for j in range(len(names))], names)
+    axes.set_yticks([j + 0.4 for j in range(len(names))], wrapped(names, wide))
     axes.set_ylim(len(names), -0.2)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=0, right=None if any(value(case) > 0 for case in cases) else 1)
     axes.grid(False, axis="y")
     axes.set_xlabel(unit)
     figure.legend(loc="outside upper left", ncols=len(ranks) if wide else 3)
 
 
+def rows_of_bars(cases, labels=None):
+    """The height of `bars`, by width."""
+    labels = labels or Labels(cases)
+    names, ranks = {labels.of(case) for case in cases}, {case.ranks for case in cases}
+    return lambda wide: len(names) * max(1, 0.75 * len(ranks), 0.7 * lines_of(names, wide))
+
+
 def step_time(cases):
-    labels, ranks = Labels(cases), {case.ranks for case in cases}
-    rows = len({labels.of(case) for case in cases}) * max(1, 0.75 * len(ranks))
     return Plot("step_time", "Time of a step", "Median of the runs, of which each counts as its slowest rank took. Shorter is better.",
-                lambda figure, wide: bars(cases, figure, wide, lambda case: case.milliseconds, "ms"), lambda wide: rows)
+                lambda figure, wide: bars(cases, figure, wide, lambda case: case.milliseconds, "ms"), rows_of_bars(cases))
 
 
 def memory(cases):
-    labels, ranks = Labels(cases), {case.ranks for case in cases}
-    rows = len({labels.of(case) for case in cases}) * max(1, 0.75 * len(ranks))
     return Plot("memory", "Memory of a rank",
                 "The whole bar is the most that the largest rank held at once; hatched is what it keeps between steps: parameters, gradients and optimizer state.",
                 lambda figure, wide: bars(cases, figure, wide, lambda case: case.measured["peak_bytes"] / 1e6, "MB",
-                                          lower=lambda case: min(case.measured["state_bytes"], case.measured["peak_bytes"]) / 1e6), lambda wide: rows)
+                                          lower=lambda case: min(case.measured["state_bytes"], case.measured["peak_bytes"]) / 1e6), rows_of_bars(cases))
 
 
 def front_of(cases):
@@ -133,6 +148,14 @@ def front_of(cases):
     return front
 
 
+def fronts_of(cases):
+    """One of each model, with its sizes: throughput of one says nothing of another's."""
+    models = {}
+    for case in cases:
+        models.setdefault((case.model, case.layers, case.width, case.sequence), []).append(case)
+    return [front_of(same) for same in models.values()]
+
+
 def draw_pareto(cases, figure, wide):
     axes = figure.subplots()
     labels = Labels(cases)
@@ -141,13 +164,15 @@ def draw_pareto(cases, figure, wide):
     for case in cases:
         axes.plot(case.measured["peak_bytes"] / 1e6, case.measured["items_per_second"], marks[case.ranks], markersize=7 if wide else 5,
                   color=COLOURS[names.index(case.strategy) % len(COLOURS)], alpha=0.85)
-    front = front_of(cases)
-    axes.step([case.measured["peak_bytes"] / 1e6 for case in front], [case.measured["items_per_second"] for case in front], where="post",
-              linewidth=1.2, color=matplotlib.rcParams["text.color"], zorder=0)
-    for number, case in enumerate(front, 1):
+    for front in fronts_of(cases):
+        axes.step([case.measured["peak_bytes"] / 1e6 for case in front], [case.measured["items_per_second"] for case in front], where="post",
+                  linewidth=1.2, color=matplotlib.rcParams["text.color"], zorder=0)
+    numbered = [case for front in fronts_of(cases) for case in front]
+    for number, case in enumerate(numbered, 1):
         axes.annotate(str(number), (case.measured["peak_bytes"] / 1e6, case.measured["items_per_second"]), fontsize=9, fontweight="bold",
                       xytext=(-5, 5), textcoords="offset points", ha="right")
-    axes.set_xlabel("peak MB of a rank\n\n" + "\n".join(f"{number}: {labels.of(case)}, {count_of(case.ranks)}" for number, case in enumerate(front, 1)))
+    keys = [textwrap.fill(f"{number}: {labels.of(case)}, {count_of(case.ranks)}", 130 if wide else 45) for number, case in enumerate(numbered, 1)]
+    axes.set_xlabel("\n".join(["peak MB of a rank", "", *keys]))
     axes.set_ylabel("tokens or rows a second, all ranks")
     axes.margins(0.08)
     handles = [axes.plot([], [], "s", color=COLOURS[i % len(COLOURS)], label=name)[0] for i, name in enumerate(names)]
@@ -157,8 +182,9 @@ def draw_pareto(cases, figure, wide):
 
 def pareto(cases):
     return Plot("pareto", "Throughput against memory",
-                "The line is the Pareto front: no measured case has more throughput with less memory than those on it. Up and left is better. The axes do not begin at 0.",
-                lambda figure, wide: draw_pareto(cases, figure, wide), lambda wide: (15 if wide else 12) + 0.7 * len(front_of(cases)))
+                "A line is the Pareto front of a model: no measured case has more throughput with less memory than those on it. Up and left is better. "
+                "The axes begin where the cases do.",
+                lambda figure, wide: draw_pareto(cases, figure, wide), lambda wide: (15 if wide else 12) + (0.7 if wide else 1.2) * sum(map(len, fronts_of(cases))))
 
 
 def shares_of(case):
@@ -178,7 +204,7 @@ def draw_shares(cases, figure, wide):
         widths = [100 * shares_of(case)[part] / case.measured["milliseconds"]["mean"] for case in cases]
         axes.barh(range(len(cases)), widths, 0.75, left=left, color=COLOURS[i], hatch=HATCHES[i], label=part, linewidth=0)
         left = [a + b for a, b in zip(left, widths)]
-    axes.set_yticks(range(len(cases)), names)
+    axes.set_yticks(range(len(cases)), wrapped(names, wide))
     axes.set_ylim(len(cases) - 0.4, -0.6)
     axes.set_xlim(0, 100)
     axes.grid(False, axis="y")
@@ -189,11 +215,12 @@ def draw_shares(cases, figure, wide):
 def shares(cases):
     cases = sorted(cases, key=lambda case: case.ranks)
     return Plot("shares", "Where a step goes", "The number behind a name is that of the ranks. Waiting is what was not hidden behind computation.",
-                lambda figure, wide: draw_shares(cases, figure, wide), lambda wide: 0.9 * len(cases) + (0 if wide else 2))
+                lambda figure, wide: draw_shares(cases, figure, wide),
+                lambda wide: max(0.9, 0.7 * lines_of(map(Labels(cases).of, cases), wide)) * len(cases) + (0 if wide else 2))
 
 
 def largest_batches(cases):
-    """The largest batch that fits, of each set of cases that differ in nothing else, where one was tried that does not fit."""
+    """The largest batch that fits, of each set of cases that differ in nothing else and have a limit, or one that does not fit."""
     sets = {}
     for case in cases:
         key = tuple((name, value) for name, value in case.settings.items() if name != "batch")
@@ -201,7 +228,7 @@ def largest_batches(cases):
     largest = []
     for group in sets.values():
         fitting = [case for case in group if case.ok]
-        if any(case.status == "does not fit" for case in group):
+        if group[0].memory_limit_mb > 0 or any(case.status == "does not fit" for case in group):
             largest.append(max(fitting, key=lambda case: case.batch) if fitting else dataclasses.replace(group[0], settings={**group[0].settings, "batch": 0}))
     return largest
 
@@ -210,10 +237,9 @@ def largest_batch(cases):
     found = largest_batches(cases)
     if not found:
         return None
-    labels, ranks = Labels(found, besides=("batch",)), {case.ranks for case in found}
-    rows = len({labels.of(case) for case in found}) * max(1, 0.75 * len(ranks))
+    labels = Labels(found, besides=("batch",))
     return Plot("largest_batch", "Largest batch that fits", "Rows a rank, of those that were tried, within the memory limit of the cases.",
-                lambda figure, wide: bars(found, figure, wide, lambda case: case.batch, "rows a rank", labels=labels), lambda wide: rows)
+                lambda figure, wide: bars(found, figure, wide, lambda case: case.batch, "rows a rank", labels=labels), rows_of_bars(found, labels))
 
 
 def draw_others(cases, figure, wide):
@@ -227,7 +253,7 @@ def draw_others(cases, figure, wide):
     cases = sorted(cases, key=lambda case: (case.measure, name(case)))
     measures = in_order(case.measure for case in cases)
     axes.barh(range(len(cases)), [case.milliseconds for case in cases], 0.75, color=[COLOURS[measures.index(case.measure) % len(COLOURS)] for case in cases])
-    axes.set_yticks(range(len(cases)), [name(case) for case in cases])
+    axes.set_yticks(range(len(cases)), wrapped([name(case) for case in cases], wide))
     axes.set_ylim(len(cases) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.grid(False, axis="y")
@@ -236,7 +262,7 @@ def draw_others(cases, figure, wide):
 
 def others(cases):
     return Plot("others", "What else was measured", "Medians. The number behind a name is that of the ranks. Redistributions are of a square of the case's width.",
-                lambda figure, wide: draw_others(cases, figure, wide), lambda wide: 0.9 * len(cases))
+                lambda figure, wide: draw_others(cases, figure, wide), lambda wide: (0.9 if wide else 1.4) * len(cases))
 
 
 def all_plots(cases):

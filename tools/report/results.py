@@ -19,6 +19,7 @@ class Case:
     status: str
     message: str
     measured: dict
+    file: str = ""
 
     def __getattr__(self, name):
         try:
@@ -73,7 +74,7 @@ def read_case(file, number, result):
         check("p50" in measured["milliseconds"], file, f"{where} has no median time")
         check(isinstance(measured.get("sent"), dict), file, f"{where} does not say what was sent")
         check(settings["measure"] != "step" or is_number(measured.get("items_per_second")), file, f"{where} has no throughput")
-    return Case(settings, status, str(result.get("message", "")), measured)
+    return Case(settings, status, str(result.get("message", "")), measured, file.stem)
 
 
 def read(file):
