@@ -2,6 +2,7 @@
 import datetime
 import multiprocessing
 import os
+import socket
 import sys
 import time
 import traceback
@@ -21,22 +22,26 @@ class Failed(AssertionError):
 
 def run(ranks, function, *arguments, backend="tessera", timeout=TIMEOUT, may_end=()):
     """What `function(*arguments)` returns on each rank, inside of a process group; None for the ranks of `may_end` that have ended."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
     context = multiprocessing.get_context("fork")
     processes, pipes = [], []
     for rank in range(ranks):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_be_rank, args=(there, store.port, rank, ranks, backend, timeout, function, arguments))
+        process = context.Process(target=_be_rank, args=(there, listener, rank, ranks, backend, timeout, function, arguments))
         process.start()
         there.close()
         processes.append(process)
         pipes.append(here)
+    # After the forks, none of which has its thread, or what that thread had locked.
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     try:
         return _results(processes, pipes, may_end)
     finally:
         for process in processes:
             process.kill()
             process.join()
+        del store
 
 
 def _results(processes, pipes, may_end):
@@ -54,7 +59,9 @@ def _results(processes, pipes, may_end):
     return results
 
 
-def _be_rank(pipe, port, rank, ranks, backend, timeout, function, arguments):
+def _be_rank(pipe, listener, rank, ranks, backend, timeout, function, arguments):
+    port = listener.getsockname()[1]
+    listener.close()
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
