@@ -52,7 +52,9 @@ MemoryPrediction plain_memory(const torch::nn::Module& module, const ExplainOpti
   for (const auto& parameter : module.parameters()) {
     if (dtensor_meta(parameter) || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     known.parameters += bytes_of(parameter);
-    if (parameter.requires_grad()) known.optimizer_state += options.optimizer_tensors * bytes_of(parameter);
+    if (!parameter.requires_grad()) continue;
+    known.optimizer_state += options.optimizer_tensors * bytes_of(parameter);
+    known.gradients += bytes_of(parameter);
   }
   for (const auto& buffer : module.buffers()) known.buffers += bytes_of(buffer);
   return known;

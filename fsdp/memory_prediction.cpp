@@ -17,7 +17,24 @@ namespace {
 
 int64_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
 
-/// In which its gradients are reduced, all of them trained.
+bool is_trained(const ShardedParameter& parameter) {
+  const auto tensor = parameter.tensor.lock();
+  return tensor && tensor->requires_grad();
+}
+
+/// Which of its parameters have gradients.
+std::vector<bool> trained_of(const ParameterGroup& group) {
+  std::vector<bool> trained;
+  for (const auto& parameter : group.parameters()) trained.push_back(is_trained(parameter));
+  return trained;
+}
+
+bool trains_any(const ParameterGroup& group) {
+  const auto& parameters = group.parameters();
+  return std::any_of(parameters.begin(), parameters.end(), is_trained);
+}
+
+/// In which its gradients are reduced.
 at::ScalarType reduce_dtype_of(const ParameterGroup& group) {
   if (const auto dtype = group.options().mixed_precision.reduce_dtype) return *dtype;
   auto dtype = group.parameters()[0].unsharded_dtype;
@@ -26,7 +43,8 @@ at::ScalarType reduce_dtype_of(const ParameterGroup& group) {
 }
 
 int64_t chunk_bytes_of(const ParameterGroup& group) {
-  const auto layout = plan_reduce(group.layout(), std::vector<bool>(group.parameters().size(), true));
+  if (!trains_any(group)) return 0;
+  const auto layout = plan_reduce(group.layout(), trained_of(group));
   return layout.chunk_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype_of(group)));
 }
 
@@ -90,7 +108,7 @@ bool is_above(const ShardedModule& a, const ShardedModule& b) {
 class Prediction {
  public:
   Prediction(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known)
-      : options_(options), now_(std::move(known)) {
+      : options_(options), plain_gradients_(std::exchange(known.gradients, 0)), now_(std::move(known)) {
     for (const auto& state : root.subtree()) {
       if (const auto group = state->group()) add(*state, group);
     }
@@ -121,6 +139,7 @@ class Prediction {
     const bool is_in_files = group->memory() && group->options().offload.memory == OffloadPolicy::Memory::kFiles;
     int64_t shard = 0;
     for (const auto& parameter : group->parameters()) {
+      if (!is_trained(parameter)) continue;
       const auto whole = parameter.spec->numel(), local = bytes_of(parameter.local);
       shard += local;
       const auto gradient = whole * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
@@ -234,6 +253,7 @@ class Prediction {
   }
 
   void backward() {
+    now_.gradients += plain_gradients_;
     for (auto& group : groups_) {
       if (group.is_above_others) fill(group);
     }
@@ -319,6 +339,7 @@ class Prediction {
   }
 
   ExplainOptions options_;
+  int64_t plain_gradients_; // of parameters that no group has
   std::vector<Group> groups_;
   Blocks blocks_;
   bool is_first_ = true; // of the model's steps: it knows no order yet

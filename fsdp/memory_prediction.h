@@ -33,7 +33,8 @@ namespace internal {
 class ParameterGroup;
 class ShardedModule;
 
-/// Of the model below `root`. The sizes of `known` that no group decides are there already: plain parameters, and buffers.
+/// Of the model below `root`. The sizes of `known` that no group decides are there already: buffers, and plain parameters with
+/// their state and their gradients.
 MemoryPrediction predict_memory(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known);
 
 /// Bytes of the group's buffer of gradients, before they are reduced; 0 where they are not.

@@ -54,6 +54,23 @@ TEST(Explain, CountsStatesAndBuffers) {
                            adam.reduce_buffers + adam.cached + adam.activations + adam.temporaries);
 }
 
+TEST(Explain, CountsWhatIsFrozenAsParametersAlone) {
+  torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::Linear(64, 64));
+  for (auto& parameter : net->at<torch::nn::LinearImpl>(0).parameters()) parameter.requires_grad_(false);
+  const auto ignored = net->at<torch::nn::LinearImpl>(1).bias; // trained, and whole on each rank
+  FullyShardOptions options{.ignored_params = {ignored}};
+  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh(), options);
+  fully_shard(*net, world_mesh(), options);
+  const auto explanation = explain(*net, {.optimizer_tensors = 1});
+  const int64_t trained = net->at<torch::nn::LinearImpl>(1).weight.nbytes() / world_size() + 64 * 4;
+  EXPECT_NEAR(static_cast<double>(explanation.memory.optimizer_state), static_cast<double>(trained), 64);
+  EXPECT_GE(explanation.memory.gradients, 64 * 4);
+  EXPECT_LE(explanation.memory.gradients, trained + 256);
+  EXPECT_EQ(explanation.groups[0].reduce_bytes, 0);
+  for (auto& parameter : net->parameters()) parameter.requires_grad_(false); // later, too
+  EXPECT_EQ(explain(*net).memory.optimizer_state + explain(*net).memory.gradients, 0);
+}
+
 TEST(Explain, FollowsTheLastForward) {
   torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::Linear(512, 512));
   for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
