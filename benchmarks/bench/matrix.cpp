@@ -24,6 +24,8 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
+constexpr int kDeepest = 8; // of a matrix's lists and objects
+
 /// As `settings_of`, with what is there in place of defaults.
 Settings with(const json& common, const json& own) {
   for (const auto* each : {&common, &own}) TORCH_CHECK(each->is_object(), "a case is ", each->dump(), ", but must be an object");
@@ -149,6 +151,8 @@ std::string outcome(const ordered_json& result) {
 
 } // namespace
 
+bool is_time_limit(const json& value) { return value.is_number() && value > 0 && value <= kLongestSeconds; }
+
 Matrix read_matrix(const json& object, const std::string& origin) {
   Matrix matrix;
   try {
@@ -159,7 +163,8 @@ Matrix read_matrix(const json& object, const std::string& origin) {
     }
     const auto common = object.value("common", json::object());
     const auto limit = object.value("time_limit_seconds", json(matrix.time_limit_seconds));
-    TORCH_CHECK(limit.is_number() && limit > 0, "time_limit_seconds is ", limit.dump(), ", but must be positive");
+    TORCH_CHECK(is_time_limit(limit), "time_limit_seconds is ", limit.dump(), ", but must be positive, and at most ",
+                kLongestSeconds);
     matrix.time_limit_seconds = limit;
     const auto own = object.value("cases", json::array());
     TORCH_CHECK(own.is_array(), "cases is no list");
@@ -179,8 +184,13 @@ Matrix read_matrix(const std::filesystem::path& file) {
   TORCH_CHECK(stream, file.string(), ": cannot be read: ", std::strerror(errno));
   json object;
   try {
-    object = json::parse(stream);
-  } catch (const json::parse_error& error) {
+    object = json::parse(stream, [](int depth, json::parse_event_t /*event*/, json& /*parsed*/) {
+      TORCH_CHECK(depth < kDeepest, "it is nested too deeply");
+      return true;
+    });
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, file.string(), ": ", error.what_without_backtrace());
+  } catch (const json::exception& error) {
     TORCH_CHECK(false, file.string(), ": no JSON: ", error.what());
   }
   return read_matrix(object, file.string());

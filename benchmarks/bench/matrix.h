@@ -21,6 +21,10 @@ struct Matrix {
   double time_limit_seconds = 120; ///< of a case
 };
 
+inline constexpr int64_t kLongestSeconds = 1'000'000;
+/// A positive number up to that.
+bool is_time_limit(const nlohmann::json& value);
+
 /// `{"common": {…}, "product": {key: [value, …], …}, "cases": [{…}, …], "time_limit_seconds": 60}`, each of which may be left
 /// out: all combinations of the product's values, then the cases; what they leave out is as in `common`. Throws c10::Error that
 /// names `origin` and an unknown key, or a value of the wrong kind.

@@ -103,7 +103,13 @@ void ResultsFile::lock() {
 void ResultsFile::take_up() {
   std::ifstream stream(file_);
   const auto before = ordered_json::parse(stream, nullptr, /*allow_exceptions=*/false);
-  const auto is_ours = before.is_object() && before.value("format", "") == "tessera-bench" && before.contains("results");
+  const auto is_result = [](const ordered_json& each) {
+    return each.is_object() && each.contains("settings") && each["settings"].is_object() && each.contains("status") &&
+           each["status"].is_string() && (each["status"] != "ok" || each.contains("measured"));
+  };
+  const bool is_ours = before.is_object() && before.contains("format") && before["format"] == "tessera-bench" &&
+                       before.contains("results") && before["results"].is_array() &&
+                       std::all_of(before["results"].begin(), before["results"].end(), is_result);
   TORCH_CHECK(is_ours, file_.string(), ": no results of tessera-bench; choose another --out");
   for (const char* key : {"version", "machine", "versions"}) {
     TORCH_CHECK(before.contains(key) && before[key] == content_[key], file_.string(), ": its ", key, " is ",
@@ -114,7 +120,9 @@ void ResultsFile::take_up() {
 
 const ordered_json* ResultsFile::find(const ordered_json& settings) const {
   const auto& results = content_["results"];
-  const auto found = std::find_if(results.begin(), results.end(), [&](const auto& each) { return each["settings"] == settings; });
+  const nlohmann::json wanted(settings); // in any order
+  const auto found =
+      std::find_if(results.begin(), results.end(), [&](const auto& each) { return nlohmann::json(each["settings"]) == wanted; });
   return found == results.end() ? nullptr : &*found;
 }
 

@@ -12,6 +12,8 @@ namespace {
 
 using examples::check_at_least;
 
+constexpr int64_t kLargestNumber = 1'000'000'000;
+
 template <typename Anything, typename Visit> // void(const char* name, auto& value)
 void for_each(Anything& settings, const Visit& visit) {
   visit("measure", settings.measure);
@@ -95,6 +97,8 @@ Settings settings_of(const nlohmann::json& object) {
   for (const auto& [key, value] : object.items()) {
     TORCH_CHECK(known.contains(key), "unknown key '", key, "' of a case");
     const bool is_alike = known[key].is_number() ? value.is_number_integer() : known[key].type() == value.type();
+    const bool is_in_range = !value.is_number_integer() || (value >= 0 && value <= kLargestNumber);
+    TORCH_CHECK(is_in_range, key, " is ", value.dump(), ", but must be from 0 to ", kLargestNumber);
     TORCH_CHECK(is_alike, key, " is ", value.dump(), ", but must be ", known[key].is_number() ? "an integer" : "a",
                 known[key].is_number()    ? ""
                 : known[key].is_boolean() ? " boolean"

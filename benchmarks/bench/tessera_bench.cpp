@@ -26,7 +26,7 @@ std::string usage() {
       "tessera-bench: measures sharded training in fresh processes\n\n"
       "  --matrix FILE   the cases of a file; with other flags than --out and --time-limit an error\n"
       "  --out FILE      where the results go (runs/bench.json); what it has already is not measured again\n"
-      "  --time-limit S  of a case, in seconds (120)\n\n"
+      "  --time-limit S  of a case, in seconds (120, or what the file says)\n\n"
       "The cases, all combinations of lists such as --ranks 1,2 --strategy full,zero-2. Their defaults:\n\n";
   const auto defaults = to_json(Settings{});
   for (const auto& [key, value] : defaults.items()) text += fmt::format("  --{:16} {}\n", key, value.dump());
@@ -75,13 +75,16 @@ json values_of(const std::string& name, const std::string& text) {
 }
 
 Matrix matrix_of(std::map<std::string, std::string> flags) {
+  const bool is_limit_given = flags.contains("time-limit");
   const auto limit_text = take(flags, "time-limit", "120");
   const auto limit = json::parse(limit_text, nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK(limit.is_number(), "--time-limit is '", limit_text, "', but must be a number of seconds");
-  const auto file = take(flags, "matrix", "");
-  if (!file.empty()) {
+  TORCH_CHECK(is_time_limit(limit), "--time-limit is '", limit_text, "', but must be a number of seconds, up to ",
+              kLongestSeconds);
+  if (flags.contains("matrix")) {
+    auto matrix = read_matrix(std::filesystem::path(take(flags, "matrix", "")));
     TORCH_CHECK(flags.empty(), "--", flags.begin()->first, " does not go with --matrix: the file says what is measured");
-    return read_matrix(std::filesystem::path(file));
+    if (is_limit_given) matrix.time_limit_seconds = limit;
+    return matrix;
   }
   auto product = json::object();
   for (const auto& [name, text] : flags) product[name] = values_of(name, text);
@@ -102,6 +105,7 @@ int start(const std::vector<std::string>& arguments) {
     return run_case(settings_of(json::parse(flags.at("run-case"))), folder, folder / "result");
   }
   const auto results = take(flags, "out", "runs/bench.json");
+  TORCH_CHECK(!results.empty(), "--out names no file");
   return run_matrix(matrix_of(std::move(flags)), results) == 0 ? 0 : 1;
 }
 

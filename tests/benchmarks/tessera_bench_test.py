@@ -126,6 +126,10 @@ class TesseraBenchTest(unittest.TestCase):
     def test_bad_matrices(self):
         self.assert_error("{", "matrix.json: no JSON", "line 1, column 2")
         self.assert_error({"cases": [{"strategy": "zero-9"}]}, "strategy is 'zero-9', but must be one of: no-shard, ")
+        self.assert_error('{"cases": ' + 200000 * "[", "matrix.json: it is nested too deeply")
+        self.assert_error('{"cases": [{"width": 1e400}]}', "matrix.json: no JSON")
+        self.assert_error({"cases": [{"ranks": 2**32 + 1}]}, "ranks is 4294967297, but must be from 0 to 1000000000")
+        self.assert_error({"cases": [{}], "time_limit_seconds": 1e300}, "time_limit_seconds is 1e+300, but must be positive, and at most 1000000")
         self.assert_error({"cases": [{"ranks": 0}]}, "ranks is 0, but must be from 1 to 64")
         self.assert_error({"cases": [{"reshard": "no"}]}, "reshard is 'no', but must be auto, ")
         self.assert_error([], "a matrix must be an object")
@@ -145,6 +149,9 @@ class TesseraBenchTest(unittest.TestCase):
         self.out.write_text('{"format": "tessera-be')
         self.assert_error(impossible, "out.json: no results of tessera-bench; choose another --out")
         self.assertEqual(self.out.read_text(), '{"format": "tessera-be')
+        for results in ([{}], 5, "x", {"a": 1}, [1], [None], None, [{"settings": {}, "status": "ok"}]):
+            self.out.write_text(json.dumps({"format": "tessera-bench", "results": results}))
+            self.assert_error(impossible, "out.json: no results of tessera-bench; choose another --out")
         self.out.unlink()
         self.run_matrix(impossible)
         content = json.loads(self.out.read_text())
@@ -172,7 +179,7 @@ class TesseraBenchTest(unittest.TestCase):
 
     def test_flags(self):
         for flags, part in ((["--width"], "--width needs a value"), (["--widht", "1"], "no flag --widht"), (["width"], "belongs to no flag"),
-                            (["--ranks", "two"], "--ranks is 'two', but must be a number"), (["--time-limit", "abc"], "--time-limit is 'abc', but must be")):
+                            (["--ranks", "two"], "--ranks is 'two', but must be a number"), (["--time-limit", "abc"], "--time-limit is 'abc', but must be"), (["--out="], "--out names no file"), (["--matrix="], "cannot be read")):
             done = subprocess.run([PROGRAM, *flags], capture_output=True, text=True, timeout=TIMEOUT)
             self.assertEqual(done.returncode, 1)
             self.assertIn(part, done.stderr)

@@ -3,6 +3,7 @@ import copy
 import html.parser
 import itertools
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -135,7 +136,13 @@ class TesseraReportTest(unittest.TestCase):
                (changed(lambda c: c.pop("machine")), "it does not say its machine"),
                (changed(lambda c: c["results"][0].update(status="fine")), "result 0: its status is 'fine'"),
                (changed(lambda c: c["results"][0]["settings"].update(ranks="2")), "result 0: its setting ranks is '2'"),
-               (changed(lambda c: c["results"][0].pop("measured")), "result 0 has no times"),
+               (changed(lambda c: c["results"][0].pop("measured")), "result 0 has no times"), (200000 * "[", "no whole JSON"),
+               (changed(lambda c: c["results"][0]["settings"].update(ranks=-1)), "result 0: its setting ranks is -1"),
+               (changed(lambda c: c["results"][0]["measured"].update(sent={"all_gather": 3})), "does not say what was sent"),
+               (changed(lambda c: c["results"][0]["measured"].update(parts=[1])), "its parts are no times"),
+               (changed(lambda c: c["results"][0]["measured"]["milliseconds"].update(p50=0)), "took no time"),
+               *((changed(lambda c: c["results"][0]["measured"].update({name: value})), f"its {name} is")
+                 for name in ("peak_bytes", "explained_peak_bytes") for value in (math.nan, -1, 10**400, "a", None)),
                (changed(lambda c: c["results"][0]["measured"].update(peak_bytes=None)), "result 0: its peak_bytes is None"),
                (changed(lambda c: c["results"][0]["measured"]["milliseconds"].update(p50="x")), "result 0: a time is no number")]
         for content, part in bad:

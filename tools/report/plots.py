@@ -30,7 +30,7 @@ class Plot:
         colours = THEMES[theme]
         style = {"font.size": 10 if wide else 9.2, "text.color": colours["text"], "axes.labelcolor": colours["text"], "axes.edgecolor": colours["grid"],
                  "xtick.color": colours["text"], "ytick.color": colours["text"], "grid.color": colours["grid"], "axes.facecolor": colours["page"],
-                 "figure.facecolor": colours["page"], "legend.frameon": False, "svg.fonttype": "path", "svg.hashsalt": "tessera",
+                 "figure.facecolor": colours["page"], "legend.frameon": False, "svg.fonttype": "path", "svg.hashsalt": "tessera", "text.parse_math": False,
                  "hatch.color": colours["page"], "hatch.linewidth": 0.6, "axes.grid": True, "axes.axisbelow": True}
         with matplotlib.rc_context(style):
             figure = Figure(figsize=(WIDE if wide else NARROW, 1.3 + 0.27 * self.rows(wide)), layout="constrained")

@@ -3,6 +3,7 @@ import dataclasses
 import json
 
 FORMAT, VERSION = "tessera-bench", 1
+LARGEST = 1e18  # of any figure
 STATUSES = ["ok", "does not fit", "impossible", "time limit", "died", "wrong", "failed"]
 SETTINGS = {"measure": str, "model": str, "layers": int, "width": int, "batch": int, "sequence": int, "ranks": int, "mesh": str,
             "strategy": str, "layout": str, "reshard": str, "precision": str, "transport": str, "offload": str, "recompute": bool,
@@ -54,7 +55,7 @@ def check(condition, file, what):
 
 
 def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 
 def read_case(file, number, result):
@@ -63,7 +64,7 @@ def read_case(file, number, result):
     settings, status = result.get("settings"), result.get("status")
     check(isinstance(settings, dict), file, f"{where} has no settings")
     for name, kind in SETTINGS.items():
-        check(type(settings.get(name)) is kind, file, f"{where}: its setting {name} is {settings.get(name)!r}")
+        check(type(settings.get(name)) is kind and (kind is not int or is_number(settings[name])), file, f"{where}: its setting {name} is {settings.get(name)!r}")
     check(status in STATUSES, file, f"{where}: its status is {status!r}")
     measured = result.get("measured", {})
     if status == "ok":
@@ -72,8 +73,15 @@ def read_case(file, number, result):
         for name in ("exposed_milliseconds", "peak_bytes", "state_bytes"):
             check(is_number(measured.get(name)), file, f"{where}: its {name} is {measured.get(name)!r}")
         check("p50" in measured["milliseconds"], file, f"{where} has no median time")
-        check(isinstance(measured.get("sent"), dict), file, f"{where} does not say what was sent")
-        check(settings["measure"] != "step" or is_number(measured.get("items_per_second")), file, f"{where} has no throughput")
+        check(measured["milliseconds"]["p50"] > 0, file, f"{where} took no time")
+        sent, parts = measured.get("sent"), measured.get("parts", {})
+        is_counted = isinstance(sent, dict) and all(isinstance(kind, dict) and is_number(kind.get("bytes")) for kind in sent.values())
+        check(is_counted, file, f"{where} does not say what was sent")
+        check(isinstance(parts, dict) and all(map(is_number, parts.values())), file, f"{where}: its parts are no times")
+        check(settings["measure"] != "step" or measured["milliseconds"].get("mean", 0) > 0, file, f"{where} has no mean time")
+        for name in ("items_per_second", "explained_peak_bytes"):
+            check(name not in measured or is_number(measured[name]), file, f"{where}: its {name} is {measured.get(name)!r}")
+        check(settings["measure"] != "step" or "items_per_second" in measured, file, f"{where} has no throughput")
     return Case(settings, status, str(result.get("message", "")), measured, file.stem)
 
 
@@ -82,10 +90,10 @@ def read(file):
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise Failure(f"{file}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failure(f"{file}: no whole JSON: {error}") from error
     check(isinstance(content, dict) and content.get("format") == FORMAT, file, "no results of tessera-bench")
-    check(content.get("version") == VERSION, file, f"its version is {content.get('version')!r}, but this tessera-report reads {VERSION}")
+    check(content.get("version") == VERSION and content["version"] is not True, file, f"its version is {content.get('version')!r}, but this tessera-report reads {VERSION}")
     for name in ("machine", "versions"):
         check(isinstance(content.get(name), dict), file, f"it does not say its {name}")
     check(isinstance(content.get("results"), list) and content["results"], file, "it has no results")
