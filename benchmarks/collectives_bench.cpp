@@ -1,8 +1,9 @@
 // collectives_bench [--ranks n] [--iterations k] [--bytes b]
 // The collectives on n local ranks, or on those of the job that the environment describes, beside c10d's gloo process group: a
 // line of JSON a case and size, or those of one size, with the median seconds of the slowest rank. The cases of a line take
-// turns, after a warm-up. "shared" has its tensors in the memory that the communicator allocates, as `fully_shard` does; "copy"
-// is what each rank takes to copy as many bytes of its own at the same time.
+// turns, after a warm-up: of one call, or of 20 in a row where a call has at most 64 KiB. "shared" has its tensors in the memory
+// that the communicator allocates, as `fully_shard` does; "copy" is what each rank takes to copy as many bytes of its own at the
+// same time.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
@@ -98,19 +99,26 @@ class Bench {
   }
 
   void measure(const char* name, int64_t bytes, std::vector<Case> cases) {
-    const int iterations = bytes > (8 << 20) ? iterations_ / 5 + 1 : iterations_;
-    for (int i = -2; i < iterations; ++i) {
+    const int turns = bytes > (8 << 20) ? iterations_ / 5 + 1 : iterations_;
+    const int calls = bytes <= (64 << 10) ? kShortCallsOfATurn : 1;
+    for (int turn = -2; turn < turns; ++turn) {
       for (auto& one : cases) {
-        group_->barrier("bench");
-        const auto start = std::chrono::steady_clock::now();
-        one.run();
-        const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-        if (i >= 0) one.seconds.push_back(taken.count());
+        const double seconds = seconds_of(one, calls);
+        if (turn >= 0) one.seconds.push_back(seconds);
       }
     }
     nlohmann::json line{{"collective", name}, {"bytes", bytes}, {"ranks", group_->size()}};
     for (auto& one : cases) line[one.name] = median_of_slowest(one.seconds);
     if (group_->rank() == 0) std::cout << line.dump() << std::endl;
+  }
+
+  // Of one call. Where it is of several in a row, another before them finds the caches and threads as the last case left them.
+  double seconds_of(const Case& one, int calls) {
+    if (calls > 1) one.run();
+    group_->barrier("bench");
+    const auto start = std::chrono::steady_clock::now();
+    for (int call = 0; call < calls; ++call) one.run();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / calls;
   }
 
   double median_of_slowest(const std::vector<double>& seconds) {
@@ -121,6 +129,8 @@ class Bench {
     std::nth_element(begin, begin + times.numel() / 2, begin + times.numel());
     return begin[times.numel() / 2];
   }
+
+  static constexpr int kShortCallsOfATurn = 20;
 
   int iterations_;
   tessera::CommunicatorPtr group_;

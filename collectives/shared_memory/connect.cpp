@@ -129,7 +129,8 @@ EngineOptions options_of(const GroupDescription& group) {
   options.timeout = group.options.timeout;
   options.watch = group.watch;
   options.background_delay = kBackgroundDelay;
-  if (group.watch->processes_here() <= cores()) options.spin = kSpin;
+  options.spin = kSpin;
+  options.shares_cores = group.watch->processes_here() > cores();
   return options;
 }
 

@@ -17,8 +17,9 @@ namespace {
 constexpr std::chrono::milliseconds kLookInterval(100); // for ranks that have ended, while somebody waits
 
 void pause() {
+  constexpr int kPauses = 32;
 #if defined(__x86_64__)
-  __builtin_ia32_pause();
+  for (int i = 0; i < kPauses; ++i) __builtin_ia32_pause();
 #endif
 }
 
@@ -181,7 +182,6 @@ void Engine::end_waiting() {
 }
 
 void Engine::await(const Operation& operation) {
-  constexpr int kPauses = 32;
   const auto begin = Clock::now();
   auto next_look = begin + kLookInterval;
   while (true) {
@@ -189,7 +189,7 @@ void Engine::await(const Operation& operation) {
     if (operation.is_done()) return;
     const auto now = Clock::now();
     if (now - begin < options_.spin) {
-      for (int i = 0; i < kPauses; ++i) pause();
+      options_.shares_cores ? std::this_thread::yield() : pause();
     } else {
       sleep(&operation);
     }

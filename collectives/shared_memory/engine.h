@@ -30,6 +30,7 @@ struct EngineOptions {
   std::chrono::milliseconds timeout;
   std::shared_ptr<RankWatch> watch;
   std::chrono::microseconds spin = {};             ///< before a waiting thread sleeps
+  bool shares_cores = false;                       ///< ranks outnumber the cores: who spins lets the others run
   std::chrono::microseconds background_delay = {}; ///< before the background thread goes on with what nobody waits for yet
 };
 
