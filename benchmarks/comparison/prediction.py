@@ -44,21 +44,20 @@ def fit(programs, iterations):
 
 
 def crowding(ranks):
-    """Ranks that share a core take their turns: their own work, and the copies that are their links, take so much longer."""
+    """Copies between ranks of one host are work of their cores. Ranks that share a core take their turns at that."""
     return max(1, ranks / os.cpu_count())
 
 
 def step_of(programs, flags, ranks, alpha, beta, rounds):
-    """Seconds: predicted, and measured in the median, of the ranks the slowest. As many simulated ranks as there are cores run at a time, each
-    in a job of its own, so that they find the memory as busy as the real ones do."""
+    """Seconds: predicted, and measured in the median, of the ranks the slowest. As many simulated ranks run at a time as real ones, each in a
+    job of its own, so that they find the cores, their caches and the memory as busy."""
     topology = json.dumps({"ranks": ranks, "ranks_per_node": ranks, "in_node": {"alpha": alpha, "beta": beta}})
-    at_a_time = min(ranks, os.cpu_count())
     with contextlib.ExitStack() as stack:
-        simulated = stack.enter_context(Ranks(programs.ours("measure_simulated_step") + [topology] + flags, at_a_time, apart=True))
+        simulated = stack.enter_context(Ranks(programs.ours("measure_simulated_step") + [topology] + flags, ranks, apart=True))
         real = stack.enter_context(Ranks(programs.ours("measure_step") + flags, ranks))
         for job in (simulated, real):
             job.wait_until_ready()
         seconds = interleaved(rounds, WARM_UP, {"simulated": lambda: simulated.ask("step"), "real": lambda: real.ask("step")})
-    # Copies between ranks of one host are work of their cores: nothing hides them.
-    parts = [max(rank["compute"] + rank["communication"] for rank in turn) for turn in seconds["simulated"]]
-    return crowding(ranks) * median(parts), median(max(rank["step"] for rank in turn) for turn in seconds["real"])
+    # Nothing hides what is work of the cores: compute and communication add up.
+    parts = [max(rank["compute"] + crowding(ranks) * rank["communication"] for rank in turn) for turn in seconds["simulated"]]
+    return median(parts), median(max(rank["step"] for rank in turn) for turn in seconds["real"])

@@ -18,6 +18,8 @@ def rows_of(programs, model, strategy, name, rounds):
     command = programs.peer("measure_step.py") + model.flags + ["--batch=1", f"--strategy={strategy}"]
     ours = command + ["--backend=tessera", f"--package={package(programs)}"]
     jobs = {"ours": Ranked(ours), "gloo": Ranked(command)}
+    if strategy == "ddp":
+        jobs["apart"] = Ranked(programs.peer("measure_step.py") + model.flags + ["--batch=1", "--strategy=none"], apart=True)
     if strategy == "full":
         jobs["shared"] = Ranked(ours + ["--shared-buffers"])
     milliseconds = measure(jobs, rounds)
@@ -25,6 +27,9 @@ def rows_of(programs, model, strategy, name, rounds):
     yield at_least_ratio("python", case, milliseconds("ours", "step"), milliseconds("gloo", "step"), "ms", OVER_GLOO)
     for part in ("forward", "backward"):
         yield without_bound("python", f"{case}: {part}", milliseconds("ours", part), milliseconds("gloo", part), "ms")
+    if strategy == "ddp":
+        yield without_bound("python", f"{case}: ranks that send nothing, which no backend surpasses", milliseconds("apart", "step"),
+                            milliseconds("gloo", "step"), "ms")
     if strategy == "full":
         yield without_bound("python", f"{case}, buffers in shared memory", milliseconds("shared", "step"), milliseconds("gloo", "step"),
                             "ms")

@@ -8,7 +8,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def add_flags(parser):
-    parser.add_argument("--strategy", choices=("full", "hybrid", "no-shard", "ddp"), default="full")
+    parser.add_argument("--strategy", choices=("full", "hybrid", "no-shard", "ddp", "none"), default="full")
     parser.add_argument("--mesh", default="", help="2x2, for hybrid")
     parser.add_argument("--precision", choices=DTYPES, default="fp32")
     parser.add_argument("--reduce-precision", choices=DTYPES, default="fp32")
@@ -16,7 +16,9 @@ def add_flags(parser):
 
 
 def shard(model, arguments, world):
-    """The model with every block a group, and the rest the root's; or DDP's wrapper around it."""
+    """The model with every block a group, and the rest the root's; or DDP's wrapper around it; or as it is."""
+    if arguments.strategy == "none":
+        return model
     if arguments.strategy == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     hybrid = arguments.strategy == "hybrid"
