@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include <tessera/fsdp/block_cache.h>
+#include <tessera/collectives/block_cache.h>
 #include <tessera/fsdp/side_stream.h>
 
 namespace tessera::internal {

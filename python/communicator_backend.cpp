@@ -321,7 +321,7 @@ at::Tensor CommunicatorBackend::allocateTensor(long numel, at::TensorOptions opt
   const auto group = communicator();
   TORCH_CHECK(group, "allocate ", name_, ": the group was shut down");
   const auto bytes = static_cast<int64_t>(options.dtype().itemsize()) * numel;
-  c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), group->allocate(bytes));
+  c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), memory_.allocate(bytes, group.get()));
   return at::empty({0}, options.device(at::kCPU)).set_(std::move(storage), 0, {numel});
 }
 

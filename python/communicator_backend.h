@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/collectives/block_cache.h>
 #include <tessera/collectives/communicator.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -65,7 +66,7 @@ class CommunicatorBackend final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return calls_; } ///< how many were made here
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   /// A tensor in memory that the other ranks of this host can read: FSDP2 takes it for its buffers after
-  /// `set_allocate_memory_from_process_group_for_comm(True)`.
+  /// `set_allocate_memory_from_process_group_for_comm(True)`. Memory of tensors that died is kept for later ones of like sizes.
   at::Tensor allocateTensor(long numel, at::TensorOptions options) override;
   /// Ends the calls in flight with an error, on this rank and, as if it had ended, on the others.
   void abort() override { shutdown(); }
@@ -85,6 +86,7 @@ class CommunicatorBackend final : public c10d::Backend {
   CommunicatorPtr communicator_;                               ///< null after shutdown
   std::atomic<std::chrono::milliseconds> timeout_{kNoTimeout}; ///< of later calls, where it is not the communicator's
   std::atomic<uint64_t> calls_{0};
+  internal::BlockCache memory_{c10::Device(c10::kCPU)}; ///< of `allocateTensor`
   std::shared_ptr<CompletionThread> completion_thread_ = std::make_shared<CompletionThread>();
 };
 

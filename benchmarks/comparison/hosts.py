@@ -2,12 +2,10 @@
 import json
 from statistics import median
 
-from .processes import ROOT
-from .processes import run as run_program
 from .row import at_least_ratio, without_bound
+from .two_hosts import LINK, on_both_hosts
 
 BYTES = 16 << 20
-LINK = ["--rate", "1gbit", "--delay", "1ms"]
 BOUNDS = {"all_gather": 1.8, "all_reduce": 1.8}
 
 
@@ -20,7 +18,7 @@ def run(programs, quick=False):
                 seconds.setdefault((name, "c10d"), []).append(times["c10d"])
     times = {key: 1e3 * median(values) for key, values in seconds.items()}
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        case, ours = f"2 hosts x 2 ranks, 1 Gbit/s, 1 ms, {name} of 16 MiB", times[name, "automatic"]
+        case, ours = f"2 hosts x 2 ranks, {LINK}, {name} of 16 MiB", times[name, "automatic"]
         if name in BOUNDS:
             yield at_least_ratio("hosts", f"{case}, beside flat", ours, times[name, "gloo"], "ms", BOUNDS[name])
         else:
@@ -30,7 +28,5 @@ def run(programs, quick=False):
 
 def seconds_of(programs, transport, iterations):
     program = " ".join(programs.ours("collectives_bench") + ["--bytes", str(BYTES), "--iterations", str(iterations)])
-    ranks = f"for rank in 0 1; do LOCAL_RANK=$rank RANK=$((2 * {{host}} + rank)) {program} & done; wait"
-    job = {"WORLD_SIZE": "4", "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29533", "TESSERA_TRANSPORT": transport}
-    command = ["env", *(f"{name}={value}" for name, value in job.items()), str(ROOT / "scripts" / "two-hosts"), *LINK, "sh", "-c", ranks]
-    return {line["collective"]: line for line in map(json.loads, run_program(command, timeout=300).splitlines())}
+    output = on_both_hosts(program, ranks_of_a_host=2, variables={"TESSERA_TRANSPORT": transport})
+    return {line["collective"]: line for line in map(json.loads, output.splitlines())}

@@ -1,12 +1,16 @@
-"""A step of 2 and of 4 ranks, predicted by a simulated rank from links that were fitted on 2 ranks, against the same step on real ranks."""
+"""A step of 2 and of 4 ranks of one host, and of 2 ranks on each of two hosts, predicted by simulated ranks from links that were fitted on 2
+ranks, against the same step on real ranks."""
 import contextlib
 import json
 import os
+import pathlib
+import tempfile
 from statistics import median
 
 from .processes import Ranks, interleaved
 from .processes import run as run_program
 from .row import at_most, without_bound
+from .two_hosts import LINK, on_both_hosts
 
 FITTED_RANKS = 2
 ROUNDS, WARM_UP = 20, 3
@@ -18,46 +22,75 @@ MODELS = {"width 512, 8 layers": ["--layers=8", "--width=512", "--heads=8", "--s
 
 
 def run(programs, quick=False):
-    alpha, beta = fit(programs, 10 if quick else 50)
-    yield without_bound("prediction", "alpha, fitted on 2 ranks", 1e6 * alpha, 1e6 * alpha, "us")
-    yield without_bound("prediction", "1 / beta, fitted on 2 ranks", 1e-9 / beta, 1e-9 / beta, "GB/s")
+    iterations, rounds = (10, 5) if quick else (50, ROUNDS)
+    in_node = fit(run_program(bench(programs, iterations) + ["--ranks", str(FITTED_RANKS)], timeout=600))
+    between = fit(on_both_hosts(" ".join(bench(programs, iterations)), ranks_of_a_host=1))
+    for where, link in (("one host", in_node), (f"two hosts, {LINK}", between)):
+        yield without_bound("prediction", f"alpha of {where}, fitted on 2 ranks", 1e6 * link["alpha"], 1e6 * link["alpha"], "us")
+        yield without_bound("prediction", f"1 / beta of {where}", 1e-9 / link["beta"], 1e-9 / link["beta"], "GB/s")
     for name, flags in MODELS.items():
         for ranks in (FITTED_RANKS, 4):
-            predicted, measured = step_of(programs, flags, ranks, alpha, beta, 5 if quick else ROUNDS)
-            case = f"{ranks} ranks, {name}"
-            yield without_bound("prediction", f"{case}: predicted beside measured", 1e3 * predicted, 1e3 * measured, "ms")
-            yield at_most("prediction", f"{case}: error", abs(predicted / measured - 1), BOUND, "of the step")
+            yield from rows(f"{ranks} ranks, {name}", *step_of_host(programs, flags, ranks, in_node, rounds))
+        yield from rows(f"2 hosts x 2 ranks, {name}", *step_of_hosts(programs, flags, in_node, between, rounds))
 
 
-def fit(programs, iterations):
-    """Alpha and beta of a ring of two: a collective of n bytes takes alpha + n / 2 * beta. The sum of squared relative errors is the least."""
-    command = programs.ours("collectives_bench") + ["--ranks", str(FITTED_RANKS), "--iterations", str(iterations)]
-    lines = [json.loads(line) for line in run_program(command, timeout=600).splitlines()]
-    points = [(line["bytes"] / 2, line["shared"]) for line in lines
+def rows(case, predicted, measured):
+    yield without_bound("prediction", f"{case}: predicted beside measured", 1e3 * predicted, 1e3 * measured, "ms")
+    yield at_most("prediction", f"{case}: error", abs(predicted / measured - 1), BOUND, "of the step")
+
+
+def bench(programs, iterations):
+    return programs.ours("collectives_bench") + ["--iterations", str(iterations)]
+
+
+def fit(output):
+    """The link of a ring of two: a collective of n bytes takes alpha + n / 2 * beta. The sum of squared relative errors is the least."""
+    points = [(line["bytes"] / 2, line["shared"]) for line in map(json.loads, output.splitlines())
               if line["collective"] in FITTED and SMALLEST <= line["bytes"] <= LARGEST]
     ones = sum(1 / t**2 for _, t in points)
     bytes_ = sum(x / t**2 for x, t in points)
     squares = sum(x**2 / t**2 for x, t in points)
     times, products = sum(1 / t for _, t in points), sum(x / t for x, t in points)
     beta = max(0, (ones * products - bytes_ * times) / (ones * squares - bytes_**2))
-    return max(0, (times - beta * bytes_) / ones), beta
+    return {"alpha": max(0, (times - beta * bytes_) / ones), "beta": beta}
 
 
-def crowding(ranks):
+def crowded(link, ranks):
     """Copies between ranks of one host are work of their cores. Ranks that share a core take their turns at that."""
-    return max(1, ranks / os.cpu_count())
+    factor = max(1, ranks / os.cpu_count())
+    return {name: factor * value for name, value in link.items()}
 
 
-def step_of(programs, flags, ranks, alpha, beta, rounds):
-    """Seconds: predicted, and measured in the median, of the ranks the slowest. As many simulated ranks run at a time as real ones, each in a
-    job of its own, so that they find the cores, their caches and the memory as busy."""
-    topology = json.dumps({"ranks": ranks, "ranks_per_node": ranks, "in_node": {"alpha": alpha, "beta": beta}})
+def simulated_ranks(programs, flags, ranks, topology):
+    """As many as there are real ones, each in a job of its own, so that they find the cores, their caches and the memory as busy."""
+    text = json.dumps({"ranks": ranks, **topology})
+    return Ranks(programs.ours("measure_simulated_step") + [text] + flags, ranks, apart=True)
+
+
+def step_of_host(programs, flags, ranks, link, rounds):
+    """Seconds: predicted, and measured, in the median, of the ranks the slowest."""
     with contextlib.ExitStack() as stack:
-        simulated = stack.enter_context(Ranks(programs.ours("measure_simulated_step") + [topology] + flags, ranks, apart=True))
+        topology = {"ranks_per_node": ranks, "in_node": crowded(link, ranks)}
+        simulated = stack.enter_context(simulated_ranks(programs, flags, ranks, topology))
         real = stack.enter_context(Ranks(programs.ours("measure_step") + flags, ranks))
         for job in (simulated, real):
             job.wait_until_ready()
         seconds = interleaved(rounds, WARM_UP, {"simulated": lambda: simulated.ask("step"), "real": lambda: real.ask("step")})
     # Nothing hides what is work of the cores: compute and communication add up.
-    parts = [max(rank["compute"] + crowding(ranks) * rank["communication"] for rank in turn) for turn in seconds["simulated"]]
+    parts = [max(rank["compute"] + rank["communication"] for rank in turn) for turn in seconds["simulated"]]
     return median(parts), median(max(rank["step"] for rank in turn) for turn in seconds["real"])
+
+
+def step_of_hosts(programs, flags, in_node, between, rounds):
+    """The same for two hosts with two ranks each. Compute hides what the link between them carries."""
+    topology = {"ranks_per_node": 2, "in_node": crowded(in_node, 4), "between_nodes": between}
+    with simulated_ranks(programs, flags, 4, topology) as simulated:
+        simulated.wait_until_ready()
+        seconds = interleaved(rounds, WARM_UP, {"simulated": lambda: simulated.ask("step")})
+    predicted = median(max(rank["step"] for rank in turn) for turn in seconds["simulated"])
+    with tempfile.TemporaryDirectory() as folder:
+        program = " ".join(programs.ours("measure_step") + flags)
+        on_both_hosts(f"seq -f step {WARM_UP + rounds} | {program} > {folder}/$RANK", ranks_of_a_host=2)
+        ranks = [[json.loads(line)["step"] for line in file.read_text().splitlines()[1 + WARM_UP:]]
+                 for file in pathlib.Path(folder).iterdir()]
+    return predicted, median(map(max, zip(*ranks, strict=True)))

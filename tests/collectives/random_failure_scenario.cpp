@@ -54,8 +54,9 @@ class RandomCalls {
     const auto members = draw_members();
     const auto kind = random_() % 6;
     const auto numel = static_cast<int64_t>(random_() % 3 == 0 ? random_() % 100'000 : random_() % 50);
+    const auto purpose = c10::str("purpose ", calls_++ / 40);
     if (std::find(members.begin(), members.end(), world_.rank()) == members.end()) return;
-    auto& group = *world_.context.communicator(members, at::kCPU, c10::str("purpose ", calls_++ / 40));
+    auto& group = *world_.context.communicator(members, at::kCPU, purpose);
     const auto part = at::ones({numel}), whole = at::zeros({numel * group.size()});
     switch (kind) {
       case 0: return group.barrier("random barrier");
@@ -115,6 +116,7 @@ void random_failure(const std::string& how, uint32_t seed) {
   } catch (const std::exception& error) {
     const std::string text = error.what();
     const bool is_named = text.find(c10::str("rank ", plan.victim)) != std::string::npos;
+    TORCH_CHECK(world.context.store()->check({kTimeKey}), "rank ", world.rank(), " failed before the victim: ", text);
     const auto after = now_us() - std::atoll(world.context.store()->get_to_str(kTimeKey).c_str());
     if (!is_victim)
       std::printf("rank %d %s rank %d after %lld us\n", world.rank(), is_named ? "names" : "misses", plan.victim,

@@ -1,6 +1,6 @@
 #pragma once
 
-// Internal: memory for unsharded parameters and reduce buffers.
+// Internal: memory for the buffers of collectives.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
@@ -15,7 +15,7 @@ namespace tessera::internal {
 /// Hands out blocks, and keeps freed ones for the next request that fits. Of requests of like sizes it holds no
 /// more blocks than were in use at once.
 ///
-/// On the CPU a fresh block of many MB costs a page fault every 4 KiB, each time a group is gathered; on CUDA the caching
+/// On the CPU a fresh block of many MB costs a page fault every 4 KiB, each time a buffer is made; on CUDA the caching
 /// allocator already does this and blocks go straight to it. Thread-safe. Blocks may outlive the cache. A forked child gets none
 /// of those that were kept: it may share their memory with its parent.
 class BlockCache {

@@ -1,4 +1,4 @@
-#include <tessera/fsdp/block_cache.h>
+#include <tessera/collectives/block_cache.h>
 
 #include <c10/core/DeviceGuard.h>
 
