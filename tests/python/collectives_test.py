@@ -303,6 +303,9 @@ def check_allocation():
         dist.reduce_scatter_tensor(source, output)
         assert torch.equal(source, size * values(numel, torch.bfloat16))
     assert backend.allocate_tensor(0, dtype=torch.float32, device=torch.device("cpu")).shape == (0,)
+    address = source.data_ptr()
+    del source
+    assert backend.allocate_tensor(LONG, dtype=torch.bfloat16, device=torch.device("cpu")).data_ptr() == address
 
 
 def check_properties():
