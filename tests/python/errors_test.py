@@ -1,9 +1,14 @@
 """What goes wrong ends in an error that says what, and on which rank: never in a hang."""
 import datetime
 import os
+import pathlib
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 import unittest
+import unittest.mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +16,7 @@ import torch.distributed as dist
 import ranks
 from ranks import error_of
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHORT = datetime.timedelta(seconds=3)
 
 
@@ -79,6 +85,15 @@ def one_stays_away(how):
     return text
 
 
+def other_calls_in_a_pair():
+    dist.all_reduce(torch.ones(4))
+    pair = dist.new_group([0, 2])
+    if dist.get_rank() == 0:
+        error_of(dist.all_reduce, torch.ones(4), group=pair)
+    elif dist.get_rank() == 2:
+        error_of(dist.broadcast, torch.ones(4), 0, group=pair)
+
+
 def after_shutdown(how):
     group = dist.new_group()
     backend = group._get_backend(torch.device("cpu"))
@@ -140,6 +155,15 @@ class Errors(unittest.TestCase):
             with self.subTest(how=how):
                 text = ranks.run(2, one_stays_away, how, timeout=SHORT)[0]
                 self.assert_all([text], *parts)
+
+    def test_what_ranks_did_is_recorded(self):
+        with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ, TESSERA_TRACE_FOLDER=folder):
+            ranks.run(3, other_calls_in_a_pair)
+            command = [sys.executable, str(ROOT / "tools" / "trace" / "tessera-trace"), folder]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        self.assert_all([text], "of 3 ranks; no file of rank 1", "group 0 [0, 1, 2]", "group 1 [0, 2]",
+                        "rank 0: #0 all_reduce 'ALLREDUCE' (16 bytes of Float, sum)",
+                        "rank 2: #0 broadcast 'BROADCAST' (16 bytes of Float, root 0)")
 
     def test_shutdown(self):
         for how in ("abort", "shutdown"):
