@@ -118,6 +118,33 @@ TEST_F(OverHosts, EveryRankIsToldWhatAllHaveCalled) {
   EXPECT_THROWS_WITH(own->all_reduce(tensor, ReduceOp::kSum, "next"), "the group cannot be used after an earlier failure");
 }
 
+/// Calls with steps in other orders, each on tensors of its own. `kind` up to 4.
+Work call_of(Communicator& own, int kind, torch::Tensor& tensor, torch::Tensor& whole) {
+  switch (kind) {
+    case 0: return own.all_gather_into(whole, tensor, "gather");
+    case 1: return own.reduce_scatter(tensor, whole, ReduceOp::kSum, "reduction");
+    case 2: return own.all_reduce(tensor, ReduceOp::kSum, "sum");
+    case 3: return own.all_reduce(whole, ReduceOp::kSum, "sum");
+    default: return own.broadcast(tensor, 0, "from 0");
+  }
+}
+
+TEST_F(OverHosts, DifferentCallsEndOnAllRanksAndSumNothing) {
+  const int64_t several = 300'000; // elements: two chunks and a part of one
+  for (int pair = 0; pair < 25; ++pair) {
+    const int kinds[] = {pair / 5, pair % 5}, odd = pair % 2 == 0 ? group->size() - 1 : 0;
+    if (kinds[0] == kinds[1]) continue;
+    SCOPED_TRACE(c10::str("rank ", odd, " calls ", kinds[1], ", the others ", kinds[0]));
+    auto own = process_context().communicator(group->ranks(), at::kCPU, c10::str("mismatch ", pair));
+    auto tensor = numbers(several, 0), whole = numbers(several * group->size(), 0);
+    const int kind = kinds[group->rank() == odd ? 1 : 0];
+    auto work = call_of(*own, kind, tensor, whole);
+    EXPECT_THROWS_WITH(work.wait(), "the ranks of the group called different collectives:\n  rank 0: ");
+    if (kind == 1 || kind == 2) EXPECT_TENSORS_EQUAL(tensor, numbers(several, 0));
+    if (kind == 3) EXPECT_TENSORS_EQUAL(whole, numbers(several * group->size(), 0));
+  }
+}
+
 TEST_F(OverHosts, CountersHaveTheFullBufferOnce) {
   group->counters().reset();
   auto tensor = numbers(many, 0);
