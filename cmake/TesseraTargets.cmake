@@ -11,6 +11,10 @@ endif()
 # Errors and --help name source files as they lie in the project, not on the machine that built them.
 target_compile_options(tessera_options INTERFACE "-fmacro-prefix-map=${PROJECT_SOURCE_DIR}/=")
 
+# As LibTorch itself is built, in every configuration: without it at::RecordFunction has a member more, which LibTorch's own do not
+# have, and whose value `inputs()` asserts. The release preset has it among its flags.
+target_compile_definitions(tessera_options INTERFACE $<$<NOT:$<CONFIG:Release>>:NDEBUG>)
+
 # LibTorch is not instrumented, which is what the suppressions are for.
 set(TESSERA_SANITIZER_ENVIRONMENT)
 if(TESSERA_SANITIZER)

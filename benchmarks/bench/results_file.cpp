@@ -66,12 +66,7 @@ ordered_json describe_machine() {
 }
 
 ordered_json describe_versions() {
-#ifdef NDEBUG
-  const char* build = "release";
-#else
-  const char* build = "with assertions: its times say little";
-#endif
-  return {{"tessera", TESSERA_VERSION}, {"build", build}, {"libtorch", TORCH_VERSION}, {"compiler", __VERSION__}};
+  return {{"tessera", TESSERA_VERSION}, {"build", TESSERA_BUILD_TYPE}, {"libtorch", TORCH_VERSION}, {"compiler", __VERSION__}};
 }
 
 ResultsFile::ResultsFile(std::filesystem::path file) : file_(std::move(file)) {
