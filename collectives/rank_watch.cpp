@@ -227,8 +227,10 @@ MissingRank RankWatch::await_whom_it_misses(const MissingRank& missing) const {
 std::string RankWatch::note_timeout(int64_t rank) const {
   const MissingRank missing{rank, MissingRank::Reason::kTimedOut};
   announce(missing);
-  const auto first = record(await_whom_it_misses(missing));
-  if (!first || first->rank == rank || first->rank == rank_) return "";
+  auto first = record(await_whom_it_misses(missing));
+  const auto says_nothing_new = [&] { return !first || first->rank == rank || first->rank == rank_; };
+  if (says_nothing_new()) first = read(missed_by_key(rank)); // ranks may wait in a circle, which has no first
+  if (says_nothing_new()) return "";
   return first->reason == MissingRank::Reason::kEnded
              ? c10::str(" (first missing was ", describe_ended({first->rank}), ")")
              : c10::str(" (rank ", rank, " has waited for rank ", first->rank, " in vain)");

@@ -68,6 +68,9 @@ TEST_P(RandomFailures, EndInTimeNameTheRankAndLeaveNothing) {
   }
 }
 
+/// Rank 0 is out of step, and waits for rank 1, which waits for rank 2, which waits for rank 0.
+TEST(RandomFailure, InACircleIsNamedByAll) { run_case({"out-of-step", 86}); }
+
 INSTANTIATE_TEST_SUITE_P(, RandomFailures, ::testing::Values("killed", "throws", "out-of-step", "stopped", "hangs"),
                          [](const auto& info) { return info.param == std::string("out-of-step") ? "out_of_step" : info.param; });
 

@@ -32,11 +32,15 @@ namespace {
 
 using torch::Tensor;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) // which keep freed memory, to find uses of it
-constexpr int64_t kResidentSlack = 1 << 30;
+#if defined(__has_feature) // Clang
+constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kIsSanitized = true;
 #else
-constexpr int64_t kResidentSlack = 4 << 20;
+constexpr bool kIsSanitized = false;
 #endif
+/// Sanitizers keep freed memory, to find uses of it.
+constexpr int64_t kResidentSlack = kIsSanitized ? 1 << 30 : 4 << 20;
 
 struct UsersError : std::runtime_error {
   UsersError() : std::runtime_error("an error of the program's own") {}
