@@ -69,7 +69,8 @@ class RankWatch {
   /// ended, or else all of them.
   std::string blame(const std::vector<int64_t>& ended, const std::vector<int64_t>& also_lost = {}) const;
   /// Records a rank that did not come in time, or whom that one has missed itself and says so within a moment, where no other was
-  /// missed before. Returns the rest of an error about `rank`: " (rank 1 has waited for rank 3 in vain)", or nothing.
+  /// missed before. Returns the rest of an error about `rank`: " (rank 1 has waited for rank 3 in vain)", or nothing. In a circle
+  /// of ranks that wait for each other, that is the next of it.
   std::string note_timeout(int64_t rank) const;
 
  private:

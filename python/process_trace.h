@@ -3,9 +3,7 @@
 #include <tessera/collectives/job_trace.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <cstdint>
 #include <memory>
-#include <vector>
 
 namespace tessera::python {
 
