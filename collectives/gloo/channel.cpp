@@ -162,9 +162,13 @@ bool Channel::has_come(Message& message) {
 }
 
 void Channel::fail(const std::string& message) {
-  std::lock_guard lock(mutex_);
-  if (failure_.empty()) failure_ = message;
-  failed_.notify_all();
+  {
+    std::lock_guard lock(mutex_);
+    if (!failure_.empty()) return;
+    failure_ = message;
+    failed_.notify_all();
+  }
+  if (options_.on_failure) options_.on_failure(message);
 }
 
 void Channel::disconnect(const std::string& message) {

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -44,6 +45,7 @@ struct ChannelOptions {
   bool all_local = true;                      ///< every rank of the group is on this host: connect over the loopback address
   std::vector<int64_t> ranks = {};            ///< of the group, in the job
   std::shared_ptr<RankWatch> watch = nullptr; ///< of the job; needed
+  std::function<void(const std::string&)> on_failure = nullptr; ///< called once, with the first failure's text
 };
 
 /// From which rank of the group to which.

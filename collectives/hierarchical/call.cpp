@@ -36,8 +36,8 @@ void Call::run(const std::function<void(Call&)>& steps) {
   try {
     steps(*this);
   } catch (const StepFailed&) {
-  } catch (const std::exception&) { // a step that could not be started
-    note_failure(std::current_exception(), [failure = std::current_exception()] { std::rethrow_exception(failure); });
+  } catch (const std::exception&) {
+    end_with(std::current_exception());
   }
   for (auto& exchange : started_) links_->column->keep_until_closed(std::move(exchange)); // gloo may still write to their buffers
   started_.clear();
@@ -59,6 +59,13 @@ void Call::wait() {
 bool Call::is_completed() const {
   const std::lock_guard lock(mutex_);
   return is_completed_;
+}
+
+// Why a step could not be started. That ranks have called something else may be the cause, and says more.
+void Call::end_with(const std::exception_ptr& failure) try {
+  agree();
+  note_failure(failure, [failure] { std::rethrow_exception(failure); });
+} catch (const StepFailed&) { // which is noted
 }
 
 void Call::note_failure(const std::exception_ptr& failure, std::function<void()> explain) {
@@ -89,8 +96,10 @@ void Call::complete(const std::shared_ptr<gloo::Exchange>& exchange) {
 
 // A mismatch is found by all ranks in what they were sent, and a connection that is closed could yet keep it from one of them.
 void Call::agree() {
+  if (has_agreed_) return;
   announcement_->complete();
-  if (!announcement_->has_failed()) return;
+  has_agreed_ = !announcement_->has_failed();
+  if (has_agreed_) return;
   const auto failure = announcement_->failure();
   if (is_lost_connection(failure)) {
     note_failure(failure, [exchange = announcement_] { exchange->wait(); });
@@ -114,7 +123,8 @@ void Call::within(shared_memory::Motion motion) {
 void Call::complete_operation(const std::shared_ptr<shared_memory::Operation>& operation) {
   links_->inside->complete(*operation);
   if (!operation->failure) return;
-  if (const auto& absence = operation->unexplained) { // before the connections close
+  if (!operation->unexplained || !operation->unexplained->timed_out) agree(); // a rank that called something else has left, too
+  if (const auto& absence = operation->unexplained) {                         // before the connections close
     const auto reason = absence->timed_out ? MissingRank::Reason::kTimedOut : MissingRank::Reason::kEnded;
     links_->watch->announce({absence->ranks[0], reason});
   }

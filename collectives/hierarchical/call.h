@@ -45,7 +45,7 @@ class Call {
   /// Starts an exchange with the ranks of the column, by host.
   std::shared_ptr<gloo::Exchange> across(gloo::ExchangePlan plan);
   void complete(const std::shared_ptr<gloo::Exchange>& exchange);
-  /// Returns when every rank of the group has called the same.
+  /// Returns when every rank of the group has called the same. Before anything of the caller's is written.
   void agree();
   /// Moves data between the ranks of this host, by column.
   void within(shared_memory::Motion motion);
@@ -53,6 +53,7 @@ class Call {
  private:
   struct StepFailed {}; ///< for `run`
 
+  void end_with(const std::exception_ptr& failure);
   void note_failure(const std::exception_ptr& failure, std::function<void()> explain);
   void complete_operation(const std::shared_ptr<shared_memory::Operation>& operation);
 
@@ -60,6 +61,7 @@ class Call {
   Subject subject_;
   std::shared_ptr<gloo::Exchange> announcement_;
   std::vector<std::shared_ptr<gloo::Exchange>> started_; ///< and not completed
+  bool has_agreed_ = false;
 
   mutable std::mutex mutex_; // guards what follows
   std::condition_variable ended_;

@@ -6,6 +6,7 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -27,8 +28,10 @@ GroupDescription part_of(const GroupDescription& group, const std::vector<int>& 
   return part;
 }
 
-std::shared_ptr<gloo::Channel> connect_channel(const GroupDescription& group) {
-  const gloo::ChannelOptions options{group.options.timeout, group.options.check_collectives, false, group.ranks, group.watch};
+std::shared_ptr<gloo::Channel> connect_channel(const GroupDescription& group,
+                                               std::function<void(const std::string&)> on_failure = nullptr) {
+  const gloo::ChannelOptions options{group.options.timeout, group.options.check_collectives, false, group.ranks, group.watch,
+                                     std::move(on_failure)};
   return gloo::Channel::connect(group.store, group.rank, static_cast<int>(group.ranks.size()), options);
 }
 
@@ -53,10 +56,10 @@ Connection connect(const GroupDescription& group, const HostLayout& layout) {
 
   auto links = std::make_shared<Links>();
   links->layout = layout;
-  links->all = connect_channel(group);
+  links->inside = shared.engine;
+  links->all = connect_channel(group, [inside = links->inside](const std::string& failure) { inside->fail(failure); });
   links->column =
       connect_channel(part_of(group, layout.column_places(layout.column), layout.host, c10::str("column/", layout.column)));
-  links->inside = shared.engine;
   links->arena = shared.arena;
   links->watch = group.watch;
   return {std::make_shared<HierarchicalCommunicator>(group.name, group.ranks, group.rank, std::move(links),

@@ -14,7 +14,7 @@ namespace tessera::internal::hierarchical {
 /// What connects the ranks of a group over hosts.
 struct Links {
   HostLayout layout;
-  std::shared_ptr<gloo::Channel> all;            ///< every rank with every other
+  std::shared_ptr<gloo::Channel> all;            ///< every rank with every other; its failure is also one of `inside`
   std::shared_ptr<gloo::Channel> column;         ///< those of this rank's column, by host
   std::shared_ptr<shared_memory::Engine> inside; ///< those of this host, by column
   std::shared_ptr<shared_memory::Arena> arena;   ///< this process's, or null
@@ -24,7 +24,6 @@ struct Links {
   void disconnect(const std::string& failure) const {
     all->disconnect(failure);
     column->disconnect(failure);
-    inside->fail(failure);
   }
   void close() const {
     all->close();

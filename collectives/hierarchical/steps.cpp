@@ -114,10 +114,8 @@ void all_gather(Call& call, char* output, char* input, int64_t bytes) {
     return call.across(std::move(plan));
   };
   pipeline(chunks_of(bytes, kChunkBytes), begin, [&](int64_t index, const ExchangePtr& exchange) {
-    if (index == 0) {
-      call.agree();
-      gathered.share_inside(call, {input, bytes}, layout.host, {0, bytes});
-    }
+    call.agree();
+    if (index == 0) gathered.share_inside(call, {input, bytes}, layout.host, {0, bytes});
     call.complete(exchange);
     const auto range = chunk_of(bytes, kChunkBytes, index);
     for_each_other_host(layout,
@@ -176,8 +174,8 @@ void reduce_scatter(Call& call, Staging& staging, char* output, char* input, int
     plan.finish = [memory = slots.memory()] {};
     return call.across(std::move(plan));
   };
-  call.agree();
   pipeline(chunks_of(bytes, kChunkBytes), begin, [&](int64_t index, const ExchangePtr& exchange) {
+    call.agree();
     reduce_inside(index, layout.host);
     call.complete(exchange);
     const auto range = chunk_of(bytes, kChunkBytes, index);
@@ -240,8 +238,8 @@ void all_reduce(Call& call, Staging& staging, char* data, int64_t bytes, Reducti
     call.within(reduction_of({data, bytes}, std::move(parts), own.data, reduction));
     return call.across(reduce_across(layout, slots, index, own, reduction));
   };
-  call.agree();
   pipeline(chunks_of(bytes, unit), begin, [&](int64_t index, const ExchangePtr& exchange) {
+    call.agree();
     call.complete(exchange);
     auto parts = parts_of(index);
     auto motion = copies({slots.own(index, layout.host), parts[0].count}, parts[0].count, layout.columns());
