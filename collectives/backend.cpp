@@ -8,6 +8,7 @@
 #include <tessera/collectives/shared_memory/connect.h>
 #include <tessera/collectives/staged/staged_communicator.h>
 
+#include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -47,9 +48,8 @@ std::string blame_for_no_answer(const GroupDescription& group) try {
     if (silent.empty()) return "";
     std::this_thread::sleep_for(kInterval);
   } while (std::chrono::steady_clock::now() < deadline);
-  group.watch->note_timeout(silent[0]);
-  return c10::str(silent.size() == 1 ? ": rank " : ": ranks ", c10::Join(", ", silent),
-                  " did not answer while the group was made");
+  const auto known = group.watch->note_timeout(silent);
+  return c10::str(": ", list_of_ranks(silent), " did not answer while the group was made", known);
 } catch (const std::exception&) { // the store is gone as well: what the caller caught says more
   return "";
 }
@@ -57,14 +57,18 @@ std::string blame_for_no_answer(const GroupDescription& group) try {
 // Says who is the cause, as far as that is known.
 std::string blame_for_no_connection(const GroupDescription& group, bool timed_out) {
   const auto absent = timed_out ? those_who_made_none(group) : std::vector<int64_t>(); // an error before that is this rank's own
-  if (absent.empty() || group.watch->find_missing(group.ranks)) return blame_for_no_answer(group);
-  group.watch->note_timeout(absent[0]);
-  return c10::str(": rank(s) ", c10::Join(", ", absent), " did not connect a group of these ranks in this order");
+  const auto missing = group.watch->find_missing(group.ranks);
+  const bool has_ended = missing && absl::c_linear_search(absent, missing->rank);
+  if (absent.empty() || has_ended) return blame_for_no_answer(group);
+  const auto known = group.watch->note_timeout(absent);
+  return c10::str(": ", list_of_ranks(absent), " did not connect a group of these ranks in this order", known);
 }
 
 /// Tells the others, where the store is there to do so.
-void note_failure(const GroupDescription& group) try {
-  group.store->set(failure_key(group.ranks[static_cast<size_t>(group.rank)]), "");
+void note_failure(const GroupDescription& group, const std::string& text) try {
+  const auto own = group.ranks[static_cast<size_t>(group.rank)];
+  group.store->set(failure_key(own), "");
+  group.store->fail(own, text);
 } catch (const std::exception&) {
 }
 
@@ -155,7 +159,7 @@ CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::Dev
     // Another error of c10 is no loss of a connection: all ranks find it, or this process alone.
     const bool is_own =
         dynamic_cast<const c10::Error*>(&error) != nullptr && dynamic_cast<const c10::DistError*>(&error) == nullptr;
-    note_failure(group);
+    note_failure(group, error_text(error));
     TORCH_CHECK(!is_own, text, ": ", error_text(error));
     const bool timed_out = steady_clock::now() - begin >= group.options.timeout;
     C10_THROW_ERROR(DistNetworkError, c10::str(text, blame_for_no_connection(group, timed_out), ": ", error_text(error)));

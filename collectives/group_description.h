@@ -1,10 +1,10 @@
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
+#include <tessera/collectives/group_store.h>
 #include <tessera/collectives/process_group_options.h>
 #include <tessera/collectives/rank_watch.h>
 #include <tessera/collectives/shared_memory/arenas.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <cstdint>
 #include <memory>
@@ -22,7 +22,7 @@ struct GroupDescription {
   int local_rank = 0;          ///< its index on its host
   std::vector<int> hosts = {}; ///< of each rank, numbered in the order of their first ranks; empty: all are on one
   ProcessGroupOptions options;
-  c10::intrusive_ptr<c10d::Store> store; ///< this group's own keys
+  c10::intrusive_ptr<GroupStore> store; ///< this group's own keys
   std::shared_ptr<RankWatch> watch;
   std::shared_ptr<shared_memory::Arenas> arenas; ///< of this process, for all groups
 

@@ -14,6 +14,7 @@ namespace {
 
 using std::chrono::milliseconds, std::chrono::steady_clock;
 
+constexpr const char* kFailedKey = "failed";
 constexpr milliseconds kFirstPause(1);
 constexpr std::chrono::seconds kGrace(2); // for the store's answers
 
@@ -87,10 +88,20 @@ std::vector<std::vector<uint8_t>> GroupStore::multiGet(const std::vector<std::st
 }
 
 void GroupStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
-  wait_for_keys(store_, joinKeys(keys), timeout, [ranks = ranks_, watch = watch_]() -> std::string {
-    const auto missing = watch->find_missing(ranks);
-    return missing ? c10::str("rank ", missing->rank, " has exited or failed") : "";
-  });
+  const auto self = c10::intrusive_ptr<GroupStore>::reclaim_copy(this);
+  wait_for_keys(store_, joinKeys(keys), timeout, [self] { return self->reason_to_give_up(); });
+}
+
+void GroupStore::fail(int64_t rank, const std::string& why) {
+  compareSet(kFailedKey, "", c10::str("rank ", rank, " failed: ", why));
+}
+
+std::string GroupStore::reason_to_give_up() {
+  if (const auto missing = watch_->find_missing(ranks_)) return c10::str("rank ", missing->rank, " has exited or failed");
+  const auto failed = joinKey(kFailedKey);
+  if (store_->check({failed})) return store_->get_to_str(failed);
+  auto* const outer = dynamic_cast<GroupStore*>(store_.get());
+  return outer ? outer->reason_to_give_up() : "";
 }
 
 } // namespace tessera::internal

@@ -11,8 +11,8 @@
 
 namespace tessera::internal {
 
-/// The store's part in which the ranks of a group meet. A wait for keys ends with an error as soon as one of the ranks has ended:
-/// a key that is missing then does not come, because each rank needs all the others to finish the meeting.
+/// The store's part in which the ranks of a group meet. A wait for keys ends with an error as soon as one of the ranks has ended,
+/// or has failed there: a key that is missing then does not come, because each rank needs all the others to finish the meeting.
 class GroupStore final : public c10d::PrefixStore {
  public:
   GroupStore(std::string prefix, c10::intrusive_ptr<c10d::Store> store, std::vector<int64_t> ranks,
@@ -22,6 +22,11 @@ class GroupStore final : public c10d::PrefixStore {
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+
+  /// Tells the others that `rank` does not finish the meeting. The first to say so is heard, here and in parts of this part.
+  void fail(int64_t rank, const std::string& why);
+  /// Why the meeting cannot end well, or "". Asks the store.
+  std::string reason_to_give_up();
 
  private:
   std::vector<int64_t> ranks_;

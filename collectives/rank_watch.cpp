@@ -51,14 +51,14 @@ bool is_readable(int descriptor) {
 
 std::string missed_by_key(int64_t rank) { return c10::str("missed_by/", rank); }
 
-std::string list_of(const std::vector<int64_t>& ranks) {
+} // namespace
+
+std::string list_of_ranks(const std::vector<int64_t>& ranks) {
   return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", ranks));
 }
 
-} // namespace
-
 std::string describe_ended(const std::vector<int64_t>& ranks) {
-  return c10::str(list_of(ranks), ", which ", ranks.size() == 1 ? "has" : "have", " exited or failed");
+  return c10::str(list_of_ranks(ranks), ", which ", ranks.size() == 1 ? "has" : "have", " exited or failed");
 }
 
 void add_ended_rank(c10d::Store& job_store, int64_t rank) {
@@ -125,9 +125,28 @@ bool RankWatch::has_ended(int64_t rank) const {
   return processes_[rank] == kGone || (processes_[rank] >= 0 && is_readable(processes_[rank]));
 }
 
+void RankWatch::add_witness(std::weak_ptr<Witness> witness) {
+  const std::lock_guard lock(witnesses_mutex_);
+  std::erase_if(witnesses_, [](const auto& each) { return each.expired(); });
+  witnesses_.push_back(std::move(witness));
+}
+
+bool RankWatch::is_lost(int64_t rank) const {
+  if (sees_end_of(rank)) return false;
+  std::vector<std::weak_ptr<Witness>> witnesses;
+  {
+    const std::lock_guard lock(witnesses_mutex_);
+    witnesses = witnesses_;
+  }
+  return absl::c_any_of(witnesses, [&](const auto& each) {
+    const auto witness = each.lock();
+    return witness && witness->has_lost(rank);
+  });
+}
+
 std::optional<MissingRank> RankWatch::find_missing(const std::vector<int64_t>& ranks) const {
   for (const auto rank : ranks)
-    if (has_ended(rank)) return MissingRank{rank};
+    if (has_ended(rank) || is_lost(rank)) return MissingRank{rank};
   if (const auto first = read(kFirstMissingKey); first && first->reason == MissingRank::Reason::kEnded)
     for (const auto rank : ranks)
       if (rank == first->rank && rank != rank_) return first;
@@ -205,35 +224,66 @@ std::string RankWatch::blame(const std::vector<int64_t>& ended, const std::vecto
     const auto& named = seen.empty() ? all : seen;
     return describe_ended({named.begin(), named.end()});
   }
-  const auto list = list_of(ended);
-  if (first->rank == rank_) return c10::str(list, ", which had waited for this rank in vain");
-  if (first->reason == MissingRank::Reason::kTimedOut)
-    return c10::str(list, ", which had waited for rank ", first->rank, " in vain");
+  const auto list = list_of_ranks(ended);
   const bool is_own = absl::c_linear_search(ended, first->rank);
+  if (first->rank == rank_ || first->reason == MissingRank::Reason::kTimedOut) {
+    const auto next = read(missed_by_key(ended[0])).value_or(*first).rank; // ranks may wait in a circle, which has no first
+    const bool is_news = !is_own && first->rank != rank_ && first->rank != next;
+    return c10::str(list, ", which had waited for ", next == rank_ ? "this rank" : c10::str("rank ", next), " in vain",
+                    is_news ? c10::str(" (first missing was rank ", first->rank, ")") : "");
+  }
   return c10::str(describe_ended({first->rank}), is_own ? "" : c10::str(" (", list, " followed)"));
 }
 
 // Ranks that wait in a row come to their timeouts together.
-MissingRank RankWatch::await_whom_it_misses(const MissingRank& missing) const {
+RankWatch::Missed RankWatch::await_whom_they_miss(const std::vector<int64_t>& ranks) const {
   const auto limit = std::chrono::steady_clock::now() + kRecordGrace;
-  while (!store_is_gone_ && !has_ended(missing.rank) && std::chrono::steady_clock::now() < limit) {
-    const auto origin = follow(missing);
-    if (origin.rank != missing.rank) return origin;
+  Missed missed(ranks.size());
+  const auto all_have_said = [&] {
+    bool all = true;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      if (!missed[i]) missed[i] = read(missed_by_key(ranks[i]));
+      all = all && (missed[i] || has_ended(ranks[i]));
+    }
+    return all;
+  };
+  while (!store_is_gone_ && !all_have_said() && std::chrono::steady_clock::now() < limit)
     std::this_thread::sleep_for(kRecordInterval);
-  }
-  return missing;
+  return missed;
 }
 
-std::string RankWatch::note_timeout(int64_t rank) const {
-  const MissingRank missing{rank, MissingRank::Reason::kTimedOut};
-  announce(missing);
-  auto first = record(await_whom_it_misses(missing));
-  const auto says_nothing_new = [&] { return !first || first->rank == rank || first->rank == rank_; };
-  if (says_nothing_new()) first = read(missed_by_key(rank)); // ranks may wait in a circle, which has no first
-  if (says_nothing_new()) return "";
-  return first->reason == MissingRank::Reason::kEnded
-             ? c10::str(" (first missing was ", describe_ended({first->rank}), ")")
-             : c10::str(" (rank ", rank, " has waited for rank ", first->rank, " in vain)");
+std::string RankWatch::describe_waiting(const std::vector<int64_t>& ranks, const Missed& missed) const {
+  std::vector<std::string> waiting;
+  std::vector<int64_t> silent;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (!missed[i]) {
+      silent.push_back(ranks[i]);
+      continue;
+    }
+    const auto origin = follow({ranks[i]}).rank;
+    const bool is_circle = origin == rank_ || origin == ranks[i];
+    const auto cause = is_circle ? missed[i]->rank : origin;
+    if (ranks.size() > 1 || cause != rank_)
+      waiting.push_back(c10::str("rank ", ranks[i], " has waited for rank ", cause, " in vain"));
+  }
+  if (ranks.size() > 1 && !silent.empty()) waiting.push_back(c10::str("nothing is known of ", list_of_ranks(silent)));
+  return waiting.empty() ? "" : c10::str(" (", c10::Join(", ", waiting), ")");
+}
+
+std::string RankWatch::note_timeout(const std::vector<int64_t>& ranks) const {
+  constexpr size_t kMostAsked = 8; // of a large group
+  const std::vector<int64_t> asked(ranks.begin(),
+                                   ranks.begin() + static_cast<std::ptrdiff_t>(std::min(ranks.size(), kMostAsked)));
+  announce({asked[0], MissingRank::Reason::kTimedOut});
+  const auto missed = await_whom_they_miss(asked);
+  const auto silent = absl::c_find(missed, std::nullopt);
+  const auto culprit = silent == missed.end() ? 0 : silent - missed.begin();
+  const auto first = record(follow({asked[static_cast<size_t>(culprit)], MissingRank::Reason::kTimedOut}));
+  const bool is_news = first && first->rank != rank_ && (asked.size() > 1 || first->rank != asked[0]);
+  if (is_news && first->reason == MissingRank::Reason::kEnded)
+    return c10::str(" (first missing was ", describe_ended({first->rank}), ")");
+  if (is_news && asked.size() == 1) return c10::str(" (rank ", asked[0], " has waited for rank ", first->rank, " in vain)");
+  return describe_waiting(asked, missed);
 }
 
 } // namespace tessera::internal

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -29,6 +31,16 @@ struct MissingRank {
 
 /// "rank 1, which has exited or failed"
 std::string describe_ended(const std::vector<int64_t>& ranks);
+/// "rank 1", "ranks 1, 2"
+std::string list_of_ranks(const std::vector<int64_t>& ranks);
+
+/// Who knows more than the watch of ranks whose processes cannot be seen from here.
+class Witness {
+ public:
+  virtual ~Witness() = default;
+  /// Whether a connection to `rank` is lost, which both sides would keep until they leave the job.
+  virtual bool has_lost(int64_t rank) = 0;
+};
 
 /// Which ranks are gone, and which was the first.
 ///
@@ -55,7 +67,9 @@ class RankWatch {
   bool sees_end_of(int64_t rank) const;
   /// Whether the process of `rank` has ended, whatever holds its connections open. False where it cannot be seen: on other hosts.
   bool has_ended(int64_t rank) const;
-  /// The first of `ranks` that has ended, or that the record names. Asks the store.
+  /// Asked by `find_missing` as long as it lives.
+  void add_witness(std::weak_ptr<Witness> witness);
+  /// The first of `ranks` that has ended, to which a connection is lost, or that the record names. Asks the store.
   std::optional<MissingRank> find_missing(const std::vector<int64_t>& ranks) const;
   /// Says whom this rank misses, and no more: before it closes connections.
   void announce(const MissingRank& missing) const { say(missing.encode()); }
@@ -68,16 +82,19 @@ class RankWatch {
   /// store nobody knows who was the first: then it names those of `ended` and `also_lost` whose processes are seen to have
   /// ended, or else all of them.
   std::string blame(const std::vector<int64_t>& ended, const std::vector<int64_t>& also_lost = {}) const;
-  /// Records a rank that did not come in time, or whom that one has missed itself and says so within a moment, where no other was
-  /// missed before. Returns the rest of an error about `rank`: " (rank 1 has waited for rank 3 in vain)", or nothing. In a circle
-  /// of ranks that wait for each other, that is the next of it.
-  std::string note_timeout(int64_t rank) const;
+  /// Of ranks that did not come in time: records the one that says nothing within a moment, or whom they have missed themselves,
+  /// where no other was missed before. Returns the rest of an error about them: " (rank 1 has waited for rank 3 in vain)", or
+  /// nothing. In a circle of ranks that wait for each other, that is the next of it. Of several ranks something is said of each.
+  std::string note_timeout(const std::vector<int64_t>& ranks) const;
 
  private:
   int64_t likely_ended(const std::vector<int64_t>& ranks) const;
   std::optional<MissingRank> await_first_missing(int64_t found) const;
   MissingRank follow(MissingRank missing) const;
-  MissingRank await_whom_it_misses(const MissingRank& missing) const;
+  bool is_lost(int64_t rank) const;
+  using Missed = std::vector<std::optional<MissingRank>>;
+  Missed await_whom_they_miss(const std::vector<int64_t>& ranks) const;
+  std::string describe_waiting(const std::vector<int64_t>& ranks, const Missed& missed) const;
   std::optional<MissingRank> read(const std::string& key) const;
   std::optional<MissingRank> record(const MissingRank& found) const;
   void say(const std::string& text) const;
@@ -90,6 +107,8 @@ class RankWatch {
   std::vector<pid_t> ids_; ///< of each rank, or 0
   int processes_here_ = 0;
   std::vector<int> processes_; ///< of each rank a descriptor that can be polled for its end, kUnseen or kGone
+  mutable std::mutex witnesses_mutex_;
+  std::vector<std::weak_ptr<Witness>> witnesses_;
 };
 
 /// Through the job's store `launch` and its ranks tell one another of ends. Under this key the ranks leave the first missing

@@ -60,19 +60,22 @@ void in_pieces(int64_t bytes, const Post& post) {
     post(offset, std::min(bytes - offset, Channel::kMaxMessageBytes));
 }
 
-/// In time, and not for a peer that has ended: gloo waits several times its own timeout for one that accepts its connection and
-/// says nothing.
-c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_group(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                                         c10::intrusive_ptr<c10d::ProcessGroupGloo::Options> options,
-                                                         const std::function<bool()>& peer_has_ended) {
+/// In time, and not for a peer that has ended or failed: gloo waits several times its own timeout for one that accepts its
+/// connection and says nothing.
+c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_group(const c10::intrusive_ptr<GroupStore>& store, int rank, int size,
+                                                         c10::intrusive_ptr<c10d::ProcessGroupGloo::Options> options) {
   using Group = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
   constexpr std::chrono::milliseconds kGrace(500); // gloo's own timeout says more
   const auto timeout = options->timeout;
-  const auto connect = [store = std::move(store), rank, size, options = std::move(options)] {
+  const auto connect = [store, rank, size, options = std::move(options)] {
     return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
   };
   int rounds = 0;
-  const auto gives_up = [&] { return peer_has_ended() && ++rounds >= kConnectingRounds; };
+  std::string reason;
+  const auto gives_up = [&] {
+    reason = store->reason_to_give_up();
+    return !reason.empty() && ++rounds >= kConnectingRounds;
+  };
   try {
     if (const auto group = within<Group>(timeout + kGrace, connect, gives_up)) return *group;
   } catch (const c10::DistError&) {
@@ -80,13 +83,12 @@ c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_group(c10::intrusive_ptr<c10d
   } catch (const c10::Error& error) { // c10d does not say that this is one of the network
     C10_THROW_ERROR(DistNetworkError, error.what_without_backtrace());
   }
-  C10_THROW_ERROR(DistNetworkError, rounds >= kConnectingRounds ? std::string("a peer has ended")
-                                                                : c10::str("timed out after ", timeout.count(), " ms"));
+  C10_THROW_ERROR(DistNetworkError, reason.empty() ? c10::str("timed out after ", timeout.count(), " ms") : reason);
 }
 
 } // namespace
 
-Channel::Channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ChannelOptions& options)
+Channel::Channel(c10::intrusive_ptr<GroupStore> store, int rank, int size, const ChannelOptions& options)
     : rank_(rank), size_(size), options_(options), lost_(size), seen_ended_(size) {
   TORCH_INTERNAL_ASSERT(options_.watch && static_cast<int>(options_.ranks.size()) == size);
   reserve_descriptors(size + kDeviceDescriptors);
@@ -95,9 +97,7 @@ Channel::Channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size, cons
   auto group_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
   group_options->devices.push_back(make_device(options.all_local));
   group_options->threads = 1;
-  group_ = connect_group(std::move(store), rank, size, group_options, [this] {
-    return absl::c_any_of(options_.ranks, [this](int64_t peer) { return options_.watch->has_ended(peer); });
-  });
+  group_ = connect_group(std::move(store), rank, size, group_options);
   sockets_ = opened.close_on_exec();
   sentinel_byte_ = at::empty({1}, at::TensorOptions(at::kByte));
   for (int peer = 0; peer < size_; ++peer)
@@ -107,14 +107,16 @@ Channel::Channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size, cons
 
 Channel::~Channel() { close(); }
 
-std::shared_ptr<Channel> Channel::connect(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+std::shared_ptr<Channel> Channel::connect(c10::intrusive_ptr<GroupStore> store, int rank, int size,
                                           const ChannelOptions& options) {
-  return {new Channel(std::move(store), rank, size, options), [](Channel* channel) {
-            if (channel->is_forked_copy())
-              leave_to_parent(channel); // gloo would wait for threads that are not here
-            else
-              delete channel;
-          }};
+  std::shared_ptr<Channel> made(new Channel(std::move(store), rank, size, options), [](Channel* channel) {
+    if (channel->is_forked_copy())
+      leave_to_parent(channel); // gloo would wait for threads that are not here
+    else
+      delete channel;
+  });
+  if (!options.all_local) options.watch->add_witness(made);
+  return made;
 }
 
 void Channel::send(int peer, int tag, const void* data, int64_t bytes, std::vector<Message>& messages) {
@@ -290,6 +292,19 @@ std::vector<int> Channel::lost_peers() {
     if (lost_[peer]) lost.push_back(peer);
   }
   return lost;
+}
+
+bool Channel::has_lost(int64_t rank) {
+  const auto peer = absl::c_find(options_.ranks, rank);
+  if (peer == options_.ranks.end() || is_forked_copy()) return false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_ || !failure_.empty()) return false;
+  }
+  const std::lock_guard lock(sentinel_mutex_);
+  return absl::c_any_of(sentinels_, [&](const auto& sentinel) {
+    return sentinel.peer == peer - options_.ranks.begin() && connection_lost(sentinel);
+  });
 }
 
 // Whether all that a peer has sent is here, which was seen in `rounds` rounds to have ended.

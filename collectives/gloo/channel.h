@@ -4,6 +4,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <tessera/collectives/forks.h>
 #include <tessera/collectives/gloo/descriptors.h>
+#include <tessera/collectives/group_store.h>
 #include <tessera/collectives/rank_watch.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -11,8 +12,8 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,7 +23,6 @@
 
 namespace c10d {
 class ProcessGroupGloo;
-class Store;
 } // namespace c10d
 
 namespace tessera::internal::gloo {
@@ -65,7 +65,7 @@ struct Message {
 ///
 /// gloo matches the messages between two ranks by tag, in the order posted. It ends the process when a message is longer than
 /// the buffer that waits for it, so a payload's tag is its length: payloads of different lengths never meet.
-class Channel : public std::enable_shared_from_this<Channel> {
+class Channel : public Witness, public std::enable_shared_from_this<Channel> {
  public:
   static constexpr int kHeaderTag = 0;
   static constexpr int64_t kMaxMessageBytes = int64_t{1} << 28;
@@ -76,9 +76,9 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
   /// Connects every pair of ranks, with one descriptor a peer. gloo's listening port stays open, takes a descriptor for each
   /// stranger who connects to it, and ends the process when there is none left: `reserve_descriptors` spares a few.
-  static std::shared_ptr<Channel> connect(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+  static std::shared_ptr<Channel> connect(c10::intrusive_ptr<GroupStore> store, int rank, int size,
                                           const ChannelOptions& options);
-  ~Channel();
+  ~Channel() override;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -116,6 +116,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
   /// The peers that are gone: the connection is lost, or the process has ended though something else holds its connections.
   std::vector<int> lost_peers();
+  /// False after a failure of this group: either side may have closed its connections then.
+  bool has_lost(int64_t rank) override;
   /// The text for an error that these ended the call, whom `RankWatch::blame` records: "rank 1, which has exited or failed".
   std::string blame(const std::vector<int>& peers);
   /// Keeps the messages of a failed collective: gloo may still write to their buffers.
@@ -141,7 +143,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void close();
 
  private:
-  Channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ChannelOptions& options);
+  Channel(c10::intrusive_ptr<GroupStore> store, int rank, int size, const ChannelOptions& options);
   bool has_arrived(int rounds) const;
   void monitor_loop();
   void background_loop();

@@ -297,7 +297,7 @@ void Exchange::fail(const Absence& absence, bool is_awaited) {
 // A rank is missed only where somebody waits for it.
 std::string Exchange::explain(const Absence& absence, bool is_awaited) const {
   if (absence.timed_out) {
-    const auto cause = is_awaited ? channel_->options().watch->note_timeout(ranks_[absence.peers[0]]) : "";
+    const auto cause = is_awaited ? channel_->options().watch->note_timeout(channel_->ranks_of(absence.peers)) : "";
     return c10::str(call_, ": timed out after ", channel_->options().timeout.count(), " ms, waiting for ", absence.what_happened,
                     cause);
   }

@@ -4,13 +4,13 @@
 #include <tessera/collectives/error_text.h>
 #include <tessera/collectives/gloo/channel.h>
 #include <tessera/collectives/gloo/exchange.h>
+#include <tessera/collectives/group_store.h>
 #include <tessera/collectives/signature.h>
 
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <cstdlib>
@@ -330,8 +330,8 @@ class NcclCommunicator final : public Communicator {
 
   static std::shared_ptr<gloo::Channel> make_signature_channel(const GroupDescription& group) {
     const gloo::ChannelOptions options{group.options.timeout, true, group.all_local(), group.ranks, group.watch};
-    return gloo::Channel::connect(c10::make_intrusive<c10d::PrefixStore>("signatures", group.store), group.rank,
-                                  static_cast<int>(group.ranks.size()), options);
+    return gloo::Channel::connect(c10::make_intrusive<GroupStore>("signatures", group.store, group.ranks, group.watch),
+                                  group.rank, static_cast<int>(group.ranks.size()), options);
   }
 
   at::Device device_;

@@ -56,7 +56,7 @@ std::vector<int64_t> Engine::ended_ranks() const {
 // A rank is missed only where somebody waits for it.
 std::string Engine::explain(const Operation& operation, const Absence& absence, bool is_awaited) const {
   if (absence.timed_out) {
-    const auto cause = is_awaited ? options_.watch->note_timeout(absence.ranks[0]) : "";
+    const auto cause = is_awaited ? options_.watch->note_timeout(absence.ranks) : "";
     return c10::str(operation.text(), ": timed out after ", options_.timeout.count(), " ms, waiting for ", absence.awaited,
                     cause);
   }

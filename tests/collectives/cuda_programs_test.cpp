@@ -47,7 +47,7 @@ TEST_F(CudaPrograms, ThatSeedFirstDoNotLoseCuda) {
 TEST_F(CudaPrograms, ARankThatDoesNotConnectIsNamedAfterTheTimeout) {
   const auto result = run("last_rank_does_not_connect", 3, {{"TESSERA_TIMEOUT_SECONDS", "2"}});
   EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.output, HasSubstr("rank(s) 2 did not connect a group of these ranks in this order"));
+  EXPECT_THAT(result.output, HasSubstr("rank 2 did not connect a group of these ranks in this order"));
 }
 
 TEST_F(CudaPrograms, ARankThatEndedIsNamedAtOnce) {

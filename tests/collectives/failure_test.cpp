@@ -113,7 +113,7 @@ TEST(Failure, ARankThatNeverJoinsIsNamedAtTheTimeout) {
 TEST(Failure, ARankThatOrdersAGroupDifferentlyIsNamedAtTheTimeout) {
   const auto result = run("orders_of_ranks_differ", 3, {{"TESSERA_TIMEOUT_SECONDS", "2"}});
   EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.output, HasSubstr("[0, 1, 2]: rank(s) 1 did not connect a group of these ranks in this order"));
+  EXPECT_THAT(result.output, HasSubstr("[0, 1, 2]: rank 1 did not connect a group of these ranks in this order"));
 }
 
 TEST(Failure, StrangersOnEveryPortEndNoJob) {
@@ -165,6 +165,18 @@ TEST(Failure, ARankThatEndsIsNamedByAllOthersAndByLaunch) {
     auto notice = notices.at(where);
     const auto place = notice.find('R');
     for (const auto* survivor : {"0", "2", "3"}) EXPECT_THAT(result.output, HasSubstr(notice.replace(place, 1, survivor)));
+  }
+}
+
+// On another host nobody sees its process end: its connections in the group before say so.
+TEST(Failure, OverHostsARankThatEndsWhileAGroupIsMadeIsNamedByAll) {
+  for (const std::string hosts : {"0122", "0011"}) {
+    SCOPED_TRACE(hosts);
+    const auto result = run("dies/kill/second_group", 4, on_hosts(hosts));
+    for (const std::string survivor : {"0", "2", "3"})
+      EXPECT_THAT(result.output, HasSubstr("rank " + survivor +
+                                           " cannot connect group second_group [0, 1, 2, 3]: it needs rank 1, "
+                                           "which has exited or failed"));
   }
 }
 

@@ -7,7 +7,6 @@
 #include <gtest/gtest.h>
 #include <tessera/collectives/nccl/device_agreement.h>
 #include <tessera/collectives/nccl/plugin.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <numeric>
 
@@ -30,7 +29,9 @@ std::string agreement_error(const std::string& name, const DeviceAnswer& own, Sh
   group.ranks = everyone();
   group.rank = context.rank();
   group.options.timeout = context.options().timeout;
-  group.store = c10::make_intrusive<c10d::PrefixStore>(name, context.store());
+  group.watch = std::make_shared<internal::RankWatch>(group.rank, std::vector<std::string>(group.ranks.size()), context.store(),
+                                                      context.store());
+  group.store = c10::make_intrusive<internal::GroupStore>(name, context.store(), group.ranks, group.watch);
   return error_of([&] { internal::nccl::agree_on_devices(group, own, shared); });
 }
 

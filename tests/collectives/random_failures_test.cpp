@@ -7,7 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <numeric>
 #include <regex>
 #include <string>
@@ -21,7 +23,17 @@ using ::testing::IsEmpty;
 struct Case {
   std::string how;
   int seed;
+  std::string hosts; ///< the host of each rank, a digit each
+
+  int ranks() const { return static_cast<int>(hosts.size()); }
 };
+
+Case on_one_host(const std::string& how, int seed) { return {how, seed, std::string(2 + seed % 3, '0')}; }
+
+Case over_hosts(const std::string& how, int seed) {
+  const std::vector<std::string> layouts = {"01", "0011", "001", "0101", "010", "0012"};
+  return {how, seed, layouts[seed % layouts.size()]};
+}
 
 std::vector<std::string> files_in(const std::filesystem::path& folder, const std::string& part_of_name) {
   std::vector<std::string> files;
@@ -34,13 +46,15 @@ std::vector<std::string> files_in(const std::filesystem::path& folder, const std
 bool may_end_in_a_timeout(const Case& each) { return each.how == "stopped" || each.how == "hangs" || each.how == "out-of-step"; }
 
 void run_case(const Case& each) {
-  const int ranks = 2 + each.seed % 3;
   const TemporaryFolder folder;
+  std::map<std::string, std::string> environment = {{"TESSERA_TIMEOUT_SECONDS", may_end_in_a_timeout(each) ? "2" : "60"},
+                                                    {"TMPDIR", folder.path()}};
+  if (each.hosts != std::string(each.hosts.size(), '0'))
+    environment.insert({{"RANK_PROGRAM_HOSTS", each.hosts}, {"GLOO_SOCKET_IFNAME", "lo"}});
   const auto result =
       run_program({program_folder() + "/rank_program", "random_failure/" + each.how + "/" + std::to_string(each.seed), "--ranks",
-                   std::to_string(ranks)},
-                  {{"TESSERA_TIMEOUT_SECONDS", may_end_in_a_timeout(each) ? "2" : "60"}, {"TMPDIR", folder.path()}},
-                  std::chrono::seconds(120));
+                   std::to_string(each.ranks())},
+                  environment, std::chrono::seconds(120));
   EXPECT_EQ(result.status, 1) << result.output;
   EXPECT_THAT(result.left_behind, IsEmpty());
   EXPECT_THAT(files_in(folder.path(), ""), IsEmpty());
@@ -53,23 +67,30 @@ void run_case(const Case& each) {
     std::printf("  %s, seed %d: named after %lld ms\n", each.how.c_str(), each.seed, static_cast<long long>(milliseconds));
     EXPECT_LT(milliseconds, may_end_in_a_timeout(each) ? 20'000 : 10'000) << result.output; // no test may get near 60 s
   }
-  EXPECT_EQ(named, ranks - 1) << result.output;
+  EXPECT_EQ(named, each.ranks() - 1) << result.output;
 }
 
 class RandomFailures : public ::testing::TestWithParam<const char*> {};
 
-/// 500 runs in full, over each transport.
-TEST_P(RandomFailures, EndInTimeNameTheRankAndLeaveNothing) {
+void run_cases(Case (*make)(const std::string&, int), const std::string& how) {
   std::vector<int> seeds(100);
   std::iota(seeds.begin(), seeds.end(), 1);
   for (const int seed : sweep(seeds, 1)) {
     SCOPED_TRACE(seed);
-    run_case({GetParam(), seed});
+    run_case(make(how, seed));
   }
 }
 
+/// 500 runs in full, over each transport.
+TEST_P(RandomFailures, EndInTimeNameTheRankAndLeaveNothing) { run_cases(on_one_host, GetParam()); }
+
+TEST_P(RandomFailures, OverHostsEndInTimeNameTheRankAndLeaveNothing) {
+  if (std::getenv("TESSERA_TRANSPORT") != nullptr) GTEST_SKIP() << "over gloo alone hosts make no difference";
+  run_cases(over_hosts, GetParam());
+}
+
 /// Rank 0 is out of step, and waits for rank 1, which waits for rank 2, which waits for rank 0.
-TEST(RandomFailure, InACircleIsNamedByAll) { run_case({"out-of-step", 86}); }
+TEST(RandomFailure, InACircleIsNamedByAll) { run_case(on_one_host("out-of-step", 86)); }
 
 INSTANTIATE_TEST_SUITE_P(, RandomFailures, ::testing::Values("killed", "throws", "out-of-step", "stopped", "hangs"),
                          [](const auto& info) { return info.param == std::string("out-of-step") ? "out_of_step" : info.param; });
