@@ -40,12 +40,16 @@ std::string blame_for_no_answer(const GroupDescription& group) try {
   constexpr std::chrono::seconds kPatience(1);
   constexpr std::chrono::milliseconds kInterval(20);
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  std::vector<int64_t> silent;
+  auto silent = absent_ranks(*group.store, group.ranks, failure_key);
+  if (!silent.empty()) group.watch->announce({silent[0], MissingRank::Reason::kTimedOut}); // for those who wait for this one now
   do {
     if (const auto missing = group.watch->find_missing(group.ranks))
       return c10::str(": it needs ", group.watch->blame({missing->rank}));
     silent = absent_ranks(*group.store, group.ranks, failure_key);
-    if (silent.empty()) return "";
+    if (silent.empty()) {
+      group.watch->withdraw();
+      return "";
+    }
     std::this_thread::sleep_for(kInterval);
   } while (std::chrono::steady_clock::now() < deadline);
   const auto known = group.watch->note_timeout(silent);

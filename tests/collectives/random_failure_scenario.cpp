@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <exception>
 #include <random>
+#include <regex>
 #include <string>
 #include <thread>
 
@@ -115,7 +116,7 @@ void random_failure(const std::string& how, uint32_t seed) {
     }
   } catch (const std::exception& error) {
     const std::string text = error.what();
-    const bool is_named = text.find(c10::str("rank ", plan.victim)) != std::string::npos;
+    const bool is_named = std::regex_search(text, std::regex(c10::str("ranks? ([0-9]+, )*", plan.victim, "\\b"))); // or in a list
     TORCH_CHECK(world.context.store()->check({kTimeKey}), "rank ", world.rank(), " failed before the victim: ", text);
     const auto after = now_us() - std::atoll(world.context.store()->get_to_str(kTimeKey).c_str());
     if (!is_victim)
