@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <utility>
 #include <variant>
 
@@ -36,8 +37,13 @@ struct OnMesh {
 
 bool is_on(const OnMesh& group, const DeviceMesh* mesh) { return mesh && group.mesh ? *group.mesh == *mesh : group.mesh == mesh; }
 
+/// A gradient that waits for its reduction says so.
+void check_reduced(const at::Tensor& gradient) {
+  if (gradient.key_set().has(c10::DispatchKey::DeferredInit)) gradient.abs();
+}
+
 at::Tensor without_partial(const at::Tensor& tensor) {
-  if (tensor.key_set().has(c10::DispatchKey::DeferredInit)) return tensor.abs(); // what waits for its reduction says so
+  check_reduced(tensor);
   const auto* meta = internal::dtensor_meta(tensor);
   if (!meta || !meta->spec->has_partial()) return tensor;
   auto placements = meta->spec->placements();
@@ -74,27 +80,44 @@ struct NormOf {
   double type;
 };
 
+at::Tensor joined(std::vector<at::Tensor> values, NormOf norm) {
+  for (auto& each : values) each = each.to(values[0].device());
+  const auto all = at::stack(values);
+  return !norm.is_extreme() ? all.sum() : norm.type > 0 ? all.amax() : all.amin();
+}
+
+/// Dense tensors of one device, and what each counts.
+struct Weighted {
+  std::vector<at::Tensor> parts = {};
+  std::vector<double> weights = {};
+};
+
+at::Tensor value_of(Weighted& some, NormOf norm) {
+  const auto options = some.parts[0].options().dtype(at::kDouble);
+  auto norms = at::_foreach_norm(some.parts, norm.type);
+  for (auto& each : norms) each = each.to(options);
+  if (norm.is_extreme()) return joined(std::move(norms), norm);
+  const auto count = static_cast<int64_t>(some.weights.size());
+  const auto weights = at::from_blob(some.weights.data(), {count}, at::kDouble).to(options);
+  return at::stack(norms).pow(norm.type).mul(weights).sum();
+}
+
 /// The sum of the parts' norms to the power of the norm, each times its weight; or the extreme of the norms. A double, in which
-/// no square of a float overflows. It is computed where the parts are, which may be the host, and lies on `device`.
+/// no square of a float overflows. It is computed where the parts are, some of which may be on the host, and lies on `device`.
 at::Tensor value_of(const std::vector<at::Tensor>& parts, const std::vector<double>& weights, NormOf norm, c10::Device device) {
-  std::vector<at::Tensor> dense;
-  std::vector<double> weight_of;
+  std::map<c10::DeviceType, Weighted> by_device;
   for (size_t i = 0; i < parts.size(); ++i) {
     const auto values = parts[i].is_sparse() ? parts[i]._values() : parts[i];
     if (values.numel() == 0) continue;
-    dense.push_back(values.itemsize() < 4 ? values.to(at::kFloat) : values);
-    weight_of.push_back(weights[i]);
+    auto& some = by_device[values.device().type()];
+    some.parts.push_back(values.itemsize() < 4 ? values.to(at::kFloat) : values);
+    some.weights.push_back(weights[i]);
   }
-  const bool is_least = norm.is_extreme() && norm.type < 0;
-  const auto options = at::TensorOptions(at::kDouble).device(dense.empty() ? device : dense[0].device());
-  if (dense.empty()) return at::full({}, is_least ? std::numeric_limits<double>::infinity() : 0.0, options);
-  auto norms = at::_foreach_norm(dense, norm.type);
-  for (auto& each : norms) each = each.to(options);
-  const auto all = at::stack(norms);
-  if (norm.is_extreme()) return (is_least ? all.amin() : all.amax()).to(device);
-  const auto count = static_cast<int64_t>(weight_of.size());
-  const auto weights_there = at::from_blob(weight_of.data(), {count}, at::kDouble).to(options);
-  return all.pow(norm.type).mul(weights_there).sum().to(device);
+  const double of_none = norm.is_extreme() && norm.type < 0 ? std::numeric_limits<double>::infinity() : 0.0;
+  if (by_device.empty()) return at::full({}, of_none, at::TensorOptions(at::kDouble).device(device));
+  std::vector<at::Tensor> values;
+  for (auto& [type, some] : by_device) values.push_back(value_of(some, norm).to(device));
+  return values.size() == 1 ? values[0] : joined(std::move(values), norm);
 }
 
 /// Over how many ranks of a reduction along `dims` a part is the same.
@@ -110,12 +133,6 @@ double copies(const DeviceMesh& mesh, const Spec& spec, const std::vector<bool>&
 bool is_within(const DeviceMesh& inner, const DeviceMesh& outer) {
   return inner.size() < outer.size() && std::all_of(inner.ranks().begin(), inner.ranks().end(),
                                                     [&](int64_t rank) { return outer.rank_list().index_of(rank).has_value(); });
-}
-
-at::Tensor joined(std::vector<at::Tensor> values, NormOf norm) {
-  for (auto& each : values) each = each.to(values[0].device());
-  const auto all = at::stack(values);
-  return !norm.is_extreme() ? all.sum() : norm.type > 0 ? all.amax() : all.amin();
 }
 
 /// What goes along with the tensors of a mesh, from each of its ranks.
@@ -207,16 +224,17 @@ void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max
   const at::NoGradGuard no_grad;
   constexpr double kLeast = 1e-6; // as PyTorch has it
   const auto factor = total_norm.add(kLeast).reciprocal().mul(max_norm).clamp_max(1.0);
-  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kComplexFloat, at::kComplexDouble}) {
-    std::vector<at::Tensor> alike;
-    for (const auto& parameter : parameters) {
-      const auto& gradient = parameter.grad();
-      if (!gradient.defined() || gradient.scalar_type() != dtype) continue;
-      const auto* meta = internal::dtensor_meta(without_partial(gradient));
-      alike.push_back(meta ? meta->local : gradient.is_sparse() ? gradient._values() : gradient);
-    }
-    if (!alike.empty()) at::_foreach_mul_(alike, factor.to(alike[0].device(), c10::toRealValueType(dtype)));
+  std::map<std::pair<at::ScalarType, c10::DeviceType>, std::vector<at::Tensor>> alike;
+  for (const auto& parameter : parameters) {
+    const auto& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    check_reduced(gradient);
+    const auto* meta = internal::dtensor_meta(gradient);
+    const auto values = meta ? meta->local : gradient.is_sparse() ? gradient._values() : gradient;
+    alike[{values.scalar_type(), values.device().type()}].push_back(values);
   }
+  for (const auto& [kind, gradients] : alike)
+    at::_foreach_mul_(gradients, factor.to(gradients[0].device(), c10::toRealValueType(kind.first)));
 }
 
 // NOLINTNEXTLINE(readability-identifier-naming)

@@ -128,6 +128,14 @@ TEST(GradNorm, IsOneForAModelWithExperts) {
       1e-5);
 }
 
+TEST(GradNorm, ClipsGradientsThatArePartialSums) {
+  auto parameter = distribute_tensor(torch::zeros({5}), world_mesh(), {Replicate{}});
+  parameter.mutable_grad() = from_local(torch::full({5}, world_rank() + 1.0F), world_mesh(), {Partial{}});
+  const auto before = full(parameter.grad());
+  EXPECT_NEAR(clip_grad_norm_({parameter}, 0.5).item<double>(), before.norm().item<double>(), 1e-5);
+  EXPECT_TENSORS_CLOSE(full(parameter.grad()), before * (0.5 / before.norm()), 1e-5, 1e-6);
+}
+
 TEST(GradNorm, CountsATiedParameterOnce) {
   const auto options = torch::nn::LinearOptions(3, 3).bias(false);
   torch::nn::Linear first(options), second(options);

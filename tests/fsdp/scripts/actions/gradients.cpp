@@ -1,6 +1,8 @@
 // What programs do with gradients: clipping, edits, hooks, and which parameters have any.
 #include <tessera/fsdp/clip_grad.h>
+#include <tessera/optim/grad_norm.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <utility>
@@ -26,8 +28,12 @@ void clip(Turn& turn) {
     if (parameter.scalar_type() == torch::kDouble && parameter.grad().defined()) parameters.push_back(parameter);
   }
   if (parameters.empty()) return;
-  const auto clip_norm = [&](double limit, double power) {
-    turn.side.recorded.push_back({torch::nn::utils::clip_grad_norm_(parameters, limit, power), false});
+  const bool on_one_device = std::all_of(parameters.begin(), parameters.end(),
+                                         [&](const auto& each) { return each.device() == parameters[0].device(); });
+  const auto clip_norm = [&](double limit, double power) { // LibTorch's own knows one device alone
+    const auto norm = on_one_device ? torch::nn::utils::clip_grad_norm_(parameters, limit, power)
+                                    : clip_grad_norm_(parameters, limit, power).item<double>();
+    turn.side.recorded.push_back({norm, false});
   };
   switch (turn.draw.below(4)) {
     case 0: return clip_norm(0.5, 2);
