@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
@@ -53,6 +55,7 @@ struct Reads {
   bool other_dtensor = false;
   bool leaf = false;
   bool unreduced = false; ///< a gradient that waits for its reduction
+  bool offloaded = false; ///< a sharded parameter may lie elsewhere than what forward reads of it
   absl::InlinedVector<std::pair<ParameterGroup*, UnshardedRange>, 1> written_unsharded = {};
 };
 
@@ -80,6 +83,7 @@ Reads scan(const OperatorTraits& traits, Arguments arguments) {
       if (const auto* meta = parameter_meta(tensor)) {
         if (is_written) wait_to_write(*meta->group);
         reads.parameter = true;
+        reads.offloaded = reads.offloaded || meta->group->options().offload.memory == OffloadPolicy::Memory::kHost;
         reads.writes_parameter = reads.writes_parameter || is_written;
       } else if (keys.has(kDTensorKey)) {
         reads.computed = true; // a detached copy that outlived its group
@@ -284,6 +288,28 @@ bool prepare(const OperatorTraits& traits, Arguments arguments, const Reads& rea
   TORCH_INTERNAL_ASSERT(false);
 }
 
+/// `keys` of a call whose parameters lie in the host's memory, for the leaves on the device that have taken their places: the
+/// kernels are the device's, and so is autocast.
+c10::DispatchKeySet keys_on_device(const c10::OperatorHandle& op, c10::DispatchKeySet keys, const OperatorTraits& traits,
+                                   Arguments arguments) {
+  c10::DispatchKeySet of_arguments;
+  visit_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t) { of_arguments = of_arguments | tensor.key_set(); });
+  constexpr uint64_t backends = c10::full_backend_mask;
+  keys = {c10::DispatchKeySet::RAW, (keys.raw_repr() & ~backends) | (of_arguments.raw_repr() & backends)};
+  const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  for (const auto autocast : c10::autocast_dispatch_keyset) {
+    if (of_arguments.has(autocast) && !excluded.has(autocast) && op.hasKernelForDispatchKey(autocast)) keys = keys.add(autocast);
+  }
+  return keys;
+}
+
+/// What is written into the places of a parameter lies where the parameter does, and is written on the device.
+void move_to_device(const OperatorTraits& traits, Arguments arguments, c10::Device device) {
+  replace_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t) -> std::optional<at::Tensor> {
+    return tensor.key_set().has(kTouchKey) || tensor.dim() == 0 ? std::nullopt : std::optional(tensor.to(device));
+  });
+}
+
 /// Autocast would keep its cast copies of whole unsharded parameters until the autocast scope ends.
 void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const bool caches = keys.has_any(c10::autocast_dispatch_keyset) && at::autocast::is_autocast_cache_enabled();
@@ -311,6 +337,8 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   // Redispatch, never exclude: composites must still see the leaf's key inside.
   auto after = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTouchKey);
   if (is_whole && !reads.computed && !reads.constant && !KeptResults::Scope::active()) after = after.remove(kDTensorKey);
+  if (use == Use::kWritesPlaces && reads.offloaded) move_to_device(traits, arguments, arguments[0].toTensor().device());
+  if (is_whole && reads.offloaded) after = keys_on_device(op, after, traits, arguments);
   if (is_whole || (reads.leaf && !reads.other_dtensor)) end_view_replay(); // a plain computation goes on
   const auto in_backward = [] { return torch::autograd::get_current_graph_task_id() >= 0; };
   if (casts && (!in_backward() || at::GradMode::is_enabled())) cast_activations(op, traits, arguments);

@@ -11,11 +11,14 @@ namespace tessera::internal {
 
 namespace {
 
-/// This rank's part of `whole`, laid out as `layout` says beside a parameter of `spec`.
-at::Tensor part_of(const at::Tensor& whole, const Spec& spec, StateLayout layout) {
+/// This rank's part of `whole`, laid out as `layout` says beside `parameter`, and where its part lies.
+at::Tensor part_of(const at::Tensor& whole, const at::Tensor& parameter, StateLayout layout) {
+  const auto& spec = *dtensor_meta(parameter)->spec;
   const auto replicated =
       from_local(whole.to(spec.mesh().device()), spec.mesh(), Placements(static_cast<size_t>(spec.mesh().ndim()), Replicate{}));
-  return layout == StateLayout::kAsParameter ? replicated.redistribute(spec.placements()) : replicated;
+  const at::Tensor part = layout == StateLayout::kAsParameter ? replicated.redistribute(spec.placements()) : replicated;
+  const auto& meta = *dtensor_meta(part);
+  return meta.local.device() == parameter.device() ? part : make_dtensor(meta.local.to(parameter.device()), meta.spec);
 }
 
 struct Place {
@@ -36,7 +39,7 @@ void shard_field(const TensorField& field, torch::optim::OptimizerParamState& st
     TORCH_CHECK_VALUE(field.layout != StateLayout::kAsParameter || tensor.sizes() == parameter.sizes(),
                       "shard_optimizer: ", field.name, " of parameter ", place.parameter, " in group ", place.group,
                       " has shape ", tensor.sizes(), ", but the parameter has ", parameter.sizes());
-    tensor = part_of(tensor, spec, field.layout);
+    tensor = part_of(tensor, parameter, field.layout);
   }
   field.set(state, tensors);
 }

@@ -15,13 +15,15 @@ namespace {
 
 using torch::jit::Stack;
 
-/// The whole of `tensor` for the operator `name`, both of which the collective's label says.
+/// The whole of `tensor` for the operator `name`, both of which the collective's label says. On the mesh's device, where forward
+/// would read it: the parts of a parameter may lie in the host's memory.
 at::Tensor gather(const at::Tensor& tensor, const std::string& name) {
   const KeepViewReplay keep;
   const auto& meta = *dtensor_meta(tensor);
   const auto label = meta.name ? c10::str(name, " of ", meta.name->to_string()) : name;
   const auto& mesh = meta.spec->mesh();
-  return to_local(differentiable_move(tensor, mesh, Placements(static_cast<size_t>(mesh.ndim())), label.c_str()));
+  return to_local(differentiable_move(tensor, mesh, Placements(static_cast<size_t>(mesh.ndim())), label.c_str()))
+      .to(mesh.device());
 }
 
 at::Tensor whole(const at::Tensor& tensor, const std::string& name) {

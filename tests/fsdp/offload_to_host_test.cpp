@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/fsdp/reshard_parameters.h>
 
 #include <map>
 #include <memory>
@@ -62,6 +63,54 @@ TEST(OffloadToHost, TrainsAsOnTheDevice) {
         }
       }
     }
+  }
+}
+
+/// Forward computes with a parameter alone before it meets anything of the device.
+struct Triangle : torch::nn::Module {
+  Triangle() : weight(register_parameter("weight", torch::randn({6, 6}))) {}
+  torch::Tensor forward(const torch::Tensor& x) { return x.matmul(weight.triu()) + (weight.t() - 1).square().sum(); }
+  torch::Tensor weight;
+};
+
+TEST(OffloadToHost, ComputesOnTheDeviceWhatForwardMakesOfAParameterAlone) {
+  const auto mesh = init_device_mesh(test_device_type(), {world_size()});
+  const auto x = torch::arange(12.0).view({2, 6}).to(test_device());
+  for (const bool replicates : {false, true}) {
+    std::vector<std::vector<torch::Tensor>> results;
+    for (const auto& offload : {OffloadPolicy(), offload_to_host()}) {
+      torch::manual_seed(1);
+      Triangle model;
+      FullyShardOptions options;
+      options.offload = offload;
+      replicates ? replicate(model, mesh, options) : fully_shard(model, mesh, options);
+      const auto y = model.forward(x);
+      y.sum().backward();
+      const torch::NoGradGuard no_grad;
+      auto sum = model.weight * 0.5;
+      sum.add_(torch::ones({6, 6}).to(test_device()));
+      results.push_back({y.detach(), model.forward(x), sum, full(model.weight.grad()).to(test_device())});
+    }
+    for (const auto& each : results[1]) EXPECT_EQ(each.device().type(), test_device_type());
+    expect_same(results[1], results[0]);
+  }
+}
+
+TEST(OffloadToHost, TrainsAfterABlockWasAdded) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    std::vector<std::vector<torch::Tensor>> losses;
+    for (const auto& each : {strategy, offloaded(strategy)}) {
+      auto training = make_training(each, makers()[1]);
+      train(training, 0, 1);
+      training.net->zero_grad();
+      torch::manual_seed(1);
+      training.net->blocks->push_back(Block(18));
+      reshard_parameters(*training.net);
+      training.optimizer = makers()[1].make(training.net->parameters());
+      losses.push_back(train(training, 1, 3));
+    }
+    expect_same(losses[1], losses[0]);
   }
 }
 

@@ -59,7 +59,7 @@ class Sharder {
         strategy_(replicates_ ? std::nullopt : random_strategy(draw_, mesh_)),
         layouts_(draw_.below(3)),
         percent_(draw_.below(101)),
-        files_percent_(draw_.chance(25) ? draw_.of(std::vector<int64_t>{50, 100}) : 0) {}
+        offload_percent_(draw_.chance(25) ? draw_.of(std::vector<int64_t>{50, 100}) : 0) {}
 
   Sharding shard(RandomModel& model) {
     sharding_.description = replicates_ ? "replicate" : c10::str("mesh ", mesh_.shape());
@@ -97,8 +97,8 @@ class Sharder {
     const bool gathers = !replicates_ && !(options.reshard_after_forward && options.reshard_after_forward->ranks());
     if (extends_ && gathers && !options.shard_placement_fn && draw_.chance(50)) options.gather_extension_fn = extension_of;
     if (replicates_ && draw_.chance(50)) options.bucket_bytes = 100 + draw_.below(2000);
-    const bool in_files = draw_.chance(files_percent_);
-    if (in_files && tests_the_cpu()) options.offload = offload_to_files(std::filesystem::temp_directory_path());
+    if (draw_.chance(offload_percent_))
+      options.offload = tests_the_cpu() ? offload_to_files(std::filesystem::temp_directory_path()) : offload_to_host();
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kUnchecked;
     if (draw_.chance(20)) options.communicators = CommunicatorUse::kShared;
@@ -128,7 +128,7 @@ class Sharder {
                  : *keeps         ? " freed"
                                   : " kept",
                  options.mixed_precision.reduce_dtype ? " with reduce dtype" : "", options.shard_placement_fn ? " as placed" : "",
-                 options.gather_extension_fn ? " with extensions" : "", options.offload == OffloadPolicy() ? "" : " in files",
+                 options.gather_extension_fn ? " with extensions" : "", options.offload == OffloadPolicy() ? "" : " offloaded",
                  options.communicators == CommunicatorUse::kShared ? " on one communicator" : "");
   }
 
@@ -163,9 +163,9 @@ class Sharder {
   bool replicates_;
   DeviceMesh mesh_;
   std::optional<tessera::Strategy> strategy_;
-  int64_t layouts_;       ///< 0: ragged, 1: per parameter, 2: both
-  int64_t percent_;       ///< of the modules are sharded by themselves
-  int64_t files_percent_; ///< of the groups have their state in files
+  int64_t layouts_;         ///< 0: ragged, 1: per parameter, 2: both
+  int64_t percent_;         ///< of the modules are sharded by themselves
+  int64_t offload_percent_; ///< of the groups have their state in files or, for a device, in the host's memory
   Sharding sharding_;
 };
 
