@@ -151,6 +151,8 @@ Options parse(int argc, char** argv) {
     } else if (name == "--topology") {
       options.topology = Topology::read(value());
     } else {
+      TORCH_CHECK(!name.empty() && name.find_first_not_of("0123456789") == std::string::npos, "unknown argument ", name,
+                  ". Usage: simulated_cluster [--topology FILE] [--flops RATE] [--length TOKENS] [--layers N] [RANKS...]");
       options.ranks.push_back(std::stoll(name));
     }
   }

@@ -34,26 +34,35 @@ std::vector<int64_t> those_who_made_none(const GroupDescription& group) try {
   return {};
 }
 
+/// Those that have not failed to make the group, and may yet do so.
+std::vector<int64_t> silent_ranks(const GroupDescription& group) {
+  auto silent = absent_ranks(*group.store, group.ranks, failure_key);
+  std::erase_if(silent, [&](auto rank) { return group.watch->has_ended(rank); });
+  return silent;
+}
+
 // Where all have tried: those that do not fail as this rank did, soon after it. They were stopped, or hang. A rank that has ended
 // may be seen a moment after its connections are lost.
 std::string blame_for_no_answer(const GroupDescription& group) try {
   constexpr std::chrono::seconds kPatience(1);
-  constexpr std::chrono::milliseconds kInterval(20);
+  constexpr std::chrono::milliseconds kInterval(50);
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  auto silent = absent_ranks(*group.store, group.ranks, failure_key);
-  if (!silent.empty()) group.watch->announce({silent[0], MissingRank::Reason::kTimedOut}); // for those who wait for this one now
+  std::vector<int64_t> silent;
   do {
-    if (const auto missing = group.watch->find_missing(group.ranks))
-      return c10::str(": it needs ", group.watch->blame({missing->rank}));
-    silent = absent_ranks(*group.store, group.ranks, failure_key);
-    if (silent.empty()) {
-      group.watch->withdraw();
-      return "";
-    }
+    if (const auto origin = group.watch->find_origin(group.ranks))
+      return c10::str(": it needs ", group.watch->blame({origin->rank}));
+    silent = silent_ranks(group);
+    if (silent.empty()) break;
+    group.watch->announce_late(silent);
     std::this_thread::sleep_for(kInterval);
   } while (std::chrono::steady_clock::now() < deadline);
-  const auto known = group.watch->note_timeout(silent);
-  return c10::str(": ", list_of_ranks(silent), " did not answer while the group was made", known);
+  if (!silent.empty()) {
+    const auto known = group.watch->note_timeout(silent);
+    return c10::str(": ", list_of_ranks(silent), " did not answer while the group was made", known);
+  }
+  group.watch->withdraw();
+  const auto missing = group.watch->find_missing(group.ranks);
+  return missing ? c10::str(": it needs ", group.watch->blame({missing->rank})) : "";
 } catch (const std::exception&) { // the store is gone as well: what the caller caught says more
   return "";
 }

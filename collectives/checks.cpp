@@ -38,7 +38,8 @@ struct Call {
 
   void check_op(ReduceOp op, const at::Tensor& tensor) const {
     TORCH_CHECK(std::find(kReducible.begin(), kReducible.end(), tensor.scalar_type()) != kReducible.end(), text(),
-                ": tensors of ", tensor.scalar_type(), " are not reduced; cast them to a wider type");
+                ": tensors of ", tensor.scalar_type(), " are not reduced; ",
+                tensor.is_complex() ? "pass at::view_as_real(tensor)" : "cast them to a wider type");
     TORCH_CHECK(op != ReduceOp::kAvg || at::isFloatingType(tensor.scalar_type()), text(), ": the average of ",
                 tensor.scalar_type(), " is not defined, reduce with sum");
   }
@@ -75,6 +76,11 @@ void check_all_gather(const Communicator& group, const at::Tensor& output, const
   call.check_pair(output, input);
   TORCH_CHECK(output.numel() == group.size() * input.numel(), call.text(), ": output has ", output.numel(),
               " elements, needed are ", group.size(), " times the input's ", input.numel());
+  const auto *const begin = static_cast<const char*>(output.const_data_ptr()), *const own = begin + group.rank() * input.nbytes(),
+                    *const in = static_cast<const char*>(input.const_data_ptr());
+  const bool overlaps = in < begin + output.nbytes() && begin < in + input.nbytes();
+  TORCH_CHECK(!overlaps || in == own || input.nbytes() == 0 || input.is_meta(), call.text(),
+              ": input lies in output, but not at this rank's place");
 }
 
 void check_reduce_scatter(const Communicator& group, const at::Tensor& output, const at::Tensor& input, ReduceOp op,

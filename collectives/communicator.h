@@ -37,6 +37,7 @@ class Communicator {
   /// `output` [size × input.numel()] receives the inputs of rank 0, 1, … one after another. `input` may be the view of
   /// `output` at this rank's place.
   virtual Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) = 0;
+  /// Reductions are of real numbers, booleans and integers; kAvg is of floating-point ones. Halves are summed as floats.
   /// `output` [n] receives the reduction over ranks of the `rank()`-th n elements of `input` [size × n]. `input` may be
   /// overwritten.
   virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) = 0;
@@ -48,6 +49,7 @@ class Communicator {
   /// Sends `input_splits[r]` elements to rank r and receives `output_splits[r]` from it; empty splits mean equal parts.
   virtual Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
                           const std::vector<int64_t>& input_splits, std::string_view label) = 0;
+  /// `root`, and the peers below, are indices in `ranks()`.
   virtual Work broadcast(const at::Tensor& tensor, int root, std::string_view label) = 0;
   /// `tensor` goes to rank `to`, which calls `receive` with a tensor of the same size and dtype, and the same label. The messages
   /// from one rank to another come in the order of their calls; no other rank takes part. Done when the receiver has it.

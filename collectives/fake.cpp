@@ -77,6 +77,17 @@ class FakeCommunicator final : public Communicator {
     counters_.add(CollectiveKind::kBroadcast, static_cast<int64_t>(tensor.nbytes()));
     return {};
   }
+  Work send(const at::Tensor& tensor, int to, std::string_view label) override {
+    check_send(*this, tensor, to, label);
+    counters_.add(CollectiveKind::kSend, static_cast<int64_t>(tensor.nbytes()));
+    return {};
+  }
+  /// What the sender holds is not known here: the tensor keeps its values.
+  Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
+    check_receive(*this, tensor, from, label);
+    counters_.add(CollectiveKind::kReceive, static_cast<int64_t>(tensor.nbytes()));
+    return {};
+  }
   Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
   void barrier(std::string_view) override { counters_.add(CollectiveKind::kBarrier, 0); }
 

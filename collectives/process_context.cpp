@@ -137,12 +137,14 @@ struct ProcessContext::Communicators {
 
 CommunicatorPtr ProcessContext::communicator(const RankList& list, at::DeviceType device_type, const std::string& purpose) {
   std::lock_guard lock(communicators_->mutex);
-  auto& found = communicators_->by_key[{list, device_type, purpose}];
-  if (found) return found;
+  auto& by_key = communicators_->by_key;
+  const Communicators::Key key{list, device_type, purpose};
+  if (const auto found = by_key.find(key); found != by_key.end()) return found->second;
   const int place = place_of(rank_, list, world_size_);
-  if (list.size() == 1) return found = internal::make_single_rank_communicator(purpose, rank_, device_type);
-  found = connect_ ? connect_(purpose, list, place, device_type) : connect_processes(list, place, device_type, purpose);
-  return found;
+  const auto made = list.size() == 1 ? internal::make_single_rank_communicator(purpose, rank_, device_type)
+                    : connect_       ? connect_(purpose, list, place, device_type)
+                                     : connect_processes(list, place, device_type, purpose);
+  return by_key[key] = made;
 }
 
 CommunicatorPtr ProcessContext::connect_processes(const RankList& list, int place, at::DeviceType device_type,
@@ -290,7 +292,9 @@ void destroy_process_group() {
 
 void write_trace(const std::string& folder) {
   const auto& trace = process_context().communicators_->trace;
-  TORCH_CHECK(trace, "write_trace: nothing is recorded with TESSERA_TRACE_CALLS=0, nor of a fake process group");
+  TORCH_CHECK(trace,
+              "write_trace: nothing is recorded with TESSERA_TRACE_CALLS=0, of a fake or simulated process group, and "
+              "of ranks in threads");
   TORCH_CHECK_VALUE(!folder.empty(), "write_trace: the name of the folder is empty");
   trace->write(folder, "write_trace");
 }

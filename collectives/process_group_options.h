@@ -6,7 +6,8 @@ namespace tessera {
 
 /// How the ranks of a group exchange CPU tensors.
 enum class Transport {
-  kAutomatic,    ///< shared memory where all ranks of the group are on one host and can share it, gloo otherwise
+  kAutomatic,    ///< shared memory where all ranks of the group are on one host and can share it, a hierarchy of
+                 ///< both where they are on several, with as many on each, and gloo otherwise
   kSharedMemory, ///< the same, and an error where ranks on one host cannot share memory
   kGloo
 };

@@ -144,6 +144,14 @@ bool RankWatch::is_lost(int64_t rank) const {
   });
 }
 
+std::optional<MissingRank> RankWatch::find_origin(std::vector<int64_t> ranks) const {
+  std::erase_if(ranks, [&](auto rank) {
+    const auto missed = read(missed_by_key(rank));
+    return missed && missed->reason == MissingRank::Reason::kTimedOut;
+  });
+  return find_missing(ranks);
+}
+
 std::optional<MissingRank> RankWatch::find_missing(const std::vector<int64_t>& ranks) const {
   for (const auto rank : ranks)
     if (has_ended(rank) || is_lost(rank)) return MissingRank{rank};
@@ -235,55 +243,48 @@ std::string RankWatch::blame(const std::vector<int64_t>& ended, const std::vecto
   return c10::str(describe_ended({first->rank}), is_own ? "" : c10::str(" (", list, " followed)"));
 }
 
-// Ranks that wait in a row come to their timeouts together.
-RankWatch::Missed RankWatch::await_whom_they_miss(const std::vector<int64_t>& ranks) const {
-  const auto limit = std::chrono::steady_clock::now() + kRecordGrace;
-  Missed missed(ranks.size());
-  const auto all_have_said = [&] {
-    bool all = true;
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      if (!missed[i]) missed[i] = read(missed_by_key(ranks[i]));
-      all = all && (missed[i] || has_ended(ranks[i]));
-    }
-    return all;
-  };
-  while (!store_is_gone_ && !all_have_said() && std::chrono::steady_clock::now() < limit)
-    std::this_thread::sleep_for(kRecordInterval);
-  return missed;
+int64_t RankWatch::announce_late(const std::vector<int64_t>& ranks) const {
+  const auto silent = absl::c_find_if(ranks, [&](auto rank) { return !has_ended(rank) && !read(missed_by_key(rank)); });
+  const auto rank = silent == ranks.end() ? ranks.front() : *silent;
+  announce({rank, MissingRank::Reason::kTimedOut});
+  return rank;
 }
 
-std::string RankWatch::describe_waiting(const std::vector<int64_t>& ranks, const Missed& missed) const {
+std::string RankWatch::describe_waiting(const std::vector<int64_t>& ranks) const {
   std::vector<std::string> waiting;
   std::vector<int64_t> silent;
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (!missed[i]) {
-      silent.push_back(ranks[i]);
+  for (const auto rank : ranks) {
+    const auto missed = read(missed_by_key(rank));
+    if (!missed) {
+      silent.push_back(rank);
       continue;
     }
-    const auto origin = follow({ranks[i]}).rank;
-    const bool is_circle = origin == rank_ || origin == ranks[i];
-    const auto cause = is_circle ? missed[i]->rank : origin;
+    const auto origin = follow({rank}).rank;
+    const auto cause = origin == rank_ || origin == rank ? missed->rank : origin; // a circle has no first
     if (ranks.size() > 1 || cause != rank_)
-      waiting.push_back(c10::str("rank ", ranks[i], " has waited for rank ", cause, " in vain"));
+      waiting.push_back(c10::str("rank ", rank, " has waited for rank ", cause, " in vain"));
   }
   if (ranks.size() > 1 && !silent.empty()) waiting.push_back(c10::str("nothing is known of ", list_of_ranks(silent)));
   return waiting.empty() ? "" : c10::str(" (", c10::Join(", ", waiting), ")");
 }
 
+// Ranks that wait in a row come to their timeouts together, and know more a moment later.
 std::string RankWatch::note_timeout(const std::vector<int64_t>& ranks) const {
   constexpr size_t kMostAsked = 8; // of a large group
   const std::vector<int64_t> asked(ranks.begin(),
                                    ranks.begin() + static_cast<std::ptrdiff_t>(std::min(ranks.size(), kMostAsked)));
-  announce({asked[0], MissingRank::Reason::kTimedOut});
-  const auto missed = await_whom_they_miss(asked);
-  const auto silent = absl::c_find(missed, std::nullopt);
-  const auto culprit = silent == missed.end() ? 0 : silent - missed.begin();
-  const auto first = record(follow({asked[static_cast<size_t>(culprit)], MissingRank::Reason::kTimedOut}));
+  auto late = announce_late(asked);
+  const auto limit = std::chrono::steady_clock::now() + kRecordGrace;
+  while (!store_is_gone_ && std::chrono::steady_clock::now() < limit) {
+    std::this_thread::sleep_for(kRecordInterval);
+    late = announce_late(asked);
+  }
+  const auto first = record(follow({late, MissingRank::Reason::kTimedOut}));
   const bool is_news = first && first->rank != rank_ && (asked.size() > 1 || first->rank != asked[0]);
   if (is_news && first->reason == MissingRank::Reason::kEnded)
     return c10::str(" (first missing was ", describe_ended({first->rank}), ")");
   if (is_news && asked.size() == 1) return c10::str(" (rank ", asked[0], " has waited for rank ", first->rank, " in vain)");
-  return describe_waiting(asked, missed);
+  return describe_waiting(asked);
 }
 
 } // namespace tessera::internal

@@ -71,10 +71,14 @@ class RankWatch {
   void add_witness(std::weak_ptr<Witness> witness);
   /// The first of `ranks` that has ended, to which a connection is lost, or that the record names. Asks the store.
   std::optional<MissingRank> find_missing(const std::vector<int64_t>& ranks) const;
+  /// As above, without those that have left because another did not come in time, and say so.
+  std::optional<MissingRank> find_origin(std::vector<int64_t> ranks) const;
   /// Says whom this rank misses, and no more: before it closes connections.
   void announce(const MissingRank& missing) const { say(missing.encode()); }
   /// As above, for one of `ended`.
   void announce_ended(const std::vector<int64_t>& ended) const { announce({likely_ended(ended)}); }
+  /// As above, for the first of some late ranks that says of itself that it waits for nobody; or for the first. Returns it.
+  int64_t announce_late(const std::vector<int64_t>& ranks) const;
   /// Takes it back: what was missed has come after all.
   void withdraw() const { say("-"); } // names nobody
   /// Of ranks that have ended and that this one waits for: records whom the one or those that it missed had missed first, where
@@ -92,9 +96,7 @@ class RankWatch {
   std::optional<MissingRank> await_first_missing(int64_t found) const;
   MissingRank follow(MissingRank missing) const;
   bool is_lost(int64_t rank) const;
-  using Missed = std::vector<std::optional<MissingRank>>;
-  Missed await_whom_they_miss(const std::vector<int64_t>& ranks) const;
-  std::string describe_waiting(const std::vector<int64_t>& ranks, const Missed& missed) const;
+  std::string describe_waiting(const std::vector<int64_t>& ranks) const;
   std::optional<MissingRank> read(const std::string& key) const;
   std::optional<MissingRank> record(const MissingRank& found) const;
   void say(const std::string& text) const;

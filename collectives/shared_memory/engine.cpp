@@ -67,7 +67,7 @@ Engine::Line& Engine::line_of(LaneKey key) {
     if (!options_.arenas.empty()) members.arenas.push_back(options_.arenas[place]);
   }
   const auto lane = key == LaneKey() ? memory_.lane_of_all(options_.rank) : memory_.lane_of_pair(key.from, key.to, options_.rank);
-  line = std::make_unique<Line>(Line{lane, std::move(members)});
+  line = std::make_unique<Line>(Line{lane, std::move(members), key == LaneKey()});
   return *line;
 }
 

@@ -73,6 +73,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Line {
     Lane lane;
     Members members;
+    bool is_of_all; ///< ranks of the group
     std::deque<OperationPtr> queue = {};
     size_t published = 0;   ///< how many of them
     uint64_t next_call = 0; ///< the sequence number of the first that is not published

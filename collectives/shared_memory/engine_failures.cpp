@@ -41,8 +41,7 @@ void Engine::look_for_absences(Line& line) {
   if (gone.empty() && !timed_out) return;
   std::vector<int64_t> ranks;
   for (const int member : timed_out ? still_absent : gone) ranks.push_back(line.members.ranks[member]);
-  const bool of_whole_group = line.members.ranks == options_.ranks;
-  fail_front(line, {ranks, timed_out, front->awaited(ranks, of_whole_group)});
+  fail_front(line, {ranks, timed_out, front->awaited(ranks, line.is_of_all)});
 }
 
 std::vector<int64_t> Engine::ended_ranks() const {

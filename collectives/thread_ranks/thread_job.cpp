@@ -31,7 +31,7 @@ std::optional<ThreadJob::Failure> ThreadJob::first_failure() const {
 std::string ThreadJob::describe(int64_t rank) const {
   const auto& one = ranks_[static_cast<size_t>(rank)];
   if (one.has_ended) return c10::str("rank ", rank, one.failure.empty() ? " has returned" : " has thrown: " + one.failure);
-  return c10::str("rank ", rank, one.waits_in.empty() ? " is in none" : ", which waits in " + one.waits_in);
+  return c10::str("rank ", rank, one.waits_in.empty() ? ", which is in no collective" : ", which waits in " + one.waits_in);
 }
 
 /// Where one of them has ended. Others may have failed because of the first that did.

@@ -391,6 +391,7 @@ TEST(Collectives, GroupsOfSomeRanks) {
     EXPECT_THROWS_WITH(context.communicator(members, at::kCPU, "pair"),
                        c10::str("communicator of ranks [2, 0]: rank ", context.rank(), " is not one of them"));
   }
+  EXPECT_GE(context.count(CollectiveKind::kAllGather).calls, 0); // what was refused is no communicator
 }
 
 TEST(Collectives, BadArgumentsAreErrorsOnTheCaller) {
@@ -400,6 +401,9 @@ TEST(Collectives, BadArgumentsAreErrorsOnTheCaller) {
   EXPECT_THROWS_WITH(
       group->all_gather_into(torch::zeros({n * 3 + 1}), torch::zeros({3}), "p"),
       c10::str("all_gather 'p' ", where, ": output has ", n * 3 + 1, " elements, needed are ", n, " times the input's 3"));
+  const auto output = torch::zeros({n * 3 + 1});
+  EXPECT_THROWS_WITH(group->all_gather_into(output.slice(0, 1), output.slice(0, group->rank() * 3, group->rank() * 3 + 3), "p"),
+                     "input lies in output, but not at this rank's place");
   EXPECT_THROWS_WITH(group->all_gather_into(torch::zeros({n * 3}), torch::zeros({3}, torch::kInt), "p"),
                      "output is Float and input is Int, they must be equal");
   EXPECT_THROWS_WITH(

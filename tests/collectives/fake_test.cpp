@@ -43,6 +43,10 @@ TEST_F(FakeGroup, CollectivesGiveWhatEqualRanksWould) {
   world->all_to_all(received, torch::arange(3, torch::kFloat), {}, {}, "exchange").wait();
   EXPECT_TENSORS_EQUAL(received, torch::full({3}, 2.0f));
   world->broadcast(received, 0, "broadcast").wait();
+  world->send(own, 0, "there").wait();
+  world->receive(received, 0, "back").wait();
+  EXPECT_TENSORS_EQUAL(received, torch::full({3}, 2.0f));
+  EXPECT_EQ(process_context().count(CollectiveKind::kSend), (CollectiveCounters::Count{1, 8}));
   world->barrier("barrier");
   EXPECT_EQ(process_context().count(CollectiveKind::kAllGather), (CollectiveCounters::Count{1, 24}));
   EXPECT_EQ(process_context().count(CollectiveKind::kAllReduce), (CollectiveCounters::Count{2, 16}));
