@@ -268,6 +268,14 @@ void check_keeps_parameters(const c10::OperatorHandle& op, const OperatorTraits&
                        "them: build it without max_norm, and rescale the weight between steps");
 }
 
+/// What is written into the places of a parameter lies where the parameter does, and is written on the device.
+void move_to_device(const OperatorTraits& traits, Arguments arguments) {
+  const auto device = arguments[0].toTensor().device();
+  replace_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t) -> std::optional<at::Tensor> {
+    return tensor.key_set().has(kTouchKey) || tensor.dim() == 0 ? std::nullopt : std::optional(tensor.to(device));
+  });
+}
+
 /// Puts what the call needs in the place of parameters, and makes the groups that it reads valid. Whether the activations beside
 /// them are to be cast.
 bool prepare(const OperatorTraits& traits, Arguments arguments, const Reads& reads, Use use) {
@@ -277,6 +285,7 @@ bool prepare(const OperatorTraits& traits, Arguments arguments, const Reads& rea
       const bool shifts = traits.storage_offset && parameter_meta(arguments[0].toTensor());
       const bool casts = unshard_arguments(traits, arguments, reads, /*substitutes=*/true);
       if (shifts) shift_storage_offset(traits, arguments);
+      if (use == Use::kWritesPlaces && reads.offloaded) move_to_device(traits, arguments);
       return casts;
     }
     case Use::kAmongDTensors:
@@ -301,13 +310,6 @@ c10::DispatchKeySet keys_on_device(const c10::OperatorHandle& op, c10::DispatchK
     if (of_arguments.has(autocast) && !excluded.has(autocast) && op.hasKernelForDispatchKey(autocast)) keys = keys.add(autocast);
   }
   return keys;
-}
-
-/// What is written into the places of a parameter lies where the parameter does, and is written on the device.
-void move_to_device(const OperatorTraits& traits, Arguments arguments, c10::Device device) {
-  replace_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t) -> std::optional<at::Tensor> {
-    return tensor.key_set().has(kTouchKey) || tensor.dim() == 0 ? std::nullopt : std::optional(tensor.to(device));
-  });
 }
 
 /// Autocast would keep its cast copies of whole unsharded parameters until the autocast scope ends.
@@ -337,7 +339,6 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   // Redispatch, never exclude: composites must still see the leaf's key inside.
   auto after = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTouchKey);
   if (is_whole && !reads.computed && !reads.constant && !KeptResults::Scope::active()) after = after.remove(kDTensorKey);
-  if (use == Use::kWritesPlaces && reads.offloaded) move_to_device(traits, arguments, arguments[0].toTensor().device());
   if (is_whole && reads.offloaded) after = keys_on_device(op, after, traits, arguments);
   if (is_whole || (reads.leaf && !reads.other_dtensor)) end_view_replay(); // a plain computation goes on
   const auto in_backward = [] { return torch::autograd::get_current_graph_task_id() >= 0; };

@@ -88,7 +88,7 @@ c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_group(const c10::intrusive_pt
 
 } // namespace
 
-Channel::Channel(c10::intrusive_ptr<GroupStore> store, int rank, int size, const ChannelOptions& options)
+Channel::Channel(const c10::intrusive_ptr<GroupStore>& store, int rank, int size, const ChannelOptions& options)
     : rank_(rank), size_(size), options_(options), lost_(size), seen_ended_(size) {
   TORCH_INTERNAL_ASSERT(options_.watch && static_cast<int>(options_.ranks.size()) == size);
   reserve_descriptors(size + kDeviceDescriptors);
@@ -97,7 +97,7 @@ Channel::Channel(c10::intrusive_ptr<GroupStore> store, int rank, int size, const
   auto group_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
   group_options->devices.push_back(make_device(options.all_local));
   group_options->threads = 1;
-  group_ = connect_group(std::move(store), rank, size, group_options);
+  group_ = connect_group(store, rank, size, group_options);
   sockets_ = opened.close_on_exec();
   sentinel_byte_ = at::empty({1}, at::TensorOptions(at::kByte));
   for (int peer = 0; peer < size_; ++peer)
@@ -107,9 +107,9 @@ Channel::Channel(c10::intrusive_ptr<GroupStore> store, int rank, int size, const
 
 Channel::~Channel() { close(); }
 
-std::shared_ptr<Channel> Channel::connect(c10::intrusive_ptr<GroupStore> store, int rank, int size,
+std::shared_ptr<Channel> Channel::connect(const c10::intrusive_ptr<GroupStore>& store, int rank, int size,
                                           const ChannelOptions& options) {
-  std::shared_ptr<Channel> made(new Channel(std::move(store), rank, size, options), [](Channel* channel) {
+  std::shared_ptr<Channel> made(new Channel(store, rank, size, options), [](Channel* channel) {
     if (channel->is_forked_copy())
       leave_to_parent(channel); // gloo would wait for threads that are not here
     else

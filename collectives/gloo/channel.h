@@ -76,7 +76,7 @@ class Channel : public Witness, public std::enable_shared_from_this<Channel> {
 
   /// Connects every pair of ranks, with one descriptor a peer. gloo's listening port stays open, takes a descriptor for each
   /// stranger who connects to it, and ends the process when there is none left: `reserve_descriptors` spares a few.
-  static std::shared_ptr<Channel> connect(c10::intrusive_ptr<GroupStore> store, int rank, int size,
+  static std::shared_ptr<Channel> connect(const c10::intrusive_ptr<GroupStore>& store, int rank, int size,
                                           const ChannelOptions& options);
   ~Channel() override;
 
@@ -143,7 +143,7 @@ class Channel : public Witness, public std::enable_shared_from_this<Channel> {
   void close();
 
  private:
-  Channel(c10::intrusive_ptr<GroupStore> store, int rank, int size, const ChannelOptions& options);
+  Channel(const c10::intrusive_ptr<GroupStore>& store, int rank, int size, const ChannelOptions& options);
   bool has_arrived(int rounds) const;
   void monitor_loop();
   void background_loop();
