@@ -35,7 +35,7 @@ Tensor random_values(const Tensor& like, Draw& draw) {
 Tensor laid_out_as(const Tensor& values, const Tensor& like) {
   if (!is_dtensor(like)) return values;
   const DTensor model(like);
-  const auto on_device = distribute_tensor(values, model.mesh(), model.placements());
+  auto on_device = distribute_tensor(values, model.mesh(), model.placements());
   if (on_device.device() == like.device()) return on_device;
   const torch::NoGradGuard no_grad; // an offloaded parameter
   return torch::empty_like(like).copy_(on_device);
