@@ -77,7 +77,7 @@ class RankWatch {
   void announce(const MissingRank& missing) const { say(missing.encode()); }
   /// As above, for one of `ended`.
   void announce_ended(const std::vector<int64_t>& ended) const { announce({likely_ended(ended)}); }
-  /// As above, for the first of some late ranks that says of itself that it waits for nobody; or for the first. Returns it.
+  /// As above, for the first of some late ranks that has not said whom it misses itself; or for the first. Returns it.
   int64_t announce_late(const std::vector<int64_t>& ranks) const;
   /// Takes it back: what was missed has come after all.
   void withdraw() const { say("-"); } // names nobody

@@ -81,7 +81,7 @@ void run_cases(Case (*make)(const std::string&, int), const std::string& how) {
   }
 }
 
-/// 500 runs in full, over each transport.
+/// 500 runs in full, over each transport. A rank is named alone, or in a list of those that are late.
 TEST_P(RandomFailures, EndInTimeNameTheRankAndLeaveNothing) { run_cases(on_one_host, GetParam()); }
 
 TEST_P(RandomFailures, OverHostsEndInTimeNameTheRankAndLeaveNothing) {
