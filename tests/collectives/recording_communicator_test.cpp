@@ -212,7 +212,7 @@ TEST(RecordingCommunicator, HasNoRecordOfAFakeGroup) {
   destroy_process_group();
   init_fake_process_group(0, 4);
   EXPECT_THROWS_WITH(write_trace("folder"),
-                     "write_trace: nothing is recorded with TESSERA_TRACE_CALLS=0, nor of a fake process group");
+                     "write_trace: nothing is recorded with TESSERA_TRACE_CALLS=0, of a fake or simulated process group");
   destroy_process_group();
   EXPECT_THROWS_WITH(write_trace("folder"), "no process group: call tessera::init_process_group() first");
   init_process_group();
