@@ -198,7 +198,7 @@ struct Laid {
 
 Laid lay_out_plain(Draw& draw, const Tensor& values) {
   const auto kind = values.dim() == 0 ? 2 : draw.below(3);
-  if (kind == 0) return {values.transpose(0, -1).contiguous().transpose(0, -1), {}, "plain, transposed"};
+  if (kind == 0) return {values.transpose(0, -1).clone(at::MemoryFormat::Contiguous).transpose(0, -1), {}, "plain, transposed"};
   if (kind == 1) { // every second row
     auto sizes = values.sizes().vec();
     sizes[0] = 2 * sizes[0] + 3;
