@@ -1,13 +1,13 @@
 #include <tessera/activations/recompute.h>
 #include <tessera/activations/saved_tensors.h>
 
-#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <map>
 
+#include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
@@ -245,11 +245,9 @@ TEST(Recompute, KeepsAutocast) {
   auto mlp = make_mlp();
   const auto x = input();
   const auto run = [&](bool recomputes) {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, torch::kBFloat16);
+    auto scope = std::make_optional<AutocastScope>(at::kCPU);
     const auto y = recomputes ? recompute(mlp, x) : mlp(x);
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    scope.reset();
     y.square().sum().backward();
     return gradients_of(*mlp, x);
   };

@@ -1,10 +1,10 @@
 #include <tessera/dtensor/dispatch/fallback.h>
 #include <tessera/dtensor/strict_sharding.h>
 
-#include <ATen/autocast_mode.h>
-
 #include <sstream>
 #include <thread>
+
+#include <tessera/tests/support/autocast.h>
 
 #include "layouts.h"
 
@@ -421,11 +421,8 @@ TEST(Dispatch, CachesPlans) {
 TEST(Dispatch, RunsUnderAutocast) {
   const auto mesh = line_mesh();
   const auto run = [](const Tensor& x, const Tensor& w) {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    auto result = x.mm(w).relu().to(at::kFloat).sum();
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-    return result;
+    const AutocastScope scope(at::kCPU);
+    return x.mm(w).relu().to(at::kFloat).sum();
   };
   const auto whole = torch::arange(12, torch::kFloat).view({3, 4});
   auto plain = whole.clone().requires_grad_();

@@ -3,8 +3,6 @@
 #include <gtest/gtest.h>
 #include <malloc.h>
 
-#include <ATen/autocast_mode.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -23,6 +21,7 @@
 #include <tessera/training/grad_scaler.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/draw.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
@@ -77,17 +76,6 @@ struct Step {
   bool recomputes, scales, clips, in_scope, autocasts, unshards;
   std::optional<int64_t> prefetch_depth;
   std::vector<Failure> failures;
-};
-
-struct Autocast {
-  explicit Autocast(bool enabled) {
-    at::autocast::set_autocast_enabled(at::kCPU, enabled);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-  }
-  ~Autocast() {
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-  }
 };
 
 class Trainer {
@@ -159,7 +147,8 @@ class Trainer {
     if (failure.where == Where::kEvaluation) no_grad.emplace();
     std::optional<ForwardScope> scope;
     if (step.in_scope) scope.emplace(*net_);
-    const Autocast autocast(step.autocasts);
+    std::optional<AutocastScope> autocast;
+    if (step.autocasts) autocast.emplace();
     if (step.unshards) fsdp(*(*net_->blocks)[1]).unshard_async();
     const auto tokens = part_of(global_batch(10 * number + micro), world_rank(), world_size());
     auto x = net_->embed(tokens.slice(1, 0, -1));

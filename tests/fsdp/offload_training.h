@@ -16,6 +16,7 @@
 #include <vector>
 
 #include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/lion.h>
 #include <tessera/tests/support/matchers.h>
 
@@ -108,6 +109,11 @@ inline void leave_the_last_reductions(Training& each) {
   loss_on_device(each.net, own_batch(22)).backward();
 }
 
+inline torch::Tensor autocast_loss(Training& each, const torch::Tensor& batch) {
+  const AutocastScope scope;
+  return loss_on_device(each.net, batch);
+}
+
 inline std::vector<Habit> habits() {
   return {{"clip", [](Training& each) { clip_grad_norm_(*each.net, 0.01); }},
           {"write a parameter",
@@ -128,6 +134,12 @@ inline std::vector<Habit> habits() {
            [](Training& each) {
              const torch::NoGradGuard no_grad;
              loss_on_device(each.net, global_batch(19).to(test_device()));
+           }},
+          {"autocast", [](Training& each) { autocast_loss(each, own_batch(23)).backward(); }},
+          {"evaluate under autocast",
+           [](Training& each) {
+             const torch::NoGradGuard no_grad;
+             autocast_loss(each, global_batch(24).to(test_device()));
            }},
           {"step by a scaler",
            [](Training& each) {

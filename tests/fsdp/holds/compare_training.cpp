@@ -1,6 +1,5 @@
 #include "compare_training.h"
 
-#include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
@@ -12,6 +11,7 @@
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
 
+#include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
@@ -52,17 +52,6 @@ double mean_of_ranks(double value) { return mean_over_ranks(torch::tensor(value,
 /// How a model is evaluated.
 enum class Mode { kNoGrad, kInference, kAutocast };
 
-struct AutocastGuard {
-  AutocastGuard() {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-  }
-  ~AutocastGuard() {
-    at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-  }
-};
-
 /// The loss of rank `rank`'s input in evaluation; nothing where the model takes gradients in its forward, or where autocast has
 /// no kernel for it.
 std::optional<double> evaluate(CaseModel& model, int64_t step, int64_t rank, Mode mode) {
@@ -72,9 +61,9 @@ std::optional<double> evaluate(CaseModel& model, int64_t step, int64_t rank, Mod
   const auto message = error_of([&] {
     const torch::NoGradGuard no_grad;
     std::optional<c10::InferenceMode> inference;
-    std::optional<AutocastGuard> autocast;
+    std::optional<AutocastScope> autocast;
     if (mode == Mode::kInference) inference.emplace();
-    if (mode == Mode::kAutocast && tests_the_cpu()) autocast.emplace(); // whose alone it is
+    if (mode == Mode::kAutocast) autocast.emplace(model.device().type());
     loss = model.loss(model.input_of(step, rank)).item<double>();
   });
   EXPECT_TRUE(loss || mode == Mode::kAutocast || message.find("does not require grad") != std::string::npos) << message;

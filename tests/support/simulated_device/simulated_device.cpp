@@ -1,6 +1,7 @@
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
 #include <tessera/collectives/backend.h>
+#include <tessera/tests/support/simulated_device/autocast.h>
 #include <tessera/tests/support/simulated_device/boxed.h>
 #include <tessera/tests/support/simulated_device/communicator.h>
 #include <tessera/tests/support/simulated_device/device_guard.h>
@@ -33,6 +34,7 @@ bool register_all() {
   static const c10::impl::DeviceGuardImplRegistrar guard(kDeviceType, new DeviceGuardImpl);
   c10::SetAllocator(kDeviceType, &CachingAllocator::get());
   register_operators();
+  register_autocast();
   internal::register_backend(kDeviceType, {&make_communicator, [](int64_t) { return kDevice; }});
   std::atexit(drain);
   return true;
