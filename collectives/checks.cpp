@@ -14,6 +14,13 @@ namespace {
 constexpr std::array kReducible{at::kBool, at::kByte, at::kChar,     at::kShort, at::kInt,
                                 at::kLong, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
 
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (a.is_meta() || a.nbytes() == 0 || b.nbytes() == 0) return false;
+  const auto *const first = static_cast<const char*>(a.const_data_ptr()), *const second =
+                                                                              static_cast<const char*>(b.const_data_ptr());
+  return first < second + b.nbytes() && second < first + a.nbytes();
+}
+
 struct Call {
   const Communicator& group;
   CollectiveKind kind;
@@ -27,6 +34,10 @@ struct Call {
                 ", the group's tensors are on ", group.device_type());
     TORCH_CHECK(tensor.layout() == at::kStrided && tensor.is_contiguous(), text(), ": ", name, " of sizes ", tensor.sizes(),
                 " is not contiguous");
+    TORCH_CHECK(tensor.has_storage() && !tensor._is_zerotensor(), text(), ": ", name, " has no memory; pass ", name, ".clone()");
+    TORCH_CHECK(!tensor.is_conj() && !tensor.is_neg(), text(), ": ", name, " is a lazily ",
+                tensor.is_conj() ? "conjugated" : "negated", " view, whose memory has other values; pass ", name,
+                tensor.is_conj() ? ".resolve_conj()" : ".resolve_neg()");
   }
 
   void check_pair(const at::Tensor& output, const at::Tensor& input) const {
@@ -36,7 +47,18 @@ struct Call {
                 input.scalar_type(), ", they must be equal");
   }
 
+  void check_no_overlap(const at::Tensor& output, const at::Tensor& input) const {
+    TORCH_CHECK(!overlap(output, input), text(), ": input and output overlap");
+  }
+
+  /// Of two tensors the smaller one may be this rank's part of the larger one, and nothing else of it.
+  void check_place(const at::Tensor& whole, const at::Tensor& part, const char* where) const {
+    const auto* const own = static_cast<const char*>(whole.const_data_ptr()) + group.rank() * part.nbytes();
+    TORCH_CHECK(!overlap(whole, part) || part.const_data_ptr() == own, text(), ": ", where, ", but not at this rank's place");
+  }
+
   void check_op(ReduceOp op, const at::Tensor& tensor) const {
+    TORCH_CHECK(op >= ReduceOp::kSum && op <= ReduceOp::kProduct, text(), ": there is no reduction ", static_cast<int>(op));
     TORCH_CHECK(std::find(kReducible.begin(), kReducible.end(), tensor.scalar_type()) != kReducible.end(), text(),
                 ": tensors of ", tensor.scalar_type(), " are not reduced; ",
                 tensor.is_complex() ? "pass at::view_as_real(tensor)" : "cast them to a wider type");
@@ -76,11 +98,7 @@ void check_all_gather(const Communicator& group, const at::Tensor& output, const
   call.check_pair(output, input);
   TORCH_CHECK(output.numel() == group.size() * input.numel(), call.text(), ": output has ", output.numel(),
               " elements, needed are ", group.size(), " times the input's ", input.numel());
-  const auto *const begin = static_cast<const char*>(output.const_data_ptr()), *const own = begin + group.rank() * input.nbytes(),
-                    *const in = static_cast<const char*>(input.const_data_ptr());
-  const bool overlaps = in < begin + output.nbytes() && begin < in + input.nbytes();
-  TORCH_CHECK(!overlaps || in == own || input.nbytes() == 0 || input.is_meta(), call.text(),
-              ": input lies in output, but not at this rank's place");
+  call.check_place(output, input, "input lies in output");
 }
 
 void check_reduce_scatter(const Communicator& group, const at::Tensor& output, const at::Tensor& input, ReduceOp op,
@@ -90,6 +108,7 @@ void check_reduce_scatter(const Communicator& group, const at::Tensor& output, c
   call.check_op(op, input);
   TORCH_CHECK(input.numel() == group.size() * output.numel(), call.text(), ": input has ", input.numel(),
               " elements, needed are ", group.size(), " times the output's ", output.numel());
+  call.check_place(input, output, "output lies in input");
 }
 
 void check_all_reduce(const Communicator& group, const at::Tensor& tensor, ReduceOp op, std::string_view label) {
@@ -135,6 +154,7 @@ AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& out
                                 std::string_view label) {
   const Call call{group, CollectiveKind::kAllToAll, label};
   call.check_pair(output, input);
+  call.check_no_overlap(output, input);
   return {check_splits(call, output, output_splits, "output"), check_splits(call, input, input_splits, "input")};
 }
 

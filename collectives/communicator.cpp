@@ -22,6 +22,7 @@ Work Communicator::receive(const at::Tensor& /*tensor*/, int /*from*/, std::stri
 }
 
 c10::DataPtr Communicator::allocate(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes >= 0, "allocate of group ", name_, ": ", bytes, " bytes");
   return c10::GetAllocator(device_type_)->allocate(static_cast<size_t>(bytes));
 }
 

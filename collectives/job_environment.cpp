@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 #include <charconv>
+#include <limits>
 #include <optional>
 
 namespace tessera::internal {
@@ -26,7 +27,7 @@ class Variables {
     int number = 0;
     const auto [end, error] = std::from_chars(value->data(), value->data() + value->size(), number);
     TORCH_CHECK(error == std::errc() && end == value->data() + value->size() && number >= 0, "environment variable ", name, "=",
-                *value, " is not a non-negative integer");
+                *value, " is not an integer between 0 and ", std::numeric_limits<int>::max());
     return number;
   }
 
@@ -157,7 +158,7 @@ int timeout_seconds_or(int otherwise, const EnvironmentMap& environment) {
   char* end = nullptr;
   const long value = std::strtol(found->second.c_str(), &end, 10);
   TORCH_CHECK(*end == '\0' && value > 0 && value < 10'000'000, "environment variable TESSERA_TIMEOUT_SECONDS=", found->second,
-              " is not a positive number of seconds");
+              " is not a whole number of seconds between 1 and 9,999,999");
   return static_cast<int>(value);
 }
 

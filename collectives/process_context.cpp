@@ -3,6 +3,7 @@
 #include <tessera/collectives/backend.h>
 #include <tessera/collectives/error_text.h>
 #include <tessera/collectives/fake.h>
+#include <tessera/collectives/forks.h>
 #include <tessera/collectives/group_store.h>
 #include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/job_trace.h>
@@ -125,6 +126,7 @@ std::shared_ptr<internal::JobTrace> make_trace(const internal::JobEnvironment& j
 struct ProcessContext::Communicators {
   using Key = std::tuple<RankList, at::DeviceType, std::string>;
 
+  const int fork_depth = internal::fork_depth();
   internal::Places places;
   std::shared_ptr<internal::RankWatch> watch;
   std::shared_ptr<internal::shared_memory::Arenas> arenas = std::make_shared<internal::shared_memory::Arenas>();
@@ -136,6 +138,8 @@ struct ProcessContext::Communicators {
 };
 
 CommunicatorPtr ProcessContext::communicator(const RankList& list, at::DeviceType device_type, const std::string& purpose) {
+  TORCH_CHECK(internal::fork_depth() == communicators_->fork_depth, "communicator '", purpose,
+              "': this process was forked from rank ", rank_, " and has no part in its job; it may join one of its own");
   std::lock_guard lock(communicators_->mutex);
   auto& by_key = communicators_->by_key;
   const Communicators::Key key{list, device_type, purpose};
@@ -293,7 +297,7 @@ void destroy_process_group() {
 void write_trace(const std::string& folder) {
   const auto& trace = process_context().communicators_->trace;
   TORCH_CHECK(trace,
-              "write_trace: nothing is recorded with TESSERA_TRACE_CALLS=0, of a fake or simulated process group, and "
+              "write_trace: nothing is recorded with TESSERA_TRACE_CALLS=0, of a fake or simulated process group, or "
               "of ranks in threads");
   TORCH_CHECK_VALUE(!folder.empty(), "write_trace: the name of the folder is empty");
   trace->write(folder, "write_trace");

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <sstream>
@@ -23,7 +24,8 @@ void check_link(const Link& link, const char* name) {
 void check_keys(const Json& object, const char* what, std::initializer_list<std::string_view> known) {
   TORCH_CHECK_VALUE(object.is_object(), "topology: ", what, " is no object, but ", object.dump());
   for (const auto& [key, value] : object.items())
-    TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), key) != known.end(), "topology: ", what, " has no \"", key, "\"");
+    TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), key) != known.end(), "topology: ", what, " has an unknown key \"",
+                      key, "\"");
 }
 
 template <typename T>
@@ -85,7 +87,7 @@ Topology Topology::from_json(std::string_view text) {
 
 Topology Topology::read(const std::string& file) {
   const std::ifstream stream(file);
-  TORCH_CHECK_VALUE(stream.good(), "topology: cannot read ", file);
+  TORCH_CHECK_VALUE(stream.good() && !std::filesystem::is_directory(file), "topology: cannot read ", file);
   std::ostringstream text;
   text << stream.rdbuf();
   try {

@@ -7,6 +7,7 @@
 #include <absl/container/flat_hash_set.h>
 #include <c10/util/StringUtil.h>
 #include <tessera/dtensor/api.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <string_view>
 #include <utility>
@@ -14,6 +15,8 @@
 namespace tessera::internal {
 
 namespace {
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; } // on this thread
 
 /// Returns memory that nobody has written, or fills it: under deterministic algorithms, kernels fill what they allocate with NaN.
 bool only_allocates(std::string_view name) {
@@ -98,13 +101,15 @@ const ValueTraits& NanSearch::traits_of(const at::RecordFunction& function) {
 
 std::string NanSearch::place_of(const ModulePosition& position) const {
   const auto module = [&](int index) { return c10::str("module '", modules_[static_cast<size_t>(index)], "'"); };
-  if (position.node.empty()) {
+  const bool in_hook = position.node.name.empty();
+  if (in_hook && !in_backward()) {
     if (position.last_read < 0) return "in forward, before a module read a parameter";
     return c10::str("in forward, ", position.depth > 0 ? "in " : "after ", module(position.last_read));
   }
-  auto node = c10::str("in backward, in ", position.node);
-  if (position.node_read < 0) return node;
-  return c10::str(node, " of ", module(position.node_read), " or of what comes after it");
+  const auto& node = in_hook ? position.last_node : position.node;
+  if (node.name.empty()) return "in backward, in a hook before the first node";
+  const auto text = c10::str("in backward, in ", in_hook ? "a hook after " : "", node.name);
+  return node.read < 0 ? text : c10::str(text, " of ", module(node.read), " or of what comes after it");
 }
 
 void NanSearch::found(const at::RecordFunction& function, const char* what, const ModulePosition& position) {
@@ -113,15 +118,16 @@ void NanSearch::found(const at::RecordFunction& function, const char* what, cons
 }
 
 void NanSearch::begin_node(const at::RecordFunction& node, ModulePosition& position, Begun& begun) {
-  begun.outer_node.emplace(std::exchange(position.node, node.name()), std::exchange(position.node_read, -1));
+  begun.outer_node = std::exchange(position.node, BackwardNode{node.name()});
   const auto forward = positions_.find(node.forwardThreadId());
   if (forward == positions_.end()) return;
   const auto after = forward->second.reads.upper_bound(node.seqNr());
-  if (after != forward->second.reads.begin()) position.node_read = std::prev(after)->second;
+  if (after != forward->second.reads.begin()) position.node.read = std::prev(after)->second;
 }
 
 void NanSearch::begin_operator(const at::RecordFunction& function, ModulePosition& position, Begun& begun) {
   ++operators_;
+  if (!in_backward()) position.last_node = {};
   const auto inputs = function.inputs();
   for (const auto& input : inputs) {
     any_tensor(input, [&](const at::Tensor& tensor) {
@@ -163,7 +169,7 @@ void NanSearch::end(const at::RecordFunction& function, const Begun& begun) {
   const std::lock_guard lock(mutex_);
   if (finding_) return;
   auto& position = positions_[at::RecordFunction::currentThreadId()];
-  if (begun.outer_node) std::tie(position.node, position.node_read) = *begun.outer_node;
+  if (begun.outer_node) position.last_node = std::exchange(position.node, *begun.outer_node);
   if (function.scope() != at::RecordScope::FUNCTION) return;
   const auto& traits = traits_of(function);
   if (begun.is_call) {

@@ -25,14 +25,20 @@ struct ValueTraits {
   std::vector<bool> is_written;      ///< for each argument: in place
 };
 
+/// A node of autograd.
+struct BackwardNode {
+  std::string name; ///< empty: none
+  int read = -1;    ///< the parameter that forward had read last when it made the node
+};
+
 /// Where a thread is in its forward or backward.
 struct ModulePosition {
   int last_read = -1;           ///< the parameter that an operator read last
   int depth = 0;                ///< operators that read it and have not ended
   int calls = 0, casts = 0;     ///< operators that have not ended
   std::map<int64_t, int> reads; ///< by the number that autograd's next node would get: the parameter that was read then
-  std::string node;             ///< the node of autograd that runs; empty in forward
-  int node_read = -1;           ///< the parameter that forward had read last when it made the node
+  BackwardNode node;            ///< that runs; none in forward, and in hooks between nodes
+  BackwardNode last_node;       ///< that has run in this backward
 };
 
 /// The first operator that got or made NaN, since the last `take`. Its functions are called by any thread.
@@ -50,9 +56,9 @@ class NanSearch {
   /// What `end` needs to know of `begin`.
   struct Begun final : at::ObserverContext {
     bool reads_parameter = false;
-    bool is_call = false;                                  ///< of an operator
-    bool had_it = false;                                   ///< a cast, of what had NaN before
-    std::optional<std::pair<std::string, int>> outer_node; ///< where this is a node: that which it runs in
+    bool is_call = false;                   ///< of an operator
+    bool had_it = false;                    ///< a cast, of what had NaN before
+    std::optional<BackwardNode> outer_node; ///< where this is a node: that which it runs in
   };
   std::unique_ptr<Begun> begin(const at::RecordFunction& function);
   void end(const at::RecordFunction& function, const Begun& begun);

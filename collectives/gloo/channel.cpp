@@ -60,6 +60,13 @@ void in_pieces(int64_t bytes, const Post& post) {
     post(offset, std::min(bytes - offset, Channel::kMaxMessageBytes));
 }
 
+/// Returns when every rank has its connections: one that has nothing more to do may end at once, and closes its own.
+void await_others(GroupStore& store, int size) {
+  constexpr const char *kConnected = "connected", *kAllConnected = "all connected";
+  if (store.add(kConnected, 1) == size) store.set(kAllConnected, std::vector<uint8_t>{1});
+  store.wait({kAllConnected});
+}
+
 /// In time, and not for a peer that has ended or failed: gloo waits several times its own timeout for one that accepts its
 /// connection and says nothing.
 c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_group(const c10::intrusive_ptr<GroupStore>& store, int rank, int size,
@@ -102,6 +109,7 @@ Channel::Channel(const c10::intrusive_ptr<GroupStore>& store, int rank, int size
   sentinel_byte_ = at::empty({1}, at::TensorOptions(at::kByte));
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_) receive(peer, kSentinelTag, sentinel_byte_.data_ptr(), 1, sentinels_);
+  await_others(*store, size);
   monitor_ = std::thread(&Channel::monitor_loop, this);
 }
 

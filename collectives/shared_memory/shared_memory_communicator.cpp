@@ -146,7 +146,7 @@ Work SharedMemoryCommunicator::receive(const at::Tensor& tensor, int from, std::
 Work SharedMemoryCommunicator::coalesced(const std::function<void()>& issue) { return coalesced_.run(issue, name()); }
 
 c10::DataPtr SharedMemoryCommunicator::allocate(int64_t bytes) {
-  auto memory = arena_ ? arena_->allocate(bytes) : c10::DataPtr();
+  auto memory = arena_ && bytes >= 0 ? arena_->allocate(bytes) : c10::DataPtr();
   return memory ? std::move(memory) : Communicator::allocate(bytes);
 }
 

@@ -404,6 +404,19 @@ TEST(Collectives, BadArgumentsAreErrorsOnTheCaller) {
   const auto output = torch::zeros({n * 3 + 1});
   EXPECT_THROWS_WITH(group->all_gather_into(output.slice(0, 1), output.slice(0, group->rank() * 3, group->rank() * 3 + 3), "p"),
                      "input lies in output, but not at this rank's place");
+  if (n > 1) {
+    const auto other = 2 * ((group->rank() + 1) % n);
+    EXPECT_THROWS_WITH(group->reduce_scatter(output.slice(0, other, other + 2), output.slice(0, 0, 2 * n), ReduceOp::kSum, "p"),
+                       "output lies in input, but not at this rank's place");
+    EXPECT_THROWS_WITH(group->all_to_all(output.slice(0, 0, n), output.slice(0, 0, n), {}, {}, "p"), "input and output overlap");
+  }
+  EXPECT_THROWS_WITH(group->broadcast(at::_efficientzerotensor({4}, torch::kFloat), 0, "p"),
+                     "tensor has no memory; pass tensor.clone()");
+  EXPECT_THROWS_WITH(group->broadcast(torch::zeros({4}, torch::kComplexFloat).conj(), 0, "p"),
+                     "tensor is a lazily conjugated view, whose memory has other values; pass tensor.resolve_conj()");
+  EXPECT_THROWS_WITH(group->all_reduce(torch::ones({4})._neg_view(), ReduceOp::kSum, "p"), "pass tensor.resolve_neg()");
+  EXPECT_THROWS_WITH(group->all_reduce(torch::ones({4}), static_cast<ReduceOp>(77), "p"), "there is no reduction 77");
+  EXPECT_THROWS_WITH(group->allocate(-1), "-1 bytes");
   EXPECT_THROWS_WITH(group->all_gather_into(torch::zeros({n * 3}), torch::zeros({3}, torch::kInt), "p"),
                      "output is Float and input is Int, they must be equal");
   EXPECT_THROWS_WITH(

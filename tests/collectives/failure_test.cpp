@@ -69,6 +69,15 @@ TEST(Failure, ARankThatThrowsIsNamedWithItsMessage) {
   }
 }
 
+TEST(Failure, ARankMayEndAsSoonAsItHasAGroup) {
+  for (const std::string hosts : {"0000", "0011"}) {
+    for (int again = 0; again < 2; ++again) {
+      const auto result = run("makes_a_group_and_ends", 4, {{"RANK_PROGRAM_HOSTS", hosts}, {"GLOO_SOCKET_IFNAME", "lo"}});
+      EXPECT_EQ(result.status, 0) << result.output;
+    }
+  }
+}
+
 TEST(Failure, AKilledRankIsNamedWithItsSignal) {
   for (int ranks = 2; ranks <= 4; ++ranks) {
     const auto result = run("last_rank_is_killed", ranks);
@@ -325,6 +334,7 @@ TEST(Failure, AForkedChildThatUsesAGroupGetsAnErrorAndTheRanksGoOn) {
                                       ": this process was forked from a rank and has no part in its groups"),
                         HasSubstr("child: a collective that was started before a fork: this process was forked from a rank"),
                         HasSubstr("child: no process group: call tessera::init_process_group() first"),
+                        HasSubstr("child: communicator 'new': this process was forked from rank "),
                         HasSubstr("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " done")));
   }
 }

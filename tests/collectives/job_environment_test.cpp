@@ -72,9 +72,9 @@ TEST(JobEnvironment, TorchrunIncompleteOrContradictory) {
   EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "WORLD_SIZE", "0")),
                      "environment variable WORLD_SIZE=0 must be at least 1");
   EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "RANK", "one")),
-                     "environment variable RANK=one is not a non-negative integer");
+                     "environment variable RANK=one is not an integer between 0 and 2147483647");
   EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "RANK", "-1")),
-                     "environment variable RANK=-1 is not a non-negative integer");
+                     "environment variable RANK=-1 is not an integer between 0 and 2147483647");
   EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "LOCAL_RANK", "2")),
                      "environment variable LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2");
   EXPECT_THROWS_WITH(internal::parse_job_environment(with(kTorchrun, "LOCAL_WORLD_SIZE", "9")),

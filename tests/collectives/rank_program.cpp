@@ -228,6 +228,7 @@ void last_rank_leaves_a_process(bool runs_a_program) {
     world.group->barrier("waits for the last rank");
   } catch (const std::exception&) {
     std::printf("noticed while the process %s\n", kill(child, 0) == 0 ? "runs" : "has ended");
+    std::fflush(stdout); // it may be ended before it has closed its connections
     kill(child, SIGKILL);
     throw;
   }
@@ -438,8 +439,9 @@ void forked_child_uses_the_group() {
   std::fflush(stdout);
   const pid_t child = fork();
   if (child == 0) {
-    for (const auto& use : std::vector<std::function<void()>>{[&] { world.group->barrier("in the child"); },
-                                                              [&] { pending.wait(); }, [] { tessera::process_context(); }}) {
+    for (const auto& use : std::vector<std::function<void()>>{
+             [&] { world.group->barrier("in the child"); }, [&] { pending.wait(); }, [] { tessera::process_context(); },
+             [&] { world.context.communicator(world.group->ranks(), at::kCPU, "new"); }}) {
       try {
         use();
       } catch (const std::exception& error) {
@@ -495,6 +497,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"last_rank_leaves_a_program", [] { last_rank_leaves_a_process(true); }},
     {"last_rank_leaves_a_fork", [] { last_rank_leaves_a_process(false); }},
     {"last_rank_never_calls_and_others_follow", last_rank_never_calls_and_others_follow},
+    {"makes_a_group_and_ends", [] { World(); }},
     {"ranks_return_one_after_another", [] { ranks_end_one_after_another("return"); }},
     {"ranks_destroy_one_after_another", [] { ranks_end_one_after_another("destroy"); }},
     {"ranks_exit_one_after_another", [] { ranks_end_one_after_another("exit"); }},

@@ -166,7 +166,7 @@ TEST(Topology, IsReadFromJson) {
 TEST(Topology, BadOnesAreErrors) {
   EXPECT_THROWS_WITH(Topology::from_json("{"), "topology: ");
   EXPECT_THROWS_WITH(Topology::from_json("[]"), "topology: the topology is no object, but []");
-  EXPECT_THROWS_WITH(Topology::from_json(R"({"rank": 1})"), "topology: the topology has no \"rank\"");
+  EXPECT_THROWS_WITH(Topology::from_json(R"({"rank": 1})"), "topology: the topology has an unknown key \"rank\"");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"ranks": 1.5})"), "\"ranks\" of the topology is 1.5, but must be a whole number");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"ranks": 0})"), "topology: there are 0 ranks, but must be between 1 and ");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"ranks_per_node": 0})"), "topology: a node has 0 ranks");

@@ -100,6 +100,18 @@ TEST(NanGuard, NamesTheNodeAndTheModuleInBackward) {
             HasSubstr("what comes after it")));
 }
 
+TEST(NanGuard, TellsAHookOfBackwardFromForward) {
+  auto pair = sharded_pair();
+  NanGuard guard(*pair);
+  pair->between = [](const Tensor& x) {
+    if (is_last()) x.register_hook([](const Tensor& gradient) { return gradient / 0.0 * 0; });
+    return x;
+  };
+  pair->forward(input()).sum().backward();
+  EXPECT_THAT(error_of([&] { guard.check(); }),
+              HasSubstr(first_on_the_last_rank() + "aten::mul made NaN in backward, in a hook after "));
+}
+
 TEST(NanGuard, SaysThatAnInputOrAWeightHasIt) {
   auto pair = sharded_pair();
   NanGuard guard(*pair);
