@@ -39,14 +39,15 @@ class Communicator {
   virtual Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) = 0;
   /// Reductions are of real numbers, booleans and integers; kAvg is of floating-point ones. Halves are summed as floats.
   /// `output` [n] receives the reduction over ranks of the `rank()`-th n elements of `input` [size × n]. `input` may be
-  /// overwritten.
+  /// overwritten, and `output` the view of it at this rank's place.
   virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) = 0;
   /// Whether `reduce_scatter_scaled` can be called with tensors of this dtype. The same on every rank.
   virtual bool scales(at::ScalarType /*dtype*/) const { return false; }
   /// As `reduce_scatter` with a sum, of inputs that are multiplied by `factor` on their way (NCCL: PREMUL_SUM).
   virtual Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label);
   virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) = 0;
-  /// Sends `input_splits[r]` elements to rank r and receives `output_splits[r]` from it; empty splits mean equal parts.
+  /// Sends `input_splits[r]` elements to rank r and receives `output_splits[r]` from it; empty splits mean equal parts. The
+  /// tensors do not overlap.
   virtual Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
                           const std::vector<int64_t>& input_splits, std::string_view label) = 0;
   /// `root`, and the peers below, are indices in `ranks()`.

@@ -16,7 +16,6 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using ::testing::Not;
 using torch::Tensor;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
