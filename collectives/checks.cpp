@@ -16,8 +16,8 @@ constexpr std::array kReducible{at::kBool, at::kByte, at::kChar,     at::kShort,
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (a.is_meta() || a.nbytes() == 0 || b.nbytes() == 0) return false;
-  const auto *const first = static_cast<const char*>(a.const_data_ptr()), *const second =
-                                                                              static_cast<const char*>(b.const_data_ptr());
+  const auto* const first = static_cast<const char*>(a.const_data_ptr());
+  const auto* const second = static_cast<const char*>(b.const_data_ptr());
   return first < second + b.nbytes() && second < first + a.nbytes();
 }
 
@@ -47,14 +47,11 @@ struct Call {
                 input.scalar_type(), ", they must be equal");
   }
 
-  void check_no_overlap(const at::Tensor& output, const at::Tensor& input) const {
-    TORCH_CHECK(!overlap(output, input), text(), ": input and output overlap");
-  }
-
   /// Of two tensors the smaller one may be this rank's part of the larger one, and nothing else of it.
   void check_place(const at::Tensor& whole, const at::Tensor& part, const char* where) const {
+    if (!overlap(whole, part)) return;
     const auto* const own = static_cast<const char*>(whole.const_data_ptr()) + group.rank() * part.nbytes();
-    TORCH_CHECK(!overlap(whole, part) || part.const_data_ptr() == own, text(), ": ", where, ", but not at this rank's place");
+    TORCH_CHECK(part.const_data_ptr() == own, text(), ": ", where, ", but not at this rank's place");
   }
 
   void check_op(ReduceOp op, const at::Tensor& tensor) const {
@@ -154,7 +151,7 @@ AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& out
                                 std::string_view label) {
   const Call call{group, CollectiveKind::kAllToAll, label};
   call.check_pair(output, input);
-  call.check_no_overlap(output, input);
+  TORCH_CHECK(!overlap(output, input), call.text(), ": input and output overlap");
   return {check_splits(call, output, output_splits, "output"), check_splits(call, input, input_splits, "input")};
 }
 
