@@ -104,7 +104,10 @@ void compare_curves(const Curve& got, const Curve& expected, TrainingDifference&
   for (size_t step = 0; step < expected.losses.size(); ++step)
     difference.loss = std::max(difference.loss, std::abs(mean_of_ranks(got.losses[step]) - expected.losses[step]));
   for (size_t step = 0; step < expected.evaluations.size(); ++step) {
-    auto& largest = mode_after(step) == Mode::kAutocast ? difference.autocast : difference.evaluation;
+    const bool autocast = mode_after(step) == Mode::kAutocast;
+    // The unsharded model is on the CPU. An operator of unlike dtypes, bilinear say, has autocast on devices alone.
+    if (autocast && !tests_the_cpu() && !expected.evaluations[step]) continue;
+    auto& largest = autocast ? difference.autocast : difference.evaluation;
     largest = std::max(largest, apart(got.evaluations[step], expected.evaluations[step]));
   }
 }
