@@ -50,7 +50,7 @@ struct GlooCommunicator::Call {
   int root = -1;
 };
 
-GlooCommunicator::GlooCommunicator(std::string name, std::vector<int64_t> ranks, int rank, std::shared_ptr<Channel> channel)
+GlooCommunicator::GlooCommunicator(std::string name, RankList ranks, int rank, std::shared_ptr<Channel> channel)
     : Communicator(std::move(name), std::move(ranks), rank, at::kCPU), channel_(std::move(channel)) {}
 
 GlooCommunicator::~GlooCommunicator() { channel_->close(); }

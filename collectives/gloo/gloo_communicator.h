@@ -20,7 +20,7 @@ struct ExchangePlan;
 /// segments that overlap. dtypes: all for data movement; real numbers and bool for reductions (bool: sum is or, product is and).
 class GlooCommunicator final : public Communicator {
  public:
-  GlooCommunicator(std::string name, std::vector<int64_t> ranks, int rank, std::shared_ptr<Channel> channel);
+  GlooCommunicator(std::string name, RankList ranks, int rank, std::shared_ptr<Channel> channel);
   ~GlooCommunicator() override;
 
   Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override;

@@ -42,11 +42,11 @@ int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.
 
 } // namespace
 
-HierarchicalCommunicator::HierarchicalCommunicator(std::string name, std::vector<int64_t> ranks, int rank,
-                                                   std::shared_ptr<const Links> links, CommunicatorPtr inside)
+HierarchicalCommunicator::HierarchicalCommunicator(std::string name, RankList ranks, int rank, std::shared_ptr<const Links> links,
+                                                   CommunicatorPtr inside)
     : Communicator(std::move(name), std::move(ranks), rank, at::kCPU),
       links_(std::move(links)),
-      flat_(std::make_shared<gloo::GlooCommunicator>(this->name(), this->ranks(), this->rank(), links_->all)),
+      flat_(std::make_shared<gloo::GlooCommunicator>(this->name(), rank_list(), this->rank(), links_->all)),
       inside_(std::move(inside)),
       staging_(links_->arena) {
   const BackgroundScheduling of_the_thread;

@@ -21,7 +21,7 @@ namespace tessera::internal::hierarchical {
 class HierarchicalCommunicator final : public Communicator {
  public:
   /// `inside`: of this host's ranks, by column, over the same engine as `links`.
-  HierarchicalCommunicator(std::string name, std::vector<int64_t> ranks, int rank, std::shared_ptr<const Links> links,
+  HierarchicalCommunicator(std::string name, RankList ranks, int rank, std::shared_ptr<const Links> links,
                            CommunicatorPtr inside);
   ~HierarchicalCommunicator() override;
 

@@ -58,8 +58,8 @@ Request make_request(CollectiveKind kind, std::string_view label, const at::Tens
 
 } // namespace
 
-SharedMemoryCommunicator::SharedMemoryCommunicator(std::string name, std::vector<int64_t> ranks, int rank,
-                                                   std::shared_ptr<Engine> engine, std::shared_ptr<Arena> arena)
+SharedMemoryCommunicator::SharedMemoryCommunicator(std::string name, RankList ranks, int rank, std::shared_ptr<Engine> engine,
+                                                   std::shared_ptr<Arena> arena)
     : Communicator(std::move(name), std::move(ranks), rank, at::kCPU), engine_(std::move(engine)), arena_(std::move(arena)) {}
 
 SharedMemoryCommunicator::~SharedMemoryCommunicator() { engine_->close(); }

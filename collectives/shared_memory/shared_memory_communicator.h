@@ -19,7 +19,7 @@ namespace tessera::internal::shared_memory {
 class SharedMemoryCommunicator final : public Communicator {
  public:
   /// `arena`: this process's, or null.
-  SharedMemoryCommunicator(std::string name, std::vector<int64_t> ranks, int rank, std::shared_ptr<Engine> engine,
+  SharedMemoryCommunicator(std::string name, RankList ranks, int rank, std::shared_ptr<Engine> engine,
                            std::shared_ptr<Arena> arena);
   ~SharedMemoryCommunicator() override;
 
