@@ -10,6 +10,7 @@
 
 #include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
 #include <atomic>
@@ -24,12 +25,11 @@ namespace tessera::internal {
 
 namespace {
 
-std::string arrival_key(int64_t rank) { return c10::str("arrived/", rank); }
 std::string failure_key(int64_t rank) { return c10::str("failed/", rank); }
 
 /// The ranks of the group that did not try to connect it: they made none, or one of other ranks or of another order.
 std::vector<int64_t> those_who_made_none(const GroupDescription& group) try {
-  return absent_ranks(*group.store, group.ranks, arrival_key);
+  return group.store->absent();
 } catch (const std::exception&) { // the store is gone as well: what the caller caught says more
   return {};
 }
@@ -165,7 +165,8 @@ CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::Dev
   using std::chrono::steady_clock;
   const auto begin = steady_clock::now();
   try {
-    group.store->set(arrival_key(own), "");
+    group.store->arrive(own, group.options.timeout);
+    const auto end = c10::make_scope_exit([&] { group.store->leave(); });
     return backend.make_communicator(group);
   } catch (const std::exception& error) {
     const auto text = c10::str("rank ", own, " cannot connect group ", group.name, " [", c10::Join(", ", group.ranks), "]");

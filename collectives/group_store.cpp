@@ -15,6 +15,7 @@ namespace {
 using std::chrono::milliseconds, std::chrono::steady_clock;
 
 constexpr const char* kFailedKey = "failed";
+std::string arrival_key(int64_t rank) { return c10::str("arrived/", rank); }
 constexpr milliseconds kFirstPause(1);
 constexpr std::chrono::seconds kGrace(2); // for the store's answers
 
@@ -92,11 +93,29 @@ void GroupStore::wait(const std::vector<std::string>& keys, const std::chrono::m
   wait_for_keys(store_, joinKeys(keys), timeout, [self] { return self->reason_to_give_up(); });
 }
 
+void GroupStore::arrive(int64_t rank, milliseconds timeout) {
+  set(arrival_key(rank), "");
+  announces_wait_at_ = RankWatch::announces_wait_at(steady_clock::now() + timeout, timeout);
+}
+
+std::vector<int64_t> GroupStore::absent() { return absent_ranks(*this, ranks_, arrival_key); }
+
+void GroupStore::leave() {
+  if (is_announced_.exchange(false)) watch_->withdraw();
+}
+
+void GroupStore::announce_long_wait() {
+  if (steady_clock::now() < announces_wait_at_ || is_announced_) return;
+  const auto late = absent();
+  if (!late.empty() && !is_announced_.exchange(true)) watch_->announce_wait(late);
+}
+
 void GroupStore::fail(int64_t rank, const std::string& why) {
   compareSet(kFailedKey, "", c10::str("rank ", rank, " failed: ", why));
 }
 
 std::string GroupStore::reason_to_give_up() {
+  announce_long_wait();
   if (const auto missing = watch_->find_missing(ranks_)) return c10::str("rank ", missing->rank, " has exited or failed");
   const auto failed = joinKey(kFailedKey);
   if (store_->check({failed})) return store_->get_to_str(failed);

@@ -3,6 +3,7 @@
 #include <tessera/collectives/rank_watch.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -23,14 +24,24 @@ class GroupStore final : public c10d::PrefixStore {
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
 
+  /// Says that `rank`, this one, has come to the meeting. When a good part of `timeout` is over, a wait tells the watch for whom.
+  void arrive(int64_t rank, std::chrono::milliseconds timeout);
+  /// Those that have not come. Asks the store.
+  std::vector<int64_t> absent();
+  /// The meeting has ended: takes back what the watch was told.
+  void leave();
   /// Tells the others that `rank` does not finish the meeting. The first to say so is heard, here and in parts of this part.
   void fail(int64_t rank, const std::string& why);
   /// Why the meeting cannot end well, or "". Asks the store.
   std::string reason_to_give_up();
 
  private:
+  void announce_long_wait();
+
   std::vector<int64_t> ranks_;
   std::shared_ptr<RankWatch> watch_;
+  std::chrono::steady_clock::time_point announces_wait_at_ = std::chrono::steady_clock::time_point::max();
+  std::atomic<bool> is_announced_{false};
 };
 
 /// Those of `ranks` whose key is not in the store: a few requests where nearly all are there.

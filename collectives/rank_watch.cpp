@@ -76,7 +76,7 @@ std::string MissingRank::encode() const { return c10::str(static_cast<char>(reas
 
 std::optional<MissingRank> MissingRank::decode(std::string_view text) {
   MissingRank missing;
-  if (text.empty() || (text[0] != 'e' && text[0] != 't')) return std::nullopt;
+  if (text.empty() || std::string_view("etw").find(text[0]) == std::string_view::npos) return std::nullopt;
   missing.reason = static_cast<Reason>(text[0]);
   const auto* end = text.data() + text.size();
   const auto [stopped, error] = std::from_chars(text.data() + 1, end, missing.rank);
@@ -194,12 +194,14 @@ void RankWatch::say(const std::string& text) const {
   });
 }
 
-// Whom `missing` missed itself, and so on to the first.
+// Whom `missing` missed itself, and so on to the first. One that ended while it waited for another is the first.
 MissingRank RankWatch::follow(MissingRank missing) const {
+  using Reason = MissingRank::Reason;
   for (std::set<int64_t> seen{rank_}; seen.insert(missing.rank).second;) {
     const auto next = read(missed_by_key(missing.rank));
     if (!next) break;
-    missing = *next;
+    if (next->reason == Reason::kAwaited && (missing.reason == Reason::kEnded || has_ended(missing.rank))) break;
+    missing = {next->rank, next->reason == Reason::kEnded ? Reason::kEnded : Reason::kTimedOut};
   }
   return missing;
 }
@@ -243,10 +245,10 @@ std::string RankWatch::blame(const std::vector<int64_t>& ended, const std::vecto
   return c10::str(describe_ended({first->rank}), is_own ? "" : c10::str(" (", list, " followed)"));
 }
 
-int64_t RankWatch::announce_late(const std::vector<int64_t>& ranks) const {
+int64_t RankWatch::announce_first_silent(const std::vector<int64_t>& ranks, MissingRank::Reason reason) const {
   const auto silent = absl::c_find_if(ranks, [&](auto rank) { return !has_ended(rank) && !read(missed_by_key(rank)); });
   const auto rank = silent == ranks.end() ? ranks.front() : *silent;
-  announce({rank, MissingRank::Reason::kTimedOut});
+  announce({rank, reason});
   return rank;
 }
 

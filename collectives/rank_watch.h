@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -18,8 +19,9 @@ namespace tessera::internal {
 /// A rank for which another one waited in vain.
 struct MissingRank {
   enum class Reason : char {
-    kEnded = 'e',   ///< its process has ended, or closed its connections
-    kTimedOut = 't' ///< it did not come within the timeout
+    kEnded = 'e',    ///< its process has ended, or closed its connections
+    kTimedOut = 't', ///< it did not come within the timeout
+    kAwaited = 'w'   ///< it has not come yet
   };
   int64_t rank = -1;
   Reason reason = Reason::kEnded;
@@ -78,7 +80,18 @@ class RankWatch {
   /// As above, for one of `ended`.
   void announce_ended(const std::vector<int64_t>& ended) const { announce({likely_ended(ended)}); }
   /// As above, for the first of some late ranks that has not said whom it misses itself; or for the first. Returns it.
-  int64_t announce_late(const std::vector<int64_t>& ranks) const;
+  int64_t announce_late(const std::vector<int64_t>& ranks) const {
+    return announce_first_silent(ranks, MissingRank::Reason::kTimedOut);
+  }
+  /// As above, where the wait goes on: else those who wait for this rank, and whose time is up sooner, would name this one.
+  int64_t announce_wait(const std::vector<int64_t>& ranks) const {
+    return announce_first_silent(ranks, MissingRank::Reason::kAwaited);
+  }
+  /// When a wait that ends at `deadline` is long enough to be announced.
+  static std::chrono::steady_clock::time_point announces_wait_at(std::chrono::steady_clock::time_point deadline,
+                                                                 std::chrono::milliseconds timeout) {
+    return deadline - 3 * timeout / 4;
+  }
   /// Takes it back: what was missed has come after all.
   void withdraw() const { say("-"); } // names nobody
   /// Of ranks that have ended and that this one waits for: records whom the one or those that it missed had missed first, where
@@ -95,6 +108,7 @@ class RankWatch {
   int64_t likely_ended(const std::vector<int64_t>& ranks) const;
   std::optional<MissingRank> await_first_missing(int64_t found) const;
   MissingRank follow(MissingRank missing) const;
+  int64_t announce_first_silent(const std::vector<int64_t>& ranks, MissingRank::Reason reason) const;
   bool is_lost(int64_t rank) const;
   std::string describe_waiting(const std::vector<int64_t>& ranks) const;
   std::optional<MissingRank> read(const std::string& key) const;

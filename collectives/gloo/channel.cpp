@@ -277,8 +277,8 @@ void Channel::end_wait(InFlight* exchange) {
 }
 
 // gloo does not report a lost connection to a message that is half transferred, so its waiter would sit out the timeout. The
-// sentinels do notice, and this thread wakes the waiter. It does so at the deadline as well: when a wait of gloo's runs out, gloo
-// closes the connections before this rank can say whom it misses.
+// sentinels do notice, and this thread wakes the waiter. It does so after a long wait as well: when a wait of gloo's runs out,
+// gloo closes the connections before this rank can say whom it misses.
 void Channel::monitor_loop() {
   std::unique_lock lock(mutex_);
   while (!wake_monitor_.wait_for(lock, kMonitorInterval, [&] { return closed_; })) {
@@ -286,7 +286,7 @@ void Channel::monitor_loop() {
     const auto lost = lost_peers();
     const auto now = std::chrono::steady_clock::now();
     for (auto* exchange : waiting_)
-      if (!lost.empty() || now >= exchange->deadline()) exchange->wake(lost);
+      if (!lost.empty() || now >= exchange->wakes_from()) exchange->wake(lost);
   }
 }
 

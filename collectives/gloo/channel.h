@@ -33,10 +33,10 @@ class InFlight {
   virtual ~InFlight() = default;
   /// Completes it. On the background thread, where perhaps nobody waits for it.
   virtual void complete() = 0;
-  /// Wakes the thread that waits for its messages: these peers are gone, or its time is up.
+  /// Wakes the thread that waits for its messages: these peers are gone, or it has waited for long.
   virtual void wake(const std::vector<int>& lost) = 0;
   virtual void wake_because_the_channel_closes() = 0;
-  virtual std::chrono::steady_clock::time_point deadline() const = 0; ///< fixed from `begin_wait` on
+  virtual std::chrono::steady_clock::time_point wakes_from() const = 0; ///< fixed from `begin_wait` on
 };
 
 struct ChannelOptions {
@@ -133,7 +133,8 @@ class Channel : public Witness, public std::enable_shared_from_this<Channel> {
 
   /// Completes `exchange` on the background thread: to make progress, or because nobody waits for it.
   void complete_in_background(std::shared_ptr<InFlight> exchange);
-  /// Announces the exchange that a thread waits for; the monitor wakes it when one of its peers is gone, and at its deadline.
+  /// Announces the exchange that a thread waits for; the monitor wakes it when one of its peers is gone, and again
+  /// and again when it has waited for long.
   void begin_wait(InFlight* exchange);
   /// For messages that an exchange posted after `begin_wait`: those of a closed channel would be waited for until the timeout.
   void wake_if_closed(InFlight* exchange) const;

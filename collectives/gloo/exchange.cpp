@@ -211,18 +211,27 @@ void Exchange::wait_for(std::vector<Message>& messages, const char* what) {
 
 Channel::Outcome Exchange::wait_for(Message& message, std::string& cause) {
   using Outcome = Channel::Outcome;
-  while (true) {
-    const auto outcome = channel_->wait(message, deadline_ + kMonitorLimit, cause);
+  const auto& watch = channel_->options().watch;
+  auto outcome = Outcome::kWoken;
+  bool is_announced = false;
+  while (outcome == Outcome::kWoken) {
+    outcome = channel_->wait(message, deadline_ + kMonitorLimit, cause);
     if (outcome == Outcome::kClosedHere) throw_closed();
-    if (outcome != Outcome::kWoken) return outcome;
+    if (outcome != Outcome::kWoken) break;
     check_lost_peers();
-    if (std::chrono::steady_clock::now() < deadline_) continue;
-    const auto& watch = channel_->options().watch;
-    watch->announce({ranks_[message.peer], MissingRank::Reason::kTimedOut});
-    if (!channel_->has_come(message)) return Outcome::kTimedOut;
-    watch->withdraw();
-    return Outcome::kDone;
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= deadline_) {
+      watch->announce({ranks_[message.peer], MissingRank::Reason::kTimedOut});
+      outcome = channel_->has_come(message) ? Outcome::kDone : Outcome::kTimedOut;
+    } else if (!is_announced && now >= wakes_from()) {
+      watch->announce_wait({ranks_[message.peer]});
+    } else {
+      continue;
+    }
+    is_announced = true;
   }
+  if (is_announced && outcome == Outcome::kDone) watch->withdraw();
+  return outcome;
 }
 
 // A rank may be gone and yet have sent all that this exchange needs of it.

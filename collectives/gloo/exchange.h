@@ -60,7 +60,9 @@ class Exchange final : public InFlight, public std::enable_shared_from_this<Exch
   void complete() override;
   void wake(const std::vector<int>& lost) override;
   void wake_because_the_channel_closes() override;
-  std::chrono::steady_clock::time_point deadline() const override { return deadline_; }
+  std::chrono::steady_clock::time_point wakes_from() const override {
+    return RankWatch::announces_wait_at(deadline_, channel_->options().timeout);
+  }
 
  private:
   /// Thrown where peers do not come.

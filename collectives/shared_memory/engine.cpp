@@ -153,10 +153,12 @@ void Engine::wait(Operation& operation) {
 }
 
 void Engine::complete(Operation& operation) {
-  if (operation.is_done()) return;
-  begin_waiting(operation);
-  const auto end = c10::make_scope_exit([&] { end_waiting(); });
-  await(operation);
+  if (!operation.is_done()) {
+    begin_waiting(operation);
+    const auto end = c10::make_scope_exit([&] { end_waiting(); });
+    await(operation);
+  }
+  if (operation.announced.exchange(Operation::kNoRank) != Operation::kNoRank && !operation.failure) options_.watch->withdraw();
 }
 
 void Engine::begin_waiting(Operation& operation) {

@@ -37,11 +37,20 @@ void Engine::look_for_absences(Line& line) {
   const auto still_absent = absent(); // looked at after they were seen to be gone
   std::erase_if(gone,
                 [&](int member) { return std::find(still_absent.begin(), still_absent.end(), member) == still_absent.end(); });
-  const bool timed_out = gone.empty() && !still_absent.empty() && deadline && Clock::now() >= *deadline;
-  if (gone.empty() && !timed_out) return;
+  const bool is_late = gone.empty() && deadline;
   std::vector<int64_t> ranks;
-  for (const int member : timed_out ? still_absent : gone) ranks.push_back(line.members.ranks[member]);
-  fail_front(line, {ranks, timed_out, front->awaited(ranks, line.is_of_all)});
+  for (const int member : is_late ? still_absent : gone) ranks.push_back(line.members.ranks[member]);
+  if (ranks.empty()) return;
+  if (is_late && Clock::now() < *deadline) return announce_long_wait(*front, *deadline, ranks);
+  fail_front(line, {ranks, is_late, front->awaited(ranks, line.is_of_all)});
+}
+
+void Engine::announce_long_wait(Operation& operation, Clock::time_point deadline, const std::vector<int64_t>& ranks) {
+  const bool is_known = std::find(ranks.begin(), ranks.end(), operation.announced) != ranks.end();
+  if (is_known || Clock::now() < RankWatch::announces_wait_at(deadline, options_.timeout)) return;
+  operation.announced = ranks.front();
+  operation.announced = options_.watch->announce_wait(ranks);
+  if (operation.is_done()) options_.watch->withdraw(); // whoever waited for it may have done so too soon
 }
 
 std::vector<int64_t> Engine::ended_ranks() const {

@@ -72,7 +72,9 @@ class Operation {
   void fail(std::exception_ptr failure, std::optional<Absence> unexplained = std::nullopt);
 
   std::optional<Clock::time_point> deadline; ///< from the first wait on
-  bool needs_background = false;             ///< others wait for what this member does after `publish`, or nobody waits here
+  static constexpr int64_t kNoRank = -1;
+  std::atomic<int64_t> announced = kNoRank; ///< the others are told that this rank waits for that one
+  bool needs_background = false;            ///< others wait for what this member does after `publish`, or nobody waits here
   std::exception_ptr failure;
   std::optional<Absence> unexplained; ///< the failure, where nobody waited
 

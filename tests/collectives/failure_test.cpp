@@ -207,6 +207,22 @@ TEST(Failure, ARankThatTimedOutIsNotBlamed) {
             Not(HasSubstr("rank 0, which has exited or failed"))));
 }
 
+// The time of the one that waits in front is up first.
+TEST(Failure, ARankThatWaitsForAnotherIsNotBlamedBeforeItsTimeIsUp) {
+  for (const std::string where : {"in_a_collective", "for_a_group"}) {
+    const auto result = run("rank_1_waits_later_" + where, 3, {{"TESSERA_TIMEOUT_SECONDS", "4"}});
+    EXPECT_EQ(result.status, 1);
+    EXPECT_THAT(result.output, AllOf(HasSubstr("barrier 'front' of group default [0, 1] on rank 0: timed out after 4000 ms"),
+                                     HasSubstr(" (rank 1 has waited for rank 2 in vain)")));
+  }
+}
+
+TEST(Failure, ARankThatEndsWhileItWaitsIsNamed) {
+  const auto result = run("rank_1_is_killed_while_it_waits", 3, {{"TESSERA_TIMEOUT_SECONDS", "4"}});
+  EXPECT_THAT(result.output, HasSubstr("barrier 'front' of group default [0, 1] on rank 0: lost the connection to rank 1, which "
+                                       "has exited or failed"));
+}
+
 TEST(Failure, ACollectiveBesideOneThatTimedOutNamesThatAndNoOtherRank) {
   const auto result = run("last_rank_never_calls_and_rank_1_calls_one_of_two", 3, {{"TESSERA_TIMEOUT_SECONDS", "2"}});
   EXPECT_EQ(result.status, 1);

@@ -514,6 +514,9 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"is_traced_in_a_hang", tessera::testing::is_traced_in_a_hang},
     {"last_rank_sees_the_others_fail", tessera::testing::last_rank_sees_the_others_fail},
     {"forked_child_is_signalled", tessera::testing::forked_child_is_signalled},
+    {"rank_1_waits_later_in_a_collective", tessera::testing::rank_1_waits_later_in_a_collective},
+    {"rank_1_waits_later_for_a_group", tessera::testing::rank_1_waits_later_for_a_group},
+    {"rank_1_is_killed_while_it_waits", tessera::testing::rank_1_is_killed_while_it_waits},
     {"strangers_on_every_port", tessera::testing::strangers_on_every_port},
     {"last_rank_ends_and_the_reader_is_held", last_rank_ends_and_the_reader_is_held},
 };

@@ -32,6 +32,10 @@ void is_traced_in_a_hang();
 /// The last rank does not come, and ends when the others have failed.
 void last_rank_sees_the_others_fail();
 void forked_child_is_signalled();
+/// Rank 0 waits for rank 1, and that one for the last from a later time on.
+void rank_1_waits_later_in_a_collective();
+void rank_1_waits_later_for_a_group();
+void rank_1_is_killed_while_it_waits();
 /// Each rank makes groups and adds, while others than ranks connect to the job's store and to what the rank listens at.
 void strangers_on_every_port();
 /// A rank that is drawn is killed, is stopped, throws, hangs or is out-of-step, amid random calls. The others print whether their
