@@ -95,6 +95,8 @@ void GroupStore::wait(const std::vector<std::string>& keys, const std::chrono::m
 
 void GroupStore::arrive(int64_t rank, milliseconds timeout) {
   set(arrival_key(rank), "");
+  own_ = rank;
+  announcement_interval_ = timeout / 8;
   announces_wait_at_ = RankWatch::announces_wait_at(steady_clock::now() + timeout, timeout);
 }
 
@@ -104,10 +106,18 @@ void GroupStore::leave() {
   if (is_announced_.exchange(false)) watch_->withdraw();
 }
 
+// Where all have arrived, one of them does not go on, and does not say that it waits for another. The others do, by and by.
 void GroupStore::announce_long_wait() {
-  if (steady_clock::now() < announces_wait_at_ || is_announced_) return;
-  const auto late = absent();
-  if (!late.empty() && !is_announced_.exchange(true)) watch_->announce_wait(late);
+  constexpr size_t kMostAsked = 8; // of a large group
+  if (steady_clock::now() < announces_wait_at_.load()) return;
+  announces_wait_at_ = steady_clock::now() + announcement_interval_;
+  auto late = absent();
+  if (late.empty()) late = ranks_;
+  std::erase(late, own_);
+  late.resize(std::min(late.size(), kMostAsked));
+  if (late.empty()) return;
+  is_announced_ = true;
+  watch_->announce_wait(late);
 }
 
 void GroupStore::fail(int64_t rank, const std::string& why) {

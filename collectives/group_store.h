@@ -40,7 +40,9 @@ class GroupStore final : public c10d::PrefixStore {
 
   std::vector<int64_t> ranks_;
   std::shared_ptr<RankWatch> watch_;
-  std::chrono::steady_clock::time_point announces_wait_at_ = std::chrono::steady_clock::time_point::max();
+  int64_t own_ = -1;
+  std::chrono::milliseconds announcement_interval_{0};
+  std::atomic<std::chrono::steady_clock::time_point> announces_wait_at_{std::chrono::steady_clock::time_point::max()};
   std::atomic<bool> is_announced_{false};
 };
 

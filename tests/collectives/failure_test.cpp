@@ -209,7 +209,7 @@ TEST(Failure, ARankThatTimedOutIsNotBlamed) {
 
 // The time of the one that waits in front is up first.
 TEST(Failure, ARankThatWaitsForAnotherIsNotBlamedBeforeItsTimeIsUp) {
-  for (const std::string where : {"in_a_collective", "for_a_group"}) {
+  for (const std::string where : {"in_a_collective", "for_a_group", "for_the_end_of_a_meeting"}) {
     const auto result = run("rank_1_waits_later_" + where, 3, {{"TESSERA_TIMEOUT_SECONDS", "4"}});
     EXPECT_EQ(result.status, 1);
     EXPECT_THAT(result.output, AllOf(HasSubstr("barrier 'front' of group default [0, 1] on rank 0: timed out after 4000 ms"),

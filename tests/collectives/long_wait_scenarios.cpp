@@ -2,6 +2,7 @@
 #include "rank_scenarios.h"
 
 #include <tessera/collectives/process_context.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <unistd.h>
 #include <chrono>
@@ -15,7 +16,10 @@ namespace {
 
 constexpr std::chrono::milliseconds kLater(1500);
 
-void wait_in_a_row(const std::function<void(World&, const CommunicatorPtr& behind)>& wait_behind) {
+using Deed = std::function<void(World&, const CommunicatorPtr& behind)>;
+
+void wait_in_a_row(
+    const Deed& wait_behind, const Deed& do_of_last = [](World&, const CommunicatorPtr&) {}) {
   World world;
   const auto group_of = [&](int64_t a, int64_t b) { return world.context.communicator(std::vector<int64_t>{a, b}, at::kCPU); };
   const auto front = world.rank() < 2 ? group_of(0, 1) : nullptr;
@@ -26,7 +30,12 @@ void wait_in_a_row(const std::function<void(World&, const CommunicatorPtr& behin
     std::this_thread::sleep_for(kLater);
     wait_behind(world, behind);
   }
+  if (world.rank() == world.last()) do_of_last(world, behind);
   while (true) pause();
+}
+
+void make_another(World& world, const CommunicatorPtr&) {
+  world.context.communicator(std::vector<int64_t>{1, 2}, at::kCPU, "another");
 }
 
 } // namespace
@@ -35,9 +44,15 @@ void rank_1_waits_later_in_a_collective() {
   wait_in_a_row([](World&, const CommunicatorPtr& behind) { behind->barrier("behind"); });
 }
 
-void rank_1_waits_later_for_a_group() {
-  wait_in_a_row([](World& world, const CommunicatorPtr&) {
-    world.context.communicator(std::vector<int64_t>{1, 2}, at::kCPU, "another");
+void rank_1_waits_later_for_a_group() { wait_in_a_row(make_another); }
+
+void rank_1_waits_later_for_the_end_of_a_meeting() {
+  wait_in_a_row(make_another, [](World& world, const CommunicatorPtr& behind) {
+    std::thread([store = world.context.store()] {
+      while (!store->check({"group/CPU/another/1_2/arrived/2"})) usleep(1000); // a wait would keep the store to itself
+      raise(SIGSTOP);
+    }).detach();
+    make_another(world, behind);
   });
 }
 

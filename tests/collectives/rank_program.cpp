@@ -516,6 +516,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"forked_child_is_signalled", tessera::testing::forked_child_is_signalled},
     {"rank_1_waits_later_in_a_collective", tessera::testing::rank_1_waits_later_in_a_collective},
     {"rank_1_waits_later_for_a_group", tessera::testing::rank_1_waits_later_for_a_group},
+    {"rank_1_waits_later_for_the_end_of_a_meeting", tessera::testing::rank_1_waits_later_for_the_end_of_a_meeting},
     {"rank_1_is_killed_while_it_waits", tessera::testing::rank_1_is_killed_while_it_waits},
     {"strangers_on_every_port", tessera::testing::strangers_on_every_port},
     {"last_rank_ends_and_the_reader_is_held", last_rank_ends_and_the_reader_is_held},

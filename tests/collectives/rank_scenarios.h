@@ -35,6 +35,7 @@ void forked_child_is_signalled();
 /// Rank 0 waits for rank 1, and that one for the last from a later time on.
 void rank_1_waits_later_in_a_collective();
 void rank_1_waits_later_for_a_group();
+void rank_1_waits_later_for_the_end_of_a_meeting();
 void rank_1_is_killed_while_it_waits();
 /// Each rank makes groups and adds, while others than ranks connect to the job's store and to what the rank listens at.
 void strangers_on_every_port();
