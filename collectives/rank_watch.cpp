@@ -1,6 +1,7 @@
 #include <tessera/collectives/rank_watch.h>
 
 #include <tessera/collectives/gloo/descriptors.h>
+#include <tessera/collectives/host_name.h>
 #include <tessera/collectives/time_limit.h>
 
 #include <absl/algorithm/container.h>
@@ -14,7 +15,6 @@
 #include <cerrno>
 #include <charconv>
 #include <cstdlib>
-#include <fstream>
 #include <iterator>
 #include <set>
 #include <sstream>
@@ -32,11 +32,10 @@ constexpr std::chrono::milliseconds kRecordGrace(400), kRecordInterval(50);
 // Process ids mean the same in processes with an equal scope: of one running kernel, and in one namespace. Empty where that
 // cannot be told.
 std::string process_scope() {
-  std::string boot, name(256, '\0');
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot; // clones of one machine share it
+  const auto boot = boot_id(), name = host_name();
   struct stat space = {};
-  if (boot.empty() || gethostname(name.data(), name.size() - 1) != 0 || stat("/proc/self/ns/pid", &space) != 0) return "";
-  return c10::str(name.c_str(), "/", boot, "/", space.st_ino, "/");
+  if (boot.empty() || name.empty() || stat("/proc/self/ns/pid", &space) != 0) return "";
+  return c10::str(name, "/", boot, "/", space.st_ino, "/");
 }
 
 int open_process(int id) { return static_cast<int>(syscall(SYS_pidfd_open, id, 0)); } // glibc 2.36 declares it for C only

@@ -1,15 +1,14 @@
 #include <tessera/collectives/rendezvous.h>
 
 #include <tessera/collectives/group_store.h>
+#include <tessera/collectives/host_name.h>
 #include <tessera/collectives/rank_watch.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <fmt/format.h>
 
-#include <unistd.h>
 #include <algorithm>
-#include <fstream>
 #include <map>
 #include <numeric>
 #include <random>
@@ -25,12 +24,7 @@ std::string transport_key(int64_t index) { return c10::str("transport/", index);
 constexpr const char* kNameKey = "job";
 
 // Machines may share a name, and containers a machine.
-std::string host_identity() {
-  std::string name(256, '\0'), boot;
-  if (gethostname(name.data(), name.size() - 1) != 0) name = "unknown";
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return c10::str(name.c_str(), " ", boot);
-}
+std::string host_identity() { return c10::str(host_name(), " ", boot_id()); }
 
 std::string new_name() {
   std::random_device random;

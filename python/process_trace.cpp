@@ -1,12 +1,11 @@
 #include "process_trace.h"
 
+#include <tessera/collectives/host_name.h>
 #include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/signal_watch.h>
 
 #include <c10/util/StringUtil.h>
 
-#include <unistd.h>
-#include <array>
 #include <mutex>
 #include <random>
 #include <string>
@@ -35,11 +34,6 @@ std::string job_name(c10d::Store& store) {
   return store.compareSet("tessera/job", std::string(), drawn);
 }
 
-std::string host_name() {
-  std::array<char, 256> name = {};
-  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
-}
-
 } // namespace
 
 std::shared_ptr<internal::JobTrace> process_trace() {
@@ -52,7 +46,7 @@ void begin_process_trace(c10d::Store& store, int rank, int world_size) {
   const auto options = internal::trace_options(internal::current_environment());
   std::shared_ptr<internal::JobTrace> trace;
   if (options.calls > 0) {
-    internal::TraceOwner owner{.job = job_name(store), .rank = rank, .world_size = world_size, .host = host_name()};
+    internal::TraceOwner owner{.job = job_name(store), .rank = rank, .world_size = world_size, .host = internal::host_name()};
     trace = std::make_shared<internal::JobTrace>(std::move(owner), options);
   }
   auto& process = of_process();
