@@ -4,7 +4,7 @@
 A mutation that no test finds is an error: either a test is missing, or the line was not needed. The sources are changed in place,
 and as they were again at the end; a file with changes that are not committed is an error.
 
-Usage: tests/fsdp/stream_mutations.py [--preset PRESET] [--ranks N]... [--only TEXT]
+Usage: tests/fsdp/stream_mutations.py [--preset PRESET] [--ranks N]... [--only TEXT] [--from NUMBER]
 """
 import argparse
 import itertools
@@ -32,9 +32,11 @@ MUTATIONS = [
     ("fsdp/parameter_group.cpp", "  const c10::OptionalStreamGuard home(users_.end());\n", ""),
     ("fsdp/group_gradients.cpp", "  input.users.wait_for(reduction_.first);\n", ""),
     ("fsdp/group_gradients.cpp", "    Work(reduction_.first).wait();\n", ""),
-    ("fsdp/group_gradients.cpp", "    reduction_.first.wait();\n    reduction_.second.wait();\n", ""),
-    ("fsdp/group_gradients.cpp", "  reduction_.second.wait();\n  auto done", "  auto done"),
-    ("fsdp/group_gradients.cpp", "  reduction_.second.wait();\n  partial_ =", "  partial_ ="),
+    ("fsdp/group_gradients.cpp", "  wait_on_home();\n  reduction_.input", "  reduction_.input"),
+    ("fsdp/group_gradients.cpp", "  wait_for(group_, reduction_.first);\n  reduction_.input", "  reduction_.input"),
+    ("fsdp/group_gradients.cpp", "  wait_for(group_, reduction_.first);\n  wait_for", "  wait_for"),
+    ("fsdp/group_gradients.cpp", "  wait_for(group_, reduction_.second);\n  auto done", "  auto done"),
+    ("fsdp/group_gradients.cpp", "  wait_for(group_, reduction_.second);\n  partial_ =", "  partial_ ="),
     ("fsdp/touch.cpp", "        if (is_written) wait_to_write(*meta->group);\n", ""),
     ("fsdp/side_stream.cpp", "  mark(before).wait();\n", ""),
     ("fsdp/side_stream.cpp", "    Work(end).wait();\n", ""),
@@ -47,6 +49,13 @@ MUTATIONS = [
     ("offload/host_memory.cpp", "    if (!end_.query()) end_.synchronize();\n", ""),
     ("checkpoint/pieces.cpp", "  tensor.copy_(tensor);", ""),
 ]
+
+
+def check_lines(mutations):
+    """Ends before an hour of tests where the sources have moved on."""
+    counts = [(path, line, (ROOT / path).read_text().count(line)) for path, line, _ in mutations]
+    if wrong := [f"{path} holds {count} times: {line!r}" for path, line, count in counts if count != 1]:
+        sys.exit("\n".join(wrong))
 
 
 def build(preset):
@@ -74,10 +83,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="release")
     parser.add_argument("--ranks", type=int, action="append")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="those whose file or line holds this")
+    parser.add_argument("--from", dest="first", type=int, default=1, help="the number of the first, from 1")
     arguments = parser.parse_args()
     ranks = arguments.ranks or [2, 4]
     mutations = [mutation for mutation in MUTATIONS if arguments.only in mutation[0] + mutation[1]]
+    mutations = mutations[arguments.first - 1 :]
+    check_lines(mutations)
     changed = subprocess.run(["git", "diff", "--name-only", "HEAD", "--", *{path for path, _, _ in mutations}], cwd=ROOT,
                              capture_output=True, text=True).stdout
     if changed:
@@ -89,8 +101,6 @@ def main():
     for path, line, instead in mutations:
         file = ROOT / path
         original = file.read_text()
-        if original.count(line) != 1:
-            sys.exit(f"{path} holds {original.count(line)} times: {line!r}")
         try:
             file.write_text(original.replace(line, instead))
             build(arguments.preset)
