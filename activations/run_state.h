@@ -41,7 +41,7 @@ class AutocastState {
     bool enabled;
     at::ScalarType dtype;
   };
-  static constexpr std::array kDevices{c10::kCPU, c10::kCUDA};
+  static constexpr std::array kDevices{c10::kCPU, c10::kCUDA, c10::kPrivateUse1};
   std::array<OfDevice, kDevices.size()> devices_{};
   bool caches_;
 };

@@ -1,5 +1,7 @@
 #include <ATen/ops/_to_copy.h>
 
+#include <tessera/collectives/current_stream.h>
+#include <tessera/collectives/stream_mark.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/move.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
@@ -95,6 +97,7 @@ struct PendingDTensor::State {
   internal::redistribute::Deferred deferred;
   at::Tensor unfinished;
   std::optional<DTensor> result;
+  Work computed; ///< the result, on the stream of the thread that finished it; another one waits for it
 
   void finish() {
     at::Tensor moved;
@@ -106,6 +109,7 @@ struct PendingDTensor::State {
     }
     if (internal::needs_graph(source)) moved = internal::FinishRedistribute::apply(source, moved);
     result.emplace(std::move(moved));
+    if (const auto stream = internal::current_stream_if_any(result->device())) computed = internal::mark(*stream);
   }
 };
 
@@ -124,7 +128,7 @@ PendingDTensor DTensor::redistribute_async(const Placements& placements) const {
 
 bool PendingDTensor::is_completed() const {
   TORCH_CHECK(state_, "is_completed: this PendingDTensor was moved from");
-  return state_->result.has_value() || state_->deferred.work.is_completed();
+  return state_->result ? state_->computed.is_completed() : state_->deferred.work.is_completed();
 }
 
 DTensor PendingDTensor::wait() {
@@ -134,6 +138,7 @@ DTensor PendingDTensor::wait() {
     state.deferred.work.wait();
     state.finish();
   }
+  state.computed.wait();
   return *state.result;
 }
 

@@ -119,7 +119,10 @@ void ParameterGroup::start_gather() {
 
 Work ParameterGroup::gather(const at::Tensor& unsharded) {
   gathers_unsharded_parts_ = neighbours_ && is_secondary_valid();
-  if (gathers_unsharded_parts_) return all_gather(*neighbours_, unsharded, secondary_);
+  if (gathers_unsharded_parts_) {
+    secondary_users_.join();
+    return all_gather(*neighbours_, unsharded, secondary_);
+  }
   if (!is_secondary_valid()) try_fetch();
   if (!is_secondary_valid() && !extended_.is_empty()) prepare_extended();
   fill_replicated(unsharded);

@@ -343,7 +343,6 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   if (!is_reducing()) return;
   enter(State::kIdle);
   const at::NoGradGuard no_grad;
-  wait_for(group_, reduction_.first);
   wait_for(group_, reduction_.second);
   auto done = std::exchange(reduction_, Reduction());
   if (all_reduce_hook) all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));

@@ -90,6 +90,7 @@ ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshA
 ParameterGroup::~ParameterGroup() {
   try {
     users_.end();
+    secondary_users_.end();
   } catch (...) { // of a device that has failed
   }
   if (storage_) storage_->forget_group();
@@ -293,7 +294,7 @@ void ParameterGroup::set_neighbours(CommunicatorPtr neighbours) {
 }
 
 void ParameterGroup::reshard() {
-  if (neighbours_) secondary_ = at::Tensor();
+  if (neighbours_) release_secondary();
   if (!copies_ || state_ == State::kSharded) return;
   finish_gather();
   users_.end();
@@ -305,13 +306,21 @@ void ParameterGroup::reshard_after_forward() {
   if (!neighbours_ || !is_unsharded() || is_stale()) return reshard();
   const c10::OptionalStreamGuard home(users_.end());
   if (!is_secondary_valid()) {
+    release_secondary();
+    secondary_users_.begin(storage_->device());
     const at::NoGradGuard no_grad;
     const int64_t part = layout_.unsharded_bytes / neighbours_->size();
     secondary_ = unsharded_bytes_tensor().narrow(0, neighbours_->rank() * part, part).clone();
     secondary_version_ = gathered_version_;
+    secondary_users_.wait_for_home();
   }
   storage_->release();
   enter(State::kSharded);
+}
+
+void ParameterGroup::release_secondary() {
+  secondary_users_.end();
+  secondary_ = at::Tensor();
 }
 
 void ParameterGroup::write_back(const UnshardedRange& written) {

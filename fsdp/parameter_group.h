@@ -221,6 +221,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   Work gather_shards(const at::Tensor& output);
   Work gather_inside(const at::Tensor& output, const at::Tensor& input);
   /// What has been gathered of it is of the shard as it is now.
+  void release_secondary();
   bool is_secondary_valid() const { return secondary_.defined() && secondary_version_ == shard_version(); }
   /// Of what a rank sends.
   int64_t sent_bytes() const { return layout_.shard_bytes + extended_bytes_; }
@@ -261,6 +262,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// This rank's part of the unsharded parameters among fewer ranks than the shard axis has: those of the inner group of a
   /// hierarchical strategy, or the neighbours of a `reshard_after_forward` (ZeRO++: the secondary partition).
   at::Tensor secondary_;
+  BlockUsers secondary_users_; ///< where it is that of neighbours; the other is written and read on the stream of gathers alone
   uint64_t secondary_version_ = 0; ///< of the shard that it was gathered from
   CommunicatorPtr neighbours_;
 };

@@ -19,6 +19,14 @@ at::Tensor flatten(const at::Tensor& gradient, const std::vector<int64_t>& strid
   return in_memory_order(at::empty_strided(gradient.sizes(), strides, gradient.options()).copy_(gradient));
 }
 
+at::Tensor flags_of(const std::vector<bool>& used, const at::TensorOptions& options) {
+  const auto count = static_cast<int64_t>(used.size());
+  if (std::find(used.begin(), used.end(), false) == used.end()) return at::ones({count}, options);
+  const auto flags = at::empty({count}, at::TensorOptions(at::kByte));
+  std::copy(used.begin(), used.end(), flags.mutable_data_ptr<uint8_t>());
+  return flags.to(options);
+}
+
 } // namespace
 
 void ReduceInput::release() {
@@ -166,22 +174,18 @@ void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
     }
     return;
   }
-  if (!all_used_.defined() || all_used_.scalar_type() != input_.data.scalar_type())
-    all_used_ = at::ones({count}, input_.data.options());
-  auto flags = all_used_;
-  if (std::find(used.begin(), used.end(), false) != used.end()) {
-    flags = at::empty({count}, at::TensorOptions(at::kByte));
-    std::copy(used.begin(), used.end(), flags.mutable_data_ptr<uint8_t>());
-    flags = flags.to(input_.data.options());
+  if (used != flagged_ || flags_.scalar_type() != input_.data.scalar_type()) {
+    flagged_ = used;
+    flags_ = flags_of(used, input_.data.options());
   }
   const int64_t ranks = group_.axes().shard_ranks();
   if (ranks > kFewRanks) {
     list.copy(input_.data.view({ranks, layout_->chunk_numel}).narrow(1, layout_->used_offset, count),
-              flags.expand({ranks, count}));
+              flags_.expand({ranks, count}));
     return;
   }
   for (int64_t rank = 0; rank < ranks; ++rank)
-    list.copy(input_.data.narrow(0, rank * layout_->chunk_numel + layout_->used_offset, count), flags);
+    list.copy(input_.data.narrow(0, rank * layout_->chunk_numel + layout_->used_offset, count), flags_);
 }
 
 ReduceInput ReduceBuffer::take(const std::vector<bool>& takes_part, const std::vector<bool>& used) {

@@ -58,7 +58,8 @@ class ReduceBuffer {
   std::vector<bool> is_filled_; ///< something is there of a parameter, or waits
   std::vector<bool> is_copied_; ///< it is in the buffer
   std::vector<at::Tensor> waiting_;
-  at::Tensor all_used_; ///< flags of a rank that used all parameters
+  std::vector<bool> flagged_; ///< which parameters were used, last time
+  at::Tensor flags_;          ///< the same on the device: mostly the same again, and a copy to there waits for the device
 };
 
 } // namespace tessera::internal

@@ -67,7 +67,6 @@ bool Schedule::follow(const ParameterGroup* read) {
 
 void Schedule::begin_forward() {
   enter(State::kForward);
-  compute_stream_ = current_stream_if_any(device_);
   ++forward_epoch_;
   iteration_ = {};
 }
@@ -142,7 +141,9 @@ void Schedule::touch_locked(ParameterGroup& group) {
 void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
   const std::lock_guard lock(mutex_);
   touch_locked(group);
-  if (expects_gradient) scheduled(group).gradients->expect(index, forward_epoch_);
+  if (!expects_gradient) return; // an evaluation may run on another stream
+  compute_stream_ = current_stream_if_any(device_);
+  scheduled(group).gradients->expect(index, forward_epoch_);
 }
 
 void Schedule::record(ParameterGroup& group) {
@@ -272,6 +273,7 @@ bool Schedule::deliver_after(const Locked& locked) {
 
 void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
   const StreamScope scope(compute_stream_);
+  if (scope.has_switched()) use_on_current_stream(gradient);
   {
     const std::lock_guard lock(mutex_);
     follow();

@@ -4,29 +4,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <memory>
 #include <utility>
 
 namespace tessera::internal {
-
-namespace {
-
-class StreamMark final : public WorkState {
- public:
-  explicit StreamMark(const c10::Stream& stream) : event_(stream.device_type()), device_(stream.device()) {
-    event_.record(stream);
-  }
-  void wait() override { event_.block(current_stream(device_)); }
-  bool is_completed() override { return event_.query(); }
-
- private:
-  c10::Event event_;
-  c10::Device device_;
-};
-
-} // namespace
-
-Work mark(const c10::Stream& stream) { return Work(std::make_shared<StreamMark>(stream)); }
 
 StreamScope::StreamScope(const std::optional<c10::Stream>& stream) {
   if (!stream) return;
@@ -47,6 +27,12 @@ StreamScope::~StreamScope() {
   }
 }
 
+void use_on_current_stream(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return;
+  const auto device = tensor.device();
+  c10::impl::VirtualGuardImpl(device.type()).recordDataPtrOnStream(tensor.storage().data_ptr(), current_stream(device));
+}
+
 SideStream::SideStream(c10::Device device) {
   if (is_asynchronous(device))
     stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
@@ -65,6 +51,10 @@ void SideStream::follow_current() const {
 }
 
 void BlockUsers::begin(c10::Device device) { home_ = current_stream_if_any(device); }
+
+void BlockUsers::wait_for_home() {
+  if (home_) last_ = mark(*home_);
+}
 
 void BlockUsers::join() {
   if (!home_) return;

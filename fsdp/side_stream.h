@@ -11,13 +11,10 @@
 #include <vector>
 
 #include <tessera/collectives/current_stream.h>
+#include <tessera/collectives/stream_mark.h>
 #include <tessera/collectives/work.h>
 
 namespace tessera::internal {
-
-/// All that the stream holds so far. The `wait` of the Work makes the calling thread's current stream wait for that, and blocks
-/// no host; a copy of the Work may wait for it on another stream.
-Work mark(const c10::Stream& stream);
 
 /// While it lives, `stream` is the calling thread's current one, after what that holds; then the one before comes after it.
 /// Nothing without a stream, or where it is the current one.
@@ -25,6 +22,7 @@ class StreamScope {
  public:
   explicit StreamScope(const std::optional<c10::Stream>& stream);
   ~StreamScope();
+  bool has_switched() const { return before_.has_value(); }
   StreamScope(const StreamScope&) = delete;
   StreamScope& operator=(const StreamScope&) = delete;
 
@@ -32,6 +30,9 @@ class StreamScope {
   std::optional<c10::Stream> before_;
   c10::OptionalStreamGuard guard_;
 };
+
+/// The current stream uses the memory of `tensor`, which is another stream's: it is handed out again when both have done with it.
+void use_on_current_stream(const at::Tensor& tensor);
 
 /// A stream of high priority beside the current one. On the CPU there is none: collectives there have threads of their own.
 class SideStream {
@@ -80,6 +81,8 @@ class BlockUsers {
   void begin(c10::Device device);
   /// Whoever uses the block next waits for this.
   void wait_for(Work last) { last_ = std::move(last); }
+  /// The same for all that the block's home holds so far.
+  void wait_for_home();
   /// The current stream uses the block from here on.
   void join();
   /// Nobody uses the block from here on: its home waits for the others. Returns the home, for what is made of the block at last.

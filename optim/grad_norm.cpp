@@ -4,7 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
-#include <ATen/ops/from_blob.h>
+#include <ATen/ops/_foreach_pow.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -97,9 +97,9 @@ at::Tensor value_of(Weighted& some, NormOf norm) {
   auto norms = at::_foreach_norm(some.parts, norm.type);
   for (auto& each : norms) each = each.to(options);
   if (norm.is_extreme()) return joined(std::move(norms), norm);
-  const auto count = static_cast<int64_t>(some.weights.size());
-  const auto weights = at::from_blob(some.weights.data(), {count}, at::kDouble).to(options);
-  return at::stack(norms).pow(norm.type).mul(weights).sum();
+  // The weights go along as arguments: a copy of them to a device would wait for all that it does.
+  const std::vector<at::Scalar> weights(some.weights.begin(), some.weights.end());
+  return at::stack(at::_foreach_mul(at::_foreach_pow(norms, norm.type), weights)).sum();
 }
 
 /// The sum of the parts' norms to the power of the norm, each times its weight; or the extreme of the norms. A double, in which

@@ -8,6 +8,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -151,6 +152,7 @@ class StagedCommunicator final : public Communicator {
   template <typename Collective, typename RunFinish>
   Work start(const at::Tensor& input, const at::Tensor& output, std::string_view label, Collective collective,
              RunFinish run_finish) {
+    const c10::InferenceMode training(false); // the copies are written by a thread that knows nothing of the caller's mode
     const at::NoGradGuard no_grad;
     const at::Tensor from = input.defined() ? host_tensor_like(input) : input;
     const at::Tensor to = !output.defined() || input.is_same(output) ? from : host_tensor_like(output);
@@ -178,6 +180,7 @@ class StagedCommunicator final : public Communicator {
     std::shared_ptr<c10::Event> end;
     try {
       const at::NoGradGuard no_grad;
+      const c10::InferenceMode inference(output.defined() && output.is_inference());
       work.wait();
       const c10::StreamGuard guard(stream_);
       if (output.defined()) output.copy_(copy, /*non_blocking=*/true);

@@ -113,6 +113,14 @@ TEST_F(Staged, RunsSeveralAtOnceInOrder) {
 }
 
 /// Each rank sends to the next one, whichever of the two calls it makes first.
+TEST_F(Staged, TakesTensorsOfInferenceMode) {
+  const auto ranks = static_cast<double>(world_size());
+  const c10::InferenceMode inference;
+  auto tensor = torch::ones({4}, sim::kDevice);
+  group(sim::kDeviceType)->all_reduce(tensor, ReduceOp::kSum, "sum").wait();
+  EXPECT_EQ(tensor.sum().item<double>(), 4 * ranks);
+}
+
 TEST_F(Staged, MessagesGoAround) {
   if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
   const auto staged = group(sim::kDeviceType);

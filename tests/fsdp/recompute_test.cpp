@@ -9,6 +9,7 @@
 #include <tessera/fsdp/sharded_module.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
@@ -130,6 +131,21 @@ TEST(ShardedRecompute, OfGroupsInsideOfABlockGathersNoMore) {
     EXPECT_EQ(got.all_gathers, without.all_gathers) << static_cast<int>(where);
     for (size_t i = 0; i < got.losses.size(); ++i) EXPECT_NEAR(got.losses[i], without.losses[i], 1e-6);
   }
+}
+
+TEST(ShardedRecompute, KeepsAutocastOnTheDevice) {
+  std::vector<Tensor> gradients;
+  for (const auto where : {Where::kNowhere, Where::kAround}) {
+    Net net = make_net();
+    shard_model(net, strategies()[0]);
+    const auto loss = [&] {
+      const AutocastScope scope;
+      return loss_with(net, part_of(global_batch(0), world_rank(), world_size()), where);
+    }();
+    loss.backward();
+    gradients.push_back(full(net->blocks[0]->as<Block>()->up->weight.grad()).cpu());
+  }
+  EXPECT_TENSORS_EQUAL(gradients[1], gradients[0]);
 }
 
 TEST(ShardedRecompute, AccumulatesGradients) {
