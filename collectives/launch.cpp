@@ -311,7 +311,8 @@ class Ranks {
     std::string others;
     for (int rank = 0; rank < static_cast<int>(pids_.size()); ++rank)
       if (rank != cause && failures_[rank].known) others += c10::str("\n  rank ", rank, " then ", failures_[rank].text);
-    if (!stopped.empty()) others += c10::str("\n  stopped: rank", stopped.size() == 1 ? " " : "s ", c10::Join(", ", stopped));
+    if (!stopped.empty())
+      others += c10::str("\n  ended by launch: rank", stopped.size() == 1 ? " " : "s ", c10::Join(", ", stopped));
     TORCH_CHECK(false, "rank ", cause, " of ", pids_.size(), " ", first->text, others);
   }
 

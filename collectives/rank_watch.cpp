@@ -245,7 +245,8 @@ std::string RankWatch::blame(const std::vector<int64_t>& ended, const std::vecto
 }
 
 int64_t RankWatch::announce_first_silent(const std::vector<int64_t>& ranks, MissingRank::Reason reason) const {
-  const auto silent = absl::c_find_if(ranks, [&](auto rank) { return !has_ended(rank) && !read(missed_by_key(rank)); });
+  const auto is_silent = [&](auto rank) { return !has_ended(rank) && !read(missed_by_key(rank)); };
+  const auto silent = ranks.size() == 1 ? ranks.begin() : absl::c_find_if(ranks, is_silent); // a store that is gone takes seconds
   const auto rank = silent == ranks.end() ? ranks.front() : *silent;
   announce({rank, reason});
   return rank;

@@ -1,5 +1,7 @@
 #include <tessera/offload/transfers.h>
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <string_view>
@@ -24,6 +26,8 @@ Transfers& process_transfers() {
   static const auto* const transfers = [] {
     const char* const chosen = std::getenv("TESSERA_OFFLOAD_IO");
     const bool threads = chosen && std::string_view(chosen) == "threads";
+    TORCH_CHECK(threads || !chosen || !*chosen, "environment variable TESSERA_OFFLOAD_IO=", chosen,
+                " must be threads, or not set");
     auto made = threads ? nullptr : make_uring_transfers();
     return new std::shared_ptr<Transfers>(made ? made : make_thread_transfers());
   }();

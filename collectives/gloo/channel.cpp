@@ -36,8 +36,13 @@ constexpr size_t kRetiredLists = 24;
 
 std::shared_ptr<::gloo::transport::Device> make_device(bool all_local) {
   using c10d::ProcessGroupGloo;
-  if (const char* interface = std::getenv("GLOO_SOCKET_IFNAME"); interface && *interface)
-    return ProcessGroupGloo::createDeviceForInterface(interface);
+  if (const char* interface = std::getenv("GLOO_SOCKET_IFNAME"); interface && *interface) {
+    try {
+      return ProcessGroupGloo::createDeviceForInterface(interface);
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, "environment variable GLOO_SOCKET_IFNAME=", interface, ": ", error_text(error));
+    }
+  }
   return all_local ? ProcessGroupGloo::createDeviceForHostname("127.0.0.1") : ProcessGroupGloo::createDefaultDevice();
 }
 

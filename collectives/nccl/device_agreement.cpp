@@ -31,7 +31,7 @@ void agree_on_devices(const GroupDescription& group, const DeviceAnswer& own, Sh
   std::map<std::string, int64_t> users;
   for (size_t i = 0; i < answers.size(); ++i) {
     const std::string text(answers[i].begin(), answers[i].end());
-    TORCH_CHECK(!text.empty() && text[0] == kHasDevice, "rank ", group.ranks[i], " has no CUDA device: ", text.substr(1));
+    TORCH_CHECK(!text.empty() && text[0] == kHasDevice, "rank ", group.ranks[i], " cannot use CUDA: ", text.substr(1));
     const auto [user, is_first] = users.emplace(text.substr(1), group.ranks[i]);
     TORCH_CHECK(
         is_first || shared == SharedDevices::kAllowed, "ranks ", user->second, " and ", group.ranks[i],

@@ -35,10 +35,10 @@ std::string environment_value(const char* name) {
 
 // LibTorch asks for CUDA once, as early as at the first seed, and remembers the answer. Hence its CUDA libraries are loaded with
 // this one where there is a driver: whatever a program does first, CUDA is not lost. TESSERA_LOAD_CUDA=0 or 1 decides in place of
-// the driver.
+// the driver. Another value is an error when CUDA is asked for: nothing can be thrown here.
 [[gnu::constructor]] void load_cuda_where_there_is_a_driver() {
   const auto decided = environment_value("TESSERA_LOAD_CUDA");
-  if (decided == "0" || (decided.empty() && !dlopen("libcuda.so.1", RTLD_LAZY))) return;
+  if (decided == "0" || (decided != "1" && !dlopen("libcuda.so.1", RTLD_LAZY))) return;
   const auto folder = folder_of_the_library_with(reinterpret_cast<const void*>(&at::detail::getCUDAHooks));
   dlopen((folder / "libtorch_cuda.so").c_str(), RTLD_NOW | RTLD_GLOBAL);
 }
@@ -70,6 +70,8 @@ Plugin load() {
 } // namespace
 
 CudaSide& require_cuda_side() {
+  const auto loads = environment_value("TESSERA_LOAD_CUDA");
+  TORCH_CHECK(loads.empty() || loads == "0" || loads == "1", "environment variable TESSERA_LOAD_CUDA=", loads, " must be 0 or 1");
   static const Plugin plugin = load();
   TORCH_CHECK(plugin.side, plugin.error);
   static_cast<void>(plugin.side->device_count()); // a missing device says more than what follows

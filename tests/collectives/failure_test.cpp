@@ -110,7 +110,7 @@ TEST(Failure, ARankThatNeverCallsIsNamedAtTheTimeout) {
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("barrier 'the last rank does not come' of group default [0, 1, 2] on rank "));
   EXPECT_THAT(result.output, HasSubstr("timed out after 1000 ms, waiting for the call of rank 2"));
-  EXPECT_THAT(result.output, HasSubstr("stopped: rank 2"));
+  EXPECT_THAT(result.output, HasSubstr("ended by launch: rank 2"));
 }
 
 TEST(Failure, ARankThatNeverJoinsIsNamedAtTheTimeout) {
@@ -209,7 +209,9 @@ TEST(Failure, ARankThatTimedOutIsNotBlamed) {
 
 // The time of the one that waits in front is up first.
 TEST(Failure, ARankThatWaitsForAnotherIsNotBlamedBeforeItsTimeIsUp) {
-  for (const std::string where : {"in_a_collective", "for_a_group", "for_the_end_of_a_meeting"}) {
+  const std::vector<std::string> all{"in_a_collective", "for_a_group", "for_the_end_of_a_meeting"};
+  for (const auto& where : sweep(all, 1)) {
+    SCOPED_TRACE(where);
     const auto result = run("rank_1_waits_later_" + where, 3, {{"TESSERA_TIMEOUT_SECONDS", "4"}});
     EXPECT_EQ(result.status, 1);
     EXPECT_THAT(result.output, AllOf(HasSubstr("barrier 'front' of group default [0, 1] on rank 0: timed out after 4000 ms"),
@@ -323,6 +325,12 @@ TEST(Transport, RanksThatCannotShareMemoryUseGlooWithOneWarning) {
   EXPECT_EQ(strict.status, 1);
   EXPECT_THAT(strict.output,
               HasSubstr("rank 1 cannot connect group default [0, 1, 2]: the ranks cannot share memory: rank 0: " + reason));
+}
+
+TEST(Transport, AnInterfaceThatIsNotThereIsAnErrorThatNamesTheVariable) {
+  const auto result = run("sums", 2, {{"TESSERA_TRANSPORT", "gloo"}, {"GLOO_SOCKET_IFNAME", "nonsense0"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("environment variable GLOO_SOCKET_IFNAME=nonsense0: "));
 }
 
 TEST(Transport, RanksThatHaveNoArenasShareMemoryWithoutThem) {

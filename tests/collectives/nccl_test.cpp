@@ -67,7 +67,7 @@ TEST(CudaDevice, ARankWithoutOneIsNamedByAll) {
   const bool has = world_rank() != last_rank();
   const DeviceAnswer own{has ? c10::str("GPU ", world_rank()) : "", has ? "" : "it is in the other machine"};
   EXPECT_THAT(agreement_error("none", own, SharedDevices::kRefused),
-              ::testing::HasSubstr(c10::str("rank ", last_rank(), " has no CUDA device: it is in the other machine")));
+              ::testing::HasSubstr(c10::str("rank ", last_rank(), " cannot use CUDA: it is in the other machine")));
 }
 
 TEST(Nccl, IsLoadedAndMissesTheDevice) {
@@ -76,11 +76,16 @@ TEST(Nccl, IsLoadedAndMissesTheDevice) {
   EXPECT_THROWS_WITH(internal::nccl::choose_device(0), "no CUDA device: ");
 }
 
+TEST(Nccl, WhetherCudaIsLoadedIsASettingOfTwoValues) {
+  const ScopedEnvironment setting("TESSERA_LOAD_CUDA", "off");
+  EXPECT_THROWS_WITH(require_cuda(), "environment variable TESSERA_LOAD_CUDA=off must be 0 or 1");
+}
+
 TEST(Nccl, AGroupNamesTheRankWithoutADevice) {
   if (world_size() == 1 || cuda_is_available()) GTEST_SKIP() << "needs ranks on a machine without CUDA";
   EXPECT_THROWS_WITH(process_context().communicator(everyone(), at::kCUDA),
                      c10::str("rank ", world_rank(), " cannot connect group "));
-  EXPECT_THROWS_WITH(process_context().communicator(everyone(), at::kCUDA, "again"), "rank 0 has no CUDA device: ");
+  EXPECT_THROWS_WITH(process_context().communicator(everyone(), at::kCUDA, "again"), "rank 0 cannot use CUDA: no CUDA device: ");
 }
 
 TEST(Nccl, ASettingThatMeansNothingIsNamedByAll) {

@@ -21,17 +21,20 @@ bool reads_no_memory(const c10::OperatorHandle& op, const OperatorTraits& traits
   return traits.kind == OperatorTraits::Kind::kView || op.schema().name() == "aten::is_pinned";
 }
 
-/// Of one operator. There are none where a tensor of the device takes part: then the device does the work, and notes it.
+/// Of one operator. There are none where a tensor of the device takes part, or is made: then the device does the work, and notes
+/// it.
 std::vector<Use> host_uses(const OperatorTraits& traits, c10::ArrayRef<const IValue> arguments) {
   std::vector<Use> uses;
   bool is_of_device = false;
-  for (size_t i = 0; i < arguments.size(); ++i)
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    is_of_device = is_of_device || (arguments[i].isDevice() && arguments[i].toDevice().type() == kDeviceType);
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       is_of_device = is_of_device || is_on_device(tensor);
       const bool is_in_memory = tensor.is_cpu() && tensor.has_storage() && tensor.numel() > 0;
       if (is_in_memory && PinnedAllocator::get().holds(tensor.storage().data()))
         uses.push_back({Region::of(tensor), traits.is_written[i]});
     });
+  }
   return is_of_device ? std::vector<Use>() : uses;
 }
 

@@ -139,6 +139,16 @@ void use_pinned_memory(bool to_the_host, bool waits) {
   synchronize();
 }
 
+TEST_F(Races, PinnedMemoryMayBeCopiedTwiceInOrder) {
+  const auto program = [] {
+    const auto pinned = pinned_ones();
+    ones().copy_(pinned, /*non_blocking=*/true);
+    const auto made = pinned.to(kDevice, /*non_blocking=*/true);
+    synchronize();
+  };
+  for (const auto& found : found_in_all_seeds(program)) EXPECT_THAT(found, IsEmpty());
+}
+
 TEST_F(Races, TheHostsUseOfPinnedMemoryIsSeen) {
   for (const auto& found : found_in_all_seeds([] { use_pinned_memory(true, false); }))
     EXPECT_THAT(found,
