@@ -332,6 +332,31 @@ class InOneOrder {
   c10::Stream last_ = sim::stream();
 };
 
+/// The forward's stream has the parts that neighbours gather from afterwards.
+TEST_F(Streams, AModelMayEndWhileItIsGatheredOnAnotherStreamThanItsForward) {
+  const auto evaluation = sim::new_stream("evaluation");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    for (int round = 0; round < 2; ++round) {
+      Net net = make_net();
+      shard_model(net, strategy);
+      const auto tokens = batch_of(0, sim::kDevice);
+      const auto bytes = unsharded_bytes(*net->blocks[0]);
+      InOneOrder program;
+      const auto here = sim::stream();
+      program.on(evaluation, [&] {
+        const torch::NoGradGuard no_grad;
+        loss_of(net, tokens);
+      });
+      program.on(here, [&] { const auto handle = fsdp(*net->blocks[0]).unshard_async(); });
+      net = nullptr;
+      const c10::StreamGuard guard(evaluation);
+      for (const int64_t parts : {1, 2}) write_memory_of(bytes / parts);
+    }
+    expect_no_races();
+  }
+}
+
 TEST_F(Streams, AProgramMayEvaluateOnOneStreamAndTrainOnAnother) {
   Net plain = make_net();
   torch::optim::SGD plain_optimizer(plain->parameters(), 0.1);
