@@ -2,6 +2,7 @@
 
 // Internal: streams of a device on which a model's communication runs beside its operators.
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>

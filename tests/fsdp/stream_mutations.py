@@ -55,7 +55,6 @@ MUTATIONS = [
     ("fsdp/schedule.cpp", "  compute_stream_ = current_stream_if_any(device_);\n  scheduled", "  scheduled"),
     ("dtensor/differentiable_move.cpp", "  state.computed.wait();\n", ""),
     ("fsdp/gather.cpp", "secondary_).wait();\n  try", "secondary_);\n  try"),
-    ("offload/offload_memory.cpp", "  if (moved.copy) moved.copy->wait();\n", ""),
 ]
 
 
