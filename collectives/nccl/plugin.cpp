@@ -102,7 +102,7 @@ at::Device choose_device(int64_t local_rank) {
 }
 
 CommunicatorPtr make_communicator(const GroupDescription& group) {
-  int device = -1;
+  c10::DeviceIndex device = -1;
   auto buffers = CudaBuffers::kCaching;
   DeviceAnswer own;
   try {
