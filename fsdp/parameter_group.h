@@ -220,8 +220,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor allocate_output(const at::Tensor& unsharded);
   Work gather_shards(const at::Tensor& output);
   Work gather_inside(const at::Tensor& output, const at::Tensor& input);
-  /// What has been gathered of it is of the shard as it is now.
   void release_secondary();
+  /// What has been gathered of it is of the shard as it is now.
   bool is_secondary_valid() const { return secondary_.defined() && secondary_version_ == shard_version(); }
   /// Of what a rank sends.
   int64_t sent_bytes() const { return layout_.shard_bytes + extended_bytes_; }

@@ -133,8 +133,8 @@ class Channel : public Witness, public std::enable_shared_from_this<Channel> {
 
   /// Completes `exchange` on the background thread: to make progress, or because nobody waits for it.
   void complete_in_background(std::shared_ptr<InFlight> exchange);
-  /// Announces the exchange that a thread waits for; the monitor wakes it when one of its peers is gone, and again
-  /// and again when it has waited for long.
+  /// Announces the exchange that a thread waits for; the monitor wakes it when one of its peers is gone, and
+  /// in each of its rounds from `wakes_from` on.
   void begin_wait(InFlight* exchange);
   /// For messages that an exchange posted after `begin_wait`: those of a closed channel would be waited for until the timeout.
   void wake_if_closed(InFlight* exchange) const;

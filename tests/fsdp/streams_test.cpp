@@ -14,37 +14,10 @@
 #include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/side_stream.h>
 #include <tessera/fsdp/unsharded.h>
-#include <tessera/tests/fsdp/sharded_model.h>
-#include <tessera/tests/support/simulated_device/simulated_device.h>
+#include <tessera/tests/fsdp/streams.h>
 
 namespace tessera::testing {
 namespace {
-
-class Streams : public ::testing::Test {
- protected:
-  void SetUp() override {
-    sim::enable();
-    sim::configure({});
-    mesh_device_type = sim::kDeviceType;
-    sim::reset_races();
-  }
-  void TearDown() override {
-    mesh_device_type = test_device_type();
-    sim::synchronize();
-    sim::configure({});
-    sim::reset_races();
-  }
-  static void expect_no_races() {
-    sim::synchronize();
-    for (const auto& [race, times] : sim::races()) ADD_FAILURE() << times << " times: " << race;
-    sim::reset_races();
-  }
-};
-
-torch::Tensor batch_of(int64_t step, c10::Device device) {
-  const auto batch = global_batch(step);
-  return (device.is_cpu() ? batch : part_of(batch, world_rank(), world_size())).to(device);
-}
 
 /// Three steps; the last accumulates the gradients of two batches.
 std::vector<torch::Tensor> train(Net& net, c10::Device device) {
@@ -67,12 +40,6 @@ std::vector<torch::Tensor> train(Net& net, c10::Device device) {
     losses.push_back(device.is_cpu() ? loss.detach().reshape({1}) : mean_over_ranks(loss));
   }
   return losses;
-}
-
-std::vector<double> values(const std::vector<torch::Tensor>& losses) {
-  std::vector<double> values;
-  for (const auto& loss : losses) values.push_back(loss.item<double>());
-  return values;
 }
 
 TEST_F(Streams, EveryStrategyTrainsAsTheUnshardedModelOfTheCpu) {
@@ -112,13 +79,6 @@ TEST_F(Streams, MixedPrecisionTrainsAsOnTheCpu) {
   }
 }
 
-/// Writes the memory that a group of this size has just given back, as whoever is next given it would.
-void write_memory_of(int64_t bytes) {
-  for (const int64_t more : {0, 256, 512}) torch::empty({bytes + more}, torch::dtype(torch::kByte).device(sim::kDevice)).zero_();
-}
-
-int64_t unsharded_bytes(torch::nn::Module& module) { return fsdp(module).state()->group()->layout().unsharded_bytes; }
-
 /// A program computes on two streams, in any order, and reads parameters on both.
 TEST_F(Streams, EachReadingStreamWaitsForTheGatherAndIsWaitedFor) {
   Net net = make_net();
@@ -142,23 +102,6 @@ TEST_F(Streams, EachReadingStreamWaitsForTheGatherAndIsWaitedFor) {
     EXPECT_TRUE(torch::equal(there.cpu(), expected));
   }
   expect_no_races();
-}
-
-/// Of the inputs and outputs of reductions.
-std::vector<int64_t> bytes_of_reductions(Net& net) {
-  std::vector<int64_t> all;
-  for (const auto& state : fsdp(*net).state()->subtree()) {
-    const auto& group = *state->group();
-    const auto layout = internal::plan_reduce(group.layout(), std::vector<bool>(group.parameters().size(), true));
-    const auto bytes = layout.chunk_numel * static_cast<int64_t>(sizeof(float));
-    for (const int64_t ranks : {group.axes().shard_ranks(), group.axes().outer_ranks(), 1}) all.push_back(ranks * bytes);
-  }
-  return all;
-}
-
-/// The same of what reductions have given back.
-void write_memory_of_reductions(Net& net) {
-  for (const auto bytes : bytes_of_reductions(net)) write_memory_of(bytes);
 }
 
 /// Where a backward runs on a stream of the program's, the gradients land on that of fully_shard, which has the buffers. They are
@@ -316,159 +259,11 @@ TEST_F(Streams, AProgramMayTrainOnAStreamOfItsOwn) {
   expect_no_races();
 }
 
-/// Runs what a program does on several streams in one order.
-class InOneOrder {
- public:
-  template <typename Program>
-  void on(const c10::Stream& stream, const Program& program) {
-    const auto before = internal::mark(last_);
-    const c10::StreamGuard guard(stream);
-    Work(before).wait();
-    program();
-    last_ = stream;
-  }
-
- private:
-  c10::Stream last_ = sim::stream();
-};
-
-/// The forward's stream has the parts that neighbours gather from afterwards.
-TEST_F(Streams, AModelMayEndWhileItIsGatheredOnAnotherStreamThanItsForward) {
-  const auto evaluation = sim::new_stream("evaluation");
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    for (int round = 0; round < 2; ++round) {
-      Net net = make_net();
-      shard_model(net, strategy);
-      const auto tokens = batch_of(0, sim::kDevice);
-      const auto bytes = unsharded_bytes(*net->blocks[0]);
-      InOneOrder program;
-      const auto here = sim::stream();
-      program.on(evaluation, [&] {
-        const torch::NoGradGuard no_grad;
-        loss_of(net, tokens);
-      });
-      program.on(here, [&] { const auto handle = fsdp(*net->blocks[0]).unshard_async(); });
-      net = nullptr;
-      const c10::StreamGuard guard(evaluation);
-      for (const int64_t parts : {1, 2}) write_memory_of(bytes / parts);
-    }
-    expect_no_races();
-  }
-}
-
-TEST_F(Streams, AProgramMayEvaluateOnOneStreamAndTrainOnAnother) {
-  Net plain = make_net();
-  torch::optim::SGD plain_optimizer(plain->parameters(), 0.1);
-  std::vector<double> expected;
-  for (int64_t i = 0; i < 3; ++i) {
-    plain_optimizer.zero_grad();
-    const auto loss = loss_of(plain, batch_of(i, torch::kCPU));
-    loss.backward();
-    plain_optimizer.step();
-    expected.push_back(loss.item<double>());
-  }
-  const auto evaluation = sim::new_stream("evaluation"), training = sim::new_stream("training");
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Net net = make_net();
-    shard_model(net, strategy);
-    torch::optim::SGD optimizer(net->parameters(), 0.1);
-    InOneOrder program;
-    std::vector<torch::Tensor> losses;
-    for (int64_t i = 0; i < 3; ++i) {
-      const auto tokens = batch_of(i, sim::kDevice);
-      program.on(evaluation, [&] {
-        const torch::NoGradGuard no_grad;
-        loss_of(net, tokens);
-      });
-      program.on(training, [&] {
-        optimizer.zero_grad();
-        losses.push_back(loss_of(net, tokens));
-        losses.back().backward();
-        optimizer.step();
-      });
-      sim::synchronize(); // the next tokens
-    }
-    std::vector<torch::Tensor> means;
-    for (const auto& loss : losses) means.push_back(mean_over_ranks(loss));
-    EXPECT_THAT(values(means), ::testing::Pointwise(::testing::DoubleNear(1e-4), expected));
-    expect_no_races();
-  }
-}
-
-/// Each gradient comes from the stream of its forward, and is copied on another.
-TEST_F(Streams, TwoForwardsOnTwoStreamsMayComeBeforeTheirBackwards) {
-  Net plain = make_net();
-  for (const int64_t i : {0, 1}) loss_of(plain, batch_of(i, torch::kCPU)).backward();
-  const auto expected = plain->parameters();
-  const auto one = sim::new_stream("one"), two = sim::new_stream("two");
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Net net = make_net();
-    shard_model(net, strategy);
-    const auto first_tokens = batch_of(0, sim::kDevice), second_tokens = batch_of(1, sim::kDevice);
-    InOneOrder program;
-    torch::Tensor first, second;
-    program.on(one, [&] { first = loss_of(net, first_tokens); });
-    program.on(two, [&] { second = loss_of(net, second_tokens); });
-    program.on(two, [&] { second.backward(); });
-    program.on(one, [&] { first.backward(); });
-    sim::synchronize();
-    const auto parameters = net->parameters();
-    for (size_t i = 0; i < parameters.size(); ++i)
-      EXPECT_LE((full(parameters[i].grad()).cpu() - expected[i].grad()).abs().max().item<double>(), 1e-4);
-    expect_no_races();
-  }
-}
-
-TEST_F(Streams, ATensorThatIsRedistributedIsWaitedForOnEveryStream) {
-  const auto mesh = world_mesh();
-  const auto x = torch::arange(60).to(torch::kFloat).reshape({6, 10});
-  const auto one = sim::new_stream("one"), two = sim::new_stream("two");
-  for (const auto& [from, to] : std::vector<std::pair<Placement, Placement>>{
-           {Shard{0}, Shard{0}}, {Shard{0}, Replicate{}}, {Shard{0}, Shard{1}}, {Replicate{}, Shard{0}}}) {
-    const auto expected = distribute_tensor(x.to(sim::kDevice), mesh, {to}).local().cpu();
-    const auto source = distribute_tensor(x.to(sim::kDevice), mesh, {from});
-    sim::synchronize();
-    auto pending = source.redistribute_async({to});
-    for (const auto& stream : {one, two}) {
-      const c10::StreamGuard guard(stream);
-      EXPECT_TRUE(torch::equal(pending.wait().local().clone().cpu(), expected));
-    }
-  }
-  expect_no_races();
-}
-
 /// A step without clipping, whose norm a program may read.
 void plain_step(Net& net, torch::optim::Optimizer& optimizer, const torch::Tensor& batch) {
   optimizer.zero_grad();
   loss_of(net, batch).backward();
   optimizer.step();
-}
-
-/// A reduction of one backward is taken up in the next, which runs on another stream than the one that has its buffers.
-TEST_F(Streams, AReductionMayEndInABackwardOnAnotherStream) {
-  const auto other = sim::new_stream("other");
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Net net = make_net();
-    shard_model(net, strategy);
-    const auto tokens = batch_of(0, sim::kDevice);
-    const auto here = sim::stream();
-    InOneOrder program;
-    program.on(here, [&] {
-      fsdp(*net).set_is_last_backward(false);
-      loss_of(net, tokens).backward();
-    });
-    program.on(other, [&] {
-      fsdp(*net).set_is_last_backward(true);
-      loss_of(net, tokens).backward();
-    });
-    write_memory_of_reductions(net);
-    program.on(here, [] {});
-    expect_no_races();
-  }
 }
 
 /// As where adapters are trained; and clipping whose norm nobody reads.

@@ -1,0 +1,145 @@
+// Programs that compute on several streams of their own, in one order, on the simulated device.
+#include <gmock/gmock.h>
+
+#include <utility>
+
+#include <tessera/dtensor/api.h>
+#include <tessera/tests/fsdp/streams.h>
+
+namespace tessera::testing {
+namespace {
+
+/// The forward's stream has the parts that neighbours gather from afterwards.
+TEST_F(Streams, AModelMayEndWhileItIsGatheredOnAnotherStreamThanItsForward) {
+  const auto evaluation = sim::new_stream("evaluation");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    for (int round = 0; round < 2; ++round) {
+      Net net = make_net();
+      shard_model(net, strategy);
+      const auto tokens = batch_of(0, sim::kDevice);
+      const auto bytes = unsharded_bytes(*net->blocks[0]);
+      InOneOrder program;
+      const auto here = sim::stream();
+      program.on(evaluation, [&] {
+        const torch::NoGradGuard no_grad;
+        loss_of(net, tokens);
+      });
+      program.on(here, [&] { const auto handle = fsdp(*net->blocks[0]).unshard_async(); });
+      net = nullptr;
+      const c10::StreamGuard guard(evaluation);
+      for (const int64_t parts : {1, 2}) write_memory_of(bytes / parts);
+    }
+    expect_no_races();
+  }
+}
+
+TEST_F(Streams, AProgramMayEvaluateOnOneStreamAndTrainOnAnother) {
+  Net plain = make_net();
+  torch::optim::SGD plain_optimizer(plain->parameters(), 0.1);
+  std::vector<double> expected;
+  for (int64_t i = 0; i < 3; ++i) {
+    plain_optimizer.zero_grad();
+    const auto loss = loss_of(plain, batch_of(i, torch::kCPU));
+    loss.backward();
+    plain_optimizer.step();
+    expected.push_back(loss.item<double>());
+  }
+  const auto evaluation = sim::new_stream("evaluation"), training = sim::new_stream("training");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    InOneOrder program;
+    std::vector<torch::Tensor> losses;
+    for (int64_t i = 0; i < 3; ++i) {
+      const auto tokens = batch_of(i, sim::kDevice);
+      program.on(evaluation, [&] {
+        const torch::NoGradGuard no_grad;
+        loss_of(net, tokens);
+      });
+      program.on(training, [&] {
+        optimizer.zero_grad();
+        losses.push_back(loss_of(net, tokens));
+        losses.back().backward();
+        optimizer.step();
+      });
+      sim::synchronize(); // the next tokens
+    }
+    std::vector<torch::Tensor> means;
+    for (const auto& loss : losses) means.push_back(mean_over_ranks(loss));
+    EXPECT_THAT(values(means), ::testing::Pointwise(::testing::DoubleNear(1e-4), expected));
+    expect_no_races();
+  }
+}
+
+/// Each gradient comes from the stream of its forward, and is copied on another.
+TEST_F(Streams, TwoForwardsOnTwoStreamsMayComeBeforeTheirBackwards) {
+  Net plain = make_net();
+  for (const int64_t i : {0, 1}) loss_of(plain, batch_of(i, torch::kCPU)).backward();
+  const auto expected = plain->parameters();
+  const auto one = sim::new_stream("one"), two = sim::new_stream("two");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    const auto first_tokens = batch_of(0, sim::kDevice), second_tokens = batch_of(1, sim::kDevice);
+    InOneOrder program;
+    torch::Tensor first, second;
+    program.on(one, [&] { first = loss_of(net, first_tokens); });
+    program.on(two, [&] { second = loss_of(net, second_tokens); });
+    program.on(two, [&] { second.backward(); });
+    program.on(one, [&] { first.backward(); });
+    sim::synchronize();
+    const auto parameters = net->parameters();
+    for (size_t i = 0; i < parameters.size(); ++i)
+      EXPECT_LE((full(parameters[i].grad()).cpu() - expected[i].grad()).abs().max().item<double>(), 1e-4);
+    expect_no_races();
+  }
+}
+
+TEST_F(Streams, ATensorThatIsRedistributedIsWaitedForOnEveryStream) {
+  const auto mesh = world_mesh();
+  const auto x = torch::arange(60).to(torch::kFloat).reshape({6, 10});
+  const auto one = sim::new_stream("one"), two = sim::new_stream("two");
+  for (const auto& [from, to] : std::vector<std::pair<Placement, Placement>>{
+           {Shard{0}, Shard{0}}, {Shard{0}, Replicate{}}, {Shard{0}, Shard{1}}, {Replicate{}, Shard{0}}}) {
+    const auto expected = distribute_tensor(x.to(sim::kDevice), mesh, {to}).local().cpu();
+    const auto source = distribute_tensor(x.to(sim::kDevice), mesh, {from});
+    sim::synchronize();
+    auto pending = source.redistribute_async({to});
+    for (const auto& stream : {one, two}) {
+      const c10::StreamGuard guard(stream);
+      EXPECT_TRUE(torch::equal(pending.wait().local().clone().cpu(), expected));
+    }
+  }
+  expect_no_races();
+}
+
+/// A reduction of one backward is taken up in the next, which runs on another stream than the one that has its buffers.
+TEST_F(Streams, AReductionMayEndInABackwardOnAnotherStream) {
+  const auto other = sim::new_stream("other");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    const auto tokens = batch_of(0, sim::kDevice);
+    const auto here = sim::stream();
+    InOneOrder program;
+    program.on(here, [&] {
+      fsdp(*net).set_is_last_backward(false);
+      loss_of(net, tokens).backward();
+    });
+    program.on(other, [&] {
+      fsdp(*net).set_is_last_backward(true);
+      loss_of(net, tokens).backward();
+    });
+    write_memory_of_reductions(net);
+    program.on(here, [] {});
+    expect_no_races();
+  }
+}
+
+} // namespace
+} // namespace tessera::testing
