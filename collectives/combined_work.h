@@ -19,6 +19,9 @@ inline Work combine(std::vector<Work> works) {
     bool is_completed() override {
       return std::all_of(works.begin(), works.end(), [](const auto& work) { return work.is_completed(); });
     }
+    bool blocks_host() const override {
+      return std::any_of(works.begin(), works.end(), [](const auto& work) { return work.blocks_host(); });
+    }
     std::vector<Work> works;
   };
   return Work(std::make_shared<State>(std::move(works)));

@@ -40,6 +40,7 @@ class RecordedWork final : public WorkState {
     for_each([&](uint64_t number) { trace_->recorder().end(number); });
     return true;
   }
+  bool blocks_host() const override { return work_.blocks_host(); }
 
  private:
   template <typename Function>

@@ -17,6 +17,7 @@ class StreamMark final : public WorkState {
   }
   void wait() override { event_.block(current_stream(device_)); }
   bool is_completed() override { return event_.query(); }
+  bool blocks_host() const override { return false; }
 
  private:
   c10::Event event_;

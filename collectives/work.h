@@ -11,6 +11,8 @@ class WorkState {
   /// Blocks (CPU) or makes the current stream wait (CUDA) until the outputs are valid.
   virtual void wait() = 0;
   virtual bool is_completed() = 0;
+  /// Whether `wait` blocks the host until the other ranks have called the collective. Otherwise it orders streams, and returns.
+  virtual bool blocks_host() const { return true; }
 };
 
 /// Handle of an asynchronous collective. Copies share it.
@@ -30,6 +32,9 @@ class Work {
 
   /// True when `wait` would not block.
   bool is_completed() const { return !state_ || state_->is_completed(); }
+
+  /// True when `wait` may block the calling thread until the other ranks have called the collective.
+  bool blocks_host() const { return state_ && state_->blocks_host(); }
 
  private:
   std::shared_ptr<WorkState> state_;

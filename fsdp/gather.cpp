@@ -106,7 +106,8 @@ void ParameterGroup::start_gather() {
   const auto& stream = streams().gather;
   gather_ = stream.run([&] {
     auto work = gather(unsharded_bytes_tensor());
-    if (!stream.exists()) return work;
+    completes_later_ = !stream.exists() || work.blocks_host();
+    if (completes_later_) return work;
     work.wait();
     complete_gather();
     return Work();
@@ -184,16 +185,21 @@ Work ParameterGroup::gather_inside(const at::Tensor& output, const at::Tensor& i
 }
 
 void ParameterGroup::finish_gather() {
-  users_.join();
-  if (state_ != State::kGathering) return;
-  if (!streams().gather.exists()) {
+  if (state_ == State::kGathering && completes_later_) {
     const ProfilerRange range("all_gather_wait", *this);
     const ExposedTime exposed(*this, &GroupReport::gather_wait_seconds);
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    gather_.wait();
-    complete_gather();
+    gather_ = streams().gather.run([&] {
+      gather_.wait();
+      complete_gather();
+      return Work();
+    });
+    users_.wait_for(gather_);
+    Work(gather_).wait();
   }
+  users_.join();
+  if (state_ != State::kGathering) return;
   gather_ = Work();
   enter(State::kUnsharded);
 }

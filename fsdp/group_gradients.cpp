@@ -266,7 +266,7 @@ void GroupGradients::start_reduce(ReadyGradients& ready) {
   if (const double factor = early_factor(divide_factor_); factor != 1) reduction_.input.data.div_(factor);
   start_first();
   enter(State::kFirst);
-  if (group_.streams().reduce.exists()) start_second();
+  if (group_.streams().reduce.exists() && !reduction_.first.blocks_host()) start_second();
 }
 
 void GroupGradients::start_first() {
@@ -293,12 +293,13 @@ void GroupGradients::take_up_partial() {
   reduction_.output = std::exchange(partial_, at::Tensor());
   if (group_.streams().reduce.exists()) reduction_.home = current_stream(reduction_.output.device());
   enter(State::kFirst);
-  if (group_.streams().reduce.exists()) start_second();
+  if (group_.streams().reduce.exists() && !reduction_.first.blocks_host()) start_second();
 }
 
 /// What follows the first collective: at once where it is in the order of a stream, and otherwise when the first has ended.
 void GroupGradients::start_second() {
   if (!group_.axes().reduces_twice()) return;
+  reduction_.has_second = true;
   const auto& streams = group_.streams();
   reduction_.partial = std::exchange(partial_, at::Tensor());
   reduction_.second = (requires_all_reduce ? streams.all_reduce : streams.reduce).run([&] {
@@ -328,7 +329,7 @@ void GroupGradients::advance_reduce() {
   wait_for(group_, reduction_.first);
   reduction_.input.release();
   if (!group_.axes().reduces_twice()) return;
-  if (!group_.streams().reduce.exists()) start_second();
+  if (!reduction_.has_second) start_second();
   enter(State::kSecond);
   if (!reduction_.is_partial) return;
   wait_for(group_, reduction_.second);

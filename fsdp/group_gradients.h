@@ -104,6 +104,7 @@ class GroupGradients {
     std::vector<bool> used;          ///< by this rank
     Work first, second;              ///< the collectives that were started
     std::optional<c10::Stream> home; ///< of their memory, on a device
+    bool has_second = false;         ///< it has been started
     bool is_partial = false;         ///< the second is left to a later backward
     bool is_divided = false;         ///< by the factor, in the first
   };

@@ -253,7 +253,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor gather_output_; ///< while gathering with a copy-out
   at::Tensor inner_output_;  ///< of the gather inside the inner group, which follows the one that is in flight
   Work gather_;
-  BlockUsers users_; ///< of the unsharded storage
+  bool completes_later_ = false; ///< by whoever reads it first: its wait blocks the host
+  BlockUsers users_;             ///< of the unsharded storage
   ExtendedGather extended_;
   int64_t extended_bytes_ = 0;           ///< of what a rank sends for these
   bool gathers_unsharded_parts_ = false; ///< from what was unsharded before, with its strides

@@ -4,9 +4,32 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 namespace tessera::internal {
+
+namespace {
+
+/// What was started on a stream, whose wait blocks the host.
+class LaterOnStream final : public WorkState {
+ public:
+  LaterOnStream(const c10::Stream& stream, Work work) : stream_(stream), work_(std::move(work)) {}
+  void wait() override {
+    {
+      const c10::StreamGuard guard(stream_);
+      work_.wait();
+    }
+    mark(stream_).wait();
+  }
+  bool is_completed() override { return work_.is_completed(); }
+
+ private:
+  c10::Stream stream_;
+  Work work_;
+};
+
+} // namespace
 
 StreamScope::StreamScope(const std::optional<c10::Stream>& stream) {
   if (!stream) return;
@@ -49,6 +72,8 @@ void SideStream::follow_current() const {
   event.record(current);
   event.block(*stream_);
 }
+
+Work SideStream::later(Work work) const { return Work(std::make_shared<LaterOnStream>(*stream_, std::move(work))); }
 
 void BlockUsers::begin(c10::Device device) { home_ = current_stream_if_any(device); }
 

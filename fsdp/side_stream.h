@@ -44,14 +44,17 @@ class SideStream {
   void synchronize() const;
 
   /// Calls `issue` (Work()) with this stream as the current one, after what the current stream holds so far. The Work that it
-  /// returns is of all that `issue` started. Without a stream: what `issue` returns.
+  /// returns is of all that `issue` started. Without a stream: what `issue` returns. Where that would block the host, it is
+  /// waited for no earlier than the Work that this returns.
   template <typename Issue>
   Work run(const Issue& issue) const {
     if (!stream_) return issue();
     follow_current();
     try {
       const c10::StreamGuard guard(*stream_);
-      issue().wait();
+      auto work = issue();
+      if (work.blocks_host()) return later(std::move(work));
+      work.wait();
     } catch (...) { // what it has started may use memory that is freed now
       mark(*stream_).wait();
       throw;
@@ -61,6 +64,7 @@ class SideStream {
 
  private:
   void follow_current() const;
+  Work later(Work work) const;
 
   std::optional<c10::Stream> stream_;
 };

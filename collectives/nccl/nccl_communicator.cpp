@@ -67,11 +67,20 @@ class NcclWork final : public WorkState {
     }
   }
   bool is_completed() override { return work_->isCompleted(); }
+  bool blocks_host() const override { return false; }
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
   std::string call_;
 };
+
+// After an error c10d's watchdog sleeps four times as long as this says, so that its flight recorder can be written, and whoever
+// ends the process waits for it: a minute. Where nothing is recorded, that is a second.
+void shorten_wait_for_flight_recorder() {
+  static const bool records = std::getenv("TORCH_NCCL_TRACE_BUFFER_SIZE") || std::getenv("TORCH_FR_BUFFER_SIZE");
+  static const int set = records ? 0 : setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250", /*overwrite=*/0);
+  TORCH_CHECK(set == 0, "setenv failed with error ", set);
+}
 
 // Closes communicators whose process ends without `destroy_process_group`, before the CUDA libraries are torn down. Peers may be
 // gone by then: nothing is waited for.
@@ -121,6 +130,7 @@ class NcclCommunicator final : public Communicator {
         buffers_(buffers),
         watch_(group.watch) {
     c10::cuda::set_device(device_.index());
+    shorten_wait_for_flight_recorder();
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = group.options.timeout;
     options->group_name = group.name;
@@ -139,7 +149,10 @@ class NcclCommunicator final : public Communicator {
 
   ~NcclCommunicator() override {
     if (signatures_) signatures_->close();
-    if (!OpenGroups::instance().remove(group_.get())) return;
+    if (!OpenGroups::instance().remove(group_.get())) { // aborted: the process ends, and does not wait for c10d's threads
+      group_.release();
+      return;
+    }
     try {
       // `shutdown` waits for the peers: not while an error unwinds, and not where one of them is gone.
       if (std::uncaught_exceptions() > 0 || watch_->find_missing(ranks()))

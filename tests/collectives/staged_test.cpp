@@ -177,5 +177,48 @@ TEST_F(Staged, AModelTrainsAsOnTheCpu) {
   EXPECT_THAT(train(sim::kDeviceType), ::testing::Pointwise(::testing::DoubleNear(1e-5), train(torch::kCPU)));
 }
 
+/// Ranks read different parameters of its groups.
+struct Uneven : torch::nn::Module {
+  torch::Tensor loss(const torch::Tensor& x, int64_t rank) {
+    const auto h = a(x).tanh();
+    if (rank % 2 == 0) return head(b(h)).square().mean();
+    return (h.mm(b->weight.t()).mean() + head->bias).square().sum();
+  }
+  torch::nn::Linear a = register_module("a", torch::nn::Linear(6, 6)), b = register_module("b", torch::nn::Linear(6, 6)),
+                    head = register_module("head", torch::nn::Linear(6, 1));
+};
+
+// The host of one rank must not wait for a reduction before it calls the gather that another rank's host waits for.
+TEST_F(Staged, RanksMayReadDifferentParameters) {
+  const auto train = [](at::DeviceType type, size_t index) {
+    mesh_device_type = type;
+    const auto strategy = strategies()[index];
+    const auto mesh = strategy.mesh();
+    torch::manual_seed(0);
+    Uneven model;
+    const auto wrap = [&](torch::nn::Module& module) {
+      strategy.replicates ? replicate(module, mesh, strategy.options) : fully_shard(module, mesh, strategy.options);
+    };
+    for (const auto& layer : model.children()) wrap(*layer);
+    wrap(model);
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    std::vector<double> losses;
+    for (int64_t i = 0; i < 3; ++i) {
+      optimizer.zero_grad();
+      const auto loss =
+          model.loss(torch::full({2, 6}, 0.1 * static_cast<double>(i + world_rank())).to(mesh.device()), world_rank());
+      loss.backward();
+      optimizer.step();
+      losses.push_back(loss.item<double>());
+    }
+    mesh_device_type = torch::kCPU;
+    return losses;
+  };
+  for (size_t i = 0; i < strategies().size(); ++i) {
+    SCOPED_TRACE(strategies()[i].name);
+    EXPECT_THAT(train(sim::kDeviceType, i), ::testing::Pointwise(::testing::DoubleNear(1e-5), train(torch::kCPU, i)));
+  }
+}
+
 } // namespace
 } // namespace tessera::testing

@@ -44,6 +44,7 @@ class SimulatedWork final : public WorkState {
   }
 
   bool is_completed() override { return Runtime::get().query(done_); }
+  bool blocks_host() const override { return false; }
 
  private:
   CollectiveKind kind_;
