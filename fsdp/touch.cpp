@@ -355,6 +355,12 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
 
 } // namespace
 
+// Recurrent modules ask it in Module::to, before they lay their weights out anew: a sharded parameter stays as it is, and is not
+// gathered for the question.
+TORCH_LIBRARY_IMPL(aten, DeferredInit, m) {
+  m.impl("cudnn_is_acceptable", [](const at::Tensor&) { return false; });
+}
+
 TORCH_LIBRARY_IMPL(_, DeferredInit, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_touch>()); }
 
 } // namespace tessera::internal

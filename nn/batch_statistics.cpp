@@ -120,7 +120,8 @@ struct Gradients {
 Gradients gradients_of_rows(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
                             const at::Tensor& var, double eps) {
   if (x.numel() == 0) return {at::zeros_like(x), at::zeros_like(mean), at::zeros_like(mean)};
-  auto [dx, dw, db] = at::native_batch_norm_backward(gradient, x, weight, mean, var, {}, {}, /*train=*/false, eps,
+  const auto none = at::empty({0}, mean.options()); // saved by a forward; CUDA's kernel asks for tensors
+  auto [dx, dw, db] = at::native_batch_norm_backward(gradient, x, weight, mean, var, none, none, /*train=*/false, eps,
                                                      /*output_mask=*/{true, true, true});
   return {std::move(dx), std::move(dw), std::move(db)};
 }
