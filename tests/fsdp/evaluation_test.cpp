@@ -291,7 +291,7 @@ std::vector<int64_t> left_by_forward(Net& net, Run run) {
   std::optional<ForwardScope> scope;
   if (run == Run::kInScope) scope.emplace(*net);
   const auto tokens = part_of(global_batch(0), world_rank(), world_size());
-  auto x = net->embed(tokens);
+  auto x = net->embedded(tokens);
   for (const auto& each : *net->blocks) {
     auto& block = *each->as<Block>();
     x = recomputes ? recompute(block, x) : block.forward(x);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include <tessera/tests/support/subprocess.h>
+#include <tessera/tests/support/test_device.h>
 
 namespace tessera::testing {
 namespace {
@@ -48,6 +49,7 @@ TEST(Failure, ARankWhoseRecomputeDiffersIsNamedWithTheFunction) {
 }
 
 TEST(Failure, AllRanksLearnOfAGatherForWhichOneHasNoMemory) {
+  if (!tests_the_cpu()) GTEST_SKIP() << "it limits the host's memory";
   for (const int ranks : {2, 4}) {
     // Shared memory is not the allocator's.
     const auto output = run("has_no_memory_for_a_gather", ranks, {{"TESSERA_TRANSPORT", "gloo"}}).output;

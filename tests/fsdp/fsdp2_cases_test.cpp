@@ -76,7 +76,7 @@ TEST(Fsdp2Cases, RanksThatAreLateInForwardAndBackwardTrain) {
       if (++step % 3 == world_rank() % 3) std::this_thread::sleep_for(std::chrono::milliseconds(3));
     };
     const auto loss = [](Net& model, const Tensor& tokens, const std::function<void()>& between) {
-      auto x = run_blocks(model, model->embed(tokens), between);
+      auto x = run_blocks(model, model->embedded(tokens), between);
       x.register_hook([=](const Tensor&) { between(); });
       return torch::matmul(model->norm(x), model->embed->weight.t()).square().mean();
     };
@@ -149,7 +149,7 @@ TEST(Fsdp2Cases, AFrozenBlockIsCalledWithoutGradModeAmidATrainingForward) {
     SCOPED_TRACE(strategy.name);
     const auto loss = [](Net& net, const Tensor& tokens) {
       auto first = (*net->blocks)[0]->as<Block>();
-      auto x = net->embed(tokens);
+      auto x = net->embedded(tokens);
       Tensor target;
       {
         const torch::NoGradGuard no_grad;
@@ -196,7 +196,10 @@ TEST(Fsdp2Cases, TheReduceDtypeServesWhatIsUnfrozenAfterTheFirstForward) {
     fully_shard(linear, world_mesh(), options);
     const auto train = [&](bool trains) {
       for (auto& parameter : linear->parameters()) parameter.requires_grad_(trains);
-      return linear(torch::full({4, 64}, 0.1 + 0.37 * static_cast<double>(world_rank()))).to(torch::kFloat).square().mean();
+      return linear(torch::full({4, 64}, 0.1 + 0.37 * static_cast<double>(world_rank()), test_device()))
+          .to(torch::kFloat)
+          .square()
+          .mean();
     };
     if (frozen_first) train(false);
     train(true).backward();
@@ -219,7 +222,7 @@ TEST(Fsdp2Cases, UnshardBeforeAnyForwardAndOfAModuleWithoutParametersOfItsOwn) {
   first.unshard();
   if (world_size() > 1) EXPECT_GT(first.unsharded_bytes(), 0);
   const auto before = all_gathers();
-  net[0]->as<torch::nn::Linear>()->forward(torch::ones({1, 4}));
+  net[0]->as<torch::nn::Linear>()->forward(torch::ones({1, 4}, test_device()));
   EXPECT_EQ(all_gathers() - before, world_size() > 1 ? 1 : 0) << "the next one's alone";
   root.reshard();
 }

@@ -52,7 +52,9 @@ void for_each_strategy(const std::function<void(Pair&, FSDPModule&)>& test) {
 }
 
 /// The loss without the blocks, whose groups get no gradient.
-torch::Tensor loss_without_blocks(Net& net, const torch::Tensor& tokens) { return net->norm(net->embed(tokens)).square().mean(); }
+torch::Tensor loss_without_blocks(Net& net, const torch::Tensor& tokens) {
+  return net->norm(net->embedded(tokens)).square().mean();
+}
 
 using Delay = std::pair<std::string, std::function<void(FSDPModule&, bool)>>;
 
@@ -132,15 +134,15 @@ TEST(GroupGradients, OneReduceBufferGivesTheSame) {
 
 /// The loss of the first block, after a forward of the second as well, whose gradients never come.
 torch::Tensor loss_of_a_part(Net& net, const torch::Tensor& tokens) {
-  const auto x = net->embed(tokens);
+  const auto x = net->embedded(tokens);
   const auto first = (*net->blocks)[0]->as<Block>()->forward(x);
   (*net->blocks)[1]->as<Block>()->forward(first);
   return first.square().mean();
 }
 
 torch::Tensor loss_of_the_last_block(Net& net, const torch::Tensor& tokens) {
-  const auto x = torch::ones({tokens.size(0), net->norm->weight.size(0)}) * tokens.slice(1, 0, 1);
-  return (*net->blocks)[2]->as<Block>()->forward(x).square().mean();
+  const auto x = torch::sin(torch::arange(net->norm->weight.size(0)) + tokens.slice(1, 0, 1));
+  return (*net->blocks)[2]->as<Block>()->forward(x.to(net->norm->weight.device())).square().mean();
 }
 
 TEST(GroupGradients, ALossWithZeroTimesWhatItLeavesOutIsReducedBesideThoseOfOtherRanks) {
@@ -361,7 +363,7 @@ TEST(GroupGradients, ADivideFactorKeepsSumsInRangeOfFloat16) {
     auto handle =
         strategy.replicates ? replicate(*linear, how.mesh(), how.options) : fully_shard(*linear, how.mesh(), how.options);
     handle.set_gradient_divide_factor(static_cast<double>(world_size()));
-    linear->forward(torch::full({1, 4}, gradient)).sum().backward();
+    linear->forward(torch::full({1, 4}, gradient, test_device())).sum().backward();
     EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::full({3, 4}, gradient), 1e-3);
   }
 }
@@ -373,14 +375,14 @@ TEST(GroupGradients, AFactorThatWouldDivideAPutOffAllReduceOtherwiseIsAnError) {
   torch::nn::init::ones_(linear->weight);
   FullyShardOptions options;
   options.mixed_precision.reduce_dtype = torch::kHalf;
-  auto handle = fully_shard(linear, init_device_mesh(torch::kCPU, {2, 2}), options);
+  auto handle = fully_shard(linear, init_device_mesh(mesh_device_type, {2, 2}), options);
   handle.set_gradient_divide_factor(4);
   handle.set_requires_all_reduce(false);
-  linear->forward(torch::ones({1, 4})).sum().backward();
+  linear->forward(torch::ones({1, 4}, test_device())).sum().backward();
   EXPECT_THROWS_WITH(handle.set_gradient_divide_factor(64), "are still being reduced, with another factor");
   EXPECT_NO_THROW(handle.set_gradient_divide_factor(3)); // by 2 before, as 4
   handle.set_requires_all_reduce(true);
-  linear->forward(torch::ones({1, 4})).sum().backward();
+  linear->forward(torch::ones({1, 4}, test_device())).sum().backward();
   EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::full({3, 4}, 8.0 / 3), 1e-3);
 }
 

@@ -37,7 +37,7 @@ TEST(MixedPrecision, ComputesInBFloat16AndKeepsFloatShardsAndGradients) {
 /// What FSDP2's policy means: a model whose parameters were cast to bf16, run on the whole batch.
 TEST(MixedPrecision, LossAndGradientsAreThoseOfTheCastModel) {
   Net cast = make_net();
-  cast->to(torch::kBFloat16);
+  cast->to(twin_device(), torch::kBFloat16);
   auto expected = loss_of(cast, part_of(global_batch(0), world_rank(), world_size()));
   expected.backward();
   Net net = make_net();
@@ -48,7 +48,7 @@ TEST(MixedPrecision, LossAndGradientsAreThoseOfTheCastModel) {
   const auto parameters = cast->named_parameters();
   const auto communicator = init_device_mesh(torch::kCPU, {world_size()}).communicator(0);
   for (const auto& item : net->named_parameters()) {
-    auto mean = parameters[item.key()].grad().to(torch::kFloat).contiguous();
+    auto mean = parameters[item.key()].grad().to(torch::kCPU, torch::kFloat).contiguous();
     communicator->all_reduce(mean, ReduceOp::kAvg, item.key()).wait();
     EXPECT_TRUE(torch::allclose(full(item.value().grad()), mean, 1e-5, 1e-6)) << item.key();
   }
@@ -78,6 +78,12 @@ std::shared_ptr<Normed> make_normed() {
   return std::make_shared<Normed>();
 }
 
+std::shared_ptr<Normed> make_normed_twin() {
+  const auto twin = make_normed();
+  twin->to(twin_device());
+  return twin;
+}
+
 /// The same by hand: the parameters that are not kept are rounded, and what they read.
 torch::Tensor by_hand(Normed& net, const torch::Tensor& x) {
   const auto half = [](const torch::Tensor& tensor) { return tensor.to(torch::kBFloat16); };
@@ -90,20 +96,20 @@ TEST(MixedPrecision, KeepInFp32NamesTypesOrPlaces) {
       {"BatchNorm1d"}, {"torch::nn::BatchNorm1dImpl"}, {"norm"}, {"norm.weight", "norm.bias"}, {"LayerNorm", "norm"}};
   for (const auto& keep : ways) {
     for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
-      const auto net = make_normed(), plain = make_normed();
+      const auto net = make_normed(), plain = make_normed_twin();
       auto options = bf16_options(layout, std::nullopt);
       options.mixed_precision.keep_in_fp32 = keep;
       fully_shard(*net, world_mesh(), options);
       torch::manual_seed(1);
       const auto x = torch::randn({4, 3, 5});
-      const auto expected = by_hand(*plain, x), y = net->forward(x.to(test_device()));
-      EXPECT_TENSORS_EQUAL(y, expected);
-      EXPECT_TENSORS_EQUAL(net->norm->running_var, plain->norm->running_var);
+      const auto expected = by_hand(*plain, x.to(twin_device())), y = net->forward(x.to(test_device()));
+      EXPECT_TENSORS_EQUAL(y.cpu(), expected.cpu());
+      EXPECT_TENSORS_EQUAL(net->norm->running_var.cpu(), plain->norm->running_var.cpu());
       y.to(torch::kFloat).square().sum().backward();
       expected.to(torch::kFloat).square().sum().backward();
       const auto parameters = plain->named_parameters(); // every rank has the same rows
       for (const auto& item : net->named_parameters())
-        EXPECT_TENSORS_CLOSE(full(item.value().grad()), parameters[item.key()].grad(), 1e-5, 1e-6);
+        EXPECT_TENSORS_CLOSE(full(item.value().grad()), parameters[item.key()].grad().cpu(), 1e-5, 1e-6);
       net->eval();
       EXPECT_EQ(net->forward(x.to(test_device())).scalar_type(), torch::kBFloat16);
     }
@@ -118,7 +124,8 @@ TEST(MixedPrecision, AModuleThatIsKeptWholeTakesFloatAtItsBoundary) {
   fully_shard(norm, world_mesh(), options);
   const auto x = torch::randn({3, 4}); // bf16 would round it
   torch::nn::BatchNorm1d plain(4);
-  EXPECT_TENSORS_EQUAL(call(norm, x.to(test_device())), plain(x));
+  plain->to(twin_device());
+  EXPECT_TENSORS_EQUAL(call(norm, x.to(test_device())).cpu(), plain(x.to(twin_device())).cpu());
 }
 
 TEST(MixedPrecision, ANormThatCannotMixDtypesIsNamed) {

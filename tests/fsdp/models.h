@@ -25,8 +25,10 @@ struct NetImpl : torch::nn::Module {
         norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))) {
     for (int64_t i = 0; i < depth; ++i) blocks->push_back(Block(width));
   }
+  /// Of tokens on any device.
+  torch::Tensor embedded(const torch::Tensor& tokens) { return embed(tokens.to(embed->weight.device())); }
   torch::Tensor forward(const torch::Tensor& tokens) {
-    auto x = embed(tokens.to(embed->weight.device()));
+    auto x = embedded(tokens);
     for (auto& block : *blocks) x = block->as<Block>()->forward(x);
     return torch::matmul(norm(x), embed->weight.t());
   }

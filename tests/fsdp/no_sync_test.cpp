@@ -67,6 +67,7 @@ TEST(NoSync, ScopesNestAndBringBackWhatWasSet) {
 
 TEST(NoSync, TakesTheShardedModulesBelowOneThatIsNot) {
   Net net = make_net();
+  net->to(test_device());
   for (auto& block : *net->blocks) fully_shard(*block, world_mesh());
   const torch::nn::Module& blocks = *net->blocks;
   EXPECT_FALSE(is_sharded(blocks));
@@ -249,7 +250,7 @@ TEST(UnreducedGradients, OfAFailedBackwardAreForgotten) {
     const auto scope = no_sync(*net);
     part_loss(net, 1).backward();
     auto hook = net->norm->weight.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "thrown in a hook"); });
-    auto x = net->embed(part_of(global_batch(2), world_rank(), world_size()));
+    auto x = net->embedded(part_of(global_batch(2), world_rank(), world_size()));
     x.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "thrown in a hook"); });
     EXPECT_THROWS_WITH((*net->blocks)[0]->as<Block>()->forward(x).sum().backward(), "thrown in a hook");
     net->norm->weight.remove_hook(hook);

@@ -1,6 +1,7 @@
 // Recomputed blocks of sharded models: the same numbers and all-gathers as without, and less memory.
 
 #include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
 
@@ -50,7 +51,7 @@ Tensor run_block(Block& block, const Tensor& x, Where where) {
 }
 
 Tensor forward(Net& net, const Tensor& tokens, Where where) {
-  auto x = net->embed(tokens.to(net->embed->weight.device()));
+  auto x = net->embedded(tokens);
   std::vector<Block> blocks;
   for (auto& each : *net->blocks) blocks.emplace_back(std::dynamic_pointer_cast<BlockImpl>(each));
   for (size_t i = 0; i < blocks.size(); ++i) {
@@ -197,7 +198,7 @@ TEST(ShardedRecompute, FreesFrozenGroups) {
       most = std::max(most, open);
     };
     for (int64_t step = 0; step < 2; ++step) {
-      auto x = net->embed(part_of(global_batch(step), world_rank(), world_size()).to(test_device()));
+      auto x = net->embedded(part_of(global_batch(step), world_rank(), world_size()));
       for (auto& each : *net->blocks) {
         Block block(std::dynamic_pointer_cast<BlockImpl>(each));
         x = run_block(block, x, where);
@@ -235,7 +236,18 @@ int64_t peak_on_the_simulated_device(const std::function<void()>& work) {
   return sim::counters().peak_bytes - before;
 }
 
+int64_t peak_on_cuda(const std::function<void()>& work) {
+  const auto allocated = [] {
+    return c10::getDeviceAllocator(c10::kCUDA)->getDeviceStats(test_device().index()).allocated_bytes[0];
+  };
+  c10::getDeviceAllocator(c10::kCUDA)->resetPeakStats(test_device().index());
+  const auto before = allocated().current;
+  work();
+  return allocated().peak - before;
+}
+
 int64_t peak_of(const std::function<void()>& work) {
+  if (test_device_type() == c10::kCUDA) return peak_on_cuda(work);
   if (!tests_the_cpu()) return peak_on_the_simulated_device(work);
   const auto meter = std::make_shared<MemoryMeter>();
   const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
@@ -327,7 +339,7 @@ TEST(ShardedRecompute, NamesAFunctionWhoseSecondRunDiffersOnEveryRank) {
   Net net = make_net();
   shard_model(net, strategies()[0]);
   const auto tokens = part_of(global_batch(0), world_rank(), world_size()).to(test_device());
-  auto x = net->embed(tokens);
+  auto x = net->embedded(tokens);
   x = recompute(
       {.name = "the second block"},
       [&net, runs = 0](const Tensor& in) mutable {

@@ -91,7 +91,8 @@ inline double parameter_difference(const torch::nn::Module& sharded, const torch
   const auto expected = plain.named_parameters();
   for (const auto& item : sharded.named_parameters()) {
     const auto got = full(item.value());
-    if (got.numel() > 0) difference = std::max(difference, (got - expected[item.key()].detach()).abs().max().item<double>());
+    if (got.numel() > 0)
+      difference = std::max(difference, (got - expected[item.key()].detach().cpu()).abs().max().item<double>());
   }
   return difference;
 }

@@ -194,7 +194,7 @@ TEST_F(Streams, WhatBeganBeforeAnErrorComesBeforeWhatFollows) {
 
 /// The backward ends with an exception at the first block, while the reductions of the others may run.
 void fail_in_backward(Net& net, const torch::Tensor& tokens) {
-  auto x = net->embed(tokens);
+  auto x = net->embedded(tokens);
   x.register_hook([](const torch::Tensor&) { throw std::runtime_error("no further"); });
   for (auto& block : *net->blocks) x = block->as<Block>()->forward(x);
   EXPECT_THROW(net->norm(x).sum().backward(), std::runtime_error);

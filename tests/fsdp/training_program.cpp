@@ -1,4 +1,5 @@
-// A training job in which something goes wrong at its second step: training_program SCENARIO --ranks N.
+// A training job in which something goes wrong at its second step: training_program SCENARIO [--ranks N]; without --ranks as the
+// rank that the environment says.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,7 +22,7 @@ bool is_last_rank() { return world_rank() == world_size() - 1; }
 
 /// The forward of `net`, with `between` called after the first block.
 torch::Tensor forward(Net& net, const torch::Tensor& tokens, const std::function<void(torch::Tensor&)>& between) {
-  auto x = net->embed(tokens);
+  auto x = net->embedded(tokens);
   for (size_t i = 0; i < net->blocks->size(); ++i) {
     x = (*net->blocks)[i]->as<Block>()->forward(x);
     if (i == 0) between(x);
@@ -63,7 +64,7 @@ void throws_in_backward() {
 void uses_another_group() {
   Net net = make_net();
   shard_model(net, strategies()[0]);
-  const auto x = torch::ones({2, net->norm->weight.size(0)});
+  const auto x = torch::ones({2, net->norm->weight.size(0)}, test_device());
   (*net->blocks)[is_last_rank() ? 2 : 1]->as<Block>()->forward(x).sum().backward();
 }
 
@@ -71,7 +72,7 @@ void uses_another_group() {
 void skips_a_group() {
   Net net = make_net();
   shard_model(net, strategies()[0]);
-  auto x = torch::ones({2, net->norm->weight.size(0)});
+  auto x = torch::ones({2, net->norm->weight.size(0)}, test_device());
   for (size_t i = 0; i < net->blocks->size(); ++i) {
     if (i != 1 || !is_last_rank()) x = (*net->blocks)[i]->as<Block>()->forward(x);
   }
@@ -83,7 +84,7 @@ void swaps_two_models() {
   Net first = make_net(), second = make_net(1);
   shard_model(first, strategies()[0]);
   shard_model(second, strategies()[0]);
-  const auto x = torch::ones({2, first->norm->weight.size(0)});
+  const auto x = torch::ones({2, first->norm->weight.size(0)}, test_device());
   (*(is_last_rank() ? second : first)->blocks)[0]->as<Block>()->forward(x).sum().backward();
 }
 
@@ -152,6 +153,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"divides_differently", divides_differently},
     {"recomputes_differently", recomputes_differently},
     {"forks", forks},
+    {"leaves_without_destroying", [] { train([](torch::Tensor&) {}); }},
     {"has_no_memory_for_a_gather", has_no_memory_for_a_gather},
 };
 
@@ -161,12 +163,17 @@ const std::map<std::string, std::function<void()>> kScenarios{
 int main(int argc, char** argv) {
   const auto scenario = tessera::testing::kScenarios.at(argc > 1 ? argv[1] : "");
   try {
-    return tessera::launch(tessera::ranks_from_args(argc, argv).value_or(1), [&] {
+    const auto run = [&] {
       tessera::init_process_group();
       scenario();
-    });
+    };
+    if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, run);
+    run();
+    return 0;
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "error: %s\n", error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
   }
   return 1;
 }

@@ -228,7 +228,7 @@ TEST(Training, AnExceptionInForwardOrBackwardLeavesTheModelUsable) {
       EXPECT_THROWS_WITH(net->forward(torch::full({2, 3}, 1000, torch::kLong)), "index out of range in self");
     fsdp(*net).set_requires_all_reduce(false); // what an HSDP rank keeps of this backward is dropped as well
     loss_of(net, part_of(global_batch(2), world_rank(), world_size())).backward();
-    auto x = net->embed(part_of(global_batch(0), world_rank(), world_size()).to(test_device()));
+    auto x = net->embedded(part_of(global_batch(0), world_rank(), world_size()));
     x = (*net->blocks)[0]->as<Block>()->forward(x);
     x = ThrowInBackward::apply(x);
     for (size_t i = 1; i < net->blocks->size(); ++i) x = (*net->blocks)[i]->as<Block>()->forward(x);
@@ -349,7 +349,7 @@ TEST(Training, ViewsOfPlainTensorsAreNotReplayed) {
     shard_model(net, strategy);
     for (int step = 0; step < 2; ++step) {
       net->zero_grad();
-      auto x = net->embed(global_batch(step).to(test_device())); // the first to be computed, and the last to get its gradient
+      auto x = net->embedded(global_batch(step)); // the first to be computed, and the last to get its gradient
       EXPECT_FALSE(replays());
       bool replays_in_backward = true;
       x.register_hook([&](const torch::Tensor&) { replays_in_backward = replays(); });

@@ -7,6 +7,7 @@
 #include "race_reports.h"
 #include "test_device.h"
 
+#include <ATen/Context.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <tessera/collectives/error_text.h>
@@ -21,6 +22,7 @@ namespace {
 int run_tests() try {
   const bool is_simulated = tessera::testing::test_device_type() == tessera::testing::sim::kDeviceType;
   if (is_simulated) tessera::testing::sim::enable();
+  at::globalContext().setAllowTF32CuDNN(false); // the tests compare with fp32
   tessera::init_process_group();
   auto& tests = *::testing::UnitTest::GetInstance();
   tessera::testing::draw_tests(tests);

@@ -42,9 +42,9 @@ void compare_state(const torch::nn::Module& got, const torch::nn::Module& expect
     difference.parameters = std::max(difference.parameters, found);
   };
   const auto parameters = expected.named_parameters();
-  for (const auto& item : got.named_parameters()) compare(item.key(), full(item.value()), parameters[item.key()]);
+  for (const auto& item : got.named_parameters()) compare(item.key(), full(item.value()), parameters[item.key()].cpu());
   const auto buffers = expected.named_buffers();
-  for (const auto& item : got.named_buffers()) compare(item.key(), item.value().cpu(), buffers[item.key()]);
+  for (const auto& item : got.named_buffers()) compare(item.key(), item.value().cpu(), buffers[item.key()].cpu());
 }
 
 double mean_of_ranks(double value) { return mean_over_ranks(torch::tensor(value, torch::kDouble)).item<double>(); }
@@ -105,7 +105,7 @@ void compare_curves(const Curve& got, const Curve& expected, TrainingDifference&
     difference.loss = std::max(difference.loss, std::abs(mean_of_ranks(got.losses[step]) - expected.losses[step]));
   for (size_t step = 0; step < expected.evaluations.size(); ++step) {
     const bool autocast = mode_after(step) == Mode::kAutocast;
-    // The unsharded model is on the CPU. An operator of unlike dtypes, bilinear say, has autocast on devices alone.
+    // Where the unsharded model is on the CPU: an operator of unlike dtypes, bilinear say, has autocast on devices alone.
     if (autocast && !tests_the_cpu() && !expected.evaluations[step]) continue;
     auto& largest = autocast ? difference.autocast : difference.evaluation;
     largest = std::max(largest, apart(got.evaluations[step], expected.evaluations[step]));
@@ -174,6 +174,7 @@ TrainingDifference compare_training(const HoldsCase& test_case, const Strategy& 
   std::vector<int64_t> everyone(static_cast<size_t>(world_size()));
   std::iota(everyone.begin(), everyone.end(), 0);
   auto plain = build(test_case);
+  plain->to(twin_device());
   const auto expected = train(*plain, everyone, [] {});
 
   TrainingDifference difference;

@@ -25,6 +25,14 @@ std::shared_ptr<Model> make_case() {
   return std::make_shared<Model>();
 }
 
+/// The same where the unsharded model computes.
+template <typename Model>
+std::shared_ptr<Model> make_twin() {
+  const auto twin = make_case<Model>();
+  twin->to(twin_device());
+  return twin;
+}
+
 template <typename Model>
 std::shared_ptr<Model> sharded_case(const Strategy& strategy) {
   auto model = make_case<Model>();
