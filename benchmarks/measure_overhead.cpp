@@ -1,7 +1,8 @@
 // The host's cost of sharding: forward and backward of 25 groups of small parameters, sharded and not sharded at all. Driven by
 // `benchmarks/compare` through standard input.
 //
-// Usage: measure_overhead [RANKS [PARAMETERS]]: of a job whose other ranks do not exist, and of a group, 9 or more.
+// Usage: measure_overhead [RANKS [PARAMETERS [DEVICE]]]: of a job whose other ranks do not exist; of a group, 9 or more; cpu or
+// cuda, whose host's time alone counts.
 #include <common/program.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
@@ -14,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "device_meter.h"
 #include "serve.h"
 
 namespace tessera::benchmarks {
@@ -68,6 +70,7 @@ void shard(Stack& stack, const DeviceMesh& mesh, const FullyShardOptions& option
 
 double seconds_of_one(Stack& stack, const torch::Tensor& input) {
   stack->zero_grad();
+  synchronize(input.device());
   const auto begin = std::chrono::steady_clock::now();
   stack->forward(input).sum().backward();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
@@ -96,13 +99,14 @@ double seconds_with_report(Stack& stack, const torch::Tensor& input) {
   return seconds + std::chrono::duration<double>(end - begin).count();
 }
 
-void answer(int ranks, int parameters) {
+void answer(int ranks, int parameters, c10::DeviceType device_type) {
   TORCH_CHECK(parameters >= 9, "there are ", parameters, " parameters a group, but must be at least 9");
-  const auto mesh = init_device_mesh(torch::kCPU, {ranks}, {"shard"});
+  const auto mesh = init_device_mesh(device_type, {ranks}, {"shard"});
   Stack plain(parameters), ragged(parameters), per_parameter(parameters);
   shard(ragged, mesh, {.layout = BufferLayout::kRagged});
   shard(per_parameter, mesh, {.layout = BufferLayout::kPerParameter});
-  const auto input = torch::randn({kBatch, kWidth});
+  plain->to(mesh.device());
+  const auto input = torch::randn({kBatch, kWidth}).to(mesh.device());
   serve({{"plain", [&] { return seconds_of_forward_and_backward(plain, input); }},
          {"ragged", [&] { return seconds_of_forward_and_backward(ragged, input); }},
          {"ragged with a report", [&] { return seconds_with_report(ragged, input); }},
@@ -113,7 +117,8 @@ int run(int argc, char** argv) {
   const int ranks = argc > 1 ? std::stoi(argv[1]) : 1;
   at::set_num_threads(1);
   init_fake_process_group(/*rank=*/0, ranks);
-  answer(ranks, argc > 2 ? std::stoi(argv[2]) : 9);
+  const bool on_cuda = argc > 3 && std::string(argv[3]) == "cuda";
+  answer(ranks, argc > 2 ? std::stoi(argv[2]) : 9, on_cuda ? torch::kCUDA : torch::kCPU);
   destroy_process_group();
   return 0;
 }

@@ -1,6 +1,7 @@
 """The model of measure_overhead.cpp under Python's FSDP2, driven by `benchmarks/compare` through standard input.
 
-Usage: measure_overhead.py [RANKS [PARAMETERS]]: of a job whose other ranks do not exist, and of a group.
+Usage: measure_overhead.py [RANKS [PARAMETERS [DEVICE]]]: of a job whose other ranks do not exist; of a group; cpu or cuda, whose host's
+time alone counts.
 """
 import statistics
 import sys
@@ -49,6 +50,8 @@ class Stack(nn.Module):
 
 def seconds_of_one(stack, x):
     stack.zero_grad()
+    if x.is_cuda:
+        torch.cuda.synchronize()
     begin = time.perf_counter()
     stack(x).sum().backward()
     return time.perf_counter() - begin
@@ -61,18 +64,18 @@ def seconds_of_forward_and_backward(stack, x):
 
 
 def main():
-    ranks, parameters = int((sys.argv[1:] or [1])[0]), int((sys.argv[2:] or [9])[0])
+    ranks, parameters, device = int((sys.argv[1:] or [1])[0]), int((sys.argv[2:] or [9])[0]), (sys.argv[3:] or ["cpu"])[0]
     torch.set_num_threads(1)
     if ranks == 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo" if device == "cpu" else "nccl")
     else:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    mesh = init_device_mesh("cpu", (ranks,))
-    plain, sharded = Stack(parameters), Stack(parameters)
+    mesh = init_device_mesh(device, (ranks,))
+    plain, sharded = Stack(parameters).to(device), Stack(parameters).to(device)
     for block in sharded.blocks[:-1]:
         fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)  # its group is the last block's parameters
-    x = torch.randn(BATCH, WIDTH)
+    x = torch.randn(BATCH, WIDTH, device=device)
     serve({"plain": lambda: seconds_of_forward_and_backward(plain, x),
            "sharded": lambda: seconds_of_forward_and_backward(sharded, x)})
     dist.destroy_process_group()
