@@ -42,6 +42,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
        print_error_of(make_mesh);
        tessera::destroy_process_group();
      }},
+    {"connects", [] { print_error_of(connect); }},
     {"seeds_first",
      [] {
        at::manual_seed(0);
