@@ -19,9 +19,15 @@ void copy_into(const at::Tensor& output, const at::Tensor& input) {
   }
 }
 
-/// As often as it fits: doubled, so that many ranks are a few copies. `input` may be the view of `output` at one of its places.
+/// As often as it fits: in one launch, or doubled, so that many ranks are a few copies. `input` may be the view of `output` at
+/// one of its places.
 void repeat(const at::Tensor& output, const at::Tensor& input) {
   if (input.numel() == 0 || input.is_meta()) return;
+  if (!input.is_cpu()) {
+    const auto rows = output.view({-1, input.numel()});
+    rows.copy_(input.view({-1}).expand_as(rows), /*non_blocking=*/true);
+    return;
+  }
   copy_into(output.narrow(0, 0, input.numel()), input);
   for (int64_t done = input.numel(); done < output.numel(); done *= 2) {
     const int64_t count = std::min(done, output.numel() - done);

@@ -196,7 +196,6 @@ void ParameterGroup::finish_gather() {
       return Work();
     });
     users_.wait_for(gather_);
-    Work(gather_).wait();
   }
   users_.join();
   if (state_ != State::kGathering) return;
@@ -261,8 +260,14 @@ void ParameterGroup::copy_out_pieces(size_t index, const at::Tensor& by_rank, Co
       continue;
     }
     for (int64_t rank = run.first; rank < run.first + run.ranks; ++rank) {
-      const auto part = owned_part(whole, layout, static_cast<size_t>(rank));
-      copies.copy(part, flat_view(by_rank[rank], range.shard_offset, range.numel, whole.scalar_type()).view(part.sizes()));
+      const auto offset = by_rank.storage_offset() + rank * by_rank.stride(0) + range.shard_offset;
+      const auto sent = tensor_over(by_rank.storage(), offset, {range.numel}, whole.scalar_type());
+      if (layout.split_dim == 0) {
+        copies.copy(flat_range(whole, layout.pieces[static_cast<size_t>(rank)].begin, range.numel), sent);
+      } else {
+        const auto part = owned_part(whole, layout, static_cast<size_t>(rank));
+        copies.copy(part, sent.view(part.sizes()));
+      }
     }
   }
 }

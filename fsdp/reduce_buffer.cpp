@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <tessera/fsdp/copy_elements.h>
+#include <tessera/fsdp/unsharded_storage.h>
 
 namespace tessera::internal {
 
@@ -54,7 +55,7 @@ void ReduceBuffer::allocate(const ReduceLayout& layout, at::ScalarType dtype) {
 
 at::Tensor ReduceBuffer::range(size_t index, size_t rank) const {
   const int64_t offset = static_cast<int64_t>(rank) * layout_->chunk_numel + layout_->offsets[index][rank];
-  return input_.data.narrow(0, offset, group_.layout().parameters[index].pieces[rank].numel);
+  return flat_range(input_.data, offset, group_.layout().parameters[index].pieces[rank].numel);
 }
 
 void ReduceBuffer::add(size_t index, const at::Tensor& gradient) {
@@ -136,7 +137,8 @@ void ReduceBuffer::collect(CopyList& list, size_t index) {
   };
   const auto collect_piece = [&](const at::Tensor& whole, size_t rank, bool is_flat) {
     const auto piece = layout.pieces[rank];
-    const auto source = is_flat ? whole.view({-1}).narrow(0, piece.begin, piece.numel) : owned_part(whole, layout, rank);
+    if (is_flat) return collect_pair(range(index, rank), flat_range(whole, piece.begin, piece.numel));
+    const auto source = owned_part(whole, layout, rank);
     collect_pair(range(index, rank).view(source.sizes()), source);
   };
   visit_pieces(index, gradient, collect_piece, collect_pair);
@@ -185,7 +187,7 @@ void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
     return;
   }
   for (int64_t rank = 0; rank < ranks; ++rank)
-    list.copy(input_.data.narrow(0, rank * layout_->chunk_numel + layout_->used_offset, count), flags_);
+    list.copy(flat_range(input_.data, rank * layout_->chunk_numel + layout_->used_offset, count), flags_);
 }
 
 ReduceInput ReduceBuffer::take(const std::vector<bool>& takes_part, const std::vector<bool>& used) {

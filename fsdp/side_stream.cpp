@@ -29,6 +29,10 @@ class LaterOnStream final : public WorkState {
   Work work_;
 };
 
+bool contains(const std::vector<c10::Stream>& streams, const c10::Stream& stream) {
+  return std::find(streams.begin(), streams.end(), stream) != streams.end();
+}
+
 } // namespace
 
 StreamScope::StreamScope(const std::optional<c10::Stream>& stream) {
@@ -77,22 +81,29 @@ Work SideStream::later(Work work) const { return Work(std::make_shared<LaterOnSt
 
 void BlockUsers::begin(c10::Device device) { home_ = current_stream_if_any(device); }
 
+void BlockUsers::wait_for(Work last) {
+  last_ = std::move(last);
+  waited_.clear();
+}
+
 void BlockUsers::wait_for_home() {
-  if (home_) last_ = mark(*home_);
+  if (home_) wait_for(mark(*home_));
 }
 
 void BlockUsers::join() {
   if (!home_) return;
   const auto current = current_stream(home_->device());
-  if (std::find(users_.begin(), users_.end(), current) != users_.end()) return;
+  if (contains(waited_, current)) return;
   Work(last_).wait();
-  users_.push_back(current);
+  waited_.push_back(current);
+  if (!contains(users_, current)) users_.push_back(current);
 }
 
 std::optional<c10::Stream> BlockUsers::end() {
   if (!home_) return std::nullopt;
   const auto home = *std::exchange(home_, std::nullopt);
   const c10::StreamGuard guard(home);
+  waited_.clear();
   std::exchange(last_, Work()).wait();
   for (const auto& user : std::exchange(users_, {})) {
     if (user != home) mark(user).wait();

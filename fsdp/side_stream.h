@@ -84,8 +84,8 @@ class BlockUsers {
  public:
   /// A block is allocated on the current stream.
   void begin(c10::Device device);
-  /// Whoever uses the block next waits for this.
-  void wait_for(Work last) { last_ = std::move(last); }
+  /// Whoever uses the block from here on waits for this.
+  void wait_for(Work last);
   /// The same for all that the block's home holds so far.
   void wait_for_home();
   /// The current stream uses the block from here on.
@@ -96,7 +96,7 @@ class BlockUsers {
  private:
   std::optional<c10::Stream> home_;
   Work last_;
-  std::vector<c10::Stream> users_; ///< that have waited for `last_`
+  std::vector<c10::Stream> users_, waited_; ///< those that have waited for `last_`
 };
 
 } // namespace tessera::internal

@@ -67,6 +67,13 @@ inline at::Tensor flat_view(const at::Tensor& bytes, int64_t byte_offset, int64_
   return bytes.narrow(0, numel > 0 ? byte_offset : 0, numel * static_cast<int64_t>(c10::elementSize(dtype))).view(dtype);
 }
 
+/// `numel` elements of a dense tensor from `begin` in the order of its memory, without the cost of an operator: a group has many.
+inline at::Tensor flat_range(const at::Tensor& dense, int64_t begin, int64_t numel) {
+  if (dense.is_conj() || dense.is_neg() || dense._is_zerotensor()) return dense.view({-1}).narrow(0, begin, numel);
+  const auto offset = (dense.storage_offset() + begin) * static_cast<int64_t>(dense.element_size());
+  return tensor_over(dense.storage(), offset, {numel}, dense.scalar_type());
+}
+
 /// The elements of a dense tensor in the order of its memory.
 inline at::Tensor in_memory_order(const at::Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
 

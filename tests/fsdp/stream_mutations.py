@@ -14,19 +14,23 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROGRAMS = ["sharded_simulated_device_test", "offload_to_host_test"]
+PROGRAMS = ["sharded_simulated_device_test", "offload_to_host_test", "staged_test"]
 
 # file, the line or lines, what takes their place
 MUTATIONS = [
     ("fsdp/side_stream.cpp", "  event.block(*stream_);\n", ""),
     ("fsdp/side_stream.cpp", "  Work(last_).wait();\n", ""),
-    ("fsdp/side_stream.cpp", "  users_.push_back(current);\n", ""),
+    ("fsdp/side_stream.cpp", "  if (!contains(users_, current)) users_.push_back(current);\n", ""),
+    ("fsdp/side_stream.cpp", "    mark(stream_).wait();\n", ""),
+    ("fsdp/side_stream.cpp", "      work_.wait();\n", "      work_ = Work();\n"),
     ("fsdp/side_stream.cpp", "  std::exchange(last_, Work()).wait();\n", "  last_ = Work();\n"),
     ("fsdp/side_stream.cpp", "    if (user != home) mark(user).wait();\n", "    static_cast<void>(user);\n"),
-    ("fsdp/side_stream.h", "      issue().wait();\n", "      issue();\n"),
+    ("fsdp/side_stream.h", "      work.wait();\n", ""),
     ("fsdp/side_stream.h", "      mark(*stream_).wait();\n", ""),
-    ("fsdp/gather.cpp", "  users_.wait_for(gather_);\n", ""),
-    ("fsdp/gather.cpp", "::finish_gather() {\n  users_.join();\n", "::finish_gather() {\n"),
+    ("fsdp/gather.cpp", "  users_.wait_for(gather_);\n  gathered_version_", "  gathered_version_"),
+    ("fsdp/gather.cpp", "      gather_.wait();\n", ""),
+    ("fsdp/gather.cpp", "    users_.wait_for(gather_);\n  }\n", "  }\n"),
+    ("fsdp/gather.cpp", "  users_.join();\n  if (state_ != State::kGathering)", "  if (state_ != State::kGathering)"),
     ("fsdp/parameter_group.cpp", "    users_.end();\n    secondary", "    secondary"),
     ("fsdp/parameter_group.cpp", "    secondary_users_.end();\n  } catch", "  } catch"),
     ("fsdp/parameter_group.cpp", "  users_.end();\n  storage_->release();\n", "  storage_->release();\n"),
