@@ -204,17 +204,26 @@ void ParameterGroup::finish_gather() {
 }
 
 void ParameterGroup::complete_gather() {
-  if (inner_output_.defined()) gather_inside(std::exchange(inner_output_, at::Tensor()), secondary_).wait();
   try {
+    if (inner_output_.defined()) gather_inside(std::exchange(inner_output_, at::Tensor()), secondary_).wait();
     if (gather_output_.defined()) copy_out(std::exchange(gather_output_, at::Tensor()));
-  } catch (...) { // of a gather extension
-    storage_->release();
-    fetched_ = at::Tensor();
-    state_ = State::kSharded;
+  } catch (...) { // of a broken communicator, or a gather extension
+    drop_gather();
     throw;
   }
   fetched_ = at::Tensor();
   if (!gathers_unsharded_parts_) restride_gathered();
+}
+
+/// As before it began: a later read must not find what was not filled.
+void ParameterGroup::drop_gather() {
+  try {
+    users_.end();
+  } catch (...) { // which its reader learns
+  }
+  storage_->release();
+  for (auto* tensor : {&inner_output_, &gather_output_, &fetched_}) *tensor = at::Tensor();
+  state_ = State::kSharded;
 }
 
 void ParameterGroup::restride_gathered() {

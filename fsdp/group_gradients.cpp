@@ -439,7 +439,10 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
 
 Work GroupGradients::discard() {
   state_ = State::kIdle;
-  wait_on_home();
+  try {
+    wait_on_home();
+  } catch (...) { // of a broken communicator: what is returned throws it again, when all is forgotten
+  }
   reduction_.input.release();
   const auto dropped = std::exchange(reduction_, Reduction());
   partial_ = at::Tensor();

@@ -205,6 +205,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor row_major_parameter(size_t index) const;
   /// Of the gather that `gather` has started: what follows its first collective.
   void complete_gather();
+  void drop_gather();
   Work gather(const at::Tensor& unsharded);
   Work all_gather(Communicator& ranks, const at::Tensor& output, const at::Tensor& input) const;
   /// Gives the parameters that were gathered row-major their strides.

@@ -83,6 +83,13 @@ TEST(Failure, RanksThatUseDifferentModelsOrFactorsLearnWhichOnes) {
   EXPECT_THAT(factors, HasSubstr("'blocks.0 divided by 2'"));
 }
 
+TEST(Failure, AReadAfterAFailedGatherFailsToo) {
+  const auto output = run("reads_after_a_failed_gather", 4).output;
+  EXPECT_THAT(output, HasSubstr("rank 2 first: all_gather"));
+  EXPECT_THAT(output, HasSubstr("rank 2 again: "));
+  EXPECT_THAT(output, ::testing::Not(HasSubstr("again: no error")));
+}
+
 TEST(Failure, AForkedChildEndsAndTheRankTrainsOn) {
   for (const int ranks : {1, 3}) {
     const auto result = run_program({program_folder() + "/training_program", "forks", "--ranks", std::to_string(ranks)}, {},

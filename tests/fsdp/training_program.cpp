@@ -133,6 +133,28 @@ void has_no_memory_for_a_gather() {
   }
 }
 
+/// The last rank calls something else than the gather inside its node; the rank beside it reads the parameters twice.
+void reads_after_a_failed_gather() {
+  const auto mesh = init_device_mesh(mesh_device_type, {2, world_size() / 2}, {"outer", "shard"});
+  torch::manual_seed(0);
+  torch::nn::Linear linear(6, 6);
+  fully_shard(*linear, mesh, {.strategy = tessera::Strategy::kHierarchical});
+  if (is_last_rank()) {
+    auto one = torch::ones({1}, test_device());
+    mesh.communicator(1, "fsdp.all_gather")->all_reduce(one, ReduceOp::kSum, "something else").wait();
+  }
+  for (const char* const when : {"first", "again"}) {
+    std::string text = "no error";
+    try {
+      linear->forward(torch::ones({1, 6}, test_device()));
+    } catch (const c10::Error& error) {
+      text = error.what_without_backtrace();
+    }
+    std::printf("rank %d %s: %s\n", static_cast<int>(world_rank()), when, text.c_str());
+    std::fflush(stdout);
+  }
+}
+
 /// Each rank forks; the child ends as a program does, with static destructors, and the rank trains on.
 void forks() {
   train([](torch::Tensor&) {
@@ -151,6 +173,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"skips_a_group", skips_a_group},
     {"swaps_two_models", swaps_two_models},
     {"divides_differently", divides_differently},
+    {"reads_after_a_failed_gather", reads_after_a_failed_gather},
     {"recomputes_differently", recomputes_differently},
     {"forks", forks},
     {"leaves_without_destroying", [] { train([](torch::Tensor&) {}); }},
