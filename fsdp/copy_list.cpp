@@ -4,6 +4,7 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_zero.h>
 
+#include <tuple>
 #include <utility>
 
 namespace tessera::internal {
@@ -16,9 +17,12 @@ void CopyList::Pairs::add(at::Tensor destination, at::Tensor source) {
 
 CopyList::Pairs CopyList::Pairs::take_alike() {
   Pairs alike, rest;
-  const auto to = destinations[0].scalar_type(), from = sources[0].scalar_type();
+  const auto kind = [&](size_t i) {
+    return std::tuple(destinations[i].scalar_type(), sources[i].scalar_type(), destinations[i].strides() == sources[i].strides());
+  };
+  const auto first = kind(0);
   for (size_t i = 0; i < sources.size(); ++i) {
-    auto& list = destinations[i].scalar_type() == to && sources[i].scalar_type() == from ? alike : rest;
+    auto& list = kind(i) == first ? alike : rest;
     list.add(std::move(destinations[i]), std::move(sources[i]));
   }
   *this = std::move(rest);

@@ -8,8 +8,9 @@
 
 namespace tessera::internal {
 
-/// Copies and sums that are collected, and then done together: one launch for all of the same dtypes, whatever their number. The
-/// tensors of a pair have the same sizes; no destination overlaps with another.
+/// Copies and sums that are collected, and then done together: one call for all of the same dtypes. CUDA launches a call once for
+/// each 64 pairs, and where the strides in the pairs differ, once a pair: those are a call of their own. The tensors of a pair
+/// have the same sizes; no destination overlaps with another.
 class CopyList {
  public:
   void copy(at::Tensor destination, at::Tensor source) { copies_.add(std::move(destination), std::move(source)); }
@@ -22,7 +23,7 @@ class CopyList {
  private:
   struct Pairs {
     void add(at::Tensor destination, at::Tensor source);
-    /// Those with the dtypes of the first, which leave the list.
+    /// Those with the dtypes of the first, and strides that differ in a pair as there or do not. They leave the list.
     Pairs take_alike();
     std::vector<at::Tensor> destinations, sources;
   };

@@ -56,6 +56,11 @@ at::Tensor for_sending(const at::Tensor& tensor) {
   return is_sent_as_it_is(tensor.scalar_type()) ? flat : flat.view(at::kByte);
 }
 
+bool is_set(const char* variable) {
+  const char* const value = std::getenv(variable);
+  return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
+}
+
 class NcclWork final : public WorkState {
  public:
   NcclWork(c10::intrusive_ptr<c10d::Work> work, std::string call) : work_(std::move(work)), call_(std::move(call)) {}
@@ -67,19 +72,22 @@ class NcclWork final : public WorkState {
     }
   }
   bool is_completed() override { return work_->isCompleted(); }
-  bool blocks_host() const override { return false; }
+  bool blocks_host() const override {
+    static const bool blocks = is_set("TORCH_NCCL_BLOCKING_WAIT") || is_set("NCCL_BLOCKING_WAIT");
+    return blocks;
+  }
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
   std::string call_;
 };
 
-// After an error c10d's watchdog sleeps four times as long as this says, so that its flight recorder can be written, and whoever
-// ends the process waits for it: a minute. Where nothing is recorded, that is a second.
+// After an error c10d's watchdog sleeps four times as long as this says, so that all ranks can write c10d's flight recorder, and
+// whoever ends the process waits for it: a minute. A second is what a program gets that has not asked for the recorder.
 void shorten_wait_for_flight_recorder() {
-  static const bool records = std::getenv("TORCH_NCCL_TRACE_BUFFER_SIZE") || std::getenv("TORCH_FR_BUFFER_SIZE");
+  static const bool records = is_set("TORCH_NCCL_TRACE_BUFFER_SIZE") || is_set("TORCH_FR_BUFFER_SIZE");
   static const int set = records ? 0 : setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250", /*overwrite=*/0);
-  TORCH_CHECK(set == 0, "setenv failed with error ", set);
+  TORCH_CHECK(set == 0, "cannot set TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC in the environment");
 }
 
 // Closes communicators whose process ends without `destroy_process_group`, before the CUDA libraries are torn down. Peers may be

@@ -79,7 +79,7 @@ std::shared_ptr<Normed> make_normed() {
 }
 
 std::shared_ptr<Normed> make_normed_twin() {
-  const auto twin = make_normed();
+  auto twin = make_normed();
   twin->to(twin_device());
   return twin;
 }

@@ -28,7 +28,7 @@ std::shared_ptr<Model> make_case() {
 /// The same where the unsharded model computes.
 template <typename Model>
 std::shared_ptr<Model> make_twin() {
-  const auto twin = make_case<Model>();
+  auto twin = make_case<Model>();
   twin->to(twin_device());
   return twin;
 }
