@@ -58,7 +58,8 @@ at::Tensor for_sending(const at::Tensor& tensor) {
 
 bool is_set(const char* variable) {
   const char* const value = std::getenv(variable);
-  return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
+  const std::string_view text = value ? value : "";
+  return !text.empty() && text != "0";
 }
 
 class NcclWork final : public WorkState {
