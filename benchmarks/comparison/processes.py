@@ -1,4 +1,5 @@
 """Starts the programs that are compared, one process a rank, and talks to them."""
+import importlib.util
 import json
 import os
 import pathlib
@@ -26,6 +27,8 @@ class Programs:
         self.bin = build.resolve() / "bin"
         self.python = ROOT / ".venv" / "bin" / "python"
         if not self.python.exists():  # beside another PyTorch, where scripts/test-gpu has unpacked the programs
+            if importlib.util.find_spec("torch") is None:
+                raise Failure(f"there is no {self.python}; run scripts/setup")
             self.python = pathlib.Path(sys.executable)
 
     def ours(self, name):

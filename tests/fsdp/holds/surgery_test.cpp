@@ -140,6 +140,17 @@ TEST(Surgery, ConversionsAreErrorsThatNameTheParameter) {
   }
 }
 
+// As recurrent modules do in Module::to, to lay their weights out anew.
+TEST(Surgery, CudnnMayNotHaveAShardedWeightWhichIsNotGatheredToSaySo) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    const auto model = sharded_case<Varied>(strategy);
+    process_context().reset_counters();
+    for (const auto& weight : model->gru->parameters()) EXPECT_FALSE(at::cudnn_is_acceptable(weight));
+    EXPECT_EQ(process_context().count(CollectiveKind::kAllGather).calls, 0);
+  }
+}
+
 TEST(Surgery, ADetachedCopyOutlivesTheModel) {
   for (const auto& strategy : holds_strategies()) {
     SCOPED_TRACE(strategy.name);
