@@ -41,16 +41,23 @@ std::vector<int64_t> silent_ranks(const GroupDescription& group) {
   return silent;
 }
 
+// That the group needs `rank`, which has ended. Nothing where `why`, this rank's error, is what that one said of itself.
+std::string blame_ended(const GroupDescription& group, int64_t rank, const std::string& why) {
+  const auto names = group.watch->blame({rank});
+  const auto name = c10::str("rank ", rank);
+  const bool says_so_itself = names.starts_with(name + ",") && why.starts_with(name + " failed: ");
+  return says_so_itself ? "" : c10::str(": it needs ", names);
+}
+
 // Where all have tried: those that do not fail as this rank did, soon after it. They were stopped, or hang. A rank that has ended
 // may be seen a moment after its connections are lost.
-std::string blame_for_no_answer(const GroupDescription& group) try {
+std::string blame_for_no_answer(const GroupDescription& group, const std::string& why) try {
   constexpr std::chrono::seconds kPatience(1);
   constexpr std::chrono::milliseconds kInterval(50);
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   std::vector<int64_t> silent;
   do {
-    if (const auto origin = group.watch->find_origin(group.ranks))
-      return c10::str(": it needs ", group.watch->blame({origin->rank}));
+    if (const auto origin = group.watch->find_origin(group.ranks)) return blame_ended(group, origin->rank, why);
     silent = silent_ranks(group);
     if (silent.empty()) break;
     group.watch->announce_late(silent);
@@ -62,17 +69,17 @@ std::string blame_for_no_answer(const GroupDescription& group) try {
   }
   group.watch->withdraw();
   const auto missing = group.watch->find_missing(group.ranks);
-  return missing ? c10::str(": it needs ", group.watch->blame({missing->rank})) : "";
+  return missing ? blame_ended(group, missing->rank, why) : "";
 } catch (const std::exception&) { // the store is gone as well: what the caller caught says more
   return "";
 }
 
 // Says who is the cause, as far as that is known.
-std::string blame_for_no_connection(const GroupDescription& group, bool timed_out) {
+std::string blame_for_no_connection(const GroupDescription& group, const std::string& why, bool timed_out) {
   const auto absent = timed_out ? those_who_made_none(group) : std::vector<int64_t>(); // an error before that is this rank's own
   const auto missing = group.watch->find_missing(group.ranks);
   const bool has_ended = missing && absl::c_linear_search(absent, missing->rank);
-  if (absent.empty() || has_ended) return blame_for_no_answer(group);
+  if (absent.empty() || has_ended) return blame_for_no_answer(group, why);
   const auto known = group.watch->note_timeout(absent);
   return c10::str(": ", list_of_ranks(absent), " did not connect a group of these ranks in this order", known);
 }
@@ -173,10 +180,11 @@ CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::Dev
     // Another error of c10 is no loss of a connection: all ranks find it, or this process alone.
     const bool is_own =
         dynamic_cast<const c10::Error*>(&error) != nullptr && dynamic_cast<const c10::DistError*>(&error) == nullptr;
-    note_failure(group, error_text(error));
-    TORCH_CHECK(!is_own, text, ": ", error_text(error));
+    const auto why = error_text(error);
+    note_failure(group, why);
+    TORCH_CHECK(!is_own, text, ": ", why);
     const bool timed_out = steady_clock::now() - begin >= group.options.timeout;
-    C10_THROW_ERROR(DistNetworkError, c10::str(text, blame_for_no_connection(group, timed_out), ": ", error_text(error)));
+    C10_THROW_ERROR(DistNetworkError, c10::str(text, blame_for_no_connection(group, why, timed_out), ": ", why));
   }
 }
 

@@ -125,12 +125,14 @@ void GroupStore::fail(int64_t rank, const std::string& why) {
 }
 
 std::string GroupStore::reason_to_give_up() {
+  if (auto* const outer = dynamic_cast<GroupStore*>(store_.get()))
+    if (auto reason = outer->reason_to_give_up(); !reason.empty()) return reason;
   announce_long_wait();
-  if (const auto missing = watch_->find_missing(ranks_)) return c10::str("rank ", missing->rank, " has exited or failed");
-  const auto failed = joinKey(kFailedKey);
-  if (store_->check({failed})) return store_->get_to_str(failed);
-  auto* const outer = dynamic_cast<GroupStore*>(store_.get());
-  return outer ? outer->reason_to_give_up() : "";
+  const auto missing = watch_->find_missing(ranks_);
+  const auto failed = joinKey(kFailedKey); // asked for later than who has ended: one that failed has said so before it ended
+  auto said = store_->check({failed}) ? store_->get_to_str(failed) : "";
+  if (!missing || said.starts_with(c10::str("rank ", missing->rank, " failed: "))) return said;
+  return c10::str("rank ", missing->rank, " has exited or failed");
 }
 
 } // namespace tessera::internal
