@@ -13,6 +13,7 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/fsdp/bytes_of.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/memory_prediction.h>
 #include <tessera/fsdp/sharded_module.h>
@@ -23,8 +24,6 @@ namespace tessera::internal {
 namespace {
 
 using nlohmann::ordered_json;
-
-int64_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
 
 GroupExplanation explain_group(const ParameterGroup& group) {
   const auto& layout = group.layout();

@@ -9,13 +9,12 @@
 #include <set>
 #include <utility>
 
+#include <tessera/fsdp/bytes_of.h>
 #include <tessera/fsdp/sharded_module.h>
 
 namespace tessera::internal {
 
 namespace {
-
-int64_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
 
 bool is_trained(const ShardedParameter& parameter) {
   const auto tensor = parameter.tensor.lock();

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/fsdp/bytes_of.h>
 #include <tessera/fsdp/module_walk.h>
 #include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/text_table.h>
@@ -20,8 +21,6 @@
 namespace tessera::internal {
 
 namespace {
-
-int64_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
 
 /// Without the extents of a RaggedShard, which are another for each parameter.
 std::string describe(const Placements& placements) {

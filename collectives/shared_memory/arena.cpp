@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/forks.h>
 
+#include <ATen/ceil_div.h>
 #include <c10/util/Exception.h>
 
 #include <sys/mman.h>
@@ -13,10 +14,6 @@
 namespace tessera::internal::shared_memory {
 
 namespace {
-
-constexpr int64_t kPage = 4096;
-
-int64_t round_up(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // Every rank of the host has the arenas of all among its addresses, of which a process has 2^47.
 int64_t range_of_one(int processes) {
@@ -65,7 +62,7 @@ std::optional<int64_t> Arena::take(int64_t bytes) {
 }
 
 c10::DataPtr Arena::allocate(int64_t bytes) {
-  const auto size = std::max(round_up(bytes), kPage);
+  const auto size = std::max(at::round_up(bytes, kPage), kPage);
   const auto offset = take(size);
   if (!offset) return {};
   auto block = std::make_unique<Block>(Block{shared_from_this(), *offset, size, fork_depth()});

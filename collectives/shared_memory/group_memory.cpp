@@ -1,15 +1,15 @@
 #include <tessera/collectives/shared_memory/group_memory.h>
 
+#include <ATen/ceil_div.h>
+
 namespace tessera::internal::shared_memory {
 
 namespace {
 
-constexpr int64_t kPage = 4096, kKibi = 1024;
-
-int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
+constexpr int64_t kKibi = 1024;
 
 int64_t control_bytes(int ranks) {
-  return round_up(static_cast<int64_t>(sizeof(Bell)) + ranks * static_cast<int64_t>(sizeof(uint32_t)), kPage);
+  return at::round_up(static_cast<int64_t>(sizeof(Bell)) + ranks * static_cast<int64_t>(sizeof(uint32_t)), kPage);
 }
 
 } // namespace

@@ -1,16 +1,18 @@
 #include <tessera/collectives/shared_memory/lane.h>
 
+#include <tessera/collectives/shared_memory/segment.h>
+
+#include <ATen/ceil_div.h>
+
 #include <array>
 
 namespace tessera::internal::shared_memory {
 
 namespace {
 
-constexpr int64_t kPage = 4096, kLine = 128; // processors fetch lines of 64 bytes in pairs
+constexpr int64_t kLine = 128; // processors fetch lines of 64 bytes in pairs
 
 constexpr int64_t kHeaderBytes = sizeof(Signature) + sizeof(int64_t);
-
-int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 } // namespace
 
@@ -23,13 +25,13 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
 int64_t LaneShape::slot_bytes() const {
   const auto counts = 2 * members * static_cast<int64_t>(sizeof(int64_t));
-  return round_up(kHeaderBytes + counts, 64) + round_up(inline_bytes, kLine);
+  return at::round_up(kHeaderBytes + counts, int64_t{64}) + at::round_up(inline_bytes, kLine);
 }
 
 int64_t LaneShape::bytes() const {
   const auto words = members * static_cast<int64_t>(2 * kLine);
-  const auto slots = members * static_cast<int64_t>(Lane::kSlots) * round_up(slot_bytes(), kLine);
-  return round_up(words + slots, kPage) + members * static_cast<int64_t>(Lane::kChunks) * chunk_bytes;
+  const auto slots = members * static_cast<int64_t>(Lane::kSlots) * at::round_up(slot_bytes(), kLine);
+  return at::round_up(words + slots, kPage) + members * static_cast<int64_t>(Lane::kChunks) * chunk_bytes;
 }
 
 Lane::Lane(char* memory, Bell& bell, const LaneShape& shape, int self)
@@ -62,7 +64,7 @@ std::vector<int> Lane::those_behind(Counter counter, uint64_t value) const {
 
 char* Lane::slot(int member, uint64_t call) const {
   const auto place = static_cast<int64_t>(call % kSlots) * size() + member;
-  return memory_ + size() * static_cast<int64_t>(sizeof(Words)) + place * round_up(shape_.slot_bytes(), kLine);
+  return memory_ + size() * static_cast<int64_t>(sizeof(Words)) + place * at::round_up(shape_.slot_bytes(), kLine);
 }
 
 Signature& Lane::signature(int member, uint64_t call) const { return *reinterpret_cast<Signature*>(slot(member, call)); }
@@ -74,7 +76,7 @@ int64_t& Lane::location(int member, uint64_t call) const {
 int64_t* Lane::counts(int member, uint64_t call) const { return reinterpret_cast<int64_t*>(slot(member, call) + kHeaderBytes); }
 
 char* Lane::payload(int member, uint64_t call) const {
-  return slot(member, call) + shape_.slot_bytes() - round_up(shape_.inline_bytes, kLine);
+  return slot(member, call) + shape_.slot_bytes() - at::round_up(shape_.inline_bytes, kLine);
 }
 
 char* Lane::chunk(int member, uint64_t tick) const {

@@ -5,6 +5,8 @@
 
 namespace tessera::internal::shared_memory {
 
+inline constexpr int64_t kPage = 4096; ///< bytes
+
 /// Memory that processes of this host share: a file without a name (memfd). It ends with the last process that has it open or
 /// mapped, however that ends, and takes nothing of /dev/shm. Processes of other users cannot open it.
 class Segment {
