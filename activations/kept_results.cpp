@@ -15,7 +15,7 @@ namespace {
 /// That of DTensors, below autograd: on this thread it is every tensor's while results are kept.
 constexpr c10::DispatchKey kKeepKey = c10::DispatchKey::Fake;
 
-thread_local KeptResults::Scope* current = nullptr;
+thread_local KeptResults::Scope* current_scope = nullptr;
 
 /// Returns tensors alone that share memory with nothing.
 bool is_functional(const c10::FunctionSchema& schema) {
@@ -30,8 +30,9 @@ bool is_on_meta(const c10::IValue& value) { return value.isTensor() && value.toT
 
 } // namespace
 
-KeptResults::Scope::Scope(KeptResults* results) : results_(results), before_(std::exchange(current, results ? this : nullptr)) {
-  c10::impl::tls_set_dispatch_key_included(kKeepKey, current != nullptr);
+KeptResults::Scope::Scope(KeptResults* results)
+    : results_(results), before_(std::exchange(current_scope, results ? this : nullptr)) {
+  c10::impl::tls_set_dispatch_key_included(kKeepKey, current_scope != nullptr);
 }
 
 KeptResults::Scope::Scope(KeptResults* results, SavedTensorTaker* outer) : Scope(results) { outer_ = outer; }
@@ -39,11 +40,11 @@ KeptResults::Scope::Scope(KeptResults* results, SavedTensorTaker* outer) : Scope
 KeptResults::Scope::Scope(KeptResults* results, Values values) : Scope(results) { values_ = std::move(values); }
 
 KeptResults::Scope::~Scope() {
-  current = before_;
-  c10::impl::tls_set_dispatch_key_included(kKeepKey, current != nullptr);
+  current_scope = before_;
+  c10::impl::tls_set_dispatch_key_included(kKeepKey, current_scope != nullptr);
 }
 
-KeptResults::Scope* KeptResults::Scope::active() { return current; }
+KeptResults::Scope* KeptResults::Scope::active() { return current_scope; }
 
 void KeptResults::Scope::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
   const auto& schema = op.schema();

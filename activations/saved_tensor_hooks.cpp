@@ -12,7 +12,7 @@ namespace {
 
 using torch::autograd::Engine;
 
-thread_local SavedTensorTaker* current = nullptr;
+thread_local SavedTensorTaker* current_taker = nullptr;
 
 /// Autograd's own engine, which asks for hooks. LibTorch's own scopes of hooks hold Python objects.
 class HookedEngine final : public Engine {
@@ -23,7 +23,7 @@ class HookedEngine final : public Engine {
   HookedEngine& operator=(const HookedEngine&) = delete;
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    return current ? current->take() : nullptr;
+    return current_taker ? current_taker->take() : nullptr;
   }
 };
 
@@ -45,13 +45,13 @@ const bool kInstalled = install();
 
 } // namespace
 
-TakerScope::TakerScope(SavedTensorTaker* taker) : before_(std::exchange(current, taker)) {
+TakerScope::TakerScope(SavedTensorTaker* taker) : before_(std::exchange(current_taker, taker)) {
   if (kInstalled) return;
-  current = before_;
+  current_taker = before_;
   TORCH_CHECK_NOT_IMPLEMENTED(false, "recompute and saved_tensors_in need LibTorch's own autograd engine, but this program has ",
                               "another one (Python's)");
 }
 
-TakerScope::~TakerScope() { current = before_; }
+TakerScope::~TakerScope() { current_taker = before_; }
 
 } // namespace tessera::internal

@@ -17,10 +17,10 @@ std::string first_line(std::string_view body) {
   return R"({"tessera_checkpoint": 1, "xxh3": ")" + to_hex(checksum(body)) + "\",\n";
 }
 
-std::string to_hex(const std::vector<uint64_t>& checksums) {
+std::string hex_of(const std::vector<uint64_t>& checksums) {
   std::string text;
   text.reserve(checksums.size() * 16);
-  for (const auto value : checksums) text += internal::to_hex(value);
+  for (const auto value : checksums) text += to_hex(value);
   return text;
 }
 
@@ -33,7 +33,7 @@ std::vector<uint64_t> checksums_from_hex(const JsonView& json) {
   return checksums;
 }
 
-Json to_json(const IndexedTensor& tensor) {
+Json json_of(const IndexedTensor& tensor) {
   auto chunks = Json::array();
   for (const auto& chunk : tensor.chunks) chunks.push_back(to_json(chunk));
   Json json{{"name", tensor.name},
@@ -120,7 +120,7 @@ Json to_json(const Chunk& chunk) {
           {"offsets", chunk.box.offsets},
           {"sizes", chunk.box.sizes},
           {"begin", chunk.begin},
-          {"xxh3", to_hex(chunk.checksums)}};
+          {"xxh3", hex_of(chunk.checksums)}};
 }
 
 Chunk chunk_from_json(const JsonView& json) {
@@ -148,7 +148,7 @@ IndexedFile file_from_json(const JsonView& json) {
 std::string encode_index(const Index& index) {
   auto files = Json::array(), tensors = Json::array(), values = Json::array();
   for (const auto& file : index.files) files.push_back(to_json(file));
-  for (const auto& tensor : index.tensors) tensors.push_back(to_json(tensor));
+  for (const auto& tensor : index.tensors) tensors.push_back(json_of(tensor));
   for (const auto& [name, value] : index.values) values.push_back({{"name", name}, {"value", to_json(value)}});
   const Json head{{"saved_at", index.saved_at}, {"world_size", index.world_size}, {"block_bytes", index.block_bytes}};
   // One line an item: people read it, and a diff of two indexes shows what changed.

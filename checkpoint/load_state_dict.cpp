@@ -38,7 +38,7 @@ Index contents_of(const StateDict& state) {
   return contents;
 }
 
-Json to_json(const Index& contents) {
+Json json_of(const Index& contents) {
   auto tensors = Json::array();
   for (const auto& t : contents.tensors) tensors.push_back({t.name, t.aliases, static_cast<int64_t>(t.dtype), t.sizes});
   return {{"tensors", std::move(tensors)}, {"values", internal::to_json(contents.values)}};
@@ -64,7 +64,7 @@ Index contents_of_rank0(const Ranks& ranks, const StateDict& source) {
       TORCH_CHECK(!tensor || !dtensor_meta(*tensor), "broadcast_from_rank0 needs whole tensors, and \"", entry.name,
                   "\" is a DTensor");
     }
-    return dump_json(to_json(contents_of(source)), "the state dict");
+    return dump_json(json_of(contents_of(source)), "the state dict");
   });
   const std::string where = "the state dict of rank 0";
   const auto json = parse_json(messages[0], where);

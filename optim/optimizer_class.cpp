@@ -32,7 +32,7 @@ void check_names(const std::string& optimizer, std::set<std::string> taken, cons
   (check(lists), ...);
 }
 
-class Registry {
+class ClassRegistry {
  public:
   void add(OptimizerClass added) {
     const std::lock_guard lock(mutex_);
@@ -60,9 +60,9 @@ class Registry {
   std::deque<OptimizerClass> classes_; // the one registered last first; a deque's elements stay where they are
 };
 
-Registry& registry() {
-  static Registry* const classes = [] {
-    auto* made = new Registry; // never freed: optimizers may outlive static objects
+ClassRegistry& registry() {
+  static ClassRegistry* const classes = [] {
+    auto* made = new ClassRegistry; // never freed: optimizers may outlive static objects
     for (auto& each : torch_optimizers()) made->add(std::move(each));
     return made;
   }();

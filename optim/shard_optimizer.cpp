@@ -21,11 +21,12 @@ at::Tensor part_of(const at::Tensor& whole, const at::Tensor& parameter, StateLa
   return meta.local.device() == parameter.device() ? part : make_dtensor(meta.local.to(parameter.device()), meta.spec);
 }
 
-struct Place {
+struct FieldPlace {
   size_t group, parameter;
 };
 
-void shard_field(const TensorField& field, torch::optim::OptimizerParamState& state, const at::Tensor& parameter, Place place) {
+void shard_field(const TensorField& field, torch::optim::OptimizerParamState& state, const at::Tensor& parameter,
+                 FieldPlace place) {
   if (field.layout == StateLayout::kPlain) return;
   auto tensors = field.get(state);
   for (auto& tensor : tensors) {

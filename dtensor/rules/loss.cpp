@@ -60,7 +60,7 @@ Factorization nll_loss_backward(const OpCall& call) {
 }
 
 /// What this rank's classes say about the targets.
-struct Targets {
+struct ClassTargets {
   int64_t classes; ///< the dim
   at::Tensor mine; ///< which targets are among this rank's classes, and count
   at::Tensor index;
@@ -68,9 +68,9 @@ struct Targets {
   at::Tensor invalid; ///< how many are no class at all
 };
 
-Targets find_targets(const Spec& self, const at::Tensor& local, const at::Tensor& target, const at::Tensor& weight,
-                     int64_t ignored) {
-  Targets result;
+ClassTargets find_targets(const Spec& self, const at::Tensor& local, const at::Tensor& target, const at::Tensor& weight,
+                          int64_t ignored) {
+  ClassTargets result;
   result.classes = class_dim(self.sizes());
   const auto offset = self.local_offsets()[result.classes], count = local.size(result.classes);
   const auto counted = target.ne(ignored);
