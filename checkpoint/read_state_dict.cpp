@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <tessera/checkpoint/load_opened.h>
 #include <tessera/checkpoint/read_state_dict.h>
 #include <tessera/dtensor/factories.h>
@@ -18,7 +19,7 @@ at::Tensor make_tensor(const IndexedTensor& saved, const checkpoint::ReadOptions
   try {
     return tessera::empty(saved.sizes, *options.mesh, placements, saved.dtype);
   } catch (const c10::Error& error) { // of the placements, which do not know the tensor
-    TORCH_CHECK(false, "tensor \"", saved.name, "\": ", error.what_without_backtrace());
+    C10_THROW_ERROR(Error, c10::str("tensor \"", saved.name, "\": ", error.what_without_backtrace()));
   }
 }
 

@@ -6,8 +6,18 @@
 
 namespace tessera {
 
+namespace internal {
+
+/// A step of a grid, with the number of list places between two of its ranks.
+struct Digit {
+  int64_t size, stride, places;
+};
+
+} // namespace internal
+
 namespace {
 
+using internal::Digit;
 using Steps = RankList::Steps;
 constexpr size_t kMostSteps = 8; // a list that needs more is kept as it is
 
@@ -57,12 +67,7 @@ std::optional<std::vector<Steps>> steps_of(const std::vector<int64_t>& ranks) {
   return steps;
 }
 
-/// The same steps by falling stride, each with the number of list places between two of its ranks.
-struct Digit {
-  int64_t size, stride, places;
-};
-
-/// Nothing unless each rank can be written in one way only, as a number in digits.
+/// The same steps by falling stride. Nothing unless each rank can be written in one way only, as a number in digits.
 std::optional<std::vector<Digit>> digits_of(const std::vector<Steps>& steps) {
   std::vector<Digit> digits;
   int64_t places = 1;

@@ -1,6 +1,7 @@
 #include <tessera/collectives/topology.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
 #include <cmath>
@@ -93,7 +94,7 @@ Topology Topology::read(const std::string& file) {
   try {
     return from_json(text.str());
   } catch (const c10::Error& error) {
-    TORCH_CHECK_VALUE(false, file, ": ", error.what_without_backtrace());
+    C10_THROW_ERROR(ValueError, c10::str(file, ": ", error.what_without_backtrace()));
   }
 }
 

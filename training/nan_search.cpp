@@ -56,7 +56,7 @@ bool any_tensor(const c10::IValue& value, const Function& function) {
   if (value.isTensor()) return function(value.toTensor());
   if (!value.isTensorList()) return false;
   bool found = false;
-  for (const at::Tensor tensor : value.toTensorList()) found = found || function(tensor);
+  for (const auto& tensor : value.toTensorVector()) found = found || function(tensor);
   return found;
 }
 
