@@ -1,6 +1,7 @@
 #include <tessera/collectives/rank_list.h>
 
 #include <algorithm>
+#include <compare>
 #include <mutex>
 #include <numeric>
 
@@ -200,9 +201,9 @@ const std::vector<int64_t>& RankList::expanded() const {
 
 std::strong_ordering operator<=>(const RankList& a, const RankList& b) {
   if (a.state_ == b.state_) return std::strong_ordering::equal;
-  if (const auto order = a.size() <=> b.size(); order != 0) return order;
-  if (const auto order = a.state_->first <=> b.state_->first; order != 0) return order;
-  if (const auto order = a.steps() <=> b.steps(); order != 0) return order;
+  if (const auto order = a.size() <=> b.size(); std::is_neq(order)) return order;
+  if (const auto order = a.state_->first <=> b.state_->first; std::is_neq(order)) return order;
+  if (const auto order = a.steps() <=> b.steps(); std::is_neq(order)) return order;
   return a.irregular() <=> b.irregular();
 }
 

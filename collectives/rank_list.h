@@ -17,6 +17,7 @@ class RankList {
   /// `size` steps of `stride`.
   struct Steps {
     int64_t size = 1, stride = 1;
+    // NOLINTNEXTLINE(modernize-use-nullptr): clang-tidy takes the 0 that it compares with for a pointer
     auto operator<=>(const Steps&) const = default;
   };
 
