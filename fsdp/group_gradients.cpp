@@ -93,6 +93,11 @@ GroupGradients::~GroupGradients() {
   }
 }
 
+void GroupGradients::Reduction::use_here() const {
+  if (!home || *home == current_stream(home->device())) return;
+  for (const auto* tensor : {&output, &partial, &outer_input}) use_on_current_stream(*tensor);
+}
+
 void GroupGradients::wait_on_home() {
   if (!reduction_.home) return;
   const c10::StreamGuard guard(*reduction_.home);
@@ -274,6 +279,7 @@ void GroupGradients::start_first() {
   const auto& communicator = group_.axes().reduce_scatter();
   if (!communicator) {
     reduction_.output = std::exchange(input.data, at::Tensor());
+    if (const auto home = input.users.end(); home && home != reduction_.home) use_on_current_stream(reduction_.output);
     return;
   }
   reduction_.output = at::empty({layout_.chunk_numel * group_.axes().outer_ranks()}, input.data.options());
@@ -287,10 +293,16 @@ void GroupGradients::start_first() {
   input.users.wait_for(reduction_.first);
 }
 
+at::Tensor GroupGradients::take_partial() {
+  const auto home = std::exchange(partial_home_, std::nullopt);
+  if (home && *home != current_stream(home->device())) use_on_current_stream(partial_);
+  return std::exchange(partial_, at::Tensor());
+}
+
 void GroupGradients::take_up_partial() {
   forget_landed();
   reduction_.used.assign(group_.parameters().size(), false); // in this backward; the flags know of those before
-  reduction_.output = std::exchange(partial_, at::Tensor());
+  reduction_.output = take_partial();
   if (group_.streams().reduce.exists()) reduction_.home = current_stream(reduction_.output.device());
   enter(State::kFirst);
   if (group_.streams().reduce.exists() && !reduction_.first.blocks_host()) start_second();
@@ -301,7 +313,7 @@ void GroupGradients::start_second() {
   if (!group_.axes().reduces_twice()) return;
   reduction_.has_second = true;
   const auto& streams = group_.streams();
-  reduction_.partial = std::exchange(partial_, at::Tensor());
+  reduction_.partial = take_partial();
   reduction_.second = (requires_all_reduce ? streams.all_reduce : streams.reduce).run([&] {
     Work(reduction_.first).wait();
     if (reduction_.partial.defined()) reduction_.output.add_(reduction_.partial);
@@ -333,6 +345,8 @@ void GroupGradients::advance_reduce() {
   enter(State::kSecond);
   if (!reduction_.is_partial) return;
   wait_for(group_, reduction_.second);
+  reduction_.use_here();
+  partial_home_ = reduction_.home;
   partial_ = std::exchange(reduction_, Reduction()).output;
   enter(State::kIdle);
 }
@@ -346,6 +360,7 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   const at::NoGradGuard no_grad;
   wait_for(group_, reduction_.second);
   auto done = std::exchange(reduction_, Reduction());
+  done.use_here();
   if (all_reduce_hook) all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));
   if (divide_factor_ && !done.is_divided) done.output.narrow(0, 0, layout_.used_offset).div_(late_factor());
   const auto rank = static_cast<size_t>(group_.axes().shard_rank());

@@ -98,6 +98,9 @@ class GroupGradients {
   enum class State { kIdle, kFirst, kSecond }; ///< the collective in flight; the first also where there is none to wait for
 
   struct Reduction {
+    /// Its memory goes back to its home no earlier than the current stream has done with it.
+    void use_here() const;
+
     ReduceInput input;
     at::Tensor output;
     at::Tensor partial, outer_input; ///< of the second collective
@@ -113,6 +116,7 @@ class GroupGradients {
   /// On a device, before the memory of a reduction that may be in flight is freed: its home waits.
   void wait_on_home();
 
+  at::Tensor take_partial();
   /// For what an earlier backward left to the all-reduce.
   void take_up_partial();
   void prepare_layout();
@@ -156,6 +160,7 @@ class GroupGradients {
   State state_ = State::kIdle;
   Reduction reduction_;
   at::Tensor partial_; ///< reduced by the first collective only, waiting for the second (HSDP)
+  std::optional<c10::Stream> partial_home_;
 };
 
 } // namespace tessera::internal

@@ -89,6 +89,7 @@ ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshA
 
 ParameterGroup::~ParameterGroup() {
   try {
+    users_.join(); // the shards, which a gather reads that nobody may have waited for, are freed here too
     users_.end();
     secondary_users_.end();
   } catch (...) { // of a device that has failed

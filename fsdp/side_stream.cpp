@@ -55,7 +55,7 @@ StreamScope::~StreamScope() {
 }
 
 void use_on_current_stream(const at::Tensor& tensor) {
-  if (!tensor.has_storage()) return;
+  if (!tensor.defined() || !tensor.has_storage()) return;
   const auto device = tensor.device();
   c10::impl::VirtualGuardImpl(device.type()).recordDataPtrOnStream(tensor.storage().data_ptr(), current_stream(device));
 }

@@ -34,6 +34,28 @@ TEST_F(Streams, AModelMayEndWhileItIsGatheredOnAnotherStreamThanItsForward) {
   }
 }
 
+/// The shards' stream is not the one that the gather's output belongs to.
+TEST_F(Streams, AModelMayEndOnAnotherStreamThanItIsGatheredOn) {
+  const auto gathering = sim::new_stream("gathering");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    const auto& layout = fsdp(*net->blocks[0]).state()->group()->layout();
+    const auto bytes = layout.shard_bytes + layout.replicated_bytes;
+    InOneOrder program;
+    const auto here = sim::stream();
+    program.on(gathering, [&] {
+      for (const auto& block : *net->blocks) fsdp(*block).unshard_async(); // each is as large
+    });
+    program.on(here, [&] {
+      net = nullptr;
+      write_memory_of(bytes);
+    });
+    expect_no_races();
+  }
+}
+
 TEST_F(Streams, AProgramMayEvaluateOnOneStreamAndTrainOnAnother) {
   Net plain = make_net();
   torch::optim::SGD plain_optimizer(plain->parameters(), 0.1);
@@ -117,27 +139,35 @@ TEST_F(Streams, ATensorThatIsRedistributedIsWaitedForOnEveryStream) {
   expect_no_races();
 }
 
-/// A reduction of one backward is taken up in the next, which runs on another stream than the one that has its buffers.
+/// What one backward leaves is taken up in the next, which runs on another stream than the one that has its memory.
 TEST_F(Streams, AReductionMayEndInABackwardOnAnotherStream) {
+  const std::vector<std::pair<std::string, void (*)(FSDPModule, bool)>> settings{
+      {"is_last_backward", [](FSDPModule module, bool on) { module.set_is_last_backward(on); }},
+      {"requires_all_reduce", [](FSDPModule module, bool on) { module.set_requires_all_reduce(on); }},
+      {"requires_gradient_sync", [](FSDPModule module, bool on) { module.set_requires_gradient_sync(on); }}};
   const auto other = sim::new_stream("other");
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Net net = make_net();
-    shard_model(net, strategy);
-    const auto tokens = batch_of(0, sim::kDevice);
-    const auto here = sim::stream();
-    InOneOrder program;
-    program.on(here, [&] {
-      fsdp(*net).set_is_last_backward(false);
-      loss_of(net, tokens).backward();
-    });
-    program.on(other, [&] {
-      fsdp(*net).set_is_last_backward(true);
-      loss_of(net, tokens).backward();
-    });
-    write_memory_of_reductions(net);
-    program.on(here, [] {});
-    expect_no_races();
+  for (const auto& [name, set] : settings) {
+    for (const int64_t before : {1, 2}) { // the second adds to what the first has brought
+      for (const auto& strategy : strategies()) {
+        SCOPED_TRACE(c10::str(name, ", ", before, " before, ", strategy.name));
+        Net net = make_net();
+        shard_model(net, strategy);
+        const auto tokens = batch_of(0, sim::kDevice);
+        const auto here = sim::stream();
+        InOneOrder program;
+        const auto train = [&, set = set](bool on) {
+          set(fsdp(*net), on);
+          loss_of(net, tokens).backward();
+        };
+        program.on(here, [&] {
+          for (int64_t i = 0; i < before; ++i) train(false);
+        });
+        program.on(other, [&] { train(true); });
+        write_memory_of_reductions(net);
+        program.on(here, [] {});
+        expect_no_races();
+      }
+    }
   }
 }
 

@@ -37,11 +37,12 @@ void interrupt(Turn& turn) {
   if (turn.depth >= 2 || !turn.draw.chance(30)) return;
   const auto& action = random_action(turn.draw, candidates);
   const bool on_other = turn.draw.chance(50);
-  Draw draw(turn.draw.seed());
+  const auto seed = turn.draw.seed();
+  Draw draw(seed);
   if (Replay::from_environment().leaves_out(action.name)) return;
   turn.note("within: " + action.name + (on_other ? " of the other model" : ""));
   Turn inner{turn.side, on_other ? turn.other : turn.trainee, on_other ? turn.trainee : turn.other, draw, turn.depth + 1};
-  action.run(inner);
+  turn.side.streams.run(seed, [&] { action.run(inner); });
 }
 
 } // namespace tessera::testing::scripts

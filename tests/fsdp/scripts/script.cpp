@@ -44,10 +44,12 @@ std::string error_of(const Call& call) {
 class Script {
  public:
   Script(uint64_t seed, const std::filesystem::path& folder) : plain_(false, folder), sharded_(true, folder) {
+    sharded_.streams = ProgramStreams(seed);
     Draw draw(seed);
     const auto pool = draw_pool(draw);
     for (int i = 0; i < 2; ++i) add_trainee(pool, draw);
     draw_steps(draw);
+    description_ += sharded_.streams.description();
   }
 
   std::optional<ScriptFailure> run(const std::set<int64_t>& left_out);
@@ -156,7 +158,7 @@ std::string Script::take(const Step& step, Side& side) const {
   side.notes.clear();
   Draw draw(step.seed);
   Turn turn{side, side.trainees[step.trainee], side.trainees[1 - step.trainee], draw};
-  return error_of([&] { step.action->run(turn); });
+  return error_of([&] { side.streams.run(step.seed, [&] { step.action->run(turn); }); });
 }
 
 std::optional<ScriptFailure> Script::run(const std::set<int64_t>& left_out) {

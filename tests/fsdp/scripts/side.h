@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/tests/fsdp/scripts/program_streams.h>
 #include <tessera/tests/fsdp/scripts/random_model.h>
 #include <tessera/tests/fsdp/scripts/random_optimizer.h>
 #include <tessera/tests/support/test_device.h>
@@ -69,6 +70,7 @@ class Side {
 
   const bool sharded;
   const std::filesystem::path folder; ///< for checkpoints; the same on all ranks
+  ProgramStreams streams;             ///< on which the actions run
   std::vector<Trainee> trainees;
   std::vector<Recorded> recorded; ///< by the action that runs
   std::vector<std::string> notes; ///< what that action did, for the report of a failure

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <string>
+#include <vector>
+
+#include <tessera/tests/support/draw.h>
+
+namespace tessera::testing::scripts {
+
+/// The streams that a script's program computes on. Some programs have several, and change between their actions; on the CPU
+/// there are none.
+class ProgramStreams {
+ public:
+  ProgramStreams() = default; ///< none
+  explicit ProgramStreams(uint64_t seed);
+
+  /// Runs `action` on one of them, drawn from `seed`. What comes before is before it, and what comes after is after it, on any of
+  /// the streams.
+  template <typename Action>
+  void run(uint64_t seed, const Action& action) const {
+    const Turn turn(*this, seed);
+    action();
+  }
+  std::string description() const;
+
+ private:
+  /// Whose stream is the current one as long as it lives.
+  class Turn {
+   public:
+    Turn(const ProgramStreams& streams, uint64_t seed);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    void change_to(const c10::Stream& stream);
+    std::vector<c10::Stream> before_; ///< one, or none
+  };
+
+  std::vector<c10::Stream> streams_;
+};
+
+} // namespace tessera::testing::scripts
