@@ -39,7 +39,7 @@ MUTATIONS = [
     ("fsdp/group_gradients.cpp", "    Work(reduction_.first).wait();\n", ""),
     ("fsdp/group_gradients.cpp", "  wait_on_home();\n  reduction_.input", "  reduction_.input"),
     ("fsdp/group_gradients.cpp", "  wait_for(group_, reduction_.second);\n  auto done", "  auto done"),
-    ("fsdp/group_gradients.cpp", "  wait_for(group_, reduction_.second);\n  partial_ =", "  partial_ ="),
+    ("fsdp/group_gradients.cpp", "  wait_for(group_, reduction_.second);\n  reduction_.use", "  reduction_.use"),
     ("fsdp/touch.cpp", "  group.wait_to_write();\n", ""),
     ("fsdp/side_stream.cpp", "  mark(before).wait();\n", ""),
     ("fsdp/side_stream.cpp", "    Work(end).wait();\n", ""),
@@ -59,6 +59,11 @@ MUTATIONS = [
     ("fsdp/schedule.cpp", "  compute_stream_ = current_stream_if_any(device_);\n  scheduled", "  scheduled"),
     ("dtensor/differentiable_move.cpp", "  state.computed.wait();\n", ""),
     ("fsdp/gather.cpp", "secondary_).wait();\n  try", "secondary_);\n  try"),
+    ("fsdp/parameter_group.cpp", "    users_.join(); // the shards", "    // the shards"),
+    ("fsdp/group_gradients.cpp", "  reduction_.use_here();\n", ""),
+    ("fsdp/group_gradients.cpp", "  done.use_here();\n", ""),
+    ("fsdp/group_gradients.cpp", "  if (home && *home != current_stream(home->device())) use_on_current_stream(partial_);\n", ""),
+    ("fsdp/group_gradients.cpp", "    if (const auto home = input.users.end(); home && home != reduction_.home) use_on_current_stream(reduction_.output);\n", ""),
 ]
 
 
