@@ -171,5 +171,33 @@ TEST_F(Streams, AReductionMayEndInABackwardOnAnotherStream) {
   }
 }
 
+/// Its output belongs to the stream of the operators' backward, and is added to the gradients on that of a later forward.
+TEST_F(Streams, AReductionMayEndBesideOperatorsThatRunOnItsStream) {
+  const auto one = sim::new_stream("one"), two = sim::new_stream("two");
+  for (const bool all_reduces : {true, false}) {
+    for (const auto& strategy : strategies()) {
+      SCOPED_TRACE(c10::str(strategy.name, all_reduces ? "" : ", without all-reduce"));
+      Net net = make_net();
+      shard_model(net, strategy);
+      const auto tokens = batch_of(0, sim::kDevice);
+      InOneOrder program;
+      torch::Tensor loss;
+      program.on(one, [&] {
+        fsdp(*net).set_is_last_backward(false);
+        fsdp(*net).set_requires_all_reduce(all_reduces);
+        for (int i = 0; i < 2; ++i) loss_of(net, tokens).backward();
+        auto x = net->embedded(tokens);
+        x.register_hook([&](const torch::Tensor&) { write_memory_of_reductions(net); });
+        for (auto& block : *net->blocks) x = block->as<Block>()->forward(x);
+        loss = torch::matmul(net->norm(x), net->embed->weight.t()).square().mean();
+      });
+      program.on(two, [&] { loss_of(net, tokens); });
+      program.on(one, [&] { loss.backward(); });
+      sim::synchronize();
+      expect_no_races();
+    }
+  }
+}
+
 } // namespace
 } // namespace tessera::testing

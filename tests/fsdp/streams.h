@@ -48,9 +48,13 @@ inline std::vector<double> values(const std::vector<torch::Tensor>& losses) {
   return values;
 }
 
-/// Writes the memory that a group of this size has just given back, as whoever is next given it would.
+/// Writes the memory that groups of this size have just given back, as whoever is next given it would.
 inline void write_memory_of(int64_t bytes) {
-  for (const int64_t more : {0, 256, 512}) torch::empty({bytes + more}, torch::dtype(torch::kByte).device(sim::kDevice)).zero_();
+  constexpr int kGroups = 8;
+  std::vector<torch::Tensor> given;
+  for (const int64_t more : {0, 256, 512})
+    for (int i = 0; i < kGroups; ++i)
+      given.push_back(torch::empty({bytes + more}, torch::dtype(torch::kByte).device(sim::kDevice)).zero_());
 }
 
 inline int64_t unsharded_bytes(torch::nn::Module& module) { return fsdp(module).state()->group()->layout().unsharded_bytes; }
