@@ -93,11 +93,6 @@ GroupGradients::~GroupGradients() {
   }
 }
 
-void GroupGradients::Reduction::use_here() const {
-  if (!home || *home == current_stream(home->device())) return;
-  for (const auto* tensor : {&output, &partial, &outer_input}) use_on_current_stream(*tensor);
-}
-
 void GroupGradients::wait_on_home() {
   if (!reduction_.home) return;
   const c10::StreamGuard guard(*reduction_.home);
@@ -334,6 +329,13 @@ Work GroupGradients::reduce_replicas() {
                                                               label());
 }
 
+void GroupGradients::wait_for_second() {
+  wait_for(group_, reduction_.second);
+  const auto& home = reduction_.home;
+  if (!home || *home == current_stream(home->device())) return;
+  for (const auto* tensor : {&reduction_.output, &reduction_.partial, &reduction_.outer_input}) use_on_current_stream(*tensor);
+}
+
 void GroupGradients::advance_reduce() {
   if (state_ != State::kFirst) return;
   const at::NoGradGuard no_grad;
@@ -344,8 +346,7 @@ void GroupGradients::advance_reduce() {
   if (!reduction_.has_second) start_second();
   enter(State::kSecond);
   if (!reduction_.is_partial) return;
-  wait_for(group_, reduction_.second);
-  reduction_.use_here();
+  wait_for_second();
   partial_home_ = reduction_.home;
   partial_ = std::exchange(reduction_, Reduction()).output;
   enter(State::kIdle);
@@ -358,9 +359,8 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   if (!is_reducing()) return;
   enter(State::kIdle);
   const at::NoGradGuard no_grad;
-  wait_for(group_, reduction_.second);
+  wait_for_second();
   auto done = std::exchange(reduction_, Reduction());
-  done.use_here();
   if (all_reduce_hook) all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));
   if (divide_factor_ && !done.is_divided) done.output.narrow(0, 0, layout_.used_offset).div_(late_factor());
   const auto rank = static_cast<size_t>(group_.axes().shard_rank());

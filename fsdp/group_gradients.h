@@ -98,9 +98,6 @@ class GroupGradients {
   enum class State { kIdle, kFirst, kSecond }; ///< the collective in flight; the first also where there is none to wait for
 
   struct Reduction {
-    /// Its memory goes back to its home no earlier than the current stream has done with it.
-    void use_here() const;
-
     ReduceInput input;
     at::Tensor output;
     at::Tensor partial, outer_input; ///< of the second collective
@@ -116,6 +113,7 @@ class GroupGradients {
   /// On a device, before the memory of a reduction that may be in flight is freed: its home waits.
   void wait_on_home();
 
+  /// `partial_`, for use on the current stream; then there is none.
   at::Tensor take_partial();
   /// For what an earlier backward left to the all-reduce.
   void take_up_partial();
@@ -123,6 +121,8 @@ class GroupGradients {
   void prepare_buffer();
   void start_first();
   void start_second();
+  /// Where the current stream is another than the memory's home, that gets it back no earlier than this one has done with it.
+  void wait_for_second();
   Work reduce_replicas();
   std::vector<bool> used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const;
   /// As the user set it, also where this rank did not read the parameter since.
@@ -159,8 +159,8 @@ class GroupGradients {
 
   State state_ = State::kIdle;
   Reduction reduction_;
-  at::Tensor partial_; ///< reduced by the first collective only, waiting for the second (HSDP)
-  std::optional<c10::Stream> partial_home_;
+  at::Tensor partial_;                      ///< reduced by the first collective only, waiting for the second (HSDP)
+  std::optional<c10::Stream> partial_home_; ///< of its memory, on a device
 };
 
 } // namespace tessera::internal

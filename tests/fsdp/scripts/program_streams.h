@@ -1,7 +1,9 @@
 #pragma once
 
 #include <c10/core/Stream.h>
+#include <tessera/fsdp/side_stream.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,24 +22,13 @@ class ProgramStreams {
   /// the streams.
   template <typename Action>
   void run(uint64_t seed, const Action& action) const {
-    const Turn turn(*this, seed);
+    const internal::StreamScope scope(choose(seed));
     action();
   }
   std::string description() const;
 
  private:
-  /// Whose stream is the current one as long as it lives.
-  class Turn {
-   public:
-    Turn(const ProgramStreams& streams, uint64_t seed);
-    ~Turn();
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
-
-   private:
-    void change_to(const c10::Stream& stream);
-    std::vector<c10::Stream> before_; ///< one, or none
-  };
+  std::optional<c10::Stream> choose(uint64_t seed) const;
 
   std::vector<c10::Stream> streams_;
 };
