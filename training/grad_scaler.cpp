@@ -23,7 +23,7 @@ namespace tessera {
 
 namespace {
 
-constexpr auto* kLabel = "the overflow check of GradScaler";
+constexpr auto* kOverflowCheck = "the overflow check of GradScaler";
 
 int rank() { return is_initialized() ? process_context().rank() : 0; }
 
@@ -124,7 +124,7 @@ bool GradScaler::find_overflow(torch::optim::Optimizer& optimizer) const {
   unscale(parts, overflow, scale_);
   if (ranks.size() > 1) {
     const auto communicator = process_context().communicator(ranks, device.type(), "grad scaler");
-    communicator->all_reduce(overflow, ReduceOp::kMax, kLabel).wait();
+    communicator->all_reduce(overflow, ReduceOp::kMax, kOverflowCheck).wait();
   }
   return overflow.item<float>() > 0;
 }
