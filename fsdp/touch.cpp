@@ -56,6 +56,7 @@ struct Reads {
   bool leaf = false;
   bool unreduced = false; ///< a gradient that waits for its reduction
   bool offloaded = false; ///< a sharded parameter may lie elsewhere than what forward reads of it
+  bool apart = false;     ///< … and elsewhere than another DTensor among the arguments
   absl::InlinedVector<std::pair<ParameterGroup*, UnshardedRange>, 1> written_unsharded = {};
 };
 
@@ -76,8 +77,15 @@ void wait_to_write(ParameterGroup& group) {
 
 Reads scan(const OperatorTraits& traits, Arguments arguments) {
   Reads reads;
+  std::optional<at::Device> device;
+  bool writes = false;
   visit_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t argument) {
     const auto keys = tensor.key_set();
+    writes = writes || traits.arguments[argument].written;
+    if (keys.has(kDTensorKey) && tensor.dim() > 0 && arguments[argument].isTensor()) {
+      reads.apart = reads.apart || (device && *device != tensor.device());
+      device = tensor.device();
+    }
     if (keys.has(kTouchKey)) {
       const bool is_written = traits.arguments[argument].written;
       if (const auto* meta = parameter_meta(tensor)) {
@@ -99,16 +107,18 @@ Reads scan(const OperatorTraits& traits, Arguments arguments) {
       reads.plain = reads.plain || !tensor.unsafeGetTensorImpl()->is_wrapped_number();
     }
   });
+  reads.apart = reads.apart && !writes; // copy_ may cross devices
   return reads;
 }
 
 /// Optimizers, initializers, clipping and state dicts act on the parameter as a DTensor; what else reads it is a use in forward.
 /// Without grad mode only an op that mixes it with plain tensors or returns a view of it (`weight.t()`) is, or any op in the
-/// backward of a torch::autograd::Function. What other ops make of parameters alone (`1 + weight`) is a DTensor, which such a mix
-/// makes whole as well (dtensor/dispatch/meet_plain.h). `1 - weight` reads it beside a constant of its shape.
+/// backward of a torch::autograd::Function, or one of parameters of which some are offloaded and others not. What other ops make
+/// of parameters alone (`1 + weight`) is a DTensor, which such a mix makes whole as well (dtensor/dispatch/meet_plain.h).
+/// `1 - weight` reads it beside a constant of its shape.
 bool is_forward_read(const OperatorTraits& traits, const Reads& reads) {
   if (traits.is_metadata_only || reads.writes_parameter || reads.other_dtensor) return false;
-  if (reads.plain || reads.leaf) return true;
+  if (reads.plain || reads.leaf || reads.apart) return true;
   return !reads.computed && (at::GradMode::is_enabled() || traits.returns_alias || dispatch::in_custom_backward());
 }
 

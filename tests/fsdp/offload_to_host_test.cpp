@@ -96,6 +96,40 @@ TEST(OffloadToHost, ComputesOnTheDeviceWhatForwardMakesOfAParameterAlone) {
   }
 }
 
+/// Of parameters some of which are offloaded.
+struct Adapted : torch::nn::Module {
+  Adapted()
+      : base(register_module("base", torch::nn::Linear(6, 6))),
+        a(register_parameter("a", torch::randn({1, 6}))),
+        b(register_parameter("b", torch::randn({6, 1}))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    return torch::linear(x, base->weight + b.mm(a), base->bias) + (b.mm(a) * (base->weight * 2)).sum();
+  }
+  torch::nn::Linear base;
+  torch::Tensor a, b;
+};
+
+TEST(OffloadToHost, ParametersOfTwoDevicesMeet) {
+  const auto mesh = init_device_mesh(test_device_type(), {world_size()});
+  const auto x = torch::arange(12.0).view({2, 6});
+  const torch::NoGradGuard no_grad;
+  for (const bool offloads_base : {false, true}) {
+    torch::manual_seed(1);
+    Adapted model;
+    const auto expected = model.forward(x);
+    FullyShardOptions on_host, on_device;
+    on_host.offload = offload_to_host();
+    fully_shard(*model.base, mesh, offloads_base ? on_host : on_device);
+    fully_shard(model, mesh, offloads_base ? on_device : on_host);
+    EXPECT_TENSORS_CLOSE(model.forward(x.to(test_device())).cpu(), expected, 1e-5, 1e-5);
+
+    auto copy = torch::empty_like(model.b.mm(model.a));
+    copy.copy_(model.base->weight * 2); // a write crosses devices, and leaves a DTensor one
+    EXPECT_TRUE(is_dtensor(copy));
+    EXPECT_TENSORS_CLOSE(full(copy).cpu(), full(model.base->weight).cpu() * 2, 1e-6, 1e-6);
+  }
+}
+
 TEST(OffloadToHost, TrainsAfterABlockWasAdded) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
