@@ -100,6 +100,14 @@ ParameterGroup::~ParameterGroup() {
   }
 }
 
+void ParameterGroup::set_resources(std::shared_ptr<ModelResources> resources) {
+  if (resources == resources_) return;
+  wait_to_write(); // on the streams of before, whose memory was fetched into
+  fetch_.reset();
+  fetched_ = at::Tensor();
+  resources_ = std::move(resources);
+}
+
 void ParameterGroup::shard(const FreeParameters& free, std::shared_ptr<OffloadMemory> memory) {
   const at::NoGradGuard no_grad;
   memory_ = std::move(memory);

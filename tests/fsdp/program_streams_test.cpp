@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <tessera/dtensor/api.h>
+#include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/tests/fsdp/streams.h>
 
 namespace tessera::testing {
@@ -54,6 +55,43 @@ TEST_F(Streams, AModelMayEndOnAnotherStreamThanItIsGatheredOn) {
     });
     expect_no_races();
   }
+}
+
+Net make_offloaded_net() {
+  Strategy strategy = strategies().front();
+  strategy.options.offload = offload_to_host();
+  Net net = make_net();
+  shard_model(net, strategy);
+  return net;
+}
+
+/// What a forward that does not come to the first block leaves behind: the copy of its shard to the device is under way.
+void start_fetch(Net& net) { fsdp(*net->blocks[0]).state()->group()->start_fetch(); }
+
+TEST_F(Streams, AModelMayChangeWhileAnOffloadedShardIsFetched) {
+  auto net = make_offloaded_net(), twin = make_offloaded_net();
+  start_fetch(net);
+  std::vector<double> losses;
+  for (auto* each : {&net, &twin}) {
+    auto& model = *each;
+    model->register_parameter("added", torch::ones(3));
+    reshard_parameters(*model);
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : model->blocks[0]->parameters()) parameter.mul_(2);
+    losses.push_back(loss_of(model, batch_of(0, sim::kDevice)).item<double>());
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+  expect_no_races();
+}
+
+TEST_F(Streams, AModelMayEndWhileAnOffloadedShardIsFetched) {
+  auto net = make_offloaded_net();
+  const auto bytes = fsdp(*net->blocks[0]).state()->group()->layout().shard_bytes;
+  start_fetch(net);
+  net = nullptr;
+  std::vector<torch::Tensor> given;
+  for (int i = 0; i < 8; ++i) given.push_back(torch::empty({bytes}, torch::dtype(torch::kByte).pinned_memory(true)).zero_());
+  expect_no_races();
 }
 
 TEST_F(Streams, AProgramMayEvaluateOnOneStreamAndTrainOnAnother) {

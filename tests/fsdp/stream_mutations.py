@@ -59,6 +59,7 @@ MUTATIONS = [
     ("dtensor/differentiable_move.cpp", "  state.computed.wait();\n", ""),
     ("fsdp/gather.cpp", "secondary_).wait();\n    if (gather_output_", "secondary_);\n    if (gather_output_"),
     ("fsdp/parameter_group.cpp", "    users_.join(); // the shards", "    // the shards"),
+    ("fsdp/parameter_group.cpp", "  wait_to_write(); // on the streams", "  // on the streams"),
     ("fsdp/group_gradients.cpp", "use_on_current_stream(*tensor);\n", "static_cast<void>(tensor);\n"),
     ("fsdp/group_gradients.cpp", "  if (home && *home != current_stream(home->device())) use_on_current_stream(partial_);\n", ""),
     ("fsdp/group_gradients.cpp", "    if (const auto home = input.users.end(); home && home != reduction_.home) use_on_current_stream(reduction_.output);\n", ""),
