@@ -4,7 +4,9 @@
 #include <tessera/tests/fsdp/scripts/action.h>
 #include <tessera/tests/fsdp/scripts/pass.h>
 
+#include <algorithm>
 #include <optional>
+#include <string>
 
 namespace tessera::testing::scripts {
 namespace {
@@ -63,7 +65,14 @@ void evaluate_two_averages(Turn& turn) {
   if (turn.draw.chance(50)) interrupt(turn);
 }
 
-void take_average(Turn& turn) { average_of(turn).copy_to(*turn.trainee.model); }
+/// It may hold running statistics, which a BatchNorm's backward needs as they were (see write_buffers).
+void take_average(Turn& turn) {
+  auto& average = average_of(turn);
+  const auto buffers = turn.trainee.model->named_buffers();
+  const bool has_statistics = std::any_of(buffers.begin(), buffers.end(),
+                                          [](const auto& item) { return item.key().find("running_") != std::string::npos; });
+  if (turn.depth == 0 || !has_statistics) average.copy_to(*turn.trainee.model);
+}
 
 } // namespace
 

@@ -23,9 +23,10 @@ void zero(Turn& turn) {
 }
 
 void clip(Turn& turn) {
-  std::vector<Tensor> parameters;
+  std::vector<Tensor> parameters; // LibTorch's own refuses the extremum of no elements
   for (const auto& parameter : turn.trainee.model->parameters()) {
-    if (parameter.scalar_type() == torch::kDouble && parameter.grad().defined()) parameters.push_back(parameter);
+    if (parameter.scalar_type() == torch::kDouble && parameter.numel() > 0 && parameter.grad().defined())
+      parameters.push_back(parameter);
   }
   if (parameters.empty()) return;
   const bool on_one_device = std::all_of(parameters.begin(), parameters.end(),
