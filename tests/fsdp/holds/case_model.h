@@ -56,6 +56,9 @@ struct CaseModel : torch::nn::Module {
   };
   virtual Allowance allowance() const { return {}; }
 
+  /// Whether it can go to another device unsharded: a view that it keeps of a parameter would stay behind.
+  virtual bool can_move() const { return true; }
+
   /// The eps is above the rounding of gradients that are zero in exact arithmetic (of a bias in front of a batch norm, of
   /// attention's key bias), which AdamW would otherwise blow up to whole steps.
   virtual std::unique_ptr<torch::optim::Optimizer> make_optimizer() {

@@ -95,6 +95,7 @@ struct TransposeKeptForever : CachedTranspose {
     return b(x.mm(kept).tanh()).square().mean();
   }
   Allowance allowance() const override { return {}; }
+  bool can_move() const override { return false; }
   Tensor kept;
 };
 
