@@ -75,24 +75,25 @@ void wait_to_write(ParameterGroup& group) {
   group.wait_to_write();
 }
 
+void note_parameter(ParameterGroup& group, bool is_written, Reads& reads) {
+  if (is_written) wait_to_write(group);
+  reads.parameter = true;
+  reads.offloaded = reads.offloaded || group.options().offload.memory == OffloadPolicy::Memory::kHost;
+  reads.writes_parameter = reads.writes_parameter || is_written;
+}
+
 Reads scan(const OperatorTraits& traits, Arguments arguments) {
   Reads reads;
-  std::optional<at::Device> device;
+  dispatch::DevicesOfDTensors devices;
   bool writes = false;
   visit_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t argument) {
     const auto keys = tensor.key_set();
-    writes = writes || traits.arguments[argument].written;
-    if (keys.has(kDTensorKey) && tensor.dim() > 0 && arguments[argument].isTensor()) {
-      reads.apart = reads.apart || (device && *device != tensor.device());
-      device = tensor.device();
-    }
+    const bool is_written = traits.arguments[argument].written;
+    writes = writes || is_written;
+    if (keys.has(kDTensorKey)) devices.add(tensor, arguments[argument]);
     if (keys.has(kTouchKey)) {
-      const bool is_written = traits.arguments[argument].written;
       if (const auto* meta = parameter_meta(tensor)) {
-        if (is_written) wait_to_write(*meta->group);
-        reads.parameter = true;
-        reads.offloaded = reads.offloaded || meta->group->options().offload.memory == OffloadPolicy::Memory::kHost;
-        reads.writes_parameter = reads.writes_parameter || is_written;
+        note_parameter(*meta->group, is_written, reads);
       } else if (keys.has(kDTensorKey)) {
         reads.computed = true; // a detached copy that outlived its group
         reads.unreduced = reads.unreduced || unreduced_gradient(tensor);
@@ -107,7 +108,7 @@ Reads scan(const OperatorTraits& traits, Arguments arguments) {
       reads.plain = reads.plain || !tensor.unsafeGetTensorImpl()->is_wrapped_number();
     }
   });
-  reads.apart = reads.apart && !writes; // copy_ may cross devices
+  reads.apart = devices.are_two() && !writes; // copy_ may cross devices
   return reads;
 }
 

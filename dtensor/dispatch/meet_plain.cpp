@@ -1,9 +1,6 @@
 #include <tessera/dtensor/dispatch/meet_plain.h>
 
-#include <c10/core/Device.h>
 #include <c10/core/InferenceMode.h>
-
-#include <optional>
 
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dispatch/plan.h>
@@ -61,21 +58,18 @@ void become_whole(const at::Tensor& tensor, const OpInfo& info) {
 /// Whether the call mixes plain tensors with DTensors all of which have a `whole_dtype`, or reads such DTensors on two
 /// devices, since some of the parameters are offloaded. A write (`copy_`) may cross devices.
 bool meets_plain(const OpInfo& info, const Stack& stack, size_t begin) {
-  bool plain = false, dtensor = false, apart = false;
-  std::optional<at::Device> device;
+  bool plain = false, dtensor = false;
+  DevicesOfDTensors devices;
   const bool others = any_tensor(info, arguments_from(stack, begin), [&](const at::Tensor& tensor, size_t argument) {
     if (const auto* meta = dtensor_meta(tensor)) {
       dtensor = true;
-      if (tensor.dim() > 0 && stack[begin + argument].isTensor()) {
-        apart |= device && *device != tensor.device();
-        device = tensor.device();
-      }
+      devices.add(tensor, stack[begin + argument]);
       return !whole_dtype_of(*meta) || needs_graph(tensor);
     }
     plain |= !tensor.unsafeGetTensorImpl()->is_wrapped_number();
     return false;
   });
-  return ((plain && dtensor) || (apart && !info.writes)) && !others && !replicates_plain_tensors();
+  return ((plain && dtensor) || (devices.are_two() && !info.writes)) && !others && !replicates_plain_tensors();
 }
 
 } // namespace

@@ -67,4 +67,20 @@ inline c10::ArrayRef<c10::IValue> arguments_from(const std::vector<c10::IValue>&
   return c10::ArrayRef<c10::IValue>(stack.data() + begin, stack.size() - begin);
 }
 
+/// Whether DTensors that a call names one by one lie on two devices, as offloaded parameters and others do.
+class DevicesOfDTensors {
+ public:
+  /// `argument` is the one that `tensor`, a DTensor, was found in. Numbers may be anywhere, and lists are taken item by item.
+  void add(const at::Tensor& tensor, const c10::IValue& argument) {
+    if (tensor.dim() == 0 || !argument.isTensor()) return;
+    are_two_ |= first_ && *first_ != tensor.device();
+    if (!first_) first_ = tensor.device();
+  }
+  bool are_two() const { return are_two_; }
+
+ private:
+  std::optional<c10::Device> first_;
+  bool are_two_ = false;
+};
+
 } // namespace tessera::internal::dispatch
