@@ -84,13 +84,11 @@ void note_parameter(ParameterGroup& group, bool is_written, Reads& reads) {
 
 Reads scan(const OperatorTraits& traits, Arguments arguments) {
   Reads reads;
-  dispatch::DevicesOfDTensors devices;
-  bool writes = false;
+  dispatch::DevicesOfDTensors devices(traits);
   visit_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t argument) {
     const auto keys = tensor.key_set();
     const bool is_written = traits.arguments[argument].written;
-    writes = writes || is_written;
-    if (keys.has(kDTensorKey)) devices.add(tensor, arguments[argument]);
+    if (keys.has(kDTensorKey)) devices.add(tensor);
     if (keys.has(kTouchKey)) {
       if (const auto* meta = parameter_meta(tensor)) {
         note_parameter(*meta->group, is_written, reads);
@@ -108,7 +106,7 @@ Reads scan(const OperatorTraits& traits, Arguments arguments) {
       reads.plain = reads.plain || !tensor.unsafeGetTensorImpl()->is_wrapped_number();
     }
   });
-  reads.apart = devices.are_two() && !writes; // copy_ may cross devices
+  reads.apart = devices.are_two();
   return reads;
 }
 

@@ -49,6 +49,7 @@ CallSchema read_schema(const c10::FunctionSchema& schema) {
     const auto* alias = value.alias_info();
     result.returns.push_back({alias ? written_argument(schema, *alias) : -1, alias && !alias->isWrite()});
     result.views |= result.returns.back().view;
+    result.returns_list |= value.type()->kind() == c10::TypeKind::ListType;
   }
   return result;
 }

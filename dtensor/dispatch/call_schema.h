@@ -34,6 +34,7 @@ struct CallSchema {
   absl::InlinedVector<Return, 2> returns;
   bool writes = false;
   bool views = false;
+  bool returns_list = false; ///< of tensors, one for each in a list that it is given, or parts of one
 };
 
 CallSchema read_schema(const c10::FunctionSchema& schema);

@@ -59,17 +59,17 @@ void become_whole(const at::Tensor& tensor, const OpInfo& info) {
 /// devices, since some of the parameters are offloaded. A write (`copy_`) may cross devices.
 bool meets_plain(const OpInfo& info, const Stack& stack, size_t begin) {
   bool plain = false, dtensor = false;
-  DevicesOfDTensors devices;
-  const bool others = any_tensor(info, arguments_from(stack, begin), [&](const at::Tensor& tensor, size_t argument) {
+  DevicesOfDTensors devices(info);
+  const bool others = any_tensor(info, arguments_from(stack, begin), [&](const at::Tensor& tensor, size_t) {
     if (const auto* meta = dtensor_meta(tensor)) {
       dtensor = true;
-      devices.add(tensor, stack[begin + argument]);
+      devices.add(tensor);
       return !whole_dtype_of(*meta) || needs_graph(tensor);
     }
     plain |= !tensor.unsafeGetTensorImpl()->is_wrapped_number();
     return false;
   });
-  return ((plain && dtensor) || (devices.are_two() && !info.writes)) && !others && !replicates_plain_tensors();
+  return ((plain && dtensor) || devices.are_two()) && !others && !replicates_plain_tensors();
 }
 
 } // namespace

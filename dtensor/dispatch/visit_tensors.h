@@ -67,18 +67,21 @@ inline c10::ArrayRef<c10::IValue> arguments_from(const std::vector<c10::IValue>&
   return c10::ArrayRef<c10::IValue>(stack.data() + begin, stack.size() - begin);
 }
 
-/// Whether DTensors that a call names one by one lie on two devices, as offloaded parameters and others do.
+/// Whether DTensors that a call reads together lie on two devices, as offloaded parameters and others do. A write may cross
+/// devices, and lists that give a list are taken item by item.
 class DevicesOfDTensors {
  public:
-  /// `argument` is the one that `tensor`, a DTensor, was found in. Numbers may be anywhere, and lists are taken item by item.
-  void add(const at::Tensor& tensor, const c10::IValue& argument) {
-    if (tensor.dim() == 0 || !argument.isTensor()) return;
+  explicit DevicesOfDTensors(const CallSchema& schema) : together_(!schema.writes && !schema.returns_list) {}
+  /// A DTensor among the arguments. A number may be on any device.
+  void add(const at::Tensor& tensor) {
+    if (!together_ || tensor.dim() == 0) return;
     are_two_ |= first_ && *first_ != tensor.device();
     if (!first_) first_ = tensor.device();
   }
   bool are_two() const { return are_two_; }
 
  private:
+  bool together_;
   std::optional<c10::Device> first_;
   bool are_two_ = false;
 };

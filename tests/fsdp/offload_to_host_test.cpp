@@ -103,7 +103,8 @@ struct Adapted : torch::nn::Module {
         a(register_parameter("a", torch::randn({1, 6}))),
         b(register_parameter("b", torch::randn({6, 1}))) {}
   torch::Tensor forward(const torch::Tensor& x) {
-    return torch::linear(x, base->weight + b.mm(a), base->bias) + (b.mm(a) * (base->weight * 2)).sum();
+    return torch::linear(x, base->weight + b.mm(a), base->bias) + (b.mm(a) * (base->weight * 2)).sum() +
+           torch::cat({a, base->weight}).sum();
   }
   torch::nn::Linear base;
   torch::Tensor a, b;
