@@ -427,7 +427,9 @@ StepReport Schedule::report() {
 
 void Schedule::forget_failed_backward() {
   const std::lock_guard lock(mutex_);
-  if (state_ == State::kBackward && iteration_.graph_task.expired()) abandon_backward();
+  const bool backward = torch::autograd::get_current_graph_task_id() >= 0;
+  // Once it has thrown, a thread of the device's may hold the graph task for a moment yet.
+  if (state_ == State::kBackward && (!backward || iteration_.graph_task.expired())) abandon_backward();
 }
 
 void Schedule::start_unshard(ParameterGroup& group) {
