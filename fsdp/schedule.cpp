@@ -36,6 +36,8 @@ bool is_forward_in_hook(const ParameterGroup& group) {
   return is_trained;
 }
 
+bool is_in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
+
 /// Whether the graph task that runs now is to run `node`, or has.
 bool is_in_graph_task(torch::autograd::Node* node) {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
@@ -57,9 +59,14 @@ void Schedule::enter(State next) {
   ++phase_;
 }
 
+bool Schedule::has_failed_backward() const {
+  // Once it has thrown, a thread of the device's may hold the graph task for a moment yet.
+  return state_ == State::kBackward && (!is_in_backward() || iteration_.graph_task.expired());
+}
+
 bool Schedule::follow(const ParameterGroup* read) {
-  const bool backward = torch::autograd::get_current_graph_task_id() >= 0;
-  if (state_ == State::kBackward && (!backward || iteration_.graph_task.expired())) abandon_backward();
+  const bool backward = is_in_backward();
+  if (has_failed_backward()) abandon_backward();
   if (backward && state_ != State::kBackward && !(read && is_forward_in_hook(*read))) begin_backward();
   if (!backward && state_ == State::kIdle) begin_forward();
   return backward;
@@ -427,9 +434,7 @@ StepReport Schedule::report() {
 
 void Schedule::forget_failed_backward() {
   const std::lock_guard lock(mutex_);
-  const bool backward = torch::autograd::get_current_graph_task_id() >= 0;
-  // Once it has thrown, a thread of the device's may hold the graph task for a moment yet.
-  if (state_ == State::kBackward && (!backward || iteration_.graph_task.expired())) abandon_backward();
+  if (has_failed_backward()) abandon_backward();
 }
 
 void Schedule::start_unshard(ParameterGroup& group) {

@@ -129,6 +129,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void begin_backward();
   void watch_plain_leaves();
   void finish_backward();
+  /// Whether the backward that it follows has ended without its last callback.
+  bool has_failed_backward() const;
   void abandon_backward();
   void record(ParameterGroup& group);
   void open(ParameterGroup& group);
