@@ -92,7 +92,7 @@ class Model {
 
 Model::Model(Module& module, const ReshardParametersOptions& options) : census_(take_census({&module}, options.ignored_params)) {
   TORCH_CHECK_VALUE(!census_.roots.empty(), "reshard_parameters: the module ", module.name(),
-                    " is not sharded: call fully_shard on it");
+                    " is not sharded: call fully_shard on it, also where all parameters that it sharded were replaced");
   TORCH_CHECK_VALUE(census_.roots.size() == 1, "reshard_parameters: the module ", module.name(), " has ", census_.roots.size(),
                     " models below it that were sharded apart: call it on each of them");
   root_ = census_.roots[0];

@@ -33,8 +33,9 @@ struct ReshardedParameters {
 /// its parameters stay the tensors that they are. Handles, divide factors, hooks, communicators and prefetch lists stay.
 ///
 /// All ranks of the model call it at the same point, after the same changes, between steps: gradients have to be reduced and
-/// cleared. New parameters have the same values on all ranks, or what `initial_weights` of the root says. A graph from before is
-/// an error in its backward. Where nothing changed, it costs one small collective a mesh.
+/// cleared. A model of whose sharded parameters none is left is `fully_shard`'s again. New parameters have the same values on all
+/// ranks, or what `initial_weights` of the root says. A graph from before is an error in its backward. Where nothing changed, it
+/// costs one small collective a mesh.
 ReshardedParameters reshard_parameters(torch::nn::Module& module, const ReshardParametersOptions& options = {});
 
 template <typename Contained>

@@ -235,6 +235,16 @@ TEST(ReshardParameters, AModuleKeepsItsOptionsWhenAllItsParametersAreNew) {
   EXPECT_EQ((holder.gain->gain * torch::ones({3})).scalar_type(), torch::kBFloat16);
 }
 
+TEST(ReshardParameters, AModelWhoseParametersAreAllNewIsShardedAgain) {
+  Gain gain;
+  auto handle = fully_shard(*gain, world_mesh());
+  gain->renew();
+  EXPECT_THROWS_WITH(reshard_parameters(gain), "call fully_shard on it, also where all parameters that it sharded were replaced");
+  fully_shard(*gain, world_mesh());
+  (gain->gain * torch::ones({3})).sum().backward();
+  EXPECT_TRUE(DTensor(gain->gain.grad()).full_tensor().equal(torch::ones({3})));
+}
+
 TEST(ReshardParameters, CostsACollectiveWhereNothingChanged) {
   auto tower = make_tower();
   shard_tower(tower, {"full"});

@@ -93,17 +93,20 @@ void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
 
   auto model = build();
   auto optimizer = plan.make(*model);
-  plain_.trainees.push_back({build, model, plan, std::move(optimizer), {}, {}});
+  plain_.trainees.push_back({build, model, {}, plan, std::move(optimizer), {}, {}});
   auto twin = build();
   std::unique_ptr<torch::optim::Optimizer> of_twin;
   if (optimizer_first) of_twin = plan.make(*twin);
-  const auto sharding = shard_at_random(*twin, sharding_seed, !writes_views);
+  const auto shard = [sharding_seed, writes_views](RandomModel& model) {
+    return shard_at_random(model, sharding_seed, !writes_views);
+  };
+  const auto sharding = shard(*twin);
   if (optimizer_first) {
     shard_optimizer(*of_twin);
   } else {
     of_twin = plan.make(*twin);
   }
-  sharded_.trainees.push_back({build, twin, plan, std::move(of_twin), {}, {}});
+  sharded_.trainees.push_back({build, twin, shard, plan, std::move(of_twin), {}, {}});
 
   sharded_.trainees.back().is_exact = model->is_double() && !sharding.reduces_in_float;
   for (auto* side : {&plain_, &sharded_}) side->trainees.back().writes_views = writes_views;

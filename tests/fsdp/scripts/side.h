@@ -15,6 +15,7 @@
 #include <tessera/tests/fsdp/scripts/program_streams.h>
 #include <tessera/tests/fsdp/scripts/random_model.h>
 #include <tessera/tests/fsdp/scripts/random_optimizer.h>
+#include <tessera/tests/fsdp/scripts/random_sharding.h>
 #include <tessera/tests/support/test_device.h>
 
 namespace tessera::testing::scripts {
@@ -35,6 +36,7 @@ struct Trainee {
 
   std::function<std::shared_ptr<RandomModel>()> build; ///< a new model with the initial weights, not sharded
   std::shared_ptr<RandomModel> model;
+  std::function<Sharding(RandomModel&)> shard; ///< on the sharded side, as the model was
   OptimizerPlan plan;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   std::vector<std::pair<Tensor, unsigned>> hooks;

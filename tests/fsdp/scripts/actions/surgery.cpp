@@ -2,6 +2,8 @@
 #include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/optim/shard_optimizer.h>
 
+#include <algorithm>
+
 #include <tessera/tests/fsdp/scripts/action.h>
 #include <tessera/tests/fsdp/scripts/pass.h>
 
@@ -18,6 +20,16 @@ std::function<void(RandomModel&)> random_change(Draw& draw) {
     if (kind == 1) model.renew_head(seed);
     if (kind == 2 && seed % 2 == 0) model.parameters().front().requires_grad_(seed % 4 == 0);
   };
+}
+
+/// `reshard_parameters`, or where no parameter is left that was sharded, the sharding of before.
+void reshard_model(Trainee& trainee) {
+  const auto parameters = trainee.model->parameters();
+  if (std::any_of(parameters.begin(), parameters.end(), is_dtensor)) {
+    reshard_parameters(*trainee.model);
+  } else {
+    trainee.is_exact = !trainee.shard(*trainee.model).reduces_in_float && trainee.is_exact;
+  }
 }
 
 /// One step of the optimizer of before, which goes on without what was added.
@@ -45,7 +57,7 @@ void change_the_model(Turn& turn) {
     change(*model);
     return model;
   };
-  if (turn.side.sharded) reshard_parameters(*trainee.model);
+  if (turn.side.sharded) reshard_model(trainee);
   if (goes_on) step_as_before(turn);
   trainee.optimizer = trainee.plan.make(*trainee.model);
 }
