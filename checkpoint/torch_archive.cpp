@@ -17,31 +17,31 @@ using caffe2::serialize::PyTorchStreamReader;
 
 constexpr size_t kMostDepth = 64;
 constexpr size_t kMostRepeated = 64; // values of a pickle may be shared, so what is made of them could outgrow it
-constexpr std::array kDtypes{at::kByte,
-                             at::kChar,
-                             at::kShort,
-                             at::kInt,
-                             at::kLong,
-                             at::kHalf,
-                             at::kFloat,
-                             at::kDouble,
-                             at::kBFloat16,
-                             at::kBool,
-                             at::kComplexFloat,
-                             at::kUInt16,
-                             at::kUInt32,
-                             at::kUInt64,
-                             at::kFloat8_e4m3fn,
-                             at::kFloat8_e5m2,
-                             at::kFloat8_e4m3fnuz,
-                             at::kFloat8_e5m2fnuz,
-                             at::kFloat8_e8m0fnu};
+constexpr std::array kStorageDtypes{at::kByte,
+                                    at::kChar,
+                                    at::kShort,
+                                    at::kInt,
+                                    at::kLong,
+                                    at::kHalf,
+                                    at::kFloat,
+                                    at::kDouble,
+                                    at::kBFloat16,
+                                    at::kBool,
+                                    at::kComplexFloat,
+                                    at::kUInt16,
+                                    at::kUInt32,
+                                    at::kUInt64,
+                                    at::kFloat8_e4m3fn,
+                                    at::kFloat8_e5m2,
+                                    at::kFloat8_e4m3fnuz,
+                                    at::kFloat8_e5m2fnuz,
+                                    at::kFloat8_e8m0fnu};
 
 // Of "torch.FloatStorage".
 at::ScalarType dtype_of(const std::string& storage_class, const std::string& what) {
   const auto* found = std::ranges::find_if(
-      kDtypes, [&](at::ScalarType dtype) { return storage_class == c10::str("torch.", c10::toString(dtype), "Storage"); });
-  TORCH_CHECK(found != kDtypes.end(), what, " is stored in ", storage_class, ", which is not supported");
+      kStorageDtypes, [&](at::ScalarType dtype) { return storage_class == c10::str("torch.", c10::toString(dtype), "Storage"); });
+  TORCH_CHECK(found != kStorageDtypes.end(), what, " is stored in ", storage_class, ", which is not supported");
   return *found;
 }
 
@@ -52,8 +52,8 @@ at::ScalarType dtype_named(const std::string& name, const std::string& what) {
     return text;
   };
   const auto* found =
-      std::ranges::find_if(kDtypes, [&](at::ScalarType dtype) { return name == "torch." + lower(c10::toString(dtype)); });
-  TORCH_CHECK(found != kDtypes.end(), what, " has the dtype ", name, ", which is not supported");
+      std::ranges::find_if(kStorageDtypes, [&](at::ScalarType dtype) { return name == "torch." + lower(c10::toString(dtype)); });
+  TORCH_CHECK(found != kStorageDtypes.end(), what, " has the dtype ", name, ", which is not supported");
   return *found;
 }
 
