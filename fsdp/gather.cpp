@@ -13,6 +13,7 @@
 #include <tessera/fsdp/copy_list.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/profiler_range.h>
+#include <tessera/fsdp/row_split.h>
 #include <tessera/fsdp/step_recorder.h>
 #include <tessera/offload/aligned_memory.h>
 
@@ -245,6 +246,12 @@ void ParameterGroup::fill_replicated(const at::Tensor& unsharded) {
 }
 
 void ParameterGroup::cast_into(const at::Tensor& destination) {
+  if (casts_whole_) {
+    const auto& any = parameters_[0];
+    const auto numel = layout_.shard_bytes / static_cast<int64_t>(c10::elementSize(any.unsharded_dtype));
+    flat_view(destination, 0, numel, any.unsharded_dtype).copy_(flat_view(fetched_shard(), 0, numel, any.spec->dtype()));
+    return;
+  }
   CopyList copies;
   const auto rank = static_cast<size_t>(axes_.shard_rank());
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -300,9 +307,37 @@ void copy_parts(const at::Tensor& output, int64_t to, int64_t bytes, const at::T
 
 } // namespace
 
+/// On a device with streams, where pieces are too many for a `CopyList`. Of many ranks they are too many to be listed as well.
+bool ParameterGroup::splits_rows() const {
+  if (!layout_.is_uniform || !streams().gather.exists() || !extended_.is_empty()) return false;
+  const auto pieces = count_pieces(layout_);
+  return pieces.count > kMostPairs && (pieces.are_equal || axes_.shard_ranks() <= kFewRanks);
+}
+
+/// All ranks' pieces of a parameter at once, where they are equal; otherwise each by itself.
+void ParameterGroup::split_rows(const at::Tensor& by_rank) {
+  const bool is_even = count_pieces(layout_).are_equal;
+  const int64_t ranks = by_rank.size(0), width = by_rank.size(1), parts = is_even ? 1 : ranks;
+  const auto output = unsharded_bytes_tensor();
+  RowSplit split(by_rank.view({ranks / parts, parts * width}));
+  for (int64_t rank = 0; rank < parts; ++rank) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const auto& parameter = layout_.parameters[i];
+      const auto piece = parameter.pieces[static_cast<size_t>(rank)];
+      if (piece.numel == 0 || parameter.is_replicated()) continue;
+      const auto item = static_cast<int64_t>(parameters_[i].leaf.element_size());
+      const int64_t place = parameter.unsharded_offset + piece.begin * item;
+      split.copy(rank * width + piece.shard_offset,
+                 tensor_over(output.storage(), place, {ranks / parts, piece.numel * item}, at::kByte));
+    }
+  }
+  split.run();
+}
+
 void ParameterGroup::copy_out(const at::Tensor& gathered) {
   const at::Tensor output = unsharded_bytes_tensor();
   const auto by_rank = gathered.view({axes_.shard_ranks(), sent_bytes()});
+  if (splits_rows()) return split_rows(by_rank);
   const bool is_uniform = layout_.is_uniform && !streams().gather.exists(); // there many copies of pieces are one launch
   CopyList pieces;
   if (!extended_.is_empty()) copy_out_extended(by_rank.narrow(1, layout_.shard_bytes, extended_bytes_));

@@ -372,6 +372,18 @@ std::vector<Stretch> stretches_of(const Pieces& pieces, const RankValues& offset
   return stretches;
 }
 
+PieceCount count_pieces(const GroupLayout& layout) {
+  PieceCount pieces;
+  for (const auto& parameter : layout.parameters) {
+    if (parameter.is_replicated()) continue;
+    int64_t ranks = 0;
+    for (const auto& run : parameter.pieces.runs()) ranks += run.range.numel > 0 ? run.ranks : 0;
+    pieces.count += ranks;
+    pieces.are_equal = pieces.are_equal && (ranks == 0 || parameter.pieces.runs().size() == 1);
+  }
+  return pieces;
+}
+
 GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& parameters, int ranks) {
   check_size(parameters, ranks);
   const bool is_placed =
@@ -382,12 +394,12 @@ GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& pa
 
 namespace {
 
-/// The ranks in ranges, [first, end), in which all own as much of each parameter.
+/// The ranks in ranges, [first, end), whose pieces lie at the same places: all own as much of each parameter, or room is left.
 std::vector<std::pair<int64_t, int64_t>> alike(const GroupLayout& layout) {
   std::set<int64_t> begins;
   int64_t ranks = 0;
   for (const auto& parameter : layout.parameters) {
-    for (const auto& run : parameter.pieces.runs()) begins.insert(run.first);
+    for (const auto& run : parameter.pieces.runs()) begins.insert(layout.is_uniform ? 0 : run.first);
     ranks = static_cast<int64_t>(parameter.pieces.size());
   }
   std::vector<std::pair<int64_t, int64_t>> ranges;

@@ -88,6 +88,13 @@ struct GroupLayout {
   bool is_uniform = false;
 };
 
+/// Of all parameters that are split and have elements.
+struct PieceCount {
+  int64_t count = 0;     ///< of pieces that are not empty
+  bool are_equal = true; ///< all ranks own as much of each parameter
+};
+PieceCount count_pieces(const GroupLayout& layout);
+
 /// Alignment in bytes of a parameter inside a buffer.
 inline constexpr int64_t kParameterAlignment = 16;
 

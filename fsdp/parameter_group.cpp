@@ -75,12 +75,14 @@ std::string ParameterName::to_string() const {
 
 int64_t shard_bytes_of(const FreeParameters& free, BufferLayout kind, const MeshAxes& axes) {
   const auto layout = plan_layout(kind, shapes_of(free), axes.shard_ranks());
-  int64_t packed = 0;
+  int64_t packed = 0, widening = 1;
   for (size_t i = 0; i < free.tensors.size(); ++i) {
     const auto numel = layout.parameters[i].pieces[static_cast<size_t>(axes.shard_rank())].numel;
-    packed += at::round_up(numel * static_cast<int64_t>(free.tensors[i].itemsize()), kParameterAlignment);
+    const auto item = static_cast<int64_t>(free.tensors[i].itemsize());
+    packed += at::round_up(numel * item, kParameterAlignment);
+    widening = std::max(widening, item / static_cast<int64_t>(c10::elementSize(free.dtypes[i])));
   }
-  return std::max(packed, layout.shard_bytes + layout.replicated_bytes);
+  return std::max(packed, widening * (layout.shard_bytes + layout.replicated_bytes));
 }
 
 ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshAxes& axes, const FullyShardOptions& options,
@@ -120,6 +122,7 @@ void ParameterGroup::shard(const FreeParameters& free, std::shared_ptr<OffloadMe
     add_parameter(free, i, values[i].scalar_type());
     own(tensors[i], Share{shared_from_this(), i});
   }
+  casts_whole_ = casts_ && extended_.is_empty() && have_one_cast();
   const bool on_meta = tensors[0].is_meta();
   allocate_shard(on_meta ? c10::Device(c10::kMeta) : axes_.mesh().device());
   if (on_meta) return;
@@ -150,6 +153,19 @@ void ParameterGroup::add_parameter(const FreeParameters& free, size_t i, at::Sca
        .module = free.places[i].top,
        .original = MemoryRange::of(tensor),
        .chosen = free.placements[i]});
+}
+
+/// From one dtype to one that is no wider, so that what is aligned in it is in the shard too.
+bool ParameterGroup::have_one_cast() const {
+  const auto from = parameters_[0].spec->dtype(), to = parameters_[0].unsharded_dtype;
+  return c10::elementSize(from) >= c10::elementSize(to) &&
+         std::all_of(parameters_.begin(), parameters_.end(),
+                     [&](const auto& each) { return each.spec->dtype() == from && each.unsharded_dtype == to; });
+}
+
+int64_t ParameterGroup::widening() const {
+  if (!casts_whole_) return 1;
+  return static_cast<int64_t>(c10::elementSize(parameters_[0].spec->dtype()) / c10::elementSize(parameters_[0].unsharded_dtype));
 }
 
 void ParameterGroup::plan(const FreeParameters& free) {
@@ -183,18 +199,20 @@ void ParameterGroup::materialize() {
 }
 
 void ParameterGroup::allocate_shard(c10::Device device) {
-  // Without a cast the shard is the all-gather's input and shares its offsets; otherwise the locals are packed on their own.
+  // Without a cast the shard is the all-gather's input and shares its offsets, and where all are cast alike, element by element.
+  // Otherwise the locals are packed on their own.
   const auto rank = static_cast<size_t>(axes_.shard_rank());
+  const bool packs = casts_ && !casts_whole_;
   int64_t packed = 0;
   std::vector<int64_t> master_offsets; // bytes, of each local inside the shard
   versions_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto piece = layout_.parameters[i].pieces[rank];
-    master_offsets.push_back(casts_ ? packed : piece.shard_offset);
-    packed +=
-        at::round_up(piece.numel * static_cast<int64_t>(c10::elementSize(parameters_[i].spec->dtype())), kParameterAlignment);
+    const auto item = static_cast<int64_t>(c10::elementSize(parameters_[i].spec->dtype()));
+    master_offsets.push_back(packs ? packed : widening() * piece.shard_offset);
+    packed += at::round_up(piece.numel * item, kParameterAlignment);
   }
-  const int64_t bytes = casts_ ? packed : layout_.shard_bytes + layout_.replicated_bytes;
+  const int64_t bytes = packs ? packed : widening() * (layout_.shard_bytes + layout_.replicated_bytes);
   if (memory_ && !device.is_meta()) {
     shard_ = tensor_over({c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), memory_->allocate(bytes)}, 0, {bytes},
                          at::kByte);

@@ -212,6 +212,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void restride_gathered();
   void fill_replicated(const at::Tensor& unsharded);
   void cast_into(const at::Tensor& destination);
+  bool have_one_cast() const;
+  /// Bytes of the shard for one that is sent, where it is not packed.
+  int64_t widening() const;
   /// The shard on the device.
   const at::Tensor& fetched_shard();
   at::Tensor fetched_local(size_t index) const;
@@ -232,6 +235,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void copy_out_extended(const at::Tensor& by_rank);
   void copy_out(const at::Tensor& gathered);
   void copy_out_pieces(size_t index, const at::Tensor& by_rank, CopyList& copies);
+  bool splits_rows() const;
+  void split_rows(const at::Tensor& by_rank);
 
   MeshAxes axes_;
   FullyShardOptions options_;
@@ -243,6 +248,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor shard_;                           ///< bytes; the locals lie in it
   std::vector<c10::VariableVersion> versions_; ///< of the locals
   bool casts_ = false;                         ///< some parameter's unsharded dtype differs from its own
+  bool casts_whole_ = false;                   ///< all are cast alike, and lie in the shard as in what is sent
   bool copies_ = true;
   c10::intrusive_ptr<UnshardedStorage> storage_;
 

@@ -1,13 +1,17 @@
 #include <tessera/fsdp/reduce_buffer.h>
 
+#include <ATen/ops/_chunk_cat.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/ones.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include <tessera/fsdp/copy_elements.h>
+#include <tessera/fsdp/row_split.h>
 #include <tessera/fsdp/unsharded_storage.h>
 
 namespace tessera::internal {
@@ -29,6 +33,24 @@ at::Tensor flags_of(const std::vector<bool>& used, const at::TensorOptions& opti
 }
 
 } // namespace
+
+const at::Tensor& ReduceBuffer::Flags::update(const std::vector<bool>& now, const at::TensorOptions& options) {
+  if (now != used || !values.defined() || values.dtype() != options.dtype()) {
+    used = now;
+    values = flags_of(used, options);
+  }
+  return values;
+}
+
+const at::Tensor& ReduceBuffer::Flags::update(const std::vector<bool>& now, const at::TensorOptions& options, int64_t ranks,
+                                              int64_t width) {
+  if (now != used || !values.defined() || values.dtype() != options.dtype() || values.numel() != ranks * width) {
+    used = now;
+    const auto padded = at::constant_pad_nd(flags_of(used, options), {0, width - static_cast<int64_t>(used.size())});
+    values = padded.repeat({ranks});
+  }
+  return values;
+}
 
 void ReduceInput::release() {
   users.end();
@@ -176,21 +198,108 @@ void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
     }
     return;
   }
-  if (used != flagged_ || flags_.scalar_type() != input_.data.scalar_type()) {
-    flagged_ = used;
-    flags_ = flags_of(used, input_.data.options());
-  }
+  const auto& flags = flags_.update(used, input_.data.options());
   const int64_t ranks = group_.axes().shard_ranks();
   if (ranks > kFewRanks) {
     list.copy(input_.data.view({ranks, layout_->chunk_numel}).narrow(1, layout_->used_offset, count),
-              flags_.expand({ranks, count}));
+              flags.expand({ranks, count}));
     return;
   }
   for (int64_t rank = 0; rank < ranks; ++rank)
-    list.copy(flat_range(input_.data, rank * layout_->chunk_numel + layout_->used_offset, count), flags_);
+    list.copy(flat_range(input_.data, rank * layout_->chunk_numel + layout_->used_offset, count), flags);
+}
+
+/// On a device with streams, where pieces are too many for a `CopyList`: the whole gradients of all parameters wait, and fill the
+/// buffer by themselves. CUDA's kernel casts from bfloat16 to float alone.
+bool ReduceBuffer::can_cat(const std::vector<bool>& takes_part) const {
+  const auto& layout = group_.layout();
+  if (!is_asynchronous(input_.data.device()) || count_pieces(layout).count <= kMostPairs) return false;
+  if (!layout.is_uniform && group_.axes().shard_ranks() > kFewRanks) return false; // too many to be listed
+  std::optional<at::ScalarType> dtype;
+  for (size_t i = 0; i < takes_part.size(); ++i) {
+    const auto& parameter = group_.parameters()[i];
+    if (!takes_part[i] || parameter.leaf.numel() == 0) continue;
+    const auto& gradient = waiting_[i];
+    const bool is_split = !layout.parameters[i].is_replicated() && layout.parameters[i].split_dim == 0;
+    if (!gradient.defined() || is_copied_[i] || !is_split || parameter.has_strided_shards) return false;
+    if (gradient.is_conj() || gradient.is_neg() || gradient.scalar_type() != dtype.value_or(gradient.scalar_type())) return false;
+    dtype = gradient.scalar_type();
+  }
+  const auto to = input_.data.scalar_type();
+  return dtype && (dtype == to || (dtype == at::kBFloat16 && to == at::kFloat));
+}
+
+/// Fills the buffer by one launch (FSDP2's `_chunk_cat`).
+void ReduceBuffer::cat(const std::vector<bool>& takes_part, const std::vector<bool>& used) {
+  std::vector<at::Tensor> gradients(waiting_.size());
+  for (size_t i = 0; i < waiting_.size(); ++i) {
+    const auto gradient = std::exchange(waiting_[i], at::Tensor());
+    if (takes_part[i] && gradient.numel() > 0) gradients[i] = gradient.contiguous();
+  }
+  const int64_t ranks = group_.axes().shard_ranks(), width = layout_->chunk_numel - layout_->used_offset;
+  const bool is_uniform = group_.layout().is_uniform;
+  const int64_t chunks = is_uniform ? ranks : 1;
+  const auto any = std::find_if(gradients.begin(), gradients.end(), [](const auto& each) { return each.defined(); });
+  const auto& flags = rows_of_flags_.update(used, any->options(), chunks, width);
+  const auto parts = is_uniform ? chunks_of(gradients, flags) : pieces_of(gradients, flags);
+  auto rows = input_.data.view({chunks, input_.data.numel() / chunks});
+  at::_chunk_cat_out(rows, parts, /*dim=*/0, chunks);
+}
+
+/// Each rank's part is a chunk of every gradient, padded, and its row of the flags.
+std::vector<at::Tensor> ReduceBuffer::chunks_of(const std::vector<at::Tensor>& gradients, const at::Tensor& flags) const {
+  const int64_t ranks = group_.axes().shard_ranks();
+  std::vector<at::Tensor> parts;
+  int64_t end = 0;
+  const auto pad_to = [&](int64_t offset) {
+    if (offset > end) parts.push_back(flags.narrow(0, 0, ranks * (offset - end))); // any values
+  };
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i].defined()) continue;
+    const int64_t offset = layout_->offsets[i][0];
+    pad_to(offset);
+    parts.push_back(gradients[i]);
+    end = offset + group_.layout().parameters[i].pieces[0].numel;
+  }
+  pad_to(layout_->used_offset);
+  parts.push_back(flags);
+  return parts;
+}
+
+/// All that lies in the buffer, one behind the other.
+std::vector<at::Tensor> ReduceBuffer::pieces_of(const std::vector<at::Tensor>& gradients, const at::Tensor& flags) const {
+  std::vector<std::pair<int64_t, at::Tensor>> pieces;
+  at::Tensor largest;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const auto& gradient = gradients[i];
+    if (!gradient.defined()) continue;
+    if (!largest.defined() || gradient.numel() > largest.numel()) largest = gradient;
+    for (const auto& [run, offset] : stretches_of(group_.layout().parameters[i].pieces, layout_->offsets[i])) {
+      for (int64_t k = 0; k < run.ranks; ++k)
+        pieces.emplace_back((run.first + k) * layout_->chunk_numel + offset,
+                            flat_range(gradient, run.range.begin + k * run.step, run.range.numel));
+    }
+  }
+  for (int64_t rank = 0; rank < group_.axes().shard_ranks(); ++rank)
+    pieces.emplace_back(rank * layout_->chunk_numel + layout_->used_offset, flags);
+  std::sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+
+  std::vector<at::Tensor> parts;
+  int64_t end = 0;
+  for (auto& [begin, piece] : pieces) {
+    for (; end < begin; end += parts.back().numel()) // any values
+      parts.push_back(flat_range(largest, 0, std::min(begin - end, largest.numel())));
+    end += piece.numel();
+    parts.push_back(std::move(piece));
+  }
+  return parts;
 }
 
 ReduceInput ReduceBuffer::take(const std::vector<bool>& takes_part, const std::vector<bool>& used) {
+  if (can_cat(takes_part)) {
+    cat(takes_part, used);
+    return std::exchange(input_, {});
+  }
   CopyList list;
   for (size_t i = 0; i < takes_part.size(); ++i) {
     if (waiting_[i].defined()) collect(list, i);

@@ -49,6 +49,10 @@ class ReduceBuffer {
   void collect(CopyList& list, size_t index);
   void zero(CopyList& list, size_t index) const;
   void flag(CopyList& list, const std::vector<bool>& used);
+  bool can_cat(const std::vector<bool>& takes_part) const;
+  void cat(const std::vector<bool>& takes_part, const std::vector<bool>& used);
+  std::vector<at::Tensor> chunks_of(const std::vector<at::Tensor>& gradients, const at::Tensor& flags) const;
+  std::vector<at::Tensor> pieces_of(const std::vector<at::Tensor>& gradients, const at::Tensor& flags) const;
   at::Tensor range(size_t index, size_t rank) const;
   at::Tensor rows(const Stretch& stretch) const; ///< of the buffer, one a rank
 
@@ -58,8 +62,17 @@ class ReduceBuffer {
   std::vector<bool> is_filled_; ///< something is there of a parameter, or waits
   std::vector<bool> is_copied_; ///< it is in the buffer
   std::vector<at::Tensor> waiting_;
-  std::vector<bool> flagged_; ///< which parameters were used, last time
-  at::Tensor flags_;          ///< the same on the device: mostly the same again, and a copy to there waits for the device
+  /// Which parameters were used, last time, and the same on the device: mostly the same again, and a copy to there waits for it.
+  struct Flags {
+    /// A flag a parameter.
+    const at::Tensor& update(const std::vector<bool>& now, const at::TensorOptions& options);
+    /// The same once for each rank, each padded to `width`.
+    const at::Tensor& update(const std::vector<bool>& now, const at::TensorOptions& options, int64_t ranks, int64_t width);
+
+    std::vector<bool> used;
+    at::Tensor values;
+  };
+  Flags flags_, rows_of_flags_;
 };
 
 } // namespace tessera::internal

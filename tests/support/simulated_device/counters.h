@@ -38,9 +38,9 @@ struct Counters {
 /// Counters that all threads add to.
 class CounterSet {
  public:
-  void add_launch(const std::string& name, const std::string& stream) {
+  void add_launches(const std::string& name, const std::string& stream, int64_t count) {
     const std::lock_guard lock(mutex_);
-    ++counters_.launches[{name, stream}];
+    counters_.launches[{name, stream}] += count;
   }
   void add_synchronization(const std::string& cause) {
     const std::lock_guard lock(mutex_);

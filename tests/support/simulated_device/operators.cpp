@@ -109,7 +109,7 @@ void register_composites(torch::Library& library, torch::Library& autograd) {
     each->impl("_thnn_fused_lstm_cell", lstm_cell);
   }
   for (const char* const name : {"convolution", "convolution_backward", "native_layer_norm", "native_group_norm", "_chunk_cat",
-                                 "split_with_sizes_copy", "split_with_sizes_copy.out"})
+                                 "_chunk_cat.out", "split_with_sizes_copy", "split_with_sizes_copy.out"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_operator>());
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (!name.name.starts_with("aten::_foreach_") || name.overload_name.ends_with("out")) continue;

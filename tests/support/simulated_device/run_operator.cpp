@@ -1,6 +1,7 @@
 #include <tessera/tests/support/simulated_device/run_operator.h>
 
 #include <tessera/tests/support/simulated_device/boxed.h>
+#include <tessera/tests/support/simulated_device/cuda_launches.h>
 #include <tessera/tests/support/simulated_device/operator_traits.h>
 #include <tessera/tests/support/simulated_device/outcome.h>
 
@@ -29,7 +30,8 @@ struct Call {
 
   void launch(std::vector<Use> uses, std::function<void()> work) const {
     auto& runtime = Runtime::get();
-    runtime.launch(current_stream(), {name(), std::move(uses), std::move(work), runtime.time_line().work_us(name())});
+    runtime.launch(current_stream(), {name(), std::move(uses), std::move(work), runtime.time_line().work_us(name()),
+                                      cuda_launches(name(), arguments)});
   }
 
   std::vector<Use> uses() const {

@@ -73,7 +73,7 @@ Position Runtime::append(Line& line, std::function<void()> work) {
 void Runtime::launch(size_t stream, Launch launch) {
   const std::lock_guard lock(mutex_);
   auto& on = line(stream);
-  counters_.add_launch(launch.name, on.name);
+  counters_.add_launches(launch.name, on.name, launch.count);
   host_us_ += time_line_.launch_us();
   const double begin = std::max(host_us_, on.free_us);
   on.free_us = begin + launch.modelled_us;

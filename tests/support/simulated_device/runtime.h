@@ -21,6 +21,7 @@ struct Launch {
   std::vector<Use> uses;
   std::function<void()> work;
   double modelled_us = 0;
+  int64_t count = 1; ///< of what a GPU would launch for it
 };
 
 /// A point of a stream, recorded: everything that was launched on it before, and what that comes after.
