@@ -1,0 +1,67 @@
+// What a group launches beside its collectives, on the simulated device, which counts as CUDA does.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include <tessera/tests/fsdp/many_parameters.h>
+#include <tessera/tests/fsdp/streams.h>
+
+namespace tessera::testing {
+namespace {
+
+using ::testing::Le;
+using ::testing::Pair;
+
+int64_t launches_since_reset() {
+  int64_t count = 0;
+  for (const auto& [key, times] : sim::counters().launches) {
+    const bool is_collective = key.first.find('\'') != std::string::npos;
+    if (!is_collective) count += times;
+  }
+  return count;
+}
+
+/// What the gather and the reduction of a group launch beside their collectives.
+std::pair<int64_t, int64_t> launches_of(int64_t parameters, Rows rows, const FullyShardOptions& options,
+                                        std::optional<double> divide_factor = {}) {
+  const auto backward_of = [](Many& model) {
+    const auto loss = model->forward();
+    sim::reset_counters();
+    loss.backward();
+    return launches_since_reset();
+  };
+  Many plain(parameters, rows);
+  plain->to(sim::kDevice);
+  if (options.mixed_precision.param_dtype) plain->to(*options.mixed_precision.param_dtype);
+  const auto unsharded_backward = backward_of(plain);
+  Many model(parameters, rows);
+  auto handle = fully_shard(*model, world_mesh(), options);
+  if (divide_factor) handle.set_gradient_divide_factor(*divide_factor);
+  for (int i = 0; i < 2; ++i) backward_of(model);
+  for (auto& weight : model->parameters()) weight.mutable_grad() = torch::Tensor();
+  const auto reduction = backward_of(model) - unsharded_backward;
+  fsdp(*model).reshard();
+  sim::reset_counters();
+  fsdp(*model).unshard();
+  return {launches_since_reset(), reduction};
+}
+
+TEST_F(Streams, LaunchesOfAGroupDoNotDependOnItsParametersOrTheRanks) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  for (const auto& each : many_cases()) {
+    for (const auto rows : {Rows::kEven, Rows::kUneven}) {
+      for (const int64_t parameters : {9, 40, 150}) {
+        SCOPED_TRACE(c10::str(each.name, ", ", parameters, rows == Rows::kEven ? " even" : " uneven"));
+        EXPECT_THAT(launches_of(parameters, rows, each.options), Pair(Le(each.most_of_gather), Le(each.most_of_reduction)));
+      }
+    }
+  }
+  EXPECT_EQ(launches_of(9, Rows::kEven, {}, 3), (std::pair<int64_t, int64_t>(0, 1))) << "the collective divides";
+}
+
+} // namespace
+} // namespace tessera::testing
