@@ -191,12 +191,11 @@ void ParameterGroup::finish_gather() {
     const ExposedTime exposed(*this, &GroupReport::gather_wait_seconds);
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    gather_ = streams().gather.run([&] {
+    streams().gather.run([&] { // before any user waits: each waits for what the stream holds then
       gather_.wait();
       complete_gather();
       return Work();
     });
-    users_.wait_for(gather_);
   }
   users_.join();
   if (state_ != State::kGathering) return;

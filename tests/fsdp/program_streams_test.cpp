@@ -5,6 +5,7 @@
 
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/reshard_parameters.h>
+#include <tessera/fsdp/unsharded.h>
 #include <tessera/tests/fsdp/streams.h>
 
 namespace tessera::testing {
@@ -23,14 +24,34 @@ TEST_F(Streams, AModelMayEndWhileItIsGatheredOnAnotherStreamThanItsForward) {
       InOneOrder program;
       const auto here = sim::stream();
       program.on(evaluation, [&] {
-        const torch::NoGradGuard no_grad;
         loss_of(net, tokens);
+        for (auto* open : {static_cast<torch::nn::Module*>(net->blocks[2].get()), static_cast<torch::nn::Module*>(net.get())})
+          fsdp(*open).reshard(); // or their ends would have this stream wait
       });
       program.on(here, [&] { const auto handle = fsdp(*net->blocks[0]).unshard_async(); });
       net = nullptr;
       const c10::StreamGuard guard(evaluation);
       for (const int64_t parts : {1, 2}) write_memory_of(bytes / parts);
     }
+    expect_no_races();
+  }
+}
+
+TEST_F(Streams, AModelMayEndWhileAnotherStreamReadsIt) {
+  const auto reading = sim::new_stream("reading");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    const auto& group = *fsdp(*net->blocks[0]).state()->group();
+    if (!group.copies()) continue; // the parameters are the shards, of plain memory
+    const auto bytes = group.layout().unsharded_bytes;
+    InOneOrder program;
+    const auto here = sim::stream();
+    program.on(here, [&] { fsdp(*net->blocks[0]).unshard(); });
+    program.on(reading, [&] { unsharded(net->blocks->at<BlockImpl>(0).up->weight).square(); });
+    net = nullptr; // on a stream that does not wait for the one that reads
+    write_memory_of(bytes);
     expect_no_races();
   }
 }

@@ -29,7 +29,6 @@ MUTATIONS = [
     ("fsdp/side_stream.h", "      mark(*stream_).wait();\n", ""),
     ("fsdp/gather.cpp", "  users_.wait_for(gather_);\n  gathered_version_", "  gathered_version_"),
     ("fsdp/gather.cpp", "      gather_.wait();\n", ""),
-    ("fsdp/gather.cpp", "    users_.wait_for(gather_);\n  }\n", "  }\n"),
     ("fsdp/gather.cpp", "  users_.join();\n  if (state_ != State::kGathering)", "  if (state_ != State::kGathering)"),
     ("fsdp/parameter_group.cpp", "    users_.end();\n    secondary", "    secondary"),
     ("fsdp/parameter_group.cpp", "    secondary_users_.end();\n  } catch", "  } catch"),

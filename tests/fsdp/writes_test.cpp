@@ -21,7 +21,12 @@ struct Write {
   std::function<void(Tensor)> apply;
 };
 
-Tensor of_ones(c10::IntArrayRef sizes) { return torch::ones(sizes, torch::kDouble); }
+// On the device of `p`.
+Tensor of_ones(const Tensor& p, c10::IntArrayRef sizes) {
+  return torch::ones(sizes, torch::dtype(torch::kDouble).device(p.device()));
+}
+Tensor on_diagonal(const Tensor& p) { return torch::eye(4).to(p.device(), torch::kBool); }
+Tensor index_of(const Tensor& p, torch::detail::TensorDataContainer values) { return torch::tensor(values).to(p.device()); }
 
 /// Of a square weight, [4, 4].
 std::vector<Write> writes() {
@@ -29,38 +34,38 @@ std::vector<Write> writes() {
       {"mul_", [](Tensor p) { p.mul_(.7); }},
       {"copy_",
        [](Tensor p) {
-         p.copy_(of_ones({4, 4}));
+         p.copy_(of_ones(p, {4, 4}));
        }},
       {"constant_", [](Tensor p) { nn::init::constant_(p, .2); }},
       {"eye_", [](Tensor p) { nn::init::eye_(p); }},
       {"index_put_",
        [](Tensor p) {
-         p.index_put_({torch::tensor({2, 0})}, of_ones({1, 4}));
+         p.index_put_({index_of(p, {2, 0})}, of_ones(p, {1, 4}));
        }},
-      {"index_fill_", [](Tensor p) { p.index_fill_(0, torch::tensor({1}), .2); }},
-      {"index_fill_ of a column", [](Tensor p) { p.index_fill_(1, torch::tensor({1}), .2); }},
+      {"index_fill_", [](Tensor p) { p.index_fill_(0, index_of(p, {1}), .2); }},
+      {"index_fill_ of a column", [](Tensor p) { p.index_fill_(1, index_of(p, {1}), .2); }},
       {"index_add_",
        [](Tensor p) {
-         p.index_add_(0, torch::tensor({1}), of_ones({1, 4}));
+         p.index_add_(0, index_of(p, {1}), of_ones(p, {1, 4}));
        }},
       {"index_copy_",
        [](Tensor p) {
-         p.index_copy_(0, torch::tensor({3, 1}), of_ones({2, 4}));
+         p.index_copy_(0, index_of(p, {3, 1}), of_ones(p, {2, 4}));
        }},
       {"index_copy_ of its own rows",
        [](Tensor p) {
-         p.index_copy_(0, torch::tensor({3, 1}), p.detach().square().narrow(0, 1, 2));
+         p.index_copy_(0, index_of(p, {3, 1}), p.detach().square().narrow(0, 1, 2));
        }},
       {"masked_fill_ by its values", [](Tensor p) { p.masked_fill_(p > 0, 0); }},
-      {"masked_fill_", [](Tensor p) { p.masked_fill_(torch::eye(4).to(torch::kBool), .2); }},
-      {"masked_scatter_", [](Tensor p) { p.masked_scatter_(torch::eye(4).to(torch::kBool), of_ones({4})); }},
+      {"masked_fill_", [](Tensor p) { p.masked_fill_(on_diagonal(p), .2); }},
+      {"masked_scatter_", [](Tensor p) { p.masked_scatter_(on_diagonal(p), of_ones(p, {4})); }},
       {"scatter_",
        [](Tensor p) {
-         p.scatter_(0, torch::tensor({{1, 0, 2, 3}}), of_ones({1, 4}));
+         p.scatter_(0, index_of(p, {{1, 0, 2, 3}}), of_ones(p, {1, 4}));
        }},
       {"scatter_add_",
        [](Tensor p) {
-         p.scatter_add_(1, torch::tensor({{1}, {0}}), of_ones({2, 1}));
+         p.scatter_add_(1, index_of(p, {{1}, {0}}), of_ones(p, {2, 1}));
        }},
       {"fill_diagonal_", [](Tensor p) { p.fill_diagonal_(.2); }},
       {"view.mul_",
@@ -72,7 +77,7 @@ std::vector<Write> writes() {
       {"slice.mul_", [](Tensor p) { p.slice(0, 0, 2).mul_(.3); }},
       {"slice.copy_",
        [](Tensor p) {
-         p.slice(0, 0, 2).copy_(of_ones({2, 4}));
+         p.slice(0, 0, 2).copy_(of_ones(p, {2, 4}));
        }},
       {"t.mul_", [](Tensor p) { p.t().mul_(.2); }},
       {"diagonal.fill_", [](Tensor p) { p.diagonal().fill_(.2); }},
@@ -83,13 +88,13 @@ std::vector<Write> writes() {
       {"detach.mul_", [](Tensor p) { p.detach().mul_(.7); }},
       {"detach.copy_",
        [](Tensor p) {
-         p.detach().copy_(of_ones({4, 4}));
+         p.detach().copy_(of_ones(p, {4, 4}));
        }},
       {"detach[].fill_", [](Tensor p) { p.detach()[0].fill_(.2); }},
-      {"detach.index_fill_", [](Tensor p) { p.detach().index_fill_(0, torch::tensor({1}), .2); }},
+      {"detach.index_fill_", [](Tensor p) { p.detach().index_fill_(0, index_of(p, {1}), .2); }},
       {"data.mul_", [](Tensor p) { p.data().mul_(.7); }},
       {"data[].fill_", [](Tensor p) { p.data()[0].fill_(.2); }},
-      {"data.index_fill_", [](Tensor p) { p.data().index_fill_(0, torch::tensor({1}), .2); }},
+      {"data.index_fill_", [](Tensor p) { p.data().index_fill_(0, index_of(p, {1}), .2); }},
       {"variable_data.mul_", [](Tensor p) { p.variable_data().mul_(.7); }},
   };
 }
@@ -116,7 +121,7 @@ struct Layers {
                            : fully_shard(*layer, strategy->mesh(), strategy->options);
     }
     x = torch::randn({12, 4}, torch::kDouble);
-    if (strategy) x = part_of(x, world_rank(), world_size());
+    if (strategy) x = part_of(x, world_rank(), world_size()).to(test_device());
   }
   std::vector<Tensor> parameters() const { return {a->weight, a->bias, b->weight, b->bias}; }
   bool is_sharded;
@@ -132,8 +137,8 @@ void expect_same_state(Layers& sharded, Layers& plain) {
     ASSERT_EQ(got[i].grad().defined(), expected[i].grad().defined());
     if (got[i].grad().defined()) EXPECT_TENSORS_CLOSE(full(got[i].grad()), expected[i].grad(), 1e-12, 1e-12);
   }
-  const auto row = of_ones({1, 4});
-  EXPECT_TENSORS_CLOSE(sharded.b(row), plain.b(row), 1e-12, 1e-12);
+  const auto row = of_ones(plain.x, {1, 4});
+  EXPECT_TENSORS_CLOSE(sharded.b(row.to(sharded.x.device())), plain.b(row), 1e-12, 1e-12);
 }
 
 /// Runs `run` on both twins, and expects the same error or none, and the same parameters, gradients and next forward.
@@ -294,14 +299,14 @@ TEST(Writes, ThroughViewsRefuseNoBackwardOfOthers) {
 TEST(Writes, OfPlainTensorsAreRefusedAtAnyTime) {
   const std::vector<Write> of_plain{{"add_",
                                      [](Tensor p) {
-                                       p.add_(of_ones({4, 4}));
+                                       p.add_(of_ones(p, {4, 4}));
                                      }},
                                     {"foreach lerp_",
                                      [](Tensor p) {
-                                       torch::_foreach_lerp_({p}, {of_ones({4, 4})}, {of_ones({4, 4})});
+                                       torch::_foreach_lerp_({p}, {of_ones(p, {4, 4})}, {of_ones(p, {4, 4})});
                                      }},
                                     {"foreach addcdiv_", [](Tensor p) {
-                                       torch::_foreach_addcdiv_({p}, {of_ones({4, 4})}, {of_ones({4, 4})});
+                                       torch::_foreach_addcdiv_({p}, {of_ones(p, {4, 4})}, {of_ones(p, {4, 4})});
                                      }}};
   for (const auto& strategy : chosen_strategies()) {
     for (const auto& time : times()) {
@@ -346,6 +351,7 @@ TEST(Writes, CountAStorageOffsetFromTheFirstElement) {
       SCOPED_TRACE(write.name + " in layout " + std::to_string(static_cast<int>(layout)));
       Layers plain(nullptr), sharded(nullptr);
       fully_shard({sharded.a.ptr(), sharded.b.ptr()}, world_mesh(), {.layout = layout});
+      sharded.x = sharded.x.to(test_device());
       const auto run = [&](Layers& layers) {
         const torch::NoGradGuard no_grad;
         write.apply(layers.b->weight);
@@ -362,7 +368,7 @@ TEST(Writes, ToPlacesReturnTheParameter) {
   torch::nn::Linear linear(4, 4);
   fully_shard(linear, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
   const torch::NoGradGuard no_grad;
-  EXPECT_TRUE(linear->weight.index_fill_(0, torch::tensor({1}), 2).is_same(linear->weight));
+  EXPECT_TRUE(linear->weight.index_fill_(0, index_of(linear->weight, {1}), 2).is_same(linear->weight));
   EXPECT_TENSORS_EQUAL(full(linear->weight)[1], torch::full({4}, 2.f));
 }
 

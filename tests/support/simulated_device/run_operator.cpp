@@ -202,6 +202,18 @@ Stack run(const Call& call) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
+/// As CUDA's kernels do: in front of a foreach operator nothing counts a version.
+void count_writes(const c10::OperatorHandle& op, const Stack& stack) {
+  const auto& traits = OperatorTraits::of(op);
+  const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!traits.is_written[i]) continue;
+    for_each_tensor(arguments[i], [](const at::Tensor& tensor) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    });
+  }
+}
+
 } // namespace
 
 void run_operator(const c10::OperatorHandle& op, Stack* stack) {
@@ -222,7 +234,10 @@ void run_foreach_operator(const c10::OperatorHandle& op, Stack* stack) {
   for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size()))
     if (value.isTensorList())
       for_each_tensor(value, [&](const at::Tensor& tensor) { is_one_launch = is_one_launch && is_on_device(tensor); });
-  if (is_one_launch) return run_operator(op, stack);
+  if (is_one_launch) {
+    count_writes(op, *stack);
+    return run_operator(op, stack);
+  }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack); // PyTorch's loop over the tensors
 }
 
