@@ -60,7 +60,8 @@ MUTATIONS = [
     ("fsdp/parameter_group.cpp", "    users_.join(); // the shards", "    // the shards"),
     ("fsdp/parameter_group.cpp", "  wait_to_write(); // on the streams", "  // on the streams"),
     ("fsdp/group_gradients.cpp", "use_on_current_stream(*tensor);\n", "static_cast<void>(tensor);\n"),
-    ("fsdp/group_gradients.cpp", "  if (home && *home != current_stream(home->device())) use_on_current_stream(partial_);\n", ""),
+    ("fsdp/group_gradients.cpp", "  if (home && *home != current_stream(home->device())) use_on_current_stream(partial_);\n",
+     "  static_cast<void>(home);\n"),
     ("fsdp/group_gradients.cpp", "    if (const auto home = input.users.end(); home && home != reduction_.home) use_on_current_stream(reduction_.output);\n", ""),
 ]
 
