@@ -37,6 +37,31 @@ TEST_F(Streams, AModelMayEndWhileItIsGatheredOnAnotherStreamThanItsForward) {
   }
 }
 
+/// Without the end of the model.
+TEST_F(Streams, PartsOfNeighboursMayBeFreedWhileTheyAreGatheredOnAnotherStreamThanTheirs) {
+  const auto training = sim::new_stream("training");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    const auto tokens = batch_of(0, sim::kDevice);
+    auto block = fsdp(*net->blocks[0]);
+    const auto bytes = unsharded_bytes(*net->blocks[0]);
+    InOneOrder program;
+    const auto here = sim::stream();
+    program.on(training, [&] { loss_of(net, tokens); });
+    program.on(here, [&] {
+      { const auto handle = block.unshard_async(); }
+      block.reshard();
+    });
+    {
+      const c10::StreamGuard guard(training);
+      for (const int64_t parts : {1, 2}) write_memory_of(bytes / parts);
+    }
+    expect_no_races();
+  }
+}
+
 TEST_F(Streams, AModelMayEndWhileAnotherStreamReadsIt) {
   const auto reading = sim::new_stream("reading");
   for (const auto& strategy : strategies()) {
