@@ -28,6 +28,12 @@ std::vector<ParameterShape> shapes_of(const FreeParameters& free) {
   return shapes;
 }
 
+/// Of a shard that has room for what other ranks own, so that one copy casts it. `packed`: without.
+int64_t most_bytes_for_one_cast(int64_t packed) {
+  constexpr int64_t kPage = 4096;
+  return packed + packed / 8 + kPage;
+}
+
 /// Whether each rank's part of a parameter with these strides is contiguous memory in it, and has them itself.
 bool can_have_strided_shards(c10::IntArrayRef sizes, c10::IntArrayRef strides, const ParameterLayout& layout) {
   if (layout.pieces.size() == 1) return true;
@@ -82,7 +88,8 @@ int64_t shard_bytes_of(const FreeParameters& free, BufferLayout kind, const Mesh
     packed += at::round_up(numel * item, kParameterAlignment);
     widening = std::max(widening, item / static_cast<int64_t>(c10::elementSize(free.dtypes[i])));
   }
-  return std::max(packed, widening * (layout.shard_bytes + layout.replicated_bytes));
+  const int64_t sent = layout.shard_bytes + layout.replicated_bytes;
+  return widening > 1 ? std::max(packed, std::min(widening * sent, most_bytes_for_one_cast(packed))) : std::max(packed, sent);
 }
 
 ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshAxes& axes, const FullyShardOptions& options,
@@ -123,6 +130,8 @@ void ParameterGroup::shard(const FreeParameters& free, std::shared_ptr<OffloadMe
     own(tensors[i], Share{shared_from_this(), i});
   }
   casts_whole_ = casts_ && extended_.is_empty() && have_one_cast();
+  casts_whole_ =
+      casts_whole_ && widening() * (layout_.shard_bytes + layout_.replicated_bytes) <= most_bytes_for_one_cast(packed_bytes());
   const bool on_meta = tensors[0].is_meta();
   allocate_shard(on_meta ? c10::Device(c10::kMeta) : axes_.mesh().device());
   if (on_meta) return;
@@ -161,6 +170,16 @@ bool ParameterGroup::have_one_cast() const {
   return c10::elementSize(from) >= c10::elementSize(to) &&
          std::all_of(parameters_.begin(), parameters_.end(),
                      [&](const auto& each) { return each.spec->dtype() == from && each.unsharded_dtype == to; });
+}
+
+int64_t ParameterGroup::packed_bytes() const {
+  const auto rank = static_cast<size_t>(axes_.shard_rank());
+  int64_t bytes = 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto item = static_cast<int64_t>(c10::elementSize(parameters_[i].spec->dtype()));
+    bytes += at::round_up(layout_.parameters[i].pieces[rank].numel * item, kParameterAlignment);
+  }
+  return bytes;
 }
 
 int64_t ParameterGroup::widening() const {

@@ -213,6 +213,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void fill_replicated(const at::Tensor& unsharded);
   void cast_into(const at::Tensor& destination);
   bool have_one_cast() const;
+  /// What this rank owns, in the parameters' own dtypes.
+  int64_t packed_bytes() const;
   /// Bytes of the shard for one that is sent, where it is not packed.
   int64_t widening() const;
   /// The shard on the device.
@@ -248,7 +250,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor shard_;                           ///< bytes; the locals lie in it
   std::vector<c10::VariableVersion> versions_; ///< of the locals
   bool casts_ = false;                         ///< some parameter's unsharded dtype differs from its own
-  bool casts_whole_ = false;                   ///< all are cast alike, and lie in the shard as in what is sent
+  bool casts_whole_ = false;                   ///< all are cast alike, and lie in this rank's shard as in what is sent
   bool copies_ = true;
   c10::intrusive_ptr<UnshardedStorage> storage_;
 

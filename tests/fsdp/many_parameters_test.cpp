@@ -38,5 +38,18 @@ TEST(ManyParameters, HaveTheGradientsOfTheUnshardedModel) {
   }
 }
 
+/// That every rank's shard can be cast by one copy costs no memory to speak of.
+TEST(ManyParameters, ARankThatOwnsNoRowHasNoRoomForThem) {
+  struct OneRow : torch::nn::Module {
+    torch::Tensor weight = register_parameter("weight", torch::ones({1, 100000}));
+  } model;
+  FullyShardOptions options{.layout = BufferLayout::kPerParameter};
+  options.mixed_precision.param_dtype = torch::kBFloat16;
+  fully_shard(model, world_mesh(), options);
+  const auto local = DTensor(model.weight).local();
+  EXPECT_LE(local.storage().nbytes(), local.nbytes() * 9 / 8 + 4096);
+  EXPECT_TRUE(unsharded(model.weight).detach().cpu().equal(torch::ones({1, 100000}, torch::kBFloat16)));
+}
+
 } // namespace
 } // namespace tessera::testing
