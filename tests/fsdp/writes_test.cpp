@@ -21,7 +21,7 @@ struct Write {
   std::function<void(Tensor)> apply;
 };
 
-// On the device of `p`.
+/// On the device of `p`, as the two below.
 Tensor of_ones(const Tensor& p, c10::IntArrayRef sizes) {
   return torch::ones(sizes, torch::dtype(torch::kDouble).device(p.device()));
 }
