@@ -180,6 +180,70 @@ TEST_F(Streams, AProgramMayEvaluateOnOneStreamAndTrainOnAnother) {
   }
 }
 
+/// Autograd accumulates on the stream of fully_shard, which then does other things.
+TEST_F(Streams, GradientsAreFreedOnTheStreamThatTrains) {
+  const auto training = sim::new_stream("training");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    const auto tokens = batch_of(0, sim::kDevice);
+    InOneOrder().on(training, [&] {
+      loss_of(net, tokens).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    });
+    write_memory_of_reductions(net);
+    expect_no_races();
+  }
+}
+
+TEST_F(Streams, ABackwardMayRunOnAnotherStreamThanItsForward) {
+  const auto forward = sim::new_stream("forward"), backward = sim::new_stream("backward");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    const auto tokens = batch_of(0, sim::kDevice);
+    InOneOrder program;
+    torch::Tensor loss;
+    program.on(forward, [&] { loss = loss_of(net, tokens); });
+    program.on(backward, [&] {
+      loss.backward();
+      optimizer.step();
+    });
+    expect_no_races();
+  }
+}
+
+/// Gradients of a part of a group, which wait until the end of the backward for those that do not come.
+TEST_F(Streams, GradientsAreKeptUnreducedOnTheStreamOfTheirForward) {
+  const auto forward = sim::new_stream("forward"), backward = sim::new_stream("backward");
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    auto& block = net->blocks->at<BlockImpl>(0);
+    fsdp(*net).set_requires_gradient_sync(false);
+    const auto x = torch::ones({5, block.up->options.in_features()}, sim::kDevice);
+    const auto bytes = static_cast<int64_t>(block.up->weight.numel() * sizeof(float));
+    InOneOrder program;
+    torch::Tensor loss;
+    program.on(forward, [&] {
+      loss = block.up->forward(x);
+      block.down->forward(loss);
+    });
+    program.on(backward, [&] { loss.sum().backward(); });
+    {
+      const c10::StreamGuard guard(forward);
+      write_memory_of(bytes);
+    }
+    expect_no_races();
+  }
+}
+
 /// Each gradient comes from the stream of its forward, and is copied on another.
 TEST_F(Streams, TwoForwardsOnTwoStreamsMayComeBeforeTheirBackwards) {
   Net plain = make_net();

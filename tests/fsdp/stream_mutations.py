@@ -42,6 +42,7 @@ MUTATIONS = [
     ("fsdp/side_stream.cpp", "  mark(before).wait();\n", ""),
     ("fsdp/side_stream.cpp", "    Work(end).wait();\n", ""),
     ("fsdp/schedule.cpp", "  const StreamScope scope(compute_stream_);\n  if (scope.has_switched()) use_on_current_stream(gradient);\n", ""),
+    ("fsdp/schedule.cpp", "  const StreamScope scope(compute_stream_);\n  const auto finish", "  const auto finish"),
     ("fsdp/reduce_buffer.cpp", "  users.end();\n", ""),
     ("fsdp/group_gradients.cpp", "  try {\n    wait_on_home();\n  } catch (...) { // of a device that has failed\n  }\n", ""),
     ("fsdp/gather.cpp", "  fetching_ = streams().gather.run([&] {\n", "  fetching_ = [&](const auto& issue) { return issue(); }([&] {\n"),
