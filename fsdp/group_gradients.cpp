@@ -227,6 +227,11 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient, double weigh
   landed_[index] = true;
 }
 
+void GroupGradients::join_reduction() {
+  const auto count = group_.parameters().size();
+  for (size_t i = 0; i < count; ++i) joins_ = joins_ || requires_grad(i);
+}
+
 bool GroupGradients::is_complete() const { return landed_count_ > 0 && landed_count_ >= expected_count_; }
 
 void GroupGradients::forget_landed() {
@@ -239,6 +244,7 @@ void GroupGradients::keep_unreduced() {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   buffer_.flush();
   forget_landed();
+  joins_ = false;
 }
 
 void GroupGradients::enter(State next) {
@@ -251,9 +257,11 @@ void GroupGradients::enter(State next) {
 void GroupGradients::start_reduce(ReadyGradients& ready) {
   TORCH_INTERNAL_ASSERT(has_pending());
   const ProfilerRange range("reduce_scatter", group_);
-  if (pending_count_ == 0) return take_up_partial();
+  const bool joins = std::exchange(joins_, false);
+  if (pending_count_ == 0 && (!joins || partial_.defined())) return take_up_partial();
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (pending_count_ == 0) prepare_buffer();
   forget_landed();
   pending_count_ = 0;
   auto used = std::exchange(pending_, std::vector<bool>(pending_.size()));
@@ -466,6 +474,7 @@ Work GroupGradients::discard() {
   std::fill(pending_.begin(), pending_.end(), false);
   std::fill(blank_.begin(), blank_.end(), false);
   pending_count_ = 0;
+  joins_ = false;
   forget_landed();
   for (auto& parameter : group_.parameters()) {
     release_gradient(parameter);

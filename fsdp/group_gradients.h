@@ -49,25 +49,32 @@ class GroupGradients {
   /// Copies a full gradient, times `weight`, into the reduce buffer, added to what this backward or gradient accumulation left
   /// there. One of weight 0 counts as none of this rank.
   void land(size_t index, const at::Tensor& gradient, double weight);
+  /// The group is to be reduced in this backward even if nothing lands, unless it is frozen.
+  void join_reduction();
+  bool joins() const { return joins_; }
   /// What landed in this backward stays unreduced, for a later one.
   void keep_unreduced();
   /// Every expected gradient has landed in this backward.
   bool is_complete() const;
-  /// An expected gradient has not landed, and `comes` says of its parameter that it will.
-  template <typename Comes> // bool(size_t index)
+  /// A gradient has not landed, and `comes` says of its parameter that it will.
+  template <typename Comes> // bool(size_t index, bool is_expected)
   bool awaits_any(const Comes& comes) const {
-    for (size_t i = 0; i < expected_.size(); ++i) {
-      if (expected_[i] && !(i < landed_.size() && landed_[i]) && comes(i)) return true;
+    const auto holds = [](const auto& flags, size_t index) { return index < flags.size() && flags[index]; };
+    for (size_t i = 0; i < group_.parameters().size(); ++i) {
+      if (!holds(landed_, i) && comes(i, holds(expected_, i))) return true;
     }
     return false;
   }
   /// Some parameter takes no part: it is frozen.
   bool leaves_out_any() const { return leaves_out_any_; }
   bool has_landed() const { return landed_count_ > 0; }
-  /// Something waits to be reduced: landed now or accumulated before, the last of it along the replicate axis only.
-  bool has_pending() const { return pending_count_ > 0 || (partial_.defined() && requires_all_reduce && !is_reducing()); }
+  /// The group waits to be reduced: for what landed now or was accumulated before, the last of it along the replicate axis only,
+  /// or because it joins others.
+  bool has_pending() const {
+    return joins_ || pending_count_ > 0 || (partial_.defined() && requires_all_reduce && !is_reducing());
+  }
   /// Something is being reduced, or waits for that in this backward or a later one.
-  bool is_unfinished() const { return pending_count_ > 0 || is_reducing() || partial_.defined(); }
+  bool is_unfinished() const { return joins_ || pending_count_ > 0 || is_reducing() || partial_.defined(); }
   /// What landed before counts no longer towards `is_complete`.
   void forget_landed();
 
@@ -156,6 +163,7 @@ class GroupGradients {
   std::vector<char> expected_;    ///< whether read in this forward with a gradient to come; asked at each read
   uint64_t forward_ = 0;          ///< whose reads these are
   size_t pending_count_ = 0, landed_count_ = 0, expected_count_ = 0;
+  bool joins_ = false; ///< the reductions of this backward, whether or not something landed
 
   State state_ = State::kIdle;
   Reduction reduction_;

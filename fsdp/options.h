@@ -82,8 +82,8 @@ struct FullyShardOptions {
   /// parameter that has an extension is an error.
   GatherExtensionFn gather_extension_fn = nullptr;
   /// Without sharding, gradients are all-reduced in buckets of about so many bytes of parameters, so that those of the last
-  /// layers are on their way while a backward computes the first (DDP: `bucket_cap_mb`). Other strategies reduce a call's
-  /// parameters together.
+  /// layers are on their way while a backward computes the first (DDP: `bucket_cap_mb`). A backward that gives one of them a
+  /// gradient reduces all: other ranks may use other parameters. Other strategies reduce a call's parameters together.
   int64_t bucket_bytes = int64_t{25} << 20;
   /// Of the collectives of these parameters. The same on every rank.
   CommunicatorUse communicators = CommunicatorUse::kSeparate;

@@ -161,6 +161,13 @@ void Schedule::record(ParameterGroup& group) {
   if (iteration_.recording.empty()) group.owner->check_no_new_parameter();
   group.owner->check_boundary();
   entry.recorded_forward = forward_epoch_;
+  if (entry.placed_forward == forward_epoch_) return;
+  if (!entry.buckets) return place(entry);
+  for (const size_t number : *entry.buckets) place(groups_[number]);
+}
+
+void Schedule::place(ScheduledGroup& entry) {
+  entry.placed_forward = forward_epoch_;
   entry.order_position = static_cast<int64_t>(iteration_.recording.size());
   iteration_.recording.push_back(&entry);
 }
@@ -208,7 +215,8 @@ std::vector<GroupPtr> Schedule::read_order() {
   const std::lock_guard lock(mutex_);
   std::vector<GroupPtr> groups;
   for (const auto* each : order()) {
-    if (auto group = each->group.lock()) groups.push_back(std::move(group));
+    auto group = each->group.lock();
+    if (group && each->recorded_forward == forward_epoch_) groups.push_back(std::move(group));
   }
   return groups;
 }
@@ -285,13 +293,30 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
     const std::lock_guard lock(mutex_);
     follow();
     auto& entry = scheduled(group);
-    if (!std::exchange(entry.is_listed, true)) unfinished_.push_back(&entry);
+    list_unfinished(entry);
     if (entry.gradients->needs_only_buffer()) finish_reductions();
     entry.gradients->land(index, gradient, gradient_weight_);
+    join_buckets(entry);
     const bool is_next = entry.order_position == iteration_.next_to_reduce;
     if (is_next && !entry.gradients->is_complete()) return;
   }
   deliver_after([&] { reduce_in_order(scheduled(group)); });
+}
+
+void Schedule::list_unfinished(ScheduledGroup& entry) {
+  if (!std::exchange(entry.is_listed, true)) unfinished_.push_back(&entry);
+}
+
+/// Once in a backward: those that it leaves out are reduced as what this rank does not use.
+void Schedule::join_buckets(const ScheduledGroup& landed) {
+  if (!landed.buckets || landed.joined_phase == phase_) return;
+  for (const size_t number : *landed.buckets) {
+    auto& each = groups_[number];
+    each.joined_phase = phase_;
+    if (each.group.expired()) continue;
+    each.gradients->join_reduction();
+    list_unfinished(each);
+  }
 }
 
 /// `landed` has the gradient that came last.
@@ -299,23 +324,29 @@ void Schedule::reduce_in_order(const ScheduledGroup& landed) {
   for (auto& next = iteration_.next_to_reduce; next >= 0; --next) {
     auto* entry = order()[static_cast<size_t>(next)];
     const GroupPtr group = entry->group.lock();
-    if (!group || !entry->gradients->expects_any()) continue;
+    if (!group || !(entry->gradients->expects_any() || entry->gradients->joins())) continue;
     const bool is_passed = landed.order_position < next && !awaits_gradients(*entry);
-    if (!entry->gradients->is_complete() && !is_passed) return; // its turn comes first on every rank
+    if (!is_complete(*entry) && !is_passed) return; // its turn comes first on every rank
     if (entry->gradients->has_pending()) finish_group(*entry);
   }
 }
 
-/// A loss that uses only some of what a forward read leaves out the other gradients. A backward inside this one's graph task
-/// cannot tell.
+/// A loss that uses only some of what a forward read leaves out the other gradients, and a torch::autograd::Function brings some
+/// that no read foretold. A backward inside this one's graph task cannot tell.
 bool Schedule::awaits_gradients(const ScheduledGroup& entry) const {
-  if (torch::autograd::get_current_graph_task_id() != iteration_.graph_task_id) return true;
+  if (is_in_inner_backward()) return true;
   const GroupPtr group = entry.group.lock();
-  return entry.gradients->awaits_any([&](size_t index) {
+  return entry.gradients->awaits_any([&](size_t index, bool is_expected) {
     const auto& accumulator = group->parameters()[index].accumulator;
-    return !accumulator || is_in_graph_task(accumulator.get());
+    return accumulator ? is_in_graph_task(accumulator.get()) : is_expected;
   });
 }
+
+bool Schedule::is_complete(const ScheduledGroup& entry) const {
+  return entry.gradients->is_complete() && (is_in_inner_backward() || !awaits_gradients(entry));
+}
+
+bool Schedule::is_in_inner_backward() const { return torch::autograd::get_current_graph_task_id() != iteration_.graph_task_id; }
 
 void Schedule::reduce_the_rest() {
   Order rest;

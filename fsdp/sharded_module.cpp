@@ -237,6 +237,13 @@ void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
       groups[number].prefetch = state.prefetch_settings_;
     }
   }
+  for (const auto& state : states) {
+    const auto parts = &state->of_modules() == state.get() ? state->parts() : std::vector<std::shared_ptr<ShardedModule>>();
+    if (parts.size() < 2) continue;
+    const auto buckets = std::make_shared<std::vector<size_t>>();
+    for (const auto& part : parts) buckets->push_back(part->number_);
+    for (const size_t number : *buckets) groups[number].buckets = buckets;
+  }
   for (size_t number = states.size(); --number > 0;) {
     auto& above = groups[states[number]->parent_->number_];
     above.end = std::max(above.end, groups[number].end);

@@ -8,6 +8,7 @@
 #include <tessera/fsdp/group_layout.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/unsharded.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
@@ -149,13 +150,16 @@ TEST(Strategies, TrainInBFloat16AsFullShardingDoes) {
   }
 }
 
+torch::nn::Sequential six_layers() {
+  torch::manual_seed(0);
+  torch::nn::Sequential net;
+  for (int i = 0; i < 6; ++i) net->push_back(torch::nn::Linear(8, 8)); // 288 bytes each
+  return net;
+}
+
 TEST(Strategies, WithoutShardingALargeModuleIsReducedInBuckets) {
   if (world_size() == 1) return;
-  torch::manual_seed(0);
-  torch::nn::Sequential net, twin;
-  for (int i = 0; i < 6; ++i) net->push_back(torch::nn::Linear(8, 8)); // 288 bytes each
-  for (int i = 0; i < 6; ++i) twin->push_back(torch::nn::Linear(8, 8));
-  for (size_t i = 0; i < 12; ++i) twin->parameters()[i].detach().copy_(net->parameters()[i]);
+  auto net = six_layers(), twin = six_layers();
   auto handle = replicate(*net, world_mesh(), {.bucket_bytes = 600});
   EXPECT_EQ(handle.parameter_names().size(), 12);
   EXPECT_EQ(handle.parameter_names()[11], "5.bias");
@@ -178,6 +182,74 @@ TEST(Strategies, WithoutShardingALargeModuleIsReducedInBuckets) {
     const auto expected = twin->parameters()[i].grad() * world_size();
     EXPECT_TENSORS_CLOSE(full(net->parameters()[i].grad()), expected, 1e-4, 1e-6);
   }
+}
+
+/// The layers that a rank runs in one order or the other; none runs layer 3.
+torch::Tensor run_some(torch::nn::Sequential& net, int64_t rank, int64_t round, torch::Tensor x) {
+  for (int64_t step = 0; step < 6; ++step) {
+    const int64_t layer = rank % 2 == 0 ? step : 5 - step;
+    if (layer != 3 && (layer + rank + round) % 3 != 0) x = net[static_cast<size_t>(layer)]->as<torch::nn::Linear>()->forward(x);
+  }
+  return x.square().sum();
+}
+
+/// Steps of two backwards, the first of which may leave its gradients on the rank, or without the all-reduce.
+TEST(Strategies, RanksMayUseDifferentBucketsInAnyOrder) {
+  using Set = void (*)(FSDPModule, bool);
+  const std::vector<std::pair<const char*, Set>> settings{
+      {"all synchronized", [](FSDPModule, bool) {}},
+      {"requires_gradient_sync", [](FSDPModule module, bool on) { module.set_requires_gradient_sync(on); }},
+      {"requires_all_reduce", [](FSDPModule module, bool on) { module.set_requires_all_reduce(on); }},
+      {"is_last_backward", [](FSDPModule module, bool on) { module.set_is_last_backward(on); }}};
+  for (const auto& [name, set] : settings) {
+    for (const int64_t bucket_bytes : {1, 300, 600}) {
+      SCOPED_TRACE(c10::str(name, ", buckets of ", bucket_bytes));
+      auto net = six_layers(), twin = six_layers();
+      net[5]->as<torch::nn::Linear>()->weight.requires_grad_(false);
+      twin[5]->as<torch::nn::Linear>()->weight.requires_grad_(false);
+      auto handle = replicate(*net, world_mesh(), {.bucket_bytes = bucket_bytes});
+      const auto x = torch::ones({2, 8}), input = x.to(test_device());
+      for (int64_t step = 0; step < 2; ++step) {
+        for (const int64_t round : {2 * step, 2 * step + 1}) {
+          set(handle, round % 2 == 1);
+          run_some(net, world_rank(), round, input).backward();
+          for (int64_t rank = 0; rank < world_size(); ++rank) (run_some(twin, rank, round, x) / world_size()).backward();
+        }
+        for (size_t i = 0; i < 12; ++i) {
+          const auto& gradient = net->parameters()[i].grad();
+          const auto& expected = twin->parameters()[i].grad();
+          ASSERT_EQ(gradient.defined(), expected.defined()) << handle.parameter_names()[i];
+          if (expected.defined()) EXPECT_TENSORS_CLOSE(full(gradient), expected, 1e-4, 1e-6);
+        }
+        if (step == 0) net->zero_grad();
+        if (step == 0) twin->zero_grad();
+      }
+    }
+  }
+}
+
+struct ScaleFunction : torch::autograd::Function<ScaleFunction> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x, const torch::Tensor& scale) {
+    context->save_for_backward({x});
+    return x * unsharded(scale);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    return {gradients[0], (gradients[0] * context->get_saved_variables()[0]).sum(0)};
+  }
+};
+
+/// A read within a function's forward foretells no gradient. That of the linear layer after it comes first.
+TEST(Strategies, AGroupIsReducedOnceBesideAFunctionOfTheProgram) {
+  torch::nn::Linear linear(8, 8);
+  linear->register_parameter("scale", torch::ones({8}));
+  fully_shard(*linear, world_mesh());
+  process_context().reset_counters();
+  linear->forward(ScaleFunction::apply(torch::ones({2, 8}).to(test_device()), linear->named_parameters()["scale"]))
+      .sum()
+      .backward();
+  EXPECT_EQ(process_context().count(CollectiveKind::kReduceScatter).calls, world_size() > 1 ? 1 : 0);
+  for (const auto& parameter : linear->parameters()) EXPECT_TRUE(parameter.grad().defined());
 }
 
 TEST(Strategies, GathersAndReductionsMayShareACommunicator) {

@@ -99,6 +99,23 @@ Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute) {
   return loss;
 }
 
+Tensor loss_of_ranks_apart(Turn& turn) {
+  auto& model = *turn.trainee.model;
+  const auto rows = even_rows();
+  const auto [x, ids] = random_batch(turn.side, turn.draw.seed(), rows);
+  std::vector<std::vector<size_t>> orders(rows.size());
+  for (auto& order : orders) order = model.random_order(turn.draw);
+  turn.note(c10::str("forwards of ", orders));
+  const auto loss_of = [&](const Tensor& x, const Tensor& ids, size_t rank) {
+    return model.forward(x, ids, orders[rank]).square().mean();
+  };
+  if (turn.side.sharded) return loss_of(x, ids, static_cast<size_t>(process_context().rank()));
+  const auto xs = x.split_with_sizes(rows), all_ids = ids.split_with_sizes(rows);
+  Tensor sum = torch::zeros({});
+  for (size_t rank = 0; rank < rows.size(); ++rank) sum = sum + loss_of(xs[rank], all_ids[rank], rank);
+  return sum / static_cast<double>(rows.size());
+}
+
 std::vector<Tensor> losses_of(RandomModel& model, const std::vector<RankBatch>& batches) {
   std::vector<Tensor> x, ids;
   std::vector<int64_t> rows;

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/sharded_module.h>
 #include <tessera/optim/shard_optimizer.h>
 
 #include <algorithm>
@@ -39,6 +40,12 @@ std::string error_of(const Call& call) {
   } catch (const std::exception& error) {
     return std::string("error: ") + error.what();
   }
+}
+
+bool is_replica(RandomModel& model) {
+  if (!is_sharded(model)) return false;
+  const auto state = fsdp(model).state();
+  return state->axes().strategy() == tessera::Strategy::kNoShard && state->parts().size() == state->subtree().size();
 }
 
 class Script {
@@ -177,6 +184,8 @@ std::optional<ScriptFailure> Script::run(const std::set<int64_t>& left_out) {
       const auto error = error_of([&] { settle(step.trainee, step.seed); });
       if (sum_over_ranks(!error.empty()) > 0) return fail("before it, at a backward that reduces all gradients: " + error);
     }
+    plain_.trainees[step.trainee].is_replica = sharded_.trainees[step.trainee].is_replica =
+        is_replica(*sharded_.trainees[step.trainee].model);
     const auto plain_error = take(step, plain_), sharded_error = take(step, sharded_);
     for (const auto& note : sharded_.notes) trace("      " + note);
     if (auto failure = compare(step, plain_error, sharded_error)) return failure;

@@ -47,6 +47,7 @@ struct Trainee {
   std::unique_ptr<LRSchedule> schedule;
   bool is_exact = true;        ///< nothing was computed in less than double
   bool writes_views = true;    ///< or parts of parameters; otherwise groups may have gather extensions, which cannot follow
+  bool is_replica = false;     ///< the sharded one is replicated by one call, so that ranks may use different parameters of it
   bool gradients_wait = false; ///< gradients that have not been reduced may not be in grad() yet
 };
 

@@ -31,6 +31,15 @@ void forward_and_backward(Turn& turn) {
   backward(loss);
 }
 
+/// Every rank uses the head. Batch statistics would be of all ranks' blocks.
+void train_apart(Turn& turn) {
+  const auto& model = *turn.trainee.model;
+  if (!turn.trainee.is_replica || !model.head().requires_grad() || !model.buffers().empty()) return;
+  const auto loss = loss_of_ranks_apart(turn);
+  turn.side.record_mean(loss);
+  backward(loss);
+}
+
 void forward_alone(Turn& turn) { turn.side.record_mean(random_loss(turn)); }
 
 } // namespace
@@ -38,6 +47,7 @@ void forward_alone(Turn& turn) { turn.side.record_mean(random_loss(turn)); }
 std::vector<Action> training_actions() {
   return {{"train", 30, When::kReduced, train},
           {"backward", 30, When::kAnywhere, forward_and_backward},
+          {"ranks apart", 15, When::kBetweenSteps, train_apart},
           {"forward alone", 5, When::kAnywhere, forward_alone},
           {"step", 30, When::kReduced, step}};
 }
