@@ -220,6 +220,22 @@ bool ShardedModule::reshards_after_forward() const {
   return !is_root() && !axes_.keeps_parameters();
 }
 
+namespace {
+
+/// Has each group of a module that is reduced in buckets know the others.
+void connect_buckets(const std::vector<std::shared_ptr<ShardedModule>>& states, std::vector<ScheduledGroup>& groups) {
+  for (const auto& state : states) {
+    if (&state->of_modules() != state.get()) continue; // a bucket
+    const auto parts = state->parts();
+    if (parts.size() < 2) continue;
+    const auto buckets = std::make_shared<std::vector<size_t>>();
+    for (const auto& part : parts) buckets->push_back(part->number());
+    for (const size_t number : *buckets) groups[number].buckets = buckets;
+  }
+}
+
+} // namespace
+
 void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
   const auto states = subtree();
   std::vector<ScheduledGroup> groups(states.size());
@@ -237,13 +253,7 @@ void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
       groups[number].prefetch = state.prefetch_settings_;
     }
   }
-  for (const auto& state : states) {
-    const auto parts = &state->of_modules() == state.get() ? state->parts() : std::vector<std::shared_ptr<ShardedModule>>();
-    if (parts.size() < 2) continue;
-    const auto buckets = std::make_shared<std::vector<size_t>>();
-    for (const auto& part : parts) buckets->push_back(part->number_);
-    for (const size_t number : *buckets) groups[number].buckets = buckets;
-  }
+  connect_buckets(states, groups);
   for (size_t number = states.size(); --number > 0;) {
     auto& above = groups[states[number]->parent_->number_];
     above.end = std::max(above.end, groups[number].end);

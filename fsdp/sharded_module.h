@@ -69,6 +69,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   void adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places);
   /// Gives this state, a root, and those below it one schedule, and numbers them.
   void settle(const std::shared_ptr<Schedule>& schedule);
+  size_t number() const { return number_; }
   bool is_root() const { return parent_ == nullptr; }
   const ShardedModule& root() const;
   const std::string& label() const override;
