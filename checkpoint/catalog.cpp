@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstring>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -181,7 +182,8 @@ void keep_last(const std::filesystem::path& root, int count, const std::filesyst
       continue; // a save beside this one has removed it
     }
     sync_folder(root);
-    std::filesystem::remove_all(hidden);
+    const int error = remove_tree(hidden);
+    TORCH_CHECK(error == 0, "cannot remove ", hidden.string(), ": ", std::strerror(error));
   }
 }
 

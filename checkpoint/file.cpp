@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <tessera/checkpoint/file.h>
@@ -115,6 +116,15 @@ void sync_folder(const std::filesystem::path& folder) {
   if (error != 0 && error != EINVAL) fail("flush", folder, error); // EINVAL: a file system without folder sync
 }
 
+int remove_tree(const std::filesystem::path& path) {
+  constexpr int kOpenFolders = 16;
+  const auto remove = [](const char* entry, const struct stat*, int, FTW*) {
+    return std::remove(entry) == 0 || errno == ENOENT ? 0 : errno;
+  };
+  const int result = ::nftw(path.c_str(), remove, kOpenFolders, FTW_DEPTH | FTW_PHYS);
+  return result >= 0 ? result : errno == ENOENT ? 0 : errno;
+}
+
 void rename_new(const std::filesystem::path& from, const std::filesystem::path& to) {
   if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return;
   // A file system without the flag: a plain rename cannot replace a folder that holds anything.
@@ -125,8 +135,7 @@ void rename_new(const std::filesystem::path& from, const std::filesystem::path& 
 void replace_folder(const std::filesystem::path& from, const std::filesystem::path& to) {
   TORCH_CHECK(::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0, "cannot replace ", to.string(),
               " by ", from.string(), ": ", std::strerror(errno));
-  std::error_code ignored; // the new folder is in place; what is left of the old one is found and removed by the next save
-  std::filesystem::remove_all(from, ignored);
+  remove_tree(from); // the new folder is in place; what is left of the old one is found and removed by the next save
 }
 
 void replace_link(const std::filesystem::path& link, const std::filesystem::path& target) {

@@ -56,6 +56,11 @@ void write_file(const std::filesystem::path& path, std::string_view text);
 /// Flushes a folder's entries to the disk.
 void sync_folder(const std::filesystem::path& folder);
 
+/// Removes a file, or a folder with all in it; nothing where there is none. Returns an errno where that fails, and then leaves
+/// the rest. Not std::filesystem::remove_all: the wheel's libtorch.so exports one that calls null, and a program that links it
+/// first runs that one.
+int remove_tree(const std::filesystem::path& path);
+
 /// Renames `from` to `to`, which must not exist.
 void rename_new(const std::filesystem::path& from, const std::filesystem::path& to);
 

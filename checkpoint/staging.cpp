@@ -64,7 +64,7 @@ void remove_abandoned(const std::filesystem::path& target) {
     if (!is_abandoned_name(entry.path().filename().string(), target) || !entry.is_directory(ignored)) continue;
     const int lock = lock_folder(entry.path());
     if (lock < 0) continue; // in use
-    std::filesystem::remove_all(entry.path(), ignored);
+    remove_tree(entry.path());
     ::close(lock);
   }
 }
@@ -104,16 +104,14 @@ void Staging::make_folder() {
     TORCH_CHECK(std::filesystem::create_directory(folder_), "cannot create ", folder_.string(), ": it exists");
     lock_ = lock_folder(folder_);
     const int error = errno;
-    std::error_code ignored;
-    if (lock_ < 0) std::filesystem::remove_all(folder_, ignored);
+    if (lock_ < 0) remove_tree(folder_);
     errno = error;
   }
   TORCH_CHECK(lock_ >= 0, "cannot lock ", folder_.string(), ": ", std::strerror(errno));
 }
 
 Staging::~Staging() {
-  std::error_code ignored; // a folder that stays is removed by the next save
-  if (!committed_) std::filesystem::remove_all(folder_, ignored);
+  if (!committed_) remove_tree(folder_); // a folder that stays is removed by the next save
   if (lock_ >= 0) ::close(lock_);
 }
 

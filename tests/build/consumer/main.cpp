@@ -5,7 +5,7 @@
 
 #include <cstdio>
 
-// Trains a sharded layer as a job of one rank; fails unless the loss falls.
+// Trains a sharded layer as a job of one rank, and saves it twice in one place; fails unless the loss falls.
 int main() {
   tessera::init_process_group();
   const auto mesh = tessera::init_device_mesh(at::kCPU, {1}, {"shard"});
@@ -23,6 +23,8 @@ int main() {
     last = loss.item<double>();
     if (step == 0) first = last;
   }
+  for (int save = 0; save < 2; ++save)
+    tessera::checkpoint::save(tessera::state_dict(*model, optimizer), "checkpoint", {.overwrite = true});
   tessera::destroy_process_group();
   std::printf("%s: loss %.4f, then %.4f\n", mesh.to_string().c_str(), first, last);
   return last < first ? 0 : 1;
