@@ -15,10 +15,8 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <map>
 #include <mutex>
-#include <string_view>
 #include <thread>
 
 namespace tessera::internal {
@@ -132,17 +130,8 @@ CommunicatorPtr make_for_cpu(const GroupDescription& group) {
   return make_gloo(group);
 }
 
-/// TESSERA_CUDA_COLLECTIVES: NCCL, or through the host.
-bool stages_cuda() {
-  const char* const value = std::getenv("TESSERA_CUDA_COLLECTIVES");
-  const std::string_view chosen = value ? value : "";
-  TORCH_CHECK(chosen.empty() || chosen == "nccl" || chosen == "staged", "environment variable TESSERA_CUDA_COLLECTIVES=", value,
-              " must be nccl or staged");
-  return chosen == "staged";
-}
-
 CommunicatorPtr make_cuda(const GroupDescription& group) {
-  if (!stages_cuda()) return nccl::make_communicator(group);
+  if (!nccl::stages_collectives()) return nccl::make_communicator(group);
   const auto device = nccl::choose_device(group.local_rank);
   return make_staged_communicator(make_for_cpu(group), device);
 }

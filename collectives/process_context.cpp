@@ -306,6 +306,7 @@ void write_trace(const std::string& folder) {
 void require_cuda() { internal::nccl::require_cuda_side(); }
 
 bool cuda_is_available() {
+  internal::nccl::check_settings();
   try {
     require_cuda();
     return true;

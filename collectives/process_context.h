@@ -105,7 +105,7 @@ void destroy_process_group();
 void write_trace(const std::string& folder);
 
 /// True when CUDA tensors can be used. Loads LibTorch's CUDA libraries where this build has a CUDA side and the process has not
-/// loaded them yet. See docs/cuda.md.
+/// loaded them yet. An error where a TESSERA_LOAD_CUDA or TESSERA_CUDA_* means nothing. See docs/cuda.md.
 bool cuda_is_available();
 /// Throws the reason where `cuda_is_available` is false.
 void require_cuda();

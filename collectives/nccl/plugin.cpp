@@ -43,11 +43,17 @@ std::string environment_value(const char* name) {
   dlopen((folder / "libtorch_cuda.so").c_str(), RTLD_NOW | RTLD_GLOBAL);
 }
 
+/// The value of an environment variable that has two; empty where it is not set.
+std::string one_of_two(const char* name, std::string_view one, std::string_view other) {
+  auto value = environment_value(name);
+  TORCH_CHECK(value.empty() || value == one || value == other, "environment variable ", name, "=", value, " must be ", one,
+              " or ", other);
+  return value;
+}
+
 CudaBuffers chosen_buffers() {
-  const auto chosen = environment_value("TESSERA_CUDA_BUFFERS");
-  TORCH_CHECK(chosen.empty() || chosen == "caching" || chosen == "registered",
-              "environment variable TESSERA_CUDA_BUFFERS=", chosen, " must be caching or registered");
-  return chosen == "registered" ? CudaBuffers::kRegistered : CudaBuffers::kCaching;
+  return one_of_two("TESSERA_CUDA_BUFFERS", "caching", "registered") == "registered" ? CudaBuffers::kRegistered
+                                                                                     : CudaBuffers::kCaching;
 }
 
 Plugin load() {
@@ -69,9 +75,20 @@ Plugin load() {
 
 } // namespace
 
+bool stages_collectives() { return one_of_two("TESSERA_CUDA_COLLECTIVES", "nccl", "staged") == "staged"; }
+
+void check_settings() {
+  one_of_two("TESSERA_LOAD_CUDA", "0", "1");
+  stages_collectives();
+  chosen_buffers();
+  const auto device = environment_value("TESSERA_CUDA_DEVICE");
+  int index = 0;
+  TORCH_CHECK(device.empty() || (absl::SimpleAtoi(device, &index) && index >= 0),
+              "environment variable TESSERA_CUDA_DEVICE=", device, " must be a device's index, from 0 on");
+}
+
 CudaSide& require_cuda_side() {
-  const auto loads = environment_value("TESSERA_LOAD_CUDA");
-  TORCH_CHECK(loads.empty() || loads == "0" || loads == "1", "environment variable TESSERA_LOAD_CUDA=", loads, " must be 0 or 1");
+  check_settings();
   static const Plugin plugin = load();
   TORCH_CHECK(plugin.side, plugin.error);
   static_cast<void>(plugin.side->device_count()); // a missing device says more than what follows

@@ -33,6 +33,12 @@ class CudaSide {
 using GetCudaSide = CudaSide*();
 inline constexpr const char* kGetCudaSideName = "tessera_cuda_side";
 
+/// TESSERA_CUDA_COLLECTIVES: through the host, and not by NCCL.
+bool stages_collectives();
+
+/// Throws for a TESSERA_LOAD_CUDA or TESSERA_CUDA_* that means nothing, with a device or without.
+void check_settings();
+
 /// Loads the plugin, and with it LibTorch's CUDA libraries. Throws the reason why CUDA tensors cannot be used in this process.
 CudaSide& require_cuda_side();
 

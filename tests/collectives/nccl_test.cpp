@@ -8,6 +8,7 @@
 #include <tessera/collectives/nccl/device_agreement.h>
 #include <tessera/collectives/nccl/plugin.h>
 
+#include <array>
 #include <numeric>
 
 namespace tessera::testing {
@@ -76,9 +77,19 @@ TEST(Nccl, IsLoadedAndMissesTheDevice) {
   EXPECT_THROWS_WITH(internal::nccl::choose_device(0), "no CUDA device: ");
 }
 
-TEST(Nccl, WhetherCudaIsLoadedIsASettingOfTwoValues) {
-  const ScopedEnvironment setting("TESSERA_LOAD_CUDA", "off");
-  EXPECT_THROWS_WITH(require_cuda(), "environment variable TESSERA_LOAD_CUDA=off must be 0 or 1");
+/// Before it is known whether there is a device: or a program that asks would go on without one.
+TEST(Nccl, ASettingThatMeansNothingIsNamedWhereCudaIsAskedFor) {
+  const std::vector<std::array<const char*, 3>> settings{{"TESSERA_LOAD_CUDA", "off", "0 or 1"},
+                                                         {"TESSERA_CUDA_DEVICE", "-1", "a device's index, from 0 on"},
+                                                         {"TESSERA_CUDA_DEVICE", "gpu0", "a device's index, from 0 on"},
+                                                         {"TESSERA_CUDA_COLLECTIVES", "gloo", "nccl or staged"},
+                                                         {"TESSERA_CUDA_BUFFERS", "pinned", "caching or registered"}};
+  for (const auto& [name, value, values] : settings) {
+    const ScopedEnvironment setting(name, value);
+    const auto expected = c10::str("environment variable ", name, "=", value, " must be ", values);
+    EXPECT_THROWS_WITH(require_cuda(), expected);
+    EXPECT_THROWS_WITH(cuda_is_available(), expected);
+  }
 }
 
 TEST(Nccl, AGroupNamesTheRankWithoutADevice) {
