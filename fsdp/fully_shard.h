@@ -79,10 +79,11 @@ class FSDPModule {
   void set_gradient_divide_factor(double factor);
 
   /// Calls `hook` with the reduced gradients of this module's own group, whenever they are reduced: a flat tensor of the reduce
-  /// dtype, this rank's part on the shard dim, which the hook may change in place: to all-reduce it over ranks that the mesh does
-  /// not have, for example. It is a mean, or a sum where a divide factor is set (in fp16 a power of two near the factor's root is
-  /// divided away before). It runs in backward and must not use the model. What it throws ends the backward. An empty function
-  /// takes it back. Every rank sets one that communicates alike. (FSDP2: `set_all_reduce_hook`.)
+  /// dtype, this rank's part on the shard dim, with zeros between the parameters, which the hook may change in place: to
+  /// all-reduce it over ranks that the mesh does not have, for example. It is a mean, or a sum where a divide factor is set (in
+  /// fp16 a power of two near the factor's root is divided away before). It runs in backward and must not use the model. What it
+  /// throws ends the backward. An empty function takes it back. Every rank sets one that communicates alike. (FSDP2:
+  /// `set_all_reduce_hook`.)
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
   /// All-gathers of this module's own group run on `communicator` from now on, a class of the program's perhaps, which has the
   /// ranks of the shard dim in their order. Not while the group is being gathered. (FSDP2: `set_custom_all_gather`.)

@@ -369,7 +369,10 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   const at::NoGradGuard no_grad;
   wait_for_second();
   auto done = std::exchange(reduction_, Reduction());
-  if (all_reduce_hook) all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));
+  if (all_reduce_hook) {
+    zero_gaps(done.output);
+    all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));
+  }
   if (divide_factor_ && !done.is_divided) done.output.narrow(0, 0, layout_.used_offset).div_(late_factor());
   const auto rank = static_cast<size_t>(group_.axes().shard_rank());
   const auto& parameters = group_.parameters();
@@ -385,6 +388,24 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
     ready.push_back(make_ready(i, part_of(gradients, parameters[i], layout_.offsets[i][rank], numel)));
   }
   offload(ready, first);
+}
+
+/// Nothing has written what lies between the pieces, and a hook may sum all up.
+void GroupGradients::zero_gaps(const at::Tensor& reduced) const {
+  const auto rank = static_cast<size_t>(group_.axes().shard_rank());
+  CopyList list;
+  int64_t end = 0;
+  const auto zero_to = [&](int64_t begin) {
+    if (begin > end) list.zero(reduced.narrow(0, end, begin - end));
+  };
+  for (size_t i = 0; i < takes_part_.size(); ++i) {
+    if (!takes_part_[i]) continue;
+    const int64_t offset = layout_.offsets[i][rank];
+    zero_to(offset);
+    end = offset + group_.layout().parameters[i].pieces[rank].numel;
+  }
+  zero_to(layout_.used_offset);
+  list.run();
 }
 
 /// The parameters that this rank used, and those that another one did: the reduced flags say so. They are only read where it

@@ -131,6 +131,7 @@ class GroupGradients {
   /// Where the current stream is another than the memory's home, that gets it back no earlier than this one has done with it.
   void wait_for_second();
   Work reduce_replicas();
+  void zero_gaps(const at::Tensor& reduced) const;
   std::vector<bool> used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const;
   /// As the user set it, also where this rank did not read the parameter since.
   bool requires_grad(size_t index) const;

@@ -1,5 +1,6 @@
 // Gradient accumulation across backwards that differ: parameters frozen in between, blocks left out, hooks that keep gradients.
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/sharded_module.h>
 
 #include <gtest/gtest.h>
 
@@ -402,6 +403,25 @@ TEST(GroupGradients, AHookOfTheReductionMayChangeIt) {
     root.set_requires_gradient_sync(false);
     models.backward(1);
     EXPECT_THROWS_WITH(root.set_all_reduce_hook({}), "wait for their reduction");
+  });
+}
+
+/// The second backward has memory of the first.
+TEST(GroupGradients, AHookOfTheReductionSeesTheGradientsAlone) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    double seen = 0;
+    root.set_all_reduce_hook([&](const torch::Tensor& flat) { seen += flat.square().sum().item<double>(); });
+    for (int64_t step = 0; step < 2; ++step) {
+      models.sharded->zero_grad();
+      seen = 0;
+      loss_of(models.sharded, global_batch(step)).backward();
+      double expected = 0;
+      for (const auto& state : root.state()->parts()) {
+        for (const auto& each : state->group()->parameters())
+          expected += DTensor(at::Tensor(each.tensor.lock()).grad()).local().square().sum().item<double>();
+      }
+      EXPECT_NEAR(seen, expected, 1e-5 * (1 + expected));
+    }
   });
 }
 
