@@ -51,7 +51,6 @@ class GroupGradients {
   void land(size_t index, const at::Tensor& gradient, double weight);
   /// The group is to be reduced in this backward even if nothing lands, unless it is frozen.
   void join_reduction();
-  bool joins() const { return joins_; }
   /// What landed in this backward stays unreduced, for a later one.
   void keep_unreduced();
   /// Every expected gradient has landed in this backward.

@@ -158,16 +158,22 @@ void Schedule::record(ParameterGroup& group) {
   if (entry.recorded_forward == forward_epoch_) return;
   group.prefetch_parameters();
   group.check_parameters_alive();
-  if (iteration_.recording.empty()) group.owner->check_no_new_parameter();
+  const bool is_first = iteration_.recording.empty();
+  if (is_first) group.owner->check_no_new_parameter();
   group.owner->check_boundary();
   entry.recorded_forward = forward_epoch_;
-  if (entry.placed_forward == forward_epoch_) return;
-  if (!entry.buckets) return place(entry);
-  for (const size_t number : *entry.buckets) place(groups_[number]);
+  if (is_first) place_buckets();
+  if (!entry.buckets) place(entry);
+}
+
+/// Before what forward reads: another rank may read others of them, or first in another place.
+void Schedule::place_buckets() {
+  for (auto& each : groups_) {
+    if (each.buckets) place(each);
+  }
 }
 
 void Schedule::place(ScheduledGroup& entry) {
-  entry.placed_forward = forward_epoch_;
   entry.order_position = static_cast<int64_t>(iteration_.recording.size());
   iteration_.recording.push_back(&entry);
 }
@@ -207,7 +213,12 @@ void Schedule::close_unrelated(const ParameterGroup& group, uint64_t recomputati
 }
 
 bool Schedule::related(const ParameterGroup& a, const ParameterGroup& b) const {
-  const auto [above, below] = std::minmax(a.number, b.number);
+  // A bucket stands for its module: another rank may read another of its buckets.
+  const auto number_of = [this](const ParameterGroup& group) {
+    const auto& buckets = groups_[group.number].buckets;
+    return buckets ? buckets->front() : group.number;
+  };
+  const auto [above, below] = std::minmax({number_of(a), number_of(b)});
   return below < groups_[above].end;
 }
 
@@ -324,7 +335,8 @@ void Schedule::reduce_in_order(const ScheduledGroup& landed) {
   for (auto& next = iteration_.next_to_reduce; next >= 0; --next) {
     auto* entry = order()[static_cast<size_t>(next)];
     const GroupPtr group = entry->group.lock();
-    if (!group || !(entry->gradients->expects_any() || entry->gradients->joins())) continue;
+    if (!group || !(entry->buckets || entry->gradients->expects_any())) continue;
+    if (may_join(*entry)) return;
     const bool is_passed = landed.order_position < next && !awaits_gradients(*entry);
     if (!is_complete(*entry) && !is_passed) return; // its turn comes first on every rank
     if (entry->gradients->has_pending()) finish_group(*entry);
@@ -340,6 +352,13 @@ bool Schedule::awaits_gradients(const ScheduledGroup& entry) const {
     const auto& accumulator = group->parameters()[index].accumulator;
     return accumulator ? is_in_graph_task(accumulator.get()) : is_expected;
   });
+}
+
+/// A bucket whose module has had no gradient in this backward yet, and will.
+bool Schedule::may_join(const ScheduledGroup& entry) const {
+  if (!entry.buckets || entry.joined_phase == phase_) return false;
+  return std::any_of(entry.buckets->begin(), entry.buckets->end(),
+                     [&](size_t number) { return !groups_[number].group.expired() && awaits_gradients(groups_[number]); });
 }
 
 bool Schedule::is_complete(const ScheduledGroup& entry) const {

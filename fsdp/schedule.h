@@ -36,7 +36,6 @@ struct ScheduledGroup {
   size_t end = 0;                ///< the groups below its module have the numbers from its own to here
   int64_t order_position = -1;   ///< in the recorded forward order
   uint64_t recorded_forward = 0; ///< the last forward that recorded it there
-  uint64_t placed_forward = 0;   ///< the last forward in whose order it has a place, perhaps for a bucket beside it
   uint64_t joined_phase = 0;     ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
   uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
   uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
@@ -51,8 +50,8 @@ struct ScheduledGroup {
 /// recorded, and frees every open group that is neither above nor below it. Backward: the same in reverse order; a group whose
 /// gradients have all landed is reduced and freed. Reductions start in reverse forward order on every rank, whatever the order in
 /// which gradients land there, and although a gradient that others expect never comes on a rank whose loss has no use for it.
-/// Buckets of one module are reduced in the order of its parameters, all of them where one has a gradient: another rank may use
-/// others, or read them in another order.
+/// Modules in buckets are reduced after the others, in the order of their parameters, and all buckets of a module where one has a
+/// gradient: another rank may use others, or read them in another order.
 ///
 /// Thread-safe: the forward thread and autograd's threads call it.
 class Schedule : public std::enable_shared_from_this<Schedule> {
@@ -139,6 +138,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   bool has_failed_backward() const;
   void abandon_backward();
   void record(ParameterGroup& group);
+  void place_buckets();
   void place(ScheduledGroup& entry);
   void open(ParameterGroup& group);
   void note_unsharded();
@@ -149,6 +149,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void join_buckets(const ScheduledGroup& landed);
   void reduce_in_order(const ScheduledGroup& landed);
   bool awaits_gradients(const ScheduledGroup& entry) const;
+  bool may_join(const ScheduledGroup& entry) const;
   bool is_complete(const ScheduledGroup& entry) const;
   bool is_in_inner_backward() const;
   void reduce_the_rest();

@@ -195,12 +195,12 @@ torch::Tensor run_some(torch::nn::Sequential& net, int64_t rank, int64_t round, 
 
 /// Steps of two backwards, the first of which may leave its gradients on the rank, or without the all-reduce.
 TEST(Strategies, RanksMayUseDifferentBucketsInAnyOrder) {
-  using Set = void (*)(FSDPModule, bool);
+  using Set = void (*)(FSDPModule&, bool);
   const std::vector<std::pair<const char*, Set>> settings{
-      {"all synchronized", [](FSDPModule, bool) {}},
-      {"requires_gradient_sync", [](FSDPModule module, bool on) { module.set_requires_gradient_sync(on); }},
-      {"requires_all_reduce", [](FSDPModule module, bool on) { module.set_requires_all_reduce(on); }},
-      {"is_last_backward", [](FSDPModule module, bool on) { module.set_is_last_backward(on); }}};
+      {"all synchronized", nullptr},
+      {"requires_gradient_sync", [](FSDPModule& module, bool on) { module.set_requires_gradient_sync(on); }},
+      {"requires_all_reduce", [](FSDPModule& module, bool on) { module.set_requires_all_reduce(on); }},
+      {"is_last_backward", [](FSDPModule& module, bool on) { module.set_is_last_backward(on); }}};
   for (const auto& [name, set] : settings) {
     for (const int64_t bucket_bytes : {1, 300, 600}) {
       SCOPED_TRACE(c10::str(name, ", buckets of ", bucket_bytes));
@@ -211,7 +211,7 @@ TEST(Strategies, RanksMayUseDifferentBucketsInAnyOrder) {
       const auto x = torch::ones({2, 8}), input = x.to(test_device());
       for (int64_t step = 0; step < 2; ++step) {
         for (const int64_t round : {2 * step, 2 * step + 1}) {
-          set(handle, round % 2 == 1);
+          if (set) set(handle, round % 2 == 1);
           run_some(net, world_rank(), round, input).backward();
           for (int64_t rank = 0; rank < world_size(); ++rank) (run_some(twin, rank, round, x) / world_size()).backward();
         }
@@ -224,6 +224,57 @@ TEST(Strategies, RanksMayUseDifferentBucketsInAnyOrder) {
         if (step == 0) net->zero_grad();
         if (step == 0) twin->zero_grad();
       }
+    }
+  }
+}
+
+torch::Tensor run_path(torch::nn::Sequential& net, const std::vector<size_t>& path, torch::Tensor x) {
+  for (const size_t layer : path) x = net[layer]->as<torch::nn::Linear>()->forward(x);
+  return x.square().sum();
+}
+
+/// Layers of which some are sharded or replicated by a call of their own; all ranks run those that are sharded.
+struct MixedModel {
+  const char* name;
+  void (*shard)(torch::nn::Sequential& net, const DeviceMesh& mesh);
+  std::vector<size_t> even, odd; ///< the layers that ranks of even and odd number run
+};
+
+const FullyShardOptions kBucketALayer{.bucket_bytes = 300};
+
+std::vector<MixedModel> mixed_models() {
+  const auto shard = [](torch::nn::Sequential& net, const DeviceMesh& mesh) { fully_shard({net[1], net[2]}, mesh); };
+  const auto shard_head = [](torch::nn::Sequential& net, const DeviceMesh& mesh) { fully_shard(*net[5], mesh); };
+  const auto replicate_head = [](torch::nn::Sequential& net, const DeviceMesh& mesh) { replicate(*net[5], mesh); };
+  const auto replicate_many = [](torch::nn::Sequential& net, const DeviceMesh& mesh) {
+    auto options = kBucketALayer;
+    options.strategy = tessera::Strategy::kNoShard;
+    fully_shard({net[1], net[2], net[3]}, mesh, options);
+  };
+  return {{"read before what is sharded, or after", shard, {0, 1, 2, 5}, {1, 2, 5}},
+          {"read between, from the first bucket or another", shard, {3, 1, 2, 0}, {3, 1, 2, 4, 0}},
+          {"under a sharded head", shard_head, {0, 1, 5}, {0, 1, 4, 5}},
+          {"under a replicated head", replicate_head, {0, 1, 5}, {0, 1, 4, 5}},
+          {"around modules in buckets", replicate_many, {0, 1, 5}, {0, 1, 2, 5}}};
+}
+
+TEST(Strategies, RanksMayUseDifferentBucketsAroundOtherModules) {
+  for (const auto& [name, shard, even, odd] : mixed_models()) {
+    SCOPED_TRACE(name);
+    auto net = six_layers(), twin = six_layers();
+    shard(net, world_mesh());
+    replicate(*net, world_mesh(), kBucketALayer);
+    const auto path_of = [&, &even = even, &odd = odd](int64_t rank) { return rank % 2 == 0 ? even : odd; };
+    const auto x = torch::ones({2, 8});
+    for (int step = 0; step < 2; ++step) {
+      run_path(net, path_of(world_rank()), x.to(test_device())).backward();
+      for (int64_t rank = 0; rank < world_size(); ++rank) (run_path(twin, path_of(rank), x) / world_size()).backward();
+    }
+    for (size_t i = 0; i < 12; ++i) {
+      const auto& gradient = net->parameters()[i].grad();
+      const auto& expected = twin->parameters()[i].grad();
+      ASSERT_EQ(gradient.defined(), expected.defined()) << i;
+      if (expected.defined()) EXPECT_TENSORS_CLOSE(full(gradient), expected, 1e-4, 1e-6);
     }
   }
 }
