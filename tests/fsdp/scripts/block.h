@@ -23,6 +23,8 @@ struct Block : torch::nn::Module {
   virtual Tensor forward(const Tensor& x, const Tensor& ids) = 0;
   /// Whether a gradient can be taken of its gradient.
   virtual bool is_twice_differentiable() const { return true; }
+  /// Whether its backward runs another one, in which gradients land that nothing foretold.
+  virtual bool has_inner_backward() const { return false; }
 
  protected:
   Tensor parameter(const std::string& name, torch::IntArrayRef sizes) {

@@ -117,6 +117,14 @@ std::vector<size_t> RandomModel::random_order(Draw& draw) const {
   return order;
 }
 
+bool RandomModel::has_inner_backward() const {
+  const auto all = modules();
+  return std::any_of(all.begin(), all.end(), [](const auto& module) {
+    const auto* block = dynamic_cast<const Block*>(module.get());
+    return block != nullptr && block->has_inner_backward();
+  });
+}
+
 bool RandomModel::is_twice_differentiable() const {
   const auto all = modules();
   return std::all_of(all.begin(), all.end(), [](const auto& module) {

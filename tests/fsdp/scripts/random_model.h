@@ -32,6 +32,7 @@ class RandomModel : public torch::nn::Module {
   const std::vector<BlockPtr>& blocks() const { return blocks_; }
   const Tensor& head() const { return head_; }
   bool is_twice_differentiable() const;
+  bool has_inner_backward() const;
   /// All parameters are double (or complex double): no rounding beyond 1e-9 is to be expected.
   bool is_double() const;
   const std::string& description() const { return description_; }

@@ -34,7 +34,7 @@ void forward_and_backward(Turn& turn) {
 /// Every rank uses the head. Batch statistics would be of all ranks' blocks.
 void train_apart(Turn& turn) {
   const auto& model = *turn.trainee.model;
-  if (!turn.trainee.is_replica || !model.head().requires_grad() || !model.buffers().empty()) return;
+  if (!turn.trainee.is_replica || !model.head().requires_grad() || !model.buffers().empty() || model.has_inner_backward()) return;
   const auto loss = loss_of_ranks_apart(turn);
   turn.side.record_mean(loss);
   backward(loss);

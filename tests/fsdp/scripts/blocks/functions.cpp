@@ -53,6 +53,7 @@ struct Recomputed : Block {
   Tensor compute(const Tensor& x) { return torch::tanh(linear(x)); }
   Tensor forward(const Tensor& x, const Tensor&) override;
   bool is_twice_differentiable() const override { return false; }
+  bool has_inner_backward() const override { return true; }
   torch::nn::Linear linear;
 };
 
