@@ -169,7 +169,7 @@ void Schedule::record(ParameterGroup& group) {
 /// Before what forward reads: another rank may read others of them, or first in another place.
 void Schedule::place_buckets() {
   for (auto& each : groups_) {
-    if (each.buckets) place(each);
+    if (each.buckets && each.gradients) place(each);
   }
 }
 
