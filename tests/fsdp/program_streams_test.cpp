@@ -183,10 +183,7 @@ TEST_F(Streams, AProgramMayEvaluateOnOneStreamAndTrainOnAnother) {
 /// Autograd accumulates on the stream of fully_shard, which then does other things.
 TEST_F(Streams, GradientsAreFreedOnTheStreamThatTrains) {
   const auto training = sim::new_stream("training");
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Net net = make_net();
-    shard_model(net, strategy);
+  for_each_strategy([&](Net& net) {
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     const auto tokens = batch_of(0, sim::kDevice);
     InOneOrder().on(training, [&] {
@@ -195,16 +192,12 @@ TEST_F(Streams, GradientsAreFreedOnTheStreamThatTrains) {
       optimizer.zero_grad();
     });
     write_memory_of_reductions(net);
-    expect_no_races();
-  }
+  });
 }
 
 TEST_F(Streams, ABackwardMayRunOnAnotherStreamThanItsForward) {
   const auto forward = sim::new_stream("forward"), backward = sim::new_stream("backward");
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Net net = make_net();
-    shard_model(net, strategy);
+  for_each_strategy([&](Net& net) {
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     const auto tokens = batch_of(0, sim::kDevice);
     InOneOrder program;
@@ -214,17 +207,13 @@ TEST_F(Streams, ABackwardMayRunOnAnotherStreamThanItsForward) {
       loss.backward();
       optimizer.step();
     });
-    expect_no_races();
-  }
+  });
 }
 
 /// Gradients of a part of a group, which wait until the end of the backward for those that do not come.
 TEST_F(Streams, GradientsAreKeptUnreducedOnTheStreamOfTheirForward) {
   const auto forward = sim::new_stream("forward"), backward = sim::new_stream("backward");
-  for (const auto& strategy : strategies()) {
-    SCOPED_TRACE(strategy.name);
-    Net net = make_net();
-    shard_model(net, strategy);
+  for_each_strategy([&](Net& net) {
     auto& block = net->blocks->at<BlockImpl>(0);
     fsdp(*net).set_requires_gradient_sync(false);
     const auto x = torch::ones({5, block.up->options.in_features()}, sim::kDevice);
@@ -240,8 +229,7 @@ TEST_F(Streams, GradientsAreKeptUnreducedOnTheStreamOfTheirForward) {
       const c10::StreamGuard guard(forward);
       write_memory_of(bytes);
     }
-    expect_no_races();
-  }
+  });
 }
 
 /// Each gradient comes from the stream of its forward, and is copied on another.

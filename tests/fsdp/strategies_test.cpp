@@ -184,6 +184,15 @@ TEST(Strategies, WithoutShardingALargeModuleIsReducedInBuckets) {
   }
 }
 
+void expect_gradients_of(torch::nn::Sequential& twin, torch::nn::Sequential& net) {
+  for (size_t i = 0; i < 12; ++i) {
+    const auto& gradient = net->parameters()[i].grad();
+    const auto& expected = twin->parameters()[i].grad();
+    ASSERT_EQ(gradient.defined(), expected.defined()) << i;
+    if (expected.defined()) EXPECT_TENSORS_CLOSE(full(gradient), expected, 1e-4, 1e-6);
+  }
+}
+
 /// The layers that a rank runs in one order or the other; none runs layer 3.
 torch::Tensor run_some(torch::nn::Sequential& net, int64_t rank, int64_t round, torch::Tensor x) {
   for (int64_t step = 0; step < 6; ++step) {
@@ -215,12 +224,7 @@ TEST(Strategies, RanksMayUseDifferentBucketsInAnyOrder) {
           run_some(net, world_rank(), round, input).backward();
           for (int64_t rank = 0; rank < world_size(); ++rank) (run_some(twin, rank, round, x) / world_size()).backward();
         }
-        for (size_t i = 0; i < 12; ++i) {
-          const auto& gradient = net->parameters()[i].grad();
-          const auto& expected = twin->parameters()[i].grad();
-          ASSERT_EQ(gradient.defined(), expected.defined()) << handle.parameter_names()[i];
-          if (expected.defined()) EXPECT_TENSORS_CLOSE(full(gradient), expected, 1e-4, 1e-6);
-        }
+        expect_gradients_of(twin, net);
         if (step == 0) net->zero_grad();
         if (step == 0) twin->zero_grad();
       }
@@ -270,12 +274,7 @@ TEST(Strategies, RanksMayUseDifferentBucketsAroundOtherModules) {
       run_path(net, path_of(world_rank()), x.to(test_device())).backward();
       for (int64_t rank = 0; rank < world_size(); ++rank) (run_path(twin, path_of(rank), x) / world_size()).backward();
     }
-    for (size_t i = 0; i < 12; ++i) {
-      const auto& gradient = net->parameters()[i].grad();
-      const auto& expected = twin->parameters()[i].grad();
-      ASSERT_EQ(gradient.defined(), expected.defined()) << i;
-      if (expected.defined()) EXPECT_TENSORS_CLOSE(full(gradient), expected, 1e-4, 1e-6);
-    }
+    expect_gradients_of(twin, net);
   }
 }
 

@@ -35,6 +35,17 @@ class Streams : public ::testing::Test {
     for (const auto& [race, times] : sim::races()) ADD_FAILURE() << times << " times: " << race;
     sim::reset_races();
   }
+  /// Runs `test` on a new model in each layout and strategy, and asks for no races in it.
+  template <typename Test> // void(Net&)
+  static void for_each_strategy(const Test& test) {
+    for (const auto& strategy : strategies()) {
+      SCOPED_TRACE(strategy.name);
+      Net net = make_net();
+      shard_model(net, strategy);
+      test(net);
+      expect_no_races();
+    }
+  }
 };
 
 inline torch::Tensor batch_of(int64_t step, c10::Device device) {

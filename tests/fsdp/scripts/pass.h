@@ -9,8 +9,7 @@ namespace tessera::testing::scripts {
 /// Where `may_recompute`, the sharded side may run the blocks once more in backward, which follows at once.
 Tensor random_loss(Turn& turn, const Tap& tap = {}, bool may_recompute = false);
 
-/// The ranks' mean of their losses, each after a forward with an order of blocks of its own. For a model that is a
-/// replica.
+/// The ranks' mean of their losses, each after a forward with an order of blocks of its own. For a replica.
 Tensor loss_of_ranks_apart(Turn& turn);
 
 /// The batches of one rank: rows of what the model takes.
