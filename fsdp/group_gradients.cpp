@@ -61,6 +61,14 @@ at::Tensor part_of(const at::Tensor& reduced, const ShardedParameter& parameter,
   return tensor_over(reduced.storage(), bytes, parameter.spec->local_sizes(), dtype, {}, strides);
 }
 
+/// Whether `gradient` has this rank's part of the parameter. Its strides may be others, where the program has made it.
+bool is_sharded_as(const ShardedParameter& parameter, const DTensorMeta* gradient) {
+  if (!gradient || gradient->spec == parameter.spec) return gradient != nullptr;
+  const Spec &spec = *gradient->spec, &own = *parameter.spec;
+  return spec.mesh() == own.mesh() && spec.placements() == own.placements() && spec.sizes() == own.sizes() &&
+         spec.dtype() == own.dtype();
+}
+
 } // namespace
 
 void deliver(ReadyGradient ready) {
@@ -71,12 +79,12 @@ void deliver(ReadyGradient ready) {
   auto added = call_hooks(tensor, std::move(ready.value));
   if (is_trained && !tensor.requires_grad()) return; // a hook froze it
   const auto* meta = dtensor_meta(added);
-  TORCH_CHECK(meta && meta->spec == parameter.spec, "a hook on the sharded parameter ", ready.group->full_name(ready.index),
+  TORCH_CHECK(is_sharded_as(parameter, meta), "a hook on the sharded parameter ", ready.group->full_name(ready.index),
               " returned a gradient that is not sharded as the parameter is");
   auto& sum = reduced_gradient(tensor);
   if (sum.defined()) {
     auto* sum_meta = dtensor_meta(sum);
-    TORCH_CHECK(sum_meta && sum_meta->spec == parameter.spec, "the gradient of ", ready.group->full_name(ready.index),
+    TORCH_CHECK(is_sharded_as(parameter, sum_meta), "the gradient of ", ready.group->full_name(ready.index),
                 " was replaced by a tensor that is not sharded as the parameter is");
     sum_meta->local.add_(meta->local);
   } else {

@@ -144,6 +144,34 @@ TEST(Strides, GradientsOfSeveralBackwardsAndWritesReachTheRightPlaces) {
   }
 }
 
+/// Gradients that a program or a hook of its has made anew are row-major.
+TEST(Strides, GradientsMayHaveOthersThanTheirParameter) {
+  const auto row_major = [](const Tensor& gradient) {
+    if (!is_dtensor(gradient)) return gradient.contiguous();
+    return Tensor(distribute_tensor(full(gradient), DTensor(gradient).mesh(), DTensor(gradient).placements()));
+  };
+  for (const auto& strategy : strided_strategies()) {
+    for (const bool in_hook : {false, true}) {
+      SCOPED_TRACE(strategy.name + (in_hook ? ", in a hook" : ", between backwards"));
+      auto cnn = make_cnn(), plain = make_cnn();
+      shard_cnn(cnn, strategy);
+      for (auto* model : {&cnn, &plain}) {
+        for (const auto& parameter : (*model)->parameters()) {
+          if (in_hook) parameter.register_hook(row_major);
+        }
+        for (int64_t step = 0; step < 2; ++step) {
+          loss_of(*model, model == &cnn ? part_of(images_of(step), world_rank(), world_size()) : images_of(step)).backward();
+          for (auto& parameter : (*model)->parameters()) {
+            if (!in_hook && step == 0) parameter.mutable_grad() = row_major(parameter.grad()).to(parameter.device());
+          }
+        }
+      }
+      for (const auto& item : cnn->named_parameters())
+        EXPECT_TENSORS_CLOSE(full(item.value().grad()), plain->named_parameters()[item.key()].grad(), 1e-4, 1e-6);
+    }
+  }
+}
+
 TEST(Strides, ABFloat16ForwardKeepsThem) {
   for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
     auto cnn = make_cnn();
