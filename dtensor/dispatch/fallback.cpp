@@ -119,7 +119,11 @@ bool has_dtensors(const OpInfo& info, const Stack& stack) {
 
 void run_composite(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   constexpr auto kKernel = c10::DispatchKey::CompositeImplicitAutograd;
-  if (!keys.has(kDTensorKey)) return op.callBoxedForDispatchKey(kKernel, *stack);
+  if (!keys.has(kDTensorKey)) {
+    const auto below = keys & c10::after_autograd_keyset;
+    const bool is_no_composite = op.hasKernelForDispatchKey(below.highestPriorityTypeId()); // of a registered device
+    return is_no_composite ? op.redispatchBoxed(below, stack) : op.callBoxedForDispatchKey(kKernel, *stack);
+  }
   const auto& info = op_info(op);
   if (KeptResults::Scope::active() && !has_dtensors(info, *stack)) return op.callBoxedForDispatchKey(kKernel, *stack);
   if (run_on_whole(op, info, stack)) return;
@@ -175,6 +179,7 @@ void clear_cache() { plans.clear(); }
 
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { tessera::internal::dispatch::register_composites(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { tessera::internal::dispatch::register_composites(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) { tessera::internal::dispatch::register_composites(library); }
 
 TORCH_LIBRARY_IMPL(_, Fake, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&tessera::internal::dispatch::run>());

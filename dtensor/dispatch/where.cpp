@@ -43,4 +43,5 @@ void add_kernels(torch::Library& library) {
 // In front of the composite kernels; under InferenceMode a tensor may have no key of autograd.
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { tessera::internal::dispatch::add_kernels(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { tessera::internal::dispatch::add_kernels(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) { tessera::internal::dispatch::add_kernels(library); }
 TORCH_LIBRARY_IMPL(aten, Fake, library) { tessera::internal::dispatch::add_kernels(library); }

@@ -96,7 +96,7 @@ std::vector<Forward> forwards() {
        [](W w, T x) {
          return torch::cat({x, w.table.square(), w.a}).sum(0) * x;
        }},
-      {"embedding of a product", [](W w, T x) { return torch::embedding(w.table * w.gain, torch::arange(4)) + x; }},
+      {"embedding of a product", [](W w, T x) { return torch::embedding(w.table * w.gain, torch::arange(4, x.device())) + x; }},
       {"index by parameters",
        [](W w, T x) {
          return x.index({torch::indexing::Slice(), (w.gain - 1).argsort()});
@@ -118,8 +118,9 @@ std::vector<Forward> forwards() {
        }},
       {"what autograd takes apart",
        [](W w, T x) {
-         const auto loss = torch::cross_entropy_loss(x * w.gain.exp(), torch::arange(4));
-         return loss + torch::cosine_similarity(x, (1 + w.gain).unsqueeze(0)) + torch::cross_entropy_loss(x, torch::arange(4));
+         const auto classes = torch::arange(4, x.device());
+         const auto loss = torch::cross_entropy_loss(x * w.gain.exp(), classes);
+         return loss + torch::cosine_similarity(x, (1 + w.gain).unsqueeze(0)) + torch::cross_entropy_loss(x, classes);
        }},
       {"a number first", [](W w, T x) { return x * (1 - w.gain) + 2 / w.gain.exp() + x.mm(1 - w.base->weight) % 3; }},
       {"beside a constant of its shape",
@@ -170,7 +171,9 @@ std::vector<Mode> modes() {
 
 Weights make_weights() {
   torch::manual_seed(3);
-  return Weights();
+  Weights model;
+  model->to(twin_device());
+  return model;
 }
 
 Weights sharded_weights(const Strategy& strategy) {
@@ -181,10 +184,13 @@ Weights sharded_weights(const Strategy& strategy) {
 }
 
 /// Another one on each rank.
-Tensor input_of_rank() {
+Tensor input_of_rank(c10::Device device = test_device()) {
   torch::manual_seed(static_cast<uint64_t>(world_rank()));
-  return torch::randn({4, kFeatures});
+  return torch::randn({4, kFeatures}).to(device);
 }
+
+/// For a model from make_weights().
+Tensor input_of_twin() { return input_of_rank(twin_device()); }
 
 TEST(Evaluation, ComputesWithWeightsAsUnsharded) {
   for (const auto& strategy : strategies()) {
@@ -192,7 +198,7 @@ TEST(Evaluation, ComputesWithWeightsAsUnsharded) {
     const auto x = input_of_rank();
     for (const auto& forward : forwards()) {
       plain->run = model->run = forward.run;
-      const auto expected = plain->forward(x).detach();
+      const auto expected = plain->forward(input_of_twin()).detach();
       for (const auto& mode : modes()) {
         SCOPED_TRACE(strategy.name + ": " + forward.name + ", " + mode.name);
         const auto got = mode.run(model, x);
@@ -222,27 +228,28 @@ TEST(Evaluation, TakesWhatIsComputedInTheDtypeOfThePolicy) {
 TEST(Evaluation, AReshapeInPlaceKeepsWhatIsComputedFromParameters) {
   auto plain = make_weights(), model = sharded_weights({"per-parameter", world_mesh, {.layout = BufferLayout::kPerParameter}});
   const torch::NoGradGuard no_grad;
-  const auto x = input_of_rank();
-  const auto run = [&](WeightsImpl& w) { return x * (w.gain * 2).unsqueeze_(0) + w.gain.exp().unsqueeze_(0).add_(x[0]); };
-  EXPECT_TENSORS_CLOSE(run(*model), run(*plain), 1e-5, 1e-6);
+  const auto run = [&](WeightsImpl& w, const Tensor& x) {
+    return x * (w.gain * 2).unsqueeze_(0) + w.gain.exp().unsqueeze_(0).add_(x[0]);
+  };
+  EXPECT_TENSORS_CLOSE(run(*model, input_of_rank()), run(*plain, input_of_twin()), 1e-5, 1e-6);
 }
 
 /// Weights merged once, and then used where gradients of the input are wanted.
 TEST(Evaluation, MergedWeightsServeLaterForwards) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
-    const auto gradient = [](WeightsImpl& w) {
+    const auto gradient = [](WeightsImpl& w, Tensor x) {
       Tensor merged;
       {
         const torch::NoGradGuard no_grad;
         merged = w.base->weight + w.b.mm(w.a);
       }
-      const auto x = input_of_rank().requires_grad_();
+      x.requires_grad_();
       (torch::linear(x, merged).square().sum() + x.mm(merged.t()).sum()).backward();
       return x.grad();
     };
     auto plain = make_weights(), model = sharded_weights(strategy);
-    EXPECT_TENSORS_CLOSE(gradient(*model), gradient(*plain), 1e-4, 1e-4);
+    EXPECT_TENSORS_CLOSE(gradient(*model, input_of_rank()), gradient(*plain, input_of_twin()), 1e-4, 1e-4);
   }
 }
 
@@ -255,17 +262,17 @@ TEST(Evaluation, WritesOfActivationsIntoComputedWeights) {
       const torch::NoGradGuard no_grad;
       std::optional<c10::InferenceMode> mode;
       if (inference) mode.emplace();
-      const auto x = input_of_rank();
-      const auto write = [&](WeightsImpl& w) {
+      const auto write = [&](WeightsImpl& w, const Tensor& x) {
         auto weight = w.base->weight.exp();
         weight.mul_(x[0]).masked_fill_(w.mask, 0);
         auto rows = w.table * 2;
-        rows.index_put_({torch::tensor({1})}, x[1]);
+        rows.index_put_({torch::tensor({1}, x.device())}, x[1]);
         auto copied = w.table.clone();
         copied.copy_(x[2]);
         return torch::linear(x, torch::cat({weight, rows, copied}));
       };
-      EXPECT_TENSORS_CLOSE(write(*model), write(*plain), 1e-4, 1e-5);
+      const auto x = input_of_rank();
+      EXPECT_TENSORS_CLOSE(write(*model, x), write(*plain, input_of_twin()), 1e-4, 1e-5);
       const auto message = error_of([&] {
         const auto weight = model->table * 2;
         weight[1].copy_(x[1]); // the view alone would become plain
@@ -339,7 +346,7 @@ TEST(Evaluation, OptimizersAveragesAndClippingStayOnShards) {
       }
       for (int64_t step = 0; step < 2; ++step) {
         optimizer.zero_grad();
-        weights->forward(torch::ones({2, kFeatures})).square().mean().backward();
+        weights->forward(torch::ones({2, kFeatures}, weights->gain.device())).square().mean().backward();
         const torch::NoGradGuard no_grad;
         torch::nn::utils::clip_grad_norm_(weights->parameters(), 1.0);
         optimizer.step();
@@ -423,7 +430,7 @@ TEST(Evaluation, WritesOfOtherDTensorsIntoComputedWeights) {
   computed.unsqueeze(-1).mul_(2).add_((weight * 1).unsqueeze(-1));
   const auto whole = full(weight), expected = whole * 3;
   expected.select(1, 0).copy_(whole.select(1, 0));
-  EXPECT_TENSORS_CLOSE(x.mm(computed), x.mm(expected), 1e-5, 1e-5);
+  EXPECT_TENSORS_CLOSE(x.mm(computed), x.cpu().mm(expected), 1e-5, 1e-5);
 }
 
 /// Other DTensors beside plain tensors are the error that they were.
