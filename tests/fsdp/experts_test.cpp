@@ -23,7 +23,7 @@ using torch::Tensor;
 /// The columns have an expert each.
 DeviceMesh grid() {
   const int64_t experts = world_size() % 2 == 0 ? 2 : 1;
-  return init_device_mesh(torch::kCPU, {world_size() / experts, experts}, {"shard", "expert"});
+  return init_device_mesh(test_device_type(), {world_size() / experts, experts}, {"shard", "expert"});
 }
 
 std::string name_of(int64_t expert) { return "expert" + std::to_string(expert); }
@@ -91,7 +91,8 @@ Tensor rows_of(int64_t step, int64_t rank) {
 }
 
 Tensor loss_of(Training& training, int64_t step, int64_t rank, const DeviceMesh& mesh) {
-  return training.model->forward(rows_of(step, rank), rank % mesh.size(1)).square().mean();
+  const auto rows = rows_of(step, rank).to(training.model->stem->weight.device());
+  return training.model->forward(rows, rank % mesh.size(1)).square().mean();
 }
 
 void step(Training& sharded, Training& plain, int64_t number, const DeviceMesh& mesh) {

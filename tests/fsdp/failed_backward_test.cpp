@@ -38,7 +38,7 @@ struct Models {
   Tensor input(int64_t batch) const {
     auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(batch));
     const auto rows = torch::randn({12, 5}, generator, torch::kDouble);
-    return is_sharded ? part_of(rows, world_rank(), world_size()) : rows;
+    return is_sharded ? part_of(rows, world_rank(), world_size()).to(test_device()) : rows;
   }
   Tensor loss(int64_t batch) { return model->forward(input(batch)).square().mean(); }
   Tensor other_loss(int64_t batch) { return other(input(batch)).square().mean(); }

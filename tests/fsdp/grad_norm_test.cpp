@@ -23,7 +23,7 @@ Net with_gradients(const Strategy* strategy, bool freezes = false) {
   if (freezes) net->blocks[0]->as<Block>()->norm->weight.requires_grad_(false); // no gradient
   if (strategy) shard_model(net, *strategy);
   const auto tokens = global_batch(0);
-  loss_of(net, strategy ? part_of(tokens, world_rank(), world_size()) : tokens).backward();
+  loss_of(net, strategy ? part_of(tokens, world_rank(), world_size()).to(test_device()) : tokens).backward();
   return net;
 }
 
@@ -45,8 +45,8 @@ TEST(GradNorm, ClipsAsLibTorchDoesOnTheUnshardedTwin) {
 }
 
 TEST(GradNorm, CostsOneAllReduceAMesh) {
-  const auto row = init_device_mesh(torch::kCPU, {world_size()});
-  const auto grid = init_device_mesh(torch::kCPU, {1, world_size()}, {"replicate", "shard"});
+  const auto row = init_device_mesh(test_device_type(), {world_size()});
+  const auto grid = init_device_mesh(test_device_type(), {1, world_size()}, {"replicate", "shard"});
   torch::nn::Linear first(4, 5), second(5, 3), twin_first(4, 5), twin_second(5, 3);
   for (const auto& [from, to] : {std::pair{first, twin_first}, std::pair{second, twin_second}}) {
     const torch::NoGradGuard no_grad;
@@ -56,7 +56,7 @@ TEST(GradNorm, CostsOneAllReduceAMesh) {
   fully_shard(first, row);
   fully_shard(second, grid);
   const auto x = torch::arange(8.0).view({2, 4});
-  second(first(x)).square().sum().backward();
+  second(first(x.to(test_device()))).square().sum().backward();
   twin_second(twin_first(x)).square().sum().backward();
   const auto all = [](torch::nn::Linear& a, torch::nn::Linear& b) {
     auto parameters = a->parameters();
@@ -74,14 +74,15 @@ TEST(GradNorm, CostsOneAllReduceAMesh) {
 }
 
 TEST(GradNorm, CountsEachPlacementOnce) {
-  const auto mesh =
-      init_device_mesh(torch::kCPU, {world_size() % 2 == 0 ? 2 : 1, world_size() % 2 == 0 ? world_size() / 2 : world_size()});
+  const auto mesh = init_device_mesh(test_device_type(),
+                                     {world_size() % 2 == 0 ? 2 : 1, world_size() % 2 == 0 ? world_size() / 2 : world_size()});
   const auto whole = torch::arange(1.0, 36.0).view({7, 5});
   for (const auto& placements : {Placements{Replicate{}, Replicate{}}, Placements{Shard{0}, Replicate{}},
                                  Placements{Replicate{}, Shard{1}}, Placements{Shard{0}, Shard{1}}}) {
     for (const double type : {2.0, 1.0, kInfinity, -kInfinity}) {
       const std::vector<Tensor> tensors{distribute_tensor(whole, mesh, placements),
-                                        distribute_tensor(whole * 0.5, mesh, {Shard{0}, Shard{0}}), Tensor(), whole * 0.25};
+                                        distribute_tensor(whole * 0.5, mesh, {Shard{0}, Shard{0}}), Tensor(),
+                                        (whole * 0.25).to(test_device())};
       const auto expected = torch::cat({whole, whole * 0.5, whole * 0.25}).flatten();
       EXPECT_NEAR(get_total_norm(tensors, type).item<double>(), torch::linalg_vector_norm(expected, type).item<double>(), 1e-3);
     }
@@ -91,7 +92,7 @@ TEST(GradNorm, CountsEachPlacementOnce) {
 /// Half of the ranks, or all where their number is odd: those that have the same expert.
 DeviceMesh experts_mesh() {
   const int64_t experts = world_size() % 2 == 0 ? 2 : 1;
-  return init_device_mesh(torch::kCPU, {world_size() / experts, experts}, {"same", "expert"});
+  return init_device_mesh(test_device_type(), {world_size() / experts, experts}, {"same", "expert"});
 }
 
 TEST(GradNorm, CountsTheExpertsOfOtherRanks) {
@@ -118,10 +119,11 @@ TEST(GradNorm, IsOneForAModelWithExperts) {
   torch::nn::Sequential net(dense, expert);
   fully_shard(*(*net)[1], mesh["same"]);
   fully_shard(net, world_mesh());
-  net->forward(torch::ones({2, 6})).square().sum().backward();
+  net->forward(torch::ones({2, 6}, test_device())).square().sum().backward();
   const auto norms = torch::stack({full(dense->weight.grad()).norm(), full(dense->bias.grad()).norm()}).square().sum();
   auto mine = torch::stack({full(expert->weight.grad()).norm(), full(expert->bias.grad()).norm()}).square().sum();
-  const auto sum = from_local(mine / static_cast<double>(mesh.size(0)), world_mesh(), {Partial{}}).full_tensor();
+  const auto sum =
+      from_local(mine.to(test_device()) / static_cast<double>(mesh.size(0)), world_mesh(), {Partial{}}).full_tensor();
   EXPECT_NEAR(clip_grad_norm_(*net, 0.1).item<double>(), (norms + sum).sqrt().item<double>(), 1e-4);
   EXPECT_NEAR(
       get_total_norm({dense->weight.grad(), dense->bias.grad(), expert->weight.grad(), expert->bias.grad()}).item<double>(), 0.1,
@@ -130,7 +132,7 @@ TEST(GradNorm, IsOneForAModelWithExperts) {
 
 TEST(GradNorm, ClipsGradientsThatArePartialSums) {
   auto parameter = distribute_tensor(torch::zeros({5}), world_mesh(), {Replicate{}});
-  parameter.mutable_grad() = from_local(torch::full({5}, world_rank() + 1.0F), world_mesh(), {Partial{}});
+  parameter.mutable_grad() = from_local(torch::full({5}, world_rank() + 1.0F, test_device()), world_mesh(), {Partial{}});
   const auto before = full(parameter.grad());
   EXPECT_NEAR(clip_grad_norm_({parameter}, 0.5).item<double>(), before.norm().item<double>(), 1e-5);
   EXPECT_TENSORS_CLOSE(full(parameter.grad()), before * (0.5 / before.norm()), 1e-5, 1e-6);
@@ -142,7 +144,7 @@ TEST(GradNorm, CountsATiedParameterOnce) {
   second->register_parameter("tied", first->weight);
   torch::nn::Sequential net(first, second);
   fully_shard(net, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
-  net->forward(torch::ones({1, 3})).square().sum().backward();
+  net->forward(torch::ones({1, 3}, test_device())).square().sum().backward();
   const auto before = full(first->weight.grad());
   const auto expected = torch::stack({before.norm(), full(second->weight.grad()).norm()}).norm().item<double>();
   EXPECT_NEAR(clip_grad_norm_(*net, 0.5 * expected).item<double>(), expected, 1e-5);
@@ -151,7 +153,8 @@ TEST(GradNorm, CountsATiedParameterOnce) {
 
 TEST(GradNorm, IsTheSameOnAllRanksBesidePlainTensorsThatDiffer) {
   const auto sharded = distribute_tensor(torch::ones({8}), world_mesh(), {Shard{0}});
-  const auto plain = torch::full({1}, static_cast<double>(world_rank()), torch::kFloat);
+  const auto plain =
+      torch::full({1}, static_cast<double>(world_rank()), torch::TensorOptions(test_device()).dtype(torch::kFloat));
   double mean_square = 0;
   for (int64_t rank = 0; rank < world_size(); ++rank)
     mean_square += static_cast<double>(rank * rank) / static_cast<double>(world_size());
@@ -179,7 +182,7 @@ TEST(GradNorm, RefusesGradientsThatWaitForTheirReduction) {
   shard_model(net, strategies()[0]);
   {
     const auto scope = no_sync(*net);
-    loss_of(net, part_of(global_batch(0), world_rank(), world_size())).backward();
+    loss_of(net, part_of(global_batch(0), world_rank(), world_size()).to(test_device())).backward();
   }
   EXPECT_THROWS_WITH(clip_grad_norm_(net->parameters(), 1.0), "never reduced");
 }
