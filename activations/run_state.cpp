@@ -1,6 +1,7 @@
 #include <tessera/activations/run_state.h>
 
 #include <ATen/Context.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <mutex>
@@ -20,18 +21,31 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   return a.nbytes() == b.nbytes() && std::equal(begin, begin + a.nbytes(), other);
 }
 
+/// The accelerators that the program computes on now, and those of `tensors`.
+std::vector<at::Device> accelerators(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Device> devices;
+  for (const auto& tensor : tensors) {
+    if (tensor.defined() && (tensor.is_cuda() || tensor.is_privateuseone())) devices.push_back(tensor.device());
+  }
+  if (at::isPrivateUse1HooksRegistered()) devices.push_back(c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getDevice());
+  if (!at::Context::hasCUDA()) return devices;
+  const auto& hooks = at::detail::getCUDAHooks();
+  const auto current = hooks.current_device();
+  if (current >= 0 && hooks.hasPrimaryContext(current)) devices.emplace_back(c10::kCUDA, current);
+  return devices;
+}
+
 } // namespace
 
 RngState::RngState(const std::vector<at::Tensor>& tensors) {
   auto& context = at::globalContext();
   add(context.defaultGenerator(c10::kCPU));
-  for (const auto& tensor : tensors) {
-    if (tensor.defined() && tensor.is_cuda()) add(context.defaultGenerator(tensor.device()));
+  for (const auto& device : accelerators(tensors)) {
+    try {
+      add(context.defaultGenerator(device));
+    } catch (const c10::NotImplementedError&) { // a registered device without one
+    }
   }
-  if (!at::Context::hasCUDA()) return;
-  const auto& hooks = at::detail::getCUDAHooks();
-  const auto current = hooks.current_device();
-  if (current >= 0 && hooks.hasPrimaryContext(current)) add(context.defaultGenerator({c10::kCUDA, current}));
 }
 
 void RngState::add(const at::Generator& generator) {

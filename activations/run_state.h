@@ -16,7 +16,8 @@ namespace tessera::internal {
 class RngState {
  public:
   RngState() = default;
-  /// As they are now: of the CPU, of each accelerator that a tensor lies on, and of the current one where that is in use.
+  /// As they are now: of the CPU, of each accelerator that a tensor lies on, and of the current one where that is in use. None of
+  /// a registered device that has no default generator.
   explicit RngState(const std::vector<at::Tensor>& tensors);
   /// The same generators, as they are now.
   RngState now() const;

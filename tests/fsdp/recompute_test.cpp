@@ -12,6 +12,7 @@
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/simulated_device/generator.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
 namespace tessera::testing {
@@ -145,6 +146,26 @@ TEST(ShardedRecompute, KeepsAutocastOnTheDevice) {
     }();
     loss.backward();
     gradients.push_back(full(net->blocks[0]->as<Block>()->up->weight.grad()).cpu());
+  }
+  EXPECT_TENSORS_EQUAL(gradients[1], gradients[0]);
+}
+
+TEST(ShardedRecompute, DrawsTheSameNumbersFromTheGeneratorOfTheDevice) {
+  std::optional<sim::OwnNumbers> own;
+  if (test_device_type() == sim::kDeviceType) own.emplace();
+  auto generator = at::globalContext().defaultGenerator(test_device());
+  torch::nn::Linear layer(4, 4);
+  fully_shard(layer, world_mesh());
+  const auto drop = [&](const Tensor& x) {
+    const auto y = layer(x);
+    return y * torch::empty_like(y).bernoulli_(0.5, generator);
+  };
+  std::vector<Tensor> gradients;
+  for (const bool recomputes : {false, true}) {
+    generator.set_current_seed(7);
+    const auto x = torch::ones({64, 4}, test_device()).requires_grad_();
+    (recomputes ? recompute(drop, x) : drop(x)).sum().backward();
+    gradients.push_back(x.grad());
   }
   EXPECT_TENSORS_EQUAL(gradients[1], gradients[0]);
 }

@@ -4,6 +4,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <utility>
+
 namespace tessera::testing::sim {
 
 namespace {
@@ -14,6 +16,7 @@ class Generator final : public c10::GeneratorImpl {
       : GeneratorImpl(c10::Device(kDeviceType, 0), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), cpu_(std::move(cpu)) {}
 
   const at::Generator& cpu() const { return cpu_; }
+  at::Generator exchange_cpu(at::Generator cpu) { return std::exchange(cpu_, std::move(cpu)); }
   void set_current_seed(uint64_t seed) override { cpu_.set_current_seed(seed); }
   void set_offset(uint64_t offset) override { cpu_.set_offset(offset); }
   uint64_t get_offset() const override { return cpu_.get_offset(); }
@@ -38,6 +41,9 @@ const at::Generator& default_generator() {
   static const auto* const made = new at::Generator(at::make_generator<Generator>(at::detail::getDefaultCPUGenerator()));
   return *made;
 }
+
+OwnNumbers::OwnNumbers() : cpu_(default_generator().get<Generator>()->exchange_cpu(at::detail::createCPUGenerator())) {}
+OwnNumbers::~OwnNumbers() { default_generator().get<Generator>()->exchange_cpu(std::move(cpu_)); }
 
 at::Generator make_generator() { return at::make_generator<Generator>(at::detail::createCPUGenerator()); }
 

@@ -11,4 +11,17 @@ const at::Generator& default_generator();
 /// Draws from a generator of its own.
 at::Generator make_generator();
 
+/// Within it the default generator draws from one of its own, as that of a GPU does. Operators that name no generator go on
+/// drawing from the CPU's.
+class OwnNumbers {
+ public:
+  OwnNumbers();
+  ~OwnNumbers();
+  OwnNumbers(const OwnNumbers&) = delete;
+  OwnNumbers& operator=(const OwnNumbers&) = delete;
+
+ private:
+  at::Generator cpu_;
+};
+
 } // namespace tessera::testing::sim
