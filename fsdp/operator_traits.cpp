@@ -22,10 +22,11 @@ bool is_metadata_only(const std::string& name) {
   return kNames.contains(name) || absl::EndsWith(name, "_like");
 }
 
-bool is_running_statistic(const std::string& argument) {
+/// Running statistics, and what a copy on a registered device fills.
+bool is_written_undeclared(const std::string& name, const std::string& argument) {
   static const absl::flat_hash_set<std::string_view> kNames{"running_mean", "running_var", "save_mean", "save_invstd",
                                                             "save_var"};
-  return kNames.contains(argument);
+  return kNames.contains(argument) || (argument == "dst" && absl::StartsWith(name, "aten::_copy_from"));
 }
 
 OperatorTraits read_operator(const c10::OperatorHandle& op) {
@@ -42,7 +43,7 @@ OperatorTraits read_operator(const c10::OperatorHandle& op) {
   for (size_t i = 0; i < traits.arguments.size(); ++i) {
     const auto& argument = schema.arguments()[i].name();
     if (argument == "storage_offset") traits.storage_offset = i;
-    if (is_running_statistic(argument)) traits.running_statistics.push_back(i);
+    if (is_written_undeclared(name, argument)) traits.written_undeclared.push_back(i);
     const bool names_places = argument == "index" || argument == "mask";
     traits.writes_places |= names_places && traits.arguments[i].kind == dispatch::ArgKind::kTensor && traits.arguments[0].written;
   }

@@ -9,7 +9,7 @@
 namespace tessera::internal {
 
 struct OperatorTraits : dispatch::CallSchema {
-  absl::InlinedVector<size_t, 4> running_statistics = {}; ///< positions: updated in place though the schema declares no alias
+  absl::InlinedVector<size_t, 4> written_undeclared = {}; ///< positions: written in place though the schema declares no alias
   bool is_metadata_only = false;                          ///< reads no element: detach, requires_grad_, zeros_like, …
   bool returns_alias = false;                             ///< the first output is a view of an argument
   bool converts = false;                                  ///< Tensor::to

@@ -166,7 +166,7 @@ void cast_activations(const c10::OperatorHandle& op, const OperatorTraits& trait
     if (casts_activations(*group) && tensor.is_floating_point()) dtype = tensor.scalar_type();
   });
   if (!dtype) return;
-  const auto& kept = traits.running_statistics;
+  const auto& kept = traits.written_undeclared;
   replace_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t argument) -> std::optional<at::Tensor> {
     if (!tensor.is_floating_point() || tensor.scalar_type() == *dtype || tensor.dim() == 0) return std::nullopt;
     if (absl::c_linear_search(kept, argument) || traits.arguments[argument].written || tensor.key_set().has(kTouchKey))

@@ -54,6 +54,19 @@ TEST(MixedPrecision, LossAndGradientsAreThoseOfTheCastModel) {
   }
 }
 
+/// On a registered device a copy is an operator of its own, whose schema does not say what it writes.
+TEST(MixedPrecision, ReadsOfParametersMayBeConvertedAndCopied) {
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    torch::nn::Linear linear(5, 3);
+    fully_shard(linear, world_mesh(), bf16_options(layout, std::nullopt));
+    const auto expected = full(linear->weight).flatten().to(torch::kBFloat16).to(torch::kFloat);
+    const auto read = linear->weight.view({-1});
+    EXPECT_TENSORS_EQUAL(read.to(torch::kFloat).detach().cpu(), expected);
+    EXPECT_TENSORS_EQUAL(torch::zeros({15}, test_device()).copy_(read).detach().cpu(), expected);
+    EXPECT_TENSORS_EQUAL(torch::empty({0}, test_device()).resize_({15}).copy_(read.detach()).cpu(), expected);
+  }
+}
+
 TEST(MixedPrecision, ActivationsAreCastBesideALeafButRunningStatisticsAreNot) {
   torch::manual_seed(0);
   torch::nn::Sequential net(torch::nn::Conv1d(3, 4, 1), torch::nn::BatchNorm1d(4));
