@@ -5,6 +5,7 @@
 #include <tessera/nn/average_buffers.h>
 
 #include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/test_device.h>
 #include <tessera/tests/support/world.h>
 
 namespace tessera::testing {
@@ -13,10 +14,12 @@ namespace {
 namespace nn = torch::nn;
 using torch::Tensor;
 
-DeviceMesh line() { return init_device_mesh(torch::kCPU, {world_size()}); }
+DeviceMesh line() { return init_device_mesh(test_device_type(), {world_size()}); }
 
 struct Holder : nn::Module {
-  Tensor add(const std::string& name, const Tensor& tensor) { return register_buffer(name, tensor); }
+  Tensor add(const std::string& name, const Tensor& tensor) {
+    return register_buffer(name, tensor.defined() ? tensor.to(test_device()) : tensor);
+  }
 };
 
 TEST(AverageBuffers, GivesAllRanksTheMeanAndOfIntegersTheFirstRanks) {
@@ -26,7 +29,7 @@ TEST(AverageBuffers, GivesAllRanksTheMeanAndOfIntegersTheFirstRanks) {
              halves = holder.add("halves", torch::full({5}, rank, torch::kBFloat16));
   const auto complex =
       holder.add("complex", torch::full({2}, c10::complex<float>(static_cast<float>(rank), 1), torch::kComplexFloat));
-  const auto base = torch::full({4, 2}, rank, torch::kDouble);
+  const auto base = torch::full({4, 2}, rank, torch::kDouble).to(test_device());
   const auto strided = holder.add("strided", base.t()), scalar = holder.add("scalar", torch::tensor(rank));
   const auto count = holder.add("count", torch::tensor(world_rank() + 7)),
              mask = holder.add("mask", torch::full({2}, world_rank() == 0));
@@ -47,12 +50,12 @@ TEST(AverageBuffers, GivesAllRanksTheMeanAndOfIntegersTheFirstRanks) {
 
 TEST(AverageBuffers, OfAShardedModelOverAMeshOfTwoDims) {
   const int64_t replicas = world_size() % 2 == 0 ? 2 : 1;
-  const auto mesh = init_device_mesh(torch::kCPU, {replicas, world_size() / replicas});
+  const auto mesh = init_device_mesh(test_device_type(), {replicas, world_size() / replicas});
   torch::manual_seed(0);
   nn::Sequential net(nn::Linear(3, 4), nn::BatchNorm1d(4));
   fully_shard(net, mesh);
   torch::manual_seed(world_rank());
-  const auto x = torch::randn({6, 3});
+  const auto x = torch::randn({6, 3}).to(test_device());
   net->forward(x);
   auto mean = net->named_buffers()["1.running_mean"].clone();
   line().communicator()->all_reduce(mean, ReduceOp::kAvg, "mean").wait();
@@ -66,11 +69,9 @@ TEST(AverageBuffers, OfAShardedModelOverAMeshOfTwoDims) {
 TEST(BroadcastBuffers, GivesAllRanksTheFirstRanksValues) {
   Holder holder;
   const auto mine = static_cast<float>(world_rank());
-  const auto mean = torch::full({3}, mine), count = torch::full({}, world_rank(), torch::kLong);
-  const auto strided = torch::full({4, 2}, mine).t();
-  holder.add("mean", mean);
-  holder.add("count", count);
-  holder.add("strided", strided);
+  const auto mean = holder.add("mean", torch::full({3}, mine)),
+             count = holder.add("count", torch::full({}, world_rank(), torch::kLong)),
+             strided = holder.add("strided", torch::full({4, 2}, mine).t());
   broadcast_buffers(holder, line());
   EXPECT_TENSORS_EQUAL(mean, torch::zeros({3}));
   EXPECT_TENSORS_EQUAL(strided, torch::zeros({2, 4}));
@@ -83,7 +84,7 @@ TEST(AverageBuffers, SaysWhatIsWrong) {
   holder.add("same", torch::ones({2}));
   EXPECT_THROWS_WITH(average_buffers(holder, DeviceMesh()), "average_buffers: the mesh is undefined");
   Holder on_meta;
-  on_meta.add("mean", torch::empty({2}, torch::kMeta));
+  on_meta.register_buffer("mean", torch::empty({2}, torch::kMeta));
   EXPECT_THROWS_WITH(average_buffers(on_meta, line()), "the buffer mean is on the meta device");
   if (world_size() == 1) return;
   const bool last = world_rank() == last_rank();

@@ -14,6 +14,7 @@
 
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
+#include <tessera/tests/support/test_device.h>
 #include <tessera/tests/support/world.h>
 
 namespace tessera::testing {
@@ -24,7 +25,9 @@ using torch::Tensor;
 
 constexpr int64_t kChannels = 3;
 
-DeviceMesh line() { return init_device_mesh(torch::kCPU, {world_size()}); }
+Tensor here(const Tensor& tensor) { return tensor.to(test_device()); }
+
+DeviceMesh line() { return init_device_mesh(test_device_type(), {world_size()}); }
 
 /// The rows of each rank.
 struct Split {
@@ -56,6 +59,7 @@ struct Pair {
 template <typename Norm>
 Pair converted(const nn::BatchNormOptions& options) {
   Norm whole(options), synced(options);
+  synced->to(test_device());
   EXPECT_EQ(convert_sync_batch_norm(*synced, line()), std::vector<std::string>{""});
   return {whole.ptr(), synced.ptr(), [whole](const Tensor& x) mutable { return whole(x); },
           [synced](const Tensor& x) mutable { return synced(x); }};
@@ -65,6 +69,7 @@ template <typename Norm>
 Pair of_our_own(const nn::BatchNormOptions& options) {
   Norm whole(options);
   SyncBatchNorm synced(options, line());
+  synced->to(test_device());
   return {whole.ptr(), synced.ptr(), [whole](const Tensor& x) mutable { return whole(x); },
           [synced](const Tensor& x) mutable { return synced(x); }};
 }
@@ -108,7 +113,7 @@ double difference(const Tensor& actual, const Tensor& expected) {
   EXPECT_EQ(actual.sizes(), expected.sizes());
   EXPECT_EQ(actual.scalar_type(), expected.scalar_type());
   if (actual.numel() == 0) return 0;
-  return ((actual - expected).abs().max() / expected.abs().max().clamp_min(1)).item<double>();
+  return ((actual.cpu() - expected).abs().max() / expected.abs().max().clamp_min(1)).item<double>();
 }
 
 class DefaultDtype {
@@ -132,11 +137,11 @@ double difference_of_training(const Pair& pair, const Split& split, const std::v
   const auto compare_forward = [&] {
     const auto x = torch::randn(shape(split.rows(), behind), dtype) * 2 + 1;
     const auto weights = torch::randn_like(x);
-    const auto whole_x = x.clone().requires_grad_(), own_x = split.own(x).clone().requires_grad_();
+    const auto whole_x = x.clone().requires_grad_(), own_x = here(split.own(x).clone()).requires_grad_();
     const auto expected = pair.run_whole(whole_x), actual = pair.run_synced(own_x);
     note(actual, split.own(expected));
     (expected * weights).sum().backward();
-    (actual * split.own(weights)).sum().backward();
+    (actual * here(split.own(weights))).sum().backward();
     note(own_x.grad(), split.own(whole_x.grad()));
   };
   const auto parameters = pair.synced->named_parameters(), buffers = pair.synced->named_buffers();
@@ -188,9 +193,10 @@ TEST(SyncBatchNorm, IsThatOfOneProcessWithTheWholeBatch) {
 
 TEST(SyncBatchNorm, HasTheSameRunningStatisticsOnAllRanks) {
   nn::BatchNorm2d norm(kChannels);
+  norm->to(test_device());
   convert_sync_batch_norm(*norm, line());
   torch::manual_seed(world_rank());
-  for (int step = 0; step < 3; ++step) norm(torch::randn({2 + world_rank(), kChannels, 5, 5}));
+  for (int step = 0; step < 3; ++step) norm(here(torch::randn({2 + world_rank(), kChannels, 5, 5})));
   for (const auto& item : norm->named_buffers()) {
     auto first = item.value().clone();
     line().communicator()->broadcast(first, 0, item.key()).wait();
@@ -266,7 +272,8 @@ void train(Net& net, int64_t parts, int64_t part) {
   torch::optim::SGD optimizer(net.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   torch::manual_seed(5);
   for (int step = 0; step < 4; ++step) {
-    const auto x = torch::randn({12, 2, 4, 4}, torch::kDouble).chunk(parts)[static_cast<size_t>(part)];
+    const auto x =
+        torch::randn({12, 2, 4, 4}, torch::kDouble).chunk(parts)[static_cast<size_t>(part)].to(net.norm->running_mean.device());
     optimizer.zero_grad();
     (net.forward(x) - x.mean({1, 2, 3}).unsqueeze(1)).square().mean().backward();
     optimizer.step();
@@ -277,7 +284,8 @@ TEST(ConvertSyncBatchNorm, TrainsAShardedModelAsOneProcessDoes) {
   const auto whole = make_net();
   train(*whole, 1, 0);
   const bool is_even = world_size() % 2 == 0;
-  for (const auto& mesh : {line(), init_device_mesh(torch::kCPU, {is_even ? 2 : 1, is_even ? world_size() / 2 : world_size()})}) {
+  for (const auto& mesh :
+       {line(), init_device_mesh(test_device_type(), {is_even ? 2 : 1, is_even ? world_size() / 2 : world_size()})}) {
     for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
       for (const auto order : {Order::kBefore, Order::kAfter, Order::kOnMeta}) {
         SCOPED_TRACE(c10::str(mesh.to_string(), ", order ", static_cast<int>(order)));
@@ -291,7 +299,7 @@ TEST(ConvertSyncBatchNorm, TrainsAShardedModelAsOneProcessDoes) {
         net->eval();
         const torch::NoGradGuard no_grad;
         const auto x = torch::ones({1 + world_rank(), 2, 4, 4}, torch::kDouble);
-        EXPECT_TENSORS_CLOSE(net->forward(x), whole->forward(x), 1e-11, 1e-11);
+        EXPECT_TENSORS_CLOSE(net->forward(here(x)), whole->forward(x), 1e-11, 1e-11);
       }
     }
   }
@@ -313,7 +321,7 @@ TEST(ConvertSyncBatchNorm, ComputesInFloatUnderABFloat16Policy) {
   convert_sync_batch_norm(*net, line());
   fully_shard(net, line(), options);
   const auto x = torch::randn({2 * world_size(), 2, 4}).to(torch::kBFloat16).to(torch::kFloat);
-  const auto y = net->forward(x.narrow(0, 2 * world_rank(), 2));
+  const auto y = net->forward(here(x.narrow(0, 2 * world_rank(), 2)));
   EXPECT_EQ(y.scalar_type(), torch::kBFloat16);
   const auto expected = whole->forward(x).narrow(0, 2 * world_rank(), 2);
   EXPECT_TENSORS_CLOSE(y.to(torch::kFloat).detach(), expected.detach(), 0.02, 0.02);
@@ -323,17 +331,18 @@ TEST(ConvertSyncBatchNorm, ComputesInFloatUnderABFloat16Policy) {
   EXPECT_EQ(net->named_parameters()["1.weight"].grad().scalar_type(), torch::kFloat);
   net->eval();
   const torch::NoGradGuard no_grad;
-  EXPECT_EQ(net->forward(x).scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(net->forward(here(x)).scalar_type(), torch::kBFloat16);
 }
 
 TEST(SyncBatchNorm, CommunicatesOnceInForwardAndOnceInBackwardAndNotInEvaluation) {
   auto& context = process_context();
   SyncBatchNorm norm(kChannels, line());
+  norm->to(test_device());
   const auto calls = [&] {
     const auto of = [&](CollectiveKind kind) { return context.count(kind).calls; };
     return std::pair(of(CollectiveKind::kAllGather), of(CollectiveKind::kAllReduce));
   };
-  const auto x = torch::randn({4, kChannels}).requires_grad_();
+  const auto x = torch::randn({4, kChannels}, test_device()).requires_grad_();
   context.reset_counters();
   norm(x).sum().backward();
   const int64_t once = world_size() > 1 ? 1 : calls().first; // a group of one rank sends nothing
@@ -346,9 +355,10 @@ TEST(SyncBatchNorm, CommunicatesOnceInForwardAndOnceInBackwardAndNotInEvaluation
 
 TEST(SyncBatchNorm, UpdatesTheStatisticsWithoutGradModeAndCanBeCloned) {
   SyncBatchNorm norm(kChannels, line());
+  norm->to(test_device());
   const auto copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone());
   torch::manual_seed(6);
-  const auto x = torch::randn({2 * world_size(), kChannels}), own = x.narrow(0, 2 * world_rank(), 2);
+  const auto x = torch::randn({2 * world_size(), kChannels}), own = here(x.narrow(0, 2 * world_rank(), 2));
   {
     const torch::NoGradGuard no_grad;
     norm(own);
@@ -363,16 +373,17 @@ TEST(SyncBatchNorm, UpdatesTheStatisticsWithoutGradModeAndCanBeCloned) {
 
 TEST(SyncBatchNorm, SaysWhatIsWrong) {
   SyncBatchNorm norm(kChannels, line());
+  norm->to(test_device());
   EXPECT_THROWS_WITH(norm(torch::ones({2})), "SyncBatchNorm: expected an input [N, 3, …], but got the shape [2]");
   EXPECT_THROWS_WITH(norm(torch::ones({2, 4})), "expected an input [N, 3, …], but got the shape [2, 4]");
   EXPECT_THROWS_WITH(norm(torch::ones({2, 3}, torch::kLong)), "expected a floating-point input, but got Long");
-  const auto one = torch::ones({world_rank() == 0 ? 1 : 0, kChannels});
+  const auto one = torch::ones({world_rank() == 0 ? 1 : 0, kChannels}, test_device());
   EXPECT_THROWS_WITH(norm(one), "expected more than 1 value per channel when training, but all ranks together have 1");
-  EXPECT_EQ(norm(torch::ones({0, kChannels})).numel(), 0); // no rank has any: nothing is learned
+  EXPECT_EQ(norm(torch::ones({0, kChannels}, test_device())).numel(), 0); // no rank has any: nothing is learned
   EXPECT_TENSORS_EQUAL(norm->running_var, torch::ones({kChannels}));
   const Tensor spread(distribute_tensor(torch::ones({8, kChannels}), line(), {Shard{0}}));
   EXPECT_THROWS_WITH(norm(spread), "SyncBatchNorm: expected this rank's rows as a plain tensor, but got a DTensor");
-  const auto x = torch::randn({2, kChannels}).requires_grad_();
+  const auto x = torch::randn({2, kChannels}, test_device()).requires_grad_();
   EXPECT_THROWS_WITH(torch::autograd::grad({norm(x).square().sum()}, {x}, {}, true, /*create_graph=*/true),
                      "SyncBatchNorm: its gradient cannot be differentiated again (create_graph)");
   EXPECT_THROWS_WITH(SyncBatchNorm(kChannels, DeviceMesh()), "SyncBatchNorm: the mesh is undefined");
@@ -391,16 +402,18 @@ bool is_odd() { return world_rank() == last_rank(); }
 std::vector<std::pair<std::string, std::function<Tensor(const Tensor&)>>> norms(const nn::BatchNormOptions& options) {
   SyncBatchNorm own(options, line());
   nn::BatchNorm1d converted(options);
+  own->to(test_device());
+  converted->to(test_device());
   convert_sync_batch_norm(*converted, line());
   return {{"SyncBatchNorm", [own](const Tensor& x) mutable { return own(x); }},
           {"converted", [converted](const Tensor& x) mutable { return converted(x); }}};
 }
 
 TEST(SyncBatchNorm, IsAnErrorOnEveryRankWhereOneHasAWrongInput) {
-  const auto right = torch::randn({4, kChannels});
+  const auto right = torch::randn({4, kChannels}, test_device());
   const std::map<std::string, Tensor> wrong{
-      {"expected an input [N, 3, …], but got the shape [4, 5]", torch::ones({4, 5})},
-      {"expected a floating-point input, but got Long", torch::ones({4, kChannels}, torch::kLong)},
+      {"expected an input [N, 3, …], but got the shape [4, 5]", torch::ones({4, 5}, test_device())},
+      {"expected a floating-point input, but got Long", here(torch::ones({4, kChannels}, torch::kLong))},
       {"but got a DTensor", distribute_tensor(torch::ones({4, kChannels}), line(), {Replicate{}})},
       {"expected values, but got a meta tensor", right.to(torch::kMeta)}};
   for (const auto& affine : {true, false}) {
@@ -434,11 +447,11 @@ void compare(const Difference& each, bool odd, const Split& split) {
   const auto weights = torch::randn_like(x);
   const bool needs = odd ? each.odd_needs_gradient : each.needs_gradient, is_affine = !odd || each.odd_is_affine;
   SyncBatchNorm norm(kChannels, line());
-  norm->to(torch::kDouble);
+  norm->to(test_device(), torch::kDouble);
   for (auto& parameter : norm->parameters()) parameter.requires_grad_(is_affine);
-  const auto own = split.own(x).clone().to(odd ? each.odd_dtype : torch::kDouble).requires_grad_(needs);
+  const auto own = here(split.own(x).clone().to(odd ? each.odd_dtype : torch::kDouble)).requires_grad_(needs);
   const auto y = norm(own);
-  if (y.requires_grad()) (y.to(torch::kDouble) * split.own(weights)).sum().backward();
+  if (y.requires_grad()) (y.to(torch::kDouble) * here(split.own(weights))).sum().backward();
 
   const auto whole = x.clone().requires_grad_();
   const auto expected = torch::batch_norm(whole, {}, {}, {}, {}, true, 0, 1e-5, false);
@@ -472,7 +485,8 @@ TEST(SyncBatchNorm, WorksWhereRanksNeedDifferentGradients) {
 TEST(SyncBatchNorm, IsAnErrorInABackwardThatSomeRanksCannotRun) {
   if (world_size() == 1) return;
   SyncBatchNorm norm(kChannels, line());
-  const auto x = torch::randn({4, kChannels}).requires_grad_();
+  norm->to(test_device());
+  const auto x = torch::randn({4, kChannels}, test_device()).requires_grad_();
   const torch::AutoGradMode grad_mode(!is_odd());
   const auto y = norm(x);
   EXPECT_EQ(y.requires_grad(), !is_odd());
@@ -485,8 +499,11 @@ TEST(SyncBatchNorm, IsAnErrorInABackwardThatSomeRanksCannotRun) {
 TEST(RanksThatNormalizeDifferentThings, GetAnError) {
   if (world_size() == 1) return;
   SyncBatchNorm narrow(kChannels, line()), wide(kChannels + 1, line());
+  narrow->to(test_device());
+  wide->to(test_device());
   const bool first = world_rank() == 0;
-  EXPECT_THROWS_WITH(first ? narrow(torch::ones({2, kChannels})) : wide(torch::ones({2, kChannels + 1})), "all_gather");
+  EXPECT_THROWS_WITH(first ? narrow(here(torch::ones({2, kChannels}))) : wide(here(torch::ones({2, kChannels + 1}))),
+                     "all_gather");
 }
 
 } // namespace

@@ -21,6 +21,7 @@ using at::Tensor;
 using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
+using testing::test_device_type;
 using testing::TrainedModel;
 using testing::Training;
 using testing::whole_tensor;
@@ -134,7 +135,7 @@ TEST(AveragedModel, TakesThisRanksPartOfTheMemory) {
   const FullyShardOptions unchecked{.initial_weights = InitialWeights::kUnchecked};
   int64_t whole = 0;
   for (const auto& parameter : model->parameters()) whole += static_cast<int64_t>(parameter.nbytes());
-  fully_shard(*model, init_device_mesh(at::kCPU, {world_size()}), unchecked);
+  fully_shard(*model, init_device_mesh(test_device_type(), {world_size()}), unchecked);
   const AveragedModel average(*model, ema());
   int64_t here = 0;
   const auto state = state_dict(average);
@@ -443,8 +444,8 @@ struct Mixed : torch::nn::Module {
 TEST(AveragedModel, HasTheDtypesThatTheOptionsSay) {
   at::manual_seed(3);
   Mixed model;
-  fully_shard(*model.half, init_device_mesh(at::kCPU, {world_size()}));
-  fully_shard(model, init_device_mesh(at::kCPU, {world_size()}));
+  fully_shard(*model.half, init_device_mesh(test_device_type(), {world_size()}));
+  fully_shard(model, init_device_mesh(test_device_type(), {world_size()}));
   AveragedModel average(model, ema(0.999), {.use_buffers = true, .ignore_frozen_params = true, .dtype = at::kFloat}),
       coarse(model, ema(0.999));
   const auto set = [&](double value) {
@@ -494,7 +495,7 @@ torch::nn::Linear linear(int64_t inputs = 6, bool bias = true, at::ScalarType dt
 }
 
 torch::nn::Linear sharded(torch::nn::Linear model, BufferLayout layout = BufferLayout::kPerParameter) {
-  const auto mesh = init_device_mesh(at::kCPU, {world_size()});
+  const auto mesh = init_device_mesh(test_device_type(), {world_size()});
   fully_shard(*model, mesh, {.layout = layout, .initial_weights = InitialWeights::kUnchecked});
   return model;
 }
@@ -545,7 +546,7 @@ TEST(AveragedModel, RefusesWhatCannotBeAveraged) {
   EXPECT_EQ(wrong.n_averaged(), 1);
   auto meta = on_meta([] { return linear().ptr(); });
   EXPECT_THROWS_WITH(AveragedModel(*meta, swa()), "AveragedModel: weight is on the meta device: call tessera::materialize first");
-  fully_shard(*meta, init_device_mesh(at::kCPU, {world_size()}));
+  fully_shard(*meta, init_device_mesh(test_device_type(), {world_size()}));
   EXPECT_THROWS_WITH(AveragedModel(*meta, swa()), "AveragedModel: weight is on the meta device: call tessera::materialize first");
   StateDict negative;
   negative.add("average.weight", torch::zeros({8, 6}));

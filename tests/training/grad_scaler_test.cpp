@@ -192,8 +192,8 @@ TEST(GradScaler, SkipsTheStepOnAllRanksAtOnce) {
 }
 
 TEST(GradScaler, ChecksWithOneCollectiveOverAllMeshes) {
-  const auto row = init_device_mesh(torch::kCPU, {world_size()});
-  const auto grid = init_device_mesh(torch::kCPU, {1, world_size()}, {"replicate", "shard"});
+  const auto row = init_device_mesh(test_device_type(), {world_size()});
+  const auto grid = init_device_mesh(test_device_type(), {1, world_size()}, {"replicate", "shard"});
   torch::nn::Linear first(4, 5), second(5, 3);
   fully_shard(first, row);
   fully_shard(second, grid);
@@ -201,7 +201,7 @@ TEST(GradScaler, ChecksWithOneCollectiveOverAllMeshes) {
   for (const auto& each : second->parameters()) parameters.push_back(each);
   torch::optim::SGD optimizer(parameters, 0.1);
   GradScaler scaler;
-  scaler.scale(second(first(torch::ones({2, 4}))).sum()).backward();
+  scaler.scale(second(first(torch::ones({2, 4}, test_device()))).sum()).backward();
   process_context().reset_counters();
   scaler.unscale_(optimizer);
   const auto count = process_context().count(CollectiveKind::kAllReduce);
@@ -237,7 +237,7 @@ torch::nn::Sequential make_layers() {
 Tensor batch(int64_t step) {
   auto rows = torch::sin(torch::arange(kRows * kWidth) * 0.3 + step).view({kRows, kWidth});
   if (step == 3 || step == 7) rows[0] *= 3000;
-  return part_of(rows, world_rank(), world_size());
+  return part_of(rows, world_rank(), world_size()).to(test_device());
 }
 
 nlohmann::json train_in_fp16() {

@@ -15,7 +15,7 @@
 namespace tessera::testing {
 namespace {
 
-DeviceMesh halves() { return init_device_mesh(torch::kCPU, {2, world_size() / 2}, {"replicate", "shard"}); }
+DeviceMesh halves() { return init_device_mesh(test_device_type(), {2, world_size() / 2}, {"replicate", "shard"}); }
 
 // --- metrics
 
@@ -87,8 +87,8 @@ TEST(AllReduce, TellsNamesWithCommasApart) {
 
 TEST(AllReduce, RefusesWhatHasNoMean) {
   EXPECT_THROWS_WITH(all_reduce(torch::ones({2}, torch::kLong), world_mesh(), ReduceOp::kAvg), "the mean of Long: take the sum");
-  const auto others = make_device_mesh(torch::kCPU, {1}, {0});
-  if (world_rank() > 0) EXPECT_THROWS_WITH(all_reduce(torch::ones({2}), others, ReduceOp::kSum), "is not in DeviceMesh(cpu, [0]");
+  const auto others = make_device_mesh(test_device_type(), {1}, {0});
+  if (world_rank() > 0) EXPECT_THROWS_WITH(all_reduce(torch::ones({2}), others, ReduceOp::kSum), " is not in DeviceMesh(");
 }
 
 TEST(RunningMeans, AreThoseOfAllSamplesHoweverTheyAreSplit) {
@@ -175,8 +175,10 @@ std::vector<std::multiset<int64_t>> steps_of(const Batches& mine, size_t batch_s
   for (const auto& batch : mine) {
     auto padded = torch::full({static_cast<int64_t>(batch_size)}, -1, torch::kLong);
     for (size_t i = 0; i < batch.size(); ++i) padded[static_cast<int64_t>(i)] = batch[i];
-    auto all = torch::empty({world_size() * static_cast<int64_t>(batch_size)}, torch::kLong);
-    world_mesh().communicator()->all_gather_into(all, padded, "rows").wait();
+    const auto mesh = world_mesh();
+    auto all = torch::empty({world_size() * static_cast<int64_t>(batch_size)}, torch::kLong).to(mesh.device());
+    mesh.communicator()->all_gather_into(all, padded.to(mesh.device()), "rows").wait();
+    all = all.cpu();
     std::multiset<int64_t> rows;
     for (int64_t i = 0; i < all.numel(); ++i) {
       if (all[i].item<int64_t>() >= 0) rows.insert(all[i].item<int64_t>());
@@ -221,7 +223,7 @@ TEST(DistributedSampler, GivesEveryRankAsManyBatchesAndEachRowAsOftenAsItSays) {
 }
 
 TEST(DistributedSampler, ShowsAllRanksTogetherWhatOneRankSees) {
-  const auto alone = make_device_mesh(torch::kCPU, {1}, {world_rank()});
+  const auto alone = make_device_mesh(test_device_type(), {1}, {world_rank()});
   constexpr int64_t kRows = 50, kTogether = 12; // divides by 1 to 4
   for (const auto last_rows : {LastRows::kDrop, LastRows::kUneven}) {
     const DistributedSamplerOptions options{.seed = 7, .last_rows = last_rows};
@@ -235,7 +237,7 @@ TEST(DistributedSampler, ShowsAllRanksTogetherWhatOneRankSees) {
 }
 
 TEST(DistributedSampler, GoesOnAtARowWithAnotherNumberOfRanks) {
-  const auto alone = make_device_mesh(torch::kCPU, {1}, {world_rank()});
+  const auto alone = make_device_mesh(test_device_type(), {1}, {world_rank()});
   const auto expected = draw(DistributedSampler(48, alone, {.seed = 7}), 12, 48);
   DistributedSampler sampler(48, world_mesh(), {.seed = 7});
   sampler.set_epoch(0, 24); // after two steps of 12
@@ -284,7 +286,7 @@ TEST(DistributedSampler, NamesWhatIsWrong) {
   EXPECT_FALSE(sampler.next(1));
   DistributedSampler uneven(8, world_mesh(), {.last_rows = LastRows::kUneven});
   if (world_size() > 1) EXPECT_THROWS_WITH(uneven.set_epoch(0, 7), "after row 7 there are 1 left for");
-  const auto first = make_device_mesh(torch::kCPU, {1}, {0});
+  const auto first = make_device_mesh(test_device_type(), {1}, {0});
   if (world_rank() > 0) EXPECT_THROWS_WITH(DistributedSampler(8, first), "DistributedSampler: rank");
 }
 
@@ -603,7 +605,7 @@ double train_step(Net& net, torch::optim::Optimizer& optimizer, LRSchedule& sche
 }
 
 TEST(Loop, GivesTheLossesOfOneProcessWithTheWholeBatches) {
-  const auto alone = make_device_mesh(torch::kCPU, {1}, {world_rank()});
+  const auto alone = make_device_mesh(test_device_type(), {1}, {world_rank()});
   constexpr int64_t kRows = 101, kTogether = 12;
   const auto mine = micro_batches(world_mesh(), kRows, kTogether, 2), whole = micro_batches(alone, kRows, kTogether, 2);
   ASSERT_EQ(mine.size(), whole.size());

@@ -43,7 +43,7 @@ Pair sharded_pair() {
   return pair;
 }
 
-Tensor input() { return torch::ones({2, 4}); }
+Tensor input() { return torch::ones({2, 4}, test_device()); }
 
 bool is_last() { return world_rank() == last_rank(); }
 
@@ -120,8 +120,9 @@ TEST(NanGuard, SaysThatAnInputOrAWeightHasIt) {
   const torch::NoGradGuard no_grad;
   pair->second->bias.fill_(kNan);
   pair->forward(input());
-  EXPECT_THAT(error_of([&] { guard.check(); }),
-              AllOf(HasSubstr("NanGuard: first on rank 0: "), HasSubstr(" got NaN in forward, in module 'second'")));
+  // The simulated device runs an operator more where it meets a shape for the first time, which another rank may know.
+  const std::string first = tests_the_cpu() ? "NanGuard: first on rank 0: " : " on rank 0: ";
+  EXPECT_THAT(error_of([&] { guard.check(); }), AllOf(HasSubstr(first), HasSubstr(" got NaN in forward, in module 'second'")));
 }
 
 TEST(NanGuard, BeginsAnewAtEachCheckAndForTheNextGuard) {
@@ -149,6 +150,7 @@ TEST(NanGuard, BeginsAnewAtEachCheckAndForTheNextGuard) {
 
 TEST(NanGuard, LooksAtAModelThatIsNotSharded) {
   Pair pair;
+  pair->to(test_device());
   pair->after = [](const Tensor& x) { return torch::log(-x.abs() - 1); };
   NanGuard guard(*pair);
   pair->forward(input()).sum().backward();

@@ -82,7 +82,7 @@ TEST(UnevenBatches, DropWhatAStandInBrings) {
   struct ScaledImpl : torch::nn::Module {
     Tensor forward(const Tensor& x) {
       const bool stands_in = !torch::isfinite(x).all().item<bool>();
-      return linear(x).square().sum() * (stands_in ? unused.sum() : torch::ones({}));
+      return linear(x).square().sum() * (stands_in ? unused.sum() : torch::ones({}, x.device()));
     }
     torch::nn::Linear linear{register_module("linear", torch::nn::Linear(3, 4))};
     Tensor unused = register_parameter("unused", torch::ones({5}));
@@ -94,8 +94,8 @@ TEST(UnevenBatches, DropWhatAStandInBrings) {
     const torch::NoGradGuard no_grad;
     for (const auto& item : model->named_parameters()) plain->named_parameters()[item.key()].copy_(full(item.value()));
     const torch::AutoGradMode grad(true);
-    Batches mine(static_cast<size_t>(world_rank() == last_rank() ? 2 : 0), torch::ones({2, 3}));
-    const auto nan = torch::full({2, 3}, std::numeric_limits<float>::quiet_NaN());
+    Batches mine(static_cast<size_t>(world_rank() == last_rank() ? 2 : 0), torch::ones({2, 3}, test_device()));
+    const auto nan = torch::full({2, 3}, std::numeric_limits<float>::quiet_NaN(), test_device());
     UnevenBatches batches(*model, mine, {.divisor = UnevenDivisor::kRanksWithInput, .stand_in = nan});
     int step = 0;
     for (auto& batch : batches) {
@@ -135,8 +135,8 @@ TEST(UnevenBatches, WithAnEmptyStandInASynchronizedNormSeesTheRowsThatThereAre) 
     return torch::randn({3, 3}, generator, torch::kFloat);
   };
   Batches mine;
-  for (int64_t step = 0; step <= world_rank(); ++step) mine.push_back(rows(world_rank(), step));
-  UnevenBatches batches(*net, mine, {.divisor = UnevenDivisor::kRanksWithInput, .stand_in = torch::empty({0, 3})});
+  for (int64_t step = 0; step <= world_rank(); ++step) mine.push_back(rows(world_rank(), step).to(test_device()));
+  UnevenBatches batches(*net, mine, {.divisor = UnevenDivisor::kRanksWithInput, .stand_in = torch::empty({0, 3}, test_device())});
   int64_t step = 0;
   for (auto& batch : batches) {
     Batches all;
@@ -167,7 +167,7 @@ TEST(UnevenBatches, OfAnUnshardedModelAreAPlainLoop) {
 TEST(UnevenBatches, ALoopThatIsLeftEarlyDropsNothingAfterIt) {
   torch::nn::Linear linear(3, 2);
   fully_shard(linear, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
-  Batches mine(static_cast<size_t>(1 + world_rank()), torch::ones({1, 3}));
+  Batches mine(static_cast<size_t>(1 + world_rank()), torch::ones({1, 3}, test_device()));
   UnevenBatches batches(*linear, mine);
   int rounds = 0;
   for (auto& batch : batches) {
@@ -175,7 +175,7 @@ TEST(UnevenBatches, ALoopThatIsLeftEarlyDropsNothingAfterIt) {
     if (++rounds == 2) break; // when rank 0 was out
   }
   linear->zero_grad();
-  linear(torch::ones({1, 3})).sum().backward();
+  linear(torch::ones({1, 3}, test_device())).sum().backward();
   EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::ones({2, 3}));
 }
 
