@@ -31,7 +31,9 @@ Agreement::Agreement(const DeviceMesh& mesh) : ranks_(static_cast<int>(mesh.size
     where[0] = static_cast<int64_t>(getpid());
     where[1] = file;
   }
+  where = where.to(mesh.device());
   all->broadcast(where, 0, "agreement").wait();
+  where = where.cpu();
   const auto path = fmt::format("/proc/{}/fd/{}", where[0].item<int64_t>(), where[1].item<int64_t>());
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   void* memory = file < 0 ? MAP_FAILED : mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);

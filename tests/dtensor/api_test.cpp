@@ -81,7 +81,7 @@ TEST(Spec, RefusesWhatDoesNotFit) {
                      "the tensor has more elements than 64 bits count: placements (Shard(0)) on a tensor of shape "
                      "[1099511627776, 1099511627776]");
   if (n != 4) return;
-  const auto grid = init_device_mesh(at::kCPU, {2, 2});
+  const auto grid = init_device_mesh(test_device_type(), {2, 2});
   EXPECT_THROWS_WITH(Spec::intern(grid, {Shard{0}, RaggedShard{0, {2, 3}}}, {5, 3}, at::kFloat),
                      "tensor dim 0 is split by a RaggedShard and by another mesh dim: ");
   EXPECT_THROWS_WITH(Spec::intern(grid, {Partial{}, Partial{Partial::Op::kMax}}, {5, 3}, at::kFloat),
@@ -101,7 +101,7 @@ TEST(Api, DistributeTensorSendsTheFirstRanksValues) {
   auto scalar = distribute_tensor(torch::tensor(2.0) + rank, mesh, {Replicate{}});
   EXPECT_EQ(scalar.item<double>(), 2.0);
   if (mesh.size() != 4) return;
-  const auto grid = init_device_mesh(at::kCPU, {2, 2});
+  const auto grid = init_device_mesh(test_device_type(), {2, 2});
   for (const Placements& placements : std::vector<Placements>{{Shard{0}, Shard{0}},
                                                               {Shard{1}, Shard{0}},
                                                               {Replicate{}, Shard{0}},
@@ -260,7 +260,7 @@ TEST(Errors, SayWhatToDo) {
   EXPECT_THROWS_WITH(pending.wait(), "wait: this PendingDTensor was moved from"); // NOLINT(bugprone-use-after-move)
   EXPECT_THROWS_WITH(pending.is_completed(),
                      "is_completed: this PendingDTensor was moved from"); // NOLINT(bugprone-use-after-move)
-  const auto other = init_device_mesh(at::kCPU, {mesh.size()}, {"other"});
+  const auto other = init_device_mesh(test_device_type(), {mesh.size()}, {"other"});
   EXPECT_THROWS_WITH(tensor + make(values(), other, {Shard{0}}), "aten::add.Tensor: the arguments lie on different meshes: ");
   EXPECT_THROWS_WITH(distribute_tensor(tensor, mesh, {Shard{0}}),
                      "distribute_tensor: the tensor is a DTensor already; use redistribute");
@@ -281,7 +281,7 @@ void expect_disagreement(const std::function<void(const DeviceMesh&, bool)>& cal
   std::iota(ranks.begin(), ranks.end(), 0);
   if (++rotation >= n) GTEST_SKIP() << "needs more ranks";
   std::rotate(ranks.begin(), ranks.begin() + rotation, ranks.end());
-  const auto mesh = make_device_mesh(at::kCPU, {n}, ranks);
+  const auto mesh = make_device_mesh(test_device_type(), {n}, ranks);
   std::string message;
   try {
     call(mesh, process_context().rank() == n - 1);
@@ -380,7 +380,7 @@ TEST(Mesh, ARankOutsideHoldsNothing) {
   if (world_size() < 2) GTEST_SKIP() << "needs 2 ranks";
   std::vector<int64_t> ranks(world_size() - 1);
   std::iota(ranks.begin(), ranks.end(), 0);
-  const auto mesh = make_device_mesh(at::kCPU, {world_size() - 1}, ranks);
+  const auto mesh = make_device_mesh(test_device_type(), {world_size() - 1}, ranks);
   auto tensor = distribute_tensor(values(), mesh, {Shard{0}});
   const bool inside = mesh.coordinate().has_value();
   EXPECT_EQ(tensor.local().numel() == 0, !inside);

@@ -34,7 +34,7 @@ std::vector<std::pair<DeviceMesh, std::vector<Placements>>> layouts(const std::v
   if (world_size() != 4) return result;
   std::vector<Placements> on_grid{{Replicate{}, Replicate{}}, {Shard{1}, Shard{0}},  {Shard{0}, Shard{0}},
                                   {Replicate{}, Shard{1}},    {Shard{1}, Partial{}}, {Partial{}, Partial{}}};
-  result.emplace_back(init_device_mesh(at::kCPU, {2, 2}), on_grid);
+  result.emplace_back(init_device_mesh(test_device_type(), {2, 2}), on_grid);
   return result;
 }
 
@@ -62,7 +62,7 @@ const Differentiable kFunctions[]{
      [](const DTensor& x, const Placements& to) -> Tensor {
        std::vector<int64_t> backwards(world_size());
        std::iota(backwards.rbegin(), backwards.rend(), 0);
-       const auto other = make_device_mesh(at::kCPU, {world_size()}, backwards);
+       const auto other = make_device_mesh(test_device_type(), {world_size()}, backwards);
        return DTensor(x.redistribute(other, {Shard{1}}).pow(3)).redistribute(x.mesh(), to);
      }},
     {"full_tensor", cube, [](const DTensor& x, const Placements&) { return x.full_tensor().pow(3); }},

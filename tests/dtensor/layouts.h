@@ -10,6 +10,7 @@
 
 #include "../support/matchers.h"
 #include "../support/sweep.h"
+#include "../support/test_device.h"
 #include "../support/world.h"
 
 namespace tessera {
@@ -19,7 +20,7 @@ inline std::ostream& operator<<(std::ostream& out, const Placements& placements)
 
 namespace tessera::testing {
 
-inline DeviceMesh line_mesh() { return init_device_mesh(at::kCPU, {world_size()}, {"shard"}); }
+inline DeviceMesh line_mesh() { return init_device_mesh(test_device_type(), {world_size()}, {"shard"}); }
 
 /// The whole tensor, plain; every rank of a DTensor's mesh calls it.
 inline at::Tensor whole_of(const at::Tensor& tensor) { return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor; }
@@ -65,7 +66,7 @@ inline at::Tensor lay_out(at::Tensor whole, const DeviceMesh& mesh, const Placem
       }
     }
   }
-  return whole.clone(at::MemoryFormat::Contiguous);
+  return whole.clone(at::MemoryFormat::Contiguous).to(mesh.device());
 }
 
 /// `whole` as a DTensor, without communication.

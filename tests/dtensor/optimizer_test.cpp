@@ -118,7 +118,7 @@ TEST(ClipGradNorm, ReplicatedAndSplitGradientsTogether) {
 
 TEST(ClipGradNorm, OnTwoDimsOnlyTheShardDimCommunicates) {
   if (world_size() != 4) GTEST_SKIP() << "needs 4 ranks";
-  const auto mesh = init_device_mesh(at::kCPU, {2, 2}, {"replicate", "shard"});
+  const auto mesh = init_device_mesh(test_device_type(), {2, 2}, {"replicate", "shard"});
   auto plain = weights(3);
   std::vector<at::Tensor> sharded;
   for (auto& weight : plain) {

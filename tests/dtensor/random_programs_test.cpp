@@ -53,10 +53,10 @@ std::string difference(const Tensor& plain, const Tensor& distributed, double to
 class Comparison {
  public:
   explicit Comparison(const std::vector<int64_t>& shape)
-      : mesh_(init_device_mesh(at::kCPU, shape)), agreement_(mesh_), shape_(shape) {
+      : mesh_(init_device_mesh(test_device_type(), shape)), agreement_(mesh_), shape_(shape) {
     std::vector<int64_t> backwards(world_size());
     std::iota(backwards.rbegin(), backwards.rend(), 0);
-    stage_ = {mesh_, make_device_mesh(at::kCPU, {world_size()}, backwards)};
+    stage_ = {mesh_, make_device_mesh(test_device_type(), {world_size()}, backwards)};
   }
 
   /// Fails with the shortest program that still differs.

@@ -85,7 +85,7 @@ TEST(Redistribute, EveryPairOnOneDim) {
 
 TEST(Redistribute, PairsOnTwoDims) {
   if (world_size() != 4) GTEST_SKIP() << "needs 4 ranks";
-  const auto mesh = init_device_mesh(at::kCPU, {2, 2}, {"replicate", "shard"});
+  const auto mesh = init_device_mesh(test_device_type(), {2, 2}, {"replicate", "shard"});
   struct Case {
     std::vector<int64_t> sizes;
     Placements from, to;
@@ -134,7 +134,7 @@ TEST(Redistribute, RandomPairsOnMeshesOfUpToThreeDims) {
   for (const auto& shape : shapes) {
     std::vector<std::string> names;
     for (size_t d = 0; d < shape.size(); ++d) names.push_back("d" + std::to_string(d));
-    meshes.push_back(init_device_mesh(at::kCPU, shape, names));
+    meshes.push_back(init_device_mesh(test_device_type(), shape, names));
   }
   struct Case {
     size_t mesh;
@@ -340,9 +340,9 @@ TEST(Redistribute, BetweenMeshes) {
   const auto ranks = world_size();
   std::vector<int64_t> backwards(ranks);
   std::iota(backwards.rbegin(), backwards.rend(), 0);
-  std::vector<DeviceMesh> meshes{line_mesh(), make_device_mesh(at::kCPU, {ranks}, backwards),
-                                 init_device_mesh(at::kCPU, {1, ranks}, {"a", "b"})};
-  if (ranks == 4) meshes.push_back(init_device_mesh(at::kCPU, {2, 2}, {"c", "d"}));
+  std::vector<DeviceMesh> meshes{line_mesh(), make_device_mesh(test_device_type(), {ranks}, backwards),
+                                 init_device_mesh(test_device_type(), {1, ranks}, {"a", "b"})};
+  if (ranks == 4) meshes.push_back(init_device_mesh(test_device_type(), {2, 2}, {"c", "d"}));
   struct Case {
     size_t from_mesh, to_mesh;
     std::vector<int64_t> sizes;
@@ -374,7 +374,7 @@ TEST(Redistribute, BetweenMeshesMovesNoMoreThanItMustAndIsDifferentiable) {
   const auto ranks = world_size();
   std::vector<int64_t> backwards(ranks);
   std::iota(backwards.rbegin(), backwards.rend(), 0);
-  const auto line = line_mesh(), reversed = make_device_mesh(at::kCPU, {ranks}, backwards);
+  const auto line = line_mesh(), reversed = make_device_mesh(test_device_type(), {ranks}, backwards);
   const auto whole = values({ranks * 2, 3});
   auto local = lay_out(whole, line, {Shard{0}}).requires_grad_();
   const auto source = from_local(local, line, {Shard{0}});
@@ -389,7 +389,7 @@ TEST(Redistribute, BetweenMeshesMovesNoMoreThanItMustAndIsDifferentiable) {
 TEST(Redistribute, BetweenMeshesOverOtherRanksIsAnError) {
   if (world_size() == 1) GTEST_SKIP() << "needs other ranks";
   const auto source = make(values({4}), line_mesh(), {Shard{0}});
-  EXPECT_THROWS_WITH(source.redistribute(make_device_mesh(at::kCPU, {1}, {0}), {Replicate{}}),
+  EXPECT_THROWS_WITH(source.redistribute(make_device_mesh(test_device_type(), {1}, {0}), {Replicate{}}),
                      "redistribute: a tensor moves only between meshes over the same ranks, not from float[4] (Shard(0)) on");
 }
 

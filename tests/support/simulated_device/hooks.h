@@ -24,4 +24,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override;
 };
 
+/// Tensor::resize_. What the memory holds moves with the current stream, where LibTorch's own would copy it on the host at once.
+const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format = std::nullopt);
+
 } // namespace tessera::testing::sim

@@ -236,6 +236,19 @@ TEST_F(Models, DelaysChangeNoNumber) {
   EXPECT_TRUE(races().empty());
 }
 
+TEST_F(Models, AResizeWaitsForWhatIsUnderWay) {
+  configure({.delays = {.seed = 1, .max_us = 500}});
+  for (int i = 0; i < 20; ++i) {
+    auto read = torch::full({64}, 1.0, kDevice);
+    const auto doubled = read * 2;
+    read = at::Tensor(); // its memory is the next tensor's
+    auto grown = torch::full({32}, 5.0, kDevice);
+    grown.resize_({64});
+    EXPECT_TRUE(grown.slice(0, 0, 32).cpu().equal(torch::full({32}, 5.0)));
+    EXPECT_TRUE(doubled.cpu().equal(torch::full({64}, 2.0)));
+  }
+}
+
 TEST_F(Models, ComplexNumbersAreConjugated) {
   const auto on_cpu = torch::complex(torch::arange(6.0), torch::ones({6}));
   const auto on_device = on_cpu.to(kDevice);

@@ -3,6 +3,7 @@
 #include <tessera/tests/support/simulated_device/boxed.h>
 #include <tessera/tests/support/simulated_device/caching_allocator.h>
 #include <tessera/tests/support/simulated_device/composites.h>
+#include <tessera/tests/support/simulated_device/hooks.h>
 #include <tessera/tests/support/simulated_device/run_operator.h>
 #include <tessera/tests/support/simulated_device/runtime.h>
 
@@ -10,7 +11,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
@@ -89,7 +89,7 @@ void register_memory(torch::Library& library) {
   library.impl("as_strided", at::native::as_strided_tensorimpl);
   library.impl("view", static_cast<at::Tensor (*)(const at::Tensor&, at::IntArrayRef)>(at::native::view));
   library.impl("_reshape_alias", at::native::_reshape_alias);
-  library.impl("resize_", at::native::resize_);
+  library.impl("resize_", resize);
   library.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_));
   library.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   library.impl("set_.source_Tensor", at::native::set_tensor_);

@@ -2,12 +2,12 @@
 
 #include <tessera/tests/support/simulated_device/boxed.h>
 #include <tessera/tests/support/simulated_device/cuda_launches.h>
+#include <tessera/tests/support/simulated_device/hooks.h>
 #include <tessera/tests/support/simulated_device/operator_traits.h>
 #include <tessera/tests/support/simulated_device/outcome.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/resize_native.h>
 #include <c10/util/Exception.h>
 
 #include <exception>
@@ -171,7 +171,7 @@ Stack run_plain(const Call& call) {
   if (!outcome->is_known) return run_synchronously(call);
   for (const auto& [argument, layout] : outcome->resized) {
     const auto& tensor = call.arguments[argument].toTensor();
-    at::native::resize_(tensor, layout.sizes, std::nullopt);
+    resize(tensor, layout.sizes);
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides);
   }
   auto uses = call.uses();
