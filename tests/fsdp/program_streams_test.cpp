@@ -111,8 +111,17 @@ Net make_offloaded_net() {
   return net;
 }
 
-/// What a forward that does not come to the first block leaves behind: the copy of its shard to the device is under way.
-void start_fetch(Net& net) { fsdp(*net->blocks[0]).state()->group()->start_fetch(); }
+/// What a forward that does not come to the first block leaves behind: the copy of its shard to the device is under way, behind
+/// work that takes longer than what the program does next.
+void start_fetch(Net& net) {
+  const auto group = fsdp(*net->blocks[0]).state()->group();
+  const auto slow = torch::ones({1500, 1500}, sim::kDevice);
+  group->streams().gather.run([&] {
+    slow.mm(slow);
+    return Work();
+  });
+  group->start_fetch();
+}
 
 TEST_F(Streams, AModelMayChangeWhileAnOffloadedShardIsFetched) {
   auto net = make_offloaded_net(), twin = make_offloaded_net();
