@@ -2,7 +2,7 @@
 // stays marked as a number, as those of `a + 1.0` are.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/native/TypeProperties.h>
+#include <ATen/ops/result_type_native.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>

@@ -7,6 +7,7 @@
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/sweep.h>
 
 namespace tessera::testing {
 namespace {
@@ -225,7 +226,7 @@ std::vector<Scenario> scenarios() {
 }
 
 TEST(FailedBackward, WhatFollowsIsAsInTheUnshardedModel) {
-  for (const auto& strategy : strategies()) {
+  for (const auto& strategy : tests_the_cpu() ? strategies() : sweep(strategies(), 4)) {
     for (const bool layers_apart : {false, true}) {
       for (const auto& scenario : scenarios()) {
         SCOPED_TRACE(strategy.name + (layers_apart ? ", layers apart: " : ": ") + scenario.name);
