@@ -226,6 +226,16 @@ TEST(Ops, ResultsLieInMemoryAsTheirArguments) {
   }
 }
 
+/// For an operator that the library registers kernels of in front of all devices'.
+TEST(Ops, AKernelOfARegisteredDeviceServesItsPlainTensors) {
+  if (test_device_type() != at::kPrivateUse1) GTEST_SKIP() << "needs a registered device";
+  const auto rows = torch::arange(3).to(test_device());
+  torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  library.impl("one_hot", [](const Tensor& self, int64_t) { return self + 7; });
+  EXPECT_TENSORS_EQUAL(torch::one_hot(rows, 3), torch::arange(3) + 7);
+  EXPECT_TENSORS_EQUAL(whole_of(torch::one_hot(make(torch::arange(3), line_mesh(), {Shard{0}}), 3)), torch::eye(3, torch::kLong));
+}
+
 TEST(Ops, PadsThatDoNotFitAreErrors) {
   const auto mesh = line_mesh();
   EXPECT_THROWS_WITH(torch::constant_pad_nd(make(values({5}, 1), mesh, {Shard{0}}), {1, 1, 1, 1}),
