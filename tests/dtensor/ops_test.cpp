@@ -141,7 +141,8 @@ TEST(Ops, EmbeddingInATableSplitByRowsGathersNoTable) {
   EXPECT_TRUE(log.records().empty());
   EXPECT_EQ(DTensor(found).placements()[0], Placement(Partial{Partial::Op::kMask}));
   EXPECT_TENSORS_EQUAL(whole_of(found), torch::embedding(plain, indices));
-  if (!tests_the_cpu()) return;         // a device finds a wrong index later, in its own words
+  // A device finds a wrong index later, and in its own words.
+  if (!tests_the_cpu()) return;
   for (const int64_t wrong : {-1, 7}) { // on every rank, also where the neighbour of its rows is asked for
     EXPECT_THROWS_WITH(torch::embedding(table, make(torch::full({2}, wrong), mesh, {Replicate{}})), "out of range");
   }

@@ -29,6 +29,12 @@ Tensor here(const Tensor& tensor) { return tensor.to(test_device()); }
 
 DeviceMesh line() { return init_device_mesh(test_device_type(), {world_size()}); }
 
+SyncBatchNorm synced_norm(const nn::BatchNormOptions& options = nn::BatchNormOptions(kChannels)) {
+  SyncBatchNorm norm(options, line());
+  norm->to(test_device());
+  return norm;
+}
+
 /// The rows of each rank.
 struct Split {
   std::string name;
@@ -68,8 +74,7 @@ Pair converted(const nn::BatchNormOptions& options) {
 template <typename Norm>
 Pair of_our_own(const nn::BatchNormOptions& options) {
   Norm whole(options);
-  SyncBatchNorm synced(options, line());
-  synced->to(test_device());
+  auto synced = synced_norm(options);
   return {whole.ptr(), synced.ptr(), [whole](const Tensor& x) mutable { return whole(x); },
           [synced](const Tensor& x) mutable { return synced(x); }};
 }
@@ -336,8 +341,7 @@ TEST(ConvertSyncBatchNorm, ComputesInFloatUnderABFloat16Policy) {
 
 TEST(SyncBatchNorm, CommunicatesOnceInForwardAndOnceInBackwardAndNotInEvaluation) {
   auto& context = process_context();
-  SyncBatchNorm norm(kChannels, line());
-  norm->to(test_device());
+  auto norm = synced_norm();
   const auto calls = [&] {
     const auto of = [&](CollectiveKind kind) { return context.count(kind).calls; };
     return std::pair(of(CollectiveKind::kAllGather), of(CollectiveKind::kAllReduce));
@@ -354,8 +358,7 @@ TEST(SyncBatchNorm, CommunicatesOnceInForwardAndOnceInBackwardAndNotInEvaluation
 }
 
 TEST(SyncBatchNorm, UpdatesTheStatisticsWithoutGradModeAndCanBeCloned) {
-  SyncBatchNorm norm(kChannels, line());
-  norm->to(test_device());
+  auto norm = synced_norm();
   const auto copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone());
   torch::manual_seed(6);
   const auto x = torch::randn({2 * world_size(), kChannels}), own = here(x.narrow(0, 2 * world_rank(), 2));
@@ -372,8 +375,7 @@ TEST(SyncBatchNorm, UpdatesTheStatisticsWithoutGradModeAndCanBeCloned) {
 }
 
 TEST(SyncBatchNorm, SaysWhatIsWrong) {
-  SyncBatchNorm norm(kChannels, line());
-  norm->to(test_device());
+  auto norm = synced_norm();
   EXPECT_THROWS_WITH(norm(torch::ones({2})), "SyncBatchNorm: expected an input [N, 3, …], but got the shape [2]");
   EXPECT_THROWS_WITH(norm(torch::ones({2, 4})), "expected an input [N, 3, …], but got the shape [2, 4]");
   EXPECT_THROWS_WITH(norm(torch::ones({2, 3}, torch::kLong)), "expected a floating-point input, but got Long");
@@ -400,9 +402,8 @@ TEST(SyncBatchNorm, SaysWhatIsWrong) {
 bool is_odd() { return world_rank() == last_rank(); }
 
 std::vector<std::pair<std::string, std::function<Tensor(const Tensor&)>>> norms(const nn::BatchNormOptions& options) {
-  SyncBatchNorm own(options, line());
+  auto own = synced_norm(options);
   nn::BatchNorm1d converted(options);
-  own->to(test_device());
   converted->to(test_device());
   convert_sync_batch_norm(*converted, line());
   return {{"SyncBatchNorm", [own](const Tensor& x) mutable { return own(x); }},
@@ -484,8 +485,7 @@ TEST(SyncBatchNorm, WorksWhereRanksNeedDifferentGradients) {
 
 TEST(SyncBatchNorm, IsAnErrorInABackwardThatSomeRanksCannotRun) {
   if (world_size() == 1) return;
-  SyncBatchNorm norm(kChannels, line());
-  norm->to(test_device());
+  auto norm = synced_norm();
   const auto x = torch::randn({4, kChannels}, test_device()).requires_grad_();
   const torch::AutoGradMode grad_mode(!is_odd());
   const auto y = norm(x);
@@ -498,9 +498,7 @@ TEST(SyncBatchNorm, IsAnErrorInABackwardThatSomeRanksCannotRun) {
 /// The last test: the ranks' group cannot be used after it.
 TEST(RanksThatNormalizeDifferentThings, GetAnError) {
   if (world_size() == 1) return;
-  SyncBatchNorm narrow(kChannels, line()), wide(kChannels + 1, line());
-  narrow->to(test_device());
-  wide->to(test_device());
+  auto narrow = synced_norm(), wide = synced_norm(kChannels + 1);
   const bool first = world_rank() == 0;
   EXPECT_THROWS_WITH(first ? narrow(here(torch::ones({2, kChannels}))) : wide(here(torch::ones({2, kChannels + 1}))),
                      "all_gather");
