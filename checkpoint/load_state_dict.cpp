@@ -192,8 +192,8 @@ IncompatibleKeys load_state_dict(torch::nn::Module& module, torch::optim::Optimi
   return load_state_dict(target, source, options);
 }
 
-IncompatibleKeys load_state_dict(torch::nn::Module& module, const std::vector<NamedOptimizer>& optimizers,
-                                 const StateDict& source, const StateDictOptions& options) {
+IncompatibleKeys load_state_dict(torch::nn::Module& module, c10::ArrayRef<NamedOptimizer> optimizers, const StateDict& source,
+                                 const StateDictOptions& options) {
   auto target = internal::read_on_all_ranks(internal::kStep,
                                             [&] { return state_dict(module, optimizers, internal::own_options(options)); });
   return load_state_dict(target, source, options);

@@ -51,7 +51,7 @@ StateDict own_tensors(const torch::nn::Module& module, const StateDictOptions& o
   return state;
 }
 
-void check_names(const std::vector<NamedOptimizer>& optimizers) {
+void check_names(c10::ArrayRef<NamedOptimizer> optimizers) {
   std::set<std::string> taken{"type", "state", "param_groups", "parameters"};
   for (const auto& [name, optimizer] : optimizers) {
     TORCH_CHECK(!name.empty() && name.find('.') == std::string::npos, "state dict: an optimizer has the name \"", name,
@@ -67,7 +67,7 @@ std::string name_in(const torch::nn::Module& module, const at::Tensor& parameter
   return c10::str("of shape ", parameter.sizes());
 }
 
-void check_disjoint(const torch::nn::Module& module, const std::vector<NamedOptimizer>& optimizers) {
+void check_disjoint(const torch::nn::Module& module, c10::ArrayRef<NamedOptimizer> optimizers) {
   std::unordered_map<const void*, const std::string*> owners;
   for (const auto& [name, optimizer] : optimizers) {
     for (const auto& group : optimizer.param_groups()) {
@@ -94,8 +94,7 @@ StateDict state_dict(const torch::nn::Module& module, torch::optim::Optimizer& o
   });
 }
 
-StateDict state_dict(const torch::nn::Module& module, const std::vector<NamedOptimizer>& optimizers,
-                     const StateDictOptions& options) {
+StateDict state_dict(const torch::nn::Module& module, c10::ArrayRef<NamedOptimizer> optimizers, const StateDictOptions& options) {
   return internal::read_with_options(options, [&] {
     check_names(optimizers);
     check_disjoint(module, optimizers);

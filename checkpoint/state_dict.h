@@ -177,7 +177,7 @@ struct NamedOptimizer {
 ///
 /// Errors: a parameter that two of them hold; a name that appears twice, is empty, holds a dot, or is "type", "state",
 /// "param_groups" or "parameters".
-StateDict state_dict(const torch::nn::Module& module, const std::vector<NamedOptimizer>& optimizers,
+StateDict state_dict(const torch::nn::Module& module, c10::ArrayRef<NamedOptimizer> optimizers,
                      const StateDictOptions& options = {});
 
 /// Names that only one side had.
@@ -199,7 +199,7 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
 IncompatibleKeys load_state_dict(torch::nn::Module& module, const StateDict& source, const StateDictOptions& options = {});
 IncompatibleKeys load_state_dict(torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDict& source,
                                  const StateDictOptions& options = {});
-IncompatibleKeys load_state_dict(torch::nn::Module& module, const std::vector<NamedOptimizer>& optimizers,
-                                 const StateDict& source, const StateDictOptions& options = {});
+IncompatibleKeys load_state_dict(torch::nn::Module& module, c10::ArrayRef<NamedOptimizer> optimizers, const StateDict& source,
+                                 const StateDictOptions& options = {});
 
 } // namespace tessera
