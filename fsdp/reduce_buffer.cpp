@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include <tessera/collectives/current_stream.h>
 #include <tessera/fsdp/copy_elements.h>
 #include <tessera/fsdp/row_split.h>
 #include <tessera/fsdp/unsharded_storage.h>
@@ -34,9 +35,14 @@ at::Tensor flags_of(const std::vector<bool>& used, const at::TensorOptions& opti
 
 } // namespace
 
+bool ReduceBuffer::Flags::are(const std::vector<bool>& now, const at::TensorOptions& options) const {
+  return now == used && values.defined() && values.dtype() == options.dtype() && stream == current_stream_if_any(values.device());
+}
+
 const at::Tensor& ReduceBuffer::Flags::update(const std::vector<bool>& now, const at::TensorOptions& options) {
-  if (now != used || !values.defined() || values.dtype() != options.dtype()) {
+  if (!are(now, options)) {
     used = now;
+    stream = current_stream_if_any(options.device());
     values = flags_of(used, options);
   }
   return values;
@@ -44,8 +50,9 @@ const at::Tensor& ReduceBuffer::Flags::update(const std::vector<bool>& now, cons
 
 const at::Tensor& ReduceBuffer::Flags::update(const std::vector<bool>& now, const at::TensorOptions& options, int64_t ranks,
                                               int64_t width) {
-  if (now != used || !values.defined() || values.dtype() != options.dtype() || values.numel() != ranks * width) {
+  if (!are(now, options) || values.numel() != ranks * width) {
     used = now;
+    stream = current_stream_if_any(options.device());
     const auto padded = at::constant_pad_nd(flags_of(used, options), {0, width - static_cast<int64_t>(used.size())});
     values = padded.repeat({ranks});
   }

@@ -3,7 +3,9 @@
 // Internal: where the full gradients of a group are collected for their reduction.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
+#include <optional>
 #include <vector>
 
 #include <tessera/fsdp/copy_list.h>
@@ -69,8 +71,12 @@ class ReduceBuffer {
     /// The same once for each rank, each padded to `width`.
     const at::Tensor& update(const std::vector<bool>& now, const at::TensorOptions& options, int64_t ranks, int64_t width);
 
+    /// Whether they are `now` on the current stream. Those of another stream are not read: it may free them meanwhile.
+    bool are(const std::vector<bool>& now, const at::TensorOptions& options) const;
+
     std::vector<bool> used;
     at::Tensor values;
+    std::optional<c10::Stream> stream; ///< that `values` were made on
   };
   Flags flags_, rows_of_flags_;
 };
