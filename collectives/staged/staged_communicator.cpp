@@ -7,6 +7,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
@@ -159,6 +160,7 @@ class StagedCommunicator final : public Communicator {
     record(current_stream(device_))->block(stream_);
     if (input.defined()) {
       const c10::StreamGuard guard(stream_);
+      const at::DisableRecordFunctionGuard no_record; // as no other transport shows an operator that reads a buffer's gaps
       from.copy_(input, /*non_blocking=*/true);
     }
     const auto promise = std::make_shared<Promise>();
