@@ -80,7 +80,7 @@ class Drawing {
     const auto placements = draw_placements(random_, value.sizes().vec(), mesh_shape_, is_real(value));
     const auto run = [value, placements, requires_grad](const Stage& stage, const Tensors&) {
       const at::NoGradGuard no_grad;
-      auto result = stage.mesh ? Tensor(make(value, *stage.mesh, placements)) : value.clone();
+      auto result = stage.mesh ? Tensor(make(value, *stage.mesh, placements)) : value.to(stage.device).clone();
       return Tensors{result.set_requires_grad(requires_grad)};
     };
     const auto slot = values_.size();
@@ -325,7 +325,9 @@ class Drawing {
       });
     };
     switch (random_.below(4)) {
-      case 0: return draw("dropout", [](const Tensor& x) { return torch::dropout(x.contiguous(), 0.3, true); });
+      // A copy: CUDA's numbers depend on where its memory begins.
+      case 0:
+        return draw("dropout", [](const Tensor& x) { return torch::dropout(x.clone(at::MemoryFormat::Contiguous), 0.3, true); });
       case 1: return draw("randn_like", [](const Tensor& x) { return torch::randn_like(x.contiguous()) * x; });
       case 2: return draw("bernoulli", [](const Tensor& x) { return torch::bernoulli(x.detach().contiguous().sigmoid()); });
       default: return draw("rand_like", [](const Tensor& x) { return torch::rand_like(x.contiguous()) + x; });

@@ -68,7 +68,7 @@ FusedStep fused_step(const DeviceMesh& mesh, bool plain, bool plain_steps) {
         const auto whole = values({5, 3}, ++seed).abs();
         list->push_back(plain ? whole : Tensor(make(whole, mesh, {placement})));
       }
-      const auto steps = torch::tensor(3.0);
+      const auto steps = torch::tensor(3.0).to(plain ? c10::Device(at::kCPU) : test_device()); // with the parameters
       step.steps.push_back(plain || plain_steps ? steps : Tensor(make(steps, mesh, {Replicate{}})));
     }
   }
@@ -80,9 +80,10 @@ using FusedAdam = decltype(at::_ops::_fused_adam_::call);
 void expect_fused_equal_to_plain(FusedAdam& run, const DeviceMesh& mesh, bool plain_steps, const std::optional<Tensor>& scale) {
   const auto step = [&](bool plain) {
     auto lists = fused_step(mesh, plain, plain_steps);
+    const auto own_scale = scale && !plain ? std::optional(scale->to(test_device())) : scale;
     run(lists.parameters, lists.gradients, lists.averages, lists.squares, lists.max_squares, lists.steps, 0.1, 0.9, 0.99, 0.1,
         1e-8,
-        /*amsgrad=*/true, /*maximize=*/false, scale, std::nullopt);
+        /*amsgrad=*/true, /*maximize=*/false, own_scale, std::nullopt);
     Tensors written;
     for (const auto& list : {lists.parameters, lists.averages, lists.squares, lists.max_squares})
       written.insert(written.end(), list.begin(), list.end());

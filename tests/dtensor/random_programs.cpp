@@ -18,7 +18,7 @@ Tensor weight_of(const Tensor& tensor, const Stage& stage, uint64_t seed) {
   Random random(seed);
   const auto values = random.values(tensor.sizes().vec());
   return stage.mesh ? Tensor(make(values, *stage.mesh, draw_placements(random, tensor.sizes().vec(), stage.mesh->shape(), true)))
-                    : values;
+                    : values.to(stage.device);
 }
 
 /// The weighted sum of about half of `tensors`, and of the last ones.

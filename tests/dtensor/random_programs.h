@@ -19,6 +19,7 @@ using Tensors = std::vector<at::Tensor>;
 struct Stage {
   std::optional<DeviceMesh> mesh; ///< none: plain tensors
   std::optional<DeviceMesh> line; ///< the same ranks in another order, for moves between meshes
+  c10::Device device = c10::kCPU; ///< of plain tensors
 };
 
 /// What is computed after the steps.

@@ -93,7 +93,7 @@ class Comparison {
       left_out[*distributed.failed_step] = true;
       ++refused;
     }
-    const auto plain = run_program(program, {}, left_out);
+    const auto plain = run_program(program, {.device = twin_device()}, left_out);
     if (plain.failed_step) return ""; // it needs what was left out, in memory it shares
     if (plain.error.empty() != distributed.error.empty()) {
       if (is_documented(distributed.error)) return "";
