@@ -86,7 +86,7 @@ void deliver(ReadyGradient ready) {
     auto* sum_meta = dtensor_meta(sum);
     TORCH_CHECK(is_sharded_as(parameter, sum_meta), "the gradient of ", ready.group->full_name(ready.index),
                 " was replaced by a tensor that is not sharded as the parameter is");
-    sum_meta->local.add_(meta->local);
+    sum_meta->local.add_(meta->local.to(sum_meta->local.device())); // the device's, where it could not be written to a file
   } else {
     const bool is_kept = added.use_count() > 1; // by a hook, whose tensor the next backward must not change
     sum = is_kept ? make_gradient(meta->local.clone(), parameter) : std::move(added);
@@ -435,7 +435,7 @@ void GroupGradients::offload(ReadyGradients& ready, size_t first) const {
   try {
     moved = start_move(*group_.memory(), locals);
   } catch (const std::exception& error) { // the other ranks go on with the backward: the gradients stay where they are
-    return group_.memory()->delayed_failure.note(error_text(error));
+    return group_.memory()->delayed_failure().note(error_text(error));
   }
   const std::shared_ptr<PendingCopy> copy = std::move(moved.copy);
   for (size_t i = first; i < ready.size(); ++i) {

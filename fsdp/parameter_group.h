@@ -183,6 +183,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   StepRecorder* recorder() const { return resources_->recorder.get(); }
   /// Where shards, gradients and the optimizer's state lie; null where that is the device's own memory.
   const std::shared_ptr<OffloadMemory>& memory() const { return memory_; }
+  /// Whether the shards lie elsewhere than what forward reads.
+  bool is_off_device() const { return memory_ && !axes_.mesh().device().is_cpu(); }
   /// Those of the group's model, while nothing is gathered or reduced. What was fetched with those of before is dropped.
   void set_resources(std::shared_ptr<ModelResources> resources);
   /// From the root's module.

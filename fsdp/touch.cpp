@@ -55,7 +55,7 @@ struct Reads {
   bool other_dtensor = false;
   bool leaf = false;
   bool unreduced = false; ///< a gradient that waits for its reduction
-  bool offloaded = false; ///< a sharded parameter may lie elsewhere than what forward reads of it
+  bool offloaded = false; ///< a sharded parameter lies elsewhere than what forward reads of it
   bool apart = false;     ///< … and elsewhere than another DTensor among the arguments
   absl::InlinedVector<std::pair<ParameterGroup*, UnshardedRange>, 1> written_unsharded = {};
 };
@@ -78,7 +78,7 @@ void wait_to_write(ParameterGroup& group) {
 void note_parameter(ParameterGroup& group, bool is_written, Reads& reads) {
   if (is_written) wait_to_write(group);
   reads.parameter = true;
-  reads.offloaded = reads.offloaded || group.options().offload.memory == OffloadPolicy::Memory::kHost;
+  reads.offloaded = reads.offloaded || group.is_off_device();
   reads.writes_parameter = reads.writes_parameter || is_written;
 }
 

@@ -165,13 +165,14 @@ std::unique_ptr<PendingCopy> FileMemory::start(const FileRegion& region, Directi
 }
 
 std::unique_ptr<PendingCopy> FileMemory::fetch(const at::Tensor& source, const at::Tensor& destination) {
-  TORCH_INTERNAL_ASSERT(source.storage_offset() == 0 && destination.is_cpu());
+  TORCH_INTERNAL_ASSERT(source.storage_offset() == 0);
   const auto* region = file_region(*source.storage().unsafeGetStorageImpl());
   if (!region) { // it is in the host's memory while an optimizer steps
     const at::NoGradGuard no_grad;
     destination.copy_(source);
     return std::make_unique<FinishedCopy>();
   }
+  TORCH_INTERNAL_ASSERT(destination.is_cpu());
   return start(*region, Direction::kRead, static_cast<char*>(destination.mutable_data_ptr()),
                static_cast<int64_t>(source.nbytes()));
 }

@@ -13,16 +13,15 @@
 
 namespace tessera::internal {
 
-namespace {
-
-/// Of the process' accelerator.
 c10::Allocator* pinned_allocator() {
   const auto accelerator = at::getAccelerator();
   TORCH_CHECK(accelerator,
               "offload: page-locked memory needs a CUDA device and LibTorch's CUDA libraries, which this process has "
-              "not; offload_to_host(/*pin_memory=*/false) goes without");
+              "not; OffloadPolicy::pin_memory = false goes without");
   return at::globalContext().getPinnedMemoryAllocator(accelerator);
 }
+
+namespace {
 
 /// What the device's current stream holds.
 class CopyOfDevice final : public PendingCopy {

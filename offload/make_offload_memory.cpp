@@ -2,6 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <utility>
+
+#include <tessera/offload/device_file_memory.h>
 #include <tessera/offload/file_memory.h>
 #include <tessera/offload/host_memory.h>
 
@@ -11,7 +14,11 @@ std::shared_ptr<OffloadMemory> make_offload_memory(const OffloadPolicy& policy, 
   switch (policy.memory) {
     case OffloadPolicy::Memory::kDevice: return nullptr;
     case OffloadPolicy::Memory::kHost: return device.is_cpu() ? nullptr : make_host_memory(policy.pin_memory);
-    case OffloadPolicy::Memory::kFiles: return FileMemory::create(policy.folder);
+    case OffloadPolicy::Memory::kFiles: {
+      auto file = FileMemory::create(policy.folder);
+      if (device.is_cpu()) return file;
+      return make_device_file_memory(std::move(file), policy.pin_memory);
+    }
   }
   TORCH_CHECK_VALUE(false, "offload: an unknown kind of memory, ", static_cast<int>(policy.memory));
 }

@@ -64,7 +64,10 @@ class OffloadMemory {
   virtual std::unique_ptr<PendingCopy> store(const std::vector<at::Tensor>& sources,
                                              const std::vector<at::Tensor>& destinations) = 0;
 
-  DelayedFailure delayed_failure;
+  virtual DelayedFailure& delayed_failure() { return delayed_failure_; }
+
+ private:
+  DelayedFailure delayed_failure_;
 };
 
 struct MovedTensors {

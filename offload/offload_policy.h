@@ -13,7 +13,7 @@ struct OffloadPolicy {
     kFiles,  ///< in files of a folder
   };
   Memory memory = Memory::kDevice;
-  bool pin_memory = true; ///< of kHost: page-locked, so that copies from and to the device overlap with what it computes
+  bool pin_memory = true; ///< page-locked, so that copies from and to the device overlap with what it computes; not on a CPU mesh
   std::string folder;     ///< of kFiles; it exists, and may be another one on each rank
   friend bool operator==(const OffloadPolicy&, const OffloadPolicy&) = default;
 };
@@ -25,8 +25,9 @@ inline OffloadPolicy offload_to_host(bool pin_memory = true) {
 
 /// The same in files of `folder`, which have no names and go with the model, or with the process however that ends. Everything
 /// reads and writes the tensors as any others: a file is mapped into memory. `tessera::step` moves an optimizer's block by block.
-inline OffloadPolicy offload_to_files(std::string folder) {
-  return {.memory = OffloadPolicy::Memory::kFiles, .folder = std::move(folder)};
+/// On a mesh of a device, what comes and goes passes through buffers of the host, which `pin_memory` makes page-locked.
+inline OffloadPolicy offload_to_files(std::string folder, bool pin_memory = true) {
+  return {.memory = OffloadPolicy::Memory::kFiles, .pin_memory = pin_memory, .folder = std::move(folder)};
 }
 
 } // namespace tessera

@@ -139,7 +139,7 @@ class StreamedStep {
   void run() {
     std::string failure;
     for (const auto& unit : units_) {
-      auto text = unit.file ? unit.file->delayed_failure.take() : std::string();
+      auto text = unit.file ? unit.file->delayed_failure().take() : std::string();
       if (failure.empty()) failure = std::move(text);
     }
     TORCH_CHECK(failure.empty(), failure);

@@ -14,7 +14,7 @@
 #include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/fsdp/unsharded.h>
 
-#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/fsdp/offload_training.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
 
@@ -97,8 +97,7 @@ std::vector<Strategy> gathering_strategies() {
     const auto& option = each.options.reshard_after_forward;
     return each.replicates || (option && option->ranks()) || each.name.ends_with("per-parameter");
   });
-  if (tests_the_cpu())
-    all.push_back({"in files", world_mesh, {.offload = offload_to_files(std::filesystem::temp_directory_path())}});
+  all.push_back({"in files", world_mesh, {.offload = offload_to_files(std::filesystem::temp_directory_path())}});
   return all;
 }
 
@@ -116,7 +115,7 @@ void step_on_rounded(Net& plain, const Kind& kind, const std::function<void()>& 
     const torch::NoGradGuard no_grad;
     for (const auto& parameter : parameters) {
       values.push_back(parameter.clone());
-      if (is_extended(parameter)) parameter.copy_(kind.rounded(parameter));
+      if (is_extended(parameter)) parameter.copy_(kind.rounded(parameter.to(twin_device())));
     }
   }
   backward();
@@ -133,7 +132,7 @@ TEST(GatherExtension, TrainsAsTheModelWithRoundedWeights) {
       shard_net(net, strategy, kind);
       torch::optim::SGD optimizer(net->parameters(), 0.1);
       for (int64_t step = 0; step < 3; ++step) {
-        const auto loss = loss_of(net, part_of(global_batch(step), world_rank(), world_size()).to(test_device()));
+        const auto loss = loss_on_device(net, part_of(global_batch(step), world_rank(), world_size()).to(test_device()));
         loss.backward();
         optimizer.step();
         optimizer.zero_grad();
@@ -145,7 +144,7 @@ TEST(GatherExtension, TrainsAsTheModelWithRoundedWeights) {
       }
       EXPECT_LE(parameter_difference(*net, *plain), 2e-3); // a value between two of fp8 may go either way
       const auto weight = net->blocks->at<BlockImpl>(0).up->weight;
-      EXPECT_TENSORS_CLOSE(unsharded(weight).detach().clone(), kind.rounded(full(weight)), 1e-5, 1e-6);
+      EXPECT_TENSORS_CLOSE(unsharded(weight).detach().clone(), kind.rounded(full(weight).to(twin_device())), 1e-5, 1e-6);
       EXPECT_FALSE(torch::equal(unsharded(weight).detach().cpu(), full(weight))) << "the shards are not rounded";
     }
   }
@@ -174,7 +173,7 @@ TEST(GatherExtension, ReadsInTheDtypeOfThePolicyAndKeepsStrides) {
     torch::manual_seed(0);
     torch::nn::Linear linear(5, 7);
     linear->weight.set_data(linear->weight.t().contiguous().t());
-    const auto expected = kind.rounded(linear->weight.detach().clone()).to(torch::kBFloat16);
+    const auto expected = kind.rounded(linear->weight.detach().clone().to(twin_device())).to(torch::kBFloat16);
     FullyShardOptions options{.gather_extension_fn = for_matrices(kind.extension)};
     options.mixed_precision.param_dtype = torch::kBFloat16;
     fully_shard(linear, world_mesh(), options);

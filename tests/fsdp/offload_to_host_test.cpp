@@ -24,21 +24,6 @@ Strategy offloaded(Strategy strategy, bool pins = true) {
   return strategy;
 }
 
-/// To the bit, but where a GPU rounds otherwise than the host.
-void expect_same(const std::vector<torch::Tensor>& got, const std::vector<torch::Tensor>& expected) {
-  if (test_device_type() != c10::kCUDA) return expect_equal(got, expected);
-  ASSERT_EQ(got.size(), expected.size());
-  for (size_t i = 0; i < got.size(); ++i) EXPECT_TENSORS_CLOSE(got[i], expected[i], 1e-4, 1e-6);
-}
-
-std::vector<torch::Tensor> values(const Net& net) {
-  std::vector<torch::Tensor> all;
-  for (const auto& parameter : net->parameters()) all.push_back(full(parameter));
-  return all;
-}
-
-void expect_same(const Net& got, const Net& expected) { expect_same(values(got), values(expected)); }
-
 void expect_on_host(const torch::Tensor& tensor, bool is_pinned) {
   const auto local = DTensor(tensor).local();
   EXPECT_TRUE(local.is_cpu());

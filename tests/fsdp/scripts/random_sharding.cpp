@@ -98,7 +98,8 @@ class Sharder {
     if (extends_ && gathers && !options.shard_placement_fn && draw_.chance(50)) options.gather_extension_fn = extension_of;
     if (replicates_ && draw_.chance(50)) options.bucket_bytes = 100 + draw_.below(2000);
     if (draw_.chance(offload_percent_))
-      options.offload = tests_the_cpu() ? offload_to_files(std::filesystem::temp_directory_path()) : offload_to_host();
+      options.offload =
+          tests_the_cpu() || draw_.chance(50) ? offload_to_files(std::filesystem::temp_directory_path()) : offload_to_host();
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kUnchecked;
     if (draw_.chance(20)) options.communicators = CommunicatorUse::kShared;

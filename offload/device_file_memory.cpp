@@ -1,0 +1,104 @@
+#include <tessera/offload/device_file_memory.h>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
+
+#include <utility>
+
+#include <tessera/collectives/current_stream.h>
+#include <tessera/offload/aligned_memory.h>
+#include <tessera/offload/host_memory.h>
+#include <tessera/offload/tensor_over.h>
+
+namespace tessera::internal {
+
+namespace {
+
+/// Bytes of the host from the start of a page, to whose last page's end the memory goes.
+at::Tensor make_buffer(int64_t bytes, bool pinned) {
+  if (!pinned) return tensor_over(aligned_memory(bytes), 0, {bytes}, at::kByte);
+  auto* const allocator = pinned_allocator();
+  const auto size = static_cast<size_t>(whole_pages(bytes) + kPageBytes);
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), size, allocator->allocate(size), allocator);
+  const auto past_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage.data()) % kPageBytes);
+  return tensor_over(storage, (kPageBytes - past_page) % kPageBytes, {bytes}, at::kByte);
+}
+
+char* memory_of(const at::Tensor& buffer) { return static_cast<char*>(buffer.mutable_data_ptr()); }
+
+/// From a file to a buffer, and from there to the device.
+class FileToDevice final : public PendingCopy {
+ public:
+  FileToDevice(const FileRegion& region, const at::Tensor& destination, bool pinned)
+      : destination_(destination),
+        pinned_(pinned),
+        buffer_(make_buffer(destination.numel(), pinned)),
+        reading_(FileMemory::start(region, Direction::kRead, memory_of(buffer_), buffer_.numel())) {}
+
+  void wait() override {
+    reading_->wait();
+    const at::NoGradGuard no_grad;
+    destination_.copy_(buffer_, /*non_blocking=*/pinned_);
+  }
+
+ private:
+  at::Tensor destination_;
+  bool pinned_;
+  at::Tensor buffer_; ///< stays until the reading has ended
+  std::unique_ptr<PendingCopy> reading_;
+};
+
+class DeviceFileMemory final : public OffloadMemory {
+ public:
+  DeviceFileMemory(std::shared_ptr<FileMemory> file, bool pinned) : file_(std::move(file)), pinned_(pinned) {}
+  void reserve(int64_t bytes) override { file_->reserve(bytes); }
+  c10::DataPtr allocate(int64_t bytes) override { return file_->allocate(bytes); }
+  DelayedFailure& delayed_failure() override { return file_->delayed_failure(); }
+
+  std::unique_ptr<PendingCopy> fetch(const at::Tensor& source, const at::Tensor& destination) override {
+    const auto* region = file_region(*source.storage().unsafeGetStorageImpl());
+    if (region == nullptr) return file_->fetch(source, destination);
+    return std::make_unique<FileToDevice>(*region, destination, pinned_);
+  }
+
+  std::unique_ptr<PendingCopy> store(const std::vector<at::Tensor>& sources,
+                                     const std::vector<at::Tensor>& destinations) override {
+    const auto device = sources.at(0).device();
+    if (device.is_cpu()) return file_->store(sources, destinations);
+    const auto& storage = destinations.at(0).storage();
+    const auto bytes = static_cast<int64_t>(storage.nbytes());
+    const auto buffer = make_buffer(bytes, pinned_);
+    copy_to(buffer, sources, destinations);
+    if (pinned_) {
+      c10::Event copied(device.type());
+      copied.record(current_stream(device));
+      copied.synchronize();
+    }
+    FileMemory::start(*file_region(*storage.unsafeGetStorageImpl()), Direction::kWrite, memory_of(buffer), bytes)->wait();
+    return nullptr;
+  }
+
+ private:
+  /// To where `destinations` lie in their allocation.
+  void copy_to(const at::Tensor& buffer, const std::vector<at::Tensor>& sources,
+               const std::vector<at::Tensor>& destinations) const {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      const auto& to = destinations[i];
+      const auto offset = buffer.storage_offset() + to.storage_offset() * static_cast<int64_t>(to.element_size());
+      tensor_over(buffer.storage(), offset, to.sizes(), to.scalar_type(), {}, to.strides()).copy_(sources[i], pinned_);
+    }
+  }
+
+  std::shared_ptr<FileMemory> file_;
+  bool pinned_;
+};
+
+} // namespace
+
+std::shared_ptr<OffloadMemory> make_device_file_memory(std::shared_ptr<FileMemory> file, bool pinned) {
+  if (pinned) pinned_allocator(); // an error where the process has none
+  return std::make_shared<DeviceFileMemory>(std::move(file), pinned);
+}
+
+} // namespace tessera::internal
