@@ -76,7 +76,7 @@ TEST(Explain, FollowsTheLastForward) {
   for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
   fully_shard(*net, world_mesh());
   const auto all = explain(*net).memory;
-  net->at<torch::nn::LinearImpl>(0).forward(torch::ones({1, 8}));
+  net->at<torch::nn::LinearImpl>(0).forward(torch::ones({1, 8}, test_device()));
   const auto first_layer = explain(*net).memory;
   EXPECT_EQ(first_layer.parameters, all.parameters);
   EXPECT_LT(first_layer.peak, all.peak);

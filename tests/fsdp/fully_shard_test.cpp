@@ -49,7 +49,7 @@ TEST(FullyShard, SeveralModulesMakeOneGroup) {
   const auto handle = fully_shard({a.ptr(), b.ptr()}, world_mesh());
   EXPECT_EQ(handle.parameter_names().size(), 4);
   process_context().reset_counters();
-  EXPECT_TRUE(torch::allclose(b(a(x)), expected));
+  EXPECT_TENSORS_CLOSE(b(a(x.to(test_device()))).detach(), expected);
   EXPECT_EQ(process_context().count(CollectiveKind::kAllGather).calls, world_size() > 1 ? 1 : 0);
 }
 
@@ -108,7 +108,7 @@ TEST(FullyShard, ManyNestedLevelsTrain) {
   const auto x = torch::ones({3, 2});
   for (int step = 0; step < 2; ++step) {
     net->zero_grad();
-    net->forward(x).sum().backward();
+    net->forward(x.to(test_device())).sum().backward();
   }
   plain->forward(x).sum().backward();
   EXPECT_TENSORS_CLOSE(full(net->layer->weight.grad()), plain->layer->weight.grad());
@@ -140,9 +140,9 @@ TEST(FullyShard, OddParametersTrain) {
     FullyShardOptions options;
     options.layout = layout;
     fully_shard(*net, world_mesh(), options);
-    const auto x = torch::arange(3, torch::kFloat);
-    EXPECT_EQ(net->forward(x).item<float>(), plain->forward(x).item<float>());
-    net->forward(x).backward();
+    const auto x = torch::arange(3, torch::kFloat), input = x.to(test_device());
+    EXPECT_EQ(net->forward(input).item<float>(), plain->forward(x).item<float>());
+    net->forward(input).backward();
     plain->forward(x).backward();
     for (const auto& item : plain->named_parameters()) {
       const auto got = net->named_parameters()[item.key()];
@@ -166,7 +166,7 @@ TEST(FullyShard, CopyingAFullTensorKeepsThisRanksPart) {
     const torch::NoGradGuard no_grad;
     linear->weight.copy_(values);
     EXPECT_TRUE(torch::equal(full(linear->weight), values));
-    EXPECT_TRUE(torch::allclose(linear(torch::eye(6)) - linear(torch::zeros({1, 6})), values.t()));
+    EXPECT_TENSORS_CLOSE(linear(torch::eye(6, test_device())) - linear(torch::zeros({1, 6}, test_device())), values.t());
   }
 }
 
@@ -313,16 +313,17 @@ TEST(FullyShard, ReshapingAShardedParameterInPlaceIsAnError) {
       EXPECT_NE(error_of([&] { unsharded(weight).t_(); }).find("aten::t_ on the sharded parameter weight"), std::string::npos);
       EXPECT_EQ(unsharded(weight).t().t_().sizes(), (std::vector<int64_t>{2, 3})); // a view is the caller's own
     }
-    const auto before = linear(torch::ones({1, 3})).sum();
+    const auto x = torch::ones({1, 3}, test_device());
+    const auto before = linear(x).sum();
     EXPECT_NE(error_of(calls[0]), "no error");
     EXPECT_EQ(error_of([&] { before.backward(); }), "no error"); // nothing was written
-    EXPECT_TRUE(torch::allclose(linear(torch::ones({1, 3})), full(weight).sum(1) + full(linear->bias)));
+    EXPECT_TENSORS_CLOSE(linear(x).detach(), (full(weight).sum(1) + full(linear->bias)).unsqueeze(0));
   }
 }
 
 TEST(FullyShard, ModelsOfSomeRanksDoNotConfuseThoseOfAll) {
   if (world_size() != 4) return;
-  const auto grid = init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"});
+  const auto grid = init_device_mesh(test_device_type(), {2, 2}, {"replicate", "shard"});
   const auto slice = grid["shard"];
   torch::manual_seed(0);
   torch::nn::Linear extra(3, 3);
@@ -330,7 +331,7 @@ TEST(FullyShard, ModelsOfSomeRanksDoNotConfuseThoseOfAll) {
   if (world_rank() >= 2) fully_shard(extra, slice);
   fully_shard(*model[0], slice);
   fully_shard(model, world_mesh());
-  EXPECT_NO_THROW(model->forward(torch::ones({2, 3})).sum().backward());
+  EXPECT_NO_THROW(model->forward(torch::ones({2, 3}, test_device())).sum().backward());
 }
 
 TEST(FullyShard, DifferentModelsAreAnError) {
@@ -371,7 +372,7 @@ TEST(FullyShard, DifferentOptionsAreAnError) {
 TEST(FullyShard, AGradientWithoutStorageNamesToLocal) {
   torch::nn::Linear linear(3, 2);
   fully_shard(linear, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
-  linear(torch::ones({1, 3})).sum().backward();
+  linear(torch::ones({1, 3}, test_device())).sum().backward();
   EXPECT_THROWS_WITH(linear->weight.grad().data_ptr(), "use to_local()");
   EXPECT_THROWS_WITH(linear->weight.grad().storage(), "use to_local()");
   EXPECT_THROWS_WITH(linear->weight.data_ptr(), "a DTensor has no storage of its own");
@@ -455,7 +456,7 @@ TEST(FullyShard, BadInputNamesTheCause) {
   EXPECT_NE(error_of([&] { fully_shard(empty, mesh); }).find("has no parameter"), std::string::npos);
   torch::nn::Linear other(3, 2);
   EXPECT_NE(error_of([&] { fully_shard(other, DeviceMesh()); }).find("the mesh is undefined"), std::string::npos);
-  const auto cube = init_device_mesh(torch::kCPU, {1, 1, world_size()}, {"a", "b", "c"});
+  const auto cube = init_device_mesh(test_device_type(), {1, 1, world_size()}, {"a", "b", "c"});
   EXPECT_NE(error_of([&] { fully_shard(other, cube); }).find("a 1-D mesh (shard) or a 2-D mesh"), std::string::npos);
   EXPECT_NE(error_of([&] { replicate(*other, cube); }).find("but the mesh has 3 dims"), std::string::npos);
   EXPECT_NE(error_of([&] { replicate(*other, cube); }).find("its flatten() has one"), std::string::npos);

@@ -36,9 +36,12 @@ struct AdaptedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Adapted);
 
-torch::Tensor rows_of(int64_t rank) { return torch::arange(10.0F).view({2, 5}) / 10 + static_cast<float>(rank); }
+torch::Tensor rows_of(int64_t rank, c10::Device device = test_device()) {
+  return (torch::arange(10.0F).view({2, 5}) / 10 + static_cast<float>(rank)).to(device);
+}
 
 void shard(Adapted& model, const Strategy& strategy) {
+  model->to(test_device()); // fully_shard leaves ignored parameters where they are
   auto options = strategy.options;
   options.ignored_params = model->adapters();
   const auto wrap = [&](torch::nn::Module& module) {
@@ -51,11 +54,14 @@ void shard(Adapted& model, const Strategy& strategy) {
 /// A step of the unsharded twin: the mean gradient over the ranks, but this rank's own of the adapters.
 void step_twin(Adapted& twin) {
   twin->zero_grad();
-  twin->forward(rows_of(world_rank())).sum().backward();
+  twin->forward(rows_of(world_rank(), twin_device())).sum().backward();
   const auto adapters = twin->adapters();
   for (auto& parameter : twin->parameters()) {
     const bool is_adapter = parameter.is_same(adapters[0]) || parameter.is_same(adapters[1]);
-    if (!is_adapter) world_mesh().communicator()->all_reduce(parameter.mutable_grad(), ReduceOp::kAvg, "gradient").wait();
+    if (is_adapter) continue;
+    auto mean = parameter.grad().to(test_device());
+    world_mesh().communicator()->all_reduce(mean, ReduceOp::kAvg, "gradient").wait();
+    parameter.mutable_grad().copy_(mean);
   }
 }
 
@@ -63,6 +69,7 @@ TEST(IgnoredParams, TrainByThemselvesBesideShardsWithoutAWarning) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
     Adapted model, twin;
+    twin->to(twin_device());
     shard(model, strategy);
     torch::optim::SGD ours(model->parameters(), 0.1), theirs(twin->parameters(), 0.1);
     for (int step = 0; step < 3; ++step) {
@@ -118,7 +125,7 @@ TEST(IgnoredParams, SayWhatIsWrong) {
 TEST(FullyShardWithoutAMesh, TakesTheWholeWorld) {
   torch::nn::Linear a(4, 3), b(4, 3), c(4, 3);
   const FullyShardOptions unchecked{.initial_weights = InitialWeights::kUnchecked};
-  const auto world = init_device_mesh(torch::kCPU, {world_size()});
+  const auto world = init_device_mesh(torch::cuda::is_available() ? torch::kCUDA : torch::kCPU, {world_size()});
   EXPECT_EQ(fully_shard(a, unchecked).mesh(), world);
   EXPECT_EQ(fully_shard({b.ptr()}, unchecked).mesh(), world);
   EXPECT_EQ(replicate(c, unchecked).mesh(), world);

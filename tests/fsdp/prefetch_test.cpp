@@ -36,7 +36,7 @@ struct Chain {
   void step(bool with_backward = true) {
     in_forward.clear();
     in_backward.assign(kLayers, "");
-    auto x = torch::ones({2, 6});
+    auto x = torch::ones({2, 6}, test_device());
     for (size_t i = 0; i < kLayers; ++i) {
       x = net[i]->as<torch::nn::Linear>()->forward(x);
       in_forward.push_back(open());
@@ -111,7 +111,7 @@ TEST(Prefetch, SettingsOfABlockStayWhenItsRootIsSharded) {
   const auto second = fully_shard(*net[1], world_mesh());
   first.set_prefetch_depth(0);
   fully_shard(*net, world_mesh());
-  net[0]->as<torch::nn::Linear>()->forward(torch::ones({2, 6}));
+  net[0]->as<torch::nn::Linear>()->forward(torch::ones({2, 6}, test_device()));
   EXPECT_FALSE(second.state()->group()->is_open());
 }
 
@@ -122,7 +122,7 @@ TEST(Prefetch, PassesOverWhatHasNoMemoryYet) {
   fully_shard(*net[0], world_mesh());
   fully_shard(*net[1], world_mesh());
   fully_shard(*net, world_mesh());
-  EXPECT_EQ(net[0]->as<torch::nn::Linear>()->forward(torch::ones({2, 6})).size(0), 2);
+  EXPECT_EQ(net[0]->as<torch::nn::Linear>()->forward(torch::ones({2, 6}, test_device())).size(0), 2);
 }
 
 TEST(Prefetch, NeedsModulesOfTheSameModelAndAGroup) {
@@ -134,7 +134,8 @@ TEST(Prefetch, NeedsModulesOfTheSameModelAndAGroup) {
 
 TEST(UnshardAsync, GathersWhileOtherWorkRuns) {
   Chain chain;
-  const auto expected = call(chain.net, torch::ones({2, 6})).detach(); // whose end frees what it gathered
+  const auto x = torch::ones({2, 6}, test_device());
+  const auto expected = call(chain.net, x).detach(); // whose end frees what it gathered
   process_context().reset_counters();
   auto handle = chain.layers[3].unshard_async();
   auto dropped = chain.layers[2].unshard_async();
@@ -142,7 +143,7 @@ TEST(UnshardAsync, GathersWhileOtherWorkRuns) {
   handle.wait();
   handle.wait();
   EXPECT_EQ(process_context().count(CollectiveKind::kAllGather).calls, world_size() > 1 ? 2 : 0);
-  EXPECT_TENSORS_CLOSE(chain.net->forward(torch::ones({2, 6})).detach(), expected);
+  EXPECT_TENSORS_CLOSE(chain.net->forward(x).detach(), expected);
   EXPECT_EQ(process_context().count(CollectiveKind::kAllGather).calls, world_size() > 1 ? 5 : 0) << "each group once";
   chain.layers[3].reshard();
   handle.wait(); // of a group that was freed: nothing to wait for

@@ -28,9 +28,9 @@ struct AdaptedImpl : torch::nn::Module {
     const auto y = base(x);
     return down.defined() ? y + torch::linear(torch::linear(x, down), up) : y;
   }
-  void add_adapter() {
-    const auto make = [](std::vector<int64_t> sizes) {
-      return torch::arange(sizes[0] * sizes[1], torch::kFloat).view(sizes).mul(0.01);
+  void add_adapter(c10::Device device = torch::kCPU) {
+    const auto make = [&](std::vector<int64_t> sizes) {
+      return torch::arange(sizes[0] * sizes[1], torch::kFloat).view(sizes).mul(0.01).to(device);
     };
     down = register_parameter("down", make({2, base->weight.size(1)}));
     up = register_parameter("up", make({base->weight.size(0), 2}));
@@ -80,7 +80,7 @@ void step(Tower& tower, torch::optim::Optimizer& optimizer, const Tensor& rows) 
   optimizer.zero_grad();
 }
 
-Tensor mine(const Tensor& rows) { return part_of(rows, world_rank(), world_size()); }
+Tensor mine(const Tensor& rows) { return part_of(rows, world_rank(), world_size()).to(test_device()); }
 
 using Change = std::pair<std::string, std::function<void(Tower&)>>;
 
@@ -195,7 +195,7 @@ TEST(ReshardParameters, AModuleInPlaceOfAShardedOneHasTheOptionsOfTheOneAbove) {
     EXPECT_THAT(done.added, ::testing::UnorderedElementsAre("head.weight", "head.bias"));
     EXPECT_THAT(done.removed, ::testing::UnorderedElementsAre("head.weight", "head.bias"));
     EXPECT_FALSE(is_sharded(*tower->head));
-    EXPECT_EQ(tower->head(torch::ones({2, 3})).scalar_type(), torch::kFloat);
+    EXPECT_EQ(tower->head(torch::ones({2, 3}, test_device())).scalar_type(), torch::kFloat);
     EXPECT_TRUE(reshard_parameters(tower).removed.empty());
   }
 }
@@ -232,7 +232,7 @@ TEST(ReshardParameters, AModuleKeepsItsOptionsWhenAllItsParametersAreNew) {
   EXPECT_THAT(done.added, ::testing::ElementsAre("gain.gain"));
   EXPECT_THAT(done.removed, ::testing::ElementsAre("gain.gain"));
   EXPECT_TRUE(is_sharded(*holder.gain));
-  EXPECT_EQ((holder.gain->gain * torch::ones({3})).scalar_type(), torch::kBFloat16);
+  EXPECT_EQ((holder.gain->gain * torch::ones({3}, test_device())).scalar_type(), torch::kBFloat16);
 }
 
 TEST(ReshardParameters, AModelWhoseParametersAreAllNewIsShardedAgain) {
@@ -241,8 +241,8 @@ TEST(ReshardParameters, AModelWhoseParametersAreAllNewIsShardedAgain) {
   gain->renew();
   EXPECT_THROWS_WITH(reshard_parameters(gain), "call fully_shard on it, also where all parameters that it sharded were replaced");
   fully_shard(*gain, world_mesh());
-  (gain->gain * torch::ones({3})).sum().backward();
-  EXPECT_TRUE(DTensor(gain->gain.grad()).full_tensor().equal(torch::ones({3})));
+  (gain->gain * torch::ones({3}, test_device())).sum().backward();
+  EXPECT_TENSORS_EQUAL(full(gain->gain.grad()), torch::ones({3}));
 }
 
 TEST(ReshardParameters, CostsACollectiveWhereNothingChanged) {
@@ -343,7 +343,7 @@ TEST(ReshardParameters, SaysWhatIsWrong) {
   shard_tower(tower, {"full"});
   EXPECT_THROWS_WITH(reshard_parameters(*tower->first), "is a part of the model tessera::testing::");
   EXPECT_THROWS_WITH(reshard_parameters(tower, {.dtype = torch::kInt}), "the dtype Int is no floating-point one");
-  tower->first->add_adapter();
+  tower->first->add_adapter(test_device());
   EXPECT_THROWS_WITH(tower->forward(mine(rows_of(0))), "tessera::reshard_parameters shards what was added");
   for (auto& parameter : tower->first->parameters(false)) parameter.requires_grad_(false);
   tower->forward(mine(rows_of(0))).sum().backward();

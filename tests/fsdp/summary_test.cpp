@@ -92,7 +92,7 @@ TEST(Summary, TellsLayoutsMeshesAndStatesApart) {
   const FullyShardOptions unchecked{.reshard_after_forward = true, .initial_weights = InitialWeights::kUnchecked};
   fully_shard(*ragged, world_mesh(), unchecked);
   EXPECT_THAT(rows_of(*ragged), ElementsAre("weight (RaggedShard)", "bias (RaggedShard)", n + " ranks freed"));
-  fully_shard(*hybrid, init_device_mesh(torch::kCPU, {1, world_size()}), kPerParameter);
+  fully_shard(*hybrid, init_device_mesh(test_device_type(), {1, world_size()}), kPerParameter);
   EXPECT_THAT(rows_of(*hybrid),
               ElementsAre("weight (Replicate(), Shard(0))", "bias (Replicate(), Shard(0))", "1 x " + n + " ranks kept"));
   replicate(*replicated, world_mesh(), unchecked);
@@ -116,6 +116,7 @@ struct Forgotten : torch::nn::Module {
     }
   }
   torch::Tensor forward(torch::Tensor x) {
+    head->to(x.device());
     for (auto& block : *blocks) x = block->as<torch::nn::Linear>()->forward(x);
     return head(x).sum();
   }
@@ -151,7 +152,7 @@ std::vector<std::string> warnings_of(Forgotten& model, int steps, int micro_batc
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     for (int i = 0; i < micro_batches; ++i) {
-      auto x = torch::ones({2, 7}).requires_grad_(true); // a leaf that nobody steps
+      auto x = torch::ones({2, 7}, test_device()).requires_grad_(true); // a leaf that nobody steps
       model.forward(x).backward();
       const torch::NoGradGuard no_grad;
       x.add_(1);
@@ -195,14 +196,14 @@ std::vector<std::string> warnings_of_inputs(int64_t rows, int backwards, bool th
   torch::nn::Sequential model(torch::nn::Linear(7, 7));
   fully_shard(*model, world_mesh());
   torch::optim::SGD optimizer(model->parameters(), 0.01);
-  const auto x = torch::zeros({rows, 7}).requires_grad_();
+  const auto x = torch::zeros({rows, 7}, test_device()).requires_grad_();
   const auto again = is_held_twice ? x : torch::Tensor();
   for (int step = 0; step < 3; ++step) {
     optimizer.zero_grad();
     for (int i = 0; i < backwards; ++i) {
       {
         const torch::NoGradGuard no_grad;
-        (through_data ? x.data() : x).add_(torch::rand({rows, 7}));
+        (through_data ? x.data() : x).add_(torch::rand({rows, 7}, test_device()));
       }
       x.mutable_grad() = torch::Tensor();
       model->forward(x).square().mean().backward();
