@@ -344,5 +344,32 @@ TEST_F(Streams, AReductionMayEndBesideOperatorsThatRunOnItsStream) {
   }
 }
 
+/// Which parameters were used is kept on the device, in memory of the stream of the first backward.
+TEST_F(Streams, AModelMayEndWhileAnotherStreamReadsWhatWasUsed) {
+  const auto one = sim::new_stream("one"), two = sim::new_stream("two");
+  for (const int layers : {2, 80}) { // whose gradients are copied piece by piece, and in one launch
+    torch::nn::Sequential net;
+    torch::manual_seed(0);
+    for (int i = 0; i < layers; ++i) net->push_back(torch::nn::Linear(2, 2));
+    fully_shard(net, world_mesh());
+    const auto& group = *fsdp(*net).state()->group();
+    const int64_t parameters = 2 * layers;
+    const auto layout = internal::plan_reduce(group.layout(), std::vector<bool>(static_cast<size_t>(parameters), true));
+    const int64_t row = layout.chunk_numel - layout.used_offset, ranks = world_size();
+    const auto x = torch::ones({2, 2}, sim::kDevice);
+    InOneOrder program;
+    for (const auto& stream : {one, two}) {
+      program.on(stream, [&] {
+        net->forward(x).sum().backward();
+        net->zero_grad(); // gradients are the program's
+      });
+    }
+    net = nullptr;
+    const c10::StreamGuard guard(one);
+    for (const int64_t numel : {parameters, row, ranks * row}) write_memory_of(numel * static_cast<int64_t>(sizeof(float)));
+    expect_no_races();
+  }
+}
+
 } // namespace
 } // namespace tessera::testing

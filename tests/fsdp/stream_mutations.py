@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROGRAMS = ["sharded_simulated_device_test", "offload_to_host_test", "staged_test"]
+PROGRAMS = ["sharded_simulated_device_test", "offload_to_host_test", "offload_test", "staged_test"]
 
 # file, the line or lines, what takes their place
 MUTATIONS = [
@@ -49,6 +49,9 @@ MUTATIONS = [
     ("fsdp/gather.cpp", "  if (!std::exchange(fetching_, Work()).is_completed()) streams().gather.synchronize();\n", ""),
     ("fsdp/schedule.cpp", "    wait_for_copies();\n", "    for (auto& each : ready_) each.copy = nullptr;\n"),
     ("offload/host_memory.cpp", "    if (!end_.query()) end_.synchronize();\n", ""),
+    ("offload/device_file_memory.cpp", "      copied.synchronize();\n", ""),
+    ("offload/device_file_memory.cpp", "    reading_->wait();\n", ""),
+    ("fsdp/reduce_buffer.cpp", " && stream == current_stream_if_any(values.device());", ";"),
     ("checkpoint/pieces.cpp", "  tensor.copy_(tensor);", ""),
     ("fsdp/gather.cpp", "    work.wait();\n    complete_gather", "    complete_gather"),
     ("fsdp/gather.cpp", "    secondary_users_.join();\n", ""),

@@ -77,7 +77,7 @@ std::vector<TensorLayout> layouts_of(const IValue& value) {
 
 at::Tensor zeros_like(const at::Tensor& tensor) {
   auto zeros = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
-  std::memset(zeros.mutable_data_ptr(), 0, zeros.storage().nbytes());
+  if (const auto bytes = zeros.storage().nbytes(); bytes > 0) std::memset(zeros.mutable_data_ptr(), 0, bytes);
   return zeros;
 }
 
