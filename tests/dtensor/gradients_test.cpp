@@ -122,7 +122,8 @@ TEST(SecondOrder, OfTheApiEqualsPlainTensors) {
         SCOPED_TRACE(::testing::Message() << function.name << " " << from << " " << to);
         const auto weight = [&](const Tensor& y) {
           const auto values = draw(y.sizes(), 2);
-          return is_dtensor(y) ? placed(values, grid, Placements(static_cast<size_t>(grid.ndim()), Shard{0})) : values;
+          return is_dtensor(y) ? placed(values, grid, Placements(static_cast<size_t>(grid.ndim()), Shard{0}))
+                               : values.to(y.device());
         };
         const auto moved = to_the_second_order(
             placed(whole, grid, from).requires_grad_(), [&](const Tensor& x) { return function.run(DTensor(x), to); }, weight);
@@ -142,8 +143,8 @@ TEST(SecondOrder, OfPartsEqualsDifferences) {
       const auto y = from_local(local, mesh, {placement}).redistribute({Replicate{}});
       return grad({y.pow(3).sum()}, {local}, {}, std::nullopt, graph)[0];
     };
-    const auto local = draw({2, 3}, 10 + rank).requires_grad_();
-    const auto direction = draw({2, 3}, 20 + rank), weight = draw({2, 3}, 30 + rank);
+    const auto own = [&](uint64_t seed) { return draw({2, 3}, seed + rank).to(mesh.device()); };
+    const auto local = own(10).requires_grad_(), direction = own(20), weight = own(30);
     const auto second = grad({(gradient(local, true) * weight).sum()}, {local})[0];
     constexpr double kStep = 1e-5;
     const auto there = gradient((local + kStep * direction).detach().requires_grad_(), false),

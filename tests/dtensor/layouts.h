@@ -27,7 +27,7 @@ inline at::Tensor whole_of(const at::Tensor& tensor) { return is_dtensor(tensor)
 
 /// `whole` in every `ranks`th element, 0 in the others.
 inline at::Tensor held_by(int64_t rank, int64_t ranks, const at::Tensor& whole) {
-  return torch::where(torch::arange(whole.numel()).remainder(ranks).eq(rank).view(whole.sizes()), whole,
+  return torch::where(torch::arange(whole.numel(), whole.device()).remainder(ranks).eq(rank).view(whole.sizes()), whole,
                       torch::zeros_like(whole));
 }
 

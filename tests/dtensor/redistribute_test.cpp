@@ -25,7 +25,7 @@ class SentBytes {
   }
   /// Of the rank that sends most. Every rank calls it.
   double most() const {
-    auto sent = torch::tensor({count() - start_});
+    auto sent = torch::tensor({count() - start_}).to(test_device());
     line_mesh().communicator()->all_reduce(sent, ReduceOp::kMax, "SentBytes").wait();
     return sent.item<double>();
   }
@@ -204,14 +204,14 @@ TEST(Redistribute, ZeroDimsAndOtherDtypes) {
     EXPECT_TENSORS_EQUAL(source.redistribute({Shard{1}}).local(), lay_out(whole, mesh, {Shard{1}}));
   }
   const auto flags = torch::arange(6).remainder(2).to(at::kBool);
-  const auto any = from_local(flags, mesh, {Partial{Partial::Op::kMax}});
+  const auto any = from_local(flags.to(mesh.device()), mesh, {Partial{Partial::Op::kMax}});
   EXPECT_TENSORS_EQUAL(any.full_tensor(), flags);
 }
 
 TEST(Redistribute, NormsOfNarrowTypesDoNotOverflow) {
   const auto mesh = line_mesh();
   for (const auto dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
-    const auto parts = from_local(torch::full({2}, 1024).to(dtype), mesh, {Partial{Partial::Op::kNorm}});
+    const auto parts = from_local(torch::full({2}, 1024).to(mesh.device(), dtype), mesh, {Partial{Partial::Op::kNorm}});
     EXPECT_TENSORS_CLOSE(parts.full_tensor(), torch::full({2}, 1024 * std::sqrt(mesh.size())).to(dtype), 1e-2);
   }
 }
@@ -226,7 +226,7 @@ TEST(Redistribute, ANormHasNoSign) {
 
 TEST(Redistribute, Gradients) {
   const auto mesh = line_mesh();
-  const auto whole = values({5, 3});
+  const auto whole = values({5, 3}).to(mesh.device());
   for (const auto& from : whole_placements({5, 3}, mesh.size())) {
     for (const auto& to : whole_placements({5, 3}, mesh.size())) {
       auto local = lay_out(whole, mesh, {from}).requires_grad_();
@@ -239,7 +239,7 @@ TEST(Redistribute, Gradients) {
 
 TEST(Redistribute, GradientOfPartialIsReplicated) {
   const auto mesh = line_mesh();
-  const auto whole = values({2, 2});
+  const auto whole = values({2, 2}).to(mesh.device());
   auto local = lay_out(whole, mesh, {Partial{}}).requires_grad_();
   (from_local(local, mesh, {Partial{}}).redistribute({Replicate{}}).full_tensor() * whole).sum().backward();
   EXPECT_TENSORS_EQUAL(local.grad(), whole);
@@ -254,7 +254,7 @@ TEST(Redistribute, CastsOnTheWay) {
   EXPECT_EQ(moved.scalar_type(), at::kBFloat16);
   EXPECT_EQ(moved.spec().dtype(), at::kBFloat16);
   EXPECT_TENSORS_EQUAL(moved.full_tensor().detach(), whole.to(at::kBFloat16));
-  (moved.full_tensor() * torch::full({5, 3}, 0.1)).sum().backward();
+  (moved.full_tensor() * torch::full({5, 3}, 0.1, mesh.device())).sum().backward();
   // 0.1 was rounded to bfloat16 by the product's cast and fits half; the gradient comes back in the tensor's own dtype.
   EXPECT_TENSORS_EQUAL(local.grad(), torch::full(local.sizes(), 0.1).to(at::kBFloat16).to(at::kFloat));
   EXPECT_TENSORS_EQUAL(source.redistribute({Shard{0}}, {.forward_dtype = at::kDouble}).full_tensor().detach(),
@@ -284,7 +284,7 @@ TEST(Redistribute, InFlight) {
   }
   auto local = lay_out(values({5, 3}), mesh, {Shard{0}}).requires_grad_();
   auto pending = from_local(local, mesh, {Shard{0}}, std::vector<int64_t>{5, 3}).redistribute_async({Replicate{}});
-  (pending.wait().full_tensor() * values({5, 3})).sum().backward();
+  (pending.wait().full_tensor() * values({5, 3}).to(mesh.device())).sum().backward();
   EXPECT_TENSORS_EQUAL(local.grad(), lay_out(values({5, 3}), mesh, {Shard{0}}));
 }
 
@@ -375,7 +375,7 @@ TEST(Redistribute, BetweenMeshesMovesNoMoreThanItMustAndIsDifferentiable) {
   std::vector<int64_t> backwards(ranks);
   std::iota(backwards.rbegin(), backwards.rend(), 0);
   const auto line = line_mesh(), reversed = make_device_mesh(test_device_type(), {ranks}, backwards);
-  const auto whole = values({ranks * 2, 3});
+  const auto whole = values({ranks * 2, 3}).to(test_device());
   auto local = lay_out(whole, line, {Shard{0}}).requires_grad_();
   const auto source = from_local(local, line, {Shard{0}});
   const CountCollectives counted;

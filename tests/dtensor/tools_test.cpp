@@ -196,7 +196,9 @@ TEST(Scopes, HoldOnTheThreadsOfABackward) {
   EXPECT_EQ(log.records().size(), world_size() == 1 ? 0u : 1u); // one rank has the whole
   {
     const ImplicitReplication scope;
-    run_as_backward([&] { EXPECT_TENSORS_EQUAL(DTensor(tensor + torch::ones({4, 3})).full_tensor(), torch::full({4, 3}, 2.0)); });
+    run_as_backward([&] {
+      EXPECT_TENSORS_EQUAL(DTensor(tensor + torch::ones({4, 3}, mesh.device())).full_tensor(), torch::full({4, 3}, 2.0));
+    });
   }
   run_as_backward([&] { EXPECT_THROWS_WITH(tensor + torch::ones({4, 3}), "cannot be mixed with DTensors"); });
   const StrictSharding strict;

@@ -40,8 +40,8 @@ TEST(Write, CountsVersionsOfWhatToLocalReturned) {
                                 [](Tensor& weight) { weight.t().mul_(2); },
                                 [](Tensor& weight) {
                                   const Tensors state[]{{weight.clone()}, {weight.clone()}, {weight.clone()}};
-                                  at::_fused_adamw_({weight}, state[0], state[1], state[2], {}, {torch::tensor(1.0)}, 0.1, 0.9,
-                                                    0.99, 0.1, 1e-8, false, false);
+                                  at::_fused_adamw_({weight}, state[0], state[1], state[2], {}, {torch::ones({}, test_device())},
+                                                    0.1, 0.9, 0.99, 0.1, 1e-8, false, false);
                                 }};
   for (size_t i = 0; i < edits.size(); ++i) {
     SCOPED_TRACE(i);
@@ -69,7 +69,7 @@ TEST(Write, ListOperatorsMakeCopiedViewsStale) {
 /// A one-element Partial(sum) of value ranks * (ranks + 1) / 2, and its local tensor.
 struct Sum {
   explicit Sum(const std::vector<int64_t>& sizes)
-      : local(torch::full(sizes, process_context().rank() + 1.0, torch::kDouble)),
+      : local(torch::full(sizes, process_context().rank() + 1.0, torch::dtype(torch::kDouble).device(test_device()))),
         tensor(from_local(local, line_mesh(), {Partial{}}).requires_grad_(false)),
         value(static_cast<double>(world_size() * (world_size() + 1)) / 2) {}
   Tensor local, tensor;
@@ -129,7 +129,7 @@ TEST(Write, ClipGradNormOfOneElementSums) {
 
 TEST(Write, CopiesIntoAnotherTypeReduceFirst) {
   const auto mesh = line_mesh();
-  const auto halves = Tensor(from_local(torch::full({2}, 0.5), mesh, {Partial{}}));
+  const auto halves = Tensor(from_local(torch::full({2}, 0.5, mesh.device()), mesh, {Partial{}}));
   const auto expected = torch::full({2}, world_size() / 2, torch::kInt);
   for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Partial{})}) {
     const auto target = [&] { return Tensor(make(torch::zeros({2}, torch::kInt), mesh, {placement})); };
@@ -154,7 +154,7 @@ TEST(Write, AveragesBesideNarrowTypesDoNotOverflow) {
   for (const auto& whole :
        {torch::ones(sizes, torch::kBool), torch::full(sizes, 100, torch::kChar), torch::full(sizes, 60000, torch::kHalf)}) {
     const auto split = Tensor(make(whole, mesh, {Shard{0}}));
-    const auto average = Tensor(from_local(torch::zeros(sizes), mesh, {Partial{Partial::Op::kAvg}}));
+    const auto average = Tensor(from_local(torch::zeros(sizes, mesh.device()), mesh, {Partial{Partial::Op::kAvg}}));
     EXPECT_TENSORS_CLOSE(DTensor(split + average).full_tensor(), whole + torch::zeros(sizes));
     EXPECT_TENSORS_CLOSE(DTensor(average.add(split, 2)).full_tensor(), torch::zeros(sizes).add(whole, 2));
   }
@@ -171,7 +171,7 @@ TEST(Write, FusedAdamReturnsListsOfDifferentlyPlacedTensors) {
         lists[list].push_back(plain ? whole : Tensor(make(whole, mesh, placement)));
       }
     }
-    const Tensors steps(3, torch::tensor(3.0));
+    const Tensors steps(3, torch::tensor(3.0F).to(plain ? c10::Device(at::kCPU) : test_device()));
     const auto [parameters, gradients, averages, squares, max_squares] =
         at::_fused_adam(lists[0], lists[1], lists[2], lists[3], lists[4], steps, 0.1, 0.9, 0.99, 0.1, 1e-8, true, false);
     return std::vector<Tensors>{parameters, averages, squares, max_squares};

@@ -32,10 +32,10 @@ namespace {
 
 using torch::Tensor;
 
-#if defined(__has_feature) // Clang
-constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
-#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) // GCC, where a header may define __has_feature
 constexpr bool kIsSanitized = true;
+#elif defined(__has_feature) // Clang
+constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
 #else
 constexpr bool kIsSanitized = false;
 #endif
