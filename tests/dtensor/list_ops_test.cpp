@@ -1,8 +1,8 @@
 // Operators on lists of tensors, each under another placement.
+#include "op_cases.h"
+
 #include <ATen/ops/_fused_adam_ops.h>
 #include <ATen/ops/_fused_adamw_ops.h>
-
-#include "op_cases.h"
 
 namespace tessera::testing {
 namespace {
