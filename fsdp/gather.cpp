@@ -28,8 +28,9 @@ void ParameterGroup::start_fetch() {
     const auto bytes = static_cast<int64_t>(shard_.nbytes()), size = whole_pages(bytes) + kPageBytes;
     const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(size), cache().allocate(size));
     const auto past_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage.data()) % kPageBytes);
-    fetched_ = tensor_over(storage, kPageBytes - past_page, {bytes}, at::kByte);
-    fetch_ = memory_->fetch(shard_, fetched_);
+    const auto destination = tensor_over(storage, kPageBytes - past_page, {bytes}, at::kByte);
+    fetch_ = memory_->fetch(shard_, destination);
+    fetched_ = destination; // not where the fetch cannot begin
     return Work();
   });
   fetched_version_ = shard_version();

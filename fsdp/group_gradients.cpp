@@ -86,7 +86,7 @@ void deliver(ReadyGradient ready) {
     auto* sum_meta = dtensor_meta(sum);
     TORCH_CHECK(is_sharded_as(parameter, sum_meta), "the gradient of ", ready.group->full_name(ready.index),
                 " was replaced by a tensor that is not sharded as the parameter is");
-    sum_meta->local.add_(meta->local.to(sum_meta->local.device())); // the device's, where it could not be written to a file
+    sum_meta->local.add_(meta->local.to(sum_meta->local.device())); // a program's may be on the device
   } else {
     const bool is_kept = added.use_count() > 1; // by a hook, whose tensor the next backward must not change
     sum = is_kept ? make_gradient(meta->local.clone(), parameter) : std::move(added);
@@ -434,8 +434,11 @@ void GroupGradients::offload(ReadyGradients& ready, size_t first) const {
   MovedTensors moved;
   try {
     moved = start_move(*group_.memory(), locals);
-  } catch (const std::exception& error) { // the other ranks go on with the backward: the gradients stay where they are
-    return group_.memory()->delayed_failure().note(error_text(error));
+  } catch (const std::exception& error) { // the other ranks go on with the backward: the gradients are in the host's memory
+    group_.memory()->delayed_failure().note(error_text(error));
+    for (size_t i = first; i < ready.size(); ++i)
+      ready[i].value = make_gradient(locals[i - first].to(at::kCPU), group_.parameters()[ready[i].index]);
+    return;
   }
   const std::shared_ptr<PendingCopy> copy = std::move(moved.copy);
   for (size_t i = first; i < ready.size(); ++i) {

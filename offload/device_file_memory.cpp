@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
 
+#include <exception>
 #include <utility>
 
 #include <tessera/collectives/current_stream.h>
@@ -48,6 +49,16 @@ class FileToDevice final : public PendingCopy {
   std::unique_ptr<PendingCopy> reading_;
 };
 
+/// What the device could not compute.
+class FailedCopy final : public PendingCopy {
+ public:
+  explicit FailedCopy(std::exception_ptr error) : error_(std::move(error)) {}
+  void wait() override { std::rethrow_exception(error_); }
+
+ private:
+  std::exception_ptr error_;
+};
+
 class DeviceFileMemory final : public OffloadMemory {
  public:
   DeviceFileMemory(std::shared_ptr<FileMemory> file, bool pinned) : file_(std::move(file)), pinned_(pinned) {}
@@ -68,11 +79,15 @@ class DeviceFileMemory final : public OffloadMemory {
     const auto& storage = destinations.at(0).storage();
     const auto bytes = static_cast<int64_t>(storage.nbytes());
     const auto buffer = make_buffer(bytes, pinned_);
-    copy_to(buffer, sources, destinations);
-    if (pinned_) {
-      c10::Event copied(device.type());
-      copied.record(current_stream(device));
-      copied.synchronize();
+    try {
+      copy_to(buffer, sources, destinations);
+      if (pinned_) {
+        c10::Event copied(device.type());
+        copied.record(current_stream(device));
+        copied.synchronize();
+      }
+    } catch (const std::exception&) {
+      return std::make_unique<FailedCopy>(std::current_exception());
     }
     FileMemory::start(*file_region(*storage.unsafeGetStorageImpl()), Direction::kWrite, memory_of(buffer), bytes)->wait();
     return nullptr;

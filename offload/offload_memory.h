@@ -60,7 +60,7 @@ class OffloadMemory {
   /// stay, and nobody writes them.
   virtual std::unique_ptr<PendingCopy> fetch(const at::Tensor& source, const at::Tensor& destination) = 0;
   /// Starts to copy `sources`, of the device, to `destinations`, which are alike and lie in one allocation of this memory. Null
-  /// where that has ended.
+  /// where that has ended. Throws what this memory cannot do; an error of the device is thrown by `wait`.
   virtual std::unique_ptr<PendingCopy> store(const std::vector<at::Tensor>& sources,
                                              const std::vector<at::Tensor>& destinations) = 0;
 

@@ -25,6 +25,7 @@
 #include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/draw.h>
 #include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/sanitized.h>
 #include <tessera/tests/support/sweep.h>
 
 namespace tessera::testing {
@@ -32,14 +33,6 @@ namespace {
 
 using torch::Tensor;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) // GCC, where a header may define __has_feature
-constexpr bool kIsSanitized = true;
-#elif defined(__has_feature) // Clang
-constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
-#else
-constexpr bool kIsSanitized = false;
-#endif
-/// Sanitizers keep freed memory, to find uses of it.
 constexpr int64_t kResidentSlack = kIsSanitized ? 1 << 30 : 4 << 20;
 
 struct UsersError : std::runtime_error {

@@ -10,10 +10,12 @@
 #include <tessera/optim/step.h>
 #include <tessera/training/averaged_model.h>
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -23,6 +25,7 @@
 #include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/checkpoint/small_disk.h>
 #include <tessera/tests/fsdp/offload_training.h>
+#include <tessera/tests/support/sanitized.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 #include <tessera/tests/support/temporary_folder.h>
 
@@ -305,8 +308,65 @@ TEST(Offload, TellsEveryRankOfAGradientThatCannotBeWritten) {
   const auto text = error_of_all([&] { step(*training.optimizer); });
   EXPECT_THAT(text, ::testing::HasSubstr("offload: cannot write "));
   EXPECT_THAT(text, ::testing::HasSubstr("on rank 0: File too large"));
-  for (const auto& parameter : training.net->parameters()) EXPECT_TRUE(full(parameter.grad()).defined());
+  for (const auto& parameter : training.net->parameters())
+    EXPECT_TRUE(DTensor(parameter.grad()).local().is_cpu()) << "as on the other ranks";
   train(training, 2, 3);
+}
+
+/// No more than `more` bytes of address space for this process while it lives.
+class AddressSpaceLimit {
+ public:
+  explicit AddressSpaceLimit(int64_t more) {
+    ::getrlimit(RLIMIT_AS, &before_);
+    int64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlimit limit{static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE) + more), before_.rlim_max};
+    ::setrlimit(RLIMIT_AS, &limit);
+  }
+  AddressSpaceLimit(const AddressSpaceLimit&) = delete;
+  AddressSpaceLimit& operator=(const AddressSpaceLimit&) = delete;
+  ~AddressSpaceLimit() { ::setrlimit(RLIMIT_AS, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+TEST(Offload, ReadsAgainAfterAReadThatCouldNotBegin) {
+  if (test_device_type() != sim::kDeviceType || world_size() > 1 || kIsSanitized)
+    GTEST_SKIP() << "needs one rank's buffers between a file and a device, and a limit of address space";
+  constexpr int64_t kWidth = 3000;
+  const TemporaryFolder folder;
+  torch::nn::Linear linear(kWidth, kWidth);
+  auto handle = fully_shard(linear, world_mesh(), {.offload = offload_to_files(folder.path(), /*pin_memory=*/false)});
+  const torch::NoGradGuard no_grad;
+  const auto x = torch::ones({1, kWidth}, test_device());
+  const auto expected = linear(x).cpu();
+  for (int i = 0; i < 2; ++i) { // whose blocks the device keeps
+    handle.reshard();
+    if (i == 0) linear(x);
+  }
+  sim::synchronize();
+  {
+    const AddressSpaceLimit limit(int64_t{8} << 20);
+    EXPECT_THROWS_WITH(linear(x), "offload: no memory for a buffer of 36");
+  }
+  EXPECT_TENSORS_EQUAL(linear(x).cpu(), expected);
+}
+
+TEST(Offload, AnErrorOfTheDeviceIsOneOfTheBackward) {
+  if (test_device_type() != sim::kDeviceType) GTEST_SKIP() << "needs a device that goes on after its errors";
+  const TemporaryFolder folder;
+  for (const bool pins : {true, false}) {
+    auto strategy = strategies()[0];
+    strategy.options.offload = offload_to_files(folder.path(), pins);
+    auto training = make_training(strategy, makers()[1]);
+    const auto loss = loss_on_device(training.net, own_batch(0));
+    const auto text = error_of([&] { // the latest
+      const auto wrong = torch::ones({3}, test_device()).index({torch::tensor({7}).to(test_device())});
+      (loss + wrong.sum() * 0).backward();
+    });
+    EXPECT_THAT(text, ::testing::HasSubstr("index 7 is out of bounds"));
+  }
 }
 
 TEST(Offload, RefusesAnOptimizerOfAllParametersTogether) {

@@ -49,7 +49,7 @@ MUTATIONS = [
     ("fsdp/gather.cpp", "  if (!std::exchange(fetching_, Work()).is_completed()) streams().gather.synchronize();\n", ""),
     ("fsdp/schedule.cpp", "    wait_for_copies();\n", "    for (auto& each : ready_) each.copy = nullptr;\n"),
     ("offload/host_memory.cpp", "    if (!end_.query()) end_.synchronize();\n", ""),
-    ("offload/device_file_memory.cpp", "      copied.synchronize();\n", ""),
+    ("offload/device_file_memory.cpp", "        copied.synchronize();\n", ""),
     ("offload/device_file_memory.cpp", "    reading_->wait();\n", ""),
     ("fsdp/reduce_buffer.cpp", " && stream == current_stream_if_any(values.device());", ";"),
     ("checkpoint/pieces.cpp", "  tensor.copy_(tensor);", ""),
