@@ -49,14 +49,13 @@ class FileToDevice final : public PendingCopy {
   std::unique_ptr<PendingCopy> reading_;
 };
 
-/// What the device could not compute.
+/// Of what the device could not compute: the error that is handled where this is made.
 class FailedCopy final : public PendingCopy {
  public:
-  explicit FailedCopy(std::exception_ptr error) : error_(std::move(error)) {}
   void wait() override { std::rethrow_exception(error_); }
 
  private:
-  std::exception_ptr error_;
+  std::exception_ptr error_ = std::current_exception();
 };
 
 class DeviceFileMemory final : public OffloadMemory {
@@ -87,7 +86,7 @@ class DeviceFileMemory final : public OffloadMemory {
         copied.synchronize();
       }
     } catch (const std::exception&) {
-      return std::make_unique<FailedCopy>(std::current_exception());
+      return std::make_unique<FailedCopy>();
     }
     FileMemory::start(*file_region(*storage.unsafeGetStorageImpl()), Direction::kWrite, memory_of(buffer), bytes)->wait();
     return nullptr;
