@@ -94,6 +94,7 @@ StateDict state_dict(const torch::nn::Module& module, torch::optim::Optimizer& o
   });
 }
 
+/// An ArrayRef: GCC 12 takes `{.full_state_dict = true}` for a vector as well as for options.
 StateDict state_dict(const torch::nn::Module& module, c10::ArrayRef<NamedOptimizer> optimizers, const StateDictOptions& options) {
   return internal::read_with_options(options, [&] {
     check_names(optimizers);

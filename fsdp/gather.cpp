@@ -27,8 +27,7 @@ void ParameterGroup::start_fetch() {
   fetching_ = streams().gather.run([&] {
     const auto bytes = static_cast<int64_t>(shard_.nbytes()), size = whole_pages(bytes) + kPageBytes;
     const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(size), cache().allocate(size));
-    const auto past_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage.data()) % kPageBytes);
-    const auto destination = tensor_over(storage, kPageBytes - past_page, {bytes}, at::kByte);
+    const auto destination = from_page(storage, bytes);
     fetch_ = memory_->fetch(shard_, destination);
     fetched_ = destination; // not where the fetch cannot begin
     return Work();

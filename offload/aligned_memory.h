@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include <tessera/offload/tensor_over.h>
+
 namespace tessera::internal {
 
 /// Of files' blocks and of pages.
@@ -27,6 +29,12 @@ inline c10::Storage aligned_memory(int64_t bytes) {
   TORCH_CHECK(error == 0, "offload: no memory for a buffer of ", size, " bytes");
   ::madvise(memory, size, MADV_HUGEPAGE); // fewer page faults, where the kernel has them
   return {c10::Storage::use_byte_size_t(), size, c10::DataPtr(memory, memory, &std::free, c10::kCPU)};
+}
+
+/// `bytes` from the start of the first page of `storage`, of whatever device, which has a page more than these take.
+inline at::Tensor from_page(const c10::Storage& storage, int64_t bytes) {
+  const auto past_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage.data()) % kPageBytes);
+  return tensor_over(storage, (kPageBytes - past_page) % kPageBytes, {bytes}, at::kByte);
 }
 
 /// Gives what the program has freed back to the system. glibc's heap keeps it, and before 2.38 does not use the blocks of tensors

@@ -21,8 +21,7 @@ at::Tensor make_buffer(int64_t bytes, bool pinned) {
   auto* const allocator = pinned_allocator();
   const auto size = static_cast<size_t>(whole_pages(bytes) + kPageBytes);
   const c10::Storage storage(c10::Storage::use_byte_size_t(), size, allocator->allocate(size), allocator);
-  const auto past_page = static_cast<int64_t>(reinterpret_cast<uintptr_t>(storage.data()) % kPageBytes);
-  return tensor_over(storage, (kPageBytes - past_page) % kPageBytes, {bytes}, at::kByte);
+  return from_page(storage, bytes);
 }
 
 char* memory_of(const at::Tensor& buffer) { return static_cast<char*>(buffer.mutable_data_ptr()); }
@@ -73,14 +72,13 @@ class DeviceFileMemory final : public OffloadMemory {
 
   std::unique_ptr<PendingCopy> store(const std::vector<at::Tensor>& sources,
                                      const std::vector<at::Tensor>& destinations) override {
-    const auto device = sources.at(0).device();
-    if (device.is_cpu()) return file_->store(sources, destinations);
     const auto& storage = destinations.at(0).storage();
     const auto bytes = static_cast<int64_t>(storage.nbytes());
     const auto buffer = make_buffer(bytes, pinned_);
     try {
-      copy_to(buffer, sources, destinations);
+      FileMemory::fill(buffer, sources, destinations, /*non_blocking=*/pinned_);
       if (pinned_) {
+        const auto device = sources.at(0).device();
         c10::Event copied(device.type());
         copied.record(current_stream(device));
         copied.synchronize();
@@ -93,17 +91,6 @@ class DeviceFileMemory final : public OffloadMemory {
   }
 
  private:
-  /// To where `destinations` lie in their allocation.
-  void copy_to(const at::Tensor& buffer, const std::vector<at::Tensor>& sources,
-               const std::vector<at::Tensor>& destinations) const {
-    const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < sources.size(); ++i) {
-      const auto& to = destinations[i];
-      const auto offset = buffer.storage_offset() + to.storage_offset() * static_cast<int64_t>(to.element_size());
-      tensor_over(buffer.storage(), offset, to.sizes(), to.scalar_type(), {}, to.strides()).copy_(sources[i], pinned_);
-    }
-  }
-
   std::shared_ptr<FileMemory> file_;
   bool pinned_;
 };

@@ -182,16 +182,21 @@ std::unique_ptr<PendingCopy> FileMemory::store(const std::vector<at::Tensor>& so
   const auto& storage = destinations.at(0).storage();
   const auto* region = file_region(*storage.unsafeGetStorageImpl());
   TORCH_INTERNAL_ASSERT(region);
-  const at::NoGradGuard no_grad;
   const auto bytes = static_cast<int64_t>(storage.nbytes());
-  const auto buffer = aligned_memory(bytes);
+  const auto buffer = tensor_over(aligned_memory(bytes), 0, {bytes}, at::kByte);
+  fill(buffer, sources, destinations, /*non_blocking=*/false);
+  start(*region, Direction::kWrite, static_cast<char*>(buffer.mutable_data_ptr()), bytes)->wait();
+  return nullptr;
+}
+
+void FileMemory::fill(const at::Tensor& buffer, const std::vector<at::Tensor>& sources,
+                      const std::vector<at::Tensor>& destinations, bool non_blocking) {
+  const at::NoGradGuard no_grad;
   for (size_t i = 0; i < sources.size(); ++i) {
     const auto& to = destinations[i];
-    const auto offset = to.storage_offset() * static_cast<int64_t>(to.element_size());
-    tensor_over(buffer, offset, to.sizes(), to.scalar_type(), {}, to.strides()).copy_(sources[i]);
+    const auto offset = buffer.storage_offset() + to.storage_offset() * static_cast<int64_t>(to.element_size());
+    tensor_over(buffer.storage(), offset, to.sizes(), to.scalar_type(), {}, to.strides()).copy_(sources[i], non_blocking);
   }
-  start(*region, Direction::kWrite, static_cast<char*>(buffer.mutable_data()), bytes)->wait();
-  return nullptr;
 }
 
 } // namespace tessera::internal

@@ -53,6 +53,10 @@ class FileMemory final : public OffloadMemory, public std::enable_shared_from_th
   /// the transfer is thrown by `wait`, and dropped by a destructor, which waits too.
   static std::unique_ptr<PendingCopy> start(const FileRegion& region, Direction direction, char* memory, int64_t bytes);
 
+  /// Copies `sources` to where `destinations` lie in their allocation, of which `buffer` has as many bytes in the host's memory.
+  static void fill(const at::Tensor& buffer, const std::vector<at::Tensor>& sources, const std::vector<at::Tensor>& destinations,
+                   bool non_blocking);
+
   /// Whether transfers go around the page cache.
   bool is_direct() const { return is_direct_; }
   int64_t bytes() const;
