@@ -55,6 +55,7 @@ TEST(Explain, CountsStatesAndBuffers) {
 }
 
 TEST(Explain, CountsWhatIsFrozenAsParametersAlone) {
+  torch::manual_seed(0);
   torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::Linear(64, 64));
   for (auto& parameter : net->at<torch::nn::LinearImpl>(0).parameters()) parameter.requires_grad_(false);
   const auto ignored = net->at<torch::nn::LinearImpl>(1).bias; // trained, and whole on each rank
@@ -72,6 +73,7 @@ TEST(Explain, CountsWhatIsFrozenAsParametersAlone) {
 }
 
 TEST(Explain, FollowsTheLastForward) {
+  torch::manual_seed(0);
   torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::Linear(512, 512));
   for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
   fully_shard(*net, world_mesh());

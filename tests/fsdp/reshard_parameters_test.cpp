@@ -221,6 +221,7 @@ struct GainImpl : torch::nn::Module {
 TORCH_MODULE(Gain);
 
 TEST(ReshardParameters, AModuleKeepsItsOptionsWhenAllItsParametersAreNew) {
+  torch::manual_seed(0);
   struct Holder : torch::nn::Module {
     Gain gain = register_module("gain", Gain());
     torch::nn::Linear head = register_module("head", torch::nn::Linear(3, 2));
