@@ -44,6 +44,7 @@ OperatorTraits read_operator(const c10::OperatorHandle& op) {
     const auto& argument = schema.arguments()[i].name();
     if (argument == "storage_offset") traits.storage_offset = i;
     if (is_written_undeclared(name, argument)) traits.written_undeclared.push_back(i);
+    traits.writes_at_indices |= argument == "indices" && traits.arguments[0].written;
     const bool names_places = argument == "index" || argument == "mask";
     traits.writes_places |= names_places && traits.arguments[i].kind == dispatch::ArgKind::kTensor && traits.arguments[0].written;
   }

@@ -277,7 +277,8 @@ void check_keeps_parameters(const c10::OperatorHandle& op, const OperatorTraits&
                        "them: build it without max_norm, and rescale the weight between steps");
 }
 
-/// What is written into the places of a parameter lies where the parameter does, and is written on the device.
+/// What is written into the places of a parameter, and what names them, may lie where the parameter does or on the device: goes
+/// to where it is written.
 void move_to_device(const OperatorTraits& traits, Arguments arguments) {
   const auto device = arguments[0].toTensor().device();
   replace_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t) -> std::optional<at::Tensor> {
@@ -301,6 +302,7 @@ bool prepare(const OperatorTraits& traits, Arguments arguments, const Reads& rea
       replace_tensors(traits, arguments, [](const at::Tensor& tensor, size_t) { return dtensor_leaf_of(tensor); });
       [[fallthrough]];
     case Use::kAsDTensors:
+      if (traits.writes_at_indices && reads.writes_parameter && reads.offloaded) move_to_device(traits, arguments);
       return reads.leaf && !traits.is_metadata_only && unshard_arguments(traits, arguments, reads, /*substitutes=*/false);
   }
   TORCH_INTERNAL_ASSERT(false);

@@ -24,9 +24,17 @@ CommunicatorPtr world(const std::string& purpose = "default") {
   return context.communicator(ranks, at::kCPU, purpose);
 }
 
-// What rank `rank` holds: small integers, exact in every dtype.
+/// The first `numel` elements of `pattern` again and again.
+at::Tensor repeated(const at::Tensor& pattern, int64_t numel) {
+  return pattern.repeat({numel / pattern.numel() + 1}).narrow(0, 0, numel);
+}
+
+int64_t period_of(at::ScalarType dtype) { return dtype == at::kBool ? 2 : 5; }
+
+/// What rank `rank` holds: small integers, exact in every dtype.
 at::Tensor values(int64_t numel, int rank, at::ScalarType dtype) {
-  return (torch::arange(numel, torch::kLong) + rank).remainder(dtype == at::kBool ? 2 : 5).to(dtype);
+  const int64_t period = period_of(dtype);
+  return repeated((torch::arange(period) + rank).remainder(period).to(dtype), numel);
 }
 
 std::vector<at::Tensor> of_all_ranks(int64_t numel, at::ScalarType dtype) {
@@ -46,6 +54,11 @@ at::Tensor reduced(const std::vector<at::Tensor>& tensors, ReduceOp op) {
     case ReduceOp::kProduct: return stacked.prod(0).to(dtype);
   }
   return {};
+}
+
+/// Of the `values` of all ranks.
+at::Tensor reduced_values(int64_t numel, at::ScalarType dtype, ReduceOp op) {
+  return repeated(reduced(of_all_ranks(period_of(dtype), dtype), op), numel);
 }
 
 TEST(Collectives, AllGatherHoldsEveryRankInOrder) {
@@ -105,7 +118,7 @@ TEST(Collectives, ReduceScatterGivesEachRankItsPart) {
   for_all_reductions([&](at::ScalarType dtype, int64_t numel, ReduceOp op) {
     auto output = torch::zeros({numel}, dtype);
     group->reduce_scatter(output, values(group->size() * numel, group->rank(), dtype), op, "reduce").wait();
-    const auto all = reduced(of_all_ranks(group->size() * numel, dtype), op);
+    const auto all = reduced_values(group->size() * numel, dtype, op);
     EXPECT_TENSORS_EQUAL(output, all.narrow(0, group->rank() * numel, numel));
   });
 }
@@ -115,7 +128,7 @@ TEST(Collectives, AllReduceIsTheSameEverywhere) {
   for_all_reductions([&](at::ScalarType dtype, int64_t numel, ReduceOp op) {
     auto tensor = values(numel, group->rank(), dtype);
     group->all_reduce(tensor, op, "reduce").wait();
-    EXPECT_TENSORS_EQUAL(tensor, reduced(of_all_ranks(numel, dtype), op));
+    EXPECT_TENSORS_EQUAL(tensor, reduced_values(numel, dtype, op));
   });
 }
 
@@ -125,7 +138,7 @@ TEST(Collectives, ALongAllReduceInSegments) {
   group->counters().reset();
   auto tensor = values(numel, group->rank(), at::kFloat);
   group->all_reduce(tensor, ReduceOp::kSum, "long").wait();
-  EXPECT_TENSORS_EQUAL(tensor, reduced(of_all_ranks(numel, at::kFloat), ReduceOp::kSum));
+  EXPECT_TENSORS_EQUAL(tensor, reduced_values(numel, at::kFloat, ReduceOp::kSum));
   const int64_t calls = group->size() > 1 ? 1 : 0;
   EXPECT_EQ(group->counters().get(CollectiveKind::kAllReduce), (CollectiveCounters::Count{calls, calls * numel * 4}));
 }
@@ -235,10 +248,10 @@ TEST(Collectives, OnMemoryOfTheGroup) {
       const auto all = of_all_ranks(n * numel, dtype);
       auto part = torch::zeros({numel}, dtype);
       group->reduce_scatter(part, allocated(*group, all[me]), ReduceOp::kSum, "sum").wait();
-      EXPECT_TENSORS_EQUAL(part, reduced(all, ReduceOp::kSum).narrow(0, me * numel, numel));
+      EXPECT_TENSORS_EQUAL(part, reduced_values(n * numel, dtype, ReduceOp::kSum).narrow(0, me * numel, numel));
       auto tensor = allocated(*group, all[me]);
       group->all_reduce(tensor, ReduceOp::kMax, "max").wait();
-      EXPECT_TENSORS_EQUAL(tensor, reduced(all, ReduceOp::kMax));
+      EXPECT_TENSORS_EQUAL(tensor, reduced_values(n * numel, dtype, ReduceOp::kMax));
       auto swapped = torch::zeros({n * numel}, dtype);
       group->all_to_all(swapped, allocated(*group, all[me]), {}, {}, "swap").wait();
       for (int r = 0; r < n; ++r) EXPECT_TENSORS_EQUAL(swapped.narrow(0, r * numel, numel), all[r].narrow(0, me * numel, numel));

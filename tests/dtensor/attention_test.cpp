@@ -224,6 +224,7 @@ TEST(Attention, OverBatchAndHeadsMovesNothing) {
 
 /// Each rank draws the whole mask, as one device does.
 TEST(Attention, DropsWhatOneDeviceWould) {
+  torch::manual_seed(1);
   const auto mesh = line_mesh();
   torch::NoGradGuard no_grad;
   for (const auto* name : {"flash", "efficient", "cudnn"}) {

@@ -1,10 +1,14 @@
 """Writes the operator calls behind PyTorch's OpInfo samples to a folder, one file an OpInfo: export_opinfo.py FOLDER [NAME...].
 
+Without names: some OpInfos, drawn with TESSERA_TEST_SEED (default 1), and all of them with TESSERA_TEST_FULL=1.
+
 Every file is a pickle that torch::pickle_load reads: a list of (operator, arguments), the operators as a caller of the C++ API
 calls them ("aten::layer_norm."), the arguments in the order of the schema, defaults filled in. Calls of in-place variants are
 among them. Enumerations are written as their numbers, complex numbers as ("complex", real, imaginary)."""
 
+import os
 import pathlib
+import random
 import sys
 import types
 import unittest
@@ -24,6 +28,7 @@ SCALAR_TYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, 
 MEMORY_FORMATS = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
 LARGEST = 20_000  # elements of a call
 CALLS = 400  # of one OpInfo
+DRAWN = 150  # OpInfos
 
 
 class Unsupported(Exception):
@@ -133,25 +138,38 @@ def record_foreach(info, recorder):
                     attempt(lambda: function([tensor.clone() for tensor in sample.input], *sample.args, **sample.kwargs))
 
 
+def name_of(info):
+    return info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
+
+
+def choose(recorders, names):
+    """(OpInfo, what records it) of those that this run exports."""
+    if names:
+        return [(info, record) for info, record in recorders if name_of(info) in names]
+    if os.environ.get("TESSERA_TEST_FULL") == "1":
+        return recorders
+    return random.Random(int(os.environ.get("TESSERA_TEST_SEED", "1"))).sample(recorders, DRAWN)
+
+
 def main():
     folder, names = pathlib.Path(sys.argv[1]), sys.argv[2:]
     folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("*.pt"):  # of another draw
+        file.unlink()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     foreach = [info for name in dir(opinfos) if name.startswith("foreach_") and name.endswith("_op_db") for info in getattr(opinfos, name)]
+    recorders = [*((info, record_samples) for info in opinfos.op_db), *((info, record_foreach) for info in foreach)]
     written = 0
-    for info in [*opinfos.op_db, *foreach]:
-        name = info.name + (f".{info.variant_test_name}" if info.variant_test_name else "")
-        if names and name not in names:
-            continue
+    for info, record in choose(recorders, names):
         torch.manual_seed(1)
         recorder = Recorder()
         try:
-            (record_foreach if info in foreach else record_samples)(info, recorder)
+            record(info, recorder)
         except Exception as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            print(f"{name_of(info)}: {error}", file=sys.stderr)
         if recorder.calls:
-            torch.save([list(call) for call in recorder.calls], folder / f"{name}.pt")
+            torch.save([list(call) for call in recorder.calls], folder / f"{name_of(info)}.pt")
             written += len(recorder.calls)
     (folder / "complete").write_text(f"{torch.__version__}\n")
     print(f"{written} calls")

@@ -119,6 +119,15 @@ inline void leave_the_last_reductions(Training& each) {
   loss_on_device(each.net, own_batch(22)).backward();
 }
 
+/// Named by tensors of the device, also where the parameter is offloaded.
+inline void write_into_places(Training& each) {
+  const torch::NoGradGuard no_grad;
+  auto& weight = each.net->embed->weight;
+  const auto index_of = [](int64_t row) { return torch::tensor({row}).to(test_device()); };
+  weight.index_put_({index_of(2)}, torch::full({1, weight.size(1)}, 0.25, test_device()));
+  weight.index_fill_(0, index_of(1), 0.5);
+}
+
 inline torch::Tensor autocast_loss(Training& each, const torch::Tensor& batch) {
   const AutocastScope scope;
   return loss_on_device(each.net, batch);
@@ -131,6 +140,7 @@ inline std::vector<Habit> habits() {
              const torch::NoGradGuard no_grad;
              for (auto& parameter : each.net->parameters()) parameter.mul_(0.9);
            }},
+          {"write into places of a parameter", write_into_places},
           {"write a gradient",
            [](Training& each) {
              for (const auto& parameter : each.net->parameters()) parameter.grad().mul_(0.5);

@@ -14,10 +14,16 @@
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
+#include <tessera/tests/support/world.h>
 
 #include <cstdio>
 
 namespace {
+
+/// A test draws the same numbers whichever tests ran before it. Every rank draws others.
+class SeedTests final : public ::testing::EmptyTestEventListener {
+  void OnTestStart(const ::testing::TestInfo&) override { at::manual_seed(tessera::testing::rank_seed()); }
+};
 
 int run_tests() try {
   const bool is_simulated = tessera::testing::test_device_type() == tessera::testing::sim::kDeviceType;
@@ -28,6 +34,7 @@ int run_tests() try {
   tessera::testing::draw_tests(tests);
   if (tessera::process_context().rank() != 0) // --gtest_output: one report, of rank 0
     delete tests.listeners().Release(tests.listeners().default_xml_generator());
+  tests.listeners().Append(new SeedTests);
   tessera::testing::report_in_lockstep(tests);
   if (is_simulated) tessera::testing::report_races(tests); // the last to be added hears first that a test ends
   const int status = RUN_ALL_TESTS();
