@@ -50,10 +50,11 @@ std::optional<std::vector<at::Tensor>> aligned_parts(at::TensorList tensors, at:
 }
 
 /// The kernel runs below the level that counts versions, and that notes what state becomes that was made as zeros.
-void count_writes(at::TensorList list, const std::vector<at::Tensor>& parts) {
-  for (size_t i = 0; i < list.size(); ++i) {
-    if (auto* meta = dtensor_meta(list[i]); meta->computed) meta->whole_dtype.reset();
-    for (const auto* tensor : {&list[i], &parts[i]}) {
+void count_writes(at::TensorList list) {
+  for (const auto& each : list) {
+    auto* meta = dtensor_meta(each);
+    if (meta->computed) meta->whole_dtype.reset();
+    for (const at::Tensor* tensor : {&each, &std::as_const(meta->local)}) {
       if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
     }
   }
@@ -94,12 +95,11 @@ bool step_on_parts(const std::array<at::TensorList, 5>& lists, at::TensorList st
   const auto plain = [](const at::Tensor& tensor) { return dtensor_meta(tensor) == nullptr && tensor.dim() == 0; };
   if (!std::all_of(steps.begin(), steps.end(), plain)) return false;
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(kDTensorKey));
-  const auto originals = parts;
   const Restrided restrided(parts);
   Op::call(parts[0], parts[1], parts[2], parts[3], parts[4], steps, lr, beta1, beta2, weight_decay, eps, amsgrad, maximize,
            std::nullopt, std::nullopt);
   restrided.copy_back();
-  for (const size_t written : {0, 2, 3, 4}) count_writes(lists[written], originals[written]);
+  for (const size_t written : {0, 2, 3, 4}) count_writes(lists[written]);
   return true;
 }
 
