@@ -65,6 +65,12 @@ class Communicator {
   /// Returns when every rank has called it.
   virtual void barrier(std::string_view label) = 0;
 
+  /// In place of a collective that the other ranks call and this one cannot: where ranks compare what they call, theirs ends with
+  /// an error that names this rank and begins with `cause`. Where they do not, this rank leaves the group, so that nothing it
+  /// sends later is taken for what they wait for: each further call here is an error, and they wait until a connection or their
+  /// timeout ends it. May throw what the others have.
+  virtual void give_up(std::string_view cause);
+
   /// From now on collectives run on the calling thread's current stream, in place of one of the communicator's own: for callers
   /// that have a stream for them. `Work::wait` is needed all the same. Nothing on the CPU.
   virtual void run_on_current_stream() {}

@@ -98,6 +98,12 @@ class RecordingCommunicator final : public Communicator {
                   [&] { return inner_->receive(tensor, from, label); });
   }
 
+  void give_up(std::string_view cause) override {
+    const auto number = trace_->recorder().issue({.group = group_, .kind = CollectiveKind::kAllGather, .label = cause});
+    trace_->refuse(number, std::string(cause));
+    inner_->give_up(cause);
+  }
+
   c10::DataPtr allocate(int64_t bytes) override { return inner_->allocate(bytes); }
   void run_on_current_stream() override { inner_->run_on_current_stream(); }
   CollectiveCounters& counters() override { return inner_->counters(); }

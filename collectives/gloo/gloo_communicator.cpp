@@ -213,6 +213,11 @@ Work GlooCommunicator::run_between(CollectiveKind kind, Direction direction, con
   return run({kind, label, tensor.scalar_type(), whole.count}, std::move(plan));
 }
 
+void GlooCommunicator::give_up(std::string_view cause) {
+  if (channel_->options().check_signatures) return Communicator::give_up(cause);
+  channel_->disconnect(std::string(cause));
+}
+
 Work GlooCommunicator::coalesced(const std::function<void()>& issue) { return coalesced_.run(issue, name()); }
 
 void GlooCommunicator::barrier(std::string_view label) { run({CollectiveKind::kBarrier, label}, ExchangePlan(size())).wait(); }

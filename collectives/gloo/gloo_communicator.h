@@ -32,6 +32,7 @@ class GlooCommunicator final : public Communicator {
   Work send(const at::Tensor& tensor, int to, std::string_view label) override;
   Work receive(const at::Tensor& tensor, int from, std::string_view label) override;
   Work coalesced(const std::function<void()>& issue) override;
+  void give_up(std::string_view cause) override;
   void barrier(std::string_view label) override;
 
  private:

@@ -13,6 +13,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <atomic>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
@@ -164,7 +165,7 @@ class NcclCommunicator final : public Communicator {
     }
     try {
       // `shutdown` waits for the peers: not while an error unwinds, and not where one of them is gone.
-      if (std::uncaught_exceptions() > 0 || watch_->find_missing(ranks()))
+      if (std::uncaught_exceptions() > 0 || gave_up_ || watch_->find_missing(ranks()))
         group_->abort();
       else
         group_->shutdown();
@@ -275,6 +276,16 @@ class NcclCommunicator final : public Communicator {
     return work ? Work(std::make_shared<NcclWork>(std::move(work), c10::str("coalesced collectives of group ", name()))) : Work();
   }
 
+  /// Without a launch: a kernel that differs from the others' would hang the device, or take part in what they wait for.
+  void give_up(std::string_view cause) override {
+    if (signatures_)
+      return compare_signatures({CollectiveKind::kAllGather, cause}, 1, describe(*this, CollectiveKind::kAllGather, cause));
+    if (gave_up_) return;
+    cause_ = cause;
+    gave_up_ = true;
+    group_->abort();
+  }
+
   void run_on_current_stream() override { has_own_stream_ = false; }
 
   /// NCCL's own memory, registered with it, where the environment asks for that: its kernels then read and write it where it
@@ -315,6 +326,8 @@ class NcclCommunicator final : public Communicator {
   template <typename Issue>
   Work run(const Call& call, const Issue& issue) {
     const auto text = describe(*this, call.kind, call.label);
+    TORCH_CHECK_WITH(DistBackendError, !gave_up_, text,
+                     ": this rank has left the group, in which it could not join a collective: ", cause_);
     check_not_captured(text);
     const auto bytes = call.full.defined() ? static_cast<int64_t>(call.full.nbytes()) : 0;
     const bool would_wait_for_each_other = call.direction && coalescing_;
@@ -363,6 +376,8 @@ class NcclCommunicator final : public Communicator {
   std::shared_ptr<gloo::Channel> signatures_;
   bool coalescing_ = false;
   bool has_own_stream_ = true;
+  std::string cause_; ///< why this rank has given up; written before
+  std::atomic<bool> gave_up_ = false;
 };
 
 } // namespace

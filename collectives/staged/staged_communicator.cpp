@@ -121,21 +121,31 @@ class StagedCommunicator final : public Communicator {
 
   void barrier(std::string_view label) override {
     counters_.add(CollectiveKind::kBarrier, 0);
+    run_and_wait([&] { on_host_->barrier(label); });
+  }
+
+  void give_up(std::string_view cause) override {
+    run_and_wait([&] { on_host_->give_up(cause); });
+  }
+
+ private:
+  using Promise = std::promise<std::shared_ptr<c10::Event>>;
+
+  /// `call` of the host alone, after those before it.
+  template <typename Call>
+  void run_and_wait(const Call& call) {
     std::promise<void> done;
-    auto passed = done.get_future();
-    thread_.run([&, text = std::string(label)] {
+    auto ended = done.get_future();
+    thread_.run([&] {
       try {
-        on_host_->barrier(text);
+        call();
         done.set_value();
       } catch (...) {
         done.set_exception(std::current_exception());
       }
     });
-    passed.get();
+    ended.get();
   }
-
- private:
-  using Promise = std::promise<std::shared_ptr<c10::Event>>;
 
   /// `collective` (Work(Communicator&, output, input, label)) of the host's copies. Where `input` is `output`, so are the copies.
   template <typename Collective>

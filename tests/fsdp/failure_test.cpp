@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <map>
 #include <string>
 
@@ -12,6 +13,7 @@
 namespace tessera::testing {
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
@@ -48,16 +50,37 @@ TEST(Failure, ARankWhoseRecomputeDiffersIsNamedWithTheFunction) {
   }
 }
 
-TEST(Failure, AllRanksLearnOfAGatherForWhichOneHasNoMemory) {
-  if (!tests_the_cpu()) GTEST_SKIP() << "it limits the host's memory";
+/// Over gloo, for shared memory is not the allocator's. Beside the CPU on the simulated device.
+void for_each_device(const std::string& compares, const std::function<void(const ProgramResult&, int ranks)>& check) {
+  std::map<std::string, std::string> environment{{"TESSERA_TRANSPORT", "gloo"}, {"TESSERA_CHECK_COLLECTIVES", compares}};
   for (const int ranks : {2, 4}) {
-    // Shared memory is not the allocator's.
-    const auto output = run("has_no_memory_for_a_gather", ranks, {{"TESSERA_TRANSPORT", "gloo"}}).output;
-    const auto last = std::to_string(ranks - 1);
-    EXPECT_THAT(output, HasSubstr("rank " + last + " learns: tried to allocate 40"));
-    EXPECT_THAT(output, HasSubstr("rank " + last + ": all_gather 'tried to allocate 40"));
-    for (int rank = 0; rank < ranks; ++rank) EXPECT_THAT(output, HasSubstr("rank " + std::to_string(rank) + " learns: "));
+    check(run("has_no_memory_for_a_gather", ranks, environment), ranks);
+    if (!tests_the_cpu()) continue;
+    environment["TESSERA_TEST_DEVICE"] = "sim";
+    check(run("has_no_memory_for_a_gather", ranks, environment), ranks);
+    environment.erase("TESSERA_TEST_DEVICE");
   }
+}
+
+TEST(Failure, AllRanksLearnOfAGatherForWhichOneHasNoMemory) {
+  for_each_device("1", [](const ProgramResult& result, int ranks) {
+    const auto last = "rank " + std::to_string(ranks - 1);
+    EXPECT_THAT(result.output, HasSubstr(last + " learns: tried to allocate 40"));
+    EXPECT_THAT(result.output, HasSubstr(last + ": all_gather 'tried to allocate 40"));
+    EXPECT_THAT(result.output, HasSubstr(last + " again: "));
+    for (int rank = 0; rank < ranks; ++rank) EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " learns: "));
+  });
+}
+
+/// Nothing that it sends later is taken for the gather.
+TEST(Failure, ARankWithoutMemoryForAGatherLeavesAGroupThatDoesNotCompare) {
+  for_each_device("0", [](const ProgramResult& result, int ranks) {
+    const auto last = "rank " + std::to_string(ranks - 1);
+    EXPECT_THAT(result.output, HasSubstr(last + " learns: tried to allocate 40"));
+    EXPECT_THAT(result.output, ContainsRegex(last + " again: .*an earlier failure: tried to allocate 40"));
+    for (int rank = 0; rank + 1 < ranks; ++rank)
+      EXPECT_THAT(result.output, ContainsRegex("rank " + std::to_string(rank) + " learns: .*lost the connection to rank"));
+  });
 }
 
 TEST(Failure, RanksThatUseDifferentGroupsLearnWhichOnes) {

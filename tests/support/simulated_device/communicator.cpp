@@ -133,6 +133,16 @@ class SimulatedCommunicator final : public Communicator {
         std::make_shared<SimulatedWork>(CollectiveKind::kBarrier, own_or_current_stream(), std::exchange(coalesced_, {})));
   }
 
+  void give_up(std::string_view cause) override {
+    run({CollectiveKind::kAllGather, cause, 0}, {}, {}, [this](const std::string& name) {
+      try {
+        gloo_->give_up(name);
+      } catch (const std::exception&) { // which the other ranks have
+      }
+      return Work();
+    });
+  }
+
   void run_on_current_stream() override { has_own_stream_ = false; }
 
   void barrier(std::string_view label) override {
