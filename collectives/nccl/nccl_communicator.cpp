@@ -376,7 +376,7 @@ class NcclCommunicator final : public Communicator {
   std::shared_ptr<gloo::Channel> signatures_;
   bool coalescing_ = false;
   bool has_own_stream_ = true;
-  std::string cause_; ///< why this rank has given up; written before
+  std::string cause_; ///< why this rank has given up; read by those alone who see `gave_up_`
   std::atomic<bool> gave_up_ = false;
 };
 

@@ -6,6 +6,7 @@
 #include <tessera/tests/fsdp/scripts/action.h>
 #include <tessera/tests/fsdp/scripts/pass.h>
 #include <tessera/tests/fsdp/scripts/replay.h>
+#include <tessera/tests/support/test_device.h>
 
 #include <iterator>
 
@@ -69,7 +70,8 @@ std::vector<Write> index_writes() {
   return {
       {"index_put_", 1,
        [](const Tensor& p, const Tensor& values) {
-         p.index_put_({torch::tensor({p.size(0) - 1, int64_t{0}}).to(p.device())}, values.slice(0, 0, 1));
+         const auto device = is_dtensor(p) ? test_device() : p.device(); // also where the parameter is offloaded
+         p.index_put_({torch::tensor({p.size(0) - 1, int64_t{0}}).to(device)}, values.slice(0, 0, 1).to(device));
        }},
       {"index_fill_", 1, [](const Tensor& p, const Tensor&) { p.index_fill_(0, last_of(p), 0.2); }},
       {"index_add_", 1, [](const Tensor& p, const Tensor& values) { p.index_add_(0, last_of(p), values.slice(0, 0, 1)); }},
