@@ -18,9 +18,15 @@ namespace {
 
 constexpr auto kStep = "load a state dict";
 
+// On the rank that reads it, before another one waits for what it cannot read.
 void check_readable(const StateDict& state) {
   for (const auto& entry : state.entries()) {
-    if (entry.is_tensor()) check_access(entry.name, std::get<at::Tensor>(entry.content), Access::kRead);
+    if (!entry.is_tensor()) continue;
+    const auto& tensor = std::get<at::Tensor>(entry.content);
+    TORCH_CHECK(!tensor.is_meta(), "\"", entry.name, "\" of the state dict is a meta tensor, which has no values");
+    TORCH_CHECK(tensor.layout() == at::kStrided, "\"", entry.name, "\" of the state dict is ", tensor.layout(),
+                ", and a load takes strided tensors alone");
+    check_access(entry.name, tensor, Access::kRead);
   }
 }
 

@@ -26,11 +26,12 @@ struct Merged {
 };
 
 // Tensors of one name on different meshes are no replicas: the weights of two pipeline stages, for example.
-[[noreturn]] void fail_on_meshes(const std::string& name, const std::vector<std::vector<Holding>>& ranks) {
+[[noreturn]] void fail_on_meshes(const std::string& name, const std::vector<std::vector<Holding>>& ranks,
+                                 const RankNumbers& numbers) {
   std::map<std::string, std::vector<int64_t>> holders; // mesh → ranks
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     for (const auto& holding : ranks[rank]) {
-      if (holding.name == name) holders[holding.mesh].push_back(static_cast<int64_t>(rank));
+      if (holding.name == name) holders[holding.mesh].push_back(numbers[rank]);
     }
   }
   std::string text;
@@ -43,21 +44,21 @@ struct Merged {
       "tensors need a name each, as the stages of a pipeline get from StateDictOptions::prefix");
 }
 
-void merge(Merged& merged, const Holding& holding, int rank) {
+void merge(Merged& merged, const Holding& holding, int rank, const RankNumbers& numbers) {
   const auto& known = merged.what;
   TORCH_CHECK(known.dtype == holding.dtype && known.sizes == holding.sizes, "checkpoint: tensor \"", holding.name, "\" is ",
-              c10::toString(known.dtype), at::IntArrayRef(known.sizes), " on rank ", merged.first_rank, " and ",
-              c10::toString(holding.dtype), at::IntArrayRef(holding.sizes), " on rank ", rank);
-  TORCH_CHECK(known.aliases == holding.aliases, "checkpoint: tensor \"", holding.name, "\" is tied to other names on rank ", rank,
-              " than on rank ", merged.first_rank);
+              c10::toString(known.dtype), at::IntArrayRef(known.sizes), " on rank ", numbers[merged.first_rank], " and ",
+              c10::toString(holding.dtype), at::IntArrayRef(holding.sizes), " on rank ", numbers[rank]);
+  TORCH_CHECK(known.aliases == holding.aliases, "checkpoint: tensor \"", holding.name, "\" is tied to other names on rank ",
+              numbers[rank], " than on rank ", numbers[merged.first_rank]);
   for (const auto& box : holding.boxes) {
-    TORCH_CHECK(fits(box, holding.sizes), "checkpoint: tensor \"", holding.name, "\": rank ", rank, " holds ", to_string(box),
-                " of a tensor of shape ", at::IntArrayRef(holding.sizes));
+    TORCH_CHECK(fits(box, holding.sizes), "checkpoint: tensor \"", holding.name, "\": rank ", numbers[rank], " holds ",
+                to_string(box), " of a tensor of shape ", at::IntArrayRef(holding.sizes));
     merged.holders[box].push_back(rank);
   }
 }
 
-void check_cover(const Merged& merged, const std::vector<Shared>& parts) {
+void check_cover(const Merged& merged, const std::vector<Shared>& parts, const RankNumbers& numbers) {
   const auto& what = merged.what;
   std::vector<const Box*> boxes;
   int64_t covered = 0;
@@ -67,33 +68,33 @@ void check_cover(const Merged& merged, const std::vector<Shared>& parts) {
   }
   if (const auto both = find_overlap(boxes)) {
     const auto &a = parts[both->first], &b = parts[both->second];
-    TORCH_CHECK(false, "checkpoint: tensor \"", what.name, "\": rank ", a.ranks[0], " holds ", to_string(a.box), " and rank ",
-                b.ranks[0], " holds ", to_string(b.box), ", which overlap");
+    TORCH_CHECK(false, "checkpoint: tensor \"", what.name, "\": rank ", numbers[a.ranks[0]], " holds ", to_string(a.box),
+                " and rank ", numbers[b.ranks[0]], " holds ", to_string(b.box), ", which overlap");
   }
   const auto numel = whole(what.sizes).numel();
   TORCH_CHECK(covered == numel, "checkpoint: tensor \"", what.name, "\": the ranks hold ", covered, " of its ", numel,
               " elements; it lies on ", what.mesh);
 }
 
-std::vector<Shared> shared_parts(const Merged& merged) {
+std::vector<Shared> shared_parts(const Merged& merged, const RankNumbers& numbers) {
   std::vector<Shared> parts;
   if (whole(merged.what.sizes).numel() == 0) return {{whole(merged.what.sizes), {merged.first_rank}}};
   for (const auto& [box, ranks] : merged.holders) {
     parts.push_back({box, merged.what.mesh.empty() ? std::vector<int>{ranks.front()} : ranks});
   }
-  check_cover(merged, parts);
+  check_cover(merged, parts, numbers);
   return parts;
 }
 
-std::vector<Merged> merge_tensors(const std::vector<std::vector<Holding>>& ranks) {
+std::vector<Merged> merge_tensors(const std::vector<std::vector<Holding>>& ranks, const RankNumbers& numbers) {
   std::vector<Merged> tensors;
   std::unordered_map<std::string, size_t> index;
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     for (const auto& holding : ranks[rank]) {
       const auto [found, is_new] = index.emplace(holding.name, tensors.size());
       if (is_new) tensors.push_back({holding, static_cast<int>(rank), {}});
-      if (tensors[found->second].what.mesh != holding.mesh) fail_on_meshes(holding.name, ranks);
-      merge(tensors[found->second], holding, static_cast<int>(rank));
+      if (tensors[found->second].what.mesh != holding.mesh) fail_on_meshes(holding.name, ranks, numbers);
+      merge(tensors[found->second], holding, static_cast<int>(rank), numbers);
     }
   }
   return tensors;
@@ -175,12 +176,12 @@ StateValues values_from_json(const JsonView& json) {
   return values;
 }
 
-std::vector<SavePlan::Tensor> plan_tensors(const std::vector<std::vector<Holding>>& ranks) {
-  const auto merged = merge_tensors(ranks);
+std::vector<SavePlan::Tensor> plan_tensors(const std::vector<std::vector<Holding>>& ranks, const RankNumbers& numbers) {
+  const auto merged = merge_tensors(ranks, numbers);
   std::vector<SavePlan::Tensor> tensors;
   std::vector<std::vector<Shared>> parts;
   for (const auto& tensor : merged) {
-    parts.push_back(shared_parts(tensor));
+    parts.push_back(shared_parts(tensor, numbers));
     tensors.push_back({tensor.what, {}});
     tensors.back().what.boxes.clear();
   }
@@ -188,7 +189,7 @@ std::vector<SavePlan::Tensor> plan_tensors(const std::vector<std::vector<Holding
   return tensors;
 }
 
-StateValues merge_values(const std::vector<StateValues>& ranks) {
+StateValues merge_values(const std::vector<StateValues>& ranks, const RankNumbers& numbers) {
   StateValues values;
   std::unordered_map<std::string, std::pair<size_t, size_t>> index; // name → position, first rank
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
@@ -197,7 +198,7 @@ StateValues merge_values(const std::vector<StateValues>& ranks) {
       if (is_new) values.emplace_back(name, value);
       const auto& first = values[found->second.first].second;
       TORCH_CHECK(is_same(first, value), "checkpoint: value \"", name, "\" is ", to_json(first).dump(), " on rank ",
-                  found->second.second, " and ", to_json(value).dump(), " on rank ", rank);
+                  numbers[found->second.second], " and ", to_json(value).dump(), " on rank ", numbers[rank]);
     }
   }
   return values;
@@ -231,8 +232,8 @@ void merge(SavePlan& plan, const Ranks& ranks, const Json& own) {
     if (own.contains("tensors")) tensors.push_back(holdings_from_json(state["tensors"]));
     if (own.contains("values")) values.push_back(values_from_json(state["values"]));
   }
-  if (!tensors.empty()) plan.tensors = plan_tensors(tensors);
-  if (!values.empty()) plan.values = merge_values(values);
+  if (!tensors.empty()) plan.tensors = plan_tensors(tensors, ranks.numbers());
+  if (!values.empty()) plan.values = merge_values(values, ranks.numbers());
 }
 
 } // namespace

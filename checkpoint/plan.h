@@ -62,10 +62,10 @@ struct SavePlan {
 /// placed first), plain tensors to the lowest rank. Every rank computes the same plan. Errors name the tensor and the ranks:
 /// tensors of one name on different meshes, a dtype or shape that differs between ranks, parts that overlap or do not cover the
 /// tensor.
-std::vector<SavePlan::Tensor> plan_tensors(const std::vector<std::vector<Holding>>& ranks);
+std::vector<SavePlan::Tensor> plan_tensors(const std::vector<std::vector<Holding>>& ranks, const RankNumbers& numbers = {});
 
 /// The values of all ranks, of each name one. An error for a value that differs between ranks.
-StateValues merge_values(const std::vector<StateValues>& ranks);
+StateValues merge_values(const std::vector<StateValues>& ranks, const RankNumbers& numbers = {});
 
 /// An error for a name or alias that the plan holds twice.
 void check_names(const SavePlan& plan);

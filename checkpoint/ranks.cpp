@@ -61,8 +61,8 @@ std::vector<std::string> Ranks::all(const std::string& step, const std::function
   auto mine = std::to_string(step.size()) + ":" + step;
   try {
     mine += "+" + work();
-  } catch (const std::exception& error) {
-    mine += "-" + error_text(error);
+  } catch (...) {
+    mine += "-" + error_text(std::current_exception());
   }
   std::vector<std::string> steps, failures, results;
   for (const auto& message : gather(mine, step)) {

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <tessera/collectives/communicator.h>
@@ -16,6 +17,17 @@ namespace tessera::internal {
 
 /// "rank 0", "ranks 0, 2".
 std::string describe_ranks(const std::vector<int64_t>& ranks);
+
+/// What errors call the ranks that save or load, which are numbered from 0: their numbers in the job.
+class RankNumbers {
+ public:
+  RankNumbers() = default; ///< the same numbers
+  explicit RankNumbers(std::vector<int64_t> numbers) : numbers_(std::move(numbers)) {}
+  int64_t operator[](size_t position) const { return numbers_.empty() ? static_cast<int64_t>(position) : numbers_[position]; }
+
+ private:
+  std::vector<int64_t> numbers_;
+};
 
 /// The ranks of a mesh, or all ranks of the job; without a process group, this process alone.
 class Ranks {
@@ -49,6 +61,7 @@ class Ranks {
   void broadcast(const at::Tensor& tensor, const std::string& label) const;
   /// Replaces `tensor`, contiguous and on the CPU, by the sum over all ranks. Every rank calls it with the same size.
   void sum(const at::Tensor& tensor, const std::string& label) const;
+  RankNumbers numbers() const { return RankNumbers(members_); }
   /// The rank of the job at this position among them.
   int64_t rank_of_job(size_t position) const { return members_[position]; }
   /// The position of a rank of the job, which is one of them.

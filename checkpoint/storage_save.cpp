@@ -9,6 +9,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
+#include <optional>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -64,14 +67,23 @@ void check_name(const std::string& name) {
               "\" is no name of a checkpoint in a storage: it must not be empty, nor begin or end with '/'");
 }
 
-// Whether an object holds this text, though its writer threw: an answer may be lost on its way.
-bool holds(const checkpoint::Storage& storage, const std::string& object, const std::string& text) {
+// Whether an object holds this text, though its writer threw: an answer may be lost on its way. Nothing where that is not known.
+std::optional<bool> holds(const checkpoint::Storage& storage, const std::string& object, const std::string& text) {
   try {
     if (storage.size(object) != static_cast<int64_t>(text.size())) return false;
     std::string found(text.size(), '\0');
     storage.read(object, 0, found.data(), found.size());
     return found == text;
-  } catch (const std::exception&) {
+  } catch (...) {
+    return {};
+  }
+}
+
+bool remove_quietly(checkpoint::Storage& storage, const std::string& object) {
+  try {
+    storage.remove(object);
+    return true;
+  } catch (...) {
     return false;
   }
 }
@@ -154,7 +166,7 @@ NewFiles StorageSave::new_files() {
   return {create, token_};
 }
 
-void StorageSave::put_index(const std::string& text) {
+void StorageSave::put_index(const std::string& text, bool& may_be_there) {
   const auto index = object(kIndexName);
   try {
     const auto writer = storage_.create(index);
@@ -162,18 +174,34 @@ void StorageSave::put_index(const std::string& text) {
     writer->append(text.data(), text.size());
     writer->close();
     check_written(storage_, index, static_cast<int64_t>(text.size()));
-  } catch (const std::exception&) {
-    if (holds(storage_, index, text)) return;
-    if (!replaces_) made_.insert(made_.begin(), index); // removed first
+  } catch (...) {
+    const auto is_there = holds(storage_, index, text);
+    if (is_there.value_or(false)) return;
+    // One that was there before stays, and the new one may have taken its place unseen.
+    may_be_there = replaces_ ? !is_there.has_value() : !remove_quietly(storage_, index);
     throw;
   }
 }
 
+constexpr std::string_view kMayBeThere = "?", kIsNotThere = "-"; // before the text of a failure
+
+// Rank 0's: nothing, or why not.
+std::string StorageSave::try_to_put_index(const std::function<std::string()>& encode) {
+  bool may_be_there = false;
+  try {
+    put_index(encode(), may_be_there);
+    return "";
+  } catch (...) {
+    return std::string(may_be_there ? kMayBeThere : kIsNotThere) + error_text(std::current_exception());
+  }
+}
+
 void StorageSave::commit(const std::function<std::string()>& encode) {
-  all("commit", [&] {
-    if (ranks_.rank() == 0) put_index(encode());
-  });
-  committed_ = true;
+  keeps_data_ = true; // the vote may be cut off: by a rank that is killed, or by a timeout while rank 0 writes
+  const auto failure = all("commit", [&] { return ranks_.rank() == 0 ? try_to_put_index(encode) : std::string(); })[0];
+  keeps_data_ = !failure.starts_with(kIsNotThere);
+  TORCH_CHECK(failure.empty(), "checkpoint: cannot commit ", name_, ": ", describe_ranks({ranks_.rank_of_job(0)}), ": ",
+              failure.substr(1));
   all("tidy up after the save of", [&] {
     if (ranks_.rank() != 0) return;
     for (const auto& old : data_objects(storage_, name_)) {
@@ -184,13 +212,8 @@ void StorageSave::commit(const std::function<std::string()>& encode) {
 }
 
 StorageSave::~StorageSave() {
-  if (committed_) return;
-  for (const auto& object : made_) {
-    try {
-      storage_.remove(object);
-    } catch (...) { // NOLINT(bugprone-empty-catch): it is no part of a checkpoint, and the next save of the name removes it
-    }
-  }
+  if (keeps_data_) return;
+  for (const auto& object : made_) remove_quietly(storage_, object); // what stays is removed by the next save of the name
 }
 
 } // namespace tessera::internal

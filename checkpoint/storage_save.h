@@ -37,13 +37,16 @@ class StorageSave {
   NewFiles new_files();
   /// Microseconds since 1970, later than those of a checkpoint that is replaced. Rank 0's.
   int64_t time() const { return time_; }
-  /// Rank 0 writes the index that `encode` gives, then removes what lies there of older saves.
+  /// Rank 0 writes the index that `encode` gives, then removes what lies there of older saves. Where it is not known whether the
+  /// index is there, the data stays for the next save of the name to remove.
   void commit(const std::function<std::string()>& encode);
 
  private:
   std::string object(const std::string& file) const { return name_ + "/" + file; }
   void start();
-  void put_index(const std::string& text);
+  /// `may_be_there`: whether the index may lie there, where this throws.
+  void put_index(const std::string& text, bool& may_be_there);
+  std::string try_to_put_index(const std::function<std::string()>& encode);
 
   const Ranks& ranks_;
   checkpoint::Storage& storage_;
@@ -52,7 +55,7 @@ class StorageSave {
   std::string token_;
   int64_t time_ = 0;
   bool replaces_ = false;
-  bool committed_ = false;
+  bool keeps_data_ = false;       ///< an index may name it
   std::vector<std::string> made_; ///< this rank's objects
 };
 

@@ -98,11 +98,9 @@ int run_as_rank(int ranks, const std::function<void()>& worker) {
     worker();
     return 0;
   } catch (const c10::DistNetworkError& error) {
-    report_failure(pipe, error.what_without_backtrace(), true);
-  } catch (const std::exception& error) {
-    report_failure(pipe, error_text(error), false);
+    report_failure(pipe, error_text(error), true);
   } catch (...) {
-    report_failure(pipe, "an exception that is no std::exception", false);
+    report_failure(pipe, error_text(std::current_exception()), false);
   }
   return 1;
 }

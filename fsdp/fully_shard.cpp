@@ -192,15 +192,7 @@ FreeParameters part_of(const FreeParameters& all, size_t begin, size_t end) {
 
 /// The first line of what an exception says.
 std::string summary_of(const std::exception_ptr& thrown) {
-  std::string text = "an exception of an unknown type";
-  try {
-    std::rethrow_exception(thrown);
-  } catch (const c10::Error& error) {
-    text = error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    text = error.what();
-  } catch (...) {
-  }
+  const auto text = error_text(thrown);
   return text.substr(0, text.find('\n'));
 }
 

@@ -29,10 +29,8 @@ void run_rank(ThreadJob& job, int rank, const std::function<std::unique_ptr<Rank
   try {
     const auto scope = enter();
     program();
-  } catch (const std::exception& error) {
-    failure = error_text(error);
   } catch (...) {
-    failure = "an exception of an unknown type";
+    failure = error_text(std::current_exception());
   }
   job.end(rank, std::move(failure));
 }

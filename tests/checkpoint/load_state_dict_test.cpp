@@ -298,6 +298,20 @@ TEST(LoadStateDict, ValuesAndTensorsOfTheUserTravelToo) {
   EXPECT_TENSORS_EQUAL(target.tensor("transposed"), torch::arange(6).view({2, 3}).t());
 }
 
+/// Before anything is written, and on all ranks, where only one reads them.
+TEST(BroadcastFromRank0, ATensorWithoutReadableValuesIsAnErrorOfAllRanks) {
+  for (const bool is_sparse : {false, true}) {
+    StateDict target, source;
+    for (const auto* name : {"a", "b"}) target.add(name, torch::zeros({2, 2}));
+    source.add("a", torch::ones({2, 2}));
+    source.add("b", is_sparse ? torch::eye(2).to_sparse() : torch::empty({2, 2}, at::kMeta));
+    const auto* expected =
+        is_sparse ? "rank 0: \"b\" of the state dict is Sparse" : "rank 0: \"b\" of the state dict is a meta tensor";
+    EXPECT_THROWS_WITH(load_state_dict(target, world_rank() == 0 ? source : StateDict(), kFromRank0), expected);
+    EXPECT_TENSORS_EQUAL(target.tensor("a"), torch::zeros({2, 2}));
+  }
+}
+
 TEST(MetaDeviceModel, LoadsOnceItHasMemoryAndReadsOnlyItsPart) {
   const SharedFolder folder;
   Training saved("full-ragged", 1);

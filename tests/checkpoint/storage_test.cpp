@@ -3,9 +3,14 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checkpointer.h>
 #include <tessera/checkpoint/read_state_dict.h>
+#include <tessera/collectives/run_ranks.h>
 #include <torch/torch.h>
 
+#include <chrono>
+#include <thread>
+
 #include "../support/matchers.h"
+#include "../support/temporary_folder.h"
 #include "sharded_training.h"
 #include "shared_folder.h"
 #include "shared_memory_storage.h"
@@ -230,6 +235,66 @@ TEST(StorageFaults, OfTheIndexLeaveNoCheckpoint) {
     save(numbers(3), shared.storage, "c", {.overwrite = overwrite});
     expect_holds(shared.storage, "c", 3);
   }
+}
+
+/// Rank 0 writes the index for longer than the others wait: these cannot know that it will be there.
+TEST(StorageFaults, ACommitThatIsCutOffLeavesOneWholeCheckpoint) {
+  for (const bool overwrite : {false, true}) {
+    const testing::TemporaryFolder folder("/dev/shm");
+    const auto save_slowly = [&] {
+      SharedMemoryStorage storage(folder.path());
+      if (overwrite) save(numbers(1), storage, "c");
+      storage.fault = [](const std::string& operation, const std::string& object) {
+        if (operation == "close" && object.ends_with("index.json")) std::this_thread::sleep_for(std::chrono::seconds(2));
+      };
+      const auto error = error_of([&] { save(numbers(2), storage, "c", {.overwrite = overwrite}); });
+      EXPECT_THAT(error, HasSubstr("cannot commit c, which ranks 0, 1 must each call"));
+    };
+    run_ranks_as_threads(2, save_slowly, {.timeout = std::chrono::seconds(1)});
+    run_ranks_as_threads(1, [&] {
+      const SharedMemoryStorage storage(folder.path());
+      EXPECT_EQ(latest(storage), "c");
+      expect_holds(storage, "c", 2);
+    });
+  }
+}
+
+TEST(StorageFaults, AnIndexThatMayBeThereKeepsItsData) {
+  SharedStorage shared;
+  save(numbers(1), shared.storage, "c");
+  bool is_gone = false;
+  shared.storage.answer_lost = "c/index.json";
+  shared.storage.fault = [&](const std::string& operation, const std::string& object) {
+    if (!object.ends_with("index.json")) return;
+    is_gone |= operation == "close";
+    if (is_gone && operation == "read") throw std::runtime_error("the storage is gone");
+  };
+  EXPECT_THAT(error_of([&] { save(numbers(2), shared.storage, "c", {.overwrite = true}); }),
+              HasSubstr("cannot commit c: rank 0: the answer was lost"));
+  shared.storage.fault = nullptr;
+  expect_holds(shared.storage, "c", 2);
+  shared.storage.answer_lost.clear();
+  save(numbers(3), shared.storage, "c", {.overwrite = true}); // removes what lies there of both
+  expect_holds(shared.storage, "c", 3);
+}
+
+TEST(StorageFaults, WithoutATextAreErrorsToo) {
+  SharedStorage shared;
+  save(numbers(1), shared.storage, "c");
+  const auto before = shared.names();
+  shared.storage.fault = [](const std::string& operation, const std::string& object) {
+    if (operation == "close" && object.ends_with("index.json")) throw std::runtime_error("");
+  };
+  EXPECT_THAT(error_of([&] { save(numbers(2), shared.storage, "c", {.overwrite = true}); }),
+              HasSubstr("cannot commit c: rank 0: std::runtime_error without a text"));
+  shared.storage.fault = [](const std::string& operation, const std::string&) {
+    if (operation == "append" && rank() == last_rank()) throw 7; // NOLINT(hicpp-exception-baseclass)
+  };
+  EXPECT_THAT(error_of([&] { save(numbers(2), shared.storage, "c", {.overwrite = true}); }),
+              HasSubstr(c10::str("rank ", last_rank(), ": an exception that is no std::exception")));
+  shared.storage.fault = nullptr;
+  EXPECT_EQ(shared.names(), before);
+  expect_holds(shared.storage, "c", 1);
 }
 
 TEST(StorageFaults, TruncatedObjectsAreFoundAtTheSaveAndAtTheLoad) {

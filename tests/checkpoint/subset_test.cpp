@@ -134,6 +134,11 @@ TEST(SubsetOfRanks, ErrorsNameTheRank) {
                 HasSubstr("tensor \"w\" lies on DeviceMesh"));
     // In an error of one rank it has its number in the job.
     EXPECT_THAT(error_of([&] { save(alone, folder.path() / "c", {.mesh = some}); }), HasSubstr("rank 1: "));
+    StateDict differing;
+    differing.set("step", world_rank());
+    if (all_but_first.size() > 1)
+      EXPECT_THAT(error_of([&] { save(differing, folder.path() / "d", {.mesh = some}); }),
+                  HasSubstr("value \"step\" is {\"i64\":1} on rank 1 and {\"i64\":2} on rank 2"));
   }
 }
 
