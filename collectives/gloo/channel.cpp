@@ -247,18 +247,19 @@ void Channel::return_buffer(at::Tensor buffer) {
 void Channel::complete_in_background(std::shared_ptr<InFlight> exchange) {
   std::lock_guard lock(mutex_);
   if (closed_) return;
-  background_queue_.push_back(std::move(exchange));
-  if (!background_.joinable()) background_ = std::thread(&Channel::background_loop, this);
-  wake_background_.notify_one();
+  auto& background = background_[exchange->order()];
+  background.queue.push_back(std::move(exchange));
+  if (!background.thread.joinable()) background.thread = std::thread([this, &background] { background_loop(background); });
+  wake_background_.notify_all();
 }
 
-void Channel::background_loop() {
+void Channel::background_loop(Background& background) {
   std::unique_lock lock(mutex_);
   while (true) {
-    wake_background_.wait(lock, [&] { return closed_ || !background_queue_.empty(); });
+    wake_background_.wait(lock, [&] { return closed_ || !background.queue.empty(); });
     if (closed_) return;
-    const auto exchange = std::move(background_queue_.front());
-    background_queue_.pop_front();
+    const auto exchange = std::move(background.queue.front());
+    background.queue.pop_front();
     lock.unlock();
     exchange->complete();
     lock.lock();
@@ -354,18 +355,19 @@ void Channel::check_not_forked(const std::string& call) const {
 void Channel::close() {
   if (is_forked_copy()) return;
   std::vector<std::shared_ptr<InFlight>> released; // they hold the channel
-  std::deque<std::shared_ptr<InFlight>> dropped;
+  std::vector<std::deque<std::shared_ptr<InFlight>>> dropped;
   {
     std::lock_guard lock(mutex_);
     closed_ = true;
     for (auto* exchange : waiting_) exchange->wake_because_the_channel_closes();
     released.swap(kept_);
-    dropped.swap(background_queue_);
+    for (auto& [order, background] : background_) dropped.push_back(std::exchange(background.queue, {}));
   }
   wake_monitor_.notify_all();
   wake_background_.notify_all();
   if (monitor_.joinable()) monitor_.join();
-  if (background_.joinable()) background_.join();
+  for (auto& [order, background] : background_)
+    if (background.thread.joinable()) background.thread.join();
 }
 
 } // namespace tessera::internal::gloo

@@ -27,16 +27,24 @@ class ProcessGroupGloo;
 
 namespace tessera::internal::gloo {
 
+/// From which rank of the group to which.
+struct Direction {
+  int from = -1, to = -1;
+  friend bool operator<(const Direction& a, const Direction& b) { return std::tie(a.from, a.to) < std::tie(b.from, b.to); }
+};
+
 /// A collective in flight, as the channel's threads see it.
 class InFlight {
  public:
   virtual ~InFlight() = default;
-  /// Completes it. On the background thread, where perhaps nobody waits for it.
+  /// Completes it. On a background thread, where perhaps nobody waits for it.
   virtual void complete() = 0;
   /// Wakes the thread that waits for its messages: these peers are gone, or it has waited for long.
   virtual void wake(const std::vector<int>& lost) = 0;
   virtual void wake_because_the_channel_closes() = 0;
   virtual std::chrono::steady_clock::time_point wakes_from() const = 0; ///< fixed from `begin_wait` on
+  /// Exchanges of one order complete in it: the group's collectives (the default), or the messages from one rank to another.
+  virtual Direction order() const = 0;
 };
 
 struct ChannelOptions {
@@ -48,12 +56,6 @@ struct ChannelOptions {
   std::function<void(const std::string&)> on_failure = nullptr; ///< called once, with the first failure's text
 };
 
-/// From which rank of the group to which.
-struct Direction {
-  int from = -1, to = -1;
-  friend bool operator<(const Direction& a, const Direction& b) { return std::tie(a.from, a.to) < std::tie(b.from, b.to); }
-};
-
 /// One send or receive of bytes to or from a peer that gloo carries out in the background.
 struct Message {
   c10::intrusive_ptr<c10d::Work> work;
@@ -61,7 +63,7 @@ struct Message {
   bool done = false; ///< waited for: gloo must not be asked again
 };
 
-/// The connections of one group, and what its collectives share: failure state, buffers, and two threads.
+/// The connections of one group, and what its collectives share: failure state, buffers, and threads.
 ///
 /// gloo matches the messages between two ranks by tag, in the order posted. It ends the process when a message is longer than
 /// the buffer that waits for it, so a payload's tag is its length: payloads of different lengths never meet.
@@ -131,7 +133,8 @@ class Channel : public Witness, public std::enable_shared_from_this<Channel> {
   at::Tensor take_buffer(int64_t bytes);
   void return_buffer(at::Tensor buffer);
 
-  /// Completes `exchange` on the background thread: to make progress, or because nobody waits for it.
+  /// Completes `exchange` on the background thread of its order: to make progress, or because nobody waits for it. A message
+  /// that nobody sends yet must not keep a collective from its second round.
   void complete_in_background(std::shared_ptr<InFlight> exchange);
   /// Announces the exchange that a thread waits for; the monitor wakes it when one of its peers is gone, and
   /// in each of its rounds from `wakes_from` on.
@@ -147,7 +150,11 @@ class Channel : public Witness, public std::enable_shared_from_this<Channel> {
   Channel(const c10::intrusive_ptr<GroupStore>& store, int rank, int size, const ChannelOptions& options);
   bool has_arrived(int rounds) const;
   void monitor_loop();
-  void background_loop();
+  struct Background {
+    std::deque<std::shared_ptr<InFlight>> queue;
+    std::thread thread;
+  };
+  void background_loop(Background& background);
   bool connection_lost(const Message& sentinel);
   std::vector<at::Tensor>& cache_for(int64_t bytes); ///< with `mutex_` held
 
@@ -167,7 +174,7 @@ class Channel : public Witness, public std::enable_shared_from_this<Channel> {
   std::vector<at::Tensor> large_buffers_, small_buffers_;
   std::deque<std::vector<Message>> retired_;
   std::vector<InFlight*> waiting_;
-  std::deque<std::shared_ptr<InFlight>> background_queue_;
+  std::map<Direction, Background> background_; ///< by order; none is removed
 
   std::vector<Socket> sockets_;
   std::mutex sentinel_mutex_;      // guards the next three: gloo lets one thread wait for a message
@@ -175,7 +182,7 @@ class Channel : public Witness, public std::enable_shared_from_this<Channel> {
   std::vector<bool> lost_;         // peers
   std::vector<int> seen_ended_;    // how often the process of a peer was seen to have ended
   at::Tensor sentinel_byte_;
-  std::thread monitor_, background_;
+  std::thread monitor_;
 };
 
 } // namespace tessera::internal::gloo

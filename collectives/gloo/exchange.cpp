@@ -51,6 +51,7 @@ void Exchange::start(Signature signature, ExchangePlan plan) {
   channel_->check_usable(call_);
   signature_ = signature;
   plan_ = std::move(plan);
+  order_ = plan_.direction.value_or(Direction());
   if (has_header()) header_buffer_ = channel_->take_buffer(2 * channel_->size() * header_bytes());
   try {
     const auto order = channel_->posting_order();

@@ -60,6 +60,7 @@ class Exchange final : public InFlight, public std::enable_shared_from_this<Exch
   void complete() override;
   void wake(const std::vector<int>& lost) override;
   void wake_because_the_channel_closes() override;
+  Direction order() const override { return order_; }
   std::chrono::steady_clock::time_point wakes_from() const override {
     return RankWatch::announces_wait_at(deadline_, channel_->options().timeout);
   }
@@ -103,6 +104,7 @@ class Exchange final : public InFlight, public std::enable_shared_from_this<Exch
   const std::vector<int64_t>& ranks_ = channel_->options().ranks;
   Signature signature_;
   ExchangePlan plan_;
+  Direction order_; ///< fixed from `start` on
   at::Tensor header_buffer_;
   std::mutex messages_mutex_; // guards the lists against `wake`, and what it says
   std::vector<Message> header_receives_, receives_, sends_;

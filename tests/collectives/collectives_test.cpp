@@ -284,6 +284,29 @@ TEST(Collectives, IsCompletedBecomesTrueWithoutAWait) {
   EXPECT_TRUE(Work().is_completed());
 }
 
+/// One that is polled before its sender comes, while the sender waits for a collective of several rounds.
+TEST(Collectives, APolledMessageKeepsNoCollectiveBack) {
+  auto group = world();
+  if (group->size() == 1) return;
+  const int last = group->size() - 1;
+  auto message = torch::zeros({3}), large = torch::ones({2 << 20});
+  Work received;
+  if (group->rank() == 0) {
+    received = group->receive(message, last, "message");
+    EXPECT_FALSE(received.is_completed());
+  }
+  auto work = group->all_reduce(large, ReduceOp::kSum, "large");
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!work.is_completed() && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  EXPECT_TRUE(work.is_completed());
+  work.wait();
+  EXPECT_TENSORS_EQUAL(large, torch::full({2 << 20}, group->size(), torch::kFloat));
+  if (group->rank() == last) group->send(torch::ones({3}), 0, "message").wait();
+  if (group->rank() != 0) return;
+  received.wait();
+  EXPECT_TENSORS_EQUAL(message, torch::ones({3}));
+}
+
 TEST(Collectives, PurposesAreIndependent) {
   auto first = world("first"), second = world("second");
   EXPECT_EQ(first, world("first"));
