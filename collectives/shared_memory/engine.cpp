@@ -154,15 +154,15 @@ void Engine::wait(Operation& operation) {
 
 void Engine::complete(Operation& operation) {
   if (!operation.is_done()) {
-    begin_waiting(operation);
+    waiting_.fetch_add(1);
     const auto end = c10::make_scope_exit([&] { end_waiting(); });
+    start_time_limit(operation);
     await(operation);
   }
   if (operation.announced.exchange(Operation::kNoRank) != Operation::kNoRank && !operation.failure) options_.watch->withdraw();
 }
 
-void Engine::begin_waiting(Operation& operation) {
-  waiting_.fetch_add(1);
+void Engine::start_time_limit(Operation& operation) {
   const auto deadline = Clock::now() + options_.timeout;
   std::lock_guard lock(mutex_);
   for (const auto& [key, line] : lines_) {
@@ -220,8 +220,7 @@ bool Engine::is_completed(Operation& operation) {
 }
 
 void Engine::complete_in_background(Operation& operation) {
-  begin_waiting(operation); // its time runs from now on
-  waiting_.fetch_sub(1);
+  start_time_limit(operation);
   std::lock_guard lock(mutex_);
   if (!closed_ && !operation.is_done()) note_duty(operation, {});
 }

@@ -93,7 +93,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void look_for_absences();
   void look_for_absences(Line& line);
   void await(const Operation& operation);
-  void begin_waiting(Operation& operation);
+  void start_time_limit(Operation& operation);
   void end_waiting();
   void wake_threads_here();
 
