@@ -348,9 +348,12 @@ TEST(Transport, WhatIsNotTheSameOnAllRanksIsAnError) {
               HasSubstr("environment variable TESSERA_TRANSPORT=tcp must be automatic, shared_memory or gloo"));
 }
 
+/// On one host, and on two with two ranks each, whose groups have a thread that a child has not.
+const std::vector<std::pair<int, std::map<std::string, std::string>>> kForkedJobs{{2, {}}, {3, {}}, {4, on_hosts("0011")}};
+
 TEST(Failure, AForkedChildThatUsesAGroupGetsAnErrorAndTheRanksGoOn) {
-  for (int ranks = 2; ranks <= 3; ++ranks) {
-    const auto result = run("forked_child_uses_the_group", ranks);
+  for (const auto& [ranks, environment] : kForkedJobs) {
+    const auto result = run("forked_child_uses_the_group", ranks, environment);
     EXPECT_EQ(result.status, 0) << result.output;
     for (int rank = 0; rank < ranks; ++rank)
       EXPECT_THAT(result.output,
@@ -364,9 +367,12 @@ TEST(Failure, AForkedChildThatUsesAGroupGetsAnErrorAndTheRanksGoOn) {
 }
 
 TEST(Failure, AForkedChildMayDropAGroupThatItsParentHasDestroyed) {
-  const auto result = run("forked_child_drops_a_destroyed_group", 2);
-  EXPECT_EQ(result.status, 0) << result.output;
-  EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
+  for (const auto& [ranks, environment] : kForkedJobs) {
+    const auto result = run("forked_child_drops_a_destroyed_group", ranks, environment);
+    EXPECT_EQ(result.status, 0) << result.output;
+    for (int rank = 0; rank < ranks; ++rank)
+      EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " done"));
+  }
 }
 
 TEST(Failure, ARankThatEndsAfterItHasSentItsPartIsNotMissedOnAStarvedMachine) {

@@ -434,7 +434,7 @@ void few_descriptors(bool hard) {
 void forked_child_uses_the_group() {
   World world;
   world.group->barrier("together");
-  auto tensor = at::ones({1000});
+  auto tensor = at::ones({50'000});
   auto pending = world.group->all_reduce(tensor, ReduceOp::kSum, "before the fork");
   std::fflush(stdout);
   const pid_t child = fork();
@@ -462,7 +462,7 @@ void forked_child_drops_a_destroyed_group() {
   auto& context = tessera::process_context();
   const int rank = context.rank(), ranks = context.world_size();
   auto group = context.communicator(ranks_up_to(ranks), at::kCPU);
-  auto tensor = at::ones({1000});
+  auto tensor = at::ones({50'000});
   auto pending = group->all_reduce(tensor, ReduceOp::kSum, "before the fork");
   tessera::destroy_process_group();
   const pid_t child = fork();
