@@ -4,6 +4,7 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <tessera/checkpoint/file.h>
+#include <tessera/collectives/gloo/descriptors.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,7 +28,7 @@ constexpr size_t kMaxTransfer = size_t{1} << 30;
 int open_or_fail(const std::filesystem::path& path, int flags, const char* what) {
   int fd;
   do fd = ::open(path.c_str(), flags | O_CLOEXEC, 0666);
-  while (fd < 0 && errno == EINTR);
+  while (fd < 0 && (errno == EINTR || (errno == EMFILE && gloo::raise_descriptor_limit()))); // a checkpoint may have many files
   if (fd < 0) fail(what, path, errno);
   return fd;
 }

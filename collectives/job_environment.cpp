@@ -108,13 +108,13 @@ JobEnvironment parse_open_mpi(const Variables& variables) {
 }
 
 std::string slurm_host(const Variables& variables) {
-  for (const char* name : {"MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"})
-    if (const auto host = variables.text(name)) return *host;
+  if (const auto host = variables.text("MASTER_ADDR")) return *host;
   for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"})
     if (const auto list = variables.text(name)) return first_slurm_host(*list);
+  if (const auto host = variables.text("SLURM_LAUNCH_NODE_IPADDR")) return *host; // where srun runs: perhaps no node of the job
   TORCH_CHECK(false,
-              "none of the environment variables MASTER_ADDR, SLURM_LAUNCH_NODE_IPADDR, SLURM_STEP_NODELIST and "
-              "SLURM_JOB_NODELIST is set, but ",
+              "none of the environment variables MASTER_ADDR, SLURM_STEP_NODELIST, SLURM_JOB_NODELIST and "
+              "SLURM_LAUNCH_NODE_IPADDR is set, but ",
               variables.show("SLURM_NTASKS"), " is");
 }
 
@@ -138,9 +138,10 @@ JobEnvironment parse_slurm(const Variables& variables) {
 std::string first_slurm_host(const std::string& node_list) {
   const auto bracket = node_list.find('['), comma = node_list.find(',');
   if (bracket == std::string::npos || comma < bracket) return node_list.substr(0, comma);
-  const auto first_end = node_list.find_first_of("-,]", bracket);
-  TORCH_CHECK(first_end != std::string::npos && first_end > bracket + 1, "cannot read the Slurm node list ", node_list);
-  return node_list.substr(0, bracket) + node_list.substr(bracket + 1, first_end - bracket - 1);
+  const auto first_end = node_list.find_first_of("-,]", bracket), close = node_list.find(']', bracket);
+  TORCH_CHECK(close != std::string::npos && first_end > bracket + 1, "cannot read the Slurm node list ", node_list);
+  const auto rest = node_list.substr(close + 1); // perhaps with brackets too: rack[1-2]node[1-4]
+  return node_list.substr(0, bracket) + node_list.substr(bracket + 1, first_end - bracket - 1) + first_slurm_host(rest);
 }
 
 JobEnvironment parse_job_environment(const EnvironmentMap& environment) {

@@ -27,6 +27,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <unistd.h>
 #include <algorithm>
 #include <csignal>
 #include <map>
@@ -34,6 +35,7 @@
 #include <numeric>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 namespace tessera {
 
@@ -57,10 +59,20 @@ std::optional<int> listen_for(const internal::JobEnvironment& job) {
   return socket->descriptor;
 }
 
+bool hosts_store(const internal::JobEnvironment& job) { return !job.store_host.empty() && job.rank == 0 && !job.store_is_hosted; }
+
+/// The store of a job that this process hosted, by process (a forked child has no part in it) and port. It stays until the
+/// process ends: ranks that join a second job may come before this one has left the first, or while something of that lives.
+c10::intrusive_ptr<c10d::Store>& hosted_store(int64_t port) {
+  static auto* const stores = new std::map<std::pair<pid_t, int64_t>, c10::intrusive_ptr<c10d::Store>>;
+  return (*stores)[{getpid(), port}];
+}
+
 c10::intrusive_ptr<c10d::Store> connect_store(const internal::JobEnvironment& job, std::chrono::milliseconds timeout) {
   if (job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
+  if (hosts_store(job) && hosted_store(job.store_port)) return hosted_store(job.store_port);
   c10d::TCPStoreOptions options{.port = static_cast<uint16_t>(job.store_port),
-                                .isServer = job.rank == 0 && !job.store_is_hosted,
+                                .isServer = hosts_store(job),
                                 .waitWorkers = false, // `join` waits, and says who is missing
                                 .timeout = timeout};
   constexpr std::chrono::seconds kGrace(2); // the store's own timeout says more
@@ -204,7 +216,7 @@ void init_process_group(const ProcessGroupOptions& options) {
   leave_to_parent_in_forks();
   auto store = connect_store(job, made->options_.timeout);
   store->setTimeout(made->options_.timeout);
-  // The launcher's store outlives a restart and a second `init_process_group`.
+  // A store outlives a second `init_process_group`, and that of a launcher a restart.
   made->store_ = c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", job.restart, "/", generation), store);
   auto places = join(made->store_, store, job, made->options_);
   made->communicators_ = std::make_unique<ProcessContext::Communicators>();
@@ -215,6 +227,7 @@ void init_process_group(const ProcessGroupOptions& options) {
         std::make_unique<internal::SignalWatch>([trace = made->communicators_->trace] { trace->write_unasked("SIGUSR1"); });
   made->communicators_->places = std::move(places);
   ++generation;
+  if (hosts_store(job)) hosted_store(job.store_port) = store;
   context = std::move(made);
 }
 

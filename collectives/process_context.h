@@ -96,7 +96,8 @@ SimulatedClock& simulated_clock();
 bool is_initialized();
 /// The context; an error before `init_process_group`.
 ProcessContext& process_context();
-/// Releases the communicators and the store. Every rank calls it; nothing sharded may be used afterwards.
+/// Releases the communicators. Every rank calls it; nothing sharded may be used afterwards. A store that this process hosts stays
+/// until it ends, for a further `init_process_group`.
 void destroy_process_group();
 /// Writes the last calls of this rank on its communicators (1000, or TESSERA_TRACE_CALLS) to FOLDER/rank-<rank>.json, for
 /// `tessera-trace`. The folder is made where it is missing, and an older file replaced. Of this rank alone, from any thread. An

@@ -52,6 +52,13 @@ void reserve_descriptors(int needed) {
               std::strerror(errno));
 }
 
+bool raise_descriptor_limit() noexcept {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return false;
+  limit.rlim_cur = limit.rlim_cur > limit.rlim_max / 2 ? limit.rlim_max : 2 * limit.rlim_cur;
+  return setrlimit(RLIMIT_NOFILE, &limit) == 0;
+}
+
 OpenedDescriptors::OpenedDescriptors() : before_(open_descriptors()) {}
 
 std::vector<Socket> OpenedDescriptors::close_on_exec() const noexcept try {

@@ -10,6 +10,9 @@ namespace tessera::internal::gloo {
 /// where it is too low. Throws c10::Error with the numbers when the hard one is. gloo ends the process when it runs out of them.
 void reserve_descriptors(int needed);
 
+/// Doubles the soft limit, up to the hard one. False where it is that.
+bool raise_descriptor_limit() noexcept;
+
 /// A socket of this process, which may be closed and its descriptor be used for something else.
 struct Socket {
   int descriptor;

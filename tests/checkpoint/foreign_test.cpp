@@ -1,5 +1,7 @@
 // Folders that other libraries write, sound and broken, made by hand.
+#include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
+#include <sys/resource.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/open.h>
@@ -49,6 +51,32 @@ TEST(Foreign, PartsArePutTogether) {
   EXPECT_EQ(index.contents().tensors.at("w").sizes, (std::vector<int64_t>{3, 3}));
   EXPECT_FALSE(index.has_checksums);
   EXPECT_TRUE(verify(folder.path()).empty());
+}
+
+/// More than the soft limit of descriptors: a job of many ranks leaves as many.
+TEST(Foreign, AFolderMayHaveManyFiles) {
+  constexpr int kFiles = 100;
+  const TemporaryFolder folder;
+  StateDict state;
+  for (int i = 0; i < kFiles; ++i) {
+    const auto name = "w" + std::to_string(i);
+    write_file(folder.path() / (name + ".safetensors"), {{name, {3}, ""}});
+    state.add(name, torch::ones({3}));
+  }
+  rlimit before = {};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const auto descriptors = std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  const auto restore = c10::make_scope_exit([&] { setrlimit(RLIMIT_NOFILE, &before); });
+  for (const bool verifies : {false, true}) {
+    const rlimit low{static_cast<rlim_t>(descriptors + 20), before.rlim_max};
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
+    if (verifies) {
+      EXPECT_THAT(verify(folder.path()), ::testing::IsEmpty());
+    } else {
+      load(state, folder.path());
+      for (const auto& entry : state.entries()) EXPECT_TENSORS_EQUAL(state.tensor(entry.name), torch::zeros({3}));
+    }
+  }
 }
 
 TEST(Foreign, BrokenPartsAreErrorsThatNameTheTensor) {

@@ -240,7 +240,7 @@ TEST(StorageFaults, OfTheIndexLeaveNoCheckpoint) {
 /// Rank 0 writes the index for longer than the others wait: these cannot know that it will be there.
 TEST(StorageFaults, ACommitThatIsCutOffLeavesOneWholeCheckpoint) {
   for (const bool overwrite : {false, true}) {
-    const testing::TemporaryFolder folder("/dev/shm");
+    const testing::TemporaryFolder folder;
     const auto save_slowly = [&] {
       SharedMemoryStorage storage(folder.path());
       if (overwrite) save(numbers(1), storage, "c");

@@ -375,6 +375,13 @@ TEST(Failure, AForkedChildMayDropAGroupThatItsParentHasDestroyed) {
   }
 }
 
+TEST(ProcessGroup, RanksJoinJobAfterJobWhoseStoreRank0Hosts) {
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    const auto result = run("joins_job_after_job", ranks);
+    EXPECT_EQ(result.status, 0) << result.output;
+  }
+}
+
 TEST(Failure, ARankThatEndsAfterItHasSentItsPartIsNotMissedOnAStarvedMachine) {
   const auto result = run("last_rank_ends_and_the_reader_is_held", 2, {{"TESSERA_CHECK_COLLECTIVES", "0"}, kOverGloo});
   EXPECT_EQ(result.status, 0) << result.output;

@@ -112,7 +112,9 @@ TEST(JobEnvironment, Slurm) {
   EXPECT_EQ(internal::parse_job_environment(with(kSlurm, "MASTER_PORT", "1234")).store_port, 1234);
   const auto no_address = without(kSlurm, "SLURM_LAUNCH_NODE_IPADDR");
   EXPECT_EQ(internal::parse_job_environment(with(no_address, "SLURM_JOB_NODELIST", "gpu[07-09,12]")).store_host, "gpu07");
-  EXPECT_THROWS_WITH(internal::parse_job_environment(no_address), "SLURM_JOB_NODELIST is set, but SLURM_NTASKS=6 is");
+  EXPECT_THROWS_WITH(internal::parse_job_environment(no_address), "SLURM_LAUNCH_NODE_IPADDR is set, but SLURM_NTASKS=6 is");
+  // srun may have been called on a node that is none of the job's.
+  EXPECT_EQ(internal::parse_job_environment(with(kSlurm, "SLURM_STEP_NODELIST", "gpu[07-09,12]")).store_host, "gpu07");
   EXPECT_THROWS_WITH(internal::parse_job_environment(without(kSlurm, "SLURM_JOB_ID")),
                      "environment variable SLURM_JOB_ID is not set, but SLURM_PROCID=5 is");
   // The batch script of a job is not one of its tasks.
@@ -128,6 +130,8 @@ TEST(JobEnvironment, SlurmNodeLists) {
   EXPECT_EQ(internal::first_slurm_host("a,b"), "a");
   EXPECT_EQ(internal::first_slurm_host("node[03-05,9],login"), "node03");
   EXPECT_EQ(internal::first_slurm_host("node[7]"), "node7");
+  EXPECT_EQ(internal::first_slurm_host("node[7-8]-ib,other"), "node7-ib");
+  EXPECT_EQ(internal::first_slurm_host("rack[2,4]node[03-05],other"), "rack2node03");
   EXPECT_EQ(internal::first_slurm_host("login,node[1-2]"), "login");
   EXPECT_THROWS_WITH(internal::first_slurm_host("node["), "cannot read the Slurm node list node[");
 }

@@ -8,6 +8,7 @@
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -478,8 +479,34 @@ void forked_child_drops_a_destroyed_group() {
   std::printf("rank %d of %d done\n", rank, ranks);
 }
 
+/// Each rank by hand, so that rank 0 hosts the store. It is the last to leave a job, and something of each job lives on.
+void joins_job_after_job() {
+  int64_t port = 0;
+  {
+    const World world;
+    auto chosen = at::zeros({1}, at::kLong);
+    if (world.rank() == 0)
+      chosen.fill_(c10d::TCPStore("127.0.0.1", c10d::TCPStoreOptions{.port = 0, .isServer = true}).getPort());
+    world.group->broadcast(chosen, 0, "port").wait();
+    port = chosen.item<int64_t>();
+  }
+  tessera::destroy_process_group();
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
+  std::vector<tessera::CommunicatorPtr> kept;
+  for (int job = 0; job < 3; ++job) {
+    tessera::init_process_group();
+    sums();
+    kept.push_back(World().group);
+    if (tessera::process_context().rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    tessera::destroy_process_group();
+  }
+  tessera::init_process_group();
+}
+
 const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
+    {"joins_job_after_job", joins_job_after_job},
     {"small_files", small_files},
     {"threads", threads},
     {"last_rank_throws", last_rank_throws},
