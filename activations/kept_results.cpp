@@ -50,25 +50,25 @@ void KeptResults::Scope::run(const c10::OperatorHandle& op, c10::DispatchKeySet 
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   const bool counts = is_functional(schema) && std::none_of(arguments.begin(), arguments.end(), is_on_meta);
+  const Call call{&schema, counts ? calls_[&schema]++ : 0};
+  const bool keeps = counts && !values_ && results_->policy_(op, arguments);
+  // Not the operators that a kernel calls: the second run does not come to those of a result that is kept.
+  const c10::impl::ExcludeDispatchKeyGuard uncounted(kKeepKey);
   if (!counts) return op.redispatchBoxed(keys, stack);
-  const Call call{&schema, calls_[&schema]++};
   if (values_) {
     const auto found = values_->find(call);
     if (found == values_->end()) return op.redispatchBoxed(keys, stack);
     stack->resize(stack->size() - arguments.size());
-    const c10::impl::ExcludeDispatchKeyGuard uncounted(kKeepKey);
     for (const auto& each : found->second)
       stack->emplace_back(each.clone()); // which the function may write, also where a view does
     return results_->kept_.at(call).rng.restore();
   }
-  const bool keeps = results_->policy_(op, arguments);
   op.redispatchBoxed(keys, stack);
   if (keeps) keep(call, op, *stack);
 }
 
 void KeptResults::Scope::keep(const Call& call, const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack) const {
   const TakerScope outside(outer_);
-  const c10::impl::ExcludeDispatchKeyGuard uncounted(kKeepKey);
   std::optional<PlacedTensors> placed;
   if (results_->place_) placed.emplace(results_->place_);
   Kept kept;

@@ -44,6 +44,8 @@ class KeptResults {
     Scope(KeptResults* results, SavedTensorTaker* outer);
     /// Of a second run.
     Scope(KeptResults* results, Values values);
+    /// Of what is no part of the function: no operator comes here.
+    Scope() : Scope(nullptr) {}
     ~Scope();
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;

@@ -19,12 +19,12 @@ class PlacedHooks final : public torch::autograd::SavedVariableHooks {
   void call_pack_hook(const at::Tensor& tensor) override {
     auto values = tensor.variable_data(); // the tensor of an output would keep the graph that keeps it
     // The key of sharded parameters and of views of them (fsdp/unsharded_storage.h), and what has no memory of its own.
-    const bool stays = values.key_set().has(c10::DispatchKey::DeferredInit) || !values.has_storage();
+    stays_ = values.key_set().has(c10::DispatchKey::DeferredInit) || !values.has_storage();
     watch_.emplace(tensor);
-    memory_ = values.has_storage() ? values.const_data_ptr() : nullptr;
+    if (!stays_) storage_ = values.storage().getWeakStorageImpl();
     options_ = values.options();
     sizes_ = values.sizes().vec();
-    bring_back_ = stays ? [values] { return values; } : (*place_)(values);
+    bring_back_ = stays_ ? [values] { return values; } : (*place_)(values);
     TORCH_CHECK_VALUE(bring_back_, "the place of saved tensors took ", values.toString(), " ", values.sizes(),
                       " and returned no function that brings it back");
   }
@@ -37,7 +37,8 @@ class PlacedHooks final : public torch::autograd::SavedVariableHooks {
         "the place of saved tensors took ", options_.dtype(), " ", c10::IntArrayRef(sizes_), " on ", options_.device(),
         " and brought back ",
         tensor.defined() ? c10::str(tensor.dtype(), " ", tensor.sizes(), " on ", tensor.device()) : "an undefined tensor");
-    const bool is_original = tensor.has_storage() && memory_ && tensor.const_data_ptr() == memory_;
+    const auto* storage = stays_ || !tensor.has_storage() ? nullptr : tensor.storage().unsafeGetStorageImpl();
+    const bool is_original = stays_ || (storage != nullptr && storage_->lock().get() == storage);
     TORCH_CHECK(!is_original || !watch_->has_changed(), "a tensor that autograd saved, ", tensor.toString(), " ",
                 c10::IntArrayRef(sizes_), ", was modified by an inplace operation");
     return tensor;
@@ -47,7 +48,9 @@ class PlacedHooks final : public torch::autograd::SavedVariableHooks {
   std::shared_ptr<const TensorPlace> place_;
   std::function<at::Tensor()> bring_back_;
   std::optional<VersionWatch> watch_;
-  const void* memory_ = nullptr; // of the tensor: where the place copied nothing, a write to it is one to what was saved
+  bool stays_ = false;
+  /// Of the tensor: where the place copied nothing, a write to it is one to what was saved. Without its memory.
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage_;
   at::TensorOptions options_;
   std::vector<int64_t> sizes_;
 };

@@ -88,10 +88,14 @@ Recomputation::Recomputation(RecomputeOptions options, const Tensors& inputs, co
       rng_(inputs) {
   if (module) {
     if (options_.name.empty()) options_.name = module->name();
-    for (const auto& each : module->buffers()) {
-      if (each.has_storage()) buffers_.push_back(each);
+    for (const auto& item : module->named_buffers()) {
+      if (!item.value().has_storage()) continue;
+      buffers_.push_back(item.value());
+      buffer_names_.push_back(item.key());
     }
-    for (const auto& item : module->named_parameters()) parameters_.emplace_back(item.key(), VersionWatch(item.value()));
+    first_values_ = copies_of(buffers_);
+    for (const auto& item : module->named_parameters())
+      watched_.emplace_back("parameter " + item.key(), VersionWatch(item.value()));
   }
   std::optional<PlacedTensors> placed;
   if (options_.place) placed.emplace(options_.place);
@@ -102,7 +106,6 @@ Recomputation::Recomputation(RecomputeOptions options, const Tensors& inputs, co
 
 Recomputation::FirstRun::FirstRun(Recomputation& recomputation)
     : recomputation_(recomputation),
-      buffers_before_(copies_of(recomputation.buffers_)),
       run_(recomputation.outermost_, /*is_second_run=*/false),
       taker_(this),
       results_(recomputation.results_ ? &*recomputation.results_ : nullptr, taker_.before()) {}
@@ -116,9 +119,10 @@ void Recomputation::FirstRun::finish(const Tensors& outputs) {
   const bool draws = !(made.rng_.now() == made.rng_);
   TORCH_CHECK(made.options_.keep_rng_state || !draws, made.describe(),
               " drew random numbers, and its second run would draw others: set keep_rng_state");
-  if (!draws) made.rng_ = {};
+  if (!made.options_.keep_rng_state) made.rng_ = {};
   made.look_at_tensors();
-  made.keep_changed_buffers(std::move(buffers_before_));
+  made.keep_changed_buffers();
+  made.is_over_ = true;
   if (made.options_.early_stop) return;
   for (const auto& each : outputs) made.outputs_.emplace_back(each);
 }
@@ -136,7 +140,9 @@ class Recomputation::SecondRun final : public SavedTensorTaker {
 
  private:
   class Hooks;
-  bool stops_early() const { return made_.options_.early_stop && next_ >= needed_; }
+  /// A backward inside the function may ask amid the first run, which has come this far alone.
+  bool may_stop_early() const { return made_.options_.early_stop || !made_.is_over_; }
+  bool stops_early() const { return may_stop_early() && next_ >= needed_; }
   void check_to_the_end(const Tensors& outputs) const;
 
   Recomputation& made_;
@@ -220,9 +226,9 @@ void Recomputation::SecondRun::run(const Tensors& inputs) {
 }
 
 void Recomputation::SecondRun::check_to_the_end(const Tensors& outputs) const {
-  const auto expected = made_.options_.early_stop ? needed_ : made_.slots_.size();
+  const auto expected = may_stop_early() ? needed_ : made_.slots_.size();
   if (next_ < expected) made_.fail(c10::str("autograd saved ", made_.slots_.size(), " tensors then, and only ", next_, " now"));
-  if (made_.options_.early_stop) return;
+  if (may_stop_early()) return;
   if (outputs.size() != made_.outputs_.size())
     made_.fail(c10::str("it returned ", made_.outputs_.size(), " tensors then, and returns ", outputs.size(), " now"));
   for (size_t i = 0; i < outputs.size(); ++i) {
@@ -232,14 +238,18 @@ void Recomputation::SecondRun::check_to_the_end(const Tensors& outputs) const {
   }
 }
 
-/// Kernels write running statistics without a new version.
-void Recomputation::keep_changed_buffers(Tensors before) {
-  const auto buffers = std::exchange(buffers_, {});
+/// Kernels write running statistics without a new version. Of the others no copy is kept: a write to one is an error.
+void Recomputation::keep_changed_buffers() {
+  const auto buffers = std::exchange(buffers_, {}), before = std::exchange(first_values_, {});
   for (size_t i = 0; i < buffers.size(); ++i) {
-    if (at::equal(buffers[i], before[i])) continue;
-    buffers_.push_back(buffers[i]);
-    first_values_.push_back(std::move(before[i]));
+    if (buffers[i].is_meta() || at::equal(buffers[i], before[i])) {
+      watched_.emplace_back("buffer " + buffer_names_[i], VersionWatch(buffers[i]));
+    } else {
+      buffers_.push_back(buffers[i]);
+      first_values_.push_back(before[i]);
+    }
   }
+  buffer_names_.clear();
 }
 
 std::shared_ptr<Recomputation::Slot> Recomputation::add(const at::Tensor& saved) {
@@ -301,12 +311,12 @@ void Recomputation::look_at_tensors() {
   for (const auto& each : slots_) {
     if (const auto slot = each.lock()) slot->watch.look();
   }
-  for (auto& [name, watch] : parameters_) watch.look();
+  for (auto& [name, watch] : watched_) watch.look();
 }
 
 void Recomputation::check_unchanged() const {
   constexpr auto kWhat = " was modified by an inplace operation since the forward, and the second run would compute other values";
-  for (const auto& [name, watch] : parameters_) TORCH_CHECK(!watch.has_changed(), "the parameter ", name, kWhat);
+  for (const auto& [name, watch] : watched_) TORCH_CHECK(!watch.has_changed(), "the ", name, kWhat);
   for (const auto& each : slots_) {
     const auto slot = each.lock();
     TORCH_CHECK(!slot || !slot->watch.has_changed(), "a tensor that autograd saved (", slot->signature.to_string(), ")", kWhat);

@@ -78,7 +78,6 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
 
    private:
     Recomputation& recomputation_;
-    Tensors buffers_before_;
     RunScope run_;
     TakerScope taker_;
     KeptResults::Scope results_;
@@ -114,7 +113,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   void run_again(Slot& wanted, int64_t task);
   Tensors unpack_inputs() const;
   void look_at_tensors();
-  void keep_changed_buffers(Tensors before);
+  void keep_changed_buffers();
   void check_unchanged() const;
   void forget(int64_t task);
   std::string describe() const;
@@ -124,10 +123,13 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   const uint64_t outermost_;
   const Run run_;
   std::vector<torch::autograd::SavedVariable> inputs_;
-  Tensors buffers_;                                              ///< that the first run changed, once that is over
-  Tensors first_values_;                                         ///< what these were before it
-  std::vector<std::pair<std::string, VersionWatch>> parameters_; ///< of the module, by name
-  RngState rng_;                                                 ///< empty: nothing is drawn
+  bool is_over_ = false;                  ///< the first run
+  Tensors buffers_;                       ///< of the module; once the first run is over those that it changed
+  std::vector<std::string> buffer_names_; ///< during the first run
+  Tensors first_values_;                  ///< what these were before it
+  std::vector<std::pair<std::string, VersionWatch>>
+      watched_;  ///< of the module: parameters, and buffers that it left as they were
+  RngState rng_; ///< empty: nothing is drawn
   AutocastState autocast_;
   std::optional<KeptResults> results_;
   std::vector<std::weak_ptr<Slot>> slots_;

@@ -128,6 +128,9 @@ auto recompute(RecomputeOptions options, Function&& function, Inputs&&... inputs
   using Plain = std::remove_cvref_t<Function>;
   static_assert((!internal::kIsReferenceToTensors<std::remove_cvref_t<Inputs>> && ...),
                 "recompute: an ArrayRef does not own its elements; pass a std::vector");
+  static_assert(std::is_base_of_v<torch::nn::Module, Plain> || std::is_copy_constructible_v<Plain> ||
+                    std::is_rvalue_reference_v<Function&&>,
+                "recompute: the function is kept for the second run, and cannot be copied; move it, or pass a pointer to it");
   using Call = internal::RepeatableCall<Plain, Inputs...>;
   const auto call = std::make_shared<Call>(function, std::tuple<std::decay_t<Inputs>...>(inputs...));
   if (!at::GradMode::is_enabled()) return internal::run_function(call->function(), std::forward<Inputs>(inputs)...);

@@ -241,6 +241,70 @@ TEST(Recompute, RunsABackwardInsideOfTheFunction) {
   EXPECT_TRUE(torch::equal(torch::autograd::grad({recompute(penalty, x)}, {x})[0], expected));
 }
 
+/// Amid the first run: with a module's buffers, with a run that is compared to its end, and with a policy.
+TEST(Recompute, RunsABackwardInsideOfAModule) {
+  struct ForceImpl : torch::nn::Module {
+    Tensor forward(const Tensor& x) {
+      const auto energy = (x * table).exp().sum();
+      count.add_(1);
+      return torch::autograd::grad({energy}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0] * table;
+    }
+    Tensor table = register_buffer("table", torch::ones({6})), count = register_buffer("count", torch::zeros({}));
+  };
+  const auto x = input();
+  const auto expected = torch::autograd::grad({ForceImpl().forward(x).square().sum()}, {x})[0];
+  RecomputeOptions with_policy;
+  with_policy.keep = [](const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue>) {
+    return op.operator_name().name == "aten::exp";
+  };
+  for (const auto& options : {RecomputeOptions{}, RecomputeOptions{.early_stop = false}, with_policy}) {
+    const auto force = std::make_shared<ForceImpl>();
+    const auto loss = recompute(options, force, x).square().sum();
+    EXPECT_EQ(force->count.item<double>(), 1);
+    EXPECT_TENSORS_CLOSE(torch::autograd::grad({loss}, {x})[0], expected, 1e-5, 1e-5);
+    EXPECT_EQ(force->count.item<double>(), 1);
+  }
+}
+
+TEST(Recompute, RefusesABufferThatSomethingElseWroteSince) {
+  struct WarmImpl : torch::nn::Module {
+    Tensor forward(const Tensor& x) { return x * temperature.tanh(); }
+    Tensor temperature = register_buffer("temperature", torch::ones({}));
+  };
+  const auto warm = std::make_shared<WarmImpl>();
+  const auto y = recompute(warm, input());
+  warm->temperature.mul_(0.5);
+  EXPECT_THROWS_WITH(y.sum().backward(), "the buffer temperature was modified by an inplace operation since the forward");
+}
+
+TEST(Recompute, TakesModulesWithBuffersOnTheMetaDevice) {
+  struct MaskedImpl : torch::nn::Module {
+    Tensor forward(const Tensor& x) { return (x * mask).exp(); }
+    Tensor mask = register_buffer("mask", torch::ones({6}, torch::kMeta));
+  };
+  const auto x = torch::empty({4, 6}, torch::kMeta).requires_grad_(true);
+  recompute(std::make_shared<MaskedImpl>(), x).sum().backward();
+  EXPECT_EQ(x.grad().sizes(), x.sizes());
+}
+
+/// It draws, and leaves the generator as it found it.
+TEST(Recompute, FindsTheRandomNumbersOfAFunctionThatPutsTheStateBack) {
+  const auto drops = [](const Tensor& x) {
+    auto generator = at::globalContext().defaultGenerator(at::kCPU);
+    const auto state = generator.get_state();
+    auto y = torch::dropout(x.exp(), 0.5, /*train=*/true);
+    generator.set_state(state);
+    return y;
+  };
+  const auto x = input();
+  torch::manual_seed(3);
+  const auto expected = torch::autograd::grad({drops(x).sum()}, {x})[0];
+  torch::manual_seed(3);
+  const auto y = recompute(drops, x);
+  torch::rand({5});
+  EXPECT_TENSORS_EQUAL(torch::autograd::grad({y.sum()}, {x})[0], expected);
+}
+
 TEST(Recompute, KeepsAutocast) {
   auto mlp = make_mlp();
   const auto x = input();
@@ -335,6 +399,24 @@ TEST(Recompute, KeepsTheResultsThatAPolicyChooses) {
   };
   expect_same(run(every_second, 0.0), run({}, 0.0));
   EXPECT_EQ(computed, 2); // the second run does not ask
+}
+
+/// The kernel of an embedding calls index_select: the second run, which has the embedding's result, does not come to it.
+TEST(Recompute, CountsNoOperatorsThatAKernelCalls) {
+  RecomputeOptions options;
+  options.keep = [](const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue>) {
+    const auto& name = op.operator_name().name;
+    return name == "aten::embedding" || name == "aten::index_select";
+  };
+  const auto table = torch::randn({4, 6}).requires_grad_(true), x = input();
+  const auto rows = torch::tensor({3, 1, 0, 2}), ids = torch::tensor({1, 3, 2, 0});
+  const auto function = [&](const Tensor& in) {
+    const auto embedded = torch::embedding(table, ids);
+    return (in.sin().index_select(0, rows) * embedded).exp();
+  };
+  const auto expected = torch::autograd::grad({function(x).sum()}, {x, table});
+  const auto actual = torch::autograd::grad({recompute(options, function, x).sum()}, {x, table});
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TENSORS_EQUAL(actual[i], expected[i]);
 }
 
 TEST(Recompute, KeepsResultsThatTheFunctionWritesLater) {
@@ -532,6 +614,26 @@ TEST(SavedTensors, AreRefusedWhereTheyWereChangedInPlaceAndNotCopied) {
   EXPECT_THROWS_WITH(save(host_memory()).backward(), "was modified by an inplace operation");
   save([](const Tensor& tensor) -> std::function<Tensor()> { return [copy = tensor.clone()] { return copy; }; }).backward();
   EXPECT_TRUE(torch::equal(x.grad(), x.detach().exp()));
+}
+
+/// The memory of one that is gone may be that of the copy.
+TEST(SavedTensors, ComeBackAsTheyWereFromAPlaceThatCopies) {
+  const auto copying = [](const Tensor& tensor) {
+    const auto copy = tensor.clone();
+    return [copy] { return copy.clone(); };
+  };
+  for (int64_t size = 1; size <= 100'000; size *= 10) {
+    const auto x = torch::ones({size}).requires_grad_(true);
+    Tensor sum;
+    {
+      const auto scope = saved_tensors_in(copying);
+      auto y = x.exp();
+      y.add_(1);
+      sum = y.sum();
+    }
+    sum.backward();
+    EXPECT_TENSORS_CLOSE(x.grad(), torch::ones({size}).exp(), 1e-6, 1e-6);
+  }
 }
 
 TEST(SavedTensors, RefuseAPlaceThatBringsBackOtherTensors) {
