@@ -53,22 +53,34 @@ at::Tensor without_partial(const at::Tensor& tensor) {
   return DTensor(tensor).redistribute(placements);
 }
 
-std::vector<OnMesh> by_mesh(const std::vector<at::Tensor>& tensors) {
+OnMesh& group_on(const DeviceMesh* mesh, std::vector<OnMesh>& groups) {
+  const auto group = std::find_if(groups.begin(), groups.end(), [&](const OnMesh& other) { return is_on(other, mesh); });
+  return group != groups.end() ? *group : groups.emplace_back(OnMesh{.mesh = mesh});
+}
+
+void note_shards(const Spec& spec, OnMesh& group) {
+  const auto& placements = spec.placements();
+  group.shards.resize(placements.size());
+  for (size_t d = 0; d < placements.size(); ++d)
+    group.shards[d] = group.shards[d] || !std::holds_alternative<Replicate>(placements[d]);
+}
+
+/// Of a parameter without a gradient its mesh counts: other ranks, which may have one, reduce along it.
+std::vector<OnMesh> by_mesh(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& parameters) {
   std::vector<OnMesh> groups;
-  for (const auto& each : tensors) {
-    if (!each.defined()) continue;
-    const auto tensor = without_partial(each);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) {
+      const auto* of_parameter = i < parameters.size() ? internal::dtensor_meta(parameters[i]) : nullptr;
+      if (of_parameter) note_shards(*of_parameter->spec, group_on(&of_parameter->spec->mesh(), groups));
+      continue;
+    }
+    const auto tensor = without_partial(tensors[i]);
     const auto* meta = internal::dtensor_meta(tensor);
-    const auto* mesh = meta ? &meta->spec->mesh() : nullptr;
-    auto group = std::find_if(groups.begin(), groups.end(), [&](const OnMesh& other) { return is_on(other, mesh); });
-    if (group == groups.end()) group = groups.insert(groups.end(), OnMesh{.mesh = mesh});
-    group->parts.push_back(meta ? meta->local : tensor.detach());
+    auto& group = group_on(meta ? &meta->spec->mesh() : nullptr, groups);
+    group.parts.push_back(meta ? meta->local : tensor.detach());
     if (!meta) continue;
-    group->specs.push_back(meta->spec);
-    const auto& placements = meta->spec->placements();
-    group->shards.resize(placements.size());
-    for (size_t d = 0; d < placements.size(); ++d)
-      group->shards[d] = group->shards[d] || !std::holds_alternative<Replicate>(placements[d]);
+    group.specs.push_back(meta->spec);
+    note_shards(*meta->spec, group);
   }
   return groups;
 }
@@ -198,16 +210,21 @@ at::ScalarType dtype_of(const std::vector<at::Tensor>& tensors) {
 
 } // namespace
 
-at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_type, bool error_if_nonfinite) {
+namespace {
+
+/// `parameters`: those that the tensors are the gradients of, or none.
+at::Tensor total_norm(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& parameters, double norm_type,
+                      bool error_if_nonfinite) {
   TORCH_CHECK_VALUE(!std::isnan(norm_type), "get_total_norm: the type of the norm is NaN");
   const at::NoGradGuard no_grad;
-  const auto groups = by_mesh(tensors);
+  const auto groups = by_mesh(tensors, parameters);
   if (groups.empty()) return at::zeros({}, at::kFloat);
   at::Tensor total;
   if (norm_type == 0) {
     size_t count = 0;
     for (const auto& group : groups) count += group.parts.size();
-    total = at::full({}, static_cast<double>(count), groups[0].parts[0].options().dtype(at::kDouble));
+    const auto device = groups[0].mesh ? groups[0].mesh->device() : groups[0].parts[0].device();
+    total = at::full({}, static_cast<double>(count), at::TensorOptions(at::kDouble).device(device));
   } else {
     total = value_of_all(groups, {norm_type});
     if (!std::isinf(norm_type)) total = total.pow(1 / norm_type);
@@ -217,6 +234,12 @@ at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_ty
               " for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this error and scale the "
               "gradients with the non-finite norm anyway, set `error_if_nonfinite=false`");
   return total;
+}
+
+} // namespace
+
+at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_type, bool error_if_nonfinite) {
+  return total_norm(tensors, {}, norm_type, error_if_nonfinite);
 }
 
 // NOLINTNEXTLINE(readability-identifier-naming)
@@ -242,7 +265,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
                            bool error_if_nonfinite) {
   std::vector<at::Tensor> gradients;
   for (const auto& each : parameters) gradients.push_back(each.grad());
-  auto total = get_total_norm(gradients, norm_type, error_if_nonfinite);
+  auto total = total_norm(gradients, parameters, norm_type, error_if_nonfinite);
   clip_grads_with_norm_(parameters, max_norm, total);
   return total;
 }

@@ -113,20 +113,24 @@ std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs
 bool GradScaler::find_overflow(torch::optim::Optimizer& optimizer) const {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> parts;
+  std::optional<c10::Device> device;
   for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
+    if (!device) device = part_of(parameter).device(); // of its gradient too, on the ranks that have one
     if (parameter.grad().defined()) parts.push_back(part_of(parameter.grad()));
   });
   const auto ranks = options_.mesh.defined() ? options_.mesh.ranks() : internal::ranks_of(optimizer);
-  TORCH_CHECK(!parts.empty() || !ranks.empty(),
-              "GradScaler: no parameter of the optimizer has a gradient: call it after backward");
-  const auto device = parts.empty() ? c10::Device(c10::kCPU) : parts[0].device();
-  const auto overflow = at::zeros({1}, at::TensorOptions(at::kFloat).device(device));
-  unscale(parts, overflow, scale_);
+  const auto options = at::TensorOptions(at::kFloat).device(device.value_or(c10::kCPU));
+  const auto found = at::zeros({2}, options); // an overflow, and a gradient
+  if (!parts.empty()) found.select(0, 1).fill_(1);
+  unscale(parts, found.narrow(0, 0, 1), scale_);
   if (ranks.size() > 1) {
-    const auto communicator = process_context().communicator(ranks, device.type(), "grad scaler");
-    communicator->all_reduce(overflow, ReduceOp::kMax, kOverflowCheck).wait();
+    const auto communicator = process_context().communicator(ranks, options.device().type(), "grad scaler");
+    communicator->all_reduce(found, ReduceOp::kMax, kOverflowCheck).wait();
   }
-  return overflow.item<float>() > 0;
+  const auto on_host = found.to(at::kCPU);
+  const auto* values = on_host.const_data_ptr<float>();
+  TORCH_CHECK(values[1] > 0, "GradScaler: no parameter of the optimizer has a gradient, on any rank: call it after backward");
+  return values[0] > 0;
 }
 
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) { // NOLINT(readability-identifier-naming): PyTorch's name

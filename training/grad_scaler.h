@@ -40,7 +40,7 @@ struct GradScalerOptions {
 ///   scaler.step(optimizer);
 ///   scaler.update();
 ///
-/// An infinity or NaN in a gradient of any rank is found by one all-reduce of one number for each optimizer, so that all ranks
+/// An infinity or NaN in a gradient of any rank is found by one small all-reduce for each optimizer, so that all ranks
 /// skip the step, and have the same scale. Every rank makes the same calls. On gradients in fp32 it changes nothing while the
 /// scale is a power of two: they are scaled and unscaled, and steps that overflow are skipped. Semantics: torch.amp.GradScaler,
 /// and for what ranks do together FSDP's ShardedGradScaler.

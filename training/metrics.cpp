@@ -143,7 +143,7 @@ void RunningMeans::add_accuracy(const std::string& name, const at::Tensor& score
   TORCH_CHECK_VALUE(k >= 1 && k <= scores.size(-1), "RunningMeans: \"", name, "\": the best ", k, " of ", scores.size(-1),
                     " classes");
   const at::NoGradGuard no_grad;
-  const auto counted = targets.ne(ignored);
+  const auto counted = targets.to(at::kLong).ne(ignored); // which may be no number of the targets' dtype
   const auto best = k == 1 ? scores.argmax(-1, /*keepdim=*/true) : std::get<1>(scores.topk(k, -1));
   const auto hits = best.eq(targets.unsqueeze(-1)).any(-1).logical_and(counted);
   sum.total += hits.sum().item<double>();

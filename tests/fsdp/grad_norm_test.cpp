@@ -130,6 +130,27 @@ TEST(GradNorm, IsOneForAModelWithExperts) {
       1e-5);
 }
 
+/// An expert that got no row in this step, under roots of which some or all dims are copies.
+TEST(GradNorm, ARankWithoutAGradientOfItsExpertTakesPart) {
+  const auto ranks = world_size();
+  const auto grid = ranks % 2 == 0 ? init_device_mesh(mesh_device_type, {2, ranks / 2}, {"replicate", "shard"})
+                                   : init_device_mesh(mesh_device_type, {ranks, 1}, {"replicate", "shard"});
+  const auto own = make_device_mesh(mesh_device_type, {1}, {world_rank()});
+  for (const bool replicates : {false, true}) {
+    torch::manual_seed(0);
+    torch::nn::Sequential net(torch::nn::Linear(6, 6), torch::nn::Linear(6, 4));
+    fully_shard(*(*net)[1], own, {.initial_weights = InitialWeights::kUnchecked});
+    replicates ? replicate(*net, world_mesh()) : fully_shard(*net, grid);
+    const bool is_used = world_rank() + 1 < ranks;
+    auto y = (*net)[0]->as<torch::nn::Linear>()->forward(torch::ones({2, 6}, test_device()));
+    if (is_used) y = (*net)[1]->as<torch::nn::Linear>()->forward(y);
+    y.sum().backward();
+    const auto norm = clip_grad_norm_(*net, 0.1).to(test_device());
+    EXPECT_GT(norm.item<double>(), 0);
+    EXPECT_TENSORS_EQUAL(from_local(norm, world_mesh(), {Partial{Partial::Op::kMax}}).full_tensor().cpu(), norm.cpu());
+  }
+}
+
 TEST(GradNorm, ClipsGradientsThatArePartialSums) {
   auto parameter = distribute_tensor(torch::zeros({5}), world_mesh(), {Replicate{}});
   parameter.mutable_grad() = from_local(torch::full({5}, world_rank() + 1.0F, test_device()), world_mesh(), {Partial{}});

@@ -222,6 +222,17 @@ TEST(GradScaler, RefusesGradientsThatWaitForTheirReduction) {
   EXPECT_THROWS_WITH(scaler.step(optimizer), "never reduced");
 }
 
+TEST(GradScaler, RefusesAShardedModelWithoutAnyGradient) {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  GradScaler scaler;
+  const auto loss = scaler.scale(loss_of(net, part_of(global_batch(0), world_rank(), world_size())));
+  EXPECT_THROWS_WITH(scaler.step(optimizer), "no parameter of the optimizer has a gradient, on any rank");
+  loss.backward();
+  EXPECT_TRUE(scaler.step(optimizer));
+}
+
 // The same training as in grad_scaler.py.
 
 constexpr int64_t kSteps = 12, kRows = 8, kWidth = 6;

@@ -129,6 +129,10 @@ TEST(RunningMeans, NameWhatIsWrong) {
   EXPECT_THROWS_WITH(means.add("los", 1.0), "\"los\" is none of the names that it was made with: loss");
   EXPECT_THROWS_WITH(means.add("loss", 1.0, -1), "\"loss\" has the weight -1");
   EXPECT_THROWS_WITH(means.add("loss", torch::Tensor()), "\"loss\" is an undefined tensor");
+  RunningMeans bytes({"top1"});
+  bytes.add_accuracy("top1", torch::eye(256), torch::arange(256).to(torch::kByte)); // of which none is -100
+  EXPECT_EQ(bytes.counts().at("top1"), 256);
+  EXPECT_EQ(bytes.means().at("top1"), 1);
   EXPECT_THROWS_WITH(means.add_accuracy("loss", torch::ones({4, 3}), torch::ones({4}, torch::kLong), 4),
                      "the best 4 of 3 classes");
   EXPECT_THROWS_WITH(means.add_accuracy("loss", torch::ones({4, 3}), torch::ones({3}, torch::kLong)),
