@@ -140,9 +140,12 @@ void register_composites(torch::Library& library) {
 
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& info = op_info(op);
-  auto* keeps = KeptResults::Scope::active();
-  if (C10_UNLIKELY(keeps && !has_dtensors(info, *stack)))
-    return keeps->run(op, keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDTensorKey), stack);
+  // Included while results are kept: on the thread that keeps them, and on those of autograd for a backward that it calls.
+  if (C10_UNLIKELY(c10::impl::tls_is_dispatch_key_included(kDTensorKey) && !has_dtensors(info, *stack))) {
+    const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDTensorKey);
+    auto* const keeps = KeptResults::Scope::active();
+    return keeps ? keeps->run(op, below, stack) : op.redispatchBoxed(below, stack);
+  }
   if (C10_UNLIKELY(run_on_whole(op, info, stack))) return;
   if (C10_UNLIKELY(!std::get_if<rules::OnLocals>(info.rule))) {
     if (const auto* handler = std::get_if<rules::Handler>(info.rule)) return (*handler)(op, stack);

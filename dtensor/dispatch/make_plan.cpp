@@ -250,6 +250,9 @@ Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::j
   const auto all = collect(info, stack, begin);
   OpCall call{info.name, op.schema(), c10::ArrayRef<c10::IValue>(stack).slice(begin), {}, all.mesh};
   const auto& rule = std::get<rules::OnLocals>(*info.rule);
+  for (const auto& argument : info.arguments)
+    TORCH_CHECK_NOT_IMPLEMENTED(!argument.out || argument.kind != ArgKind::kTensorList, info.name,
+                                ": a list of DTensors cannot be its out=; use the operator that returns its results");
   const bool plain_allowed =
       rule.traits.contains(Trait::kPlainIsReplicate) || replicates_plain_tensors() || site.own_temporaries();
   check_plain(all, info, op.schema(), plain_allowed, stack, begin);

@@ -161,8 +161,16 @@ void mean_as_sum(const LocalCall& call, int64_t count) {
   auto& reduction = *call.find("reduction");
   if (reduction.toInt() != at::Reduction::Mean) return call.op.callBoxed(*call.stack);
   reduction = static_cast<int64_t>(at::Reduction::Sum);
+  std::optional<at::ScalarType> half; // whose sum may be too large for it, where the mean is not
+  for (size_t i = call.begin(); i < call.stack->size(); ++i) {
+    auto& value = (*call.stack)[i];
+    if (!value.isTensor() || !value.toTensor().defined() || !at::isReducedFloatingType(value.toTensor().scalar_type())) continue;
+    half = value.toTensor().scalar_type();
+    value = value.toTensor().to(at::kFloat);
+  }
   call.op.callBoxed(*call.stack);
-  call.stack->back().toTensor().div_(static_cast<double>(count));
+  auto result = call.stack->back().toTensor().div_(static_cast<double>(count));
+  if (half) call.stack->back() = result.to(*half);
 }
 
 void loss_local(const LocalCall& call) { mean_as_sum(call, broadcast_numel(call)); }

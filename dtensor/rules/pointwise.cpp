@@ -35,8 +35,9 @@ const Family kFamilies[] = {
     // Adding a number keeps no sum, and keeping a maximum Partial for it would put off a reduction that clip_grad_norm_ then
     // needs twice.
     {"clamp clamp_max clamp_min add.Scalar sub.Scalar", {}},
-    {"maximum fmax", {flow(kEveryInput, Partial::Op::kMax)}},
-    {"minimum fmin", {flow(kEveryInput, Partial::Op::kMin)}},
+    {"maximum", {flow(kEveryInput, Partial::Op::kMax)}},
+    {"minimum", {flow(kEveryInput, Partial::Op::kMin)}},
+    {"fmax fmin", {}}, // which pass over the NaN that a rank's part may be
     {"add sub rsub lerp", {flow(kEveryInput, kLinearOps)}},
     {"lerp.Tensor", {flow({0, 1}, kLinearOps)}},
     {"rsub.Scalar", {flow({0}, Partial::Op::kAvg)}},

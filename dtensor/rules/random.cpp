@@ -24,11 +24,12 @@ Factorization draw(const OpCall& call) {
   return factors;
 }
 
-/// Runs the operator on `buffer` in place of its written argument.
-void draw_into(const LocalCall& call, const at::Tensor& buffer) {
+/// The operator on `buffer` in place of its first argument, which it fills or, without the underscore, only looks at.
+at::Tensor draw_into(const LocalCall& call, const at::Tensor& buffer) {
   std::vector<c10::IValue> stack(call.stack->begin() + static_cast<int64_t>(call.begin()), call.stack->end());
   stack[0] = buffer;
   call.op.callBoxed(stack);
+  return stack.back().toTensor();
 }
 
 /// Copies what `spec` keeps of rows `begin`… of dim 0.
@@ -57,11 +58,13 @@ constexpr int64_t kPiece = int64_t{1} << 16, kBlock = 16;
 /// Draws the whole tensor, as one device would, and keeps this rank's part: the same values for every placement. In pieces of
 /// rows where the generator allows it.
 void draw_local(const LocalCall& call) {
-  const auto local = call.arg(0).toTensor();
+  const bool in_place = call.op.schema().arguments()[0].alias_info() != nullptr;
+  auto local = call.arg(0).toTensor();
   const auto& spec = *call.inputs[0];
   const auto& sizes = spec.sizes();
   const auto numel = spec.numel();
   if (spec.is_replicated() && local.strides() == c10::IntArrayRef(spec.strides())) return call.op.callBoxed(*call.stack);
+  if (!in_place) local = at::empty_like(local);
   const bool one_range = std::none_of(spec.placements().begin(), spec.placements().end(), is_strided);
   const bool in_pieces = local.is_cpu() && one_range && !spec.has_partial() && numel > kPiece && draws_in_order(call.op) &&
                          spec.strides() == contiguous_strides(sizes);
@@ -72,13 +75,10 @@ void draw_local(const LocalCall& call) {
     end = sizes[0] - begin < rows + step ? sizes[0] : begin + rows; // the last piece is no shorter than a block
     auto piece = sizes;
     piece[0] = end - begin;
-    const auto buffer = at::empty(piece, local.options());
-    draw_into(call, buffer);
-    keep_part(local, spec, buffer, begin);
+    keep_part(local, spec, draw_into(call, at::empty(piece, local.options())), begin);
   }
   if (!in_pieces) {
-    const auto whole = at::empty_strided(sizes, spec.strides(), local.options());
-    draw_into(call, whole);
+    const auto whole = draw_into(call, at::empty_strided(sizes, spec.strides(), local.options()));
     local.copy_(redistribute_local(whole, *spec.with(Placements(spec.placements().size())), spec, call.op.operator_name().name));
   }
   call.finish(local);

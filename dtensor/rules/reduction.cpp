@@ -34,8 +34,23 @@ Factorization reduce(const OpCall& call, std::optional<Partial> reduction, OpSet
   }
   if (reduction && output.sizes.empty()) factors.ragged = RaggedUse::kMerged;
   factors.outputs.resize(call.output_count(), output);
-  factors.partial.push_back(flow({0}, flows));
+  // The kernel casts to `dtype` before it reduces.
+  const auto from = call.tensors[0].dtype;
+  const auto to = static_cast<at::ScalarType>(call.integer("dtype", static_cast<int64_t>(from)));
+  factors.partial.push_back(flow({0}, flows & kept_by_cast(from, to)));
   return factors;
+}
+
+/// Whether some, or all, are true. The greatest of the ranks' values says so of booleans alone: of others -1 is true and less.
+Factorization truth(const OpCall& call, Partial::Op op) {
+  const auto dtype = call.tensors[0].dtype;
+  return reduce(call, Partial{op}, dtype == at::kBool || dtype == at::kByte ? OpSet(op) : OpSet{});
+}
+
+/// Partial products of complex numbers cannot be reduced.
+Factorization product_of(const OpCall& call) {
+  const auto reduction = at::isComplexType(call.tensors[0].dtype) ? std::nullopt : std::optional(Partial{Partial::Op::kProduct});
+  return reduce(call, reduction, Partial::Op::kProduct);
 }
 
 /// The p of an order-p norm.
@@ -64,11 +79,14 @@ Factorization norm(const OpCall& call) {
 void mean_local(const LocalCall& call) {
   const auto *dim = call.find("dim"), *keep = call.find("keepdim");
   const auto dims = dim ? dim->toOptional<std::vector<int64_t>>() : std::nullopt;
-  const auto total = at::sum(call.arg(0).toTensor(), at::OptionalIntArrayRef(dims), keep && keep->toBool(),
-                             call.find("dtype")->toOptional<at::ScalarType>());
+  const auto& local = call.arg(0).toTensor();
+  const auto dtype = call.find("dtype")->toOptional<at::ScalarType>().value_or(local.scalar_type());
+  const bool is_half = at::isReducedFloatingType(dtype); // whose sum may be too large for it, where the mean is not
+  const auto total =
+      at::sum(local, at::OptionalIntArrayRef(dims), keep && keep->toBool(), is_half ? at::kFloat : std::optional(dtype));
   const auto& kept = call.outputs[0].sizes;
   const auto results = std::max<int64_t>(1, product(kept, 0, kept.size()));
-  call.finish_out(total.div_(static_cast<double>(call.inputs[0]->numel()) / static_cast<double>(results)));
+  call.finish_out(total.div_(static_cast<double>(call.inputs[0]->numel()) / static_cast<double>(results)).to(dtype));
 }
 
 /// This rank holds nothing of what is reduced, but no reduced dim is empty as a whole: the kernel would refuse on this rank
@@ -129,14 +147,15 @@ Factorize reduction(std::optional<Partial> partial, OpSet flows) {
 
 void register_reductions(Registry& registry) {
   using Op = Partial::Op;
-  registry.add("sum nansum", OnLocals(reduction(Partial{Op::kSum}, kLinearOps)));
+  registry.add("sum", OnLocals(reduction(Partial{Op::kSum}, kLinearOps)));
+  registry.add("nansum", OnLocals(reduction(Partial{Op::kSum}, {}))); // NaN on one rank is NaN in the sum over ranks
   registry.add("count_nonzero", OnLocals(reduction(Partial{Op::kSum}, {})));
   registry.add("mean", OnLocals(reduction(Partial{Op::kSum}, kLinearOps)).run(mean_local));
-  registry.add("prod", OnLocals(reduction(Partial{Op::kProduct}, Op::kProduct)));
+  registry.add("prod", OnLocals(product_of));
   registry.add("amax max. max.unary_out", OnLocals(reduction(Partial{Op::kMax}, Op::kMax)).run(extremum_local<true>));
   registry.add("amin min. min.unary_out", OnLocals(reduction(Partial{Op::kMin}, Op::kMin)).run(extremum_local<false>));
-  registry.add("any", OnLocals(reduction(Partial{Op::kMax}, Op::kMax)));
-  registry.add("all", OnLocals(reduction(Partial{Op::kMin}, Op::kMin)));
+  registry.add("any", OnLocals([](const OpCall& call) { return truth(call, Op::kMax); }));
+  registry.add("all", OnLocals([](const OpCall& call) { return truth(call, Op::kMin); }));
   registry.add("norm linalg_vector_norm", OnLocals(norm).run(norm_local).with(Trait::kStaticScalars));
   registry.add("_foreach_norm", OnLocals(norm).run(foreach_norm_local).with({Trait::kListElements, Trait::kStaticScalars}));
   registry.add(

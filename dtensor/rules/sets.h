@@ -49,6 +49,7 @@ class EnumSet {
   constexpr EnumSet(std::same_as<E> auto... members) : bits_((0u | ... | bit(members))) {}
   constexpr bool contains(E member) const { return (bits_ & bit(member)) != 0; }
   constexpr EnumSet operator|(EnumSet other) const { return EnumSet(bits_ | other.bits_); }
+  constexpr EnumSet operator&(EnumSet other) const { return EnumSet(bits_ & other.bits_); }
 
  private:
   constexpr explicit EnumSet(uint32_t bits) : bits_(bits) {}

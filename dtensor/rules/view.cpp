@@ -130,6 +130,13 @@ void view_local(const LocalCall& call) { call.finish(call.arg(0).toTensor().view
 
 void reshape_local(const LocalCall& call) { call.finish(call.arg(0).toTensor().reshape(call.outputs[0].local_sizes)); }
 
+/// Of memory of its own.
+void reshape_copy_local(const LocalCall& call) {
+  const auto& local = call.arg(0).toTensor();
+  const auto result = local.reshape(call.outputs[0].local_sizes);
+  call.finish(result.is_alias_of(local) ? result.clone() : result);
+}
+
 /// `order[d]`: the input dim that becomes output dim d.
 Factorization permuted(const OpCall& call, const std::vector<int64_t>& order) {
   auto factors = first_input_factors(call);
@@ -342,7 +349,9 @@ Cuts read_cuts(const Call& call, const std::string& op, const std::vector<int64_
   if (op == "aten::slice") {
     const auto first = std::clamp<int64_t>(wrap(integer("start").value_or(0), size), 0, size);
     const auto last = std::clamp<int64_t>(wrap(integer("end").value_or(size), size), first, size);
-    result.cuts.push_back({first, last, integer("step").value_or(1)});
+    const auto step = integer("step").value_or(1);
+    TORCH_CHECK_VALUE(step > 0, op, ": the step must be positive, not ", step);
+    result.cuts.push_back({first, last, step});
   } else if (op == "aten::select") {
     const auto index = wrap(*integer("index"), size);
     TORCH_CHECK_INDEX(index >= 0 && index < size, "select: index ", *integer("index"), " is out of range for dim ", dim,
@@ -443,7 +452,8 @@ void register_views(Registry& registry) {
   registry.add("squeeze_ unsqueeze_ transpose_ t_", Handler(reshape_in_place));
   registry.add("detach alias lift lift_fresh", Handler(alias));
   registry.add("view. _reshape_alias", OnLocals(view).run(view_local, KernelKind::kAnyOffsets));
-  registry.add("_unsafe_view view_copy. _reshape_copy reshape_copy", OnLocals(view).run(reshape_local));
+  registry.add("_unsafe_view", OnLocals(view).run(reshape_local));
+  registry.add("view_copy. _reshape_copy reshape_copy", OnLocals(view).run(reshape_copy_local));
   registry.add("unsqueeze", OnLocals(unsqueeze).run(view_local, KernelKind::kAnyOffsets));
   registry.add("squeeze", OnLocals(squeeze).run(view_local, KernelKind::kAnyOffsets));
   registry.add("permute", OnLocals(permute));

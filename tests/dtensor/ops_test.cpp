@@ -345,5 +345,70 @@ TEST(Ops, ReductionsWherePartsAreEmpty) {
   }
 }
 
+/// Sums that are too large for the dtype, of means that are not.
+TEST(Ops, MeansOfHalvesDoNotOverflow) {
+  const auto mesh = line_mesh();
+  const auto whole = torch::full({4, 4096}, 5, torch::kHalf);
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1})}) {
+    const auto x = Tensor(make(whole, mesh, {placement})), zero = Tensor(make(torch::zeros_like(whole), mesh, {placement}));
+    EXPECT_TENSORS_EQUAL(whole_of(x.pow(2).mean(-1, true)), torch::full({4, 1}, 25, torch::kHalf));
+    EXPECT_TENSORS_EQUAL(whole_of(torch::mse_loss(x, zero)), torch::full({}, 25, torch::kHalf));
+    const auto leaf = Tensor(make(whole, mesh, {placement})).requires_grad_(true);
+    (torch::mse_loss(leaf, zero) * 32768).backward();
+    EXPECT_TENSORS_CLOSE(whole_of(leaf.grad()), torch::full_like(whole, 2.0 * 5 * 32768 / (4 * 4096)), 1e-3, 1e-3);
+  }
+}
+
+/// Without an underscore they leave their input alone.
+TEST(Ops, DrawsWithoutAnUnderscoreAreNewTensors) {
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0})}) {
+    const auto x = Tensor(make(torch::ones({8, 4}), line_mesh(), {placement}));
+    const auto likely = Tensor(make(torch::full({8, 4}, 0.5), line_mesh(), {placement}));
+    const auto draw = [&](const Tensor& x, const Tensor& p) {
+      torch::manual_seed(5);
+      return std::vector<Tensor>{at::uniform(x), torch::bernoulli(x, p), at::exponential(x)};
+    };
+    const auto expected = draw(torch::ones({8, 4}), torch::full({8, 4}, 0.5)), drawn = draw(x, likely);
+    for (size_t i = 0; i < drawn.size(); ++i) EXPECT_TENSORS_EQUAL(whole_of(drawn[i]), expected[i]);
+    EXPECT_TENSORS_EQUAL(whole_of(x), torch::ones({8, 4}));
+  }
+}
+
+/// Each rank's value alone does not tell: -1 is true, and less than 0; a NaN is passed over on the rank that has it.
+TEST(Ops, ReductionsOfPartialsAreOfTheirValue) {
+  const auto mesh = line_mesh();
+  const auto ranks = world_size();
+  const auto column = [&](double first) {
+    auto values = torch::zeros({ranks, 1});
+    values[0][0] = first;
+    return Tensor(make(values, mesh, {Shard{0}}));
+  };
+  EXPECT_EQ(whole_of(column(-1).amax(0).any()).item<bool>(), ranks == 1);
+  EXPECT_EQ(whole_of(column(1).amin(0).all()).item<bool>(), ranks == 1);
+  const auto nan = column(std::numeric_limits<double>::quiet_NaN());
+  EXPECT_EQ(whole_of(nan.sum(0).nansum()).item<double>(), 0);
+  const auto one = Tensor(make(torch::ones({1}), mesh, {Replicate{}}));
+  EXPECT_EQ(whole_of(torch::fmax(nan.amax(0), one)).item<double>(), 1);
+  EXPECT_EQ(whole_of(torch::fmin(nan.amin(0), one)).item<double>(), 1);
+  const auto halves = Tensor(from_local(torch::full({1}, 0.5, test_device()), mesh, {Partial{}}));
+  EXPECT_EQ(whole_of(halves.sum(at::kLong)).item<int64_t>(), ranks / 2);
+}
+
+TEST(Ops, CopiesOfViewsShareNoMemory) {
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0})}) {
+    const auto x = Tensor(make(torch::ones({4, 4}), line_mesh(), {placement}));
+    at::view_copy(x, {4, 2, 2}).mul_(2);
+    EXPECT_TENSORS_EQUAL(whole_of(x), torch::ones({4, 4}));
+  }
+}
+
+TEST(Ops, RefuseWhatPlainTensorsDoAndListsAsOut) {
+  const auto mesh = line_mesh();
+  const auto x = Tensor(make(torch::ones({4, 4}), mesh, {Shard{0}})),
+             out = Tensor(make(torch::ones({4, 4}), mesh, {Replicate{}}));
+  EXPECT_THROWS_WITH(x.slice(0, 0, 4, 0), "step must be positive");
+  EXPECT_THROWS_WITH(at::_foreach_mul_out({out}, {x}, 2.0), "a list of DTensors cannot be its out=");
+}
+
 } // namespace
 } // namespace tessera::testing
