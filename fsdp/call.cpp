@@ -32,6 +32,7 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 
 CallScope::CallScope(const torch::nn::Module& module) : handle_(fsdp(module)), forward_(module) {
   const auto lock = handle_.state()->schedule()->lock();
+  input_dtype_ = handle_.state()->boundary_dtype();
   handle_.state()->enter_call();
 }
 
@@ -40,10 +41,7 @@ CallScope::~CallScope() {
   handle_.state()->leave_call();
 }
 
-at::Tensor CallScope::cast_input(const at::Tensor& tensor) const {
-  const auto& policy = handle_.state()->options().mixed_precision;
-  return policy.cast_forward_inputs ? cast(tensor, policy.param_dtype) : tensor;
-}
+at::Tensor CallScope::cast_input(const at::Tensor& tensor) const { return cast(tensor, input_dtype_); }
 
 at::Tensor CallScope::cast_output(const at::Tensor& tensor) const {
   return cast(dispatch::whole_if_computed(tensor), handle_.state()->options().mixed_precision.output_dtype);

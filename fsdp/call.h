@@ -47,6 +47,7 @@ class CallScope {
  private:
   FSDPModule handle_;
   ForwardScope forward_;
+  std::optional<at::ScalarType> input_dtype_;
 };
 
 template <typename... Inputs>

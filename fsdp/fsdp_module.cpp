@@ -80,6 +80,7 @@ void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse)
 
 void FSDPModule::set_reshard_after_forward(bool reshard, bool recurse) {
   const auto lock = state_->schedule()->lock();
+  state_->schedule()->look_anew();
   if (!recurse) return state_->set_reshard_after_forward(reshard);
   for (const auto& each : state_->subtree()) each->set_reshard_after_forward(reshard);
 }

@@ -146,14 +146,11 @@ void adopt_below(const StatePtr& state, const Census& census) {
   }
 }
 
-/// The boundary of a module all of whose parameters are kept in fp32 casts to Float too.
-FullyShardOptions with_boundary(FullyShardOptions options, const std::vector<at::ScalarType>& dtypes) {
-  options.ignored_params.clear(); // the state knows them, and must not keep their memory
+/// Without what the call alone needs. The state knows the ignored parameters, and must not keep their memory.
+FullyShardOptions kept_of(FullyShardOptions options) {
+  options.ignored_params.clear();
   options.shard_placement_fn = nullptr;
   options.gather_extension_fn = nullptr;
-  auto& policy = options.mixed_precision;
-  const bool all_kept = std::all_of(dtypes.begin(), dtypes.end(), [](auto dtype) { return dtype == at::kFloat; });
-  if (policy.param_dtype && !dtypes.empty() && all_kept) policy.param_dtype = at::kFloat;
   return options;
 }
 
@@ -281,7 +278,8 @@ std::vector<std::shared_ptr<ParameterGroup>> make_groups(const StatePtr& state, 
   const bool buckets = axes.strategy() == Strategy::kNoShard && axes.reduces();
   const auto bytes = buckets ? state->options().bucket_bytes : std::numeric_limits<int64_t>::max();
   std::vector<FreeParameters> parts;
-  for (const auto& [begin, end] : bucket_ranges(all.tensors, bytes)) parts.push_back(part_of(all, begin, end));
+  for (const auto& [begin, end] : bucket_ranges(all.values.empty() ? all.tensors : all.values, bytes))
+    parts.push_back(part_of(all, begin, end));
   const auto memories = reserve_memory(state->options(), axes, parts);
   std::vector<std::shared_ptr<ParameterGroup>> groups;
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -389,9 +387,8 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   check_placements(all, names, axes);
   const auto neighbours = connect_neighbours(axes, options.reshard_after_forward);
   check_extensions(taken, axes, neighbours);
-  const auto kept_options = with_boundary(options, all.dtypes);
   auto state =
-      std::make_shared<ShardedModule>(std::vector<const Module*>(modules.begin(), modules.end()), name, axes, kept_options);
+      std::make_shared<ShardedModule>(std::vector<const Module*>(modules.begin(), modules.end()), name, axes, kept_of(options));
   for (const auto& item : census.ignored) state->ignore(item.tensor);
   state->initial_checksum = agreement.checksum;
   state->model_number = agreement.model_number;

@@ -1,7 +1,5 @@
 // The gathers of a group: from the shards to the unsharded parameters.
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -10,6 +8,7 @@
 #include <tessera/collectives/error_text.h>
 #include <tessera/fsdp/copy_elements.h>
 #include <tessera/fsdp/copy_list.h>
+#include <tessera/fsdp/own_work.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/profiler_range.h>
 #include <tessera/fsdp/row_split.h>
@@ -50,13 +49,19 @@ const at::Tensor& ParameterGroup::fetched_shard() {
   return fetched_;
 }
 
-c10::DataPtr ParameterGroup::allocate_unsharded() {
+/// What `allocate` returns: memory for a gather.
+template <typename Allocate>
+auto ParameterGroup::allocate_or_tell(int64_t bytes, const Allocate& allocate) {
   try {
-    return cache().allocate(layout_.unsharded_bytes, axes_.all_gather().get());
+    return allocate();
   } catch (const std::exception& error) {
-    tell_failure(c10::str("no memory for the ", layout_.unsharded_bytes, " bytes of ", label(), ": ", error_text(error)));
+    tell_failure(c10::str("no memory for the ", bytes, " bytes of ", label(), ": ", error_text(error)));
     throw;
   }
+}
+
+c10::DataPtr ParameterGroup::allocate_to_gather(int64_t bytes) {
+  return allocate_or_tell(bytes, [&] { return cache().allocate(bytes, axes_.all_gather().get()); });
 }
 
 /// What fails on this rank ends the gather on the others, which would wait for it.
@@ -69,18 +74,27 @@ void ParameterGroup::try_fetch() {
   }
 }
 
-/// In place of the gather, which the other ranks call: where they compare what they call, they learn the cause.
-void ParameterGroup::tell_failure(const std::string& failure) {
-  const auto& communicator = axes_.outer_all_gather() ? axes_.outer_all_gather() : axes_.all_gather();
-  if (communicator) {
-    // Ranks compare what they call, and tell the first characters of it: the cause stands at the end of an error.
-    const auto cause = failure.rfind(": ");
-    const auto told = cause == std::string::npos ? failure : failure.substr(cause + 2) + ": " + failure.substr(0, cause);
-    try {
-      communicator->give_up(told);
-    } catch (const std::exception&) { // as on every rank
-    }
+namespace {
+
+void give_up(const CommunicatorPtr& communicator, const std::string& cause) {
+  if (!communicator) return;
+  try {
+    communicator->give_up(cause);
+  } catch (const std::exception&) { // as on every rank
   }
+}
+
+} // namespace
+
+/// In place of the collectives of the gather, which the other ranks call: where they compare what they call, they learn the
+/// cause.
+void ParameterGroup::tell_failure(const std::string& failure) {
+  // Ranks tell the first characters of what they call: the cause stands at the end of an error.
+  const auto cause = failure.rfind(": ");
+  const auto told = cause == std::string::npos ? failure : failure.substr(cause + 2) + ": " + failure.substr(0, cause);
+  if (neighbours_ && is_secondary_valid()) return give_up(neighbours_, told);
+  if (!is_secondary_valid()) give_up(axes_.outer_all_gather(), told);
+  give_up(axes_.all_gather(), told);
 }
 
 /// Parameter `index` in it.
@@ -97,23 +111,27 @@ void ParameterGroup::start_gather() {
   TORCH_CHECK(storage_, "the parameters of ", label(), " (", full_name(0),
               ", …) are on the meta device: call tessera::materialize before they are gathered");
   const ProfilerRange range("all_gather", *this);
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const OwnWork own_work{};
   // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds,
   // such as the last reads of the group whose block it is.
-  storage_->fill(allocate_unsharded(), layout_.unsharded_bytes);
+  storage_->fill(allocate_to_gather(layout_.unsharded_bytes), layout_.unsharded_bytes);
+  gathered_version_ = shard_version();
   const auto& stream = streams().gather;
-  gather_ = stream.run([&] {
-    auto work = gather(unsharded_bytes_tensor());
-    completes_later_ = !stream.exists() || work.blocks_host();
-    if (completes_later_) return work;
-    work.wait();
-    complete_gather();
-    return Work();
-  });
+  try {
+    gather_ = stream.run([&] {
+      auto work = gather(unsharded_bytes_tensor());
+      completes_later_ = !stream.exists() || work.blocks_host();
+      if (completes_later_) return work;
+      work.wait();
+      complete_gather();
+      return Work();
+    });
+  } catch (...) {
+    release_gathered();
+    throw;
+  }
   users_.begin(storage_->device());
   users_.wait_for(gather_);
-  gathered_version_ = shard_version();
   enter(State::kGathering);
 }
 
@@ -150,7 +168,7 @@ void ParameterGroup::copy_out_extended(const at::Tensor& by_rank) {
 at::Tensor ParameterGroup::allocate_output(const at::Tensor& unsharded) {
   const int64_t bytes = sent_bytes() * axes_.shard_ranks();
   if (layout_.gathers_in_place) return unsharded.narrow(0, 0, bytes);
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, cache().allocate(bytes, axes_.all_gather().get()));
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, allocate_to_gather(bytes));
   return gather_output_ = tensor_over(storage, 0, {bytes}, at::kByte);
 }
 
@@ -160,8 +178,8 @@ Work ParameterGroup::gather_shards(const at::Tensor& output) {
   auto gathered = output;
   int64_t place = axes_.shard_rank();
   if (outer) {
-    if (!secondary_.defined()) secondary_ = at::empty({axes_.outer_ranks() * sent_bytes()}, output.options());
-    secondary_version_ = shard_version();
+    const int64_t bytes = axes_.outer_ranks() * sent_bytes();
+    if (!secondary_.defined()) secondary_ = allocate_or_tell(bytes, [&] { return at::empty({bytes}, output.options()); });
     gathered = secondary_;
     place = outer->rank();
   }
@@ -187,10 +205,9 @@ void ParameterGroup::finish_gather() {
   if (state_ == State::kGathering && completes_later_) {
     const ProfilerRange range("all_gather_wait", *this);
     const ExposedTime exposed(*this, &GroupReport::gather_wait_seconds);
-    const at::NoGradGuard no_grad;
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const OwnWork own_work{};
     streams().gather.run([&] { // before any user waits: each waits for what the stream holds then
-      gather_.wait();
+      wait_for_first_collective();
       complete_gather();
       return Work();
     });
@@ -201,9 +218,21 @@ void ParameterGroup::finish_gather() {
   enter(State::kUnsharded);
 }
 
+void ParameterGroup::wait_for_first_collective() {
+  try {
+    gather_.wait();
+  } catch (const std::exception& error) {
+    if (inner_output_.defined()) give_up(axes_.all_gather(), error_text(error)); // in place of the second, which the others call
+    throw;
+  }
+}
+
 void ParameterGroup::complete_gather() {
   try {
-    if (inner_output_.defined()) gather_inside(std::exchange(inner_output_, at::Tensor()), secondary_).wait();
+    if (inner_output_.defined()) {
+      secondary_version_ = gathered_version_;
+      gather_inside(std::exchange(inner_output_, at::Tensor()), secondary_).wait();
+    }
     if (gather_output_.defined()) copy_out(std::exchange(gather_output_, at::Tensor()));
   } catch (...) { // of a broken communicator, or a gather extension
     drop_gather();
@@ -219,9 +248,15 @@ void ParameterGroup::drop_gather() {
     users_.end();
   } catch (...) { // which its reader learns
   }
-  storage_->release();
-  for (auto* tensor : {&inner_output_, &gather_output_, &fetched_}) *tensor = at::Tensor();
+  release_gathered();
+  fetched_ = at::Tensor();
   state_ = State::kSharded;
+}
+
+void ParameterGroup::release_gathered() {
+  storage_->release();
+  inner_output_ = at::Tensor();
+  gather_output_ = at::Tensor();
 }
 
 void ParameterGroup::restride_gathered() {

@@ -24,7 +24,7 @@ class LeafHook final : public torch::autograd::PostAccumulateGradHook {
     if (!group || !gradient.defined()) return;
     if (dtensor_meta(gradient)) {
       gradient = DTensor(gradient).redistribute(group->parameters()[index_].spec->placements());
-      return deliver({group, index_, std::move(gradient)}); // which needs no reduction
+      return schedule_of(*group).land_sharded({group, index_, std::move(gradient)});
     }
     TORCH_CHECK(!gradient.requires_grad(), "backward(create_graph=true) reached the sharded parameter ", group->full_name(index_),
                 ": its gradient is reduced over ranks and cannot be differentiated again. Take the gradient of the inputs with "
@@ -93,7 +93,7 @@ void redirect_gradients(ParameterGroup& group) {
   auto& parameters = group.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     auto& parameter = parameters[i];
-    if (!parameter.leaf.defined() || parameter.accumulator) continue;
+    if (!parameter.leaf.defined() || parameter.accumulator || parameter.tensor.expired()) continue;
     parameter.accumulator = redirect(at::Tensor(parameter.tensor.lock()), parameter.leaf, group.weak_from_this(), i);
   }
 }

@@ -71,6 +71,11 @@ bool is_sharded_as(const ShardedParameter& parameter, const DTensorMeta* gradien
 
 } // namespace
 
+void add(ReadyGradient& sum, const ReadyGradient& part) {
+  const auto &local = dtensor_meta(sum.value)->local, &other = dtensor_meta(part.value)->local;
+  sum.value = make_gradient(local + other.to(local.options()), sum.group->parameters()[sum.index]);
+}
+
 void deliver(ReadyGradient ready) {
   const auto& parameter = ready.group->parameters()[ready.index];
   const at::Tensor tensor(parameter.tensor.lock());
@@ -146,12 +151,12 @@ double GroupGradients::early_factor(const std::optional<double>& factor) const {
 
 double GroupGradients::late_factor() const { return *divide_factor_ / early_factor(divide_factor_); }
 
-at::ScalarType GroupGradients::choose_reduce_dtype() const {
-  const auto& policy = group_.options().mixed_precision;
+at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bool>& takes_part) {
+  const auto& policy = group.options().mixed_precision;
   std::optional<at::ScalarType> dtype = policy.reduce_dtype;
-  for (size_t i = 0; i < takes_part_.size(); ++i) {
-    if (!takes_part_[i]) continue;
-    const auto own = group_.parameters()[i].leaf.scalar_type();
+  for (size_t i = 0; i < takes_part.size(); ++i) {
+    if (!takes_part[i]) continue;
+    const auto own = group.parameters()[i].unsharded_dtype;
     if (policy.reduce_dtype && !at::isComplexType(own)) continue;
     dtype = dtype ? c10::promoteTypes(*dtype, own) : own;
   }
@@ -184,7 +189,7 @@ void GroupGradients::prepare_layout() {
     label_ += (label_.empty() ? " without " : ", ") + group_.full_name(i);
   }
   layout_ = plan_reduce(group_.layout(), takes_part_);
-  dtype_ = choose_reduce_dtype();
+  dtype_ = reduce_dtype_of(group_, takes_part_);
   pending_.resize(parameters.size());
   blank_.resize(parameters.size());
   landed_.resize(parameters.size());
@@ -471,9 +476,11 @@ void GroupGradients::add_whole(size_t index, const at::Tensor& gradient) {
 void GroupGradients::finish_alone(ReadyGradients& ready) {
   const size_t first = ready.size();
   ready.reserve(ready.size() + whole_.size());
+  whole_.resize(takes_part_.size());
   for (size_t i = 0; i < whole_.size(); ++i) {
-    if (!whole_[i].defined()) continue;
+    if (!takes_part_[i]) continue;
     release_gradient(group_.parameters()[i]);
+    if (!whole_[i].defined()) continue; // not used, or by a stand-in alone
     const auto gradient = std::exchange(whole_[i], at::Tensor());
     ready.push_back(make_ready(i, divide_factor_ ? gradient.div(*divide_factor_) : gradient));
   }

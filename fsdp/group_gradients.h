@@ -23,12 +23,19 @@ struct ReadyGradient {
   size_t index;
   at::Tensor value;
   std::shared_ptr<PendingCopy> copy = {}; ///< that the value waits for, on its way to the host; null for none
+  bool is_part = false; ///< the same backward brings another one of this parameter, which is also read as a DTensor
 };
 using ReadyGradients = std::vector<ReadyGradient>;
+
+/// Adds another one of the same parameter.
+void add(ReadyGradient& sum, const ReadyGradient& part);
 
 /// Runs the hooks of the parameter, and adds the gradient to the parameter's. Not under the schedule's lock: hooks are the
 /// user's.
 void deliver(ReadyGradient ready);
+
+/// In which the gradients of a group are reduced, of those of its parameters that take part.
+at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bool>& takes_part);
 
 /// Collects the gradients of one group in its reduce buffer, and reduces them.
 ///
@@ -136,7 +143,6 @@ class GroupGradients {
   bool requires_grad(size_t index) const;
   /// The group's, and the parameters that take no part: ranks that froze different ones call different collectives.
   std::string label() const;
-  at::ScalarType choose_reduce_dtype() const;
   /// The dtype of all parameters that require a gradient, where they share one.
   std::optional<at::ScalarType> common_dtype() const;
   ReadyGradient make_ready(size_t index, const at::Tensor& reduced) const;

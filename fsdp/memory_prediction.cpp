@@ -33,18 +33,10 @@ bool trains_any(const ParameterGroup& group) {
   return std::any_of(parameters.begin(), parameters.end(), is_trained);
 }
 
-/// In which its gradients are reduced.
-at::ScalarType reduce_dtype_of(const ParameterGroup& group) {
-  if (const auto dtype = group.options().mixed_precision.reduce_dtype) return *dtype;
-  auto dtype = group.parameters()[0].unsharded_dtype;
-  for (const auto& parameter : group.parameters()) dtype = c10::promoteTypes(dtype, parameter.unsharded_dtype);
-  return dtype;
-}
-
 int64_t chunk_bytes_of(const ParameterGroup& group) {
   if (!trains_any(group)) return 0;
   const auto layout = plan_reduce(group.layout(), trained_of(group));
-  return layout.chunk_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype_of(group)));
+  return layout.chunk_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype_of(group, trained_of(group))));
 }
 
 /// The blocks of a model, which it keeps and hands out as BlockCache does.
@@ -170,7 +162,7 @@ class Prediction {
 
   /// The reduced gradients have another dtype than the parameters, and are copied.
   static bool casts_gradients(const ParameterGroup& group) {
-    return group.parameters()[0].spec->dtype() != reduce_dtype_of(group);
+    return group.parameters()[0].spec->dtype() != reduce_dtype_of(group, trained_of(group));
   }
 
   void note(const std::string& what) {

@@ -15,6 +15,7 @@
 #include <functional>
 
 #include <tessera/dtensor/prefetch.h>
+#include <tessera/fsdp/own_work.h>
 
 namespace tessera::internal {
 
@@ -36,6 +37,8 @@ int64_t most_bytes_for_one_cast(int64_t packed) {
 
 /// Whether each rank's part of a parameter with these strides is contiguous memory in it, and has them itself.
 bool can_have_strided_shards(c10::IntArrayRef sizes, c10::IntArrayRef strides, const ParameterLayout& layout) {
+  const auto* ragged = std::get_if<RaggedShard>(&layout.placement);
+  if (ragged && ragged->dim > 0) return false; // a part has these dims as one
   if (layout.pieces.size() == 1) return true;
   const int64_t numel = c10::multiply_integers(sizes), row = numel / sizes[0];
   const bool rows_are_outermost = sizes[0] == 1 || strides[0] == row;
@@ -84,7 +87,7 @@ int64_t shard_bytes_of(const FreeParameters& free, BufferLayout kind, const Mesh
   int64_t packed = 0, widening = 1;
   for (size_t i = 0; i < free.tensors.size(); ++i) {
     const auto numel = layout.parameters[i].pieces[static_cast<size_t>(axes.shard_rank())].numel;
-    const auto item = static_cast<int64_t>(free.tensors[i].itemsize());
+    const auto item = static_cast<int64_t>((free.values.empty() ? free.tensors : free.values)[i].itemsize());
     packed += at::round_up(numel * item, kParameterAlignment);
     widening = std::max(widening, item / static_cast<int64_t>(c10::elementSize(free.dtypes[i])));
   }
@@ -129,6 +132,9 @@ void ParameterGroup::shard(const FreeParameters& free, std::shared_ptr<OffloadMe
     add_parameter(free, i, values[i].scalar_type());
     own(tensors[i], Share{shared_from_this(), i});
   }
+  // On one rank too: a leaf with the strides cannot lie in a shard without them.
+  copies_ = copies_ || std::any_of(parameters_.begin(), parameters_.end(),
+                                   [](const auto& each) { return !each.strides.empty() && !each.has_strided_shards; });
   casts_whole_ = casts_ && extended_.is_empty() && have_one_cast();
   casts_whole_ =
       casts_whole_ && widening() * (layout_.shard_bytes + layout_.replicated_bytes) <= most_bytes_for_one_cast(packed_bytes());
@@ -245,11 +251,12 @@ void ParameterGroup::allocate_shard(c10::Device device) {
     parameter.local =
         tensor_over(shard_.storage(), master_offsets[i], parameter.spec->local_sizes(), parameter.spec->dtype(), {}, strides);
     versions_.push_back(parameter.local.unsafeGetTensorImpl()->version_counter());
-    const at::Tensor tensor(parameter.tensor.lock());
     parameter.meta = c10::make_intrusive<ParameterMeta>(parameter.local, parameter.spec, this, i);
     parameter.meta->name = c10::make_intrusive<ParameterName>("the parameter ", weak_from_this(), i);
     parameter.meta->whole_dtype = parameter.unsharded_dtype;
-    become_dtensor(tensor, parameter.meta, c10::DispatchKeySet(kTouchKey));
+    // One that its module gave up before it had memory is gone.
+    if (const at::Tensor tensor(parameter.tensor.lock()); tensor.defined())
+      become_dtensor(tensor, parameter.meta, c10::DispatchKeySet(kTouchKey));
   }
 }
 
@@ -279,8 +286,9 @@ void ParameterGroup::make_leaves() {
     // A leaf that aliases the shard is always valid: nothing needs to see its reads, unless it is to cast what is beside it.
     const bool is_seen = copies_ || (policy.param_dtype && policy.cast_forward_inputs);
     const auto keys = is_seen ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet();
-    parameter.leaf = tensor_over(c10::Storage(storage_), layout_.parameters[i].unsharded_offset, tensor.sizes(),
+    parameter.leaf = tensor_over(c10::Storage(storage_), layout_.parameters[i].unsharded_offset, parameter.spec->sizes(),
                                  parameter.unsharded_dtype, keys, parameter.strides);
+    if (!tensor.defined()) continue;
     share_version(tensor, parameter.leaf);
     parameter.leaf.set_requires_grad(tensor.requires_grad());
   }
@@ -354,7 +362,7 @@ void ParameterGroup::reshard_after_forward() {
   if (!is_secondary_valid()) {
     release_secondary();
     secondary_users_.begin(storage_->device());
-    const at::NoGradGuard no_grad;
+    const OwnWork own_work{};
     const int64_t part = layout_.unsharded_bytes / neighbours_->size();
     secondary_ = unsharded_bytes_tensor().narrow(0, neighbours_->rank() * part, part).clone();
     secondary_version_ = gathered_version_;
@@ -369,16 +377,27 @@ void ParameterGroup::release_secondary() {
   secondary_ = at::Tensor();
 }
 
+/// Of what was written already: the next read gathers it again.
+void ParameterGroup::check_no_extension(const UnshardedRange& written) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!extended_.contains(i) || !UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
+    gathered_version_.reset();
+    TORCH_CHECK(false, "the unsharded parameter ", full_name(i),
+                " was written, and it has a gather extension: its shards are not ",
+                "of what is gathered. Write the parameter itself, as a whole (parameter.copy_(full_tensor))");
+  }
+}
+
 void ParameterGroup::write_back(const UnshardedRange& written) {
   if (copies_ && !is_unsharded()) return;
+  check_no_extension(written);
   const at::NoGradGuard no_grad;
+  const KeptResults::Scope keeps_nothing;
   const auto rank = static_cast<size_t>(axes_.shard_rank());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = layout_.parameters[i];
     const auto piece = parameter.pieces[rank];
     if (!UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
-    TORCH_CHECK(!extended_.contains(i), "the unsharded parameter ", full_name(i), " was written, and it has a gather extension: ",
-                "its shards are not of what is gathered. Write the parameter itself, as a whole (parameter.copy_(full_tensor))");
     parameters_[i].local.unsafeGetTensorImpl()->bump_version(); // on every rank, with a part or without
     if (!copies_ || piece.numel == 0) continue;
     const auto dtype = parameters_[i].leaf.scalar_type();

@@ -157,6 +157,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Makes parameter `index`, which its module gave up but somebody still holds, a DTensor that has nothing to do with the group.
   void release_parameter(size_t index);
   /// Copies this rank's part of the unsharded parameters in `written` to the shard (after a write to a leaf).
+  /// An error where it may not be written.
   void write_back(const UnshardedRange& written);
 
   /// False for parameters on the meta device before `materialize`. (On a mesh of that device they have none after it either.)
@@ -206,8 +207,11 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// The same as if it were row-major, which it is before `restride_gathered`.
   at::Tensor row_major_parameter(size_t index) const;
   /// Of the gather that `gather` has started: what follows its first collective.
+  void check_no_extension(const UnshardedRange& written);
+  void wait_for_first_collective();
   void complete_gather();
   void drop_gather();
+  void release_gathered();
   Work gather(const at::Tensor& unsharded);
   Work all_gather(Communicator& ranks, const at::Tensor& output, const at::Tensor& input) const;
   /// Gives the parameters that were gathered row-major their strides.
@@ -224,7 +228,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor fetched_local(size_t index) const;
   void try_fetch();
   void tell_failure(const std::string& failure);
-  c10::DataPtr allocate_unsharded();
+  template <typename Allocate>
+  auto allocate_or_tell(int64_t bytes, const Allocate& allocate);
+  c10::DataPtr allocate_to_gather(int64_t bytes);
   at::Tensor allocate_output(const at::Tensor& unsharded);
   Work gather_shards(const at::Tensor& output);
   Work gather_inside(const at::Tensor& output, const at::Tensor& input);
@@ -267,15 +273,15 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   bool completes_later_ = false; ///< by whoever reads it first: its wait blocks the host
   BlockUsers users_;             ///< of the unsharded storage
   ExtendedGather extended_;
-  int64_t extended_bytes_ = 0;           ///< of what a rank sends for these
-  bool gathers_unsharded_parts_ = false; ///< from what was unsharded before, with its strides
-  uint64_t gathered_version_ = 0;
+  int64_t extended_bytes_ = 0;                   ///< of what a rank sends for these
+  bool gathers_unsharded_parts_ = false;         ///< from what was unsharded before, with its strides
+  std::optional<uint64_t> gathered_version_ = 0; ///< of the shard; none: what was gathered is not valid any more
 
   /// This rank's part of the unsharded parameters among fewer ranks than the shard axis has: those of the inner group of a
   /// hierarchical strategy, or the neighbours of a `reshard_after_forward` (ZeRO++: the secondary partition).
   at::Tensor secondary_;
   BlockUsers secondary_users_; ///< where it is that of neighbours; the other is written and read on the stream of gathers alone
-  uint64_t secondary_version_ = 0; ///< of the shard that it was gathered from
+  std::optional<uint64_t> secondary_version_; ///< of the shard that it was gathered from
   CommunicatorPtr neighbours_;
 };
 

@@ -14,6 +14,7 @@
 #include <memory>
 #include <utility>
 
+#include <tessera/collectives/error_text.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/gradient_hooks.h>
 #include <tessera/fsdp/group_making.h>
@@ -94,7 +95,8 @@ Model::Model(Module& module, const ReshardParametersOptions& options) : census_(
   TORCH_CHECK_VALUE(!census_.roots.empty(), "reshard_parameters: the module ", module.name(),
                     " is not sharded: call fully_shard on it, also where all parameters that it sharded were replaced");
   TORCH_CHECK_VALUE(census_.roots.size() == 1, "reshard_parameters: the module ", module.name(), " has ", census_.roots.size(),
-                    " models below it that were sharded apart: call it on each of them");
+                    " models below it that were sharded apart, so that none of them is the whole: call it on each module that "
+                    "has one of them alone, and shard what is added to a model by reshard_parameters and not by fully_shard");
   root_ = census_.roots[0];
   check_root(module);
   list_states();
@@ -259,9 +261,9 @@ class Remaking {
   Remaking(Inventory& inventory, const Model& model, std::shared_ptr<ModelResources> resources)
       : inventory_(inventory), model_(model), resources_(std::move(resources)) {}
 
-  /// The groups that take the place of the first one of before. Names of kept parameters that lie elsewhere are added to `moved`.
-  std::vector<GroupPtr> run(std::vector<std::string>& moved) {
-    const auto free = take();
+  /// The groups that take the place of the first one of before, of what `take` returned. Names of kept parameters that lie
+  /// elsewhere are added to `moved`.
+  std::vector<GroupPtr> run(const FreeParameters& free, std::vector<std::string>& moved) {
     const auto before = specs();
     std::vector<GroupPtr> made;
     for (const auto& group : inventory_.groups) retire_gradients(*group);
@@ -283,20 +285,6 @@ class Remaking {
     return made;
   }
 
- private:
-  std::vector<at::ScalarType> new_dtypes(const std::vector<at::Tensor>& values) const {
-    const auto& policy = inventory_.state->options().mixed_precision;
-    const ModuleWalk walk(model_.modules_of(*inventory_.state));
-    std::vector<at::Tensor> tensors;
-    for (const auto& each : inventory_.present) tensors.push_back(each.tensor);
-    auto dtypes = unsharded_dtypes(walk, tensors, policy);
-    for (size_t i = 0; i < dtypes.size(); ++i) {
-      if (!policy.param_dtype) dtypes[i] = values[i].scalar_type();
-    }
-    check_norms(walk, tensors, dtypes);
-    return dtypes;
-  }
-
   /// Gathers the kept ones, whole.
   FreeParameters take() const {
     FreeParameters free;
@@ -313,6 +301,20 @@ class Remaking {
     if (std::all_of(free.extensions.begin(), free.extensions.end(), is_null)) free.extensions.clear();
     free.dtypes = new_dtypes(free.values);
     return free;
+  }
+
+ private:
+  std::vector<at::ScalarType> new_dtypes(const std::vector<at::Tensor>& values) const {
+    const auto& policy = inventory_.state->options().mixed_precision;
+    const ModuleWalk walk(model_.modules_of(*inventory_.state));
+    std::vector<at::Tensor> tensors;
+    for (const auto& each : inventory_.present) tensors.push_back(each.tensor);
+    auto dtypes = unsharded_dtypes(walk, tensors, policy);
+    for (size_t i = 0; i < dtypes.size(); ++i) {
+      if (!policy.param_dtype) dtypes[i] = values[i].scalar_type();
+    }
+    check_norms(walk, tensors, dtypes);
+    return dtypes;
   }
 
   std::vector<SpecPtr> specs() const {
@@ -371,11 +373,22 @@ void remake(Model& model, std::vector<std::string>& moved) {
   schedule->set_is_last_backward(old_schedule->is_last_backward());
   schedule->set_gradient_weight(old_schedule->gradient_weight());
   Replaced replaced;
-  for (auto& inventory : model.inventories()) {
-    for (const auto& group : inventory.groups) old_schedule->reshard(*group);
-    if (!inventory.is_changed()) continue;
-    const auto made = Remaking(inventory, model, schedule->resources()).run(moved);
-    for (const auto& group : inventory.groups) replaced[group.get()] = made.empty() ? GroupPtr() : made[0];
+  bool has_changed = false;
+  try {
+    for (auto& inventory : model.inventories()) {
+      for (const auto& group : inventory.groups) old_schedule->reshard(*group);
+      if (!inventory.is_changed()) continue;
+      Remaking remaking(inventory, model, schedule->resources());
+      const auto free = remaking.take();
+      has_changed = true;
+      const auto made = remaking.run(free, moved);
+      for (const auto& group : inventory.groups) replaced[group.get()] = made.empty() ? GroupPtr() : made[0];
+    }
+  } catch (...) { // some groups are new, and others are not
+    if (has_changed)
+      old_schedule->refuse("the model cannot be used any more, because reshard_parameters failed amid its changes: " +
+                           error_text(std::current_exception()));
+    throw;
   }
   replace_in_prefetch_lists(root, replaced); // while the old groups live
   for (auto& inventory : model.inventories()) inventory.groups.clear();
@@ -444,7 +457,11 @@ ReshardedParameters reshard_parameters(torch::nn::Module& module, const ReshardP
   move_buffers(model.census().buffers, root.axes().mesh().device());
   if (options.dtype) cast_buffers(model.census(), *options.dtype);
   model.claim_new_modules();
-  if (is_changed) remake(model, result.moved);
+  if (is_changed) {
+    remake(model, result.moved);
+  } else {
+    root.note_names();
+  }
   return result;
 }
 

@@ -35,7 +35,8 @@ struct ReshardedParameters {
 /// All ranks of the model call it at the same point, after the same changes, between steps: gradients have to be reduced and
 /// cleared. A model of whose sharded parameters none is left is `fully_shard`'s again. New parameters have the same values on all
 /// ranks, or what `initial_weights` of the root says. A graph from before is an error in its backward. Where nothing changed, it
-/// costs one small collective a mesh.
+/// costs one small collective a mesh. An error amid the changes, of a full disk for example, leaves a model that cannot be used:
+/// each read of it is an error that says so.
 ReshardedParameters reshard_parameters(torch::nn::Module& module, const ReshardParametersOptions& options = {});
 
 template <typename Contained>

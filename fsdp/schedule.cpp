@@ -48,6 +48,14 @@ bool is_in_graph_task(torch::autograd::Node* node) {
   return found != inputs->end() && found->second.should_execute();
 }
 
+/// Whether the graph task that runs now brings a gradient of each of its leaves, the plain one and that of ops on DTensors. Hooks
+/// are the program's own, and see their sum.
+bool is_read_in_both_ways(const ShardedParameter& parameter) {
+  if (!parameter.dtensor_leaf.defined() || !parameter.accumulator) return false;
+  const auto sharded = torch::autograd::impl::try_get_grad_accumulator(parameter.dtensor_leaf);
+  return sharded && is_in_graph_task(sharded.get()) && is_in_graph_task(parameter.accumulator.get());
+}
+
 } // namespace
 
 void Schedule::enter(State next) {
@@ -128,6 +136,7 @@ void Schedule::touch(ParameterGroup& group) {
 }
 
 void Schedule::touch_locked(ParameterGroup& group) {
+  TORCH_CHECK(refusal_.empty(), refusal_);
   const bool backward = follow(&group);
   if (group.is_stale()) group.reshard();
   if (!backward) record(group);
@@ -181,7 +190,8 @@ void Schedule::place(ScheduledGroup& entry) {
 void Schedule::open(ParameterGroup& group) {
   if (!group.copies() || group.is_open()) return;
   group.start_gather();
-  open_.push_back(&scheduled(group));
+  auto* const entry = &scheduled(group);
+  if (std::find(open_.begin(), open_.end(), entry) == open_.end()) open_.push_back(entry); // or resharded since, as a stale one
   if (resources_->recorder) note_unsharded();
 }
 
@@ -285,7 +295,7 @@ bool Schedule::deliver_after(const Locked& locked) {
     const std::lock_guard lock(mutex_);
     locked();
     ready.swap(ready_);
-    const auto waits = [](const auto& each) { return each.copy != nullptr; };
+    const auto waits = [](const auto& each) { return each.copy != nullptr || each.is_part; };
     if (std::any_of(ready.begin(), ready.end(), waits)) {
       const auto waiting = std::stable_partition(ready.begin(), ready.end(), std::not_fn(waits));
       ready_.assign(std::move_iterator(waiting), std::move_iterator(ready.end()));
@@ -311,7 +321,36 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
     const bool is_next = entry.order_position == iteration_.next_to_reduce;
     if (is_next && !entry.gradients->is_complete()) return;
   }
-  deliver_after([&] { reduce_in_order(scheduled(group)); });
+  deliver_after([&] {
+    reduce_in_order(scheduled(group));
+    hold_parts();
+  });
+}
+
+void Schedule::land_sharded(ReadyGradient gradient) {
+  gradient.is_part = is_read_in_both_ways(gradient.group->parameters()[gradient.index]);
+  if (!gradient.is_part) return deliver(std::move(gradient));
+  const std::lock_guard lock(mutex_);
+  follow();
+  ready_.push_back(std::move(gradient));
+}
+
+void Schedule::hold_parts() {
+  for (auto& each : ready_) each.is_part = each.is_part || is_read_in_both_ways(each.group->parameters()[each.index]);
+}
+
+/// At the end of a backward: of those of one parameter their sum.
+void Schedule::join_parts() {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < ready_.size(); ++i) {
+    if (!std::exchange(ready_[i].is_part, false)) continue;
+    const auto same = [&](const auto& each) { return each.group == ready_[i].group && each.index == ready_[i].index; };
+    const auto other = std::find_if(ready_.begin() + static_cast<std::ptrdiff_t>(i) + 1, ready_.end(), same);
+    if (other == ready_.end()) continue;
+    add(*other, ready_[i]);
+    other->is_part = true; // and perhaps of a third
+    ready_.erase(ready_.begin() + static_cast<std::ptrdiff_t>(i--));
+  }
 }
 
 void Schedule::list_unfinished(ScheduledGroup& entry) {
@@ -435,6 +474,7 @@ void Schedule::finish_backward() {
     reduce_the_rest();
     if (is_last_backward_) finish_reductions();
     wait_for_copies();
+    join_parts();
   };
   while (deliver_after(finish)) { // a backward of the same model in a hook makes more
   }
@@ -480,6 +520,16 @@ StepReport Schedule::report() {
   TORCH_CHECK(resources_->recorder, "report: nothing was recorded on rank ", process_context().rank(),
               ": call set_reporting(true) before the step");
   return resources_->recorder->take();
+}
+
+void Schedule::look_anew() {
+  const std::lock_guard lock(mutex_);
+  for (auto& each : groups_) each.phase = 0;
+}
+
+void Schedule::refuse(std::string why) {
+  const std::lock_guard lock(mutex_);
+  refusal_ = std::move(why);
 }
 
 void Schedule::forget_failed_backward() {

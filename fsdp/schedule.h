@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <tessera/fsdp/group_gradients.h>
@@ -66,6 +67,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient);
   /// The full gradient of parameter `index` is there.
   void land(ParameterGroup& group, size_t index, const at::Tensor& gradient);
+  /// One of an op that read the parameter as a DTensor, which needs no reduction.
+  void land_sharded(ReadyGradient gradient);
 
   /// While it lives, a touch of one of `groups` does not free the others: an op that reads parameters of several groups.
   class KeepOpen {
@@ -89,6 +92,10 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   /// Copies a write to an unsharded parameter back to the shard.
   void write_back(ParameterGroup& group, const UnshardedRange& written);
 
+  /// The next read of each group frees what is to be freed then, also where this forward has read it before.
+  void look_anew();
+  /// Every read of the model's parameters is an error from now on, which says why.
+  void refuse(std::string why);
   /// Drops what a backward left that ended with an exception. The events above do this by themselves.
   void forget_failed_backward();
 
@@ -156,6 +163,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   template <typename Locked>
   bool deliver_after(const Locked& locked);
   void wait_for_copies();
+  void hold_parts();
+  void join_parts();
   void finish_group(ScheduledGroup& entry);
   void reduce(ScheduledGroup& entry);
   void finish_reductions();
@@ -183,6 +192,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   bool is_last_backward_ = true;
   double gradient_weight_ = 1;
   TrainsApartWatch watch_;
+  std::string refusal_;
   uint64_t phase_ = 1;         // changes with the state
   uint64_t forward_epoch_ = 0; // changes with every forward that follows a backward
 };

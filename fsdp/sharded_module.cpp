@@ -61,6 +61,20 @@ bool ShardedModule::casts_outputs_to(at::ScalarType dtype) const {
   return false;
 }
 
+std::optional<at::ScalarType> ShardedModule::boundary_dtype() {
+  const auto& policy = options_.mixed_precision;
+  if (!policy.param_dtype || !policy.cast_forward_inputs) return std::nullopt;
+  bool has_any = false;
+  for (const auto& part : parts()) {
+    const auto group = part->group();
+    for (size_t i = 0; group && i < group->parameters().size(); ++i) {
+      if (group->parameters()[i].unsharded_dtype != at::kFloat) return policy.param_dtype;
+      has_any = true;
+    }
+  }
+  return has_any ? at::kFloat : policy.param_dtype;
+}
+
 bool ShardedModule::is_first_rank() const {
   const auto& place = *axes_.mesh().coordinate();
   return std::all_of(place.begin(), place.end(), [](int64_t at) { return at == 0; });
@@ -97,7 +111,7 @@ void ShardedModule::ignore(const at::Tensor& parameter) {
 bool ShardedModule::ignores(const at::Tensor& parameter) const {
   const auto& ignored = root().ignored_;
   const auto found = ignored.find(parameter.unsafeGetTensorImpl());
-  return found != ignored.end() && !found->second.expired();
+  return found != ignored.end() && !found->second.expired() && !parameter_meta(parameter); // a later call may have taken it
 }
 
 ShardedModule::Claim ShardedModule::claim_on(const Module* module) const {
@@ -258,12 +272,16 @@ void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
     auto& above = groups[states[number]->parent_->number_];
     above.end = std::max(above.end, groups[number].end);
   }
-  settled_names_.clear();
-  for (const auto& group : groups) {
-    const auto settled = group.group.lock();
-    for (size_t i = 0; settled && i < settled->parameters().size(); ++i) settled_names_.push_back(settled->full_name(i));
-  }
   schedule->set_groups(std::move(groups));
+  note_names();
+}
+
+void ShardedModule::note_names() {
+  settled_names_.clear();
+  for (const auto& state : subtree()) {
+    const auto group = state->group();
+    for (size_t i = 0; group && i < group->parameters().size(); ++i) settled_names_.push_back(group->full_name(i));
+  }
 }
 
 } // namespace tessera::internal

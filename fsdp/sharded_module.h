@@ -85,6 +85,12 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   /// The full names of all parameters of this root's model when it was settled last: some may be gone by now.
   const std::vector<std::string>& settled_names() const { return settled_names_; }
 
+  /// Notes them anew, where parameters have other names now.
+  void note_names();
+
+  /// In which a `tessera::call` hands floating-point inputs to the module: `param_dtype`, or Float where all of the parameters
+  /// that are its own are kept in fp32. None: as they are.
+  std::optional<at::ScalarType> boundary_dtype();
   bool reshards_after_forward() const override;
   void set_reshard_after_forward(bool reshard) { options_.reshard_after_forward = reshard; }
 

@@ -14,6 +14,7 @@
 #include <absl/algorithm/container.h>
 #include <absl/container/inlined_vector.h>
 
+#include <memory>
 #include <optional>
 #include <span>
 #include <utility>
@@ -192,12 +193,25 @@ GroupList groups_read(const OperatorTraits& traits, Arguments arguments) {
   return groups;
 }
 
+/// While it lives, the read of one does not free another: of one model, or of several.
+absl::InlinedVector<std::unique_ptr<Schedule::KeepOpen>, 2> keep_open(const GroupList& groups) {
+  absl::InlinedVector<std::unique_ptr<Schedule::KeepOpen>, 2> keep;
+  if (groups.size() < 2) return keep;
+  absl::InlinedVector<Schedule*, 2> schedules;
+  for (auto* group : groups) {
+    auto* const schedule = &schedule_of(*group);
+    if (absl::c_linear_search(schedules, schedule)) continue;
+    schedules.push_back(schedule);
+    keep.push_back(std::make_unique<Schedule::KeepOpen>(*schedule, std::vector<ParameterGroup*>(groups.begin(), groups.end())));
+  }
+  return keep;
+}
+
 /// Puts the unsharded leaves in the place of parameters, and makes those and the leaves among the arguments valid. Whether the
 /// activations beside them are to be cast.
 bool unshard_arguments(const OperatorTraits& traits, Arguments arguments, const Reads& reads, bool substitutes) {
   const auto groups = groups_read(traits, arguments);
-  std::optional<Schedule::KeepOpen> keep;
-  if (groups.size() > 1) keep.emplace(schedule_of(*groups[0]), std::vector<ParameterGroup*>(groups.begin(), groups.end()));
+  const auto keep = keep_open(groups);
   if (substitutes) {
     replace_tensors(traits, arguments, [](const at::Tensor& tensor, size_t) -> std::optional<at::Tensor> {
       if (!parameter_meta(tensor)) return std::nullopt;
@@ -210,11 +224,17 @@ bool unshard_arguments(const OperatorTraits& traits, Arguments arguments, const 
   return absl::c_any_of(groups, [](const auto* group) { return casts_activations(*group); });
 }
 
+/// Whether `Tensor::to` is given a memory format of which the answer may depend on the strides.
+bool asks_for_strides(Arguments arguments) {
+  const auto& format = arguments.back(); // the last argument of all its overloads
+  return format.isInt() && static_cast<at::MemoryFormat>(format.toInt()) != at::MemoryFormat::Preserve;
+}
+
 /// Whether `Tensor::to` would return the parameter itself, its first argument, asked of a stand-in; Module::to must not unshard
 /// it then.
 bool converts_nothing(const c10::OperatorHandle& op, Arguments arguments) {
   const auto* meta = parameter_meta(arguments[0].toTensor());
-  if (!meta) return false;
+  if (!meta || asks_for_strides(arguments)) return false;
   const auto& parameter = meta->group->parameters()[meta->index];
   if (!parameter.leaf.defined() || parameter.leaf.scalar_type() != parameter.spec->dtype()) return false;
   const auto stand_in = at::empty({0}, parameter.leaf.options().requires_grad(false));

@@ -331,6 +331,26 @@ TEST(Evaluation, LeavesTheGroupsAndTheMemoryOfATrainingForward) {
   }
 }
 
+/// In a chain of forwards without a backward.
+TEST(Evaluation, KeepsAndFreesGroupsAsItIsToldBetweenForwards) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  const torch::NoGradGuard no_grad;
+  const auto open_after_a_forward = [&] {
+    net->forward(part_of(global_batch(0), world_rank(), world_size()));
+    int64_t open = 0;
+    for (const auto& block : *net->blocks) open += fsdp(*block).unsharded_bytes() > 0 ? 1 : 0;
+    return open;
+  };
+  EXPECT_EQ(open_after_a_forward(), 1);
+  fsdp(*net).set_reshard_after_forward(false);
+  EXPECT_EQ(open_after_a_forward(), 3);
+  EXPECT_EQ(open_after_a_forward(), 3);
+  fsdp(*net).set_reshard_after_forward(true);
+  EXPECT_LE(open_after_a_forward(), 1);
+}
+
 /// What trains a model goes on seeing DTensors.
 TEST(Evaluation, OptimizersAveragesAndClippingStayOnShards) {
   for (const auto& strategy : strategies()) {

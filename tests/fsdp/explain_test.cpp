@@ -72,6 +72,23 @@ TEST(Explain, CountsWhatIsFrozenAsParametersAlone) {
   EXPECT_EQ(explain(*net).memory.optimizer_state + explain(*net).memory.gradients, 0);
 }
 
+/// Of what is trained: a frozen base in fp32 beside adapters in bf16, and a complex parameter.
+TEST(Explain, CountsGradientsInTheDtypeOfTheirReduction) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank reduces nothing";
+  const auto reduce_bytes = [](at::ScalarType base, at::ScalarType trained, std::optional<at::ScalarType> reduce_dtype) {
+    torch::nn::ParameterList list;
+    list->append(torch::ones({64}, base).set_requires_grad(false));
+    list->append(torch::ones({64}, trained).set_requires_grad(true));
+    FullyShardOptions options;
+    options.mixed_precision.reduce_dtype = reduce_dtype;
+    fully_shard(*list, world_mesh(), options);
+    return explain(*list).groups[0].reduce_bytes;
+  };
+  const auto in_bf16 = reduce_bytes(torch::kFloat, torch::kBFloat16, {});
+  EXPECT_LT(in_bf16, reduce_bytes(torch::kBFloat16, torch::kFloat, {}));
+  EXPECT_GT(reduce_bytes(torch::kFloat, torch::kComplexFloat, torch::kFloat), reduce_bytes(torch::kFloat, torch::kFloat, {}));
+}
+
 TEST(Explain, FollowsTheLastForward) {
   torch::manual_seed(0);
   torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::Linear(512, 512));

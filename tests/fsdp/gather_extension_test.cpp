@@ -10,8 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/activations/recompute.h>
 #include <tessera/fsdp/gather_extension.h>
 #include <tessera/fsdp/reshard_parameters.h>
+#include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/unsharded.h>
 
 #include <tessera/tests/fsdp/offload_training.h>
@@ -105,6 +107,42 @@ void shard_net(Net& net, const Strategy& strategy, const Kind& kind) {
   auto extended = strategy;
   extended.options.gather_extension_fn = for_matrices(kind.extension);
   shard_model(net, extended);
+}
+
+/// What is gathered ahead in a function's first run is another group than in the second.
+TEST(GatherExtension, ItsOperatorsAreNoneOfARecomputedFunction) {
+  RecomputeOptions options;
+  options.keep = [](const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue>) {
+    const auto& name = op.operator_name().name;
+    return name == "aten::max" || name == "aten::div" || name == "aten::mm";
+  };
+  const auto gradients = [](const std::function<Tensor(torch::nn::Linear&, const Tensor&)>& run) {
+    torch::manual_seed(0);
+    std::vector<torch::nn::Linear> layers;
+    for (const double scale : {1., 1e3, 1e-3, 30.}) {
+      layers.push_back(torch::nn::Linear(torch::nn::LinearOptions(8, 8).bias(false)));
+      const torch::NoGradGuard no_grad;
+      layers.back()->weight.mul_(scale);
+    }
+    torch::nn::ModuleList model;
+    for (auto& layer : layers) {
+      model->push_back(layer);
+      fully_shard(layer, world_mesh(), {.gather_extension_fn = for_matrices(std::make_shared<Fp8>())});
+    }
+    fully_shard(*model, world_mesh());
+    std::vector<Tensor> all;
+    for (int step = 0; step < 2; ++step) { // the second has an order to gather ahead in
+      Tensor x = torch::ones({2, 8}).to(test_device());
+      for (auto& layer : layers) x = run(layer, x).tanh();
+      model->zero_grad();
+      x.sum().backward();
+    }
+    for (const auto& layer : layers) all.push_back(full(layer->weight.grad()));
+    return all;
+  };
+  const auto expected = gradients([](torch::nn::Linear& layer, const Tensor& x) { return layer(x); });
+  const auto actual = gradients([&](torch::nn::Linear& layer, const Tensor& x) { return recompute(options, layer, x); });
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TENSORS_EQUAL(actual[i], expected[i]);
 }
 
 /// A step of SGD on the weights, with the gradients of the rounded ones.
@@ -223,10 +261,13 @@ TEST(GatherExtension, SaysWhatIsWrong) {
   fsdp(*linear).reshard();
   told->send = [](const Tensor& shard) { return GatherExtension::Sent{{shard.to(torch::kDouble)}}; };
   EXPECT_THROWS_WITH(linear(x), "sends tensors of other shapes or dtypes than in the first gather");
+  const auto group = fsdp(*linear).state()->group();
+  EXPECT_EQ(group->parameters()[0].leaf.storage().nbytes(), 0) << "memory of a gather that did not begin";
   told->send = plain.send;
   {
     const torch::NoGradGuard no_grad;
     EXPECT_THROWS_WITH(linear->weight[0].fill_(1), "the unsharded parameter weight was written, and it has a gather extension");
+    EXPECT_TENSORS_EQUAL(unsharded(linear->weight).clone(), full(linear->weight)); // what was written is not kept
     linear->weight.copy_(torch::ones({8, 3}));
   }
   EXPECT_TENSORS_EQUAL(full(linear->weight), torch::ones({8, 3}));

@@ -3,6 +3,7 @@
 
 #include <tessera/checkpoint/state_dict.h>
 #include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/fsdp/summary.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
@@ -103,6 +104,15 @@ TEST(IgnoredParams, AreThoseOfOneCall) {
   options.ignored_params.clear();
   fully_shard(*model, world_mesh(), options);
   for (const auto& adapter : model->adapters()) EXPECT_TRUE(is_dtensor(adapter));
+  for (auto& parameter : model->parameters()) {
+    parameter.mutable_grad() = torch::zeros_like(parameter);
+    parameter.grad().fill_(1);
+  }
+  clip_grad_value_(*model, 0.5);
+  for (const auto& adapter : model->adapters()) EXPECT_TENSORS_EQUAL(full(adapter.grad()), torch::full(adapter.sizes(), 0.5));
+  model->zero_grad();
+  const auto changed = reshard_parameters(*model);
+  EXPECT_TRUE(changed.added.empty() && changed.removed.empty() && changed.moved.empty());
 }
 
 TEST(IgnoredParams, SayWhatIsWrong) {

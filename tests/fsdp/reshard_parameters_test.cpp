@@ -5,16 +5,23 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include <tessera/fsdp/call.h>
+#include <tessera/fsdp/explain.h>
+#include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/fsdp/summary.h>
+#include <tessera/fsdp/unsharded.h>
 #include <tessera/optim/shard_optimizer.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
+#include <tessera/tests/support/temporary_folder.h>
 
 namespace tessera::testing {
 namespace {
@@ -46,6 +53,7 @@ struct TowerImpl : torch::nn::Module {
   torch::nn::Linear head{register_module("head", torch::nn::Linear(3, 2))};
   Tensor scale = register_parameter("scale", torch::tensor(1.5));
   Tensor table = register_buffer("table", torch::ones({3}));
+  void look(const Tensor& x, at::ScalarType* seen) { *seen = x.scalar_type(); }
   void replace_head(int64_t outputs) {
     torch::manual_seed(9);
     head = replace_module("head", torch::nn::Linear(3, outputs));
@@ -387,6 +395,84 @@ TEST(ReshardParameters, AnUnshardedParameterFromBeforeIsAnError) {
   tower->first->add_adapter();
   reshard_parameters(tower);
   EXPECT_THROWS_WITH(row + 1, "tessera::reshard_parameters made another group since the forward that read it");
+}
+
+/// The disk is gone when the second memory is made: some groups could be new, and others not.
+TEST(ReshardParameters, AfterAFailureAmidItsChangesEachReadSaysSo) {
+  auto tower = make_tower();
+  std::optional<TemporaryFolder> folder(std::in_place);
+  shard_tower(tower, {"in files", world_mesh, {.offload = offload_to_files(folder->path())}});
+  const auto x = rows_of(0).to(test_device());
+  const torch::NoGradGuard no_grad;
+  const auto before = tower->forward(x);
+  tower->second->add_adapter(test_device());
+  folder.reset();
+  EXPECT_THROWS_WITH(reshard_parameters(tower), "offload: cannot make a file");
+  EXPECT_THROWS_WITH(tower->forward(x),
+                     "the model cannot be used any more, because reshard_parameters failed amid its changes: ");
+}
+
+/// The head that had no memory yet is gone when the rest gets some.
+TEST(ReshardParameters, AModelThatChangedOnTheMetaDeviceIsMaterializedFirst) {
+  auto tower = on_meta([] { return Tower(); });
+  fully_shard(*tower->first, world_mesh());
+  fully_shard(*tower, world_mesh());
+  tower->replace_head(4);
+  EXPECT_THROWS_WITH(reshard_parameters(tower), "call tessera::materialize first");
+  materialize(*tower, [](torch::nn::Module&) {});
+  EXPECT_FALSE(Tensor().defined() || Tensor().key_set().has(c10::DispatchKey::Fake));
+  const torch::NoGradGuard no_grad;
+  for (auto& parameter : tower->parameters()) is_dtensor(parameter) ? void(parameter.fill_(1)) : void();
+  reshard_parameters(tower);
+  for (const auto& parameter : tower->parameters()) EXPECT_TRUE(is_dtensor(parameter));
+  EXPECT_EQ(tower->forward(rows_of(0).to(test_device())).size(1), 4);
+}
+
+/// The root's own parameters were all kept in fp32 when it was sharded.
+TEST(ReshardParameters, WhatIsAddedIsReadInTheDtypeOfThePolicy) {
+  auto tower = make_tower();
+  FullyShardOptions options;
+  options.mixed_precision.param_dtype = torch::kBFloat16;
+  options.mixed_precision.keep_in_fp32 = {"scale"};
+  for (auto* below : std::vector<torch::nn::Module*>{&*tower->first, &*tower->second, &*tower->head})
+    fully_shard(*below, world_mesh(), options);
+  fully_shard(*tower, world_mesh(), options);
+  const auto dtype_in = [&] {
+    at::ScalarType seen = at::kDouble;
+    tessera::call(tower.ptr(), &TowerImpl::look, rows_of(0).to(test_device()), &seen);
+    return seen;
+  };
+  EXPECT_EQ(dtype_in(), at::kFloat);
+  const auto added = tower->register_module("added", torch::nn::Linear(2, 2));
+  reshard_parameters(tower);
+  EXPECT_EQ(unsharded(added->weight).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(unsharded(tower->scale).scalar_type(), at::kFloat);
+  EXPECT_EQ(dtype_in(), at::kBFloat16);
+}
+
+TEST(ReshardParameters, AnotherDtypeMakesBucketsOfItsBytes) {
+  const auto groups_of = [](bool in_half_first) {
+    torch::manual_seed(0);
+    torch::nn::ModuleList layers;
+    for (int i = 0; i < 4; ++i) layers->push_back(torch::nn::Linear(8, 8));
+    if (in_half_first) layers->to(torch::kBFloat16);
+    replicate(*layers, world_mesh(), {.bucket_bytes = 600});
+    if (in_half_first) reshard_parameters(*layers, {.dtype = torch::kFloat});
+    return explain(*layers).groups.size();
+  };
+  EXPECT_EQ(groups_of(true), groups_of(false));
+}
+
+TEST(ReshardParameters, ARenamedModuleIsNoChange) {
+  auto tower = make_tower();
+  fully_shard(*tower, world_mesh());
+  tower->unregister_module("head");
+  tower->register_module("top", tower->head);
+  for (int call = 0; call < 3; ++call) {
+    const auto changed = reshard_parameters(tower);
+    EXPECT_THAT(changed.removed, ::testing::IsEmpty());
+    EXPECT_THAT(changed.added, ::testing::IsEmpty());
+  }
 }
 
 } // namespace

@@ -93,6 +93,23 @@ TEST(StepReport, KnowsTheMostThatIsUnshardedAtOnce) {
   EXPECT_EQ(report.peak_unsharded_bytes, report.groups[0].unsharded_bytes + 2 * report.groups[1].unsharded_bytes);
 }
 
+TEST(StepReport, IsTheSameInEachStep) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    for (int64_t number = 0; number < 2; ++number) step(net, optimizer, number);
+    fsdp(*net).set_reporting(true);
+    std::vector<int64_t> peaks;
+    for (int64_t number = 2; number < 6; ++number) {
+      step(net, optimizer, number);
+      peaks.push_back(fsdp(*net).report().peak_unsharded_bytes);
+    }
+    EXPECT_THAT(peaks, ::testing::Each(peaks[0]));
+  }
+}
+
 TEST(StepReport, IsTextAndJson) {
   Net net = make_net();
   shard_model(net, strategies()[0]);

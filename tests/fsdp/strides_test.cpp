@@ -93,6 +93,14 @@ std::vector<Strategy> strided_strategies() {
     return Shard{parameter.dim() - 1};
   };
   all.push_back({"last dim", world_mesh, options});
+  // Whole rows of dim 0, which are given as so many pairs of the first two dims.
+  options.shard_placement_fn = [](const std::string&, const Tensor& parameter) -> std::optional<Placement> {
+    if (parameter.dim() != 4) return std::nullopt;
+    std::vector<int64_t> extents(static_cast<size_t>(world_size()), 0);
+    for (int64_t row = 0; row < parameter.size(0); ++row) extents[static_cast<size_t>(row % world_size())] += parameter.size(1);
+    return RaggedShard{1, extents};
+  };
+  all.push_back({"rows of two dims", world_mesh, options});
   all.push_back({"in files", world_mesh, {.offload = offload_to_files(std::filesystem::temp_directory_path())}});
   return all;
 }
@@ -141,6 +149,20 @@ TEST(Strides, GradientsOfSeveralBackwardsAndWritesReachTheRightPlaces) {
     EXPECT_LE(parameter_difference(*cnn, *plain), 1e-6);
     EXPECT_NEAR((loss_of(cnn, images_of(3)).cpu() - loss_of(plain, images_of(3))).abs().item<double>(), 0,
                 1e-4 * loss_of(plain, images_of(3)).item<double>());
+  }
+}
+
+TEST(Strides, ACopyHasTheFormatThatItIsAskedFor) {
+  auto cnn = make_cnn(), plain = make_cnn();
+  fully_shard(cnn, world_mesh());
+  using Memory = at::MemoryFormat;
+  for (const auto format : {Memory::Contiguous, Memory::ChannelsLast, Memory::Preserve}) {
+    const auto strides = [&](const Cnn& of) {
+      const auto& weight = of->second->weight;
+      return std::pair(strides_of(weight.to(weight.options(), false, false, format)),
+                       strides_of((weight * 1).to(torch::kDouble, false, false, format)));
+    };
+    EXPECT_EQ(strides(cnn), strides(plain)) << static_cast<int>(format);
   }
 }
 

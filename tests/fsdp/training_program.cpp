@@ -14,6 +14,8 @@
 
 #include <tessera/activations/recompute.h>
 #include <tessera/collectives/launch.h>
+#include <tessera/fsdp/call.h>
+#include <tessera/fsdp/sharded_module.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
@@ -107,42 +109,62 @@ void recomputes_differently() {
   });
 }
 
-/// Of the test's device, without memory for what is larger than a limit.
+/// Of the test's device, without memory for what is larger than a limit, but for the first `spared`.
 struct LimitedAllocator final : c10::Allocator {
-  explicit LimitedAllocator(size_t bytes) : limit(bytes), whole(c10::GetAllocator(test_device_type())) {}
+  LimitedAllocator(size_t bytes, int spares) : limit(bytes), spared(spares), whole(c10::GetAllocator(test_device_type())) {}
   c10::DataPtr allocate(size_t bytes) override {
-    TORCH_CHECK_WITH(OutOfMemoryError, bytes < limit, "tried to allocate ", bytes, " bytes");
+    TORCH_CHECK_WITH(OutOfMemoryError, bytes < limit || spared-- > 0, "tried to allocate ", bytes, " bytes");
     return whole->allocate(bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override { return whole->raw_deleter(); }
   void copy_data(void* to, const void* from, size_t bytes) const override { whole->copy_data(to, from, bytes); }
   size_t limit;
+  int spared;
   c10::Allocator* whole;
 };
 
-void say_what_forward_throws(const char* when, torch::nn::Linear& model, const torch::Tensor& x) {
+bool fails(const char* when, const std::function<torch::Tensor()>& run) {
+  std::string text = "no error";
   try {
-    model->forward(x).sum().item<float>(); // a device's error is found where the host waits for it
+    run().item<float>(); // a device's error is found where the host waits for it
   } catch (const c10::Error& error) {
-    std::printf("rank %d %s: %s\n", static_cast<int>(world_rank()), when, error.what_without_backtrace());
-    std::fflush(stdout);
-    throw;
+    text = error.what_without_backtrace();
   }
+  std::printf("rank %d %s: %s\n", static_cast<int>(world_rank()), when, text.c_str());
+  std::fflush(stdout);
+  return text != "no error";
 }
 
-void has_no_memory_for_a_gather() {
+enum class Pass { kForward, kBackward };
+
+/// The last rank has none for the first gather of the pass, or for what is allocated after `spared` blocks of it, and then has.
+void has_no_memory_for_a_gather(const DeviceMesh& mesh, FullyShardOptions options, Pass pass, int spared = 0) {
   torch::manual_seed(0);
   torch::nn::Linear large(1000, 1000);
-  fully_shard(*large, world_mesh());
-  const auto x = torch::ones({1, 1000}, test_device());
-  auto* const limited = new LimitedAllocator(4000000);
+  if (!options.reshard_after_forward) options.reshard_after_forward = true;
+  fully_shard(*large, mesh, options);
+  const auto x = torch::ones({1, 1000}, test_device()).set_requires_grad(true);
+  const auto forward = [&] { return tessera::call(large, x).sum(); };
+  const auto loss = pass == Pass::kBackward ? forward() : torch::Tensor();
+  const auto group = fsdp(*large).state()->group();
+  const auto cached = group->cache().allocate(group->layout().unsharded_bytes);
+  auto* const limited = new LimitedAllocator(4002000, spared); // which a gradient has
   if (is_last_rank()) c10::SetAllocator(test_device_type(), limited, /*priority=*/255);
-  try {
-    say_what_forward_throws("learns", large, x);
-  } catch (const c10::Error&) {
-    limited->limit = std::numeric_limits<size_t>::max(); // and goes on
-    say_what_forward_throws("again", large, x);
+  const auto backward = [&] {
+    loss.backward();
+    return x.grad().sum();
+  };
+  const bool has_failed = loss.defined() ? fails("learns", backward) : fails("learns", forward);
+  limited->limit = std::numeric_limits<size_t>::max(); // and goes on
+  if (has_failed) {
+    for (const char* const when : {"again", "a third time"}) fails(when, forward);
   }
+  TORCH_CHECK(!has_failed, "no gather");
+}
+
+void has_no_memory_for_a_gather(tessera::Strategy strategy, Pass pass) {
+  const auto mesh = init_device_mesh(mesh_device_type, {2, world_size() / 2}, {"outer", "shard"});
+  has_no_memory_for_a_gather(mesh, {.strategy = strategy}, pass);
 }
 
 /// The last rank calls something else than the gather inside its node; the rank beside it reads the parameters twice.
@@ -189,7 +211,13 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"recomputes_differently", recomputes_differently},
     {"forks", forks},
     {"leaves_without_destroying", [] { train([](torch::Tensor&) {}); }},
-    {"has_no_memory_for_a_gather", has_no_memory_for_a_gather},
+    {"has_no_memory_for_a_gather", [] { has_no_memory_for_a_gather(world_mesh(), {}, Pass::kForward); }},
+    {"has_no_memory_for_what_a_gather_sends",
+     [] { has_no_memory_for_a_gather(world_mesh(), {.layout = BufferLayout::kPerParameter}, Pass::kForward, 1); }},
+    {"has_no_memory_for_a_gather_among_neighbours",
+     [] { has_no_memory_for_a_gather(world_mesh(), {.reshard_after_forward = 2}, Pass::kBackward); }},
+    {"has_no_memory_for_an_outer_gather", [] { has_no_memory_for_a_gather(tessera::Strategy::kHierarchical, Pass::kForward); }},
+    {"has_no_memory_for_an_inner_gather", [] { has_no_memory_for_a_gather(tessera::Strategy::kHierarchical, Pass::kBackward); }},
 };
 
 } // namespace

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <tessera/activations/saved_tensors.h>
 #include <tessera/fsdp/unsharded.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
@@ -274,6 +275,25 @@ void write_before_backward(const std::vector<Write>& writes, const std::vector<s
   }
 }
 
+/// What stays where it is, as sharded parameters do, is watched there too.
+TEST(Writes, BetweenForwardAndBackwardAreRefusedWhereSavedTensorsLieElsewhere) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    Tensor loss;
+    {
+      const auto scope = saved_tensors_in(host_memory());
+      loss = loss_of(net, part_of(global_batch(0), world_rank(), world_size()));
+    }
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : (*net->blocks)[1]->parameters()) parameter.mul_(2);
+    }
+    EXPECT_THROWS_WITH(loss.backward(), "was modified by an inplace operation");
+  }
+}
+
 TEST(Writes, RefuseTheBackwardsAloneThatSavedWhatIsWritten) {
   const std::vector<Write> of_any_size{
       {"mul_", [](Tensor p) { p.mul_(.7); }},
@@ -332,6 +352,38 @@ TEST(Writes, ToViewsOfSeveralGroupsReachThemAll) {
       const torch::NoGradGuard no_grad;
       torch::_foreach_mul_({layers.a->weight[1], layers.b->weight[2]}, .5);
     });
+  }
+}
+
+/// One operator over two models that have no common root.
+TEST(Reads, OfTwoModelsKeepTheGroupsOfBoth) {
+  for (const auto& strategy : chosen_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    torch::manual_seed(0);
+    std::vector<torch::nn::Sequential> plain, models;
+    for (int model = 0; model < 2; ++model) {
+      plain.emplace_back(torch::nn::Linear(4, 3), torch::nn::Linear(4, 3), torch::nn::Linear(4, 2));
+      models.push_back(std::dynamic_pointer_cast<torch::nn::SequentialImpl>(plain.back()->clone()));
+      for (auto& layer : *models.back()) fully_shard(*layer.ptr(), strategy.mesh(), strategy.options);
+      fully_shard(*models.back(), strategy.mesh(), strategy.options);
+    }
+    const auto loss = [](std::vector<torch::nn::Sequential>& of) {
+      std::vector<Tensor> weights;
+      for (size_t layer = 0; layer < 3; ++layer) {
+        for (auto& model : of) weights.push_back(model->ptr(layer)->named_parameters()["weight"]);
+      }
+      return torch::cat(weights).square().sum();
+    };
+    const auto expected = loss(plain), actual = loss(models);
+    EXPECT_TENSORS_CLOSE(actual.detach().cpu(), expected.detach(), 1e-5, 1e-5);
+    expected.backward();
+    actual.backward();
+    for (size_t model = 0; model < 2; ++model) {
+      for (const auto& item : plain[model]->named_parameters()) {
+        if (!item.value().grad().defined()) continue;
+        EXPECT_TENSORS_CLOSE(full(models[model]->named_parameters()[item.key()].grad()), item.value().grad(), 1e-5, 1e-5);
+      }
+    }
   }
 }
 

@@ -109,6 +109,37 @@ TEST(UnevenBatches, DropWhatAStandInBrings) {
   }
 }
 
+/// Experts of which each rank has its own: nothing is reduced there.
+TEST(UnevenBatches, DropWhatAStandInAccumulatesInAGroupOfOneRank) {
+  struct WithExpertImpl : torch::nn::Module {
+    Tensor forward(const Tensor& x) { return expert(linear(x)).square().sum(); }
+    torch::nn::Linear linear{register_module("linear", torch::nn::Linear(3, 4))};
+    torch::nn::Linear expert{register_module("expert", torch::nn::Linear(4, 2))};
+  };
+  torch::manual_seed(0);
+  const auto model = std::make_shared<WithExpertImpl>();
+  const auto grid = init_device_mesh(mesh_device_type, {1, world_size()}, {"shard", "expert"});
+  fully_shard(*model->expert, grid["shard"]);
+  fully_shard(*model, world_mesh());
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  Batches mine(static_cast<size_t>(world_rank() == 0 ? 4 : 2), torch::ones({2, 3}, test_device()));
+  int step = 0;
+  for (auto& batch : UnevenBatches(*model, mine)) {
+    const auto before = full(model->expert->weight);
+    const bool synchronizes = step++ % 2 == 1;
+    {
+      std::optional<NoSync> scope;
+      if (!synchronizes) scope.emplace(*model);
+      model->forward(batch).backward();
+    }
+    if (!synchronizes) continue;
+    optimizer.step();
+    optimizer.zero_grad();
+    const bool has_input = step <= 2 || world_rank() == 0;
+    EXPECT_EQ(torch::equal(full(model->expert->weight), before), !has_input);
+  }
+}
+
 TEST(UnevenBatches, CostAnAllReduceAStep) {
   if (world_size() == 1) return;
   torch::nn::Linear linear(3, 2);

@@ -144,6 +144,12 @@ TEST(Hooks, BackwardWithInputsReducesOnlyThose) {
   }
 }
 
+/// Sharded, where the parameter is.
+Tensor half_of(const Tensor& parameter) {
+  const torch::NoGradGuard no_grad;
+  return parameter.detach().clone().mul_(0.5);
+}
+
 /// ‖p − p₀‖² with a sharded copy p₀: an op among DTensors, in grad mode.
 TEST(Hooks, ProximalTermOverShardedCopiesTrains) {
   for (const auto& strategy : holds_strategies()) {
@@ -151,7 +157,7 @@ TEST(Hooks, ProximalTermOverShardedCopiesTrains) {
     auto plain = make_case<Layers>();
     const auto model = sharded_case<Layers>(strategy);
     const auto run = [](Layers& layers, const std::vector<int64_t>& ranks) {
-      const auto anchor = (layers.b->weight.detach() * 0.5).clone();
+      const auto anchor = half_of(layers.b->weight);
       for (const int64_t rank : ranks) (layers.loss(layers.input_of(0, rank)) / static_cast<double>(ranks.size())).backward();
       (layers.b->weight - anchor).square().sum().backward();
     };
@@ -160,6 +166,34 @@ TEST(Hooks, ProximalTermOverShardedCopiesTrains) {
     run(*plain, everyone);
     run(*model, {world_rank()});
     EXPECT_TENSORS_CLOSE(full(model->b->weight.grad()), plain->b->weight.grad());
+  }
+}
+
+/// In one backward with a loss of activations, computed before it or after.
+TEST(Hooks, SeeOneGradientOfAParameterThatIsAlsoReadAsADTensor) {
+  for (const auto& strategy : holds_strategies()) {
+    for (const bool penalty_first : {false, true}) {
+      SCOPED_TRACE(strategy.name + (penalty_first ? ", penalty first" : ", loss first"));
+      auto plain = make_case<Layers>();
+      const auto model = sharded_case<Layers>(strategy);
+      const auto run = [&](Layers& layers) {
+        int calls = 0;
+        const auto anchor = half_of(layers.b->weight);
+        layers.b->weight.register_hook([&calls](const Tensor& gradient) {
+          ++calls;
+          return gradient.clamp(-1e-2, 1e-2);
+        });
+        const auto penalty = [&] { return (layers.b->weight - anchor).square().sum(); };
+        const auto loss = [&] { return layers.loss(layers.input_of(0, 0)); };
+        const auto first = penalty_first ? penalty() : loss(), second = penalty_first ? loss() : penalty();
+        (first + second).backward();
+        return calls;
+      };
+      EXPECT_EQ(run(*plain), 1);
+      EXPECT_EQ(run(*model), 1);
+      EXPECT_TENSORS_CLOSE(full(model->b->weight.grad()), plain->b->weight.grad());
+      EXPECT_TENSORS_CLOSE(full(model->a->weight.grad()), plain->a->weight.grad());
+    }
   }
 }
 

@@ -60,6 +60,17 @@ Tensor penalty_of_parameters(const RandomModel& model, bool all) {
   return sum;
 }
 
+/// How far the head is from half of itself, a sharded copy: among DTensors, where the head is one. Each rank has the whole.
+Tensor proximal_penalty(const RandomModel& model) {
+  Tensor anchor;
+  {
+    const torch::NoGradGuard no_grad;
+    anchor = model.head().detach().clone().mul_(0.5);
+  }
+  const auto penalty = (model.head() - anchor).square().sum() * 0.01;
+  return is_dtensor(penalty) ? DTensor(penalty).full_tensor() : penalty;
+}
+
 /// Of how fast the output changes with the input: a gradient that is differentiated again.
 Tensor gradient_penalty(const Tensor& y, const Tensor& x) {
   const auto gradient = torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true,
@@ -69,7 +80,7 @@ Tensor gradient_penalty(const Tensor& y, const Tensor& x) {
 
 } // namespace
 
-Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute) {
+Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute, bool may_mix_dtensors) {
   auto& model = *turn.trainee.model;
   const auto seed = turn.draw.seed();
   const auto rows = turn.draw.chance(25) ? random_rows(turn.draw) : even_rows();
@@ -77,7 +88,7 @@ Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute) {
   auto [x, ids] = random_batch(turn.side, seed, rows);
   const auto order = model.random_order(turn.draw);
   const auto kind = turn.draw.below(6);
-  const auto penalty = turn.draw.below(10); // 0: the head's, 1: all parameters', 2: the gradient's
+  const auto penalty = turn.draw.below(10); // 0: the head's, 1: all parameters', 2: the gradient's, 3: the head's among DTensors
   const bool in_scope = turn.draw.chance(15);
   const bool x_has_gradient = turn.draw.chance(30);
   const bool recomputes = may_recompute && turn.draw.chance(40);
@@ -95,6 +106,7 @@ Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute) {
   TORCH_CHECK(!is_dtensor(y), "the output is a DTensor");
   auto loss = loss_of_output(y, kind) * weight;
   if (trains && penalty < 2) loss = loss + penalty_of_parameters(model, penalty == 1);
+  if (trains && penalty == 3 && may_mix_dtensors) loss = loss + proximal_penalty(model);
   if (gradient_counts) loss = loss + gradient_penalty(y, x) * weight;
   return loss;
 }

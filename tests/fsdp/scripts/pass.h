@@ -7,7 +7,7 @@ namespace tessera::testing::scripts {
 /// One forward of the trainee over this side's part of a random batch, with a random order of blocks and a random loss. Without
 /// grad mode the loss leaves out terms that are of parameters alone.
 /// Where `may_recompute`, the sharded side may run the blocks once more in backward, which follows at once.
-Tensor random_loss(Turn& turn, const Tap& tap = {}, bool may_recompute = false);
+Tensor random_loss(Turn& turn, const Tap& tap = {}, bool may_recompute = false, bool may_mix_dtensors = true);
 
 /// The ranks' mean of their losses, each after a forward with an order of blocks of its own. For a replica.
 Tensor loss_of_ranks_apart(Turn& turn);

@@ -56,7 +56,7 @@ void backward_over_inputs(Turn& turn) {
     const bool chosen = turn.draw.chance(50);
     if (chosen && parameter.requires_grad()) inputs.push_back(parameter);
   }
-  const auto loss = random_loss(turn);
+  const auto loss = random_loss(turn, {}, /*may_recompute=*/false, /*may_mix_dtensors=*/false); // whose gradients are no inputs'
   turn.side.record_mean(loss);
   interrupt(turn);
   backward(loss, /*retain_graph=*/false, inputs);
