@@ -51,6 +51,8 @@ void set_values(const std::vector<at::Tensor>& tensors, const std::vector<at::Te
   for (size_t i = 0; i < tensors.size(); ++i) tensors[i].variable_data().copy_(copies[i]);
 }
 
+c10::VariableVersion version_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->version_counter(); }
+
 /// Ends a second run from inside. No std::exception, which the function might catch.
 struct EarlyStop {
   const void* run;
@@ -132,7 +134,7 @@ class Recomputation::SecondRun final : public SavedTensorTaker {
  public:
   SecondRun(Recomputation& made, KeptResults::Values kept, Slot& wanted, int64_t task);
   void run(const Tensors& inputs);
-  /// After the run, however it ended.
+  /// After the run, however it ended. Its writes to buffers are none that others see.
   void restore() const;
   std::unique_ptr<SavedVariableHooks> take() override;
   /// The values of `saved`.
@@ -152,6 +154,7 @@ class Recomputation::SecondRun final : public SavedTensorTaker {
   size_t next_ = 0;
   RngState rng_before_;
   Tensors buffers_before_;
+  std::vector<std::pair<c10::VariableVersion, uint32_t>> versions_before_; // of all buffers of the module
   AutocastScope autocast_;
   at::AutoGradMode grad_mode_{true};
   RunScope run_;
@@ -179,6 +182,11 @@ Recomputation::SecondRun::SecondRun(Recomputation& made, KeptResults::Values kep
       autocast_(made.autocast_),
       run_(made.outermost_, /*is_second_run=*/true),
       results_(made.results_ ? &*made.results_ : nullptr, std::move(kept)) {
+  for (const auto* buffers : {&made_.buffers_, &made_.unchanged_buffers_}) {
+    for (const auto& each : *buffers) {
+      if (version_of(each).enabled()) versions_before_.emplace_back(version_of(each), version_of(each).current_version());
+    }
+  }
   made_.rng_.restore();
   set_values(made_.buffers_, made_.first_values_);
   for (size_t i = 0; i < made_.slots_.size(); ++i) {
@@ -189,6 +197,15 @@ Recomputation::SecondRun::SecondRun(Recomputation& made, KeptResults::Values kep
 void Recomputation::SecondRun::restore() const {
   rng_before_.restore();
   set_values(made_.buffers_, buffers_before_);
+  std::vector<std::shared_ptr<Slot>> given;
+  for (const auto& each : made_.slots_) {
+    const auto slot = each.lock();
+    if (!slot || !slot->value.defined()) continue;
+    slot->is_overwritten = slot->is_overwritten || slot->value_watch->has_changed();
+    given.push_back(slot);
+  }
+  for (auto [version, before] : versions_before_) version.set_version(before);
+  for (const auto& slot : given) slot->value_watch->look();
 }
 
 std::unique_ptr<SavedVariableHooks> Recomputation::SecondRun::take() { return std::make_unique<Hooks>(*this); }
@@ -210,6 +227,7 @@ at::Tensor Recomputation::SecondRun::give(const at::Tensor& saved) {
     if (is_wanted || (task_ >= 0 && slot->taken_by != task_)) {
       slot->value = values;
       slot->value_watch.emplace(values);
+      slot->is_overwritten = false;
       slot->task = task_;
     }
   }
@@ -244,6 +262,7 @@ void Recomputation::keep_changed_buffers() {
   for (size_t i = 0; i < buffers.size(); ++i) {
     if (buffers[i].is_meta() || at::equal(buffers[i], before[i])) {
       watched_.emplace_back("buffer " + buffer_names_[i], VersionWatch(buffers[i]));
+      unchanged_buffers_.push_back(buffers[i]);
     } else {
       buffers_.push_back(buffers[i]);
       first_values_.push_back(before[i]);
@@ -263,8 +282,8 @@ at::Tensor Recomputation::bring_back(Slot& slot) {
   const int64_t task = torch::autograd::get_current_graph_task_id();
   if (!slot.value.defined() || slot.task != task) run_again(slot, task);
   slot.taken_by = task;
-  TORCH_CHECK(!slot.value_watch->has_changed(), describe(), ": saved tensor ", slot.number + 1, " (", slot.signature.to_string(),
-              "), which backward needs, was modified by an inplace operation later in the function");
+  TORCH_CHECK(!slot.is_overwritten && !slot.value_watch->has_changed(), describe(), ": saved tensor ", slot.number + 1, " (",
+              slot.signature.to_string(), "), which backward needs, was modified by an inplace operation later in the function");
   return std::exchange(slot.value, at::Tensor());
 }
 

@@ -100,6 +100,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
     VersionWatch watch;
     at::Tensor value;                        ///< from a second run, until backward takes it
     std::optional<VersionWatch> value_watch; ///< from when autograd saved it there
+    bool is_overwritten = false;             ///< it was written later in that run
     int64_t task = -1;                       ///< the backward that it is for
     int64_t taken_by = -1;                   ///< the last backward that took one
   };
@@ -125,6 +126,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   std::vector<torch::autograd::SavedVariable> inputs_;
   bool is_over_ = false;                  ///< the first run
   Tensors buffers_;                       ///< of the module; once the first run is over those that it changed
+  Tensors unchanged_buffers_;             ///< of the module, by the first run
   std::vector<std::string> buffer_names_; ///< during the first run
   Tensors first_values_;                  ///< what these were before it
   std::vector<std::pair<std::string, VersionWatch>>

@@ -266,6 +266,26 @@ TEST(Recompute, RunsABackwardInsideOfAModule) {
   }
 }
 
+/// Whose first call fills a table that later ones read: the backward of the first is nobody else's write.
+TEST(Recompute, SecondRunsWriteNoBufferOfOtherCalls) {
+  struct LazyImpl : torch::nn::Module {
+    Tensor forward(const Tensor& x) {
+      if (table[0].item<double>() == 0) {
+        const torch::NoGradGuard no_grad;
+        table.fill_(2);
+      }
+      return x * table.exp();
+    }
+    Tensor table = register_buffer("table", torch::zeros({6}));
+  };
+  const auto lazy = std::make_shared<LazyImpl>();
+  const auto x = input();
+  const auto first = recompute(lazy, x), second = recompute(lazy, x);
+  first.sum().backward();
+  second.sum().backward();
+  EXPECT_TENSORS_CLOSE(x.grad(), torch::full({4, 6}, 2 * std::exp(2.0)), 1e-5, 1e-5);
+}
+
 TEST(Recompute, RefusesABufferThatSomethingElseWroteSince) {
   struct WarmImpl : torch::nn::Module {
     Tensor forward(const Tensor& x) { return x * temperature.tanh(); }
