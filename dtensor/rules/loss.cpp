@@ -156,17 +156,29 @@ int64_t broadcast_numel(const LocalCall& call) {
   return product(sizes, 0, sizes.size());
 }
 
-/// A mean over `count` elements is computed as a sum over this rank's part, divided by that.
+/// The dtype of all floating-point arguments where that is a half, and none of them is written.
+std::optional<at::ScalarType> common_half(const LocalCall& call) {
+  std::optional<at::ScalarType> common;
+  for (size_t i = call.begin(); i < call.stack->size(); ++i) {
+    const auto& value = (*call.stack)[i];
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const auto dtype = value.toTensor().scalar_type();
+    if (!at::isReducedFloatingType(dtype) || dtype != common.value_or(dtype)) return std::nullopt;
+    common = dtype;
+  }
+  return call.op.schema().is_mutable() ? std::nullopt : common;
+}
+
+/// A mean over `count` elements is computed as a sum over this rank's part, divided by that: of halves in float, since their sum
+/// may be too large for them where the mean is not.
 void mean_as_sum(const LocalCall& call, int64_t count) {
   auto& reduction = *call.find("reduction");
   if (reduction.toInt() != at::Reduction::Mean) return call.op.callBoxed(*call.stack);
   reduction = static_cast<int64_t>(at::Reduction::Sum);
-  std::optional<at::ScalarType> half; // whose sum may be too large for it, where the mean is not
-  for (size_t i = call.begin(); i < call.stack->size(); ++i) {
+  const auto half = common_half(call);
+  for (size_t i = call.begin(); half && i < call.stack->size(); ++i) {
     auto& value = (*call.stack)[i];
-    if (!value.isTensor() || !value.toTensor().defined() || !at::isReducedFloatingType(value.toTensor().scalar_type())) continue;
-    half = value.toTensor().scalar_type();
-    value = value.toTensor().to(at::kFloat);
+    if (value.isTensor() && value.toTensor().defined()) value = value.toTensor().to(at::kFloat);
   }
   call.op.callBoxed(*call.stack);
   auto result = call.stack->back().toTensor().div_(static_cast<double>(count));

@@ -353,6 +353,11 @@ TEST(Ops, MeansOfHalvesDoNotOverflow) {
     const auto x = Tensor(make(whole, mesh, {placement})), zero = Tensor(make(torch::zeros_like(whole), mesh, {placement}));
     EXPECT_TENSORS_EQUAL(whole_of(x.pow(2).mean(-1, true)), torch::full({4, 1}, 25, torch::kHalf));
     EXPECT_TENSORS_EQUAL(whole_of(torch::mse_loss(x, zero)), torch::full({}, 25, torch::kHalf));
+    auto out = Tensor(make(torch::zeros({}, torch::kHalf), mesh, {Replicate{}}));
+    at::mse_loss_out(out, x * 0.1, zero);
+    EXPECT_TENSORS_CLOSE(whole_of(out), torch::full({}, 0.25, torch::kHalf), 1e-2, 1e-2);
+    const auto mixed = torch::mse_loss(x, zero.to(torch::kFloat));
+    EXPECT_EQ(mixed.scalar_type(), torch::mse_loss(whole, torch::zeros_like(whole).to(torch::kFloat)).scalar_type());
     const auto leaf = Tensor(make(whole, mesh, {placement})).requires_grad_(true);
     (torch::mse_loss(leaf, zero) * 32768).backward();
     EXPECT_TENSORS_CLOSE(whole_of(leaf.grad()), torch::full_like(whole, 2.0 * 5 * 32768 / (4 * 4096)), 1e-3, 1e-3);
