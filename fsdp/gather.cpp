@@ -86,15 +86,15 @@ void give_up(const CommunicatorPtr& communicator, const std::string& cause) {
 
 } // namespace
 
-/// In place of the collectives of the gather, which the other ranks call: where they compare what they call, they learn the
-/// cause.
+/// In place of the gather, which the other ranks call: where they compare what they call, they learn the cause. Between groups
+/// first: the ranks of this one's own wait for it when they read the parameters, perhaps not yet.
 void ParameterGroup::tell_failure(const std::string& failure) {
   // Ranks tell the first characters of what they call: the cause stands at the end of an error.
   const auto cause = failure.rfind(": ");
   const auto told = cause == std::string::npos ? failure : failure.substr(cause + 2) + ": " + failure.substr(0, cause);
   if (neighbours_ && is_secondary_valid()) return give_up(neighbours_, told);
-  if (!is_secondary_valid()) give_up(axes_.outer_all_gather(), told);
-  give_up(axes_.all_gather(), told);
+  has_told_outer_ = axes_.outer_all_gather() && !is_secondary_valid();
+  give_up(has_told_outer_ ? axes_.outer_all_gather() : axes_.all_gather(), told);
 }
 
 /// Parameter `index` in it.
@@ -114,6 +114,7 @@ void ParameterGroup::start_gather() {
   const OwnWork own_work{};
   // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds,
   // such as the last reads of the group whose block it is.
+  const bool had_told_outer = has_told_outer_;
   storage_->fill(allocate_to_gather(layout_.unsharded_bytes), layout_.unsharded_bytes);
   gathered_version_ = shard_version();
   const auto& stream = streams().gather;
@@ -128,6 +129,7 @@ void ParameterGroup::start_gather() {
     });
   } catch (...) {
     release_gathered();
+    if (had_told_outer) give_up(axes_.all_gather(), error_text(std::current_exception()));
     throw;
   }
   users_.begin(storage_->device());

@@ -270,6 +270,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor gather_output_; ///< while gathering with a copy-out
   at::Tensor inner_output_;  ///< of the gather inside the inner group, which follows the one that is in flight
   Work gather_;
+  bool has_told_outer_ = false;  ///< under the hierarchical strategy the other groups' ranks, that this one cannot gather
   bool completes_later_ = false; ///< by whoever reads it first: its wait blocks the host
   BlockUsers users_;             ///< of the unsharded storage
   ExtendedGather extended_;

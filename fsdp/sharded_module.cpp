@@ -146,6 +146,7 @@ std::shared_ptr<ShardedModule> ShardedModule::add_bucket() {
   auto bucket = std::make_shared<ShardedModule>(std::vector<const Module*>(), class_name_, axes_, options_);
   for (size_t top = 0; top < modules_.size(); ++top) bucket->places_.push_back({top, ""});
   bucket->parent_ = shared_from_this();
+  bucket->schedule_ = schedule_; // until `settle` gives it another
   bucket->bucket_ = children_.size() + 1;
   children_.push_back({bucket, nullptr, {}, {}});
   return bucket;
@@ -159,6 +160,7 @@ std::vector<std::shared_ptr<ShardedModule>> ShardedModule::revive_below(const st
     if (!is_gone || !std::all_of(child.modules.begin(), child.modules.end(), stayed)) continue;
     revived.push_back(child.make_again());
     revived.back()->parent_ = shared_from_this();
+    revived.back()->schedule_ = schedule_;
     revived.back()->places_ = child.places;
     child.state = revived.back();
   }
