@@ -26,13 +26,13 @@ std::vector<int64_t> complete(std::vector<int64_t> sizes, int64_t numel) {
 }
 
 /// The placement that gives the ranks these extents of leading dims 0..dim: Shard(0) where they are torch.chunk's.
-Placement from_extents(int64_t dim, std::vector<int64_t> extents) {
+Placement from_extents(int64_t dim, const std::vector<int64_t>& extents) {
   const auto ranks = static_cast<int64_t>(extents.size());
   const auto size = std::accumulate(extents.begin(), extents.end(), int64_t{0});
   bool chunks = dim == 0;
   for (int64_t r = 0; r < ranks; ++r) chunks = chunks && extents[r] == chunk_extent(size, ranks, r).size;
   if (chunks) return Shard{0};
-  return RaggedShard{dim, std::move(extents)};
+  return RaggedShard{dim, extents};
 }
 
 /// Ranges of the row-major elements, one a rank, as a placement of a tensor of shape `sizes`. It splits the leading dims 0..d for
@@ -46,7 +46,7 @@ std::optional<Placement> from_ranges(const std::vector<Extent>& ranges, const st
       fits = ranges[r].size % trailing == 0;
       extents.push_back(ranges[r].size / trailing);
     }
-    if (fits) return from_extents(static_cast<int64_t>(dim), std::move(extents));
+    if (fits) return from_extents(static_cast<int64_t>(dim), extents);
   }
   return std::nullopt;
 }
@@ -251,7 +251,7 @@ struct CutParts {
     for (int64_t r = 0; r < ranks; ++r) {
       extents.push_back(kept_positions(cut, chunk_extent(sizes[0], ranks, r), 1) * (cut.drop ? sizes[1] : 1));
     }
-    return from_extents(0, std::move(extents));
+    return from_extents(0, extents);
   }
 
   std::optional<Placement> of_owner(const Cut& cut, int64_t ranks) const {
@@ -261,7 +261,7 @@ struct CutParts {
       const auto part = chunk_extent(sizes[dim], ranks, r);
       extents.push_back(part.offset <= cut.start && cut.start < part.offset + part.size ? sizes[0] : 0);
     }
-    return from_extents(0, std::move(extents));
+    return from_extents(0, extents);
   }
 
   std::optional<Placement> of_ragged(const RaggedShard& ragged, const Cut& cut, int64_t ranks) const {
@@ -274,7 +274,7 @@ struct CutParts {
       const auto kept = kept_positions(positions, ragged_extent(ragged, r), row);
       extents.push_back(cut.drop && ragged.dim == 0 ? kept * sizes[1] : kept);
     }
-    return from_extents(std::max<int64_t>(ragged.dim - (cut.drop ? 1 : 0), 0), std::move(extents));
+    return from_extents(std::max<int64_t>(ragged.dim - (cut.drop ? 1 : 0), 0), extents);
   }
 };
 

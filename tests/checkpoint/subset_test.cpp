@@ -20,9 +20,9 @@ using testing::Training;
 using testing::world_rank;
 using testing::world_size;
 
-DeviceMesh mesh_of(std::vector<int64_t> ranks) {
+DeviceMesh mesh_of(const std::vector<int64_t>& ranks) {
   const auto size = static_cast<int64_t>(ranks.size());
-  return make_device_mesh(testing::test_device_type(), {size}, std::move(ranks));
+  return make_device_mesh(testing::test_device_type(), {size}, ranks);
 }
 
 DeviceMesh world_mesh() { return init_device_mesh(testing::test_device_type(), {world_size()}); }

@@ -120,7 +120,7 @@ TEST(GatherExtension, ItsOperatorsAreNoneOfARecomputedFunction) {
     torch::manual_seed(0);
     std::vector<torch::nn::Linear> layers;
     for (const double scale : {1., 1e3, 1e-3, 30.}) {
-      layers.push_back(torch::nn::Linear(torch::nn::LinearOptions(8, 8).bias(false)));
+      layers.emplace_back(torch::nn::LinearOptions(8, 8).bias(false));
       const torch::NoGradGuard no_grad;
       layers.back()->weight.mul_(scale);
     }
