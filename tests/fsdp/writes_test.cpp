@@ -363,7 +363,7 @@ TEST(Reads, OfTwoModelsKeepTheGroupsOfBoth) {
     std::vector<torch::nn::Sequential> plain, models;
     for (int model = 0; model < 2; ++model) {
       plain.emplace_back(torch::nn::Linear(4, 3), torch::nn::Linear(4, 3), torch::nn::Linear(4, 2));
-      models.push_back(std::dynamic_pointer_cast<torch::nn::SequentialImpl>(plain.back()->clone()));
+      models.emplace_back(std::dynamic_pointer_cast<torch::nn::SequentialImpl>(plain.back()->clone()));
       for (auto& layer : *models.back()) fully_shard(*layer.ptr(), strategy.mesh(), strategy.options);
       fully_shard(*models.back(), strategy.mesh(), strategy.options);
     }
