@@ -118,10 +118,11 @@ std::unique_ptr<SavedVariableHooks> Recomputation::FirstRun::take() {
 
 void Recomputation::FirstRun::finish(const Tensors& outputs) {
   auto& made = recomputation_;
-  const bool draws = !(made.rng_.now() == made.rng_);
-  TORCH_CHECK(made.options_.keep_rng_state || !draws, made.describe(),
-              " drew random numbers, and its second run would draw others: set keep_rng_state");
-  if (!made.options_.keep_rng_state) made.rng_ = {};
+  if (!made.options_.keep_rng_state) {
+    TORCH_CHECK(made.rng_.now() == made.rng_, made.describe(),
+                " drew random numbers, and its second run would draw others: set keep_rng_state");
+    made.rng_ = {};
+  }
   made.look_at_tensors();
   made.keep_changed_buffers();
   made.is_over_ = true;

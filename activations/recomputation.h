@@ -126,12 +126,12 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   std::vector<torch::autograd::SavedVariable> inputs_;
   bool is_over_ = false;                  ///< the first run
   Tensors buffers_;                       ///< of the module; once the first run is over those that it changed
+  Tensors first_values_;                  ///< what these were before it
   Tensors unchanged_buffers_;             ///< of the module, by the first run
   std::vector<std::string> buffer_names_; ///< during the first run
-  Tensors first_values_;                  ///< what these were before it
   std::vector<std::pair<std::string, VersionWatch>>
       watched_;  ///< of the module: parameters, and buffers that it left as they were
-  RngState rng_; ///< empty: nothing is drawn
+  RngState rng_; ///< before the first run; empty once that is over, without keep_rng_state
   AutocastState autocast_;
   std::optional<KeptResults> results_;
   std::vector<std::weak_ptr<Slot>> slots_;

@@ -206,9 +206,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor whole_parameter(size_t index) const;
   /// The same as if it were row-major, which it is before `restride_gathered`.
   at::Tensor row_major_parameter(size_t index) const;
-  /// Of the gather that `gather` has started: what follows its first collective.
   void check_no_extension(const UnshardedRange& written);
   void wait_for_first_collective();
+  /// Of the gather that `gather` has started: what follows its first collective.
   void complete_gather();
   void drop_gather();
   void release_gathered();

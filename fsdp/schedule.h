@@ -192,7 +192,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   bool is_last_backward_ = true;
   double gradient_weight_ = 1;
   TrainsApartWatch watch_;
-  std::string refusal_;
+  std::string refusal_;        // why no parameter may be used any more; empty: they may
   uint64_t phase_ = 1;         // changes with the state
   uint64_t forward_epoch_ = 0; // changes with every forward that follows a backward
 };

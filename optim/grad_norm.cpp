@@ -208,10 +208,6 @@ at::ScalarType dtype_of(const std::vector<at::Tensor>& tensors) {
   return dtype;
 }
 
-} // namespace
-
-namespace {
-
 /// `parameters`: those that the tensors are the gradients of, or none.
 at::Tensor total_norm(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& parameters, double norm_type,
                       bool error_if_nonfinite) {
