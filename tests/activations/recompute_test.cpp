@@ -1,5 +1,4 @@
 #include <tessera/activations/recompute.h>
-#include <tessera/activations/saved_tensors.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,6 +6,7 @@
 
 #include <map>
 
+#include <tessera/tests/activations/small_mlp.h>
 #include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/matchers.h>
 
@@ -14,54 +14,6 @@ namespace tessera::testing {
 namespace {
 
 using torch::Tensor;
-
-/// Norm, two layers and dropout: saves inputs, outputs and masks.
-struct MlpImpl : torch::nn::Module {
-  explicit MlpImpl(int64_t width = 6, double dropout = 0.0)
-      : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
-        up(register_module("up", torch::nn::Linear(width, 2 * width))),
-        down(register_module("down", torch::nn::Linear(2 * width, width))),
-        drop(register_module("drop", torch::nn::Dropout(dropout))) {}
-  Tensor forward(const Tensor& x) {
-    ++runs;
-    return x + drop(down(torch::gelu(up(norm(x)))));
-  }
-  int runs = 0;
-  torch::nn::LayerNorm norm;
-  torch::nn::Linear up, down;
-  torch::nn::Dropout drop;
-};
-TORCH_MODULE(Mlp);
-
-Mlp make_mlp(double dropout = 0.0) {
-  torch::manual_seed(1);
-  return Mlp(6, dropout);
-}
-
-Tensor input(bool requires_grad = true) {
-  auto generator = at::detail::createCPUGenerator(7);
-  return torch::randn({4, 6}, generator).requires_grad_(requires_grad);
-}
-
-/// The gradients of all parameters and of `x`, which are reset.
-std::vector<Tensor> gradients_of(torch::nn::Module& module, const Tensor& x) {
-  std::vector<Tensor> all;
-  auto tensors = module.parameters();
-  tensors.push_back(x);
-  for (auto& each : tensors) {
-    all.push_back(each.grad().defined() ? each.grad().clone() : Tensor());
-    each.mutable_grad() = Tensor();
-  }
-  return all;
-}
-
-void expect_same(const std::vector<Tensor>& got, const std::vector<Tensor>& expected) {
-  ASSERT_EQ(got.size(), expected.size());
-  for (size_t i = 0; i < got.size(); ++i) {
-    ASSERT_EQ(got[i].defined(), expected[i].defined()) << i;
-    if (got[i].defined()) EXPECT_TRUE(torch::equal(got[i], expected[i])) << i;
-  }
-}
 
 TEST(Recompute, GivesTheGradientsOfAPlainCall) {
   for (const bool input_requires_grad : {true, false}) {
@@ -516,7 +468,7 @@ TEST(Recompute, NamesAFunctionWhoseSecondRunDiffers) {
 TEST(Recompute, WithoutItsRandomStateRefusesToDraw) {
   auto mlp = make_mlp(0.5);
   EXPECT_THROWS_WITH(recompute({.keep_rng_state = false}, mlp, input()),
-                     "recompute of tessera::testing::(anonymous namespace)::MlpImpl drew random numbers");
+                     "recompute of tessera::testing::MlpImpl drew random numbers");
   mlp->eval();
   recompute({.keep_rng_state = false}, mlp, input()).sum().backward();
 }
@@ -583,89 +535,6 @@ TEST(Recompute, AFunctionThatCatchesEverythingRunsToItsEnd) {
   y.sum().backward();
   EXPECT_EQ(caught, 1);
   EXPECT_TRUE(torch::allclose(x.grad(), x.exp().cos() * x.exp()));
-}
-
-// Saved tensors elsewhere.
-
-TEST(SavedTensors, LieInAPlaceUntilBackward) {
-  auto mlp = make_mlp(0.5);
-  const auto x = input();
-  const auto run = [&](const std::function<Tensor()>& forward) {
-    torch::manual_seed(2);
-    const auto y = forward();
-    y.square().sum().backward({}, /*retain_graph=*/true);
-    y.square().sum().backward();
-    return gradients_of(*mlp, x);
-  };
-  const auto expected = run([&] { return mlp(x); });
-  int64_t kept = 0;
-  const TensorPlace place = [&](const Tensor& tensor) -> std::function<Tensor()> {
-    ++kept;
-    return [copy = tensor.clone()] { return copy.clone(); };
-  };
-  expect_same(run([&] {
-                const auto scope = saved_tensors_in(place);
-                return mlp(x);
-              }),
-              expected);
-  EXPECT_GT(kept, 5);
-  kept = 0;
-  expect_same(run([&] {
-                const auto scope = saved_tensors_in(place);
-                return recompute(mlp, x);
-              }),
-              expected);
-  EXPECT_EQ(kept, 1); // the input
-  expect_same(run([&] {
-                const auto scope = saved_tensors_in(host_memory());
-                return mlp(x);
-              }),
-              expected);
-}
-
-TEST(SavedTensors, AreRefusedWhereTheyWereChangedInPlaceAndNotCopied) {
-  const auto x = input();
-  const auto save = [&](const TensorPlace& place) {
-    const auto scope = saved_tensors_in(place);
-    auto y = x.exp(); // saves itself
-    y.add_(1);
-    return y.sum();
-  };
-  EXPECT_THROWS_WITH(save(host_memory()).backward(), "was modified by an inplace operation");
-  save([](const Tensor& tensor) -> std::function<Tensor()> { return [copy = tensor.clone()] { return copy; }; }).backward();
-  EXPECT_TRUE(torch::equal(x.grad(), x.detach().exp()));
-}
-
-/// The memory of one that is gone may be that of the copy.
-TEST(SavedTensors, ComeBackAsTheyWereFromAPlaceThatCopies) {
-  const auto copying = [](const Tensor& tensor) {
-    const auto copy = tensor.clone();
-    return [copy] { return copy.clone(); };
-  };
-  for (int64_t size = 1; size <= 100'000; size *= 10) {
-    const auto x = torch::ones({size}).requires_grad_(true);
-    Tensor sum;
-    {
-      const auto scope = saved_tensors_in(copying);
-      auto y = x.exp();
-      y.add_(1);
-      sum = y.sum();
-    }
-    sum.backward();
-    EXPECT_TENSORS_CLOSE(x.grad(), torch::ones({size}).exp(), 1e-6, 1e-6);
-  }
-}
-
-TEST(SavedTensors, RefuseAPlaceThatBringsBackOtherTensors) {
-  const auto x = input();
-  const auto run = [&](const TensorPlace& place) {
-    const auto scope = saved_tensors_in(place);
-    return x.exp();
-  };
-  const auto y = run([](const Tensor& tensor) -> std::function<Tensor()> { return [tensor] { return tensor.narrow(0, 0, 1); }; });
-  EXPECT_THROWS_WITH(y.sum().backward(), "brought back float [1, 6] on cpu");
-  EXPECT_THROWS_WITH(run([](const Tensor&) -> std::function<Tensor()> { return {}; }), "returned no function");
-  EXPECT_THROWS_WITH(const auto scope = saved_tensors_in({}), "the place is empty");
 }
 
 } // namespace

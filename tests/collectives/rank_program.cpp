@@ -8,12 +8,10 @@
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/utsname.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #include <algorithm>
 #include <atomic>
@@ -47,20 +45,14 @@ extern "C" __attribute__((visibility("default"))) int gethostname(char* name, si
 namespace {
 
 using tessera::ReduceOp;
+using tessera::testing::message_of;
 using tessera::testing::ranks_up_to;
+using tessera::testing::sums;
 using tessera::testing::World;
 
 // Not terminated by itself: only a signal ends it.
 [[noreturn]] void block_forever() {
   while (true) pause();
-}
-
-void sums() {
-  World world;
-  auto tensor = at::ones({1000});
-  world.group->all_reduce(tensor, ReduceOp::kSum, "sums").wait();
-  TORCH_CHECK(tensor.eq(world.group->size()).all().item<bool>());
-  std::printf("rank %d of %d done\n", world.rank(), world.group->size());
 }
 
 // Groups that lie differently on two hosts with two ranks each: which of them have memory that ranks share.
@@ -166,11 +158,6 @@ void different_sizes() {
 }
 
 // ---------------------------------------------------------------- ranks that end, and the others notice later
-
-std::string message_of(const std::exception& error) {
-  const auto* with_stack = dynamic_cast<const c10::Error*>(&error);
-  return with_stack != nullptr ? with_stack->what_without_backtrace() : error.what();
-}
 
 // Prints how `call` fails. The survivors come one after another: each calls when the one before has failed, and may be gone.
 void fail_in_turn(int dead, const std::function<void()>& call) {
@@ -432,81 +419,9 @@ void few_descriptors(bool hard) {
   std::printf("rank %d of %d done\n", world.rank(), world.group->size());
 }
 
-void forked_child_uses_the_group() {
-  World world;
-  world.group->barrier("together");
-  auto tensor = at::ones({50'000});
-  auto pending = world.group->all_reduce(tensor, ReduceOp::kSum, "before the fork");
-  std::fflush(stdout);
-  const pid_t child = fork();
-  if (child == 0) {
-    for (const auto& use : std::vector<std::function<void()>>{
-             [&] { world.group->barrier("in the child"); }, [&] { pending.wait(); }, [] { tessera::process_context(); },
-             [&] { world.context.communicator(world.group->ranks(), at::kCPU, "new"); }}) {
-      try {
-        use();
-      } catch (const std::exception& error) {
-        std::printf("child: %s\n", message_of(error).c_str());
-      }
-    }
-    std::exit(0);
-  }
-  int status = -1;
-  waitpid(child, &status, 0);
-  pending.wait();
-  TORCH_CHECK(status == 0 && tensor.eq(world.group->size()).all().item<bool>());
-  sums();
-}
-
-// A child of a fork after `destroy_process_group` drops what is left of the group.
-void forked_child_drops_a_destroyed_group() {
-  auto& context = tessera::process_context();
-  const int rank = context.rank(), ranks = context.world_size();
-  auto group = context.communicator(ranks_up_to(ranks), at::kCPU);
-  auto tensor = at::ones({50'000});
-  auto pending = group->all_reduce(tensor, ReduceOp::kSum, "before the fork");
-  tessera::destroy_process_group();
-  const pid_t child = fork();
-  if (child == 0) {
-    pending = {};
-    group.reset();
-    std::exit(0);
-  }
-  int status = -1;
-  waitpid(child, &status, 0);
-  pending.wait();
-  TORCH_CHECK(status == 0 && tensor.eq(ranks).all().item<bool>());
-  std::printf("rank %d of %d done\n", rank, ranks);
-}
-
-/// Each rank by hand, so that rank 0 hosts the store. It is the last to leave a job, and something of each job lives on.
-void joins_job_after_job() {
-  int64_t port = 0;
-  {
-    const World world;
-    auto chosen = at::zeros({1}, at::kLong);
-    if (world.rank() == 0)
-      chosen.fill_(c10d::TCPStore("127.0.0.1", c10d::TCPStoreOptions{.port = 0, .isServer = true}).getPort());
-    world.group->broadcast(chosen, 0, "port").wait();
-    port = chosen.item<int64_t>();
-  }
-  tessera::destroy_process_group();
-  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
-  setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
-  std::vector<tessera::CommunicatorPtr> kept;
-  for (int job = 0; job < 3; ++job) {
-    tessera::init_process_group();
-    sums();
-    kept.push_back(World().group);
-    if (tessera::process_context().rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    tessera::destroy_process_group();
-  }
-  tessera::init_process_group();
-}
-
 const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
-    {"joins_job_after_job", joins_job_after_job},
+    {"joins_job_after_job", tessera::testing::joins_job_after_job},
     {"small_files", small_files},
     {"threads", threads},
     {"last_rank_throws", last_rank_throws},
@@ -532,8 +447,8 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"last_rank_stops", last_rank_stops},
     {"few_descriptors", [] { few_descriptors(false); }},
     {"too_few_descriptors", [] { few_descriptors(true); }},
-    {"forked_child_uses_the_group", forked_child_uses_the_group},
-    {"forked_child_drops_a_destroyed_group", forked_child_drops_a_destroyed_group},
+    {"forked_child_uses_the_group", tessera::testing::forked_child_uses_the_group},
+    {"forked_child_drops_a_destroyed_group", tessera::testing::forked_child_drops_a_destroyed_group},
     {"last_rank_never_calls_and_rank_1_calls_one_of_two", last_rank_never_calls_and_rank_1_calls_one_of_two},
     {"last_rank_is_killed_and_then_rank_0", last_rank_is_killed_and_then_rank_0},
     {"the_stores_host_is_killed", the_stores_host_is_killed},

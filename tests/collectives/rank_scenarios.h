@@ -5,6 +5,7 @@
 #include <tessera/collectives/process_context.h>
 
 #include <cstdint>
+#include <exception>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -26,12 +27,22 @@ struct World {
   CommunicatorPtr group;
 };
 
+/// One all-reduce, after which each rank says that it is done.
+void sums();
+/// Without its backtrace.
+std::string message_of(const std::exception& error);
+
 /// The last rank lets the others wait until they have written, on a signal to the program that started them, that they do. Then
 /// it comes.
 void is_traced_in_a_hang();
 /// The last rank does not come, and ends when the others have failed.
 void last_rank_sees_the_others_fail();
 void forked_child_is_signalled();
+void forked_child_uses_the_group();
+/// A child of a fork after `destroy_process_group` drops what is left of the group.
+void forked_child_drops_a_destroyed_group();
+/// Each rank by hand, so that rank 0 hosts the store. It is the last to leave a job, and something of each job lives on.
+void joins_job_after_job();
 /// Rank 0 waits for rank 1, and that one for the last from a later time on.
 void rank_1_waits_later_in_a_collective();
 void rank_1_waits_later_for_a_group();

@@ -1,0 +1,104 @@
+// Scenarios of rank_program in which a rank forks, or joins one job after another.
+#include "rank_scenarios.h"
+
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <sys/wait.h>
+#include <unistd.h>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace tessera::testing {
+
+void sums() {
+  World world;
+  auto tensor = at::ones({1000});
+  world.group->all_reduce(tensor, ReduceOp::kSum, "sums").wait();
+  TORCH_CHECK(tensor.eq(world.group->size()).all().item<bool>());
+  std::printf("rank %d of %d done\n", world.rank(), world.group->size());
+}
+
+std::string message_of(const std::exception& error) {
+  const auto* with_stack = dynamic_cast<const c10::Error*>(&error);
+  return with_stack != nullptr ? with_stack->what_without_backtrace() : error.what();
+}
+
+void forked_child_uses_the_group() {
+  World world;
+  world.group->barrier("together");
+  auto tensor = at::ones({50'000});
+  auto pending = world.group->all_reduce(tensor, ReduceOp::kSum, "before the fork");
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    for (const auto& use : std::vector<std::function<void()>>{
+             [&] { world.group->barrier("in the child"); }, [&] { pending.wait(); }, [] { process_context(); },
+             [&] { world.context.communicator(world.group->ranks(), at::kCPU, "new"); }}) {
+      try {
+        use();
+      } catch (const std::exception& error) {
+        std::printf("child: %s\n", message_of(error).c_str());
+      }
+    }
+    std::exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  pending.wait();
+  TORCH_CHECK(status == 0 && tensor.eq(world.group->size()).all().item<bool>());
+  sums();
+}
+
+void forked_child_drops_a_destroyed_group() {
+  auto& context = process_context();
+  const int rank = context.rank(), ranks = context.world_size();
+  auto group = context.communicator(ranks_up_to(ranks), at::kCPU);
+  auto tensor = at::ones({50'000});
+  auto pending = group->all_reduce(tensor, ReduceOp::kSum, "before the fork");
+  destroy_process_group();
+  const pid_t child = fork();
+  if (child == 0) {
+    pending = {};
+    group.reset();
+    std::exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  pending.wait();
+  TORCH_CHECK(status == 0 && tensor.eq(ranks).all().item<bool>());
+  std::printf("rank %d of %d done\n", rank, ranks);
+}
+
+void joins_job_after_job() {
+  int64_t port = 0;
+  {
+    const World world;
+    auto chosen = at::zeros({1}, at::kLong);
+    if (world.rank() == 0)
+      chosen.fill_(c10d::TCPStore("127.0.0.1", c10d::TCPStoreOptions{.port = 0, .isServer = true}).getPort());
+    world.group->broadcast(chosen, 0, "port").wait();
+    port = chosen.item<int64_t>();
+  }
+  destroy_process_group();
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
+  std::vector<CommunicatorPtr> kept;
+  for (int job = 0; job < 3; ++job) {
+    init_process_group();
+    sums();
+    kept.push_back(World().group);
+    if (process_context().rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    destroy_process_group();
+  }
+  init_process_group();
+}
+
+} // namespace tessera::testing
