@@ -37,10 +37,14 @@ class Communicator {
   /// `output` [size × input.numel()] receives the inputs of rank 0, 1, … one after another. `input` may be the view of
   /// `output` at this rank's place.
   virtual Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) = 0;
-  /// Reductions are of real numbers, booleans and integers; kAvg is of floating-point ones. Halves are summed as floats.
+  /// Reductions are of real numbers, booleans and integers; kAvg is of floating-point ones. On the CPU, halves are summed as
+  /// floats; NCCL rounds each of its sums.
   /// `output` [n] receives the reduction over ranks of the `rank()`-th n elements of `input` [size × n]. `input` may be
   /// overwritten, and `output` the view of it at this rank's place.
   virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) = 0;
+  /// Whether kAvg of this dtype keeps what a sum that is divided after it would: false where small numbers are divided to 0
+  /// before they are added. The same on every rank.
+  virtual bool averages(at::ScalarType /*dtype*/) const { return true; }
   /// Whether `reduce_scatter_scaled` can be called with tensors of this dtype. The same on every rank.
   virtual bool scales(at::ScalarType /*dtype*/) const { return false; }
   /// As `reduce_scatter` with a sum, of inputs that are multiplied by `factor` on their way (NCCL: PREMUL_SUM).
@@ -53,7 +57,8 @@ class Communicator {
   /// `root`, and the peers below, are indices in `ranks()`.
   virtual Work broadcast(const at::Tensor& tensor, int root, std::string_view label) = 0;
   /// `tensor` goes to rank `to`, which calls `receive` with a tensor of the same size and dtype, and the same label. The messages
-  /// from one rank to another come in the order of their calls; no other rank takes part. Done when the receiver has it.
+  /// from one rank to another come in the order of their calls; no other rank takes part. Done when the receiver has it. Over
+  /// NCCL two ranks that send to each other call both inside `coalesced`: each of its kernels waits for those before it.
   virtual Work send(const at::Tensor& tensor, int to, std::string_view label);
   virtual Work receive(const at::Tensor& tensor, int from, std::string_view label);
   /// Uninitialized memory on the group's device for tensors that its collectives move fastest: over shared memory the other ranks

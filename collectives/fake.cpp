@@ -28,10 +28,11 @@ void repeat(const at::Tensor& output, const at::Tensor& input) {
     rows.copy_(input.view({-1}).expand_as(rows), /*non_blocking=*/true);
     return;
   }
-  copy_into(output.narrow(0, 0, input.numel()), input);
-  for (int64_t done = input.numel(); done < output.numel(); done *= 2) {
-    const int64_t count = std::min(done, output.numel() - done);
-    copy_into(output.narrow(0, done, count), output.narrow(0, 0, count));
+  const auto flat = output.view({-1});
+  copy_into(flat.narrow(0, 0, input.numel()), input);
+  for (int64_t done = input.numel(); done < flat.numel(); done *= 2) {
+    const int64_t count = std::min(done, flat.numel() - done);
+    copy_into(flat.narrow(0, done, count), flat.narrow(0, 0, count));
   }
 }
 
@@ -48,7 +49,7 @@ class FakeCommunicator final : public Communicator {
   }
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
     check_reduce_scatter(*this, output, input, op, label);
-    copy_into(output, input.narrow(0, rank() * output.numel(), output.numel()));
+    copy_into(output, input.view({-1}).narrow(0, rank() * output.numel(), output.numel()));
     reduce(output, op);
     counters_.add(CollectiveKind::kReduceScatter, static_cast<int64_t>(input.nbytes()));
     return {};
@@ -65,9 +66,9 @@ class FakeCommunicator final : public Communicator {
     const auto splits = check_all_to_all(*this, output, input, output_splits, input_splits, label);
     int64_t sent = 0, received = 0;
     for (int place = 0; place < rank(); ++place) sent += splits.input[place];
-    const auto own = input.narrow(0, sent, splits.input[rank()]);
+    const auto own = input.view({-1}).narrow(0, sent, splits.input[rank()]), flat = output.view({-1});
     for (const auto count : splits.output) {
-      const auto part = output.narrow(0, received, count);
+      const auto part = flat.narrow(0, received, count);
       if (count == own.numel()) {
         copy_into(part, own);
       } else {
@@ -98,8 +99,9 @@ class FakeCommunicator final : public Communicator {
   void barrier(std::string_view) override { counters_.add(CollectiveKind::kBarrier, 0); }
 
  private:
-  /// Of equal values: their mean, smallest and largest one is the value itself.
+  /// Of equal values: their mean, smallest and largest one is the value itself, and so is any reduction of bools.
   void reduce(const at::Tensor& tensor, ReduceOp op) const {
+    if (tensor.scalar_type() == at::kBool) return;
     if (op == ReduceOp::kSum) tensor.mul_(size());
     if (op == ReduceOp::kProduct) tensor.pow_(size());
   }

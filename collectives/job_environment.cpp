@@ -11,6 +11,8 @@ namespace tessera::internal {
 
 namespace {
 
+constexpr std::chrono::seconds kLongestTimeout(9'999'999);
+
 class Variables {
  public:
   explicit Variables(const EnvironmentMap& map) : map_(map) {}
@@ -115,11 +117,13 @@ std::string slurm_host(const Variables& variables) {
   TORCH_CHECK(false,
               "none of the environment variables MASTER_ADDR, SLURM_STEP_NODELIST, SLURM_JOB_NODELIST and "
               "SLURM_LAUNCH_NODE_IPADDR is set, but ",
-              variables.show("SLURM_NTASKS"), " is");
+              variables.show("SLURM_PROCID"), " is");
 }
 
 JobEnvironment parse_slurm(const Variables& variables) {
-  auto job = parse_rank(variables, JobEnvironment::Launcher::kSlurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID");
+  // Inside a step SLURM_NTASKS may be the job's: the shell of an salloc is a step of one task.
+  const char* const tasks = variables.text("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
+  auto job = parse_rank(variables, JobEnvironment::Launcher::kSlurm, "SLURM_PROCID", tasks, "SLURM_LOCALID");
   if (job.world_size == 1) return job;
   job.store_host = slurm_host(variables);
   const auto known = variables.show("SLURM_PROCID");
@@ -158,7 +162,8 @@ int timeout_seconds_or(int otherwise, const EnvironmentMap& environment) {
   if (found == environment.end() || found->second.empty()) return otherwise;
   char* end = nullptr;
   const long value = std::strtol(found->second.c_str(), &end, 10);
-  TORCH_CHECK(*end == '\0' && value > 0 && value < 10'000'000, "environment variable TESSERA_TIMEOUT_SECONDS=", found->second,
+  TORCH_CHECK(*end == '\0' && value > 0 && value <= kLongestTimeout.count(),
+              "environment variable TESSERA_TIMEOUT_SECONDS=", found->second,
               " is not a whole number of seconds between 1 and 9,999,999");
   return static_cast<int>(value);
 }
@@ -166,7 +171,9 @@ int timeout_seconds_or(int otherwise, const EnvironmentMap& environment) {
 ProcessGroupOptions with_overrides(ProcessGroupOptions options, const EnvironmentMap& environment) {
   const Variables variables(environment);
   if (const int seconds = timeout_seconds_or(0, environment); seconds > 0) options.timeout = std::chrono::seconds(seconds);
-  TORCH_CHECK(options.timeout.count() > 0, "the process group's timeout must be positive, not ", options.timeout.count(), " ms");
+  TORCH_CHECK(options.timeout.count() > 0 && options.timeout <= kLongestTimeout,
+              "the process group's timeout must be positive and at most ", kLongestTimeout.count(), " s, not ",
+              options.timeout.count(), " ms");
   if (const auto value = variables.text("TESSERA_CHECK_COLLECTIVES")) {
     TORCH_CHECK(*value == "0" || *value == "1", "environment variable TESSERA_CHECK_COLLECTIVES=", *value, " must be 0 or 1");
     options.check_collectives = *value == "1";

@@ -29,9 +29,9 @@ struct JobEnvironment {
 ///   it is not set), MASTER_ADDR, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE, TORCHELASTIC_RESTART_COUNT;
 /// - Open MPI: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE, MASTER_PORT,
 ///   and MASTER_ADDR where not all ranks are on this host (default 127.0.0.1);
-/// - Slurm: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, inside a job step (SLURM_STEP_ID); the host from MASTER_ADDR,
-///   SLURM_LAUNCH_NODE_IPADDR, or the first host of SLURM_STEP_NODELIST / SLURM_JOB_NODELIST; the port from MASTER_PORT or
-///   SLURM_JOB_ID.
+/// - Slurm: SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, inside a job step (SLURM_STEP_ID); the host from
+///   MASTER_ADDR, the first host of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST, or SLURM_LAUNCH_NODE_IPADDR; the port from
+///   MASTER_PORT or SLURM_JOB_ID.
 /// None of them: one rank. Throws c10::Error, naming the variable and its value, when variables are missing or contradict.
 JobEnvironment parse_job_environment(const EnvironmentMap& environment);
 

@@ -236,16 +236,18 @@ class Ranks {
 
   void wait_for_end(int rank) {
     int status = 0;
-    while (waitpid(pids_[rank], &status, WUNTRACED | WCONTINUED) < 0 ? errno == EINTR : note_stop(rank, status)) {
-    }
+    pid_t ended = 0;
+    do {
+      ended = waitpid(pids_[rank], &status, WUNTRACED | WCONTINUED);
+    } while (ended < 0 ? errno == EINTR : note_stop(rank, status));
     {
       std::lock_guard lock(mutex_);
       statuses_[rank] = status;
       ended_at_[rank] = now_in_nanoseconds();
       std::erase(running_, rank);
-      if (status != 0 && !stopping_) {
+      if ((ended < 0 || status != 0) && !stopping_) {
         if (first_failed_ < 0) first_failed_ = rank;
-        fail(rank, describe_status(status));
+        fail(rank, ended < 0 ? "ended, but something else in this process has taken its status" : describe_status(status));
       }
       changed_.notify_all();
     }
@@ -328,6 +330,26 @@ class Ranks {
   bool stopping_ = false;
 };
 
+/// While it lives, the ends of children can be waited for: where SIGCHLD is ignored, as a parent may have left it, nobody learns
+/// how they ended.
+class ChildStatuses {
+ public:
+  ChildStatuses() {
+    sigaction(SIGCHLD, nullptr, &before_);
+    if (drops_them()) std::signal(SIGCHLD, SIG_DFL);
+  }
+  ~ChildStatuses() {
+    if (drops_them()) sigaction(SIGCHLD, &before_, nullptr);
+  }
+  ChildStatuses(const ChildStatuses&) = delete;
+  ChildStatuses& operator=(const ChildStatuses&) = delete;
+
+ private:
+  bool drops_them() const { return before_.sa_handler == SIG_IGN || (before_.sa_flags & SA_NOCLDWAIT) != 0; }
+
+  struct sigaction before_ = {};
+};
+
 bool is_cuda_initialized() {
   if (!at::hasCUDA()) return false;
   const auto& hooks = at::detail::getCUDAHooks();
@@ -365,6 +387,7 @@ int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& 
   c10d::TCPStore store(
       "127.0.0.1",
       c10d::TCPStoreOptions{.port = socket.port, .isServer = true, .waitWorkers = false, .masterListenFd = socket.descriptor});
+  const internal::ChildStatuses statuses;
   internal::Ranks(ranks, store).run(options);
   return 0;
 }

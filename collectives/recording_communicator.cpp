@@ -71,6 +71,7 @@ class RecordingCommunicator final : public Communicator {
     return record(call(CollectiveKind::kReduceScatter, label, input, op),
                   [&] { return inner_->reduce_scatter(output, input, op, label); });
   }
+  bool averages(at::ScalarType dtype) const override { return inner_->averages(dtype); }
   bool scales(at::ScalarType dtype) const override { return inner_->scales(dtype); }
   Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
     return record(call(CollectiveKind::kReduceScatter, label, input),

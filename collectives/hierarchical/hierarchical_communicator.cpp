@@ -141,6 +141,11 @@ void HierarchicalCommunicator::barrier(std::string_view label) {
   counters_.add(CollectiveKind::kBarrier, 0);
 }
 
+void HierarchicalCommunicator::give_up(std::string_view cause) {
+  if (links_->all->options().check_signatures) return Communicator::give_up(cause);
+  links_->disconnect(std::string(cause));
+}
+
 c10::DataPtr HierarchicalCommunicator::allocate(int64_t bytes) { return inside_->allocate(bytes); }
 
 } // namespace tessera::internal::hierarchical

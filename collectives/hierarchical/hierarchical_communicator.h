@@ -35,6 +35,7 @@ class HierarchicalCommunicator final : public Communicator {
   Work receive(const at::Tensor& tensor, int from, std::string_view label) override;
   Work coalesced(const std::function<void()>& issue) override;
   void barrier(std::string_view label) override;
+  void give_up(std::string_view cause) override;
   c10::DataPtr allocate(int64_t bytes) override;
 
  private:

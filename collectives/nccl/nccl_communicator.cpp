@@ -2,24 +2,32 @@
 
 #include <tessera/collectives/checks.h>
 #include <tessera/collectives/error_text.h>
+#include <tessera/collectives/forks.h>
 #include <tessera/collectives/gloo/channel.h>
 #include <tessera/collectives/gloo/exchange.h>
 #include <tessera/collectives/group_store.h>
 #include <tessera/collectives/signature.h>
+#include <tessera/collectives/time_limit.h>
 
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <algorithm>
 #include <atomic>
+#include <cctype>
+#include <chrono>
 #include <cstdlib>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <optional>
-#include <set>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace tessera::internal::nccl {
 
@@ -57,10 +65,17 @@ at::Tensor for_sending(const at::Tensor& tensor) {
   return is_sent_as_it_is(tensor.scalar_type()) ? flat : flat.view(at::kByte);
 }
 
+// As c10d reads a flag.
 bool is_set(const char* variable) {
   const char* const value = std::getenv(variable);
-  const std::string_view text = value ? value : "";
-  return !text.empty() && text != "0";
+  std::string text = value ? value : "";
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char letter) { return std::tolower(letter); });
+  return !text.empty() && text != "0" && text != "n" && text != "no" && text != "f" && text != "false";
+}
+
+bool waits_block_host() {
+  static const bool blocks = is_set("TORCH_NCCL_BLOCKING_WAIT") || is_set("NCCL_BLOCKING_WAIT");
+  return blocks;
 }
 
 class NcclWork final : public WorkState {
@@ -74,10 +89,7 @@ class NcclWork final : public WorkState {
     }
   }
   bool is_completed() override { return work_->isCompleted(); }
-  bool blocks_host() const override {
-    static const bool blocks = is_set("TORCH_NCCL_BLOCKING_WAIT") || is_set("NCCL_BLOCKING_WAIT");
-    return blocks;
-  }
+  bool blocks_host() const override { return waits_block_host(); }
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
@@ -92,8 +104,8 @@ void shorten_wait_for_flight_recorder() {
   TORCH_CHECK(set == 0, "cannot set TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC in the environment");
 }
 
-// Closes communicators whose process ends without `destroy_process_group`, before the CUDA libraries are torn down. Peers may be
-// gone by then: nothing is waited for.
+// Closes communicators whose process ends without `destroy_process_group`, before the CUDA libraries are torn down. What their
+// device has yet to run is waited for, unless a peer is gone.
 class OpenGroups {
  public:
   static OpenGroups& instance() {
@@ -101,11 +113,11 @@ class OpenGroups {
     return *groups;
   }
 
-  void add(c10d::ProcessGroupNCCL* group) {
+  void add(c10d::ProcessGroupNCCL* group, const GroupDescription& description) {
     static const int registered = std::atexit([] { instance().abort_all(); }); // after CUDA's own handlers, hence called before
     TORCH_CHECK(registered == 0, "atexit failed with error ", registered);
     std::lock_guard lock(mutex_);
-    groups_.insert(group);
+    groups_.insert({group, {description.ranks, description.watch, description.options.timeout}});
   }
 
   /// False when the group was aborted already.
@@ -115,9 +127,17 @@ class OpenGroups {
   }
 
  private:
+  struct Peers {
+    std::vector<int64_t> ranks;
+    std::shared_ptr<RankWatch> watch;
+    std::chrono::milliseconds timeout;
+  };
+
   void abort_all() {
+    if (fork_depth() != fork_depth_) return; // they are the parent's
     std::lock_guard lock(mutex_);
-    for (auto* group : groups_) {
+    finish_launched();
+    for (auto& [group, peers] : groups_) {
       try {
         group->abort();
       } catch (...) { // the process ends
@@ -126,8 +146,21 @@ class OpenGroups {
     groups_.clear();
   }
 
+  /// The host may be ahead of the device, and the other ranks wait for the collectives that the device has yet to run.
+  void finish_launched() const {
+    for (const auto& [group, peers] : groups_) {
+      const auto wait = [group = group] { return group->waitForPendingWorks(), true; };
+      const auto misses_one = [&peers = peers] { return peers.watch->find_missing(peers.ranks).has_value(); };
+      try {
+        if (!within<bool>(peers.timeout, wait, misses_one)) return; // what the other groups wait for does not come either
+      } catch (const std::exception&) {                             // a failed collective: nothing is left to wait for
+      }
+    }
+  }
+
+  const int fork_depth_ = fork_depth();
   std::mutex mutex_;
-  std::set<c10d::ProcessGroupNCCL*> groups_;
+  std::map<c10d::ProcessGroupNCCL*, Peers> groups_;
 };
 
 /// Each collective runs on the process group's own stream, after what the current stream holds, or on the current one;
@@ -154,10 +187,14 @@ class NcclCommunicator final : public Communicator {
                 group.ranks[static_cast<size_t>(group.rank)]);
     if (const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES"); check && std::string_view(check) == "1")
       signatures_ = make_signature_channel(group);
-    OpenGroups::instance().add(group_.get()); // last: what throws here has no destructor that removes it
+    OpenGroups::instance().add(group_.get(), group); // last: what throws here has no destructor that removes it
   }
 
   ~NcclCommunicator() override {
+    if (is_forked_copy()) { // it is the parent's
+      group_.release();
+      return;
+    }
     if (signatures_) signatures_->close();
     if (!OpenGroups::instance().remove(group_.get())) { // aborted: the process ends, and does not wait for c10d's threads
       group_.release();
@@ -191,9 +228,11 @@ class NcclCommunicator final : public Communicator {
     });
   }
 
-  bool scales(at::ScalarType dtype) const override {
-    return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
-  }
+  // NCCL multiplies by the inverse of the count before it adds.
+  bool averages(at::ScalarType dtype) const override { return dtype != at::kHalf; }
+  // Not halves, for the same reason. Nor bf16, for which c10d 2.11 hands NCCL a float as the factor, which it reads as 0 or a
+  // tiny number (PyTorch's issue 190745).
+  bool scales(at::ScalarType dtype) const override { return dtype == at::kFloat || dtype == at::kDouble; }
 
   Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
     check_reduce_scatter(*this, output, input, ReduceOp::kSum, label);
@@ -262,6 +301,8 @@ class NcclCommunicator final : public Communicator {
 
   Work coalesced(const std::function<void()>& issue) override {
     TORCH_CHECK(!coalescing_, "coalesced calls on group ", name(), " do not nest");
+    check_not_forked(name());
+    const c10::cuda::CUDAGuard guard(device_.index());
     group_->startCoalescing();
     coalescing_ = true;
     try {
@@ -280,13 +321,14 @@ class NcclCommunicator final : public Communicator {
   void give_up(std::string_view cause) override {
     if (signatures_)
       return compare_signatures({CollectiveKind::kAllGather, cause}, 1, describe(*this, CollectiveKind::kAllGather, cause));
-    if (gave_up_) return;
+    if (gave_up_ || is_forked_copy()) return;
     cause_ = cause;
     gave_up_ = true;
     group_->abort();
   }
 
-  void run_on_current_stream() override { has_own_stream_ = false; }
+  /// Not where waits block the host: only they have a time limit then, and c10d gives none for what is on the current stream.
+  void run_on_current_stream() override { has_own_stream_ = waits_block_host(); }
 
   /// NCCL's own memory, registered with it, where the environment asks for that: its kernels then read and write it where it
   /// lies.
@@ -326,6 +368,8 @@ class NcclCommunicator final : public Communicator {
   template <typename Issue>
   Work run(const Call& call, const Issue& issue) {
     const auto text = describe(*this, call.kind, call.label);
+    check_not_forked(text);
+    const c10::cuda::CUDAGuard guard(device_.index()); // a thread of the program's has device 0, on which nothing shall be done
     TORCH_CHECK_WITH(DistBackendError, !gave_up_, text,
                      ": this rank has left the group, in which it could not join a collective: ", cause_);
     check_not_captured(text);
@@ -342,6 +386,11 @@ class NcclCommunicator final : public Communicator {
       C10_THROW_ERROR(DistBackendError, c10::str(text, " failed: ", error_text(error)));
     }
     return work ? Work(std::make_shared<NcclWork>(std::move(work), text)) : Work(); // none while coalescing
+  }
+
+  bool is_forked_copy() const { return fork_depth() != fork_depth_; }
+  void check_not_forked(const std::string& text) const {
+    TORCH_CHECK(!is_forked_copy(), text, ": this process was forked from a rank and has no part in its groups");
   }
 
   // A graph would repeat the kernels, but not what the host does around them: which group is open, and where its memory lies.
@@ -374,6 +423,7 @@ class NcclCommunicator final : public Communicator {
   std::shared_ptr<RankWatch> watch_;
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> group_;
   std::shared_ptr<gloo::Channel> signatures_;
+  const int fork_depth_ = fork_depth();
   bool coalescing_ = false;
   bool has_own_stream_ = true;
   std::string cause_; ///< why this rank has given up; read by those alone who see `gave_up_`

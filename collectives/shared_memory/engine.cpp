@@ -53,8 +53,7 @@ void Engine::check_usable(const std::string& call) const {
 }
 
 Engine::Line& Engine::line_of(LaneKey key) {
-  auto& line = lines_[key];
-  if (line) return *line;
+  if (const auto found = lines_.find(key); found != lines_.end()) return *found->second;
   std::vector<int> places{key.from, key.to};
   if (key == LaneKey()) {
     places.resize(options_.ranks.size());
@@ -67,8 +66,8 @@ Engine::Line& Engine::line_of(LaneKey key) {
     if (!options_.arenas.empty()) members.arenas.push_back(options_.arenas[place]);
   }
   const auto lane = key == LaneKey() ? memory_.lane_of_all(options_.rank) : memory_.lane_of_pair(key.from, key.to, options_.rank);
-  line = std::make_unique<Line>(Line{lane, std::move(members), key == LaneKey()});
-  return *line;
+  auto line = std::make_unique<Line>(Line{lane, std::move(members), key == LaneKey()});
+  return *lines_.emplace(key, std::move(line)).first->second;
 }
 
 std::shared_ptr<Operation> Engine::start(LaneKey key, Request request) {
@@ -156,22 +155,27 @@ void Engine::complete(Operation& operation) {
   if (!operation.is_done()) {
     waiting_.fetch_add(1);
     const auto end = c10::make_scope_exit([&] { end_waiting(); });
-    start_time_limit(operation);
+    {
+      std::lock_guard lock(mutex_);
+      start_time_limit(operation);
+    }
     await(operation);
   }
   if (operation.announced.exchange(Operation::kNoRank) != Operation::kNoRank && !operation.failure) options_.watch->withdraw();
 }
 
-void Engine::start_time_limit(Operation& operation) {
+// Called with `mutex_` held. Whether the operation is in a queue.
+bool Engine::start_time_limit(const Operation& operation) {
   const auto deadline = Clock::now() + options_.timeout;
-  std::lock_guard lock(mutex_);
   for (const auto& [key, line] : lines_) {
     const auto found =
         std::find_if(line->queue.begin(), line->queue.end(), [&](const auto& each) { return each.get() == &operation; });
     if (found == line->queue.end()) continue;
     for (auto it = line->queue.begin(); it != found + 1; ++it) // those before it have to come to their end as well
       if (!(*it)->deadline) (*it)->deadline = deadline;
+    return true;
   }
+  return false;
 }
 
 void Engine::end_waiting() {
@@ -220,9 +224,9 @@ bool Engine::is_completed(Operation& operation) {
 }
 
 void Engine::complete_in_background(Operation& operation) {
-  start_time_limit(operation);
   std::lock_guard lock(mutex_);
-  if (!closed_ && !operation.is_done()) note_duty(operation, {});
+  // One that has left its queue and is not done yet is no duty any more: nobody would count it down.
+  if (start_time_limit(operation) && !closed_) note_duty(operation, {});
 }
 
 void Engine::note_duty(Operation& operation, std::chrono::microseconds delay) {

@@ -93,7 +93,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void look_for_absences();
   void look_for_absences(Line& line);
   void await(const Operation& operation);
-  void start_time_limit(Operation& operation);
+  bool start_time_limit(const Operation& operation);
   void end_waiting();
   void wake_threads_here();
 
@@ -105,7 +105,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<int64_t> ended_ranks() const;
   void explain_and_throw(Operation& operation);
 
-  void note_duty(Operation& operation, std::chrono::microseconds delay); ///< with `mutex_` held
+  void note_duty(Operation& operation, std::chrono::microseconds delay); ///< of a queue, with `mutex_` held
   void background_loop();
 
   const EngineOptions options_;

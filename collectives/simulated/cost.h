@@ -27,7 +27,8 @@ struct Phase {
 };
 
 /// What a collective of `bytes` (the larger of input and output; of an all-to-all what a rank has for all) costs each rank of the
-/// group: its phases, one after another. docs/simulated_cluster.md has the formulas and their sources.
+/// group: its phases, one after another. The group of a message is its two ranks. docs/simulated_cluster.md has the formulas and
+/// their sources.
 std::vector<Phase> phases_of(CollectiveKind kind, int64_t bytes, const GroupShape& group, const Topology& topology);
 
 } // namespace tessera::internal

@@ -4,6 +4,7 @@
 #include <tessera/collectives/simulated/clock_state.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace tessera::internal {
@@ -49,10 +50,12 @@ class SimulatedCommunicator final : public Communicator {
     return run(CollectiveKind::kBroadcast, bytes_of(tensor), [&] { return fake_->broadcast(tensor, root, label); });
   }
   Work send(const at::Tensor& tensor, int to, std::string_view label) override {
-    return run(CollectiveKind::kSend, bytes_of(tensor), [&] { return fake_->send(tensor, to, label); });
+    return run(
+        CollectiveKind::kSend, bytes_of(tensor), [&] { return fake_->send(tensor, to, label); }, to);
   }
   Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
-    return run(CollectiveKind::kReceive, bytes_of(tensor), [&] { return fake_->receive(tensor, from, label); });
+    return run(
+        CollectiveKind::kReceive, bytes_of(tensor), [&] { return fake_->receive(tensor, from, label); }, from);
   }
   /// They start one after another, as without it.
   Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
@@ -67,12 +70,14 @@ class SimulatedCommunicator final : public Communicator {
  private:
   static int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
+  /// Of all ranks, or with `peer` alone: then that one's node says which link is used.
   template <typename Call>
-  Work run(CollectiveKind kind, int64_t bytes, const Call& call) {
+  Work run(CollectiveKind kind, int64_t bytes, const Call& call, std::optional<int> peer = {}) {
     auto& clock = clock_->state();
     const ClockState::Pause pause(clock);
     call();
-    const auto end = clock.issue(phases_of(kind, bytes, shape_, clock.topology), end_);
+    const auto shape = peer ? GroupShape::of({rank_list()[rank()], rank_list()[*peer]}, clock.topology) : shape_;
+    const auto end = clock.issue(phases_of(kind, bytes, shape, clock.topology), end_);
     return coalesced_.note(Work(std::make_shared<SimulatedWork>(clock_, end)));
   }
 

@@ -1,6 +1,7 @@
 #include <tessera/collectives/run_ranks.h>
 
 #include <tessera/collectives/error_text.h>
+#include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/rank_scope.h>
 #include <tessera/collectives/thread_ranks/thread_communicator.h>
@@ -42,9 +43,8 @@ void run_rank(ThreadJob& job, int rank, const std::function<std::unique_ptr<Rank
 void run_ranks_as_threads(int ranks, const std::function<void()>& program, const ProcessGroupOptions& options) {
   TORCH_CHECK_VALUE(ranks >= 1, "run_ranks_as_threads: there are ", ranks, " ranks, but must be 1 at least");
   TORCH_CHECK_VALUE(program, "run_ranks_as_threads: the program is an empty function");
-  TORCH_CHECK_VALUE(options.timeout.count() > 0, "run_ranks_as_threads: the timeout must be positive, not ",
-                    options.timeout.count(), " ms");
-  const auto job = std::make_shared<internal::ThreadJob>(ranks, options);
+  const auto in_effect = internal::with_overrides(options, internal::current_environment());
+  const auto job = std::make_shared<internal::ThreadJob>(ranks, in_effect);
   const auto connect = [meetings = std::make_shared<internal::Meetings>(job)](std::string name, RankList list, int place,
                                                                               at::DeviceType device_type) {
     return internal::make_thread_communicator(*meetings, std::move(name), std::move(list), place, device_type);
@@ -55,7 +55,7 @@ void run_ranks_as_threads(int ranks, const std::function<void()>& program, const
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
       const at::ThreadLocalStateGuard as_caller(caller);
-      const auto enter = [&] { return std::make_unique<internal::RankScope>(rank, ranks, options, store, connect); };
+      const auto enter = [&] { return std::make_unique<internal::RankScope>(rank, ranks, in_effect, store, connect); };
       internal::run_rank(*job, rank, enter, program);
     });
   }

@@ -1,16 +1,9 @@
 // Whole jobs that go wrong: each ends with an error that names the cause, in time, and leaves no process behind.
-#include "../support/subprocess.h"
 #include "../support/sweep.h"
+#include "rank_jobs.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
-
-#include <arpa/inet.h>
-#include <sys/socket.h>
-#include <unistd.h>
-#include <algorithm>
-#include <thread>
 
 namespace tessera::testing {
 namespace {
@@ -20,45 +13,6 @@ using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
-
-const std::pair<const std::string, std::string> kOverGloo{"TESSERA_TRANSPORT", "gloo"};
-
-constexpr std::chrono::seconds kLongTimeout(60); // TESSERA_TIMEOUT_SECONDS of the jobs: no test may get near it
-
-/// As if the ranks were on hosts with these numbers.
-std::map<std::string, std::string> on_hosts(const std::string& numbers, const std::string& timeout = "60") {
-  return {{"RANK_PROGRAM_HOSTS", numbers}, {"GLOO_SOCKET_IFNAME", "lo"}, {"TESSERA_TIMEOUT_SECONDS", timeout}};
-}
-
-ProgramResult run(const std::string& scenario, int ranks, std::map<std::string, std::string> environment = {}) {
-  environment.emplace("TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count()));
-  auto result = run_program({program_folder() + "/rank_program", scenario, "--ranks", std::to_string(ranks)}, environment,
-                            std::chrono::seconds(120));
-  EXPECT_THAT(result.left_behind, IsEmpty()) << result.output;
-  EXPECT_LT(result.duration, kLongTimeout / 2) << result.output;
-  return result;
-}
-
-TEST(Launch, EveryRankRunsTheWorker) {
-  for (int ranks = 1; ranks <= 4; ++ranks) {
-    const auto result = run("sums", ranks);
-    EXPECT_EQ(result.status, 0) << result.output;
-    for (int rank = 0; rank < ranks; ++rank)
-      EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " done"));
-  }
-}
-
-TEST(Launch, RanksShareTheCoresWhereOmpNumThreadsIsUnset) {
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  for (int ranks = 2; ranks <= 4; ++ranks) {
-    const auto result = run_program({"/usr/bin/env", "-u", "OMP_NUM_THREADS", program_folder() + "/rank_program", "threads",
-                                     "--ranks", std::to_string(ranks)});
-    EXPECT_EQ(result.status, 0) << result.output;
-    const std::string threads = " has OMP_NUM_THREADS=" + std::to_string(std::max(1, cores / ranks)) + "\n";
-    for (int rank = 0; rank < ranks; ++rank) EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + threads));
-  }
-  EXPECT_THAT(run("threads", 2, {{"OMP_NUM_THREADS", "3"}}).output, HasSubstr("rank 1 has OMP_NUM_THREADS=3"));
-}
 
 TEST(Failure, ARankThatThrowsIsNamedWithItsMessage) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
@@ -139,13 +93,6 @@ TEST(Failure, DifferentOperationsAreAnErrorOnEveryRank) {
   EXPECT_THAT(result.output, HasSubstr("rank 0: broadcast 'weights' (32 bytes of Float, root 0, call 0)"));
   EXPECT_THAT(result.output, HasSubstr("rank 1: all_reduce 'loss' (32 bytes of Float, sum, call 0)"));
   EXPECT_THAT(result.output, HasSubstr("rank 2: all_reduce 'loss' (32 bytes of Float, sum, call 0)"));
-}
-
-TEST(Failure, WithoutSignaturesDifferentSizesAreATimeoutOverGloo) {
-  const auto result =
-      run("different_sizes", 2, {{"TESSERA_TIMEOUT_SECONDS", "1"}, {"TESSERA_CHECK_COLLECTIVES", "0"}, kOverGloo});
-  EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.output, HasSubstr("timed out after 1000 ms, waiting for the "));
 }
 
 // The survivors come one after another, when the one before has failed and may have exited.
@@ -261,6 +208,23 @@ TEST(Failure, OverHostsARankThatEndsOrStopsInTheMiddleIsNamedByAll) {
   }
 }
 
+/// Where ranks compare what they call they learn why. Where they do not, it leaves, and they need not wait for their timeout.
+TEST(Failure, ARankThatGivesUpIsNoticedByAll) {
+  for (const std::string hosts : {"0000", "0011"}) {
+    for (const std::string compares : {"0", "1"}) {
+      auto environment = on_hosts(hosts);
+      environment["TESSERA_CHECK_COLLECTIVES"] = compares;
+      const auto result = run("last_rank_gives_up", 4, environment);
+      EXPECT_EQ(result.status, 1);
+      for (const std::string rank : {"0", "1", "2"})
+        EXPECT_THAT(result.output,
+                    ContainsRegex("all_gather 'big' of group default[^\n]* on rank " + rank +
+                                  ": (the ranks of the group called different|lost the connection to [^\n]*rank 3)"))
+            << hosts << ", compares: " << compares;
+    }
+  }
+}
+
 TEST(Failure, ACollectiveThatNobodyWaitsForRecordsNobody) {
   const auto result = run("nobody_waits_for_the_last_rank", 2);
   EXPECT_EQ(result.status, 0) << result.output;
@@ -288,66 +252,6 @@ TEST(Failure, ARankThatIsStoppedAtTheEndIsAnErrorAtTheTimeout) {
   EXPECT_THAT(result.output, HasSubstr("error: rank 2 of 3 is stopped by signal 19 (SIGSTOP), for 2 s"));
 }
 
-TEST(Failure, DescriptorsThatDoNotSufficeAreAnErrorBeforeAGroupIsMade) {
-  const auto raised = run("few_descriptors", 3, {kOverGloo});
-  EXPECT_EQ(raised.status, 0) << raised.output;
-  EXPECT_THAT(raised.output, HasSubstr("rank 2 of 3 done"));
-  const auto result = run("too_few_descriptors", 3, {kOverGloo});
-  EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.output, Not(HasSubstr("taken for the fault of another rank")));
-  EXPECT_THAT(result.output,
-              ContainsRegex("rank 2 of 3 failed: rank 2 cannot connect group more \\[0, 1, 2\\]: this process needs 7 "
-                            "more file descriptors for connections and 16 to spare; it has [0-9]+ open, "
-                            "of at most [0-9]+: close some, or raise the limit \\(ulimit -n\\)"));
-  for (const std::string other : {"0", "1"}) // who would wait for it until the timeout
-    EXPECT_THAT(result.output,
-                HasSubstr("rank " + other + " cannot connect group more [0, 1, 2]: rank 2 failed: this process needs"));
-}
-
-int count_of(const std::string& part, const std::string& text) {
-  int count = 0;
-  for (auto found = text.find(part); found != std::string::npos; found = text.find(part, found + 1)) ++count;
-  return count;
-}
-
-TEST(Transport, RanksThatCannotShareMemoryUseGlooWithOneWarning) {
-  const std::string reason = "a file may have 1048576 bytes here (ulimit -f), needed are ";
-  const auto result = run("small_files", 3, {{"RANK_PROGRAM_SMALL_FILES", "0"}, {"TESSERA_TRANSPORT", "automatic"}});
-  EXPECT_EQ(result.status, 0) << result.output;
-  EXPECT_EQ(
-      count_of("the ranks of group default cannot share memory and exchange data over gloo, which is slower: rank 0: " + reason,
-               result.output),
-      1)
-      << result.output;
-  EXPECT_EQ(count_of(reason, result.output), 1) << result.output;
-  EXPECT_THAT(result.output, HasSubstr("rank 2 of 3 done"));
-  const auto strict = run("small_files", 3, {{"RANK_PROGRAM_SMALL_FILES", "0"}, {"TESSERA_TRANSPORT", "shared_memory"}});
-  EXPECT_EQ(strict.status, 1);
-  EXPECT_THAT(strict.output,
-              HasSubstr("rank 1 cannot connect group default [0, 1, 2]: the ranks cannot share memory: rank 0: " + reason));
-}
-
-TEST(Transport, AnInterfaceThatIsNotThereIsAnErrorThatNamesTheVariable) {
-  const auto result = run("sums", 2, {{"TESSERA_TRANSPORT", "gloo"}, {"GLOO_SOCKET_IFNAME", "nonsense0"}});
-  EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.output, HasSubstr("environment variable GLOO_SOCKET_IFNAME=nonsense0: "));
-}
-
-TEST(Transport, RanksThatHaveNoArenasShareMemoryWithoutThem) {
-  const auto result = run("small_files", 3, {{"RANK_PROGRAM_SMALL_FILES", "12"}, {"TESSERA_TRANSPORT", "shared_memory"}});
-  EXPECT_EQ(result.status, 0) << result.output;
-}
-
-TEST(Transport, WhatIsNotTheSameOnAllRanksIsAnError) {
-  const auto result = run("sums", 3, {{"TESSERA_TRANSPORT", "gloo"}, {"RANK_PROGRAM_TRANSPORT_2", "shared_memory"}});
-  EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.output,
-              HasSubstr("init_process_group: the transport (TESSERA_TRANSPORT, ProcessGroupOptions) is gloo on rank 0 "
-                        "and shared_memory on rank 2"));
-  EXPECT_THAT(run("sums", 2, {{"TESSERA_TRANSPORT", "tcp"}}).output,
-              HasSubstr("environment variable TESSERA_TRANSPORT=tcp must be automatic, shared_memory or gloo"));
-}
-
 /// On one host, and on two with two ranks each, whose groups have a thread that a child has not.
 const std::vector<std::pair<int, std::map<std::string, std::string>>> kForkedJobs{{2, {}}, {3, {}}, {4, on_hosts("0011")}};
 
@@ -372,205 +276,6 @@ TEST(Failure, AForkedChildMayDropAGroupThatItsParentHasDestroyed) {
     EXPECT_EQ(result.status, 0) << result.output;
     for (int rank = 0; rank < ranks; ++rank)
       EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of " + std::to_string(ranks) + " done"));
-  }
-}
-
-TEST(ProcessGroup, RanksJoinJobAfterJobWhoseStoreRank0Hosts) {
-  for (int ranks = 2; ranks <= 4; ++ranks) {
-    const auto result = run("joins_job_after_job", ranks);
-    EXPECT_EQ(result.status, 0) << result.output;
-  }
-}
-
-TEST(Failure, ARankThatEndsAfterItHasSentItsPartIsNotMissedOnAStarvedMachine) {
-  const auto result = run("last_rank_ends_and_the_reader_is_held", 2, {{"TESSERA_CHECK_COLLECTIVES", "0"}, kOverGloo});
-  EXPECT_EQ(result.status, 0) << result.output;
-  EXPECT_THAT(result.output, HasSubstr("rank 0 of 2 done"));
-}
-
-TEST(Failure, LaunchRefusesAProcessGroupThatIsUp) {
-  const auto result = run_program({program_folder() + "/rank_program", "launch_after_init"});
-  EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.output, HasSubstr("launch: a process group is already up in this process"));
-}
-
-TEST(Failure, LaunchRefusesASecondLaunchAndAnotherNumberOfRanks) {
-  const auto twice = run_program({program_folder() + "/rank_program", "launches_twice"});
-  EXPECT_EQ(twice.status, 1);
-  EXPECT_THAT(twice.output, HasSubstr("launch: called again in a rank; a program launches once"));
-  const auto another = run_program({program_folder() + "/rank_program", "launches_another_number"});
-  EXPECT_EQ(another.status, 1);
-  EXPECT_THAT(another.output, HasSubstr("launch: asks for 3 ranks in one of 2"));
-}
-
-TEST(Failure, LaunchRefusesAnotherLaunchersRank) {
-  const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", "2"}, {{"RANK", "0"}});
-  EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.output, HasSubstr("already a rank of another launcher's job (RANK=0)"));
-}
-
-TEST(Failure, LaunchRefusesAProgramThatAnotherLauncherStartedSeveralTimes) {
-  for (const std::string name : {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}) {
-    const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", "2"}, {{name, "3"}});
-    EXPECT_EQ(result.status, 1);
-    EXPECT_THAT(result.output, HasSubstr("launch: another launcher started this program 3 times (" + name + "=3)"));
-  }
-}
-
-TEST(Failure, LaunchRefusesTheVariablesOfARankThatItIsNot) {
-  for (const auto& stale : {std::map<std::string, std::string>{{"TESSERA_LAUNCH_PIPE", "5"}},
-                            {{"TESSERA_LAUNCH_PIPE", "5"}, {"TESSERA_LAUNCH_PARENT", "1"}}}) {
-    const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", "2"}, stale);
-    EXPECT_EQ(result.status, 1);
-    EXPECT_THAT(result.output,
-                HasSubstr("launch: the environment describes a rank that process " + std::string(stale.size() > 1 ? "1" : "?") +
-                          " has started (TESSERA_LAUNCH_PIPE is set), but that is not this process's parent"));
-  }
-}
-
-TEST(Failure, BadRankCounts) {
-  EXPECT_THAT(run_program({program_folder() + "/rank_program", "sums", "--ranks", "1025"}).output,
-              HasSubstr("launch: the number of ranks must be 1 to 1024, not 1025"));
-  for (const std::string bad : {"0", "-1", "two", "2x", "", "99999999999"}) {
-    const auto result = run_program({program_folder() + "/rank_program", "sums", "--ranks", bad});
-    EXPECT_EQ(result.status, 1);
-    EXPECT_THAT(result.output, HasSubstr("--ranks " + bad + " is not a positive number"));
-  }
-  EXPECT_THAT(run_program({program_folder() + "/rank_program", "sums", "--ranks"}).output, HasSubstr("--ranks needs a number"));
-}
-
-TEST(Failure, TheRanksDieWithTheProgram) {
-  const auto result = run_program({program_folder() + "/rank_program", "last_rank_never_calls", "--ranks", "2"}, {},
-                                  std::chrono::seconds(2)); // which kills the parent
-  EXPECT_EQ(result.status, 137);
-  EXPECT_THAT(result.left_behind, IsEmpty());
-}
-
-// Starts ranks by hand with the variables that other launchers set; rank 0 opens the store. The last one's status, if not 0.
-ProgramResult run_by_hand(const std::string& scenario, int ranks, const std::string& common, const std::string& rank_variable,
-                          const std::string& local_rank_variable) {
-  std::string script;
-  for (int rank = 0; rank < ranks; ++rank)
-    script += c10::str(common, " ", rank_variable, "=", rank, " ", local_rank_variable, "=", rank, " ", program_folder(),
-                       "/rank_program ", scenario, rank + 1 < ranks ? " & " : " && wait $!");
-  return run_program({"/bin/sh", "-c", script}, {{"TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count())}},
-                     std::chrono::seconds(120));
-}
-
-// A port below those that the system gives to whoever asks for any: nobody takes it between here and rank 0's store.
-std::string free_port() {
-  static int calls = 0;
-  return std::to_string(20000 + (4 * getpid() + calls++) % 12000);
-}
-
-// How a rank of two ends that looks for the store at this port.
-std::string error_of_rank(const std::string& rank, const std::string& port) {
-  const auto result = run_program({program_folder() + "/rank_program", "sums"}, {{"RANK", rank},
-                                                                                 {"WORLD_SIZE", "2"},
-                                                                                 {"MASTER_ADDR", "127.0.0.1"},
-                                                                                 {"MASTER_PORT", port},
-                                                                                 {"TESSERA_TIMEOUT_SECONDS", "1"}});
-  EXPECT_EQ(result.status, 1);
-  // c10d logs before it, and behind it where its own attempt is given up.
-  const auto error = result.output.substr(std::min(result.output.rfind("error: "), result.output.size()));
-  return error.substr(0, error.find("\n["));
-}
-
-TEST(Store, WhatAcceptsTheConnectionAndNeverAnswersIsAnErrorAtTheTimeout) {
-  const int listening = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  ASSERT_EQ(bind(listening, reinterpret_cast<sockaddr*>(&address), length), 0);
-  ASSERT_EQ(listen(listening, 4), 0);
-  ASSERT_EQ(getsockname(listening, reinterpret_cast<sockaddr*>(&address), &length), 0);
-  EXPECT_THAT(error_of_rank("1", std::to_string(ntohs(address.sin_port))),
-              AllOf(HasSubstr("error: init_process_group on rank 1 of 2: cannot reach the store at 127.0.0.1:"),
-                    HasSubstr("nothing answers there, or what answers is no store")));
-  close(listening);
-}
-
-TEST(Store, OneThatCannotBeOpenedOrReachedIsAnErrorInALine) {
-  c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  const c10d::TCPStore somebody("127.0.0.1", options);
-  EXPECT_THAT(error_of_rank("0", std::to_string(somebody.getPort())),
-              AllOf(HasSubstr("error: init_process_group on rank 0 of 2: cannot open the store at 127.0.0.1:"),
-                    HasSubstr("EADDRINUSE"), Not(HasSubstr("frame #"))));
-  EXPECT_THAT(error_of_rank("1", free_port()),
-              AllOf(HasSubstr("error: init_process_group on rank 1 of 2: cannot reach the store at 127.0.0.1:"),
-                    Not(HasSubstr("frame #"))));
-}
-
-ProgramResult run_under_mpirun(const std::string& scenario, int ranks) {
-  return run_by_hand(
-      scenario, ranks,
-      c10::str("OMPI_COMM_WORLD_SIZE=", ranks, " OMPI_COMM_WORLD_LOCAL_SIZE=", ranks, " MASTER_PORT=", free_port()),
-      "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK");
-}
-
-TEST(OtherLaunchers, WithoutTheStoresHostAllThatEndedAreNamed) {
-  const auto result = run_under_mpirun("the_stores_host_is_killed", 3);
-  EXPECT_EQ(result.status, 1);
-  EXPECT_LT(result.duration, kLongTimeout / 2);
-  EXPECT_THAT(result.output,
-              HasSubstr("error: all_reduce 'sums' of group default [0, 1, 2] on rank 2: lost the connection to ranks 0, "
-                        "1, which have exited or failed"));
-}
-
-TEST(OtherLaunchers, OpenMpiVariables) {
-  const auto result = run_under_mpirun("sums", 2);
-  EXPECT_EQ(result.status, 0) << result.output;
-  EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
-}
-
-TEST(OtherLaunchers, SlurmVariables) {
-  const auto result =
-      run_by_hand("sums", 2, "SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 MASTER_PORT=" + free_port(),
-                  "SLURM_PROCID", "SLURM_LOCALID");
-  EXPECT_EQ(result.status, 0) << result.output;
-  EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
-}
-
-/// torchrun with a store of its own on a free port (--standalone), so that several tests can run at once.
-ProgramResult run_under_torchrun(const std::string& scenario, int ranks,
-                                 const std::map<std::string, std::string>& environment = {}) {
-  return run_program({TESSERA_TORCHRUN, "--standalone", "--no-python", "--nproc-per-node", std::to_string(ranks),
-                      program_folder() + "/rank_program", scenario},
-                     environment, std::chrono::seconds(120));
-}
-
-class Torchrun : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (std::string_view(TESSERA_TORCHRUN).empty()) GTEST_SKIP() << "no torchrun beside this LibTorch";
-  }
-};
-
-TEST_F(Torchrun, StartsOurProgramsThroughItsAgentsStore) {
-  const auto result = run_under_torchrun("sums", 3);
-  EXPECT_EQ(result.status, 0) << result.output;
-  for (int rank = 0; rank < 3; ++rank) EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + " of 3 done"));
-}
-
-TEST_F(Torchrun, AFailureSurfacesInTheOtherRanks) {
-  const auto result = run_under_torchrun("last_rank_is_killed", 2);
-  EXPECT_NE(result.status, 0);
-  EXPECT_THAT(result.left_behind, IsEmpty());
-  EXPECT_THAT(result.output, HasSubstr("Signal 9 (SIGKILL)"));
-  EXPECT_LT(result.duration, kLongTimeout);
-}
-
-TEST_F(Torchrun, ARankThatExitsWithStatus0IsNamed) {
-  for (const std::string where : {"second_group", "collective"}) {
-    const auto result =
-        run_under_torchrun("dies/exit/" + where, 3, {{"TESSERA_TIMEOUT_SECONDS", std::to_string(kLongTimeout.count())}});
-    EXPECT_NE(result.status, 0);
-    EXPECT_THAT(result.output, HasSubstr("rank 1, which has exited or failed"));
-    EXPECT_LT(result.duration, kLongTimeout / 2);
   }
 }
 

@@ -53,6 +53,44 @@ TEST_F(FakeGroup, CollectivesGiveWhatEqualRanksWould) {
   EXPECT_EQ(process_context().count(CollectiveKind::kBarrier).calls, 1);
 }
 
+// Counts are of elements, whatever the sizes.
+TEST_F(FakeGroup, TensorsHaveAnySizes) {
+  init_fake_process_group(/*rank=*/2, /*world_size=*/4);
+  const auto world = init_device_mesh(torch::kCPU, {4}, {"shard"}).communicator(0);
+  for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{}, {3}, {1, 3}, {2, 3}, {2, 1, 5}}) {
+    SCOPED_TRACE(torch::IntArrayRef(sizes));
+    const auto part = torch::rand(sizes);
+    auto all_sizes = sizes;
+    all_sizes.insert(all_sizes.begin(), 4);
+    auto all = torch::zeros(all_sizes), expected = part.expand(all_sizes).contiguous();
+    world->all_gather_into(all, part, "gather").wait();
+    EXPECT_TENSORS_EQUAL(all, expected);
+
+    const auto whole = torch::rand(all_sizes);
+    auto reduced = torch::zeros(sizes), received = torch::zeros(all_sizes);
+    world->reduce_scatter(reduced, whole, ReduceOp::kAvg, "scatter").wait();
+    EXPECT_TENSORS_EQUAL(reduced, whole[2]);
+    world->all_to_all(received, whole, {}, {}, "exchange").wait();
+    EXPECT_TENSORS_EQUAL(received, whole[2].expand(all_sizes).contiguous());
+  }
+  auto received = torch::ones({3, 2});
+  world->all_to_all(received, torch::arange(8, torch::kFloat).view({4, 2}), {2, 0, 2, 2}, {4, 1, 2, 1}, "exchange").wait();
+  EXPECT_TENSORS_EQUAL(received, torch::tensor({5.0f, 6.0f}).expand({3, 2}).contiguous());
+}
+
+TEST_F(FakeGroup, EqualBoolsReduceToThemselves) {
+  init_fake_process_group(/*rank=*/0, /*world_size=*/3);
+  const auto world = init_device_mesh(torch::kCPU, {3}, {"shard"}).communicator(0);
+  const auto values = torch::tensor({true, false});
+  for (const auto op : {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMax, ReduceOp::kMin}) {
+    auto tensor = values.clone(), part = torch::zeros({2}, torch::kBool);
+    world->all_reduce(tensor, op, "any").wait();
+    EXPECT_TENSORS_EQUAL(tensor, values);
+    world->reduce_scatter(part, values.repeat({3}), op, "scatter").wait();
+    EXPECT_TENSORS_EQUAL(part, values);
+  }
+}
+
 // Every rank has the same batch, so the mean of the gradients is this rank's own.
 TEST_F(FakeGroup, AShardedModelTrainsThisRanksPart) {
   for (const int64_t ranks : {1, 8, 64}) {

@@ -101,6 +101,12 @@ TEST(JobEnvironment, OpenMpi) {
                      "environment variable OMPI_COMM_WORLD_SIZE is not set, but OMPI_COMM_WORLD_RANK=1 is");
 }
 
+TEST(JobEnvironment, ATimeoutThatIsTooLongOrNoneIsAnError) {
+  for (const auto timeout : {std::chrono::milliseconds::max(), std::chrono::milliseconds(0)})
+    EXPECT_THROWS_WITH(internal::with_overrides({.timeout = timeout}, {}),
+                       "the process group's timeout must be positive and at most 9999999 s, not ");
+}
+
 TEST(JobEnvironment, Slurm) {
   auto job = internal::parse_job_environment(kSlurm);
   EXPECT_EQ(job.launcher, Launcher::kSlurm);
@@ -112,13 +118,16 @@ TEST(JobEnvironment, Slurm) {
   EXPECT_EQ(internal::parse_job_environment(with(kSlurm, "MASTER_PORT", "1234")).store_port, 1234);
   const auto no_address = without(kSlurm, "SLURM_LAUNCH_NODE_IPADDR");
   EXPECT_EQ(internal::parse_job_environment(with(no_address, "SLURM_JOB_NODELIST", "gpu[07-09,12]")).store_host, "gpu07");
-  EXPECT_THROWS_WITH(internal::parse_job_environment(no_address), "SLURM_LAUNCH_NODE_IPADDR is set, but SLURM_NTASKS=6 is");
+  EXPECT_THROWS_WITH(internal::parse_job_environment(no_address), "SLURM_LAUNCH_NODE_IPADDR is set, but SLURM_PROCID=5 is");
   // srun may have been called on a node that is none of the job's.
   EXPECT_EQ(internal::parse_job_environment(with(kSlurm, "SLURM_STEP_NODELIST", "gpu[07-09,12]")).store_host, "gpu07");
   EXPECT_THROWS_WITH(internal::parse_job_environment(without(kSlurm, "SLURM_JOB_ID")),
                      "environment variable SLURM_JOB_ID is not set, but SLURM_PROCID=5 is");
   // The batch script of a job is not one of its tasks.
   EXPECT_EQ(internal::parse_job_environment(without(kSlurm, "SLURM_STEP_ID")).launcher, Launcher::kNone);
+  // The shell of an salloc, which is a step of its own.
+  auto shell = with(with(kSlurm, "SLURM_PROCID", "0"), "SLURM_STEP_NUM_TASKS", "1");
+  EXPECT_EQ(internal::parse_job_environment(shell).world_size, 1);
   // torchrun inside a Slurm task.
   auto both = kSlurm;
   both.insert(kTorchrun.begin(), kTorchrun.end());

@@ -121,6 +121,15 @@ void ends_in_the_middle_of_an_all_gather(const std::function<void()>& end, int64
   work.wait();
 }
 
+/// As where it has no memory for what it is to receive.
+void last_rank_gives_up() {
+  World world;
+  world.group->barrier("together");
+  if (world.rank() == world.last()) return world.group->give_up("no memory");
+  auto output = at::zeros({world.group->size() << 20}), input = at::ones({1 << 20});
+  world.group->all_gather_into(output, input, "big").wait();
+}
+
 // Rank 1 lists the same ranks in another order.
 void orders_of_ranks_differ() {
   auto& context = tessera::process_context();
@@ -452,6 +461,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"last_rank_never_calls_and_rank_1_calls_one_of_two", last_rank_never_calls_and_rank_1_calls_one_of_two},
     {"last_rank_is_killed_and_then_rank_0", last_rank_is_killed_and_then_rank_0},
     {"the_stores_host_is_killed", the_stores_host_is_killed},
+    {"last_rank_gives_up", last_rank_gives_up},
     {"nobody_waits_for_the_last_rank", nobody_waits_for_the_last_rank},
     {"is_traced_in_a_hang", tessera::testing::is_traced_in_a_hang},
     {"last_rank_sees_the_others_fail", tessera::testing::last_rank_sees_the_others_fail},
@@ -465,6 +475,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
 };
 
 void run(const std::string& scenario) {
+  if (scenario == "last_rank_throws_where_its_end_is_ignored") return run("last_rank_throws");
   if (scenario == "rank_1_never_joins" && is_rank_1()) block_forever();
   if (scenario.starts_with("dies/")) {
     const auto end_of_how = scenario.find('/', 5);
@@ -496,6 +507,7 @@ int main(int argc, char** argv) {
       tessera::launch(2, [] {});
     }
     if (scenario == "launches_another_number") return tessera::launch(tessera::is_launched_rank() ? 3 : 2, [] {});
+    if (scenario == "last_rank_throws_where_its_end_is_ignored") std::signal(SIGCHLD, SIG_IGN);
     tessera::LaunchOptions options;
     if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0") || scenario.starts_with("killed_") ||
         std::getenv("TESSERA_TRACE_FOLDER") != nullptr)

@@ -3,6 +3,7 @@
 
 #include <tessera/collectives/reduce.h>
 #include <tessera/collectives/shared_memory/arena.h>
+#include <tessera/collectives/shared_memory/engine.h>
 #include <tessera/collectives/shared_memory/group_memory.h>
 #include <tessera/collectives/stream_copy.h>
 #include <tessera/collectives/wide_sum.h>
@@ -16,6 +17,7 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <utility>
 
 namespace tessera::internal::shared_memory {
 namespace {
@@ -103,6 +105,22 @@ TEST(Bell, WhoRingsAfterAChangeWakesThoseWhoLookedBefore) {
   }
   other.join();
   EXPECT_FALSE(memory.bell().has_listeners());
+}
+
+TEST(Engine, ALaneWithoutMemoryIsAnErrorOfItsCallAlone) {
+  const auto shape = GroupShape::of(2, false);
+  auto segment = Segment::create(shape.bytes(), shape.reserved_bytes());
+  const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(dup2(null, segment.descriptor()), segment.descriptor()); // gives no pages
+  close(null);
+  EngineOptions options;
+  options.group = "of group default [0, 1] on rank 0";
+  options.ranks = {0, 1};
+  options.timeout = std::chrono::seconds(60);
+  const auto engine = Engine::make(GroupMemory(std::move(segment), shape), std::move(options));
+  for (int attempt = 0; attempt < 2; ++attempt)
+    EXPECT_THROWS_WITH(engine->start({0, 1}, {.kind = CollectiveKind::kSend}), "bytes of shared memory");
+  engine->close(); // goes over all lanes
 }
 
 TEST(StreamCopy, CopiesAnyRange) {

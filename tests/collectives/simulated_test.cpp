@@ -104,6 +104,23 @@ TEST_F(SimulatedGroup, CollectivesRunBesideTheComputeAndBehindEachOther) {
   EXPECT_EQ(clock.elapsed().communication, 1);
 }
 
+// The group lies on two nodes, and each message on those of its two ranks.
+TEST_F(SimulatedGroup, AMessageTakesTheLinkBetweenItsRanks) {
+  init_simulated_process_group(kTwoNodes, 0, {.flops_per_second = kRate});
+  auto& clock = simulated_clock();
+  const auto group = process_context().communicator(RankList::first(8), at::kCPU);
+  const double inside = 0.25 + 8, between = 2 + 4 * 8 * 8;
+  for (const auto& [peer, seconds] : {std::pair(3, inside), std::pair(4, between)}) {
+    clock.reset();
+    group->send(bytes(8), peer, "there").wait();
+    EXPECT_EQ(clock.elapsed().total, seconds);
+    auto received = bytes(8);
+    group->receive(received, peer, "back").wait();
+    EXPECT_EQ(clock.elapsed().total, 2 * seconds);
+  }
+  EXPECT_THROWS_WITH(group->send(bytes(8), 8, "there"), "peer 8 is not in [0, 8)");
+}
+
 TEST_F(SimulatedGroup, CollectivesGiveWhatEqualRanksWould) {
   init_simulated_process_group({.ranks = 3, .ranks_per_node = 3}, 1);
   const auto group = process_context().communicator({0, 1, 2}, at::kCPU);

@@ -1,4 +1,5 @@
 #include "../support/matchers.h"
+#include "../support/scoped_environment.h"
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/run_ranks.h>
@@ -144,6 +145,7 @@ TEST(ThreadRanks, WhoWaitsForARankThatReturnedGetsAnError) {
 }
 
 TEST(ThreadRanks, ATimeoutSaysWhatTheOthersWaitFor) {
+  const testing::ScopedEnvironment timeout("TESSERA_TIMEOUT_SECONDS", "1"); // it overrides the options
   const auto texts = errors_of(2,
                                [] {
                                  const auto mesh = init_device_mesh(torch::kCPU, {2});
@@ -153,7 +155,7 @@ TEST(ThreadRanks, ATimeoutSaysWhatTheOthersWaitFor) {
   bool named = false; // the first whose time is up names what the other waits in
   for (const auto& text : texts) {
     EXPECT_THAT(text, ::testing::HasSubstr("barrier 'step' of group "));
-    named = named || text.find("timed out after 200 ms, waiting for rank ") != std::string::npos;
+    named = named || text.find("timed out after 1000 ms, waiting for rank ") != std::string::npos;
   }
   EXPECT_TRUE(named);
 }
@@ -161,7 +163,8 @@ TEST(ThreadRanks, ATimeoutSaysWhatTheOthersWaitFor) {
 TEST(ThreadRanks, BadArgumentsAreErrors) {
   EXPECT_THROWS_WITH(run_ranks_as_threads(0, [] {}), "run_ranks_as_threads: there are 0 ranks");
   EXPECT_THROWS_WITH(run_ranks_as_threads(1, nullptr), "the program is an empty function");
-  EXPECT_THROWS_WITH(run_ranks_as_threads(1, [] {}, {.timeout = std::chrono::milliseconds(0)}), "the timeout must be positive");
+  const testing::ScopedEnvironment unset("TESSERA_TIMEOUT_SECONDS", "");
+  EXPECT_THROWS_WITH(run_ranks_as_threads(1, [] {}, {.timeout = std::chrono::milliseconds(0)}), "timeout must be positive");
   EXPECT_THROWS_WITH(run_ranks_as_threads(2, [] { init_device_mesh(torch::kMeta, {2}); }), "tensors on meta");
 }
 

@@ -78,11 +78,12 @@ class SimulatedCommunicator final : public Communicator {
     internal::check_reduce_scatter(*this, output, input, op, label);
     const Call call{CollectiveKind::kReduceScatter, label, input.nbytes()};
     return run(call, {}, {input, output}, [this, op, to = cpu_alias(output), from = cpu_alias(input)](const std::string& name) {
-      return gloo_->reduce_scatter(to, from, op, name);
+      return gloo_->reduce_scatter(to, from, divided_before(from, op), name);
     });
   }
 
-  bool scales(at::ScalarType dtype) const override { return at::isFloatingType(dtype); }
+  bool averages(at::ScalarType dtype) const override { return dtype != at::kHalf; }
+  bool scales(at::ScalarType dtype) const override { return dtype == at::kFloat || dtype == at::kDouble; }
 
   Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
     internal::check_reduce_scatter(*this, output, input, ReduceOp::kSum, label);
@@ -96,8 +97,9 @@ class SimulatedCommunicator final : public Communicator {
   Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
     internal::check_all_reduce(*this, tensor, op, label);
     const Call call{CollectiveKind::kAllReduce, label, tensor.nbytes()};
-    return run(call, {}, {tensor},
-               [this, op, on_cpu = cpu_alias(tensor)](const std::string& name) { return gloo_->all_reduce(on_cpu, op, name); });
+    return run(call, {}, {tensor}, [this, op, on_cpu = cpu_alias(tensor)](const std::string& name) {
+      return gloo_->all_reduce(on_cpu, divided_before(on_cpu, op), name);
+    });
   }
 
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
@@ -159,6 +161,13 @@ class SimulatedCommunicator final : public Communicator {
     std::string_view label;
     size_t bytes; ///< of the full buffer
   };
+
+  /// As NCCL averages halves: each is divided, and rounded, before it is added. Returns what is left to do.
+  ReduceOp divided_before(const at::Tensor& on_cpu, ReduceOp op) const {
+    if (op != ReduceOp::kAvg || averages(on_cpu.scalar_type())) return op;
+    on_cpu.div_(size());
+    return ReduceOp::kSum;
+  }
 
   Work run(const Call& call, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes,
            std::function<Work(const std::string& label)> issue) {
