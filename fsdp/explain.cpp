@@ -25,12 +25,20 @@ namespace {
 
 using nlohmann::ordered_json;
 
+/// A group with a parameter that the program placed, or whose gather it extends, is laid out per parameter whatever it asked for.
+bool is_ragged(const ParameterGroup& group) {
+  const auto& parameters = group.parameters();
+  const auto is_placed = [](const ShardedParameter& each) { return each.chosen.has_value(); };
+  return group.options().layout == BufferLayout::kRagged && group.extended().is_empty() &&
+         std::none_of(parameters.begin(), parameters.end(), is_placed);
+}
+
 GroupExplanation explain_group(const ParameterGroup& group) {
   const auto& layout = group.layout();
   GroupExplanation result{.name = group.label(),
                           .mesh = fmt::format("{} ranks", fmt::join(group.axes().mesh().shape(), " x ")),
                           .strategy = std::string(row_of(group.axes().strategy()).name),
-                          .layout = layout.gathers_in_place ? "ragged" : "per-parameter",
+                          .layout = is_ragged(group) ? "ragged" : "per-parameter",
                           .parameters = static_cast<int64_t>(group.parameters().size()),
                           .unsharded_bytes = group.copies() ? layout.unsharded_bytes : 0,
                           .reduce_bytes = reduce_bytes_of(group),

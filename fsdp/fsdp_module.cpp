@@ -22,6 +22,13 @@ void for_each_group(ShardedModule& state, bool recurse, const Apply& apply) {
   }
 }
 
+/// One whose strategy keeps the parameters whole has nothing to free.
+void set_resharding(ShardedModule& state, bool reshard) {
+  if (reshard && state.axes().keeps_parameters()) return;
+  state.set_reshard_after_forward(reshard);
+  if (const auto group = state.group()) group->forget_neighbours();
+}
+
 PrefetchSettings::Groups groups_of(const ShardedModule& state, const std::vector<FSDPModule>& modules, const char* function) {
   TORCH_CHECK_VALUE(state.group(), function, ": the module ", state.label(),
                     " has no parameters of its own, so that nothing reads them: set the list on a module below or above it");
@@ -81,8 +88,8 @@ void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse)
 void FSDPModule::set_reshard_after_forward(bool reshard, bool recurse) {
   const auto lock = state_->schedule()->lock();
   state_->schedule()->look_anew();
-  if (!recurse) return state_->set_reshard_after_forward(reshard);
-  for (const auto& each : state_->subtree()) each->set_reshard_after_forward(reshard);
+  if (!recurse) return set_resharding(*state_, reshard);
+  for (const auto& each : state_->subtree()) set_resharding(*each, reshard);
 }
 
 void FSDPModule::set_reshard_after_backward(bool reshard, bool recurse) {

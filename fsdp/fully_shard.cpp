@@ -129,12 +129,21 @@ int64_t next_number(const Census& census) {
   return number;
 }
 
+/// Before another schedule takes over: what a failed backward has left, and what is gathered.
+void close(ShardedModule& root) {
+  root.schedule()->forget_failed_backward();
+  for (const auto& state : root.subtree()) {
+    if (const auto group = state->group()) root.schedule()->reshard(*group);
+  }
+}
+
 /// Takes the models made by earlier calls under `state`.
 void adopt_below(const StatePtr& state, const Census& census) {
   const auto& walk = census.walk;
   for (const auto& root : census.roots) {
     const auto& modules = root->modules();
     if (std::none_of(modules.begin(), modules.end(), [&](auto* module) { return walk.is_below(module); })) continue;
+    close(*root);
     std::vector<Place> places;
     for (const auto* module : modules) {
       places.push_back(walk.is_below(module) ? walk.place_of(walk.visit_of(module)) : Place{0, std::to_string(places.size())});
@@ -154,7 +163,8 @@ FullyShardOptions kept_of(FullyShardOptions options) {
   return options;
 }
 
-/// Those among which a forward leaves the parameters; null where it leaves all or this rank's shard.
+} // namespace
+
 CommunicatorPtr connect_neighbours(const MeshAxes& axes, const std::optional<ReshardAfterForward>& option) {
   if (!option) return nullptr;
   TORCH_CHECK_VALUE(!*option || !axes.keeps_parameters(), "fully_shard: the strategy ", row_of(axes.strategy()).name,
@@ -162,8 +172,6 @@ CommunicatorPtr connect_neighbours(const MeshAxes& axes, const std::optional<Res
   if (!option->ranks() || *option->ranks() == 1 || *option->ranks() == axes.shard_ranks()) return nullptr;
   return axes.neighbours(*option->ranks());
 }
-
-} // namespace
 
 void move_buffers(const std::vector<Registered>& buffers, c10::Device device) {
   const at::NoGradGuard no_grad;

@@ -34,7 +34,7 @@ class FSDPModule {
   explicit FSDPModule(std::shared_ptr<internal::ShardedModule> state) : state_(std::move(state)) {}
 
   /// Gathers this module's own group (not its children's). It stays so until it is read, and is then freed as after a forward or
-  /// backward. Every rank of the shard dim calls it.
+  /// backward, or until the end of a backward of the model. Every rank of the shard dim calls it.
   void unshard();
   /// Starts the same and returns at once (FSDP2: `unshard(async_op=True)`). The handle waits for it, as the first read of a
   /// parameter does. Every rank of the shard dim calls it, in the same order among the model's gathers.
@@ -50,6 +50,9 @@ class FSDPModule {
   /// false: HSDP's all-reduce over the replicate dim is put off; the reduce-scatter still runs. Call it after
   /// `set_requires_gradient_sync`, which sets both.
   void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
+  /// Takes the place of the option `reshard_after_forward`, for this module and, with `recurse`, those below it: a number of
+  /// ranks is forgotten, so that true leaves this rank's shard alone. A strategy that keeps parameters whole (ZeRO-1, ZeRO-2)
+  /// does so with true as well. Every rank sets the same.
   void set_reshard_after_forward(bool reshard, bool recurse = true);
   void set_reshard_after_backward(bool reshard, bool recurse = true);
   /// false: the backward need not have this module's own group gathered, as an embedding's need not: nothing prefetches it there.
@@ -92,7 +95,7 @@ class FSDPModule {
   void set_custom_reduce_scatter(CommunicatorPtr communicator);
 
   /// true: from now on this rank records what the groups of the whole model do, for `report`; from nothing, also where it did so
-  /// already. A `fully_shard` of a module above ends that.
+  /// already. A `fully_shard` of a module above ends that; a `reshard_parameters` that changes groups begins it anew.
   void set_reporting(bool reports);
   /// What the groups of the whole model did since the last `report`, or since `set_reporting(true)`: a step, where it is called
   /// after each. An error without that. Of collectives it counts the gathers of parameters and the reductions of gradients. On a

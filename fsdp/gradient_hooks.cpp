@@ -22,17 +22,21 @@ class LeafHook final : public torch::autograd::PostAccumulateGradHook {
     std::swap(gradient, leaf.mutable_grad());
     const auto group = group_.lock();
     if (!group || !gradient.defined()) return;
-    if (dtensor_meta(gradient)) {
-      gradient = DTensor(gradient).redistribute(group->parameters()[index_].spec->placements());
-      return schedule_of(*group).land_sharded({group, index_, std::move(gradient)});
-    }
     TORCH_CHECK(!gradient.requires_grad(), "backward(create_graph=true) reached the sharded parameter ", group->full_name(index_),
                 ": its gradient is reduced over ranks and cannot be differentiated again. Take the gradient of the inputs with "
                 "torch::autograd::grad(..., create_graph=true) and call backward() without create_graph on what is made of it");
+    if (dtensor_meta(gradient)) return land_sharded(group, gradient);
     schedule_of(*group).land(*group, index_, gradient);
   }
 
  private:
+  void land_sharded(const std::shared_ptr<ParameterGroup>& group, const at::Tensor& gradient) const {
+    const auto& parameter = group->parameters()[index_];
+    auto own = DTensor(gradient).redistribute(parameter.spec->placements()); // by all ranks, also where it was frozen since
+    const at::Tensor tensor(parameter.tensor.lock());
+    if (tensor.defined() && tensor.requires_grad()) schedule_of(*group).land_sharded({group, index_, std::move(own)});
+  }
+
   std::weak_ptr<ParameterGroup> group_;
   size_t index_;
 };

@@ -71,25 +71,27 @@ bool is_sharded_as(const ShardedParameter& parameter, const DTensorMeta* gradien
 
 } // namespace
 
-void add(ReadyGradient& sum, const ReadyGradient& part) {
+void add(ReadyGradient& sum, const ReadyGradient& part, const ParameterGroup& group) {
   const auto &local = dtensor_meta(sum.value)->local, &other = dtensor_meta(part.value)->local;
-  sum.value = make_gradient(local + other.to(local.options()), sum.group->parameters()[sum.index]);
+  sum.value = make_gradient(local + other.to(local.options()), group.parameters()[sum.index]);
 }
 
 void deliver(ReadyGradient ready) {
-  const auto& parameter = ready.group->parameters()[ready.index];
+  const auto group = ready.group.lock();
+  if (!group) return;
+  const auto& parameter = group->parameters()[ready.index];
   const at::Tensor tensor(parameter.tensor.lock());
   if (!tensor.defined()) return;
   const bool is_trained = tensor.requires_grad(); // one frozen since its backward still gets what is on its way
   auto added = call_hooks(tensor, std::move(ready.value));
   if (is_trained && !tensor.requires_grad()) return; // a hook froze it
   const auto* meta = dtensor_meta(added);
-  TORCH_CHECK(is_sharded_as(parameter, meta), "a hook on the sharded parameter ", ready.group->full_name(ready.index),
+  TORCH_CHECK(is_sharded_as(parameter, meta), "a hook on the sharded parameter ", group->full_name(ready.index),
               " returned a gradient that is not sharded as the parameter is");
   auto& sum = reduced_gradient(tensor);
   if (sum.defined()) {
     auto* sum_meta = dtensor_meta(sum);
-    TORCH_CHECK(is_sharded_as(parameter, sum_meta), "the gradient of ", ready.group->full_name(ready.index),
+    TORCH_CHECK(is_sharded_as(parameter, sum_meta), "the gradient of ", group->full_name(ready.index),
                 " was replaced by a tensor that is not sharded as the parameter is");
     sum_meta->local.add_(meta->local.to(sum_meta->local.device())); // a program's may be on the device
   } else {
@@ -113,10 +115,7 @@ void GroupGradients::wait_on_home() {
   reduction_.second.wait();
 }
 
-bool GroupGradients::requires_grad(size_t index) const {
-  const auto& tensor = group_.parameters()[index].tensor; // read in place: a reference would cost more than the answer
-  return !tensor.expired() && tensor._unsafe_get_target()->requires_grad();
-}
+bool GroupGradients::requires_grad(size_t index) const { return is_trained(group_.parameters()[index]); }
 
 std::string GroupGradients::label() const {
   return group_.label() + label_ + (divide_factor_ ? fmt::format(" divided by {}", *divide_factor_) : "");
@@ -133,7 +132,8 @@ void GroupGradients::take_settings(const GroupGradients& other) {
 
 void GroupGradients::set_divide_factor(double factor) {
   // What waits for its all-reduce is a sum or a mean along the shard axis, and is divided at the end, in fp16 partly before.
-  const bool fits = divide_factor_ && early_factor(divide_factor_) == early_factor(factor);
+  const auto now = divisor();
+  const bool fits = now && early_factor(now) == early_factor(factor);
   const bool differs = is_reducing() ? divide_factor_ != factor : partial_.defined() && !fits;
   TORCH_CHECK(!differs, "set_gradient_divide_factor: gradients of ", group_.label(),
               " are still being reduced, with another factor: set it before the first backward of a gradient accumulation");
@@ -142,6 +142,12 @@ void GroupGradients::set_divide_factor(double factor) {
 
 bool GroupGradients::reduces_alone() const { return !group_.axes().reduces() && !all_reduce_hook; }
 
+/// What the sum over the ranks is divided by where the collectives do not average: the program's factor, or the number of ranks.
+std::optional<double> GroupGradients::divisor() const {
+  if (divide_factor_ || group_.axes().averages(dtype_)) return divide_factor_;
+  return group_.axes().reducing_ranks();
+}
+
 /// What the gradients are divided by before they are added: a sum of fp16 numbers may be too large for it. A power of two, so
 /// that it rounds nothing, near the root of the factor, so that neither end loses range (FSDP2).
 double GroupGradients::early_factor(const std::optional<double>& factor) const {
@@ -149,7 +155,7 @@ double GroupGradients::early_factor(const std::optional<double>& factor) const {
   return std::exp2(std::ceil(std::log2(*factor) / 2));
 }
 
-double GroupGradients::late_factor() const { return *divide_factor_ / early_factor(divide_factor_); }
+double GroupGradients::late_factor() const { return *divisor() / early_factor(divisor()); }
 
 at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bool>& takes_part) {
   const auto& policy = group.options().mixed_precision;
@@ -221,7 +227,8 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient, double weigh
       "first");
   const bool is_blank = weight == 0, alone = reduces_alone();
   at::Tensor product;
-  if (weight != 1 && !is_blank) product = gradient * weight;
+  // In the dtype of the reduction, where that holds more: the weight may be large.
+  if (weight != 1 && !is_blank) product = gradient.to(c10::promoteTypes(gradient.scalar_type(), dtype_)) * weight;
   const auto& weighted = product.defined() ? product : gradient;
   if (alone) {
     if (!is_blank) add_whole(index, weighted);
@@ -284,7 +291,7 @@ void GroupGradients::start_reduce(ReadyGradients& ready) {
   reduction_.input = buffer_.take(takes_part_, used);
   reduction_.used = std::move(used);
   if (group_.streams().reduce.exists()) reduction_.home = current_stream(reduction_.input.data.device());
-  if (const double factor = early_factor(divide_factor_); factor != 1) reduction_.input.data.div_(factor);
+  if (const double factor = early_factor(divisor()); factor != 1) reduction_.input.data.div_(factor);
   start_first();
   enter(State::kFirst);
   if (group_.streams().reduce.exists() && !reduction_.first.blocks_host()) start_second();
@@ -299,12 +306,13 @@ void GroupGradients::start_first() {
     return;
   }
   reduction_.output = at::empty({layout_.chunk_numel * group_.axes().outer_ranks()}, input.data.options());
-  reduction_.is_divided = divide_factor_ && !group_.axes().reduces_twice() && !all_reduce_hook && communicator->scales(dtype_);
+  const bool adds = divisor().has_value();
+  reduction_.is_divided = adds && !group_.axes().reduces_twice() && !all_reduce_hook && communicator->scales(dtype_);
   note_collective(group_, CollectiveKind::kReduceScatter, input.data);
   reduction_.first = group_.streams().reduce.run([&] {
     const auto output = as_real(reduction_.output), parts = as_real(input.data);
     if (reduction_.is_divided) return communicator->reduce_scatter_scaled(output, parts, 1 / late_factor(), label());
-    return communicator->reduce_scatter(output, parts, divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg, label());
+    return communicator->reduce_scatter(output, parts, adds ? ReduceOp::kSum : ReduceOp::kAvg, label());
   });
   input.users.wait_for(reduction_.first);
 }
@@ -339,7 +347,7 @@ void GroupGradients::start_second() {
 }
 
 Work GroupGradients::reduce_replicas() {
-  const auto op = divide_factor_ ? ReduceOp::kSum : ReduceOp::kAvg;
+  const auto op = divisor() ? ReduceOp::kSum : ReduceOp::kAvg;
   if (const auto& communicator = group_.axes().all_reduce()) {
     note_collective(group_, CollectiveKind::kAllReduce, reduction_.output);
     return communicator->all_reduce(as_real(reduction_.output), op, label());
@@ -382,11 +390,7 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   const at::NoGradGuard no_grad;
   wait_for_second();
   auto done = std::exchange(reduction_, Reduction());
-  if (all_reduce_hook) {
-    zero_gaps(done.output);
-    all_reduce_hook(done.output.narrow(0, 0, layout_.used_offset));
-  }
-  if (divide_factor_ && !done.is_divided) done.output.narrow(0, 0, layout_.used_offset).div_(late_factor());
+  finish_sum(done.output, done.is_divided);
   const auto rank = static_cast<size_t>(group_.axes().shard_rank());
   const auto& parameters = group_.parameters();
   const auto gradients = common_dtype() ? done.output.to(*common_dtype()) : done.output;
@@ -401,6 +405,19 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
     ready.push_back(make_ready(i, part_of(gradients, parameters[i], layout_.offsets[i][rank], numel)));
   }
   offload(ready, first);
+}
+
+void GroupGradients::finish_sum(const at::Tensor& reduced, bool is_divided) const {
+  const auto gradients = reduced.narrow(0, 0, layout_.used_offset);
+  const auto divide = [&] {
+    if (divisor() && !is_divided) gradients.div_(late_factor());
+  };
+  if (!divide_factor_) divide(); // a hook sees the mean, however the collectives have come to it
+  if (all_reduce_hook) {
+    zero_gaps(reduced);
+    all_reduce_hook(gradients);
+  }
+  if (divide_factor_) divide();
 }
 
 /// Nothing has written what lies between the pieces, and a hook may sum all up.
@@ -496,7 +513,7 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
     local = parameter.has_strided_shards ? reduced.as_strided(sizes, parameter.strides) : reduced.reshape(sizes);
   if (local.is_complex() && !at::isComplexType(spec->dtype())) local = at::real(local);
   if (local.scalar_type() != spec->dtype()) local = local.to(spec->dtype());
-  return {group_.shared_from_this(), index, make_gradient(std::move(local), parameter)};
+  return {group_.weak_from_this(), index, make_gradient(std::move(local), parameter)};
 }
 
 Work GroupGradients::discard() {

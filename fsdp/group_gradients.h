@@ -19,7 +19,7 @@ namespace tessera::internal {
 
 /// A sharded gradient on its way to its parameter.
 struct ReadyGradient {
-  std::shared_ptr<ParameterGroup> group;
+  std::weak_ptr<ParameterGroup> group; ///< which owns its schedule, and that keeps what a backward that threw has left
   size_t index;
   at::Tensor value;
   std::shared_ptr<PendingCopy> copy = {}; ///< that the value waits for, on its way to the host; null for none
@@ -27,8 +27,8 @@ struct ReadyGradient {
 };
 using ReadyGradients = std::vector<ReadyGradient>;
 
-/// Adds another one of the same parameter.
-void add(ReadyGradient& sum, const ReadyGradient& part);
+/// Adds another one of the same parameter, which is of `group`.
+void add(ReadyGradient& sum, const ReadyGradient& part, const ParameterGroup& group);
 
 /// Runs the hooks of the parameter, and adds the gradient to the parameter's. Not under the schedule's lock: hooks are the
 /// user's.
@@ -104,7 +104,9 @@ class GroupGradients {
   void take_settings(const GroupGradients& other);
   /// An error while gradients are reduced otherwise.
   void set_divide_factor(double factor);
-  /// Called with the flat reduced gradients of each reduction, before they are divided by a factor. See FSDPModule.
+  const std::optional<double>& divide_factor() const { return divide_factor_; }
+  /// Called with the flat reduced gradients of each reduction, before they are divided by a factor of the program's. See
+  /// FSDPModule.
   std::function<void(const at::Tensor&)> all_reduce_hook;
 
  private:
@@ -137,6 +139,7 @@ class GroupGradients {
   /// Where the current stream is another than the memory's home, that gets it back no earlier than this one has done with it.
   void wait_for_second();
   Work reduce_replicas();
+  void finish_sum(const at::Tensor& reduced, bool is_divided) const;
   void zero_gaps(const at::Tensor& reduced) const;
   std::vector<bool> used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const;
   /// As the user set it, also where this rank did not read the parameter since.
@@ -151,8 +154,9 @@ class GroupGradients {
   /// Starts to move those from number `first` on to where the shards lie.
   void offload(ReadyGradients& ready, size_t first) const;
   bool reduces_alone() const;
+  std::optional<double> divisor() const;
   double early_factor(const std::optional<double>& factor) const;
-  double late_factor() const; ///< the rest of a set factor
+  double late_factor() const; ///< the rest of the divisor
 
   ParameterGroup& group_;
   std::vector<bool> takes_part_; ///< parameters that require a gradient

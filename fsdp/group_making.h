@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,10 @@ namespace tessera::internal {
 
 /// An error unless `parameter` can be sharded in a group with `first`.
 void check_parameter(const at::Tensor& parameter, const std::string& name, const at::Tensor& first);
+
+/// Those among which a forward leaves the parameters; null where it leaves all or this rank's shard. Every rank of `axes` calls
+/// it. An error where the option does not fit the strategy.
+CommunicatorPtr connect_neighbours(const MeshAxes& axes, const std::optional<ReshardAfterForward>& option);
 
 void move_buffers(const std::vector<Registered>& buffers, c10::Device device);
 

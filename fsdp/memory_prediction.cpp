@@ -16,11 +16,6 @@ namespace tessera::internal {
 
 namespace {
 
-bool is_trained(const ShardedParameter& parameter) {
-  const auto tensor = parameter.tensor.lock();
-  return tensor && tensor->requires_grad();
-}
-
 /// Which of its parameters have gradients.
 std::vector<bool> trained_of(const ParameterGroup& group) {
   std::vector<bool> trained;
@@ -82,6 +77,7 @@ struct Group {
   int64_t largest_local = 0;
 
   int64_t unsharded = 0, gather_output = 0, buffer = 0; // blocks that it has now
+  int64_t kept_part = 0;                                // of the unsharded parameters, among its neighbours
   int64_t reduced = 0;                                  // what its reduction has written
   bool has_advanced = false;                            // beyond the first of its collectives
   bool is_read = false;                                 // in this forward
@@ -198,10 +194,27 @@ class Prediction {
     blocks_.give_back(std::exchange(group.unsharded, 0));
   }
 
-  void close_unrelated(const Group& group) {
+  void reshard(Group& group) {
+    now_.parameters -= std::exchange(group.kept_part, 0);
+    free_unsharded(group);
+  }
+
+  /// The part among neighbours is a copy, made before the rest is freed.
+  void reshard_after_forward(Group& group, const std::string& what) {
+    const auto& neighbours = group.group->neighbours();
+    if (neighbours && group.unsharded > 0) {
+      group.kept_part = group.group->layout().unsharded_bytes / neighbours->size();
+      now_.parameters += group.kept_part;
+      note(what);
+    }
+    free_unsharded(group);
+  }
+
+  void close_unrelated(const Group& group, const std::string& what) {
     for (auto& other : groups_) {
       const bool is_related = is_above(*other.state, *group.state) || is_above(*group.state, *other.state);
-      if (!is_related && !other.is_prefetched && other.group->owner->reshards_after_forward()) free_unsharded(other);
+      if (is_related || other.is_prefetched || !other.group->owner->reshards_after_forward()) continue;
+      reshard_after_forward(other, what);
     }
   }
 
@@ -209,7 +222,7 @@ class Prediction {
     auto& group = groups_[index];
     group.is_read = true;
     group.is_prefetched = false;
-    if (!in_backward) close_unrelated(group);
+    if (!in_backward) close_unrelated(group, what);
     start_gather(group, what);
     finish_gather(group);
     auto* next = in_backward ? group_at(index - 1) : is_first_ ? next_registered(group) : group_at(index + 1);
@@ -232,7 +245,7 @@ class Prediction {
 
   void forward() {
     for (auto& group : groups_) {
-      free_unsharded(group); // written by the optimizer since
+      reshard(group); // written by the optimizer since
       group.is_read = false;
     }
     for (size_t i = 0; i < groups_.size(); ++i) {
@@ -260,7 +273,7 @@ class Prediction {
       reduce(group, what); // when all of its gradients are there, and what they were computed from is not
       note(what);
       now_.temporaries = 0;
-      if (!group.group->axes().keeps_parameters()) free_unsharded(group);
+      if (!group.group->axes().keeps_parameters()) reshard(group);
     }
     finish_reductions("backward of " + groups_.front().group->label());
   }

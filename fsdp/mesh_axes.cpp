@@ -34,6 +34,18 @@ MeshAxes::MeshAxes(Strategy strategy, const DeviceMesh& mesh, CommunicatorUse us
   }
 }
 
+int MeshAxes::reducing_ranks() const {
+  int ranks = 1;
+  for (const auto* communicator : {&reduce_scatter_, &all_reduce_, &outer_reduce_scatter_})
+    if (*communicator) ranks *= (*communicator)->size();
+  return ranks;
+}
+
+bool MeshAxes::averages(at::ScalarType dtype) const {
+  const auto& first = reduce_scatter_ ? reduce_scatter_ : all_reduce_ ? all_reduce_ : outer_reduce_scatter_;
+  return !first || first->averages(dtype);
+}
+
 void MeshAxes::shard_over(const DeviceMesh& mesh, int64_t dim) {
   shard_dim_ = dim;
   shard_ranks_ = static_cast<int>(mesh.size(dim));

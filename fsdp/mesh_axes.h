@@ -50,6 +50,10 @@ class MeshAxes {
   /// Whether a second collective follows the reduce-scatter.
   bool reduces_twice() const { return all_reduce_ || outer_reduce_scatter_; }
   bool reduces() const { return reduce_scatter_ || reduces_twice(); }
+  /// Over how many ranks the gradients are added in all.
+  int reducing_ranks() const;
+  /// Whether the reductions average this dtype as well as a sum that is divided after it.
+  bool averages(at::ScalarType dtype) const;
 
   /// Of `ranks` neighbours on the shard axis, for an integer `reshard_after_forward`. Every rank of the axis calls it. An error
   /// unless `ranks` divides those of the axis.

@@ -15,7 +15,7 @@ namespace tessera {
 
 namespace {
 
-/// A tensor of a module that has no memory yet.
+/// A tensor of a module, or of a group of its parameters, that has no memory yet.
 struct Fresh {
   /// This rank's memory.
   const at::Tensor& local() const {
@@ -33,16 +33,19 @@ struct Fresh {
 std::vector<Fresh> tensors_on_meta(const torch::nn::Module& module) {
   std::vector<Fresh> fresh;
   std::unordered_set<const void*> seen;
-  const auto visit = [&](const auto& items) {
-    for (const auto& item : items) {
-      if (!item.value().defined()) continue;
-      Fresh one{item.key(), item.value()};
-      const bool is_new = seen.insert(one.tensor.unsafeGetTensorImpl()).second;
-      if (is_new && one.local().is_meta()) fresh.push_back(std::move(one));
-    }
+  const auto visit = [&](std::string name, const at::Tensor& tensor) {
+    if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) return;
+    Fresh one{std::move(name), tensor};
+    if (one.local().is_meta()) fresh.push_back(std::move(one));
   };
-  visit(module.named_parameters());
-  visit(module.named_buffers());
+  for (const auto& item : module.named_parameters()) visit(item.key(), item.value());
+  for (const auto& item : module.named_buffers()) visit(item.key(), item.value());
+  for (const auto& parameter : module.parameters()) { // a group gets memory as a whole
+    const auto* meta = internal::parameter_meta(parameter);
+    if (!meta || !seen.insert(meta->group).second) continue;
+    const auto& members = meta->group->parameters();
+    for (size_t i = 0; i < members.size(); ++i) visit(meta->group->full_name(i), at::Tensor(members[i].tensor.lock()));
+  }
   return fresh;
 }
 

@@ -26,7 +26,8 @@ auto on_meta(const Factory& factory) {
 /// same.
 ///
 /// Returns the names of the parameters and buffers that got memory here, of which this rank holds elements, and that `init` did
-/// not write: a load must still bring their values. Seen are writes of operators, not those through `data_ptr`.
+/// not write: a load must still bring their values. A group gets memory as a whole: those of its parameters that are not below
+/// `module` are returned as well, by their full names from the root. Seen are writes of operators, not those through `data_ptr`.
 std::vector<std::string> materialize(torch::nn::Module& module, const std::function<void(torch::nn::Module&)>& init);
 
 } // namespace tessera

@@ -288,10 +288,16 @@ void ParameterGroup::make_leaves() {
     const auto keys = is_seen ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet();
     parameter.leaf = tensor_over(c10::Storage(storage_), layout_.parameters[i].unsharded_offset, parameter.spec->sizes(),
                                  parameter.unsharded_dtype, keys, parameter.strides);
+    parameter.frozen_leaf = at::Tensor();
     if (!tensor.defined()) continue;
     share_version(tensor, parameter.leaf);
     parameter.leaf.set_requires_grad(tensor.requires_grad());
   }
+}
+
+bool is_same_leaf(const ShardedParameter& parameter, const at::Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl() == parameter.tensor._unsafe_get_target()) return true;
+  return parameter.accumulator && torch::autograd::impl::try_get_grad_accumulator(tensor) == parameter.accumulator;
 }
 
 void ParameterGroup::enter(State next) {
@@ -345,6 +351,13 @@ void ParameterGroup::set_neighbours(CommunicatorPtr neighbours) {
   neighbours_ = std::move(neighbours);
   const int64_t step = neighbours_->size() * kParameterAlignment; // so that it has a part for each
   layout_.unsharded_bytes = at::round_up(layout_.unsharded_bytes, step);
+}
+
+void ParameterGroup::forget_neighbours() {
+  if (!neighbours_) return;
+  finish_gather(); // perhaps from what they kept
+  release_secondary();
+  neighbours_ = nullptr;
 }
 
 void ParameterGroup::reshard() {

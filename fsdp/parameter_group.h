@@ -83,6 +83,7 @@ struct ShardedParameter {
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
   at::Tensor leaf = {};                            ///< what forward ops read instead: plain, in the unsharded dtype
   at::Tensor dtensor_leaf = {};                    ///< stands for it among DTensors in grad mode; made when first needed
+  at::Tensor frozen_leaf = {};                     ///< without a gradient, where `leaf` has one for an earlier forward
   NodeReference accumulator = {};                  ///< of the gradients of `leaf` and of `tensor`
   SpecPtr spec;
   c10::intrusive_ptr<ParameterMeta> meta = {};
@@ -99,6 +100,14 @@ struct ShardedParameter {
   std::optional<MemoryRange> original;  ///< where the whole tensor was
   std::optional<Placement> chosen = {}; ///< by the program, along the shard dim
 };
+
+/// As the program set it, also where no forward has read the parameter since.
+inline bool is_trained(const ShardedParameter& parameter) {
+  return !parameter.tensor.expired() && parameter.tensor._unsafe_get_target()->requires_grad();
+}
+
+/// Whether `tensor` is the parameter, and not its `detach()` or `data()`: itself, or as autograd hands it back that has saved it.
+bool is_same_leaf(const ShardedParameter& parameter, const at::Tensor& tensor);
 
 /// The strides of a tensor without gaps, where they are not those of a row-major one; for any other none.
 std::vector<int64_t> own_strides(const at::Tensor& tensor);
@@ -152,6 +161,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Keeps this rank's part among `neighbours`, from which the next gather is made, where there are any.
   void reshard_after_forward();
   void set_neighbours(CommunicatorPtr neighbours);
+  /// Frees what was kept among them. Gathers are over all ranks from now on.
+  void forget_neighbours();
   const CommunicatorPtr& neighbours() const { return neighbours_; }
   const ExtendedGather& extended() const { return extended_; }
   /// Makes parameter `index`, which its module gave up but somebody still holds, a DTensor that has nothing to do with the group.

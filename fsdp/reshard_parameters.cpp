@@ -45,6 +45,7 @@ struct Inventory {
   StatePtr state;
   std::vector<GroupPtr> groups; // as they are until now
   std::vector<Present> present;
+  std::vector<at::ScalarType> read_dtypes; // of these, in forward from now on
   std::vector<std::string> removed;
 
   bool is_changed() const {
@@ -222,6 +223,20 @@ void check_present(const Inventory& inventory) {
   }
 }
 
+/// Before any change: a norm may be unable to mix them.
+void choose_read_dtypes(const Model& model, Inventory& inventory, const std::optional<at::ScalarType>& dtype) {
+  const auto& policy = inventory.state->options().mixed_precision;
+  const ModuleWalk walk(model.modules_of(*inventory.state));
+  std::vector<at::Tensor> tensors;
+  for (const auto& each : inventory.present) tensors.push_back(each.tensor);
+  auto& dtypes = inventory.read_dtypes;
+  dtypes = unsharded_dtypes(walk, tensors, policy);
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    if (!policy.param_dtype) dtypes[i] = inventory.present[i].dtype;
+  }
+  check_norms(walk, tensors, dtypes, dtype);
+}
+
 /// Of one mesh: what all its ranks must have found alike, and the new parameters.
 struct Findings {
   DeviceMesh mesh;
@@ -258,8 +273,8 @@ void agree(Model& model, const std::string& module) {
 /// The group, or groups, of a state anew.
 class Remaking {
  public:
-  Remaking(Inventory& inventory, const Model& model, std::shared_ptr<ModelResources> resources)
-      : inventory_(inventory), model_(model), resources_(std::move(resources)) {}
+  Remaking(Inventory& inventory, std::shared_ptr<ModelResources> resources)
+      : inventory_(inventory), resources_(std::move(resources)) {}
 
   /// The groups that take the place of the first one of before, of what `take` returned. Names of kept parameters that lie
   /// elsewhere are added to `moved`.
@@ -268,11 +283,10 @@ class Remaking {
     std::vector<GroupPtr> made;
     for (const auto& group : inventory_.groups) retire_gradients(*group);
     if (!free.tensors.empty()) {
-      const auto neighbours = inventory_.groups.empty() ? nullptr : inventory_.groups[0]->neighbours();
       const auto settings = settings_of();
-      made = make_groups(inventory_.state, free, resources_, neighbours);
+      made = make_groups(inventory_.state, free, resources_, neighbours());
       for (const auto& part : inventory_.state->parts()) {
-        if (part->group() && settings) part->gradients().take_settings(*settings);
+        if (part->group()) settings ? part->gradients().take_settings(*settings) : take_settings_above(part->gradients());
       }
       for (const auto& group : made) {
         if (!inventory_.groups.empty()) group->axes() = inventory_.groups[0]->axes(); // with the program's own communicators
@@ -299,24 +313,11 @@ class Remaking {
     }
     const auto is_null = [](const auto& extension) { return extension == nullptr; };
     if (std::all_of(free.extensions.begin(), free.extensions.end(), is_null)) free.extensions.clear();
-    free.dtypes = new_dtypes(free.values);
+    free.dtypes = inventory_.read_dtypes;
     return free;
   }
 
  private:
-  std::vector<at::ScalarType> new_dtypes(const std::vector<at::Tensor>& values) const {
-    const auto& policy = inventory_.state->options().mixed_precision;
-    const ModuleWalk walk(model_.modules_of(*inventory_.state));
-    std::vector<at::Tensor> tensors;
-    for (const auto& each : inventory_.present) tensors.push_back(each.tensor);
-    auto dtypes = unsharded_dtypes(walk, tensors, policy);
-    for (size_t i = 0; i < dtypes.size(); ++i) {
-      if (!policy.param_dtype) dtypes[i] = values[i].scalar_type();
-    }
-    check_norms(walk, tensors, dtypes);
-    return dtypes;
-  }
-
   std::vector<SpecPtr> specs() const {
     std::vector<SpecPtr> all;
     for (const auto& each : inventory_.present) all.push_back(each.before ? each.before->spec : nullptr);
@@ -331,6 +332,22 @@ class Remaking {
     return settings;
   }
 
+  /// For a module that had no group: what is set on the next one above that has one.
+  void take_settings_above(GroupGradients& gradients) const {
+    auto above = inventory_.state->parent();
+    while (above && !above->group()) above = above->parent();
+    if (!above) return;
+    gradients.requires_sync = above->gradients().requires_sync;
+    gradients.requires_all_reduce = above->gradients().requires_all_reduce;
+    gradients.has_only_buffer = above->gradients().has_only_buffer;
+  }
+
+  CommunicatorPtr neighbours() const {
+    if (!inventory_.groups.empty()) return inventory_.groups[0]->neighbours();
+    const auto& state = *inventory_.state;
+    return connect_neighbours(state.axes(), state.options().reshard_after_forward);
+  }
+
   void note_moved(const std::vector<SpecPtr>& before, std::vector<std::string>& moved) const {
     for (size_t i = 0; i < before.size(); ++i) {
       const auto& present = inventory_.present[i];
@@ -342,7 +359,6 @@ class Remaking {
   }
 
   Inventory& inventory_;
-  const Model& model_;
   std::shared_ptr<ModelResources> resources_;
 };
 
@@ -372,13 +388,14 @@ void remake(Model& model, std::vector<std::string>& moved) {
   const auto schedule = std::make_shared<Schedule>(root.axes().mesh().device());
   schedule->set_is_last_backward(old_schedule->is_last_backward());
   schedule->set_gradient_weight(old_schedule->gradient_weight());
+  schedule->set_reporting(old_schedule->resources()->recorder != nullptr);
   Replaced replaced;
   bool has_changed = false;
   try {
     for (auto& inventory : model.inventories()) {
       for (const auto& group : inventory.groups) old_schedule->reshard(*group);
       if (!inventory.is_changed()) continue;
-      Remaking remaking(inventory, model, schedule->resources());
+      Remaking remaking(inventory, schedule->resources());
       const auto free = remaking.take();
       has_changed = true;
       const auto made = remaking.run(free, moved);
@@ -416,6 +433,18 @@ void rename(const Inventory& inventory) {
   }
 }
 
+/// What is new also where each group stays as it is.
+void change_around_groups(Model& model, const ReshardParametersOptions& options) {
+  auto& root = model.root();
+  for (const auto& inventory : model.inventories()) {
+    if (!inventory.is_changed()) rename(inventory);
+  }
+  for (const auto& item : model.census().ignored) root.ignore(item.tensor);
+  move_buffers(model.census().buffers, root.axes().mesh().device());
+  if (options.dtype) cast_buffers(model.census(), *options.dtype);
+  model.claim_new_modules();
+}
+
 void check_reduced(const std::vector<Inventory>& inventories) {
   for (const auto& inventory : inventories) {
     for (const auto& part : inventory.state->parts()) {
@@ -448,15 +477,11 @@ ReshardedParameters reshard_parameters(torch::nn::Module& module, const ReshardP
     if (inventory.is_changed()) check_present(inventory);
   }
   agree(model, module.name());
-
-  auto result = list_changes(model);
-  for (const auto& inventory : inventories) {
-    if (!inventory.is_changed()) rename(inventory);
+  for (auto& inventory : inventories) {
+    if (inventory.is_changed() || options.dtype) choose_read_dtypes(model, inventory, options.dtype);
   }
-  for (const auto& item : model.census().ignored) root.ignore(item.tensor);
-  move_buffers(model.census().buffers, root.axes().mesh().device());
-  if (options.dtype) cast_buffers(model.census(), *options.dtype);
-  model.claim_new_modules();
+  auto result = list_changes(model);
+  change_around_groups(model, options);
   if (is_changed) {
     remake(model, result.moved);
   } else {

@@ -11,7 +11,7 @@ namespace tessera {
 
 struct ReshardParametersOptions {
   /// The dtype of the floating-point parameters and buffers from now on, as `Module::to` gives it to a plain module. Unset: as
-  /// they are.
+  /// they are. An error, before any change, for a norm that would compute with a weight and running statistics of two dtypes.
   std::optional<c10::ScalarType> dtype;
   /// Parameters that stay as they are, beside those that `fully_shard` was told to ignore.
   std::vector<at::Tensor> ignored_params = {};
@@ -30,7 +30,8 @@ struct ReshardedParameters {
 ///
 /// New parameters belong to the next sharded module above them, with its options; a `shard_placement_fn` is not asked again. A
 /// group whose parameters are the same stays as it is. Another one is gathered once, whole and in its own dtype, and split anew;
-/// its parameters stay the tensors that they are. Handles, divide factors, hooks, communicators and prefetch lists stay.
+/// its parameters stay the tensors that they are. Handles, divide factors, hooks, communicators and prefetch lists stay. A module
+/// that had no parameters of its own reduces the new ones' gradients as the next one above that has some is set to.
 ///
 /// All ranks of the model call it at the same point, after the same changes, between steps: gradients have to be reduced and
 /// cleared. A model of whose sharded parameters none is left is `fully_shard`'s again. New parameters have the same values on all

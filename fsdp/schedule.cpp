@@ -27,13 +27,13 @@ bool is_forward_in_hook(const ParameterGroup& group) {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   if (!nodes || !at::GradMode::is_enabled() || dispatch::in_custom_backward())
     return false; // a recompute's gradients come at once
-  bool is_trained = false;
+  bool trains = false;
   for (const auto& parameter : group.parameters()) {
-    if (!parameter.leaf.requires_grad()) continue;
-    is_trained = true;
+    if (!is_trained(parameter)) continue;
+    trains = true;
     if (nodes->count(parameter.accumulator.get()) > 0) return false;
   }
-  return is_trained;
+  return trains;
 }
 
 bool is_in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
@@ -159,7 +159,9 @@ void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects
   touch_locked(group);
   if (!expects_gradient) return; // an evaluation may run on another stream
   compute_stream_ = current_stream_if_any(device_);
-  scheduled(group).gradients->expect(index, forward_epoch_);
+  auto& entry = scheduled(group);
+  if (entry.checked_forward != forward_epoch_) check_unchanged(entry, group);
+  entry.gradients->expect(index, forward_epoch_);
 }
 
 void Schedule::record(ParameterGroup& group) {
@@ -171,8 +173,16 @@ void Schedule::record(ParameterGroup& group) {
   if (is_first) group.owner->check_no_new_parameter();
   group.owner->check_boundary();
   entry.recorded_forward = forward_epoch_;
+  if (at::GradMode::is_enabled()) entry.checked_forward = forward_epoch_;
   if (is_first) place_buckets();
   if (!entry.buckets) place(entry);
+}
+
+/// Before the first read with a gradient to come: an evaluation recorded the group, and the model may have been changed since.
+void Schedule::check_unchanged(ScheduledGroup& entry, const ParameterGroup& group) {
+  entry.checked_forward = forward_epoch_;
+  group.check_parameters_alive();
+  if (std::exchange(checked_forward_, forward_epoch_) != forward_epoch_) group.owner->check_no_new_parameter();
 }
 
 /// Before what forward reads: another rank may read others of them, or first in another place.
@@ -328,7 +338,8 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
 }
 
 void Schedule::land_sharded(ReadyGradient gradient) {
-  gradient.is_part = is_read_in_both_ways(gradient.group->parameters()[gradient.index]);
+  const GroupPtr group = gradient.group.lock();
+  gradient.is_part = group && is_read_in_both_ways(group->parameters()[gradient.index]);
   if (!gradient.is_part) return deliver(std::move(gradient));
   const std::lock_guard lock(mutex_);
   follow();
@@ -336,7 +347,10 @@ void Schedule::land_sharded(ReadyGradient gradient) {
 }
 
 void Schedule::hold_parts() {
-  for (auto& each : ready_) each.is_part = each.is_part || is_read_in_both_ways(each.group->parameters()[each.index]);
+  for (auto& each : ready_) {
+    const GroupPtr group = each.is_part ? nullptr : each.group.lock();
+    each.is_part = each.is_part || (group && is_read_in_both_ways(group->parameters()[each.index]));
+  }
 }
 
 /// At the end of a backward: of those of one parameter their sum.
@@ -344,10 +358,11 @@ void Schedule::join_parts() {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < ready_.size(); ++i) {
     if (!std::exchange(ready_[i].is_part, false)) continue;
-    const auto same = [&](const auto& each) { return each.group == ready_[i].group && each.index == ready_[i].index; };
+    const GroupPtr group = ready_[i].group.lock();
+    const auto same = [&](const auto& each) { return each.group.lock() == group && each.index == ready_[i].index; };
     const auto other = std::find_if(ready_.begin() + static_cast<std::ptrdiff_t>(i) + 1, ready_.end(), same);
-    if (other == ready_.end()) continue;
-    add(*other, ready_[i]);
+    if (!group || other == ready_.end()) continue;
+    add(*other, ready_[i], *group);
     other->is_part = true; // and perhaps of a third
     ready_.erase(ready_.begin() + static_cast<std::ptrdiff_t>(i--));
   }
@@ -513,13 +528,16 @@ void Schedule::abandon_backward() {
 void Schedule::set_reporting(bool reports) {
   const std::lock_guard lock(mutex_);
   resources_->recorder = reports ? std::make_shared<StepRecorder>() : nullptr;
+  if (reports) note_unsharded();
 }
 
 StepReport Schedule::report() {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(resources_->recorder, "report: nothing was recorded on rank ", process_context().rank(),
               ": call set_reporting(true) before the step");
-  return resources_->recorder->take();
+  auto report = resources_->recorder->take();
+  note_unsharded(); // what is gathered stays so in the next one
+  return report;
 }
 
 void Schedule::look_anew() {

@@ -37,6 +37,7 @@ struct ScheduledGroup {
   size_t end = 0;                ///< the groups below its module have the numbers from its own to here
   int64_t order_position = -1;   ///< in the recorded forward order
   uint64_t recorded_forward = 0; ///< the last forward that recorded it there
+  uint64_t checked_forward = 0;  ///< the last one whose model was looked at in grad mode
   uint64_t joined_phase = 0;     ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
   uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
   uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
@@ -145,6 +146,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   bool has_failed_backward() const;
   void abandon_backward();
   void record(ParameterGroup& group);
+  void check_unchanged(ScheduledGroup& entry, const ParameterGroup& group);
   void place_buckets();
   void place(ScheduledGroup& entry);
   void open(ParameterGroup& group);
@@ -192,9 +194,10 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   bool is_last_backward_ = true;
   double gradient_weight_ = 1;
   TrainsApartWatch watch_;
-  std::string refusal_;        // why no parameter may be used any more; empty: they may
-  uint64_t phase_ = 1;         // changes with the state
-  uint64_t forward_epoch_ = 0; // changes with every forward that follows a backward
+  std::string refusal_;          // why no parameter may be used any more; empty: they may
+  uint64_t phase_ = 1;           // changes with the state
+  uint64_t forward_epoch_ = 0;   // changes with every forward that follows a backward
+  uint64_t checked_forward_ = 0; // the last one that an evaluation recorded, and whose model was looked at anew
 };
 
 } // namespace tessera::internal

@@ -144,6 +144,7 @@ std::optional<at::Tensor> dtensor_leaf_of(const at::Tensor& tensor) {
   auto* meta = parameter_meta(tensor);
   if (!meta || !tensor.requires_grad()) return std::nullopt;
   auto& parameter = meta->group->parameters()[meta->index];
+  if (!is_same_leaf(parameter, tensor)) return std::nullopt; // a detached one has its own gradient
   if (!parameter.dtensor_leaf.defined()) {
     parameter.dtensor_leaf = make_dtensor_leaf(tensor, meta->group->weak_from_this(), meta->index);
     share_version(at::Tensor(parameter.tensor.lock()), parameter.dtensor_leaf);
@@ -263,7 +264,7 @@ const ShardedParameter* parameter_of(const at::Tensor& tensor) {
   if (const auto* meta = parameter_meta(tensor)) return &meta->group->parameters()[meta->index];
   if (!tensor.key_set().has(kTouchKey) || tensor.key_set().has(kDTensorKey)) return nullptr;
   for (const auto& parameter : group_of_leaf(tensor).parameters()) {
-    if (tensor.is_same(parameter.leaf)) return &parameter;
+    if (tensor.is_same(parameter.leaf) || tensor.is_same(parameter.frozen_leaf)) return &parameter;
   }
   return nullptr;
 }

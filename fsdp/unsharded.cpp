@@ -7,6 +7,29 @@
 
 namespace tessera {
 
+namespace internal {
+
+namespace {
+
+/// Without what autograd knows of it.
+at::Tensor detached(const at::Tensor& leaf, const c10::VariableVersion& version) {
+  return at::Tensor(leaf.unsafeGetTensorImpl()->shallow_copy_and_detach(version, /*allow_tensor_metadata_change=*/true));
+}
+
+/// What a read of the parameter itself gets. The graph of an earlier forward may end in the leaf of one that is frozen now, and
+/// autograd passes over a leaf that requires no gradient when its backward runs.
+const at::Tensor& leaf_of(ShardedParameter& parameter, bool requires_grad) {
+  auto& leaf = parameter.leaf;
+  if (requires_grad == leaf.requires_grad()) return leaf;
+  if (requires_grad) return leaf.set_requires_grad(true);
+  if (!parameter.frozen_leaf.defined()) parameter.frozen_leaf = detached(leaf, leaf.unsafeGetTensorImpl()->version_counter());
+  return parameter.frozen_leaf;
+}
+
+} // namespace
+
+} // namespace internal
+
 at::Tensor unsharded(const at::Tensor& tensor) {
   auto* meta = internal::parameter_meta(tensor);
   if (!meta) return tensor;
@@ -14,15 +37,14 @@ at::Tensor unsharded(const at::Tensor& tensor) {
   auto& parameter = group.parameters()[meta->index];
   TORCH_CHECK(parameter.leaf.defined(), "the parameter ", group.full_name(meta->index),
               " is on the meta device: call tessera::materialize before the first forward");
-  const bool is_itself = tensor.unsafeGetTensorImpl() == parameter.tensor._unsafe_get_target();
-  const bool expects_gradient = is_itself && tensor.requires_grad() && at::GradMode::is_enabled();
-  if (is_itself && parameter.leaf.requires_grad() != tensor.requires_grad())
-    parameter.leaf.set_requires_grad(tensor.requires_grad());
-  internal::schedule_of(group).touch_parameter(group, meta->index, expects_gradient);
-  if (is_itself) return parameter.leaf;
-  // Of `detach()` or `data()`: the latter counts its versions apart.
-  return at::Tensor(parameter.leaf.unsafeGetTensorImpl()->shallow_copy_and_detach(tensor.unsafeGetTensorImpl()->version_counter(),
-                                                                                  /*allow_tensor_metadata_change=*/true));
+  const bool is_itself = internal::is_same_leaf(parameter, tensor);
+  const bool trains = tensor.requires_grad() && at::GradMode::is_enabled();
+  TORCH_CHECK(is_itself || !trains, "a detached copy of the sharded parameter ", group.full_name(meta->index),
+              " that requires a gradient of its own is read: nothing would reduce that gradient. Use the parameter, or train "
+              "a copy of its values (`detach().clone()`)");
+  internal::schedule_of(group).touch_parameter(group, meta->index, is_itself && trains);
+  if (is_itself) return internal::leaf_of(parameter, tensor.requires_grad());
+  return internal::detached(parameter.leaf, tensor.unsafeGetTensorImpl()->version_counter()); // `data()` counts its own
 }
 
 } // namespace tessera

@@ -94,11 +94,14 @@ std::vector<at::ScalarType> unsharded_dtypes(const ModuleWalk& walk, const std::
   return dtypes;
 }
 
-void check_norms(const ModuleWalk& walk, const std::vector<at::Tensor>& parameters, const std::vector<at::ScalarType>& dtypes) {
+void check_norms(const ModuleWalk& walk, const std::vector<at::Tensor>& parameters, const std::vector<at::ScalarType>& dtypes,
+                 std::optional<at::ScalarType> dtype) {
+  const auto dtype_of = [&](const at::Tensor& tensor) {
+    return dtype && tensor.is_floating_point() ? *dtype : tensor.scalar_type();
+  };
   absl::flat_hash_map<const c10::TensorImpl*, size_t> positions;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (dtypes[i] != parameters[i].scalar_type())
-      positions.emplace(parameters[i].unsafeGetTensorImpl(), i); // those that are cast
+    if (dtypes[i] != dtype_of(parameters[i])) positions.emplace(parameters[i].unsafeGetTensorImpl(), i); // those that are cast
   }
   if (positions.empty()) return;
   for (const auto& visit : walk.visits()) {
@@ -106,14 +109,13 @@ void check_norms(const ModuleWalk& walk, const std::vector<at::Tensor>& paramete
     if (!mean.defined() || is_synchronized(mean)) continue;
     for (const auto& item : Registry::parameters(*visit.module)) {
       const auto found = item.value().defined() ? positions.find(item.value().unsafeGetTensorImpl()) : positions.end();
-      if (found == positions.end() || dtypes[found->second] == mean.scalar_type()) continue;
+      if (found == positions.end() || dtypes[found->second] == dtype_of(mean)) continue;
       const auto name = walk.name(walk.place_of(visit));
       const auto type = std::string(short_type(visit.module->name()));
-      const auto keep =
-          mean.scalar_type() == at::kFloat ? "keep it in fp32 with policy.keep_in_fp32 = {\"" + type + "\"}, or " : "";
+      const auto keep = dtype_of(mean) == at::kFloat ? "keep it in fp32 with policy.keep_in_fp32 = {\"" + type + "\"}, or " : "";
       TORCH_CHECK_VALUE(false, "fully_shard: the norm ", name.empty() ? type : name + " (" + type + ")",
                         " would compute with its ", item.key(), " in ", dtypes[found->second], " beside running statistics in ",
-                        mean.scalar_type(), ", which its kernel cannot mix: ", keep,
+                        dtype_of(mean), ", which its kernel cannot mix: ", keep,
                         "shard it by itself, before, without a param_dtype");
     }
   }

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include <tessera/fsdp/module_walk.h>
@@ -17,7 +18,8 @@ std::vector<at::ScalarType> unsharded_dtypes(const ModuleWalk& walk, const std::
                                              const MixedPrecisionPolicy& policy);
 
 /// An error that names a norm of LibTorch with parameters among these whose running statistics have another dtype than its
-/// weight has in forward: its kernel cannot mix them.
-void check_norms(const ModuleWalk& walk, const std::vector<at::Tensor>& parameters, const std::vector<at::ScalarType>& dtypes);
+/// weight has in forward: its kernel cannot mix them. `dtype`: that of all floating-point parameters and buffers from now on.
+void check_norms(const ModuleWalk& walk, const std::vector<at::Tensor>& parameters, const std::vector<at::ScalarType>& dtypes,
+                 std::optional<at::ScalarType> dtype = {});
 
 } // namespace tessera::internal

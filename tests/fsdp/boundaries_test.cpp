@@ -77,7 +77,7 @@ struct Probe : torch::nn::Module {
     note("integer input, in forward", index);
     note("buffer", table);
     note("parameter that forward reads", unsharded(scale));
-    note("parameter that `keep_in_fp32` names", unsharded(kept));
+    seen["parameter that `keep_in_fp32` names"] = c10::toString(unsharded(kept).scalar_type());
     note("result of an operator without a parameter, on an input", x * 2);
     const auto y = linear(x);
     note("result of an operator with a parameter, on an input", y);
@@ -85,7 +85,7 @@ struct Probe : torch::nn::Module {
     note("result of a product with a parameter, on a wider buffer", table * scale);
     note("result of a matrix product with a parameter, on a wider tensor made in forward", on_wide());
     note("result of a product with a parameter, on a tensor without dims", torch::tensor(2.0F) * scale);
-    note("result of a product with a parameter in `keep_in_fp32`", y * kept);
+    seen["result of a product with a parameter in `keep_in_fp32`"] = c10::toString((y * kept).scalar_type());
     const auto below_output = below(y);
     note("output of a sharded module below that is called directly", below_output);
     return below_output * scale + (y * kept).to(torch::kBFloat16).sum();

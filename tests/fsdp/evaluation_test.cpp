@@ -351,6 +351,19 @@ TEST(Evaluation, KeepsAndFreesGroupsAsItIsToldBetweenForwards) {
   EXPECT_LE(open_after_a_forward(), 1);
 }
 
+TEST(Evaluation, StrategiesThatKeepParametersWholeAreNotToldToFreeThem) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  for (const auto strategy : {tessera::Strategy::kZero1, tessera::Strategy::kZero2}) {
+    Net net = make_net();
+    shard_model(net, {"", world_mesh, {.strategy = strategy}});
+    fsdp(*net).set_reshard_after_forward(false);
+    fsdp(*net).set_reshard_after_forward(true);
+    const torch::NoGradGuard no_grad;
+    net->forward(part_of(global_batch(0), world_rank(), world_size()));
+    for (const auto& block : *net->blocks) EXPECT_GT(fsdp(*block).unsharded_bytes(), 0);
+  }
+}
+
 /// What trains a model goes on seeing DTensors.
 TEST(Evaluation, OptimizersAveragesAndClippingStayOnShards) {
   for (const auto& strategy : strategies()) {

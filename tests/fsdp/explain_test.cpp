@@ -31,6 +31,7 @@ TEST(Explain, SaysHowEachGroupLies) {
       here += group.shard_bytes;
       EXPECT_GE(group.padding_bytes, 0);
       EXPECT_EQ(group.reduce_bytes > 0, world_size() > 1);
+      EXPECT_EQ(group.layout, strategy.options.layout == BufferLayout::kRagged ? "ragged" : "per-parameter");
     }
     EXPECT_EQ(parameters, static_cast<int64_t>(net->parameters().size()));
     EXPECT_LE(here, whole);
@@ -99,6 +100,20 @@ TEST(Explain, FollowsTheLastForward) {
   const auto first_layer = explain(*net).memory;
   EXPECT_EQ(first_layer.parameters, all.parameters);
   EXPECT_LT(first_layer.peak, all.peak);
+}
+
+TEST(Explain, CountsThePartsThatAForwardLeavesAmongNeighbours) {
+  if (world_size() != 4) GTEST_SKIP() << "two neighbours among more ranks";
+  const auto explain_layers = [](ReshardAfterForward left) {
+    torch::manual_seed(0);
+    torch::nn::Sequential net;
+    for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(64, 64));
+    for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh(), {.reshard_after_forward = left});
+    fully_shard(*net, world_mesh());
+    return explain(*net, {.activation_bytes = 1 << 30}); // so that the peak is where the backward begins
+  };
+  const auto parts = explain_layers(2), shards = explain_layers(true);
+  EXPECT_EQ(parts.memory.parameters - shards.memory.parameters, 3 * (parts.groups[0].unsharded_bytes / 2)) << "all but the last";
 }
 
 TEST(Explain, IsTextAndJson) {

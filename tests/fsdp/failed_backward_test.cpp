@@ -1,9 +1,12 @@
 // Backwards that end with an exception, and those that run inside another's hook: what comes after is as in the unsharded model.
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/parameter_group.h>
 
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <memory>
+#include <vector>
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
@@ -240,6 +243,59 @@ TEST(FailedBackward, WhatFollowsIsAsInTheUnshardedModel) {
         }
       }
     }
+  }
+}
+
+/// Of the model, which is sharded as a part of `outer`, or not yet.
+Tensor outer_loss(Models& models, torch::nn::Linear& outer, int64_t batch) {
+  return outer(models.model->forward(models.input(batch))).square().mean();
+}
+
+TEST(FailedBackward, OfAModelThatIsThenShardedAsAPartIsForgotten) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Models plain(nullptr, false), sharded(&strategy, /*layers_apart=*/false);
+    torch::manual_seed(6);
+    torch::nn::Linear plain_outer(3, 2);
+    plain_outer->to(torch::kDouble);
+    torch::manual_seed(6);
+    torch::nn::Linear outer(3, 2);
+    outer->to(torch::kDouble);
+    fail(bad_loss(sharded, 0)); // the last layer's gradients have landed
+    sharded.zero_grad();
+    torch::nn::ModuleList whole;
+    whole->push_back(sharded.model.ptr());
+    whole->push_back(outer);
+    strategy.replicates ? replicate(*whole, strategy.mesh(), strategy.options)
+                        : fully_shard(*whole, strategy.mesh(), strategy.options);
+    outer_loss(plain, plain_outer, 1).backward();
+    outer_loss(sharded, outer, 1).backward();
+    const auto expected = plain.model->parameters(), actual = sharded.model->parameters();
+    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TENSORS_CLOSE(full(actual[i].grad()), expected[i].grad(), 1e-12, 1e-14);
+    EXPECT_TENSORS_CLOSE(full(outer->weight.grad()), plain_outer->weight.grad(), 1e-12, 1e-14);
+  }
+}
+
+/// Throws when one of the first layer's gradients has landed, which ends the reduction of the last layer's, and another has not.
+Tensor half_landed_loss(Models& models) {
+  const auto transposed = models.first().weight.t();
+  throw_in(transposed);
+  const auto hidden = torch::addmm(models.first().bias, models.input(0), transposed).tanh();
+  return models.last().forward(hidden).square().mean();
+}
+
+/// What it reduced before it threw waits for the next event of the model, which does not come.
+TEST(FailedBackward, KeepsNoModelAlive) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto models = std::make_unique<Models>(&strategy, /*layers_apart=*/true);
+    fsdp(*models->model).set_reduce_scatter_max_input_buffers(1);
+    fail(half_landed_loss(*models));
+    std::vector<std::weak_ptr<internal::ParameterGroup>> groups;
+    for (const auto& parameter : models->model->parameters())
+      groups.push_back(internal::parameter_meta(parameter)->group->weak_from_this());
+    models.reset();
+    for (const auto& group : groups) EXPECT_TRUE(group.expired());
   }
 }
 

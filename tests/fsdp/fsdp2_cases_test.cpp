@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <tessera/checkpoint/state_dict.h>
+#include <tessera/fsdp/sharded_module.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
@@ -64,6 +65,24 @@ TEST(Fsdp2Cases, ReshardingByHandAndBySetterIsCounted) {
   EXPECT_EQ(gathers_of_a_step([] {}), 6) << "but for the root and the last block, whose backward comes first";
   root.set_reshard_after_forward(false);
   EXPECT_EQ(gathers_of_a_step([] {}), 4);
+}
+
+/// Also between a forward, which has kept parts among neighbours, and its backward.
+TEST(Fsdp2Cases, TheSetterForgetsANumberOfRanks) {
+  if (world_size() != 4) GTEST_SKIP() << "two neighbours among more ranks";
+  for (const bool reshards : {true, false}) {
+    Net net = make_net(), other = make_net();
+    shard_model(net, {"among neighbours", world_mesh, {.reshard_after_forward = 2}});
+    shard_model(other, {"full"});
+    const auto loss = loss_of(net, rows_of_rank(0));
+    fsdp(*net).set_reshard_after_forward(reshards);
+    for (const auto& block : *net->blocks) EXPECT_EQ(fsdp(*block).state()->group()->neighbours(), nullptr);
+    loss.backward();
+    loss_of(other, rows_of_rank(0)).backward();
+    const auto expected = other->named_parameters();
+    for (const auto& item : net->named_parameters())
+      EXPECT_TENSORS_EQUAL(full(item.value().grad()), full(expected[item.key()].grad()));
+  }
 }
 
 // test_fully_shard_training: test_train_parity_multi_group, with its delays

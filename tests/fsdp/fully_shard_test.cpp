@@ -192,6 +192,17 @@ TEST(FullyShard, MetaModulesAreMaterializedShardByShard) {
   }
 }
 
+/// A rank names what it holds elements of.
+std::set<std::string> names_of_all_ranks(const std::vector<std::string>& names) {
+  const auto communicator = process_context().communicator(world_mesh().ranks(), torch::kCPU);
+  std::set<std::string> all;
+  for (const auto& text : internal::gather_texts(c10::Join(" ", names), *communicator, torch::kCPU, "names")) {
+    std::istringstream words(text);
+    all.insert(std::istream_iterator<std::string>(words), {});
+  }
+  return all;
+}
+
 TEST(FullyShard, MaterializeNamesWhatNothingInitialized) {
   const auto make = [] {
     auto model = torch::nn::Sequential(torch::nn::Linear(8, 8), torch::nn::BatchNorm1d(8), torch::nn::Linear(8, 8));
@@ -210,17 +221,20 @@ TEST(FullyShard, MaterializeNamesWhatNothingInitialized) {
       if (auto* linear = module.as<torch::nn::Linear>()) torch::nn::init::ones_(linear->weight);
       if (auto* norm = module.as<torch::nn::BatchNorm1d>()) norm->running_mean.set_data(torch::zeros({8}));
     });
-    // A rank names what it holds elements of.
-    const auto communicator = process_context().communicator(world_mesh().ranks(), torch::kCPU);
-    std::set<std::string> names;
-    for (const auto& text : internal::gather_texts(c10::Join(" ", unwritten), *communicator, torch::kCPU, "names")) {
-      std::istringstream words(text);
-      names.insert(std::istream_iterator<std::string>(words), {});
-    }
-    EXPECT_THAT(names,
+    EXPECT_THAT(names_of_all_ranks(unwritten),
                 ::testing::ElementsAre("0.bias", "1.bias", "1.num_batches_tracked", "1.running_var", "1.weight", "2.bias"));
     EXPECT_THAT(materialize(*model, [](torch::nn::Module&) {}), ::testing::IsEmpty()); // nothing is on meta any more
   }
+}
+
+TEST(FullyShard, MaterializeOfAPartNamesTheRestOfItsGroup) {
+  auto model = on_meta([] { return torch::nn::Sequential(torch::nn::Linear(4, 3), torch::nn::Linear(3, 4)); });
+  fully_shard(*model, world_mesh());
+  const auto unwritten = materialize(*model[0], [](torch::nn::Module& module) {
+    for (auto& parameter : module.parameters(/*recurse=*/false)) parameter.fill_(1);
+  });
+  EXPECT_THAT(names_of_all_ranks(unwritten), ::testing::ElementsAre("1.bias", "1.weight"));
+  EXPECT_THAT(materialize(*model[1], [](torch::nn::Module&) {}), ::testing::IsEmpty()); // it has memory already
 }
 
 TEST(FullyShard, DifferentInitialWeightsAreAnErrorOrBroadcast) {

@@ -369,6 +369,36 @@ TEST(GroupGradients, ADivideFactorKeepsSumsInRangeOfFloat16) {
   }
 }
 
+/// Each divided by the number of ranks has no number of fp16, and their mean has. NCCL's own mean divides first.
+TEST(GroupGradients, SmallGradientsOfFloat16AreNotDividedToZero) {
+  const double smallest = std::exp2(-24), gradient = world_size() == 4 ? 2 * smallest : world_size() * smallest;
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto how = strategy;
+    how.options.mixed_precision.reduce_dtype = torch::kHalf;
+    torch::nn::Linear linear(torch::nn::LinearOptions(4, 3).bias(false));
+    torch::nn::init::ones_(linear->weight);
+    strategy.replicates ? replicate(*linear, how.mesh(), how.options) : fully_shard(*linear, how.mesh(), how.options);
+    linear->forward(torch::full({1, 4}, gradient, test_device())).sum().backward();
+    EXPECT_TENSORS_EQUAL(full(linear->weight.grad()), torch::full({3, 4}, gradient));
+  }
+}
+
+TEST(GroupGradients, AHookOfAReductionInFloat16SeesAMean) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    auto how = strategy;
+    how.options.mixed_precision.reduce_dtype = torch::kHalf;
+    torch::nn::Linear linear(torch::nn::LinearOptions(4, 3).bias(false));
+    torch::nn::init::ones_(linear->weight);
+    auto handle =
+        strategy.replicates ? replicate(*linear, how.mesh(), how.options) : fully_shard(*linear, how.mesh(), how.options);
+    handle.set_all_reduce_hook([](const torch::Tensor& flat) { flat.clamp_(-8, 8); });
+    linear->forward(torch::full({1, 4}, 8.0, test_device())).sum().backward();
+    EXPECT_TENSORS_EQUAL(full(linear->weight.grad()), torch::full({3, 4}, 8.0));
+  }
+}
+
 // In fp16 a part of the factor is divided away before the all-reduce, and the rest after it.
 TEST(GroupGradients, AFactorThatWouldDivideAPutOffAllReduceOtherwiseIsAnError) {
   if (world_size() != 4) GTEST_SKIP() << "2 x 2 ranks";

@@ -14,6 +14,7 @@
 #include <tessera/fsdp/explain.h>
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/reshard_parameters.h>
+#include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/summary.h>
 #include <tessera/fsdp/unsharded.h>
 #include <tessera/optim/shard_optimizer.h>
@@ -321,6 +322,43 @@ TEST(ReshardParameters, KeepsTheSettingsOfAModule) {
   EXPECT_TENSORS_CLOSE(full(tower->second->base->weight.grad()), plain->second->base->weight.grad() / world_size(), 1e-4, 1e-6);
 }
 
+TEST(ReshardParameters, GoesOnReporting) {
+  auto tower = make_tower();
+  shard_tower(tower, {"full"});
+  fsdp(*tower).set_reporting(true);
+  tower->first->add_adapter();
+  reshard_parameters(tower);
+  tower->forward(mine(rows_of(0))).sum().backward();
+  EXPECT_EQ(fsdp(*tower).report().all_gathers().calls > 0, world_size() > 1);
+  tower->zero_grad();
+  fsdp(*tower).set_reporting(false);
+  tower->second->add_adapter();
+  reshard_parameters(tower);
+  EXPECT_THROWS_WITH(fsdp(*tower).report(), "nothing was recorded");
+}
+
+TEST(ReshardParameters, AModuleThatHadNoParametersHasItsOptionsAndTheSettingsOfTheOneAbove) {
+  auto tower = make_tower();
+  FullyShardOptions options;
+  if (world_size() == 4) options.reshard_after_forward = 2;
+  fully_shard(*tower->first->base, world_mesh());
+  fully_shard(*tower->first, world_mesh(), options);
+  fully_shard(*tower, world_mesh());
+  fsdp(*tower).set_requires_gradient_sync(false);
+  fsdp(*tower).set_reduce_scatter_max_input_buffers(1);
+  tower->first->add_adapter();
+  reshard_parameters(tower);
+  const auto state = fsdp(*tower->first).state();
+  ASSERT_THAT(fsdp(*tower->first).parameter_names(), ::testing::ElementsAre("first.down", "first.up"));
+  EXPECT_EQ(state->group()->neighbours() != nullptr, world_size() == 4);
+  EXPECT_FALSE(state->gradients().requires_sync);
+  EXPECT_FALSE(state->gradients().requires_all_reduce);
+  EXPECT_TRUE(state->gradients().has_only_buffer);
+  fsdp(*tower).set_requires_gradient_sync(true);
+  tower->forward(mine(rows_of(0))).sum().backward();
+  EXPECT_TRUE(tower->first->down.grad().defined());
+}
+
 TEST(ReshardParameters, LeavesIgnoredParametersAsTheyAre) {
   auto tower = make_tower();
   fully_shard(*tower->first, world_mesh(), {.ignored_params = {tower->first->base->bias}});
@@ -448,6 +486,27 @@ TEST(ReshardParameters, WhatIsAddedIsReadInTheDtypeOfThePolicy) {
   EXPECT_EQ(unsharded(added->weight).scalar_type(), at::kBFloat16);
   EXPECT_EQ(unsharded(tower->scale).scalar_type(), at::kFloat);
   EXPECT_EQ(dtype_in(), at::kBFloat16);
+}
+
+TEST(ReshardParameters, ANormThatCannotMixTheNewDtypesIsNamedBeforeAnyChange) {
+  const auto make = [](const std::vector<std::string>& keep, at::ScalarType statistics) {
+    torch::manual_seed(0);
+    torch::nn::Sequential net(torch::nn::Linear(5, 4), torch::nn::BatchNorm1d(4));
+    for (auto& buffer : net->buffers()) {
+      if (buffer.is_floating_point()) buffer.set_data(buffer.to(statistics));
+    }
+    fully_shard(*net, world_mesh(), {.mixed_precision = {.param_dtype = torch::kBFloat16, .keep_in_fp32 = keep}});
+    return net;
+  };
+  auto kept = make({"BatchNorm1d"}, torch::kFloat);
+  EXPECT_THROWS_WITH(reshard_parameters(*kept, {.dtype = torch::kBFloat16}),
+                     "the norm 1 (BatchNorm1d) would compute with its weight in Float beside running statistics in BFloat16");
+  for (const auto& parameter : kept->parameters()) EXPECT_EQ(parameter.scalar_type(), torch::kFloat);
+  EXPECT_EQ(kept->named_buffers()["1.running_mean"].scalar_type(), torch::kFloat);
+  for (int step = 0; step < 2; ++step) kept->forward(rows_of(0).to(test_device()));
+  auto unchanged = make({}, torch::kBFloat16);
+  EXPECT_THROWS_WITH(reshard_parameters(*unchanged, {.dtype = torch::kFloat}),
+                     "would compute with its weight in BFloat16 beside running statistics in Float");
 }
 
 TEST(ReshardParameters, AnotherDtypeMakesBucketsOfItsBytes) {

@@ -93,6 +93,23 @@ TEST(StepReport, KnowsTheMostThatIsUnshardedAtOnce) {
   EXPECT_EQ(report.peak_unsharded_bytes, report.groups[0].unsharded_bytes + 2 * report.groups[1].unsharded_bytes);
 }
 
+TEST(StepReport, KnowsWhatStaysGathered) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  Net net = make_net();
+  shard_model(net, {"kept after forward", world_mesh, {.reshard_after_forward = false}});
+  const torch::NoGradGuard no_grad;
+  net->forward(global_batch(0));
+  auto handle = fsdp(*net);
+  handle.set_reporting(true);
+  int64_t all = handle.unsharded_bytes();
+  for (const auto& block : *net->blocks) all += fsdp(*block).unsharded_bytes();
+  EXPECT_GT(all, 0);
+  for (int step = 0; step < 3; ++step) {
+    net->forward(global_batch(0));
+    EXPECT_EQ(handle.report().peak_unsharded_bytes, all);
+  }
+}
+
 TEST(StepReport, IsTheSameInEachStep) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);

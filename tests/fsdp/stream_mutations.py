@@ -5,6 +5,7 @@ A mutation that no test finds is an error: either a test is missing, or the line
 and as they were again at the end; a file with changes that are not committed is an error.
 
 Usage: tests/fsdp/stream_mutations.py [--preset PRESET] [--ranks N]... [--only TEXT] [--from NUMBER]
+       tests/fsdp/stream_mutations.py --check-lines
 """
 import argparse
 import itertools
@@ -27,8 +28,8 @@ MUTATIONS = [
     ("fsdp/side_stream.cpp", "    if (user != home) mark(user).wait();\n", "    static_cast<void>(user);\n"),
     ("fsdp/side_stream.h", "      work.wait();\n", ""),
     ("fsdp/side_stream.h", "      mark(*stream_).wait();\n", ""),
-    ("fsdp/gather.cpp", "  users_.wait_for(gather_);\n  gathered_version_", "  gathered_version_"),
-    ("fsdp/gather.cpp", "      gather_.wait();\n", ""),
+    ("fsdp/gather.cpp", "  users_.wait_for(gather_);\n", ""),
+    ("fsdp/gather.cpp", "    gather_.wait();\n", ""),
     ("fsdp/gather.cpp", "  users_.join();\n  if (state_ != State::kGathering)", "  if (state_ != State::kGathering)"),
     ("fsdp/parameter_group.cpp", "    users_.end();\n    secondary", "    secondary"),
     ("fsdp/parameter_group.cpp", "    secondary_users_.end();\n  } catch", "  } catch"),
@@ -53,14 +54,14 @@ MUTATIONS = [
     ("offload/device_file_memory.cpp", "    reading_->wait();\n", ""),
     ("fsdp/reduce_buffer.cpp", " && stream == current_stream_if_any(values.device());", ";"),
     ("checkpoint/pieces.cpp", "  tensor.copy_(tensor);", ""),
-    ("fsdp/gather.cpp", "    work.wait();\n    complete_gather", "    complete_gather"),
+    ("fsdp/gather.cpp", "      work.wait();\n", ""),
     ("fsdp/gather.cpp", "    secondary_users_.join();\n", ""),
     ("fsdp/parameter_group.cpp", "    secondary_users_.wait_for_home();\n", ""),
     ("fsdp/parameter_group.cpp", "  secondary_users_.end();\n  secondary_ =", "  secondary_ ="),
     ("fsdp/schedule.cpp", "  if (scope.has_switched()) use_on_current_stream(gradient);\n", ""),
-    ("fsdp/schedule.cpp", "  compute_stream_ = current_stream_if_any(device_);\n  scheduled", "  scheduled"),
+    ("fsdp/schedule.cpp", "  compute_stream_ = current_stream_if_any(device_);\n", ""),
     ("dtensor/differentiable_move.cpp", "  state.computed.wait();\n", ""),
-    ("fsdp/gather.cpp", "secondary_).wait();\n    if (gather_output_", "secondary_);\n    if (gather_output_"),
+    ("fsdp/gather.cpp", "secondary_).wait();\n", "secondary_);\n"),
     ("fsdp/parameter_group.cpp", "    users_.join(); // the shards", "    // the shards"),
     ("fsdp/parameter_group.cpp", "  wait_to_write(); // on the streams", "  // on the streams"),
     ("fsdp/group_gradients.cpp", "use_on_current_stream(*tensor);\n", "static_cast<void>(tensor);\n"),
@@ -104,11 +105,14 @@ def main():
     parser.add_argument("--ranks", type=int, action="append")
     parser.add_argument("--only", default="", help="those whose file or line holds this")
     parser.add_argument("--from", dest="first", type=int, default=1, help="the number of the first, from 1")
+    parser.add_argument("--check-lines", action="store_true", help="only look whether the sources still hold each line, once")
     arguments = parser.parse_args()
     ranks = arguments.ranks or [2, 4]
     mutations = [mutation for mutation in MUTATIONS if arguments.only in mutation[0] + mutation[1]]
     mutations = mutations[arguments.first - 1 :]
     check_lines(mutations)
+    if arguments.check_lines:
+        return
     changed = subprocess.run(["git", "diff", "--name-only", "HEAD", "--", *{path for path, _, _ in mutations}], cwd=ROOT,
                              capture_output=True, text=True).stdout
     if changed:

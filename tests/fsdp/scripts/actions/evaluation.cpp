@@ -1,11 +1,13 @@
 // Forwards without gradients, and reads of parameters outside a forward.
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ScopeExit.h>
 #include <tessera/fsdp/unsharded.h>
 
 #include <tessera/tests/fsdp/scripts/action.h>
 #include <tessera/tests/fsdp/scripts/pass.h>
 
 #include <optional>
+#include <vector>
 
 namespace tessera::testing::scripts {
 namespace {
@@ -18,6 +20,18 @@ void evaluate_without_grad(Turn& turn) {
 void evaluate_in_inference_mode(Turn& turn) {
   const c10::InferenceMode inference;
   turn.side.record_mean(random_loss(turn));
+}
+
+/// As a discriminator is read for the generator's loss, perhaps between its own loss and the backward of that.
+void evaluate_frozen(Turn& turn) {
+  std::vector<Tensor> trained = turn.trainee.model->parameters();
+  std::erase_if(trained, [](const Tensor& parameter) { return !parameter.requires_grad(); });
+  const auto set = [&trained](bool trains) {
+    for (auto& parameter : trained) parameter.requires_grad_(trains);
+  };
+  set(false);
+  const auto unfreeze = c10::make_scope_exit([&set] { set(true); });
+  turn.side.record_mean(random_loss(turn).detach());
 }
 
 struct Read {
@@ -70,6 +84,7 @@ void read_all_at_once(Turn& turn) {
 std::vector<Action> evaluation_actions() {
   return {{"evaluate without grad", 6, When::kAnywhere, evaluate_without_grad},
           {"evaluate in inference mode", 6, When::kAnywhere, evaluate_in_inference_mode},
+          {"evaluate frozen", 5, When::kAnywhere, evaluate_frozen},
           {"read a parameter", 10, When::kAnywhere, read_parameter},
           {"read all at once", 1, When::kAnywhere, read_all_at_once}};
 }
