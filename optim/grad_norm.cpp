@@ -8,6 +8,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -147,6 +148,15 @@ bool is_within(const DeviceMesh& inner, const DeviceMesh& outer) {
                                                     [&](int64_t rank) { return outer.rank_list().index_of(rank).has_value(); });
 }
 
+/// Between the ranks along `dims` of the mesh, in place.
+void reduce_along(const at::Tensor& values, const DeviceMesh& mesh, const std::vector<bool>& dims, ReduceOp op) {
+  const auto count = std::count(dims.begin(), dims.end(), true);
+  if (mesh.size() == 1 || count == 0) return;
+  const auto communicator = count > 1 ? process_context().communicator(mesh.rank_list(), mesh.device_type())
+                                      : mesh.communicator(std::find(dims.begin(), dims.end(), true) - dims.begin());
+  communicator->all_reduce(values.view({-1}), op, kLabel).wait();
+}
+
 /// What goes along with the tensors of a mesh, from each of its ranks.
 struct Passengers {
   std::vector<at::Tensor> plain = {};  ///< tensors that it has for itself
@@ -168,11 +178,7 @@ at::Tensor value_on(const OnMesh& group, const Passengers& others, NormOf norm) 
   auto values = others.values;
   values.push_back(value_of(parts, weights, norm, mesh.device()));
   auto value = joined(std::move(values), norm);
-  const auto dim = std::find(dims.begin(), dims.end(), true) - dims.begin();
-  if (mesh.size() == 1 || dim == static_cast<std::ptrdiff_t>(dims.size())) return value;
-  const auto communicator =
-      over_all ? process_context().communicator(mesh.rank_list(), mesh.device_type()) : mesh.communicator(dim);
-  communicator->all_reduce(value.view({1}), norm.op(), kLabel).wait();
+  reduce_along(value, mesh, dims, norm.op());
   return value;
 }
 
@@ -200,6 +206,40 @@ at::Tensor value_of_all(const std::vector<OnMesh>& groups, NormOf norm) {
   return joined(std::move(values), norm);
 }
 
+/// For each tensor of the group 1 where an element of it is not zero on some rank, otherwise 0: as one tensor, whose sum is the
+/// count.
+OnMesh nonzero_flags(const OnMesh& group) {
+  const auto device = group.mesh ? group.mesh->device() : group.parts[0].device();
+  std::vector<at::Tensor> flags;
+  for (const auto& part : group.parts) {
+    const auto values = part.is_sparse() ? part._values() : part;
+    flags.push_back(values.ne(0).any().to(device, at::kDouble));
+  }
+  OnMesh counted{.mesh = group.mesh, .parts = {at::stack(flags)}};
+  if (!group.mesh) return counted;
+  reduce_along(counted.parts[0], *group.mesh, group.shards, ReduceOp::kMax);
+  const Placements whole(group.shards.size(), Replicate());
+  counted.specs = {Spec::intern(*group.mesh, whole, {static_cast<int64_t>(flags.size())}, at::kDouble)};
+  counted.shards.resize(whole.size());
+  return counted;
+}
+
+/// The tensors that are not zero everywhere.
+at::Tensor count_nonzero(const std::vector<OnMesh>& groups) {
+  std::vector<OnMesh> flags;
+  for (const auto& group : groups) flags.push_back(nonzero_flags(group));
+  return value_of_all(flags, {1});
+}
+
+/// Zeros in the place of gradients that other ranks may have: these then reduce as many flags.
+std::vector<at::Tensor> with_zeros(std::vector<at::Tensor> tensors, const std::vector<at::Tensor>& parameters) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto* meta = internal::dtensor_meta(parameters[i]);
+    if (!tensors[i].defined() && meta) tensors[i] = internal::make_dtensor(at::zeros_like(meta->local), meta->spec);
+  }
+  return tensors;
+}
+
 at::ScalarType dtype_of(const std::vector<at::Tensor>& tensors) {
   auto dtype = at::kFloat;
   for (const auto& each : tensors) {
@@ -213,14 +253,11 @@ at::Tensor total_norm(const std::vector<at::Tensor>& tensors, const std::vector<
                       bool error_if_nonfinite) {
   TORCH_CHECK_VALUE(!std::isnan(norm_type), "get_total_norm: the type of the norm is NaN");
   const at::NoGradGuard no_grad;
-  const auto groups = by_mesh(tensors, parameters);
+  const auto groups = by_mesh(norm_type == 0 ? with_zeros(tensors, parameters) : tensors, parameters);
   if (groups.empty()) return at::zeros({}, at::kFloat);
   at::Tensor total;
   if (norm_type == 0) {
-    size_t count = 0;
-    for (const auto& group : groups) count += group.parts.size();
-    const auto device = groups[0].mesh ? groups[0].mesh->device() : groups[0].parts[0].device();
-    total = at::full({}, static_cast<double>(count), at::TensorOptions(at::kDouble).device(device));
+    total = count_nonzero(groups);
   } else {
     total = value_of_all(groups, {norm_type});
     if (!std::isinf(norm_type)) total = total.pow(1 / norm_type);

@@ -7,8 +7,9 @@
 namespace tessera {
 
 /// The norm of all `tensors` together, over all ranks: the `norm_type`-norm of their norms (infinity, -infinity, or any number; 0
-/// counts the tensors). A tensor without dims, in float, or double where one of the tensors is; zero for no tensors. Undefined
-/// tensors count as absent. Semantics: torch.nn.utils.get_total_norm.
+/// counts the tensors that are not zero everywhere, for one small all-reduce more a mesh). A tensor without dims, in float, or
+/// double where one of the tensors is; zero for no tensors. Undefined tensors count as absent. Semantics:
+/// torch.nn.utils.get_total_norm.
 ///
 /// The tensors may lie on several meshes: one all-reduce of one number for each that shards some of them, in the order in which
 /// the meshes first appear, the widest last. A mesh within the widest has tensors of its own: those that other ranks of the

@@ -33,7 +33,9 @@ struct DistributedSamplerOptions {
 /// are fewer rows than ranks.)
 ///
 /// With kUneven the last batches are those of the rest, b or less a rank. A rest of fewer rows than ranks is filled up from the
-/// batches before it, so that no rank has an empty one; this needs batches of two rows at least, and is an error in `next`.
+/// batches before it, so that no rank has an empty one; this needs batches of two rows at least, and is an error in `next`. Not
+/// with `DataLoaderOptions::drop_last`: the DataLoader would end before the first smaller batch, which only some ranks have. No
+/// sampler sees that option. kDrop and kRepeat give all ranks batches of the same size.
 class DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
   /// `rows` of data over the ranks of `data_mesh`, those that have different data. An error for fewer rows than ranks, and for a

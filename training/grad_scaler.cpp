@@ -32,6 +32,13 @@ void check_factor(const char* name, double value, double above, double below) {
                     ", but must be above ", above, std::isfinite(below) ? c10::str(" and below ", below) : "");
 }
 
+/// A scale is kept as a float.
+void check_scale(const char* name, double value) {
+  constexpr auto kLargest = std::numeric_limits<float>::max();
+  TORCH_CHECK_VALUE(value <= kLargest && static_cast<float>(value) > 0, "GradScaler: ", name, " is ", value,
+                    ", but must be above 0 and at most ", kLargest, " as a float");
+}
+
 /// Once each: the `parameters()` of LibTorch's modules list a tied one under each of its names.
 template <typename Visit> // void(const at::Tensor& parameter)
 void for_each_parameter(const torch::optim::Optimizer& optimizer, const Visit& visit) {
@@ -72,8 +79,7 @@ void unscale(const std::vector<at::Tensor>& parts, const at::Tensor& overflow, f
 
 GradScaler::GradScaler(GradScalerOptions options)
     : options_(std::move(options)), scale_(static_cast<float>(options_.init_scale)), overflows_left_(options_.hysteresis) {
-  constexpr auto kInfinity = std::numeric_limits<double>::infinity();
-  check_factor("init_scale", options_.init_scale, 0, kInfinity);
+  check_scale("init_scale", options_.init_scale);
   set_growth_factor(options_.growth_factor);
   set_backoff_factor(options_.backoff_factor);
   set_growth_interval(options_.growth_interval);
@@ -110,7 +116,7 @@ std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs
   return scaled;
 }
 
-bool GradScaler::find_overflow(torch::optim::Optimizer& optimizer) const {
+bool GradScaler::find_overflow(torch::optim::Optimizer& optimizer, const std::vector<int64_t>& ranks) const {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> parts;
   std::optional<c10::Device> device;
@@ -118,7 +124,6 @@ bool GradScaler::find_overflow(torch::optim::Optimizer& optimizer) const {
     if (!device) device = part_of(parameter).device(); // of its gradient too, on the ranks that have one
     if (parameter.grad().defined()) parts.push_back(part_of(parameter.grad()));
   });
-  const auto ranks = options_.mesh.defined() ? options_.mesh.ranks() : internal::ranks_of(optimizer);
   const auto options = at::TensorOptions(at::kFloat).device(device.value_or(c10::kCPU));
   const auto found = at::zeros({2}, options); // an overflow, and a gradient
   if (!parts.empty()) found.select(0, 1).fill_(1);
@@ -140,7 +145,8 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) { // NOLINT(readab
   auto& state = optimizers_[&optimizer];
   TORCH_CHECK(state.stage != Stage::kUnscaled, "GradScaler: unscale_() was called on this optimizer since the last update()");
   TORCH_CHECK(state.stage != Stage::kStepped, "GradScaler: unscale_() is called after step()");
-  state.overflowed = find_overflow(optimizer);
+  state.ranks = options_.mesh.defined() ? options_.mesh.ranks() : internal::ranks_of(optimizer);
+  state.overflowed = find_overflow(optimizer, state.ranks);
   state.stage = Stage::kUnscaled;
 }
 
@@ -179,16 +185,28 @@ void GradScaler::grow() {
   if (std::isfinite(grown)) scale_ = grown;
 }
 
+/// An overflow that only some of the ranks look for would let the scale fall on these alone.
+void GradScaler::check_same_ranks(const OptimizerStates& states) {
+  const auto& first = states.begin()->second.ranks;
+  for (const auto& [optimizer, state] : states) {
+    const bool are_alone = first.size() <= 1 && state.ranks.size() <= 1;
+    TORCH_CHECK(are_alone || state.ranks == first, "GradScaler: on rank ", rank(), " the optimizers of this scaler are on ",
+                "different ranks, ", c10::IntArrayRef(first), " and ", c10::IntArrayRef(state.ranks),
+                ": set GradScalerOptions::mesh to a mesh of all ranks that have this scaler");
+  }
+}
+
 void GradScaler::update(std::optional<double> new_scale) {
   if (!options_.enabled) return;
   const auto states = std::exchange(optimizers_, {});
   has_scaled_ = false;
   if (new_scale) {
-    check_factor("the new scale", *new_scale, 0, std::numeric_limits<double>::infinity());
+    check_scale("the new scale", *new_scale);
     scale_ = static_cast<float>(*new_scale);
     return;
   }
   TORCH_CHECK(!states.empty(), "GradScaler: update() without a step() since the last one");
+  check_same_ranks(states);
   const bool overflowed = std::any_of(states.begin(), states.end(), [](const auto& each) { return each.second.overflowed; });
   overflowed ? fall() : grow();
 }
@@ -204,11 +222,14 @@ class GradScalerBinding final : public StateBinding {
     state.set(name_ + ".hysteresis", scaler_.overflows_left_);
   }
 
-  void before_load(StateDict&, const SavedState& saved) override {
+  void before_load(StateDict& state, const SavedState& saved) override {
+    if (state.contains(name_ + ".scale")) add_entries(state); // they stay where a load may leave them out
     const auto found = saved.values.find(name_ + ".scale");
     const auto* scale = found == saved.values.end() ? nullptr : std::get_if<double>(&found->second);
-    if (scale) check_factor("the saved scale", *scale, 0, std::numeric_limits<double>::infinity()); // else reported as missing
+    if (scale) check_scale("the saved scale", *scale); // else reported as missing
   }
+
+  std::string prefix() const override { return name_ + "."; }
 
   void after_load(const StateDict& state) override {
     scaler_.scale_ = static_cast<float>(state.value<double>(name_ + ".scale"));

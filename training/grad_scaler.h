@@ -27,8 +27,9 @@ struct GradScalerOptions {
   bool consecutive_hysteresis = false;
   /// The scale falls no lower; an overflow there is an error of `update`. 0: no limit. 1.
   double min_scale = 0;
-  /// The ranks that skip steps together. Unset: those of all meshes that the optimizer's parameters are sharded over; for a
-  /// pipeline, the ranks of all stages.
+  /// The ranks that skip steps together, and have one scale. Unset: those of all meshes that the optimizer's parameters are
+  /// sharded over. It is needed where the scaler's optimizers are on different ranks, as one of experts beside one of the rest,
+  /// and for a pipeline: the ranks of all stages.
   DeviceMesh mesh;
 };
 
@@ -47,7 +48,8 @@ struct GradScalerOptions {
 ///
 /// Errors, on every rank: calls in another order (`unscale_` twice or after `step`, `step` twice, `update` without a step,
 /// `unscale_` or `step` where no loss was scaled since the last `update`); gradients that wait for their reduction; an optimizer
-/// without any gradient.
+/// without any gradient; optimizers on different ranks without `mesh`, at `update` (on the ranks that have both); a scale that is
+/// 0 or infinite as a float.
 class GradScaler {
  public:
   explicit GradScaler(GradScalerOptions options = {});
@@ -76,10 +78,13 @@ class GradScaler {
   struct OptimizerState {
     Stage stage = Stage::kReady;
     bool overflowed = false;
+    std::vector<int64_t> ranks = {}; // that looked for an overflow together
   };
+  using OptimizerStates = std::map<const torch::optim::Optimizer*, OptimizerState>;
   friend class GradScalerBinding;
 
-  bool find_overflow(torch::optim::Optimizer& optimizer) const;
+  bool find_overflow(torch::optim::Optimizer& optimizer, const std::vector<int64_t>& ranks) const;
+  static void check_same_ranks(const OptimizerStates& states);
   void fall();
   void grow();
 
@@ -88,11 +93,11 @@ class GradScaler {
   int64_t good_steps_ = 0;  // since the scale changed, or an overflow
   int64_t overflows_left_;  // that the scale still stands
   bool has_scaled_ = false; // a loss, since the last update
-  std::map<const torch::optim::Optimizer*, OptimizerState> optimizers_;
+  OptimizerStates optimizers_;
 };
 
 /// The scale and the counters, under `name`, for a checkpoint or `load_state_dict`. The options are not saved: a resumed run may
-/// have others. The scaler must outlive the state dict.
+/// have others. A load with a filter takes all of them or none. The scaler must outlive the state dict.
 StateDict state_dict(GradScaler& scaler, const std::string& name = "grad_scaler");
 
 } // namespace tessera

@@ -45,7 +45,6 @@ LRSchedule::Settings settings_of(const char* type, const WarmupOptions& options)
 LRSchedule::Formula warmup_and(const WarmupOptions& options, double (*fall)(double)) {
   return [options, fall](double base_lr, int64_t step) {
     if (step < options.warmup_steps) return base_lr * between(options.start_ratio, 1, part_of(step, options.warmup_steps));
-    if (options.warmup_steps == options.total_steps) return base_lr; // the warm-up alone
     if (step >= options.total_steps) return base_lr * options.end_ratio;
     return base_lr *
            between(options.end_ratio, 1, fall(part_of(step - options.warmup_steps, options.total_steps - options.warmup_steps)));

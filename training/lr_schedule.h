@@ -56,7 +56,9 @@ class LRSchedule : public torch::optim::LRScheduler {
 /// Steps count calls of `step()`; ratios are of a group's base lr, finite and not negative. Others are errors.
 struct WarmupOptions {
   int64_t warmup_steps = 0; ///< the lr grows linearly from `start_ratio` at step 0 to the base at this step; 0: no warm-up
-  int64_t total_steps = 0;  ///< from this step on it is `end_ratio`; positive, and not less than `warmup_steps`
+  /// From this step on the lr is `end_ratio`. Positive, and not less than `warmup_steps`; where they are the same, no fall lies
+  /// between.
+  int64_t total_steps = 0;
   double start_ratio = 0;
   double end_ratio = 0;
 };
@@ -69,7 +71,7 @@ class WarmupCosineLR final : public LRSchedule {
 };
 
 /// Warm-up, then linearly down: Hugging Face's get_linear_schedule_with_warmup. PyTorch's LinearLR(start_factor, 1, total_iters)
-/// is the warm-up alone, with `warmup_steps` and `total_steps` = total_iters.
+/// is the warm-up alone: `warmup_steps` and `total_steps` are total_iters, and `end_ratio` is 1.
 class WarmupLinearLR final : public LRSchedule {
  public:
   WarmupLinearLR(torch::optim::Optimizer& optimizer, const WarmupOptions& options);

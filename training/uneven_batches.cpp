@@ -2,6 +2,11 @@
 
 #include <ATen/ops/tensor.h>
 
+#include <absl/algorithm/container.h>
+#include <fmt/format.h>
+
+#include <string>
+
 #include <tessera/fsdp/module_walk.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
@@ -21,13 +26,28 @@ UnevenRounds::UnevenRounds(const torch::nn::Module& model, UnevenDivisor divisor
   if (mesh.size() > 1) communicator_ = (mesh.ndim() == 1 ? mesh : mesh.flatten()).communicator(0, "uneven batches");
 }
 
+/// A group of the model whose gradients are not divided by the number of its ranks, as an error says it; empty for none.
+std::string UnevenRounds::divided_otherwise() const {
+  if (!model_ || divisor_ == UnevenDivisor::kAllRanks) return "";
+  const auto ranks = static_cast<double>(model_->mesh().size());
+  for (const auto& state : model_->state()->subtree()) {
+    const auto group = state->group();
+    if (!group || absl::c_none_of(group->parameters(), is_trained)) continue;
+    const double divisor = state->gradients().divide_factor().value_or(static_cast<double>(group->axes().mesh().size()));
+    if (divisor != ranks) return fmt::format("those of {} by {}", state->label(), divisor);
+  }
+  return "";
+}
+
 int64_t UnevenRounds::begin(bool has_input, bool can_stand_in) {
-  auto counts = at::tensor({has_input ? int64_t{1} : 0, can_stand_in ? int64_t{0} : 1}, at::kLong);
+  const auto other = divided_otherwise();
+  auto counts = at::tensor({int64_t{has_input}, int64_t{!can_stand_in}, int64_t{!other.empty()}}, at::kLong);
   if (communicator_) {
     counts = counts.to(model_->mesh().device());
     communicator_->all_reduce(counts, ReduceOp::kSum, "uneven batches").wait();
   }
-  const auto ranks = counts[0].item<int64_t>(), without = counts[1].item<int64_t>();
+  counts = counts.cpu();
+  const auto ranks = counts[0].item<int64_t>(), without = counts[1].item<int64_t>(), differing = counts[2].item<int64_t>();
   if (ranks == 0) {
     end();
     return 0;
@@ -35,6 +55,10 @@ int64_t UnevenRounds::begin(bool has_input, bool can_stand_in) {
   TORCH_CHECK_VALUE(without == 0, "UnevenBatches: ", without, " of ", model_ ? model_->mesh().size() : 1,
                     " ranks never had a batch, and got none to stand in for it: give all ranks a stand_in");
   if (!model_) return ranks;
+  TORCH_CHECK_VALUE(differing == 0, "UnevenBatches: kRanksWithInput needs gradients that are divided by the model's ",
+                    model_->mesh().size(), " ranks, but ", differing, " of them divide others by another number",
+                    other.empty() ? "" : ", here " + other, ": call set_gradient_divide_factor(", model_->mesh().size(),
+                    ") on the module of these, or take kAllRanks");
   const auto all = static_cast<double>(model_->mesh().size()), with_input = static_cast<double>(ranks);
   const double weight = divisor_ == UnevenDivisor::kRanksWithInput ? all / with_input : 1;
   model_->state()->schedule()->set_gradient_weight(has_input ? weight : 0);

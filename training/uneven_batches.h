@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include <tessera/collectives/communicator.h>
@@ -14,8 +15,11 @@ namespace tessera {
 
 /// What the gradients of a step are divided by where some ranks have no input left.
 enum class UnevenDivisor {
-  kAllRanks,       ///< all ranks, as in any other step: those without input count as zero
-  kRanksWithInput, ///< those that have input: the mean over what there is. Not beside a `set_gradient_divide_factor`
+  kAllRanks, ///< all ranks, as in any other step: those without input count as zero
+  /// Those that have input: the mean over what there is. An error, on every rank, in a model with a group whose gradients are
+  /// divided by another number than that of the model's ranks: of a mesh of its own, as an expert's, or by a
+  /// `set_gradient_divide_factor`. With that number as its factor an expert's gradients are divided as the others'.
+  kRanksWithInput,
 };
 
 namespace internal {
@@ -28,11 +32,14 @@ class UnevenRounds {
   UnevenRounds(const UnevenRounds&) = delete;
   UnevenRounds& operator=(const UnevenRounds&) = delete;
 
-  /// How many ranks have input; 0 ends the rounds. An error on all ranks where one has neither input nor something in its place.
+  /// How many ranks have input; 0 ends the rounds. An error on all ranks where one has neither input nor something in its place,
+  /// or a group that `divisor` does not fit.
   int64_t begin(bool has_input, bool can_stand_in);
   void end();
 
  private:
+  std::string divided_otherwise() const;
+
   std::optional<FSDPModule> model_; ///< none: the model is not sharded, and runs alone
   UnevenDivisor divisor_;
   CommunicatorPtr communicator_; ///< null on one rank
@@ -54,7 +61,7 @@ class UnevenRounds {
 /// synchronized BatchNorm does. An empty batch as `stand_in` leaves these alone. A rank that never had a batch needs a
 /// `stand_in`.
 ///
-/// All ranks of the model iterate, once a step; each step costs one all-reduce of two numbers. `range` is anything with `begin`
+/// All ranks of the model iterate, once a step; each step costs one all-reduce of three numbers. `range` is anything with `begin`
 /// and `end`, such as a DataLoader, and is iterated once for each `begin` of this. With a model that is not sharded it is a plain
 /// loop; one that only holds sharded modules is an error.
 template <typename Range>

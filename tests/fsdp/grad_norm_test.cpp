@@ -151,6 +151,25 @@ TEST(GradNorm, ARankWithoutAGradientOfItsExpertTakesPart) {
   }
 }
 
+TEST(GradNorm, OfTypeZeroCountsTheTensorsThatAreNotZeroEverywhere) {
+  auto last_row = torch::zeros({7, 3});
+  last_row[6][2] = 1; // on one rank
+  const auto mesh = experts_mesh();
+  const bool has_last_expert = world_rank() % mesh.size(1) == mesh.size(1) - 1;
+  const Tensor sharded = distribute_tensor(last_row, world_mesh(), {Shard{0}}),
+               zeros = distribute_tensor(torch::zeros({5}), world_mesh(), {Shard{0}}),
+               whole = distribute_tensor(torch::ones({2}), world_mesh(), {Replicate{}}),
+               expert = distribute_tensor(torch::full({5}, has_last_expert ? 1.0 : 0.0), mesh["same"], {Shard{0}}),
+               plain = torch::ones({2}, torch::TensorOptions(test_device()).dtype(torch::kFloat));
+  EXPECT_NEAR(get_total_norm({plain, plain * 0}, 0).item<double>(), 1, 1e-6);
+  EXPECT_NEAR(get_total_norm({sharded, zeros, whole, plain, plain * 0}, 0).item<double>(), 3, 1e-6);
+  EXPECT_NEAR(get_total_norm({sharded, zeros, expert}, 0).item<double>(), 2, 1e-6);
+  const Tensor parameter = distribute_tensor(torch::zeros({5}), world_mesh(), {Shard{0}}).requires_grad_(),
+               gradient = distribute_tensor(torch::ones({5}), world_mesh(), {Shard{0}});
+  if (world_rank() == 0) parameter.mutable_grad() = gradient; // the others reduce as many flags
+  EXPECT_NEAR(clip_grad_norm_({parameter, sharded}, 1, 0).item<double>(), 1, 1e-6);
+}
+
 TEST(GradNorm, ClipsGradientsThatArePartialSums) {
   auto parameter = distribute_tensor(torch::zeros({5}), world_mesh(), {Replicate{}});
   parameter.mutable_grad() = from_local(torch::full({5}, world_rank() + 1.0F, test_device()), world_mesh(), {Partial{}});

@@ -6,12 +6,14 @@
 
 #include <nlohmann/json.hpp>
 
+#include <cmath>
 #include <limits>
 #include <sstream>
 
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/fsdp/no_sync.h>
 
+#include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/subprocess.h>
@@ -136,6 +138,19 @@ TEST(GradScaler, RefusesCallsInAnotherOrder) {
   EXPECT_THROWS_WITH(GradScaler({.min_scale = 1e9}), "min_scale is 1e+09");
 }
 
+TEST(GradScaler, RefusesScalesThatNoFloatHolds) {
+  GradScaler scaler;
+  auto saved = state_dict(scaler), target = state_dict(scaler);
+  for (const double scale : {1e39, 1e-46, std::nan("")}) {
+    const auto value = c10::str(" is ", scale, ", but must be above 0 and at most 3.40282e+38");
+    EXPECT_THROWS_WITH(GradScaler({.init_scale = scale}), "init_scale" + value);
+    EXPECT_THROWS_WITH(scaler.update(scale), "the new scale" + value);
+    saved.set("grad_scaler.scale", scale);
+    EXPECT_THROWS_WITH(load_state_dict(target, saved), "the saved scale" + value);
+  }
+  EXPECT_EQ(scaler.get_scale(), 65536);
+}
+
 TEST(GradScaler, IsSavedAndLoaded) {
   GradScaler scaler({.init_scale = 16, .growth_interval = 3, .hysteresis = 2});
   Weight weight(1e-3);
@@ -152,6 +167,27 @@ TEST(GradScaler, IsSavedAndLoaded) {
   }
   saved.set("grad_scaler.scale", 0.0);
   EXPECT_THROWS_WITH(load_state_dict(target, saved), "the saved scale is 0, but must be above 0");
+}
+
+TEST(GradScaler, StaysAsItIsWhereALoadLeavesItOut) {
+  const SharedFolder folder;
+  GradScaler scaler({.init_scale = 16, .growth_interval = 3});
+  checkpoint::save(state_dict(scaler), folder.path() / "scaler");
+  StateDict others;
+  others.set("step", 1);
+  checkpoint::save(others, folder.path() / "others");
+  auto state = state_dict(scaler); // as the scaler is before the overflow
+  Weight weight(1e-3);
+  weight.step(scaler, true);
+  checkpoint::load(state, folder.path() / "others", {.allow_missing = true, .allow_unused = true});
+  EXPECT_EQ(scaler.get_scale(), 8);
+  checkpoint::load(state, folder.path() / "scaler", {.allow_unused = true, .filter = [](const std::string&) { return false; }});
+  EXPECT_EQ(scaler.get_scale(), 8);
+  load_state_dict(state, others, {.strict = false});
+  EXPECT_EQ(scaler.get_scale(), 8);
+  const auto takes_the_scale = [](const std::string& name) { return name.ends_with("scale"); };
+  EXPECT_THROWS_WITH(checkpoint::load(state, folder.path() / "scaler", {.allow_unused = true, .filter = takes_the_scale}),
+                     "of the names that begin with \"grad_scaler.\" it must accept all or none");
 }
 
 /// Steps of a sharded model in fp32, with a scaler or without. `overflow` sees the loss of each step.
@@ -208,6 +244,33 @@ TEST(GradScaler, ChecksWithOneCollectiveOverAllMeshes) {
   const auto count = process_context().count(CollectiveKind::kAllReduce);
   EXPECT_EQ(count.calls, world_size() > 1 ? 1 : 0);
   EXPECT_TRUE(scaler.step(optimizer));
+}
+
+/// An expert of each second rank, which an optimizer of its own steps.
+TEST(GradScaler, NeedsAMeshForOptimizersOnDifferentRanks) {
+  if (world_size() % 2 != 0) return;
+  const auto grid = init_device_mesh(test_device_type(), {world_size() / 2, 2}, {"shard", "expert"});
+  const bool is_first_expert = grid.local_rank(1) == 0;
+  torch::nn::Linear dense(4, 4), expert(4, 3);
+  torch::nn::Sequential net(dense, expert);
+  fully_shard(*(*net)[1], grid["shard"], {.initial_weights = InitialWeights::kUnchecked});
+  fully_shard(net, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  torch::optim::SGD of_dense(dense->parameters(), 0.1), of_expert(expert->parameters(), 0.1);
+  const auto step = [&](GradScaler& scaler) {
+    const auto hidden = dense(torch::ones({2, 4}, test_device()));
+    const auto loss = expert(hidden.detach()).sum() * (is_first_expert ? kInfinity : 1) + hidden.sum();
+    scaler.scale(loss).backward();
+    for (auto* optimizer : {&of_expert, &of_dense}) {
+      scaler.step(*optimizer);
+      optimizer->zero_grad();
+    }
+    scaler.update();
+  };
+  GradScaler unset, over_all({.mesh = world_mesh()});
+  EXPECT_THROWS_WITH(step(unset), "set GradScalerOptions::mesh");
+  EXPECT_EQ(unset.get_scale(), 65536);
+  step(over_all);
+  EXPECT_EQ(over_all.get_scale(), 32768) << "on every rank, also of the other expert";
 }
 
 TEST(GradScaler, RefusesGradientsThatWaitForTheirReduction) {

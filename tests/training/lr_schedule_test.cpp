@@ -35,7 +35,7 @@ TEST(LRSchedule, FollowsPyTorchs) {
   WarmupCosineLR cosine(a, {.total_steps = 8, .end_ratio = 0.1});
   expect_near(curve(cosine, 8), {0.5, 0.48287289481503953, 0.4340990257669732, 0.36110377228214524, 0.275, 0.18889622771785486,
                                  0.11590097423302685, 0.0671271051849605, 0.05}); // CosineAnnealingLR(T_max=8, eta_min=0.05)
-  WarmupLinearLR growing(b, {.warmup_steps = 4, .total_steps = 4, .start_ratio = 0.25});
+  WarmupLinearLR growing(b, {.warmup_steps = 4, .total_steps = 4, .start_ratio = 0.25, .end_ratio = 1});
   expect_near(curve(growing, 8),
               {0.125, 0.21875, 0.3125, 0.40625, 0.5, 0.5, 0.5, 0.5, 0.5}); // LinearLR(start_factor=0.25, total_iters=4)
   WarmupLinearLR falling(c, {.total_steps = 5, .end_ratio = 0.2});
@@ -65,6 +65,15 @@ TEST(LRSchedule, FollowsTheFormulasOfWSDAndDeepSpeed) {
   expect_near(curve(linear, 10), {0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1});
   WarmupDecayLR log(logarithmic, {.total_num_steps = 8, .warmup_max_lr = 1, .warmup_num_steps = 4});
   expect_near(curve(log, 6), {0, 0, 0.5, std::log(3) / std::log(4), 1, 1, 0.75});
+}
+
+// get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=2) of Hugging Face, with lr = 0.5
+TEST(LRSchedule, EndsAtItsRatioRightAfterTheWarmup) {
+  auto a = sgd(), b = sgd();
+  WarmupLinearLR linear(a, {.warmup_steps = 2, .total_steps = 2});
+  expect_near(curve(linear, 4), {0, 0.25, 0, 0, 0});
+  WarmupCosineLR cosine(b, {.warmup_steps = 2, .total_steps = 2, .end_ratio = 0.5});
+  expect_near(curve(cosine, 4), {0, 0.25, 0.25, 0.25, 0.25});
 }
 
 TEST(LRSchedule, SetsEachGroupsOwnRate) {
@@ -179,6 +188,22 @@ TEST(ScheduleState, IsAnErrorWithOtherSettingsUnlessTheyAreWanted) {
   auto changed = state_dict(another, {.allow_other_settings = true});
   checkpoint::load(changed, folder.path() / "a", {.allow_unused = true});
   EXPECT_EQ(another.steps_taken(), 4);
+}
+
+TEST(ScheduleState, StaysWhereACheckpointIsWithoutIt) {
+  const SharedFolder folder;
+  StateDict saved;
+  saved.set("step", 1);
+  checkpoint::save(saved, folder.path() / "a");
+  auto optimizer = sgd(0.1);
+  WarmupCosineLR schedule(optimizer, {.warmup_steps = 3, .total_steps = 10});
+  auto state = state_dict(schedule);
+  for (int i = 0; i < 2; ++i) schedule.step(); // after the state dict was made
+  checkpoint::load(state, folder.path() / "a", {.allow_missing = true, .allow_unused = true});
+  EXPECT_EQ(schedule.steps_taken(), 2);
+  schedule.step();
+  load_state_dict(state, saved, {.strict = false});
+  EXPECT_EQ(schedule.steps_taken(), 3);
 }
 
 TEST(ScheduleState, IsAnErrorWhereRanksHaveOtherSettings) {

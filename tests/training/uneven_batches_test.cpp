@@ -140,6 +140,50 @@ TEST(UnevenBatches, DropWhatAStandInAccumulatesInAGroupOfOneRank) {
   }
 }
 
+/// The root's weight fits no gradient that is divided by the ranks of an expert's own mesh.
+TEST(UnevenBatches, DivideAnExpertByTheRanksWithInputWhereItsFactorIsAllRanks) {
+  const auto make = [] {
+    torch::manual_seed(0);
+    return torch::nn::Sequential(torch::nn::Linear(3, 4), torch::nn::Linear(4, 2));
+  };
+  auto net = make(), plain = make();
+  const auto grid = init_device_mesh(mesh_device_type, {1, world_size()}, {"shard", "expert"}); // one expert a rank
+  auto expert = fully_shard(*(*net)[1], grid["shard"]);
+  fully_shard(net, world_mesh());
+  Batches mine(static_cast<size_t>(1 + world_rank()),
+               torch::full({2, 3}, 1.0 + static_cast<double>(world_rank()), test_device()));
+  UnevenBatches batches(*net, mine, {.divisor = UnevenDivisor::kRanksWithInput});
+  if (world_size() > 1) {
+    EXPECT_THROWS_WITH(batches.begin(), "divide others by another number, here those of 1");
+    EXPECT_THROWS_WITH(batches.begin(), c10::str(" by 1: call set_gradient_divide_factor(", world_size(), ")"));
+  }
+  expert.set_gradient_divide_factor(static_cast<double>(world_size()));
+  for (auto& batch : batches) {
+    net->zero_grad();
+    net->forward(batch).square().sum().backward();
+    plain->zero_grad();
+    if (batches.has_input()) (plain->forward(batch.cpu()).square().sum() / batches.ranks_with_input()).backward();
+    const auto got = (*net)[1]->as<torch::nn::Linear>()->weight.grad(), own = (*plain)[1]->as<torch::nn::Linear>()->weight.grad();
+    ASSERT_EQ(got.defined(), own.defined());
+    if (own.defined()) EXPECT_TENSORS_CLOSE(full(got), own, 1e-4, 1e-5);
+  }
+}
+
+/// One rank of many has input: its gradients in fp16, times the number of ranks, may be too large for that.
+TEST(UnevenBatches, WeighGradientsInTheDtypeOfTheirReduction) {
+  torch::nn::Linear linear(torch::nn::LinearOptions(3, 2).bias(false));
+  FullyShardOptions options;
+  options.initial_weights = InitialWeights::kBroadcast;
+  options.mixed_precision = {.param_dtype = torch::kHalf, .reduce_dtype = torch::kFloat};
+  fully_shard(linear, world_mesh(), options);
+  Batches mine(static_cast<size_t>(world_rank() == 0 ? 2 : 1), torch::ones({1, 3}, test_device()));
+  for (auto& batch : UnevenBatches(*linear, mine, {.divisor = UnevenDivisor::kRanksWithInput})) {
+    linear->zero_grad();
+    (linear(batch) * 60000).sum().backward();
+  }
+  EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::full({2, 3}, 60000.0), 1e-3, 1e-3);
+}
+
 TEST(UnevenBatches, CostAnAllReduceAStep) {
   if (world_size() == 1) return;
   torch::nn::Linear linear(3, 2);
