@@ -67,8 +67,8 @@ struct LoadOptions {
   /// Convert to the dtype of the state's tensors, instead of an error where the checkpoint's differ.
   bool cast = false;
   /// True for the names of the state that are loaded; unset: all. The others stay as they are, and what the checkpoint holds of
-  /// them is no unused entry; nor is a name of the checkpoint that it refuses. Of what an optimizer or a schedule keeps it
-  /// accepts all or nothing.
+  /// them is no unused entry; nor is a name of the checkpoint that it refuses. Of what an optimizer, a schedule or a scaler
+  /// keeps it accepts all or nothing.
   std::function<bool(const std::string&)> filter;
   /// The name in the checkpoint of a tensor of the state; unset: the same name. For weights that others named.
   std::function<std::string(const std::string&)> rename;

@@ -1,9 +1,11 @@
 #include <ATen/ops/empty.h>
 #include <tessera/checkpoint/convert.h>
+#include <tessera/checkpoint/export_names.h>
 #include <tessera/checkpoint/formats.h>
 #include <tessera/checkpoint/reader.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace tessera::internal {
 
@@ -26,14 +28,17 @@ struct Conversion {
 
 Conversion plan_conversion(const Index& index, const ConvertOptions& options) {
   Conversion result;
+  auto& left_out = result.left_out;
+  const auto is_kept = [&](const std::string& name) { return !is_excluded(name, options.exclude); };
   for (const auto& tensor : index.tensors) {
-    if (is_excluded(tensor.name, options.exclude)) continue;
+    Holding what{tensor.name, tensor.aliases, tensor.dtype, tensor.sizes, tensor.layout, "", {}, tensor.copy};
+    if (!filter_names(what, is_kept)) continue;
+    if (options.format != Format::kTessera) left_out.insert(left_out.end(), what.aliases.begin(), what.aliases.end());
     if (!tensor.copy.of.empty() && options.format != Format::kTessera) {
-      result.left_out.push_back(tensor.name);
+      left_out.push_back(tensor.name);
       continue;
     }
-    result.plan.tensors.push_back({{tensor.name, tensor.aliases, tensor.dtype, tensor.sizes, tensor.layout, "", {}, tensor.copy},
-                                   {{whole(tensor.sizes), 0}}});
+    result.plan.tensors.push_back({std::move(what), {{whole(tensor.sizes), 0}}});
     result.sources.push_back(&tensor);
   }
   for (const auto& value : index.values) {
@@ -41,7 +46,7 @@ Conversion plan_conversion(const Index& index, const ConvertOptions& options) {
     if (options.format == Format::kTessera) {
       result.plan.values.push_back(value);
     } else {
-      result.left_out.push_back(value.first);
+      left_out.push_back(value.first);
     }
   }
   return result;

@@ -18,14 +18,14 @@ struct ConvertOptions {
   Format format = Format::kTessera;
   checkpoint::HuggingFaceOptions hugging_face; ///< `overwrite` counts for all formats, the rest for Hugging Face folders
   bool verify = true;
-  /// Names that start with one of these are left out.
+  /// Names that start with one of these are left out. A tied tensor stays under its others.
   std::vector<std::string> exclude;
   /// Called with the bytes of data written since the last call.
   std::function<void(int64_t)> progress = [](int64_t) {};
 };
 
 /// Writes what `from` holds as a checkpoint at `to`. Needs memory for the largest tensor. Returns the names that were left out:
-/// values, and the copies of a tensor for each rank, which only our format holds.
+/// values, further names of tied tensors, and the copies of a tensor for each rank, which only our format holds.
 std::vector<std::string> convert(const Opened& from, const std::filesystem::path& to, const ConvertOptions& options);
 
 /// How two checkpoints differ, one line a finding: names that only one has, shapes, dtypes, values, and elements with how many

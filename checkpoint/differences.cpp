@@ -6,7 +6,7 @@
 #include <tessera/checkpoint/convert.h>
 #include <tessera/checkpoint/reader.h>
 
-#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <map>
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kComparedBytes = int64_t{64} << 20;
 
-// Counts the elements whose bits differ, and the largest difference of their values.
+// Counts the elements whose bits differ, and the largest difference of their values: NaN where one of two has none.
 struct Difference {
   int64_t elements = 0;
   double largest = 0;
@@ -26,17 +26,23 @@ struct Difference {
     const auto item = static_cast<size_t>(a.element_size());
     const auto* x = static_cast<const char*>(a.const_data_ptr());
     const auto* y = static_cast<const char*>(b.const_data_ptr());
-    for (int64_t i = 0; i < a.numel(); ++i) elements += std::memcmp(x + i * item, y + i * item, item) != 0 ? 1 : 0;
-    if (a.is_complex()) return;
-    const auto distance = at::abs(at::sub(a.to(at::kDouble), b.to(at::kDouble)));
-    largest = std::max(largest, at::max(distance).item<double>());
+    const auto same_bits = at::empty(a.sizes(), at::kBool);
+    auto* same = same_bits.mutable_data_ptr<bool>();
+    for (int64_t i = 0; i < a.numel(); ++i) {
+      same[i] = std::memcmp(x + i * item, y + i * item, item) == 0;
+      elements += same[i] ? 0 : 1;
+    }
+    const auto dtype = a.is_complex() ? at::kComplexDouble : at::kDouble;
+    const auto distance = at::abs(at::sub(a.to(dtype), b.to(dtype))).masked_fill_(same_bits, 0); // of equal infinities it is NaN
+    const auto found = at::max(distance).item<double>();
+    if (std::isnan(found) || found > largest) largest = std::abs(found);
   }
 };
 
-std::string compare(const IndexedTensor& a, const IndexedTensor& b, Reader& reader_a, Reader& reader_b,
+std::string compare(const std::string& name, const IndexedTensor& a, const IndexedTensor& b, Reader& reader_a, Reader& reader_b,
                     const std::function<void(int64_t)>& progress) {
   if (a.dtype != b.dtype || a.sizes != b.sizes) {
-    return c10::str(a.name, ": ", c10::toString(a.dtype), at::IntArrayRef(a.sizes), " and ", c10::toString(b.dtype),
+    return c10::str(name, ": ", c10::toString(a.dtype), at::IntArrayRef(a.sizes), " and ", c10::toString(b.dtype),
                     at::IntArrayRef(b.sizes));
   }
   Difference difference;
@@ -49,7 +55,7 @@ std::string compare(const IndexedTensor& a, const IndexedTensor& b, Reader& read
     progress(static_cast<int64_t>(x.data.nbytes()));
   }
   if (difference.elements == 0) return "";
-  return c10::str(a.name, ": ", difference.elements, " of ", whole(a.sizes).numel(), " elements differ, by at most ",
+  return c10::str(name, ": ", difference.elements, " of ", whole(a.sizes).numel(), " elements differ, by at most ",
                   difference.largest);
 }
 
@@ -70,7 +76,10 @@ void match(const std::map<std::string, T>& a, const std::map<std::string, T>& b,
 
 std::map<std::string, const IndexedTensor*> tensors_of(const Index& index) {
   std::map<std::string, const IndexedTensor*> tensors;
-  for (const auto& tensor : index.tensors) tensors.emplace(tensor.name, &tensor);
+  for (const auto& tensor : index.tensors) {
+    tensors.emplace(tensor.name, &tensor);
+    for (const auto& alias : tensor.aliases) tensors.emplace(alias, &tensor);
+  }
   return tensors;
 }
 
@@ -85,11 +94,13 @@ std::vector<std::string> differences(const Opened& a, const Opened& b, const std
     if (text_x != text_y) findings.push_back(name + ": " + text_x + " and " + text_y);
   });
   Reader reader_a(a.place, a.index, a.index.has_checksums), reader_b(b.place, b.index, b.index.has_checksums);
-  match(tensors_of(a.index), tensors_of(b.index), findings,
-        [&](const std::string&, const IndexedTensor* x, const IndexedTensor* y) {
-          if (auto finding = compare(*x, *y, reader_a, reader_b, progress); !finding.empty())
-            findings.push_back(std::move(finding));
-        });
+  const auto tensors_a = tensors_of(a.index), tensors_b = tensors_of(b.index);
+  match(tensors_a, tensors_b, findings, [&](const std::string& name, const IndexedTensor* x, const IndexedTensor* y) {
+    const auto first = tensors_b.find(x->name);
+    if (name != x->name && first != tensors_b.end() && first->second == y) return; // tied in both: compared under that name
+    if (auto finding = compare(name, *x, *y, reader_a, reader_b, progress); !finding.empty())
+      findings.push_back(std::move(finding));
+  });
   return findings;
 }
 

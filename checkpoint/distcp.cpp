@@ -1,16 +1,13 @@
-#include <ATen/TensorGeometry.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
+#include <tessera/checkpoint/archived_tensor.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/distcp.h>
 #include <tessera/checkpoint/file.h>
 #include <tessera/checkpoint/pickle.h>
 #include <tessera/checkpoint/torch_archive.h>
 
-#include <algorithm>
-#include <array>
-#include <limits>
 #include <map>
 #include <optional>
 #include <unordered_map>
@@ -25,27 +22,6 @@ constexpr int64_t kMaxMetadataBytes = int64_t{1} << 32;
 // bytes.
 constexpr size_t kLeastChunkBytes = 16;
 constexpr size_t kMostRepeated = 64;
-
-struct DtypeName {
-  std::string_view name;    // "torch.float32"
-  std::string_view storage; // "torch.FloatStorage"
-  at::ScalarType dtype;
-};
-
-constexpr std::array<DtypeName, 12> kDtypeNames{{
-    {"torch.float64", "torch.DoubleStorage", at::kDouble},
-    {"torch.float32", "torch.FloatStorage", at::kFloat},
-    {"torch.float16", "torch.HalfStorage", at::kHalf},
-    {"torch.bfloat16", "torch.BFloat16Storage", at::kBFloat16},
-    {"torch.int64", "torch.LongStorage", at::kLong},
-    {"torch.int32", "torch.IntStorage", at::kInt},
-    {"torch.int16", "torch.ShortStorage", at::kShort},
-    {"torch.int8", "torch.CharStorage", at::kChar},
-    {"torch.uint8", "torch.ByteStorage", at::kByte},
-    {"torch.bool", "torch.BoolStorage", at::kBool},
-    {"torch.complex64", "torch.ComplexFloatStorage", at::kComplexFloat},
-    {"torch.float8_e4m3fn", "torch.storage.UntypedStorage", at::kFloat8_e4m3fn},
-}};
 
 // Where `.metadata` says that an item lies.
 struct Location {
@@ -99,10 +75,7 @@ class DistcpIndexer {
     const auto* properties = pickle_field(entry, "properties", what);
     const auto& state = pickle_as<PickleTuple>(pickle_as<PickleObject>(properties, what).state, what).items;
     TORCH_CHECK(!state.empty(), what, " has no dtype");
-    const auto& name = pickle_as<PickleName>(state[0], what).name;
-    const auto* known = std::ranges::find(kDtypeNames, name, &DtypeName::name);
-    TORCH_CHECK(known != kDtypeNames.end(), what, " has the unknown dtype ", name);
-    return known->dtype;
+    return dtype_from_python(pickle_as<PickleName>(state[0], what).name, what);
   }
 
   void add_item(PickleRef key, PickleRef info) {
@@ -173,39 +146,11 @@ class DistcpIndexer {
                 " is not little-endian");
     const auto text = archive_record(archive, *item, "data.pkl", what);
     const Pickle pickle(text, what);
-    const auto stored = stored_tensor(pickle.root(), tensor.dtype, box.sizes, what);
-    const auto bytes = box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
-    TORCH_CHECK(stored.offset <= static_cast<int64_t>(archive.getRecordSize("data/" + stored.storage)) - bytes, what,
-                ": its data is too short");
-    const auto begin = static_cast<int64_t>(archive.getRecordOffset("data/" + stored.storage));
-    tensor.chunks.push_back({box, file, location.offset + begin + stored.offset, {}});
-  }
-
-  struct StoredTensor {
-    std::string storage; // its record in the archive
-    int64_t offset = 0;  // bytes in it
-  };
-
-  // torch._utils._rebuild_tensor_v2(("storage", class, key, device, numel), offset, size, stride, …)
-  static StoredTensor stored_tensor(PickleRef root, at::ScalarType dtype, const std::vector<int64_t>& sizes,
-                                    const std::string& what) {
-    TORCH_CHECK(pickle_class(root) == "torch._utils._rebuild_tensor_v2", what, " is stored as ", pickle_class(root),
-                ", which is not supported");
-    const auto& arguments = pickle_as<PickleTuple>(pickle_as<PickleObject>(root, what).arguments, what).items;
-    TORCH_CHECK(arguments.size() >= 4, what, " is stored with too few arguments");
-    const auto& storage = pickle_as<PickleTuple>(pickle_as<PicklePersistent>(arguments[0], what).id, what).items;
-    TORCH_CHECK(storage.size() == 5, what, " has a storage that is not understood");
-    const auto& storage_class = pickle_as<PickleName>(storage[1], what).name;
-    const auto* known = std::ranges::find(kDtypeNames, dtype, &DtypeName::dtype);
-    TORCH_CHECK(storage_class == known->storage, what, " is stored in ", storage_class, " and listed as ", known->name);
-    TORCH_CHECK(pickle_sizes(arguments[2], what) == sizes, what, " is stored with another shape than listed");
-    const auto strides = pickle_sizes(arguments[3], what);
-    TORCH_CHECK(strides.size() == sizes.size(), what, " has ", strides.size(), " strides for ", sizes.size(), " dims");
-    TORCH_CHECK(at::geometry_is_contiguous(sizes, strides), what, " is not stored in row-major order, which is not supported");
-    const auto offset = pickle_as<int64_t>(arguments[1], what);
-    const auto item = static_cast<int64_t>(c10::elementSize(dtype));
-    TORCH_CHECK(offset >= 0 && offset <= std::numeric_limits<int64_t>::max() / item, what, " starts at element ", offset);
-    return {pickle_as<std::string>(storage[2], what), offset * item};
+    const auto stored = archived_tensor(pickle.root(), what);
+    TORCH_CHECK(stored.dtype == tensor.dtype, what, " is stored as ", c10::toString(stored.dtype), " and listed as ",
+                c10::toString(tensor.dtype));
+    TORCH_CHECK(stored.sizes == box.sizes, what, " is stored with another shape than listed");
+    tensor.chunks.push_back({box, file, location.offset + data_begin(archive, *item, stored, what), {}});
   }
 
   std::filesystem::path folder_;

@@ -6,9 +6,6 @@
 
 namespace tessera::internal {
 
-namespace {
-
-// False where none of the names is accepted.
 bool filter_names(Holding& holding, const NameFilter& filter) {
   std::vector<std::string> names;
   if (filter(holding.name)) names.push_back(holding.name);
@@ -20,8 +17,6 @@ bool filter_names(Holding& holding, const NameFilter& filter) {
   holding.aliases.assign(names.begin() + 1, names.end());
   return true;
 }
-
-} // namespace
 
 Snapshot filtered(Snapshot snapshot, const NameFilter& filter) {
   if (!filter) return snapshot;

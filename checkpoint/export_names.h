@@ -13,6 +13,9 @@ namespace tessera::internal {
 using NameFilter = std::function<bool(const std::string&)>;
 using NameMap = std::function<std::string(const std::string&)>;
 
+/// Leaves a tensor those of its names that `filter` accepts; false where it accepts none.
+bool filter_names(Holding& holding, const NameFilter& filter);
+
 /// The entries whose names `filter` accepts (unset: all). A tied tensor stays under those of its names that are accepted.
 Snapshot filtered(Snapshot snapshot, const NameFilter& filter);
 

@@ -1,5 +1,4 @@
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
@@ -64,7 +63,7 @@ void check_tied(const TensorRead& read, Reader& reader) {
     for (const auto& piece : read.pieces) {
       const Piece other{piece.box, at::empty_like(piece.data, at::MemoryFormat::Contiguous)};
       reader.read(*read.saved[i], other);
-      TORCH_CHECK(at::equal(other.data, piece.data), "\"", read.name, "\" is tied to \"", read.saved[i]->name,
+      TORCH_CHECK(equal_bytes(other.data, piece.data), "\"", read.name, "\" is tied to \"", read.saved[i]->name,
                   "\", but the checkpoint holds different values for \"", read.saved[0]->name, "\" and \"", read.saved[i]->name,
                   "\"");
     }

@@ -1,5 +1,4 @@
 #include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/agreement.h>
@@ -97,7 +96,7 @@ class Source {
     for (size_t i = 1; i < read.saved.size(); ++i) {
       const auto &first = read.saved[0]->name, &other = read.saved[i]->name;
       const auto a = whole_tensor(state_.tensor(first)), b = whole_tensor(state_.tensor(other));
-      TORCH_CHECK(at::equal(a, b), "\"", read.name, "\" is tied to \"", other,
+      TORCH_CHECK(equal_bytes(a, b), "\"", read.name, "\" is tied to \"", other,
                   "\", but the state dict holds different values for \"", first, "\" and \"", other, "\"");
     }
   }
@@ -118,7 +117,7 @@ class Source {
   at::Tensor whole_of(const TensorRead& read) const {
     const auto& saved = *read.saved[0];
     if (!broadcast_) return whole_tensor(state_.tensor(saved.name));
-    auto whole = is_here() ? state_.tensor(saved.name).detach().to(at::kCPU).contiguous()
+    auto whole = is_here() ? state_.tensor(saved.name).detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous()
                            : at::empty(saved.sizes, at::TensorOptions(saved.dtype));
     ranks_.broadcast(whole, "load \"" + saved.name + "\"");
     return whole;

@@ -21,6 +21,15 @@ namespace {
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamState;
 
+// As in a new state, what was saved in its parameter's dtype has the one of the parameter here. A number beside it, such as a
+// step, keeps its own.
+at::ScalarType dtype_for(const TensorField& field, const SavedState::Tensor& saved, const SavedState::Tensor* saved_parameter,
+                         const at::Tensor& parameter) {
+  const bool is_number = field.layout != StateLayout::kAsParameter && saved.sizes.empty();
+  const bool follows = !is_number && saved_parameter && saved.dtype == saved_parameter->dtype;
+  return follows ? parameter.scalar_type() : saved.dtype;
+}
+
 // A zero tensor laid out beside `parameter` as the field says.
 at::Tensor zeros_for(const TensorField& field, const at::Tensor& parameter, const SavedState::Tensor& saved) {
   const auto options = parameter.options().dtype(saved.dtype).requires_grad(false);
@@ -275,7 +284,13 @@ void OptimizerBinding::fit_field(const NamedParameter& parameter, const TensorFi
   const size_t there = count_tensors(parameter, field, [&](const std::string& name) { return saved.tensors.count(name) > 0; });
   const size_t kept = field.layout == StateLayout::kAsParameter ? std::min(here, there) : 0;
   for (size_t i = kept; i < here; ++i) state.erase(name_of(i));
-  for (size_t i = kept; i < there; ++i) state.add(name_of(i), zeros_for(field, parameter.tensor, saved.tensors.at(name_of(i))));
+  const auto found = saved.tensors.find(parameter.name);
+  const auto* saved_parameter = found == saved.tensors.end() ? nullptr : &found->second;
+  for (size_t i = kept; i < there; ++i) {
+    auto tensor = saved.tensors.at(name_of(i));
+    tensor.dtype = dtype_for(field, tensor, saved_parameter, parameter.tensor);
+    state.add(name_of(i), zeros_for(field, parameter.tensor, tensor));
+  }
 }
 
 // Entries for what the checkpoint holds, and none for what it does not.

@@ -146,13 +146,17 @@ class Unpickler {
     for (size_t i = count; i-- > 0;) items[i] = pop();
     return items;
   }
+  // Those of a deque or a defaultdict, which is no list or dict here, are dropped.
+  bool drops_items() const { return !stack_.empty() && std::get_if<PickleObject>(stack_.back()); }
   bool append(const std::vector<PickleRef>& items) {
+    if (drops_items()) return true;
     auto& list = top<PickleList>().items;
     list.insert(list.end(), items.begin(), items.end());
     return true;
   }
   bool set_items(const std::vector<PickleRef>& items) {
     if (items.size() % 2 != 0) fail("has a key without a value");
+    if (drops_items()) return true;
     auto& dict = top<PickleDict>().items;
     for (size_t i = 0; i < items.size(); i += 2) dict.emplace_back(items[i], items[i + 1]);
     return true;

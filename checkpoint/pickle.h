@@ -1,7 +1,8 @@
 #pragma once
 
 // Internal: reads Python pickles as data. It calls nothing, imports nothing and makes no objects: a class or function is a name,
-// a call is that name with its arguments. A new OrderedDict is a dict, without the attributes that it may have.
+// a call is that name with its arguments. A new OrderedDict is a dict, without the attributes that it may have. What is put into
+// an object of another class, such as a deque, is not kept.
 
 #include <c10/util/Exception.h>
 

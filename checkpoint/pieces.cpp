@@ -1,3 +1,4 @@
+#include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/checksum.h>
@@ -104,6 +105,13 @@ std::vector<Piece> pieces_of(const std::string& name, const at::Tensor& tensor, 
 
 bool is_plain_memory(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+bool equal_bytes(const at::Tensor& a, const at::Tensor& b) {
+  const auto bytes_of = [](const at::Tensor& tensor) {
+    return tensor.resolve_conj().resolve_neg().contiguous().view({-1}).view(at::kByte);
+  };
+  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && at::equal(bytes_of(a), bytes_of(b));
 }
 
 at::Tensor narrow(const at::Tensor& tensor, const Box& box) {

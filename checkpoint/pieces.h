@@ -33,6 +33,9 @@ std::vector<Piece> pieces_of(const std::string& name, const at::Tensor& tensor, 
 /// True for a row-major tensor on the CPU whose memory holds its values as they are.
 bool is_plain_memory(const at::Tensor& tensor);
 
+/// True for plain tensors of one shape and dtype whose values have the same bits. Unlike `at::equal` it takes a NaN for itself.
+bool equal_bytes(const at::Tensor& a, const at::Tensor& b);
+
 /// The part of a plain tensor that lies in `box`, aliasing it.
 at::Tensor narrow(const at::Tensor& tensor, const Box& box);
 

@@ -156,8 +156,8 @@ StateDict state_dict(const torch::nn::Module& module, const StateDictOptions& op
 ///   "optimizer.type".
 /// For LibTorch's optimizers, and for classes that `register_optimizer` describes; any other optimizer is an error. Every
 /// parameter of the optimizer must be one of the module's. Loading takes either form of the options, creates the optimizer's
-/// state where it does not exist yet, and drops what the checkpoint does not hold. The module and the optimizer must outlive the
-/// state dict.
+/// state where it does not exist yet, in the dtype of its parameter where it was saved so, and drops what the checkpoint does not
+/// hold. The module and the optimizer must outlive the state dict.
 ///
 /// The state of LBFGS is one of all parameters together, under the name of the first one, with "optimizer.parameters" for their
 /// order: a load into another order is an error. An std::optional option, such as its max_eval, is a list of none or one.

@@ -1,11 +1,9 @@
-#include <ATen/TensorGeometry.h>
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/archived_tensor.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/torch_archive.h>
 
 #include <algorithm>
-#include <array>
-#include <cctype>
 #include <memory>
 #include <utility>
 
@@ -17,45 +15,6 @@ using caffe2::serialize::PyTorchStreamReader;
 
 constexpr size_t kMostDepth = 64;
 constexpr size_t kMostRepeated = 64; // values of a pickle may be shared, so what is made of them could outgrow it
-constexpr std::array kStorageDtypes{at::kByte,
-                                    at::kChar,
-                                    at::kShort,
-                                    at::kInt,
-                                    at::kLong,
-                                    at::kHalf,
-                                    at::kFloat,
-                                    at::kDouble,
-                                    at::kBFloat16,
-                                    at::kBool,
-                                    at::kComplexFloat,
-                                    at::kUInt16,
-                                    at::kUInt32,
-                                    at::kUInt64,
-                                    at::kFloat8_e4m3fn,
-                                    at::kFloat8_e5m2,
-                                    at::kFloat8_e4m3fnuz,
-                                    at::kFloat8_e5m2fnuz,
-                                    at::kFloat8_e8m0fnu};
-
-// Of "torch.FloatStorage".
-at::ScalarType dtype_of(const std::string& storage_class, const std::string& what) {
-  const auto* found = std::ranges::find_if(
-      kStorageDtypes, [&](at::ScalarType dtype) { return storage_class == c10::str("torch.", c10::toString(dtype), "Storage"); });
-  TORCH_CHECK(found != kStorageDtypes.end(), what, " is stored in ", storage_class, ", which is not supported");
-  return *found;
-}
-
-// Of "torch.uint16".
-at::ScalarType dtype_named(const std::string& name, const std::string& what) {
-  const auto lower = [](std::string text) {
-    std::ranges::transform(text, text.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-    return text;
-  };
-  const auto* found =
-      std::ranges::find_if(kStorageDtypes, [&](at::ScalarType dtype) { return name == "torch." + lower(c10::toString(dtype)); });
-  TORCH_CHECK(found != kStorageDtypes.end(), what, " has the dtype ", name, ", which is not supported");
-  return *found;
-}
 
 template <typename T>
 std::optional<StateValue> list_of(const std::vector<PickleRef>& items) {
@@ -87,6 +46,18 @@ PickleRef without_tag(PickleRef value) {
   return arguments && !arguments->items.empty() ? arguments->items[0] : value;
 }
 
+size_t bytes_in(const std::string& text) { return sizeof(text) + text.size(); }
+template <typename T>
+size_t bytes_in(const T& /*number*/) {
+  return sizeof(T);
+}
+template <typename T>
+size_t bytes_in(const std::vector<T>& values) {
+  size_t bytes = 0;
+  for (const auto& value : values) bytes += bytes_in(value);
+  return bytes;
+}
+
 class TorchFileIndexer {
  public:
   explicit TorchFileIndexer(const std::filesystem::path& path)
@@ -111,18 +82,25 @@ class TorchFileIndexer {
 
  private:
   void add(PickleRef value, const std::string& name, size_t depth) {
-    names_bytes_ += name.size() + 1;
-    TORCH_CHECK(depth <= kMostDepth && names_bytes_ <= kMostRepeated * text_.size(), source_, ": \"", name,
-                "\" is nested too deep, or among values that many others hold");
+    count(name.size() + 1, name);
+    TORCH_CHECK(depth <= kMostDepth, source_, ": \"", name, "\" is nested too deep");
     const auto type = pickle_class(value);
     if (const auto* dict = std::get_if<PickleDict>(value)) return add_items(*dict, name, depth);
     if (type.starts_with("__torch__.")) {
       const auto* state = std::get<PickleObject>(*value).state;
       return add_items(pickle_as<PickleDict>(state, source_ + ": \"" + name + "\""), name, depth);
     }
+    if (type.starts_with("torch._utils._rebuild_parameter")) return add_parameter(value, name, depth);
     if (type.starts_with("torch._utils._rebuild_tensor")) return add_tensor(value, name);
-    if (auto plain = state_value_of(without_tag(value), kMostRepeated * text_.size()); plain && !name.empty())
-      index_.values.emplace_back(name, std::move(*plain));
+    auto plain = state_value_of(without_tag(value), kMostRepeated * text_.size());
+    if (!plain || name.empty()) return;
+    count(std::visit([](const auto& held) { return bytes_in(held); }, *plain), name);
+    index_.values.emplace_back(name, std::move(*plain));
+  }
+
+  void count(size_t bytes, const std::string& name) {
+    made_bytes_ += bytes;
+    TORCH_CHECK(made_bytes_ <= kMostRepeated * text_.size(), source_, ": \"", name, "\" is among values that many others hold");
   }
 
   void add_items(const PickleDict& dict, const std::string& name, size_t depth) {
@@ -135,30 +113,19 @@ class TorchFileIndexer {
     }
   }
 
-  void add_tensor(PickleRef value, const std::string& name) {
+  // _rebuild_parameter(tensor, requires_grad, hooks), or the same with a state behind.
+  void add_parameter(PickleRef value, const std::string& name, size_t depth) {
     const auto what = source_ + ": \"" + name + "\"";
     const auto& arguments = pickle_as<PickleTuple>(pickle_as<PickleObject>(value, what).arguments, what).items;
-    const bool names_dtype = pickle_class(value) == "torch._utils._rebuild_tensor_v3"; // after the hooks
-    TORCH_CHECK(names_dtype ? arguments.size() >= 7 : pickle_class(value).ends_with("_v2") && arguments.size() >= 4, what,
-                " is stored as ", pickle_class(value), ", which is not supported");
-    const auto& storage = pickle_as<PickleTuple>(pickle_as<PicklePersistent>(arguments[0], what).id, what).items;
-    TORCH_CHECK(storage.size() >= 5, what, " has a storage that is not understood");
-    const auto dtype = names_dtype ? dtype_named(pickle_as<PickleName>(arguments[6], what).name, what)
-                                   : dtype_of(pickle_as<PickleName>(storage[1], what).name, what);
-    const auto sizes = pickle_sizes(arguments[2], what), strides = pickle_sizes(arguments[3], what);
-    TORCH_CHECK(strides.size() == sizes.size() && at::geometry_is_contiguous(sizes, strides), what,
-                " is not stored in row-major order, which is not supported");
-    IndexedTensor tensor{name, {}, dtype, sizes, "torch file", {}};
-    const auto bytes = checked_bytes(sizes, dtype);
-    TORCH_CHECK(bytes, what, " is too large");
-    if (*bytes > 0) {
-      const auto record = "data/" + pickle_as<std::string>(storage[2], what);
-      const auto first = pickle_as<int64_t>(arguments[1], what), held = static_cast<int64_t>(archive_.getRecordSize(record));
-      const auto item = static_cast<int64_t>(c10::elementSize(dtype));
-      TORCH_CHECK(first >= 0 && *bytes <= held && first <= (held - *bytes) / item, what, ": its data is too short");
-      const auto begin = static_cast<int64_t>(archive_.getRecordOffset(record)) + first * item;
-      tensor.chunks.push_back({whole(sizes), 0, begin, {}});
-    }
+    TORCH_CHECK(!arguments.empty(), what, " is a parameter without a tensor");
+    add(arguments[0], name, depth + 1);
+  }
+
+  void add_tensor(PickleRef value, const std::string& name) {
+    const auto what = source_ + ": \"" + name + "\"";
+    const auto stored = archived_tensor(value, what);
+    IndexedTensor tensor{name, {}, stored.dtype, stored.sizes, "torch file", {}};
+    if (stored.bytes > 0) tensor.chunks.push_back({whole(stored.sizes), 0, data_begin(archive_, *part_, stored, what), {}});
     index_.tensors.push_back(std::move(tensor));
   }
 
@@ -169,30 +136,10 @@ class TorchFileIndexer {
   std::string text_;
   Pickle pickle_;
   Index index_;
-  size_t names_bytes_ = 0;
+  size_t made_bytes_ = 0;
 };
 
 } // namespace
-
-ArchivePart::ArchivePart(const File& file, int64_t offset, int64_t length) : file_(file), offset_(offset), length_(length) {
-  TORCH_CHECK(offset <= file.size() && length <= file.size() - offset, file.path().string(), ": an item of ", length,
-              " bytes at ", offset, " in a file of ", file.size());
-}
-
-size_t ArchivePart::read(uint64_t position, void* data, size_t bytes, const char* /*what*/) const {
-  if (position >= size()) return 0;
-  const auto count = std::min<uint64_t>(bytes, size() - position);
-  file_.read_at(data, count, offset_ + static_cast<int64_t>(position));
-  return count;
-}
-
-std::string archive_record(PyTorchStreamReader& archive, const ArchivePart& part, const std::string& name,
-                           const std::string& what) {
-  // Its size is what the archive says, and torch.save does not compress.
-  TORCH_CHECK(archive.getRecordSize(name) <= part.size(), what, ": ", name, " is larger than the archive that holds it");
-  const auto [data, size] = archive.getRecord(name);
-  return {static_cast<const char*>(data.get()), size};
-}
 
 std::optional<StateValue> state_value_of(PickleRef root, size_t limit) {
   if (const auto* value = std::get_if<bool>(root)) return *value;

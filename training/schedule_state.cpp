@@ -46,12 +46,13 @@ class ScheduleBinding final : public StateBinding {
   }
 
   void add_entries(StateDict& state) const {
-    state.set(name_of("steps_taken"), static_cast<int64_t>(StepCount::of(schedule_)));
+    add_steps(state);
     for (const auto& [name, value] : fixed()) state.set(name, value);
   }
 
   void before_load(StateDict& state, const SavedState& saved) override {
-    if (saved.values.count(name_of("type")) == 0) return; // reported as missing
+    if (state.contains(name_of("steps_taken"))) add_steps(state); // they stay where a load may leave them out
+    if (saved.values.count(name_of("type")) == 0) return;         // reported as missing
     check_steps(saved);
     if (!options_.allow_other_settings) return check_same(saved);
     for (const auto& [name, value] : fixed()) state.erase(name);
@@ -77,6 +78,8 @@ class ScheduleBinding final : public StateBinding {
   }
 
  private:
+  void add_steps(StateDict& state) const { state.set(name_of("steps_taken"), static_cast<int64_t>(StepCount::of(schedule_))); }
+
   std::string name_of(const std::string& what) const { return options_.name + "." + what; }
 
   /// Of another type they are reported as such.

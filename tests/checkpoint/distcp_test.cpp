@@ -8,6 +8,7 @@
 
 #include "../support/matchers.h"
 #include "../support/temporary_folder.h"
+#include "torch_archives.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -127,6 +128,54 @@ TEST(Distcp, WhatItHoldsDoesNotOutgrowItsFiles) {
   item = write_item("\x80\x02](" + text(std::string(255, 'x')) + "q\x01" + repeated("h\x01", 30'000) + "e.");
   write_metadata(folder.path(), "", key("one") + item);
   EXPECT_THAT(error(), HasSubstr("\"one\": a list holds 7650255 bytes of text"));
+}
+
+// One tensor "w" without a second dim, whose item holds this pickle.
+void write_tensor(const std::filesystem::path& folder, const std::string& dtype, int64_t elements, const std::string& pickle,
+                  const std::string& data, bool compress = false) {
+  const auto tuple_of = [](int64_t value) { return "(" + number(value) + "t"; };
+  testing::write_archive(folder / "x.distcp", pickle, data, compress);
+  const auto bytes = static_cast<int64_t>(std::filesystem::file_size(folder / "x.distcp"));
+  const auto properties = "ctorch.distributed.checkpoint.metadata\nTensorProperties\n)\x81(ctorch\n" + dtype + "\ntb";
+  const auto chunk = object("ChunkStorageMetadata", {{"offsets", tuple_of(0)}, {"sizes", tuple_of(elements)}});
+  const auto entry =
+      object("TensorStorageMetadata", {{"properties", properties}, {"size", tuple_of(elements)}, {"chunks", "](" + chunk + "e"}});
+  const auto info =
+      object("_StorageInfo", {{"relative_path", text("x.distcp")}, {"offset", number(0)}, {"length", number(bytes)}});
+  write_metadata(folder, text("w") + entry, object("MetadataIndex", {{"fqn", text("w")}, {"offset", tuple_of(0)}}) + info);
+}
+
+// Python has no storage class for these.
+TEST(Distcp, DtypesThatAreStoredAsBytesAreRead) {
+  const TemporaryFolder folder;
+  for (const auto dtype : {at::kFloat8_e4m3fn, at::kUInt16}) {
+    const auto values = torch::arange(3).to(dtype);
+    const auto pickle = testing::pickle_of(
+        [&](internal::PickleWriter& out) { internal::write_tensor(out, dtype, {3}, "0", /*for_python=*/true); });
+    const std::string data(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+    write_tensor(folder.path(), dtype == at::kUInt16 ? "uint16" : "float8_e4m3fn", 3, pickle, data);
+    StateDict state;
+    state.add("w", torch::zeros({3}, dtype));
+    load(state, folder.path());
+    EXPECT_TENSORS_EQUAL(state.tensor("w").to(at::kFloat), torch::arange(3).to(at::kFloat));
+    write_tensor(folder.path(), "float32", 3, pickle, data);
+    EXPECT_THAT(error_of([&] { internal::index_of_distcp(folder.path()); }),
+                HasSubstr(c10::str("\"w\": its part at [0] is stored as ", dtype, " and listed as Float")));
+  }
+}
+
+TEST(Distcp, ViewsAndCompressedDataAreErrors) {
+  const TemporaryFolder folder;
+  const auto error_with = [&](const std::string& bit, bool compress) {
+    const auto pickle = testing::pickle_of([&](internal::PickleWriter& out) { testing::write_view(out, bit); });
+    write_tensor(folder.path(), "complex64", 2, pickle, std::string(16, '\0'), compress);
+    return error_of([&] { internal::index_of_distcp(folder.path()); });
+  };
+  EXPECT_EQ(error_with("", false), "no error");
+  for (const auto* bit : {"conj", "neg"}) {
+    EXPECT_THAT(error_with(bit, false), HasSubstr("\"w\": its part at [0] is stored as a conjugate or negative view"));
+  }
+  EXPECT_THAT(error_with("", true), HasSubstr("\"w\": its part at [0]: its data is compressed"));
 }
 
 TEST(Distcp, ObjectsWithManyFieldsAreAnError) {

@@ -5,12 +5,15 @@ interop.py check-hugging-face FOLDER TENSOR...  reads whole tensors, through the
 interop.py write FORMAT FOLDER TENSOR...    writes FOLDER/1, /2 and /4 on so many ranks with torch.distributed.checkpoint; FORMAT:
                                             dcp-safetensors or dcp
 interop.py write-hugging-face FOLDER TENSOR...  writes two safetensors files and their index
+interop.py write-torch FOLDER                   writes files of torch.save with parameters, objects, views and compressed data
 
 TENSOR is NAME:DTYPE:SIZE,SIZE,... and holds 0, 1, 2, … modulo 120 (modulo 2 for bool), row-major.
 """
+import collections
 import json
 import pathlib
 import sys
+import zipfile
 
 import torch
 import torch.distributed as dist
@@ -93,6 +96,8 @@ def write_on_rank(rank, kind, ranks, folder, tensors):
     if kind == "dcp":
         state["step"] = 7
         state["nested"] = {"rate": 0.5, "names": ["a", "b"]}
+        for dtype in (torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2):
+            state[f"new.{dtype}".replace("torch.", "")] = expected(dtype, [5])
         writer = FileSystemWriter(folder)
     else:
         writer = HuggingFaceStorageWriter(folder, save_distributed=True)
@@ -109,6 +114,19 @@ def write_hugging_face(folder, tensors):
         save_file({name: expected(*tensors[name]) for name in part}, folder / file_name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(part, file_name))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def write_torch(folder):
+    folder.mkdir()
+    objects = {"deque": collections.deque([1, 2]), "defaultdict": collections.defaultdict(list, a=1, b=2)}
+    torch.save({"w": torch.nn.Parameter(torch.arange(3.0)), **objects, "step": 7}, folder / "objects.pt")
+    conjugate = torch.ones(3, dtype=torch.complex64).conj()
+    torch.save({"w": conjugate}, folder / "conj.pt")
+    torch.save({"w": conjugate.imag}, folder / "neg.pt")
+    torch.save({"w": torch.zeros(3)}, folder / "plain.pt")
+    with zipfile.ZipFile(folder / "plain.pt") as source, zipfile.ZipFile(folder / "zipped.pt", "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
 
 
 def parse(arguments):
@@ -136,6 +154,8 @@ def main():
             torch.multiprocessing.start_processes(read_on_rank, (ranks, folder, tensors), ranks, start_method="fork")
     elif command == "check-hugging-face":
         check_hugging_face(folder, tensors)
+    elif command == "write-torch":
+        write_torch(folder)
     else:
         write_hugging_face(folder, tensors)
     print(f"{len(tensors)} tensors: {command} done")

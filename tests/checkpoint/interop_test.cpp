@@ -29,6 +29,10 @@ const std::vector<Described> kTensors{
     {"short", "int16", at::kShort, {6}},       {"scalar", "float32", at::kFloat, {}},
 };
 
+// Of these Python has no storage class. The names are interop.py's.
+const std::vector<std::pair<std::string, at::ScalarType>> kNewDtypes{
+    {"new.uint16", at::kUInt16}, {"new.float8_e4m3fn", at::kFloat8_e4m3fn}, {"new.float8_e5m2", at::kFloat8_e5m2}};
+
 at::Tensor expected(const Described& tensor) {
   return torch::arange(c10::multiply_integers(tensor.sizes)).remainder(120).view(tensor.sizes).to(tensor.dtype);
 }
@@ -117,13 +121,33 @@ TEST(Interop, WeReadWhatPythonWrites) {
         state.set("step", 0);
         state.set("nested.rate", 0.0);
         state.set("nested.names", StateValue(std::vector<std::string>{}));
+        for (const auto& [name, dtype] : kNewDtypes) state.add(name, torch::zeros({5}, dtype));
       }
       load(state, path / ranks);
       expect_filled(state);
       if (process_context().rank() == 0) std::printf("%s, written by %s ranks: read bit for bit\n", format.c_str(), ranks);
       EXPECT_EQ(state.contains("step") ? state.value<int64_t>("step") : 7, 7);
+      for (const auto& [name, dtype] : kNewDtypes) {
+        if (state.contains(name)) EXPECT_TENSORS_EQUAL(state.tensor(name).to(at::kFloat), torch::arange(5).to(at::kFloat));
+      }
     }
   }
+}
+
+TEST(Interop, WhatWeCannotReadOfTorchSaveIsPassedOverOrAnError) {
+  const SharedFolder folder;
+  const auto path = folder.path() / "c";
+  run_python({"write-torch", path});
+  StateDict state;
+  state.add("w", torch::zeros({3}));
+  state.set("step", 0);
+  load(state, path / "objects.pt");
+  EXPECT_TENSORS_EQUAL(state.tensor("w"), torch::arange(3).to(at::kFloat));
+  EXPECT_EQ(state.value<int64_t>("step"), 7);
+  for (const auto* name : {"conj.pt", "neg.pt"}) {
+    EXPECT_THROWS_WITH(load(state, path / name), "\"w\" is stored as a conjugate or negative view");
+  }
+  EXPECT_THROWS_WITH(load(state, path / "zipped.pt"), "\"w\": its data is compressed");
 }
 
 TEST(Interop, WeReadHuggingFaceFolders) {

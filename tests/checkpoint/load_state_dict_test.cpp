@@ -257,6 +257,9 @@ TEST(LoadStateDict, TiedTensorsOfTheTargetMustBeEqualInTheSource) {
   source.add("b", torch::ones({3}));
   load_state_dict(target, source, kFromRank0);
   EXPECT_TENSORS_EQUAL(target.tensor("b"), torch::ones({3}));
+  for (const auto* name : {"a", "b"}) source.tensor(name).fill_(std::numeric_limits<double>::quiet_NaN());
+  load_state_dict(target, source, kFromRank0); // a NaN is the same as itself here
+  EXPECT_TRUE(target.tensor("b").isnan().all().item<bool>());
   source.tensor("b").fill_(2);
   EXPECT_THAT(
       error_of([&] { load_state_dict(target, source, kFromRank0); }),
@@ -296,6 +299,19 @@ TEST(LoadStateDict, ValuesAndTensorsOfTheUserTravelToo) {
   EXPECT_TRUE(torch::equal(target.tensor("ComplexDouble"), torch::ones({2, 3}, at::kComplexDouble)));
   EXPECT_EQ(target.tensor("scalar").item<int64_t>(), 5);
   EXPECT_TENSORS_EQUAL(target.tensor("transposed"), torch::arange(6).view({2, 3}).t());
+}
+
+TEST(BroadcastFromRank0, ConjugateAndNegativeViewsTravelAsTheirValues) {
+  const auto numbers = torch::arange(3).to(at::kFloat);
+  const auto conjugate = torch::complex(numbers, numbers).conj();
+  StateDict source, target;
+  source.add("conjugate", conjugate);
+  source.add("negative", torch::imag(conjugate));
+  target.add("conjugate", torch::zeros({3}, at::kComplexFloat));
+  target.add("negative", torch::zeros({3}));
+  load_state_dict(target, world_rank() == 0 ? source : StateDict(), kFromRank0);
+  EXPECT_TRUE(torch::equal(target.tensor("conjugate"), torch::complex(numbers, -numbers)));
+  EXPECT_TENSORS_EQUAL(target.tensor("negative"), -numbers);
 }
 
 /// Before anything is written, and on all ranks, where only one reads them.

@@ -180,5 +180,25 @@ TEST(OptimizerCheckpoint, ACheckpointOfWeightsLeavesTheOptimizerAsItIs) {
   EXPECT_EQ(state_dict(*model, optimizer).value<int64_t>("optimizer.state.0.bias.step"), 1);
 }
 
+TEST(OptimizerCheckpoint, ANewStateHasTheDtypeOfItsParameters) {
+  const TemporaryFolder folder;
+  torch::nn::Linear model(4, 2), other(4, 2);
+  model->to(at::kBFloat16);
+  torch::optim::Adam optimizer(model->parameters()), fresh(other->parameters());
+  for (auto& parameter : model->parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
+  optimizer.step();
+  const auto saved = state_dict(*model, optimizer);
+  save(saved, folder.path() / "c");
+  EXPECT_THAT(error_of([&] { load(state_dict(*other, fresh), folder.path() / "c"); }),
+              HasSubstr("optimizer.state.weight.exp_avg: saved as BFloat16[2, 4], to be loaded into Float[2, 4]"));
+  load(state_dict(*other, fresh), folder.path() / "c", {.cast = true});
+  const auto state = state_dict(*other, fresh);
+  for (const auto* field : {"exp_avg", "exp_avg_sq"}) {
+    const auto name = c10::str("optimizer.state.weight.", field);
+    EXPECT_EQ(state.tensor(name).scalar_type(), at::kFloat);
+    EXPECT_TENSORS_EQUAL(state.tensor(name), saved.tensor(name).to(at::kFloat));
+  }
+}
+
 } // namespace
 } // namespace tessera::checkpoint

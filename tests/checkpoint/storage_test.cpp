@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "../support/matchers.h"
+#include "../support/scoped_environment.h"
 #include "../support/temporary_folder.h"
 #include "sharded_training.h"
 #include "shared_folder.h"
@@ -250,7 +251,10 @@ TEST(StorageFaults, ACommitThatIsCutOffLeavesOneWholeCheckpoint) {
       const auto error = error_of([&] { save(numbers(2), storage, "c", {.overwrite = overwrite}); });
       EXPECT_THAT(error, HasSubstr("cannot commit c, which ranks 0, 1 must each call"));
     };
-    run_ranks_as_threads(2, save_slowly, {.timeout = std::chrono::seconds(1)});
+    {
+      const testing::ScopedEnvironment timeout("TESSERA_TIMEOUT_SECONDS", "1");
+      run_ranks_as_threads(2, save_slowly);
+    }
     run_ranks_as_threads(1, [&] {
       const SharedMemoryStorage storage(folder.path());
       EXPECT_EQ(latest(storage), "c");

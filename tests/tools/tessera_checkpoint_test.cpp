@@ -84,6 +84,43 @@ TEST(CheckpointTool, DiffListsWhatDiffers) {
             "layer.weight: 2 of 600 elements differ, by at most 2\n");
 }
 
+TEST(CheckpointTool, DiffSaysByHowMuchAlsoBesideInfinitiesAndNan) {
+  const TemporaryFolder folder;
+  const auto save = [&](const char* name, const std::vector<float>& values, float imaginary) {
+    StateDict state;
+    state.add("w", torch::tensor(values));
+    state.add("z", torch::complex(torch::ones({2}), torch::tensor({imaginary, 0.F})));
+    checkpoint::save(state, folder.path() / name);
+  };
+  const auto inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  save("a", {-inf, nan, 1, 2}, 0);
+  save("b", {-inf, nan, 1, 4}, 3);
+  save("c", {-inf, 0, 1, 4}, 3);
+  const auto diff = [&](const char* first, const char* second) {
+    return run({"diff", folder.path() / first, folder.path() / second}).output;
+  };
+  EXPECT_EQ(diff("a", "b"), "w: 1 of 4 elements differ, by at most 2\nz: 1 of 2 elements differ, by at most 3\n");
+  EXPECT_EQ(diff("b", "c"), "w: 1 of 4 elements differ, by at most nan\n");
+}
+
+TEST(CheckpointTool, AllNamesOfATiedTensorCount) {
+  const TemporaryFolder folder;
+  const auto path = [&](const char* name) { return (folder.path() / name).string(); };
+  StateDict tied, apart;
+  tied.add("embed.weight", torch::ones({4}), {"head.weight"});
+  for (const auto* name : {"embed.weight", "head.weight"}) apart.add(name, torch::ones({4}));
+  checkpoint::save(tied, path("tied"));
+  checkpoint::save(apart, path("apart"));
+  EXPECT_EQ(run({"diff", path("tied"), path("apart")}).output, "the same\n");
+  apart.tensor("head.weight")[1] += 2;
+  checkpoint::save(apart, path("other"));
+  EXPECT_EQ(run({"diff", path("tied"), path("other")}).output, "head.weight: 1 of 4 elements differ, by at most 2\n");
+
+  EXPECT_EQ(run({"convert", path("tied"), path("head"), "--exclude=embed."}).status, 0);
+  EXPECT_EQ(run({"diff", path("tied"), path("head")}).output, "embed.weight: only in the first\n");
+  EXPECT_THAT(run({"convert", path("tied"), path("dcp"), "--to=dcp"}).output, HasSubstr("a tensor once: head.weight"));
+}
+
 TEST(CheckpointTool, ConvertsRoundTheFormats) {
   const TemporaryFolder folder;
   const auto path = [&](const char* name) { return (folder.path() / name).string(); };
@@ -95,13 +132,15 @@ TEST(CheckpointTool, ConvertsRoundTheFormats) {
   const auto converted =
       run({"convert", path("ours"), path("hf"), "--to=hugging-face", "--exclude=optimizer.", "--max_file_bytes=1000"});
   EXPECT_EQ(converted.status, 0) << converted.output;
-  EXPECT_THAT(converted.output, HasSubstr("left out, because the format holds no values, and a tensor once: step, name"));
+  EXPECT_THAT(converted.output,
+              HasSubstr("left out, because the format holds no values, and a tensor once: head.weight, step, name"));
   EXPECT_TRUE(std::filesystem::exists(folder.path() / "hf" / "model.safetensors.index.json"));
   EXPECT_EQ(run({"convert", path("hf"), path("dcp"), "--to=dcp"}).status, 0);
   EXPECT_EQ(run({"diff", path("hf"), path("dcp")}).output, "the same\n");
   EXPECT_EQ(run({"convert", path("dcp"), path("back")}).status, 0);
   EXPECT_EQ(run({"diff", path("ours"), path("back")}).output,
-            "name: only in the first\nstep: only in the first\noptimizer.state.layer.bias.exp_avg: only in the first\n");
+            "name: only in the first\nstep: only in the first\nhead.weight: only in the first\n"
+            "optimizer.state.layer.bias.exp_avg: only in the first\n");
   EXPECT_EQ(run({"verify", path("back")}).status, 0);
   EXPECT_THAT(run({"verify", path("dcp")}).output, HasSubstr("there are no checksums"));
 }
