@@ -60,9 +60,10 @@ bool is_dtensor(const at::Tensor& tensor);
 /// does.
 DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements);
 
-/// A DTensor from each rank's part, whose memory it shares. Global shape and strides are derived as for even shards unless given;
-/// a RaggedShard over several dims needs the shape. Differentiable: the gradient is laid out like the placements, Replicate for
-/// Partial. No communication.
+/// A DTensor from each rank's part, whose memory it shares. The global shape is derived as for even shards unless given; a
+/// RaggedShard over several dims needs it. The strides are derived from the part's unless given: give them where the parts of
+/// some ranks lie in memory in another order of dims, as one of a single row may. Differentiable: the gradient is laid out like
+/// the placements, Replicate for Partial. No communication.
 DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placements& placements,
                    std::optional<std::vector<int64_t>> global_sizes = std::nullopt,
                    const std::optional<std::vector<int64_t>>& global_strides = std::nullopt);

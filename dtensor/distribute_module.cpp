@@ -14,6 +14,7 @@ void distribute(const std::string& name, const at::Tensor& tensor, const DeviceM
     const auto whole = distribute_tensor(tensor.detach(), mesh, placements);
     auto* meta = dtensor_meta(whole);
     become_dtensor(tensor, c10::make_intrusive<DTensorMeta>(meta->local, meta->spec));
+    tensor.mutable_grad().reset();
   } catch (c10::Error& error) {
     error.add_context("distribute_module: parameter '" + name + "'");
     throw;

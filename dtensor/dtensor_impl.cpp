@@ -1,6 +1,12 @@
 #include <tessera/dtensor/dtensor_impl.h>
 
+#include <absl/algorithm/container.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/safe_numerics.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
 
 #include <tessera/dtensor/view_replay.h>
 
@@ -50,6 +56,22 @@ at::Tensor make_dtensor(at::Tensor local, SpecPtr spec) {
 at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta, StorageError error) {
   check_local(meta->local, *meta->spec);
   return at::Tensor(make_impl(std::move(meta), {}, error));
+}
+
+std::vector<int64_t> strides_like(const at::Tensor& local, c10::IntArrayRef sizes) {
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  if (local.dim() != ndim || local.is_contiguous() || absl::c_linear_search(local.strides(), 0)) return {};
+  std::vector<int64_t> inner_first(ndim), strides(ndim);
+  std::iota(inner_first.rbegin(), inner_first.rend(), 0);
+  // Of two dims with one stride, that of a single element is the inner one.
+  const auto key = [&](int64_t dim) { return std::pair(local.stride(dim), std::max<int64_t>(local.size(dim), 1)); };
+  absl::c_stable_sort(inner_first, [&](int64_t a, int64_t b) { return key(a) < key(b); });
+  int64_t stride = 1;
+  for (const auto dim : inner_first) {
+    strides[dim] = stride;
+    if (c10::mul_overflows(stride, std::max<int64_t>(sizes[dim], 1), &stride)) return {}; // whoever takes the sizes refuses them
+  }
+  return strides;
 }
 
 at::Tensor alias_dtensor(const at::Tensor& dtensor) {

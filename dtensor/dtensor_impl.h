@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <tessera/dtensor/spec.h>
 
@@ -79,6 +80,10 @@ at::Tensor make_dtensor(at::Tensor local, SpecPtr spec);
 enum class StorageError { kInFull, kBrief };
 
 at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta, StorageError error = StorageError::kInFull);
+
+/// Strides of a tensor of `sizes` whose dims follow one another in memory as those of its part `local` do. None, for row-major
+/// ones, where that is contiguous, or has merged or expanded dims.
+std::vector<int64_t> strides_like(const at::Tensor& local, c10::IntArrayRef sizes);
 
 /// Another handle of the same DTensor: the meta is shared, the key set is copied, autograd history is not.
 at::Tensor alias_dtensor(const at::Tensor& dtensor);

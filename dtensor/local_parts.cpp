@@ -93,7 +93,9 @@ namespace tessera {
 at::Tensor to_local(const at::Tensor& dtensor, const std::optional<Placements>& gradient) {
   const auto& meta = internal::meta_of(dtensor, "to_local");
   if (!gradient && !internal::needs_graph(dtensor)) return meta.local.detach();
-  const auto spec = meta.spec->with(gradient.value_or(replicate_partial(meta.spec->placements())));
+  // Row-major, as the gradient's part is made.
+  const auto spec = Spec::intern(meta.spec->mesh(), gradient.value_or(replicate_partial(meta.spec->placements())),
+                                 meta.spec->sizes(), meta.spec->dtype());
   TORCH_CHECK(spec->local_sizes() == meta.spec->local_sizes(), "to_local: a gradient of placements ",
               to_string(spec->placements()), " has not the shape of this rank's part; the tensor is ", meta.spec->to_string());
   if (!internal::needs_graph(dtensor)) return meta.local.detach();
@@ -112,8 +114,8 @@ DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placem
   TORCH_CHECK(static_cast<int64_t>(placements.size()) == mesh.ndim(), "from_local: one placement a mesh dim is needed, not ",
               to_string(placements), " on ", mesh.to_string());
   auto sizes = global_sizes ? std::move(*global_sizes) : internal::even_global_sizes(local, mesh, placements);
-  const auto spec =
-      Spec::intern(mesh, placements, std::move(sizes), local.scalar_type(), global_strides.value_or(std::vector<int64_t>{}));
+  auto strides = global_strides ? *global_strides : internal::strides_like(local, sizes);
+  const auto spec = Spec::intern(mesh, placements, std::move(sizes), local.scalar_type(), std::move(strides));
   if (!internal::needs_graph(local)) return DTensor(internal::make_dtensor(local.detach(), spec));
   return DTensor(internal::FromLocal::apply(local, spec, spec->with(replicate_partial(placements))));
 }

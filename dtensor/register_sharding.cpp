@@ -2,8 +2,10 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <absl/algorithm/container.h>
 #include <absl/strings/ascii.h>
 #include <absl/strings/match.h>
+#include <absl/strings/str_split.h>
 
 #include <algorithm>
 
@@ -19,6 +21,25 @@ c10::OperatorHandle operator_named(const std::string& op) {
     if (name.name == op) return dispatcher.findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str());
   }
   TORCH_CHECK(false, "register_sharding: there is no operator ", op, "; define it before its rule");
+}
+
+/// Letters, each once, and '*'; among them at most one '~' or "...".
+bool is_term(absl::string_view term) {
+  const auto dots = term.find("...");
+  const auto middle = dots == absl::string_view::npos ? term.find('~') : dots;
+  std::string dims(term);
+  if (middle != absl::string_view::npos) dims.erase(middle, dots == absl::string_view::npos ? 1 : 3);
+  return absl::c_all_of(dims, [&](char c) { return c == '*' || (absl::ascii_isalpha(c) && absl::c_count(dims, c) == 1); });
+}
+
+void check_terms(const std::string& op, const std::string& pattern) {
+  const auto arrow = pattern.find("->");
+  for (const auto& side : {pattern.substr(0, arrow), pattern.substr(arrow + 2)}) {
+    for (const auto term : absl::StrSplit(side, ',')) {
+      TORCH_CHECK(is_term(term), "register_sharding: the term '", std::string(term), "' of the pattern '", pattern, "' of ", op,
+                  " must be letters, each once, and '*', with one '~' or one '...' among them at most");
+    }
+  }
 }
 
 /// The operator exists, reaches Tessera's kernel, and has as many tensors as the pattern has terms.
@@ -55,6 +76,7 @@ void register_sharding(const std::string& op, const std::string& pattern, const 
     TORCH_CHECK(absl::ascii_isalpha(letter) && pattern.find(letter) != std::string::npos, "register_sharding: '", letter,
                 "' is to be summed, but is no letter of the pattern '", pattern, "' of ", op);
   }
+  internal::check_terms(op, pattern);
   internal::check_operator(op, pattern);
   const bool added = internal::rules::add_user_rule(op, internal::rules::OnLocals(internal::rules::by_pattern(pattern, summed)));
   TORCH_CHECK(added, "register_sharding: ", op, " has a rule already");

@@ -12,8 +12,10 @@ namespace tessera {
 /// may be split, alike in all terms that have it; '*' a dim that must be whole; '~' any number of whole dims; "..." any number of
 /// batch dims, aligned at the right. Results whose shape the operator's Meta kernel does not tell take theirs from the parts.
 /// `summed`: letters that may be split although a result lacks them; that result is the sum over the ranks.
+/// Dims of one letter whose sizes differ, where none is 1, are not split.
 /// Errors: an operator that is not defined, or that was defined with its function (a composite: no rule would be asked); a
-/// pattern without "->", with other signs or another number of terms; a summed letter that the pattern lacks.
+/// pattern without "->", with other signs or another number of terms; a term with a letter twice, or with several of '~' and
+/// "..."; a summed letter that the pattern lacks.
 void register_sharding(const std::string& op, const std::string& pattern, const std::string& summed = "");
 
 } // namespace tessera

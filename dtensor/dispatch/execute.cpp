@@ -183,11 +183,42 @@ class Execution {
   }
 
   /// Whole dims have the local size.
-  static std::vector<int64_t> completed(std::vector<int64_t> sizes, const at::Tensor& local) {
+  std::vector<int64_t> completed(std::vector<int64_t> sizes, const at::Tensor& local) const {
     for (size_t d = 0; d < sizes.size(); ++d) {
-      if (sizes[d] == rules::kUnknownSize) sizes[d] = local.size(static_cast<int64_t>(d));
+      if (sizes[d] != rules::kUnknownSize) continue;
+      TORCH_CHECK(plan_.on_mesh, info_.name,
+                  ": this rank is outside the mesh, and cannot tell the shape of the result; it is on ", mesh().to_string());
+      sizes[d] = local.size(static_cast<int64_t>(d));
     }
     return sizes;
+  }
+
+  /// Whether `local` is such a result as the one before.
+  static bool is_as_before(const rules::OutputPlan& plan, const at::Tensor& local) {
+    if (!plan.spec || plan.spec->dtype() != local.scalar_type()) return false;
+    return C10_LIKELY(plan.strides.has_value()) || local.sizes() == c10::IntArrayRef(plan.spec->local_sizes());
+  }
+
+  static std::vector<int64_t> strides_of(const rules::OutputPlan& plan, const std::vector<int64_t>& sizes) {
+    if (plan.strides) return *plan.strides;
+    if (plan.format == at::MemoryFormat::ChannelsLast) return c10::get_channels_last_strides_2d(sizes);
+    if (plan.format == at::MemoryFormat::ChannelsLast3d) return c10::get_channels_last_strides_3d(sizes);
+    return contiguous_strides(sizes);
+  }
+
+  const SpecPtr& spec_of(rules::OutputPlan& plan, const at::Tensor& local) const {
+    if (C10_LIKELY(is_as_before(plan, local))) return plan.spec;
+    auto sizes = completed(plan.sizes, local);
+    auto strides = strides_of(plan, sizes);
+    plan.spec = Spec::intern(mesh(), plan.placements, std::move(sizes), local.scalar_type(), std::move(strides));
+    return plan.spec;
+  }
+
+  /// Where nothing tells the strides, a kernel chooses them by this rank's part, and all ranks must have the same ones.
+  at::Tensor laid_out(const rules::OutputPlan& plan, const at::Tensor& local) const {
+    if (plan.strides || viewed_.defined()) return local;
+    const bool is_merged = local.dim() != static_cast<int64_t>(plan.sizes.size());
+    return local.contiguous(is_merged ? at::MemoryFormat::Contiguous : plan.format);
   }
 
   at::Tensor wrap_one(const at::Tensor& local, size_t index) {
@@ -199,21 +230,16 @@ class Execution {
     }
     TORCH_INTERNAL_ASSERT(index < plan_.outputs.size(), info_.name);
     auto& plan = plan_.outputs[index];
-    if (C10_UNLIKELY(std::find(plan.sizes.begin(), plan.sizes.end(), rules::kUnknownSize) != plan.sizes.end())) {
-      return noted(make_dtensor(local, Spec::intern(mesh(), plan.placements, completed(plan.sizes, local), local.scalar_type())));
-    }
-    if (!plan.spec || plan.spec->dtype() != local.scalar_type()) {
-      plan.spec = Spec::intern(mesh(), plan.placements, plan.sizes, local.scalar_type(), plan.strides);
-    }
+    const auto& spec = spec_of(plan, local);
     // A view of a normal tensor is one as well, in InferenceMode too: it shares the version counter.
     const bool normal_view = viewed_.defined() && !viewed_.is_inference() && c10::InferenceMode::is_enabled();
     std::optional<c10::InferenceMode> normal_mode;
     if (C10_UNLIKELY(normal_view)) normal_mode.emplace(false);
-    auto result = make_dtensor(local, plan.spec);
+    auto result = make_dtensor(laid_out(plan, local), spec);
     if (viewed_.defined()) {
       join_viewed(result);
       if (C10_UNLIKELY(local.is_inference())) share_writes(*dtensor_meta(result));
-      if (C10_UNLIKELY(plan.spec->has_partial())) keep_no_reduced_values(result);
+      if (C10_UNLIKELY(spec->has_partial())) keep_no_reduced_values(result);
     }
     return noted(std::move(result));
   }

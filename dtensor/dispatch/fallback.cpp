@@ -72,19 +72,16 @@ bool move_viewed_temporary(const OpInfo& info, const Plan& plan, const Stack& st
   return true;
 }
 
-bool has_plain_tensors(const Stack& stack, size_t begin) {
-  for (size_t i = begin; i < stack.size(); ++i) {
-    if (!stack[i].isTensor() || !stack[i].toTensor().defined()) continue;
-    if (stack[i].toTensor().dim() > 0 && !dtensor_meta(stack[i].toTensor())) return true;
-  }
-  return false;
+bool has_plain_tensors(const OpInfo& info, const Stack& stack, size_t begin) {
+  return any_tensor(info, arguments_from(stack, begin),
+                    [](const at::Tensor& tensor, size_t) { return tensor.dim() > 0 && !dtensor_meta(tensor); });
 }
 
 /// Runs the operator as others. A kernel that ends in the operator itself is no decomposition.
 void decompose(const c10::OperatorHandle& op, const OpInfo& info, c10::DispatchKey key, Stack* stack) {
   constexpr int kDeepest = 64;
   const size_t begin = stack->size() - info.arguments.size();
-  const DecompositionScope scope(!has_plain_tensors(*stack, begin), info.writes);
+  const DecompositionScope scope(!has_plain_tensors(info, *stack, begin), info.writes);
   if (decompositions().depth > kDeepest) no_rule(info, *stack, begin);
   op.callBoxedForDispatchKey(key, *stack);
 }

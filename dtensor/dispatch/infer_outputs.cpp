@@ -1,5 +1,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 
 #include <tessera/dtensor/dispatch/plan.h>
 #include <tessera/dtensor/dispatch/visit_tensors.h>
@@ -9,8 +10,10 @@ namespace tessera::internal::dispatch {
 
 namespace {
 
-at::Tensor on_meta(const at::Tensor& tensor) {
-  auto result = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+at::Tensor stand_in_of(const at::Tensor& tensor, StandIn stand_in) {
+  auto result = stand_in == StandIn::kMeta
+                    ? at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta))
+                    : at::zeros({}, tensor.options().device(at::kCPU)).expand(tensor.sizes());
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) result.unsafeGetTensorImpl()->set_wrapped_number(true);
   return result;
 }
@@ -24,28 +27,42 @@ void add(const c10::IValue& value, std::vector<rules::Geometry>& out) {
   }
 }
 
-} // namespace
-
-std::optional<std::vector<rules::Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,
-                                                          const torch::jit::Stack& stack, size_t begin) {
-  bool new_outputs = false;
-  for (const auto& result : info.returns) new_outputs |= result.written_argument < 0;
-  if (!info.infers_shapes || !new_outputs) return std::nullopt;
-  auto copy = arguments_from(stack, begin).vec();
-  for (auto& value : copy) {
-    if (value.isDevice()) value = c10::Device(at::kMeta);
-  }
-  replace_tensors(info, copy, [](const at::Tensor& tensor, size_t) { return std::optional(on_meta(tensor)); });
+/// The results of the operator on stand-ins; nothing where it has no kernel for them.
+std::optional<torch::jit::Stack> run_on_stand_ins(const c10::OperatorHandle& op, const OpInfo& info,
+                                                  c10::ArrayRef<c10::IValue> arguments, StandIn stand_in) {
   c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(kDTensorKey));
+  auto copy = arguments.vec();
+  for (auto& value : copy) {
+    if (value.isDevice()) value = c10::Device(stand_in == StandIn::kMeta ? at::kMeta : at::kCPU);
+  }
+  replace_tensors(info, copy, [&](const at::Tensor& tensor, size_t) { return std::optional(stand_in_of(tensor, stand_in)); });
   try {
     op.callBoxed(copy);
   } catch (const c10::NotImplementedError&) {
-    return std::nullopt; // a composite kernel over one that has none for Meta
+    return std::nullopt; // a composite kernel over one that has none for them
+  } catch (const c10::LinAlgError&) {
+    return std::nullopt; // of zeros
   }
+  return copy;
+}
+
+} // namespace
+
+std::optional<std::vector<rules::Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,
+                                                          const torch::jit::Stack& stack, size_t begin, StandIn stand_in) {
+  bool new_outputs = false;
+  for (const auto& result : info.returns) new_outputs |= result.written_argument < 0;
+  if (!new_outputs || (stand_in == StandIn::kMeta && !info.infers_shapes)) return std::nullopt;
+  const auto results = run_on_stand_ins(op, info, arguments_from(stack, begin), stand_in);
+  if (!results) return std::nullopt;
   std::vector<rules::Geometry> result;
   bool left_out = false;
-  for (const auto& value : copy) {
+  for (const auto& value : *results) {
     const bool undefined = value.isTensor() && !value.toTensor().defined();
+    if (undefined && stand_in == StandIn::kZeros) {
+      result.push_back({{}, {}, at::kFloat});
+      continue;
+    }
     if (left_out && !undefined) return std::nullopt; // it is not told which outputs these are
     left_out |= undefined;
     add(value, result);

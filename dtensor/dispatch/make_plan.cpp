@@ -1,3 +1,5 @@
+#include <absl/algorithm/container.h>
+
 #include <algorithm>
 #include <exception>
 
@@ -133,12 +135,24 @@ void enter_inputs(const OpCall& call, const Bounds& bounds, const CallPlacements
   }
 }
 
+/// Channels last where the first input is, as kernels for it choose; what this rank's part looks like may differ between ranks.
+at::MemoryFormat format_of_results(const OpCall& call) {
+  if (call.tensors.empty() || !call.tensors[0].spec) return at::MemoryFormat::Contiguous;
+  const auto& spec = *call.tensors[0].spec;
+  const c10::IntArrayRef sizes(spec.sizes()), strides(spec.strides());
+  if (sizes.size() == 4 && c10::is_channels_last_strides_2d(sizes, strides)) return at::MemoryFormat::ChannelsLast;
+  if (sizes.size() == 5 && c10::is_channels_last_strides_3d(sizes, strides)) return at::MemoryFormat::ChannelsLast3d;
+  return at::MemoryFormat::Contiguous;
+}
+
 void enter_outputs(const OpCall& call, const rules::Factorization& factors, const CallPlacements& chosen, Plan& plan) {
   plan.wrapping = factors.wrapping;
   for (size_t r = 0; r < factors.outputs.size(); ++r) {
-    rules::OutputPlan output{chosen.outputs[r], factors.outputs[r].sizes, contiguous_strides(factors.outputs[r].sizes)};
+    rules::OutputPlan output{chosen.outputs[r], factors.outputs[r].sizes};
     output.dtype = call.tensors.empty() ? at::kFloat : call.tensors[0].dtype;
     if (r == 0 && !factors.strides.empty()) output.strides = factors.strides;
+    const bool as_input = r == 0 && !call.tensors.empty() && output.sizes.size() == call.tensors[0].sizes.size();
+    if (as_input) output.format = format_of_results(call);
     plan.outputs.push_back(std::move(output));
   }
 }
@@ -158,12 +172,14 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
   enter_outputs(call, factors, chosen, plan);
 }
 
+bool has_unknown_size(const rules::OutputPlan& output) { return absl::c_linear_search(output.sizes, rules::kUnknownSize); }
+
 void check_written(const OpInfo& info, const Collected& all, const Plan& plan, const OpCall& call) {
   for (size_t r = 0; r < info.returns.size() && r < plan.outputs.size(); ++r) {
     for (const auto& tensor : all.tensors) {
       if (info.returns[r].written_argument != static_cast<int>(tensor.argument) || tensor.index >= 0) continue;
       const auto& sizes = plan.outputs[r].sizes;
-      if (std::find(sizes.begin(), sizes.end(), rules::kUnknownSize) != sizes.end()) continue;
+      if (has_unknown_size(plan.outputs[r])) continue;
       TORCH_CHECK(tensor.sizes == sizes, info.name, ": the written tensor has shape ", c10::IntArrayRef(tensor.sizes),
                   ", but the result has shape ", c10::IntArrayRef(sizes), "; ", describe(call));
     }
@@ -243,6 +259,20 @@ void check_geometry(const OpInfo& info, const std::vector<rules::Geometry>& geom
   }
 }
 
+/// The sizes that the rule left open, on a rank outside the mesh: it gets no results that tell them.
+void complete_sizes(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin, Plan& plan) {
+  if (absl::c_none_of(plan.outputs, has_unknown_size)) return;
+  const auto results = infer_outputs(op, info, stack, begin, StandIn::kZeros);
+  for (size_t r = 0; results && r < std::min(results->size(), plan.outputs.size()); ++r) {
+    auto& output = plan.outputs[r];
+    const auto& known = (*results)[r].sizes; // none of an undefined result
+    for (size_t d = 0; d < output.sizes.size(); ++d) {
+      if (output.sizes[d] == rules::kUnknownSize) output.sizes[d] = d < known.size() ? known[d] : 0;
+    }
+    output.dtype = (*results)[r].dtype;
+  }
+}
+
 } // namespace
 
 Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin,
@@ -275,6 +305,7 @@ Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::j
     if (plan.wrapping.shapes == rules::Wrapping::kOfLocals) check_whole_out(info, all, call);
   }
   if (refused) std::rethrow_exception(refused);
+  if (!geometry && !plan.on_mesh) complete_sizes(op, info, stack, begin, plan);
   if (geometry) check_geometry(info, *geometry, plan, call);
   for (auto& output : plan.outputs) output.local_sizes = local_box(output.sizes, all.mesh, output.placements).sizes;
   for (const auto& input : plan.inputs) plan.moves_viewed |= info.views && input.moves;

@@ -3,6 +3,8 @@
 #include <ATen/core/stack.h>
 #include <absl/container/inlined_vector.h>
 
+#include <cstdint>
+
 #include <tessera/dtensor/dispatch/call_site.h>
 #include <tessera/dtensor/dispatch/op_info.h>
 #include <tessera/dtensor/rules/rule.h>
@@ -56,9 +58,17 @@ struct CallPlacements {
 /// Chooses them one mesh dim at a time, the cheapest moves first.
 CallPlacements propagate(const rules::OpCall& call, const rules::Factorization& factors, const Bounds& bounds);
 
-/// Global shape and strides of the outputs, by running the operator on the Meta device; nothing where it has no such kernel.
+/// What stands in for a call's tensors where only the shape of its results is asked for.
+enum class StandIn : uint8_t {
+  kMeta,
+  kZeros, ///< of the host, without memory: on ranks that compute nothing else
+};
+
+/// Global shape and strides of the outputs, by running the operator on stand-ins; nothing where it has no kernel for them. Of
+/// zeros the undefined ones too, without sizes.
 std::optional<std::vector<rules::Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,
-                                                          const torch::jit::Stack& stack, size_t begin);
+                                                          const torch::jit::Stack& stack, size_t begin,
+                                                          StandIn stand_in = StandIn::kMeta);
 
 /// "arguments float[8, 4] (Shard(0)), float[4] (Replicate()) on DeviceMesh(…)", for errors.
 std::string describe(const rules::OpCall& call);

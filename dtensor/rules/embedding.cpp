@@ -37,8 +37,8 @@ void embedding_local(const LocalCall& call) {
   const auto elsewhere = position.lt(0).logical_or_(position.ge(mine));
   auto sizes = indices.sizes().vec();
   sizes.push_back(weight.size(1));
-  call.finish(mine == 0 ? at::zeros(sizes, weight.options())
-                        : at::embedding(weight, position.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0));
+  call.finish_out(mine == 0 ? at::zeros(sizes, weight.options())
+                            : at::embedding(weight, position.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0));
 }
 
 /// gradient [..., width], indices [...] → [vocabulary, width], summed over the indices. Not with scale_grad_by_freq, which counts

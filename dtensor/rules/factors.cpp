@@ -1,6 +1,7 @@
 #include <tessera/dtensor/rules/factors.h>
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <absl/strings/str_split.h>
 
 #include <algorithm>
@@ -60,6 +61,15 @@ Factorization pointwise_factors(const OpCall& call) {
                                  [&](const TensorArg& tensor) { return tensor.defined && tensor.sizes == whole.sizes; });
   if (full != call.tensors.end()) factors.strides = at::infer_dense_strides(full->sizes, full->spec->strides());
   return factors;
+}
+
+void run_in_format(const LocalCall& call) {
+  auto* format = call.find("memory_format");
+  const bool merged = call.arg(0).toTensor().dim() < call.inputs[0]->dim();
+  if (merged && format && format->isInt() && format->toMemoryFormat() != at::MemoryFormat::Preserve) {
+    *format = at::MemoryFormat::Contiguous;
+  }
+  call.op.callBoxed(*call.stack);
 }
 
 Factorize elementwise(absl::InlinedVector<PartialFlow, 2> flows) {

@@ -17,7 +17,9 @@ TensorDims broadcast_dims(const std::vector<int64_t>& sizes, const TensorDims& w
 
 /// Every tensor broadcast against the others, every output of that shape: an elementwise operator.
 Factorization pointwise_factors(const OpCall& call);
-/// The same, with `flows`.
+/// Runs it on the locals. A memory format is one of all dims: where a RaggedShard merges some, they are row-major.
+void run_in_format(const LocalCall& call);
+/// The same as `pointwise_factors`, with `flows`.
 Factorize elementwise(absl::InlinedVector<PartialFlow, 2> flows);
 
 /// All arguments and results are whole.

@@ -38,10 +38,12 @@ Factorization fresh(const OpCall& call) {
 
 /// The part's dims lie in the order of the whole's, where it has as many: a RaggedShard merges some.
 void fresh_local(const LocalCall& call) {
-  const auto &sizes = call.outputs[0].local_sizes, &strides = call.outputs[0].strides;
+  const auto& sizes = call.outputs[0].local_sizes;
+  const auto& strides = call.outputs[0].strides;
   *call.find("size") = sizes;
   if (auto* stride = call.find("stride")) {
-    *stride = sizes.size() == strides.size() ? at::infer_dense_strides(sizes, strides) : contiguous_strides(sizes);
+    const bool told = strides && sizes.size() == strides->size();
+    *stride = told ? at::infer_dense_strides(sizes, *strides) : contiguous_strides(sizes);
   }
   call.op.callBoxed(*call.stack);
 }
@@ -49,7 +51,7 @@ void fresh_local(const LocalCall& call) {
 } // namespace
 
 void register_factories(Registry& registry) {
-  registry.add("empty_like zeros_like ones_like full_like", OnLocals(like));
+  registry.add("empty_like zeros_like ones_like full_like", OnLocals(like).run(run_in_format, KernelKind::kAnyOffsets));
   registry.add("rand_like randn_like randint_like", Decompose{});
   registry.add("new_empty new_zeros new_ones new_full new_empty_strided", OnLocals(fresh).run(fresh_local));
 }

@@ -13,6 +13,9 @@ void register_foreach(Registry& registry) {
       "_foreach_sub.ScalarList _foreach_lerp.List _foreach_lerp.ScalarList _foreach_addcdiv _foreach_addcmul _fused_adam "
       "_fused_adamw _fused_sgd _fused_adagrad",
       OnLocals(elementwise({})).with(Trait::kListElements));
+  // The tensor is one for all positions: it must be Replicate in each.
+  registry.add("_foreach_add.Tensor", OnLocals(elementwise({})).with(Trait::kListElements));
+  registry.add("_foreach_mul.Tensor", OnLocals(elementwise({flow({0}, kScaleOps)})).with(Trait::kListElements));
   registry.add("_foreach_add _foreach_sub _foreach_lerp",
                OnLocals(elementwise({flow(kEveryInput, kLinearOps)})).with(Trait::kListElements));
   registry.add("_foreach_neg", OnLocals(elementwise({flow({0}, kScaleOps)})).with(Trait::kListElements));

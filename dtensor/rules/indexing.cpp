@@ -193,7 +193,13 @@ Factorization write_rows(const OpCall& call) {
   const auto dim = dim_argument(call);
   if (!self.factors.empty()) self.factors[dim] = kNoFactor;
   if (call.tensors.size() > 2 && call.tensors[2].sizes.size() == self.sizes.size()) {
-    factors.inputs[2] = equal_dims(self, call.tensors[2].sizes, dim);
+    const auto& source = call.tensors[2].sizes;
+    for (int64_t d = 0; d < static_cast<int64_t>(source.size()); ++d) {
+      TORCH_CHECK(d == dim || source[d] == self.sizes[d], call.name, ": the shape ", c10::IntArrayRef(source),
+                  " of the source differs from that of the tensor, ", c10::IntArrayRef(self.sizes), ", in another dim than ",
+                  dim);
+    }
+    factors.inputs[2] = equal_dims(self, source, dim);
   }
   factors.outputs.push_back(self);
   return factors;

@@ -108,11 +108,13 @@ void nll_loss_local(const LocalCall& call) {
     check_targets(call, targets.invalid, spec);
     loss = reduce_over_split(losses, spec, targets.classes, ReduceOp::kSum, "nll_loss");
   } else {
-    const auto sums = at::stack({losses.sum(), targets.weight.sum(), targets.invalid.to(local.dtype())});
+    const auto dtype = local.scalar_type();
+    const auto summed = at::isReducedFloatingType(dtype) ? at::kFloat : dtype; // a sum may be too large where the mean is not
+    const auto sums = at::stack({losses.sum(summed), targets.weight.sum(summed), targets.invalid.to(summed)});
     const auto sum = reduce_over_split(sums, spec, std::nullopt, ReduceOp::kSum, "nll_loss");
     check_targets(call, sum[2], spec);
-    total = sum[1].clone();
-    loss = reduction == at::Reduction::Mean ? sum[0].div(total) : sum[0].clone();
+    total = sum[1].to(dtype, /*non_blocking=*/false, /*copy=*/true);
+    loss = (reduction == at::Reduction::Mean ? sum[0].div(sum[1]) : sum[0].clone()).to(dtype);
   }
   call.stack->resize(call.begin());
   call.stack->emplace_back(std::move(loss));

@@ -61,7 +61,7 @@ class Pattern {
     return term.middle == Term::Middle::kNone ? ndim == fixed : ndim >= fixed;
   }
 
-  /// The factor of a dim of `size`. 1 beside a larger size is whole; sizes that differ otherwise make the factor unusable.
+  /// The factor of a dim of `size`. 1 beside a larger size is whole.
   int place(int& factor, int64_t size) {
     if (factor == kNoFactor) {
       factor = factors_.add_factor(size);
@@ -106,8 +106,18 @@ class Pattern {
         whole_dims_ = tensor.sizes.size() - term.before.size() - term.after.size();
       }
     }
+    for (const auto& input : factors_.inputs) spoil_unequal(input);
     for (auto& input : factors_.inputs) drop_broadcast(input);
     return true;
+  }
+
+  /// Sizes that differ, where none is 1, may be the caller's mistake: whole tensors show it, a rank's parts may not.
+  void spoil_unequal(const TensorDims& dims) {
+    for (size_t d = 0; d < dims.factors.size(); ++d) {
+      if (dims.factors[d] == kNoFactor || dims.sizes[d] <= 1) continue; // an operator passes over what is empty
+      auto& size = factors_.factors[dims.factors[d]].size;
+      if (dims.sizes[d] != size) size = kUnknownSize; // which no dim of an input has
+    }
   }
 
   /// A dim whose size is not its factor's is whole.

@@ -12,9 +12,9 @@ namespace tessera::internal::rules {
 
 /// Dims by letters: "nc~,o->no~". One term an argument that is a tensor or a list of tensors, and one a result (the last counts
 /// for all that follow). A letter is a factor, shared by all that name it; '*' a dim that is whole; '~' any number of whole dims;
-/// "..." any number of dims that are batched, aligned at the right. A dim of size 1 beside a larger one is whole. A tensor whose
-/// number of dims does not fit its term makes all tensors whole. Results whose sizes are not known take those of the local result
-/// where a dim is whole.
+/// "..." any number of dims that are batched, aligned at the right. A dim of size 1 beside a larger one is whole, and so are
+/// all of a letter that differ otherwise. A tensor whose number of dims does not fit its term makes all tensors whole. Results
+/// whose sizes are not known take those of the local result where a dim is whole.
 Factorization pattern_factors(const OpCall& call, std::string_view pattern, std::string_view summed = "");
 /// How many of `arguments` have a term: tensors, and lists of them.
 size_t count_tensors(c10::ArrayRef<c10::Argument> arguments);

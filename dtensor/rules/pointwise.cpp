@@ -1,4 +1,5 @@
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <tessera/dtensor/rules/factors.h>
@@ -19,7 +20,7 @@ const Family kFamilies[] = {
     // Unary, and others without a Partial form.
     {"abs acos acosh angle asin asinh atan2 atan atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift "
      "bitwise_xor celu complex copysign cos cosh digamma elu eq erfinv floor_divide fmod frac gcd ge gelu gt hardswish heaviside "
-     "hypot i0 igamma igammac isinf isnan isneginf isposinf lcm le lgamma log_sigmoid_forward logical_and logical_not logical_or "
+     "hypot i0 igamma igammac isinf isnan isneginf isposinf lcm le lgamma logical_and logical_not logical_or "
      "logical_xor leaky_relu log log10 log1p log2 logit lt masked_fill mish ne nextafter nan_to_num polar pow reciprocal "
      "remainder round rsqrt selu sgn sign signbit silu sin sinc sinh softplus sqrt softshrink hardshrink special_entr "
      "special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py special_zeta _prelu_kernel "
@@ -48,8 +49,7 @@ const Family kFamilies[] = {
     {"addcmul", {flow({0, 1}, kLinearOps), flow({0, 2}, kLinearOps)}},
     {"addcdiv", {flow({0, 1}, kLinearOps)}},
     {"where.self", {flow({1, 2}, kScaleOps)}},
-    {"clone positive", {flow({0}, kAllOps)}},
-    {"zero", {flow({0}, kAllOps)}},
+    {"positive zero", {flow({0}, kAllOps)}},
     {"fill.Scalar", {flow({0}, kSharedOps)}},
 };
 
@@ -84,11 +84,21 @@ void to_layout(const c10::OperatorHandle& op, std::vector<c10::IValue>* stack) {
   stack->emplace_back(std::move(shape));
 }
 
+/// On CUDA the kernel leaves its buffer without elements, and its backward does not read it.
+void log_sigmoid_local(const LocalCall& call) {
+  const auto sizes = call.arg(0).toTensor().sizes().vec();
+  call.op.callBoxed(*call.stack);
+  auto& buffer = call.stack->back();
+  if (buffer.toTensor().sizes() != sizes) buffer = at::empty({}, buffer.toTensor().options()).expand(sizes);
+}
+
 } // namespace
 
 void register_pointwise(Registry& registry) {
   for (const auto& family : kFamilies) registry.add(family.names, OnLocals(elementwise(family.flows)));
-  registry.add("_to_copy", OnLocals(cast_factors));
+  registry.add("clone", OnLocals(elementwise({flow({0}, kAllOps)})).run(run_in_format, KernelKind::kAnyOffsets));
+  registry.add("_to_copy", OnLocals(cast_factors).run(run_in_format, KernelKind::kAnyOffsets));
+  registry.add("log_sigmoid_forward", OnLocals(pointwise_factors).run(log_sigmoid_local, KernelKind::kAnyOffsets));
   registry.add("to.dtype_layout", Handler(to_layout));
   registry.add("fill.Tensor", OnLocals(copy_factors));
   registry.add("copy", OnLocals(copy_factors).with(Trait::kPlainIsReplicate));

@@ -3,9 +3,11 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eye.h>
+#include <ATen/ops/native_dropout.h>
 #include <ATen/ops/native_dropout_backward.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 
 #include <tessera/dtensor/redistribute/redistribute.h>
@@ -99,13 +101,16 @@ void dropout_local(const LocalCall& call) {
   const bool as_one_device = spec.is_replicated() && input.strides() == c10::IntArrayRef(spec.strides());
   if (!train || as_one_device) return call.op.callBoxed(*call.stack);
   const auto p = call.arg(1).toDouble(), scale = p == 1 ? 0 : 1 / (1 - p);
-  std::vector<c10::IValue> whole{at::empty_strided(spec.sizes(), spec.strides(), input.options()).fill_(1), p, train};
-  call.op.callBoxed(whole);
+  const auto ones = at::empty_strided(spec.sizes(), spec.strides(), input.options()).fill_(1);
+  const auto whole = std::get<1>(at::native_dropout(ones, p, train));
   const auto replicated = spec.with(Placements(spec.placements().size()));
-  const auto mask = redistribute_local(whole[1].toTensor(), *replicated, spec, call.op.operator_name().name).contiguous();
+  const auto mask = redistribute_local(whole, *replicated, spec, call.op.operator_name().name).contiguous();
   auto output = input.is_cuda() ? at::native_dropout_backward(input, mask, scale) : input.mul(mask).mul_(scale);
-  call.finish(std::move(output));
-  call.stack->emplace_back(mask);
+  const auto* out = call.find("out0");
+  const auto results = out ? std::array{out->toTensor().copy_(output), call.find("out1")->toTensor().copy_(mask)}
+                           : std::array{std::move(output), mask};
+  call.finish(results[0]);
+  call.stack->emplace_back(results[1]);
 }
 
 /// torch::nn::init::eye_: the matrix goes whole into the out= argument, which keeps its part.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include <tessera/dtensor/redistribute/transition.h>
 #include <tessera/dtensor/rules/factors.h>
@@ -43,6 +44,8 @@ Factorization reduce(const OpCall& call, std::optional<Partial> reduction, OpSet
 
 /// Whether some, or all, are true. The greatest of the ranks' values says so of booleans alone: of others -1 is true and less.
 Factorization truth(const OpCall& call, Partial::Op op) {
+  const auto* dims = call.find("dim");
+  if (dims && dims->isIntList() && dims->toIntList().empty()) return pointwise_factors(call); // unlike other reductions
   const auto dtype = call.tensors[0].dtype;
   return reduce(call, Partial{op}, dtype == at::kBool || dtype == at::kByte ? OpSet(op) : OpSet{});
 }
@@ -75,8 +78,24 @@ Factorization norm(const OpCall& call) {
   return reduce(call, partial, same ? OpSet{Partial::Op::kNorm} : OpSet{});
 }
 
+/// Where all dims are named, and a RaggedShard merges some: the dims of this rank's part.
+void name_merged_dims(const LocalCall& call) {
+  auto* named = call.find("dim");
+  const auto ndim = call.arg(0).toTensor().dim();
+  if (!named || !named->isIntList() || named->toIntList().empty() || ndim == call.inputs[0]->dim()) return;
+  std::vector<int64_t> dims(ndim);
+  std::iota(dims.begin(), dims.end(), 0);
+  *named = std::move(dims);
+}
+
+void reduce_local(const LocalCall& call) {
+  name_merged_dims(call);
+  call.op.callBoxed(*call.stack);
+}
+
 /// The sum over this rank's part divided by the global count, so that uneven shards add up.
 void mean_local(const LocalCall& call) {
+  name_merged_dims(call);
   const auto *dim = call.find("dim"), *keep = call.find("keepdim");
   const auto dims = dim ? dim->toOptional<std::vector<int64_t>>() : std::nullopt;
   const auto& local = call.arg(0).toTensor();
@@ -107,7 +126,7 @@ bool part_is_empty(const LocalCall& call) {
 template <bool largest>
 void extremum_local(const LocalCall& call) {
   const auto& local = call.arg(0).toTensor();
-  if (!part_is_empty(call)) return call.op.callBoxed(*call.stack);
+  if (!part_is_empty(call)) return reduce_local(call);
   const auto& sizes = call.outputs[0].local_sizes;
   auto result = at::full(sizes, redistribute::neutral_value(largest ? Partial::Op::kMax : Partial::Op::kMin, local.scalar_type()),
                          local.options());
@@ -118,7 +137,7 @@ void extremum_local(const LocalCall& call) {
 void norm_local(const LocalCall& call) {
   const auto& local = call.arg(0).toTensor();
   const double p = order_of(call);
-  if (!std::isinf(p) || !part_is_empty(call)) return call.op.callBoxed(*call.stack);
+  if (!std::isinf(p) || !part_is_empty(call)) return reduce_local(call);
   auto options = local.options();
   const auto* dtype = call.find("dtype");
   if (dtype && !dtype->isNone()) options = options.dtype(dtype->toScalarType());
@@ -147,15 +166,16 @@ Factorize reduction(std::optional<Partial> partial, OpSet flows) {
 
 void register_reductions(Registry& registry) {
   using Op = Partial::Op;
-  registry.add("sum", OnLocals(reduction(Partial{Op::kSum}, kLinearOps)));
-  registry.add("nansum", OnLocals(reduction(Partial{Op::kSum}, {}))); // NaN on one rank is NaN in the sum over ranks
-  registry.add("count_nonzero", OnLocals(reduction(Partial{Op::kSum}, {})));
+  constexpr auto kAnyOffsets = KernelKind::kAnyOffsets;
+  registry.add("sum", OnLocals(reduction(Partial{Op::kSum}, kLinearOps)).run(reduce_local, kAnyOffsets));
+  // NaN on one rank is NaN in the sum over ranks.
+  registry.add("nansum count_nonzero", OnLocals(reduction(Partial{Op::kSum}, {})).run(reduce_local, kAnyOffsets));
   registry.add("mean", OnLocals(reduction(Partial{Op::kSum}, kLinearOps)).run(mean_local));
   registry.add("prod", OnLocals(product_of));
   registry.add("amax max. max.unary_out", OnLocals(reduction(Partial{Op::kMax}, Op::kMax)).run(extremum_local<true>));
   registry.add("amin min. min.unary_out", OnLocals(reduction(Partial{Op::kMin}, Op::kMin)).run(extremum_local<false>));
-  registry.add("any", OnLocals([](const OpCall& call) { return truth(call, Op::kMax); }));
-  registry.add("all", OnLocals([](const OpCall& call) { return truth(call, Op::kMin); }));
+  registry.add("any", OnLocals([](const OpCall& call) { return truth(call, Op::kMax); }).run(reduce_local, kAnyOffsets));
+  registry.add("all", OnLocals([](const OpCall& call) { return truth(call, Op::kMin); }).run(reduce_local, kAnyOffsets));
   registry.add("norm linalg_vector_norm", OnLocals(norm).run(norm_local).with(Trait::kStaticScalars));
   registry.add("_foreach_norm", OnLocals(norm).run(foreach_norm_local).with({Trait::kListElements, Trait::kStaticScalars}));
   registry.add(

@@ -151,9 +151,13 @@ struct OpCall {
 
 struct OutputPlan {
   Placements placements;
-  std::vector<int64_t> sizes, strides, local_sizes;
+  std::vector<int64_t> sizes;
+  std::optional<std::vector<int64_t>> strides; ///< none: nothing tells them, and the result is laid out in `format`
+  std::vector<int64_t> local_sizes;
   at::ScalarType dtype = at::kFloat; ///< as far as known before the first run
-  SpecPtr spec;                      ///< with the dtype seen last; interned at the first run
+  SpecPtr spec;                      ///< of the result seen last; interned at the first run
+  at::MemoryFormat format =
+      at::MemoryFormat::Contiguous; ///< that of the first input, for the first output; the same on all ranks
 };
 
 /// A call on the local tensors: the operator's arguments are the last `arguments` of the stack.

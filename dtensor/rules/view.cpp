@@ -226,7 +226,7 @@ struct CutParts {
   std::vector<int64_t> sizes;
   int64_t dim;
   std::vector<Cut> cuts;
-  bool ordered; ///< the dtype has a lowest value
+  bool ordered; ///< there are kernels for the largest of values of this dtype
 
   std::vector<Placement> operator()(const Placement& placement, const Placements& others, int64_t ranks) const {
     const bool drop = cuts[0].drop;
@@ -293,7 +293,8 @@ Factorization cut_dim(const OpCall& call, int64_t dim, const std::vector<Cut>& c
     factors.outputs.push_back(std::move(output));
   }
   if (dim == 0) factors.ragged = RaggedUse::kNone;
-  const bool ordered = !at::isComplexType(call.tensors[0].dtype);
+  const auto dtype = call.tensors[0].dtype;
+  const bool ordered = !at::isComplexType(dtype) && !at::isBarebonesUnsignedType(dtype);
   if (!cuts.empty()) factors.map = CutParts{call.tensors[0].sizes, dim, cuts, ordered};
   factors.partial.push_back(flow({0}, kAllOps));
   return factors;

@@ -162,6 +162,19 @@ TEST(Api, HooksOfALeaf) {
   }
 }
 
+TEST(Api, TheGradientOfALeafLiesAsItsNewData) {
+  const auto mesh = line_mesh();
+  auto leaf = make(values(), mesh, {Shard{0}});
+  leaf.set_requires_grad(true);
+  for (const Placement& placement : {Placement(Shard{0}), Placement(Shard{1}), Placement(Replicate{})}) {
+    leaf.set_data(make(values(), mesh, {placement}));
+    leaf.mutable_grad().reset();
+    (leaf * 2).sum().backward();
+    EXPECT_EQ(DTensor(leaf.grad()).placements()[0], placement);
+    EXPECT_TENSORS_EQUAL(DTensor(leaf.grad()).full_tensor(), torch::full({5, 3}, 2.0F));
+  }
+}
+
 TEST(Api, PartsWithAPendingConjugateOrSignMoveAsTheirValues) {
   const auto mesh = line_mesh();
   torch::manual_seed(1); // the same values on every rank
@@ -380,11 +393,15 @@ TEST(ImplicitReplication, CountsPlainTensorsAsReplicated) {
   EXPECT_TENSORS_EQUAL(DTensor(tensor + values().to(test_device())).full_tensor(), values() * 2);
 }
 
-TEST(Mesh, ARankOutsideHoldsNothing) {
-  if (world_size() < 2) GTEST_SKIP() << "needs 2 ranks";
+DeviceMesh mesh_without_the_last_rank() {
   std::vector<int64_t> ranks(world_size() - 1);
   std::iota(ranks.begin(), ranks.end(), 0);
-  const auto mesh = make_device_mesh(test_device_type(), {world_size() - 1}, ranks);
+  return make_device_mesh(test_device_type(), {world_size() - 1}, ranks);
+}
+
+TEST(Mesh, ARankOutsideHoldsNothing) {
+  if (world_size() < 2) GTEST_SKIP() << "needs 2 ranks";
+  const auto mesh = mesh_without_the_last_rank();
   auto tensor = distribute_tensor(values(), mesh, {Shard{0}});
   const bool inside = mesh.coordinate().has_value();
   EXPECT_EQ(tensor.local().numel() == 0, !inside);
@@ -396,6 +413,25 @@ TEST(Mesh, ARankOutsideHoldsNothing) {
   } else {
     EXPECT_EQ(doubled.local().numel(), 0);
     EXPECT_THROWS_WITH(tensor.sum().item(), "this rank is outside the mesh");
+  }
+}
+
+/// Also those that the operators tell by running alone.
+TEST(Mesh, ARankOutsideKnowsTheShapesOfResults) {
+  if (world_size() < 2) GTEST_SKIP() << "needs 2 ranks";
+  const auto mesh = mesh_without_the_last_rank();
+  const auto image = torch::arange(200, torch::kFloat).view({4, 2, 5, 5}), weight = torch::ones({3, 2, 3, 3});
+  const auto x = Tensor(distribute_tensor(image, mesh, {Shard{0}})), w = Tensor(distribute_tensor(weight, mesh, {Replicate{}}));
+  const auto run = [](const Tensor& x, const Tensor& w) {
+    return torch::adaptive_avg_pool2d(torch::conv2d(x, w), {2, 2}).flatten(1);
+  };
+  const auto expected = run(image, weight), result = run(x, w);
+  EXPECT_EQ(torch::conv2d(x, w).sizes(), torch::conv2d(image, weight).sizes());
+  EXPECT_EQ(result.sizes(), expected.sizes());
+  if (mesh.coordinate()) {
+    EXPECT_TENSORS_CLOSE(DTensor(result).full_tensor(), expected);
+  } else {
+    EXPECT_THROWS_WITH(torch::cholesky(x), "this rank is outside the mesh, and cannot tell the shape of the result");
   }
 }
 

@@ -54,6 +54,35 @@ TEST(ListOps, ForeachMulByPartialTensorsKeepsThePlacementThatItWritesIn) {
   for (size_t i = 0; i < expected.size(); ++i) EXPECT_TENSORS_CLOSE(whole_of(parameters[i]), expected[i]);
 }
 
+/// One tensor for all positions, however these lie.
+TEST(ListOps, ForeachByOneTensorWithoutDims) {
+  const auto mesh = line_mesh();
+  const Placement placements[]{Replicate{}, Shard{0}, Partial{}, Partial{Partial::Op::kAvg}};
+  const auto factor = torch::tensor(3.0, torch::kDouble);
+  for (const auto& of_factor : placements) {
+    if (is_sharded(of_factor)) continue;
+    SCOPED_TRACE(to_string(of_factor));
+    Tensors plain, sharded;
+    for (const auto& placement : placements) {
+      plain.push_back(values({5, 3}, static_cast<int64_t>(plain.size())));
+      sharded.push_back(make(plain.back(), mesh, {placement}));
+    }
+    const auto other = Tensor(make(factor, mesh, {of_factor}));
+    const auto products = at::_foreach_mul(sharded, other), sums = at::_foreach_add(sharded, other);
+    for (size_t i = 0; i < plain.size(); ++i) {
+      EXPECT_TENSORS_CLOSE(whole_of(products[i]), plain[i] * 3) << i;
+      EXPECT_TENSORS_CLOSE(whole_of(sums[i]), plain[i] + 3) << i;
+    }
+  }
+}
+
+TEST(ListOps, APlainTensorInAListIsAnErrorInInferenceModeToo) {
+  const c10::InferenceMode inference;
+  const auto x = Tensor(make(values({5, 3}, 1), line_mesh(), {Shard{0}}));
+  const auto plain = torch::ones({5, 3}, test_device());
+  EXPECT_THROWS_WITH(torch::hstack({x, plain}), "aten::cat: a plain tensor of shape [5, 3] (argument 'tensors') cannot be mixed");
+}
+
 /// The lists of a fused step over a tensor for each placement, more than are fetched ahead.
 struct FusedStep {
   Tensors parameters, gradients, averages, squares, max_squares, steps;

@@ -1,5 +1,6 @@
 #include <ATen/core/Tensor.h>
 #include <tessera/dtensor/debug.h>
+#include <torch/library.h>
 
 #include <functional>
 
@@ -364,6 +365,16 @@ TEST(Ops, MeansOfHalvesDoNotOverflow) {
   }
 }
 
+TEST(Ops, LossesOfHalfClassesDoNotOverflow) {
+  const auto mesh = line_mesh();
+  if (mesh.size() == 1) GTEST_SKIP() << "one rank runs LibTorch's kernel, which may";
+  const auto target = make(torch::zeros({4096}, torch::kLong), mesh, {Replicate{}});
+  for (const Placement& placement : {Placement(Shard{0}), Placement(Shard{1})}) {
+    const auto x = Tensor(make(torch::full({4096, 4}, -20, torch::kHalf), mesh, {placement}));
+    EXPECT_TENSORS_EQUAL(whole_of(torch::nll_loss(x, target)), torch::full({}, 20, torch::kHalf));
+  }
+}
+
 /// Without an underscore they leave their input alone.
 TEST(Ops, DrawsWithoutAnUnderscoreAreNewTensors) {
   for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0})}) {
@@ -397,6 +408,117 @@ TEST(Ops, ReductionsOfPartialsAreOfTheirValue) {
   EXPECT_EQ(whole_of(torch::fmin(nan.amin(0), one)).item<double>(), 1);
   const auto halves = Tensor(from_local(torch::full({1}, 0.5, test_device()), mesh, {Partial{}}));
   EXPECT_EQ(whole_of(halves.sum(at::kLong)).item<int64_t>(), ranks / 2);
+}
+
+/// A RaggedShard takes the dims that are named as one.
+TEST(Ops, ReductionsThatNameEveryDim) {
+  const auto mesh = line_mesh();
+  const std::vector<int64_t> both{0, 1}, backwards{-1, 0};
+  const std::vector<std::function<Tensor(const Tensor&)>> reductions{
+      [&](const Tensor& x) { return x.sum(both); },
+      [&](const Tensor& x) { return x.nansum(backwards); },
+      [&](const Tensor& x) { return x.mean(backwards); },
+      [&](const Tensor& x) { return x.amax(both); },
+      [&](const Tensor& x) { return x.amin(both); },
+      [&](const Tensor& x) { return x.norm(2, both); },
+      [&](const Tensor& x) { return torch::linalg_vector_norm(x, INFINITY, both); },
+      [&](const Tensor& x) { return x.count_nonzero(both); },
+      [&](const Tensor& x) { return torch::any(x.gt(2), both); },
+      [&](const Tensor& x) { return torch::all(x.gt(0), both); }};
+  const auto whole = values({4, 3}, 1);
+  for (const auto& placement : whole_placements({4, 3}, mesh.size())) {
+    for (size_t i = 0; i < reductions.size(); ++i) {
+      SCOPED_TRACE(::testing::Message() << i << " of " << placement);
+      EXPECT_TENSORS_CLOSE(whole_of(reductions[i](make(whole, mesh, {placement}))), reductions[i](whole));
+    }
+  }
+}
+
+/// The parts of a rank would fit.
+TEST(Ops, SizesThatDifferInASplitDimAreErrors) {
+  const auto mesh = line_mesh();
+  const auto ranks = mesh.size();
+  if (ranks == 1) GTEST_SKIP() << "nothing is split";
+  auto x = Tensor(make(torch::zeros({4, 2 * ranks}), mesh, {Shard{1}}));
+  const auto rows = Tensor(make(torch::tensor({0, 1}), mesh, {Replicate{}}));
+  const auto source = Tensor(make(torch::ones({2, 2}), mesh, {Replicate{}}));
+  const auto text = c10::str("the shape [2, 2] of the source differs from that of the tensor, [4, ", 2 * ranks, "], in another");
+  EXPECT_THROWS_WITH(x.index_add_(0, rows, source), text);
+  EXPECT_THROWS_WITH(x.index_copy_(0, rows, source), text);
+  EXPECT_THROWS_WITH(x.index_reduce_(0, rows, source, "prod"), text);
+  EXPECT_THROWS_WITH(x.index_add(0, rows, source), text);
+  const auto a = Tensor(make(torch::eye(2).expand({2 * ranks, 2, 2}), mesh, {Shard{0}}));
+  const auto b = Tensor(make(torch::ones({2, 2, 2}), mesh, {Replicate{}}));
+  EXPECT_THROWS_WITH(torch::linalg_solve_triangular(a, b, /*upper=*/true), "must match the size");
+}
+
+TEST(Ops, MemoryFormatsWhereDimsAreMerged) {
+  const auto mesh = line_mesh();
+  constexpr auto kFormat = at::MemoryFormat::ChannelsLast;
+  const auto whole = values({2, 3, 2, 2}, 1);
+  for (const auto& placement : whole_placements({2, 3, 2, 2}, mesh.size())) {
+    SCOPED_TRACE(to_string(placement));
+    const auto x = Tensor(make(whole, mesh, {placement}));
+    const Tensor results[]{x.clone(kFormat), x.to(torch::kFloat, false, false, kFormat), torch::zeros_like(x, {}, kFormat)};
+    const Tensor expected[]{whole, whole.to(torch::kFloat), torch::zeros_like(whole)};
+    for (size_t i = 0; i < 3; ++i) {
+      EXPECT_TRUE(results[i].is_contiguous(kFormat)) << i;
+      if (mesh.size() > 1) EXPECT_EQ(DTensor(results[i]).placements()[0], placement) << i;
+      EXPECT_TENSORS_EQUAL(whole_of(results[i]), expected[i]) << i;
+    }
+  }
+}
+
+/// CUDA's kernels leave the buffer without elements, and do not read it.
+TEST(Ops, LogSigmoidWithoutABuffer) {
+  auto plain = values({5, 3}, 1).requires_grad_();
+  const auto expected = torch::log_sigmoid(plain);
+  expected.sum().backward();
+  const auto key = tests_the_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::PrivateUse1;
+  torch::Library library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  library.impl("log_sigmoid_forward", [](const Tensor& x) { return std::tuple(x.sigmoid().log(), at::empty({0}, x.options())); });
+  library.impl("log_sigmoid_backward",
+               [](const Tensor& gradient, const Tensor& x, const Tensor&) { return gradient * (1 - x.sigmoid()); });
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1}), Placement(Partial{})}) {
+    SCOPED_TRACE(to_string(placement));
+    auto leaf = Tensor(make(plain.detach(), line_mesh(), {placement})).requires_grad_();
+    const auto result = torch::log_sigmoid(leaf);
+    EXPECT_TENSORS_CLOSE(whole_of(result.detach()), expected.detach());
+    result.sum().backward();
+    EXPECT_TENSORS_CLOSE(whole_of(leaf.grad()), plain.grad());
+  }
+}
+
+/// Where this rank's part is computed by a kernel of ours, too.
+TEST(Ops, OutArgumentsAreWritten) {
+  const auto mesh = line_mesh();
+  const auto table = torch::arange(15).reshape({5, 3}).to(torch::kFloat), indices = torch::tensor({4, 0, 2});
+  const auto out = [&](std::vector<int64_t> sizes, at::ScalarType dtype, const Placement& placement) {
+    return Tensor(make(torch::full(sizes, 1, dtype), mesh, {placement}));
+  };
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1})}) {
+    auto rows = out({3, 3}, torch::kFloat, Replicate{});
+    at::embedding_out(rows, Tensor(make(table, mesh, {placement})), Tensor(make(indices, mesh, {Replicate{}})));
+    EXPECT_TENSORS_EQUAL(whole_of(rows), table.index_select(0, indices));
+
+    auto kept = out({5, 3}, torch::kFloat, placement), mask = out({5, 3}, torch::kBool, placement);
+    torch::manual_seed(5);
+    const auto expected = at::native_dropout(table, 0.5, true);
+    torch::manual_seed(5);
+    at::native_dropout_out(kept, mask, Tensor(make(table, mesh, {placement})), 0.5, true);
+    EXPECT_TENSORS_EQUAL(whole_of(kept), std::get<0>(expected));
+    EXPECT_TENSORS_EQUAL(whole_of(mask), std::get<1>(expected));
+  }
+}
+
+/// Unlike other reductions, which take them for all dims.
+TEST(Ops, AnyAndAllOfNoDimsReduceNothing) {
+  const auto whole = torch::tensor({{0, 1, -1}, {0, 0, 2}});
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1})}) {
+    const auto x = Tensor(make(whole, line_mesh(), {placement}));
+    EXPECT_TENSORS_EQUAL(whole_of(torch::any(x, at::IntArrayRef{})), whole != 0);
+    EXPECT_TENSORS_EQUAL(whole_of(torch::all(x, at::IntArrayRef{}, /*keepdim=*/true)), whole != 0);
+  }
 }
 
 TEST(Ops, CopiesOfViewsShareNoMemory) {

@@ -123,6 +123,17 @@ TEST(DistributeModule, TrainsLikeThePlainOne) {
   EXPECT_TENSORS_CLOSE(DTensor(sharded->parameters()[2].detach()).full_tensor(), plain->parameters()[2].detach());
 }
 
+/// A plain one beside a parameter that is a DTensor would be an error of the next backward.
+TEST(DistributeModule, DropsGradients) {
+  const auto mesh = line_mesh();
+  torch::nn::Linear layer(3, 2);
+  layer->weight.mutable_grad() = torch::ones({2, 3});
+  distribute_module(*layer, mesh);
+  EXPECT_FALSE(layer->weight.grad().defined());
+  layer->forward(Tensor(make(torch::ones({4, 3}), mesh, {Replicate{}}))).sum().backward();
+  EXPECT_TENSORS_EQUAL(whole_of(layer->weight.grad()), torch::full({2, 3}, 4.0F));
+}
+
 Tensor scaled_product(const Tensor& a, const Tensor& b, double scale) { return a.mm(b) * scale; }
 
 TEST(RegisterSharding, ServesAnOperatorOfTheProgram) {
@@ -163,6 +174,11 @@ TEST(RegisterSharding, ServesAnOperatorOfTheProgram) {
   EXPECT_THROWS_WITH(register_sharding("my::op", "mk"), "the pattern 'mk' of my::op has no '->'");
   EXPECT_THROWS_WITH(register_sharding("my::op", "m?->m"), "may hold letters, '*', '~', '...', ',' and '->' only");
   EXPECT_THROWS_WITH(register_sharding("my::op", "m\xC3\xA4->m"), "may hold letters");
+  for (const auto* term : {"...~", "m~n~", "mm", ".", "m-n"}) {
+    EXPECT_THROWS_WITH(register_sharding("my::op", std::string(term) + ",k->k"),
+                       c10::str("the term '", term, "' of the pattern '", term, ",k->k' of my::op must be letters, each once"));
+  }
+  EXPECT_THROWS_WITH(register_sharding("my::op", "m->m->m"), "the term 'm->m' of the pattern 'm->m->m'");
   EXPECT_THROWS_WITH(register_sharding("my::op", "mk->m", "z"),
                      "'z' is to be summed, but is no letter of the pattern 'mk->m' of my::op");
 }

@@ -82,6 +82,62 @@ TEST(View, RowsOfASplitDimAlias) {
   }
 }
 
+/// The whole is laid out in memory as the parts are.
+TEST(View, OfPartsThatAreNotRowMajor) {
+  const auto mesh = line_mesh();
+  const auto ranks = mesh.size();
+  const auto rows = torch::arange(12 * ranks, torch::kFloat).view({3, 4 * ranks}), whole = rows.t();
+  const auto part = rows.narrow(1, 4 * mesh.local_rank(), 4).contiguous().t().to(mesh.device());
+  const auto x = from_local(part, mesh, {Shard{0}});
+  EXPECT_EQ(x.strides(), whole.strides());
+  EXPECT_TENSORS_EQUAL(full(x.reshape({-1})), whole.reshape({-1}));
+  EXPECT_TENSORS_EQUAL(full(x.t().view({-1})), rows.view({-1}));
+  const auto column = torch::zeros({8, 1}, mesh.device());
+  EXPECT_EQ(from_local(column, mesh, {Shard{1}}).strides(), (std::vector<int64_t>{ranks, 1}));
+
+  const auto image = torch::arange(200, torch::kFloat).view({4, 2, 5, 5}), weight = torch::ones({3, 2, 3, 3});
+  const auto expected = torch::conv2d(image, weight).flatten(1);
+  for (const auto& placement : whole_placements({4, 2, 5, 5}, ranks)) {
+    SCOPED_TRACE(to_string(placement));
+    const auto input = make(image, mesh, {placement}).contiguous(at::MemoryFormat::ChannelsLast);
+    EXPECT_TENSORS_CLOSE(full(torch::conv2d(input, make(weight, mesh, {Replicate{}})).flatten(1)), expected);
+  }
+}
+
+/// Kernels choose strides by their part, of which an empty or single row says nothing.
+TEST(View, OfResultsWhoseStridesNothingTells) {
+  const auto mesh = line_mesh();
+  const auto whole = torch::arange(80, torch::kFloat).view({2, 8, 5});
+  for (const auto& placement : whole_placements({2, 5, 8}, mesh.size())) {
+    SCOPED_TRACE(to_string(placement));
+    const Tensor x = make(whole.transpose(1, 2), mesh, {placement}), y = (x + x).flip(2);
+    EXPECT_TENSORS_EQUAL(full(y.flatten(1)), (2 * whole.transpose(1, 2)).flip(2).flatten(1));
+  }
+}
+
+TEST(View, OfWhatIsTransposedHasAGradientThroughItsPart) {
+  const auto mesh = line_mesh();
+  for (const auto& placement : whole_placements({8, 3}, mesh.size())) {
+    SCOPED_TRACE(to_string(placement));
+    const auto x = Tensor(make(torch::ones({8, 3}), mesh, {placement})).requires_grad_();
+    const auto t = x.view({8, 3}).t();
+    to_local(t).sum().backward();
+    EXPECT_TENSORS_EQUAL(full(x.grad()), torch::ones({8, 3}));
+  }
+}
+
+/// The ranks without it hold the lowest value of the dtype, where one is known.
+TEST(View, AnElementOfUnsignedNumbers) {
+  const auto mesh = line_mesh();
+  for (const auto dtype : {at::kByte, at::kUInt16, at::kUInt32, at::kUInt64}) {
+    const auto whole = torch::arange(6).to(dtype);
+    for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), ragged_shards({6}, mesh.size()).back()}) {
+      SCOPED_TRACE(::testing::Message() << dtype << " " << placement);
+      EXPECT_TENSORS_EQUAL(full(make(whole, mesh, {placement}).select(0, 4)).to(torch::kLong), torch::tensor(4));
+    }
+  }
+}
+
 TEST(View, AutogradOfWritesIntoViews) {
   const auto mesh = line_mesh();
   for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
