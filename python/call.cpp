@@ -1,7 +1,7 @@
 #include "call.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/core/jit_type.h>
+#include <c10/core/InferenceMode.h>
 
 #include <utility>
 
@@ -36,7 +36,7 @@ void Call::complete() noexcept {
 void Call::run() {
   work_.wait();
   if (!finish_) return;
-  const at::NoGradGuard no_grad; // outputs may be parameters
+  const c10::InferenceMode inference; // outputs may be parameters, or inference tensors
   std::exchange(finish_, nullptr)();
 }
 

@@ -105,7 +105,15 @@ CommunicatorPtr CommunicatorBackend::communicator() const {
 
 std::string CommunicatorBackend::text_of(OpType type) const { return c10::str(c10d::opTypeToString(type), " ", name_); }
 
-CommunicatorBackend::WorkPtr CommunicatorBackend::run(OpType type, Tensors outputs, milliseconds timeout, const Start& start) {
+std::shared_ptr<CompletionThread> CommunicatorBackend::completion_thread(OpType type, int peer) {
+  const std::lock_guard lock(mutex_);
+  auto& thread = completion_threads_[peer == kAll ? std::pair(OpType::UNKNOWN, kAll) : std::pair(type, peer)];
+  if (!thread) thread = std::make_shared<CompletionThread>();
+  return thread;
+}
+
+CommunicatorBackend::WorkPtr CommunicatorBackend::run(OpType type, Tensors outputs, milliseconds timeout, const Start& start,
+                                                      int peer) {
   const auto group = communicator();
   TORCH_CHECK(group, text_of(type), ": the group was shut down");
   const at::NoGradGuard no_grad;
@@ -121,7 +129,7 @@ CommunicatorBackend::WorkPtr CommunicatorBackend::run(OpType type, Tensors outpu
   CallWork::Description description{
       .type = type, .text = text_of(type), .rank = rank_, .sequence = ++calls_, .timeout = timeout_};
   if (timeout > kNoTimeout && timeout < options_->timeout) description.timeout = timeout;
-  return c10::make_intrusive<CallWork>(std::move(call), completion_thread_, std::move(description));
+  return c10::make_intrusive<CallWork>(std::move(call), completion_thread(type, peer), std::move(description));
 }
 
 CommunicatorBackend::WorkPtr CommunicatorBackend::run(OpType type, const at::Tensor& output, milliseconds timeout,
@@ -146,6 +154,7 @@ CommunicatorBackend::WorkPtr CommunicatorBackend::allreduce_coalesced(Tensors& t
                                                                       const c10d::AllreduceCoalescedOptions& options) {
   return run(OpType::ALLREDUCE_COALESCED, tensors, options.timeout, [&](Communicator& group, Staging& staging) {
     const Reduction reduction(options.reduceOp);
+    for (const auto& tensor : tensors) reduction.check_dtype(tensor); // before the first is sent
     std::vector<Work> works;
     for (const auto& tensor : tensors) works.push_back(reduction.all_reduce(group, staging, tensor, "ALLREDUCE_COALESCED"));
     return internal::combine(std::move(works));
@@ -224,7 +233,8 @@ CommunicatorBackend::WorkPtr CommunicatorBackend::gather(std::vector<Tensors>& o
     TORCH_CHECK_VALUE(is_root || outputs.empty(), "only the root receives");
     const auto output = is_root ? staging.output(parts_of(outputs, size_, input)) : nothing_like(input);
     const std::vector<int64_t> received(static_cast<size_t>(size_), is_root ? input.numel() : 0);
-    return group.all_to_all(output, Staging::input(input), received, all_for(root, input.numel(), size_), "GATHER");
+    const auto sent = all_for(root, input.numel(), size_);
+    return group.all_to_all(output, Staging::input_apart(input, output), received, sent, "GATHER");
   });
 }
 
@@ -238,7 +248,8 @@ CommunicatorBackend::WorkPtr CommunicatorBackend::scatter(Tensors& outputs, std:
     TORCH_CHECK_VALUE(is_root || inputs.empty(), "only the root sends");
     const auto input = is_root ? Staging::input(parts_of(inputs, size_, output)) : nothing_like(output);
     const std::vector<int64_t> sent(static_cast<size_t>(size_), is_root ? output.numel() : 0);
-    return group.all_to_all(staging.output(output), input, all_for(root, output.numel(), size_), sent, "SCATTER");
+    const auto received = all_for(root, output.numel(), size_);
+    return group.all_to_all(staging.output_apart(output, input), input, received, sent, "SCATTER");
   });
 }
 
@@ -263,6 +274,7 @@ CommunicatorBackend::WorkPtr CommunicatorBackend::reduce_scatter_tensor_coalesce
   return run(OpType::COALESCED, outputs, options.timeout, [&](Communicator& group, Staging& staging) {
     check_pairs(outputs, inputs);
     const Reduction reduction(options.reduceOp);
+    for (const auto& input : inputs) reduction.check_dtype(input);
     std::vector<Work> works;
     for (size_t i = 0; i < inputs.size(); ++i)
       works.push_back(reduction.reduce_scatter(group, staging, outputs[i], inputs[i], "REDUCE_SCATTER_COALESCED"));
@@ -288,14 +300,17 @@ CommunicatorBackend::WorkPtr CommunicatorBackend::alltoall(Tensors& outputs, Ten
 }
 
 CommunicatorBackend::WorkPtr CommunicatorBackend::send(Tensors& tensors, int to, int tag) {
-  return run(OpType::SEND, tensors, c10d::kUnsetTimeout,
-             [&](Communicator& group, Staging&) { return group.send(Staging::input(only(tensors)), to, label_of("tag", tag)); });
+  const auto start = [&](Communicator& group, Staging&) {
+    return group.send(Staging::input(only(tensors)), to, label_of("tag", tag));
+  };
+  return run(OpType::SEND, tensors, c10d::kUnsetTimeout, start, to);
 }
 
 CommunicatorBackend::WorkPtr CommunicatorBackend::recv(Tensors& tensors, int from, int tag) {
-  return run(OpType::RECV, tensors, c10d::kUnsetTimeout, [&](Communicator& group, Staging& staging) {
+  const auto start = [&](Communicator& group, Staging& staging) {
     return group.receive(staging.output(only(tensors)), from, label_of("tag", tag));
-  });
+  };
+  return run(OpType::RECV, tensors, c10d::kUnsetTimeout, start, from);
 }
 
 CommunicatorBackend::WorkPtr CommunicatorBackend::recvAnysource(Tensors&, int) {

@@ -7,9 +7,11 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "completion_thread.h"
@@ -18,7 +20,7 @@
 namespace tessera::python {
 
 /// What `torch.distributed` calls: a c10d backend for CPU tensors around a communicator. It offers what ProcessGroupGloo does,
-/// but for receives from any rank.
+/// but for receives from any rank, and for splitting a group.
 ///
 /// Ranks are those of the group. Tensors may have any strides. Calls return at once but for `monitoredBarrier` and
 /// `allreduce_sparse`. Like the communicator's, they are made in the same order on every rank of the group, and after a failure
@@ -55,7 +57,7 @@ class CommunicatorBackend final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override; ///< an error
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
-  /// A barrier: its error names all ranks that did not come.
+  /// A barrier: its error names all ranks that did not come. After a timeout of its own, shorter than the group's, it names none.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_for_all) override;
 
   const std::string getBackendName() const override { return "tessera"; }
@@ -75,8 +77,13 @@ class CommunicatorBackend final : public c10d::Backend {
  private:
   using Start = std::function<Work(Communicator&, Staging&)>;
 
-  WorkPtr run(c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout, const Start& start);
+  static constexpr int kAll = -1;
+
+  /// With `peer`, or with all ranks.
+  WorkPtr run(c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout, const Start& start, int peer = kAll);
   WorkPtr run(c10d::OpType type, const at::Tensor& output, std::chrono::milliseconds timeout, const Start& start);
+  /// One for the collectives, and one for each direction to each rank: a message that waits may wait for what follows it.
+  std::shared_ptr<CompletionThread> completion_thread(c10d::OpType type, int peer);
   CommunicatorPtr communicator() const;
   std::string text_of(c10d::OpType type) const;
 
@@ -86,8 +93,8 @@ class CommunicatorBackend final : public c10d::Backend {
   CommunicatorPtr communicator_;                               ///< null after shutdown
   std::atomic<std::chrono::milliseconds> timeout_{kNoTimeout}; ///< of later calls, where it is not the communicator's
   std::atomic<uint64_t> calls_{0};
-  internal::BlockCache memory_{c10::Device(c10::kCPU)}; ///< of `allocateTensor`
-  std::shared_ptr<CompletionThread> completion_thread_ = std::make_shared<CompletionThread>();
+  internal::BlockCache memory_{c10::Device(c10::kCPU)};                                          ///< of `allocateTensor`
+  std::map<std::pair<c10d::OpType, int>, std::shared_ptr<CompletionThread>> completion_threads_; ///< guarded by `mutex_`
 };
 
 } // namespace tessera::python

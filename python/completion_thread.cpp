@@ -7,6 +7,12 @@
 
 namespace tessera::python {
 
+namespace {
+
+thread_local bool is_completion_thread = false;
+
+} // namespace
+
 struct CompletionThread::Queue {
   std::mutex mutex;
   std::condition_variable changed;
@@ -38,8 +44,8 @@ CompletionThread::~CompletionThread() {
   }
   queue_->changed.notify_all();
   if (!queue_->thread.joinable()) return;
-  // What a Future calls back may hold the group's last reference.
-  if (queue_->thread.get_id() == std::this_thread::get_id())
+  // What a Future calls back may hold the group's last reference, and another of its threads may wait for a message yet.
+  if (is_completion_thread)
     queue_->thread.detach();
   else
     queue_->thread.join();
@@ -52,6 +58,7 @@ void CompletionThread::add(std::shared_ptr<Call> call) {
     queue_->calls.push_back(std::move(call));
     if (!queue_->thread.joinable())
       queue_->thread = std::thread([queue = queue_] {
+        is_completion_thread = true;
         while (const auto each = queue->next()) each->complete();
       });
   }

@@ -7,12 +7,12 @@
 
 namespace tessera::python {
 
-/// Completes the calls of a group whose end no thread of the program waits for: those with a Future or a timeout of their own,
-/// and those that were dropped. In the order in which they come. Started at the first.
+/// Completes those calls of a group whose end no thread of the program waits for: with a Future or a timeout of their own, and
+/// dropped ones. In the order in which they come, so that one that waits keeps back those behind it. Started at the first.
 class CompletionThread {
  public:
   CompletionThread();
-  /// Returns when all calls are over: their communicator is closed before, or lets them end.
+  /// Returns when all calls are over: their communicator is closed before, or lets them end. At once on such a thread.
   ~CompletionThread();
   CompletionThread(const CompletionThread&) = delete;
   CompletionThread& operator=(const CompletionThread&) = delete;

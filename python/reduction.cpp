@@ -34,6 +34,14 @@ Reduction::Reduction(const c10d::ReduceOp& op) {
   TORCH_CHECK_VALUE(false, "the reduction ", static_cast<int>(op.op_), " is unknown");
 }
 
+void Reduction::check_dtype(const at::Tensor& tensor) const {
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_VALUE(!factor_ || at::isFloatingType(dtype) || at::isComplexType(dtype), "PREMUL_SUM of ", dtype,
+                    " is not defined, of floating or complex numbers it is");
+  TORCH_CHECK_VALUE(!combine_ || at::isIntegralType(dtype, /*includeBool=*/true), "BAND, BOR and BXOR of ", dtype,
+                    " are not defined, of integers and bool they are");
+}
+
 at::Tensor Reduction::as_real(const at::Tensor& tensor) const {
   return adds_ && tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
@@ -46,6 +54,7 @@ void Reduction::combine(Staging& staging, const at::Tensor& output, const at::Te
 }
 
 Work Reduction::all_reduce(Communicator& group, Staging& staging, const at::Tensor& tensor, std::string_view label) const {
+  check_dtype(tensor);
   if (factor_) {
     const auto scaled = Staging::input(tensor.mul(*factor_));
     staging.copy_back(tensor, scaled);
@@ -60,6 +69,7 @@ Work Reduction::all_reduce(Communicator& group, Staging& staging, const at::Tens
 
 Work Reduction::reduce_scatter(Communicator& group, Staging& staging, const at::Tensor& output, const at::Tensor& input,
                                std::string_view label) const {
+  check_dtype(input);
   const auto flat = staging.output(output);
   auto source = factor_ ? Staging::input(input.mul(*factor_)) : Staging::input(input);
   if (!combine_) return group.reduce_scatter(as_real(flat), as_real(source), op_, label);

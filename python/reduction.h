@@ -20,11 +20,16 @@ class Reduction {
   /// An error for other kinds.
   explicit Reduction(const c10d::ReduceOp& op);
 
-  /// `output` [n] receives the reduction of all ranks' `input` [n], which may be the same tensor.
+  /// `tensor` becomes its reduction over the ranks. A dtype that the reduction is not defined for is an error before anything is
+  /// sent.
   Work all_reduce(Communicator& group, Staging& staging, const at::Tensor& tensor, std::string_view label) const;
-  /// `output` [n] receives that of the part of `input` [size × n] with this rank's number. `input` keeps its values.
+  /// `output` [n] receives that of the part of `input` [size × n] with this rank's number. `input` keeps its values. The same
+  /// errors.
   Work reduce_scatter(Communicator& group, Staging& staging, const at::Tensor& output, const at::Tensor& input,
                       std::string_view label) const;
+
+  /// An error for a dtype that the reduction is not defined for. The communicator checks its own reductions.
+  void check_dtype(const at::Tensor& tensor) const;
 
  private:
   using Combine = at::Tensor& (at::Tensor::*)(const at::Tensor&) const;

@@ -5,6 +5,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <tessera/collectives/gather_texts.h>
 
 #include <algorithm>
 #include <functional>
@@ -32,10 +34,19 @@ at::Tensor gather_rows(Communicator& group, const at::Tensor& rows, const std::v
   return at::cat(parts);
 }
 
+/// Otherwise their rows would not fit together.
+void check_equal_shapes(Communicator& group, const at::Tensor& tensor) {
+  const auto own = c10::str(tensor.scalar_type(), " of sizes ", tensor.sizes(), " with ", tensor.sparse_dim(), " sparse and ",
+                            tensor.dense_dim(), " dense dims");
+  const auto texts = internal::gather_texts_that_differ(own, group, at::kCPU, kLabel);
+  TORCH_CHECK_VALUE(texts.empty(), internal::first_difference(texts, group.ranks(), "tensor"), ", they must be equal");
+}
+
 } // namespace
 
 void add_up_sparse(Communicator& group, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.is_sparse(), "the tensor is not in COO format");
+  check_equal_shapes(group, tensor);
   const auto own = tensor.coalesce();
   const auto count = at::full({1}, own._nnz(), at::kLong), counts = at::empty({group.size()}, at::kLong);
   group.all_gather_into(counts, count, kLabel).wait();

@@ -40,11 +40,23 @@ at::Tensor Staging::input(const Tensors& tensors) {
   return input(at::cat(flat));
 }
 
-at::Tensor Staging::output(const at::Tensor& tensor) {
-  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) return tensor;
+at::Tensor Staging::input_apart(const at::Tensor& tensor, const at::Tensor& other) {
+  auto flat = input(tensor);
+  return flat.is_alias_of(other) ? flat.clone() : flat;
+}
+
+at::Tensor Staging::copied_back(const at::Tensor& tensor) {
   auto flat = at::empty(tensor.sizes(), tensor.options());
   copy_back(tensor, flat);
   return flat;
+}
+
+at::Tensor Staging::output(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() ? tensor : copied_back(tensor);
+}
+
+at::Tensor Staging::output_apart(const at::Tensor& tensor, const at::Tensor& other) {
+  return tensor.is_alias_of(other) ? copied_back(tensor) : output(tensor);
 }
 
 at::Tensor Staging::output(const Tensors& tensors) {

@@ -18,10 +18,14 @@ class Staging {
   static at::Tensor input(const at::Tensor& tensor);
   /// One with those of all, one after another.
   static at::Tensor input(const Tensors& tensors);
+  /// A copy where `tensor` shares memory with `other`: an all-to-all takes none that overlap.
+  static at::Tensor input_apart(const at::Tensor& tensor, const at::Tensor& other);
 
   /// A flat tensor for the values that `tensor` shall have afterwards.
   at::Tensor output(const at::Tensor& tensor);
   at::Tensor output(const Tensors& tensors);
+  /// One that shares no memory with `other`.
+  at::Tensor output_apart(const at::Tensor& tensor, const at::Tensor& other);
   /// One that has its values before as well.
   at::Tensor in_out(const at::Tensor& tensor);
 
@@ -32,6 +36,8 @@ class Staging {
   std::function<void()> finish() &&;
 
  private:
+  at::Tensor copied_back(const at::Tensor& tensor);
+
   std::vector<std::function<void()>> steps_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };

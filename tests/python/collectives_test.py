@@ -245,6 +245,36 @@ def check_strides():
     assert torch.equal(parameter, sum(grids).t()) and parameter.grad_fn is None
 
 
+def check_rows_of_the_roots_list():
+    """The root's own tensor is one of its list, and all of them are rows of one buffer."""
+    size, own = dist.get_world_size(), dist.get_rank()
+    last = size - 1
+    for root in range(size):
+        rows = (10.0 * torch.arange(size) + own).unsqueeze(1).repeat(1, 3)
+        before = rows.clone()
+        dist.gather(rows[last], list(rows) if own == root else None, root)
+        gathered = (10.0 * last + torch.arange(size)).unsqueeze(1).repeat(1, 3)
+        assert torch.equal(rows, gathered if own == root else before)
+        rows.copy_(before)
+        dist.scatter(rows[last], list(rows) if own == root else None, root)
+        assert torch.equal(rows[:last], before[:last]) and torch.equal(rows[last], torch.full((3,), 10.0 * own + root))
+
+
+def check_inference_mode():
+    """Tensors without versions that need a copy, completed on either thread, in the mode and after it."""
+    size, own = dist.get_world_size(), dist.get_rank()
+    with torch.inference_mode():
+        lists = [torch.zeros(3, 2).t() for _ in range(size)]
+        dist.all_gather(lists, torch.full((2, 3), float(own)), async_op=True).get_future().wait()
+        bits = torch.full((2, 3), 1 << own).t()
+        dist.all_reduce(bits, Op.BOR, async_op=True).get_future().wait()
+        summed = torch.ones(2, 3).t()
+        work = dist.all_reduce(summed, async_op=True)
+    work.wait()
+    assert all(torch.equal(tensor, torch.full((2, 3), float(rank))) for rank, tensor in enumerate(lists))
+    assert torch.equal(bits, torch.full((3, 2), (1 << size) - 1)) and torch.equal(summed, torch.full((3, 2), float(size)))
+
+
 def check_sparse():
     size, own = dist.get_world_size(), dist.get_rank()
     whole = [torch.zeros(5, 2).index_fill_(0, torch.arange(rank), rank) for rank in range(size)]  # rank r has r rows
@@ -288,6 +318,25 @@ def check_asynchronous():
     assert future.wait()[0].item() == size
     assert all(torch.equal(tensor, torch.ones(2, 3)) for tensor in lists)  # the future came after them
     dist.group.WORLD.monitored_barrier()
+
+
+def check_messages_keep_nothing_back():
+    """What is completed for nobody who waits does not stand behind a message that comes last."""
+    size, own = dist.get_world_size(), dist.get_rank()
+    if size == 1:
+        return
+    received = [torch.zeros(2) for _ in range(size)]
+    futures = {peer: dist.irecv(received[peer], peer).get_future() for peer in range(1, size)} if own == 0 else {}
+    summed = dist.all_reduce(torch.ones(4), async_op=True).get_future().wait()
+    assert torch.equal(summed[0], torch.full((4,), float(size)))
+    dist.barrier()
+    for sender in range(size - 1, 0, -1):  # the first to be awaited is the last to come
+        if own == sender:
+            dist.send(torch.full((2,), float(own)), 0)
+        if own == 0:
+            futures[sender].wait()
+            assert torch.equal(received[sender], torch.full((2,), float(sender)))
+        dist.barrier()
 
 
 def check_allocation():
@@ -341,6 +390,15 @@ class Collectives(unittest.TestCase):
 
     def test_strides(self):
         self.check(check_strides)
+
+    def test_rows_of_the_roots_list(self):
+        self.check(check_rows_of_the_roots_list)
+
+    def test_inference_mode(self):
+        self.check(check_inference_mode)
+
+    def test_messages_keep_nothing_back(self):
+        self.check(check_messages_keep_nothing_back)
 
     def test_sparse_tensors(self):
         self.check(check_sparse)

@@ -44,6 +44,9 @@ def bad_arguments():
               error_of(dist.all_gather, [torch.empty(4) for _ in range(size)], torch.ones(3)),
               error_of(dist.reduce_scatter_tensor, torch.empty(2), torch.ones(2 * size + 1)),
               error_of(dist.all_reduce, torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG),
+              error_of(dist.all_reduce, torch.ones(3, dtype=torch.int32), dist._make_nccl_premul_sum(0.5)),
+              error_of(dist.all_reduce, torch.ones(3), dist.ReduceOp.BAND),
+              error_of(dist.reduce_scatter_tensor, torch.empty(3), torch.ones(3 * size), dist.ReduceOp.BXOR),
               error_of(dist.all_to_all_single, torch.empty(2), torch.empty(2), [1], [1]),
               error_of(group.broadcast, torch.ones(1), size + 3),
               error_of(group.allreduce, [torch.ones(1), torch.ones(1)]),
@@ -52,6 +55,22 @@ def bad_arguments():
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == size
+    return errors
+
+
+def other_sparse_tensors():
+    """The tensors stay as they are, and the group works afterwards."""
+    own, size = dist.get_rank(), dist.get_world_size()
+    tensors = (torch.ones(3 + 100 * own, 2).to_sparse(1), torch.ones(3, 2).to_sparse(1 + own % 2),
+               torch.ones(3, 2, dtype=torch.float32 if own else torch.float64).to_sparse(1))
+    errors = []
+    for tensor in tensors:
+        before = tensor.clone()
+        errors.append(error_of(dist.all_reduce, tensor))
+        assert tensor.shape == before.shape and torch.equal(tensor.to_dense(), before.to_dense())
+    tensor = torch.ones(3, 2).to_sparse(1)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor.to_dense(), torch.full((3, 2), float(size)))
     return errors
 
 
@@ -134,11 +153,20 @@ class Errors(unittest.TestCase):
     def test_bad_arguments(self):
         for rank, texts in enumerate(ranks.run(2, bad_arguments)):
             said = ("times the input's 3", "the tensor for rank 0 has 4 elements", "times the output's 2", "average of Int",
+                    "PREMUL_SUM of Int is not defined", "BAND, BOR and BXOR of Float are not defined", "BXOR of Float",
                     "tensor splits not equal to group size", "root 5 is not in [0, 2)", "one tensor is needed, not 2", "src=", "")
             for text, part in zip(texts, said, strict=True):
                 self.assertIn(part, text)
                 if part not in ("tensor splits not equal to group size", ""):
                     self.assertIn(f"rank {rank}", text)
+
+    def test_different_sparse_tensors(self):
+        for size in (2, 3):
+            for sizes, dims, dtypes in ranks.run(size, other_sparse_tensors):
+                self.assertIn("rank 0 has Float of sizes [3, 2] with 1 sparse and 1 dense dims, rank 1 has Float of sizes [103, 2]",
+                              sizes)
+                self.assertIn("rank 1 has Float of sizes [3, 2] with 2 sparse and 0 dense dims, they must be equal", dims)
+                self.assertIn("rank 0 has Double", dtypes)
 
     def test_a_killed_rank_is_named_in_time(self):
         for how in ("wait", "future"):
