@@ -5,9 +5,12 @@
 #          LibTorch::cuda     torch_cuda + c10_cuda (only where the LibTorch has them)
 #          LibTorch_VERSION
 if(NOT TESSERA_LIBTORCH)
-  file(GLOB _wheel "${CMAKE_CURRENT_LIST_DIR}/../.venv/lib/python3*/site-packages/torch")
-  get_filename_component(_wheel "${_wheel}" ABSOLUTE)
-  set(TESSERA_LIBTORCH "${_wheel}" CACHE PATH "Folder with LibTorch's include/ and lib/" FORCE)
+  file(GLOB _wheels "${CMAKE_CURRENT_LIST_DIR}/../.venv/lib/python3*/site-packages/torch")
+  if(_wheels) # otherwise nothing is cached, so that the next run finds what scripts/setup has installed by then
+    list(GET _wheels 0 _wheel)
+    get_filename_component(_wheel "${_wheel}" ABSOLUTE)
+    set(TESSERA_LIBTORCH "${_wheel}" CACHE PATH "Folder with LibTorch's include/ and lib/" FORCE)
+  endif()
 endif()
 
 find_path(LibTorch_INCLUDE_DIR torch/csrc/api/include/torch/torch.h

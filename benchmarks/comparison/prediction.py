@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shlex
 import tempfile
 from statistics import median
 
@@ -24,10 +25,11 @@ MODELS = {"width 512, 8 layers": ["--layers=8", "--width=512", "--heads=8", "--s
 def run(programs, quick=False):
     iterations, rounds = (10, 5) if quick else (50, ROUNDS)
     in_node = fit(run_program(bench(programs, iterations) + ["--ranks", str(FITTED_RANKS)], timeout=600))
-    between = fit(on_both_hosts(beside_a_busy_core(" ".join(bench(programs, iterations // 10))), ranks_of_a_host=1))
+    between = fit(on_both_hosts(beside_a_busy_core(shlex.join(bench(programs, iterations // 10))), ranks_of_a_host=1))
     for where, link in (("one host", in_node), (f"two hosts, {LINK}", between)):
         yield without_bound("prediction", f"alpha of {where}, fitted on 2 ranks", 1e6 * link["alpha"], 1e6 * link["alpha"], "us")
-        yield without_bound("prediction", f"1 / beta of {where}", 1e-9 / link["beta"], 1e-9 / link["beta"], "GB/s")
+        if link["beta"] > 0:  # 0 where times do not grow with the bytes
+            yield without_bound("prediction", f"1 / beta of {where}", 1e-9 / link["beta"], 1e-9 / link["beta"], "GB/s")
     for name, flags in MODELS.items():
         for ranks in (FITTED_RANKS, 4):
             yield from rows(f"{ranks} ranks, {name}", *step_of_host(programs, flags, ranks, in_node, rounds))
@@ -94,9 +96,9 @@ def step_of_hosts(programs, flags, in_node, between, rounds):
         seconds = interleaved(rounds, WARM_UP, {"simulated": lambda: simulated.ask("step")})
     predicted = median(max(rank["step"] for rank in turn) for turn in seconds["simulated"])
     with tempfile.TemporaryDirectory() as folder:
-        program = " ".join(programs.ours("measure_step") + flags)
+        program = shlex.join(programs.ours("measure_step") + flags)
         steps = f"printf 'step\\n%.0s' $(seq {WARM_UP + rounds})"
-        on_both_hosts(f"{steps} | {program} > {folder}/$RANK", ranks_of_a_host=2)
+        on_both_hosts(f"{steps} | {program} > {shlex.quote(folder)}/$RANK", ranks_of_a_host=2)
         ranks = [[json.loads(line)["step"] for line in file.read_text().splitlines()[1 + WARM_UP:]]
                  for file in pathlib.Path(folder).iterdir()]
     return predicted, median(map(max, zip(*ranks, strict=True)))

@@ -17,9 +17,13 @@ class Row:
     holds: Optional[bool] = None
 
 
+def ratio_of(peer, ours):
+    """The peer's cost over ours; none where there is no peer, and where ours is a difference that was lost in noise."""
+    return peer / ours if peer is not None and ours > 0 else None
+
+
 def at_most(suite, case, ours, largest, unit, peer=None):
-    ratio = peer / ours if peer is not None and ours > 0 else None
-    return Row(suite, case, ours, peer, unit, ratio, f"<= {largest:.6g} {unit}", bool(ours <= largest))
+    return Row(suite, case, ours, peer, unit, ratio_of(peer, ours), f"<= {largest:.6g} {unit}", bool(ours <= largest))
 
 
 def equal(suite, case, ours, expected, unit):
@@ -27,12 +31,13 @@ def equal(suite, case, ours, expected, unit):
 
 
 def at_least_ratio(suite, case, ours, peer, unit, smallest):
-    """For costs: the peer's over ours."""
-    return Row(suite, case, ours, peer, unit, peer / ours, f"ratio >= {smallest}", peer / ours >= smallest)
+    """For costs: the peer's over ours. Without a ratio it does not hold."""
+    ratio = ratio_of(peer, ours)
+    return Row(suite, case, ours, peer, unit, ratio, f"ratio >= {smallest}", ratio is not None and bool(ratio >= smallest))
 
 
 def without_bound(suite, case, ours, peer, unit):
-    return Row(suite, case, ours, peer, unit, peer / ours)
+    return Row(suite, case, ours, peer, unit, ratio_of(peer, ours))
 
 
 def table(rows):

@@ -1,10 +1,12 @@
-"""What the documentation names exists: linked files, source files, functions, scripts, and all environment variables."""
+"""What the documentation names exists: linked files and headings, sources, functions, scripts, commits, environment variables."""
 import pathlib
 import re
+import shutil
+import subprocess
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*/README.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]
 LIBRARY = ["collectives", "offload", "activations", "mesh", "dtensor", "mixed_precision", "optim", "nn", "fsdp", "checkpoint", "training"]
 ARCHITECTURE = ROOT / "docs/architecture.md"
 PROGRAMS = [*LIBRARY, "python", "examples", "benchmarks", "tools", "tests"]
@@ -19,6 +21,22 @@ def prose(page):
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
+def anchors(page):
+    """What links to a page's headings end with, as GitHub makes it."""
+    headings = re.findall(r"^#+ +(.+)$", prose(page), flags=re.MULTILINE)
+    texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    slugs = [re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in texts]
+    return [f"{slug}-{earlier}" if (earlier := slugs[:i].count(slug)) else slug for i, slug in enumerate(slugs)]
+
+
+def git(*arguments, text=None):
+    return subprocess.run(["git", *arguments], cwd=ROOT, input=text, capture_output=True, text=True).stdout
+
+
+def has_history():
+    return (ROOT / ".git").exists() and shutil.which("git") and git("rev-parse", "--is-shallow-repository").strip() == "false"
+
+
 class Docs(unittest.TestCase):
     def assert_none(self, missing, what):
         self.assertEqual(sorted(set(missing)), [], what)
@@ -27,6 +45,23 @@ class Docs(unittest.TestCase):
         links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose(page))]
         self.assert_none([f"{page.name}: {target}" for page, target in links
                           if not target.startswith("http") and not (page.parent / target).exists()], "links to files that do not exist")
+
+    def test_links_lead_to_headings(self):
+        links = [(page, *link) for page in PAGES for link in re.findall(r"\]\(([^)#]*)#([^)]+)\)", prose(page))]
+        pages = [(page, page if not target else (page.parent / target).resolve(), anchor) for page, target, anchor in links
+                 if not target.startswith("http")]
+        self.assertGreater(len(pages), 20)
+        self.assert_none([f"{page.name}: {target.name}#{anchor}" for page, target, anchor in pages
+                          if target.suffix == ".md" and target.exists() and anchor not in anchors(target)],
+                         "links to headings that do not exist")
+
+    @unittest.skipUnless(has_history(), "no history")
+    def test_commits_of_the_results_exist(self):
+        rows = [line for line in (ROOT / "docs/results.md").read_text().splitlines() if line.startswith("|")]
+        named = sorted({commit for row in rows for commit in re.findall(r"\b[0-9a-f]{7}\b", row.split("|")[-2])})
+        self.assertGreater(len(named), 20)
+        known = git("cat-file", "--batch-check", text="".join(f"{commit}^{{commit}}\n" for commit in named)).splitlines()
+        self.assert_none([line for line in known if line.endswith("missing")], "docs/results.md names commits that do not exist")
 
     def test_scripts_exist(self):
         named = [(page, name) for page in PAGES for name in re.findall(r"\b(?:scripts|benchmarks)/[a-z-]+\b(?![/.\w])", page.read_text())]

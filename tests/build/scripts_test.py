@@ -1,0 +1,53 @@
+"""The scripts say what is wrong with what they are asked for, and what this machine lacks."""
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.dont_write_bytecode = True
+
+
+def script(name):
+    """A Python script without an ending, as a module."""
+    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(module)
+    return module
+
+
+class Lint(unittest.TestCase):
+    def test_a_file_is_named_as_seen_from_the_current_folder(self):
+        lint = script("lint")
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(ROOT / "mesh")
+        for given in ("device_mesh.cpp", "../mesh/device_mesh.cpp", ROOT / "mesh/device_mesh.cpp"):
+            self.assertEqual(str(lint.from_root(pathlib.Path(given))), "mesh/device_mesh.cpp")
+
+    @unittest.skipUnless((ROOT / ".git").exists() and shutil.which("git"), "not a clone")
+    def test_an_unknown_file_is_an_error(self):
+        done = subprocess.run([ROOT / "scripts/lint", "device_mesh.cpp"], cwd=ROOT, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("lint: no C++ file of the project: device_mesh.cpp", done.stderr)
+
+
+class TwoHosts(unittest.TestCase):
+    def missing(self, rate, installed):
+        with mock.patch("shutil.which", lambda program: program if program in installed else None):
+            return script("two-hosts").missing_program(SimpleNamespace(rate=rate))
+
+    def test_what_is_not_installed_is_named(self):
+        self.assertEqual(self.missing("", []), "ip")
+        self.assertEqual(self.missing("1gbit", ["ip"]), "tc")
+        self.assertIsNone(self.missing("", ["ip"]))
+        self.assertIsNone(self.missing("1gbit", ["ip", "tc"]))
+
+
+if __name__ == "__main__":
+    unittest.main()
