@@ -46,7 +46,7 @@ PickleRef without_tag(PickleRef value) {
   return arguments && !arguments->items.empty() ? arguments->items[0] : value;
 }
 
-size_t bytes_in(const std::string& text) { return sizeof(text) + text.size(); }
+size_t bytes_in(const std::string& text) { return sizeof(std::string) + text.size(); }
 template <typename T>
 size_t bytes_in(const T& /*number*/) {
   return sizeof(T);
