@@ -71,27 +71,25 @@ bool is_sharded_as(const ShardedParameter& parameter, const DTensorMeta* gradien
 
 } // namespace
 
-void add(ReadyGradient& sum, const ReadyGradient& part, const ParameterGroup& group) {
+void add(ReadyGradient& sum, const ReadyGradient& part) {
   const auto &local = dtensor_meta(sum.value)->local, &other = dtensor_meta(part.value)->local;
-  sum.value = make_gradient(local + other.to(local.options()), group.parameters()[sum.index]);
+  sum.value = make_gradient(local + other.to(local.options()), sum.group->parameters()[sum.index]);
 }
 
 void deliver(ReadyGradient ready) {
-  const auto group = ready.group.lock();
-  if (!group) return;
-  const auto& parameter = group->parameters()[ready.index];
+  const auto& parameter = ready.group->parameters()[ready.index];
   const at::Tensor tensor(parameter.tensor.lock());
   if (!tensor.defined()) return;
   const bool is_trained = tensor.requires_grad(); // one frozen since its backward still gets what is on its way
   auto added = call_hooks(tensor, std::move(ready.value));
   if (is_trained && !tensor.requires_grad()) return; // a hook froze it
   const auto* meta = dtensor_meta(added);
-  TORCH_CHECK(is_sharded_as(parameter, meta), "a hook on the sharded parameter ", group->full_name(ready.index),
+  TORCH_CHECK(is_sharded_as(parameter, meta), "a hook on the sharded parameter ", ready.group->full_name(ready.index),
               " returned a gradient that is not sharded as the parameter is");
   auto& sum = reduced_gradient(tensor);
   if (sum.defined()) {
     auto* sum_meta = dtensor_meta(sum);
-    TORCH_CHECK(is_sharded_as(parameter, sum_meta), "the gradient of ", group->full_name(ready.index),
+    TORCH_CHECK(is_sharded_as(parameter, sum_meta), "the gradient of ", ready.group->full_name(ready.index),
                 " was replaced by a tensor that is not sharded as the parameter is");
     sum_meta->local.add_(meta->local.to(sum_meta->local.device())); // a program's may be on the device
   } else {
@@ -408,16 +406,15 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
 }
 
 void GroupGradients::finish_sum(const at::Tensor& reduced, bool is_divided) const {
+  const bool divides = divisor() && !is_divided;
+  if (!divides && !all_reduce_hook) return;
   const auto gradients = reduced.narrow(0, 0, layout_.used_offset);
-  const auto divide = [&] {
-    if (divisor() && !is_divided) gradients.div_(late_factor());
-  };
-  if (!divide_factor_) divide(); // a hook sees the mean, however the collectives have come to it
+  if (divides && !divide_factor_) gradients.div_(late_factor()); // a hook sees the mean, however the collectives have come to it
   if (all_reduce_hook) {
     zero_gaps(reduced);
     all_reduce_hook(gradients);
   }
-  if (divide_factor_) divide();
+  if (divides && divide_factor_) gradients.div_(late_factor());
 }
 
 /// Nothing has written what lies between the pieces, and a hook may sum all up.
@@ -513,7 +510,7 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
     local = parameter.has_strided_shards ? reduced.as_strided(sizes, parameter.strides) : reduced.reshape(sizes);
   if (local.is_complex() && !at::isComplexType(spec->dtype())) local = at::real(local);
   if (local.scalar_type() != spec->dtype()) local = local.to(spec->dtype());
-  return {group_.weak_from_this(), index, make_gradient(std::move(local), parameter)};
+  return {group_.shared_from_this(), index, make_gradient(std::move(local), parameter)};
 }
 
 Work GroupGradients::discard() {

@@ -19,7 +19,7 @@ namespace tessera::internal {
 
 /// A sharded gradient on its way to its parameter.
 struct ReadyGradient {
-  std::weak_ptr<ParameterGroup> group; ///< which owns its schedule, and that keeps what a backward that threw has left
+  std::shared_ptr<ParameterGroup> group;
   size_t index;
   at::Tensor value;
   std::shared_ptr<PendingCopy> copy = {}; ///< that the value waits for, on its way to the host; null for none
@@ -27,8 +27,8 @@ struct ReadyGradient {
 };
 using ReadyGradients = std::vector<ReadyGradient>;
 
-/// Adds another one of the same parameter, which is of `group`.
-void add(ReadyGradient& sum, const ReadyGradient& part, const ParameterGroup& group);
+/// Adds another one of the same parameter.
+void add(ReadyGradient& sum, const ReadyGradient& part);
 
 /// Runs the hooks of the parameter, and adds the gradient to the parameter's. Not under the schedule's lock: hooks are the
 /// user's.

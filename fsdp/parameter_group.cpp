@@ -295,8 +295,7 @@ void ParameterGroup::make_leaves() {
   }
 }
 
-bool is_same_leaf(const ShardedParameter& parameter, const at::Tensor& tensor) {
-  if (tensor.unsafeGetTensorImpl() == parameter.tensor._unsafe_get_target()) return true;
+bool is_saved_copy(const ShardedParameter& parameter, const at::Tensor& tensor) {
   return parameter.accumulator && torch::autograd::impl::try_get_grad_accumulator(tensor) == parameter.accumulator;
 }
 

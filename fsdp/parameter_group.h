@@ -106,8 +106,12 @@ inline bool is_trained(const ShardedParameter& parameter) {
   return !parameter.tensor.expired() && parameter.tensor._unsafe_get_target()->requires_grad();
 }
 
+/// Whether autograd, which had saved the parameter, has made `tensor` of it.
+bool is_saved_copy(const ShardedParameter& parameter, const at::Tensor& tensor);
 /// Whether `tensor` is the parameter, and not its `detach()` or `data()`: itself, or as autograd hands it back that has saved it.
-bool is_same_leaf(const ShardedParameter& parameter, const at::Tensor& tensor);
+inline bool is_same_leaf(const ShardedParameter& parameter, const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl() == parameter.tensor._unsafe_get_target() || is_saved_copy(parameter, tensor);
+}
 
 /// The strides of a tensor without gaps, where they are not those of a row-major one; for any other none.
 std::vector<int64_t> own_strides(const at::Tensor& tensor);

@@ -95,12 +95,21 @@ void Schedule::begin_backward() {
   }
   iteration_.graph_task_id = torch::autograd::get_current_graph_task_id();
   // The graph task owns its callbacks: a backward that fails drops this one, and its mark with it.
-  auto mark = std::make_shared<bool>(true);
+  const std::shared_ptr<Schedule> mark(this, [weak = weak_from_this()](Schedule*) {
+    if (const auto self = weak.lock()) self->drop_ready_gradients();
+  });
   iteration_.graph_task = mark;
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), mark = std::move(mark)] {
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), mark] {
     if (const auto self = weak.lock()) self->finish_backward();
   });
   if (!watch_.is_done()) watch_plain_leaves();
+}
+
+/// At the end of a graph task. What a failed one has left owns its groups, which own this schedule.
+void Schedule::drop_ready_gradients() {
+  ReadyGradients dropped; // outlives the lock, which may end with them
+  const std::lock_guard lock(mutex_);
+  if (iteration_.graph_task.expired()) dropped.swap(ready_);
 }
 
 /// In the first backwards; one rank warns for all.
@@ -338,8 +347,7 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
 }
 
 void Schedule::land_sharded(ReadyGradient gradient) {
-  const GroupPtr group = gradient.group.lock();
-  gradient.is_part = group && is_read_in_both_ways(group->parameters()[gradient.index]);
+  gradient.is_part = is_read_in_both_ways(gradient.group->parameters()[gradient.index]);
   if (!gradient.is_part) return deliver(std::move(gradient));
   const std::lock_guard lock(mutex_);
   follow();
@@ -347,10 +355,7 @@ void Schedule::land_sharded(ReadyGradient gradient) {
 }
 
 void Schedule::hold_parts() {
-  for (auto& each : ready_) {
-    const GroupPtr group = each.is_part ? nullptr : each.group.lock();
-    each.is_part = each.is_part || (group && is_read_in_both_ways(group->parameters()[each.index]));
-  }
+  for (auto& each : ready_) each.is_part = each.is_part || is_read_in_both_ways(each.group->parameters()[each.index]);
 }
 
 /// At the end of a backward: of those of one parameter their sum.
@@ -358,11 +363,10 @@ void Schedule::join_parts() {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < ready_.size(); ++i) {
     if (!std::exchange(ready_[i].is_part, false)) continue;
-    const GroupPtr group = ready_[i].group.lock();
-    const auto same = [&](const auto& each) { return each.group.lock() == group && each.index == ready_[i].index; };
+    const auto same = [&](const auto& each) { return each.group == ready_[i].group && each.index == ready_[i].index; };
     const auto other = std::find_if(ready_.begin() + static_cast<std::ptrdiff_t>(i) + 1, ready_.end(), same);
-    if (!group || other == ready_.end()) continue;
-    add(*other, ready_[i], *group);
+    if (other == ready_.end()) continue;
+    add(*other, ready_[i]);
     other->is_part = true; // and perhaps of a third
     ready_.erase(ready_.begin() + static_cast<std::ptrdiff_t>(i--));
   }

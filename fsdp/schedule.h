@@ -140,6 +140,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   bool follow(const ParameterGroup* read = nullptr);
   void begin_forward();
   void begin_backward();
+  void drop_ready_gradients();
   void watch_plain_leaves();
   void finish_backward();
   /// Whether the backward that it follows has ended without its last callback.
