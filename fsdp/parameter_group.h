@@ -9,15 +9,13 @@
 #include <string>
 #include <vector>
 
-#include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/fsdp/copy_list.h>
 #include <tessera/fsdp/extended_gather.h>
 #include <tessera/fsdp/group_layout.h>
-#include <tessera/fsdp/memory_range.h>
 #include <tessera/fsdp/mesh_axes.h>
 #include <tessera/fsdp/model_resources.h>
-#include <tessera/fsdp/node_reference.h>
 #include <tessera/fsdp/place.h>
+#include <tessera/fsdp/sharded_parameter.h>
 #include <tessera/fsdp/unsharded_storage.h>
 #include <tessera/offload/offload_memory.h>
 
@@ -46,75 +44,7 @@ class GroupOwner {
   virtual bool ignores(const at::Tensor& tensor) const = 0;
 };
 
-class ParameterGroup;
 class StepRecorder;
-
-/// A parameter's name, after what is said about it ("the gradient of ").
-class ParameterName final : public TensorName {
- public:
-  ParameterName(const char* about, std::weak_ptr<ParameterGroup> group, size_t index)
-      : about_(about), group_(std::move(group)), index_(index) {}
-  std::string to_string() const override;
-
- private:
-  const char* about_;
-  std::weak_ptr<ParameterGroup> group_;
-  size_t index_;
-};
-
-/// The meta of a sharded parameter: a DTensor that knows its group.
-struct ParameterMeta : DTensorMeta {
-  ParameterMeta(at::Tensor local, SpecPtr spec, ParameterGroup* owner, size_t position)
-      : DTensorMeta(std::move(local), std::move(spec)), group(owner), index(position) {}
-  ParameterGroup* group; ///< null once all parameters of the group are gone: a detached copy may live longer
-  size_t index;
-};
-
-/// The meta of a sharded parameter or of a shallow copy of one (`detach`, `data`); null for any other tensor.
-inline ParameterMeta* parameter_meta(const at::TensorBase& tensor) {
-  constexpr auto both = c10::DispatchKeySet({kDTensorKey, kTouchKey});
-  if (!tensor.defined() || !tensor.key_set().has_all(both)) return nullptr;
-  auto* meta = static_cast<ParameterMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
-  return meta->group ? meta : nullptr;
-}
-
-struct ShardedParameter {
-  // First, and together, what every read and every gradient takes.
-  c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
-  at::Tensor leaf = {};                            ///< what forward ops read instead: plain, in the unsharded dtype
-  at::Tensor dtensor_leaf = {};                    ///< stands for it among DTensors in grad mode; made when first needed
-  at::Tensor frozen_leaf = {};                     ///< without a gradient, where `leaf` has one for an earlier forward
-  NodeReference accumulator = {};                  ///< of the gradients of `leaf` and of `tensor`
-  SpecPtr spec;
-  c10::intrusive_ptr<ParameterMeta> meta = {};
-  c10::intrusive_ptr<const TensorName> gradient_name;
-
-  at::Tensor local = {};          ///< this rank's part, inside the shard
-  at::ScalarType unsharded_dtype; ///< of the leaf
-  /// With `strides`: this rank's part has them too. It is row-major where a cut falls inside a row, and the whole gets them after
-  /// each gather.
-  bool has_strided_shards = false;
-  std::vector<int64_t> strides = {};    ///< of the whole, where it is not row-major (channels_last)
-  std::string own_name;                 ///< from the module of the group that has it
-  size_t module;                        ///< which of the group's modules that is
-  std::optional<MemoryRange> original;  ///< where the whole tensor was
-  std::optional<Placement> chosen = {}; ///< by the program, along the shard dim
-};
-
-/// As the program set it, also where no forward has read the parameter since.
-inline bool is_trained(const ShardedParameter& parameter) {
-  return !parameter.tensor.expired() && parameter.tensor._unsafe_get_target()->requires_grad();
-}
-
-/// Whether autograd, which had saved the parameter, has made `tensor` of it.
-bool is_saved_copy(const ShardedParameter& parameter, const at::Tensor& tensor);
-/// Whether `tensor` is the parameter, and not its `detach()` or `data()`: itself, or as autograd hands it back that has saved it.
-inline bool is_same_leaf(const ShardedParameter& parameter, const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl() == parameter.tensor._unsafe_get_target() || is_saved_copy(parameter, tensor);
-}
-
-/// The strides of a tensor without gaps, where they are not those of a row-major one; for any other none.
-std::vector<int64_t> own_strides(const at::Tensor& tensor);
 
 /// What a group is made from, one of each a parameter.
 struct FreeParameters {

@@ -64,10 +64,10 @@ Factorization pointwise_factors(const OpCall& call) {
 }
 
 void run_in_format(const LocalCall& call) {
-  auto* format = call.find("memory_format");
-  const bool merged = call.arg(0).toTensor().dim() < call.inputs[0]->dim();
-  if (merged && format && format->isInt() && format->toMemoryFormat() != at::MemoryFormat::Preserve) {
-    *format = at::MemoryFormat::Contiguous;
+  if (call.arg(0).toTensor().dim() < call.inputs[0]->dim()) {
+    auto* format = call.find("memory_format");
+    if (format && format->isInt() && format->toMemoryFormat() != at::MemoryFormat::Preserve)
+      *format = at::MemoryFormat::Contiguous;
   }
   call.op.callBoxed(*call.stack);
 }

@@ -80,9 +80,10 @@ Factorization norm(const OpCall& call) {
 
 /// Where all dims are named, and a RaggedShard merges some: the dims of this rank's part.
 void name_merged_dims(const LocalCall& call) {
-  auto* named = call.find("dim");
   const auto ndim = call.arg(0).toTensor().dim();
-  if (!named || !named->isIntList() || named->toIntList().empty() || ndim == call.inputs[0]->dim()) return;
+  if (ndim == call.inputs[0]->dim()) return;
+  auto* named = call.find("dim");
+  if (!named || !named->isIntList() || named->toIntList().empty()) return;
   std::vector<int64_t> dims(ndim);
   std::iota(dims.begin(), dims.end(), 0);
   *named = std::move(dims);

@@ -352,20 +352,31 @@ TEST(GroupGradients, AnotherDivideFactorAmidAnAccumulationIsAnError) {
   }
 }
 
+/// A layer of ones whose gradients are reduced in fp16.
+struct ReducedInHalf {
+  explicit ReducedInHalf(Strategy strategy) {
+    torch::nn::init::ones_(linear->weight);
+    auto& options = strategy.options;
+    options.mixed_precision.reduce_dtype = torch::kHalf;
+    strategy.replicates ? replicate(*linear, strategy.mesh(), options) : fully_shard(*linear, strategy.mesh(), options);
+  }
+  /// The whole gradient where that of each rank has `value` everywhere.
+  torch::Tensor reduced(double value) {
+    linear->forward(torch::full({1, 4}, value, test_device())).sum().backward();
+    return full(linear->weight.grad());
+  }
+
+  torch::nn::Linear linear{torch::nn::LinearOptions(4, 3).bias(false)};
+};
+
 // The ranks' sum has no number of fp16, and their mean has. Each is divided by about the root of the factor before.
 TEST(GroupGradients, ADivideFactorKeepsSumsInRangeOfFloat16) {
   const double gradient = world_size() == 4 ? 30000 : 40000;
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
-    auto how = strategy;
-    how.options.mixed_precision.reduce_dtype = torch::kHalf;
-    torch::nn::Linear linear(torch::nn::LinearOptions(4, 3).bias(false));
-    torch::nn::init::ones_(linear->weight);
-    auto handle =
-        strategy.replicates ? replicate(*linear, how.mesh(), how.options) : fully_shard(*linear, how.mesh(), how.options);
-    handle.set_gradient_divide_factor(static_cast<double>(world_size()));
-    linear->forward(torch::full({1, 4}, gradient, test_device())).sum().backward();
-    EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::full({3, 4}, gradient), 1e-3);
+    ReducedInHalf model(strategy);
+    fsdp(*model.linear).set_gradient_divide_factor(static_cast<double>(world_size()));
+    EXPECT_TENSORS_CLOSE(model.reduced(gradient), torch::full({3, 4}, gradient), 1e-3);
   }
 }
 
@@ -374,28 +385,16 @@ TEST(GroupGradients, SmallGradientsOfFloat16AreNotDividedToZero) {
   const double smallest = std::exp2(-24), gradient = world_size() == 4 ? 2 * smallest : world_size() * smallest;
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
-    auto how = strategy;
-    how.options.mixed_precision.reduce_dtype = torch::kHalf;
-    torch::nn::Linear linear(torch::nn::LinearOptions(4, 3).bias(false));
-    torch::nn::init::ones_(linear->weight);
-    strategy.replicates ? replicate(*linear, how.mesh(), how.options) : fully_shard(*linear, how.mesh(), how.options);
-    linear->forward(torch::full({1, 4}, gradient, test_device())).sum().backward();
-    EXPECT_TENSORS_EQUAL(full(linear->weight.grad()), torch::full({3, 4}, gradient));
+    EXPECT_TENSORS_EQUAL(ReducedInHalf(strategy).reduced(gradient), torch::full({3, 4}, gradient));
   }
 }
 
 TEST(GroupGradients, AHookOfAReductionInFloat16SeesAMean) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
-    auto how = strategy;
-    how.options.mixed_precision.reduce_dtype = torch::kHalf;
-    torch::nn::Linear linear(torch::nn::LinearOptions(4, 3).bias(false));
-    torch::nn::init::ones_(linear->weight);
-    auto handle =
-        strategy.replicates ? replicate(*linear, how.mesh(), how.options) : fully_shard(*linear, how.mesh(), how.options);
-    handle.set_all_reduce_hook([](const torch::Tensor& flat) { flat.clamp_(-8, 8); });
-    linear->forward(torch::full({1, 4}, 8.0, test_device())).sum().backward();
-    EXPECT_TENSORS_EQUAL(full(linear->weight.grad()), torch::full({3, 4}, 8.0));
+    ReducedInHalf model(strategy);
+    fsdp(*model.linear).set_all_reduce_hook([](const torch::Tensor& flat) { flat.clamp_(-8, 8); });
+    EXPECT_TENSORS_EQUAL(model.reduced(8), torch::full({3, 4}, 8.0));
   }
 }
 
