@@ -14,13 +14,6 @@ namespace {
 constexpr std::array kReducible{at::kBool, at::kByte, at::kChar,     at::kShort, at::kInt,
                                 at::kLong, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
 
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  if (a.is_meta() || a.nbytes() == 0 || b.nbytes() == 0) return false;
-  const auto* const first = static_cast<const char*>(a.const_data_ptr());
-  const auto* const second = static_cast<const char*>(b.const_data_ptr());
-  return first < second + b.nbytes() && second < first + a.nbytes();
-}
-
 struct Call {
   const Communicator& group;
   CollectiveKind kind;
@@ -84,6 +77,13 @@ std::vector<int64_t> check_splits(const Call& call, const at::Tensor& tensor, co
 }
 
 } // namespace
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (a.is_meta() || a.nbytes() == 0 || b.nbytes() == 0) return false;
+  const auto* const first = static_cast<const char*>(a.const_data_ptr());
+  const auto* const second = static_cast<const char*>(b.const_data_ptr());
+  return first < second + b.nbytes() && second < first + a.nbytes();
+}
 
 std::string describe(const Communicator& group, CollectiveKind kind, std::string_view label) {
   return c10::str(to_string(kind), " '", label, "' of group ", group.name(), " [", c10::Join(", ", group.ranks()), "] on rank ",

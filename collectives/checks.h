@@ -12,6 +12,9 @@ namespace tessera::internal {
 /// Names a collective in errors: all_gather 'blocks.0' of group default [0, 1] on rank 1.
 std::string describe(const Communicator& group, CollectiveKind kind, std::string_view label);
 
+/// Whether they have bytes in common, whatever storages they are views of.
+bool overlap(const at::Tensor& a, const at::Tensor& b);
+
 /// The argument checks that every backend does first. Each throws c10::Error that names the operation, label, group and rank.
 void check_all_gather(const Communicator& group, const at::Tensor& output, const at::Tensor& input, std::string_view label);
 void check_reduce_scatter(const Communicator& group, const at::Tensor& output, const at::Tensor& input, ReduceOp op,

@@ -21,8 +21,8 @@ class CoalescedCalls {
     TORCH_CHECK(thread_ == std::thread::id(), "coalesced calls on group ", group, " do not nest");
     thread_ = std::this_thread::get_id();
     const auto end = c10::make_scope_exit([&] {
-      thread_ = std::thread::id();
       works_.clear();
+      thread_ = std::thread::id(); // another may come now
     });
     issue();
     return combine(std::move(works_));

@@ -75,6 +75,9 @@ class Communicator {
   /// sends later is taken for what they wait for: each further call here is an error, and they wait until a connection or their
   /// timeout ends it. May throw what the others have.
   virtual void give_up(std::string_view cause);
+  /// Ends the calls in flight with an error, and allows no more. The others take this rank to have left. Of CPU transports, and
+  /// of what forwards to one; others wait for their calls in their destructors.
+  virtual void close() {}
 
   /// From now on collectives run on the calling thread's current stream, in place of one of the communicator's own: for callers
   /// that have a stream for them. `Work::wait` is needed all the same. Nothing on the CPU.

@@ -4,14 +4,13 @@
 
 #include <unistd.h>
 #include <charconv>
+#include <cstdint>
 #include <limits>
 #include <optional>
 
 namespace tessera::internal {
 
 namespace {
-
-constexpr std::chrono::seconds kLongestTimeout(9'999'999);
 
 class Variables {
  public:
@@ -23,18 +22,20 @@ class Variables {
     return found->second;
   }
 
-  std::optional<int> integer(const std::string& name) const {
+  template <typename T = int>
+  std::optional<T> integer(const std::string& name) const {
     const auto value = text(name);
     if (!value) return std::nullopt;
-    int number = 0;
+    T number = 0;
     const auto [end, error] = std::from_chars(value->data(), value->data() + value->size(), number);
     TORCH_CHECK(error == std::errc() && end == value->data() + value->size() && number >= 0, "environment variable ", name, "=",
-                *value, " is not an integer between 0 and ", std::numeric_limits<int>::max());
+                *value, " is not an integer between 0 and ", std::numeric_limits<T>::max());
     return number;
   }
 
-  int required_integer(const std::string& name, const std::string& because) const {
-    const auto value = integer(name);
+  template <typename T = int>
+  T required_integer(const std::string& name, const std::string& because) const {
+    const auto value = integer<T>(name);
     TORCH_CHECK(value, "environment variable ", name, " is not set, but ", because, " is");
     return *value;
   }
@@ -120,6 +121,15 @@ std::string slurm_host(const Variables& variables) {
               variables.show("SLURM_PROCID"), " is");
 }
 
+// The steps of a job run at the same time, on the same hosts.
+int slurm_port(const Variables& variables, const std::string& because) {
+  constexpr int64_t kFirstDynamicPort = 49152, kPorts = 65536 - kFirstDynamicPort;
+  constexpr int64_t kBetweenSteps = 1009; // a prime, so that the next steps meet no port of the next jobs
+  const auto job = variables.required_integer<int64_t>("SLURM_JOB_ID", because);
+  const auto step = variables.required_integer<int64_t>("SLURM_STEP_ID", because);
+  return static_cast<int>(kFirstDynamicPort + (job % kPorts + step % kPorts * kBetweenSteps) % kPorts);
+}
+
 JobEnvironment parse_slurm(const Variables& variables) {
   // Inside a step SLURM_NTASKS may be the job's: the shell of an salloc is a step of one task.
   const char* const tasks = variables.text("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
@@ -127,12 +137,8 @@ JobEnvironment parse_slurm(const Variables& variables) {
   if (job.world_size == 1) return job;
   job.store_host = slurm_host(variables);
   const auto known = variables.show("SLURM_PROCID");
-  if (variables.text("MASTER_PORT")) {
-    job.store_port = port_of(variables, known);
-  } else {
-    const int first_dynamic_port = 49152, ports = 65536 - first_dynamic_port;
-    job.store_port = first_dynamic_port + variables.required_integer("SLURM_JOB_ID", known) % ports;
-  }
+  job.store_port = variables.text("MASTER_PORT") ? port_of(variables, known) : slurm_port(variables, known);
+  job.name = variables.text("SLURM_JOB_ID").value_or("") + "." + variables.text("SLURM_STEP_ID").value_or("");
   job.restart = variables.integer("SLURM_RESTART_COUNT").value_or(0);
   return job;
 }

@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/process_group_options.h>
 
+#include <chrono>
 #include <map>
 #include <string>
 
@@ -22,6 +23,7 @@ struct JobEnvironment {
   bool store_is_hosted = false; ///< the launcher runs the store, and rank 0 must not
   bool is_on_one_host = false;  ///< where the launcher says so
   int restart = 0;              ///< how often the launcher restarted the job
+  std::string name;             ///< of Slurm's job and step; other launchers have no name for theirs
 };
 
 /// Reads the variables, in this order of preference:
@@ -31,9 +33,11 @@ struct JobEnvironment {
 ///   and MASTER_ADDR where not all ranks are on this host (default 127.0.0.1);
 /// - Slurm: SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, inside a job step (SLURM_STEP_ID); the host from
 ///   MASTER_ADDR, the first host of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST, or SLURM_LAUNCH_NODE_IPADDR; the port from
-///   MASTER_PORT or SLURM_JOB_ID.
+///   MASTER_PORT, or from SLURM_JOB_ID and SLURM_STEP_ID.
 /// None of them: one rank. Throws c10::Error, naming the variable and its value, when variables are missing or contradict.
 JobEnvironment parse_job_environment(const EnvironmentMap& environment);
+
+inline constexpr std::chrono::seconds kLongestTimeout(9'999'999);
 
 /// The value of TESSERA_TIMEOUT_SECONDS where it is set. Throws c10::Error when that is no positive number of seconds.
 int timeout_seconds_or(int otherwise, const EnvironmentMap& environment);

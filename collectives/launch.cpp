@@ -21,6 +21,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <chrono>
 #include <climits>
@@ -42,6 +43,7 @@ namespace {
 constexpr const char* kPipeVariable = "TESSERA_LAUNCH_PIPE";
 constexpr const char* kParentVariable = "TESSERA_LAUNCH_PARENT";
 constexpr int kMostRanks = 1024; // each costs a process and a thread
+constexpr int kNoRank = -1;
 
 // What a rank that threw writes into the pipe, in one piece.
 struct FailureRecord {
@@ -85,6 +87,24 @@ void check_is_the_launch(int ranks, int pipe, bool is_first_call) try {
   report_failure(pipe, error_text(error), false);
   throw;
 }
+
+/// SIGUSR1, from the parent to its ranks.
+bool passes_signals_on() { return !trace_options(current_environment()).folder.empty(); }
+
+// It is blocked from the start of the process, which it would end.
+bool admit_passed_signal() try {
+  if (!is_launched_rank() || !passes_signals_on()) return false;
+  ignore_signal_without_watch();
+  sigset_t passed;
+  sigemptyset(&passed);
+  sigaddset(&passed, SIGUSR1);
+  return pthread_sigmask(SIG_UNBLOCK, &passed, nullptr) == 0;
+} catch (const c10::Error&) { // of variables, which init_process_group tells
+  return false;
+}
+
+// Before main: what the program blocks itself stays blocked.
+[[maybe_unused]] const bool kIsSignalAdmitted = admit_passed_signal();
 
 int run_as_rank(int ranks, const std::function<void()>& worker) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -135,7 +155,8 @@ EnvironmentMap rank_environment(int rank, int ranks, int port, int pipe) {
   environment.erase("TORCHELASTIC_RESTART_COUNT");
   // Ranks that each take every core spin against one another: torchrun's guard, with this machine's share.
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  if (ranks > 1) environment.try_emplace("OMP_NUM_THREADS", std::to_string(std::max(1, cores / ranks)));
+  if (ranks > 1 && environment["OMP_NUM_THREADS"].empty())
+    environment["OMP_NUM_THREADS"] = std::to_string(std::max(1, cores / ranks));
   return environment;
 }
 
@@ -153,9 +174,19 @@ pid_t start_rank(const EnvironmentMap& environment, int inherited_pipe) {
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, inherited_pipe, inherited_pipe); // clears close-on-exec
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  if (passes_signals_on()) {
+    sigset_t blocked;
+    pthread_sigmask(SIG_BLOCK, nullptr, &blocked);
+    sigaddset(&blocked, SIGUSR1);
+    posix_spawnattr_setsigmask(&attributes, &blocked);
+    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
+  }
   pid_t pid = 0;
   const int error =
-      posix_spawn(&pid, "/proc/self/exe", &actions, nullptr, pointers(arguments).data(), pointers(variables).data());
+      posix_spawn(&pid, "/proc/self/exe", &actions, &attributes, pointers(arguments).data(), pointers(variables).data());
+  posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&actions);
   TORCH_CHECK(error == 0, "launch: cannot start ", arguments[0], ": ", std::strerror(error));
   return pid;
@@ -177,21 +208,24 @@ class Ranks {
   Ranks(int count, c10d::TCPStore& store)
       : store_(store), pids_(count), statuses_(count), ended_at_(count), stopped_(count), failures_(count) {
     try {
+      passes_on_ = pass_signals_on();
+      reader_ = std::thread(&Ranks::read_records, this);
       for (int rank = 0; rank < count; ++rank) {
         pids_[rank] = start_rank(rank_environment(rank, count, store.getPort(), pipe_.ends[1]), pipe_.ends[1]);
-        running_.push_back(rank);
+        {
+          const std::lock_guard lock(mutex_); // those that run already may end
+          running_.push_back(rank);
+        }
         waiters_.emplace_back(&Ranks::wait_for_end, this, rank);
       }
     } catch (...) {
       stop();
       throw;
     }
-    fcntl(pipe_.ends[0], F_SETFL, O_NONBLOCK);
   }
   ~Ranks() { stop(); }
 
   void run(const LaunchOptions& options) {
-    const auto passes_on = pass_signals_on();
     std::unique_lock lock(mutex_);
     wait_for_end_or_failure(lock, timeout_seconds_or(options.stopped_seconds, current_environment()));
     if (first_failed_ < 0) return;
@@ -211,11 +245,13 @@ class Ranks {
 
   /// The ranks write their records at this one's SIGUSR1, which would end it otherwise.
   std::unique_ptr<SignalWatch> pass_signals_on() {
-    if (trace_options(current_environment()).folder.empty()) return nullptr;
-    return std::make_unique<SignalWatch>([this] {
+    if (!passes_signals_on()) return nullptr;
+    auto watch = std::make_unique<SignalWatch>();
+    watch->start([this] {
       const std::lock_guard lock(mutex_);
       for (const int rank : running_) kill(pids_[rank], SIGUSR1);
     });
+    return watch;
   }
 
   // Each second counts in which this process ran itself: a shell may have stopped all of the job, and go on with it later.
@@ -277,11 +313,25 @@ class Ranks {
     }
     for (auto& waiter : waiters_)
       if (waiter.joinable()) waiter.join();
+    if (!reader_.joinable()) return;
+    const FailureRecord last{.rank = kNoRank};
+    while (write(pipe_.ends[1], &last, sizeof(last)) < 0 && errno == EINTR) continue;
+    reader_.join();
   }
 
+  // While the ranks run: the pipe has no room for the records of many, and who cannot write one is killed in the end.
   void read_records() {
     FailureRecord record;
-    while (read(pipe_.ends[0], &record, sizeof(record)) == sizeof(record)) {
+    while (true) {
+      const auto count = read(pipe_.ends[0], &record, sizeof(record));
+      if (count < 0 && errno == EINTR) continue;
+      if (count != sizeof(record) || record.rank == kNoRank) return;
+      records_.push_back(record);
+    }
+  }
+
+  void note_records() {
+    for (const auto& record : records_) {
       auto& failure = failures_[record.rank];
       // It died while it unwound: the signal says more, unless the exception itself ended the program.
       if (failure.known && WIFSIGNALED(statuses_[record.rank]) && WTERMSIG(statuses_[record.rank]) != SIGABRT) continue;
@@ -301,7 +351,7 @@ class Ranks {
   }
 
   [[noreturn]] void throw_failure(const std::vector<int>& stopped) {
-    read_records();
+    note_records();
     read_missing_rank(stopped);
     // The cause is the first failure that is not a lost connection to somebody else.
     const auto first = std::ranges::min_element(failures_, {}, [](const Failure& failure) {
@@ -320,7 +370,9 @@ class Ranks {
   Pipe pipe_;
   std::vector<pid_t> pids_;
   std::vector<std::thread> waiters_;
-  std::mutex mutex_; // guards what follows
+  std::thread reader_;
+  std::vector<FailureRecord> records_; // of `reader_`, while it runs
+  std::mutex mutex_;                   // guards what follows
   std::condition_variable changed_;
   std::vector<int> running_, statuses_;
   std::vector<int64_t> ended_at_;
@@ -328,6 +380,7 @@ class Ranks {
   std::vector<Failure> failures_;
   int first_failed_ = -1;
   bool stopping_ = false;
+  std::unique_ptr<SignalWatch> passes_on_; // ends first
 };
 
 /// While it lives, the ends of children can be waited for: where SIGCHLD is ignored, as a parent may have left it, nobody learns
@@ -378,7 +431,10 @@ void check_may_launch(int ranks) {
 
 namespace tessera {
 
-bool is_launched_rank() { return std::getenv(internal::kPipeVariable) != nullptr; }
+bool is_launched_rank() {
+  const char* const pipe = std::getenv(internal::kPipeVariable);
+  return pipe && *pipe;
+}
 
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options) {
   if (is_launched_rank()) return internal::run_as_rank(ranks, worker);

@@ -24,9 +24,9 @@ struct LaunchOptions {
 /// or in `init_process_group`.
 ///
 /// The ranks die with the first process. The first process also hosts the store, on a free port of 127.0.0.1. Where
-/// OMP_NUM_THREADS is unset, each of several ranks gets its share of the machine's cores, at least one. An error when CUDA or a
-/// process group is already up, under another launcher, for more than 1024 ranks, for a second call of one program, and where a
-/// copy calls it with another number of ranks.
+/// OMP_NUM_THREADS is unset or empty, each of several ranks gets its share of the machine's cores, at least one. An error when
+/// CUDA or a process group is already up, under another launcher, for more than 1024 ranks, for a second call of one program, and
+/// where a copy calls it with another number of ranks.
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options = {});
 
 /// True in a process that `launch` started.

@@ -21,6 +21,7 @@
 #include <tessera/collectives/thread_context.h>
 #include <tessera/collectives/time_limit.h>
 
+#include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -34,6 +35,8 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <random>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -43,7 +46,19 @@ namespace {
 
 std::mutex context_mutex;
 std::unique_ptr<ProcessContext> context; // guarded by context_mutex when it is replaced
-int generation = 0;                      // how often this process joined a job: keeps the keys of each time apart
+
+/// The same on all ranks, however they call its address.
+std::string id_of(c10d::Store& store) {
+  std::random_device random;
+  return store.compareSet("tessera/store", std::string(), c10::str(random(), ".", random()));
+}
+
+/// Keeps the keys of each time apart: how often this process joined a job with this store. All ranks that do so again have been
+/// in the same ones there, whatever other jobs each was in.
+int& times_joined(const internal::JobEnvironment& job, c10d::Store& store) {
+  static auto* const times = new std::map<std::string, int>; // guarded by context_mutex
+  return (*times)[c10::str(id_of(store), "/", job.name, "/", job.restart)];
+}
 
 /// A forked child has none of the threads behind the communicators, and would wait for them at its exit.
 void leave_to_parent_in_forks() {
@@ -105,10 +120,11 @@ internal::Places join(const c10::intrusive_ptr<c10d::Store>& store, const c10::i
   return internal::meet({store, std::move(ranks), job.rank, options, "init_process_group"}, name_ended);
 }
 
-// A write to a connection whose peer is gone shall be an error of that collective, not the end of this process.
+// A write to a connection whose peer is gone shall be an error of that collective, not the end of this process. Programs that it
+// starts inherit no handler, as they would SIG_IGN.
 void ignore_broken_pipes() {
   struct sigaction action = {};
-  if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
+  if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) std::signal(SIGPIPE, [](int) {});
 }
 
 /// The index of `own` in the ranks of a communicator.
@@ -131,6 +147,11 @@ std::shared_ptr<internal::JobTrace> make_trace(const internal::JobEnvironment& j
   internal::TraceOwner owner{
       .job = places.name, .rank = job.rank, .world_size = job.world_size, .host = host.substr(0, host.find(' '))};
   return std::make_shared<internal::JobTrace>(std::move(owner), options);
+}
+
+/// From before the ranks meet: the signal is also sent where they wait for one another then.
+std::unique_ptr<internal::SignalWatch> make_signal_watch(const internal::TraceOptions& options) {
+  return options.calls > 0 && !options.folder.empty() ? std::make_unique<internal::SignalWatch>() : nullptr;
 }
 
 } // namespace
@@ -214,19 +235,23 @@ void init_process_group(const ProcessGroupOptions& options) {
   made->local_rank_ = job.local_rank;
   ignore_broken_pipes();
   leave_to_parent_in_forks();
+  made->communicators_ = std::make_unique<ProcessContext::Communicators>();
+  auto& communicators = *made->communicators_;
+  communicators.signal_watch = make_signal_watch(trace_options);
   auto store = connect_store(job, made->options_.timeout);
   store->setTimeout(made->options_.timeout);
   // A store outlives a second `init_process_group`, and that of a launcher a restart.
-  made->store_ = c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", job.restart, "/", generation), store);
+  auto& times = times_joined(job, *store);
+  const auto prefix = c10::str("tessera/", job.name.empty() ? "" : job.name + "/", job.restart, "/", times);
+  made->store_ = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
   auto places = join(made->store_, store, job, made->options_);
-  made->communicators_ = std::make_unique<ProcessContext::Communicators>();
-  made->communicators_->watch = std::make_shared<internal::RankWatch>(job.rank, places.processes, made->store_, store);
-  made->communicators_->trace = make_trace(job, places, trace_options);
-  if (made->communicators_->trace && !trace_options.folder.empty())
-    made->communicators_->signal_watch =
-        std::make_unique<internal::SignalWatch>([trace = made->communicators_->trace] { trace->write_unasked("SIGUSR1"); });
-  made->communicators_->places = std::move(places);
-  ++generation;
+  made->local_world_size_ = static_cast<int>(absl::c_count(places.hosts, places.hosts[static_cast<size_t>(job.rank)]));
+  communicators.watch = std::make_shared<internal::RankWatch>(job.rank, places.processes, made->store_, store);
+  communicators.trace = make_trace(job, places, trace_options);
+  if (communicators.signal_watch)
+    communicators.signal_watch->start([trace = communicators.trace] { trace->write_unasked("SIGUSR1"); });
+  communicators.places = std::move(places);
+  ++times;
   if (hosts_store(job)) hosted_store(job.store_port) = store;
   context = std::move(made);
 }

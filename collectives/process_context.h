@@ -24,6 +24,8 @@ class ProcessContext {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   int local_rank() const { return local_rank_; }
+  /// How many of the ranks, all of them processes, are on this one's host; 1 where they are not processes.
+  int local_world_size() const { return local_world_size_; }
   const ProcessGroupOptions& options() const { return options_; }
   /// The job's key-value store.
   c10::intrusive_ptr<c10d::Store> store() const { return store_; }
@@ -57,7 +59,7 @@ class ProcessContext {
   ProcessContext(int rank, int world_size, Connect connect);
   CommunicatorPtr connect_processes(const RankList& ranks, int place, at::DeviceType device_type, const std::string& purpose);
 
-  int rank_ = 0, world_size_ = 1, local_rank_ = 0;
+  int rank_ = 0, world_size_ = 1, local_rank_ = 0, local_world_size_ = 1;
   bool is_pretended_ = false;
   int64_t last_number_ = 0;
   ProcessGroupOptions options_;

@@ -14,8 +14,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <csignal>
 #include <cstdlib>
 #include <iterator>
+#include <random>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -110,8 +112,15 @@ RankWatch::~RankWatch() {
 }
 
 std::string RankWatch::own_process() {
+  static const auto anywhere = c10::str("?", std::random_device()(), "/"); // no host has such a name
   const auto scope = process_scope();
-  return scope.empty() ? "" : c10::str(scope, getpid());
+  return c10::str(scope.empty() ? anywhere : scope, getpid());
+}
+
+bool RankWatch::has_ended_here(const std::string& process) {
+  const auto scope = process_scope();
+  return !scope.empty() && process.starts_with(scope) && kill(std::atoi(process.c_str() + scope.size()), 0) != 0 &&
+         errno == ESRCH;
 }
 
 std::optional<pid_t> RankWatch::process_here(int64_t rank) const {

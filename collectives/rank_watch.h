@@ -60,7 +60,10 @@ class RankWatch {
   RankWatch(const RankWatch&) = delete;
   RankWatch& operator=(const RankWatch&) = delete;
 
+  /// No other process has it.
   static std::string own_process();
+  /// Whether `own_process` returned this in a process of this host that has ended.
+  static bool has_ended_here(const std::string& process);
   /// The process of `rank` where it is on this host, and seen from here under that number: this rank's own as well.
   std::optional<pid_t> process_here(int64_t rank) const;
   int processes_here() const { return processes_here_; }

@@ -104,6 +104,7 @@ class RecordingCommunicator final : public Communicator {
     trace_->refuse(number, std::string(cause));
     inner_->give_up(cause);
   }
+  void close() override { inner_->close(); }
 
   c10::DataPtr allocate(int64_t bytes) override { return inner_->allocate(bytes); }
   void run_on_current_stream() override { inner_->run_on_current_stream(); }
@@ -115,8 +116,8 @@ class RecordingCommunicator final : public Communicator {
     auto work = inner_->coalesced([&] {
       coalescing_thread_ = std::this_thread::get_id();
       const auto end = c10::make_scope_exit([&] {
-        coalescing_thread_ = std::thread::id();
         numbers = std::exchange(coalesced_, {});
+        coalescing_thread_ = std::thread::id(); // another may come now
       });
       issue();
     });

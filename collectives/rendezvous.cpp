@@ -9,9 +9,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <numeric>
 #include <random>
+#include <sstream>
+#include <string_view>
 
 namespace tessera::internal {
 
@@ -20,7 +23,7 @@ namespace {
 // Keys by the index of a rank.
 std::string joined_key(int64_t index) { return c10::str("joined/", index); }
 std::string process_key(int64_t index) { return c10::str("process/", index); }
-std::string transport_key(int64_t index) { return c10::str("transport/", index); }
+std::string options_key(int64_t index) { return c10::str("options/", index); }
 constexpr const char* kNameKey = "job";
 
 // Machines may share a name, and containers a machine.
@@ -48,12 +51,43 @@ std::vector<std::string> values_of(c10d::Store& store, const std::vector<int64_t
   return values;
 }
 
+// Whether NCCL's groups compare what they call, which only the variable says.
+bool nccl_checks() {
+  const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES");
+  return check != nullptr && std::string_view(check) == "1";
+}
+
+// Of the options those that all ranks need alike: the transport, and whether they compare what they call.
+std::string encode(const ProcessGroupOptions& options) {
+  return c10::str(name_of(options.transport), " ", options.check_collectives, " ", nccl_checks());
+}
+
 // Ranks with different ones would wait for each other in vain.
-void check_same_transport(const Rendezvous& meeting, const std::vector<std::string>& transports) {
-  const auto other = std::find_if(transports.begin(), transports.end(), [&](const auto& each) { return each != transports[0]; });
-  TORCH_CHECK(other == transports.end(), meeting.call, ": the transport (TESSERA_TRANSPORT, ProcessGroupOptions) is ",
-              transports[0], " on rank ", meeting.ranks[0], " and ", *other, " on rank ",
-              meeting.ranks[static_cast<size_t>(other - transports.begin())]);
+void check_same(const Rendezvous& meeting, const char* what, const std::vector<std::string>& values) {
+  const auto other = std::find_if(values.begin(), values.end(), [&](const auto& each) { return each != values[0]; });
+  TORCH_CHECK(other == values.end(), meeting.call, ": ", what, ", ProcessGroupOptions) is ", values[0], " on rank ",
+              meeting.ranks[0], " and ", *other, " on rank ", meeting.ranks[static_cast<size_t>(other - values.begin())]);
+}
+
+void check_same_options(const Rendezvous& meeting, const std::vector<std::string>& options) {
+  std::vector<std::string> transports, comparisons, nccl_comparisons;
+  for (const auto& each : options) {
+    std::istringstream words(each);
+    words >> transports.emplace_back() >> comparisons.emplace_back() >> nccl_comparisons.emplace_back();
+  }
+  check_same(meeting, "the transport (TESSERA_TRANSPORT", transports);
+  check_same(meeting, "check_collectives (TESSERA_CHECK_COLLECTIVES", comparisons);
+  check_same(meeting, "whether NCCL's groups compare what they call (TESSERA_CHECK_COLLECTIVES=1, not in", nccl_comparisons);
+}
+
+// Of two processes that come as one rank, as those of two jobs with one store, the second must not take part.
+void take_place(const Rendezvous& meeting) {
+  const auto own = RankWatch::own_process(), key = process_key(meeting.rank);
+  auto holder = meeting.store->compareSet(key, std::string(), own);
+  if (RankWatch::has_ended_here(holder)) holder = meeting.store->compareSet(key, holder, own); // it is started again
+  TORCH_CHECK(holder == own, meeting.call, ": another process (", holder, ") is rank ",
+              meeting.ranks[static_cast<size_t>(meeting.rank)],
+              " of this job already; jobs that run at the same time need stores of their own (MASTER_PORT)");
 }
 
 void wait_for_all(const Rendezvous& meeting, const std::vector<int64_t>& indices, const std::function<std::string()>& give_up) {
@@ -85,14 +119,14 @@ std::vector<int> Places::hosts_of(const std::vector<int64_t>& indices) const {
 
 Places meet(const Rendezvous& meeting, const std::function<std::string()>& give_up) {
   auto& store = *meeting.store;
+  take_place(meeting);
   if (meeting.rank == 0) store.set(kNameKey, new_name());
-  store.set(process_key(meeting.rank), RankWatch::own_process());
-  store.set(transport_key(meeting.rank), name_of(meeting.options.transport));
+  store.set(options_key(meeting.rank), encode(meeting.options));
   store.set(joined_key(meeting.rank), host_identity());
   std::vector<int64_t> indices(meeting.ranks.size());
   std::iota(indices.begin(), indices.end(), 0);
   wait_for_all(meeting, indices, give_up);
-  check_same_transport(meeting, values_of(store, indices, transport_key));
+  check_same_options(meeting, values_of(store, indices, options_key));
   return {values_of(store, indices, joined_key), values_of(store, indices, process_key), store.get_to_str(kNameKey)};
 }
 

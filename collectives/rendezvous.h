@@ -31,8 +31,9 @@ struct Rendezvous {
   std::string call; ///< for errors: init_process_group
 };
 
-/// Waits for all ranks. Called by every one of them. An error that names those who do not come within the timeout, or that have
-/// another transport; or with what `give_up` returns, which is asked a few times a second, as long as that is not empty.
+/// Waits for all ranks. Called by every one of them. An error where another process has come as this rank, and one that names
+/// those who do not come within the timeout, or that have another transport or `check_collectives`; or with what `give_up`
+/// returns, which is asked a few times a second, as long as that is not empty.
 Places meet(const Rendezvous& meeting, const std::function<std::string()>& give_up = nullptr);
 /// Those of `indices` that have not come. A few requests.
 std::vector<int64_t> absent_from(c10d::Store& store, const std::vector<int64_t>& indices);

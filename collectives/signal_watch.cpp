@@ -3,8 +3,11 @@
 #include <tessera/collectives/background_scheduling.h>
 
 #include <semaphore.h>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
+#include <optional>
+#include <utility>
 
 namespace tessera::internal {
 
@@ -19,40 +22,54 @@ void note_arrival(int /*signal*/) {
   errno = error;
 }
 
-bool is_unanswered() {
+void do_nothing(int /*signal*/) {}
+
+// Null where that is none of this file's.
+using Handler = void (*)(int);
+std::optional<Handler> current() {
   struct sigaction action = {};
-  return sigaction(SIGUSR1, nullptr, &action) == 0 && (action.sa_flags & SA_SIGINFO) == 0 && action.sa_handler == SIG_DFL;
+  if (sigaction(SIGUSR1, nullptr, &action) != 0 || (action.sa_flags & SA_SIGINFO) != 0) return std::nullopt;
+  const auto handler = action.sa_handler;
+  return handler == SIG_DFL || handler == do_nothing || handler == note_arrival ? std::optional(handler) : std::nullopt;
 }
 
-bool is_ours() {
-  struct sigaction action = {};
-  return sigaction(SIGUSR1, nullptr, &action) == 0 && action.sa_handler == note_arrival;
-}
-
-void answer(void (*handler)(int)) {
+void answer(Handler handler) {
   struct sigaction action = {};
   action.sa_handler = handler;
   action.sa_flags = SA_RESTART;
   sigaction(SIGUSR1, &action, nullptr);
 }
 
+std::atomic<bool> is_ignored_without_watch{false};
+
 } // namespace
 
-SignalWatch::SignalWatch(std::function<void()> at_signal) : at_signal_(std::move(at_signal)) {
-  if (!is_unanswered() && !is_ours()) return; // ours in a forked child that joins a job of its own
+void ignore_signal_without_watch() {
+  if (current() != SIG_DFL) return;
+  is_ignored_without_watch = true;
+  answer(do_nothing);
+}
+
+SignalWatch::SignalWatch() : is_taken_(current().has_value()) {
+  if (!is_taken_) return;
   sem_init(&arrived, 0, 0);
+  answer(note_arrival);
+}
+
+void SignalWatch::start(std::function<void()> at_signal) {
+  if (!is_taken_) return;
+  at_signal_ = std::move(at_signal);
   const BackgroundScheduling of_the_thread;
   thread_ = std::thread([this] {
     while (!ends_) {
       if (sem_wait(&arrived) == 0 && !ends_) at_signal_();
     }
   });
-  answer(note_arrival);
 }
 
 SignalWatch::~SignalWatch() {
+  if (is_taken_ && current() == note_arrival) answer(is_ignored_without_watch ? do_nothing : SIG_DFL);
   if (!thread_.joinable()) return;
-  if (is_ours()) answer(SIG_DFL);
   ends_ = true;
   sem_post(&arrived);
   thread_.join();

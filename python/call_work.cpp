@@ -1,7 +1,9 @@
 #include "call_work.h"
 
 #include <c10/util/Exception.h>
+#include <tessera/collectives/job_environment.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -37,7 +39,7 @@ bool CallWork::wait(std::chrono::milliseconds timeout) {
 void CallWork::wait_at_most(std::chrono::milliseconds timeout) {
   if (call_->poll()) return;
   complete_in_background();
-  if (!call_->wait_for_others(timeout))
+  if (!call_->wait_for_others(std::min<std::chrono::milliseconds>(timeout, internal::kLongestTimeout)))
     C10_THROW_ERROR(DistBackendError, c10::str(description_.text, ": timed out after ", timeout.count(),
                                                " ms, the timeout of this wait. The call itself goes on"));
 }

@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <numeric>
@@ -30,6 +31,12 @@ CommunicatorPtr make_communicator(const internal::StoreGroup& group) {
   return internal::make_recorded(std::move(trace), std::move(recorded), connect);
 }
 
+/// A very long one, as `timedelta.max`, is negative when it comes here: pybind11 counts its microseconds.
+milliseconds limited(milliseconds timeout) {
+  const milliseconds longest = internal::kLongestTimeout;
+  return timeout.count() < 0 ? longest : std::min(timeout, longest);
+}
+
 /// What `torch.distributed` calls for every new group, on each of its ranks. Returns when all of them have come.
 c10::intrusive_ptr<Backend> make_backend(const DistributedBackendOptions& group, const py::object& /*pg_options*/) {
   const py::gil_scoped_release no_gil;
@@ -41,7 +48,7 @@ c10::intrusive_ptr<Backend> make_backend(const DistributedBackendOptions& group,
     begin_process_trace(*group.store, group.group_rank, group.group_size);
   }
   description.options = internal::with_overrides({}, internal::current_environment());
-  description.options.timeout = std::chrono::ceil<milliseconds>(group.timeout);
+  description.options.timeout = limited(std::chrono::ceil<milliseconds>(group.timeout));
   auto options = c10::make_intrusive<Backend::Options>("tessera", description.options.timeout);
   options->group_name = group.group_id;
   options->global_ranks_in_group.assign(description.ranks.begin(), description.ranks.end());

@@ -53,8 +53,9 @@ void begin_process_trace(c10d::Store& store, int rank, int world_size) {
   const std::lock_guard lock(process.mutex);
   process.signal_watch.reset();
   process.trace = trace;
-  if (trace && !options.folder.empty())
-    process.signal_watch = std::make_unique<internal::SignalWatch>([trace] { trace->write_unasked("SIGUSR1"); });
+  if (!trace || options.folder.empty()) return;
+  process.signal_watch = std::make_unique<internal::SignalWatch>();
+  process.signal_watch->start([trace] { trace->write_unasked("SIGUSR1"); });
 }
 
 } // namespace tessera::python

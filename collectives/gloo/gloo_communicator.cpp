@@ -85,10 +85,10 @@ Work GlooCommunicator::all_gather_into(const at::Tensor& output, const at::Tenso
 }
 
 // Completes `plan`, which sends parts of `input`: what comes is reduced with this rank's own part, into `output`. There the first
-// part is received already, unless `output` is being sent: so two ranks need no more memory.
+// part is received already, unless `output` lies in what is being sent: so two ranks need no more memory.
 void GlooCommunicator::reduce_into(const at::Tensor& output, const at::Tensor& input, ReduceOp op, ExchangePlan& plan) {
   const auto count = static_cast<int64_t>(output.nbytes());
-  bool is_free = !output.is_alias_of(input);
+  bool is_free = !overlap(output, input);
   const int parts = size() - (is_free ? 2 : 1);
   at::Tensor buffer;
   if (parts * count > 0) buffer = channel_->take_buffer(parts * count);

@@ -33,6 +33,7 @@ class GlooCommunicator final : public Communicator {
   Work receive(const at::Tensor& tensor, int from, std::string_view label) override;
   Work coalesced(const std::function<void()>& issue) override;
   void give_up(std::string_view cause) override;
+  void close() override { channel_->close(); }
   void barrier(std::string_view label) override;
 
  private:

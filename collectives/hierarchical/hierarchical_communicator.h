@@ -36,6 +36,7 @@ class HierarchicalCommunicator final : public Communicator {
   Work coalesced(const std::function<void()>& issue) override;
   void barrier(std::string_view label) override;
   void give_up(std::string_view cause) override;
+  void close() override { links_->close(); }
   c10::DataPtr allocate(int64_t bytes) override;
 
  private:

@@ -41,7 +41,8 @@ class RealCudaSide final : public CudaSide {
 
 } // namespace tessera::internal::nccl
 
-extern "C" tessera::internal::nccl::CudaSide* tessera_cuda_side() {
+extern "C" tessera::internal::nccl::CudaSide* tessera_cuda_side_of_interface(
+    const tessera::internal::nccl::Interface& interface) {
   static tessera::internal::nccl::RealCudaSide side;
-  return &side;
+  return interface == tessera::internal::nccl::Interface() ? &side : nullptr;
 }

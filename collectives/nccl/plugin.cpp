@@ -19,7 +19,7 @@ namespace {
 
 struct Plugin {
   CudaSide* side = nullptr;
-  std::string error; ///< why it is not there
+  std::string error = {}; ///< why it is not there
 };
 
 std::filesystem::path folder_of_the_library_with(const void* symbol) {
@@ -57,20 +57,17 @@ CudaBuffers chosen_buffers() {
 }
 
 Plugin load() {
-  Plugin plugin;
   const auto path = folder_of_the_library_with(reinterpret_cast<const void*>(&require_cuda_side)) / "libtessera_nccl.so";
-  if (!std::filesystem::exists(path)) {
-    plugin.error = "this build of Tessera has no CUDA side (no " + path.string() + "): build it with -DTESSERA_CUDA=ON";
-    return plugin;
-  }
+  if (!std::filesystem::exists(path))
+    return {.error = "this build of Tessera has no CUDA side (no " + path.string() +
+                     "): build it with -DTESSERA_CUDA=ON, or it was not built: --target tessera_nccl"};
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
-  if (auto* const get = handle ? reinterpret_cast<GetCudaSide*>(dlsym(handle, kGetCudaSideName)) : nullptr) {
-    plugin.side = get();
-  } else {
-    const char* const reason = dlerror();
-    plugin.error = "cannot load " + path.string() + ": " + (reason ? reason : "unknown reason");
-  }
-  return plugin;
+  auto* const get = handle ? reinterpret_cast<GetCudaSide*>(dlsym(handle, kGetCudaSideName)) : nullptr;
+  auto* const side = get ? get(Interface()) : nullptr;
+  if (side) return {.side = side};
+  const char* const reason = get ? "it has another interface" : dlerror();
+  return {.error = "cannot load " + path.string() + ": " + (reason ? reason : "unknown reason") +
+                   (handle ? "; it is of another build of Tessera: build it anew (--target tessera_nccl)" : "")};
 }
 
 } // namespace

@@ -3,6 +3,7 @@
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/group_description.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -29,9 +30,16 @@ class CudaSide {
   virtual CommunicatorPtr make_communicator(const GroupDescription& group, int device, CudaBuffers buffers) = 0;
 };
 
-/// The plugin's only function that is found by name.
-using GetCudaSide = CudaSide*();
-inline constexpr const char* kGetCudaSideName = "tessera_cuda_side";
+/// What both sides were built with. A library that an older build has left beside this one would call other functions.
+struct Interface {
+  int version = 2; ///< grows with each virtual function of `CudaSide` or `Communicator` that is added, removed or moved
+  size_t communicator = sizeof(Communicator), group = sizeof(GroupDescription);
+  bool operator==(const Interface&) const = default;
+};
+
+/// The plugin's only function that is found by name. Null where its interface is another one.
+using GetCudaSide = CudaSide*(const Interface& interface);
+inline constexpr const char* kGetCudaSideName = "tessera_cuda_side_of_interface";
 
 /// TESSERA_CUDA_COLLECTIVES: through the host, and not by NCCL.
 bool stages_collectives();

@@ -136,6 +136,12 @@ void Engine::finish_front(Line& line, const OperationPtr& operation) {
   }
   operation->complete();
   wake_threads_here();
+  withdraw_announcement(*operation);
+}
+
+// Where others were told that this rank waits, whether a thread still does or it is polled.
+void Engine::withdraw_announcement(Operation& operation) const {
+  if (operation.announced.exchange(Operation::kNoRank) != Operation::kNoRank) options_.watch->withdraw();
 }
 
 void Engine::wake_threads_here() {
@@ -161,7 +167,7 @@ void Engine::complete(Operation& operation) {
     }
     await(operation);
   }
-  if (operation.announced.exchange(Operation::kNoRank) != Operation::kNoRank && !operation.failure) options_.watch->withdraw();
+  if (!operation.failure) withdraw_announcement(operation);
 }
 
 // Called with `mutex_` held. Whether the operation is in a queue.

@@ -98,6 +98,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void wake_threads_here();
 
   void announce_long_wait(Operation& operation, Clock::time_point deadline, const std::vector<int64_t>& ranks);
+  void withdraw_announcement(Operation& operation) const;
   void fail_front(Line& line, const Absence& absence);
   void fail_front(Line& line, std::exception_ptr failure, const std::string& text, std::optional<Absence> unexplained = {});
   void fail_all_queued(const std::string& why);

@@ -8,6 +8,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -63,11 +64,14 @@ void Segment::map(int64_t bytes) {
 }
 
 void Segment::reserve(int64_t offset, int64_t bytes) const {
-  if (bytes == 0) return;
-  int failed = -1;
-  do failed = fallocate(descriptor_, 0, offset, bytes);
-  while (failed != 0 && errno == EINTR);
-  TORCH_CHECK(failed == 0, "no ", bytes, " bytes of shared memory: ", last_error());
+  constexpr int64_t kPiece = 1 << 20; // older kernels begin anew after a signal, and a profiler's comes every millisecond
+  for (const auto end = offset + bytes; offset < end;) {
+    const auto piece = std::min(kPiece, end - offset);
+    if (fallocate(descriptor_, 0, offset, piece) == 0)
+      offset += piece;
+    else
+      TORCH_CHECK(errno == EINTR, "no ", bytes, " bytes of shared memory: ", last_error());
+  }
 }
 
 void Segment::release(int64_t offset, int64_t bytes) const noexcept {

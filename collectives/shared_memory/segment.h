@@ -24,7 +24,7 @@ class Segment {
   char* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
   int descriptor() const { return descriptor_; }
-  /// The pages of a part. Throws c10::Error where there is no memory for them.
+  /// The pages of a part. Throws c10::Error where there is no memory for them; some may be there then.
   void reserve(int64_t offset, int64_t bytes) const;
   /// Gives them back; what they held is lost in all processes.
   void release(int64_t offset, int64_t bytes) const noexcept;

@@ -33,6 +33,7 @@ class SharedMemoryCommunicator final : public Communicator {
   Work receive(const at::Tensor& tensor, int from, std::string_view label) override;
   Work coalesced(const std::function<void()>& issue) override;
   void barrier(std::string_view label) override;
+  void close() override { engine_->close(); }
   c10::DataPtr allocate(int64_t bytes) override;
 
  private:

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <future>
+#include <map>
 #include <memory>
 #include <utility>
 
@@ -59,6 +60,10 @@ class StagedCommunicator final : public Communicator {
         on_host_(std::move(on_host)),
         device_(device),
         stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {}
+  /// The threads come to their end, whatever they wait for.
+  ~StagedCommunicator() override { on_host_->close(); }
+  StagedCommunicator(const StagedCommunicator&) = delete;
+  StagedCommunicator& operator=(const StagedCommunicator&) = delete;
 
   Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
     check_all_gather(*this, output, input, label);
@@ -104,17 +109,17 @@ class StagedCommunicator final : public Communicator {
   Work send(const at::Tensor& tensor, int to, std::string_view label) override {
     check_send(*this, tensor, to, label);
     counters_.add(CollectiveKind::kSend, static_cast<int64_t>(tensor.nbytes()));
-    return exchange(tensor, at::Tensor(), label, [to](Communicator& host, const auto&, const auto& from, const auto& text) {
-      return host.send(from, to, text);
-    });
+    return exchange(
+        {CollectiveKind::kSend, to}, tensor, at::Tensor(), label,
+        [to](Communicator& host, const auto&, const auto& from, const auto& text) { return host.send(from, to, text); });
   }
 
   Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
     check_receive(*this, tensor, from, label);
     counters_.add(CollectiveKind::kReceive, static_cast<int64_t>(tensor.nbytes()));
-    return exchange(at::Tensor(), tensor, label, [from](Communicator& host, const auto& to, const auto&, const auto& text) {
-      return host.receive(to, from, text);
-    });
+    return exchange(
+        {CollectiveKind::kReceive, from}, at::Tensor(), tensor, label,
+        [from](Communicator& host, const auto& to, const auto&, const auto& text) { return host.receive(to, from, text); });
   }
 
   Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
@@ -128,8 +133,11 @@ class StagedCommunicator final : public Communicator {
     run_and_wait([&] { on_host_->give_up(cause); });
   }
 
+  void close() override { on_host_->close(); }
+
  private:
   using Promise = std::promise<std::shared_ptr<c10::Event>>;
+  using Direction = std::pair<CollectiveKind, int>; // with the peer
 
   /// `call` of the host alone, after those before it.
   template <typename Call>
@@ -153,10 +161,12 @@ class StagedCommunicator final : public Communicator {
     return start(input, output, label, std::move(collective), [](const auto& finish) { finish(); });
   }
 
-  /// A message waits apart, because the other side's may depend on a call that follows here.
+  /// A message waits apart, because the other side's may depend on a call that follows here: of its direction to or from its
+  /// peer, where messages keep their order, on none.
   template <typename Message>
-  Work exchange(const at::Tensor& input, const at::Tensor& output, std::string_view label, Message message) {
-    return start(input, output, label, std::move(message), [this](const auto& finish) { messages_.run(finish); });
+  Work exchange(Direction direction, const at::Tensor& input, const at::Tensor& output, std::string_view label, Message message) {
+    return start(input, output, label, std::move(message),
+                 [this, direction](const auto& finish) { messages_[direction].run(finish); });
   }
 
   /// `run_finish` takes what waits for the host, where it may wait.
@@ -208,8 +218,8 @@ class StagedCommunicator final : public Communicator {
   c10::Device device_;
   c10::Stream stream_;
   CoalescedCalls coalesced_;
-  TaskThread messages_; // outlives what starts them
-  TaskThread thread_;   // ends first
+  std::map<Direction, TaskThread> messages_; // of `thread_` alone, which starts each at its first message; outlive it
+  TaskThread thread_;                        // ends first
 };
 
 } // namespace

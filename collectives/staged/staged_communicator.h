@@ -9,7 +9,9 @@ namespace tessera::internal {
 /// devices without collectives of their own.
 ///
 /// The copies run on a stream of its own, after what the current stream holds. The collectives of the host run on a thread, in
-/// their order. `Work::wait` blocks the host until the copy back is launched, and then makes the current stream wait for that.
+/// their order; messages are waited for on a thread for each direction and peer. The end of the communicator ends what is in
+/// flight with an error, as that of `on_host` does. `Work::wait` blocks the host until the copy back is launched, and then makes
+/// the current stream wait for that.
 CommunicatorPtr make_staged_communicator(CommunicatorPtr on_host, c10::Device device);
 
 } // namespace tessera::internal

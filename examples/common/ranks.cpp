@@ -20,17 +20,21 @@ std::vector<double> reduce(const std::vector<double>& values, tessera::ReduceOp 
   return {tensor.const_data_ptr<double>(), tensor.const_data_ptr<double>() + tensor.numel()};
 }
 
+bool chooses_threads() {
+  const char* const threads = std::getenv("OMP_NUM_THREADS");
+  return threads && *threads;
+}
+
 int default_threads() {
-  const char* local_ranks = std::getenv("LOCAL_WORLD_SIZE");
-  const int sharing = local_ranks ? std::max(1, std::atoi(local_ranks)) : world_size();
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / sharing);
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  return std::max(1, cores / tessera::process_context().local_world_size());
 }
 
 } // namespace
 
 void join_job(int threads) {
   tessera::init_process_group();
-  if (threads == 0 && !std::getenv("OMP_NUM_THREADS")) threads = default_threads();
+  if (threads == 0 && !chooses_threads()) threads = default_threads();
   if (threads > 0) torch::set_num_threads(threads);
 }
 

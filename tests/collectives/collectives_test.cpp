@@ -123,6 +123,18 @@ TEST(Collectives, ReduceScatterGivesEachRankItsPart) {
   });
 }
 
+TEST(Collectives, ReduceScatterInPlaceOfArraysThatAreNotViewsOfOneTensor) {
+  auto group = world();
+  const int n = group->size(), me = group->rank();
+  for (const int64_t numel : {1, 5000, 70001}) {
+    const auto memory = values(n * numel, me, at::kFloat);
+    const auto input = torch::from_blob(memory.data_ptr(), {n * numel});
+    auto output = torch::from_blob(memory.data_ptr<float>() + me * numel, {numel});
+    group->reduce_scatter(output, input, ReduceOp::kSum, "in place").wait();
+    EXPECT_TENSORS_EQUAL(output, reduced_values(n * numel, at::kFloat, ReduceOp::kSum).narrow(0, me * numel, numel));
+  }
+}
+
 TEST(Collectives, AllReduceIsTheSameEverywhere) {
   auto group = world();
   for_all_reductions([&](at::ScalarType dtype, int64_t numel, ReduceOp op) {

@@ -166,6 +166,11 @@ TEST(Failure, ARankThatWaitsForAnotherIsNotBlamedBeforeItsTimeIsUp) {
   }
 }
 
+TEST(Failure, AWaitThatIsPolledIsTakenBackWhenItIsOver) {
+  const auto result = run("rank_0_polls_what_comes_late", 2, {{"TESSERA_TIMEOUT_SECONDS", "4"}});
+  EXPECT_EQ(result.status, 0) << result.output;
+}
+
 TEST(Failure, ARankThatEndsWhileItWaitsIsNamed) {
   const auto result = run("rank_1_is_killed_while_it_waits", 3, {{"TESSERA_TIMEOUT_SECONDS", "4"}});
   EXPECT_THAT(result.output, HasSubstr("barrier 'front' of group default [0, 1] on rank 0: lost the connection to rank 1, which "

@@ -1,10 +1,15 @@
 #include <tessera/collectives/group_store.h>
+#include <tessera/collectives/rank_watch.h>
+#include <tessera/collectives/rendezvous.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <sys/wait.h>
+#include <unistd.h>
 #include <atomic>
+#include <future>
 #include <numeric>
 
 #include "../support/matchers.h"
@@ -88,6 +93,54 @@ TEST(GroupStore, AReasonToGiveUpIsSeenWithinASecondInALargeJobToo) {
   EXPECT_THROWS_WITH(internal::wait_for_keys(job.store, job.keys, std::chrono::minutes(1), [] { return std::string(kReason); }),
                      kReason);
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20)); // pauses of 1 to 400 ms, on a busy machine
+}
+
+internal::Rendezvous meeting_of_two(const c10::intrusive_ptr<c10d::Store>& store, int rank, const ProcessGroupOptions& options) {
+  return {.store = store, .ranks = {4, 7}, .rank = rank, .options = options, .call = "this call"};
+}
+
+TEST(Rendezvous, AnotherProcessIsNotTheSameRank) {
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  store->set("process/1", "that of another job");
+  EXPECT_THROWS_WITH(internal::meet(meeting_of_two(store, 1, {})),
+                     "this call: another process (that of another job) is rank 7 of this job already");
+  EXPECT_EQ(store->get_to_str("process/1"), "that of another job");
+}
+
+TEST(Rendezvous, ARankThatEndedBeforeTheOthersCameMayBeStartedAgain) {
+  const auto own = internal::RankWatch::own_process();
+  if (own[0] == '?') GTEST_SKIP() << "processes of this host cannot be told from those of another";
+  const pid_t ended = fork();
+  if (ended == 0) _exit(0);
+  ASSERT_EQ(waitpid(ended, nullptr, 0), ended);
+  const auto scope = own.substr(0, own.find_last_not_of("0123456789") + 1);
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  for (const pid_t holder : {ended, getppid()}) {
+    store->set("process/1", c10::str(scope, holder));
+    EXPECT_THROWS_WITH(internal::meet(meeting_of_two(store, 1, {.timeout = std::chrono::milliseconds(10)})),
+                       holder == ended ? "of 2 ranks these did not come: 4" : "is rank 7 of this job already");
+  }
+}
+
+TEST(Rendezvous, AProcessMayComeAgainAfterATimeout) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (int time = 0; time < 2; ++time)
+    EXPECT_THROWS_WITH(internal::meet(meeting_of_two(store, 0, {.timeout = std::chrono::milliseconds(10)})),
+                       "of 2 ranks these did not come: 7");
+}
+
+TEST(Rendezvous, OptionsThatDifferAreAnErrorOnAllRanks) {
+  const std::vector<std::pair<ProcessGroupOptions, std::string>> others{
+      {{.transport = Transport::kGloo},
+       "the transport (TESSERA_TRANSPORT, ProcessGroupOptions) is automatic on rank 4 and gloo on"},
+      {{.check_collectives = false},
+       "check_collectives (TESSERA_CHECK_COLLECTIVES, ProcessGroupOptions) is 1 on rank 4 and 0 on"}};
+  for (const auto& [options, text] : others) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    auto other = std::async(std::launch::async, [meeting = meeting_of_two(store, 1, options)] { internal::meet(meeting); });
+    EXPECT_THROWS_WITH(internal::meet(meeting_of_two(store, 0, {})), "this call: " + text + " rank 7");
+    EXPECT_THROWS_WITH(other.get(), "this call: " + text + " rank 7");
+  }
 }
 
 } // namespace

@@ -2,6 +2,9 @@
 
 #include <tessera/collectives/job_environment.h>
 
+#include <set>
+#include <string>
+
 namespace tessera {
 namespace {
 
@@ -115,6 +118,7 @@ TEST(JobEnvironment, Slurm) {
   EXPECT_EQ(job.local_rank, 2);
   EXPECT_EQ(job.store_host, "10.0.0.7");
   EXPECT_EQ(job.store_port, 49152 + 70000 % 16384);
+  EXPECT_EQ(job.name, "70000.0");
   EXPECT_EQ(internal::parse_job_environment(with(kSlurm, "MASTER_PORT", "1234")).store_port, 1234);
   const auto no_address = without(kSlurm, "SLURM_LAUNCH_NODE_IPADDR");
   EXPECT_EQ(internal::parse_job_environment(with(no_address, "SLURM_JOB_NODELIST", "gpu[07-09,12]")).store_host, "gpu07");
@@ -132,6 +136,30 @@ TEST(JobEnvironment, Slurm) {
   auto both = kSlurm;
   both.insert(kTorchrun.begin(), kTorchrun.end());
   EXPECT_EQ(internal::parse_job_environment(both).launcher, Launcher::kTorchrun);
+}
+
+TEST(JobEnvironment, StepsOfASlurmJobHavePortsAndNamesOfTheirOwn) {
+  std::set<int> ports;
+  std::set<std::string> names;
+  for (const std::string job_id : {"70000", "70001", "70002"}) {
+    for (const std::string step : {"0", "1", "2", "3"}) {
+      const auto job = internal::parse_job_environment(with(with(kSlurm, "SLURM_JOB_ID", job_id), "SLURM_STEP_ID", step));
+      EXPECT_GE(job.store_port, 49152);
+      EXPECT_LT(job.store_port, 65536);
+      ports.insert(job.store_port);
+      names.insert(job.name);
+    }
+  }
+  EXPECT_EQ(ports.size(), 12U);
+  EXPECT_EQ(names.size(), 12U);
+}
+
+TEST(JobEnvironment, SlurmNumbersOfFederationsAndOfSpecialStepsAreBeyondAnInt) {
+  const auto job =
+      internal::parse_job_environment(with(with(kSlurm, "SLURM_JOB_ID", "2214592514"), "SLURM_STEP_ID", "4294967290"));
+  EXPECT_EQ(job.name, "2214592514.4294967290");
+  EXPECT_GE(job.store_port, 49152);
+  EXPECT_LT(job.store_port, 65536);
 }
 
 TEST(JobEnvironment, SlurmNodeLists) {

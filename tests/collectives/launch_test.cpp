@@ -42,12 +42,41 @@ TEST(Launch, RanksShareTheCoresWhereOmpNumThreadsIsUnset) {
     for (int rank = 0; rank < ranks; ++rank) EXPECT_THAT(result.output, HasSubstr("rank " + std::to_string(rank) + threads));
   }
   EXPECT_THAT(run("threads", 2, {{"OMP_NUM_THREADS", "3"}}).output, HasSubstr("rank 1 has OMP_NUM_THREADS=3"));
+  EXPECT_THAT(run("threads", 2, {{"OMP_NUM_THREADS", ""}}).output,
+              HasSubstr(c10::str("rank 1 has OMP_NUM_THREADS=", std::max(1, cores / 2), "\n")));
 }
 
 int count_of(const std::string& part, const std::string& text) {
   int count = 0;
   for (auto found = text.find(part); found != std::string::npos; found = text.find(part, found + 1)) ++count;
   return count;
+}
+
+TEST(Launch, AnEmptyVariableMakesNoRank) {
+  const auto result = run("sums", 2, {{"TESSERA_LAUNCH_PIPE", ""}});
+  EXPECT_EQ(result.status, 0) << result.output;
+}
+
+TEST(Launch, HearsAllOfManyRanksThatThrow) {
+  const auto result = run("every_rank_throws", 20); // more than fit into its pipe
+  EXPECT_EQ(result.status, 1);
+  EXPECT_EQ(count_of("failed: nothing to do", result.output), 20) << result.output;
+}
+
+TEST(Launch, ProgramsThatARankStartsEndAtABrokenPipe) {
+  const auto result = run("programs_end_at_a_broken_pipe", 2);
+  EXPECT_EQ(result.status, 0) << result.output;
+}
+
+TEST(ProcessGroup, KnowsHowManyRanksAreOnItsHost) {
+  const auto output = run("says_how_many_are_here", 4, on_hosts("0121")).output;
+  EXPECT_THAT(output, AllOf(HasSubstr("rank 0 is one of 1 on its host"), HasSubstr("rank 1 is one of 2 on its host"),
+                            HasSubstr("rank 2 is one of 1 on its host"), HasSubstr("rank 3 is one of 2 on its host")));
+}
+
+TEST(ProcessGroup, OneThatWasInAnotherJobMeetsThoseThatWereNot) {
+  const auto result = run("rank_1_was_in_a_job_before", 3);
+  EXPECT_EQ(result.status, 0) << result.output;
 }
 
 TEST(Transport, RanksThatCannotShareMemoryUseGlooWithOneWarning) {

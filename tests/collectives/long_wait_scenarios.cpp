@@ -1,6 +1,8 @@
 // Rank 0 waits for rank 1, which waits for the last rank from a later time on.
 #include "rank_scenarios.h"
 
+#include <ATen/ops/ones.h>
+#include <c10/util/Exception.h>
 #include <tessera/collectives/process_context.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -64,6 +66,23 @@ void rank_1_is_killed_while_it_waits() {
     }).detach();
     behind->barrier("behind");
   });
+}
+
+void rank_0_polls_what_comes_late() {
+  World world;
+  const auto store = world.context.store();
+  const auto says_that_it_waits = [&] { return store->check({"missed_by/0"}) && store->get_to_str("missed_by/0") != "-"; };
+  world.group->barrier("together");
+  while (world.rank() == 1 && !says_that_it_waits()) usleep(1000);
+  auto tensor = at::ones({10});
+  auto work = world.group->all_reduce(tensor, ReduceOp::kSum, "late");
+  if (world.rank() != 0) return work.wait();
+  while (!work.is_completed()) usleep(1000);
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  while (says_that_it_waits()) {
+    TORCH_CHECK(std::chrono::steady_clock::now() < limit, "rank 0 still says that it waits");
+    usleep(10'000);
+  }
 }
 
 } // namespace tessera::testing

@@ -8,6 +8,7 @@
 #include <tessera/collectives/nccl/device_agreement.h>
 #include <tessera/collectives/nccl/plugin.h>
 
+#include <dlfcn.h>
 #include <array>
 #include <numeric>
 
@@ -75,6 +76,16 @@ TEST(Nccl, IsLoadedAndMissesTheDevice) {
   if (cuda_is_available()) GTEST_SKIP() << "needs a machine without CUDA";
   EXPECT_THROWS_WITH(require_cuda(), "no CUDA device: ");
   EXPECT_THROWS_WITH(internal::nccl::choose_device(0), "no CUDA device: ");
+}
+
+TEST(Nccl, OfAnotherBuildIsRefused) {
+  using internal::nccl::GetCudaSide, internal::nccl::Interface;
+  static_cast<void>(cuda_is_available()); // loads it
+  auto* const get = reinterpret_cast<GetCudaSide*>(dlsym(RTLD_DEFAULT, internal::nccl::kGetCudaSideName));
+  ASSERT_NE(get, nullptr);
+  EXPECT_NE(get({}), nullptr);
+  EXPECT_EQ(get({.version = Interface().version - 1}), nullptr);
+  EXPECT_EQ(get({.communicator = sizeof(Communicator) + 8}), nullptr);
 }
 
 /// Before it is known whether there is a device: or a program that asks would go on without one.

@@ -9,9 +9,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -99,6 +101,30 @@ void joins_job_after_job() {
     destroy_process_group();
   }
   init_process_group();
+}
+
+void join_a_job_alone() {
+  std::map<std::string, std::string> ours;
+  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
+    ours[name] = std::getenv(name);
+    unsetenv(name);
+  }
+  init_process_group();
+  destroy_process_group();
+  for (const auto& [name, value] : ours) setenv(name.c_str(), value.c_str(), 1);
+}
+
+void programs_end_at_a_broken_pipe() {
+  destroy_process_group();
+  std::signal(SIGPIPE, SIG_DFL);
+  init_process_group();
+  const int status = std::system("kill -s PIPE $$");
+  TORCH_CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGPIPE, "the program ended with status ", status);
+  sums();
+}
+
+void says_how_many_are_here() {
+  std::printf("rank %d is one of %d on its host\n", process_context().rank(), process_context().local_world_size());
 }
 
 } // namespace tessera::testing

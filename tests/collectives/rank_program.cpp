@@ -431,6 +431,11 @@ void few_descriptors(bool hard) {
 const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
     {"joins_job_after_job", tessera::testing::joins_job_after_job},
+    {"rank_1_was_in_a_job_before", sums},
+    {"programs_end_at_a_broken_pipe", tessera::testing::programs_end_at_a_broken_pipe},
+    {"says_how_many_are_here", tessera::testing::says_how_many_are_here},
+    {"is_signalled_while_ranks_join", sums},
+    {"rank_0_polls_what_comes_late", tessera::testing::rank_0_polls_what_comes_late},
     {"small_files", small_files},
     {"threads", threads},
     {"last_rank_throws", last_rank_throws},
@@ -476,7 +481,10 @@ const std::map<std::string, std::function<void()>> kScenarios{
 
 void run(const std::string& scenario) {
   if (scenario == "last_rank_throws_where_its_end_is_ignored") return run("last_rank_throws");
+  if (scenario == "every_rank_throws") throw std::runtime_error("nothing to do");
   if (scenario == "rank_1_never_joins" && is_rank_1()) block_forever();
+  if (scenario == "rank_1_was_in_a_job_before" && is_rank_1()) tessera::testing::join_a_job_alone();
+  if (scenario == "is_signalled_while_ranks_join") tessera::testing::signal_while_others_join();
   if (scenario.starts_with("dies/")) {
     const auto end_of_how = scenario.find('/', 5);
     return rank_1_dies(scenario.substr(5, end_of_how - 5), scenario.substr(end_of_how + 1));
@@ -509,9 +517,10 @@ int main(int argc, char** argv) {
     if (scenario == "launches_another_number") return tessera::launch(tessera::is_launched_rank() ? 3 : 2, [] {});
     if (scenario == "last_rank_throws_where_its_end_is_ignored") std::signal(SIGCHLD, SIG_IGN);
     tessera::LaunchOptions options;
-    if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0") || scenario.starts_with("killed_") ||
-        std::getenv("TESSERA_TRACE_FOLDER") != nullptr)
+    if (scenario.starts_with("dies/") || scenario == "every_rank_throws" || scenario.ends_with("_and_then_rank_0") ||
+        scenario.starts_with("killed_") || std::getenv("TESSERA_TRACE_FOLDER") != nullptr)
       options.grace_seconds = 30;                                           // all survivors shall say what they noticed
+    if (scenario == "every_rank_throws") options.grace_seconds = 300;       // of many ranks, of which some start late
     if (scenario.starts_with("stopped_")) options.grace_seconds = 10;       // and what is stopped says nothing
     if (scenario.starts_with("random_failure/")) options.grace_seconds = 4; // nor do some ranks here
     if (const auto ranks = tessera::ranks_from_args(argc, argv))

@@ -43,6 +43,15 @@ void forked_child_uses_the_group();
 void forked_child_drops_a_destroyed_group();
 /// Each rank by hand, so that rank 0 hosts the store. It is the last to leave a job, and something of each job lives on.
 void joins_job_after_job();
+/// Before it joins the others' job.
+void join_a_job_alone();
+/// Whatever its ranks do with SIGPIPE.
+void programs_end_at_a_broken_pipe();
+void says_how_many_are_here();
+/// Before it joins itself, rank 1 signals the program that started them, when rank 0 is about to join.
+void signal_while_others_join();
+/// Rank 0 has told the others that it waits for rank 1 by then.
+void rank_0_polls_what_comes_late();
 /// Rank 0 waits for rank 1, and that one for the last from a later time on.
 void rank_1_waits_later_in_a_collective();
 void rank_1_waits_later_for_a_group();

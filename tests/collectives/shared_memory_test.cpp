@@ -12,8 +12,10 @@
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -38,6 +40,20 @@ TEST(Segment, IsSafeFromThoseWhoShareIt) {
   ASSERT_EQ(fstat(made.descriptor(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, S_IRUSR | S_IWUSR);
   EXPECT_EQ(status.st_nlink, 0U); // no name that could outlive it
+}
+
+TEST(Segment, HasItsPagesThoughSignalsComeAllTheTime) {
+  struct sigaction quiet = {}, before = {};
+  quiet.sa_handler = [](int) {};
+  ASSERT_EQ(sigaction(SIGALRM, &quiet, &before), 0);
+  const itimerval often{{0, 2000}, {0, 2000}}, never{};
+  ASSERT_EQ(setitimer(ITIMER_REAL, &often, nullptr), 0);
+  const auto made = Segment::create(64 << 20, 64 << 20);
+  EXPECT_EQ(setitimer(ITIMER_REAL, &never, nullptr), 0);
+  EXPECT_EQ(sigaction(SIGALRM, &before, nullptr), 0);
+  struct stat status = {};
+  ASSERT_EQ(fstat(made.descriptor(), &status), 0);
+  EXPECT_EQ(status.st_blocks * 512, 64 << 20);
 }
 
 TEST(Segment, OneThatIsNotTheJobsIsAnError) {

@@ -9,6 +9,7 @@
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <numeric>
 
 namespace tessera::testing {
@@ -147,6 +148,35 @@ TEST_F(Staged, MessagesGoAround) {
       EXPECT_TRUE(torch::equal(sum.cpu(), torch::full({3}, static_cast<double>(size))));
     }
   }
+}
+
+/// Each rank sends one message only when it has another, which it waits for behind the first.
+TEST_F(Staged, AMessageThatWaitsHoldsBackNoOther) {
+  const auto staged = group(sim::kDeviceType);
+  const int size = staged->size(), next = (staged->rank() + 1) % size, previous = (staged->rank() + size - 1) % size;
+  if (size < 3) GTEST_SKIP() << "messages from one rank come in order";
+  const auto own = torch::full({100}, static_cast<double>(world_rank()), sim::kDevice);
+  auto forward = torch::empty({100}, sim::kDevice), back = torch::empty({100}, sim::kDevice);
+  auto back_comes = staged->receive(back, next, "back");
+  auto forward_comes = staged->receive(forward, previous, "forward");
+  auto forward_goes = staged->send(own, next, "forward");
+  forward_comes.wait();
+  auto back_goes = staged->send(own, previous, "back");
+  for (auto* work : {&back_comes, &forward_goes, &back_goes}) work->wait();
+  EXPECT_TRUE(torch::equal(forward.cpu(), torch::full({100}, static_cast<double>(previous))));
+  EXPECT_TRUE(torch::equal(back.cpu(), torch::full({100}, static_cast<double>(next))));
+}
+
+TEST_F(Staged, ItsEndEndsWhatWaits) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
+  const auto& ranks = group(at::kCPU)->ranks();
+  auto staged = internal::make_staged_communicator(process_context().communicator(ranks, at::kCPU, "that ends"), sim::kDevice);
+  auto tensor = torch::empty({100}, sim::kDevice);
+  auto work = staged->receive(tensor, (staged->rank() + 1) % staged->size(), "never sent");
+  const auto begin = std::chrono::steady_clock::now();
+  staged.reset();
+  EXPECT_THROW(work.wait(), c10::Error);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
 }
 
 TEST_F(Staged, ErrorsOfCoalescedCallsAreThoseOfTheirWork) {

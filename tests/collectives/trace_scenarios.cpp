@@ -56,6 +56,17 @@ void is_traced_in_a_hang() {
   TORCH_CHECK(tensor.eq(world.group->size()).all().item<bool>());
 }
 
+void signal_while_others_join() {
+  const auto file = std::string(std::getenv("TESSERA_TRACE_FOLDER")) + "/rank 0 joins";
+  if (std::atoi(std::getenv("RANK")) == 0) std::ofstream(file).put('\n');
+  if (std::atoi(std::getenv("RANK")) != 1) return;
+  while (!std::filesystem::exists(file)) usleep(1000);
+  for (int time = 0; time < 20; ++time) {
+    kill(getppid(), SIGUSR1);
+    usleep(10'000);
+  }
+}
+
 void last_rank_sees_the_others_fail() {
   World world;
   const auto store = world.context.store();

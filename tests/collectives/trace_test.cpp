@@ -76,6 +76,15 @@ TEST(Trace, OfAHangIsWrittenOnASignalAndTheJobGoesOn) {
   }
 }
 
+TEST(Trace, ASignalEndsNoRankThatWaitsForOthersToJoin) {
+  for (const std::string calls : {"1000", "0"}) {
+    const TemporaryFolder folder;
+    const auto result =
+        run("is_signalled_while_ranks_join", 3, {{"TESSERA_TRACE_FOLDER", folder.path()}, {"TESSERA_TRACE_CALLS", calls}});
+    EXPECT_EQ(result.status, 0) << result.output;
+  }
+}
+
 TEST(Trace, OfAGroupThatARankDoesNotMakeNamesTheRank) {
   const TemporaryFolder folder;
   const auto result =

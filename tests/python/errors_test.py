@@ -122,6 +122,15 @@ def after_shutdown(how):
     return text, error_of(dist.all_reduce, torch.ones(4), group=group)
 
 
+def one_comes_late():
+    longest = datetime.timedelta.max
+    group = dist.new_group(timeout=longest)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    tensor = torch.ones(4)
+    return dist.all_reduce(tensor, group=group, async_op=True).wait(longest) and tensor[0].item()
+
+
 def made_again():
     """A second group of the same name, in the same store."""
     store = dist.distributed_c10d._get_default_store()
@@ -183,6 +192,9 @@ class Errors(unittest.TestCase):
             with self.subTest(how=how):
                 text = ranks.run(2, one_stays_away, how, timeout=SHORT)[0]
                 self.assert_all([text], *parts)
+
+    def test_a_timeout_beyond_the_longest(self):
+        self.assertEqual(ranks.run(2, one_comes_late), [2, 2])
 
     def test_what_ranks_did_is_recorded(self):
         with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.dict(os.environ, TESSERA_TRACE_FOLDER=folder):
