@@ -3,6 +3,7 @@
 #include <absl/algorithm/container.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/safe_numerics.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <numeric>
@@ -27,13 +28,38 @@ c10::DispatchKey backend_key(c10::DeviceType device_type) {
   }
 }
 
+/// Whoever asks for its storage gets an error, but for autograd's engine: between two nodes of a backward on different streams of
+/// a device it keeps the gradient's memory until both are done with it, which is the memory of this rank's part.
+class DTensorImpl final : public c10::TensorImpl {
+ public:
+  using TensorImpl::TensorImpl;
+
+  const c10::Storage& storage() const override {
+    const bool may_be_engine = !device().is_cpu() && torch::autograd::get_current_graph_task_id() >= 0;
+    if (!may_be_engine || !key_set().has(kDTensorKey)) return TensorImpl::storage(); // or it was made whole
+    return static_cast<const DTensorMeta&>(*get_backend_meta_intrusive_ptr()).local.storage();
+  }
+
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
+                                                         bool allow_tensor_metadata_change) const override {
+    auto copy = c10::make_intrusive<DTensorImpl>(key_set(), dtype(), device());
+    copy_tensor_metadata(this, copy.get(), version_counter, allow_tensor_metadata_change);
+    return copy;
+  }
+
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version_counter,
+                                                         bool allow_tensor_metadata_change) const override {
+    return shallow_copy_and_detach(std::as_const(version_counter), allow_tensor_metadata_change);
+  }
+};
+
 c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys,
                                               StorageError error) {
   start_view_replay();
   const auto& local = meta->local;
   const c10::DispatchKeySet backend(backend_key(local.device().type()));
-  auto impl = c10::make_intrusive<c10::TensorImpl>(backend | c10::DispatchKeySet(kDTensorKey) | extra_keys, local.dtype(),
-                                                   local.device());
+  auto impl =
+      c10::make_intrusive<DTensorImpl>(backend | c10::DispatchKeySet(kDTensorKey) | extra_keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(meta->spec->sizes(), meta->spec->strides());
   impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(error == StorageError::kBrief ? kNoStorageBrief : kNoStorage);
   impl->set_backend_meta(std::move(meta));

@@ -127,10 +127,24 @@ void run_composite(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
   decompose(op, info, kKernel, stack);
 }
 
+/// Where no gradient is asked for, PyTorch's kernel reads the memory of the host: the operator that returns the indices as well
+/// is made of others.
+void run_max_pool1d(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (!keys.has(kDTensorKey)) return run_composite(op, keys, stack);
+  static const auto with_indices = c10::Dispatcher::singleton().findSchemaOrThrow("aten::max_pool1d_with_indices", "");
+  with_indices.callBoxed(*stack);
+  stack->pop_back();
+}
+
+void register_max_pool1d(torch::Library& library) {
+  library.impl("max_pool1d", torch::CppFunction::makeFromBoxedFunction<&run_max_pool1d>());
+}
+
 void register_composites(torch::Library& library) {
   for (const auto name : absl::StrSplit(kComposites, ' ')) {
     library.impl(std::string(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_composite>());
   }
+  register_max_pool1d(library);
 }
 
 } // namespace
@@ -146,7 +160,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   if (C10_UNLIKELY(run_on_whole(op, info, stack))) return;
   if (C10_UNLIKELY(!std::get_if<rules::OnLocals>(info.rule))) {
     if (const auto* handler = std::get_if<rules::Handler>(info.rule)) return (*handler)(op, stack);
-    if (info.rule) return op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+    if (info.decomposition && info.rule) return op.callBoxedForDispatchKey(*info.decomposition, *stack);
     if (info.decomposition) return decompose(op, info, *info.decomposition, stack);
     no_rule(info, *stack, stack->size() - info.arguments.size());
   }
@@ -180,6 +194,8 @@ void clear_cache() { plans.clear(); }
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { tessera::internal::dispatch::register_composites(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { tessera::internal::dispatch::register_composites(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) { tessera::internal::dispatch::register_composites(library); }
+
+TORCH_LIBRARY_IMPL(aten, Fake, library) { tessera::internal::dispatch::register_max_pool1d(library); }
 
 TORCH_LIBRARY_IMPL(_, Fake, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&tessera::internal::dispatch::run>());

@@ -10,10 +10,17 @@ namespace tessera::internal::dispatch {
 
 namespace {
 
-at::Tensor stand_in_of(const at::Tensor& tensor, StandIn stand_in) {
+/// Zeros of the host: one element for all where the kernel neither writes it nor may take it for dense memory.
+at::Tensor host_zeros(const at::Tensor& tensor, bool has_memory) {
+  const auto options = tensor.options().device(at::kCPU);
+  return has_memory ? at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_()
+                    : at::zeros({}, options).expand(tensor.sizes());
+}
+
+at::Tensor stand_in_of(const at::Tensor& tensor, StandIn stand_in, bool has_memory) {
   auto result = stand_in == StandIn::kMeta
                     ? at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta))
-                    : at::zeros({}, tensor.options().device(at::kCPU)).expand(tensor.sizes());
+                    : host_zeros(tensor, has_memory);
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) result.unsafeGetTensorImpl()->set_wrapped_number(true);
   return result;
 }
@@ -35,13 +42,19 @@ std::optional<torch::jit::Stack> run_on_stand_ins(const c10::OperatorHandle& op,
   for (auto& value : copy) {
     if (value.isDevice()) value = c10::Device(stand_in == StandIn::kMeta ? at::kMeta : at::kCPU);
   }
-  replace_tensors(info, copy, [&](const at::Tensor& tensor, size_t) { return std::optional(stand_in_of(tensor, stand_in)); });
+  const bool of_program = op.operator_name().getNamespace() != "aten"; // a kernel that may read through a plain pointer
+  replace_tensors(info, copy, [&](const at::Tensor& tensor, size_t argument) {
+    return std::optional(stand_in_of(tensor, stand_in, of_program || info.arguments[argument].written));
+  });
   try {
     op.callBoxed(copy);
   } catch (const c10::NotImplementedError&) {
     return std::nullopt; // a composite kernel over one that has none for them
   } catch (const c10::LinAlgError&) {
     return std::nullopt; // of zeros
+  } catch (const std::exception&) {
+    if (stand_in == StandIn::kMeta) throw;
+    return std::nullopt; // on this rank alone, where the kernel refuses zeros
   }
   return copy;
 }

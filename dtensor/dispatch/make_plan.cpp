@@ -135,13 +135,15 @@ void enter_inputs(const OpCall& call, const Bounds& bounds, const CallPlacements
   }
 }
 
-/// Channels last where the first input is, as kernels for it choose; what this rank's part looks like may differ between ranks.
+/// Channels last where an input is, image or weight, as kernels choose; what this rank's part looks like may differ between
+/// ranks.
 at::MemoryFormat format_of_results(const OpCall& call) {
-  if (call.tensors.empty() || !call.tensors[0].spec) return at::MemoryFormat::Contiguous;
-  const auto& spec = *call.tensors[0].spec;
-  const c10::IntArrayRef sizes(spec.sizes()), strides(spec.strides());
-  if (sizes.size() == 4 && c10::is_channels_last_strides_2d(sizes, strides)) return at::MemoryFormat::ChannelsLast;
-  if (sizes.size() == 5 && c10::is_channels_last_strides_3d(sizes, strides)) return at::MemoryFormat::ChannelsLast3d;
+  for (const auto& tensor : call.tensors) {
+    if (!tensor.spec || tensor.sizes.size() != call.tensors[0].sizes.size()) continue;
+    const c10::IntArrayRef sizes(tensor.spec->sizes()), strides(tensor.spec->strides());
+    if (sizes.size() == 4 && c10::is_channels_last_strides_2d(sizes, strides)) return at::MemoryFormat::ChannelsLast;
+    if (sizes.size() == 5 && c10::is_channels_last_strides_3d(sizes, strides)) return at::MemoryFormat::ChannelsLast3d;
+  }
   return at::MemoryFormat::Contiguous;
 }
 

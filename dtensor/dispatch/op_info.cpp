@@ -20,23 +20,29 @@ bool touches_storage(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::inplace_view) || names.contains(absl::StripPrefix(op.operator_name().name, "aten::"));
 }
 
+/// PyTorch's own kernel that runs the operator as others.
+std::optional<c10::DispatchKey> composite_kernel(const c10::OperatorHandle& op) {
+  for (const auto key : {c10::DispatchKey::CompositeImplicitAutograd, c10::DispatchKey::CompositeExplicitAutograd,
+                         c10::DispatchKey::CompositeExplicitAutogradNonFunctional}) {
+    if (op.hasKernelForDispatchKey(key)) return key;
+  }
+  return std::nullopt;
+}
+
 /// A rule; else PyTorch's own decomposition; else whole tensors.
 void choose_way(const c10::OperatorHandle& op, OpInfo& info) {
   const auto& registry = rules::Registry::instance();
   info.rule = registry.find(op);
+  if (std::get_if<rules::Decompose>(info.rule)) info.decomposition = composite_kernel(op);
   if (info.rule || touches_storage(op)) return;
   const bool composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   if (!composite && op.hasTag(at::Tag::pointwise) && !op.hasTag(at::Tag::nondeterministic_seeded)) {
     info.rule = &registry.pointwise();
     return;
   }
-  for (const auto key : {c10::DispatchKey::CompositeImplicitAutograd, c10::DispatchKey::CompositeExplicitAutograd,
-                         c10::DispatchKey::CompositeExplicitAutogradNonFunctional}) {
-    const bool backend = op.hasKernelForDispatchKey(c10::DispatchKey::CPU); // the composite kernel writes into a plain tensor
-    if (!op.hasKernelForDispatchKey(key) || backend) continue;
-    info.decomposition = key;
-    return;
-  }
+  const bool backend = op.hasKernelForDispatchKey(c10::DispatchKey::CPU); // the composite kernel writes into a plain tensor
+  if (!backend) info.decomposition = composite_kernel(op);
+  if (info.decomposition) return;
   info.rule = &registry.whole();
   info.replicates = true;
 }

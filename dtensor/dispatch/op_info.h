@@ -12,7 +12,7 @@ namespace tessera::internal::dispatch {
 struct OpInfo : CallSchema {
   std::string name; ///< "aten::add.Tensor"
   const rules::Rule* rule = nullptr;
-  std::optional<c10::DispatchKey> decomposition; ///< without a rule: the kernel that runs it as other operators
+  std::optional<c10::DispatchKey> decomposition; ///< without a rule, or by one: the kernel that runs it as other operators
   bool replicates = false;                       ///< without either: runs on whole tensors
   bool infers_shapes = false;                    ///< has a kernel for the Meta device
   bool reads_no_value = false;                   ///< zeros_like, new_full and their kin

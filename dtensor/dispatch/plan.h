@@ -61,7 +61,7 @@ CallPlacements propagate(const rules::OpCall& call, const rules::Factorization& 
 /// What stands in for a call's tensors where only the shape of its results is asked for.
 enum class StandIn : uint8_t {
   kMeta,
-  kZeros, ///< of the host, without memory: on ranks that compute nothing else
+  kZeros, ///< of the host, without memory for PyTorch's own kernels: on ranks that compute nothing else
 };
 
 /// Global shape and strides of the outputs, by running the operator on stand-ins; nothing where it has no kernel for them. Of

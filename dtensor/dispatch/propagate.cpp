@@ -157,12 +157,32 @@ class Search {
            *current(input) != Placement(partial);
   }
 
+  /// Whether every result is a truth value: a new one as the operator tells, another as what it goes into.
+  bool gives_truths() const {
+    const auto is_truth = [](const auto& value) { return value.dtype == at::kBool; };
+    if (call_.outputs) return std::all_of(call_.outputs->begin(), call_.outputs->end(), is_truth);
+    for (size_t i = 0; i < call_.args.size(); ++i) {
+      const auto* alias = call_.schema.arguments()[i].alias_info();
+      if (alias && alias->isWrite() && call_.args[i].isTensor()) return call_.args[i].toTensor().scalar_type() == at::kBool;
+    }
+    return false;
+  }
+
+  /// An average of whole numbers is not defined, and a sum of truth values is "or": arithmetic with the parts is not arithmetic
+  /// with what they reduce to. A flow that keeps a minimum as well only moves values.
+  bool is_not_linear(size_t input, const PartialFlow& flow, const Partial& partial) const {
+    if (flow.ops.contains(Partial::Op::kMin) || !current(input) || *current(input) != Placement(partial)) return false;
+    const auto dtype = call_.tensors[input].dtype;
+    if (partial.op == Partial::Op::kAvg) return !at::isFloatingType(dtype) && !at::isComplexType(dtype);
+    return partial.op == Partial::Op::kSum && dtype == at::kBool && !gives_truths();
+  }
+
   bool flow_through(const PartialFlow& flow, const Partial& partial) {
     if (!flow.ops.contains(partial.op)) return false;
     auto signature = replicated();
     for (size_t k = 0; k < signature.inputs.size(); ++k) {
       const bool takes_part = flow.inputs.contains(k);
-      if (takes_part && (may_overflow(k, partial) || loses_sign(k, partial))) return false;
+      if (takes_part && (may_overflow(k, partial) || loses_sign(k, partial) || is_not_linear(k, flow, partial))) return false;
       if (takes_part) signature.inputs[k] = partial;
     }
     for (auto& output : signature.outputs) output = partial;

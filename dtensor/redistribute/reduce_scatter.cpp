@@ -12,7 +12,8 @@ namespace {
 /// Reduces `rows` and keeps those of `parts[rank]`; the ranks' parts are padded to the longest.
 at::Tensor scatter_rows(const at::Tensor& rows, const std::vector<Extent>& parts, const Transition& transition) {
   const auto& partial = std::get<Partial>(transition.from);
-  const auto encoded = encode(rows, partial).contiguous();
+  const auto communicator = transition.communicator();
+  const auto encoded = encode(rows, partial, *communicator).contiguous();
   int64_t longest = 0;
   for (const auto& part : parts) longest = std::max(longest, part.size);
   auto sizes = encoded.sizes().vec();
@@ -26,8 +27,8 @@ at::Tensor scatter_rows(const at::Tensor& rows, const std::vector<Extent>& parts
   }
   sizes[0] = longest;
   auto output = at::empty(sizes, encoded.options());
-  wait_for(transition.communicator()->reduce_scatter(output.view(-1), input.view(-1), wire_op(partial), transition.label),
-           transition);
+  const auto op = wire_op(partial, rows.scalar_type());
+  wait_for(communicator->reduce_scatter(output.view(-1), input.view(-1), op, transition.label), transition);
   const auto kept = parts[transition.rank()].size;
   return after(output, transition, [kept, partial, dtype = rows.scalar_type()](const at::Tensor& reduced) {
     return decode(reduced.narrow(0, 0, kept), partial, dtype);

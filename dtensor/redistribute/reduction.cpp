@@ -5,35 +5,44 @@
 
 namespace tessera::internal::redistribute {
 
-ReduceOp wire_op(const Partial& partial) {
+namespace {
+
+/// Bytes stand for truth values; averages of halves are taken in float, where the communicator would divide before it adds.
+at::ScalarType wire_type(at::ScalarType dtype, const Partial& partial, const Communicator& communicator) {
+  if (dtype == at::kBool) return at::kByte;
+  return partial.op == Partial::Op::kAvg && !communicator.averages(dtype) ? at::kFloat : dtype;
+}
+
+} // namespace
+
+ReduceOp wire_op(const Partial& partial, at::ScalarType dtype) {
+  const bool truths = dtype == at::kBool; // whose sum is "or" and whose product is "and", for any number of ranks
   switch (partial.op) {
     case Partial::Op::kSum:
-    case Partial::Op::kMask:
+    case Partial::Op::kMask: return truths ? ReduceOp::kMax : ReduceOp::kSum;
     case Partial::Op::kNorm: return ReduceOp::kSum;
     case Partial::Op::kAvg: return ReduceOp::kAvg;
     case Partial::Op::kMin: return ReduceOp::kMin;
     case Partial::Op::kMax: return ReduceOp::kMax;
-    case Partial::Op::kProduct: return ReduceOp::kProduct;
+    case Partial::Op::kProduct: return truths ? ReduceOp::kMin : ReduceOp::kProduct;
   }
   TORCH_INTERNAL_ASSERT(false, "unknown reduction");
 }
 
-at::Tensor encode(const at::Tensor& values, const Partial& partial) {
+at::Tensor encode(const at::Tensor& values, const Partial& partial, const Communicator& communicator) {
   if (partial.op == Partial::Op::kNorm) return values.abs().to(at::kDouble).pow(partial.norm_p); // powers overflow narrow types
-  if (values.scalar_type() == at::kBool) return values.to(at::kByte);
-  if (values.is_complex()) {
-    const auto op = wire_op(partial);
-    TORCH_CHECK(op == ReduceOp::kSum || op == ReduceOp::kAvg, "Partial of complex tensors is sum or avg only");
-    return at::view_as_real(values).clone(at::MemoryFormat::Contiguous);
-  }
-  return values.clone(at::MemoryFormat::Contiguous);
+  const auto op = wire_op(partial, values.scalar_type());
+  TORCH_CHECK(!values.is_complex() || op == ReduceOp::kSum || op == ReduceOp::kAvg,
+              "Partial of complex tensors is sum or avg only");
+  const auto real = values.is_complex() ? at::view_as_real(values) : values;
+  return real.to(wire_type(real.scalar_type(), partial, communicator), /*non_blocking=*/false, /*copy=*/true,
+                 at::MemoryFormat::Contiguous);
 }
 
 at::Tensor decode(const at::Tensor& reduced, const Partial& partial, at::ScalarType dtype) {
   if (partial.op == Partial::Op::kNorm) return reduced.pow(1.0 / partial.norm_p).to(dtype);
-  if (dtype == at::kBool) return reduced.to(at::kBool);
-  if (at::isComplexType(dtype)) return at::view_as_complex(reduced);
-  return reduced;
+  if (at::isComplexType(dtype)) return at::view_as_complex(reduced.to(c10::toRealValueType(dtype)));
+  return reduced.to(dtype);
 }
 
 } // namespace tessera::internal::redistribute

@@ -41,6 +41,9 @@ at::Tensor to_partial(const at::Tensor& local, const Transition& transition) {
         partial.op == Partial::Op::kAvg || partial.op == Partial::Op::kMin || partial.op == Partial::Op::kMax;
     return any_rank_may_hold_it || transition.rank() == 0 ? local : at::full_like(local, neutral);
   }
+  const bool has_average = local.is_floating_point() || local.is_complex();
+  TORCH_CHECK(partial.op != Partial::Op::kAvg || has_average, transition.label, ": a ", to_string(transition.from), " tensor of ",
+              local.scalar_type(), " cannot be turned into a ", to_string(transition.to), ", which that type may not hold");
   auto whole = at::full(transition.sizes, neutral, local.options());
   auto mine = part_of(whole, transition.from, transition.ranks(), transition.rank());
   mine.copy_(partial.op == Partial::Op::kAvg ? local.mul(transition.ranks()) : local);

@@ -84,12 +84,13 @@ std::vector<int64_t> part_sizes(const std::vector<int64_t>& sizes, const Placeme
 /// The element ranges of all ranks, for a Shard(0) or a RaggedShard.
 std::vector<Extent> flat_ranges(const std::vector<int64_t>& sizes, const Placement& placement, int64_t ranks);
 
-/// What a reduction sends, and what it makes of the sum that comes back (p-norms; bool as bytes; complex as pairs).
-at::Tensor encode(const at::Tensor& values, const Partial& partial);
+/// What a reduction sends, and what it makes of the sum that comes back (p-norms; bool as bytes; complex as pairs; averages of
+/// halves in float).
+at::Tensor encode(const at::Tensor& values, const Partial& partial, const Communicator& communicator);
 at::Tensor decode(const at::Tensor& reduced, const Partial& partial, at::ScalarType dtype);
 /// The value that does not change what `op` reduces to.
 at::Scalar neutral_value(Partial::Op op, at::ScalarType dtype);
-/// The communicator's operation for `partial`.
-ReduceOp wire_op(const Partial& partial);
+/// The communicator's operation for `partial` of tensors of `dtype`.
+ReduceOp wire_op(const Partial& partial, at::ScalarType dtype);
 
 } // namespace tessera::internal::redistribute

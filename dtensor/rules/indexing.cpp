@@ -24,8 +24,17 @@ Factorization write_positions(const OpCall& call) {
   return factors;
 }
 
+/// A mask of the dims from `first` on.
+void check_mask(const at::Tensor& mask, const std::vector<int64_t>& sizes, size_t first) {
+  for (size_t d = 0; d < static_cast<size_t>(mask.dim()) && first + d < sizes.size(); ++d) {
+    TORCH_CHECK_INDEX(mask.size(static_cast<int64_t>(d)) == sizes[first + d], "The shape of the mask ", mask.sizes(),
+                      " at index ", d, " does not match the shape of the indexed tensor ", c10::IntArrayRef(sizes), " at index ",
+                      first + d);
+  }
+}
+
 /// One index tensor a dim of `self`, undefined for a dim that is taken whole; masks become positions.
-std::vector<at::Tensor> indices_by_dim(const c10::IValue& indices, size_t ndim) {
+std::vector<at::Tensor> indices_by_dim(const c10::IValue& indices, const std::vector<int64_t>& sizes) {
   std::vector<at::Tensor> result;
   for (const auto& value : indices.toListRef()) {
     const auto index = value.isTensor() ? value.toTensor() : at::Tensor();
@@ -34,9 +43,12 @@ std::vector<at::Tensor> indices_by_dim(const c10::IValue& indices, size_t ndim) 
       result.push_back(index);
       continue;
     }
+    check_mask(index, sizes, result.size());
     for (const auto& positions : index.nonzero().unbind(1)) result.push_back(positions);
   }
-  result.resize(ndim);
+  TORCH_CHECK_INDEX(result.size() <= sizes.size(), "too many indices for tensor of dimension ", sizes.size(), " (got ",
+                    result.size(), ")");
+  result.resize(sizes.size());
   return result;
 }
 
@@ -109,7 +121,7 @@ void merge_leading(Targets& targets, const Spec& spec) {
 
 /// index_put on the part of `self` that this rank holds: the values whose position lies in it.
 void put_part(const at::Tensor& local, const Spec& spec, const c10::IValue& indices, const at::Tensor& values, bool accumulate) {
-  auto targets = targets_of(indices_by_dim(indices, spec.sizes().size()), spec.sizes(), local);
+  auto targets = targets_of(indices_by_dim(indices, spec.sizes()), spec.sizes(), local);
   const auto flat = values.expand(targets.sizes).reshape(-1);
   merge_leading(targets, spec);
   auto mine = at::ones({}, local.options().dtype(at::kBool));

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/patterns.h>
 
@@ -7,7 +9,7 @@ namespace {
 
 /// Decompositions and solvers work on whole matrices; everything before the matrix dims is a batch.
 constexpr PatternLine kMatrices[] = {
-    {"linalg_cholesky_ex linalg_inv_ex linalg_ldl_solve", "...**->...**,..."},
+    {"linalg_cholesky_ex linalg_inv_ex", "...**->...**,..."},
     {"cholesky cholesky_inverse linalg_matrix_exp", "...**->...**"},
     {"_linalg_svd", "...**->...**,...*,...**"},
     {"_linalg_eigh", "...**->...*,...**"},
@@ -22,7 +24,7 @@ constexpr PatternLine kMatrices[] = {
     {"_linalg_slogdet", "...**->...,...,...**,...*"},
     {"linalg_solve_triangular _cholesky_solve_helper", "...**,...**->...**"},
     {"triangular_solve", "...**,...**->...**,...**"},
-    {"linalg_lu_solve", "...**,...*,...**->...**"},
+    {"linalg_lu_solve linalg_ldl_solve", "...**,...*,...**->...**"},
     {"linalg_householder_product", "...**,...*->...**"},
     {"ormqr", "...**,...*,...**->...**"},
     {"lu_unpack", "...**,...*->...**,...**,...**"},
@@ -47,10 +49,11 @@ Factorization transform(const OpCall& call) {
   return factors;
 }
 
-/// A x = b, where b may be a vector.
+/// A x = b, where b may be a vector, or a batch of vectors: then it has A's shape without the last dim.
 Factorization solve(const OpCall& call) {
-  const bool matrix = call.tensors[1].sizes.size() == call.tensors[0].sizes.size();
-  return pattern_factors(call, matrix ? "...**,...**->...**,...**,...*,..." : "...**,...*->...*,...**,...*,...");
+  const auto &a = call.tensors[0].sizes, &b = call.tensors[1].sizes;
+  const bool vectors = b.size() == 1 || (b.size() + 1 == a.size() && std::equal(b.begin(), b.end(), a.begin()));
+  return pattern_factors(call, vectors ? "...**,...*->...*,...**,...*,..." : "...**,...**->...**,...**,...*,...");
 }
 
 /// Three entries along `dim`, which is whole.

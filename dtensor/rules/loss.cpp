@@ -68,8 +68,9 @@ struct ClassTargets {
   at::Tensor invalid; ///< how many are no class at all
 };
 
-ClassTargets find_targets(const Spec& self, const at::Tensor& local, const at::Tensor& target, const at::Tensor& weight,
+ClassTargets find_targets(const Spec& self, const at::Tensor& local, const at::Tensor& labels, const at::Tensor& weight,
                           int64_t ignored) {
+  const auto target = labels.to(at::kLong); // bytes hold no negative `ignored`, and index nothing
   ClassTargets result;
   result.classes = class_dim(self.sizes());
   const auto offset = self.local_offsets()[result.classes], count = local.size(result.classes);

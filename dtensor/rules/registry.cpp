@@ -76,9 +76,14 @@ const Rule* Registry::find(const c10::OperatorHandle& op) const {
   if (!absl::ConsumePrefix(&base, "aten::")) return find_user_rule(name.name);
   const bool dunder = absl::StartsWith(base, "__");
   if (!dunder && !op.hasTag(at::Tag::inplace_view)) absl::ConsumeSuffix(&base, "_");
-  auto found = rules_.find(absl::StrCat(base, ".", name.overload_name));
-  if (found == rules_.end()) found = rules_.find(base);
-  return found == rules_.end() ? nullptr : &found->second;
+  absl::string_view overload = name.overload_name;
+  const auto own = rules_.find(absl::StrCat(base, ".", overload));
+  if (own != rules_.end()) return &own->second;
+  const auto shared = rules_.find(base);
+  if (shared == rules_.end()) return nullptr;
+  const bool has_out = absl::ConsumeSuffix(&overload, "_out"); // add.Scalar_out is not add.Tensor_out
+  const auto allocating = has_out ? rules_.find(absl::StrCat(base, ".", overload)) : rules_.end();
+  return allocating == rules_.end() ? &shared->second : &allocating->second;
 }
 
 } // namespace tessera::internal::rules

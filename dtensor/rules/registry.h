@@ -15,7 +15,8 @@ class Registry {
   static const Registry& instance();
 
   /// `names`: separated by blanks, without namespace and without the underscore of in-place variants that have the same rule.
-  /// "add" stands for every overload that has no entry of its own ("add.Scalar"). An error when a name is there already.
+  /// "add" stands for every overload that has no entry of its own ("add.Scalar", which is that of "add.Scalar_out" too). An error
+  /// when a name is there already.
   void add(std::string_view names, const Rule& rule);
   /// The rule of "aten::add_.Tensor", or of a user's operator; null without one. What changes a tensor's own shape (squeeze_) has
   /// one of its own or none.

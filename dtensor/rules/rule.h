@@ -157,7 +157,7 @@ struct OutputPlan {
   at::ScalarType dtype = at::kFloat; ///< as far as known before the first run
   SpecPtr spec;                      ///< of the result seen last; interned at the first run
   at::MemoryFormat format =
-      at::MemoryFormat::Contiguous; ///< that of the first input, for the first output; the same on all ranks
+      at::MemoryFormat::Contiguous; ///< of the first output: channels last where an input is; the same on all ranks
 };
 
 /// A call on the local tensors: the operator's arguments are the last `arguments` of the stack.
@@ -216,7 +216,7 @@ struct OnLocals {
 /// Takes over the whole call: the stack holds the DTensors.
 using Handler = void (*)(const c10::OperatorHandle&, std::vector<c10::IValue>*);
 
-/// Runs the operator's CompositeExplicitAutograd kernel on the DTensors.
+/// Runs the operator's own composite kernel on the DTensors.
 struct Decompose {};
 
 /// How a call runs: on the local tensors, or by kernels that see the DTensors.

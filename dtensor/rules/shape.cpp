@@ -12,6 +12,17 @@ namespace {
 
 bool is_legacy_empty(const TensorArg& tensor) { return tensor.sizes.size() == 1 && tensor.sizes[0] == 0; }
 
+/// The reductions that the Partial tensors keep where they are cast to the type that all promote to.
+OpSet kept_by_promotion(const std::vector<TensorArg>& tensors) {
+  auto result = tensors.at(0).dtype;
+  for (const auto& tensor : tensors) result = c10::promoteTypes(result, tensor.dtype);
+  auto kept = kAllOps;
+  for (const auto& tensor : tensors) {
+    if (tensor.spec && tensor.spec->has_partial()) kept = kept & kept_by_cast(tensor.dtype, result);
+  }
+  return kept;
+}
+
 Factorization cat(const OpCall& call) {
   const auto found = std::find_if_not(call.tensors.begin(), call.tensors.end(), is_legacy_empty);
   const auto& sizes = found == call.tensors.end() ? call.tensors.at(0).sizes : found->sizes;
@@ -31,7 +42,7 @@ Factorization cat(const OpCall& call) {
     }
     factors.inputs.push_back(skipped ? whole_dims(tensor.sizes) : TensorDims{output.factors, tensor.sizes});
   }
-  factors.add_output(std::move(output), kAllOps, kEveryInput);
+  factors.add_output(std::move(output), kept_by_promotion(call.tensors), kEveryInput);
   if (dim == 0) factors.ragged = RaggedUse::kNone;
   return factors;
 }
@@ -48,7 +59,7 @@ Factorization stack(const OpCall& call) {
   }
   output.factors.insert(output.factors.begin() + dim, kNoFactor);
   output.sizes.insert(output.sizes.begin() + dim, static_cast<int64_t>(call.tensors.size()));
-  factors.add_output(std::move(output), kAllOps, kEveryInput);
+  factors.add_output(std::move(output), kept_by_promotion(call.tensors), kEveryInput);
   if (dim == 0) factors.ragged = RaggedUse::kNone;
   return factors;
 }

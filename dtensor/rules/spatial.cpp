@@ -1,4 +1,5 @@
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <absl/algorithm/container.h>
 
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/patterns.h>
@@ -27,7 +28,8 @@ constexpr PatternLine kImages[] = {
     {"fractional_max_pool3d", "nc***,nc*->nc***,nc***"},
     {"fractional_max_pool2d_backward", "...**,...**,...**->...**"},
     {"fractional_max_pool3d_backward", "...***,...***,...***->...***"},
-    {"pixel_shuffle pixel_unshuffle channel_shuffle", "...***->...***"},
+    {"pixel_shuffle pixel_unshuffle", "...***->...***"},
+    {"channel_shuffle", "n*~->n*~"},
     {"grid_sampler_2d", "n***,n***->n***"},
     {"grid_sampler_2d_backward", "n***,n***,n***->n***,n***"},
     {"grid_sampler_3d", "n****,n****->n****"},
@@ -91,7 +93,9 @@ Factorization blocks(const OpCall& call) {
 
 void convolution_backward_local(const LocalCall& call) {
   auto* bias = call.find("bias_sizes");
-  if (bias && !bias->isNone() && call.outputs.size() > 2) *bias = call.outputs[2].local_sizes;
+  const bool has_bias = bias && !bias->isNone() && call.outputs.size() > 2;
+  const bool is_split = has_bias && !absl::c_linear_search(call.outputs[2].local_sizes, kUnknownSize);
+  if (is_split) *bias = call.outputs[2].local_sizes;
   call.op.callBoxed(*call.stack);
 }
 

@@ -393,48 +393,6 @@ TEST(ImplicitReplication, CountsPlainTensorsAsReplicated) {
   EXPECT_TENSORS_EQUAL(DTensor(tensor + values().to(test_device())).full_tensor(), values() * 2);
 }
 
-DeviceMesh mesh_without_the_last_rank() {
-  std::vector<int64_t> ranks(world_size() - 1);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return make_device_mesh(test_device_type(), {world_size() - 1}, ranks);
-}
-
-TEST(Mesh, ARankOutsideHoldsNothing) {
-  if (world_size() < 2) GTEST_SKIP() << "needs 2 ranks";
-  const auto mesh = mesh_without_the_last_rank();
-  auto tensor = distribute_tensor(values(), mesh, {Shard{0}});
-  const bool inside = mesh.coordinate().has_value();
-  EXPECT_EQ(tensor.local().numel() == 0, !inside);
-  auto doubled = DTensor((tensor * 2).t().contiguous().sum(0, true));
-  EXPECT_EQ(doubled.sizes(), (std::vector<int64_t>{1, 5}));
-  tensor.mul_(2).add_(1);
-  if (inside) {
-    EXPECT_TENSORS_EQUAL(tensor.full_tensor(), values() * 2 + 1);
-  } else {
-    EXPECT_EQ(doubled.local().numel(), 0);
-    EXPECT_THROWS_WITH(tensor.sum().item(), "this rank is outside the mesh");
-  }
-}
-
-/// Also those that the operators tell by running alone.
-TEST(Mesh, ARankOutsideKnowsTheShapesOfResults) {
-  if (world_size() < 2) GTEST_SKIP() << "needs 2 ranks";
-  const auto mesh = mesh_without_the_last_rank();
-  const auto image = torch::arange(200, torch::kFloat).view({4, 2, 5, 5}), weight = torch::ones({3, 2, 3, 3});
-  const auto x = Tensor(distribute_tensor(image, mesh, {Shard{0}})), w = Tensor(distribute_tensor(weight, mesh, {Replicate{}}));
-  const auto run = [](const Tensor& x, const Tensor& w) {
-    return torch::adaptive_avg_pool2d(torch::conv2d(x, w), {2, 2}).flatten(1);
-  };
-  const auto expected = run(image, weight), result = run(x, w);
-  EXPECT_EQ(torch::conv2d(x, w).sizes(), torch::conv2d(image, weight).sizes());
-  EXPECT_EQ(result.sizes(), expected.sizes());
-  if (mesh.coordinate()) {
-    EXPECT_TENSORS_CLOSE(DTensor(result).full_tensor(), expected);
-  } else {
-    EXPECT_THROWS_WITH(torch::cholesky(x), "this rank is outside the mesh, and cannot tell the shape of the result");
-  }
-}
-
 TEST(Dispatch, CachesPlans) {
   const auto mesh = line_mesh();
   const auto a = make(values(), mesh, {Shard{0}}), b = make(values(), mesh, {Shard{0}});
@@ -454,7 +412,7 @@ TEST(Dispatch, CachesPlans) {
   EXPECT_EQ(after.hits - before.hits, 70);
   EXPECT_EQ((a + b).scalar_type(), at::kFloat);
   EXPECT_EQ(a.to(at::kLong).mul(2).scalar_type(), at::kLong);
-  EXPECT_EQ(a.to(at::kLong).mul(0.5).scalar_type(), at::kFloat); // the same key, another result type
+  EXPECT_EQ(a.to(at::kLong).mul(0.5).scalar_type(), at::kFloat);
   EXPECT_EQ(a.to(at::kLong).mul(2).scalar_type(), at::kLong);
 }
 
