@@ -9,9 +9,9 @@
 #include <tessera/collectives/error_text.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -20,6 +20,31 @@ namespace tessera::internal {
 namespace {
 
 constexpr int kScans = 100; // of a folder in which nothing whole is found, while others remove checkpoints
+
+// "00001-of-00002", as names of several files end.
+bool is_number_of_files(std::string_view text) {
+  const std::string_view separator = "-of-", digits = "0123456789";
+  const auto middle = text.find_first_not_of(digits);
+  if (middle == 0 || middle == std::string_view::npos || !text.substr(middle).starts_with(separator)) return false;
+  const auto count = text.substr(middle + separator.size());
+  return !count.empty() && count.find_first_not_of(digits) == std::string_view::npos;
+}
+
+// The file of weights with this name, one of several, or their index.
+bool is_of_weights(const std::filesystem::directory_entry& entry, const std::string& file_name) {
+  const auto name = entry.path().filename().string();
+  const auto begin = std::filesystem::path(file_name).stem().string() + "-";
+  const std::string_view end = ".safetensors";
+  const bool is_one_of_several =
+      name.starts_with(begin) && name.ends_with(end) && name.size() > begin.size() + end.size() &&
+      is_number_of_files(std::string_view(name).substr(begin.size(), name.size() - begin.size() - end.size()));
+  return (name == file_name || name == file_name + ".index.json" || is_one_of_several) && !entry.is_directory();
+}
+
+// A load of the folder might read this one, and no weights beside it.
+bool is_of_another_format(const std::filesystem::path& name) {
+  return name == kIndexName || name == kDistcpMetadata || name.extension() == ".distcp";
+}
 
 bool is_part_of_checkpoint(const std::filesystem::directory_entry& entry) {
   const auto name = entry.path().filename();
@@ -101,20 +126,17 @@ Listing list(const std::filesystem::path& root) {
 
 } // namespace
 
-std::string series_of(const std::filesystem::path& checkpoint) {
-  std::string series;
-  for (const char c : checkpoint.filename().string()) {
-    if (std::isdigit(static_cast<unsigned char>(c)) == 0) {
-      series += c;
-    } else if (!series.ends_with('#')) {
-      series += '#';
-    }
-  }
-  return series;
+std::optional<Series> series_of(const std::filesystem::path& checkpoint) {
+  constexpr const char* kDigits = "0123456789";
+  const auto name = checkpoint.filename().string();
+  const auto last = name.find_last_of(kDigits);
+  if (last == std::string::npos) return std::nullopt;
+  const auto begin = name.find_last_not_of(kDigits, last) + 1; // 0 where the number begins the name
+  return Series(name.substr(0, begin), name.substr(last + 1));
 }
 
 void check_has_number(const std::filesystem::path& checkpoint) {
-  TORCH_CHECK(series_of(checkpoint).find('#') != std::string::npos,
+  TORCH_CHECK(series_of(checkpoint),
               "keep_last counts checkpoints whose names differ in a number, as step-100 and step-200, and ",
               checkpoint.filename(), " has none");
 }
@@ -127,23 +149,26 @@ void check_replaceable(const std::filesystem::path& path) {
   }
 }
 
-bool holds_part_of_checkpoint(const std::filesystem::path& path) {
-  return std::filesystem::is_directory(path) &&
-         std::ranges::any_of(std::filesystem::directory_iterator(path), is_part_of_checkpoint);
+bool holds_weights(const std::filesystem::path& path, const std::string& file_name) {
+  const auto is_one = [&](const auto& entry) { return is_of_weights(entry, file_name); };
+  return std::filesystem::is_directory(path) && std::ranges::any_of(std::filesystem::directory_iterator(path), is_one);
 }
 
-void check_others_stay(const std::filesystem::path& path) {
+void check_others_stay(const std::filesystem::path& path, const std::string& file_name) {
   TORCH_CHECK(std::filesystem::is_directory(path), path.string(), " exists already and is no folder, so it is not replaced");
   for (const auto& entry : std::filesystem::directory_iterator(path)) {
-    TORCH_CHECK(is_part_of_checkpoint(entry) || entry.is_symlink() || entry.is_regular_file(), path.string(), " holds ",
-                entry.path().filename().string(), ", which is neither a part of a checkpoint nor a file, so it is not replaced: ",
+    const auto name = entry.path().filename();
+    TORCH_CHECK(!is_of_another_format(name), path.string(), " holds ", name.string(),
+                ", a part of a checkpoint in another format: choose another folder, or remove that checkpoint");
+    TORCH_CHECK(is_of_weights(entry, file_name) || entry.is_symlink() || entry.is_regular_file(), path.string(), " holds ",
+                name.string(), ", which is neither a part of a checkpoint nor a file, so it is not replaced: ",
                 "move that away, or choose another name");
   }
 }
 
-void link_others(const std::filesystem::path& from, const std::filesystem::path& to) {
+void link_others(const std::filesystem::path& from, const std::filesystem::path& to, const std::string& file_name) {
   for (const auto& entry : std::filesystem::directory_iterator(from)) {
-    if (is_part_of_checkpoint(entry)) continue;
+    if (is_of_weights(entry, file_name)) continue;
     const auto copy = to / entry.path().filename();
     std::error_code failure; // of a file system without hard links
     if (!entry.is_symlink()) std::filesystem::create_hard_link(entry.path(), copy, failure);

@@ -21,8 +21,8 @@ struct SaveOptions {
   /// name is an error.
   bool update_latest = true;
   /// After a successful save, remove the oldest checkpoints beside `dir` until this many are left; 0 keeps all. Only those count
-  /// whose names differ from `dir`'s in a number alone ("step-100", "step-200"), so a name without one is an error. What is no
-  /// whole checkpoint of `save` stays.
+  /// whose names differ from `dir`'s in the last number alone ("stage0-step-100" and "stage0-step-200", not "stage1-step-100"),
+  /// so a name without one is an error. What is no whole checkpoint of `save` stays.
   int keep_last = 0;
   /// What to keep of plain tensors whose values differ between ranks, the same on every rank; unset: what
   /// `set_differing_tensors` chose, or the lowest rank's with a warning.
@@ -70,7 +70,8 @@ struct LoadOptions {
   /// them is no unused entry; nor is a name of the checkpoint that it refuses. Of what an optimizer, a schedule or a scaler
   /// keeps it accepts all or nothing.
   std::function<bool(const std::string&)> filter;
-  /// The name in the checkpoint of a tensor of the state; unset: the same name. For weights that others named.
+  /// The name in the checkpoint of a tensor of the state; unset: the same name. For weights that others named. It may throw for
+  /// names that `filter` refuses.
   std::function<std::string(const std::string&)> rename;
   /// The checkpoint is a Python program's, and its optimizer's state and options are loaded too, by the names of parameters. With
   /// it `rename` says what Python calls a parameter or buffer, and the optimizer's entries follow. What only Python's optimizers

@@ -17,7 +17,7 @@ class Checkpointer::Impl {
     if (saving_.valid()) saving_.wait();
   }
 
-  void save(const StateDict& state, const internal::Destination& to, const SaveOptions& options) {
+  void save(const StateDict& state, internal::Destination to, const SaveOptions& options) {
     TORCH_CHECK(!options.mesh || options.mesh == mesh_, "checkpoint: SaveOptions::mesh is another than the Checkpointer's");
     wait();
     // No vote here, where the training waits: the thread tells the other ranks.
@@ -27,6 +27,8 @@ class Checkpointer::Impl {
     } catch (...) {
       failure = std::current_exception();
     }
+    std::error_code unknown;                          // an error of this rank alone, of which the vote tells
+    to.base = std::filesystem::current_path(unknown); // now, as the choice below: the program may go elsewhere meanwhile
     auto chosen = options;
     chosen.differing_tensors = options.differing_tensors.value_or(differing_tensors()); // now, not when the thread comes to it
     // The thread is a part of this rank, also where ranks are threads.

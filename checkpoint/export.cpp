@@ -11,7 +11,7 @@ checkpoint::SaveOptions save_options(const ExportOptions& options) {
 
 } // namespace
 
-Export::Export(const StateDict& state, const std::filesystem::path& target, const ExportOptions& options, Staged staged,
+Export::Export(const StateDict& state, const std::filesystem::path& target, const ExportOptions& options, const Staged& staged,
                const std::string& format, const std::function<std::string(const Snapshot&)>& check)
     : ranks_(options.mesh),
       session_(

@@ -30,7 +30,7 @@ struct ExportOptions {
 class Export {
  public:
   /// `format` is for errors. `check` sees what the filter left on this rank, and returns what it tells the other ranks.
-  Export(const StateDict& state, const std::filesystem::path& target, const ExportOptions& options, Staged staged,
+  Export(const StateDict& state, const std::filesystem::path& target, const ExportOptions& options, const Staged& staged,
          const std::string& format, const std::function<std::string(const Snapshot&)>& check);
 
   SaveSession& session() { return session_; }

@@ -33,6 +33,15 @@ int open_or_fail(const std::filesystem::path& path, int flags, const char* what)
   return fd;
 }
 
+// Again where a signal came. Not for ::close, which closes the file in any case.
+template <typename Call>
+int uninterrupted(const Call& call) {
+  int result;
+  do result = call();
+  while (result != 0 && errno == EINTR);
+  return result;
+}
+
 } // namespace
 
 File File::open(const std::filesystem::path& path) {
@@ -93,13 +102,16 @@ void File::start_flush(int64_t offset, int64_t bytes) const {
 }
 
 void File::reserve(int64_t bytes) {
-  const int error = ::posix_fallocate(fd_, 0, bytes);
-  if (error != 0) fail("reserve space for", path_, error);
+  const auto reserve = [&] { // returns the error, where others set errno
+    errno = ::posix_fallocate(fd_, 0, bytes);
+    return errno;
+  };
+  if (uninterrupted(reserve) != 0) fail("reserve space for", path_, errno);
 }
 
 void File::sync_and_close() {
-  if (::fsync(fd_) != 0) fail("flush", path_, errno);
-  if (::close(std::exchange(fd_, -1)) != 0) fail("close", path_, errno);
+  if (uninterrupted([&] { return ::fsync(fd_); }) != 0) fail("flush", path_, errno);
+  if (::close(std::exchange(fd_, -1)) != 0 && errno != EINTR) fail("close", path_, errno);
 }
 
 std::string read_file(const std::filesystem::path& path, int64_t limit) { return read_all(File::open(path), limit); }
@@ -112,7 +124,7 @@ void write_file(const std::filesystem::path& path, std::string_view text) {
 
 void sync_folder(const std::filesystem::path& folder) {
   const int fd = open_or_fail(folder, O_RDONLY | O_DIRECTORY, "open");
-  const int error = ::fsync(fd) == 0 ? 0 : errno;
+  const int error = uninterrupted([&] { return ::fsync(fd); }) == 0 ? 0 : errno;
   ::close(fd);
   if (error != 0 && error != EINVAL) fail("flush", folder, error); // EINVAL: a file system without folder sync
 }
@@ -145,7 +157,7 @@ void replace_link(const std::filesystem::path& link, const std::filesystem::path
   const auto close = [](const int* fd) { ::close(*fd); };
   const int folder = open_or_fail(link.parent_path(), O_RDONLY | O_DIRECTORY, "open");
   const std::unique_ptr<const int, decltype(close)> closes(&folder, close);
-  ::flock(folder, LOCK_EX);
+  uninterrupted([&] { return ::flock(folder, LOCK_EX); });
   auto temporary = link;
   temporary.replace_filename("." + link.filename().string() + ".new");
   std::filesystem::remove(temporary);

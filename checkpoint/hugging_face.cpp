@@ -138,7 +138,8 @@ void save_hugging_face(const StateDict& state, const std::filesystem::path& dir,
                 "\"; save state_dict(module), or leave it out by `filter`");
     return std::string();
   };
-  internal::Export to(state, dir, internal::ExportOptions(options), internal::Staged::kWeights, "a Hugging Face folder", check);
+  internal::Export to(state, dir, internal::ExportOptions(options), {internal::Staged::kWeights, options.file_name},
+                      "a Hugging Face folder", check);
   internal::write_hugging_face(to.session(), to.plan(), to.parts(), options);
 }
 

@@ -27,8 +27,9 @@ struct HuggingFaceOptions {
   int64_t max_file_bytes = 5'000'000'000;
   /// Convert floating-point tensors to this floating-point dtype.
   std::optional<at::ScalarType> dtype;
-  /// Replace weights that are already in a folder at the target, in one rename. Without it they are an error. Other files in that
-  /// folder, such as a configuration or a tokenizer, stay in either case; a folder in it is an error.
+  /// Replace weights of this `file_name` that are already in a folder at the target, in one rename. Without it they are an error.
+  /// Other files in that folder, such as a configuration, a tokenizer or weights of another name, stay in either case; a folder
+  /// in it is an error, and so is a checkpoint in another format.
   bool overwrite = false;
   /// As in SaveOptions; `kEachRank` is an error, since the format holds a tensor once.
   std::optional<DifferingTensors> differing_tensors = {};

@@ -121,10 +121,15 @@ Agreement agreement_on(const LoadPlan& plan, const std::vector<StateBinding*>& b
 // `messages` are the ranks': the names that each left unread, and the index that it read.
 void check_agreed(const std::vector<std::string>& messages, const Ranks& ranks, const std::string& step, const std::string& dir,
                   const checkpoint::LoadOptions& options) {
-  const auto first = parse_json(messages[0], dir), mine = parse_json(messages[static_cast<size_t>(ranks.rank())], dir);
-  TORCH_CHECK(first["index"] == mine["index"], dir, " is not the same checkpoint here as on rank ", ranks.rank_of_job(0));
   std::vector<std::string> agreements;
-  for (const auto& message : messages) agreements.push_back(parse_json(message, dir)["agreement"].get<std::string>());
+  Json first;
+  for (size_t position = 0; position < messages.size(); ++position) {
+    const auto json = parse_json(messages[position], dir);
+    if (position == 0) first = json["index"];
+    TORCH_CHECK(json["index"] == first, dir, " is not the same checkpoint on rank ", ranks.rank_of_job(position), " as on rank ",
+                ranks.rank_of_job(0)); // on every rank, so that none reads
+    agreements.push_back(json["agreement"].get<std::string>());
+  }
   Agreement::check(agreements, ranks, step, "load other tensors, or from other names,");
   const auto unused = unused_everywhere(messages);
   TORCH_CHECK(options.allow_unused || unused.empty(),
@@ -175,7 +180,7 @@ LoadReport load(StateDict& state, const std::string& name, const std::function<i
   const internal::Ranks ranks(options.mesh);
   const auto open_with_own_names = [&] {
     auto opened = open();
-    if (options.python) internal::take_names_from_python(opened, *options.python, options.rename, state);
+    if (options.python) internal::take_names_from_python(opened, *options.python, options, state);
     return opened;
   };
   auto own_names = options;

@@ -1,3 +1,4 @@
+#include <tessera/checkpoint/load_names.h>
 #include <tessera/checkpoint/load_plan.h>
 #include <tessera/checkpoint/python_state.h>
 #include <tessera/dtensor/api.h>
@@ -10,8 +11,6 @@
 namespace tessera::internal {
 
 namespace {
-
-bool accepts(const NameFilter& filter, const std::string& name) { return !filter || filter(name); }
 
 // As with exports, one of the names of a tied tensor suffices.
 bool accepts_any(const NameFilter& filter, const StateDict::Entry& entry) {
@@ -34,14 +33,12 @@ class Matcher {
     for (const auto& [name, value] : index.values) values_[name] = &value;
   }
 
-  // The name in the checkpoint of a tensor of the state.
-  std::string name_of(const std::string& name) const { return options_.rename ? options_.rename(name) : name; }
-
   // The saved tensors that an entry takes its data from; more than one when tied names were saved apart.
   std::vector<const IndexedTensor*> tensors(const StateDict::Entry& entry) {
     std::vector<const IndexedTensor*> found;
     const auto look_up = [&](const std::string& name) {
-      const auto saved = tensors_.find(name_of(name));
+      const auto there = saved_name(name, options_);
+      const auto saved = there ? tensors_.find(*there) : tensors_.end();
       if (saved == tensors_.end()) return;
       used_.insert(saved->second->name);
       const auto own = is_dtensor(std::get<at::Tensor>(entry.content)) ? own_.end() : own_.find(saved->second->name);
@@ -86,7 +83,7 @@ void plan_tensor(const StateDict::Entry& entry, Matcher& matcher, const checkpoi
   if (!accepts_any(options.filter, entry)) return; // what it would have taken counts as used
   if (saved.empty()) {
     plan.missing.push_back(entry.name);
-    plan.looked_for.push_back(matcher.name_of(entry.name));
+    plan.looked_for.push_back(saved_name(entry.name, options).value_or(entry.name));
   }
   for (const auto* candidate : saved) {
     const auto dtype = tensor.scalar_type();

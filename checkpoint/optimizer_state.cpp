@@ -155,7 +155,11 @@ class OptimizerBinding : public StateBinding {
   size_t count_tensors(const NamedParameter& parameter, const TensorField& field, const StateDict& state) const {
     return count_tensors(parameter, field, [&](const std::string& name) { return state.contains(name); });
   }
-  void fit_field(const NamedParameter& parameter, const TensorField& field, StateDict& state, const SavedState& saved) const;
+  size_t count_saved(const NamedParameter& parameter, const TensorField& field, const SavedState& saved) const {
+    return count_tensors(parameter, field, [&](const std::string& name) { return saved.tensors.count(name) > 0; });
+  }
+  void refresh_options(StateDict& state, const SavedState& saved);
+  void erase_unfit(StateDict& state, const SavedState& saved) const;
   void fit_parameter(const NamedParameter& parameter, StateDict& state, const SavedState& saved) const;
   void restore_parameter(const NamedParameter& parameter, const StateDict& state) const;
 
@@ -276,36 +280,62 @@ void OptimizerBinding::check_same_groups(const SavedState& saved) const {
   }
 }
 
-// What has the parameter's shape is loaded in place. Other tensors may have another shape in the checkpoint.
-void OptimizerBinding::fit_field(const NamedParameter& parameter, const TensorField& field, StateDict& state,
-                                 const SavedState& saved) const {
-  const auto name_of = [&](size_t i) { return names_.tensor(parameter.name, field, i); };
-  const size_t here = count_tensors(parameter, field, state);
-  const size_t there = count_tensors(parameter, field, [&](const std::string& name) { return saved.tensors.count(name) > 0; });
-  const size_t kept = field.layout == StateLayout::kAsParameter ? std::min(here, there) : 0;
-  for (size_t i = kept; i < here; ++i) state.erase(name_of(i));
-  const auto found = saved.tensors.find(parameter.name);
-  const auto* saved_parameter = found == saved.tensors.end() ? nullptr : &found->second;
-  for (size_t i = kept; i < there; ++i) {
-    auto tensor = saved.tensors.at(name_of(i));
-    tensor.dtype = dtype_for(field, tensor, saved_parameter, parameter.tensor);
-    state.add(name_of(i), zeros_for(field, parameter.tensor, tensor));
+// What the checkpoint does not hold. What has the parameter's shape is loaded in place; other tensors may have another shape in
+// the checkpoint.
+void OptimizerBinding::erase_unfit(StateDict& state, const SavedState& saved) const {
+  std::unordered_set<std::string> names;
+  for (const auto& group : groups_) {
+    for (const auto& parameter : group) {
+      for (const auto& field : class_.tensors) {
+        const size_t here = count_tensors(parameter, field, state), there = count_saved(parameter, field, saved);
+        const size_t kept = field.layout == StateLayout::kAsParameter ? std::min(here, there) : 0;
+        for (size_t i = kept; i < here; ++i) names.insert(names_.tensor(parameter.name, field, i));
+      }
+      for (const auto& value : class_.values) {
+        const auto name = names_.state(parameter.name, value.name);
+        if (saved.values.count(name) == 0) names.insert(name);
+      }
+    }
   }
+  state.erase_if([&](const auto& entry) { return names.count(entry.name) > 0; });
 }
 
-// Entries for what the checkpoint holds, and none for what it does not.
+// Adds entries for what the checkpoint holds.
 void OptimizerBinding::fit_parameter(const NamedParameter& parameter, StateDict& state, const SavedState& saved) const {
-  for (const auto& field : class_.tensors) fit_field(parameter, field, state, saved);
+  const auto found = saved.tensors.find(parameter.name);
+  const auto* saved_parameter = found == saved.tensors.end() ? nullptr : &found->second;
+  for (const auto& field : class_.tensors) {
+    const size_t there = count_saved(parameter, field, saved);
+    for (size_t i = count_tensors(parameter, field, state); i < there; ++i) {
+      const auto name = names_.tensor(parameter.name, field, i);
+      auto tensor = saved.tensors.at(name);
+      tensor.dtype = dtype_for(field, tensor, saved_parameter, parameter.tensor);
+      state.add(name, zeros_for(field, parameter.tensor, tensor));
+    }
+  }
   if (class_.values.empty()) return;
   const auto fresh = class_.make_state();
   for (const auto& value : class_.values) {
     const auto name = names_.state(parameter.name, value.name);
-    if (saved.values.count(name) == 0) {
-      if (state.contains(name)) state.erase(name);
-    } else if (!state.contains(name)) {
-      state.set(name, value.get(*fresh));
-    }
+    if (saved.values.count(name) > 0 && !state.contains(name)) state.set(name, value.get(*fresh));
   }
+}
+
+// Those of now, which stay where a load leaves one out, under the names that the checkpoint has.
+void OptimizerBinding::refresh_options(StateDict& state, const SavedState& saved) {
+  for (const auto& value : class_.own) {
+    if (state.contains(names_.own(value.name))) state.set(names_.own(value.name), value.get(optimizer_));
+  }
+  const auto before = options_state();
+  if (flattened_ == is_flattened(saved)) {
+    for (const auto& [name, value, aliases] : before.entries()) {
+      if (state.contains(name)) state.set(name, std::get<StateValue>(value));
+    }
+    return;
+  }
+  state.erase_if([&](const auto& entry) { return before.contains(entry.name); });
+  flattened_ = !flattened_;
+  state.merge(options_state());
 }
 
 void OptimizerBinding::before_load(StateDict& state, const SavedState& saved) {
@@ -314,16 +344,10 @@ void OptimizerBinding::before_load(StateDict& state, const SavedState& saved) {
   c10::NoGradGuard no_grad;
   check_same_type(saved);
   check_same_order(saved);
-  if (flattened_ != is_flattened(saved)) {
-    const auto before = options_state();
-    for (const auto& entry : before.entries()) {
-      if (state.contains(entry.name)) state.erase(entry.name);
-    }
-    flattened_ = !flattened_;
-    state.merge(options_state());
-  }
+  refresh_options(state, saved);
   if (!flattened_) check_same_groups(saved);
   option_keys_ = option_keys(saved);
+  erase_unfit(state, saved);
   for (const auto& group : groups_) {
     for (const auto& parameter : group) fit_parameter(parameter, state, saved);
   }

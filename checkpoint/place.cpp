@@ -7,21 +7,27 @@ namespace tessera::internal {
 
 namespace {
 
+// A program's own storage throws errors that need not say of what.
+template <typename Call>
+auto read_named(const std::string& what, const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "cannot read ", what, ": ", error_text(error));
+  }
+}
+
 class Object : public ByteSource {
  public:
   Object(const checkpoint::Storage& storage, std::string name) : storage_(storage), name_(std::move(name)) {
-    const auto size = storage.size(name_);
+    const auto size = read_named("the size of " + name_, [&] { return storage.size(name_); });
     TORCH_CHECK(size, "the storage has no object ", name_);
     size_ = *size;
   }
   std::string name() const override { return name_; }
   int64_t size() const override { return size_; }
   void read_at(void* data, size_t bytes, int64_t offset) const override {
-    try {
-      storage_.read(name_, offset, data, bytes);
-    } catch (const std::exception& error) { // a program's own, which need not say which object
-      TORCH_CHECK(false, "cannot read ", name_, ": ", error_text(error));
-    }
+    read_named(name_, [&] { storage_.read(name_, offset, data, bytes); });
   }
 
  private:

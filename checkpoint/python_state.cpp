@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/load_names.h>
 #include <tessera/checkpoint/python_state.h>
 #include <tessera/checkpoint/reader.h>
 
@@ -35,13 +36,16 @@ std::optional<std::string> without(const std::string& key, const std::string& na
 
 class PythonNames {
  public:
-  PythonNames(const checkpoint::PythonKeys& keys, const std::function<std::string(const std::string&)>& rename,
-              const StateDict& state, const Index& index)
+  PythonNames(const checkpoint::PythonKeys& keys, const checkpoint::LoadOptions& options, const StateDict& state,
+              const Index& index)
       : keys_(keys) {
+    const auto add = [&](const std::string& name) {
+      if (const auto there = saved_name(name, options)) here_.emplace(*there, name);
+    };
     for (const auto& entry : state.entries()) {
-      if (!rename || !entry.is_tensor() || entry.name.starts_with(kRoot)) continue;
-      here_.emplace(rename(entry.name), entry.name);
-      for (const auto& alias : entry.aliases) here_.emplace(rename(alias), alias);
+      if (!options.rename || !entry.is_tensor() || entry.name.starts_with(kRoot)) continue;
+      add(entry.name);
+      for (const auto& alias : entry.aliases) add(alias);
     }
     const auto params = keys.optimizer + ".param_groups.0.params";
     flattened_ = std::ranges::none_of(index.values, [&](const auto& value) { return value.first == params; });
@@ -144,10 +148,10 @@ std::optional<StateValue> exact_list(const std::vector<From>& values) {
 
 } // namespace
 
-void take_names_from_python(Opened& opened, const checkpoint::PythonKeys& keys,
-                            const std::function<std::string(const std::string&)>& rename, const StateDict& state) {
+void take_names_from_python(Opened& opened, const checkpoint::PythonKeys& keys, const checkpoint::LoadOptions& options,
+                            const StateDict& state) {
   auto& index = opened.index;
-  const PythonNames names(keys, rename, state, index);
+  const PythonNames names(keys, options, state, index);
   const auto type = state.contains(kRoot + "type") ? state.value<std::string>(kRoot + "type") : "";
   Reader reader(opened.place, index, index.has_checksums);
   for (auto& tensor : index.tensors) tensor.name = names.entry(tensor.name);

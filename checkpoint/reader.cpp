@@ -4,6 +4,7 @@
 #include <tessera/checkpoint/reader.h>
 #include <tessera/checkpoint/runs.h>
 #include <tessera/checkpoint/safetensors.h>
+#include <tessera/collectives/error_text.h>
 
 #include <algorithm>
 #include <cstring>
@@ -110,8 +111,8 @@ std::vector<std::string> Reader::verify_all(const std::function<void(int64_t)>& 
     try {
       work();
       return true;
-    } catch (const c10::Error& error) {
-      findings.emplace_back(error.what_without_backtrace());
+    } catch (const std::exception& error) { // also those of a program's storage
+      findings.push_back(error_text(error));
       return false;
     }
   };

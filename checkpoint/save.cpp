@@ -70,7 +70,7 @@ void save_snapshot(const Ranks& ranks, const std::function<Snapshot()>& take, Pl
   if (to.storage) {
     write(StorageSave(ranks, *to.storage, to.path.string(), options, prepare));
   } else {
-    write(SaveSession(ranks, to.path, options, prepare));
+    write(SaveSession(ranks, to.path, options, prepare, {}, to.base));
   }
 }
 

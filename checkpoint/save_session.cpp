@@ -34,12 +34,13 @@ SaveStart start_save(const Ranks& ranks, const std::string& target, const checkp
 }
 
 SaveSession::SaveSession(const Ranks& ranks, const std::filesystem::path& target, const checkpoint::SaveOptions& options,
-                         const Prepare& prepare, Staged staged)
+                         const Prepare& prepare, const Staged& staged, const std::filesystem::path& base)
     : ranks_(ranks), target_(target), options_(options) {
   auto start = start_save(ranks, target.string(), options, prepare, [&] {
+    TORCH_CHECK(!target.empty(), "the path is empty");
     TORCH_CHECK(options.keep_last >= 0, "keep_last is ", options.keep_last);
     if (ranks_.rank() == 0) {
-      staging_.emplace(target, options.overwrite, staged);
+      staging_.emplace(base / target, options.overwrite, staged);
       if (options.keep_last > 0) check_has_number(staging_->target());
       if (options.update_latest) check_latest_is_link(staging_->target().parent_path());
     }

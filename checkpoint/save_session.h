@@ -31,9 +31,10 @@ SaveStart start_save(const Ranks& ranks, const std::string& target, const checkp
 /// When it is destroyed without a commit, the folder is removed.
 class SaveSession {
  public:
-  /// Every rank runs `prepare`. Then rank 0 makes the folder; all ranks learn its name.
+  /// Every rank runs `prepare`. Then rank 0 makes the folder; all ranks learn its name. A relative target lies in rank 0's
+  /// `base`; empty: in its current folder.
   SaveSession(const Ranks& ranks, const std::filesystem::path& target, const checkpoint::SaveOptions& options,
-              const Prepare& prepare = nullptr, Staged staged = Staged::kFolder);
+              const Prepare& prepare = nullptr, const Staged& staged = {}, const std::filesystem::path& base = {});
 
   const Ranks& ranks() const { return ranks_; }
   const std::filesystem::path& folder() const { return folder_; }
@@ -68,6 +69,7 @@ class SaveSession {
 struct Destination {
   std::filesystem::path path;
   checkpoint::Storage* storage = nullptr;
+  std::filesystem::path base = {}; ///< of a relative path, see SaveSession
 
   std::string name() const { return path.string(); }
 };

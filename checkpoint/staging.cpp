@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <string_view>
+#include <utility>
 
 namespace tessera::internal {
 
@@ -69,12 +70,23 @@ void remove_abandoned(const std::filesystem::path& target) {
   }
 }
 
+bool is_name(const std::filesystem::path& component) { return !component.empty() && component != "." && component != ".."; }
+
+// As the system resolves it: ".." after a symbolic link leads out of the folder that the link points at. The last component may
+// be a link itself.
+std::filesystem::path resolved(const std::filesystem::path& target) {
+  auto path = std::filesystem::absolute(target);
+  while (path.has_relative_path() && (!path.has_filename() || path.filename() == ".")) path = path.parent_path();
+  if (!is_name(path.filename())) return std::filesystem::weakly_canonical(path);
+  return std::filesystem::weakly_canonical(path.parent_path()) / path.filename();
+}
+
 } // namespace
 
 Staging::Staging(const std::filesystem::path& target, bool overwrite, Staged staged)
-    : target_(std::filesystem::absolute(target).lexically_normal()), overwrite_(overwrite), staged_(staged) {
-  TORCH_CHECK(staged_ != Staged::kFile || target_.has_filename(), target.string(), " is the name of a folder, not of a file");
-  if (!target_.has_filename()) target_ = target_.parent_path();
+    : target_(resolved(target)), overwrite_(overwrite), staged_(std::move(staged)) {
+  TORCH_CHECK(staged_.kind != Staged::kFile || is_name(target.filename()), target.string(),
+              " is the name of a folder, not of a file");
   check_target();
   create_durably(target_.parent_path());
   remove_abandoned(target_);
@@ -88,12 +100,13 @@ void Staging::check_target() const {
   TORCH_CHECK(!name.starts_with('.'), target_.string(),
               ": names that begin with '.' are kept for folders that are being written");
   if (!std::filesystem::exists(std::filesystem::symlink_status(target_))) return;
-  if (staged_ == Staged::kWeights && !holds_part_of_checkpoint(target_)) return check_others_stay(target_);
+  const bool is_weights = staged_.kind == Staged::kWeights;
+  if (is_weights && !holds_weights(target_, staged_.file_name)) return check_others_stay(target_, staged_.file_name);
   TORCH_CHECK(
       overwrite_, target_.string(),
       " exists already; a checkpoint is never changed (`overwrite` of the options, or --overwrite of the tool, replaces it)");
-  if (staged_ == Staged::kFolder) return check_replaceable(target_);
-  if (staged_ == Staged::kWeights) return check_others_stay(target_);
+  if (staged_.kind == Staged::kFolder) return check_replaceable(target_);
+  if (is_weights) return check_others_stay(target_, staged_.file_name);
   TORCH_CHECK(std::filesystem::is_regular_file(target_), target_.string(), " is not a file, so it is not replaced");
 }
 
@@ -117,17 +130,18 @@ Staging::~Staging() {
 
 void Staging::commit() {
   sync_folder(folder_);
-  const auto staged = staged_ == Staged::kFile ? folder_ / target_.filename() : folder_;
+  const bool is_file = staged_.kind == Staged::kFile, is_weights = staged_.kind == Staged::kWeights;
+  const auto staged = is_file ? folder_ / target_.filename() : folder_;
   const bool exists = std::filesystem::exists(target_);
-  if (!exists || (!overwrite_ && staged_ != Staged::kWeights)) {
+  if (!exists || (!overwrite_ && !is_weights)) {
     rename_new(staged, target_);
-  } else if (staged_ == Staged::kFile) {
+  } else if (is_file) {
     std::filesystem::rename(staged, target_);
   } else {
-    if (staged_ == Staged::kWeights) link_others(target_, staged);
+    if (is_weights) link_others(target_, staged, staged_.file_name);
     replace_folder(staged, target_);
   }
-  committed_ = staged_ != Staged::kFile;
+  committed_ = !is_file;
   sync_folder(target_.parent_path());
 }
 

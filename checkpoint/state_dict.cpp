@@ -3,18 +3,35 @@
 #include <tessera/checkpoint/state_dict.h>
 
 #include <algorithm>
+#include <string_view>
+#include <unordered_set>
 
 namespace tessera {
 
-void StateDict::insert(Entry entry) {
-  const auto claim = [&](const std::string& name) {
+void StateDict::check_names(const Entry& entry) const {
+  std::unordered_set<std::string_view> own;
+  const auto check = [&](const std::string& name) {
     TORCH_CHECK(!name.empty(), "state dict: an empty name");
     TORCH_CHECK(name != "__metadata__", "state dict: the name \"__metadata__\" is reserved by the safetensors format");
-    TORCH_CHECK(index_.emplace(name, entries_.size()).second, "state dict: the name \"", name, "\" is taken");
+    TORCH_CHECK(!contains(name) && own.insert(name).second, "state dict: the name \"", name, "\" is taken");
   };
-  claim(entry.name);
-  for (const auto& alias : entry.aliases) claim(alias);
+  check(entry.name);
+  for (const auto& alias : entry.aliases) check(alias);
+}
+
+void StateDict::append(Entry entry) {
+  index_entry(entry, entries_.size());
   entries_.push_back(std::move(entry));
+}
+
+void StateDict::index_entry(const Entry& entry, size_t position) {
+  index_[entry.name] = position;
+  for (const auto& alias : entry.aliases) index_[alias] = position;
+}
+
+void StateDict::insert(Entry entry) {
+  check_names(entry);
+  append(std::move(entry));
 }
 
 void StateDict::add(const std::string& name, at::Tensor tensor, std::vector<std::string> aliases) {
@@ -67,6 +84,12 @@ void StateDict::erase(const std::string& name) {
   }
 }
 
+void StateDict::erase_if(const std::function<bool(const Entry&)>& predicate) {
+  if (std::erase_if(entries_, predicate) == 0) return;
+  index_.clear();
+  for (size_t position = 0; position < entries_.size(); ++position) index_entry(entries_[position], position);
+}
+
 namespace {
 
 bool is_same_value(const StateDict::Entry& a, const StateDict::Entry& b) {
@@ -76,14 +99,18 @@ bool is_same_value(const StateDict::Entry& a, const StateDict::Entry& b) {
 } // namespace
 
 void StateDict::merge(const StateDict& other) {
+  std::vector<const Entry*> added; // once all have been checked
   for (const auto& entry : other.entries_) {
     const auto found = index_.find(entry.name);
     const bool same_value = found != index_.end() && !entry.is_tensor() && is_same_value(entries_[found->second], entry);
     TORCH_CHECK(
         same_value || found == index_.end() || entry.name != "optimizer.type",
         "state dict: a merge of two classes of optimizers: give each a name, as state_dict(module, {{\"name\", optimizer}})");
-    if (!same_value) insert(entry);
+    if (same_value) continue;
+    check_names(entry);
+    added.push_back(&entry);
   }
+  for (const auto* entry : added) append(*entry);
   for (const auto& name : other.submodules_) add_submodule(name);
   bindings_.insert(bindings_.end(), other.bindings_.begin(), other.bindings_.end());
 }

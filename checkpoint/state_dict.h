@@ -4,6 +4,7 @@
 
 #include <concepts>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -52,7 +53,8 @@ class StateDict {
     bool is_tensor() const { return content.index() == 0; }
   };
 
-  /// Adds a tensor (plain or DTensor). An error when `name` or an alias is taken, is empty, or the tensor is undefined.
+  /// Adds a tensor (plain or DTensor). An error when `name` or an alias is taken, is empty, or the tensor is undefined; nothing
+  /// is added then.
   void add(const std::string& name, at::Tensor tensor, std::vector<std::string> aliases = {});
   /// Adds or replaces a value.
   void set(const std::string& name, StateValue value);
@@ -91,13 +93,16 @@ class StateDict {
   const std::vector<Entry>& entries() const&& = delete;
   size_t size() const { return entries_.size(); }
   void erase(const std::string& name);
+  /// Erases all entries for which it is true, in one pass.
+  void erase_if(const std::function<bool(const Entry&)>& predicate);
 
   /// A submodule of the module whose state this is, with its full name. It is no entry. `save_torch` writes it, though nothing in
   /// it has one (a ReLU), because torch::load asks for it.
   void add_submodule(const std::string& name);
   const std::vector<std::string>& submodules() const { return submodules_; }
 
-  /// Adds the entries, submodules and bindings of `other`; an error when a name appears in both, unless for the same value.
+  /// Adds the entries, submodules and bindings of `other`; an error when a name appears in both, unless for the same value;
+  /// nothing is added then.
   void merge(const StateDict& other);
   void bind(std::shared_ptr<StateBinding> binding) { bindings_.push_back(std::move(binding)); }
   const std::vector<std::shared_ptr<StateBinding>>& bindings() const { return bindings_; }
@@ -105,7 +110,10 @@ class StateDict {
  private:
   const Entry& entry(const std::string& name) const;
   [[noreturn]] void throw_wrong_type(const std::string& name) const;
+  void check_names(const Entry& entry) const; ///< before it is added
   void insert(Entry entry);
+  void append(Entry entry);
+  void index_entry(const Entry& entry, size_t position);
 
   std::vector<Entry> entries_;
   std::unordered_map<std::string, size_t> index_; // names and aliases → position in entries_

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <string_view>
 #include <utility>
 
 namespace tessera::internal {
@@ -139,6 +140,23 @@ class TorchFileIndexer {
   size_t made_bytes_ = 0;
 };
 
+// By which torch.load knows files without a zip archive, and what `save_torch` writes before its archive.
+constexpr std::string_view kMagicNumber = "\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20";
+constexpr size_t kMostBeforeMagicNumber = 11; // the pickle's protocol, and from protocol 4 on the size of a frame
+
+std::string begin_of(const std::filesystem::path& path) {
+  const auto file = File::open(path);
+  const auto most = static_cast<int64_t>(kMostBeforeMagicNumber + kMagicNumber.size());
+  std::string begin(static_cast<size_t>(std::min(file.size(), most)), '\0');
+  file.read_at(begin.data(), begin.size(), 0);
+  return begin;
+}
+
+bool is_without_archive(const std::string& begin) {
+  constexpr char kProtocol = '\x80';
+  return begin.starts_with(kProtocol) && begin.find(kMagicNumber) != std::string::npos;
+}
+
 } // namespace
 
 std::optional<StateValue> state_value_of(PickleRef root, size_t limit) {
@@ -162,14 +180,14 @@ std::optional<StateValue> state_value_of(PickleRef root, size_t limit) {
 }
 
 bool is_torch_file(const std::filesystem::path& path) {
-  constexpr std::string_view kZip = "PK\x03\x04", kLegacy = "\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20";
-  const auto file = File::open(path);
-  std::string begin(static_cast<size_t>(std::min<int64_t>(file.size(), std::ssize(kLegacy))), '\0');
-  file.read_at(begin.data(), begin.size(), 0);
-  return begin.starts_with(kZip) || begin == kLegacy;
+  const auto begin = begin_of(path);
+  return begin.starts_with("PK\x03\x04") || begin.starts_with(kMagicNumber) || is_without_archive(begin);
 }
 
 Index index_of_torch_file(const std::filesystem::path& path) {
+  TORCH_CHECK(
+      !is_without_archive(begin_of(path)), path.string(), " was written without a zip archive (by torch.save with ",
+      "_use_new_zipfile_serialization=False, or before PyTorch 1.6), which is not read: load it in Python and save it again");
   try {
     return TorchFileIndexer(path).run();
   } catch (const c10::Error& error) { // those of the archive's reader do not say where

@@ -275,7 +275,7 @@ void save_torch(const StateDict& state, const std::filesystem::path& file, const
   const auto tell = [&](const internal::Snapshot&) {
     return internal::dump_json({{"submodules", state.submodules()}}, "checkpoint");
   };
-  internal::Export to(state, file, internal::ExportOptions(options), internal::Staged::kFile, "a .pt file", tell);
+  internal::Export to(state, file, internal::ExportOptions(options), {internal::Staged::kFile}, "a .pt file", tell);
   internal::write_torch(to.session(), to.plan(), to.parts(), options.rename);
 }
 

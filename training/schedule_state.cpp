@@ -55,10 +55,11 @@ class ScheduleBinding final : public StateBinding {
     if (saved.values.count(name_of("type")) == 0) return;         // reported as missing
     check_steps(saved);
     if (!options_.allow_other_settings) return check_same(saved);
-    for (const auto& [name, value] : fixed()) state.erase(name);
-    const auto prefix = name_of("");
+    const auto prefix = name_of(""), steps = name_of("steps_taken");
+    // Another schedule's too, which an earlier load has set.
+    state.erase_if([&](const auto& entry) { return entry.name.starts_with(prefix) && entry.name != steps; });
     for (auto item = saved.values.lower_bound(prefix); item != saved.values.end() && item->first.starts_with(prefix); ++item) {
-      if (item->first != name_of("steps_taken")) state.set(item->first, item->second);
+      if (item->first != steps) state.set(item->first, item->second);
     }
   }
 

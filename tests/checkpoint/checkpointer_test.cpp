@@ -1,10 +1,18 @@
+#include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpointer.h>
 #include <tessera/checkpoint/file.h>
 #include <torch/torch.h>
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
 #include <future>
 #include <iterator>
+#include <thread>
 
 #include "../support/matchers.h"
 #include "../support/temporary_folder.h"
@@ -107,6 +115,51 @@ TEST(Checkpointer, LinksAreReplacedBesideEachOther) {
   other.get();
   EXPECT_TRUE(std::filesystem::is_symlink(folder.path() / "latest"));
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+}
+
+TEST(Checkpointer, ALinkIsReplacedInTurnAlsoWhereSignalsCome) {
+  const TemporaryFolder folder;
+  const auto link = folder.path() / "latest";
+  const int other = ::open(folder.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  ASSERT_EQ(::flock(other, LOCK_EX), 0);
+  struct sigaction action {
+  }, before{};
+  action.sa_handler = [](int) {}; // system calls are not restarted
+  ::sigaction(SIGUSR2, &action, &before);
+  std::thread waiting([&] { internal::replace_link(link, "a"); });
+  const auto is_replaced = [&] { return std::filesystem::exists(std::filesystem::symlink_status(link)); };
+  for (const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+       !is_replaced() && std::chrono::steady_clock::now() < end; std::this_thread::yield())
+    ::pthread_kill(waiting.native_handle(), SIGUSR2);
+  EXPECT_FALSE(is_replaced());
+  ::close(other);
+  waiting.join();
+  ::sigaction(SIGUSR2, &before, nullptr);
+  EXPECT_EQ(std::filesystem::read_symlink(link), "a");
+}
+
+TEST(Checkpointer, ARelativePathIsThatOfTheCall) {
+  const SharedFolder folder;
+  const auto start = std::filesystem::current_path(), a = folder.path() / "a", b = folder.path() / "b";
+  const auto go_back = c10::make_scope_exit([&] { std::filesystem::current_path(start); });
+  if (world_rank() == 0) {
+    std::filesystem::create_directory(a);
+    std::filesystem::create_directory(b);
+  }
+  SharedFolder::barrier();
+  StateDict state;
+  state.add(own_name(), torch::ones({2}));
+  {
+    Checkpointer checkpointer;
+    for (int i = 0; i < 10; ++i) { // the thread comes to its path at any time
+      std::filesystem::current_path(a);
+      checkpointer.save(state, std::to_string(i));
+      std::filesystem::current_path(b);
+      EXPECT_EQ(error_of([&] { checkpointer.wait(); }), "no error");
+    }
+  }
+  for (int i = 0; i < 10; ++i) EXPECT_TRUE(verify(a / std::to_string(i)).empty());
+  EXPECT_TRUE(std::filesystem::is_empty(b));
 }
 
 TEST(Checkpointer, RunsBesideCollectivesOfTheTraining) {

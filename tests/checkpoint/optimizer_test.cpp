@@ -180,6 +180,23 @@ TEST(OptimizerCheckpoint, ACheckpointOfWeightsLeavesTheOptimizerAsItIs) {
   EXPECT_EQ(state_dict(*model, optimizer).value<int64_t>("optimizer.state.0.bias.step"), 1);
 }
 
+// Not as it was when the state dict was made.
+TEST(OptimizerCheckpoint, AnOptionThatTheCheckpointLacksStaysAsItIs) {
+  const TemporaryFolder folder;
+  auto model = make_model(1);
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  auto saved = state_dict(*model, optimizer);
+  saved.erase("optimizer.param_groups.0.lr");
+  save(saved, folder.path() / "c");
+  auto state = state_dict(*model, optimizer);
+  auto& options = static_cast<torch::optim::SGDOptions&>(optimizer.param_groups()[0].options());
+  options.lr(0.5).momentum(0.8);
+  const auto report = load(state, folder.path() / "c", {.allow_missing = true});
+  EXPECT_THAT(report.missing, ::testing::ElementsAre("optimizer.param_groups.0.lr"));
+  EXPECT_EQ(options.lr(), 0.5);
+  EXPECT_EQ(options.momentum(), 0.9);
+}
+
 TEST(OptimizerCheckpoint, ANewStateHasTheDtypeOfItsParameters) {
   const TemporaryFolder folder;
   torch::nn::Linear model(4, 2), other(4, 2);

@@ -1,17 +1,15 @@
 // Checkpoints of unsharded state, by one process without a process group.
 #include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
-#include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/reader.h>
 #include <torch/torch.h>
 
-#include <atomic>
-#include <set>
-#include <thread>
+#include <map>
 
 #include "../support/matchers.h"
 #include "../support/temporary_folder.h"
+#include "folder_entries.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -20,18 +18,13 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using testing::error_of;
 using ::testing::HasSubstr;
+using testing::names_in;
 using testing::read_text;
 using testing::TemporaryFolder;
 using ::testing::UnorderedElementsAre;
 using testing::write_text;
 
 const char* kFile = "shard-00001-model-00001-of-00001.safetensors";
-
-std::vector<std::string> names_in(const std::filesystem::path& folder) {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) names.push_back(entry.path().filename().string());
-  return names;
-}
 
 // A tensor of every dtype, 0-dim and empty ones, one longer than a block, one that is not contiguous; values of every type.
 StateDict example(int64_t seed) {
@@ -55,12 +48,6 @@ StateDict example(int64_t seed) {
   state.set("position", StateValue(std::vector<int64_t>{seed, -1}));
   state.set("weights", StateValue(std::vector<double>{1e-300, static_cast<double>(seed)}));
   state.set("words", StateValue(std::vector<std::string>{"a", std::to_string(seed)}));
-  return state;
-}
-
-StateDict weights(double value) {
-  StateDict state;
-  state.add("w", torch::full({3}, value));
   return state;
 }
 
@@ -155,39 +142,6 @@ TEST(PlainCheckpoint, OnlyACheckpointIsReplaced) {
   EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("file", "runs", "empty", "latest"));
 }
 
-TEST(PlainCheckpoint, AnExportLeavesTheOtherFilesOfItsFolder) {
-  const TemporaryFolder folder;
-  const auto model = folder.path() / "model";
-  const auto weight = [&] {
-    auto loaded = weights(0);
-    load(loaded, model);
-    return loaded.tensor("w")[0].item<double>();
-  };
-  std::filesystem::create_directory(model);
-  write_text(model / "adapter_config.json", "{}");
-  write_text(folder.path() / "shared.json", "[]");
-  std::filesystem::create_symlink("../shared.json", model / "tokenizer.json");
-  save_hugging_face(weights(1), model); // replaces nothing
-  EXPECT_EQ(weight(), 1);
-  EXPECT_THAT(error_of([&] { save_hugging_face(weights(2), model); }), HasSubstr("model exists already"));
-  save_hugging_face(weights(2), model, {.overwrite = true});
-  EXPECT_EQ(weight(), 2);
-  EXPECT_THAT(names_in(model), UnorderedElementsAre("adapter_config.json", "tokenizer.json", "model.safetensors"));
-  EXPECT_EQ(read_text(model / "adapter_config.json"), "{}");
-  EXPECT_EQ(read_text(model / "tokenizer.json"), "[]");
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("model", "shared.json"));
-  // Not a whole tree, and nothing in place of a file.
-  std::filesystem::create_directory(model / "logs");
-  for (const bool overwrite : {false, true}) {
-    EXPECT_THAT(error_of([&] { save_hugging_face(weights(3), folder.path(), {.overwrite = overwrite}); }),
-                HasSubstr("holds model, which is neither a part of a checkpoint nor a file"));
-    EXPECT_THAT(error_of([&] { save_hugging_face(weights(3), folder.path() / "shared.json", {.overwrite = overwrite}); }),
-                HasSubstr("shared.json exists already and is no folder"));
-  }
-  EXPECT_THAT(error_of([&] { save_hugging_face(weights(3), model, {.overwrite = true}); }), HasSubstr("model holds logs"));
-  EXPECT_EQ(weight(), 2);
-}
-
 TEST(PlainCheckpoint, ALoadWithAFilterTakesAPart) {
   const TemporaryFolder folder;
   const auto path = folder.path() / "c";
@@ -236,6 +190,36 @@ TEST(PlainCheckpoint, AFilterSeesTheNamesOfTheState) {
   auto target = state_dict(*swapped);
   load(target, folder.path() / "r", {.filter = [](const auto& name) { return name == "bias"; }, .rename = swap});
   EXPECT_TENSORS_EQUAL(swapped->bias, torch::ones({2}));
+}
+
+TEST(PlainCheckpoint, ARenameNeedNotKnowWhatTheFilterRefuses) {
+  const TemporaryFolder folder;
+  const std::map<std::string, std::string> names{{"weight", "other"}};
+  const auto rename = [&](const std::string& name) { return names.at(name); };
+  const auto is_weight = [](const std::string& name) { return name == "weight"; };
+  StateDict saved;
+  saved.add("other", torch::ones({2, 2}));
+  saved.add("model.other", torch::full({2, 2}, 2.0));
+  save(saved, folder.path() / "c");
+  const LoadOptions options{.filter = is_weight, .rename = rename};
+  torch::nn::Linear model(2, 2);
+  const auto bias = model->bias.detach().clone();
+  load(state_dict(*model), folder.path() / "c", options);
+  EXPECT_TENSORS_EQUAL(model->weight, torch::ones({2, 2}));
+  EXPECT_TENSORS_EQUAL(model->bias, bias);
+  StateDict tied;
+  tied.add("alias", torch::zeros({2, 2}), {"weight"});
+  load(tied, folder.path() / "c", options);
+  EXPECT_TENSORS_EQUAL(tied.tensor("weight"), torch::ones({2, 2}));
+  auto of_python = options;
+  of_python.allow_unused = true;
+  of_python.python = PythonKeys{};
+  StateDict only;
+  only.add("model.other", torch::full({2, 2}, 2.0));
+  save(only, folder.path() / "python");
+  load(state_dict(*model), folder.path() / "python", of_python);
+  EXPECT_TENSORS_EQUAL(model->weight, torch::full({2, 2}, 2.0));
+  EXPECT_NE(error_of([&] { load(state_dict(*model), folder.path() / "c", {.rename = rename}); }), "no error");
 }
 
 TEST(PlainCheckpoint, ErrorsOfALoadSayWhatWouldHelp) {
@@ -436,125 +420,6 @@ TEST(PlainCheckpoint, ReadsOnlyTheBlocksItNeeds) {
   EXPECT_EQ(read(internal::whole({4096, 1024})), 16 << 20);
 }
 
-TEST(Latest, IsTheNewestCompleteCheckpoint) {
-  const TemporaryFolder folder;
-  EXPECT_EQ(latest(folder.path() / "none"), "");
-  EXPECT_EQ(latest(folder.path()), "");
-  save({}, folder.path() / "step-9");
-  save({}, folder.path() / "step-10");
-  save({}, folder.path() / "a-later-one");
-  std::filesystem::create_directory(folder.path() / "step-11");
-  EXPECT_EQ(latest(folder.path()), folder.path() / "a-later-one");
-}
-
-TEST(Latest, ALinkPointsAtTheLastSave) {
-  const TemporaryFolder folder;
-  for (const int64_t step : {1, 2, 3}) {
-    StateDict state, loaded;
-    state.set("step", step);
-    SaveOptions options;
-    options.update_latest = step < 3;
-    save(state, folder.path() / std::to_string(step), options);
-    loaded.set("step", 0);
-    load(loaded, folder.path() / "latest");
-    EXPECT_EQ(loaded.value<int64_t>("step"), std::min<int64_t>(step, 2));
-  }
-}
-
-TEST(Latest, WhatOthersCallSoIsNotReplaced) {
-  const TemporaryFolder folder;
-  const auto link = folder.path() / "latest";
-  write_text(link, "step-7");
-  EXPECT_THAT(error_of([&] { save({}, folder.path() / "a"); }), HasSubstr("latest is no symbolic link, so it is not replaced"));
-  EXPECT_EQ(read_text(link), "step-7");
-  EXPECT_THAT(names_in(folder.path()), ElementsAre("latest"));
-  save({}, folder.path() / "a", {.update_latest = false});
-  std::filesystem::remove(link);
-  std::filesystem::create_symlink("/nonexistent", link);
-  save({}, folder.path() / "b");
-  EXPECT_EQ(std::filesystem::read_symlink(link), "b");
-}
-
-TEST(Latest, PassesOverFoldersOfOthersButNotOverADamagedIndex) {
-  const TemporaryFolder folder;
-  std::filesystem::create_directories(folder.path() / "odd" / "index.json");
-  std::filesystem::create_directory(folder.path() / "web");
-  write_text(folder.path() / "web" / "index.json", "{\"name\": 1}");
-  save(example(1), folder.path() / "a");
-  EXPECT_EQ(latest(folder.path()), folder.path() / "a");
-  const auto index = folder.path() / "a" / "index.json";
-  auto text = read_text(index);
-  for (const size_t position : {size_t{3}, text.size() / 2}) {
-    text[position] ^= 1;
-    write_text(index, text);
-    EXPECT_THAT(error_of([&] { latest(folder.path()); }), HasSubstr("a/index.json: "));
-    text[position] ^= 1;
-  }
-}
-
-TEST(Latest, OfWhatCannotBeListedIsAnError) {
-  EXPECT_EQ(latest("/nowhere/at/all"), "");
-  EXPECT_THAT(error_of([] { latest(std::string(300, 'x')); }), HasSubstr("checkpoint: cannot list xxx"));
-}
-
-TEST(Latest, PassesOverADamagedOneThatIsOlder) {
-  const TemporaryFolder folder;
-  const auto damage = [&](const std::string& name) {
-    write_text(folder.path() / name / "index.json", std::string(internal::kIndexStart));
-  };
-  save(example(1), folder.path() / "step-1");
-  damage("step-1");
-  EXPECT_THAT(error_of([&] { latest(folder.path()); }),
-              AllOf(HasSubstr("step-1/index.json: "), HasSubstr("No whole checkpoint beside it is newer")));
-  save(example(1), folder.path() / "step-2");
-  EXPECT_EQ(latest(folder.path()), folder.path() / "step-2");
-  save(example(1), folder.path() / "step-3");
-  damage("step-3");
-  const auto later = std::filesystem::last_write_time(folder.path() / "step-2" / "index.json") + std::chrono::seconds(1);
-  std::filesystem::last_write_time(folder.path() / "step-3" / "index.json", later);
-  EXPECT_THAT(error_of([&] { latest(folder.path()); }), HasSubstr("step-3/index.json: "));
-  std::filesystem::remove_all(folder.path() / "step-3");
-  EXPECT_EQ(latest(folder.path()), folder.path() / "step-2");
-}
-
-// Asks for the latest while another thread saves a hundred times, at last to `last`.
-void poll_while_saving(const std::filesystem::path& root, const std::function<void(int)>& save_step, const std::string& last) {
-  std::atomic<bool> saving{true};
-  std::thread saver([&] {
-    for (int step = 1; step <= 100; ++step) save_step(step);
-    saving = false;
-  });
-  int calls = 0, empty = 0;
-  std::set<std::string> errors{"no error"};
-  for (; saving; ++calls) errors.insert(error_of([&] { empty += latest(root).empty() ? 1 : 0; }));
-  saver.join();
-  EXPECT_THAT(errors, ElementsAre("no error")) << calls << " calls";
-  EXPECT_EQ(empty, 0) << calls << " calls";
-  EXPECT_EQ(latest(root), root / last);
-}
-
-TEST(Latest, AlwaysFindsOneWhileOthersSaveAndRemove) {
-  for (const bool beside_damaged : {false, true}) {
-    SCOPED_TRACE(beside_damaged);
-    const TemporaryFolder folder;
-    if (beside_damaged) {
-      std::filesystem::create_directory(folder.path() / "step-0");
-      write_text(folder.path() / "step-0" / internal::kIndexName, internal::kIndexStart); // older than all others
-    }
-    save({}, folder.path() / "step-1", {.overwrite = true});
-    poll_while_saving(
-        folder.path(), [&](int step) { save({}, folder.path() / c10::str("step-", step), {.overwrite = true, .keep_last = 1}); },
-        "step-100");
-  }
-}
-
-TEST(Latest, AlwaysFindsOneWhileItIsReplaced) {
-  const TemporaryFolder folder;
-  save({}, folder.path() / "a");
-  poll_while_saving(
-      folder.path(), [&](int) { save({}, folder.path() / "a", {.overwrite = true}); }, "a");
-}
-
 TEST(Index, ALargeFileOfOthersIsNotRead) {
   const TemporaryFolder folder;
   const auto path = folder.path() / "index.json";
@@ -565,57 +430,6 @@ TEST(Index, ALargeFileOfOthersIsNotRead) {
   std::filesystem::resize_file(path, uintmax_t{4} << 30);
   EXPECT_THAT(error_of([&] { internal::read_index(folder.path()); }),
               HasSubstr("index.json has 4294967296 bytes, more than the 536870912 it may have"));
-}
-
-TEST(Latest, IsTheLastOneAlsoWhenTheClockWasSetBack) {
-  const TemporaryFolder folder;
-  const auto future = folder.path() / "step-3";
-  save({}, future);
-  auto index = internal::read_index(future);
-  index.saved_at += int64_t{3600} * 1'000'000;
-  write_text(future / "index.json", internal::encode_index(index));
-  save({}, folder.path() / "step-2", {.keep_last = 2});
-  EXPECT_EQ(latest(folder.path()), folder.path() / "step-2");
-  save({}, folder.path() / "step-1", {.keep_last = 2});
-  EXPECT_EQ(latest(folder.path()), folder.path() / "step-1");
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("step-2", "step-1", "latest"));
-}
-
-TEST(KeepLast, RemovesTheOldestWithTheirHiddenRemains) {
-  const TemporaryFolder folder;
-  SaveOptions options;
-  options.keep_last = 2;
-  std::filesystem::create_directory(folder.path() / "step-0");
-  for (const auto* name : {"step-2", "step-1", "step-40", "step-3"}) save({}, folder.path() / name, options);
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("step-40", "step-3", "latest", "step-0"));
-  std::filesystem::create_directory(folder.path() / ".x.removing-1-1");
-  options.keep_last = 0;
-  save({}, folder.path() / "e", options);
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("step-40", "step-3", "e", "latest", "step-0"));
-  options.keep_last = -1;
-  EXPECT_THAT(error_of([&] { save({}, folder.path() / "f", options); }), HasSubstr("keep_last is -1"));
-}
-
-TEST(KeepLast, LeavesWhatIsNoWholeCheckpoint) {
-  const TemporaryFolder folder;
-  std::filesystem::create_directory(folder.path() / "step-0");
-  write_text(folder.path() / "step-0" / "index.json", "{\"name\": 1}");
-  save(example(1), folder.path() / "step-1");
-  auto text = read_text(folder.path() / "step-1" / "index.json");
-  text.pop_back();
-  write_text(folder.path() / "step-1" / "index.json", text);
-  for (const auto* name : {"step-2", "step-3", "step-4"}) save(example(1), folder.path() / name, {.keep_last = 1});
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("step-0", "step-1", "step-4", "latest"));
-}
-
-TEST(KeepLast, LeavesOtherSeries) {
-  const TemporaryFolder folder;
-  for (const auto* name : {"best", "best-1", "epoch-1"}) save({}, folder.path() / name);
-  for (const auto* name : {"step-1", "step-20"}) save({}, folder.path() / name, {.keep_last = 1});
-  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("best", "best-1", "epoch-1", "step-20", "latest"));
-  EXPECT_THAT(error_of([&] { save({}, folder.path() / "last", {.keep_last = 1}); }),
-              HasSubstr("keep_last counts checkpoints whose names differ in a number, as step-100 and step-200, and \"last\" has "
-                        "none"));
 }
 
 TEST(Verify, ListsEverythingThatIsWrong) {

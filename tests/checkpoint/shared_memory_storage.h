@@ -16,7 +16,7 @@ class SharedMemoryStorage : public checkpoint::Storage {
   /// `folder` lies in /dev/shm and belongs to the job.
   explicit SharedMemoryStorage(std::filesystem::path folder) : folder_(std::move(folder)) {}
 
-  /// Throws to fail an operation: "append", "close", "read", "list" or "remove" on an object.
+  /// Throws to fail an operation: "append", "close", "size", "read", "list" or "remove" on an object.
   std::function<void(const std::string& operation, const std::string& object)> fault;
   /// Closes objects whose names contain it without their last byte.
   std::string truncated;
@@ -27,6 +27,7 @@ class SharedMemoryStorage : public checkpoint::Storage {
     return std::make_unique<Writer>(*this, name);
   }
   std::optional<int64_t> size(const std::string& name) const override {
+    check("size", name);
     std::error_code absent;
     const auto size = std::filesystem::file_size(path_of(name), absent);
     return absent ? std::nullopt : std::optional(static_cast<int64_t>(size));

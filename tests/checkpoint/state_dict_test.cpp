@@ -55,6 +55,35 @@ TEST(StateDict, MisuseIsAnErrorThatNamesTheEntry) {
   EXPECT_THAT(error_of([&] { state.merge(state); }), HasSubstr("\"t\" is taken"));
 }
 
+TEST(StateDict, IsUnchangedAfterAnError) {
+  StateDict state, other;
+  state.add("t", torch::rand({1}), {"u"});
+  EXPECT_THAT(error_of([&] { state.add("w", torch::rand({1}), {"x", "u"}); }), HasSubstr("\"u\" is taken"));
+  EXPECT_THAT(error_of([&] { state.add("w", torch::rand({1}), {"x", "x"}); }), HasSubstr("\"x\" is taken"));
+  EXPECT_THAT(error_of([&] { state.add("w", torch::rand({1}), {"w"}); }), HasSubstr("\"w\" is taken"));
+  other.set("v", 1);
+  other.add("x", torch::rand({1}), {"t"});
+  EXPECT_THAT(error_of([&] { state.merge(other); }), HasSubstr("\"t\" is taken"));
+  for (const auto* name : {"v", "w", "x"}) EXPECT_FALSE(state.contains(name)) << name;
+  EXPECT_THAT(names(state), ElementsAre("t"));
+  EXPECT_EQ(error_of([&] { state.set("w", 1); }), "no error");
+  EXPECT_EQ(state.value<int64_t>("w"), 1);
+}
+
+TEST(StateDict, ErasesEntriesThatFulfilACondition) {
+  StateDict state;
+  const auto tensor = torch::rand({1});
+  state.add("a", torch::rand({1}), {"b"});
+  state.set("c", 3);
+  state.add("d", tensor, {"e"});
+  state.set("f", 6);
+  state.erase_if([](const auto& entry) { return entry.name == "a" || entry.name == "c"; });
+  EXPECT_THAT(names(state), ElementsAre("d", "f"));
+  for (const auto* name : {"a", "b", "c"}) EXPECT_FALSE(state.contains(name)) << name;
+  EXPECT_TRUE(state.tensor("e").is_same(tensor));
+  EXPECT_EQ(state.value<int64_t>("f"), 6);
+}
+
 // A linear layer whose registered weight can be tied to another parameter.
 struct TiedLinear : torch::nn::LinearImpl {
   TiedLinear(int64_t in, int64_t out) : LinearImpl(torch::nn::LinearOptions(in, out).bias(false)) {}

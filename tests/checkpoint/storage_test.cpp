@@ -173,6 +173,27 @@ TEST(Storage, LatestAndKeepLast) {
   EXPECT_THAT(error_of([&] { save(numbers(1), shared.storage, "best", {.keep_last = 2}); }), HasSubstr("has none"));
 }
 
+TEST(Storage, KeepLastLeavesNamesThatDifferInMoreThanTheLastNumber) {
+  SharedStorage shared;
+  save(numbers(1), shared.storage, "run/stage0-step-1");
+  for (int step = 1; step <= 2; ++step) save(numbers(2), shared.storage, c10::str("run/stage1-step-", step), {.keep_last = 1});
+  EXPECT_THAT(shared.names("run/stage1-step-1"), IsEmpty());
+  expect_holds(shared.storage, "run/stage0-step-1", 1);
+}
+
+TEST(Storage, ALoadOfDifferentCheckpointsChangesNothing) {
+  if (last_rank() == 0) GTEST_SKIP() << "one rank cannot differ";
+  SharedStorage first, second;
+  save(numbers(1), first.storage, "c");
+  save(numbers(2), second.storage, "c");
+  SharedFolder::barrier();
+  auto state = numbers(0);
+  const auto& mine = rank() == last_rank() ? second.storage : first.storage;
+  EXPECT_THAT(error_of([&] { load(state, mine, "c"); }),
+              HasSubstr(c10::str("c is not the same checkpoint on rank ", last_rank(), " as on rank 0")));
+  expect_numbers(state, 0);
+}
+
 TEST(Storage, TheCheckpointerSavesThere) {
   SharedStorage shared;
   Checkpointer checkpointer;
@@ -336,6 +357,18 @@ TEST(StorageFaults, OfReadsAreErrorsOnEveryRank) {
               ::testing::MatchesRegex(c10::str(".*cannot load c: rank ", last_rank(), ": cannot read c/data-.*: timed out.*")));
   shared.storage.fault = nullptr;
   expect_holds(shared.storage, "c", 1);
+}
+
+TEST(StorageFaults, AreFindingsOfVerify) {
+  SharedStorage shared;
+  save(numbers(1), shared.storage, "c");
+  const auto objects = shared.names("c/data-");
+  shared.storage.fault = [](const std::string& operation, const std::string& object) {
+    if (operation == "size" && object.starts_with("c/data-")) throw std::runtime_error("timed out");
+  };
+  const auto findings = verify(shared.storage, "c");
+  ASSERT_EQ(findings.size(), objects.size());
+  EXPECT_THAT(findings, ::testing::Each(::testing::MatchesRegex("cannot read the size of c/data-.*: timed out")));
 }
 
 TEST(StorageFaults, WhatAKilledSaveLeftIsRemovedByTheNext) {

@@ -1,5 +1,6 @@
 // Files of torch.save, sound and broken, made by hand.
 #include <gmock/gmock.h>
+#include <tessera/checkpoint/open.h>
 #include <tessera/checkpoint/pickle_writer.h>
 #include <tessera/checkpoint/torch_archive.h>
 #include <torch/torch.h>
@@ -46,6 +47,19 @@ TEST(TorchArchive, ConjugateAndNegativeViewsAreErrors) {
   for (const auto* bit : {"conj", "neg"}) {
     write(bit);
     EXPECT_THAT(error_in(file), HasSubstr("model.pt: \"w\" is stored as a conjugate or negative view"));
+  }
+}
+
+// The first bytes of what torch.save writes with _use_new_zipfile_serialization=False, by the protocols of pickle.
+TEST(TorchArchive, AFileWithoutAZipArchiveIsAnError) {
+  const TemporaryFolder folder;
+  const std::string magic = "\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.";
+  const std::string frame("\x95\x0d\0\0\0\0\0\0\0", 9);
+  for (const auto& begin : {"\x80\x02" + magic + "\x80\x02M\xe9\x03.", "\x80\x04" + frame + magic + "\x80\x04M\xe9\x03."}) {
+    const auto file = folder.write("model.pt", begin + std::string(100, '\0'));
+    EXPECT_THAT(error_of([&] { internal::open_checkpoint(file); }),
+                ::testing::AllOf(HasSubstr("model.pt was written without a zip archive"),
+                                 HasSubstr("which is not read: load it in Python and save it again")));
   }
 }
 

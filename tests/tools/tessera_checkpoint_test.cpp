@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/index.h>
 #include <torch/torch.h>
 
 #include "../support/subprocess.h"
@@ -121,6 +122,41 @@ TEST(CheckpointTool, AllNamesOfATiedTensorCount) {
   EXPECT_THAT(run({"convert", path("tied"), path("dcp"), "--to=dcp"}).output, HasSubstr("a tensor once: head.weight"));
 }
 
+TEST(CheckpointTool, TheRanksOwnValuesGoWithTheirTensor) {
+  const TemporaryFolder folder;
+  const auto path = [&](const char* name) { return (folder.path() / name).string(); };
+  StateDict state;
+  state.add("a.w", torch::zeros({4}), {"b.w"});
+  state.add("a.w.rank1", torch::ones({4}));
+  state.add("b.w.rank1", torch::full({4}, 2.0));
+  checkpoint::save(state, path("ours"));
+  auto index = internal::read_index(path("ours"));
+  for (auto& tensor : index.tensors) {
+    if (tensor.name == "a.w.rank1") tensor.copy = {"a.w", 1};
+  }
+  testing::write_text(folder.path() / "ours" / internal::kIndexName, internal::encode_index(index));
+  const auto copies = [&](const std::string& target, const std::string& exclude) {
+    EXPECT_EQ(run({"convert", path("ours"), folder.path() / target, "--exclude=" + exclude}).status, 0);
+    EXPECT_TRUE(checkpoint::verify(folder.path() / target).empty());
+    std::vector<std::string> names;
+    for (const auto& tensor : internal::read_index(folder.path() / target).tensors) {
+      if (!tensor.copy.of.empty()) names.push_back(c10::str(tensor.name, " of ", tensor.copy.of, " on ", tensor.copy.rank));
+    }
+    return names;
+  };
+  EXPECT_THAT(copies("all", "none."), ::testing::ElementsAre("a.w.rank1 of a.w on 1"));
+  EXPECT_THAT(copies("second", "a."), ::testing::ElementsAre("b.w.rank1.rank1 of b.w on 1"));
+  EXPECT_THAT(copies("none", "a.,b."), ::testing::IsEmpty());
+  EXPECT_THAT(copies("first", "a.w.rank"), ::testing::IsEmpty()); // by a name of its own
+  StateDict read;                                                 // the values are those of rank 1, under a name that is free
+  read.add("b.w.rank1.rank1", torch::zeros({4}));
+  index = internal::read_index(path("second"));
+  for (auto& tensor : index.tensors) tensor.copy = {};
+  testing::write_text(folder.path() / "second" / internal::kIndexName, internal::encode_index(index));
+  checkpoint::load(read, path("second"), {.allow_unused = true});
+  EXPECT_TRUE(torch::equal(read.tensor("b.w.rank1.rank1"), torch::ones({4})));
+}
+
 TEST(CheckpointTool, ConvertsRoundTheFormats) {
   const TemporaryFolder folder;
   const auto path = [&](const char* name) { return (folder.path() / name).string(); };
@@ -150,6 +186,7 @@ TEST(CheckpointTool, MistakesAreErrors) {
   checkpoint::save(example(), folder.path() / "c");
   const auto path = (folder.path() / "c").string();
   EXPECT_EQ(run({}).status, 2);
+  EXPECT_THAT(run({}).output, HasSubstr("a .pt\nfile of torch.save or torch::save"));
   EXPECT_EQ(run({"inspect"}).status, 2);
   EXPECT_THAT(run({"show", "x"}).output, HasSubstr("no command 'show' with 1 paths"));
   EXPECT_THAT(run({"inspect", path + "x"}).output,

@@ -190,6 +190,24 @@ TEST(ScheduleState, IsAnErrorWithOtherSettingsUnlessTheyAreWanted) {
   EXPECT_EQ(another.steps_taken(), 4);
 }
 
+TEST(ScheduleState, WithOtherSettingsLoadsAgain) {
+  const SharedFolder folder;
+  auto a = sgd(0.1), b = sgd(0.2), c = sgd(0.3);
+  WarmupCosineLR cosine(a, {.warmup_steps = 3, .total_steps = 10});
+  WSDLR wsd(b, {.decay_steps = 4});
+  cosine.set_steps_taken(4);
+  wsd.set_steps_taken(5);
+  checkpoint::save(state_dict(cosine), folder.path() / "cosine");
+  checkpoint::save(state_dict(wsd), folder.path() / "wsd");
+  WarmupLinearLR schedule(c, {.total_steps = 20});
+  auto state = state_dict(schedule, {.allow_other_settings = true});
+  for (const auto& [name, steps] :
+       {std::pair("cosine", 4), std::pair("cosine", 4), std::pair("wsd", 5), std::pair("cosine", 4)}) {
+    checkpoint::load(state, folder.path() / name);
+    EXPECT_EQ(schedule.steps_taken(), steps) << name;
+  }
+}
+
 TEST(ScheduleState, StaysWhereACheckpointIsWithoutIt) {
   const SharedFolder folder;
   StateDict saved;

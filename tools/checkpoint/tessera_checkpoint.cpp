@@ -40,7 +40,8 @@ constexpr const char* kUsage = R"(tessera-checkpoint COMMAND PATH...
   diff PATH PATH   how two checkpoints differ, whatever their formats; status 1 when they do
   convert FROM TO  writes FROM in another format: --to=tessera, hugging-face or dcp; --exclude, --dtype, --overwrite
 
-PATH is a checkpoint of Tessera's, a Hugging Face folder, a folder of torch.distributed.checkpoint, or a safetensors file.)";
+PATH is a checkpoint of Tessera's, a Hugging Face folder, a folder of torch.distributed.checkpoint, a safetensors file, or a .pt
+file of torch.save or torch::save.)";
 
 std::string join(const std::vector<int64_t>& sizes) { return "[" + absl::StrJoin(sizes, ", ") + "]"; }
 
