@@ -35,7 +35,7 @@ KeptResults::Scope::Scope(KeptResults* results)
   c10::impl::tls_set_dispatch_key_included(kKeepKey, current_scope != nullptr);
 }
 
-KeptResults::Scope::Scope(KeptResults* results, SavedTensorTaker* outer) : Scope(results) { outer_ = outer; }
+KeptResults::Scope::Scope(KeptResults* results, const TakerScope& taker) : Scope(results) { taker_ = &taker; }
 
 KeptResults::Scope::Scope(KeptResults* results, Values values) : Scope(results) { values_ = std::move(values); }
 
@@ -68,7 +68,7 @@ void KeptResults::Scope::run(const c10::OperatorHandle& op, c10::DispatchKeySet 
 }
 
 void KeptResults::Scope::keep(const Call& call, const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack) const {
-  const TakerScope outside(outer_);
+  const TakerScope outside(taker_->before());
   std::optional<PlacedTensors> placed;
   if (results_->place_) placed.emplace(results_->place_);
   Kept kept;

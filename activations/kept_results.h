@@ -40,8 +40,8 @@ class KeptResults {
   /// with null results they do not. The innermost scope counts.
   class Scope {
    public:
-    /// Of a first run; `outer` takes what autograd saves around the function.
-    Scope(KeptResults* results, SavedTensorTaker* outer);
+    /// Of a first run; what is around `taker`, the run's own, takes what is kept.
+    Scope(KeptResults* results, const TakerScope& taker);
     /// Of a second run.
     Scope(KeptResults* results, Values values);
     /// Of what is no part of the function: no operator comes here.
@@ -61,7 +61,7 @@ class KeptResults {
 
     KeptResults* results_;
     Scope* before_;
-    SavedTensorTaker* outer_ = nullptr;
+    const TakerScope* taker_ = nullptr;
     std::optional<Values> values_;
     std::map<const c10::FunctionSchema*, size_t> calls_;
   };

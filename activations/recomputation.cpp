@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
-#include <ATen/ops/equal.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include <tessera/activations/placed_tensors.h>
+#include <tessera/activations/written_buffers.h>
 #include <tessera/collectives/process_context.h>
 
 namespace tessera::internal {
@@ -94,6 +94,7 @@ Recomputation::Recomputation(RecomputeOptions options, const Tensors& inputs, co
       if (!item.value().has_storage()) continue;
       buffers_.push_back(item.value());
       buffer_names_.push_back(item.key());
+      buffer_watches_.emplace_back(item.value());
     }
     first_values_ = copies_of(buffers_);
     for (const auto& item : module->named_parameters())
@@ -110,7 +111,7 @@ Recomputation::FirstRun::FirstRun(Recomputation& recomputation)
     : recomputation_(recomputation),
       run_(recomputation.outermost_, /*is_second_run=*/false),
       taker_(this),
-      results_(recomputation.results_ ? &*recomputation.results_ : nullptr, taker_.before()) {}
+      results_(recomputation.results_ ? &*recomputation.results_ : nullptr, taker_) {}
 
 std::unique_ptr<SavedVariableHooks> Recomputation::FirstRun::take() {
   return std::make_unique<FirstRunHooks>(recomputation_.shared_from_this());
@@ -124,7 +125,7 @@ void Recomputation::FirstRun::finish(const Tensors& outputs) {
     made.rng_ = {};
   }
   made.look_at_tensors();
-  made.keep_changed_buffers();
+  made.keep_written_buffers();
   made.is_over_ = true;
   if (made.options_.early_stop) return;
   for (const auto& each : outputs) made.outputs_.emplace_back(each);
@@ -183,7 +184,7 @@ Recomputation::SecondRun::SecondRun(Recomputation& made, KeptResults::Values kep
       autocast_(made.autocast_),
       run_(made.outermost_, /*is_second_run=*/true),
       results_(made.results_ ? &*made.results_ : nullptr, std::move(kept)) {
-  for (const auto* buffers : {&made_.buffers_, &made_.unchanged_buffers_}) {
+  for (const auto* buffers : {&made_.buffers_, &made_.unwritten_buffers_}) {
     for (const auto& each : *buffers) {
       if (version_of(each).enabled()) versions_before_.emplace_back(version_of(each), version_of(each).current_version());
     }
@@ -257,19 +258,21 @@ void Recomputation::SecondRun::check_to_the_end(const Tensors& outputs) const {
   }
 }
 
-/// Kernels write running statistics without a new version. Of the others no copy is kept: a write to one is an error.
-void Recomputation::keep_changed_buffers() {
+/// Of the buffers that the function did not write no copy is kept: a write to one is an error.
+void Recomputation::keep_written_buffers() {
   const auto buffers = std::exchange(buffers_, {}), before = std::exchange(first_values_, {});
+  const auto names = std::exchange(buffer_names_, {});
+  const auto watches = std::exchange(buffer_watches_, {});
+  const auto written = were_written(buffers, before, watches);
   for (size_t i = 0; i < buffers.size(); ++i) {
-    if (buffers[i].is_meta() || at::equal(buffers[i], before[i])) {
-      watched_.emplace_back("buffer " + buffer_names_[i], VersionWatch(buffers[i]));
-      unchanged_buffers_.push_back(buffers[i]);
-    } else {
+    if (written[i]) {
       buffers_.push_back(buffers[i]);
       first_values_.push_back(before[i]);
+    } else {
+      watched_.emplace_back("buffer " + names[i], watches[i]);
+      unwritten_buffers_.push_back(buffers[i]);
     }
   }
-  buffer_names_.clear();
 }
 
 std::shared_ptr<Recomputation::Slot> Recomputation::add(const at::Tensor& saved) {

@@ -114,7 +114,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   void run_again(Slot& wanted, int64_t task);
   Tensors unpack_inputs() const;
   void look_at_tensors();
-  void keep_changed_buffers();
+  void keep_written_buffers();
   void check_unchanged() const;
   void forget(int64_t task);
   std::string describe() const;
@@ -124,11 +124,12 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   const uint64_t outermost_;
   const Run run_;
   std::vector<torch::autograd::SavedVariable> inputs_;
-  bool is_over_ = false;                  ///< the first run
-  Tensors buffers_;                       ///< of the module; once the first run is over those that it changed
-  Tensors first_values_;                  ///< what these were before it
-  Tensors unchanged_buffers_;             ///< of the module, by the first run
-  std::vector<std::string> buffer_names_; ///< during the first run
+  bool is_over_ = false;                     ///< the first run
+  Tensors buffers_;                          ///< of the module; once the first run is over those that it wrote
+  Tensors first_values_;                     ///< what these were before it
+  Tensors unwritten_buffers_;                ///< the others
+  std::vector<std::string> buffer_names_;    ///< during the first run
+  std::vector<VersionWatch> buffer_watches_; ///< the same
   std::vector<std::pair<std::string, VersionWatch>>
       watched_;  ///< of the module: parameters, and buffers that it left as they were
   RngState rng_; ///< before the first run; empty once that is over, without keep_rng_state

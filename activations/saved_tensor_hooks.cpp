@@ -3,16 +3,29 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
+#include <iterator>
+#include <mutex>
 #include <typeinfo>
 #include <utility>
+#include <vector>
 
 namespace tessera::internal {
+
+/// The scopes of a thread that are open, and their takers, by when they began.
+struct OpenTakers {
+  using Scope = std::pair<const TakerScope*, SavedTensorTaker*>;
+  std::mutex mutex; ///< another thread may end a scope
+  std::vector<Scope> scopes;
+
+  auto position_of(const TakerScope* scope) { return std::ranges::find(scopes, scope, &Scope::first); }
+};
 
 namespace {
 
 using torch::autograd::Engine;
 
-thread_local SavedTensorTaker* current_taker = nullptr;
+thread_local std::shared_ptr<OpenTakers> open_takers; // null until the thread's first scope
 
 /// Autograd's own engine, which asks for hooks. LibTorch's own scopes of hooks hold Python objects.
 class HookedEngine final : public Engine {
@@ -23,7 +36,10 @@ class HookedEngine final : public Engine {
   HookedEngine& operator=(const HookedEngine&) = delete;
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    return current_taker ? current_taker->take() : nullptr;
+    if (!open_takers) return nullptr;
+    const std::lock_guard lock(open_takers->mutex);
+    const auto& scopes = open_takers->scopes;
+    return scopes.empty() || !scopes.back().second ? nullptr : scopes.back().second->take();
   }
 };
 
@@ -45,13 +61,24 @@ const bool kInstalled = install();
 
 } // namespace
 
-TakerScope::TakerScope(SavedTensorTaker* taker) : before_(std::exchange(current_taker, taker)) {
-  if (kInstalled) return;
-  current_taker = before_;
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "recompute and saved_tensors_in need LibTorch's own autograd engine, but this program has ",
-                              "another one (Python's)");
+TakerScope::TakerScope(SavedTensorTaker* taker) {
+  TORCH_CHECK_NOT_IMPLEMENTED(kInstalled, "recompute and saved_tensors_in need LibTorch's own autograd engine, but this program ",
+                              "has another one (Python's)");
+  if (!open_takers) open_takers = std::make_shared<OpenTakers>();
+  open_ = open_takers;
+  const std::lock_guard lock(open_->mutex);
+  open_->scopes.emplace_back(this, taker);
 }
 
-TakerScope::~TakerScope() { current_taker = before_; }
+TakerScope::~TakerScope() {
+  const std::lock_guard lock(open_->mutex);
+  open_->scopes.erase(open_->position_of(this));
+}
+
+SavedTensorTaker* TakerScope::before() const {
+  const std::lock_guard lock(open_->mutex);
+  const auto own = open_->position_of(this);
+  return own == open_->scopes.begin() ? nullptr : std::prev(own)->second;
+}
 
 } // namespace tessera::internal

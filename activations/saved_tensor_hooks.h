@@ -16,8 +16,10 @@ class SavedTensorTaker {
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> take() = 0;
 };
 
+struct OpenTakers;
+
 /// While it lives, the tensors that autograd saves on this thread go to `taker`; null: they stay with autograd. The innermost
-/// scope counts.
+/// open scope counts. They may end in any order, and on any thread.
 class TakerScope {
  public:
   explicit TakerScope(SavedTensorTaker* taker);
@@ -25,11 +27,11 @@ class TakerScope {
   TakerScope(const TakerScope&) = delete;
   TakerScope& operator=(const TakerScope&) = delete;
 
-  /// Whom the scope took the place of.
-  SavedTensorTaker* before() const { return before_; }
+  /// Whom the scope takes the place of.
+  SavedTensorTaker* before() const;
 
  private:
-  SavedTensorTaker* before_;
+  std::shared_ptr<OpenTakers> open_; ///< of the thread that it began on
 };
 
 } // namespace tessera::internal

@@ -12,8 +12,8 @@ class PlacedTensors;
 }
 
 /// While it lives, what autograd saves for backward on this thread lies in `place` (PyTorch: torch.autograd.graph.
-/// saved_tensors_hooks, save_on_cpu). The innermost scope counts. Sharded parameters, whose memory is freed between forward and
-/// backward anyway, and DTensors stay where they are. Local.
+/// saved_tensors_hooks, save_on_cpu). The innermost open scope counts, in whichever order scopes end. Sharded parameters, whose
+/// memory is freed between forward and backward anyway, and DTensors stay where they are. Local.
 ///
 /// Where `place` copies, a tensor may be changed in place after it was saved: the values that were saved come back. Otherwise
 /// that is an error in backward, as without a scope. So is a tensor that `place` brings back with another shape, dtype or device.

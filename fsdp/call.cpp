@@ -7,11 +7,18 @@
 
 namespace tessera {
 
+ForwardScope::ForwardScope(const torch::nn::Module& module) : handle_(fsdp(module)), module_(&module) {
+  const auto lock = handle_.state()->schedule()->lock();
+  handle_.state()->begin_forward();
+}
+
 ForwardScope::~ForwardScope() {
   if (torch::autograd::get_current_graph_task_id() >= 0) return; // recompute: backward still reads the parameters
   try {
     const auto lock = handle_.state()->schedule()->lock();
+    const bool has_ended = handle_.state()->end_forward(module_);
     for (const auto& state : handle_.state()->subtree()) {
+      if (state == handle_.state() && !has_ended) continue;
       const auto group = state->group();
       if (group && state->reshards_after_forward()) state->schedule()->reshard_after_forward(*group);
     }

@@ -13,17 +13,18 @@
 namespace tessera {
 
 /// Marks the forward of a sharded module: its end frees the unsharded parameters of `module`'s group and of those below it, as
-/// FSDP2's post-forward hook does, without waiting for the next group's first read. Groups with reshard_after_forward = false
-/// stay.
+/// FSDP2's post-forward hook does, without waiting for the next group's first read. A group of several modules is freed when each
+/// of them has had its forward. Groups with reshard_after_forward = false stay.
 class ForwardScope {
  public:
-  explicit ForwardScope(const torch::nn::Module& module) : handle_(fsdp(module)) {}
+  explicit ForwardScope(const torch::nn::Module& module);
   ~ForwardScope();
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
 
  private:
   FSDPModule handle_;
+  const torch::nn::Module* module_;
 };
 
 /// `const auto scope = tessera::forward_scope(*module);`

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <tessera/collectives/process_context.h>
+#include <tessera/fsdp/foreign_groups.h>
 #include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/sharded_module.h>
 
@@ -20,6 +21,14 @@ void for_each_group(ShardedModule& state, bool recurse, const Apply& apply) {
   for (const auto& each : recurse ? state.subtree() : state.parts()) {
     if (const auto group = each->group()) apply(each->gradients());
   }
+}
+
+/// The same for those of other models too, of modules that lie below.
+template <typename Apply> // void(GroupGradients&)
+void for_each_group_below(ShardedModule& state, bool recurse, const Apply& apply) {
+  for_each_group(state, recurse, apply);
+  if (!recurse) return;
+  for (const auto& other : internal::foreign_modules_below(state)) for_each_group(*other, false, apply);
 }
 
 /// One whose strategy keeps the parameters whole has nothing to free.
@@ -75,14 +84,14 @@ void FSDPModule::reshard() {
 }
 
 void FSDPModule::set_requires_gradient_sync(bool requires_sync, bool recurse) {
-  for_each_group(*state_, recurse, [&](GroupGradients& gradients) {
-    gradients.requires_sync = requires_sync;
-    gradients.requires_all_reduce = requires_sync;
+  for_each_group_below(*state_, recurse, [&](GroupGradients& gradients) {
+    gradients.sync_setting() = gradients.all_reduce_setting() = requires_sync;
   });
 }
 
 void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse) {
-  for_each_group(*state_, recurse, [&](GroupGradients& gradients) { gradients.requires_all_reduce = requires_all_reduce; });
+  for_each_group_below(*state_, recurse,
+                       [&](GroupGradients& gradients) { gradients.all_reduce_setting() = requires_all_reduce; });
 }
 
 void FSDPModule::set_reshard_after_forward(bool reshard, bool recurse) {

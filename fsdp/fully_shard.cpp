@@ -120,10 +120,21 @@ std::string describe(Strategy strategy, const DeviceMesh& mesh, const FullyShard
       options.communicators == CommunicatorUse::kShared ? "kShared" : "kSeparate", describe(options.offload));
 }
 
+/// The models of earlier calls that a call completes. Another one may share a module with it.
+std::vector<StatePtr> roots_below(const Census& census) {
+  std::vector<StatePtr> below;
+  for (const auto& root : census.roots) {
+    const auto modules = root->modules();
+    if (std::any_of(modules.begin(), modules.end(), [&](auto* module) { return census.walk.is_below(module); }))
+      below.push_back(root);
+  }
+  return below;
+}
+
 /// For the model that a call makes or completes: one number from its first call to its last.
 int64_t next_number(const Census& census) {
   int64_t number = process_context().next_number();
-  for (const auto& root : census.roots) {
+  for (const auto& root : roots_below(census)) {
     if (root->model_number > 0) number = std::min(number, root->model_number);
   }
   return number;
@@ -140,12 +151,9 @@ void close(ShardedModule& root) {
 /// Takes the models made by earlier calls under `state`.
 void adopt_below(const StatePtr& state, const Census& census) {
   const auto& walk = census.walk;
-  for (const auto& root : census.roots) {
-    const auto& modules = root->modules();
-    if (std::none_of(modules.begin(), modules.end(), [&](auto* module) { return walk.is_below(module); })) continue;
-    close(*root);
+  for (const auto& root : roots_below(census)) {
     std::vector<Place> places;
-    for (const auto* module : modules) {
+    for (const auto* module : root->modules()) {
       places.push_back(walk.is_below(module) ? walk.place_of(walk.visit_of(module)) : Place{0, std::to_string(places.size())});
     }
     state->adopt(root, std::move(places));
@@ -377,6 +385,21 @@ void check_call(const std::vector<Module*>& modules, const Census& census, const
   check_buckets(options);
 }
 
+/// Shards the parameters, and puts the models below under `state`.
+void make_model(const StatePtr& state, const Census& census, const FreeParameters& all, const CommunicatorPtr& neighbours) {
+  const auto schedule = std::make_shared<Schedule>(state->axes().mesh().device());
+  state->settle(schedule); // a read finds it, whatever fails from here on
+  try {
+    make_groups(state, all, schedule->resources(), neighbours);
+    adopt_below(state, census);
+    state->settle(schedule);
+  } catch (...) { // some parameters may be sharded, and others not
+    schedule->refuse("the model cannot be used any more, because fully_shard failed amid its changes: " +
+                     error_text(std::current_exception()));
+    throw;
+  }
+}
+
 FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& mesh, const FullyShardOptions& options) {
   check_mesh(mesh);
   const KeepViewReplay keep;
@@ -400,11 +423,15 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   for (const auto& item : census.ignored) state->ignore(item.tensor);
   state->initial_checksum = agreement.checksum;
   state->model_number = agreement.model_number;
-  const auto schedule = std::make_shared<Schedule>(mesh.device());
+  const auto below = roots_below(census);
+  for (const auto& root : below) close(*root);
   move_buffers(census.buffers, mesh.device());
-  make_groups(state, all, schedule->resources(), neighbours);
-  adopt_below(state, census);
-  state->settle(schedule);
+  if (all.tensors.empty() && below.empty()) {
+    const auto* meta = parameter_meta(census.sharded[0].tensor);
+    module_of(*meta->group).of_modules().keep_beside(state);
+  } else {
+    make_model(state, census, all, neighbours);
+  }
   return FSDPModule(state);
 }
 
@@ -426,8 +453,8 @@ StatePtr find_state(const Module& module) {
   StatePtr found;
   any_parameter(module, [&](const at::Tensor& parameter) {
     const auto* meta = parameter_meta(parameter);
-    found = meta ? module_of(*meta->group).shared_from_this() : nullptr;
-    while (found && !found->holds(&module)) found = found->parent();
+    for (auto* at = meta ? &module_of(*meta->group) : nullptr; at && !found; at = at->parent().get())
+      found = at->state_of(&module);
     return found != nullptr;
   });
   return found;

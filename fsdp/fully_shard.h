@@ -45,7 +45,8 @@ class FSDPModule {
   /// with `recurse`, those below it; `no_sync` is a scope of it. They come to `grad()` when a backward with true has reduced
   /// them. Until then a tensor without values stands there, which an optimizer cannot read: an error. So `zero_grad` does not
   /// drop them (FSDP2 too), and an exception in a backward does. As in FSDP2, the call sets HSDP's all-reduce likewise: true
-  /// takes back a `set_requires_all_reduce(false)` from before.
+  /// takes back a `set_requires_all_reduce(false)` from before. In a `no_sync` scope both calls count from its end on. With
+  /// `recurse` they reach a module that another model has too, where it was sharded by itself.
   void set_requires_gradient_sync(bool requires_sync, bool recurse = true);
   /// false: HSDP's all-reduce over the replicate dim is put off; the reduce-scatter still runs. Call it after
   /// `set_requires_gradient_sync`, which sets both.
@@ -74,7 +75,8 @@ class FSDPModule {
   void set_reduce_scatter_max_input_buffers(int64_t buffers, bool recurse = true);
   /// false: another backward follows before the optimizer step; unfinished reductions may stay in flight, and gradients that the
   /// strategy keeps whole (no-shard, ZeRO-1) wait for the last backward before they are reduced. What is in flight or waits is
-  /// not in `grad()` yet, as under `set_requires_gradient_sync`: nothing can read it, and `zero_grad` does not drop it.
+  /// not in `grad()` yet, as under `set_requires_gradient_sync`: nothing can read it, and `zero_grad` does not drop it. It does
+  /// not reach a module that another model sharded.
   void set_is_last_backward(bool is_last_backward);
   /// Divides the summed gradients of this module's own group by `factor` instead of the number of data-parallel ranks. It is
   /// positive, finite and the same on every rank. An error while gradients of the group are in flight, or wait for the
@@ -117,10 +119,12 @@ class FSDPModule {
 /// Shards the parameters of `module` that no earlier call claimed, as one communication group, in place (FSDP2: fully_shard).
 ///
 /// Call it bottom-up: first the blocks, then the root; parameters that no call claimed stay plain, and their gradients local. A
-/// parameter registered later is an error in the next forward, unless it is frozen or sharded as well. `mesh` is 1-D (parameters
+/// parameter registered later is an error in the next forward, unless it is frozen or sharded as well. A module whose parameters
+/// all belong to earlier calls gets no group, but its options hold in a `tessera::call` of it. `mesh` is 1-D (parameters
 /// sharded over it) or 2-D (replicated over its first dim, sharded over its second: HSDP). Moves parameters and buffers to the
 /// mesh's device. Every rank of the mesh calls it, in the same order with the same modules and options. Errors name the module
-/// and the parameter.
+/// and the parameter. An error while the parameters are sharded, of no memory for example, leaves them as they are, or, where
+/// some are sharded already, a model that cannot be used: each read of it is an error that says so.
 FSDPModule fully_shard(torch::nn::Module& module, const DeviceMesh& mesh, const FullyShardOptions& options = {});
 
 template <typename Contained>

@@ -115,10 +115,10 @@ void ParameterGroup::start_gather() {
   // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds,
   // such as the last reads of the group whose block it is.
   const bool had_told_outer = has_told_outer_;
-  storage_->fill(allocate_to_gather(layout_.unsharded_bytes), layout_.unsharded_bytes);
-  gathered_version_ = shard_version();
   const auto& stream = streams().gather;
   try {
+    storage_->fill(allocate_to_gather(layout_.unsharded_bytes), layout_.unsharded_bytes);
+    gathered_version_ = shard_version();
     gather_ = stream.run([&] {
       auto work = gather(unsharded_bytes_tensor());
       completes_later_ = !stream.exists() || work.blocks_host();

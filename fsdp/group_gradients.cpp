@@ -495,8 +495,9 @@ void GroupGradients::finish_alone(ReadyGradients& ready) {
     if (!takes_part_[i]) continue;
     release_gradient(group_.parameters()[i]);
     if (!whole_[i].defined()) continue; // not used, or by a stand-in alone
-    const auto gradient = std::exchange(whole_[i], at::Tensor());
-    ready.push_back(make_ready(i, divide_factor_ ? gradient.div(*divide_factor_) : gradient));
+    auto gradient = std::exchange(whole_[i], at::Tensor());
+    if (divide_factor_) gradient = gradient.to(c10::promoteTypes(gradient.scalar_type(), dtype_)).div(*divide_factor_);
+    ready.push_back(make_ready(i, gradient));
   }
   offload(ready, first);
 }

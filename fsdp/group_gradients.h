@@ -98,6 +98,14 @@ class GroupGradients {
 
   bool requires_sync = true;
   bool requires_all_reduce = true;
+  /// The open scopes of `no_sync`. While there are any, both are false, and what is set counts from the end of the last one.
+  struct NoSyncScopes {
+    int64_t open = 0;
+    bool requires_sync = true, requires_all_reduce = true; ///< afterwards
+  };
+  NoSyncScopes no_sync_scopes;
+  bool& sync_setting() { return no_sync_scopes.open > 0 ? no_sync_scopes.requires_sync : requires_sync; }
+  bool& all_reduce_setting() { return no_sync_scopes.open > 0 ? no_sync_scopes.requires_all_reduce : requires_all_reduce; }
   bool reshard_after_backward = true;
   bool has_only_buffer = false; ///< the reductions of other groups end before there is a reduce buffer
   /// Those of a group that this one's replaces, of the same module.

@@ -42,8 +42,10 @@ int MeshAxes::reducing_ranks() const {
 }
 
 bool MeshAxes::averages(at::ScalarType dtype) const {
-  const auto& first = reduce_scatter_ ? reduce_scatter_ : all_reduce_ ? all_reduce_ : outer_reduce_scatter_;
-  return !first || first->averages(dtype);
+  bool all_average = true; // one may be the program's own
+  for (const auto* communicator : {&reduce_scatter_, &all_reduce_, &outer_reduce_scatter_})
+    all_average = all_average && (!*communicator || (*communicator)->averages(dtype));
+  return all_average;
 }
 
 void MeshAxes::shard_over(const DeviceMesh& mesh, int64_t dim) {

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 
@@ -15,28 +17,75 @@ namespace tessera {
 
 namespace {
 
-/// A tensor of a module, or of a group of its parameters, that has no memory yet.
-struct Fresh {
-  /// This rank's memory.
-  const at::Tensor& local() const {
-    const auto* meta = internal::parameter_meta(tensor);
-    return meta ? meta->local : tensor;
+/// This rank's part of a parameter; any other tensor itself.
+const at::Tensor& local_of(const at::Tensor& tensor) {
+  const auto* meta = internal::parameter_meta(tensor);
+  return meta ? meta->local : tensor;
+}
+
+/// What a tensor was given, before anything wrote it.
+struct Memory {
+  explicit Memory(const at::Tensor& tensor)
+      : storage(local_of(tensor).storage().getWeakStorageImpl()),
+        data(local_of(tensor).const_data_ptr()),
+        version(local_of(tensor)._version()),
+        read_version(tensor._version()) {}
+  bool is_of(const at::Tensor& tensor) const {
+    const auto& local = local_of(tensor);
+    return local.has_storage() && local.storage().unsafeGetStorageImpl() == storage._unsafe_get_target() &&
+           local.const_data_ptr() == data;
   }
-  bool was_written() const { return local().numel() == 0 || local()._version() != version || local().const_data_ptr() != data; }
+  bool was_written(const at::Tensor& tensor) const {
+    return !is_of(tensor) || local_of(tensor)._version() != version || tensor._version() != read_version;
+  }
+
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  const void* data;
+  int64_t version;
+  int64_t read_version; ///< of what stands for a parameter where it is read: it may lie in this rank's part
+};
+
+/// A tensor of a module, or of a group of its parameters, that has no values yet.
+struct Fresh {
+  bool was_written() const { return local_of(tensor).numel() == 0 || memory->was_written(tensor); }
 
   std::string name;
   at::Tensor tensor;
-  uint32_t version = 0; ///< of the memory that it was given
-  const void* data = nullptr;
+  std::optional<Memory> memory; ///< none yet where it is on the meta device
 };
 
-std::vector<Fresh> tensors_on_meta(const torch::nn::Module& module) {
+/// What calls of this thread gave memory, and an `init` did not write that threw.
+std::vector<Memory>& left_unwritten() {
+  static thread_local std::vector<Memory> left;
+  return left;
+}
+
+std::optional<Memory> memory_left_to(const at::Tensor& tensor) {
+  for (const auto& each : left_unwritten()) {
+    if (!each.storage.expired() && each.is_of(tensor)) return each;
+  }
+  return std::nullopt;
+}
+
+/// Those that `init` wrote, or of which the caller learns that it did not, need nobody to remember them.
+void remember(const std::vector<Fresh>& all, bool has_failed) {
+  auto& left = left_unwritten();
+  std::erase_if(left, [&](const Memory& each) {
+    return each.storage.expired() ||
+           std::any_of(all.begin(), all.end(), [&](const Fresh& one) { return each.is_of(one.tensor); });
+  });
+  for (const auto& one : all) {
+    if (has_failed && !one.was_written()) left.push_back(*one.memory);
+  }
+}
+
+std::vector<Fresh> tensors_without_values(const torch::nn::Module& module) {
   std::vector<Fresh> fresh;
   std::unordered_set<const void*> seen;
   const auto visit = [&](std::string name, const at::Tensor& tensor) {
     if (!tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second) return;
-    Fresh one{std::move(name), tensor};
-    if (one.local().is_meta()) fresh.push_back(std::move(one));
+    auto memory = memory_left_to(tensor);
+    if (memory || local_of(tensor).is_meta()) fresh.push_back({std::move(name), tensor, std::move(memory)});
   };
   for (const auto& item : module.named_parameters()) visit(item.key(), item.value());
   for (const auto& item : module.named_buffers()) visit(item.key(), item.value());
@@ -49,15 +98,8 @@ std::vector<Fresh> tensors_on_meta(const torch::nn::Module& module) {
   return fresh;
 }
 
-} // namespace
-
-std::vector<std::string> materialize(torch::nn::Module& module, const std::function<void(torch::nn::Module&)>& init) {
-  TORCH_CHECK_VALUE(init, "tessera::materialize: init is an empty function");
-  TORCH_CHECK_VALUE(!c10::InferenceMode::is_enabled(),
-                    "tessera::materialize: called in InferenceMode, whose tensors cannot be trained; call it outside");
-  const at::NoGradGuard no_grad;
+void give_memory(const torch::nn::Module& module) {
   c10::Device device(c10::kCPU);
-  auto fresh = tensors_on_meta(module);
   for (const auto& parameter : module.parameters()) {
     if (const auto* meta = internal::parameter_meta(parameter)) {
       auto& group = *meta->group; // which gives its parameters other metas
@@ -75,12 +117,38 @@ std::vector<std::string> materialize(torch::nn::Module& module, const std::funct
   };
   for (const auto& parameter : module.parameters()) allocate(parameter);
   for (const auto& buffer : module.buffers()) allocate(buffer);
+}
+
+/// What a module does to one below it comes after what that does to itself.
+void apply_bottom_up(torch::nn::Module& top, const std::function<void(torch::nn::Module&)>& function) {
+  std::unordered_set<const torch::nn::Module*> seen;
+  const std::function<void(torch::nn::Module&)> apply = [&](torch::nn::Module& module) {
+    if (!seen.insert(&module).second) return;
+    for (const auto& child : module.children()) apply(*child);
+    function(module);
+  };
+  apply(top);
+}
+
+} // namespace
+
+std::vector<std::string> materialize(torch::nn::Module& module, const std::function<void(torch::nn::Module&)>& init) {
+  TORCH_CHECK_VALUE(init, "tessera::materialize: init is an empty function");
+  TORCH_CHECK_VALUE(!c10::InferenceMode::is_enabled(),
+                    "tessera::materialize: called in InferenceMode, whose tensors cannot be trained; call it outside");
+  const at::NoGradGuard no_grad;
+  auto fresh = tensors_without_values(module);
+  give_memory(module);
   for (auto& one : fresh) {
-    one.version = one.local()._version();
-    one.data = one.local().const_data_ptr();
+    if (!one.memory) one.memory.emplace(one.tensor);
   }
-  for (const auto& below : module.modules(/*include_self=*/false)) init(*below);
-  init(module);
+  try {
+    apply_bottom_up(module, init);
+  } catch (...) {
+    remember(fresh, /*has_failed=*/true);
+    throw;
+  }
+  remember(fresh, /*has_failed=*/false);
   std::vector<std::string> unwritten;
   for (const auto& one : fresh) {
     if (!one.was_written()) unwritten.push_back(one.name);

@@ -13,11 +13,12 @@ class ShardedModule;
 
 /// While it lives, a backward of the sharded modules in `module` keeps this rank's gradients and communicates nothing: gradient
 /// accumulation. Only where the backward runs counts, not where its forward did. The next backward outside adds what was kept,
-/// and reduces all of it. Scopes may nest; the end of one brings back what was set before it.
+/// and reduces all of it. Scopes may nest or overlap: at the end of the last one counts what is set, before them or inside.
 ///
 /// Until then a tensor without values stands in `grad()`, and an optimizer or clipping that reads it throws an error with the
 /// parameter's name. Local, and every rank opens and closes it for the same backwards. It does nothing for a model that was never
-/// sharded, so that one loop serves one process too. An error for a part of a module that was sharded as a whole. Semantics:
+/// sharded, so that one loop serves one process too. An error for a part of a module that was sharded as a whole, and for one
+/// that has such a part of another model. Semantics:
 /// no_sync of PyTorch's DistributedDataParallel, set_requires_gradient_sync of FSDP2.
 class [[nodiscard]] NoSync {
  public:
@@ -27,11 +28,7 @@ class [[nodiscard]] NoSync {
   NoSync& operator=(const NoSync&) = delete;
 
  private:
-  struct Setting {
-    std::shared_ptr<internal::ShardedModule> module;
-    bool requires_sync, requires_all_reduce; ///< before
-  };
-  std::vector<Setting> settings_;
+  std::vector<std::shared_ptr<internal::ShardedModule>> modules_;
 };
 
 /// `const auto scope = tessera::no_sync(*module);`

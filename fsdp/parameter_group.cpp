@@ -128,10 +128,7 @@ void ParameterGroup::shard(const FreeParameters& free, std::shared_ptr<OffloadMe
   for (size_t i = values.size(); i < tensors.size(); ++i) values.push_back(tensors[i].detach());
   for (size_t i = 0; i < tensors.size(); ++i) casts_ = casts_ || free.dtypes[i] != values[i].scalar_type();
   plan(free);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    add_parameter(free, i, values[i].scalar_type());
-    own(tensors[i], Share{shared_from_this(), i});
-  }
+  for (size_t i = 0; i < tensors.size(); ++i) add_parameter(free, i, values[i].scalar_type());
   // On one rank too: a leaf with the strides cannot lie in a shard without them.
   copies_ = copies_ || std::any_of(parameters_.begin(), parameters_.end(),
                                    [](const auto& each) { return !each.strides.empty() && !each.has_strided_shards; });
@@ -140,9 +137,10 @@ void ParameterGroup::shard(const FreeParameters& free, std::shared_ptr<OffloadMe
       casts_whole_ && widening() * (layout_.shard_bytes + layout_.replicated_bytes) <= most_bytes_for_one_cast(packed_bytes());
   const bool on_meta = tensors[0].is_meta();
   allocate_shard(on_meta ? c10::Device(c10::kMeta) : axes_.mesh().device());
-  if (on_meta) return;
-  fill_shard(values);
-  make_leaves();
+  if (!on_meta) fill_shard(values);
+  take_over_parameters();
+  for (size_t i = 0; i < tensors.size(); ++i) own(tensors[i], Share{shared_from_this(), i});
+  if (!on_meta) make_leaves();
 }
 
 void ParameterGroup::release_parameter(size_t index) {
@@ -220,6 +218,7 @@ void ParameterGroup::materialize() {
   if (has_memory() || !shard_.is_meta()) return;
   const at::NoGradGuard no_grad;
   allocate_shard(axes_.mesh().device());
+  take_over_parameters();
   make_leaves();
 }
 
@@ -254,6 +253,11 @@ void ParameterGroup::allocate_shard(c10::Device device) {
     parameter.meta = c10::make_intrusive<ParameterMeta>(parameter.local, parameter.spec, this, i);
     parameter.meta->name = c10::make_intrusive<ParameterName>("the parameter ", weak_from_this(), i);
     parameter.meta->whole_dtype = parameter.unsharded_dtype;
+  }
+}
+
+void ParameterGroup::take_over_parameters() {
+  for (const auto& parameter : parameters_) {
     // One that its module gave up before it had memory is gone.
     if (const at::Tensor tensor(parameter.tensor.lock()); tensor.defined())
       become_dtensor(tensor, parameter.meta, c10::DispatchKeySet(kTouchKey));
@@ -369,6 +373,8 @@ void ParameterGroup::reshard() {
 }
 
 void ParameterGroup::reshard_after_forward() {
+  // Of an earlier one; also where a gather among neighbours has failed, which the next read is to find again.
+  if (state_ == State::kSharded && is_secondary_valid()) return;
   if (!neighbours_ || !is_unsharded() || is_stale()) return reshard();
   const c10::OptionalStreamGuard home(users_.end());
   if (!is_secondary_valid()) {

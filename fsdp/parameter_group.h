@@ -72,7 +72,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   ParameterGroup& operator=(const ParameterGroup&) = delete;
 
   /// Takes over tensors: keeps this rank's part, in `memory` where it is not null, and turns each into a DTensor in place. Meta
-  /// tensors get no memory until `materialize`. Those of other groups leave these, which must not be used any more.
+  /// tensors get no memory until `materialize`. Those of other groups leave these, which must not be used any more. Where there
+  /// is no memory for the shard, the tensors stay as they are.
   void shard(const FreeParameters& free, std::shared_ptr<OffloadMemory> memory = nullptr);
   /// Gives meta-device parameters uninitialized memory on the mesh's device, and leaves; nothing for others.
   void materialize();
@@ -144,6 +145,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
 
   void enter(State next);
   void allocate_shard(c10::Device device);
+  void take_over_parameters();
   void make_leaves();
   void fill_shard(const std::vector<at::Tensor>& values);
   at::Tensor unsharded_bytes_tensor() const;

@@ -286,7 +286,7 @@ class Remaking {
       const auto settings = settings_of();
       made = make_groups(inventory_.state, free, resources_, neighbours());
       for (const auto& part : inventory_.state->parts()) {
-        if (part->group()) settings ? part->gradients().take_settings(*settings) : take_settings_above(part->gradients());
+        if (part->group()) settings ? take_settings(part->gradients(), *settings) : take_settings_above(part->gradients());
       }
       for (const auto& group : made) {
         if (!inventory_.groups.empty()) group->axes() = inventory_.groups[0]->axes(); // with the program's own communicators
@@ -328,8 +328,13 @@ class Remaking {
   std::unique_ptr<GroupGradients> settings_of() const {
     if (inventory_.groups.empty()) return nullptr;
     auto settings = std::make_unique<GroupGradients>(*inventory_.groups[0]);
-    settings->take_settings(inventory_.state->gradients());
+    take_settings(*settings, inventory_.state->gradients());
     return settings;
+  }
+
+  static void take_settings(GroupGradients& gradients, const GroupGradients& before) {
+    gradients.take_settings(before);
+    gradients.no_sync_scopes = before.no_sync_scopes;
   }
 
   /// For a module that had no group: what is set on the next one above that has one.
@@ -337,8 +342,8 @@ class Remaking {
     auto above = inventory_.state->parent();
     while (above && !above->group()) above = above->parent();
     if (!above) return;
-    gradients.requires_sync = above->gradients().requires_sync;
-    gradients.requires_all_reduce = above->gradients().requires_all_reduce;
+    gradients.requires_sync = above->gradients().sync_setting();
+    gradients.requires_all_reduce = above->gradients().all_reduce_setting();
     gradients.has_only_buffer = above->gradients().has_only_buffer;
   }
 
@@ -362,10 +367,14 @@ class Remaking {
   std::shared_ptr<ModelResources> resources_;
 };
 
-void cast_buffers(const Census& census, at::ScalarType dtype) {
+/// Each buffer that has another dtype, and its values in this one.
+std::vector<std::pair<at::Tensor, at::Tensor>> cast_buffers(const Census& census, std::optional<at::ScalarType> dtype) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> casts;
   for (const auto& [buffer, visit, key] : census.buffers) {
-    if (buffer.defined() && buffer.is_floating_point() && buffer.scalar_type() != dtype) buffer.set_data(buffer.to(dtype));
+    if (dtype && buffer.defined() && buffer.is_floating_point() && buffer.scalar_type() != *dtype)
+      casts.emplace_back(buffer, buffer.to(*dtype));
   }
+  return casts;
 }
 
 using Replaced = absl::flat_hash_map<const ParameterGroup*, std::weak_ptr<ParameterGroup>>;
@@ -387,7 +396,7 @@ void remake(Model& model, std::vector<std::string>& moved) {
   const auto old_schedule = root.schedule();
   const auto schedule = std::make_shared<Schedule>(root.axes().mesh().device());
   schedule->set_is_last_backward(old_schedule->is_last_backward());
-  schedule->set_gradient_weight(old_schedule->gradient_weight());
+  schedule->set_gradient_weights(old_schedule->gradient_weights());
   schedule->set_reporting(old_schedule->resources()->recorder != nullptr);
   Replaced replaced;
   bool has_changed = false;
@@ -441,7 +450,6 @@ void change_around_groups(Model& model, const ReshardParametersOptions& options)
   }
   for (const auto& item : model.census().ignored) root.ignore(item.tensor);
   move_buffers(model.census().buffers, root.axes().mesh().device());
-  if (options.dtype) cast_buffers(model.census(), *options.dtype);
   model.claim_new_modules();
 }
 
@@ -482,11 +490,13 @@ ReshardedParameters reshard_parameters(torch::nn::Module& module, const ReshardP
   }
   auto result = list_changes(model);
   change_around_groups(model, options);
+  const auto casts = cast_buffers(model.census(), options.dtype);
   if (is_changed) {
     remake(model, result.moved);
   } else {
     root.note_names();
   }
+  for (const auto& [buffer, cast] : casts) buffer.set_data(cast); // only now: a failed gather leaves all in one dtype
   return result;
 }
 

@@ -150,6 +150,7 @@ void Schedule::touch_locked(ParameterGroup& group) {
   if (group.is_stale()) group.reshard();
   if (!backward) record(group);
   auto& entry = scheduled(group);
+  if (!backward && at::GradMode::is_enabled()) check_unchanged(entry, group);
   entry.is_held = false;
   const uint64_t recomputation = backward ? current_recomputation() : 0;
   if (!backward || recomputation > 0) entry.recomputation = recomputation;
@@ -169,7 +170,7 @@ void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects
   if (!expects_gradient) return; // an evaluation may run on another stream
   compute_stream_ = current_stream_if_any(device_);
   auto& entry = scheduled(group);
-  if (entry.checked_forward != forward_epoch_) check_unchanged(entry, group);
+  check_unchanged(entry, group);
   entry.gradients->expect(index, forward_epoch_);
 }
 
@@ -187,11 +188,12 @@ void Schedule::record(ParameterGroup& group) {
   if (!entry.buckets) place(entry);
 }
 
-/// Before the first read with a gradient to come: an evaluation recorded the group, and the model may have been changed since.
+/// Before the first read in grad mode: an evaluation recorded the group, and the model may have been changed since.
 void Schedule::check_unchanged(ScheduledGroup& entry, const ParameterGroup& group) {
-  entry.checked_forward = forward_epoch_;
+  if (entry.checked_forward == forward_epoch_) return;
   group.check_parameters_alive();
-  if (std::exchange(checked_forward_, forward_epoch_) != forward_epoch_) group.owner->check_no_new_parameter();
+  if (checked_forward_ != forward_epoch_) group.owner->check_no_new_parameter();
+  entry.checked_forward = checked_forward_ = forward_epoch_;
 }
 
 /// Before what forward reads: another rank may read others of them, or first in another place.
@@ -231,14 +233,32 @@ void Schedule::close_unrelated(const ParameterGroup& group, uint64_t recomputati
   std::erase_if(open_, [&](auto* each) {
     const GroupPtr other = each->group.lock();
     if (!other || !other->is_open()) return true;
-    const bool prefetched = !other->is_unsharded();
     const bool kept = std::find(kept_.begin(), kept_.end(), other.get()) != kept_.end();
-    if (prefetched || kept || each->is_held || is_needed(*each) || related(*other, group)) return false;
+    if (kept || each->is_held || is_needed(*each) || related(*other, group)) return false;
+    const bool is_prefetched = !other->is_unsharded();
+    if (is_prefetched && !is_passed(*each, group)) return false;
     const bool is_reduced = state_ == State::kBackward && each->is_reduced;
     if (!is_reduced && !other->owner->reshards_after_forward()) return false;
     state_ == State::kBackward ? other->reshard() : other->reshard_after_forward();
     return true;
   });
+}
+
+int64_t Schedule::known_position(const ScheduledGroup& entry) const {
+  const Order& list = known_order();
+  const auto own = entry.order_position;
+  if (own >= 0 && own < static_cast<int64_t>(list.size()) && list[static_cast<size_t>(own)] == &entry) return own;
+  const auto found = std::find(list.begin(), list.end(), &entry);
+  return found == list.end() ? -1 : found - list.begin();
+}
+
+/// Whether a forward that reads `group` has gone on without what was gathered ahead.
+bool Schedule::is_passed(const ScheduledGroup& ahead, const ParameterGroup& group) {
+  // The end of a backward frees it; another rank may read another bucket before; a list knows better than the order.
+  if (state_ == State::kBackward || ahead.buckets || ahead.ahead == Ahead::kOfList) return false;
+  const auto here = known_position(scheduled(group)), there = known_position(ahead);
+  if (there < 0) return here >= 0 && here + 1 < static_cast<int64_t>(known_order().size());
+  return there < here;
 }
 
 bool Schedule::related(const ParameterGroup& a, const ParameterGroup& b) const {
@@ -266,7 +286,7 @@ GroupPtr Schedule::next_of(const ParameterGroup& group, int64_t step) {
     return position >= 0 && position < static_cast<int64_t>(list.size()) ? &list[static_cast<size_t>(position)] : nullptr;
   };
   const bool forward = state_ != State::kBackward;
-  const Order& list = forward && !order_.empty() ? order_ : order();
+  const Order& list = known_order();
   const auto& entry = scheduled(group);
   const auto* own = at(list, entry.order_position);
   if (own && *own == &entry) {
@@ -288,19 +308,20 @@ void Schedule::prefetch_after(const ParameterGroup& group) {
   const auto& settings = *scheduled(group).prefetch;
   const auto& list = state_ == State::kBackward ? settings.in_backward : settings.in_forward;
   for (const auto& weak : list) {
-    if (const GroupPtr each = weak.lock()) prefetch(*each);
+    if (const GroupPtr each = weak.lock()) prefetch(*each, Ahead::kOfList);
   }
   if (!list.empty()) return;
   for (int64_t step = 1; step <= settings.depth; ++step) {
-    if (const GroupPtr next = next_of(group, step)) prefetch(*next);
+    if (const GroupPtr next = next_of(group, step)) prefetch(*next, Ahead::kOfOrder);
   }
   if (!group.memory()) return; // a gather that follows finds the shard on the device
   if (const GroupPtr next = next_of(group, settings.depth + 1)) next->start_fetch();
 }
 
-void Schedule::prefetch(ParameterGroup& group) {
+void Schedule::prefetch(ParameterGroup& group, Ahead why) {
   if (!group.has_memory() || (state_ == State::kBackward && !scheduled(group).prefetch->is_prefetched_in_backward)) return;
   if (group.is_stale()) group.reshard();
+  if (!group.is_open()) scheduled(group).ahead = why;
   open(group);
 }
 
@@ -335,7 +356,7 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
     auto& entry = scheduled(group);
     list_unfinished(entry);
     if (entry.gradients->needs_only_buffer()) finish_reductions();
-    entry.gradients->land(index, gradient, gradient_weight_);
+    entry.gradients->land(index, gradient, gradient_weights_.current());
     join_buckets(entry);
     const bool is_next = entry.order_position == iteration_.next_to_reduce;
     if (is_next && !entry.gradients->is_complete()) return;

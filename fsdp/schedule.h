@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include <tessera/fsdp/gradient_weights.h>
 #include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/model_resources.h>
 #include <tessera/fsdp/parameter_group.h>
@@ -27,6 +28,9 @@ struct PrefetchSettings {
   Groups in_forward, in_backward;        ///< in place of those, where there are any
 };
 
+/// Why a group is gathered ahead: it comes next, or a list of `PrefetchSettings` says so.
+enum class Ahead { kOfOrder, kOfList };
+
 /// A group in the schedule of its model, and what the schedule notes of it.
 struct ScheduledGroup {
   std::weak_ptr<ParameterGroup> group; ///< empty for a module without parameters of its own
@@ -41,6 +45,7 @@ struct ScheduledGroup {
   uint64_t joined_phase = 0;     ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
   uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
   uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
+  Ahead ahead = Ahead::kOfOrder; ///< why it was gathered last before its read
   bool is_listed = false;        ///< among those whose gradients are unfinished
   bool is_held = false;          ///< by `unshard`, until its first read
   bool is_reduced = false;       ///< in this backward, and open for the frozen parameters that it may still read
@@ -49,11 +54,12 @@ struct ScheduledGroup {
 /// The order of a model's collectives, driven by the reads and the gradients of its parameters. One for all groups below a root.
 ///
 /// Forward: the first read of a group waits for its all-gather, starts the next group's in the order that the forward before
-/// recorded, and frees every open group that is neither above nor below it. Backward: the same in reverse order; a group whose
-/// gradients have all landed is reduced and freed. Reductions start in reverse forward order on every rank, whatever the order in
-/// which gradients land there, and although a gradient that others expect never comes on a rank whose loss has no use for it.
-/// Modules in buckets are reduced after the others, in the order of their parameters, and all buckets of a module where one has a
-/// gradient: another rank may use others, or read them in another order.
+/// recorded, and frees every open group that is neither above nor below it, and what was gathered ahead for a read that this
+/// forward has left out. Backward: the same in reverse order; a group whose gradients have all landed is reduced and freed.
+/// Reductions start in reverse forward order on every rank, whatever the order in which gradients land there, and although a
+/// gradient that others expect never comes on a rank whose loss has no use for it. Modules in buckets are reduced after the
+/// others, in the order of their parameters, and all buckets of a module where one has a gradient: another rank may use others,
+/// or read them in another order.
 ///
 /// Thread-safe: the forward thread and autograd's threads call it.
 class Schedule : public std::enable_shared_from_this<Schedule> {
@@ -105,12 +111,17 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
     is_last_backward_ = is_last;
   }
   bool is_last_backward() const { return is_last_backward_; }
-  /// Of what this rank's backwards bring from now on; 0 drops it, whatever it is.
-  void set_gradient_weight(double weight) {
+  /// Of what this rank's backwards bring from now on, until `setter` has it forgotten; 0 drops it, whatever it is.
+  void set_gradient_weight(const void* setter, double weight) {
     const std::lock_guard lock(mutex_);
-    gradient_weight_ = weight;
+    gradient_weights_.set(setter, weight);
   }
-  double gradient_weight() const { return gradient_weight_; }
+  void forget_gradient_weight(const void* setter) {
+    const std::lock_guard lock(mutex_);
+    gradient_weights_.forget(setter);
+  }
+  void set_gradient_weights(GradientWeights weights) { gradient_weights_ = std::move(weights); }
+  const GradientWeights& gradient_weights() const { return gradient_weights_; }
   /// From now on what the model's groups do is recorded, from nothing; or nothing is.
   void set_reporting(bool reports);
   /// What was recorded, which begins again. An error while nothing is.
@@ -154,7 +165,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void note_unsharded();
   void close_unrelated(const ParameterGroup& group, uint64_t recomputation);
   void prefetch_after(const ParameterGroup& group);
-  void prefetch(ParameterGroup& group);
+  void prefetch(ParameterGroup& group, Ahead why);
   void list_unfinished(ScheduledGroup& entry);
   void join_buckets(const ScheduledGroup& landed);
   void reduce_in_order(const ScheduledGroup& landed);
@@ -171,8 +182,12 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void finish_group(ScheduledGroup& entry);
   void reduce(ScheduledGroup& entry);
   void finish_reductions();
+  int64_t known_position(const ScheduledGroup& entry) const; // -1: none
+  bool is_passed(const ScheduledGroup& ahead, const ParameterGroup& group);
   bool related(const ParameterGroup& a, const ParameterGroup& b) const;
   const Order& order() const { return iteration_.recording.empty() ? order_ : iteration_.recording; }
+  /// In which this phase reads the groups: as the last forward did, or the one that runs now.
+  const Order& known_order() const { return state_ != State::kBackward && !order_.empty() ? order_ : order(); }
   /// The `step`-th group that this phase will need after `group`, as far as it is known; null when there is none.
   std::shared_ptr<ParameterGroup> next_of(const ParameterGroup& group, int64_t step);
 
@@ -193,7 +208,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   State state_ = State::kIdle;
   Iteration iteration_;
   bool is_last_backward_ = true;
-  double gradient_weight_ = 1;
+  GradientWeights gradient_weights_;
   TrainsApartWatch watch_;
   std::string refusal_;          // why no parameter may be used any more; empty: they may
   uint64_t phase_ = 1;           // changes with the state

@@ -37,6 +37,14 @@ std::vector<const Module*> ShardedModule::modules() const {
   return modules;
 }
 
+std::vector<std::shared_ptr<const Module>> ShardedModule::living_modules() const {
+  std::vector<std::shared_ptr<const Module>> modules;
+  for (const auto& each : modules_) {
+    if (auto module = each.lock()) modules.push_back(std::move(module));
+  }
+  return modules;
+}
+
 void ShardedModule::check_no_new_parameter() const {
   const auto is_new = [&](const at::Tensor& parameter) {
     return parameter.requires_grad() && !dtensor_meta(parameter) && !ignores(parameter);
@@ -139,6 +147,31 @@ void ShardedModule::adopt(const std::shared_ptr<ShardedModule>& child, std::vect
     if (theirs.first.get()) claim(module, theirs.second);
   }
   ignored_.merge(child->ignored_);
+}
+
+void ShardedModule::keep_beside(const std::shared_ptr<ShardedModule>& state) {
+  state->schedule_ = schedule_;
+  auto& top = const_cast<ShardedModule&>(root());
+  for (const auto* module : state->modules()) top.claim(module, Claim::kHeld);
+  beside_.push_back(state);
+}
+
+std::shared_ptr<ShardedModule> ShardedModule::state_of(const Module* module) {
+  if (holds(module)) return shared_from_this();
+  const auto found = std::find_if(beside_.begin(), beside_.end(), [&](const auto& each) { return each->holds(module); });
+  return found == beside_.end() ? nullptr : *found;
+}
+
+void ShardedModule::begin_forward() {
+  if (const auto own = group(); own && !own->is_open()) forwarded_.clear();
+}
+
+bool ShardedModule::end_forward(const Module* module) {
+  forwarded_.insert(module);
+  const auto has_ended = [&](const ModuleReference& each) { return !each.get() || forwarded_.contains(each.get()); };
+  if (!std::all_of(modules_.begin(), modules_.end(), has_ended)) return false;
+  forwarded_.clear(); // the group may be gathered again before the next one begins
+  return true;
 }
 
 std::shared_ptr<ShardedModule> ShardedModule::add_bucket() {
@@ -260,6 +293,7 @@ void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
     state.schedule_ = schedule;
     state.number_ = number;
     state.label_.clear();
+    for (const auto& beside : state.beside_) beside->schedule_ = schedule;
     groups[number].end = number + 1;
     if (const auto group = state.group()) {
       group->number = number;

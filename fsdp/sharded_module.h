@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <absl/container/flat_hash_map.h>
+#include <absl/container/flat_hash_set.h>
 
 #include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/module_reference.h>
@@ -33,6 +34,8 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   bool holds(const torch::nn::Module* module) const;
   /// As `fully_shard` got them; null for one that is gone.
   std::vector<const torch::nn::Module*> modules() const;
+  /// Those that a shared_ptr holds and that are there.
+  std::vector<std::shared_ptr<const torch::nn::Module>> living_modules() const;
   /// How the calls that made this state, a root, and those below it met a module.
   enum class Claim { kNone, kBelow, kHeld };
   Claim claim_on(const torch::nn::Module* module) const;
@@ -42,6 +45,10 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   void check_boundary() const override;
   bool is_called() const override { return calls_ > 0; }
   void note_rounding(const std::string& name, at::ScalarType from, at::ScalarType to) const override;
+  /// A `tessera::call` or a `forward_scope` of one of the modules begins.
+  void begin_forward();
+  /// That of `module` ends; whether all of the modules have had one since the group was gathered.
+  bool end_forward(const torch::nn::Module* module);
   void enter_call() { ++calls_; }
   void leave_call() { --calls_; }
   /// `parameter` is one of the ignored parameters of the call that made this state.
@@ -50,7 +57,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   const MeshAxes& axes() const { return axes_; }
   const FullyShardOptions& options() const { return options_; }
 
-  /// Null for a module all of whose parameters belong to the groups below.
+  /// Null for a module all of whose parameters belong to other groups.
   std::shared_ptr<ParameterGroup> group() const { return group_.lock(); }
   void set_group(const std::shared_ptr<ParameterGroup>& group);
   /// Of the group, while it lives.
@@ -67,6 +74,10 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   const std::shared_ptr<ShardedModule>& parent() const { return parent_; }
   /// Puts `child` and all below it under this root. `places` says for each module of `child` where it lies; `settle` must follow.
   void adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places);
+  /// Has `state` live as long as this one, which has its module's parameters, and with this one's schedule.
+  void keep_beside(const std::shared_ptr<ShardedModule>& state);
+  /// The state of `module`: this one, or one beside it; null for neither.
+  std::shared_ptr<ShardedModule> state_of(const torch::nn::Module* module);
   /// Gives this state, a root, and those below it one schedule, and numbers them.
   void settle(const std::shared_ptr<Schedule>& schedule);
   size_t number() const { return number_; }
@@ -123,11 +134,13 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
     std::vector<Place> places;
   };
   std::vector<Child> children_;
+  std::vector<std::shared_ptr<ShardedModule>> beside_;
   std::shared_ptr<Schedule> schedule_;
   std::vector<std::string> settled_names_;
   size_t number_ = 0;                                                    // in the order from the root down
   size_t bucket_ = 0;                                                    // 0: made for modules
   int calls_ = 0;                                                        // that run now
+  absl::flat_hash_set<const torch::nn::Module*> forwarded_;              // of the modules, since the group was gathered
   mutable bool warned_of_boundary_ = false, warned_of_rounding_ = false; // of a root: of its model
 };
 

@@ -15,6 +15,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <unordered_set>
 #include <utility>
 #include <variant>
 
@@ -240,6 +241,13 @@ std::vector<at::Tensor> with_zeros(std::vector<at::Tensor> tensors, const std::v
   return tensors;
 }
 
+/// Without those that were listed before: LibTorch's `parameters()` lists a tied weight by each of its names.
+std::vector<at::Tensor> distinct(std::vector<at::Tensor> parameters) {
+  std::unordered_set<const c10::TensorImpl*> seen;
+  std::erase_if(parameters, [&](const auto& each) { return !seen.insert(each.unsafeGetTensorImpl()).second; });
+  return parameters;
+}
+
 at::ScalarType dtype_of(const std::vector<at::Tensor>& tensors) {
   auto dtype = at::kFloat;
   for (const auto& each : tensors) {
@@ -281,7 +289,7 @@ void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max
   constexpr double kLeast = 1e-6; // as PyTorch has it
   const auto factor = total_norm.add(kLeast).reciprocal().mul(max_norm).clamp_max(1.0);
   std::map<std::pair<at::ScalarType, c10::DeviceType>, std::vector<at::Tensor>> alike;
-  for (const auto& parameter : parameters) {
+  for (const auto& parameter : distinct(parameters)) {
     const auto& gradient = parameter.grad();
     if (!gradient.defined()) continue;
     check_reduced(gradient);
@@ -296,10 +304,11 @@ void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max
 // NOLINTNEXTLINE(readability-identifier-naming)
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
                            bool error_if_nonfinite) {
+  const auto own = distinct(parameters);
   std::vector<at::Tensor> gradients;
-  for (const auto& each : parameters) gradients.push_back(each.grad());
-  auto total = total_norm(gradients, parameters, norm_type, error_if_nonfinite);
-  clip_grads_with_norm_(parameters, max_norm, total);
+  for (const auto& each : own) gradients.push_back(each.grad());
+  auto total = total_norm(gradients, own, norm_type, error_if_nonfinite);
+  clip_grads_with_norm_(own, max_norm, total);
   return total;
 }
 

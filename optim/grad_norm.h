@@ -21,11 +21,13 @@ namespace tessera {
 at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_type = 2.0, bool error_if_nonfinite = false);
 
 /// Multiplies the gradients of `parameters` by `max_norm / total_norm`, where that is below 1, in place. Local. Parameters
-/// without a gradient are left out. Semantics: torch.nn.utils.clip_grads_with_norm_.
+/// without a gradient are left out, and one that is listed again, as LibTorch's `parameters()` lists a tied weight, counts once.
+/// Semantics: torch.nn.utils.clip_grads_with_norm_.
 // NOLINTNEXTLINE(readability-identifier-naming): PyTorch's name
 void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const at::Tensor& total_norm);
 
-/// Both of the gradients of `parameters`: returns the norm as it was. Semantics: torch.nn.utils.clip_grad_norm_.
+/// Both of the gradients of `parameters`, each of them once: returns the norm as it was. Semantics:
+/// torch.nn.utils.clip_grad_norm_.
 // NOLINTNEXTLINE(readability-identifier-naming): PyTorch's name
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,
                            bool error_if_nonfinite = false);

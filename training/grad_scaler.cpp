@@ -142,22 +142,23 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) { // NOLINT(readab
   if (!options_.enabled) return;
   TORCH_CHECK(has_scaled_, "GradScaler: no loss was scaled since the last update on rank ", rank(),
               ", and the gradients would be divided by the scale ", scale_, ": call scaler.scale(loss).backward()");
-  auto& state = optimizers_[&optimizer];
-  TORCH_CHECK(state.stage != Stage::kUnscaled, "GradScaler: unscale_() was called on this optimizer since the last update()");
-  TORCH_CHECK(state.stage != Stage::kStepped, "GradScaler: unscale_() is called after step()");
-  state.ranks = options_.mesh.defined() ? options_.mesh.ranks() : internal::ranks_of(optimizer);
+  const auto known = optimizers_.find(&optimizer);
+  TORCH_CHECK(known == optimizers_.end() || known->second.has_stepped,
+              "GradScaler: unscale_() was called on this optimizer since the last update()");
+  TORCH_CHECK(known == optimizers_.end(), "GradScaler: unscale_() is called after step()");
+  OptimizerState state{options_.mesh.defined() ? options_.mesh.ranks() : internal::ranks_of(optimizer)};
   state.overflowed = find_overflow(optimizer, state.ranks);
-  state.stage = Stage::kUnscaled;
+  optimizers_.emplace(&optimizer, std::move(state)); // not where the check threw: that is no good step
 }
 
 bool GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (options_.enabled) {
     const auto known = optimizers_.find(&optimizer);
-    TORCH_CHECK(known == optimizers_.end() || known->second.stage != Stage::kStepped,
+    TORCH_CHECK(known == optimizers_.end() || !known->second.has_stepped,
                 "GradScaler: step() was called on this optimizer since the last update()");
-    if (known == optimizers_.end() || known->second.stage == Stage::kReady) unscale_(optimizer);
+    if (known == optimizers_.end()) unscale_(optimizer);
     auto& state = optimizers_.at(&optimizer);
-    state.stage = Stage::kStepped;
+    state.has_stepped = true;
     if (state.overflowed) return false;
   }
   tessera::step(optimizer);

@@ -74,11 +74,11 @@ class GradScaler {
   void set_growth_interval(int64_t interval);
 
  private:
-  enum class Stage { kReady, kUnscaled, kStepped };
+  /// Once its gradients are unscaled.
   struct OptimizerState {
-    Stage stage = Stage::kReady;
+    std::vector<int64_t> ranks; // that looked for an overflow together
     bool overflowed = false;
-    std::vector<int64_t> ranks = {}; // that looked for an overflow together
+    bool has_stepped = false;
   };
   using OptimizerStates = std::map<const torch::optim::Optimizer*, OptimizerState>;
   friend class GradScalerBinding;

@@ -60,9 +60,11 @@ at::Tensor reduce(const at::Tensor& tensor, const DeviceMesh& mesh, ReduceOp op,
   const auto communicator = process_context().communicator(mesh.rank_list(), mesh.device_type(), kLabel);
   check_agreed(request, *communicator, mesh);
   TORCH_CHECK_VALUE(problem.empty(), "all_reduce: every rank gave ", problem);
-  auto result = tensor.detach().to(mesh.device()).clone(at::MemoryFormat::Contiguous);
+  const auto dtype = tensor.scalar_type();
+  const bool widens = op == ReduceOp::kAvg && !communicator->averages(dtype); // else small numbers become 0
+  auto result = tensor.detach().to(mesh.device(), widens ? at::kFloat : dtype).clone(at::MemoryFormat::Contiguous);
   if (result.numel() > 0) communicator->all_reduce(result.view({-1}), op, kLabel).wait();
-  return result;
+  return result.to(dtype);
 }
 
 std::map<std::string, double> values_of(const std::vector<std::string>& names, const at::Tensor& values) {

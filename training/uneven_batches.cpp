@@ -7,6 +7,7 @@
 
 #include <string>
 
+#include <tessera/fsdp/foreign_groups.h>
 #include <tessera/fsdp/module_walk.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
@@ -21,6 +22,7 @@ UnevenRounds::UnevenRounds(const torch::nn::Module& model, UnevenDivisor divisor
         "call fully_shard on this one");
     return;
   }
+  check_owns_all_parameters(model, "UnevenBatches");
   model_.emplace(fsdp(model));
   const auto& mesh = model_->mesh();
   if (mesh.size() > 1) communicator_ = (mesh.ndim() == 1 ? mesh : mesh.flatten()).communicator(0, "uneven batches");
@@ -61,12 +63,12 @@ int64_t UnevenRounds::begin(bool has_input, bool can_stand_in) {
                     ") on the module of these, or take kAllRanks");
   const auto all = static_cast<double>(model_->mesh().size()), with_input = static_cast<double>(ranks);
   const double weight = divisor_ == UnevenDivisor::kRanksWithInput ? all / with_input : 1;
-  model_->state()->schedule()->set_gradient_weight(has_input ? weight : 0);
+  model_->state()->schedule()->set_gradient_weight(this, has_input ? weight : 0);
   return ranks;
 }
 
 void UnevenRounds::end() {
-  if (model_) model_->state()->schedule()->set_gradient_weight(1);
+  if (model_) model_->state()->schedule()->forget_gradient_weight(this);
 }
 
 } // namespace tessera::internal

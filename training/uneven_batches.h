@@ -35,6 +35,7 @@ class UnevenRounds {
   /// How many ranks have input; 0 ends the rounds. An error on all ranks where one has neither input nor something in its place,
   /// or a group that `divisor` does not fit.
   int64_t begin(bool has_input, bool can_stand_in);
+  /// Gives the gradients the weight that they have without these rounds.
   void end();
 
  private:
@@ -59,11 +60,12 @@ class UnevenRounds {
 /// brings to sharded parameters is dropped, NaN too: it counts as zero. Its other effects stay: loss, buffers (BatchNorm's
 /// statistics), the gradients of parameters that nothing shards, and what the model itself communicates in forward, as a
 /// synchronized BatchNorm does. An empty batch as `stand_in` leaves these alone. A rank that never had a batch needs a
-/// `stand_in`.
+/// `stand_in`. Where loops overlap, as with an evaluation inside, the one that began
+/// last counts until it ends.
 ///
 /// All ranks of the model iterate, once a step; each step costs one all-reduce of three numbers. `range` is anything with `begin`
 /// and `end`, such as a DataLoader, and is iterated once for each `begin` of this. With a model that is not sharded it is a plain
-/// loop; one that only holds sharded modules is an error.
+/// loop; one that only holds sharded modules is an error, and so is one that shares a module with a model that has it already.
 template <typename Range>
 class UnevenBatches {
  public:

@@ -218,47 +218,6 @@ TEST(Recompute, RunsABackwardInsideOfAModule) {
   }
 }
 
-/// Whose first call fills a table that later ones read: the backward of the first is nobody else's write.
-TEST(Recompute, SecondRunsWriteNoBufferOfOtherCalls) {
-  struct LazyImpl : torch::nn::Module {
-    Tensor forward(const Tensor& x) {
-      if (table[0].item<double>() == 0) {
-        const torch::NoGradGuard no_grad;
-        table.fill_(2);
-      }
-      return x * table.exp();
-    }
-    Tensor table = register_buffer("table", torch::zeros({6}));
-  };
-  const auto lazy = std::make_shared<LazyImpl>();
-  const auto x = input();
-  const auto first = recompute(lazy, x), second = recompute(lazy, x);
-  first.sum().backward();
-  second.sum().backward();
-  EXPECT_TENSORS_CLOSE(x.grad(), torch::full({4, 6}, 2 * std::exp(2.0)), 1e-5, 1e-5);
-}
-
-TEST(Recompute, RefusesABufferThatSomethingElseWroteSince) {
-  struct WarmImpl : torch::nn::Module {
-    Tensor forward(const Tensor& x) { return x * temperature.tanh(); }
-    Tensor temperature = register_buffer("temperature", torch::ones({}));
-  };
-  const auto warm = std::make_shared<WarmImpl>();
-  const auto y = recompute(warm, input());
-  warm->temperature.mul_(0.5);
-  EXPECT_THROWS_WITH(y.sum().backward(), "the buffer temperature was modified by an inplace operation since the forward");
-}
-
-TEST(Recompute, TakesModulesWithBuffersOnTheMetaDevice) {
-  struct MaskedImpl : torch::nn::Module {
-    Tensor forward(const Tensor& x) { return (x * mask).exp(); }
-    Tensor mask = register_buffer("mask", torch::ones({6}, torch::kMeta));
-  };
-  const auto x = torch::empty({4, 6}, torch::kMeta).requires_grad_(true);
-  recompute(std::make_shared<MaskedImpl>(), x).sum().backward();
-  EXPECT_EQ(x.grad().sizes(), x.sizes());
-}
-
 /// It draws, and leaves the generator as it found it.
 TEST(Recompute, FindsTheRandomNumbersOfAFunctionThatPutsTheStateBack) {
   const auto drops = [](const Tensor& x) {
@@ -289,39 +248,6 @@ TEST(Recompute, KeepsAutocast) {
   };
   expect_same(run(true), run(false));
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
-}
-
-TEST(Recompute, UpdatesTheBuffersOfAModuleOnce) {
-  torch::nn::Sequential net(torch::nn::BatchNorm1d(6), torch::nn::ReLU());
-  recompute(net, input()).square().sum().backward();
-  const auto& norm = net[0]->as<torch::nn::BatchNorm1d>();
-  EXPECT_EQ(norm->num_batches_tracked.item<int64_t>(), 1);
-  EXPECT_TRUE(torch::allclose(norm->running_mean, 0.1 * input().detach().mean(0)));
-  const auto y = recompute(net, input());
-  y.sum().backward({}, /*retain_graph=*/true);
-  y.sum().backward();
-  EXPECT_EQ(norm->num_batches_tracked.item<int64_t>(), 2);
-}
-
-struct CountingImpl : torch::nn::Module {
-  CountingImpl() : count(register_buffer("count", torch::ones({6}))) {}
-  Tensor forward(const Tensor& x) {
-    auto y = x * count.tanh();
-    count.add_(1);
-    return y;
-  }
-  Tensor count;
-};
-
-TEST(Recompute, FindsTheBuffersAsTheFirstRunDid) {
-  const auto counting = std::make_shared<CountingImpl>();
-  const auto x = input();
-  const auto first = recompute(counting, x), second = recompute(counting, x);
-  second.sum().backward();
-  EXPECT_TRUE(torch::allclose(x.grad(), torch::full({4, 6}, 2.0).tanh()));
-  first.sum().backward();
-  EXPECT_TRUE(torch::allclose(x.grad(), torch::full({4, 6}, 2.0).tanh() + torch::full({4, 6}, 1.0).tanh()));
-  EXPECT_EQ(counting->count[0].item<double>(), 3);
 }
 
 struct OwnFunction : torch::autograd::Function<OwnFunction> {

@@ -6,6 +6,8 @@
 #include <torch/torch.h>
 
 #include <functional>
+#include <memory>
+#include <thread>
 
 #include <tessera/tests/activations/small_mlp.h>
 #include <tessera/tests/support/matchers.h>
@@ -82,6 +84,60 @@ TEST(SavedTensors, ComeBackAsTheyWereFromAPlaceThatCopies) {
     sum.backward();
     EXPECT_TENSORS_CLOSE(x.grad(), torch::ones({size}).exp(), 1e-6, 1e-6);
   }
+}
+
+/// A place that counts the tensors it gets.
+TensorPlace counting(int64_t& count) {
+  return [&count](const Tensor& tensor) -> std::function<Tensor()> {
+    ++count;
+    return [tensor] { return tensor; };
+  };
+}
+
+TEST(SavedTensors, LieWhereTheInnermostOpenScopeSaysInWhicheverOrderScopesEnd) {
+  const auto x = input();
+  int64_t in_first = 0, in_second = 0;
+  const auto expect_saved_in = [&](const int64_t* place) {
+    in_first = in_second = 0;
+    x.exp();
+    EXPECT_EQ(in_first, place == &in_first ? 1 : 0);
+    EXPECT_EQ(in_second, place == &in_second ? 1 : 0);
+  };
+  auto scope = std::make_unique<SavedTensorScope>(counting(in_first));
+  expect_saved_in(&in_first);
+  scope = std::make_unique<SavedTensorScope>(counting(in_second)); // begins before the other ends
+  expect_saved_in(&in_second);
+  scope.reset();
+  expect_saved_in(nullptr);
+  auto outer = std::make_unique<SavedTensorScope>(counting(in_first));
+  recompute(
+      [&](const Tensor& in) {
+        outer.reset();
+        return in.exp();
+      },
+      x)
+      .sum()
+      .backward();
+  EXPECT_TENSORS_CLOSE(x.grad(), x.detach().exp());
+  expect_saved_in(nullptr);
+}
+
+TEST(SavedTensors, AScopeMayEndOnAnotherThread) {
+  const auto x = input();
+  int64_t kept = 0, there = 0;
+  auto scope = std::make_unique<SavedTensorScope>(counting(kept));
+  std::thread([&] {
+    const auto own = saved_tensors_in(counting(there));
+    scope.reset();
+    x.exp();
+  }).join();
+  EXPECT_EQ(there, 1);
+  x.exp();
+  EXPECT_EQ(kept, 0);
+  std::thread([&] { scope = std::make_unique<SavedTensorScope>(counting(kept)); }).join();
+  scope.reset(); // after its thread
+  x.exp();
+  EXPECT_EQ(kept, 0);
 }
 
 TEST(SavedTensors, RefuseAPlaceThatBringsBackOtherTensors) {

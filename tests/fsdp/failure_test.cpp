@@ -69,7 +69,7 @@ void for_each_device(const std::string& scenario, int ranks, const std::string& 
     check(output);
   };
   run_here();
-  if (!tests_the_cpu() || scenario == "has_no_memory_for_an_outer_gather") return;
+  if (!tests_the_cpu() || scenario.starts_with("has_no_memory_for_an_outer_gather")) return;
   environment["TESSERA_TEST_DEVICE"] = "sim";
   run_here();
 }
@@ -99,8 +99,18 @@ TEST(Failure, RanksOfAGatherInBackwardLearnWhichOneHasNoMemory) {
     for_each_device(scenario, 4, "0", [](const std::string& output) {
       EXPECT_THAT(output, HasSubstr("rank 3 learns: tried to allocate 40"));
       EXPECT_THAT(output, ContainsRegex("rank 2 learns: .*lost the connection to rank 3"));
+      // Not a gather among all, who wait for something else.
+      for (const std::string when : {"again", "a third time"})
+        EXPECT_THAT(output, ContainsRegex("rank 3 " + when + ": [^\n]*\\[2, 3\\]"));
     });
   }
+}
+
+/// The rank beside it waits for the second gather, when the first has failed between other ranks.
+TEST(Failure, TheRanksInsideLearnOfAGatherThatFailsAgain) {
+  for_each_device("has_no_memory_for_an_outer_gather_again", 4, "1", [](const std::string& output) {
+    EXPECT_THAT(output, ContainsRegex("rank 2 learns: .*rank 3: all_gather 'tried to allocate 40"));
+  });
 }
 
 /// Nothing that it sends later is taken for the gather.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <tessera/checkpoint/state_dict.h>
+#include <tessera/fsdp/call.h>
 #include <tessera/fsdp/sharded_module.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
@@ -83,6 +84,18 @@ TEST(Fsdp2Cases, TheSetterForgetsANumberOfRanks) {
     for (const auto& item : net->named_parameters())
       EXPECT_TENSORS_EQUAL(full(item.value().grad()), full(expected[item.key()].grad()));
   }
+}
+
+/// A block's part stays when the forward around it ends too.
+TEST(Fsdp2Cases, TheEndOfTheRootsForwardKeepsWhatNeighboursHave) {
+  if (world_size() != 4) GTEST_SKIP() << "two neighbours among more ranks";
+  Net net = make_net();
+  shard_model(net, {"among neighbours", world_mesh, {.reshard_after_forward = 2}});
+  const auto loss = call(net, rows_of_rank(0)).square().mean();
+  const auto& among_all = fsdp(*net).state()->group()->axes().all_gather();
+  const auto before = among_all->counters().get(CollectiveKind::kAllGather).calls;
+  loss.backward();
+  EXPECT_EQ(among_all->counters().get(CollectiveKind::kAllGather).calls, before);
 }
 
 // test_fully_shard_training: test_train_parity_multi_group, with its delays

@@ -189,6 +189,9 @@ TEST(GradNorm, CountsATiedParameterOnce) {
   const auto expected = torch::stack({before.norm(), full(second->weight.grad()).norm()}).norm().item<double>();
   EXPECT_NEAR(clip_grad_norm_(*net, 0.5 * expected).item<double>(), expected, 1e-5);
   EXPECT_TENSORS_CLOSE(full(first->weight.grad()), before * 0.5, 1e-4, 1e-6);
+  ASSERT_EQ(net->parameters().size(), 3U) << "one of them twice";
+  EXPECT_NEAR(clip_grad_norm_(net->parameters(), 0.25 * expected).item<double>(), 0.5 * expected, 1e-5);
+  EXPECT_TENSORS_CLOSE(full(first->weight.grad()), before * 0.25, 1e-4, 1e-6);
 }
 
 TEST(GradNorm, IsTheSameOnAllRanksBesidePlainTensorsThatDiffer) {

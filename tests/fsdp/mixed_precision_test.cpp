@@ -1,6 +1,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include <tessera/fsdp/call.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
@@ -52,6 +54,18 @@ TEST(MixedPrecision, LossAndGradientsAreThoseOfTheCastModel) {
     communicator->all_reduce(mean, ReduceOp::kAvg, item.key()).wait();
     EXPECT_TRUE(torch::allclose(full(item.value().grad()), mean, 1e-5, 1e-6)) << item.key();
   }
+}
+
+TEST(MixedPrecision, OneRankDividesByTheFactorInTheDtypeOfTheReduction) {
+  const double gradient = std::exp2(-23); // a fraction of it is none of float16
+  torch::nn::Linear linear(torch::nn::LinearOptions(4, 3).bias(false));
+  FullyShardOptions options;
+  options.mixed_precision.param_dtype = torch::kHalf;
+  options.mixed_precision.reduce_dtype = torch::kFloat;
+  auto handle = fully_shard(linear, make_device_mesh(test_device_type(), {1}, {world_rank()}), options);
+  handle.set_gradient_divide_factor(8);
+  (linear->weight * torch::full({3, 4}, gradient, torch::device(test_device()).dtype(torch::kHalf))).sum().backward();
+  EXPECT_TENSORS_EQUAL(full(linear->weight.grad()), torch::full({3, 4}, gradient / 8));
 }
 
 /// On a registered device a copy is an operator of its own, whose schema does not say what it writes.

@@ -65,6 +65,56 @@ TEST(NoSync, ScopesNestAndBringBackWhatWasSet) {
   expect_equal_gradients(net, plain);
 }
 
+TEST(NoSync, ScopesOverlapAndTheLastOneEndsIt) {
+  Net plain = make_net(), net = make_net();
+  shard_model(net, strategies()[0]);
+  std::unique_ptr<NoSync> scope;
+  process_context().reset_counters();
+  for (int64_t step = 0; step < 2; ++step) {
+    scope = std::make_unique<NoSync>(*net); // before the one of the step before ends
+    part_loss(net, step).backward();
+  }
+  EXPECT_EQ(reductions(), 0);
+  scope.reset();
+  part_loss(net, 2).backward();
+  for (int64_t step = 0; step < 3; ++step) loss_of(plain, global_batch(step)).backward();
+  expect_equal_gradients(net, plain);
+}
+
+TEST(NoSync, WhatIsSetInsideCountsFromTheEnd) {
+  Net plain = make_net(), net = make_net();
+  shard_model(net, strategies()[0]);
+  auto root = fsdp(*net);
+  root.set_requires_gradient_sync(false);
+  process_context().reset_counters();
+  {
+    const auto scope = no_sync(*net);
+    root.set_requires_gradient_sync(true);
+    part_loss(net, 0).backward();
+  }
+  EXPECT_EQ(reductions(), 0);
+  part_loss(net, 1).backward();
+  for (int64_t step = 0; step < 2; ++step) loss_of(plain, global_batch(step)).backward();
+  expect_equal_gradients(net, plain);
+}
+
+/// The groups in the new dtype are smaller, and there are more of them.
+TEST(NoSync, EndsForGroupsThatWereMadeInside) {
+  Net plain = make_net(), net = make_net();
+  shard_model(net, {"buckets", world_mesh, {.bucket_bytes = 3000}, /*replicates=*/true});
+  {
+    const auto scope = no_sync(*net);
+    reshard_parameters(net, {.dtype = torch::kDouble});
+    process_context().reset_counters();
+    part_loss(net, 0).backward();
+    EXPECT_EQ(reductions(), 0);
+  }
+  part_loss(net, 1).backward();
+  plain->to(torch::kDouble);
+  for (int64_t step = 0; step < 2; ++step) loss_of(plain, global_batch(step)).backward();
+  expect_equal_gradients(net, plain);
+}
+
 TEST(NoSync, TakesTheShardedModulesBelowOneThatIsNot) {
   Net net = make_net();
   net->to(test_device());

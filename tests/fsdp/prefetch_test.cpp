@@ -33,6 +33,17 @@ struct Chain {
     return text;
   }
 
+  /// A forward of some of the layers alone; what is open after each.
+  std::vector<std::string> forward_of(const std::vector<size_t>& some) {
+    std::vector<std::string> opened;
+    auto x = torch::ones({2, 6}, test_device());
+    for (const size_t i : some) {
+      x = net[i]->as<torch::nn::Linear>()->forward(x);
+      opened.push_back(open());
+    }
+    return opened;
+  }
+
   void step(bool with_backward = true) {
     in_forward.clear();
     in_backward.assign(kLayers, "");
@@ -68,6 +79,30 @@ TEST(Prefetch, FollowsTheRegistrationInTheFirstForwardAndThenTheOrderOfTheLast) 
     EXPECT_EQ(chain.in_forward, expected);
     EXPECT_EQ(Opened(chain.in_backward.begin() + 1, chain.in_backward.end()), (Opened{"10000", "01000", "00100", "00010"}));
   }
+}
+
+TEST(Prefetch, WhatAForwardPassesOverIsFreed) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  Chain evaluated, trained, first;
+  {
+    const torch::NoGradGuard no_grad;
+    evaluated.step(/*with_backward=*/false);
+    for (int step = 0; step < 2; ++step)
+      EXPECT_EQ(evaluated.forward_of({0, 2, 4}), (Opened{"11000", "00110", "00001"})) << "against the recorded order";
+    EXPECT_EQ(first.forward_of({0, 3}), (Opened{"11000", "01011"})) << "nothing is recorded yet";
+    EXPECT_EQ(first.forward_of({0, 3}), (Opened{"10010", "00011"})) << "layer 1 is not in the order";
+  }
+  trained.step();
+  EXPECT_EQ(trained.forward_of({0, 2, 4}), (Opened{"11000", "00100", "00001"}));
+}
+
+TEST(Prefetch, WhatAListAsksForIsNotPassedOver) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  Chain chain;
+  const torch::NoGradGuard no_grad;
+  chain.step(/*with_backward=*/false);
+  chain.layers[2].set_modules_to_forward_prefetch({chain.layers[3], chain.layers[0]});
+  EXPECT_EQ(chain.forward_of({2, 3, 0}), (Opened{"10110", "10011", "11001"})) << "layer 0 is read once more";
 }
 
 TEST(Prefetch, GoesAsDeepAsItIsSet) {

@@ -4,9 +4,11 @@
 #include <utility>
 
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/factories.h>
 #include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/fsdp/unsharded.h>
 #include <tessera/tests/fsdp/streams.h>
+#include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing {
 namespace {
@@ -342,6 +344,63 @@ TEST_F(Streams, AReductionMayEndBesideOperatorsThatRunOnItsStream) {
       expect_no_races();
     }
   }
+}
+
+/// Autograd keeps a gradient for the stream that it passes it on to.
+TEST_F(Streams, GradientsOfDTensorsPassFromOneStreamToAnother) {
+  const auto one = sim::new_stream("one"), two = sim::new_stream("two");
+  torch::manual_seed(0);
+  const auto whole = torch::randn({5, 3});
+  const auto x = torch::Tensor(distribute_tensor(whole.to(sim::kDevice), world_mesh(), {Shard{0}})).detach().requires_grad_();
+  sim::synchronize();
+  for (int round = 0; round < 3; ++round) {
+    x.mutable_grad() = torch::Tensor();
+    torch::Tensor cube, loss;
+    InOneOrder program;
+    program.on(one, [&] { cube = x.pow(3); });
+    program.on(two, [&] { loss = DTensor(cube.square().sum()).full_tensor(); });
+    program.on(one, [&] { loss.backward(); });
+    loss = cube = torch::Tensor();
+    for (const auto& stream : {one, two}) {
+      const c10::StreamGuard guard(stream);
+      write_memory_of(DTensor(x).local().numel() * static_cast<int64_t>(sizeof(float)));
+    }
+    sim::synchronize();
+    EXPECT_TRUE(torch::allclose(DTensor(x.grad()).full_tensor().cpu(), 6 * whole.pow(5)));
+    EXPECT_THAT([&] { x.grad().storage(); }, ::testing::ThrowsMessage<c10::Error>(::testing::HasSubstr("has no storage")));
+  }
+  expect_no_races();
+}
+
+TEST_F(Streams, WhereAGradientOfADTensorCannotPassToAnotherStreamIsAnError) {
+  const auto one = sim::new_stream("one"), two = sim::new_stream("two");
+  const auto x = torch::Tensor(tessera::ones({5, 3}, world_mesh(), {Shard{0}})).requires_grad_();
+  sim::synchronize();
+  torch::Tensor loss, largest;
+  InOneOrder program;
+  program.on(one, [&] { loss = x.pow(3).sum(); });
+  program.on(two, [&] { EXPECT_THROWS_WITH(loss.backward(), "a DTensor has no storage of its own"); });
+  program.on(one, [&] { largest = x.pow(3); });
+  program.on(two, [&] { largest = DTensor(std::get<0>(largest.max(1)).sum()).full_tensor(); });
+  program.on(one, [&] { EXPECT_THROWS_WITH(largest.backward(), "a DTensor has no storage of its own"); });
+  expect_no_races();
+}
+
+/// Beside a plain tensor, where its storage is its own.
+TEST_F(Streams, ADTensorThatBecameWholeIsReadInABackward) {
+  torch::nn::Linear linear(3, 4);
+  const auto expected = 2 * linear->weight.detach();
+  fully_shard(*linear, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  torch::Tensor doubled;
+  {
+    const torch::NoGradGuard no_grad;
+    doubled = 2 * linear->weight;
+    EXPECT_TRUE(is_dtensor(doubled));
+  }
+  const auto mask = torch::ones({4, 3}, sim::kDevice).set_requires_grad(true);
+  (mask * doubled).sum().backward();
+  if (world_rank() == 0) EXPECT_TRUE(torch::equal(mask.grad().cpu(), expected));
+  expect_no_races();
 }
 
 /// Which parameters were used is kept on the device, in memory of the stream of the first backward.

@@ -236,6 +236,40 @@ TEST(ShardedRecompute, FreesFrozenGroups) {
   }
 }
 
+/// Writes one buffer with a new version, and one as kernels write running statistics. `constant` may be there or not.
+struct WritingImpl : torch::nn::Module {
+  explicit WritingImpl(bool has_constant) {
+    if (has_constant) constant = register_buffer("constant", torch::ones({3}));
+  }
+  Tensor forward(const Tensor& x) {
+    counted.add_(1);
+    silent.data().add_(1);
+    const auto y = x * counted.exp() * silent.exp();
+    return constant.defined() ? y * constant : y;
+  }
+  Tensor counted = register_buffer("counted", torch::zeros({3})), silent = register_buffer("silent", torch::zeros({3}));
+  Tensor constant;
+};
+
+TEST(ShardedRecompute, BlocksTheHostOnceForTheBuffersThatNothingWrites) {
+  if (test_device_type() != sim::kDeviceType) GTEST_SKIP() << "the simulated device counts what blocks the host";
+  const auto blocks_of = [](const std::function<Tensor()>& forward) {
+    sim::synchronize();
+    sim::reset_counters();
+    forward().sum().backward();
+    return sim::counters().synchronized();
+  };
+  const auto x = torch::ones({2, 3}, test_device()).requires_grad_(true);
+  for (const bool has_constant : {false, true}) {
+    const auto module = std::make_shared<WritingImpl>(has_constant);
+    module->to(test_device());
+    const auto recomputed = [&] { return recompute(module, x); };
+    recomputed().sum().backward(); // finds out which are written without a new version
+    const auto without_buffers = blocks_of([&] { return recompute([&](const Tensor& in) { return module->forward(in); }, x); });
+    EXPECT_EQ(blocks_of(recomputed) - without_buffers, has_constant ? 1 : 0);
+  }
+}
+
 /// Bytes that this thread and autograd's hold of LibTorch's memory while it lives.
 class MemoryMeter final : public c10::MemoryReportingInfoBase {
  public:

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <tessera/fsdp/group_layout.h>
+#include <tessera/fsdp/mesh_axes.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/unsharded.h>
@@ -315,6 +316,16 @@ TEST(Strategies, GathersAndReductionsMayShareACommunicator) {
   EXPECT_EQ(counters.get(CollectiveKind::kAllGather).calls, gathers + 1);
   EXPECT_EQ(counters.get(CollectiveKind::kReduceScatter).calls, reductions + 1);
   EXPECT_TENSORS_CLOSE(full(linear->bias.grad()), torch::full({3}, 2.0), 1e-6, 0);
+}
+
+/// The simulated device averages halves as NCCL does, which divides them first.
+TEST(Strategies, AverageHalvesOnlyWhereEachOfTheirCommunicatorsDoes) {
+  if (world_size() != 4) GTEST_SKIP() << "two replicas of two ranks";
+  const std::vector<std::string> names{"replicate", "shard"};
+  internal::MeshAxes axes(tessera::Strategy::kHybridShard, init_device_mesh(test_device_type(), {2, 2}, names));
+  axes.replace_reduce_scatter(init_device_mesh(torch::kCPU, {2, 2}, names).communicator(1));
+  EXPECT_TRUE(axes.reduce_scatter()->averages(torch::kHalf));
+  EXPECT_EQ(axes.averages(torch::kHalf), axes.all_reduce()->averages(torch::kHalf));
 }
 
 TEST(Strategies, TrainAsUnshardedOverSharedCommunicators) {

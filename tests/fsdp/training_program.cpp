@@ -137,8 +137,10 @@ bool fails(const char* when, const std::function<torch::Tensor()>& run) {
 
 enum class Pass { kForward, kBackward };
 
-/// The last rank has none for the first gather of the pass, or for what is allocated after `spared` blocks of it, and then has.
-void has_no_memory_for_a_gather(const DeviceMesh& mesh, FullyShardOptions options, Pass pass, int spared = 0) {
+/// The last rank has none for the first gather of the pass, or for what is allocated after `spared` blocks of it, and then has,
+/// unless it `stays` so.
+void has_no_memory_for_a_gather(const DeviceMesh& mesh, FullyShardOptions options, Pass pass, int spared = 0,
+                                bool stays = false) {
   torch::manual_seed(0);
   torch::nn::Linear large(1000, 1000);
   if (!options.reshard_after_forward) options.reshard_after_forward = true;
@@ -155,16 +157,16 @@ void has_no_memory_for_a_gather(const DeviceMesh& mesh, FullyShardOptions option
     return x.grad().sum();
   };
   const bool has_failed = loss.defined() ? fails("learns", backward) : fails("learns", forward);
-  limited->limit = std::numeric_limits<size_t>::max(); // and goes on
+  if (!stays) limited->limit = std::numeric_limits<size_t>::max(); // and goes on
   if (has_failed) {
     for (const char* const when : {"again", "a third time"}) fails(when, forward);
   }
   TORCH_CHECK(!has_failed, "no gather");
 }
 
-void has_no_memory_for_a_gather(tessera::Strategy strategy, Pass pass) {
+void has_no_memory_for_a_gather(tessera::Strategy strategy, Pass pass, bool stays = false) {
   const auto mesh = init_device_mesh(mesh_device_type, {2, world_size() / 2}, {"outer", "shard"});
-  has_no_memory_for_a_gather(mesh, {.strategy = strategy}, pass);
+  has_no_memory_for_a_gather(mesh, {.strategy = strategy}, pass, 0, stays);
 }
 
 /// The last rank calls something else than the gather inside its node; the rank beside it reads the parameters twice.
@@ -217,6 +219,8 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"has_no_memory_for_a_gather_among_neighbours",
      [] { has_no_memory_for_a_gather(world_mesh(), {.reshard_after_forward = 2}, Pass::kBackward); }},
     {"has_no_memory_for_an_outer_gather", [] { has_no_memory_for_a_gather(tessera::Strategy::kHierarchical, Pass::kForward); }},
+    {"has_no_memory_for_an_outer_gather_again",
+     [] { has_no_memory_for_a_gather(tessera::Strategy::kHierarchical, Pass::kForward, /*stays=*/true); }},
     {"has_no_memory_for_an_inner_gather", [] { has_no_memory_for_a_gather(tessera::Strategy::kHierarchical, Pass::kBackward); }},
 };
 

@@ -106,6 +106,16 @@ TEST(GradScaler, DisabledDoesNothing) {
   EXPECT_TRUE(weight.step(scaler, true));
 }
 
+/// The second optimizer has no gradient; its step is no good one.
+TEST(GradScaler, DoesNotCountAStepWhoseCheckFailed) {
+  GradScaler scaler({.init_scale = 16, .growth_interval = 1});
+  Weight weight, other;
+  scaler.scale(weight.value.sum()).backward();
+  EXPECT_THROWS_WITH(scaler.step(other.optimizer), "no parameter of the optimizer has a gradient");
+  EXPECT_THROWS_WITH(scaler.update(), "update() without a step()");
+  EXPECT_EQ(scaler.get_scale(), 16);
+}
+
 TEST(GradScaler, RefusesCallsInAnotherOrder) {
   GradScaler scaler;
   Weight weight, other;

@@ -38,6 +38,14 @@ TEST(AllReduce, ReducesOverTheWholeMesh) {
   }
 }
 
+/// Divided by the number of ranks it is 0 in fp16.
+TEST(AllReduce, KeepsTheMeanOfSmallHalves) {
+  const auto least = torch::full({3}, std::exp2(-24.0), torch::kHalf);
+  const auto mean = all_reduce(least, world_mesh(), ReduceOp::kAvg);
+  EXPECT_EQ(mean.scalar_type(), torch::kHalf);
+  EXPECT_TENSORS_EQUAL(mean, least);
+}
+
 TEST(AllReduce, IsAnErrorOnEveryRankWhereOneAsksForSomethingElse) {
   if (world_size() == 1) return;
   const auto mesh = world_mesh();

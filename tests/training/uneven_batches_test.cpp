@@ -254,11 +254,58 @@ TEST(UnevenBatches, ALoopThatIsLeftEarlyDropsNothingAfterIt) {
   EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::ones({2, 3}));
 }
 
+/// As an evaluation amid a training loop, over batches that every rank has; and one that was only made.
+TEST(UnevenBatches, ALoopInsideOfAnotherLeavesItsWeights) {
+  torch::nn::Linear linear(torch::nn::LinearOptions(3, 2).bias(false));
+  fully_shard(linear, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  Batches mine(static_cast<size_t>(1 + world_rank()), torch::ones({1, 3}, test_device()));
+  Batches held_out(2, torch::ones({1, 3}, test_device()));
+  UnevenBatches batches(*linear, mine, {.divisor = UnevenDivisor::kRanksWithInput});
+  for (auto& batch : batches) {
+    { const UnevenBatches unused(*linear, held_out); }
+    for (auto& each : UnevenBatches(*linear, held_out)) {
+      const torch::NoGradGuard no_grad;
+      linear(each);
+    }
+    UnevenBatches left_early(*linear, held_out);
+    for ([[maybe_unused]] auto& each : left_early) break;
+    linear->zero_grad();
+    linear(batch * (batches.has_input() ? 1 : 100)).sum().backward();
+    EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::ones({2, 3}));
+  }
+}
+
+TEST(UnevenBatches, LoopsThatOverlapLeaveNoWeight) {
+  torch::nn::Linear linear(torch::nn::LinearOptions(3, 2).bias(false));
+  fully_shard(linear, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  Batches mine(world_rank() == 0 ? 0 : 1, torch::ones({1, 3})), others(2, torch::ones({1, 3}));
+  UnevenBatches<Batches> one(*linear, mine, {.stand_in = torch::ones({1, 3})}), two(*linear, others);
+  {
+    auto a = one.begin();
+    auto b = two.begin();
+    while (!(a == one.end()) && !(b == two.end())) ++a, ++b; // the first one ends first
+  }
+  linear(torch::ones({1, 3}, test_device())).sum().backward();
+  EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::ones({2, 3}));
+}
+
 TEST(UnevenBatches, TakeTheModuleThatWasSharded) {
   torch::nn::Sequential net(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
   fully_shard(*net[0], world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
   Batches mine(2, torch::ones({1, 3}));
   EXPECT_THROWS_WITH(UnevenBatches(*net, mine), "is not sharded itself, but modules below it are");
+}
+
+/// Its weight would not reach the gradients of the other model.
+TEST(UnevenBatches, RefuseAModelThatSharesAModuleWithAnother) {
+  torch::nn::Linear encoder(3, 3);
+  torch::nn::Sequential one(encoder, torch::nn::Linear(3, 2)), two(encoder, torch::nn::Linear(3, 2));
+  for (const auto& net : {one, two}) fully_shard(net, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  Batches mine(2, torch::ones({1, 3}));
+  const UnevenBatches whole(*one, mine);
+  EXPECT_THROWS_WITH(UnevenBatches(*two, mine), "which is another model and does not reach it");
+  for (auto& parameter : encoder->parameters()) parameter.requires_grad_(false); // which have no gradients
+  const UnevenBatches trained(*two, mine);
 }
 
 TEST(UnevenBatches, ARankWithoutAnyBatchNeedsAStandIn) {

@@ -122,6 +122,24 @@ TEST(BadInput, AParameterRegisteredAfterShardingIsNamed) {
   }
 }
 
+/// Also where no read expects a gradient, and at each try.
+TEST(BadInput, AParameterRegisteredAfterAnEvaluationIsNamedBesideFrozenOnes) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    const auto model = sharded_case<NestedLayers>(strategy);
+    for (auto& parameter : model->parameters()) parameter.requires_grad_(false);
+    {
+      const torch::NoGradGuard no_grad;
+      model->loss(model->input_of(0, 0));
+    }
+    const auto adapter = model->register_module("adapter", nn::Linear(8, 8));
+    for (int attempt = 0; attempt < 2; ++attempt)
+      EXPECT_THROWS_WITH(model->loss(model->input_of(0, 0)), "the parameter adapter.weight of ");
+    for (auto& parameter : adapter->parameters()) parameter.requires_grad_(false);
+    model->loss(model->input_of(0, 0));
+  }
+}
+
 TEST(BadInput, ParametersThatShareMemoryAreNamed) {
   const auto flat = torch::randn({20});
   nn::Module apart, together, with_buffer;

@@ -1,0 +1,30 @@
+#pragma once
+
+// Internal: parameters below a module that belong to another model.
+
+#include <absl/container/flat_hash_set.h>
+
+#include <memory>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace tessera::internal {
+
+class Schedule;
+class ShardedModule;
+
+/// An error, after `what`, where a sharded parameter below `module` belongs to another model than `module` itself: what is set on
+/// the one does not reach the other. Nothing for a module that was not sharded.
+void check_owns_all_parameters(const torch::nn::Module& module, const char* what);
+
+/// The same for parameters of a model that has none of these schedules.
+void check_owns_all_parameters(const torch::nn::Module& module, const char* what,
+                               const absl::flat_hash_set<const Schedule*>& schedules);
+
+/// The modules of other models below those of `state`, sharded by themselves.
+std::vector<std::shared_ptr<ShardedModule>> foreign_modules_below(const ShardedModule& state);
+
+} // namespace tessera::internal
