@@ -1,4 +1,3 @@
-// collectives_bench [--ranks n] [--iterations k] [--bytes b]
 // The collectives on n local ranks, or on those of the job that the environment describes, beside c10d's gloo process group: a
 // line of JSON a case and size, or those of one size, with the median seconds of the slowest rank. The cases of a line take
 // turns, after a warm-up: of one call, or of 20 in a row where a call has at most 64 KiB. "shared" has its tensors in the memory
@@ -7,6 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+#include <absl/flags/flag.h>
+#include <common/command_line.h>
 #include <common/program.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
@@ -15,14 +16,16 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <functional>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <string_view>
 #include <vector>
+
+ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
+ABSL_FLAG(int32_t, iterations, 50, "turns of each case; a fifth for more than 8 MiB");
+ABSL_FLAG(int64_t, bytes, 0, "size of the only collectives to measure; 0: six sizes, and barriers");
 
 namespace {
 
@@ -33,12 +36,6 @@ struct Case {
   std::function<void()> run;
   std::vector<double> seconds = {};
 };
-
-int argument(int argc, char** argv, std::string_view name, int otherwise) {
-  for (int i = 1; i + 1 < argc; ++i)
-    if (argv[i] == name) return std::atoi(argv[i + 1]);
-  return otherwise;
-}
 
 c10::intrusive_ptr<c10d::ProcessGroupGloo> make_peer() {
   auto& context = tessera::process_context();
@@ -137,19 +134,22 @@ class Bench {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> peer_;
 };
 
+void run_rank() {
+  tessera::init_process_group();
+  Bench bench(absl::GetFlag(FLAGS_iterations));
+  if (const int64_t bytes = absl::GetFlag(FLAGS_bytes)) return bench.run(bytes);
+  for (const int64_t bytes : {64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20}) bench.run(bytes);
+  bench.run_barriers();
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
   return examples::run_program("collectives_bench", [&] {
-    const auto run = [&] {
-      tessera::init_process_group();
-      Bench bench(argument(argc, argv, "--iterations", 50));
-      if (const int64_t bytes = argument(argc, argv, "--bytes", 0)) return bench.run(bytes);
-      for (const int64_t bytes : {64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20}) bench.run(bytes);
-      bench.run_barriers();
-    };
-    if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, run);
-    run();
-    return 0;
+    examples::parse_command_line(argc, argv, "measures collectives", "collectives_bench.cpp");
+    examples::check_at_least("ranks", absl::GetFlag(FLAGS_ranks), 0);
+    examples::check_at_least("iterations", absl::GetFlag(FLAGS_iterations), 1);
+    TORCH_CHECK(absl::GetFlag(FLAGS_bytes) >= 0, "--bytes is ", absl::GetFlag(FLAGS_bytes), ", but must be at least 0");
+    return examples::run_ranks(absl::GetFlag(FLAGS_ranks), run_rank);
   });
 }

@@ -10,6 +10,7 @@
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/mesh/device_mesh.h>
 
+#include <charconv>
 #include <chrono>
 #include <iostream>
 #include <optional>
@@ -134,6 +135,16 @@ int run(const Options& options) {
   return 0;
 }
 
+/// The positive number that `text` is, the value of what is called `name`.
+template <typename Number>
+Number number_of(const std::string& name, const std::string& text) {
+  Number number{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const bool is_number = error == std::errc() && end == text.data() + text.size();
+  TORCH_CHECK(is_number && number > 0, name, " is '", text, "', but must be a positive number");
+  return number;
+}
+
 Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i < argc; ++i) {
@@ -143,17 +154,17 @@ Options parse(int argc, char** argv) {
       return argv[++i];
     };
     if (name == "--layers") {
-      options.shape.layers = std::stoll(value());
+      options.shape.layers = number_of<int64_t>(name, value());
     } else if (name == "--length") {
-      options.length = std::stoll(value());
+      options.length = number_of<int64_t>(name, value());
     } else if (name == "--flops") {
-      options.flops_per_second = std::stod(value());
+      options.flops_per_second = number_of<double>(name, value());
     } else if (name == "--topology") {
       options.topology = Topology::read(value());
     } else {
       TORCH_CHECK(!name.empty() && name.find_first_not_of("0123456789") == std::string::npos, "unknown argument ", name,
                   ". Usage: simulated_cluster [--topology FILE] [--flops RATE] [--length TOKENS] [--layers N] [RANKS...]");
-      options.ranks.push_back(std::stoll(name));
+      options.ranks.push_back(number_of<int64_t>("RANKS", name));
     }
   }
   if (options.ranks.empty()) options.ranks = {8, 64, 512, 4096, 65536};

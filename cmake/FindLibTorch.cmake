@@ -11,6 +11,11 @@ if(NOT TESSERA_LIBTORCH)
     get_filename_component(_wheel "${_wheel}" ABSOLUTE)
     set(TESSERA_LIBTORCH "${_wheel}" CACHE PATH "Folder with LibTorch's include/ and lib/" FORCE)
   endif()
+else() # RPATHs and the installed package need it absolute; as a PATH it is read from the folder where cmake was started
+  if(DEFINED CACHE{TESSERA_LIBTORCH})
+    set(TESSERA_LIBTORCH "" CACHE PATH "Folder with LibTorch's include/ and lib/")
+  endif()
+  get_filename_component(TESSERA_LIBTORCH "${TESSERA_LIBTORCH}" ABSOLUTE)
 endif()
 
 find_path(LibTorch_INCLUDE_DIR torch/csrc/api/include/torch/torch.h

@@ -2,7 +2,7 @@
 #
 # Input:   TESSERA_CUDA          AUTO (where LibTorch has CUDA, and the headers of CUDA and NCCL are found), ON (an error where not) or OFF
 # Output:  TESSERA_WITH_CUDA     true: LibTorch::cuda and NCCL::nccl exist. Link both only into libtessera_nccl, never into tessera.
-# Cache:   CUDA_RUNTIME_INCLUDE_DIR   the folder of cuda_runtime_api.h
+#          CUDA_RUNTIME_INCLUDE_DIR   the folder of cuda_runtime_api.h. Not cached: another LibTorch has others.
 set(TESSERA_CUDA AUTO CACHE STRING "Build the NCCL side: AUTO, ON or OFF")
 set_property(CACHE TESSERA_CUDA PROPERTY STRINGS AUTO ON OFF)
 
@@ -11,8 +11,9 @@ function(tessera_find_cuda_headers)
   get_filename_component(site_packages "${TESSERA_LIBTORCH}" DIRECTORY)
   file(GLOB wheels "${site_packages}/nvidia/cu[0-9]*/include" "${site_packages}/nvidia/cuda_runtime/include")
   find_package(CUDAToolkit QUIET)
-  find_path(CUDA_RUNTIME_INCLUDE_DIR cuda_runtime_api.h HINTS ${wheels} ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
-  find_path(CUDA_RUNTIME_INCLUDE_DIR cuda_runtime_api.h)
+  find_path(CUDA_RUNTIME_INCLUDE_DIR cuda_runtime_api.h HINTS ${wheels} ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH NO_CACHE)
+  find_path(CUDA_RUNTIME_INCLUDE_DIR cuda_runtime_api.h NO_CACHE)
+  set(CUDA_RUNTIME_INCLUDE_DIR "${CUDA_RUNTIME_INCLUDE_DIR}" PARENT_SCOPE)
 endfunction()
 
 set(TESSERA_WITH_CUDA OFF)

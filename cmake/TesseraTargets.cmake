@@ -54,7 +54,7 @@ function(tessera_compile_in_batches target)
 endfunction()
 
 # tessera_program(NAME SOURCES file... [LIBRARIES target...] [PRECOMPILED target]): a program in build/<preset>/bin, with the
-# precompiled header of another target.
+# precompiled header of another target. It loads the NCCL side, if at all, at run time, so that alone would not build it.
 function(tessera_program name)
   cmake_parse_arguments(arg "" "PRECOMPILED" "SOURCES;LIBRARIES" ${ARGN})
   add_executable(${name} ${arg_SOURCES})
@@ -63,4 +63,7 @@ function(tessera_program name)
     target_precompile_headers(${name} REUSE_FROM ${arg_PRECOMPILED})
   endif()
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
+  if(TARGET tessera_nccl)
+    add_dependencies(${name} tessera_nccl)
+  endif()
 endfunction()

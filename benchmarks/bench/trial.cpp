@@ -65,7 +65,9 @@ Trial::Trial(const Settings& settings, std::filesystem::path folder, const Memor
   if (!has_model()) {
     const auto from = placements_of(settings_.transition).first;
     torch::manual_seed(1);
-    source_ = from_local(torch::randn({settings_.width, settings_.width}), mesh_, from);
+    const auto values = torch::randn({settings_.width, settings_.width});
+    const bool is_sum = is_partial(from[0]); // of a term that each rank has
+    source_ = is_sum ? from_local(values, mesh_, from) : distribute_tensor(values, mesh_, from);
     return;
   }
   model_ = make_model(settings_, examples::rank());

@@ -5,7 +5,7 @@
 namespace examples {
 
 /// Sets up this process's part in the job: its process group and its threads (`threads` 0: OMP_NUM_THREADS, or else the cores
-/// divided by the local ranks). Every rank calls it first.
+/// divided by the ranks of this host). Every rank calls it first.
 void join_job(int threads);
 
 /// This process's rank, and the number of ranks, of the job.

@@ -60,7 +60,7 @@ class CollectiveRows {
                        {"tid", row->second},
                        {"ts", static_cast<double>(begin - base_ns_) / 1e3},
                        {"dur", static_cast<double>(std::max<int64_t>(end - begin, 0)) / 1e3},
-                       {"args", {{"bytes", call.value("bytes", 0)}}}});
+                       {"args", {{"bytes", call.value("bytes", int64_t{0})}}}});
   }
 
   int64_t base_ns_;

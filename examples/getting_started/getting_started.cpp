@@ -8,6 +8,7 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <string_view>
 
 namespace {
 
@@ -75,12 +76,23 @@ void worker() {
   tessera::destroy_process_group();
 }
 
+// Nothing but `--ranks n` or `--ranks=n`.
+void check_arguments(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument(argv[i]);
+    const bool has_number_next = argument == "--ranks";
+    TORCH_CHECK(has_number_next || argument.starts_with("--ranks="), "the argument ", argument,
+                " is unknown; usage: getting_started [--ranks n]");
+    if (has_number_next) ++i;
+  }
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
   try {
+    check_arguments(argc, argv);
     if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, worker);
-    TORCH_CHECK(argc == 1, "the argument ", argv[1], " is unknown; usage: getting_started [--ranks n]");
     worker();
     return 0;
   } catch (const c10::Error& error) {

@@ -13,7 +13,7 @@ struct StepMetrics {
   int64_t step = 0; ///< counted from 1
   double loss = 0;  ///< of the batch, before the step; nats a byte
   double learning_rate = 0;
-  double gradient_norm = 0; ///< global, before clipping
+  double gradient_norm = 0; ///< global, before clipping; not finite in a step that --precision fp16 skips, and null in the log
   double tokens_per_second = 0;
   double resident_bytes = 0;
 };

@@ -64,12 +64,12 @@ Trainer::Trainer(const Options& options)
       device_(mesh_.defined() ? mesh_.device() : torch::Device(torch::kCPU)),
       optimizer_(make_optimizer(*model_, options)),
       scaler_({.enabled = options.precision == examples::Precision::kFp16}),
-      log_(first_rank() ? options.log : "", options.resume),
       progress_(options.steps, !first_rank()) {
   if (first_rank()) check_outputs();
   if (!options_.dump_initial.empty()) dump_initial();
   if (mesh_.defined()) shard(model_, mesh_, options_);
   if (options_.resume) resume();
+  if (first_rank()) log_ = JsonLog(options_.log, options_.resume);
 }
 
 void Trainer::run() {

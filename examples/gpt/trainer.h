@@ -48,7 +48,7 @@ class Trainer {
   torch::optim::AdamW optimizer_;
   tessera::GradScaler scaler_;
   int64_t first_step_ = 0; // steps that the checkpoint had done
-  JsonLog log_;
+  JsonLog log_{"", false}; // the first rank opens it when nothing else can fail: a new training empties it
   Progress progress_;
   std::chrono::steady_clock::time_point start_;
 };

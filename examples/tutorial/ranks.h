@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <functional>
+#include <string_view>
 #include <utility>
 
 #include "tutorial/model.h"
@@ -30,11 +31,22 @@ inline void report(int64_t step, const torch::Tensor& loss, const tessera::Devic
   std::fflush(stdout);
 }
 
+/// An error for anything but `--ranks n` or `--ranks=n`.
+inline void check_arguments(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument(argv[i]);
+    const bool has_number_next = argument == "--ranks";
+    TORCH_CHECK(has_number_next || argument.starts_with("--ranks="), "the argument ", argument, " is unknown; usage: ", argv[0],
+                " [--ranks n]");
+    if (has_number_next) ++i;
+  }
+}
+
 /// Runs `worker` on the local ranks that `--ranks n` asks for, and otherwise as the rank that torchrun or Slurm started.
 inline int run(int argc, char** argv, const std::function<void()>& worker) {
   try {
+    check_arguments(argc, argv);
     if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, worker);
-    TORCH_CHECK(argc == 1, "the argument ", argv[1], " is unknown; usage: ", argv[0], " [--ranks n]");
     worker();
     return 0;
   } catch (const c10::Error& error) {

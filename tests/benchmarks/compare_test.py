@@ -75,6 +75,16 @@ class Rows(unittest.TestCase):
               mock.patch.object(prediction, "fit", return_value={"alpha": 0.0, "beta": 0})):
             self.assertEqual([row.case[:5] for row in prediction.run(PROGRAMS)], ["alpha", "alpha"])
 
+    def test_a_host_without_namespaces_has_the_predictions_for_itself(self):
+        rows = []
+        with (mock.patch.object(prediction, "run_program"), mock.patch.object(prediction, "fit", return_value={"alpha": 0.0, "beta": 0}),
+              mock.patch.object(prediction, "step_of_host", return_value=(1.0, 1.0)),
+              mock.patch.object(prediction, "on_both_hosts", side_effect=Failure("namespaces are not permitted here")),
+              self.assertRaises(Failure)):
+            for row in prediction.run(PROGRAMS):
+                rows.append(row)
+        self.assertEqual(len([row for row in rows if row.bound]), 2 * len(prediction.MODELS))
+
     def test_every_collective_between_hosts_has_a_bound(self):
         times = {name: {"ours": 1.0, "c10d": 1.0} for name in ("all_gather", "reduce_scatter", "all_reduce")}
         with mock.patch.object(hosts, "seconds_of", return_value=times):

@@ -73,6 +73,14 @@ class TesseraBenchTest(unittest.TestCase):
         self.assertEqual(results["redistribution"]["measured"]["sent"], {})  # from whole to parts
         self.assertEqual(results["optimizer"]["measured"]["sent"], {})
 
+    def test_what_is_redistributed_is_as_large_on_any_number_of_ranks(self):
+        common = {**TINY, "measure": "redistribution", "steps": 1}
+        done = self.run_matrix({"common": common, "product": {"ranks": [2, 4], "transition": ["S(0) to R", "S(1) to R", "P to R"]}})
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        for result in self.results():
+            sent = [count["bytes"] for count in result["measured"]["sent"].values()]
+            self.assertEqual(sent, [4 * TINY["width"] ** 2], result["settings"])
+
     def test_explain_knows_the_peak_of_memory(self):
         """Of 6 models under all strategies in the full run, of few otherwise: within 3 % of what was allocated."""
         models = ["gpt", "mlp", "resnet", "moe", "dlrm", "encoder"] if FULL else ["gpt"]

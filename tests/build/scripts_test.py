@@ -1,6 +1,8 @@
 """The scripts say what is wrong with what they are asked for, and what this machine lacks."""
+import contextlib
 import importlib.machinery
 import importlib.util
+import io
 import os
 import pathlib
 import shutil
@@ -47,6 +49,15 @@ class TwoHosts(unittest.TestCase):
         self.assertEqual(self.missing("1gbit", ["ip"]), "tc")
         self.assertIsNone(self.missing("", ["ip"]))
         self.assertIsNone(self.missing("1gbit", ["ip", "tc"]))
+
+
+class TestGpu(unittest.TestCase):
+    def test_a_program_that_is_not_built_is_a_row(self):
+        test_gpu = script("test-gpu")
+        stage = test_gpu.Stage([test_gpu.Command("train_gpt")])
+        with contextlib.redirect_stdout(io.StringIO()):
+            rows, _ = test_gpu.run_stage(ROOT / "docs", "load", stage, {})
+        self.assertEqual(rows, ["| load | `train_gpt` | FAILED: not built | 0 |  |"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 #include <gpt/metrics.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "../support/temporary_folder.h"
@@ -31,6 +32,13 @@ TEST(JsonLog, KeepsEveryDigit) {
   EXPECT_EQ(records[0]["loss"].get<double>(), metrics.loss);
   EXPECT_EQ(records[0]["lr"].get<double>(), metrics.learning_rate);
   EXPECT_EQ(records[0]["grad_norm"].get<double>(), metrics.gradient_norm);
+}
+
+TEST(JsonLog, TheNormOfAnOverflowIsNull) {
+  TemporaryFolder folder;
+  const auto path = folder.file("log.jsonl");
+  JsonLog(path, false).step({.step = 1, .gradient_norm = std::numeric_limits<double>::infinity()});
+  EXPECT_TRUE(read(path).at(0)["grad_norm"].is_null());
 }
 
 TEST(JsonLog, AppendsOrStartsAfresh) {

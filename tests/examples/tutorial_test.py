@@ -48,6 +48,14 @@ class Tutorial(unittest.TestCase):
         with self.assertRaisesRegex(AssertionError, "the batch of 64 rows cannot be shared evenly by 3 ranks"):
             losses("step3_sharded", "--ranks", "3")
 
+    def test_unknown_arguments_are_errors(self):
+        for program in ("tutorial_step2_ranks", "getting_started", "train_lion"):
+            for arguments in (["--rank", "2"], ["--ranks", "2", "--steps=3"], ["--ranks=2", "3"], ["more", "--ranks", "2"]):
+                done = subprocess.run([FOLDER / program, *arguments], capture_output=True, text=True, timeout=120)
+                unknown = next(each for each in arguments if each not in ("--ranks", "--ranks=2", "2"))
+                self.assertEqual((done.returncode, done.stdout), (1, ""), (program, arguments))
+                self.assertIn(f"the argument {unknown} is unknown; usage: ", done.stderr)
+
     def test_the_tutorial_quotes_the_programs(self):
         folder = SOURCES / "examples/tutorial"
         programs = "\n".join(file.read_text() for file in sorted(folder.glob("*.[ch]*")))
