@@ -18,8 +18,8 @@ struct ConvertOptions {
   Format format = Format::kTessera;
   checkpoint::HuggingFaceOptions hugging_face; ///< `overwrite` counts for all formats, the rest for Hugging Face folders
   bool verify = true;
-  /// Names that start with one of these are left out. A tied tensor stays under its others, and
-  /// each rank's values of it under names after these.
+  /// Names that start with one of these are left out. A tied tensor stays under its others, and each rank's values of it under
+  /// names after these.
   std::vector<std::string> exclude;
   /// Called with the bytes of data written since the last call.
   std::function<void(int64_t)> progress = [](int64_t) {};

@@ -74,14 +74,7 @@ void StateDict::throw_wrong_type(const std::string& name) const {
 }
 
 void StateDict::erase(const std::string& name) {
-  const auto found = index_.find(name);
-  TORCH_CHECK(found != index_.end(), "state dict: no entry \"", name, "\"");
-  const auto position = found->second;
-  entries_.erase(entries_.begin() + static_cast<std::ptrdiff_t>(position));
-  std::erase_if(index_, [&](const auto& named) { return named.second == position; });
-  for (auto& [known, index] : index_) {
-    if (index > position) --index;
-  }
+  erase_if([own = entry(name).name](const Entry& each) { return each.name == own; }); // `name` may be an alias
 }
 
 void StateDict::erase_if(const std::function<bool(const Entry&)>& predicate) {

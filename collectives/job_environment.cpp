@@ -194,6 +194,10 @@ ProcessGroupOptions with_overrides(ProcessGroupOptions options, const Environmen
   return options;
 }
 
+bool checks_collectives_over_nccl(const EnvironmentMap& environment) {
+  return Variables(environment).text("TESSERA_CHECK_COLLECTIVES") == "1";
+}
+
 EnvironmentMap current_environment() {
   EnvironmentMap map;
   for (char** entry = environ; entry && *entry; ++entry) {

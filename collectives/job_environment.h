@@ -46,6 +46,9 @@ int timeout_seconds_or(int otherwise, const EnvironmentMap& environment);
 /// Throws c10::Error, naming the variable and its value, where that is none of its values.
 ProcessGroupOptions with_overrides(ProcessGroupOptions options, const EnvironmentMap& environment);
 
+/// Whether NCCL's groups compare what they call: where TESSERA_CHECK_COLLECTIVES is 1, whatever the options say.
+bool checks_collectives_over_nccl(const EnvironmentMap& environment);
+
 /// This process's environment variables.
 EnvironmentMap current_environment();
 

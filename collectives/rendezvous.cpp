@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/group_store.h>
 #include <tessera/collectives/host_name.h>
+#include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/rank_watch.h>
 
 #include <c10/util/Exception.h>
@@ -9,12 +10,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <numeric>
 #include <random>
 #include <sstream>
-#include <string_view>
 
 namespace tessera::internal {
 
@@ -51,22 +50,17 @@ std::vector<std::string> values_of(c10d::Store& store, const std::vector<int64_t
   return values;
 }
 
-// Whether NCCL's groups compare what they call, which only the variable says.
-bool nccl_checks() {
-  const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES");
-  return check != nullptr && std::string_view(check) == "1";
-}
-
 // Of the options those that all ranks need alike: the transport, and whether they compare what they call.
 std::string encode(const ProcessGroupOptions& options) {
-  return c10::str(name_of(options.transport), " ", options.check_collectives, " ", nccl_checks());
+  const bool over_nccl = checks_collectives_over_nccl(current_environment());
+  return c10::str(name_of(options.transport), " ", options.check_collectives, " ", over_nccl ? "1" : "unset-or-0");
 }
 
 // Ranks with different ones would wait for each other in vain.
 void check_same(const Rendezvous& meeting, const char* what, const std::vector<std::string>& values) {
   const auto other = std::find_if(values.begin(), values.end(), [&](const auto& each) { return each != values[0]; });
-  TORCH_CHECK(other == values.end(), meeting.call, ": ", what, ", ProcessGroupOptions) is ", values[0], " on rank ",
-              meeting.ranks[0], " and ", *other, " on rank ", meeting.ranks[static_cast<size_t>(other - values.begin())]);
+  TORCH_CHECK(other == values.end(), meeting.call, ": ", what, " is ", values[0], " on rank ", meeting.ranks[0], " and ", *other,
+              " on rank ", meeting.ranks[static_cast<size_t>(other - values.begin())]);
 }
 
 void check_same_options(const Rendezvous& meeting, const std::vector<std::string>& options) {
@@ -75,9 +69,9 @@ void check_same_options(const Rendezvous& meeting, const std::vector<std::string
     std::istringstream words(each);
     words >> transports.emplace_back() >> comparisons.emplace_back() >> nccl_comparisons.emplace_back();
   }
-  check_same(meeting, "the transport (TESSERA_TRANSPORT", transports);
-  check_same(meeting, "check_collectives (TESSERA_CHECK_COLLECTIVES", comparisons);
-  check_same(meeting, "whether NCCL's groups compare what they call (TESSERA_CHECK_COLLECTIVES=1, not in", nccl_comparisons);
+  check_same(meeting, "the transport (TESSERA_TRANSPORT, ProcessGroupOptions)", transports);
+  check_same(meeting, "check_collectives (TESSERA_CHECK_COLLECTIVES, ProcessGroupOptions)", comparisons);
+  check_same(meeting, "TESSERA_CHECK_COLLECTIVES (which alone counts over NCCL)", nccl_comparisons);
 }
 
 // Of two processes that come as one rank, as those of two jobs with one store, the second must not take part.

@@ -16,8 +16,8 @@ namespace tessera::internal {
 class Schedule;
 class ShardedModule;
 
-/// An error, after `what`, where a sharded parameter below `module` belongs to another model than `module` itself: what is set on
-/// the one does not reach the other. Nothing for a module that was not sharded.
+/// An error, after `what`, where a trained sharded parameter below `module` belongs to another model than `module` itself: what
+/// is set on the one does not reach the other. Nothing for a module that was not sharded.
 void check_owns_all_parameters(const torch::nn::Module& module, const char* what);
 
 /// The same for parameters of a model that has none of these schedules.

@@ -12,7 +12,8 @@ std::optional<MemoryRange> MemoryRange::of(const at::Tensor& tensor) {
 MemoryRange::MemoryRange(const at::Tensor& tensor)
     : owner_(tensor.storage().getWeakStorageImpl()), run_bytes_(static_cast<int64_t>(tensor.itemsize())) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) > 1) steps_.push_back({tensor.size(dim), tensor.stride(dim) * static_cast<int64_t>(tensor.itemsize())});
+    if (tensor.size(dim) > 1 && tensor.stride(dim) != 0)
+      steps_.push_back({tensor.size(dim), tensor.stride(dim) * static_cast<int64_t>(tensor.itemsize())});
   }
   begin_ = tensor.storage_offset() * run_bytes_;
   end_ = begin_ + run_bytes_;

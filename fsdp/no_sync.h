@@ -18,7 +18,7 @@ class ShardedModule;
 /// Until then a tensor without values stands in `grad()`, and an optimizer or clipping that reads it throws an error with the
 /// parameter's name. Local, and every rank opens and closes it for the same backwards. It does nothing for a model that was never
 /// sharded, so that one loop serves one process too. An error for a part of a module that was sharded as a whole, and for one
-/// that has such a part of another model. Semantics:
+/// that trains such a part of another model. Semantics:
 /// no_sync of PyTorch's DistributedDataParallel, set_requires_gradient_sync of FSDP2.
 class [[nodiscard]] NoSync {
  public:

@@ -60,12 +60,11 @@ class UnevenRounds {
 /// brings to sharded parameters is dropped, NaN too: it counts as zero. Its other effects stay: loss, buffers (BatchNorm's
 /// statistics), the gradients of parameters that nothing shards, and what the model itself communicates in forward, as a
 /// synchronized BatchNorm does. An empty batch as `stand_in` leaves these alone. A rank that never had a batch needs a
-/// `stand_in`. Where loops overlap, as with an evaluation inside, the one that began
-/// last counts until it ends.
+/// `stand_in`. Where loops overlap, as with an evaluation inside, the one that began last counts until it ends.
 ///
 /// All ranks of the model iterate, once a step; each step costs one all-reduce of three numbers. `range` is anything with `begin`
 /// and `end`, such as a DataLoader, and is iterated once for each `begin` of this. With a model that is not sharded it is a plain
-/// loop; one that only holds sharded modules is an error, and so is one that shares a module with a model that has it already.
+/// loop; one that only holds sharded modules is an error, and so is one that trains parameters which another model has.
 template <typename Range>
 class UnevenBatches {
  public:

@@ -6,6 +6,7 @@
 #include <tessera/collectives/gloo/channel.h>
 #include <tessera/collectives/gloo/exchange.h>
 #include <tessera/collectives/group_store.h>
+#include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/signature.h>
 #include <tessera/collectives/time_limit.h>
 
@@ -185,8 +186,7 @@ class NcclCommunicator final : public Communicator {
     TORCH_CHECK(buffers_ == CudaBuffers::kCaching || group_->supportsTensorAlloc(device_.index()),
                 "TESSERA_CUDA_BUFFERS=registered: NCCL has no memory of its own on ", device_, " of rank ",
                 group.ranks[static_cast<size_t>(group.rank)]);
-    if (const char* check = std::getenv("TESSERA_CHECK_COLLECTIVES"); check && std::string_view(check) == "1")
-      signatures_ = make_signature_channel(group);
+    if (checks_collectives_over_nccl(current_environment())) signatures_ = make_signature_channel(group);
     OpenGroups::instance().add(group_.get(), group); // last: what throws here has no destructor that removes it
   }
 

@@ -48,6 +48,16 @@ TEST(Recompute, FindsTheBuffersAsTheFirstRunDid) {
   EXPECT_EQ(counting->count[0].item<double>(), 3);
 }
 
+/// Two calls of a module that multiplies by exp(2) in each.
+template <typename Module>
+void expect_both_calls_recomputed(const std::shared_ptr<Module>& module) {
+  const auto x = input();
+  const auto first = recompute(module, x), second = recompute(module, x);
+  first.sum().backward();
+  second.sum().backward();
+  EXPECT_TENSORS_CLOSE(x.grad(), torch::full({4, 6}, 2 * std::exp(2.0)), 1e-5, 1e-5);
+}
+
 /// Whose first call fills a table that later ones read: the backward of the first is nobody else's write.
 TEST(Recompute, SecondRunsWriteNoBufferOfOtherCalls) {
   struct LazyImpl : torch::nn::Module {
@@ -60,12 +70,7 @@ TEST(Recompute, SecondRunsWriteNoBufferOfOtherCalls) {
     }
     Tensor table = register_buffer("table", torch::zeros({6}));
   };
-  const auto lazy = std::make_shared<LazyImpl>();
-  const auto x = input();
-  const auto first = recompute(lazy, x), second = recompute(lazy, x);
-  first.sum().backward();
-  second.sum().backward();
-  EXPECT_TENSORS_CLOSE(x.grad(), torch::full({4, 6}, 2 * std::exp(2.0)), 1e-5, 1e-5);
+  expect_both_calls_recomputed(std::make_shared<LazyImpl>());
 }
 
 TEST(Recompute, RefusesABufferThatSomethingElseWroteSince) {
@@ -123,12 +128,7 @@ TEST(Recompute, FindsBuffersThatAreWrittenWithTheValuesThatTheyHave) {
     }
     Tensor table = register_buffer("table", torch::full({6}, 2.0));
   };
-  const auto refilling = std::make_shared<RefillingImpl>();
-  const auto x = input();
-  const auto first = recompute(refilling, x), second = recompute(refilling, x);
-  first.sum().backward();
-  second.sum().backward();
-  EXPECT_TENSORS_CLOSE(x.grad(), torch::full({4, 6}, 2 * std::exp(2.0)), 1e-5, 1e-5);
+  expect_both_calls_recomputed(std::make_shared<RefillingImpl>());
 }
 
 } // namespace

@@ -141,6 +141,11 @@ TEST(Rendezvous, OptionsThatDifferAreAnErrorOnAllRanks) {
     EXPECT_THROWS_WITH(internal::meet(meeting_of_two(store, 0, {})), "this call: " + text + " rank 7");
     EXPECT_THROWS_WITH(other.get(), "this call: " + text + " rank 7");
   }
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  for (const auto& [key, value] : {std::pair("options/1", "automatic 1 1"), {"joined/1", "host"}, {"process/1", "process"}})
+    store->set(key, std::string(value));
+  EXPECT_THROWS_WITH(internal::meet(meeting_of_two(store, 0, {})),
+                     "TESSERA_CHECK_COLLECTIVES (which alone counts over NCCL) is unset-or-0 on rank 4 and 1 on rank 7");
 }
 
 } // namespace

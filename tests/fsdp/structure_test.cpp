@@ -18,7 +18,7 @@ namespace {
 using torch::nn::Linear;
 
 TEST(FullyShard, WithoutMemoryForItsShardAModuleStaysPlain) {
-  if (!tests_the_cpu()) return;
+  if (!tests_the_cpu()) GTEST_SKIP() << "the CPU's memory is limited here";
   torch::manual_seed(0);
   Linear linear(256, 256);
   const FullyShardOptions options{.initial_weights = InitialWeights::kUnchecked};
@@ -36,7 +36,7 @@ TEST(FullyShard, WithoutMemoryForItsShardAModuleStaysPlain) {
 
 /// The first bucket has its memory by then.
 TEST(FullyShard, AfterAFailureAmidItsChangesEachReadSaysSo) {
-  if (!tests_the_cpu() || world_size() == 1) return;
+  if (!tests_the_cpu() || world_size() == 1) GTEST_SKIP() << "needs 2 ranks, and limits the CPU's memory";
   torch::manual_seed(0);
   torch::nn::Sequential net(Linear(4, 64), Linear(64, 64));
   {
@@ -49,7 +49,7 @@ TEST(FullyShard, AfterAFailureAmidItsChangesEachReadSaysSo) {
 }
 
 TEST(ReshardParameters, AFailedGatherLeavesParametersAndBuffersInOneDtype) {
-  if (!tests_the_cpu()) return;
+  if (!tests_the_cpu()) GTEST_SKIP() << "the CPU's memory is limited here";
   torch::manual_seed(0);
   torch::nn::Sequential net(Linear(128, 128), torch::nn::BatchNorm1d(128));
   fully_shard(*net, world_mesh());
@@ -141,7 +141,7 @@ struct TwoTasks {
 };
 
 TEST(FullyShard, ModelsThatShareAModuleLabelTheirCollectivesApart) {
-  if (world_size() == 1) return;
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
   const TwoTasks tasks;
   fully_shard(*tasks.first, world_mesh());
   fully_shard(*tasks.second, world_mesh());

@@ -8,14 +8,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <limits>
 #include <map>
+#include <optional>
 #include <string>
 
 #include <tessera/activations/recompute.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/fsdp/call.h>
 #include <tessera/fsdp/sharded_module.h>
+#include <tessera/tests/fsdp/limited_memory.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
@@ -109,20 +110,6 @@ void recomputes_differently() {
   });
 }
 
-/// Of the test's device, without memory for what is larger than a limit, but for the first `spared`.
-struct LimitedAllocator final : c10::Allocator {
-  LimitedAllocator(size_t bytes, int spares) : limit(bytes), spared(spares), whole(c10::GetAllocator(test_device_type())) {}
-  c10::DataPtr allocate(size_t bytes) override {
-    TORCH_CHECK_WITH(OutOfMemoryError, bytes < limit || spared-- > 0, "tried to allocate ", bytes, " bytes");
-    return whole->allocate(bytes);
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return whole->raw_deleter(); }
-  void copy_data(void* to, const void* from, size_t bytes) const override { whole->copy_data(to, from, bytes); }
-  size_t limit;
-  int spared;
-  c10::Allocator* whole;
-};
-
 bool fails(const char* when, const std::function<torch::Tensor()>& run) {
   std::string text = "no error";
   try {
@@ -150,14 +137,14 @@ void has_no_memory_for_a_gather(const DeviceMesh& mesh, FullyShardOptions option
   const auto loss = pass == Pass::kBackward ? forward() : torch::Tensor();
   const auto group = fsdp(*large).state()->group();
   const auto cached = group->cache().allocate(group->layout().unsharded_bytes);
-  auto* const limited = new LimitedAllocator(4002000, spared); // which a gradient has
-  if (is_last_rank()) c10::SetAllocator(test_device_type(), limited, /*priority=*/255);
+  std::optional<LimitedMemory> limited;
+  if (is_last_rank()) limited.emplace(4002000, test_device_type(), spared); // which a gradient has
   const auto backward = [&] {
     loss.backward();
     return x.grad().sum();
   };
   const bool has_failed = loss.defined() ? fails("learns", backward) : fails("learns", forward);
-  if (!stays) limited->limit = std::numeric_limits<size_t>::max(); // and goes on
+  if (!stays) limited.reset(); // and goes on
   if (has_failed) {
     for (const char* const when : {"again", "a third time"}) fails(when, forward);
   }

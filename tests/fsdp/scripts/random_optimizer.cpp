@@ -51,16 +51,6 @@ const std::vector<OptimizerKind>& kinds() {
   return all;
 }
 
-/// Without the further names of a parameter, which LibTorch lists as well.
-Parameters distinct(const Parameters& parameters) {
-  Parameters found;
-  for (const auto& parameter : parameters) {
-    const auto same = [&](const Tensor& other) { return other.is_same(parameter); };
-    if (std::none_of(found.begin(), found.end(), same)) found.push_back(parameter);
-  }
-  return found;
-}
-
 /// The last `held_back` as a group of their own; at least one stays in the first.
 std::pair<Parameters, Parameters> groups(const Parameters& all, size_t held_back) {
   const auto cut = all.end() - static_cast<std::ptrdiff_t>(std::min(held_back, all.size() - 1));
@@ -68,6 +58,15 @@ std::pair<Parameters, Parameters> groups(const Parameters& all, size_t held_back
 }
 
 } // namespace
+
+std::vector<Tensor> distinct(const std::vector<Tensor>& parameters) {
+  std::vector<Tensor> found;
+  for (const auto& parameter : parameters) {
+    const auto same = [&](const Tensor& other) { return other.is_same(parameter); };
+    if (std::none_of(found.begin(), found.end(), same)) found.push_back(parameter);
+  }
+  return found;
+}
 
 OptimizerPlan::OptimizerPlan(Draw& draw) : kind(static_cast<size_t>(draw.below(static_cast<int64_t>(kinds().size())))) {
   if (draw.chance(20)) held_back = static_cast<size_t>(1 + draw.below(2));

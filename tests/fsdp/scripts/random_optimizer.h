@@ -4,10 +4,14 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <tessera/tests/support/draw.h>
 
 namespace tessera::testing::scripts {
+
+/// Without the further names of a parameter, which LibTorch lists as well.
+std::vector<torch::Tensor> distinct(const std::vector<torch::Tensor>& parameters);
 
 /// Which optimizer, and over which parameters: the same for a model and its twin.
 struct OptimizerPlan {

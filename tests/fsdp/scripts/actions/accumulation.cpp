@@ -53,6 +53,11 @@ void in_a_no_sync_scope(Turn& turn) {
   std::optional<NoSync> scope;
   if (turn.side.sharded && is_sharded(*one)) scope.emplace(*one);
   backward_a_few_times(turn);
+  if (!turn.draw.chance(40)) return;
+  std::optional<NoSync> next; // begins before the other ends
+  if (scope) next.emplace(*one);
+  scope.reset();
+  backward_a_few_times(turn);
 }
 
 void before_the_last_backward(Turn& turn) {

@@ -9,6 +9,7 @@
 
 #include <tessera/tests/fsdp/scripts/action.h>
 #include <tessera/tests/fsdp/scripts/pass.h>
+#include <tessera/tests/fsdp/scripts/random_optimizer.h>
 
 namespace tessera::testing::scripts {
 namespace {
@@ -23,8 +24,8 @@ void zero(Turn& turn) {
 }
 
 void clip(Turn& turn) {
-  std::vector<Tensor> parameters; // LibTorch's own refuses the extremum of no elements
-  for (const auto& parameter : turn.trainee.model->parameters()) {
+  std::vector<Tensor> parameters; // LibTorch's own refuses the extremum of no elements, and counts a tied one twice
+  for (const auto& parameter : distinct(turn.trainee.model->parameters())) {
     if (parameter.scalar_type() == torch::kDouble && parameter.numel() > 0 && parameter.grad().defined())
       parameters.push_back(parameter);
   }

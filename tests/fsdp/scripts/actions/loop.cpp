@@ -109,6 +109,8 @@ bool has_statistics(const RandomModel& model) {
 /// Ranks that are out run on other rows, which a synchronized BatchNorm would count.
 void train_on_uneven_batches(Turn& turn) {
   auto of_ranks = random_uneven_batches(turn.draw);
+  auto held_out = random_uneven_batches(turn.draw);
+  const bool evaluates = turn.draw.chance(40);
   const auto stand_in = RankBatch{torch::full({2, kWidth}, 0.5), torch::zeros({2, kIdsPerRow}, torch::kLong)};
   auto& model = *turn.trainee.model;
   const auto& context = process_context();
@@ -118,6 +120,11 @@ void train_on_uneven_batches(Turn& turn) {
     for (auto& batch : mine) batch = on_device(batch, turn.side.device());
     UnevenBatches batches(model, mine, {.stand_in = on_device(stand_in, turn.side.device())});
     for (const auto& batch : batches) {
+      if (evaluates) { // the loop inside leaves the outer one's weights
+        for ([[maybe_unused]] const auto& each :
+             UnevenBatches(model, held_out[static_cast<size_t>(context.rank())], {.stand_in = stand_in})) {
+        }
+      }
       const auto loss = losses_of(model, {batch})[0];
       turn.side.record_mean(batches.has_input() ? loss : torch::zeros({}));
       step_on(turn, loss);
