@@ -39,7 +39,7 @@ std::vector<int64_t> silent_ranks(const GroupDescription& group) {
   return silent;
 }
 
-// That the group needs `rank`, which has ended. Nothing where `why`, this rank's error, is what that one said of itself.
+// Says that the group needs `rank`, which has ended; "" where `why`, this rank's error, is already what that one said of itself.
 std::string blame_ended(const GroupDescription& group, int64_t rank, const std::string& why) {
   const auto names = group.watch->blame({rank});
   const auto name = c10::str("rank ", rank);
@@ -47,8 +47,8 @@ std::string blame_ended(const GroupDescription& group, int64_t rank, const std::
   return says_so_itself ? "" : c10::str(": it needs ", names);
 }
 
-// Where all have tried: those that do not fail as this rank did, soon after it. They were stopped, or hang. A rank that has ended
-// may be seen a moment after its connections are lost.
+// When all ranks have tried to connect: names the one that has ended, which may be seen only a moment after its connections were
+// lost, or those that do not fail soon after this rank, because they were stopped or hang.
 std::string blame_for_no_answer(const GroupDescription& group, const std::string& why) try {
   constexpr std::chrono::seconds kPatience(1);
   constexpr std::chrono::milliseconds kInterval(50);

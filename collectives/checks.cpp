@@ -40,7 +40,7 @@ struct Call {
                 input.scalar_type(), ", they must be equal");
   }
 
-  /// Of two tensors the smaller one may be this rank's part of the larger one, and nothing else of it.
+  /// `part` may lie in `whole` at this rank's place, and must not overlap it anywhere else.
   void check_place(const at::Tensor& whole, const at::Tensor& part, const char* where) const {
     if (!overlap(whole, part)) return;
     const auto* const own = static_cast<const char*>(whole.const_data_ptr()) + group.rank() * part.nbytes();

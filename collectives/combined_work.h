@@ -14,7 +14,7 @@ inline Work combine(std::vector<Work> works) {
   struct State final : WorkState {
     explicit State(std::vector<Work> w) : works(std::move(w)) {}
     void wait() override {
-      for (auto& work : works) work.wait();
+      for (auto work : works) work.wait(); // on a copy, because `wait` resets the handle and other threads read these
     }
     bool is_completed() override {
       return std::all_of(works.begin(), works.end(), [](const auto& work) { return work.is_completed(); });
@@ -22,7 +22,7 @@ inline Work combine(std::vector<Work> works) {
     bool blocks_host() const override {
       return std::any_of(works.begin(), works.end(), [](const auto& work) { return work.blocks_host(); });
     }
-    std::vector<Work> works;
+    const std::vector<Work> works;
   };
   return Work(std::make_shared<State>(std::move(works)));
 }

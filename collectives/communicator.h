@@ -23,6 +23,9 @@ enum class ReduceOp { kSum, kAvg, kMin, kMax, kProduct };
 /// contiguous ("flat") and on the group's device; sizes are in elements. `label` names what is sent (a parameter group, a
 /// parameter): it is part of the collective's signature, which ranks compare, and of every error. Collectives start
 /// asynchronously in stream order; `Work::wait` makes the result visible. After a failure the communicator cannot be used again.
+///
+/// Reductions are of bool, uint8, the signed integers, fp16, bf16, fp32 and fp64; kAvg is of the floating-point ones. On the CPU,
+/// fp16 and bf16 are summed as fp32 and rounded once; NCCL rounds each of its sums.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -37,18 +40,17 @@ class Communicator {
   /// `output` [size × input.numel()] receives the inputs of rank 0, 1, … one after another. `input` may be the view of
   /// `output` at this rank's place.
   virtual Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) = 0;
-  /// Reductions are of real numbers, booleans and integers; kAvg is of floating-point ones. On the CPU, halves are summed as
-  /// floats; NCCL rounds each of its sums.
   /// `output` [n] receives the reduction over ranks of the `rank()`-th n elements of `input` [size × n]. `input` may be
   /// overwritten, and `output` the view of it at this rank's place.
   virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) = 0;
-  /// Whether kAvg of this dtype keeps what a sum that is divided after it would: false where small numbers are divided to 0
-  /// before they are added. The same on every rank.
+  /// Whether kAvg of this dtype is as exact as a sum that is divided afterwards. False if the communicator divides before it
+  /// adds, so that small numbers become 0. The same on every rank.
   virtual bool averages(at::ScalarType /*dtype*/) const { return true; }
   /// Whether `reduce_scatter_scaled` can be called with tensors of this dtype. The same on every rank.
   virtual bool scales(at::ScalarType /*dtype*/) const { return false; }
-  /// As `reduce_scatter` with a sum, of inputs that are multiplied by `factor` on their way (NCCL: PREMUL_SUM).
+  /// As `reduce_scatter` with a sum, of inputs that the communicator multiplies by `factor` first (NCCL: PREMUL_SUM).
   virtual Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label);
+  /// `tensor` becomes the reduction over all ranks, in place and on each of them.
   virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) = 0;
   /// Sends `input_splits[r]` elements to rank r and receives `output_splits[r]` from it; empty splits mean equal parts. The
   /// tensors do not overlap.
@@ -61,8 +63,8 @@ class Communicator {
   /// NCCL two ranks that send to each other call both inside `coalesced`: each of its kernels waits for those before it.
   virtual Work send(const at::Tensor& tensor, int to, std::string_view label);
   virtual Work receive(const at::Tensor& tensor, int from, std::string_view label);
-  /// Uninitialized memory on the group's device for tensors that its collectives move fastest: over shared memory the other ranks
-  /// read inputs where they lie, instead of copies. Of this rank alone; freed with the DataPtr.
+  /// Uninitialized memory on the group's device for the tensors of its collectives. Over shared memory the other ranks read such
+  /// inputs without a copy. Local; freed with the DataPtr.
   virtual c10::DataPtr allocate(int64_t bytes);
   /// Runs the collectives that `issue` calls on this communicator as one launch (NCCL) and returns one `Work` for all of them;
   /// the `Work`s of the single calls are not waited for. Every rank issues the same ones. Calls do not nest.
@@ -70,17 +72,17 @@ class Communicator {
   /// Returns when every rank has called it.
   virtual void barrier(std::string_view label) = 0;
 
-  /// In place of a collective that the other ranks call and this one cannot: where ranks compare what they call, theirs ends with
-  /// an error that names this rank and begins with `cause`. Where they do not, this rank leaves the group, so that nothing it
-  /// sends later is taken for what they wait for: each further call here is an error, and they wait until a connection or their
-  /// timeout ends it. May throw what the others have.
+  /// Called instead of a collective that the other ranks call and this rank cannot. If ranks compare their calls, the collective
+  /// of the others ends with an error that names this rank and begins with `cause`. If they do not, this rank leaves the group,
+  /// so that its later data is not taken for the missing data. Each further call here is then an error, and the others wait until
+  /// a connection breaks or their timeout is over. May throw the error of the others.
   virtual void give_up(std::string_view cause);
-  /// Ends the calls in flight with an error, and allows no more. The others take this rank to have left. Of CPU transports, and
-  /// of what forwards to one; others wait for their calls in their destructors.
+  /// Ends the calls in flight with an error, and allows no further calls. For the other ranks this rank has left. Only CPU
+  /// transports, and communicators that forward to one, do this. Others wait for their calls in their destructors.
   virtual void close() {}
 
-  /// From now on collectives run on the calling thread's current stream, in place of one of the communicator's own: for callers
-  /// that have a stream for them. `Work::wait` is needed all the same. Nothing on the CPU.
+  /// From now on collectives run on the calling thread's current stream, instead of the communicator's own stream: for callers
+  /// that have a stream for them. `Work::wait` is still needed. No effect on the CPU.
   virtual void run_on_current_stream() {}
 
   /// Calls and bytes so far, by operation.

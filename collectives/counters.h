@@ -3,7 +3,6 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <string>
 
 namespace tessera {
 
@@ -12,6 +11,12 @@ inline constexpr int kCollectiveKinds = 8;
 
 /// "all_gather", "reduce_scatter", …
 const char* to_string(CollectiveKind kind);
+
+namespace internal {
+
+inline bool reduces(CollectiveKind kind) { return kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduceScatter; }
+
+} // namespace internal
 
 /// Calls and payload bytes (the full buffer: the larger of input and output) of each kind of collective.
 class CollectiveCounters {

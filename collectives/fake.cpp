@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/checks.h>
 #include <tessera/collectives/coalesced_calls.h>
+#include <tessera/collectives/output_guard.h>
 
 #include <algorithm>
 #include <cstring>
@@ -43,12 +44,14 @@ class FakeCommunicator final : public Communicator {
 
   Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
     check_all_gather(*this, output, input, label);
+    const OutputGuard guard(output);
     repeat(output, input);
     counters_.add(CollectiveKind::kAllGather, static_cast<int64_t>(output.nbytes()));
     return {};
   }
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
     check_reduce_scatter(*this, output, input, op, label);
+    const OutputGuard guard(output);
     copy_into(output, input.view({-1}).narrow(0, rank() * output.numel(), output.numel()));
     reduce(output, op);
     counters_.add(CollectiveKind::kReduceScatter, static_cast<int64_t>(input.nbytes()));
@@ -56,6 +59,7 @@ class FakeCommunicator final : public Communicator {
   }
   Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
     check_all_reduce(*this, tensor, op, label);
+    const OutputGuard guard(tensor);
     reduce(tensor, op);
     counters_.add(CollectiveKind::kAllReduce, static_cast<int64_t>(tensor.nbytes()));
     return {};
@@ -64,6 +68,7 @@ class FakeCommunicator final : public Communicator {
   Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
                   const std::vector<int64_t>& input_splits, std::string_view label) override {
     const auto splits = check_all_to_all(*this, output, input, output_splits, input_splits, label);
+    const OutputGuard guard(output);
     int64_t sent = 0, received = 0;
     for (int place = 0; place < rank(); ++place) sent += splits.input[place];
     const auto own = input.view({-1}).narrow(0, sent, splits.input[rank()]), flat = output.view({-1});

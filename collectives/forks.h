@@ -1,5 +1,9 @@
 #pragma once
 
+#include <memory>
+#include <new>
+#include <utility>
+
 namespace tessera::internal {
 
 /// How many forks lie between this process and the program's start. A child of `fork` has none of the threads behind its parent's
@@ -8,5 +12,10 @@ int fork_depth() noexcept;
 
 /// Keeps for ever what belongs to the parent, in a child whose copy must not be destroyed.
 void leave_to_parent(const void* object);
+template <typename T>
+void leave_to_parent(std::shared_ptr<T> shared) {
+  const void* const reference = new (std::nothrow) std::shared_ptr<T>(std::move(shared));
+  leave_to_parent(reference);
+}
 
 } // namespace tessera::internal

@@ -94,6 +94,9 @@ void GroupStore::wait(const std::vector<std::string>& keys, const std::chrono::m
 }
 
 void GroupStore::arrive(int64_t rank, milliseconds timeout) {
+  TORCH_CHECK(own_ == rank || !check({arrival_key(rank)}),
+              "an earlier attempt to connect these ranks for this purpose has failed",
+              failure().empty() ? "" : " (" + failure() + ")", "; another one needs another purpose");
   set(arrival_key(rank), "");
   own_ = rank;
   announcement_interval_ = timeout / 8;
@@ -124,13 +127,17 @@ void GroupStore::fail(int64_t rank, const std::string& why) {
   compareSet(kFailedKey, "", c10::str("rank ", rank, " failed: ", why));
 }
 
+std::string GroupStore::failure() {
+  const auto failed = joinKey(kFailedKey);
+  return store_->check({failed}) ? store_->get_to_str(failed) : "";
+}
+
 std::string GroupStore::reason_to_give_up() {
   if (auto* const outer = dynamic_cast<GroupStore*>(store_.get()))
     if (auto reason = outer->reason_to_give_up(); !reason.empty()) return reason;
   announce_long_wait();
   const auto missing = watch_->find_missing(ranks_);
-  const auto failed = joinKey(kFailedKey); // asked for later than who has ended: one that failed has said so before it ended
-  auto said = store_->check({failed}) ? store_->get_to_str(failed) : "";
+  auto said = failure(); // asked for later than who has ended: one that failed has said so before it ended
   if (!missing || said.starts_with(c10::str("rank ", missing->rank, " failed: "))) return said;
   return c10::str("rank ", missing->rank, " has exited or failed");
 }

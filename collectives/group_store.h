@@ -25,6 +25,7 @@ class GroupStore final : public c10d::PrefixStore {
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
 
   /// Says that `rank`, this one, has come to the meeting. When a good part of `timeout` is over, a wait tells the watch for whom.
+  /// An error where it has come before, with another GroupStore: that meeting has failed, and its keys are still there.
   void arrive(int64_t rank, std::chrono::milliseconds timeout);
   /// Those that have not come. Asks the store.
   std::vector<int64_t> absent();
@@ -37,6 +38,7 @@ class GroupStore final : public c10d::PrefixStore {
 
  private:
   void announce_long_wait();
+  std::string failure(); ///< what the first call of `fail` said, or ""
 
   std::vector<int64_t> ranks_;
   std::shared_ptr<RankWatch> watch_;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <sstream>
 
 namespace tessera::internal {
 
@@ -60,7 +61,7 @@ int port_of(const Variables& variables, const std::string& because) {
 
 JobEnvironment parse_torchrun(const Variables& variables) {
   JobEnvironment job;
-  job.launcher = variables.text("TESSERA_LAUNCH_PIPE") ? JobEnvironment::Launcher::kTessera : JobEnvironment::Launcher::kTorchrun;
+  job.launcher = variables.text(kPipeVariable) ? JobEnvironment::Launcher::kTessera : JobEnvironment::Launcher::kTorchrun;
   const char* known = variables.text("RANK") ? "RANK" : "WORLD_SIZE";
   job.rank = variables.required_integer("RANK", variables.show(known));
   job.world_size = variables.required_integer("WORLD_SIZE", variables.show(known));
@@ -164,14 +165,15 @@ JobEnvironment parse_job_environment(const EnvironmentMap& environment) {
 }
 
 int timeout_seconds_or(int otherwise, const EnvironmentMap& environment) {
-  const auto found = environment.find("TESSERA_TIMEOUT_SECONDS");
-  if (found == environment.end() || found->second.empty()) return otherwise;
-  char* end = nullptr;
-  const long value = std::strtol(found->second.c_str(), &end, 10);
-  TORCH_CHECK(*end == '\0' && value > 0 && value <= kLongestTimeout.count(),
-              "environment variable TESSERA_TIMEOUT_SECONDS=", found->second,
-              " is not a whole number of seconds between 1 and 9,999,999");
-  return static_cast<int>(value);
+  const auto value = Variables(environment).text("TESSERA_TIMEOUT_SECONDS");
+  if (!value) return otherwise;
+  std::istringstream text(*value); // which takes blanks around the number
+  int seconds = 0;
+  const bool is_whole = (text >> seconds) && (text >> std::ws).eof();
+  TORCH_CHECK(is_whole && seconds > 0 && seconds <= kLongestTimeout.count(),
+              "environment variable TESSERA_TIMEOUT_SECONDS=", *value, " is not a whole number of seconds between 1 and ",
+              kLongestTimeout.count());
+  return seconds;
 }
 
 ProcessGroupOptions with_overrides(ProcessGroupOptions options, const EnvironmentMap& environment) {

@@ -10,6 +10,10 @@ namespace tessera::internal {
 
 using EnvironmentMap = std::map<std::string, std::string>;
 
+// What `launch` gives to a rank: the end of a pipe for its failure, and its own process id.
+inline constexpr const char* kPipeVariable = "TESSERA_LAUNCH_PIPE";
+inline constexpr const char* kParentVariable = "TESSERA_LAUNCH_PARENT";
+
 /// Who this process is in the job, as its launcher says through environment variables.
 struct JobEnvironment {
   enum class Launcher { kNone, kTorchrun, kSlurm, kOpenMpi, kTessera };
@@ -39,7 +43,8 @@ JobEnvironment parse_job_environment(const EnvironmentMap& environment);
 
 inline constexpr std::chrono::seconds kLongestTimeout(9'999'999);
 
-/// The value of TESSERA_TIMEOUT_SECONDS where it is set. Throws c10::Error when that is no positive number of seconds.
+/// The value of TESSERA_TIMEOUT_SECONDS where it is set. Throws c10::Error when that is no whole number of seconds from 1
+/// to `kLongestTimeout`.
 int timeout_seconds_or(int otherwise, const EnvironmentMap& environment);
 
 /// The options as the environment overrides them: TESSERA_TIMEOUT_SECONDS, TESSERA_CHECK_COLLECTIVES and TESSERA_TRANSPORT.

@@ -3,15 +3,9 @@
 #include <functional>
 #include <optional>
 
-namespace tessera {
+#include <tessera/collectives/launch_options.h>
 
-struct LaunchOptions {
-  /// How long the other ranks may go on after one failed, before they are killed.
-  int grace_seconds = 2;
-  /// How long the ranks that have not ended may all be stopped (SIGSTOP) before that is a failure. While others run, their
-  /// collectives notice. Overridden by TESSERA_TIMEOUT_SECONDS.
-  int stopped_seconds = 600;
-};
+namespace tessera {
 
 /// Runs `worker` on `ranks` local processes.
 ///
@@ -23,10 +17,10 @@ struct LaunchOptions {
 /// (`exit(0)` in the worker) has failed only where another rank waits for it after that: in a collective, while a group is made,
 /// or in `init_process_group`.
 ///
-/// The ranks die with the first process. The first process also hosts the store, on a free port of 127.0.0.1. Where
-/// OMP_NUM_THREADS is unset or empty, each of several ranks gets its share of the machine's cores, at least one. An error when
-/// CUDA or a process group is already up, under another launcher, for more than 1024 ranks, for a second call of one program, and
-/// where a copy calls it with another number of ranks.
+/// The ranks die with the first process. The first process also hosts the store, on a free port of 127.0.0.1. If
+/// OMP_NUM_THREADS is unset or empty, each of several ranks gets its share of the machine's cores, at least one. An error if
+/// CUDA or a process group is already initialized, under another launcher, for more than 1024 ranks, for a second call in one
+/// program, and if a copy calls it with another number of ranks.
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options = {});
 
 /// True in a process that `launch` started.

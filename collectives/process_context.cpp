@@ -1,12 +1,12 @@
 #include <tessera/collectives/process_context.h>
 
 #include <tessera/collectives/backend.h>
-#include <tessera/collectives/error_text.h>
 #include <tessera/collectives/fake.h>
 #include <tessera/collectives/forks.h>
 #include <tessera/collectives/group_store.h>
 #include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/job_trace.h>
+#include <tessera/collectives/join_job.h>
 #include <tessera/collectives/nccl/plugin.h>
 #include <tessera/collectives/rank_watch.h>
 #include <tessera/collectives/recording_communicator.h>
@@ -14,28 +14,19 @@
 #include <tessera/collectives/signal_watch.h>
 #include <tessera/collectives/simulated/clock_state.h>
 #include <tessera/collectives/simulated/flop_watch.h>
-#include <tessera/collectives/simulated/flops.h>
 #include <tessera/collectives/simulated/simulated_communicator.h>
 #include <tessera/collectives/single_rank.h>
-#include <tessera/collectives/store_socket.h>
 #include <tessera/collectives/thread_context.h>
-#include <tessera/collectives/time_limit.h>
 
 #include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <unistd.h>
-#include <algorithm>
+#include <pthread.h>
 #include <csignal>
 #include <map>
 #include <mutex>
-#include <numeric>
-#include <optional>
-#include <random>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -47,77 +38,10 @@ namespace {
 std::mutex context_mutex;
 std::unique_ptr<ProcessContext> context; // guarded by context_mutex when it is replaced
 
-/// The same on all ranks, however they call its address.
-std::string id_of(c10d::Store& store) {
-  std::random_device random;
-  return store.compareSet("tessera/store", std::string(), c10::str(random(), ".", random()));
-}
-
-/// Keeps the keys of each time apart: how often this process joined a job with this store. All ranks that do so again have been
-/// in the same ones there, whatever other jobs each was in.
-int& times_joined(const internal::JobEnvironment& job, c10d::Store& store) {
-  static auto* const times = new std::map<std::string, int>; // guarded by context_mutex
-  return (*times)[c10::str(id_of(store), "/", job.name, "/", job.restart)];
-}
-
 /// A forked child has none of the threads behind the communicators, and would wait for them at its exit.
 void leave_to_parent_in_forks() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { static_cast<void>(context.release()); });
   TORCH_CHECK(registered == 0, "pthread_atfork failed with error ", registered);
-}
-
-/// The socket of the store that this process hosts, where it need not listen at all addresses of the machine.
-std::optional<int> listen_for(const internal::JobEnvironment& job) {
-  const auto reach = job.is_on_one_host ? internal::StoreReach::kThisHost : internal::StoreReach::kOtherHosts;
-  const auto socket = internal::listen_for_store(job.store_host, static_cast<uint16_t>(job.store_port), reach);
-  if (!socket) return std::nullopt;
-  return socket->descriptor;
-}
-
-bool hosts_store(const internal::JobEnvironment& job) { return !job.store_host.empty() && job.rank == 0 && !job.store_is_hosted; }
-
-/// The store of a job that this process hosted, by process (a forked child has no part in it) and port. It stays until the
-/// process ends: ranks that join a second job may come before this one has left the first, or while something of that lives.
-c10::intrusive_ptr<c10d::Store>& hosted_store(int64_t port) {
-  static auto* const stores = new std::map<std::pair<pid_t, int64_t>, c10::intrusive_ptr<c10d::Store>>;
-  return (*stores)[{getpid(), port}];
-}
-
-c10::intrusive_ptr<c10d::Store> connect_store(const internal::JobEnvironment& job, std::chrono::milliseconds timeout) {
-  if (job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
-  if (hosts_store(job) && hosted_store(job.store_port)) return hosted_store(job.store_port);
-  c10d::TCPStoreOptions options{.port = static_cast<uint16_t>(job.store_port),
-                                .isServer = hosts_store(job),
-                                .waitWorkers = false, // `join` waits, and says who is missing
-                                .timeout = timeout};
-  constexpr std::chrono::seconds kGrace(2); // the store's own timeout says more
-  try {
-    if (options.isServer) options.masterListenFd = listen_for(job);
-    const auto store = internal::within<c10::intrusive_ptr<c10d::Store>>(
-        timeout + kGrace, [host = job.store_host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
-    if (!store)
-      C10_THROW_ERROR(DistNetworkError, c10::str("timed out after ", (timeout + kGrace).count(),
-                                                 " ms: nothing answers there, or what answers is no store"));
-    return *store;
-  } catch (const std::exception& error) {
-    C10_THROW_ERROR(DistNetworkError, c10::str("init_process_group on rank ", job.rank, " of ", job.world_size, ": cannot ",
-                                               options.isServer ? "open" : "reach", " the store at ", job.store_host, ":",
-                                               job.store_port, ": ", internal::error_text(error)));
-  }
-}
-
-/// Waits for all ranks. `launch` says in its store which of them have ended before they came.
-internal::Places join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& job_store,
-                      const internal::JobEnvironment& job, const ProcessGroupOptions& options) {
-  std::vector<int64_t> ranks(job.world_size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  const auto name_ended = [store, job_store]() -> std::string {
-    const auto ended = internal::absent_from(*store, internal::ended_ranks(*job_store));
-    if (ended.empty()) return "";
-    job_store->set(internal::kMissingRankKey, internal::MissingRank{ended[0]}.encode());
-    return c10::str("these ranks have ended before they called it: ", c10::Join(", ", ended));
-  };
-  return internal::meet({store, std::move(ranks), job.rank, options, "init_process_group"}, name_ended);
 }
 
 // A write to a connection whose peer is gone shall be an error of that collective, not the end of this process. Programs that it
@@ -238,22 +162,16 @@ void init_process_group(const ProcessGroupOptions& options) {
   made->communicators_ = std::make_unique<ProcessContext::Communicators>();
   auto& communicators = *made->communicators_;
   communicators.signal_watch = make_signal_watch(trace_options);
-  auto store = connect_store(job, made->options_.timeout);
-  store->setTimeout(made->options_.timeout);
-  // A store outlives a second `init_process_group`, and that of a launcher a restart.
-  auto& times = times_joined(job, *store);
-  const auto prefix = c10::str("tessera/", job.name.empty() ? "" : job.name + "/", job.restart, "/", times);
-  made->store_ = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
-  auto places = join(made->store_, store, job, made->options_);
+  auto [store, job_store, places, times] = internal::join_job(job, made->options_);
+  made->store_ = std::move(store);
   made->local_world_size_ = static_cast<int>(absl::c_count(places.hosts, places.hosts[static_cast<size_t>(job.rank)]));
-  communicators.watch = std::make_shared<internal::RankWatch>(job.rank, places.processes, made->store_, store);
+  communicators.watch = std::make_shared<internal::RankWatch>(job.rank, places.processes, made->store_, job_store);
   communicators.trace = make_trace(job, places, trace_options);
   if (communicators.signal_watch)
     communicators.signal_watch->start([trace = communicators.trace] { trace->write_unasked("SIGUSR1"); });
   communicators.places = std::move(places);
-  ++times;
-  if (hosts_store(job)) hosted_store(job.store_port) = store;
   context = std::move(made);
+  ++times; // a rank that fails before meets the others where they are when it tries again
 }
 
 ProcessContext::ProcessContext(int rank, int world_size, Connect connect)
@@ -288,11 +206,9 @@ void init_fake_process_group(int rank, int world_size) {
 
 namespace {
 
-std::unique_ptr<at::ObserverContext> count_flops(const at::RecordFunction& call) {
+void count_flops(double flops) {
   auto* const current = current_context();
-  if (auto* const clock = current ? current->simulated_clock() : nullptr)
-    clock->state().count_flops(internal::flops_of(call.name(), call.inputs()));
-  return nullptr;
+  if (auto* const clock = current ? current->simulated_clock() : nullptr) clock->state().count_flops(flops);
 }
 
 } // namespace
@@ -324,6 +240,8 @@ ProcessContext& process_context() {
   TORCH_CHECK(current, "no process group: call tessera::init_process_group() first");
   return *current;
 }
+
+int internal::rank_for_errors() { return is_initialized() ? process_context().rank() : 0; }
 
 void destroy_process_group() {
   TORCH_CHECK(!internal::thread_context(), "destroy_process_group: that of ranks in threads ends with run_ranks_as_threads");

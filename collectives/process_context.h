@@ -3,7 +3,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include <c10/util/intrusive_ptr.h>
 #include <tessera/collectives/communicator.h>
@@ -37,6 +36,7 @@ class ProcessContext {
   /// The communicator of `ranks` (global, in group order) on `device_type`, made at the first call and shared afterwards.
   /// Communicators with different `purpose` run independently of each other (for example: all-gathers beside reduce-scatters).
   /// Called by every rank in `ranks`, in the same order as their other calls with the same ranks.
+  /// Where it could not be connected, the same call again is an error: another attempt needs another `purpose`.
   CommunicatorPtr communicator(const RankList& ranks, at::DeviceType device_type, const std::string& purpose = "default");
   /// Grows with every call in this process, from 1, without communication: for names that must differ.
   int64_t next_number() { return ++last_number_; }
@@ -73,28 +73,29 @@ class ProcessContext {
 /// TORCHELASTIC_USE_AGENT_STORE), Slurm, Open MPI, or `tessera::launch`. Without any of them: a job of one rank.
 /// Called once by every rank; returns when all have joined, or throws after the timeout and names the ranks that are missing.
 ///
-/// A rank whose process ends, with whatever status, is an error for those that wait for it from then on, in a collective or while
-/// a group is made: within a second, and with its number, where they run on its host or hold a connection to it. Where ranks fail
-/// one after another because of it, all of them name the first. Where the store has ended with the process that hosts it (rank 0
-/// under srun and mpirun), each names all those that it sees to have ended, or else those whose connections it lost. A rank that
-/// has nothing left to do may end at any time, with or without `destroy_process_group`: nobody waits for it.
+/// If the process of a rank ends, with any status, the ranks that wait for it in a collective or while a group is made get an
+/// error. It comes within a second, with the number of the rank, if they run on its host or have a connection to it. If ranks
+/// fail one after another because of it, all of them name the first. If the store has ended with its process (rank 0 under srun
+/// and mpirun), each names all ranks that it sees to have ended, or else those whose connections it lost. A rank that has
+/// finished may end at any time, with or without `destroy_process_group`: nobody waits for it.
 ///
-/// A process forked later is in no job: collectives of its parent's groups are errors there, and programs that it starts inherit
-/// no connection. (One that another thread starts while a group is made may.) Where this call needs more file descriptors than
-/// the soft limit allows (one for each rank of this host, and a few), or a group does (one a peer, and a few), that is raised, up
-/// to the hard one; beyond that it is an error.
+/// A process that is forked later belongs to no job: collectives of its parent's groups are errors there, and programs that it
+/// starts inherit no connection. (A program that another thread starts while a group is made may.) If this call needs more file
+/// descriptors than the soft limit allows (one for each rank of this host, and a few), or a group does (one for each peer, and a
+/// few), the soft limit is raised, up to the hard limit. Beyond that it is an error.
 void init_process_group(const ProcessGroupOptions& options = {});
-/// In place of `init_process_group`: this process alone pretends to be rank `rank` of a job of `world_size` ranks, as with
-/// PyTorch's "fake" process group. Collectives return at once, with the result that they have where every rank holds what this
-/// one does, and their counters count what they would send. For measurements of host cost, memory and bytes on any number of
+/// Instead of `init_process_group`: this single process pretends to be rank `rank` of a job of `world_size` ranks, as with
+/// PyTorch's "fake" process group. Collectives return at once, with the result that they would have if every rank held the values
+/// of this one. Their counters count what they would send. For measurements of host cost, memory and bytes on any number of
 /// ranks.
 void init_fake_process_group(int rank, int world_size);
-/// As `init_fake_process_group`, with time: collectives take what the topology's links give them, beside the rank's own work, on
-/// the clock that `simulated_clock()` returns. For predictions of a step on machines that are not there:
+/// As `init_fake_process_group`, with modelled time: the topology's links determine how long collectives take, in parallel to the
+/// rank's own work, on the clock that `simulated_clock()` returns. For predictions of a step on another cluster:
 /// docs/simulated_cluster.md.
 void init_simulated_process_group(const Topology& topology, int rank, const SimulationOptions& options = {});
 /// The clock of a simulated process group; an error for any other.
 SimulatedClock& simulated_clock();
+/// Whether there is a process group: of this thread where it is a rank of its own (`run_ranks_as_threads`), else of the process.
 bool is_initialized();
 /// The context; an error before `init_process_group`.
 ProcessContext& process_context();
@@ -102,10 +103,17 @@ ProcessContext& process_context();
 /// until it ends, for a further `init_process_group`.
 void destroy_process_group();
 /// Writes the last calls of this rank on its communicators (1000, or TESSERA_TRACE_CALLS) to FOLDER/rank-<rank>.json, for
-/// `tessera-trace`. The folder is made where it is missing, and an older file replaced. Of this rank alone, from any thread. An
-/// error that names the file where it cannot be written. With TESSERA_TRACE_FOLDER this also happens by itself, when a collective
-/// fails and on SIGUSR1: docs/running.md.
+/// `tessera-trace`. A missing folder is created, and an older file is replaced. Local, from any thread. An error names the file
+/// if it cannot be written. With TESSERA_TRACE_FOLDER this also happens automatically, when a collective fails and on SIGUSR1:
+/// docs/running.md.
 void write_trace(const std::string& folder);
+
+namespace internal {
+
+/// This rank, as errors name it: 0 where there is no process group.
+int rank_for_errors();
+
+} // namespace internal
 
 /// True when CUDA tensors can be used. Loads LibTorch's CUDA libraries where this build has a CUDA side and the process has not
 /// loaded them yet. An error where a TESSERA_LOAD_CUDA or TESSERA_CUDA_* means nothing. See docs/cuda.md.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <compare>
 #include <mutex>
-#include <numeric>
 
 namespace tessera {
 

@@ -4,7 +4,6 @@
 
 #include <c10/util/ScopeExit.h>
 
-#include <algorithm>
 #include <atomic>
 #include <thread>
 #include <utility>
@@ -28,7 +27,8 @@ class RecordedWork final : public WorkState {
     auto& recorder = trace_->recorder();
     for_each([&](uint64_t number) { recorder.await(number); });
     try {
-      Work(work_).wait(); // of a copy: several threads may wait
+      auto work = work_; // a copy, because `wait` resets the handle and other threads read this one
+      work.wait();
     } catch (const std::exception& error) {
       for_each([&, text = error_text(error)](uint64_t number) { trace_->fail(number, text); });
       throw;
@@ -110,7 +110,7 @@ class RecordingCommunicator final : public Communicator {
   void run_on_current_stream() override { inner_->run_on_current_stream(); }
   CollectiveCounters& counters() override { return inner_->counters(); }
 
-  /// The calls of it end together.
+  /// The calls that `issue` makes end together.
   Work coalesced(const std::function<void()>& issue) override {
     std::vector<uint64_t> numbers;
     auto work = inner_->coalesced([&] {

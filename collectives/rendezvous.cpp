@@ -114,7 +114,7 @@ std::vector<int> Places::hosts_of(const std::vector<int64_t>& indices) const {
 Places meet(const Rendezvous& meeting, const std::function<std::string()>& give_up) {
   auto& store = *meeting.store;
   take_place(meeting);
-  if (meeting.rank == 0) store.set(kNameKey, new_name());
+  if (meeting.rank == 0) store.compareSet(kNameKey, std::string(), new_name()); // a rank that comes again changes nothing
   store.set(options_key(meeting.rank), encode(meeting.options));
   store.set(joined_key(meeting.rank), host_identity());
   std::vector<int64_t> indices(meeting.ranks.size());

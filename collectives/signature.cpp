@@ -16,8 +16,6 @@ uint8_t met_by(uint8_t kind) {
   return static_cast<CollectiveKind>(kind) == CollectiveKind::kReceive ? static_cast<uint8_t>(CollectiveKind::kSend) : kind;
 }
 
-bool reduces(CollectiveKind kind) { return kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduceScatter; }
-
 } // namespace
 
 const char* to_string(ReduceOp op) {

@@ -2,14 +2,16 @@
 
 #include <tessera/collectives/checks.h>
 #include <tessera/collectives/coalesced_calls.h>
+#include <tessera/collectives/output_guard.h>
 
 namespace tessera::internal {
 
 namespace {
 
 Work copy_into(const at::Tensor& output, const at::Tensor& input) {
-  if (output.numel() > 0 && output.const_data_ptr() != input.const_data_ptr())
-    output.view({-1}).copy_(input.view({-1}), /*non_blocking=*/true);
+  if (output.numel() == 0 || output.const_data_ptr() == input.const_data_ptr()) return {};
+  const OutputGuard guard(output);
+  output.view({-1}).copy_(input.view({-1}), /*non_blocking=*/true);
   return {};
 }
 

@@ -22,8 +22,11 @@ void check_link(const Link& link, const char* name) {
                       ", but must be a time, in seconds");
 }
 
+/// Of a list or an object its kind alone: `dump` goes down as deep as they are nested, which may be deeper than the stack.
+std::string text_of(const Json& value) { return value.is_structured() ? c10::str("an ", value.type_name()) : value.dump(); }
+
 void check_keys(const Json& object, const char* what, std::initializer_list<std::string_view> known) {
-  TORCH_CHECK_VALUE(object.is_object(), "topology: ", what, " is no object, but ", object.dump());
+  TORCH_CHECK_VALUE(object.is_object(), "topology: ", what, " is no object, but ", text_of(object));
   for (const auto& [key, value] : object.items())
     TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), key) != known.end(), "topology: ", what, " has an unknown key \"",
                       key, "\"");
@@ -34,7 +37,7 @@ T number(const Json& object, const char* what, const char* key, T missing) {
   const auto found = object.find(key);
   if (found == object.end()) return missing;
   const bool fits = std::is_integral_v<T> ? found->is_number_integer() : found->is_number();
-  TORCH_CHECK_VALUE(fits, "topology: \"", key, "\" of ", what, " is ", found->dump(), ", but must be a",
+  TORCH_CHECK_VALUE(fits, "topology: \"", key, "\" of ", what, " is ", text_of(*found), ", but must be a",
                     std::is_integral_v<T> ? " whole" : "", " number");
   return found->get<T>();
 }
@@ -42,7 +45,7 @@ T number(const Json& object, const char* what, const char* key, T missing) {
 Link::Algorithm algorithm_of(const Json& object, const char* what) {
   const auto found = object.find("algorithm");
   if (found == object.end() || *found == "ring") return Link::Algorithm::kRing;
-  TORCH_CHECK_VALUE(*found == "recursive", "topology: \"algorithm\" of ", what, " is ", found->dump(),
+  TORCH_CHECK_VALUE(*found == "recursive", "topology: \"algorithm\" of ", what, " is ", text_of(*found),
                     ", but must be \"ring\" or \"recursive\"");
   return Link::Algorithm::kRecursive;
 }
@@ -64,7 +67,8 @@ Json to_json(const Link& link) {
 void Topology::check() const {
   constexpr int64_t kMost = std::numeric_limits<int>::max(); // what a rank's type holds
   TORCH_CHECK_VALUE(ranks >= 1 && ranks <= kMost, "topology: there are ", ranks, " ranks, but must be between 1 and ", kMost);
-  TORCH_CHECK_VALUE(ranks_per_node >= 1, "topology: a node has ", ranks_per_node, " ranks, but must have at least 1");
+  TORCH_CHECK_VALUE(ranks_per_node >= 1 && ranks_per_node <= kMost, "topology: a node has ", ranks_per_node,
+                    " ranks, but must have between 1 and ", kMost);
   check_link(in_node, "in_node");
   check_link(between_nodes, "between_nodes");
 }

@@ -21,10 +21,6 @@ using Json = nlohmann::json;
 
 constexpr int kVersion = 1;
 
-bool reduces(const RecordedCall& call) {
-  return call.kind == CollectiveKind::kAllReduce || call.kind == CollectiveKind::kReduceScatter;
-}
-
 Json to_json(const RecordedGroup& group) {
   Json messages = Json::array();
   const auto global = [&](int place) { return group.ranks.at(static_cast<size_t>(place)); };
@@ -55,7 +51,7 @@ Json to_json(const RecordedCall& call, const FlightRecorder::Snapshot& snapshot)
     json["bytes"] = call.bytes;
     json["dtype"] = c10::toString(call.dtype);
   }
-  if (reduces(call)) json["op"] = to_string(call.op);
+  if (reduces(call.kind)) json["op"] = to_string(call.op);
   if (call.peer >= 0) json["peer"] = snapshot.groups.at(static_cast<size_t>(call.group)).ranks.at(static_cast<size_t>(call.peer));
   return json;
 }

@@ -20,17 +20,18 @@ class DeviceMesh {
 
   bool defined() const { return impl_ != nullptr; }
   at::DeviceType device_type() const;
-  /// The device of this rank's tensors. Of several CUDA devices, TESSERA_CUDA_DEVICE or the index of this process on its host
-  /// chooses.
+  /// The device of this rank's tensors. If there are several CUDA devices, TESSERA_CUDA_DEVICE or the index of this process on
+  /// its host selects one.
   at::Device device() const;
   int64_t ndim() const;
-  int64_t size() const;
+  int64_t size() const; ///< the number of ranks
+  /// The number of ranks along one dim, the same for every rank; an error for a dim outside [0, ndim()).
   int64_t size(int64_t dim) const;
-  const std::vector<int64_t>& shape() const;
+  const std::vector<int64_t>& shape() const;         ///< the size of each dim
   const std::vector<std::string>& dim_names() const; ///< empty when unnamed
   /// Global ranks, row-major over `shape()`.
   const std::vector<int64_t>& ranks() const;
-  /// The same, however many they are: `ranks()` makes a list of them.
+  /// The same without a list of all ranks, which `ranks()` makes.
   const RankList& rank_list() const;
 
   /// This rank's index in each dim; nothing for a rank outside the mesh.
@@ -38,16 +39,17 @@ class DeviceMesh {
   /// This rank's index along one dim; an error for a rank outside the mesh.
   int64_t local_rank(int64_t dim = 0) const;
   int64_t local_rank(const std::string& name) const;
-  int64_t dim_of(const std::string& name) const;
+  int64_t dim_of(const std::string& name) const; ///< an error if no dim has this name, here and below
 
-  /// The sub-mesh through this rank along the named dims, in the mesh's order. An error for a rank outside the mesh.
+  /// The sub-mesh through this rank along the named dims, which are given in the mesh's order. An error for a rank outside the
+  /// mesh.
   DeviceMesh operator[](const std::string& name) const;
   DeviceMesh operator[](const std::vector<std::string>& names) const;
   /// All dims merged into one named `name` (default: the names joined by '_').
   DeviceMesh flatten(const std::string& name = "") const;
 
-  /// The ranks that differ from this one only in `dim`, in the dim's order: made at the first call, which every one of them
-  /// makes, and shared afterwards by all meshes with the same ranks. An error for a rank outside the mesh.
+  /// The communicator of the ranks that differ from this one only in `dim`, in the dim's order. All of these ranks make the first
+  /// call, which connects them. Afterwards all meshes with the same ranks share it. An error for a rank outside the mesh.
   CommunicatorPtr communicator(int64_t dim = 0, const std::string& purpose = "default") const;
 
   /// For example: DeviceMesh(cpu, [[0, 1], [2, 3]], names=("replicate", "shard")).

@@ -2,67 +2,114 @@
 
 #include <tessera/collectives/forks.h>
 
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <deque>
+#include <thread>
 #include <utility>
 
 namespace tessera::python {
 
 namespace {
 
-thread_local bool is_completion_thread = false;
+/// Who makes the calls of this thread: 0 on a program's thread, and on a completion thread the callbacks of the call that it is
+/// completing, by a number that no other call in the process has.
+thread_local uint64_t caller_here = 0;
+std::atomic<uint64_t> completed_calls = 0;
 
 } // namespace
 
+/// The calls of one caller, with the thread that completes them. Another caller takes it over only when it is idle: calls that a
+/// callback waits for may not stand behind those of others, whose callbacks may wait for this one.
 struct CompletionThread::Queue {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::shared_ptr<Call>> calls;
+  bool is_busy = false; ///< with the call that it has taken
   bool closed = false;
+  uint64_t caller = 0; ///< guarded by the mutex of the CompletionThread
   std::thread thread;
+
+  bool is_idle() {
+    const std::lock_guard lock(mutex);
+    return !is_busy && calls.empty();
+  }
+
+  void push(std::shared_ptr<Call> call) {
+    {
+      const std::lock_guard lock(mutex);
+      calls.push_back(std::move(call));
+    }
+    changed.notify_one();
+  }
+
+  void close() {
+    {
+      const std::lock_guard lock(mutex);
+      closed = true;
+    }
+    changed.notify_one();
+  }
 
   // Null: there will be no more.
   std::shared_ptr<Call> next() {
     std::unique_lock lock(mutex);
+    is_busy = false;
     changed.wait(lock, [this] { return closed || !calls.empty(); });
     if (calls.empty()) return nullptr;
     auto call = std::move(calls.front());
     calls.pop_front();
+    is_busy = true;
     return call;
+  }
+
+  void complete_all() {
+    while (const auto call = next()) {
+      caller_here = ++completed_calls;
+      call->complete();
+    }
   }
 };
 
-CompletionThread::CompletionThread() : fork_depth_(internal::fork_depth()), queue_(std::make_shared<Queue>()) {}
+CompletionThread::CompletionThread() : fork_depth_(internal::fork_depth()) {}
 
 CompletionThread::~CompletionThread() {
-  if (fork_depth_ != internal::fork_depth()) { // the thread is the parent's
-    internal::leave_to_parent(new (std::nothrow) std::shared_ptr<Queue>(std::move(queue_)));
+  if (fork_depth_ != internal::fork_depth()) { // the threads are the parent's
+    for (auto& queue : queues_) internal::leave_to_parent(std::move(queue));
     return;
   }
-  {
-    const std::lock_guard lock(queue_->mutex);
-    queue_->closed = true;
+  for (const auto& queue : queues_) queue->close();
+  for (const auto& queue : queues_) {
+    // What a Future calls back may hold the group's last reference, and another of its threads may wait for a message yet.
+    if (caller_here > 0)
+      queue->thread.detach();
+    else
+      queue->thread.join();
   }
-  queue_->changed.notify_all();
-  if (!queue_->thread.joinable()) return;
-  // What a Future calls back may hold the group's last reference, and another of its threads may wait for a message yet.
-  if (is_completion_thread)
-    queue_->thread.detach();
-  else
-    queue_->thread.join();
 }
 
 void CompletionThread::add(std::shared_ptr<Call> call) {
   if (fork_depth_ != internal::fork_depth()) return;
-  {
-    const std::lock_guard lock(queue_->mutex);
-    queue_->calls.push_back(std::move(call));
-    if (!queue_->thread.joinable())
-      queue_->thread = std::thread([queue = queue_] {
-        is_completion_thread = true;
-        while (const auto each = queue->next()) each->complete();
-      });
-  }
-  queue_->changed.notify_one();
+  const std::lock_guard lock(mutex_);
+  queue_of(caller_here).push(std::move(call));
+}
+
+CompletionThread::Queue& CompletionThread::queue_of(uint64_t caller) {
+  const auto own = std::ranges::find(queues_, caller, [](const auto& queue) { return queue->caller; });
+  if (own != queues_.end()) return **own;
+  const auto idle = std::ranges::find_if(queues_, [](const auto& queue) { return queue->is_idle(); });
+  auto& queue = idle != queues_.end() ? **idle : start_queue();
+  queue.caller = caller;
+  return queue;
+}
+
+CompletionThread::Queue& CompletionThread::start_queue() {
+  const auto queue = std::make_shared<Queue>();
+  queues_.reserve(queues_.size() + 1); // nothing may fail once the thread runs
+  queue->thread = std::thread([queue] { queue->complete_all(); });
+  queues_.push_back(queue);
+  return *queue;
 }
 
 } // namespace tessera::python

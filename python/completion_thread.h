@@ -2,13 +2,18 @@
 
 #include "call.h"
 
+#include <cstdint>
 #include <memory>
-#include <thread>
+#include <mutex>
+#include <vector>
 
 namespace tessera::python {
 
 /// Completes those calls of a group whose end no thread of the program waits for: with a Future or a timeout of their own, and
 /// dropped ones. In the order in which they come, so that one that waits keeps back those behind it. Started at the first.
+///
+/// It also runs what their Futures call back. Such a callback may wait for calls that it makes itself, on any group: those of
+/// each callback go to another thread, in their order. That is one with nothing to do, or a new one.
 class CompletionThread {
  public:
   CompletionThread();
@@ -23,8 +28,12 @@ class CompletionThread {
  private:
   struct Queue;
 
+  Queue& queue_of(uint64_t caller);
+  Queue& start_queue();
+
   const int fork_depth_;
-  std::shared_ptr<Queue> queue_; ///< shared with the thread
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Queue>> queues_; ///< guarded by `mutex_`; each is shared with its thread
 };
 
 } // namespace tessera::python

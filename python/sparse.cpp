@@ -9,8 +9,6 @@
 #include <tessera/collectives/gather_texts.h>
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <vector>
 
 namespace tessera::python {

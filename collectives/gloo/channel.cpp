@@ -72,8 +72,8 @@ void await_others(GroupStore& store, int size) {
   store.wait({kAllConnected});
 }
 
-/// In time, and not for a peer that has ended or failed: gloo waits several times its own timeout for one that accepts its
-/// connection and says nothing.
+/// Connects the group within the timeout, and gives up early if a peer has ended. gloo alone would wait several timeouts for a
+/// peer that accepts and says nothing.
 c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_group(const c10::intrusive_ptr<GroupStore>& store, int rank, int size,
                                                          c10::intrusive_ptr<c10d::ProcessGroupGloo::Options> options) {
   using Group = c10::intrusive_ptr<c10d::ProcessGroupGloo>;

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <numeric>
 #include <utility>
 
@@ -317,7 +316,7 @@ std::string Exchange::explain(const Absence& absence, bool is_awaited) const {
 
 ExchangeWork::~ExchangeWork() {
   if (channel_->is_forked_copy())
-    leave_to_parent(new (std::nothrow) std::shared_ptr<Exchange>(std::move(exchange_))); // which is the one to complete it
+    leave_to_parent(std::move(exchange_)); // which is the one to complete it
   else if (!exchange_->is_completed() && !in_background_)
     channel_->complete_in_background(exchange_);
 }

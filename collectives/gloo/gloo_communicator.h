@@ -4,9 +4,6 @@
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/gloo/channel.h>
 
-#include <atomic>
-#include <thread>
-
 namespace tessera::internal::gloo {
 
 class Exchange;

@@ -6,7 +6,6 @@
 #include <tessera/collectives/gloo/gloo_communicator.h>
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 namespace tessera::internal::hierarchical {
@@ -21,7 +20,7 @@ class CallWork final : public WorkState {
  public:
   CallWork(std::shared_ptr<const Links> links, std::shared_ptr<Call> call) : links_(std::move(links)), call_(std::move(call)) {}
   ~CallWork() override {
-    if (links_->all->is_forked_copy()) leave_to_parent(new (std::nothrow) std::shared_ptr<Call>(std::move(call_)));
+    if (links_->all->is_forked_copy()) leave_to_parent(std::move(call_));
   }
   CallWork(const CallWork&) = delete;
   CallWork& operator=(const CallWork&) = delete;

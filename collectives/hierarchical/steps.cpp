@@ -88,7 +88,7 @@ struct Gathered {
   Part part(int host, int column, const Range& range) const {
     return {output + layout.places[host][column] * bytes + range.begin, range.count};
   }
-  /// Shares what the ranks of this host have of those of `host`, this one `own`.
+  /// Each rank of this host holds one piece of `host`'s data (`own` is this one's); exchanges the pieces inside the host.
   void share_inside(Call& call, Part own, int host, const Range& range) const {
     auto motion = copies(own, range.count, layout.columns());
     for (int column = 0; column < layout.columns(); ++column) motion.receive[column] = part(host, column, range);

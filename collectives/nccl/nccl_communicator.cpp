@@ -7,8 +7,8 @@
 #include <tessera/collectives/gloo/exchange.h>
 #include <tessera/collectives/group_store.h>
 #include <tessera/collectives/job_environment.h>
+#include <tessera/collectives/nccl/open_groups.h>
 #include <tessera/collectives/signature.h>
-#include <tessera/collectives/time_limit.h>
 
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -16,15 +16,11 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 
-#include <algorithm>
 #include <atomic>
-#include <cctype>
-#include <chrono>
 #include <cstdlib>
 #include <exception>
-#include <map>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -66,16 +62,8 @@ at::Tensor for_sending(const at::Tensor& tensor) {
   return is_sent_as_it_is(tensor.scalar_type()) ? flat : flat.view(at::kByte);
 }
 
-// As c10d reads a flag.
-bool is_set(const char* variable) {
-  const char* const value = std::getenv(variable);
-  std::string text = value ? value : "";
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char letter) { return std::tolower(letter); });
-  return !text.empty() && text != "0" && text != "n" && text != "no" && text != "f" && text != "false";
-}
-
 bool waits_block_host() {
-  static const bool blocks = is_set("TORCH_NCCL_BLOCKING_WAIT") || is_set("NCCL_BLOCKING_WAIT");
+  static const bool blocks = c10d::getCvarBool(c10d::TORCH_NCCL_BLOCKING_WAIT, false);
   return blocks;
 }
 
@@ -100,69 +88,10 @@ class NcclWork final : public WorkState {
 // After an error c10d's watchdog sleeps four times as long as this says, so that all ranks can write c10d's flight recorder, and
 // whoever ends the process waits for it: a minute. A second is what a program gets that has not asked for the recorder.
 void shorten_wait_for_flight_recorder() {
-  static const bool records = is_set("TORCH_NCCL_TRACE_BUFFER_SIZE") || is_set("TORCH_FR_BUFFER_SIZE");
+  static const bool records = c10d::getCvarInt({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}, 0) > 0;
   static const int set = records ? 0 : setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250", /*overwrite=*/0);
   TORCH_CHECK(set == 0, "cannot set TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC in the environment");
 }
-
-// Closes communicators whose process ends without `destroy_process_group`, before the CUDA libraries are torn down. What their
-// device has yet to run is waited for, unless a peer is gone.
-class OpenGroups {
- public:
-  static OpenGroups& instance() {
-    static auto* const groups = new OpenGroups; // outlives all that may still ask for it
-    return *groups;
-  }
-
-  void add(c10d::ProcessGroupNCCL* group, const GroupDescription& description) {
-    static const int registered = std::atexit([] { instance().abort_all(); }); // after CUDA's own handlers, hence called before
-    TORCH_CHECK(registered == 0, "atexit failed with error ", registered);
-    std::lock_guard lock(mutex_);
-    groups_.insert({group, {description.ranks, description.watch, description.options.timeout}});
-  }
-
-  /// False when the group was aborted already.
-  bool remove(c10d::ProcessGroupNCCL* group) {
-    std::lock_guard lock(mutex_);
-    return groups_.erase(group) == 1;
-  }
-
- private:
-  struct Peers {
-    std::vector<int64_t> ranks;
-    std::shared_ptr<RankWatch> watch;
-    std::chrono::milliseconds timeout;
-  };
-
-  void abort_all() {
-    if (fork_depth() != fork_depth_) return; // they are the parent's
-    std::lock_guard lock(mutex_);
-    finish_launched();
-    for (auto& [group, peers] : groups_) {
-      try {
-        group->abort();
-      } catch (...) { // the process ends
-      }
-    }
-    groups_.clear();
-  }
-
-  /// The host may be ahead of the device, and the other ranks wait for the collectives that the device has yet to run.
-  void finish_launched() const {
-    for (const auto& [group, peers] : groups_) {
-      const auto wait = [group = group] { return group->waitForPendingWorks(), true; };
-      const auto misses_one = [&peers = peers] { return peers.watch->find_missing(peers.ranks).has_value(); };
-      try {
-        if (!within<bool>(peers.timeout, wait, misses_one)) return; // what the other groups wait for does not come either
-      } catch (const std::exception&) {                             // a failed collective: nothing is left to wait for
-      }
-    }
-  }
-
-  const int fork_depth_ = fork_depth();
-  std::mutex mutex_;
-  std::map<c10d::ProcessGroupNCCL*, Peers> groups_;
-};
 
 /// Each collective runs on the process group's own stream, after what the current stream holds, or on the current one;
 /// `Work::wait` makes the current stream wait for it. c10d keeps the tensors alive until then, without record_stream.
@@ -220,12 +149,7 @@ class NcclCommunicator final : public Communicator {
 
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
     check_reduce_scatter(*this, output, input, op, label);
-    return run({CollectiveKind::kReduceScatter, label, input, op}, [&] {
-      auto to = output.view({-1}), from = input.view({-1});
-      auto options = options_for<c10d::ReduceScatterOptions>();
-      options.reduceOp = to_c10d(op);
-      return group_->_reduce_scatter_base(to, from, options);
-    });
+    return reduce_scatter_by(to_c10d(op), output, input, op, label);
   }
 
   // NCCL multiplies by the inverse of the count before it adds.
@@ -236,12 +160,7 @@ class NcclCommunicator final : public Communicator {
 
   Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
     check_reduce_scatter(*this, output, input, ReduceOp::kSum, label);
-    return run({CollectiveKind::kReduceScatter, label, input, ReduceOp::kSum}, [&] {
-      auto to = output.view({-1}), from = input.view({-1});
-      auto options = options_for<c10d::ReduceScatterOptions>();
-      options.reduceOp = c10d::makeNCCLPreMulSum(factor);
-      return group_->_reduce_scatter_base(to, from, options);
-    });
+    return reduce_scatter_by(c10d::makeNCCLPreMulSum(factor), output, input, ReduceOp::kSum, label);
   }
 
   Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
@@ -281,22 +200,14 @@ class NcclCommunicator final : public Communicator {
   // Two ranks that send to each other do so inside `coalesced`: kernels of one pair run one after another.
   Work send(const at::Tensor& tensor, int to, std::string_view label) override {
     check_send(*this, tensor, to, label);
-    Call call{CollectiveKind::kSend, label, tensor};
-    call.direction = {rank(), to};
-    return run(call, [&] {
-      std::vector<at::Tensor> tensors{for_sending(tensor)};
-      return group_->send(tensors, to, /*tag=*/0);
-    });
+    return run_between({CollectiveKind::kSend, label, tensor}, {rank(), to},
+                       [&](auto& tensors) { return group_->send(tensors, to, /*tag=*/0); });
   }
 
   Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
     check_receive(*this, tensor, from, label);
-    Call call{CollectiveKind::kReceive, label, tensor};
-    call.direction = {from, rank()};
-    return run(call, [&] {
-      std::vector<at::Tensor> tensors{for_sending(tensor)};
-      return group_->recv(tensors, from, /*tag=*/0);
-    });
+    return run_between({CollectiveKind::kReceive, label, tensor}, {from, rank()},
+                       [&](auto& tensors) { return group_->recv(tensors, from, /*tag=*/0); });
   }
 
   Work coalesced(const std::function<void()>& issue) override {
@@ -363,6 +274,26 @@ class NcclCommunicator final : public Communicator {
     Options options;
     options.asyncOp = has_own_stream_;
     return options;
+  }
+
+  /// `op`: that of the call, as the other ranks compare it; `how`: what NCCL does for it.
+  Work reduce_scatter_by(const c10d::ReduceOp& how, const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                         std::string_view label) {
+    return run({CollectiveKind::kReduceScatter, label, input, op}, [&] {
+      auto to = output.view({-1}), from = input.view({-1});
+      auto options = options_for<c10d::ReduceScatterOptions>();
+      options.reduceOp = how;
+      return group_->_reduce_scatter_base(to, from, options);
+    });
+  }
+
+  template <typename Issue>
+  Work run_between(Call call, gloo::Direction direction, const Issue& issue) {
+    call.direction = direction;
+    return run(call, [&] {
+      std::vector<at::Tensor> tensors{for_sending(call.full)};
+      return issue(tensors);
+    });
   }
 
   template <typename Issue>

@@ -61,6 +61,7 @@ Engine::Line& Engine::line_of(LaneKey key) {
   }
   Members members;
   members.places = places;
+  members.has_left = [this, places](int member) { return memory_.has_left(places[member]); };
   for (const int place : places) {
     members.ranks.push_back(options_.ranks[place]);
     if (!options_.arenas.empty()) members.arenas.push_back(options_.arenas[place]);
@@ -276,9 +277,9 @@ void Engine::close() {
   }
   {
     const Driving driving(driving_, Driving::kWait); // nobody copies from or to the tensors of what fails now
+    memory_.leave(options_.rank);                    // before the tensors of what fails are let go of
     fail_all_queued("the process group was destroyed");
   }
-  memory_.leave(options_.rank);
   wake_background_.notify_all();
   memory_.bell().ring();
   background_.join();

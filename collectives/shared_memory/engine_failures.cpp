@@ -92,6 +92,7 @@ void Engine::fail_front(Line& line, const Absence& absence) {
 }
 
 void Engine::fail_front(Line& line, std::exception_ptr failure, const std::string& text, std::optional<Absence> unexplained) {
+  memory_.leave(options_.rank); // before the tensors of what fails are let go of: others may be reading them
   {
     std::lock_guard lock(mutex_);
     if (failure_.empty()) failure_ = text;
@@ -102,7 +103,6 @@ void Engine::fail_front(Line& line, std::exception_ptr failure, const std::strin
     front->fail(std::move(failure), std::move(unexplained));
   }
   fail_all_queued(c10::str("the group's connections were closed after an earlier failure: ", text));
-  memory_.leave(options_.rank);
   wake_threads_here();
 }
 
@@ -113,9 +113,9 @@ void Engine::fail(const std::string& text) {
   }
   {
     const Driving driving(driving_, Driving::kWait); // nobody copies from or to the tensors of what fails now
+    memory_.leave(options_.rank);
     fail_all_queued(c10::str("the group's connections were closed after an earlier failure: ", text));
   }
-  memory_.leave(options_.rank);
   wake_threads_here();
 }
 

@@ -31,7 +31,8 @@ class GroupMemory {
   /// Of what `from` sends to `to`: member 0 and member 1. Throws c10::Error where there is no memory for it.
   Lane lane_of_pair(int from, int to, int self) const;
 
-  /// That this rank will do nothing more in the group.
+  /// Says that this rank will do nothing more in the group. To be called before its inputs may change or be freed: members that
+  /// read them afterwards then see that this one left before they had read its input.
   void leave(int self) const;
   bool has_left(int rank) const { return presence(rank).load() != 0; }
 

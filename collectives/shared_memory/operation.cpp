@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
 #include <cstring>
 
 namespace tessera::internal::shared_memory {
@@ -32,7 +31,7 @@ bool Operation::advance(Lane& lane, const Members& members) {
     if (!lane.all_have(Counter::kPublished, sequence_ + 1)) return false;
     compare_signatures(lane, members.ranks);
     compare_counts(lane, members.ranks);
-    transfer_ = make_transfer(lane, request_.motion, sequence_, members.arenas);
+    transfer_ = make_transfer(lane, request_.motion, sequence_, members.arenas, members.has_left);
     stage_ = Stage::kMoving;
   }
   if (!transfer_->advance()) return false;
@@ -66,7 +65,7 @@ std::vector<int> Operation::absent(const Lane& lane) const {
   switch (stage_) {
     case Stage::kMade: return lane.those_behind(Counter::kFinished, lane.own(Counter::kPublished) + 1 - Lane::kSlots);
     case Stage::kPublished: return lane.those_behind(Counter::kPublished, sequence_ + 1);
-    case Stage::kMoving: return lane.those_behind(Counter::kTicks, transfer_->awaited_tick());
+    case Stage::kMoving: return transfer_->absent();
   }
   return {};
 }

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,6 +33,7 @@ struct Members {
   std::vector<int64_t> ranks;     ///< in the job
   std::vector<int> places;        ///< in the group
   std::vector<char*> arenas = {}; ///< where those lie in this process; empty where not all have one
+  std::function<bool(int member)> has_left;
 };
 
 /// Members that do not come.

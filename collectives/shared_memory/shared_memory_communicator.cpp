@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 namespace tessera::internal::shared_memory {
@@ -20,7 +19,7 @@ class OperationWork final : public WorkState {
       : engine_(std::move(engine)), operation_(std::move(operation)) {}
   ~OperationWork() override {
     if (engine_->is_forked_copy())
-      leave_to_parent(new (std::nothrow) std::shared_ptr<Operation>(std::move(operation_))); // which is the one to complete it
+      leave_to_parent(std::move(operation_)); // which is the one to complete it
     else if (!operation_->is_done())
       engine_->complete_in_background(*operation_);
   }

@@ -5,9 +5,7 @@
 #include <tessera/collectives/shared_memory/arena.h>
 #include <tessera/collectives/shared_memory/engine.h>
 
-#include <atomic>
 #include <memory>
-#include <thread>
 
 namespace tessera::internal::shared_memory {
 

@@ -6,6 +6,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 namespace tessera::internal::shared_memory {
@@ -77,19 +78,24 @@ class SlotTransfer final : public TransferOfMotion {
 /// Every input is read where it lies, in its member's arena. A tick says that this member has read what it needs.
 class ArenaTransfer final : public TransferOfMotion {
  public:
-  ArenaTransfer(Lane& lane, const Motion& motion, uint64_t call, const std::vector<char*>& arenas)
-      : TransferOfMotion(lane, motion, call), arenas_(arenas), first_tick_(lane.own(Counter::kTicks)) {}
+  ArenaTransfer(Lane& lane, const Motion& motion, uint64_t call, const std::vector<char*>& arenas,
+                const std::function<bool(int member)>& has_left)
+      : TransferOfMotion(lane, motion, call), arenas_(arenas), has_left_(has_left), first_tick_(lane.own(Counter::kTicks)) {}
 
   bool advance() override {
     const int64_t ticks = motion_.kind == Motion::Kind::kAllReduce ? 2 : 1;
-    while (true) {
+    while (lost_.empty()) {
       if (tick_ > 0 && !lane_.all_have(Counter::kTicks, first_tick_ + tick_)) return false;
       if (tick_ == ticks) return true;
       move();
-      lane_.set(Counter::kTicks, first_tick_ + ++tick_);
+      lost_ = those_who_left();
+      if (lost_.empty()) lane_.set(Counter::kTicks, first_tick_ + ++tick_);
     }
+    return false;
   }
-  uint64_t awaited_tick() const override { return first_tick_ + tick_; }
+  std::vector<int> absent() const override {
+    return lost_.empty() ? lane_.those_behind(Counter::kTicks, first_tick_ + tick_) : lost_;
+  }
 
  private:
   char* input_of(int from) const { return from == self_ ? motion_.input.data : arenas_[from] + lane_.location(from, call_); }
@@ -102,6 +108,15 @@ class ArenaTransfer final : public TransferOfMotion {
       case Motion::Kind::kAllReduce:
         return tick_ == 0 ? reduce_at(unit_of(self_).data - motion_.output.data, unit_of(self_)) : gather_units();
     }
+  }
+
+  // Asked after their inputs were read: who leaves before all have read it has failed, and may have freed or overwritten it.
+  std::vector<int> those_who_left() const {
+    std::atomic_thread_fence(std::memory_order_acquire); // the reads of the inputs come first
+    std::vector<int> left;
+    for (int from = 0; from < size_; ++from)
+      if (from != self_ && lane_.location(from, call_) != kNothing && has_left_(from)) left.push_back(from);
+    return left;
   }
 
   void copy_all() const {
@@ -134,8 +149,10 @@ class ArenaTransfer final : public TransferOfMotion {
   }
 
   const std::vector<char*>& arenas_;
+  const std::function<bool(int member)>& has_left_;
   const uint64_t first_tick_;
   int64_t tick_ = 0;
+  std::vector<int> lost_; ///< members that left before this one had read their input
 };
 
 /// Inputs go through the members' chunks, in ticks: in each one every member shows a piece of its input, and reads those that
@@ -165,7 +182,7 @@ class ChunkTransfer : public TransferOfMotion {
     }
   }
 
-  uint64_t awaited_tick() const override { return first_tick_ + tick_; }
+  std::vector<int> absent() const override { return lane_.those_behind(Counter::kTicks, first_tick_ + tick_); }
 
  private:
   char* chunk(int member, int64_t piece) const { return lane_.chunk(member, first_tick_ + piece); }
@@ -243,7 +260,7 @@ class ChunkAllReduce final : public TransferOfMotion {
     }
   }
 
-  uint64_t awaited_tick() const override { return first_tick_ + tick_; }
+  std::vector<int> absent() const override { return lane_.those_behind(Counter::kTicks, first_tick_ + tick_); }
 
  private:
   char* place_of(int member, int unit, int64_t piece) const { return lane_.chunk(member, first_tick_ + piece) + unit * unit_; }
@@ -311,10 +328,11 @@ bool all_in_arenas(const Lane& lane, uint64_t call, const std::vector<char*>& ar
 
 } // namespace
 
-std::unique_ptr<Transfer> make_transfer(Lane& lane, const Motion& motion, uint64_t call, const std::vector<char*>& arenas) {
+std::unique_ptr<Transfer> make_transfer(Lane& lane, const Motion& motion, uint64_t call, const std::vector<char*>& arenas,
+                                        const std::function<bool(int member)>& has_left) {
   const auto [largest, longest] = longest_of(lane, motion, call);
   if (largest <= lane.shape().inline_bytes) return std::make_unique<SlotTransfer>(lane, motion, call);
-  if (all_in_arenas(lane, call, arenas)) return std::make_unique<ArenaTransfer>(lane, motion, call, arenas);
+  if (all_in_arenas(lane, call, arenas)) return std::make_unique<ArenaTransfer>(lane, motion, call, arenas, has_left);
   if (motion.kind == Motion::Kind::kAllReduce) return std::make_unique<ChunkAllReduce>(lane, motion, call);
   return std::make_unique<ChunkTransfer>(lane, motion, call, longest);
 }

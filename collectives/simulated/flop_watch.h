@@ -1,19 +1,39 @@
 #pragma once
 
 #include <ATen/record_function.h>
+#include <tessera/collectives/simulated/flops.h>
+
+#include <memory>
 
 namespace tessera::internal {
 
-/// While it lives, `count` is told of each call of an operator on any thread.
+/// While it lives, `count` is told of the operations of each call of an operator on any thread, but not of those that such a call
+/// makes itself: they are the same ones (`mv` calls `addmv_`, and some devices' `_grouped_mm` calls `mm`). One at a time.
 class FlopWatch {
  public:
-  explicit FlopWatch(at::RecordFunctionCallback::StartCallback count)
-      : handle_(at::addGlobalCallback(at::RecordFunctionCallback(count).needsInputs(true).scopes({at::RecordScope::FUNCTION}))) {}
+  using Count = void (*)(double flops);
+  explicit FlopWatch(Count count) {
+    count_ = count;
+    handle_ = at::addGlobalCallback(at::RecordFunctionCallback(begin, end).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  }
   ~FlopWatch() { at::removeCallback(handle_); }
   FlopWatch(const FlopWatch&) = delete;
   FlopWatch& operator=(const FlopWatch&) = delete;
 
  private:
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
+    const double flops = counted_ ? 0 : flops_of(call.name(), call.inputs());
+    if (flops == 0) return nullptr;
+    counted_ = &call;
+    count_(flops);
+    return nullptr;
+  }
+  static void end(const at::RecordFunction& call, at::ObserverContext* /*context*/) {
+    if (counted_ == &call) counted_ = nullptr;
+  }
+
+  static inline Count count_ = nullptr;
+  static inline thread_local const at::RecordFunction* counted_ = nullptr; // which runs
   at::CallbackHandle handle_;
 };
 

@@ -24,6 +24,12 @@ double product_of(Arguments arguments) {
   return product(arguments[a].toTensor(), arguments[b].toTensor());
 }
 
+/// Each side has a matrix a group, [groups, ...], or those of all groups beside each other.
+double grouped_product(Arguments arguments) {
+  const auto a = arguments[0].toTensor(), b = arguments[1].toTensor();
+  return product(a, b) / static_cast<double>(a.dim() > b.dim() ? a.size(0) : 1);
+}
+
 /// Each weight meets each position of the output (transposed: of the input) once.
 double positions(const at::Tensor& activation) { return numel(activation.sizes()) / static_cast<double>(activation.size(1)); }
 
@@ -62,9 +68,19 @@ const absl::flat_hash_map<std::string_view, Formula>& formulas() {
       {"aten::mv", product_of<0, 1>},
       {"aten::dot", product_of<0, 1>},
       {"aten::addmm", product_of<1, 2>},
+      {"aten::addmm_", product_of<1, 2>},
+      {"aten::_addmm_activation", product_of<1, 2>},
       {"aten::addmv", product_of<1, 2>},
+      {"aten::addmv_", product_of<1, 2>},
       {"aten::baddbmm", product_of<1, 2>},
+      {"aten::baddbmm_", product_of<1, 2>},
       {"aten::addbmm", product_of<1, 2>},
+      {"aten::addbmm_", product_of<1, 2>},
+      {"aten::_scaled_mm", product_of<0, 1>},
+      {"aten::_scaled_mm_v2", product_of<0, 1>},
+      {"aten::_grouped_mm", grouped_product},
+      {"aten::_scaled_grouped_mm", grouped_product},
+      {"aten::_scaled_grouped_mm_v2", grouped_product},
       {"aten::convolution", convolution},
       {"aten::convolution_backward", convolution_backward},
       {"aten::_scaled_dot_product_flash_attention_for_cpu", attention<0, 2>},

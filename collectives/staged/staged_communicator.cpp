@@ -3,6 +3,7 @@
 #include <tessera/collectives/checks.h>
 #include <tessera/collectives/coalesced_calls.h>
 #include <tessera/collectives/current_stream.h>
+#include <tessera/collectives/output_guard.h>
 #include <tessera/collectives/staged/task_thread.h>
 
 #include <ATen/core/grad_mode.h>
@@ -201,17 +202,19 @@ class StagedCommunicator final : public Communicator {
   void finish(Work work, const at::Tensor& /*input*/, const at::Tensor& output, const at::Tensor& copy, Promise& promise) const {
     std::shared_ptr<c10::Event> end;
     try {
-      const at::NoGradGuard no_grad;
-      const c10::InferenceMode inference(output.defined() && output.is_inference());
+      const OutputGuard guard(output);
       work.wait();
-      const c10::StreamGuard guard(stream_);
+      const c10::StreamGuard on_stream(stream_);
       if (output.defined()) output.copy_(copy, /*non_blocking=*/true);
       end = record(stream_);
     } catch (...) {
       return promise.set_exception(std::current_exception());
     }
     promise.set_value(end);
-    end->synchronize();
+    try {
+      end->synchronize();
+    } catch (...) { // an error of the device, which the program's next call of it tells
+    }
   }
 
   CommunicatorPtr on_host_;

@@ -9,10 +9,13 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <exception>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -36,6 +39,23 @@ void run_rank(ThreadJob& job, int rank, const std::function<std::unique_ptr<Rank
   job.end(rank, std::move(failure));
 }
 
+/// Runs each rank in a thread of its own and waits for all. Where the system starts no more threads, the ranks without one count
+/// as failed, so that the others do not wait for them, and this throws.
+void run_all(ThreadJob& job, int ranks, const std::function<void(int rank)>& run) {
+  std::vector<std::thread> threads;
+  threads.reserve(static_cast<size_t>(ranks));
+  std::string refusal;
+  try {
+    for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run, rank);
+  } catch (const std::exception& error) {
+    refusal = c10::str("could not be started: ", error.what());
+    for (int rank = static_cast<int>(threads.size()); rank < ranks; ++rank) job.end(rank, refusal);
+  }
+  for (auto& thread : threads) thread.join();
+  TORCH_CHECK(refusal.empty(), "run_ranks_as_threads: ", ranks - static_cast<int64_t>(threads.size()), " of ", ranks, " ranks ",
+              refusal);
+}
+
 } // namespace
 
 } // namespace internal
@@ -50,16 +70,12 @@ void run_ranks_as_threads(int ranks, const std::function<void()>& program, const
     return internal::make_thread_communicator(*meetings, std::move(name), std::move(list), place, device_type);
   };
   const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::thread> threads;
   const at::ThreadLocalState caller; // grad mode, autocast and the like are those of the caller
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      const at::ThreadLocalStateGuard as_caller(caller);
-      const auto enter = [&] { return std::make_unique<internal::RankScope>(rank, ranks, in_effect, store, connect); };
-      internal::run_rank(*job, rank, enter, program);
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  internal::run_all(*job, ranks, [&](int rank) {
+    const at::ThreadLocalStateGuard as_caller(caller);
+    const auto enter = [&] { return std::make_unique<internal::RankScope>(rank, ranks, in_effect, store, connect); };
+    internal::run_rank(*job, rank, enter, program);
+  });
   if (const auto failure = job->first_failure())
     TORCH_CHECK(false, "run_ranks_as_threads: rank ", failure->rank, " of ", ranks, " threw: ", failure->text);
 }

@@ -78,6 +78,33 @@ TEST_F(FakeGroup, TensorsHaveAnySizes) {
   EXPECT_TENSORS_EQUAL(received, torch::tensor({5.0f, 6.0f}).expand({3, 2}).contiguous());
 }
 
+// As over a transport, which knows nothing of autograd. A group of one rank copies.
+TEST_F(FakeGroup, OutputsMayBeParametersAndInferenceTensors) {
+  for (const int64_t ranks : {1, 2}) {
+    SCOPED_TRACE(ranks);
+    init_fake_process_group(/*rank=*/0, static_cast<int>(ranks));
+    const auto world = init_device_mesh(torch::kCPU, {ranks}, {"shard"}).communicator(0);
+    const auto check = [&](const at::Tensor& output) {
+      const auto input = torch::ones({4}, torch::requires_grad());
+      world->all_gather_into(output, input.detach().narrow(0, 0, 4 / ranks).set_requires_grad(true), "gather").wait();
+      world->all_to_all(output, input, {}, {}, "exchange").wait();
+      world->all_reduce(output, ReduceOp::kSum, "sum").wait();
+      EXPECT_TENSORS_EQUAL(output.detach(), torch::full({4}, static_cast<float>(ranks)));
+      EXPECT_FALSE(output.grad_fn());
+    };
+    check(torch::zeros({4}));
+    check(torch::zeros({4}, torch::requires_grad()));
+    at::Tensor of_inference;
+    {
+      const c10::InferenceMode inference;
+      of_inference = torch::zeros({4});
+      check(torch::zeros({4}));
+    }
+    check(of_inference);
+    destroy_process_group();
+  }
+}
+
 TEST_F(FakeGroup, EqualBoolsReduceToThemselves) {
   init_fake_process_group(/*rank=*/0, /*world_size=*/3);
   const auto world = init_device_mesh(torch::kCPU, {3}, {"shard"}).communicator(0);

@@ -95,6 +95,25 @@ TEST(GroupStore, AReasonToGiveUpIsSeenWithinASecondInALargeJobToo) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20)); // pauses of 1 to 400 ms, on a busy machine
 }
 
+TEST(GroupStore, AMeetingThatHasFailedIsNotHeldAgain) {
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  const std::vector<std::string> processes(2);
+  const auto watch = std::make_shared<internal::RankWatch>(0, processes, store, store);
+  const auto group = [&](const char* name) {
+    return c10::make_intrusive<internal::GroupStore>(name, store, std::vector<int64_t>{0, 1}, watch);
+  };
+  group("a")->arrive(0, std::chrono::minutes(1));
+  group("a")->arrive(1, std::chrono::minutes(1));
+  EXPECT_THROWS_WITH(group("a")->arrive(0, std::chrono::minutes(1)),
+                     "an earlier attempt to connect these ranks for this purpose");
+  group("a")->fail(1, "out of luck");
+  EXPECT_THROWS_WITH(group("a")->arrive(0, std::chrono::minutes(1)),
+                     "has failed (rank 1 failed: out of luck); another one needs");
+  const auto other = group("b");
+  other->arrive(0, std::chrono::minutes(1));
+  other->arrive(0, std::chrono::minutes(1)); // a group that is made through another
+}
+
 internal::Rendezvous meeting_of_two(const c10::intrusive_ptr<c10d::Store>& store, int rank, const ProcessGroupOptions& options) {
   return {.store = store, .ranks = {4, 7}, .rank = rank, .options = options, .call = "this call"};
 }

@@ -110,6 +110,19 @@ TEST(JobEnvironment, ATimeoutThatIsTooLongOrNoneIsAnError) {
                        "the process group's timeout must be positive and at most 9999999 s, not ");
 }
 
+TEST(JobEnvironment, TheTimeoutIsAWholeNumberOfSeconds) {
+  const auto seconds_of = [](const std::string& value) {
+    return internal::timeout_seconds_or(600, {{"TESSERA_TIMEOUT_SECONDS", value}});
+  };
+  EXPECT_EQ(internal::timeout_seconds_or(600, {}), 600);
+  EXPECT_EQ(seconds_of(""), 600);
+  for (const std::string value : {"60", " 60", "60 ", "+60", "60\n"}) EXPECT_EQ(seconds_of(value), 60);
+  EXPECT_EQ(seconds_of("9999999"), 9'999'999);
+  for (const std::string value : {"abc", "0", "-5", "1.5", "60s", " ", "10000000", "99999999999"})
+    EXPECT_THROWS_WITH(seconds_of(value), "environment variable TESSERA_TIMEOUT_SECONDS=" + value +
+                                              " is not a whole number of seconds between 1 and 9999999");
+}
+
 TEST(JobEnvironment, Slurm) {
   auto job = internal::parse_job_environment(kSlurm);
   EXPECT_EQ(job.launcher, Launcher::kSlurm);

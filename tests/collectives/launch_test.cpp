@@ -79,6 +79,14 @@ TEST(ProcessGroup, OneThatWasInAnotherJobMeetsThoseThatWereNot) {
   EXPECT_EQ(result.status, 0) << result.output;
 }
 
+TEST(ProcessGroup, ARankThatFailedAfterTheyMetMayJoinAgain) {
+  for (const std::string failing : {"0", "1"}) {
+    const auto result = run("a_rank_joins_at_its_second_try", 3, {{"RANK_PROGRAM_FAILS_TO_JOIN", failing}});
+    EXPECT_EQ(result.status, 0) << result.output;
+    EXPECT_THAT(result.output, HasSubstr("this process needs 3 more file descriptors for connections"));
+  }
+}
+
 TEST(Transport, RanksThatCannotShareMemoryUseGlooWithOneWarning) {
   const std::string reason = "a file may have 1048576 bytes here (ulimit -f), needed are ";
   const auto result = run("small_files", 3, {{"RANK_PROGRAM_SMALL_FILES", "0"}, {"TESSERA_TRANSPORT", "automatic"}});

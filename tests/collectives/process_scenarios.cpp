@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <chrono>
@@ -112,6 +113,23 @@ void join_a_job_alone() {
   init_process_group();
   destroy_process_group();
   for (const auto& [name, value] : ours) setenv(name.c_str(), value.c_str(), 1);
+}
+
+void fail_to_join() {
+  constexpr int kLimit = 256, kLeft = 12; // enough to meet the others, and too few to watch them
+  const rlimit limit{kLimit, kLimit};
+  TORCH_CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+  std::vector<int> taken;
+  while (taken.empty() || taken.back() < kLimit - kLeft) {
+    taken.push_back(dup(0));
+    TORCH_CHECK(taken.back() >= 0);
+  }
+  try {
+    init_process_group();
+  } catch (const std::exception& error) {
+    std::printf("%s\n", message_of(error).c_str());
+  }
+  for (const int descriptor : taken) close(descriptor);
 }
 
 void programs_end_at_a_broken_pipe() {

@@ -432,6 +432,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
     {"joins_job_after_job", tessera::testing::joins_job_after_job},
     {"rank_1_was_in_a_job_before", sums},
+    {"a_rank_joins_at_its_second_try", sums},
     {"programs_end_at_a_broken_pipe", tessera::testing::programs_end_at_a_broken_pipe},
     {"says_how_many_are_here", tessera::testing::says_how_many_are_here},
     {"is_signalled_while_ranks_join", sums},
@@ -484,6 +485,8 @@ void run(const std::string& scenario) {
   if (scenario == "every_rank_throws") throw std::runtime_error("nothing to do");
   if (scenario == "rank_1_never_joins" && is_rank_1()) block_forever();
   if (scenario == "rank_1_was_in_a_job_before" && is_rank_1()) tessera::testing::join_a_job_alone();
+  if (const char* failing = std::getenv("RANK_PROGRAM_FAILS_TO_JOIN"); failing && std::string(failing) == std::getenv("RANK"))
+    tessera::testing::fail_to_join();
   if (scenario == "is_signalled_while_ranks_join") tessera::testing::signal_while_others_join();
   if (scenario.starts_with("dies/")) {
     const auto end_of_how = scenario.find('/', 5);

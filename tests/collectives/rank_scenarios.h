@@ -45,6 +45,8 @@ void forked_child_drops_a_destroyed_group();
 void joins_job_after_job();
 /// Before it joins the others' job.
 void join_a_job_alone();
+/// After it has met the others: says why, and can join them then.
+void fail_to_join();
 /// Whatever its ranks do with SIGPIPE.
 void programs_end_at_a_broken_pipe();
 void says_how_many_are_here();

@@ -15,11 +15,14 @@
 #include <sys/time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace tessera::internal::shared_memory {
 namespace {
@@ -121,6 +124,65 @@ TEST(Bell, WhoRingsAfterAChangeWakesThoseWhoLookedBefore) {
   }
   other.join();
   EXPECT_FALSE(memory.bell().has_listeners());
+}
+
+/// A call of two members, both in this process, which read each other's input where it lies.
+struct CallOfTwo {
+  static constexpr int64_t kNumel = 100'000, kBytes = kNumel * int64_t{sizeof(float)};
+
+  explicit CallOfTwo(Motion::Kind kind) {
+    for (int self = 0; self < 2; ++self) {
+      lanes.push_back(memory.lane_of_all(self));
+      inputs.push_back(arena->allocate(kBytes));
+      outputs.emplace_back(kNumel);
+      std::fill_n(static_cast<float*>(inputs.back().get()), kNumel, 1.0F);
+      Request request;
+      auto& motion = request.motion;
+      motion.kind = kind;
+      motion.input = {static_cast<char*>(inputs.back().get()), kBytes};
+      motion.largest_input = kBytes;
+      motion.location = arena->find(inputs.back().get()).value();
+      auto* const output = reinterpret_cast<char*>(outputs.back().data());
+      motion.receive.resize(2);
+      motion.receive[1 - self] = {output, kBytes};
+      motion.output = kind == Motion::Kind::kReduceScatter ? Part{output, kBytes / 2} : motion.input;
+      motion.dtype = at::kFloat;
+      operations.push_back(std::make_unique<Operation>(std::move(request), group));
+      EXPECT_TRUE(operations.back()->publish(lanes.back(), 0));
+    }
+  }
+  bool advance(int self) { return operations[self]->advance(lanes[self], members); }
+
+  const std::string group = "of group default [0, 1]";
+  const GroupShape shape = GroupShape::of(2, false);
+  const GroupMemory memory{Segment::create(shape.bytes(), shape.reserved_bytes()), shape};
+  const std::shared_ptr<Arena> arena = Arena::create(2);
+  const Members members{.ranks = {0, 1},
+                        .places = {0, 1},
+                        .arenas = {arena->segment().data(), arena->segment().data()},
+                        .has_left = [this](int member) { return memory.has_left(member); }};
+  std::vector<Lane> lanes;
+  std::vector<c10::DataPtr> inputs;
+  std::vector<std::vector<float>> outputs;
+  std::vector<std::unique_ptr<Operation>> operations;
+};
+
+TEST(Operation, WhatWasReadOfAMemberThatHadLeftIsNoResult) {
+  for (const auto kind : {Motion::Kind::kCopies, Motion::Kind::kReduceScatter, Motion::Kind::kAllReduce}) {
+    for (const bool leaves : {false, true}) {
+      SCOPED_TRACE(c10::str(static_cast<int>(kind), " ", leaves));
+      CallOfTwo call(kind);
+      if (kind == Motion::Kind::kAllReduce) EXPECT_FALSE(call.advance(0)); // its second step is the one that comes too late
+      EXPECT_FALSE(call.advance(1)); // it has read all that it needs, and waits for the other one
+      if (leaves) {
+        call.memory.leave(1);
+        call.inputs[1].clear();
+      }
+      for (int again = 0; again < 2 && leaves; ++again) EXPECT_FALSE(call.advance(0));
+      EXPECT_EQ(call.operations[0]->absent(call.lanes[0]), leaves ? std::vector<int>{1} : std::vector<int>{});
+      if (!leaves) EXPECT_TRUE(call.advance(0));
+    }
+  }
 }
 
 TEST(Engine, ALaneWithoutMemoryIsAnErrorOfItsCallAlone) {

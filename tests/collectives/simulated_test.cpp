@@ -5,7 +5,9 @@
 #include <tessera/mesh/device_mesh.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <numeric>
+#include <string>
 
 namespace tessera {
 namespace {
@@ -23,6 +25,12 @@ class SimulatedGroup : public ::testing::Test {
   void TearDown() override {
     if (is_initialized()) destroy_process_group();
     init_process_group();
+  }
+  /// Floating-point operations of a call.
+  static double flops(const std::function<void()>& call) {
+    simulated_clock().reset();
+    call();
+    return simulated_clock().flops();
   }
   static torch::Tensor bytes(int64_t count) { return torch::zeros({count}, torch::kByte); }
 };
@@ -149,11 +157,6 @@ TEST_F(SimulatedGroup, MeasuresTheRanksOwnTime) {
 TEST_F(SimulatedGroup, CountsFloatingPointOperations) {
   init_simulated_process_group({.ranks = 2, .ranks_per_node = 2}, 0, {.flops_per_second = kRate});
   auto& clock = simulated_clock();
-  const auto flops = [&](const auto& call) {
-    clock.reset();
-    call();
-    return clock.flops();
-  };
   const auto meta = torch::TensorOptions(torch::kMeta);
   EXPECT_EQ(flops([&] { torch::mm(torch::rand({3, 4}), torch::rand({4, 5})); }), 2 * 3 * 4 * 5);
   EXPECT_EQ(flops([&] { torch::matmul(torch::rand({2, 3, 4}, meta), torch::rand({2, 4, 5}, meta)); }), 2 * 2 * 3 * 4 * 5);
@@ -163,10 +166,36 @@ TEST_F(SimulatedGroup, CountsFloatingPointOperations) {
   EXPECT_EQ(flops([&] { torch::linear(input, weight, torch::rand({5}, meta)).sum().backward(); }), 3 * 2 * 3 * 4 * 5);
   const auto image = torch::rand({2, 3, 8, 8}).requires_grad_(), kernel = torch::rand({4, 3, 3, 3}).requires_grad_();
   EXPECT_EQ(flops([&] { torch::conv2d(image, kernel, {}, 1, 1).sum().backward(); }), 3 * 2 * (2 * 8 * 8) * (4 * 3 * 3 * 3));
+  const auto matrix = torch::rand({3, 5}), left = torch::rand({2, 3, 4}), right = torch::rand({2, 4, 5});
+  EXPECT_EQ(flops([&] { matrix.clone().addmm_(left[0], right[0]); }), 2 * 3 * 4 * 5);
+  EXPECT_EQ(flops([&] { matrix.repeat({2, 1, 1}).baddbmm_(left, right); }), 2 * 2 * 3 * 4 * 5);
   torch::mm(torch::rand({10, 10}), torch::rand({10, 10}));
   clock.reset();
   torch::mm(torch::rand({100, 100}), torch::rand({100, 50}));
   EXPECT_NEAR(clock.elapsed().compute, 1, 1e-9) << "10^6 operations";
+}
+
+// Some operators call others of which each would count.
+TEST_F(SimulatedGroup, CountsAnOperationOnce) {
+  init_simulated_process_group({.ranks = 2, .ranks_per_node = 2}, 0, {.flops_per_second = kRate});
+  const auto matrix = torch::rand({3, 4}), vector = torch::rand({4}), left = torch::rand({2, 3, 4}),
+             right = torch::rand({2, 4, 5});
+  auto result = torch::rand({3}), sum = torch::rand({3, 5});
+  EXPECT_EQ(flops([&] { torch::mv(matrix, vector); }), 2 * 3 * 4);
+  EXPECT_EQ(flops([&] { torch::mv_out(result, matrix, vector); }), 2 * 3 * 4);
+  EXPECT_EQ(flops([&] { result.addmv_(matrix, vector); }), 2 * 3 * 4);
+  EXPECT_EQ(flops([&] { torch::addbmm(sum, left, right); }), 2 * 2 * 3 * 4 * 5);
+  EXPECT_EQ(flops([&] { sum.addbmm_(left, right); }), 2 * 2 * 3 * 4 * 5);
+  const auto rows = torch::rand({16, 32}).to(torch::kBFloat16), experts = torch::rand({2, 32, 48}).to(torch::kBFloat16);
+  const auto ends = torch::tensor({8, 16}, torch::kInt);
+  EXPECT_EQ(flops([&] { at::_grouped_mm(rows, experts, ends); }), 2 * 16 * 32 * 48);
+  EXPECT_EQ(flops([&] { at::_grouped_mm(rows.view({2, 8, 32}), experts); }), 2 * 16 * 32 * 48);
+  const auto eighth = [](const torch::Tensor& values) { return values.to(torch::kFloat8_e4m3fn); };
+  const auto one = torch::ones({});
+  EXPECT_EQ(flops([&] {
+              at::_scaled_mm(eighth(rows), eighth(torch::rand({48, 32})).t(), one, one, {}, {}, torch::kBFloat16);
+            }),
+            2 * 16 * 32 * 48);
 }
 
 TEST(Topology, IsReadFromJson) {
@@ -182,14 +211,21 @@ TEST(Topology, IsReadFromJson) {
 
 TEST(Topology, BadOnesAreErrors) {
   EXPECT_THROWS_WITH(Topology::from_json("{"), "topology: ");
-  EXPECT_THROWS_WITH(Topology::from_json("[]"), "topology: the topology is no object, but []");
+  EXPECT_THROWS_WITH(Topology::from_json("[]"), "topology: the topology is no object, but an array");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"rank": 1})"), "topology: the topology has an unknown key \"rank\"");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"ranks": 1.5})"), "\"ranks\" of the topology is 1.5, but must be a whole number");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"ranks": 0})"), "topology: there are 0 ranks, but must be between 1 and ");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"ranks_per_node": 0})"), "topology: a node has 0 ranks");
+  EXPECT_THROWS_WITH(Topology::from_json(R"({"ranks_per_node": 1099511627776})"),
+                     "topology: a node has 1099511627776 ranks, but must have between 1 and 2147483647");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"in_node": {"alpha": "x"}})"), "\"alpha\" of in_node is \"x\"");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"in_node": {"beta": -1}})"), "beta of in_node is -1, but must be a time");
   EXPECT_THROWS_WITH(Topology::from_json(R"({"in_node": {"algorithm": "star"}})"), "must be \"ring\" or \"recursive\"");
+  const auto deep = std::string(200'000, '[') + std::string(200'000, ']');
+  EXPECT_THROWS_WITH(Topology::from_json(deep), "topology: the topology is no object, but an array");
+  EXPECT_THROWS_WITH(Topology::from_json(R"({"in_node": )" + deep + "}"), "topology: in_node is no object, but an array");
+  EXPECT_THROWS_WITH(Topology::from_json(R"({"ranks": )" + deep + "}"), "\"ranks\" of the topology is an array, but must be");
+  EXPECT_THROWS_WITH(Topology::from_json(R"({"in_node": {"algorithm": )" + deep + "}}"), "\"algorithm\" of in_node is an array");
   EXPECT_THROWS_WITH(Topology::read("/no/such/file"), "topology: cannot read /no/such/file");
 }
 

@@ -11,6 +11,8 @@
 
 #include <chrono>
 #include <numeric>
+#include <stdexcept>
+#include <thread>
 
 namespace tessera::testing {
 namespace {
@@ -32,10 +34,10 @@ class Staged : public ::testing::Test {
     for (const auto& [race, times] : sim::races()) ADD_FAILURE() << times << " times: " << race;
     sim::configure({});
   }
-  static CommunicatorPtr group(at::DeviceType type) {
+  static CommunicatorPtr group(at::DeviceType type, const std::string& purpose = "staged_test") {
     std::vector<int64_t> ranks(world_size());
     std::iota(ranks.begin(), ranks.end(), 0);
-    return process_context().communicator(ranks, type, "staged_test");
+    return process_context().communicator(ranks, type, purpose);
   }
 };
 
@@ -113,7 +115,12 @@ TEST_F(Staged, RunsSeveralAtOnceInOrder) {
   staged->barrier("end");
 }
 
-/// Each rank sends to the next one, whichever of the two calls it makes first.
+TEST_F(Staged, OutputsMayBeParameters) {
+  const auto parameter = torch::ones({4}, torch::TensorOptions(sim::kDevice).requires_grad(true));
+  group(sim::kDeviceType)->all_reduce(parameter, ReduceOp::kSum, "sum").wait();
+  EXPECT_EQ(parameter.detach().sum().item<double>(), 4.0 * world_size());
+}
+
 TEST_F(Staged, TakesTensorsOfInferenceMode) {
   const auto ranks = static_cast<double>(world_size());
   const c10::InferenceMode inference;
@@ -122,6 +129,7 @@ TEST_F(Staged, TakesTensorsOfInferenceMode) {
   EXPECT_EQ(tensor.sum().item<double>(), 4 * ranks);
 }
 
+/// Each rank sends to the next one, whichever of the two calls it makes first.
 TEST_F(Staged, MessagesGoAround) {
   if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
   const auto staged = group(sim::kDeviceType);
@@ -187,6 +195,28 @@ TEST_F(Staged, ErrorsOfCoalescedCallsAreThoseOfTheirWork) {
   EXPECT_THROWS_WITH(work.wait(), "of different sizes");
 }
 
+// The thread that holds a call's tensors until the device has done with them finds the error of another kernel.
+TEST_F(Staged, AnErrorOfTheDeviceAfterACallDoesNotEndTheProcess) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
+  const auto on_host = group(at::kCPU, "device error"), host = group(at::kCPU);
+  const auto staged = internal::make_staged_communicator(on_host, sim::kDevice);
+  const auto begun = [&] { return on_host->counters().get(CollectiveKind::kAllReduce).calls; };
+  auto tensor = torch::ones({3}, sim::kDevice);
+  Work work;
+  if (world_rank() == 0) {
+    work = staged->all_reduce(tensor, ReduceOp::kSum, "sum");
+    while (begun() == 0) std::this_thread::yield(); // until its copy to the host is done
+    const auto other = sim::new_stream("other");
+    sim::launch(other, "a kernel that fails", {}, {}, [] { throw std::runtime_error("out of luck"); });
+    while (!other.query()) std::this_thread::yield();
+  }
+  host->barrier("the kernel has failed");
+  if (world_rank() != 0) work = staged->all_reduce(tensor, ReduceOp::kSum, "sum");
+  work.wait();
+  staged->barrier("all have let go of the tensors");
+  EXPECT_TRUE(torch::equal(tensor.cpu(), torch::full({3}, static_cast<double>(world_size()))));
+}
+
 TEST_F(Staged, AModelTrainsAsOnTheCpu) {
   const auto train = [](at::DeviceType type) {
     mesh_device_type = type;
@@ -205,6 +235,18 @@ TEST_F(Staged, AModelTrainsAsOnTheCpu) {
     return losses;
   };
   EXPECT_THAT(train(sim::kDeviceType), ::testing::Pointwise(::testing::DoubleNear(1e-5), train(torch::kCPU)));
+}
+
+TEST_F(Staged, ItsWaitsAreTheHosts) {
+  mesh_device_type = sim::kDeviceType;
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  mesh_device_type = torch::kCPU;
+  fsdp(*net).set_reporting(true);
+  loss_of(net, global_batch(0).to(sim::kDevice)).backward();
+  const auto report = fsdp(*net).report();
+  for (const auto& group : report.groups) EXPECT_FALSE(group.waits_on_streams) << group.name;
+  EXPECT_EQ(report.exposed_seconds() > 0, world_size() > 1);
 }
 
 /// Ranks read different parameters of its groups.

@@ -1,4 +1,5 @@
 #include "../support/matchers.h"
+#include "../support/sanitized.h"
 #include "../support/scoped_environment.h"
 
 #include <tessera/collectives/process_context.h>
@@ -6,7 +7,11 @@
 #include <tessera/mesh/device_mesh.h>
 #include <torch/torch.h>
 
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
 #include <atomic>
+#include <fstream>
 #include <mutex>
 
 namespace tessera {
@@ -133,6 +138,45 @@ TEST(ThreadRanks, ARankThatThrowsEndsTheOthers) {
   for (const auto& text : others)
     EXPECT_THAT(text, ::testing::HasSubstr("barrier 'step' of group default [0, 1, 2, 3] on rank "));
   for (const auto& text : others) EXPECT_THAT(text, ::testing::HasSubstr("rank 2 has thrown: out of luck"));
+}
+
+/// While it lives, the process gets no more memory than for two of threads with a stack of this size.
+class RoomForTwoThreads {
+ public:
+  RoomForTwoThreads() {
+    pthread_attr_t large;
+    pthread_attr_init(&large);
+    pthread_getattr_default_np(&before_);
+    pthread_attr_setstacksize(&large, kStack);
+    pthread_setattr_default_np(&large);
+    pthread_attr_destroy(&large);
+    getrlimit(RLIMIT_AS, &limit_);
+    size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlimit small{pages * static_cast<size_t>(sysconf(_SC_PAGESIZE)) + 5 * kStack / 2, limit_.rlim_max};
+    setrlimit(RLIMIT_AS, &small);
+  }
+  ~RoomForTwoThreads() {
+    setrlimit(RLIMIT_AS, &limit_);
+    pthread_setattr_default_np(&before_);
+    pthread_attr_destroy(&before_);
+  }
+  RoomForTwoThreads(const RoomForTwoThreads&) = delete;
+  RoomForTwoThreads& operator=(const RoomForTwoThreads&) = delete;
+
+ private:
+  static constexpr size_t kStack = size_t{1} << 30;
+  pthread_attr_t before_;
+  rlimit limit_ = {};
+};
+
+TEST(ThreadRanks, ThreadsThatCannotBeStartedAreAnError) {
+  if (testing::kIsSanitized) GTEST_SKIP() << "the sanitizer needs memory for each thread, and ends where it gets none";
+  const auto run_four = [] {
+    const RoomForTwoThreads room;
+    run_ranks_as_threads(4, [] { world()->barrier("step"); });
+  };
+  EXPECT_THROWS_WITH(run_four(), " of 4 ranks could not be started: ");
 }
 
 TEST(ThreadRanks, WhoWaitsForARankThatReturnedGetsAnError) {

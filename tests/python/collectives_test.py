@@ -1,5 +1,7 @@
 """Each collective of torch.distributed with our backend, against the same one over gloo in the same processes."""
 import itertools
+import os
+import threading
 import unittest
 
 import torch
@@ -320,6 +322,38 @@ def check_asynchronous():
     dist.group.WORLD.monitored_barrier()
 
 
+def check_callbacks():
+    """What a future calls back may wait for calls that it makes, and those for further ones."""
+    size = dist.get_world_size()
+    pair = dist.new_group(backend="tessera")
+
+    def add_up(group, depth):
+        future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
+        other = pair if group is None else None
+        return future.then(lambda done: done.value()[0] + (add_up(other, depth - 1).wait() if depth > 0 else 0))
+
+    for group in (None, pair):
+        assert torch.equal(add_up(group, 3).wait(), torch.full((3,), 4.0 * size))
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    future.then(lambda _: dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()).wait()
+
+
+def check_chain_of_callbacks():
+    """Callbacks that make the next call and wait for nothing take few threads, however many there are."""
+    links = 300  # each may run inside the one before, where its call is over already
+    end, threads, tensor = threading.Event(), len(os.listdir("/proc/self/task")), torch.zeros(1)
+
+    def go_on(link):
+        if link == links:
+            end.set()
+        else:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True).get_future().then(lambda _: go_on(link + 1))
+
+    go_on(0)
+    assert end.wait(60)
+    assert len(os.listdir("/proc/self/task")) < threads + 50
+
+
 def check_messages_keep_nothing_back():
     """What is completed for nobody who waits does not stand behind a message that comes last."""
     size, own = dist.get_world_size(), dist.get_rank()
@@ -408,6 +442,12 @@ class Collectives(unittest.TestCase):
 
     def test_asynchronous_calls(self):
         self.check(check_asynchronous)
+
+    def test_callbacks(self):
+        self.check(check_callbacks)
+
+    def test_chain_of_callbacks(self):
+        self.check(check_chain_of_callbacks)
 
     def test_allocation(self):
         self.check(check_allocation)

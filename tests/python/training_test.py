@@ -58,6 +58,14 @@ def ddp_with_a_hook(group):
     return train(model)
 
 
+def ddp_with_a_hook_that_waits(group):
+    """Its futures' callbacks make further calls, and wait for them."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    model = nn.parallel.DistributedDataParallel(make_model(), process_group=group)
+    model.register_comm_hook(powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+    return train(model, optimizer=torch.optim.SGD)
+
+
 def ddp_of_sparse_gradients(group):
     model = nn.parallel.DistributedDataParallel(make_model(sparse=True), process_group=group)
     return train(model, clip=False, optimizer=torch.optim.SGD)
@@ -115,8 +123,8 @@ def redistribution(group):
     return found
 
 
-RUNS = (ddp, ddp_with_small_buckets, ddp_with_a_hook, ddp_of_sparse_gradients, fsdp2, fsdp2_in_shared_buffers, fsdp2_in_bf16, hybrid,
-        redistribution)
+RUNS = (ddp, ddp_with_small_buckets, ddp_with_a_hook, ddp_with_a_hook_that_waits, ddp_of_sparse_gradients, fsdp2,
+        fsdp2_in_shared_buffers, fsdp2_in_bf16, hybrid, redistribution)
 
 
 def differences():

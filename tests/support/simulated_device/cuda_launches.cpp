@@ -3,9 +3,11 @@
 #include <ATen/ceil_div.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <vector>
 
 namespace tessera::testing::sim {
@@ -31,10 +33,21 @@ bool are_regular(const Lists& lists) {
          });
 }
 
-int64_t foreach_launches(const Lists& lists, bool is_in_place) {
+/// CUDA's kernel for lists of copies has no code for some types.
+void check_copied(const Lists& lists) {
+  static const std::set kUnknown{at::kUInt16, at::kUInt32, at::kUInt64, at::kFloat8_e8m0fnu, at::kFloat4_e2m1fn_x2};
+  for (const auto& list : lists) {
+    const auto dtype = list[0].scalar_type();
+    TORCH_CHECK_NOT_IMPLEMENTED(!kUnknown.contains(dtype), "\"foreach_tensor_copy\" not implemented for '", dtype, "'");
+  }
+}
+
+int64_t foreach_launches(const std::string& name, const Lists& lists) {
   constexpr std::array<int64_t, 5> kMostTensors{110, 64, 48, 36, 30}; // by the number of lists
   const auto count = static_cast<int64_t>(lists[0].size());
+  const bool is_in_place = name.ends_with("_");
   if (!are_regular(lists)) return count;
+  if (name == "aten::_foreach_copy_") check_copied(lists);
   const auto depth = std::min(lists.size() + (is_in_place ? 0 : 1), kMostTensors.size());
   return at::ceil_div(count, kMostTensors[depth - 1]);
 }
@@ -47,7 +60,7 @@ int64_t cuda_launches(const std::string& name, const torch::jit::Stack& argument
     if (argument.isTensorList() && !argument.toTensorList().empty()) lists.push_back(argument.toTensorVector());
   }
   if (lists.empty()) return 1;
-  if (name.starts_with("aten::_foreach_")) return foreach_launches(lists, name.ends_with("_"));
+  if (name.starts_with("aten::_foreach_")) return foreach_launches(name, lists);
   // A table that is copied to the device, and the kernel; or a copy a tensor.
   if (name != "aten::_chunk_cat" && name != "aten::split_with_sizes_copy") return 1;
   return are_dense(lists) ? 2 : static_cast<int64_t>(lists[0].size());

@@ -1,0 +1,109 @@
+#include <tessera/collectives/join_job.h>
+
+#include <tessera/collectives/error_text.h>
+#include <tessera/collectives/rank_watch.h>
+#include <tessera/collectives/store_socket.h>
+#include <tessera/collectives/time_limit.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <unistd.h>
+#include <chrono>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera::internal {
+
+namespace {
+
+/// The same on all ranks, however they call its address.
+std::string id_of(c10d::Store& store) {
+  std::random_device random;
+  return store.compareSet("tessera/store", std::string(), c10::str(random(), ".", random()));
+}
+
+/// Keeps the keys of each time apart: how often this process joined a job with this store. All ranks that do so again have been
+/// in the same ones there, whatever other jobs each was in.
+int& times_joined(const JobEnvironment& job, c10d::Store& store) {
+  static auto* const times = new std::map<std::string, int>;
+  return (*times)[c10::str(id_of(store), "/", job.name, "/", job.restart)];
+}
+
+/// The socket of the store that this process hosts, where it need not listen at all addresses of the machine.
+std::optional<int> listen_for(const JobEnvironment& job) {
+  const auto reach = job.is_on_one_host ? StoreReach::kThisHost : StoreReach::kOtherHosts;
+  const auto socket = listen_for_store(job.store_host, static_cast<uint16_t>(job.store_port), reach);
+  if (!socket) return std::nullopt;
+  return socket->descriptor;
+}
+
+bool hosts_store(const JobEnvironment& job) { return !job.store_host.empty() && job.rank == 0 && !job.store_is_hosted; }
+
+/// The store of a job that this process hosted, by process (a forked child has no part in it) and port. It stays until the
+/// process ends: ranks that join a second job may come before this one has left the first, or while something of that lives.
+c10::intrusive_ptr<c10d::Store>& hosted_store(int64_t port) {
+  static auto* const stores = new std::map<std::pair<pid_t, int64_t>, c10::intrusive_ptr<c10d::Store>>;
+  return (*stores)[{getpid(), port}];
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
+  if (job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
+  if (hosts_store(job) && hosted_store(job.store_port)) return hosted_store(job.store_port);
+  c10d::TCPStoreOptions options{.port = static_cast<uint16_t>(job.store_port),
+                                .isServer = hosts_store(job),
+                                .waitWorkers = false, // `meet_all` waits, and says who is missing
+                                .timeout = timeout};
+  constexpr std::chrono::seconds kGrace(2); // the store's own timeout says more
+  try {
+    if (options.isServer) options.masterListenFd = listen_for(job);
+    const auto store = within<c10::intrusive_ptr<c10d::Store>>(
+        timeout + kGrace, [host = job.store_host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+    if (!store)
+      C10_THROW_ERROR(DistNetworkError, c10::str("timed out after ", (timeout + kGrace).count(),
+                                                 " ms: nothing answers there, or what answers is no store"));
+    return *store;
+  } catch (const std::exception& error) {
+    C10_THROW_ERROR(DistNetworkError, c10::str("init_process_group on rank ", job.rank, " of ", job.world_size, ": cannot ",
+                                               options.isServer ? "open" : "reach", " the store at ", job.store_host, ":",
+                                               job.store_port, ": ", error_text(error)));
+  }
+}
+
+/// Waits for all ranks. `launch` says in its store which of them have ended before they came.
+Places meet_all(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<c10d::Store>& job_store,
+                const JobEnvironment& job, const ProcessGroupOptions& options) {
+  std::vector<int64_t> ranks(job.world_size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto name_ended = [store, job_store]() -> std::string {
+    const auto ended = absent_from(*store, ended_ranks(*job_store));
+    if (ended.empty()) return "";
+    job_store->set(kMissingRankKey, MissingRank{ended[0]}.encode());
+    return c10::str("these ranks have ended before they called it: ", c10::Join(", ", ended));
+  };
+  return meet({store, std::move(ranks), job.rank, options, "init_process_group"}, name_ended);
+}
+
+} // namespace
+
+JoinedJob join_job(const JobEnvironment& job, const ProcessGroupOptions& options) {
+  auto job_store = connect_store(job, options.timeout);
+  job_store->setTimeout(options.timeout);
+  // A store outlives a second `init_process_group`, and that of a launcher a restart.
+  auto& times = times_joined(job, *job_store);
+  const auto prefix = c10::str("tessera/", job.name.empty() ? "" : job.name + "/", job.restart, "/", times);
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::PrefixStore>(prefix, job_store);
+  auto places = meet_all(store, job_store, job, options);
+  if (hosts_store(job)) hosted_store(job.store_port) = job_store;
+  return {store, std::move(job_store), std::move(places), times};
+}
+
+} // namespace tessera::internal
