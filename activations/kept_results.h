@@ -7,24 +7,17 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <cstddef>
-#include <functional>
 #include <map>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include <tessera/activations/recompute_options.h>
 #include <tessera/activations/run_state.h>
 #include <tessera/activations/saved_tensor_hooks.h>
 #include <tessera/activations/tensor_place.h>
 
-namespace tessera {
-
-/// Whether the results of this call of an operator are kept for the second run of a recomputed function, which then does not run
-/// it. Asked below autograd, in the first run only, for each operator that writes nothing and returns no views: `aten::addmm`,
-/// not `aten::linear`, which is made of it.
-using KeepPolicy = std::function<bool(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments)>;
-
-namespace internal {
+namespace tessera::internal {
 
 /// The results that one recomputation keeps, by operator and by how many calls of it came before.
 class KeptResults {
@@ -77,6 +70,4 @@ class KeptResults {
   std::map<Call, Kept> kept_;
 };
 
-} // namespace internal
-
-} // namespace tessera
+} // namespace tessera::internal

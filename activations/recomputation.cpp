@@ -23,7 +23,7 @@ using torch::autograd::Engine;
 using torch::autograd::SavedVariableHooks;
 
 thread_local uint64_t first_or_second = 0; // the number of the outermost whose run this thread is in
-thread_local uint64_t second = 0;          // the same for second runs
+thread_local RunScope::SecondRun second;
 std::atomic<uint64_t> last_number = 0;
 
 class FirstRunHooks final : public SavedVariableHooks {
@@ -60,11 +60,13 @@ struct EarlyStop {
 
 } // namespace
 
-uint64_t current_recomputation() { return second; }
+uint64_t current_recomputation() { return second.outermost; }
+
+bool in_second_run() { return second.outermost > 0 && second.task == torch::autograd::get_current_graph_task_id(); }
 
 RunScope::RunScope(uint64_t outermost, bool is_second_run)
     : before_(std::exchange(first_or_second, outermost)), second_before_(second) {
-  if (is_second_run) second = outermost;
+  if (is_second_run) second = {outermost, torch::autograd::get_current_graph_task_id()};
 }
 
 RunScope::~RunScope() {
@@ -358,8 +360,7 @@ std::string Recomputation::describe() const { return "recompute of " + options_.
 
 void Recomputation::fail(const std::string& how) const {
   TORCH_CHECK(
-      false, describe(), ": its second run differs from the first on rank ", (is_initialized() ? process_context().rank() : 0),
-      ": ", how,
+      false, describe(), ": its second run differs from the first on rank ", rank_for_errors(), ": ", how,
       ". A function that is recomputed must do the same both times: it may depend on its inputs and on what does not change "
       "between forward and backward");
 }

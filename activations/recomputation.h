@@ -15,49 +15,37 @@
 #include <vector>
 
 #include <tessera/activations/kept_results.h>
+#include <tessera/activations/recompute_options.h>
 #include <tessera/activations/run_state.h>
 #include <tessera/activations/saved_tensor_hooks.h>
-#include <tessera/activations/tensor_place.h>
 #include <tessera/activations/version_watch.h>
 
 namespace torch::nn {
 class Module;
 }
 
-namespace tessera {
-
-/// How `recompute` does it.
-struct RecomputeOptions {
-  /// What errors call the function; empty: its class.
-  std::string name;
-  /// false: the function draws no random numbers, and their state need not be kept. One that does draw is an error.
-  bool keep_rng_state = true;
-  /// The second run ends once backward has all that it needs. false: it runs to its end, and is compared with the first to its
-  /// end.
-  bool early_stop = true;
-  /// Operators whose results are kept, so that the second run does not compute them again; empty: none.
-  KeepPolicy keep;
-  /// Where the inputs and what `keep` chose lie until backward; empty: where they are, or in the place of the scope around the
-  /// call
-  /// (`saved_tensors_in`).
-  TensorPlace place;
-};
-
-namespace internal {
+namespace tessera::internal {
 
 /// A number of the outermost recomputation whose second run is going on here, from 1; 0: none is.
 uint64_t current_recomputation();
+/// Whether this thread runs a function again, and no backward inside of it.
+bool in_second_run();
 
 /// While it lives, this thread runs a function that is recomputed: for the first time, or again.
 class RunScope {
  public:
+  struct SecondRun {
+    uint64_t outermost = 0; ///< 0: none
+    int64_t task = -1;      ///< the backward that asked for it
+  };
   RunScope(uint64_t outermost, bool is_second_run);
   ~RunScope();
   RunScope(const RunScope&) = delete;
   RunScope& operator=(const RunScope&) = delete;
 
  private:
-  uint64_t before_, second_before_;
+  uint64_t before_;
+  SecondRun second_before_;
 };
 
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
@@ -140,6 +128,4 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   std::recursive_mutex mutex_; ///< two of autograd's threads may ask; a backward inside the function may ask amid a second run
 };
 
-} // namespace internal
-
-} // namespace tessera
+} // namespace tessera::internal

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <tessera/activations/recomputation.h>
+#include <tessera/activations/recompute_options.h>
 #include <tessera/activations/tensors_inside.h>
 
 namespace tessera {
@@ -107,22 +108,22 @@ inline constexpr bool kIsReferenceToTensors<c10::ArrayRef<Value>> = true;
 
 } // namespace internal
 
-/// Calls `function(inputs...)`, keeps nothing of what autograd saves for backward in it but the inputs, and lets backward call it
-/// once more for the rest: activation checkpointing (PyTorch: torch.utils.checkpoint with use_reentrant=False). The gradients are
-/// those of a plain call. Without grad mode it is one.
+/// Calls `function(inputs...)` and keeps only its inputs for backward. The backward calls the function again for the other
+/// tensors that autograd saves in it: activation checkpointing (PyTorch: torch.utils.checkpoint with use_reentrant=False). The
+/// gradients equal those of a plain call. Without grad mode this *is* a plain call.
 ///
 /// `function` is a module, a holder or a pointer to a module, whose `forward` is called; or anything that can be called, such as
-/// a lambda. What is captured by reference must live until backward. Inputs and outputs are tensors, vectors, tuples, optionals
-/// and maps of them, and anything else that can be copied. Calls nest: what the outer one keeps of an inner call are its inputs.
+/// a lambda. Variables that it captures by reference must live until backward. Inputs and outputs are tensors, vectors, tuples,
+/// optionals and maps of them, and anything else that can be copied. Calls nest: an outer call keeps the inputs of an inner one.
 ///
-/// The second run finds the random numbers, autocast, and the buffers of a module as the first one did, and leaves buffers such
-/// as running statistics as they are. It must do the same as the first: where autograd saves another number of tensors, or others
-/// by shape, dtype or device, backward throws an error that names the function. An input that was changed in place after the
-/// call, or in it, is an error too. torch::autograd::grad, backward with `inputs`, retain_graph and create_graph work as for a
-/// plain call; each backward runs the function again.
+/// The second run gets the random numbers, the autocast state and the buffers of a module as in the first run, and does not
+/// change buffers such as running statistics. It must do the same as the first run. If autograd saves another number of tensors,
+/// or other shapes, dtypes or devices, backward throws an error that names the function. An input that was changed in place
+/// during or after the call is an error too. torch::autograd::grad, backward with `inputs`, retain_graph and create_graph work as
+/// for a plain call; each backward runs the function again.
 ///
-/// With `fully_shard`: around a sharded module or inside of one. The second run gathers no group that is open, and frees none
-/// that it reads, since their gradients come next. All ranks call it alike.
+/// With `fully_shard`: around a sharded module or inside one. The second run does not gather a group that is gathered, and frees
+/// no group that it reads, because their gradients come next. All ranks call it alike.
 template <typename Function, typename... Inputs>
 auto recompute(RecomputeOptions options, Function&& function, Inputs&&... inputs) {
   using Plain = std::remove_cvref_t<Function>;

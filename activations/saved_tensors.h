@@ -11,12 +11,12 @@ namespace internal {
 class PlacedTensors;
 }
 
-/// While it lives, what autograd saves for backward on this thread lies in `place` (PyTorch: torch.autograd.graph.
-/// saved_tensors_hooks, save_on_cpu). The innermost open scope counts, in whichever order scopes end. Sharded parameters, whose
-/// memory is freed between forward and backward anyway, and DTensors stay where they are. Local.
+/// While it lives, the tensors that autograd saves for backward on this thread are stored in `place` (PyTorch: torch.autograd.
+/// graph.saved_tensors_hooks, save_on_cpu). The innermost open scope applies; scopes may end in any order. Sharded parameters,
+/// whose memory is freed between forward and backward anyway, and DTensors stay where they are. Local.
 ///
-/// Where `place` copies, a tensor may be changed in place after it was saved: the values that were saved come back. Otherwise
-/// that is an error in backward, as without a scope. So is a tensor that `place` brings back with another shape, dtype or device.
+/// If `place` copies, a tensor may be changed in place after it was saved: the saved values come back. Otherwise that is an error
+/// in backward, as without a scope. A tensor that `place` brings back with another shape, dtype or device is an error too.
 class [[nodiscard]] SavedTensorScope {
  public:
   explicit SavedTensorScope(TensorPlace place);

@@ -15,8 +15,8 @@ namespace tessera {
 
 class PendingDTensor;
 
-/// A tensor laid over a mesh; the same handle as its at::Tensor, with accessors. Constructing it from a tensor that is none is an
-/// error.
+/// A tensor that is distributed over a mesh: the same handle as its at::Tensor, with accessors. Constructing it from a plain
+/// tensor is an error.
 class DTensor : public at::Tensor {
  public:
   explicit DTensor(at::Tensor tensor);
@@ -60,21 +60,22 @@ bool is_dtensor(const at::Tensor& tensor);
 /// does.
 DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements);
 
-/// A DTensor from each rank's part, whose memory it shares. The global shape is derived as for even shards unless given; a
-/// RaggedShard over several dims needs it. The strides are derived from the part's unless given: give them where the parts of
-/// some ranks lie in memory in another order of dims, as one of a single row may. Differentiable: the gradient is laid out like
-/// the placements, Replicate for Partial. No communication.
+/// A DTensor from each rank's part, whose memory it shares. Without a global shape, even shards are assumed; a RaggedShard over
+/// several dims needs the shape. Without global strides, they are derived from the order of dims of the part, without its gaps.
+/// Pass them if the parts of some ranks have another order of dims in memory, as a part of one row may. A view that the part does
+/// not have because of gaps is a copy. Differentiable: the gradient has the same placements, with Replicate for Partial. No
+/// communication.
 DTensor from_local(const at::Tensor& local, const DeviceMesh& mesh, const Placements& placements,
                    std::optional<std::vector<int64_t>> global_sizes = std::nullopt,
                    const std::optional<std::vector<int64_t>>& global_strides = std::nullopt);
 
-/// This rank's part as a differentiable plain tensor that shares the DTensor's memory. The gradient is taken to be laid out like
-/// the placements, Replicate for Partial, or as `gradient_placements` say (DTensor: grad_placements): Partial where the tensor is
-/// Replicate and each rank makes something else of it. No communication.
+/// This rank's part as a differentiable plain tensor that shares the DTensor's memory. The gradient is assumed to have the same
+/// placements, with Replicate for Partial, or else the `gradient_placements` (DTensor: grad_placements). Pass Partial if the
+/// tensor is Replicate and each rank computes something else from it. No communication.
 at::Tensor to_local(const at::Tensor& dtensor, const std::optional<Placements>& gradient_placements = std::nullopt);
 
 /// While it lives, plain tensors among the arguments of a DTensor operator count as Replicate, in this thread and in the
-/// backwards that it calls: every rank holds the same values. Without it such a mix is an error (0-dim tensors aside).
+/// backwards that it calls: every rank must hold the same values. Without it such a mix is an error, except for 0-dim tensors.
 class ImplicitReplication {
  public:
   ImplicitReplication();

@@ -121,7 +121,7 @@ PendingDTensor DTensor::redistribute_async(const Placements& placements) const {
     torch::autograd::impl::set_gradient_edge(state->source, torch::autograd::impl::gradient_edge(*this));
   }
   state->target = spec().with(placements);
-  state->unfinished = internal::redistribute_local(meta.local, spec(), *state->target, "redistribute", &state->deferred);
+  state->unfinished = internal::redistribute_local(meta.local, spec(), *state->target, "redistribute", {&state->deferred});
   if (!state->deferred.started) state->finish();
   return PendingDTensor(std::move(state));
 }

@@ -3,12 +3,12 @@
 #include <absl/algorithm/container.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/safe_numerics.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
+#include <tessera/dtensor/in_backward.h>
 #include <tessera/dtensor/view_replay.h>
 
 namespace tessera::internal {
@@ -35,7 +35,7 @@ class DTensorImpl final : public c10::TensorImpl {
   using TensorImpl::TensorImpl;
 
   const c10::Storage& storage() const override {
-    const bool may_be_engine = !device().is_cpu() && torch::autograd::get_current_graph_task_id() >= 0;
+    const bool may_be_engine = !device().is_cpu() && in_backward();
     if (!may_be_engine || !key_set().has(kDTensorKey)) return TensorImpl::storage(); // or it was made whole
     return static_cast<const DTensorMeta&>(*get_backend_meta_intrusive_ptr()).local.storage();
   }
@@ -86,14 +86,17 @@ at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta, StorageError error
 
 std::vector<int64_t> strides_like(const at::Tensor& local, c10::IntArrayRef sizes) {
   const auto ndim = static_cast<int64_t>(sizes.size());
-  if (local.dim() != ndim || local.is_contiguous() || absl::c_linear_search(local.strides(), 0)) return {};
+  if (local.dim() != ndim || local.is_contiguous()) return {};
   std::vector<int64_t> inner_first(ndim), strides(ndim);
   std::iota(inner_first.rbegin(), inner_first.rend(), 0);
   // Of two dims with one stride, that of a single element is the inner one.
   const auto key = [&](int64_t dim) { return std::pair(local.stride(dim), std::max<int64_t>(local.size(dim), 1)); };
   absl::c_stable_sort(inner_first, [&](int64_t a, int64_t b) { return key(a) < key(b); });
-  int64_t stride = 1;
+  int64_t stride = 1, of_part = 1;
   for (const auto dim : inner_first) {
+    const auto size = local.size(dim);
+    if (local.stride(dim) == 0 || (size > 1 && local.stride(dim) < of_part)) return {}; // it overlaps, or does on another rank
+    if (size > 1) of_part = local.stride(dim) * size;
     strides[dim] = stride;
     if (c10::mul_overflows(stride, std::max<int64_t>(sizes[dim], 1), &stride)) return {}; // whoever takes the sizes refuses them
   }

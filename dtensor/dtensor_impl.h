@@ -37,7 +37,8 @@ struct DTensorMeta : c10::BackendMeta {
   SpecPtr spec;
   std::shared_ptr<const ReducedValue> reduced; ///< guarded by a lock in redistribute.cpp, as the next is
   bool keeps_reduced = true;                   ///< false where a view shares the memory
-  /// Set on a view whose data had to move: it holds the base's value at this version, and cannot be written.
+  /// Set on a view whose data had to move, between ranks or to close gaps: it holds the base's value at this version, and cannot
+  /// be written.
   std::optional<uint32_t> copied_at_version;
   c10::intrusive_ptr<const TensorName> name; ///< of this tensor, or of one that it was computed from; null for most
   bool computed = false;                     ///< by an operator: the name is that of one of its arguments
@@ -81,8 +82,9 @@ enum class StorageError { kInFull, kBrief };
 
 at::Tensor make_dtensor(c10::intrusive_ptr<DTensorMeta> meta, StorageError error = StorageError::kInFull);
 
-/// Strides of a tensor of `sizes` whose dims follow one another in memory as those of its part `local` do. None, for row-major
-/// ones, where that is contiguous, or has merged or expanded dims.
+/// Strides of a tensor of `sizes` whose dims follow one another in memory as those of its part `local` do, without its gaps,
+/// which may differ between ranks. None, for row-major ones, where the part is contiguous, has merged dims, or overlaps with
+/// itself.
 std::vector<int64_t> strides_like(const at::Tensor& local, c10::IntArrayRef sizes);
 
 /// Another handle of the same DTensor: the meta is shared, the key set is copied, autograd history is not.

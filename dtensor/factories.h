@@ -10,7 +10,7 @@
 namespace tessera {
 
 /// New DTensors of global shape `sizes` on a mesh. Every rank calls them with the same arguments; nothing is communicated, and a
-/// rank allocates its own part only. `options` say dtype (default: torch's) and requires_grad; the device is the mesh's. Under
+/// rank allocates only its own part. `options` has the dtype (default: torch's) and requires_grad; the device is the mesh's. With
 /// Partial(sum) and Partial(norm) the first rank holds the values and the others zeros.
 DTensor empty(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& placements,
               const at::TensorOptions& options = {});

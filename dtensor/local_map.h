@@ -8,11 +8,11 @@
 namespace tessera {
 
 /// A function of plain tensors on every rank's parts (DTensor: local_map). The result is called with DTensors, by every rank of
-/// the mesh: each argument is redistributed to its entry of `inputs`, `function` gets the parts, and what it returns are the
-/// parts of tensors that lie as `outputs` say. Outputs split in the sense of from_local: evenly, unless `output_sizes` has their
-/// global shapes. Differentiable where `function` is: the gradient of each part is taken to lie as its input does, Replicate for
-/// Partial, or as `input_gradients` say (in_grad_placements). A Replicate input beside split ones, as the weight of a split
-/// batch, needs Partial there: each rank has the gradient of its own part alone.
+/// the mesh. Each argument is redistributed to its entry of `inputs`, and `function` gets the parts. Its results are the parts of
+/// tensors with the placements of `outputs`. They are split evenly, as in from_local, unless `output_sizes` has their global
+/// shapes. Differentiable if `function` is. The gradient of each part is assumed to have the placements of its input, with
+/// Replicate for Partial, or else those of `input_gradients` (in_grad_placements). A Replicate input that is used with split
+/// ones, such as the weight of a split batch, needs Partial there: each rank computes only its own part of the gradient.
 using LocalFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 std::function<std::vector<DTensor>(const std::vector<DTensor>&)> local_map(
     const LocalFunction& function, const std::vector<Placements>& outputs, const std::vector<Placements>& inputs,

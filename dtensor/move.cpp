@@ -17,13 +17,13 @@ struct SpecHolder : torch::CustomClassHolder {
 void check_copy(const at::Tensor& tensor, const DTensorMeta& meta, bool written, std::string_view function) {
   if (C10_LIKELY(!meta.copied_at_version)) return;
   TORCH_CHECK(!written, function,
-              ": this view of a DTensor could not alias it, because its data had to move between ranks; "
-              "writing into it would not reach the original. Its spec is ",
+              ": this view of a DTensor could not alias it, because its data had to move between ranks, or "
+              "its part has gaps; writing into it would not reach the original. Its spec is ",
               meta.spec->to_string());
   TORCH_CHECK(
       tensor.is_inference() || tensor._version() == *meta.copied_at_version, function,
       ": the DTensor behind this view was written after the view was taken, and the view could not alias it, because its data "
-      "had to move between ranks. Take the view again; its spec is ",
+      "had to move between ranks, or its part has gaps. Take the view again; its spec is ",
       meta.spec->to_string());
 }
 
@@ -35,9 +35,11 @@ DTensorMeta& meta_of(const at::Tensor& tensor, const char* function) {
   return *meta;
 }
 
+bool has_only_zeros(const at::Tensor& plain) { return plain.numel() == 0 || plain.count_nonzero().item<int64_t>() == 0; }
+
 at::Tensor gradient_as_dtensor(const at::Tensor& gradient, const Spec& like, const char* function) {
   if (dtensor_meta(gradient)) return gradient;
-  TORCH_CHECK(gradient.numel() == 0 || gradient.count_nonzero().item<int64_t>() == 0, function, ": this tensor is not a DTensor");
+  TORCH_CHECK(has_only_zeros(gradient), function, ": this tensor is not a DTensor");
   const Placements replicated(static_cast<size_t>(like.mesh().ndim()));
   return make_dtensor(gradient.contiguous(),
                       Spec::intern(like.mesh(), replicated, gradient.sizes().vec(), gradient.scalar_type()));

@@ -11,8 +11,8 @@
 
 namespace tessera::internal {
 
-/// An error where `tensor` is a view that could not alias its base, because its data had to move, and is `written`, or is read
-/// after its base was written. (Tensors of InferenceMode do not tell the latter.)
+/// An error where `tensor` is a view that could not alias its base, because its data had to move or its part has gaps, and is
+/// `written`, or is read after its base was written. (Tensors of InferenceMode do not tell the latter.)
 void check_copy(const at::Tensor& tensor, const DTensorMeta& meta, bool written, std::string_view function);
 
 /// The meta of a DTensor that may be read; an error that names `function` for any other tensor.
@@ -25,6 +25,9 @@ at::Tensor move(const at::Tensor& tensor, const Placements& placements, const ch
 /// What DTensor::redistribute does, in autograd's graph where grad mode asks for it; `label` names the call in errors.
 at::Tensor differentiable_move(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements, const char* label,
                                const RedistributeOptions& options = {});
+
+/// Whether a plain tensor may be zeros that a derivative formula of PyTorch's made, the same on every rank.
+bool has_only_zeros(const at::Tensor& plain);
 
 /// A gradient that flows back to a function whose result was a DTensor like `like`. PyTorch's derivative formulas may give plain
 /// zeros, the same on every rank, which become Replicate; any other plain tensor is an error that names `function`.

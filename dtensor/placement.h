@@ -57,6 +57,11 @@ using Placements = c10::SmallVector<Placement, 2>;
 
 inline bool is_replicate(const Placement& placement) { return std::holds_alternative<Replicate>(placement); }
 inline bool is_partial(const Placement& placement) { return std::holds_alternative<Partial>(placement); }
+/// A Partial that reduces by a p-norm: its parts have no sign.
+inline bool is_norm(const Placement& placement) {
+  const auto* partial = std::get_if<Partial>(&placement);
+  return partial && partial->op == Partial::Op::kNorm;
+}
 inline bool is_strided(const Placement& placement) { return std::holds_alternative<StridedShard>(placement); }
 /// Shard, RaggedShard or StridedShard: each rank holds a part of the elements.
 inline bool is_sharded(const Placement& placement) { return !is_replicate(placement) && !is_partial(placement); }
@@ -65,14 +70,14 @@ inline bool is_sharded(const Placement& placement) { return !is_replicate(placem
 bool shards_dim(const Placement& placement, int64_t dim);
 /// The first tensor dim that both split.
 std::optional<int64_t> shared_dim(const Placement& a, const Placement& b);
-/// True where one tensor may have `a` and `b` on two mesh dims, in any order: a RaggedShard's dims are split by no other, and all
-/// reductions are one.
+/// True if one tensor may have `a` and `b` on two mesh dims, in any order: no other placement splits the dims of a RaggedShard,
+/// and all reductions are the same.
 bool may_coexist(const Placement& a, const Placement& b);
-/// True where two mesh dims may reduce one tensor by `a` and `b`, in any order: equal ones, and a sum beside a MaskPartial.
+/// True if two mesh dims may reduce one tensor by `a` and `b`, in any order: equal reductions, or a sum and a MaskPartial.
 bool reduce_together(const Partial& a, const Partial& b);
 /// True for a MaskPartial `from` and a sum `to`: the same local tensors mean the same value.
 bool same_value(const Placement& from, const Placement& to);
-/// `placements` with Replicate for each Partial: how a gradient of such a tensor lies (DTensor).
+/// `placements` with Replicate for each Partial: the placements of a gradient of such a tensor (DTensor).
 Placements replicate_partial(Placements placements);
 size_t hash_value(const Placement& placement);
 

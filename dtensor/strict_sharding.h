@@ -4,8 +4,8 @@
 
 namespace tessera {
 
-/// While it lives, an operator without a sharding rule is an error, where it would be run on whole tensors with a warning: in
-/// this thread, and in the backwards that it calls.
+/// While it lives, an operator without a sharding rule is an error, in this thread and in the backwards that it calls. Otherwise
+/// it would run on whole tensors, with a warning.
 class StrictSharding {
  public:
   StrictSharding();

@@ -84,11 +84,11 @@ KeyState add_value(const c10::IValue& value, CallKey& key) {
 
 } // namespace
 
-KeyState make_key(const OpInfo& info, const torch::jit::Stack& stack, size_t begin, CallKey& key) {
+KeyState make_key(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, CallKey& key) {
   key.push_back(reinterpret_cast<uintptr_t>(&info));
   auto state = KeyState::kComplete;
   for (size_t i = 0; i < info.arguments.size() && state == KeyState::kComplete; ++i) {
-    const auto& value = stack[begin + i];
+    const auto& value = arguments[i];
     switch (info.arguments[i].kind) {
       case ArgKind::kDynamic: break;
       case ArgKind::kNumber: add_number(value, key); break;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <ATen/core/stack.h>
+#include <ATen/core/ivalue.h>
 #include <absl/container/inlined_vector.h>
 #include <absl/types/span.h>
 
@@ -10,7 +10,8 @@
 
 namespace tessera::internal::dispatch {
 
-/// Everything that a plan depends on: the operator, the spec of every tensor argument, the static arguments.
+/// What a plan depends on of the call itself: the operator, the spec of every tensor argument, the static arguments. The fallback
+/// adds words for where it comes from and for the signs of its values.
 using CallKey = absl::InlinedVector<uint64_t, 24>;
 
 enum class KeyState {
@@ -19,7 +20,7 @@ enum class KeyState {
   kUncacheable, ///< an argument that has no value to compare
 };
 
-/// Fills `key` for the call at the end of `stack`. Allocates nothing for up to 24 words.
-KeyState make_key(const OpInfo& info, const torch::jit::Stack& stack, size_t begin, CallKey& key);
+/// Fills `key`. Allocates nothing for up to 24 words.
+KeyState make_key(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, CallKey& key);
 
 } // namespace tessera::internal::dispatch

@@ -11,6 +11,9 @@ struct OpInfo;
 
 /// In the backward of a torch::autograd::Function, where grad mode is off and what is saved is read as in its forward.
 bool in_custom_backward();
+/// In a backward, and a program runs a forward there, in that of a function or node of its own or in a hook. Grad mode alone does
+/// not tell: with create_graph derivative formulas run in it too.
+bool in_nested_forward();
 
 /// What the calls of this thread are inside of.
 struct Decompositions {
@@ -46,15 +49,16 @@ class CallSite {
   bool own_temporaries() const { return own_temporaries_; }
   /// Others share the memory of what it writes, whose placement must stay.
   bool shares_written() const { return shares_written_; }
-  /// `own_temporaries`, after asking autograd.
-  bool ask_own_temporaries() { return own_temporaries_ = own_temporaries_ || in_formula(); }
+  /// `own_temporaries`, after asking autograd. Where it adds up gradients too: a formula may have made zeros for one of them.
+  bool ask_own_temporaries();
+  /// A replicated argument has negative values.
+  bool keeps_signs() const { return keeps_signs_; }
+  void keep_signs() { keeps_signs_ = true; }
 
  private:
-  bool in_formula() const;
-
   const OpInfo& info_;
   c10::ArrayRef<c10::IValue> arguments_;
-  bool own_temporaries_, shares_written_;
+  bool own_temporaries_, shares_written_, keeps_signs_ = false;
 };
 
 } // namespace tessera::internal::dispatch

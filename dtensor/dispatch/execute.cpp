@@ -1,8 +1,5 @@
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
-
-#include <algorithm>
 
 #include <tessera/dtensor/dispatch/leaf_gradient.h>
 #include <tessera/dtensor/dispatch/plan.h>
@@ -29,7 +26,7 @@ class Execution {
     if (!plan_.on_mesh) {
       skip();
     } else if (const auto kernel = std::get_if<rules::OnLocals>(info_.rule)->kernel) {
-      kernel({op_, stack_, plan_.outputs, plan_.ran});
+      kernel({op_, stack_, plan_.outputs, plan_.ran, copies_view_});
     } else {
       op_.callBoxed(stack_);
     }
@@ -104,13 +101,14 @@ class Execution {
     const auto& tensor = value.toTensor();
     auto* meta = dtensor_meta(tensor);
     const auto& plan = plan_.inputs[input];
-    if (!meta) return plan.target ? redistribute_local(tensor, *plan.source, *plan.target, info_.name) : tensor;
+    const MoveRequest request{.signs_checked = plan.joins_norm};
+    if (!meta) return plan.target ? redistribute_local(tensor, *plan.source, *plan.target, info_.name, request) : tensor;
     if (from_parameters_) note_parameter(tensor, *meta);
     if (C10_UNLIKELY(meta->name != nullptr) && !name_) name_ = meta->name;
     if (C10_UNLIKELY(meta->copied_at_version.has_value())) check_copy(tensor, *meta, written, info_.name);
     if (C10_UNLIKELY(written)) return local_to_write(*meta, plan.target);
     if (C10_LIKELY(!plan.moves)) return meta->local;
-    auto moved = redistribute_local(tensor, *meta, plan.target, info_.name);
+    auto moved = redistribute_local(tensor, *meta, plan.target, info_.name, request);
     // A slice has gaps. Kernels take those of any argument but what their forward made (statistics, indices).
     const bool gaps = info_.is_backward && !moved.is_non_overlapping_and_dense();
     return gaps ? moved.clone() : moved;
@@ -248,7 +246,7 @@ class Execution {
   void join_viewed(const at::Tensor& result) const {
     const auto* source = dtensor_meta(viewed_);
     const bool of_copy = source && source->copied_at_version.has_value();
-    if (C10_LIKELY(!plan_.moves_viewed && !of_copy)) {
+    if (C10_LIKELY(!plan_.moves_viewed && !copies_view_ && !of_copy)) {
       const auto& local = dtensor_meta(result)->local;
       if (source && !source->local.is_inference() && !local.is_inference())
         local.unsafeGetTensorImpl()->set_version_counter(source->local.unsafeGetTensorImpl()->version_counter());
@@ -328,6 +326,7 @@ class Execution {
   const size_t begin_;
   absl::InlinedVector<std::pair<int, c10::IValue>, 2> written_;
   at::Tensor viewed_;
+  bool copies_view_ = false;                              ///< the kernel could not view the part of `viewed_`
   c10::intrusive_ptr<const TensorName> name_;             ///< of the first argument that has one
   absl::InlinedVector<DTensorMeta*, 1> written_computed_; ///< that have a `whole_dtype`
   bool from_parameters_ = true;                           ///< so far all DTensors are sharded parameters, or computed from such

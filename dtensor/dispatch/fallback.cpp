@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include <absl/algorithm/container.h>
 #include <absl/container/flat_hash_set.h>
 #include <absl/strings/str_split.h>
 
@@ -27,10 +28,10 @@ constexpr size_t kPlansPerGeneration = 4096;
 thread_local PlanCache plans(kPlansPerGeneration);
 thread_local uint64_t hits = 0, misses = 0;
 
-[[noreturn]] void no_rule(const OpInfo& info, const Stack& stack, size_t begin) {
+[[noreturn]] void no_rule(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
   std::string text;
   const DeviceMesh* mesh = nullptr;
-  visit_tensors(info, arguments_from(stack, begin), [&](const at::Tensor& tensor, size_t) {
+  visit_tensors(info, arguments, [&](const at::Tensor& tensor, size_t) {
     const auto* meta = dtensor_meta(tensor);
     if (!meta) return;
     mesh = &meta->spec->mesh();
@@ -43,12 +44,11 @@ thread_local uint64_t hits = 0, misses = 0;
 
 /// A derivative formula or a decomposition makes plain zeros, the same on every rank, and writes DTensors into them: they become
 /// replicated DTensors.
-void adopt_temporaries(const OpInfo& info, const Stack& stack, size_t begin) {
+void adopt_temporaries(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
   const DTensorMeta* other = nullptr;
-  any_tensor(info, arguments_from(stack, begin),
-             [&](const at::Tensor& tensor, size_t) { return (other = dtensor_meta(tensor)) != nullptr; });
+  any_tensor(info, arguments, [&](const at::Tensor& tensor, size_t) { return (other = dtensor_meta(tensor)) != nullptr; });
   for (size_t i = 0; other && i < info.arguments.size(); ++i) {
-    const auto& value = stack[begin + i];
+    const auto& value = arguments[i];
     if (!info.arguments[i].written || !value.isTensor() || !value.toTensor().defined()) continue;
     const auto& tensor = value.toTensor();
     if (dtensor_meta(tensor) || tensor.is_inference() || tensor.storage().use_count() != 1) continue;
@@ -60,9 +60,8 @@ void adopt_temporaries(const OpInfo& info, const Stack& stack, size_t begin) {
 
 /// A derivative formula may write through a view that it takes of a temporary. Where the temporary has to move for the view, it
 /// moves in place, so that the view is none of a copy. Whether it did: then the call needs another plan.
-bool move_viewed_temporary(const OpInfo& info, const Plan& plan, const Stack& stack, size_t begin) {
+bool move_viewed_temporary(const OpInfo& info, const Plan& plan, const c10::IValue& viewed) {
   constexpr size_t kFormulaAndStack = 2; // hold a temporary; autograd or the user as well what is none
-  const auto& viewed = stack[begin];
   if (!viewed.isTensor() || viewed.toTensor().use_count() > kFormulaAndStack || !plan.inputs[0].moves) return false;
   auto* meta = dtensor_meta(viewed.toTensor());
   if (!meta || shares_memory(*meta)) return false;
@@ -72,26 +71,55 @@ bool move_viewed_temporary(const OpInfo& info, const Plan& plan, const Stack& st
   return true;
 }
 
-bool has_plain_tensors(const OpInfo& info, const Stack& stack, size_t begin) {
-  return any_tensor(info, arguments_from(stack, begin),
-                    [](const at::Tensor& tensor, size_t) { return tensor.dim() > 0 && !dtensor_meta(tensor); });
+bool has_plain_tensors(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
+  return any_tensor(info, arguments, [](const at::Tensor& tensor, size_t) { return tensor.dim() > 0 && !dtensor_meta(tensor); });
 }
 
 /// Runs the operator as others. A kernel that ends in the operator itself is no decomposition.
 void decompose(const c10::OperatorHandle& op, const OpInfo& info, c10::DispatchKey key, Stack* stack) {
   constexpr int kDeepest = 64;
-  const size_t begin = stack->size() - info.arguments.size();
-  const DecompositionScope scope(!has_plain_tensors(info, *stack, begin), info.writes);
-  if (decompositions().depth > kDeepest) no_rule(info, *stack, begin);
+  const auto arguments = arguments_of(info, *stack);
+  const DecompositionScope scope(!has_plain_tensors(info, arguments), info.writes);
+  if (decompositions().depth > kDeepest) no_rule(info, arguments);
   op.callBoxedForDispatchKey(key, *stack);
 }
 
+/// Whether what is to join a norm has negative values. It is replicated: all ranks come to the same answer.
+bool has_negative(const OpInfo& info, const Plan& plan, c10::ArrayRef<c10::IValue> arguments) {
+  size_t input = 0;
+  const auto is_negative = [&](const c10::IValue& value) {
+    if (!plan.inputs[input++].joins_norm) return false;
+    const auto* meta = dtensor_meta(value.toTensor());
+    return (meta ? meta->local : value.toTensor()).lt(0).any().item<bool>();
+  };
+  for (const size_t i : info.tensors) {
+    const auto& value = arguments[i];
+    if (info.arguments[i].kind == ArgKind::kTensor ? is_negative(value)
+                                                   : value.isList() && absl::c_any_of(value.toListRef(), is_negative))
+      return true;
+  }
+  return false;
+}
+
+/// The plan of a call, kept under `key`, or made anew where that is null.
+std::shared_ptr<Plan> planned(const c10::OperatorHandle& op, const OpInfo& info, c10::ArrayRef<c10::IValue> arguments,
+                              const CallSite& site, const CallKey* key) {
+  if (auto plan = key ? plans.find(*key) : nullptr) {
+    ++hits;
+    return plan;
+  }
+  ++misses;
+  auto plan = std::make_shared<Plan>(make_plan(op, info, arguments, site));
+  if (key) plans.insert(*key, plan);
+  return plan;
+}
+
 /// An operator that is run on whole tensors, where that moves data: an error under StrictSharding, else a warning, once.
-void note_replication(const OpInfo& info, const Stack& stack, size_t begin, const Plan& plan) {
+void note_replication(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, const Plan& plan) {
   const bool moves =
       std::any_of(plan.inputs.begin(), plan.inputs.end(), [](const auto& input) { return input.target != nullptr; });
   if (!moves) return;
-  if (program_scopes().strict_sharding) no_rule(info, stack, begin);
+  if (program_scopes().strict_sharding) no_rule(info, arguments);
   static std::mutex mutex;
   static auto* warned = new absl::flat_hash_set<std::string>;
   const std::lock_guard lock(mutex);
@@ -109,11 +137,6 @@ constexpr const char* kComposites =
     "linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor nanquantile nanquantile.scalar one_hot quantile "
     "quantile.scalar rms_norm";
 
-bool has_dtensors(const OpInfo& info, const Stack& stack) {
-  const auto arguments = arguments_from(stack, stack.size() - info.arguments.size());
-  return any_tensor(info, arguments, [](const at::Tensor& tensor, size_t) { return dtensor_meta(tensor) != nullptr; });
-}
-
 void run_composite(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   constexpr auto kKernel = c10::DispatchKey::CompositeImplicitAutograd;
   if (!keys.has(kDTensorKey)) {
@@ -122,7 +145,8 @@ void run_composite(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
     return is_no_composite ? op.redispatchBoxed(below, stack) : op.callBoxedForDispatchKey(kKernel, *stack);
   }
   const auto& info = op_info(op);
-  if (KeptResults::Scope::active() && !has_dtensors(info, *stack)) return op.callBoxedForDispatchKey(kKernel, *stack);
+  if (KeptResults::Scope::active() && !has_dtensors(info, arguments_of(info, *stack)))
+    return op.callBoxedForDispatchKey(kKernel, *stack);
   if (run_on_whole(op, info, stack)) return;
   decompose(op, info, kKernel, stack);
 }
@@ -149,10 +173,15 @@ void register_composites(torch::Library& library) {
 
 } // namespace
 
+bool has_dtensors(const CallSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
+  return any_tensor(schema, arguments, [](const at::Tensor& tensor, size_t) { return dtensor_meta(tensor) != nullptr; });
+}
+
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& info = op_info(op);
+  const auto arguments = arguments_of(info, *stack);
   // Included while results are kept: on the thread that keeps them, and on those of autograd for a backward that it calls.
-  if (C10_UNLIKELY(c10::impl::tls_is_dispatch_key_included(kDTensorKey) && !has_dtensors(info, *stack))) {
+  if (C10_UNLIKELY(c10::impl::tls_is_dispatch_key_included(kDTensorKey) && !has_dtensors(info, arguments))) {
     const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDTensorKey);
     auto* const keeps = KeptResults::Scope::active();
     return keeps ? keeps->run(op, below, stack) : op.redispatchBoxed(below, stack);
@@ -162,27 +191,25 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
     if (const auto* handler = std::get_if<rules::Handler>(info.rule)) return (*handler)(op, stack);
     if (info.decomposition && info.rule) return op.callBoxedForDispatchKey(*info.decomposition, *stack);
     if (info.decomposition) return decompose(op, info, *info.decomposition, stack);
-    no_rule(info, *stack, stack->size() - info.arguments.size());
+    no_rule(info, arguments);
   }
-  const size_t begin = stack->size() - info.arguments.size();
-  CallSite site(info, arguments_from(*stack, begin));
+  CallSite site(info, arguments);
   CallKey key;
   if (C10_UNLIKELY(site.own_temporaries())) key.push_back(site.shares_written() ? 2 : 1);
-  if (C10_UNLIKELY(site.own_temporaries() && info.writes)) adopt_temporaries(info, *stack, begin);
-  const auto state = make_key(info, *stack, begin, key);
-  const bool cacheable = state == KeyState::kComplete;
+  if (C10_UNLIKELY(site.own_temporaries() && info.writes)) adopt_temporaries(info, arguments);
+  const auto state = make_key(info, arguments, key);
+  const auto* const kept_under = state == KeyState::kComplete ? &key : nullptr;
   if (C10_UNLIKELY(state == KeyState::kPlainTensor)) site.ask_own_temporaries();
-  auto plan = cacheable ? plans.find(key) : nullptr;
-  if (plan) {
-    ++hits;
-  } else {
-    ++misses;
-    plan = std::make_shared<Plan>(make_plan(op, info, *stack, begin, site));
-    if (cacheable) plans.insert(key, plan);
+  auto plan = planned(op, info, arguments, site, kept_under);
+  if (C10_UNLIKELY(plan->joins_norms) && has_negative(info, *plan, arguments)) {
+    constexpr uint64_t kKeepsSigns = 1; // a word more than other keys of the call have
+    site.keep_signs();
+    key.push_back(kKeepsSigns);
+    plan = planned(op, info, arguments, site, kept_under);
   }
-  if (C10_UNLIKELY(info.replicates)) note_replication(info, *stack, begin, *plan);
+  if (C10_UNLIKELY(info.replicates)) note_replication(info, arguments, *plan);
   const bool may_move_viewed = plan->moves_viewed && site.ask_own_temporaries();
-  if (C10_UNLIKELY(may_move_viewed) && move_viewed_temporary(info, *plan, *stack, begin)) return run(op, keys, stack);
+  if (C10_UNLIKELY(may_move_viewed) && move_viewed_temporary(info, *plan, arguments[0])) return run(op, keys, stack);
   execute(op, info, *plan, stack);
 }
 

@@ -7,10 +7,15 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <tessera/dtensor/dispatch/call_schema.h>
+
 namespace tessera::internal::dispatch {
 
 /// Runs an operator on the DTensors at the end of the stack: by the plan that its rule gives.
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+/// Whether a tensor among the arguments is a DTensor.
+bool has_dtensors(const CallSchema& schema, c10::ArrayRef<c10::IValue> arguments);
 
 /// Cache counters of this thread, for tests and benchmarks.
 struct CacheStatistics {

@@ -1,7 +1,6 @@
 // Fused Adam steps on DTensors. Optimizers call them with every parameter of a model: a plan, or boxing the lists, would cost
 // more than the step.
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/boxing/impl/boxing.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>

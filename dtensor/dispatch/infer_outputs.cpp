@@ -1,4 +1,3 @@
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
@@ -62,11 +61,11 @@ std::optional<torch::jit::Stack> run_on_stand_ins(const c10::OperatorHandle& op,
 } // namespace
 
 std::optional<std::vector<rules::Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,
-                                                          const torch::jit::Stack& stack, size_t begin, StandIn stand_in) {
+                                                          c10::ArrayRef<c10::IValue> arguments, StandIn stand_in) {
   bool new_outputs = false;
   for (const auto& result : info.returns) new_outputs |= result.written_argument < 0;
   if (!new_outputs || (stand_in == StandIn::kMeta && !info.infers_shapes)) return std::nullopt;
-  const auto results = run_on_stand_ins(op, info, arguments_from(stack, begin), stand_in);
+  const auto results = run_on_stand_ins(op, info, arguments, stand_in);
   if (!results) return std::nullopt;
   std::vector<rules::Geometry> result;
   bool left_out = false;

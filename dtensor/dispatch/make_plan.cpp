@@ -47,10 +47,10 @@ void add_tensor(const OpInfo& info, const c10::IValue& value, size_t argument, i
   all.tensors.push_back(std::move(entry));
 }
 
-Collected collect(const OpInfo& info, const torch::jit::Stack& stack, size_t begin) {
+Collected collect(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
   Collected all;
   for (size_t i = 0; i < info.arguments.size(); ++i) {
-    const auto& value = stack[begin + i];
+    const auto& value = arguments[i];
     if (info.arguments[i].kind == ArgKind::kTensor) {
       add_tensor(info, value, i, -1, all);
     } else if (info.arguments[i].kind == ArgKind::kTensorList && !value.isNone()) {
@@ -132,6 +132,7 @@ void enter_inputs(const OpCall& call, const Bounds& bounds, const CallPlacements
     ran = target;
     if (target != spec) input.target = target;
     input.moves = target != spec && !same_local(*spec, *target);
+    input.joins_norm = spec->is_replicated() && absl::c_any_of(target->placements(), is_norm);
   }
 }
 
@@ -165,6 +166,7 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
   const auto& rule = std::get<rules::OnLocals>(*info.rule);
   auto factors = rule.factorize(call);
   bounds.kernel = rule.kind;
+  bounds.keeps_signs = site.keeps_signs();
   TORCH_INTERNAL_ASSERT(factors.inputs.size() == call.tensors.size(), info.name, ": the rule describes ", factors.inputs.size(),
                         " tensors of ", call.tensors.size());
   if (info.returns.empty()) take_written_as_result(call, factors, bounds);
@@ -197,9 +199,9 @@ void check_whole_out(const OpInfo& info, const Collected& all, const OpCall& cal
 }
 
 /// What the DTensors among the arguments are called: " (the gradient of weight)"; their specs where none has a name.
-std::string names_of(const OpInfo& info, const torch::jit::Stack& stack, size_t begin) {
+std::string names_of(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
   std::string names, specs;
-  visit_tensors(info, arguments_from(stack, begin), [&](const at::Tensor& tensor, size_t) {
+  visit_tensors(info, arguments, [&](const at::Tensor& tensor, size_t) {
     const auto* meta = dtensor_meta(tensor);
     if (!meta) return;
     if (meta->name)
@@ -211,20 +213,19 @@ std::string names_of(const OpInfo& info, const torch::jit::Stack& stack, size_t 
 
 /// Plain tensors beside DTensors: scalars, and what the rule or a scope allows; never one that is written.
 void check_plain(const Collected& all, const OpInfo& info, const c10::FunctionSchema& schema, bool plain_allowed,
-                 const torch::jit::Stack& stack, size_t begin) {
+                 c10::ArrayRef<c10::IValue> arguments) {
   for (const auto& tensor : all.tensors) {
     if (!tensor.plain) continue;
     const auto& argument = schema.arguments()[tensor.argument].name();
     TORCH_CHECK(
         !info.arguments[tensor.argument].written, info.name, ": the written argument '", argument,
-        "' is a plain tensor of shape ", c10::IntArrayRef(tensor.sizes), ", but others are DTensors",
-        names_of(info, stack, begin),
+        "' is a plain tensor of shape ", c10::IntArrayRef(tensor.sizes), ", but others are DTensors", names_of(info, arguments),
         ". Use full_tensor() or to_local() on those; a parameter that no fully_shard claimed stays plain: shard the root module "
         "too (state_dict and tessera::clip_grad_norm_ of a module name such parameters), or clip them by themselves; state that "
         "an optimizer made before its parameters "
         "were sharded is converted by tessera::shard_optimizer");
     TORCH_CHECK(tensor.sizes.empty() || plain_allowed, info.name, ": a plain tensor of shape ", c10::IntArrayRef(tensor.sizes),
-                " (argument '", argument, "') cannot be mixed with DTensors", names_of(info, stack, begin),
+                " (argument '", argument, "') cannot be mixed with DTensors", names_of(info, arguments),
                 ". Make it one with distribute_tensor or from_local, or use ImplicitReplication; in the forward of a "
                 "torch::autograd::Function, take the whole of a sharded parameter with tessera::unsharded");
   }
@@ -262,9 +263,9 @@ void check_geometry(const OpInfo& info, const std::vector<rules::Geometry>& geom
 }
 
 /// The sizes that the rule left open, on a rank outside the mesh: it gets no results that tell them.
-void complete_sizes(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin, Plan& plan) {
+void complete_sizes(const c10::OperatorHandle& op, const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, Plan& plan) {
   if (absl::c_none_of(plan.outputs, has_unknown_size)) return;
-  const auto results = infer_outputs(op, info, stack, begin, StandIn::kZeros);
+  const auto results = infer_outputs(op, info, arguments, StandIn::kZeros);
   for (size_t r = 0; results && r < std::min(results->size(), plan.outputs.size()); ++r) {
     auto& output = plan.outputs[r];
     const auto& known = (*results)[r].sizes; // none of an undefined result
@@ -277,22 +278,21 @@ void complete_sizes(const c10::OperatorHandle& op, const OpInfo& info, const tor
 
 } // namespace
 
-Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin,
-               const CallSite& site) {
-  const auto all = collect(info, stack, begin);
-  OpCall call{info.name, op.schema(), c10::ArrayRef<c10::IValue>(stack).slice(begin), {}, all.mesh};
+Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, const CallSite& site) {
+  const auto all = collect(info, arguments);
+  OpCall call{info.name, op.schema(), arguments, {}, all.mesh};
   const auto& rule = std::get<rules::OnLocals>(*info.rule);
   for (const auto& argument : info.arguments)
     TORCH_CHECK_NOT_IMPLEMENTED(!argument.out || argument.kind != ArgKind::kTensorList, info.name,
                                 ": a list of DTensors cannot be its out=; use the operator that returns its results");
   const bool plain_allowed =
       rule.traits.contains(Trait::kPlainIsReplicate) || replicates_plain_tensors() || site.own_temporaries();
-  check_plain(all, info, op.schema(), plain_allowed, stack, begin);
+  check_plain(all, info, op.schema(), plain_allowed, arguments);
   auto plan = start_plan(info, all, rule);
   std::optional<std::vector<rules::Geometry>> geometry;
   std::exception_ptr refused; // a rule that finds the same mistake says more about it
   try {
-    if (!rule.traits.contains(Trait::kOwnEmptyShapes) || !has_empty(all)) geometry = infer_outputs(op, info, stack, begin);
+    if (!rule.traits.contains(Trait::kOwnEmptyShapes) || !has_empty(all)) geometry = infer_outputs(op, info, arguments);
   } catch (const c10::Error&) {
     refused = std::current_exception();
   }
@@ -307,10 +307,13 @@ Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::j
     if (plan.wrapping.shapes == rules::Wrapping::kOfLocals) check_whole_out(info, all, call);
   }
   if (refused) std::rethrow_exception(refused);
-  if (!geometry && !plan.on_mesh) complete_sizes(op, info, stack, begin, plan);
+  if (!geometry && !plan.on_mesh) complete_sizes(op, info, arguments, plan);
   if (geometry) check_geometry(info, *geometry, plan, call);
   for (auto& output : plan.outputs) output.local_sizes = local_box(output.sizes, all.mesh, output.placements).sizes;
-  for (const auto& input : plan.inputs) plan.moves_viewed |= info.views && input.moves;
+  for (const auto& input : plan.inputs) {
+    plan.moves_viewed |= info.views && input.moves;
+    plan.joins_norms |= input.joins_norm;
+  }
   return plan;
 }
 

@@ -33,8 +33,8 @@ at::Tensor whole(const at::Tensor& tensor, const std::string& name) {
 }
 
 /// Whether the call writes a DTensor that must stay one: a parameter, or a view that had to be copied.
-bool writes_dtensor(const OpInfo& info, const Stack& stack, size_t begin) {
-  return any_tensor(info, arguments_from(stack, begin), [&](const at::Tensor& tensor, size_t argument) {
+bool writes_dtensor(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
+  return any_tensor(info, arguments, [&](const at::Tensor& tensor, size_t argument) {
     const auto* meta = info.arguments[argument].written ? dtensor_meta(tensor) : nullptr;
     return meta && (!meta->computed || meta->copied_at_version);
   });
@@ -57,10 +57,10 @@ void become_whole(const at::Tensor& tensor, const OpInfo& info) {
 
 /// Whether the call mixes plain tensors with DTensors all of which have a `whole_dtype`, or reads such DTensors on two
 /// devices, since some of the parameters are offloaded. A write (`copy_`) may cross devices.
-bool meets_plain(const OpInfo& info, const Stack& stack, size_t begin) {
+bool meets_plain(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
   bool plain = false, dtensor = false;
   DevicesOfDTensors devices(info);
-  const bool others = any_tensor(info, arguments_from(stack, begin), [&](const at::Tensor& tensor, size_t) {
+  const bool others = any_tensor(info, arguments, [&](const at::Tensor& tensor, size_t) {
     if (const auto* meta = dtensor_meta(tensor)) {
       dtensor = true;
       devices.add(tensor);
@@ -80,15 +80,15 @@ at::Tensor whole_if_computed(const at::Tensor& tensor) {
 }
 
 bool run_on_whole(const c10::OperatorHandle& op, const OpInfo& info, Stack* stack) {
-  const size_t begin = stack->size() - info.arguments.size();
-  if (C10_LIKELY(!meets_plain(info, *stack, begin)) || (info.writes && writes_dtensor(info, *stack, begin))) return false;
+  const auto arguments = arguments_of(info, *stack);
+  if (C10_LIKELY(!meets_plain(info, arguments)) || (info.writes && writes_dtensor(info, arguments))) return false;
   const auto whole_of = [&](const at::Tensor& tensor, size_t argument) -> std::optional<at::Tensor> {
     if (!dtensor_meta(tensor)) return std::nullopt;
     if (!info.arguments[argument].written) return whole(tensor, info.name);
     become_whole(tensor, info);
     return std::nullopt;
   };
-  replace_tensors(info, std::span(*stack).subspan(begin), whole_of);
+  replace_tensors(info, std::span(*stack).last(info.arguments.size()), whole_of);
   op.callBoxed(stack);
   return true;
 }

@@ -11,24 +11,25 @@
 
 namespace tessera::internal::dispatch {
 
-/// How to run one call: where each tensor argument has to lie, and what comes out. Made once a cache key.
+/// How to run one call: where each tensor argument has to lie, and what comes out. Kept by the call's key (fallback.cpp).
 struct Plan {
   struct Input {
-    SpecPtr source;     ///< of a plain tensor that counts as Replicate; null for a DTensor
-    SpecPtr target;     ///< null: stays as it is
-    bool moves = false; ///< the target's local tensor is another one
+    SpecPtr source;          ///< of a plain tensor that counts as Replicate; null for a DTensor
+    SpecPtr target;          ///< null: stays as it is
+    bool moves = false;      ///< the target's local tensor is another one
+    bool joins_norm = false; ///< it is replicated, and becomes part of a norm, which has no sign
   };
   absl::InlinedVector<Input, 4> inputs; ///< one a tensor argument, lists spread, out= arguments included
   std::vector<SpecPtr> ran;             ///< spec of each input as it is run
   std::vector<rules::OutputPlan> outputs;
   rules::Wrapping wrapping;
   bool moves_viewed = false; ///< a view op whose argument has to move: the result is a copy
+  bool joins_norms = false;  ///< inputs join a norm: none of them may be negative
   bool on_mesh = true;
 };
 
-/// Sharding propagation for the call at the end of `stack`. Throws where no placement is possible.
-Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, const torch::jit::Stack& stack, size_t begin,
-               const CallSite& site);
+/// Sharding propagation for a call. Throws where no placement is possible.
+Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, const CallSite& site);
 
 /// Runs the call at the end of `stack` on the local tensors, and puts its results in their place.
 void execute(const c10::OperatorHandle& op, const OpInfo& info, Plan& plan, torch::jit::Stack* stack);
@@ -49,6 +50,7 @@ struct Bounds {
   std::vector<InputBound> inputs;
   std::vector<OutputBound> outputs;
   rules::KernelKind kernel = rules::KernelKind::kAnyOffsets; ///< what runs on the locals
+  bool keeps_signs = false;                                  ///< a replicated input has negative values
 };
 
 /// The placements of every input and output.
@@ -67,7 +69,7 @@ enum class StandIn : uint8_t {
 /// Global shape and strides of the outputs, by running the operator on stand-ins; nothing where it has no kernel for them. Of
 /// zeros the undefined ones too, without sizes.
 std::optional<std::vector<rules::Geometry>> infer_outputs(const c10::OperatorHandle& op, const OpInfo& info,
-                                                          const torch::jit::Stack& stack, size_t begin,
+                                                          c10::ArrayRef<c10::IValue> arguments,
                                                           StandIn stand_in = StandIn::kMeta);
 
 /// "arguments float[8, 4] (Shard(0)), float[4] (Replicate()) on DeviceMesh(…)", for errors.

@@ -151,10 +151,10 @@ class Search {
     return dtype == at::kHalf || !(at::isFloatingType(dtype) || at::isComplexType(dtype));
   }
 
-  /// A norm has no sign, which the sum, the average, the least or the largest that `input` is may have.
+  /// A norm has no sign, which any other tensor may have. Of a replicated one the ranks can tell, before the plan is run.
   bool loses_sign(size_t input, const Partial& partial) const {
-    return partial.op == Partial::Op::kNorm && current(input) && is_partial(*current(input)) &&
-           *current(input) != Placement(partial);
+    if (partial.op != Partial::Op::kNorm || !current(input) || *current(input) == Placement(partial)) return false;
+    return bounds_.keeps_signs || !call_.tensors[input].spec->is_replicated();
   }
 
   /// Whether every result is a truth value: a new one as the operator tells, another as what it goes into.

@@ -62,9 +62,10 @@ void replace_tensors(const CallSchema& schema, std::span<c10::IValue> arguments,
   }
 }
 
-/// The arguments of the call at the end of `stack`.
-inline c10::ArrayRef<c10::IValue> arguments_from(const std::vector<c10::IValue>& stack, size_t begin) {
-  return c10::ArrayRef<c10::IValue>(stack.data() + begin, stack.size() - begin);
+/// The arguments of the call at the end of `stack`, as long as that is not resized.
+inline c10::ArrayRef<c10::IValue> arguments_of(const CallSchema& schema, const torch::jit::Stack& stack) {
+  const auto count = schema.arguments.size();
+  return c10::ArrayRef<c10::IValue>(stack.data() + stack.size() - count, count);
 }
 
 /// Whether DTensors that a call reads together lie on two devices, as offloaded parameters and others do. A write may cross

@@ -108,7 +108,7 @@ const Plan& planned(const Spec& from, const Spec& to) {
   return entry->second;
 }
 
-/// The signed type that stands for an unsigned one which few kernels know: bits move alike, and sums and products are the same.
+/// What stands for the type of `local` where a signed one gives the same bits.
 at::ScalarType moved_as(const at::Tensor& local, const Spec& from, const Spec& to) {
   for (const auto& placements : {from.placements(), to.placements()}) {
     for (const auto& placement : placements) {
@@ -117,16 +117,12 @@ at::ScalarType moved_as(const at::Tensor& local, const Spec& from, const Spec& t
       if (!wraps) return local.scalar_type();
     }
   }
-  switch (local.scalar_type()) {
-    case at::kUInt16: return at::kShort;
-    case at::kUInt32: return at::kInt;
-    case at::kUInt64: return at::kLong;
-    default: return local.scalar_type();
-  }
+  return signed_type(local.scalar_type());
 }
 
 at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
-                    redistribute::Deferred* deferred) {
+                    const MoveRequest& request) {
+  auto* const deferred = request.deferred;
   auto result = local.is_conj() || local.is_neg() ? local.resolve_conj().resolve_neg() : local; // collectives move plain bytes
   const auto dtype = local.scalar_type(), moved = moved_as(local, from, to);
   if (moved != dtype) result = result.view(moved);
@@ -137,6 +133,7 @@ at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, s
     const auto line = step.mesh_dims.size() > 1 ? from.mesh().flatten() : from.mesh();
     auto transition = make_transition(from, line, current, step, text);
     if (&step == &plan.steps.back()) transition.deferred = deferred;
+    transition.signs_checked = request.signs_checked;
     result = apply(result, transition, step.route);
     for (const auto m : step.mesh_dims) current[m] = step.to;
   }
@@ -148,10 +145,10 @@ at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, s
 
 /// An offloaded part lies on the host, and travels where its mesh is. The result lies on the host again.
 at::Tensor run_where_mesh_is(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
-                             redistribute::Deferred* deferred) {
+                             const MoveRequest& request) {
   const auto device = from.mesh().device();
-  if (C10_LIKELY(!local.is_cpu() || device.is_cpu())) return run_plan(local, from, to, label, deferred);
-  return run_plan(local.to(device), from, to, label, nullptr).to(at::kCPU);
+  if (C10_LIKELY(!local.is_cpu() || device.is_cpu())) return run_plan(local, from, to, label, request);
+  return run_plan(local.to(device), from, to, label, {nullptr, request.signs_checked}).to(at::kCPU);
 }
 
 /// Guards the values that are kept for one-element Partial tensors.
@@ -162,11 +159,16 @@ std::mutex& reduced_value_mutex() {
 
 } // namespace
 
+at::ScalarType signed_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kUInt16: return at::kShort;
+    case at::kUInt32: return at::kInt;
+    case at::kUInt64: return at::kLong;
+    default: return dtype;
+  }
+}
+
 bool same_local(const Spec& from, const Spec& to) {
-  const auto is_norm = [](const Placement& placement) {
-    const auto* partial = std::get_if<Partial>(&placement);
-    return partial && partial->op == Partial::Op::kNorm;
-  };
   for (size_t m = 0; m < from.placements().size(); ++m) {
     const auto &before = from.placements()[m], &after = to.placements()[m];
     if (before == after || same_value(before, after)) continue;
@@ -176,22 +178,23 @@ bool same_local(const Spec& from, const Spec& to) {
 }
 
 at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
-                              redistribute::Deferred* deferred) {
+                              const MoveRequest& request) {
   TORCH_CHECK(from.mesh() == to.mesh(), label, ": a tensor cannot move between meshes: ", from.to_string(), " to ",
               to.to_string());
   if (!from.on_mesh() || same_local(from, to)) return local;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (C10_LIKELY(!logs_redistributions())) return run_where_mesh_is(local, from, to, label, deferred);
+  if (C10_LIKELY(!logs_redistributions())) return run_where_mesh_is(local, from, to, label, request);
   const CountCollectives collectives;
-  auto result = run_where_mesh_is(local, from, to, label, deferred);
+  auto result = run_where_mesh_is(local, from, to, label, request);
   record_redistribution({std::string(label), from.sizes(), from.placements(), to.placements(), collectives.total_bytes()});
   return result;
 }
 
-at::Tensor redistribute_local(const at::Tensor& dtensor, DTensorMeta& meta, const SpecPtr& to, std::string_view label) {
+at::Tensor redistribute_local(const at::Tensor& dtensor, DTensorMeta& meta, const SpecPtr& to, std::string_view label,
+                              const MoveRequest& request) {
   const bool may_keep = meta.spec->numel() == 1 && meta.spec->has_partial() && to->is_replicated() && !dtensor.is_inference() &&
                         !meta.local.is_inference();
-  if (C10_LIKELY(!may_keep)) return redistribute_local(meta.local, *meta.spec, *to, label);
+  if (C10_LIKELY(!may_keep)) return redistribute_local(meta.local, *meta.spec, *to, label, request);
   const auto version = static_cast<uint32_t>(dtensor._version()), local_version = static_cast<uint32_t>(meta.local._version());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   {

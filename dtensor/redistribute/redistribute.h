@@ -31,15 +31,25 @@ struct RedistributeStep {
 std::vector<RedistributeStep> plan_redistribute(const Placements& from, const Placements& to, const std::vector<int64_t>& ranks,
                                                 const std::vector<int64_t>& sizes, double element);
 
+/// What redistribute_local is asked for beyond the move itself.
+struct MoveRequest {
+  redistribute::Deferred* deferred = nullptr; ///< the last collective is only started, and the result is what this makes of it
+  bool signs_checked = false;                 ///< what becomes part of a norm is known to have no negative values
+};
+
+/// The signed type that stands for an unsigned one which few kernels know, else `dtype`: bits move alike, and sums and products
+/// are the same.
+at::ScalarType signed_type(at::ScalarType dtype);
+
 /// The local tensor of `to`, from that of `from` (same mesh, shape and dtype). Every rank of the mesh calls it. The result may
-/// share memory with `local`. `label` names the tensor or operator in errors. On a rank outside the mesh: `local`. With
-/// `deferred`, the last collective is only started, and the result is what `deferred` makes of what is returned.
+/// share memory with `local`. `label` names the tensor or operator in errors. On a rank outside the mesh: `local`.
 at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
-                              redistribute::Deferred* deferred = nullptr);
+                              const MoveRequest& request = {});
 
 /// As above for a DTensor's meta; the value of a one-element Partial tensor is kept, so that it is reduced once while nothing
 /// writes it. The result is the caller's own, or the local tensor.
-at::Tensor redistribute_local(const at::Tensor& dtensor, DTensorMeta& meta, const SpecPtr& to, std::string_view label);
+at::Tensor redistribute_local(const at::Tensor& dtensor, DTensorMeta& meta, const SpecPtr& to, std::string_view label,
+                              const MoveRequest& request = {});
 
 /// Lets go of the value that is kept for `meta`; with `for_good`, none is kept again.
 void forget_reduced_value(DTensorMeta& meta, bool for_good = false);

@@ -32,16 +32,15 @@ at::Tensor to_partial(const at::Tensor& local, const Transition& transition) {
   const auto& partial = std::get<Partial>(transition.to);
   const auto neutral = neutral_value(partial.op, local.scalar_type());
   if (is_replicate(transition.from)) {
-    const bool no_sign =
-        partial.op == Partial::Op::kNorm; // every rank holds the same values, so every rank comes to the same error
-    TORCH_CHECK(!no_sign || !local.lt(0).any().item<bool>(), transition.label,
-                ": a tensor with negative values cannot be turned into a ", to_string(transition.to),
-                ", which has no sign; redistribute the Partial tensors beside it to Replicate first");
+    // Every rank holds the same values, so every rank comes to the same error.
+    const bool asks_sign = is_norm(transition.to) && !transition.signs_checked;
+    TORCH_CHECK(!asks_sign || !local.lt(0).any().item<bool>(), transition.label,
+                ": a tensor with negative values cannot be turned into a ", to_string(transition.to), ", which has no sign");
     const bool any_rank_may_hold_it =
         partial.op == Partial::Op::kAvg || partial.op == Partial::Op::kMin || partial.op == Partial::Op::kMax;
     return any_rank_may_hold_it || transition.rank() == 0 ? local : at::full_like(local, neutral);
   }
-  const bool has_average = local.is_floating_point() || local.is_complex();
+  const bool has_average = (local.is_floating_point() && local.scalar_type() != at::kHalf) || local.is_complex();
   TORCH_CHECK(partial.op != Partial::Op::kAvg || has_average, transition.label, ": a ", to_string(transition.from), " tensor of ",
               local.scalar_type(), " cannot be turned into a ", to_string(transition.to), ", which that type may not hold");
   auto whole = at::full(transition.sizes, neutral, local.options());

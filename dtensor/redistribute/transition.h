@@ -32,6 +32,7 @@ struct Transition {
   Placement from, to;
   std::string label;
   Deferred* deferred = nullptr; ///< null: every collective is waited for at once
+  bool signs_checked = false;   ///< what becomes part of a norm is known to have no negative values
 
   int64_t rank() const { return mesh.local_rank(static_cast<int64_t>(mesh_dim)); }
   int64_t ranks() const { return mesh.size(static_cast<int64_t>(mesh_dim)); }
@@ -84,8 +85,8 @@ std::vector<int64_t> part_sizes(const std::vector<int64_t>& sizes, const Placeme
 /// The element ranges of all ranks, for a Shard(0) or a RaggedShard.
 std::vector<Extent> flat_ranges(const std::vector<int64_t>& sizes, const Placement& placement, int64_t ranks);
 
-/// What a reduction sends, and what it makes of the sum that comes back (p-norms; bool as bytes; complex as pairs; averages of
-/// halves in float).
+/// What a reduction sends, and what it makes of what comes back (p-norms; bool as bytes; complex as pairs; averages of halves in
+/// float; numbers that are compared as integers).
 at::Tensor encode(const at::Tensor& values, const Partial& partial, const Communicator& communicator);
 at::Tensor decode(const at::Tensor& reduced, const Partial& partial, at::ScalarType dtype);
 /// The value that does not change what `op` reduces to.

@@ -24,6 +24,8 @@ Factorize elementwise(absl::InlinedVector<PartialFlow, 2> flows);
 
 /// All arguments and results are whole.
 Factorization whole_factors(const OpCall& call);
+/// The same for an operator without a rule: an error where its kernel would update a copy of running statistics.
+Factorization whole_without_rule(const OpCall& call);
 
 /// "mk,kn->mn": a letter is a factor; one that the output lacks is summed. `additive` inputs are broadcast to the output and
 /// added.

@@ -1,5 +1,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/patterns.h>
 
 namespace tessera::internal::rules {
@@ -37,8 +38,18 @@ void group_norm_local(const LocalCall& call) {
   call.op.callBoxed(*call.stack);
 }
 
-/// A channel's statistics are over the whole batch. Kernels update running statistics in place, of which a copy would know
-/// nothing: they stay as they are.
+/// Kernels update running statistics in place, of which schemas need not tell and a copy would know nothing: they stay as they
+/// are.
+void check_running_statistics(const OpCall& call) {
+  for (const auto& tensor : call.tensors) {
+    const auto& argument = call.schema.arguments()[tensor.argument].name();
+    if (!tensor.defined || (argument != "running_mean" && argument != "running_var")) continue;
+    TORCH_CHECK(tensor.spec->is_replicated(), call.name, ": running statistics must be replicated to be updated, not ",
+                to_string(tensor.spec->placements()));
+  }
+}
+
+/// A channel's statistics are over the whole batch.
 Factorization batch_norm(const OpCall& call) {
   const bool training = call.flag("training", call.name.find("with_update") != std::string::npos);
   const auto& running = call.tensors[3];
@@ -48,10 +59,7 @@ Factorization batch_norm(const OpCall& call) {
     return factors;
   }
   if (!running.defined) return pattern_factors(call, "*c~,c,c,c,c->*c~,c,c,*");
-  for (size_t i = 3; i < 5; ++i) {
-    TORCH_CHECK(!call.tensors[i].defined || call.tensors[i].spec->is_replicated(), call.name,
-                ": running statistics must be replicated to be updated, not ", to_string(call.tensors[i].spec->placements()));
-  }
+  check_running_statistics(call);
   return pattern_factors(call, "**~,*,*,*,*->**~,*,*,*");
 }
 
@@ -62,6 +70,12 @@ constexpr PatternLine kChannels[] = {
 };
 
 } // namespace
+
+Factorization whole_without_rule(const OpCall& call) {
+  const bool updates = call.name.find("_backward") == std::string::npos && call.flag("training", true);
+  if (updates) check_running_statistics(call);
+  return whole_factors(call);
+}
 
 void register_normalization(Registry& registry) {
   add_patterns(registry, kChannels);

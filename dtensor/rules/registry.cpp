@@ -38,7 +38,7 @@ bool add_user_rule(const std::string& name, Rule rule) {
   return rules.by_name.emplace(name, std::move(rule)).second;
 }
 
-Registry::Registry() : pointwise_(OnLocals(pointwise_factors)), whole_(OnLocals(whole_factors)) {
+Registry::Registry() : pointwise_(OnLocals(pointwise_factors)), whole_(OnLocals(whole_without_rule)) {
   register_pointwise(*this);
   register_foreach(*this);
   register_reductions(*this);

@@ -166,6 +166,7 @@ struct LocalCall {
   std::vector<c10::IValue>* stack;
   const std::vector<OutputPlan>& outputs;
   const std::vector<SpecPtr>& inputs; ///< spec of each tensor argument as it is run; null for plain or undefined
+  bool& copies_view;                  ///< set where the result of a view operator is a copy
   size_t begin() const;               ///< index of the first argument in the stack
   c10::IValue& arg(size_t i) const { return (*stack)[begin() + i]; }
   /// The argument called `argument`; null when the overload has none.

@@ -30,8 +30,8 @@ constexpr PatternLine kImages[] = {
     {"fractional_max_pool3d_backward", "...***,...***,...***->...***"},
     {"pixel_shuffle pixel_unshuffle", "...***->...***"},
     {"channel_shuffle", "n*~->n*~"},
-    {"grid_sampler_2d", "n***,n***->n***"},
-    {"grid_sampler_2d_backward", "n***,n***,n***->n***,n***"},
+    {"grid_sampler_2d cudnn_grid_sampler", "n***,n***->n***"},
+    {"grid_sampler_2d_backward cudnn_grid_sampler_backward", "n***,n***,n***->n***,n***"},
     {"grid_sampler_3d", "n****,n****->n****"},
     {"grid_sampler_3d_backward", "n****,n****,n****->n****,n****"},
     {"upsample_nearest1d. _upsample_nearest_exact1d. upsample_linear1d. upsample_nearest2d. _upsample_nearest_exact2d. "

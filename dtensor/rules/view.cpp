@@ -1,3 +1,4 @@
+#include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/full.h>
 
@@ -125,8 +126,24 @@ Factorization squeeze(const OpCall& call) {
   return reshape_factors(call, to);
 }
 
+/// Whether a part with these strides is viewed in the output's shape. A program's own parts may have gaps, of which the strides
+/// of the whole say nothing. Dims that views merge are whole but for the first: the sizes of the whole give the same answer on
+/// every rank, where a part of one row would fit any view.
+bool has_view(const at::Tensor& local, const Spec& spec, const std::vector<int64_t>& to) {
+  const auto& sizes = spec.sizes();
+  const auto merged = static_cast<int64_t>(sizes.size()) - local.dim(); // leading dims, less one
+  at::DimVector from(sizes.begin() + merged, sizes.end());
+  if (merged > 0) from[0] = product(sizes, 0, merged + 1);
+  return at::detail::computeStride(from, local.strides(), at::DimVector(to)).has_value();
+}
+
 /// Views the local tensor in the output's local shape.
-void view_local(const LocalCall& call) { call.finish(call.arg(0).toTensor().view(call.outputs[0].local_sizes)); }
+void view_local(const LocalCall& call) {
+  const auto& local = call.arg(0).toTensor();
+  const auto& output = call.outputs[0];
+  call.copies_view = !has_view(local, *call.inputs[0], output.sizes);
+  call.finish(call.copies_view ? local.reshape(output.local_sizes) : local.view(output.local_sizes));
+}
 
 void reshape_local(const LocalCall& call) { call.finish(call.arg(0).toTensor().reshape(call.outputs[0].local_sizes)); }
 

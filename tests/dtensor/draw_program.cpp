@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <tessera/activations/recompute.h>
 #include <tessera/dtensor/local_map.h>
 #include <tessera/dtensor/sharding_math.h>
 
@@ -370,7 +371,7 @@ class Drawing {
     };
     const Unary same = [](const Tensor& x) { return x * 1; };
     const Unary sine = [](const Tensor& x) { return x.sin(); };
-    switch (random_.below(7)) {
+    switch (random_.below(9)) {
       case 0: return step("redistribute ", same, [to](const Stage&, const DTensor& x) { return x.redistribute(to) * 1; });
       case 1:
         return step("there and back ", sine, [to, line](const Stage& stage, const DTensor& x) -> Tensor {
@@ -382,13 +383,15 @@ class Drawing {
           (void)(x * 2);
           return pending.wait() * 1;
         });
-      case 3:
-        return step(
-            "to_local, from_local ", [](const Tensor& x) { return x * 2; },
-            [whole](const Stage& stage, const DTensor& x) -> Tensor {
-              const auto spread = x.redistribute(linear_in(x.placements()));
-              return from_local(to_local(spread) * 2, *stage.mesh, spread.placements(), whole);
-            });
+      case 3: {
+        const Unary dense = [](const Tensor& x) { return x * 2; };
+        const auto twice =
+            random_.of(std::vector<Unary>{dense, dense, twice_with_gaps, twice_at_every_second, twice_with_gaps_amid});
+        return step("to_local, from_local ", twice, [whole, twice](const Stage& stage, const DTensor& x) -> Tensor {
+          const auto spread = x.redistribute(linear_in(x.placements()));
+          return from_local(twice(to_local(spread)), *stage.mesh, spread.placements(), whole);
+        });
+      }
       case 4:
         return step("local_map ", sine, [to, whole](const Stage&, const DTensor& x) -> Tensor {
           const auto placements = replicate_partial(to);
@@ -401,12 +404,59 @@ class Drawing {
             [to](const Stage&, const DTensor& x) {
               return x.redistribute(to, {.forward_dtype = torch::kFloat, .backward_dtype = torch::kFloat}).to(torch::kDouble);
             });
+      case 6: return hook(a);
+      case 7: return running_again(a);
       default:
         return step("full_tensor, from_local ", sine, [to](const Stage& stage, const DTensor& x) -> Tensor {
           const Placements everywhere(stage.mesh->ndim());
           return from_local(x.full_tensor().sin(), *stage.mesh, everywhere).redistribute(to);
         });
     }
+  }
+
+  static Tensor twice_with_gaps(const Tensor& x) {
+    if (x.dim() == 0) return x * 2;
+    return torch::cat({x * 2, x}, -1).narrow(-1, 0, x.size(-1));
+  }
+
+  static Tensor twice_at_every_second(const Tensor& x) { return torch::stack({x * 2, x}, -1).select(-1, 0); }
+
+  static Tensor twice_with_gaps_amid(const Tensor& x) {
+    return x.dim() < 2 ? x * 2 : torch::cat({x * 2, x}, 1).narrow(1, 0, x.size(1));
+  }
+
+  /// A hook that writes a tensor of the program, and returns what it has summed up.
+  void hook(size_t a) {
+    const auto whole = values_[a].sizes().vec();
+    const auto placements = draw_placements(random_, whole, mesh_shape_, false);
+    add({"hook, sum " + tessera::to_string(placements), {a}, [=](const Stage& stage, const Tensors& x) {
+           const auto zeros = torch::zeros(whole, torch::kDouble);
+           const auto sum = stage.mesh ? Tensor(make(zeros, *stage.mesh, placements)) : zeros.to(stage.device);
+           const auto y = x[0] * 1;
+           y.register_hook([sum](const Tensor& gradient) {
+             const at::NoGradGuard no_grad;
+             return sum.add_(gradient).clone();
+           });
+           return Tensors{y};
+         }});
+  }
+
+  /// A function that runs again in backward, and looks at this rank's part of what it wrote.
+  void running_again(size_t a) {
+    const auto whole = values_[a].sizes().vec();
+    const auto placements = draw_placements(random_, whole, mesh_shape_, false);
+    const auto b = alike(a);
+    const bool added = add({"recompute " + tessera::to_string(placements), {a, b}, [=](const Stage& stage, const Tensors& x) {
+                              const auto sine = [=](const Tensor& x, const Tensor& y) {
+                                auto sum = x * 1;
+                                sum.add_(y);
+                                if (!stage.mesh) return sum.sin();
+                                return Tensor(from_local(to_local(sum).sin(), *stage.mesh, placements, whole));
+                              };
+                              const auto first = stage.mesh ? Tensor(DTensor(x[0]).redistribute(placements)) : x[0];
+                              return Tensors{recompute(sine, first, x[1])};
+                            }});
+    if (added) frozen_.insert(frozen_.end(), {a, b, values_.size() - 1});
   }
 
   /// Doubling the parts doubles the value.

@@ -1,4 +1,6 @@
 // Gradients where the placements of a tensor, of its gradient and of what a kernel saved meet, and gradients of gradients.
+#include <tessera/activations/recompute.h>
+#include <tessera/dtensor/dispatch/call_site.h>
 #include <tessera/dtensor/local_map.h>
 #include <tessera/tests/support/sweep.h>
 
@@ -305,6 +307,85 @@ TEST(Gradients, OfLossesOfOperandsThatBroadcast) {
     }
   }
 }
+
+// --- programs that run amid derivative formulas -------------------------------------------------------------------------------
+
+/// A formula asks for the second run, in which what the function writes keeps its placement as it did in the first.
+TEST(Gradients, OfAFunctionThatRunsAgainAndWrites) {
+  const auto mesh = line_mesh();
+  const Placements everywhere{Replicate{}};
+  const auto left = placed(draw({8, 8}, 2), mesh, {Shard{1}}), right = placed(draw({8, 8}, 3), mesh, {Shard{0}});
+  const auto function = [&](const Tensor& x) -> Tensor {
+    auto y = x * 1.0;
+    y.add_(x.mm(left).mm(right));
+    const auto local = to_local(y);
+    return from_local(local * local, mesh, everywhere);
+  };
+  const auto gradient = [&](bool again) {
+    const auto x = placed(draw({4, 8}, 1), mesh, everywhere).requires_grad_();
+    return whole_detached(grad({(again ? recompute(function, x) : function(x)).sum()}, {x})[0]);
+  };
+  EXPECT_TENSORS_CLOSE(gradient(true), gradient(false), 1e-9, 1e-9);
+}
+
+/// A hook runs where the formula of its tensor's node will, and its tensors are none that the formula makes.
+TEST(Gradients, HooksWriteTensorsOfTheProgram) {
+  const auto mesh = line_mesh();
+  const auto zeros = torch::zeros({4, 8}, torch::kDouble), weight = draw({8, 8}, 2);
+  auto sum = placed(zeros, mesh, {Replicate{}});
+  auto log = torch::zeros({}, sum.options());
+  const auto mask = torch::ones({4, 8}, sum.options());
+  const auto h = placed(draw({4, 8}, 1), mesh, {Replicate{}}).requires_grad_().tanh();
+  h.register_hook([&](const Tensor& gradient) {
+    if (world_size() > 1) EXPECT_EQ(DTensor(gradient).placements(), Placements{Partial{}});
+    sum.add_(gradient);
+    EXPECT_THROWS_WITH(log.add_(gradient.abs().sum()), "the written argument 'self' is a plain tensor");
+    EXPECT_THROWS_WITH(gradient * mask, "cannot be mixed with DTensors");
+    EXPECT_THROWS_WITH(gradient + mask, "cannot be mixed with DTensors");
+  });
+  h.mm(placed(weight, mesh, {Shard{1}})).sum().backward();
+  EXPECT_EQ(DTensor(sum).placements(), Placements{Replicate{}});
+  EXPECT_TENSORS_CLOSE(whole_detached(sum), (zeros + 1).mm(weight.t()), 1e-9, 1e-9);
+  EXPECT_FALSE(is_dtensor(log));
+}
+
+/// The formula of cat makes plain zeros, to which autograd adds in place.
+TEST(Gradients, OfAnEmptyTensorThatIsUsedTwice) {
+  const auto mesh = line_mesh();
+  const auto empty = placed(draw({0}, 1), mesh, {Shard{0}}).requires_grad_();
+  const auto product = empty * placed(draw({0}, 2), mesh, {Shard{0}});
+  const auto joined = torch::cat({empty, placed(draw({3}, 3), mesh, {Shard{0}})});
+  (product.sum() + joined.sum()).backward();
+  EXPECT_EQ(DTensor(empty.grad()).placements(), Placements{Shard{0}});
+}
+
+/// What tells a program's forward from a formula, where both run in grad mode.
+struct OwnNode : torch::autograd::Node {
+  using Node::Node;
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    const at::AutoGradMode grad_mode(true);
+    nested_forward = internal::dispatch::in_nested_forward();
+    return std::move(gradients);
+  }
+  bool nested_forward = false;
+};
+
+TEST(Gradients, AProgramsOwnNodeRunsAForward) {
+  const auto leaf = torch::ones({2}).requires_grad_();
+  const auto node = std::make_shared<OwnNode>(torch::autograd::collect_next_edges(leaf));
+  auto y = torch::ones({2});
+  torch::autograd::create_gradient_edge(y, node);
+  bool in_hook = false;
+  y.register_hook([&](const Tensor&) {
+    const at::AutoGradMode grad_mode(true);
+    in_hook = internal::dispatch::in_nested_forward();
+  });
+  y.sum().backward();
+  EXPECT_TRUE(node->nested_forward);
+  EXPECT_TRUE(in_hook);
+}
+
+// --- the second order of formulas ---------------------------------------------------------------------------------------------
 
 /// In double backward, PyTorch's formulas make zeros of their own, as they do in the first.
 Tensor redistributed(const Tensor& x) { return is_dtensor(x) ? Tensor(DTensor(x).redistribute({Replicate{}})) : x; }

@@ -384,7 +384,8 @@ TEST(Ops, DrawsWithoutAnUnderscoreAreNewTensors) {
       torch::manual_seed(5);
       return std::vector<Tensor>{at::uniform(x), torch::bernoulli(x, p), at::exponential(x)};
     };
-    const auto expected = draw(torch::ones({8, 4}), torch::full({8, 4}, 0.5)), drawn = draw(x, likely);
+    const auto device = twin_device();
+    const auto expected = draw(torch::ones({8, 4}, device), torch::full({8, 4}, 0.5, device)), drawn = draw(x, likely);
     for (size_t i = 0; i < drawn.size(); ++i) EXPECT_TENSORS_EQUAL(whole_of(drawn[i]), expected[i]);
     EXPECT_TENSORS_EQUAL(whole_of(x), torch::ones({8, 4}));
   }
@@ -503,7 +504,7 @@ TEST(Ops, OutArgumentsAreWritten) {
 
     auto kept = out({5, 3}, torch::kFloat, placement), mask = out({5, 3}, torch::kBool, placement);
     torch::manual_seed(5);
-    const auto expected = at::native_dropout(table, 0.5, true);
+    const auto expected = at::native_dropout(table.to(twin_device()), 0.5, true);
     torch::manual_seed(5);
     at::native_dropout_out(kept, mask, Tensor(make(table, mesh, {placement})), 0.5, true);
     EXPECT_TENSORS_EQUAL(whole_of(kept), std::get<0>(expected));

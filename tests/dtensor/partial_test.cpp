@@ -1,4 +1,6 @@
 // Partial tensors: of truth values and whole numbers, whose reductions are linear in few operators, of halves, and as out=.
+#include <ATen/record_function.h>
+#include <tessera/dtensor/dispatch/fallback.h>
 #include <tessera/dtensor/redistribute/transition.h>
 
 #include "layouts.h"
@@ -52,7 +54,8 @@ TEST(Partial, AnAverageOfWholeNumbersIsNotDefined) {
 
 TEST(Partial, OfNarrowTypesHoldsItsValue) {
   const auto mesh = line_mesh();
-  for (const auto& whole : {torch::tensor({true, false, true}), torch::full({3}, 100, torch::kChar)}) {
+  for (const auto& whole :
+       {torch::tensor({true, false, true}), torch::full({3}, 100, torch::kChar), torch::full({3}, 60000, torch::kHalf)}) {
     for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(StridedShard{0, 2})}) {
       for (const auto op : {Op::kSum, Op::kProduct}) {
         SCOPED_TRACE(::testing::Message() << whole.dtype() << " " << placement << " " << to_string(Placement(Partial{op})));
@@ -85,6 +88,78 @@ TEST(Partial, AveragesOfHalvesKeepSmallNumbers) {
   const auto split = DTensor(mean).redistribute({Shard{0}});
   EXPECT_EQ(split.scalar_type(), at::kHalf);
   EXPECT_TENSORS_EQUAL(split.full_tensor(), smallest);
+}
+
+/// Compared as integers: a communicator that passes over NaN finds none.
+TEST(Partial, MinimaAndMaximaKeepNaN) {
+  using namespace internal::redistribute;
+  const auto mesh = line_mesh();
+  constexpr double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+  const auto values = torch::tensor({-inf, -2.5, -1e-40, -0.0, 0.0, 1e-40, 0.75, 3.0, inf, nan, -nan}, torch::kDouble);
+  const auto count = values.numel();
+  for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf}) {
+    const auto left = values.to(mesh.device(), dtype).unsqueeze(1).expand({count, count}), right = left.t();
+    for (const auto op : {Op::kMin, Op::kMax}) {
+      SCOPED_TRACE(::testing::Message() << dtype << " " << to_string(Placement(Partial{op})));
+      const auto sent = [&](const Tensor& tensor) { return encode(tensor, Partial{op}, *mesh.communicator()); };
+      ASSERT_FALSE(sent(left).is_floating_point());
+      const bool least = op == Op::kMin;
+      const auto reduced = least ? at::minimum(sent(left), sent(right)) : at::maximum(sent(left), sent(right));
+      EXPECT_TENSORS_CLOSE(decode(reduced, Partial{op}, dtype), least ? at::minimum(left, right) : at::maximum(left, right), 0,
+                           0);
+    }
+  }
+  const auto losses = torch::tensor({1.0, 2.0, nan, 4.0});
+  const auto split = Tensor(make(losses, mesh, {Shard{0}}));
+  for (int64_t i = 0; i < 4; ++i) EXPECT_TENSORS_CLOSE(whole_of(split[i]), losses[i]);
+  EXPECT_TRUE(std::isnan(split.max().item<double>()));
+  EXPECT_TRUE(std::isnan(split.norm(INFINITY).item<double>()));
+}
+
+/// A tensor beside a norm may be negative, which a norm cannot be.
+TEST(Partial, NormsAreReducedBesideNegativeTensors) {
+  const auto mesh = line_mesh();
+  const auto whole = torch::tensor({3.0, 4.0, 0.0, -12.0});
+  const auto norm = Tensor(make(whole, mesh, {Shard{0}})).norm();
+  for (const double number : {2.0, -2.0, 2.0}) {
+    const auto expected = torch::stack({whole.norm(), torch::tensor(number)});
+    for (const Placement& placement : {Placement(Replicate{}), Placement(Partial{})}) {
+      const auto beside = Tensor(make(torch::tensor(number), mesh, {placement}));
+      const auto stacked = torch::stack({norm, beside});
+      EXPECT_TENSORS_CLOSE(whole_of(stacked), expected);
+      EXPECT_TENSORS_CLOSE(whole_of(torch::cat({beside.view({1}), norm.view({1})})), expected.flip(0));
+      const bool joins = world_size() > 1 && number > 0 && placement == Placement(Replicate{});
+      if (joins) EXPECT_TRUE(is_partial(DTensor(stacked).placements()[0]));
+    }
+  }
+}
+
+/// How often `function` asks a tensor for its negative values.
+int64_t sign_questions(const std::function<void()>& function) {
+  thread_local int64_t count;
+  count = 0;
+  const auto handle = at::addThreadLocalCallback(
+      at::RecordFunctionCallback([](const at::RecordFunction& function) -> std::unique_ptr<at::ObserverContext> {
+        count += std::string_view(function.name()) == "aten::lt";
+        return nullptr;
+      }));
+  function();
+  at::removeCallback(handle);
+  return count;
+}
+
+/// A question waits for the device, and a plan costs more than the call.
+TEST(Partial, WhatIsBesideANormIsLookedAtOnce) {
+  const auto mesh = line_mesh();
+  const auto norm = Tensor(make(torch::tensor({3.0, 4.0}), mesh, {Shard{0}})).norm();
+  for (const double number : {2.0, -2.0}) {
+    const auto beside = Tensor(make(torch::tensor(number), mesh, {Replicate{}}));
+    const auto stack = [&] { torch::stack({norm, beside}); };
+    stack();
+    const auto misses = internal::dispatch::cache_statistics().misses;
+    EXPECT_LE(sign_questions(stack), 1);
+    EXPECT_EQ(internal::dispatch::cache_statistics().misses, misses);
+  }
 }
 
 /// Adding a number to every rank's part adds it once a rank; a weight that is a sum is no factor of both.

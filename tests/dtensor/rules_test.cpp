@@ -22,7 +22,7 @@ TEST(Rules, BernoulliOfAProbability) {
     torch::manual_seed(5);
     return torch::bernoulli(x, 0.25);
   };
-  check_placements(torch::full({8, 4}, 3.0F), draw);
+  check_placements(torch::full({8, 4}, 3.0F, twin_device()), draw);
 }
 
 TEST(Rules, ChannelShuffleOfImagesOfAnyDims) {

@@ -54,8 +54,8 @@ TEST(View, WritesReachTheBaseOrAreRefused) {
       EXPECT_TENSORS_EQUAL(full(part), view.take(plain).contiguous());
       if (is_copy(part)) {
         EXPECT_THROWS_WITH(part.mul_(2),
-                           "this view of a DTensor could not alias it, because its data had to move between ranks; "
-                           "writing into it would not reach the original");
+                           "this view of a DTensor could not alias it, because its data had to move between ranks, or its part "
+                           "has gaps; writing into it would not reach the original");
         EXPECT_TENSORS_EQUAL(full(base), plain);
         base.add_(1);
         EXPECT_THROWS_WITH(part.add(1), "the DTensor behind this view was written after the view was taken");
@@ -101,6 +101,93 @@ TEST(View, OfPartsThatAreNotRowMajor) {
     SCOPED_TRACE(to_string(placement));
     const auto input = make(image, mesh, {placement}).contiguous(at::MemoryFormat::ChannelsLast);
     EXPECT_TENSORS_CLOSE(full(torch::conv2d(input, make(weight, mesh, {Replicate{}})).flatten(1)), expected);
+  }
+}
+
+/// This rank's part as a program's own views give it, in the memory of `whole`.
+Tensor narrowed(const Tensor& whole, const Placement& placement) {
+  const auto* shard = std::get_if<Shard>(&placement);
+  if (!shard) return whole;
+  const auto chunks = whole.chunk(world_size(), shard->dim);
+  return world_rank() < std::ssize(chunks) ? chunks[world_rank()] : whole.narrow(shard->dim, 0, 0);
+}
+
+struct Strided {
+  const char* name;
+  Tensor whole;
+  bool overlaps = false;
+};
+
+/// Of sizes that the ranks do not divide: some have a single row, a single column or nothing.
+std::vector<Strided> with_gaps() {
+  const auto rows = world_size() + 1, columns = 2 * world_size() + 1;
+  const auto base = torch::arange(rows * 2 * columns, torch::kFloat).view({rows, 2 * columns}).to(test_device());
+  return {{"all but the first columns", base.slice(1, columns)},
+          {"every second column", base.slice(1, 0, 2 * columns, 2)},
+          {"every second row and column", torch::cat({base, base}).slice(0, 0, 2 * rows, 2).slice(1, 0, 2 * columns, 2)},
+          {"a row, expanded", base[0].slice(0, 0, columns).expand({rows, columns}), true},
+          {"a column, expanded", base.slice(1, 0, 1).expand({rows, columns}), true},
+          {"windows", base.view({-1}).slice(0, 0, rows + columns - 1).unfold(0, columns, 1), true}};
+}
+
+bool is_flat_in_memory(const Tensor& plain) {
+  return error_of([&] { plain.view({-1}); }) == "no error";
+}
+
+void check_gaps(const Strided& strided, const Placement& placement) {
+  const auto mesh = line_mesh();
+  const auto part = narrowed(strided.whole, placement), leaf = part.detach().requires_grad_();
+  const auto sizes = strided.whole.sizes().vec();
+  const auto whole = (strided.whole * (is_partial(placement) ? world_size() : 1)).contiguous();
+  const Tensor x = from_local(leaf, mesh, {placement}, sizes), flat = x.flatten(), view = x.detach().view({-1});
+  EXPECT_EQ(x.strides(), whole.strides());
+  EXPECT_TENSORS_EQUAL(full((x * 2).detach()), whole * 2);
+  EXPECT_TENSORS_EQUAL(full(flat.detach()), whole.flatten());
+  EXPECT_TENSORS_EQUAL(full(view), whole.flatten());
+  EXPECT_TENSORS_EQUAL(full(x.reshape({sizes[1], sizes[0]}).detach()), whole.reshape({sizes[1], sizes[0]}));
+  EXPECT_TENSORS_EQUAL(full(x.unsqueeze(1).detach()), whole.unsqueeze(1));
+  EXPECT_FALSE(is_copy(x.unsqueeze(1)));
+  const bool moves = placement == Placement(Shard{1}) && world_size() > 1;
+  EXPECT_EQ(is_copy(view), moves || !is_flat_in_memory(strided.whole));
+  flat.square().sum().backward();
+  EXPECT_TENSORS_CLOSE(leaf.grad(), 2 * (is_partial(placement) ? whole : part));
+}
+
+/// Random numbers are those of one device, and a view that is a copy is one on every rank.
+void check_writes_beside_gaps(const Strided& strided, const Placement& placement) {
+  const Tensor x = from_local(narrowed(strided.whole.detach(), placement), line_mesh(), {placement}, strided.whole.sizes().vec()),
+               view = x.view({-1});
+  const auto expected = torch::empty(strided.whole.sizes(), torch::TensorOptions(torch::kFloat).device(twin_device()));
+  torch::manual_seed(5);
+  expected.normal_();
+  torch::manual_seed(5);
+  x.normal_();
+  EXPECT_TENSORS_EQUAL(full(x), expected);
+  if (is_copy(view)) {
+    EXPECT_THROWS_WITH(view.mul_(2), "this view of a DTensor could not alias it");
+    EXPECT_THROWS_WITH(full(view), "the DTensor behind this view was written after the view was taken");
+  } else {
+    view.mul_(2);
+    EXPECT_TENSORS_EQUAL(full(x), expected * 2);
+  }
+}
+
+/// The whole has none: its strides, and what is a view of it, must not depend on the size of a rank's part.
+TEST(View, OfPartsWithGaps) {
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1}), Placement(Partial{})}) {
+    for (const auto& strided : with_gaps()) {
+      SCOPED_TRACE(::testing::Message() << strided.name << " " << placement);
+      check_gaps(strided, placement);
+    }
+  }
+}
+
+TEST(View, WritesBesideGapsReachTheBaseOrAreRefused) {
+  for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1})}) {
+    for (const auto& strided : with_gaps()) {
+      SCOPED_TRACE(::testing::Message() << strided.name << " " << placement);
+      if (!strided.overlaps) check_writes_beside_gaps(strided, placement);
+    }
   }
 }
 
