@@ -1,8 +1,7 @@
 #include <tessera/fsdp/call.h>
 
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <tessera/dtensor/dispatch/meet_plain.h>
+#include <tessera/dtensor/in_backward.h>
 #include <tessera/fsdp/sharded_module.h>
 
 namespace tessera {
@@ -13,7 +12,7 @@ ForwardScope::ForwardScope(const torch::nn::Module& module) : handle_(fsdp(modul
 }
 
 ForwardScope::~ForwardScope() {
-  if (torch::autograd::get_current_graph_task_id() >= 0) return; // recompute: backward still reads the parameters
+  if (internal::in_backward()) return; // recompute: backward still reads the parameters
   try {
     const auto lock = handle_.state()->schedule()->lock();
     const bool has_ended = handle_.state()->end_forward(module_);

@@ -55,8 +55,8 @@ template <typename... Inputs>
 concept BeginWithFunction = (sizeof...(Inputs) > 0) &&
                             std::is_member_function_pointer_v<std::decay_t<std::tuple_element_t<0, std::tuple<Inputs..., int>>>>;
 
-/// Runs `run` on the inputs, cast as a `tessera::call` of `module` casts them. Returns what `run` returns; of what has tensors
-/// inside, a copy with these cast.
+/// Runs `run` on the inputs, cast as a `tessera::call` of `module` casts them. Returns the result of `run`; if it has tensors
+/// inside, a copy with these tensors cast.
 template <typename Run, typename... Inputs>
 decltype(auto) run_call(const torch::nn::Module& module, const Run& run, Inputs&&... inputs) {
   const CallScope scope(module);

@@ -13,7 +13,7 @@ namespace tessera::internal {
 /// have the same sizes; no destination overlaps with another.
 class CopyList {
  public:
-  void copy(at::Tensor destination, at::Tensor source) { copies_.add(std::move(destination), std::move(source)); }
+  void copy(at::Tensor destination, at::Tensor source);
   /// Adds the source to what is there.
   void sum(at::Tensor destination, at::Tensor source) { sums_.add(std::move(destination), std::move(source)); }
   void zero(at::Tensor destination) { zeroed_.push_back(std::move(destination)); }

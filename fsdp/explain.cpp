@@ -17,6 +17,7 @@
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/memory_prediction.h>
 #include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/storage_count.h>
 #include <tessera/fsdp/text_table.h>
 
 namespace tessera::internal {
@@ -52,18 +53,26 @@ GroupExplanation explain_group(const ParameterGroup& group) {
   return result;
 }
 
-/// Of parameters that are not sharded, and of buffers.
-MemoryPrediction plain_memory(const torch::nn::Module& module, const ExplainOptions& options) {
+/// Of buffers, and of parameters that no group of the model below `root` has: plain ones, and DTensors that were ignored or are
+/// another model's.
+MemoryPrediction plain_memory(const torch::nn::Module& module, ShardedModule& root, const ExplainOptions& options) {
+  absl::flat_hash_set<const ParameterGroup*> groups;
+  for (const auto& each : root.subtree()) groups.insert(each->group().get());
   MemoryPrediction known;
   absl::flat_hash_set<const c10::TensorImpl*> seen;
   for (const auto& parameter : module.parameters()) {
-    if (dtensor_meta(parameter) || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    known.parameters += bytes_of(parameter);
+    const auto* sharded = parameter_meta(parameter);
+    if ((sharded && groups.contains(sharded->group)) || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    const auto* meta = dtensor_meta(parameter);
+    const int64_t bytes = bytes_of(meta ? meta->local : parameter);
+    known.parameters += bytes;
     if (!parameter.requires_grad()) continue;
-    known.optimizer_state += options.optimizer_tensors * bytes_of(parameter);
-    known.gradients += bytes_of(parameter);
+    known.optimizer_state += options.optimizer_tensors * bytes;
+    known.gradients += bytes;
   }
-  for (const auto& buffer : module.buffers()) known.buffers += bytes_of(buffer);
+  StorageCount buffers;
+  for (const auto& buffer : module.buffers()) buffers.add(buffer);
+  known.buffers = buffers.bytes();
   return known;
 }
 
@@ -128,7 +137,7 @@ Explanation explain(const torch::nn::Module& module, const ExplainOptions& optio
   for (const auto& each : state.subtree()) {
     if (const auto group = each->group()) explanation.groups.push_back(internal::explain_group(*group));
   }
-  explanation.memory = internal::predict_memory(state, options, internal::plain_memory(module, options));
+  explanation.memory = internal::predict_memory(state, options, internal::plain_memory(module, state, options));
   return explanation;
 }
 

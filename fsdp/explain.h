@@ -24,7 +24,7 @@ struct GroupExplanation {
   bool reshards_after_forward = false;
 };
 
-/// How a model is sharded, and what a step of it is expected to hold in memory.
+/// How a model is sharded, and the predicted memory of a step.
 struct Explanation {
   int64_t rank = 0;
   std::vector<GroupExplanation> groups; ///< from the root down
@@ -38,10 +38,12 @@ struct Explanation {
 
 std::ostream& operator<<(std::ostream& out, const Explanation& explanation);
 
-/// Predicts from what is sharded, without running it: a step of one forward, one backward and one optimizer step, in which each
-/// group is gathered one ahead. Groups are taken to be read as the last forward read them; before any, all in the order in which
-/// their modules are registered. What is offloaded to the host counts as if it was on the device; what is in files does not
-/// count. An error for a module that was not sharded. Local: no communication, and any rank may call it alone.
+/// Predicts the memory of a sharded model without running it, for a step of one forward, one backward and one optimizer step, in
+/// which each group is gathered one ahead. It assumes that groups are read in the order of the last forward; before any forward,
+/// in the order in which their modules are registered. State that is offloaded to the host counts as if it were on the device;
+/// state in files does not count. For a parameter with a gather extension it assumes that each rank sends its part in the dtype
+/// of forward. Settings of gathers (`set_prefetch_depth`, lists of modules, `set_unshard_in_backward`) and `no_sync` are ignored.
+/// An error for a module that was not sharded. Local: no communication, and a single rank may call it.
 Explanation explain(const torch::nn::Module& module, const ExplainOptions& options = {});
 
 } // namespace tessera

@@ -2,22 +2,17 @@
 
 #include <absl/algorithm/container.h>
 
-#include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/module_walk.h>
 #include <tessera/fsdp/sharded_module.h>
 
 namespace tessera::internal {
-
-void check_owns_all_parameters(const torch::nn::Module& module, const char* what) {
-  if (is_sharded(module)) check_owns_all_parameters(module, what, {fsdp(module).state()->schedule().get()});
-}
 
 void check_owns_all_parameters(const torch::nn::Module& module, const char* what,
                                const absl::flat_hash_set<const Schedule*>& schedules) {
   any_parameter(module, [&](const at::Tensor& parameter) {
     const auto* meta = parameter.requires_grad() ? parameter_meta(parameter) : nullptr; // nothing of a frozen one is reduced
     TORCH_CHECK_VALUE(!meta || schedules.contains(&schedule_of(*meta->group)), what, ": the parameter ",
-                      meta->group->full_name(meta->index), " of the model ", module_of(*meta->group).root().label(),
+                      meta->group->full_name(meta->index), " of the model ", state_of_group(*meta->group).root().label(),
                       " lies below ", module.name(), " as well, which is another model and does not reach it: call fully_shard ",
                       "on a module above both");
     return false;
@@ -32,7 +27,7 @@ std::vector<std::shared_ptr<ShardedModule>> foreign_modules_below(const ShardedM
   for (const auto* top : tops) {
     any_parameter(*top, [&](const at::Tensor& parameter) {
       const auto* meta = parameter_meta(parameter);
-      if (meta && &schedule_of(*meta->group) != state.schedule().get()) met.insert(&module_of(*meta->group).of_modules());
+      if (meta && &schedule_of(*meta->group) != state.schedule().get()) met.insert(&state_of_group(*meta->group).of_modules());
       return false;
     });
   }

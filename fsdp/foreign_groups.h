@@ -16,11 +16,8 @@ namespace tessera::internal {
 class Schedule;
 class ShardedModule;
 
-/// An error, after `what`, where a trained sharded parameter below `module` belongs to another model than `module` itself: what
-/// is set on the one does not reach the other. Nothing for a module that was not sharded.
-void check_owns_all_parameters(const torch::nn::Module& module, const char* what);
-
-/// The same for parameters of a model that has none of these schedules.
+/// An error, after `what`, where a trained sharded parameter below `module` belongs to a model that has none of these schedules:
+/// what is set on theirs does not reach it.
 void check_owns_all_parameters(const torch::nn::Module& module, const char* what,
                                const absl::flat_hash_set<const Schedule*>& schedules);
 

@@ -1,4 +1,4 @@
-#include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/fsdp_module.h>
 
 #include <cmath>
 
@@ -11,17 +11,10 @@ namespace tessera {
 
 namespace {
 
+using internal::for_each_group;
 using internal::GroupGradients;
 using internal::PrefetchSettings;
 using internal::ShardedModule;
-
-template <typename Apply> // void(GroupGradients&)
-void for_each_group(ShardedModule& state, bool recurse, const Apply& apply) {
-  const auto lock = state.schedule()->lock();
-  for (const auto& each : recurse ? state.subtree() : state.parts()) {
-    if (const auto group = each->group()) apply(each->gradients());
-  }
-}
 
 /// The same for those of other models too, of modules that lie below.
 template <typename Apply> // void(GroupGradients&)
@@ -65,33 +58,27 @@ void check_same_ranks(const CommunicatorPtr& communicator, const CommunicatorPtr
 void FSDPModule::unshard() { unshard_async().wait(); }
 
 UnshardHandle FSDPModule::unshard_async() {
-  for (const auto& part : state_->parts()) {
-    if (const auto group = part->group()) part->schedule()->start_unshard(*group);
-  }
+  for (const auto& group : state_->groups()) state_->schedule()->start_unshard(*group);
   return UnshardHandle(state_);
 }
 
 void UnshardHandle::wait() {
-  for (const auto& part : state_->parts()) {
-    if (const auto group = part->group()) part->schedule()->finish_unshard(*group);
-  }
+  for (const auto& group : state_->groups()) state_->schedule()->finish_unshard(*group);
 }
 
 void FSDPModule::reshard() {
-  for (const auto& part : state_->parts()) {
-    if (const auto group = part->group()) part->schedule()->reshard(*group);
-  }
+  for (const auto& group : state_->groups()) state_->schedule()->reshard(*group);
 }
 
 void FSDPModule::set_requires_gradient_sync(bool requires_sync, bool recurse) {
   for_each_group_below(*state_, recurse, [&](GroupGradients& gradients) {
-    gradients.sync_setting() = gradients.all_reduce_setting() = requires_sync;
+    gradients.settings.requires_sync = gradients.settings.requires_all_reduce = requires_sync;
   });
 }
 
 void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse) {
   for_each_group_below(*state_, recurse,
-                       [&](GroupGradients& gradients) { gradients.all_reduce_setting() = requires_all_reduce; });
+                       [&](GroupGradients& gradients) { gradients.settings.requires_all_reduce = requires_all_reduce; });
 }
 
 void FSDPModule::set_reshard_after_forward(bool reshard, bool recurse) {
@@ -102,7 +89,7 @@ void FSDPModule::set_reshard_after_forward(bool reshard, bool recurse) {
 }
 
 void FSDPModule::set_reshard_after_backward(bool reshard, bool recurse) {
-  for_each_group(*state_, recurse, [&](GroupGradients& gradients) { gradients.reshard_after_backward = reshard; });
+  for_each_group(*state_, recurse, [&](GroupGradients& gradients) { gradients.settings.reshard_after_backward = reshard; });
 }
 
 void FSDPModule::set_unshard_in_backward(bool unshard_in_backward) {
@@ -131,7 +118,7 @@ void FSDPModule::set_prefetch_depth(int64_t groups, bool recurse) {
 void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t buffers, bool recurse) {
   TORCH_CHECK_VALUE(buffers == 1 || buffers == 2, "set_reduce_scatter_max_input_buffers: there are 1 or 2 buffers, but ", buffers,
                     " were asked for on rank ", process_context().rank());
-  for_each_group(*state_, recurse, [&](GroupGradients& gradients) { gradients.has_only_buffer = buffers == 1; });
+  for_each_group(*state_, recurse, [&](GroupGradients& gradients) { gradients.settings.has_only_buffer = buffers == 1; });
 }
 
 void FSDPModule::set_is_last_backward(bool is_last_backward) { state_->schedule()->set_is_last_backward(is_last_backward); }
@@ -150,7 +137,7 @@ void FSDPModule::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook
   for_each_group(*state_, false, [&](GroupGradients& gradients) {
     TORCH_CHECK(!gradients.is_unfinished(), "set_all_reduce_hook: gradients of ", state_->label(),
                 " wait for their reduction: set it before the first backward of a step");
-    gradients.all_reduce_hook = hook;
+    gradients.settings.all_reduce_hook = hook;
   });
 }
 
@@ -181,18 +168,15 @@ const DeviceMesh& FSDPModule::mesh() const { return state_->axes().mesh(); }
 
 std::vector<std::string> FSDPModule::parameter_names() const {
   std::vector<std::string> names;
-  for (const auto& part : state_->parts()) {
-    const auto group = part->group();
-    for (size_t i = 0; group && i < group->parameters().size(); ++i) names.push_back(group->full_name(i));
+  for (const auto& group : state_->groups()) {
+    for (size_t i = 0; i < group->parameters().size(); ++i) names.push_back(group->full_name(i));
   }
   return names;
 }
 
 int64_t FSDPModule::unsharded_bytes() const {
   int64_t bytes = 0;
-  for (const auto& part : state_->parts()) {
-    if (const auto group = part->group()) bytes += group->unsharded_bytes();
-  }
+  for (const auto& group : state_->groups()) bytes += group->unsharded_bytes();
   return bytes;
 }
 

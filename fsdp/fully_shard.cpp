@@ -1,30 +1,26 @@
 #include <tessera/fsdp/fully_shard.h>
 
-#include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/cuda.h>
 
+#include <algorithm>
 #include <exception>
-#include <limits>
+#include <span>
 #include <utility>
 
 #include <tessera/collectives/error_text.h>
-#include <tessera/collectives/gather_texts.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/view_replay.h>
 #include <tessera/fsdp/census.h>
-#include <tessera/fsdp/gradient_hooks.h>
 #include <tessera/fsdp/group_making.h>
 #include <tessera/fsdp/initial_weights.h>
 #include <tessera/fsdp/module_walk.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/unsharded_dtypes.h>
-#include <tessera/offload/aligned_memory.h>
-#include <tessera/offload/make_offload_memory.h>
 
 namespace tessera {
 
@@ -41,24 +37,6 @@ std::string describe(const std::vector<Module*>& modules) {
   for (const auto* module : modules) text += (text.empty() ? "" : " + ") + module->name();
   return text;
 }
-
-} // namespace
-
-void check_parameter(const at::Tensor& parameter, const std::string& name, const at::Tensor& first) {
-  const auto check = [&](bool holds, const auto&... problem) {
-    TORCH_CHECK_VALUE(holds, "fully_shard: the parameter ", name, problem...);
-  };
-  check(!dtensor_meta(parameter), " is a DTensor already");
-  check(parameter.layout() == at::kStrided, " has the layout ", parameter.layout(), ", but only dense parameters can be sharded");
-  check(!parameter.is_quantized(), " is quantized, but only dense parameters can be sharded");
-  check(!parameter.is_inference(), " was made in InferenceMode, whose tensors cannot be sharded; build the module outside of it");
-  check(parameter.is_leaf(), " is no leaf: it was computed from other tensors");
-  check(!parameter.grad().defined(), " has a gradient already; call zero_grad() before fully_shard");
-  check(parameter.is_meta() == first.is_meta(), " is on ", parameter.device(), " while others of its group are on ",
-        first.device(), "; build the whole module on the meta device or none of it");
-}
-
-namespace {
 
 void check_not_sharded(const std::vector<Module*>& modules, const Census& census) {
   for (const auto& root : census.roots) {
@@ -95,11 +73,6 @@ void check_policy(const MixedPrecisionPolicy& policy) {
     TORCH_CHECK_VALUE(!entry.empty(), "fully_shard: keep_in_fp32 of the mixed precision policy has an empty name");
 }
 
-std::string describe(const std::optional<ReshardAfterForward>& option) {
-  if (!option) return "unset";
-  return option->ranks() ? std::to_string(*option->ranks()) : *option ? "true" : "false";
-}
-
 const char* describe(const OffloadPolicy& policy) {
   using Memory = OffloadPolicy::Memory;
   return policy.memory == Memory::kFiles ? "to files" : policy.memory == Memory::kHost ? "to the host" : "unset";
@@ -114,9 +87,9 @@ std::string describe(Strategy strategy, const DeviceMesh& mesh, const FullyShard
       "[{}], "
       "initial_weights {}, bucket_bytes {}, communicators {}, offload {}",
       row_of(strategy).name, fmt::join(mesh.shape(), " x "),
-      options.layout == BufferLayout::kRagged ? "kRagged" : "kPerParameter", describe(options.reshard_after_forward),
-      dtype(policy.param_dtype), dtype(policy.reduce_dtype), fmt::join(policy.keep_in_fp32, ", "),
-      static_cast<int>(options.initial_weights), options.bucket_bytes,
+      options.layout == BufferLayout::kRagged ? "kRagged" : "kPerParameter",
+      text_of_reshard_after_forward(options.reshard_after_forward), dtype(policy.param_dtype), dtype(policy.reduce_dtype),
+      fmt::join(policy.keep_in_fp32, ", "), static_cast<int>(options.initial_weights), options.bucket_bytes,
       options.communicators == CommunicatorUse::kShared ? "kShared" : "kSeparate", describe(options.offload));
 }
 
@@ -132,9 +105,9 @@ std::vector<StatePtr> roots_below(const Census& census) {
 }
 
 /// For the model that a call makes or completes: one number from its first call to its last.
-int64_t next_number(const Census& census) {
+int64_t next_number(const std::vector<StatePtr>& below) {
   int64_t number = process_context().next_number();
-  for (const auto& root : roots_below(census)) {
+  for (const auto& root : below) {
     if (root->model_number > 0) number = std::min(number, root->model_number);
   }
   return number;
@@ -149,9 +122,8 @@ void close(ShardedModule& root) {
 }
 
 /// Takes the models made by earlier calls under `state`.
-void adopt_below(const StatePtr& state, const Census& census) {
-  const auto& walk = census.walk;
-  for (const auto& root : roots_below(census)) {
+void adopt_below(const StatePtr& state, const ModuleWalk& walk, const std::vector<StatePtr>& below) {
+  for (const auto& root : below) {
     std::vector<Place> places;
     for (const auto* module : root->modules()) {
       places.push_back(walk.is_below(module) ? walk.place_of(walk.visit_of(module)) : Place{0, std::to_string(places.size())});
@@ -171,36 +143,19 @@ FullyShardOptions kept_of(FullyShardOptions options) {
   return options;
 }
 
-} // namespace
+/// The free parameters of a call, and their names for errors.
+struct Taken {
+  std::vector<FreeParameter> parameters;
+  std::vector<std::string> names;
+  std::exception_ptr thrown; ///< by shard_placement_fn or gather_extension_fn
+};
 
-CommunicatorPtr connect_neighbours(const MeshAxes& axes, const std::optional<ReshardAfterForward>& option) {
-  if (!option) return nullptr;
-  TORCH_CHECK_VALUE(!*option || !axes.keeps_parameters(), "fully_shard: the strategy ", row_of(axes.strategy()).name,
-                    " keeps the parameters gathered, but reshard_after_forward is ", describe(option));
-  if (!option->ranks() || *option->ranks() == 1 || *option->ranks() == axes.shard_ranks()) return nullptr;
-  return axes.neighbours(*option->ranks());
-}
-
-void move_buffers(const std::vector<Registered>& buffers, c10::Device device) {
-  const at::NoGradGuard no_grad;
-  for (const auto& [buffer, visit, key] : buffers) {
-    if (buffer.defined() && !buffer.is_meta() && buffer.device() != device) buffer.set_data(buffer.to(device));
-  }
-}
-
-namespace {
-
-FreeParameters part_of(const FreeParameters& all, size_t begin, size_t end) {
-  const auto cut = [&](const auto& each) {
-    return std::decay_t<decltype(each)>(each.begin() + static_cast<std::ptrdiff_t>(begin),
-                                        each.begin() + static_cast<std::ptrdiff_t>(end));
-  };
-  return {cut(all.tensors),
-          cut(all.places),
-          cut(all.dtypes),
-          cut(all.placements),
-          all.values.empty() ? all.values : cut(all.values),
-          all.extensions.empty() ? all.extensions : cut(all.extensions)};
+/// One member of each.
+template <typename Member>
+std::vector<Member> column(const std::vector<FreeParameter>& parameters, Member FreeParameter::*member) {
+  std::vector<Member> values;
+  for (const auto& parameter : parameters) values.push_back(parameter.*member);
+  return values;
 }
 
 /// The first line of what an exception says.
@@ -209,135 +164,53 @@ std::string summary_of(const std::exception_ptr& thrown) {
   return text.substr(0, text.find('\n'));
 }
 
-/// What the program chose for each parameter, and a line for each on which all ranks must agree. Where its function throws on
-/// some ranks, the others would wait for these: the exception is a line as well.
-std::vector<std::optional<Placement>> choose_placements(const std::vector<at::Tensor>& tensors,
-                                                        const std::vector<std::string>& names, const ShardPlacementFn& choose,
-                                                        std::string& description, std::exception_ptr& thrown) {
-  std::vector<std::optional<Placement>> placements(tensors.size());
-  for (size_t i = 0; choose && !thrown && i < tensors.size(); ++i) {
+/// Has the program's `function` choose for each parameter: `ask` says what, for a line on which all ranks must agree; nothing for
+/// nothing. Where it throws on some ranks, the others would wait for these: the exception is a line as well.
+template <typename Ask> // std::string(FreeParameter&, const std::string& name)
+void ask_each(const char* function, Taken& taken, std::string& description, const Ask& ask) {
+  for (size_t i = 0; !taken.thrown && i < taken.names.size(); ++i) {
+    const auto& name = taken.names[i];
     try {
-      placements[i] = choose(names[i], tensors[i]);
-      if (placements[i]) description += fmt::format("\n{} placed {}", names[i], to_string(*placements[i]));
+      if (const std::string choice = ask(taken.parameters[i], name); !choice.empty())
+        description += fmt::format("\n{} {}", name, choice);
     } catch (...) {
-      thrown = std::current_exception();
-      description += fmt::format("\nshard_placement_fn threw for {}: {}", names[i], summary_of(thrown));
+      taken.thrown = std::current_exception();
+      description += fmt::format("\n{} threw for {}: {}", function, name, summary_of(taken.thrown));
     }
   }
-  return placements;
 }
 
-void check_placements(const FreeParameters& free, const std::vector<std::string>& names, const MeshAxes& axes) {
-  for (size_t i = 0; i < names.size(); ++i) {
-    TORCH_CHECK_VALUE(!free.placements[i] || axes.strategy() != Strategy::kNoShard, "fully_shard: shard_placement_fn chose ",
-                      to_string(*free.placements[i]), " for ", names[i], ", but the strategy no-shard splits no parameter");
-    check_placement({names[i], free.tensors[i].sizes().vec(), free.dtypes[i], free.placements[i]}, axes.shard_ranks());
+void choose_placements(const ShardPlacementFn& choose, Taken& taken, std::string& description) {
+  if (!choose) return;
+  ask_each("shard_placement_fn", taken, description, [&](FreeParameter& parameter, const std::string& name) {
+    parameter.placement = choose(name, parameter.tensor);
+    return parameter.placement ? "placed " + to_string(*parameter.placement) : "";
+  });
+}
+
+void choose_extensions(const GatherExtensionFn& choose, Taken& taken, std::string& description) {
+  if (!choose) return;
+  ask_each("gather_extension_fn", taken, description, [&](FreeParameter& parameter, const std::string& name) {
+    parameter.extension = choose(name, parameter.tensor);
+    TORCH_CHECK_VALUE(!parameter.extension || parameter.tensor.dim() > 0, "fully_shard: the parameter ", name,
+                      " has no dims, so that nothing is gathered of it, but gather_extension_fn gave it an extension");
+    return std::string(parameter.extension ? "gathered by an extension" : "");
+  });
+}
+
+void check_placements(const Taken& taken, const MeshAxes& axes) {
+  for (size_t i = 0; i < taken.names.size(); ++i) {
+    const auto& parameter = taken.parameters[i];
+    TORCH_CHECK_VALUE(!parameter.placement || axes.strategy() != Strategy::kNoShard, "fully_shard: shard_placement_fn chose ",
+                      to_string(*parameter.placement), " for ", taken.names[i],
+                      ", but the strategy no-shard splits no parameter");
+    check_placement({taken.names[i], parameter.tensor.sizes().vec(), parameter.dtype, parameter.placement}, axes.shard_ranks());
   }
-}
-
-/// Neighbouring parameters of at most `bytes` together, or one alone.
-std::vector<std::pair<size_t, size_t>> bucket_ranges(const std::vector<at::Tensor>& tensors, int64_t bytes) {
-  std::vector<std::pair<size_t, size_t>> ranges;
-  int64_t taken = 0;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto size = static_cast<int64_t>(tensors[i].nbytes());
-    if (ranges.empty() || taken + size > bytes) {
-      ranges.emplace_back(i, i);
-      taken = 0;
-    }
-    taken += size;
-    ranges.back().second = i + 1;
-  }
-  return ranges;
-}
-
-std::shared_ptr<ParameterGroup> make_group(const StatePtr& state, const FreeParameters& parameters,
-                                           const std::shared_ptr<ModelResources>& resources,
-                                           std::shared_ptr<OffloadMemory> memory) {
-  auto group = std::make_shared<ParameterGroup>(state, state->axes(), state->options(), resources);
-  group->shard(parameters, std::move(memory));
-  redirect_gradients(*group);
-  state->set_group(group);
-  return group;
-}
-
-/// Where each part of a call's parameters will lie, with room for their gradients; null for the device's memory. An error on
-/// every rank where it fails on one.
-std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const FullyShardOptions& options, const MeshAxes& axes,
-                                                           const std::vector<FreeParameters>& parts) {
-  std::vector<std::shared_ptr<OffloadMemory>> memories(parts.size());
-  const auto& mesh = axes.mesh();
-  const auto memory = options.offload.memory;
-  if (memory == OffloadPolicy::Memory::kDevice || (memory == OffloadPolicy::Memory::kHost && mesh.device().is_cpu()))
-    return memories;
-  std::string failure;
-  try {
-    for (size_t i = 0; i < parts.size(); ++i) {
-      memories[i] = make_offload_memory(options.offload, mesh.device());
-      const auto bytes = shard_bytes_of(parts[i], options.layout, axes);
-      memories[i]->reserve(2 * whole_pages(bytes));
-    }
-  } catch (const std::exception& error) {
-    failure = error_text(error);
-  }
-  const auto communicator = mesh.ndim() == 1 ? mesh.communicator(0) : mesh.flatten().communicator(0);
-  throw_failures(failure, *communicator, mesh.device(), "fully_shard's memory");
-  return memories;
-}
-
-} // namespace
-
-std::vector<std::shared_ptr<ParameterGroup>> make_groups(const StatePtr& state, const FreeParameters& all,
-                                                         const std::shared_ptr<ModelResources>& resources,
-                                                         const CommunicatorPtr& neighbours) {
-  const auto& axes = state->axes();
-  const bool buckets = axes.strategy() == Strategy::kNoShard && axes.reduces();
-  const auto bytes = buckets ? state->options().bucket_bytes : std::numeric_limits<int64_t>::max();
-  std::vector<FreeParameters> parts;
-  for (const auto& [begin, end] : bucket_ranges(all.values.empty() ? all.tensors : all.values, bytes))
-    parts.push_back(part_of(all, begin, end));
-  const auto memories = reserve_memory(state->options(), axes, parts);
-  std::vector<std::shared_ptr<ParameterGroup>> groups;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    groups.push_back(make_group(i == 0 ? state : state->add_bucket(), parts[i], resources, memories[i]));
-    if (neighbours) groups.back()->set_neighbours(neighbours);
-  }
-  if (!memories.empty() && memories[0]) release_freed_memory();
-  return groups;
-}
-
-namespace {
-
-/// The free parameters of a call, and their names for errors.
-struct Taken {
-  FreeParameters parameters;
-  std::vector<std::string> names;
-  std::exception_ptr thrown; ///< by shard_placement_fn or gather_extension_fn
-};
-
-/// What extends the gather of each parameter, and a line for each that has something; none where nothing does.
-std::vector<std::shared_ptr<GatherExtension>> choose_extensions(const std::vector<at::Tensor>& tensors,
-                                                                const std::vector<std::string>& names,
-                                                                const FullyShardOptions& options, std::string& description,
-                                                                std::exception_ptr& thrown) {
-  std::vector<std::shared_ptr<GatherExtension>> extensions(tensors.size());
-  for (size_t i = 0; options.gather_extension_fn && !thrown && i < tensors.size(); ++i) {
-    try {
-      extensions[i] = options.gather_extension_fn(names[i], tensors[i]);
-      TORCH_CHECK_VALUE(!extensions[i] || tensors[i].dim() > 0, "fully_shard: the parameter ", names[i],
-                        " has no dims, so that nothing is gathered of it, but gather_extension_fn gave it an extension");
-      if (extensions[i]) description += fmt::format("\n{} gathered by an extension", names[i]);
-    } catch (...) {
-      thrown = std::current_exception();
-      description += fmt::format("\ngather_extension_fn threw for {}: {}", names[i], summary_of(thrown));
-    }
-  }
-  const bool extends = std::any_of(extensions.begin(), extensions.end(), [](const auto& each) { return each != nullptr; });
-  return extends ? extensions : std::vector<std::shared_ptr<GatherExtension>>();
 }
 
 void check_extensions(const Taken& taken, const MeshAxes& axes, const CommunicatorPtr& neighbours) {
-  if (taken.parameters.extensions.empty()) return;
+  const auto extends = [](const FreeParameter& each) { return each.extension != nullptr; };
+  if (std::none_of(taken.parameters.begin(), taken.parameters.end(), extends)) return;
   TORCH_CHECK_VALUE(axes.strategy() != Strategy::kNoShard,
                     "fully_shard: gather_extension_fn gave an extension, but the strategy no-shard gathers no parameter");
   TORCH_CHECK_VALUE(!neighbours,
@@ -348,29 +221,23 @@ void check_extensions(const Taken& taken, const MeshAxes& axes, const Communicat
 /// What the program chose for them is added to `description`.
 Taken take_free(const Census& census, const FullyShardOptions& options, std::string& description) {
   Taken taken;
-  auto& [tensors, places, dtypes, placements, values, extensions] = taken.parameters;
   for (const auto& [tensor, visit, key] : census.free) {
-    tensors.push_back(tensor);
-    places.push_back(census.walk.place_of(*visit, key));
-    taken.names.push_back(census.walk.name(places.back()));
-    check_parameter(tensor, taken.names.back(), tensors[0]);
+    taken.parameters.push_back({.tensor = tensor, .place = census.walk.place_of(*visit, key)});
+    taken.names.push_back(census.walk.name(taken.parameters.back().place));
+    check_parameter(tensor, taken.names.back(), taken.parameters[0].tensor);
   }
   check_own_memory(census);
-  dtypes = unsharded_dtypes(census.walk, tensors, options.mixed_precision);
-  placements = choose_placements(tensors, taken.names, options.shard_placement_fn, description, taken.thrown);
-  extensions = choose_extensions(tensors, taken.names, options, description, taken.thrown);
+  const auto dtypes = unsharded_dtypes(census.walk, column(taken.parameters, &FreeParameter::tensor), options.mixed_precision);
+  for (size_t i = 0; i < dtypes.size(); ++i) taken.parameters[i].dtype = dtypes[i];
+  choose_placements(options.shard_placement_fn, taken, description);
+  choose_extensions(options.gather_extension_fn, taken, description);
   return taken;
 }
 
-WeightAgreement agree(const Taken& taken, const DeviceMesh& mesh, InitialWeights mode, const std::string& name,
-                      const std::string& description, int64_t model_number) {
-  const auto ask = [&] {
-    return agree_on_initial_weights(taken.parameters.tensors, taken.names, mesh, mode, "fully_shard of " + name, description,
-                                    model_number);
-  };
-  if (!taken.thrown) return ask();
+WeightAgreement agree(const Taken& taken, const InitialWeightsCheck& check) {
+  if (!taken.thrown) return agree_on_initial_weights(check);
   try {
-    ask();
+    agree_on_initial_weights(check);
   } catch (const std::exception&) {
     // It says what this rank's exception is, to the ranks that have none.
   }
@@ -386,12 +253,14 @@ void check_call(const std::vector<Module*>& modules, const Census& census, const
 }
 
 /// Shards the parameters, and puts the models below under `state`.
-void make_model(const StatePtr& state, const Census& census, const FreeParameters& all, const CommunicatorPtr& neighbours) {
+void make_model(const StatePtr& state, const ModuleWalk& walk, const std::vector<StatePtr>& below,
+                std::span<const FreeParameter> all, const CommunicatorPtr& neighbours) {
   const auto schedule = std::make_shared<Schedule>(state->axes().mesh().device());
+  for (const auto& root : below) schedule->take_settings(*root->schedule());
   state->settle(schedule); // a read finds it, whatever fails from here on
   try {
     make_groups(state, all, schedule->resources(), neighbours);
-    adopt_below(state, census);
+    adopt_below(state, walk, below);
     state->settle(schedule);
   } catch (...) { // some parameters may be sharded, and others not
     schedule->refuse("the model cannot be used any more, because fully_shard failed amid its changes: " +
@@ -400,38 +269,46 @@ void make_model(const StatePtr& state, const Census& census, const FreeParameter
   }
 }
 
+/// What the call met goes to `state`. Without parameters or models below, it stands beside the state that has its module's.
+void take_over(const StatePtr& state, const Census& census, const std::vector<StatePtr>& below,
+               std::span<const FreeParameter> all, const CommunicatorPtr& neighbours) {
+  for (const auto& item : census.ignored) state->ignore(item.tensor);
+  for (const auto& root : below) close(*root);
+  move_buffers(census.buffers, state->axes().mesh().device());
+  if (!all.empty() || !below.empty()) return make_model(state, census.walk, below, all, neighbours);
+  const auto* meta = parameter_meta(census.sharded[0].tensor);
+  state_of_group(*meta->group).of_modules().keep_beside(state);
+}
+
 FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& mesh, const FullyShardOptions& options) {
   check_mesh(mesh);
   const KeepViewReplay keep;
   const auto strategy = options.strategy ? *options.strategy : default_strategy(mesh);
   const auto census = take_census(modules, options.ignored_params);
   check_call(modules, census, options);
+  const auto below = roots_below(census);
   auto description = describe(strategy, mesh, options) + describe(census, mesh);
   const auto taken = take_free(census, options, description);
-  const auto& all = taken.parameters;
-  const auto& names = taken.names;
+  const auto tensors = column(taken.parameters, &FreeParameter::tensor);
   const std::string name = describe(modules);
-  const auto agreement = agree(taken, mesh, options.initial_weights, name, description, next_number(census));
-  check_norms(census.walk, all.tensors, all.dtypes); // of the same options on all ranks
+  const auto agreement = agree(taken, {.tensors = tensors,
+                                       .names = taken.names,
+                                       .mesh = mesh,
+                                       .mode = options.initial_weights,
+                                       .call = "fully_shard of " + name,
+                                       .options = description,
+                                       .model_number = next_number(below)});
+  check_norms(census.walk, tensors, column(taken.parameters, &FreeParameter::dtype)); // of the same options on all ranks
 
   const MeshAxes axes(strategy, mesh, options.communicators); // connects the ranks along its dims: they agree on them now
-  check_placements(all, names, axes);
+  check_placements(taken, axes);
   const auto neighbours = connect_neighbours(axes, options.reshard_after_forward);
   check_extensions(taken, axes, neighbours);
-  auto state =
-      std::make_shared<ShardedModule>(std::vector<const Module*>(modules.begin(), modules.end()), name, axes, kept_of(options));
-  for (const auto& item : census.ignored) state->ignore(item.tensor);
+  const std::vector<const Module*> held(modules.begin(), modules.end());
+  auto state = std::make_shared<ShardedModule>(held, name, axes, kept_of(options));
   state->initial_checksum = agreement.checksum;
   state->model_number = agreement.model_number;
-  const auto below = roots_below(census);
-  for (const auto& root : below) close(*root);
-  move_buffers(census.buffers, mesh.device());
-  if (all.tensors.empty() && below.empty()) {
-    const auto* meta = parameter_meta(census.sharded[0].tensor);
-    module_of(*meta->group).of_modules().keep_beside(state);
-  } else {
-    make_model(state, census, all, neighbours);
-  }
+  take_over(state, census, below, taken.parameters, neighbours);
   return FSDPModule(state);
 }
 
@@ -447,17 +324,6 @@ std::vector<Module*> addresses_of(const std::vector<std::shared_ptr<Module>>& mo
     pointers.push_back(module.get());
   }
   return pointers;
-}
-
-StatePtr find_state(const Module& module) {
-  StatePtr found;
-  any_parameter(module, [&](const at::Tensor& parameter) {
-    const auto* meta = parameter_meta(parameter);
-    for (auto* at = meta ? &module_of(*meta->group) : nullptr; at && !found; at = at->parent().get())
-      found = at->state_of(&module);
-    return found != nullptr;
-  });
-  return found;
 }
 
 } // namespace

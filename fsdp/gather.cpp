@@ -152,7 +152,9 @@ Work ParameterGroup::gather(const at::Tensor& unsharded) {
 
 Work ParameterGroup::all_gather(Communicator& ranks, const at::Tensor& output, const at::Tensor& input) const {
   note_collective(*this, CollectiveKind::kAllGather, output);
-  return ranks.all_gather_into(output, input, label());
+  auto work = ranks.all_gather_into(output, input, label());
+  note_work(*this, work);
+  return work;
 }
 
 void ParameterGroup::prepare_extended() {
@@ -185,8 +187,8 @@ Work ParameterGroup::gather_shards(const at::Tensor& output) {
     gathered = secondary_;
     place = outer->rank();
   }
-  auto input = fetched_shard().narrow(0, 0, casts_ ? 0 : layout_.shard_bytes);
-  if (casts_) {
+  auto input = fetched_shard().narrow(0, 0, shard_plan_.casts ? 0 : layout_.shard_bytes);
+  if (shard_plan_.casts) {
     input = gathered.narrow(0, place * sent_bytes(), sent_bytes());
     cast_into(input);
     if (!extended_.is_empty()) extended_.write(input.narrow(0, layout_.shard_bytes, extended_bytes_));
@@ -280,7 +282,7 @@ void ParameterGroup::fill_replicated(const at::Tensor& unsharded) {
 }
 
 void ParameterGroup::cast_into(const at::Tensor& destination) {
-  if (casts_whole_) {
+  if (shard_plan_.casts_whole) {
     const auto& any = parameters_[0];
     const auto numel = layout_.shard_bytes / static_cast<int64_t>(c10::elementSize(any.unsharded_dtype));
     flat_view(destination, 0, numel, any.unsharded_dtype).copy_(flat_view(fetched_shard(), 0, numel, any.spec->dtype()));

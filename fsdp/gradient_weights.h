@@ -20,6 +20,10 @@ class GradientWeights {
   void forget(const void* setter) {
     if (const auto found = find(setter); found != weights_.end()) weights_.erase(found);
   }
+  /// Those of `other` too.
+  void take(const GradientWeights& other) {
+    for (const auto& [setter, weight] : other.weights_) set(setter, weight);
+  }
   /// That of the loop which began last; 1 without one.
   double current() const { return weights_.empty() ? 1 : weights_.back().second; }
 

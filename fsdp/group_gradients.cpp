@@ -57,8 +57,7 @@ at::Tensor part_of(const at::Tensor& reduced, const ShardedParameter& parameter,
   const auto dtype = reduced.scalar_type();
   if (dtype != parameter.spec->dtype() || !reduced.is_contiguous()) return reduced.narrow(0, offset, numel);
   const auto bytes = (reduced.storage_offset() + offset) * static_cast<int64_t>(reduced.element_size());
-  const auto strides = parameter.has_strided_shards ? c10::IntArrayRef(parameter.strides) : c10::IntArrayRef();
-  return tensor_over(reduced.storage(), bytes, parameter.spec->local_sizes(), dtype, {}, strides);
+  return tensor_over(reduced.storage(), bytes, parameter.spec->local_sizes(), dtype, {}, parameter.shard_strides());
 }
 
 /// Whether `gradient` has this rank's part of the parameter. Its strides may be others, where the program has made it.
@@ -99,6 +98,17 @@ void deliver(ReadyGradient ready) {
   if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor)) (*hook)(tensor);
 }
 
+std::vector<bool> trained_of(const ParameterGroup& group) {
+  std::vector<bool> trained;
+  trained.reserve(group.parameters().size());
+  for (const auto& parameter : group.parameters()) trained.push_back(is_trained(parameter));
+  return trained;
+}
+
+bool trains_any(const ParameterGroup& group) {
+  return std::any_of(group.parameters().begin(), group.parameters().end(), is_trained);
+}
+
 GroupGradients::~GroupGradients() {
   try {
     wait_on_home();
@@ -113,36 +123,25 @@ void GroupGradients::wait_on_home() {
   reduction_.second.wait();
 }
 
-bool GroupGradients::requires_grad(size_t index) const { return is_trained(group_.parameters()[index]); }
-
 std::string GroupGradients::label() const {
-  return group_.label() + label_ + (divide_factor_ ? fmt::format(" divided by {}", *divide_factor_) : "");
-}
-
-void GroupGradients::take_settings(const GroupGradients& other) {
-  requires_sync = other.requires_sync;
-  requires_all_reduce = other.requires_all_reduce;
-  reshard_after_backward = other.reshard_after_backward;
-  has_only_buffer = other.has_only_buffer;
-  all_reduce_hook = other.all_reduce_hook;
-  divide_factor_ = other.divide_factor_;
+  return group_.label() + label_ + (settings.divide_factor ? fmt::format(" divided by {}", *settings.divide_factor) : "");
 }
 
 void GroupGradients::set_divide_factor(double factor) {
   // What waits for its all-reduce is a sum or a mean along the shard axis, and is divided at the end, in fp16 partly before.
   const auto now = divisor();
   const bool fits = now && early_factor(now) == early_factor(factor);
-  const bool differs = is_reducing() ? divide_factor_ != factor : partial_.defined() && !fits;
+  const bool differs = is_reducing() ? settings.divide_factor != factor : partial_.defined() && !fits;
   TORCH_CHECK(!differs, "set_gradient_divide_factor: gradients of ", group_.label(),
               " are still being reduced, with another factor: set it before the first backward of a gradient accumulation");
-  divide_factor_ = factor;
+  settings.divide_factor = factor;
 }
 
-bool GroupGradients::reduces_alone() const { return !group_.axes().reduces() && !all_reduce_hook; }
+bool GroupGradients::reduces_alone() const { return !group_.axes().reduces() && !settings.all_reduce_hook; }
 
 /// What the sum over the ranks is divided by where the collectives do not average: the program's factor, or the number of ranks.
 std::optional<double> GroupGradients::divisor() const {
-  if (divide_factor_ || group_.axes().averages(dtype_)) return divide_factor_;
+  if (settings.divide_factor || group_.axes().averages(dtype_)) return settings.divide_factor;
   return group_.axes().reducing_ranks();
 }
 
@@ -181,9 +180,7 @@ std::optional<at::ScalarType> GroupGradients::common_dtype() const {
 void GroupGradients::prepare_layout() {
   group_.prefetch_parameters();
   const auto& parameters = group_.parameters();
-  std::vector<bool> takes_part;
-  takes_part.reserve(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) takes_part.push_back(requires_grad(i));
+  auto takes_part = trained_of(group_);
   if (takes_part == takes_part_) return;
   takes_part_ = std::move(takes_part);
   leaves_out_any_ = std::find(takes_part_.begin(), takes_part_.end(), false) != takes_part_.end();
@@ -196,26 +193,16 @@ void GroupGradients::prepare_layout() {
   dtype_ = reduce_dtype_of(group_, takes_part_);
   pending_.resize(parameters.size());
   blank_.resize(parameters.size());
-  landed_.resize(parameters.size());
 }
 
 void GroupGradients::prepare_buffer() {
   // What is on its way, or waits for an all-reduce, lies as the layout says.
-  if (pending_count_ == 0 && landed_count_ == 0 && !is_reducing() && !partial_.defined()) prepare_layout();
+  if (pending_count_ == 0 && !landed_.has_any() && !is_reducing() && !partial_.defined()) prepare_layout();
   if (!reduces_alone()) buffer_.allocate(layout_, dtype_);
 }
 
-void GroupGradients::expect(size_t index, uint64_t forward) {
-  if (forward != forward_ || expected_.empty()) {
-    forward_ = forward;
-    expected_count_ = 0;
-    expected_.assign(group_.parameters().size(), false);
-  }
-  if (!std::exchange(expected_[index], true)) ++expected_count_;
-}
-
 void GroupGradients::land(size_t index, const at::Tensor& gradient, double weight) {
-  if (!gradient.defined() || !requires_grad(index)) return; // frozen since its forward
+  if (!gradient.defined() || !is_trained(group_.parameters()[index])) return; // frozen since its forward
   prepare_buffer();
   TORCH_CHECK_NOT_IMPLEMENTED(!gradient.is_sparse(), "the parameter ", group_.full_name(index),
                               " has a sparse gradient, which fully_shard cannot reduce; build its embedding with sparse(false)");
@@ -241,27 +228,16 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient, double weigh
   blank_[index] = is_blank && (blank_[index] || !pending_[index]);
   if (!pending_[index]) ++pending_count_;
   pending_[index] = true;
-  if (!landed_[index]) ++landed_count_;
-  landed_[index] = true;
+  landed_.land(index);
 }
 
-void GroupGradients::join_reduction() {
-  const auto count = group_.parameters().size();
-  for (size_t i = 0; i < count; ++i) joins_ = joins_ || requires_grad(i);
-}
-
-bool GroupGradients::is_complete() const { return landed_count_ > 0 && landed_count_ >= expected_count_; }
-
-void GroupGradients::forget_landed() {
-  std::fill(landed_.begin(), landed_.end(), false);
-  landed_count_ = 0;
-}
+void GroupGradients::join_reduction() { joins_ = joins_ || trains_any(group_); }
 
 void GroupGradients::keep_unreduced() {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   buffer_.flush();
-  forget_landed();
+  landed_.forget();
   joins_ = false;
 }
 
@@ -280,7 +256,7 @@ void GroupGradients::start_reduce(ReadyGradients& ready) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (pending_count_ == 0) prepare_buffer();
-  forget_landed();
+  landed_.forget();
   pending_count_ = 0;
   auto used = std::exchange(pending_, std::vector<bool>(pending_.size()));
   for (size_t i = 0; i < used.size(); ++i) used[i] = used[i] && !blank_[i];
@@ -305,13 +281,14 @@ void GroupGradients::start_first() {
   }
   reduction_.output = at::empty({layout_.chunk_numel * group_.axes().outer_ranks()}, input.data.options());
   const bool adds = divisor().has_value();
-  reduction_.is_divided = adds && !group_.axes().reduces_twice() && !all_reduce_hook && communicator->scales(dtype_);
+  reduction_.is_divided = adds && !group_.axes().reduces_twice() && !settings.all_reduce_hook && communicator->scales(dtype_);
   note_collective(group_, CollectiveKind::kReduceScatter, input.data);
   reduction_.first = group_.streams().reduce.run([&] {
     const auto output = as_real(reduction_.output), parts = as_real(input.data);
     if (reduction_.is_divided) return communicator->reduce_scatter_scaled(output, parts, 1 / late_factor(), label());
     return communicator->reduce_scatter(output, parts, adds ? ReduceOp::kSum : ReduceOp::kAvg, label());
   });
+  note_work(group_, reduction_.first);
   input.users.wait_for(reduction_.first);
 }
 
@@ -322,7 +299,7 @@ at::Tensor GroupGradients::take_partial() {
 }
 
 void GroupGradients::take_up_partial() {
-  forget_landed();
+  landed_.forget();
   reduction_.used.assign(group_.parameters().size(), false); // in this backward; the flags know of those before
   reduction_.output = take_partial();
   if (group_.streams().reduce.exists()) reduction_.home = current_stream(reduction_.output.device());
@@ -336,12 +313,13 @@ void GroupGradients::start_second() {
   reduction_.has_second = true;
   const auto& streams = group_.streams();
   reduction_.partial = take_partial();
-  reduction_.second = (requires_all_reduce ? streams.all_reduce : streams.reduce).run([&] {
+  reduction_.second = (settings.all_reduce() ? streams.all_reduce : streams.reduce).run([&] {
     Work(reduction_.first).wait();
     if (reduction_.partial.defined()) reduction_.output.add_(reduction_.partial);
-    return requires_all_reduce ? reduce_replicas() : Work();
+    return settings.all_reduce() ? reduce_replicas() : Work();
   });
-  reduction_.is_partial = !requires_all_reduce;
+  reduction_.is_partial = !settings.all_reduce();
+  if (!reduction_.is_partial) note_work(group_, reduction_.second);
 }
 
 Work GroupGradients::reduce_replicas() {
@@ -407,14 +385,15 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
 
 void GroupGradients::finish_sum(const at::Tensor& reduced, bool is_divided) const {
   const bool divides = divisor() && !is_divided;
-  if (!divides && !all_reduce_hook) return;
+  if (!divides && !settings.all_reduce_hook) return;
   const auto gradients = reduced.narrow(0, 0, layout_.used_offset);
-  if (divides && !divide_factor_) gradients.div_(late_factor()); // a hook sees the mean, however the collectives have come to it
-  if (all_reduce_hook) {
+  if (divides && !settings.divide_factor)
+    gradients.div_(late_factor()); // a hook sees the mean, however the collectives have come to it
+  if (settings.all_reduce_hook) {
     zero_gaps(reduced);
-    all_reduce_hook(gradients);
+    settings.all_reduce_hook(gradients);
   }
-  if (divides && divide_factor_) gradients.div_(late_factor());
+  if (divides && settings.divide_factor) gradients.div_(late_factor());
 }
 
 /// Nothing has written what lies between the pieces, and a hook may sum all up.
@@ -496,7 +475,8 @@ void GroupGradients::finish_alone(ReadyGradients& ready) {
     release_gradient(group_.parameters()[i]);
     if (!whole_[i].defined()) continue; // not used, or by a stand-in alone
     auto gradient = std::exchange(whole_[i], at::Tensor());
-    if (divide_factor_) gradient = gradient.to(c10::promoteTypes(gradient.scalar_type(), dtype_)).div(*divide_factor_);
+    if (settings.divide_factor)
+      gradient = gradient.to(c10::promoteTypes(gradient.scalar_type(), dtype_)).div(*settings.divide_factor);
     ready.push_back(make_ready(i, gradient));
   }
   offload(ready, first);
@@ -506,9 +486,10 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
   const auto& parameter = group_.parameters()[index];
   const auto& spec = parameter.spec;
   const auto& sizes = spec->local_sizes();
+  const auto strides = parameter.shard_strides();
   at::Tensor local = reduced;
   if (reduced.sizes() != c10::IntArrayRef(sizes))
-    local = parameter.has_strided_shards ? reduced.as_strided(sizes, parameter.strides) : reduced.reshape(sizes);
+    local = strides.empty() ? reduced.reshape(sizes) : reduced.as_strided(sizes, strides);
   if (local.is_complex() && !at::isComplexType(spec->dtype())) local = at::real(local);
   if (local.scalar_type() != spec->dtype()) local = local.to(spec->dtype());
   return {group_.shared_from_this(), index, make_gradient(std::move(local), parameter)};
@@ -529,7 +510,7 @@ Work GroupGradients::discard() {
   std::fill(blank_.begin(), blank_.end(), false);
   pending_count_ = 0;
   joins_ = false;
-  forget_landed();
+  landed_.forget();
   for (auto& parameter : group_.parameters()) {
     release_gradient(parameter);
     if (parameter.leaf.defined()) parameter.leaf.mutable_grad() = at::Tensor();

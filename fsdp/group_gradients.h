@@ -4,14 +4,15 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <tessera/collectives/work.h>
+#include <tessera/fsdp/gradient_settings.h>
 #include <tessera/fsdp/group_layout.h>
+#include <tessera/fsdp/landed_gradients.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/reduce_buffer.h>
 
@@ -34,7 +35,11 @@ void add(ReadyGradient& sum, const ReadyGradient& part);
 /// user's.
 void deliver(ReadyGradient ready);
 
-/// In which the gradients of a group are reduced, of those of its parameters that take part.
+/// Which parameters of a group require a gradient, as the user set them.
+std::vector<bool> trained_of(const ParameterGroup& group);
+bool trains_any(const ParameterGroup& group);
+
+/// The dtype in which a group's gradients are reduced, given which parameters take part.
 at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bool>& takes_part);
 
 /// Collects the gradients of one group in its reduce buffer, and reduces them.
@@ -44,15 +49,14 @@ at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bo
 /// strategy), `finish_reduce`.
 class GroupGradients {
  public:
-  explicit GroupGradients(ParameterGroup& group) : group_(group), buffer_(group) {}
+  /// Of a group that has its parameters.
+  explicit GroupGradients(ParameterGroup& group) : group_(group), buffer_(group), landed_(group.parameters().size()) {}
   ~GroupGradients();
   GroupGradients(const GroupGradients&) = delete;
   GroupGradients& operator=(const GroupGradients&) = delete;
 
-  /// Parameter `index` was read in forward number `forward`, with a gradient to come; another number forgets those of the one
-  /// before.
-  void expect(size_t index, uint64_t forward);
-  bool expects_any() const { return expected_count_ > 0; }
+  /// What is to come, and what has landed in this backward.
+  LandedGradients& landed() { return landed_; }
   /// Copies a full gradient, times `weight`, into the reduce buffer, added to what this backward or gradient accumulation left
   /// there. One of weight 0 counts as none of this rank.
   void land(size_t index, const at::Tensor& gradient, double weight);
@@ -60,62 +64,31 @@ class GroupGradients {
   void join_reduction();
   /// What landed in this backward stays unreduced, for a later one.
   void keep_unreduced();
-  /// Every expected gradient has landed in this backward.
-  bool is_complete() const;
-  /// A gradient has not landed, and `comes` says of its parameter that it will.
-  template <typename Comes> // bool(size_t index, bool is_expected)
-  bool awaits_any(const Comes& comes) const {
-    const auto holds = [](const auto& flags, size_t index) { return index < flags.size() && flags[index]; };
-    for (size_t i = 0; i < group_.parameters().size(); ++i) {
-      if (!holds(landed_, i) && comes(i, holds(expected_, i))) return true;
-    }
-    return false;
-  }
   /// Some parameter takes no part: it is frozen.
   bool leaves_out_any() const { return leaves_out_any_; }
-  bool has_landed() const { return landed_count_ > 0; }
   /// The group waits to be reduced: for what landed now or was accumulated before, the last of it along the replicate axis only,
   /// or because it joins others.
   bool has_pending() const {
-    return joins_ || pending_count_ > 0 || (partial_.defined() && requires_all_reduce && !is_reducing());
+    return joins_ || pending_count_ > 0 || (partial_.defined() && settings.all_reduce() && !is_reducing());
   }
   /// Something is being reduced, or waits for that in this backward or a later one.
   bool is_unfinished() const { return joins_ || pending_count_ > 0 || is_reducing() || partial_.defined(); }
-  /// What landed before counts no longer towards `is_complete`.
-  void forget_landed();
 
   void start_reduce(ReadyGradients& ready);
   void advance_reduce();
   void finish_reduce(ReadyGradients& ready);
   bool is_reducing() const { return state_ != State::kIdle; }
   /// The next gradient makes a reduce buffer that is to be the only one.
-  bool needs_only_buffer() const { return has_only_buffer && !buffer_.is_allocated() && group_.axes().reduce_scatter(); }
+  bool needs_only_buffer() const { return settings.has_only_buffer && !buffer_.is_allocated() && group_.axes().reduce_scatter(); }
   /// After a backward: keeps optimizers from the parameters whose gradients wait for a reduction.
   void withhold_unreduced() const;
 
   /// Forgets what landed (after an exception in backward). Returns what is still in flight.
   Work discard();
 
-  bool requires_sync = true;
-  bool requires_all_reduce = true;
-  /// The open scopes of `no_sync`. While there are any, both are false, and what is set counts from the end of the last one.
-  struct NoSyncScopes {
-    int64_t open = 0;
-    bool requires_sync = true, requires_all_reduce = true; ///< afterwards
-  };
-  NoSyncScopes no_sync_scopes;
-  bool& sync_setting() { return no_sync_scopes.open > 0 ? no_sync_scopes.requires_sync : requires_sync; }
-  bool& all_reduce_setting() { return no_sync_scopes.open > 0 ? no_sync_scopes.requires_all_reduce : requires_all_reduce; }
-  bool reshard_after_backward = true;
-  bool has_only_buffer = false; ///< the reductions of other groups end before there is a reduce buffer
-  /// Those of a group that this one's replaces, of the same module.
-  void take_settings(const GroupGradients& other);
-  /// An error while gradients are reduced otherwise.
+  GradientSettings settings;
+  /// An error while gradients reduced with another factor are in flight or wait for their all-reduce.
   void set_divide_factor(double factor);
-  const std::optional<double>& divide_factor() const { return divide_factor_; }
-  /// Called with the flat reduced gradients of each reduction, before they are divided by a factor of the program's. See
-  /// FSDPModule.
-  std::function<void(const at::Tensor&)> all_reduce_hook;
 
  private:
   enum class State { kIdle, kFirst, kSecond }; ///< the collective in flight; the first also where there is none to wait for
@@ -150,8 +123,6 @@ class GroupGradients {
   void finish_sum(const at::Tensor& reduced, bool is_divided) const;
   void zero_gaps(const at::Tensor& reduced) const;
   std::vector<bool> used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const;
-  /// As the user set it, also where this rank did not read the parameter since.
-  bool requires_grad(size_t index) const;
   /// The group's, and the parameters that take no part: ranks that froze different ones call different collectives.
   std::string label() const;
   /// The dtype of all parameters that require a gradient, where they share one.
@@ -170,17 +141,14 @@ class GroupGradients {
   std::vector<bool> takes_part_; ///< parameters that require a gradient
   bool leaves_out_any_ = false;
   std::string label_; ///< names the others
-  std::optional<double> divide_factor_;
   ReduceLayout layout_;
   at::ScalarType dtype_ = at::kFloat;
   ReduceBuffer buffer_;
   std::vector<at::Tensor> whole_; ///< what landed, where nothing is reduced
   std::vector<bool> pending_;     ///< in the buffer or in `whole_`
   std::vector<bool> blank_;       ///< pending ones of weight 0 alone
-  std::vector<bool> landed_;      ///< in this backward
-  std::vector<char> expected_;    ///< whether read in this forward with a gradient to come; asked at each read
-  uint64_t forward_ = 0;          ///< whose reads these are
-  size_t pending_count_ = 0, landed_count_ = 0, expected_count_ = 0;
+  size_t pending_count_ = 0;
+  LandedGradients landed_;
   bool joins_ = false; ///< the reductions of this backward, whether or not something landed
 
   State state_ = State::kIdle;

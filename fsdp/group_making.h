@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,9 @@ namespace tessera::internal {
 /// An error unless `parameter` can be sharded in a group with `first`.
 void check_parameter(const at::Tensor& parameter, const std::string& name, const at::Tensor& first);
 
+/// "unset", "true", "false" or a number of ranks.
+std::string text_of_reshard_after_forward(const std::optional<ReshardAfterForward>& option);
+
 /// Those among which a forward leaves the parameters; null where it leaves all or this rank's shard. Every rank of `axes` calls
 /// it. An error where the option does not fit the strategy.
 CommunicatorPtr connect_neighbours(const MeshAxes& axes, const std::optional<ReshardAfterForward>& option);
@@ -25,7 +29,8 @@ CommunicatorPtr connect_neighbours(const MeshAxes& axes, const std::optional<Res
 void move_buffers(const std::vector<Registered>& buffers, c10::Device device);
 
 /// Shards the parameters of `state` as its group, or as several where its strategy reduces in buckets. `neighbours` may be null.
-std::vector<std::shared_ptr<ParameterGroup>> make_groups(const std::shared_ptr<ShardedModule>& state, const FreeParameters& all,
+std::vector<std::shared_ptr<ParameterGroup>> make_groups(const std::shared_ptr<ShardedModule>& state,
+                                                         std::span<const FreeParameter> all,
                                                          const std::shared_ptr<ModelResources>& resources,
                                                          const CommunicatorPtr& neighbours);
 

@@ -94,29 +94,30 @@ void check_same_values(const at::Tensor& checksums, const std::vector<std::strin
 
 } // namespace
 
-WeightAgreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                                         const DeviceMesh& mesh, InitialWeights mode, const std::string& call,
-                                         const std::string& options, int64_t model_number) {
+WeightAgreement agree_on_initial_weights(const InitialWeightsCheck& check) {
+  const auto& tensors = check.tensors;
+  const auto& mesh = check.mesh;
+  const auto& call = check.call;
   if (mesh.size() == 1) return {};
   const at::NoGradGuard no_grad;
-  const auto communicator = mesh.ndim() == 1 ? mesh.communicator(0) : mesh.flatten().communicator(0);
-  std::string structure = options + "\n";
-  for (size_t i = 0; i < tensors.size(); ++i) structure += describe(tensors[i], names[i]);
-  const auto [is_same, largest] = agree_on({fingerprint(structure)}, model_number, *communicator, mesh, call);
+  const auto communicator = mesh.flatten().communicator();
+  std::string structure = check.options + "\n";
+  for (size_t i = 0; i < tensors.size(); ++i) structure += describe(tensors[i], check.names[i]);
+  const auto [is_same, largest] = agree_on({fingerprint(structure)}, check.model_number, *communicator, mesh, call);
   if (!is_same) {
     const auto texts = gather_texts(structure, *communicator, mesh.device(), call);
     TORCH_CHECK_VALUE(false, call,
                       ": the ranks' models or options differ: ", first_difference(texts, communicator->ranks(), "parameter"));
   }
   WeightAgreement agreement{.model_number = largest};
-  if (tensors.empty() || tensors[0].is_meta() || mode == InitialWeights::kUnchecked) return agreement;
-  if (mode == InitialWeights::kBroadcast) broadcast(tensors, names, *communicator, mesh);
+  if (tensors.empty() || tensors[0].is_meta() || check.mode == InitialWeights::kUnchecked) return agreement;
+  if (check.mode == InitialWeights::kBroadcast) broadcast(tensors, check.names, *communicator, mesh);
   std::vector<int64_t> checksums;
   for (const auto& tensor : tensors) checksums.push_back(checksum(tensor));
   agreement.checksum = fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
-  if (mode == InitialWeights::kBroadcast) return agreement;
+  if (check.mode == InitialWeights::kBroadcast) return agreement;
   if (agree_on(checksums, 0, *communicator, mesh, call).is_same) return agreement;
-  check_same_values(gather(checksums, *communicator, mesh, call), names, communicator->ranks(), call);
+  check_same_values(gather(checksums, *communicator, mesh, call), check.names, communicator->ranks(), call);
   return agreement;
 }
 

@@ -18,11 +18,20 @@ struct WeightAgreement {
   int64_t model_number = 0; ///< the largest of the ranks'; 0 on a mesh of one rank
 };
 
-/// Compares `options` (a text), and names, shapes and dtypes of `tensors`, over all ranks of `mesh`, and, as `mode` says, the
+/// What a rank has, and says that all have.
+struct InitialWeightsCheck {
+  std::vector<at::Tensor> tensors;
+  std::vector<std::string> names; ///< of these
+  DeviceMesh mesh;
+  InitialWeights mode = InitialWeights::kCheck;
+  std::string call;         ///< for errors: "fully_shard of Net"
+  std::string options;      ///< as text
+  int64_t model_number = 0; ///< this rank's
+};
+
+/// Compares the options, and names, shapes and dtypes of the tensors, over all ranks of the mesh, and, as the mode says, the
 /// values; or overwrites them with rank 0's. Every rank of the mesh calls it. On a difference every rank throws, naming the
-/// parameter and the ranks, after `call` ("fully_shard of Net").
-WeightAgreement agree_on_initial_weights(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                                         const DeviceMesh& mesh, InitialWeights mode, const std::string& call,
-                                         const std::string& options, int64_t model_number);
+/// parameter and the ranks, after the call.
+WeightAgreement agree_on_initial_weights(const InitialWeightsCheck& check);
 
 } // namespace tessera::internal

@@ -1,5 +1,6 @@
 #include <tessera/fsdp/memory_prediction.h>
 
+#include <ATen/ceil_div.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -16,29 +17,33 @@ namespace tessera::internal {
 
 namespace {
 
-/// Which of its parameters have gradients.
-std::vector<bool> trained_of(const ParameterGroup& group) {
-  std::vector<bool> trained;
-  for (const auto& parameter : group.parameters()) trained.push_back(is_trained(parameter));
-  return trained;
-}
-
-bool trains_any(const ParameterGroup& group) {
-  const auto& parameters = group.parameters();
-  return std::any_of(parameters.begin(), parameters.end(), is_trained);
-}
-
 int64_t chunk_bytes_of(const ParameterGroup& group) {
   if (!trains_any(group)) return 0;
   const auto layout = plan_reduce(group.layout(), trained_of(group));
   return layout.chunk_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype_of(group, trained_of(group))));
 }
 
-/// The blocks of a model, which it keeps and hands out as BlockCache does.
+/// Of what a rank sends in a gather, as far as it is known before the first one: of an extended parameter, its part as it is
+/// read.
+int64_t sent_bytes_of(const ParameterGroup& group) {
+  int64_t bytes = group.layout().shard_bytes;
+  for (size_t i = 0; i < group.parameters().size(); ++i) {
+    if (!group.extended().contains(i)) continue;
+    const auto& parameter = group.parameters()[i];
+    const auto part = at::ceil_div(parameter.spec->numel(), int64_t{group.axes().shard_ranks()});
+    bytes += at::round_up(part * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype)), kParameterAlignment);
+  }
+  return bytes;
+}
+
+/// The blocks of a model, which BlockCache keeps and hands out on the CPU; another device's allocator does.
 class Blocks {
  public:
+  explicit Blocks(c10::Device device) : keeps_(device.is_cpu()) {}
+
   /// The size of the block.
   int64_t take(int64_t bytes) {
+    if (!keeps_) return bytes;
     auto found = kept_.lower_bound(bytes);
     if (found == kept_.end() || *found > kLargest * bytes) {
       if (found != kept_.begin()) drop(std::prev(found));
@@ -49,6 +54,7 @@ class Blocks {
     return size;
   }
   void give_back(int64_t size) {
+    if (!keeps_) return;
     kept_.insert(size);
     cached_ += size;
   }
@@ -60,6 +66,7 @@ class Blocks {
     cached_ -= *block;
     kept_.erase(block);
   }
+  bool keeps_;
   std::multiset<int64_t> kept_;
   int64_t cached_ = 0;
 };
@@ -95,7 +102,10 @@ bool is_above(const ShardedModule& a, const ShardedModule& b) {
 class Prediction {
  public:
   Prediction(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known)
-      : options_(options), plain_gradients_(std::exchange(known.gradients, 0)), now_(std::move(known)) {
+      : options_(options),
+        plain_gradients_(std::exchange(known.gradients, 0)),
+        blocks_(root.axes().mesh().device()),
+        now_(std::move(known)) {
     for (const auto& state : root.subtree()) {
       if (const auto group = state->group()) add(*state, group);
     }
@@ -142,7 +152,7 @@ class Prediction {
     } else {
       added.reduced_bytes = 0;
     }
-    if (axes.outer_all_gather()) now_.parameters += axes.outer_ranks() * group->layout().shard_bytes;
+    if (axes.outer_all_gather()) now_.parameters += axes.outer_ranks() * sent_bytes_of(*group);
     groups_.push_back(std::move(added));
   }
 
@@ -176,7 +186,7 @@ class Prediction {
     group.unsharded = blocks_.take(layout.unsharded_bytes);
     now_.unsharded += group.unsharded;
     if (!layout.gathers_in_place) {
-      group.gather_output = blocks_.take(layout.shard_bytes * group.group->axes().shard_ranks());
+      group.gather_output = blocks_.take(sent_bytes_of(*group.group) * group.group->axes().shard_ranks());
       now_.unsharded += group.gather_output;
     }
     note(what);
@@ -259,13 +269,13 @@ class Prediction {
   void backward() {
     now_.gradients += plain_gradients_;
     for (auto& group : groups_) {
-      if (group.is_above_others) fill(group);
+      if (group.is_above_others) fill(group, "backward of " + group.group->label());
     }
     for (size_t left = groups_.size(); left > 0; --left) {
       auto& group = groups_[left - 1];
       const auto what = "backward of " + group.group->label();
       touch(left - 1, what, /*in_backward=*/true);
-      fill(group);
+      fill(group, what);
       now_.temporaries = group.largest_gradient;
       note(what);
       now_.activations = options_.activation_bytes * static_cast<int64_t>(left - 1) / static_cast<int64_t>(groups_.size());
@@ -273,14 +283,15 @@ class Prediction {
       reduce(group, what); // when all of its gradients are there, and what they were computed from is not
       note(what);
       now_.temporaries = 0;
-      if (!group.group->axes().keeps_parameters()) reshard(group);
+      if (group.state->gradients().settings.reshard_after_backward) reshard(group);
     }
     finish_reductions("backward of " + groups_.front().group->label());
   }
 
-  void fill(Group& group) {
+  void fill(Group& group, const std::string& what) {
     if (group.buffer > 0 || group.reduce_bytes == 0) return;
     const bool is_a_block = group.group->axes().reduce_scatter() != nullptr; // otherwise the gradients stay in it
+    if (is_a_block && group.state->gradients().settings.has_only_buffer) finish_reductions(what);
     group.buffer = is_a_block ? blocks_.take(group.reduce_bytes) : group.reduce_bytes;
     now_.reduce_buffers += group.buffer;
   }
@@ -343,7 +354,7 @@ class Prediction {
   }
 
   ExplainOptions options_;
-  int64_t plain_gradients_; // of parameters that no group has
+  int64_t plain_gradients_; // of parameters that no group of the model has
   std::vector<Group> groups_;
   Blocks blocks_;
   bool is_first_ = true; // of the model's steps: it knows no order yet

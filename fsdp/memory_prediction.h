@@ -9,13 +9,13 @@ namespace tessera {
 struct ExplainOptions {
   /// Tensors of a parameter's shape that the optimizer keeps for it: Adam has 2, SGD with momentum 1, SGD none.
   int64_t optimizer_tensors = 2;
-  /// What a forward leaves for its backward, of this rank's rows: as much as it does without sharding.
+  /// Bytes of activations that a forward of this rank's rows keeps for its backward, as without sharding.
   int64_t activation_bytes = 0;
 };
 
-/// Bytes of a rank, in a training step after the first: the optimizer's state is there, and no gradients are when it begins.
+/// Bytes of a rank in a training step after the first: the optimizer's state exists, and there are no gradients at the beginning.
 struct MemoryPrediction {
-  int64_t peak = 0;       ///< the most at once: the sum of what follows
+  int64_t peak = 0;       ///< the most bytes at once: the sum of the following
   std::string peak_at;    ///< "forward of blocks.3", "backward of blocks.0", "optimizer"
   int64_t parameters = 0; ///< shards, parts kept beside them, and what is not sharded
   int64_t buffers = 0;    ///< of the modules
@@ -23,7 +23,7 @@ struct MemoryPrediction {
   int64_t gradients = 0;
   int64_t unsharded = 0;      ///< gathered parameters
   int64_t reduce_buffers = 0; ///< gradients before their reduction
-  int64_t cached = 0;         ///< blocks that were one of these two, kept for the next
+  int64_t cached = 0;         ///< freed blocks of the two above, which the CPU's cache keeps; 0 on a device
   int64_t activations = 0;
   int64_t temporaries = 0; ///< a gradient that autograd has just made, or what the optimizer computes with
 };
@@ -33,8 +33,8 @@ namespace internal {
 class ParameterGroup;
 class ShardedModule;
 
-/// Of the model below `root`. The sizes of `known` that no group decides are there already: buffers, and plain parameters with
-/// their state and their gradients.
+/// Of the model below `root`. The sizes of `known` that no group decides are there already: buffers, and parameters of no group
+/// with their state and their gradients.
 MemoryPrediction predict_memory(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known);
 
 /// Bytes of the group's buffer of gradients, before they are reduced; 0 where they are not.

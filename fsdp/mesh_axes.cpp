@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 namespace tessera::internal {
 
 /// A communicator for collectives that the schedule runs on streams of its own.
@@ -32,6 +34,11 @@ MeshAxes::MeshAxes(Strategy strategy, const DeviceMesh& mesh, CommunicatorUse us
     shard_over(mesh, dims - 1);
     if (row.outer && mesh.size(0) > 1) all_reduce_ = connect(mesh, 0, "fsdp.all_reduce");
   }
+}
+
+bool MeshAxes::is_first_rank() const {
+  const auto& place = *mesh_.coordinate();
+  return std::all_of(place.begin(), place.end(), [](int64_t at) { return at == 0; });
 }
 
 int MeshAxes::reducing_ranks() const {

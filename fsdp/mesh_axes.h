@@ -28,6 +28,8 @@ class MeshAxes {
   /// Of the DTensors: the one given, or for a hierarchical strategy one dim of all its ranks in the order of their shards.
   const DeviceMesh& mesh() const { return mesh_; }
   Strategy strategy() const { return strategy_; }
+  /// Whether this rank is the first along every dim of the mesh: it warns for all of them.
+  bool is_first_rank() const;
   /// Parameters that are sharded for the optimizer alone stay gathered from one of its steps to the next.
   bool keeps_parameters() const { return !states().parameters && states().optimizer_state; }
   /// Gradients that are whole wait for the last backward of an accumulation.

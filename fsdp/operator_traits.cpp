@@ -29,16 +29,21 @@ bool is_written_undeclared(const std::string& name, const std::string& argument)
   return kNames.contains(argument) || (argument == "dst" && absl::StartsWith(name, "aten::_copy_from"));
 }
 
+Special special_of(const c10::OperatorHandle& op, bool is_metadata_only) {
+  const auto& name = op.schema().name();
+  if (name == "aten::to") return Special::kConverts;
+  if (name == "aten::_has_compatible_shallow_copy_type") return Special::kReplacesData;
+  if (name == "aten::set_") return Special::kReplacesStorage;
+  if (name == "aten::embedding_renorm_") return Special::kRenormalizes;
+  return op.hasTag(at::Tag::inplace_view) && !is_metadata_only ? Special::kReshapes : Special::kNone;
+}
+
 OperatorTraits read_operator(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   const auto& name = schema.name();
   OperatorTraits traits{dispatch::read_schema(schema)};
   traits.is_metadata_only = is_metadata_only(name);
-  traits.converts = name == "aten::to";
-  traits.replaces_data = name == "aten::_has_compatible_shallow_copy_type";
-  traits.replaces_storage = name == "aten::set_";
-  traits.renormalizes = name == "aten::embedding_renorm_";
-  traits.reshapes = op.hasTag(at::Tag::inplace_view) && !traits.is_metadata_only && !traits.replaces_storage;
+  traits.special = special_of(op, traits.is_metadata_only);
   traits.returns_alias = !traits.returns.empty() && traits.returns[0].view;
   for (size_t i = 0; i < traits.arguments.size(); ++i) {
     const auto& argument = schema.arguments()[i].name();

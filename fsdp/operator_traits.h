@@ -8,18 +8,24 @@
 
 namespace tessera::internal {
 
+/// Operators that a sharded parameter among the arguments has handled in a way of their own.
+enum class Special {
+  kNone,
+  kConverts,        ///< Tensor::to
+  kReplacesData,    ///< the only dispatched step of Tensor::set_data, which Module::to uses
+  kReplacesStorage, ///< set_, which torch::load uses
+  kReshapes,        ///< in place: t_, squeeze_, resize_, …
+  kRenormalizes     ///< rewrites the rows of an embedding that this rank's batch reads (max_norm)
+};
+
 struct OperatorTraits : dispatch::CallSchema {
+  Special special = Special::kNone;
   absl::InlinedVector<size_t, 4> written_undeclared = {}; ///< positions: written in place though the schema declares no alias
   bool is_metadata_only = false;                          ///< reads no element: detach, requires_grad_, zeros_like, …
   bool returns_alias = false;                             ///< the first output is a view of an argument
-  bool converts = false;                                  ///< Tensor::to
-  bool replaces_data = false;                             ///< the only dispatched step of Tensor::set_data, which Module::to uses
-  bool replaces_storage = false;                          ///< set_, which torch::load uses
-  bool reshapes = false;                                  ///< in place: t_, squeeze_, resize_, …
   bool writes_places = false;     ///< in place, at those that an index or a mask names: index_fill_, masked_fill_, scatter_, …
   bool writes_at_indices = false; ///< in place, at those that several indices name, which each rank does to its part: index_put_
   std::optional<size_t> storage_offset = {}; ///< index of the argument of that name: as_strided, as_strided_scatter, …
-  bool renormalizes = false;                 ///< rewrites the rows of an embedding that this rank's batch reads (max_norm)
 };
 
 /// The traits of `op`, kept for the life of the process.

@@ -33,13 +33,14 @@ enum class InitialWeights {
 /// The communicators of a model's collectives along one mesh dim.
 enum class CommunicatorUse {
   kSeparate, ///< one for gathers and one for reductions, which overlap
-  kShared, ///< one for both, which run in turn: half of what NCCL holds for them. Ranks that use different parameters call these
-           ///< in different orders, which is an error on all
+  kShared, ///< one for both, which run in turn. It takes half of NCCL's memory for them. Ranks that use different parameters call
+           ///< gathers and reductions in different orders, which is an error on all ranks
 };
 
-/// What is left of the unsharded parameters between a forward and its backward: all of them, this rank's shard, or, of a number
-/// of ranks, this rank's part among as many neighbours on the shard dim, so that the backward gathers between these alone (FSDP2:
-/// `Union[bool, int]`; ZeRO++'s secondary partition). It takes 1/ranks of the parameters until the backward is over. 1 is false.
+/// What a rank keeps of the unsharded parameters between a forward and its backward. true: its shard. false: all of them. A
+/// number of ranks: its part of the parameters, split over that many neighbouring ranks on the shard dim, so that the backward
+/// gathers only between these (FSDP2: `Union[bool, int]`; ZeRO++'s secondary partition). The part takes 1/ranks of the parameters
+/// until the backward is over. 1 is false.
 class ReshardAfterForward {
  public:
   // NOLINTNEXTLINE(google-explicit-constructor): the values that an option takes
@@ -60,12 +61,13 @@ class ReshardAfterForward {
   std::optional<int64_t> ranks_;
 };
 
-/// How a parameter is split over the shard dim: by Shard(d), or by RaggedShard, of which each extent is a rank's. Nothing leaves
-/// it to the layout. The name is that from the module given to `fully_shard`. The same on every rank. (FSDP2:
-/// `shard_placement_fn`.)
+/// How a parameter is split over the shard dim: by Shard(d), or by a RaggedShard with an extent for each rank. `std::nullopt`
+/// leaves the choice to the layout. The name is relative to the module given to `fully_shard`. It returns the same on every rank.
+/// (FSDP2: `shard_placement_fn`.)
 using ShardPlacementFn = std::function<std::optional<Placement>(const std::string& name, const at::Tensor& parameter)>;
 
-/// Options of `fully_shard`; the defaults are FSDP2's.
+/// Options of `fully_shard`. The defaults are FSDP2's, except three: `layout` (FSDP2 lays parameters out as kPerParameter),
+/// `initial_weights` (FSDP2 does not compare the ranks' weights) and `communicators` (FSDP2 uses one process group).
 struct FullyShardOptions {
   /// Which ranks keep what. Unset: full sharding on a 1-D mesh, hybrid on a 2-D one.
   std::optional<Strategy> strategy;
@@ -75,23 +77,23 @@ struct FullyShardOptions {
   MixedPrecisionPolicy mixed_precision;
   BufferLayout layout = BufferLayout::kRagged;
   InitialWeights initial_weights = InitialWeights::kCheck;
-  /// A group with a parameter that it names a placement for is laid out per parameter: kPerParameter for the others.
+  /// If it returns a placement for some parameter of a group, the whole group is laid out as kPerParameter.
   ShardPlacementFn shard_placement_fn = nullptr;
-  /// What is sent of a parameter, and how the parameter is made of it. A group with such a parameter is laid out per parameter.
-  /// Not for a strategy that gathers nothing, nor beside a number of ranks for `reshard_after_forward`. A write to an unsharded
-  /// parameter that has an extension is an error.
+  /// What is sent of a parameter, and how the parameter is built from it. A group with such a parameter is laid out as
+  /// kPerParameter. An error with a strategy that gathers nothing, and with a number of ranks for `reshard_after_forward`. A
+  /// write to an unsharded parameter that has an extension is an error.
   GatherExtensionFn gather_extension_fn = nullptr;
-  /// Without sharding, gradients are all-reduced in buckets of about so many bytes of parameters, so that those of the last
-  /// layers are on their way while a backward computes the first (DDP: `bucket_cap_mb`). A backward that gives one of them a
-  /// gradient reduces all: other ranks may use other parameters. Other strategies reduce a call's parameters together.
+  /// Without sharding, gradients are all-reduced in buckets of about this many bytes of parameters. So the gradients of the last
+  /// layers are sent while the backward computes the first layers (DDP: `bucket_cap_mb`). If one bucket gets a gradient, all are
+  /// reduced, because other ranks may use other parameters. Strategies that shard reduce all parameters of a call together.
   int64_t bucket_bytes = int64_t{25} << 20;
-  /// Of the collectives of these parameters. The same on every rank.
+  /// Whether gathers and reductions share a communicator. The same on every rank.
   CommunicatorUse communicators = CommunicatorUse::kSeparate;
   /// Where this rank's shards, reduced gradients and optimizer state lie. The kind of memory is the same on every rank.
   OffloadPolicy offload = {};
-  /// Parameters that this call leaves as they are: neither sharded, nor moved to the mesh's device, nor reduced. Each rank trains
-  /// its own, without a warning, unless the program reduces their gradients. Those of other modules are passed over, so that one
-  /// list serves the calls of a whole model; a call without it takes them.
+  /// Parameters that this call neither shards, nor moves to the mesh's device, nor reduces. Each rank trains its own copy,
+  /// without a warning, unless the program reduces their gradients. Parameters of other modules are ignored, so that one list
+  /// serves all calls of a model. A later call without the list takes them.
   std::vector<at::Tensor> ignored_params = {};
 };
 

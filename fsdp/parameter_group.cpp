@@ -1,7 +1,6 @@
 #include <tessera/fsdp/parameter_group.h>
 
 #include <ATen/ceil_div.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
@@ -21,18 +20,26 @@ namespace tessera::internal {
 
 namespace {
 
-std::vector<ParameterShape> shapes_of(const FreeParameters& free) {
+bool has_extension(const FreeParameter& parameter) { return parameter.extension != nullptr; }
+
+GroupLayout layout_of(std::span<const FreeParameter> parameters, BufferLayout kind, int ranks) {
   std::vector<ParameterShape> shapes;
-  for (size_t i = 0; i < free.tensors.size(); ++i) {
-    shapes.push_back({free.places[i].path, free.tensors[i].sizes().vec(), free.dtypes[i], free.placements[i]});
+  std::vector<bool> extended;
+  for (const auto& each : parameters) {
+    shapes.push_back({each.place.path, each.tensor.sizes().vec(), each.dtype, each.placement});
+    extended.push_back(has_extension(each));
   }
-  return shapes;
+  if (std::none_of(parameters.begin(), parameters.end(), has_extension)) return plan_layout(kind, shapes, ranks);
+  auto layout = plan_placed(shapes, ranks);
+  leave_out(extended, shapes, layout);
+  return layout;
 }
 
-/// Of a shard that has room for what other ranks own, so that one copy casts it. `packed`: without.
-int64_t most_bytes_for_one_cast(int64_t packed) {
-  constexpr int64_t kPage = 4096;
-  return packed + packed / 8 + kPage;
+ShardPlan shard_plan_of(std::span<const FreeParameter> parameters, const GroupLayout& layout, const MeshAxes& axes) {
+  std::vector<ParameterDtypes> dtypes;
+  for (const auto& each : parameters) dtypes.push_back({each.values().scalar_type(), each.dtype});
+  const bool extends = std::any_of(parameters.begin(), parameters.end(), has_extension);
+  return plan_shard(layout, dtypes, extends, static_cast<size_t>(axes.shard_rank()));
 }
 
 /// Whether each rank's part of a parameter with these strides is contiguous memory in it, and has them itself.
@@ -82,17 +89,8 @@ std::string ParameterName::to_string() const {
   return about_ + (group ? group->full_name(index_) : "a module that is gone");
 }
 
-int64_t shard_bytes_of(const FreeParameters& free, BufferLayout kind, const MeshAxes& axes) {
-  const auto layout = plan_layout(kind, shapes_of(free), axes.shard_ranks());
-  int64_t packed = 0, widening = 1;
-  for (size_t i = 0; i < free.tensors.size(); ++i) {
-    const auto numel = layout.parameters[i].pieces[static_cast<size_t>(axes.shard_rank())].numel;
-    const auto item = static_cast<int64_t>((free.values.empty() ? free.tensors : free.values)[i].itemsize());
-    packed += at::round_up(numel * item, kParameterAlignment);
-    widening = std::max(widening, item / static_cast<int64_t>(c10::elementSize(free.dtypes[i])));
-  }
-  const int64_t sent = layout.shard_bytes + layout.replicated_bytes;
-  return widening > 1 ? std::max(packed, std::min(widening * sent, most_bytes_for_one_cast(packed))) : std::max(packed, sent);
+int64_t shard_bytes_of(std::span<const FreeParameter> parameters, BufferLayout layout, const MeshAxes& axes) {
+  return shard_plan_of(parameters, layout_of(parameters, layout, axes.shard_ranks()), axes).bytes;
 }
 
 ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshAxes& axes, const FullyShardOptions& options,
@@ -120,26 +118,26 @@ void ParameterGroup::set_resources(std::shared_ptr<ModelResources> resources) {
   resources_ = std::move(resources);
 }
 
-void ParameterGroup::shard(const FreeParameters& free, std::shared_ptr<OffloadMemory> memory) {
+void ParameterGroup::shard(std::span<const FreeParameter> parameters, std::shared_ptr<OffloadMemory> memory) {
   const at::NoGradGuard no_grad;
   memory_ = std::move(memory);
-  const auto& tensors = free.tensors;
-  auto values = free.values; // which keep the storage when the parameters let go of it
-  for (size_t i = values.size(); i < tensors.size(); ++i) values.push_back(tensors[i].detach());
-  for (size_t i = 0; i < tensors.size(); ++i) casts_ = casts_ || free.dtypes[i] != values[i].scalar_type();
-  plan(free);
-  for (size_t i = 0; i < tensors.size(); ++i) add_parameter(free, i, values[i].scalar_type());
+  layout_ = layout_of(parameters, options_.layout, axes_.shard_ranks());
+  shard_plan_ = shard_plan_of(parameters, layout_, axes_);
+  std::vector<at::Tensor> values; // which keep the storage when the parameters let go of it
+  for (const auto& each : parameters) {
+    values.push_back(each.values().detach());
+    if (each.extension) extended_.add(parameters_.size(), each.extension);
+    add_parameter(each);
+  }
   // On one rank too: a leaf with the strides cannot lie in a shard without them.
-  copies_ = copies_ || std::any_of(parameters_.begin(), parameters_.end(),
-                                   [](const auto& each) { return !each.strides.empty() && !each.has_strided_shards; });
-  casts_whole_ = casts_ && extended_.is_empty() && have_one_cast();
-  casts_whole_ =
-      casts_whole_ && widening() * (layout_.shard_bytes + layout_.replicated_bytes) <= most_bytes_for_one_cast(packed_bytes());
-  const bool on_meta = tensors[0].is_meta();
+  const auto is_restrided = [](const ShardedParameter& each) { return !each.strides.empty() && !each.has_strided_shards; };
+  copies_ = axes_.shard_ranks() > 1 || shard_plan_.casts || !layout_.gathers_in_place || memory_ ||
+            std::any_of(parameters_.begin(), parameters_.end(), is_restrided);
+  const bool on_meta = parameters[0].tensor.is_meta();
   allocate_shard(on_meta ? c10::Device(c10::kMeta) : axes_.mesh().device());
   if (!on_meta) fill_shard(values);
   take_over_parameters();
-  for (size_t i = 0; i < tensors.size(); ++i) own(tensors[i], Share{shared_from_this(), i});
+  for (size_t i = 0; i < parameters.size(); ++i) own(parameters[i].tensor, Share{shared_from_this(), i});
   if (!on_meta) make_leaves();
 }
 
@@ -151,61 +149,22 @@ void ParameterGroup::release_parameter(size_t index) {
   own(tensor, nullptr);
 }
 
-void ParameterGroup::add_parameter(const FreeParameters& free, size_t i, at::ScalarType dtype) {
-  const auto& tensor = free.tensors[i];
-  const auto& layout = layout_.parameters[i];
-  const auto strides = own_strides(tensor);
-  parameters_.push_back(
-      {.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-       .spec = Spec::intern(axes_.mesh(), axes_.placements(layout.placement), tensor.sizes().vec(), dtype, strides),
-       .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), i),
-       .unsharded_dtype = free.dtypes[i],
-       .has_strided_shards = !strides.empty() && can_have_strided_shards(tensor.sizes(), strides, layout),
-       .strides = strides,
-       .own_name = free.places[i].path,
-       .module = free.places[i].top,
-       .original = MemoryRange::of(tensor),
-       .chosen = free.placements[i]});
-}
-
-/// From one dtype to one that is no wider, so that what is aligned in it is in the shard too.
-bool ParameterGroup::have_one_cast() const {
-  const auto from = parameters_[0].spec->dtype(), to = parameters_[0].unsharded_dtype;
-  return c10::elementSize(from) >= c10::elementSize(to) &&
-         std::all_of(parameters_.begin(), parameters_.end(),
-                     [&](const auto& each) { return each.spec->dtype() == from && each.unsharded_dtype == to; });
-}
-
-int64_t ParameterGroup::packed_bytes() const {
-  const auto rank = static_cast<size_t>(axes_.shard_rank());
-  int64_t bytes = 0;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto item = static_cast<int64_t>(c10::elementSize(parameters_[i].spec->dtype()));
-    bytes += at::round_up(layout_.parameters[i].pieces[rank].numel * item, kParameterAlignment);
-  }
-  return bytes;
-}
-
-int64_t ParameterGroup::widening() const {
-  if (!casts_whole_) return 1;
-  return static_cast<int64_t>(c10::elementSize(parameters_[0].spec->dtype()) / c10::elementSize(parameters_[0].unsharded_dtype));
-}
-
-void ParameterGroup::plan(const FreeParameters& free) {
-  const auto shapes = shapes_of(free);
-  std::vector<bool> extends;
-  for (size_t i = 0; i < free.extensions.size(); ++i) {
-    extends.push_back(free.extensions[i] != nullptr);
-    if (free.extensions[i]) extended_.add(i, free.extensions[i]);
-  }
-  if (extended_.is_empty()) {
-    layout_ = plan_layout(options_.layout, shapes, axes_.shard_ranks());
-  } else {
-    layout_ = plan_placed(shapes, axes_.shard_ranks());
-    leave_out(extends, shapes, layout_);
-    casts_ = true; // what is sent is no part of the shard
-  }
-  copies_ = axes_.shard_ranks() > 1 || casts_ || !layout_.gathers_in_place || memory_;
+void ParameterGroup::add_parameter(const FreeParameter& free) {
+  const auto& tensor = free.tensor;
+  const size_t index = parameters_.size();
+  const auto& layout = layout_.parameters[index];
+  const auto sizes = tensor.sizes().vec(), strides = own_strides(tensor);
+  const auto placements = axes_.placements(layout.placement);
+  parameters_.push_back({.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+                         .spec = Spec::intern(axes_.mesh(), placements, sizes, free.values().scalar_type(), strides),
+                         .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), index),
+                         .unsharded_dtype = free.dtype,
+                         .has_strided_shards = !strides.empty() && can_have_strided_shards(sizes, strides, layout),
+                         .strides = strides,
+                         .own_name = free.place.path,
+                         .module = free.place.top,
+                         .original = MemoryRange::of(tensor),
+                         .chosen = free.placement});
 }
 
 std::string ParameterGroup::full_name(size_t index) const {
@@ -223,32 +182,19 @@ void ParameterGroup::materialize() {
 }
 
 void ParameterGroup::allocate_shard(c10::Device device) {
-  // Without a cast the shard is the all-gather's input and shares its offsets, and where all are cast alike, element by element.
-  // Otherwise the locals are packed on their own.
-  const auto rank = static_cast<size_t>(axes_.shard_rank());
-  const bool packs = casts_ && !casts_whole_;
-  int64_t packed = 0;
-  std::vector<int64_t> master_offsets; // bytes, of each local inside the shard
-  versions_.clear();
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto piece = layout_.parameters[i].pieces[rank];
-    const auto item = static_cast<int64_t>(c10::elementSize(parameters_[i].spec->dtype()));
-    master_offsets.push_back(packs ? packed : widening() * piece.shard_offset);
-    packed += at::round_up(piece.numel * item, kParameterAlignment);
-  }
-  const int64_t bytes = packs ? packed : widening() * (layout_.shard_bytes + layout_.replicated_bytes);
+  const int64_t bytes = shard_plan_.bytes;
   if (memory_ && !device.is_meta()) {
     shard_ = tensor_over({c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), memory_->allocate(bytes)}, 0, {bytes},
                          at::kByte);
   } else {
     shard_ = at::zeros({bytes}, at::TensorOptions(at::kByte).device(device));
   }
+  versions_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
     // No view of the shard: a write to one parameter is none to what autograd saved of the others.
-    const auto strides = parameter.has_strided_shards ? c10::IntArrayRef(parameter.strides) : c10::IntArrayRef();
-    parameter.local =
-        tensor_over(shard_.storage(), master_offsets[i], parameter.spec->local_sizes(), parameter.spec->dtype(), {}, strides);
+    parameter.local = tensor_over(shard_.storage(), shard_plan_.offsets[i], parameter.spec->local_sizes(),
+                                  parameter.spec->dtype(), {}, parameter.shard_strides());
     versions_.push_back(parameter.local.unsafeGetTensorImpl()->version_counter());
     parameter.meta = c10::make_intrusive<ParameterMeta>(parameter.local, parameter.spec, this, i);
     parameter.meta->name = c10::make_intrusive<ParameterName>("the parameter ", weak_from_this(), i);

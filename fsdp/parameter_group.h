@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include <tessera/fsdp/mesh_axes.h>
 #include <tessera/fsdp/model_resources.h>
 #include <tessera/fsdp/place.h>
+#include <tessera/fsdp/shard_plan.h>
 #include <tessera/fsdp/sharded_parameter.h>
 #include <tessera/fsdp/unsharded_storage.h>
 #include <tessera/offload/offload_memory.h>
@@ -46,18 +48,20 @@ class GroupOwner {
 
 class StepRecorder;
 
-/// What a group is made from, one of each a parameter.
-struct FreeParameters {
-  std::vector<at::Tensor> tensors;
-  std::vector<Place> places;
-  std::vector<at::ScalarType> dtypes;                            ///< in which forward reads them
-  std::vector<std::optional<Placement>> placements;              ///< that the program chose
-  std::vector<at::Tensor> values = {};                           ///< whole; empty: what the tensors have
-  std::vector<std::shared_ptr<GatherExtension>> extensions = {}; ///< null for none; empty: none at all
+/// A parameter that a group is made from.
+struct FreeParameter {
+  at::Tensor tensor;
+  Place place;
+  at::ScalarType dtype = at::kFloat;                    ///< in which forward reads it
+  std::optional<Placement> placement = {};              ///< that the program chose
+  at::Tensor value = {};                                ///< whole; undefined: what the tensor has
+  std::shared_ptr<GatherExtension> extension = nullptr; ///< null for none
+
+  const at::Tensor& values() const { return value.defined() ? value : tensor; }
 };
 
-/// Bytes of this rank's shard of a group of parameters, or a little more.
-int64_t shard_bytes_of(const FreeParameters& free, BufferLayout layout, const MeshAxes& axes);
+/// Bytes of this rank's shard of a group of parameters.
+int64_t shard_bytes_of(std::span<const FreeParameter> parameters, BufferLayout layout, const MeshAxes& axes);
 
 /// One communication group: its shard, its unsharded storage, and the moves between them.
 ///
@@ -74,7 +78,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Takes over tensors: keeps this rank's part, in `memory` where it is not null, and turns each into a DTensor in place. Meta
   /// tensors get no memory until `materialize`. Those of other groups leave these, which must not be used any more. Where there
   /// is no memory for the shard, the tensors stay as they are.
-  void shard(const FreeParameters& free, std::shared_ptr<OffloadMemory> memory = nullptr);
+  void shard(std::span<const FreeParameter> parameters, std::shared_ptr<OffloadMemory> memory = nullptr);
   /// Gives meta-device parameters uninitialized memory on the mesh's device, and leaves; nothing for others.
   void materialize();
 
@@ -132,7 +136,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   const std::shared_ptr<OffloadMemory>& memory() const { return memory_; }
   /// Whether the shards lie elsewhere than what forward reads.
   bool is_off_device() const { return memory_ && !axes_.mesh().device().is_cpu(); }
-  /// Those of the group's model, while nothing is gathered or reduced. What was fetched with those of before is dropped.
+  /// Replaces the model's shared resources; only while nothing is gathered or reduced. Drops a fetched copy.
   void set_resources(std::shared_ptr<ModelResources> resources);
   /// From the root's module.
   std::string full_name(size_t index) const;
@@ -151,7 +155,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor unsharded_bytes_tensor() const;
   /// Parameter `index` in the unsharded storage; no leaf, so that reads and writes of it are unseen.
   at::Tensor whole_parameter(size_t index) const;
-  /// The same as if it were row-major, which it is before `restride_gathered`.
+  /// `whole_parameter` with row-major strides, as the data lies before `restride_gathered`.
   at::Tensor row_major_parameter(size_t index) const;
   void check_no_extension(const UnshardedRange& written);
   void wait_for_first_collective();
@@ -165,11 +169,6 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void restride_gathered();
   void fill_replicated(const at::Tensor& unsharded);
   void cast_into(const at::Tensor& destination);
-  bool have_one_cast() const;
-  /// What this rank owns, in the parameters' own dtypes.
-  int64_t packed_bytes() const;
-  /// Bytes of the shard for one that is sent, where it is not packed.
-  int64_t widening() const;
   /// The shard on the device.
   const at::Tensor& fetched_shard();
   at::Tensor fetched_local(size_t index) const;
@@ -184,10 +183,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void release_secondary();
   /// What has been gathered of it is of the shard as it is now.
   bool is_secondary_valid() const { return secondary_.defined() && secondary_version_ == shard_version(); }
-  /// Of what a rank sends.
+  /// Bytes that a rank contributes to the all-gather.
   int64_t sent_bytes() const { return layout_.shard_bytes + extended_bytes_; }
-  void plan(const FreeParameters& free);
-  void add_parameter(const FreeParameters& free, size_t i, at::ScalarType dtype);
+  void add_parameter(const FreeParameter& free);
   void prepare_extended();
   void copy_out_extended(const at::Tensor& by_rank);
   void copy_out(const at::Tensor& gathered);
@@ -199,13 +197,12 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   FullyShardOptions options_;
   std::shared_ptr<ModelResources> resources_;
   GroupLayout layout_;
+  ShardPlan shard_plan_;
   std::vector<ShardedParameter> parameters_;
 
   std::shared_ptr<OffloadMemory> memory_;
   at::Tensor shard_;                           ///< bytes; the locals lie in it
   std::vector<c10::VariableVersion> versions_; ///< of the locals
-  bool casts_ = false;                         ///< some parameter's unsharded dtype differs from its own
-  bool casts_whole_ = false;                   ///< all are cast alike, and lie in this rank's shard as in what is sent
   bool copies_ = true;
   c10::intrusive_ptr<UnshardedStorage> storage_;
 

@@ -20,8 +20,8 @@ namespace tessera::internal {
 namespace {
 
 /// The gradient of a parameter that has strides of its own, flattened in their order.
-at::Tensor flatten(const at::Tensor& gradient, const std::vector<int64_t>& strides) {
-  if (gradient.strides() == c10::IntArrayRef(strides)) return in_memory_order(gradient);
+at::Tensor flatten(const at::Tensor& gradient, c10::IntArrayRef strides) {
+  if (gradient.strides() == strides) return in_memory_order(gradient);
   return in_memory_order(at::empty_strided(gradient.sizes(), strides, gradient.options()).copy_(gradient));
 }
 
@@ -39,23 +39,15 @@ bool ReduceBuffer::Flags::are(const std::vector<bool>& now, const at::TensorOpti
   return now == used && values.defined() && values.dtype() == options.dtype() && stream == current_stream_if_any(values.device());
 }
 
-const at::Tensor& ReduceBuffer::Flags::update(const std::vector<bool>& now, const at::TensorOptions& options) {
-  if (!are(now, options)) {
-    used = now;
-    stream = current_stream_if_any(options.device());
-    values = flags_of(used, options);
-  }
-  return values;
-}
-
-const at::Tensor& ReduceBuffer::Flags::update(const std::vector<bool>& now, const at::TensorOptions& options, int64_t ranks,
-                                              int64_t width) {
-  if (!are(now, options) || values.numel() != ranks * width) {
-    used = now;
-    stream = current_stream_if_any(options.device());
-    const auto padded = at::constant_pad_nd(flags_of(used, options), {0, width - static_cast<int64_t>(used.size())});
-    values = padded.repeat({ranks});
-  }
+const at::Tensor& ReduceBuffer::Flags::update(const std::vector<bool>& now, const at::TensorOptions& options, int64_t width,
+                                              int64_t ranks) {
+  if (are(now, options) && values.numel() == ranks * width) return values;
+  used = now;
+  stream = current_stream_if_any(options.device());
+  values = flags_of(used, options);
+  const int64_t padding = width - values.numel();
+  if (padding > 0) values = at::constant_pad_nd(values, {0, padding});
+  if (ranks > 1) values = values.repeat({ranks});
   return values;
 }
 
@@ -116,11 +108,9 @@ at::Tensor ReduceBuffer::rows(const Stretch& stretch) const {
 template <typename Visit, typename VisitRows>
 void ReduceBuffer::visit_pieces(size_t index, const at::Tensor& gradient, const Visit& visit, const VisitRows& visit_rows) const {
   const auto& layout = group_.layout().parameters[index];
-  const auto& parameter = group_.parameters()[index];
-  const bool is_flat = layout.split_dim == 0 || parameter.has_strided_shards;
-  const auto whole = parameter.has_strided_shards ? flatten(gradient, parameter.strides)
-                     : is_flat                    ? gradient.contiguous()
-                                                  : gradient;
+  const auto strides = group_.parameters()[index].shard_strides();
+  const bool is_flat = layout.split_dim == 0 || !strides.empty();
+  const auto whole = !strides.empty() ? flatten(gradient, strides) : is_flat ? gradient.contiguous() : gradient;
   for (const auto& stretch : stretches_of(layout.pieces, layout_->offsets[index])) {
     const auto& run = stretch.pieces;
     if (is_flat && run.ranks > kFewRanks) {
@@ -205,7 +195,7 @@ void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
     }
     return;
   }
-  const auto& flags = flags_.update(used, input_.data.options());
+  const auto& flags = flags_.update(used, input_.data.options(), count);
   const int64_t ranks = group_.axes().shard_ranks();
   if (ranks > kFewRanks) {
     list.copy(input_.data.view({ranks, layout_->chunk_numel}).narrow(1, layout_->used_offset, count),
@@ -247,7 +237,7 @@ void ReduceBuffer::cat(const std::vector<bool>& takes_part, const std::vector<bo
   const bool is_uniform = group_.layout().is_uniform;
   const int64_t chunks = is_uniform ? ranks : 1;
   const auto any = std::find_if(gradients.begin(), gradients.end(), [](const auto& each) { return each.defined(); });
-  const auto& flags = rows_of_flags_.update(used, any->options(), chunks, width);
+  const auto& flags = rows_of_flags_.update(used, any->options(), width, chunks);
   const auto parts = is_uniform ? chunks_of(gradients, flags) : pieces_of(gradients, flags);
   auto rows = input_.data.view({chunks, input_.data.numel() / chunks});
   at::_chunk_cat_out(rows, parts, /*dim=*/0, chunks);

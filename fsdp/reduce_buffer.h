@@ -66,10 +66,8 @@ class ReduceBuffer {
   std::vector<at::Tensor> waiting_;
   /// Which parameters were used, last time, and the same on the device: mostly the same again, and a copy to there waits for it.
   struct Flags {
-    /// A flag a parameter.
-    const at::Tensor& update(const std::vector<bool>& now, const at::TensorOptions& options);
-    /// The same once for each rank, each padded to `width`.
-    const at::Tensor& update(const std::vector<bool>& now, const at::TensorOptions& options, int64_t ranks, int64_t width);
+    /// A flag a parameter, padded to `width`, and the same for each rank.
+    const at::Tensor& update(const std::vector<bool>& now, const at::TensorOptions& options, int64_t width, int64_t ranks = 1);
 
     /// Whether they are `now` on the current stream. Those of another stream are not read: it may free them meanwhile.
     bool are(const std::vector<bool>& now, const at::TensorOptions& options) const;

@@ -19,25 +19,26 @@ struct ReshardParametersOptions {
 
 /// What `reshard_parameters` did, as full names from the module of the root.
 struct ReshardedParameters {
-  std::vector<std::string> added;   ///< an optimizer that should train them has to be built anew
+  std::vector<std::string> added;   ///< build an optimizer that should train them again
   std::vector<std::string> removed; ///< replaced ones are added too; an optimizer that still has them trains what no module reads
   std::vector<std::string> moved;   ///< kept, but in other parts or of another dtype: call `shard_optimizer` for their state
 };
 
-/// Makes a sharded model, whose parameters were added to, replaced or removed since `fully_shard`, what `fully_shard` would have
-/// made of it as it is now: adapters (LoRA) after sharding, other heads, another dtype. `module` is the model's root, or what
-/// holds it.
+/// Shards a model again after its parameters were added, replaced or removed: adapters (LoRA) after sharding, other heads,
+/// another dtype. The groups are then those that `fully_shard` would make of the changed model. `module` is the model's root, or
+/// a module that contains it.
 ///
-/// New parameters belong to the next sharded module above them, with its options; a `shard_placement_fn` is not asked again. A
-/// group whose parameters are the same stays as it is. Another one is gathered once, whole and in its own dtype, and split anew;
-/// its parameters stay the tensors that they are. Handles, divide factors, hooks, communicators and prefetch lists stay. A module
-/// that had no parameters of its own reduces the new ones' gradients as the next one above that has some is set to.
+/// New parameters join the group of the nearest sharded module above them, with its options; a `shard_placement_fn` is not called
+/// again. A group whose parameters did not change stays as it is. A changed group is gathered once, whole and in its own dtype,
+/// and split again; its parameters stay the same tensor objects. Handles, divide factors, hooks, communicators and prefetch lists
+/// stay. A module that had no parameters of its own reduces the gradients of new ones with the settings of the nearest module
+/// above it that has some.
 ///
-/// All ranks of the model call it at the same point, after the same changes, between steps: gradients have to be reduced and
-/// cleared. A model of whose sharded parameters none is left is `fully_shard`'s again. New parameters have the same values on all
-/// ranks, or what `initial_weights` of the root says. A graph from before is an error in its backward. Where nothing changed, it
-/// costs one small collective a mesh. An error amid the changes, of a full disk for example, leaves a model that cannot be used:
-/// each read of it is an error that says so.
+/// All ranks of the model call it at the same point, after the same changes, between steps: gradients must be reduced and
+/// cleared. If no sharded parameter is left, call `fully_shard` again instead. New parameters have the same values on all ranks,
+/// unless `initial_weights` of the root says otherwise. The backward of a graph from before is an error. If nothing changed, it
+/// costs one small collective for each mesh. After an error during the changes, for example of a full disk, the model cannot be
+/// used: each read of it is an error that says so.
 ReshardedParameters reshard_parameters(torch::nn::Module& module, const ReshardParametersOptions& options = {});
 
 template <typename Contained>

@@ -12,6 +12,7 @@
 #include <tessera/activations/recomputation.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/dispatch/call_site.h>
+#include <tessera/dtensor/in_backward.h>
 #include <tessera/dtensor/view_replay.h>
 #include <tessera/fsdp/step_recorder.h>
 
@@ -19,14 +20,12 @@ namespace tessera::internal {
 
 namespace {
 
-using GroupPtr = std::shared_ptr<ParameterGroup>;
-
 /// A read by the forward of a model that takes no part in the graph task which runs now: a tensor hook of another model trains
 /// it.
 bool is_forward_in_hook(const ParameterGroup& group) {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (!nodes || !at::GradMode::is_enabled() || dispatch::in_custom_backward())
-    return false; // a recompute's gradients come at once
+  // The gradients of what a recompute reads come at once.
+  if (!nodes || !dispatch::in_nested_forward() || dispatch::in_custom_backward()) return false;
   bool trains = false;
   for (const auto& parameter : group.parameters()) {
     if (!is_trained(parameter)) continue;
@@ -35,8 +34,6 @@ bool is_forward_in_hook(const ParameterGroup& group) {
   }
   return trains;
 }
-
-bool is_in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; }
 
 /// Whether the graph task that runs now is to run `node`, or has.
 bool is_in_graph_task(torch::autograd::Node* node) {
@@ -69,11 +66,11 @@ void Schedule::enter(State next) {
 
 bool Schedule::has_failed_backward() const {
   // Once it has thrown, a thread of the device's may hold the graph task for a moment yet.
-  return state_ == State::kBackward && (!is_in_backward() || iteration_.graph_task.expired());
+  return state_ == State::kBackward && (!in_backward() || iteration_.graph_task.expired());
 }
 
 bool Schedule::follow(const ParameterGroup* read) {
-  const bool backward = is_in_backward();
+  const bool backward = in_backward();
   if (has_failed_backward()) abandon_backward();
   if (backward && state_ != State::kBackward && !(read && is_forward_in_hook(*read))) begin_backward();
   if (!backward && state_ == State::kIdle) begin_forward();
@@ -90,7 +87,7 @@ void Schedule::begin_backward() {
   enter(State::kBackward);
   iteration_.next_to_reduce = static_cast<int64_t>(order().size()) - 1;
   for (auto* each : order()) {
-    each->gradients->forget_landed();
+    each->gradients->landed().forget();
     each->is_reduced = false;
   }
   iteration_.graph_task_id = torch::autograd::get_current_graph_task_id();
@@ -119,10 +116,7 @@ void Schedule::watch_plain_leaves() {
   for (const auto& entry : groups_) {
     const GroupPtr group = entry.group.lock();
     if (!group) continue;
-    const auto& mesh = group->axes().mesh();
-    const auto& place = *mesh.coordinate();
-    const bool is_first = std::all_of(place.begin(), place.end(), [](int64_t at) { return at == 0; });
-    if (mesh.size() == 1 || !is_first) return watch_.end();
+    if (group->axes().mesh().size() == 1 || !group->axes().is_first_rank()) return watch_.end();
     writes += group->shard_version();
     owner = group->owner;
   }
@@ -154,24 +148,38 @@ void Schedule::touch_locked(ParameterGroup& group) {
   entry.is_held = false;
   const uint64_t recomputation = backward ? current_recomputation() : 0;
   if (!backward || recomputation > 0) entry.recomputation = recomputation;
-  if (group.is_unsharded() && entry.phase == phase_) return group.finish_gather(); // for another stream than the last
-  entry.phase = phase_;
+  const bool is_first_read = std::exchange(entry.phase, phase_) != phase_;
+  if (group.is_unsharded() && !is_first_read) return group.finish_gather(); // for another stream than the last
   note_read(group);
-  const bool by_own_function = backward && at::GradMode::is_enabled() && recomputation == 0; // its gradients come at once
+  const bool by_own_function = recomputation == 0 && dispatch::in_nested_forward(); // its gradients come at once
   if (!by_own_function) close_unrelated(group, recomputation);
   open(group);
   group.finish_gather();
-  prefetch_after(group);
+  prefetch_after(group, is_first_read);
 }
 
 void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
   const std::lock_guard lock(mutex_);
   touch_locked(group);
+  note_forward(group);
   if (!expects_gradient) return; // an evaluation may run on another stream
   compute_stream_ = current_stream_if_any(device_);
   auto& entry = scheduled(group);
   check_unchanged(entry, group);
-  entry.gradients->expect(index, forward_epoch_);
+  entry.gradients->landed().expect(index, forward_epoch_);
+}
+
+/// Another forward without a backward before it begins as this one did, when this one has come to its last module, and the model
+/// may have been changed since. Which parameters of a module are read may differ between ranks.
+void Schedule::note_forward(const ParameterGroup& group) {
+  if (state_ != State::kForward) return;
+  const size_t module = module_number(group);
+  if (module == last_module_) {
+    iteration_.has_read_last = true;
+  } else if (iteration_.has_read_last && module == iteration_.first_module && at::GradMode::is_enabled()) {
+    group.owner->check_no_new_parameter();
+    iteration_.has_read_last = false;
+  }
 }
 
 void Schedule::record(ParameterGroup& group) {
@@ -182,10 +190,22 @@ void Schedule::record(ParameterGroup& group) {
   const bool is_first = iteration_.recording.empty();
   if (is_first) group.owner->check_no_new_parameter();
   group.owner->check_boundary();
+  record_module(group, is_first);
   entry.recorded_forward = forward_epoch_;
   if (at::GradMode::is_enabled()) entry.checked_forward = forward_epoch_;
   if (is_first) place_buckets();
   if (!entry.buckets) place(entry);
+}
+
+/// The order of the modules is the same on all ranks, unlike that of a module's buckets.
+void Schedule::record_module(const ParameterGroup& group, bool is_first) {
+  const size_t module = module_number(group);
+  if (is_first) iteration_.first_module = module;
+  const auto& buckets = scheduled(group).buckets;
+  const auto is_recorded = [&](size_t number) { return groups_[number].recorded_forward == forward_epoch_; };
+  if (buckets && std::any_of(buckets->begin(), buckets->end(), is_recorded)) return;
+  iteration_.newest_module = module;
+  if (order_.empty()) last_module_ = module;
 }
 
 /// Before the first read in grad mode: an evaluation recorded the group, and the model may have been changed since.
@@ -225,10 +245,15 @@ void Schedule::note_unsharded() {
 }
 
 void Schedule::close_unrelated(const ParameterGroup& group, uint64_t recomputation) {
-  // The gradients of what a recomputation reads come next, as do those of what forward left open. What another one left is
-  // frozen.
+  // The gradients of what a recomputation reads come next, as do those of what forward left open. A group that another
+  // recomputation left open is open only for frozen parameters, and may be freed.
   const auto is_needed = [&](const ScheduledGroup& each) {
     return recomputation > 0 && (each.recomputation == 0 || each.recomputation == recomputation);
+  };
+  // Until the next forward reads it, and then as any other.
+  const auto is_kept_for_forward = [&](const ScheduledGroup& each, const ParameterGroup& other) {
+    const bool is_read = state_ != State::kBackward && each.phase == phase_;
+    return !each.gradients->settings.reshard_after_backward && !is_read && !other.is_stale();
   };
   std::erase_if(open_, [&](auto* each) {
     const GroupPtr other = each->group.lock();
@@ -236,7 +261,7 @@ void Schedule::close_unrelated(const ParameterGroup& group, uint64_t recomputati
     const bool kept = std::find(kept_.begin(), kept_.end(), other.get()) != kept_.end();
     if (kept || each->is_held || is_needed(*each) || related(*other, group)) return false;
     const bool is_prefetched = !other->is_unsharded();
-    if (is_prefetched && !is_passed(*each, group)) return false;
+    if (is_prefetched ? !is_passed(*each, group) : is_kept_for_forward(*each, *other)) return false;
     const bool is_reduced = state_ == State::kBackward && each->is_reduced;
     if (!is_reduced && !other->owner->reshards_after_forward()) return false;
     state_ == State::kBackward ? other->reshard() : other->reshard_after_forward();
@@ -244,13 +269,14 @@ void Schedule::close_unrelated(const ParameterGroup& group, uint64_t recomputati
   });
 }
 
+/// A bucket stands for its module: another rank may read another of its buckets.
+size_t Schedule::module_number(const ParameterGroup& group) const {
+  const auto& buckets = groups_[group.number].buckets;
+  return buckets ? buckets->front() : group.number;
+}
+
 bool Schedule::related(const ParameterGroup& a, const ParameterGroup& b) const {
-  // A bucket stands for its module: another rank may read another of its buckets.
-  const auto number_of = [this](const ParameterGroup& group) {
-    const auto& buckets = groups_[group.number].buckets;
-    return buckets ? buckets->front() : group.number;
-  };
-  const auto [above, below] = std::minmax({number_of(a), number_of(b)});
+  const auto [above, below] = std::minmax({module_number(a), module_number(b)});
   return below < groups_[above].end;
 }
 
@@ -294,11 +320,11 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
     follow();
     auto& entry = scheduled(group);
     list_unfinished(entry);
-    if (entry.gradients->needs_only_buffer()) finish_reductions();
+    if (entry.gradients->needs_only_buffer()) reductions_.finish(ready_);
     entry.gradients->land(index, gradient, gradient_weights_.current());
     join_buckets(entry);
     const bool is_next = entry.order_position == iteration_.next_to_reduce;
-    if (is_next && !entry.gradients->is_complete()) return;
+    if (is_next && !entry.gradients->landed().is_complete()) return;
   }
   deliver_after([&] {
     reduce_in_order(scheduled(group));
@@ -310,15 +336,40 @@ void Schedule::land_sharded(ReadyGradient gradient) {
   gradient.is_part = is_read_in_both_ways(gradient.group->parameters()[gradient.index]);
   if (!gradient.is_part) return deliver(std::move(gradient));
   const std::lock_guard lock(mutex_);
+  if (has_failed_backward()) abandon_backward();
+  auto& held = state_ == State::kBackward ? ready_ : early_parts();
+  held.push_back(std::move(gradient));
+}
+
+/// Of the graph task that runs now, before its first event that begins a backward. It is no such event: autograd's thread for the
+/// host brings it before those of the device's thread on one rank and after them on another, and a backward that fails between
+/// must have begun on all ranks or on none. The graph task owns the parts.
+ReadyGradients& Schedule::early_parts() {
+  const int id = torch::autograd::get_current_graph_task_id();
+  auto early = early_parts_.lock();
+  if (!early || early->graph_task_id != id) {
+    early = std::make_shared<EarlyParts>(EarlyParts{id, {}});
+    early_parts_ = early;
+    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), early] {
+      if (const auto self = weak.lock()) self->take(*early);
+    });
+  }
+  return early->parts;
+}
+
+/// At the end of their graph task: for the backward that has begun since, or begins now, and ends after this.
+void Schedule::take(EarlyParts& early) {
+  const std::lock_guard lock(mutex_);
   follow();
-  ready_.push_back(std::move(gradient));
+  ready_.insert(ready_.end(), std::move_iterator(early.parts.begin()), std::move_iterator(early.parts.end()));
+  early.parts.clear();
 }
 
 void Schedule::hold_parts() {
   for (auto& each : ready_) each.is_part = each.is_part || is_read_in_both_ways(each.group->parameters()[each.index]);
 }
 
-/// At the end of a backward: of those of one parameter their sum.
+/// At the end of a backward: replaces the held gradients of one parameter by their sum.
 void Schedule::join_parts() {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < ready_.size(); ++i) {
@@ -353,7 +404,7 @@ void Schedule::reduce_in_order(const ScheduledGroup& landed) {
   for (auto& next = iteration_.next_to_reduce; next >= 0; --next) {
     auto* entry = order()[static_cast<size_t>(next)];
     const GroupPtr group = entry->group.lock();
-    if (!group || !(entry->buckets || entry->gradients->expects_any())) continue;
+    if (!group || !(entry->buckets || entry->gradients->landed().expects_any())) continue;
     if (may_join(*entry)) return;
     const bool is_passed = landed.order_position < next && !awaits_gradients(*entry);
     if (!is_complete(*entry) && !is_passed) return; // its turn comes first on every rank
@@ -366,7 +417,7 @@ void Schedule::reduce_in_order(const ScheduledGroup& landed) {
 bool Schedule::awaits_gradients(const ScheduledGroup& entry) const {
   if (is_in_inner_backward()) return true;
   const GroupPtr group = entry.group.lock();
-  return entry.gradients->awaits_any([&](size_t index, bool is_expected) {
+  return entry.gradients->landed().awaits_any([&](size_t index, bool is_expected) {
     const auto& accumulator = group->parameters()[index].accumulator;
     return accumulator ? is_in_graph_task(accumulator.get()) : is_expected;
   });
@@ -380,7 +431,7 @@ bool Schedule::may_join(const ScheduledGroup& entry) const {
 }
 
 bool Schedule::is_complete(const ScheduledGroup& entry) const {
-  return entry.gradients->is_complete() && (is_in_inner_backward() || !awaits_gradients(entry));
+  return entry.gradients->landed().is_complete() && (is_in_inner_backward() || !awaits_gradients(entry));
 }
 
 bool Schedule::is_in_inner_backward() const { return torch::autograd::get_current_graph_task_id() != iteration_.graph_task_id; }
@@ -407,36 +458,14 @@ void Schedule::finish_group(ScheduledGroup& entry) {
   const GroupPtr group = entry.group.lock();
   if (!group) return;
   const bool waits = !is_last_backward_ && group->axes().keeps_gradients();
-  if (entry.gradients->requires_sync && !waits) {
-    reduce(entry);
+  if (entry.gradients->settings.sync() && !waits) {
+    reductions_.start(entry, ready_);
   } else {
     entry.gradients->keep_unreduced();
   }
-  if (!entry.gradients->reshard_after_backward) return;
+  if (!entry.gradients->settings.reshard_after_backward) return;
   entry.is_reduced = entry.gradients->leaves_out_any(); // the backward of a frozen layer reads it once more, perhaps
   if (!entry.is_reduced) group->reshard();
-}
-
-void Schedule::reduce(ScheduledGroup& entry) {
-  entry.gradients->finish_reduce(ready_); // the one before, when a group is reduced twice in a backward
-  while (!reducing_.empty()) {
-    auto* oldest = reducing_.front();
-    const GroupPtr group = oldest->group.lock();
-    if (group) oldest->gradients->advance_reduce();
-    if (group && group->axes().reduces_twice() && reducing_.size() < 2) break;
-    reducing_.erase(reducing_.begin());
-    if (group) oldest->gradients->finish_reduce(ready_);
-  }
-  entry.gradients->start_reduce(ready_);
-  const GroupPtr group = entry.group.lock();
-  if (group && !group->axes().reduce_scatter()) entry.gradients->advance_reduce(); // its first collective is the all-reduce
-  if (entry.gradients->is_reducing()) reducing_.push_back(&entry);
-}
-
-void Schedule::finish_reductions() {
-  for (auto* entry : std::exchange(reducing_, {})) {
-    if (const GroupPtr group = entry->group.lock()) entry->gradients->finish_reduce(ready_);
-  }
 }
 
 /// Of gradients to the host, once for all: the last one ends last.
@@ -451,7 +480,7 @@ void Schedule::finish_backward() {
   const auto finish = [&] {
     if (state_ != State::kBackward) return;
     reduce_the_rest();
-    if (is_last_backward_) finish_reductions();
+    if (is_last_backward_) reductions_.finish(ready_);
     wait_for_copies();
     join_parts();
   };
@@ -465,17 +494,20 @@ void Schedule::finish_backward() {
   }
   std::erase_if(open_, [](auto* entry) {
     const GroupPtr group = entry->group.lock();
-    if (!group || !entry->gradients->reshard_after_backward) return !group || !group->is_open();
+    if (!group || !entry->gradients->settings.reshard_after_backward) return !group || !group->is_open();
     group->reshard();
     return true;
   });
-  if (!iteration_.recording.empty()) order_ = std::exchange(iteration_.recording, {});
+  if (!iteration_.recording.empty()) {
+    order_ = std::exchange(iteration_.recording, {});
+    last_module_ = iteration_.newest_module;
+  }
   enter(State::kIdle);
 }
 
 void Schedule::abandon_backward() {
   enter(State::kIdle);
-  reducing_.clear();
+  reductions_.drop();
   ready_.clear();
   std::vector<Work> in_flight;
   for (const auto& list : {order_, iteration_.recording, std::exchange(unfinished_, {})}) {

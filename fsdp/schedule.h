@@ -3,53 +3,29 @@
 // Internal: when the groups of one model gather, reshard and reduce.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <tessera/fsdp/gradient_weights.h>
 #include <tessera/fsdp/group_gradients.h>
 #include <tessera/fsdp/model_resources.h>
 #include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/reduction_queue.h>
+#include <tessera/fsdp/scheduled_group.h>
 #include <tessera/fsdp/step_report.h>
 #include <tessera/fsdp/trains_apart.h>
+#include <tessera/fsdp/unsharded_storage.h>
 
 namespace tessera::internal {
-
-/// What is gathered ahead when a group is needed.
-struct PrefetchSettings {
-  using Groups = std::vector<std::weak_ptr<ParameterGroup>>;
-  bool is_prefetched_in_backward = true; ///< the group itself, by others
-  int64_t depth = 1;                     ///< groups, in the recorded order
-  Groups in_forward, in_backward;        ///< in place of those, where there are any
-};
-
-/// Why a group is gathered ahead: it comes next, or a list of `PrefetchSettings` says so.
-enum class Ahead { kOfOrder, kOfList };
-
-/// A group in the schedule of its model, and what the schedule notes of it.
-struct ScheduledGroup {
-  std::weak_ptr<ParameterGroup> group; ///< empty for a module without parameters of its own
-  std::shared_ptr<GroupGradients> gradients;
-  std::shared_ptr<const PrefetchSettings> prefetch;
-  /// The numbers of all groups of its module, which are reduced together; null where it has one.
-  std::shared_ptr<const std::vector<size_t>> buckets = nullptr;
-  size_t end = 0;                ///< the groups below its module have the numbers from its own to here
-  int64_t order_position = -1;   ///< in the recorded forward order
-  uint64_t recorded_forward = 0; ///< the last forward that recorded it there
-  uint64_t checked_forward = 0;  ///< the last one whose model was looked at in grad mode
-  uint64_t joined_phase = 0;     ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
-  uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
-  uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
-  Ahead ahead = Ahead::kOfOrder; ///< why it was gathered last before its read
-  bool is_listed = false;        ///< among those whose gradients are unfinished
-  bool is_held = false;          ///< by `unshard`, until its first read
-  bool is_reduced = false;       ///< in this backward, and open for the frozen parameters that it may still read
-};
 
 /// The order of a model's collectives, driven by the reads and the gradients of its parameters. One for all groups below a root.
 ///
@@ -99,7 +75,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   /// Copies a write to an unsharded parameter back to the shard.
   void write_back(ParameterGroup& group, const UnshardedRange& written);
 
-  /// The next read of each group frees what is to be freed then, also where this forward has read it before.
+  /// Treats the next read of each group as its first in this phase, so that changed reshard settings take effect.
   void look_anew();
   /// Every read of the model's parameters is an error from now on, which says why.
   void refuse(std::string why);
@@ -111,7 +87,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
     is_last_backward_ = is_last;
   }
   bool is_last_backward() const { return is_last_backward_; }
-  /// Of what this rank's backwards bring from now on, until `setter` has it forgotten; 0 drops it, whatever it is.
+  /// Multiplies this rank's gradients by `weight` until `setter` forgets it. 0 drops them, NaN too.
   void set_gradient_weight(const void* setter, double weight) {
     const std::lock_guard lock(mutex_);
     gradient_weights_.set(setter, weight);
@@ -120,14 +96,17 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
     const std::lock_guard lock(mutex_);
     gradient_weights_.forget(setter);
   }
-  void set_gradient_weights(GradientWeights weights) { gradient_weights_ = std::move(weights); }
-  const GradientWeights& gradient_weights() const { return gradient_weights_; }
+  /// What is set for the whole model on a schedule that this one replaces, perhaps among others.
+  void take_settings(const Schedule& other) {
+    is_last_backward_ = is_last_backward_ && other.is_last_backward_;
+    gradient_weights_.take(other.gradient_weights_);
+  }
   /// From now on what the model's groups do is recorded, from nothing; or nothing is.
   void set_reporting(bool reports);
   /// What was recorded, which begins again. An error while nothing is.
   StepReport report();
   /// The groups that the last forward read, by their first reads; none before the first forward.
-  std::vector<std::shared_ptr<ParameterGroup>> read_order();
+  std::vector<GroupPtr> read_order();
   /// For the settings of the model's groups. The calls above lock by themselves.
   [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
   const std::shared_ptr<ModelResources>& resources() const { return resources_; }
@@ -138,10 +117,18 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
 
   /// One forward and its backward.
   struct Iteration {
-    Order recording;                ///< of first reads in the forward
-    std::weak_ptr<void> graph_task; ///< expired once that of the backward is gone
+    Order recording;                            ///< of first reads in the forward
+    size_t first_module = 0, newest_module = 0; ///< by `module_number`: the first that the forward read, and its latest new one
+    bool has_read_last = false;                 ///< `last_module_`, since the model was looked at
+    std::weak_ptr<void> graph_task;             ///< expired once that of the backward is gone
     int graph_task_id = -1;
     int64_t next_to_reduce = -1; ///< position in the forward order; all behind it have been reduced in the backward
+  };
+
+  /// What `land_sharded` holds of a graph task in which no backward has begun.
+  struct EarlyParts {
+    int graph_task_id;
+    ReadyGradients parts;
   };
 
   ScheduledGroup& scheduled(const ParameterGroup& group) { return groups_[group.number]; }
@@ -157,14 +144,16 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   /// Whether the backward that it follows has ended without its last callback.
   bool has_failed_backward() const;
   void abandon_backward();
+  void note_forward(const ParameterGroup& group);
   void record(ParameterGroup& group);
+  void record_module(const ParameterGroup& group, bool is_first);
   void check_unchanged(ScheduledGroup& entry, const ParameterGroup& group);
   void place_buckets();
   void place(ScheduledGroup& entry);
   void open(ParameterGroup& group);
   void note_unsharded();
   void close_unrelated(const ParameterGroup& group, uint64_t recomputation);
-  void prefetch_after(const ParameterGroup& group);
+  void prefetch_after(const ParameterGroup& group, bool is_first_read);
   void prefetch(ParameterGroup& group, Ahead why);
   void list_unfinished(ScheduledGroup& entry);
   void join_buckets(const ScheduledGroup& landed);
@@ -177,33 +166,37 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   template <typename Locked>
   bool deliver_after(const Locked& locked);
   void wait_for_copies();
+  ReadyGradients& early_parts();
+  void take(EarlyParts& early);
   void hold_parts();
   void join_parts();
   void finish_group(ScheduledGroup& entry);
-  void reduce(ScheduledGroup& entry);
-  void finish_reductions();
   int64_t known_position(const ScheduledGroup& entry) const; // -1: none
   bool is_passed(const ScheduledGroup& ahead, const ParameterGroup& group);
+  size_t module_number(const ParameterGroup& group) const;
   bool related(const ParameterGroup& a, const ParameterGroup& b) const;
   const Order& order() const { return iteration_.recording.empty() ? order_ : iteration_.recording; }
-  /// In which this phase reads the groups: as the last forward did, or the one that runs now.
+  /// The order in which this phase is expected to read the groups: the last forward's, or in backward the current one's.
   const Order& known_order() const { return state_ != State::kBackward && !order_.empty() ? order_ : order(); }
-  /// The `step`-th group that this phase will need after `group`, as far as it is known; null when there is none.
-  std::shared_ptr<ParameterGroup> next_of(const ParameterGroup& group, int64_t step);
+  /// The `step`-th group that this phase will need after `group`, as far as it is known; null when there is none. Before an
+  /// order is known, it is guessed, at the first read of `group` in this phase alone.
+  GroupPtr next_of(const ParameterGroup& group, int64_t step, bool is_first_read);
 
   c10::Device device_;
-  /// Of the last forward. Gradients are reduced and delivered there, whatever stream autograd accumulates them on: that of
-  /// fully_shard.
+  /// The current stream of the last forward. Gradients are reduced and delivered on it, although autograd accumulates them on
+  /// the stream that was current at fully_shard.
   std::optional<c10::Stream> compute_stream_;
   std::recursive_mutex mutex_;
   std::shared_ptr<ModelResources> resources_;
   std::vector<ScheduledGroup> groups_;
   Order order_;                       // of first reads in the last complete forward
+  size_t last_module_ = 0;            // the newest one there; before it, of the forward that runs
   Order open_;                        // gathered, or about to be
   std::vector<ParameterGroup*> kept_; // by KeepOpen
   Order unfinished_;                  // with gradients that wait for their reduction, or did of late
   ReadyGradients ready_;              // reduced, to be delivered when the lock is released; on their way to the host, at the end
-  Order reducing_;                    // at most one reduce-scatter and one all-reduce in flight
+  std::weak_ptr<EarlyParts> early_parts_; // of the graph task that brought some last
+  ReductionQueue reductions_;
 
   State state_ = State::kIdle;
   Iteration iteration_;

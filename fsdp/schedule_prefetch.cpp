@@ -7,12 +7,6 @@
 
 namespace tessera::internal {
 
-namespace {
-
-using GroupPtr = std::shared_ptr<ParameterGroup>;
-
-} // namespace
-
 int64_t Schedule::known_position(const ScheduledGroup& entry) const {
   const Order& list = known_order();
   const auto own = entry.order_position;
@@ -30,7 +24,7 @@ bool Schedule::is_passed(const ScheduledGroup& ahead, const ParameterGroup& grou
   return there < here;
 }
 
-GroupPtr Schedule::next_of(const ParameterGroup& group, int64_t step) {
+GroupPtr Schedule::next_of(const ParameterGroup& group, int64_t step, bool is_first_read) {
   const auto at = [](const auto& list, int64_t position) {
     return position >= 0 && position < static_cast<int64_t>(list.size()) ? &list[static_cast<size_t>(position)] : nullptr;
   };
@@ -41,8 +35,8 @@ GroupPtr Schedule::next_of(const ParameterGroup& group, int64_t step) {
   if (own && *own == &entry) {
     if (const auto* next = at(list, entry.order_position + (forward ? step : -step))) return (*next)->group.lock();
   }
-  if (!forward || !order_.empty()) return nullptr;
-  // The first forward: modules mostly run in the order in which they are registered.
+  if (!forward || !order_.empty() || !is_first_read) return nullptr;
+  // The first forward, perhaps of many without a backward: modules mostly run in the order in which they are registered.
   int64_t position = static_cast<int64_t>(group.number) + 1;
   const auto is_ahead = [&](const ScheduledGroup& each) {
     return !each.group.expired() && each.recorded_forward != forward_epoch_;
@@ -53,7 +47,7 @@ GroupPtr Schedule::next_of(const ParameterGroup& group, int64_t step) {
   return nullptr;
 }
 
-void Schedule::prefetch_after(const ParameterGroup& group) {
+void Schedule::prefetch_after(const ParameterGroup& group, bool is_first_read) {
   const auto& settings = *scheduled(group).prefetch;
   const auto& list = state_ == State::kBackward ? settings.in_backward : settings.in_forward;
   for (const auto& weak : list) {
@@ -61,10 +55,10 @@ void Schedule::prefetch_after(const ParameterGroup& group) {
   }
   if (!list.empty()) return;
   for (int64_t step = 1; step <= settings.depth; ++step) {
-    if (const GroupPtr next = next_of(group, step)) prefetch(*next, Ahead::kOfOrder);
+    if (const GroupPtr next = next_of(group, step, is_first_read)) prefetch(*next, Ahead::kOfOrder);
   }
   if (!group.memory()) return; // a gather that follows finds the shard on the device
-  if (const GroupPtr next = next_of(group, settings.depth + 1)) next->start_fetch();
+  if (const GroupPtr next = next_of(group, settings.depth + 1, is_first_read)) next->start_fetch();
 }
 
 void Schedule::prefetch(ParameterGroup& group, Ahead why) {

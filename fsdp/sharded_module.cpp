@@ -73,26 +73,20 @@ std::optional<at::ScalarType> ShardedModule::boundary_dtype() {
   const auto& policy = options_.mixed_precision;
   if (!policy.param_dtype || !policy.cast_forward_inputs) return std::nullopt;
   bool has_any = false;
-  for (const auto& part : parts()) {
-    const auto group = part->group();
-    for (size_t i = 0; group && i < group->parameters().size(); ++i) {
-      if (group->parameters()[i].unsharded_dtype != at::kFloat) return policy.param_dtype;
+  for (const auto& group : groups()) {
+    for (const auto& parameter : group->parameters()) {
+      if (parameter.unsharded_dtype != at::kFloat) return policy.param_dtype;
       has_any = true;
     }
   }
   return has_any ? at::kFloat : policy.param_dtype;
 }
 
-bool ShardedModule::is_first_rank() const {
-  const auto& place = *axes_.mesh().coordinate();
-  return std::all_of(place.begin(), place.end(), [](int64_t at) { return at == 0; });
-}
-
 void ShardedModule::check_boundary() const {
   const auto* at = this;
   while (true) { // and those above that have no parameters of their own, of which nothing else tells
     const auto& dtype = at->options_.mixed_precision.output_dtype;
-    if (dtype && !at->casts_outputs_to(*dtype) && !std::exchange(root().warned_of_boundary_, true) && is_first_rank()) {
+    if (dtype && !at->casts_outputs_to(*dtype) && !std::exchange(root().warned_of_boundary_, true) && axes_.is_first_rank()) {
       TORCH_WARN("the policy of ", at->label(), " has the output_dtype ", *dtype,
                  ", but its parameters are read outside of tessera::call, and nothing casts what a forward returns that is "
                  "called directly. Call tessera::call(module, inputs...), or cast the outputs and leave output_dtype unset. "
@@ -104,7 +98,7 @@ void ShardedModule::check_boundary() const {
 }
 
 void ShardedModule::note_rounding(const std::string& name, at::ScalarType from, at::ScalarType to) const {
-  if (std::exchange(root().warned_of_rounding_, true) || !is_first_rank()) return;
+  if (std::exchange(root().warned_of_rounding_, true) || !axes_.is_first_rank()) return;
   TORCH_WARN(name, " in a tessera::call of ", label(), " has an activation in ", from, " beside a parameter in ", to,
              ", and computes in ", to, ", where FSDP2 would compute in ", from, ". Cast the activation to ", to,
              " to agree with both, keep the parameter in fp32 with keep_in_fp32, or set cast_forward_inputs = false and cast by "
@@ -200,12 +194,20 @@ std::vector<std::shared_ptr<ShardedModule>> ShardedModule::revive_below(const st
   return revived;
 }
 
-std::vector<std::shared_ptr<ShardedModule>> ShardedModule::parts() {
+std::vector<std::shared_ptr<ShardedModule>> ShardedModule::with_buckets() {
   std::vector<std::shared_ptr<ShardedModule>> all{shared_from_this()};
   for (const auto& each : children_) {
     if (auto child = each.state.lock(); child && child->bucket_ > 0) all.push_back(std::move(child));
   }
   return all;
+}
+
+std::vector<std::shared_ptr<ParameterGroup>> ShardedModule::groups() {
+  std::vector<std::shared_ptr<ParameterGroup>> groups;
+  for (const auto& state : with_buckets()) {
+    if (auto group = state->group()) groups.push_back(std::move(group));
+  }
+  return groups;
 }
 
 const ShardedModule& ShardedModule::root() const {
@@ -260,7 +262,7 @@ std::vector<std::shared_ptr<ShardedModule>> ShardedModule::subtree() {
 void ShardedModule::set_group(const std::shared_ptr<ParameterGroup>& group) {
   group_ = group;
   gradients_ = std::make_shared<GroupGradients>(*group);
-  gradients_->reshard_after_backward = !axes_.keeps_parameters();
+  gradients_->settings.reshard_after_backward = !axes_.keeps_parameters();
 }
 
 bool ShardedModule::reshards_after_forward() const {
@@ -275,7 +277,7 @@ namespace {
 void connect_buckets(const std::vector<std::shared_ptr<ShardedModule>>& states, std::vector<ScheduledGroup>& groups) {
   for (const auto& state : states) {
     if (&state->of_modules() != state.get()) continue; // a bucket
-    const auto parts = state->parts();
+    const auto parts = state->with_buckets();
     if (parts.size() < 2) continue;
     const auto buckets = std::make_shared<std::vector<size_t>>();
     for (const auto& part : parts) buckets->push_back(part->number());
@@ -318,6 +320,17 @@ void ShardedModule::note_names() {
     const auto group = state->group();
     for (size_t i = 0; group && i < group->parameters().size(); ++i) settled_names_.push_back(group->full_name(i));
   }
+}
+
+std::shared_ptr<ShardedModule> find_state(const Module& module) {
+  std::shared_ptr<ShardedModule> found;
+  any_parameter(module, [&](const at::Tensor& parameter) {
+    const auto* meta = parameter_meta(parameter);
+    for (auto* at = meta ? &state_of_group(*meta->group) : nullptr; at && !found; at = at->parent().get())
+      found = at->state_of(&module);
+    return found != nullptr;
+  });
+  return found;
 }
 
 } // namespace tessera::internal

@@ -69,7 +69,9 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   /// The state of modules that this one, perhaps a bucket, belongs to.
   ShardedModule& of_modules() { return bucket_ > 0 ? *parent_ : *this; }
   /// This state and its buckets.
-  std::vector<std::shared_ptr<ShardedModule>> parts();
+  std::vector<std::shared_ptr<ShardedModule>> with_buckets();
+  /// Those of this state and its buckets that there are.
+  std::vector<std::shared_ptr<ParameterGroup>> groups();
 
   const std::shared_ptr<ShardedModule>& parent() const { return parent_; }
   /// Puts `child` and all below it under this root. `places` says for each module of `child` where it lies; `settle` must follow.
@@ -110,7 +112,6 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
 
  private:
   bool casts_outputs_to(at::ScalarType dtype) const;
-  bool is_first_rank() const;
   void claim(const torch::nn::Module* module, Claim claim);
 
   std::vector<ModuleReference> modules_;
@@ -144,10 +145,22 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   mutable bool warned_of_boundary_ = false, warned_of_rounding_ = false; // of a root: of its model
 };
 
-/// The state of the module that `group` was made for.
-inline ShardedModule& module_of(const ParameterGroup& group) { return static_cast<ShardedModule&>(*group.owner); }
+/// The state that `group` was made for.
+inline ShardedModule& state_of_group(const ParameterGroup& group) { return static_cast<ShardedModule&>(*group.owner); }
 
 /// The schedule of the model that `group` belongs to.
-inline Schedule& schedule_of(const ParameterGroup& group) { return *module_of(group).schedule(); }
+inline Schedule& schedule_of(const ParameterGroup& group) { return *state_of_group(group).schedule(); }
+
+/// The state of a module that was sharded; null for any other.
+std::shared_ptr<ShardedModule> find_state(const torch::nn::Module& module);
+
+/// Of the groups of `state` and its buckets or, with `recurse`, of all below it as well; under the lock of the schedule.
+template <typename Apply> // void(GroupGradients&)
+void for_each_group(ShardedModule& state, bool recurse, const Apply& apply) {
+  const auto lock = state.schedule()->lock();
+  for (const auto& each : recurse ? state.subtree() : state.with_buckets()) {
+    if (const auto group = each->group()) apply(each->gradients());
+  }
+}
 
 } // namespace tessera::internal

@@ -70,6 +70,9 @@ struct ShardedParameter {
   size_t module;                        ///< which of the group's modules that is
   std::optional<MemoryRange> original;  ///< where the whole tensor was
   std::optional<Placement> chosen = {}; ///< by the program, along the shard dim
+
+  /// Of this rank's part, or of what lies as it does; empty where it is row-major.
+  c10::IntArrayRef shard_strides() const { return has_strided_shards ? c10::IntArrayRef(strides) : c10::IntArrayRef(); }
 };
 
 /// As the program set it, also where no forward has read the parameter since.

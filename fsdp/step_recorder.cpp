@@ -47,6 +47,11 @@ void note_collective(const ParameterGroup& group, CollectiveKind kind, const at:
   traffic.bytes += static_cast<int64_t>(full.nbytes());
 }
 
+void note_work(const ParameterGroup& group, const Work& work) {
+  auto* recorder = group.recorder();
+  if (recorder && group.streams().gather.exists() && !work.blocks_host()) recorder->of(group).waits_on_streams = true;
+}
+
 void note_read(const ParameterGroup& group) {
   auto* recorder = group.recorder();
   if (!recorder || !group.copies() || group.is_unsharded()) return;

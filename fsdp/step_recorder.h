@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <tessera/collectives/counters.h>
+#include <tessera/collectives/work.h>
 #include <tessera/fsdp/step_report.h>
 
 namespace tessera::internal {
@@ -35,6 +36,8 @@ class StepRecorder {
 
 /// A collective of the group is about to be issued; `full` is the larger of its input and output.
 void note_collective(const ParameterGroup& group, CollectiveKind kind, const at::Tensor& full);
+/// A collective of the group was issued, and this is its Work.
+void note_work(const ParameterGroup& group, const Work& work);
 /// A forward or a backward is about to read the group for the first time.
 void note_read(const ParameterGroup& group);
 

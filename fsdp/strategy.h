@@ -25,9 +25,9 @@ struct ShardedStates {
 
 /// One row of the table that a strategy is.
 ///
-/// What follows from it: parameters that are whole along a dim stay gathered from one optimizer step to the next; gradients that
-/// are whole are not communicated before the last backward of an accumulation (`set_is_last_backward`); a state that is split
-/// along the outer dim as well is gathered, and reduced, first inside the inner dim's groups.
+/// Parameters that are whole along a dim stay gathered from one optimizer step to the next. Gradients that are whole are not
+/// communicated before the last backward of an accumulation (`set_is_last_backward`). A state that is split along the outer dim
+/// too is gathered, and reduced, first inside the groups of the inner dim.
 struct StrategyRow {
   Strategy strategy;
   std::string_view name;

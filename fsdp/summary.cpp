@@ -6,7 +6,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <array>
 #include <ostream>
 #include <utility>
@@ -15,6 +14,7 @@
 #include <tessera/fsdp/bytes_of.h>
 #include <tessera/fsdp/module_walk.h>
 #include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/storage_count.h>
 #include <tessera/fsdp/text_table.h>
 #include <tessera/fsdp/trains_apart.h>
 
@@ -46,10 +46,10 @@ class Summarizer {
         if (item.value().defined()) add(path, *visit.module, item.key(), item.value());
       }
       for (const auto& item : visit.module->named_buffers(/*recurse=*/false)) {
-        ++summary_.buffers;
-        summary_.buffer_bytes += bytes_of(item.value());
+        if (buffers_.add(item.value())) ++summary_.buffers;
       }
     }
+    summary_.buffer_bytes = buffers_.bytes();
     const auto apart = parameters_trained_apart(*walk_.visits().front().module);
     for (auto& each : summary_.parameters) each.trains_apart = each.tied_to.empty() && absl::c_linear_search(apart, each.name);
     return std::move(summary_);
@@ -83,13 +83,14 @@ class Summarizer {
     const auto [found, is_first] = groups_.emplace(&group, summary_.groups.size());
     if (is_first) {
       summary_.groups.push_back({group.label(), fmt::format("{} ranks", fmt::join(group.axes().mesh().shape(), " x ")), 0,
-                                 group.layout().unsharded_bytes, group.owner->reshards_after_forward()});
+                                 group.copies() ? group.layout().unsharded_bytes : 0, group.owner->reshards_after_forward()});
     }
     ++summary_.groups[found->second].parameters;
   }
 
   ModuleWalk walk_;
   ModelSummary summary_;
+  StorageCount buffers_;
   absl::flat_hash_map<const c10::TensorImpl*, std::string> seen_;
   absl::flat_hash_map<const ParameterGroup*, size_t> groups_;
 };

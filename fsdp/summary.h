@@ -28,10 +28,11 @@ struct ParameterSummary {
 
 /// A call of `fully_shard` or `replicate` that took parameters.
 struct GroupSummary {
-  std::string name;            ///< as `ParameterSummary::group`
-  std::string mesh;            ///< "4 ranks", "2 x 2 ranks"
-  int64_t parameters = 0;      ///< how many
-  int64_t unsharded_bytes = 0; ///< that a rank holds while the group is gathered, in the dtypes that a forward reads
+  std::string name;       ///< as `ParameterSummary::group`
+  std::string mesh;       ///< "4 ranks", "2 x 2 ranks"
+  int64_t parameters = 0; ///< how many
+  /// On a rank while the group is gathered, in the dtypes that a forward reads; 0 where nothing is copied.
+  int64_t unsharded_bytes = 0;
   bool reshards_after_forward = false;
 };
 
@@ -39,9 +40,9 @@ struct GroupSummary {
 struct ModelSummary {
   std::vector<ParameterSummary> parameters; ///< in the order of the modules
   std::vector<GroupSummary> groups;         ///< in the order of their first parameters
-  int64_t buffers = 0, buffer_bytes = 0;    ///< every rank has them whole
+  int64_t buffers = 0, buffer_bytes = 0;    ///< every rank has them whole; those that share memory are one
 
-  /// A table of modules, one of groups, and sums. What trains apart is named at the end.
+  /// A table of modules, one of groups, and sums. Parameters that train apart are named at the end.
   std::string to_string() const;
 };
 
@@ -49,7 +50,7 @@ std::ostream& operator<<(std::ostream& out, const ModelSummary& summary);
 
 /// Says for each parameter of `module` which group it is in, its placements, dtypes and bytes, and whether it is frozen, plain,
 /// or trains apart because a `fully_shard` was forgotten: `std::cout << tessera::summary(*model)`. The bytes are this rank's.
-/// Local: no communication, and any rank may call it alone.
+/// Local: no communication, and a single rank may call it.
 ModelSummary summary(const torch::nn::Module& module);
 
 } // namespace tessera

@@ -8,7 +8,6 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <absl/algorithm/container.h>
@@ -21,8 +20,10 @@
 #include <vector>
 
 #include <tessera/activations/kept_results.h>
+#include <tessera/activations/recomputation.h>
 #include <tessera/dtensor/dispatch/call_site.h>
 #include <tessera/dtensor/dispatch/visit_tensors.h>
+#include <tessera/dtensor/in_backward.h>
 #include <tessera/dtensor/move.h>
 #include <tessera/dtensor/view_replay.h>
 #include <tessera/fsdp/construction_mode.h>
@@ -69,7 +70,7 @@ ParameterGroup& group_of_leaf(const at::Tensor& leaf) {
   return *storage->group();
 }
 
-/// What the op writes, a gather in flight may still read on a stream of its own.
+/// Before an op writes a parameter: waits for a gather that may still read its shard on another stream.
 void wait_to_write(ParameterGroup& group) {
   if (!group.streams().gather.exists()) return;
   const auto lock = schedule_of(group).lock();
@@ -280,22 +281,27 @@ void check_keeps_shape(const c10::OperatorHandle& op, const OperatorTraits& trai
 }
 
 void check_keeps_parameters(const c10::OperatorHandle& op, const OperatorTraits& traits, Arguments arguments) {
-  if (traits.reshapes) check_keeps_shape(op, traits, arguments);
-  // The data of itself: Module::to a device or dtype that it has already.
-  if (traits.replaces_data && !arguments[0].toTensor().is_same(arguments[1].toTensor()))
-    check_no_parameter(
-        traits, arguments, "set_data on the sharded parameter ",
-        " would unshard it (Module::to does this): choose dtype and device before fully_shard, change the dtype "
-        "with tessera::reshard_parameters(module, {.dtype = ...}), or use parameter.copy_(full_tensor) for values. torch::load "
-        "does this too where the file's device is another one: load with tessera::checkpoint::load, or before fully_shard");
-  if (traits.replaces_storage)
-    check_no_parameter(traits, arguments, "set_ on the sharded parameter ",
-                       " would unshard it (torch::load does this): load with tessera::checkpoint::load, or into the module "
-                       "before fully_shard");
-  if (traits.renormalizes)
-    check_no_parameter(traits, arguments, "the embedding ",
-                       " has a max_norm, which rewrites the rows that this rank's batch reads, and no other rank's copy of "
-                       "them: build it without max_norm, and rescale the weight between steps");
+  switch (traits.special) {
+    case Special::kNone:
+    case Special::kConverts: return;
+    case Special::kReshapes: return check_keeps_shape(op, traits, arguments);
+    case Special::kReplacesData:
+      // The data of itself: Module::to a device or dtype that it has already.
+      if (arguments[0].toTensor().is_same(arguments[1].toTensor())) return;
+      return check_no_parameter(
+          traits, arguments, "set_data on the sharded parameter ",
+          " would unshard it (Module::to does this): choose dtype and device before fully_shard, change the dtype "
+          "with tessera::reshard_parameters(module, {.dtype = ...}), or use parameter.copy_(full_tensor) for values. torch::load "
+          "does this too where the file's device is another one: load with tessera::checkpoint::load, or before fully_shard");
+    case Special::kReplacesStorage:
+      return check_no_parameter(traits, arguments, "set_ on the sharded parameter ",
+                                " would unshard it (torch::load does this): load with tessera::checkpoint::load, or into the "
+                                "module before fully_shard");
+    case Special::kRenormalizes:
+      return check_no_parameter(traits, arguments, "the embedding ",
+                                " has a max_norm, which rewrites the rows that this rank's batch reads, and no other rank's copy "
+                                "of them: build it without max_norm, and rescale the weight between steps");
+  }
 }
 
 /// What is written into the places of a parameter, and what names them, may lie where the parameter does or on the device: goes
@@ -354,13 +360,17 @@ void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* 
   op.redispatchBoxed(keys, stack);
 }
 
+/// Whether a forward makes the call, in a backward perhaps, and no derivative formula.
+bool runs_forward() { return !in_backward() || in_second_run() || dispatch::in_nested_forward(); }
+
 void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& traits = traits_of(op);
   const auto arguments = Arguments(*stack).last(traits.arguments.size());
   check_keeps_parameters(op, traits, arguments);
   Reads reads = scan(traits, arguments);
   if (C10_UNLIKELY(reads.unreduced)) return run_on_unreduced(op, traits, stack);
-  if (traits.converts && converts_nothing(op, arguments)) return stack->resize(stack->size() - arguments.size() + 1);
+  if (traits.special == Special::kConverts && converts_nothing(op, arguments))
+    return stack->resize(stack->size() - arguments.size() + 1);
   if (is_constructing_on_meta()) replace_device_with_meta(op.schema(), stack);
 
   const Use use = classify(traits, reads);
@@ -373,8 +383,7 @@ void on_touch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   if (is_whole && !reads.computed && !reads.constant && !KeptResults::Scope::active()) after = after.remove(kDTensorKey);
   if (is_whole && reads.offloaded) after = keys_on_device(op, after, traits, arguments);
   if (is_whole || (reads.leaf && !reads.other_dtensor)) end_view_replay(); // a plain computation goes on
-  const auto in_backward = [] { return torch::autograd::get_current_graph_task_id() >= 0; };
-  if (casts && (!in_backward() || at::GradMode::is_enabled())) cast_activations(op, traits, arguments);
+  if (casts && runs_forward()) cast_activations(op, traits, arguments);
   redispatch(op, after, stack);
   end_view_replay(); // autograd has asked
   if (use == Use::kWritesPlaces) {

@@ -1,6 +1,5 @@
 #include <tessera/fsdp/unreduced_gradient.h>
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 

@@ -9,7 +9,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -100,7 +99,7 @@ void take_first(const Buffer& buffer, Communicator& communicator, const at::Tens
 CommunicatorPtr communicator_of(const std::string& function, const DeviceMesh& mesh) {
   TORCH_CHECK_VALUE(mesh.defined(), function, ": the mesh is undefined; make one with init_device_mesh");
   TORCH_CHECK_VALUE(mesh.coordinate().has_value(), function, ": this rank is outside the mesh ", mesh.to_string());
-  return (mesh.ndim() == 1 ? mesh : mesh.flatten()).communicator();
+  return mesh.flatten().communicator();
 }
 
 } // namespace

@@ -229,8 +229,7 @@ Batch take_batch(const BatchRanks& ranks, const at::Tensor& input, const at::Ten
 BatchRanks batch_ranks(const DeviceMesh& mesh, const std::string& label, const char* function) {
   TORCH_CHECK_VALUE(mesh.defined(), function, ": the mesh is undefined; make one with init_device_mesh");
   TORCH_CHECK_VALUE(mesh.coordinate().has_value(), function, ": this rank is outside the mesh ", mesh.to_string());
-  const auto line = mesh.ndim() == 1 ? mesh : mesh.flatten();
-  return {line.communicator(0, "batch_norm"), label};
+  return {mesh.flatten().communicator(0, "batch_norm"), label};
 }
 
 at::Tensor batch_norm_over(const BatchRanks& ranks, const at::Tensor& input, const BatchNormArguments& arguments) {

@@ -13,15 +13,16 @@ namespace tessera {
 /// Batch normalization of inputs [N, C] or [N, C, …], whose mean and variance are those of the rows of all ranks of a mesh
 /// (Python: torch.nn.SyncBatchNorm). Parameters, buffers, options and formulas are those of torch::nn::BatchNorm1d, 2d and 3d.
 ///
-/// Where it uses the batch's statistics (in training, and in evaluation too where it tracks no running ones) its forward and its
+/// If it uses the batch's statistics (in training, and also in evaluation if it has no running ones), its forward and its
 /// backward communicate: every rank of the mesh runs them, in the same order. Ranks may have different numbers of rows, or none,
-/// inputs of other dtypes and dims behind [N, C], and other parameters that are frozen. The backward of an input that requires a
-/// gradient on one rank alone runs on all, so the output requires one on all. An input with other channels, of integers, or the
-/// like on one rank is an error on every rank, which names that one; so is a backward where a rank ran the forward without grad
-/// mode. A rank that alone is in evaluation takes no part: the others wait for it until the timeout.
-/// The running statistics are the same bits on every rank. One value per channel on all ranks together is an error. The gradients
-/// of weight and bias are those of this rank's rows, as of any module. The input may be in half precision beside parameters and
-/// buffers in float; the output has its dtype. A gradient of a gradient (create_graph) is an error.
+/// other dtypes of inputs, other dims after [N, C], and other frozen parameters. If the input requires a gradient on only one
+/// rank, the output requires one on all ranks, because all run the backward. A wrong input on one rank (other channels, integers)
+/// is an error on every rank, which names that rank. So is a backward if a rank ran the forward without grad mode. If only one
+/// rank is in evaluation mode, it does not take part, and the others wait for it until the timeout.
+/// The running statistics are equal bit for bit on every rank. One value per channel on all ranks together is an error. The
+/// gradients of weight and bias are those of this rank's rows, as in any module. The input may be in half precision while
+/// parameters and buffers are in float; the output has the dtype of the input. A gradient of a gradient (create_graph) is an
+/// error.
 class SyncBatchNormImpl : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
   /// Every rank of `mesh` (of any number of dims) calls it, in the same order.
@@ -51,9 +52,9 @@ class SyncBatchNorm : public torch::nn::ModuleHolder<SyncBatchNormImpl> {
 ///
 /// Nothing is replaced: the modules keep their types, names, parameters and buffers, so members and checkpoints stay as they are,
 /// and it may be called before or after `fully_shard`, and again, with another mesh. A copy made by `clone` is a plain BatchNorm.
-/// Every rank of the mesh calls it, in the same order. In training LibTorch refuses an input with one value per channel, or with
-/// another number of dims than the module takes, before the ranks can be asked: the others wait for that one until the timeout. A
-/// rank whose part of the batch may be one row of [N, C] needs a SyncBatchNorm of its own.
+/// Every rank of the mesh calls it, in the same order. In training LibTorch throws for an input with one value per channel, or
+/// with a wrong number of dims, before the ranks can communicate. The other ranks then wait for this one until the timeout. If a
+/// rank's part of the batch may be one row of [N, C], use SyncBatchNorm instead.
 /// Errors name the module: statistics that are a DTensor, or that were made in InferenceMode.
 std::vector<std::string> convert_sync_batch_norm(torch::nn::Module& module, const DeviceMesh& mesh);
 

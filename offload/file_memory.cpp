@@ -23,8 +23,6 @@ namespace tessera::internal {
 
 namespace {
 
-int rank() { return is_initialized() ? process_context().rank() : 0; }
-
 /// A new file without a name, or -1.
 int open_unnamed(const std::string& folder) {
   int fd = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | O_EXCL, 0600);
@@ -70,9 +68,10 @@ class FileMemory::Moving final : public PendingCopy {
 };
 
 std::shared_ptr<FileMemory> FileMemory::create(const std::string& folder) {
-  TORCH_CHECK_VALUE(!folder.empty(), "offload: the folder for files has an empty name, on rank ", rank());
+  TORCH_CHECK_VALUE(!folder.empty(), "offload: the folder for files has an empty name, on rank ", rank_for_errors());
   const int fd = open_unnamed(folder);
-  TORCH_CHECK(fd >= 0, "offload: cannot make a file in the folder ", folder, " on rank ", rank(), ": ", std::strerror(errno));
+  TORCH_CHECK(fd >= 0, "offload: cannot make a file in the folder ", folder, " on rank ", rank_for_errors(), ": ",
+              std::strerror(errno));
   return std::shared_ptr<FileMemory>(new FileMemory(folder, fd));
 }
 
@@ -87,7 +86,7 @@ FileMemory::~FileMemory() {
 }
 
 void FileMemory::fail(const std::string& what, int error) const {
-  TORCH_CHECK(false, "offload: ", what, " the folder ", folder_, " on rank ", rank(), ": ", std::strerror(error));
+  TORCH_CHECK(false, "offload: ", what, " the folder ", folder_, " on rank ", rank_for_errors(), ": ", std::strerror(error));
 }
 
 int64_t FileMemory::bytes() const {

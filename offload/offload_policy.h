@@ -5,7 +5,7 @@
 
 namespace tessera {
 
-/// Where a model's state lies while nothing computes with it: shards, reduced gradients, and what optimizers keep.
+/// Where a model's state is stored while nothing computes with it: shards, reduced gradients, and optimizer state.
 struct OffloadPolicy {
   enum class Memory {
     kDevice, ///< on the device
@@ -14,7 +14,7 @@ struct OffloadPolicy {
   };
   Memory memory = Memory::kDevice;
   bool pin_memory = true; ///< page-locked, so that copies from and to the device overlap with what it computes; not on a CPU mesh
-  std::string folder;     ///< of kFiles; it exists, and may be another one on each rank
+  std::string folder;     ///< for kFiles; it exists, and may differ between ranks
   friend bool operator==(const OffloadPolicy&, const OffloadPolicy&) = default;
 };
 
@@ -23,9 +23,9 @@ inline OffloadPolicy offload_to_host(bool pin_memory = true) {
   return {.memory = OffloadPolicy::Memory::kHost, .pin_memory = pin_memory, .folder = {}};
 }
 
-/// The same in files of `folder`, which have no names and go with the model, or with the process however that ends. Everything
-/// reads and writes the tensors as any others: a file is mapped into memory. `tessera::step` moves an optimizer's block by block.
-/// On a mesh of a device, what comes and goes passes through buffers of the host, which `pin_memory` makes page-locked.
+/// The same in unnamed files in `folder`, which are removed with the model, or when the process ends in any way. The files are
+/// mapped into memory, so the tensors are read and written like any others. `tessera::step` moves optimizer state group by group.
+/// On a mesh of a device, data passes through buffers of the host, which `pin_memory` makes page-locked.
 inline OffloadPolicy offload_to_files(std::string folder, bool pin_memory = true) {
   return {.memory = OffloadPolicy::Memory::kFiles, .pin_memory = pin_memory, .folder = std::move(folder)};
 }

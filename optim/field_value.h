@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-#include <array>
 #include <concepts>
 #include <deque>
 #include <optional>
@@ -30,7 +29,7 @@ inline constexpr bool kIsTensorList = std::same_as<T, std::vector<at::Tensor>> |
 template <typename T>
 inline constexpr bool kIsTensor = std::same_as<T, at::Tensor> || std::same_as<T, std::optional<at::Tensor>> || kIsTensorList<T>;
 
-/// None for a tensor that is not there, one, or those of a list.
+/// The tensors of a field: none if it is undefined, one, or all of a list.
 template <typename T>
 std::vector<at::Tensor> tensors_of(const T& field) {
   if constexpr (kIsTensorList<T>) {

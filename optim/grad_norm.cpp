@@ -22,6 +22,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/optim/tensor_values.h>
 
 namespace tessera {
 
@@ -121,7 +122,7 @@ at::Tensor value_of(Weighted& some, NormOf norm) {
 at::Tensor value_of(const std::vector<at::Tensor>& parts, const std::vector<double>& weights, NormOf norm, c10::Device device) {
   std::map<c10::DeviceType, Weighted> by_device;
   for (size_t i = 0; i < parts.size(); ++i) {
-    const auto values = parts[i].is_sparse() ? parts[i]._values() : parts[i];
+    const auto values = internal::stored_values(parts[i]);
     if (values.numel() == 0) continue;
     auto& some = by_device[values.device().type()];
     some.parts.push_back(values.itemsize() < 4 ? values.to(at::kFloat) : values);
@@ -212,10 +213,7 @@ at::Tensor value_of_all(const std::vector<OnMesh>& groups, NormOf norm) {
 OnMesh nonzero_flags(const OnMesh& group) {
   const auto device = group.mesh ? group.mesh->device() : group.parts[0].device();
   std::vector<at::Tensor> flags;
-  for (const auto& part : group.parts) {
-    const auto values = part.is_sparse() ? part._values() : part;
-    flags.push_back(values.ne(0).any().to(device, at::kDouble));
-  }
+  for (const auto& part : group.parts) flags.push_back(internal::stored_values(part).ne(0).any().to(device, at::kDouble));
   OnMesh counted{.mesh = group.mesh, .parts = {at::stack(flags)}};
   if (!group.mesh) return counted;
   reduce_along(counted.parts[0], *group.mesh, group.shards, ReduceOp::kMax);
@@ -294,7 +292,7 @@ void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max
     if (!gradient.defined()) continue;
     check_reduced(gradient);
     const auto* meta = internal::dtensor_meta(gradient);
-    const auto values = meta ? meta->local : gradient.is_sparse() ? gradient._values() : gradient;
+    const auto values = meta ? meta->local : internal::stored_values(gradient);
     alike[{values.scalar_type(), values.device().type()}].push_back(values);
   }
   for (const auto& [kind, gradients] : alike)

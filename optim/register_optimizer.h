@@ -116,19 +116,19 @@ OptimizerClass make_optimizer_class(std::string name, const std::vector<Optimize
 
 } // namespace internal
 
-/// Says what optimizers of class `Optimizer` keep, so that `state_dict`, `load_state_dict`, `shard_optimizer`, `checkpoint::save`
-/// and `load` handle them as they handle LibTorch's own, which need no registration (Adam, AdamW, SGD, RMSprop, Adagrad, LBFGS):
+/// Describes the state of optimizers of class `Optimizer`. `state_dict`, `load_state_dict`, `shard_optimizer`, `checkpoint::save`
+/// and `load` then handle them like LibTorch's own, which need no registration (Adam, AdamW, SGD, RMSprop, Adagrad, LBFGS):
 ///
 ///   register_optimizer<Lion, LionState, LionOptions>(
 ///       "Lion", {{"exp_avg", &LionState::exp_avg}}, {{"lr", &LionOptions::lr}, {"betas", &LionOptions::betas}});
 ///
 /// `State` is the class of the objects in `optimizer.state()`, keyed by `parameter.unsafeGetTensorImpl()` as LibTorch's
 /// optimizers do it; a load makes new ones with its default constructor. `Options` is the class of `param_groups()[i].options()`.
-/// `own` are values of the optimizer object itself, such as a count of steps. What is not listed is not saved, and is after a
-/// load what it was before. `name` is saved as the optimizer's type: a load into another type is an error.
+/// `own` are values of the optimizer object itself, such as a count of steps. Fields that are not listed are not saved, and a
+/// load does not change them. `name` is saved as the optimizer's type: a load into another type is an error.
 ///
-/// Call it once in every process, before the first use; local. It holds for the rest of the process, for this class and those
-/// that derive from it and are not registered themselves. Errors: a class or name that is registered already; a field's name that
+/// Call it once in every process, before the first use. Local. It applies to this class and to those that derive from it and are
+/// not registered themselves. Errors: a class or name that is registered already; a field's name that
 /// appears twice, is empty, holds a dot, or is one of a state dict's own ("params", "type", …). Later, with the first state dict:
 /// states or options that are not of the registered class.
 template <std::derived_from<torch::optim::Optimizer> Optimizer, std::derived_from<torch::optim::OptimizerParamState> State,

@@ -2,9 +2,9 @@
 
 namespace tessera {
 
-/// How an optimizer's state tensor lies beside a sharded parameter.
+/// The layout of a tensor of optimizer state for a sharded parameter.
 enum class StateLayout {
-  kAsParameter, ///< of the parameter's shape, and sharded as it is
+  kAsParameter, ///< of the parameter's shape, and sharded like it
   kReplicated,  ///< of any shape: a DTensor on the parameter's mesh that every rank holds whole
   kPlain,       ///< of any shape: a plain tensor, the same on every rank
 };

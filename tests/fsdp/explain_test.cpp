@@ -1,6 +1,8 @@
 // What is predicted of a model's memory, and what is said of its groups. tests/benchmarks compares the prediction with peaks.
 #include <gmock/gmock.h>
+#include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/fsdp/explain.h>
+#include <tessera/fsdp/gather_extension.h>
 #include <nlohmann/json.hpp>
 
 #include <tessera/tests/fsdp/sharded_model.h>
@@ -71,6 +73,104 @@ TEST(Explain, CountsWhatIsFrozenAsParametersAlone) {
   EXPECT_EQ(explanation.groups[0].reduce_bytes, 0);
   for (auto& parameter : net->parameters()) parameter.requires_grad_(false); // later, too
   EXPECT_EQ(explain(*net).memory.optimizer_state + explain(*net).memory.gradients, 0);
+}
+
+TEST(Explain, CountsWhatNoGroupOfTheModelHas) {
+  torch::manual_seed(0);
+  const auto known = [](const torch::nn::Module& module) { return explain(module, {.optimizer_tensors = 3}).memory; };
+  const auto sharded_list = [](const std::vector<torch::Tensor>& ignored) {
+    torch::nn::ParameterList list;
+    list->append(torch::ones({64, 64}).requires_grad_());
+    for (const auto& each : ignored) list->append(each);
+    fully_shard(*list, world_mesh(), {.ignored_params = ignored});
+    return list;
+  };
+  const auto ignored = distribute_tensor(torch::ones({64, 64}, test_device()), world_mesh(), {Shard{0}}).requires_grad_();
+  const int64_t local = internal::dtensor_meta(ignored)->local.nbytes();
+  const auto without = known(*sharded_list({})), with = known(*sharded_list({ignored}));
+  EXPECT_EQ(with.parameters - without.parameters, local);
+  EXPECT_EQ(with.optimizer_state - without.optimizer_state, 3 * local);
+
+  torch::nn::ModuleList model(torch::nn::Linear(8, 8));
+  fully_shard(*model, world_mesh());
+  const auto alone = known(*model);
+  torch::nn::Linear other(64, 64); // another model
+  fully_shard(*other, world_mesh());
+  model->push_back(other);
+  int64_t others = 0;
+  for (const auto& parameter : other->parameters())
+    others += static_cast<int64_t>(internal::dtensor_meta(parameter)->local.nbytes());
+  EXPECT_EQ(known(*model).parameters - alone.parameters, others);
+}
+
+TEST(Explain, CountsASharedBufferOnce) {
+  torch::manual_seed(0);
+  torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+  const auto mask = torch::zeros({32}, test_device());
+  for (int64_t i = 0; i < 3; ++i) net->ptr(i)->register_buffer("mask", i < 2 ? mask : mask.narrow(0, 0, 8));
+  fully_shard(*net, world_mesh());
+  EXPECT_EQ(explain(*net).memory.buffers, 32 * 4);
+}
+
+/// Sends a shard as it is.
+struct Unchanged final : GatherExtension {
+  Sent before(const torch::Tensor& shard, const DeviceMesh& /*mesh*/) override { return {{shard}}; }
+  torch::Tensor after(const std::vector<std::vector<torch::Tensor>>& gathered, const std::any& /*metadata*/,
+                      const torch::Tensor& /*out*/) override {
+    std::vector<torch::Tensor> rows;
+    for (const auto& rank : gathered) rows.push_back(rank[0]);
+    return torch::cat(rows);
+  }
+};
+
+TEST(Explain, CountsWhatAnExtendedGatherReceives) {
+  torch::manual_seed(0);
+  torch::nn::Linear linear(torch::nn::LinearOptions(64, 48).bias(false));
+  linear->weight.requires_grad_(false); // so that the peak is in a gather
+  const auto extend = [](const std::string&, const torch::Tensor&) { return std::make_shared<Unchanged>(); };
+  fully_shard(linear, world_mesh(), {.gather_extension_fn = extend});
+  const auto explanation = explain(*linear, {.optimizer_tensors = 0});
+  const int64_t whole = 64 * 48 * 4;
+  EXPECT_EQ(explanation.groups[0].unsharded_bytes, whole);
+  EXPECT_EQ(explanation.memory.unsharded, 2 * whole) << "the parameter, and what all ranks have sent";
+}
+
+TEST(Explain, KeepsFreedBlocksOnTheCpuAlone) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  torch::manual_seed(0);
+  torch::nn::Sequential net;
+  for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(64, 64));
+  for (const auto& parameter : net->parameters()) parameter.requires_grad_(false);
+  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
+  fully_shard(*net, world_mesh());
+  const auto explanation = explain(*net, {.activation_bytes = 1 << 30}); // so that the peak is where the forward ends
+  EXPECT_EQ(explanation.memory.cached, tests_the_cpu() ? explanation.groups[0].unsharded_bytes : 0);
+}
+
+TEST(Explain, FollowsTheNumberOfReduceBuffers) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank reduces nothing";
+  torch::manual_seed(0);
+  torch::nn::Sequential net;
+  for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(64, 64));
+  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
+  auto handle = fully_shard(*net, world_mesh());
+  const auto with_two = explain(*net, {.optimizer_tensors = 0}).memory;
+  handle.set_reduce_scatter_max_input_buffers(1);
+  EXPECT_LT(explain(*net, {.optimizer_tensors = 0}).memory.peak, with_two.peak);
+}
+
+TEST(Explain, CountsWhatABackwardKeeps) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  torch::manual_seed(0);
+  torch::nn::Sequential net;
+  for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(64, 64));
+  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
+  auto handle = fully_shard(*net, world_mesh());
+  const auto freed = explain(*net);
+  handle.set_reshard_after_backward(false);
+  const auto kept = explain(*net).memory;
+  EXPECT_GE(kept.unsharded, 4 * freed.groups[0].unsharded_bytes);
+  EXPECT_GT(kept.peak, freed.memory.peak);
 }
 
 /// Of what is trained: a frozen base in fp32 beside adapters in bf16, and a complex parameter.

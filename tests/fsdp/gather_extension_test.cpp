@@ -39,8 +39,8 @@ Tensor to_fp8(const Tensor& values, const Tensor& scale) { return (values / scal
 struct Fp8 final : GatherExtension {
   Sent before(const Tensor& shard, const DeviceMesh& mesh) override {
     const auto largest = shard.numel() > 0 ? shard.abs().max() : shard.new_zeros({});
-    auto scale = largest.view({1}) / 448;
-    const int64_t dim = mesh.ndim() - 1; // replicas have the same
+    auto scale = (largest.view({1}) / 448).clamp_min(1e-12); // not 0 if the whole weight is 0
+    const int64_t dim = mesh.ndim() - 1;                     // replicas have the same
     mesh.communicator(dim, "fp8 scales")->all_reduce(scale, ReduceOp::kMax, "fp8 scale").wait();
     return {{to_fp8(shard, scale)}, scale};
   }
@@ -221,6 +221,15 @@ TEST(GatherExtension, ReadsInTheDtypeOfThePolicyAndKeepsStrides) {
     reshard_parameters(linear);
     EXPECT_TENSORS_EQUAL(unsharded(linear->weight).detach(), expected);
     EXPECT_TENSORS_EQUAL(unsharded(added).detach(), torch::ones({2, 2}, torch::kBFloat16));
+  }
+}
+
+TEST(GatherExtension, AWeightOfZerosIsGatheredAsZeros) {
+  for (const auto& kind : kinds()) {
+    torch::nn::Linear linear(torch::nn::LinearOptions(4, 6).bias(false));
+    torch::nn::init::zeros_(linear->weight);
+    fully_shard(linear, world_mesh(), {.gather_extension_fn = for_matrices(kind.extension)});
+    EXPECT_TENSORS_EQUAL(unsharded(linear->weight).detach(), torch::zeros({6, 4})) << kind.name;
   }
 }
 

@@ -445,8 +445,8 @@ TEST(GroupGradients, AHookOfTheReductionSeesTheGradientsAlone) {
       seen = 0;
       loss_of(models.sharded, global_batch(step)).backward();
       double expected = 0;
-      for (const auto& state : root.state()->parts()) {
-        for (const auto& each : state->group()->parameters())
+      for (const auto& group : root.state()->groups()) {
+        for (const auto& each : group->parameters())
           expected += DTensor(at::Tensor(each.tensor.lock()).grad()).local().square().sum().item<double>();
       }
       EXPECT_NEAR(seen, expected, 1e-5 * (1 + expected));

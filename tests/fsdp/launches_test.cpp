@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/fsdp/unsharded.h>
+
 #include <tessera/tests/fsdp/many_parameters.h>
 #include <tessera/tests/fsdp/streams.h>
 
@@ -65,6 +67,23 @@ TEST_F(Streams, LaunchesOfAGroupDoNotDependOnItsParametersOrTheRanks) {
     }
   }
   EXPECT_EQ(launches_of(9, Rows::kEven, {}, 3), (std::pair<int64_t, int64_t>(0, 1))) << "the collective divides";
+}
+
+/// CUDA's kernel for lists of copies does not know their types.
+TEST_F(Streams, ParametersOfRareTypesAreGatheredBesideOthers) {
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    for (const auto dtype : {torch::kUInt16, torch::kUInt32, torch::kUInt64, torch::kFloat8_e8m0fnu}) {
+      SCOPED_TRACE(c10::str(dtype, layout == BufferLayout::kRagged ? ", ragged" : ", per parameter"));
+      const auto bytes = torch::arange(1, 1 + 6 * static_cast<int64_t>(c10::elementSize(dtype)), torch::kByte);
+      torch::manual_seed(0);
+      torch::nn::Linear linear(4, 3);
+      linear->register_parameter("table", bytes.view(dtype), /*requires_grad=*/false);
+      fully_shard(*linear, world_mesh(), {.mixed_precision = {.param_dtype = torch::kBFloat16}, .layout = layout});
+      fsdp(*linear).unshard();
+      const auto whole = unsharded(linear->named_parameters()["table"]).detach().to(torch::kCPU);
+      EXPECT_TRUE(torch::equal(whole.view(torch::kByte), bytes.view(dtype).to(whole.scalar_type()).view(torch::kByte)));
+    }
+  }
 }
 
 } // namespace

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include <tessera/activations/recompute.h>
 #include <tessera/fsdp/call.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
@@ -66,6 +67,30 @@ TEST(MixedPrecision, OneRankDividesByTheFactorInTheDtypeOfTheReduction) {
   handle.set_gradient_divide_factor(8);
   (linear->weight * torch::full({3, 4}, gradient, torch::device(test_device()).dtype(torch::kHalf))).sum().backward();
   EXPECT_TENSORS_EQUAL(full(linear->weight.grad()), torch::full({3, 4}, gradient / 8));
+}
+
+/// Its formulas run in grad mode, as a forward does, and read leaves beside Float.
+TEST(MixedPrecision, DerivativesOfWhichAGraphIsMadeAreTheSame) {
+  torch::manual_seed(0);
+  torch::nn::Module model;
+  const auto scale = model.register_parameter("scale", torch::rand({5}));
+  fully_shard(model, world_mesh(), bf16_options(BufferLayout::kRagged, torch::kFloat));
+  const auto x = torch::rand({4, 5}, test_device()).requires_grad_(), weights = torch::rand({4, 5}, test_device());
+  const auto forward = [&](const torch::Tensor& input) {
+    auto y = input * 1;
+    y.mul_(scale); // in Float: it is written
+    return y * scale;
+  };
+  const auto gradient = [&](bool create_graph, bool recomputes) {
+    const auto y = recomputes ? recompute(forward, x) : forward(x);
+    EXPECT_EQ(y.scalar_type(), torch::kBFloat16);
+    const auto loss = (y.to(torch::kFloat) * weights).sum();
+    return torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/create_graph, create_graph)[0].detach().cpu();
+  };
+  const auto expected = gradient(false, false);
+  EXPECT_TENSORS_EQUAL(gradient(true, false), expected);
+  EXPECT_TENSORS_EQUAL(gradient(false, true), expected);
+  EXPECT_TENSORS_EQUAL(gradient(true, true), expected);
 }
 
 /// On a registered device a copy is an operator of its own, whose schema does not say what it writes.

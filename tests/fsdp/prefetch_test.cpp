@@ -90,10 +90,56 @@ TEST(Prefetch, WhatAForwardPassesOverIsFreed) {
     for (int step = 0; step < 2; ++step)
       EXPECT_EQ(evaluated.forward_of({0, 2, 4}), (Opened{"11000", "00110", "00001"})) << "against the recorded order";
     EXPECT_EQ(first.forward_of({0, 3}), (Opened{"11000", "01011"})) << "nothing is recorded yet";
-    EXPECT_EQ(first.forward_of({0, 3}), (Opened{"10010", "00011"})) << "layer 1 is not in the order";
+    EXPECT_EQ(first.forward_of({0, 3}), (Opened{"10010", "00010"})) << "layers 1 and 4 are not in the order";
   }
   trained.step();
   EXPECT_EQ(trained.forward_of({0, 2, 4}), (Opened{"11000", "00100", "00001"}));
+}
+
+// FSDP2's post_backward, which then reshards nothing
+TEST(Prefetch, WhatABackwardKeepsStaysUntilTheNextForwardHasReadIt) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  Chain chain;
+  fsdp(*chain.net).set_reshard_after_backward(false);
+  const auto gathers = [] { return process_context().count(CollectiveKind::kAllGather).calls; };
+  for (const int64_t expected : {9, 4, 4}) {
+    const auto before = gathers();
+    chain.step();
+    EXPECT_EQ(gathers() - before, expected);
+    EXPECT_EQ(chain.in_backward, (Opened{"", "11111", "01111", "00111", "00011"}));
+    EXPECT_EQ(chain.open(), "11111");
+  }
+  EXPECT_EQ(chain.in_forward, (Opened{"11111", "01111", "00111", "00011", "00001"}));
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : chain.net->parameters()) parameter.add_(1);
+  }
+  chain.step();
+  EXPECT_EQ(chain.in_forward, (Opened{"11000", "01100", "00110", "00011", "00001"})) << "gathered before the write";
+  fsdp(*chain.net).set_reshard_after_backward(true);
+  chain.step();
+  EXPECT_EQ(chain.open(), "00000");
+}
+
+TEST(Prefetch, ABackwardThatMakesAGraphFreesWhatItHasPassed) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  Chain chain;
+  chain.step();
+  for (const size_t first : {0, 1}) { // autograd leaves the weights out of a graph that ends in a layer's output
+    Opened opened(kLayers);
+    auto x = torch::ones({2, 6}, test_device()).requires_grad_();
+    torch::Tensor input;
+    for (size_t i = 0; i < kLayers; ++i) {
+      if (i == first) input = x;
+      x.register_hook([&chain, &opened, i](const torch::Tensor&) { opened[i] = chain.open(); });
+      x = chain.net[i]->as<torch::nn::Linear>()->forward(x);
+    }
+    torch::autograd::grad({x.sum()}, {input}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+    Opened expected{"10000", "11000", "01100", "00110", "00011"};
+    if (first == 1) expected[0] = "";
+    EXPECT_EQ(opened, expected);
+    EXPECT_EQ(chain.open(), "00000");
+  }
 }
 
 TEST(Prefetch, WhatAListAsksForIsNotPassedOver) {

@@ -351,9 +351,9 @@ TEST(ReshardParameters, AModuleThatHadNoParametersHasItsOptionsAndTheSettingsOfT
   const auto state = fsdp(*tower->first).state();
   ASSERT_THAT(fsdp(*tower->first).parameter_names(), ::testing::ElementsAre("first.down", "first.up"));
   EXPECT_EQ(state->group()->neighbours() != nullptr, world_size() == 4);
-  EXPECT_FALSE(state->gradients().requires_sync);
-  EXPECT_FALSE(state->gradients().requires_all_reduce);
-  EXPECT_TRUE(state->gradients().has_only_buffer);
+  EXPECT_FALSE(state->gradients().settings.sync());
+  EXPECT_FALSE(state->gradients().settings.all_reduce());
+  EXPECT_TRUE(state->gradients().settings.has_only_buffer);
   fsdp(*tower).set_requires_gradient_sync(true);
   tower->forward(mine(rows_of(0))).sum().backward();
   EXPECT_TRUE(tower->first->down.grad().defined());

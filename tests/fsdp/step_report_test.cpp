@@ -148,6 +148,22 @@ TEST(StepReport, IsTextAndJson) {
   EXPECT_EQ(bytes, report.all_gathers().bytes);
 }
 
+/// There the device waits, and the host goes on at once.
+TEST(StepReport, SaysNothingOfWaitsOnStreams) {
+  const StepReport made{.groups = {{.name = "a", .gather_wait_seconds = 1},
+                                   {.name = "b", .gather_wait_seconds = 2, .reduce_wait_seconds = 3, .waits_on_streams = true}}};
+  EXPECT_EQ(made.exposed_seconds(), 1);
+  const auto groups = nlohmann::json::parse(made.to_json())["groups"];
+  EXPECT_EQ(groups[0]["gather_wait_seconds"], 1);
+  EXPECT_TRUE(groups[1]["gather_wait_seconds"].is_null() && groups[1]["reduce_wait_seconds"].is_null());
+  EXPECT_THAT(made.to_string(), HasSubstr("of which - ms waiting"));
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  fsdp(*net).set_reporting(true);
+  loss_of(net, global_batch(0)).backward();
+  for (const auto& group : fsdp(*net).report().groups) EXPECT_EQ(group.waits_on_streams, !tests_the_cpu());
+}
+
 TEST(StepReport, IsAnErrorUnlessAskedFor) {
   Net net = make_net();
   shard_model(net, strategies()[0]);

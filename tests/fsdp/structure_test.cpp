@@ -156,14 +156,14 @@ TEST(FullyShard, SettingsReachAModuleThatAnotherModelHasToo) {
   auto& encoder = fsdp(*tasks.first->encoder).state()->gradients();
   auto handle = fsdp(*tasks.second);
   handle.set_requires_gradient_sync(false, /*recurse=*/false);
-  EXPECT_TRUE(encoder.requires_sync);
+  EXPECT_TRUE(encoder.settings.sync());
   handle.set_requires_gradient_sync(false);
-  EXPECT_FALSE(encoder.requires_sync);
+  EXPECT_FALSE(encoder.settings.sync());
   handle.set_requires_gradient_sync(true);
   handle.set_requires_all_reduce(false);
-  EXPECT_TRUE(encoder.requires_sync);
-  EXPECT_FALSE(encoder.requires_all_reduce);
-  EXPECT_TRUE(fsdp(*tasks.first).state()->gradients().requires_all_reduce);
+  EXPECT_TRUE(encoder.settings.sync());
+  EXPECT_FALSE(encoder.settings.all_reduce());
+  EXPECT_TRUE(fsdp(*tasks.first).state()->gradients().settings.all_reduce());
 }
 
 TEST(NoSync, ReachesAModuleThatAnotherModelHasTooOrIsAnError) {
@@ -176,11 +176,11 @@ TEST(NoSync, ReachesAModuleThatAnotherModelHasTooOrIsAnError) {
   const auto& encoder = fsdp(*apart.first->encoder).state()->gradients();
   {
     const auto scope = no_sync(*apart.second);
-    EXPECT_FALSE(encoder.requires_sync);
+    EXPECT_FALSE(encoder.settings.sync());
   }
-  EXPECT_TRUE(encoder.requires_sync);
+  EXPECT_TRUE(encoder.settings.sync());
   EXPECT_THROWS_WITH(static_cast<void>(no_sync(*inside.second)), "no_sync: the parameter encoder.weight of the model ");
-  EXPECT_TRUE(fsdp(*inside.second).state()->gradients().requires_sync);
+  EXPECT_TRUE(fsdp(*inside.second).state()->gradients().settings.sync());
 }
 
 /// As FSDP2 does.

@@ -60,13 +60,14 @@ embed torch::nn::EmbeddingImpl weight {root} (Shard(0)) Float 0 0 tied to head
 up torch::nn::LinearImpl weight, bias up (Shard(0)) Float, forward BFloat16 336 {up}
 
 group mesh count bytes gathered after forward
-{root} {ranks} ranks 2 384 kept
+{root} {ranks} ranks 2 {gathered} kept
 up {ranks} ranks 2 176 freed
 
 4 parameters of 720 bytes, {here} here; 1 frozen, 0 plain; 1 buffers of 20 bytes
 )",
-      fmt::arg("root", model->name()), fmt::arg("ranks", n), fmt::arg("base", rows * 2 * 4), fmt::arg("head", rows * 6 * 4),
-      fmt::arg("up", rows * 7 * 4), fmt::arg("here", rows * 15 * 4));
+      fmt::arg("root", model->name()), fmt::arg("ranks", n), fmt::arg("gathered", n > 1 ? 384 : 0),
+      fmt::arg("base", rows * 2 * 4), fmt::arg("head", rows * 6 * 4), fmt::arg("up", rows * 7 * 4),
+      fmt::arg("here", rows * 15 * 4));
   EXPECT_EQ(without_blanks(got.to_string()), expected);
   std::ostringstream out;
   out << got;
@@ -74,6 +75,14 @@ up {ranks} ranks 2 176 freed
   EXPECT_EQ(got.parameters.size(), 5);
   EXPECT_EQ(got.groups[1].parameters, 2);
   EXPECT_FALSE(got.parameters[1].trains_apart);
+}
+
+TEST(Summary, CountsASharedBufferOnce) {
+  Small first, second;
+  second->register_buffer("same", first->shift);
+  const auto got = summary(*torch::nn::Sequential(first, second));
+  EXPECT_EQ(got.buffers, 2);
+  EXPECT_EQ(got.buffer_bytes, 2 * 20);
 }
 
 TEST(Summary, TellsLayoutsMeshesAndStatesApart) {

@@ -140,6 +140,44 @@ TEST(BadInput, AParameterRegisteredAfterAnEvaluationIsNamedBesideFrozenOnes) {
   }
 }
 
+TEST(BadInput, AParameterRegisteredAfterAForwardWithoutBackwardIsNamed) {
+  for (const auto& strategy : holds_strategies()) {
+    for (const bool is_frozen : {false, true}) {
+      SCOPED_TRACE(strategy.name + (is_frozen ? ", frozen" : ""));
+      const auto model = sharded_case<NestedLayers>(strategy);
+      for (auto& parameter : model->parameters()) parameter.requires_grad_(!is_frozen);
+      model->loss(model->input_of(0, 0));
+      const auto adapter = model->register_module("adapter", nn::Linear(8, 8));
+      for (int attempt = 0; attempt < 2; ++attempt)
+        EXPECT_THROWS_WITH(model->loss(model->input_of(0, 0)), "the parameter adapter.weight of ");
+      for (auto& parameter : adapter->parameters()) parameter.requires_grad_(false);
+      model->loss(model->input_of(0, 0));
+    }
+  }
+}
+
+/// Each of its forwards reads one of the two parameters of its first group.
+struct Branching : CaseModel {
+  Branching() : branches(register_module("branches", nn::ParameterList())), head(register_module("head", nn::Linear(kWidth, 1))) {
+    for (int i = 0; i < 2; ++i) branches->append(torch::randn({kWidth}).requires_grad_());
+  }
+  Tensor loss(const Tensor& x) override { return head(x * branches[static_cast<size_t>(branch)]).square().mean(); }
+  nn::ParameterList branches;
+  nn::Linear head;
+  int64_t branch = 0;
+};
+
+TEST(BadInput, ARegisteredParameterIsNamedOnRanksThatReadOthersOfTheirGroup) {
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    const auto model = sharded_case<Branching>(strategy);
+    model->loss(model->input_of(0, 0));
+    model->register_module("adapter", nn::Linear(8, 8));
+    model->branch = world_rank() % 2;
+    EXPECT_THROWS_WITH(model->loss(model->input_of(0, 0)), "the parameter adapter.weight of ");
+  }
+}
+
 TEST(BadInput, ParametersThatShareMemoryAreNamed) {
   const auto flat = torch::randn({20});
   nn::Module apart, together, with_buffer;

@@ -89,6 +89,35 @@ TEST(Hooks, PostAccumulateHooksStepInBackward) {
   }
 }
 
+/// Those of b's weight run in autograd's node for a gradient, and those of a's at the end of the backward.
+TEST(Hooks, MayTrainAnotherModel) {
+  for (const auto& strategy : holds_strategies()) {
+    for (const bool in_bf16 : {false, true}) {
+      for (const char* name : {"b.weight", "a.weight"}) {
+        SCOPED_TRACE(strategy.name + (in_bf16 ? ", in bf16, " : ", ") + name);
+        auto own = strategy;
+        if (in_bf16) own.options.mixed_precision.param_dtype = torch::kBFloat16;
+        const auto model = sharded_case<Layers>(own), other = sharded_case<Layers>(own), twin = sharded_case<Layers>(own);
+        const auto train = [](Layers& layers) {
+          const torch::AutoGradMode grad_mode(true);
+          torch::optim::SGD optimizer(layers.parameters(), 0.1);
+          layers.loss(layers.input_of(0, world_rank())).backward();
+          for (const auto& item : layers.named_parameters()) EXPECT_TRUE(item.value().grad().defined()) << item.key();
+          optimizer.step();
+          optimizer.zero_grad();
+        };
+        train(*twin);
+        model->named_parameters()[name].register_hook([&](const Tensor&) { train(*other); });
+        model->loss(model->input_of(1, world_rank())).backward();
+        EXPECT_GT(parameter_difference(*other, *make_case<Layers>()), 0);
+        const auto expected = twin->named_parameters();
+        for (const auto& item : other->named_parameters())
+          EXPECT_TENSORS_EQUAL(full(item.value()), full(expected[item.key()])) << item.key();
+      }
+    }
+  }
+}
+
 TEST(Hooks, AHookMustKeepThePlacement) {
   const auto model = sharded_case<Layers>(holds_strategies()[0]);
   model->b->weight.register_hook([](const Tensor& gradient) { return torch::zeros(gradient.sizes(), gradient.device()); });
@@ -191,6 +220,46 @@ TEST(Hooks, SeeOneGradientOfAParameterThatIsAlsoReadAsADTensor) {
       };
       EXPECT_EQ(run(*plain), 1);
       EXPECT_EQ(run(*model), 1);
+      EXPECT_TENSORS_CLOSE(full(model->b->weight.grad()), plain->b->weight.grad());
+      EXPECT_TENSORS_CLOSE(full(model->a->weight.grad()), plain->a->weight.grad());
+    }
+  }
+}
+
+/// A product with a weight that gets no gradient from it.
+struct Gate : torch::autograd::Function<Gate> {
+  static Tensor forward(torch::autograd::AutogradContext* /*context*/, const Tensor& x, const Tensor& weight) {
+    return x.mm(weight.t());
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 const torch::autograd::variable_list& /*gradients*/) {
+    return {Tensor(), Tensor()};
+  }
+};
+
+/// After a gradient of the head.
+void fail_in_backward(Layers& layers) {
+  const torch::AutoGradMode grad_mode(true);
+  const auto input = torch::ones({4, 5}, layers.device()).requires_grad_() * 1;
+  input.register_hook([](const Tensor&) -> Tensor { throw std::runtime_error("thrown in backward"); });
+  EXPECT_THROWS_WITH(layers.head(input).sum().backward(), "thrown in backward");
+}
+
+/// Only what a parameter gets as a DTensor lands, perhaps around a backward of the model that fails.
+TEST(Hooks, AParameterThatIsAlsoReadByAFunctionWithoutItsGradientTrains) {
+  for (const auto& strategy : holds_strategies()) {
+    for (const bool fails_within : {false, true}) {
+      SCOPED_TRACE(strategy.name + (fails_within ? ", with a failure in a hook" : ""));
+      auto plain = make_case<Layers>();
+      const auto model = sharded_case<Layers>(strategy);
+      for (auto* layers : {plain.get(), model.get()}) {
+        const auto anchor = half_of(layers->b->weight);
+        const auto gated = Gate::apply(torch::ones({4, 8}, layers->device()), layers->b->weight).sum();
+        if (fails_within) gated.register_hook([layers](const Tensor&) { fail_in_backward(*layers); });
+        (gated + (layers->b->weight - anchor).square().sum()).backward();
+      }
+      EXPECT_TENSORS_CLOSE(full(model->b->weight.grad()), plain->b->weight.grad());
+      for (auto* layers : {plain.get(), model.get()}) layers->loss(layers->input_of(0, 0)).backward();
       EXPECT_TENSORS_CLOSE(full(model->b->weight.grad()), plain->b->weight.grad());
       EXPECT_TENSORS_CLOSE(full(model->a->weight.grad()), plain->a->weight.grad());
     }

@@ -1,0 +1,32 @@
+#pragma once
+
+// Internal: how the gradients of one group are reduced, as FSDPModule and no_sync set it.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+namespace tessera::internal {
+
+struct GradientSettings {
+  bool requires_sync = true, requires_all_reduce = true; ///< outside of scopes of no_sync
+  int64_t no_sync_scopes = 0;                            ///< that are open
+  bool reshard_after_backward = true;
+  bool has_only_buffer = false; ///< the reductions of other groups end before there is a reduce buffer
+  /// Called with the flat reduced gradients of each reduction, before they are divided by a factor of the program's. See
+  /// FSDPModule.
+  std::function<void(const at::Tensor&)> all_reduce_hook = {};
+  std::optional<double> divide_factor = {}; ///< the program's
+
+  bool sync() const { return requires_sync && no_sync_scopes == 0; }
+  bool all_reduce() const { return requires_all_reduce && no_sync_scopes == 0; }
+  void open_scope() { ++no_sync_scopes; }
+  /// One that `reshard_parameters` has made since may have none that is open.
+  void close_scope() {
+    if (no_sync_scopes > 0) --no_sync_scopes;
+  }
+};
+
+} // namespace tessera::internal

@@ -1,0 +1,12 @@
+#pragma once
+
+// Internal: the elements of a tensor that are stored.
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera::internal {
+
+/// Those of a sparse tensor, or the dense tensor itself.
+inline at::Tensor stored_values(const at::Tensor& tensor) { return tensor.is_sparse() ? tensor._values() : tensor; }
+
+} // namespace tessera::internal
