@@ -57,7 +57,7 @@ bool is_part_of_checkpoint(const std::filesystem::directory_entry& entry) {
 bool has_own_index(const std::filesystem::path& folder) {
   std::error_code ignored;
   if (!std::filesystem::is_regular_file(folder / kIndexName, ignored)) return false;
-  return begins_as_index(folder / kIndexName) || !safetensors_files_in(folder).empty();
+  return begins_as_index(File::open(folder / kIndexName)) || !safetensors_files_in(folder).empty();
 }
 
 // Of the index, which says it itself only where it is whole.

@@ -21,15 +21,15 @@ struct SaveOptions {
   /// name is an error.
   bool update_latest = true;
   /// After a successful save, remove the oldest checkpoints beside `dir` until this many are left; 0 keeps all. Only those count
-  /// whose names differ from `dir`'s in the last number alone ("stage0-step-100" and "stage0-step-200", not "stage1-step-100"),
-  /// so a name without one is an error. What is no whole checkpoint of `save` stays.
+  /// whose names differ from `dir`'s in nothing but the last number ("stage0-step-100" and "stage0-step-200", not
+  /// "stage1-step-100"), so a name without a number is an error. Other folders and damaged checkpoints stay.
   int keep_last = 0;
-  /// What to keep of plain tensors whose values differ between ranks, the same on every rank; unset: what
-  /// `set_differing_tensors` chose, or the lowest rank's with a warning.
+  /// What to save of plain tensors whose values differ between ranks. The same on every rank. Unset: the choice of
+  /// `set_differing_tensors`, or the lowest rank's values with a warning.
   std::optional<DifferingTensors> differing_tensors = {};
-  /// Only the ranks of this mesh call it, and the others go on: the replica that saves, the stages of a pipeline one by one. They
-  /// must hold every tensor of `state` whole between them. Saves of meshes without a common rank may run at the same time, to
-  /// different folders. Ranks outside the mesh that call it get an error, alone. Unset: every rank of the job.
+  /// Only the ranks of this mesh call it, and the others do not wait: one replica saves, or the stages of a pipeline one by one.
+  /// Together these ranks must hold every tensor of `state` completely. Saves of meshes without a common rank may run at the same
+  /// time, to different folders. A rank outside the mesh that calls it gets an error; the others do not. Unset: every rank.
   std::optional<DeviceMesh> mesh = {};
 };
 
@@ -44,16 +44,16 @@ struct SaveOptions {
 void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options = {});
 
 /// The same into a storage, as the objects "<name>/…". Every rank gives its own Storage to the same objects. The index is written
-/// last: a name without it is no checkpoint, and an error on any rank removes what the ranks wrote. With `overwrite` the new
-/// index takes the place of the old one in one step, and the old data is removed after it. `update_latest` means nothing here.
-/// Two jobs that save under one name at the same time are not told from each other.
+/// last: a name without an index is not a checkpoint, and after an error on any rank the written data is removed. With
+/// `overwrite` the new index replaces the old one in one step, and the old data is removed afterwards. `update_latest` has no
+/// effect here. If two jobs save under one name at the same time, neither gets an error.
 void save(const StateDict& state, Storage& storage, const std::string& name, const SaveOptions& options = {});
 
 /// The keys under which a Python program saved its state: `dcp.save({"model": …, "optimizer": …})` with the dicts that
 /// `torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)` returns, flattened or not.
 struct PythonKeys {
-  std::string model = "model";         ///< of the model's state; empty where its names stand at the top
-  std::string optimizer = "optimizer"; ///< of the optimizer's
+  std::string model = "model";         ///< key of the model's state; empty if its names are at the top level
+  std::string optimizer = "optimizer"; ///< key of the optimizer's state
 };
 
 struct LoadOptions {
@@ -66,29 +66,28 @@ struct LoadOptions {
   bool verify = true;
   /// Convert to the dtype of the state's tensors, instead of an error where the checkpoint's differ.
   bool cast = false;
-  /// True for the names of the state that are loaded; unset: all. The others stay as they are, and what the checkpoint holds of
-  /// them is no unused entry; nor is a name of the checkpoint that it refuses. Of what an optimizer, a schedule or a scaler
-  /// keeps it accepts all or nothing.
+  /// True for the names of the state that are loaded; unset: all. The other tensors stay as they are. Entries of the checkpoint
+  /// that the filter refuses do not count as unused. It must accept all entries of an optimizer, a schedule or a scaler, or none.
   std::function<bool(const std::string&)> filter;
-  /// The name in the checkpoint of a tensor of the state; unset: the same name. For weights that others named. It may throw for
-  /// names that `filter` refuses.
+  /// Returns the name in the checkpoint for the name of a tensor of the state; unset: the same name. For weights with other
+  /// names. It may throw for names that `filter` refuses.
   std::function<std::string(const std::string&)> rename;
   /// The checkpoint is a Python program's, and its optimizer's state and options are loaded too, by the names of parameters. With
-  /// it `rename` says what Python calls a parameter or buffer, and the optimizer's entries follow. What only Python's optimizers
-  /// have is passed over (foreach, fused, capturable, differentiable, initial_lr); `maximize` is an error, and so is the state of
-  /// Adam for AdamW and the other way round. Integers become doubles where the state has a double, and the other way round where
-  /// nothing is lost.
+  /// it `rename` returns Python's name of a parameter or buffer, and the optimizer's entries are renamed with it. Options that
+  /// only Python's optimizers have are ignored (foreach, fused, capturable, differentiable, initial_lr). `maximize` is an error,
+  /// and so is the state of Adam for AdamW or the other way round. Integers become doubles if the state has a double, and doubles
+  /// become integers if that loses nothing.
   std::optional<PythonKeys> python = {};
   /// Only the ranks of this mesh call it, as with SaveOptions::mesh. Every rank that holds a part, or a replica, of a tensor of
   /// `state` must be among them.
   std::optional<DeviceMesh> mesh = {};
 };
 
-/// What a load did: the names that `allow_missing` or `allow_unused` passed over, and how much it read.
+/// What a load did: the names that `allow_missing` or `allow_unused` accepted, and how much it read.
 struct LoadReport {
   std::vector<std::string> missing;
   std::vector<std::string> unused;
-  int64_t bytes_read = 0; ///< of tensors, by this rank; whole blocks where they are verified
+  int64_t bytes_read = 0; ///< bytes of tensors that this rank read; whole blocks if they are verified
 };
 
 /// `dir` is a folder that `save` wrote, a Hugging Face folder (model.safetensors, or several files and
@@ -103,7 +102,7 @@ struct LoadReport {
 /// placement, or none: each rank reads only the bytes that its parts need. Names, shapes and dtypes are compared before anything
 /// is written; an error lists all that differ. Ranks that hold parts of one DTensor must load it alike. An error on any rank is
 /// an error on every rank, and names the rank, the file and the tensor; after one while data is read (a wrong checksum, a
-/// vanished file), the tensors hold a mixture of old and new values.
+/// vanished file), the tensors hold a mixture of old and new values. The entries of `state` change only where the load succeeds.
 LoadReport load(StateDict& state, const std::filesystem::path& dir, const LoadOptions& options = {});
 LoadReport load(StateDict&& state, const std::filesystem::path& dir, const LoadOptions& options = {});
 /// The same from a storage: checkpoints that `save` wrote there.
@@ -111,11 +110,12 @@ LoadReport load(StateDict& state, const Storage& storage, const std::string& nam
 LoadReport load(StateDict&& state, const Storage& storage, const std::string& name, const LoadOptions& options = {});
 
 /// The newest complete checkpoint among the folders in `root`, by the time it was saved; empty when there is none. Folders of
-/// others are passed over, and damaged ones that were written before it; a damaged index that was written later is an error.
-/// Other processes may save and remove checkpoints meanwhile. Local.
+/// others are ignored, and so are damaged checkpoints that were written before it. A damaged index that was written later is an
+/// error. Other processes may save and remove checkpoints meanwhile. Local.
 std::filesystem::path latest(const std::filesystem::path& root);
 /// The newest complete checkpoint among those of a storage whose names begin with `prefix`; empty when there is none. Reads the
-/// index of each of them; a damaged one is an error.
+/// index of each of them. Other objects with the name of an index are ignored, and so are damaged indexes whose data is older. A
+/// damaged index whose data is newer, or that has no data, is an error.
 std::string latest(const Storage& storage, const std::string& prefix = "");
 
 /// Reads every byte of the checkpoint `dir` and compares it with its checksum (of folders that others wrote, the structure is

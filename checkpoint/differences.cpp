@@ -90,8 +90,9 @@ std::vector<std::string> differences(const Opened& a, const Opened& b, const std
   const std::map<std::string, StateValue> values_a(a.index.values.begin(), a.index.values.end()),
       values_b(b.index.values.begin(), b.index.values.end());
   match(values_a, values_b, findings, [&](const std::string& name, const StateValue& x, const StateValue& y) {
-    const auto text_x = to_json(x).dump(), text_y = to_json(y).dump();
-    if (text_x != text_y) findings.push_back(name + ": " + text_x + " and " + text_y);
+    const auto text_x = to_text(to_json(x)), text_y = to_text(to_json(y));
+    // The text alone tells -0.0 from 0.0, and the value alone texts in which the same was replaced, as not UTF-8.
+    if (text_x != text_y || !is_same(x, y)) findings.push_back(name + ": " + text_x + " and " + text_y);
   });
   Reader reader_a(a.place, a.index, a.index.has_checksums), reader_b(b.place, b.index, b.index.has_checksums);
   const auto tensors_a = tensors_of(a.index), tensors_b = tensors_of(b.index);

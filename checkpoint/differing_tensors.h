@@ -2,8 +2,8 @@
 
 namespace tessera::checkpoint {
 
-/// What a save keeps of a plain tensor whose values differ between ranks: a buffer such as the running statistics of a BatchNorm,
-/// or a parameter that nothing shards.
+/// What a save does with a plain tensor whose values differ between ranks: a buffer such as the running statistics of a
+/// BatchNorm, or a parameter that is not sharded.
 enum class DifferingTensors {
   kWarn,       ///< the lowest rank's, with a warning that names all such tensors, once in a process for the same names
   kLowestRank, ///< the lowest rank's, without a warning
@@ -12,8 +12,8 @@ enum class DifferingTensors {
   kError,      ///< an error that names them
 };
 
-/// The choice, from now on and in this process, of every save whose options leave `differing_tensors` unset; kWarn before the
-/// first call. Local; every rank makes the same choice, before its first save.
+/// Sets what every later save in this process does, if its options leave `differing_tensors` unset. The default is kWarn. Local;
+/// every rank makes the same choice, before its first save.
 void set_differing_tensors(DifferingTensors choice);
 /// That choice.
 DifferingTensors differing_tensors();

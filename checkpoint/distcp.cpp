@@ -9,7 +9,6 @@
 #include <tessera/checkpoint/torch_archive.h>
 
 #include <map>
-#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 

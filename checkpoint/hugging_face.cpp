@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 #include <tessera/checkpoint/export.h>
 #include <tessera/checkpoint/file.h>
-#include <tessera/checkpoint/folder_names.h>
 #include <tessera/checkpoint/formats.h>
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/safetensors.h>

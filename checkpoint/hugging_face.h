@@ -20,8 +20,8 @@ struct HuggingFaceOptions {
   std::string file_name = "model.safetensors";
   /// True for the names that are written; unset: all.
   std::function<bool(const std::string&)> filter;
-  /// The name in the file of a tensor of the state, the same on every rank; unset: the same name. Two names that become one are
-  /// an error, and so is an empty one.
+  /// Returns the name in the file for the name of a tensor, the same on every rank; unset: the same name. Two names that become
+  /// one are an error, and so is an empty name.
   std::function<std::string(const std::string&)> rename;
   /// A file holds at most this many bytes of data, but at least one tensor.
   int64_t max_file_bytes = 5'000'000'000;
@@ -29,7 +29,8 @@ struct HuggingFaceOptions {
   std::optional<at::ScalarType> dtype;
   /// Replace weights of this `file_name` that are already in a folder at the target, in one rename. Without it they are an error.
   /// Other files in that folder, such as a configuration, a tokenizer or weights of another name, stay in either case; a folder
-  /// in it is an error, and so is a checkpoint in another format.
+  /// in it is an error, and so is a checkpoint in another format. So are the current folder and a mount point, whatever they
+  /// hold.
   bool overwrite = false;
   /// As in SaveOptions; `kEachRank` is an error, since the format holds a tensor once.
   std::optional<DifferingTensors> differing_tensors = {};
@@ -42,7 +43,7 @@ struct HuggingFaceOptions {
 ///
 /// Every rank of the job (or of `HuggingFaceOptions::mesh`) calls it. Each rank writes its own parts into the common files, so no
 /// rank holds more than it already does. As with `save`, the folder appears whole or not at all, and an error on any rank is an
-/// error on every rank. A value that `filter` does not leave out is an error.
+/// error on every rank. A value (not a tensor) that `filter` accepts is an error.
 void save_hugging_face(const StateDict& state, const std::filesystem::path& dir, const HuggingFaceOptions& options = {});
 
 } // namespace tessera::checkpoint

@@ -196,8 +196,7 @@ void validate(Index& index, const std::string& source) {
   for (auto& tensor : index.tensors) check_tensor(index, tensor, source);
 }
 
-bool begins_as_index(const std::filesystem::path& path) {
-  const auto file = File::open(path);
+bool begins_as_index(const ByteSource& file) {
   std::string start(std::min<size_t>(std::string_view(kIndexStart).size(), file.size()), '\0');
   file.read_at(start.data(), start.size(), 0);
   return start == kIndexStart;
@@ -207,7 +206,8 @@ Index read_index(const std::filesystem::path& folder) {
   const auto path = folder / kIndexName;
   TORCH_CHECK(std::filesystem::is_directory(folder), folder.string(), " is not a checkpoint: no such folder");
   TORCH_CHECK(std::filesystem::exists(path), folder.string(), " is not a complete checkpoint: it has no ", kIndexName);
-  TORCH_CHECK(begins_as_index(path), path.string(), ": not the index of a checkpoint"); // before a large file of others is read
+  TORCH_CHECK(begins_as_index(File::open(path)), path.string(),
+              ": not the index of a checkpoint"); // before a large file of others is read
   return parse_index(read_file(path, kMaxIndexBytes), path.string());
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <tessera/checkpoint/box.h>
+#include <tessera/checkpoint/byte_source.h>
 #include <tessera/checkpoint/json.h>
 #include <tessera/checkpoint/state_value.h>
 
@@ -71,8 +72,8 @@ struct Index {
 /// The text of index.json; its first line holds the checksum of all that follows.
 std::string encode_index(const Index& index);
 
-/// Whether the file `path` begins as every version of the index does.
-bool begins_as_index(const std::filesystem::path& path);
+/// Whether a file begins as every version of the index does.
+bool begins_as_index(const ByteSource& file);
 
 /// Reads and checks the index of the checkpoint `folder`: checksum, fields, and that the chunks of every tensor cover it without
 /// overlap and lie within their files. Errors name the file and the tensor; a folder without an index is "not a complete

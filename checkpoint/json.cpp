@@ -182,6 +182,10 @@ StateValue state_value_from_json(const JsonView& json) {
   json.fail("has the unknown type \"" + type + "\"");
 }
 
+std::string to_text(const Json& json) {
+  return json.dump(/*indent=*/-1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
+}
+
 bool is_same(const StateValue& a, const StateValue& b) { return to_json(a) == to_json(b); }
 
 } // namespace tessera::internal

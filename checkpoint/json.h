@@ -57,6 +57,8 @@ class JsonView {
 /// strings "inf", "-inf" and "nan".
 Json to_json(const StateValue& value);
 StateValue state_value_from_json(const JsonView& json);
+/// For people: what is not UTF-8 in a text, as a file of others may hold it, is replaced.
+std::string to_text(const Json& json);
 /// True also for NaN and NaN.
 bool is_same(const StateValue& a, const StateValue& b);
 

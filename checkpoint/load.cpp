@@ -16,6 +16,7 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <utility>
 
 namespace tessera::internal {
 
@@ -141,15 +142,18 @@ void check_agreed(const std::vector<std::string>& messages, const Ranks& ranks, 
 checkpoint::LoadReport load_opened(const Ranks& ranks, const std::string& step, const std::function<Opened()>& open,
                                    StateDict& state, const checkpoint::LoadOptions& options) {
   Opened opened;
+  StateDict changed; // what bindings make of `state`, which takes its place once all has been read; it shares the tensors
+  auto& loaded = state.bindings().empty() ? state : changed;
   LoadPlan plan;
   std::vector<StateBinding*> bindings;
   int64_t bytes_read = 0;
   const auto messages = ranks.all(step, [&] {
     opened = open();
+    if (&loaded != &state) loaded = state;
     const auto saved = opened.index.contents();
-    bindings = bindings_of(state, saved, options.filter);
-    for (auto* binding : bindings) binding->before_load(state, saved);
-    plan = plan_load(state, opened.index, options, ranks.rank());
+    bindings = bindings_of(loaded, saved, options.filter);
+    for (auto* binding : bindings) binding->before_load(loaded, saved);
+    plan = plan_load(loaded, opened.index, options, ranks.rank());
     check_fits(plan, options);
     for (const auto& read : plan.tensors) ranks.check_hold_all(read.name, read.tensor);
     find_pieces(plan);
@@ -164,8 +168,9 @@ checkpoint::LoadReport load_opened(const Ranks& ranks, const std::string& step, 
     read_tensors(plan, reader);
     bytes_read = reader.bytes_read();
   });
-  for (const auto& [name, value] : plan.values) state.set(name, value);
-  for (auto* binding : bindings) binding->after_load(state);
+  for (const auto& [name, value] : plan.values) loaded.set(name, value);
+  for (auto* binding : bindings) binding->after_load(loaded);
+  if (&loaded != &state) state = std::move(loaded);
   return {plan.missing, unused_everywhere(messages), bytes_read};
 }
 

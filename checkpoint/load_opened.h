@@ -11,8 +11,9 @@
 
 namespace tessera::internal {
 
-/// Reads what `open` gives into `state`, which it may add to, as `checkpoint::load` does. Every rank of `ranks` calls it, and
-/// gets its own view of the same checkpoint from `open`. `step` is for errors, and the same on every rank.
+/// Reads what `open` gives into `state`, which it may add to, as `checkpoint::load` does. After an error `state` has the entries
+/// that it had. Every rank of `ranks` calls it, and gets its own view of the same checkpoint from `open`. `step` is for errors,
+/// and the same on every rank.
 checkpoint::LoadReport load_opened(const Ranks& ranks, const std::string& step, const std::function<Opened()>& open,
                                    StateDict& state, const checkpoint::LoadOptions& options);
 

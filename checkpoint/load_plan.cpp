@@ -112,8 +112,8 @@ void plan_value(const StateDict::Entry& entry, Matcher& matcher, const checkpoin
   if (value && value->index() == wanted.index()) {
     plan.values.emplace_back(entry.name, std::move(*value));
   } else {
-    plan.mismatches.push_back(entry.name + ": saved as " + to_json(*saved).dump() + ", a value of another type than " +
-                              to_json(wanted).dump());
+    plan.mismatches.push_back(entry.name + ": saved as " + to_text(to_json(*saved)) + ", a value of another type than " +
+                              to_text(to_json(wanted)));
   }
 }
 

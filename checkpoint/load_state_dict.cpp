@@ -10,6 +10,8 @@
 #include <tessera/dtensor/dtensor_impl.h>
 
 #include <numeric>
+#include <string>
+#include <utility>
 
 namespace tessera::internal {
 
@@ -91,14 +93,20 @@ class Source {
 
   bool is_here() const { return !broadcast_ || ranks_.rank() == 0; }
 
-  // Tensors that share memory in the target must be equal here, or one of them would be lost silently.
-  void check_tied(const TensorRead& read) const {
-    for (size_t i = 1; i < read.saved.size(); ++i) {
-      const auto &first = read.saved[0]->name, &other = read.saved[i]->name;
-      const auto a = whole_tensor(state_.tensor(first)), b = whole_tensor(state_.tensor(other));
-      TORCH_CHECK(equal_bytes(a, b), "\"", read.name, "\" is tied to \"", other,
-                  "\", but the state dict holds different values for \"", first, "\" and \"", other, "\"");
+  // Tensors that share memory in the target must be equal here, or one of them would be lost silently. Throws after the last one:
+  // they are gathered, and on other ranks they may all be equal.
+  void check_tied(const LoadPlan& plan) const {
+    std::string problem;
+    for (const auto& read : plan.tensors) {
+      for (size_t i = 1; i < read.saved.size(); ++i) {
+        const auto &first = read.saved[0]->name, &other = read.saved[i]->name;
+        const auto a = whole_tensor(state_.tensor(first)), b = whole_tensor(state_.tensor(other));
+        if (problem.empty() && !equal_bytes(a, b))
+          problem = c10::str("\"", read.name, "\" is tied to \"", other, "\", but the state dict holds different values for \"",
+                             first, "\" and \"", other, "\"");
+      }
     }
+    TORCH_CHECK(problem.empty(), problem);
   }
 
   void copy(const TensorRead& read) const {
@@ -160,12 +168,15 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
   const bool broadcast = options.broadcast_from_rank0;
   const auto contents = broadcast ? internal::contents_of_rank0(ranks, source) : internal::contents_of(source);
   const internal::Source from(ranks, source, broadcast);
+  StateDict changed; // what bindings make of `target`, which takes its place once all has been copied; it shares the tensors
+  auto& loaded = target.bindings().empty() ? target : changed;
   internal::LoadPlan plan;
   const auto messages = ranks.all(internal::kStep, [&] {
+    if (&loaded != &target) loaded = target;
     const auto saved = contents.contents();
-    const auto bindings = internal::bindings_of(target, saved, nullptr);
-    for (auto* binding : bindings) binding->before_load(target, saved);
-    plan = internal::plan_load(target, contents, {}, ranks.rank());
+    const auto bindings = internal::bindings_of(loaded, saved, nullptr);
+    for (auto* binding : bindings) binding->before_load(loaded, saved);
+    plan = internal::plan_load(loaded, contents, {}, ranks.rank());
     internal::check_fits(plan, options.strict);
     internal::find_pieces(plan);
     if (from.is_here()) internal::check_readable(source);
@@ -175,13 +186,12 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
   });
   internal::Agreement::check(messages, ranks, internal::kStep);
   ranks.all(internal::kStep, [&] {
-    for (const auto& read : plan.tensors) {
-      if (from.is_here()) from.check_tied(read);
-    }
+    if (from.is_here()) from.check_tied(plan);
   });
   for (const auto& read : plan.tensors) from.copy(read);
-  for (const auto& [name, value] : plan.values) target.set(name, value);
-  for (const auto& binding : target.bindings()) binding->after_load(target);
+  for (const auto& [name, value] : plan.values) loaded.set(name, value);
+  for (const auto& binding : loaded.bindings()) binding->after_load(loaded);
+  if (&loaded != &target) target = std::move(loaded);
   return {plan.missing, plan.unused};
 }
 

@@ -14,7 +14,7 @@ namespace tessera {
 
 namespace internal {
 
-std::vector<NamedTensor> named_tensors(const torch::nn::Module& module, bool with_frozen, bool with_buffers) {
+std::vector<NamedTensor> named_tensors(const torch::nn::Module& module, const WhichTensors& which) {
   std::vector<NamedTensor> tensors;
   std::unordered_map<const void*, size_t> seen;
   const auto visit = [&](const std::string& name, const at::Tensor& tensor) {
@@ -26,9 +26,9 @@ std::vector<NamedTensor> named_tensors(const torch::nn::Module& module, bool wit
     }
   };
   for (const auto& parameter : module.named_parameters()) {
-    if (with_frozen || parameter.value().requires_grad()) visit(parameter.key(), parameter.value());
+    if (which.frozen || parameter.value().requires_grad()) visit(parameter.key(), parameter.value());
   }
-  if (!with_buffers) return tensors;
+  if (!which.buffers) return tensors;
   for (const auto& buffer : module.named_buffers()) visit(buffer.key(), buffer.value());
   return tensors;
 }
@@ -41,7 +41,7 @@ StateDict own_tensors(const torch::nn::Module& module, const StateDictOptions& o
   if (!options.allow_unsharded_params)
     internal::check_none_trains_apart(module, "state dict", "accept them with StateDictOptions::allow_unsharded_params");
   StateDict state;
-  for (auto& [name, tensor, aliases] : internal::named_tensors(module, !options.ignore_frozen_params, /*with_buffers=*/true)) {
+  for (auto& [name, tensor, aliases] : internal::named_tensors(module, {.frozen = !options.ignore_frozen_params})) {
     for (auto& alias : aliases) alias = options.prefix + alias;
     state.add(options.prefix + name, tensor, std::move(aliases));
   }

@@ -19,7 +19,12 @@ struct NamedTensor {
   std::vector<std::string> aliases; ///< further names of the same tensor (tied parameters)
 };
 
+struct WhichTensors {
+  bool frozen = true; ///< parameters that do not require grad too
+  bool buffers = true;
+};
+
 /// The parameters of `module`, then its buffers, each tensor once.
-std::vector<NamedTensor> named_tensors(const torch::nn::Module& module, bool with_frozen, bool with_buffers);
+std::vector<NamedTensor> named_tensors(const torch::nn::Module& module, const WhichTensors& which);
 
 } // namespace tessera::internal

@@ -128,8 +128,8 @@ Opened open_checkpoint(const std::filesystem::path& path) {
     return {resolved.parent_path(), index_of_safetensors(resolved.parent_path(), {resolved.filename().string()})};
   }
   if (std::filesystem::exists(resolved / kIndexName)) return {resolved, read_index(resolved)};
-  if (std::filesystem::exists(resolved / kHuggingFaceIndex)) return {resolved, index_of_hugging_face(resolved)};
   if (std::filesystem::exists(resolved / kHuggingFaceFile)) return {resolved, index_of_safetensors(resolved, {kHuggingFaceFile})};
+  if (std::filesystem::exists(resolved / kHuggingFaceIndex)) return {resolved, index_of_hugging_face(resolved)};
   if (std::filesystem::exists(resolved / kDistcpMetadata)) return {resolved, index_of_distcp(resolved)};
   const auto files = safetensors_files_in(resolved);
   TORCH_CHECK(!files.empty(), path.string(), " is not a complete checkpoint: it has no ", kIndexName, " and no safetensors files",

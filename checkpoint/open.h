@@ -17,8 +17,9 @@ struct Opened {
 
 /// Reads the index of one of:
 ///   a folder with index.json: our format;
+///   a folder with model.safetensors: Hugging Face's, this file alone, as transformers reads it (variants and adapters may lie
+///   beside it, and an index of older files);
 ///   a folder with model.safetensors.index.json: Hugging Face's, several files;
-///   a folder with model.safetensors: Hugging Face's, this file alone (variants and adapters may lie beside it);
 ///   a folder with other *.safetensors files: those of PyTorch's HuggingFaceStorageWriter (parts of tensors), or whole tensors;
 ///   a folder with .metadata: PyTorch's FileSystemWriter;
 ///   one safetensors file;

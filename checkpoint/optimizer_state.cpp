@@ -138,7 +138,7 @@ class OptimizerBinding : public StateBinding {
   // The names of a group's parameters are there exactly when the options are named by group.
   bool is_flattened(const SavedState& saved) const { return saved.values.count(names_.option(0, "params")) == 0; }
   std::vector<std::string> parameter_order() const;
-  StateDict options_state() const;
+  StateDict options_state(bool flattened) const;
   void check_same_type(const SavedState& saved) const;
   void check_same_order(const SavedState& saved) const;
   void check_same_groups(const SavedState& saved) const;
@@ -158,7 +158,7 @@ class OptimizerBinding : public StateBinding {
   size_t count_saved(const NamedParameter& parameter, const TensorField& field, const SavedState& saved) const {
     return count_tensors(parameter, field, [&](const std::string& name) { return saved.tensors.count(name) > 0; });
   }
-  void refresh_options(StateDict& state, const SavedState& saved);
+  void refresh_options(StateDict& state) const;
   void erase_unfit(StateDict& state, const SavedState& saved) const;
   void fit_parameter(const NamedParameter& parameter, StateDict& state, const SavedState& saved) const;
   void restore_parameter(const NamedParameter& parameter, const StateDict& state) const;
@@ -168,6 +168,7 @@ class OptimizerBinding : public StateBinding {
   const EntryNames names_;
   NamedGroups groups_;
   bool flattened_;                       // the options are named by parameter in the state dict
+  bool loads_flattened_ = false;         // and in the checkpoint that is loaded
   bool loads_ = false;                   // from a checkpoint that holds this optimizer
   std::vector<std::string> option_keys_; // of each group, while such a checkpoint is loaded
 };
@@ -180,18 +181,18 @@ std::vector<std::string> OptimizerBinding::parameter_order() const {
   return order;
 }
 
-StateDict OptimizerBinding::options_state() const {
+StateDict OptimizerBinding::options_state(bool flattened) const {
   StateDict state;
   for (size_t g = 0; g < groups_.size(); ++g) {
     auto& options = optimizer_.param_groups()[g].options();
     for (const auto& option : class_.options) {
       const auto value = option.get(options);
-      if (!flattened_) state.set(names_.option(g, option.name), value);
+      if (!flattened) state.set(names_.option(g, option.name), value);
       for (const auto& parameter : groups_[g]) {
-        if (flattened_) state.set(names_.option(parameter.name, option.name), value);
+        if (flattened) state.set(names_.option(parameter.name, option.name), value);
       }
     }
-    if (!flattened_) state.set(names_.option(g, "params"), StateValue(names_of(groups_[g])));
+    if (!flattened) state.set(names_.option(g, "params"), StateValue(names_of(groups_[g])));
   }
   return state;
 }
@@ -200,7 +201,7 @@ void OptimizerBinding::add_entries(StateDict& state) const {
   state.set(names_.own("type"), StateValue(class_.name));
   for (const auto& value : class_.own) state.set(names_.own(value.name), value.get(optimizer_));
   if (class_.flattens_parameters) state.set(names_.own("parameters"), StateValue(parameter_order()));
-  state.merge(options_state());
+  state.merge(options_state(flattened_));
   for (const auto& group : groups_) {
     for (const auto& [name, parameter] : group) {
       auto* kept = state_of(parameter);
@@ -252,8 +253,8 @@ void OptimizerBinding::check_same_options(const SavedState& saved, size_t group,
 std::vector<std::string> OptimizerBinding::option_keys(const SavedState& saved) const {
   std::vector<std::string> keys;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    keys.push_back(flattened_ ? "" : std::to_string(g));
-    if (!flattened_ || class_.options.empty()) continue;
+    keys.push_back(loads_flattened_ ? "" : std::to_string(g));
+    if (!loads_flattened_ || class_.options.empty()) continue;
     for (const auto& [name, parameter] : groups_[g]) {
       if (saved.values.count(names_.option(name, class_.options[0].name)) == 0) continue; // reported as missing
       if (keys.back().empty()) keys.back() = name;
@@ -322,20 +323,19 @@ void OptimizerBinding::fit_parameter(const NamedParameter& parameter, StateDict&
 }
 
 // Those of now, which stay where a load leaves one out, under the names that the checkpoint has.
-void OptimizerBinding::refresh_options(StateDict& state, const SavedState& saved) {
+void OptimizerBinding::refresh_options(StateDict& state) const {
   for (const auto& value : class_.own) {
     if (state.contains(names_.own(value.name))) state.set(names_.own(value.name), value.get(optimizer_));
   }
-  const auto before = options_state();
-  if (flattened_ == is_flattened(saved)) {
+  const auto before = options_state(flattened_);
+  if (flattened_ == loads_flattened_) {
     for (const auto& [name, value, aliases] : before.entries()) {
       if (state.contains(name)) state.set(name, std::get<StateValue>(value));
     }
     return;
   }
   state.erase_if([&](const auto& entry) { return before.contains(entry.name); });
-  flattened_ = !flattened_;
-  state.merge(options_state());
+  state.merge(options_state(loads_flattened_));
 }
 
 void OptimizerBinding::before_load(StateDict& state, const SavedState& saved) {
@@ -344,8 +344,9 @@ void OptimizerBinding::before_load(StateDict& state, const SavedState& saved) {
   c10::NoGradGuard no_grad;
   check_same_type(saved);
   check_same_order(saved);
-  refresh_options(state, saved);
-  if (!flattened_) check_same_groups(saved);
+  loads_flattened_ = is_flattened(saved);
+  refresh_options(state);
+  if (!loads_flattened_) check_same_groups(saved);
   option_keys_ = option_keys(saved);
   erase_unfit(state, saved);
   for (const auto& group : groups_) {
@@ -378,6 +379,7 @@ void OptimizerBinding::restore_parameter(const NamedParameter& parameter, const 
 
 void OptimizerBinding::after_load(const StateDict& state) {
   if (!loads_) return;
+  flattened_ = loads_flattened_;
   for (const auto& value : class_.own) value.set(optimizer_, state.value(names_.own(value.name)));
   for (size_t g = 0; g < groups_.size(); ++g) {
     auto& options = optimizer_.param_groups()[g].options();

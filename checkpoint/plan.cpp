@@ -197,8 +197,8 @@ StateValues merge_values(const std::vector<StateValues>& ranks, const RankNumber
       const auto [found, is_new] = index.emplace(name, std::pair(values.size(), rank));
       if (is_new) values.emplace_back(name, value);
       const auto& first = values[found->second.first].second;
-      TORCH_CHECK(is_same(first, value), "checkpoint: value \"", name, "\" is ", to_json(first).dump(), " on rank ",
-                  numbers[found->second.second], " and ", to_json(value).dump(), " on rank ", numbers[rank]);
+      TORCH_CHECK(is_same(first, value), "checkpoint: value \"", name, "\" is ", to_text(to_json(first)), " on rank ",
+                  numbers[found->second.second], " and ", to_text(to_json(value)), " on rank ", numbers[rank]);
     }
   }
   return values;

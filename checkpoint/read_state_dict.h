@@ -14,20 +14,21 @@ namespace tessera::checkpoint {
 struct ReadOptions {
   /// Only tensors and values whose names begin with it; empty: all.
   std::string prefix = {};
-  /// Tensors become DTensors on this mesh, of which each rank reads its own part alone; unset: every rank reads plain tensors,
-  /// whole, into the host's memory.
+  /// Tensors become DTensors on this mesh, of which each rank reads only its own part. Unset: every rank reads whole plain
+  /// tensors into the host's memory.
   std::optional<DeviceMesh> mesh = {};
-  /// Where the elements lie on `mesh`, one a dim of it; empty: Shard(0) along every dim. Tensors without dims are replicated.
+  /// One placement for each dim of `mesh`; empty: Shard(0) along every dim. Tensors without dims are replicated.
   Placements placements = {};
   /// As in LoadOptions.
   bool verify = true;
 };
 
-/// What the checkpoint `dir` holds, in new tensors of the dtypes and under the names that it has there: for a program that does
-/// not know them. A tied tensor is one entry with aliases. Of a tensor that was saved for each rank, plain ones are this rank's.
+/// Reads the checkpoint `dir` into new tensors, with the names and dtypes of the checkpoint: for a program that does not know
+/// them. A tied tensor is one entry with aliases. For a tensor that was saved for each rank, a plain result has this rank's
+/// values.
 ///
-/// Reads every format that `load` reads. Every rank of the mesh calls it, or of the job where none is given, with the same
-/// options; an error on any rank is an error on every rank. Errors: those of `load`; placements without a mesh, or of another
+/// Reads every format that `load` reads. Every rank of the mesh, or of the job without a mesh, calls it with the same
+/// options. An error on any rank is an error on every rank. Errors: those of `load`; placements without a mesh, or of another
 /// number than the mesh has dims; a placement that a tensor of the checkpoint cannot have.
 StateDict read_state_dict(const std::filesystem::path& dir, const ReadOptions& options = {});
 /// The same of a checkpoint in a storage.

@@ -81,6 +81,36 @@ std::filesystem::path resolved(const std::filesystem::path& target) {
   return std::filesystem::weakly_canonical(path.parent_path()) / path.filename();
 }
 
+// A bind mount of the same file system too, where the kernel tells.
+bool is_mount_point(const std::filesystem::path& folder) {
+  struct statx extended {};
+  const bool tells = ::statx(AT_FDCWD, folder.c_str(), AT_SYMLINK_NOFOLLOW, 0, &extended) == 0 &&
+                     (extended.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT) != 0;
+  if (tells) return (extended.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0;
+  struct stat own {};
+  struct stat parent {};
+  return ::lstat(folder.c_str(), &own) == 0 && ::stat(folder.parent_path().c_str(), &parent) == 0 && own.st_dev != parent.st_dev;
+}
+
+// A new folder takes the place of this one, which is removed. Called before anything is written.
+void check_can_be_replaced(const std::filesystem::path& folder) {
+  struct stat own {};
+  struct stat current {};
+  if (::lstat(folder.c_str(), &own) != 0 || !S_ISDIR(own.st_mode)) return; // of a link the link alone is replaced
+  TORCH_CHECK(!is_mount_point(folder), folder.string(),
+              " is a mount point, which cannot be replaced in one step: choose a folder in it");
+  const bool is_current = ::stat(".", &current) == 0 && own.st_dev == current.st_dev && own.st_ino == current.st_ino;
+  TORCH_CHECK(!is_current, folder.string(),
+              " is the current folder, which would be a removed one afterwards: choose a folder in it, or work in another one");
+}
+
+void copy_permissions(const std::filesystem::path& from, const std::filesystem::path& to) {
+  constexpr mode_t kPermissions = 07777;
+  struct stat status {};
+  if (::stat(from.c_str(), &status) != 0) return;
+  [[maybe_unused]] const int ignored = ::chmod(to.c_str(), status.st_mode & kPermissions); // a file system may have none
+}
+
 } // namespace
 
 Staging::Staging(const std::filesystem::path& target, bool overwrite, Staged staged)
@@ -100,6 +130,7 @@ void Staging::check_target() const {
   TORCH_CHECK(!name.starts_with('.'), target_.string(),
               ": names that begin with '.' are kept for folders that are being written");
   if (!std::filesystem::exists(std::filesystem::symlink_status(target_))) return;
+  if (staged_.kind != Staged::kFile) check_can_be_replaced(target_);
   const bool is_weights = staged_.kind == Staged::kWeights;
   if (is_weights && !holds_weights(target_, staged_.file_name)) return check_others_stay(target_, staged_.file_name);
   TORCH_CHECK(
@@ -139,6 +170,7 @@ void Staging::commit() {
     std::filesystem::rename(staged, target_);
   } else {
     if (is_weights) link_others(target_, staged, staged_.file_name);
+    copy_permissions(target_, staged);
     replace_folder(staged, target_);
   }
   committed_ = !is_file;

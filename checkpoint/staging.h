@@ -26,7 +26,8 @@ class Staging {
  public:
   /// Makes the folder, and the parent folders of `target`. Errors: a name that checkpoints may not have (`latest`, or hidden), an
   /// existing target unless `overwrite`, and one that holds more than a checkpoint, or is no file where a file is staged. Where
-  /// weights are staged, a folder without any of their name is no such target.
+  /// weights are staged, a folder without any of their name is no such target. A folder that is a mount point, or the current
+  /// one, is not replaced either.
   Staging(const std::filesystem::path& target, bool overwrite, Staged staged = {});
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
@@ -35,7 +36,7 @@ class Staging {
   /// Absolute, without a trailing separator, and the folder above it without symbolic links.
   const std::filesystem::path& target() const { return target_; }
   const std::filesystem::path& folder() const { return folder_; }
-  /// Flushes the folder and gives it, or the file in it, the target's name.
+  /// Flushes the folder and gives it, or the file in it, the target's name. A folder that replaces another takes its permissions.
   void commit();
 
  private:

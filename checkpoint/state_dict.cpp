@@ -70,7 +70,8 @@ const StateValue& StateDict::value(const std::string& name) const& {
 }
 
 void StateDict::throw_wrong_type(const std::string& name) const {
-  TORCH_CHECK(false, "state dict: value \"", name, "\" is of another type: it is ", internal::to_json(value(name)).dump());
+  TORCH_CHECK(false, "state dict: value \"", name, "\" is of another type: it is ",
+              internal::to_text(internal::to_json(value(name))));
 }
 
 void StateDict::erase(const std::string& name) {

@@ -29,7 +29,8 @@ class StateDict;
 class StateBinding {
  public:
   virtual ~StateBinding() = default;
-  /// Adds or removes entries so that they fit `saved`. The object itself is not changed yet.
+  /// Adds or removes entries so that they fit `saved`. The object itself is not changed yet, and `state` is a copy: it takes the
+  /// place of what the load was given once all has been read.
   virtual void before_load(StateDict& state, const SavedState& saved) = 0;
   /// Called when every tensor and value of `state` has been read: hands them to the object.
   virtual void after_load(const StateDict& state) = 0;
@@ -43,6 +44,9 @@ class StateBinding {
 ///
 /// Tensors are held by reference: a load writes into the caller's memory. A DTensor stands for its global tensor, and each rank
 /// saves and loads its own part. Copies share the tensors.
+///
+/// A reference to an entry, or to what it holds, is valid until an entry is added or erased, and until a load where there are
+/// bindings (an optimizer's, for example).
 class StateDict {
  public:
   struct Entry {
@@ -163,9 +167,11 @@ StateDict state_dict(const torch::nn::Module& module, const StateDictOptions& op
 ///   "optimizer.param_groups.<parameter>.lr", …;
 ///   "optimizer.type".
 /// For LibTorch's optimizers, and for classes that `register_optimizer` describes; any other optimizer is an error. Every
-/// parameter of the optimizer must be one of the module's. Loading takes either form of the options, creates the optimizer's
-/// state where it does not exist yet, in the dtype of its parameter where it was saved so, and drops what the checkpoint does not
-/// hold. The module and the optimizer must outlive the state dict.
+/// parameter of the optimizer must be one of the module's. Loading takes either form of the options. It creates optimizer state
+/// that does not exist yet (in the dtype of the parameter here, if it was saved in its parameter's dtype), and drops state that
+/// the checkpoint does not hold. The module and the optimizer must outlive the state dict.
+///
+/// Make the state dict anew for each save (docs/checkpoints.md, "Save and resume").
 ///
 /// The state of LBFGS is one of all parameters together, under the name of the first one, with "optimizer.parameters" for their
 /// order: a load into another order is an error. An std::optional option, such as its max_eval, is a list of none or one.

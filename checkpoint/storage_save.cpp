@@ -3,16 +3,20 @@
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/open.h>
+#include <tessera/checkpoint/place.h>
 #include <tessera/checkpoint/storage_save.h>
 #include <tessera/collectives/error_text.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <exception>
+#include <limits>
+#include <map>
 #include <optional>
 #include <string_view>
-#include <tuple>
+#include <system_error>
 #include <utility>
 
 namespace tessera::internal {
@@ -79,57 +83,117 @@ std::optional<bool> holds(const checkpoint::Storage& storage, const std::string&
   }
 }
 
-bool remove_quietly(checkpoint::Storage& storage, const std::string& object) {
+constexpr std::string_view kDataStart = "data-";
+
+// When the save began that wrote this data object; nothing for an object of others.
+std::optional<int64_t> time_of_data(std::string_view file) {
+  if (!file.starts_with(kDataStart) || !file.ends_with(".safetensors")) return std::nullopt;
+  int64_t time = -1;
+  const auto [end, error] = std::from_chars(file.data() + kDataStart.size(), file.data() + file.size(), time);
+  return error == std::errc() && *end == '-' && time >= 0 ? std::optional(time) : std::nullopt;
+}
+
+// What lies directly under a name.
+struct StoredObjects {
+  bool has_index = false;
+  std::vector<std::string> data; // what saves wrote; other objects are of others
+  int64_t time = 0;              // of the newest of them
+};
+using StoredNames = std::map<std::string, StoredObjects>;
+
+StoredNames stored_under(const checkpoint::Storage& storage, const std::string& prefix) {
+  StoredNames names;
+  for (const auto& object : storage.list(prefix)) {
+    const auto slash = object.rfind('/');
+    if (slash == std::string::npos) continue;
+    const auto name = object.substr(0, slash), file = object.substr(slash + 1);
+    if (file == kIndexName) names[name].has_index = true;
+    if (const auto time = time_of_data(file)) {
+      names[name].data.push_back(object);
+      names[name].time = std::max(names[name].time, *time);
+    }
+  }
+  return names;
+}
+
+// Those whose names differ from `name` in the last number alone, with it. Nothing where it has no number.
+StoredNames series_beside(const checkpoint::Storage& storage, const std::string& name) {
+  const auto series = series_of(name);
+  if (!series) return {};
+  const auto folder = name.substr(0, name.rfind('/') + 1); // empty at the top
+  auto names = stored_under(storage, folder + series->first);
+  std::erase_if(names, [&](const auto& each) {
+    return each.first.find('/', folder.size()) != std::string::npos || series_of(each.first) != series;
+  });
+  return names;
+}
+
+struct DamagedIndex {
+  int64_t time; // of the data beside it
+  std::string error;
+};
+
+struct StoredCheckpoints {
+  std::vector<std::pair<int64_t, std::string>> whole; // when they were saved, and their names; oldest first
+  std::vector<DamagedIndex> damaged;
+};
+
+// An index of others, and one that is removed meanwhile, is none.
+void add_checkpoint(const checkpoint::Storage& storage, const std::string& name, const StoredObjects& objects,
+                    StoredCheckpoints& found) {
   try {
-    storage.remove(object);
-    return true;
-  } catch (...) {
-    return false;
+    const auto index = CheckpointPlace(storage, name).open(kIndexName);
+    if (!begins_as_index(*index) && objects.data.empty()) return;
+    found.whole.emplace_back(parse_index(read_all(*index, kMaxIndexBytes), index->name()).saved_at, name);
+  } catch (const std::exception& error) {
+    if (!storage.size(name + "/" + kIndexName)) return;
+    const auto time = objects.data.empty() ? std::numeric_limits<int64_t>::max() : objects.time;
+    found.damaged.push_back({time, error_text(error)});
   }
 }
 
-// The checkpoints whose indexes lie under `prefix`, oldest first. One that is removed meanwhile is none.
-std::vector<std::pair<int64_t, std::string>> list_checkpoints(const checkpoint::Storage& storage, const std::string& prefix) {
-  const std::string end = std::string("/") + kIndexName;
-  std::vector<std::pair<int64_t, std::string>> found;
-  for (const auto& object : storage.list(prefix)) {
-    if (!object.ends_with(end)) continue;
-    const auto name = object.substr(0, object.size() - end.size());
-    try {
-      found.emplace_back(open_checkpoint(storage, name).index.saved_at, name);
-    } catch (const std::exception&) {
-      if (storage.size(object)) throw;
-    }
+StoredCheckpoints read_stored(const checkpoint::Storage& storage, const StoredNames& names) {
+  StoredCheckpoints found;
+  for (const auto& [name, objects] : names) {
+    if (objects.has_index) add_checkpoint(storage, name, objects, found);
   }
-  std::ranges::sort(found);
+  std::ranges::sort(found.whole);
   return found;
 }
 
-// What saves write directly under a checkpoint's name. Other objects there are of others.
-std::vector<std::string> data_objects(const checkpoint::Storage& storage, const std::string& name) {
-  auto objects = storage.list(name + "/");
-  std::erase_if(objects, [&](const std::string& object) {
-    const auto file = object.substr(name.size() + 1);
-    return file.find('/') != std::string::npos || !file.starts_with("data-") || !file.ends_with(".safetensors");
-  });
-  return objects;
-}
+// Removes what it can; `finish` throws the first error.
+class Removal {
+ public:
+  explicit Removal(checkpoint::Storage& storage) : storage_(storage) {}
+  bool remove(const std::string& object) {
+    try {
+      storage_.remove(object);
+      return true;
+    } catch (...) {
+      if (!error_) error_ = std::current_exception();
+      return false;
+    }
+  }
+  void finish() const {
+    if (error_) std::rethrow_exception(error_);
+  }
 
-// The index first: from then on it is no checkpoint.
-void remove_checkpoint(checkpoint::Storage& storage, const std::string& name) {
-  storage.remove(name + "/" + kIndexName);
-  for (const auto& object : data_objects(storage, name)) storage.remove(object);
-}
+ private:
+  checkpoint::Storage& storage_;
+  std::exception_ptr error_;
+};
 
-void keep_last(checkpoint::Storage& storage, int count, const std::string& newest) {
-  const auto folder = newest.substr(0, newest.rfind('/') + 1); // empty at the top
-  auto checkpoints = list_checkpoints(storage, folder);
-  std::erase_if(checkpoints, [&](const auto& checkpoint) {
-    const auto& name = checkpoint.second;
-    const bool beside = name.find('/', folder.size()) == std::string::npos;
-    return !beside || name == newest || series_of(name) != series_of(newest);
-  });
-  for (size_t i = 0; i + static_cast<size_t>(count) <= checkpoints.size(); ++i) remove_checkpoint(storage, checkpoints[i].second);
+bool remove_quietly(checkpoint::Storage& storage, const std::string& object) { return Removal(storage).remove(object); }
+
+void keep_last(const checkpoint::Storage& storage, int count, const std::string& newest, Removal& removal) {
+  auto names = series_beside(storage, newest); // not those of the start: others may have saved and removed some since
+  names.erase(newest);
+  const auto whole = read_stored(storage, names).whole;
+  for (size_t i = 0; i + static_cast<size_t>(count) <= whole.size(); ++i) {
+    const auto& name = whole[i].second;
+    if (!removal.remove(name + "/" + kIndexName)) continue; // first: from then on it is no checkpoint
+    for (const auto& object : names.at(name).data) removal.remove(object);
+  }
 }
 
 } // namespace
@@ -151,11 +215,20 @@ StorageSave::StorageSave(const Ranks& ranks, checkpoint::Storage& storage, std::
 void StorageSave::start() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   time_ = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
-  token_ = "data-" + std::to_string(time_) + "-" + std::to_string(::getpid()) + "-";
+  const auto be_later_than = [this](int64_t other) {
+    time_ = std::max(time_, std::min(other, std::numeric_limits<int64_t>::max() - 1) + 1);
+  };
   replaces_ = storage_.size(object(kIndexName)).has_value();
-  if (!replaces_) return;
-  TORCH_CHECK(options_.overwrite, name_, " exists already; a checkpoint is never changed (SaveOptions::overwrite replaces it)");
-  time_ = std::max(time_, open_checkpoint(storage_, name_).index.saved_at + 1);
+  TORCH_CHECK(!replaces_ || options_.overwrite, name_,
+              " exists already; a checkpoint is never changed (SaveOptions::overwrite replaces it)");
+  if (replaces_) be_later_than(open_checkpoint(storage_, name_).index.saved_at);
+  if (options_.keep_last > 0) {
+    auto others = series_beside(storage_, name_);
+    for (const auto& [name, objects] : others) be_later_than(objects.time);
+    std::erase_if(others, [](const auto& each) { return !each.second.data.empty(); });
+    for (const auto& [time, name] : read_stored(storage_, others).whole) be_later_than(time); // of values alone, without data
+  }
+  token_ = std::string(kDataStart) + std::to_string(time_) + "-" + std::to_string(::getpid()) + "-";
 }
 
 NewFiles StorageSave::new_files() {
@@ -204,10 +277,13 @@ void StorageSave::commit(const std::function<std::string()>& encode) {
               failure.substr(1));
   all("tidy up after the save of", [&] {
     if (ranks_.rank() != 0) return;
-    for (const auto& old : data_objects(storage_, name_)) {
-      if (!old.starts_with(object(token_))) storage_.remove(old);
+    Removal removal(storage_);
+    auto stored = stored_under(storage_, name_ + "/");
+    for (const auto& old : stored[name_].data) {
+      if (!old.starts_with(object(token_))) removal.remove(old);
     }
-    if (options_.keep_last > 0) keep_last(storage_, options_.keep_last, name_);
+    if (options_.keep_last > 0) keep_last(storage_, options_.keep_last, name_, removal);
+    removal.finish();
   });
 }
 
@@ -221,8 +297,11 @@ StorageSave::~StorageSave() {
 namespace tessera::checkpoint {
 
 std::string latest(const Storage& storage, const std::string& prefix) {
-  const auto checkpoints = internal::list_checkpoints(storage, prefix);
-  return checkpoints.empty() ? std::string() : checkpoints.back().second;
+  const auto [whole, damaged] = internal::read_stored(storage, internal::stored_under(storage, prefix));
+  const auto newest = std::ranges::max_element(damaged, {}, &internal::DamagedIndex::time);
+  TORCH_CHECK(newest == damaged.end() || (!whole.empty() && newest->time < whole.back().first), newest->error,
+              "\nNo whole checkpoint beside it is newer; remove it, or name the one to load");
+  return whole.empty() ? std::string() : whole.back().second;
 }
 
 } // namespace tessera::checkpoint

@@ -59,6 +59,19 @@ size_t bytes_in(const std::vector<T>& values) {
   return bytes;
 }
 
+const std::vector<PickleRef>* items_of(PickleRef value) {
+  if (const auto* list = std::get_if<PickleList>(value)) return &list->items;
+  const auto* tuple = std::get_if<PickleTuple>(value);
+  return tuple ? &tuple->items : nullptr;
+}
+
+// What a StateValue of it takes at least, without a look at a list's items.
+size_t least_bytes_of(PickleRef value) {
+  const auto* items = items_of(value);
+  const auto* text = std::get_if<std::string>(value);
+  return items ? sizeof(int64_t) * items->size() : text ? bytes_in(*text) : sizeof(int64_t);
+}
+
 class TorchFileIndexer {
  public:
   explicit TorchFileIndexer(const std::filesystem::path& path)
@@ -67,7 +80,8 @@ class TorchFileIndexer {
         part_(std::make_shared<ArchivePart>(file_, 0, file_.size())),
         archive_(part_),
         text_(archive_record(archive_, *part_, "data.pkl", source_)),
-        pickle_(text_, source_) {
+        pickle_(text_, source_),
+        most_bytes_(kMostRepeated * text_.size()) {
     index_.files.push_back({path.filename().string(), file_.size(), 0, 0});
   }
 
@@ -83,7 +97,8 @@ class TorchFileIndexer {
 
  private:
   void add(PickleRef value, const std::string& name, size_t depth) {
-    count(name.size() + 1, name);
+    name_bytes_ += name.size() + 1;
+    TORCH_CHECK(name_bytes_ <= most_bytes_, source_, ": \"", name, "\" is among values that many others hold");
     TORCH_CHECK(depth <= kMostDepth, source_, ": \"", name, "\" is nested too deep");
     const auto type = pickle_class(value);
     if (const auto* dict = std::get_if<PickleDict>(value)) return add_items(*dict, name, depth);
@@ -93,15 +108,16 @@ class TorchFileIndexer {
     }
     if (type.starts_with("torch._utils._rebuild_parameter")) return add_parameter(value, name, depth);
     if (type.starts_with("torch._utils._rebuild_tensor")) return add_tensor(value, name);
-    auto plain = state_value_of(without_tag(value), kMostRepeated * text_.size());
-    if (!plain || name.empty()) return;
-    count(std::visit([](const auto& held) { return bytes_in(held); }, *plain), name);
-    index_.values.emplace_back(name, std::move(*plain));
+    if (!name.empty()) add_value(without_tag(value), name);
   }
 
-  void count(size_t bytes, const std::string& name) {
-    made_bytes_ += bytes;
-    TORCH_CHECK(made_bytes_ <= kMostRepeated * text_.size(), source_, ": \"", name, "\" is among values that many others hold");
+  void add_value(PickleRef value, const std::string& name) {
+    const auto least = least_bytes_of(value);
+    if (value_bytes_ + least > most_bytes_) return; // many others hold it too
+    auto plain = state_value_of(value, most_bytes_ - value_bytes_);
+    // Also where it is none: a long list was gone through, which many may hold.
+    value_bytes_ += plain ? std::visit([](const auto& held) { return bytes_in(held); }, *plain) : least;
+    if (plain) index_.values.emplace_back(name, std::move(*plain));
   }
 
   void add_items(const PickleDict& dict, const std::string& name, size_t depth) {
@@ -137,7 +153,8 @@ class TorchFileIndexer {
   std::string text_;
   Pickle pickle_;
   Index index_;
-  size_t made_bytes_ = 0;
+  const size_t most_bytes_; // of all names, and of all values
+  size_t name_bytes_ = 0, value_bytes_ = 0;
 };
 
 // By which torch.load knows files without a zip archive, and what `save_torch` writes before its archive.
@@ -164,19 +181,17 @@ std::optional<StateValue> state_value_of(PickleRef root, size_t limit) {
   if (const auto* value = std::get_if<int64_t>(root)) return *value;
   if (const auto* value = std::get_if<double>(root)) return *value;
   if (const auto* value = std::get_if<std::string>(root)) return *value;
-  const auto* list = std::get_if<PickleList>(root);
-  const auto* tuple = std::get_if<PickleTuple>(root);
-  if (!list && !tuple) return std::nullopt;
-  const auto& items = list ? list->items : tuple->items;
-  if (auto values = list_of<int64_t>(items)) return values;
-  if (auto values = list_of_numbers(items)) return values;
+  const auto* items = items_of(root);
+  if (!items) return std::nullopt;
+  if (auto values = list_of<int64_t>(*items)) return values;
+  if (auto values = list_of_numbers(*items)) return values;
   size_t bytes = 0;
-  for (const auto* item : items) {
+  for (const auto* item : *items) {
     const auto* text = std::get_if<std::string>(item);
-    bytes += text ? text->size() : 0;
+    bytes += text ? bytes_in(*text) : 0;
   }
-  TORCH_CHECK(bytes <= limit, "a list holds ", bytes, " bytes of text, more than the pickle");
-  return list_of<std::string>(items);
+  if (bytes > limit) return std::nullopt;
+  return list_of<std::string>(*items);
 }
 
 bool is_torch_file(const std::filesystem::path& path) {

@@ -14,8 +14,8 @@ namespace tessera::checkpoint {
 struct TorchFileOptions {
   /// True for the names that are written; unset: all.
   std::function<bool(const std::string&)> filter;
-  /// The name in the file of an entry of the state, the same on every rank; unset: the same name. Two names that become one are
-  /// an error, and so is an empty one.
+  /// Returns the name in the file for the name of an entry, the same on every rank; unset: the same name. Two names that become
+  /// one are an error, and so is an empty name.
   std::function<std::string(const std::string&)> rename;
   /// Replace a file that is already at the target, in one rename. Without it, an existing target is an error.
   bool overwrite = false;
@@ -33,8 +33,8 @@ struct TorchFileOptions {
 /// Every rank of the job (or of `TorchFileOptions::mesh`) calls it. Each rank writes its own parts into the common file, so no
 /// rank holds more than it already does. Replicated tensors are written once; names of one tied tensor share its data. The file
 /// appears whole or not at all: it is written in a hidden folder beside it, synced to disk, and renamed. Parent folders are
-/// created. An error on any rank is an error on every rank. Errors: a name that is an entry and the begin of another one's ("a"
-/// and "a.b"), or that has nothing before or after a dot, which torch::load could not read.
+/// created. An error on any rank is an error on every rank. Errors: an entry whose name is also the first part of another name
+/// ("a" and "a.b"), and a name that begins or ends with a dot or has two in a row. torch::load could not read these.
 void save_torch(const StateDict& state, const std::filesystem::path& file, const TorchFileOptions& options = {});
 
 } // namespace tessera::checkpoint

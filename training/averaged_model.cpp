@@ -1,7 +1,6 @@
 #include <tessera/training/averaged_model.h>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/clone.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
@@ -120,7 +119,8 @@ AveragedModel::AveragedModel(const torch::nn::Module& model, AverageShare share,
                     ", but must be a floating-point one");
   const c10::InferenceMode no_inference(false); // whose tensors cannot be written later
   const at::NoGradGuard no_grad;
-  for (auto& [name, tensor, aliases] : named_tensors(model, !options_.ignore_frozen_params, options_.use_buffers)) {
+  for (auto& [name, tensor, aliases] :
+       named_tensors(model, {.frozen = !options_.ignore_frozen_params, .buffers = options_.use_buffers})) {
     const auto spec = spec_of(tensor);
     TORCH_CHECK_VALUE(!tensor.is_meta() && !(spec && internal::dtensor_meta(tensor)->local.is_meta()), "AveragedModel: ", name,
                       " is on the meta device: call tessera::materialize first, and load the weights");
@@ -133,7 +133,7 @@ AveragedModel::AveragedModel(const torch::nn::Module& model, AverageShare share,
 }
 
 std::vector<at::Tensor> AveragedModel::tensors_of(const torch::nn::Module& model, const char* what) const {
-  const auto own = named_tensors(model, !options_.ignore_frozen_params, options_.use_buffers);
+  const auto own = named_tensors(model, {.frozen = !options_.ignore_frozen_params, .buffers = options_.use_buffers});
   absl::flat_hash_map<std::string, const at::Tensor*> by_name;
   for (const auto& [name, tensor, aliases] : own) by_name.emplace(name, &tensor);
   std::vector<std::string> missing, different;
@@ -159,7 +159,7 @@ std::vector<at::Tensor> AveragedModel::tensors_of(const torch::nn::Module& model
   if (!unexpected.empty()) problems += "\nonly in the model:" + internal::listing(unexpected);
   if (!different.empty()) problems += "\ndifferent in the model:" + internal::listing(different);
   TORCH_CHECK_VALUE(problems.empty(), what, ": this is not the model that the average was made of, on rank ",
-                    (is_initialized() ? process_context().rank() : 0), ":", problems,
+                    internal::rank_for_errors(), ":", problems,
                     "\nMake the average after fully_shard, and a new one for a model with another layout: it takes the state of "
                     "the old one through load_state_dict or a checkpoint");
   return tensors;

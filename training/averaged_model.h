@@ -22,7 +22,7 @@ namespace tessera {
 /// update, with the number of updates before it, which is at least 1, and must be the same on every rank.
 using AverageShare = std::function<double(int64_t n_averaged)>;
 
-/// All updates count alike, 1 / (n_averaged + 1): stochastic weight averaging (PyTorch: get_swa_multi_avg_fn).
+/// All updates have the same weight, 1 / (n_averaged + 1): stochastic weight averaging (PyTorch: get_swa_multi_avg_fn).
 AverageShare swa();
 
 /// A decay that begins small and grows: 1 - (1 + n_averaged / inv_gamma)^-power. So an average forgets its first weights sooner.
@@ -32,7 +32,7 @@ struct EmaWarmup {
 };
 
 /// The exponential moving average, 1 - decay (PyTorch: get_ema_multi_avg_fn). With a warm-up, the smaller of the two decays
-/// counts. An error when `decay` is outside [0, 1], or a number of the warm-up is not positive.
+/// is used. An error if `decay` is outside [0, 1], or a number of the warm-up is not positive.
 AverageShare ema(double decay = 0.999, const std::optional<EmaWarmup>& warmup = std::nullopt);
 
 struct AverageOptions {
@@ -40,8 +40,8 @@ struct AverageOptions {
   bool use_buffers = false;
   /// Leave out parameters that do not require grad when the average is made, as under LoRA. They must stay frozen.
   bool ignore_frozen_params = false;
-  /// The dtype of the average of floating-point tensors; unset: the tensor's own. An average of bfloat16 weights stands still
-  /// in bfloat16, which rounds small shares away: take float for it.
+  /// The dtype of the average of floating-point tensors; unset: the tensor's own. Use float for bfloat16 weights: an average in
+  /// bfloat16 does not change, because small updates are rounded away.
   std::optional<at::ScalarType> dtype;
   /// Begins the names in the state dict. Two averages of one model need two names.
   std::string name = "average";
@@ -60,9 +60,9 @@ class AveragedModel {
   AveragedModel(const AveragedModel&) = delete;
   AveragedModel& operator=(const AveragedModel&) = delete;
 
-  /// Takes the weights of `model` into the average: as they are the first time, then as the share says. Call it after
-  /// `optimizer.step()`. An error, and no change, where names, shapes, dtypes or layouts are not those of the model that the
-  /// average was made of, while an AveragedWeights of any average lives on `model`, or where a share is outside [0, 1].
+  /// Updates the average with the weights of `model`: the first time it copies them, then it applies the share. Call it after
+  /// `optimizer.step()`. An error, without a change, if names, shapes, dtypes or layouts differ from those of the model that the
+  /// average was made from, if an AveragedWeights of any average is open on `model`, or if a share is outside [0, 1].
   void update_parameters(const torch::nn::Module& model);
   /// Updates so far.
   int64_t n_averaged() const { return *n_averaged_; }
@@ -89,11 +89,12 @@ class AveragedModel {
   std::shared_ptr<int64_t> n_averaged_ = std::make_shared<int64_t>(0); ///< state dicts write it too
 };
 
-/// While it lives, `model` holds the average in place of its own weights: for an evaluation, or an export. Then the model has
-/// its own again, to the bit; what was written to it meanwhile is lost, and the average stays. It needs memory for one more copy
-/// of this rank's part. Not between a forward and its backward, which would find its weights overwritten, as after any write.
-/// Several of one model may live, of one average or of many, and end in any order: the one that was made last holds the model
-/// until it ends, and after all of them the model has its own weights.
+/// While it lives, `model` holds the average instead of its own weights: for an evaluation, or an export. Afterwards the model
+/// has its own weights again, bit for bit. Everything that was written to the model in between is lost; the average does not
+/// change. It needs memory for one more copy of this rank's part. Do not open it between a forward and its backward: as after any
+/// write to the weights, the backward would be an error. Several scopes of one model may be open, of one average or of several,
+/// and end in any order. The newest one decides what the model holds; after the last one has ended, the model has its own
+/// weights.
 ///
 /// Local; each rank makes and ends it at the same point of the program. Errors as for `AveragedModel::copy_to`.
 class AveragedWeights {

@@ -10,11 +10,11 @@
 
 namespace tessera {
 
-/// What becomes of the rows of an epoch that do not divide by the ranks.
+/// What happens to the last rows of an epoch if the ranks do not divide the number of rows.
 enum class LastRows {
-  kRepeat, ///< the first rows of the epoch's order come once more, so that each rank has as many
+  kRepeat, ///< the first rows of the epoch's order are repeated, so that all ranks have the same number
   kDrop,   ///< they are left out
-  kUneven, ///< each row comes once; the batches of some ranks are smaller by a row at the end
+  kUneven, ///< each row comes once; the last batches of some ranks are one row smaller
 };
 
 struct DistributedSamplerOptions {
@@ -24,33 +24,33 @@ struct DistributedSamplerOptions {
 };
 
 /// The rows of this rank's batches, for LibTorch's DataLoader: `torch::data::make_data_loader(data, sampler, batch_size)`, one
-/// loader an epoch. Every rank gets as many batches as the others, in every mode, so that all run the same forwards.
+/// loader for each epoch. Every rank gets the same number of batches, in every mode, so that all run the same forwards.
 ///
-/// The ranks' batches of b rows are together the next b × ranks rows of one order, row by row in turn. So what they hold together
-/// depends on the product alone: 4 ranks with batches of 8 see in each step what one rank sees with batches of 32, and a run goes
-/// on with another number of ranks. The rows are those of torch.utils.data.DistributedSampler (with kDrop: drop_last), the order
-/// too. (LibTorch's DistributedRandomSampler gives each rank a stretch of an order of its own, and reads past the end where there
-/// are fewer rows than ranks.)
+/// The ranks' batches of b rows are together the next b × ranks rows of one order, dealt out row by row. So the rows of a step
+/// depend only on this product: 4 ranks with batches of 8 have the same rows in each step as one rank with batches of 32, and a
+/// run can continue on another number of ranks. Rows and order are those of torch.utils.data.DistributedSampler (with kDrop:
+/// drop_last). (LibTorch's DistributedRandomSampler gives each rank one contiguous part of the order, and reads past the end if
+/// there are fewer rows than ranks.)
 ///
-/// With kUneven the last batches are those of the rest, b or less a rank. A rest of fewer rows than ranks is filled up from the
-/// batches before it, so that no rank has an empty one; this needs batches of two rows at least, and is an error in `next`. Not
-/// with `DataLoaderOptions::drop_last`: the DataLoader would end before the first smaller batch, which only some ranks have. No
-/// sampler sees that option. kDrop and kRepeat give all ranks batches of the same size.
+/// With kUneven the last batches have the remaining rows, b or less for each rank. If fewer rows than ranks remain, rows of the
+/// batches before are used, so that no rank has an empty batch. This needs batches of at least two rows; otherwise `next` throws.
+/// Do not combine it with `DataLoaderOptions::drop_last`: the DataLoader would end before the first smaller batch, which only
+/// some ranks have. (A sampler cannot see that option.) kDrop and kRepeat give all ranks batches of the same size.
 class DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
   /// `rows` of data over the ranks of `data_mesh`, those that have different data. An error for fewer rows than ranks, and for a
   /// rank outside of the mesh. Local.
   DistributedSampler(int64_t rows, const DeviceMesh& data_mesh, const DistributedSamplerOptions& options = {});
 
-  /// What the next `reset`, which a DataLoader's `begin` does, starts with: the epoch, and how many of its rows all ranks
-  /// together have had before (0, or after a resume batches × batch size × ranks of the run before; with kUneven the rows of
-  /// these batches, since the last but one may be smaller too). Until then: epoch 0, row 0. An error for negative ones, for
-  /// twice the rows of the data or more (repeated ones may count), and with kUneven where fewer rows than ranks are left.
+  /// Sets where the next `reset` (by a DataLoader's `begin`) starts: the epoch, and how many of its rows all ranks together have
+  /// had before. This is 0, or after a resume batches × batch size × ranks of the run before; with kUneven the rows of these
+  /// batches, since the last but one may be smaller too. The default is epoch 0, row 0. An error for negative numbers, for twice
+  /// the rows of the data or more (repeated rows may count), and with kUneven if fewer rows than ranks are left.
   void set_epoch(int64_t epoch, int64_t first_row = 0);
   int64_t epoch() const { return epoch_; }
   /// How many rows all ranks together have had in this epoch. A DataLoader with workers draws ahead of its batches.
   int64_t rows_drawn() const { return position_; }
-  /// Of a whole epoch: what a learning-rate schedule counts.
+  /// The number of batches of a whole epoch on this rank, for a learning-rate schedule.
   int64_t batches_per_epoch(int64_t batch_size) const;
 
   /// Begins the epoch that `set_epoch` named, or begins it again; with a number of rows that changes from now on.

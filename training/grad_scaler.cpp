@@ -18,14 +18,13 @@
 #include <tessera/fsdp/unreduced_gradient.h>
 #include <tessera/optim/optimizer_ranks.h>
 #include <tessera/optim/step.h>
+#include <tessera/optim/tensor_values.h>
 
 namespace tessera {
 
 namespace {
 
 constexpr auto* kOverflowCheck = "the overflow check of GradScaler";
-
-int rank() { return is_initialized() ? process_context().rank() : 0; }
 
 void check_factor(const char* name, double value, double above, double below) {
   TORCH_CHECK_VALUE(std::isfinite(value) && value > above && value < below, "GradScaler: ", name, " is ", value,
@@ -54,7 +53,17 @@ void for_each_parameter(const torch::optim::Optimizer& optimizer, const Visit& v
 at::Tensor part_of(const at::Tensor& gradient) {
   if (internal::unreduced_gradient(gradient)) return gradient.abs(); // which says what it waits for
   if (const auto* meta = internal::dtensor_meta(gradient)) return meta->local;
-  return gradient.is_sparse() ? gradient._values() : gradient;
+  return internal::stored_values(gradient);
+}
+
+/// Divides those of one dtype. CUDA's kernel does not know bf16: such parts are divided in float, one after the other.
+void divide(const std::vector<at::Tensor>& parts, at::Tensor& found, const at::Tensor& inverse) {
+  if (parts[0].scalar_type() != at::kBFloat16) return at::_amp_foreach_non_finite_check_and_unscale_(parts, found, inverse);
+  for (const auto& part : parts) {
+    const auto wide = part.to(at::kFloat);
+    at::_amp_foreach_non_finite_check_and_unscale_({wide}, found, inverse);
+    part.copy_(wide);
+  }
 }
 
 /// Divides the parts in place; `overflow`, a number, becomes 1 where one of them is not finite.
@@ -70,7 +79,7 @@ void unscale(const std::vector<at::Tensor>& parts, const at::Tensor& overflow, f
     left.erase(left.begin(), rest);
     auto found = at::zeros({}, first.options().dtype(at::kFloat));
     const auto inverse = at::full({}, static_cast<float>(1 / static_cast<double>(scale)), found.options());
-    at::_amp_foreach_non_finite_check_and_unscale_(alike, found, inverse);
+    divide(alike, found, inverse);
     overflow.add_(found.to(overflow.device()));
   }
 }
@@ -106,7 +115,9 @@ void GradScaler::set_growth_interval(int64_t interval) {
 at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!options_.enabled) return outputs;
   has_scaled_ = true;
-  return outputs.mul(scale_);
+  // In PyTorch the scale is a tensor, which makes a Float of a number: in half precision few scaled losses are finite.
+  const bool is_number = outputs.dim() == 0;
+  return (is_number ? outputs.to(c10::promoteTypes(outputs.scalar_type(), at::kFloat)) : outputs).mul(scale_);
 }
 
 std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) {
@@ -140,7 +151,7 @@ bool GradScaler::find_overflow(torch::optim::Optimizer& optimizer, const std::ve
 
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) { // NOLINT(readability-identifier-naming): PyTorch's name
   if (!options_.enabled) return;
-  TORCH_CHECK(has_scaled_, "GradScaler: no loss was scaled since the last update on rank ", rank(),
+  TORCH_CHECK(has_scaled_, "GradScaler: no loss was scaled since the last update on rank ", internal::rank_for_errors(),
               ", and the gradients would be divided by the scale ", scale_, ": call scaler.scale(loss).backward()");
   const auto known = optimizers_.find(&optimizer);
   TORCH_CHECK(known == optimizers_.end() || known->second.has_stepped,
@@ -191,9 +202,9 @@ void GradScaler::check_same_ranks(const OptimizerStates& states) {
   const auto& first = states.begin()->second.ranks;
   for (const auto& [optimizer, state] : states) {
     const bool are_alone = first.size() <= 1 && state.ranks.size() <= 1;
-    TORCH_CHECK(are_alone || state.ranks == first, "GradScaler: on rank ", rank(), " the optimizers of this scaler are on ",
-                "different ranks, ", c10::IntArrayRef(first), " and ", c10::IntArrayRef(state.ranks),
-                ": set GradScalerOptions::mesh to a mesh of all ranks that have this scaler");
+    TORCH_CHECK(are_alone || state.ranks == first, "GradScaler: on rank ", internal::rank_for_errors(),
+                " the optimizers of this scaler are on ", "different ranks, ", c10::IntArrayRef(first), " and ",
+                c10::IntArrayRef(state.ranks), ": set GradScalerOptions::mesh to a mesh of all ranks that have this scaler");
   }
 }
 

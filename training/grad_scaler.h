@@ -13,19 +13,20 @@
 
 namespace tessera {
 
-/// The defaults are PyTorch's; DeepSpeed's are in the comments.
+/// The defaults are PyTorch's. Where DeepSpeed's differ, the comments name them.
 struct GradScalerOptions {
-  double init_scale = 65536;      ///< 2^32
+  double init_scale = 65536;      ///< above 0; DeepSpeed: 2^32
   double growth_factor = 2;       ///< above 1
   double backoff_factor = 0.5;    ///< above 0 and below 1
-  int64_t growth_interval = 2000; ///< steps without an overflow, one after another, that let the scale grow; its window: 1000
+  int64_t growth_interval = 2000; ///< consecutive steps without an overflow after which the scale grows; DeepSpeed: 1000
   /// false: `scale` returns its argument, `step` steps, and nothing else happens.
   bool enabled = true;
-  /// Overflows that the scale stands before it falls: the last of so many since it grew. Its delayed_shift.
+  /// The number of overflows after which the scale falls (DeepSpeed: `delayed_shift`). The count starts anew when the scale
+  /// grows.
   int64_t hysteresis = 1;
-  /// A step without an overflow makes it stand as many again.
+  /// true: a step without an overflow starts the count anew.
   bool consecutive_hysteresis = false;
-  /// The scale falls no lower; an overflow there is an error of `update`. 0: no limit. 1.
+  /// The scale does not fall below it. If it is above 0, an overflow at this scale is an error of `update`. DeepSpeed: 1.
   double min_scale = 0;
   /// The ranks that skip steps together, and have one scale. Unset: those of all meshes that the optimizer's parameters are
   /// sharded over. It is needed where the scaler's optimizers are on different ranks, as one of experts beside one of the rest,
@@ -54,7 +55,7 @@ class GradScaler {
  public:
   explicit GradScaler(GradScalerOptions options = {});
 
-  /// `outputs` times the scale, in the dtype of `outputs`.
+  /// `outputs` times the scale, in the dtype of `outputs`; of a 0-dim one in half precision a Float, as in PyTorch.
   at::Tensor scale(const at::Tensor& outputs);
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs);
   /// Divides the gradients of the optimizer's parameters by the scale, in place, and looks for infinities and NaN. `step` does it

@@ -2,8 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -109,16 +107,17 @@ double warmup_decay_lr(const WarmupDecayOptions& options, int64_t step) {
 
 } // namespace
 
-LRSchedule::LRSchedule(torch::optim::Optimizer& optimizer, std::string type, Settings settings, Formula formula)
+LRSchedule::LRSchedule(torch::optim::Optimizer& optimizer, std::string type, Settings settings, Formula formula, Rates rates)
     : LRScheduler(optimizer),
       optimizer_(&optimizer),
       type_(std::move(type)),
       settings_(std::move(settings)),
       formula_(std::move(formula)),
-      base_lrs_(get_current_lrs()) {
+      base_lrs_(get_current_lrs()),
+      rates_(rates) {
   TORCH_CHECK_VALUE(formula_, type_, ": the formula is empty");
   const bool any = std::any_of(base_lrs_.begin(), base_lrs_.end(), [](double lr) { return lr != 0; });
-  TORCH_CHECK_VALUE(any, type_,
+  TORCH_CHECK_VALUE(any || rates_ == Rates::kAbsolute, type_,
                     ": the optimizer's lr is 0 in every parameter group. Where another schedule set it, as one with "
                     "warm-up does at once, set the base rate again before this one is made");
   apply();
@@ -157,7 +156,8 @@ WSDLR::WSDLR(torch::optim::Optimizer& optimizer, const WSDOptions& options)
                  [options](double base_lr, int64_t step) { return wsd_lr(options, base_lr, step); }) {}
 
 WarmupDecayLR::WarmupDecayLR(torch::optim::Optimizer& optimizer, const WarmupDecayOptions& options)
-    : LRSchedule(optimizer, "WarmupDecayLR", settings_of(options),
-                 [options](double, int64_t step) { return warmup_decay_lr(options, step); }) {}
+    : LRSchedule(
+          optimizer, "WarmupDecayLR", settings_of(options),
+          [options](double, int64_t step) { return warmup_decay_lr(options, step); }, Rates::kAbsolute) {}
 
 } // namespace tessera

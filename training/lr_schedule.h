@@ -18,26 +18,35 @@ namespace tessera {
 ///
 /// The constructor takes the lr of each parameter group as that group's base, and sets the lr of step 0 at once, as in PyTorch;
 /// n calls of `step()` set that of step n. (LibTorch's own schedulers set the first one with the first call.) So make it once,
-/// for an optimizer that has the base rates: before a checkpoint is loaded into it. An error where all of them are 0. The
-/// optimizer must outlive it. Local: every rank makes the same and steps it as often.
+/// for an optimizer that has the base rates: before a checkpoint is loaded into it. An error if all of them are 0, except with
+/// `Rates::kAbsolute`. The optimizer must outlive it. Local: every rank makes the same and steps it as often.
 class LRSchedule : public torch::optim::LRScheduler {
  public:
   /// The lr at step 0, 1, … of a group whose base is `base_lr`.
   using Formula = std::function<double(double base_lr, int64_t step)>;
   using Settings = std::map<std::string, StateValue>;
 
-  /// A schedule of one's own. `type` and `settings` are saved, and must be the same at a resume: all that the formula depends on.
-  LRSchedule(torch::optim::Optimizer& optimizer, std::string type, Settings settings, Formula formula);
+  /// What a formula makes of the base rates.
+  enum class Rates {
+    kOfBase,  ///< its rates depend on them
+    kAbsolute ///< it leaves them out: they may be 0, and others at a resume
+  };
+
+  /// Your own schedule. `type` and `settings` are saved, and must be the same at a resume. `settings` should contain everything
+  /// that the formula depends on.
+  LRSchedule(torch::optim::Optimizer& optimizer, std::string type, Settings settings, Formula formula,
+             Rates rates = Rates::kOfBase);
   LRSchedule(const LRSchedule&) = delete;
   LRSchedule& operator=(const LRSchedule&) = delete;
 
-  /// How often `step()` was called, those before a resume included.
+  /// How often `step()` was called, including the calls before a resume.
   int64_t steps_taken() const { return static_cast<int64_t>(step_count_); }
   /// Goes to another step, and sets its lr: for programs that keep the step themselves. An error below 0.
   void set_steps_taken(int64_t steps);
   /// What the optimizer's groups have at this step.
   std::vector<double> lrs() const { return lrs_at(steps_taken()); }
   const std::vector<double>& base_lrs() const { return base_lrs_; }
+  Rates rates() const { return rates_; }
   const std::string& type() const { return type_; }
   const Settings& settings() const { return settings_; }
 
@@ -51,13 +60,13 @@ class LRSchedule : public torch::optim::LRScheduler {
   Settings settings_;
   Formula formula_;
   std::vector<double> base_lrs_;
+  Rates rates_;
 };
 
-/// Steps count calls of `step()`; ratios are of a group's base lr, finite and not negative. Others are errors.
+/// Steps count calls of `step()`. Ratios are relative to a group's base lr, finite and not negative. Other values are errors.
 struct WarmupOptions {
   int64_t warmup_steps = 0; ///< the lr grows linearly from `start_ratio` at step 0 to the base at this step; 0: no warm-up
-  /// From this step on the lr is `end_ratio`. Positive, and not less than `warmup_steps`; where they are the same, no fall lies
-  /// between.
+  /// From this step on the lr is `end_ratio`. Positive, and not less than `warmup_steps`. If they are equal, there is no decay.
   int64_t total_steps = 0;
   double start_ratio = 0;
   double end_ratio = 0;
@@ -99,7 +108,8 @@ class WSDLR final : public LRSchedule {
   WSDLR(torch::optim::Optimizer& optimizer, const WSDOptions& options);
 };
 
-/// The names and defaults are DeepSpeed's. These are learning rates, not ratios: the groups' own do not count.
+/// The names and defaults are DeepSpeed's. These are learning rates, not ratios: the groups' own do not count
+/// (`LRSchedule::Rates::kAbsolute`).
 struct WarmupDecayOptions {
   int64_t total_num_steps = 0; ///< positive
   double warmup_min_lr = 0;
@@ -116,11 +126,11 @@ class WarmupDecayLR final : public LRSchedule {
 };
 
 struct ScheduleStateOptions {
-  /// What the names begin with; one for each schedule of a state dict.
+  /// The beginning of the names; a different one for each schedule of a state dict.
   std::string name = "lr_schedule";
-  /// Go on at the saved step with the settings, type and base rates of the schedule here, where those that were saved differ,
-  /// instead of an error: for a run that is made longer. The checkpoint's optimizer brings the lr of the saved schedule, so merge
-  /// the state of this one after the optimizer's.
+  /// If the saved settings, type or base rates differ, continue at the saved step with those of the schedule here, instead of an
+  /// error: for a run that is made longer. A load of the optimizer sets the lr of the saved schedule, so merge the state of this
+  /// schedule after the optimizer's.
   bool allow_other_settings = false;
 };
 
@@ -129,8 +139,8 @@ struct ScheduleStateOptions {
 ///
 /// A load sets the step, and of an LRSchedule the optimizer's lr. LibTorch's StepLR, and other classes derived from LRScheduler,
 /// keep the lr in the optimizer alone: save that as well. Their own settings are not known, and not compared. Of an LRSchedule
-/// all that was saved must be as here; differences are an error on every rank, which lists them, before anything is loaded. The
-/// schedule must outlive the state dict. Local.
+/// all that was saved must be as here, except base rates that do not count; differences are an error on every rank, which lists
+/// them, before anything is loaded. The schedule must outlive the state dict. Local.
 StateDict state_dict(torch::optim::LRScheduler& schedule, const ScheduleStateOptions& options = {});
 
 } // namespace tessera

@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <mutex>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <vector>
 

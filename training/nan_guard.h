@@ -12,7 +12,7 @@ class NanSearch;
 
 /// What a `NanGuard` looks for.
 enum class NanGuardWatch {
-  kNan,          ///< NaN alone: masks are often made of infinities
+  kNan,          ///< only NaN: masks are often made of infinities
   kNanOrInfinity ///< both
 };
 
@@ -26,17 +26,17 @@ enum class NanGuardWatch {
 /// }
 /// ```
 ///
-/// While it lives, it looks at what each operator reads and returns: those that this thread calls, and those of the backwards
-/// that it starts, on autograd's threads too. That costs some small operators for each one, and on CUDA the host waits for all of
-/// them: it is for a run that goes wrong, not for each. Reductions bring a rank's NaN to the others, so that `check` asks all of
-/// them which operator was the first.
+/// While it lives, it checks the inputs and results of each operator: those that this thread calls, and those of the backwards
+/// that it starts, on autograd's threads too. That costs some small operators for each operator, and on CUDA the host waits for
+/// each check. So use it for a run that goes wrong, not for every run. Reductions bring a rank's NaN to the other ranks, so
+/// `check` compares on all ranks which operator was the first.
 ///
-/// A module is told from the parameter that an operator reads; an operator that reads none comes after the module that was last.
-/// Memory that `empty` returned may hold NaN that nobody uses. An operator that reads a part of it before that is written is
-/// taken for one that got NaN. A cast is not: what it returns is looked at where it is read.
+/// The module is found by the parameter that an operator reads. For an operator without a parameter, the last module is named.
+/// Memory from `empty` may hold NaN that is never used. An operator that reads such memory before it is written counts as one
+/// that got NaN. A cast does not: its result is checked when it is read.
 ///
-/// One at a time in a process, and destroyed by the thread that made it. (PyTorch: `detect_anomaly`, which looks at backward
-/// alone.)
+/// One at a time in a process, and destroyed by the thread that made it. (PyTorch: `detect_anomaly`, which checks only the
+/// backward.)
 class NanGuard {
  public:
   explicit NanGuard(const torch::nn::Module& model, NanGuardWatch watch = NanGuardWatch::kNan);
@@ -44,9 +44,9 @@ class NanGuard {
   NanGuard(const NanGuard&) = delete;
   NanGuard& operator=(const NanGuard&) = delete;
 
-  /// Every rank of the job calls it, where there is one. Throws on all of them where one has seen NaN since the last check, and
-  /// says what each has seen first. Of two ranks the one comes first that had called fewer operators: ranks run the same program.
-  /// The next check knows nothing of what this one has found.
+  /// Every rank of the job calls it, if there is a job. If a rank has seen NaN since the last check, it throws on all ranks, and
+  /// lists what each rank saw first. The rank that had called the fewest operators comes first, since all run the same program.
+  /// Each check starts anew.
   void check();
 
  private:

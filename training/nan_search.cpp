@@ -1,22 +1,20 @@
 #include <tessera/training/nan_search.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/isnan.h>
 #include <absl/container/flat_hash_set.h>
 #include <c10/util/StringUtil.h>
-#include <tessera/dtensor/api.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <string_view>
 #include <utility>
 
+#include <tessera/dtensor/api.h>
+#include <tessera/dtensor/in_backward.h>
+
 namespace tessera::internal {
 
 namespace {
-
-bool in_backward() { return torch::autograd::get_current_graph_task_id() >= 0; } // on this thread
 
 /// Returns memory that nobody has written, or fills it: under deterministic algorithms, kernels fill what they allocate with NaN.
 bool only_allocates(std::string_view name) {

@@ -35,18 +35,19 @@ class ScheduleBinding final : public StateBinding {
     TORCH_CHECK_VALUE(!options_.name.empty(), "state dict: the name of a learning-rate schedule is empty");
   }
 
-  /// Type, settings and base rates: what a checkpoint must hold alike.
+  /// Type, settings, and base rates that count: what a checkpoint must hold alike.
   std::map<std::string, StateValue> fixed() const {
     std::map<std::string, StateValue> values;
     values[name_of("type")] = ours_ ? ours_->type() : c10::demangle(typeid(schedule_).name());
     if (!ours_) return values;
-    values[name_of("base_lrs")] = ours_->base_lrs();
+    if (ours_->rates() == LRSchedule::Rates::kOfBase) values[name_of("base_lrs")] = ours_->base_lrs();
     for (const auto& [name, value] : ours_->settings()) values[name_of("settings." + name)] = value;
     return values;
   }
 
   void add_entries(StateDict& state) const {
     add_steps(state);
+    if (ours_) state.set(name_of("base_lrs"), ours_->base_lrs());
     for (const auto& [name, value] : fixed()) state.set(name, value);
   }
 
@@ -83,7 +84,7 @@ class ScheduleBinding final : public StateBinding {
 
   std::string name_of(const std::string& what) const { return options_.name + "." + what; }
 
-  /// Of another type they are reported as such.
+  /// A value of another type is left to the load's own report.
   void check_steps(const SavedState& saved) const {
     const auto found = saved.values.find(name_of("steps_taken"));
     const auto* steps = found == saved.values.end() ? nullptr : std::get_if<int64_t>(&found->second);

@@ -2,10 +2,10 @@
 
 #include <ATen/ops/tensor.h>
 
-#include <absl/algorithm/container.h>
 #include <fmt/format.h>
 
 #include <string>
+#include <utility>
 
 #include <tessera/fsdp/foreign_groups.h>
 #include <tessera/fsdp/module_walk.h>
@@ -15,17 +15,18 @@
 namespace tessera::internal {
 
 UnevenRounds::UnevenRounds(const torch::nn::Module& model, UnevenDivisor divisor) : divisor_(divisor) {
-  if (!is_sharded(model)) {
+  auto state = find_state(model);
+  if (!state) {
     TORCH_CHECK_VALUE(
         !any_parameter(model, parameter_meta), "UnevenBatches: ", model.name(),
         " is not sharded itself, but modules below it are: give it the module that fully_shard was called on last, or "
         "call fully_shard on this one");
     return;
   }
-  check_owns_all_parameters(model, "UnevenBatches");
-  model_.emplace(fsdp(model));
+  check_owns_all_parameters(model, "UnevenBatches", {state->schedule().get()});
+  model_.emplace(std::move(state));
   const auto& mesh = model_->mesh();
-  if (mesh.size() > 1) communicator_ = (mesh.ndim() == 1 ? mesh : mesh.flatten()).communicator(0, "uneven batches");
+  if (mesh.size() > 1) communicator_ = mesh.flatten().communicator(0, "uneven batches");
 }
 
 /// A group of the model whose gradients are not divided by the number of its ranks, as an error says it; empty for none.
@@ -34,16 +35,17 @@ std::string UnevenRounds::divided_otherwise() const {
   const auto ranks = static_cast<double>(model_->mesh().size());
   for (const auto& state : model_->state()->subtree()) {
     const auto group = state->group();
-    if (!group || absl::c_none_of(group->parameters(), is_trained)) continue;
-    const double divisor = state->gradients().divide_factor().value_or(static_cast<double>(group->axes().mesh().size()));
+    if (!group || !trains_any(*group)) continue;
+    const double divisor = state->gradients().settings.divide_factor.value_or(static_cast<double>(group->axes().mesh().size()));
     if (divisor != ranks) return fmt::format("those of {} by {}", state->label(), divisor);
   }
   return "";
 }
 
-int64_t UnevenRounds::begin(bool has_input, bool can_stand_in) {
+int64_t UnevenRounds::begin(BatchSource source) {
   const auto other = divided_otherwise();
-  auto counts = at::tensor({int64_t{has_input}, int64_t{!can_stand_in}, int64_t{!other.empty()}}, at::kLong);
+  const bool has_input = source == BatchSource::kOwn, has_none = source == BatchSource::kNone;
+  auto counts = at::tensor({int64_t{has_input}, int64_t{has_none}, int64_t{!other.empty()}}, at::kLong);
   if (communicator_) {
     counts = counts.to(model_->mesh().device());
     communicator_->all_reduce(counts, ReduceOp::kSum, "uneven batches").wait();

@@ -13,16 +13,23 @@
 
 namespace tessera {
 
-/// What the gradients of a step are divided by where some ranks have no input left.
+/// What the gradients of a step are divided by if some ranks have no input left.
 enum class UnevenDivisor {
-  kAllRanks, ///< all ranks, as in any other step: those without input count as zero
-  /// Those that have input: the mean over what there is. An error, on every rank, in a model with a group whose gradients are
-  /// divided by another number than that of the model's ranks: of a mesh of its own, as an expert's, or by a
-  /// `set_gradient_divide_factor`. With that number as its factor an expert's gradients are divided as the others'.
+  kAllRanks, ///< the number of all ranks, as in any other step: ranks without input count as zero
+  /// The number of ranks that have input. An error, on every rank, if the gradients of some group are divided by another number
+  /// than the model's ranks: an expert on its own mesh, or a group with a `set_gradient_divide_factor`. With the number of the
+  /// model's ranks as its factor, an expert's gradients are divided like the others.
   kRanksWithInput,
 };
 
 namespace internal {
+
+/// What a rank computes with in a round.
+enum class BatchSource {
+  kOwn,     ///< a batch of its own
+  kStandIn, ///< its last one again, or what stands in for it
+  kNone     ///< neither: it never had one
+};
 
 /// The agreements of a model's ranks on who has input left.
 class UnevenRounds {
@@ -32,9 +39,9 @@ class UnevenRounds {
   UnevenRounds(const UnevenRounds&) = delete;
   UnevenRounds& operator=(const UnevenRounds&) = delete;
 
-  /// How many ranks have input; 0 ends the rounds. An error on all ranks where one has neither input nor something in its place,
-  /// or a group that `divisor` does not fit.
-  int64_t begin(bool has_input, bool can_stand_in);
+  /// How many ranks have a batch of their own; 0 ends the rounds. An error on all ranks where one has `kNone` while others have
+  /// one, or a group that `divisor` does not fit.
+  int64_t begin(BatchSource source);
   /// Gives the gradients the weight that they have without these rounds.
   void end();
 
@@ -48,7 +55,7 @@ class UnevenRounds {
 
 } // namespace internal
 
-/// The batches of this rank, for ranks that have different numbers of them: a rank without input takes part until all are out
+/// The batches of this rank, for ranks with different numbers of batches. A rank without input takes part until no rank has input
 /// (PyTorch: `Join`).
 ///
 /// ```cpp
@@ -56,15 +63,16 @@ class UnevenRounds {
 /// for (auto& batch : batches) { loss(*model, batch).backward(); optimizer.step(); … }   // the same on every rank
 /// ```
 ///
-/// A rank that is out gets its last batch again, or `stand_in`, and runs forward and backward as the others do. What its backward
-/// brings to sharded parameters is dropped, NaN too: it counts as zero. Its other effects stay: loss, buffers (BatchNorm's
-/// statistics), the gradients of parameters that nothing shards, and what the model itself communicates in forward, as a
-/// synchronized BatchNorm does. An empty batch as `stand_in` leaves these alone. A rank that never had a batch needs a
-/// `stand_in`. Where loops overlap, as with an evaluation inside, the one that began last counts until it ends.
+/// A rank without input gets its last batch again, or `stand_in`, and runs forward and backward like the others. Its gradients of
+/// sharded parameters count as zero, even if they are NaN. Other effects of the batch remain: the loss, buffers (BatchNorm's
+/// statistics), gradients of parameters that are not sharded, and communication of the model in forward, for example in a
+/// synchronized BatchNorm. An empty batch as `stand_in` avoids these effects. A rank that never had a batch needs a `stand_in`.
+/// If loops overlap, for example with an evaluation inside, the loop that began last applies until it ends.
 ///
-/// All ranks of the model iterate, once a step; each step costs one all-reduce of three numbers. `range` is anything with `begin`
-/// and `end`, such as a DataLoader, and is iterated once for each `begin` of this. With a model that is not sharded it is a plain
-/// loop; one that only holds sharded modules is an error, and so is one that trains parameters which another model has.
+/// All ranks of the model iterate, once in each step. A step costs one all-reduce of three numbers. `range` is anything with
+/// `begin` and `end`, such as a DataLoader, and is iterated once for each `begin` of this object. With a model that is not
+/// sharded it is a plain loop. A model that only contains sharded modules is an error, and so is one that trains parameters of
+/// another model.
 template <typename Range>
 class UnevenBatches {
  public:
@@ -79,7 +87,7 @@ class UnevenBatches {
 
   /// Whether the batch is one of this rank's own: what a metric should count.
   bool has_input() const { return has_input_; }
-  /// How many ranks have one of their own.
+  /// The number of ranks that have a batch of their own.
   int64_t ranks_with_input() const { return ranks_with_input_; }
 
   struct End {};
@@ -111,10 +119,12 @@ class UnevenBatches {
 
  private:
   void next() {
+    using internal::BatchSource;
     has_input_ = *at_ != range_.end();
     if (has_input_) batch_ = **at_;
     if (!has_input_ && options_.stand_in) batch_ = options_.stand_in;
-    ranks_with_input_ = rounds_.begin(has_input_, batch_.has_value());
+    const auto otherwise = batch_ ? BatchSource::kStandIn : BatchSource::kNone;
+    ranks_with_input_ = rounds_.begin(has_input_ ? BatchSource::kOwn : otherwise);
   }
 
   internal::UnevenRounds rounds_;

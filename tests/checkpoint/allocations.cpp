@@ -10,7 +10,7 @@ namespace {
 
 struct Meter {
   bool on = false;
-  size_t largest = 0;
+  size_t largest = 0, total = 0;
   std::ptrdiff_t in_use = 0, peak = 0;
 };
 thread_local Meter meter;
@@ -19,6 +19,7 @@ void* allocate(size_t bytes) noexcept {
   void* memory = std::malloc(std::max<size_t>(bytes, 1));
   if (meter.on && memory) {
     meter.largest = std::max(meter.largest, bytes);
+    meter.total += bytes;
     meter.in_use += static_cast<std::ptrdiff_t>(::malloc_usable_size(memory));
     meter.peak = std::max(meter.peak, meter.in_use);
   }
@@ -50,6 +51,7 @@ AllocationMeter::AllocationMeter() { meter = {.on = true}; }
 AllocationMeter::~AllocationMeter() { meter.on = false; }
 
 size_t AllocationMeter::largest() const { return meter.largest; }
+size_t AllocationMeter::total() const { return meter.total; }
 size_t AllocationMeter::peak() const { return static_cast<size_t>(meter.peak); }
 
 } // namespace tessera::testing

@@ -13,6 +13,7 @@ class AllocationMeter {
   ~AllocationMeter();
 
   size_t largest() const; ///< bytes of the largest allocation
+  size_t total() const;   ///< bytes of all allocations
   size_t peak() const;    ///< most bytes in use at once, beyond those in use when it was made
 };
 

@@ -1,4 +1,5 @@
 // Checkpoints among others in one folder: where a save goes, what it leaves and removes, and which is the latest.
+#include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/hugging_face.h>
@@ -109,6 +110,36 @@ TEST(Folder, AnExportLeavesCheckpointsOfOtherFormats) {
                 HasSubstr("c holds index.json, a part of a checkpoint in another format"));
   }
   EXPECT_TRUE(verify(folder.path() / "c").empty());
+}
+
+TEST(Folder, AReplacedFolderKeepsItsPermissions) {
+  const TemporaryFolder folder;
+  const auto model = folder.path() / "model", step = folder.path() / "step";
+  std::filesystem::create_directory(model);
+  save(example(), step);
+  for (const auto mode : {0700, 02775}) {
+    for (const auto& path : {model, step}) std::filesystem::permissions(path, std::filesystem::perms(mode));
+    save_hugging_face(weights(1), model, {.overwrite = true});
+    save(example(), step, {.overwrite = true});
+    for (const auto& path : {model, step})
+      EXPECT_EQ(std::filesystem::status(path).permissions(), std::filesystem::perms(mode)) << path;
+  }
+}
+
+TEST(Folder, TheCurrentFolderIsNotReplaced) {
+  const TemporaryFolder folder;
+  const auto before = std::filesystem::current_path();
+  const auto back = c10::make_scope_exit([&] { std::filesystem::current_path(before); });
+  save(example(), folder.path() / "c");
+  std::filesystem::current_path(folder.path() / "c");
+  EXPECT_THAT(error_of([&] { save(example(), ".", {.overwrite = true}); }), HasSubstr("c is the current folder"));
+  std::filesystem::create_directory(folder.path() / "model");
+  std::filesystem::current_path(folder.path() / "model");
+  write_text("config.json", "{}");
+  EXPECT_THAT(error_of([&] { save_hugging_face(weights(1), "."); }), HasSubstr("model is the current folder"));
+  save_hugging_face(weights(1), "inner");
+  EXPECT_THAT(names_in("."), UnorderedElementsAre("config.json", "inner"));
+  EXPECT_THAT(names_in(folder.path()), UnorderedElementsAre("c", "model", "latest"));
 }
 
 TEST(Folder, ASaveGoesWhereALoadLooks) {

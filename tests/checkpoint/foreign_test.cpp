@@ -115,6 +115,17 @@ TEST(Foreign, VariantsBesideAHuggingFaceFileAreNotRead) {
   EXPECT_EQ(internal::open_checkpoint(folder.path() / "model.fp16.safetensors").index.tensors[0].dtype, at::kHalf);
 }
 
+TEST(Foreign, OneFileComesBeforeAnOlderIndexOfSeveral) {
+  const TemporaryFolder folder;
+  write_file(folder.path() / "model-00001-of-00001.safetensors", {{"old", {2}, ""}});
+  write_text(folder.path() / "model.safetensors.index.json", R"({"weight_map":{"old":"model-00001-of-00001.safetensors"}})");
+  EXPECT_EQ(internal::open_checkpoint(folder.path()).index.tensors.at(0).name, "old");
+  write_file(folder.path() / "model.safetensors", {{"new", {2}, ""}});
+  const auto tensors = internal::open_checkpoint(folder.path()).index.tensors;
+  ASSERT_EQ(tensors.size(), 1);
+  EXPECT_EQ(tensors[0].name, "new");
+}
+
 TEST(Foreign, AnIndexThatDoesNotFitItsFilesIsAnError) {
   const auto error_with = [](const std::string& weight_map) {
     const TemporaryFolder folder;

@@ -10,6 +10,7 @@
 #include <tessera/checkpoint/pickle.h>
 #include <tessera/checkpoint/reader.h>
 #include <tessera/checkpoint/safetensors.h>
+#include <tessera/checkpoint/torch_archive.h>
 #include <tessera/checkpoint/torch_file.h>
 #include <torch/torch.h>
 
@@ -18,6 +19,7 @@
 
 #include "../support/temporary_folder.h"
 #include "allocations.h"
+#include "torch_archives.h"
 
 namespace tessera::checkpoint {
 namespace {
@@ -129,6 +131,24 @@ TEST(AllocationMeter, SeesWhatTheLibraryAllocates) {
   EXPECT_GE(meter.largest(), 3 << 20);
   EXPECT_LT(meter.largest(), 4 << 20);
   EXPECT_GE(meter.peak(), 3 << 20);
+}
+
+// A pickle may name one list again and again, of numbers, or of what no value holds.
+TEST(TorchFile, AListThatManyHoldIsNotReadForEach) {
+  const testing::TemporaryFolder folder;
+  const auto file = folder.path() / "model.pt";
+  for (const std::string last : {"K\x01", "N"}) {
+    std::string pickle = "\x80\x02}(", list = "](";
+    for (int i = 0; i < 2000; ++i) list += "K\x01";
+    for (int i = 0; i < 4000; ++i) {
+      const auto name = std::to_string(i);
+      pickle += "X" + std::string{static_cast<char>(name.size()), 0, 0, 0} + name + (i == 0 ? list + last + "eq\x01" : "h\x01");
+    }
+    testing::write_archive(file, pickle + "u.", "");
+    const testing::AllocationMeter meter;
+    internal::index_of_torch_file(file);
+    EXPECT_LT(meter.total(), 10 * 64 * std::filesystem::file_size(file));
+  }
 }
 
 // Reads all that the JSON holds, as whatever it looks like.

@@ -5,6 +5,7 @@
 #include <tessera/dtensor/api.h>
 #include <torch/torch.h>
 
+#include "../support/line_mesh.h"
 #include "../support/matchers.h"
 #include "../support/subprocess.h"
 #include "shared_folder.h"
@@ -12,6 +13,7 @@
 namespace tessera::checkpoint {
 namespace {
 
+using testing::line_mesh;
 using testing::SharedFolder;
 
 struct Described {
@@ -37,8 +39,6 @@ at::Tensor expected(const Described& tensor) {
   return torch::arange(c10::multiply_integers(tensor.sizes)).remainder(120).view(tensor.sizes).to(tensor.dtype);
 }
 
-DeviceMesh world_mesh() { return init_device_mesh(at::kCPU, {process_context().world_size()}); }
-
 // Each tensor under another placement in turn; ragged ones cut within rows.
 Placements placement(size_t position, const Described& tensor) {
   const int64_t n = process_context().world_size();
@@ -53,7 +53,7 @@ Placements placement(size_t position, const Described& tensor) {
 
 // Sharded tensors of the list, with their values or zeros; one of them plain.
 StateDict sharded_state(bool filled) {
-  const auto mesh = world_mesh();
+  const auto mesh = line_mesh();
   StateDict state;
   for (size_t i = 0; i < kTensors.size(); ++i) {
     const auto full = filled ? expected(kTensors[i]) : torch::zeros(kTensors[i].sizes, kTensors[i].dtype);

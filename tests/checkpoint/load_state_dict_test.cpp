@@ -15,6 +15,7 @@ namespace {
 using ::testing::ElementsAre;
 using testing::error_of;
 using testing::expect_same;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::SharedFolder;
 using testing::Training;
@@ -264,6 +265,38 @@ TEST(LoadStateDict, TiedTensorsOfTheTargetMustBeEqualInTheSource) {
   EXPECT_THAT(
       error_of([&] { load_state_dict(target, source, kFromRank0); }),
       ::testing::EndsWith("rank 0: \"a\" is tied to \"b\", but the state dict holds different values for \"a\" and \"b\""));
+}
+
+// The other ranks have gathered what comes after it by then.
+TEST(LoadStateDict, TiedTensorsThatDifferOnOneRankAreAnErrorOnAll) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank cannot differ";
+  const auto mesh = init_device_mesh(testing::test_device_type(), {world_size()});
+  const auto last = testing::last_rank();
+  StateDict source, target;
+  source.add("a", torch::ones({3}));
+  source.add("b", torch::full({3}, world_rank() == last ? 2.0 : 1.0));
+  for (const auto* name : {"c", "d"}) source.add(name, distribute_tensor(torch::ones({4}), mesh, {Shard{0}}));
+  target.add("a", torch::zeros({3}), {"b"});
+  target.add("c", torch::zeros({4}), {"d"});
+  EXPECT_EQ(error_of([&] { load_state_dict(target, source); }),
+            c10::str("checkpoint: cannot load a state dict: rank ", last,
+                     ": \"a\" is tied to \"b\", but the state dict holds different values for \"a\" and \"b\""));
+  EXPECT_TENSORS_EQUAL(target.tensor("c"), torch::zeros({4}));
+}
+
+TEST(LoadStateDict, ALoadThatFailsLeavesTheEntriesOfTheTarget) {
+  Training stepped("full-ragged", 1), fresh("full-ragged", 2);
+  stepped.step(0);
+  auto source = state_dict(stepped.model, stepped.optimizer, kFull);
+  auto target = fresh.state();
+  const auto entries = target.size();
+  source.set("extra", 1);
+  EXPECT_THAT(error_of([&] { load_state_dict(target, source); }), HasSubstr("unexpected in the state dict:\n  extra"));
+  EXPECT_EQ(target.size(), entries);
+  source.erase("extra");
+  load_state_dict(target, source);
+  EXPECT_GT(target.size(), entries);
+  expect_same(target, stepped.state());
 }
 
 TEST(LoadStateDict, ValuesAndTensorsOfTheUserTravelToo) {

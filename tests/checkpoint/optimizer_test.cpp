@@ -180,6 +180,49 @@ TEST(OptimizerCheckpoint, ACheckpointOfWeightsLeavesTheOptimizerAsItIs) {
   EXPECT_EQ(state_dict(*model, optimizer).value<int64_t>("optimizer.state.0.bias.step"), 1);
 }
 
+std::vector<std::string> names_of(const StateDict& state) {
+  std::vector<std::string> names;
+  for (const auto& entry : state.entries()) names.push_back(entry.name);
+  return names;
+}
+
+// A later save of the state would lack them, or hold others than the optimizer has.
+TEST(OptimizerCheckpoint, ALoadThatFailsLeavesTheEntriesAsTheyAre) {
+  const TemporaryFolder folder;
+  auto model = make_model(1);
+  const auto make = [&](bool steps) {
+    torch::optim::AdamW optimizer(model->parameters());
+    if (steps) train_step(model, optimizer, 0);
+    return optimizer;
+  };
+  for (const bool saves_moments : {true, false}) {
+    for (const bool flattens : {false, true}) {
+      SCOPED_TRACE(c10::str(saves_moments, flattens));
+      const auto path = folder.path() / c10::str(saves_moments, flattens);
+      auto saved = make(saves_moments), optimizer = make(!saves_moments);
+      save(state_dict(*model, saved), path);
+      auto state = state_dict(*model, optimizer, {.flatten_optimizer_state_dict = flattens});
+      const auto before = names_of(state);
+      state.add("lost", torch::zeros({1}));
+      EXPECT_THAT(error_of([&] { load(state, path); }), HasSubstr("not in the checkpoint:\n  lost"));
+      state.erase("lost");
+      EXPECT_EQ(names_of(state), before);
+
+      const auto file = path / "shard-00001-model-00001-of-00001.safetensors";
+      auto bytes = testing::read_text(file);
+      bytes.back() = static_cast<char>(bytes.back() ^ 1);
+      testing::write_text(file, bytes);
+      EXPECT_THAT(error_of([&] { load(state, path); }), HasSubstr("is damaged"));
+      EXPECT_EQ(names_of(state), before);
+      bytes.back() = static_cast<char>(bytes.back() ^ 1);
+      testing::write_text(file, bytes);
+      load(state, path);
+      EXPECT_EQ(state.contains("optimizer.state.0.bias.exp_avg"), saves_moments);
+      EXPECT_EQ(optimizer.state().empty(), !saves_moments);
+    }
+  }
+}
+
 // Not as it was when the state dict was made.
 TEST(OptimizerCheckpoint, AnOptionThatTheCheckpointLacksStaysAsItIs) {
   const TemporaryFolder folder;

@@ -109,6 +109,18 @@ TEST(PlainCheckpoint, LoadingKeepsThePlaceAndTellsAutograd) {
   EXPECT_TRUE(torch::equal(a->weight, weight));
 }
 
+TEST(PlainCheckpoint, ReferencesToEntriesOutliveALoadWithoutBindings) {
+  const TemporaryFolder folder;
+  save(example(1), folder.path() / "c");
+  auto state = example(2);
+  const auto* const entries = state.entries().data();
+  load(state, folder.path() / "c");
+  EXPECT_EQ(state.entries().data(), entries);
+  load_state_dict(state, example(3));
+  EXPECT_EQ(state.entries().data(), entries);
+  expect_same_bytes(state, example(3));
+}
+
 TEST(PlainCheckpoint, AnExistingTargetIsNeverChanged) {
   const TemporaryFolder folder;
   const auto path = folder.path() / "c";

@@ -5,6 +5,7 @@
 #include <tessera/checkpoint/read_state_dict.h>
 #include <torch/torch.h>
 
+#include "../support/line_mesh.h"
 #include "../support/matchers.h"
 #include "sharded_training.h"
 #include "shared_folder.h"
@@ -14,13 +15,12 @@ namespace {
 
 using testing::error_of;
 using ::testing::HasSubstr;
+using testing::line_mesh;
 using testing::SharedFolder;
 using testing::Training;
 using testing::whole_tensor;
 
 const std::filesystem::path kDistcp = std::filesystem::path(TESSERA_FIXTURES) / "distcp";
-
-DeviceMesh world_mesh() { return init_device_mesh(testing::test_device_type(), {process_context().world_size()}); }
 
 int64_t local_rows(int64_t rows) {
   const int64_t n = process_context().world_size(), each = (rows + n - 1) / n;
@@ -42,7 +42,7 @@ TEST(ReadStateDict, HoldsWhatWasSavedPlainOrSharded) {
   EXPECT_FALSE(is_dtensor(plain.tensor("embed.weight")));
   EXPECT_TRUE(plain.tensor("embed.weight").is_same(plain.tensor("head"))); // tied
 
-  const auto mesh = world_mesh();
+  const auto mesh = line_mesh();
   const auto sharded = read_state_dict(folder.path() / "c", {.mesh = mesh});
   testing::expect_same(sharded, saved);
   const DTensor embed(sharded.tensor("embed.weight"));
@@ -62,14 +62,14 @@ TEST(ReadStateDict, ReadsTheFormatsOfOthers) {
   const auto model = state_dict(training.model);
   save_hugging_face(model, folder.path() / "hf");
   for (const auto& path : {folder.path() / "hf", folder.path() / "hf" / "model.safetensors"}) {
-    for (const auto& mesh : {std::optional<DeviceMesh>(), std::optional(world_mesh())}) {
+    for (const auto& mesh : {std::optional<DeviceMesh>(), std::optional(line_mesh())}) {
       const auto read = read_state_dict(path, {.mesh = mesh});
       ASSERT_EQ(read.size(), model.size());
       for (const auto& entry : read.entries())
         EXPECT_TENSORS_EQUAL(whole_tensor(read.tensor(entry.name)), whole_tensor(model.tensor(entry.name)));
     }
   }
-  for (const auto& mesh : {std::optional<DeviceMesh>(), std::optional(world_mesh())}) {
+  for (const auto& mesh : {std::optional<DeviceMesh>(), std::optional(line_mesh())}) {
     const auto read = read_state_dict(kDistcp, {.mesh = mesh});
     EXPECT_TENSORS_EQUAL(whole_tensor(read.tensor("a")), torch::arange(15.).view({5, 3}));
     EXPECT_TENSORS_EQUAL(whole_tensor(read.tensor("b")), torch::arange(15).view({3, 5}).to(at::kBFloat16));
@@ -84,9 +84,9 @@ TEST(ReadStateDict, EachRankReadsItsPart) {
   const SharedFolder folder;
   const int64_t n = process_context().world_size(), rows = 64 * n;
   StateDict saved;
-  saved.add("w", distribute_tensor(torch::arange(rows * 4096.f).view({rows, 4096}), world_mesh(), {Shard{0}}));
+  saved.add("w", distribute_tensor(torch::arange(rows * 4096.f).view({rows, 4096}), line_mesh(), {Shard{0}}));
   save(saved, folder.path() / "c");
-  const auto read = read_state_dict(folder.path() / "c", {.mesh = world_mesh()});
+  const auto read = read_state_dict(folder.path() / "c", {.mesh = line_mesh()});
   EXPECT_EQ(DTensor(read.tensor("w")).local().numel(), 64 * 4096);
   EXPECT_TENSORS_EQUAL(DTensor(read.tensor("w")).local(), DTensor(saved.tensor("w")).local());
   // A damaged part is an error on every rank, also on those that do not read it.
@@ -99,7 +99,7 @@ TEST(ReadStateDict, EachRankReadsItsPart) {
   }
   SharedFolder::barrier();
   EXPECT_THAT(
-      error_of([&] { read_state_dict(folder.path() / "c", {.mesh = world_mesh()}); }),
+      error_of([&] { read_state_dict(folder.path() / "c", {.mesh = line_mesh()}); }),
       HasSubstr("rank 0: " + (folder.path() / "c" / "shard-00001-model-00001-of-00001.safetensors").string() + " is damaged"));
 }
 
@@ -112,14 +112,14 @@ TEST(ReadStateDict, TensorsSavedForEachRankAreThisRanks) {
   const auto read = read_state_dict(folder.path() / "c");
   EXPECT_EQ(read.size(), 1);
   EXPECT_EQ(read.tensor("rng")[0].item<int64_t>(), rank);
-  EXPECT_EQ(whole_tensor(read_state_dict(folder.path() / "c", {.mesh = world_mesh()}).tensor("rng"))[0].item<int64_t>(), 0);
+  EXPECT_EQ(whole_tensor(read_state_dict(folder.path() / "c", {.mesh = line_mesh()}).tensor("rng"))[0].item<int64_t>(), 0);
 }
 
 TEST(ReadStateDict, OptionsThatDifferBetweenRanksAreAnError) {
   const int last = process_context().world_size() - 1;
   if (last == 0) GTEST_SKIP() << "one rank cannot differ";
   const bool odd = process_context().rank() == last;
-  const auto mesh = world_mesh();
+  const auto mesh = line_mesh();
   const auto columns = odd ? Placements{Shard{1}} : Placements{Shard{0}};
   const std::vector<std::pair<std::string, ReadOptions>> cases{
       {", what begins with \"a\"", {.prefix = odd ? "a" : ""}},
@@ -135,7 +135,7 @@ TEST(ReadStateDict, OptionsThatDifferBetweenRanksAreAnError) {
 
 TEST(ReadStateDict, BadInputIsAnErrorOnEveryRank) {
   const SharedFolder folder;
-  const auto mesh = world_mesh();
+  const auto mesh = line_mesh();
   const auto error = [&](const std::filesystem::path& path, const ReadOptions& options) {
     return error_of([&] { read_state_dict(path, options); });
   };

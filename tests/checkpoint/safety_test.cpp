@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checkpointer.h>
+#include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/index.h>
 #include <torch/torch.h>
 
@@ -79,6 +80,31 @@ TEST(Safety, AFullDiskIsAnErrorOnAllAndTheOldCheckpointStays) {
   save(state_of(100'000, 3), small / "second"); // what the failed save wrote is gone
   expect_loads(small / "second", 100'000, 3);
   SharedFolder::barrier();
+}
+
+TEST(Safety, AMountPointIsRefusedBeforeAnythingIsWritten) {
+  const SharedFolder folder;
+  const auto small = folder.path() / "disk";
+  std::optional<SmallDisk> disk;
+  if (!make_disk(disk, small, "size=6m", 0)) GTEST_SKIP() << "may not mount a file system";
+  auto weights = state_of(10, 1);
+  weights.erase("value");
+  EXPECT_THAT(error_of([&] { save_hugging_face(weights, small); }),
+              ::testing::AllOf(HasSubstr("cannot start to save"), HasSubstr("disk is a mount point")));
+  save_hugging_face(weights, small / "model");
+  SharedFolder::barrier();
+  EXPECT_TRUE(std::filesystem::exists(small / "model" / "model.safetensors"));
+  SharedFolder::barrier();
+  const auto bound = folder.path() / "bound"; // of the same file system as the folder above it
+  if (world_rank() == 0) {
+    std::filesystem::create_directories(bound);
+    std::filesystem::create_directories(folder.path() / "there");
+    ASSERT_EQ(::mount((folder.path() / "there").c_str(), bound.c_str(), nullptr, MS_BIND, nullptr), 0);
+  }
+  SharedFolder::barrier();
+  EXPECT_THAT(error_of([&] { save_hugging_face(weights, bound); }), HasSubstr("bound is a mount point"));
+  SharedFolder::barrier();
+  if (world_rank() == 0) ::umount2(bound.c_str(), MNT_DETACH);
 }
 
 TEST(Safety, AReadOnlyFolderIsAnErrorOnAll) {

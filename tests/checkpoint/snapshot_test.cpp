@@ -9,6 +9,7 @@
 #include <tessera/fsdp/clip_grad.h>
 #include <torch/torch.h>
 
+#include "../support/line_mesh.h"
 #include "../support/matchers.h"
 #include "../support/world.h"
 #include "sharded_training.h"
@@ -21,12 +22,11 @@ using at::Tensor;
 using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
+using testing::line_mesh;
 using testing::SharedFolder;
 using testing::whole_tensor;
 using testing::world_rank;
 using testing::world_size;
-
-DeviceMesh line() { return init_device_mesh(testing::test_device_type(), {world_size()}); }
 
 StateDict state_of(const std::string& name, const Tensor& tensor) {
   StateDict state;
@@ -37,7 +37,7 @@ StateDict state_of(const std::string& name, const Tensor& tensor) {
 // A base and a view of its elements 4 … 8; the view is a copy where that moves data between ranks.
 struct ViewedBase {
   explicit ViewedBase(const Tensor& values)
-      : base(Tensor(distribute_tensor(values, line(), {StridedShard{0, 2}}))), view(base.slice(0, 4, 9)) {}
+      : base(Tensor(distribute_tensor(values, line_mesh(), {StridedShard{0, 2}}))), view(base.slice(0, 4, 9)) {}
   bool is_copy() const { return internal::dtensor_meta(view)->copied_at_version.has_value(); }
   Tensor base, view;
 };
@@ -183,7 +183,7 @@ TEST(Stages, WithPrefixesLoadWhereTheyWereSavedAndElsewhere) {
   StateDict all, own;
   for (int64_t s = 0; s < stages; ++s) {
     models.emplace_back(5, 3);
-    fully_shard(*models.back(), line(), {.initial_weights = InitialWeights::kUnchecked});
+    fully_shard(*models.back(), line_mesh(), {.initial_weights = InitialWeights::kUnchecked});
     optimizers.push_back(std::make_unique<torch::optim::Adam>(models.back()->parameters()));
     all.merge(state_dict(*models.back(), *optimizers.back(), options(s)));
   }
@@ -234,8 +234,8 @@ TEST(TrainableParameters, ThatNothingShardedAreNamed) {
   } model, other;
   EXPECT_EQ(state_dict(model).size(), 4); // nothing is sharded: a plain model
   const FullyShardOptions unchecked{.initial_weights = InitialWeights::kUnchecked};
-  fully_shard(*model.block, line(), unchecked);
-  fully_shard(*other.block, line(), unchecked);
+  fully_shard(*model.block, line_mesh(), unchecked);
+  fully_shard(*other.block, line_mesh(), unchecked);
   for (auto* each : {&model, &other}) each->head->to(testing::test_device());
   const std::string problem =
       "state dict: nothing sharded or replicated these parameters, beside others that are, so that each rank trains its own copy "
@@ -424,7 +424,7 @@ TEST(DifferingTensors, OfEachRankLoadWhereThereAreOtherRanksOrLayouts) {
   const SharedFolder folder;
   save(differing_state(0), folder.path() / "c", {.differing_tensors = DifferingTensors::kEachRank});
   // A sharded tensor is one: it takes the lowest rank's. No rank needs to ask for the others.
-  auto sharded = state_of("mean", distribute_tensor(torch::full({3}, 7.0, at::kFloat), line(), {Shard{0}}));
+  auto sharded = state_of("mean", distribute_tensor(torch::full({3}, 7.0, at::kFloat), line_mesh(), {Shard{0}}));
   load(sharded, folder.path() / "c", {.allow_unused = true});
   EXPECT_TENSORS_EQUAL(whole_tensor(sharded.tensor("mean")), torch::zeros({3}));
   SharedFolder::barrier();
@@ -445,8 +445,8 @@ TEST(AfterTheProcessGroup, ASaveOrLoadOfDTensorsSaysThatItIsGone) {
   const auto& path = folder.path();
   torch::nn::Linear sharded(8, 8), replicated(4, 4);
   const FullyShardOptions unchecked{.initial_weights = InitialWeights::kUnchecked};
-  fully_shard(*sharded, line(), unchecked);
-  replicate(*replicated, line(), unchecked);
+  fully_shard(*sharded, line_mesh(), unchecked);
+  replicate(*replicated, line_mesh(), unchecked);
   auto states = std::vector{state_dict(*sharded), state_dict(*replicated)};
   for (size_t i = 0; i < states.size(); ++i) save(states[i], path / std::to_string(i));
   const int number = world_rank();

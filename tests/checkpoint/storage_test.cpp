@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checkpointer.h>
+#include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/read_state_dict.h>
 #include <tessera/collectives/run_ranks.h>
 #include <torch/torch.h>
@@ -43,6 +44,25 @@ struct SharedStorage {
     return names;
   }
 };
+
+void put(Storage& storage, const std::string& object, const std::string& text) {
+  const auto writer = storage.create(object);
+  writer->append(text.data(), text.size());
+  writer->close();
+}
+
+std::string text_of(const Storage& storage, const std::string& object) {
+  std::string text(static_cast<size_t>(*storage.size(object)), '\0');
+  storage.read(object, 0, text.data(), text.size());
+  return text;
+}
+
+// On rank 0, before any goes on.
+void on_rank0(const std::function<void()>& change) {
+  SharedFolder::barrier();
+  if (rank() == 0) change();
+  SharedFolder::barrier();
+}
 
 StateDict numbers(double value) {
   StateDict state;
@@ -86,11 +106,7 @@ TEST(Storage, HoldsTheBytesOfAFolder) {
   save(numbers(3), folder.path() / "c");
   SharedFolder::barrier();
   std::vector<std::string> in_storage, in_folder;
-  for (const auto& name : shared.storage.list("c/data-")) {
-    std::string data(static_cast<size_t>(*shared.storage.size(name)), '\0');
-    shared.storage.read(name, 0, data.data(), data.size());
-    in_storage.push_back(data);
-  }
+  for (const auto& name : shared.storage.list("c/data-")) in_storage.push_back(text_of(shared.storage, name));
   for (const auto& entry : std::filesystem::directory_iterator(folder.path() / "c")) {
     if (entry.path().extension() == ".safetensors") in_folder.push_back(testing::read_text(entry.path()));
   }
@@ -179,6 +195,79 @@ TEST(Storage, KeepLastLeavesNamesThatDifferInMoreThanTheLastNumber) {
   for (int step = 1; step <= 2; ++step) save(numbers(2), shared.storage, c10::str("run/stage1-step-", step), {.keep_last = 1});
   EXPECT_THAT(shared.names("run/stage1-step-1"), IsEmpty());
   expect_holds(shared.storage, "run/stage0-step-1", 1);
+}
+
+TEST(Storage, IndexesOfOthersAndDamagedOnesArePassedOver) {
+  SharedStorage shared;
+  auto& storage = shared.storage;
+  const auto damage = [&](const std::string& name) {
+    on_rank0([&] { put(storage, name + "/index.json", text_of(storage, name + "/index.json") + " "); });
+  };
+  save(numbers(0), storage, "run/step-0");
+  damage("run/step-0");
+  const auto left = shared.names("run/step-0/");
+  const std::vector<std::string> others{"run/step-7/index.json", "run/notes/deep/index.json", "index.json"};
+  on_rank0([&] {
+    for (const auto& name : others) put(storage, name, "{}");
+  });
+  for (int step = 1; step <= 3; ++step) save(numbers(step), storage, c10::str("run/step-", step), {.keep_last = 1});
+  EXPECT_EQ(latest(storage, "run/"), "run/step-3");
+  EXPECT_EQ(latest(storage), "run/step-3");
+  EXPECT_EQ(shared.names("run/step-0/"), left);
+  EXPECT_THAT(shared.names("run/step-1/"), IsEmpty());
+  EXPECT_THAT(shared.names("run/step-2/"), IsEmpty());
+  for (const auto& name : others) EXPECT_EQ(text_of(storage, name), "{}");
+  // Not over the newest one.
+  damage("run/step-3");
+  EXPECT_THAT(error_of([&] { latest(storage, "run/"); }),
+              ::testing::AllOf(HasSubstr("run/step-3/index.json: damaged"), HasSubstr("No whole checkpoint beside it is newer")));
+  save(numbers(4), storage, "run/step-4");
+  EXPECT_EQ(latest(storage, "run/"), "run/step-4");
+}
+
+TEST(Storage, KeepLastAsksForItsSeriesAlone) {
+  SharedStorage shared;
+  save(numbers(1), shared.storage, "best");
+  shared.storage.fault = [](const std::string& operation, const std::string& object) {
+    if (operation == "list") EXPECT_THAT(object, ::testing::StartsWith("step-"));
+    EXPECT_THAT(object, ::testing::Not(::testing::StartsWith("best")));
+  };
+  for (int step = 1; step <= 3; ++step) save(numbers(step), shared.storage, c10::str("step-", step), {.keep_last = 2});
+  shared.storage.fault = nullptr;
+  EXPECT_THAT(shared.names("step-1"), IsEmpty());
+  expect_holds(shared.storage, "best", 1);
+}
+
+TEST(Storage, TheLastOfASeriesIsTheLatestAlsoWhenTheClockWasSetBack) {
+  for (const bool has_tensors : {true, false}) { // without any, the index is the only object
+    SharedStorage shared;
+    const auto state_of = [&](int step) {
+      auto state = numbers(step);
+      if (!has_tensors) state.erase_if([](const auto& entry) { return entry.is_tensor(); });
+      return state;
+    };
+    save(state_of(3), shared.storage, "step-3");
+    on_rank0([&] {
+      auto index = internal::parse_index(text_of(shared.storage, "step-3/index.json"), "step-3");
+      index.saved_at += int64_t{3600} * 1'000'000;
+      for (auto& file : index.files) {
+        const auto old = "step-3/" + file.name;
+        file.name = c10::str("data-", index.saved_at, file.name.substr(file.name.find('-', 5)));
+        put(shared.storage, "step-3/" + file.name, text_of(shared.storage, old));
+        shared.storage.remove(old);
+      }
+      put(shared.storage, "step-3/index.json", internal::encode_index(index));
+    });
+    for (const int step : {2, 1}) {
+      save(state_of(step), shared.storage, c10::str("step-", step), {.keep_last = 2});
+      EXPECT_EQ(latest(shared.storage), c10::str("step-", step));
+      SharedFolder::barrier();
+    }
+    EXPECT_THAT(shared.names("step-3"), IsEmpty());
+    auto loaded = state_of(0);
+    load(loaded, shared.storage, "step-2");
+    EXPECT_EQ(loaded.value<int64_t>("step"), 2);
+  }
 }
 
 TEST(Storage, ALoadOfDifferentCheckpointsChangesNothing) {
@@ -332,16 +421,12 @@ TEST(StorageFaults, TruncatedObjectsAreFoundAtTheSaveAndAtTheLoad) {
   }
   SharedStorage shared;
   save(numbers(1), shared.storage, "c");
-  SharedFolder::barrier();
-  if (rank() == 0) {
+  on_rank0([&] {
     const auto name = shared.storage.list("c/data-")[0];
-    std::string data(static_cast<size_t>(*shared.storage.size(name)), '\0');
-    shared.storage.read(name, 0, data.data(), data.size());
-    const auto writer = shared.storage.create(name);
-    writer->append(data.data(), data.size() - 1);
-    writer->close();
-  }
-  SharedFolder::barrier();
+    auto data = text_of(shared.storage, name);
+    data.pop_back();
+    put(shared.storage, name, data);
+  });
   EXPECT_THAT(error_of([&] { expect_holds(shared.storage, "c", 1); }), HasSubstr("where the checkpoint wrote"));
   EXPECT_THAT(verify(shared.storage, "c"), ElementsAre(HasSubstr("where the checkpoint wrote")));
 }
@@ -371,17 +456,35 @@ TEST(StorageFaults, AreFindingsOfVerify) {
   EXPECT_THAT(findings, ::testing::Each(::testing::MatchesRegex("cannot read the size of c/data-.*: timed out")));
 }
 
+TEST(StorageFaults, ARemovalGoesOnAfterAnError) {
+  for (const std::string stuck : {"step-1", "step-4"}) { // of the series, and what the save replaces
+    SharedStorage shared;
+    for (int step = 1; step <= 4; ++step) save(numbers(step), shared.storage, c10::str("step-", step));
+    std::string failing;
+    shared.storage.fault = [&](const std::string& operation, const std::string& object) {
+      if (operation != "remove" || !object.starts_with(stuck + "/data-")) return;
+      if (failing.empty()) failing = object;
+      if (object == failing) throw std::runtime_error("no rights");
+    };
+    const auto before = shared.names("step-4").size();
+    EXPECT_THAT(error_of([&] { save(numbers(5), shared.storage, "step-4", {.overwrite = true, .keep_last = 1}); }),
+                HasSubstr("cannot tidy up after the save of step-4: rank 0: no rights"));
+    shared.storage.fault = nullptr;
+    EXPECT_EQ(shared.names("step-1").size(), stuck == "step-1" ? 1 : 0);
+    EXPECT_THAT(shared.names("step-2"), IsEmpty());
+    EXPECT_THAT(shared.names("step-3"), IsEmpty());
+    EXPECT_EQ(shared.names("step-4").size(), before + (stuck == "step-4" ? 1 : 0));
+    expect_holds(shared.storage, "step-4", 5);
+  }
+}
+
 TEST(StorageFaults, WhatAKilledSaveLeftIsRemovedByTheNext) {
   SharedStorage shared;
-  if (rank() == 0) {
+  on_rank0([&] {
     for (const auto* name :
-         {"c/data-1-2-shard-00009-model-00001-of-00001.safetensors", "c/notes.txt", "c/sub/data-3-x.safetensors"}) {
-      const auto writer = shared.storage.create(name);
-      writer->append("x", 1);
-      writer->close();
-    }
-  }
-  SharedFolder::barrier();
+         {"c/data-1-2-shard-00009-model-00001-of-00001.safetensors", "c/notes.txt", "c/sub/data-3-x.safetensors"})
+      put(shared.storage, name, "x");
+  });
   EXPECT_EQ(latest(shared.storage), "");
   save(numbers(1), shared.storage, "c");
   expect_holds(shared.storage, "c", 1);

@@ -5,6 +5,7 @@
 #include <tessera/checkpoint/read_state_dict.h>
 #include <torch/torch.h>
 
+#include "../support/line_mesh.h"
 #include "../support/matchers.h"
 #include "../support/world.h"
 #include "sharded_training.h"
@@ -15,6 +16,7 @@ namespace {
 
 using testing::error_of;
 using ::testing::HasSubstr;
+using testing::line_mesh;
 using testing::SharedFolder;
 using testing::Training;
 using testing::world_rank;
@@ -24,8 +26,6 @@ DeviceMesh mesh_of(const std::vector<int64_t>& ranks) {
   const auto size = static_cast<int64_t>(ranks.size());
   return make_device_mesh(testing::test_device_type(), {size}, ranks);
 }
-
-DeviceMesh world_mesh() { return init_device_mesh(testing::test_device_type(), {world_size()}); }
 
 bool is_in(const DeviceMesh& mesh) { return mesh.coordinate().has_value(); }
 
@@ -63,13 +63,13 @@ TEST(SubsetOfRanks, DisjointOnesSaveAndLoadAtTheSameTime) {
     checkpointer.save(numbers(own, value + 2), root / "step-4");
     checkpointer.save(numbers(own, value + 4), root / "step-5", {.mesh = own});
     checkpointer.wait();
-    EXPECT_THAT(error_of([&] { checkpointer.save(numbers(own, 1), root / "step-6", {.mesh = world_mesh()}); }),
+    EXPECT_THAT(error_of([&] { checkpointer.save(numbers(own, 1), root / "step-6", {.mesh = line_mesh()}); }),
                 HasSubstr("SaveOptions::mesh is another than the Checkpointer's"));
   }
   // What some ranks saved, all load.
   SharedFolder::barrier();
   for (const auto* name : {"first", "second"}) {
-    auto all = numbers(world_mesh(), 0);
+    auto all = numbers(line_mesh(), 0);
     load(all, folder.path() / name / "step-5");
     expect_numbers(all, name == std::string("first") ? 5 : 6);
   }
@@ -122,7 +122,7 @@ TEST(SubsetOfRanks, ErrorsNameTheRank) {
     EXPECT_THAT(error_of([&] { const Checkpointer checkpointer(some); }), not_in);
   }
   EXPECT_THAT(error_of([&] { save(StateDict(), folder.path() / "c", {.mesh = DeviceMesh()}); }), HasSubstr("is undefined"));
-  const auto state = numbers(world_mesh(), 1); // on ranks that do not take part
+  const auto state = numbers(line_mesh(), 1); // on ranks that do not take part
   if (is_in(some)) {
     const auto held = 24 - 3 * ((8 + world_size() - 1) / world_size());
     EXPECT_THAT(error_of([&] { save(state, folder.path() / "c", {.mesh = some}); }),

@@ -92,7 +92,7 @@ TEST(TorchArchive, ParametersAreTensors) {
   }
 }
 
-// It may name one list again and again.
+// It may name one list again and again. Its tensors can be read all the same.
 TEST(TorchArchive, WhatItHoldsDoesNotOutgrowIt) {
   const TemporaryFolder folder;
   const auto file = folder.path() / "model.pt";
@@ -108,6 +108,40 @@ TEST(TorchArchive, WhatItHoldsDoesNotOutgrowIt) {
   write(10);
   EXPECT_EQ(internal::index_of_torch_file(file).values.size(), 10);
   write(1000);
+  const auto values = internal::index_of_torch_file(file).values;
+  EXPECT_GT(values.size(), 10);
+  EXPECT_LT(values.size() * 1000 * sizeof(int64_t), 64 * std::filesystem::file_size(file));
+}
+
+TEST(TorchArchive, ATextThatManyHoldDoesNotKeepItFromBeingRead) {
+  const TemporaryFolder folder;
+  const auto file = folder.path() / "model.pt";
+  const auto write = [](PickleWriter& out) {
+    write_pair(out);
+    for (int i = 0; i < 200; ++i) {
+      out.text(std::to_string(i));
+      out.text(std::string(10'000, 'x')); // stored once
+    }
+    out.text("w2");
+    write_pair(out);
+  };
+  write_archive(file, dict_with(write), std::string(8, '\0'));
+  const auto index = internal::index_of_torch_file(file);
+  EXPECT_EQ(index.tensors.size(), 2);
+  EXPECT_LT(index.values.size(), 200);
+}
+
+// A name takes its place for each value that it leads to.
+TEST(TorchArchive, NamesThatOutgrowItAreAnError) {
+  const TemporaryFolder folder;
+  const auto file = folder.path() / "model.pt";
+  std::string pickle = "\x80\x02}(X\x01" + std::string(3, '\0') + "a}(";
+  for (int i = 0; i < 200; ++i) pickle += "X\x03" + std::string(3, '\0') + std::to_string(100 + i) + "K\x01";
+  pickle += "uq\x01";
+  for (int i = 0; i < 200; ++i) {
+    pickle += "X\xc8" + std::string(3, '\0') + std::string(197, 'n') + std::to_string(100 + i) + "h\x01";
+  }
+  write_archive(file, pickle + "u.", "");
   EXPECT_THAT(error_in(file), HasSubstr("is among values that many others hold"));
 }
 

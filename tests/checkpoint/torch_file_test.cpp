@@ -7,6 +7,7 @@
 #include <tessera/fsdp/fully_shard.h>
 #include <torch/torch.h>
 
+#include "../support/line_mesh.h"
 #include "../support/matchers.h"
 #include "../support/subprocess.h"
 #include "../support/test_device.h"
@@ -20,11 +21,10 @@ namespace {
 using ::testing::ElementsAre, ::testing::HasSubstr;
 using testing::error_of;
 using testing::last_rank;
+using testing::line_mesh;
 using testing::SharedFolder;
 using testing::world_rank;
 using testing::world_size;
-
-DeviceMesh world_mesh() { return init_device_mesh(testing::test_device_type(), {world_size()}); }
 
 struct Described {
   std::string name;
@@ -64,7 +64,7 @@ at::Tensor expected(const Described& tensor) {
 }
 
 StateDict filled() {
-  const auto mesh = world_mesh();
+  const auto mesh = line_mesh();
   StateDict state;
   for (const auto& tensor : described()) {
     const auto full = expected(tensor);
@@ -155,7 +155,7 @@ void expect_in_ours(const StateDict& state, const std::filesystem::path& file) {
   StateDict read;
   for (const auto& tensor : described()) read.add(tensor.name, torch::zeros(tensor.sizes, tensor.dtype));
   for (const auto* name : {"tied", "also.tied"}) read.add(name, torch::zeros({15}));
-  read.add("columns", distribute_tensor(torch::zeros({3, 5}), world_mesh(), {Shard{1}}));
+  read.add("columns", distribute_tensor(torch::zeros({3, 5}), line_mesh(), {Shard{1}}));
   read.add("conjugate", torch::zeros({15}, at::kComplexFloat));
   for (const auto& entry : state.entries()) {
     if (!entry.is_tensor()) read.set(entry.name, std::get<StateValue>(entry.content));
@@ -225,7 +225,7 @@ void expect_loaded(Holder model, Holder loaded, const std::filesystem::path& fil
   std::vector<at::Tensor> values;
   for (const auto& tensor : model->parameters()) values.push_back(tensor.detach().clone());
   for (const auto& tensor : model->buffers()) values.push_back(tensor.detach().clone());
-  fully_shard(*model, world_mesh());
+  fully_shard(*model, line_mesh());
   save_torch(state_dict(*model), file);
   torch::load(loaded, file.string());
   size_t i = 0;
@@ -258,7 +258,7 @@ TEST(TorchFile, SubmodulesWithoutTensorsAreRenamedWithTheOthers) {
   torch::manual_seed(3);
   Outer outer;
   Net net;
-  fully_shard(*outer, world_mesh());
+  fully_shard(*outer, line_mesh());
   const auto state = state_dict(*outer, {.full_state_dict = true});
   const auto file = (folder.path() / "net.pt").string();
   save_torch(state_dict(*outer), file, {.rename = [](const std::string& name) { return name.substr(4); }}); // without "net."
@@ -280,7 +280,7 @@ TEST(TorchFile, LibTorchsOwnFilesAreReadToo) {
   const auto file = folder.path() / "net.pt";
   if (world_rank() == 0) torch::save(whole, file.string());
   SharedFolder::barrier();
-  fully_shard(*sharded, world_mesh());
+  fully_shard(*sharded, line_mesh());
   load(state_dict(*sharded), file);
   const auto state = state_dict(*sharded, {.full_state_dict = true});
   for (const auto& tensor : whole->named_parameters()) EXPECT_TENSORS_EQUAL(state.tensor(tensor.key()), tensor.value().detach());
@@ -310,7 +310,7 @@ int entries_of(const std::filesystem::path& folder) {
 TEST(TorchFile, AWriteErrorOfOneRankIsAnErrorOnAllAndLeavesNothing) {
   const SharedFolder folder;
   StateDict state;
-  state.add("large", distribute_tensor(torch::ones({world_size(), 500'000}), world_mesh(), {Shard{0}}));
+  state.add("large", distribute_tensor(torch::ones({world_size(), 500'000}), line_mesh(), {Shard{0}}));
   std::optional<testing::FileSizeLimit> limit;
   if (world_rank() == last_rank()) limit.emplace(1 << 20);
   const auto error = error_of([&] { save_torch(state, folder.path() / "model.pt"); });
@@ -329,7 +329,7 @@ TEST(TorchFile, AFullDiskIsAnErrorOnAllAndLeavesNothing) {
   std::optional<testing::SmallDisk> disk;
   if (!testing::make_disk(disk, small, "size=6m", 0)) GTEST_SKIP() << "may not mount a file system";
   StateDict state;
-  state.add("large", distribute_tensor(torch::ones({world_size(), 4'000'000}), world_mesh(), {Shard{0}}));
+  state.add("large", distribute_tensor(torch::ones({world_size(), 4'000'000}), line_mesh(), {Shard{0}}));
   EXPECT_THAT(error_of([&] { save_torch(state, small / "model.pt"); }), HasSubstr("No space left on device"));
   SharedFolder::barrier();
   if (world_rank() == 0) {

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/library.h>
 #include <torch/torch.h>
 
 #include <nlohmann/json.hpp>
@@ -76,7 +77,7 @@ TEST(GradScaler, StopsGrowingAtTheLargestFloat) {
 
 TEST(GradScaler, UnscalesGradientsAndKeepsTheDtypeOfLosses) {
   GradScaler scaler({.init_scale = 1024});
-  EXPECT_EQ(scaler.scale(torch::ones({}, torch::kHalf)).scalar_type(), torch::kHalf);
+  EXPECT_EQ(scaler.scale(torch::ones({1}, torch::kHalf)).scalar_type(), torch::kHalf);
   EXPECT_EQ(scaler.scale(std::vector<Tensor>{torch::ones({2}), torch::ones({})})[1].item<double>(), 1024);
   auto half = torch::ones({2}, torch::kHalf).requires_grad_(), both = torch::ones({2}, torch::kDouble).requires_grad_(),
        other = torch::ones({2}, torch::kBFloat16).requires_grad_();
@@ -86,6 +87,40 @@ TEST(GradScaler, UnscalesGradientsAndKeepsTheDtypeOfLosses) {
   for (const auto& each : {half, both, other}) EXPECT_EQ(each.grad()[0].item<double>(), 1) << each.dtype();
   EXPECT_TRUE(scaler.step(optimizer));
   EXPECT_EQ(both[0].item<double>(), 0.5); // not divided twice
+}
+
+// torch.amp.GradScaler: the product of two tensors without dims is a Float
+TEST(GradScaler, ALossInHalfPrecisionMayBeLargeWhenScaled) {
+  GradScaler scaler({.init_scale = 65536});
+  const auto weight = torch::full({}, 3, torch::kHalf).requires_grad_();
+  const auto scaled = scaler.scale(weight * 1);
+  EXPECT_EQ(scaled.scalar_type(), torch::kFloat);
+  EXPECT_EQ(scaled.item<double>(), 3.0 * 65536);
+  EXPECT_EQ(scaler.scale(torch::ones({}, torch::kDouble)).scalar_type(), torch::kDouble);
+  (scaled / 1024).backward();
+  EXPECT_EQ(weight.grad().item<double>(), 64);
+}
+
+/// CUDA's kernel is one that refuses them.
+TEST(GradScaler, UnscalesGradientsInBfloat16ByAKernelWithoutIt) {
+  torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  library.impl("_amp_foreach_non_finite_check_and_unscale_", [](at::TensorList parts, Tensor& found, const Tensor& inverse) {
+    for (const auto& part : parts) {
+      TORCH_CHECK(part.scalar_type() != torch::kBFloat16, "not implemented for 'BFloat16'");
+      found.masked_fill_(part.isfinite().all().logical_not(), 1);
+      part.mul_(inverse);
+    }
+  });
+  for (const bool overflows : {false, true}) {
+    GradScaler scaler({.init_scale = 1024});
+    auto first = torch::ones({2}, torch::kBFloat16).requires_grad_(),
+         second = torch::ones({3}, torch::kBFloat16).requires_grad_();
+    torch::optim::SGD optimizer({first, second}, 0.5);
+    scaler.scale((first.sum() + second.sum() * (overflows ? kInfinity : 3)).to(torch::kFloat)).backward();
+    EXPECT_EQ(scaler.step(optimizer), !overflows);
+    EXPECT_EQ(first.grad()[0].item<double>(), 1);
+    EXPECT_EQ(second.grad()[0].item<double>(), overflows ? kInfinity : 3);
+  }
 }
 
 TEST(GradScaler, UnscalesATiedParameterOnce) {

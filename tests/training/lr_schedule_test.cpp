@@ -102,6 +102,8 @@ TEST(LRSchedule, NamesWhatIsWrong) {
                      "warmup_num_steps is 1000, more than total_num_steps, 10");
   WarmupCosineLR schedule(optimizer, {.warmup_steps = 2, .total_steps = 8});
   EXPECT_THROWS_WITH(WarmupCosineLR(optimizer, {.total_steps = 8}), "the optimizer's lr is 0 in every parameter group");
+  WarmupDecayLR absolute(optimizer, {.total_num_steps = 8, .warmup_min_lr = 0.25, .warmup_num_steps = 4});
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.25) << "the base does not count";
   EXPECT_THROWS_WITH(schedule.set_steps_taken(-1), "no schedule has taken -1 steps");
 }
 
@@ -206,6 +208,19 @@ TEST(ScheduleState, WithOtherSettingsLoadsAgain) {
     checkpoint::load(state, folder.path() / name);
     EXPECT_EQ(schedule.steps_taken(), steps) << name;
   }
+}
+
+TEST(ScheduleState, OfAbsoluteRatesGoesOnFromAnotherBase) {
+  const SharedFolder folder;
+  const WarmupDecayOptions options{.total_num_steps = 8, .warmup_max_lr = 0.5, .warmup_num_steps = 4};
+  auto a = sgd(0.1), b = sgd(0.2);
+  WarmupDecayLR first(a, options), second(b, options);
+  first.set_steps_taken(5);
+  checkpoint::save(state_dict(first), folder.path() / "a");
+  auto state = state_dict(second);
+  checkpoint::load(state, folder.path() / "a");
+  EXPECT_EQ(second.steps_taken(), 5);
+  EXPECT_EQ(b.param_groups()[0].options().get_lr(), a.param_groups()[0].options().get_lr());
 }
 
 TEST(ScheduleState, StaysWhereACheckpointIsWithoutIt) {

@@ -9,6 +9,7 @@
 
 #include <tessera/collectives/counters.h>
 #include <tessera/fsdp/no_sync.h>
+#include <tessera/fsdp/sharded_module.h>
 #include <tessera/nn/sync_batch_norm.h>
 #include <tessera/training/uneven_batches.h>
 
@@ -287,6 +288,29 @@ TEST(UnevenBatches, LoopsThatOverlapLeaveNoWeight) {
   }
   linear(torch::ones({1, 3}, test_device())).sum().backward();
   EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::ones({2, 3}));
+}
+
+TEST(UnevenBatches, HoldForAModelThatTakesTheirsUp) {
+  const auto make = [] {
+    torch::manual_seed(0);
+    return torch::nn::Sequential(torch::nn::Linear(3, 4), torch::nn::Linear(4, 2));
+  };
+  auto net = make(), plain = make();
+  auto block = fully_shard(*net->ptr(0), world_mesh());
+  Batches mine(world_rank() == last_rank() ? 1 : 0, torch::ones({2, 3}, test_device()));
+  const auto stand_in = torch::full({2, 3}, 7, test_device()).to(torch::kFloat);
+  UnevenBatches batches(*net->ptr(0), mine, {.divisor = UnevenDivisor::kRanksWithInput, .stand_in = stand_in});
+  for (auto& batch : batches) {
+    block.set_is_last_backward(false);
+    fully_shard(net, world_mesh());
+    EXPECT_FALSE(block.state()->schedule()->is_last_backward());
+    block.set_is_last_backward(true);
+    net->forward(batch).square().sum().backward();
+  }
+  plain->forward(torch::ones({2, 3})).square().sum().backward();
+  const auto expected = plain->named_parameters();
+  for (const auto& item : net->named_parameters())
+    EXPECT_TENSORS_CLOSE(full(item.value().grad()), expected[item.key()].grad(), 1e-4, 1e-5) << item.key();
 }
 
 TEST(UnevenBatches, TakeTheModuleThatWasSharded) {
