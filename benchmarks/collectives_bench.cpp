@@ -1,8 +1,9 @@
 // The collectives on n local ranks, or on those of the job that the environment describes, beside c10d's gloo process group: a
-// line of JSON a case and size, or those of one size, with the median seconds of the slowest rank. The cases of a line take
-// turns, after a warm-up: of one call, or of 20 in a row where a call has at most 64 KiB. "shared" has its tensors in the memory
-// that the communicator allocates, as `fully_shard` does; "copy" is what each rank takes to copy as many bytes of its own at the
-// same time.
+// line of JSON for each collective and size, with the median seconds of the slowest rank. A size is a multiple of 4 × ranks
+// bytes; the six default sizes are rounded up to one. The cases of a line take turns, after a warm-up: of one call, or of 20 in a
+// row where a call has at most 64 KiB. "shared" has its tensors in the memory that the communicator allocates, as `fully_shard`
+// does; "copy" is what each rank takes to copy as many bytes of its own at the same time.
+#include <ATen/ceil_div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
@@ -23,9 +24,11 @@
 #include <numeric>
 #include <vector>
 
+#include "median.h"
+
 ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
 ABSL_FLAG(int32_t, iterations, 50, "turns of each case; a fifth for more than 8 MiB");
-ABSL_FLAG(int64_t, bytes, 0, "size of the only collectives to measure; 0: six sizes, and barriers");
+ABSL_FLAG(int64_t, bytes, 0, "size of the only collectives to measure, a multiple of 4 × ranks; 0: six sizes, and barriers");
 
 namespace {
 
@@ -58,7 +61,7 @@ class Bench {
 
   void run(int64_t bytes) {
     const int n = group_->size();
-    const int64_t numel = bytes / 4 / n * n;
+    const int64_t numel = bytes / kItemBytes;
     auto full = zeros(numel), part = zeros(numel / n), other = zeros(numel);
     auto shared_full = allocated(numel), shared_part = allocated(numel / n);
     std::vector<at::Tensor> list{full};
@@ -80,6 +83,9 @@ class Bench {
              copy});
   }
 
+  /// A float for each rank: sizes are multiples of it.
+  int64_t smallest() const { return kItemBytes * group_->size(); }
+
   void run_barriers() {
     measure("barrier", 0, {{"ours", [&] { group_->barrier("bench"); }}, {"c10d", [&] { peer_->barrier()->wait(); }}});
   }
@@ -89,7 +95,7 @@ class Bench {
   static at::Tensor zeros(int64_t numel) { return at::empty({numel}).zero_(); }
 
   at::Tensor allocated(int64_t numel) {
-    auto memory = std::make_shared<c10::DataPtr>(group_->allocate(4 * numel));
+    auto memory = std::make_shared<c10::DataPtr>(group_->allocate(kItemBytes * numel));
     return at::from_blob(
                memory->get(), {numel}, [memory](void*) {}, at::kFloat)
         .zero_();
@@ -122,12 +128,12 @@ class Bench {
     auto times = at::zeros({static_cast<int64_t>(seconds.size())}, at::kDouble);
     std::copy(seconds.begin(), seconds.end(), times.mutable_data_ptr<double>());
     group_->all_reduce(times, ReduceOp::kMax, "times").wait();
-    auto* begin = times.mutable_data_ptr<double>();
-    std::nth_element(begin, begin + times.numel() / 2, begin + times.numel());
-    return begin[times.numel() / 2];
+    const auto* begin = times.const_data_ptr<double>();
+    return tessera::benchmarks::median({begin, begin + times.numel()});
   }
 
   static constexpr int kShortCallsOfATurn = 20;
+  static constexpr int64_t kItemBytes = 4;
 
   int iterations_;
   tessera::CommunicatorPtr group_;
@@ -137,8 +143,12 @@ class Bench {
 void run_rank() {
   tessera::init_process_group();
   Bench bench(absl::GetFlag(FLAGS_iterations));
-  if (const int64_t bytes = absl::GetFlag(FLAGS_bytes)) return bench.run(bytes);
-  for (const int64_t bytes : {64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20}) bench.run(bytes);
+  const auto smallest = bench.smallest();
+  if (const int64_t bytes = absl::GetFlag(FLAGS_bytes)) {
+    TORCH_CHECK(bytes % smallest == 0, "--bytes is ", bytes, ", but must be a multiple of ", smallest, ": a float for each rank");
+    return bench.run(bytes);
+  }
+  for (const int64_t bytes : {64, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20}) bench.run(at::round_up(bytes, smallest));
   bench.run_barriers();
 }
 

@@ -6,10 +6,10 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cmath>
 
+#include "median.h"
 #include "serve.h"
 
 namespace tessera::benchmarks {
@@ -23,11 +23,6 @@ double microseconds(const std::function<void()>& call, int count) {
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < count; ++i) call();
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count() / count;
-}
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(values.size() / 2), values.end());
-  return values[values.size() / 2];
 }
 
 /// The median of a few, after one that warms the caches.

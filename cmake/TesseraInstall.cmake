@@ -21,7 +21,8 @@ foreach(header IN LISTS public_headers)
 endforeach()
 
 set(libraries_path "$ORIGIN;${TESSERA_LIBTORCH}/lib")
-install(TARGETS tessera EXPORT tesseraTargets DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+install(TARGETS tessera EXPORT tesseraTargets DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+  INCLUDES DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 set_target_properties(tessera PROPERTIES INSTALL_RPATH "${libraries_path}")
 if(TARGET tessera_nccl)
   get_filename_component(nccl "${NCCL_LIBRARY}" DIRECTORY)

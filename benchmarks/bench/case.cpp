@@ -18,6 +18,7 @@
 #include <string_view>
 #include <utility>
 
+#include "../median.h"
 #include "memory_meter.h"
 #include "trial.h"
 
@@ -140,7 +141,7 @@ ordered_json summary_of(std::vector<double> values) {
   for (const double value : values) sum += value;
   return {{"mean", sum / static_cast<double>(values.size())},
           {"min", values.front()},
-          {"p50", at(0.5)},
+          {"p50", median(values)},
           {"p90", at(0.9)},
           {"p99", at(0.99)},
           {"max", values.back()}};
@@ -201,7 +202,7 @@ ordered_json describe(const Settings& settings, Trial& trial, const Figures& fig
   measured["parameters"] = trial.parameter_count();
   measured["state_bytes"] = static_cast<int64_t>(state[0]);
   measured["peak_bytes"] = peak;
-  if (settings.measure == "step") {
+  if (settings.measure == "step" && settings.precision == "fp32" && !settings.recompute) { // as the activations were measured
     const auto predicted = explain(trial.module(), {.activation_bytes = trial.activation_bytes()}).memory.peak;
     measured["explained_peak_bytes"] = static_cast<int64_t>(examples::max_over_ranks({static_cast<double>(predicted)})[0]);
   }

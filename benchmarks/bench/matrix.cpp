@@ -66,6 +66,7 @@ Settings canonical(Settings settings) {
   plain.transport = settings.transport;
   plain.transition = settings.transition;
   plain.steps = settings.steps;
+  plain.memory_limit_mb = settings.memory_limit_mb;
   return plain;
 }
 

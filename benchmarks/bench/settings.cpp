@@ -13,6 +13,7 @@ namespace {
 using examples::check_at_least;
 
 constexpr int64_t kLargestNumber = 1'000'000'000;
+constexpr int kMostRanks = 64;
 
 template <typename Anything, typename Visit> // void(const char* name, auto& value)
 void for_each(Anything& settings, const Visit& visit) {
@@ -53,11 +54,12 @@ Strategy strategy_of(const std::string& name) {
   return std::find_if(kStrategies.begin(), kStrategies.end(), [&](const auto& row) { return row.name == name; })->strategy;
 }
 
-int64_t number_of(const std::string& text) {
-  int64_t number = 0;
+int ranks_of_reshard(const std::string& text) {
+  int number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  TORCH_CHECK(error == std::errc() && end == text.data() + text.size() && number > 0, "reshard is '", text,
-              "', but must be auto, true, false or a number of ranks");
+  const bool is_number = error == std::errc() && end == text.data() + text.size();
+  TORCH_CHECK(is_number && number >= 1 && number <= kMostRanks, "reshard is '", text,
+              "', but must be auto, true, false or a number of ranks from 1 to ", kMostRanks);
   return number;
 }
 
@@ -69,7 +71,8 @@ void check_numbers(const Settings& settings) {
   check_at_least<int64_t>("steps", settings.steps, 1);
   check_at_least<int64_t>("memory_limit_mb", settings.memory_limit_mb, 0);
   TORCH_CHECK(settings.width % 8 == 0, "width is ", settings.width, ", but must be a multiple of 8");
-  TORCH_CHECK(settings.ranks >= 1 && settings.ranks <= 64, "ranks is ", settings.ranks, ", but must be from 1 to 64");
+  TORCH_CHECK(settings.ranks >= 1 && settings.ranks <= kMostRanks, "ranks is ", settings.ranks, ", but must be from 1 to ",
+              kMostRanks);
 }
 
 } // namespace
@@ -122,6 +125,7 @@ void check(const Settings& settings) {
   check_one_of("offload", settings.offload, {"none", "host", "files"});
   check_one_of("transition", settings.transition, transitions());
   job_options(settings);
+  reshard_of(settings);
 }
 
 std::string why_impossible(const Settings& settings) try {
@@ -139,12 +143,13 @@ examples::JobOptions job_options(const Settings& settings) {
   options.layout = settings.layout == "ragged" ? BufferLayout::kRagged : BufferLayout::kPerParameter;
   options.precision = settings.precision == "bf16" ? examples::Precision::kBf16 : examples::Precision::kFp32;
   options.reduce_precision = options.precision;
-  if (settings.reshard == "true" || settings.reshard == "false") {
-    options.reshard_after_forward = settings.reshard == "true";
-  } else if (settings.reshard != "auto") {
-    number_of(settings.reshard);
-  }
   return options;
+}
+
+std::optional<ReshardAfterForward> reshard_of(const Settings& settings) {
+  if (settings.reshard == "auto") return std::nullopt;
+  if (settings.reshard == "true" || settings.reshard == "false") return settings.reshard == "true";
+  return ranks_of_reshard(settings.reshard);
 }
 
 } // namespace tessera::benchmarks

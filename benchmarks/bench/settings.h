@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -50,5 +51,7 @@ std::string why_impossible(const Settings& settings);
 
 /// What the examples' way of sharding takes.
 examples::JobOptions job_options(const Settings& settings);
+/// Unset for "auto". Throws c10::Error for what `Settings::reshard` may not be.
+std::optional<ReshardAfterForward> reshard_of(const Settings& settings);
 
 } // namespace tessera::benchmarks

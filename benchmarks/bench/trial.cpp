@@ -50,8 +50,7 @@ FullyShardOptions shard_options(const Settings& settings, const std::filesystem:
   FullyShardOptions options;
   options.strategy = job.strategy;
   options.layout = job.layout;
-  if (job.reshard_after_forward) options.reshard_after_forward = *job.reshard_after_forward;
-  if (settings.reshard != "auto" && !job.reshard_after_forward) options.reshard_after_forward = std::stoi(settings.reshard);
+  options.reshard_after_forward = reshard_of(settings);
   if (settings.precision == "bf16") options.mixed_precision = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kBFloat16};
   if (settings.offload == "host") options.offload = offload_to_host();
   if (settings.offload == "files") options.offload = offload_to_files(folder);

@@ -23,6 +23,8 @@ class Arguments(unittest.TestCase):
         self.assert_errors("collectives_bench", ((["--iterations", "0"], "--iterations is 0, but must be at least 1"),
                                                  (["--iterations", "abc"], "Illegal value 'abc' specified for flag 'iterations'"),
                                                  (["--bytes=-4"], "--bytes is -4, but must be at least 0"),
+                                                 (["--ranks", "2", "--bytes", "4"], "--bytes is 4, but must be a multiple of 8: a float for each rank"),
+                                                 (["--ranks", "2", "--bytes", "68"], "--bytes is 68, but must be a multiple of 8"),
                                                  (["--byte", "64"], "Unknown command line flag 'byte'"),
                                                  (["64"], "the argument '64' belongs to no flag")))
         done = run("collectives_bench", "--ranks", "2", "--iterations", "1", "--bytes", "64")

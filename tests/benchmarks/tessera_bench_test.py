@@ -113,6 +113,20 @@ class TesseraBenchTest(unittest.TestCase):
         result = self.only_result(width=512, memory_limit_mb=1)
         self.assertEqual(result["status"], "does not fit", result)
 
+    def test_a_redistribution_has_a_memory_limit(self):
+        result = self.only_result(measure="redistribution", width=1024, memory_limit_mb=1)
+        self.assertEqual((result["status"], result["settings"]["memory_limit_mb"]), ("does not fit", 1), result)
+
+    def test_a_prediction_is_of_what_was_measured_alone(self):
+        """The activations are those of a forward in fp32 that keeps them all."""
+        cases = [{**TINY, "model": "gpt", "width": 32, **own} for own in ({}, {"precision": "bf16"}, {"recompute": True})]
+        self.assertEqual(self.run_matrix({"cases": cases}).returncode, 0)
+        self.assertEqual(["explained_peak_bytes" in result["measured"] for result in self.results()], [True, False, False])
+
+    def test_the_median_of_two_runs_lies_between_them(self):
+        times = self.only_result(steps=2)["measured"]["milliseconds"]
+        self.assertAlmostEqual(times["p50"], (times["min"] + times["max"]) / 2)
+
     def test_a_case_ends_at_its_time_limit(self):
         result = self.only_result(ranks=2, steps=1000000, time_limit_seconds=5)
         self.assertEqual((result["status"], result["message"]), ("time limit", "killed after 5 seconds"))
@@ -140,6 +154,7 @@ class TesseraBenchTest(unittest.TestCase):
         self.assert_error({"cases": [{}], "time_limit_seconds": 1e300}, "time_limit_seconds is 1e+300, but must be positive, and at most 1000000")
         self.assert_error({"cases": [{"ranks": 0}]}, "ranks is 0, but must be from 1 to 64")
         self.assert_error({"cases": [{"reshard": "no"}]}, "reshard is 'no', but must be auto, ")
+        self.assert_error({"cases": [{"reshard": "99999999999"}]}, "reshard is '99999999999', but must be auto, true, false or a number of ranks from 1 to 64")
         self.assert_error([], "a matrix must be an object")
         self.assert_error({"case": []}, "unknown key 'case'")
         self.assert_error({"cases": []}, "no cases")

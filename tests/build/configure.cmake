@@ -55,6 +55,14 @@ foreach(output_of bin/getting_started tests/libtessera_test_base.a) # which ever
   expect(" lib/libtessera_nccl.so")
 endforeach()
 
+# The exported target looks for the headers where they are installed.
+configure("${TESSERA}" whole -D CMAKE_INSTALL_INCLUDEDIR=include/elsewhere)
+file(STRINGS "${WORK}/whole/cmake_install.cmake" output REGEX "/tessera\\.h\"")
+expect("/include/elsewhere/tessera\" ")
+file(GLOB_RECURSE exported "${WORK}/whole/CMakeFiles/Export/*/tesseraTargets.cmake")
+file(STRINGS "${exported}" output REGEX "INTERFACE_INCLUDE_DIRECTORIES")
+expect("\"\${_IMPORT_PREFIX}/include/elsewhere\"")
+
 # Without CUDA its side of an earlier build is not left where it would be loaded, and every test is registered.
 file(WRITE "${libraries}/libtessera_nccl.so" "")
 configure("${EMBEDDING}" embedding -D TESSERA_CUDA=OFF)

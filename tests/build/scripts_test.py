@@ -6,8 +6,10 @@ import io
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -58,6 +60,27 @@ class TestGpu(unittest.TestCase):
         with contextlib.redirect_stdout(io.StringIO()):
             rows, _ = test_gpu.run_stage(ROOT / "docs", "load", stage, {})
         self.assertEqual(rows, ["| load | `train_gpt` | FAILED: not built | 0 |  |"])
+
+    def test_a_command_is_shown_with_its_timeout(self):
+        command = script("test-gpu").Command("program", environment={"TESSERA_TIMEOUT_SECONDS": "30"}, ranks=2)
+        self.assertEqual(str(command), "TESSERA_TIMEOUT_SECONDS=30 program --ranks 2")
+
+    def test_a_program_that_runs_out_of_time_is_ended(self):
+        process = subprocess.Popen(["sh", "-c", "echo begun; exec sleep 100"], stdout=subprocess.PIPE, text=True)
+        self.addCleanup(process.stdout.close)
+        self.assertEqual(script("test-gpu").end_of(process, 1), (None, "begun\n"))
+        self.assertEqual(process.returncode, -signal.SIGKILL)
+
+    def test_what_any_rank_prints_is_what_a_command_expects(self):
+        test_gpu = script("test-gpu")
+        with tempfile.TemporaryDirectory() as temporary:
+            program = pathlib.Path(temporary) / "bin/program"
+            program.parent.mkdir()
+            program.write_text("#!/bin/sh\necho rank $RANK\nexit $RANK\n")
+            program.chmod(0o755)
+            for expects, end in (("rank 0", "passed"), ("rank 1", "passed"), ("rank 2", "FAILED with status 1")):
+                command = test_gpu.Command("program", environment={"HOST": "host{rank}"}, ranks=2, expects=expects)
+                self.assertEqual(test_gpu.run_command(pathlib.Path(temporary), command, {})[::2], (end, "rank 0\nrank 1\n"))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 #include <tessera/checkpoint/index.h>
 #include <torch/torch.h>
 
+#include "../checkpoint/torch_archives.h"
 #include "../support/subprocess.h"
 #include "../support/temporary_folder.h"
 
@@ -47,6 +48,55 @@ TEST(CheckpointTool, InspectShowsControlCharactersAsText) {
   state.add("a\nb\x1b[2J", torch::zeros({1}));
   checkpoint::save(state, folder.path() / "c");
   EXPECT_THAT(run({"inspect", folder.path() / "c"}).output, HasSubstr("a\\nb\\x1b[2J "));
+}
+
+TEST(CheckpointTool, NoOutputHoldsControlCharacters) {
+  const TemporaryFolder folder;
+  StateDict state, other;
+  state.add("a\n\x1b[2J", torch::zeros({1}));
+  other.add("b\x7f", torch::zeros({1}));
+  checkpoint::save(state, folder.path() / "c");
+  checkpoint::save(other, folder.path() / "d");
+  EXPECT_EQ(run({"diff", folder.path() / "c", folder.path() / "d"}).output,
+            "a\\n\\x1b[2J: only in the first\nb\\x7f: only in the second\n");
+  auto index = internal::read_index(folder.path() / "c");
+  index.tensors[0].layout = "l\x1b[2J";
+  testing::write_text(folder.path() / "c" / internal::kIndexName, internal::encode_index(index));
+  EXPECT_THAT(run({"inspect", folder.path() / "c"}).output, HasSubstr(" l\\x1b[2J "));
+  testing::write_text(folder.path() / "c" / index.files[0].name, "");
+  for (const auto& arguments : std::vector<std::vector<std::string>>{{"verify", folder.path() / "c"},
+                                                                     {"convert", folder.path() / "c", folder.path() / "e"}}) {
+    const auto result = run(arguments);
+    EXPECT_NE(result.status, 0);
+    EXPECT_THAT(result.output, ::testing::Not(HasSubstr("\x1b")));
+  }
+  checkpoint::save(other, folder.path() / "f\x1b");
+  EXPECT_THAT(run({"convert", folder.path() / "f\x1b", folder.path() / "g\x1b"}).output, ::testing::EndsWith("g\\x1b\n"));
+  EXPECT_THAT(run({"inspect", folder.path() / "f\x1b"}).output, HasSubstr("f\\x1b\n"));
+}
+
+// As Python writes a lone surrogate.
+TEST(CheckpointTool, TextThatIsNotUtf8IsShownAndCompared) {
+  const TemporaryFolder folder;
+  const auto write = [&](const char* name, const std::string& text) {
+    const auto pickle = testing::pickle_of([&](internal::PickleWriter& out) {
+      out.empty_dict();
+      out.open();
+      out.text("text");
+      out.text(text);
+      out.close_dict();
+    });
+    testing::write_archive(folder.path() / name, pickle, "");
+    return (folder.path() / name).string();
+  };
+  const auto a = write("a.pt", "\xed\xa0\x80"), b = write("b.pt", "\xed\xa0\x81");
+  const auto inspected = run({"inspect", a});
+  EXPECT_EQ(inspected.status, 0) << inspected.output;
+  EXPECT_THAT(inspected.output, ::testing::ContainsRegex("text +string +\"\xef\xbf\xbd"));
+  EXPECT_EQ(run({"diff", a, a}).output, "the same\n");
+  const auto differing = run({"diff", a, b});
+  EXPECT_EQ(differing.status, 1);
+  EXPECT_THAT(differing.output, ::testing::StartsWith("text: {\"string\":\""));
 }
 
 TEST(CheckpointTool, VerifyFindsDamage) {

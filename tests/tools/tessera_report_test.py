@@ -98,6 +98,24 @@ class TesseraReportTest(unittest.TestCase):
         self.assertIn('data-value="old"', text)
         self.assertIn('data-value="new"', text)
 
+    def test_files_of_one_name_are_told_apart_by_their_folders(self):
+        files = []
+        for name in ("before/bench.json", "after/bench.json", "other.json"):
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            files.append(self.write(content_of([case()]), name))
+        cases = [each for file in results.read_all(files) for each in file.cases]
+        self.assertEqual([each.file for each in cases], ["before/bench.json", "after/bench.json", "other"])
+        self.assertEqual([plots.Labels(cases).of(each) for each in cases], ["full, before/bench.json", "full, after/bench.json", "full, other"])
+        with self.assertRaisesRegex(results.Failure, "is named twice"):
+            results.read_all([files[2], files[0].parent / ".." / "other.json"])
+
+    def test_cases_that_nothing_tells_apart_are_numbered(self):
+        cases = self.read([case(milliseconds=1), case(milliseconds=2), case(ranks=2)])
+        self.assertEqual([plots.Labels(cases).of(each) for each in cases], ["full (1)", "full (2)", "full"])
+        figure = plots.Figure()
+        plots.bars(cases, figure, True, lambda each: each.milliseconds, "ms")
+        self.assertEqual(sorted(bar.get_width() for bar in figure.axes[0].patches), [1, 2, 10])
+
     def test_long_names_are_wrapped_where_there_is_little_room(self):
         name = "encoder, hierarchical, per-parameter, sequence 64"
         self.assertEqual(plots.wrapped([name], wide=True), [name])
@@ -109,6 +127,11 @@ class TesseraReportTest(unittest.TestCase):
         cases += [case(batch=batch, strategy="hybrid", memory_limit_mb=40) for batch in (1, 2)]
         self.assertEqual({each.strategy: each.batch for each in plots.largest_batches(self.read(cases))}, {"full": 4, "no-shard": 0, "hybrid": 2})
 
+    def test_the_largest_batch_is_of_cases_of_one_file(self):
+        files = [self.write(content_of([case(batch=batch, memory_limit_mb=40)]), name) for name, batch in (("old.json", 2), ("new.json", 8))]
+        cases = [each for file in results.read_all(files) for each in file.cases]
+        self.assertEqual([(each.file, each.batch) for each in plots.largest_batches(cases)], [("old", 2), ("new", 8)])
+
     def test_shares_are_of_the_whole_step(self):
         only, = self.read([case()])
         self.assertEqual(plots.shares_of(only), {"forward and backward": 7.0, "waiting for gathers and reductions": 1.0, "clipping and optimizer": 2.0})
@@ -116,6 +139,15 @@ class TesseraReportTest(unittest.TestCase):
     def test_labels_say_what_differs(self):
         cases = self.read([case(), case(layout="per-parameter"), case(recompute=True)])
         self.assertEqual([plots.Labels(cases).of(each) for each in cases], ["full, ragged", "full, per-parameter", "full, ragged, recompute"])
+        cases = self.read([case(), case(steps=20)])
+        self.assertEqual([plots.Labels(cases).of(each) for each in cases], ["full, steps 10", "full, steps 20"])
+
+    def test_what_else_was_measured_says_what_differs(self):
+        cases = self.read([case(measure="redistribution", width=width, transport=transport) for width in (512, 1024) for transport in ("shared_memory", "gloo")])
+        self.assertEqual([name for name, _ in plots.named_others(cases)], ["R to S(0), gloo, width 1024, 1", "R to S(0), gloo, width 512, 1",
+                                                                           "R to S(0), shared_memory, width 1024, 1", "R to S(0), shared_memory, width 512, 1"])
+        cases = self.read([case(measure="save"), case(measure="save", layout="per-parameter"), case(measure="load")])
+        self.assertEqual([name for name, _ in plots.named_others(cases)], ["load, ragged, 1", "save, per-parameter, 1", "save, ragged, 1"])
 
     def test_results_without_one_that_worked_have_a_table(self):
         file = results.read(self.write(content_of([case("died")])))

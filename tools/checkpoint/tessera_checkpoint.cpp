@@ -3,8 +3,8 @@
 #include <absl/flags/parse.h>
 #include <absl/flags/usage.h>
 #include <absl/flags/usage_config.h>
-#include <absl/strings/escaping.h>
 #include <absl/strings/str_join.h>
+#include <absl/strings/str_split.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <tessera/checkpoint/convert.h>
@@ -15,6 +15,7 @@
 #include <ctime>
 #include <map>
 #include <optional>
+#include <string_view>
 
 #include "progress_bar.h"
 #include "table.h"
@@ -45,6 +46,16 @@ file of torch.save or torch::save.)";
 
 std::string join(const std::vector<int64_t>& sizes) { return "[" + absl::StrJoin(sizes, ", ") + "]"; }
 
+// One line of text. Names may hold what a terminal takes for commands.
+std::string visible(std::string_view text) {
+  std::string shown;
+  for (const char c : text) {
+    const bool is_control = static_cast<unsigned char>(c) < ' ' || c == '\x7f';
+    shown += c == '\n' ? "\\n" : is_control ? fmt::format("\\x{:02x}", static_cast<unsigned>(c)) : std::string(1, c);
+  }
+  return shown;
+}
+
 std::string time_of(int64_t microseconds) {
   const auto seconds = static_cast<std::time_t>(microseconds / 1'000'000);
   std::tm utc{};
@@ -58,7 +69,7 @@ void inspect(const Opened& opened) {
   const auto& index = opened.index;
   int64_t file_bytes = 0;
   for (const auto& file : index.files) file_bytes += file.bytes;
-  fmt::print("{}\n", opened.place.name());
+  fmt::print("{}\n", visible(opened.place.name()));
   if (index.saved_at > 0) fmt::print("saved {} by {} ranks\n", time_of(index.saved_at), index.world_size);
   fmt::print("{} tensors, {}; {} values; {} files, {}; {}\n", index.tensors.size(),
              human_bytes(tessera::internal::data_bytes(index)), index.values.size(), index.files.size(), human_bytes(file_bytes),
@@ -68,20 +79,20 @@ void inspect(const Opened& opened) {
     auto name = tensor.name;
     for (const auto& alias : tensor.aliases) name += " = " + alias;
     const auto bytes = tessera::internal::whole(tensor.sizes).numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
-    rows.push_back({absl::Utf8SafeCHexEscape(name), tessera::internal::safetensors_dtype(tensor.dtype, name), join(tensor.sizes),
-                    tensor.layout, std::to_string(tensor.chunks.size()), human_bytes(bytes)});
+    rows.push_back({visible(name), tessera::internal::safetensors_dtype(tensor.dtype, name), join(tensor.sizes),
+                    visible(tensor.layout), std::to_string(tensor.chunks.size()), human_bytes(bytes)});
   }
   if (rows.size() > 1) fmt::print("\n{}", format_table(rows, {4, 5}));
   rows = {{"value", "type", ""}};
   for (const auto& [name, value] : index.values) {
     const auto json = tessera::internal::to_json(value);
-    rows.push_back({absl::Utf8SafeCHexEscape(name), json.begin().key(), json.begin().value().dump()});
+    rows.push_back({visible(name), json.begin().key(), visible(tessera::internal::to_text(json.begin().value()))});
   }
   if (rows.size() > 1) fmt::print("\n{}", format_table(rows));
 }
 
 int report(const std::vector<std::string>& findings, const std::string& none) {
-  for (const auto& finding : findings) fmt::print("{}\n", finding);
+  for (const auto& finding : findings) fmt::print("{}\n", visible(finding));
   if (findings.empty()) fmt::print("{}\n", none);
   return findings.empty() ? 0 : 1;
 }
@@ -137,9 +148,9 @@ int convert(const std::string& from, const std::string& to) {
     options.progress = [&](int64_t bytes) { bar.add(bytes); };
     left_out = tessera::internal::convert(opened, to, options);
   }
-  fmt::print("wrote {}\n", to);
+  fmt::print("wrote {}\n", visible(to));
   if (!left_out.empty())
-    fmt::print("left out, because the format holds no values, and a tensor once: {}\n", absl::StrJoin(left_out, ", "));
+    fmt::print("left out, because the format holds no values, and a tensor once: {}\n", visible(absl::StrJoin(left_out, ", ")));
   return 0;
 }
 
@@ -169,7 +180,9 @@ int main(int argc, char** argv) {
     absl::SetFlagsUsageConfig(config);
     return run(absl::ParseCommandLine(argc, argv));
   } catch (const std::exception& error) {
-    fmt::print(stderr, "tessera-checkpoint: {}\n", tessera::internal::error_text(error));
+    const std::vector<std::string> lines = absl::StrSplit(tessera::internal::error_text(error), '\n');
+    const auto append = [](std::string* out, const std::string& line) { *out += visible(line); };
+    fmt::print(stderr, "tessera-checkpoint: {}\n", absl::StrJoin(lines, "\n", append));
   }
   return 2;
 }

@@ -57,17 +57,25 @@ def varying(cases, names):
 
 
 class Labels:
-    """What tells the cases of a plot apart, beside their ranks."""
+    """Names for the cases of a plot, from the settings in which they differ, apart from ranks. Cases that differ in none get numbers."""
 
-    def __init__(self, cases, besides=()):
-        names = ["layout", "reshard", "precision", "transport", "offload", "recompute", "mesh", "layers", "width", "sequence", "batch", "memory_limit_mb"]
+    def __init__(self, cases, besides=(), always=("strategy",)):
+        names = ["layout", "reshard", "precision", "transport", "offload", "recompute", "mesh", "layers", "width", "sequence", "batch", "steps",
+                 "memory_limit_mb"]
         self.names = [name for name in varying(cases, names) if name not in besides]
-        self.models = len({case.model for case in cases}) > 1
+        self.kinds = [name for name in ("model", "strategy") if name in always or varying(cases, [name])]
         self.files = len({case.file for case in cases}) > 1
+        alike = {}
+        for case in cases:
+            alike.setdefault((case.measure, case.transition, case.ranks, self.differences(case)), []).append(case)
+        self.labels = {id(case): f"{text} ({number})".strip() if len(same) > 1 else text
+                       for (*_, text), same in alike.items() for number, case in enumerate(same, 1)}
 
     def of(self, case):
-        parts = [case.model] if self.models else []
-        parts.append(case.strategy)
+        return self.labels[id(case)]
+
+    def differences(self, case):
+        parts = [case.settings[name] for name in self.kinds]
         for name in self.names:
             value = case.settings[name]
             if isinstance(value, bool):
@@ -224,7 +232,7 @@ def largest_batches(cases):
     sets = {}
     for case in cases:
         key = tuple((name, value) for name, value in case.settings.items() if name != "batch")
-        sets.setdefault(key, []).append(case)
+        sets.setdefault((case.file, key), []).append(case)
     largest = []
     for group in sets.values():
         fitting = [case for case in group if case.ok]
@@ -242,18 +250,24 @@ def largest_batch(cases):
                 lambda figure, wide: bars(found, figure, wide, lambda case: case.batch, "rows a rank", labels=labels), rows_of_bars(found, labels))
 
 
-def draw_others(cases, figure, wide):
-    axes = figure.subplots()
-    labels = Labels([case for case in cases if case.measure != "redistribution"])
-    single = len({case.strategy for case in cases}) == 1
+def named_others(cases):
+    """Pairs of a name and a case, in order."""
+    moves = [case for case in cases if case.measure == "redistribution"]
+    rest = [case for case in cases if case.measure != "redistribution"]
 
-    def name(case):
-        what = case.transition if case.measure == "redistribution" else case.measure.replace("_", " ")
-        return what + ("" if case.measure == "redistribution" or single else f", {labels.of(case)}") + f", {case.ranks}"
-    cases = sorted(cases, key=lambda case: (case.measure, name(case)))
+    def named(some):
+        labels = Labels(some, always=())
+        whats = [case.transition if case.measure == "redistribution" else case.measure.replace("_", " ") for case in some]
+        return [(", ".join(filter(None, (what, labels.of(case), str(case.ranks)))), case) for what, case in zip(whats, some)]
+    return sorted(named(moves) + named(rest), key=lambda pair: (pair[1].measure, pair[0]))
+
+
+def draw_others(named, figure, wide):
+    axes = figure.subplots()
+    names, cases = zip(*named)
     measures = in_order(case.measure for case in cases)
     axes.barh(range(len(cases)), [case.milliseconds for case in cases], 0.75, color=[COLOURS[measures.index(case.measure) % len(COLOURS)] for case in cases])
-    axes.set_yticks(range(len(cases)), wrapped([name(case) for case in cases], wide))
+    axes.set_yticks(range(len(cases)), wrapped(names, wide))
     axes.set_ylim(len(cases) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.grid(False, axis="y")
@@ -261,8 +275,10 @@ def draw_others(cases, figure, wide):
 
 
 def others(cases):
+    named = named_others(cases)
+    names = [name for name, _ in named]
     return Plot("others", "What else was measured", "Medians. The number behind a name is that of the ranks. Redistributions are of a square of the case's width.",
-                lambda figure, wide: draw_others(cases, figure, wide), lambda wide: (0.9 if wide else 1.4) * len(cases))
+                lambda figure, wide: draw_others(named, figure, wide), lambda wide: max(0.9 if wide else 1.4, 0.7 * lines_of(names, wide)) * len(cases))
 
 
 def all_plots(cases):

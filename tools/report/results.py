@@ -1,6 +1,7 @@
 """What tessera-bench wrote."""
 import dataclasses
 import json
+import os
 
 FORMAT, VERSION = "tessera-bench", 1
 LARGEST = 1e18  # of any figure
@@ -20,7 +21,7 @@ class Case:
     status: str
     message: str
     measured: dict
-    file: str = ""
+    file: str = ""  # as labels_of calls it
 
     def __getattr__(self, name):
         try:
@@ -58,7 +59,7 @@ def is_number(value):
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 
-def read_case(file, number, result):
+def read_case(file, label, number, result):
     where = f"result {number}"
     check(isinstance(result, dict), file, f"{where} is no object")
     settings, status = result.get("settings"), result.get("status")
@@ -82,10 +83,28 @@ def read_case(file, number, result):
         for name in ("items_per_second", "explained_peak_bytes"):
             check(name not in measured or is_number(measured[name]), file, f"{where}: its {name} is {measured.get(name)!r}")
         check(settings["measure"] != "step" or "items_per_second" in measured, file, f"{where} has no throughput")
-    return Case(settings, status, str(result.get("message", "")), measured, file.stem)
+    return Case(settings, status, str(result.get("message", "")), measured, label)
 
 
-def read(file):
+def labels_of(files):
+    """The stem of each, or, of several files with one stem, the path from the folder that holds them all."""
+    labels = []
+    for file in files:
+        alike = [os.path.abspath(other) for other in files if other.stem == file.stem]
+        above = os.path.commonpath([os.path.dirname(other) for other in alike])
+        labels.append(file.stem if len(alike) == 1 else os.path.relpath(os.path.abspath(file), above))
+    return labels
+
+
+def read_all(files):
+    places = [os.path.realpath(file) for file in files]
+    for file, place in zip(files, places):
+        check(places.count(place) == 1, file, "is named twice")
+    return [read(file, label) for file, label in zip(files, labels_of(files))]
+
+
+def read(file, label=None):
+    """Its cases have `label` for the file, or the file's stem."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -97,5 +116,5 @@ def read(file):
     for name in ("machine", "versions"):
         check(isinstance(content.get(name), dict), file, f"it does not say its {name}")
     check(isinstance(content.get("results"), list) and content["results"], file, "it has no results")
-    cases = [read_case(file, number, result) for number, result in enumerate(content["results"])]
+    cases = [read_case(file, label or file.stem, number, result) for number, result in enumerate(content["results"])]
     return File(str(file), content["machine"], content["versions"], cases)
