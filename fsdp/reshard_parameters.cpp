@@ -30,8 +30,6 @@ namespace internal {
 
 namespace {
 
-using torch::nn::Module;
-
 void check_present(const ModuleInventory& inventory) {
   if (!inventory.is_changed()) return;
   for (const auto& each : inventory.present) {

@@ -39,7 +39,7 @@ std::optional<int64_t> widening_of(const std::vector<ParameterDtypes>& dtypes) {
 
 ShardPlan plan_shard(const GroupLayout& layout, const std::vector<ParameterDtypes>& dtypes, bool extends, size_t rank) {
   const bool differ = std::any_of(dtypes.begin(), dtypes.end(), [](const auto& each) { return each.own != each.unsharded; });
-  const auto packed = pack(layout, dtypes, rank);
+  auto packed = pack(layout, dtypes, rank);
   const auto widening = differ ? widening_of(dtypes) : 1;
   if (extends || !widening) return packed;
   const int64_t bytes = *widening * (layout.shard_bytes + layout.replicated_bytes);

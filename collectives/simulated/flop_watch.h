@@ -13,7 +13,7 @@ class FlopWatch {
  public:
   using Count = void (*)(double flops);
   explicit FlopWatch(Count count) {
-    count_ = count;
+    counter = count;
     handle_ = at::addGlobalCallback(at::RecordFunctionCallback(begin, end).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
   }
   ~FlopWatch() { at::removeCallback(handle_); }
@@ -22,18 +22,18 @@ class FlopWatch {
 
  private:
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
-    const double flops = counted_ ? 0 : flops_of(call.name(), call.inputs());
+    const double flops = counted ? 0 : flops_of(call.name(), call.inputs());
     if (flops == 0) return nullptr;
-    counted_ = &call;
-    count_(flops);
+    counted = &call;
+    counter(flops);
     return nullptr;
   }
   static void end(const at::RecordFunction& call, at::ObserverContext* /*context*/) {
-    if (counted_ == &call) counted_ = nullptr;
+    if (counted == &call) counted = nullptr;
   }
 
-  static inline Count count_ = nullptr;
-  static inline thread_local const at::RecordFunction* counted_ = nullptr; // which runs
+  static inline Count counter = nullptr;
+  static inline thread_local const at::RecordFunction* counted = nullptr; // the counted call that runs on this thread
   at::CallbackHandle handle_;
 };
 

@@ -37,10 +37,11 @@ double convolution(Arguments arguments) {
   const auto input = arguments[0].toTensor(), weight = arguments[1].toTensor();
   if (arguments[6].toBool()) return 2 * positions(input) * numel(weight.sizes()); // transposed
   const auto stride = arguments[3].toIntVector(), padding = arguments[4].toIntVector(), dilation = arguments[5].toIntVector();
-  double outputs = static_cast<double>(input.size(0));
+  auto outputs = static_cast<double>(input.size(0));
   for (int64_t d = 2; d < weight.dim(); ++d) {
     const auto at = [&](const auto& list) { return list[std::min(list.size() - 1, static_cast<size_t>(d - 2))]; };
-    outputs *= static_cast<double>((input.size(d) + 2 * at(padding) - at(dilation) * (weight.size(d) - 1) - 1) / at(stride) + 1);
+    const int64_t places = (input.size(d) + 2 * at(padding) - at(dilation) * (weight.size(d) - 1) - 1) / at(stride) + 1;
+    outputs *= static_cast<double>(places);
   }
   return 2 * outputs * numel(weight.sizes());
 }

@@ -49,10 +49,7 @@ void register_choices(torch::Library& library) {
 
 void register_cudnn_choices(torch::Library& library) { register_choices<&run_batch_norm>(library); }
 
-} // namespace tessera::internal::dispatch
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { register_cudnn_choices(library); }
+TORCH_LIBRARY_IMPL(aten, Fake, library) { register_choices<&run_batch_norm_without_autograd>(library); }
 
-TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { tessera::internal::dispatch::register_cudnn_choices(library); }
-TORCH_LIBRARY_IMPL(aten, Fake, library) {
-  using namespace tessera::internal::dispatch;
-  register_choices<&run_batch_norm_without_autograd>(library);
-}
+} // namespace tessera::internal::dispatch
