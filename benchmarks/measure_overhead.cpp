@@ -9,13 +9,13 @@
 #include <tessera/mesh/device_mesh.h>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <array>
 #include <chrono>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device_meter.h"
+#include "median.h"
 #include "serve.h"
 
 namespace tessera::benchmarks {
@@ -79,10 +79,9 @@ double seconds_of_one(Stack& stack, const torch::Tensor& input) {
 // The median of a few, after one that warms the caches: another program ran in between.
 double seconds_of_forward_and_backward(Stack& stack, const torch::Tensor& input) {
   seconds_of_one(stack, input);
-  std::array<double, kRepetitions> seconds;
+  std::vector<double> seconds(kRepetitions);
   for (auto& one : seconds) one = seconds_of_one(stack, input);
-  std::nth_element(seconds.begin(), seconds.begin() + kRepetitions / 2, seconds.end());
-  return seconds[kRepetitions / 2];
+  return median(std::move(seconds));
 }
 
 /// With a report of the last step, which counts as a part of it.

@@ -12,6 +12,7 @@ int fork_depth() noexcept;
 
 /// Keeps for ever what belongs to the parent, in a child whose copy must not be destroyed.
 void leave_to_parent(const void* object);
+/// The same for what `shared` points to: this reference to it stays for ever.
 template <typename T>
 void leave_to_parent(std::shared_ptr<T> shared) {
   const void* const reference = new (std::nothrow) std::shared_ptr<T>(std::move(shared));

@@ -32,7 +32,7 @@ std::string id_of(c10d::Store& store) {
 }
 
 /// Keeps the keys of each time apart: how often this process joined a job with this store. All ranks that do so again have been
-/// in the same ones there, whatever other jobs each was in.
+/// in the same ones there, whatever other jobs each was in. Guarded by the caller of `join_job`, as the next is.
 int& times_joined(const JobEnvironment& job, c10d::Store& store) {
   static auto* const times = new std::map<std::string, int>;
   return (*times)[c10::str(id_of(store), "/", job.name, "/", job.restart)];

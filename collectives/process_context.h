@@ -96,6 +96,7 @@ void init_simulated_process_group(const Topology& topology, int rank, const Simu
 /// The clock of a simulated process group; an error for any other.
 SimulatedClock& simulated_clock();
 /// Whether there is a process group: of this thread where it is a rank of its own (`run_ranks_as_threads`), else of the process.
+/// Local.
 bool is_initialized();
 /// The context; an error before `init_process_group`.
 ProcessContext& process_context();

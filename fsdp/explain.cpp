@@ -35,15 +35,14 @@ bool is_ragged(const ParameterGroup& group) {
 }
 
 GroupExplanation explain_group(const ParameterGroup& group) {
-  const auto& layout = group.layout();
   GroupExplanation result{.name = group.label(),
                           .mesh = fmt::format("{} ranks", fmt::join(group.axes().mesh().shape(), " x ")),
                           .strategy = std::string(row_of(group.axes().strategy()).name),
                           .layout = is_ragged(group) ? "ragged" : "per-parameter",
                           .parameters = static_cast<int64_t>(group.parameters().size()),
-                          .unsharded_bytes = group.copies() ? layout.unsharded_bytes : 0,
+                          .unsharded_bytes = group.gathered_bytes(),
                           .reduce_bytes = reduce_bytes_of(group),
-                          .padding_bytes = group.copies() ? layout.unsharded_bytes : 0,
+                          .padding_bytes = group.gathered_bytes(),
                           .reshards_after_forward = group.owner->reshards_after_forward()};
   for (const auto& parameter : group.parameters()) {
     result.shard_bytes += bytes_of(parameter.local);

@@ -64,17 +64,20 @@ class FSDPModule {
   /// embedding. If the backward reads it after all, it is gathered (in FSDP2 this would fail). Every rank sets the same.
   void set_unshard_in_backward(bool unshard_in_backward);
   /// The modules whose own groups a forward gathers as soon as it needs this module's group, in the order of the list. Without
-  /// it, or with an empty list, these are the next groups of the recorded order of the last forward. Every rank sets the same.
+  /// it, or with an empty list, these are the next groups of the recorded order of the last forward. An error if this module has
+  /// no parameters of its own, or if a listed module belongs to another model. Every rank sets the same.
   void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
   /// The same for a backward, instead of the groups before this one in the recorded order.
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
   /// How many groups are gathered ahead when this module's own group is needed, and with `recurse` also when a group below it is,
   /// if no list is set: by default 1, and 0 for none. A larger number hides longer gathers behind the computation, and takes more
-  /// memory. The first forward has no recorded order and follows that of the registered modules. Every rank sets the same.
+  /// memory. The first forward has no recorded order and follows that of the registered modules. An error for a negative
+  /// number. Every rank sets the same.
   void set_prefetch_depth(int64_t groups, bool recurse = true);
   /// How many buffers of gradients there are at once in a backward, each of a group's size. 2, the default: one is filled while
   /// the other is sent. 1: a group's gradients wait until those of the group before have been reduced. For this module and, with
-  /// `recurse`, those below it. Every rank sets the same. (FSDP2 since 2.15, where the default is 1.)
+  /// `recurse`, those below it. An error for any other number. Every rank sets the same. (FSDP2 since 2.15, where the default is
+  /// 1.)
   void set_reduce_scatter_max_input_buffers(int64_t buffers, bool recurse = true);
   /// false: another backward follows before the optimizer step. Unfinished reductions may stay in flight, and gradients that the
   /// strategy keeps whole (no-shard, ZeRO-1) are reduced only in the last backward. Gradients that are in flight or wait are not
@@ -91,13 +94,14 @@ class FSDPModule {
   /// dtype, this rank's part on the shard dim, with zeros between the parameters. The hook may change it in place, for example
   /// all-reduce it over ranks outside the mesh. It holds a mean, or a sum if a divide factor is set (in fp16 already divided by a
   /// power of two near the factor's root). The hook runs in backward and must not use the model. An exception of the hook ends
-  /// the backward. An empty function removes the hook. The hooks of all ranks must communicate alike. (FSDP2:
-  /// `set_all_reduce_hook`.)
+  /// the backward. An empty function removes the hook. The hooks of all ranks must communicate alike. An error while gradients of
+  /// the group wait for their reduction. (FSDP2: `set_all_reduce_hook`.)
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
   /// All-gathers of this module's own group use `communicator` from now on. It may be a class of your own, and has the ranks of
-  /// the shard dim in their order. Do not call it while the group is being gathered. (FSDP2: `set_custom_all_gather`.)
+  /// the shard dim in their order. Every rank of the shard dim sets one. An error if it is null or has other ranks, if the group
+  /// gathers nothing, and while it is being gathered. Nothing for a module without a group. (FSDP2: `set_custom_all_gather`.)
   void set_custom_all_gather(CommunicatorPtr communicator);
-  /// The same for the reduce-scatters of its gradients. Not while gradients are being reduced.
+  /// The same for the reduce-scatters of its gradients. An error while gradients of the group wait for their reduction.
   void set_custom_reduce_scatter(CommunicatorPtr communicator);
 
   /// true: from now on this rank records what the groups of the whole model do, for `report`. Each call with true starts the

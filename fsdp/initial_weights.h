@@ -18,7 +18,7 @@ struct WeightAgreement {
   int64_t model_number = 0; ///< the largest of the ranks'; 0 on a mesh of one rank
 };
 
-/// What a rank has, and says that all have.
+/// What a rank passes to `agree_on_initial_weights`, to be compared with the other ranks.
 struct InitialWeightsCheck {
   std::vector<at::Tensor> tensors;
   std::vector<std::string> names; ///< of these

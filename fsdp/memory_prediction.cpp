@@ -23,8 +23,8 @@ int64_t chunk_bytes_of(const ParameterGroup& group) {
   return layout.chunk_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype_of(group, trained_of(group))));
 }
 
-/// Of what a rank sends in a gather, as far as it is known before the first one: of an extended parameter, its part as it is
-/// read.
+/// Bytes that a rank sends in a gather. What an extension sends is unknown before the first gather: the rank's part in the dtype
+/// that forward reads stands for it.
 int64_t sent_bytes_of(const ParameterGroup& group) {
   int64_t bytes = group.layout().shard_bytes;
   for (size_t i = 0; i < group.parameters().size(); ++i) {

@@ -2,7 +2,6 @@
 
 #include <ATen/ceil_div.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/accumulate.h>

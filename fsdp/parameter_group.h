@@ -120,7 +120,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   bool is_stale() const { return copies_ && gathered_version_ != shard_version(); }
   /// Whether an unshard communicates or copies at all; otherwise the leaves alias the shard.
   bool copies() const { return copies_; }
-  int64_t unsharded_bytes() const { return copies_ && is_open() ? layout_.unsharded_bytes : 0; }
+  /// Bytes of the unsharded parameters while the group is gathered, whether or not it is now; 0 where nothing is copied.
+  int64_t gathered_bytes() const { return copies_ ? layout_.unsharded_bytes : 0; }
+  int64_t unsharded_bytes() const { return is_open() ? gathered_bytes() : 0; }
 
   const std::string& label() const { return owner->label(); }
   const MeshAxes& axes() const { return axes_; }

@@ -169,8 +169,8 @@ void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects
   entry.gradients->landed().expect(index, forward_epoch_);
 }
 
-/// Another forward without a backward before it begins as this one did, when this one has come to its last module, and the model
-/// may have been changed since. Which parameters of a module are read may differ between ranks.
+/// Looks for new parameters when another forward begins without a backward since the last one. That is when the first module is
+/// read again after the last one. Modules are compared, not groups: which buckets of a module are read may differ between ranks.
 void Schedule::note_forward(const ParameterGroup& group) {
   if (state_ != State::kForward) return;
   const size_t module = module_number(group);

@@ -11,7 +11,7 @@
 
 namespace tessera::internal {
 
-/// Of a parameter.
+/// The dtypes of a parameter.
 struct ParameterDtypes {
   c10::ScalarType own;
   c10::ScalarType unsharded; ///< in which forward reads it

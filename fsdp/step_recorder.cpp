@@ -22,7 +22,7 @@ GroupReport& StepRecorder::of(const ParameterGroup& group) {
   auto& report = groups_[group.number];
   if (report.name.empty()) {
     report.name = group.label();
-    report.unsharded_bytes = group.copies() ? group.layout().unsharded_bytes : 0;
+    report.unsharded_bytes = group.gathered_bytes();
   }
   return report;
 }

@@ -83,7 +83,7 @@ class Summarizer {
     const auto [found, is_first] = groups_.emplace(&group, summary_.groups.size());
     if (is_first) {
       summary_.groups.push_back({group.label(), fmt::format("{} ranks", fmt::join(group.axes().mesh().shape(), " x ")), 0,
-                                 group.copies() ? group.layout().unsharded_bytes : 0, group.owner->reshards_after_forward()});
+                                 group.gathered_bytes(), group.owner->reshards_after_forward()});
     }
     ++summary_.groups[found->second].parameters;
   }

@@ -10,10 +10,12 @@
 namespace tessera::python {
 
 /// Completes those calls of a group whose end no thread of the program waits for: with a Future or a timeout of their own, and
-/// dropped ones. In the order in which they come, so that one that waits keeps back those behind it. Started at the first.
+/// dropped ones. The program's own calls go to one thread, in the order in which they come, so that one that waits keeps back
+/// those behind it.
 ///
-/// It also runs what their Futures call back. Such a callback may wait for calls that it makes itself, on any group: those of
-/// each callback go to another thread, in their order. That is one with nothing to do, or a new one.
+/// A thread also runs what the Futures of its calls call back. Such a callback may wait for calls that it makes itself, on any
+/// group: those of each callback go to another thread, in their order. A thread starts when a call needs it; one that has nothing
+/// to do is used again.
 class CompletionThread {
  public:
   CompletionThread();

@@ -124,8 +124,8 @@ void check(const Settings& settings) {
   check_one_of("transport", settings.transport, {"shared_memory", "gloo"});
   check_one_of("offload", settings.offload, {"none", "host", "files"});
   check_one_of("transition", settings.transition, transitions());
-  job_options(settings);
-  reshard_of(settings);
+  job_options(settings); // throws for the mesh
+  reshard_of(settings);  // and for reshard
 }
 
 std::string why_impossible(const Settings& settings) try {

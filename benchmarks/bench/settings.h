@@ -49,7 +49,8 @@ void check(const Settings& settings);
 /// Why there is no such case although each value is one: a mesh that does not hold the ranks. Empty where there is one.
 std::string why_impossible(const Settings& settings);
 
-/// What the examples' way of sharding takes.
+/// What the examples' way of sharding takes, except `reshard` (see `reshard_of`). Throws c10::Error for a mesh that is no list of
+/// sizes.
 examples::JobOptions job_options(const Settings& settings);
 /// Unset for "auto". Throws c10::Error for what `Settings::reshard` may not be.
 std::optional<ReshardAfterForward> reshard_of(const Settings& settings);

@@ -68,7 +68,7 @@ class TestGpu(unittest.TestCase):
     def test_a_program_that_runs_out_of_time_is_ended(self):
         process = subprocess.Popen(["sh", "-c", "echo begun; exec sleep 100"], stdout=subprocess.PIPE, text=True)
         self.addCleanup(process.stdout.close)
-        self.assertEqual(script("test-gpu").end_of(process, 1), (None, "begun\n"))
+        self.assertEqual(script("test-gpu").end_of(process, 5), (None, "begun\n"))
         self.assertEqual(process.returncode, -signal.SIGKILL)
 
     def test_what_any_rank_prints_is_what_a_command_expects(self):

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "../support/line_mesh.h"
 #include "../support/matchers.h"
 #include "../support/sweep.h"
 #include "../support/test_device.h"
@@ -19,8 +20,6 @@ inline std::ostream& operator<<(std::ostream& out, const Placements& placements)
 } // namespace tessera
 
 namespace tessera::testing {
-
-inline DeviceMesh line_mesh() { return init_device_mesh(test_device_type(), {world_size()}, {"shard"}); }
 
 /// The whole tensor, plain; every rank of a DTensor's mesh calls it.
 inline at::Tensor whole_of(const at::Tensor& tensor) { return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor; }

@@ -4,6 +4,7 @@
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/nn/average_buffers.h>
 
+#include <tessera/tests/support/line_mesh.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/test_device.h>
 #include <tessera/tests/support/world.h>
@@ -13,8 +14,6 @@ namespace {
 
 namespace nn = torch::nn;
 using torch::Tensor;
-
-DeviceMesh line() { return init_device_mesh(test_device_type(), {world_size()}); }
 
 struct Holder : nn::Module {
   Tensor add(const std::string& name, const Tensor& tensor) {
@@ -36,7 +35,7 @@ TEST(AverageBuffers, GivesAllRanksTheMeanAndOfIntegersTheFirstRanks) {
   holder.add("nothing", Tensor());
   holder.add("empty", torch::empty({0}));
   const auto large = holder.add("large", torch::full({(1 << 22) + 5}, rank)); // a message of its own
-  average_buffers(holder, line());
+  average_buffers(holder, line_mesh());
   EXPECT_TENSORS_EQUAL(floats, torch::full({2, 3}, middle));
   EXPECT_TENSORS_EQUAL(halves, torch::full({5}, middle, torch::kBFloat16));
   EXPECT_TENSORS_EQUAL(torch::view_as_real(complex).select(1, 0), torch::full({2}, middle));
@@ -58,7 +57,7 @@ TEST(AverageBuffers, OfAShardedModelOverAMeshOfTwoDims) {
   const auto x = torch::randn({6, 3}).to(test_device());
   net->forward(x);
   auto mean = net->named_buffers()["1.running_mean"].clone();
-  line().communicator()->all_reduce(mean, ReduceOp::kAvg, "mean").wait();
+  line_mesh().communicator()->all_reduce(mean, ReduceOp::kAvg, "mean").wait();
   average_buffers(*net, mesh);
   EXPECT_TENSORS_CLOSE(net->named_buffers()["1.running_mean"], mean, 1e-6, 1e-7);
   EXPECT_EQ(net->named_buffers()["1.num_batches_tracked"].item<int64_t>(), 1);
@@ -72,7 +71,7 @@ TEST(BroadcastBuffers, GivesAllRanksTheFirstRanksValues) {
   const auto mean = holder.add("mean", torch::full({3}, mine)),
              count = holder.add("count", torch::full({}, world_rank(), torch::kLong)),
              strided = holder.add("strided", torch::full({4, 2}, mine).t());
-  broadcast_buffers(holder, line());
+  broadcast_buffers(holder, line_mesh());
   EXPECT_TENSORS_EQUAL(mean, torch::zeros({3}));
   EXPECT_TENSORS_EQUAL(strided, torch::zeros({2, 4}));
   EXPECT_EQ(count.item<int64_t>(), 0);
@@ -85,17 +84,17 @@ TEST(AverageBuffers, SaysWhatIsWrong) {
   EXPECT_THROWS_WITH(average_buffers(holder, DeviceMesh()), "average_buffers: the mesh is undefined");
   Holder on_meta;
   on_meta.register_buffer("mean", torch::empty({2}, torch::kMeta));
-  EXPECT_THROWS_WITH(average_buffers(on_meta, line()), "the buffer mean is on the meta device");
+  EXPECT_THROWS_WITH(average_buffers(on_meta, line_mesh()), "the buffer mean is on the meta device");
   if (world_size() == 1) return;
   const bool last = world_rank() == last_rank();
   holder.add(last ? "other" : "mean", torch::ones({2}));
-  EXPECT_THROWS_WITH(average_buffers(holder, line()),
+  EXPECT_THROWS_WITH(average_buffers(holder, line_mesh()),
                      c10::str("average_buffers: the ranks' buffers differ: rank 0 has mean Float[2], "
                               "rank ",
                               last_rank(), " has other Float[2]"));
   Holder fewer;
   if (!last) fewer.add("mean", torch::ones({2}));
-  EXPECT_THROWS_WITH(average_buffers(fewer, line()), "has no further buffer");
+  EXPECT_THROWS_WITH(average_buffers(fewer, line_mesh()), "has no further buffer");
   EXPECT_THROWS_WITH(average_buffers(holder, make_device_mesh(torch::kCPU, {1}, {world_rank() == 0 ? 1 : 0})),
                      "this rank is outside the mesh");
 }

@@ -12,6 +12,7 @@
 #include <map>
 #include <numeric>
 
+#include <tessera/tests/support/line_mesh.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
 #include <tessera/tests/support/test_device.h>
@@ -27,10 +28,8 @@ constexpr int64_t kChannels = 3;
 
 Tensor here(const Tensor& tensor) { return tensor.to(test_device()); }
 
-DeviceMesh line() { return init_device_mesh(test_device_type(), {world_size()}); }
-
 SyncBatchNorm synced_norm(const nn::BatchNormOptions& options = nn::BatchNormOptions(kChannels)) {
-  SyncBatchNorm norm(options, line());
+  SyncBatchNorm norm(options, line_mesh());
   norm->to(test_device());
   return norm;
 }
@@ -66,7 +65,7 @@ template <typename Norm>
 Pair converted(const nn::BatchNormOptions& options) {
   Norm whole(options), synced(options);
   synced->to(test_device());
-  EXPECT_EQ(convert_sync_batch_norm(*synced, line()), std::vector<std::string>{""});
+  EXPECT_EQ(convert_sync_batch_norm(*synced, line_mesh()), std::vector<std::string>{""});
   return {whole.ptr(), synced.ptr(), [whole](const Tensor& x) mutable { return whole(x); },
           [synced](const Tensor& x) mutable { return synced(x); }};
 }
@@ -109,7 +108,7 @@ std::vector<int64_t> shape(int64_t rows, const std::vector<int64_t>& behind) {
 
 Tensor sum_over_ranks(const Tensor& value, const std::string& label) {
   auto sum = value.detach().clone();
-  line().communicator()->all_reduce(sum, ReduceOp::kSum, label).wait();
+  line_mesh().communicator()->all_reduce(sum, ReduceOp::kSum, label).wait();
   return sum;
 }
 
@@ -200,12 +199,12 @@ TEST(SyncBatchNorm, IsThatOfOneProcessWithTheWholeBatch) {
 TEST(SyncBatchNorm, HasTheSameRunningStatisticsOnAllRanks) {
   nn::BatchNorm2d norm(kChannels);
   norm->to(test_device());
-  convert_sync_batch_norm(*norm, line());
+  convert_sync_batch_norm(*norm, line_mesh());
   torch::manual_seed(world_rank());
   for (int step = 0; step < 3; ++step) norm(here(torch::randn({2 + world_rank(), kChannels, 5, 5})));
   for (const auto& item : norm->named_buffers()) {
     auto first = item.value().clone();
-    line().communicator()->broadcast(first, 0, item.key()).wait();
+    line_mesh().communicator()->broadcast(first, 0, item.key()).wait();
     EXPECT_TENSORS_EQUAL(item.value(), first);
   }
 }
@@ -228,8 +227,8 @@ std::shared_ptr<Net> make_net() {
 TEST(ConvertSyncBatchNorm, KeepsTypesNamesParametersAndBuffers) {
   const auto net = make_net(), untouched = make_net();
   const auto parameters = net->named_parameters(), buffers = net->named_buffers();
-  EXPECT_EQ(convert_sync_batch_norm(*net, line()), (std::vector<std::string>{"norm", "head.1"}));
-  EXPECT_EQ(convert_sync_batch_norm(*net, line()), (std::vector<std::string>{"norm", "head.1"})); // again: the same
+  EXPECT_EQ(convert_sync_batch_norm(*net, line_mesh()), (std::vector<std::string>{"norm", "head.1"}));
+  EXPECT_EQ(convert_sync_batch_norm(*net, line_mesh()), (std::vector<std::string>{"norm", "head.1"})); // again: the same
   const auto same = [](const auto& now, const auto& before) {
     ASSERT_EQ(now.keys(), before.keys());
     for (const auto& item : now) EXPECT_TRUE(item.value().is_same(before[item.key()])) << item.key();
@@ -247,7 +246,7 @@ TEST(ConvertSyncBatchNorm, KeepsTypesNamesParametersAndBuffers) {
   torch::save(untouched, file);
   torch::load(const_cast<std::shared_ptr<Net>&>(net), file);
   EXPECT_TRUE(internal::is_synchronized(net->norm->running_mean));
-  EXPECT_TRUE(convert_sync_batch_norm(*nn::Linear(1, 1), line()).empty());
+  EXPECT_TRUE(convert_sync_batch_norm(*nn::Linear(1, 1), line_mesh()).empty());
 }
 
 enum class Order { kBefore, kAfter, kOnMeta };
@@ -291,7 +290,7 @@ TEST(ConvertSyncBatchNorm, TrainsAShardedModelAsOneProcessDoes) {
   train(*whole, 1, 0);
   const bool is_even = world_size() % 2 == 0;
   for (const auto& mesh :
-       {line(), init_device_mesh(test_device_type(), {is_even ? 2 : 1, is_even ? world_size() / 2 : world_size()})}) {
+       {line_mesh(), init_device_mesh(test_device_type(), {is_even ? 2 : 1, is_even ? world_size() / 2 : world_size()})}) {
     for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
       for (const auto order : {Order::kBefore, Order::kAfter, Order::kOnMeta}) {
         SCOPED_TRACE(c10::str(mesh.to_string(), ", order ", static_cast<int>(order)));
@@ -324,8 +323,8 @@ TEST(ConvertSyncBatchNorm, ComputesInFloatUnderABFloat16Policy) {
   }
   FullyShardOptions options;
   options.mixed_precision.param_dtype = torch::kBFloat16;
-  convert_sync_batch_norm(*net, line());
-  fully_shard(net, line(), options);
+  convert_sync_batch_norm(*net, line_mesh());
+  fully_shard(net, line_mesh(), options);
   const auto x = torch::randn({2 * world_size(), 2, 4}).to(torch::kBFloat16).to(torch::kFloat);
   const auto y = net->forward(here(x.narrow(0, 2 * world_rank(), 2)));
   EXPECT_EQ(y.scalar_type(), torch::kBFloat16);
@@ -384,7 +383,7 @@ TEST(SyncBatchNorm, SaysWhatIsWrong) {
   EXPECT_THROWS_WITH(norm(one), "expected more than 1 value per channel when training, but all ranks together have 1");
   EXPECT_EQ(norm(torch::ones({0, kChannels}, test_device())).numel(), 0); // no rank has any: nothing is learned
   EXPECT_TENSORS_EQUAL(norm->running_var, torch::ones({kChannels}));
-  const Tensor spread(distribute_tensor(torch::ones({8, kChannels}), line(), {Shard{0}}));
+  const Tensor spread(distribute_tensor(torch::ones({8, kChannels}), line_mesh(), {Shard{0}}));
   EXPECT_THROWS_WITH(norm(spread), "SyncBatchNorm: expected this rank's rows as a plain tensor, but got a DTensor");
   const auto x = torch::randn({2, kChannels}, test_device()).requires_grad_();
   EXPECT_THROWS_WITH(torch::autograd::grad({norm(x).square().sum()}, {x}, {}, true, /*create_graph=*/true),
@@ -392,11 +391,11 @@ TEST(SyncBatchNorm, SaysWhatIsWrong) {
   EXPECT_THROWS_WITH(SyncBatchNorm(kChannels, DeviceMesh()), "SyncBatchNorm: the mesh is undefined");
   EXPECT_THROWS_WITH(convert_sync_batch_norm(*norm, DeviceMesh()), "convert_sync_batch_norm: the mesh is undefined");
   nn::Sequential net{nn::BatchNorm1d(kChannels)};
-  convert_sync_batch_norm(*net, line());
+  convert_sync_batch_norm(*net, line_mesh());
   EXPECT_THROWS_WITH(net->forward(torch::ones({2, 4})), "0: expected an input [N, 3, …], but got the shape [2, 4] on rank 0");
   const c10::InferenceMode inference;
   nn::Sequential made_there{nn::BatchNorm1d(kChannels)};
-  EXPECT_THROWS_WITH(convert_sync_batch_norm(*made_there, line()), "the running_mean of 0 was made in InferenceMode");
+  EXPECT_THROWS_WITH(convert_sync_batch_norm(*made_there, line_mesh()), "the running_mean of 0 was made in InferenceMode");
 }
 
 /// One rank of several does something else.
@@ -406,7 +405,7 @@ std::vector<std::pair<std::string, std::function<Tensor(const Tensor&)>>> norms(
   auto own = synced_norm(options);
   nn::BatchNorm1d converted(options);
   converted->to(test_device());
-  convert_sync_batch_norm(*converted, line());
+  convert_sync_batch_norm(*converted, line_mesh());
   return {{"SyncBatchNorm", [own](const Tensor& x) mutable { return own(x); }},
           {"converted", [converted](const Tensor& x) mutable { return converted(x); }}};
 }
@@ -416,7 +415,7 @@ TEST(SyncBatchNorm, IsAnErrorOnEveryRankWhereOneHasAWrongInput) {
   const std::map<std::string, Tensor> wrong{
       {"expected an input [N, 3, …], but got the shape [4, 5]", torch::ones({4, 5}, test_device())},
       {"expected a floating-point input, but got Long", here(torch::ones({4, kChannels}, torch::kLong))},
-      {"but got a DTensor", distribute_tensor(torch::ones({4, kChannels}), line(), {Replicate{}})},
+      {"but got a DTensor", distribute_tensor(torch::ones({4, kChannels}), line_mesh(), {Replicate{}})},
       {"expected values, but got a meta tensor", right.to(torch::kMeta)}};
   for (const auto& affine : {true, false}) {
     for (const auto& tracks : {true, false}) {
@@ -448,7 +447,7 @@ void compare(const Difference& each, bool odd, const Split& split) {
   if (each.odd_dtype != torch::kDouble) x = x.to(torch::kBFloat16).to(torch::kDouble);
   const auto weights = torch::randn_like(x);
   const bool needs = odd ? each.odd_needs_gradient : each.needs_gradient, is_affine = !odd || each.odd_is_affine;
-  SyncBatchNorm norm(kChannels, line());
+  SyncBatchNorm norm(kChannels, line_mesh());
   norm->to(test_device(), torch::kDouble);
   for (auto& parameter : norm->parameters()) parameter.requires_grad_(is_affine);
   const auto own = here(split.own(x).clone().to(odd ? each.odd_dtype : torch::kDouble)).requires_grad_(needs);

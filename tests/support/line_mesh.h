@@ -8,6 +8,6 @@
 namespace tessera::testing {
 
 /// All ranks in one dim, on the device that is tested.
-inline DeviceMesh line_mesh() { return init_device_mesh(test_device_type(), {world_size()}); }
+inline DeviceMesh line_mesh() { return init_device_mesh(test_device_type(), {world_size()}, {"shard"}); }
 
 } // namespace tessera::testing
