@@ -454,9 +454,21 @@ void Schedule::reduce_the_rest() {
   });
 }
 
+/// A rank whose backward needs no value of a group that is reduced, as of a bias, gathers it, and what comes after it, as do the
+/// ranks whose backward reads it: all call the same collectives. FSDP2 unshards each module before its backward.
+void Schedule::gather_as_if_read(ScheduledGroup& entry, ParameterGroup& group) {
+  if (std::exchange(entry.phase, phase_) == phase_) return;
+  if (entry.prefetch->is_prefetched_in_backward) {
+    if (group.is_stale()) group.reshard();
+    open(group);
+  }
+  prefetch_after(group, /*is_first_read=*/true);
+}
+
 void Schedule::finish_group(ScheduledGroup& entry) {
   const GroupPtr group = entry.group.lock();
   if (!group) return;
+  gather_as_if_read(entry, *group);
   const bool waits = !is_last_backward_ && group->axes().keeps_gradients();
   if (entry.gradients->settings.sync() && !waits) {
     reductions_.start(entry, ready_);

@@ -170,6 +170,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void take(EarlyParts& early);
   void hold_parts();
   void join_parts();
+  void gather_as_if_read(ScheduledGroup& entry, ParameterGroup& group);
   void finish_group(ScheduledGroup& entry);
   int64_t known_position(const ScheduledGroup& entry) const; // -1: none
   bool is_passed(const ScheduledGroup& ahead, const ParameterGroup& group);

@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/call.h>
 #include <tessera/fsdp/sharded_module.h>
 
@@ -401,6 +402,96 @@ TEST(Training, ParameterUnusedOnSomeRanksHasZeroThere) {
       }
     }
   }
+}
+
+/// Layers in a row, each a group of its own.
+struct ChainImpl : torch::nn::Module {
+  ChainImpl() {
+    torch::manual_seed(0);
+    for (int i = 0; i < 4; ++i) layers->push_back(torch::nn::Linear(6, 6));
+    register_module("layers", layers);
+  }
+  torch::Tensor forward(torch::Tensor x, int64_t bias_only) {
+    for (int64_t i = 0; i < 4; ++i) {
+      auto& layer = *layers[i]->as<torch::nn::Linear>();
+      x = torch::tanh(i == bias_only ? x + layer.bias : layer.forward(x));
+    }
+    return x;
+  }
+  torch::nn::ModuleList layers;
+};
+TORCH_MODULE(Chain);
+
+/// Two steps of the loss that each rank has, beside the mean of all of them.
+void expect_steps_like_unsharded(const std::function<torch::Tensor(Chain&, int64_t rank)>& loss, int64_t prefetch_depth) {
+  Chain plain, net;
+  for (const auto& layer : *net->layers) fully_shard(*layer, world_mesh());
+  fully_shard(*net, world_mesh()).set_prefetch_depth(prefetch_depth);
+  torch::optim::SGD plain_optimizer(plain->parameters(), 0.1), optimizer(net->parameters(), 0.1);
+  plain->to(world_mesh().device());
+  for (int step = 0; step < 2; ++step) {
+    for (int64_t rank = 0; rank < world_size(); ++rank) (loss(plain, rank) / world_size()).backward();
+    loss(net, world_rank()).backward();
+    plain_optimizer.step();
+    optimizer.step();
+    plain_optimizer.zero_grad();
+    optimizer.zero_grad();
+  }
+  EXPECT_LT(parameter_difference(*net, *plain), kTolerance);
+}
+
+TEST(Training, RanksMayDifferInWhichGroupsTheirBackwardReads) {
+  const auto x = torch::linspace(-1, 1, 12, torch::TensorOptions(world_mesh().device())).view({2, 6});
+  const auto of_a_bias = [&](Chain& net, int64_t rank) { // one rank's backward needs no value of the second layer
+    return net->forward(x * static_cast<double>(rank + 1), rank == 1 ? 1 : -1).square().mean();
+  };
+  const auto of_no_data = [&](Chain& net, int64_t rank) { // DDP's habit where a rank has no rows
+    if (rank != 1) return net->forward(x, -1).square().mean();
+    auto loss = torch::zeros({}, x.options());
+    for (const auto& parameter : net->parameters()) loss = loss + 0 * parameter.sum();
+    return loss;
+  };
+  const auto of_its_input = [&](Chain& net, int64_t rank) { // one rank's input requires a gradient
+    return net->forward(x.detach().clone().requires_grad_(rank == 0), -1).square().mean();
+  };
+  for (const int64_t depth : {0, 1, 2}) {
+    SCOPED_TRACE(depth);
+    expect_steps_like_unsharded(of_a_bias, depth);
+    expect_steps_like_unsharded(of_no_data, depth);
+    expect_steps_like_unsharded(of_its_input, depth);
+  }
+}
+
+int64_t gathers() { return process_context().count(CollectiveKind::kAllGather).calls; }
+
+TEST(Training, DerivativesOfInputsGatherEachGroupOnceWhereGroupsAreKept) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  Chain net;
+  for (const auto& layer : *net->layers) fully_shard(*layer, world_mesh());
+  auto root = fully_shard(*net, world_mesh());
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  const auto gathers_of_step = [&](bool with_derivatives) {
+    const auto before = gathers();
+    const auto x = torch::ones({2, 6}, torch::TensorOptions(world_mesh().device())).requires_grad_();
+    const auto u = net->forward(x, -1);
+    auto loss = u.square().mean();
+    if (with_derivatives) {
+      const auto first = torch::autograd::grad({u.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+      const auto second = torch::autograd::grad({first.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+      loss = loss + second.square().mean();
+    }
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    return gathers() - before;
+  };
+  gathers_of_step(true);
+  EXPECT_GT(gathers_of_step(true), 4);
+  root.set_reshard_after_forward(false);
+  root.set_reshard_after_backward(false);
+  gathers_of_step(true);
+  EXPECT_EQ(gathers_of_step(true), 4);
+  EXPECT_EQ(gathers_of_step(world_rank() == 0), 4); // the other ranks have boundary points alone
 }
 
 } // namespace
