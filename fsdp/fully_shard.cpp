@@ -234,6 +234,17 @@ Taken take_free(const Census& census, const FullyShardOptions& options, std::str
   return taken;
 }
 
+/// Those that a broadcast of the initial weights reaches.
+std::vector<std::pair<std::string, at::Tensor>> plain_buffers(const Census& census) {
+  std::vector<std::pair<std::string, at::Tensor>> buffers;
+  for (const auto& item : census.buffers) {
+    const auto& tensor = item.tensor;
+    if (tensor.defined() && tensor.layout() == at::kStrided && !dtensor_meta(tensor))
+      buffers.emplace_back(census.name_of(item), tensor);
+  }
+  return buffers;
+}
+
 WeightAgreement agree(const Taken& taken, const InitialWeightsCheck& check) {
   if (!taken.thrown) return agree_on_initial_weights(check);
   try {
@@ -293,6 +304,7 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   const std::string name = describe(modules);
   const auto agreement = agree(taken, {.tensors = tensors,
                                        .names = taken.names,
+                                       .buffers = plain_buffers(census),
                                        .mesh = mesh,
                                        .mode = options.initial_weights,
                                        .call = "fully_shard of " + name,

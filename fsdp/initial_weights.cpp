@@ -24,6 +24,14 @@ std::string describe(const at::Tensor& tensor, const std::string& name) {
                      frozen);
 }
 
+std::string describe(const std::vector<std::pair<std::string, at::Tensor>>& buffers) {
+  std::string text;
+  for (const auto& [name, buffer] : buffers)
+    text += fmt::format("the buffer {} {}[{}]{}\n", name, c10::toString(buffer.scalar_type()), fmt::join(buffer.sizes(), ", "),
+                        buffer.is_meta() ? " on the meta device" : "");
+  return text;
+}
+
 /// The same on every rank, unlike std::hash.
 int64_t fingerprint(const std::string& text) { return static_cast<int64_t>(XXH3_64bits(text.data(), text.size())); }
 
@@ -67,13 +75,19 @@ Agreed agree_on(const std::vector<int64_t>& values, int64_t number, Communicator
   return {is_same, largest[count - 1]};
 }
 
-void broadcast(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names, Communicator& communicator,
-               const DeviceMesh& mesh) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    auto buffer = tensors[i].detach().to(mesh.device()).contiguous();
-    communicator.broadcast(buffer, 0, names[i]).wait();
-    tensors[i].detach().copy_(buffer);
+/// Overwrites `tensor` with rank 0's values.
+void broadcast(const at::Tensor& tensor, const std::string& name, Communicator& communicator, const DeviceMesh& mesh) {
+  const auto values = tensor.detach().to(mesh.device()).contiguous();
+  communicator.broadcast(values, 0, name).wait();
+  tensor.detach().copy_(values);
+}
+
+void broadcast(const InitialWeightsCheck& check, Communicator& communicator) {
+  for (const auto& [name, buffer] : check.buffers) {
+    if (!buffer.is_meta()) broadcast(buffer, name, communicator, check.mesh);
   }
+  if (!check.tensors.empty() && check.tensors[0].is_meta()) return;
+  for (size_t i = 0; i < check.tensors.size(); ++i) broadcast(check.tensors[i], check.names[i], communicator, check.mesh);
 }
 
 /// `checksums` are those of every rank, [ranks × parameters].
@@ -103,6 +117,8 @@ WeightAgreement agree_on_initial_weights(const InitialWeightsCheck& check) {
   const auto communicator = mesh.flatten().communicator();
   std::string structure = check.options + "\n";
   for (size_t i = 0; i < tensors.size(); ++i) structure += describe(tensors[i], check.names[i]);
+  const bool broadcasts = check.mode == InitialWeights::kBroadcast;
+  if (broadcasts) structure += describe(check.buffers);
   const auto [is_same, largest] = agree_on({fingerprint(structure)}, check.model_number, *communicator, mesh, call);
   if (!is_same) {
     const auto texts = gather_texts(structure, *communicator, mesh.device(), call);
@@ -110,12 +126,12 @@ WeightAgreement agree_on_initial_weights(const InitialWeightsCheck& check) {
                       ": the ranks' models or options differ: ", first_difference(texts, communicator->ranks(), "parameter"));
   }
   WeightAgreement agreement{.model_number = largest};
+  if (broadcasts) broadcast(check, *communicator);
   if (tensors.empty() || tensors[0].is_meta() || check.mode == InitialWeights::kUnchecked) return agreement;
-  if (check.mode == InitialWeights::kBroadcast) broadcast(tensors, check.names, *communicator, mesh);
   std::vector<int64_t> checksums;
   for (const auto& tensor : tensors) checksums.push_back(checksum(tensor));
   agreement.checksum = fingerprint(fmt::format("{}", fmt::join(checksums, " ")));
-  if (check.mode == InitialWeights::kBroadcast) return agreement;
+  if (broadcasts) return agreement;
   if (agree_on(checksums, 0, *communicator, mesh, call).is_same) return agreement;
   check_same_values(gather(checksums, *communicator, mesh, call), check.names, communicator->ranks(), call);
   return agreement;

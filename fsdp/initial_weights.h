@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <tessera/fsdp/options.h>
@@ -21,7 +22,8 @@ struct WeightAgreement {
 /// What a rank passes to `agree_on_initial_weights`, to be compared with the other ranks.
 struct InitialWeightsCheck {
   std::vector<at::Tensor> tensors;
-  std::vector<std::string> names; ///< of these
+  std::vector<std::string> names;                          ///< of these
+  std::vector<std::pair<std::string, at::Tensor>> buffers; ///< by name; for kBroadcast
   DeviceMesh mesh;
   InitialWeights mode = InitialWeights::kCheck;
   std::string call;         ///< for errors: "fully_shard of Net"
@@ -30,8 +32,8 @@ struct InitialWeightsCheck {
 };
 
 /// Compares the options, and names, shapes and dtypes of the tensors, over all ranks of the mesh, and, as the mode says, the
-/// values; or overwrites them with rank 0's. Every rank of the mesh calls it. On a difference every rank throws, naming the
-/// parameter and the ranks, after the call.
+/// values; or overwrites them, and the buffers, with rank 0's. Every rank of the mesh calls it. On a difference every rank
+/// throws, naming the parameter and the ranks, after the call.
 WeightAgreement agree_on_initial_weights(const InitialWeightsCheck& check);
 
 } // namespace tessera::internal

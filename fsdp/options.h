@@ -26,7 +26,7 @@ enum class BufferLayout {
 /// What a rank does when its initial weights differ from rank 0's.
 enum class InitialWeights {
   kCheck,     ///< an error on every rank, from a checksum
-  kBroadcast, ///< rank 0's weights are used
+  kBroadcast, ///< rank 0's weights and buffers are used (DDP: at its construction; FSDP1: sync_module_states)
   kUnchecked, ///< every rank keeps its part of its own weights
 };
 

@@ -254,6 +254,24 @@ TEST(FullyShard, DifferentInitialWeightsAreAnErrorOrBroadcast) {
   EXPECT_TRUE(torch::equal(full(broadcast->weight), second->weight));
 }
 
+TEST(FullyShard, BroadcastsOfInitialWeightsReachBuffers) {
+  for (const int64_t replicas : {int64_t{1}, world_size()}) {
+    const auto mesh = init_device_mesh(mesh_device_type, {replicas, world_size() / replicas}, {"replicate", "shard"});
+    torch::nn::Sequential net(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
+    auto& norm = *net[1]->as<torch::nn::BatchNorm1d>();
+    norm.running_mean.fill_(1 + static_cast<double>(world_rank()));
+    norm.num_batches_tracked.fill_(world_rank());
+    fully_shard(*net, mesh, {.initial_weights = InitialWeights::kBroadcast});
+    EXPECT_TRUE(norm.running_mean.eq(1).all().item<bool>());
+    EXPECT_EQ(norm.num_batches_tracked.item<int64_t>(), 0);
+  }
+  if (world_size() == 1) return;
+  torch::nn::Sequential net(torch::nn::Linear(3, 2), torch::nn::Functional(torch::relu));
+  net->register_buffer("table", torch::ones(world_rank() == 1 ? 3 : 2));
+  EXPECT_THROWS_WITH(fully_shard(*net, world_mesh(), {.initial_weights = InitialWeights::kBroadcast}),
+                     "the buffer table Float[3]");
+}
+
 TEST(FullyShard, EveryDifferenceOfInitialWeightsIsAnError) {
   if (world_size() == 1) return;
   const std::vector<std::pair<std::string, std::function<void(torch::Tensor)>>> differences{
