@@ -108,14 +108,14 @@ void read_tensors(const LoadPlan& plan, Reader& reader) {
 }
 
 // The parts of a DTensor must come from one saved tensor.
-Agreement agreement_on(const LoadPlan& plan, const std::vector<StateBinding*>& bindings) {
+Agreement agreement_on(const LoadTarget& target) {
   std::map<std::string, const at::Tensor*> sources; // sorted: the ranks' states may have other orders
-  for (const auto& read : plan.tensors) sources[read.name + "\n" + read.saved[0]->name] = &read.tensor;
+  for (const auto& read : target.plan().tensors) sources[read.name + "\n" + read.saved[0]->name] = &read.tensor;
   Agreement agreement;
   for (const auto& [names, tensor] : sources) {
     if (const auto* meta = dtensor_meta(*tensor)) agreement.add(meta->spec->mesh().ranks(), names);
   }
-  add_settings(bindings, agreement);
+  target.add_settings(agreement);
   return agreement;
 }
 
@@ -142,36 +142,26 @@ void check_agreed(const std::vector<std::string>& messages, const Ranks& ranks, 
 checkpoint::LoadReport load_opened(const Ranks& ranks, const std::string& step, const std::function<Opened()>& open,
                                    StateDict& state, const checkpoint::LoadOptions& options) {
   Opened opened;
-  StateDict changed; // what bindings make of `state`, which takes its place once all has been read; it shares the tensors
-  auto& loaded = state.bindings().empty() ? state : changed;
-  LoadPlan plan;
-  std::vector<StateBinding*> bindings;
+  LoadTarget target(state);
   int64_t bytes_read = 0;
   const auto messages = ranks.all(step, [&] {
     opened = open();
-    if (&loaded != &state) loaded = state;
-    const auto saved = opened.index.contents();
-    bindings = bindings_of(loaded, saved, options.filter);
-    for (auto* binding : bindings) binding->before_load(loaded, saved);
-    plan = plan_load(loaded, opened.index, options, ranks.rank());
+    auto& plan = target.prepare(opened.index, options, ranks.rank());
     check_fits(plan, options);
     for (const auto& read : plan.tensors) ranks.check_hold_all(read.name, read.tensor);
     find_pieces(plan);
-    return dump_json({{"unused", plan.unused},
-                      {"index", to_hex(opened.index.checksum)},
-                      {"agreement", agreement_on(plan, bindings).to_message()}},
-                     "checkpoint");
+    return dump_json(
+        {{"unused", plan.unused}, {"index", to_hex(opened.index.checksum)}, {"agreement", agreement_on(target).to_message()}},
+        "checkpoint");
   });
   ranks.all(step, [&] {
     check_agreed(messages, ranks, step, opened.place.name(), options);
     Reader reader(opened.place, opened.index, options.verify && opened.index.has_checksums);
-    read_tensors(plan, reader);
+    read_tensors(target.plan(), reader);
     bytes_read = reader.bytes_read();
   });
-  for (const auto& [name, value] : plan.values) loaded.set(name, value);
-  for (auto* binding : bindings) binding->after_load(loaded);
-  if (&loaded != &state) state = std::move(loaded);
-  return {plan.missing, unused_everywhere(messages), bytes_read};
+  target.finish();
+  return {target.plan().missing, unused_everywhere(messages), bytes_read};
 }
 
 } // namespace tessera::internal

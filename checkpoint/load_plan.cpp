@@ -117,8 +117,6 @@ void plan_value(const StateDict::Entry& entry, Matcher& matcher, const checkpoin
   }
 }
 
-} // namespace
-
 LoadPlan plan_load(const StateDict& state, const Index& index, const checkpoint::LoadOptions& options, int rank) {
   LoadPlan plan;
   Matcher matcher(index, options, rank);
@@ -133,6 +131,7 @@ LoadPlan plan_load(const StateDict& state, const Index& index, const checkpoint:
   return plan;
 }
 
+// Those whose entries the filter (null: all) accepts.
 std::vector<StateBinding*> bindings_of(const StateDict& state, const SavedState& saved, const NameFilter& filter) {
   std::vector<std::string> names;
   if (filter) {
@@ -154,10 +153,27 @@ std::vector<StateBinding*> bindings_of(const StateDict& state, const SavedState&
   return bindings;
 }
 
-void add_settings(const std::vector<StateBinding*>& bindings, Agreement& agreement) {
-  for (const auto* binding : bindings) {
+} // namespace
+
+LoadPlan& LoadTarget::prepare(const Index& index, const checkpoint::LoadOptions& options, int rank) {
+  if (!target_.bindings().empty()) changed_ = target_;
+  const auto saved = index.contents();
+  bindings_ = bindings_of(state(), saved, options.filter);
+  for (auto* binding : bindings_) binding->before_load(state(), saved);
+  plan_ = plan_load(state(), index, options, rank);
+  return plan_;
+}
+
+void LoadTarget::add_settings(Agreement& agreement) const {
+  for (const auto* binding : bindings_) {
     if (auto settings = binding->settings(); !settings.empty()) agreement.add_settings(binding->prefix(), std::move(settings));
   }
+}
+
+void LoadTarget::finish() {
+  for (const auto& [name, value] : plan_.values) state().set(name, value);
+  for (auto* binding : bindings_) binding->after_load(state());
+  if (changed_) target_ = *std::move(changed_);
 }
 
 void find_pieces(LoadPlan& plan) {

@@ -1,7 +1,8 @@
 #pragma once
 
-// Internal: what a load will do.
+// Internal: what a load will do, and to what.
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,16 +33,30 @@ struct LoadPlan {
   bool could_cast = false;             ///< some of them are of dtypes alone, which `LoadOptions::cast` allows
 };
 
-/// Matches the entries of `state` that `filter` accepts with what `index` holds, by name or alias on either side. Of a tensor
-/// that was saved for each rank, plain tensors take that of `rank`. The plan points into `index`.
-LoadPlan plan_load(const StateDict& state, const Index& index, const checkpoint::LoadOptions& options, int rank);
+/// The state that a load writes to. A load writes its tensors in place. Its entries change in `finish` alone: until then, what
+/// its bindings make of it is a copy, which shares the tensors.
+class LoadTarget {
+ public:
+  explicit LoadTarget(StateDict& target) : target_(target) {}
 
-/// The objects bound to `state` that a load with this filter (null: all) hands their entries. An error for one of whose entries
-/// it accepts a part.
-std::vector<StateBinding*> bindings_of(const StateDict& state, const SavedState& saved, const NameFilter& filter);
+  /// Has the bindings fit their entries to what `index` holds, and matches the entries that the filter accepts with it, by name
+  /// or alias on either side. Of a tensor that was saved for each rank, plain tensors take that of `rank`. The plan points into
+  /// `index`. Errors: those of the bindings, and a filter that accepts a part of a binding's entries.
+  LoadPlan& prepare(const Index& index, const checkpoint::LoadOptions& options, int rank);
+  const LoadPlan& plan() const { return plan_; }
+  /// Adds what the bindings say of their settings.
+  void add_settings(Agreement& agreement) const;
+  /// All tensors have been read: sets the values, and hands the bindings their entries.
+  void finish();
 
-/// Adds what they say of their settings.
-void add_settings(const std::vector<StateBinding*>& bindings, Agreement& agreement);
+ private:
+  StateDict& state() { return changed_ ? *changed_ : target_; }
+
+  StateDict& target_;
+  std::optional<StateDict> changed_;
+  std::vector<StateBinding*> bindings_; // those that take part
+  LoadPlan plan_;
+};
 
 /// Sets the pieces of every tensor. Errors: those of `pieces_of`.
 void find_pieces(LoadPlan& plan);

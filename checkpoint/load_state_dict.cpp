@@ -1,7 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/agreement.h>
 #include <tessera/checkpoint/load_plan.h>
 #include <tessera/checkpoint/plan.h>
 #include <tessera/checkpoint/ranks.h>
@@ -168,30 +167,23 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
   const bool broadcast = options.broadcast_from_rank0;
   const auto contents = broadcast ? internal::contents_of_rank0(ranks, source) : internal::contents_of(source);
   const internal::Source from(ranks, source, broadcast);
-  StateDict changed; // what bindings make of `target`, which takes its place once all has been copied; it shares the tensors
-  auto& loaded = target.bindings().empty() ? target : changed;
-  internal::LoadPlan plan;
+  internal::LoadTarget into(target);
   const auto messages = ranks.all(internal::kStep, [&] {
-    if (&loaded != &target) loaded = target;
-    const auto saved = contents.contents();
-    const auto bindings = internal::bindings_of(loaded, saved, nullptr);
-    for (auto* binding : bindings) binding->before_load(loaded, saved);
-    plan = internal::plan_load(loaded, contents, {}, ranks.rank());
+    auto& plan = into.prepare(contents, {}, ranks.rank());
     internal::check_fits(plan, options.strict);
     internal::find_pieces(plan);
     if (from.is_here()) internal::check_readable(source);
     auto agreement = internal::agreement_on(plan, source, ranks, broadcast);
-    internal::add_settings(bindings, agreement);
+    into.add_settings(agreement);
     return agreement.to_message();
   });
   internal::Agreement::check(messages, ranks, internal::kStep);
+  const auto& plan = into.plan();
   ranks.all(internal::kStep, [&] {
     if (from.is_here()) from.check_tied(plan);
   });
   for (const auto& read : plan.tensors) from.copy(read);
-  for (const auto& [name, value] : plan.values) loaded.set(name, value);
-  for (const auto& binding : loaded.bindings()) binding->after_load(loaded);
-  if (&loaded != &target) target = std::move(loaded);
+  into.finish();
   return {plan.missing, plan.unused};
 }
 
