@@ -135,39 +135,41 @@ TEST(Explain, CountsWhatAnExtendedGatherReceives) {
   EXPECT_EQ(explanation.memory.unsharded, 2 * whole) << "the parameter, and what all ranks have sent";
 }
 
-TEST(Explain, KeepsFreedBlocksOnTheCpuAlone) {
-  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+struct Layers {
+  torch::nn::Sequential net;
+  FSDPModule root;
+};
+
+/// Four, each a group with these options, and the root.
+Layers four_layers(const FullyShardOptions& options = {}, bool trains = true) {
   torch::manual_seed(0);
   torch::nn::Sequential net;
   for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(64, 64));
-  for (const auto& parameter : net->parameters()) parameter.requires_grad_(false);
-  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
-  fully_shard(*net, world_mesh());
+  for (const auto& parameter : net->parameters()) parameter.requires_grad_(trains);
+  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh(), options);
+  return {net, fully_shard(*net, world_mesh())};
+}
+
+TEST(Explain, KeepsFreedBlocksOnTheCpuAlone) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  const auto net = four_layers({}, /*trains=*/false).net;
   const auto explanation = explain(*net, {.activation_bytes = 1 << 30}); // so that the peak is where the forward ends
   EXPECT_EQ(explanation.memory.cached, tests_the_cpu() ? explanation.groups[0].unsharded_bytes : 0);
 }
 
 TEST(Explain, FollowsTheNumberOfReduceBuffers) {
   if (world_size() == 1) GTEST_SKIP() << "one rank reduces nothing";
-  torch::manual_seed(0);
-  torch::nn::Sequential net;
-  for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(64, 64));
-  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
-  auto handle = fully_shard(*net, world_mesh());
+  auto [net, root] = four_layers();
   const auto with_two = explain(*net, {.optimizer_tensors = 0}).memory;
-  handle.set_reduce_scatter_max_input_buffers(1);
+  root.set_reduce_scatter_max_input_buffers(1);
   EXPECT_LT(explain(*net, {.optimizer_tensors = 0}).memory.peak, with_two.peak);
 }
 
 TEST(Explain, CountsWhatABackwardKeeps) {
   if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
-  torch::manual_seed(0);
-  torch::nn::Sequential net;
-  for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(64, 64));
-  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
-  auto handle = fully_shard(*net, world_mesh());
+  auto [net, root] = four_layers();
   const auto freed = explain(*net);
-  handle.set_reshard_after_backward(false);
+  root.set_reshard_after_backward(false);
   const auto kept = explain(*net).memory;
   EXPECT_GE(kept.unsharded, 4 * freed.groups[0].unsharded_bytes);
   EXPECT_GT(kept.peak, freed.memory.peak);
@@ -205,12 +207,8 @@ TEST(Explain, FollowsTheLastForward) {
 TEST(Explain, CountsThePartsThatAForwardLeavesAmongNeighbours) {
   if (world_size() != 4) GTEST_SKIP() << "two neighbours among more ranks";
   const auto explain_layers = [](ReshardAfterForward left) {
-    torch::manual_seed(0);
-    torch::nn::Sequential net;
-    for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(64, 64));
-    for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh(), {.reshard_after_forward = left});
-    fully_shard(*net, world_mesh());
-    return explain(*net, {.activation_bytes = 1 << 30}); // so that the peak is where the backward begins
+    return explain(*four_layers({.reshard_after_forward = left}).net,
+                   {.activation_bytes = 1 << 30}); // so that the peak is where the backward begins
   };
   const auto parts = explain_layers(2), shards = explain_layers(true);
   EXPECT_EQ(parts.memory.parameters - shards.memory.parameters, 3 * (parts.groups[0].unsharded_bytes / 2)) << "all but the last";
