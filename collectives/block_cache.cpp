@@ -2,34 +2,21 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include <absl/container/btree_map.h>
-
-#include <iterator>
 #include <mutex>
 #include <utility>
 
 #include <tessera/collectives/forks.h>
+#include <tessera/collectives/free_blocks.h>
 
 namespace tessera::internal {
 
 struct BlockCache::Pool {
   std::mutex mutex;
-  absl::btree_multimap<int64_t, c10::DataPtr> blocks; // by size in bytes
+  FreeBlocks<c10::DataPtr> blocks;
 
-  static constexpr int64_t kLargest = 4; ///< times what is asked for
-
-  /// The smallest block that fits, with its size. Where there is none, a smaller one is freed for the one that will be made, so
-  /// that blocks do not gather for each size that was ever asked for.
   std::pair<int64_t, c10::DataPtr> take(int64_t bytes) {
     const std::lock_guard lock(mutex);
-    auto found = blocks.lower_bound(bytes);
-    if (found == blocks.end() || found->first > kLargest * bytes) {
-      if (found != blocks.begin()) blocks.erase(std::prev(found));
-      return {bytes, c10::DataPtr()};
-    }
-    std::pair<int64_t, c10::DataPtr> taken(found->first, std::move(found->second));
-    blocks.erase(found);
-    return taken;
+    return blocks.take(bytes);
   }
 };
 
@@ -43,7 +30,7 @@ struct BlockCache::Block {
     std::unique_ptr<Block> block(static_cast<Block*>(context));
     if (auto pool = block->home.lock()) {
       const std::lock_guard lock(pool->mutex);
-      pool->blocks.emplace(block->bytes, std::move(block->memory));
+      pool->blocks.add(block->bytes, std::move(block->memory));
     }
   }
 };
@@ -67,9 +54,7 @@ c10::DataPtr BlockCache::allocate(int64_t bytes, Communicator* communicator) {
 
 int64_t BlockCache::cached_bytes() const {
   const std::lock_guard lock(pool_->mutex);
-  int64_t bytes = 0;
-  for (const auto& [size, memory] : pool_->blocks) bytes += size;
-  return bytes;
+  return pool_->blocks.bytes();
 }
 
 } // namespace tessera::internal

@@ -5,11 +5,10 @@
 
 #include <algorithm>
 #include <deque>
-#include <iterator>
-#include <map>
-#include <set>
 #include <utility>
+#include <variant>
 
+#include <tessera/collectives/free_blocks.h>
 #include <tessera/fsdp/bytes_of.h>
 #include <tessera/fsdp/sharded_module.h>
 
@@ -42,33 +41,15 @@ class Blocks {
   explicit Blocks(c10::Device device) : keeps_(device.is_cpu()) {}
 
   /// The size of the block.
-  int64_t take(int64_t bytes) {
-    if (!keeps_) return bytes;
-    auto found = kept_.lower_bound(bytes);
-    if (found == kept_.end() || *found > kLargest * bytes) {
-      if (found != kept_.begin()) drop(std::prev(found));
-      return bytes;
-    }
-    const auto size = *found;
-    drop(found);
-    return size;
-  }
+  int64_t take(int64_t bytes) { return keeps_ ? kept_.take(bytes).first : bytes; }
   void give_back(int64_t size) {
-    if (!keeps_) return;
-    kept_.insert(size);
-    cached_ += size;
+    if (keeps_) kept_.add(size, {});
   }
-  int64_t cached() const { return cached_; }
+  int64_t cached() const { return kept_.bytes(); }
 
  private:
-  static constexpr int64_t kLargest = 4; // times what is asked for
-  void drop(std::multiset<int64_t>::iterator block) {
-    cached_ -= *block;
-    kept_.erase(block);
-  }
   bool keeps_;
-  std::multiset<int64_t> kept_;
-  int64_t cached_ = 0;
+  FreeBlocks<std::monostate> kept_;
 };
 
 /// What the prediction knows of a group.
