@@ -3,7 +3,6 @@
 #include <absl/container/flat_hash_set.h>
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -25,32 +24,6 @@ namespace tessera::internal {
 namespace {
 
 using nlohmann::ordered_json;
-
-/// A group with a parameter that the program placed, or whose gather it extends, is laid out per parameter whatever it asked for.
-bool is_ragged(const ParameterGroup& group) {
-  const auto& parameters = group.parameters();
-  const auto is_placed = [](const ShardedParameter& each) { return each.chosen.has_value(); };
-  return group.options().layout == BufferLayout::kRagged && group.extended().is_empty() &&
-         std::none_of(parameters.begin(), parameters.end(), is_placed);
-}
-
-GroupExplanation explain_group(const ParameterGroup& group) {
-  GroupExplanation result{.name = group.label(),
-                          .mesh = fmt::format("{} ranks", fmt::join(group.axes().mesh().shape(), " x ")),
-                          .strategy = std::string(row_of(group.axes().strategy()).name),
-                          .layout = is_ragged(group) ? "ragged" : "per-parameter",
-                          .parameters = static_cast<int64_t>(group.parameters().size()),
-                          .unsharded_bytes = group.gathered_bytes(),
-                          .reduce_bytes = reduce_bytes_of(group),
-                          .padding_bytes = group.gathered_bytes(),
-                          .reshards_after_forward = group.owner->reshards_after_forward()};
-  for (const auto& parameter : group.parameters()) {
-    result.shard_bytes += bytes_of(parameter.local);
-    if (group.copies())
-      result.padding_bytes -= parameter.spec->numel() * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
-  }
-  return result;
-}
 
 /// Of buffers, and of parameters that no group of the model below `root` has: plain ones, and DTensors that were ignored or are
 /// another model's.
@@ -86,7 +59,7 @@ constexpr std::array<Category, 9> kCategories{{{"parameters", &MemoryPrediction:
                                                {"activations", &MemoryPrediction::activations},
                                                {"temporaries", &MemoryPrediction::temporaries}}};
 
-ordered_json json_of(const GroupExplanation& group) {
+ordered_json json_of(const GroupSummary& group) {
   return {{"name", group.name},
           {"mesh", group.mesh},
           {"strategy", group.strategy},
@@ -97,17 +70,6 @@ ordered_json json_of(const GroupExplanation& group) {
           {"reduce_bytes", group.reduce_bytes},
           {"padding_bytes", group.padding_bytes},
           {"reshards_after_forward", group.reshards_after_forward}};
-}
-
-std::string table_of(const std::vector<GroupExplanation>& groups) {
-  std::vector<TextRow> rows{
-      {"group", "mesh", "strategy", "layout", "count", "here", "unsharded", "to reduce", "padding", "after forward"}};
-  for (const auto& group : groups) {
-    rows.push_back({group.name, group.mesh, group.strategy, group.layout, std::to_string(group.parameters),
-                    std::to_string(group.shard_bytes), std::to_string(group.unsharded_bytes), std::to_string(group.reduce_bytes),
-                    std::to_string(group.padding_bytes), group.reshards_after_forward ? "freed" : "kept"});
-  }
-  return text_table(rows, {"count", "here", "unsharded", "to reduce", "padding"});
 }
 
 std::string table_of(const MemoryPrediction& memory) {
@@ -134,14 +96,14 @@ Explanation explain(const torch::nn::Module& module, const ExplainOptions& optio
   const auto lock = state.schedule()->lock();
   Explanation explanation{.rank = process_context().rank()};
   for (const auto& each : state.subtree()) {
-    if (const auto group = each->group()) explanation.groups.push_back(internal::explain_group(*group));
+    if (const auto group = each->group()) explanation.groups.push_back(internal::summary_of(*group));
   }
   explanation.memory = internal::predict_memory(state, options, internal::plain_memory(module, state, options));
   return explanation;
 }
 
 std::string Explanation::to_string() const {
-  return internal::table_of(groups) + "\n" + internal::table_of(memory) +
+  return internal::group_table(groups) + "\n" + internal::table_of(memory) +
          fmt::format("\nrank {}: at most {} bytes at once, at: {}\n", rank, memory.peak, memory.peak_at);
 }
 

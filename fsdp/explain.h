@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/fsdp/group_summary.h>
 #include <tessera/fsdp/memory_prediction.h>
 #include <torch/nn/module.h>
 
@@ -10,24 +11,10 @@
 
 namespace tessera {
 
-/// A call of `fully_shard` or `replicate` that took parameters, on this rank.
-struct GroupExplanation {
-  std::string name;            ///< what errors and collectives call it
-  std::string mesh;            ///< "4 ranks", "2 x 2 ranks"
-  std::string strategy;        ///< its row of `kStrategies`
-  std::string layout;          ///< "ragged" or "per-parameter"
-  int64_t parameters = 0;      ///< how many
-  int64_t shard_bytes = 0;     ///< this rank's part, in the parameters' dtypes
-  int64_t unsharded_bytes = 0; ///< while gathered, in the dtypes that a forward reads; 0 where nothing is copied
-  int64_t reduce_bytes = 0;    ///< of a buffer of its gradients, in the reduce dtype; 0 where nothing is reduced
-  int64_t padding_bytes = 0;   ///< of what is unsharded, beyond the parameters
-  bool reshards_after_forward = false;
-};
-
 /// How a model is sharded, and the predicted memory of a step.
 struct Explanation {
   int64_t rank = 0;
-  std::vector<GroupExplanation> groups; ///< from the root down
+  std::vector<GroupSummary> groups; ///< from the root down
   MemoryPrediction memory;
 
   /// A table of groups, and one of memory by category.

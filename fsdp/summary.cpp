@@ -2,6 +2,7 @@
 
 #include <absl/algorithm/container.h>
 #include <absl/container/flat_hash_map.h>
+#include <absl/container/flat_hash_set.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -64,7 +65,10 @@ class Summarizer {
     row.dtype = tensor.scalar_type();
     row.forward_dtype = forward_dtype_of(tensor);
     row.requires_grad = tensor.requires_grad();
-    if (const auto* meta = parameter_meta(tensor)) row.group = meta->group->label();
+    if (const auto* meta = parameter_meta(tensor)) {
+      row.group = meta->group->label();
+      if (groups_.insert(meta->group).second) summary_.groups.push_back(summary_of(*meta->group));
+    }
     const auto* meta = dtensor_meta(tensor);
     if (meta) row.placements = describe(meta->spec->placements());
     const auto [known, is_first] = seen_.emplace(tensor.unsafeGetTensorImpl(), row.name);
@@ -72,27 +76,17 @@ class Summarizer {
       const auto& local = meta ? meta->local : tensor;
       row.bytes = bytes_of(tensor);
       row.local_bytes = local.is_meta() ? 0 : bytes_of(local);
-      if (const auto* parameter = parameter_meta(tensor)) count_in_group(*parameter->group);
     } else {
       row.tied_to = known->second;
     }
     summary_.parameters.push_back(std::move(row));
   }
 
-  void count_in_group(const ParameterGroup& group) {
-    const auto [found, is_first] = groups_.emplace(&group, summary_.groups.size());
-    if (is_first) {
-      summary_.groups.push_back({group.label(), fmt::format("{} ranks", fmt::join(group.axes().mesh().shape(), " x ")), 0,
-                                 group.gathered_bytes(), group.owner->reshards_after_forward()});
-    }
-    ++summary_.groups[found->second].parameters;
-  }
-
   ModuleWalk walk_;
   ModelSummary summary_;
   StorageCount buffers_;
   absl::flat_hash_map<const c10::TensorImpl*, std::string> seen_;
-  absl::flat_hash_map<const ParameterGroup*, size_t> groups_;
+  absl::flat_hash_set<const ParameterGroup*> groups_;
 };
 
 std::string note_on(const ParameterSummary& parameter) {
@@ -125,16 +119,7 @@ std::string table_of_modules(const std::vector<ParameterSummary>& parameters) {
                     fmt::format("{}", fmt::join(names, ", ")), kind[0], kind[1], kind[2], std::to_string(bytes),
                     std::to_string(here), kind[3]});
   }
-  return text_table(rows, {"bytes", "here", "count", "bytes gathered"});
-}
-
-std::string table_of_groups(const std::vector<GroupSummary>& groups) {
-  std::vector<TextRow> rows{{"group", "mesh", "count", "bytes gathered", "after forward"}};
-  for (const auto& group : groups) {
-    rows.push_back({group.name, group.mesh, std::to_string(group.parameters), std::to_string(group.unsharded_bytes),
-                    group.reshards_after_forward ? "freed" : "kept"});
-  }
-  return text_table(rows, {"bytes", "here", "count", "bytes gathered"});
+  return text_table(rows, {"bytes", "here"});
 }
 
 } // namespace
@@ -145,7 +130,7 @@ namespace tessera {
 
 std::string ModelSummary::to_string() const {
   std::string text = internal::table_of_modules(parameters) + "\n";
-  if (!groups.empty()) text += internal::table_of_groups(groups) + "\n";
+  if (!groups.empty()) text += internal::group_table(groups) + "\n";
   int64_t count = 0, bytes = 0, here = 0, frozen = 0, plain = 0;
   std::vector<std::string> apart;
   for (const auto& each : parameters) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
+#include <tessera/fsdp/group_summary.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
@@ -24,16 +25,6 @@ struct ParameterSummary {
   bool requires_grad = false;
   bool trains_apart = false; ///< it trains, and nothing sharded or replicated it, beside others that are
   std::string tied_to;       ///< the name under which the same parameter came before; its bytes are counted there
-};
-
-/// A call of `fully_shard` or `replicate` that took parameters.
-struct GroupSummary {
-  std::string name;       ///< as `ParameterSummary::group`
-  std::string mesh;       ///< "4 ranks", "2 x 2 ranks"
-  int64_t parameters = 0; ///< how many
-  /// On a rank while the group is gathered, in the dtypes that a forward reads; 0 where nothing is copied.
-  int64_t unsharded_bytes = 0;
-  bool reshards_after_forward = false;
 };
 
 /// What is sharded in a model, and how.
