@@ -11,13 +11,13 @@
 #include <utility>
 
 #include <tessera/collectives/process_context.h>
+#include <tessera/collectives/text_table.h>
 #include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/fsdp/bytes_of.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/memory_prediction.h>
 #include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/storage_count.h>
-#include <tessera/fsdp/text_table.h>
 
 namespace tessera::internal {
 

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 
+#include <tessera/collectives/text_table.h>
 #include <tessera/fsdp/bytes_of.h>
 #include <tessera/fsdp/memory_prediction.h>
 #include <tessera/fsdp/parameter_group.h>
-#include <tessera/fsdp/text_table.h>
 
 namespace tessera::internal {
 

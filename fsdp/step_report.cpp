@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <ostream>
 
-#include <tessera/fsdp/text_table.h>
+#include <tessera/collectives/text_table.h>
 
 namespace tessera {
 

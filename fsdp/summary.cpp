@@ -11,12 +11,12 @@
 #include <ostream>
 #include <utility>
 
+#include <tessera/collectives/text_table.h>
 #include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/fsdp/bytes_of.h>
 #include <tessera/fsdp/module_walk.h>
 #include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/storage_count.h>
-#include <tessera/fsdp/text_table.h>
 #include <tessera/fsdp/trains_apart.h>
 
 namespace tessera::internal {

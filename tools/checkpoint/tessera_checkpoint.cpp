@@ -11,6 +11,7 @@
 #include <tessera/checkpoint/reader.h>
 #include <tessera/checkpoint/safetensors.h>
 #include <tessera/collectives/error_text.h>
+#include <tessera/collectives/text_table.h>
 
 #include <ctime>
 #include <map>
@@ -18,7 +19,6 @@
 #include <string_view>
 
 #include "progress_bar.h"
-#include "table.h"
 
 ABSL_FLAG(std::string, to, "tessera",
           "convert: the format to write: tessera, hugging-face or dcp (PyTorch's HuggingFaceStorageWriter)");
@@ -74,7 +74,7 @@ void inspect(const Opened& opened) {
   fmt::print("{} tensors, {}; {} values; {} files, {}; {}\n", index.tensors.size(),
              human_bytes(tessera::internal::data_bytes(index)), index.values.size(), index.files.size(), human_bytes(file_bytes),
              index.has_checksums ? "with checksums" : "without checksums");
-  std::vector<std::vector<std::string>> rows{{"tensor", "dtype", "shape", "layout", "parts", "size"}};
+  std::vector<tessera::internal::TextRow> rows{{"tensor", "dtype", "shape", "layout", "parts", "size"}};
   for (const auto& tensor : index.tensors) {
     auto name = tensor.name;
     for (const auto& alias : tensor.aliases) name += " = " + alias;
@@ -82,13 +82,13 @@ void inspect(const Opened& opened) {
     rows.push_back({visible(name), tessera::internal::safetensors_dtype(tensor.dtype, name), join(tensor.sizes),
                     visible(tensor.layout), std::to_string(tensor.chunks.size()), human_bytes(bytes)});
   }
-  if (rows.size() > 1) fmt::print("\n{}", format_table(rows, {4, 5}));
+  if (rows.size() > 1) fmt::print("\n{}", tessera::internal::text_table(rows, {"parts", "size"}));
   rows = {{"value", "type", ""}};
   for (const auto& [name, value] : index.values) {
     const auto json = tessera::internal::to_json(value);
     rows.push_back({visible(name), json.begin().key(), visible(tessera::internal::to_text(json.begin().value()))});
   }
-  if (rows.size() > 1) fmt::print("\n{}", format_table(rows));
+  if (rows.size() > 1) fmt::print("\n{}", tessera::internal::text_table(rows));
 }
 
 int report(const std::vector<std::string>& findings, const std::string& none) {

@@ -1,6 +1,4 @@
-#include <tessera/fsdp/text_table.h>
-
-#include <fmt/format.h>
+#include <tessera/collectives/text_table.h>
 
 #include <algorithm>
 
@@ -16,7 +14,8 @@ std::string text_table(const std::vector<TextRow>& rows, std::initializer_list<s
     std::string line;
     for (size_t i = 0; i < row.size(); ++i) {
       const bool is_number = std::find(numbers.begin(), numbers.end(), rows[0][i]) != numbers.end();
-      line += is_number ? fmt::format("{:>{}}  ", row[i], widths[i]) : fmt::format("{:<{}}  ", row[i], widths[i]);
+      const std::string padding(widths[i] - row[i].size(), ' ');
+      line += (is_number ? padding + row[i] : row[i] + padding) + "  ";
     }
     text += line.substr(0, line.find_last_not_of(' ') + 1) + '\n';
   }
