@@ -1,5 +1,7 @@
 #pragma once
 
+#include <tessera/collectives/counters.h>
+
 #include <cstdint>
 #include <iosfwd>
 #include <string>
@@ -7,11 +9,8 @@
 
 namespace tessera {
 
-/// Collectives of one kind, counted as `CollectiveCounters` does: the payload is the larger of input and output.
-struct Traffic {
-  int64_t calls = 0, bytes = 0;
-  friend bool operator==(const Traffic&, const Traffic&) = default;
-};
+/// Collectives of one kind.
+using Traffic = CollectiveCounters::Count;
 
 /// What one group of a model did.
 struct GroupReport {

@@ -17,7 +17,7 @@ void pass(Turn& turn) {
 }
 
 /// The groups are not all that gathers and reduces.
-void check_within(const Traffic& reported, CollectiveKind kind, const CollectiveCounters::Count& before) {
+void check_within(const Traffic& reported, CollectiveKind kind, const Traffic& before) {
   const auto now = process_context().count(kind);
   TORCH_CHECK(reported.calls <= now.calls - before.calls && reported.bytes <= now.bytes - before.bytes, "the report has ",
               reported.calls, " calls of ", to_string(kind), " with ", reported.bytes, " bytes, but there were ",
