@@ -11,7 +11,7 @@
 #include <tessera/checkpoint/box.h>
 #include <tessera/checkpoint/byte_source.h>
 #include <tessera/checkpoint/json.h>
-#include <tessera/checkpoint/state_value.h>
+#include <tessera/checkpoint/saved_state.h>
 
 namespace tessera::internal {
 

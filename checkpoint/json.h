@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/checkpoint/state_value.h>
+#include <tessera/optim/state_value.h>
 
 namespace tessera::internal {
 

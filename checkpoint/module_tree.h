@@ -12,7 +12,7 @@
 #include <variant>
 #include <vector>
 
-#include <tessera/checkpoint/state_value.h>
+#include <tessera/optim/state_value.h>
 
 namespace tessera::internal {
 

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include <tessera/checkpoint/state_value.h>
+#include <tessera/optim/state_value.h>
 
 namespace tessera::internal {
 

@@ -13,7 +13,7 @@
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/json.h>
 #include <tessera/checkpoint/ranks.h>
-#include <tessera/checkpoint/state_value.h>
+#include <tessera/optim/state_value.h>
 
 namespace tessera::internal {
 

@@ -12,7 +12,7 @@
 #include <variant>
 #include <vector>
 
-#include <tessera/checkpoint/state_value.h>
+#include <tessera/checkpoint/saved_state.h>
 
 namespace torch::nn {
 class Module;

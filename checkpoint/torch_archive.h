@@ -8,7 +8,7 @@
 
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/pickle.h>
-#include <tessera/checkpoint/state_value.h>
+#include <tessera/optim/state_value.h>
 
 namespace tessera::internal {
 
