@@ -9,10 +9,10 @@
 
 namespace tessera::python {
 
-CallWork::CallWork(std::shared_ptr<Call> call, std::shared_ptr<CompletionThread> thread, Description description)
+CallWork::CallWork(std::shared_ptr<Call> call, std::shared_ptr<CompletionThreads> threads, Description description)
     : Work(description.rank, description.type),
       call_(std::move(call)),
-      thread_(std::move(thread)),
+      threads_(std::move(threads)),
       description_(std::move(description)) {}
 
 CallWork::~CallWork() {
@@ -23,7 +23,7 @@ CallWork::~CallWork() {
 }
 
 void CallWork::complete_in_background() {
-  std::call_once(in_background_, [this] { thread_->add(call_); });
+  std::call_once(in_background_, [this] { threads_->add(call_); });
 }
 
 bool CallWork::wait(std::chrono::milliseconds timeout) {

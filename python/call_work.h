@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "call.h"
-#include "completion_thread.h"
+#include "completion_threads.h"
 
 namespace tessera::python {
 
@@ -23,7 +23,7 @@ class CallWork final : public c10d::Work {
     std::chrono::milliseconds timeout = kNoTimeout; ///< of this call, where it is shorter than the communicator's
   };
 
-  CallWork(std::shared_ptr<Call> call, std::shared_ptr<CompletionThread> thread, Description description);
+  CallWork(std::shared_ptr<Call> call, std::shared_ptr<CompletionThreads> threads, Description description);
   ~CallWork() override;
   CallWork(const CallWork&) = delete;
   CallWork& operator=(const CallWork&) = delete;
@@ -42,7 +42,7 @@ class CallWork final : public c10d::Work {
   void wait_at_most(std::chrono::milliseconds timeout);
 
   std::shared_ptr<Call> call_;
-  std::shared_ptr<CompletionThread> thread_;
+  std::shared_ptr<CompletionThreads> threads_;
   Description description_;
   std::once_flag in_background_;
 };

@@ -105,11 +105,11 @@ CommunicatorPtr CommunicatorBackend::communicator() const {
 
 std::string CommunicatorBackend::text_of(OpType type) const { return c10::str(c10d::opTypeToString(type), " ", name_); }
 
-std::shared_ptr<CompletionThread> CommunicatorBackend::completion_thread(OpType type, int peer) {
+std::shared_ptr<CompletionThreads> CommunicatorBackend::completion_threads(OpType type, int peer) {
   const std::lock_guard lock(mutex_);
-  auto& thread = completion_threads_[peer == kAll ? std::pair(OpType::UNKNOWN, kAll) : std::pair(type, peer)];
-  if (!thread) thread = std::make_shared<CompletionThread>();
-  return thread;
+  auto& threads = completions_[peer == kAll ? std::pair(OpType::UNKNOWN, kAll) : std::pair(type, peer)];
+  if (!threads) threads = std::make_shared<CompletionThreads>();
+  return threads;
 }
 
 CommunicatorBackend::WorkPtr CommunicatorBackend::run(OpType type, Tensors outputs, milliseconds timeout, const Start& start,
@@ -129,7 +129,7 @@ CommunicatorBackend::WorkPtr CommunicatorBackend::run(OpType type, Tensors outpu
   CallWork::Description description{
       .type = type, .text = text_of(type), .rank = rank_, .sequence = ++calls_, .timeout = timeout_};
   if (timeout > kNoTimeout && timeout < options_->timeout) description.timeout = timeout;
-  return c10::make_intrusive<CallWork>(std::move(call), completion_thread(type, peer), std::move(description));
+  return c10::make_intrusive<CallWork>(std::move(call), completion_threads(type, peer), std::move(description));
 }
 
 CommunicatorBackend::WorkPtr CommunicatorBackend::run(OpType type, const at::Tensor& output, milliseconds timeout,

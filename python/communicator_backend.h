@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "completion_thread.h"
+#include "completion_threads.h"
 #include "staging.h"
 
 namespace tessera::python {
@@ -83,7 +83,7 @@ class CommunicatorBackend final : public c10d::Backend {
   WorkPtr run(c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout, const Start& start, int peer = kAll);
   WorkPtr run(c10d::OpType type, const at::Tensor& output, std::chrono::milliseconds timeout, const Start& start);
   /// One for the collectives, and one for each direction to each rank: a message that waits may wait for what follows it.
-  std::shared_ptr<CompletionThread> completion_thread(c10d::OpType type, int peer);
+  std::shared_ptr<CompletionThreads> completion_threads(c10d::OpType type, int peer);
   CommunicatorPtr communicator() const;
   std::string text_of(c10d::OpType type) const;
 
@@ -93,8 +93,8 @@ class CommunicatorBackend final : public c10d::Backend {
   CommunicatorPtr communicator_;                               ///< null after shutdown
   std::atomic<std::chrono::milliseconds> timeout_{kNoTimeout}; ///< of later calls, where it is not the communicator's
   std::atomic<uint64_t> calls_{0};
-  internal::BlockCache memory_{c10::Device(c10::kCPU)};                                          ///< of `allocateTensor`
-  std::map<std::pair<c10d::OpType, int>, std::shared_ptr<CompletionThread>> completion_threads_; ///< guarded by `mutex_`
+  internal::BlockCache memory_{c10::Device(c10::kCPU)};                                    ///< of `allocateTensor`
+  std::map<std::pair<c10d::OpType, int>, std::shared_ptr<CompletionThreads>> completions_; ///< guarded by `mutex_`
 };
 
 } // namespace tessera::python

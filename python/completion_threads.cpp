@@ -1,4 +1,4 @@
-#include "completion_thread.h"
+#include "completion_threads.h"
 
 #include <tessera/collectives/forks.h>
 
@@ -22,13 +22,13 @@ std::atomic<uint64_t> completed_calls = 0;
 
 /// The calls of one caller, with the thread that completes them. Another caller takes it over only when it is idle: calls that a
 /// callback waits for may not stand behind those of others, whose callbacks may wait for this one.
-struct CompletionThread::Queue {
+struct CompletionThreads::Queue {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::shared_ptr<Call>> calls;
   bool is_busy = false; ///< with the call that it has taken
   bool closed = false;
-  uint64_t caller = 0; ///< guarded by the mutex of the CompletionThread
+  uint64_t caller = 0; ///< guarded by the mutex of the CompletionThreads
   std::thread thread;
 
   bool is_idle() {
@@ -72,9 +72,9 @@ struct CompletionThread::Queue {
   }
 };
 
-CompletionThread::CompletionThread() : fork_depth_(internal::fork_depth()) {}
+CompletionThreads::CompletionThreads() : fork_depth_(internal::fork_depth()) {}
 
-CompletionThread::~CompletionThread() {
+CompletionThreads::~CompletionThreads() {
   if (fork_depth_ != internal::fork_depth()) { // the threads are the parent's
     for (auto& queue : queues_) internal::leave_to_parent(std::move(queue));
     return;
@@ -89,13 +89,13 @@ CompletionThread::~CompletionThread() {
   }
 }
 
-void CompletionThread::add(std::shared_ptr<Call> call) {
+void CompletionThreads::add(std::shared_ptr<Call> call) {
   if (fork_depth_ != internal::fork_depth()) return;
   const std::lock_guard lock(mutex_);
   queue_of(caller_here).push(std::move(call));
 }
 
-CompletionThread::Queue& CompletionThread::queue_of(uint64_t caller) {
+CompletionThreads::Queue& CompletionThreads::queue_of(uint64_t caller) {
   const auto own = std::ranges::find(queues_, caller, [](const auto& queue) { return queue->caller; });
   if (own != queues_.end()) return **own;
   const auto idle = std::ranges::find_if(queues_, [](const auto& queue) { return queue->is_idle(); });
@@ -104,7 +104,7 @@ CompletionThread::Queue& CompletionThread::queue_of(uint64_t caller) {
   return queue;
 }
 
-CompletionThread::Queue& CompletionThread::start_queue() {
+CompletionThreads::Queue& CompletionThreads::start_queue() {
   const auto queue = std::make_shared<Queue>();
   queues_.reserve(queues_.size() + 1); // nothing may fail once the thread runs
   queue->thread = std::thread([queue] { queue->complete_all(); });

@@ -16,13 +16,13 @@ namespace tessera::python {
 /// A thread also runs what the Futures of its calls call back. Such a callback may wait for calls that it makes itself, on any
 /// group: those of each callback go to another thread, in their order. A thread starts when a call needs it; one that has nothing
 /// to do is used again.
-class CompletionThread {
+class CompletionThreads {
  public:
-  CompletionThread();
+  CompletionThreads();
   /// Returns when all calls are over: their communicator is closed before, or lets them end. At once on such a thread.
-  ~CompletionThread();
-  CompletionThread(const CompletionThread&) = delete;
-  CompletionThread& operator=(const CompletionThread&) = delete;
+  ~CompletionThreads();
+  CompletionThreads(const CompletionThreads&) = delete;
+  CompletionThreads& operator=(const CompletionThreads&) = delete;
 
   /// Nothing in a forked child: the call is its parent's.
   void add(std::shared_ptr<Call> call);
