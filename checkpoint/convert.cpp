@@ -112,7 +112,7 @@ int64_t data_bytes(const Index& index) {
 }
 
 std::vector<std::string> convert(const Opened& from, const std::filesystem::path& to, const ConvertOptions& options) {
-  Reader reader(from.place, from.index, options.verify && from.index.has_checksums);
+  Reader reader(from.source, from.index, options.verify && from.index.has_checksums);
   auto [plan, sources, left_out] = plan_conversion(from.index, options);
   std::vector<OwnedPart> parts;
   for (size_t i = 0; i < sources.size(); ++i) {

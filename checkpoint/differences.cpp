@@ -94,7 +94,7 @@ std::vector<std::string> differences(const Opened& a, const Opened& b, const std
     // The text alone tells -0.0 from 0.0, and the value alone texts in which the same was replaced, as not UTF-8.
     if (text_x != text_y || !is_same(x, y)) findings.push_back(name + ": " + text_x + " and " + text_y);
   });
-  Reader reader_a(a.place, a.index, a.index.has_checksums), reader_b(b.place, b.index, b.index.has_checksums);
+  Reader reader_a(a.source, a.index, a.index.has_checksums), reader_b(b.source, b.index, b.index.has_checksums);
   const auto tensors_a = tensors_of(a.index), tensors_b = tensors_of(b.index);
   match(tensors_a, tensors_b, findings, [&](const std::string& name, const IndexedTensor* x, const IndexedTensor* y) {
     const auto first = tensors_b.find(x->name);

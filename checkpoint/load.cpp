@@ -155,8 +155,8 @@ checkpoint::LoadReport load_opened(const Ranks& ranks, const std::string& step, 
         "checkpoint");
   });
   ranks.all(step, [&] {
-    check_agreed(messages, ranks, step, opened.place.name(), options);
-    Reader reader(opened.place, opened.index, options.verify && opened.index.has_checksums);
+    check_agreed(messages, ranks, step, opened.source.name(), options);
+    Reader reader(opened.source, opened.index, options.verify && opened.index.has_checksums);
     read_tensors(target.plan(), reader);
     bytes_read = reader.bytes_read();
   });

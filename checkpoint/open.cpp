@@ -138,11 +138,11 @@ Opened open_checkpoint(const std::filesystem::path& path) {
 }
 
 Opened open_checkpoint(const checkpoint::Storage& storage, const std::string& name) {
-  const CheckpointPlace place(storage, name);
+  const CheckpointSource source(storage, name);
   TORCH_CHECK(storage.size(name + "/" + kIndexName), name, " is not a complete checkpoint: the storage has no ", name, "/",
               kIndexName);
-  const auto index = place.open(kIndexName);
-  return {place, parse_index(read_all(*index, kMaxIndexBytes), index->name())};
+  const auto index = source.open(kIndexName);
+  return {source, parse_index(read_all(*index, kMaxIndexBytes), index->name())};
 }
 
 } // namespace tessera::internal

@@ -4,14 +4,14 @@
 
 #include <filesystem>
 
+#include <tessera/checkpoint/checkpoint_source.h>
 #include <tessera/checkpoint/index.h>
-#include <tessera/checkpoint/place.h>
 
 namespace tessera::internal {
 
 /// A checkpoint to read from, ours or another library's.
 struct Opened {
-  CheckpointPlace place; ///< a folder with symbolic links resolved, so that a moving `latest` is followed once
+  CheckpointSource source; ///< a folder with symbolic links resolved, so that a moving `latest` is followed once
   Index index;
 };
 

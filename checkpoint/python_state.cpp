@@ -153,7 +153,7 @@ void take_names_from_python(Opened& opened, const checkpoint::PythonKeys& keys, 
   auto& index = opened.index;
   const PythonNames names(keys, options, state, index);
   const auto type = state.contains(kRoot + "type") ? state.value<std::string>(kRoot + "type") : "";
-  Reader reader(opened.place, index, index.has_checksums);
+  Reader reader(opened.source, index, index.has_checksums);
   for (auto& tensor : index.tensors) tensor.name = names.entry(tensor.name);
   for (auto& [name, value] : index.values) {
     name = names.entry(name);

@@ -20,14 +20,14 @@ constexpr int64_t kDirectBytes = 16384;
 
 } // namespace
 
-Reader::Reader(CheckpointPlace place, const Index& index, bool verify)
-    : place_(std::move(place)), index_(index), verify_(verify) {}
+Reader::Reader(CheckpointSource source, const Index& index, bool verify)
+    : source_(std::move(source)), index_(index), verify_(verify) {}
 
 const ByteSource& Reader::file(int64_t position) {
   const std::lock_guard lock(opening_);
   if (const auto found = files_.find(position); found != files_.end()) return *found->second;
   const auto& indexed = index_.files[static_cast<size_t>(position)];
-  auto file = place_.open(indexed.name);
+  auto file = source_.open(indexed.name);
   const auto path = file->name();
   TORCH_CHECK(file->size() == indexed.bytes, path, " has ", file->size(), " bytes where the checkpoint wrote ", indexed.bytes);
   if (verify_) {

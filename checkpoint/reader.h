@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include <tessera/checkpoint/checkpoint_source.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/pieces.h>
-#include <tessera/checkpoint/place.h>
 
 namespace tessera::internal {
 
@@ -21,7 +21,7 @@ class Reader {
  public:
   /// `index` must outlive the reader. With `verify`, every byte read is compared with its checksum: headers when a file is
   /// opened, and data in whole blocks, which are read for that even where only a part of them is needed.
-  Reader(CheckpointPlace place, const Index& index, bool verify);
+  Reader(CheckpointSource source, const Index& index, bool verify);
 
   /// Fills the piece, whose box lies in the tensor, from the chunks that intersect it. Converts where its dtype is another one.
   void read(const IndexedTensor& tensor, const Piece& piece);
@@ -40,7 +40,7 @@ class Reader {
   void read_block(const IndexedTensor& tensor, const Chunk& chunk, int64_t block, int64_t bytes, char* out);
   void verify_chunk(const IndexedTensor& tensor, const Chunk& chunk, const std::function<void(int64_t)>& progress);
 
-  CheckpointPlace place_;
+  CheckpointSource source_;
   const Index& index_;
   bool verify_;
   std::mutex opening_;

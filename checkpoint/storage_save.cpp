@@ -1,9 +1,9 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/catalog.h>
+#include <tessera/checkpoint/checkpoint_source.h>
 #include <tessera/checkpoint/checksum.h>
 #include <tessera/checkpoint/index.h>
 #include <tessera/checkpoint/open.h>
-#include <tessera/checkpoint/place.h>
 #include <tessera/checkpoint/storage_save.h>
 #include <tessera/collectives/error_text.h>
 #include <unistd.h>
@@ -142,7 +142,7 @@ struct StoredCheckpoints {
 void add_checkpoint(const checkpoint::Storage& storage, const std::string& name, const StoredObjects& objects,
                     StoredCheckpoints& found) {
   try {
-    const auto index = CheckpointPlace(storage, name).open(kIndexName);
+    const auto index = CheckpointSource(storage, name).open(kIndexName);
     if (!begins_as_index(*index) && objects.data.empty()) return;
     found.whole.emplace_back(parse_index(read_all(*index, kMaxIndexBytes), index->name()).saved_at, name);
   } catch (const std::exception& error) {

@@ -9,8 +9,8 @@ namespace {
 
 std::vector<std::string> verify(const std::function<internal::Opened()>& open) {
   try {
-    const auto [place, index] = open();
-    return internal::Reader(place, index, index.has_checksums).verify_all();
+    const auto [source, index] = open();
+    return internal::Reader(source, index, index.has_checksums).verify_all();
   } catch (const std::exception& error) { // also those of std::filesystem, and of a program's storage
     return {internal::error_text(error)};
   }

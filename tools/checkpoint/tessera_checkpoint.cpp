@@ -69,7 +69,7 @@ void inspect(const Opened& opened) {
   const auto& index = opened.index;
   int64_t file_bytes = 0;
   for (const auto& file : index.files) file_bytes += file.bytes;
-  fmt::print("{}\n", visible(opened.place.name()));
+  fmt::print("{}\n", visible(opened.source.name()));
   if (index.saved_at > 0) fmt::print("saved {} by {} ranks\n", time_of(index.saved_at), index.world_size);
   fmt::print("{} tensors, {}; {} values; {} files, {}; {}\n", index.tensors.size(),
              human_bytes(tessera::internal::data_bytes(index)), index.values.size(), index.files.size(), human_bytes(file_bytes),
@@ -109,7 +109,7 @@ int verify(const std::string& path) {
   {
     ProgressBar bar("verify", tessera::internal::data_bytes(index));
     findings =
-        tessera::internal::Reader(opened->place, index, index.has_checksums).verify_all([&](int64_t bytes) { bar.add(bytes); });
+        tessera::internal::Reader(opened->source, index, index.has_checksums).verify_all([&](int64_t bytes) { bar.add(bytes); });
   }
   return report(findings,
                 index.has_checksums ? "whole: every byte has its checksum" : "the structure is sound; there are no checksums");

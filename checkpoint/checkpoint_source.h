@@ -13,13 +13,13 @@
 namespace tessera::internal {
 
 /// Local to a rank, and cheap to copy.
-class CheckpointPlace {
+class CheckpointSource {
  public:
-  CheckpointPlace() = default;
-  /// A folder. Implicit, since it is one place.
-  CheckpointPlace(std::filesystem::path folder) : folder_(std::move(folder)) {} // NOLINT(google-explicit-constructor)
+  CheckpointSource() = default;
+  /// A folder. Implicit, since its path is one source.
+  CheckpointSource(std::filesystem::path folder) : folder_(std::move(folder)) {} // NOLINT(google-explicit-constructor)
   /// The objects "<checkpoint>/<file>" of a storage, which must outlive it.
-  CheckpointPlace(const checkpoint::Storage& storage, std::string checkpoint)
+  CheckpointSource(const checkpoint::Storage& storage, std::string checkpoint)
       : storage_(&storage), checkpoint_(std::move(checkpoint)) {}
 
   /// For people: the folder's path, or the checkpoint's name.

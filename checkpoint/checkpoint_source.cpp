@@ -1,6 +1,6 @@
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/checkpoint_source.h>
 #include <tessera/checkpoint/file.h>
-#include <tessera/checkpoint/place.h>
 #include <tessera/collectives/error_text.h>
 
 namespace tessera::internal {
@@ -38,7 +38,7 @@ class Object : public ByteSource {
 
 } // namespace
 
-std::unique_ptr<ByteSource> CheckpointPlace::open(const std::string& file) const {
+std::unique_ptr<ByteSource> CheckpointSource::open(const std::string& file) const {
   if (storage_) return std::make_unique<Object>(*storage_, checkpoint_ + "/" + file);
   return std::make_unique<File>(File::open(folder_ / file));
 }
