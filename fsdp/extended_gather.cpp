@@ -9,8 +9,8 @@
 
 #include <tessera/collectives/gather_texts.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/fsdp/flat_views.h>
 #include <tessera/fsdp/group_layout.h>
-#include <tessera/fsdp/unsharded_storage.h>
 
 namespace tessera::internal {
 

@@ -8,12 +8,14 @@
 #include <tessera/collectives/error_text.h>
 #include <tessera/fsdp/copy_elements.h>
 #include <tessera/fsdp/copy_list.h>
+#include <tessera/fsdp/flat_views.h>
 #include <tessera/fsdp/own_work.h>
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/profiler_range.h>
 #include <tessera/fsdp/row_split.h>
 #include <tessera/fsdp/step_recorder.h>
 #include <tessera/offload/aligned_memory.h>
+#include <tessera/offload/tensor_over.h>
 
 namespace tessera::internal {
 

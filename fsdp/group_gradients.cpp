@@ -20,6 +20,7 @@
 #include <tessera/fsdp/step_recorder.h>
 #include <tessera/fsdp/unreduced_gradient.h>
 #include <tessera/offload/aligned_memory.h>
+#include <tessera/offload/tensor_over.h>
 
 namespace tessera::internal {
 

@@ -13,7 +13,9 @@
 #include <functional>
 
 #include <tessera/dtensor/prefetch.h>
+#include <tessera/fsdp/flat_views.h>
 #include <tessera/fsdp/own_work.h>
+#include <tessera/offload/tensor_over.h>
 
 namespace tessera::internal {
 

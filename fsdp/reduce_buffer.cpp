@@ -12,8 +12,9 @@
 
 #include <tessera/collectives/current_stream.h>
 #include <tessera/fsdp/copy_elements.h>
+#include <tessera/fsdp/flat_views.h>
 #include <tessera/fsdp/row_split.h>
-#include <tessera/fsdp/unsharded_storage.h>
+#include <tessera/offload/tensor_over.h>
 
 namespace tessera::internal {
 

@@ -27,6 +27,7 @@
 #include <tessera/dtensor/move.h>
 #include <tessera/dtensor/view_replay.h>
 #include <tessera/fsdp/construction_mode.h>
+#include <tessera/fsdp/flat_views.h>
 #include <tessera/fsdp/gradient_hooks.h>
 #include <tessera/fsdp/operator_traits.h>
 #include <tessera/fsdp/parameter_group.h>
