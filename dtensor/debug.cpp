@@ -18,6 +18,11 @@ struct internal::RedistributionLog {
   std::vector<RedistributionRecord> records;
 };
 
+void internal::add_record(RedistributionLog& log, RedistributionRecord record) {
+  const std::lock_guard lock(log.mutex);
+  log.records.push_back(std::move(record));
+}
+
 namespace {
 
 /// The ranges of local dim `d` in the global tensor: "0:2", or "0:2+4:6" under a StridedShard.
@@ -85,15 +90,6 @@ std::string LogRedistributions::to_string() const {
   std::string text;
   for (const auto& record : records()) text += record.to_string() + "\n";
   return text;
-}
-
-bool logs_redistributions() { return internal::program_scopes().log != nullptr; }
-
-void record_redistribution(RedistributionRecord record) {
-  auto* const log = internal::program_scopes().log;
-  if (!log) return;
-  const std::lock_guard lock(log->mutex);
-  log->records.push_back(std::move(record));
 }
 
 std::string picture(const at::Tensor& dtensor) {

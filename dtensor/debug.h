@@ -60,11 +60,6 @@ class LogRedistributions {
   c10::DebugInfoGuard scope_;
 };
 
-/// Internal: true inside a LogRedistributions scope of this thread.
-bool logs_redistributions();
-/// Internal: adds to the innermost scope.
-void record_redistribution(RedistributionRecord record);
-
 /// Which rank holds which part, as text: one line a rank of the mesh, in its order. The same on every rank; no communication.
 ///
 ///   float[5, 3] (Shard(0)) on DeviceMesh(cpu, [0, 1])

@@ -6,9 +6,14 @@
 
 #include <functional>
 
+namespace tessera {
+struct RedistributionRecord;
+}
+
 namespace tessera::internal {
 
 struct RedistributionLog; // of debug.cpp
+void add_record(RedistributionLog& log, RedistributionRecord record);
 
 /// They hold in the thread that opened them, and in every backward that is called in them: autograd runs the backward of a
 /// device's operators on a thread of its own, and carries LibTorch's debug information there.

@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include <tessera/dtensor/debug.h>
+#include <tessera/dtensor/program_scopes.h>
 #include <tessera/dtensor/redistribute/transition.h>
 
 namespace tessera::internal {
@@ -183,10 +184,11 @@ at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const S
               to.to_string());
   if (!from.on_mesh() || same_local(from, to)) return local;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (C10_LIKELY(!logs_redistributions())) return run_where_mesh_is(local, from, to, label, request);
+  auto* const log = program_scopes().log;
+  if (C10_LIKELY(!log)) return run_where_mesh_is(local, from, to, label, request);
   const CountCollectives collectives;
   auto result = run_where_mesh_is(local, from, to, label, request);
-  record_redistribution({std::string(label), from.sizes(), from.placements(), to.placements(), collectives.total_bytes()});
+  add_record(*log, {std::string(label), from.sizes(), from.placements(), to.placements(), collectives.total_bytes()});
   return result;
 }
 
