@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
+
+#include <tessera/dtensor/sharding_math.h>
 
 namespace tessera::internal::rules {
 
@@ -154,6 +157,17 @@ Factorization einsum_factors(const OpCall& call, std::string_view equation, Inde
     }
   }
   return factors;
+}
+
+bool any_sharded(const Placements& placements) { return std::any_of(placements.begin(), placements.end(), is_sharded); }
+
+Placement from_extents(int64_t dim, const std::vector<int64_t>& extents) {
+  const auto ranks = static_cast<int64_t>(extents.size());
+  const auto size = std::accumulate(extents.begin(), extents.end(), int64_t{0});
+  bool chunks = dim == 0;
+  for (int64_t r = 0; r < ranks; ++r) chunks = chunks && extents[r] == chunk_extent(size, ranks, r).size;
+  if (chunks) return Shard{0};
+  return RaggedShard{dim, extents};
 }
 
 } // namespace tessera::internal::rules

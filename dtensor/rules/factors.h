@@ -51,6 +51,11 @@ inline OpSet kept_by_cast(at::ScalarType from, at::ScalarType to) {
   return at::isFloatingType(to) || from == at::kBool ? kOrderOps : OpSet{};
 }
 
+/// For a PlacementMap.
+bool any_sharded(const Placements& placements);
+/// The placement that gives the ranks these extents of leading dims 0..dim: Shard(0) where they are torch.chunk's.
+Placement from_extents(int64_t dim, const std::vector<int64_t>& extents);
+
 /// Input 1, cast to the type of input 0, takes its place.
 Factorization copy_factors(const OpCall& call);
 

@@ -44,6 +44,7 @@ Registry::Registry() : pointwise_(OnLocals(pointwise_factors)), whole_(OnLocals(
   register_reductions(*this);
   register_matmul(*this);
   register_views(*this);
+  register_cuts(*this);
   register_shapes(*this);
   register_factories(*this);
   register_random(*this);

@@ -42,6 +42,7 @@ void register_foreach(Registry& registry);
 void register_reductions(Registry& registry);
 void register_matmul(Registry& registry);
 void register_views(Registry& registry);
+void register_cuts(Registry& registry);
 void register_shapes(Registry& registry);
 void register_factories(Registry& registry);
 void register_random(Registry& registry);
