@@ -86,7 +86,8 @@ class RankWatch {
   int64_t announce_late(const std::vector<int64_t>& ranks) const {
     return announce_first_silent(ranks, MissingRank::Reason::kTimedOut);
   }
-  /// As above, where the wait goes on: else those who wait for this rank, and whose time is up sooner, would name this one.
+  /// As above, where the wait goes on. Otherwise those who wait for this rank would name this one, since their time is up
+  /// sooner.
   int64_t announce_wait(const std::vector<int64_t>& ranks) const {
     return announce_first_silent(ranks, MissingRank::Reason::kAwaited);
   }

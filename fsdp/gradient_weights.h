@@ -20,7 +20,7 @@ class GradientWeights {
   void forget(const void* setter) {
     if (const auto found = find(setter); found != weights_.end()) weights_.erase(found);
   }
-  /// Those of `other` too.
+  /// Takes the weights of `other` too.
   void take(const GradientWeights& other) {
     for (const auto& [setter, weight] : other.weights_) set(setter, weight);
   }

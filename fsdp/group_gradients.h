@@ -49,7 +49,7 @@ at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bo
 /// strategy), `finish_reduce`.
 class GroupGradients {
  public:
-  /// Of a group that has its parameters.
+  /// `group` has its parameters already.
   explicit GroupGradients(ParameterGroup& group) : group_(group), buffer_(group), landed_(group.parameters().size()) {}
   ~GroupGradients();
   GroupGradients(const GroupGradients&) = delete;
@@ -58,7 +58,7 @@ class GroupGradients {
   /// What is to come, and what has landed in this backward.
   LandedGradients& landed() { return landed_; }
   /// Copies a full gradient, times `weight`, into the reduce buffer, added to what this backward or gradient accumulation left
-  /// there. One of weight 0 counts as none of this rank.
+  /// there. A gradient of weight 0 counts as if this rank had none.
   void land(size_t index, const at::Tensor& gradient, double weight);
   /// The group is to be reduced in this backward even if nothing lands, unless it is frozen.
   void join_reduction();
@@ -117,7 +117,8 @@ class GroupGradients {
   void prepare_buffer();
   void start_first();
   void start_second();
-  /// Where the current stream is another than the memory's home, that gets it back no earlier than this one has done with it.
+  /// The current stream may be another one than the memory's home. Then the home gets the memory back no earlier than the current
+  /// stream has done with it.
   void wait_for_second();
   Work reduce_replicas();
   void finish_sum(const at::Tensor& reduced, bool is_divided) const;

@@ -45,7 +45,7 @@ class Pieces {
 
   Pieces() = default;
   explicit Pieces(const std::vector<OwnedRange>& pieces);
-  /// Of the next `ranks` ranks.
+  /// Adds the pieces of the next `ranks` ranks: `range`, and each further one `step` after the one before.
   void append(int64_t ranks, const OwnedRange& range, int64_t step);
 
   size_t size() const { return static_cast<size_t>(runs_.empty() ? 0 : runs_.back().first + runs_.back().ranks); }

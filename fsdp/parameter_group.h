@@ -76,8 +76,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   ParameterGroup& operator=(const ParameterGroup&) = delete;
 
   /// Takes over tensors: keeps this rank's part, in `memory` where it is not null, and turns each into a DTensor in place. Meta
-  /// tensors get no memory until `materialize`. Those of other groups leave these, which must not be used any more. Where there
-  /// is no memory for the shard, the tensors stay as they are.
+  /// tensors get no memory until `materialize`. Tensors of other groups leave those groups, which must not be used any more. All
+  /// tensors stay as they are where there is no memory for the shard.
   void shard(std::span<const FreeParameter> parameters, std::shared_ptr<OffloadMemory> memory = nullptr);
   /// Gives meta-device parameters uninitialized memory on the mesh's device, and leaves; nothing for others.
   void materialize();
@@ -134,7 +134,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   BlockCache& cache() { return resources_->blocks; }
   const CommunicationStreams& streams() const { return resources_->streams; }
   StepRecorder* recorder() const { return resources_->recorder.get(); }
-  /// Where shards, gradients and the optimizer's state lie; null where that is the device's own memory.
+  /// The memory of shards, gradients and the optimizer's state; null where that is the device's own.
   const std::shared_ptr<OffloadMemory>& memory() const { return memory_; }
   /// Whether the shards lie elsewhere than what forward reads.
   bool is_off_device() const { return memory_ && !axes_.mesh().device().is_cpu(); }
