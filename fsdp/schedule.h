@@ -32,10 +32,11 @@ namespace tessera::internal {
 /// Forward: the first read of a group waits for its all-gather, starts the next group's in the order that the forward before
 /// recorded, and frees every open group that is neither above nor below it, and what was gathered ahead for a read that this
 /// forward has left out. Backward: the same in reverse order; a group whose gradients have all landed is reduced and freed.
-/// Reductions start in reverse forward order on every rank, whatever the order in which gradients land there, and although a
-/// gradient that others expect never comes on a rank whose loss has no use for it. Modules in buckets are reduced after the
-/// others, in the order of their parameters, and all buckets of a module where one has a gradient: another rank may use others,
-/// or read them in another order.
+/// Every rank starts reductions in the reverse order of the forward. The order in which gradients land does not change it. A rank
+/// whose loss does not use a parameter still reduces its group.
+///
+/// Modules in buckets are reduced after the others, in the order of their parameters. All buckets of a module are reduced where
+/// one has a gradient: another rank may use others, or read them in another order.
 ///
 /// Thread-safe: the forward thread and autograd's threads call it.
 class Schedule : public std::enable_shared_from_this<Schedule> {

@@ -76,7 +76,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   const std::shared_ptr<ShardedModule>& parent() const { return parent_; }
   /// Puts `child` and all below it under this root. `places` says for each module of `child` where it lies; `settle` must follow.
   void adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places);
-  /// Has `state` live as long as this one, which has its module's parameters, and with this one's schedule.
+  /// Keeps `state` alive as long as this one, on the same schedule. `state` is of a module whose parameters this one has.
   void keep_beside(const std::shared_ptr<ShardedModule>& state);
   /// The state of `module`: this one, or one beside it; null for neither.
   std::shared_ptr<ShardedModule> state_of(const torch::nn::Module* module);
