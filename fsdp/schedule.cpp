@@ -65,8 +65,10 @@ void Schedule::enter(State next) {
 }
 
 bool Schedule::has_failed_backward() const {
-  // Once it has thrown, a thread of the device's may hold the graph task for a moment yet.
-  return state_ == State::kBackward && (!in_backward() || iteration_.graph_task.expired());
+  if (state_ != State::kBackward) return false;
+  // Once it has thrown, a thread of the device's may hold the graph task for a moment yet. On the CPU nothing does: then a read
+  // outside of a backward is another thread's, for which a hook waits.
+  return iteration_.graph_task.expired() || (!in_backward() && !device_.is_cpu());
 }
 
 bool Schedule::follow(const ParameterGroup* read) {

@@ -7,6 +7,7 @@
 #include <c10/util/StringUtil.h>
 #include <tessera/collectives/gather_texts.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/training/nan_search.h>
 
 #include <algorithm>
@@ -48,11 +49,13 @@ CurrentSearch& current_search() {
   return *search;
 }
 
-/// What the search itself calls is neither recorded nor differentiated, and no autocast or DTensor takes part in it.
+/// What the search itself calls is neither recorded, differentiated, nor kept for a recomputation, and no autocast or DTensor
+/// takes part in it.
 struct LookingScope {
   at::DisableRecordFunctionGuard no_record;
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_keeping{internal::kDTensorKey};
 };
 
 std::unique_ptr<at::ObserverContext> at_begin(const at::RecordFunction& function) {

@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 
+#include <tessera/activations/recompute.h>
 #include <tessera/training/nan_guard.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
@@ -155,6 +156,21 @@ TEST(NanGuard, LooksAtAModelThatIsNotSharded) {
   NanGuard guard(*pair);
   pair->forward(input()).sum().backward();
   EXPECT_THROWS_WITH(guard.check(), "first on rank 0: aten::log made NaN in forward, after module 'second'");
+}
+
+TEST(NanGuard, CallsNothingThatARecomputationKeeps) {
+  const Pair model;
+  const auto x = torch::ones({3}).requires_grad_();
+  RecomputeOptions options;
+  options.keep = [](const c10::OperatorHandle& op, auto) { return op.operator_name().name == "aten::any"; };
+  Tensor y;
+  {
+    const NanGuard guard(*model);
+    const auto function = [](const Tensor& x) { return x.exp() * (x > 0).any().to(torch::kFloat); };
+    y = recompute(options, function, x);
+  }
+  y.sum().backward(); // without the guard: the first `any` of the second run is the function's own
+  EXPECT_TRUE(torch::allclose(x.grad(), x.detach().exp()));
 }
 
 } // namespace

@@ -99,5 +99,33 @@ TEST(Threads, TwoIndependentModelsInterleaveTheirPasses) {
   }
 }
 
+/// A hook of the backward waits for the thread.
+TEST(Threads, AHookMayEvaluateOnAnotherThread) {
+  if (!tests_the_cpu()) GTEST_SKIP() << "on a device a backward that has thrown looks the same from another thread";
+  for (const auto& strategy : holds_strategies()) {
+    SCOPED_TRACE(strategy.name);
+    const auto model = sharded_case<Layers>(strategy), twin = sharded_case<Layers>(strategy);
+    const auto x = model->input_of(0, world_rank());
+    double evaluated = 0;
+    const auto hidden = model->hidden(x);
+    hidden.register_hook([&](const Tensor& gradient) {
+      on_another_thread([&] {
+        const torch::NoGradGuard no_grad;
+        evaluated = model->loss(x).item<double>();
+      });
+      return gradient;
+    });
+    model->head(hidden).square().mean().backward();
+    const auto loss = twin->loss(x);
+    loss.backward();
+    EXPECT_NEAR(evaluated, loss.item<double>(), 1e-6);
+    const auto expected = twin->parameters(), got = model->parameters();
+    for (size_t i = 0; i < got.size(); ++i) {
+      ASSERT_TRUE(got[i].grad().defined());
+      EXPECT_TRUE(torch::allclose(DTensor(got[i].grad()).full_tensor(), DTensor(expected[i].grad()).full_tensor(), 1e-5, 1e-6));
+    }
+  }
+}
+
 } // namespace
 } // namespace tessera::testing
