@@ -37,9 +37,18 @@ std::vector<Action> state_actions();
 std::vector<Action> checkpoint_actions();
 std::vector<Action> average_actions();
 std::vector<Action> loop_actions();
+std::vector<Action> schedule_actions();
 std::vector<Action> sharding_actions();
 std::vector<Action> surgery_actions();
 std::vector<Action> observation_actions();
+std::vector<Action> background_actions();
+std::vector<Action> mode_actions();
+std::vector<Action> scaling_actions();
+std::vector<Action> closure_actions();
+std::vector<Action> reduction_actions();
+std::vector<Action> thread_actions();
+std::vector<Action> post_hook_actions();
+std::vector<Action> recomputation_actions();
 
 /// All of them: the table that scripts are drawn from.
 const std::vector<Action>& actions();

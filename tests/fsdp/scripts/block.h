@@ -52,6 +52,7 @@ BlockKind block_kind(const std::string& name) {
 
 /// The kinds of one file each.
 std::vector<BlockKind> module_blocks();
+std::vector<BlockKind> layer_blocks();
 std::vector<BlockKind> parameter_blocks();
 std::vector<BlockKind> view_blocks();
 std::vector<BlockKind> function_blocks();

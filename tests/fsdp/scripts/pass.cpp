@@ -3,6 +3,8 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/call.h>
 
+#include <tessera/tests/fsdp/scripts/block_runs.h>
+
 namespace tessera::testing::scripts {
 namespace {
 
@@ -91,7 +93,7 @@ Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute, bool may_mix_
   const auto penalty = turn.draw.below(10); // 0: the head's, 1: all parameters', 2: the gradient's, 3: the head's among DTensors
   const bool in_scope = turn.draw.chance(15);
   const bool x_has_gradient = turn.draw.chance(30);
-  const bool recomputes = may_recompute && turn.draw.chance(40);
+  const auto [name_of_run, run] = random_run(turn.draw, may_recompute);
 
   const bool trains = torch::GradMode::is_enabled();
   // What a hook within writes, and the second pass of a gradient penalty reads, is in no order. A device's threads take another.
@@ -99,10 +101,10 @@ Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute, bool may_mix_
   const bool gradient_counts = trains && penalty == 2 && is_ordered && model.is_twice_differentiable();
   if (trains && (x_has_gradient || gradient_counts)) x.requires_grad_();
   turn.note(c10::str("forward of ", order, " on rows ", rows, ", loss ", kind, ", penalty ", penalty,
-                     in_scope ? ", in scope" : "", recomputes ? ", recomputed" : ""));
+                     in_scope ? ", in scope" : "", name_of_run.empty() ? "" : ", blocks ", name_of_run));
   std::optional<ForwardScope> scope;
   if (in_scope && turn.side.sharded) scope.emplace(model);
-  const auto y = model.forward(x, ids, order, tap, recomputes && turn.side.sharded);
+  const auto y = model.forward(x, ids, order, tap, turn.side.sharded ? run : RunBlock());
   TORCH_CHECK(!is_dtensor(y), "the output is a DTensor");
   auto loss = loss_of_output(y, kind) * weight;
   if (trains && penalty < 2) loss = loss + penalty_of_parameters(model, penalty == 1);

@@ -1,7 +1,5 @@
 #include "random_model.h"
 
-#include <tessera/activations/recompute.h>
-
 #include <algorithm>
 #include <iterator>
 #include <numeric>
@@ -45,7 +43,7 @@ bool is_low_precision(const Tensor& tensor) {
 
 std::vector<BlockKind> block_kinds() {
   std::vector<BlockKind> all{block_kind<Nested>("nested")};
-  for (const auto& kinds : {module_blocks(), parameter_blocks(), view_blocks(), function_blocks()})
+  for (const auto& kinds : {module_blocks(), layer_blocks(), parameter_blocks(), view_blocks(), function_blocks()})
     all.insert(all.end(), kinds.begin(), kinds.end());
   return all;
 }
@@ -92,15 +90,16 @@ void RandomModel::tie_weights(Draw& draw) {
 }
 
 Tensor RandomModel::forward(const Tensor& x, const Tensor& ids, const std::vector<size_t>& order, const Tap& tap,
-                            bool recomputes) {
+                            const RunBlock& run) {
   auto y = x;
   for (size_t position = 0; position < order.size(); ++position) {
-    auto& block = *blocks_[order[position]];
-    y = recomputes ? recompute(block, y, ids) : block.forward(y, ids);
+    const auto& block = blocks_[order[position]];
+    if (input_dtype_) y = y.to(*input_dtype_);
+    y = run ? run(block, y, ids) : block->forward(y, ids);
     y = y.clamp(-20, 20); // so that no draw of blocks diverges
     if (tap) y = tap(position, y);
   }
-  return y.matmul(head_);
+  return (input_dtype_ ? y.to(*input_dtype_) : y).matmul(head_);
 }
 
 std::vector<size_t> RandomModel::whole_order() const {

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,18 +13,24 @@ namespace tessera::testing::scripts {
 /// Called with the position in the order of blocks and that block's output; returns what goes on in its place.
 using Tap = std::function<Tensor(size_t, const Tensor&)>;
 
+/// Runs a block on its two inputs.
+using RunBlock = std::function<Tensor(const BlockPtr&, const Tensor& x, const Tensor& ids)>;
+
 /// Two to five blocks drawn from a pool of kinds, and a head. Some parameters are frozen, a weight may be tied to another
 /// block's, and a block may be registered twice.
 class RandomModel : public torch::nn::Module {
  public:
   RandomModel(uint64_t seed, const std::vector<BlockKind>& pool);
-  /// Runs the blocks in `order`, which may leave some out and name some twice. Returns [batch, 2]. `recomputes`: backward runs
-  /// every block once more.
+  /// Runs the blocks in `order`, which may leave some out and name some twice. Returns [batch, 2]. Each block
+  /// runs by `run`, or without one by its forward.
   Tensor forward(const Tensor& x, const Tensor& ids, const std::vector<size_t>& order, const Tap& tap = {},
-                 bool recomputes = false);
+                 const RunBlock& run = {});
   /// All of them once, or any.
   std::vector<size_t> random_order(Draw& draw) const;
   std::vector<size_t> whole_order() const;
+
+  /// From now on the input of each block, and of the head, is cast to `dtype`.
+  void set_input_dtype(std::optional<torch::Dtype> dtype) { input_dtype_ = dtype; }
 
   /// Another block at the end, drawn from `seed`; or another head.
   void add_random_block(uint64_t seed);
@@ -43,6 +50,7 @@ class RandomModel : public torch::nn::Module {
 
   std::vector<BlockPtr> blocks_;
   Tensor head_;
+  std::optional<torch::Dtype> input_dtype_;
   std::string description_;
 };
 

@@ -1,14 +1,19 @@
 #include "random_sharding.h"
 
-#include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
-#include <tessera/fsdp/gather_extension.h>
+#include <tessera/fsdp/whole_parameters.h>
 #include <tessera/nn/sync_batch_norm.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <optional>
 #include <vector>
 
+#include <tessera/tests/fsdp/scripts/random_extension.h>
+#include <tessera/tests/fsdp/scripts/random_ignored.h>
+#include <tessera/tests/fsdp/scripts/random_mesh.h>
+#include <tessera/tests/fsdp/scripts/random_optimizer.h>
+#include <tessera/tests/fsdp/scripts/random_policy.h>
 #include <tessera/tests/support/test_device.h>
 
 namespace tessera::testing::scripts {
@@ -16,100 +21,83 @@ namespace {
 
 using ModulePtr = std::shared_ptr<torch::nn::Module>;
 
-DeviceMesh random_mesh(Draw& draw, int64_t world) {
-  std::vector<std::vector<int64_t>> shapes{{world}, {1, world}, {world, 1}};
-  if (world == 4) shapes.insert(shapes.end(), 2, {2, 2});
-  const auto shape = draw.of(shapes);
-  if (shape.size() == 1) return init_device_mesh(test_device_type(), shape, {"shard"});
-  return init_device_mesh(test_device_type(), shape, {"replicate", "shard"});
-}
-
-std::optional<tessera::Strategy> random_strategy(Draw& draw, const DeviceMesh& mesh) {
-  if (draw.chance(60)) return std::nullopt;
-  if (mesh.ndim() == 2) return tessera::Strategy::kHierarchical;
-  return draw.of(std::vector<tessera::Strategy>{tessera::Strategy::kZero1, tessera::Strategy::kZero2});
-}
-
-/// Sends the negative of a shard, and makes the parameter of that: it loses nothing.
-class Negated final : public GatherExtension {
- public:
-  Sent before(const torch::Tensor& shard, const DeviceMesh&) override { return {{shard.neg()}}; }
-  torch::Tensor after(const std::vector<std::vector<torch::Tensor>>& gathered, const std::any&,
-                      const torch::Tensor& out) override {
-    std::vector<torch::Tensor> rows;
-    for (const auto& rank : gathered) rows.push_back(rank[0]);
-    return out.copy_(torch::cat(rows).neg_());
-  }
-};
-
-/// For one matrix in two or so.
-std::shared_ptr<GatherExtension> extension_of(const std::string& name, const torch::Tensor& parameter) {
-  const bool has_one = parameter.dim() == 2 && parameter.is_floating_point() && name.size() % 2 == 0;
-  return has_one ? std::make_shared<Negated>() : nullptr;
-}
-
 class Sharder {
  public:
   Sharder(uint64_t seed, bool extends)
       : draw_(seed),
         extends_(extends),
-        replicates_(draw_.chance(12)),
-        mesh_(replicates_ ? init_device_mesh(test_device_type(), {process_context().world_size()})
-                          : random_mesh(draw_, process_context().world_size())),
-        strategy_(replicates_ ? std::nullopt : random_strategy(draw_, mesh_)),
+        on_(draw_),
+        changes_mesh_(draw_.chance(15)),
+        policy_(random_policy(draw_)),
         layouts_(draw_.below(3)),
         percent_(draw_.below(101)),
         offload_percent_(draw_.chance(25) ? draw_.of(std::vector<int64_t>{50, 100}) : 0) {}
 
   Sharding shard(RandomModel& model) {
-    sharding_.description = replicates_ ? "replicate" : c10::str("mesh ", mesh_.shape());
-    if (strategy_) sharding_.description += c10::str(", ", row_of(*strategy_).name);
-    const bool converts_first = draw_.chance(50);
-    if (converts_first) convert_sync_batch_norm(model, mesh_);
+    sharding_.description = on_.description() + (policy_.param_dtype ? ", in float" : "");
+    changes_mesh_ = changes_mesh_ && model.parameters().size() == distinct(model.parameters()).size();
+    model.set_input_dtype(policy_.param_dtype);
+    sharding_.computes_in_float = policy_.param_dtype.has_value();
+    if (!policy_.param_dtype) ignored_ = ignore_at_random(model, draw_); // those stay in double
+    sharding_.ignores = !ignored_.empty();
+    if (sharding_.ignores) sharding_.description += c10::str(", ", ignored_.size(), " ignored");
+    const bool converts_first = draw_.chance(50) || policy_.param_dtype; // which LibTorch's own could not compute with
+    if (converts_first) convert_sync_batch_norm(model, on_.mesh);
     const auto& blocks = model.blocks();
     for (size_t i = 0; i < blocks.size(); ++i) {
-      const bool pair = !replicates_ && i + 1 < blocks.size() && draw_.chance(15);
+      change_mesh();
+      const bool pair = !on_.replicates && i + 1 < blocks.size() && draw_.chance(15);
       if (pair && shard_list({blocks[i], blocks[i + 1]})) {
         ++i;
       } else {
         visit(*blocks[i]);
       }
     }
+    change_mesh();
     shard_module(model, "root");
-    if (!converts_first) convert_sync_batch_norm(model, mesh_);
+    if (!converts_first) convert_sync_batch_norm(model, on_.mesh);
     return sharding_;
   }
 
  private:
-  FullyShardOptions random_options() {
+  FullyShardOptions random_options(const std::vector<torch::Tensor>& parameters) {
     FullyShardOptions options;
-    options.strategy = strategy_;
-    const bool keeps = strategy_ == tessera::Strategy::kZero1 || strategy_ == tessera::Strategy::kZero2;
-    if (draw_.chance(50)) options.reshard_after_forward = draw_.chance(50) && !keeps;
-    const auto shard_ranks = mesh_.size(mesh_.ndim() - 1);
-    const bool by_neighbours = !strategy_ && !replicates_ && shard_ranks == 4;
+    options.strategy = on_.strategy;
+    options.ignored_params = ignored_;
+    if (draw_.chance(50)) options.reshard_after_forward = draw_.chance(50) && !on_.keeps_parameters();
+    const bool by_neighbours = !on_.strategy && !on_.replicates && shard_ranks() == 4;
     if (by_neighbours && draw_.chance(20)) options.reshard_after_forward = 2;
     const bool per_parameter = layouts_ == 2 ? draw_.chance(50) : layouts_ == 1;
     options.layout = per_parameter ? BufferLayout::kPerParameter : BufferLayout::kRagged;
-    if (draw_.chance(10)) options.mixed_precision.reduce_dtype = draw_.chance(50) ? torch::kDouble : torch::kFloat;
-    sharding_.reduces_in_float |= options.mixed_precision.reduce_dtype == torch::kFloat;
-    if (!replicates_ && draw_.chance(15)) options.shard_placement_fn = random_placements();
-    const bool gathers = !replicates_ && !(options.reshard_after_forward && options.reshard_after_forward->ranks());
+    options.mixed_precision = policy_of_group(policy_, draw_);
+    sharding_.rounds_to_float |= rounds_to_float(options.mixed_precision);
+    if (!on_.replicates && draw_.chance(15)) options.shard_placement_fn = random_placements(parameters);
+    const bool gathers = !on_.replicates && !(options.reshard_after_forward && options.reshard_after_forward->ranks());
     if (extends_ && gathers && !options.shard_placement_fn && draw_.chance(50)) options.gather_extension_fn = extension_of;
-    if (replicates_ && draw_.chance(50)) options.bucket_bytes = 100 + draw_.below(2000);
-    if (draw_.chance(offload_percent_))
-      options.offload =
-          tests_the_cpu() || draw_.chance(50) ? offload_to_files(std::filesystem::temp_directory_path()) : offload_to_host();
+    if (on_.replicates && draw_.chance(50)) options.bucket_bytes = 100 + draw_.below(2000);
+    if (draw_.chance(offload_percent_)) options.offload = random_offload();
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kUnchecked;
     if (draw_.chance(20)) options.communicators = CommunicatorUse::kShared;
     return options;
   }
 
+  OffloadPolicy random_offload() {
+    const bool pinned = draw_.chance(50);
+    if (tests_the_cpu() || draw_.chance(50)) return offload_to_files(std::filesystem::temp_directory_path(), pinned);
+    return offload_to_host(pinned);
+  }
+
+  /// Of the shard axis.
+  int64_t shard_ranks() const {
+    return on_.strategy == tessera::Strategy::kHierarchical ? on_.mesh.size() : on_.mesh.size(on_.mesh.ndim() - 1);
+  }
+
   /// Any dim, or all rows on one rank.
-  ShardPlacementFn random_placements() {
+  ShardPlacementFn random_placements(const std::vector<torch::Tensor>& parameters) {
     const auto seed = static_cast<uint64_t>(draw_.below(1000));
-    const auto ranks = strategy_ == tessera::Strategy::kHierarchical ? mesh_.size() : mesh_.size(mesh_.ndim() - 1);
+    const auto ranks = shard_ranks();
+    if (draw_.chance(25)) return whole_on_one_rank(parameters, ranks);
     return [seed, ranks](const std::string& name, const torch::Tensor& parameter) -> std::optional<Placement> {
       Draw draw(seed + name.size());
       if (parameter.dim() == 0 || draw.chance(30)) return std::nullopt;
@@ -133,20 +121,43 @@ class Sharder {
                  options.communicators == CommunicatorUse::kShared ? " on one communicator" : "");
   }
 
-  void shard_module(torch::nn::Module& module, const std::string& what) {
-    if (is_sharded(module) || module.parameters().empty()) return;
-    const auto options = random_options();
+  /// Of whole blocks, without tied weights: operators on parameters alone know one mesh.
+  void change_mesh() {
+    if (!changes_mesh_) return;
+    on_ = RandomMesh(draw_);
+    sharding_.description += "; " + on_.description();
+  }
+
+  /// Others than those that are ignored.
+  bool has_parameters(const torch::nn::Module& module) const {
+    const auto all = module.parameters();
+    const auto is_ignored = [&](const torch::Tensor& parameter) {
+      return std::any_of(ignored_.begin(), ignored_.end(), [&](const auto& each) { return each.is_same(parameter); });
+    };
+    return !std::all_of(all.begin(), all.end(), is_ignored);
+  }
+
+  FullyShardOptions next_options(const std::string& what, const std::vector<torch::Tensor>& parameters) {
+    auto options = random_options(parameters);
     describe(what, options);
-    replicates_ ? replicate(module, mesh_, options) : fully_shard(module, mesh_, options);
+    return options;
+  }
+
+  void shard_module(torch::nn::Module& module, const std::string& what) {
+    if (is_sharded(module) || !has_parameters(module)) return;
+    const auto options = next_options(what, module.parameters());
+    on_.replicates ? replicate(module, on_.mesh, options) : fully_shard(module, on_.mesh, options);
   }
 
   bool shard_list(const std::vector<ModulePtr>& modules) {
+    std::vector<torch::Tensor> parameters;
     for (const auto& module : modules) {
-      if (is_sharded(*module) || module->parameters().empty()) return false;
+      const auto own = module->parameters();
+      if (is_sharded(*module) || !has_parameters(*module)) return false;
+      parameters.insert(parameters.end(), own.begin(), own.end());
     }
-    const auto options = random_options();
-    describe("list of " + std::to_string(modules.size()), options);
-    fully_shard(modules, mesh_, options);
+    const auto options = next_options("list of " + std::to_string(modules.size()), parameters);
+    fully_shard(modules, on_.mesh, options);
     return true;
   }
 
@@ -156,14 +167,15 @@ class Sharder {
       const bool is_block = dynamic_cast<Block*>(child.get()) != nullptr;
       if (is_block || draw_.chance(10)) visit(*child);
     }
-    if (draw_.chance(percent_)) shard_module(module, module.name().substr(module.name().rfind(':') + 1));
+    if (draw_.chance(percent_) || changes_mesh_) shard_module(module, module.name().substr(module.name().rfind(':') + 1));
   }
 
   Draw draw_;
   bool extends_; ///< some groups have gather extensions
-  bool replicates_;
-  DeviceMesh mesh_;
-  std::optional<tessera::Strategy> strategy_;
+  RandomMesh on_;
+  bool changes_mesh_; ///< each block has a mesh and a strategy of its own
+  MixedPrecisionPolicy policy_;
+  std::vector<torch::Tensor> ignored_;
   int64_t layouts_;         ///< 0: ragged, 1: per parameter, 2: both
   int64_t percent_;         ///< of the modules are sharded by themselves
   int64_t offload_percent_; ///< of the groups have their state in files or, for a device, in the host's memory

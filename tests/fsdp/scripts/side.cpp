@@ -2,7 +2,15 @@
 
 #include <tessera/collectives/process_context.h>
 
+#include <algorithm>
+
 namespace tessera::testing::scripts {
+
+void Trainee::take(const Sharding& sharding) {
+  is_exact = is_exact && !sharding.rounds_to_float;
+  computes_in_float = computes_in_float || sharding.computes_in_float;
+  ignores = sharding.ignores;
+}
 
 void Trainee::forget_state() {
   for (auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
@@ -39,6 +47,14 @@ Tensor laid_out_as(const Tensor& values, const Tensor& like) {
   if (on_device.device() == like.device()) return on_device;
   const torch::NoGradGuard no_grad; // an offloaded parameter
   return torch::empty_like(like).copy_(on_device);
+}
+
+bool lie_on_one_mesh(const std::vector<Tensor>& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const Tensor& each) {
+    const auto& first = tensors[0];
+    if (each.device() != first.device() || is_dtensor(each) != is_dtensor(first)) return false;
+    return !is_dtensor(each) || DTensor(each).mesh() == DTensor(first).mesh();
+  });
 }
 
 Tensor whole(const Tensor& tensor) {

@@ -25,10 +25,13 @@ struct Snapshot {
   StateDict state;
   bool has_optimizer;
   std::string optimizer_name; ///< empty: without one
+  StateDictOptions options;   ///< of its load
 };
 
 /// A model in training.
 struct Trainee {
+  /// Notes how its model was sharded.
+  void take(const Sharding& sharding);
   /// Gives hooks, snapshots and gradients up.
   void forget_state();
   /// Gives up what belongs to the optimizer as it was: snapshots of it, and its schedule.
@@ -45,9 +48,12 @@ struct Trainee {
   std::unique_ptr<AveragedModel> average;
   std::function<std::unique_ptr<LRSchedule>(torch::optim::Optimizer&)> make_schedule; ///< once an action has chosen one
   std::unique_ptr<LRSchedule> schedule;
+  bool computes_in_float = false;
   bool is_exact = true;        ///< nothing was computed in less than double
   bool writes_views = true;    ///< or parts of parameters; otherwise groups may have gather extensions, which cannot follow
   bool is_replica = false;     ///< the sharded one is replicated by one call, so that ranks may use different parameters of it
+  bool on_one_mesh = true;     ///< all of the sharded one's parameters, and on one device
+  bool ignores = false;        ///< the sharded one has parameters whose gradients the program reduces
   bool gradients_wait = false; ///< gradients that have not been reduced may not be in grad() yet
 };
 
@@ -94,6 +100,8 @@ struct Turn {
 Tensor random_values(const Tensor& like, Draw& draw);
 /// `values` laid out as `like`, where that is a DTensor.
 Tensor laid_out_as(const Tensor& values, const Tensor& like);
+/// Whether all are on one device, and none or all of them on one mesh.
+bool lie_on_one_mesh(const std::vector<Tensor>& tensors);
 /// The whole tensor, plain and detached. Every rank calls it.
 Tensor whole(const Tensor& tensor);
 

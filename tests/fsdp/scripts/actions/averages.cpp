@@ -14,8 +14,9 @@ namespace {
 /// The average of the trainee, a new one where it has none.
 AveragedModel& average_of(Turn& turn) {
   auto& trainee = turn.trainee;
-  const auto share = turn.draw.chance(50) ? ema(0.7, EmaWarmup{}) : swa();
-  const AverageOptions options{.use_buffers = turn.draw.chance(50)};
+  const auto share = turn.draw.of(std::vector<AverageShare>{ema(0.7, EmaWarmup{}), ema(0.6), swa(), swa()});
+  AverageOptions options{.use_buffers = turn.draw.chance(50)};
+  if (turn.draw.chance(20)) options.dtype = torch::kDouble;
   if (!trainee.average) {
     trainee.make_average = [share, options](const RandomModel& model) {
       return std::make_unique<AveragedModel>(model, share, options);

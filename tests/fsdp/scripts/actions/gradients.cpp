@@ -2,7 +2,6 @@
 #include <tessera/fsdp/clip_grad.h>
 #include <tessera/optim/grad_norm.h>
 
-#include <algorithm>
 #include <array>
 #include <limits>
 #include <utility>
@@ -30,11 +29,10 @@ void clip(Turn& turn) {
       parameters.push_back(parameter);
   }
   if (parameters.empty()) return;
-  const bool on_one_device = std::all_of(parameters.begin(), parameters.end(),
-                                         [&](const auto& each) { return each.device() == parameters[0].device(); });
-  const auto clip_norm = [&](double limit, double power) { // LibTorch's own knows one device alone
-    const auto norm = on_one_device ? torch::nn::utils::clip_grad_norm_(parameters, limit, power)
-                                    : clip_grad_norm_(parameters, limit, power).item<double>();
+  const bool lie_alike = lie_on_one_mesh(parameters);
+  const auto clip_norm = [&](double limit, double power) { // LibTorch's own knows one device and one mesh
+    const auto norm = lie_alike ? torch::nn::utils::clip_grad_norm_(parameters, limit, power)
+                                : clip_grad_norm_(parameters, limit, power).item<double>();
     turn.side.recorded.push_back({norm, false});
   };
   switch (turn.draw.below(4)) {
@@ -45,10 +43,21 @@ void clip(Turn& turn) {
   }
 }
 
+/// In two steps, and by the number of tensors that are not zero.
+void clip_by_known_norm(Turn& turn, const std::vector<Tensor>& parameters) {
+  std::vector<Tensor> gradients;
+  for (const auto& parameter : parameters) gradients.push_back(parameter.grad());
+  const auto norm = get_total_norm(gradients, 2.0, /*error_if_nonfinite=*/true);
+  turn.side.recorded.push_back({norm.item<double>(), false});
+  turn.side.recorded.push_back({get_total_norm(gradients, 0).item<double>(), false});
+  clip_grads_with_norm_(parameters, 0.6, norm);
+}
+
 void clip_the_module(Turn& turn) {
   const auto modules = turn.trainee.model->modules();
   const auto& module = turn.draw.chance(60) ? *modules.front() : *turn.draw.of(modules);
-  const auto kind = turn.draw.below(4);
+  const auto kind = turn.draw.below(6);
+  if (turn.trainee.ignores) return; // it leaves them out
   bool any = false;
   for (const auto& parameter : module.parameters()) {
     if (parameter.scalar_type() != torch::kDouble) return; // too coarse to compare, or not clipped by LibTorch
@@ -56,8 +65,9 @@ void clip_the_module(Turn& turn) {
   }
   if (!any) return;
   turn.note(c10::str("of ", module.name(), ", kind ", kind));
-  if (kind == 3) return clip_grad_value_(module, 0.05);
-  const std::array<double, 3> powers{2, 1, std::numeric_limits<double>::infinity()};
+  if (kind == 5) return clip_grad_value_(module, 0.05);
+  if (kind == 4) return clip_by_known_norm(turn, distinct(module.parameters()));
+  const std::array<double, 4> powers{2, 1, std::numeric_limits<double>::infinity(), 3};
   turn.side.recorded.push_back({clip_grad_norm_(module, 0.4, powers[static_cast<size_t>(kind)]).item<double>(), false});
 }
 

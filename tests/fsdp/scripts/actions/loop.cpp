@@ -1,4 +1,4 @@
-// What a training loop has beside the model: metrics, and schedules of the learning rate.
+// What a training loop has beside the model: metrics, and ranks with different numbers of batches.
 #include <tessera/collectives/process_context.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/training/metrics.h>
@@ -48,38 +48,6 @@ void take_mean_loss(Turn& turn) {
   turn.side.recorded.push_back({(turn.side.sharded ? means.means(mesh) : means.means()).at("loss"), false});
 }
 
-std::function<std::unique_ptr<LRSchedule>(torch::optim::Optimizer&)> random_schedule(Draw& draw) {
-  const auto kind = draw.below(3), warmup = draw.below(4), total = 6 + draw.below(20);
-  return [=](torch::optim::Optimizer& optimizer) -> std::unique_ptr<LRSchedule> {
-    for (auto& group : optimizer.param_groups()) group.options().set_lr(0.01); // whatever it was changed to
-    switch (kind) {
-      case 0: return std::make_unique<WarmupCosineLR>(optimizer, WarmupOptions{warmup, total, 0.1, 0.1});
-      case 1: return std::make_unique<WarmupLinearLR>(optimizer, WarmupOptions{warmup, total, 0, 0.2});
-      default: return std::make_unique<WSDLR>(optimizer, WSDOptions{warmup, total / 2, 5, 0.1, 0.1});
-    }
-  };
-}
-
-void train_with_a_schedule(Turn& turn) {
-  auto& trainee = turn.trainee;
-  const auto make = random_schedule(turn.draw);
-  if (!trainee.schedule) {
-    trainee.make_schedule = make;
-    trainee.schedule = make(*trainee.optimizer);
-  }
-  const int64_t steps = 1 + turn.draw.below(3);
-  for (int64_t step = 0; step < steps; ++step) {
-    trainee.optimizer->zero_grad();
-    const auto loss = random_loss(turn);
-    turn.side.record_mean(loss);
-    backward(loss);
-    trainee.optimizer->step();
-    trainee.schedule->step();
-    for (const auto lr : trainee.schedule->lrs()) turn.side.recorded.push_back({lr, false});
-    for (auto& group : trainee.optimizer->param_groups()) turn.side.recorded.push_back({group.options().get_lr(), false});
-  }
-}
-
 RankBatch on_device(const RankBatch& batch, c10::Device device) { return {batch.x.to(device), batch.ids.to(device)}; }
 
 std::vector<std::vector<RankBatch>> random_uneven_batches(Draw& draw) {
@@ -111,14 +79,15 @@ void train_on_uneven_batches(Turn& turn) {
   auto of_ranks = random_uneven_batches(turn.draw);
   auto held_out = random_uneven_batches(turn.draw);
   const bool evaluates = turn.draw.chance(40);
+  const auto divisor = turn.draw.chance(40) ? UnevenDivisor::kRanksWithInput : UnevenDivisor::kAllRanks;
   const auto stand_in = RankBatch{torch::full({2, kWidth}, 0.5), torch::zeros({2, kIdsPerRow}, torch::kLong)};
   auto& model = *turn.trainee.model;
   const auto& context = process_context();
-  if (has_statistics(model)) return;
+  if (has_statistics(model) || turn.trainee.ignores) return;
   if (turn.side.sharded) {
     auto& mine = of_ranks[static_cast<size_t>(context.rank())];
     for (auto& batch : mine) batch = on_device(batch, turn.side.device());
-    UnevenBatches batches(model, mine, {.stand_in = on_device(stand_in, turn.side.device())});
+    UnevenBatches batches(model, mine, {.divisor = divisor, .stand_in = on_device(stand_in, turn.side.device())});
     for (const auto& batch : batches) {
       if (evaluates) { // the loop inside leaves the outer one's weights
         for ([[maybe_unused]] const auto& each :
@@ -140,7 +109,7 @@ void train_on_uneven_batches(Turn& turn) {
     auto sum = torch::zeros({});
     for (const auto& loss : losses_of(model, batches)) sum = sum + loss;
     turn.side.record_mean(sum / context.world_size());
-    step_on(turn, sum / context.world_size());
+    step_on(turn, sum / (divisor == UnevenDivisor::kAllRanks ? context.world_size() : static_cast<double>(batches.size())));
   }
 }
 
@@ -149,7 +118,6 @@ void train_on_uneven_batches(Turn& turn) {
 std::vector<Action> loop_actions() {
   return {{"running means", 3, When::kAnywhere, take_running_means},
           {"mean loss", 3, When::kAnywhere, take_mean_loss},
-          {"train with a schedule", 8, When::kReduced, train_with_a_schedule},
           {"train on uneven batches", 5, When::kReduced, train_on_uneven_batches}};
 }
 

@@ -2,6 +2,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/explain.h>
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/summary.h>
 #include <tessera/training/nan_guard.h>
 
 #include <tessera/tests/fsdp/scripts/action.h>
@@ -47,6 +48,8 @@ void stop_reporting(Turn& turn) {
 void explain_model(Turn& turn) {
   if (!turn.side.sharded) return;
   const auto told = explain(*turn.trainee.model, {.activation_bytes = 1000});
+  const auto table = summary(*turn.trainee.model);
+  TORCH_CHECK(table.parameters.size() >= distinct(turn.trainee.model->parameters()).size(), "summed up as:\n", table);
   TORCH_CHECK(!told.groups.empty() && told.memory.peak >= told.memory.parameters + told.memory.buffers, "explained as:\n", told);
 }
 

@@ -22,10 +22,28 @@ void switch_optimizer(Turn& turn) {
   trainee.optimizer = trainee.plan.make(*trainee.model);
 }
 
+/// As a program that has no optimizer, or one of its own.
+void step_by_hand(Turn& turn) {
+  const torch::NoGradGuard no_grad;
+  const auto kind = turn.draw.below(5);
+  for (auto& parameter : distinct(turn.trainee.model->parameters())) {
+    const auto& gradient = parameter.grad();
+    if (!gradient.defined() || !parameter.requires_grad()) continue;
+    switch (kind) {
+      case 0: parameter.sub_(gradient, 0.02); break;
+      case 1: parameter.sub_(gradient * 0.02 + parameter * 0.001); break;
+      case 2: parameter.data().add_(gradient, -0.02); break;
+      case 3: parameter.copy_(parameter - 0.02 * gradient); break;
+      default: parameter.mul_(0.99).addcdiv_(gradient, gradient * gradient + 1, -0.02);
+    }
+  }
+}
+
 } // namespace
 
 std::vector<Action> optimizer_actions() {
   return {{"change the learning rate", 3, When::kAnywhere, change_learning_rate},
+          {"step by hand", 4, When::kReduced, step_by_hand},
           {"add a group", 3, When::kReduced, add_group},
           {"switch the optimizer", 3, When::kReduced, switch_optimizer}};
 }

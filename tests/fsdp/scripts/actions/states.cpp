@@ -11,20 +11,32 @@
 namespace tessera::testing::scripts {
 namespace {
 
+/// Of a snapshot, and of its load. On the unsharded side every process is a first rank.
+struct SnapshotOptions {
+  SnapshotOptions(Draw& draw, bool is_sharded) {
+    taken.full_state_dict = draw.chance(60);
+    taken.cpu_offload = !taken.full_state_dict || draw.chance(30);
+    taken.flatten_optimizer_state_dict = draw.chance(30);
+    taken.ignore_frozen_params = loaded.ignore_frozen_params = draw.chance(15);
+    loaded.strict = !taken.ignore_frozen_params; // others may be frozen then
+    const bool of_first_rank = taken.full_state_dict && draw.chance(25);
+    taken.rank0_only = loaded.broadcast_from_rank0 = of_first_rank && is_sharded;
+  }
+
+  StateDictOptions taken, loaded;
+};
+
 void take_snapshot(Turn& turn) {
-  StateDictOptions options;
-  options.full_state_dict = turn.draw.chance(60);
-  options.cpu_offload = !options.full_state_dict || turn.draw.chance(30);
-  options.flatten_optimizer_state_dict = turn.draw.chance(30);
+  const SnapshotOptions options(turn.draw, turn.side.sharded);
   const bool has_optimizer = turn.draw.chance(60);
   const std::string name = turn.draw.chance(20) ? "named" : "";
   auto& trainee = turn.trainee;
   const auto take = [&] {
-    if (!has_optimizer) return state_dict(*trainee.model, options);
-    if (!name.empty()) return state_dict(*trainee.model, {{name, *trainee.optimizer}}, options);
-    return state_dict(*trainee.model, *trainee.optimizer, options);
+    if (!has_optimizer) return state_dict(*trainee.model, options.taken);
+    if (!name.empty()) return state_dict(*trainee.model, {{name, *trainee.optimizer}}, options.taken);
+    return state_dict(*trainee.model, *trainee.optimizer, options.taken);
   };
-  trainee.snapshots.push_back({take(), has_optimizer, name});
+  trainee.snapshots.push_back({take(), has_optimizer, name, options.loaded});
 }
 
 void restore_snapshot(Turn& turn) {
@@ -32,11 +44,11 @@ void restore_snapshot(Turn& turn) {
   if (trainee.snapshots.empty()) return;
   const auto& snapshot = turn.draw.of(trainee.snapshots);
   if (snapshot.has_optimizer && !snapshot.optimizer_name.empty()) {
-    load_state_dict(*trainee.model, {{snapshot.optimizer_name, *trainee.optimizer}}, snapshot.state);
+    load_state_dict(*trainee.model, {{snapshot.optimizer_name, *trainee.optimizer}}, snapshot.state, snapshot.options);
   } else if (snapshot.has_optimizer) {
-    load_state_dict(*trainee.model, *trainee.optimizer, snapshot.state);
+    load_state_dict(*trainee.model, *trainee.optimizer, snapshot.state, snapshot.options);
   } else {
-    load_state_dict(*trainee.model, snapshot.state);
+    load_state_dict(*trainee.model, snapshot.state, snapshot.options);
   }
 }
 
@@ -46,7 +58,9 @@ void start_anew(Trainee& trainee, uint64_t sharding, bool on_meta) {
   auto model = on_meta ? tessera::on_meta(trainee.build) : trainee.build();
   const auto parameters = model->parameters();
   for (size_t i = 0; i < frozen.size(); ++i) parameters[i].requires_grad_(frozen[i].requires_grad());
-  if (shard_at_random(*model, sharding, !trainee.writes_views).reduces_in_float) trainee.is_exact = false;
+  const auto before = trainee.model->modules(), modules = model->modules();
+  for (size_t i = 0; i < modules.size(); ++i) modules[i]->train(before[i]->is_training()); // from the outer to the inner
+  trainee.take(shard_at_random(*model, sharding, !trainee.writes_views));
   if (on_meta) {
     materialize(*model, clear);
   } else {

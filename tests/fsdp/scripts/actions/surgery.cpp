@@ -28,7 +28,7 @@ void reshard_model(Trainee& trainee) {
   if (std::any_of(parameters.begin(), parameters.end(), is_dtensor)) {
     reshard_parameters(*trainee.model);
   } else {
-    trainee.is_exact = !trainee.shard(*trainee.model).reduces_in_float && trainee.is_exact;
+    trainee.take(trainee.shard(*trainee.model));
   }
 }
 

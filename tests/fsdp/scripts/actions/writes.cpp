@@ -164,16 +164,20 @@ void write_buffers(Turn& turn) {
   for (const auto& buffer : buffers_to_write(turn)) buffer.mul_(0.5);
 }
 
-/// Ranks that have drifted apart, around the value of the unsharded side, take the mean.
+/// Ranks that have drifted apart, around the value of the unsharded side, take the mean, or those of the first rank.
 void average_all_buffers(Turn& turn) {
   const torch::NoGradGuard no_grad;
   auto& model = *turn.trainee.model;
   const auto& context = process_context();
-  const double drift = turn.side.sharded ? context.rank() - (context.world_size() - 1) / 2.0 : 0;
+  const bool averages = turn.draw.chance(70);
+  const double middle = averages ? (context.world_size() - 1) / 2.0 : 0;
+  const double drift = turn.side.sharded ? context.rank() - middle : 0;
   for (const auto& buffer : model.buffers()) {
     if (buffer.is_floating_point()) buffer.add_(drift);
   }
-  if (turn.side.sharded) average_buffers(model, init_device_mesh(test_device_type(), {context.world_size()}));
+  if (!turn.side.sharded) return;
+  const auto mesh = init_device_mesh(test_device_type(), {context.world_size()});
+  averages ? average_buffers(model, mesh) : broadcast_buffers(model, mesh);
 }
 
 } // namespace

@@ -18,9 +18,9 @@ struct Complex : Block {
       : scale(register_parameter("scale", torch::randn({3}, torch::kComplexDouble) * 0.5)),
         mix(register_parameter("mix", torch::randn({5, 3}, torch::kComplexDouble) * 0.3)) {}
   Tensor forward(const Tensor& x, const Tensor&) override {
-    auto z = torch::view_as_complex(x.reshape({x.size(0), 3, 2}).contiguous());
+    auto z = torch::view_as_complex(x.to(torch::kDouble).reshape({x.size(0), 3, 2}).contiguous());
     z = z * scale + z.matmul(mix.t()).mean(1, true);
-    return torch::view_as_real(z).reshape(x.sizes());
+    return torch::view_as_real(z).reshape(x.sizes()).to(x.scalar_type());
   }
   Tensor scale, mix;
 };
@@ -32,7 +32,8 @@ struct MixedDtypes : Block {
         down(register_parameter("down", torch::randn({kWidth, 3}, torch::kFloat) * 0.3)),
         up(parameter("up", {3, kWidth})) {}
   Tensor forward(const Tensor& x, const Tensor&) override {
-    return x + x.mul(gain.to(torch::kDouble)).matmul(down.to(torch::kDouble)).matmul(up).tanh(); // bounds what float rounds
+    const auto y = x.mul(gain.to(torch::kDouble)).matmul(down.to(torch::kDouble)).to(x.scalar_type()).matmul(up);
+    return x + y.tanh(); // bounds what float rounds
   }
   Tensor gain, down, up;
 };
@@ -110,7 +111,7 @@ struct Buffered : Block {
         unused(parameter("unused", {2, 3})),
         count(register_buffer("count", torch::zeros({kWidth}))) {}
   Tensor forward(const Tensor& x, const Tensor&) override {
-    auto y = x + count.tanh() * weight;
+    auto y = x + (count.tanh() * weight).to(x.scalar_type());
     count.add_(0.1);
     return y;
   }
