@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <tessera/checkpoint/compare_ranks.h>
 #include <tessera/checkpoint/load_plan.h>
 #include <tessera/checkpoint/plan.h>
 #include <tessera/checkpoint/ranks.h>
@@ -142,6 +143,30 @@ StateDictOptions own_options(const StateDictOptions& options) {
           .prefix = options.prefix};
 }
 
+// Each rank cuts its part of a sharded tensor from its own whole one: of different ones it would become a mixture.
+void check_same_values(const Ranks& ranks, const LoadPlan& plan, const StateDict& source) {
+  if (ranks.size() == 1) return;
+  const auto differences = compare_ranks(ranks, [&] {
+    ComparedTensors whole;
+    for (const auto& read : plan.tensors) {
+      const auto* meta = dtensor_meta(read.tensor);
+      const auto& from = source.tensor(read.saved[0]->name);
+      if (meta && !dtensor_meta(from)) whole.emplace_back(read.name + " on " + meta->spec->mesh().to_string(), from);
+    }
+    return whole;
+  });
+  std::vector<std::string> lines;
+  for (const auto& [name, difference] : differences) {
+    std::vector<int64_t> others;
+    for (const auto rank : difference.others) others.push_back(ranks.rank_of_job(static_cast<size_t>(rank)));
+    lines.push_back(
+        c10::str(name, ": ", describe_ranks(others), " from rank ", ranks.rank_of_job(static_cast<size_t>(difference.ranks[0]))));
+  }
+  TORCH_CHECK(lines.empty(), "checkpoint: cannot ", kStep,
+              ": whole tensors, of which each rank takes its part, differ between ranks:", listing(lines),
+              "\nStateDictOptions::broadcast_from_rank0 gives every rank those of rank 0");
+}
+
 Agreement agreement_on(const LoadPlan& plan, const StateDict& source, const Ranks& ranks, bool broadcast) {
   std::vector<int64_t> world(static_cast<size_t>(ranks.size()));
   std::iota(world.begin(), world.end(), 0);
@@ -182,6 +207,7 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
   ranks.all(internal::kStep, [&] {
     if (from.is_here()) from.check_tied(plan);
   });
+  if (!broadcast) internal::check_same_values(ranks, plan, source);
   for (const auto& read : plan.tensors) from.copy(read);
   into.finish();
   return {plan.missing, plan.unused};

@@ -2,13 +2,9 @@
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/checksum.h>
-#include <tessera/checkpoint/parallel.h>
-#include <tessera/checkpoint/pieces.h>
+#include <tessera/checkpoint/compare_ranks.h>
 #include <tessera/checkpoint/settle_differences.h>
-#include <tessera/collectives/current_stream.h>
 #include <tessera/collectives/listing.h>
 
 #include <algorithm>
@@ -25,86 +21,27 @@ namespace tessera::internal {
 
 namespace {
 
-using Sums = std::map<std::string, std::string>; // plain tensor → checksum of this rank's values
-
-constexpr size_t kSummedAtOnce = size_t{16} << 20;
-
-// A part of a plain tensor that one thread reads.
-struct SumJob {
-  const at::Tensor* tensor;
-  size_t begin, bytes;
-  std::optional<c10::Stream> stream; // of the tensor
-  uint64_t sum = 0;
-};
-
-void run(SumJob& job) {
-  const c10::OptionalStreamGuard guard(job.stream);
-  const auto data = is_plain_memory(*job.tensor) ? *job.tensor : job.tensor->resolve_conj().resolve_neg().contiguous().cpu();
-  job.sum = checksum(static_cast<const char*>(data.const_data_ptr()) + job.begin, job.bytes);
-}
-
-// The jobs of one tensor follow each other. One that has to be copied first is a job of its own.
-std::vector<SumJob> jobs_of(const Snapshot& snapshot) {
-  std::vector<SumJob> jobs;
-  for (size_t i = 0; i < snapshot.data.size(); ++i) {
-    if (!snapshot.state.tensors[i].mesh.empty() || snapshot.data[i].empty()) continue;
-    const auto& tensor = snapshot.data[i][0];
-    const auto stream = current_stream_if_any(tensor.device());
-    const auto bytes = tensor.nbytes(), step = is_plain_memory(tensor) ? kSummedAtOnce : bytes;
-    for (size_t begin = 0; begin < bytes; begin += step) jobs.push_back({&tensor, begin, std::min(step, bytes - begin), stream});
-  }
-  return jobs;
-}
-
-Sums sums_of(const Snapshot& snapshot) {
-  auto jobs = jobs_of(snapshot);
-  for_each_in_parallel(std::ssize(jobs), [&](int64_t i) {
-    const c10::NoGradGuard no_grad; // counts for one thread
-    run(jobs[static_cast<size_t>(i)]);
-  });
-  std::unordered_map<const at::Tensor*, std::string> of_tensor;
-  for (const auto& job : jobs) of_tensor[job.tensor] += to_hex(job.sum);
-  Sums sums;
-  for (size_t i = 0; i < snapshot.data.size(); ++i) {
-    if (snapshot.data[i].empty()) continue;
-    const auto found = of_tensor.find(&snapshot.data[i][0]);
-    if (found != of_tensor.end()) sums[snapshot.state.tensors[i].name] = to_hex(checksum(found->second));
-  }
-  return sums;
-}
-
 // A tensor of which not all holders have the same values.
 struct Differing {
   size_t position; // in the plan
   std::vector<int> ranks;
 };
 
-std::vector<Differing> find_differing(const Ranks& ranks, const Snapshot& snapshot, const SavePlan& plan) {
-  const std::string step = "compare what the ranks hold", source = "checkpoint: a rank's message";
-  std::string text;
-  const auto summaries = ranks.all(step, [&] {
-    text = dump_json(Json(sums_of(snapshot)), source);
-    return to_hex(checksum(text));
-  });
-  if (std::ranges::all_of(summaries, [&](const std::string& sum) { return sum == summaries[0]; })) return {};
-  std::vector<Sums> all;
-  for (const auto& message : ranks.all(step, [&] { return text; })) {
-    const auto json = parse_json(message, source);
-    auto& sums = all.emplace_back();
-    for (const auto& [name, sum] : JsonView(json, source).fields()) sums[name] = sum.string();
+ComparedTensors plain_tensors_of(const Snapshot& snapshot) {
+  ComparedTensors tensors;
+  for (size_t i = 0; i < snapshot.data.size(); ++i) {
+    const auto& held = snapshot.state.tensors[i];
+    if (held.mesh.empty() && !snapshot.data[i].empty()) tensors.emplace_back(held.name, snapshot.data[i][0]);
   }
+  return tensors;
+}
+
+std::vector<Differing> find_differing(const Ranks& ranks, const Snapshot& snapshot, const SavePlan& plan) {
+  const auto differences = compare_ranks(ranks, [&] { return plain_tensors_of(snapshot); });
   std::vector<Differing> differing;
   for (size_t position = 0; position < plan.tensors.size(); ++position) {
-    Differing found{position, {}};
-    bool same = true;
-    for (int rank = 0; rank < ranks.size(); ++rank) {
-      const auto& sums = all[static_cast<size_t>(rank)];
-      const auto sum = sums.find(plan.tensors[position].what.name);
-      if (sum == sums.end()) continue;
-      found.ranks.push_back(rank);
-      same = same && sum->second == all[static_cast<size_t>(found.ranks[0])].at(sum->first);
-    }
-    if (!same) differing.push_back(std::move(found));
+    const auto found = differences.find(plan.tensors[position].what.name);
+    if (found != differences.end()) differing.push_back({position, found->second.ranks});
   }
   return differing;
 }

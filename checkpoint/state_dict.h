@@ -203,10 +203,12 @@ struct IncompatibleKeys {
 /// Copies the tensors and values of `source` into those of `target` with the same name or alias, in place: the load of a state
 /// that is in memory. Of the options `strict` and `broadcast_from_rank0` count.
 ///
-/// Tensors of `source` may be whole or DTensors of any placement; each rank copies the part that its target holds. With
-/// `broadcast_from_rank0` they must be whole, and travel one at a time. Every rank calls it, with the same target names. Names,
-/// shapes and dtypes are compared on all ranks before anything is written; an error on any rank is an error on every rank, and
-/// lists all that is missing, unexpected or different. Semantics: PyTorch's set_state_dict.
+/// Tensors of `source` may be whole or DTensors of any placement; each rank copies the part that its target holds. Of a whole
+/// tensor for a DTensor every rank has the same values: each reads it once for a checksum, and those that differ are an error.
+/// (PyTorch's full_state_dict takes rank 0's without a word.) With `broadcast_from_rank0` they must be whole, rank 0's travel one
+/// at a time, and nothing is compared. Every rank calls it, with the same target names. Names, shapes, dtypes and these values
+/// are compared on all ranks before anything is written; an error on any rank is an error on every rank, and lists all that is
+/// missing, unexpected or different. Semantics: PyTorch's set_state_dict.
 IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, const StateDictOptions& options = {});
 
 /// The same into a module, and an optimizer or several. `ignore_frozen_params` leaves out frozen parameters, as in `state_dict`.

@@ -226,6 +226,42 @@ TEST(LoadStateDict, RanksThatWouldGatherDifferentTensorsAreAnErrorOnAll) {
   EXPECT_TENSORS_EQUAL(own.tensor(c10::str("rank", world_rank())), torch::ones({4}));
 }
 
+// Each rank takes its part of its own: no rank would notice that the others read another file.
+TEST(LoadStateDict, WholeTensorsThatDifferBetweenRanksAreAnErrorOnAll) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank cannot differ";
+  Training saved("full-ragged", 1), target("full-ragged", 2);
+  const auto before = state_dict(target.model, kFull);
+  const auto state = state_dict(saved.model, kFull);
+  const auto frozen = state.tensor("frozen").clone();
+  const auto last = testing::last_rank();
+  if (world_rank() == last) {
+    state.tensor("frozen").add_(1);
+    state.tensor("shift").add_(1); // a plain tensor may differ
+  }
+  EXPECT_EQ(error_of([&] { load_state_dict(target.model, state); }),
+            c10::str("checkpoint: cannot load a state dict: whole tensors, of which each rank takes its part, differ between "
+                     "ranks:\n  frozen on ",
+                     DTensor(target.model.frozen).mesh().to_string(), ": rank ", last,
+                     " from rank 0\nStateDictOptions::broadcast_from_rank0 gives every rank those of rank 0"));
+  expect_same(state_dict(target.model, kFull), before);
+  load_state_dict(target.model, state, kFromRank0);
+  EXPECT_TENSORS_EQUAL(whole_tensor(target.model.frozen), frozen);
+  state.tensor("frozen").copy_(frozen);
+  load_state_dict(target.model, state);
+  EXPECT_EQ((target.model.shift == saved.model.shift).all().item<bool>(), world_rank() != last);
+}
+
+// Those of HSDP would train apart from then on.
+TEST(LoadStateDict, WholeTensorsThatDifferBetweenReplicasAreAnErrorOnAll) {
+  if (world_size() != 4) GTEST_SKIP() << "two replicas of two ranks";
+  const auto mesh = init_device_mesh(testing::test_device_type(), {2, 2});
+  StateDict source, target;
+  source.add("a", torch::full({4}, world_rank() < 2 ? 1.0 : 2.0));
+  target.add("a", distribute_tensor(torch::zeros({4}), mesh, {Replicate{}, Shard{0}}));
+  EXPECT_THAT(error_of([&] { load_state_dict(target, source); }), HasSubstr(": ranks 2, 3 from rank 0\n"));
+  EXPECT_TENSORS_EQUAL(whole_tensor(target.tensor("a")), torch::zeros({4}));
+}
+
 TEST(LoadStateDict, AModuleOrOptimizerThatOneRankCannotReadIsAnErrorOnAll) {
   Training training("full-ragged", 1);
   const auto state = state_dict(training.model, training.optimizer, kFull);
