@@ -80,10 +80,11 @@ Index contents_of_rank0(const Ranks& ranks, const StateDict& source) {
 
 void check_fits(const LoadPlan& plan, bool strict) {
   std::string problems;
+  const auto* hint = plan.could_cast ? "\nStateDictOptions::cast converts between dtypes" : "";
   if (strict && !plan.missing.empty()) problems += "\nmissing in the state dict:" + listing(plan.missing);
   if (strict && !plan.unused.empty()) problems += "\nunexpected in the state dict:" + listing(plan.unused);
   if (!plan.mismatches.empty()) problems += "\ndifferent in the state dict:" + listing(plan.mismatches);
-  TORCH_CHECK(problems.empty(), "the state dict does not fit:", problems);
+  TORCH_CHECK(problems.empty(), "the state dict does not fit:", problems, hint);
 }
 
 // Brings tensors of a state dict to where they are needed.
@@ -194,7 +195,7 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
   const internal::Source from(ranks, source, broadcast);
   internal::LoadTarget into(target);
   const auto messages = ranks.all(internal::kStep, [&] {
-    auto& plan = into.prepare(contents, {}, ranks.rank());
+    auto& plan = into.prepare(contents, {.cast = options.cast}, ranks.rank());
     internal::check_fits(plan, options.strict);
     internal::find_pieces(plan);
     if (from.is_here()) internal::check_readable(source);

@@ -147,6 +147,9 @@ struct StateDictOptions {
   bool strict = true;
   /// For `load_state_dict`: the state is rank 0's, whole; the other ranks' is not looked at.
   bool broadcast_from_rank0 = false;
+  /// For `load_state_dict`: convert to the dtype of the target's tensors, instead of an error where the source's differ. (PyTorch
+  /// always converts.)
+  bool cast = false;
   /// Begins every name of a parameter or buffer, as "stage1.": for modules that ranks name alike, such as the stages of a
   /// pipeline. The optimizer's options are then under the parameters' names, as with `flatten_optimizer_state_dict`, so that the
   /// states of several stages are one: merged on one rank, or saved by several.
@@ -201,7 +204,7 @@ struct IncompatibleKeys {
 };
 
 /// Copies the tensors and values of `source` into those of `target` with the same name or alias, in place: the load of a state
-/// that is in memory. Of the options `strict` and `broadcast_from_rank0` count.
+/// that is in memory. Of the options `strict`, `broadcast_from_rank0` and `cast` count.
 ///
 /// Tensors of `source` may be whole or DTensors of any placement; each rank copies the part that its target holds. Of a whole
 /// tensor for a DTensor every rank has the same values: each reads it once for a checksum, and those that differ are an error.

@@ -187,6 +187,30 @@ TEST(LoadStateDict, MissingUnexpectedAndDifferentNamesAreListedOnEveryRankBefore
   EXPECT_TENSORS_EQUAL(whole_tensor(target.model.embed->weight), state.tensor("embed.weight"));
 }
 
+TEST(LoadStateDict, DtypesAreConvertedOnRequest) {
+  Training target("full-ragged", 2);
+  auto saved = std::make_shared<testing::TrainedModel>(1);
+  saved->to(at::kBFloat16);
+  const auto whole = state_dict(*saved, kFull);
+  EXPECT_THAT(error_of([&] { load_state_dict(target.model, whole); }),
+              AllOf(HasSubstr("frozen: saved as BFloat16[3, 7], to be loaded into Float[3, 7]"),
+                    HasSubstr("\nStateDictOptions::cast converts between dtypes")));
+  testing::shard(*saved, "full-ragged");
+  const auto parts = state_dict(*saved);
+  for (const auto* source : {&whole, &parts}) {
+    for (const bool broadcast : {false, true}) {
+      if (broadcast && source == &parts) continue;
+      Training loaded("full-ragged", 3);
+      load_state_dict(loaded.model, *source, {.broadcast_from_rank0 = broadcast, .cast = true});
+      for (const auto* name : {"frozen", "embed.weight", "shift"}) {
+        const auto values = whole_tensor(state_dict(loaded.model).tensor(name));
+        EXPECT_EQ(values.scalar_type(), at::kFloat);
+        EXPECT_TENSORS_EQUAL(values.cpu(), whole.tensor(name).to(at::kCPU, at::kFloat));
+      }
+    }
+  }
+}
+
 TEST(LoadStateDict, AnErrorOfOneRankIsAnErrorOnAll) {
   Training saved("full-ragged", 1), target("full-ragged", 2);
   auto state = state_dict(saved.model, kFull);
