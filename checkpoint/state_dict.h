@@ -133,7 +133,7 @@ struct StateDictOptions {
   /// Copies in the host's memory.
   bool cpu_offload = false;
   /// With `full_state_dict`: ranks other than 0 get an empty state dict. PyTorch does so where both options above are set; here
-  /// they alone leave every rank its copy.
+  /// they alone leave every rank its copy, so that a host needs memory for one of each of its ranks.
   bool rank0_only = false;
   /// Leave out parameters that do not require grad.
   bool ignore_frozen_params = false;

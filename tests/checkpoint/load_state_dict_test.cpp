@@ -53,7 +53,15 @@ TEST(StateDictOptions, Rank0OnlyLeavesTheOthersEmpty) {
   const auto whole = state_dict(training.model, training.optimizer, kFull);
   const auto state = state_dict(training.model, training.optimizer, kRank0);
   EXPECT_EQ(state.size(), world_rank() == 0 ? whole.size() : 0);
-  if (world_rank() == 0) expect_same(state, whole);
+  if (world_rank() == 0) { // docs/checkpoints.md, "In memory"
+    expect_same(state, whole);
+    testing::TrainedModel plain(2);
+    const torch::NoGradGuard no_grad;
+    for (auto& each : plain.named_parameters()) each.value().copy_(state.tensor(each.key()));
+    for (auto& each : plain.named_buffers()) each.value().copy_(state.tensor(each.key()));
+    const auto filled = state_dict(plain);
+    for (const auto& entry : filled.entries()) EXPECT_TENSORS_EQUAL(filled.tensor(entry.name), whole.tensor(entry.name).cpu());
+  }
   EXPECT_EQ(error_of([&] { state_dict(training.model, {.rank0_only = true}); }),
             "state dict: rank0_only needs full_state_dict: without it every rank holds a part");
 }
