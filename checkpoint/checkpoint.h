@@ -67,7 +67,8 @@ struct LoadOptions {
   /// Convert to the dtype of the state's tensors, instead of an error where the checkpoint's differ.
   bool cast = false;
   /// True for the names of the state that are loaded; unset: all. The other tensors stay as they are. Entries of the checkpoint
-  /// that the filter refuses do not count as unused. It must accept all entries of an optimizer, a schedule or a scaler, or none.
+  /// that the filter refuses do not count as unused. Of a tied tensor, only the names that it accepts are looked up. It must
+  /// accept all entries of an optimizer, a schedule or a scaler, or none.
   std::function<bool(const std::string&)> filter;
   /// Returns the name in the checkpoint for the name of a tensor of the state; unset: the same name. For weights with other
   /// names. It may throw for names that `filter` refuses.
@@ -102,7 +103,8 @@ struct LoadReport {
 /// placement, or none: each rank reads only the bytes that its parts need. Names, shapes and dtypes are compared before anything
 /// is written; an error lists all that differ. Ranks that hold parts of one DTensor must load it alike. An error on any rank is
 /// an error on every rank, and names the rank, the file and the tensor; after one while data is read (a wrong checksum, a
-/// vanished file), the tensors hold a mixture of old and new values. The entries of `state` change only where the load succeeds.
+/// vanished file, other values for each name of a tied tensor), the tensors hold a mixture of old and new values. The entries of
+/// `state` change only where the load succeeds.
 LoadReport load(StateDict& state, const std::filesystem::path& dir, const LoadOptions& options = {});
 LoadReport load(StateDict&& state, const std::filesystem::path& dir, const LoadOptions& options = {});
 /// The same from a storage: checkpoints that `save` wrote there.

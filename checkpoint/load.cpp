@@ -66,7 +66,7 @@ void check_tied(const TensorRead& read, Reader& reader) {
       reader.read(*read.saved[i], other);
       TORCH_CHECK(equal_bytes(other.data, piece.data), "\"", read.name, "\" is tied to \"", read.saved[i]->name,
                   "\", but the checkpoint holds different values for \"", read.saved[0]->name, "\" and \"", read.saved[i]->name,
-                  "\"");
+                  "\"; LoadOptions::filter chooses the name that is loaded");
     }
   }
 }

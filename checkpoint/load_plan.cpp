@@ -4,6 +4,7 @@
 #include <tessera/dtensor/api.h>
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <unordered_map>
 #include <utility>
@@ -12,10 +13,12 @@ namespace tessera::internal {
 
 namespace {
 
-// As with exports, one of the names of a tied tensor suffices.
-bool accepts_any(const NameFilter& filter, const StateDict::Entry& entry) {
-  return accepts(filter, entry.name) ||
-         std::ranges::any_of(entry.aliases, [&](const std::string& alias) { return accepts(filter, alias); });
+// As with exports, one of the names of a tied tensor suffices, and the others count for nothing.
+std::vector<std::string> accepted_names(const NameFilter& filter, const StateDict::Entry& entry) {
+  std::vector<std::string> names;
+  if (accepts(filter, entry.name)) names.push_back(entry.name);
+  std::ranges::copy_if(entry.aliases, std::back_inserter(names), [&](const auto& alias) { return accepts(filter, alias); });
+  return names;
 }
 
 // Matches the entries of a state dict with what a checkpoint holds, by name or alias on either side.
@@ -40,7 +43,8 @@ class Matcher {
       const auto there = saved_name(name, options_);
       const auto saved = there ? tensors_.find(*there) : tensors_.end();
       if (saved == tensors_.end()) return;
-      used_.insert(saved->second->name);
+      used_.insert(saved->second->name); // also for a name that is refused: what it would have taken is known
+      if (!accepts(options_.filter, name)) return;
       const auto own = is_dtensor(std::get<at::Tensor>(entry.content)) ? own_.end() : own_.find(saved->second->name);
       const auto* tensor = own == own_.end() ? saved->second : own->second;
       if (std::find(found.begin(), found.end(), tensor) == found.end()) found.push_back(tensor);
@@ -80,10 +84,11 @@ std::string describe(at::ScalarType dtype, at::IntArrayRef sizes) { return c10::
 void plan_tensor(const StateDict::Entry& entry, Matcher& matcher, const checkpoint::LoadOptions& options, LoadPlan& plan) {
   const auto& tensor = std::get<at::Tensor>(entry.content);
   auto saved = matcher.tensors(entry);
-  if (!accepts_any(options.filter, entry)) return; // what it would have taken counts as used
+  const auto names = accepted_names(options.filter, entry);
+  if (names.empty()) return;
   if (saved.empty()) {
-    plan.missing.push_back(entry.name);
-    plan.looked_for.push_back(saved_name(entry.name, options).value_or(entry.name));
+    plan.missing.push_back(names[0]);
+    plan.looked_for.push_back(saved_name(names[0], options).value_or(names[0]));
   }
   for (const auto* candidate : saved) {
     const auto dtype = tensor.scalar_type();

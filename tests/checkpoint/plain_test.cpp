@@ -357,8 +357,29 @@ TEST(PlainCheckpoint, TiedTensorsLoadEitherWay) {
 
   apart.tensor("b").fill_(2);
   save(apart, folder.path() / "unequal");
-  EXPECT_THAT(error_of([&] { load(tied, folder.path() / "unequal"); }),
-              HasSubstr("\"a\" is tied to \"b\", but the checkpoint holds different values for \"a\" and \"b\""));
+  EXPECT_THAT(
+      error_of([&] { load(tied, folder.path() / "unequal"); }),
+      HasSubstr("\"a\" is tied to \"b\", but the checkpoint holds different values for \"a\" and \"b\"; LoadOptions::filter"));
+}
+
+// As in the folders of others that hold the embedding and the head apart.
+TEST(PlainCheckpoint, AFilterChoosesAmongTheNamesOfATiedTensor) {
+  const TemporaryFolder folder;
+  StateDict tied, apart, first;
+  tied.add("a", torch::zeros({3}), {"b"});
+  apart.add("a", torch::ones({3}));
+  apart.add("b", torch::full({3}, 2.0));
+  first.add("a", torch::ones({3}));
+  save(apart, folder.path() / "apart");
+  save(first, folder.path() / "first");
+  const auto only = [](const std::string& name) -> LoadOptions {
+    return {.filter = [name](const std::string& each) { return each == name; }};
+  };
+  for (const auto* name : {"a", "b"}) {
+    load(tied, folder.path() / "apart", only(name));
+    EXPECT_TRUE(torch::equal(tied.tensor("a"), apart.tensor(name))) << name;
+  }
+  EXPECT_THAT(error_of([&] { load(tied, folder.path() / "first", only("b")); }), HasSubstr("not in the checkpoint:\n  b\n"));
 }
 
 TEST(PlainCheckpoint, TornOnesAreErrorsThatNameTheFile) {
