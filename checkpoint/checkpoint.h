@@ -64,7 +64,8 @@ struct LoadOptions {
   bool allow_unused = false;
   /// Check every byte read against its checksum, where the checkpoint has checksums.
   bool verify = true;
-  /// Convert to the dtype of the state's tensors, instead of an error where the checkpoint's differ.
+  /// Convert to the dtype of the state's tensors, instead of an error where the checkpoint's differ. An fp8 weight "x" whose
+  /// scale "x_scale_inv" or "x_scale" would be left unused is an error even so.
   bool cast = false;
   /// True for the names of the state that are loaded; unset: all. The other tensors stay as they are. Entries of the checkpoint
   /// that the filter refuses do not count as unused. Of a tied tensor, only the names that it accepts are looked up. It must

@@ -192,6 +192,28 @@ TEST(HuggingFace, WeightsAreNotCutToIntegers) {
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
+TEST(HuggingFace, AnEightBitWeightIsNotConvertedWithoutItsScale) {
+  for (const std::string suffix : {"_scale_inv", "_scale"}) {
+    const TemporaryFolder folder;
+    StateDict saved, state, stored;
+    saved.add("w", torch::full({2, 2}, 6.0).to(at::kFloat8_e4m3fn));
+    saved.add("w" + suffix, torch::full({1, 1}, 0.5));
+    save_hugging_face(saved, folder.path() / "m");
+    state.add("w", torch::zeros({2, 2}));
+    LoadOptions options{.allow_unused = true, .cast = true};
+    EXPECT_THAT(error_of([&] { load(state, folder.path() / "m", options); }),
+                HasSubstr("\"w\" is Float8_e4m3fn in the checkpoint, and a load does not multiply it by its scale \"w" + suffix +
+                          "\": read both with read_state_dict"));
+    EXPECT_TRUE(torch::equal(state.tensor("w"), torch::zeros({2, 2})));
+    stored.add("w", torch::zeros({2, 2}).to(at::kFloat8_e4m3fn));
+    load(stored, folder.path() / "m", options);
+    EXPECT_TRUE(torch::equal(stored.tensor("w").to(at::kFloat), torch::full({2, 2}, 6.0)));
+    options.filter = [](const std::string& name) { return name == "w"; };
+    load(state, folder.path() / "m", options);
+    EXPECT_TRUE(torch::equal(state.tensor("w"), torch::full({2, 2}, 6.0)));
+  }
+}
+
 TEST(HuggingFace, AnEmptyStateIsOneEmptyFile) {
   const TemporaryFolder folder;
   save_hugging_face({}, folder.path() / "c");
