@@ -48,7 +48,10 @@ void merge(Merged& merged, const Holding& holding, int rank, const RankNumbers& 
   const auto& known = merged.what;
   TORCH_CHECK(known.dtype == holding.dtype && known.sizes == holding.sizes, "checkpoint: tensor \"", holding.name, "\" is ",
               c10::toString(known.dtype), at::IntArrayRef(known.sizes), " on rank ", numbers[merged.first_rank], " and ",
-              c10::toString(holding.dtype), at::IntArrayRef(holding.sizes), " on rank ", numbers[rank]);
+              c10::toString(holding.dtype), at::IntArrayRef(holding.sizes), " on rank ", numbers[rank],
+              holding.mesh.empty() ? "; what follows each rank's part must be a DTensor (of an optimizer's state: "
+                                     "StateLayout::kAsParameter or kReplicated)"
+                                   : "");
   TORCH_CHECK(known.aliases == holding.aliases, "checkpoint: tensor \"", holding.name, "\" is tied to other names on rank ",
               numbers[rank], " than on rank ", numbers[merged.first_rank]);
   for (const auto& box : holding.boxes) {

@@ -75,7 +75,8 @@ TEST(SavePlan, ValuesAreMerged) {
 TEST(SavePlan, ErrorsNameTheTensorAndTheRanks) {
   const auto error = [](const std::vector<Holdings>& ranks) { return error_of([&] { internal::plan_tensors(ranks); }); };
   const Holdings four{plain("b", {4})}, five{plain("b", {5})};
-  EXPECT_THAT(error({four, five}), HasSubstr("tensor \"b\" is Float[4] on rank 0 and Float[5] on rank 1"));
+  EXPECT_THAT(error({four, five}), HasSubstr("tensor \"b\" is Float[4] on rank 0 and Float[5] on rank 1; what follows each "
+                                             "rank's part must be a DTensor"));
   const Holdings low{sharded("w", {5}, {{{0}, {3}}})}, high{sharded("w", {5}, {{{2}, {3}}})}, none{sharded("w", {5}, {})};
   EXPECT_THAT(error({low, none}), HasSubstr("\"w\": the ranks hold 3 of its 5 elements"));
   EXPECT_THAT(error({low, high}), HasSubstr("\"w\": rank 0 holds [0:3] and rank 1 holds [2:5], which overlap"));
