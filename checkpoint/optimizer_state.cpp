@@ -60,6 +60,10 @@ void check_layout(const std::string& name, const TensorField& field, const at::T
                        : "DTensor and its parameter is a plain tensor");
 }
 
+constexpr auto kOtherGroupsHint =
+    "; a state that was saved with StateDictOptions::flatten_optimizer_state_dict fits other groups, and any other is loaded "
+    "before add_param_group";
+
 // The parameters of an optimizer under the names that a module gives them. One that is listed twice, and so steps twice, has one
 // state: it is where it is listed first.
 struct NamedParameter {
@@ -79,7 +83,9 @@ NamedGroups name_groups(const torch::nn::Module& module, const Optimizer& optimi
     for (const auto& parameter : group.params()) {
       const auto found = names.find(parameter.unsafeGetTensorImpl());
       TORCH_CHECK(found != names.end(), "state dict: parameter ", groups.back().size(), " of the optimizer's group ",
-                  groups.size() - 1, ", of shape ", parameter.sizes(), ", is no parameter of the module");
+                  groups.size() - 1, ", of shape ", parameter.sizes(),
+                  ", is no parameter of the module; of an optimizer over several models, register these in one "
+                  "module, whose state is saved");
       if (listed.insert(parameter.unsafeGetTensorImpl()).second) groups.back().push_back({found->second, parameter});
     }
   }
@@ -268,7 +274,7 @@ void OptimizerBinding::check_same_groups(const SavedState& saved) const {
   size_t groups = 0;
   while (saved.values.count(names_.option(groups, "params")) > 0) ++groups;
   TORCH_CHECK(groups == groups_.size(), "the checkpoint holds an optimizer with ", groups, " parameter groups, and here are ",
-              groups_.size());
+              groups_.size(), kOtherGroupsHint);
   for (size_t g = 0; g < groups; ++g) {
     const auto* names = std::get_if<std::vector<std::string>>(&saved.values.at(names_.option(g, "params")));
     auto here = names_of(groups_[g]), there = names ? *names : std::vector<std::string>{};
@@ -277,7 +283,7 @@ void OptimizerBinding::check_same_groups(const SavedState& saved) const {
     std::vector<std::string> differing;
     std::set_symmetric_difference(here.begin(), here.end(), there.begin(), there.end(), std::back_inserter(differing));
     TORCH_CHECK(differing.empty(), "parameter group ", g, " of the checkpoint's optimizer holds other parameters than here; ",
-                differing.size(), " differ, the first is \"", differing.front(), "\"");
+                differing.size(), " differ, the first is \"", differing.front(), "\"", kOtherGroupsHint);
   }
 }
 

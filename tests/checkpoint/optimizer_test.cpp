@@ -147,9 +147,40 @@ TEST(OptimizerCheckpoint, OtherParameterGroupsAreAnError) {
       HasSubstr(
           "parameter group 0 of the checkpoint's optimizer holds other parameters than here; 4 differ, the first is \"2.bias\""));
   EXPECT_THAT(error_of([&] { load(state_dict(*model, two), folder.path() / "one"); }),
-              HasSubstr("an optimizer with 1 parameter groups, and here are 2"));
+              HasSubstr("an optimizer with 1 parameter groups, and here are 2; a state that was saved with "
+                        "StateDictOptions::flatten_optimizer_state_dict fits other groups"));
   EXPECT_THAT(error_of([&] { load(state_dict(*model, one), folder.path() / "two"); }),
               HasSubstr("an optimizer with 2 parameter groups, and here are 1"));
+}
+
+// After a block that was frozen at the save has joined the optimizer.
+TEST(OptimizerCheckpoint, AGroupThatWasAddedAfterTheSaveStaysAsItIs) {
+  const TemporaryFolder folder;
+  auto model = make_model(1);
+  const auto all = model->parameters();
+  const auto make = [&](double lr) { return torch::optim::SGD({all[0], all[1]}, torch::optim::SGDOptions(lr).momentum(0.9)); };
+  auto saved = make(0.5);
+  for (const auto& parameter : all) parameter.mutable_grad() = torch::ones_like(parameter);
+  saved.step();
+  save(state_dict(*model, saved, {.flatten_optimizer_state_dict = true}), folder.path() / "flat");
+  save(state_dict(*model, saved), folder.path() / "grouped");
+  const auto add_group = [&](torch::optim::SGD& optimizer) {
+    optimizer.add_param_group(
+        {{all[2]}, std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.25).momentum(0.9))});
+  };
+  auto grown = make(0.125);
+  add_group(grown);
+  load(state_dict(*model, grown), folder.path() / "flat", {.allow_missing = true});
+  auto loaded_first = make(0.125);
+  load(state_dict(*model, loaded_first), folder.path() / "grouped");
+  add_group(loaded_first);
+  for (auto* optimizer : {&grown, &loaded_first}) {
+    EXPECT_EQ(optimizer->param_groups()[0].options().get_lr(), 0.5);
+    EXPECT_EQ(optimizer->param_groups()[1].options().get_lr(), 0.25);
+    EXPECT_EQ(optimizer->state().size(), 2);
+    optimizer->step();
+    EXPECT_EQ(optimizer->state().size(), 3);
+  }
 }
 
 TEST(OptimizerCheckpoint, WeightsAloneLoadFromATrainingCheckpoint) {

@@ -138,8 +138,14 @@ TEST(OptimizerState, HoldsOptionsAndStateByParameterName) {
 TEST(OptimizerState, AParameterOutsideTheModuleIsAnError) {
   torch::nn::Linear model(3, 2), other(4, 4);
   torch::optim::SGD optimizer({model->weight, other->weight}, 0.1);
-  EXPECT_THAT(error_of([&] { state_dict(*model, optimizer); }),
-              HasSubstr("parameter 1 of the optimizer's group 0, of shape [4, 4], is no parameter of the module"));
+  EXPECT_THAT(
+      error_of([&] { state_dict(*model, optimizer); }),
+      HasSubstr("parameter 1 of the optimizer's group 0, of shape [4, 4], is no parameter of the module; of an optimizer over "
+                "several models, register these in one module"));
+  torch::nn::Module both;
+  both.register_module("model", model.ptr());
+  both.register_module("other", other.ptr());
+  EXPECT_TRUE(state_dict(both, optimizer).contains("optimizer.param_groups.0.lr"));
 }
 
 } // namespace
