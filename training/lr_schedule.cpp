@@ -123,6 +123,18 @@ LRSchedule::LRSchedule(torch::optim::Optimizer& optimizer, std::string type, Set
   apply();
 }
 
+void LRSchedule::check_groups() const {
+  TORCH_CHECK(optimizer_->param_groups().size() == base_lrs_.size(), type_, ": the optimizer has ",
+              optimizer_->param_groups().size(), " parameter groups, and had ", base_lrs_.size(),
+              " when the schedule was made. After add_param_group set the base lr of every group, make a new schedule, and give "
+              "it the old one's steps_taken with set_steps_taken");
+}
+
+std::vector<double> LRSchedule::get_lrs() {
+  check_groups();
+  return lrs_at(steps_taken() + 1);
+}
+
 std::vector<double> LRSchedule::lrs_at(int64_t step) const {
   std::vector<double> lrs;
   for (const auto base_lr : base_lrs_) lrs.push_back(formula_(base_lr, step));
@@ -130,10 +142,9 @@ std::vector<double> LRSchedule::lrs_at(int64_t step) const {
 }
 
 void LRSchedule::apply() const {
+  check_groups();
   const auto lrs = this->lrs();
   auto& groups = optimizer_->param_groups();
-  TORCH_CHECK(groups.size() == lrs.size(), type_, ": the optimizer has ", groups.size(), " parameter groups, and had ",
-              lrs.size(), " when the schedule was made");
   for (size_t i = 0; i < lrs.size(); ++i) groups[i].options().set_lr(lrs[i]);
 }
 

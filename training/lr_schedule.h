@@ -51,7 +51,8 @@ class LRSchedule : public torch::optim::LRScheduler {
   const Settings& settings() const { return settings_; }
 
  private:
-  std::vector<double> get_lrs() override { return lrs_at(steps_taken() + 1); }
+  std::vector<double> get_lrs() override;
+  void check_groups() const;
   std::vector<double> lrs_at(int64_t step) const;
   void apply() const;
 

@@ -91,6 +91,22 @@ TEST(LRSchedule, SetsEachGroupsOwnRate) {
   }
 }
 
+TEST(LRSchedule, AfterAnAddedGroupANewOneGoesOn) {
+  auto optimizer = sgd();
+  const WarmupOptions options{.warmup_steps = 2, .total_steps = 10};
+  WarmupLinearLR old(optimizer, options);
+  for (int i = 0; i < 3; ++i) old.step();
+  const auto next = optimizer.param_groups()[0].options().get_lr() * 6 / 7;
+  optimizer.add_param_group({{torch::zeros({1})}, std::make_unique<torch::optim::SGDOptions>(0.5)});
+  EXPECT_THROWS_WITH(old.step(), "WarmupLinearLR: the optimizer has 2 parameter groups, and had 1 when the schedule was made");
+  optimizer.param_groups()[0].options().set_lr(old.base_lrs()[0]);
+  WarmupLinearLR schedule(optimizer, options);
+  schedule.set_steps_taken(3);
+  schedule.step();
+  EXPECT_NEAR(optimizer.param_groups()[0].options().get_lr(), next, 1e-12);
+  EXPECT_NEAR(optimizer.param_groups()[1].options().get_lr(), 0.5 * 6 / 8, 1e-12);
+}
+
 TEST(LRSchedule, NamesWhatIsWrong) {
   auto optimizer = sgd();
   EXPECT_THROWS_WITH(WarmupCosineLR(optimizer, {}), "WarmupCosineLR: total_steps is 0, and must be at least 1");
