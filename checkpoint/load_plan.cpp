@@ -1,3 +1,5 @@
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <tessera/checkpoint/load_names.h>
 #include <tessera/checkpoint/load_plan.h>
 #include <tessera/checkpoint/python_state.h>
@@ -161,6 +163,8 @@ std::vector<StateBinding*> bindings_of(const StateDict& state, const SavedState&
 } // namespace
 
 LoadPlan& LoadTarget::prepare(const Index& index, const checkpoint::LoadOptions& options, int rank) {
+  const c10::InferenceMode no_inference(false); // the state that bindings make is trained with
+  const c10::NoGradGuard no_grad;
   if (!target_.bindings().empty()) changed_ = target_;
   const auto saved = index.contents();
   bindings_ = bindings_of(state(), saved, options.filter);
@@ -176,6 +180,8 @@ void LoadTarget::add_settings(Agreement& agreement) const {
 }
 
 void LoadTarget::finish() {
+  const c10::InferenceMode no_inference(false);
+  const c10::NoGradGuard no_grad;
   for (const auto& [name, value] : plan_.values) state().set(name, value);
   for (auto* binding : bindings_) binding->after_load(state());
   if (changed_) target_ = *std::move(changed_);

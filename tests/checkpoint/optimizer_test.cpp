@@ -183,6 +183,26 @@ TEST(OptimizerCheckpoint, AGroupThatWasAddedAfterTheSaveStaysAsItIs) {
   }
 }
 
+// In the middle of an evaluation, for example.
+TEST(OptimizerCheckpoint, StateThatIsMadeInInferenceModeTrains) {
+  const TemporaryFolder folder;
+  auto model = make_model(1);
+  torch::optim::Adam saved(model->parameters()), fresh(model->parameters()), in_memory(model->parameters());
+  for (auto& parameter : model->parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
+  saved.step();
+  save(state_dict(*model, saved), folder.path() / "c");
+  {
+    const c10::InferenceMode inference;
+    load(state_dict(*model, fresh), folder.path() / "c");
+    load_state_dict(*model, in_memory, state_dict(*model, saved));
+  }
+  for (auto* optimizer : {&fresh, &in_memory}) {
+    EXPECT_EQ(optimizer->state().size(), model->parameters().size());
+    optimizer->step();
+    EXPECT_EQ(state_dict(*model, *optimizer).value<int64_t>("optimizer.state.0.weight.step"), 2);
+  }
+}
+
 TEST(OptimizerCheckpoint, WeightsAloneLoadFromATrainingCheckpoint) {
   const TemporaryFolder folder;
   auto model = make_model(1), other = make_model(2);
