@@ -73,7 +73,8 @@ std::vector<std::string> Ranks::all(const std::string& step, const std::function
     results.push_back(text);
   }
   TORCH_CHECK(std::ranges::all_of(steps, [&](const auto& other) { return other == step; }),
-              "checkpoint: the ranks do not call the same, which they must:\n", by_ranks(steps));
+              "checkpoint: the ranks do not call the same, which they must:\n", by_ranks(steps),
+              "\nSaveOptions::mesh and LoadOptions::mesh let the ranks of one mesh save and load without the others");
   const auto causes = by_ranks(failures);
   TORCH_CHECK(causes.empty(), "checkpoint: cannot ", step, ": ", causes);
   return results;

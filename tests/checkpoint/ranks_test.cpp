@@ -74,6 +74,7 @@ TEST(RanksCheckpoint, WhatDiffersBetweenRanksIsAnErrorAndTheNextCallWorks) {
   for (const auto& [verb, call] : calls) {
     const auto error = error_of(call);
     EXPECT_THAT(error, ::testing::StartsWith("checkpoint: the ranks do not call the same, which they must:\nrank"));
+    EXPECT_THAT(error, HasSubstr("\nSaveOptions::mesh and LoadOptions::mesh let"));
     EXPECT_THAT(error, HasSubstr(": " + verb + (folder.path() / "even").string()));
     EXPECT_THAT(error, HasSubstr(c10::str("rank ", last_rank(), ": ", verb, (folder.path() / "odd").string())));
     load(state, folder.path() / "even");
