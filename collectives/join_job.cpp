@@ -55,6 +55,9 @@ c10::intrusive_ptr<c10d::Store>& hosted_store(int64_t port) {
   return (*stores)[{getpid(), port}];
 }
 
+/// As errors name it.
+std::string name_of_store(const JobEnvironment& job) { return c10::str("the store at ", job.store_host, ":", job.store_port); }
+
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
   if (job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
   if (hosts_store(job) && hosted_store(job.store_port)) return hosted_store(job.store_port);
@@ -73,8 +76,8 @@ c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::ch
     return *store;
   } catch (const std::exception& error) {
     C10_THROW_ERROR(DistNetworkError, c10::str("init_process_group on rank ", job.rank, " of ", job.world_size, ": cannot ",
-                                               options.isServer ? "open" : "reach", " the store at ", job.store_host, ":",
-                                               job.store_port, ": ", error_text(error)));
+                                               options.isServer ? "open " : "reach ", name_of_store(job), ": ",
+                                               error_text(error)));
   }
 }
 
@@ -89,7 +92,9 @@ Places meet_all(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusi
     job_store->set(kMissingRankKey, MissingRank{ended[0]}.encode());
     return c10::str("these ranks have ended before they called it: ", c10::Join(", ", ended));
   };
-  return meet({store, std::move(ranks), job.rank, options, "init_process_group"}, name_ended);
+  auto store_name = name_of_store(job);
+  store_name += job.store_is_hosted ? ", which the launcher hosts" : ", which rank 0 hosts";
+  return meet({store, std::move(ranks), job.rank, options, "init_process_group", std::move(store_name)}, name_ended);
 }
 
 } // namespace

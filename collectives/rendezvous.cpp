@@ -1,5 +1,6 @@
 #include <tessera/collectives/rendezvous.h>
 
+#include <tessera/collectives/error_text.h>
 #include <tessera/collectives/group_store.h>
 #include <tessera/collectives/host_name.h>
 #include <tessera/collectives/job_environment.h>
@@ -84,21 +85,43 @@ void take_place(const Rendezvous& meeting) {
               " of this job already; jobs that run at the same time need stores of their own (MASTER_PORT)");
 }
 
-void wait_for_all(const Rendezvous& meeting, const std::vector<int64_t>& indices, const std::function<std::string()>& give_up) {
+// Returns why not all have come, or "".
+std::string wait_for_all(const Rendezvous& meeting, const std::vector<int64_t>& indices,
+                         const std::function<std::string()>& give_up) {
   std::vector<std::string> keys;
   for (const auto index : indices) keys.push_back(joined_key(index));
   try {
     wait_for_keys(
         meeting.store, keys, meeting.options.timeout, give_up ? give_up : [] { return std::string(); });
   } catch (const std::exception&) {
-    const auto text = c10::str(meeting.call, " on rank ", meeting.ranks[static_cast<size_t>(meeting.rank)], ": ");
-    if (const auto why = give_up ? give_up() : ""; !why.empty()) C10_THROW_ERROR(DistNetworkError, c10::str(text, why));
+    if (auto why = give_up ? give_up() : ""; !why.empty()) return why;
     std::vector<int64_t> missing;
     for (const auto index : absent_from(*meeting.store, indices)) missing.push_back(meeting.ranks[static_cast<size_t>(index)]);
     if (!missing.empty())
-      C10_THROW_ERROR(DistNetworkError, c10::str(text, "timed out after ", meeting.options.timeout.count(), " ms; of ",
-                                                 indices.size(), " ranks these did not come: ", c10::Join(", ", missing)));
+      return c10::str("timed out after ", meeting.options.timeout.count(), " ms; of ", indices.size(),
+                      " ranks these did not come: ", c10::Join(", ", missing));
   }
+  return "";
+}
+
+// What the ranks have said once all have come.
+struct Arrivals {
+  std::string why_not; // not empty: not all have come, and there is no more
+  std::vector<std::string> options;
+  Places places;
+};
+
+Arrivals meet_in_store(const Rendezvous& meeting, const std::function<std::string()>& give_up) {
+  auto& store = *meeting.store;
+  take_place(meeting);
+  if (meeting.rank == 0) store.compareSet(kNameKey, std::string(), new_name()); // a rank that comes again changes nothing
+  store.set(options_key(meeting.rank), encode(meeting.options));
+  store.set(joined_key(meeting.rank), host_identity());
+  std::vector<int64_t> indices(meeting.ranks.size());
+  std::iota(indices.begin(), indices.end(), 0);
+  if (auto why_not = wait_for_all(meeting, indices, give_up); !why_not.empty()) return {.why_not = std::move(why_not)};
+  return {.options = values_of(store, indices, options_key),
+          .places = {values_of(store, indices, joined_key), values_of(store, indices, process_key), store.get_to_str(kNameKey)}};
 }
 
 } // namespace
@@ -112,16 +135,20 @@ std::vector<int> Places::hosts_of(const std::vector<int64_t>& indices) const {
 }
 
 Places meet(const Rendezvous& meeting, const std::function<std::string()>& give_up) {
-  auto& store = *meeting.store;
-  take_place(meeting);
-  if (meeting.rank == 0) store.compareSet(kNameKey, std::string(), new_name()); // a rank that comes again changes nothing
-  store.set(options_key(meeting.rank), encode(meeting.options));
-  store.set(joined_key(meeting.rank), host_identity());
-  std::vector<int64_t> indices(meeting.ranks.size());
-  std::iota(indices.begin(), indices.end(), 0);
-  wait_for_all(meeting, indices, give_up);
-  check_same_options(meeting, values_of(store, indices, options_key));
-  return {values_of(store, indices, joined_key), values_of(store, indices, process_key), store.get_to_str(kNameKey)};
+  const auto fail = [&](const auto&... problem) {
+    C10_THROW_ERROR(DistNetworkError,
+                    c10::str(meeting.call, " on rank ", meeting.ranks[static_cast<size_t>(meeting.rank)], problem...));
+  };
+  Arrivals met;
+  try {
+    met = meet_in_store(meeting, give_up);
+  } catch (const c10::DistError& error) { // of the connection to the store
+    fail(" of ", meeting.ranks.size(), ": lost ", meeting.store_name, ": ", error_text(error),
+         ". See why the process that hosts it has ended");
+  }
+  if (!met.why_not.empty()) fail(": ", met.why_not);
+  check_same_options(meeting, met.options);
+  return std::move(met.places);
 }
 
 std::vector<int64_t> absent_from(c10d::Store& store, const std::vector<int64_t>& indices) {

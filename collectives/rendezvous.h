@@ -28,12 +28,13 @@ struct Rendezvous {
   std::vector<int64_t> ranks;            ///< as errors name them
   int rank = 0;                          ///< this process's index in `ranks`
   ProcessGroupOptions options;
-  std::string call; ///< for errors: init_process_group
+  std::string call;                     ///< for errors: init_process_group
+  std::string store_name = "the store"; ///< for errors: the store at 10.0.0.7:29500, which rank 0 hosts
 };
 
 /// Waits for all ranks. Called by every one of them. An error where another process has come as this rank, and one that names
 /// those who do not come within the timeout, or that have another transport or `check_collectives`; or with what `give_up`
-/// returns, which is asked a few times a second, as long as that is not empty.
+/// returns, which is asked a few times a second, as long as that is not empty. One that names the store where that ends first.
 Places meet(const Rendezvous& meeting, const std::function<std::string()>& give_up = nullptr);
 /// Those of `indices` that have not come. A few requests.
 std::vector<int64_t> absent_from(c10d::Store& store, const std::vector<int64_t>& indices);

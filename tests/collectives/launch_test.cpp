@@ -10,6 +10,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 #include <algorithm>
+#include <future>
+#include <memory>
 #include <thread>
 
 namespace tessera::testing {
@@ -241,12 +243,10 @@ std::string free_port() {
 }
 
 // How a rank of two ends that looks for the store at this port.
-std::string error_of_rank(const std::string& rank, const std::string& port) {
-  const auto result = run_program({program_folder() + "/rank_program", "sums"}, {{"RANK", rank},
-                                                                                 {"WORLD_SIZE", "2"},
-                                                                                 {"MASTER_ADDR", "127.0.0.1"},
-                                                                                 {"MASTER_PORT", port},
-                                                                                 {"TESSERA_TIMEOUT_SECONDS", "1"}});
+std::string error_of_rank(const std::string& rank, const std::string& port, std::map<std::string, std::string> environment = {}) {
+  environment.insert({{"RANK", rank}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}});
+  environment.emplace("TESSERA_TIMEOUT_SECONDS", "1");
+  const auto result = run_program({program_folder() + "/rank_program", "sums"}, environment);
   EXPECT_EQ(result.status, 1);
   // c10d logs before it, and behind it where its own attempt is given up.
   const auto error = result.output.substr(std::min(result.output.rfind("error: "), result.output.size()));
@@ -280,6 +280,22 @@ TEST(Store, OneThatCannotBeOpenedOrReachedIsAnErrorInALine) {
   EXPECT_THAT(error_of_rank("1", free_port()),
               AllOf(HasSubstr("error: init_process_group on rank 1 of 2: cannot reach the store at 127.0.0.1:"),
                     Not(HasSubstr("frame #"))));
+}
+
+TEST(Store, OneThatEndsWhileRanksMeetIsNamed) {
+  for (const auto& [is_launchers, host] : {std::pair("False", "which rank 0 hosts"), {"True", "which the launcher hosts"}}) {
+    const c10d::TCPStoreOptions options{.port = 0, .isServer = true, .waitWorkers = false};
+    auto store = std::make_unique<c10d::TCPStore>("127.0.0.1", options);
+    const auto port = std::to_string(store->getPort());
+    const std::map<std::string, std::string> environment{
+        {"WORLD_SIZE", "3"}, {"TORCHELASTIC_USE_AGENT_STORE", is_launchers}, {"TESSERA_TIMEOUT_SECONDS", "60"}};
+    auto error = std::async(std::launch::async, [&] { return error_of_rank("1", port, environment); });
+    store->wait({"tessera/0/0/joined/1"}, kLongTimeout);
+    store.reset();
+    EXPECT_THAT(error.get(), AllOf(HasSubstr(c10::str("error: init_process_group on rank 1 of 3: lost the store at 127.0.0.1:",
+                                                      port, ", ", host, ": ")),
+                                   HasSubstr(". See why the process that hosts it has ended"), Not(HasSubstr("frame #"))));
+  }
 }
 
 ProgramResult run_under_mpirun(const std::string& scenario, int ranks, const std::string& settings = "") {
