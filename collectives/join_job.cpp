@@ -3,7 +3,6 @@
 #include <tessera/collectives/error_text.h>
 #include <tessera/collectives/rank_watch.h>
 #include <tessera/collectives/store_socket.h>
-#include <tessera/collectives/time_limit.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -56,29 +55,27 @@ c10::intrusive_ptr<c10d::Store>& hosted_store(int64_t port) {
 }
 
 /// As errors name it.
-std::string name_of_store(const JobEnvironment& job) { return c10::str("the store at ", job.store_host, ":", job.store_port); }
+std::string name_of_store(const JobEnvironment& job) {
+  return c10::str("the store at ", job.store_host, ":", job.store_port);
+}
 
-c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<c10d::Store> open_or_reach(const JobEnvironment& job, const ProcessGroupOptions& options) {
+  c10d::TCPStoreOptions tcp{.port = static_cast<uint16_t>(job.store_port),
+                            .isServer = hosts_store(job),
+                            .waitWorkers = false, // `meet_all` waits, and says who is missing
+                            .timeout = options.timeout};
+  if (tcp.isServer) tcp.masterListenFd = listen_for(job);
+  return connect_within(options.timeout, [host = job.store_host, tcp] { return c10::make_intrusive<c10d::TCPStore>(host, tcp); });
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, const ProcessGroupOptions& options) try {
   if (job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
   if (hosts_store(job) && hosted_store(job.store_port)) return hosted_store(job.store_port);
-  c10d::TCPStoreOptions options{.port = static_cast<uint16_t>(job.store_port),
-                                .isServer = hosts_store(job),
-                                .waitWorkers = false, // `meet_all` waits, and says who is missing
-                                .timeout = timeout};
-  constexpr std::chrono::seconds kGrace(2); // the store's own timeout says more
-  try {
-    if (options.isServer) options.masterListenFd = listen_for(job);
-    const auto store = within<c10::intrusive_ptr<c10d::Store>>(
-        timeout + kGrace, [host = job.store_host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
-    if (!store)
-      C10_THROW_ERROR(DistNetworkError, c10::str("timed out after ", (timeout + kGrace).count(),
-                                                 " ms: nothing answers there, or what answers is no store"));
-    return *store;
-  } catch (const std::exception& error) {
-    C10_THROW_ERROR(DistNetworkError, c10::str("init_process_group on rank ", job.rank, " of ", job.world_size, ": cannot ",
-                                               options.isServer ? "open " : "reach ", name_of_store(job), ": ",
-                                               error_text(error)));
-  }
+  return open_or_reach(job, options);
+} catch (const std::exception& error) {
+  C10_THROW_ERROR(DistNetworkError, c10::str("init_process_group on rank ", job.rank, " of ", job.world_size, ": cannot ",
+                                             hosts_store(job) ? "open " : "reach ", name_of_store(job), ": ",
+                                             error_text(error)));
 }
 
 /// Waits for all ranks. `launch` says in its store which of them have ended before they came.
@@ -100,7 +97,7 @@ Places meet_all(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusi
 } // namespace
 
 JoinedJob join_job(const JobEnvironment& job, const ProcessGroupOptions& options) {
-  auto job_store = connect_store(job, options.timeout);
+  auto job_store = connect_store(job, options);
   job_store->setTimeout(options.timeout);
   // A store outlives a second `init_process_group`, and that of a launcher a restart.
   auto& times = times_joined(job, *job_store);

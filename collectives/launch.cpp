@@ -1,5 +1,8 @@
 #include <tessera/collectives/launch.h>
 
+#include <tessera/collectives/error_text.h>
+#include <tessera/collectives/gloo/descriptors.h>
+#include <tessera/collectives/job_environment.h>
 #include <tessera/collectives/launched_rank.h>
 #include <tessera/collectives/launched_ranks.h>
 #include <tessera/collectives/process_context.h>
@@ -11,7 +14,9 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <charconv>
+#include <chrono>
 #include <cstdlib>
+#include <exception>
 #include <string_view>
 
 namespace tessera::internal {
@@ -42,6 +47,18 @@ void check_may_launch(int ranks) {
                   "); run the program alone, or without launch");
 }
 
+/// On a free port of the loopback address. Beside the ranks' connections this process has a few for itself.
+c10::intrusive_ptr<c10d::Store> open_store(int ranks) try {
+  gloo::reserve_descriptors(ranks + 8);
+  const std::chrono::seconds timeout(timeout_seconds_or(300, current_environment()));
+  const auto socket = listen_for_store("127.0.0.1", 0, StoreReach::kThisHost).value();
+  const c10d::TCPStoreOptions options{
+      .port = socket.port, .isServer = true, .waitWorkers = false, .timeout = timeout, .masterListenFd = socket.descriptor};
+  return connect_within(timeout, [options] { return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options); });
+} catch (const std::exception& error) {
+  TORCH_CHECK(false, "launch: cannot open the store of its ranks at 127.0.0.1: ", error_text(error));
+}
+
 } // namespace
 
 } // namespace tessera::internal
@@ -53,11 +70,8 @@ bool is_launched_rank() { return internal::has_launch_pipe(); }
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options) {
   if (is_launched_rank()) return internal::run_as_rank(ranks, worker);
   internal::check_may_launch(ranks);
-  const auto socket = internal::listen_for_store("127.0.0.1", 0, internal::StoreReach::kThisHost).value();
-  c10d::TCPStore store(
-      "127.0.0.1",
-      c10d::TCPStoreOptions{.port = socket.port, .isServer = true, .waitWorkers = false, .masterListenFd = socket.descriptor});
-  internal::run_launched_ranks(ranks, store, options);
+  const auto store = internal::open_store(ranks);
+  internal::run_launched_ranks(ranks, dynamic_cast<c10d::TCPStore&>(*store), options);
   return 0;
 }
 

@@ -17,8 +17,9 @@ namespace tessera {
 /// (`exit(0)` in the worker) has failed only where another rank waits for it after that: in a collective, while a group is made,
 /// or in `init_process_group`.
 ///
-/// The ranks die with the first process. The first process also hosts the store, on a free port of 127.0.0.1. If
-/// OMP_NUM_THREADS is unset or empty, each of several ranks gets its share of the machine's cores, at least one. An error if
+/// The ranks die with the first process. The first process also hosts the store, on a free port of 127.0.0.1; an error if that
+/// takes longer than TESSERA_TIMEOUT_SECONDS (300 if it is not set), or needs more file descriptors than the hard limit allows.
+/// If OMP_NUM_THREADS is unset or empty, each of several ranks gets its share of the machine's cores, at least one. An error if
 /// CUDA or a process group is already initialized, under another launcher, for more than 1024 ranks, for a second call in one
 /// program, and if a copy calls it with another number of ranks.
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options = {});

@@ -1,7 +1,10 @@
 #include <tessera/collectives/store_socket.h>
 
+#include <tessera/collectives/time_limit.h>
+
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
+#include <c10/util/StringUtil.h>
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -9,6 +12,7 @@
 #include <unistd.h>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace tessera::internal {
 
@@ -74,6 +78,17 @@ std::optional<StoreSocket> listen_for_store(const std::string& host, uint16_t po
   const StoreSocket bound{descriptor, SocketAddress(descriptor).port()};
   closed.release();
   return bound;
+}
+
+c10::intrusive_ptr<c10d::Store> connect_within(std::chrono::milliseconds timeout,
+                                               std::function<c10::intrusive_ptr<c10d::Store>()> connect) {
+  const auto limit = timeout + std::chrono::seconds(2); // the store's own timeout says more
+  auto store = within<c10::intrusive_ptr<c10d::Store>>(limit, std::move(connect));
+  if (!store)
+    C10_THROW_ERROR(DistNetworkError, c10::str("timed out after ", limit.count(),
+                                               " ms: nothing answers there, or what answers is no store, or a DNS server that is "
+                                               "asked for its name does not answer"));
+  return *store;
 }
 
 } // namespace tessera::internal

@@ -70,6 +70,23 @@ TEST(Launch, ProgramsThatARankStartsEndAtABrokenPipe) {
   EXPECT_EQ(result.status, 0) << result.output;
 }
 
+TEST(Launch, ItsStoreIsOpenedWithinTheTimeout) {
+  if (run_program({"unshare", "-rn", "true"}).status != 0) GTEST_SKIP() << "needs a network of its own";
+  const auto result = run_program({"unshare", "-rn", program_folder() + "/rank_program", "sums", "--ranks", "2"}, // no loopback
+                                  {{"TESSERA_TIMEOUT_SECONDS", "1"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output, HasSubstr("error: launch: cannot open the store of its ranks at 127.0.0.1: "));
+  EXPECT_LT(result.duration, kLongTimeout / 2);
+}
+
+TEST(Launch, SaysHowManyDescriptorsItNeeds) {
+  const auto result = run_program({"sh", "-c", "ulimit -n 20; exec " + program_folder() + "/rank_program sums --ranks 4"});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.output,
+              HasSubstr("error: launch: cannot open the store of its ranks at 127.0.0.1: this process needs 12 more "
+                        "file descriptors for connections"));
+}
+
 TEST(ProcessGroup, KnowsHowManyRanksAreOnItsHost) {
   const auto output = run("says_how_many_are_here", 4, on_hosts("0121")).output;
   EXPECT_THAT(output, AllOf(HasSubstr("rank 0 is one of 1 on its host"), HasSubstr("rank 1 is one of 2 on its host"),
