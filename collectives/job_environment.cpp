@@ -196,6 +196,19 @@ ProcessGroupOptions with_overrides(ProcessGroupOptions options, const Environmen
   return options;
 }
 
+JobEnvironment place_in_own_store(const OwnStore& own, const EnvironmentMap& environment) {
+  constexpr const char* kCall = "init_process_group: ProcessGroupOptions::own_store";
+  TORCH_CHECK_VALUE(own.store, kCall, " has no store");
+  TORCH_CHECK_VALUE(own.world_size >= 1, kCall, " has world_size ", own.world_size, ", which must be at least 1");
+  TORCH_CHECK_VALUE(own.rank >= 0 && own.rank < own.world_size, kCall, " has rank ", own.rank, ", which is not in [0, ",
+                    own.world_size, ")");
+  JobEnvironment job;
+  job.rank = own.rank;
+  job.world_size = own.world_size;
+  job.local_rank = Variables(environment).integer("LOCAL_RANK").value_or(own.rank);
+  return job;
+}
+
 bool checks_collectives_over_nccl(const EnvironmentMap& environment) {
   return Variables(environment).text("TESSERA_CHECK_COLLECTIVES") == "1";
 }

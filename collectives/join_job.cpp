@@ -11,7 +11,9 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <unistd.h>
+#include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -55,11 +57,22 @@ c10::intrusive_ptr<c10d::Store>& hosted_store(int64_t port) {
 }
 
 /// As errors name it.
-std::string name_of_store(const JobEnvironment& job) {
+std::string name_of_store(const JobEnvironment& job, const ProcessGroupOptions& options) {
+  if (options.own_store) return "the store that the program gave";
   return c10::str("the store at ", job.store_host, ":", job.store_port);
 }
 
+/// What to do where this rank cannot open the store.
+std::string remedy_for(const std::string& failure) {
+  const auto says = [&](const char* text) { return failure.find(text) != std::string::npos; };
+  if (!says("EADDRINUSE") && !says(std::strerror(EADDRINUSE))) return "";
+  return ". Choose a MASTER_PORT that no other program has. A store that the program itself has there already is for "
+         "ProcessGroupOptions::own_store; or set TORCHELASTIC_USE_AGENT_STORE=True for all ranks, which then only connect to it";
+}
+
+/// A connection that nobody else waits on, or changes the timeout of.
 c10::intrusive_ptr<c10d::Store> open_or_reach(const JobEnvironment& job, const ProcessGroupOptions& options) {
+  if (options.own_store) return connect_within(options.timeout, [store = options.own_store->store] { return store->clone(); });
   c10d::TCPStoreOptions tcp{.port = static_cast<uint16_t>(job.store_port),
                             .isServer = hosts_store(job),
                             .waitWorkers = false, // `meet_all` waits, and says who is missing
@@ -69,13 +82,14 @@ c10::intrusive_ptr<c10d::Store> open_or_reach(const JobEnvironment& job, const P
 }
 
 c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, const ProcessGroupOptions& options) try {
-  if (job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
+  if (!options.own_store && job.store_host.empty()) return c10::make_intrusive<c10d::HashStore>();
   if (hosts_store(job) && hosted_store(job.store_port)) return hosted_store(job.store_port);
   return open_or_reach(job, options);
 } catch (const std::exception& error) {
+  const auto failure = error_text(error);
   C10_THROW_ERROR(DistNetworkError, c10::str("init_process_group on rank ", job.rank, " of ", job.world_size, ": cannot ",
-                                             hosts_store(job) ? "open " : "reach ", name_of_store(job), ": ",
-                                             error_text(error)));
+                                             hosts_store(job) ? "open " : "reach ", name_of_store(job, options), ": ", failure,
+                                             hosts_store(job) ? remedy_for(failure) : ""));
 }
 
 /// Waits for all ranks. `launch` says in its store which of them have ended before they came.
@@ -89,8 +103,8 @@ Places meet_all(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusi
     job_store->set(kMissingRankKey, MissingRank{ended[0]}.encode());
     return c10::str("these ranks have ended before they called it: ", c10::Join(", ", ended));
   };
-  auto store_name = name_of_store(job);
-  store_name += job.store_is_hosted ? ", which the launcher hosts" : ", which rank 0 hosts";
+  auto store_name = name_of_store(job, options);
+  if (!options.own_store) store_name += job.store_is_hosted ? ", which the launcher hosts" : ", which rank 0 hosts";
   return meet({store, std::move(ranks), job.rank, options, "init_process_group", std::move(store_name)}, name_ended);
 }
 

@@ -150,7 +150,8 @@ void init_process_group(const ProcessGroupOptions& options) {
   std::lock_guard lock(context_mutex);
   TORCH_CHECK(!is_initialized(), "init_process_group was called already; call destroy_process_group first");
   const auto environment = internal::current_environment();
-  const auto job = internal::parse_job_environment(environment);
+  const auto job = options.own_store ? internal::place_in_own_store(*options.own_store, environment)
+                                     : internal::parse_job_environment(environment);
   std::unique_ptr<ProcessContext> made(new ProcessContext);
   made->options_ = internal::with_overrides(options, environment);
   const auto trace_options = internal::trace_options(environment);
@@ -163,6 +164,7 @@ void init_process_group(const ProcessGroupOptions& options) {
   auto& communicators = *made->communicators_;
   communicators.signal_watch = make_signal_watch(trace_options);
   auto [store, job_store, places, times] = internal::join_job(job, made->options_);
+  made->options_.own_store.reset(); // nothing of this job keeps the program's store open
   made->store_ = std::move(store);
   made->local_world_size_ = static_cast<int>(absl::c_count(places.hosts, places.hosts[static_cast<size_t>(job.rank)]));
   communicators.watch = std::make_shared<internal::RankWatch>(job.rank, places.processes, made->store_, job_store);

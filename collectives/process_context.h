@@ -70,7 +70,8 @@ class ProcessContext {
 };
 
 /// Joins the job that the environment describes: torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,
-/// TORCHELASTIC_USE_AGENT_STORE), Slurm, Open MPI, or `tessera::launch`. Without any of them: a job of one rank.
+/// TORCHELASTIC_USE_AGENT_STORE), Slurm, Open MPI, or `tessera::launch`. Without any of them: a job of one rank. Or the job of
+/// `ProcessGroupOptions::own_store`.
 /// Called once by every rank; returns when all have joined, or throws after the timeout and names the ranks that are missing.
 ///
 /// If the process of a rank ends, with any status, the ranks that wait for it in a collective or while a group is made get an

@@ -1,6 +1,10 @@
 #pragma once
 
 #include <chrono>
+#include <optional>
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace tessera {
 
@@ -12,6 +16,14 @@ enum class Transport {
   kGloo
 };
 
+/// A store that the program has already, and the place of this process in the job.
+struct OwnStore {
+  /// One that all ranks reach. Each makes a further connection to it (`Store::clone`), and sets keys that begin with "tessera/".
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int world_size = 1;
+};
+
 struct ProcessGroupOptions {
   /// A collective that takes longer is an error on every rank. At most 9,999,999 s. Overridden by TESSERA_TIMEOUT_SECONDS.
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
@@ -20,6 +32,10 @@ struct ProcessGroupOptions {
   bool check_collectives = true;
   /// Overridden by TESSERA_TRANSPORT=automatic|shared_memory|gloo. Equal on all ranks.
   Transport transport = Transport::kAutomatic;
+  /// In place of the store, rank and world size that the environment names, which then count no more, as in Python's
+  /// init_process_group(store=…, rank=…, world_size=…). LOCAL_RANK counts; if it is not set, the rank does. On all ranks or on
+  /// none. It must answer as long as the job lasts. An error for `run_ranks_as_threads`.
+  std::optional<OwnStore> own_store = std::nullopt;
 };
 
 } // namespace tessera

@@ -63,6 +63,7 @@ void run_all(ThreadJob& job, int ranks, const std::function<void(int rank)>& run
 void run_ranks_as_threads(int ranks, const std::function<void()>& program, const ProcessGroupOptions& options) {
   TORCH_CHECK_VALUE(ranks >= 1, "run_ranks_as_threads: there are ", ranks, " ranks, but must be 1 at least");
   TORCH_CHECK_VALUE(program, "run_ranks_as_threads: the program is an empty function");
+  TORCH_CHECK_VALUE(!options.own_store, "run_ranks_as_threads: ranks in one process take no ProcessGroupOptions::own_store");
   const auto in_effect = internal::with_overrides(options, internal::current_environment());
   const auto job = std::make_shared<internal::ThreadJob>(ranks, in_effect);
   const auto connect = [meetings = std::make_shared<internal::Meetings>(job)](std::string name, RankList list, int place,

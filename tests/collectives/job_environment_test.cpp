@@ -1,6 +1,7 @@
 #include "../support/matchers.h"
 
 #include <tessera/collectives/job_environment.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <set>
 #include <string>
@@ -173,6 +174,20 @@ TEST(JobEnvironment, SlurmNumbersOfFederationsAndOfSpecialStepsAreBeyondAnInt) {
   EXPECT_EQ(job.name, "2214592514.4294967290");
   EXPECT_GE(job.store_port, 49152);
   EXPECT_LT(job.store_port, 65536);
+}
+
+TEST(JobEnvironment, AStoreOfTheProgramComesWithThePlaceInTheJob) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto job = internal::place_in_own_store({store, 2, 3}, {{"RANK", "0"}, {"WORLD_SIZE", "1"}});
+  EXPECT_EQ(job.rank, 2);
+  EXPECT_EQ(job.world_size, 3);
+  EXPECT_EQ(job.local_rank, 2);
+  EXPECT_EQ(internal::place_in_own_store({store, 2, 3}, {{"LOCAL_RANK", "0"}}).local_rank, 0);
+  const std::string own = "init_process_group: ProcessGroupOptions::own_store has ";
+  EXPECT_THROWS_WITH(internal::place_in_own_store({nullptr, 0, 1}, {}), own + "no store");
+  EXPECT_THROWS_WITH(internal::place_in_own_store({store, 0, 0}, {}), own + "world_size 0, which must be at least 1");
+  EXPECT_THROWS_WITH(internal::place_in_own_store({store, 3, 3}, {}), own + "rank 3, which is not in [0, 3)");
+  EXPECT_THROWS_WITH(internal::place_in_own_store({store, -1, 3}, {}), own + "rank -1, which is not in [0, 3)");
 }
 
 TEST(JobEnvironment, SlurmNodeLists) {

@@ -1,6 +1,7 @@
 // Scenarios of rank_program in which a rank forks, or joins one job after another.
 #include "rank_scenarios.h"
 
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -80,15 +81,51 @@ void forked_child_drops_a_destroyed_group() {
   std::printf("rank %d of %d done\n", rank, ranks);
 }
 
+namespace {
+
+int64_t from_rank_0(const World& world, int64_t number) {
+  const auto chosen = at::full({1}, number, at::kLong);
+  world.group->broadcast(chosen, 0, "number").wait();
+  return chosen.item<int64_t>();
+}
+
+} // namespace
+
+void joins_with_a_store_of_its_own() {
+  c10::intrusive_ptr<c10d::TCPStore> store;
+  int rank = 0, ranks = 0;
+  {
+    const World world;
+    rank = world.last() - world.rank();
+    ranks = world.group->size();
+    c10d::TCPStoreOptions options{.port = 0, .isServer = true, .waitWorkers = false, .timeout = std::chrono::seconds(77)};
+    if (world.rank() == 0) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    options.port = static_cast<uint16_t>(from_rank_0(world, store ? store->getPort() : 0));
+    options.isServer = false;
+    if (!store) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  }
+  destroy_process_group();
+  setenv("LOCAL_RANK", "5", 1);
+  const auto end = "end of " + std::to_string(rank);
+  std::thread waits([&] { store->wait({end}, std::chrono::minutes(2)); });
+  for (int job = 0; job < 2; ++job) {
+    init_process_group({.own_store = OwnStore{store, rank, ranks}});
+    TORCH_CHECK(process_context().rank() == rank && process_context().local_rank() == 5);
+    sums();
+    if (job == 0) destroy_process_group();
+  }
+  store->clone()->set(end, "");
+  waits.join();
+  TORCH_CHECK(store->getTimeout() == std::chrono::seconds(77));
+  World().group->barrier("none needs the store any more");
+}
+
 void joins_job_after_job() {
   int64_t port = 0;
   {
     const World world;
-    auto chosen = at::zeros({1}, at::kLong);
-    if (world.rank() == 0)
-      chosen.fill_(c10d::TCPStore("127.0.0.1", c10d::TCPStoreOptions{.port = 0, .isServer = true}).getPort());
-    world.group->broadcast(chosen, 0, "port").wait();
-    port = chosen.item<int64_t>();
+    if (world.rank() == 0) port = c10d::TCPStore("127.0.0.1", {.port = 0, .isServer = true}).getPort(); // free again
+    port = from_rank_0(world, port);
   }
   destroy_process_group();
   unsetenv("TORCHELASTIC_USE_AGENT_STORE");

@@ -430,6 +430,7 @@ void few_descriptors(bool hard) {
 
 const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
+    {"joins_with_a_store_of_its_own", tessera::testing::joins_with_a_store_of_its_own},
     {"joins_job_after_job", tessera::testing::joins_job_after_job},
     {"rank_1_was_in_a_job_before", sums},
     {"a_rank_joins_at_its_second_try", sums},

@@ -43,6 +43,8 @@ void forked_child_uses_the_group();
 void forked_child_drops_a_destroyed_group();
 /// Each rank by hand, so that rank 0 hosts the store. It is the last to leave a job, and something of each job lives on.
 void joins_job_after_job();
+/// Through a store of the program, on which a thread of it waits all the time, with the ranks in reverse order.
+void joins_with_a_store_of_its_own();
 /// Before it joins the others' job.
 void join_a_job_alone();
 /// After it has met the others: says why, and can join them then.

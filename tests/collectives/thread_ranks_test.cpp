@@ -207,6 +207,7 @@ TEST(ThreadRanks, ATimeoutSaysWhatTheOthersWaitFor) {
 TEST(ThreadRanks, BadArgumentsAreErrors) {
   EXPECT_THROWS_WITH(run_ranks_as_threads(0, [] {}), "run_ranks_as_threads: there are 0 ranks");
   EXPECT_THROWS_WITH(run_ranks_as_threads(1, nullptr), "the program is an empty function");
+  EXPECT_THROWS_WITH(run_ranks_as_threads(1, [] {}, {.own_store = OwnStore{}}), "take no ProcessGroupOptions::own_store");
   const testing::ScopedEnvironment unset("TESSERA_TIMEOUT_SECONDS", "");
   EXPECT_THROWS_WITH(run_ranks_as_threads(1, [] {}, {.timeout = std::chrono::milliseconds(0)}), "timeout must be positive");
   EXPECT_THROWS_WITH(run_ranks_as_threads(2, [] { init_device_mesh(torch::kMeta, {2}); }), "tensors on meta");
