@@ -14,6 +14,7 @@
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/collectives/record_error.h>
 #include <tessera/collectives/run_ranks.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/debug.h>

@@ -4,14 +4,19 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <tessera/collectives/record_error.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <arpa/inet.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <algorithm>
+#include <cstdlib>
+#include <fstream>
 #include <future>
+#include <iterator>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 
 namespace tessera::testing {
@@ -357,6 +362,31 @@ TEST(OtherLaunchers, SlurmVariables) {
   EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
 }
 
+std::string text_of(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+TEST(RecordError, WritesWhatIsThrownWhereTorchrunReadsIt) {
+  const auto path = c10::str(::testing::TempDir(), "/error-", getpid(), ".json");
+  setenv("TORCHELASTIC_ERROR_FILE", path.c_str(), 1);
+  EXPECT_EQ(record([] { return 3; }), 3);
+  EXPECT_EQ(text_of(path), "");
+  EXPECT_THROW(record([]() -> int { throw std::runtime_error("a \"text\" in\ntwo lines"); }), std::runtime_error);
+  const std::string time = R"(\{"message":\{"extraInfo":\{"timestamp":"1[0-9]+"\},"message":)";
+  EXPECT_THAT(text_of(path), ContainsRegex("^" + time + R"("a \\"text\\" in\\ntwo lines"\}\}$)"));
+  record_error(std::runtime_error("no \xff text"));
+  EXPECT_THAT(text_of(path), ContainsRegex(time + R"("no \\ufffd text"\}\}$)")) << "the file is replaced";
+  EXPECT_THROW(record([] { throw 7; }), int);
+  EXPECT_THAT(text_of(path), HasSubstr("an exception that is no std::exception"));
+  unlink(path.c_str());
+  setenv("TORCHELASTIC_ERROR_FILE", "/there is no/such folder", 1);
+  record_error(std::runtime_error("only a warning follows"));
+  unsetenv("TORCHELASTIC_ERROR_FILE");
+  record_error(std::runtime_error("nothing"));
+  EXPECT_EQ(text_of(path), "");
+}
+
 /// torchrun with a store of its own on a free port (--standalone), so that several tests can run at once.
 ProgramResult run_under_torchrun(const std::string& scenario, int ranks,
                                  const std::map<std::string, std::string>& environment = {}) {
@@ -384,6 +414,12 @@ TEST_F(Torchrun, AFailureSurfacesInTheOtherRanks) {
   EXPECT_THAT(result.left_behind, IsEmpty());
   EXPECT_THAT(result.output, HasSubstr("Signal 9 (SIGKILL)"));
   EXPECT_LT(result.duration, kLongTimeout);
+}
+
+TEST_F(Torchrun, ShowsTheTextOfARecordedFailure) {
+  const auto result = run_under_torchrun("recorded/last_rank_throws", 2);
+  EXPECT_NE(result.status, 0);
+  EXPECT_THAT(result.output, ContainsRegex("rank      : 1 .*\n.*\n  error_file: /.*\n  traceback : no more data\n"));
 }
 
 TEST_F(Torchrun, ARankThatExitsWithStatus0IsNamed) {

@@ -7,6 +7,7 @@
 #include <c10/util/StringUtil.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/collectives/record_error.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <sys/resource.h>
@@ -482,6 +483,8 @@ const std::map<std::string, std::function<void()>> kScenarios{
 };
 
 void run(const std::string& scenario) {
+  if (constexpr std::string_view kRecorded = "recorded/"; scenario.starts_with(kRecorded))
+    return tessera::record([&] { run(scenario.substr(kRecorded.size())); });
   if (scenario == "last_rank_throws_where_its_end_is_ignored") return run("last_rank_throws");
   if (scenario == "every_rank_throws") throw std::runtime_error("nothing to do");
   if (scenario == "rank_1_never_joins" && is_rank_1()) block_forever();
