@@ -6,6 +6,7 @@
 #include <tessera/collectives/launched_rank.h>
 #include <tessera/collectives/launched_ranks.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/collectives/standard_streams.h>
 #include <tessera/collectives/store_socket.h>
 
 #include <ATen/Context.h>
@@ -70,6 +71,7 @@ bool is_launched_rank() { return internal::has_launch_pipe(); }
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options) {
   if (is_launched_rank()) return internal::run_as_rank(ranks, worker);
   internal::check_may_launch(ranks);
+  internal::open_standard_streams(); // the ranks inherit them
   const auto store = internal::open_store(ranks);
   internal::run_launched_ranks(ranks, dynamic_cast<c10d::TCPStore&>(*store), options);
   return 0;

@@ -21,7 +21,8 @@ namespace tessera {
 /// takes longer than TESSERA_TIMEOUT_SECONDS (300 if it is not set), or needs more file descriptors than the hard limit allows.
 /// If OMP_NUM_THREADS is unset or empty, each of several ranks gets its share of the machine's cores, at least one. An error if
 /// CUDA or a process group is already initialized, under another launcher, for more than 1024 ranks, for a second call in one
-/// program, and if a copy calls it with another number of ranks.
+/// program, and if a copy calls it with another number of ranks. A standard stream that is closed becomes /dev/null, here and in
+/// `init_process_group`.
 int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& options = {});
 
 /// True in a process that `launch` started.

@@ -16,6 +16,7 @@
 #include <tessera/collectives/simulated/flop_watch.h>
 #include <tessera/collectives/simulated/simulated_communicator.h>
 #include <tessera/collectives/single_rank.h>
+#include <tessera/collectives/standard_streams.h>
 #include <tessera/collectives/thread_context.h>
 
 #include <absl/algorithm/container.h>
@@ -149,6 +150,7 @@ ProcessContext::~ProcessContext() = default;
 void init_process_group(const ProcessGroupOptions& options) {
   std::lock_guard lock(context_mutex);
   TORCH_CHECK(!is_initialized(), "init_process_group was called already; call destroy_process_group first");
+  internal::open_standard_streams();
   const auto environment = internal::current_environment();
   const auto job = options.own_store ? internal::place_in_own_store(*options.own_store, environment)
                                      : internal::parse_job_environment(environment);

@@ -92,6 +92,14 @@ TEST(Launch, SaysHowManyDescriptorsItNeeds) {
                         "file descriptors for connections"));
 }
 
+constexpr const char* kWithoutStreams = " 0<&- 1>&- 2>&-";
+
+TEST(Launch, StreamsThatAreClosedBecomeNoConnections) {
+  const auto result =
+      run_program({"sh", "-c", program_folder() + "/rank_program closed_streams_are_null --ranks 2" + kWithoutStreams});
+  EXPECT_EQ(result.status, 0);
+}
+
 TEST(ProcessGroup, KnowsHowManyRanksAreOnItsHost) {
   const auto output = run("says_how_many_are_here", 4, on_hosts("0121")).output;
   EXPECT_THAT(output, AllOf(HasSubstr("rank 0 is one of 1 on its host"), HasSubstr("rank 1 is one of 2 on its host"),
@@ -352,6 +360,10 @@ TEST(OtherLaunchers, OpenMpiVariables) {
   const auto result = run_under_mpirun("sums", 2);
   EXPECT_EQ(result.status, 0) << result.output;
   EXPECT_THAT(result.output, AllOf(HasSubstr("rank 0 of 2 done"), HasSubstr("rank 1 of 2 done")));
+}
+
+TEST(OtherLaunchers, StreamsThatAreClosedBecomeNoConnections) {
+  EXPECT_EQ(run_under_mpirun(c10::str("closed_streams_are_null", kWithoutStreams), 2).status, 0);
 }
 
 TEST(OtherLaunchers, SlurmVariables) {

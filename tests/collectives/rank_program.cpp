@@ -88,6 +88,13 @@ void small_files() {
   sums();
 }
 
+void closed_streams_are_null() {
+  World world;
+  for (const char* stream : {"/proc/self/fd/0", "/proc/self/fd/1", "/proc/self/fd/2"})
+    TORCH_CHECK(std::filesystem::read_symlink(stream) == "/dev/null", stream);
+  sums();
+}
+
 void threads() {
   const char* threads = std::getenv("OMP_NUM_THREADS");
   std::printf("rank %d has OMP_NUM_THREADS=%s\n", tessera::process_context().rank(), threads ? threads : "unset");
@@ -441,6 +448,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"rank_0_polls_what_comes_late", tessera::testing::rank_0_polls_what_comes_late},
     {"small_files", small_files},
     {"threads", threads},
+    {"closed_streams_are_null", closed_streams_are_null},
     {"last_rank_throws", last_rank_throws},
     {"last_rank_is_killed", last_rank_is_killed},
     {"transport", transport},
