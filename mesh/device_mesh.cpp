@@ -120,7 +120,8 @@ DeviceMesh init_device_mesh(at::DeviceType device_type, std::vector<int64_t> sha
   const auto world_size = process_context().world_size();
   check_shape(shape);
   TORCH_CHECK(product(shape) == world_size, "device mesh of shape ", list(shape), " holds ", product(shape),
-              " ranks, but the world has ", world_size);
+              " ranks, but the world has ", world_size,
+              product(shape) < world_size ? "; make_device_mesh takes some of them" : "");
   return make_device_mesh(device_type, std::move(shape), RankList::first(world_size), std::move(dim_names));
 }
 
@@ -139,7 +140,7 @@ int64_t DeviceMesh::ndim() const { return static_cast<int64_t>(impl().shape.size
 
 int64_t DeviceMesh::size() const { return impl().ranks.size(); }
 
-int64_t DeviceMesh::size(int64_t dim) const { return impl().shape[checked_dim(dim)]; }
+int64_t DeviceMesh::size(int64_t dim) const { return impl().shape[wrap_dim(dim)]; }
 
 const std::vector<int64_t>& DeviceMesh::shape() const { return impl().shape; }
 
@@ -151,9 +152,9 @@ const RankList& DeviceMesh::rank_list() const { return impl().ranks; }
 
 const std::optional<std::vector<int64_t>>& DeviceMesh::coordinate() const { return impl().coordinate; }
 
-int64_t DeviceMesh::checked_dim(int64_t dim) const {
-  TORCH_CHECK(dim >= 0 && dim < ndim(), to_string(), " has no dim ", dim, ", it has ", ndim(), " dims");
-  return dim;
+int64_t DeviceMesh::wrap_dim(int64_t dim) const {
+  TORCH_CHECK(dim >= -ndim() && dim < ndim(), to_string(), " has no dim ", dim, ", it has ", ndim(), " dims");
+  return dim < 0 ? dim + ndim() : dim;
 }
 
 const std::vector<int64_t>& DeviceMesh::own_coordinate() const {
@@ -162,7 +163,7 @@ const std::vector<int64_t>& DeviceMesh::own_coordinate() const {
 }
 
 int64_t DeviceMesh::local_rank(int64_t dim) const {
-  checked_dim(dim);
+  dim = wrap_dim(dim);
   return own_coordinate()[dim];
 }
 
@@ -221,7 +222,7 @@ DeviceMesh DeviceMesh::flatten(const std::string& name) const {
 }
 
 CommunicatorPtr DeviceMesh::communicator(int64_t dim, const std::string& purpose) const {
-  checked_dim(dim);
+  dim = wrap_dim(dim);
   own_coordinate();
   return process_context().communicator(ndim() == 1 ? rank_list() : slice({dim}).rank_list(), device_type(), purpose);
 }

@@ -25,7 +25,8 @@ class DeviceMesh {
   at::Device device() const;
   int64_t ndim() const;
   int64_t size() const; ///< the number of ranks
-  /// The number of ranks along one dim, the same for every rank; an error for a dim outside [0, ndim()).
+  /// The number of ranks along one dim, the same for every rank. Here and below a negative dim counts from the last; an error for
+  /// a dim outside [-ndim(), ndim()).
   int64_t size(int64_t dim) const;
   const std::vector<int64_t>& shape() const;         ///< the size of each dim
   const std::vector<std::string>& dim_names() const; ///< empty when unnamed
@@ -62,7 +63,7 @@ class DeviceMesh {
   struct Impl;
   explicit DeviceMesh(Impl impl);
   const Impl& impl() const; ///< an error when undefined
-  int64_t checked_dim(int64_t dim) const;
+  int64_t wrap_dim(int64_t dim) const;
   const std::vector<int64_t>& own_coordinate() const;
   DeviceMesh slice(const std::vector<int64_t>& dims) const; ///< along increasing `dims`
 
@@ -70,8 +71,8 @@ class DeviceMesh {
   std::shared_ptr<const Impl> impl_;
 };
 
-/// A mesh over the whole world, row-major. Every rank calls it. An error when the shape does not hold exactly the world's ranks,
-/// or a dim name appears twice or is empty.
+/// A mesh over the whole world, row-major. Every rank calls it. An error when the shape does not hold exactly the world's ranks
+/// (PyTorch takes fewer: `make_device_mesh`), or a dim name appears twice or is empty.
 DeviceMesh init_device_mesh(at::DeviceType device_type, std::vector<int64_t> shape, std::vector<std::string> dim_names = {});
 
 /// A mesh over `ranks`, row-major over `shape`. Every rank calls it, ranks outside included; nothing is communicated.

@@ -53,6 +53,12 @@ TEST(DeviceMesh, DimsSlicesAndGroupsOfTwoDims) {
   EXPECT_THROWS_WITH(mesh["tensor"], mesh.to_string() + " has no dim named \"tensor\"");
   EXPECT_THROWS_WITH(mesh[Names{}], "needs at least one dim name");
   EXPECT_THROWS_WITH(mesh.size(2), mesh.to_string() + " has no dim 2, it has 2 dims");
+  EXPECT_THROWS_WITH(mesh.size(-3), mesh.to_string() + " has no dim -3, it has 2 dims");
+  for (const int64_t dim : {-2, -1}) { // from the last, as in PyTorch
+    EXPECT_EQ(mesh.size(dim), mesh.size(dim + 2));
+    EXPECT_EQ(mesh.local_rank(dim), mesh.local_rank(dim + 2));
+    EXPECT_EQ(mesh.communicator(dim), mesh.communicator(dim + 2));
+  }
 }
 
 TEST(DeviceMesh, ThreeDims) {
@@ -128,6 +134,7 @@ TEST(DeviceMesh, BadMeshes) {
   const auto make = [](Dims shape, Names names = {}) { return init_device_mesh(at::kCPU, std::move(shape), std::move(names)); };
   EXPECT_THROWS_WITH(make({n + 1}),
                      c10::str("device mesh of shape [", n + 1, "] holds ", n + 1, " ranks, but the world has ", n));
+  if (n > 1) EXPECT_THROWS_WITH(make({1}), c10::str("but the world has ", n, "; make_device_mesh takes some of them"));
   const int64_t half = int64_t{1} << 32; // half * half wraps to 0
   EXPECT_THROWS_WITH(make({half, half, n}), c10::str(" ranks, but the world has ", n));
   EXPECT_THROWS_WITH(make({}), "device mesh: the shape is empty, it needs at least one dim");
