@@ -67,6 +67,7 @@ ordered_json json_of(const GroupSummary& group) {
           {"parameters", group.parameters},
           {"shard_bytes", group.shard_bytes},
           {"unsharded_bytes", group.unsharded_bytes},
+          {"gather_bytes", group.gather_bytes},
           {"reduce_bytes", group.reduce_bytes},
           {"padding_bytes", group.padding_bytes},
           {"reshards_after_forward", group.reshards_after_forward}};

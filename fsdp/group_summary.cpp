@@ -31,6 +31,7 @@ GroupSummary summary_of(const ParameterGroup& group) {
                       .layout = is_ragged(group) ? "ragged" : "per-parameter",
                       .parameters = static_cast<int64_t>(group.parameters().size()),
                       .unsharded_bytes = group.gathered_bytes(),
+                      .gather_bytes = group.axes().all_gather() ? group.axes().shard_ranks() * group.layout().shard_bytes : 0,
                       .reduce_bytes = reduce_bytes_of(group),
                       .padding_bytes = group.gathered_bytes(),
                       .reshards_after_forward = group.owner->reshards_after_forward()};
@@ -43,14 +44,15 @@ GroupSummary summary_of(const ParameterGroup& group) {
 }
 
 std::string group_table(const std::vector<GroupSummary>& groups) {
-  std::vector<TextRow> rows{
-      {"group", "mesh", "strategy", "layout", "count", "here", "unsharded", "to reduce", "padding", "after forward"}};
+  std::vector<TextRow> rows{{"group", "mesh", "strategy", "layout", "count", "here", "unsharded", "to gather", "to reduce",
+                             "padding", "after forward"}};
   for (const auto& group : groups) {
     rows.push_back({group.name, group.mesh, group.strategy, group.layout, std::to_string(group.parameters),
-                    std::to_string(group.shard_bytes), std::to_string(group.unsharded_bytes), std::to_string(group.reduce_bytes),
-                    std::to_string(group.padding_bytes), group.reshards_after_forward ? "freed" : "kept"});
+                    std::to_string(group.shard_bytes), std::to_string(group.unsharded_bytes), std::to_string(group.gather_bytes),
+                    std::to_string(group.reduce_bytes), std::to_string(group.padding_bytes),
+                    group.reshards_after_forward ? "freed" : "kept"});
   }
-  return text_table(rows, {"count", "here", "unsharded", "to reduce", "padding"});
+  return text_table(rows, {"count", "here", "unsharded", "to gather", "to reduce", "padding"});
 }
 
 } // namespace tessera::internal

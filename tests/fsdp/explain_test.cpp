@@ -41,6 +41,18 @@ TEST(Explain, SaysHowEachGroupLies) {
   }
 }
 
+TEST(Explain, SaysWhatAnAllGatherSends) {
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    torch::nn::Linear linear(7, 5); // which 2, 3 and 4 ranks do not divide
+    fully_shard(linear, world_mesh(), {.layout = layout, .initial_weights = InitialWeights::kBroadcast});
+    process_context().reset_counters();
+    fsdp(*linear).unshard();
+    const auto group = explain(*linear).groups[0];
+    EXPECT_EQ(process_context().count(CollectiveKind::kAllGather).bytes, group.gather_bytes);
+    EXPECT_EQ(group.gather_bytes > 0, world_size() > 1);
+  }
+}
+
 TEST(Explain, CountsStatesAndBuffers) {
   torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::BatchNorm1d(64));
   const auto whole = parameter_bytes(*net);
