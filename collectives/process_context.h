@@ -35,6 +35,7 @@ class ProcessContext {
 
   /// The communicator of `ranks` (global, in group order) on `device_type`, made at the first call and shared afterwards.
   /// Communicators with different `purpose` run independently of each other (for example: all-gathers beside reduce-scatters).
+  /// Each is kept, with its threads and file descriptors, until `destroy_process_group`: use few purposes, and no step's number.
   /// Called by every rank in `ranks`, in the same order as their other calls with the same ranks.
   /// Where it could not be connected, the same call again is an error: another attempt needs another `purpose`.
   CommunicatorPtr communicator(const RankList& ranks, at::DeviceType device_type, const std::string& purpose = "default");
@@ -101,8 +102,10 @@ SimulatedClock& simulated_clock();
 bool is_initialized();
 /// The context; an error before `init_process_group`.
 ProcessContext& process_context();
-/// Releases the communicators. Every rank calls it; nothing sharded may be used afterwards. A store that this process hosts stays
-/// until it ends, for a further `init_process_group`.
+/// Leaves the job. Every rank calls it. Until there is a process group again, a new mesh, `DeviceMesh::communicator`, and a save
+/// or load of DTensors are errors. Do not use the meshes, communicators and sharded modules of the job any more: they keep their
+/// connections until they are destroyed, so that no error says so (PyTorch throws). A store that this process hosts stays until
+/// it ends, for a further `init_process_group`.
 void destroy_process_group();
 /// Writes the last calls of this rank on its communicators (1000, or TESSERA_TRACE_CALLS) to FOLDER/rank-<rank>.json, for
 /// `tessera-trace`. A missing folder is created, and an older file is replaced. Local, from any thread. An error names the file

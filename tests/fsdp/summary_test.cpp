@@ -59,15 +59,16 @@ TEST(Summary, SaysHowEachParameterLies) {
 embed torch::nn::EmbeddingImpl weight {root} (Shard(0)) Float 0 0 tied to head
 up torch::nn::LinearImpl weight, bias up (Shard(0)) Float, forward BFloat16 336 {up}
 
-group mesh strategy layout count here unsharded to reduce padding after forward
-{root} {ranks} ranks full per-parameter 2 {root_here} {gathered} {root_reduces} 0 kept
-up {ranks} ranks full per-parameter 2 {up} 176 {up_reduces} {up_padding} freed
+group mesh strategy layout count here unsharded to gather to reduce padding after forward
+{root} {ranks} ranks full per-parameter 2 {root_here} {gathered} {root_gathers} {root_reduces} 0 kept
+up {ranks} ranks full per-parameter 2 {up} 176 {up_gathers} {up_reduces} {up_padding} freed
 
 4 parameters of 720 bytes, {here} here; 1 frozen, 0 plain; 1 buffers of 20 bytes
 )",
       fmt::arg("root", model->name()), fmt::arg("ranks", n), fmt::arg("gathered", n > 1 ? 384 : 0),
       fmt::arg("base", rows * 2 * 4), fmt::arg("head", rows * 6 * 4), fmt::arg("up", rows * 7 * 4),
-      fmt::arg("here", rows * 15 * 4), fmt::arg("root_here", rows * 8 * 4), fmt::arg("root_reduces", got.groups[0].reduce_bytes),
+      fmt::arg("here", rows * 15 * 4), fmt::arg("root_here", rows * 8 * 4), fmt::arg("root_gathers", got.groups[0].gather_bytes),
+      fmt::arg("up_gathers", got.groups[1].gather_bytes), fmt::arg("root_reduces", got.groups[0].reduce_bytes),
       fmt::arg("up_reduces", got.groups[1].reduce_bytes), fmt::arg("up_padding", got.groups[1].padding_bytes));
   EXPECT_EQ(without_blanks(got.to_string()), expected);
   std::ostringstream out;
