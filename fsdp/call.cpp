@@ -18,8 +18,8 @@ ForwardScope::~ForwardScope() {
     const bool has_ended = handle_.state()->end_forward(module_);
     for (const auto& state : handle_.state()->subtree()) {
       if (state == handle_.state() && !has_ended) continue;
-      const auto group = state->group();
-      if (group && state->reshards_after_forward()) state->schedule()->reshard_after_forward(*group);
+      if (!state->reshards_after_forward()) continue;
+      for (const auto& group : state->groups()) state->schedule()->reshard_after_forward(*group);
     }
   } catch (const std::exception&) {
     // A gather that failed reports itself at the next read; a destructor must not.

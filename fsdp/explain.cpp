@@ -29,7 +29,7 @@ using nlohmann::ordered_json;
 /// another model's.
 MemoryPrediction plain_memory(const torch::nn::Module& module, ShardedModule& root, const ExplainOptions& options) {
   absl::flat_hash_set<const ParameterGroup*> groups;
-  for (const auto& each : root.subtree()) groups.insert(each->group().get());
+  for (const auto& group : root.subtree_groups()) groups.insert(group.get());
   MemoryPrediction known;
   absl::flat_hash_set<const c10::TensorImpl*> seen;
   for (const auto& parameter : module.parameters()) {
@@ -96,9 +96,7 @@ Explanation explain(const torch::nn::Module& module, const ExplainOptions& optio
   auto& state = *fsdp(module).state();
   const auto lock = state.schedule()->lock();
   Explanation explanation{.rank = process_context().rank()};
-  for (const auto& each : state.subtree()) {
-    if (const auto group = each->group()) explanation.groups.push_back(internal::summary_of(*group));
-  }
+  for (const auto& group : state.subtree_groups()) explanation.groups.push_back(internal::summary_of(*group));
   explanation.memory = internal::predict_memory(state, options, internal::plain_memory(module, state, options));
   return explanation;
 }

@@ -27,7 +27,7 @@ std::vector<std::shared_ptr<ShardedModule>> foreign_modules_below(const ShardedM
   for (const auto* top : tops) {
     any_parameter(*top, [&](const at::Tensor& parameter) {
       const auto* meta = parameter_meta(parameter);
-      if (meta && &schedule_of(*meta->group) != state.schedule().get()) met.insert(&state_of_group(*meta->group).of_modules());
+      if (meta && &schedule_of(*meta->group) != state.schedule().get()) met.insert(&state_of_group(*meta->group));
       return false;
     });
   }

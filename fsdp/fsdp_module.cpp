@@ -28,7 +28,7 @@ void for_each_group_below(ShardedModule& state, bool recurse, const Apply& apply
 void set_resharding(ShardedModule& state, bool reshard) {
   if (reshard && state.axes().keeps_parameters()) return;
   state.set_reshard_after_forward(reshard);
-  if (const auto group = state.group()) group->forget_neighbours();
+  for (const auto& group : state.groups()) group->forget_neighbours();
 }
 
 PrefetchSettings::Groups groups_of(const ShardedModule& state, const std::vector<FSDPModule>& modules, const char* function) {

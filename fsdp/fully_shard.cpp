@@ -116,9 +116,7 @@ int64_t next_number(const std::vector<StatePtr>& below) {
 /// Before another schedule takes over: what a failed backward has left, and what is gathered.
 void close(ShardedModule& root) {
   root.schedule()->forget_failed_backward();
-  for (const auto& state : root.subtree()) {
-    if (const auto group = state->group()) root.schedule()->reshard(*group);
-  }
+  for (const auto& group : root.subtree_groups()) root.schedule()->reshard(*group);
 }
 
 /// Takes the models made by earlier calls under `state`.
@@ -288,7 +286,7 @@ void take_over(const StatePtr& state, const Census& census, const std::vector<St
   move_buffers(census.buffers, state->axes().mesh().device());
   if (!all.empty() || !below.empty()) return make_model(state, census.walk, below, all, neighbours);
   const auto* meta = parameter_meta(census.sharded[0].tensor);
-  state_of_group(*meta->group).of_modules().keep_beside(state);
+  state_of_group(*meta->group).keep_beside(state);
 }
 
 FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& mesh, const FullyShardOptions& options) {

@@ -74,6 +74,7 @@ class GroupGradients {
   /// Something is being reduced, or waits for that in this backward or a later one.
   bool is_unfinished() const { return joins_ || pending_count_ > 0 || is_reducing() || partial_.defined(); }
 
+  ParameterGroup& group() const { return group_; }
   void start_reduce(ReadyGradients& ready);
   void advance_reduce();
   void finish_reduce(ReadyGradients& ready);

@@ -68,13 +68,13 @@ std::vector<Bucket> buckets_of(std::span<const FreeParameter> all, int64_t bytes
   return buckets;
 }
 
-std::shared_ptr<ParameterGroup> make_group(const std::shared_ptr<ShardedModule>& state, Bucket parameters,
+std::shared_ptr<ParameterGroup> make_group(const std::shared_ptr<ShardedModule>& state, Bucket parameters, size_t number,
                                            const std::shared_ptr<ModelResources>& resources,
                                            std::shared_ptr<OffloadMemory> memory) {
   auto group = std::make_shared<ParameterGroup>(state, state->axes(), state->options(), resources);
+  group->bucket = number;
   group->shard(parameters, std::move(memory));
   redirect_gradients(*group);
-  state->set_group(group);
   return group;
 }
 
@@ -113,9 +113,10 @@ std::vector<std::shared_ptr<ParameterGroup>> make_groups(const std::shared_ptr<S
   const auto memories = reserve_memory(state->options(), axes, buckets);
   std::vector<std::shared_ptr<ParameterGroup>> groups;
   for (size_t i = 0; i < buckets.size(); ++i) {
-    groups.push_back(make_group(i == 0 ? state : state->add_bucket(), buckets[i], resources, memories[i]));
+    groups.push_back(make_group(state, buckets[i], i, resources, memories[i]));
     if (neighbours) groups.back()->set_neighbours(neighbours);
   }
+  state->set_groups(groups);
   if (!memories.empty() && memories[0]) release_freed_memory();
   return groups;
 }

@@ -28,7 +28,7 @@ CommunicatorPtr connect_neighbours(const MeshAxes& axes, const std::optional<Res
 
 void move_buffers(const std::vector<Registered>& buffers, c10::Device device);
 
-/// Shards the parameters of `state` as its group, or as several where its strategy reduces in buckets. `neighbours` may be null.
+/// Shards the parameters of `state` as its groups: several where its strategy reduces in buckets. `neighbours` may be null.
 std::vector<std::shared_ptr<ParameterGroup>> make_groups(const std::shared_ptr<ShardedModule>& state,
                                                          std::span<const FreeParameter> all,
                                                          const std::shared_ptr<ModelResources>& resources,

@@ -54,8 +54,8 @@ class Blocks {
 
 /// What the prediction knows of a group.
 struct Group {
-  ShardedModule* state;
   std::shared_ptr<ParameterGroup> group;
+  const GradientSettings* settings;
   bool is_above_others = false; // whose gradients begin to land at the start of a backward
   int64_t reduce_bytes = 0;     // of its buffer
   int64_t chunk_bytes = 0;      // of this rank's part of it
@@ -72,9 +72,10 @@ struct Group {
   bool is_prefetched = false;                           // and not read yet
 };
 
-bool is_above(const ShardedModule& a, const ShardedModule& b) {
-  for (const auto* each = &b; each; each = each->parent().get()) {
-    if (each == &a) return true;
+/// Of the modules of the two groups: `a`'s is `b`'s, or above it.
+bool is_above(const Group& a, const Group& b) {
+  for (const auto* each = &state_of_group(*b.group); each; each = each->parent().get()) {
+    if (each == a.group->owner.get()) return true;
   }
   return false;
 }
@@ -87,13 +88,11 @@ class Prediction {
         plain_gradients_(std::exchange(known.gradients, 0)),
         blocks_(root.axes().mesh().device()),
         now_(std::move(known)) {
-    for (const auto& state : root.subtree()) {
-      if (const auto group = state->group()) add(*state, group);
-    }
+    for_each_group(root, /*recurse=*/true, [this](const GroupGradients& gradients) { add(gradients); });
     keep_read(root.schedule()->read_order());
     for (auto& group : groups_) {
       group.is_above_others = std::any_of(groups_.begin(), groups_.end(), [&](const Group& other) {
-        return other.state != group.state && is_above(*group.state, *other.state);
+        return other.group->owner != group.group->owner && is_above(group, other);
       });
     }
   }
@@ -110,8 +109,9 @@ class Prediction {
   }
 
  private:
-  void add(ShardedModule& state, const std::shared_ptr<ParameterGroup>& group) {
-    Group added{.state = &state, .group = group};
+  void add(const GroupGradients& gradients) {
+    const auto group = gradients.group().shared_from_this();
+    Group added{.group = group, .settings = &gradients.settings};
     const auto& axes = group->axes();
     added.reduce_bytes = reduce_bytes_of(*group);
     const bool is_in_files = group->memory() && group->options().offload.memory == OffloadPolicy::Memory::kFiles;
@@ -203,7 +203,7 @@ class Prediction {
 
   void close_unrelated(const Group& group, const std::string& what) {
     for (auto& other : groups_) {
-      const bool is_related = is_above(*other.state, *group.state) || is_above(*group.state, *other.state);
+      const bool is_related = is_above(other, group) || is_above(group, other);
       if (is_related || other.is_prefetched || !other.group->owner->reshards_after_forward()) continue;
       reshard_after_forward(other, what);
     }
@@ -264,7 +264,7 @@ class Prediction {
       reduce(group, what); // when all of its gradients are there, and what they were computed from is not
       note(what);
       now_.temporaries = 0;
-      if (group.state->gradients().settings.reshard_after_backward) reshard(group);
+      if (group.settings->reshard_after_backward) reshard(group);
     }
     finish_reductions("backward of " + groups_.front().group->label());
   }
@@ -272,7 +272,7 @@ class Prediction {
   void fill(Group& group, const std::string& what) {
     if (group.buffer > 0 || group.reduce_bytes == 0) return;
     const bool is_a_block = group.group->axes().reduce_scatter() != nullptr; // otherwise the gradients stay in it
-    if (is_a_block && group.state->gradients().settings.has_only_buffer) finish_reductions(what);
+    if (is_a_block && group.settings->has_only_buffer) finish_reductions(what);
     group.buffer = is_a_block ? blocks_.take(group.reduce_bytes) : group.reduce_bytes;
     now_.reduce_buffers += group.buffer;
   }

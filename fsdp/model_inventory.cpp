@@ -43,7 +43,6 @@ void ModelInventory::list_states() {
     for (auto& revived : state->revive_below(is_there)) revived_.push_back(std::move(revived));
   }
   for (const auto& state : root_->subtree()) {
-    if (&state->of_modules() != state.get()) continue; // a bucket
     positions_.emplace(state.get(), inventories_.size());
     auto& inventory = inventories_.emplace_back();
     inventory.state = state;
@@ -71,7 +70,7 @@ void ModelInventory::enter(const Registered& item, std::optional<at::ScalarType>
   const auto* meta = parameter_meta(item.tensor);
   PresentParameter present{item.tensor, {}, {}, nullptr, item.tensor.scalar_type()};
   if (dtype && item.tensor.is_floating_point()) present.dtype = *dtype;
-  auto* state = meta ? &state_of_group(*meta->group).of_modules() : nullptr;
+  auto* state = meta ? &state_of_group(*meta->group) : nullptr;
   const auto place = above(item, state);
   if (meta) {
     present.before = &meta->group->parameters()[meta->index];

@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <functional>
 
@@ -111,7 +113,14 @@ ParameterGroup::~ParameterGroup() {
   }
 }
 
-void ParameterGroup::set_resources(std::shared_ptr<ModelResources> resources) {
+const std::string& ParameterGroup::label() const {
+  if (label_.empty()) label_ = bucket == 0 ? owner->label() : fmt::format("{} bucket {}", owner->label(), bucket + 1);
+  return label_;
+}
+
+void ParameterGroup::settle(size_t place, std::shared_ptr<ModelResources> resources) {
+  number = place;
+  label_.clear();
   if (resources == resources_) return;
   wait_to_write(); // on the streams of before, whose memory was fetched into
   fetch_.reset();

@@ -28,8 +28,8 @@ class GroupOwner {
  public:
   virtual ~GroupOwner() = default;
 
-  /// What collectives and errors call the group: the path of its module from the root, or the root's class.
-  virtual const std::string& label() const = 0;
+  /// What collectives and errors call it: the path of its module from the root, or the root's class.
+  virtual std::string label() const = 0;
   /// The path of module `index` of those that share the group, from the root.
   virtual std::string path(size_t index) const = 0;
   /// Whether a touch elsewhere frees the group between forward and backward.
@@ -124,7 +124,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   int64_t gathered_bytes() const { return copies_ ? layout_.unsharded_bytes : 0; }
   int64_t unsharded_bytes() const { return is_open() ? gathered_bytes() : 0; }
 
-  const std::string& label() const { return owner->label(); }
+  /// What collectives and errors call it: its owner's, and which bucket of it this is, from the second on.
+  const std::string& label() const;
   const MeshAxes& axes() const { return axes_; }
   MeshAxes& axes() { return axes_; }
   const FullyShardOptions& options() const { return options_; }
@@ -138,13 +139,15 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   const std::shared_ptr<OffloadMemory>& memory() const { return memory_; }
   /// Whether the shards lie elsewhere than what forward reads.
   bool is_off_device() const { return memory_ && !axes_.mesh().device().is_cpu(); }
-  /// Replaces the model's shared resources; only while nothing is gathered or reduced. Drops a fetched copy.
-  void set_resources(std::shared_ptr<ModelResources> resources);
+  /// Takes `place` in its model as it is now, and its shared resources; only while nothing is gathered or reduced. Drops a
+  /// fetched copy.
+  void settle(size_t place, std::shared_ptr<ModelResources> resources);
   /// From the root's module.
   std::string full_name(size_t index) const;
 
   const std::shared_ptr<GroupOwner> owner;
-  size_t number = 0; ///< among the modules of its model that were sharded, the same on every rank
+  size_t number = 0; ///< among the groups of its model, and its modules that have none; the same on every rank
+  size_t bucket = 0; ///< its number among the groups of its module
 
  private:
   enum class State { kSharded, kGathering, kUnsharded };
@@ -197,6 +200,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
 
   MeshAxes axes_;
   FullyShardOptions options_;
+  mutable std::string label_; ///< empty until first needed in the model as it is now
   std::shared_ptr<ModelResources> resources_;
   GroupLayout layout_;
   ShardPlan shard_plan_;

@@ -114,13 +114,11 @@ class Remaking {
     if (!free.empty()) {
       const auto settings = settings_of();
       made = make_groups(inventory_.state, free, resources_, neighbours());
-      for (const auto& part : inventory_.state->with_buckets()) {
-        if (!part->group()) continue;
-        auto& own = part->gradients().settings;
+      for (const auto& each : inventory_.state->module_groups()) {
         if (settings) {
-          own = *settings;
+          each.gradients->settings = *settings;
         } else {
-          take_settings_above(own);
+          take_settings_above(each.gradients->settings);
         }
       }
       for (const auto& group : made) {
@@ -281,11 +279,10 @@ void change_around_groups(ModelInventory& model, const ReshardParametersOptions&
 
 void check_reduced(const std::vector<ModuleInventory>& inventories) {
   for (const auto& inventory : inventories) {
-    for (const auto& part : inventory.state->with_buckets()) {
-      const auto group = part->group();
-      TORCH_CHECK(!group || !part->gradients().is_unfinished(), "reshard_parameters: gradients of ", group->label(),
+    for_each_group(*inventory.state, /*recurse=*/false, [](const GroupGradients& gradients) {
+      TORCH_CHECK(!gradients.is_unfinished(), "reshard_parameters: gradients of ", gradients.group().label(),
                   " wait for their reduction: run a synchronized backward, take the step and call zero_grad first");
-    }
+    });
   }
 }
 

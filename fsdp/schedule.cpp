@@ -196,16 +196,16 @@ void Schedule::record(ParameterGroup& group) {
   entry.recorded_forward = forward_epoch_;
   if (at::GradMode::is_enabled()) entry.checked_forward = forward_epoch_;
   if (is_first) place_buckets();
-  if (!entry.buckets) place(entry);
+  if (!entry.module.has_buckets()) place(entry);
 }
 
 /// The order of the modules is the same on all ranks, unlike that of a module's buckets.
 void Schedule::record_module(const ParameterGroup& group, bool is_first) {
   const size_t module = module_number(group);
   if (is_first) iteration_.first_module = module;
-  const auto& buckets = scheduled(group).buckets;
-  const auto is_recorded = [&](size_t number) { return groups_[number].recorded_forward == forward_epoch_; };
-  if (buckets && std::any_of(buckets->begin(), buckets->end(), is_recorded)) return;
+  const auto is_recorded = [&](const ScheduledGroup& each) { return each.recorded_forward == forward_epoch_; };
+  const auto of_module = groups_of_module(scheduled(group));
+  if (std::any_of(of_module.begin(), of_module.end(), is_recorded)) return;
   iteration_.newest_module = module;
   if (order_.empty()) last_module_ = module;
 }
@@ -221,7 +221,7 @@ void Schedule::check_unchanged(ScheduledGroup& entry, const ParameterGroup& grou
 /// Before what forward reads: another rank may read others of them, or first in another place.
 void Schedule::place_buckets() {
   for (auto& each : groups_) {
-    if (each.buckets && each.gradients) place(each);
+    if (each.module.has_buckets()) place(each);
   }
 }
 
@@ -269,12 +269,6 @@ void Schedule::close_unrelated(const ParameterGroup& group, uint64_t recomputati
     state_ == State::kBackward ? other->reshard() : other->reshard_after_forward();
     return true;
   });
-}
-
-/// A bucket stands for its module: another rank may read another of its buckets.
-size_t Schedule::module_number(const ParameterGroup& group) const {
-  const auto& buckets = groups_[group.number].buckets;
-  return buckets ? buckets->front() : group.number;
 }
 
 bool Schedule::related(const ParameterGroup& a, const ParameterGroup& b) const {
@@ -391,9 +385,8 @@ void Schedule::list_unfinished(ScheduledGroup& entry) {
 
 /// Once in a backward: those that it leaves out are reduced as what this rank does not use.
 void Schedule::join_buckets(const ScheduledGroup& landed) {
-  if (!landed.buckets || landed.joined_phase == phase_) return;
-  for (const size_t number : *landed.buckets) {
-    auto& each = groups_[number];
+  if (!landed.module.has_buckets() || landed.joined_phase == phase_) return;
+  for (auto& each : groups_of_module(landed)) {
     each.joined_phase = phase_;
     if (each.group.expired()) continue;
     each.gradients->join_reduction();
@@ -406,7 +399,7 @@ void Schedule::reduce_in_order(const ScheduledGroup& landed) {
   for (auto& next = iteration_.next_to_reduce; next >= 0; --next) {
     auto* entry = order()[static_cast<size_t>(next)];
     const GroupPtr group = entry->group.lock();
-    if (!group || !(entry->buckets || entry->gradients->landed().expects_any())) continue;
+    if (!group || !(entry->module.has_buckets() || entry->gradients->landed().expects_any())) continue;
     if (may_join(*entry)) return;
     const bool is_passed = landed.order_position < next && !awaits_gradients(*entry);
     if (!is_complete(*entry) && !is_passed) return; // its turn comes first on every rank
@@ -426,10 +419,11 @@ bool Schedule::awaits_gradients(const ScheduledGroup& entry) const {
 }
 
 /// A bucket whose module has had no gradient in this backward yet, and will.
-bool Schedule::may_join(const ScheduledGroup& entry) const {
-  if (!entry.buckets || entry.joined_phase == phase_) return false;
-  return std::any_of(entry.buckets->begin(), entry.buckets->end(),
-                     [&](size_t number) { return !groups_[number].group.expired() && awaits_gradients(groups_[number]); });
+bool Schedule::may_join(const ScheduledGroup& entry) {
+  if (!entry.module.has_buckets() || entry.joined_phase == phase_) return false;
+  const auto buckets = groups_of_module(entry);
+  return std::any_of(buckets.begin(), buckets.end(),
+                     [&](const ScheduledGroup& each) { return !each.group.expired() && awaits_gradients(each); });
 }
 
 bool Schedule::is_complete(const ScheduledGroup& entry) const {

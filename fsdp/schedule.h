@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -160,7 +161,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void join_buckets(const ScheduledGroup& landed);
   void reduce_in_order(const ScheduledGroup& landed);
   bool awaits_gradients(const ScheduledGroup& entry) const;
-  bool may_join(const ScheduledGroup& entry) const;
+  bool may_join(const ScheduledGroup& entry);
   bool is_complete(const ScheduledGroup& entry) const;
   bool is_in_inner_backward() const;
   void reduce_the_rest();
@@ -175,7 +176,11 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void finish_group(ScheduledGroup& entry);
   int64_t known_position(const ScheduledGroup& entry) const; // -1: none
   bool is_passed(const ScheduledGroup& ahead, const ParameterGroup& group);
-  size_t module_number(const ParameterGroup& group) const;
+  std::span<ScheduledGroup> groups_of_module(const ScheduledGroup& entry) {
+    return std::span(groups_).subspan(entry.module.first, entry.module.end - entry.module.first);
+  }
+  /// That of its first group: another rank may read another bucket.
+  size_t module_number(const ParameterGroup& group) const { return groups_[group.number].module.first; }
   bool related(const ParameterGroup& a, const ParameterGroup& b) const;
   const Order& order() const { return iteration_.recording.empty() ? order_ : iteration_.recording; }
   /// The order in which this phase is expected to read the groups: the last forward's, or in backward the current one's.

@@ -18,7 +18,7 @@ int64_t Schedule::known_position(const ScheduledGroup& entry) const {
 /// Whether a forward that reads `group` has gone on without what was gathered ahead.
 bool Schedule::is_passed(const ScheduledGroup& ahead, const ParameterGroup& group) {
   // The end of a backward frees it; another rank may read another bucket before; a list knows better than the order.
-  if (state_ == State::kBackward || ahead.buckets || ahead.ahead == Ahead::kOfList) return false;
+  if (state_ == State::kBackward || ahead.module.has_buckets() || ahead.ahead == Ahead::kOfList) return false;
   const auto here = known_position(scheduled(group)), there = known_position(ahead);
   if (there < 0) return here >= 0 && here + 1 < static_cast<int64_t>(known_order().size());
   return there < here;

@@ -25,14 +25,19 @@ struct PrefetchSettings {
 /// Why a group is gathered ahead: it comes next, or a list of `PrefetchSettings` says so.
 enum class Ahead { kOfOrder, kOfList };
 
+/// The numbers of a module's groups. If there are several, they are reduced together.
+struct ModuleNumbers {
+  size_t first, end;
+  bool has_buckets() const { return end - first > 1; }
+};
+
 /// A group in the schedule of its model, and what the schedule notes of it.
 struct ScheduledGroup {
   std::weak_ptr<ParameterGroup> group; ///< empty for a module without parameters of its own
   std::shared_ptr<GroupGradients> gradients;
   std::shared_ptr<const PrefetchSettings> prefetch;
-  /// The numbers of all groups of its module, which are reduced together; null where it has one.
-  std::shared_ptr<const std::vector<size_t>> buckets = nullptr;
-  size_t end = 0;                ///< the groups below its module have the numbers from its own to here
+  ModuleNumbers module;          ///< its own number is one of these
+  size_t end;                    ///< at `module.first`: the groups below its module have the numbers from `module.end` to here
   int64_t order_position = -1;   ///< in the recorded forward order
   uint64_t recorded_forward = 0; ///< the last forward that recorded it there
   uint64_t checked_forward = 0;  ///< the last one whose model was looked at in grad mode

@@ -168,23 +168,11 @@ bool ShardedModule::end_forward(const Module* module) {
   return true;
 }
 
-std::shared_ptr<ShardedModule> ShardedModule::add_bucket() {
-  std::erase_if(children_, [](const auto& child) { return child.state.expired() && !child.make_again; });
-  auto bucket = std::make_shared<ShardedModule>(std::vector<const Module*>(), class_name_, axes_, options_);
-  for (size_t top = 0; top < modules_.size(); ++top) bucket->places_.push_back({top, ""});
-  bucket->parent_ = shared_from_this();
-  bucket->schedule_ = schedule_; // until `settle` gives it another
-  bucket->bucket_ = children_.size() + 1;
-  children_.push_back({bucket, nullptr, {}, {}});
-  return bucket;
-}
-
 std::vector<std::shared_ptr<ShardedModule>> ShardedModule::revive_below(const std::function<bool(const Module*)>& is_there) {
   std::vector<std::shared_ptr<ShardedModule>> revived;
   for (auto& child : children_) {
-    const bool is_gone = child.state.expired() && child.make_again;
     const auto stayed = [&](const ModuleReference& each) { return each.get() && is_there(each.get()); };
-    if (!is_gone || !std::all_of(child.modules.begin(), child.modules.end(), stayed)) continue;
+    if (!child.state.expired() || !std::all_of(child.modules.begin(), child.modules.end(), stayed)) continue;
     revived.push_back(child.make_again());
     revived.back()->parent_ = shared_from_this();
     revived.back()->schedule_ = schedule_;
@@ -194,20 +182,29 @@ std::vector<std::shared_ptr<ShardedModule>> ShardedModule::revive_below(const st
   return revived;
 }
 
-std::vector<std::shared_ptr<ShardedModule>> ShardedModule::with_buckets() {
-  std::vector<std::shared_ptr<ShardedModule>> all{shared_from_this()};
-  for (const auto& each : children_) {
-    if (auto child = each.state.lock(); child && child->bucket_ > 0) all.push_back(std::move(child));
+void ShardedModule::set_groups(const std::vector<std::shared_ptr<ParameterGroup>>& groups) {
+  groups_.clear();
+  for (const auto& group : groups) {
+    groups_.push_back({group, std::make_shared<GroupGradients>(*group)});
+    groups_.back().gradients->settings.reshard_after_backward = !axes_.keeps_parameters();
   }
-  return all;
 }
 
-std::vector<std::shared_ptr<ParameterGroup>> ShardedModule::groups() {
+std::vector<std::shared_ptr<ParameterGroup>> ShardedModule::groups() const {
   std::vector<std::shared_ptr<ParameterGroup>> groups;
-  for (const auto& state : with_buckets()) {
-    if (auto group = state->group()) groups.push_back(std::move(group));
+  for (const auto& each : groups_) {
+    if (auto group = each.group.lock()) groups.push_back(std::move(group));
   }
   return groups;
+}
+
+std::vector<ModuleGroup>::const_iterator ShardedModule::first_group() const {
+  return std::find_if(groups_.begin(), groups_.end(), [](const auto& each) { return !each.group.expired(); });
+}
+
+std::shared_ptr<ParameterGroup> ShardedModule::group() const {
+  const auto first = first_group();
+  return first == groups_.end() ? nullptr : first->group.lock();
 }
 
 const ShardedModule& ShardedModule::root() const {
@@ -234,15 +231,11 @@ std::string ShardedModule::path(size_t index) const {
   return fmt::format("{}", fmt::join(parts, "."));
 }
 
-const std::string& ShardedModule::label() const {
-  if (label_.empty()) {
-    const auto& named = bucket_ > 0 ? *parent_ : *this;
-    label_ = named.is_root() ? class_name_ : named.path(0);
-    if (bucket_ > 0) label_ += fmt::format(" bucket {}", bucket_ + 1);
-    // A second model's collectives must not be taken for those of the first.
-    if (root().model_number > 1) label_ += fmt::format(" of model {}", root().model_number);
-  }
-  return label_;
+std::string ShardedModule::label() const {
+  auto label = is_root() ? class_name_ : path(0);
+  // A second model's collectives must not be taken for those of the first.
+  if (root().model_number > 1) label += fmt::format(" of model {}", root().model_number);
+  return label;
 }
 
 std::vector<std::shared_ptr<ShardedModule>> ShardedModule::subtree() {
@@ -259,56 +252,42 @@ std::vector<std::shared_ptr<ShardedModule>> ShardedModule::subtree() {
   return states;
 }
 
-void ShardedModule::set_group(const std::shared_ptr<ParameterGroup>& group) {
-  group_ = group;
-  gradients_ = std::make_shared<GroupGradients>(*group);
-  gradients_->settings.reshard_after_backward = !axes_.keeps_parameters();
+std::vector<std::shared_ptr<ParameterGroup>> ShardedModule::subtree_groups() {
+  std::vector<std::shared_ptr<ParameterGroup>> groups;
+  for (const auto& state : subtree()) {
+    for (auto& group : state->groups()) groups.push_back(std::move(group));
+  }
+  return groups;
 }
 
 bool ShardedModule::reshards_after_forward() const {
-  if (bucket_ > 0) return parent_->reshards_after_forward();
   if (options_.reshard_after_forward) return static_cast<bool>(*options_.reshard_after_forward);
   return !is_root() && !axes_.keeps_parameters();
 }
 
-namespace {
-
-/// Has each group of a module that is reduced in buckets know the others.
-void connect_buckets(const std::vector<std::shared_ptr<ShardedModule>>& states, std::vector<ScheduledGroup>& groups) {
-  for (const auto& state : states) {
-    if (&state->of_modules() != state.get()) continue; // a bucket
-    const auto parts = state->with_buckets();
-    if (parts.size() < 2) continue;
-    const auto buckets = std::make_shared<std::vector<size_t>>();
-    for (const auto& part : parts) buckets->push_back(part->number());
-    for (const size_t number : *buckets) groups[number].buckets = buckets;
+/// Adds its groups to `all`: one without parameters if there is none, for those below to be below it.
+void ShardedModule::enter(Schedule& schedule, std::vector<ScheduledGroup>& all) {
+  std::erase_if(groups_, [](const auto& each) { return each.group.expired(); });
+  number_ = all.size();
+  const ModuleNumbers numbers{number_, number_ + std::max<size_t>(groups_.size(), 1)};
+  for (const auto& [weak, gradients] : groups_) {
+    if (const auto group = weak.lock()) group->settle(all.size(), schedule.resources());
+    all.push_back({weak, gradients, prefetch_settings_, numbers, numbers.end});
   }
+  if (groups_.empty()) all.push_back({{}, nullptr, nullptr, numbers, numbers.end});
 }
-
-} // namespace
 
 void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
   const auto states = subtree();
-  std::vector<ScheduledGroup> groups(states.size());
-  for (size_t number = 0; number < states.size(); ++number) {
-    auto& state = *states[number];
-    state.schedule_ = schedule;
-    state.number_ = number;
-    state.label_.clear();
-    for (const auto& beside : state.beside_) beside->schedule_ = schedule;
-    groups[number].end = number + 1;
-    if (const auto group = state.group()) {
-      group->number = number;
-      group->set_resources(schedule->resources());
-      groups[number].group = group;
-      groups[number].gradients = state.gradients_;
-      groups[number].prefetch = state.prefetch_settings_;
-    }
+  std::vector<ScheduledGroup> groups;
+  for (const auto& state : states) {
+    state->schedule_ = schedule;
+    for (const auto& beside : state->beside_) beside->schedule_ = schedule;
+    state->enter(*schedule, groups);
   }
-  connect_buckets(states, groups);
-  for (size_t number = states.size(); --number > 0;) {
-    auto& above = groups[states[number]->parent_->number_];
-    above.end = std::max(above.end, groups[number].end);
+  for (size_t i = states.size(); --i > 0;) {
+    auto& above = groups[states[i]->parent_->number_];
+    above.end = std::max(above.end, groups[states[i]->number_].end);
   }
   schedule->set_groups(std::move(groups));
   note_names();
@@ -316,9 +295,8 @@ void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
 
 void ShardedModule::note_names() {
   settled_names_.clear();
-  for (const auto& state : subtree()) {
-    const auto group = state->group();
-    for (size_t i = 0; group && i < group->parameters().size(); ++i) settled_names_.push_back(group->full_name(i));
+  for (const auto& group : subtree_groups()) {
+    for (size_t i = 0; i < group->parameters().size(); ++i) settled_names_.push_back(group->full_name(i));
   }
 }
 

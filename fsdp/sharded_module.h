@@ -24,6 +24,12 @@ class Module;
 
 namespace tessera::internal {
 
+/// One group of a module's parameters: the only one, or a bucket.
+struct ModuleGroup {
+  std::weak_ptr<ParameterGroup> group;
+  std::shared_ptr<GroupGradients> gradients;
+};
+
 /// What one `fully_shard` call made. Ownership runs upward: parameters own their group, a group its module state, a state its
 /// parent. So a model's states live as long as any of its parameters.
 class ShardedModule final : public GroupOwner, public std::enable_shared_from_this<ShardedModule> {
@@ -57,21 +63,16 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   const MeshAxes& axes() const { return axes_; }
   const FullyShardOptions& options() const { return options_; }
 
-  /// Null for a module all of whose parameters belong to other groups.
-  std::shared_ptr<ParameterGroup> group() const { return group_.lock(); }
-  void set_group(const std::shared_ptr<ParameterGroup>& group);
-  /// Of the group, while it lives.
-  GroupGradients& gradients() { return *gradients_; }
+  /// In place of those before. Several where the strategy reduces in buckets.
+  void set_groups(const std::vector<std::shared_ptr<ParameterGroup>>& groups);
+  const std::vector<ModuleGroup>& module_groups() const { return groups_; }
+  /// Those that there are: none for a module all of whose parameters belong to other groups.
+  std::vector<std::shared_ptr<ParameterGroup>> groups() const;
+  /// The first of them; null for none.
+  std::shared_ptr<ParameterGroup> group() const;
+  /// Of `group()`, while it lives.
+  GroupGradients& gradients() const { return *first_group()->gradients; }
   PrefetchSettings& prefetch_settings() { return *prefetch_settings_; }
-
-  /// A state that has no module, but a further group of this one's parameters, below it.
-  std::shared_ptr<ShardedModule> add_bucket();
-  /// The state of modules that this one, perhaps a bucket, belongs to.
-  ShardedModule& of_modules() { return bucket_ > 0 ? *parent_ : *this; }
-  /// This state and its buckets.
-  std::vector<std::shared_ptr<ShardedModule>> with_buckets();
-  /// Those of this state and its buckets that there are.
-  std::vector<std::shared_ptr<ParameterGroup>> groups();
 
   const std::shared_ptr<ShardedModule>& parent() const { return parent_; }
   /// Puts `child` and all below it under this root. `places` says for each module of `child` where it lies; `settle` must follow.
@@ -82,10 +83,9 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   std::shared_ptr<ShardedModule> state_of(const torch::nn::Module* module);
   /// Gives this state, a root, and those below it one schedule, and numbers them.
   void settle(const std::shared_ptr<Schedule>& schedule);
-  size_t number() const { return number_; }
   bool is_root() const { return parent_ == nullptr; }
   const ShardedModule& root() const;
-  const std::string& label() const override;
+  std::string label() const override;
   /// Where the root holds several modules, the number of the one above is in front. Empty for the module of a root.
   std::string path(size_t index) const override;
   /// Makes states again that went with all their parameters, of modules right below this one that `is_there` finds. Each goes
@@ -93,6 +93,8 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   std::vector<std::shared_ptr<ShardedModule>> revive_below(const std::function<bool(const torch::nn::Module*)>& is_there);
   /// This state and those below it, from the top.
   std::vector<std::shared_ptr<ShardedModule>> subtree();
+  /// The groups of these states.
+  std::vector<std::shared_ptr<ParameterGroup>> subtree_groups();
 
   const std::shared_ptr<Schedule>& schedule() const { return schedule_; }
   /// The full names of all parameters of this root's model when it was settled last: some may be gone by now.
@@ -113,16 +115,16 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
  private:
   bool casts_outputs_to(at::ScalarType dtype) const;
   void claim(const torch::nn::Module* module, Claim claim);
+  std::vector<ModuleGroup>::const_iterator first_group() const;
+  void enter(Schedule& schedule, std::vector<ScheduledGroup>& all);
 
   std::vector<ModuleReference> modules_;
   absl::flat_hash_map<const torch::nn::Module*, std::pair<ModuleReference, Claim>> claims_; // of a root: of all states below too
   absl::flat_hash_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl>> ignored_; // of a root: of all below
   std::string class_name_;
-  mutable std::string label_; // empty until first needed in the model as it is now
   MeshAxes axes_;
   FullyShardOptions options_;
-  std::weak_ptr<ParameterGroup> group_;
-  std::shared_ptr<GroupGradients> gradients_;
+  std::vector<ModuleGroup> groups_;
   std::shared_ptr<PrefetchSettings> prefetch_settings_ = std::make_shared<PrefetchSettings>();
   std::shared_ptr<ShardedModule> parent_;
   std::vector<Place> places_;                        // of the modules below the parent's
@@ -130,7 +132,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   /// With what a state is made of, because it goes with the last of its parameters.
   struct Child {
     std::weak_ptr<ShardedModule> state;
-    std::function<std::shared_ptr<ShardedModule>()> make_again; // null for a bucket
+    std::function<std::shared_ptr<ShardedModule>()> make_again;
     std::vector<ModuleReference> modules;
     std::vector<Place> places;
   };
@@ -138,8 +140,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   std::vector<std::shared_ptr<ShardedModule>> beside_;
   std::shared_ptr<Schedule> schedule_;
   std::vector<std::string> settled_names_;
-  size_t number_ = 0;                                                    // in the order from the root down
-  size_t bucket_ = 0;                                                    // 0: made for modules
+  size_t number_ = 0;                                                    // of its first group, or what would be it
   int calls_ = 0;                                                        // that run now
   absl::flat_hash_set<const torch::nn::Module*> forwarded_;              // of the modules, since the group was gathered
   mutable bool warned_of_boundary_ = false, warned_of_rounding_ = false; // of a root: of its model
@@ -154,12 +155,14 @@ inline Schedule& schedule_of(const ParameterGroup& group) { return *state_of_gro
 /// The state of a module that was sharded; null for any other.
 std::shared_ptr<ShardedModule> find_state(const torch::nn::Module& module);
 
-/// Of the groups of `state` and its buckets or, with `recurse`, of all below it as well; under the lock of the schedule.
+/// Of the groups of `state` or, with `recurse`, of all below it as well; under the lock of the schedule.
 template <typename Apply> // void(GroupGradients&)
 void for_each_group(ShardedModule& state, bool recurse, const Apply& apply) {
   const auto lock = state.schedule()->lock();
-  for (const auto& each : recurse ? state.subtree() : state.with_buckets()) {
-    if (const auto group = each->group()) apply(each->gradients());
+  for (const auto& each : recurse ? state.subtree() : std::vector{state.shared_from_this()}) {
+    for (const auto& [weak, gradients] : each->module_groups()) {
+      if (const auto group = weak.lock()) apply(*gradients);
+    }
   }
 }
 

@@ -33,13 +33,14 @@ UnevenRounds::UnevenRounds(const torch::nn::Module& model, UnevenDivisor divisor
 std::string UnevenRounds::divided_otherwise() const {
   if (!model_ || divisor_ == UnevenDivisor::kAllRanks) return "";
   const auto ranks = static_cast<double>(model_->mesh().size());
-  for (const auto& state : model_->state()->subtree()) {
-    const auto group = state->group();
-    if (!group || !trains_any(*group)) continue;
-    const double divisor = state->gradients().settings.divide_factor.value_or(static_cast<double>(group->axes().mesh().size()));
-    if (divisor != ranks) return fmt::format("those of {} by {}", state->label(), divisor);
-  }
-  return "";
+  std::string differing;
+  for_each_group(*model_->state(), /*recurse=*/true, [&](const GroupGradients& gradients) {
+    const auto& group = gradients.group();
+    const double divisor = gradients.settings.divide_factor.value_or(static_cast<double>(group.axes().mesh().size()));
+    if (trains_any(group) && divisor != ranks && differing.empty())
+      differing = fmt::format("those of {} by {}", group.label(), divisor);
+  });
+  return differing;
 }
 
 int64_t UnevenRounds::begin(BatchSource source) {

@@ -194,7 +194,7 @@ Held held() {
 /// Unsharded parameters and the memory that is kept for them.
 int64_t unsharded_bytes(Trainer& trainer) {
   int64_t bytes = 0;
-  for (const auto& state : fsdp(*trainer.net()).state()->subtree()) bytes += FSDPModule(state).unsharded_bytes();
+  for (const auto& group : fsdp(*trainer.net()).state()->subtree_groups()) bytes += group->unsharded_bytes();
   return bytes + fsdp(*trainer.net()).state()->group()->cache().cached_bytes();
 }
 

@@ -33,17 +33,11 @@ Payload sent() {
           context.count(CollectiveKind::kAllReduce).bytes};
 }
 
-std::vector<std::shared_ptr<internal::ParameterGroup>> groups_of(Net& net) {
-  std::vector<std::shared_ptr<internal::ParameterGroup>> groups; // the root's first
-  for (const auto& state : fsdp(*net).state()->subtree()) groups.push_back(state->group());
-  return groups;
-}
-
 /// The formulas of docs/strategies.md, for a step with one backward. The root and the last block stay gathered from forward into
 /// backward.
 Payload expected_of(Net& net) {
   Payload payload;
-  const auto groups = groups_of(net);
+  const auto groups = fsdp(*net).state()->subtree_groups(); // the root's first
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& group = *groups[i];
     const auto& axes = group.axes();
@@ -90,7 +84,7 @@ TEST(Strategies, KeepGatheredWhatTheTableKeepsWhole) {
     Net net = make_net();
     shard_model(net, strategy);
     loss_of(net, global_batch(0)).backward();
-    const auto groups = groups_of(net);
+    const auto groups = fsdp(*net).state()->subtree_groups();
     const bool keeps = groups[0]->axes().keeps_parameters();
     for (const auto& group : groups) EXPECT_EQ(group->is_open(), keeps || !group->copies());
     if (!keeps) continue;

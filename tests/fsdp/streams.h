@@ -73,11 +73,10 @@ inline int64_t unsharded_bytes(torch::nn::Module& module) { return fsdp(module).
 /// Of the inputs and outputs of reductions.
 inline std::vector<int64_t> bytes_of_reductions(Net& net) {
   std::vector<int64_t> all;
-  for (const auto& state : fsdp(*net).state()->subtree()) {
-    const auto& group = *state->group();
-    const auto layout = internal::plan_reduce(group.layout(), std::vector<bool>(group.parameters().size(), true));
+  for (const auto& group : fsdp(*net).state()->subtree_groups()) {
+    const auto layout = internal::plan_reduce(group->layout(), std::vector<bool>(group->parameters().size(), true));
     const auto bytes = layout.chunk_numel * static_cast<int64_t>(sizeof(float));
-    for (const int64_t ranks : {group.axes().shard_ranks(), group.axes().outer_ranks(), 1}) all.push_back(ranks * bytes);
+    for (const int64_t ranks : {group->axes().shard_ranks(), group->axes().outer_ranks(), 1}) all.push_back(ranks * bytes);
   }
   return all;
 }

@@ -113,7 +113,7 @@ Counts counts() {
 int64_t groups_of(const Strategy& strategy) {
   Net net = make_net();
   shard_model(net, strategy);
-  return static_cast<int64_t>(fsdp(*net).state()->subtree().size());
+  return static_cast<int64_t>(fsdp(*net).state()->subtree_groups().size());
 }
 
 Counts counts_of_a_step(const Strategy& strategy) {

@@ -143,11 +143,8 @@ void compare_evaluations(CaseModel& got, CaseModel& expected, TrainingDifference
 using GroupList = std::vector<std::weak_ptr<internal::ParameterGroup>>;
 
 GroupList groups_of(const CaseModel& model) {
-  GroupList groups;
-  for (const auto& state : fsdp(model).state()->subtree()) {
-    if (const auto group = state->group()) groups.push_back(group);
-  }
-  return groups;
+  const auto groups = fsdp(model).state()->subtree_groups();
+  return {groups.begin(), groups.end()};
 }
 
 /// Two a group that shards, but the root's and the last other group's stay from forward into backward.
@@ -209,11 +206,10 @@ TrainingDifference compare_training(const HoldsCase& test_case, const Strategy& 
   compare_curves(got, expected, difference);
   compare_state(*model, *plain, difference);
   compare_evaluations(*model, *plain, difference);
-  for (const auto& state : fsdp(*model).state()->subtree()) {
-    FSDPModule handle(state);
-    handle.reshard();
-    const auto group = state->group();
-    if (group && group->copies()) difference.leaked_bytes += handle.unsharded_bytes();
+  auto& root = *fsdp(*model).state();
+  for (const auto& group : root.subtree_groups()) {
+    root.schedule()->reshard(*group);
+    difference.leaked_bytes += group->unsharded_bytes();
   }
   for (const auto& graph : model->graphs) difference.leaked_graphs += graph.expired() ? 0 : 1;
   model.reset();
