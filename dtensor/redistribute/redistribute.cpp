@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/tensor.h>
 
+#include <absl/algorithm/container.h>
 #include <absl/container/flat_hash_map.h>
 #include <c10/core/ScalarType.h>
 #include <fmt/format.h>
@@ -134,7 +135,8 @@ at::Tensor run_plan(const at::Tensor& local, const Spec& from, const Spec& to, s
     const auto line = step.mesh_dims.size() > 1 ? from.mesh().flatten() : from.mesh();
     auto transition = make_transition(from, line, current, step, text);
     if (&step == &plan.steps.back()) transition.deferred = deferred;
-    transition.signs_checked = request.signs_checked;
+    transition.signs_checked = request.signs_checked || absl::c_any_of(current, is_norm); // a part of a norm is one anyway
+    transition.parts_differ = !absl::c_all_of(current, is_replicate);
     result = apply(result, transition, step.route);
     for (const auto m : step.mesh_dims) current[m] = step.to;
   }

@@ -28,13 +28,25 @@ at::Scalar neutral_value(Partial::Op op, at::ScalarType dtype) {
   }
 }
 
+namespace {
+
+/// The same on every rank: ranks that do not see the same values agree.
+bool has_negative(const at::Tensor& local, const Transition& transition) {
+  const auto negative = local.lt(0).any();
+  if (!transition.parts_differ) return negative.item<bool>();
+  const auto flag = negative.to(at::kByte).view({1});
+  transition.mesh.flatten().communicator()->all_reduce(flag, ReduceOp::kMax, transition.label).wait();
+  return flag.item<bool>();
+}
+
+} // namespace
+
 at::Tensor to_partial(const at::Tensor& local, const Transition& transition) {
   const auto& partial = std::get<Partial>(transition.to);
   const auto neutral = neutral_value(partial.op, local.scalar_type());
   if (is_replicate(transition.from)) {
-    // Every rank holds the same values, so every rank comes to the same error.
     const bool asks_sign = is_norm(transition.to) && !transition.signs_checked;
-    TORCH_CHECK(!asks_sign || !local.lt(0).any().item<bool>(), transition.label,
+    TORCH_CHECK(!asks_sign || !has_negative(local, transition), transition.label,
                 ": a tensor with negative values cannot be turned into a ", to_string(transition.to), ", which has no sign");
     const bool any_rank_may_hold_it =
         partial.op == Partial::Op::kAvg || partial.op == Partial::Op::kMin || partial.op == Partial::Op::kMax;

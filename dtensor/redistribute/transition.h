@@ -33,6 +33,7 @@ struct Transition {
   std::string label;
   Deferred* deferred = nullptr; ///< null: every collective is waited for at once
   bool signs_checked = false;   ///< what becomes part of a norm is known to have no negative values
+  bool parts_differ = false;    ///< the ranks of other mesh dims may not see the same values
 
   int64_t rank() const { return mesh.local_rank(static_cast<int64_t>(mesh_dim)); }
   int64_t ranks() const { return mesh.size(static_cast<int64_t>(mesh_dim)); }

@@ -223,6 +223,22 @@ TEST(Redistribute, ANormHasNoSign) {
                      "a Partial(norm 2), which has no sign");
 }
 
+/// Ranks whose parts have none come to the same error, and stay in step.
+TEST(Redistribute, ANormHasNoSignInThePartsOfOtherRanks) {
+  if (world_size() != 4) GTEST_SKIP() << "needs a mesh of 2x2";
+  const auto mesh = init_device_mesh(test_device_type(), {2, 2});
+  const auto signs = torch::tensor({-1.0, -2.0, 3.0, 4.0});
+  const Placement norm = Partial{Partial::Op::kNorm};
+  const auto split = make(signs, mesh, {Replicate{}, Shard{0}});
+  for (const auto& last : {Placement(Shard{0}), Placement(Replicate{}), norm}) {
+    EXPECT_THROWS_WITH(split.redistribute({norm, last}), "a tensor with negative values cannot be turned into a Partial(norm 2)");
+  }
+  EXPECT_TENSORS_CLOSE(make(signs.abs(), mesh, {Replicate{}, Shard{0}}).redistribute({norm, Shard{0}}).full_tensor(),
+                       signs.abs());
+  const auto part = from_local((signs + 0.5).to(mesh.device()), mesh, {Replicate{}, norm}); // a part may have a sign
+  EXPECT_TENSORS_CLOSE(part.redistribute({norm, norm}).full_tensor(), part.full_tensor());
+}
+
 TEST(Redistribute, Gradients) {
   const auto mesh = line_mesh();
   const auto whole = values({5, 3}).to(mesh.device());
