@@ -79,7 +79,8 @@ bool has_plain_tensors(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments)
 void decompose(const c10::OperatorHandle& op, const OpInfo& info, c10::DispatchKey key, Stack* stack) {
   constexpr int kDeepest = 64;
   const auto arguments = arguments_of(info, *stack);
-  const DecompositionScope scope(!has_plain_tensors(info, arguments), info.writes);
+  const bool all_dtensors = program_scopes().implicit_replication || !has_plain_tensors(info, arguments);
+  const DecompositionScope scope(all_dtensors, info.writes);
   if (decompositions().depth > kDeepest) no_rule(info, arguments);
   op.callBoxedForDispatchKey(key, *stack);
 }

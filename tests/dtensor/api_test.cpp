@@ -380,6 +380,26 @@ TEST(CrossEntropy, DoesNotGatherTheClasses) {
   EXPECT_THROWS_WITH(torch::nll_loss(make(logits, mesh, {Shard{0}}), make(wrong, mesh, {Replicate{}})), "");
 }
 
+TEST(CrossEntropy, SmoothsAPlainTargetInsideImplicitReplication) {
+  const auto mesh = line_mesh();
+  const auto target = torch::tensor({1, 6, 0, 3, -100, 5}, mesh.device());
+  const auto logits = (torch::arange(42, torch::kDouble) * 0.7).sin().view({6, 7});
+  const ImplicitReplication scope;
+  for (const auto& placement : {Placement(Shard{1}), Placement(Shard{0}), Placement(Replicate{}), Placement(Partial{})}) {
+    for (const int64_t reduction : {0, 1, 2}) {
+      SCOPED_TRACE(to_string(placement) + ", reduction " + std::to_string(reduction));
+      auto plain = logits.clone().requires_grad_();
+      auto sharded = make(logits, mesh, {placement}).set_requires_grad(true);
+      const auto expected = torch::cross_entropy_loss(plain, target.cpu(), {}, reduction, -100, 0.1);
+      const auto actual = torch::cross_entropy_loss(sharded, target, {}, reduction, -100, 0.1);
+      expected.sum().backward();
+      actual.sum().backward();
+      EXPECT_TENSORS_CLOSE(DTensor(actual.detach()).full_tensor(), expected.detach());
+      EXPECT_TENSORS_CLOSE(DTensor(sharded.grad()).full_tensor(), plain.grad());
+    }
+  }
+}
+
 TEST(Mix, OfAReductionAndAPlainTensorIsAnError) {
   const torch::NoGradGuard no_grad;
   const auto tensor = make(values(), line_mesh(), {Shard{0}});
