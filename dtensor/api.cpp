@@ -87,6 +87,9 @@ at::Tensor scatter(at::Tensor local, const Spec& spec) {
 DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements) {
   TORCH_CHECK(tensor.defined(), "distribute_tensor: the tensor is undefined");
   TORCH_CHECK(!is_dtensor(tensor), "distribute_tensor: the tensor is a DTensor already; use redistribute");
+  TORCH_CHECK(tensor.is_leaf(),
+              "distribute_tensor: the tensor is the result of operators that autograd has recorded, and a gradient would not "
+              "reach them. Pass tensor.detach(), or use from_local, which is differentiable");
   TORCH_CHECK(tensor.layout() == at::kStrided, "distribute_tensor: the tensor's layout is ", tensor.layout(),
               "; only strided tensors can be sharded: pass tensor.to_dense()");
   const auto plain = tensor.detach().to(mesh.device());

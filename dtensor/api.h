@@ -57,7 +57,7 @@ bool is_dtensor(const at::Tensor& tensor);
 
 /// Scatters `tensor`: every rank keeps its part of the values of the mesh's first rank (DTensor: distribute_tensor). Every rank
 /// of the mesh calls it with a plain tensor of the same shape and dtype. The result is a leaf that requires grad as `tensor`
-/// does.
+/// does. A tensor that is no leaf is an error (as in DTensor): no gradient would reach it.
 DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements);
 
 /// A DTensor from each rank's part, whose memory it shares. Without a global shape, even shards are assumed; a RaggedShard over

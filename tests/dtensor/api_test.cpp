@@ -280,6 +280,8 @@ TEST(Errors, SayWhatToDo) {
   EXPECT_THROWS_WITH(tensor + make(values(), other, {Shard{0}}), "aten::add.Tensor: the arguments lie on different meshes: ");
   EXPECT_THROWS_WITH(distribute_tensor(tensor, mesh, {Shard{0}}),
                      "distribute_tensor: the tensor is a DTensor already; use redistribute");
+  EXPECT_THROWS_WITH(distribute_tensor(values().requires_grad_() * 2, mesh, {Shard{0}}),
+                     "distribute_tensor: the tensor is the result of operators that autograd has recorded");
 }
 
 /// Collects warnings in place of printing them.
