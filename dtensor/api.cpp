@@ -27,9 +27,9 @@ at::Tensor DTensor::local() const {
   return meta->local;
 }
 
-at::Tensor DTensor::full_tensor() const {
+at::Tensor DTensor::full_tensor(const std::optional<Placements>& gradient_placements) const {
   internal::dtensor_meta(*this)->check_has_values("full_tensor");
-  return to_local(redistribute(Placements(placements().size())));
+  return to_local(redistribute(Placements(placements().size())), gradient_placements);
 }
 
 namespace {

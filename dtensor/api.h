@@ -33,8 +33,10 @@ class DTensor : public at::Tensor {
   /// Starts the last collective of the redistribution, and returns without waiting for it. The result has the values that the
   /// tensor has now, whatever is written to it before `wait`, and shares no memory with it. Every rank of the mesh calls it.
   PendingDTensor redistribute_async(const Placements& placements) const;
-  /// The whole tensor on every rank, plain. Every rank of the mesh calls it. Differentiable.
-  at::Tensor full_tensor() const;
+  /// The whole tensor on every rank, plain. Every rank of the mesh calls it. Differentiable: the gradient is assumed to be the
+  /// same on every rank, or else to have the `gradient_placements` (DTensor: grad_placements), as in `to_local`. Pass Partial
+  /// if each rank computes something else from the whole, for example the loss of its own rows.
+  at::Tensor full_tensor(const std::optional<Placements>& gradient_placements = std::nullopt) const;
 };
 
 /// A redistribution in flight.

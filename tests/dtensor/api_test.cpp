@@ -133,6 +133,17 @@ TEST(Api, FromLocalAndToLocal) {
 }
 
 /// Hooks get, and may replace, the gradient, whenever they are added; it lies as the leaf does.
+/// As in a contrastive loss: each rank's rows against those of all ranks.
+TEST(Api, FullTensorTakesThePlacementsOfItsGradient) {
+  const auto mesh = line_mesh();
+  auto whole = values().requires_grad_();
+  whole.mm(whole.t()).square().sum().backward();
+  auto rows = lay_out(values(), mesh, {Shard{0}}).requires_grad_();
+  const auto all_rows = from_local(rows, mesh, {Shard{0}}, {{5, 3}}).full_tensor(Placements{Partial{}});
+  rows.mm(all_rows.t()).square().sum().backward();
+  EXPECT_TENSORS_CLOSE(rows.grad(), lay_out(whole.grad(), mesh, {Shard{0}}));
+}
+
 TEST(Api, HooksOfALeaf) {
   const auto mesh = line_mesh();
   const auto batch = torch::arange(12.).view({4, 3}), weight = torch::arange(6.).view({3, 2});
