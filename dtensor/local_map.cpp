@@ -1,5 +1,7 @@
 #include <tessera/dtensor/local_map.h>
 
+#include <tessera/dtensor/program_scopes.h>
+
 namespace tessera {
 
 std::function<std::vector<DTensor>(const std::vector<DTensor>&)> local_map(const LocalFunction& function,
@@ -17,6 +19,10 @@ std::function<std::vector<DTensor>(const std::vector<DTensor>&)> local_map(const
                 inputs.size(), " input placements");
     std::vector<at::Tensor> locals;
     for (size_t i = 0; i < arguments.size(); ++i) {
+      TORCH_CHECK(
+          !internal::program_scopes().strict_sharding || arguments[i].spec().with(inputs[i]).get() == &arguments[i].spec(),
+          "local_map: argument ", i, " has the placements ", to_string(arguments[i].placements()), ", not ", to_string(inputs[i]),
+          ", and is not moved inside StrictSharding; redistribute it before the call");
       const auto gradient = input_gradients.empty() ? std::nullopt : std::optional(input_gradients[i]);
       locals.push_back(to_local(arguments[i].redistribute(inputs[i]), gradient));
     }

@@ -4,8 +4,11 @@
 
 namespace tessera {
 
-/// While it lives, an operator without a sharding rule is an error, in this thread and in the backwards that it calls. Otherwise
-/// it would run on whole tensors, with a warning.
+/// While it lives, these are errors, in this thread and in the backwards that it calls:
+/// - an operator without a sharding rule, which otherwise runs on whole tensors, with a warning;
+/// - a random operator on a DTensor while the generators of the mesh's ranks differ, so that the ranks would draw parts of
+///   different tensors. To find out, each such operator gathers the generators' states (5 KB a rank on the CPU);
+/// - a `local_map` of an argument that has other placements than those that it was made for.
 class StrictSharding {
  public:
   StrictSharding();

@@ -10,6 +10,7 @@
 #include <array>
 #include <numeric>
 
+#include <tessera/dtensor/program_scopes.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/registry.h>
@@ -25,6 +26,31 @@ Factorization draw(const OpCall& call) {
   factors.outputs.push_back(factors.inputs[0]);
   factors.ragged = RaggedUse::kMerged;
   return factors;
+}
+
+/// The state of the generator that `call` draws from, on `device`.
+at::Tensor generator_state(const LocalCall& call, at::Device device) {
+  const auto* given = call.find("generator");
+  auto generator = given && !given->isNone() ? given->toGenerator() : at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state().to(device);
+}
+
+/// Inside StrictSharding: ranks whose generators differ would draw parts of different tensors.
+void check_generators(const LocalCall& call, const Spec& spec, at::Device device) {
+  const auto& mesh = spec.mesh();
+  if (C10_LIKELY(!program_scopes().strict_sharding) || !spec.on_mesh() || mesh.size() == 1) return;
+  const auto name = call.op.operator_name().name;
+  const auto mine = generator_state(call, device);
+  const auto states = at::empty({mesh.size(), mine.numel()}, mine.options());
+  mesh.flatten().communicator()->all_gather_into(states.view(-1), mine, name + ": the generator's state").wait();
+  const auto differ = states.ne(states[0]).any(1).cpu();
+  for (int64_t r = 0; r < mesh.size(); ++r) {
+    TORCH_CHECK(!differ[r].item<bool>(), name, ": the random generator of rank ", mesh.ranks()[r],
+                " has another state than rank ", mesh.ranks()[0],
+                "'s, so the ranks would draw parts of different tensors. Seed it on every rank with one number "
+                "(torch::manual_seed) before DTensors are drawn; tessera::manual_seed gives each rank another one");
+  }
 }
 
 /// The operator on `buffer` in place of its first argument, which it fills or, without the underscore, only looks at.
@@ -66,6 +92,7 @@ void draw_local(const LocalCall& call) {
   const auto& spec = *call.inputs[0];
   const auto& sizes = spec.sizes();
   const auto numel = spec.numel();
+  check_generators(call, spec, local.device());
   if (spec.is_replicated() && local.strides() == c10::IntArrayRef(spec.strides())) return call.op.callBoxed(*call.stack);
   if (!in_place) local = at::empty_like(local);
   const bool one_range = std::none_of(spec.placements().begin(), spec.placements().end(), is_strided);
@@ -98,6 +125,7 @@ void dropout_local(const LocalCall& call) {
   const auto input = call.arg(0).toTensor();
   const auto& spec = *call.inputs[0];
   const bool train = call.arg(2).isNone() || call.arg(2).toBool();
+  if (train) check_generators(call, spec, input.device());
   const bool as_one_device = spec.is_replicated() && input.strides() == c10::IntArrayRef(spec.strides());
   if (!train || as_one_device) return call.op.callBoxed(*call.stack);
   const auto p = call.arg(1).toDouble(), scale = p == 1 ? 0 : 1 / (1 - p);

@@ -1,3 +1,4 @@
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ThreadLocalState.h>
 #include <tessera/dtensor/debug.h>
 #include <tessera/dtensor/distribute_module.h>
@@ -66,6 +67,17 @@ TEST(LocalMap, RunsOnTheParts) {
   EXPECT_THROWS_WITH(local_map({}, {{Shard{0}}}, {{Shard{0}}}), "local_map: the function is empty");
   const auto nothing = [](const std::vector<Tensor>&) { return std::vector<Tensor>(1); };
   EXPECT_THROWS_WITH(local_map(nothing, {{Shard{0}}}, {{Shard{0}}})({x}), "local_map: output 0 of the function is undefined");
+}
+
+TEST(LocalMap, MovesNoArgumentInsideStrictSharding) {
+  const auto mesh = line_mesh();
+  const auto x = make(torch::arange(24).view({8, 3}), mesh, {Shard{1}});
+  const auto negate = [&](const Placement& on) {
+    return local_map([](const std::vector<Tensor>& t) { return std::vector<Tensor>{-t[0]}; }, {{on}}, {{on}}, {{8, 3}})({x})[0];
+  };
+  const StrictSharding strict;
+  EXPECT_TENSORS_EQUAL(negate(Shard{-1}).full_tensor(), -torch::arange(24).view({8, 3}));
+  EXPECT_THROWS_WITH(negate(Replicate{}), "local_map: argument 0 has the placements (Shard(1)), not (Replicate())");
 }
 
 /// Each rank has the gradient of the weight from its own part of the batch.
@@ -219,6 +231,28 @@ TEST(Scopes, HoldOnTheThreadsOfABackward) {
   run_as_backward([&] { EXPECT_THROWS_WITH(tensor + torch::ones({4, 3}), "cannot be mixed with DTensors"); });
   const StrictSharding strict;
   run_as_backward([&] { EXPECT_THROWS_WITH(torch::pdist(tensor), "aten::_pdist_forward: no sharding rule for this operator"); });
+}
+
+TEST(Scopes, StrictShardingComparesTheGeneratorsOfTheRanks) {
+  const auto mesh = line_mesh();
+  const auto own_seed = static_cast<uint64_t>(process_context().rank()) + 3;
+  for (const auto& placement : {Placement(Replicate{}), Placement(Shard{0})}) {
+    const auto tensor = make(torch::ones({40, 3}), mesh, {placement});
+    torch::manual_seed(3);
+    const auto expected = DTensor(torch::dropout(tensor, 0.5, true)).full_tensor();
+    torch::manual_seed(own_seed);
+    torch::dropout(tensor, 0.5, true);
+    const StrictSharding strict;
+    torch::manual_seed(3);
+    EXPECT_TENSORS_EQUAL(DTensor(torch::dropout(tensor, 0.5, true)).full_tensor(), expected);
+    torch::manual_seed(own_seed);
+    if (mesh.size() > 1) {
+      EXPECT_THROWS_WITH(torch::dropout(tensor, 0.5, true), "the random generator of rank 1 has another state than rank 0's");
+    }
+    auto generator = torch::make_generator<at::CPUGeneratorImpl>(9);
+    if (tests_the_cpu()) tensor.clone().normal_(0, 1, generator); // the same on every rank
+  }
+  torch::manual_seed(3);
 }
 
 } // namespace
