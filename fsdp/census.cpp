@@ -58,8 +58,8 @@ Census take_census(const std::vector<Module*>& modules, const std::vector<at::Te
       TORCH_CHECK_VALUE(!is_ignored || !meta, "fully_shard: the parameter ", census.name_of(list.back()),
                         " is in ignored_params, but is sharded already: ignore it in the call that takes its module");
       if (!meta || meta->group == std::exchange(last, meta->group)) continue;
-      const auto& root = state_of_group(*meta->group).root();
-      if (known.insert(&root).second) census.roots.push_back(const_cast<ShardedModule&>(root).shared_from_this());
+      auto root = state_of_group(*meta->group).root();
+      if (known.insert(root.get()).second) census.roots.push_back(std::move(root));
     }
     for (const auto& item : visit.module->named_buffers(/*recurse=*/false)) {
       census.buffers.push_back({item.value(), &visit, item.key()});

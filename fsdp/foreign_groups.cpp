@@ -12,7 +12,7 @@ void check_owns_all_parameters(const torch::nn::Module& module, const char* what
   any_parameter(module, [&](const at::Tensor& parameter) {
     const auto* meta = parameter.requires_grad() ? parameter_meta(parameter) : nullptr; // nothing of a frozen one is reduced
     TORCH_CHECK_VALUE(!meta || schedules.contains(&schedule_of(*meta->group)), what, ": the parameter ",
-                      meta->group->full_name(meta->index), " of the model ", state_of_group(*meta->group).root().label(),
+                      meta->group->full_name(meta->index), " of the model ", state_of_group(*meta->group).root()->label(),
                       " lies below ", module.name(), " as well, which is another model and does not reach it: call fully_shard ",
                       "on a module above both");
     return false;

@@ -41,9 +41,9 @@ std::string describe(const std::vector<Module*>& modules) {
 void check_not_sharded(const std::vector<Module*>& modules, const Census& census) {
   for (const auto& root : census.roots) {
     for (const auto* module : modules) {
-      const auto claim = root->claim_on(module);
-      TORCH_CHECK_VALUE(claim != ShardedModule::Claim::kHeld, "fully_shard: the module ", module->name(), " is sharded already");
-      TORCH_CHECK_VALUE(claim == ShardedModule::Claim::kNone, "fully_shard: the parameters of ", module->name(),
+      const auto claim = root->model().claim_on(module);
+      TORCH_CHECK_VALUE(claim != ShardedModel::Claim::kHeld, "fully_shard: the module ", module->name(), " is sharded already");
+      TORCH_CHECK_VALUE(claim == ShardedModel::Claim::kNone, "fully_shard: the parameters of ", module->name(),
                         " were sharded with a module above it: shard bottom-up, first the blocks, then what holds them");
     }
   }
@@ -108,7 +108,7 @@ std::vector<StatePtr> roots_below(const Census& census) {
 int64_t next_number(const std::vector<StatePtr>& below) {
   int64_t number = process_context().next_number();
   for (const auto& root : below) {
-    if (root->model_number > 0) number = std::min(number, root->model_number);
+    if (root->model().number > 0) number = std::min(number, root->model().number);
   }
   return number;
 }
@@ -129,7 +129,7 @@ void adopt_below(const StatePtr& state, const ModuleWalk& walk, const std::vecto
     state->adopt(root, std::move(places));
   }
   for (const auto& visit : walk.visits()) {
-    if (!visit.is_top()) state->add_below(visit.module);
+    if (!visit.is_top()) state->model().claim(visit.module, ShardedModel::Claim::kBelow);
   }
 }
 
@@ -281,7 +281,7 @@ void make_model(const StatePtr& state, const ModuleWalk& walk, const std::vector
 /// What the call met goes to `state`. Without parameters or models below, it stands beside the state that has its module's.
 void take_over(const StatePtr& state, const Census& census, const std::vector<StatePtr>& below,
                std::span<const FreeParameter> all, const CommunicatorPtr& neighbours) {
-  for (const auto& item : census.ignored) state->ignore(item.tensor);
+  for (const auto& item : census.ignored) state->model().ignore(item.tensor);
   for (const auto& root : below) close(*root);
   move_buffers(census.buffers, state->axes().mesh().device());
   if (!all.empty() || !below.empty()) return make_model(state, census.walk, below, all, neighbours);
@@ -317,7 +317,7 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   const std::vector<const Module*> held(modules.begin(), modules.end());
   auto state = std::make_shared<ShardedModule>(held, name, axes, kept_of(options));
   state->initial_checksum = agreement.checksum;
-  state->model_number = agreement.model_number;
+  state->model().number = agreement.model_number;
   take_over(state, census, below, taken.parameters, neighbours);
   return FSDPModule(state);
 }

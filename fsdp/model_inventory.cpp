@@ -98,7 +98,7 @@ void ModelInventory::note_removed() {
       }
     }
   }
-  for (const auto& name : root_->settled_names()) {
+  for (const auto& name : root_->model().settled_names) {
     if (!alive.contains(name)) gone_.push_back(name);
   }
 }
@@ -107,7 +107,7 @@ void ModelInventory::claim_new_modules() {
   for (const auto& visit : census_.walk.visits()) {
     const auto* at = &visit;
     while (!at->is_top() && !held_.contains(at->module)) at = &census_.walk.visits()[at->above];
-    if (held_.contains(at->module)) root_->add_below(visit.module);
+    if (held_.contains(at->module)) root_->model().claim(visit.module, ShardedModel::Claim::kBelow);
   }
 }
 

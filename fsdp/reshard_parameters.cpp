@@ -96,7 +96,7 @@ void agree(ModelInventory& model, const std::string& module) {
                               .mode = root.options().initial_weights,
                               .call = "reshard_parameters of " + module,
                               .options = description,
-                              .model_number = root.model_number});
+                              .model_number = root.model().number});
 }
 
 /// The group, or groups, of a state anew.
@@ -272,7 +272,7 @@ void change_around_groups(ModelInventory& model, const ReshardParametersOptions&
   for (const auto& inventory : model.inventories()) {
     if (!inventory.is_changed()) rename(inventory);
   }
-  for (const auto& item : model.census().ignored) root.ignore(item.tensor);
+  for (const auto& item : model.census().ignored) root.model().ignore(item.tensor);
   move_buffers(model.census().buffers, root.axes().mesh().device());
   model.claim_new_modules();
 }

@@ -12,18 +12,14 @@
 
 namespace tessera::internal {
 
-namespace {
-
 using torch::nn::Module;
-
-} // namespace
 
 ShardedModule::ShardedModule(const std::vector<const Module*>& modules, std::string class_name, MeshAxes axes,
                              const FullyShardOptions& options)
     : class_name_(std::move(class_name)), axes_(std::move(axes)), options_(options) {
   for (const auto* module : modules) {
     modules_.emplace_back(module);
-    claim(module, Claim::kHeld);
+    model_->claim(module, ShardedModel::Claim::kHeld);
   }
 }
 
@@ -49,9 +45,8 @@ void ShardedModule::check_no_new_parameter() const {
   const auto is_new = [&](const at::Tensor& parameter) {
     return parameter.requires_grad() && !dtensor_meta(parameter) && !ignores(parameter);
   };
-  for (const auto& each : root().modules_) {
-    const auto module = each.lock();
-    if (!module || !any_parameter(*module, is_new)) continue;
+  for (const auto top = root(); const auto& module : top->living_modules()) {
+    if (!any_parameter(*module, is_new)) continue;
     for (const auto& item : module->named_parameters()) {
       TORCH_CHECK(!is_new(item.value()), "the parameter ", item.key(), " of ", module->name(),
                   " was registered after fully_shard, and its gradients would differ between the ranks: register it first, call "
@@ -86,7 +81,7 @@ void ShardedModule::check_boundary() const {
   const auto* at = this;
   while (true) { // and those above that have no parameters of their own, of which nothing else tells
     const auto& dtype = at->options_.mixed_precision.output_dtype;
-    if (dtype && !at->casts_outputs_to(*dtype) && !std::exchange(root().warned_of_boundary_, true) && axes_.is_first_rank()) {
+    if (dtype && !at->casts_outputs_to(*dtype) && !std::exchange(model_->warned_of_boundary, true) && axes_.is_first_rank()) {
       TORCH_WARN("the policy of ", at->label(), " has the output_dtype ", *dtype,
                  ", but its parameters are read outside of tessera::call, and nothing casts what a forward returns that is "
                  "called directly. Call tessera::call(module, inputs...), or cast the outputs and leave output_dtype unset. "
@@ -98,35 +93,11 @@ void ShardedModule::check_boundary() const {
 }
 
 void ShardedModule::note_rounding(const std::string& name, at::ScalarType from, at::ScalarType to) const {
-  if (std::exchange(root().warned_of_rounding_, true) || !axes_.is_first_rank()) return;
+  if (std::exchange(model_->warned_of_rounding, true) || !axes_.is_first_rank()) return;
   TORCH_WARN(name, " in a tessera::call of ", label(), " has an activation in ", from, " beside a parameter in ", to,
              ", and computes in ", to, ", where FSDP2 would compute in ", from, ". Cast the activation to ", to,
              " to agree with both, keep the parameter in fp32 with keep_in_fp32, or set cast_forward_inputs = false and cast by "
              "hand. (This warning comes once a model, from one rank.)");
-}
-
-void ShardedModule::ignore(const at::Tensor& parameter) {
-  ignored_.insert_or_assign(parameter.unsafeGetTensorImpl(),
-                            c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()));
-}
-
-bool ShardedModule::ignores(const at::Tensor& parameter) const {
-  const auto& ignored = root().ignored_;
-  const auto found = ignored.find(parameter.unsafeGetTensorImpl());
-  return found != ignored.end() && !found->second.expired() && !parameter_meta(parameter); // a later call may have taken it
-}
-
-ShardedModule::Claim ShardedModule::claim_on(const Module* module) const {
-  const auto found = claims_.find(module);
-  return found == claims_.end() || !found->second.first.get() ? Claim::kNone : found->second.second;
-}
-
-void ShardedModule::claim(const Module* module, Claim claim) {
-  const auto [at, is_new] = claims_.try_emplace(module, module, claim);
-  if (is_new) return;
-  auto& [reference, known] = at->second;
-  known = reference.get() ? std::max(known, claim) : claim;
-  reference = ModuleReference(module);
 }
 
 void ShardedModule::adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places) {
@@ -136,17 +107,12 @@ void ShardedModule::adopt(const std::shared_ptr<ShardedModule>& child, std::vect
   };
   children_.push_back({child, again, child->modules_, places});
   child->places_ = std::move(places);
-  if (claims_.size() < child->claims_.size()) claims_.swap(child->claims_); // the smaller goes into the greater
-  for (const auto& [module, theirs] : std::exchange(child->claims_, {})) {
-    if (theirs.first.get()) claim(module, theirs.second);
-  }
-  ignored_.merge(child->ignored_);
+  model_->take(*child->model_);
 }
 
 void ShardedModule::keep_beside(const std::shared_ptr<ShardedModule>& state) {
-  state->schedule_ = schedule_;
-  auto& top = const_cast<ShardedModule&>(root());
-  for (const auto* module : state->modules()) top.claim(module, Claim::kHeld);
+  model_->take(*state->model_);
+  state->model_ = model_;
   beside_.push_back(state);
 }
 
@@ -175,7 +141,7 @@ std::vector<std::shared_ptr<ShardedModule>> ShardedModule::revive_below(const st
     if (!child.state.expired() || !std::all_of(child.modules.begin(), child.modules.end(), stayed)) continue;
     revived.push_back(child.make_again());
     revived.back()->parent_ = shared_from_this();
-    revived.back()->schedule_ = schedule_;
+    revived.back()->model_ = model_;
     revived.back()->places_ = child.places;
     child.state = revived.back();
   }
@@ -207,16 +173,6 @@ std::shared_ptr<ParameterGroup> ShardedModule::group() const {
   return first == groups_.end() ? nullptr : first->group.lock();
 }
 
-const ShardedModule& ShardedModule::root() const {
-  const auto* at = this;
-  while (at->parent_) {
-    const auto* above = at->near_root_ ? at->near_root_ : at->parent_.get();
-    if (above->parent_) at->near_root_ = above->near_root_ ? above->near_root_ : above->parent_.get();
-    at = above;
-  }
-  return *at;
-}
-
 std::string ShardedModule::path(size_t index) const {
   std::vector<std::string_view> parts;
   const auto* at = this;
@@ -234,7 +190,7 @@ std::string ShardedModule::path(size_t index) const {
 std::string ShardedModule::label() const {
   auto label = is_root() ? class_name_ : path(0);
   // A second model's collectives must not be taken for those of the first.
-  if (root().model_number > 1) label += fmt::format(" of model {}", root().model_number);
+  if (model_->number > 1) label += fmt::format(" of model {}", model_->number);
   return label;
 }
 
@@ -278,11 +234,13 @@ void ShardedModule::enter(Schedule& schedule, std::vector<ScheduledGroup>& all) 
 }
 
 void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
+  model_->root = weak_from_this();
+  model_->schedule = schedule;
   const auto states = subtree();
   std::vector<ScheduledGroup> groups;
   for (const auto& state : states) {
-    state->schedule_ = schedule;
-    for (const auto& beside : state->beside_) beside->schedule_ = schedule;
+    state->model_ = model_;
+    for (const auto& beside : state->beside_) beside->model_ = model_;
     state->enter(*schedule, groups);
   }
   for (size_t i = states.size(); --i > 0;) {
@@ -294,9 +252,10 @@ void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
 }
 
 void ShardedModule::note_names() {
-  settled_names_.clear();
+  auto& names = model_->settled_names;
+  names.clear();
   for (const auto& group : subtree_groups()) {
-    for (size_t i = 0; i < group->parameters().size(); ++i) settled_names_.push_back(group->full_name(i));
+    for (size_t i = 0; i < group->parameters().size(); ++i) names.push_back(group->full_name(i));
   }
 }
 

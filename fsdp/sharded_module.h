@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include <absl/container/flat_hash_map.h>
 #include <absl/container/flat_hash_set.h>
 
 #include <tessera/fsdp/group_gradients.h>
@@ -17,6 +16,7 @@
 #include <tessera/fsdp/parameter_group.h>
 #include <tessera/fsdp/place.h>
 #include <tessera/fsdp/schedule.h>
+#include <tessera/fsdp/sharded_model.h>
 
 namespace torch::nn {
 class Module;
@@ -42,11 +42,6 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   std::vector<const torch::nn::Module*> modules() const;
   /// Those that a shared_ptr holds and that are there.
   std::vector<std::shared_ptr<const torch::nn::Module>> living_modules() const;
-  /// How the calls that made this state, a root, and those below it met a module.
-  enum class Claim { kNone, kBelow, kHeld };
-  Claim claim_on(const torch::nn::Module* module) const;
-  /// `module` was below this one when `fully_shard` took it.
-  void add_below(const torch::nn::Module* module) { claim(module, Claim::kBelow); }
   void check_no_new_parameter() const override;
   void check_boundary() const override;
   bool is_called() const override { return calls_ > 0; }
@@ -57,9 +52,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   bool end_forward(const torch::nn::Module* module);
   void enter_call() { ++calls_; }
   void leave_call() { --calls_; }
-  /// `parameter` is one of the ignored parameters of the call that made this state.
-  void ignore(const at::Tensor& parameter);
-  bool ignores(const at::Tensor& parameter) const override;
+  bool ignores(const at::Tensor& parameter) const override { return model_->ignores(parameter); }
   const MeshAxes& axes() const { return axes_; }
   const FullyShardOptions& options() const { return options_; }
 
@@ -77,14 +70,15 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   const std::shared_ptr<ShardedModule>& parent() const { return parent_; }
   /// Puts `child` and all below it under this root. `places` says for each module of `child` where it lies; `settle` must follow.
   void adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places);
-  /// Keeps `state` alive as long as this one, on the same schedule. `state` is of a module whose parameters this one has.
+  /// Keeps `state` alive as long as this one, as a part of the same model. `state` is of a module whose parameters this one has.
   void keep_beside(const std::shared_ptr<ShardedModule>& state);
   /// The state of `module`: this one, or one beside it; null for neither.
   std::shared_ptr<ShardedModule> state_of(const torch::nn::Module* module);
-  /// Gives this state, a root, and those below it one schedule, and numbers them.
+  /// Gives those below this state, a root, its model, and numbers all. The model's groups follow `schedule` from now on.
   void settle(const std::shared_ptr<Schedule>& schedule);
   bool is_root() const { return parent_ == nullptr; }
-  const ShardedModule& root() const;
+  /// After `settle`.
+  std::shared_ptr<ShardedModule> root() const { return model_->root.lock(); }
   std::string label() const override;
   /// Where the root holds several modules, the number of the one above is in front. Empty for the module of a root.
   std::string path(size_t index) const override;
@@ -96,11 +90,10 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   /// The groups of these states.
   std::vector<std::shared_ptr<ParameterGroup>> subtree_groups();
 
-  const std::shared_ptr<Schedule>& schedule() const { return schedule_; }
-  /// The full names of all parameters of this root's model when it was settled last: some may be gone by now.
-  const std::vector<std::string>& settled_names() const { return settled_names_; }
-
-  /// Notes them anew, where parameters have other names now.
+  /// Of a state that `adopt` put below another, only after `settle`.
+  ShardedModel& model() const { return *model_; }
+  const std::shared_ptr<Schedule>& schedule() const { return model_->schedule; }
+  /// Notes the names of this root's parameters for its model, where they have others now.
   void note_names();
 
   /// In which a `tessera::call` hands floating-point inputs to the module: `param_dtype`, or Float where all of the parameters
@@ -110,25 +103,21 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   void set_reshard_after_forward(bool reshard) { options_.reshard_after_forward = reshard; }
 
   int64_t initial_checksum = 0; ///< of its group's values, as `agree_on_initial_weights` returned it
-  int64_t model_number = 0;     ///< of the model that this call made or completed; on a root it is in its groups' labels
 
  private:
   bool casts_outputs_to(at::ScalarType dtype) const;
-  void claim(const torch::nn::Module* module, Claim claim);
   std::vector<ModuleGroup>::const_iterator first_group() const;
   void enter(Schedule& schedule, std::vector<ScheduledGroup>& all);
 
   std::vector<ModuleReference> modules_;
-  absl::flat_hash_map<const torch::nn::Module*, std::pair<ModuleReference, Claim>> claims_; // of a root: of all states below too
-  absl::flat_hash_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl>> ignored_; // of a root: of all below
+  std::shared_ptr<ShardedModel> model_ = std::make_shared<ShardedModel>();
   std::string class_name_;
   MeshAxes axes_;
   FullyShardOptions options_;
   std::vector<ModuleGroup> groups_;
   std::shared_ptr<PrefetchSettings> prefetch_settings_ = std::make_shared<PrefetchSettings>();
   std::shared_ptr<ShardedModule> parent_;
-  std::vector<Place> places_;                        // of the modules below the parent's
-  mutable const ShardedModule* near_root_ = nullptr; // some state above: keeps the way to the root short
+  std::vector<Place> places_; // of the modules below the parent's
   /// With what a state is made of, because it goes with the last of its parameters.
   struct Child {
     std::weak_ptr<ShardedModule> state;
@@ -138,12 +127,9 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   };
   std::vector<Child> children_;
   std::vector<std::shared_ptr<ShardedModule>> beside_;
-  std::shared_ptr<Schedule> schedule_;
-  std::vector<std::string> settled_names_;
-  size_t number_ = 0;                                                    // of its first group, or what would be it
-  int calls_ = 0;                                                        // that run now
-  absl::flat_hash_set<const torch::nn::Module*> forwarded_;              // of the modules, since the group was gathered
-  mutable bool warned_of_boundary_ = false, warned_of_rounding_ = false; // of a root: of its model
+  size_t number_ = 0;                                       // of its first group, or what would be it
+  int calls_ = 0;                                           // that run now
+  absl::flat_hash_set<const torch::nn::Module*> forwarded_; // of the modules, since the group was gathered
 };
 
 /// The state that `group` was made for.
