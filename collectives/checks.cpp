@@ -90,6 +90,8 @@ std::string describe(const Communicator& group, CollectiveKind kind, std::string
                   group.ranks()[group.rank()]);
 }
 
+std::string describe(const Communicator& group, const CollectiveCall& call) { return describe(group, call.kind, call.label); }
+
 void check_all_gather(const Communicator& group, const at::Tensor& output, const at::Tensor& input, std::string_view label) {
   const Call call{group, CollectiveKind::kAllGather, label};
   call.check_pair(output, input);
@@ -139,13 +141,6 @@ void check_receive(const Communicator& group, const at::Tensor& tensor, int from
   check_message(group, CollectiveKind::kReceive, tensor, from, label);
 }
 
-std::vector<int64_t> AllToAllSplits::byte_counts(int64_t width) const {
-  std::vector<int64_t> counts;
-  for (const auto* list : {&input, &output})
-    for (const auto split : *list) counts.push_back(split * width);
-  return counts;
-}
-
 AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& output, const at::Tensor& input,
                                 const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits,
                                 std::string_view label) {
@@ -153,6 +148,24 @@ AllToAllSplits check_all_to_all(const Communicator& group, const at::Tensor& out
   call.check_pair(output, input);
   TORCH_CHECK(!overlap(output, input), call.text(), ": input and output overlap");
   return {check_splits(call, output, output_splits, "output"), check_splits(call, input, input_splits, "input")};
+}
+
+void check(const Communicator& group, CollectiveCall& call) {
+  const auto& [kind, label, output, input, op, factor, peer, splits] = call;
+  TORCH_CHECK_NOT_IMPLEMENTED(!factor || !input.defined() || group.scales(input.scalar_type()), describe(group, call),
+                              ": this communicator scales no ", input.scalar_type());
+  switch (kind) {
+    case CollectiveKind::kAllGather: return check_all_gather(group, output, input, label);
+    case CollectiveKind::kReduceScatter: return check_reduce_scatter(group, output, input, op, label);
+    case CollectiveKind::kAllReduce: return check_all_reduce(group, output, op, label);
+    case CollectiveKind::kAllToAll:
+      call.splits = check_all_to_all(group, output, input, splits.output, splits.input, label);
+      return;
+    case CollectiveKind::kBroadcast: return check_broadcast(group, output, peer, label);
+    case CollectiveKind::kSend: return check_send(group, input, peer, label);
+    case CollectiveKind::kReceive: return check_receive(group, output, peer, label);
+    case CollectiveKind::kBarrier: return;
+  }
 }
 
 } // namespace tessera::internal

@@ -12,23 +12,14 @@ Work Communicator::reduce_scatter_scaled(const at::Tensor& /*output*/, const at:
                               input.scalar_type());
 }
 
-namespace {
-
-[[noreturn]] void throw_no_messages(const Communicator& group, std::string_view call, std::string_view label) {
-  TORCH_CHECK_VALUE(group.size() > 1, call, " '", label, "' of group ", group.name(), " on rank ", group.ranks()[0],
-                    ": the group has only this rank, and no peer");
-  TORCH_CHECK_NOT_IMPLEMENTED(false, call, " '", label, "' of group ", group.name(),
+Work Communicator::send(const at::Tensor& /*tensor*/, int /*to*/, std::string_view label) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "send '", label, "' of group ", name_,
                               ": this communicator has no messages between two ranks");
 }
 
-} // namespace
-
-Work Communicator::send(const at::Tensor& /*tensor*/, int /*to*/, std::string_view label) {
-  throw_no_messages(*this, "send", label);
-}
-
 Work Communicator::receive(const at::Tensor& /*tensor*/, int /*from*/, std::string_view label) {
-  throw_no_messages(*this, "receive", label);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "receive '", label, "' of group ", name_,
+                              ": this communicator has no messages between two ranks");
 }
 
 /// A call that differs from theirs.

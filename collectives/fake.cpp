@@ -1,7 +1,6 @@
 #include <tessera/collectives/fake.h>
 
-#include <tessera/collectives/checks.h>
-#include <tessera/collectives/coalesced_calls.h>
+#include <tessera/collectives/checked_communicator.h>
 #include <tessera/collectives/output_guard.h>
 
 #include <algorithm>
@@ -37,38 +36,40 @@ void repeat(const at::Tensor& output, const at::Tensor& input) {
   }
 }
 
-class FakeCommunicator final : public Communicator {
+class FakeCommunicator final : public CheckedCommunicator {
  public:
   FakeCommunicator(std::string name, RankList ranks, int rank, at::DeviceType device_type)
-      : Communicator(std::move(name), std::move(ranks), rank, device_type) {}
+      : CheckedCommunicator(std::move(name), std::move(ranks), rank, device_type) {}
 
-  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
-    check_all_gather(*this, output, input, label);
+ private:
+  Work start(CollectiveCall call) override {
+    const auto &output = call.output, &input = call.input;
     const OutputGuard guard(output);
-    repeat(output, input);
-    counters_.add(CollectiveKind::kAllGather, static_cast<int64_t>(output.nbytes()));
+    switch (call.kind) {
+      case CollectiveKind::kAllGather: repeat(output, input); break;
+      case CollectiveKind::kReduceScatter:
+        copy_into(output, input.view({-1}).narrow(0, rank() * output.numel(), output.numel()));
+        reduce(output, call.op);
+        break;
+      case CollectiveKind::kAllReduce: reduce(output, call.op); break;
+      case CollectiveKind::kAllToAll: exchange(output, input, call.splits); break;
+      case CollectiveKind::kBroadcast:
+      case CollectiveKind::kReceive: // what the sender holds is not known here: the tensor keeps its values
+      case CollectiveKind::kSend:
+      case CollectiveKind::kBarrier: break;
+    }
     return {};
   }
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
-    check_reduce_scatter(*this, output, input, op, label);
-    const OutputGuard guard(output);
-    copy_into(output, input.view({-1}).narrow(0, rank() * output.numel(), output.numel()));
-    reduce(output, op);
-    counters_.add(CollectiveKind::kReduceScatter, static_cast<int64_t>(input.nbytes()));
-    return {};
+
+  /// Of equal values: their mean, smallest and largest one is the value itself, and so is any reduction of bools.
+  void reduce(const at::Tensor& tensor, ReduceOp op) const {
+    if (tensor.scalar_type() == at::kBool) return;
+    if (op == ReduceOp::kSum) tensor.mul_(size());
+    if (op == ReduceOp::kProduct) tensor.pow_(size());
   }
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
-    check_all_reduce(*this, tensor, op, label);
-    const OutputGuard guard(tensor);
-    reduce(tensor, op);
-    counters_.add(CollectiveKind::kAllReduce, static_cast<int64_t>(tensor.nbytes()));
-    return {};
-  }
+
   /// What the others send is this rank's own part, where they send as much.
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
-                  const std::vector<int64_t>& input_splits, std::string_view label) override {
-    const auto splits = check_all_to_all(*this, output, input, output_splits, input_splits, label);
-    const OutputGuard guard(output);
+  void exchange(const at::Tensor& output, const at::Tensor& input, const AllToAllSplits& splits) const {
     int64_t sent = 0, received = 0;
     for (int place = 0; place < rank(); ++place) sent += splits.input[place];
     const auto own = input.view({-1}).narrow(0, sent, splits.input[rank()]), flat = output.view({-1});
@@ -81,37 +82,7 @@ class FakeCommunicator final : public Communicator {
       }
       received += count;
     }
-    counters_.add(CollectiveKind::kAllToAll, static_cast<int64_t>(std::max(output.nbytes(), input.nbytes())));
-    return {};
   }
-  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
-    check_broadcast(*this, tensor, root, label);
-    counters_.add(CollectiveKind::kBroadcast, static_cast<int64_t>(tensor.nbytes()));
-    return {};
-  }
-  Work send(const at::Tensor& tensor, int to, std::string_view label) override {
-    check_send(*this, tensor, to, label);
-    counters_.add(CollectiveKind::kSend, static_cast<int64_t>(tensor.nbytes()));
-    return {};
-  }
-  /// What the sender holds is not known here: the tensor keeps its values.
-  Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
-    check_receive(*this, tensor, from, label);
-    counters_.add(CollectiveKind::kReceive, static_cast<int64_t>(tensor.nbytes()));
-    return {};
-  }
-  Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
-  void barrier(std::string_view) override { counters_.add(CollectiveKind::kBarrier, 0); }
-
- private:
-  /// Of equal values: their mean, smallest and largest one is the value itself, and so is any reduction of bools.
-  void reduce(const at::Tensor& tensor, ReduceOp op) const {
-    if (tensor.scalar_type() == at::kBool) return;
-    if (op == ReduceOp::kSum) tensor.mul_(size());
-    if (op == ReduceOp::kProduct) tensor.pow_(size());
-  }
-
-  CoalescedCalls coalesced_;
 };
 
 } // namespace

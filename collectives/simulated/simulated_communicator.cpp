@@ -1,10 +1,8 @@
 #include <tessera/collectives/simulated/simulated_communicator.h>
 
-#include <tessera/collectives/coalesced_calls.h>
+#include <tessera/collectives/checked_communicator.h>
 #include <tessera/collectives/simulated/clock_state.h>
 
-#include <algorithm>
-#include <optional>
 #include <utility>
 
 namespace tessera::internal {
@@ -24,67 +22,33 @@ class SimulatedWork final : public WorkState {
   double end_;
 };
 
-class SimulatedCommunicator final : public Communicator {
+/// Calls in `coalesced` start one after another, as without it.
+class SimulatedCommunicator final : public CheckedCommunicator {
  public:
   SimulatedCommunicator(CommunicatorPtr fake, ClockPtr clock)
-      : Communicator(fake->name(), fake->rank_list(), fake->rank(), fake->device_type()),
+      : CheckedCommunicator(fake->name(), fake->rank_list(), fake->rank(), fake->device_type()),
         fake_(std::move(fake)),
         clock_(std::move(clock)),
         shape_(GroupShape::of(rank_list(), clock_->topology())) {}
 
-  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
-    return run(CollectiveKind::kAllGather, bytes_of(output), [&] { return fake_->all_gather_into(output, input, label); });
-  }
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
-    return run(CollectiveKind::kReduceScatter, bytes_of(input), [&] { return fake_->reduce_scatter(output, input, op, label); });
-  }
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
-    return run(CollectiveKind::kAllReduce, bytes_of(tensor), [&] { return fake_->all_reduce(tensor, op, label); });
-  }
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
-                  const std::vector<int64_t>& input_splits, std::string_view label) override {
-    return run(CollectiveKind::kAllToAll, std::max(bytes_of(output), bytes_of(input)),
-               [&] { return fake_->all_to_all(output, input, output_splits, input_splits, label); });
-  }
-  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
-    return run(CollectiveKind::kBroadcast, bytes_of(tensor), [&] { return fake_->broadcast(tensor, root, label); });
-  }
-  Work send(const at::Tensor& tensor, int to, std::string_view label) override {
-    return run(
-        CollectiveKind::kSend, bytes_of(tensor), [&] { return fake_->send(tensor, to, label); }, to);
-  }
-  Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
-    return run(
-        CollectiveKind::kReceive, bytes_of(tensor), [&] { return fake_->receive(tensor, from, label); }, from);
-  }
-  /// They start one after another, as without it.
-  Work coalesced(const std::function<void()>& issue) override { return coalesced_.run(issue, name()); }
-  void barrier(std::string_view label) override {
-    run(CollectiveKind::kBarrier, 0, [&] {
-      fake_->barrier(label);
-      return Work();
-    }).wait();
-  }
-  CollectiveCounters& counters() override { return fake_->counters(); }
-
  private:
-  static int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
-
-  /// Of all ranks, or with `peer` alone: then that one's node says which link is used.
-  template <typename Call>
-  Work run(CollectiveKind kind, int64_t bytes, const Call& call, std::optional<int> peer = {}) {
+  Work start(CollectiveCall call) override {
     auto& clock = clock_->state();
     const ClockState::Pause pause(clock);
-    call();
-    const auto shape = peer ? GroupShape::of({rank_list()[rank()], rank_list()[*peer]}, clock.topology) : shape_;
-    const auto end = clock.issue(phases_of(kind, bytes, shape, clock.topology), end_);
-    return coalesced_.note(Work(std::make_shared<SimulatedWork>(clock_, end)));
+    call.issue_on(*fake_);
+    const auto end = clock.issue(phases_of(call.kind, call.bytes(), shape_of(call), clock.topology), end_);
+    return Work(std::make_shared<SimulatedWork>(clock_, end));
+  }
+
+  /// A message is of two ranks alone: its peer's node says which link is used.
+  GroupShape shape_of(const CollectiveCall& call) const {
+    if (call.kind != CollectiveKind::kSend && call.kind != CollectiveKind::kReceive) return shape_;
+    return GroupShape::of({rank_list()[rank()], rank_list()[call.peer]}, clock_->topology());
   }
 
   CommunicatorPtr fake_;
   ClockPtr clock_;
   GroupShape shape_;
-  CoalescedCalls coalesced_;
   double end_ = 0; // of the last collective
 };
 
