@@ -1,5 +1,6 @@
 #include <tessera/collectives/recording_communicator.h>
 
+#include <tessera/collectives/call_communicator.h>
 #include <tessera/collectives/error_text.h>
 
 #include <c10/util/ScopeExit.h>
@@ -11,11 +12,6 @@
 namespace tessera::internal {
 
 namespace {
-
-/// Of what the communicator may yet refuse.
-int64_t bytes_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided ? static_cast<int64_t>(tensor.nbytes()) : 0;
-}
 
 /// Of one call, or of those of `coalesced`.
 class RecordedWork final : public WorkState {
@@ -56,48 +52,16 @@ class RecordedWork final : public WorkState {
 };
 
 /// Forwards every call to another communicator of the same ranks, which does the work.
-class RecordingCommunicator final : public Communicator {
+class RecordingCommunicator final : public CallCommunicator {
  public:
   RecordingCommunicator(CommunicatorPtr inner, std::shared_ptr<JobTrace> trace, int group)
-      : Communicator(inner->name(), inner->ranks(), inner->rank(), inner->device_type()),
+      : CallCommunicator(inner->name(), inner->ranks(), inner->rank(), inner->device_type()),
         inner_(std::move(inner)),
         trace_(std::move(trace)),
         group_(group) {}
 
-  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
-    return record(call(CollectiveKind::kAllGather, label, output), [&] { return inner_->all_gather_into(output, input, label); });
-  }
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
-    return record(call(CollectiveKind::kReduceScatter, label, input, op),
-                  [&] { return inner_->reduce_scatter(output, input, op, label); });
-  }
   bool averages(at::ScalarType dtype) const override { return inner_->averages(dtype); }
   bool scales(at::ScalarType dtype) const override { return inner_->scales(dtype); }
-  Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
-    return record(call(CollectiveKind::kReduceScatter, label, input),
-                  [&] { return inner_->reduce_scatter_scaled(output, input, factor, label); });
-  }
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
-    return record(call(CollectiveKind::kAllReduce, label, tensor, op), [&] { return inner_->all_reduce(tensor, op, label); });
-  }
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
-                  const std::vector<int64_t>& input_splits, std::string_view label) override {
-    const auto& larger = bytes_of(output) > bytes_of(input) ? output : input;
-    return record(call(CollectiveKind::kAllToAll, label, larger),
-                  [&] { return inner_->all_to_all(output, input, output_splits, input_splits, label); });
-  }
-  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
-    return record(call(CollectiveKind::kBroadcast, label, tensor, ReduceOp::kSum, root),
-                  [&] { return inner_->broadcast(tensor, root, label); });
-  }
-  Work send(const at::Tensor& tensor, int to, std::string_view label) override {
-    return record(call(CollectiveKind::kSend, label, tensor, ReduceOp::kSum, to),
-                  [&] { return inner_->send(tensor, to, label); });
-  }
-  Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
-    return record(call(CollectiveKind::kReceive, label, tensor, ReduceOp::kSum, from),
-                  [&] { return inner_->receive(tensor, from, label); });
-  }
 
   void give_up(std::string_view cause) override {
     const auto number = trace_->recorder().issue({.group = group_, .kind = CollectiveKind::kAllGather, .label = cause});
@@ -140,16 +104,11 @@ class RecordingCommunicator final : public Communicator {
   }
 
  private:
-  FlightRecorder::Call call(CollectiveKind kind, std::string_view label, const at::Tensor& full, ReduceOp op = ReduceOp::kSum,
-                            int peer = -1) const {
-    return {group_, kind, label, full.scalar_type(), bytes_of(full), op, peer};
-  }
-
-  template <typename Issue>
-  Work record(const FlightRecorder::Call& call, const Issue& issue) {
-    const auto number = trace_->recorder().issue(call);
+  Work run(CollectiveCall call) override {
+    const auto number =
+        trace_->recorder().issue({group_, call.kind, call.label, call.full().scalar_type(), call.bytes(), call.op, call.peer});
     try {
-      auto work = issue();
+      auto work = call.issue_on(*inner_);
       if (coalescing_thread_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
         coalesced_.push_back(number);
         return work;

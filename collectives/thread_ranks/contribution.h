@@ -1,7 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <tessera/collectives/checks.h>
+#include <tessera/collectives/collective_call.h>
 #include <tessera/collectives/signature.h>
 
 #include <string>
@@ -11,7 +11,7 @@ namespace tessera::internal {
 /// What one rank brings to a collective. Its tensors live until all have what they need of them.
 struct Contribution {
   Signature signature;
-  at::Tensor output = {}, input = {}; ///< one of them, where there is but one
+  at::Tensor output = {}, input = {}; ///< as of a `CollectiveCall`
   AllToAllSplits splits = {};
   std::string text = {}; ///< names the call in errors
 };
