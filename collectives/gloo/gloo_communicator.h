@@ -1,7 +1,6 @@
 #pragma once
 
-#include <tessera/collectives/coalesced_calls.h>
-#include <tessera/collectives/communicator.h>
+#include <tessera/collectives/checked_communicator.h>
 #include <tessera/collectives/gloo/channel.h>
 
 namespace tessera::internal::gloo {
@@ -15,36 +14,27 @@ struct ExchangePlan;
 /// in the output, and a local reduction by the thread that waits. On one host this beats gloo's own algorithms two- to
 /// threefold (`collectives_bench`). An all-reduce of long tensors takes two rounds, a reduce-scatter and an all-gather, in
 /// segments that overlap. dtypes: all for data movement; real numbers and bool for reductions (bool: sum is or, product is and).
-class GlooCommunicator final : public Communicator {
+class GlooCommunicator final : public CheckedCommunicator {
  public:
   GlooCommunicator(std::string name, RankList ranks, int rank, std::shared_ptr<Channel> channel);
   ~GlooCommunicator() override;
 
-  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override;
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override;
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override;
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
-                  const std::vector<int64_t>& input_splits, std::string_view label) override;
-  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override;
-  Work send(const at::Tensor& tensor, int to, std::string_view label) override;
-  Work receive(const at::Tensor& tensor, int from, std::string_view label) override;
-  Work coalesced(const std::function<void()>& issue) override;
   void give_up(std::string_view cause) override;
   void close() override { channel_->close(); }
-  void barrier(std::string_view label) override;
 
  private:
-  struct Call;
-  std::shared_ptr<Exchange> start(const Call& call, ExchangePlan plan);
-  Work finish_call(const Call& call, std::vector<std::shared_ptr<Exchange>> exchanges);
-  Work run(const Call& call, ExchangePlan plan);
-  Work run_between(CollectiveKind kind, Direction direction, const at::Tensor& tensor, std::string_view label);
-  void reduce_into(const at::Tensor& output, const at::Tensor& input, ReduceOp op, ExchangePlan& plan);
-  Work all_reduce_in_two_rounds(const Call& call, const at::Tensor& tensor, ReduceOp op);
-  std::shared_ptr<Exchange> all_reduce_segment(const Call& call, const at::Tensor& tensor, ReduceOp op);
+  Work start(CollectiveCall call) override;
+  std::shared_ptr<Exchange> exchange(const CollectiveCall& call, ExchangePlan plan) const;
+  /// What is sent and received in one round.
+  ExchangePlan plan(const CollectiveCall& call) const;
+  void plan_all_gather(const CollectiveCall& call, ExchangePlan& plan) const;
+  void plan_all_to_all(const CollectiveCall& call, ExchangePlan& plan) const;
+  void plan_broadcast(const CollectiveCall& call, ExchangePlan& plan) const;
+  void reduce_into(const at::Tensor& output, const at::Tensor& input, ReduceOp op, ExchangePlan& plan) const;
+  Work all_reduce_in_two_rounds(const CollectiveCall& call) const;
+  std::shared_ptr<Exchange> all_reduce_segment(const CollectiveCall& call, const at::Tensor& tensor) const;
 
   std::shared_ptr<Channel> channel_;
-  CoalescedCalls coalesced_;
 };
 
 } // namespace tessera::internal::gloo

@@ -5,7 +5,8 @@
 #include <tessera/collectives/forks.h>
 #include <tessera/collectives/gloo/gloo_communicator.h>
 
-#include <algorithm>
+#include <c10/util/Exception.h>
+
 #include <utility>
 
 namespace tessera::internal::hierarchical {
@@ -43,7 +44,7 @@ int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.
 
 HierarchicalCommunicator::HierarchicalCommunicator(std::string name, RankList ranks, int rank, std::shared_ptr<const Links> links,
                                                    CommunicatorPtr inside)
-    : Communicator(std::move(name), std::move(ranks), rank, at::kCPU),
+    : CheckedCommunicator(std::move(name), std::move(ranks), rank, at::kCPU),
       links_(std::move(links)),
       flat_(std::make_shared<gloo::GlooCommunicator>(this->name(), rank_list(), this->rank(), links_->all)),
       inside_(std::move(inside)),
@@ -54,90 +55,44 @@ HierarchicalCommunicator::HierarchicalCommunicator(std::string name, RankList ra
 
 HierarchicalCommunicator::~HierarchicalCommunicator() { links_->close(); }
 
-Work HierarchicalCommunicator::note(CollectiveKind kind, int64_t bytes, Work work) {
-  counters_.add(kind, bytes);
-  return coalesced_.note(std::move(work));
+Work HierarchicalCommunicator::start(CollectiveCall call) {
+  switch (call.kind) {
+    case CollectiveKind::kAllToAll:
+    case CollectiveKind::kBarrier: return call.issue_on(*flat_);
+    case CollectiveKind::kSend:
+    case CollectiveKind::kReceive: {
+      const auto [host, column] = links_->layout.find(call.peer);
+      if (host != links_->layout.host) return call.issue_on(*flat_);
+      call.peer = column;
+      return call.issue_on(*inside_);
+    }
+    default: return call.bytes() <= kFlatBytes ? call.issue_on(*flat_) : take_steps(call);
+  }
 }
 
-Work HierarchicalCommunicator::start(Signature signature, std::string_view label, std::vector<at::Tensor> tensors, Steps steps) {
-  const auto kind = static_cast<CollectiveKind>(signature.kind);
-  const auto bytes = signature.bytes;
-  auto call = std::make_shared<Call>(
-      links_, Call::Subject{describe(*this, kind, label), kind, std::string(label), signature, std::move(tensors)});
-  call->announce();
-  thread_->run([call, steps = std::move(steps)] { call->run(steps); });
-  return note(kind, bytes, Work(std::make_shared<CallWork>(links_, std::move(call))));
+Work HierarchicalCommunicator::take_steps(const CollectiveCall& call) {
+  auto taken = std::make_shared<Call>(
+      links_,
+      Call::Subject{describe(*this, call), call.kind, std::string(call.label), call.signature(), {call.output, call.input}});
+  taken->announce();
+  thread_->run([taken, steps = steps_of(call)] { taken->run(steps); });
+  return Work(std::make_shared<CallWork>(links_, std::move(taken)));
 }
 
-Work HierarchicalCommunicator::all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) {
-  check_all_gather(*this, output, input, label);
-  const auto kind = CollectiveKind::kAllGather;
-  if (bytes_of(output) <= kFlatBytes) return note(kind, bytes_of(output), flat_->all_gather_into(output, input, label));
-  const auto signature = make_signature(kind, label, input.scalar_type(), bytes_of(output));
-  return start(
-      signature, label, {output, input},
-      [to = data_of(output), from = data_of(input), bytes = bytes_of(input)](Call& call) { all_gather(call, to, from, bytes); });
-}
-
-Work HierarchicalCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                                              std::string_view label) {
-  check_reduce_scatter(*this, output, input, op, label);
-  const auto kind = CollectiveKind::kReduceScatter;
-  if (bytes_of(input) <= kFlatBytes) return note(kind, bytes_of(input), flat_->reduce_scatter(output, input, op, label));
-  const Reduction reduction{input.scalar_type(), op};
-  return start(make_signature(kind, label, reduction.dtype, bytes_of(input), op), label, {output, input},
-               [=, this, to = data_of(output), from = data_of(input), bytes = bytes_of(output)](Call& call) {
-                 hierarchical::reduce_scatter(call, staging_, to, from, bytes, reduction);
-               });
-}
-
-Work HierarchicalCommunicator::all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) {
-  check_all_reduce(*this, tensor, op, label);
-  const auto kind = CollectiveKind::kAllReduce;
-  if (bytes_of(tensor) <= kFlatBytes) return note(kind, bytes_of(tensor), flat_->all_reduce(tensor, op, label));
-  const Reduction reduction{tensor.scalar_type(), op};
-  return start(make_signature(kind, label, reduction.dtype, bytes_of(tensor), op), label, {tensor},
-               [=, this, data = data_of(tensor), bytes = bytes_of(tensor)](Call& call) {
-                 hierarchical::all_reduce(call, staging_, data, bytes, reduction);
-               });
-}
-
-Work HierarchicalCommunicator::all_to_all(const at::Tensor& output, const at::Tensor& input,
-                                          const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits,
-                                          std::string_view label) {
-  auto work = flat_->all_to_all(output, input, output_splits, input_splits, label);
-  return note(CollectiveKind::kAllToAll, std::max(bytes_of(output), bytes_of(input)), std::move(work));
-}
-
-Work HierarchicalCommunicator::broadcast(const at::Tensor& tensor, int root, std::string_view label) {
-  check_broadcast(*this, tensor, root, label);
-  const auto kind = CollectiveKind::kBroadcast;
-  if (bytes_of(tensor) <= kFlatBytes) return note(kind, bytes_of(tensor), flat_->broadcast(tensor, root, label));
-  const auto signature = make_signature(kind, label, tensor.scalar_type(), bytes_of(tensor), ReduceOp::kSum, root);
-  return start(signature, label, {tensor}, [root, data = data_of(tensor), bytes = bytes_of(tensor)](Call& call) {
-    hierarchical::broadcast(call, data, bytes, root);
-  });
-}
-
-Work HierarchicalCommunicator::send(const at::Tensor& tensor, int to, std::string_view label) {
-  check_send(*this, tensor, to, label);
-  const auto [host, column] = links_->layout.find(to);
-  auto work = host == links_->layout.host ? inside_->send(tensor, column, label) : flat_->send(tensor, to, label);
-  return note(CollectiveKind::kSend, bytes_of(tensor), std::move(work));
-}
-
-Work HierarchicalCommunicator::receive(const at::Tensor& tensor, int from, std::string_view label) {
-  check_receive(*this, tensor, from, label);
-  const auto [host, column] = links_->layout.find(from);
-  auto work = host == links_->layout.host ? inside_->receive(tensor, column, label) : flat_->receive(tensor, from, label);
-  return note(CollectiveKind::kReceive, bytes_of(tensor), std::move(work));
-}
-
-Work HierarchicalCommunicator::coalesced(const std::function<void()>& issue) { return coalesced_.run(issue, name()); }
-
-void HierarchicalCommunicator::barrier(std::string_view label) {
-  flat_->barrier(label);
-  counters_.add(CollectiveKind::kBarrier, 0);
+HierarchicalCommunicator::Steps HierarchicalCommunicator::steps_of(const CollectiveCall& call) {
+  auto *const to = data_of(call.output), *const from = data_of(call.input);
+  const auto output_bytes = bytes_of(call.output), input_bytes = bytes_of(call.input);
+  const Reduction reduction{call.input.scalar_type(), call.op};
+  switch (call.kind) {
+    case CollectiveKind::kAllGather: return [=](Call& taken) { hierarchical::all_gather(taken, to, from, input_bytes); };
+    case CollectiveKind::kReduceScatter:
+      return [=, this](Call& taken) { hierarchical::reduce_scatter(taken, staging_, to, from, output_bytes, reduction); };
+    case CollectiveKind::kAllReduce:
+      return [=, this](Call& taken) { hierarchical::all_reduce(taken, staging_, to, output_bytes, reduction); };
+    case CollectiveKind::kBroadcast:
+      return [=, root = call.peer](Call& taken) { hierarchical::broadcast(taken, to, output_bytes, root); };
+    default: TORCH_INTERNAL_ASSERT(false);
+  }
 }
 
 void HierarchicalCommunicator::give_up(std::string_view cause) {
