@@ -1,5 +1,6 @@
 #include <tessera/collectives/nccl/nccl_communicator.h>
 
+#include <tessera/collectives/checked_communicator.h>
 #include <tessera/collectives/checks.h>
 #include <tessera/collectives/error_text.h>
 #include <tessera/collectives/forks.h>
@@ -21,7 +22,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <exception>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -95,10 +95,10 @@ void shorten_wait_for_flight_recorder() {
 
 /// Each collective runs on the process group's own stream, after what the current stream holds, or on the current one;
 /// `Work::wait` makes the current stream wait for it. c10d keeps the tensors alive until then, without record_stream.
-class NcclCommunicator final : public Communicator {
+class NcclCommunicator final : public CheckedCommunicator {
  public:
   NcclCommunicator(const GroupDescription& group, int device, CudaBuffers buffers)
-      : Communicator(group.name, group.ranks, group.rank, at::kCUDA),
+      : CheckedCommunicator(group.name, group.ranks, group.rank, at::kCUDA),
         device_(at::kCUDA, static_cast<c10::DeviceIndex>(device)),
         buffers_(buffers),
         watch_(group.watch) {
@@ -139,77 +139,13 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
-    check_all_gather(*this, output, input, label);
-    return run({CollectiveKind::kAllGather, label, output}, [&] {
-      auto to = for_sending(output), from = for_sending(input);
-      return group_->_allgather_base(to, from, options_for<c10d::AllgatherOptions>());
-    });
-  }
-
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
-    check_reduce_scatter(*this, output, input, op, label);
-    return reduce_scatter_by(to_c10d(op), output, input, op, label);
-  }
-
   // NCCL multiplies by the inverse of the count before it adds.
   bool averages(at::ScalarType dtype) const override { return dtype != at::kHalf; }
   // Not halves, for the same reason. Nor bf16, for which c10d 2.11 hands NCCL a float as the factor, which it reads as 0 or a
   // tiny number (PyTorch's issue 190745).
   bool scales(at::ScalarType dtype) const override { return dtype == at::kFloat || dtype == at::kDouble; }
 
-  Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
-    check_reduce_scatter(*this, output, input, ReduceOp::kSum, label);
-    return reduce_scatter_by(c10d::makeNCCLPreMulSum(factor), output, input, ReduceOp::kSum, label);
-  }
-
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
-    check_all_reduce(*this, tensor, op, label);
-    return run({CollectiveKind::kAllReduce, label, tensor, op}, [&] {
-      std::vector<at::Tensor> tensors{tensor};
-      auto options = options_for<c10d::AllreduceOptions>();
-      options.reduceOp = to_c10d(op);
-      return group_->allreduce(tensors, options);
-    });
-  }
-
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
-                  const std::vector<int64_t>& input_splits, std::string_view label) override {
-    auto splits = check_all_to_all(*this, output, input, output_splits, input_splits, label);
-    const auto& larger = output.nbytes() > input.nbytes() ? output : input;
-    const auto counts = splits.byte_counts(static_cast<int64_t>(input.element_size()));
-    return run({CollectiveKind::kAllToAll, label, larger, ReduceOp::kSum, -1, counts}, [&] {
-      auto to = for_sending(output), from = for_sending(input);
-      const auto width = is_sent_as_it_is(input.scalar_type()) ? 1 : static_cast<int64_t>(input.element_size());
-      for (auto* list : {&splits.output, &splits.input})
-        for (auto& split : *list) split *= width;
-      return group_->alltoall_base(to, from, splits.output, splits.input, options_for<c10d::AllToAllOptions>());
-    });
-  }
-
-  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
-    check_broadcast(*this, tensor, root, label);
-    return run({CollectiveKind::kBroadcast, label, tensor, ReduceOp::kSum, root}, [&] {
-      std::vector<at::Tensor> tensors{for_sending(tensor)};
-      auto options = options_for<c10d::BroadcastOptions>();
-      options.rootRank = root;
-      return group_->broadcast(tensors, options);
-    });
-  }
-
-  // Two ranks that send to each other do so inside `coalesced`: kernels of one pair run one after another.
-  Work send(const at::Tensor& tensor, int to, std::string_view label) override {
-    check_send(*this, tensor, to, label);
-    return run_between({CollectiveKind::kSend, label, tensor}, {rank(), to},
-                       [&](auto& tensors) { return group_->send(tensors, to, /*tag=*/0); });
-  }
-
-  Work receive(const at::Tensor& tensor, int from, std::string_view label) override {
-    check_receive(*this, tensor, from, label);
-    return run_between({CollectiveKind::kReceive, label, tensor}, {from, rank()},
-                       [&](auto& tensors) { return group_->recv(tensors, from, /*tag=*/0); });
-  }
-
+  // Two ranks that send to each other do so inside it: kernels of one pair run one after another.
   Work coalesced(const std::function<void()>& issue) override {
     TORCH_CHECK(!coalescing_, "coalesced calls on group ", name(), " do not nest");
     check_not_forked(name());
@@ -230,8 +166,9 @@ class NcclCommunicator final : public Communicator {
 
   /// Without a launch: a kernel that differs from the others' would hang the device, or take part in what they wait for.
   void give_up(std::string_view cause) override {
+    const auto kind = CollectiveKind::kAllGather;
     if (signatures_)
-      return compare_signatures({CollectiveKind::kAllGather, cause}, 1, describe(*this, CollectiveKind::kAllGather, cause));
+      return compare(make_signature(kind, cause, at::kByte, 1), gloo::ExchangePlan(size()), describe(*this, kind, cause));
     if (gave_up_ || is_forked_copy()) return;
     cause_ = cause;
     gave_up_ = true;
@@ -250,73 +187,78 @@ class NcclCommunicator final : public Communicator {
     return {data, memory.release(), [](void* tensor) { delete static_cast<at::Tensor*>(tensor); }, device_};
   }
 
-  void barrier(std::string_view label) override {
-    run({CollectiveKind::kBarrier, label}, [&] {
-      c10d::BarrierOptions options;
-      options.device = device_;
-      return group_->barrier(options);
-    }).wait(); // blocks the host
+ private:
+  Work start(CollectiveCall call) override {
+    const auto text = describe(*this, call);
+    check_not_forked(text);
+    const c10::cuda::CUDAGuard guard(device_.index()); // a thread of the program's has device 0, on which nothing shall be done
+    TORCH_CHECK_WITH(DistBackendError, !gave_up_, text,
+                     ": this rank has left the group, in which it could not join a collective: ", cause_);
+    check_not_captured(text);
+    if (signatures_) compare_signatures(call, text);
+    // Ranks may differ in what they send in an all_to_all, in nothing else.
+    if (call.bytes() == 0 && call.kind != CollectiveKind::kAllToAll && call.kind != CollectiveKind::kBarrier) return {};
+    c10::intrusive_ptr<c10d::Work> work;
+    try {
+      work = launch(call);
+    } catch (const std::exception& error) {
+      C10_THROW_ERROR(DistBackendError, c10::str(text, " failed: ", error_text(error)));
+    }
+    return work ? Work(std::make_shared<NcclWork>(std::move(work), text)) : Work(); // none while coalescing
   }
 
- private:
-  struct Call {
-    CollectiveKind kind;
-    std::string_view label;
-    at::Tensor full = {}; ///< the larger of input and output
-    ReduceOp op = ReduceOp::kSum;
-    int root = -1;
-    std::vector<int64_t> counts = {};              ///< of an all_to_all
-    std::optional<gloo::Direction> direction = {}; ///< of a message between two ranks
-  };
+  c10::intrusive_ptr<c10d::Work> launch(const CollectiveCall& call) {
+    switch (call.kind) {
+      case CollectiveKind::kAllGather: {
+        auto to = for_sending(call.output), from = for_sending(call.input);
+        return group_->_allgather_base(to, from, options_for<c10d::AllgatherOptions>());
+      }
+      case CollectiveKind::kReduceScatter: {
+        auto to = call.output.view({-1}), from = call.input.view({-1});
+        auto options = options_for<c10d::ReduceScatterOptions>();
+        options.reduceOp = call.factor ? c10d::makeNCCLPreMulSum(*call.factor) : c10d::ReduceOp(to_c10d(call.op));
+        return group_->_reduce_scatter_base(to, from, options);
+      }
+      case CollectiveKind::kAllReduce: {
+        std::vector<at::Tensor> tensors{call.output};
+        auto options = options_for<c10d::AllreduceOptions>();
+        options.reduceOp = to_c10d(call.op);
+        return group_->allreduce(tensors, options);
+      }
+      case CollectiveKind::kAllToAll: return launch_all_to_all(call);
+      case CollectiveKind::kBarrier: {
+        c10d::BarrierOptions options;
+        options.device = device_;
+        return group_->barrier(options); // whose wait blocks the host
+      }
+      default: return launch_from_one(call);
+    }
+  }
+
+  c10::intrusive_ptr<c10d::Work> launch_all_to_all(const CollectiveCall& call) {
+    auto to = for_sending(call.output), from = for_sending(call.input);
+    const auto dtype = call.input.scalar_type();
+    const auto width = is_sent_as_it_is(dtype) ? 1 : static_cast<int64_t>(call.input.element_size());
+    auto splits = call.splits;
+    for (auto* list : {&splits.output, &splits.input})
+      for (auto& split : *list) split *= width;
+    return group_->alltoall_base(to, from, splits.output, splits.input, options_for<c10d::AllToAllOptions>());
+  }
+
+  c10::intrusive_ptr<c10d::Work> launch_from_one(const CollectiveCall& call) {
+    std::vector<at::Tensor> tensors{for_sending(call.full())};
+    if (call.kind == CollectiveKind::kSend) return group_->send(tensors, call.peer, /*tag=*/0);
+    if (call.kind == CollectiveKind::kReceive) return group_->recv(tensors, call.peer, /*tag=*/0);
+    auto options = options_for<c10d::BroadcastOptions>();
+    options.rootRank = call.peer;
+    return group_->broadcast(tensors, options);
+  }
 
   template <typename Options>
   Options options_for() const {
     Options options;
     options.asyncOp = has_own_stream_;
     return options;
-  }
-
-  /// `op`: that of the call, as the other ranks compare it; `how`: what NCCL does for it.
-  Work reduce_scatter_by(const c10d::ReduceOp& how, const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                         std::string_view label) {
-    return run({CollectiveKind::kReduceScatter, label, input, op}, [&] {
-      auto to = output.view({-1}), from = input.view({-1});
-      auto options = options_for<c10d::ReduceScatterOptions>();
-      options.reduceOp = how;
-      return group_->_reduce_scatter_base(to, from, options);
-    });
-  }
-
-  template <typename Issue>
-  Work run_between(Call call, gloo::Direction direction, const Issue& issue) {
-    call.direction = direction;
-    return run(call, [&] {
-      std::vector<at::Tensor> tensors{for_sending(call.full)};
-      return issue(tensors);
-    });
-  }
-
-  template <typename Issue>
-  Work run(const Call& call, const Issue& issue) {
-    const auto text = describe(*this, call.kind, call.label);
-    check_not_forked(text);
-    const c10::cuda::CUDAGuard guard(device_.index()); // a thread of the program's has device 0, on which nothing shall be done
-    TORCH_CHECK_WITH(DistBackendError, !gave_up_, text,
-                     ": this rank has left the group, in which it could not join a collective: ", cause_);
-    check_not_captured(text);
-    const auto bytes = call.full.defined() ? static_cast<int64_t>(call.full.nbytes()) : 0;
-    const bool would_wait_for_each_other = call.direction && coalescing_;
-    if (signatures_ && !would_wait_for_each_other) compare_signatures(call, bytes, text);
-    counters_.add(call.kind, bytes);
-    // Ranks may differ in what they send in an all_to_all, in nothing else.
-    if (bytes == 0 && call.kind != CollectiveKind::kAllToAll && call.kind != CollectiveKind::kBarrier) return {};
-    c10::intrusive_ptr<c10d::Work> work;
-    try {
-      work = issue();
-    } catch (const std::exception& error) {
-      C10_THROW_ERROR(DistBackendError, c10::str(text, " failed: ", error_text(error)));
-    }
-    return work ? Work(std::make_shared<NcclWork>(std::move(work), text)) : Work(); // none while coalescing
   }
 
   bool is_forked_copy() const { return fork_depth() != fork_depth_; }
@@ -332,14 +274,21 @@ class NcclCommunicator final : public Communicator {
         "the collective");
   }
 
-  // Before the launch: a mismatched kernel would hang the device.
-  void compare_signatures(const Call& call, int64_t bytes, const std::string& text) {
-    const auto dtype = call.full.defined() ? call.full.scalar_type() : at::kByte;
+  // Before the launch: a mismatched kernel would hang the device. Not of messages in `coalesced`: two ranks that send to each
+  // other would wait for each other.
+  void compare_signatures(const CollectiveCall& call, const std::string& text) {
     gloo::ExchangePlan plan(size());
-    plan.counts = call.counts;
-    plan.direction = call.direction;
+    if (call.kind == CollectiveKind::kSend) plan.direction = {rank(), call.peer};
+    if (call.kind == CollectiveKind::kReceive) plan.direction = {call.peer, rank()};
+    if (plan.direction && coalescing_) return;
+    if (call.kind == CollectiveKind::kAllToAll)
+      plan.counts = call.splits.byte_counts(static_cast<int64_t>(call.input.element_size()));
+    compare(call.signature(), std::move(plan), text);
+  }
+
+  void compare(const Signature& signature, gloo::ExchangePlan plan, const std::string& text) {
     auto exchange = std::make_shared<gloo::Exchange>(signatures_, text);
-    exchange->start(make_signature(call.kind, call.label, dtype, bytes, call.op, call.root), std::move(plan));
+    exchange->start(signature, std::move(plan));
     exchange->wait();
   }
 

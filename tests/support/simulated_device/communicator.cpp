@@ -1,5 +1,6 @@
 #include <tessera/tests/support/simulated_device/communicator.h>
 
+#include <tessera/collectives/checked_communicator.h>
 #include <tessera/collectives/checks.h>
 #include <tessera/tests/support/simulated_device/boxed.h>
 #include <tessera/tests/support/simulated_device/caching_allocator.h>
@@ -8,7 +9,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
+#include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,10 +54,10 @@ class SimulatedWork final : public WorkState {
   std::vector<at::Tensor> kept_;
 };
 
-class SimulatedCommunicator final : public Communicator {
+class SimulatedCommunicator final : public internal::CheckedCommunicator {
  public:
   explicit SimulatedCommunicator(const internal::GroupDescription& group)
-      : Communicator(group.name, group.ranks, group.rank, kDeviceType),
+      : CheckedCommunicator(group.name, group.ranks, group.rank, kDeviceType),
         gloo_(internal::make_backend_communicator(group, at::kCPU)),
         stream_(make_stream(group)) {}
 
@@ -66,58 +68,8 @@ class SimulatedCommunicator final : public Communicator {
     }
   }
 
-  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
-    internal::check_all_gather(*this, output, input, label);
-    const Call call{CollectiveKind::kAllGather, label, output.nbytes()};
-    return run(call, {input}, {output}, [this, to = cpu_alias(output), from = cpu_alias(input)](const std::string& name) {
-      return gloo_->all_gather_into(to, from, name);
-    });
-  }
-
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
-    internal::check_reduce_scatter(*this, output, input, op, label);
-    const Call call{CollectiveKind::kReduceScatter, label, input.nbytes()};
-    return run(call, {}, {input, output}, [this, op, to = cpu_alias(output), from = cpu_alias(input)](const std::string& name) {
-      return gloo_->reduce_scatter(to, from, divided_before(from, op), name);
-    });
-  }
-
   bool averages(at::ScalarType dtype) const override { return dtype != at::kHalf; }
   bool scales(at::ScalarType dtype) const override { return dtype == at::kFloat || dtype == at::kDouble; }
-
-  Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label) override {
-    internal::check_reduce_scatter(*this, output, input, ReduceOp::kSum, label);
-    const Call call{CollectiveKind::kReduceScatter, label, input.nbytes()};
-    return run(call, {}, {input, output},
-               [this, factor, to = cpu_alias(output), from = cpu_alias(input)](const std::string& name) {
-                 return gloo_->reduce_scatter(to, from.mul_(factor), ReduceOp::kSum, name);
-               });
-  }
-
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
-    internal::check_all_reduce(*this, tensor, op, label);
-    const Call call{CollectiveKind::kAllReduce, label, tensor.nbytes()};
-    return run(call, {}, {tensor}, [this, op, on_cpu = cpu_alias(tensor)](const std::string& name) {
-      return gloo_->all_reduce(on_cpu, divided_before(on_cpu, op), name);
-    });
-  }
-
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
-                  const std::vector<int64_t>& input_splits, std::string_view label) override {
-    const auto splits = internal::check_all_to_all(*this, output, input, output_splits, input_splits, label);
-    const Call call{CollectiveKind::kAllToAll, label, std::max(output.nbytes(), input.nbytes())};
-    return run(call, {input}, {output}, [this, splits, to = cpu_alias(output), from = cpu_alias(input)](const std::string& name) {
-      return gloo_->all_to_all(to, from, splits.output, splits.input, name);
-    });
-  }
-
-  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
-    internal::check_broadcast(*this, tensor, root, label);
-    const Call call{CollectiveKind::kBroadcast, label, tensor.nbytes()};
-    const auto on_cpu = cpu_alias(tensor);
-    const auto issue = [this, root, on_cpu](const std::string& name) { return gloo_->broadcast(on_cpu, root, name); };
-    return rank() == root ? run(call, {tensor}, {}, issue) : run(call, {}, {tensor}, issue);
-  }
 
   Work coalesced(const std::function<void()>& issue) override {
     TORCH_CHECK(!coalescing_, "coalesced calls on group ", name(), " do not nest");
@@ -136,57 +88,60 @@ class SimulatedCommunicator final : public Communicator {
   }
 
   void give_up(std::string_view cause) override {
-    run({CollectiveKind::kAllGather, cause, 0}, {}, {}, [this](const std::string& name) {
+    launch({.kind = CollectiveKind::kAllGather, .label = cause}, [this, text = std::string(cause)] {
       try {
-        gloo_->give_up(name);
+        gloo_->give_up(text);
       } catch (const std::exception&) { // which the other ranks have
       }
-      return Work();
     });
   }
 
   void run_on_current_stream() override { has_own_stream_ = false; }
 
-  void barrier(std::string_view label) override {
-    run({CollectiveKind::kBarrier, label, 0}, {}, {}, [this](const std::string& name) {
-      gloo_->barrier(name);
-      return Work();
-    });
-    Runtime::get().synchronize(stream_, "barrier");
-  }
-
  private:
-  struct Call {
-    CollectiveKind kind;
-    std::string_view label;
-    size_t bytes; ///< of the full buffer
-  };
+  using Call = internal::CollectiveCall;
 
-  /// As NCCL averages halves: each is divided, and rounded, before it is added. Returns what is left to do.
-  ReduceOp divided_before(const at::Tensor& on_cpu, ReduceOp op) const {
-    if (op != ReduceOp::kAvg || averages(on_cpu.scalar_type())) return op;
-    on_cpu.div_(size());
-    return ReduceOp::kSum;
+  Work start(Call call) override {
+    const bool is_message = call.kind == CollectiveKind::kSend || call.kind == CollectiveKind::kReceive;
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_message, internal::describe(*this, call), ": no messages between two ranks here");
+    auto on_cpu = call;
+    if (call.output.defined()) on_cpu.output = cpu_alias(call.output);
+    if (call.input.defined()) on_cpu.input = cpu_alias(call.input);
+    auto work = launch(call, [this, on_cpu, label = std::string(call.label)]() mutable {
+      on_cpu.label = label;
+      exchange(on_cpu).wait();
+    });
+    if (call.kind != CollectiveKind::kBarrier) return work;
+    Runtime::get().synchronize(stream_, "barrier");
+    return {};
   }
 
-  Work run(const Call& call, const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes,
-           std::function<Work(const std::string& label)> issue) {
+  /// As NCCL averages halves: each is divided, and rounded, before it is added.
+  Work exchange(Call call) const {
+    if (call.factor) call.input.mul_(*std::exchange(call.factor, std::nullopt));
+    if (call.op == ReduceOp::kAvg && !averages(call.input.scalar_type())) {
+      call.input.div_(size());
+      call.op = ReduceOp::kSum;
+    }
+    return call.issue_on(*gloo_);
+  }
+
+  Work launch(const Call& call, std::function<void()> action) {
     auto& runtime = Runtime::get();
-    const auto bytes = static_cast<int64_t>(call.bytes);
-    counters_.add(call.kind, bytes);
     const auto stream = own_or_current_stream();
     if (faults.skip_start != call.kind) runtime.make_wait(stream, runtime.record(current_stream()));
     runtime.make_follow(stream, last_); // one at a time, in the order of the calls, whatever their streams: as NCCL does
     std::vector<Use> uses;
-    for (const auto& tensor : reads) uses.push_back({Region::of(tensor), false});
-    for (const auto& tensor : writes) uses.push_back({Region::of(tensor), true});
-    runtime.launch(stream, {c10::str(to_string(call.kind), " '", call.label, "'"), std::move(uses),
-                            [issue = std::move(issue), label = std::string(call.label)] { issue(label).wait(); },
-                            runtime.time_line().collective_us(bytes)});
+    std::vector<at::Tensor> kept;
+    const auto use = [&](const at::Tensor& tensor, bool is_written) {
+      uses.push_back({Region::of(tensor), is_written});
+      if (!faults.releases_early) kept.push_back(tensor);
+    };
+    if (call.input.defined() && !call.input.is_same(call.output)) use(call.input, internal::reduces(call.kind));
+    if (call.output.defined()) use(call.output, call.kind != CollectiveKind::kBroadcast || call.peer != rank());
+    runtime.launch(stream, {c10::str(to_string(call.kind), " '", call.label, "'"), std::move(uses), std::move(action),
+                            runtime.time_line().collective_us(call.bytes())});
     last_ = runtime.record(stream);
-    auto kept = reads;
-    kept.insert(kept.end(), writes.begin(), writes.end());
-    if (faults.releases_early) kept.clear();
     if (coalescing_) {
       coalesced_.insert(coalesced_.end(), kept.begin(), kept.end());
       return {};
