@@ -1,4 +1,6 @@
+#include <ATen/WrapDimUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 
 #include <algorithm>
 
@@ -163,6 +165,22 @@ Factorization reordered(const OpCall& call) {
   return factors;
 }
 
+/// rot90(input, k, dims). PyTorch's kernel transposes its result in place, which a tensor whose data must move cannot.
+void rot90(const c10::OperatorHandle& /*op*/, std::vector<c10::IValue>* stack) {
+  const auto dims = torch::jit::pop(*stack).toIntVector();
+  const auto turns = ((torch::jit::pop(*stack).toInt() % 4) + 4) % 4;
+  const auto input = torch::jit::pop(*stack).toTensor();
+  TORCH_CHECK(dims.size() == 2, "aten::rot90: expected total rotation dims == 2, but got dims = ", dims.size());
+  TORCH_CHECK(input.dim() >= 2, "aten::rot90: expected total dims >= 2, but got total dims = ", input.dim());
+  TORCH_CHECK(at::maybe_wrap_dim(dims[0], input.dim()) != at::maybe_wrap_dim(dims[1], input.dim()),
+              "aten::rot90: expected rotation dims to be different, but got dim0 = ", dims[0], " and dim1 = ", dims[1]);
+  if (turns % 2 == 0) {
+    stack->emplace_back(turns == 0 ? input.clone(at::MemoryFormat::Contiguous) : input.flip(dims));
+  } else {
+    stack->emplace_back(input.transpose(dims[0], dims[1]).flip({turns == 1 ? dims[0] : dims[1]}));
+  }
+}
+
 /// The last dim becomes the diagonal of two dims, which are whole.
 Factorization diag_embed(const OpCall& call) {
   const auto ndim = static_cast<int64_t>(call.tensors[0].sizes.size()) + 1;
@@ -181,6 +199,7 @@ void register_shapes(Registry& registry) {
   registry.add("unfold", OnLocals(unfold));
   registry.add("glu glu_backward", OnLocals(gated));
   registry.add("flip roll", OnLocals(reordered));
+  registry.add("rot90.", Handler(rot90));
   registry.add("diag_embed", OnLocals(diag_embed));
   registry.add("tril triu", OnLocals(matrix));
 }

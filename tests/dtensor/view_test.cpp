@@ -249,6 +249,28 @@ TEST(View, AutogradOfWritesIntoViews) {
   }
 }
 
+TEST(View, ATurnedTensorIsANewOne) {
+  const auto mesh = line_mesh();
+  for (const auto& placement : whole_placements({6, 4}, mesh.size())) {
+    for (const int64_t turns : {-1, 0, 1, 2, 7}) {
+      for (const auto& dims : std::vector<std::vector<int64_t>>{{0, 1}, {-1, 0}}) {
+        SCOPED_TRACE(to_string(placement) + " " + std::to_string(turns));
+        auto tensor = make(values(), mesh, {placement}).set_requires_grad(true);
+        const auto turned = tensor.rot90(turns, dims), expected = values().rot90(turns, dims);
+        EXPECT_TENSORS_EQUAL(full(turned.detach()), expected);
+        (turned * turned).sum().backward();
+        EXPECT_TENSORS_EQUAL(full(tensor.grad()), values() * 2);
+        const torch::NoGradGuard no_grad;
+        turned.mul_(2);
+        EXPECT_TENSORS_EQUAL(full(turned), expected * 2);
+        EXPECT_TENSORS_EQUAL(full(tensor), values());
+      }
+    }
+  }
+  EXPECT_THROWS_WITH(make(values(), mesh, {Shard{0}}).rot90(1, {0}), "aten::rot90: expected total rotation dims == 2");
+  EXPECT_THROWS_WITH(make(values(), mesh, {Shard{0}}).rot90(1, {0, -2}), "aten::rot90: expected rotation dims to be different");
+}
+
 TEST(View, VersionsAndSavedTensors) {
   const auto mesh = line_mesh();
   const auto base = make(values(), mesh, {Shard{0}});
