@@ -16,14 +16,13 @@ ModelInventory::ModelInventory(Module& module, const std::vector<at::Tensor>& ig
   root_ = census_.roots[0];
   check_root(module);
   list_states();
-  absl::flat_hash_set<const c10::TensorImpl*> seen;
+  absl::flat_hash_set<const c10::TensorImpl*> ignored_now, seen;
+  for (const auto& each : census_.ignored) ignored_now.insert(each.tensor.unsafeGetTensorImpl());
   for (const auto& visit : census_.walk.visits()) { // the order of both lists of the census together
     for (const auto& item : Registry::parameters(*visit.module)) {
       const auto& parameter = item.value();
       if (!parameter.defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-      const bool is_left_out =
-          root_->ignores(parameter) ||
-          std::any_of(census_.ignored.begin(), census_.ignored.end(), [&](auto& each) { return each.tensor.is_same(parameter); });
+      const bool is_left_out = root_->ignores(parameter) || ignored_now.contains(parameter.unsafeGetTensorImpl());
       if (!is_left_out) enter({parameter, &visit, item.key()}, dtype);
     }
   }

@@ -3,24 +3,21 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <string_view>
+
 namespace tessera::internal {
 
 using torch::nn::Module;
 
 ModuleWalk::ModuleWalk(const std::vector<Module*>& tops) : tops_(tops.size()) {
-  for (size_t top = 0; top < tops.size(); ++top) descend({tops[top], top, kNone, 0});
+  for (size_t top = 0; top < tops.size(); ++top) descend({tops[top], top, kNone, ""});
 }
 
 void ModuleWalk::descend(const Visit& visit) {
   const size_t position = visits_.size();
   if (!positions_.emplace(visit.module, position).second) return;
   visits_.push_back(visit);
-  const auto children = visit.module->children();
-  for (size_t child = 0; child < children.size(); ++child) descend({children[child].get(), visit.top, position, child});
-}
-
-std::string ModuleWalk::key_of(const Visit& visit) const {
-  return visits_[visit.above].module->named_children()[visit.child].key();
+  for (const auto& child : visit.module->named_children()) descend({child.value().get(), visit.top, position, child.key()});
 }
 
 bool ModuleWalk::is_below(const Module* module) const {
@@ -29,8 +26,8 @@ bool ModuleWalk::is_below(const Module* module) const {
 }
 
 Place ModuleWalk::place_of(const Visit& visit) const {
-  std::vector<std::string> keys;
-  for (const auto* at = &visit; !at->is_top(); at = &visits_[at->above]) keys.push_back(key_of(*at));
+  std::vector<std::string_view> keys;
+  for (const auto* at = &visit; !at->is_top(); at = &visits_[at->above]) keys.push_back(at->key);
   return {visit.top, fmt::format("{}", fmt::join(keys.rbegin(), keys.rend(), "."))};
 }
 

@@ -37,8 +37,8 @@ class ModuleWalk {
   struct Visit {
     torch::nn::Module* module;
     size_t top;
-    size_t above; ///< position of the visit that led here
-    size_t child; ///< its number among the children there
+    size_t above;    ///< position of the visit that led here
+    std::string key; ///< under which it is registered there; empty of a top
     bool is_top() const { return above == kNone; }
   };
   explicit ModuleWalk(const std::vector<torch::nn::Module*>& tops);
@@ -56,8 +56,6 @@ class ModuleWalk {
 
  private:
   void descend(const Visit& visit);
-  /// The name under which a visited module that is no top is registered.
-  std::string key_of(const Visit& visit) const;
 
   size_t tops_;
   std::vector<Visit> visits_;

@@ -1,6 +1,5 @@
 #include <tessera/fsdp/summary.h>
 
-#include <absl/algorithm/container.h>
 #include <absl/container/flat_hash_map.h>
 #include <absl/container/flat_hash_set.h>
 
@@ -9,6 +8,7 @@
 
 #include <array>
 #include <ostream>
+#include <string_view>
 #include <utility>
 
 #include <tessera/collectives/text_table.h>
@@ -51,8 +51,9 @@ class Summarizer {
       }
     }
     summary_.buffer_bytes = buffers_.bytes();
-    const auto apart = parameters_trained_apart(*walk_.visits().front().module);
-    for (auto& each : summary_.parameters) each.trains_apart = each.tied_to.empty() && absl::c_linear_search(apart, each.name);
+    const auto names = parameters_trained_apart(*walk_.visits().front().module);
+    const absl::flat_hash_set<std::string_view> apart(names.begin(), names.end());
+    for (auto& each : summary_.parameters) each.trains_apart = each.tied_to.empty() && apart.contains(each.name);
     return std::move(summary_);
   }
 

@@ -7,6 +7,7 @@
 
 #include <sstream>
 
+#include <tessera/tests/checkpoint/allocations.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 
@@ -222,6 +223,24 @@ std::vector<std::string> warnings_of_inputs(int64_t rows, int backwards, bool th
     optimizer.step();
   }
   return warnings.texts;
+}
+
+/// Bytes that the shard of a list of so many groups, and its summary, allocate on the host by the way.
+size_t bytes_of_listing(int64_t groups) {
+  torch::nn::ModuleList list;
+  for (int64_t i = 0; i < groups; ++i) list->push_back(torch::nn::Linear(1, 1));
+  for (const auto& each : *list) fully_shard(*each, world_mesh());
+  const AllocationMeter meter;
+  fully_shard(*list, world_mesh());
+  (void)summary(*list);
+  return meter.total();
+}
+
+/// 8000 experts are as many groups.
+TEST(Summary, CostsTheSameForEachOfManyGroups) {
+  constexpr int64_t kGroups = 300;
+  bytes_of_listing(kGroups); // the first makes what all share
+  EXPECT_LT(bytes_of_listing(2 * kGroups), 3 * bytes_of_listing(kGroups));
 }
 
 TEST(TrainsApart, IsNotWarnedOfForInputsThatAreWritten) {
