@@ -18,7 +18,7 @@
 
 #include <tessera/collectives/listing.h>
 #include <tessera/dtensor/dtensor_impl.h>
-#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/unsharded_storage.h>
 
 namespace tessera::internal {
@@ -29,14 +29,14 @@ using NamedParameters = torch::OrderedDict<std::string, at::Tensor>;
 
 /// The parameters that no model with a parameter among them was told to ignore.
 NamedParameters without_ignored(const NamedParameters& parameters) {
-  absl::flat_hash_set<const GroupOwner*> owners;
+  absl::flat_hash_set<const ShardedModel*> models; // few, where the groups may be thousands
   for (const auto& parameter : parameters) {
-    if (const auto* meta = parameter_meta(parameter.value())) owners.insert(meta->group->owner.get());
+    if (const auto* meta = parameter_meta(parameter.value())) models.insert(&state_of_group(*meta->group).model());
   }
   NamedParameters kept;
   for (const auto& parameter : parameters) {
-    const auto ignores = [&](const auto* owner) { return owner->ignores(parameter.value()); };
-    if (!absl::c_any_of(owners, ignores)) kept.insert(parameter.key(), parameter.value());
+    const auto ignores = [&](const auto* model) { return model->ignores(parameter.value()); };
+    if (!absl::c_any_of(models, ignores)) kept.insert(parameter.key(), parameter.value());
   }
   return kept;
 }
