@@ -3,8 +3,13 @@
 #include <ATen/ceil_div.h>
 #include <c10/core/ScalarType.h>
 
+#include <absl/container/flat_hash_map.h>
+#include <absl/container/flat_hash_set.h>
+
 #include <algorithm>
 #include <deque>
+#include <map>
+#include <set>
 #include <utility>
 #include <variant>
 
@@ -68,7 +73,6 @@ struct Group {
   int64_t kept_part = 0;                                // of the unsharded parameters, among its neighbours
   int64_t reduced = 0;                                  // what its reduction has written
   bool has_advanced = false;                            // beyond the first of its collectives
-  bool is_read = false;                                 // in this forward
   bool is_prefetched = false;                           // and not read yet
 };
 
@@ -90,11 +94,11 @@ class Prediction {
         now_(std::move(known)) {
     for_each_group(root, /*recurse=*/true, [this](const GroupGradients& gradients) { add(gradients); });
     keep_read(root.schedule()->read_order());
-    for (auto& group : groups_) {
-      group.is_above_others = std::any_of(groups_.begin(), groups_.end(), [&](const Group& other) {
-        return other.group->owner != group.group->owner && is_above(group, other);
-      });
+    absl::flat_hash_set<const GroupOwner*> above;
+    for (const auto& group : groups_) {
+      for (auto* at = state_of_group(*group.group).parent().get(); at && above.insert(at).second;) at = at->parent().get();
     }
+    for (auto& group : groups_) group.is_above_others = above.contains(group.group->owner.get());
   }
 
   MemoryPrediction run() {
@@ -139,10 +143,12 @@ class Prediction {
 
   /// In the order of the last forward, if there was one.
   void keep_read(const std::vector<std::shared_ptr<ParameterGroup>>& order) {
+    absl::flat_hash_map<const ParameterGroup*, const Group*> known;
+    for (const auto& group : groups_) known.emplace(group.group.get(), &group);
     std::vector<Group> read;
     for (const auto& each : order) {
-      const auto found = std::find_if(groups_.begin(), groups_.end(), [&](const Group& group) { return group.group == each; });
-      if (found != groups_.end()) read.push_back(*found);
+      const auto found = known.find(each.get());
+      if (found != known.end()) read.push_back(*found->second);
     }
     if (!read.empty()) groups_ = std::move(read);
   }
@@ -166,6 +172,7 @@ class Prediction {
     if (!group.group->copies() || group.unsharded > 0) return;
     group.unsharded = blocks_.take(layout.unsharded_bytes);
     now_.unsharded += group.unsharded;
+    if (group.group->owner->reshards_after_forward()) to_close_.insert(&group);
     if (!layout.gathers_in_place) {
       group.gather_output = blocks_.take(sent_bytes_of(*group.group) * group.group->axes().shard_ranks());
       now_.unsharded += group.gather_output;
@@ -182,6 +189,7 @@ class Prediction {
   void free_unsharded(Group& group) {
     if (group.unsharded == 0) return;
     now_.unsharded -= group.unsharded;
+    to_close_.erase(&group);
     blocks_.give_back(std::exchange(group.unsharded, 0));
   }
 
@@ -202,16 +210,15 @@ class Prediction {
   }
 
   void close_unrelated(const Group& group, const std::string& what) {
-    for (auto& other : groups_) {
-      const bool is_related = is_above(other, group) || is_above(group, other);
-      if (is_related || other.is_prefetched || !other.group->owner->reshards_after_forward()) continue;
-      reshard_after_forward(other, what);
+    for (auto* other : std::vector(to_close_.begin(), to_close_.end())) {
+      const bool is_related = is_above(*other, group) || is_above(group, *other);
+      if (!is_related && !other->is_prefetched) reshard_after_forward(*other, what);
     }
   }
 
   void touch(size_t index, const std::string& what, bool in_backward) {
     auto& group = groups_[index];
-    group.is_read = true;
+    unread_.erase(group.group->number);
     group.is_prefetched = false;
     if (!in_backward) close_unrelated(group, what);
     start_gather(group, what);
@@ -226,18 +233,14 @@ class Prediction {
 
   /// What the first forward takes for the next one, before it knows.
   Group* next_registered(const Group& group) {
-    Group* next = nullptr;
-    for (auto& each : groups_) {
-      const bool is_after = each.group->number > group.group->number && !each.is_read;
-      if (is_after && (next == nullptr || each.group->number < next->group->number)) next = &each;
-    }
-    return next;
+    const auto next = unread_.upper_bound(group.group->number);
+    return next == unread_.end() ? nullptr : next->second;
   }
 
   void forward() {
     for (auto& group : groups_) {
       reshard(group); // written by the optimizer since
-      group.is_read = false;
+      unread_.emplace(group.group->number, &group);
     }
     for (size_t i = 0; i < groups_.size(); ++i) {
       const auto what = "forward of " + groups_[i].group->label();
@@ -337,6 +340,8 @@ class Prediction {
   ExplainOptions options_;
   int64_t plain_gradients_; // of parameters that no group of the model has
   std::vector<Group> groups_;
+  std::set<Group*> to_close_;       // by what another forward closes, of the gathered ones
+  std::map<size_t, Group*> unread_; // in this forward, in the order of registration
   Blocks blocks_;
   bool is_first_ = true; // of the model's steps: it knows no order yet
   std::deque<Group*> reducing_;
