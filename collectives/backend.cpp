@@ -17,6 +17,7 @@
 #include <chrono>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <thread>
 
 namespace tessera::internal {
@@ -80,6 +81,12 @@ std::string blame_for_no_connection(const GroupDescription& group, const std::st
   if (absent.empty() || has_ended) return blame_for_no_answer(group, why);
   const auto known = group.watch->note_timeout(absent);
   return c10::str(": ", list_of_ranks(absent), " did not connect a group of these ranks in this order", known);
+}
+
+/// Whether `blame` says all that `why`, this rank's error, says: that a rank has ended.
+bool says_all_of(const std::string& blame, std::string why) {
+  constexpr std::string_view kEnded = " has exited or failed";
+  return why.ends_with(kEnded) && blame.ends_with(why.insert(why.size() - kEnded.size(), ", which"));
 }
 
 /// Tells the others, where the store is there to do so.
@@ -173,7 +180,8 @@ CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::Dev
     note_failure(group, why);
     TORCH_CHECK(!is_own, text, ": ", why);
     const bool timed_out = steady_clock::now() - begin >= group.options.timeout;
-    C10_THROW_ERROR(DistNetworkError, c10::str(text, blame_for_no_connection(group, why, timed_out), ": ", why));
+    const auto blame = blame_for_no_connection(group, why, timed_out);
+    C10_THROW_ERROR(DistNetworkError, c10::str(text, blame, says_all_of(blame, why) ? "" : ": " + why));
   }
 }
 

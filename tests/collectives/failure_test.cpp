@@ -118,6 +118,7 @@ TEST(Failure, ARankThatEndsIsNamedByAllOthersAndByLaunch) {
     const auto result = run("dies/" + how + "/" + where, 4);
     EXPECT_EQ(result.status, 1);
     EXPECT_THAT(result.output, HasSubstr("error: rank 1 of 4 " + endings.at(how)));
+    EXPECT_THAT(result.output, Not(HasSubstr("has exited or failed: rank 1 has exited or failed"))) << "the same twice";
     auto notice = notices.at(where);
     const auto place = notice.find('R');
     for (const auto* survivor : {"0", "2", "3"}) EXPECT_THAT(result.output, HasSubstr(notice.replace(place, 1, survivor)));
