@@ -5,6 +5,8 @@
 #include <tessera/checkpoint/safetensors.h>
 #include <tessera/checkpoint/snapshot.h>
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -30,11 +32,22 @@ void append_copy(const at::Tensor& to, const at::Tensor& from, std::vector<Plain
     copies.push_back({target + begin, source + begin, std::min(kCopiedAtOnce, from.nbytes() - begin)});
 }
 
+/// Text that is not UTF-8 is an error: the index is JSON.
+void check_names(const StateDict::Entry& entry) {
+  const auto check = [&](const std::string& name) {
+    const std::string quoted = fmt::format("{:?}", name); // with \x.. for each byte that is no UTF-8
+    dump_json(Json(name), "checkpoint: the name " + quoted + (entry.is_tensor() ? " of a tensor" : " of a value"));
+  };
+  check(entry.name);
+  for (const auto& alias : entry.aliases) check(alias);
+}
+
 } // namespace
 
 Snapshot snapshot_of(const StateDict& state) {
   Snapshot snapshot;
   MeshNames meshes;
+  for (const auto& entry : state.entries()) check_names(entry); // before the values of an optimizer, which hold them too
   for (const auto& entry : state.entries()) {
     if (!entry.is_tensor()) {
       const auto& value = std::get<StateValue>(entry.content);

@@ -276,6 +276,11 @@ TEST(PlainCheckpoint, AFailedSaveLeavesNothing) {
   binary.set("bytes", "\xff");
   EXPECT_THAT(error_of([&] { save(binary, folder.path() / "c"); }),
               HasSubstr("checkpoint: value \"bytes\": cannot be written as JSON"));
+  StateDict named;
+  named.set("optimizer.param_groups.0.params", "bad\xff");
+  named.add("bad\xff", torch::zeros({2}));
+  EXPECT_THAT(error_of([&] { save(named, folder.path() / "c"); }),
+              HasSubstr(R"(checkpoint: the name "bad\xff" of a tensor: cannot be written as JSON)"));
   write_text(folder.path() / "file", "");
   EXPECT_THAT(error_of([&] { save(example(1), folder.path() / "file" / "c"); }), HasSubstr("file"));
   EXPECT_THAT(names_in(folder.path()), ElementsAre("file"));
