@@ -17,7 +17,7 @@ at::Tensor clip_grad_norm_(const torch::nn::Module& module, double max_norm, dou
                            bool error_if_nonfinite = false);
 
 /// torch::nn::utils::clip_grad_value_ of all parameters of `module`: limits each element of their gradients to
-/// [-`clip_value`, `clip_value`]. Errors, and which ranks call it, as above.
+/// [-`clip_value`, `clip_value`]. Errors, and which ranks call it, as above; also for a complex parameter that takes a gradient.
 // NOLINTNEXTLINE(readability-identifier-naming): PyTorch's name
 void clip_grad_value_(const torch::nn::Module& module, double clip_value);
 

@@ -56,6 +56,12 @@ at::Tensor part_of(const at::Tensor& gradient) {
   return internal::stored_values(gradient);
 }
 
+/// Its name, where `fully_shard` gave it one.
+std::string name_of(const at::Tensor& parameter) {
+  const auto* meta = internal::dtensor_meta(parameter);
+  return meta && meta->name ? meta->name->to_string() : c10::str("a parameter of shape ", parameter.sizes());
+}
+
 /// Divides those of one dtype. CUDA's kernel does not know bf16: such parts are divided in float, one after the other.
 void divide(const std::vector<at::Tensor>& parts, at::Tensor& found, const at::Tensor& inverse) {
   if (parts[0].scalar_type() != at::kBFloat16) return at::_amp_foreach_non_finite_check_and_unscale_(parts, found, inverse);
@@ -132,6 +138,10 @@ bool GradScaler::find_overflow(torch::optim::Optimizer& optimizer, const std::ve
   std::vector<at::Tensor> parts;
   std::optional<c10::Device> device;
   for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!parameter.is_complex() || !parameter.requires_grad(), "GradScaler: ", name_of(parameter), " is ",
+                                parameter.scalar_type(),
+                                ", and nothing unscales complex gradients: train in bf16 or fp32 with a ",
+                                "scaler that is not enabled, or register the parameter as real numbers (torch::view_as_real)");
     if (!device) device = part_of(parameter).device(); // of its gradient too, on the ranks that have one
     if (parameter.grad().defined()) parts.push_back(part_of(parameter.grad()));
   });

@@ -49,8 +49,9 @@ struct GradScalerOptions {
 ///
 /// Errors, on every rank: calls in another order (`unscale_` twice or after `step`, `step` twice, `update` without a step,
 /// `unscale_` or `step` where no loss was scaled since the last `update`); gradients that wait for their reduction; an optimizer
-/// without any gradient; optimizers on different ranks without `mesh`, at `update` (on the ranks that have both); a scale that is
-/// 0 or infinite as a float.
+/// without any gradient; a complex parameter that takes a gradient, which is named (PyTorch's does not scale its gradient
+/// either); optimizers on different ranks without `mesh`, at `update` (on the ranks that have both); a scale that is 0 or
+/// infinite as a float.
 class GradScaler {
  public:
   explicit GradScaler(GradScalerOptions options = {});

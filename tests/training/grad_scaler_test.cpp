@@ -12,7 +12,9 @@
 #include <sstream>
 
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/no_sync.h>
+#include <tessera/fsdp/unsharded.h>
 
 #include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/fsdp/sharded_model.h>
@@ -73,6 +75,18 @@ TEST(GradScaler, StopsGrowingAtTheLargestFloat) {
   const auto scales = scales_of({.init_scale = 1e38, .growth_interval = 1}, "..."); // the gradients stay finite: 0.25 times this
   EXPECT_FLOAT_EQ(static_cast<float>(scales[1]), 2e38F);
   EXPECT_EQ(scales[2], scales[1]);
+}
+
+TEST(GradScaler, AComplexParameterIsNamed) {
+  torch::nn::Module model;
+  model.register_parameter("spectrum", torch::ones({8}, torch::kComplexFloat));
+  fully_shard(model, world_mesh());
+  torch::optim::SGD optimizer(model.parameters(), 0.1);
+  GradScaler scaler;
+  scaler.scale(torch::real(unsharded(model.parameters()[0]) * 2).sum()).backward();
+  EXPECT_THROWS_WITH(scaler.step(optimizer), "the parameter spectrum is ComplexFloat");
+  EXPECT_THROWS_WITH(clip_grad_value_(model, 0.5), "clip_grad_value_: the parameter spectrum is ComplexFloat");
+  EXPECT_GT(clip_grad_norm_(model, 0.5).item<double>(), 0.5);
 }
 
 TEST(GradScaler, UnscalesGradientsAndKeepsTheDtypeOfLosses) {
