@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include <tessera/activations/recompute.h>
 #include <tessera/checkpoint/state_dict.h>
 #include <tessera/fsdp/call.h>
 #include <tessera/fsdp/sharded_module.h>
@@ -39,7 +40,8 @@ void expect_gradients(const Net& got, const Net& expected) {
   }
 }
 
-int64_t all_gathers() { return process_context().count(CollectiveKind::kAllGather).calls; }
+int64_t calls_of(CollectiveKind kind) { return process_context().count(kind).calls; }
+int64_t all_gathers() { return calls_of(CollectiveKind::kAllGather); }
 
 // test_fully_shard_comm: test_manual_reshard_with_reshard_after_forward_false, test_set_reshard_after_forward
 TEST(Fsdp2Cases, ReshardingByHandAndBySetterIsCounted) {
@@ -123,9 +125,14 @@ TEST(Fsdp2Cases, RanksThatAreLateInForwardAndBackwardTrain) {
 /// Which modules of a model accumulate without communication.
 enum class Which { kAll, kRootOnly, kSomeBlocks };
 
+/// Of the model's four groups, those that reduce in a micro-batch before the last.
+int64_t reductions_of(Which which) { return which == Which::kAll ? 0 : which == Which::kRootOnly ? 3 : 2; }
+
 // test_fully_shard_training: test_gradient_accumulation
 TEST(Fsdp2Cases, SomeModulesAccumulateWithoutCommunication) {
-  for (const auto& strategy : sweep(strategies(), 5)) {
+  auto some = sweep(strategies(), 5);
+  some.push_back(strategies()[0]); // of which the reductions are counted
+  for (const auto& strategy : some) {
     for (const auto which : {Which::kAll, Which::kRootOnly, Which::kSomeBlocks}) {
       for (const bool reshards : {true, false}) {
         SCOPED_TRACE(c10::str(strategy.name, ", which ", static_cast<int>(which), reshards ? "" : ", kept after backward"));
@@ -142,10 +149,41 @@ TEST(Fsdp2Cases, SomeModulesAccumulateWithoutCommunication) {
           root.set_is_last_backward(is_last);
           root.set_reshard_after_backward(is_last || reshards);
           loss_of(plain, global_batch(micro)).backward();
+          const auto before = calls_of(CollectiveKind::kReduceScatter);
           loss_of(net, rows_of_rank(micro)).backward();
+          if (world_size() > 1 && strategy.name.starts_with("full"))
+            EXPECT_EQ(calls_of(CollectiveKind::kReduceScatter) - before, is_last ? 4 : reductions_of(which)) << micro;
         }
         expect_gradients(net, plain);
       }
+    }
+  }
+}
+
+// test_fully_shard_comm: test_set_modules_to_backward_prefetch_inside_ac
+TEST(Fsdp2Cases, PrefetchListsServeBlocksThatAreRecomputed) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  const auto loss = [](Net& net, const Tensor& tokens) {
+    auto x = net->embedded(tokens);
+    for (const auto& block : *net->blocks) x = recompute(Block(std::dynamic_pointer_cast<BlockImpl>(block)), x);
+    return torch::matmul(net->norm(x), net->embed->weight.t()).square().mean();
+  };
+  Net plain = make_net();
+  loss(plain, global_batch(0)).backward();
+  for (const bool with_lists : {false, true}) {
+    Net net = make_net();
+    shard_model(net, {"full", world_mesh});
+    const auto& blocks = *net->blocks;
+    for (size_t i = 1; with_lists && i < blocks.size(); ++i) {
+      fsdp(*blocks[i]).set_modules_to_backward_prefetch({fsdp(*blocks[i - 1])});
+      fsdp(*blocks[i - 1]).set_modules_to_forward_prefetch({fsdp(*blocks[i])});
+    }
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      const auto before = all_gathers();
+      loss(net, rows_of_rank(0)).backward();
+      EXPECT_EQ(all_gathers() - before, 7) << "four in forward, and each block once again in step " << step;
+      expect_gradients(net, plain);
     }
   }
 }
@@ -216,6 +254,17 @@ TEST(Fsdp2Cases, AShardedBlockBetweenReplicatedOnes) {
   EXPECT_EQ(fsdp(*net).parameter_names().size() + fsdp(*(*net->blocks)[0]).parameter_names().size() +
                 fsdp(*(*net->blocks)[1]).parameter_names().size(),
             net->parameters().size());
+}
+
+// test_fully_shard_state: test_fully_shard_unsupported_module_cls, which is taken here
+TEST(Fsdp2Cases, AModuleListTrains) {
+  Net plain = make_net(), net = make_net();
+  fully_shard(*net->blocks, world_mesh());
+  fully_shard(*net, world_mesh());
+  EXPECT_EQ(fsdp(*net->blocks).parameter_names().size(), net->blocks->parameters().size());
+  loss_of(plain, global_batch(0)).backward();
+  loss_of(net, rows_of_rank(0)).backward();
+  expect_gradients(net, plain);
 }
 
 // test_fully_shard_mixed_precision: test_reduce_dtype_after_frozen_first_forward
