@@ -59,21 +59,6 @@ void check_fits(const LoadPlan& plan, const checkpoint::LoadOptions& options) {
   TORCH_CHECK(problems.empty(), "the state does not fit the checkpoint:", problems, hints);
 }
 
-// A quantized weight without its scale is another weight. The names are those of the models that DeepSeek and vLLM write.
-void check_scaled(const LoadPlan& plan) {
-  const std::set<std::string> unused(plan.unused.begin(), plan.unused.end());
-  for (const auto& read : plan.tensors) {
-    const auto& saved = *read.saved[0];
-    if (!c10::isFloat8Type(saved.dtype) || read.tensor.scalar_type() == saved.dtype) continue;
-    for (const auto* suffix : {"_scale_inv", "_scale"}) {
-      TORCH_CHECK(unused.count(saved.name + suffix) == 0, "\"", read.name, "\" is ", c10::toString(saved.dtype),
-                  " in the checkpoint, and a load does not multiply it by its scale \"", saved.name, suffix,
-                  "\": read both with read_state_dict, and load the product. A LoadOptions::filter that refuses the name of the "
-                  "scale loads the weight without it");
-    }
-  }
-}
-
 // Tensors that share memory here and were saved apart must be equal, or one of the saved ones would be lost silently.
 void check_tied(const TensorRead& read, Reader& reader) {
   for (size_t i = 1; i < read.saved.size(); ++i) {
@@ -163,7 +148,6 @@ checkpoint::LoadReport load_opened(const Ranks& ranks, const std::string& step, 
   const auto messages = ranks.all(step, [&] {
     opened = open();
     auto& plan = target.prepare(opened.index, options, ranks.rank());
-    check_scaled(plan);
     check_fits(plan, options);
     for (const auto& read : plan.tensors) ranks.check_hold_all(read.name, read.tensor);
     find_pieces(plan);

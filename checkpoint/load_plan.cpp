@@ -138,6 +138,21 @@ LoadPlan plan_load(const StateDict& state, const Index& index, const checkpoint:
   return plan;
 }
 
+// A quantized weight without its scale is another weight. The names are those of the models that DeepSeek and vLLM write.
+void check_scaled(const LoadPlan& plan) {
+  const std::set<std::string> unused(plan.unused.begin(), plan.unused.end());
+  for (const auto& read : plan.tensors) {
+    const auto& saved = *read.saved[0];
+    if (!c10::isFloat8Type(saved.dtype) || read.tensor.scalar_type() == saved.dtype) continue;
+    for (const auto* suffix : {"_scale_inv", "_scale"}) {
+      TORCH_CHECK(unused.count(saved.name + suffix) == 0, "\"", read.name, "\" is ", c10::toString(saved.dtype),
+                  " in the checkpoint, and a load does not multiply it by its scale \"", saved.name, suffix,
+                  "\": read both with read_state_dict, and load the product. A LoadOptions::filter that refuses the name of the "
+                  "scale loads the weight without it");
+    }
+  }
+}
+
 // Those whose entries the filter (null: all) accepts.
 std::vector<StateBinding*> bindings_of(const StateDict& state, const SavedState& saved, const NameFilter& filter) {
   std::vector<std::string> names;
@@ -170,6 +185,7 @@ LoadPlan& LoadTarget::prepare(const Index& index, const checkpoint::LoadOptions&
   bindings_ = bindings_of(state(), saved, options.filter);
   for (auto* binding : bindings_) binding->before_load(state(), saved);
   plan_ = plan_load(state(), index, options, rank);
+  check_scaled(plan_);
   return plan_;
 }
 

@@ -9,6 +9,7 @@
 #include <tessera/collectives/listing.h>
 #include <tessera/dtensor/dtensor_impl.h>
 
+#include <map>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -178,6 +179,11 @@ Agreement agreement_on(const LoadPlan& plan, const StateDict& source, const Rank
       if (broadcast || meta) agreement.add(meta ? meta->spec->mesh().ranks() : world, saved->name);
     }
   }
+  std::map<std::string, const DTensorMeta*> targets; // sorted: the ranks' states may have other orders
+  for (const auto& read : plan.tensors) targets[read.name] = dtensor_meta(read.tensor);
+  for (const auto& [name, meta] : targets) {
+    if (meta) agreement.add(meta->spec->mesh().ranks(), "into " + name);
+  }
   return agreement;
 }
 
@@ -203,7 +209,7 @@ IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, con
     into.add_settings(agreement);
     return agreement.to_message();
   });
-  internal::Agreement::check(messages, ranks, internal::kStep);
+  internal::Agreement::check(messages, ranks, internal::kStep, "gather or load other tensors");
   const auto& plan = into.plan();
   ranks.all(internal::kStep, [&] {
     if (from.is_here()) from.check_tied(plan);

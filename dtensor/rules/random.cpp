@@ -28,12 +28,12 @@ Factorization draw(const OpCall& call) {
   return factors;
 }
 
-/// The state of the generator that `call` draws from, on `device`.
+/// The state of the generator that `call` draws from, of `device`.
 at::Tensor generator_state(const LocalCall& call, at::Device device) {
   const auto* given = call.find("generator");
   auto generator = given && !given->isNone() ? given->toGenerator() : at::globalContext().defaultGenerator(device);
   const std::lock_guard lock(generator.mutex());
-  return generator.get_state().to(device);
+  return generator.get_state();
 }
 
 /// Inside StrictSharding: ranks whose generators differ would draw parts of different tensors.
@@ -41,7 +41,7 @@ void check_generators(const LocalCall& call, const Spec& spec, at::Device device
   const auto& mesh = spec.mesh();
   if (C10_LIKELY(!program_scopes().strict_sharding) || !spec.on_mesh() || mesh.size() == 1) return;
   const auto name = call.op.operator_name().name;
-  const auto mine = generator_state(call, device);
+  const auto mine = generator_state(call, device).to(mesh.device()); // a part that is offloaded lies on the host
   const auto states = at::empty({mesh.size(), mine.numel()}, mine.options());
   mesh.flatten().communicator()->all_gather_into(states.view(-1), mine, name + ": the generator's state").wait();
   const auto differ = states.ne(states[0]).any(1).cpu();

@@ -236,7 +236,7 @@ TEST(LoadStateDict, AnErrorOfOneRankIsAnErrorOnAll) {
     StateDict source;
     source.add("b", torch::ones({2}));
     EXPECT_EQ(error_of([&] { load_state_dict(others, source, {.strict = false, .broadcast_from_rank0 = true}); }),
-              c10::str("checkpoint: cannot load a state dict: rank ", last, " would gather other tensors than rank 0"));
+              c10::str("checkpoint: cannot load a state dict: rank ", last, " would gather or load other tensors than rank 0"));
   }
 }
 
@@ -249,7 +249,7 @@ TEST(LoadStateDict, RanksThatWouldGatherDifferentTensorsAreAnErrorOnAll) {
   source.add(world_rank() == 0 ? "a" : "b", world_rank() == 0 ? a : b);
   for (const auto* name : {"a", "b"}) target.add(name, torch::zeros({4}));
   EXPECT_EQ(error_of([&] { load_state_dict(target, source, {.strict = false}); }),
-            "checkpoint: cannot load a state dict: rank 1 would gather other tensors than rank 0");
+            "checkpoint: cannot load a state dict: rank 1 would gather or load other tensors than rank 0");
   EXPECT_TENSORS_EQUAL(target.tensor("a"), torch::zeros({4}));
   StateDict own, plain; // whole tensors are not gathered: each rank may load others
   own.add(c10::str("rank", world_rank()), torch::zeros({4}));
@@ -281,6 +281,25 @@ TEST(LoadStateDict, WholeTensorsThatDifferBetweenRanksAreAnErrorOnAll) {
   state.tensor("frozen").copy_(frozen);
   load_state_dict(target.model, state);
   EXPECT_EQ((target.model.shift == saved.model.shift).all().item<bool>(), world_rank() != last);
+}
+
+TEST(LoadStateDict, WholeTensorsThatSomeRanksLackAreAnErrorOnAll) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank cannot differ";
+  Training saved("full-ragged", 1), target("full-ragged", 2);
+  const auto before = state_dict(target.model, kFull);
+  const auto state = state_dict(saved.model, {.full_state_dict = true, .rank0_only = true});
+  EXPECT_EQ(error_of([&] { load_state_dict(target.model, state, {.strict = false}); }),
+            "checkpoint: cannot load a state dict: rank 1 would gather or load other tensors than rank 0");
+  expect_same(state_dict(target.model, kFull), before);
+}
+
+TEST(LoadStateDict, AnEightBitWeightIsNotConvertedWithoutItsScale) {
+  StateDict source, target;
+  source.add("a", torch::ones({4}).to(torch::kFloat8_e4m3fn));
+  source.add("a_scale_inv", torch::full({1}, 2.0));
+  target.add("a", torch::zeros({4}));
+  EXPECT_THAT(error_of([&] { load_state_dict(target, source, {.strict = false, .cast = true}); }), HasSubstr("\"a_scale_inv\""));
+  EXPECT_TENSORS_EQUAL(target.tensor("a"), torch::zeros({4}));
 }
 
 // Those of HSDP would train apart from then on.

@@ -132,7 +132,6 @@ TEST(Api, FromLocalAndToLocal) {
   EXPECT_THROWS_WITH(to_local(torch::ones({2})), "to_local: this tensor is not a DTensor");
 }
 
-/// Hooks get, and may replace, the gradient, whenever they are added; it lies as the leaf does.
 /// As in a contrastive loss: each rank's rows against those of all ranks.
 TEST(Api, FullTensorTakesThePlacementsOfItsGradient) {
   const auto mesh = line_mesh();
@@ -144,6 +143,7 @@ TEST(Api, FullTensorTakesThePlacementsOfItsGradient) {
   EXPECT_TENSORS_CLOSE(rows.grad(), lay_out(whole.grad(), mesh, {Shard{0}}));
 }
 
+/// Hooks get, and may replace, the gradient, whenever they are added; it lies as the leaf does.
 TEST(Api, HooksOfALeaf) {
   const auto mesh = line_mesh();
   const auto batch = torch::arange(12.).view({4, 3}), weight = torch::arange(6.).view({3, 2});
