@@ -205,7 +205,11 @@ JobEnvironment place_in_own_store(const OwnStore& own, const EnvironmentMap& env
   JobEnvironment job;
   job.rank = own.rank;
   job.world_size = own.world_size;
-  job.local_rank = Variables(environment).integer("LOCAL_RANK").value_or(own.rank);
+  const Variables variables(environment);
+  job.local_rank = own.rank;
+  for (const char* name : {"SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK"}) {
+    if (const auto local = variables.integer(name)) job.local_rank = static_cast<int>(*local);
+  }
   return job;
 }
 

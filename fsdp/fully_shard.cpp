@@ -6,6 +6,7 @@
 #include <fmt/ranges.h>
 #include <torch/cuda.h>
 
+#include <absl/container/flat_hash_set.h>
 #include <algorithm>
 #include <exception>
 #include <span>
@@ -232,13 +233,28 @@ Taken take_free(const Census& census, const FullyShardOptions& options, std::str
   return taken;
 }
 
+/// The modules of models on other ranks than the mesh's: experts, of which those ranks may have others.
+absl::flat_hash_set<const Module*> experts_of(const Census& census, const DeviceMesh& mesh) {
+  absl::flat_hash_set<const Module*> experts;
+  for (const auto& root : census.roots) {
+    if (root->axes().mesh().rank_list() == mesh.rank_list()) continue;
+    for (const auto* module : root->modules()) experts.insert(module);
+  }
+  return experts;
+}
+
 /// Those that a broadcast of the initial weights reaches.
-std::vector<std::pair<std::string, at::Tensor>> plain_buffers(const Census& census) {
+std::vector<std::pair<std::string, at::Tensor>> plain_buffers(const Census& census, const DeviceMesh& mesh) {
+  const auto experts = experts_of(census, mesh);
+  const auto is_of_expert = [&](const ModuleWalk::Visit* visit) {
+    while (!experts.contains(visit->module) && !visit->is_top()) visit = &census.walk.visits()[visit->above];
+    return experts.contains(visit->module);
+  };
   std::vector<std::pair<std::string, at::Tensor>> buffers;
   for (const auto& item : census.buffers) {
     const auto& tensor = item.tensor;
-    if (tensor.defined() && tensor.layout() == at::kStrided && !dtensor_meta(tensor))
-      buffers.emplace_back(census.name_of(item), tensor);
+    const bool is_plain = tensor.defined() && tensor.layout() == at::kStrided && !dtensor_meta(tensor);
+    if (is_plain && !is_of_expert(item.visit)) buffers.emplace_back(census.name_of(item), tensor);
   }
   return buffers;
 }
@@ -302,7 +318,7 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   const std::string name = describe(modules);
   const auto agreement = agree(taken, {.tensors = tensors,
                                        .names = taken.names,
-                                       .buffers = plain_buffers(census),
+                                       .buffers = plain_buffers(census, mesh),
                                        .mesh = mesh,
                                        .mode = options.initial_weights,
                                        .call = "fully_shard of " + name,

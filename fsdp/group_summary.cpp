@@ -31,7 +31,9 @@ GroupSummary summary_of(const ParameterGroup& group) {
                       .layout = is_ragged(group) ? "ragged" : "per-parameter",
                       .parameters = static_cast<int64_t>(group.parameters().size()),
                       .unsharded_bytes = group.gathered_bytes(),
-                      .gather_bytes = group.axes().all_gather() ? group.axes().shard_ranks() * group.layout().shard_bytes : 0,
+                      .gather_bytes = group.axes().all_gather() || group.axes().outer_all_gather()
+                                          ? group.axes().shard_ranks() * group.layout().shard_bytes
+                                          : 0,
                       .reduce_bytes = reduce_bytes_of(group),
                       .padding_bytes = group.gathered_bytes(),
                       .reshards_after_forward = group.owner->reshards_after_forward()};

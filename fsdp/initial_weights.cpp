@@ -1,5 +1,6 @@
 #include <tessera/fsdp/initial_weights.h>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -77,9 +78,13 @@ Agreed agree_on(const std::vector<int64_t>& values, int64_t number, Communicator
 
 /// Overwrites `tensor` with rank 0's values.
 void broadcast(const at::Tensor& tensor, const std::string& name, Communicator& communicator, const DeviceMesh& mesh) {
-  const auto values = tensor.detach().to(mesh.device()).contiguous();
+  const auto values = tensor.detach().resolve_conj().resolve_neg().to(mesh.device()).contiguous();
   communicator.broadcast(values, 0, name).wait();
-  tensor.detach().copy_(values);
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::No) {
+    tensor.detach().copy_(values);
+  } else {
+    tensor.set_data(values.to(tensor.device())); // an expanded buffer
+  }
 }
 
 void broadcast(const InitialWeightsCheck& check, Communicator& communicator) {

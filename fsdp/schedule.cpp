@@ -144,7 +144,7 @@ void Schedule::touch_locked(ParameterGroup& group) {
   TORCH_CHECK(refusal_.empty(), refusal_);
   const bool backward = follow(&group);
   if (group.is_stale()) group.reshard();
-  if (!backward) record(group);
+  if (!backward && state_ != State::kBackward) record(group); // not what another thread reads, for which a hook waits
   auto& entry = scheduled(group);
   if (!backward && at::GradMode::is_enabled()) check_unchanged(entry, group);
   entry.is_held = false;
@@ -157,7 +157,7 @@ void Schedule::touch_locked(ParameterGroup& group) {
   if (!by_own_function) close_unrelated(group, recomputation);
   open(group);
   group.finish_gather();
-  prefetch_after(group, is_first_read);
+  prefetch_after(group, AheadOf::kRead, is_first_read);
 }
 
 void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
@@ -458,7 +458,7 @@ void Schedule::gather_as_if_read(ScheduledGroup& entry, ParameterGroup& group) {
     if (group.is_stale()) group.reshard();
     open(group);
   }
-  prefetch_after(group, /*is_first_read=*/true);
+  prefetch_after(group, AheadOf::kReduction, /*is_first_read=*/true);
 }
 
 void Schedule::finish_group(ScheduledGroup& entry) {

@@ -23,7 +23,7 @@
 #include <tessera/fsdp/reduction_queue.h>
 #include <tessera/fsdp/scheduled_group.h>
 #include <tessera/fsdp/step_report.h>
-#include <tessera/fsdp/trains_apart.h>
+#include <tessera/fsdp/trains_apart_watch.h>
 #include <tessera/fsdp/unsharded_storage.h>
 
 namespace tessera::internal {
@@ -34,7 +34,7 @@ namespace tessera::internal {
 /// recorded, and frees every open group that is neither above nor below it, and what was gathered ahead for a read that this
 /// forward has left out. Backward: the same in reverse order; a group whose gradients have all landed is reduced and freed.
 /// Every rank starts reductions in the reverse order of the forward. The order in which gradients land does not change it. A rank
-/// whose loss does not use a parameter still reduces its group.
+/// whose loss uses only some parameters of a group still reduces the whole of it.
 ///
 /// Modules in buckets are reduced after the others, in the order of their parameters. All buckets of a module are reduced where
 /// one has a gradient: another rank may use others, or read them in another order.
@@ -155,7 +155,9 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void open(ParameterGroup& group);
   void note_unsharded();
   void close_unrelated(const ParameterGroup& group, uint64_t recomputation);
-  void prefetch_after(const ParameterGroup& group, bool is_first_read);
+  /// Which groups to gather ahead: in a backward, those that it has read may be freed for good.
+  enum class AheadOf { kRead, kReduction };
+  void prefetch_after(const ParameterGroup& group, AheadOf event, bool is_first_read);
   void prefetch(ParameterGroup& group, Ahead why);
   void list_unfinished(ScheduledGroup& entry);
   void join_buckets(const ScheduledGroup& landed);

@@ -47,18 +47,21 @@ GroupPtr Schedule::next_of(const ParameterGroup& group, int64_t step, bool is_fi
   return nullptr;
 }
 
-void Schedule::prefetch_after(const ParameterGroup& group, bool is_first_read) {
+void Schedule::prefetch_after(const ParameterGroup& group, AheadOf event, bool is_first_read) {
   const auto& settings = *scheduled(group).prefetch;
+  const auto is_wanted = [&](const GroupPtr& each) {
+    return each && (event == AheadOf::kRead || scheduled(*each).phase != phase_);
+  };
   const auto& list = state_ == State::kBackward ? settings.in_backward : settings.in_forward;
   for (const auto& weak : list) {
-    if (const GroupPtr each = weak.lock()) prefetch(*each, Ahead::kOfList);
+    if (const GroupPtr each = weak.lock(); is_wanted(each)) prefetch(*each, Ahead::kOfList);
   }
   if (!list.empty()) return;
   for (int64_t step = 1; step <= settings.depth; ++step) {
-    if (const GroupPtr next = next_of(group, step, is_first_read)) prefetch(*next, Ahead::kOfOrder);
+    if (const GroupPtr next = next_of(group, step, is_first_read); is_wanted(next)) prefetch(*next, Ahead::kOfOrder);
   }
   if (!group.memory()) return; // a gather that follows finds the shard on the device
-  if (const GroupPtr next = next_of(group, settings.depth + 1, is_first_read)) next->start_fetch();
+  if (const GroupPtr next = next_of(group, settings.depth + 1, is_first_read); is_wanted(next)) next->start_fetch();
 }
 
 void Schedule::prefetch(ParameterGroup& group, Ahead why) {

@@ -183,6 +183,8 @@ TEST(JobEnvironment, AStoreOfTheProgramComesWithThePlaceInTheJob) {
   EXPECT_EQ(job.world_size, 3);
   EXPECT_EQ(job.local_rank, 2);
   EXPECT_EQ(internal::place_in_own_store({store, 2, 3}, {{"LOCAL_RANK", "0"}}).local_rank, 0);
+  EXPECT_EQ(internal::place_in_own_store({store, 2, 3}, {{"OMPI_COMM_WORLD_LOCAL_RANK", "1"}}).local_rank, 1);
+  EXPECT_EQ(internal::place_in_own_store({store, 2, 3}, {{"SLURM_LOCALID", "1"}, {"LOCAL_RANK", "0"}}).local_rank, 0);
   const std::string own = "init_process_group: ProcessGroupOptions::own_store has ";
   EXPECT_THROWS_WITH(internal::place_in_own_store({nullptr, 0, 1}, {}), own + "no store");
   EXPECT_THROWS_WITH(internal::place_in_own_store({store, 0, 0}, {}), own + "world_size 0, which must be at least 1");

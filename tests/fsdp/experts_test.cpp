@@ -136,5 +136,18 @@ TEST(Experts, TrainAsInTheUnshardedModelThroughACheckpoint) {
   expect_equal(resumed, plain);
 }
 
+TEST(Experts, KeepTheirBuffersWhereTheInitialWeightsAreBroadcast) {
+  const auto mesh = grid();
+  const int64_t expert = mesh.local_rank(1);
+  Mixture mixture(std::vector<int64_t>{expert});
+  const auto held = mixture->named_children()[name_of(expert)];
+  held->register_buffer("tokens", torch::full({2}, static_cast<double>(expert)));
+  mixture->register_buffer("step", torch::full({1}, static_cast<double>(world_rank())).expand({3}));
+  fully_shard(*held, mesh["shard"]);
+  fully_shard(*mixture, world_mesh(), {.initial_weights = InitialWeights::kBroadcast});
+  EXPECT_TRUE(held->buffers()[0].eq(static_cast<double>(expert)).all().item<bool>());
+  EXPECT_TRUE(mixture->named_buffers()["step"].eq(0).all().item<bool>()); // an expanded one too
+}
+
 } // namespace
 } // namespace tessera::testing

@@ -464,6 +464,27 @@ TEST(Training, RanksMayDifferInWhichGroupsTheirBackwardReads) {
 
 int64_t gathers() { return process_context().count(CollectiveKind::kAllGather).calls; }
 
+TEST(Training, ABackwardGathersNothingAgainForAListOfARootThatItDoesNotRead) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  Chain net;
+  net->register_parameter("shift", torch::zeros({6})); // of the root, whose backward needs no value
+  for (const auto& layer : *net->layers) fully_shard(*layer, world_mesh());
+  auto root = fully_shard(*net, world_mesh());
+  const auto gathers_of_step = [&] {
+    const auto before = gathers();
+    net->forward(torch::ones({2, 6}, torch::TensorOptions(world_mesh().device())) + net->named_parameters()["shift"], -1)
+        .square()
+        .mean()
+        .backward();
+    net->zero_grad();
+    return gathers() - before;
+  };
+  gathers_of_step();
+  const auto without_list = gathers_of_step();
+  root.set_modules_to_backward_prefetch({fsdp(*net->layers[3])});
+  EXPECT_EQ(gathers_of_step(), without_list);
+}
+
 TEST(Training, DerivativesOfInputsGatherEachGroupOnceWhereGroupsAreKept) {
   if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
   Chain net;

@@ -127,5 +127,33 @@ TEST(Threads, AHookMayEvaluateOnAnotherThread) {
   }
 }
 
+TEST(Threads, AHookMayReadOnAnotherThreadWhatItsForwardDidNot) {
+  if (!tests_the_cpu()) GTEST_SKIP() << "on a device a backward that has thrown looks the same from another thread";
+  torch::manual_seed(0);
+  torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+  for (const auto& layer : *net) fully_shard(*layer.ptr(), world_mesh());
+  fully_shard(*net, world_mesh());
+  const auto layer = [&](size_t i) { return net[i]->as<torch::nn::Linear>(); };
+  const auto x = torch::ones({2, 4});
+  const auto hidden = layer(0)->forward(x);
+  bool evaluates = false;
+  hidden.register_hook([&](const Tensor& gradient) {
+    if (evaluates) {
+      on_another_thread([&] {
+        const torch::NoGradGuard no_grad;
+        layer(2)->forward(x);
+      });
+    }
+    return gradient;
+  });
+  const auto loss = layer(1)->forward(hidden).sum();
+  loss.backward({}, /*retain_graph=*/true);
+  const auto once = DTensor(layer(0)->weight.grad()).full_tensor().clone();
+  evaluates = true;
+  loss.backward();
+  EXPECT_TRUE(torch::allclose(DTensor(layer(0)->weight.grad()).full_tensor(), 2 * once));
+  EXPECT_FALSE(layer(2)->weight.grad().defined());
+}
+
 } // namespace
 } // namespace tessera::testing

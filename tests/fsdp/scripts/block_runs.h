@@ -12,8 +12,8 @@ struct BlockRun {
   RunBlock run;
 };
 
-/// With a boundary around each forward. If the backward follows `at_once`, also with what autograd saves elsewhere, which a write in
-/// between might not reach, or once more in backward.
+/// With a boundary around each forward. If the backward follows `at_once`, also with what autograd saves elsewhere, which a write
+/// in between might not reach, or once more in backward.
 BlockRun random_run(Draw& draw, bool at_once);
 
 } // namespace tessera::testing::scripts
