@@ -227,6 +227,7 @@ std::vector<std::string> warnings_of_inputs(int64_t rows, int backwards, bool th
 
 /// Bytes that the shard of a list of so many groups, and its summary, allocate on the host by the way.
 size_t bytes_of_listing(int64_t groups) {
+  torch::manual_seed(0);
   torch::nn::ModuleList list;
   for (int64_t i = 0; i < groups; ++i) list->push_back(torch::nn::Linear(1, 1));
   for (const auto& each : *list) fully_shard(*each, world_mesh());
