@@ -21,7 +21,7 @@ struct Nested : Block {
   }
   Tensor forward(const Tensor& x, const Tensor& ids) override {
     auto y = x;
-    for (const auto& block : inner) y = block->forward(y, ids);
+    for (const auto& block : inner) y = block->forward(y.to(x.scalar_type()), ids); // one may make doubles of floats
     return gate.defined() ? y * torch::sigmoid(gate) + y : y;
   }
   std::vector<BlockPtr> inner;
