@@ -151,6 +151,7 @@ void FSDPModule::set_custom_all_gather(CommunicatorPtr communicator) {
 }
 
 void FSDPModule::set_custom_reduce_scatter(CommunicatorPtr communicator) {
+  state_->schedule()->forget_failed_backward();
   const auto lock = state_->schedule()->lock();
   const auto group = state_->group();
   if (!group) return;

@@ -11,7 +11,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using ::testing::Not;
 
 TEST(Failure, ARankThatThrowsIsNamedWithItsMessage) {

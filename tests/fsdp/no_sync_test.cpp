@@ -6,6 +6,8 @@
 #include <map>
 #include <memory>
 
+#include <tessera/fsdp/parameter_group.h>
+#include <tessera/fsdp/sharded_module.h>
 #include <tessera/fsdp/unreduced_gradient.h>
 
 #include <tessera/tests/checkpoint/shared_folder.h>
@@ -309,6 +311,22 @@ TEST(UnreducedGradients, OfAFailedBackwardAreForgotten) {
   part_loss(net, 3).backward();
   loss_of(plain, global_batch(3)).backward();
   expect_equal_gradients(net, plain);
+}
+
+TEST(UnreducedGradients, OfAFailedBackwardLetTheCommunicatorBeReplaced) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank reduces nothing";
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  auto x = net->embedded(part_of(global_batch(0), world_rank(), world_size()));
+  x.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "thrown in a hook"); });
+  EXPECT_THROWS_WITH((*net->blocks)[0]->as<Block>()->forward(x).sum().backward(), "thrown in a hook");
+  auto block = fsdp(*(*net->blocks)[0]);
+  if (test_device().is_cpu()) {
+    EXPECT_TRUE(block.state()->gradients().is_unfinished());
+  }
+  const auto old = block.state()->group()->axes().reduce_scatter();
+  block.set_custom_reduce_scatter(process_context().communicator(RankList(old->ranks()), old->device_type(), "own"));
+  EXPECT_NE(block.state()->group()->axes().reduce_scatter(), old);
 }
 
 } // namespace
