@@ -28,7 +28,9 @@ void record_text(const std::string& text) {
   std::ofstream file(path, std::ios::trunc);
   file << error_file_of(text);
   file.close();
-  if (!file) TORCH_WARN("record_error: cannot write the file TORCHELASTIC_ERROR_FILE=", path, "; the error was: ", text);
+  if (!file) {
+    TORCH_WARN("record_error: cannot write the file TORCHELASTIC_ERROR_FILE=", path, "; the error was: ", text);
+  }
 }
 
 } // namespace

@@ -7,6 +7,7 @@
 #include <tessera/mesh/device_mesh.h>
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <pthread.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -63,7 +64,7 @@ TEST(ThreadRanks, CollectivesMoveRealData) {
         EXPECT_TENSORS_EQUAL(all.narrow(0, 2 * other, 2), torch::tensor({other + 0.0f, other + 10.0f}));
       auto part = torch::zeros({2});
       group->reduce_scatter(part, torch::full({2 * n}, r + 1), ReduceOp::kSum, "scatter").wait();
-      EXPECT_TENSORS_EQUAL(part, torch::full({2}, static_cast<float>(n * (n + 1) / 2)));
+      EXPECT_TENSORS_EQUAL(part, torch::full({2}, static_cast<float>(n * (n + 1)) / 2));
       auto mean = torch::full({3}, r, torch::kHalf);
       group->all_reduce(mean, ReduceOp::kAvg, "mean").wait();
       EXPECT_TENSORS_EQUAL(mean, torch::full({3}, static_cast<float>(n - 1) / 2, torch::kHalf));
