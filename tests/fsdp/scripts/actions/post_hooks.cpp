@@ -16,10 +16,9 @@ class ActsOnGradient final : public torch::autograd::PostAccumulateGradHook {
   explicit ActsOnGradient(int64_t kind) : kind_(kind) {}
   void operator()(const torch::autograd::Variable& parameter) override {
     const torch::NoGradGuard no_grad;
-    auto variable = parameter;
-    if (kind_ == 0) variable.mutable_grad().mul_(0.5);
-    if (kind_ == 1) variable.mutable_grad() = Tensor();
-    if (kind_ == 2) variable.mutable_grad() = variable.grad() * 0.5;
+    if (kind_ == 0) parameter.mutable_grad().mul_(0.5);
+    if (kind_ == 1) parameter.mutable_grad() = Tensor();
+    if (kind_ == 2) parameter.mutable_grad() = parameter.grad() * 0.5;
   }
 
  private:

@@ -8,7 +8,7 @@ namespace tessera::testing::scripts {
 namespace {
 
 Tensor loss_at_once(Turn& turn) {
-  const auto loss = random_loss(turn, {}, /*may_recompute=*/true, /*may_mix_dtensors=*/false);
+  auto loss = random_loss(turn, {}, /*may_recompute=*/true, /*may_mix_dtensors=*/false);
   turn.side.record_mean(loss);
   return loss;
 }
