@@ -155,7 +155,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void open(ParameterGroup& group);
   void note_unsharded();
   void close_unrelated(const ParameterGroup& group, uint64_t recomputation);
-  /// Which groups to gather ahead: in a backward, those that it has read may be freed for good.
+  /// After what others are gathered ahead. A reduction gathers none that its phase has read: they may have been freed for good.
   enum class AheadOf { kRead, kReduction };
   void prefetch_after(const ParameterGroup& group, AheadOf event, bool is_first_read);
   void prefetch(ParameterGroup& group, Ahead why);
