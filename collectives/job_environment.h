@@ -51,7 +51,8 @@ int timeout_seconds_or(int otherwise, const EnvironmentMap& environment);
 /// Throws c10::Error, naming the variable and its value, where that is none of its values.
 ProcessGroupOptions with_overrides(ProcessGroupOptions options, const EnvironmentMap& environment);
 
-/// The place that `own` says, with the local rank that torchrun, Open MPI or Slurm says, or its rank. Throws where there is no such place, or no store.
+/// The place that `own` says, with the local rank that torchrun, Open MPI or Slurm says, or its rank. Throws where there is no
+/// such place, or no store.
 JobEnvironment place_in_own_store(const OwnStore& own, const EnvironmentMap& environment);
 
 /// Whether NCCL's groups compare what they call: where TESSERA_CHECK_COLLECTIVES is 1, whatever the options say.
