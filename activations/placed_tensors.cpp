@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <tessera/activations/version_watch.h>
+#include <tessera/base/dispatch_keys.h>
 
 namespace tessera::internal {
 
@@ -18,8 +19,8 @@ class PlacedHooks final : public torch::autograd::SavedVariableHooks {
 
   void call_pack_hook(const at::Tensor& tensor) override {
     auto values = tensor.variable_data(); // the tensor of an output would keep the graph that keeps it
-    // The key of sharded parameters and of views of them (fsdp/unsharded_storage.h), and what has no memory of its own.
-    stays_ = values.key_set().has(c10::DispatchKey::DeferredInit) || !values.has_storage();
+    // What is to be seen when it is read, as sharded parameters and views of them are, and what has no memory of its own.
+    stays_ = values.key_set().has(kTouchKey) || !values.has_storage();
     watch_.emplace(tensor);
     if (!stays_) storage_ = values.storage().getWeakStorageImpl();
     options_ = values.options();

@@ -215,7 +215,7 @@ void Recomputation::SecondRun::restore() const {
 std::unique_ptr<SavedVariableHooks> Recomputation::SecondRun::take() { return std::make_unique<Hooks>(*this); }
 
 at::Tensor Recomputation::SecondRun::give(const at::Tensor& saved) {
-  // Without the graph, which is thrown away. A write to it in the rest of the run is seen, as autograd sees it.
+  // The values come without the graph, which is thrown away. A write to it in the rest of the run is seen, as autograd sees it.
   const auto* impl = saved.unsafeGetTensorImpl();
   at::Tensor values(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
   if (stops_early()) return values; // the function caught the end

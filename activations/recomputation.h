@@ -60,7 +60,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   class FirstRun final : public SavedTensorTaker {
    public:
     explicit FirstRun(Recomputation& recomputation);
-    /// After the function has returned.
+    /// Ends the first run, after the function has returned.
     void finish(const Tensors& outputs);
     std::unique_ptr<torch::autograd::SavedVariableHooks> take() override;
 

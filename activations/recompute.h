@@ -146,7 +146,7 @@ auto recompute(RecomputeOptions options, Function&& function, Inputs&&... inputs
   return outputs;
 }
 
-/// The same with the default options.
+/// Recomputes with the default options.
 template <typename Function, typename... Inputs>
 requires(!std::is_same_v<std::remove_cvref_t<Function>, RecomputeOptions>) auto recompute(Function&& function,
                                                                                           Inputs&&... inputs) {

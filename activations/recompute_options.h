@@ -30,7 +30,7 @@ struct RecomputeOptions {
   bool early_stop = true;
   /// Operators whose results are kept, so that the second run does not compute them again. Empty: none.
   KeepPolicy keep;
-  /// Where the inputs and what `keep` chose lie until backward. Empty: in the place of the scope around the call
+  /// The place of the inputs and of what `keep` chose until backward. Empty: in the place of the scope around the call
   /// (`saved_tensors_in`), and without one where they are.
   TensorPlace place;
 };

@@ -16,10 +16,10 @@ namespace tessera::internal {
 class RngState {
  public:
   RngState() = default;
-  /// As they are now: of the CPU, of each accelerator that a tensor lies on, and of the current one where that is in use. None of
-  /// a registered device that has no default generator.
+  /// Takes the states as they are now: of the CPU, of each accelerator that a tensor lies on, and of the current one where that
+  /// is in use. None of a registered device that has no default generator.
   explicit RngState(const std::vector<at::Tensor>& tensors);
-  /// The same generators, as they are now.
+  /// The states of the same generators, as they are now.
   RngState now() const;
   void restore() const;
   bool empty() const { return states_.empty(); }
@@ -33,7 +33,7 @@ class RngState {
 /// Whether autocast is on, and with which dtypes.
 class AutocastState {
  public:
-  /// As it is now on this thread.
+  /// Takes the state of this thread, as it is now.
   AutocastState();
   void restore() const;
 

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <iterator>
@@ -9,6 +10,8 @@
 #include <typeinfo>
 #include <utility>
 #include <vector>
+
+#include <tessera/activations/explain_backward.h>
 
 namespace tessera::internal {
 
@@ -27,7 +30,7 @@ using torch::autograd::Engine;
 
 thread_local std::shared_ptr<OpenTakers> open_takers; // null until the thread's first scope
 
-/// Autograd's own engine, which asks for hooks. LibTorch's own scopes of hooks hold Python objects.
+/// Autograd's own engine, which asks for hooks, and explains errors. LibTorch's own scopes of hooks hold Python objects.
 class HookedEngine final : public Engine {
  public:
   HookedEngine() = default;
@@ -41,6 +44,12 @@ class HookedEngine final : public Engine {
     const auto& scopes = open_takers->scopes;
     return scopes.empty() || !scopes.back().second ? nullptr : scopes.back().second->take();
   }
+
+  void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task,
+                           const std::shared_ptr<torch::autograd::Node>& node, std::exception& error) override {
+    explain_backward_error(node->name(), error);
+    Engine::thread_on_exception(task, node, error);
+  }
 };
 
 Engine& hooked_engine() {
@@ -48,7 +57,8 @@ Engine& hooked_engine() {
   return engine;
 }
 
-/// Before the first backward, whose threads belong to the engine. In a program that has loaded Python's engine, that one stays.
+/// Installs the engine before the first backward, whose threads belong to the engine. In a program that has loaded Python's
+/// engine, that one stays.
 bool install() {
   const auto& before = Engine::get_default_engine();
   const bool is_own = typeid(before) == typeid(Engine);

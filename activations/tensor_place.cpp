@@ -2,9 +2,9 @@
 
 #include <ATen/ops/empty_like.h>
 
-#include <tessera/offload/aligned_memory.h>
+#include <tessera/base/aligned_memory.h>
+#include <tessera/base/tensor_over.h>
 #include <tessera/offload/file_memory.h>
-#include <tessera/offload/tensor_over.h>
 
 namespace tessera {
 

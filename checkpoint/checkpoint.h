@@ -43,7 +43,7 @@ struct SaveOptions {
 /// rank, and names the rank and the cause. Parent folders are created.
 void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options = {});
 
-/// The same into a storage, as the objects "<name>/…". Every rank gives its own Storage to the same objects. The index is written
+/// Saves into a storage, as the objects "<name>/…". Every rank gives its own Storage to the same objects. The index is written
 /// last: a name without an index is not a checkpoint, and after an error on any rank the written data is removed. With
 /// `overwrite` the new index replaces the old one in one step, and the old data is removed afterwards. `update_latest` has no
 /// effect here. If two jobs save under one name at the same time, neither gets an error.
@@ -57,7 +57,8 @@ struct PythonKeys {
 };
 
 struct LoadOptions {
-  /// Leave entries that the checkpoint lacks as they are, instead of an error.
+  /// Leave entries that the checkpoint lacks as they are, instead of an error; so an optimizer keeps the state of a parameter
+  /// that the checkpoint's optimizer did not have.
   bool allow_missing = false;
   /// Ignore what the checkpoint holds and `state` does not (for example, the optimizer when only weights are loaded), instead of
   /// an error.
@@ -72,7 +73,9 @@ struct LoadOptions {
   /// accept all entries of an optimizer, a schedule or a scaler, or none.
   std::function<bool(const std::string&)> filter;
   /// Returns the name in the checkpoint for the name of a tensor of the state; unset: the same name. For weights with other
-  /// names. It may throw for names that `filter` refuses.
+  /// names. The state and options of an optimizer follow its parameters, whose names alone it is asked for: it must return the
+  /// name of the parameter there. Several names may become one, but with `python`, where only the names of a tied parameter may.
+  /// It may throw for names that `filter` refuses.
   std::function<std::string(const std::string&)> rename;
   /// The checkpoint is a Python program's, and its optimizer's state and options are loaded too, by the names of parameters. With
   /// it `rename` returns Python's name of a parameter or buffer, and the optimizer's entries are renamed with it. Options that
@@ -108,7 +111,7 @@ struct LoadReport {
 /// `state` change only where the load succeeds.
 LoadReport load(StateDict& state, const std::filesystem::path& dir, const LoadOptions& options = {});
 LoadReport load(StateDict&& state, const std::filesystem::path& dir, const LoadOptions& options = {});
-/// The same from a storage: checkpoints that `save` wrote there.
+/// Loads from a storage a checkpoint that `save` wrote there.
 LoadReport load(StateDict& state, const Storage& storage, const std::string& name, const LoadOptions& options = {});
 LoadReport load(StateDict&& state, const Storage& storage, const std::string& name, const LoadOptions& options = {});
 

@@ -1,8 +1,8 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/checkpointer.h>
-#include <tessera/checkpoint/ranks.h>
-#include <tessera/checkpoint/save_session.h>
-#include <tessera/checkpoint/snapshot.h>
+#include <tessera/checkpoint/save/save_session.h>
+#include <tessera/checkpoint/save/snapshot.h>
+#include <tessera/checkpoint/state/ranks.h>
 
 #include <exception>
 #include <future>

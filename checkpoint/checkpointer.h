@@ -28,7 +28,7 @@ class Checkpointer {
   /// Waits for the last save, and throws its error if it failed. Then copies `state`. When it returns, the tensors may be
   /// changed. Otherwise as `checkpoint::save`.
   void save(const StateDict& state, const std::filesystem::path& dir, const SaveOptions& options = {});
-  /// The same into a storage, which must live until this save has ended.
+  /// Saves into a storage, which must live until this save has ended.
   void save(const StateDict& state, Storage& storage, const std::string& name, const SaveOptions& options = {});
   /// Returns when the last save is committed; throws its error, once.
   void wait();

@@ -1,10 +1,10 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <tessera/checkpoint/export.h>
-#include <tessera/checkpoint/file.h>
-#include <tessera/checkpoint/formats.h>
+#include <tessera/checkpoint/bytes/file.h>
+#include <tessera/checkpoint/export/export.h>
+#include <tessera/checkpoint/export/formats.h>
+#include <tessera/checkpoint/formats/safetensors.h>
 #include <tessera/checkpoint/hugging_face.h>
-#include <tessera/checkpoint/safetensors.h>
 
 #include <algorithm>
 #include <map>

@@ -15,7 +15,7 @@
 namespace tessera::checkpoint {
 
 struct HuggingFaceOptions {
-  /// The name of the file. Several are called <stem>-00001-of-0000n.safetensors, with <file_name>.index.json. For PEFT
+  /// The name of the file. Several are called `<stem>-00001-of-0000n.safetensors`, with `<file_name>.index.json`. For PEFT
   /// "adapter_model.safetensors".
   std::string file_name = "model.safetensors";
   /// True for the names that are written; unset: all.
@@ -32,7 +32,7 @@ struct HuggingFaceOptions {
   /// in it is an error, and so is a checkpoint in another format. So are the current folder and a mount point, whatever they
   /// hold.
   bool overwrite = false;
-  /// As in SaveOptions; `kEachRank` is an error, since the format holds a tensor once.
+  /// Decides as in SaveOptions; `kEachRank` is an error, since the format holds a tensor once.
   std::optional<DifferingTensors> differing_tensors = {};
   /// Only the ranks of this mesh call it, as with SaveOptions::mesh.
   std::optional<DeviceMesh> mesh = {};

@@ -1,7 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <tessera/checkpoint/load_opened.h>
+#include <tessera/checkpoint/load/load_opened.h>
 #include <tessera/checkpoint/read_state_dict.h>
 #include <tessera/dtensor/factories.h>
 

@@ -12,14 +12,14 @@
 namespace tessera::checkpoint {
 
 struct ReadOptions {
-  /// Only tensors and values whose names begin with it; empty: all.
+  /// Only tensors and values are read whose names begin with it; empty: all.
   std::string prefix = {};
   /// Tensors become DTensors on this mesh, of which each rank reads only its own part. Unset: every rank reads whole plain
   /// tensors into the host's memory.
   std::optional<DeviceMesh> mesh = {};
   /// One placement for each dim of `mesh`; empty: Shard(0) along every dim. Tensors without dims are replicated.
   Placements placements = {};
-  /// As in LoadOptions.
+  /// Checks the data as `LoadOptions::verify` does.
   bool verify = true;
 };
 
@@ -31,7 +31,7 @@ struct ReadOptions {
 /// options. An error on any rank is an error on every rank. Errors: those of `load`; placements without a mesh, or of another
 /// number than the mesh has dims; a placement that a tensor of the checkpoint cannot have.
 StateDict read_state_dict(const std::filesystem::path& dir, const ReadOptions& options = {});
-/// The same of a checkpoint in a storage.
+/// Reads a checkpoint in a storage.
 StateDict read_state_dict(const Storage& storage, const std::string& name, const ReadOptions& options = {});
 
 } // namespace tessera::checkpoint

@@ -1,5 +1,5 @@
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/json.h>
+#include <tessera/checkpoint/bytes/json.h>
 #include <tessera/checkpoint/state_dict.h>
 
 #include <algorithm>

@@ -25,6 +25,13 @@ namespace tessera {
 
 class StateDict;
 
+/// Entries "<prefix><parameter>.<field>", and lists of parameters: the values "<binding's prefix>parameters", and those under it
+/// whose names end in ".params".
+struct NamedByParameters {
+  std::vector<std::string> prefixes;
+  std::vector<std::string> parameters; ///< full names
+};
+
 /// Connects a state dict to an object whose entries depend on the checkpoint, for example an optimizer that has no state yet.
 class StateBinding {
  public:
@@ -36,7 +43,10 @@ class StateBinding {
   virtual void after_load(const StateDict& state) = 0;
   /// What all names of the object's entries begin with, where a load with a filter shall take all of them or none; "" otherwise.
   virtual std::string prefix() const { return ""; }
-  /// For people: what a load finds an error where it differs between ranks.
+  /// The object's entries that are named after parameters. They follow `LoadOptions::rename` of these: `saved` has the names
+  /// here.
+  virtual NamedByParameters named_by_parameters() const { return {}; }
+  /// Describes for people what a load finds an error where it differs between ranks.
   virtual std::string settings() const { return ""; }
 };
 
@@ -132,7 +142,7 @@ struct StateDictOptions {
   bool full_state_dict = false;
   /// Copies in the host's memory.
   bool cpu_offload = false;
-  /// With `full_state_dict`: ranks other than 0 get an empty state dict. PyTorch does so where both options above are set; here
+  /// Gives ranks other than 0 an empty state dict, with `full_state_dict`. PyTorch does so where both options above are set; here
   /// they alone leave every rank its copy, so that a host needs memory for one of each of its ranks.
   bool rank0_only = false;
   /// Leave out parameters that do not require grad.
@@ -143,11 +153,11 @@ struct StateDictOptions {
   /// Accept parameters that train and that nothing sharded or replicated, beside others that are: each rank trains its own copy
   /// of them. Otherwise they are an error, since mostly a `fully_shard` of the root was forgotten.
   bool allow_unsharded_params = false;
-  /// For `load_state_dict`: a name that only one side has is an error.
+  /// Makes a name that only one side has an error in `load_state_dict`.
   bool strict = true;
   /// For `load_state_dict`: the state is rank 0's, whole; the other ranks' is not looked at.
   bool broadcast_from_rank0 = false;
-  /// For `load_state_dict`: convert to the dtype of the target's tensors, instead of an error where the source's differ. (PyTorch
+  /// Converts in `load_state_dict` to the dtype of the target's tensors, instead of an error where the source's differ. (PyTorch
   /// always converts.)
   bool cast = false;
   /// Begins every name of a parameter or buffer, as "stage1.": for modules that ranks name alike, such as the stages of a
@@ -171,8 +181,9 @@ StateDict state_dict(const torch::nn::Module& module, const StateDictOptions& op
 ///   "optimizer.type".
 /// For LibTorch's optimizers, and for classes that `register_optimizer` describes; any other optimizer is an error. Every
 /// parameter of the optimizer must be one of the module's. Loading takes either form of the options. It creates optimizer state
-/// that does not exist yet (in the dtype of the parameter here, if it was saved in its parameter's dtype), and drops state that
-/// the checkpoint does not hold. The module and the optimizer must outlive the state dict.
+/// that does not exist yet (in the dtype of the parameter here, if it was saved in its parameter's dtype), and drops the
+/// state of a parameter that had none yet in the optimizer that was saved. A parameter that this one did not have is reported as
+/// missing, and keeps its state. The module and the optimizer must outlive the state dict.
 ///
 /// Make the state dict anew for each save (docs/checkpoints.md, "Save and resume").
 ///
@@ -214,7 +225,7 @@ struct IncompatibleKeys {
 /// missing, unexpected or different. Semantics: PyTorch's set_state_dict.
 IncompatibleKeys load_state_dict(StateDict& target, const StateDict& source, const StateDictOptions& options = {});
 
-/// The same into a module, and an optimizer or several. `ignore_frozen_params` leaves out frozen parameters, as in `state_dict`.
+/// Loads into a module, and an optimizer or several. `ignore_frozen_params` leaves out frozen parameters, as in `state_dict`.
 IncompatibleKeys load_state_dict(torch::nn::Module& module, const StateDict& source, const StateDictOptions& options = {});
 IncompatibleKeys load_state_dict(torch::nn::Module& module, torch::optim::Optimizer& optimizer, const StateDict& source,
                                  const StateDictOptions& options = {});

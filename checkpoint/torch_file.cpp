@@ -1,12 +1,12 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <tessera/checkpoint/checksum.h>
-#include <tessera/checkpoint/export.h>
-#include <tessera/checkpoint/file.h>
-#include <tessera/checkpoint/module_tree.h>
-#include <tessera/checkpoint/pickle_writer.h>
+#include <tessera/checkpoint/bytes/checksum.h>
+#include <tessera/checkpoint/bytes/file.h>
+#include <tessera/checkpoint/bytes/pickle_writer.h>
+#include <tessera/checkpoint/bytes/zip.h>
+#include <tessera/checkpoint/export/export.h>
+#include <tessera/checkpoint/formats/module_tree.h>
 #include <tessera/checkpoint/torch_file.h>
-#include <tessera/checkpoint/zip.h>
 #include <zlib.h>
 
 #include <cstring>

@@ -19,7 +19,7 @@ struct TorchFileOptions {
   std::function<std::string(const std::string&)> rename;
   /// Replace a file that is already at the target, in one rename. Without it, an existing target is an error.
   bool overwrite = false;
-  /// As in SaveOptions; `kEachRank` is an error, since the file holds a tensor once.
+  /// Decides as in SaveOptions; `kEachRank` is an error, since the file holds a tensor once.
   std::optional<DifferingTensors> differing_tensors = {};
   /// Only the ranks of this mesh call it, as with SaveOptions::mesh.
   std::optional<DeviceMesh> mesh = {};

@@ -45,11 +45,11 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_DISABLE_PRECOMPILE_HEADERS
   target_compile_options(tessera_options INTERFACE -UFMT_HEADER_ONLY)
 endif()
 
-# Most of a source's time goes into what many sources instantiate. clang-tidy reads the commands of single sources (preset tidy).
+# Most of a source's time goes into what many sources instantiate.
 option(TESSERA_BATCHES "Compile sources of large targets together: a clean build is faster, one after a small change slower" ON)
-function(tessera_compile_in_batches target)
+function(tessera_compile_in_batches target size)
   if(TESSERA_BATCHES)
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 12)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${size})
   endif()
 endfunction()
 

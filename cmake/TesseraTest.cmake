@@ -1,47 +1,85 @@
-# tessera_test(NAME name SOURCES file... [RANKS n...] [SIMULATED_RANKS n...] [LABELS label...] [LIBRARIES target...]
-#              [TIMEOUT seconds] [ENVIRONMENT VAR=value...] [OVER_BOTH_TRANSPORTS] [HOSTS layout...])
+# tessera_test_program(name [SOURCES file...] [BESIDES file...] [LIBRARIES target...] [DEFINITIONS NAME=value...] [DEPENDS target...])
 #
-# One GoogleTest program in build/<preset>/bin/tests, built on the precompiled header that all tests share. Its ctest label is the
-# folder's name, plus LABELS.
-# Without RANKS: one ctest entry, `name`. With RANKS: one entry a world size, `name.<n>ranks`, which runs `name --ranks <n>`; the
-# main of tests/support starts the program as n local ranks, and every rank runs all tests of the program in lockstep.
-# With SIMULATED_RANKS: an entry `name.simulated.<n>ranks` more for each of these, with the label simulated-device, which runs a few
-# of the tests on the simulated device (all with TESSERA_TEST_FULL=1). Those after the first are run by `ctest -C Full` alone.
-# OVER_BOTH_TRANSPORTS: each entry a second time with gloo in place of shared memory.
-# With HOSTS: an entry `name.hosts<layout>` more for each of these, with as many ranks as it has digits, that of each rank's host.
-function(tessera_test)
-  cmake_parse_arguments(arg "OVER_BOTH_TRANSPORTS" "NAME;TIMEOUT" "SOURCES;RANKS;SIMULATED_RANKS;HOSTS;LABELS;LIBRARIES;ENVIRONMENT" ${ARGN})
-  if(NOT arg_NAME OR NOT arg_SOURCES OR arg_UNPARSED_ARGUMENTS)
-    message(FATAL_ERROR "tessera_test: NAME and SOURCES are needed, and these are unknown: '${arg_UNPARSED_ARGUMENTS}'")
+# A GoogleTest program build/<preset>/bin/tests/<name>, built on the precompiled header that all tests share, in batches. Its sources
+# are SOURCES and, if these hold no *_test.cpp, every *_test.cpp of the folder and its rooms but BESIDES, which other programs have.
+function(tessera_test_program name)
+  cmake_parse_arguments(arg "" "" "SOURCES;BESIDES;LIBRARIES;DEFINITIONS;DEPENDS" ${ARGN})
+  if(NOT arg_SOURCES MATCHES "_test\\.cpp")
+    file(GLOB_RECURSE tests CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}" *_test.cpp)
+    if(arg_BESIDES)
+      list(REMOVE_ITEM tests ${arg_BESIDES})
+    endif()
+    list(APPEND arg_SOURCES ${tests})
   endif()
-  add_executable(${arg_NAME} ${arg_SOURCES})
-  target_link_libraries(${arg_NAME} PRIVATE tessera_test_base ${arg_LIBRARIES})
-  target_precompile_headers(${arg_NAME} REUSE_FROM tessera_test_base)
-  set_target_properties(${arg_NAME} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin/tests")
-
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE tessera_test_base nlohmann_json::nlohmann_json ${arg_LIBRARIES})
+  target_compile_definitions(${name} PRIVATE ${arg_DEFINITIONS})
+  target_precompile_headers(${name} REUSE_FROM tessera_test_base)
+  tessera_compile_in_batches(${name} 6)
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin/tests")
+  if(arg_DEPENDS)
+    add_dependencies(${name} ${arg_DEPENDS})
+  endif()
   list(TRANSFORM arg_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
-  set_property(GLOBAL APPEND PROPERTY TESSERA_TEST_SOURCES ${arg_SOURCES})
+  set_property(TARGET ${name} PROPERTY TESSERA_TEST_FILES ${arg_SOURCES})
+endfunction()
 
-  _tessera_add_entries("")
-  set(environment ${arg_ENVIRONMENT})
-  foreach(hosts IN LISTS arg_HOSTS)
-    string(LENGTH ${hosts} ranks)
-    set(arg_ENVIRONMENT ${environment} TESSERA_TEST_HOSTS=${hosts} GLOO_SOCKET_IFNAME=lo)
-    _tessera_add_test(${arg_NAME}.hosts${hosts} ${ranks} COMMAND ${arg_NAME} --ranks ${ranks})
-  endforeach()
-  set(arg_ENVIRONMENT ${environment})
-  if(arg_OVER_BOTH_TRANSPORTS)
-    list(REMOVE_ITEM arg_RANKS 1) # alone a rank sends nothing
-    list(APPEND arg_ENVIRONMENT TESSERA_TRANSPORT=gloo)
-    _tessera_add_entries(".gloo")
+# tessera_test(name [PROGRAM program] [FILES file or room...] [RANKS n...] [SIMULATED_RANKS n...] [HOSTS layout...] [LABELS label...]
+#              [TIMEOUT seconds] [ENVIRONMENT VAR=value...] [OVER_BOTH_TRANSPORTS] [ONLY_SIMULATED] [APART])
+#
+# ctest entries for a room of tests: `fsdp.schedule` runs the files of tests/fsdp/schedule/ in the program fsdp_tests. FILES names
+# others, without endings: files, or rooms of the program. The label is the folder's name, plus LABELS.
+# Without RANKS they run in one process. With RANKS, one entry runs them on so many local ranks, one world size after the other; the
+# main of tests/support starts the ranks, which run all tests in lockstep. APART makes an entry of each world size, `name.<n>ranks`:
+# for what takes long.
+# With SIMULATED_RANKS: an entry `name.simulated` more, with the label simulated-device, which runs a few of the tests on the
+# simulated device (all with TESSERA_TEST_FULL=1) on the first of these numbers of ranks. `ctest -C Full` runs the others too.
+# ONLY_SIMULATED: for tests that would test nothing on the CPU, which has no entry then; on the simulated device all of them run.
+# OVER_BOTH_TRANSPORTS: each entry a second time with gloo in place of shared memory, `name.gloo`.
+# With HOSTS: an entry `name.hosts` more, which runs them with as many ranks as a layout has digits, that of each rank's host.
+function(tessera_test name)
+  cmake_parse_arguments(arg "OVER_BOTH_TRANSPORTS;ONLY_SIMULATED;APART" "PROGRAM;TIMEOUT" "FILES;RANKS;SIMULATED_RANKS;HOSTS;LABELS;ENVIRONMENT"
+    ${ARGN})
+  if(arg_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "tessera_test: these are unknown: '${arg_UNPARSED_ARGUMENTS}'")
   endif()
-  list(APPEND arg_LABELS simulated-device)
-  list(APPEND arg_ENVIRONMENT TESSERA_TEST_DEVICE=sim TESSERA_TEST_COUNT=5)
-  set(configurations)
-  foreach(ranks IN LISTS arg_SIMULATED_RANKS)
-    _tessera_add_test(${arg_NAME}.simulated.${ranks}ranks ${ranks} COMMAND ${arg_NAME} --ranks ${ranks} ${configurations})
-    set(configurations CONFIGURATIONS Full)
-  endforeach()
+  string(REGEX MATCH "^([^.]+)\\.?([^.]*)" unused ${name})
+  if(NOT arg_PROGRAM)
+    set(arg_PROGRAM ${CMAKE_MATCH_1}_tests)
+  endif()
+  if(NOT arg_FILES)
+    set(arg_FILES ${CMAKE_MATCH_2})
+  endif()
+  _tessera_register_files()
+  list(JOIN arg_FILES "," files)
+  set(command COMMAND ${arg_PROGRAM} --files ${files})
+
+  set(environment ${arg_ENVIRONMENT})
+  if(NOT arg_ONLY_SIMULATED)
+    _tessera_add_entries(${name} "${arg_RANKS}")
+    set(count TESSERA_TEST_COUNT=6)
+  endif()
+  if(arg_HOSTS)
+    list(JOIN arg_HOSTS "," layouts)
+    set(arg_ENVIRONMENT ${environment} GLOO_SOCKET_IFNAME=lo)
+    _tessera_add_test(${name}.hosts 3 ${command} --hosts ${layouts})
+  endif()
+  if(arg_OVER_BOTH_TRANSPORTS)
+    set(ranks ${arg_RANKS})
+    list(REMOVE_ITEM ranks 1) # alone a rank sends nothing
+    set(arg_ENVIRONMENT ${environment} TESSERA_TRANSPORT=gloo)
+    _tessera_add_entries(${name}.gloo "${ranks}")
+  endif()
+  if(arg_SIMULATED_RANKS)
+    list(APPEND arg_LABELS simulated-device)
+    set(arg_ENVIRONMENT ${environment} TESSERA_TEST_DEVICE=sim ${count})
+    list(POP_FRONT arg_SIMULATED_RANKS first)
+    _tessera_add_test(${name}.simulated ${first} ${command} --ranks ${first})
+    if(arg_SIMULATED_RANKS)
+      list(JOIN arg_SIMULATED_RANKS "," others)
+      _tessera_add_test(${name}.simulated.others 3 ${command} --ranks ${others} CONFIGURATIONS Full)
+    endif()
+  endif()
 endfunction()
 
 # tessera_script_test(NAME name COMMAND command... [RANKS n] [LABELS label...] [TIMEOUT seconds] [ENVIRONMENT VAR=value...]):
@@ -55,14 +93,34 @@ function(tessera_script_test)
   _tessera_add_test(${arg_NAME} ${arg_RANKS} COMMAND ${arg_COMMAND})
 endfunction()
 
-# One ctest entry of a tessera_test, or one a world size.
-function(_tessera_add_entries suffix)
-  if(arg_RANKS)
-    foreach(ranks IN LISTS arg_RANKS)
-      _tessera_add_test(${arg_NAME}.${ranks}ranks${suffix} ${ranks} COMMAND ${arg_NAME} --ranks ${ranks})
+# Notes which of the program's files the entries of arg_FILES run, for every_test_is_registered.
+function(_tessera_register_files)
+  get_property(sources TARGET ${arg_PROGRAM} PROPERTY TESSERA_TEST_FILES)
+  foreach(place IN LISTS arg_FILES)
+    set(found ${sources})
+    list(FILTER found INCLUDE REGEX "/${place}(/|\\.cpp$)")
+    if(NOT found)
+      message(FATAL_ERROR "tessera_test: ${arg_PROGRAM} has no file or room '${place}'")
+    endif()
+    set_property(GLOBAL APPEND PROPERTY TESSERA_TEST_SOURCES ${found})
+  endforeach()
+endfunction()
+
+# One entry for all of these world sizes, or one for each. Reads `command` and the arguments of its caller.
+function(_tessera_add_entries name ranks)
+  if(NOT ranks)
+    _tessera_add_test(${name} 1 ${command})
+  elseif(arg_APART)
+    foreach(number IN LISTS ranks)
+      _tessera_add_test(${name}.${number}ranks ${number} ${command} --ranks ${number})
     endforeach()
   else()
-    _tessera_add_test(${arg_NAME}${suffix} 1 COMMAND ${arg_NAME})
+    # The worlds follow each other, so the entry takes what they take on average.
+    list(LENGTH ranks worlds)
+    list(JOIN ranks "+" sum)
+    math(EXPR processors "(${sum}) / ${worlds}")
+    list(JOIN ranks "," list)
+    _tessera_add_test(${name} ${processors} ${command} --ranks ${list})
   endif()
 endfunction()
 
@@ -71,7 +129,7 @@ endfunction()
 function(_tessera_add_test name processors)
   set(cost ${arg_TIMEOUT}) # the long ones first, also before ctest has measured them
   if(NOT arg_TIMEOUT)
-    set(arg_TIMEOUT 300)
+    set(arg_TIMEOUT 600)
     set(cost 0)
   endif()
   set(collective_timeout 60)
@@ -79,7 +137,8 @@ function(_tessera_add_test name processors)
     math(EXPR arg_TIMEOUT "4 * ${arg_TIMEOUT}")
     set(collective_timeout 240)
   endif()
-  get_filename_component(folder "${CMAKE_CURRENT_SOURCE_DIR}" NAME)
+  file(RELATIVE_PATH folder "${PROJECT_SOURCE_DIR}/tests" "${CMAKE_CURRENT_SOURCE_DIR}")
+  string(REGEX REPLACE "/.*" "" folder "${folder}")
   add_test(NAME ${name} ${ARGN})
   set_tests_properties(${name} PROPERTIES
     SKIP_REGULAR_EXPRESSION "\\[  PASSED  \\] 0 tests\\.(\n\\[  SKIPPED \\] [^\n]*)+\n*$"

@@ -48,7 +48,7 @@ class Communicator {
   virtual bool averages(at::ScalarType /*dtype*/) const { return true; }
   /// Whether `reduce_scatter_scaled` can be called with tensors of this dtype. The same on every rank.
   virtual bool scales(at::ScalarType /*dtype*/) const { return false; }
-  /// As `reduce_scatter` with a sum, of inputs that the communicator multiplies by `factor` first (NCCL: PREMUL_SUM).
+  /// Does what `reduce_scatter` does with a sum, of inputs that the communicator multiplies by `factor` first (NCCL: PREMUL_SUM).
   virtual Work reduce_scatter_scaled(const at::Tensor& output, const at::Tensor& input, double factor, std::string_view label);
   /// `tensor` becomes the reduction over all ranks, in place and on each of them.
   virtual Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) = 0;

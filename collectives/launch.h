@@ -17,6 +17,11 @@ namespace tessera {
 /// (`exit(0)` in the worker) has failed only where another rank waits for it after that: in a collective, while a group is made,
 /// or in `init_process_group`.
 ///
+/// A SIGTERM of the first process is passed on to the ranks, once, and they get a time to save and end:
+/// `LaunchOptions::termination_seconds`. It then returns 0 if every rank ended with 0, 143 (128 + SIGTERM) if the signal ended
+/// some, and throws if a rank failed, or had to be killed. A handler that the program has for the signal is called in the first
+/// process too; where the signal is ignored, nothing is passed on.
+///
 /// The ranks die with the first process. The first process also hosts the store, on a free port of 127.0.0.1; an error if that
 /// takes longer than TESSERA_TIMEOUT_SECONDS (300 if it is not set), or needs more file descriptors than the hard limit allows.
 /// If OMP_NUM_THREADS is unset or empty, each of several ranks gets its share of the machine's cores, at least one. An error if

@@ -1,23 +1,24 @@
 #include <tessera/collectives/process_context.h>
 
-#include <tessera/collectives/backend.h>
-#include <tessera/collectives/fake.h>
-#include <tessera/collectives/forks.h>
-#include <tessera/collectives/group_store.h>
-#include <tessera/collectives/job_environment.h>
-#include <tessera/collectives/job_trace.h>
-#include <tessera/collectives/join_job.h>
-#include <tessera/collectives/nccl/plugin.h>
-#include <tessera/collectives/rank_watch.h>
-#include <tessera/collectives/recording_communicator.h>
-#include <tessera/collectives/rendezvous.h>
-#include <tessera/collectives/signal_watch.h>
-#include <tessera/collectives/simulated/clock_state.h>
-#include <tessera/collectives/simulated/flop_watch.h>
-#include <tessera/collectives/simulated/simulated_communicator.h>
-#include <tessera/collectives/single_rank.h>
-#include <tessera/collectives/standard_streams.h>
-#include <tessera/collectives/thread_context.h>
+#include <tessera/base/forks.h>
+#include <tessera/collectives/backends/backend.h>
+#include <tessera/collectives/backends/fake.h>
+#include <tessera/collectives/backends/nccl/plugin.h>
+#include <tessera/collectives/backends/shared_memory/memory/arenas.h>
+#include <tessera/collectives/backends/simulated/clock_state.h>
+#include <tessera/collectives/backends/simulated/flop_watch.h>
+#include <tessera/collectives/backends/simulated/simulated_communicator.h>
+#include <tessera/collectives/backends/single_rank.h>
+#include <tessera/collectives/ranks/group_store.h>
+#include <tessera/collectives/ranks/job_environment.h>
+#include <tessera/collectives/ranks/rank_watch.h>
+#include <tessera/collectives/ranks/rendezvous.h>
+#include <tessera/collectives/start/join_job.h>
+#include <tessera/collectives/start/standard_streams.h>
+#include <tessera/collectives/start/thread_context.h>
+#include <tessera/collectives/trace/job_trace.h>
+#include <tessera/collectives/trace/recording_communicator.h>
+#include <tessera/collectives/trace/signal_watch.h>
 
 #include <absl/algorithm/container.h>
 #include <c10/util/Exception.h>
@@ -187,7 +188,7 @@ ProcessContext::ProcessContext(int rank, int world_size, Connect connect)
 
 namespace {
 
-/// That of the calling thread where it is a rank of its own, and otherwise the process's.
+/// The context of the calling thread, if it is a rank of its own, and otherwise the process's.
 ProcessContext* current_context() {
   auto* const own = internal::thread_context();
   return own ? own : context.get();

@@ -30,7 +30,7 @@ class ProcessContext {
   c10::intrusive_ptr<c10d::Store> store() const { return store_; }
   /// Whether the other ranks exist in name only (a fake or a simulated group): a mesh may be on the meta device.
   bool is_pretended() const { return is_pretended_; }
-  /// Of a simulated process group; null for any other.
+  /// The clock of a simulated process group; null for any other.
   SimulatedClock* simulated_clock() const { return clock_.get(); }
 
   /// The communicator of `ranks` (global, in group order) on `device_type`, made at the first call and shared afterwards.
@@ -56,7 +56,7 @@ class ProcessContext {
   using Connect = std::function<CommunicatorPtr(std::string name, RankList ranks, int rank, at::DeviceType device_type)>;
   struct Communicators;
   ProcessContext() = default;
-  /// Of a job that is not one of processes.
+  /// Makes the context of a job that is not one of processes.
   ProcessContext(int rank, int world_size, Connect connect);
   CommunicatorPtr connect_processes(const RankList& ranks, int place, at::DeviceType device_type, const std::string& purpose);
 
@@ -107,7 +107,7 @@ ProcessContext& process_context();
 /// connections until they are destroyed, so that no error says so (PyTorch throws). A store that this process hosts stays until
 /// it ends, for a further `init_process_group`.
 void destroy_process_group();
-/// Writes the last calls of this rank on its communicators (1000, or TESSERA_TRACE_CALLS) to FOLDER/rank-<rank>.json, for
+/// Writes the last calls of this rank on its communicators (1000, or TESSERA_TRACE_CALLS) to `FOLDER/rank-<rank>.json`, for
 /// `tessera-trace`. A missing folder is created, and an older file is replaced. Local, from any thread. An error names the file
 /// if it cannot be written. With TESSERA_TRACE_FOLDER this also happens automatically, when a collective fails and on SIGUSR1:
 /// docs/running.md.

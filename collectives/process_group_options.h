@@ -32,10 +32,9 @@ struct ProcessGroupOptions {
   bool check_collectives = true;
   /// Overridden by TESSERA_TRANSPORT=automatic|shared_memory|gloo. Equal on all ranks.
   Transport transport = Transport::kAutomatic;
-  /// In place of the store, rank and world size that the environment names, which then count no more, as in Python's
-  /// init_process_group(store=…, rank=…, world_size=…). LOCAL_RANK counts, or that of Open MPI or Slurm; if
-  /// none is set, the rank does. On all ranks or on
-  /// none. It must answer as long as the job lasts. An error for `run_ranks_as_threads`.
+  /// Replaces the store, rank and world size that the environment names, which then count no more, as in Python's
+  /// init_process_group(store=…, rank=…, world_size=…). LOCAL_RANK counts, or that of Open MPI or Slurm; if none is set, the rank
+  /// does. All ranks give one, or none does. It must answer as long as the job lasts. An error for `run_ranks_as_threads`.
   std::optional<OwnStore> own_store = std::nullopt;
 };
 

@@ -67,7 +67,7 @@ std::optional<std::vector<Steps>> steps_of(const std::vector<int64_t>& ranks) {
   return steps;
 }
 
-/// The same steps by falling stride. Nothing unless each rank can be written in one way only, as a number in digits.
+/// Sorts the steps by falling stride. Nothing unless each rank can be written in one way only, as a number in digits.
 std::optional<std::vector<Digit>> digits_of(const std::vector<Steps>& steps) {
   std::vector<Digit> digits;
   int64_t places = 1;

@@ -34,7 +34,7 @@ class RankList {
   /// The smallest and the largest; not of an empty list.
   std::pair<int64_t, int64_t> range() const;
   bool has_repetition() const;
-  /// From each rank to the next, where that is the same for all; 1 for a single rank.
+  /// The step from each rank to the next, where that is the same for all; 1 for a single rank.
   std::optional<int64_t> stride() const;
   /// The ranks at `first` + i × stride, nested, the first steps outermost: a row or a plane of a grid. All of them are inside.
   RankList select(int64_t first, const std::vector<Steps>& steps) const;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <utility>
 
 namespace tessera {
@@ -12,8 +13,9 @@ void record_error(const std::exception& error) noexcept;
 /// The same of whatever was thrown.
 void record_error(const std::exception_ptr& error) noexcept;
 
-/// Returns what `run()` returns. What it throws is given to `record_error` and thrown again: `return tessera::record([&] { … });`
-/// in `main` is Python's `@record` (torch.distributed.elastic.multiprocessing.errors).
+/// Returns what `run()` returns. What it throws is given to `record_error` and thrown again, as by Python's `@record`
+/// (torch.distributed.elastic.multiprocessing.errors). A `main` that nothing catches it in ends as C++ programs do then, by
+/// SIGABRT: `run_main` returns a status.
 template <typename Run>
 auto record(Run&& run) -> decltype(std::forward<Run>(run)()) {
   try {
@@ -23,5 +25,9 @@ auto record(Run&& run) -> decltype(std::forward<Run>(run)()) {
     throw;
   }
 }
+
+/// Runs a whole program, as in `return tessera::run_main([&] { … });` in `main`, and returns the status that `run` returns, or 1
+/// where it throws. The text of the error is given to `record_error`, and logged as LibTorch logs errors, on standard error.
+int run_main(const std::function<int()>& run) noexcept;
 
 } // namespace tessera

@@ -1,4 +1,4 @@
-#include <tessera/collectives/simulated/clock_state.h>
+#include <tessera/collectives/backends/simulated/clock_state.h>
 #include <tessera/collectives/simulated_clock.h>
 
 namespace tessera {

@@ -4,7 +4,7 @@
 
 namespace tessera {
 
-/// Where the time of a simulated rank's own work comes from.
+/// The source of the time of a simulated rank's own work.
 struct SimulationOptions {
   /// The matrix products, convolutions and attention of the rank take their floating-point operations over this rate, and all
   /// else takes no time: for models on the meta device, and for other processors than this one. Without it, the time that this

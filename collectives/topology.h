@@ -30,7 +30,7 @@ struct Topology {
   ///  "between_nodes": {"alpha": 1e-5, "beta": 2.5e-12, "algorithm": "recursive"}}. A link that is left out costs nothing; its
   /// algorithm is "ring" where that is left out. An error that says where for anything else.
   static Topology from_json(std::string_view text);
-  /// As above, from a file that holds such a text.
+  /// Reads a file that holds such a text.
   static Topology read(const std::string& file);
   std::string to_json() const;
 

@@ -27,8 +27,8 @@ class DTensor : public at::Tensor {
   at::Tensor local() const;
   /// Every rank of the mesh calls it. Differentiable.
   DTensor redistribute(const Placements& placements, const RedistributeOptions& options = {}) const;
-  /// To another mesh over the same ranks in any order or shape; an error for other ranks. Every one of them calls it. Shards go
-  /// straight to the ranks that need them; other placements go over Replicate. Differentiable.
+  /// Moves to another mesh over the same ranks in any order or shape; an error for other ranks. Every one of them calls it.
+  /// Shards go straight to the ranks that need them; other placements go over Replicate. Differentiable.
   DTensor redistribute(const DeviceMesh& mesh, const Placements& placements, const RedistributeOptions& options = {}) const;
   /// Starts the last collective of the redistribution, and returns without waiting for it. The result has the values that the
   /// tensor has now, whatever is written to it before `wait`, and shares no memory with it. Every rank of the mesh calls it.
@@ -59,7 +59,8 @@ bool is_dtensor(const at::Tensor& tensor);
 
 /// Scatters `tensor`: every rank keeps its part of the values of the mesh's first rank (DTensor: distribute_tensor). Every rank
 /// of the mesh calls it with a plain tensor of the same shape and dtype. The result is a leaf that requires grad as `tensor`
-/// does. A tensor that is no leaf is an error (as in DTensor): no gradient would reach it.
+/// does. A tensor that is no leaf is an error (as in DTensor): no gradient would reach it. Of a tensor on the meta device every
+/// rank gets a part on it, and nothing is sent.
 DTensor distribute_tensor(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements);
 
 /// A DTensor from each rank's part, whose memory it shares. Without a global shape, even shards are assumed; a RaggedShard over

@@ -34,7 +34,7 @@ class RankValues {
   int64_t operator[](size_t rank) const { return runs_[run_of(rank)].value; }
   int64_t back() const { return runs_.back().value; }
   const std::vector<Run>& runs() const { return runs_; }
-  /// Of the ranks before `rank`, or of all where it is their number.
+  /// The sum over the ranks before `rank`, or over all where it is their number.
   int64_t sum_before(size_t rank) const;
   int64_t largest() const; ///< 0 without ranks
 

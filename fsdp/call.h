@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 
 #include <functional>
+#include <memory>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -14,7 +15,8 @@ namespace tessera {
 
 /// Marks the forward of a sharded module: its end frees the unsharded parameters of `module`'s group and of those below it, as
 /// FSDP2's post-forward hook does, without waiting for the next group's first read. A group of several modules is freed when each
-/// of them has had its forward. Groups with reshard_after_forward = false stay.
+/// of them has had its forward. Groups with reshard_after_forward = false stay. It does nothing for a module without sharded
+/// parameters, so that the same program runs in one process. An error for a module that was not sharded itself, but has some.
 class ForwardScope {
  public:
   explicit ForwardScope(const torch::nn::Module& module);
@@ -23,7 +25,7 @@ class ForwardScope {
   ForwardScope& operator=(const ForwardScope&) = delete;
 
  private:
-  FSDPModule handle_;
+  std::shared_ptr<internal::ShardedModule> state_; ///< null where nothing is sharded
   const torch::nn::Module* module_;
 };
 
@@ -46,7 +48,7 @@ class CallScope {
   at::Tensor cast_output(const at::Tensor& tensor) const;
 
  private:
-  FSDPModule handle_;
+  std::shared_ptr<ShardedModule> state_; ///< null where nothing is sharded
   ForwardScope forward_;
   std::optional<at::ScalarType> input_dtype_;
 };
@@ -75,7 +77,7 @@ decltype(auto) run_call(const torch::nn::Module& module, const Run& run, Inputs&
 /// Runs `module->forward(inputs...)` as FSDP2 runs a wrapped module: floating-point tensors among the inputs (in vectors,
 /// tuples, optionals and maps too) are cast to `param_dtype` when `cast_forward_inputs` is set, and those among the outputs to
 /// `output_dtype`; the end of the forward frees the group (see ForwardScope). `module` is a ModuleHolder or a pointer to a
-/// sharded module. docs/mixed_precision.md has the dtype of each tensor.
+/// module. Without sharded parameters it is a plain call. docs/mixed_precision.md has the dtype of each tensor.
 template <typename ModulePointer, typename... Inputs>
 requires(!internal::BeginWithFunction<Inputs...>) //
     decltype(auto) call(ModulePointer&& module, Inputs&&... inputs) {
@@ -84,8 +86,8 @@ requires(!internal::BeginWithFunction<Inputs...>) //
   return internal::run_call(*module, run, std::forward<Inputs>(inputs)...);
 }
 
-/// The same for any member function: `tessera::call(model, &ModelImpl::encode, x)`. Of an overloaded one, a cast says which:
-/// `static_cast<Tensor (ModelImpl::*)(const Tensor&) const>(&ModelImpl::encode)`. (FSDP2: `register_fsdp_forward_method`.)
+/// Calls any member function in the same way: `tessera::call(model, &ModelImpl::encode, x)`. Of an overloaded one, a cast says
+/// which: `static_cast<Tensor (ModelImpl::*)(const Tensor&) const>(&ModelImpl::encode)`. (FSDP2: `register_fsdp_forward_method`.)
 template <typename ModulePointer, typename Function, typename... Inputs>
 requires internal::BeginWithFunction<Function> //
 decltype(auto) call(ModulePointer&& module, Function function, Inputs&&... inputs) {

@@ -45,10 +45,11 @@ class FSDPModule {
   void reshard();
   /// false: backward keeps this rank's unsharded gradients (gradient accumulation without communication). For this module and,
   /// with `recurse`, those below it; `no_sync` is a scope of it. The gradients come to `grad()` when a backward with true has
-  /// reduced them. Until then `grad()` is a tensor without values, and an optimizer that reads it gets an error. `zero_grad` does
-  /// not drop these gradients (as in FSDP2); an exception in a backward does. As in FSDP2, the call also sets HSDP's all-reduce:
-  /// true undoes an earlier `set_requires_all_reduce(false)`. In a `no_sync` scope both calls take effect at its end. With
-  /// `recurse` they reach a module that another model has too, if it was sharded by itself. Every rank sets the same.
+  /// reduced them. Until then `grad()` is a tensor without values, and an optimizer that reads it gets an error. `zero_grad` of
+  /// an optimizer or a module does not drop these gradients (as in FSDP2); that of this handle does, and so does an exception in
+  /// a backward. As in FSDP2, the call also sets HSDP's all-reduce: true undoes an earlier `set_requires_all_reduce(false)`. In a
+  /// `no_sync` scope both calls take effect at its end. With `recurse` they reach a module that another model has too, if it was
+  /// sharded by itself. Every rank sets the same.
   void set_requires_gradient_sync(bool requires_sync, bool recurse = true);
   /// false: HSDP's all-reduce over the replicate dim is put off; the reduce-scatter still runs. Call it after
   /// `set_requires_gradient_sync`, which sets both. Every rank sets the same.
@@ -67,7 +68,7 @@ class FSDPModule {
   /// it, or with an empty list, these are the next groups of the recorded order of the last forward. An error if this module has
   /// no parameters of its own, or if a listed module belongs to another model. Every rank sets the same.
   void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
-  /// The same for a backward, instead of the groups before this one in the recorded order.
+  /// Does the same for a backward, instead of the groups before this one in the recorded order.
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
   /// How many groups are gathered ahead when this module's own group is needed, and with `recurse` also when a group below it is,
   /// if no list is set: by default 1, and 0 for none. A larger number hides longer gathers behind the computation, and takes more
@@ -81,10 +82,16 @@ class FSDPModule {
   void set_reduce_scatter_max_input_buffers(int64_t buffers, bool recurse = true);
   /// false: another backward follows before the optimizer step. Unfinished reductions may stay in flight, and gradients that the
   /// strategy keeps whole (no-shard, ZeRO-1) are reduced only in the last backward. Gradients that are in flight or wait are not
-  /// in `grad()` yet, as with `set_requires_gradient_sync`: nothing can read them, and `zero_grad` does not drop them. It does
-  /// not reach a module that another model sharded. A `fully_shard` of a module above takes a false over. Every rank sets the
-  /// same.
+  /// in `grad()` yet, as with `set_requires_gradient_sync`: nothing can read them, and only this handle's `zero_grad` drops them.
+  /// It does not reach a module that another model sharded. A `fully_shard` of a module above takes a false over. Every rank sets
+  /// the same.
   void set_is_last_backward(bool is_last_backward);
+  /// Gives up an accumulation: clears the gradients of all parameters of this module and of those below it, and drops those that
+  /// were accumulated and not reduced, also along a replicate dim, or are in flight. An optimizer's or a module's `zero_grad`
+  /// keeps the latter. For a program that goes on after an exception in a forward. `grad()` becomes undefined, or zero without
+  /// `set_to_none`. The settings stay: `set_is_last_backward(false)` and the like hold until they are set again. An error in a
+  /// backward. Every rank calls it.
+  void zero_grad(bool set_to_none = true);
   /// Divides the summed gradients of this module's own group by `factor` instead of the number of data-parallel ranks. It is
   /// positive, finite and the same on every rank. An error while gradients of the group are in flight, or wait for the
   /// all-reduce as a mean.
@@ -99,8 +106,9 @@ class FSDPModule {
   /// wait for their reduction. (FSDP2: `set_all_reduce_hook`.)
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
   /// All-gathers of this module's own group use `communicator` from now on. It may be a class of your own, and has the ranks of
-  /// the shard dim in their order. Every rank of the shard dim sets one. An error if it is null or has other ranks, if the group
-  /// gathers nothing, and while it is being gathered. Nothing for a module without a group. (FSDP2: `set_custom_all_gather`.)
+  /// the shard dim in their order. Every rank of the shard dim sets one. One that is under way ends over the one
+  /// before. An error if it is null or has other ranks, and if the group gathers nothing. Nothing for a module without a group.
+  /// (FSDP2: `set_custom_all_gather`.)
   void set_custom_all_gather(CommunicatorPtr communicator);
   /// The same for the reduce-scatters of its gradients. An error while gradients of the group wait for their reduction.
   void set_custom_reduce_scatter(CommunicatorPtr communicator);
@@ -118,6 +126,9 @@ class FSDPModule {
   std::vector<std::string> parameter_names() const;
   /// Bytes of unsharded parameters now allocated by this module's own group.
   int64_t unsharded_bytes() const;
+  /// Bytes of the part of the parameters, larger than the shard, that this module's own group keeps to gather from: under
+  /// Strategy::kHierarchical, and where `reshard_after_forward` is a number of ranks.
+  int64_t kept_bytes() const;
 
   const std::shared_ptr<internal::ShardedModule>& state() const { return state_; }
 

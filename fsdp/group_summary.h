@@ -26,7 +26,7 @@ namespace internal {
 class ParameterGroup;
 
 GroupSummary summary_of(const ParameterGroup& group);
-/// For people: a line a group.
+/// Describes the groups for people, a line for each.
 std::string group_table(const std::vector<GroupSummary>& groups);
 
 } // namespace internal

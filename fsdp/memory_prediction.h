@@ -33,8 +33,8 @@ namespace internal {
 class ParameterGroup;
 class ShardedModule;
 
-/// Of the model below `root`. The sizes of `known` that no group decides are there already: buffers, and parameters of no group
-/// with their state and their gradients.
+/// Predicts the memory of the model below `root`. The sizes of `known` that no group decides are there already: buffers, and
+/// parameters of no group with their state and their gradients.
 MemoryPrediction predict_memory(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known);
 
 /// Bytes of the group's buffer of gradients, before they are reduced; 0 where they are not.

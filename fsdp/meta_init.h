@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/fsdp/construction_mode.h>
+#include <tessera/reads/construction_mode.h>
 
 namespace tessera {
 

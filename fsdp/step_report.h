@@ -32,7 +32,7 @@ struct StepReport {
   int64_t peak_unsharded_bytes = 0; ///< most bytes of gathered parameters at once
   std::vector<GroupReport> groups;  ///< the groups that did anything, from the root down
 
-  /// Of all groups together.
+  /// Sums over all groups.
   Traffic all_gathers() const;
   Traffic reduce_scatters() const;
   Traffic all_reduces() const;

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include <tessera/collectives/communicator.h>
-#include <tessera/collectives/gather_texts.h>
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/collectives/ranks/gather_texts.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 
 namespace tessera {
 

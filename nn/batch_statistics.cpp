@@ -20,8 +20,8 @@
 #include <tuple>
 #include <vector>
 
-#include <tessera/collectives/gather_texts.h>
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/collectives/ranks/gather_texts.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 
 namespace tessera::internal {
 
@@ -34,7 +34,7 @@ using torch::autograd::variable_list;
 /// Half precision would round the sums of many rows.
 at::ScalarType compute_dtype(const at::Tensor& input) { return input.element_size() < 4 ? at::kFloat : input.scalar_type(); }
 
-/// Of the rows of all ranks, the same bits on every one of them.
+/// Statistics of the rows of all ranks, the same bits on every one of them.
 struct Statistics {
   at::Tensor mean, var; ///< [C], in double; biased
   int64_t count = 0;    ///< values a channel
@@ -171,7 +171,7 @@ class BatchNormOverRanks : public torch::autograd::Function<BatchNormOverRanks> 
     BatchRanks ranks;
   };
 
-  /// Over all values of a channel, of the output's gradient and of its product with the normalized input: [2, C].
+  /// Means over all values of a channel, of the output's gradient and of its product with the normalized input: [2, C].
   static at::Tensor mean_gradients(const Gradients& own, const BatchRanks& ranks, int64_t count) {
     const auto sums = at::stack({own.bias, own.weight}).to(at::kDouble);
     ranks.communicator->all_reduce(sums, ReduceOp::kSum, ranks.label + " backward").wait();

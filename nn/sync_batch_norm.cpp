@@ -9,7 +9,7 @@
 
 #include <utility>
 
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/nn/batch_statistics.h>
 
 namespace tessera {

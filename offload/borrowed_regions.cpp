@@ -5,7 +5,7 @@
 #include <exception>
 #include <utility>
 
-#include <tessera/offload/aligned_memory.h>
+#include <tessera/base/aligned_memory.h>
 
 namespace tessera::internal {
 

@@ -6,10 +6,10 @@
 #include <exception>
 #include <utility>
 
-#include <tessera/collectives/current_stream.h>
-#include <tessera/offload/aligned_memory.h>
+#include <tessera/base/aligned_memory.h>
+#include <tessera/base/current_stream.h>
+#include <tessera/base/tensor_over.h>
 #include <tessera/offload/host_memory.h>
-#include <tessera/offload/tensor_over.h>
 
 namespace tessera::internal {
 
@@ -26,7 +26,7 @@ at::Tensor make_buffer(int64_t bytes, bool pinned) {
 
 char* memory_of(const at::Tensor& buffer) { return static_cast<char*>(buffer.mutable_data_ptr()); }
 
-/// From a file to a buffer, and from there to the device.
+/// Copies from a file to a buffer, and from there to the device.
 class FileToDevice final : public PendingCopy {
  public:
   FileToDevice(const FileRegion& region, const at::Tensor& destination, bool pinned)
@@ -48,7 +48,7 @@ class FileToDevice final : public PendingCopy {
   std::unique_ptr<PendingCopy> reading_;
 };
 
-/// Of what the device could not compute: the error that is handled where this is made.
+/// Stands for what the device could not compute: the error that is handled where this is made.
 class FailedCopy final : public PendingCopy {
  public:
   void wait() override { std::rethrow_exception(error_); }

@@ -15,9 +15,9 @@
 #include <iterator>
 #include <utility>
 
+#include <tessera/base/aligned_memory.h>
+#include <tessera/base/tensor_over.h>
 #include <tessera/collectives/process_context.h>
-#include <tessera/offload/aligned_memory.h>
-#include <tessera/offload/tensor_over.h>
 
 namespace tessera::internal {
 

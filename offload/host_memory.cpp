@@ -1,6 +1,6 @@
 #include <tessera/offload/host_memory.h>
 
-#include <tessera/collectives/current_stream.h>
+#include <tessera/base/current_stream.h>
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>

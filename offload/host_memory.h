@@ -10,7 +10,7 @@
 
 namespace tessera::internal {
 
-/// Of page-locked memory, for the process' accelerator. An error where it has none.
+/// The allocator of page-locked memory, for the process' accelerator. An error where it has none.
 c10::Allocator* pinned_allocator();
 
 /// The host's memory, page-locked or not.

@@ -3,7 +3,7 @@
 #include <ATen/ceil_div.h>
 #include <ATen/core/grad_mode.h>
 
-#include <tessera/offload/tensor_over.h>
+#include <tessera/base/tensor_over.h>
 
 namespace tessera::internal {
 

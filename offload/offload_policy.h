@@ -5,7 +5,7 @@
 
 namespace tessera {
 
-/// Where a model's state is stored while nothing computes with it: shards, reduced gradients, and optimizer state.
+/// The place of a model's state while nothing computes with it: shards, reduced gradients, and optimizer state.
 struct OffloadPolicy {
   enum class Memory {
     kDevice, ///< on the device
@@ -23,7 +23,7 @@ inline OffloadPolicy offload_to_host(bool pin_memory = true) {
   return {.memory = OffloadPolicy::Memory::kHost, .pin_memory = pin_memory, .folder = {}};
 }
 
-/// The same in unnamed files in `folder`, which are removed with the model, or when the process ends in any way. The files are
+/// Stores it in unnamed files in `folder`, which are removed with the model, or when the process ends in any way. The files are
 /// mapped into memory, so the tensors are read and written like any others. `tessera::step` moves optimizer state group by group.
 /// On a mesh of a device, data passes through buffers of the host, which `pin_memory` makes page-locked.
 inline OffloadPolicy offload_to_files(std::string folder, bool pin_memory = true) {

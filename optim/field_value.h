@@ -54,7 +54,7 @@ void assign_tensors(T& field, const std::vector<at::Tensor>& tensors) {
 template <typename T>
 inline constexpr bool kIsScalar = std::is_arithmetic_v<T> || std::is_enum_v<T> || std::same_as<T, std::string>;
 
-/// As a bool, int64_t, double or std::string.
+/// Converts to a bool, int64_t, double or std::string.
 template <typename T>
 auto to_scalar(const T& field) {
   static_assert(

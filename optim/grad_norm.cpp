@@ -21,7 +21,7 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/optim/tensor_values.h>
 
 namespace tessera {
@@ -42,7 +42,7 @@ bool is_on(const OnMesh& group, const DeviceMesh* mesh) { return mesh && group.m
 
 /// A gradient that waits for its reduction says so.
 void check_reduced(const at::Tensor& gradient) {
-  if (gradient.key_set().has(c10::DispatchKey::DeferredInit)) gradient.abs();
+  if (const auto meta = internal::dtensor_meta(gradient)) meta->check_has_values(kLabel);
 }
 
 at::Tensor without_partial(const at::Tensor& tensor) {
@@ -135,7 +135,7 @@ at::Tensor value_of(const std::vector<at::Tensor>& parts, const std::vector<doub
   return values.size() == 1 ? values[0] : joined(std::move(values), norm);
 }
 
-/// Over how many ranks of a reduction along `dims` a part is the same.
+/// Counts the ranks of a reduction along `dims` that have the same part.
 double copies(const DeviceMesh& mesh, const Spec& spec, const std::vector<bool>& dims) {
   double product = 1;
   for (size_t d = 0; d < dims.size(); ++d) {
@@ -150,7 +150,7 @@ bool is_within(const DeviceMesh& inner, const DeviceMesh& outer) {
                                                     [&](int64_t rank) { return outer.rank_list().index_of(rank).has_value(); });
 }
 
-/// Between the ranks along `dims` of the mesh, in place.
+/// Reduces between the ranks along `dims` of the mesh, in place.
 void reduce_along(const at::Tensor& values, const DeviceMesh& mesh, const std::vector<bool>& dims, ReduceOp op) {
   const auto count = std::count(dims.begin(), dims.end(), true);
   if (mesh.size() == 1 || count == 0) return;

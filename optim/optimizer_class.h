@@ -52,7 +52,7 @@ const OptimizerClass& class_of(const torch::optim::Optimizer& optimizer);
 /// Errors: a name or class that is there already, and names of fields that are taken, empty, or hold a dot.
 void add_optimizer_class(OptimizerClass added);
 
-/// Those of LibTorch.
+/// The classes of LibTorch.
 std::vector<OptimizerClass> torch_optimizers();
 
 /// The error for an object that is not of the registered class.

@@ -2,7 +2,7 @@
 
 #include <set>
 
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 
 namespace tessera::internal {
 

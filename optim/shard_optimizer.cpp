@@ -4,7 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <tessera/dtensor/api.h>
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/optim/optimizer_class.h>
 
 namespace tessera::internal {

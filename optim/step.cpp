@@ -13,11 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/collectives/error_text.h>
-#include <tessera/collectives/gather_texts.h>
+#include <tessera/base/aligned_memory.h>
+#include <tessera/base/error_text.h>
 #include <tessera/collectives/process_context.h>
-#include <tessera/dtensor/dtensor_impl.h>
-#include <tessera/offload/aligned_memory.h>
+#include <tessera/collectives/ranks/gather_texts.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/offload/borrowed_regions.h>
 #include <tessera/offload/offload_memory.h>
 #include <tessera/optim/optimizer_class.h>
@@ -44,7 +44,7 @@ struct Unit {
   std::vector<at::Tensor> parameters;
 };
 
-/// In the order of the optimizer, each parameter once.
+/// Lists the units in the order of the optimizer, each parameter once.
 std::vector<Unit> units_of(Optimizer& optimizer) {
   std::vector<Unit> units;
   absl::flat_hash_map<const FileMemory*, size_t> known;

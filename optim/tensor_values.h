@@ -6,7 +6,7 @@
 
 namespace tessera::internal {
 
-/// Those of a sparse tensor, or the dense tensor itself.
+/// The values of a sparse tensor, or the dense tensor itself.
 inline at::Tensor stored_values(const at::Tensor& tensor) { return tensor.is_sparse() ? tensor._values() : tensor; }
 
 } // namespace tessera::internal

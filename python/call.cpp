@@ -7,8 +7,8 @@
 
 namespace tessera::python {
 
-Call::Call(Work work, std::vector<at::Tensor> outputs, std::function<void()> finish)
-    : work_(std::move(work)), outputs_(std::move(outputs)), finish_(std::move(finish)) {}
+Call::Call(Work work, std::vector<at::Tensor> outputs, std::function<void()> finish, internal::CollectiveEvent::Ptr event)
+    : work_(std::move(work)), outputs_(std::move(outputs)), finish_(std::move(finish)), event_(std::move(event)) {}
 
 void Call::complete() noexcept {
   {
@@ -22,6 +22,7 @@ void Call::complete() noexcept {
   } catch (...) {
     failure = std::current_exception();
   }
+  if (event_) event_->end();
   c10::intrusive_ptr<Future> future;
   {
     const std::lock_guard lock(mutex_);

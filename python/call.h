@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <tessera/collectives/calls/collective_event.h>
 #include <tessera/collectives/work.h>
 
 #include <chrono>
@@ -18,8 +19,8 @@ class Call {
  public:
   using Future = c10::ivalue::Future;
 
-  /// `finish` runs once, on the thread that sees the end of `work`; it may be empty.
-  Call(Work work, std::vector<at::Tensor> outputs, std::function<void()> finish);
+  /// `finish` runs once, on the thread that sees the end of `work`; it may be empty. `event`, which may be null, ends after it.
+  Call(Work work, std::vector<at::Tensor> outputs, std::function<void()> finish, internal::CollectiveEvent::Ptr event = nullptr);
 
   /// Blocks until it is over, with its result or its failure. Any thread, any number of times.
   void complete() noexcept;
@@ -43,6 +44,7 @@ class Call {
   Work work_;
   std::vector<at::Tensor> outputs_;
   std::function<void()> finish_;
+  internal::CollectiveEvent::Ptr event_;
   mutable std::mutex mutex_;
   std::condition_variable over_;
   Stage stage_ = Stage::kStarted;

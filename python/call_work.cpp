@@ -1,11 +1,13 @@
 #include "call_work.h"
 
 #include <c10/util/Exception.h>
-#include <tessera/collectives/job_environment.h>
+#include <tessera/collectives/ranks/job_environment.h>
 
 #include <algorithm>
 #include <exception>
 #include <utility>
+
+#include "without_gil.h"
 
 namespace tessera::python {
 
@@ -15,11 +17,30 @@ CallWork::CallWork(std::shared_ptr<Call> call, std::shared_ptr<CompletionThreads
       threads_(std::move(threads)),
       description_(std::move(description)) {}
 
+// Python's reference to it may be the last one to all that it holds: also to the threads, where the group is gone.
 CallWork::~CallWork() {
+  const WithoutGil no_gil;
   try {
     if (!call_->is_over()) complete_in_background(); // its copies are due all the same
   } catch (const std::exception&) {                  // no memory or no thread: then nobody gets the result
   }
+  call_.reset();
+  threads_.reset();
+}
+
+bool CallWork::isCompleted() {
+  const WithoutGil no_gil;
+  return call_->poll();
+}
+
+bool CallWork::isSuccess() const {
+  const WithoutGil no_gil;
+  return call_->is_over() && !call_->failure();
+}
+
+std::exception_ptr CallWork::exception() const {
+  const WithoutGil no_gil;
+  return call_->failure();
 }
 
 void CallWork::complete_in_background() {
@@ -27,6 +48,7 @@ void CallWork::complete_in_background() {
 }
 
 bool CallWork::wait(std::chrono::milliseconds timeout) {
+  const WithoutGil no_gil;
   const auto limit = timeout > kNoTimeout ? timeout : description_.timeout;
   if (limit > kNoTimeout)
     wait_at_most(limit);
@@ -45,6 +67,7 @@ void CallWork::wait_at_most(std::chrono::milliseconds timeout) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CallWork::getFuture() {
+  const WithoutGil no_gil;
   auto future = call_->future();
   if (!call_->is_over()) complete_in_background();
   return future;

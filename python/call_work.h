@@ -28,9 +28,9 @@ class CallWork final : public c10d::Work {
   CallWork(const CallWork&) = delete;
   CallWork& operator=(const CallWork&) = delete;
 
-  bool isCompleted() override { return call_->poll(); }
-  bool isSuccess() const override { return call_->is_over() && !call_->failure(); }
-  std::exception_ptr exception() const override { return call_->failure(); }
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override { return call_->outputs(); }
   /// Throws why there is no result: after the communicator's timeout, or after `timeout` where that is shorter.
   bool wait(std::chrono::milliseconds timeout) override;

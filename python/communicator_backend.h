@@ -1,7 +1,7 @@
 #pragma once
 
-#include <tessera/collectives/block_cache.h>
 #include <tessera/collectives/communicator.h>
+#include <tessera/collectives/sums/block_cache.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
@@ -79,9 +79,17 @@ class CommunicatorBackend final : public c10d::Backend {
 
   static constexpr int kAll = -1;
 
-  /// With `peer`, or with all ranks.
-  WorkPtr run(c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout, const Start& start, int peer = kAll);
-  WorkPtr run(c10d::OpType type, const at::Tensor& output, std::chrono::milliseconds timeout, const Start& start);
+  /// What `torch.distributed` asks for.
+  struct Request {
+    c10d::OpType type;
+    const char* name;     ///< in profiles, as gloo has it
+    at::TensorList shown; ///< the tensors whose shapes a profile has
+    Tensors outputs;
+    std::chrono::milliseconds timeout;
+    int peer = kAll; ///< of a message
+  };
+
+  WorkPtr run(Request request, const Start& start);
   /// One for the collectives, and one for each direction to each rank: a message that waits may wait for what follows it.
   std::shared_ptr<CompletionThreads> completion_threads(c10d::OpType type, int peer);
   CommunicatorPtr communicator() const;

@@ -1,6 +1,6 @@
 #include "completion_threads.h"
 
-#include <tessera/collectives/forks.h>
+#include <tessera/base/forks.h>
 
 #include <algorithm>
 #include <atomic>
@@ -8,6 +8,8 @@
 #include <deque>
 #include <thread>
 #include <utility>
+
+#include "without_gil.h"
 
 namespace tessera::python {
 
@@ -79,6 +81,7 @@ CompletionThreads::~CompletionThreads() {
     for (auto& queue : queues_) internal::leave_to_parent(std::move(queue));
     return;
   }
+  const WithoutGil no_gil;
   for (const auto& queue : queues_) queue->close();
   for (const auto& queue : queues_) {
     // What a Future calls back may hold the group's last reference, and another of its threads may wait for a message yet.

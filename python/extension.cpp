@@ -1,7 +1,7 @@
 // The extension module tessera_backend._extension.
-#include <tessera/collectives/job_environment.h>
-#include <tessera/collectives/recording_communicator.h>
-#include <tessera/collectives/store_communicator.h>
+#include <tessera/collectives/backends/store_communicator.h>
+#include <tessera/collectives/ranks/job_environment.h>
+#include <tessera/collectives/trace/recording_communicator.h>
 
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>

@@ -1,8 +1,8 @@
 #include "process_trace.h"
 
-#include <tessera/collectives/host_name.h>
-#include <tessera/collectives/job_environment.h>
-#include <tessera/collectives/signal_watch.h>
+#include <tessera/base/host_name.h>
+#include <tessera/collectives/ranks/job_environment.h>
+#include <tessera/collectives/trace/signal_watch.h>
 
 #include <c10/util/StringUtil.h>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/collectives/job_trace.h>
+#include <tessera/collectives/trace/job_trace.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <memory>

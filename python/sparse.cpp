@@ -6,7 +6,7 @@
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <tessera/collectives/gather_texts.h>
+#include <tessera/collectives/ranks/gather_texts.h>
 
 #include <algorithm>
 #include <vector>

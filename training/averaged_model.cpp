@@ -14,11 +14,11 @@
 #include <mutex>
 #include <utility>
 
-#include <tessera/checkpoint/model_state.h>
-#include <tessera/checkpoint/state_copy.h>
-#include <tessera/collectives/listing.h>
+#include <tessera/base/listing.h>
+#include <tessera/checkpoint/state/model_state.h>
+#include <tessera/checkpoint/state/state_copy.h>
 #include <tessera/collectives/process_context.h>
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 
 namespace tessera {
 
@@ -77,7 +77,7 @@ class AverageBinding final : public StateBinding {
   std::shared_ptr<int64_t> n_averaged_;
 };
 
-/// Of all models, in the order in which they were made.
+/// The open scopes of all models, in the order in which they were made.
 struct OpenScopes {
   std::mutex mutex;
   std::vector<AveragedWeights*> scopes;
@@ -88,7 +88,7 @@ OpenScopes& open_scopes() {
   return open;
 }
 
-/// Where `tensor` is among `tensors`; their number where it is not.
+/// Finds `tensor` among `tensors`; returns their number where it is not there.
 size_t position_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors) {
   const auto found = std::ranges::find_if(tensors, [&](const at::Tensor& each) { return each.is_same(tensor); });
   return static_cast<size_t>(found - tensors.begin());

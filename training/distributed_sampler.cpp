@@ -29,7 +29,7 @@ DistributedSampler::DistributedSampler(int64_t rows, const DeviceMesh& data_mesh
   set_epoch(0);
 }
 
-/// Of `rest` rows, those that the ranks are given, repeated ones included.
+/// Counts the rows that the ranks are given of `rest`, repeated ones included.
 int64_t DistributedSampler::rows_given(int64_t rest) const {
   switch (options_.last_rows) {
     case LastRows::kRepeat: return (rest + ranks_ - 1) / ranks_ * ranks_;

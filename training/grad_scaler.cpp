@@ -14,8 +14,8 @@
 #include <utility>
 
 #include <tessera/collectives/process_context.h>
-#include <tessera/dtensor/dtensor_impl.h>
-#include <tessera/fsdp/unreduced_gradient.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/fsdp/gradients/unreduced_gradient.h>
 #include <tessera/optim/optimizer_ranks.h>
 #include <tessera/optim/step.h>
 #include <tessera/optim/tensor_values.h>
@@ -59,7 +59,8 @@ at::Tensor part_of(const at::Tensor& gradient) {
 /// Its name, where `fully_shard` gave it one.
 std::string name_of(const at::Tensor& parameter) {
   const auto* meta = internal::dtensor_meta(parameter);
-  return meta && meta->name ? meta->name->to_string() : c10::str("a parameter of shape ", parameter.sizes());
+  return meta && meta->provenance.name ? meta->provenance.name->to_string()
+                                       : c10::str("a parameter of shape ", parameter.sizes());
 }
 
 /// Divides those of one dtype. CUDA's kernel does not know bf16: such parts are divided in float, one after the other.

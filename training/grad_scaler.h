@@ -76,7 +76,7 @@ class GradScaler {
   void set_growth_interval(int64_t interval);
 
  private:
-  /// Once its gradients are unscaled.
+  /// What is known of an optimizer once its gradients are unscaled.
   struct OptimizerState {
     std::vector<int64_t> ranks; // that looked for an overflow together
     bool overflowed = false;

@@ -12,10 +12,10 @@
 #include <limits>
 #include <utility>
 
-#include <tessera/collectives/gather_texts.h>
-#include <tessera/collectives/listing.h>
+#include <tessera/base/listing.h>
+#include <tessera/collectives/calls/signature.h>
 #include <tessera/collectives/process_context.h>
-#include <tessera/collectives/signature.h>
+#include <tessera/collectives/ranks/gather_texts.h>
 #include <tessera/dtensor/api.h>
 
 namespace tessera {

@@ -20,7 +20,7 @@ namespace tessera {
 /// calls of all ranks, and the next call works. Semantics: all_reduce of torch.distributed.
 at::Tensor all_reduce(const at::Tensor& tensor, const DeviceMesh& mesh, ReduceOp op);
 
-/// The same for named numbers, in one collective and in double. Names that differ between the ranks are an error on every rank.
+/// Reduces named numbers in one collective and in double. Names that differ between the ranks are an error on every rank.
 std::map<std::string, double> all_reduce(const std::map<std::string, double>& values, const DeviceMesh& mesh, ReduceOp op);
 
 /// Running means. Each is stored as the sum of values times weights, and the sum of the weights. So the mean over ranks, and over
@@ -41,11 +41,12 @@ class RunningMeans {
   void add_accuracy(const std::string& name, const at::Tensor& scores, const at::Tensor& targets, int64_t k = 1,
                     int64_t ignored = -100);
 
-  /// Over all ranks of `mesh`: one collective, which every one of them calls. NaN for a name that no rank added anything to.
+  /// The means over all ranks of `mesh`: one collective, which every one of them calls. NaN for a name that no rank added
+  /// anything to.
   std::map<std::string, double> means(const DeviceMesh& mesh) const;
   /// The sums of the weights: if the weights are numbers of samples, the number of all samples.
   std::map<std::string, double> counts(const DeviceMesh& mesh) const;
-  /// The same for this rank only. Local.
+  /// The means and the sums of weights of this rank only. Local.
   std::map<std::string, double> means() const;
   std::map<std::string, double> counts() const;
   void reset();

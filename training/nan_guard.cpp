@@ -5,9 +5,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <tessera/collectives/gather_texts.h>
 #include <tessera/collectives/process_context.h>
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/collectives/ranks/gather_texts.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/training/nan_search.h>
 
 #include <algorithm>

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include <tessera/dtensor/api.h>
-#include <tessera/dtensor/in_backward.h>
+#include <tessera/dtensor/tensor/in_backward.h>
 
 namespace tessera::internal {
 

@@ -31,7 +31,7 @@ struct BackwardNode {
   int read = -1;    ///< the parameter that forward had read last when it made the node
 };
 
-/// Where a thread is in its forward or backward.
+/// The place of a thread in its forward or backward.
 struct ModulePosition {
   int last_read = -1;           ///< the parameter that an operator read last
   int depth = 0;                ///< operators that read it and have not ended

@@ -9,8 +9,8 @@
 #include <typeinfo>
 #include <utility>
 
-#include <tessera/checkpoint/json.h>
-#include <tessera/collectives/listing.h>
+#include <tessera/base/listing.h>
+#include <tessera/checkpoint/bytes/json.h>
 #include <tessera/training/lr_schedule.h>
 
 namespace tessera {

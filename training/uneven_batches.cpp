@@ -7,10 +7,10 @@
 #include <string>
 #include <utility>
 
-#include <tessera/fsdp/foreign_groups.h>
-#include <tessera/fsdp/module_walk.h>
-#include <tessera/fsdp/parameter_group.h>
-#include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/group/parameter_group.h>
+#include <tessera/fsdp/model/foreign_groups.h>
+#include <tessera/fsdp/model/module_walk.h>
+#include <tessera/fsdp/model/sharded_module.h>
 
 namespace tessera::internal {
 

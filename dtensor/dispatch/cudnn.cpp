@@ -1,8 +1,8 @@
 #include <tessera/dtensor/dispatch/cudnn.h>
 
+#include <tessera/dtensor/calls/op_info.h>
+#include <tessera/dtensor/calls/visit_tensors.h>
 #include <tessera/dtensor/dispatch/fallback.h>
-#include <tessera/dtensor/dispatch/op_info.h>
-#include <tessera/dtensor/dispatch/visit_tensors.h>
 
 namespace tessera::internal::dispatch {
 

@@ -10,13 +10,15 @@
 #include <mutex>
 
 #include <tessera/activations/kept_results.h>
-#include <tessera/dtensor/dispatch/call_site.h>
+#include <tessera/dtensor/calls/call_site.h>
+#include <tessera/dtensor/calls/list_positions.h>
+#include <tessera/dtensor/calls/visit_tensors.h>
 #include <tessera/dtensor/dispatch/meet_plain.h>
-#include <tessera/dtensor/dispatch/plan_cache.h>
-#include <tessera/dtensor/dispatch/visit_tensors.h>
-#include <tessera/dtensor/dtensor_impl.h>
-#include <tessera/dtensor/program_scopes.h>
+#include <tessera/dtensor/execute/execute.h>
+#include <tessera/dtensor/plan/plan_cache.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/program_scopes.h>
 
 namespace tessera::internal::dispatch {
 
@@ -115,19 +117,30 @@ std::shared_ptr<Plan> planned(const c10::OperatorHandle& op, const OpInfo& info,
   return plan;
 }
 
-/// An operator that is run on whole tensors, where that moves data: an error under StrictSharding, else a warning, once.
+/// Whether this is the first rank of the mesh, which speaks for all.
+bool is_first_rank(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
+  return any_tensor(info, arguments, [](const at::Tensor& tensor, size_t) {
+    const auto* meta = dtensor_meta(tensor);
+    const auto* coordinate = meta && meta->spec->on_mesh() ? &*meta->spec->mesh().coordinate() : nullptr;
+    return coordinate && absl::c_all_of(*coordinate, [](int64_t index) { return index == 0; });
+  });
+}
+
+/// An operator that is run on whole tensors, where that moves data: an error under StrictSharding, else a warning, once and from
+/// one rank.
 void note_replication(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, const Plan& plan) {
   const bool moves =
       std::any_of(plan.inputs.begin(), plan.inputs.end(), [](const auto& input) { return input.target != nullptr; });
   if (!moves) return;
   if (program_scopes().strict_sharding) no_rule(info, arguments);
+  if (!is_first_rank(info, arguments)) return;
   static std::mutex mutex;
   static auto* warned = new absl::flat_hash_set<std::string>;
   const std::lock_guard lock(mutex);
   if (warned->insert(info.name).second) {
     TORCH_WARN(info.name,
                ": no sharding rule for this operator; its arguments are redistributed to Replicate(). Under "
-               "tessera::StrictSharding this is an error");
+               "tessera::StrictSharding this is an error. (This warning comes once, from one rank.)");
   }
 }
 
@@ -208,6 +221,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
     key.push_back(kKeepsSigns);
     plan = planned(op, info, arguments, site, kept_under);
   }
+  if (C10_UNLIKELY(plan->by_position)) return run_by_position(op, info, stack, [&](Stack* position) { run(op, keys, position); });
   if (C10_UNLIKELY(info.replicates)) note_replication(info, arguments, *plan);
   const bool may_move_viewed = plan->moves_viewed && site.ask_own_temporaries();
   if (C10_UNLIKELY(may_move_viewed) && move_viewed_temporary(info, *plan, arguments[0])) return run(op, keys, stack);

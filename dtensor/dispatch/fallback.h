@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include <tessera/dtensor/dispatch/call_schema.h>
+#include <tessera/dtensor/calls/call_schema.h>
 
 namespace tessera::internal::dispatch {
 

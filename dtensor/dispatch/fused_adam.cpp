@@ -16,8 +16,8 @@
 #include <vector>
 
 #include <tessera/dtensor/dispatch/fallback.h>
-#include <tessera/dtensor/dtensor_impl.h>
-#include <tessera/dtensor/prefetch.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/prefetch.h>
 
 namespace tessera::internal::dispatch {
 
@@ -52,7 +52,7 @@ std::optional<std::vector<at::Tensor>> aligned_parts(at::TensorList tensors, at:
 void count_writes(at::TensorList list) {
   for (const auto& each : list) {
     auto* meta = dtensor_meta(each);
-    if (meta->computed) meta->whole_dtype.reset();
+    if (meta->provenance.computed) meta->provenance.whole_dtype.reset();
     for (const at::Tensor* tensor : {&each, &std::as_const(meta->local)}) {
       if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
     }

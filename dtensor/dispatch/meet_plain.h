@@ -2,7 +2,7 @@
 
 // Internal: sharded parameters, and what is computed from them alone, beside plain tensors.
 
-#include <tessera/dtensor/dispatch/op_info.h>
+#include <tessera/dtensor/calls/op_info.h>
 
 namespace tessera::internal::dispatch {
 

@@ -4,7 +4,7 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 
 namespace tessera::internal::dispatch {
 

@@ -5,9 +5,9 @@
 #include <map>
 #include <numeric>
 
-#include <tessera/dtensor/move.h>
+#include <tessera/dtensor/layout/sharding_math.h>
+#include <tessera/dtensor/redistribute/move.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
-#include <tessera/dtensor/sharding_math.h>
 
 namespace tessera::internal {
 

@@ -31,19 +31,14 @@ class Search {
     nodes_.push_back({from, 0, -1, {}, false});
   }
 
-  std::vector<RedistributeStep> run() {
-    for (;;) {
-      const int next = cheapest();
-      TORCH_INTERNAL_ASSERT(next >= 0, "no way from ", to_string(nodes_[0].state), " to ", to_string(to_));
-      nodes_[next].done = true;
-      if (nodes_[next].state == to_) return path_to(next);
-      for (size_t i = 0; i < to_.size(); ++i) {
-        for (const auto& choice : choices_[i]) {
-          if (allowed(nodes_[next].state, i, choice)) consider(next, {i}, choice);
-        }
-      }
-      consider_all(next);
-    }
+  std::vector<RedistributeStep> steps() {
+    const int last = last_node();
+    TORCH_INTERNAL_ASSERT(last >= 0, "no way from ", to_string(nodes_[0].state), " to ", to_string(to_));
+    return path_to(last);
+  }
+  double price() {
+    const int last = last_node();
+    return last < 0 ? std::numeric_limits<double>::infinity() : nodes_[last].cost;
   }
 
  private:
@@ -54,6 +49,21 @@ class Search {
     RedistributeStep step;
     bool done;
   };
+
+  /// Finds the last node of a cheapest path; -1 where there is none.
+  int last_node() {
+    for (;;) {
+      const int next = cheapest();
+      if (next < 0 || nodes_[next].state == to_) return next;
+      nodes_[next].done = true;
+      for (size_t i = 0; i < to_.size(); ++i) {
+        for (const auto& choice : choices_[i]) {
+          if (allowed(nodes_[next].state, i, choice)) consider(next, {i}, choice);
+        }
+      }
+      consider_all(next);
+    }
+  }
 
   int cheapest() const {
     int best = -1;
@@ -136,7 +146,12 @@ class Search {
 
 std::vector<RedistributeStep> plan_redistribute(const Placements& from, const Placements& to, const std::vector<int64_t>& ranks,
                                                 const std::vector<int64_t>& sizes, double element) {
-  return Search(from, to, ranks, sizes, element).run();
+  return Search(from, to, ranks, sizes, element).steps();
+}
+
+double redistribute_price(const Placements& from, const Placements& to, const std::vector<int64_t>& ranks,
+                          const std::vector<int64_t>& sizes, double element) {
+  return Search(from, to, ranks, sizes, element).price();
 }
 
 } // namespace tessera::internal

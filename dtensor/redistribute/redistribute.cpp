@@ -5,7 +5,9 @@
 
 #include <absl/algorithm/container.h>
 #include <absl/container/flat_hash_map.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -13,8 +15,8 @@
 #include <mutex>
 
 #include <tessera/dtensor/debug.h>
-#include <tessera/dtensor/program_scopes.h>
-#include <tessera/dtensor/redistribute/transition.h>
+#include <tessera/dtensor/tensor/program_scopes.h>
+#include <tessera/dtensor/transitions/transition.h>
 
 namespace tessera::internal {
 
@@ -186,6 +188,8 @@ at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const S
               to.to_string());
   if (!from.on_mesh() || same_local(from, to)) return local;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
+  // It takes no operator of two dtypes, and refuses to join parts in half precision of another kind than its own.
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   auto* const log = program_scopes().log;
   if (C10_LIKELY(!log)) return run_where_mesh_is(local, from, to, label, request);
   const CountCollectives collectives;

@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/dtensor/dtensor_impl.h>
 #include <tessera/dtensor/redistribute/route.h>
 #include <tessera/dtensor/spec.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 
 namespace tessera::internal {
 
@@ -31,6 +31,10 @@ struct RedistributeStep {
 std::vector<RedistributeStep> plan_redistribute(const Placements& from, const Placements& to, const std::vector<int64_t>& ranks,
                                                 const std::vector<int64_t>& sizes, double element);
 
+/// What these moves cost together, as `redistribute::price`.
+double redistribute_price(const Placements& from, const Placements& to, const std::vector<int64_t>& ranks,
+                          const std::vector<int64_t>& sizes, double element);
+
 /// What redistribute_local is asked for beyond the move itself.
 struct MoveRequest {
   redistribute::Deferred* deferred = nullptr; ///< the last collective is only started, and the result is what this makes of it
@@ -46,7 +50,7 @@ at::ScalarType signed_type(at::ScalarType dtype);
 at::Tensor redistribute_local(const at::Tensor& local, const Spec& from, const Spec& to, std::string_view label,
                               const MoveRequest& request = {});
 
-/// As above for a DTensor's meta; the value of a one-element Partial tensor is kept, so that it is reduced once while nothing
+/// Redistributes by a DTensor's meta; the value of a one-element Partial tensor is kept, so that it is reduced once while nothing
 /// writes it. The result is the caller's own, or the local tensor.
 at::Tensor redistribute_local(const at::Tensor& dtensor, DTensorMeta& meta, const SpecPtr& to, std::string_view label,
                               const MoveRequest& request = {});

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include <tessera/dtensor/sharding_math.h>
+#include <tessera/dtensor/layout/sharding_math.h>
 
 namespace tessera::internal::redistribute {
 

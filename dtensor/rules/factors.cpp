@@ -8,7 +8,7 @@
 #include <array>
 #include <numeric>
 
-#include <tessera/dtensor/sharding_math.h>
+#include <tessera/dtensor/layout/sharding_math.h>
 
 namespace tessera::internal::rules {
 
@@ -58,8 +58,8 @@ Factorization pointwise_factors(const OpCall& call) {
     factors.inputs.push_back(tensor.defined ? broadcast_dims(tensor.sizes, whole) : TensorDims{});
   }
   factors.outputs.resize(call.output_count(), whole);
-  factors.ragged = RaggedUse::kMerged;
-  // As TensorIterator lays out its result.
+  factors.ragged = RaggedUse::kElementwise;
+  // The result is laid out as TensorIterator does it.
   const auto full = std::find_if(call.tensors.begin(), call.tensors.end(),
                                  [&](const TensorArg& tensor) { return tensor.defined && tensor.sizes == whole.sizes; });
   if (full != call.tensors.end()) factors.strides = at::infer_dense_strides(full->sizes, full->spec->strides());

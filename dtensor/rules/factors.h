@@ -19,12 +19,12 @@ TensorDims broadcast_dims(const std::vector<int64_t>& sizes, const TensorDims& w
 Factorization pointwise_factors(const OpCall& call);
 /// Runs it on the locals. A memory format is one of all dims: where a RaggedShard merges some, they are row-major.
 void run_in_format(const LocalCall& call);
-/// The same as `pointwise_factors`, with `flows`.
+/// Does what `pointwise_factors` does, with `flows`.
 Factorize elementwise(absl::InlinedVector<PartialFlow, 2> flows);
 
 /// All arguments and results are whole.
 Factorization whole_factors(const OpCall& call);
-/// The same for an operator without a rule: an error where its kernel would update a copy of running statistics.
+/// Keeps tensors whole for an operator without a rule: an error where its kernel would update a copy of running statistics.
 Factorization whole_without_rule(const OpCall& call);
 
 /// "mk,kn->mn": a letter is a factor; one that the output lacks is summed. `additive` inputs are broadcast to the output and
@@ -51,7 +51,7 @@ inline OpSet kept_by_cast(at::ScalarType from, at::ScalarType to) {
   return at::isFloatingType(to) || from == at::kBool ? kOrderOps : OpSet{};
 }
 
-/// For a PlacementMap.
+/// Whether any placement shards, for a PlacementMap.
 bool any_sharded(const Placements& placements);
 /// The placement that gives the ranks these extents of leading dims 0..dim: Shard(0) where they are torch.chunk's.
 Placement from_extents(int64_t dim, const std::vector<int64_t>& extents);

@@ -21,7 +21,7 @@ class Registry {
   /// The rule of "aten::add_.Tensor", or of a user's operator; null without one. What changes a tensor's own shape (squeeze_) has
   /// one of its own or none.
   const Rule* find(const c10::OperatorHandle& op) const;
-  /// For operators that PyTorch tags as pointwise.
+  /// The rule for operators that PyTorch tags as pointwise.
   const Rule& pointwise() const { return pointwise_; }
   /// Runs an operator on whole tensors.
   const Rule& whole() const { return whole_; }

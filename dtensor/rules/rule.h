@@ -1,6 +1,6 @@
 #pragma once
 
-// Internal: what a sharding rule says about one operator call, as data. The engine (dispatch/propagate.cpp) derives the
+// Internal: what a sharding rule says about one operator call, as data. The engine (plan/propagate.cpp) derives the
 // placements.
 
 #include <ATen/core/function_schema.h>
@@ -71,11 +71,13 @@ struct PartialFlow {
 /// express; nothing where it does not. `others`: the input's placements on the other mesh dims; `ranks` of this one.
 using PlacementMap = std::function<std::vector<Placement>(const Placement& input, const Placements& others, int64_t ranks)>;
 
-/// Where a RaggedShard may be used as Shard(0) may.
+/// The dims over which a RaggedShard may be used as Shard(0) may.
 enum class RaggedUse : uint8_t {
   kNone,
-  kRows,   ///< over dim 0
-  kMerged, ///< over several leading dims too: right on locals in which these are merged, wherever the locals start
+  kRows,        ///< over dim 0
+  kMerged,      ///< over several leading dims too: right on locals in which these are merged, wherever the locals start
+  kElementwise, ///< the same, and the inputs are broadcast: one that reaches into merged dims is stretched over them
+  kReduced,     ///< over several leading dims too, of which the outputs lack some: the kernel completes the rows of a local
 };
 
 /// How the results on the locals become DTensors.
@@ -173,7 +175,7 @@ struct LocalCall {
   c10::IValue* find(std::string_view argument) const;
   /// Replaces the arguments by `result`.
   void finish(c10::IValue result) const;
-  /// The same for a tensor, through the out= argument where the overload has one.
+  /// Finishes with a tensor, through the out= argument where the overload has one.
   void finish_out(const at::Tensor& result) const;
 };
 

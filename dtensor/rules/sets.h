@@ -48,6 +48,7 @@ class EnumSet {
  public:
   constexpr EnumSet(std::same_as<E> auto... members) : bits_((0u | ... | bit(members))) {}
   constexpr bool contains(E member) const { return (bits_ & bit(member)) != 0; }
+  constexpr bool has_any(EnumSet others) const { return (bits_ & others.bits_) != 0; }
   constexpr EnumSet operator|(EnumSet other) const { return EnumSet(bits_ | other.bits_); }
   constexpr EnumSet operator&(EnumSet other) const { return EnumSet(bits_ & other.bits_); }
 

@@ -54,10 +54,13 @@ int64_t state_bytes(const torch::nn::Module& model, const torch::optim::AdamW* o
       counter.add(state.exp_avg_sq());
     }
   }
-  for (const auto& module : model.modules(/*include_self=*/false)) {
-    if (tessera::is_sharded(*module)) counter.add_bytes(tessera::fsdp(*module).unsharded_bytes());
-  }
-  if (tessera::is_sharded(model)) counter.add_bytes(tessera::fsdp(model).unsharded_bytes());
+  const auto add_gathered = [&](const torch::nn::Module& module) {
+    if (!tessera::is_sharded(module)) return;
+    const auto handle = tessera::fsdp(module);
+    counter.add_bytes(handle.unsharded_bytes() + handle.kept_bytes());
+  };
+  for (const auto& module : model.modules(/*include_self=*/false)) add_gathered(*module);
+  add_gathered(model);
   return counter.bytes();
 }
 

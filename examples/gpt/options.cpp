@@ -30,7 +30,8 @@ ABSL_FLAG(int64_t, validation_batches, 8, "batches of a validation; 0 for no val
 ABSL_FLAG(int64_t, sample_bytes, 256, "length of the sampled text");
 ABSL_FLAG(std::string, prompt, "It is a truth ", "what the sampled text begins with");
 ABSL_FLAG(std::string, checkpoint, "",
-          "folder for checkpoints, one folder step-<n> in it each, none yet unless --resume; empty for none");
+          "folder for checkpoints, one folder step-<n> in it each, none yet unless --resume; empty for none. At SIGTERM the "
+          "training is saved there, and ends with status 0");
 ABSL_FLAG(int64_t, save_every, 0, "steps between checkpoints; 0: only after the last step");
 ABSL_FLAG(int32_t, keep_last, 0, "checkpoints to keep, older ones are removed; 0 for all");
 ABSL_FLAG(bool, resume, false, "go on from the newest checkpoint in --checkpoint, if there is one");

@@ -14,6 +14,7 @@
 #include "common/memory.h"
 #include "common/ranks.h"
 #include "common/step_trace.h"
+#include "common/termination.h"
 #include "gpt/optimizer.h"
 #include "gpt/sampling.h"
 #include "gpt/sharding.h"
@@ -69,6 +70,7 @@ Trainer::Trainer(const Options& options)
   if (!options_.dump_initial.empty()) dump_initial();
   if (mesh_.defined()) shard(model_, mesh_, options_);
   if (options_.resume) resume();
+  if (!options_.checkpoint.empty()) examples::note_termination();
   if (first_rank()) log_ = JsonLog(options_.log, options_.resume);
 }
 
@@ -81,7 +83,7 @@ void Trainer::run() {
   progress_.begin(first_step_);
 
   int64_t done = first_step_;
-  while (done < options_.steps && !out_of_time()) {
+  while (done < options_.steps && !is_to_stop()) {
     const bool is_traced = !options_.trace.empty() && done == std::min(first_step_ + 2, options_.steps - 1); // warm by then
     const auto metrics = is_traced ? train_step_traced(done) : train_step(done);
     ++done;
@@ -99,6 +101,7 @@ void Trainer::run() {
   const double seconds = seconds_since(start_);
   const auto bytes = examples::max_over_ranks({static_cast<double>(state_bytes(*model_, &optimizer_))})[0];
   if (!options_.checkpoint.empty() && done > first_step_) save(done);
+  if (is_terminated_) return progress_.line("stopped by SIGTERM; --resume goes on");
   progress_.line(fmt::format("{} steps in {:.1f} s; parameters, gradients and optimizer state: {:.2f} MB a rank",
                              done - first_step_, seconds, bytes / 1e6));
   if (options_.validation_batches > 0) {
@@ -249,9 +252,13 @@ void Trainer::write_samples() {
 }
 
 // The ranks' clocks differ: the first rank decides.
-bool Trainer::out_of_time() {
-  if (options_.max_seconds == 0) return false;
-  return examples::sum_over_ranks({first_rank() && seconds_since(start_) > options_.max_seconds ? 1.0 : 0.0})[0] > 0;
+// Every rank stops after the same step.
+bool Trainer::is_to_stop() {
+  if (options_.max_seconds == 0 && options_.checkpoint.empty()) return false;
+  const bool is_out_of_time = options_.max_seconds > 0 && first_rank() && seconds_since(start_) > options_.max_seconds;
+  const auto asked = examples::sum_over_ranks({examples::is_terminated() ? 1.0 : 0.0, is_out_of_time ? 1.0 : 0.0});
+  is_terminated_ = asked[0] > 0;
+  return is_terminated_ || asked[1] > 0;
 }
 
 bool Trainer::first_rank() const { return rank() == 0; }

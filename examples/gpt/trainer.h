@@ -35,7 +35,7 @@ class Trainer {
   void check_checkpoint_folder() const;
   bool writes_samples() const;
   void write_samples();
-  bool out_of_time();
+  bool is_to_stop();
   bool first_rank() const;
   Batch to_device(const Batch& batch) const;
 
@@ -51,6 +51,7 @@ class Trainer {
   JsonLog log_{"", false}; // the first rank opens it when nothing else can fail: a new training empties it
   Progress progress_;
   std::chrono::steady_clock::time_point start_;
+  bool is_terminated_ = false; // by a SIGTERM to some rank
 };
 
 } // namespace gpt

@@ -10,7 +10,7 @@
 #include <tessera/tests/activations/small_mlp.h>
 #include <tessera/tests/support/matchers.h>
 
-namespace tessera::testing {
+namespace tessera::testing::recompute_buffers_test {
 namespace {
 
 using torch::Tensor;
@@ -132,4 +132,4 @@ TEST(Recompute, FindsBuffersThatAreWrittenWithTheValuesThatTheyHave) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::recompute_buffers_test

@@ -10,7 +10,7 @@
 #include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/matchers.h>
 
-namespace tessera::testing {
+namespace tessera::testing::recompute_test {
 namespace {
 
 using torch::Tensor;
@@ -464,4 +464,4 @@ TEST(Recompute, AFunctionThatCatchesEverythingRunsToItsEnd) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::recompute_test

@@ -12,7 +12,7 @@
 #include <tessera/tests/activations/small_mlp.h>
 #include <tessera/tests/support/matchers.h>
 
-namespace tessera::testing {
+namespace tessera::testing::saved_tensors_test {
 namespace {
 
 using torch::Tensor;
@@ -153,4 +153,4 @@ TEST(SavedTensors, RefuseAPlaceThatBringsBackOtherTensors) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::saved_tensors_test

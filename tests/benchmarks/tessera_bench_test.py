@@ -94,6 +94,20 @@ class TesseraBenchTest(unittest.TestCase):
             with self.subTest(**{name: result["settings"][name] for name in ("model", "strategy", "layout", "ranks")}):
                 self.assertLess(abs(measured["explained_peak_bytes"] / measured["peak_bytes"] - 1), 0.03)
 
+    def test_the_state_is_what_a_rank_holds(self):
+        """In bytes of one copy of the parameters, with their gradients and AdamW's two moments."""
+        ranks, width = 4, 128
+        common = {**TINY, "width": width, "ranks": ranks, "measure": "optimizer", "steps": 1}
+        expected = {"no-shard": 4, "zero-1": 1 + 4 / ranks, "zero-2": 1 + 4 / ranks, "full": 4 / ranks, "hybrid": 8 / ranks,
+                    "hierarchical": 1 / 2 + 4 / ranks}  # the part inside a row of the mesh, 2 x 2, is kept
+        done = self.run_matrix({"common": common, "product": {"strategy": list(expected), "layout": ["ragged", "per-parameter"]}})
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        for result in self.results():
+            settings, measured = result["settings"], result["measured"]
+            with self.subTest(strategy=settings["strategy"], layout=settings["layout"]):
+                copies = measured["state_bytes"] / (4 * measured["parameters"])
+                self.assertAlmostEqual(copies, expected[settings["strategy"]], delta=0.05)
+
     def test_flags_are_lists_of_cases(self):
         done = subprocess.run([PROGRAM, "--model=mlp", "--layers", "1", "--width", "16", "--ranks", "1,2", "--strategy", "zero-1,full", "--steps", "1",
                                f"--out={self.out}"], capture_output=True, text=True, timeout=TIMEOUT)

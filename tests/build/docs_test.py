@@ -7,8 +7,8 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]
-LIBRARY = ["collectives", "offload", "activations", "mesh", "dtensor", "mixed_precision", "optim", "nn", "fsdp", "checkpoint", "training"]
-ARCHITECTURE = ROOT / "docs/architecture.md"
+LIBRARY = ["base", "collectives", "offload", "activations", "mesh", "dtensor", "reads", "mixed_precision", "optim", "nn", "fsdp", "checkpoint", "training"]
+MECHANISM = [ROOT / "docs/architecture.md", ROOT / "docs/dtensor_internals.md", *(page for folder in LIBRARY for page in ROOT.glob(f"{folder}/README.md"))]
 PROGRAMS = [*LIBRARY, "python", "examples", "benchmarks", "tools", "tests"]
 
 
@@ -31,6 +31,19 @@ def anchors(page):
 
 def git(*arguments, text=None):
     return subprocess.run(["git", *arguments], cwd=ROOT, input=text, capture_output=True, text=True).stdout
+
+
+def included(headers):
+    return {name for header in headers for name in re.findall(r"^#include <tessera/([^>]+)>", (ROOT / header).read_text(), flags=re.MULTILINE)}
+
+
+def public_headers(door):
+    """A header, and those that it includes, directly or not."""
+    found, new = set(), {door}
+    while new:
+        found |= new
+        new = included(new) - found
+    return found
 
 
 def has_history():
@@ -57,44 +70,103 @@ class Docs(unittest.TestCase):
 
     @unittest.skipUnless(has_history(), "no history")
     def test_commits_of_the_results_exist(self):
-        rows = [line for line in (ROOT / "docs/results.md").read_text().splitlines() if line.startswith("|")]
-        named = sorted({commit for row in rows for commit in re.findall(r"\b[0-9a-f]{7}\b", row.split("|")[-2])})
+        named = {commit for page in PAGES for commit in re.findall(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7}\b", prose(page))}
         self.assertGreater(len(named), 20)
-        known = git("cat-file", "--batch-check", text="".join(f"{commit}^{{commit}}\n" for commit in named)).splitlines()
-        self.assert_none([line for line in known if line.endswith("missing")], "docs/results.md names commits that do not exist")
+        known = git("cat-file", "--batch-check", text="".join(f"{commit}^{{commit}}\n" for commit in sorted(named))).splitlines()
+        self.assert_none([line for line in known if line.endswith("missing")], "the pages name commits that do not exist")
+
+    def test_every_result_has_a_commit(self):
+        rows = [line for line in (ROOT / "docs/results.md").read_text().splitlines() if line.startswith("|") and "`" in line]
+        self.assertGreater(len(rows), 20)
+        self.assert_none([row for row in rows if not re.search(r"\b[0-9a-f]{7}\b", row.split("|")[-2])], "results without a commit")
+
+    def test_files_of_tests_exist_and_are_run(self):
+        run = "".join(path.read_text() for path in [*ROOT.glob("tests/**/CMakeLists.txt"), *(ROOT / "scripts").iterdir()] if path.is_file())
+        named = [(page, name) for page in PAGES for name in re.findall(r"\btests/[\w/]+\.(?:cpp|py|h)\b", page.read_text())]
+        self.assertGreater(len(named), 10)
+        self.assert_none([f"{page.name}: {name}" for page, name in named if not (ROOT / name).exists()], "files that do not exist")
+        self.assert_none([f"{page.name}: {name}" for page, name in named if not name.endswith((".h", "_test.cpp")) and pathlib.Path(name).name not in run],
+                         "files that nothing builds or runs") # every_test_is_registered looks for *_test.cpp
 
     def test_scripts_exist(self):
         named = [(page, name) for page in PAGES for name in re.findall(r"\b(?:scripts|benchmarks)/[a-z-]+\b(?![/.\w])", page.read_text())]
         self.assert_none([f"{page.name}: {name}" for page, name in named if not (ROOT / name).exists()], "commands that do not exist")
 
-    def test_the_readme_lists_every_public_header(self):
-        headers = re.findall(r"<tessera/[a-z_]+/([a-z_]+\.h)>", (ROOT / "tessera.h").read_text())
-        text = (ROOT / "README.md").read_text()
-        self.assert_none([header for header in headers if not re.search(rf"[/`]{header}`", text)], "headers that README.md lacks")
+    def test_the_readme_lists_every_door(self):
+        rows = dict(re.findall(r"^\| `tessera/(\w+\.h)` \| (.*?) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
+        self.assertEqual(sorted(rows), sorted(path.name for path in ROOT.glob("*.h")), "README.md's table, and the headers of the root")
+        self.assertEqual(sorted(rows), sorted([*included(["tessera.h"]), "tessera.h"]), "README.md's table, and what tessera.h includes")
+        for door, row in rows.items():
+            words = set(re.findall(r"\w+", "\n".join((ROOT / header).read_text() for header in public_headers(door))))
+            self.assert_none(set(re.findall(r"`(\w+)`", row)) - words, f"README.md names what is not behind {door}")
 
-    def test_files_of_the_architecture_exist(self):
-        names = re.findall(r"\b[a-z_]+(?:/[a-z_]+)+\.(?:cpp|h|md)\b", ARCHITECTURE.read_text())
-        self.assert_none([name for name in names if not (ROOT / name).exists()], "docs/architecture.md names files that do not exist")
+    def test_the_list_of_headers_is_complete(self):
+        page = (ROOT / "docs/headers.md").read_text()
+        listed = re.findall(r"`tessera/([\w/]+\.h)`", page)
+        internal = {header for header in public_headers("tessera.h") if "\n// Internal" in (ROOT / header).read_text()}
+        self.assertEqual(sorted(listed), sorted(public_headers("tessera.h") - internal - {path.name for path in ROOT.glob("*.h")}),
+                         "docs/headers.md, and the public headers")
+        for door, section in re.findall(r"^## (\w+\.h)\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL):
+            self.assert_none(set(re.findall(r"`tessera/([\w/]+\.h)`", section)) - public_headers(door), f"headers that {door} does not include")
+        words = set(re.findall(r"\w+", "\n".join((ROOT / header).read_text() for header in listed)))
+        self.assert_none(set(re.findall(r"`(\w+)`", page)) - words, "docs/headers.md names what no public header has")
 
-    def test_names_of_the_architecture_exist(self):
+    def test_files_of_the_mechanism_exist(self):
+        for page in MECHANISM:
+            text = re.sub(r"\]\([^)]*\)", "", prose(page))
+            names = re.findall(r"(?<![\w/])[a-z_]+(?:/[a-z_]+)+\.(?:cpp|h|md)\b", text)
+            names += [f"{name}.*" for row in re.findall(r"^\| (`[^|]+) \|", text, flags=re.MULTILINE) for name in re.findall(r"`(\w+/\w+)`", row)]
+            self.assert_none([name for name in names if not [*ROOT.glob(name), *page.parent.glob(name)]], f"{page} names files that do not exist")
+
+    def test_names_of_the_mechanism_exist(self):
         known = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources([*LIBRARY, "python"]))))
-        known |= {path.stem for path in sources(LIBRARY)} | set(PROGRAMS)
-        named = [code for code in re.findall(r"`([^`\n]+)`", prose(ARCHITECTURE)) if re.fullmatch(r"~?[\w:/]+(\(.*\))?", code)]
-        words = [word for code in named for word in re.findall(r"[A-Za-z_]\w+", re.sub(r"\(.*", "", code))]
-        self.assert_none([word for word in words if word not in known], "docs/architecture.md names what no source has")
+        known |= {word for path in sources(LIBRARY) for word in path.relative_to(ROOT).with_suffix("").parts} | set(PROGRAMS)
+        for page in MECHANISM:
+            named = [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if re.fullmatch(r"~?[\w:/]+(\(.*\))?", code)]
+            words = [word for code in named for word in re.findall(r"[A-Za-z_]\w+", re.sub(r"\(.*", "", code))]
+            self.assert_none([word for word in words if word not in known], f"{page} names what no source has")
 
     def test_tests_beside_fsdp2s_exist(self):
         text = "\n".join(path.read_text() for path in sources(["tests"]))
         known = {f"{suite}.{name}" for suite, name in re.findall(r"^TEST(?:_[FP])?\((\w+), (\w+)\)", text, flags=re.MULTILINE)}
-        known |= {f"holds: {name}" for name in re.findall(r'holds_case<.*?>\("(\w+)"\)', text)}
-        parity = (ROOT / "tests/fsdp/python_parity_test.cpp").read_text()
+        known |= {f"equivalence: {name}" for name in re.findall(r'equivalence_case<.*?>\("(\w+)"\)', text)}
+        parity = (ROOT / "tests/fsdp/training/python_parity_test.cpp").read_text()
         known |= {f"parity: {name}" for name in re.findall(r'\.name = "([^"]+)"', parity)}
         rows = [line for line in (ROOT / "docs/fsdp2_tests.md").read_text().splitlines() if line.startswith("| ")]
-        named = [name for row in rows for name in re.findall(r"`([A-Z]\w*\.[A-Z]\w+|(?:holds|parity): [^`]+)`", row)]
+        named = [name for row in rows for name in re.findall(r"`([A-Z]\w*\.[A-Z]\w+|(?:equivalence|parity): [^`]+)`", row)]
         self.assertGreater(len(named), 100)
         self.assert_none([name for name in named if name not in known], "docs/fsdp2_tests.md names tests that do not exist")
         self.assert_none([row for row in rows if " none" not in row and "`" not in row and "every" not in row and "FSDP2: " not in row
                           and "PyTorch: " not in row], "docs/fsdp2_tests.md has rows without a test or a reason")
+
+    def test_tests_beside_fsdp2s_run_where_the_page_says(self):
+        there = self.simulated_tests()
+        rows = [line for line in (ROOT / "docs/fsdp2_tests.md").read_text().splitlines() if line.startswith("| ")]
+        claims = re.findall(r"`([A-Z]\w*\.[A-Z]\w+)`,? on the simulated device", "\n".join(rows))
+        self.assertGreater(len(claims), 3)
+        self.assert_none([name for name in claims if name not in there], "tests that no entry runs on the simulated device")
+
+    def simulated_tests(self):
+        """`Suite.Name` of the files that a tessera_test with SIMULATED_RANKS runs, or that use the device by themselves."""
+        names = set()
+        for listing in ROOT.glob("tests/**/CMakeLists.txt"):
+            for entry, words in re.findall(r"tessera_test\((\S+)([^)]*)\)", listing.read_text()):
+                files = re.search(r"FILES ([a-z_\s]+)", words)
+                places = set(files[1].split() if files else entry.split(".")[1:2])
+                for source in listing.parent.rglob("*_test.cpp"):
+                    text = source.read_text()
+                    if places & {source.stem, *source.parts} and ("SIMULATED_RANKS" in words or "sim::" in text):
+                        names |= {f"{suite}.{name}" for suite, name in re.findall(r"^TEST(?:_[FP])?\((\w+), (\w+)\)", text, flags=re.MULTILINE)}
+        return names
+
+    def test_the_table_of_dtypes_has_a_measurement_of_each_column(self):
+        text = (ROOT / "docs/mixed_precision.md").read_text()
+        rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+        table = [cells for cells in rows if len(cells) == 4]
+        self.assertEqual([cell.strip() for cell in table[0]], ["tensor", "called directly", "with `tessera::call`", "FSDP2"])
+        measured = (ROOT / "tests/fsdp/reads/boundaries_test.cpp").read_text(), (ROOT / "tests/fsdp/fsdp2_dtypes.py").read_text()
+        self.assert_none([cells[0] for cells in table[1:] for source, cell in zip(measured, cells[2:])
+                          if "(none)" not in cell and re.sub("^.*: ", "", cells[0].strip()) not in source], "rows that no test measures")
 
     def test_every_environment_variable_is_in_the_table(self):
         call = r"(?:getenv|environ\.get|environment\.(?:get|find)|text|integer)\(\s*"

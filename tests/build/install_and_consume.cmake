@@ -29,7 +29,7 @@ execute_process(COMMAND "${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${pref
 execute_process(COMMAND "${CMAKE_COMMAND}" -G Ninja -S "${CONSUMER}" -B "${build}" -D "CMAKE_PREFIX_PATH=${prefix}"
   -D "CMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}" ${run})
 if(EXISTS "${prefix}/include/tessera/fsdp/schedule.h")
-  message(FATAL_ERROR "an internal header was installed: fsdp/schedule.h")
+  message(FATAL_ERROR "an internal header was installed: fsdp/schedule/schedule.h")
 endif()
 execute_process(COMMAND "${CMAKE_COMMAND}" --build "${build}" ${run})
 

@@ -59,7 +59,7 @@ class LionAndAdamW : public OwnTraining {
     loss.backward();
     lion_.step();
     adamw_.step();
-    return mean_over_ranks(loss);
+    return mean_loss_over_ranks(loss);
   }
   StateDict state(const StateDictOptions& options) override {
     return state_dict(model_, {{"lion", lion_}, {"adamw", adamw_}}, options);
@@ -95,7 +95,7 @@ class LbfgsTraining : public OwnTraining {
       optimizer_.zero_grad();
       const auto part = loss_of(model_, strategy_, 0);
       part.backward();
-      return torch::tensor(mean_over_ranks(part), torch::kDouble); // it decides where the search ends: the same on all ranks
+      return torch::tensor(mean_loss_over_ranks(part), torch::kDouble); // it decides where the search ends: the same on all ranks
     });
     return loss.item<double>();
   }
@@ -136,7 +136,7 @@ class GanTraining : public OwnTraining {
     const auto fooling = torch::softplus(-discriminator_->forward(made)).mean();
     fooling.backward();
     generator_steps_->step();
-    return mean_over_ranks(telling.detach() + fooling.detach());
+    return mean_loss_over_ranks(telling.detach() + fooling.detach());
   }
   StateDict state(const StateDictOptions& options) override {
     auto first = options, second = options;

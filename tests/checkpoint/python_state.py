@@ -1,4 +1,4 @@
-"""The Python side of python_state_test: trains with FSDP2 on two ranks, saves, and goes on.
+"""The Python side of python_state_test: trains with FSDP2 on two ranks, and on a hybrid mesh of four, saves, and goes on.
 
 python_state.py FOLDER: for each case FOLDER/<case>/saved (torch.distributed.checkpoint, model and optimizer after 3 steps),
 FOLDER/<case>/later (the model after 3 more) and FOLDER/<case>/losses.txt (of those 3).
@@ -38,6 +38,19 @@ class Wrapped(torch.nn.Module):
         return self.net(x)
 
 
+class Tied(torch.nn.Module):
+    """Two layers of one weight, and a parameter of one element, of which three ranks of a mesh of four have nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(5, 7), torch.nn.Linear(5, 7)
+        self.last.weight = self.first.weight
+        self.gain = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return torch.tanh(self.first(x)) * self.last(x) * self.gain
+
+
 # name: class, options, whether get_state_dict flattens, model, keys of model and optimizer
 CASES = {
     "adamw": (torch.optim.AdamW, dict(betas=(0.8, 0.95), amsgrad=True), False, Model, "model", "optimizer"),
@@ -55,16 +68,17 @@ CASES = {
 
 def step_on(model, optimizer, scheduler, step, rank):
     """One step on this rank's rows; the mean loss over all ranks."""
-    x = torch.sin(torch.arange(12 * 5, dtype=torch.double) + step).view(12, 5).chunk(RANKS)[rank]
+    ranks = dist.get_world_size()
+    x = torch.sin(torch.arange(12 * 5, dtype=torch.double) + step).view(12, 5).chunk(ranks)[rank].to(next(model.parameters()).dtype)
     loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     if scheduler:
         scheduler.step()
-    mean = loss.detach().clone()
+    mean = loss.detach().double()
     dist.all_reduce(mean)
-    return (mean / RANKS).item()
+    return (mean / ranks).item()
 
 
 def train(rank, folder, mesh, case):
@@ -114,6 +128,24 @@ def save_numbered(folder, mesh):
         dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=f"{folder}/{name}")
 
 
+def train_tied(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-of-four", rank=rank, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name, dtype in (("tied", torch.double), ("tied-bf16", torch.bfloat16)):
+        torch.manual_seed(1)
+        model = Tied().to(dtype)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        for step in range(3):
+            step_on(model, optimizer, None, step, rank)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/{name}/saved")
+        losses = [step_on(model, optimizer, None, step, rank) for step in range(3, 6)]
+        if rank == 0:
+            pathlib.Path(folder, name, "losses.txt").write_text("\n".join(repr(loss) for loss in losses))
+    dist.destroy_process_group()
+
+
 def run(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -125,3 +157,4 @@ def run(rank, folder):
 
 if __name__ == "__main__":
     torch.multiprocessing.start_processes(run, (sys.argv[1],), RANKS, start_method="fork")
+    torch.multiprocessing.start_processes(train_tied, (sys.argv[1],), 4, start_method="fork")

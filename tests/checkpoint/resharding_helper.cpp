@@ -3,7 +3,7 @@
 //   resharding_helper --ranks N ROOT load [FROM STRATEGY]... loads FROM into the strategy, and prints "same" where all is
 //   identical
 #include <tessera/checkpoint/checkpoint.h>
-#include <tessera/checkpoint/plan.h>
+#include <tessera/checkpoint/save/plan.h>
 #include <tessera/collectives/launch.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 

@@ -58,6 +58,9 @@ inline std::vector<std::string> strategies_and_layouts() {
           "hybrid-per-parameter", "no-shard-ragged",    "no-shard-per-parameter"};
 }
 
+/// Sweeps over pairs of strategies always take it.
+inline bool are_default(const std::string& from, const std::string& to) { return from == "full-ragged" && to == "full-ragged"; }
+
 /// Each of `blocks` is a group, and the rest of `model` one.
 inline void shard(torch::nn::Module& model, const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
                   const std::string& strategy) {
@@ -78,7 +81,7 @@ inline void shard(torch::nn::Module& model, const std::vector<std::shared_ptr<to
 }
 inline void shard(TrainedModel& model, const std::string& strategy) { shard(model, model.blocks->children(), strategy); }
 
-inline double mean_over_ranks(const at::Tensor& loss) {
+inline double mean_loss_over_ranks(const at::Tensor& loss) {
   auto& context = process_context();
   std::vector<int64_t> world(static_cast<size_t>(context.world_size()));
   std::iota(world.begin(), world.end(), 0);
@@ -106,7 +109,7 @@ inline double train_step(TrainedModel& model, torch::optim::Optimizer& optimizer
   const auto loss = loss_of(model, strategy, step);
   loss.backward();
   optimizer.step();
-  return mean_over_ranks(loss);
+  return mean_loss_over_ranks(loss);
 }
 
 /// A model and its optimizer under a strategy.

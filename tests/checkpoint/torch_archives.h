@@ -3,7 +3,7 @@
 // Zip archives as torch.save writes them, with pickles made by hand.
 
 #include <caffe2/serialize/inline_container.h>
-#include <tessera/checkpoint/pickle_writer.h>
+#include <tessera/checkpoint/bytes/pickle_writer.h>
 
 #include <filesystem>
 #include <functional>

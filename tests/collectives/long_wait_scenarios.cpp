@@ -78,11 +78,7 @@ void rank_0_polls_what_comes_late() {
   auto work = world.group->all_reduce(tensor, ReduceOp::kSum, "late");
   if (world.rank() != 0) return work.wait();
   while (!work.is_completed()) usleep(1000);
-  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(2);
-  while (says_that_it_waits()) {
-    TORCH_CHECK(std::chrono::steady_clock::now() < limit, "rank 0 still says that it waits");
-    usleep(10'000);
-  }
+  while (says_that_it_waits()) usleep(10'000); // until the test kills it
 }
 
 } // namespace tessera::testing

@@ -500,6 +500,8 @@ void run(const std::string& scenario) {
   if (const char* failing = std::getenv("RANK_PROGRAM_FAILS_TO_JOIN"); failing && std::string(failing) == std::getenv("RANK"))
     tessera::testing::fail_to_join();
   if (scenario == "is_signalled_while_ranks_join") tessera::testing::signal_while_others_join();
+  if (constexpr std::string_view kSignal = "ends_by_signal/"; scenario.starts_with(kSignal))
+    return tessera::testing::ends_by_signal(scenario.substr(kSignal.size()));
   if (scenario.starts_with("dies/")) {
     const auto end_of_how = scenario.find('/', 5);
     return rank_1_dies(scenario.substr(5, end_of_how - 5), scenario.substr(end_of_how + 1));
@@ -530,6 +532,9 @@ int main(int argc, char** argv) {
       tessera::launch(2, [] {});
     }
     if (scenario == "launches_another_number") return tessera::launch(tessera::is_launched_rank() ? 3 : 2, [] {});
+    if (scenario == "run_main_throws") return tessera::run_main([]() -> int { throw std::runtime_error("no more data"); });
+    if (scenario == "launch_with_a_handler") return tessera::testing::launch_with_a_handler(2);
+    if (scenario == "launch_where_it_is_ignored") return tessera::testing::launch_where_it_is_ignored(2);
     if (scenario == "last_rank_throws_where_its_end_is_ignored") std::signal(SIGCHLD, SIG_IGN);
     tessera::LaunchOptions options;
     if (scenario.starts_with("dies/") || scenario.ends_with("_and_then_rank_0") || scenario.starts_with("killed_") ||

@@ -67,4 +67,10 @@ void strangers_on_every_port();
 /// error names it, and how long after.
 void random_failure(const std::string& how, uint32_t seed);
 
+/// What ranks do with a SIGTERM that comes to the program that started them; with RANK_PROGRAM_SIGNALS_ALL to them as well.
+void ends_by_signal(const std::string& how);
+/// The programs' own handler says that it was called. Returns the status of `launch`.
+int launch_with_a_handler(int ranks);
+int launch_where_it_is_ignored(int ranks);
+
 } // namespace tessera::testing

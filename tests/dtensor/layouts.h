@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <tessera/dtensor/api.h>
-#include <tessera/dtensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -81,18 +81,18 @@ inline std::vector<Placement> ragged_shards(const std::vector<int64_t>& sizes, i
     rows *= sizes[dim];
     std::vector<int64_t> extents(ranks, 0);
     extents[ranks - 1] = rows;
-    result.push_back(RaggedShard{static_cast<int64_t>(dim), extents});
+    result.emplace_back(RaggedShard{static_cast<int64_t>(dim), extents});
     if (ranks == 1) continue;
     extents[0] = rows / 3;
     extents[ranks - 1] = rows - rows / 3;
-    result.push_back(RaggedShard{static_cast<int64_t>(dim), extents});
+    result.emplace_back(RaggedShard{static_cast<int64_t>(dim), extents});
   }
   return result;
 }
 
 inline std::vector<Placement> shards(const std::vector<int64_t>& sizes) {
   std::vector<Placement> result;
-  for (size_t dim = 0; dim < sizes.size(); ++dim) result.push_back(Shard{static_cast<int64_t>(dim)});
+  for (size_t dim = 0; dim < sizes.size(); ++dim) result.emplace_back(Shard{static_cast<int64_t>(dim)});
   return result;
 }
 
@@ -101,15 +101,15 @@ inline std::vector<Placement> whole_placements(const std::vector<int64_t>& sizes
   std::vector<Placement> result{Replicate{}};
   for (const auto& placement : shards(sizes)) result.push_back(placement);
   for (const auto& placement : ragged_shards(sizes, ranks)) result.push_back(placement);
-  if (!sizes.empty()) result.push_back(StridedShard{static_cast<int64_t>(sizes.size()) - 1, 2});
+  if (!sizes.empty()) result.emplace_back(StridedShard{static_cast<int64_t>(sizes.size()) - 1, 2});
   return result;
 }
 
 inline std::vector<Placement> partials() {
   using Op = Partial::Op;
   std::vector<Placement> result;
-  for (const auto op : {Op::kSum, Op::kAvg, Op::kMin, Op::kMax, Op::kProduct, Op::kMask}) result.push_back(Partial{op});
-  result.push_back(Partial{Op::kNorm, 2.0});
+  for (const auto op : {Op::kSum, Op::kAvg, Op::kMin, Op::kMax, Op::kProduct, Op::kMask}) result.emplace_back(Partial{op});
+  result.emplace_back(Partial{Op::kNorm, 2.0});
   return result;
 }
 

@@ -7,7 +7,7 @@
 
 #include "../support/temporary_folder.h"
 
-namespace gpt {
+namespace gpt::metrics_test {
 namespace {
 
 using tessera::testing::TemporaryFolder;
@@ -69,4 +69,4 @@ TEST(JsonLog, NamesTheFileItCannotWrite) {
 }
 
 } // namespace
-} // namespace gpt
+} // namespace gpt::metrics_test

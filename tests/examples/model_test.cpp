@@ -9,7 +9,7 @@
 
 #include "../support/matchers.h"
 
-namespace gpt {
+namespace gpt::model_test {
 namespace {
 
 constexpr ModelConfig kSmall{.layers = 2, .width = 24, .heads = 3, .sequence = 10};
@@ -90,4 +90,4 @@ TEST(Sampling, Printable) {
 }
 
 } // namespace
-} // namespace gpt
+} // namespace gpt::model_test

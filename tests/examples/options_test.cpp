@@ -5,7 +5,7 @@
 #include <gpt/optimizer.h>
 #include <gpt/options.h>
 
-namespace gpt {
+namespace gpt::options_test {
 namespace {
 
 using tessera::testing::error_of;
@@ -196,4 +196,4 @@ TEST(Optimizer, DecaysMatricesOnly) {
 }
 
 } // namespace
-} // namespace gpt
+} // namespace gpt::options_test

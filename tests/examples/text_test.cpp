@@ -7,7 +7,7 @@
 #include "../support/matchers.h"
 #include "../support/temporary_folder.h"
 
-namespace gpt {
+namespace gpt::text_test {
 namespace {
 
 using tessera::testing::error_of;
@@ -96,4 +96,4 @@ TEST(Text, TooShort) {
 }
 
 } // namespace
-} // namespace gpt
+} // namespace gpt::text_test

@@ -8,7 +8,7 @@
 #include "../support/matchers.h"
 #include "../support/temporary_folder.h"
 
-namespace minilm {
+namespace minilm::tokenizer_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -112,4 +112,4 @@ TEST(Tokenizer, AgreesWithHuggingFace) {
 }
 
 } // namespace
-} // namespace minilm
+} // namespace minilm::tokenizer_test

@@ -2,9 +2,11 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 PROGRAM, VENV = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2])
@@ -121,6 +123,28 @@ class TrainGptTest(unittest.TestCase):
         (self.folder / "log.jsonl").unlink()
         rest = self.losses("--ranks=2", "--steps=4", f"--checkpoint={saved}", "--resume")
         self.assert_same_curve(rest, whole[2:], "resumed on 2 ranks")
+
+    def test_a_signal_saves_what_is_resumed(self):
+        saved, log = self.folder / "saved", self.folder / "log.jsonl"
+        command = [PROGRAM, f"--data={self.data}", f"--log={log}", "--samples=", *SMALL, "--ranks=2", f"--checkpoint={saved}",
+                   "--validate-every=0", "--steps=1000000"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder) as training:
+            try:
+                deadline = time.monotonic() + TIMEOUT
+                while training.poll() is None and not (log.exists() and '"step"' in log.read_text()):
+                    self.assertLess(time.monotonic(), deadline, "no step was logged")
+                    time.sleep(0.01)
+                training.send_signal(signal.SIGTERM)
+                output, error = training.communicate(timeout=TIMEOUT)
+            finally:
+                training.kill()  # nothing, once it has ended
+        self.assertEqual(training.returncode, 0, error)
+        self.assertIn("stopped by SIGTERM; --resume goes on", output)
+        (folder,) = saved.glob("step-*")
+        done = int(folder.name.removeprefix("step-"))
+        log.unlink()
+        rest = self.train("--ranks=4", f"--steps={done + 2}", f"--checkpoint={saved}", "--resume")[0]["step"]
+        self.assertEqual([record["step"] for record in rest], [done + 1, done + 2])
 
     def test_a_torn_checkpoint_is_named(self):
         saved = self.folder / "saved"

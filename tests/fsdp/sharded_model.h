@@ -59,6 +59,9 @@ inline std::vector<Strategy> strategies() {
   return all;
 }
 
+/// What a program gets that asks for nothing else: sweeps over strategies always take it.
+inline bool is_default(const Strategy& strategy) { return strategy.name == "full ragged"; }
+
 inline void shard_model(Net& net, const Strategy& strategy) {
   const auto mesh = strategy.mesh();
   const auto wrap = [&](torch::nn::Module& module) {

@@ -15,59 +15,60 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROGRAMS = ["sharded_simulated_device_test", "offload_to_host_test", "offload_test", "staged_test"]
+TESTS = {"fsdp_tests": "launches_test,program_streams_test,simulated_device_test,streams_test,offload_to_host_test,offload_test",
+         "collectives_tests": "staged_test"}
 
 # file, the line or lines, what takes their place
 MUTATIONS = [
-    ("fsdp/side_stream.cpp", "  event.block(*stream_);\n", ""),
-    ("fsdp/side_stream.cpp", "  Work(last_).wait();\n", ""),
-    ("fsdp/side_stream.cpp", "  if (!contains(users_, current)) users_.push_back(current);\n", ""),
-    ("fsdp/side_stream.cpp", "    mark(stream_).wait();\n", ""),
-    ("fsdp/side_stream.cpp", "      work_.wait();\n", "      work_ = Work();\n"),
-    ("fsdp/side_stream.cpp", "  std::exchange(last_, Work()).wait();\n", "  last_ = Work();\n"),
-    ("fsdp/side_stream.cpp", "    if (user != home) mark(user).wait();\n", "    static_cast<void>(user);\n"),
-    ("fsdp/side_stream.h", "      work.wait();\n", ""),
-    ("fsdp/side_stream.h", "      mark(*stream_).wait();\n", ""),
-    ("fsdp/gather.cpp", "  users_.wait_for(gather_);\n", ""),
-    ("fsdp/gather.cpp", "    gather_.wait();\n", ""),
-    ("fsdp/gather.cpp", "  users_.join();\n  if (state_ != State::kGathering)", "  if (state_ != State::kGathering)"),
-    ("fsdp/parameter_group.cpp", "    users_.end();\n    secondary", "    secondary"),
-    ("fsdp/parameter_group.cpp", "    secondary_users_.end();\n  } catch", "  } catch"),
-    ("fsdp/parameter_group.cpp", "  users_.end();\n  storage_->release();\n", "  storage_->release();\n"),
-    ("fsdp/parameter_group.cpp", "  const c10::OptionalStreamGuard home(users_.end());\n", ""),
-    ("fsdp/group_gradients.cpp", "  input.users.wait_for(reduction_.first);\n", ""),
-    ("fsdp/group_gradients.cpp", "    Work(reduction_.first).wait();\n", ""),
-    ("fsdp/group_gradients.cpp", "    wait_on_home();\n  } catch (...) { // of a broken", "  } catch (...) { // of a broken"),
-    ("fsdp/group_gradients.cpp", "  wait_for(group_, reduction_.second);\n", ""),
-    ("fsdp/touch.cpp", "  group.wait_to_write();\n", ""),
-    ("fsdp/side_stream.cpp", "  mark(before).wait();\n", ""),
-    ("fsdp/side_stream.cpp", "    Work(end).wait();\n", ""),
-    ("fsdp/schedule.cpp", "  const StreamScope scope(compute_stream_);\n  if (scope.has_switched()) use_on_current_stream(gradient);\n", ""),
-    ("fsdp/schedule.cpp", "  const StreamScope scope(compute_stream_);\n  const auto finish", "  const auto finish"),
-    ("fsdp/reduce_buffer.cpp", "  users.end();\n", ""),
-    ("fsdp/group_gradients.cpp", "  try {\n    wait_on_home();\n  } catch (...) { // of a device that has failed\n  }\n", ""),
-    ("fsdp/gather.cpp", "  fetching_ = streams().gather.run([&] {\n", "  fetching_ = [&](const auto& issue) { return issue(); }([&] {\n"),
-    ("fsdp/gather.cpp", "  if (!std::exchange(fetching_, Work()).is_completed()) streams().gather.synchronize();\n", ""),
-    ("fsdp/schedule.cpp", "    wait_for_copies();\n", "    for (auto& each : ready_) each.copy = nullptr;\n"),
+    ("fsdp/buffers/side_stream.cpp", "  event.block(*stream_);\n", ""),
+    ("fsdp/buffers/side_stream.cpp", "  Work(last_).wait();\n", ""),
+    ("fsdp/buffers/side_stream.cpp", "  if (!contains(users_, current)) users_.push_back(current);\n", ""),
+    ("fsdp/buffers/side_stream.cpp", "    mark(stream_).wait();\n", ""),
+    ("fsdp/buffers/side_stream.cpp", "      work_.wait();\n", "      work_ = Work();\n"),
+    ("fsdp/buffers/side_stream.cpp", "  std::exchange(last_, Work()).wait();\n", "  last_ = Work();\n"),
+    ("fsdp/buffers/side_stream.cpp", "    if (user != home) mark(user).wait();\n", "    static_cast<void>(user);\n"),
+    ("fsdp/buffers/side_stream.h", "      work.wait();\n", ""),
+    ("fsdp/buffers/side_stream.h", "      mark(*stream_).wait();\n", ""),
+    ("fsdp/group/gather.cpp", "  users_.wait_for(gather_);\n", ""),
+    ("fsdp/group/gather.cpp", "    gather_.wait();\n", ""),
+    ("fsdp/group/gather.cpp", "  users_.join();\n  if (state_ != State::kGathering)", "  if (state_ != State::kGathering)"),
+    ("fsdp/group/parameter_group.cpp", "    users_.end();\n    secondary", "    secondary"),
+    ("fsdp/group/parameter_group.cpp", "    secondary_users_.end();\n  } catch", "  } catch"),
+    ("fsdp/group/parameter_group.cpp", "  users_.end();\n  storage_->release();\n", "  storage_->release();\n"),
+    ("fsdp/group/parameter_group.cpp", "  const c10::OptionalStreamGuard home(users_.end());\n", ""),
+    ("fsdp/gradients/group_gradients.cpp", "  input.users.wait_for(reduction_.first);\n", ""),
+    ("fsdp/gradients/group_gradients.cpp", "    Work(reduction_.first).wait();\n", ""),
+    ("fsdp/gradients/group_gradients.cpp", "    wait_on_home();\n  } catch (...) { // of a broken", "  } catch (...) { // of a broken"),
+    ("fsdp/gradients/group_gradients.cpp", "  wait_for(group_, reduction_.second);\n", ""),
+    ("fsdp/reads/sharded_kind.cpp", "  group.wait_to_write();\n", ""),
+    ("fsdp/buffers/side_stream.cpp", "  mark(before).wait();\n", ""),
+    ("fsdp/buffers/side_stream.cpp", "    Work(end).wait();\n", ""),
+    ("fsdp/schedule/schedule.cpp", "  const StreamScope scope(compute_stream_);\n  if (scope.has_switched()) use_on_current_stream(gradient);\n", ""),
+    ("fsdp/schedule/schedule.cpp", "  const StreamScope scope(compute_stream_);\n  const auto finish", "  const auto finish"),
+    ("fsdp/gradients/reduce_buffer.cpp", "  users.end();\n", ""),
+    ("fsdp/gradients/group_gradients.cpp", "  try {\n    wait_on_home();\n  } catch (...) { // of a device that has failed\n  }\n", ""),
+    ("fsdp/group/gather.cpp", "  fetching_ = streams().gather.run([&] {\n", "  fetching_ = [&](const auto& issue) { return issue(); }([&] {\n"),
+    ("fsdp/group/gather.cpp", "  if (!std::exchange(fetching_, Work()).is_completed()) streams().gather.synchronize();\n", ""),
+    ("fsdp/schedule/schedule.cpp", "    wait_for_copies();\n", "    for (auto& each : ready_) each.copy = nullptr;\n"),
     ("offload/host_memory.cpp", "    if (!end_.query()) end_.synchronize();\n", ""),
     ("offload/device_file_memory.cpp", "        copied.synchronize();\n", ""),
     ("offload/device_file_memory.cpp", "    reading_->wait();\n", ""),
-    ("fsdp/reduce_buffer.cpp", " && stream == current_stream_if_any(values.device());", ";"),
-    ("checkpoint/pieces.cpp", "  tensor.copy_(tensor);", ""),
-    ("fsdp/gather.cpp", "      work.wait();\n", ""),
-    ("fsdp/gather.cpp", "    secondary_users_.join();\n", ""),
-    ("fsdp/parameter_group.cpp", "    secondary_users_.wait_for_home();\n", ""),
-    ("fsdp/parameter_group.cpp", "  secondary_users_.end();\n  secondary_ =", "  secondary_ ="),
-    ("fsdp/schedule.cpp", "  if (scope.has_switched()) use_on_current_stream(gradient);\n", ""),
-    ("fsdp/schedule.cpp", "  compute_stream_ = current_stream_if_any(device_);\n", ""),
-    ("dtensor/differentiable_move.cpp", "  state.computed.wait();\n", ""),
-    ("fsdp/gather.cpp", "secondary_).wait();\n", "secondary_);\n"),
-    ("fsdp/parameter_group.cpp", "    users_.join(); // the shards", "    // the shards"),
-    ("fsdp/parameter_group.cpp", "  wait_to_write(); // on the streams", "  // on the streams"),
-    ("fsdp/group_gradients.cpp", "use_on_current_stream(*tensor);\n", "static_cast<void>(tensor);\n"),
-    ("fsdp/group_gradients.cpp", "  if (home && *home != current_stream(home->device())) use_on_current_stream(partial_);\n",
+    ("fsdp/gradients/reduce_buffer.cpp", " && stream == current_stream_if_any(values.device());", ";"),
+    ("checkpoint/boxes/pieces.cpp", "  tensor.copy_(tensor);", ""),
+    ("fsdp/group/gather.cpp", "      work.wait();\n", ""),
+    ("fsdp/group/gather.cpp", "    secondary_users_.join();\n", ""),
+    ("fsdp/group/parameter_group.cpp", "    secondary_users_.wait_for_home();\n", ""),
+    ("fsdp/group/parameter_group.cpp", "  secondary_users_.end();\n  secondary_ =", "  secondary_ ="),
+    ("fsdp/schedule/schedule.cpp", "  if (scope.has_switched()) use_on_current_stream(gradient);\n", ""),
+    ("fsdp/schedule/schedule.cpp", "  compute_stream_ = current_stream_if_any(device_);\n", ""),
+    ("dtensor/redistribute/differentiable_move.cpp", "  state.computed.wait();\n", ""),
+    ("fsdp/group/gather.cpp", "secondary_).wait();\n", "secondary_);\n"),
+    ("fsdp/group/parameter_group.cpp", "    users_.join(); // the shards", "    // the shards"),
+    ("fsdp/group/parameter_group.cpp", "  wait_to_write(); // on the streams", "  // on the streams"),
+    ("fsdp/gradients/group_gradients.cpp", "use_on_current_stream(*tensor);\n", "static_cast<void>(tensor);\n"),
+    ("fsdp/gradients/group_gradients.cpp", "  if (home && *home != current_stream(home->device())) use_on_current_stream(partial_);\n",
      "  static_cast<void>(home);\n"),
-    ("fsdp/group_gradients.cpp", "    if (const auto home = input.users.end(); home && home != reduction_.home) use_on_current_stream(reduction_.output);\n", ""),
+    ("fsdp/gradients/group_gradients.cpp", "    if (const auto home = input.users.end(); home && home != reduction_.home) use_on_current_stream(reduction_.output);\n", ""),
 ]
 
 
@@ -79,7 +80,7 @@ def check_lines(mutations):
 
 
 def build(preset):
-    command = ["ninja", "-C", ROOT / "build" / preset, *PROGRAMS]
+    command = ["ninja", "-C", ROOT / "build" / preset, *TESTS]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         sys.exit(result.stdout[-4000:])
@@ -88,8 +89,8 @@ def build(preset):
 def failing_ranks(preset, ranks):
     """The world size on which the tests fail; none where all pass."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TESSERA_TIMEOUT_SECONDS": "30", "TESSERA_TEST_DEVICE": "sim"}
-    for program, count in itertools.product(PROGRAMS, ranks):
-        command = [ROOT / "build" / preset / "bin/tests" / program, "--ranks", str(count), "--gtest_brief=1"]
+    for (program, files), count in itertools.product(TESTS.items(), ranks):
+        command = [ROOT / "build" / preset / "bin/tests" / program, "--files", files, "--ranks", str(count), "--gtest_brief=1"]
         try:
             result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         except subprocess.TimeoutExpired:

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include <tessera/fsdp/sharded_module.h>
-#include <tessera/fsdp/side_stream.h>
+#include <tessera/fsdp/buffers/side_stream.h>
+#include <tessera/fsdp/model/sharded_module.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 

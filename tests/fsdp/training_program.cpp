@@ -15,7 +15,7 @@
 #include <tessera/activations/recompute.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/fsdp/call.h>
-#include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/model/sharded_module.h>
 #include <tessera/tests/fsdp/limited_memory.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>

@@ -4,7 +4,7 @@
 #include <tessera/mesh/device_mesh.h>
 #include <torch/torch.h>
 
-namespace tessera {
+namespace tessera::device_mesh_test {
 namespace {
 
 using Names = std::vector<std::string>;
@@ -151,4 +151,4 @@ TEST(DeviceMesh, BadMeshes) {
 }
 
 } // namespace
-} // namespace tessera
+} // namespace tessera::device_mesh_test

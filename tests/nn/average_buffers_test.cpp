@@ -9,7 +9,7 @@
 #include <tessera/tests/support/test_device.h>
 #include <tessera/tests/support/world.h>
 
-namespace tessera::testing {
+namespace tessera::testing::average_buffers_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -100,4 +100,4 @@ TEST(AverageBuffers, SaysWhatIsWrong) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::average_buffers_test

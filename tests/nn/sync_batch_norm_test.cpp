@@ -18,7 +18,7 @@
 #include <tessera/tests/support/test_device.h>
 #include <tessera/tests/support/world.h>
 
-namespace tessera::testing {
+namespace tessera::testing::sync_batch_norm_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -509,4 +509,4 @@ TEST(RanksThatNormalizeDifferentThings, GetAnError) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::sync_batch_norm_test

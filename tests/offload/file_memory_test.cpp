@@ -2,12 +2,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <tessera/offload/aligned_memory.h>
+#include <tessera/base/aligned_memory.h>
+#include <tessera/base/tensor_over.h>
 #include <tessera/offload/borrowed_regions.h>
 #include <tessera/offload/file_memory.h>
 #include <tessera/offload/host_memory.h>
 #include <tessera/offload/make_offload_memory.h>
-#include <tessera/offload/tensor_over.h>
 #include <tessera/offload/transfers.h>
 
 #include <fcntl.h>
@@ -21,7 +21,7 @@
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/temporary_folder.h>
 
-namespace tessera::testing {
+namespace tessera::testing::file_memory_test {
 namespace {
 
 using internal::Direction;
@@ -181,4 +181,4 @@ TEST(HostMemory, NeedsADeviceToBePageLockedFor) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::file_memory_test

@@ -76,6 +76,16 @@ def reduce_scatter_tensor_coalesced(group, numel, dtype, op=Op.SUM):
     return outputs
 
 
+def reduce_scatter_of_uneven_tensors(group, numel, dtype, op=Op.SUM):
+    """Rank r gets numel + r elements; and the last one alone gets any."""
+    size, own, found = group.size(), group.rank(), []
+    for sizes in ([numel + rank for rank in range(size)], [numel if rank == size - 1 else 0 for rank in range(size)]):
+        output = torch.empty(sizes[own], dtype=dtype)
+        dist.reduce_scatter(output, [values(sizes[rank], dtype, rank) for rank in range(size)], op, group)
+        found.append(output)
+    return found
+
+
 def broadcast(group, numel, dtype):
     tensors = [values(numel, dtype, root) for root in range(group.size())]
     for root, tensor in enumerate(tensors):
@@ -162,7 +172,8 @@ def send_and_receive(group, numel, dtype):
 
 MOVES = (broadcast, all_gather, all_gather_into_tensor, all_gather_into_tensor_coalesced, gather, scatter, all_to_all_single,
          all_to_all_single_with_splits, send_and_receive)
-REDUCTIONS = (all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor, reduce_scatter_tensor_coalesced)
+REDUCTIONS = (all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_of_uneven_tensors, reduce_scatter_tensor,
+              reduce_scatter_tensor_coalesced)
 OPS = (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX)
 
 
@@ -227,6 +238,40 @@ def check_what_gloo_lacks():
     outputs, sent = [torch.empty(own + 1) for _ in range(size)], [torch.full((to + 1,), float(own)) for to in range(size)]
     dist.all_to_all(outputs, sent)
     expect(outputs, [torch.full((own + 1,), float(source)) for source in range(size)])
+
+
+def check_uneven_lists():
+    """Rank r has r + 1 columns: of all-gathers, gathers and scatters too, which gloo refuses. In any strides and reduction."""
+    size, own = dist.get_world_size(), dist.get_rank()
+
+    def columns(rank, value):
+        return torch.full((rank + 1, 3), float(value)).t()
+
+    def expect(found, values_of_ranks):
+        assert all(map(torch.equal, found, [columns(rank, value) for rank, value in enumerate(values_of_ranks)])), found
+
+    outputs = [columns(rank, -1) for rank in range(size)]
+    dist.all_gather(outputs, columns(own, own))
+    expect(outputs, range(size))
+    buffer = torch.zeros(size * (size + 1) // 2)
+    buffer[:own + 1] = own  # where the parts of other ranks are written to
+    parts = list(buffer.split([rank + 1 for rank in range(size)]))
+    dist.all_gather(parts, buffer[:own + 1])
+    assert all(torch.equal(part, torch.full((rank + 1,), float(rank))) for rank, part in enumerate(parts)), parts
+    for root in range(size):
+        outputs = [columns(rank, -1) for rank in range(size)] if own == root else None
+        dist.gather(columns(own, own), outputs, root)
+        expect(outputs or [], range(size))
+        output = columns(own, -1)
+        dist.scatter(output, [columns(rank, 10 * root + rank) for rank in range(size)] if own == root else None, root)
+        assert torch.equal(output, columns(own, 10 * root + own))
+    for op, expected in ((Op.AVG, (size - 1) / 2), (dist._make_nccl_premul_sum(0.5), size * (size - 1) / 4)):
+        output = columns(own, -1)
+        dist.reduce_scatter(output, [columns(rank, own) for rank in range(size)], op)
+        assert torch.equal(output, columns(own, expected))
+    bits = torch.zeros(own + 1, dtype=torch.int32)
+    dist.reduce_scatter(bits, [torch.full((rank + 1,), 1 << own, dtype=torch.int32) for rank in range(size)], Op.BOR)
+    assert torch.equal(bits, torch.full((own + 1,), (1 << size) - 1, dtype=torch.int32))
 
 
 def check_strides():
@@ -421,6 +466,9 @@ class Collectives(unittest.TestCase):
 
     def test_what_gloo_lacks(self):
         self.check(check_what_gloo_lacks)
+
+    def test_uneven_lists(self):
+        self.check(check_uneven_lists)
 
     def test_strides(self):
         self.check(check_strides)

@@ -2,14 +2,15 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
-#include <tessera/collectives/rank_watch.h>
-#include <tessera/collectives/store_socket.h>
+#include <tessera/collectives/ranks/rank_watch.h>
+#include <tessera/collectives/ranks/store_socket.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -83,28 +84,40 @@ class Children {
   bool has_failed_ = false;
 };
 
+/// Starts a fork of this process, which does the work and ends with this process.
+pid_t start_child(const std::function<int()>& work) {
+  std::fflush(nullptr); // or the child would write it too
+  const pid_t parent = getpid(), pid = fork();
+  TORCH_CHECK(pid >= 0, "cannot fork");
+  if (pid != 0) return pid;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) std::_Exit(1);
+  std::exit(work());
+}
+
 } // namespace
 
 int run_forked_ranks(int ranks, const std::function<int()>& worker) {
   const auto socket = internal::listen_for_store("127.0.0.1", 0, internal::StoreReach::kThisHost).value();
-  std::fflush(nullptr); // or each child would write it too
   std::vector<pid_t> pids;
   for (int rank = 0; rank < ranks; ++rank) {
-    const pid_t parent = getpid(), pid = fork();
-    TORCH_CHECK(pid >= 0, "cannot fork");
-    if (pid == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      if (getppid() != parent) std::_Exit(1);
+    pids.push_back(start_child([&] {
       close(socket.descriptor);
       describe_rank(rank, ranks, socket.port);
-      std::exit(worker());
-    }
-    pids.push_back(pid);
+      return worker();
+    }));
   }
   c10d::TCPStore store(
       "127.0.0.1",
       c10d::TCPStoreOptions{.port = socket.port, .isServer = true, .waitWorkers = false, .masterListenFd = socket.descriptor});
   return Children(std::move(pids), store).wait();
+}
+
+int run_in_child(const std::function<int()>& work) {
+  const pid_t pid = start_child(work);
+  int status = 0;
+  while (waitpid(pid, &status, 0) < 0) TORCH_CHECK(errno == EINTR, "cannot wait for a child");
+  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
 } // namespace tessera::testing

@@ -5,7 +5,7 @@
 #include "matchers.h"
 #include "subprocess.h"
 
-namespace tessera::testing {
+namespace tessera::testing::lockstep_test {
 namespace {
 
 using ::testing::AllOf;
@@ -17,7 +17,7 @@ ProgramResult run(const std::string& filter) {
   auto result = run_program({program_folder() + "/lockstep_program", "--ranks", "3", "--gtest_filter=" + filter}, {},
                             std::chrono::seconds(120));
   EXPECT_THAT(result.left_behind, IsEmpty());
-  EXPECT_LT(result.duration, std::chrono::seconds(40)) << result.output;
+  EXPECT_FALSE(result.timed_out) << result.output;
   return result;
 }
 
@@ -85,4 +85,4 @@ TEST(Subprocess, AProcessLeftBehindIsFoundAndEnded) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::lockstep_test

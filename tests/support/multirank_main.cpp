@@ -1,17 +1,20 @@
 // The main of every test program.
-//   exe            runs its tests in this process, as a job of one rank
-//   exe --ranks n  runs them on n local ranks in lockstep; with TESSERA_TEST_HOSTS=0011 as if the last two were on another host
-#include "draw_tests.h"
+//   exe                    runs its tests in this process, as a job of one rank
+//   exe --ranks 2          runs them on 2 local ranks in lockstep
+//   exe --ranks 1,2,3,4    … on 1 rank, then on 2, on 3 and on 4: LibTorch is loaded once
+//   exe --hosts 0011,0110  … on 4 ranks as if the last two were on another host, then with the middle two there
+//   exe --files schedule,fully_shard_test   takes the tests of these folders and files alone
+#include "choose_tests.h"
 #include "forked_ranks.h"
 #include "lockstep.h"
 #include "race_reports.h"
+#include "test_arguments.h"
 #include "test_device.h"
 
 #include <ATen/Context.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <tessera/collectives/error_text.h>
-#include <tessera/collectives/launch.h>
+#include <tessera/base/error_text.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 #include <tessera/tests/support/world.h>
@@ -31,7 +34,6 @@ int run_tests() try {
   at::globalContext().setAllowTF32CuDNN(false); // the tests compare with fp32
   tessera::init_process_group();
   auto& tests = *::testing::UnitTest::GetInstance();
-  tessera::testing::draw_tests(tests);
   if (tessera::process_context().rank() != 0) // --gtest_output: one report, of rank 0
     delete tests.listeners().Release(tests.listeners().default_xml_generator());
   tests.listeners().Append(new SeedTests);
@@ -45,12 +47,29 @@ int run_tests() try {
   return 1;
 }
 
+int run_world(const tessera::testing::TestWorld& world) {
+  if (!world.hosts.empty()) setenv("TESSERA_TEST_HOSTS", world.hosts.c_str(), 1);
+  return world.ranks == 0 ? run_tests() : tessera::testing::run_forked_ranks(world.ranks, run_tests);
+}
+
+/// Each world has a process for itself, so that none finds threads, memory or an environment of the world before.
+int run_in_turn(const std::vector<tessera::testing::TestWorld>& worlds) {
+  int failed = 0;
+  for (const auto& world : worlds) {
+    std::printf("[  WORLD   ] %s\n", world.name().c_str());
+    failed += tessera::testing::run_in_child([&] { return run_world(world); }) == 0 ? 0 : 1;
+  }
+  std::printf("[  WORLDS  ] %zu, %d of them failed\n", worlds.size(), failed);
+  return failed == 0 ? 0 : 1;
+}
+
 } // namespace
 
 int main(int argc, char** argv) try {
-  const auto ranks = tessera::ranks_from_args(argc, argv);
+  const auto arguments = tessera::testing::take_test_arguments(argc, argv);
   ::testing::InitGoogleMock(&argc, argv);
-  return ranks ? tessera::testing::run_forked_ranks(*ranks, run_tests) : run_tests();
+  tessera::testing::choose_tests(*::testing::UnitTest::GetInstance(), arguments.files);
+  return arguments.worlds.size() == 1 ? run_world(arguments.worlds.front()) : run_in_turn(arguments.worlds);
 } catch (const std::exception& error) {
   std::fprintf(stderr, "%s\n", tessera::internal::error_text(error).c_str());
   return 1;

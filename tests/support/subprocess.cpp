@@ -1,7 +1,7 @@
 #include "subprocess.h"
 
 #include <c10/util/Exception.h>
-#include <tessera/collectives/job_environment.h>
+#include <tessera/collectives/ranks/job_environment.h>
 
 #include <fcntl.h>
 #include <poll.h>
@@ -124,13 +124,13 @@ ProgramResult run_program(const std::vector<std::string>& arguments, const std::
   int status = 0;
   while (waitpid(pid, &status, WNOHANG) == 0) {
     if (Clock::now() > start + timeout) {
+      result.timed_out = true;
       kill(pid, SIGKILL);
       waitpid(pid, &status, 0);
       break;
     }
     result.output += read_all(ends[0], std::min(start + timeout, Clock::now() + std::chrono::milliseconds(100)));
   }
-  result.duration = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start);
   result.status = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
   auto remaining = children();
   std::erase_if(remaining, [&](int child) { return std::find(before.begin(), before.end(), child) != before.end(); });

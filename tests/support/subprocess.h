@@ -8,9 +8,9 @@
 namespace tessera::testing {
 
 struct ProgramResult {
-  int status = 0;     ///< the exit status, or 128 + the signal that ended it
-  std::string output; ///< stdout and stderr
-  std::chrono::milliseconds duration{0};
+  int status = 0;               ///< the exit status, or 128 + the signal that ended it
+  std::string output;           ///< stdout and stderr
+  bool timed_out = false;       ///< it had not ended, and was killed
   std::vector<int> left_behind; ///< pids of descendants that outlived it by more than 5 s; they have been killed
 };
 
@@ -18,6 +18,9 @@ struct ProgramResult {
 /// 137). Rank variables of this process are not passed on.
 ProgramResult run_program(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment = {},
                           std::chrono::seconds timeout = std::chrono::seconds(60));
+
+/// TESSERA_TIMEOUT_SECONDS of a job in which nobody may wait for the timeout: `run_program` kills it long before.
+inline constexpr const char* kNeverSeconds = "3600";
 
 /// The folder of this test program; helper programs are beside it.
 std::string program_folder();

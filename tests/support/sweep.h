@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
+#include <numeric>
 #include <random>
 #include <string_view>
 #include <vector>
@@ -21,15 +22,31 @@ inline unsigned long test_seed() {
   return seed != nullptr ? std::strtoul(seed, nullptr, 10) : 1;
 }
 
+/// What the next sweep draws with: another stream for each call, of `test_seed`, the current test's full name (outside of tests
+/// the program's) and the number of the test's calls before it. It is the same on every rank if all call it in the same order.
+std::mt19937 next_sweep_generator();
+
 /// The cases that this run takes of a long sweep: all of them with TESSERA_TEST_FULL=1, otherwise `count` of them, in their
-/// order, drawn with `test_seed`.
+/// order: those that are `always` taken, which may be more, and others that are drawn with `next_sweep_generator`.
+template <typename Case, typename Always>
+std::vector<Case> sweep(const std::vector<Case>& cases, size_t count, const Always& always) {
+  if (full_run()) return cases;
+  std::vector<size_t> chosen(cases.size());
+  std::iota(chosen.begin(), chosen.end(), size_t{0});
+  const auto drawn = std::stable_partition(chosen.begin(), chosen.end(), [&](size_t i) { return always(cases[i]); });
+  const std::vector<size_t> others(drawn, chosen.end());
+  chosen.erase(drawn, chosen.end());
+  auto generator = next_sweep_generator();
+  std::sample(others.begin(), others.end(), std::back_inserter(chosen), count - std::min(count, chosen.size()), generator);
+  std::sort(chosen.begin(), chosen.end());
+  std::vector<Case> subset;
+  for (const auto i : chosen) subset.push_back(cases[i]);
+  return subset;
+}
+
 template <typename Case>
 std::vector<Case> sweep(const std::vector<Case>& cases, size_t count) {
-  if (full_run()) return cases;
-  std::mt19937 generator(test_seed());
-  std::vector<Case> subset;
-  std::sample(cases.begin(), cases.end(), std::back_inserter(subset), count, generator);
-  return subset;
+  return sweep(cases, count, [](const Case&) { return false; });
 }
 
 } // namespace tessera::testing

@@ -1,13 +1,13 @@
 #include <gmock/gmock.h>
 #include <tessera/checkpoint/checkpoint.h>
-#include <tessera/checkpoint/index.h>
+#include <tessera/checkpoint/formats/index.h>
 #include <torch/torch.h>
 
 #include "../checkpoint/torch_archives.h"
 #include "../support/subprocess.h"
 #include "../support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::tessera_checkpoint_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -247,4 +247,4 @@ TEST(CheckpointTool, MistakesAreErrors) {
 }
 
 } // namespace
-} // namespace tessera
+} // namespace tessera::tessera_checkpoint_test

@@ -14,7 +14,7 @@
 #include <tessera/tests/support/subprocess.h>
 #include <tessera/tests/support/world.h>
 
-namespace tessera {
+namespace tessera::averaged_model_test {
 namespace {
 
 using at::Tensor;
@@ -420,9 +420,9 @@ TEST(AveragedModel, IsSavedAndLoadedOnOtherRanks) {
   if (world_size() > 1) GTEST_SKIP() << "starts its own jobs";
   const testing::TemporaryFolder folder;
   const auto run = [&](int ranks, const std::string& test) {
-    const auto result = testing::run_program(
-        {testing::program_folder() + "/averaged_model_test", "--ranks", std::to_string(ranks), "--gtest_filter=Job." + test},
-        {{"AVERAGE_TEST_FOLDER", folder.path()}}, std::chrono::seconds(250));
+    const auto result = testing::run_program({testing::program_folder() + "/training_tests", "--files", "averaged_model_test",
+                                              "--ranks", std::to_string(ranks), "--gtest_filter=Job." + test},
+                                             {{"AVERAGE_TEST_FOLDER", folder.path()}}, std::chrono::seconds(250));
     EXPECT_EQ(result.status, 0) << ranks << " ranks\n" << result.output;
   };
   run(4, "SavesAnAverage");
@@ -558,4 +558,4 @@ TEST(AveragedModel, RefusesWhatCannotBeAveraged) {
 }
 
 } // namespace
-} // namespace tessera
+} // namespace tessera::averaged_model_test

@@ -22,7 +22,7 @@
 #include <tessera/tests/support/subprocess.h>
 #include <tessera/tests/support/temporary_folder.h>
 
-namespace tessera::testing {
+namespace tessera::testing::grad_scaler_test {
 namespace {
 
 using torch::Tensor;
@@ -422,4 +422,4 @@ TEST(GradScaler, SkipsTheStepsThatPythonsFsdp2Skips) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::grad_scaler_test

@@ -11,7 +11,7 @@
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 
-namespace tessera::testing {
+namespace tessera::testing::loop_test {
 namespace {
 
 DeviceMesh halves() { return init_device_mesh(test_device_type(), {2, world_size() / 2}, {"replicate", "shard"}); }
@@ -395,4 +395,4 @@ TEST(Loop, GivesTheLossesOfOneProcessWithTheWholeBatches) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::loop_test

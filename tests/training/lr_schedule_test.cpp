@@ -8,7 +8,7 @@
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 
-namespace tessera::testing {
+namespace tessera::testing::lr_schedule_test {
 namespace {
 
 torch::optim::SGD sgd(double lr = 0.5) {
@@ -328,4 +328,4 @@ TEST(ScheduleState, HoldsOnesOwnAndLibTorchsSchedules) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::lr_schedule_test

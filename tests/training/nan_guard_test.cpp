@@ -12,7 +12,7 @@
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 
-namespace tessera::testing {
+namespace tessera::testing::nan_guard_test {
 namespace {
 
 using ::testing::AllOf;
@@ -174,4 +174,4 @@ TEST(NanGuard, CallsNothingThatARecomputationKeeps) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::nan_guard_test

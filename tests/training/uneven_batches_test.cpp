@@ -8,8 +8,8 @@
 #include <vector>
 
 #include <tessera/collectives/counters.h>
+#include <tessera/fsdp/model/sharded_module.h>
 #include <tessera/fsdp/no_sync.h>
-#include <tessera/fsdp/sharded_module.h>
 #include <tessera/nn/sync_batch_norm.h>
 #include <tessera/training/uneven_batches.h>
 
@@ -17,7 +17,7 @@
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
 
-namespace tessera::testing {
+namespace tessera::testing::uneven_batches_test {
 namespace {
 
 using torch::Tensor;
@@ -51,7 +51,7 @@ void train_union(Net& net, torch::optim::Optimizer& optimizer, UnevenDivisor div
 
 TEST(UnevenBatches, TrainAsOneProcessOnTheUnionOfTheBatches) {
   for (const auto divisor : {UnevenDivisor::kAllRanks, UnevenDivisor::kRanksWithInput}) {
-    for (const auto& strategy : sweep(strategies(), 6)) {
+    for (const auto& strategy : sweep(strategies(), 6, is_default)) {
       SCOPED_TRACE(strategy.name);
       Net net = make_net(), plain = make_net();
       shard_model(net, strategy);
@@ -344,4 +344,4 @@ TEST(UnevenBatches, ARankWithoutAnyBatchNeedsAStandIn) {
 }
 
 } // namespace
-} // namespace tessera::testing
+} // namespace tessera::testing::uneven_batches_test

@@ -7,11 +7,11 @@
 #include <absl/strings/str_split.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <tessera/checkpoint/convert.h>
-#include <tessera/checkpoint/reader.h>
-#include <tessera/checkpoint/safetensors.h>
-#include <tessera/collectives/error_text.h>
-#include <tessera/collectives/text_table.h>
+#include <tessera/base/error_text.h>
+#include <tessera/base/text_table.h>
+#include <tessera/checkpoint/export/convert.h>
+#include <tessera/checkpoint/formats/reader.h>
+#include <tessera/checkpoint/formats/safetensors.h>
 
 #include <ctime>
 #include <map>

@@ -1,5 +1,7 @@
 #include <ATen/ops/randn.h>
-#include <tessera/tessera.h>
+#include <tessera/checkpoint.h>
+#include <tessera/collectives.h>
+#include <tessera/fsdp.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 

@@ -31,6 +31,7 @@ std::vector<Action> accumulation_actions();
 std::vector<Action> failure_actions();
 std::vector<Action> evaluation_actions();
 std::vector<Action> write_actions();
+std::vector<Action> row_edit_actions();
 std::vector<Action> gradient_actions();
 std::vector<Action> optimizer_actions();
 std::vector<Action> state_actions();
@@ -49,6 +50,8 @@ std::vector<Action> reduction_actions();
 std::vector<Action> thread_actions();
 std::vector<Action> post_hook_actions();
 std::vector<Action> recomputation_actions();
+std::vector<Action> several_optimizers_actions();
+std::vector<Action> expert_actions();
 
 /// All of them: the table that scripts are drawn from.
 const std::vector<Action>& actions();

@@ -11,12 +11,20 @@ namespace tessera::testing::scripts {
 const std::vector<Action>& actions() {
   static const std::vector<Action> all = [] {
     std::vector<Action> joined;
-    for (const auto& part :
-         {training_actions(),    graph_actions(),      accumulation_actions(), failure_actions(),      evaluation_actions(),
-          write_actions(),       gradient_actions(),   optimizer_actions(),    state_actions(),        checkpoint_actions(),
-          average_actions(),     loop_actions(),       schedule_actions(),     sharding_actions(),     surgery_actions(),
-          observation_actions(), background_actions(), mode_actions(),         scaling_actions(),      closure_actions(),
-          reduction_actions(),   thread_actions(),     post_hook_actions(),    recomputation_actions()})
+    for (const auto& part : {training_actions(),     graph_actions(),
+                             accumulation_actions(), failure_actions(),
+                             evaluation_actions(),   write_actions(),
+                             gradient_actions(),     optimizer_actions(),
+                             state_actions(),        checkpoint_actions(),
+                             average_actions(),      loop_actions(),
+                             schedule_actions(),     sharding_actions(),
+                             surgery_actions(),      observation_actions(),
+                             background_actions(),   mode_actions(),
+                             scaling_actions(),      closure_actions(),
+                             reduction_actions(),    thread_actions(),
+                             post_hook_actions(),    recomputation_actions(),
+                             row_edit_actions(),     several_optimizers_actions(),
+                             expert_actions()})
       joined.insert(joined.end(), part.begin(), part.end());
     return joined;
   }();

@@ -59,5 +59,8 @@ std::vector<BlockKind> function_blocks();
 
 /// All of them, and a block of blocks.
 std::vector<BlockKind> block_kinds();
+/// Those whose rows are independent of each other, so that each rank's may be computed by itself, that keep nothing from one
+/// forward to the next, whose backward reads parameters through autograd alone, and whose parameters are not trained in float.
+std::vector<BlockKind> block_kinds_by_rows();
 
 } // namespace tessera::testing::scripts

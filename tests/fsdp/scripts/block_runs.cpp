@@ -73,11 +73,11 @@ RunBlock recomputed_around(const RecomputeOptions& options, const RunBlock& run)
   };
 }
 
-BlockRun random_recomputation(Draw& draw) {
+BlockRun random_recomputation(Draw& draw, bool may_call) {
   const auto options = random_options(draw), inner = random_options(draw);
   const auto place = random_place(draw);
   switch (draw.below(5)) {
-    case 0: return {"recomputed around a call", recomputed_around(options, call_block)};
+    case 0: return {"recomputed around a call", recomputed_around(options, may_call ? call_block : run_plainly)};
     case 1: return {"recomputed twice", recomputed_around(options, recomputed(inner))};
     case 2: return {"recomputed within a place", in_a_place(place, recomputed(options))};
     case 3: return {"recomputed around a place", recomputed_around(options, in_a_place(place, run_plainly))};
@@ -87,15 +87,15 @@ BlockRun random_recomputation(Draw& draw) {
 
 } // namespace
 
-BlockRun random_run(Draw& draw, bool at_once) {
-  if (at_once && draw.chance(40)) return random_recomputation(draw);
+BlockRun random_run(Draw& draw, bool at_once, bool may_call) {
+  if (at_once && draw.chance(40)) return random_recomputation(draw, may_call);
   if (at_once && draw.chance(15)) {
-    const RunBlock run = draw.chance(50) ? call_block : run_plainly;
+    const RunBlock run = draw.chance(50) && may_call ? call_block : run_plainly;
     return {"saved elsewhere", in_a_place(random_place(draw), run)};
   }
   switch (draw.below(12)) {
-    case 0: return {"called", call_block};
-    case 1: return {"called by name", call_by_name};
+    case 0: return may_call ? BlockRun{"called", call_block} : BlockRun{"", run_plainly};
+    case 1: return may_call ? BlockRun{"called by name", call_by_name} : BlockRun{"", run_plainly};
     case 2: return {"in scopes", run_in_a_scope};
     default: return {"", run_plainly};
   }

@@ -13,7 +13,7 @@ struct BlockRun {
 };
 
 /// With a boundary around each forward. If the backward follows `at_once`, also with what autograd saves elsewhere, which a write
-/// in between might not reach, or once more in backward.
-BlockRun random_run(Draw& draw, bool at_once);
+/// in between might not reach, or once more in backward. No `tessera::call`, which casts, unless it `may_call`.
+BlockRun random_run(Draw& draw, bool at_once, bool may_call);
 
 } // namespace tessera::testing::scripts

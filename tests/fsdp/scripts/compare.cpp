@@ -1,11 +1,12 @@
 #include "compare.h"
 
 #include <tessera/collectives/process_context.h>
-#include <tessera/dtensor/sharding_math.h>
+#include <tessera/dtensor/layout/sharding_math.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 namespace tessera::testing::scripts {
 namespace {
@@ -28,7 +29,17 @@ Tensor part_of(const Tensor& whole, const DTensor& dtensor) {
   return part;
 }
 
-std::string difference(const Tensor& expected, const Tensor& got, double tolerance) {
+/// What an optimizer makes of gradients that cancel, and what is computed after its step.
+constexpr double kSmall = 0.25;
+constexpr double kSmallestInHalf = 1e-4; ///< what is smaller has fewer bits
+
+/// What a difference is relative to, of each element of `part`, beside numbers of the size `small` that may have cancelled.
+Tensor scale_of(const Tensor& part, const Tensor& whole, Tolerance::Of of, double small) {
+  if (of == Tolerance::Of::kElement) return 1 + part.abs();
+  return whole.detach().abs().max().to(torch::kDouble) + small;
+}
+
+std::string difference(const Tensor& expected, const Tensor& got, const Tolerance& tolerance, double small) {
   const torch::NoGradGuard no_grad;
   if (expected.defined() != got.defined()) return got.defined() ? " is defined" : " is not defined";
   if (!expected.defined()) return "";
@@ -39,22 +50,30 @@ std::string difference(const Tensor& expected, const Tensor& got, double toleran
   if (wanted.numel() == 0) return "";
   wanted = wanted.reshape(actual.sizes());
   const auto dtype = wanted.is_complex() ? torch::kComplexDouble : torch::kDouble;
-  const auto error = (actual.to(dtype) - wanted.to(dtype)).abs() / (1 + wanted.to(dtype).abs());
+  const auto error = (actual.to(dtype) - wanted.to(dtype)).abs() / scale_of(wanted.to(dtype), expected, tolerance.of, small);
   const auto largest = error.max().item<double>();
-  const double bound = expected.scalar_type() == torch::kBFloat16 ? std::max(tolerance, 2e-2) : tolerance;
+  const double bound = expected.scalar_type() == torch::kBFloat16 ? std::max(tolerance.bound, 2e-2) : tolerance.bound;
   return largest <= bound ? "" : c10::str(" differs by ", largest);
 }
 
+/// Each rank's gradients were rounded before they cancelled.
+double size_before_reduction(const Trainee& trainee, const Tensor& parameter) {
+  const auto size = trainee.emulation ? trainee.emulation->size_of_gradients(parameter) : std::nullopt;
+  return size ? *size + kSmallestInHalf : kSmall;
+}
+
+/// Calls `visit` with the name and the numbers of each, and the size of what may have cancelled in these.
 template <typename Visit>
 void visit_tensors(const Side& side, const Visit& visit) {
   for (size_t i = 0; i < side.trainees.size(); ++i) {
     const auto& trainee = side.trainees[i];
     const auto of_model = " of model " + std::to_string(i);
     for (const auto& item : trainee.model->named_parameters()) {
-      visit("parameter " + item.key() + of_model, item.value());
-      if (!trainee.gradients_wait) visit("gradient of " + item.key() + of_model, item.value().grad());
+      visit("parameter " + item.key() + of_model, item.value(), kSmall);
+      if (!trainee.gradients_wait)
+        visit("gradient of " + item.key() + of_model, item.value().grad(), size_before_reduction(trainee, item.value()));
     }
-    for (const auto& item : trainee.model->named_buffers()) visit("buffer " + item.key() + of_model, item.value());
+    for (const auto& item : trainee.model->named_buffers()) visit("buffer " + item.key() + of_model, item.value(), kSmall);
   }
 }
 
@@ -66,7 +85,7 @@ int64_t sum_over_ranks(int64_t value) {
   return sum.item<int64_t>();
 }
 
-std::string difference_of_recorded(const Side& plain, const Side& sharded, double tolerance) {
+std::string difference_of_recorded(const Side& plain, const Side& sharded, const Tolerance& tolerance) {
   std::vector<double> values;
   for (const auto& each : sharded.recorded) values.push_back(each.value);
   auto means = torch::tensor(values, torch::kDouble);
@@ -74,19 +93,21 @@ std::string difference_of_recorded(const Side& plain, const Side& sharded, doubl
   for (size_t i = 0; i < values.size(); ++i) {
     const double expected = plain.recorded[i].value;
     const double got = sharded.recorded[i].is_mean ? means[static_cast<int64_t>(i)].item<double>() : values[i];
-    if (!(std::abs(got - expected) <= tolerance * (1 + std::abs(expected))))
+    const double bound = std::max(tolerance.bound, plain.recorded[i].rounding);
+    if (!(std::abs(got - expected) <= bound * (1 + std::abs(expected))))
       return c10::str("number ", i, " is ", got, ", not ", expected);
   }
   return "";
 }
 
-std::string difference_of_state(const Side& plain, const Side& sharded, double tolerance) {
-  std::vector<Tensor> expected;
-  visit_tensors(plain, [&](const std::string&, const Tensor& tensor) { expected.push_back(tensor); });
+std::string difference_of_state(const Side& plain, const Side& sharded, const Tolerance& tolerance) {
+  std::vector<std::pair<Tensor, double>> all;
+  visit_tensors(plain, [&](const std::string&, const Tensor& tensor, double small) { all.emplace_back(tensor, small); });
   std::string found;
   size_t i = 0;
-  visit_tensors(sharded, [&](const std::string& name, const Tensor& tensor) {
-    const auto different = difference(expected[i++], tensor, tolerance);
+  visit_tensors(sharded, [&](const std::string& name, const Tensor& tensor, double) {
+    const auto& [expected, small] = all[i++];
+    const auto different = difference(expected, tensor, tolerance, small);
     if (found.empty() && !different.empty()) found = name + different;
   });
   return found;
@@ -95,7 +116,7 @@ std::string difference_of_state(const Side& plain, const Side& sharded, double t
 bool is_bounded(const Side& plain, double largest) {
   bool bounded = std::all_of(plain.recorded.begin(), plain.recorded.end(),
                              [=](const auto& each) { return std::abs(each.value) <= largest; });
-  visit_tensors(plain, [&](const std::string&, const Tensor& tensor) {
+  visit_tensors(plain, [&](const std::string&, const Tensor& tensor, double) {
     if (!tensor.defined()) return;
     const auto size = tensor.is_complex() ? tensor.detach().abs() : tensor.detach().to(torch::kDouble).abs();
     bounded = bounded && (size <= largest).all().item<bool>();

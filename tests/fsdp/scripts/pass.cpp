@@ -3,7 +3,10 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/call.h>
 
+#include <algorithm>
+
 #include <tessera/tests/fsdp/scripts/block_runs.h>
+#include <tessera/tests/support/autocast.h>
 
 namespace tessera::testing::scripts {
 namespace {
@@ -27,18 +30,31 @@ std::vector<int64_t> random_rows(Draw& draw) {
   return rows;
 }
 
-/// What the mean over this side's rows counts, so that the ranks' mean is that over the batch.
-double weight_of_rows(const Side& side, const std::vector<int64_t>& rows_of_ranks) {
-  if (!side.sharded) return 1;
-  const auto& context = process_context();
-  return static_cast<double>(rows_of_ranks[static_cast<size_t>(context.rank())] * context.world_size()) / kRows;
+/// What the mean over the rows of `rank` counts, so that the ranks' mean is that over the batch.
+double weight_of_rows(const std::vector<int64_t>& rows_of_ranks, std::optional<int64_t> rank) {
+  const auto ranks = static_cast<int64_t>(rows_of_ranks.size());
+  return rank ? static_cast<double>(rows_of_ranks[static_cast<size_t>(*rank)] * ranks) / kRows : 1;
 }
 
-Batch random_batch(const Side& side, uint64_t seed, const std::vector<int64_t>& rows_of_ranks) {
+Batch random_batch(const Side& side, uint64_t seed, const std::vector<int64_t>& rows_of_ranks, std::optional<int64_t> rank) {
   auto generator = at::detail::createCPUGenerator(seed);
   const auto x = torch::randn({kRows, kWidth}, generator);
   const auto ids = torch::randint(0, kVocabulary, {kRows, kIdsPerRow}, generator, torch::kLong);
-  return {side.part(x, rows_of_ranks), side.part(ids, rows_of_ranks)};
+  return {side.part(x, rows_of_ranks, rank), side.part(ids, rows_of_ranks, rank)};
+}
+
+/// `loss_of(rank)` of this side's rows. An unsharded side that emulates a policy computes as each rank does, and takes the mean;
+/// any other has the rows of all ranks.
+template <typename LossOf>
+Tensor loss_of_side(const Side& side, Trainee& trainee, const LossOf& loss_of) {
+  if (side.sharded) return loss_of(std::optional<int64_t>(process_context().rank())).to(torch::kDouble);
+  if (!trainee.emulation) return loss_of(std::optional<int64_t>());
+  std::vector<Tensor> losses;
+  for (int64_t rank = 0; rank < process_context().world_size(); ++rank) {
+    const EmulatedPolicy::Scope scope(*trainee.emulation, *trainee.model, rank);
+    losses.push_back(loss_of(std::optional(rank)));
+  }
+  return EmulatedPolicy::mean(losses);
 }
 
 /// A mean over rows. Smooth: outputs may be zero but for rounding, and the slope of abs there would be that of the rounding.
@@ -80,53 +96,78 @@ Tensor gradient_penalty(const Tensor& y, const Tensor& x) {
   return gradient.defined() ? gradient.square().sum(1).mean() * 0.1 : torch::zeros({});
 }
 
+/// Only where the unsharded side computes with the same rows: the products of other numbers of rows would be rounded otherwise.
+int64_t percent_in_autocast(const Trainee& trainee) {
+  const bool is_half = trainee.policy && trainee.policy->param_dtype == torch::kHalf; // which autocast to bfloat16 does not join
+  if (!trainee.policy || is_half || !torch::GradMode::is_enabled()) return 0;
+  return trainee.policy->param_dtype == torch::kFloat ? 50 : 15;
+}
+
+/// Whether inputs and outputs are in the dtypes already that a `tessera::call` of a block would cast them to. A module of which
+/// all parameters are kept in Float takes its inputs in Float, and its gradients are then added in Float too.
+bool calls_change_no_number(const Trainee& trainee) {
+  if (!trainee.policy) return true;
+  const auto& model = *trainee.model;
+  const auto names = model.named_parameters().keys();
+  const bool keeps = std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    return name != "head" && is_kept(model, name, trainee.policy->keep_in_fp32);
+  });
+  return model.casts_inputs() && !keeps;
+}
+
 } // namespace
 
 Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute, bool may_mix_dtensors) {
   auto& model = *turn.trainee.model;
   const auto seed = turn.draw.seed();
   const auto rows = turn.draw.chance(25) ? random_rows(turn.draw) : even_rows();
-  const auto weight = weight_of_rows(turn.side, rows);
-  auto [x, ids] = random_batch(turn.side, seed, rows);
   const auto order = model.random_order(turn.draw);
   const auto kind = turn.draw.below(6);
   const auto penalty = turn.draw.below(10); // 0: the head's, 1: all parameters', 2: the gradient's, 3: the head's among DTensors
   const bool in_scope = turn.draw.chance(15);
   const bool x_has_gradient = turn.draw.chance(30);
-  const auto [name_of_run, run] = random_run(turn.draw, may_recompute);
+  const bool in_autocast = turn.draw.chance(percent_in_autocast(turn.trainee));
+  const auto run = random_run(turn.draw, may_recompute, calls_change_no_number(turn.trainee));
 
   const bool trains = torch::GradMode::is_enabled();
   // What a hook within writes, and the second pass of a gradient penalty reads, is in no order. A device's threads take another.
   const bool is_ordered = !tap || test_device().is_cpu();
   const bool gradient_counts = trains && penalty == 2 && is_ordered && model.is_twice_differentiable();
-  if (trains && (x_has_gradient || gradient_counts)) x.requires_grad_();
   turn.note(c10::str("forward of ", order, " on rows ", rows, ", loss ", kind, ", penalty ", penalty,
-                     in_scope ? ", in scope" : "", name_of_run.empty() ? "" : ", blocks ", name_of_run));
+                     in_scope ? ", in scope" : "", in_autocast ? ", in autocast" : "", run.name.empty() ? "" : ", blocks ",
+                     run.name));
   std::optional<ForwardScope> scope;
   if (in_scope && turn.side.sharded) scope.emplace(model);
-  const auto y = model.forward(x, ids, order, tap, turn.side.sharded ? run : RunBlock());
-  TORCH_CHECK(!is_dtensor(y), "the output is a DTensor");
-  auto loss = loss_of_output(y, kind) * weight;
-  if (trains && penalty < 2) loss = loss + penalty_of_parameters(model, penalty == 1);
+  std::optional<AutocastScope> autocast;
+  if (in_autocast) autocast.emplace(turn.side.device().type());
+  auto loss = loss_of_side(turn.side, turn.trainee, [&](std::optional<int64_t> rank) {
+    auto [x, ids] = random_batch(turn.side, seed, rows, rank);
+    if (trains && (x_has_gradient || gradient_counts)) x.requires_grad_();
+    const auto weight = weight_of_rows(rows, rank);
+    const auto y = model.forward(x, ids, order, tap, turn.side.sharded ? run.run : RunBlock());
+    TORCH_CHECK(!is_dtensor(y), "the output is a DTensor");
+    auto loss = loss_of_output(y, kind) * weight;
+    if (trains && penalty < 2) loss = loss + penalty_of_parameters(model, penalty == 1);
+    return gradient_counts ? loss + gradient_penalty(y, x) * weight : loss;
+  });
   if (trains && penalty == 3 && may_mix_dtensors) loss = loss + proximal_penalty(model);
-  if (gradient_counts) loss = loss + gradient_penalty(y, x) * weight;
   return loss;
 }
 
 Tensor loss_of_ranks_apart(Turn& turn) {
   auto& model = *turn.trainee.model;
   const auto rows = even_rows();
-  const auto [x, ids] = random_batch(turn.side, turn.draw.seed(), rows);
+  const auto seed = turn.draw.seed();
   std::vector<std::vector<size_t>> orders(rows.size());
   for (auto& order : orders) order = model.random_order(turn.draw);
   turn.note(c10::str("forwards of ", orders));
-  const auto loss_of = [&](const Tensor& x, const Tensor& ids, size_t rank) {
-    return model.forward(x, ids, orders[rank]).square().mean();
+  const auto loss_of = [&](std::optional<int64_t> rank) {
+    const auto [x, ids] = random_batch(turn.side, seed, rows, rank);
+    return model.forward(x, ids, orders[static_cast<size_t>(*rank)]).square().mean();
   };
-  if (turn.side.sharded) return loss_of(x, ids, static_cast<size_t>(process_context().rank()));
-  const auto xs = x.split_with_sizes(rows), all_ids = ids.split_with_sizes(rows);
+  if (turn.side.sharded || turn.trainee.emulation) return loss_of_side(turn.side, turn.trainee, loss_of);
   Tensor sum = torch::zeros({});
-  for (size_t rank = 0; rank < rows.size(); ++rank) sum = sum + loss_of(xs[rank], all_ids[rank], rank);
+  for (size_t rank = 0; rank < rows.size(); ++rank) sum = sum + loss_of(static_cast<int64_t>(rank));
   return sum / static_cast<double>(rows.size());
 }
 
@@ -144,13 +185,17 @@ std::vector<Tensor> losses_of(RandomModel& model, const std::vector<RankBatch>& 
   return losses;
 }
 
-Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed) {
-  const auto [x, ids] = random_batch(side, seed, even_rows());
-  return trainee.model->forward(x, ids, trainee.model->whole_order()).square().mean();
+Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed, Squares squares) {
+  return loss_of_side(side, trainee, [&](std::optional<int64_t> rank) {
+    const auto [x, ids] = random_batch(side, seed, even_rows(), rank);
+    const auto y = trainee.model->forward(x, ids, trainee.model->whole_order()).square();
+    return (squares == Squares::kBounded ? y / (1 + y) : y).mean();
+  });
 }
 
 void backward(const Tensor& loss, bool retain_graph, const std::vector<Tensor>& inputs) {
   if (!loss.requires_grad()) return;
+  EmulatedPolicy::refresh_all();
   if (inputs.empty()) {
     loss.backward({}, retain_graph);
   } else {

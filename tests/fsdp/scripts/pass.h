@@ -21,8 +21,11 @@ struct RankBatch {
 /// without rows is NaN.
 std::vector<Tensor> losses_of(RandomModel& model, const std::vector<RankBatch>& batches);
 
+/// The mean of the outputs' squares, or of what is below 1 whatever they are.
+enum class Squares { kAsTheyAre, kBounded };
+
 /// A forward through every block, for gradients of all parameters.
-Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed);
+Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed, Squares squares = Squares::kAsTheyAre);
 
 /// `loss.backward()`, where the loss requires a gradient: with everything frozen it does not.
 void backward(const Tensor& loss, bool retain_graph = false, const std::vector<Tensor>& inputs = {});

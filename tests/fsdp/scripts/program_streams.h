@@ -1,7 +1,7 @@
 #pragma once
 
 #include <c10/core/Stream.h>
-#include <tessera/fsdp/side_stream.h>
+#include <tessera/fsdp/buffers/side_stream.h>
 
 #include <optional>
 #include <string>

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <numeric>
+#include <set>
 
 namespace tessera::testing::scripts {
 namespace {
@@ -46,6 +47,14 @@ std::vector<BlockKind> block_kinds() {
   for (const auto& kinds : {module_blocks(), layer_blocks(), parameter_blocks(), view_blocks(), function_blocks()})
     all.insert(all.end(), kinds.begin(), kinds.end());
   return all;
+}
+
+std::vector<BlockKind> block_kinds_by_rows() {
+  const std::set<std::string> others{"batch norm",      "image",      "buffered", "saves parameter",
+                                     "reads unsharded", "recomputed", "nested",   "mixed dtypes"};
+  auto kinds = block_kinds();
+  std::erase_if(kinds, [&](const BlockKind& kind) { return others.count(kind.name) > 0; });
+  return kinds;
 }
 
 RandomModel::RandomModel(uint64_t seed, const std::vector<BlockKind>& pool) {

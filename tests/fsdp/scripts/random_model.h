@@ -31,6 +31,7 @@ class RandomModel : public torch::nn::Module {
 
   /// From now on the input of each block, and of the head, is cast to `dtype`.
   void set_input_dtype(std::optional<torch::Dtype> dtype) { input_dtype_ = dtype; }
+  bool casts_inputs() const { return input_dtype_.has_value(); }
 
   /// Another block at the end, drawn from `seed`; or another head.
   void add_random_block(uint64_t seed);

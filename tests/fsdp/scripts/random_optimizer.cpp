@@ -77,10 +77,14 @@ std::string OptimizerPlan::name() const { return kinds()[kind].name; }
 
 OptimizerPtr OptimizerPlan::make(const torch::nn::Module& module) const {
   auto [first, second] = groups(lists_twice ? module.parameters() : distinct(module.parameters()), held_back);
-  const bool complex = std::any_of(first.begin(), first.end(), [](const Tensor& each) { return each.is_complex(); });
-  auto optimizer = kinds()[complex && !kinds()[kind].takes_complex ? 0 : kind].make(first);
+  auto optimizer = over(first);
   if (has_second_group) optimizer->add_param_group(torch::optim::OptimizerParamGroup(second));
   return optimizer;
+}
+
+OptimizerPtr OptimizerPlan::over(const Parameters& parameters) const {
+  const bool complex = std::any_of(parameters.begin(), parameters.end(), [](const Tensor& each) { return each.is_complex(); });
+  return kinds()[complex && !kinds()[kind].takes_complex ? 0 : kind].make(parameters);
 }
 
 bool OptimizerPlan::add_group(torch::optim::Optimizer& optimizer, const torch::nn::Module& module) {

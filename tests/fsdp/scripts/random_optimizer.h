@@ -19,6 +19,8 @@ struct OptimizerPlan {
   std::string name() const;
   /// Over all parameters of `module` but the last `held_back`; those too, as a second group, when `has_second_group`.
   std::unique_ptr<torch::optim::Optimizer> make(const torch::nn::Module& module) const;
+  /// Over these.
+  std::unique_ptr<torch::optim::Optimizer> over(const std::vector<torch::Tensor>& parameters) const;
   /// Adds the parameters that were held back as a second group; false when there are none.
   bool add_group(torch::optim::Optimizer& optimizer, const torch::nn::Module& module);
 

@@ -14,7 +14,7 @@
 #include <tessera/tests/support/sweep.h>
 #include <tessera/tests/support/test_device.h>
 
-namespace tessera::testing::scripts {
+namespace tessera::testing::scripts::random_scripts_test {
 namespace {
 
 constexpr int64_t kMostFailures = 5; ///< then the rest is not run
@@ -32,14 +32,23 @@ struct Share {
   uint64_t all;
   size_t subset;
 };
-constexpr std::array<Share, 4> kShares{{{8000, 200}, {6000, 60}, {3500, 40}, {2500, 30}}}; // on 1 to 4 ranks: 20,000
+using Shares = std::array<Share, 4>;                                         // on 1 to 4 ranks
+constexpr Shares kShares{{{8000, 150}, {6000, 45}, {3500, 30}, {2500, 22}}}; // 20,000
+constexpr Shares kSharesInLowPrecision{{{5000, 50}, {5000, 15}, {5000, 10}, {5000, 8}}};
 
-std::vector<uint64_t> scripts() {
-  if (const auto script = Replay::from_environment().script) return {*script};
-  const auto index = std::min(static_cast<size_t>(process_context().world_size()), kShares.size()) - 1;
-  std::vector<uint64_t> seeds(kShares[index].all);
-  for (size_t i = 0; i < seeds.size(); ++i) seeds[i] = kShares.size() * i + index; // others than on other numbers of ranks
-  return sweep(seeds, kShares[index].subset / (tests_the_cpu() ? 1 : 4));          // a script takes four times as long elsewhere
+std::vector<uint64_t> scripts(const Shares& shares, uint64_t first) {
+  const auto index = std::min(static_cast<size_t>(process_context().world_size()), shares.size()) - 1;
+  std::vector<uint64_t> seeds(shares[index].all);
+  for (size_t i = 0; i < seeds.size(); ++i) seeds[i] = first + shares.size() * i + index; // others than on other numbers of ranks
+  if (const auto script = Replay::from_environment().script) {                            // of one of the tests
+    const bool is_mine = (*script >= kFirstInLowPrecision) == (first == kFirstInLowPrecision);
+    return is_mine ? std::vector{*script} : std::vector<uint64_t>();
+  }
+  if (const auto range = Replay::from_environment().range) {
+    const auto place = [&](size_t number) { return seeds.begin() + static_cast<std::ptrdiff_t>(std::min(number, seeds.size())); };
+    return {place(range->first), place(range->second + 1)};
+  }
+  return sweep(seeds, shares[index].subset / (tests_the_cpu() ? 1 : 4)); // a script takes four times as long elsewhere
 }
 
 /// The steps up to the failure that it does not need.
@@ -55,7 +64,7 @@ std::set<int64_t> steps_to_spare(uint64_t seed, const ScriptFailure& failure, co
 
 std::string again(uint64_t seed) {
   return c10::str("\n  again: TESSERA_SCRIPT=", seed,
-                  " TESSERA_SCRIPT_SHRINK=1 build/release/bin/tests/random_scripts_test --ranks ",
+                  " TESSERA_SCRIPT_SHRINK=1 build/release/bin/tests/fsdp_tests --files random_scripts_test --ranks ",
                   process_context().world_size());
 }
 
@@ -70,12 +79,12 @@ void expect_no_races(uint64_t seed) {
   sim::reset_races();
 }
 
-TEST_F(RandomScripts, ActOnAShardedModelAsOnItsTwin) {
+void run(const std::vector<uint64_t>& seeds, const std::filesystem::path& folder) {
   int64_t failures = 0;
-  for (const uint64_t seed : scripts()) {
+  for (const uint64_t seed : seeds) {
     std::optional<ScriptFailure> failure;
     try {
-      failure = run_script(seed, folder_.path());
+      failure = run_script(seed, folder);
     } catch (const std::exception&) { // the ranks are no longer in step
       ADD_FAILURE() << "script " << seed;
       throw;
@@ -84,7 +93,7 @@ TEST_F(RandomScripts, ActOnAShardedModelAsOnItsTwin) {
     if (!failure) continue;
     std::string spared;
     if (Replay::from_environment().shrinks) {
-      for (const int64_t step : steps_to_spare(seed, *failure, folder_.path())) spared += c10::str(' ', step);
+      for (const int64_t step : steps_to_spare(seed, *failure, folder)) spared += c10::str(' ', step);
     }
     ADD_FAILURE() << text_of(seed, *failure) << (spared.empty() ? "" : "\n  it fails without the steps" + spared);
     ASSERT_FALSE(failure->ranks_disagree);
@@ -92,5 +101,11 @@ TEST_F(RandomScripts, ActOnAShardedModelAsOnItsTwin) {
   }
 }
 
+TEST_F(RandomScripts, ActOnAShardedModelAsOnItsTwin) { run(scripts(kShares, 0), folder_.path()); }
+
+TEST_F(RandomScripts, RoundAsATwinThatEmulatesThePolicy) {
+  run(scripts(kSharesInLowPrecision, kFirstInLowPrecision), folder_.path());
+}
+
 } // namespace
-} // namespace tessera::testing::scripts
+} // namespace tessera::testing::scripts::random_scripts_test

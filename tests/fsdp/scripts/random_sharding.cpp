@@ -23,21 +23,22 @@ using ModulePtr = std::shared_ptr<torch::nn::Module>;
 
 class Sharder {
  public:
-  Sharder(uint64_t seed, bool extends)
+  Sharder(uint64_t seed, bool extends, const std::optional<MixedPrecisionPolicy>& emulated)
       : draw_(seed),
         extends_(extends),
+        emulates_(emulated),
         on_(draw_),
         changes_mesh_(draw_.chance(15)),
-        policy_(random_policy(draw_)),
+        policy_(emulated ? *emulated : random_policy(draw_)),
         layouts_(draw_.below(3)),
         percent_(draw_.below(101)),
         offload_percent_(draw_.chance(25) ? draw_.of(std::vector<int64_t>{50, 100}) : 0) {}
 
   Sharding shard(RandomModel& model) {
-    sharding_.description = on_.description() + (policy_.param_dtype ? ", in float" : "");
+    sharding_.description = on_.description() + (emulates_ ? ", emulated" : policy_.param_dtype ? ", in float" : "");
     changes_mesh_ = changes_mesh_ && model.parameters().size() == distinct(model.parameters()).size();
-    model.set_input_dtype(policy_.param_dtype);
-    sharding_.computes_in_float = policy_.param_dtype.has_value();
+    if (!emulates_) model.set_input_dtype(policy_.param_dtype);
+    sharding_.computes_in_float = policy_.param_dtype && !emulates_;
     if (!policy_.param_dtype) ignored_ = ignore_at_random(model, draw_); // those stay in double
     sharding_.ignores = !ignored_.empty();
     if (sharding_.ignores) sharding_.description += c10::str(", ", ignored_.size(), " ignored");
@@ -69,8 +70,8 @@ class Sharder {
     if (by_neighbours && draw_.chance(20)) options.reshard_after_forward = 2;
     const bool per_parameter = layouts_ == 2 ? draw_.chance(50) : layouts_ == 1;
     options.layout = per_parameter ? BufferLayout::kPerParameter : BufferLayout::kRagged;
-    options.mixed_precision = policy_of_group(policy_, draw_);
-    sharding_.rounds_to_float |= rounds_to_float(options.mixed_precision);
+    options.mixed_precision = emulates_ ? policy_ : policy_of_group(policy_, draw_);
+    sharding_.rounds_to_float |= !emulates_ && rounds_to_float(options.mixed_precision);
     if (!on_.replicates && draw_.chance(15)) options.shard_placement_fn = random_placements(parameters);
     const bool gathers = !on_.replicates && !(options.reshard_after_forward && options.reshard_after_forward->ranks());
     if (extends_ && gathers && !options.shard_placement_fn && draw_.chance(50)) options.gather_extension_fn = extension_of;
@@ -171,7 +172,8 @@ class Sharder {
   }
 
   Draw draw_;
-  bool extends_; ///< some groups have gather extensions
+  bool extends_;  ///< some groups have gather extensions
+  bool emulates_; ///< the unsharded side does what the policy says
   RandomMesh on_;
   bool changes_mesh_; ///< each block has a mesh and a strategy of its own
   MixedPrecisionPolicy policy_;
@@ -184,6 +186,8 @@ class Sharder {
 
 } // namespace
 
-Sharding shard_at_random(RandomModel& model, uint64_t seed, bool extends) { return Sharder(seed, extends).shard(model); }
+Sharding shard_at_random(RandomModel& model, uint64_t seed, bool extends, const std::optional<MixedPrecisionPolicy>& emulated) {
+  return Sharder(seed, extends, emulated).shard(model);
+}
 
 } // namespace tessera::testing::scripts

@@ -1,5 +1,7 @@
 #include "replay.h"
 
+#include <c10/util/Exception.h>
+
 #include <cstdlib>
 #include <sstream>
 
@@ -9,6 +11,12 @@ const Replay& Replay::from_environment() {
   static const Replay replay = [] {
     Replay made;
     if (const char* script = std::getenv("TESSERA_SCRIPT")) made.script = std::stoull(script);
+    if (const char* range = std::getenv("TESSERA_SCRIPTS")) {
+      char* end = nullptr;
+      const size_t first = std::strtoull(range, &end, 10);
+      TORCH_CHECK(*end == '-', "TESSERA_SCRIPTS is no range like 500-999: ", range);
+      made.range = {first, std::stoull(end + 1)};
+    }
     if (const char* steps = std::getenv("TESSERA_SCRIPT_STEPS")) made.steps = std::stoll(steps);
     if (const char* without = std::getenv("TESSERA_SCRIPT_WITHOUT")) {
       std::istringstream names(without);

@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
-#include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/model/sharded_module.h>
 #include <tessera/optim/shard_optimizer.h>
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include <tessera/tests/fsdp/scripts/action.h>
 #include <tessera/tests/fsdp/scripts/compare.h>
 #include <tessera/tests/fsdp/scripts/pass.h>
+#include <tessera/tests/fsdp/scripts/random_policy.h>
 #include <tessera/tests/fsdp/scripts/random_sharding.h>
 #include <tessera/tests/fsdp/scripts/replay.h>
 
@@ -54,6 +55,8 @@ class Script {
   Script(uint64_t seed, const std::filesystem::path& folder) : plain_(false, folder), sharded_(true, folder) {
     sharded_.streams = ProgramStreams(seed);
     Draw draw(seed);
+    if (seed >= kFirstInLowPrecision) precision_.emplace(draw);
+    if (precision_) compute_in(*precision_);
     const auto pool = draw_pool(draw);
     for (int i = 0; i < 2; ++i) add_trainee(pool, draw);
     draw_steps(draw);
@@ -63,29 +66,36 @@ class Script {
   std::optional<ScriptFailure> run(const std::set<int64_t>& left_out);
 
  private:
-  static std::vector<BlockKind> draw_pool(Draw& draw);
+  std::vector<BlockKind> draw_pool(Draw& draw) const;
+  void compute_in(const LowPrecision& precision);
+  std::function<std::shared_ptr<RandomModel>()> builder(uint64_t seed, const std::vector<BlockKind>& pool) const;
   void add_trainee(const std::vector<BlockKind>& pool, Draw& draw);
   void draw_steps(Draw& draw);
-  void settle(size_t trainee, uint64_t seed);
+  std::string settle(size_t trainee, uint64_t seed);
   void prepare(size_t trainee);
-  void recover(uint64_t seed);
+  std::string recover(uint64_t seed);
   std::string take(const Step& step, Side& side) const;
   std::optional<ScriptFailure> compare(const Step& step, const std::string& plain_error, const std::string& sharded_error);
   std::optional<ScriptFailure> fail(const std::string& what, bool ranks_disagree = false) const;
   static void trace(const std::string& text);
   bool is_exact() const;
-  double tolerance() const;
+  Tolerance tolerance() const;
+  void take_over();
   double largest() const;
 
   Side plain_, sharded_;
+  std::optional<LowPrecision> precision_; ///< of an unsharded side that emulates a policy
   std::vector<Step> steps_;
   bool diverged_ = false;
   int64_t now_ = 0;
   std::string description_;
 };
 
-std::vector<BlockKind> Script::draw_pool(Draw& draw) {
-  auto all = block_kinds();
+std::vector<BlockKind> Script::draw_pool(Draw& draw) const {
+  auto all = precision_ ? block_kinds_by_rows() : block_kinds();
+  // Its constants of the shape of a parameter take the parameter's dtype, whatever the inputs have.
+  const bool all_cast = !precision_ || (precision_->casts_inputs && precision_->casts_blocks);
+  if (!all_cast) std::erase_if(all, [](const BlockKind& kind) { return kind.name == "gated"; });
   std::erase_if(all, [](const BlockKind& kind) { return Replay::from_environment().leaves_out(kind.name); });
   if (draw.chance(30)) return all;
   std::vector<BlockKind> few;
@@ -94,11 +104,28 @@ std::vector<BlockKind> Script::draw_pool(Draw& draw) {
   return few;
 }
 
+void Script::compute_in(const LowPrecision& precision) {
+  description_ += "  " + precision.description() + '\n';
+  for (auto* side : {&plain_, &sharded_}) side->rounding_in_evaluation = precision.rounding_in_evaluation();
+}
+
+std::function<std::shared_ptr<RandomModel>()> Script::builder(uint64_t seed, const std::vector<BlockKind>& pool) const {
+  const auto input_dtype = precision_ && precision_->casts_blocks ? std::optional(precision_->param_dtype) : std::nullopt;
+  return [seed, pool, input_dtype] {
+    auto model = std::make_shared<RandomModel>(seed, pool);
+    model->set_input_dtype(input_dtype);
+    return model;
+  };
+}
+
 void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
   const auto seed = draw.seed(), sharding_seed = draw.seed();
-  const auto build = [seed, pool] { return std::make_shared<RandomModel>(seed, pool); };
   const OptimizerPlan plan(draw);
-  const bool optimizer_first = draw.chance(30), writes_views = draw.chance(75);
+  const bool optimizer_first = draw.chance(30);
+  // The write to a view of what is read in fewer bits would round the parameter.
+  const bool writes_views = draw.chance(75) && !precision_;
+  const auto policy = precision_ ? std::optional(precision_->policy(draw)) : std::nullopt;
+  const auto build = builder(seed, pool);
 
   auto model = build();
   auto optimizer = plan.make(*model);
@@ -106,8 +133,8 @@ void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
   auto twin = build();
   std::unique_ptr<torch::optim::Optimizer> of_twin;
   if (optimizer_first) of_twin = plan.make(*twin);
-  const auto shard = [sharding_seed, writes_views](RandomModel& model) {
-    return shard_at_random(model, sharding_seed, !writes_views);
+  const auto shard = [sharding_seed, extends = !writes_views && !precision_, policy](RandomModel& model) {
+    return shard_at_random(model, sharding_seed, extends, policy);
   };
   const auto sharding = shard(*twin);
   const bool moved_itself = sharding.ignores && !tests_the_cpu(); // the program its parameters, and not their state
@@ -118,9 +145,13 @@ void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
   }
   sharded_.trainees.push_back({build, twin, shard, plan, std::move(of_twin), {}, {}});
 
-  sharded_.trainees.back().is_exact = model->is_double();
+  sharded_.trainees.back().is_exact = model->is_double() && !(precision_ && precision_->rounding() > 0);
   sharded_.trainees.back().take(sharding);
-  for (auto* side : {&plain_, &sharded_}) side->trainees.back().writes_views = writes_views;
+  for (auto* side : {&plain_, &sharded_}) {
+    side->trainees.back().writes_views = writes_views;
+    side->trainees.back().policy = policy;
+  }
+  if (policy) plain_.trainees.back().emulation = std::make_shared<EmulatedPolicy>(*policy, process_context().world_size());
   description_ += c10::str("  model: ", model->description(), "\n    ", sharding.description, "; ", plan.name(),
                            optimizer_first ? " built first\n" : "\n");
 }
@@ -136,25 +167,33 @@ void Script::draw_steps(Draw& draw) {
   }
 }
 
-/// Brings the gradients that wait into grad(), by a backward that reduces all of them.
-void Script::settle(size_t trainee, uint64_t seed) {
-  for (auto* side : {&plain_, &sharded_}) {
-    auto& chosen = side->trainees[trainee];
-    backward(whole_loss(*side, chosen, seed));
-    chosen.gradients_wait = false;
-  }
+/// Brings the gradients that wait into grad(), by a backward that reduces all of them. Returns what went wrong on one side alone.
+/// A script in which it throws on both, as for a block that mixes dtypes, ends.
+std::string Script::settle(size_t trainee, uint64_t seed) {
+  const auto settle_one = [&](Side& side) {
+    auto& chosen = side.trainees[trainee];
+    return error_of([&] { backward(whole_loss(side, chosen, seed)); });
+  };
+  const auto plain_error = settle_one(plain_), sharded_error = settle_one(sharded_);
+  diverged_ = !plain_error.empty() && !sharded_error.empty();
+  if (plain_error.empty() != sharded_error.empty()) return "unsharded: " + plain_error + "\n  sharded: " + sharded_error;
+  for (auto* side : {&plain_, &sharded_}) side->trainees[trainee].gradients_wait = false;
+  return "";
 }
 
 /// After an error that both sides threw: gives up what it left behind.
-void Script::recover(uint64_t seed) {
+std::string Script::recover(uint64_t seed) {
   for (size_t i = 0; i < sharded_.trainees.size(); ++i) {
     auto module = fsdp(*sharded_.trainees[i].model);
     module.set_requires_gradient_sync(true);
     module.set_requires_all_reduce(true);
     module.set_is_last_backward(true);
-    if (plain_.trainees[i].gradients_wait) settle(i, seed);
+    if (plain_.trainees[i].gradients_wait) {
+      if (const auto error = settle(i, seed); !error.empty() || diverged_) return error;
+    }
     for (auto* side : {&plain_, &sharded_}) side->trainees[i].model->zero_grad();
   }
+  return "";
 }
 
 bool Script::is_exact() const {
@@ -162,10 +201,25 @@ bool Script::is_exact() const {
   return std::all_of(all.begin(), all.end(), [](const Trainee& each) { return each.is_exact; });
 }
 
-double Script::tolerance() const {
+Tolerance Script::tolerance() const {
+  if (precision_ && precision_->rounding() > 0) return {precision_->rounding(), Tolerance::Of::kTensor};
   const auto& all = sharded_.trainees;
-  if (std::any_of(all.begin(), all.end(), [](const Trainee& each) { return each.computes_in_float; })) return kToleranceInFloat;
-  return is_exact() ? kTolerance : kToleranceOfFloats;
+  const bool in_float = std::any_of(all.begin(), all.end(), [](const Trainee& each) { return each.computes_in_float; });
+  return {in_float ? kToleranceInFloat : is_exact() || precision_ ? kTolerance : kToleranceOfFloats, Tolerance::Of::kElement};
+}
+
+/// What two sides have rounded otherwise goes on from the same numbers, so that each action is compared by itself.
+void Script::take_over() {
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < plain_.trainees.size(); ++i) {
+    const auto to = distinct(plain_.trainees[i].model->parameters());
+    const auto from = distinct(sharded_.trainees[i].model->parameters());
+    for (size_t k = 0; k < to.size(); ++k) {
+      to[k].data().copy_(whole(from[k]));
+      if (to[k].grad().defined() && !plain_.trainees[i].gradients_wait) to[k].mutable_grad().copy_(whole(from[k].grad()));
+    }
+    if (!plain_.trainees[i].gradients_wait) plain_.trainees[i].emulation->begin();
+  }
 }
 
 /// What is reduced in float rounds relative to the largest number, and the tolerance is relative to each.
@@ -176,7 +230,10 @@ std::string Script::take(const Step& step, Side& side) const {
   side.notes.clear();
   Draw draw(step.seed);
   Turn turn{side, side.trainees[step.trainee], side.trainees[1 - step.trainee], draw};
-  return error_of([&] { side.streams.run(step.seed, [&] { step.action->run(turn); }); });
+  const auto error = error_of([&] { side.streams.run(step.seed, [&] { step.action->run(turn); }); });
+  if (Replay::from_environment().script && side.sharded && !error.empty()) // on any rank: the others may wait for it
+    std::cerr << "      rank " << process_context().rank() << ": " << error.substr(0, 300) << std::endl;
+  return error;
 }
 
 /// What an action of either side may ask of the sharded one.
@@ -199,8 +256,9 @@ std::optional<ScriptFailure> Script::run(const std::set<int64_t>& left_out) {
     trace(c10::str("  ", now_, ' ', step.action->name, ", model ", step.trainee));
     const bool waits = plain_.trainees[step.trainee].gradients_wait;
     if (waits && step.action->when == When::kReduced) {
-      const auto error = error_of([&] { settle(step.trainee, step.seed); });
+      const auto error = settle(step.trainee, step.seed);
       if (sum_over_ranks(!error.empty()) > 0) return fail("before it, at a backward that reduces all gradients: " + error);
+      if (diverged_) break;
     }
     prepare(step.trainee);
     const auto plain_error = take(step, plain_), sharded_error = take(step, sharded_);
@@ -221,11 +279,13 @@ std::optional<ScriptFailure> Script::compare(const Step& step, const std::string
   auto different = difference_of_recorded(plain_, sharded_, tolerance());
   if (!plain_error.empty()) {
     trace("      both: " + sharded_error.substr(0, 200));
-    const auto error = error_of([&] { recover(step.seed); });
+    const auto error = recover(step.seed);
     if (sum_over_ranks(!error.empty()) > 0) return fail("on from " + sharded_error + "\n  " + error);
+    if (diverged_) return {};
   }
-  if (different.empty() && step.compares_state) different = difference_of_state(plain_, sharded_, tolerance());
+  if (different.empty() && (step.compares_state || precision_)) different = difference_of_state(plain_, sharded_, tolerance());
   if (sum_over_ranks(!different.empty()) > 0) return fail(different.empty() ? "another rank has a difference" : different);
+  if (precision_ && precision_->rounding() > 0) take_over();
   return {};
 }
 

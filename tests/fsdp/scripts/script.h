@@ -15,6 +15,9 @@ struct ScriptFailure {
   bool ranks_disagree = false; ///< an error on some ranks alone: they are no longer in step
 };
 
+/// From this number on scripts compute in low precision: their unsharded side emulates a policy.
+constexpr uint64_t kFirstInLowPrecision = 1'000'000;
+
 /// Runs script `seed`: two models, a sharding and 10 to 20 actions, all drawn from the seed, on an unsharded and a sharded side,
 /// which are compared after each action. `folder` takes checkpoints. Steps in `left_out` are passed over. Every rank calls it,
 /// and has a failure when any has.

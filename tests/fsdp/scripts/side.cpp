@@ -16,17 +16,23 @@ void Trainee::forget_state() {
   for (auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
   hooks.clear();
   snapshots.clear();
+  several.clear();
   model->zero_grad();
 }
 
 void Trainee::forget_optimizer() {
   snapshots.clear();
+  several.clear();
   schedule.reset();
   make_schedule = {};
 }
 
 Tensor Side::part(const Tensor& batch, const std::vector<int64_t>& rows_of_ranks) const {
-  return sharded ? batch.split_with_sizes(rows_of_ranks)[static_cast<size_t>(process_context().rank())].to(device()) : batch;
+  return part(batch, rows_of_ranks, sharded ? std::optional<int64_t>(process_context().rank()) : std::nullopt);
+}
+
+Tensor Side::part(const Tensor& batch, const std::vector<int64_t>& rows_of_ranks, std::optional<int64_t> rank) const {
+  return rank ? batch.split_with_sizes(rows_of_ranks)[static_cast<size_t>(*rank)].to(device()) : batch;
 }
 
 void Side::record(const Tensor& tensor) {

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/tests/fsdp/scripts/emulated_policy.h>
 #include <tessera/tests/fsdp/scripts/program_streams.h>
 #include <tessera/tests/fsdp/scripts/random_model.h>
 #include <tessera/tests/fsdp/scripts/random_optimizer.h>
@@ -42,12 +43,15 @@ struct Trainee {
   std::function<Sharding(RandomModel&)> shard; ///< on the sharded side, as the model was
   OptimizerPlan plan;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<std::unique_ptr<torch::optim::Optimizer>> several; ///< once an action has made them: each has a part
   std::vector<std::pair<Tensor, unsigned>> hooks;
   std::vector<Snapshot> snapshots;
   std::function<std::unique_ptr<AveragedModel>(const RandomModel&)> make_average; ///< once an action has chosen one
   std::unique_ptr<AveragedModel> average;
   std::function<std::unique_ptr<LRSchedule>(torch::optim::Optimizer&)> make_schedule; ///< once an action has chosen one
   std::unique_ptr<LRSchedule> schedule;
+  std::optional<MixedPrecisionPolicy> policy; ///< that the unsharded side emulates
+  std::shared_ptr<EmulatedPolicy> emulation;  ///< on the unsharded side
   bool computes_in_float = false;
   bool is_exact = true;        ///< nothing was computed in less than double
   bool writes_views = true;    ///< or parts of parameters; otherwise groups may have gather extensions, which cannot follow
@@ -60,8 +64,11 @@ struct Trainee {
 /// A number that the two sides must agree on.
 struct Recorded {
   double value;
-  bool is_mean; ///< of the ranks' values on the sharded side
+  bool is_mean;        ///< of the ranks' values on the sharded side
+  double rounding = 0; ///< by how much it may differ anyway
 };
+
+class Experts; // actions/experts.cpp
 
 /// What a script runs on, twice: two models, sharded or not.
 class Side {
@@ -72,8 +79,12 @@ class Side {
   c10::Device device() const { return sharded ? test_device() : c10::Device(c10::kCPU); }
   /// This rank's rows of a batch, of which rank r has `rows_of_ranks[r]`; all of them on the unsharded side.
   Tensor part(const Tensor& batch, const std::vector<int64_t>& rows_of_ranks) const;
+  /// The same, of the rank that an unsharded side stands for.
+  Tensor part(const Tensor& batch, const std::vector<int64_t>& rows_of_ranks, std::optional<int64_t> rank) const;
   /// Records a loss: on the sharded side the ranks' mean counts.
-  void record_mean(const Tensor& loss) { recorded.push_back({loss.detach().item<double>(), true}); }
+  void record_mean(const Tensor& loss) {
+    recorded.push_back({loss.detach().item<double>(), true, loss.requires_grad() ? 0 : rounding_in_evaluation});
+  }
   /// Records the sum of a tensor that is the same on all ranks, plain or a DTensor. Every rank calls it.
   void record(const Tensor& tensor);
 
@@ -81,7 +92,10 @@ class Side {
   const std::filesystem::path folder; ///< for checkpoints; the same on all ranks
   ProgramStreams streams;             ///< on which the actions run
   std::vector<Trainee> trainees;
-  std::vector<Recorded> recorded; ///< by the action that runs
+  std::shared_ptr<Experts> experts; ///< beside them, once an action has made it
+  std::vector<Recorded> recorded;   ///< by the action that runs
+  /// Without grad mode, what is computed from parameters alone is computed in the dtype of the shards.
+  double rounding_in_evaluation = 0;
   std::vector<std::string> notes; ///< what that action did, for the report of a failure
 };
 

@@ -1,7 +1,7 @@
 #include <tessera/tests/support/simulated_device/communicator.h>
 
-#include <tessera/collectives/checked_communicator.h>
-#include <tessera/collectives/checks.h>
+#include <tessera/collectives/calls/checked_communicator.h>
+#include <tessera/collectives/calls/checks.h>
 #include <tessera/tests/support/simulated_device/boxed.h>
 #include <tessera/tests/support/simulated_device/caching_allocator.h>
 #include <tessera/tests/support/simulated_device/runtime.h>
@@ -101,7 +101,7 @@ class SimulatedCommunicator final : public internal::CheckedCommunicator {
  private:
   using Call = internal::CollectiveCall;
 
-  Work start(Call call) override {
+  Work start(Call&& call) override {
     const bool is_message = call.kind == CollectiveKind::kSend || call.kind == CollectiveKind::kReceive;
     TORCH_CHECK_NOT_IMPLEMENTED(!is_message, internal::describe(*this, call), ": no messages between two ranks here");
     auto on_cpu = call;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/collectives/backend.h>
+#include <tessera/collectives/backends/backend.h>
 #include <tessera/collectives/communicator.h>
 
 #include <optional>

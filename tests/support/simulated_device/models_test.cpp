@@ -11,7 +11,7 @@
 
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
-namespace tessera::testing::sim {
+namespace tessera::testing::sim::models_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -259,4 +259,4 @@ TEST_F(Models, ComplexNumbersAreConjugated) {
 }
 
 } // namespace
-} // namespace tessera::testing::sim
+} // namespace tessera::testing::sim::models_test

@@ -30,8 +30,12 @@ std::set<size_t> unannotated_writes(const std::string& name) {
   return {};
 }
 
+/// Draws that depend on the values of what they write.
+bool reads_what_it_writes(const std::string& name) { return name == "aten::rrelu_with_noise_"; }
+
 void read_arguments(const c10::FunctionSchema& schema, OperatorTraits& traits) {
   const auto unannotated = unannotated_writes(schema.name());
+  traits.reads_tensors = reads_what_it_writes(schema.name());
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& argument = schema.arguments()[i];
     const bool is_written = (argument.alias_info() && argument.alias_info()->isWrite()) || unannotated.contains(i);

@@ -23,7 +23,7 @@ struct OperatorTraits {
   Kind kind = Kind::kPlain;
   std::vector<bool> is_written; ///< by argument
   std::vector<Return> returns;
-  bool reads_tensors = false;
+  bool reads_tensors = false; ///< the results depend on their values
 
   static const OperatorTraits& of(const c10::OperatorHandle& op);
 };

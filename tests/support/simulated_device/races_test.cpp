@@ -12,7 +12,7 @@
 
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
-namespace tessera::testing::sim {
+namespace tessera::testing::sim::races_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -246,4 +246,4 @@ TEST_F(Races, ReadingTooEarlyReadsPoison) {
 }
 
 } // namespace
-} // namespace tessera::testing::sim
+} // namespace tessera::testing::sim::races_test

@@ -44,10 +44,12 @@ struct Call {
   }
 };
 
-/// A tensor of the host among those of the device: a number, or indices. Its value counts now, not when the work runs.
+/// A tensor of the host among those of the device: a number, those of a list's positions, or indices. Its value counts now, not
+/// when the work runs.
 at::Tensor host_argument(const Call& call, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.dim() == 0 || call.name().find("index") != std::string::npos, call.name(), ": a tensor of sizes ",
-              tensor.sizes(), " on ", tensor.device(), " among tensors on the simulated device");
+  const bool may_have_dims = call.name().find("index") != std::string::npos || call.name().find("_foreach_") != std::string::npos;
+  TORCH_CHECK(tensor.dim() == 0 || may_have_dims, call.name(), ": a tensor of sizes ", tensor.sizes(), " on ", tensor.device(),
+              " among tensors on the simulated device");
   auto copy = tensor.clone();
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
   return copy;

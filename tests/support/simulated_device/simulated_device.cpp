@@ -1,6 +1,6 @@
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
-#include <tessera/collectives/backend.h>
+#include <tessera/collectives/backends/backend.h>
 #include <tessera/tests/support/simulated_device/autocast.h>
 #include <tessera/tests/support/simulated_device/boxed.h>
 #include <tessera/tests/support/simulated_device/communicator.h>

@@ -51,6 +51,8 @@ const std::vector<Read>& reads() {
       {"comparison", [](const Tensor& p) { return p == p; }},
       {"transpose", [](const Tensor& p) { return p.dim() == 2 ? p.t().contiguous() : p.clone(); }},
       {"flattened", [](const Tensor& p) { return p.reshape({-1}).square(); }},
+      {"views beside what is computed", [](const Tensor& p) { return p.view({-1}) * (p * 2).view({-1}); }},
+      {"product of views", [](const Tensor& p) { return p.dim() == 2 ? p.t().mm(p.square()) : p.clone(); }},
       {"unsharded", [](const Tensor& p) { return tessera::unsharded(p).clone(); }},
       {"data", [](const Tensor& p) { return p.data() * 2; }},
       {"float", [](const Tensor& p) { return p.is_complex() ? p : p.to(torch::kFloat); }},
@@ -64,6 +66,7 @@ void read_parameter(Turn& turn) {
   const auto& read = turn.draw.of(reads());
   std::optional<torch::NoGradGuard> no_grad;
   if (turn.draw.chance(70)) no_grad.emplace();
+  if (turn.trainee.policy) return; // a forward would read it in another dtype
   turn.note(c10::str("reads ", read.name, " of ", item.key(), no_grad ? " without grad mode" : ""));
   // What is computed in bfloat16 is too coarse to compare.
   if (item.value().numel() == 0 || item.value().scalar_type() == torch::kBFloat16) return;
@@ -71,6 +74,7 @@ void read_parameter(Turn& turn) {
 }
 
 void read_all_at_once(Turn& turn) {
+  if (turn.trainee.policy) return; // a view is one of what a forward would read
   const torch::NoGradGuard no_grad;
   std::vector<Tensor> flat;
   for (const auto& parameter : turn.trainee.model->parameters()) {

@@ -34,10 +34,11 @@ void failed_forward(Turn& turn) {
 /// A loss whose next backward throws somewhere on its way, and later ones do not.
 Tensor loss_that_fails_once(Turn& turn) {
   const auto at = static_cast<size_t>(turn.draw.below(4));
+  const auto failed = std::make_shared<bool>(false);
   return random_loss(turn, [&](size_t position, const Tensor& x) {
     if (position != at || !x.requires_grad()) return x;
     auto y = x * 1.0;
-    y.register_hook([failed = std::make_shared<bool>(false)](const Tensor& gradient) {
+    y.register_hook([failed](const Tensor& gradient) {
       if (!std::exchange(*failed, true)) throw std::runtime_error(kUsersError);
       return gradient;
     });

@@ -1,4 +1,5 @@
 // What programs do with gradients: clipping, edits, hooks, and which parameters have any.
+#include <c10/util/ScopeExit.h>
 #include <tessera/fsdp/clip_grad.h>
 #include <tessera/optim/grad_norm.h>
 
@@ -128,10 +129,10 @@ void backward_in_a_hook(Turn& turn) {
     }
     return halves ? gradient * 0.5 : gradient;
   });
+  const auto remove = c10::make_scope_exit([&] { item.value().remove_hook(hook); }); // after an error as well
   const auto loss = random_loss(turn);
   turn.side.record_mean(loss);
   backward(loss);
-  item.value().remove_hook(hook);
 }
 
 void remove_hooks(Turn& turn) {

@@ -29,6 +29,7 @@ void backward_of_list(Turn& turn) {
   for (const auto& loss : several_losses(turn)) {
     if (loss.requires_grad()) losses.push_back(loss);
   }
+  EmulatedPolicy::refresh_all();
   if (!losses.empty()) torch::autograd::backward(losses);
 }
 
@@ -66,6 +67,7 @@ void backward_over_inputs(Turn& turn) {
 void acts_in_hook(Turn& turn) {
   const auto at = static_cast<size_t>(turn.draw.below(4));
   const auto seed = turn.draw.seed();
+  if (turn.trainee.policy) return; // it would act once for each rank
   const auto act = [&turn, seed](const Tensor& gradient) {
     const torch::AutoGradMode grad_mode(true);
     Draw draw(seed);

@@ -45,7 +45,8 @@ void take_mean_loss(Turn& turn) {
   const int64_t batches = 1 + turn.draw.below(2);
   for (int64_t i = 0; i < batches; ++i) means.add("loss", random_loss(turn).item<double>());
   const auto mesh = init_device_mesh(test_device_type(), {process_context().world_size()});
-  turn.side.recorded.push_back({(turn.side.sharded ? means.means(mesh) : means.means()).at("loss"), false});
+  const auto mean = (turn.side.sharded ? means.means(mesh) : means.means()).at("loss");
+  turn.side.recorded.push_back({mean, false, turn.side.rounding_in_evaluation});
 }
 
 RankBatch on_device(const RankBatch& batch, c10::Device device) { return {batch.x.to(device), batch.ids.to(device)}; }
@@ -83,7 +84,7 @@ void train_on_uneven_batches(Turn& turn) {
   const auto stand_in = RankBatch{torch::full({2, kWidth}, 0.5), torch::zeros({2, kIdsPerRow}, torch::kLong)};
   auto& model = *turn.trainee.model;
   const auto& context = process_context();
-  if (has_statistics(model) || turn.trainee.ignores) return;
+  if (has_statistics(model) || turn.trainee.ignores || turn.trainee.policy) return;
   if (turn.side.sharded) {
     auto& mine = of_ranks[static_cast<size_t>(context.rank())];
     for (auto& batch : mine) batch = on_device(batch, turn.side.device());

@@ -2,7 +2,7 @@
 #include <c10/util/ScopeExit.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
-#include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/model/sharded_module.h>
 
 #include <tessera/tests/fsdp/scripts/action.h>
 #include <tessera/tests/fsdp/scripts/pass.h>

@@ -1,7 +1,7 @@
 // The controls of sharded modules, which change no number.
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
-#include <tessera/fsdp/sharded_module.h>
+#include <tessera/fsdp/model/sharded_module.h>
 
 #include <tessera/tests/fsdp/scripts/action.h>
 

@@ -60,7 +60,7 @@ void start_anew(Trainee& trainee, uint64_t sharding, bool on_meta) {
   for (size_t i = 0; i < frozen.size(); ++i) parameters[i].requires_grad_(frozen[i].requires_grad());
   const auto before = trainee.model->modules(), modules = model->modules();
   for (size_t i = 0; i < modules.size(); ++i) modules[i]->train(before[i]->is_training()); // from the outer to the inner
-  trainee.take(shard_at_random(*model, sharding, !trainee.writes_views));
+  trainee.take(shard_at_random(*model, sharding, !trainee.writes_views && !trainee.policy, trainee.policy));
   if (on_meta) {
     materialize(*model, clear);
   } else {

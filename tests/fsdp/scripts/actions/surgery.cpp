@@ -1,4 +1,5 @@
 // Models that change after they were sharded.
+#include <c10/util/ScopeExit.h>
 #include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/optim/shard_optimizer.h>
 
@@ -12,8 +13,8 @@ namespace {
 
 constexpr size_t kMostBlocks = 8;
 
-std::function<void(RandomModel&)> random_change(Draw& draw) {
-  const auto kind = draw.below(3);
+std::function<void(RandomModel&)> random_change(Draw& draw, bool may_add) {
+  const auto kind = may_add ? draw.below(3) : 1 + draw.below(2);
   const auto seed = draw.seed();
   return [kind, seed](RandomModel& model) {
     if (kind == 0 && model.blocks().size() < kMostBlocks) model.add_random_block(seed);
@@ -44,7 +45,7 @@ void step_as_before(Turn& turn) {
 
 void change_the_model(Turn& turn) {
   auto& trainee = turn.trainee;
-  const auto change = random_change(turn.draw);
+  const auto change = random_change(turn.draw, !trainee.policy);
   const bool goes_on = turn.draw.chance(40);
   trainee.forget_state();
   trainee.forget_optimizer();
@@ -58,8 +59,9 @@ void change_the_model(Turn& turn) {
     return model;
   };
   if (turn.side.sharded) reshard_model(trainee);
+  const auto renew =
+      c10::make_scope_exit([&] { trainee.optimizer = trainee.plan.make(*trainee.model); }); // after an error as well
   if (goes_on) step_as_before(turn);
-  trainee.optimizer = trainee.plan.make(*trainee.model);
 }
 
 } // namespace

@@ -1,6 +1,6 @@
 // Programs that use a model from several threads, one at a time.
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <tessera/fsdp/side_stream.h>
+#include <tessera/fsdp/buffers/side_stream.h>
 
 #include <exception>
 #include <thread>

@@ -1,0 +1,108 @@
+#include <tessera/collectives/backends/simulated/clock_state.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace tessera::internal {
+
+double WireTimes::carry(double from, double seconds, double now) {
+  while (!busy_.empty() && busy_.begin()->second <= now) busy_.erase(busy_.begin());
+  if (seconds <= 0) return from;
+  for (const auto& [begin, end] : busy_) {
+    if (from + seconds <= begin) break;
+    from = std::max(from, end);
+  }
+  busy_.emplace(from, from + seconds);
+  return from + seconds;
+}
+
+ClockState::ClockState(const Topology& where, const SimulationOptions& how) : topology(where), options(how) {
+  topology.check();
+  const auto& rate = options.flops_per_second;
+  TORCH_CHECK_VALUE(!rate || (std::isfinite(*rate) && *rate > 0), "simulated rank: flops_per_second is ", rate.value_or(0),
+                    ", but must be positive");
+}
+
+void ClockState::take_compute() {
+  double seconds = 0;
+  if (options.flops_per_second) {
+    flops_ += untaken_flops_;
+    seconds = std::exchange(untaken_flops_, 0) / *options.flops_per_second;
+  } else {
+    const auto now = Clock::now();
+    seconds = std::chrono::duration<double>(now - std::exchange(mark_, now)).count();
+  }
+  time_.compute += seconds;
+  time_.total += seconds;
+}
+
+void ClockState::begin_pause() {
+  const std::lock_guard lock(mutex_);
+  take_compute();
+}
+
+void ClockState::end_pause() {
+  const std::lock_guard lock(mutex_);
+  mark_ = Clock::now();
+}
+
+double ClockState::issue(const std::vector<Phase>& phases, double& stream) {
+  const std::lock_guard lock(mutex_);
+  const double begin = std::max(time_.total, stream);
+  double end = begin;
+  for (const auto& phase : phases)
+    end = wires_[static_cast<size_t>(phase.wire)].carry(end + phase.latency, phase.transfer, time_.total);
+  time_.communication += end - begin;
+  return stream = end;
+}
+
+void ClockState::wait_until(double end) {
+  const std::lock_guard lock(mutex_);
+  take_compute();
+  if (end <= time_.total) return;
+  time_.exposed += end - time_.total;
+  time_.total = end;
+}
+
+bool ClockState::is_over(double end) {
+  const std::lock_guard lock(mutex_);
+  take_compute();
+  return end <= time_.total;
+}
+
+void ClockState::count_flops(double flops) {
+  const std::lock_guard lock(mutex_);
+  untaken_flops_ += flops;
+}
+
+void ClockState::add_compute(double seconds) {
+  TORCH_CHECK_VALUE(std::isfinite(seconds) && seconds >= 0, "SimulatedClock::add_compute: ", seconds, " is no time in seconds");
+  const std::lock_guard lock(mutex_);
+  time_.compute += seconds;
+  time_.total += seconds;
+}
+
+SimulatedTime ClockState::elapsed() {
+  const std::lock_guard lock(mutex_);
+  take_compute();
+  return {time_.total - before_.total, time_.compute - before_.compute, time_.exposed - before_.exposed,
+          time_.communication - before_.communication};
+}
+
+double ClockState::flops() {
+  const std::lock_guard lock(mutex_);
+  take_compute();
+  return flops_;
+}
+
+void ClockState::reset() {
+  const std::lock_guard lock(mutex_);
+  take_compute();
+  before_ = time_;
+  flops_ = 0;
+}
+
+} // namespace tessera::internal

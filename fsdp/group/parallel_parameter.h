@@ -1,0 +1,29 @@
+#pragma once
+
+// Internal: parameters that are DTensors already, over dims of the mesh that are foreign to data parallelism: tensor parallelism
+// has split or copied them, and their parts are sharded further (FSDP2's 2-D parallelism).
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include <tessera/dtensor/spec.h>
+#include <tessera/fsdp/layout/mesh_axes.h>
+
+namespace tessera::internal {
+
+/// An error that names the parameter, a DTensor, unless it is Shard or Replicate over dims of the root of `mesh` that `mesh` does
+/// not have.
+void check_parallel(const at::Tensor& parameter, const std::string& name, const DeviceMesh& mesh);
+
+/// How forward reads such a parameter in `dtype`: as it lies, row-major.
+SpecPtr spec_in_forward(const Spec& parallel, at::ScalarType dtype);
+
+/// How a parameter lies whose parts, that `parallel` gave the ranks, are split by `along_shard`: on the mesh of the data-parallel
+/// dims, then the foreign ones. Where both split one dim, the foreign one did first.
+SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes& axes, const Placement& along_shard);
+
+/// What a read of the parameter in forward gets: a DTensor of the part that `leaf` holds. Differentiable.
+at::Tensor as_parallel(const at::Tensor& leaf, const Spec& parallel);
+
+} // namespace tessera::internal

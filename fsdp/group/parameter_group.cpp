@@ -1,0 +1,405 @@
+#include <tessera/fsdp/group/parameter_group.h>
+
+#include <ATen/ceil_div.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
+#include <c10/util/strides.h>
+#include <torch/csrc/autograd/cpp_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <functional>
+
+#include <tessera/base/tensor_over.h>
+#include <tessera/dtensor/tensor/prefetch.h>
+#include <tessera/fsdp/buffers/flat_views.h>
+#include <tessera/fsdp/buffers/own_work.h>
+#include <tessera/fsdp/group/parallel_parameter.h>
+
+namespace tessera::internal {
+
+namespace {
+
+bool has_extension(const FreeParameter& parameter) { return parameter.extension != nullptr; }
+
+bool is_split_already(const FreeParameter& parameter) { return parameter.parallel && !parameter.parallel->is_replicated(); }
+
+GroupLayout layout_of(std::span<const FreeParameter> parameters, BufferLayout kind, int ranks) {
+  std::vector<ParameterShape> shapes;
+  std::vector<bool> extended;
+  // Ranges of rows of all parameters together are no placement of those that another dim has split.
+  if (std::any_of(parameters.begin(), parameters.end(), is_split_already)) kind = BufferLayout::kPerParameter;
+  for (const auto& each : parameters) {
+    shapes.push_back({each.place.path, each.values().sizes().vec(), each.dtype, each.placement});
+    extended.push_back(has_extension(each));
+  }
+  if (std::none_of(parameters.begin(), parameters.end(), has_extension)) return plan_layout(kind, shapes, ranks);
+  auto layout = plan_placed(shapes, ranks);
+  leave_out(extended, shapes, layout);
+  return layout;
+}
+
+ShardPlan shard_plan_of(std::span<const FreeParameter> parameters, const GroupLayout& layout, const MeshAxes& axes) {
+  std::vector<ParameterDtypes> dtypes;
+  for (const auto& each : parameters) dtypes.push_back({each.values().scalar_type(), each.dtype});
+  const bool extends = std::any_of(parameters.begin(), parameters.end(), has_extension);
+  return plan_shard(layout, dtypes, extends, static_cast<size_t>(axes.shard_rank()));
+}
+
+/// Whether each rank's part of a parameter with these strides is contiguous memory in it, and has them itself.
+bool can_have_strided_shards(c10::IntArrayRef sizes, c10::IntArrayRef strides, const ParameterLayout& layout) {
+  const auto* ragged = std::get_if<RaggedShard>(&layout.placement);
+  if (ragged && ragged->dim > 0) return false; // a part has these dims as one
+  if (layout.pieces.size() == 1) return true;
+  const int64_t numel = c10::multiply_integers(sizes), row = numel / sizes[0];
+  const bool rows_are_outermost = sizes[0] == 1 || strides[0] == row;
+  return layout.split_dim == 0 && rows_are_outermost &&
+         std::all_of(layout.pieces.runs().begin(), layout.pieces.runs().end(),
+                     [&](const auto& run) { return run.range.begin % row == 0 && run.range.numel % row == 0; });
+}
+
+/// A parameter's share in its group, as a tensor hook. Autograd's part of a tensor goes with the last reference to it; the
+/// backend meta would stay as long as the group's own weak reference. The hook also meets gradients of a graph from before.
+struct Share {
+  at::TensorBase operator()(const at::TensorBase& gradient) const {
+    TORCH_CHECK(!gradient.defined() || dtensor_meta(gradient), "the gradient of ", group->full_name(index),
+                " comes from a forward that ran before fully_shard: run the forward again");
+    return {};
+  }
+  std::shared_ptr<ParameterGroup> group;
+  size_t index;
+};
+
+/// Gives a parameter this share, in place of one that it has; none for an empty one.
+void own(const at::Tensor& parameter, const std::function<at::TensorBase(const at::TensorBase&)>& share) {
+  auto* autograd = torch::autograd::impl::materialize_autograd_meta(parameter);
+  if (!autograd->cpp_hooks_list_) torch::autograd::impl::create_cpp_hook(parameter);
+  for (auto& hook : *autograd->cpp_hooks_list_) {
+    if (hook.target<Share>()) return void(hook = share);
+  }
+  autograd->cpp_hooks_list_->push_back(share);
+}
+
+} // namespace
+
+std::vector<int64_t> own_strides(const at::Tensor& tensor) {
+  const bool is_row_major = tensor.strides() == c10::IntArrayRef(c10::contiguous_strides(tensor.sizes()));
+  if (is_row_major || tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) return {};
+  return tensor.strides().vec();
+}
+
+std::string ParameterName::to_string() const {
+  const auto group = group_.lock();
+  return about_ + (group ? group->full_name(index_) : "a module that is gone");
+}
+
+int64_t shard_bytes_of(std::span<const FreeParameter> parameters, BufferLayout layout, const MeshAxes& axes) {
+  return shard_plan_of(parameters, layout_of(parameters, layout, axes.shard_ranks()), axes).bytes;
+}
+
+ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshAxes& axes, const FullyShardOptions& options,
+                               std::shared_ptr<ModelResources> resources)
+    : owner(std::move(made_for)), axes_(axes), options_(options), resources_(std::move(resources)) {}
+
+ParameterGroup::~ParameterGroup() {
+  try {
+    users_.join(); // the shards, which a gather reads that nobody may have waited for, are freed here too
+    users_.end();
+    secondary_users_.end();
+  } catch (...) { // of a device that has failed
+  }
+  if (storage_) storage_->forget_group();
+  for (const auto& parameter : parameters_) {
+    if (parameter.meta) parameter.meta->group = nullptr;
+  }
+}
+
+const std::string& ParameterGroup::label() const {
+  if (label_.empty()) label_ = bucket == 0 ? owner->label() : fmt::format("{} bucket {}", owner->label(), bucket + 1);
+  return label_;
+}
+
+void ParameterGroup::settle(size_t place, std::shared_ptr<ModelResources> resources) {
+  number = place;
+  label_.clear();
+  if (resources == resources_) return;
+  wait_to_write(); // on the streams of before, whose memory was fetched into
+  fetch_.reset();
+  fetched_ = at::Tensor();
+  resources_ = std::move(resources);
+}
+
+void ParameterGroup::shard(std::span<const FreeParameter> parameters, std::shared_ptr<OffloadMemory> memory) {
+  const at::NoGradGuard no_grad;
+  memory_ = std::move(memory);
+  layout_ = layout_of(parameters, options_.layout, axes_.shard_ranks());
+  shard_plan_ = shard_plan_of(parameters, layout_, axes_);
+  std::vector<at::Tensor> values; // which keep the storage when the parameters let go of it
+  for (const auto& each : parameters) {
+    values.push_back(each.values().detach());
+    if (each.extension) extended_.add(parameters_.size(), each.extension);
+    add_parameter(each);
+  }
+  // On one rank too: a leaf with the strides cannot lie in a shard without them.
+  const auto is_restrided = [](const ShardedParameter& each) { return !each.strides.empty() && !each.has_strided_shards; };
+  copies_ = axes_.shard_ranks() > 1 || shard_plan_.casts || !layout_.gathers_in_place || memory_ ||
+            std::any_of(parameters_.begin(), parameters_.end(), is_restrided);
+  const bool on_meta = parameters[0].tensor.is_meta();
+  allocate_shard(on_meta ? c10::Device(c10::kMeta) : axes_.mesh().device());
+  if (!on_meta) fill_shard(values);
+  take_over_parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) own(parameters[i].tensor, Share{shared_from_this(), i});
+  if (!on_meta) make_leaves();
+}
+
+void ParameterGroup::release_parameter(size_t index) {
+  auto& parameter = parameters_[index];
+  const at::Tensor tensor(parameter.tensor.lock());
+  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->get_backend_meta() != parameter.meta.get()) return;
+  become_dtensor(tensor, c10::make_intrusive<DTensorMeta>(parameter.local.clone(), parameter.spec), {});
+  own(tensor, nullptr);
+}
+
+void ParameterGroup::add_parameter(const FreeParameter& free) {
+  const auto& tensor = free.tensor;
+  const size_t index = parameters_.size();
+  const auto& layout = layout_.parameters[index];
+  const auto sizes = tensor.sizes().vec(), strides = free.parallel ? std::vector<int64_t>() : own_strides(tensor);
+  const auto dtype = free.values().scalar_type();
+  parameters_.push_back({.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+                         .spec = free.parallel
+                                     ? shard_further(*free.parallel, dtype, axes_, layout.placement)
+                                     : Spec::intern(axes_.mesh(), axes_.placements(layout.placement), sizes, dtype, strides),
+                         .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), index),
+                         .unsharded_dtype = free.dtype,
+                         .has_strided_shards = !strides.empty() && can_have_strided_shards(sizes, strides, layout),
+                         .strides = strides,
+                         .own_name = free.place.path,
+                         .module = free.place.top,
+                         .original = MemoryRange::of(free.parallel ? free.value : tensor),
+                         .chosen = free.placement,
+                         .parallel = free.parallel});
+  if (free.parallel) check_part(index);
+}
+
+/// What the spec calls this rank's part is what the layout gives it.
+void ParameterGroup::check_part(size_t index) const {
+  const auto piece = layout_.parameters[index].pieces[static_cast<size_t>(axes_.shard_rank())];
+  const auto& spec = *parameters_[index].spec;
+  TORCH_INTERNAL_ASSERT(c10::multiply_integers(spec.local_sizes()) == piece.numel, full_name(index), ": ", piece.numel,
+                        " elements in its group, but its spec is ", spec.to_string());
+}
+
+std::string ParameterGroup::full_name(size_t index) const {
+  const auto& parameter = parameters_[index];
+  const auto path = owner->path(parameter.module);
+  return path.empty() ? parameter.own_name : path + "." + parameter.own_name;
+}
+
+void ParameterGroup::materialize() {
+  if (has_memory() || !shard_.is_meta()) return;
+  const at::NoGradGuard no_grad;
+  allocate_shard(axes_.mesh().device());
+  take_over_parameters();
+  make_leaves();
+}
+
+void ParameterGroup::allocate_shard(c10::Device device) {
+  const int64_t bytes = shard_plan_.bytes;
+  if (memory_ && !device.is_meta()) {
+    shard_ = tensor_over({c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), memory_->allocate(bytes)}, 0, {bytes},
+                         at::kByte);
+  } else {
+    shard_ = at::zeros({bytes}, at::TensorOptions(at::kByte).device(device));
+  }
+  versions_.clear();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto& parameter = parameters_[i];
+    // No view of the shard: a write to one parameter is none to what autograd saved of the others.
+    parameter.local = tensor_over(shard_.storage(), shard_plan_.offsets[i], parameter.spec->local_sizes(),
+                                  parameter.spec->dtype(), {}, parameter.shard_strides());
+    versions_.push_back(parameter.local.unsafeGetTensorImpl()->version_counter());
+    parameter.meta = c10::make_intrusive<ParameterMeta>(parameter.local, parameter.spec, this, i);
+    parameter.meta->provenance.name = c10::make_intrusive<ParameterName>("the parameter ", weak_from_this(), i);
+    parameter.meta->parallel = parameter.parallel;
+    if (!parameter.parallel) parameter.meta->provenance.whole_dtype = parameter.unsharded_dtype;
+  }
+}
+
+void ParameterGroup::take_over_parameters() {
+  for (const auto& parameter : parameters_) {
+    // One that its module gave up before it had memory is gone.
+    if (const at::Tensor tensor(parameter.tensor.lock()); tensor.defined())
+      become_dtensor(tensor, parameter.meta, c10::DispatchKeySet(kTouchKey));
+  }
+}
+
+void ParameterGroup::fill_shard(const std::vector<at::Tensor>& values) {
+  const auto rank = static_cast<size_t>(axes_.shard_rank());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto piece = layout_.parameters[i].pieces[rank];
+    if (piece.numel == 0) continue;
+    const auto part = owned_part(values[i], layout_.parameters[i], rank);
+    parameters_[i].local.copy_(part.reshape(parameters_[i].local.sizes()));
+  }
+}
+
+void ParameterGroup::make_leaves() {
+  storage_ = c10::make_intrusive<UnshardedStorage>(axes_.mesh().device(), this);
+  if (!copies_) { // the leaves alias the shard
+    auto owner = std::make_unique<c10::Storage>(shard_.storage());
+    void* data = owner->mutable_data();
+    storage_->fill({data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); }, shard_.device()},
+                   layout_.unsharded_bytes);
+    enter(State::kUnsharded);
+  }
+  const auto& policy = options_.mixed_precision;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto& parameter = parameters_[i];
+    const at::Tensor tensor(parameter.tensor.lock());
+    // A leaf that aliases the shard is always valid: nothing needs to see its reads, unless it is to cast what is beside it.
+    const bool is_seen = copies_ || (policy.param_dtype && policy.cast_forward_inputs);
+    const auto keys = is_seen ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet();
+    parameter.leaf = tensor_over(c10::Storage(storage_), layout_.parameters[i].unsharded_offset, parameter.unsharded_sizes(),
+                                 parameter.unsharded_dtype, keys, parameter.strides);
+    parameter.frozen_leaf = at::Tensor();
+    if (!tensor.defined()) continue;
+    share_version(tensor, parameter.leaf);
+    parameter.leaf.set_requires_grad(tensor.requires_grad());
+  }
+}
+
+bool is_saved_copy(const ShardedParameter& parameter, const at::Tensor& tensor) {
+  return parameter.accumulator && torch::autograd::impl::try_get_grad_accumulator(tensor) == parameter.accumulator;
+}
+
+void ParameterGroup::enter(State next) {
+  const State before = next == State::kGathering ? State::kSharded
+                       : next == State::kSharded ? State::kUnsharded
+                       : copies_                 ? State::kGathering
+                                                 : State::kSharded;
+  TORCH_INTERNAL_ASSERT(state_ == before, label(), ": from state ", static_cast<int>(state_), " to ", static_cast<int>(next));
+  state_ = next;
+}
+
+uint64_t ParameterGroup::shard_version() const {
+  uint64_t sum = 0; // each only grows
+  for (const auto& version : versions_) sum += version.current_version();
+  return sum;
+}
+
+at::Tensor ParameterGroup::unsharded_bytes_tensor() const {
+  return tensor_over(c10::Storage(storage_), 0, {layout_.unsharded_bytes}, at::kByte);
+}
+
+at::Tensor ParameterGroup::whole_parameter(size_t index) const {
+  const auto& leaf = parameters_[index].leaf;
+  return tensor_over(c10::Storage(storage_), layout_.parameters[index].unsharded_offset, leaf.sizes(), leaf.scalar_type(), {},
+                     parameters_[index].strides);
+}
+
+at::Tensor ParameterGroup::row_major_parameter(size_t index) const {
+  const auto& leaf = parameters_[index].leaf;
+  return tensor_over(c10::Storage(storage_), layout_.parameters[index].unsharded_offset, leaf.sizes(), leaf.scalar_type());
+}
+
+void ParameterGroup::check_parameters_alive() const {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    TORCH_CHECK(!parameters_[i].tensor.expired(), "the sharded parameter ", full_name(i), " of ", label(),
+                " is gone: the module's parameters changed after fully_shard. Call tessera::reshard_parameters after the change, "
+                "replace parameters before fully_shard, or copy new values with parameter.copy_(full_tensor)");
+  }
+}
+
+void ParameterGroup::prefetch_parameters() const {
+  for (const auto& parameter : parameters_) {
+    prefetch(parameter.tensor._unsafe_get_target());
+    prefetch(parameter.leaf.unsafeGetTensorImpl());
+    prefetch(parameter.meta.get());
+    prefetch(parameter.accumulator.get());
+  }
+}
+
+void ParameterGroup::set_neighbours(CommunicatorPtr neighbours) {
+  neighbours_ = std::move(neighbours);
+  const int64_t step = neighbours_->size() * kParameterAlignment; // so that it has a part for each
+  layout_.unsharded_bytes = at::round_up(layout_.unsharded_bytes, step);
+}
+
+void ParameterGroup::forget_neighbours() {
+  if (!neighbours_) return;
+  finish_gather(); // perhaps from what they kept
+  release_secondary();
+  neighbours_ = nullptr;
+}
+
+void ParameterGroup::reshard() {
+  if (neighbours_) release_secondary();
+  if (!copies_ || state_ == State::kSharded) return;
+  finish_gather();
+  users_.end();
+  storage_->release();
+  enter(State::kSharded);
+}
+
+void ParameterGroup::reshard_after_forward() {
+  // Of an earlier one; also where a gather among neighbours has failed, which the next read is to find again.
+  if (state_ == State::kSharded && is_secondary_valid()) return;
+  if (!neighbours_ || !is_unsharded() || is_stale()) return reshard();
+  const c10::OptionalStreamGuard home(users_.end());
+  if (!is_secondary_valid()) {
+    release_secondary();
+    secondary_users_.begin(storage_->device());
+    const OwnWork own_work{};
+    const int64_t part = layout_.unsharded_bytes / neighbours_->size();
+    secondary_ = unsharded_bytes_tensor().narrow(0, neighbours_->rank() * part, part).clone();
+    secondary_version_ = gathered_version_;
+    secondary_users_.wait_for_home();
+  }
+  storage_->release();
+  enter(State::kSharded);
+}
+
+void ParameterGroup::release_secondary() {
+  secondary_users_.end();
+  secondary_ = at::Tensor();
+}
+
+/// Of what was written already: the next read gathers it again.
+void ParameterGroup::check_no_extension(const UnshardedRange& written) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!extended_.contains(i) || !UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
+    gathered_version_.reset();
+    TORCH_CHECK(false, "the unsharded parameter ", full_name(i),
+                " was written, and it has a gather extension: its shards are not ",
+                "of what is gathered. Write the parameter itself, as a whole (parameter.copy_(full_tensor))");
+  }
+}
+
+void ParameterGroup::write_back(const UnshardedRange& written) {
+  if (copies_ && !is_unsharded()) return;
+  check_no_extension(written);
+  const at::NoGradGuard no_grad;
+  const KeptResults::Scope keeps_nothing;
+  const auto rank = static_cast<size_t>(axes_.shard_rank());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = layout_.parameters[i];
+    const auto piece = parameter.pieces[rank];
+    if (!UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
+    parameters_[i].local.unsafeGetTensorImpl()->bump_version(); // on every rank, with a part or without
+    if (!copies_ || piece.numel == 0) continue;
+    const auto dtype = parameters_[i].leaf.scalar_type();
+    auto& local = parameters_[i].local;
+    const auto whole = owned_part(whole_parameter(i), parameter, rank).reshape(local.sizes()).to(local.device());
+    // What a cast only rounded keeps its value.
+    local.copy_(dtype == local.scalar_type() ? whole
+                                             : at::where(local.to(dtype).eq(whole), local, whole.to(local.scalar_type())));
+  }
+  gathered_version_ = shard_version();
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,103 @@
+#pragma once
+
+// Internal: a parameter of a group, and what stands for it where it is read.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/accumulate.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/fsdp/buffers/memory_range.h>
+#include <tessera/fsdp/buffers/node_reference.h>
+#include <tessera/fsdp/buffers/unsharded_storage.h>
+
+namespace tessera::internal {
+
+class ParameterGroup;
+
+/// A parameter's name, after what is said about it ("the gradient of ").
+class ParameterName final : public TensorName {
+ public:
+  ParameterName(const char* about, std::weak_ptr<ParameterGroup> group, size_t index)
+      : about_(about), group_(std::move(group)), index_(index) {}
+  std::string to_string() const override;
+
+ private:
+  const char* about_;
+  std::weak_ptr<ParameterGroup> group_;
+  size_t index_;
+};
+
+/// The meta of a sharded parameter: a DTensor that knows its group.
+struct ParameterMeta : ReadMeta {
+  ParameterMeta(at::Tensor local, SpecPtr spec, ParameterGroup* owner, size_t position)
+      : ReadMeta(std::move(local), std::move(spec), kShardedParameters), group(owner), index(position) {}
+  bool places_gradient() const override { return false; } // LeafHook takes it
+  ParameterGroup* group; ///< null once all parameters of the group are gone: a detached copy may live longer
+  size_t index;
+  SpecPtr parallel; ///< that of the parameter
+};
+
+/// The meta of a sharded parameter or of a shallow copy of one (`detach`, `data`); null for any other tensor.
+inline ParameterMeta* parameter_meta(const at::TensorBase& tensor) {
+  auto* const read = read_meta(tensor);
+  if (!read || read->kind != &kShardedParameters) return nullptr;
+  auto* const meta = static_cast<ParameterMeta*>(read);
+  return meta->group ? meta : nullptr;
+}
+
+struct ShardedParameter {
+  // First, and together, what every read and every gradient takes.
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
+  at::Tensor leaf = {};                            ///< what forward ops read instead: plain, in the unsharded dtype
+  at::Tensor dtensor_leaf = {};                    ///< stands for it among DTensors in grad mode; made when first needed
+  at::Tensor frozen_leaf = {};                     ///< without a gradient, where `leaf` has one for an earlier forward
+  NodeReference accumulator = {};                  ///< of the gradients of `leaf` and of `tensor`
+  SpecPtr spec;
+  c10::intrusive_ptr<ParameterMeta> meta = {};
+  c10::intrusive_ptr<const TensorName> gradient_name;
+
+  at::Tensor local = {};          ///< this rank's part, inside the shard
+  at::ScalarType unsharded_dtype; ///< of the leaf
+  /// With `strides`: this rank's part has them too. It is row-major where a cut falls inside a row, and the whole gets them after
+  /// each gather.
+  bool has_strided_shards = false;
+  std::vector<int64_t> strides = {};    ///< of the whole, where it is not row-major (channels_last)
+  std::string own_name;                 ///< from the module of the group that has it
+  size_t module;                        ///< which of the group's modules that is
+  std::optional<MemoryRange> original;  ///< where the whole tensor was
+  std::optional<Placement> chosen = {}; ///< by the program, along the shard dim
+  /// How the DTensor lies that forward reads: the parameter was one, over dims of the mesh that are foreign to data parallelism
+  /// (tensor parallelism). The leaf is this rank's part of it. Null for any other.
+  SpecPtr parallel = {};
+
+  /// The shape of the leaf.
+  const std::vector<int64_t>& unsharded_sizes() const { return parallel ? parallel->local_sizes() : spec->sizes(); }
+  int64_t unsharded_numel() const { return parallel ? c10::multiply_integers(parallel->local_sizes()) : spec->numel(); }
+
+  /// The strides of this rank's part, or of what lies as it does; empty where it is row-major.
+  c10::IntArrayRef shard_strides() const { return has_strided_shards ? c10::IntArrayRef(strides) : c10::IntArrayRef(); }
+};
+
+/// Whether the program trains the parameter, as it set it, also where no forward has read the parameter since.
+inline bool is_trained(const ShardedParameter& parameter) {
+  return !parameter.tensor.expired() && parameter.tensor._unsafe_get_target()->requires_grad();
+}
+
+/// Whether autograd, which had saved the parameter, has made `tensor` of it.
+bool is_saved_copy(const ShardedParameter& parameter, const at::Tensor& tensor);
+/// Whether `tensor` is the parameter, and not its `detach()` or `data()`: itself, or as autograd hands it back that has saved it.
+inline bool is_same_leaf(const ShardedParameter& parameter, const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl() == parameter.tensor._unsafe_get_target() || is_saved_copy(parameter, tensor);
+}
+
+/// The strides of a tensor without gaps, where they are not those of a row-major one; for any other none.
+std::vector<int64_t> own_strides(const at::Tensor& tensor);
+
+} // namespace tessera::internal

@@ -1,0 +1,59 @@
+#include <tessera/fsdp/unsharded.h>
+
+#include <ATen/core/grad_mode.h>
+
+#include <tessera/fsdp/group/parallel_parameter.h>
+#include <tessera/fsdp/group/parameter_group.h>
+#include <tessera/fsdp/model/sharded_module.h>
+#include <tessera/fsdp/reads/parameter_view.h>
+
+namespace tessera {
+
+namespace internal {
+
+namespace {
+
+/// A tensor of the same values without what autograd knows of the leaf.
+at::Tensor detached(const at::Tensor& leaf, const c10::VariableVersion& version) {
+  return at::Tensor(leaf.unsafeGetTensorImpl()->shallow_copy_and_detach(version, /*allow_tensor_metadata_change=*/true));
+}
+
+/// What a read of the parameter itself gets. The graph of an earlier forward may end in the leaf of one that is frozen now, and
+/// autograd passes over a leaf that requires no gradient when its backward runs.
+const at::Tensor& leaf_of(ShardedParameter& parameter, bool requires_grad) {
+  auto& leaf = parameter.leaf;
+  if (requires_grad == leaf.requires_grad()) return leaf;
+  if (requires_grad) return leaf.set_requires_grad(true);
+  if (!parameter.frozen_leaf.defined()) parameter.frozen_leaf = detached(leaf, leaf.unsafeGetTensorImpl()->version_counter());
+  return parameter.frozen_leaf;
+}
+
+} // namespace
+
+} // namespace internal
+
+at::Tensor unsharded(const at::Tensor& tensor) {
+  if (const auto* view = internal::parameter_view(tensor)) {
+    internal::check_needs_no_graph(tensor);
+    return internal::view_of_whole(*view, unsharded(view->parameter));
+  }
+  auto* meta = internal::parameter_meta(tensor);
+  if (!meta) return tensor;
+  auto& group = *meta->group;
+  auto& parameter = group.parameters()[meta->index];
+  TORCH_CHECK(parameter.leaf.defined(), "the parameter ", group.full_name(meta->index),
+              " is on the meta device: call tessera::materialize before the first forward");
+  const bool is_itself = internal::is_same_leaf(parameter, tensor);
+  const bool trains = tensor.requires_grad() && at::GradMode::is_enabled();
+  TORCH_CHECK(is_itself || !trains, "a detached copy of the sharded parameter ", group.full_name(meta->index),
+              " that requires a gradient of its own is read: nothing would reduce that gradient. Use the parameter, or train "
+              "a copy of its values (`detach().clone()`)");
+  internal::schedule_of(group).touch_parameter(group, meta->index, is_itself && trains);
+  if (C10_LIKELY(is_itself && !parameter.parallel)) return internal::leaf_of(parameter, tensor.requires_grad());
+  const at::Tensor leaf =
+      is_itself ? internal::leaf_of(parameter, tensor.requires_grad())
+                : internal::detached(parameter.leaf, tensor.unsafeGetTensorImpl()->version_counter()); // `data()` counts its own
+  return parameter.parallel ? internal::as_parallel(leaf, *parameter.parallel) : leaf;
+}
+
+} // namespace tessera

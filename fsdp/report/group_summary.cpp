@@ -1,0 +1,60 @@
+#include <tessera/fsdp/group_summary.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include <tessera/base/text_table.h>
+#include <tessera/fsdp/buffers/bytes_of.h>
+#include <tessera/fsdp/group/parameter_group.h>
+#include <tessera/fsdp/memory_prediction.h>
+
+namespace tessera::internal {
+
+namespace {
+
+/// A group with a parameter that the program placed, or whose gather it extends, is laid out per parameter whatever it asked for.
+bool is_ragged(const ParameterGroup& group) {
+  const auto& parameters = group.parameters();
+  const auto is_placed = [](const ShardedParameter& each) { return each.chosen.has_value(); };
+  return group.options().layout == BufferLayout::kRagged && group.extended().is_empty() &&
+         std::none_of(parameters.begin(), parameters.end(), is_placed);
+}
+
+} // namespace
+
+GroupSummary summary_of(const ParameterGroup& group) {
+  GroupSummary result{.name = group.label(),
+                      .mesh = fmt::format("{} ranks", fmt::join(group.axes().mesh().shape(), " x ")),
+                      .strategy = std::string(row_of(group.axes().strategy()).name),
+                      .layout = is_ragged(group) ? "ragged" : "per-parameter",
+                      .parameters = static_cast<int64_t>(group.parameters().size()),
+                      .unsharded_bytes = group.gathered_bytes(),
+                      .gather_bytes = group.axes().all_gather() || group.axes().outer_all_gather()
+                                          ? group.axes().shard_ranks() * group.layout().shard_bytes
+                                          : 0,
+                      .reduce_bytes = reduce_bytes_of(group),
+                      .padding_bytes = group.gathered_bytes(),
+                      .reshards_after_forward = group.owner->reshards_after_forward()};
+  for (const auto& parameter : group.parameters()) {
+    result.shard_bytes += bytes_of(parameter.local);
+    if (group.copies())
+      result.padding_bytes -= parameter.unsharded_numel() * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
+  }
+  return result;
+}
+
+std::string group_table(const std::vector<GroupSummary>& groups) {
+  std::vector<TextRow> rows{{"group", "mesh", "strategy", "layout", "count", "here", "unsharded", "to gather", "to reduce",
+                             "padding", "after forward"}};
+  for (const auto& group : groups) {
+    rows.push_back({group.name, group.mesh, group.strategy, group.layout, std::to_string(group.parameters),
+                    std::to_string(group.shard_bytes), std::to_string(group.unsharded_bytes), std::to_string(group.gather_bytes),
+                    std::to_string(group.reduce_bytes), std::to_string(group.padding_bytes),
+                    group.reshards_after_forward ? "freed" : "kept"});
+  }
+  return text_table(rows, {"count", "here", "unsharded", "to gather", "to reduce", "padding"});
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,409 @@
+#include <tessera/fsdp/memory_prediction.h>
+
+#include <ATen/ceil_div.h>
+#include <c10/core/ScalarType.h>
+
+#include <absl/container/flat_hash_set.h>
+
+#include <algorithm>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <tessera/base/free_blocks.h>
+#include <tessera/fsdp/buffers/bytes_of.h>
+#include <tessera/fsdp/model/sharded_module.h>
+
+namespace tessera::internal {
+
+namespace {
+
+int64_t chunk_bytes_of(const ParameterGroup& group) {
+  if (!trains_any(group)) return 0;
+  const auto layout = plan_reduce(group.layout(), trained_of(group));
+  return layout.chunk_numel * static_cast<int64_t>(c10::elementSize(reduce_dtype_of(group, trained_of(group))));
+}
+
+/// Bytes that a rank sends in a gather. What an extension sends is unknown before the first gather: the rank's part in the dtype
+/// that forward reads stands for it.
+int64_t sent_bytes_of(const ParameterGroup& group) {
+  int64_t bytes = group.layout().shard_bytes;
+  for (size_t i = 0; i < group.parameters().size(); ++i) {
+    if (!group.extended().contains(i)) continue;
+    const auto& parameter = group.parameters()[i];
+    const auto part = at::ceil_div(parameter.unsharded_numel(), int64_t{group.axes().shard_ranks()});
+    bytes += at::round_up(part * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype)), kParameterAlignment);
+  }
+  return bytes;
+}
+
+/// The blocks of a model, which BlockCache keeps and hands out on the CPU; another device's allocator does.
+class Blocks {
+ public:
+  explicit Blocks(c10::Device device) : keeps_(device.is_cpu()) {}
+
+  /// The size of the block.
+  int64_t take(int64_t bytes) { return keeps_ ? kept_.take(bytes).first : bytes; }
+  void give_back(int64_t size) {
+    if (keeps_) kept_.add(size, {});
+  }
+  int64_t cached() const { return kept_.bytes(); }
+
+ private:
+  bool keeps_;
+  FreeBlocks<std::monostate> kept_;
+};
+
+/// What the prediction knows of a group.
+struct Group {
+  std::shared_ptr<ParameterGroup> group; ///< null for a number that no group below the root has
+  const GradientSettings* settings = nullptr;
+  bool trains = false, leaves_out_any = false;
+  bool lands = false;           // some gradient
+  uint64_t recomputation = 0;   // whose second run reads it
+  bool is_above_others = false; // whose gradients begin to land at the start of a backward
+  int64_t reduce_bytes = 0;     // of its buffer
+  int64_t chunk_bytes = 0;      // of this rank's part of it
+  int64_t reduced_bytes = 0;    // as `grad()` holds them
+  int64_t largest_gradient = 0; // of one parameter, whole
+  int64_t last_gradient = 0;    // the one that lands last: of the parameter that is registered first
+  int64_t largest_local = 0;
+
+  Residence residence = Residence::kSharded;
+  bool is_stale = false;                                // written since its gather
+  int64_t unsharded = 0, gather_output = 0, buffer = 0; // blocks that it has now
+  int64_t kept_part = 0;                                // of the unsharded parameters, among its neighbours
+  int64_t reduced = 0;                                  // what its reduction has written
+  bool is_complete = false;                             // all of its gradients have landed
+  bool is_pending = false;                              // some wait for their reduction
+  bool is_reducing = false;
+  bool has_advanced = false; // beyond the first of its collectives
+};
+
+/// Sends the events of a step through the machine that decides a real one, and sums what that has the groups do. Remembers the
+/// moment that holds most.
+class Prediction final : private StepGroups {
+ public:
+  Prediction(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known)
+      : options_(options),
+        plain_gradients_(std::exchange(known.gradients, 0)),
+        scheduled_(root.schedule()->groups()),
+        groups_(scheduled_.size()),
+        blocks_(root.axes().mesh().device()),
+        now_(std::move(known)) {
+    step_.set_places(places_of(scheduled_));
+    step_.set_is_last_backward(root.schedule()->step().is_last_backward());
+    for_each_group(root, /*recurse=*/true, [this](const GroupGradients& gradients) { add(gradients); });
+    keep_trace(root.schedule()->step().trace());
+    absl::flat_hash_set<const GroupOwner*> above;
+    for (const size_t each : order_) {
+      for (auto* at = state_of_group(*groups_[each].group).parent().get(); at && above.insert(at).second;)
+        at = at->parent().get();
+    }
+    for (const size_t each : order_) groups_[each].is_above_others = above.contains(groups_[each].group->owner.get());
+  }
+
+  MemoryPrediction run() {
+    for (int step = 0; step < 2; ++step) { // the first leaves blocks, and an order
+      peak_ = {};
+      forward();
+      backward();
+      optimize();
+    }
+    return peak_;
+  }
+
+ private:
+  void add(const GroupGradients& gradients) {
+    const auto group = gradients.group().shared_from_this();
+    Group added{.group = group, .settings = &gradients.settings};
+    const auto& axes = group->axes();
+    added.reduce_bytes = reduce_bytes_of(*group);
+    added.trains = added.lands = trains_any(*group);
+    const bool is_in_files = group->memory() && group->options().offload.memory == OffloadPolicy::Memory::kFiles;
+    int64_t shard = 0;
+    for (const auto& parameter : group->parameters()) {
+      if (!is_trained(parameter)) {
+        added.leaves_out_any = true;
+        continue;
+      }
+      const auto whole = parameter.unsharded_numel(), local = bytes_of(parameter.local);
+      shard += local;
+      const auto gradient = whole * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
+      if (added.largest_gradient == 0) added.last_gradient = gradient;
+      added.largest_gradient = std::max(added.largest_gradient, gradient);
+      added.largest_local = std::max(added.largest_local, local);
+    }
+    added.chunk_bytes = axes.reduces() ? chunk_bytes_of(*group) : 0;
+    added.reduced_bytes = axes.reduces() && !casts_gradients(*group) ? added.chunk_bytes : shard;
+    if (!is_in_files) {
+      now_.parameters += static_cast<int64_t>(group->parameters()[0].local.storage().nbytes());
+      now_.optimizer_state += options_.optimizer_tensors * shard;
+    } else {
+      added.reduced_bytes = 0;
+    }
+    if (axes.outer_all_gather()) now_.parameters += axes.outer_ranks() * sent_bytes_of(*group);
+    groups_[group->number] = std::move(added);
+  }
+
+  /// Keeps the groups that the last forward read, in its order, if there was one; otherwise all.
+  void keep_trace(const std::vector<Step::Part>& parts) {
+    for (const auto& part : parts) {
+      auto& group = groups_[part.group];
+      if (!group.group) continue;
+      group.recomputation = part.recomputation;
+      group.lands = group.trains && part.brings_gradients;
+      order_.push_back(part.group);
+    }
+    if (!order_.empty()) return;
+    for (size_t each = 0; each < groups_.size(); ++each) {
+      if (groups_[each].group) order_.push_back(each);
+    }
+  }
+
+  /// The reduced gradients have another dtype than the parameters, and are copied.
+  static bool casts_gradients(const ParameterGroup& group) {
+    return group.parameters()[0].spec->dtype() != reduce_dtype_of(group, trained_of(group));
+  }
+
+  void note() {
+    now_.cached = blocks_.cached();
+    now_.peak = now_.parameters + now_.buffers + now_.optimizer_state + now_.gradients + now_.unsharded + now_.reduce_buffers +
+                now_.cached + now_.activations + now_.temporaries;
+    if (now_.peak <= peak_.peak) return;
+    peak_ = now_;
+    peak_.peak_at = what_;
+  }
+
+  // The events of a step.
+
+  void read(size_t number, bool in_backward, uint64_t recomputation = 0) {
+    if (is_stale(number)) step_.written(number);
+    step_.read({number, residence(number), in_backward, recomputation});
+  }
+
+  /// The second run of what `number` was computed in reads all that the first did.
+  void recompute(size_t number) {
+    const uint64_t which = groups_[number].recomputation;
+    if (which == 0 || which == recomputed_) return;
+    recomputed_ = which;
+    for (const size_t each : order_) {
+      if (groups_[each].recomputation == which) read(each, /*in_backward=*/true, which);
+    }
+  }
+
+  /// Activations of the first `groups` of the forward are held.
+  void hold_activations(size_t groups) {
+    now_.activations = options_.activation_bytes * static_cast<int64_t>(groups) / static_cast<int64_t>(order_.size());
+  }
+
+  void forward() {
+    step_.begin_forward();
+    for (size_t i = 0; i < order_.size(); ++i) {
+      what_ = "forward of " + groups_[order_[i]].group->label();
+      read(order_[i], /*in_backward=*/false);
+      hold_activations(i + 1);
+      note();
+    }
+  }
+
+  void backward() {
+    now_.gradients += plain_gradients_;
+    step_.begin_backward();
+    recomputed_ = 0;
+    for (const size_t each : order_) {
+      what_ = "backward of " + groups_[each].group->label();
+      if (groups_[each].is_above_others) fill(each);
+    }
+    for (size_t left = order_.size(); left > 0; --left) {
+      auto& group = groups_[order_[left - 1]];
+      what_ = "backward of " + group.group->label();
+      recompute(order_[left - 1]);
+      read(order_[left - 1], /*in_backward=*/true);
+      fill(order_[left - 1]);
+      now_.temporaries = group.largest_gradient;
+      note();
+      hold_activations(left - 1);
+      now_.temporaries = group.last_gradient;
+      land(order_[left - 1]); // all of its gradients are there, and what they were computed from is not
+      note();
+      now_.temporaries = 0;
+    }
+    step_.reduce_the_rest();
+    step_.end_backward();
+  }
+
+  /// The first gradient lands.
+  void fill(size_t number) {
+    auto& group = groups_[number];
+    if (!group.lands) return;
+    const bool is_a_block = group.group->axes().reduce_scatter() != nullptr; // otherwise the gradients stay in it
+    step_.expect_landing(number, group.settings->has_only_buffer && group.buffer == 0 && is_a_block);
+    group.is_pending = true;
+    if (group.buffer > 0 || group.reduce_bytes == 0) return;
+    group.buffer = is_a_block ? blocks_.take(group.reduce_bytes) : group.reduce_bytes;
+    now_.reduce_buffers += group.buffer;
+  }
+
+  void land(size_t number) {
+    groups_[number].is_complete = groups_[number].lands;
+    if (groups_[number].lands && step_.landed(number, /*is_complete=*/true)) step_.reduce_after(number);
+  }
+
+  /// LibTorch's Adam makes two tensors of a parameter's shape. None steps while gradients wait for a later backward.
+  void optimize() {
+    const auto waits = [](const Group& group) { return group.is_pending; };
+    if (std::any_of(groups_.begin(), groups_.end(), waits)) return;
+    int64_t largest = 0;
+    for (const size_t each : order_) largest = std::max(largest, groups_[each].largest_local);
+    now_.temporaries = options_.optimizer_tensors >= 2 ? 2 * largest : 0;
+    what_ = "optimizer";
+    note();
+    now_.gradients = now_.temporaries = 0; // by `zero_grad`
+    for (auto& group : groups_) group.is_stale = true;
+  }
+
+  // What the machine asks, and decides.
+
+  GroupRules rules(size_t group) const override { return scheduled_[group].rules(); }
+  Residence residence(size_t group) const override {
+    if (!groups_[group].group) return Residence::kGone;
+    return groups_[group].group->copies() ? groups_[group].residence : Residence::kUnsharded;
+  }
+  bool has_memory(size_t group) const override { return groups_[group].group != nullptr; }
+  bool is_stale(size_t group) const override { return groups_[group].is_stale; }
+  std::vector<size_t> prefetch_list(size_t group, bool in_backward) const override {
+    return scheduled_[group].prefetch_list(in_backward);
+  }
+
+  void gather(size_t number) override {
+    auto& group = groups_[number];
+    if (!group.group) return;
+    const auto& layout = group.group->layout();
+    group.residence = Residence::kGathering;
+    group.is_stale = false;
+    group.unsharded = blocks_.take(layout.unsharded_bytes);
+    now_.unsharded += group.unsharded;
+    if (!layout.gathers_in_place) {
+      group.gather_output = blocks_.take(sent_bytes_of(*group.group) * group.group->axes().shard_ranks());
+      now_.unsharded += group.gather_output;
+    }
+    note();
+  }
+
+  void wait(size_t number) override {
+    auto& group = groups_[number];
+    if (group.residence != Residence::kGathering) return;
+    group.residence = Residence::kUnsharded;
+    now_.unsharded -= group.gather_output;
+    if (group.gather_output > 0) blocks_.give_back(std::exchange(group.gather_output, 0));
+  }
+
+  void free(size_t number) override {
+    now_.parameters -= std::exchange(groups_[number].kept_part, 0);
+    release(number);
+  }
+
+  /// The part among neighbours is a copy, made before the rest is freed.
+  void free_after_forward(size_t number) override {
+    auto& group = groups_[number];
+    const auto& neighbours = group.group->neighbours();
+    if (neighbours && group.residence == Residence::kUnsharded && !group.is_stale && group.kept_part == 0) {
+      group.kept_part = group.group->layout().unsharded_bytes / neighbours->size();
+      now_.parameters += group.kept_part;
+      note();
+    }
+    release(number);
+  }
+
+  void release(size_t number) {
+    auto& group = groups_[number];
+    wait(number);
+    if (group.residence != Residence::kUnsharded) return;
+    group.residence = Residence::kSharded;
+    now_.unsharded -= group.unsharded;
+    blocks_.give_back(std::exchange(group.unsharded, 0));
+  }
+
+  void fetch(size_t /*group*/) override {}
+
+  bool expects_any(size_t group) const override { return groups_[group].trains; }
+  bool is_complete(size_t group) const override { return groups_[group].is_complete; }
+  bool awaits_any(size_t group) const override { return groups_[group].lands && !groups_[group].is_complete; }
+  bool has_pending(size_t group) const override { return groups_[group].is_pending; }
+  bool is_unfinished(size_t group) const override { return groups_[group].is_pending || groups_[group].is_reducing; }
+  bool leaves_out_any(size_t group) const override { return groups_[group].leaves_out_any; }
+  bool is_in_inner_backward() const override { return false; }
+
+  void forget_landed(size_t group) override { groups_[group].is_complete = false; }
+  void join_reduction(size_t group) override { groups_[group].is_pending = groups_[group].trains; }
+  void keep_unreduced(size_t group) override { groups_[group].is_complete = false; }
+  void withhold_unreduced(size_t /*group*/) override {}
+
+  bool start_reduction(size_t number) override {
+    auto& group = groups_[number];
+    group.is_pending = group.is_complete = false;
+    if (group.reduce_bytes == 0) {
+      now_.gradients += group.reduced_bytes;
+      return false;
+    }
+    group.is_reducing = true;
+    const auto& axes = group.group->axes();
+    if (axes.reduce_scatter()) {
+      write_reduced(group, axes.outer_ranks() * group.chunk_bytes);
+    } else { // there is no first
+      advance_reduction(number);
+    }
+    return true;
+  }
+
+  void write_reduced(Group& group, int64_t bytes) {
+    group.reduced += bytes;
+    now_.reduce_buffers += bytes;
+  }
+
+  /// The first of its collectives has ended.
+  void advance_reduction(size_t number) override {
+    auto& group = groups_[number];
+    if (!group.is_reducing || std::exchange(group.has_advanced, true)) return;
+    const auto& axes = group.group->axes();
+    if (axes.reduce_scatter()) {
+      now_.reduce_buffers -= group.buffer;
+      blocks_.give_back(std::exchange(group.buffer, 0));
+    }
+    if (axes.outer_reduce_scatter()) write_reduced(group, group.chunk_bytes);
+    note();
+  }
+
+  void finish_reduction(size_t number) override {
+    auto& group = groups_[number];
+    if (!group.is_reducing) return;
+    advance_reduction(number);
+    now_.reduce_buffers -= std::exchange(group.buffer, 0) + std::exchange(group.reduced, 0);
+    now_.gradients += group.reduced_bytes;
+    group.has_advanced = group.is_reducing = false;
+  }
+
+  ExplainOptions options_;
+  int64_t plain_gradients_; // of parameters that no group of the model has
+  const std::vector<ScheduledGroup>& scheduled_;
+  std::vector<Group> groups_; // by their numbers
+  std::vector<size_t> order_; // of the last forward's reads, if there was one
+  uint64_t recomputed_ = 0;   // last in this backward
+  Step step_{*this};
+  Blocks blocks_;
+  std::string what_; // happens now
+  MemoryPrediction now_, peak_;
+};
+
+} // namespace
+
+int64_t reduce_bytes_of(const ParameterGroup& group) {
+  return group.axes().reduces() ? chunk_bytes_of(group) * group.axes().shard_ranks() : 0;
+}
+
+MemoryPrediction predict_memory(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known) {
+  return Prediction(root, options, std::move(known)).run();
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,368 @@
+#include <tessera/fsdp/schedule/schedule.h>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <functional>
+#include <iterator>
+#include <utility>
+
+#include <tessera/activations/recomputation.h>
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/calls/call_site.h>
+#include <tessera/dtensor/tensor/in_backward.h>
+#include <tessera/dtensor/tensor/view_replay.h>
+#include <tessera/fsdp/group/step_recorder.h>
+#include <tessera/fsdp/schedule/graph_task.h>
+
+namespace tessera::internal {
+
+void Schedule::set_groups(std::vector<ScheduledGroup> groups) {
+  groups_ = std::move(groups);
+  step_.set_places(places_of(groups_));
+}
+
+bool Schedule::has_failed_backward() const {
+  if (!step_.is_in_backward()) return false;
+  // Once it has thrown, a thread of the device's may hold the graph task for a moment yet. On the CPU nothing does: then a read
+  // outside of a backward is another thread's, for which a hook waits.
+  return graph_task_.expired() || (!in_backward() && !device_.is_cpu());
+}
+
+bool Schedule::follow(const ParameterGroup* read) {
+  const bool backward = in_backward();
+  if (has_failed_backward()) abandon_backward();
+  if (backward && !step_.is_in_backward() && !(read && is_forward_in_hook(*read))) begin_backward();
+  if (!backward && step_.state() == Step::State::kIdle) begin_forward();
+  return backward;
+}
+
+void Schedule::begin_forward() {
+  step_.begin_forward();
+  first_module_ = newest_module_ = 0;
+  has_read_last_ = false;
+}
+
+void Schedule::begin_backward() {
+  step_.begin_backward();
+  graph_task_id_ = torch::autograd::get_current_graph_task_id();
+  // The graph task owns its callbacks: a backward that fails drops this one, and its mark with it.
+  const std::shared_ptr<Schedule> mark(this, [weak = weak_from_this()](Schedule*) {
+    if (const auto self = weak.lock()) self->drop_ready_gradients();
+  });
+  graph_task_ = mark;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), mark] {
+    if (const auto self = weak.lock()) self->finish_backward();
+  });
+  if (!watch_.is_done()) watch_plain_leaves();
+}
+
+/// At the end of a graph task. What a failed one has left owns its groups, which own this schedule.
+void Schedule::drop_ready_gradients() {
+  ReadyGradients dropped; // outlives the lock, which may end with them
+  const std::lock_guard lock(mutex_);
+  if (graph_task_.expired()) dropped.swap(ready_);
+}
+
+/// In the first backwards; one rank warns for all.
+void Schedule::watch_plain_leaves() {
+  uint64_t writes = 0;
+  std::shared_ptr<const GroupOwner> owner;
+  for (const auto& entry : groups_) {
+    const GroupPtr group = entry.group.lock();
+    if (!group) continue;
+    if (group->axes().mesh().size() == 1 || !group->axes().is_first_rank()) return watch_.end();
+    writes += group->shard_version();
+    owner = group->owner;
+  }
+  watch_.look(writes, [&](const at::Tensor& leaf) { return owner->ignores(leaf); });
+}
+
+Schedule::KeepOpen::KeepOpen(Schedule& schedule, const std::vector<ParameterGroup*>& groups) : schedule_(schedule) {
+  const std::lock_guard lock(schedule_.mutex_);
+  std::vector<size_t> numbers;
+  for (const auto* group : groups) {
+    const bool is_of_model = group->number < schedule.groups_.size() && schedule.scheduled(*group).group.lock().get() == group;
+    if (is_of_model) numbers.push_back(group->number);
+  }
+  before_ = schedule_.step_.keep_open(std::move(numbers));
+}
+
+Schedule::KeepOpen::~KeepOpen() {
+  const std::lock_guard lock(schedule_.mutex_);
+  schedule_.step_.keep_open(std::move(before_));
+}
+
+void Schedule::touch(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  touch_locked(group);
+}
+
+void Schedule::touch_locked(ParameterGroup& group) {
+  TORCH_CHECK(refusal_.empty(), refusal_);
+  const bool backward = follow(&group);
+  if (group.is_stale()) step_.written(group.number);
+  auto& entry = scheduled(group);
+  if (!backward) {
+    if (!step_.is_in_backward() && !step_.is_recorded(group.number)) check_recorded(entry, group);
+    if (at::GradMode::is_enabled()) check_unchanged(entry, group);
+  }
+  if (resources_->recorder) note_read(group);
+  const uint64_t recomputation = backward ? current_recomputation() : 0;
+  const bool has_gathered = step_.read({.group = group.number,
+                                        .residence = residence_of(group),
+                                        .in_backward = backward,
+                                        .recomputation = recomputation,
+                                        .by_own_function = backward && recomputation == 0 && dispatch::in_nested_forward()});
+  if (!has_gathered) group.finish_gather(); // for another stream than the last
+}
+
+void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
+  const std::lock_guard lock(mutex_);
+  touch_locked(group);
+  note_forward(group);
+  if (!expects_gradient) return; // an evaluation may run on another stream
+  compute_stream_ = current_stream_if_any(device_);
+  auto& entry = scheduled(group);
+  check_unchanged(entry, group);
+  entry.gradients->landed().expect(index, step_.forward_number());
+}
+
+/// Looks for new parameters when another forward begins without a backward since the last one. That is when the first module is
+/// read again after the last one. Modules are compared, not groups: which buckets of a module are read may differ between ranks.
+void Schedule::note_forward(const ParameterGroup& group) {
+  if (step_.state() != Step::State::kForward) return;
+  const size_t module = scheduled(group).place.module.first;
+  if (module == last_module_) {
+    has_read_last_ = true;
+  } else if (has_read_last_ && module == first_module_ && at::GradMode::is_enabled()) {
+    group.owner->check_no_new_parameter();
+    has_read_last_ = false;
+  }
+}
+
+/// Checks the group before its first read in this forward.
+void Schedule::check_recorded(ScheduledGroup& entry, const ParameterGroup& group) {
+  group.prefetch_parameters();
+  group.check_parameters_alive();
+  const bool is_first = !step_.has_recorded_any();
+  if (is_first) group.owner->check_no_new_parameter();
+  group.owner->check_boundary();
+  note_module(group, is_first);
+  if (at::GradMode::is_enabled()) entry.checked_forward = step_.forward_number();
+}
+
+/// The order of the modules is the same on all ranks, unlike that of a module's buckets.
+void Schedule::note_module(const ParameterGroup& group, bool is_first) {
+  const size_t module = scheduled(group).place.module.first;
+  if (is_first) first_module_ = module;
+  if (step_.is_module_recorded(group.number)) return;
+  newest_module_ = module;
+  if (!step_.knows_order()) last_module_ = module;
+}
+
+/// Before the first read in grad mode: an evaluation recorded the group, and the model may have been changed since.
+void Schedule::check_unchanged(ScheduledGroup& entry, const ParameterGroup& group) {
+  const auto forward = step_.forward_number();
+  if (entry.checked_forward == forward) return;
+  group.check_parameters_alive();
+  if (checked_forward_ != forward) group.owner->check_no_new_parameter();
+  entry.checked_forward = checked_forward_ = forward;
+}
+
+/// Runs `locked` under the lock, and then, without it, the user's hooks on the gradients that became ready. Whether there were
+/// any.
+template <typename Locked>
+bool Schedule::deliver_after(const Locked& locked) {
+  const KeepViewReplay keep; // of a program that has views of plain tensors beside the DTensors that are made here
+  ReadyGradients ready;
+  {
+    const std::lock_guard lock(mutex_);
+    locked();
+    ready.swap(ready_);
+    const auto waits = [](const auto& each) { return each.copy != nullptr || each.is_part; };
+    if (std::any_of(ready.begin(), ready.end(), waits)) {
+      const auto waiting = std::stable_partition(ready.begin(), ready.end(), std::not_fn(waits));
+      ready_.assign(std::move_iterator(waiting), std::move_iterator(ready.end()));
+      ready.erase(waiting, ready.end());
+    }
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& each : ready) deliver(std::move(each));
+  return !ready.empty();
+}
+
+void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
+  const StreamScope scope(compute_stream_);
+  if (scope.has_switched()) use_on_current_stream(gradient);
+  {
+    const std::lock_guard lock(mutex_);
+    follow();
+    auto& gradients = *scheduled(group).gradients;
+    step_.expect_landing(group.number, gradients.needs_only_buffer());
+    gradients.land(index, gradient, gradient_weights_.current());
+    if (!step_.landed(group.number, gradients.landed().is_complete())) return;
+  }
+  deliver_after([&] {
+    step_.reduce_after(group.number);
+    hold_parts();
+  });
+}
+
+void Schedule::land_sharded(ReadyGradient gradient) {
+  gradient.is_part = is_read_in_both_ways(gradient.group->parameters()[gradient.index]);
+  if (!gradient.is_part) return deliver(std::move(gradient));
+  const std::lock_guard lock(mutex_);
+  if (has_failed_backward()) abandon_backward();
+  auto& held = step_.is_in_backward() ? ready_ : early_parts();
+  held.push_back(std::move(gradient));
+}
+
+/// Finds the parts of the graph task that runs now, before its first event that begins a backward. This call is no such event:
+/// autograd's thread for the host brings it before those of the device's thread on one rank and after them on another, and a
+/// backward that fails between must have begun on all ranks or on none. The graph task owns the parts.
+ReadyGradients& Schedule::early_parts() {
+  const int id = torch::autograd::get_current_graph_task_id();
+  auto early = early_parts_.lock();
+  if (!early || early->graph_task_id != id) {
+    early = std::make_shared<EarlyParts>(EarlyParts{id, {}});
+    early_parts_ = early;
+    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), early] {
+      if (const auto self = weak.lock()) self->take(*early);
+    });
+  }
+  return early->parts;
+}
+
+/// At the end of their graph task: for the backward that has begun since, or begins now, and ends after this.
+void Schedule::take(EarlyParts& early) {
+  const std::lock_guard lock(mutex_);
+  follow();
+  ready_.insert(ready_.end(), std::move_iterator(early.parts.begin()), std::move_iterator(early.parts.end()));
+  early.parts.clear();
+}
+
+void Schedule::hold_parts() {
+  for (auto& each : ready_) each.is_part = each.is_part || is_read_in_both_ways(each.group->parameters()[each.index]);
+}
+
+/// At the end of a backward: replaces the held gradients of one parameter by their sum.
+void Schedule::join_parts() {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < ready_.size(); ++i) {
+    if (!std::exchange(ready_[i].is_part, false)) continue;
+    const auto same = [&](const auto& each) { return each.group == ready_[i].group && each.index == ready_[i].index; };
+    const auto other = std::find_if(ready_.begin() + static_cast<std::ptrdiff_t>(i) + 1, ready_.end(), same);
+    if (other == ready_.end()) continue;
+    add(*other, ready_[i]);
+    other->is_part = true; // and perhaps of a third
+    ready_.erase(ready_.begin() + static_cast<std::ptrdiff_t>(i--));
+  }
+}
+
+/// Of gradients to the host, once for all: the last one ends last.
+void Schedule::wait_for_copies() {
+  std::for_each(ready_.rbegin(), ready_.rend(), [](auto& each) {
+    if (const auto copy = std::exchange(each.copy, nullptr)) copy->wait();
+  });
+}
+
+void Schedule::finish_backward() {
+  const StreamScope scope(compute_stream_);
+  const auto finish = [&] {
+    if (!step_.is_in_backward()) return;
+    step_.reduce_the_rest();
+    wait_for_copies();
+    join_parts();
+  };
+  while (deliver_after(finish)) { // a backward of the same model in a hook makes more
+  }
+  const std::lock_guard lock(mutex_);
+  if (!step_.is_in_backward()) return;
+  if (!watch_.is_done()) watch_.count_holders();
+  if (step_.has_recorded_any()) last_module_ = newest_module_;
+  step_.end_backward();
+}
+
+void Schedule::abandon_backward() {
+  const auto dropped = step_.abandon_backward();
+  ready_.clear();
+  std::vector<Work> in_flight;
+  for (const size_t each : dropped) {
+    if (const GroupPtr group = groups_[each].group.lock()) in_flight.push_back(groups_[each].gradients->discard());
+  }
+  for (auto& work : in_flight) work.wait(); // which throws for a broken communicator, when nothing is left to forget
+}
+
+void Schedule::set_reporting(bool reports) {
+  const std::lock_guard lock(mutex_);
+  resources_->recorder = reports ? std::make_shared<StepRecorder>() : nullptr;
+  if (reports) note_unsharded();
+}
+
+StepReport Schedule::report() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(resources_->recorder, "report: nothing was recorded on rank ", process_context().rank(),
+              ": call set_reporting(true) before the step");
+  auto report = resources_->recorder->take();
+  note_unsharded(); // what is gathered stays so in the next one
+  return report;
+}
+
+void Schedule::look_anew() {
+  const std::lock_guard lock(mutex_);
+  step_.look_anew();
+}
+
+void Schedule::refuse(std::string why) {
+  const std::lock_guard lock(mutex_);
+  refusal_ = std::move(why);
+}
+
+void Schedule::forget_failed_backward() {
+  const std::lock_guard lock(mutex_);
+  if (has_failed_backward()) abandon_backward();
+}
+
+void Schedule::drop_gradients(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  forget_failed_backward();
+  std::erase_if(ready_, [&](const auto& each) { return each.group.get() == &group; });
+  step_.forget_gradients(group.number);
+  scheduled(group).gradients->discard().wait(); // before the memory of what was in flight is used again
+}
+
+void Schedule::start_unshard(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  step_.unshard(group.number);
+}
+
+void Schedule::finish_unshard(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  group.finish_gather();
+}
+
+void Schedule::unshard(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  start_unshard(group);
+  group.finish_gather();
+}
+
+void Schedule::reshard_after_forward(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  step_.reshard_after_forward(group.number);
+}
+
+void Schedule::reshard(ParameterGroup& group) {
+  const std::lock_guard lock(mutex_);
+  step_.reshard(group.number);
+}
+
+void Schedule::write_back(ParameterGroup& group, const UnshardedRange& written) {
+  const std::lock_guard lock(mutex_);
+  group.write_back(written);
+}
+
+} // namespace tessera::internal

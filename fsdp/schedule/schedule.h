@@ -1,0 +1,200 @@
+#pragma once
+
+// Internal: when the groups of one model gather, reshard and reduce.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/fsdp/buffers/unsharded_storage.h>
+#include <tessera/fsdp/gradients/gradient_weights.h>
+#include <tessera/fsdp/gradients/group_gradients.h>
+#include <tessera/fsdp/group/model_resources.h>
+#include <tessera/fsdp/group/parameter_group.h>
+#include <tessera/fsdp/schedule/scheduled_group.h>
+#include <tessera/fsdp/schedule/step.h>
+#include <tessera/fsdp/schedule/trains_apart_watch.h>
+#include <tessera/fsdp/step_report.h>
+
+namespace tessera::internal {
+
+/// Performs the step of a model: tells `Step` of the reads and the gradients of its parameters, and does with its groups what
+/// that decides. One for all groups below a root. A rank whose loss uses only some parameters of a group still reduces the whole
+/// of it.
+///
+/// Thread-safe: the forward thread and autograd's threads call it.
+class Schedule final : public std::enable_shared_from_this<Schedule>, private StepGroups {
+ public:
+  explicit Schedule(c10::Device device) : device_(device), resources_(std::make_shared<ModelResources>(device)) {}
+  /// The model's groups by their numbers, before the first event.
+  void set_groups(std::vector<ScheduledGroup> groups);
+  /// Read them under the lock.
+  const std::vector<ScheduledGroup>& groups() const { return groups_; }
+
+  /// Makes the unsharded parameters of `group` valid for a read by an op that runs now.
+  void touch(ParameterGroup& group);
+  /// The same, and expects a gradient of parameter `index`.
+  void touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient);
+  /// The full gradient of parameter `index` is there.
+  void land(ParameterGroup& group, size_t index, const at::Tensor& gradient);
+  /// One of an op that read the parameter as a DTensor, which needs no reduction.
+  void land_sharded(ReadyGradient gradient);
+
+  /// While it lives, a touch of one of `groups` does not free the others: an op that reads parameters of several groups.
+  class KeepOpen {
+   public:
+    KeepOpen(Schedule& schedule, const std::vector<ParameterGroup*>& groups);
+    ~KeepOpen();
+    KeepOpen(const KeepOpen&) = delete;
+    KeepOpen& operator=(const KeepOpen&) = delete;
+
+   private:
+    Schedule& schedule_;
+    std::vector<size_t> before_;
+  };
+
+  void start_unshard(ParameterGroup& group);
+  /// Nothing for a group that was freed since.
+  void finish_unshard(ParameterGroup& group);
+  void unshard(ParameterGroup& group);
+  void reshard(ParameterGroup& group);
+  void reshard_after_forward(ParameterGroup& group);
+  /// Copies a write to an unsharded parameter back to the shard.
+  void write_back(ParameterGroup& group, const UnshardedRange& written);
+
+  /// Treats the next read of each group as its first in this phase, so that changed reshard settings take effect.
+  void look_anew();
+  /// Every read of the model's parameters is an error from now on, which says why.
+  void refuse(std::string why);
+  /// Drops what a backward left that ended with an exception. The events above do this by themselves.
+  void forget_failed_backward();
+  /// Drops the gradients of `group` that are not in `grad()` yet. Outside of a backward; every rank calls it.
+  void drop_gradients(ParameterGroup& group);
+
+  void set_is_last_backward(bool is_last) {
+    const std::lock_guard lock(mutex_);
+    step_.set_is_last_backward(is_last);
+  }
+  bool is_last_backward() const { return step_.is_last_backward(); }
+  /// Multiplies this rank's gradients by `weight` until `setter` forgets it. 0 drops them, NaN too.
+  void set_gradient_weight(const void* setter, double weight) {
+    const std::lock_guard lock(mutex_);
+    gradient_weights_.set(setter, weight);
+  }
+  void forget_gradient_weight(const void* setter) {
+    const std::lock_guard lock(mutex_);
+    gradient_weights_.forget(setter);
+  }
+  /// What is set for the whole model on a schedule that this one replaces, perhaps among others.
+  void take_settings(const Schedule& other) {
+    step_.set_is_last_backward(is_last_backward() && other.is_last_backward());
+    gradient_weights_.take(other.gradient_weights_);
+  }
+  /// Starts to record anew what the model's groups do, or stops it.
+  void set_reporting(bool reports);
+  /// What was recorded, which begins again. An error while nothing is.
+  StepReport report();
+  /// What is known of the steps, for a prediction. Under the lock.
+  const Step& step() const { return step_; }
+  /// Take this lock to change the settings of the model's groups. The calls above lock by themselves.
+  [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
+  const std::shared_ptr<ModelResources>& resources() const { return resources_; }
+
+ private:
+  /// The parts of a graph task in which no backward has begun, for `land_sharded`.
+  struct EarlyParts {
+    int graph_task_id;
+    ReadyGradients parts;
+  };
+
+  static Residence residence_of(const ParameterGroup& group) {
+    if (group.is_unsharded() || !group.copies()) return Residence::kUnsharded;
+    return group.is_open() ? Residence::kGathering : Residence::kSharded;
+  }
+  ScheduledGroup& scheduled(const ParameterGroup& group) { return groups_[group.number]; }
+  void touch_locked(ParameterGroup& group);
+  /// Begins or abandons what the event that happens now tells of; whether that belongs to a backward.
+  bool follow(const ParameterGroup* read = nullptr);
+  void begin_forward();
+  void begin_backward();
+  void drop_ready_gradients();
+  void watch_plain_leaves();
+  void finish_backward();
+  /// Whether the backward that it follows has ended without its last callback.
+  bool has_failed_backward() const;
+  void abandon_backward();
+  void note_forward(const ParameterGroup& group);
+  void check_recorded(ScheduledGroup& entry, const ParameterGroup& group);
+  void note_module(const ParameterGroup& group, bool is_first);
+  void check_unchanged(ScheduledGroup& entry, const ParameterGroup& group);
+  template <typename Locked>
+  bool deliver_after(const Locked& locked);
+  void wait_for_copies();
+  ReadyGradients& early_parts();
+  void take(EarlyParts& early);
+  void hold_parts();
+  void join_parts();
+  void note_unsharded();
+
+  // What the step asks and decides (schedule_actions.cpp).
+  template <typename Function>
+  auto of(size_t number, const Function& function) const;
+  GroupRules rules(size_t group) const override { return groups_[group].rules(); }
+  Residence residence(size_t group) const override;
+  bool has_memory(size_t group) const override;
+  bool is_stale(size_t group) const override;
+  std::vector<size_t> prefetch_list(size_t group, bool in_backward) const override {
+    return groups_[group].prefetch_list(in_backward);
+  }
+  void gather(size_t group) override;
+  void wait(size_t group) override;
+  void free(size_t group) override;
+  void free_after_forward(size_t group) override;
+  void fetch(size_t group) override;
+  bool expects_any(size_t group) const override;
+  bool is_complete(size_t group) const override;
+  bool awaits_any(size_t group) const override;
+  bool has_pending(size_t group) const override;
+  bool is_unfinished(size_t group) const override;
+  bool leaves_out_any(size_t group) const override;
+  bool is_in_inner_backward() const override;
+  void forget_landed(size_t group) override;
+  void join_reduction(size_t group) override;
+  void keep_unreduced(size_t group) override;
+  void withhold_unreduced(size_t group) override;
+  bool start_reduction(size_t group) override;
+  void advance_reduction(size_t group) override;
+  void finish_reduction(size_t group) override;
+
+  c10::Device device_;
+  /// The current stream of the last forward. Gradients are reduced and delivered on it, although autograd accumulates them on
+  /// the stream that was current at fully_shard.
+  std::optional<c10::Stream> compute_stream_;
+  std::recursive_mutex mutex_;
+  std::shared_ptr<ModelResources> resources_;
+  std::vector<ScheduledGroup> groups_;
+  Step step_{*this};
+  ReadyGradients ready_; // reduced, to be delivered when the lock is released; on their way to the host, at the end
+  std::weak_ptr<EarlyParts> early_parts_; // of the graph task that brought some last
+  std::weak_ptr<void> graph_task_;        // of the backward; expired once it is gone
+  int graph_task_id_ = -1;
+  GradientWeights gradient_weights_;
+  TrainsApartWatch watch_;
+  std::string refusal_; // why no parameter may be used any more; empty: they may
+
+  // Modules, by the numbers of their first groups: another rank may read another bucket.
+  size_t first_module_ = 0, newest_module_ = 0; // the first that the forward read, and its latest new one
+  size_t last_module_ = 0;                      // the newest one of the forward before; in the first, of the one that runs
+  bool has_read_last_ = false;                  // `last_module_`, since the model was looked at
+  uint64_t checked_forward_ = 0;                // the last one that an evaluation recorded, and whose model was looked at anew
+};
+
+} // namespace tessera::internal

@@ -1,0 +1,60 @@
+#pragma once
+
+// Internal: a group as the schedule of its model knows it.
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <tessera/fsdp/gradients/group_gradients.h>
+#include <tessera/fsdp/group/parameter_group.h>
+#include <tessera/fsdp/schedule/step.h>
+
+namespace tessera::internal {
+
+using GroupPtr = std::shared_ptr<ParameterGroup>;
+
+/// What is gathered ahead when a group is needed.
+struct PrefetchSettings : PrefetchRule {
+  using Groups = std::vector<std::weak_ptr<ParameterGroup>>;
+  Groups in_forward, in_backward; ///< in place of those of the rule, where there are any
+};
+
+/// A group in the schedule of its model.
+struct ScheduledGroup {
+  std::weak_ptr<ParameterGroup> group; ///< empty for a module without parameters of its own
+  std::shared_ptr<GroupGradients> gradients;
+  std::shared_ptr<const PrefetchSettings> prefetch;
+  GroupPlace place;
+  uint64_t checked_forward = 0; ///< the last one whose model was looked at in grad mode
+
+  GroupRules rules() const {
+    const GroupPtr known = group.lock();
+    if (!known) return {};
+    return {.reshards_after_forward = known->owner->reshards_after_forward(),
+            .reshards_after_backward = gradients->settings.reshard_after_backward,
+            .is_offloaded = known->memory() != nullptr,
+            .prefetch = *prefetch,
+            .syncs = gradients->settings.sync(),
+            .keeps_gradients = known->axes().keeps_gradients(),
+            .reduces_twice = known->axes().reduces_twice()};
+  }
+  /// The numbers of the groups that it lists to be gathered ahead.
+  std::vector<size_t> prefetch_list(bool in_backward) const {
+    std::vector<size_t> numbers;
+    for (const auto& each : in_backward ? prefetch->in_backward : prefetch->in_forward) {
+      if (const GroupPtr listed = each.lock()) numbers.push_back(listed->number);
+    }
+    return numbers;
+  }
+};
+
+inline std::vector<GroupPlace> places_of(const std::vector<ScheduledGroup>& groups) {
+  std::vector<GroupPlace> places;
+  places.reserve(groups.size());
+  for (const auto& each : groups) places.push_back(each.place);
+  return places;
+}
+
+} // namespace tessera::internal

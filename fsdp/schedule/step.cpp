@@ -1,0 +1,166 @@
+#include <tessera/fsdp/schedule/step.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+namespace tessera::internal {
+
+void Step::set_places(const std::vector<GroupPlace>& places) {
+  notes_.clear();
+  for (const auto& place : places) notes_.push_back({.place = place});
+}
+
+void Step::enter(State next) {
+  const bool legal = next == State::kForward    ? state_ == State::kIdle
+                     : next == State::kBackward ? state_ != State::kBackward
+                                                : state_ == State::kBackward;
+  TORCH_INTERNAL_ASSERT(legal, "the step goes from state ", static_cast<int>(state_), " to ", static_cast<int>(next));
+  state_ = next;
+  ++phase_;
+}
+
+void Step::begin_forward() {
+  enter(State::kForward);
+  ++forward_;
+  recording_.clear();
+}
+
+void Step::begin_backward() {
+  enter(State::kBackward);
+  next_to_reduce_ = static_cast<int64_t>(order().size()) - 1;
+  for (const size_t group : order()) {
+    groups_.forget_landed(group);
+    notes_[group].is_reduced = false;
+  }
+}
+
+void Step::end_backward() {
+  for (const size_t group : unfinished_) {
+    if (exists(group)) groups_.withhold_unreduced(group);
+  }
+  std::erase_if(open_, [&](size_t group) {
+    const auto residence = groups_.residence(group);
+    if (residence == Residence::kGone) return true;
+    if (!groups_.rules(group).reshards_after_backward) return !is_open(residence);
+    groups_.free(group);
+    return true;
+  });
+  for (const size_t group : order()) {
+    auto& note = notes_[group];
+    note.recomputed = note.recomputation;
+    note.brings_gradients = note.landed_phase == phase_;
+  }
+  if (!recording_.empty()) order_ = std::exchange(recording_, {});
+  enter(State::kIdle);
+}
+
+std::vector<size_t> Step::abandon_backward() {
+  enter(State::kIdle);
+  reducing_.clear();
+  Order dropped = order_;
+  dropped.insert(dropped.end(), recording_.begin(), recording_.end());
+  dropped.insert(dropped.end(), unfinished_.begin(), unfinished_.end());
+  unfinished_.clear();
+  for (const size_t group : dropped) notes_[group].is_listed = false;
+  return dropped;
+}
+
+void Step::read_anew(const Read& read, bool is_first) {
+  if (!read.by_own_function) close_unrelated(read.group, read.recomputation);
+  if (!is_open(read.residence)) gather(read.group);
+  groups_.wait(read.group);
+  prefetch_after(read.group, groups_.rules(read.group), AheadOf::kRead, is_first);
+}
+
+void Step::record(size_t group) {
+  const bool is_first = recording_.empty();
+  auto& note = notes_[group];
+  note.recorded_forward = forward_;
+  // Buckets come before what forward reads: another rank may read others of them, or first in another place.
+  for (size_t each = 0; is_first && each < notes_.size(); ++each) {
+    if (notes_[each].place.module.has_buckets()) place(each);
+  }
+  if (!note.place.module.has_buckets()) place(group);
+}
+
+void Step::place(size_t group) {
+  notes_[group].order_position = static_cast<int64_t>(recording_.size());
+  recording_.push_back(group);
+}
+
+bool Step::is_module_recorded(size_t group) const {
+  const auto& module = notes_[group].place.module;
+  for (size_t each = module.first; each < module.end; ++each) {
+    if (is_recorded(each)) return true;
+  }
+  return false;
+}
+
+std::vector<Step::Part> Step::trace() const {
+  std::vector<Part> parts;
+  for (const size_t each : order()) {
+    if (is_recorded(each)) parts.push_back({each, notes_[each].recomputed, notes_[each].brings_gradients});
+  }
+  return parts;
+}
+
+void Step::gather(size_t group) {
+  if (std::find(open_.begin(), open_.end(), group) == open_.end()) open_.push_back(group); // or resharded since, as a stale one
+  groups_.gather(group);
+}
+
+void Step::unshard(size_t group) {
+  if (groups_.is_stale(group)) written(group);
+  if (!is_open(groups_.residence(group))) gather(group);
+  notes_[group].is_held = true;
+}
+
+void Step::reshard(size_t group) {
+  groups_.free(group);
+  notes_[group].is_held = false;
+  std::erase(open_, group);
+}
+
+void Step::reshard_after_forward(size_t group) {
+  groups_.free_after_forward(group);
+  std::erase(open_, group);
+}
+
+void Step::look_anew() {
+  for (auto& note : notes_) note.phase = 0;
+}
+
+void Step::close_unrelated(size_t group, uint64_t recomputation) {
+  std::erase_if(open_, [&](size_t other) {
+    const auto residence = groups_.residence(other);
+    if (!is_open(residence)) return true;
+    if (stays_open(other, residence, group, recomputation)) return false;
+    is_in_backward() ? groups_.free(other) : groups_.free_after_forward(other);
+    return true;
+  });
+}
+
+bool Step::stays_open(size_t group, Residence residence, size_t read, uint64_t recomputation) const {
+  const auto& note = notes_[group];
+  // The gradients of what a recomputation reads come next, as do those of what forward left open. A group that another
+  // recomputation left open is open only for frozen parameters, and may be freed.
+  const bool is_needed = recomputation > 0 && (note.recomputation == 0 || note.recomputation == recomputation);
+  const bool is_kept = std::find(kept_.begin(), kept_.end(), group) != kept_.end();
+  if (is_kept || note.is_held || is_needed || are_related(group, read)) return true;
+  const auto rules = groups_.rules(group);
+  if (residence == Residence::kGathering) {
+    if (!is_passed(group, read)) return true;
+  } else if (!rules.reshards_after_backward) { // it stays until the next forward reads it
+    const bool is_read = !is_in_backward() && note.phase == phase_;
+    if (!is_read && !groups_.is_stale(group)) return true;
+  }
+  return !(is_in_backward() && note.is_reduced) && !rules.reshards_after_forward;
+}
+
+bool Step::are_related(size_t a, size_t b) const {
+  const auto [above, below] = std::minmax({notes_[a].place.module.first, notes_[b].place.module.first});
+  return below < notes_[above].place.end;
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,192 @@
+#pragma once
+
+// Internal: what the groups of one model do in a step, and when.
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <tessera/fsdp/schedule/step_groups.h>
+
+namespace tessera::internal {
+
+/// The numbers of a module's groups. If there are several, they are reduced together.
+struct ModuleNumbers {
+  size_t first, end;
+  bool has_buckets() const { return end - first > 1; }
+};
+
+/// The place of a group in the tree of its model's modules. One without parameters stands for a module that has no group.
+struct GroupPlace {
+  ModuleNumbers module; ///< its own number is one of these
+  size_t end;           ///< at `module.first`: the groups below its module have the numbers from `module.end` to here
+};
+
+/// Decides what the groups of one model do. Events go in, and actions come out: calls of `StepGroups`. There are no tensors, no
+/// communication and no threads in it: the schedule performs its actions under its lock, and a prediction sums them.
+///
+/// Forward: the first read of a group waits for its gather, starts the next group's in the order that the forward before
+/// recorded, and frees every open group that is neither above nor below it, and what was gathered ahead for a read that this
+/// forward has left out. Backward: the same in reverse order; a group whose gradients have all landed is reduced and freed.
+/// Reductions start in the reverse order of the forward, in whatever order gradients land. At most one reduce-scatter and one
+/// all-reduce are in flight.
+///
+/// Modules in buckets are reduced after the others, in the order of their parameters. All buckets of a module are reduced where
+/// one has a gradient: another rank may use others, or read them in another order.
+class Step {
+ public:
+  enum class State { kIdle, kForward, kBackward };
+
+  struct Read {
+    size_t group;
+    Residence residence;          ///< of the group, when it is read
+    bool in_backward = false;     ///< the read itself, perhaps before the step knows of the backward
+    uint64_t recomputation = 0;   ///< whose second run reads, in a backward; 0: none
+    bool by_own_function = false; ///< the backward of a program's function reads, whose gradients come at once
+  };
+
+  explicit Step(StepGroups& groups) : groups_(groups) {}
+  /// The model's groups by their numbers, before the first event.
+  void set_places(const std::vector<GroupPlace>& places);
+
+  // Phases.
+  void begin_forward();
+  void begin_backward();
+  /// Reduces what the backward leaves, and finishes all reductions where it is the last. Again where hooks have brought more.
+  void reduce_the_rest();
+  void end_backward();
+  /// A backward ended with an exception. Returns the groups whose gradients are to be dropped, some perhaps twice.
+  std::vector<size_t> abandon_backward();
+
+  // Reads.
+  /// The shard of `group` was written: what is gathered of it is not valid any more.
+  void written(size_t group) { groups_.free(group); }
+  /// Gathers the group and what comes next. False where there is nothing to do: it is unsharded, and this phase has read it.
+  bool read(const Read& read) {
+    auto& note = notes_[read.group];
+    // What another thread reads, for which a hook waits, is not recorded.
+    if (!read.in_backward && !is_in_backward() && !is_recorded(read.group)) record(read.group);
+    note.is_held = false;
+    if (!read.in_backward || read.recomputation > 0) note.recomputation = read.recomputation;
+    const bool is_first = std::exchange(note.phase, phase_) != phase_;
+    if (read.residence == Residence::kUnsharded && !is_first) return false;
+    read_anew(read, is_first);
+    return true;
+  }
+  void unshard(size_t group); ///< by hand, and holds it until it is read
+  void reshard(size_t group); ///< by hand
+  void reshard_after_forward(size_t group);
+  /// No read of another group frees `groups`, in place of those that were given before, which it returns.
+  std::vector<size_t> keep_open(std::vector<size_t> groups) { return std::exchange(kept_, std::move(groups)); }
+  /// Treats the next read of each group as its first in this phase.
+  void look_anew();
+
+  // Gradients.
+  /// A gradient of `group` is about to go into the group's buffer, perhaps one that is to be the only buffer.
+  void expect_landing(size_t group, bool needs_only_buffer) {
+    auto& note = notes_[group];
+    note.landed_phase = phase_;
+    if (!note.is_listed) list_unfinished(group);
+    if (needs_only_buffer) finish_reductions();
+  }
+  /// It is there, perhaps the last that is expected. Whether reductions may be due, which `reduce_after` starts.
+  bool landed(size_t group, bool is_complete) {
+    const auto& note = notes_[group];
+    if (note.place.module.has_buckets()) join_buckets(group);
+    return is_complete || note.order_position != next_to_reduce_;
+  }
+  void reduce_after(size_t group);
+  /// The gradients of `group` were dropped.
+  void forget_gradients(size_t group);
+  void set_is_last_backward(bool is_last) { is_last_backward_ = is_last; }
+  bool is_last_backward() const { return is_last_backward_; }
+
+  State state() const { return state_; }
+  bool is_in_backward() const { return state_ == State::kBackward; }
+  uint64_t forward_number() const { return forward_; } ///< changes with every forward that follows a backward
+  bool is_recorded(size_t group) const { return notes_[group].recorded_forward == forward_; }
+  bool has_recorded_any() const { return !recording_.empty(); }
+  bool is_module_recorded(size_t group) const;
+  bool knows_order() const { return !order_.empty(); } ///< of an earlier forward
+  const GroupPlace& place_of(size_t group) const { return notes_[group].place; }
+  const std::vector<size_t>& open_groups() const { return open_; } ///< and perhaps some that were freed since
+  /// What is known of a group's part in a step: its first read in the last forward, and what the last backward made of it.
+  struct Part {
+    size_t group;
+    uint64_t recomputation; ///< whose second run read it; 0: none
+    bool brings_gradients;
+  };
+  /// Of the groups that the last forward read, by their first reads; none before the first forward.
+  std::vector<Part> trace() const;
+
+ private:
+  using Order = std::vector<size_t>;
+  /// Why a group is gathered ahead: it comes next, or a list of the program says so.
+  enum class Ahead { kOfOrder, kOfList };
+  /// What triggers a prefetch. A reduction gathers no group ahead that its phase has read: they may have been freed for good.
+  enum class AheadOf { kRead, kReduction };
+
+  /// What the step notes of a group.
+  struct Note {
+    GroupPlace place;
+    int64_t order_position = -1;   ///< in the recorded forward order
+    uint64_t recorded_forward = 0; ///< the last forward that recorded it there
+    uint64_t landed_phase = 0;     ///< the last backward that brought a gradient
+    uint64_t joined_phase = 0;     ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
+    uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
+    uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
+    Ahead ahead = Ahead::kOfOrder; ///< why it was gathered last before its read
+    bool is_listed = false;        ///< among those whose gradients are unfinished
+    bool is_held = false;          ///< by `unshard`, until its first read
+    uint64_t recomputed = 0;       ///< `recomputation`, at the end of the last backward
+    bool brings_gradients = true;  ///< in that backward
+    bool is_reduced = false;       ///< in this backward, and open for the frozen parameters that it may still read
+  };
+
+  void enter(State next);
+  void read_anew(const Read& read, bool is_first);
+  void record(size_t group);
+  void place(size_t group);
+  void gather(size_t group);
+  void close_unrelated(size_t group, uint64_t recomputation);
+  bool stays_open(size_t group, Residence residence, size_t read, uint64_t recomputation) const;
+  bool are_related(size_t a, size_t b) const;
+  void prefetch_after(size_t group, const GroupRules& rules, AheadOf event, bool is_first_read);
+  void prefetch(size_t group, Ahead why);
+  bool is_passed(size_t ahead, size_t group) const;
+  int64_t known_position(size_t group) const; // -1: none
+  std::optional<size_t> next_of(size_t group, int64_t step, bool is_first_read) const;
+  std::optional<size_t> next_registered(size_t group, int64_t step) const;
+  void list_unfinished(size_t group);
+  void join_buckets(size_t landed);
+  bool may_join(size_t group) const;
+  bool awaits_gradients(size_t group) const;
+  bool is_ready(size_t group) const;
+  void gather_as_if_read(size_t group, const GroupRules& rules);
+  void finish_group(size_t group);
+  void start_reduction(size_t group);
+  void finish_reductions();
+  bool exists(size_t group) const { return groups_.residence(group) != Residence::kGone; }
+  const Order& order() const { return recording_.empty() ? order_ : recording_; }
+  /// The order in which this phase is expected to read the groups: the last forward's, or in backward the current one's.
+  const Order& known_order() const { return !is_in_backward() && !order_.empty() ? order_ : order(); }
+
+  StepGroups& groups_;
+  std::vector<Note> notes_;
+  Order order_;              // of first reads in the last complete forward
+  Order recording_;          // in the forward that runs, or whose backward does
+  Order open_;               // gathered, or about to be
+  std::vector<size_t> kept_; // by `keep_open`
+  Order unfinished_;         // with gradients that wait for their reduction, or did of late
+  std::vector<size_t> reducing_;
+
+  State state_ = State::kIdle;
+  int64_t next_to_reduce_ = -1; // position in the forward order; all behind it have been reduced in the backward
+  bool is_last_backward_ = true;
+  uint64_t phase_ = 1; // changes with the state
+  uint64_t forward_ = 0;
+};
+
+} // namespace tessera::internal

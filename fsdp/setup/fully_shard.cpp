@@ -1,0 +1,432 @@
+#include <tessera/fsdp/fully_shard.h>
+
+#include <c10/core/InferenceMode.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/cuda.h>
+
+#include <absl/container/flat_hash_set.h>
+#include <algorithm>
+#include <exception>
+#include <span>
+#include <utility>
+
+#include <tessera/base/error_text.h>
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/tensor/view_replay.h>
+#include <tessera/fsdp/group/parallel_parameter.h>
+#include <tessera/fsdp/group/parameter_group.h>
+#include <tessera/fsdp/model/module_walk.h>
+#include <tessera/fsdp/model/sharded_module.h>
+#include <tessera/fsdp/setup/census.h>
+#include <tessera/fsdp/setup/group_making.h>
+#include <tessera/fsdp/setup/initial_weights.h>
+#include <tessera/fsdp/setup/unsharded_dtypes.h>
+
+namespace tessera {
+
+using torch::nn::Module;
+
+namespace internal {
+
+namespace {
+
+using StatePtr = std::shared_ptr<ShardedModule>;
+
+std::string describe(const std::vector<Module*>& modules) {
+  std::string text;
+  for (const auto* module : modules) text += (text.empty() ? "" : " + ") + module->name();
+  return text;
+}
+
+void check_not_sharded(const std::vector<Module*>& modules, const Census& census) {
+  for (const auto& root : census.roots) {
+    for (const auto* module : modules) {
+      const auto claim = root->model().claim_on(module);
+      TORCH_CHECK_VALUE(claim != ShardedModel::Claim::kHeld, "fully_shard: the module ", module->name(), " is sharded already");
+      TORCH_CHECK_VALUE(claim == ShardedModel::Claim::kNone, "fully_shard: the parameters of ", module->name(),
+                        " were sharded with a module above it: shard bottom-up, first the blocks, then what holds them");
+    }
+  }
+}
+
+void check_mesh(const DeviceMesh& mesh) {
+  TORCH_CHECK_VALUE(!c10::InferenceMode::is_enabled(),
+                    "fully_shard: called in InferenceMode, whose tensors cannot be trained; call "
+                    "it outside, and run the forward inside");
+  TORCH_CHECK_VALUE(mesh.defined(), "fully_shard: the mesh is undefined; make one with init_device_mesh");
+  TORCH_CHECK_VALUE(mesh.coordinate().has_value(), "fully_shard: this rank is outside the mesh ", mesh.to_string());
+}
+
+void check_buckets(const FullyShardOptions& options) {
+  TORCH_CHECK_VALUE(options.bucket_bytes > 0, "fully_shard: bucket_bytes is ", options.bucket_bytes, ", but must be positive");
+}
+
+void check_policy(const MixedPrecisionPolicy& policy) {
+  const auto check = [](const char* name, const std::optional<at::ScalarType>& dtype) {
+    TORCH_CHECK_VALUE(!dtype || at::isFloatingType(*dtype), "fully_shard: ", name, " of the mixed precision policy is ", *dtype,
+                      ", but must be a floating-point dtype");
+  };
+  check("param_dtype", policy.param_dtype);
+  check("reduce_dtype", policy.reduce_dtype);
+  check("output_dtype", policy.output_dtype);
+  for (const auto& entry : policy.keep_in_fp32)
+    TORCH_CHECK_VALUE(!entry.empty(), "fully_shard: keep_in_fp32 of the mixed precision policy has an empty name");
+}
+
+const char* describe(const OffloadPolicy& policy) {
+  using Memory = OffloadPolicy::Memory;
+  return policy.memory == Memory::kFiles ? "to files" : policy.memory == Memory::kHost ? "to the host" : "unset";
+}
+
+/// What every rank must ask for alike.
+std::string describe(Strategy strategy, const DeviceMesh& mesh, const FullyShardOptions& options) {
+  const auto dtype = [](const std::optional<at::ScalarType>& type) { return type ? c10::toString(*type) : "unset"; };
+  const auto& policy = options.mixed_precision;
+  return fmt::format(
+      "the strategy {} over {} ranks, the layout {}, reshard_after_forward {}, param_dtype {}, reduce_dtype {}, keep_in_fp32 "
+      "[{}], "
+      "initial_weights {}, bucket_bytes {}, communicators {}, offload {}",
+      row_of(strategy).name, fmt::join(mesh.shape(), " x "),
+      options.layout == BufferLayout::kRagged ? "kRagged" : "kPerParameter",
+      text_of_reshard_after_forward(options.reshard_after_forward), dtype(policy.param_dtype), dtype(policy.reduce_dtype),
+      fmt::join(policy.keep_in_fp32, ", "), static_cast<int>(options.initial_weights), options.bucket_bytes,
+      options.communicators == CommunicatorUse::kShared ? "kShared" : "kSeparate", describe(options.offload));
+}
+
+/// The models of earlier calls that a call completes. Another one may share a module with it.
+std::vector<StatePtr> roots_below(const Census& census) {
+  std::vector<StatePtr> below;
+  for (const auto& root : census.roots) {
+    const auto modules = root->modules();
+    if (std::any_of(modules.begin(), modules.end(), [&](auto* module) { return census.walk.is_below(module); }))
+      below.push_back(root);
+  }
+  return below;
+}
+
+/// For the model that a call makes or completes: one number from its first call to its last.
+int64_t next_number(const std::vector<StatePtr>& below) {
+  int64_t number = process_context().next_number();
+  for (const auto& root : below) {
+    if (root->model().number > 0) number = std::min(number, root->model().number);
+  }
+  return number;
+}
+
+/// Clears what a failed backward has left, and frees what is gathered, before another schedule takes over.
+void close(ShardedModule& root) {
+  root.schedule()->forget_failed_backward();
+  for (const auto& group : root.subtree_groups()) root.schedule()->reshard(*group);
+}
+
+/// Takes the models made by earlier calls under `state`.
+void adopt_below(const StatePtr& state, const ModuleWalk& walk, const std::vector<StatePtr>& below) {
+  for (const auto& root : below) {
+    std::vector<Place> places;
+    for (const auto* module : root->modules()) {
+      places.push_back(walk.is_below(module) ? walk.place_of(walk.visit_of(module)) : Place{0, std::to_string(places.size())});
+    }
+    state->adopt(root, std::move(places));
+  }
+  for (const auto& visit : walk.visits()) {
+    if (!visit.is_top()) state->model().claim(visit.module, ShardedModel::Claim::kBelow);
+  }
+}
+
+/// Without what the call alone needs. The state knows the ignored parameters, and must not keep their memory.
+FullyShardOptions kept_of(FullyShardOptions options) {
+  options.ignored_params.clear();
+  options.shard_placement_fn = nullptr;
+  options.gather_extension_fn = nullptr;
+  return options;
+}
+
+/// The free parameters of a call, and their names for errors.
+struct Taken {
+  std::vector<FreeParameter> parameters;
+  std::vector<std::string> names;
+  std::exception_ptr thrown; ///< by shard_placement_fn or gather_extension_fn
+};
+
+/// One member of each.
+template <typename Member>
+std::vector<Member> column(const std::vector<FreeParameter>& parameters, Member FreeParameter::*member) {
+  std::vector<Member> values;
+  for (const auto& parameter : parameters) values.push_back(parameter.*member);
+  return values;
+}
+
+/// The first line of what an exception says.
+std::string summary_of(const std::exception_ptr& thrown) {
+  const auto text = error_text(thrown);
+  return text.substr(0, text.find('\n'));
+}
+
+/// Has the program's `function` choose for each parameter: `ask` says what, for a line on which all ranks must agree; nothing for
+/// nothing. Where it throws on some ranks, the others would wait for these: the exception is a line as well.
+template <typename Ask> // std::string(FreeParameter&, const std::string& name)
+void ask_each(const char* function, Taken& taken, std::string& description, const Ask& ask) {
+  for (size_t i = 0; !taken.thrown && i < taken.names.size(); ++i) {
+    const auto& name = taken.names[i];
+    try {
+      if (const std::string choice = ask(taken.parameters[i], name); !choice.empty())
+        description += fmt::format("\n{} {}", name, choice);
+    } catch (...) {
+      taken.thrown = std::current_exception();
+      description += fmt::format("\n{} threw for {}: {}", function, name, summary_of(taken.thrown));
+    }
+  }
+}
+
+void choose_placements(const ShardPlacementFn& choose, Taken& taken, std::string& description) {
+  if (!choose) return;
+  ask_each("shard_placement_fn", taken, description, [&](FreeParameter& parameter, const std::string& name) {
+    parameter.placement = choose(name, parameter.tensor);
+    return parameter.placement ? "placed " + to_string(*parameter.placement) : "";
+  });
+}
+
+void choose_extensions(const GatherExtensionFn& choose, Taken& taken, std::string& description) {
+  if (!choose) return;
+  ask_each("gather_extension_fn", taken, description, [&](FreeParameter& parameter, const std::string& name) {
+    parameter.extension = choose(name, parameter.tensor);
+    TORCH_CHECK_VALUE(!parameter.extension || !parameter.parallel, "fully_shard: the parameter ", name,
+                      " is a DTensor over other dims of the mesh, of which no extension can gather the parts, but "
+                      "gather_extension_fn gave it one");
+    TORCH_CHECK_VALUE(!parameter.extension || parameter.tensor.dim() > 0, "fully_shard: the parameter ", name,
+                      " has no dims, so that nothing is gathered of it, but gather_extension_fn gave it an extension");
+    return std::string(parameter.extension ? "gathered by an extension" : "");
+  });
+}
+
+void check_placements(const Taken& taken, const MeshAxes& axes) {
+  for (size_t i = 0; i < taken.names.size(); ++i) {
+    const auto& parameter = taken.parameters[i];
+    TORCH_CHECK_VALUE(!parameter.placement || axes.strategy() != Strategy::kNoShard, "fully_shard: shard_placement_fn chose ",
+                      to_string(*parameter.placement), " for ", taken.names[i],
+                      ", but the strategy no-shard splits no parameter");
+    const bool is_split = parameter.parallel && !parameter.parallel->is_replicated();
+    TORCH_CHECK_VALUE(!is_split || !parameter.placement || std::holds_alternative<Shard>(*parameter.placement),
+                      "fully_shard: shard_placement_fn chose ", to_string(*parameter.placement), " for ", taken.names[i],
+                      ", which is a DTensor that other dims of the mesh split, ", parameter.parallel->to_string(),
+                      ": choose Shard");
+    check_placement({taken.names[i], parameter.values().sizes().vec(), parameter.dtype, parameter.placement}, axes.shard_ranks());
+  }
+}
+
+void check_extensions(const Taken& taken, const MeshAxes& axes, const CommunicatorPtr& neighbours) {
+  const auto extends = [](const FreeParameter& each) { return each.extension != nullptr; };
+  if (std::none_of(taken.parameters.begin(), taken.parameters.end(), extends)) return;
+  TORCH_CHECK_VALUE(axes.strategy() != Strategy::kNoShard,
+                    "fully_shard: gather_extension_fn gave an extension, but the strategy no-shard gathers no parameter");
+  TORCH_CHECK_VALUE(!neighbours,
+                    "fully_shard: gather_extension_fn gave an extension, but reshard_after_forward is a number of "
+                    "ranks, which gather parts of unsharded parameters: choose true or false");
+}
+
+/// Of a DTensor over other dims of the mesh its part is sharded.
+void take_part(FreeParameter& parameter, const std::string& name, std::string& description) {
+  const auto* meta = dtensor_meta(parameter.tensor);
+  if (!meta) return;
+  parameter.value = meta->local.contiguous();
+  parameter.parallel = spec_in_forward(*meta->spec, parameter.dtype);
+  description += fmt::format("\n{} a DTensor [{}] {} over {} ranks{}", name, fmt::join(meta->spec->sizes(), ", "),
+                             to_string(meta->spec->placements()), fmt::join(meta->spec->mesh().shape(), " x "),
+                             parameter.tensor.requires_grad() ? "" : ", frozen");
+}
+
+/// What the program chose for them is added to `description`.
+Taken take_free(const Census& census, const DeviceMesh& mesh, const FullyShardOptions& options, std::string& description) {
+  Taken taken;
+  for (const auto& [tensor, visit, key] : census.free) {
+    taken.parameters.push_back({.tensor = tensor, .place = census.walk.place_of(*visit, key)});
+    taken.names.push_back(census.walk.name(taken.parameters.back().place));
+    check_parameter(tensor, taken.names.back(), taken.parameters[0].tensor, mesh);
+  }
+  check_own_memory(census);
+  const auto dtypes = unsharded_dtypes(census.walk, column(taken.parameters, &FreeParameter::tensor), options.mixed_precision);
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    taken.parameters[i].dtype = dtypes[i];
+    take_part(taken.parameters[i], taken.names[i], description);
+  }
+  choose_placements(options.shard_placement_fn, taken, description);
+  choose_extensions(options.gather_extension_fn, taken, description);
+  return taken;
+}
+
+/// The modules of models on other ranks than the mesh's: experts, of which those ranks may have others.
+absl::flat_hash_set<const Module*> experts_of(const Census& census, const DeviceMesh& mesh) {
+  absl::flat_hash_set<const Module*> experts;
+  for (const auto& root : census.roots) {
+    if (root->axes().mesh().rank_list() == mesh.rank_list()) continue;
+    for (const auto* module : root->modules()) experts.insert(module);
+  }
+  return experts;
+}
+
+/// The buffers that a broadcast of the initial weights reaches.
+std::vector<std::pair<std::string, at::Tensor>> plain_buffers(const Census& census, const DeviceMesh& mesh) {
+  const auto experts = experts_of(census, mesh);
+  const auto is_of_expert = [&](const ModuleWalk::Visit* visit) {
+    while (!experts.contains(visit->module) && !visit->is_top()) visit = &census.walk.visits()[visit->above];
+    return experts.contains(visit->module);
+  };
+  std::vector<std::pair<std::string, at::Tensor>> buffers;
+  for (const auto& item : census.buffers) {
+    const auto& tensor = item.tensor;
+    const bool is_plain = tensor.defined() && tensor.layout() == at::kStrided && !dtensor_meta(tensor);
+    if (is_plain && !is_of_expert(item.visit)) buffers.emplace_back(census.name_of(item), tensor);
+  }
+  return buffers;
+}
+
+WeightAgreement agree(const Taken& taken, const InitialWeightsCheck& check) {
+  if (!taken.thrown) return agree_on_initial_weights(check);
+  try {
+    agree_on_initial_weights(check);
+  } catch (const std::exception&) {
+    // It says what this rank's exception is, to the ranks that have none.
+  }
+  std::rethrow_exception(taken.thrown);
+}
+
+void check_call(const std::vector<Module*>& modules, const Census& census, const FullyShardOptions& options) {
+  TORCH_CHECK_VALUE(!census.free.empty() || !census.roots.empty(), "fully_shard: the module ", describe(modules),
+                    " has no parameter", census.ignored.empty() ? "" : " but ignored ones");
+  check_not_sharded(modules, census);
+  check_policy(options.mixed_precision);
+  check_buckets(options);
+}
+
+/// Shards the parameters, and puts the models below under `state`.
+void make_model(const StatePtr& state, const ModuleWalk& walk, const std::vector<StatePtr>& below,
+                std::span<const FreeParameter> all, const CommunicatorPtr& neighbours) {
+  const auto schedule = std::make_shared<Schedule>(state->axes().mesh().device());
+  for (const auto& root : below) schedule->take_settings(*root->schedule());
+  state->settle(schedule); // a read finds it, whatever fails from here on
+  try {
+    make_groups(state, all, schedule->resources(), neighbours);
+    adopt_below(state, walk, below);
+    state->settle(schedule);
+  } catch (...) { // some parameters may be sharded, and others not
+    schedule->refuse("the model cannot be used any more, because fully_shard failed amid its changes: " +
+                     error_text(std::current_exception()));
+    throw;
+  }
+}
+
+/// What the call met goes to `state`. Without parameters or models below, it stands beside the state that has its module's.
+void take_over(const StatePtr& state, const Census& census, const std::vector<StatePtr>& below,
+               std::span<const FreeParameter> all, const CommunicatorPtr& neighbours) {
+  for (const auto& item : census.ignored) state->model().ignore(item.tensor);
+  for (const auto& root : below) close(*root);
+  move_buffers(census.buffers, state->axes().mesh().device());
+  if (!all.empty() || !below.empty()) return make_model(state, census.walk, below, all, neighbours);
+  const auto* meta = parameter_meta(census.sharded[0].tensor);
+  state_of_group(*meta->group).keep_beside(state);
+}
+
+/// Of parameters whose names the call made longer.
+void word_storage_errors(ShardedModule& state) {
+  for (const auto& group : state.subtree_groups()) {
+    for (const auto& parameter : group->parameters()) {
+      const at::Tensor tensor(parameter.tensor.lock());
+      if (dtensor_meta(tensor)) word_storage_error(tensor);
+    }
+  }
+}
+
+FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& mesh, const FullyShardOptions& options) {
+  check_mesh(mesh);
+  const KeepViewReplay keep;
+  const auto strategy = options.strategy ? *options.strategy : default_strategy(mesh);
+  const auto census = take_census(modules, options.ignored_params);
+  check_call(modules, census, options);
+  const auto below = roots_below(census);
+  auto description = describe(strategy, mesh, options) + describe(census, mesh);
+  const auto taken = take_free(census, mesh, options, description);
+  const auto tensors = column(taken.parameters, &FreeParameter::tensor);
+  std::vector<at::Tensor> values;
+  for (const auto& parameter : taken.parameters) values.push_back(parameter.values());
+  const std::string name = describe(modules);
+  const auto agreement = agree(taken, {.tensors = values,
+                                       .names = taken.names,
+                                       .buffers = plain_buffers(census, mesh),
+                                       .mesh = mesh,
+                                       .mode = options.initial_weights,
+                                       .call = "fully_shard of " + name,
+                                       .options = description,
+                                       .model_number = next_number(below)});
+  check_norms(census.walk, tensors, column(taken.parameters, &FreeParameter::dtype)); // of the same options on all ranks
+
+  const MeshAxes axes(strategy, mesh, options.communicators); // connects the ranks along its dims: they agree on them now
+  check_placements(taken, axes);
+  const auto neighbours = connect_neighbours(axes, options.reshard_after_forward);
+  check_extensions(taken, axes, neighbours);
+  const std::vector<const Module*> held(modules.begin(), modules.end());
+  auto state = std::make_shared<ShardedModule>(held, name, axes, kept_of(options));
+  state->initial_checksum = agreement.checksum;
+  state->model().number = agreement.model_number;
+  take_over(state, census, below, taken.parameters, neighbours);
+  word_storage_errors(*state);
+  return FSDPModule(state);
+}
+
+DeviceMesh mesh_of_the_world() {
+  return init_device_mesh(torch::cuda::is_available() ? at::kCUDA : at::kCPU, {process_context().world_size()});
+}
+
+std::vector<Module*> addresses_of(const std::vector<std::shared_ptr<Module>>& modules) {
+  TORCH_CHECK_VALUE(!modules.empty(), "fully_shard: the list of modules is empty");
+  std::vector<Module*> pointers;
+  for (const auto& module : modules) {
+    TORCH_CHECK_VALUE(module, "fully_shard: module ", pointers.size(), " of the list is null");
+    pointers.push_back(module.get());
+  }
+  return pointers;
+}
+
+} // namespace
+
+} // namespace internal
+
+FSDPModule fully_shard(Module& module, const DeviceMesh& mesh, const FullyShardOptions& options) {
+  return internal::shard_modules({&module}, mesh, options);
+}
+
+FSDPModule fully_shard(const std::vector<std::shared_ptr<Module>>& modules, const DeviceMesh& mesh,
+                       const FullyShardOptions& options) {
+  return internal::shard_modules(internal::addresses_of(modules), mesh, options);
+}
+
+FSDPModule replicate(Module& module, const DeviceMesh& mesh, const FullyShardOptions& options) {
+  auto replicated = options;
+  TORCH_CHECK_VALUE(!options.strategy || options.strategy == Strategy::kNoShard, "replicate: the options ask for the strategy ",
+                    row_of(*options.strategy).name, "; call fully_shard for it");
+  replicated.strategy = Strategy::kNoShard;
+  return internal::shard_modules({&module}, mesh, replicated);
+}
+
+FSDPModule fully_shard(Module& module, const FullyShardOptions& options) {
+  return fully_shard(module, internal::mesh_of_the_world(), options);
+}
+
+FSDPModule fully_shard(const std::vector<std::shared_ptr<Module>>& modules, const FullyShardOptions& options) {
+  return fully_shard(modules, internal::mesh_of_the_world(), options);
+}
+
+FSDPModule replicate(Module& module, const FullyShardOptions& options) {
+  return replicate(module, internal::mesh_of_the_world(), options);
+}
+
+FSDPModule fsdp(const Module& module) {
+  auto state = internal::find_state(module);
+  TORCH_CHECK_VALUE(state, "the module ", module.name(), " is not sharded: call fully_shard on it first");
+  return FSDPModule(std::move(state));
+}
+
+bool is_sharded(const Module& module) { return internal::find_state(module) != nullptr; }
+
+} // namespace tessera

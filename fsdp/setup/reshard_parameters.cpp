@@ -1,0 +1,326 @@
+#include <tessera/fsdp/reshard_parameters.h>
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <absl/container/flat_hash_map.h>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include <tessera/base/error_text.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/dtensor/tensor/in_backward.h>
+#include <tessera/fsdp/model/gradient_hooks.h>
+#include <tessera/fsdp/schedule/scheduled_group.h>
+#include <tessera/fsdp/setup/group_making.h>
+#include <tessera/fsdp/setup/initial_weights.h>
+#include <tessera/fsdp/setup/model_inventory.h>
+#include <tessera/fsdp/setup/unsharded_dtypes.h>
+
+namespace tessera {
+
+namespace internal {
+
+namespace {
+
+void check_present(const ModuleInventory& inventory) {
+  if (!inventory.is_changed()) return;
+  for (const auto& each : inventory.present) {
+    const auto check = [&](bool holds, const char* problem) {
+      TORCH_CHECK(holds, "reshard_parameters: the parameter ", each.name, problem);
+    };
+    if (!each.before) {
+      check_parameter(each.tensor, each.name, each.tensor, inventory.state->axes().mesh());
+      check(!dtensor_meta(each.tensor), " is a DTensor over other dims of the mesh, which only fully_shard takes");
+      check(!each.tensor.is_meta(), " is on the meta device: give it values first");
+    } else {
+      check(each.before->leaf.defined(), " is on the meta device: call tessera::materialize first");
+      check(!each.before->parallel, " lies over other dims of the mesh too, and its group cannot be made again");
+      check(!each.tensor.grad().defined(),
+            " has a gradient, whose parts would lie elsewhere: take the step and call zero_grad first");
+    }
+  }
+}
+
+/// Before any change: a norm may be unable to mix them.
+void choose_read_dtypes(const ModelInventory& model, ModuleInventory& inventory, const std::optional<at::ScalarType>& dtype) {
+  const auto& policy = inventory.state->options().mixed_precision;
+  const ModuleWalk walk(model.modules_of(*inventory.state));
+  std::vector<at::Tensor> tensors;
+  for (const auto& each : inventory.present) tensors.push_back(each.tensor);
+  auto& dtypes = inventory.read_dtypes;
+  dtypes = unsharded_dtypes(walk, tensors, policy);
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    if (!policy.param_dtype) dtypes[i] = inventory.present[i].dtype;
+  }
+  check_norms(walk, tensors, dtypes, dtype);
+}
+
+/// What all ranks of one mesh must have found alike, and the new parameters.
+struct Findings {
+  DeviceMesh mesh;
+  std::string description;
+  std::vector<at::Tensor> added;
+  std::vector<std::string> names;
+};
+
+void describe(const ModuleInventory& inventory, Findings& findings) {
+  if (!inventory.is_changed()) return;
+  findings.description += fmt::format("\nof {} removed [{}]", inventory.state->label(), fmt::join(inventory.removed, ", "));
+  for (const auto& each : inventory.present) {
+    findings.description += fmt::format("\n{} {} in {}", each.before ? "kept" : "new", each.name, c10::toString(each.dtype));
+    if (each.before) continue;
+    findings.added.push_back(each.tensor);
+    findings.names.push_back(each.name);
+  }
+}
+
+void agree(ModelInventory& model, const std::string& module) {
+  const auto& root = model.root();
+  std::vector<Findings> all{{root.axes().mesh(), fmt::format("\ngone [{}]", fmt::join(model.gone(), ", ")), {}, {}}};
+  for (const auto& inventory : model.inventories()) {
+    const auto& mesh = inventory.state->axes().mesh();
+    auto found = std::find_if(all.begin(), all.end(), [&](const auto& each) { return each.mesh == mesh; });
+    if (found == all.end()) found = all.insert(all.end(), {mesh, "", {}, {}});
+    describe(inventory, *found);
+  }
+  for (const auto& [mesh, description, added, names] : all)
+    agree_on_initial_weights({.tensors = added,
+                              .names = names,
+                              .mesh = mesh,
+                              .mode = root.options().initial_weights,
+                              .call = "reshard_parameters of " + module,
+                              .options = description,
+                              .model_number = root.model().number});
+}
+
+/// The group, or groups, of a state anew.
+class Remaking {
+ public:
+  Remaking(ModuleInventory& inventory, std::shared_ptr<ModelResources> resources)
+      : inventory_(inventory), resources_(std::move(resources)) {}
+
+  /// The groups that take the place of the first one of before, of what `take` returned. Names of kept parameters that lie
+  /// elsewhere are added to `moved`.
+  std::vector<GroupPtr> run(std::span<const FreeParameter> free, std::vector<std::string>& moved) {
+    const auto before = specs();
+    std::vector<GroupPtr> made;
+    for (const auto& group : inventory_.groups) retire_gradients(*group);
+    if (!free.empty()) {
+      const auto settings = settings_of();
+      made = make_groups(inventory_.state, free, resources_, neighbours());
+      for (const auto& each : inventory_.state->module_groups()) {
+        if (settings) {
+          each.gradients->settings = *settings;
+        } else {
+          take_settings_above(each.gradients->settings);
+        }
+      }
+      for (const auto& group : made) {
+        if (!inventory_.groups.empty()) group->axes() = inventory_.groups[0]->axes(); // with the program's own communicators
+      }
+    }
+    for (const auto& group : inventory_.groups) {
+      for (size_t i = 0; i < group->parameters().size(); ++i) group->release_parameter(i); // those that were removed
+    }
+    note_moved(before, moved);
+    return made;
+  }
+
+  /// Gathers the kept ones, whole.
+  std::vector<FreeParameter> take() const {
+    std::vector<FreeParameter> free;
+    for (size_t i = 0; i < inventory_.present.size(); ++i) {
+      const auto& each = inventory_.present[i];
+      const auto* meta = parameter_meta(each.tensor);
+      const auto whole = each.before ? DTensor(each.tensor).full_tensor() : each.tensor.detach();
+      free.push_back({.tensor = each.tensor,
+                      .place = each.place,
+                      .dtype = inventory_.read_dtypes[i],
+                      .placement = each.before ? each.before->chosen : std::nullopt,
+                      .value = whole.to(each.dtype),
+                      .extension = meta ? meta->group->extended().extension_of(meta->index) : nullptr});
+    }
+    return free;
+  }
+
+ private:
+  std::vector<SpecPtr> specs() const {
+    std::vector<SpecPtr> all;
+    for (const auto& each : inventory_.present) all.push_back(each.before ? each.before->spec : nullptr);
+    return all;
+  }
+
+  /// A copy, which the first group that is made would replace.
+  std::optional<GradientSettings> settings_of() const {
+    if (inventory_.groups.empty()) return std::nullopt;
+    return inventory_.state->gradients().settings;
+  }
+
+  /// Gives a module that had no group the settings of the next one above that has one.
+  void take_settings_above(GradientSettings& settings) const {
+    auto above = inventory_.state->parent();
+    while (above && !above->group()) above = above->parent();
+    if (!above) return;
+    const auto& theirs = above->gradients().settings;
+    settings.requires_sync = theirs.requires_sync;
+    settings.requires_all_reduce = theirs.requires_all_reduce;
+    settings.has_only_buffer = theirs.has_only_buffer;
+  }
+
+  CommunicatorPtr neighbours() const {
+    if (!inventory_.groups.empty()) return inventory_.groups[0]->neighbours();
+    const auto& state = *inventory_.state;
+    return connect_neighbours(state.axes(), state.options().reshard_after_forward);
+  }
+
+  void note_moved(const std::vector<SpecPtr>& before, std::vector<std::string>& moved) const {
+    for (size_t i = 0; i < before.size(); ++i) {
+      const auto& present = inventory_.present[i];
+      if (!present.before) continue;
+      const auto* meta = parameter_meta(present.tensor);
+      meta->group->parameters()[meta->index].original = present.before->original;
+      if (meta->spec != before[i]) moved.push_back(present.name);
+    }
+  }
+
+  ModuleInventory& inventory_;
+  std::shared_ptr<ModelResources> resources_;
+};
+
+/// Each buffer that has another dtype, and its values in this one.
+std::vector<std::pair<at::Tensor, at::Tensor>> cast_buffers(const Census& census, std::optional<at::ScalarType> dtype) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> casts;
+  for (const auto& [buffer, visit, key] : census.buffers) {
+    if (dtype && buffer.defined() && buffer.is_floating_point() && buffer.scalar_type() != *dtype)
+      casts.emplace_back(buffer, buffer.to(*dtype));
+  }
+  return casts;
+}
+
+using Replaced = absl::flat_hash_map<const ParameterGroup*, std::weak_ptr<ParameterGroup>>;
+
+void replace_in_prefetch_lists(ShardedModule& root, const Replaced& replaced) {
+  for (const auto& state : root.subtree()) {
+    for (auto* list : {&state->prefetch_settings().in_forward, &state->prefetch_settings().in_backward}) {
+      for (auto& weak : *list) {
+        const auto found = replaced.find(weak.lock().get());
+        if (found != replaced.end()) weak = found->second;
+      }
+      std::erase_if(*list, [](const auto& weak) { return weak.expired(); });
+    }
+  }
+}
+
+void remake(ModelInventory& model, std::vector<std::string>& moved) {
+  auto& root = model.root();
+  const auto old_schedule = root.schedule();
+  const auto schedule = std::make_shared<Schedule>(root.axes().mesh().device());
+  schedule->take_settings(*old_schedule);
+  schedule->set_reporting(old_schedule->resources()->recorder != nullptr);
+  Replaced replaced;
+  bool has_changed = false;
+  try {
+    for (auto& inventory : model.inventories()) {
+      for (const auto& group : inventory.groups) old_schedule->reshard(*group);
+      if (!inventory.is_changed()) continue;
+      Remaking remaking(inventory, schedule->resources());
+      const auto free = remaking.take();
+      has_changed = true;
+      const auto made = remaking.run(free, moved);
+      for (const auto& group : inventory.groups) replaced[group.get()] = made.empty() ? GroupPtr() : made[0];
+    }
+  } catch (...) { // some groups are new, and others are not
+    if (has_changed)
+      old_schedule->refuse("the model cannot be used any more, because reshard_parameters failed amid its changes: " +
+                           error_text(std::current_exception()));
+    throw;
+  }
+  replace_in_prefetch_lists(root, replaced); // while the old groups live
+  for (auto& inventory : model.inventories()) inventory.groups.clear();
+  root.settle(schedule);
+}
+
+/// Lists what was added and removed, without what is moved.
+ReshardedParameters list_changes(ModelInventory& model) {
+  ReshardedParameters changes{.added = {}, .removed = model.gone(), .moved = {}};
+  for (const auto& inventory : model.inventories()) {
+    for (const auto& each : inventory.present) {
+      if (!each.before) changes.added.push_back(each.name);
+    }
+    changes.removed.insert(changes.removed.end(), inventory.removed.begin(), inventory.removed.end());
+  }
+  return changes;
+}
+
+/// The names of modules may have changed where nothing else did.
+void rename(const ModuleInventory& inventory) {
+  for (const auto& each : inventory.present) {
+    each.before->own_name = each.place.path;
+    each.before->module = each.place.top;
+  }
+}
+
+/// What is new also where each group stays as it is.
+void change_around_groups(ModelInventory& model, const ReshardParametersOptions& options) {
+  auto& root = model.root();
+  for (const auto& inventory : model.inventories()) {
+    if (!inventory.is_changed()) rename(inventory);
+  }
+  for (const auto& item : model.census().ignored) root.model().ignore(item.tensor);
+  move_buffers(model.census().buffers, root.axes().mesh().device());
+  model.claim_new_modules();
+}
+
+void check_reduced(const std::vector<ModuleInventory>& inventories) {
+  for (const auto& inventory : inventories) {
+    for_each_group(*inventory.state, /*recurse=*/false, [](const GroupGradients& gradients) {
+      TORCH_CHECK(!gradients.is_unfinished(), "reshard_parameters: gradients of ", gradients.group().label(),
+                  " wait for their reduction: run a synchronized backward, take the step and call zero_grad first");
+    });
+  }
+}
+
+} // namespace
+
+} // namespace internal
+
+ReshardedParameters reshard_parameters(torch::nn::Module& module, const ReshardParametersOptions& options) {
+  using namespace internal; // NOLINT(google-build-using-namespace)
+  TORCH_CHECK_VALUE(!c10::InferenceMode::is_enabled(), "reshard_parameters: called in InferenceMode; call it outside");
+  TORCH_CHECK(!in_backward(), "reshard_parameters: called inside a backward");
+  TORCH_CHECK_VALUE(!options.dtype || at::isFloatingType(*options.dtype), "reshard_parameters: the dtype ", *options.dtype,
+                    " is no floating-point one");
+  const at::NoGradGuard no_grad;
+  ModelInventory model(module, options.ignored_params, options.dtype);
+  auto& root = model.root();
+  auto& inventories = model.inventories();
+  root.schedule()->forget_failed_backward();
+  const bool is_changed = std::any_of(inventories.begin(), inventories.end(), [](const auto& each) { return each.is_changed(); });
+  if (is_changed) check_reduced(inventories);
+  check_own_memory(model.census());
+  for (const auto& inventory : inventories) check_present(inventory);
+  agree(model, module.name());
+  for (auto& inventory : inventories) {
+    if (inventory.is_changed() || options.dtype) choose_read_dtypes(model, inventory, options.dtype);
+  }
+  auto result = list_changes(model);
+  change_around_groups(model, options);
+  const auto casts = cast_buffers(model.census(), options.dtype);
+  if (is_changed) {
+    remake(model, result.moved);
+  } else {
+    root.note_names();
+  }
+  for (const auto& [buffer, cast] : casts) buffer.set_data(cast); // only now: a failed gather leaves all in one dtype
+  return result;
+}
+
+} // namespace tessera

@@ -1,0 +1,611 @@
+// Gradient accumulation across backwards that differ: parameters frozen in between, blocks left out, hooks that keep gradients.
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/model/sharded_module.h>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <thread>
+
+#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::testing::group_gradients_test {
+namespace {
+
+/// A model beside its unsharded twin, which sees every rank's part of the batch.
+struct Pair {
+  explicit Pair(const Strategy& strategy) { shard_model(sharded, strategy); }
+
+  /// The gradients of `loss(net, tokens)`; of the twin those of the whole batch.
+  void backward(int64_t step, const std::function<torch::Tensor(Net&, const torch::Tensor&)>& loss = loss_of) {
+    loss(plain, global_batch(step)).backward();
+    loss(sharded, part_of(global_batch(step), world_rank(), world_size())).backward();
+  }
+  /// In both models.
+  void set_requires_grad(const std::string& parameter, bool required) {
+    plain->named_parameters()[parameter].requires_grad_(required);
+    sharded->named_parameters()[parameter].requires_grad_(required);
+  }
+  torch::Tensor gradient(const std::string& parameter) const { return sharded->named_parameters()[parameter].grad(); }
+  void expect_equal_gradients() const {
+    const auto expected = plain->named_parameters();
+    for (const auto& item : sharded->named_parameters()) {
+      const auto& gradient = expected[item.key()].grad();
+      ASSERT_EQ(item.value().grad().defined(), gradient.defined()) << item.key();
+      if (!gradient.defined()) continue;
+      EXPECT_TRUE(torch::allclose(full(item.value().grad()), gradient, 1e-4, 1e-6)) << item.key();
+    }
+  }
+
+  Net plain = make_net(), sharded = make_net();
+};
+
+void for_each_strategy(const std::function<void(Pair&, FSDPModule&)>& test) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    test(models, root);
+  }
+}
+
+/// The loss without the blocks, whose groups get no gradient.
+torch::Tensor loss_without_blocks(Net& net, const torch::Tensor& tokens) {
+  return net->norm(net->embedded(tokens)).square().mean();
+}
+
+using Delay = std::pair<std::string, std::function<void(FSDPModule&, bool)>>;
+
+/// The ways to leave reductions unfinished until a backward that is the last.
+std::vector<Delay> delays() {
+  return {{", in flight", [](FSDPModule& root, bool last) { root.set_is_last_backward(last); }},
+          {", before the all-reduce", [](FSDPModule& root, bool last) { root.set_requires_all_reduce(last); }}};
+}
+
+TEST(GroupGradients, FreezingAmidAReductionKeepsItsGradient) {
+  for (const auto& strategy : strategies()) {
+    for (const auto& [name, set_last] : delays()) {
+      SCOPED_TRACE(strategy.name + name);
+      Pair models(strategy);
+      auto root = fsdp(*models.sharded);
+      set_last(root, false);
+      models.backward(0);
+      models.set_requires_grad("blocks.1.up.weight", false);
+      set_last(root, true);
+      models.backward(1);
+      models.expect_equal_gradients();
+    }
+  }
+}
+
+TEST(GroupGradients, UnfreezingAmidAnAccumulationIsAnErrorOrRight) {
+  for (const auto& strategy : strategies()) {
+    for (const auto& [name, set_last] : delays()) {
+      SCOPED_TRACE(strategy.name + name);
+      Pair models(strategy);
+      models.set_requires_grad("blocks.1.norm.weight", false);
+      auto root = fsdp(*models.sharded);
+      set_last(root, false);
+      models.backward(0);
+      models.set_requires_grad("blocks.1.norm.weight", true);
+      models.set_requires_grad("blocks.1.norm.bias", false); // of the same size
+      set_last(root, true);
+      const auto message = error_of([&] { models.backward(1); });
+      if (message == "no error") {
+        models.expect_equal_gradients();
+      } else {
+        EXPECT_NE(message.find("blocks.1.norm.weight began to require a gradient while"), std::string::npos) << message;
+      }
+      models.sharded->zero_grad();
+      models.plain->zero_grad();
+      models.backward(2);
+      models.expect_equal_gradients();
+    }
+  }
+}
+
+TEST(GroupGradients, AGroupThatTheLastBackwardLeavesOutIsReducedNevertheless) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    root.set_requires_all_reduce(false);
+    models.backward(0);
+    models.backward(1, loss_without_blocks);
+    root.set_requires_all_reduce(true);
+    models.backward(2, loss_without_blocks);
+    models.expect_equal_gradients();
+    models.backward(3);
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, OneReduceBufferGivesTheSame) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    root.set_reduce_scatter_max_input_buffers(1);
+    models.backward(0);
+    root.set_is_last_backward(false);
+    models.backward(1);
+    root.set_is_last_backward(true);
+    models.backward(2);
+    models.expect_equal_gradients();
+    EXPECT_THROWS_WITH(root.set_reduce_scatter_max_input_buffers(3), "there are 1 or 2 buffers, but 3 were asked for on rank");
+  });
+}
+
+/// The loss of the first block, after a forward of the second as well, whose gradients never come.
+torch::Tensor loss_of_a_part(Net& net, const torch::Tensor& tokens) {
+  const auto x = net->embedded(tokens);
+  const auto first = (*net->blocks)[0]->as<Block>()->forward(x);
+  (*net->blocks)[1]->as<Block>()->forward(first);
+  return first.square().mean();
+}
+
+torch::Tensor loss_of_the_last_block(Net& net, const torch::Tensor& tokens) {
+  const auto x = torch::sin(torch::arange(net->norm->weight.size(0)) + tokens.slice(1, 0, 1));
+  return (*net->blocks)[2]->as<Block>()->forward(x.to(net->norm->weight.device())).square().mean();
+}
+
+TEST(GroupGradients, ALossWithZeroTimesWhatItLeavesOutIsReducedBesideThoseOfOtherRanks) {
+  for_each_strategy([](Pair& models, FSDPModule&) {
+    const auto loss = [](Net& net, int64_t rank) {
+      const auto tokens = part_of(global_batch(0), rank, world_size());
+      const auto whole = loss_of(net, tokens);
+      return rank % 2 == 0 ? whole : loss_without_blocks(net, tokens) + 0 * whole;
+    };
+    for (int64_t rank = 0; rank < world_size(); ++rank) (loss(models.plain, rank) / world_size()).backward();
+    loss(models.sharded, world_rank()).backward();
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, AGroupReducedAtTheEndOfABackwardGetsItsAllReduceLater) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    root.set_requires_all_reduce(false);
+    models.backward(0, loss_of_a_part);
+    root.set_requires_all_reduce(true);
+    models.backward(1, loss_of_the_last_block);
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, TogglesWhileAReductionIsInFlightLoseNothing) {
+  for (const auto& strategy : strategies()) {
+    for (const bool last_at_once : {true, false}) {
+      SCOPED_TRACE(strategy.name);
+      Pair models(strategy);
+      auto root = fsdp(*models.sharded);
+      root.set_is_last_backward(false);
+      models.backward(0, loss_of_a_part);
+      root.set_requires_all_reduce(false);
+      root.set_is_last_backward(last_at_once);
+      models.backward(1, loss_of_the_last_block);
+      models.backward(2, loss_of_a_part);
+      root.set_requires_all_reduce(true);
+      root.set_is_last_backward(true);
+      models.backward(3, loss_of_the_last_block);
+      models.expect_equal_gradients();
+    }
+  }
+}
+
+TEST(GroupGradients, AFailedBackwardDropsWhatWaitedForAnAllReduce) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    root.set_requires_all_reduce(false);
+    models.backward(0, loss_of_a_part);
+    models.backward(1, loss_of_the_last_block);
+    auto loss = loss_of_the_last_block(models.sharded, global_batch(2));
+    loss.register_hook([](const torch::Tensor&) { throw std::runtime_error("thrown in backward"); });
+    EXPECT_THROWS_WITH((loss * models.sharded->norm->weight.sum()).backward(), "thrown in backward");
+    root.set_requires_all_reduce(true);
+    models.sharded->zero_grad();
+    models.plain->zero_grad();
+    models.backward(3, loss_of_a_part);
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, WhatIsComputedFromAnEmptyGradientCanReplaceIt) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    torch::nn::Module module;
+    const auto empty = module.register_parameter("empty", torch::zeros({0, 4}));
+    const auto weight = module.register_parameter("weight", torch::ones({3}));
+    const auto loss = [&] { return empty.sum() + weight.sum(); };
+    strategy.replicates ? replicate(module, strategy.mesh()) : fully_shard(module, strategy.mesh(), strategy.options);
+    loss().backward();
+    empty.mutable_grad() = empty.grad().clone() * 0.5;
+    EXPECT_EQ(DTensor(empty.grad()).placements(), DTensor(empty).placements());
+    EXPECT_EQ(error_of([&] { loss().backward(); }), "no error");
+  }
+}
+
+TEST(GroupGradients, WhatAHookKeepsStaysAsItIs) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto weight = models.sharded->named_parameters()["blocks.1.up.weight"];
+    torch::Tensor kept, value;
+    weight.register_hook([&](const torch::Tensor& gradient) {
+      if (kept.defined()) return;
+      kept = gradient;
+      value = full(gradient).clone();
+    });
+    models.backward(0);
+    models.backward(1);
+    torch::nn::utils::clip_grad_norm_(models.sharded->parameters(), 1e-3);
+    EXPECT_TRUE(torch::equal(full(kept), value));
+  }
+}
+
+TEST(GroupGradients, ABackwardInAHookIsAPartOfTheOneAroundIt) {
+  for (const char* name : {"embed.weight", "norm.weight"}) {
+    SCOPED_TRACE(name);
+    for_each_strategy([&](Pair& models, FSDPModule&) {
+      const auto further = global_batch(1);
+      int calls = 0;
+      const auto train_in_hook = [&](Net& net, const torch::Tensor& tokens) {
+        net->named_parameters()[name].register_hook([&net, &calls, tokens](const torch::Tensor&) {
+          if (++calls % 2 == 0) return; // in the backward that it makes
+          const at::AutoGradMode grad_mode(true);
+          loss_of(net, tokens).backward();
+        });
+      };
+      train_in_hook(models.plain, further);
+      train_in_hook(models.sharded, part_of(further, world_rank(), world_size()));
+      models.backward(0);
+      EXPECT_EQ(calls, 4);
+      models.expect_equal_gradients();
+      models.backward(2);
+      models.expect_equal_gradients();
+    });
+  }
+}
+
+TEST(GroupGradients, AHookThatFreezesItsParameterLeavesNoGradient) {
+  for_each_strategy([](Pair& models, FSDPModule&) {
+    for (auto* net : {&models.plain, &models.sharded}) {
+      auto parameter = (*net)->named_parameters()["blocks.1.up.weight"];
+      parameter.register_hook([weak = c10::weak_intrusive_ptr(parameter.getIntrusivePtr())](const torch::Tensor&) {
+        torch::Tensor(weak.lock()).requires_grad_(false);
+      });
+    }
+    models.backward(0);
+    EXPECT_FALSE(models.gradient("blocks.1.up.weight").defined());
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, HooksHoldNoLock) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    int calls = 0;
+    models.sharded->named_parameters()["blocks.1.up.weight"].register_hook([&](const torch::Tensor&) {
+      std::thread([&] { root.reshard(); }).join();
+      ++calls;
+    });
+    models.backward(0);
+    EXPECT_EQ(calls, 1);
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, WhatAHookReturnsTwiceIsAddedTwice) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto weight = models.sharded->named_parameters()["blocks.1.up.weight"];
+    auto ones = torch::ones_like(weight).detach();
+    weight.register_hook([&](const torch::Tensor&) { return ones; });
+    for (int64_t step = 0; step < 3; ++step) models.backward(step);
+    EXPECT_TRUE(torch::equal(full(ones), torch::ones_like(full(ones))));
+    EXPECT_TRUE(torch::equal(full(models.gradient("blocks.1.up.weight")), 3 * full(ones)));
+  }
+}
+
+TEST(GroupGradients, SwitchingSyncBackOnAlsoSwitchesTheAllReduceOn) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    root.set_requires_all_reduce(false);
+    models.backward(0);
+    root.set_requires_gradient_sync(false);
+    models.backward(1);
+    root.set_requires_gradient_sync(true);
+    models.backward(2);
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, ADivideFactorThatIsNoPositiveNumberIsAnError) {
+  Pair models(strategies()[0]);
+  auto root = fsdp(*models.sharded);
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const double factor : {infinity, -infinity, std::nan(""), 0.0, -0.0, -2.0}) {
+    EXPECT_THROWS_WITH(root.set_gradient_divide_factor(factor), "must be positive and finite, but is ");
+    EXPECT_THROWS_WITH(root.set_gradient_divide_factor(factor), "on rank " + std::to_string(world_rank()));
+  }
+  models.backward(0);
+  models.expect_equal_gradients();
+}
+
+TEST(GroupGradients, AnotherDivideFactorAmidAnAccumulationIsAnError) {
+  if (world_size() == 1) return;
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    root.set_is_last_backward(false);
+    models.backward(0);
+    // Gradients that are whole are not reduced yet: any factor is in time.
+    const bool in_flight = !strategy.replicates && strategy.options.strategy != tessera::Strategy::kZero1;
+    if (in_flight) {
+      EXPECT_THROWS_WITH(root.set_gradient_divide_factor(3), "are still being reduced, with another factor");
+    } else {
+      for (auto& block : *models.sharded->blocks) fsdp(*block).set_gradient_divide_factor(static_cast<double>(world_size()));
+      EXPECT_NO_THROW(root.set_gradient_divide_factor(static_cast<double>(world_size())));
+    }
+    root.set_is_last_backward(true);
+    models.backward(1);
+    models.expect_equal_gradients();
+    EXPECT_NO_THROW(root.set_gradient_divide_factor(3));
+    root.set_requires_all_reduce(false);
+    models.backward(2);
+    EXPECT_NO_THROW(root.set_gradient_divide_factor(4));
+  }
+}
+
+/// A layer of ones whose gradients are reduced in fp16.
+struct ReducedInHalf {
+  explicit ReducedInHalf(Strategy strategy) {
+    torch::nn::init::ones_(linear->weight);
+    auto& options = strategy.options;
+    options.mixed_precision.reduce_dtype = torch::kHalf;
+    strategy.replicates ? replicate(*linear, strategy.mesh(), options) : fully_shard(*linear, strategy.mesh(), options);
+  }
+  /// The whole gradient where that of each rank has `value` everywhere.
+  torch::Tensor reduced(double value) {
+    linear->forward(torch::full({1, 4}, value, test_device())).sum().backward();
+    return full(linear->weight.grad());
+  }
+
+  torch::nn::Linear linear{torch::nn::LinearOptions(4, 3).bias(false)};
+};
+
+// The ranks' sum has no number of fp16, and their mean has. Each is divided by about the root of the factor before.
+TEST(GroupGradients, ADivideFactorKeepsSumsInRangeOfFloat16) {
+  const double gradient = world_size() == 4 ? 30000 : 40000;
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    ReducedInHalf model(strategy);
+    fsdp(*model.linear).set_gradient_divide_factor(static_cast<double>(world_size()));
+    EXPECT_TENSORS_CLOSE(model.reduced(gradient), torch::full({3, 4}, gradient), 1e-3);
+  }
+}
+
+/// Each divided by the number of ranks has no number of fp16, and their mean has. NCCL's own mean divides first.
+TEST(GroupGradients, SmallGradientsOfFloat16AreNotDividedToZero) {
+  const double smallest = std::exp2(-24), gradient = world_size() == 4 ? 2 * smallest : world_size() * smallest;
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    EXPECT_TENSORS_EQUAL(ReducedInHalf(strategy).reduced(gradient), torch::full({3, 4}, gradient));
+  }
+}
+
+TEST(GroupGradients, AHookOfAReductionInFloat16SeesAMean) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    ReducedInHalf model(strategy);
+    fsdp(*model.linear).set_all_reduce_hook([](const torch::Tensor& flat) { flat.clamp_(-8, 8); });
+    EXPECT_TENSORS_EQUAL(model.reduced(8), torch::full({3, 4}, 8.0));
+  }
+}
+
+// In fp16 a part of the factor is divided away before the all-reduce, and the rest after it.
+TEST(GroupGradients, AFactorThatWouldDivideAPutOffAllReduceOtherwiseIsAnError) {
+  if (world_size() != 4) GTEST_SKIP() << "2 x 2 ranks";
+  torch::nn::Linear linear(torch::nn::LinearOptions(4, 3).bias(false));
+  torch::nn::init::ones_(linear->weight);
+  FullyShardOptions options;
+  options.mixed_precision.reduce_dtype = torch::kHalf;
+  auto handle = fully_shard(linear, init_device_mesh(mesh_device_type, {2, 2}), options);
+  handle.set_gradient_divide_factor(4);
+  handle.set_requires_all_reduce(false);
+  linear->forward(torch::ones({1, 4}, test_device())).sum().backward();
+  EXPECT_THROWS_WITH(handle.set_gradient_divide_factor(64), "are still being reduced, with another factor");
+  EXPECT_NO_THROW(handle.set_gradient_divide_factor(3)); // by 2 before, as 4
+  handle.set_requires_all_reduce(true);
+  linear->forward(torch::ones({1, 4}, test_device())).sum().backward();
+  EXPECT_TENSORS_CLOSE(full(linear->weight.grad()), torch::full({3, 4}, 8.0 / 3), 1e-3);
+}
+
+TEST(GroupGradients, AHookOfTheReductionMayChangeIt) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    std::vector<int64_t> calls;
+    root.set_all_reduce_hook([&](const torch::Tensor& flat) {
+      calls.push_back(flat.dim());
+      flat.mul_(2);
+    });
+    models.backward(0);
+    EXPECT_FALSE(calls.empty());
+    models.plain->embed->weight.mutable_grad() *= 2;
+    models.plain->norm->weight.mutable_grad() *= 2;
+    models.plain->norm->bias.mutable_grad() *= 2;
+    models.expect_equal_gradients();
+    root.set_requires_gradient_sync(false);
+    models.backward(1);
+    EXPECT_THROWS_WITH(root.set_all_reduce_hook({}), "wait for their reduction");
+  });
+}
+
+/// The second backward has memory of the first.
+TEST(GroupGradients, AHookOfTheReductionSeesTheGradientsAlone) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    double seen = 0;
+    root.set_all_reduce_hook([&](const torch::Tensor& flat) { seen += flat.square().sum().item<double>(); });
+    for (int64_t step = 0; step < 2; ++step) {
+      models.sharded->zero_grad();
+      seen = 0;
+      loss_of(models.sharded, global_batch(step)).backward();
+      double expected = 0;
+      for (const auto& group : root.state()->groups()) {
+        for (const auto& each : group->parameters())
+          expected += DTensor(at::Tensor(each.tensor.lock()).grad()).local().square().sum().item<double>();
+      }
+      EXPECT_NEAR(seen, expected, 1e-5 * (1 + expected));
+    }
+  });
+}
+
+TEST(GroupGradients, AHookOfTheReductionThatThrowsEndsTheBackward) {
+  for_each_strategy([](Pair& models, FSDPModule& root) {
+    root.set_all_reduce_hook([](const torch::Tensor&) { throw std::runtime_error("the hook fails"); });
+    EXPECT_THROWS_WITH(loss_of(models.sharded, global_batch(0)).backward(), "the hook fails");
+    root.set_all_reduce_hook({});
+    models.sharded->zero_grad();
+    models.backward(1);
+    models.expect_equal_gradients();
+  });
+}
+
+/// Counts what it passes on.
+class Counting final : public Communicator {
+ public:
+  explicit Counting(CommunicatorPtr inner)
+      : Communicator("counting", inner->ranks(), inner->rank(), inner->device_type()), inner_(std::move(inner)) {}
+  Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
+    ++gathers;
+    return inner_->all_gather_into(output, input, label);
+  }
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
+    ++reductions;
+    return inner_->reduce_scatter(output, input, op, label);
+  }
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, std::string_view label) override {
+    return inner_->all_reduce(tensor, op, label);
+  }
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& output_splits,
+                  const std::vector<int64_t>& input_splits, std::string_view label) override {
+    return inner_->all_to_all(output, input, output_splits, input_splits, label);
+  }
+  Work broadcast(const at::Tensor& tensor, int root, std::string_view label) override {
+    return inner_->broadcast(tensor, root, label);
+  }
+  Work coalesced(const std::function<void()>& issue) override { return inner_->coalesced(issue); }
+  void barrier(std::string_view label) override { inner_->barrier(label); }
+
+  int gathers = 0, reductions = 0;
+
+ private:
+  CommunicatorPtr inner_;
+};
+
+/// As `gradient_as_bucket_view` of DDP: no second copy of the gradients.
+TEST(GroupGradients, GradientsOfAGroupAreViewsOfOneBuffer) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank reduces nothing: gradients are autograd's own tensors";
+  for (const auto& strategy : strategies()) {
+    if (strategy.name == "no-shard in buckets") continue; // a block lies in several
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    models.backward(0);
+    for (const auto& block : *models.sharded->blocks) {
+      std::vector<torch::Tensor> parts;
+      for (const auto& parameter : block->parameters()) {
+        const auto local = DTensor(parameter.grad()).local();
+        if (local.numel() > 0) parts.push_back(local);
+      }
+      for (const auto& part : parts) EXPECT_TRUE(part.storage().is_alias_of(parts.front().storage()));
+    }
+    models.expect_equal_gradients();
+  }
+}
+
+/// Communicators of the test's own, one for the gathers of all groups and one for their reductions.
+struct OwnCommunicators {
+  explicit OwnCommunicators(const DeviceMesh& mesh)
+      : gather(std::make_shared<Counting>(mesh.communicator(mesh.ndim() - 1, "own gathers"))),
+        reduce(std::make_shared<Counting>(mesh.communicator(mesh.ndim() - 1, "own reductions"))) {}
+  void serve(FSDPModule handle) const {
+    handle.set_custom_all_gather(gather);
+    handle.set_custom_reduce_scatter(reduce);
+  }
+  /// All collectives of the parameters and gradients on the shard dim were theirs; `also_others` has more of them.
+  void expect_all(bool also_others) const {
+    const auto gathers = process_context().count(CollectiveKind::kAllGather).calls;
+    const auto reductions = process_context().count(CollectiveKind::kReduceScatter).calls;
+    EXPECT_EQ(gather->reductions + reduce->gathers, 0);
+    EXPECT_GT(gather->gathers, 0);
+    EXPECT_GT(reduce->reductions, 0);
+    if (also_others) return;
+    EXPECT_EQ(gather->gathers, gathers);
+    EXPECT_EQ(reduce->reductions, reductions);
+  }
+  std::shared_ptr<Counting> gather, reduce;
+};
+
+/// Two steps of two backwards, with a write in between.
+TEST(GroupGradients, CommunicatorsOfTheProgramCarryTheGroups) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    const auto mesh = strategy.mesh();
+    const OwnCommunicators own(mesh);
+    if (strategy.replicates || mesh.size(mesh.ndim() - 1) == 1) {
+      EXPECT_THROWS_WITH(own.serve(root), "has no such collective, on one rank or by its strategy");
+      continue;
+    }
+    own.serve(root);
+    for (const auto& block : *models.sharded->blocks) own.serve(fsdp(*block));
+    process_context().reset_counters();
+    for (int64_t step = 0; step < 2; ++step) {
+      for (auto net : {models.plain, models.sharded}) {
+        const torch::NoGradGuard no_grad;
+        net->zero_grad();
+        for (auto& parameter : net->parameters()) parameter.mul_(0.9);
+      }
+      for (const bool is_last : {false, true}) {
+        root.set_is_last_backward(is_last);
+        models.backward(2 * step + static_cast<int64_t>(is_last));
+      }
+      const auto& option = strategy.options.reshard_after_forward;
+      if (step == 0) own.expect_all((option && option->ranks()) || strategy.name.starts_with("hierarchical"));
+      models.expect_equal_gradients();
+    }
+  }
+}
+
+TEST(GroupGradients, ACommunicatorOfOtherRanksIsAnError) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
+  Pair models(strategies()[0]);
+  auto root = fsdp(*models.sharded);
+  EXPECT_THROWS_WITH(root.set_custom_all_gather(nullptr), "set_custom_all_gather: the communicator is null");
+  EXPECT_THROWS_WITH(root.set_custom_reduce_scatter(nullptr), "set_custom_reduce_scatter: the communicator is null");
+  const auto alone = make_device_mesh(torch::kCPU, {1}, {world_rank()}).communicator();
+  EXPECT_THROWS_WITH(root.set_custom_all_gather(alone), "but the shard dim of");
+  EXPECT_THROWS_WITH(root.set_custom_reduce_scatter(alone), "but the shard dim of");
+  models.backward(0);
+  models.expect_equal_gradients();
+}
+
+/// A gather that the program has not asked for may be under way between a forward and its backward.
+TEST(GroupGradients, ACommunicatorIsReplacedWhileItGathers) {
+  for (const auto& strategy : strategies()) {
+    Pair models(strategy);
+    auto root = fsdp(*models.sharded);
+    const auto group = root.state()->group();
+    if (!group->axes().all_gather()) continue;
+    SCOPED_TRACE(strategy.name);
+    const auto counting = std::make_shared<Counting>(process_context().communicator(
+        RankList(group->axes().all_gather()->ranks()), group->axes().all_gather()->device_type(), "own"));
+    auto handle = root.unshard_async();
+    root.set_custom_all_gather(counting);
+    handle.wait();
+    EXPECT_EQ(counting->gathers, 0);
+    models.backward(0);
+    models.expect_equal_gradients();
+    root.reshard();
+    root.unshard();
+    EXPECT_GE(counting->gathers, 1);
+  }
+}
+
+} // namespace
+} // namespace tessera::testing::group_gradients_test

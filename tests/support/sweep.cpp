@@ -1,0 +1,33 @@
+#include "sweep.h"
+
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <string>
+
+namespace tessera::testing {
+namespace {
+
+/// The sweeps of the test that runs.
+struct Sweeps {
+  std::string test;
+  unsigned calls = 0;
+};
+
+std::string current_test() {
+  const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+  return test == nullptr ? program_invocation_short_name : std::string(test->test_suite_name()) + "." + test->name();
+}
+
+} // namespace
+
+std::mt19937 next_sweep_generator() {
+  static Sweeps sweeps;
+  if (auto test = current_test(); test != sweeps.test) sweeps = {std::move(test), 0};
+  std::vector<unsigned> seeds{static_cast<unsigned>(test_seed()), sweeps.calls++};
+  seeds.insert(seeds.end(), sweeps.test.begin(), sweeps.test.end());
+  std::seed_seq sequence(seeds.begin(), seeds.end());
+  return std::mt19937(sequence);
+}
+
+} // namespace tessera::testing

@@ -1,0 +1,19 @@
+#pragma once
+
+/// What a training loop takes besides sharding: recomputed activations, BatchNorm over all ranks, averages of the weights,
+/// metrics, samplers, learning rates and seeds.
+
+#include <tessera/activations/recompute.h>
+#include <tessera/activations/recompute_options.h>
+#include <tessera/activations/saved_tensors.h>
+#include <tessera/activations/tensor_place.h>
+#include <tessera/nn/average_buffers.h>
+#include <tessera/nn/sync_batch_norm.h>
+#include <tessera/training/averaged_model.h>
+#include <tessera/training/distributed_sampler.h>
+#include <tessera/training/grad_scaler.h>
+#include <tessera/training/lr_schedule.h>
+#include <tessera/training/metrics.h>
+#include <tessera/training/nan_guard.h>
+#include <tessera/training/seeds.h>
+#include <tessera/training/uneven_batches.h>
