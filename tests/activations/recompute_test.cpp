@@ -353,7 +353,7 @@ TEST(Recompute, LaysWhatItKeepsInAPlace) {
 
 /// A function that does `second` in all runs but the first.
 template <typename First, typename Second>
-auto changing(First first, Second second) {
+auto changing(const First& first, const Second& second) {
   return [=, runs = 0](const Tensor& x) mutable { return runs++ == 0 ? first(x) : second(x); };
 }
 

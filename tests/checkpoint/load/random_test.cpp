@@ -307,7 +307,8 @@ void expect_loads(Draw& draw, const std::vector<Item>& items, Way way, const std
     if (part && draw.chance(40)) continue;
     if (!item.tensor.defined()) {
       if (way != Way::kHuggingFace)
-        state.set(item.name, std::visit([](auto value) { return StateValue(decltype(value){}); }, item.value));
+        state.set(item.name,
+                  std::visit([](const auto& value) { return StateValue(std::decay_t<decltype(value)>{}); }, item.value));
       continue;
     }
     const bool casts = cast && item.tensor.is_floating_point();

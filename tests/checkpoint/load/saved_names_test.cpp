@@ -42,7 +42,7 @@ using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const Groups&)>;
 
 template <typename Optimizer, typename Options>
-Make with(Options options) {
+Make with(const Options& options) {
   return [options](const Groups& groups) { return std::make_unique<Optimizer>(groups, options); };
 }
 

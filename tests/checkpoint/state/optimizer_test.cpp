@@ -33,9 +33,9 @@ double train_step(torch::nn::Sequential& model, torch::optim::Optimizer& optimiz
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::optim::OptimizerParamGroup>)>;
 
 template <typename Optimizer, typename Options>
-MakeOptimizer with(Options options) {
-  return [options](std::vector<torch::optim::OptimizerParamGroup> groups) {
-    return std::make_unique<Optimizer>(std::move(groups), options);
+MakeOptimizer with(const Options& options) {
+  return [options](const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+    return std::make_unique<Optimizer>(groups, options);
   };
 }
 

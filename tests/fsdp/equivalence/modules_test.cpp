@@ -27,7 +27,8 @@ struct Around : CaseModel {
 
 /// `apply` says how the module is called with a [4, kWidth] tensor; the result has kWidth columns.
 template <typename Holder>
-EquivalenceCase around(std::string name, std::function<Holder()> make, std::function<Tensor(Holder&, const Tensor&)> apply) {
+EquivalenceCase around(std::string name, const std::function<Holder()>& make,
+                       const std::function<Tensor(Holder&, const Tensor&)>& apply) {
   struct Model : Around<Holder> {
     Model(Holder module, std::function<Tensor(Holder&, const Tensor&)> apply_module)
         : Around<Holder>(std::move(module)), apply(std::move(apply_module)) {}

@@ -21,7 +21,7 @@ struct NamedOptimizer {
 };
 
 template <typename Optimizer, typename Options>
-NamedOptimizer named(std::string name, Options options) {
+NamedOptimizer named(std::string name, const Options& options) {
   return {std::move(name), [options](std::vector<torch::Tensor> parameters) {
             return std::make_unique<Optimizer>(std::move(parameters), options);
           }};

@@ -334,13 +334,6 @@ TEST(Training, EveryRecomputedLayerIsGatheredTwiceAStep) {
   EXPECT_LE(process_context().count(CollectiveKind::kAllGather).calls, 2 * kLayers);
 }
 
-TEST(Training, ASmallRequestLeavesALargeBlock) {
-  internal::BlockCache cache(torch::kCPU);
-  cache.allocate(1 << 20);
-  const auto small = cache.allocate(16);
-  EXPECT_EQ(cache.cached_bytes(), 1 << 20);
-}
-
 // Making a DTensor turns on autograd's view replay, which would make every view of an activation dearer.
 TEST(Training, ViewsOfPlainTensorsAreNotReplayed) {
   const auto replays = [] { return c10::AutogradState::get_tls_state().get_view_replay_enabled(); };
