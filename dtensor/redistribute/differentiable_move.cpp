@@ -17,7 +17,7 @@ using torch::autograd::variable_list;
 at::Tensor cast(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
   if (!dtype || *dtype == tensor.scalar_type()) return tensor;
   // `to` may return its argument: without grad mode, of a sharded parameter, it is taken for a read in forward.
-  return needs_graph(tensor) ? tensor.to(*dtype) : at::_to_copy(tensor, tensor.options().dtype(*dtype));
+  return needs_graph(tensor) ? tensor.to(*dtype) : at::_to_copy(tensor, tensor.options().dtype(dtype));
 }
 
 /// `tensor` under `placements` of `mesh`, which may be another one, outside autograd.
