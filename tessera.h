@@ -7,4 +7,5 @@
 #include <tessera/dtensor.h>
 #include <tessera/fsdp.h>
 #include <tessera/mesh.h>
+#include <tessera/parallel.h>
 #include <tessera/training.h>

@@ -1,0 +1,126 @@
+// scaled_dot_product_attention of split sequences, in modules that know nothing of it. It is met in front of the composite
+// kernel.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include <span>
+
+#include <tessera/dtensor/api.h>
+#include <tessera/dtensor/dispatch/fallback.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/mesh/part_order.h>
+#include <tessera/parallel/context/context_scope.h>
+
+namespace tessera::internal {
+
+namespace {
+
+using torch::jit::Stack;
+constexpr auto kComposite = c10::DispatchKey::CompositeImplicitAutograd;
+
+/// Whether a tensor is a part of a sequence by its mesh: split along its last dim but one by `split_sequence`.
+bool is_split(const at::Tensor& tensor) {
+  const auto* meta = dtensor_meta(tensor);
+  const auto part = meta ? part_dim(meta->spec->mesh()) : std::nullopt;
+  if (!part) return false;
+  const auto* shard = std::get_if<Shard>(&meta->spec->placements()[static_cast<size_t>(part->dim)]);
+  return shard && shard->dim == tensor.dim() - 2;
+}
+
+/// The arguments of a call of scaled_dot_product_attention.
+struct Arguments {
+  explicit Arguments(const Stack& stack) : values(std::span(stack).last(8)) {}
+  const at::Tensor& tensor(size_t i) const { return values[i].toTensor(); }
+
+  bool has_dtensors() const { return is_dtensor(tensor(0)) || is_dtensor(tensor(1)) || is_dtensor(tensor(2)); }
+  /// Whether query, key and value are parts of sequences.
+  bool are_parts() const {
+    if (has_dtensors()) return is_split(tensor(0)) || is_split(tensor(1)) || is_split(tensor(2));
+    const auto* scope = context_scope();
+    return scope && scope->mesh.defined();
+  }
+  ContextAttentionOptions options() const {
+    const auto dropout = values[4].toDouble();
+    TORCH_CHECK_NOT_IMPLEMENTED(dropout == 0,
+                                "scaled_dot_product_attention of a split sequence: dropout of the attention's weights (", dropout,
+                                ") is not possible under context parallelism; set it to 0");
+    ContextAttentionOptions options;
+    if (const auto* scope = context_scope()) options.scheme = scope->scheme;
+    if (!values[3].isNone() && tensor(3).defined()) options.mask = tensor(3);
+    options.is_causal = values[5].toBool();
+    if (!values[6].isNone()) options.scale = values[6].toDouble();
+    return options;
+  }
+
+  std::span<const c10::IValue> values;
+};
+
+void attention(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const Arguments arguments(*stack);
+  if (!arguments.are_parts()) return op.callBoxedForDispatchKey(kComposite, *stack);
+  const auto options = arguments.options();
+  const auto &query = arguments.tensor(0), &key = arguments.tensor(1), &value = arguments.tensor(2);
+  auto out = arguments.has_dtensors() ? context_parallel_attention(query, key, value, options)
+                                      : context_parallel_attention(query, key, value, context_scope()->mesh, options);
+  torch::jit::drop(*stack, arguments.values.size());
+  torch::jit::push(*stack, std::move(out));
+}
+
+/// Where the keys of autograd are left out, as in InferenceMode.
+void attention_of_dtensors(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (Arguments(*stack).are_parts()) return attention(op, keys, stack);
+  dispatch::run(op, keys, stack);
+}
+
+/// Layers that go along a sequence, which would see this rank's part alone.
+void refuse_parts(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto* scope = context_scope();
+  TORCH_CHECK_NOT_IMPLEMENTED(!scope || !scope->mesh.defined() || keys.has(kDTensorKey), op.schema().name(),
+                              " in a ContextParallelScope with a mesh: it would see this rank's part of the sequence alone, and "
+                              "context parallelism changes attention only. Call it outside of the scope, on the whole sequence");
+  op.callBoxedForDispatchKey(kComposite, *stack);
+}
+
+constexpr const char* kAlongSequences[] = {"gru.input",
+                                           "gru.data",
+                                           "lstm.input",
+                                           "lstm.data",
+                                           "rnn_tanh.input",
+                                           "rnn_tanh.data",
+                                           "rnn_relu.input",
+                                           "rnn_relu.data",
+                                           "conv1d",
+                                           "conv2d",
+                                           "conv3d",
+                                           "conv1d.padding",
+                                           "conv2d.padding",
+                                           "conv3d.padding",
+                                           "conv_tbc",
+                                           "conv_transpose1d",
+                                           "conv_transpose2d.input",
+                                           "conv_transpose3d.input"};
+
+void meet_attention(torch::Library& library) {
+  library.impl("scaled_dot_product_attention", torch::CppFunction::makeFromBoxedFunction<&attention>());
+}
+
+void meet(torch::Library& library) {
+  meet_attention(library);
+  for (const auto* name : kAlongSequences) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_parts>());
+}
+
+} // namespace
+
+} // namespace tessera::internal
+
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { tessera::internal::meet(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { tessera::internal::meet(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) { tessera::internal::meet(library); }
+
+TORCH_LIBRARY_IMPL(aten, Fake, library) {
+  library.impl("scaled_dot_product_attention",
+               torch::CppFunction::makeFromBoxedFunction<&tessera::internal::attention_of_dtensors>());
+}

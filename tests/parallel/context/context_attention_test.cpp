@@ -1,0 +1,58 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include <tessera/tests/parallel/context/attention_cases.h>
+#include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/sweep.h>
+#include <tessera/tests/support/world.h>
+
+namespace tessera::testing::context_attention_test {
+namespace {
+
+constexpr ContextParallel kSchemes[] = {ContextParallel::kAllGather, ContextParallel::kRing, ContextParallel::kUlysses};
+
+std::vector<AttentionCase> cases_of(ContextParallel scheme) {
+  constexpr uint64_t kCases = 150;
+  std::vector<AttentionCase> cases;
+  for (uint64_t number = 0; number < kCases; ++number)
+    cases.push_back(draw_case(number, scheme == ContextParallel::kUlysses ? std::optional(world_size()) : std::nullopt));
+  return sweep(cases, 40);
+}
+
+TEST(ContextAttention, MatchesOneKernelInFp32) {
+  constexpr double kBound = 1e-6;
+  for (const auto scheme : kSchemes) {
+    SCOPED_TRACE(to_string(scheme));
+    for (const auto& drawn : cases_of(scheme)) {
+      SCOPED_TRACE(drawn.to_string());
+      const auto tensors = draw_tensors(drawn);
+      const auto expected = by_one_kernel(drawn, tensors, torch::kFloat), got = over_ranks(drawn, tensors, torch::kFloat, scheme);
+      const auto errors = relative_errors(got, expected);
+      for (const auto error : {errors.out, errors.query, errors.key, errors.value}) EXPECT_LE(error, kBound);
+    }
+  }
+}
+
+/// Where one kernel happens to be exact, what is left is the rounding of fp32, in which blocks are merged.
+double bound_of(double of_one_kernel) { return std::max(2 * of_one_kernel, 1e-6); }
+
+TEST(ContextAttention, IsAsExactAsOneKernelInBf16) {
+  for (const auto scheme : kSchemes) {
+    SCOPED_TRACE(to_string(scheme));
+    for (const auto& drawn : cases_of(scheme)) {
+      SCOPED_TRACE(drawn.to_string());
+      const auto tensors = draw_tensors(drawn);
+      const auto exact = in_fp64(drawn, tensors, torch::kBFloat16), one = by_one_kernel(drawn, tensors, torch::kBFloat16),
+                 got = over_ranks(drawn, tensors, torch::kBFloat16, scheme);
+      const auto errors = relative_errors(got, exact), bounds = relative_errors(one, exact);
+      EXPECT_LE(errors.out, bound_of(bounds.out));
+      EXPECT_LE(errors.query, bound_of(bounds.query));
+      EXPECT_LE(errors.key, bound_of(bounds.key));
+      EXPECT_LE(errors.value, bound_of(bounds.value));
+    }
+  }
+}
+
+} // namespace
+} // namespace tessera::testing::context_attention_test
