@@ -1,9 +1,12 @@
 #pragma once
 
-/// Models whose work is split over ranks within a batch's rows: what torch.distributed.tensor.experimental's context parallel is
-/// in Python.
+/// Models whose layers or sequences are split over ranks: what torch.distributed.tensor.parallel and the context parallel of
+/// torch.distributed.tensor.experimental are in Python.
 
+#include <tessera/dtensor.h>
 #include <tessera/mesh.h>
 #include <tessera/mesh/part_order.h>
 #include <tessera/parallel/context_attention.h>
+#include <tessera/parallel/parallelize.h>
 #include <tessera/parallel/split_sequence.h>
+#include <tessera/parallel/styles.h>

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 
 #include <tessera/dtensor/rules/sets.h>
@@ -61,10 +62,20 @@ class ReadKind {
   constexpr explicit ReadKind(Turn own) : turn(own) {}
 };
 
+/// What makes DTensors ones of a kind. Where a sharded parameter takes the place of one, it keeps the mark for what forward
+/// reads.
+struct ReadMark {
+  /// Makes `dtensor` one of the kind, in place. `casts`: floating-point activations beside it are to have its dtype.
+  virtual void put_on(const at::Tensor& dtensor, bool casts) const = 0;
+  virtual ~ReadMark() = default;
+};
+
 /// The meta of each DTensor that has the key above autograd.
 struct ReadMeta : DTensorMeta {
   ReadMeta(at::Tensor local_tensor, SpecPtr tensor_spec, const ReadKind& of)
       : DTensorMeta(std::move(local_tensor), std::move(tensor_spec)), kind(&of) {}
+  /// What a sharded parameter keeps of it; null for nothing.
+  virtual std::shared_ptr<const ReadMark> mark() const { return nullptr; }
   const ReadKind* kind;
 };
 

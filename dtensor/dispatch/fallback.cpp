@@ -12,6 +12,7 @@
 #include <tessera/activations/kept_results.h>
 #include <tessera/dtensor/calls/call_site.h>
 #include <tessera/dtensor/calls/list_positions.h>
+#include <tessera/dtensor/calls/planned_meshes.h>
 #include <tessera/dtensor/calls/visit_tensors.h>
 #include <tessera/dtensor/dispatch/meet_plain.h>
 #include <tessera/dtensor/execute/execute.h>
@@ -77,11 +78,24 @@ bool has_plain_tensors(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments)
   return any_tensor(info, arguments, [](const at::Tensor& tensor, size_t) { return tensor.dim() > 0 && !dtensor_meta(tensor); });
 }
 
+/// The mesh of the DTensors among the arguments, if tensor parallelism has planned how activations lie on it; else null.
+const DeviceMesh* planned_mesh(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
+  if (C10_LIKELY(PlannedMeshes::instance().count() == 0)) return nullptr;
+  const DeviceMesh* mesh = nullptr;
+  any_tensor(info, arguments, [&](const at::Tensor& tensor, size_t) {
+    const auto* meta = dtensor_meta(tensor);
+    if (meta) mesh = &meta->spec->mesh();
+    return meta != nullptr;
+  });
+  return mesh && is_planned(*mesh) ? mesh : nullptr;
+}
+
 /// Runs the operator as others. A kernel that ends in the operator itself is no decomposition.
 void decompose(const c10::OperatorHandle& op, const OpInfo& info, c10::DispatchKey key, Stack* stack) {
   constexpr int kDeepest = 64;
   const auto arguments = arguments_of(info, *stack);
-  const bool all_dtensors = program_scopes().implicit_replication || !has_plain_tensors(info, arguments);
+  const bool all_dtensors =
+      program_scopes().implicit_replication || !has_plain_tensors(info, arguments) || planned_mesh(info, arguments);
   const DecompositionScope scope(all_dtensors, info.writes);
   if (decompositions().depth > kDeepest) no_rule(info, arguments);
   op.callBoxedForDispatchKey(key, *stack);
@@ -141,6 +155,29 @@ void note_replication(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, 
     TORCH_WARN(info.name,
                ": no sharding rule for this operator; its arguments are redistributed to Replicate(). Under "
                "tessera::StrictSharding this is an error. (This warning comes once, from one rank.)");
+  }
+}
+
+/// Under StrictSharding it is an error in forward that an activation moves which a plan has split: the plan moves none but those
+/// that enter and leave its layers. A number may, for a norm or a loss.
+void check_follows_plan(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, const Plan& plan) {
+  if (C10_LIKELY(PlannedMeshes::instance().count() == 0)) return;
+  if (!program_scopes().strict_sharding || !planned_mesh(info, arguments) || !is_forward(call_origin())) return;
+  size_t position = 0;
+  const auto check = [&](const c10::IValue& value) {
+    const auto& input = plan.inputs[position++];
+    const auto* meta = value.isTensor() ? dtensor_meta(value.toTensor()) : nullptr;
+    if (!meta || !input.moves || meta->spec->numel() <= 1 || meta->spec->is_replicated()) return;
+    TORCH_CHECK(false, info.name, ": an argument, ", description_of(*meta), ", lies as ", to_string(meta->spec->placements()),
+                ", which this operator cannot take: it would have to become ", to_string(input.target->placements()),
+                ", and the plan of `parallelize` does not say so. Under tessera::StrictSharding this is an error");
+  };
+  for (const size_t i : info.tensors) {
+    if (info.arguments[i].kind == ArgKind::kTensor) {
+      check(arguments[i]);
+    } else if (arguments[i].isList()) {
+      for (const auto& element : arguments[i].toListRef()) check(element);
+    }
   }
 }
 
@@ -209,6 +246,8 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   }
   CallSite site(info, arguments);
   CallKey key;
+  constexpr uint64_t kPlanned = 7; // no address of an OpInfo ends so, and no other first word
+  if (const auto meshes = PlannedMeshes::instance().count(); C10_UNLIKELY(meshes > 0)) key.push_back(meshes << 3 | kPlanned);
   if (C10_UNLIKELY(site.own_temporaries())) key.push_back(site.shares_written() ? 2 : 1);
   if (C10_UNLIKELY(site.own_temporaries() && info.writes)) adopt_temporaries(info, arguments);
   const auto state = make_key(info, arguments, key);
@@ -223,6 +262,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   }
   if (C10_UNLIKELY(plan->by_position)) return run_by_position(op, info, stack, [&](Stack* position) { run(op, keys, position); });
   if (C10_UNLIKELY(info.replicates)) note_replication(info, arguments, *plan);
+  check_follows_plan(info, arguments, *plan);
   const bool may_move_viewed = plan->moves_viewed && site.ask_own_temporaries();
   if (C10_UNLIKELY(may_move_viewed) && move_viewed_temporary(info, *plan, arguments[0])) return run(op, keys, stack);
   execute(op, info, *plan, stack);

@@ -381,8 +381,8 @@ void register_views(Registry& registry) {
   registry.add("squeeze_ unsqueeze_ transpose_ t_", Handler(reshape_in_place));
   registry.add("detach alias lift lift_fresh", Handler(alias));
   registry.add("view. _reshape_alias", OnLocals(view).run(view_local, KernelKind::kAnyOffsets));
-  registry.add("_unsafe_view", OnLocals(view).run(reshape_local));
-  registry.add("view_copy. _reshape_copy reshape_copy", OnLocals(view).run(reshape_copy_local));
+  registry.add("_unsafe_view", OnLocals(view).run(reshape_local, KernelKind::kAnyOffsets));
+  registry.add("view_copy. _reshape_copy reshape_copy", OnLocals(view).run(reshape_copy_local, KernelKind::kAnyOffsets));
   registry.add("unsqueeze", OnLocals(unsqueeze).run(view_local, KernelKind::kAnyOffsets));
   registry.add("squeeze", OnLocals(squeeze).run(view_local, KernelKind::kAnyOffsets));
   registry.add("permute", OnLocals(permute));

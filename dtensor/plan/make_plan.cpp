@@ -4,6 +4,7 @@
 #include <exception>
 
 #include <tessera/dtensor/calls/list_positions.h>
+#include <tessera/dtensor/calls/planned_meshes.h>
 #include <tessera/dtensor/calls/visit_tensors.h>
 #include <tessera/dtensor/layout/sharding_math.h>
 #include <tessera/dtensor/plan/plan.h>
@@ -335,7 +336,7 @@ Plan make_plan(const c10::OperatorHandle& op, const OpInfo& info, c10::ArrayRef<
     TORCH_CHECK_NOT_IMPLEMENTED(!argument.out || argument.kind != ArgKind::kTensorList, info.name,
                                 ": a list of DTensors cannot be its out=; use the operator that returns its results");
   const bool plain_allowed = rule.traits.contains(Trait::kPlainIsReplicate) || info.writes_places || replicates_plain_tensors() ||
-                             site.own_temporaries();
+                             is_planned(all.mesh) || site.own_temporaries();
   check_plain(all, info, op.schema(), plain_allowed, arguments);
   auto plan = start_plan(info, all, rule);
   std::optional<std::vector<rules::Geometry>> geometry;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include <tessera/dtensor/calls/planned_meshes.h>
 #include <tessera/dtensor/layout/sharding_math.h>
 #include <tessera/dtensor/plan/plan.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
@@ -277,6 +278,8 @@ class Search {
     const auto& tensor = call_.tensors[input];
     const auto& from = tensor.spec->placements();
     if (from[mesh_dim_] == to) return 0;
+    constexpr double kLeavesPlan = 1e30; // more than any move, and less than none at all
+    if (keeps_plan_ && is_sharded(to) && !is_replicate(from[mesh_dim_])) return kLeavesPlan;
     const auto element = static_cast<double>(c10::elementSize(tensor.dtype));
     if (moves_inner_splits(from, to)) {
       auto moved = from;
@@ -312,6 +315,7 @@ class Search {
   const OpCall& call_;
   const Factorization& factors_;
   const Bounds& bounds_;
+  const bool keeps_plan_ = is_planned(call_.mesh);
   std::vector<int64_t> splits_; ///< ranks that earlier mesh dims split each factor over
   CallPlacements chosen_;
   size_t mesh_dim_ = 0;

@@ -22,8 +22,8 @@ void check_parallel(const at::Tensor& parameter, const std::string& name, const 
           " besides, which takes other dims of one mesh: ", error.what_without_backtrace());
   }
   for (const auto& placement : spec.placements()) {
-    check(is_replicate(placement) || std::holds_alternative<Shard>(placement),
-          ", and only a parameter that is Shard or Replicate over other dims can be sharded further");
+    check(is_replicate(placement) || std::holds_alternative<Shard>(placement) || is_strided(placement),
+          ", and only a parameter that is Shard, StridedShard or Replicate over other dims can be sharded further");
   }
 }
 
@@ -49,6 +49,12 @@ Placement seen_globally(const Placement& along_shard, const Spec& parallel) {
 } // namespace
 
 SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes& axes, const Placement& along_shard) {
+  if (std::any_of(parallel.placements().begin(), parallel.placements().end(), is_strided)) {
+    auto nested = parallel.placements(); // the parts of a part have no name with the data-parallel dims first
+    const auto inner = axes.placements(along_shard);
+    nested.append(inner.begin(), inner.end());
+    return Spec::intern(DeviceMesh::concatenate({parallel.mesh(), axes.mesh()}), nested, parallel.sizes(), dtype);
+  }
   auto placements = axes.placements(seen_globally(along_shard, parallel));
   placements.append(parallel.placements().begin(), parallel.placements().end());
   return Spec::intern(DeviceMesh::concatenate({axes.mesh(), parallel.mesh()}), placements, parallel.sizes(), dtype);

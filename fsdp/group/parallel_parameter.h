@@ -12,15 +12,16 @@
 
 namespace tessera::internal {
 
-/// An error that names the parameter, a DTensor, unless it is Shard or Replicate over dims of the root of `mesh` that `mesh` does
-/// not have.
+/// An error that names the parameter, a DTensor, unless it is Shard, StridedShard or Replicate over dims of the root of `mesh`
+/// that `mesh` does not have.
 void check_parallel(const at::Tensor& parameter, const std::string& name, const DeviceMesh& mesh);
 
 /// How forward reads such a parameter in `dtype`: as it lies, row-major.
 SpecPtr spec_in_forward(const Spec& parallel, at::ScalarType dtype);
 
 /// How a parameter lies whose parts, that `parallel` gave the ranks, are split by `along_shard`: on the mesh of the data-parallel
-/// dims, then the foreign ones. Where both split one dim, the foreign one did first.
+/// dims, then the foreign ones. Where both split one dim, the foreign one did first. Under a StridedShard the foreign dims come
+/// first in the mesh as well.
 SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes& axes, const Placement& along_shard);
 
 /// What a read of the parameter in forward gets: a DTensor of the part that `leaf` holds. Differentiable.

@@ -182,7 +182,8 @@ void ParameterGroup::add_parameter(const FreeParameter& free) {
                          .module = free.place.top,
                          .original = MemoryRange::of(free.parallel ? free.value : tensor),
                          .chosen = free.placement,
-                         .parallel = free.parallel});
+                         .parallel = free.parallel,
+                         .mark = free.mark});
   if (free.parallel) check_part(index);
 }
 

@@ -57,6 +57,7 @@ struct FreeParameter {
   at::Tensor value = {};                                ///< whole; undefined: what the tensor has
   std::shared_ptr<GatherExtension> extension = nullptr; ///< null for none
   SpecPtr parallel = {};                                ///< of a DTensor over foreign dims, whose part on this rank is `value`
+  std::shared_ptr<const ReadMark> mark = nullptr;       ///< of such a DTensor that is of a kind
 
   const at::Tensor& values() const { return value.defined() ? value : tensor; }
 };

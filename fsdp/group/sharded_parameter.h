@@ -76,6 +76,7 @@ struct ShardedParameter {
   /// How the DTensor lies that forward reads: the parameter was one, over dims of the mesh that are foreign to data parallelism
   /// (tensor parallelism). The leaf is this rank's part of it. Null for any other.
   SpecPtr parallel = {};
+  std::shared_ptr<const ReadMark> mark = nullptr; ///< of that DTensor, where it is of a kind
 
   /// The shape of the leaf.
   const std::vector<int64_t>& unsharded_sizes() const { return parallel ? parallel->local_sizes() : spec->sizes(); }

@@ -146,8 +146,8 @@ bool casts_activations(const ParameterGroup& group) {
 
 /// A leaf itself, or the one that is this rank's part of a DTensor; null for any other tensor.
 const at::Tensor* leaf_behind(const at::Tensor& tensor) {
-  const auto* meta = dtensor_meta(tensor);
-  const auto& plain = meta && !tensor.key_set().has(kTouchKey) ? meta->local : tensor;
+  const auto* meta = parameter_meta(tensor) || parameter_view(tensor) ? nullptr : dtensor_meta(tensor);
+  const auto& plain = meta ? meta->local : tensor;
   return plain.key_set().has(kTouchKey) && !plain.key_set().has(kDTensorKey) ? &plain : nullptr;
 }
 

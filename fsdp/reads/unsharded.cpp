@@ -53,7 +53,11 @@ at::Tensor unsharded(const at::Tensor& tensor) {
   const at::Tensor leaf =
       is_itself ? internal::leaf_of(parameter, tensor.requires_grad())
                 : internal::detached(parameter.leaf, tensor.unsafeGetTensorImpl()->version_counter()); // `data()` counts its own
-  return parameter.parallel ? internal::as_parallel(leaf, *parameter.parallel) : leaf;
+  if (!parameter.parallel) return leaf;
+  const auto& policy = group.options().mixed_precision;
+  const auto whole = internal::as_parallel(leaf, *parameter.parallel);
+  if (parameter.mark) parameter.mark->put_on(whole, policy.param_dtype && policy.cast_forward_inputs);
+  return whole;
 }
 
 } // namespace tessera

@@ -232,6 +232,7 @@ void take_part(FreeParameter& parameter, const std::string& name, std::string& d
   if (!meta) return;
   parameter.value = meta->local.contiguous();
   parameter.parallel = spec_in_forward(*meta->spec, parameter.dtype);
+  if (const auto* read = read_meta(parameter.tensor)) parameter.mark = read->mark();
   description += fmt::format("\n{} a DTensor [{}] {} over {} ranks{}", name, fmt::join(meta->spec->sizes(), ", "),
                              to_string(meta->spec->placements()), fmt::join(meta->spec->mesh().shape(), " x "),
                              parameter.tensor.requires_grad() ? "" : ", frozen");

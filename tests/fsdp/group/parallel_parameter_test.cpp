@@ -247,8 +247,9 @@ TEST(ParallelParameter, BadMeshesAndPlacementsNameTheParameter) {
   };
   auto partial = linear(tp, Partial{});
   EXPECT_THAT(error_of_sharding(*partial, dp),
-              ::testing::HasSubstr("the parameter weight is a DTensor already, float[4, 4] (Partial(sum)) on " + tp.to_string() +
-                                   ", and only a parameter that is Shard or Replicate over other dims can be sharded further"));
+              ::testing::HasSubstr(
+                  "the parameter weight is a DTensor already, float[4, 4] (Partial(sum)) on " + tp.to_string() +
+                  ", and only a parameter that is Shard, StridedShard or Replicate over other dims can be sharded further"));
   auto other = linear(make_device_mesh(test_device_type(), {1}, {world_rank()}, {"x"}), Shard{0});
   if (n > 1) EXPECT_THAT(error_of_sharding(*other, dp), ::testing::HasSubstr("are slices of different meshes"));
   auto overlapping = linear(tp, Shard{0});

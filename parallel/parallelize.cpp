@@ -1,0 +1,130 @@
+#include <tessera/parallel/parallelize.h>
+
+#include <absl/container/flat_hash_map.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/dtensor/calls/planned_meshes.h>
+#include <tessera/fsdp/group/sharded_parameter.h>
+#include <tessera/parallel/tensor/placing.h>
+
+namespace tessera::internal::parallel {
+
+namespace {
+
+/// A parameter's name, in errors.
+struct ParameterText final : TensorName {
+  explicit ParameterText(std::string name) : name_(std::move(name)) {}
+  std::string to_string() const override { return "the parameter " + name_; }
+
+ private:
+  std::string name_;
+};
+
+void check_free(const at::Tensor& parameter, const std::string& name) {
+  const auto check = [&](bool holds, const auto&... problem) {
+    TORCH_CHECK_VALUE(holds, "parallelize (rank ", process_context().rank(), "): the parameter ", name, problem...);
+  };
+  check(!parameter_meta(parameter), " is sharded by fully_shard already: call parallelize before it");
+  check(!styled_meta(parameter), " is parallel already: call parallelize once, with a plan of the whole module");
+  check(!dtensor_meta(parameter), " is a DTensor already");
+  check(parameter.is_leaf(), " is no leaf: it was computed from other tensors");
+}
+
+/// What all lines want of each parameter.
+class Plan {
+ public:
+  Plan(torch::nn::Module& module, const DeviceMesh& mesh, const ParallelPlan& lines) {
+    const auto modules = modules_below(module);
+    for (const bool joining : {false, true}) {
+      for (const auto& line : lines) {
+        if (joins(line.style) != joining) continue;
+        for (const auto& each : modules_of(line, modules)) {
+          for (auto& parameter : place(each, line.style, mesh)) add(std::move(parameter), line, joining);
+        }
+      }
+    }
+    for (const auto& item : module.named_parameters()) {
+      if (!places_.contains(item.value().unsafeGetTensorImpl())) take({item.key(), item.value()}, "");
+    }
+    for (const auto& [parameter, line] : parameters_) check_free(parameter.tensor, parameter.name);
+  }
+
+  std::vector<std::pair<PlacedParameter, std::string>>& parameters() { return parameters_; }
+
+ private:
+  void take(PlacedParameter parameter, const std::string& line) {
+    places_[parameter.tensor.unsafeGetTensorImpl()] = parameters_.size();
+    parameters_.emplace_back(std::move(parameter), line);
+  }
+
+  void add(PlacedParameter parameter, const PlanLine& line, bool joining) {
+    const auto found = places_.find(parameter.tensor.unsafeGetTensorImpl());
+    if (found == places_.end()) return take(std::move(parameter), line.modules);
+    auto& [known, by] = parameters_[found->second];
+    if (!joining) check_agrees(known, by, parameter, line);
+    const auto merge = [](auto& into, const auto& from) {
+      if (from) into = from;
+    };
+    merge(known.style.input, parameter.style.input);
+    merge(known.style.output, parameter.style.output);
+    merge(known.style.looked_up, parameter.style.looked_up);
+  }
+
+  /// A tensor that two modules have, as a tied head and a table, may have a line for each.
+  static void check_agrees(const PlacedParameter& known, const std::string& by, const PlacedParameter& parameter,
+                           const PlanLine& line) {
+    const auto conflict = [](const auto& a, const auto& b) { return a && b && *a != *b; };
+    const bool agrees = known.name != parameter.name && known.placement == parameter.placement &&
+                        !conflict(known.style.input, parameter.style.input) &&
+                        !conflict(known.style.output, parameter.style.output) &&
+                        !conflict(known.style.looked_up, parameter.style.looked_up);
+    TORCH_CHECK_VALUE(agrees, "parallelize (rank ", process_context().rank(), "): the parameter ", parameter.name,
+                      known.name == parameter.name ? "" : ", which is " + known.name + " too,", " is planned twice: as ",
+                      to_string(known.placement), " by '", by, "', and as ", to_string(parameter.placement), " by '",
+                      line.modules, "' (", to_string(line.style), ")");
+  }
+
+  std::vector<std::pair<PlacedParameter, std::string>> parameters_; ///< with the names of their lines, in the plan's order
+  absl::flat_hash_map<const c10::TensorImpl*, size_t> places_;
+};
+
+void become_parallel(const PlacedParameter& parameter, const DeviceMesh& mesh) {
+  const auto& tensor = parameter.tensor;
+  const at::NoGradGuard no_grad;
+  const auto whole = distribute_tensor(tensor.detach(), mesh, {parameter.placement});
+  auto meta = c10::make_intrusive<DTensorMeta>(dtensor_meta(whole)->local, dtensor_meta(whole)->spec);
+  meta->provenance.name = c10::make_intrusive<ParameterText>(parameter.name);
+  become_dtensor(tensor, std::move(meta));
+  tensor.mutable_grad().reset();
+  auto style = std::make_shared<Style>(parameter.style);
+  style->name = dtensor_meta(tensor)->provenance.name;
+  style->put_on(tensor, /*casts=*/false);
+}
+
+} // namespace
+
+} // namespace tessera::internal::parallel
+
+namespace tessera {
+
+void parallelize(torch::nn::Module& module, const DeviceMesh& mesh, const ParallelPlan& plan) {
+  TORCH_CHECK_VALUE(mesh.defined() && mesh.ndim() == 1,
+                    "parallelize: the mesh must have one dim, as mesh[\"tp\"] has, but it is ",
+                    mesh.defined() ? mesh.to_string() : "undefined");
+  TORCH_CHECK_VALUE(mesh.coordinate(), "parallelize: rank ", process_context().rank(), " is not in ", mesh.to_string());
+  internal::parallel::Plan whole(module, mesh, plan);
+  auto& parameters = whole.parameters();
+  // In the order of their names: all ranks send the same in turn, whatever order a plan's lines have there.
+  std::sort(parameters.begin(), parameters.end(), [](const auto& a, const auto& b) { return a.first.name < b.first.name; });
+  for (const auto& [parameter, line] : parameters) internal::parallel::become_parallel(parameter, mesh);
+  internal::dispatch::PlannedMeshes::instance().add(mesh);
+}
+
+} // namespace tessera

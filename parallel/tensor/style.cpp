@@ -1,0 +1,203 @@
+#include <tessera/parallel/tensor/style.h>
+
+#include <absl/strings/match.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <tessera/dtensor/api.h>
+#include <tessera/parallel/tensor/entered.h>
+#include <tessera/reads/read_call.h>
+
+namespace tessera::internal::parallel {
+
+namespace {
+
+/// How an operator reads a weight.
+enum class Use : uint8_t {
+  kOther,       ///< in no way of its own
+  kLinear,      ///< [out, in]
+  kProduct,     ///< [in, out]
+  kConvolution, ///< [out, in, …]
+  kTable,       ///< [rows, width]
+};
+
+/// The positions of the weight and of the activation among the arguments of an operator.
+struct Reading {
+  Use use = Use::kOther;
+  size_t weight = 0, input = 0;
+};
+
+Reading read_positions(const c10::OperatorHandle& op) {
+  const auto& name = op.schema().name();
+  if (name == "aten::linear") return {Use::kLinear, 1, 0};
+  if (name == "aten::matmul" || name == "aten::mm") return {Use::kProduct, 1, 0};
+  if (name == "aten::addmm") return {Use::kProduct, 2, 1};
+  if (name == "aten::embedding") return {Use::kTable, 0, 1};
+  if (name == "aten::conv1d" || name == "aten::conv2d" || name == "aten::conv3d" || name == "aten::convolution")
+    return {Use::kConvolution, 1, 0};
+  return {};
+}
+
+/// The dim of a weight of `ndim` dims that meets the features of the activation.
+int64_t contracted_dim(Use use, int64_t ndim) { return use == Use::kProduct ? std::max<int64_t>(ndim - 2, 0) : 1; }
+
+/// The dim of the features in the activation.
+int64_t feature_dim(Use use, int64_t weight_ndim, int64_t ndim) {
+  if (use != Use::kConvolution) return ndim - 1;
+  return ndim == weight_ndim ? 1 : 0; // without a batch
+}
+
+/// Where the activation has to lie beside a weight with `split`; nothing where the weight does not say.
+std::optional<Placement> input_beside(const Placement& split, Use use, int64_t weight_ndim, int64_t ndim) {
+  if (is_replicate(split)) return std::nullopt;
+  if (use == Use::kTable || !shards_dim(split, contracted_dim(use, weight_ndim))) return Replicate{};
+  const auto features = feature_dim(use, weight_ndim, ndim);
+  if (const auto* strided = std::get_if<StridedShard>(&split)) return StridedShard{features, strided->split_factor};
+  return Shard{features};
+}
+
+/// Whether a call is inside of one whose activations have entered already.
+thread_local bool is_inside = false;
+struct Inside {
+  const bool before = std::exchange(is_inside, true);
+  ~Inside() { is_inside = before; }
+};
+
+bool is_floating_activation(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_floating_point() && !styled_meta(tensor) &&
+         !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+/// Whether `wanted` says something of a tensor of `ndim` dims.
+bool fits(const Placement& wanted, int64_t ndim) {
+  const auto* shard = std::get_if<Shard>(&wanted);
+  return !shard || (shard->dim < ndim && shard->dim >= -ndim);
+}
+
+at::Tensor as_dtensor(const at::Tensor& tensor, const StyledMeta& beside) {
+  if (is_dtensor(tensor)) return tensor;
+  return from_local(tensor, beside.spec->mesh(), {at_dim(beside.style->plain_input, tensor.dim())});
+}
+
+std::string label_of(const ReadCall& call, const StyledMeta& meta) {
+  const auto& name = meta.style->name;
+  return call.op.schema().name() + (name ? " beside " + name->to_string() : "");
+}
+
+/// Casts the activations beside a parameter that has a dtype of its own in forward (fully_shard's param_dtype).
+void cast_beside(ReadCall& call, at::ScalarType dtype) {
+  call.replace([&](const at::Tensor& tensor, size_t argument) -> std::optional<at::Tensor> {
+    if (!is_floating_activation(tensor) || tensor.dim() == 0 || tensor.scalar_type() == dtype) return std::nullopt;
+    return call.traits.arguments[argument].written ? std::nullopt : std::optional(tensor.to(dtype));
+  });
+}
+
+/// Runs a layer: its activation enters, and its result leaves at once, so that no Partial is seen outside.
+void run_layer(ReadCall& call, const Reading& reading) {
+  const at::Tensor weight = call.arguments[reading.weight].toTensor();
+  const auto& meta = *styled_meta(weight);
+  const auto& style = *meta.style;
+  const auto label = label_of(call, meta);
+  auto input = as_dtensor(call.arguments[reading.input].toTensor(), meta);
+  const bool is_alike = dtensor_meta(input)->spec->mesh() == meta.spec->mesh(); // else an error of the operator
+  auto wanted = style.input && reading.use != Use::kTable ? style.input : std::nullopt;
+  if (!wanted) wanted = input_beside(meta.spec->placements()[0], reading.use, weight.dim(), input.dim());
+  if (wanted && is_alike) input = entered(input, at_dim(*wanted, input.dim()), label);
+  call.arguments[reading.input] = std::move(input);
+  {
+    const Inside inside;
+    call.proceed();
+  }
+  const at::Tensor result = call.stack->back().toTensor();
+  if (!is_alike || !is_dtensor(result)) return;
+  auto goal = reading.use == Use::kTable ? style.looked_up : style.output;
+  if (!goal && is_partial(dtensor_meta(result)->spec->placements()[0])) goal = Replicate{};
+  if (goal) call.stack->back() = left(result, at_dim(*goal, result.dim()), label);
+}
+
+/// Of an operator that is no layer, as those of norms: the activation with more dims than the parameter goes where the style
+/// says.
+void bring_activation(ReadCall& call, const StyledMeta& meta, int64_t parameter_ndim) {
+  const auto& style = *meta.style;
+  bool is_first = true;
+  call.replace([&](const at::Tensor& tensor, size_t) -> std::optional<at::Tensor> {
+    if (!is_first || !is_floating_activation(tensor) || tensor.dim() <= parameter_ndim) return std::nullopt;
+    is_first = false;
+    const auto x = as_dtensor(tensor, meta);
+    if (!style.input || !fits(*style.input, x.dim()) || dtensor_meta(x)->spec->mesh() != meta.spec->mesh()) return x;
+    return left(x, at_dim(*style.input, x.dim()), label_of(call, meta));
+  });
+}
+
+/// Gives the views of a parameter its style.
+void mark_views(const c10::IValue& results, const Style& style, bool casts) {
+  const auto mark = [&](const at::Tensor& view) {
+    if (is_dtensor(view) && !read_meta(view)) style.put_on(view, casts);
+  };
+  if (results.isTensor()) {
+    mark(results.toTensor());
+  } else if (results.isTensorList()) {
+    for (const at::Tensor view : results.toTensorList()) mark(view);
+  }
+}
+
+/// The first argument that has a style, with its dims; a list's elements do not count.
+std::pair<StyledMeta*, int64_t> styled_argument(const ReadCall& call) {
+  for (const auto& value : call.arguments) {
+    auto* const meta = value.isTensor() ? styled_meta(value.toTensor()) : nullptr;
+    if (meta) return {meta, value.toTensor().dim()};
+  }
+  return {nullptr, 0};
+}
+
+class StyleKind final : public ReadKind {
+ public:
+  constexpr StyleKind() : ReadKind(Turn::kAdapts) {}
+
+  MetSet meets(const at::Tensor& /*tensor*/, size_t /*argument*/, const OperatorTraits& /*traits*/) const override {
+    return Met::kDTensor;
+  }
+
+  void on_read(ReadCall& call) const override {
+    const auto [found, ndim] = styled_argument(call);
+    if (!found) return call.proceed();
+    const auto meta = c10::intrusive_ptr<StyledMeta>::reclaim_copy(found); // beyond the arguments
+    const bool is_read = !call.traits.writes && !call.traits.is_metadata_only;
+    if (is_read && !is_forward(call.origin())) forget_entered();
+    if (is_read && !is_inside && is_forward(call.origin())) {
+      if (meta->casts) cast_beside(call, meta->spec->dtype());
+      const auto& reading = dispatch::read_once<&read_positions>(call.op);
+      if (reading.use != Use::kOther && styled_meta(call.arguments[reading.weight].toTensor())) return run_layer(call, reading);
+      bring_activation(call, *meta, ndim);
+    }
+    const bool may_view = call.traits.returns_alias && !call.traits.writes && call.arguments[0].isTensor() &&
+                          styled_meta(call.arguments[0].toTensor()) == meta.get();
+    call.proceed();
+    if (may_view) mark_views(call.stack->back(), *meta->style, meta->casts);
+  }
+};
+constexpr StyleKind kStyleKind;
+
+} // namespace
+
+StyledMeta::StyledMeta(const DTensorMeta& of, std::shared_ptr<const Style> own_style, bool casts_beside)
+    : ReadMeta(of.local, of.spec, kStyleKind), style(std::move(own_style)), casts(casts_beside) {
+  keeps_reduced = of.keeps_reduced;
+  copied_at_version = of.copied_at_version;
+  provenance = of.provenance;
+}
+
+void Style::put_on(const at::Tensor& dtensor, bool casts) const {
+  auto meta = c10::make_intrusive<StyledMeta>(*dtensor_meta(dtensor), shared_from_this(), casts);
+  become_dtensor(dtensor, std::move(meta), c10::DispatchKeySet(kTouchKey));
+}
+
+StyledMeta* styled_meta(const at::TensorBase& tensor) {
+  auto* const meta = read_meta(tensor);
+  return meta && meta->kind == &kStyleKind ? static_cast<StyledMeta*>(meta) : nullptr;
+}
+
+} // namespace tessera::internal::parallel
