@@ -37,11 +37,18 @@ Cut column_cut(const Cut& cut, const RaggedShard& ragged, const std::vector<int6
   return {cut.start, product(sizes, 0, ragged.dim + 1), std::max<int64_t>(sizes[ragged.dim], 1)};
 }
 
+/// Whether a cut takes whole chunks of a StridedShard of a dim of `size`.
+bool takes_chunks(const Cut& cut, const StridedShard& strided, int64_t size) {
+  const auto chunk = size / strided.split_factor;
+  return !cut.drop && cut.step == 1 && cut.count() > 0 && cut.start % chunk == 0 && cut.count() % chunk == 0;
+}
+
 /// The placements of the outputs when dim `dim`, which is split, is cut; none where no placement says it.
 ///
 /// A cut of dim 0: each rank keeps those of its rows that the cut takes. One entry of another dim: its owner alone has it, under
 /// a RaggedShard in which all other ranks have nothing. One element of a vector: its owner has the value and the other ranks the
-/// lowest value of the dtype (`local_cut`), so the result is a Partial(max).
+/// lowest value of the dtype (`local_cut`), so the result is a Partial(max). Chunks of a StridedShard: each rank has its part of
+/// them, as of the q, k and v of a packed projection.
 struct CutParts {
   std::vector<int64_t> sizes;
   int64_t dim;
@@ -50,7 +57,8 @@ struct CutParts {
 
   std::vector<Placement> operator()(const Placement& placement, const Placements& others, int64_t ranks) const {
     const bool drop = cuts[0].drop;
-    if (!shards_dim(placement, dim) || is_strided(placement)) return {};
+    if (!shards_dim(placement, dim)) return {};
+    if (is_strided(placement)) return any_sharded(others) ? std::vector<Placement>{} : of_chunks(placement, ranks);
     if (drop && sizes.size() == 1) {
       return ordered && cuts.size() == 1 ? std::vector<Placement>{Partial{Partial::Op::kMax}} : std::vector<Placement>{};
     }
@@ -66,6 +74,18 @@ struct CutParts {
   }
 
  private:
+  std::vector<Placement> of_chunks(const Placement& placement, int64_t ranks) const {
+    const auto& strided = std::get<StridedShard>(placement);
+    if (sizes[dim] == 0 || sizes[dim] % (strided.split_factor * ranks) != 0) return {};
+    std::vector<Placement> result;
+    for (const auto& cut : cuts) {
+      if (!takes_chunks(cut, strided, sizes[dim])) return {};
+      const auto chunks = cut.count() / (sizes[dim] / strided.split_factor);
+      result.push_back(chunks == 1 ? Placement(Shard{dim}) : Placement(StridedShard{dim, chunks}));
+    }
+    return result;
+  }
+
   std::optional<Placement> of_rows(const Cut& cut, int64_t ranks) const {
     std::vector<int64_t> extents;
     for (int64_t r = 0; r < ranks; ++r) {
@@ -134,6 +154,11 @@ at::Tensor local_cut(const LocalCall& call, int64_t dim, const Cut& cut, size_t 
     const auto row = row_positions(*ragged, spec.sizes()), offset = spec.local_offsets()[0];
     const auto count = kept_positions(cut, {offset, local.size(0)}, row);
     return local.narrow(0, count > 0 ? std::max<int64_t>(cut.start * row - offset, 0) : 0, count);
+  }
+  for (const auto& placement : spec.placements()) {
+    if (!is_strided(placement) || !shards_dim(placement, dim)) continue;
+    const auto ranks = spec.sizes()[dim] / local.size(dim);
+    return local.narrow(dim, cut.start / ranks, cut.count() / ranks);
   }
   const bool split = local.size(dim) != spec.sizes()[dim];
   const auto offset = split ? std::min(spec.local_offsets()[dim], spec.sizes()[dim]) : 0;

@@ -46,6 +46,15 @@ Factorization cat(const OpCall& call) {
   }
   factors.add_output(std::move(output), kept_by_promotion(call.tensors), kEveryInput);
   if (dim == 0) factors.ragged = RaggedUse::kNone;
+  const bool alike = std::all_of(call.tensors.begin(), call.tensors.end(), [&](const auto& each) { return each.sizes == sizes; });
+  if (!alike || call.tensors.size() < 2) return factors;
+  // Each rank's parts one after another: the gradients of q, k and v.
+  factors.map_all = true;
+  factors.map = [dim, size = sizes[dim], count = std::ssize(call.tensors)](const Placement& placement, const Placements& others,
+                                                                           int64_t ranks) {
+    const bool even = placement == Placement(Shard{dim}) && size > 0 && size % ranks == 0 && !any_sharded(others);
+    return even ? std::vector<Placement>{StridedShard{dim, count}} : std::vector<Placement>{};
+  };
   return factors;
 }
 
@@ -147,9 +156,56 @@ Factorization uncut(const OpCall& call) {
   return factors;
 }
 
+/// The positions that a slice takes of a dim of `size`.
+struct SliceRange {
+  int64_t first, last;
+};
+SliceRange slice_range(const c10::IValue& start, const c10::IValue& end, int64_t size) {
+  const auto at = [size](const c10::IValue& value, int64_t otherwise) {
+    const auto position = value.isInt() ? value.toInt() : otherwise;
+    return std::clamp<int64_t>(position < 0 ? position + size : position, 0, size);
+  };
+  const auto first = at(start, 0);
+  return {first, std::max(first, at(end, size))};
+}
+
+/// The gradient of whole chunks of a StridedShard (the q, or the k and v, of a packed projection) is one of it, zero elsewhere.
+Factorization slice_backward(const OpCall& call) {
+  auto factors = uncut(call);
+  const auto sizes = call.integers("input_sizes");
+  if (sizes.empty() || call.integer("step", 1) != 1) return factors;
+  const auto dim = call.dim("dim", static_cast<int64_t>(sizes.size())), size = sizes[dim];
+  const auto [first, last] = slice_range(*call.find("start"), *call.find("end"), size);
+  factors.map = [=, start = first, count = last - first](const Placement& placement, const Placements& others,
+                                                         int64_t ranks) -> std::vector<Placement> {
+    const auto* strided = std::get_if<StridedShard>(&placement);
+    const auto chunks = strided ? strided->split_factor : 1;
+    const bool splits = strided || std::holds_alternative<Shard>(placement);
+    if (!splits || !shards_dim(placement, dim) || any_sharded(others) || count == 0 || count % (chunks * ranks) != 0) return {};
+    const auto chunk = count / chunks;
+    if (start % chunk != 0 || size % chunk != 0 || size == chunk) return {};
+    return {StridedShard{dim, size / chunk}};
+  };
+  return factors;
+}
+
 void uncut_local(const LocalCall& call) {
   if (!call.outputs.empty()) *call.find("input_sizes") = call.outputs[0].local_sizes;
   call.op.callBoxed(*call.stack);
+}
+
+void slice_backward_local(const LocalCall& call) {
+  const auto sizes = call.find("input_sizes")->toIntVector();
+  auto dim = call.find("dim")->toInt();
+  dim = dim < 0 ? dim + static_cast<int64_t>(sizes.size()) : dim;
+  const auto own = call.outputs.empty() || sizes.empty() ? 0 : call.outputs[0].local_sizes[dim];
+  if (own > 0 && own != sizes[dim]) {
+    auto &start = *call.find("start"), &end = *call.find("end");
+    const auto [first, last] = slice_range(start, end, sizes[dim]);
+    start = first / (sizes[dim] / own);
+    end = last / (sizes[dim] / own);
+  }
+  uncut_local(call);
 }
 
 /// flip, roll: the named dims are whole; all of them without names.
@@ -195,7 +251,8 @@ void register_shapes(Registry& registry) {
   registry.add("cat", OnLocals(cat));
   registry.add("stack", OnLocals(stack));
   registry.add("cumsum cumprod sort sort.stable _safe_softmax logcumsumexp cummax cummin topk", OnLocals(along_dim));
-  registry.add("slice_backward select_backward unfold_backward diagonal_backward", OnLocals(uncut).run(uncut_local));
+  registry.add("slice_backward", OnLocals(slice_backward).run(slice_backward_local, KernelKind::kAnyOffsets));
+  registry.add("select_backward unfold_backward diagonal_backward", OnLocals(uncut).run(uncut_local));
   registry.add("unfold", OnLocals(unfold));
   registry.add("glu glu_backward", OnLocals(gated));
   registry.add("flip roll", OnLocals(reordered));

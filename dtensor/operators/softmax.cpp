@@ -63,10 +63,10 @@ void backward_local(const LocalCall& call) {
 } // namespace
 
 void register_softmax(Registry& registry) {
-  registry.add("_softmax", OnLocals(same_shape).run(softmax_local<false>));
-  registry.add("_log_softmax", OnLocals(same_shape).run(softmax_local<true>));
-  registry.add("_softmax_backward_data", OnLocals(same_shape).run(backward_local<false>));
-  registry.add("_log_softmax_backward_data", OnLocals(same_shape).run(backward_local<true>));
+  registry.add("_softmax", OnLocals(same_shape).run(softmax_local<false>, KernelKind::kAnyOffsets));
+  registry.add("_log_softmax", OnLocals(same_shape).run(softmax_local<true>, KernelKind::kAnyOffsets));
+  registry.add("_softmax_backward_data", OnLocals(same_shape).run(backward_local<false>, KernelKind::kAnyOffsets));
+  registry.add("_log_softmax_backward_data", OnLocals(same_shape).run(backward_local<true>, KernelKind::kAnyOffsets));
 }
 
 } // namespace tessera::internal::rules

@@ -133,6 +133,24 @@ class MapInnerSplits {
   std::vector<DimGroup> groups_;
 };
 
+/// An even split cuts the row-major elements into blocks, and each of them over the ranks; another shape may say the same where
+/// several dims become several others: [t, b, h * d] Shard(2), of heads, is [t, b * h, d] StridedShard(1, b).
+std::optional<Placement> map_blocks(const Placement& placement, const std::vector<int64_t>& from, const std::vector<int64_t>& to,
+                                    int64_t ranks) {
+  const auto* shard = std::get_if<Shard>(&placement);
+  const auto* strided = std::get_if<StridedShard>(&placement);
+  if (!shard && !strided) return std::nullopt;
+  const auto dim = shard ? shard->dim : strided->dim, factor = shard ? 1 : strided->split_factor;
+  if (from[dim] == 0 || from[dim] % (factor * ranks) != 0) return std::nullopt;
+  const auto blocks = product(from, 0, dim) * factor;
+  for (auto d = static_cast<int64_t>(to.size()) - 1; d >= 0; --d) {
+    const auto outer = product(to, 0, d);
+    if (outer == 0 || blocks % outer != 0 || to[d] % (blocks / outer * ranks) != 0) continue;
+    return blocks == outer ? Placement(Shard{d}) : Placement(StridedShard{d, blocks / outer});
+  }
+  return std::nullopt;
+}
+
 /// Pairs the dims of two shapes of the same numel, which is not 0: those that stay, and those that are split or merged.
 std::vector<DimGroup> pair_dims(const std::vector<int64_t>& from, const std::vector<int64_t>& to) {
   std::vector<DimGroup> groups;
@@ -171,10 +189,11 @@ Factorization reshape_factors(const OpCall& call, const std::vector<int64_t>& to
   }
   factors.inputs.push_back(std::move(input));
   factors.add_output(std::move(output), kAllOps);
-  factors.map = [ranges = map_ranges(from, to), inner = MapInnerSplits(call, to, std::move(groups))](
+  factors.map = [from, to, ranges = map_ranges(from, to), inner = MapInnerSplits(call, to, std::move(groups))](
                     const Placement& placement, const Placements& others, int64_t ranks_of_dim) {
     auto result = ranges(placement, others, ranks_of_dim);
-    const auto mapped = result.empty() ? inner(placement, others, ranks_of_dim) : std::nullopt;
+    auto mapped = result.empty() ? inner(placement, others, ranks_of_dim) : std::nullopt;
+    if (result.empty() && !mapped && !any_sharded(others)) mapped = map_blocks(placement, from, to, ranks_of_dim);
     if (mapped) result.push_back(*mapped);
     return result;
   };

@@ -257,6 +257,7 @@ class Search {
     if (results.empty()) return;
     auto signature = replicated();
     signature.inputs[0] = *current(0);
+    if (factors_.map_all) std::fill(signature.inputs.begin(), signature.inputs.end(), *current(0));
     for (size_t r = 0; r < signature.outputs.size(); ++r) signature.outputs[r] = results.size() == 1 ? results[0] : results[r];
     consider(signature, -1);
   }

@@ -97,6 +97,7 @@ struct Factorization {
   Wrapping wrapping;
   std::vector<int64_t> strides; ///< of output 0, where they are not contiguous and the operator does not tell them
   PlacementMap map;             ///< optional
+  bool map_all = false;         ///< where `map` is used, every input lies as input 0 does
 
   int add_factor(int64_t size) {
     factors.push_back({size});

@@ -118,8 +118,8 @@ void run_layer(ReadCall& call, const Reading& reading) {
   if (goal) call.stack->back() = left(result, at_dim(*goal, result.dim()), label);
 }
 
-/// Of an operator that is no layer, as those of norms: the activation with more dims than the parameter goes where the style
-/// says.
+/// Brings the activation of an operator that is no layer, as those of norms are none, where the style says: the first argument
+/// with more dims than the parameter.
 void bring_activation(ReadCall& call, const StyledMeta& meta, int64_t parameter_ndim) {
   const auto& style = *meta.style;
   bool is_first = true;

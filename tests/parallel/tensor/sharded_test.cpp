@@ -1,0 +1,164 @@
+// fully_shard over the data-parallel dims of a mesh whose last dim is tensor-parallel.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/strategy.h>
+
+#include <tessera/tests/fsdp/parallel_mlp.h>
+#include <tessera/tests/parallel/parallel_gpt.h>
+#include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/sweep.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tessera::testing::sharded_test {
+namespace {
+
+constexpr int64_t kRows = 12, kTime = 8;
+
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<torch::Tensor>&)>;
+
+std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<torch::Tensor>& parameters) {
+  return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(1e-3));
+}
+std::unique_ptr<torch::optim::Optimizer> sgd(const std::vector<torch::Tensor>& parameters) {
+  return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.2).momentum(0.9));
+}
+
+gpt::Gpt make_gpt(torch::Dtype dtype) {
+  auto model = seeded_gpt(small_gpt());
+  model->to(dtype);
+  return model;
+}
+
+void shard(gpt::Gpt& model, const ParallelMesh& mesh, bool sequence, const FullyShardOptions& options) {
+  parallelize(*model, mesh.tensor_parallel, gpt_plan(sequence));
+  for (const auto& block : *model->blocks()) fully_shard(*block, mesh.data_parallel, options);
+  fully_shard(*model, mesh.data_parallel, options);
+}
+
+torch::Tensor loss_of(gpt::Gpt& model, const Tokens& tokens) {
+  return torch::cross_entropy_loss(model->forward(tokens.inputs).flatten(0, 1), tokens.targets.flatten());
+}
+
+Tokens part_of(const Tokens& tokens, const ParallelMesh& mesh) {
+  const auto mine = [&](const torch::Tensor& rows) { return rows.chunk(mesh.data_ranks())[mesh.data_rank()]; };
+  return {mine(tokens.inputs), mine(tokens.targets)};
+}
+
+struct Setting {
+  bool sequence = false, clips = false, recomputes = false;
+  FullyShardOptions options = {};
+};
+
+/// Five steps in double beside one process.
+void compare(const ParallelMesh& mesh, const Setting& setting, const MakeOptimizer& make_optimizer) {
+  auto twin = make_gpt(torch::kDouble), model = make_gpt(torch::kDouble);
+  shard(model, mesh, setting.sequence, setting.options);
+  model->set_recompute(setting.recomputes);
+  const auto reference = make_optimizer(twin->parameters()), optimizer = make_optimizer(model->parameters());
+  for (int64_t step = 0; step < 5; ++step) {
+    const auto tokens = draw_tokens(step, kRows, kTime);
+    reference->zero_grad();
+    optimizer->zero_grad();
+    loss_of(twin, tokens).backward();
+    loss_of(model, part_of(tokens, mesh)).backward();
+    if (setting.clips) {
+      const auto norm = clip_grad_norm_(*model, 0.5).item<double>(), expected = clip_grad_norm_(*twin, 0.5).item<double>();
+      ASSERT_NEAR(norm, expected, 1e-10) << "step " << step;
+    }
+    reference->step();
+    optimizer->step();
+  }
+  const auto expected = twin->named_parameters();
+  for (const auto& item : model->named_parameters())
+    EXPECT_TENSORS_CLOSE(whole_of(item.value()), expected[item.key()].detach(), 1e-8, 1e-11) << item.key();
+}
+
+std::vector<std::vector<int64_t>> some_shapes() {
+  return sweep(parallel_shapes(), 3, [](const auto& shape) { return shape == std::vector<int64_t>{2, 2}; });
+}
+
+TEST(ShardedAndParallel, TrainsAsOneProcessOnEveryMesh) {
+  for (const auto& shape : some_shapes()) {
+    const ParallelMesh mesh(shape);
+    for (const bool sequence : {false, true}) {
+      for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+        SCOPED_TRACE(c10::str(mesh.all.to_string(), sequence ? ", sequence" : "",
+                              layout == BufferLayout::kRagged ? ", ragged" : ", per-parameter"));
+        compare(mesh, {.sequence = sequence, .clips = true, .options = {.layout = layout}}, sgd);
+      }
+      compare(mesh, {.sequence = sequence}, adamw);
+    }
+  }
+}
+
+TEST(ShardedAndParallel, TrainsUnderEveryStrategy) {
+  using enum tessera::Strategy;
+  for (const auto& shape : some_shapes()) {
+    const ParallelMesh mesh(shape);
+    for (const auto strategy : {kNoShard, kZero1, kZero2, kFullShard, kHybridShard, kHierarchical}) {
+      if ((row_of(strategy).outer ? 2 : 1) != mesh.data_parallel.ndim()) continue;
+      SCOPED_TRACE(c10::str(mesh.all.to_string(), ", ", row_of(strategy).name));
+      compare(mesh, {.sequence = true, .clips = true, .options = {.strategy = strategy}}, sgd);
+    }
+    FullyShardOptions kept;
+    kept.reshard_after_forward = false;
+    compare(mesh, {.clips = true, .options = kept}, sgd);
+  }
+}
+
+TEST(ShardedAndParallel, Recomputes) {
+  const ParallelMesh mesh(parallel_shapes().back());
+  for (const bool sequence : {false, true}) compare(mesh, {.sequence = sequence, .clips = true, .recomputes = true}, sgd);
+}
+
+/// Activations are cast where a layer reads its weight.
+TEST(ShardedAndParallel, ComputesInParamDtype) {
+  for (const auto& shape : some_shapes()) {
+    const ParallelMesh mesh(shape);
+    for (const bool sequence : {false, true}) {
+      auto twin = make_gpt(torch::kFloat), model = make_gpt(torch::kFloat);
+      FullyShardOptions options;
+      options.mixed_precision.param_dtype = torch::kDouble;
+      options.mixed_precision.reduce_dtype = torch::kDouble;
+      shard(model, mesh, sequence, options);
+      twin->to(torch::kDouble);
+      const auto tokens = draw_tokens(0, kRows, kTime);
+      const auto loss = loss_of(model, part_of(tokens, mesh));
+      EXPECT_EQ(loss.scalar_type(), torch::kDouble);
+      loss.backward();
+      loss_of(twin, tokens).backward();
+      const auto expected = twin->named_parameters();
+      for (const auto& item : model->named_parameters()) {
+        EXPECT_EQ(item.value().grad().scalar_type(), torch::kFloat);
+        EXPECT_TENSORS_CLOSE(whole_of(item.value().grad()), expected[item.key()].grad().to(torch::kFloat), 1e-5, 1e-8)
+            << item.key();
+      }
+    }
+  }
+}
+
+TEST(ShardedAndParallel, ComputesInBfloat16) {
+  const ParallelMesh mesh(parallel_shapes().back());
+  auto twin = make_gpt(torch::kFloat), model = make_gpt(torch::kFloat);
+  FullyShardOptions options;
+  options.mixed_precision.param_dtype = torch::kBFloat16;
+  options.mixed_precision.reduce_dtype = torch::kFloat;
+  shard(model, mesh, /*sequence=*/true, options);
+  const auto tokens = draw_tokens(0, kRows, kTime);
+  const auto loss = gpt::cross_entropy(model->forward(part_of(tokens, mesh).inputs), part_of(tokens, mesh).targets);
+  const auto expected = gpt::cross_entropy(twin->forward(part_of(tokens, mesh).inputs), part_of(tokens, mesh).targets);
+  EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-2);
+  loss.backward();
+  for (const auto& item : model->named_parameters()) EXPECT_TRUE(whole_of(item.value().grad()).isfinite().all().item<bool>());
+}
+
+} // namespace
+} // namespace tessera::testing::sharded_test
