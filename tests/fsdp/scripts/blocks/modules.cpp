@@ -53,11 +53,11 @@ struct Attention : Block {
   nn::MultiheadAttention attention;
 };
 
-/// Bounded: four in a row would be of the 16th degree, and gradients that are reduced in float round too much.
+/// Bounded: four in a row would be of the 16th degree, and gradients that are reduced in float round too much. The kink is small.
 struct Bilinear : Block {
   explicit Bilinear(Draw& draw)
       : bilinear(register_module("bilinear", nn::Bilinear(kWidth, kWidth, kWidth))),
-        activation(register_module("activation", nn::PReLU())) {
+        activation(register_module("activation", nn::PReLU(nn::PReLUOptions().init(0.9)))) {
     maybe_permute(draw, bilinear->weight);
   }
   Tensor forward(const Tensor& x, const Tensor&) override { return activation(bilinear(x, x).tanh() + x); }
@@ -65,10 +65,11 @@ struct Bilinear : Block {
   nn::PReLU activation;
 };
 
+/// Without a kink: where rounding puts an activation on its other side, the gradient jumps.
 struct InplaceSequential : Block {
   explicit InplaceSequential(Draw&)
       : layers(register_module(
-            "layers", nn::Sequential(nn::Linear(kWidth, 5), nn::ReLU(nn::ReLUOptions().inplace(true)), nn::Linear(5, kWidth)))) {}
+            "layers", nn::Sequential(nn::Linear(kWidth, 5), nn::ELU(nn::ELUOptions().inplace(true)), nn::Linear(5, kWidth)))) {}
   Tensor forward(const Tensor& x, const Tensor&) override { return x + layers->forward(x); }
   nn::Sequential layers;
 };
