@@ -8,5 +8,6 @@
 #include <tessera/mesh/part_order.h>
 #include <tessera/parallel/context_attention.h>
 #include <tessera/parallel/parallelize.h>
+#include <tessera/parallel/pipeline_schedule.h>
 #include <tessera/parallel/split_sequence.h>
 #include <tessera/parallel/styles.h>
