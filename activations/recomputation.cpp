@@ -160,6 +160,7 @@ class Recomputation::SecondRun final : public SavedTensorTaker {
   Tensors buffers_before_;
   std::vector<std::pair<c10::VariableVersion, uint32_t>> versions_before_; // of all buffers of the module
   AutocastScope autocast_;
+  InCarriedScope scope_;
   at::AutoGradMode grad_mode_{true};
   RunScope run_;
   TakerScope taker_{this};
@@ -184,6 +185,7 @@ Recomputation::SecondRun::SecondRun(Recomputation& made, KeptResults::Values kep
       rng_before_(made.rng_.now()),
       buffers_before_(copies_of(made.buffers_)),
       autocast_(made.autocast_),
+      scope_(made.scope_),
       run_(made.outermost_, /*is_second_run=*/true),
       results_(made.results_ ? &*made.results_ : nullptr, std::move(kept)) {
   for (const auto* buffers : {&made_.buffers_, &made_.unwritten_buffers_}) {

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/activations/carried_scope.h>
 #include <tessera/activations/kept_results.h>
 #include <tessera/activations/recompute_options.h>
 #include <tessera/activations/run_state.h>
@@ -122,6 +123,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
       watched_;  ///< of the module: parameters, and buffers that it left as they were
   RngState rng_; ///< before the first run; empty once that is over, without keep_rng_state
   AutocastState autocast_;
+  CarriedScopePtr scope_ = carried_scope; ///< of the first run
   std::optional<KeptResults> results_;
   std::vector<std::weak_ptr<Slot>> slots_;
   std::vector<Signature> outputs_; ///< of a run to its end

@@ -46,8 +46,8 @@ struct ContextAttentionOptions {
 at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                       const ContextAttentionOptions& options = {});
 
-/// The same of plain tensors, each rank's part, over the ranks of `mesh`, which has one dim: that of `split_sequence`, or any
-/// other for contiguous parts.
+/// Does the same with plain tensors, each rank's part, over the ranks of `mesh`. This has one dim: that of `split_sequence`, or
+/// any other for contiguous parts.
 at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                       const DeviceMesh& mesh, const ContextAttentionOptions& options = {});
 

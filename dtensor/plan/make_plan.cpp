@@ -10,6 +10,7 @@
 #include <tessera/dtensor/plan/plan.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/mesh/part_order.h>
 
 namespace tessera::internal::dispatch {
 
@@ -211,6 +212,34 @@ void enter_outputs(const OpCall& call, const rules::Factorization& factors, cons
   }
 }
 
+/// Operators along a sequence that `split_sequence` split are errors: a rank's positions are no neighbours, and the whole is
+/// what no rank was to hold. One of the program's plain tensors would be cut as if they were.
+void check_split_sequences(const OpInfo& info, const OpCall& call, const Bounds& bounds, const CallPlacements& chosen,
+                           const Plan& plan) {
+  const auto part = part_dim(call.mesh);
+  if (C10_LIKELY(!part)) return;
+  const auto dim = static_cast<size_t>(part->dim);
+  const auto check = [&](bool holds, const char* problem) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        holds, call.name, ": ", problem, " under context parallelism, where each rank of ", call.mesh.to_string(),
+        " has a part of every sequence. merge_sequence gives the whole, and to_local this rank's part; ", describe(call));
+  };
+  bool is_split = false;
+  for (size_t i = 0; i < bounds.inputs.size(); ++i) {
+    if (!call.tensors[i].spec) continue;
+    const auto &from = call.tensors[i].spec->placements()[dim], &to = chosen.inputs[i][dim];
+    is_split |= is_sharded(from);
+    check(from == to || !is_sharded(from), "the operator needs whole sequences");
+    const bool is_cut = plan.inputs[bounds.inputs[i].position].source && is_replicate(from) && is_sharded(to);
+    check(!is_cut || part->layout == PartLayout{} || !replicates_plain_tensors(),
+          "a plain tensor of the whole sequence is used; make its part with split_sequence, or of its positions");
+  }
+  for (const auto& output : chosen.outputs) {
+    const bool is_one_ranks = std::holds_alternative<RaggedShard>(output[dim]) || (info.views && is_partial(output[dim]));
+    check(!is_split || !is_one_ranks, "the operator takes some positions of a sequence");
+  }
+}
+
 /// Runs the rule on the tensors of one list position (all of them for `position` < 0) and enters the result in `plan`.
 void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t position, const CallSite& site, Plan& plan) {
   auto bounds = select_tensors(info, all, position, site, call);
@@ -224,6 +253,7 @@ void plan_part(const OpInfo& info, const Collected& all, OpCall& call, int64_t p
   bounds.outputs.resize(factors.outputs.size());
   const auto chosen = choose_placements(call, factors, bounds);
   enter_inputs(call, bounds, chosen, plan);
+  check_split_sequences(info, call, bounds, chosen, plan);
   enter_outputs(call, factors, chosen, plan);
 }
 

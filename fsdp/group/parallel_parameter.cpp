@@ -1,11 +1,13 @@
 #include <tessera/fsdp/group/parallel_parameter.h>
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <variant>
 
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/redistribute/move.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 
 namespace tessera::internal {
@@ -58,6 +60,33 @@ SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes
   auto placements = axes.placements(seen_globally(along_shard, parallel));
   placements.append(parallel.placements().begin(), parallel.placements().end());
   return Spec::intern(DeviceMesh::concatenate({axes.mesh(), parallel.mesh()}), placements, parallel.sizes(), dtype);
+}
+
+namespace {
+
+struct BesideSplitSequences : torch::autograd::Function<BesideSplitSequences> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& leaf, const SpecPtr& spec,
+                            const SpecPtr& gradient) {
+    save_spec(context, gradient);
+    return make_dtensor(leaf.detach(), spec);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto spec = saved_spec(context);
+    constexpr auto* kLabel = "the gradient of a parameter beside split sequences";
+    const auto given = gradient_as_dtensor(gradients[0], *spec, kLabel);
+    return {to_local(differentiable_move(given, spec->mesh(), spec->placements(), kLabel), spec->placements()), {}, {}};
+  }
+};
+
+} // namespace
+
+at::Tensor beside_split_sequences(const at::Tensor& leaf, const DeviceMesh& mesh, int64_t split) {
+  Placements terms(static_cast<size_t>(mesh.ndim()));
+  const auto spec = Spec::intern(mesh, terms, leaf.sizes().vec(), leaf.scalar_type(), strides_like(leaf, leaf.sizes()));
+  if (!needs_graph(leaf)) return make_dtensor(leaf.detach(), spec);
+  terms[static_cast<size_t>(split)] = Partial{};
+  return BesideSplitSequences::apply(leaf, spec, spec->with(terms));
 }
 
 at::Tensor as_parallel(const at::Tensor& leaf, const Spec& parallel) {

@@ -27,4 +27,9 @@ SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes
 /// What a read of the parameter in forward gets: a DTensor of the part that `leaf` holds. Differentiable.
 at::Tensor as_parallel(const at::Tensor& leaf, const Spec& parallel);
 
+/// What a read of the leaf gets beside activations that are DTensors of `mesh`, whose sequences are split over the dim `split`: a
+/// DTensor that every rank has. Each rank's gradient is the term of its own positions, and goes to the leaf as it is, without
+/// communication: the reduction of the group adds the terms. Differentiable.
+at::Tensor beside_split_sequences(const at::Tensor& leaf, const DeviceMesh& mesh, int64_t split);
+
 } // namespace tessera::internal

@@ -259,11 +259,13 @@ void ParameterGroup::make_leaves() {
     enter(State::kUnsharded);
   }
   const auto& policy = options_.mixed_precision;
+  const bool may_meet_dtensors = !(axes_.mesh().root() == axes_.mesh());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
     const at::Tensor tensor(parameter.tensor.lock());
-    // A leaf that aliases the shard is always valid: nothing needs to see its reads, unless it is to cast what is beside it.
-    const bool is_seen = copies_ || (policy.param_dtype && policy.cast_forward_inputs);
+    // A leaf that aliases the shard is always valid: nothing needs to see its reads, unless it is to cast what is beside it, or
+    // activations may be beside it that are DTensors of other dims of the mesh.
+    const bool is_seen = copies_ || may_meet_dtensors || (policy.param_dtype && policy.cast_forward_inputs);
     const auto keys = is_seen ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet();
     parameter.leaf = tensor_over(c10::Storage(storage_), layout_.parameters[i].unsharded_offset, parameter.unsharded_sizes(),
                                  parameter.unsharded_dtype, keys, parameter.strides);

@@ -22,6 +22,7 @@
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/dtensor/tensor/view_replay.h>
 #include <tessera/fsdp/buffers/flat_views.h>
+#include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/model/gradient_hooks.h>
 #include <tessera/fsdp/model/sharded_module.h>
@@ -30,6 +31,7 @@
 #include <tessera/fsdp/reads/written_views.h>
 #include <tessera/fsdp/schedule/schedule.h>
 #include <tessera/fsdp/unsharded.h>
+#include <tessera/mesh/part_order.h>
 #include <tessera/reads/read_call.h>
 
 namespace tessera::internal {
@@ -84,15 +86,36 @@ bool is_beside_parallel(const ReadCall& call) {
   return found;
 }
 
+/// A mesh of activations whose sequences are split over one of its dims (`split_sequence`).
+struct SplitActivations {
+  DeviceMesh mesh;
+  int64_t dim;
+};
+
+/// Whether a call reads DTensors of such a mesh. The first DTensor without the key tells: those of one call lie on one mesh.
+std::optional<SplitActivations> split_activations(const ReadCall& call) {
+  std::optional<SplitActivations> found;
+  if (C10_LIKELY(!call.met(Met::kDTensor))) return found;
+  dispatch::any_tensor(call.traits, call.arguments, [&](const at::Tensor& tensor, size_t) {
+    const auto* meta = dtensor_meta(tensor);
+    if (!meta || tensor.key_set().has(kTouchKey)) return false;
+    const auto& mesh = meta->spec->mesh();
+    if (const auto part = part_dim(mesh)) found = SplitActivations{mesh, part->dim};
+    return true;
+  });
+  return found;
+}
+
 /// Optimizers, initializers, clipping and state dicts act on the parameter as a DTensor; what else reads it is a use in forward.
 /// Without grad mode only an op that mixes it with plain tensors or may return a view of it and does not (`weight.to(device)`)
 /// is, or any op in the backward of a torch::autograd::Function, or one of parameters of which some are offloaded and others not.
 /// What other ops make of parameters alone (`1 + weight`) is a DTensor, which such a mix makes whole as well
 /// (dtensor/dispatch/meet_plain.h). `1 - weight` reads it beside a constant of its shape. A parameter that is a DTensor in
-/// forward too is known by its mesh there, on which its activations lie, and no optimizer's state.
+/// forward too is known by its mesh there, on which its activations lie, and no optimizer's state; so are activations whose
+/// sequences are split.
 bool is_forward_read(ReadCall& call) {
   if (call.traits.is_metadata_only || call.met(Met::kWrittenParameter)) return false;
-  if (is_beside_parallel(call)) return true;
+  if (is_beside_parallel(call) || split_activations(call)) return true;
   if (call.met(Met::kDTensor)) return false;
   if (call.met_any({Met::kPlain, Met::kWhole, Met::kApart})) return true;
   return !call.met(Met::kComputed) &&
@@ -340,19 +363,31 @@ WrittenRanges written_ranges(const ReadCall& call) {
   return written;
 }
 
+/// Makes DTensors of the leaves that a call reads beside activations whose sequences are split. Those that alias the shard have
+/// no key.
+void join_activations(ReadCall& call, const SplitActivations& activations) {
+  call.replace([&](const at::Tensor& tensor, size_t argument) -> std::optional<at::Tensor> {
+    if (!unsharded_storage(tensor) || call.traits.arguments[argument].written) return std::nullopt;
+    return beside_split_sequences(tensor, activations.mesh, activations.dim);
+  });
+}
+
 /// Runs a call in which parameters have one of the uses, and keeps what it writes.
 void run(ReadCall& call) {
   auto written = written_ranges(call);
+  const auto activations = split_activations(call);
   const Use use = classify(call);
   const bool is_whole = use == Use::kInForward || use == Use::kWritesPlaces;
   c10::IValue parameter; // whose places are written; it is returned
   if (use == Use::kWritesPlaces) parameter = call.arguments[0];
   const bool casts = prepare(call, use);
-  const bool is_plain =
-      is_whole && !call.met_any({Met::kParallel, Met::kComputed, Met::kConstant}) && !KeptResults::Scope::active();
+  if (C10_UNLIKELY(activations.has_value())) join_activations(call, *activations);
+  const bool is_plain = is_whole && !activations && !call.met_any({Met::kParallel, Met::kComputed, Met::kConstant}) &&
+                        !KeptResults::Scope::active();
   if (is_plain) call.below = call.below.remove(kDTensorKey);
   if (is_whole && call.met(Met::kOffDevice)) call.below = keys_on_device(call);
-  if (is_whole || (call.met(Met::kWhole) && !call.met(Met::kDTensor))) end_view_replay(); // a plain computation goes on
+  if ((is_whole && !activations) || (call.met(Met::kWhole) && !call.met(Met::kDTensor)))
+    end_view_replay(); // a plain computation goes on
   if (casts && is_forward(call.origin())) cast_activations(call);
   call.proceed();
   end_view_replay(); // autograd has asked

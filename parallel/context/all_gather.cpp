@@ -14,7 +14,7 @@ struct KeysAndValues {
   at::Tensor key, value;
 };
 
-/// In the order of the positions.
+/// Keys and values in the order of the positions.
 KeysAndValues gather_keys(const AttentionCall& call, const at::Tensor& key, const at::Tensor& value) {
   const auto rows = gathered(call, packed({key, value}), label_of(call, "keys and values", {key, value}));
   std::vector<at::Tensor> keys, values;

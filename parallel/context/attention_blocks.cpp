@@ -14,7 +14,7 @@ void add(const AttentionBlock& block, std::vector<AttentionBlock>& blocks) {
   if (block.query.size() > 0 && block.key.size() > 0) blocks.push_back(block);
 }
 
-/// In one document.
+/// Adds the blocks of one document.
 void add_blocks(const PositionRange& query, const PositionRange& key, bool is_causal, std::vector<AttentionBlock>& blocks) {
   if (!is_causal) return add({query, key}, blocks);
   add({query, {key.begin, std::min(key.end, query.begin)}}, blocks);

@@ -26,7 +26,7 @@ at::Tensor mask_of(const AttentionCall& call, const AttentionBlock& block, at::S
   return at::zeros(mask.sizes(), mask.options().dtype(dtype)).masked_fill_(mask.logical_not(), -kInfinity);
 }
 
-/// Where a range of positions lies in what holds it.
+/// The place of a range of positions in what holds it.
 int64_t offset_in(const HeldRange& held, const PositionRange& range) { return held.offset + range.begin - held.positions.begin; }
 
 at::Tensor rows(const at::Tensor& tensor, int64_t offset, const PositionRange& range) {

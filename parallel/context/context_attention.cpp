@@ -46,7 +46,7 @@ BlockGradients run_backward(const AttentionCall& call, const KeptAttention& kept
   TORCH_INTERNAL_ASSERT(false);
 }
 
-/// Of this rank's parts, of 4 dims.
+/// Attention of this rank's parts, of 4 dims.
 struct SplitAttention : torch::autograd::Function<SplitAttention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const AttentionCallPtr& call) {
@@ -126,7 +126,7 @@ void check_lengths(const AttentionCall& call) {
   check_documents(call);
 }
 
-/// Where this rank's part of batch and heads lies, which other dims of the mesh may split.
+/// This rank's part of batch and heads, which other dims of the mesh may split.
 struct BatchAndHeads {
   std::array<int64_t, 2> sizes, offsets, local_sizes;
 };
@@ -171,7 +171,7 @@ AttentionCallPtr start_call(const CommunicatorPtr& communicator, const ContextAt
   return call;
 }
 
-/// On parts, which are contiguous from here on.
+/// Runs the call on parts.
 at::Tensor run_on_parts(const AttentionCallPtr& call, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
   const auto q = with_four_dims(query).contiguous(), k = with_four_dims(key).contiguous(), v = with_four_dims(value).contiguous();
   check_heads(*call, q.size(1), k.size(1));

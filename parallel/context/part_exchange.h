@@ -31,7 +31,7 @@ class Rotation {
 /// The flat tensors of all ranks, one row each.
 at::Tensor gathered(const AttentionCall& call, const at::Tensor& flat, const std::string& label);
 
-/// Of a tensor with a row for each rank, this rank's row of the sum over the ranks.
+/// Sums tensors with a row for each rank over the ranks, and gives this rank's row.
 at::Tensor reduced(const AttentionCall& call, const at::Tensor& rows, const std::string& label);
 
 /// Sends row r of `rows` to rank r; row r of the result is from rank r.

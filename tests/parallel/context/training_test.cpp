@@ -1,0 +1,300 @@
+// Models whose sequences are split over cp and whose rows over dp, with parameters that are sharded over both.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/parallel/context_attention.h>
+#include <tessera/parallel/split_sequence.h>
+
+#include <tessera/tests/parallel/small_gpt.h>
+#include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/sweep.h>
+#include <tessera/tests/support/test_device.h>
+#include <tessera/tests/support/world.h>
+
+namespace tessera::testing::training_test {
+namespace {
+
+constexpr int64_t kRows = 12, kLength = 21, kIgnored = -100;
+
+/// The same on every rank: tokens [rows, length], of which the first rows are shorter, with labels.
+struct Rows {
+  explicit Rows(int64_t step) {
+    torch::manual_seed(500 + step);
+    tokens = torch::randint(0, 29, {kRows, kLength}, torch::kLong);
+    labels = torch::cat({tokens.slice(1, 1), torch::full({kRows, 1}, kIgnored, torch::kLong)}, 1);
+    for (int64_t row = 0; row < kRows / 2; ++row) labels[row].slice(0, kLength - 3 * row).fill_(kIgnored);
+  }
+  double valid() const { return static_cast<double>(labels.ne(kIgnored).sum().item<int64_t>()); }
+  torch::Tensor tokens, labels;
+};
+
+torch::Tensor sum_of_losses(const torch::Tensor& logits, const torch::Tensor& labels) {
+  return torch::cross_entropy_loss(logits.flatten(0, 1).to(torch::kFloat), labels.flatten(), {}, at::Reduction::Sum, kIgnored);
+}
+
+/// Meshes with a dim "cp", and the mesh over which parameters are sharded.
+struct Layout {
+  std::string name;
+  DeviceMesh all, parameters;
+  int64_t data_ranks, data_rank;
+};
+
+Layout layout_of(int64_t replicas, int64_t shards, int64_t parts) {
+  Layout layout;
+  layout.name = c10::str(replicas, " x ", shards, " x ", parts);
+  layout.all = init_device_mesh(test_device_type(), {replicas, shards, parts}, {"replicate", "shard", "cp"});
+  const auto flat = layout.all[std::vector<std::string>{"shard", "cp"}].flatten("shard_cp");
+  layout.parameters = replicas == 1 ? flat : DeviceMesh::concatenate({layout.all["replicate"], flat});
+  layout.data_ranks = replicas * shards;
+  layout.data_rank = layout.all.local_rank("replicate") * shards + layout.all.local_rank("shard");
+  return layout;
+}
+
+/// All factorings of the world's ranks into replicas, shards and parts.
+std::vector<Layout> layouts() {
+  std::vector<Layout> all;
+  const auto world = world_size();
+  for (int64_t replicas = 1; replicas <= world; ++replicas) {
+    for (int64_t shards = 1; replicas * shards <= world; ++shards)
+      if (world % (replicas * shards) == 0) all.push_back(layout_of(replicas, shards, world / replicas / shards));
+  }
+  return all;
+}
+
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<torch::Tensor>&)>;
+
+std::unique_ptr<torch::optim::Optimizer> sgd(const std::vector<torch::Tensor>& parameters) {
+  return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.3).momentum(0.9));
+}
+std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<torch::Tensor>& parameters) {
+  return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.01));
+}
+
+struct TrainingRun {
+  MakeOptimizer optimizer = sgd;
+  FullyShardOptions options = {};
+  ContextParallel scheme = ContextParallel::kAllGather;
+  PartOrder order = PartOrder::kHeadTail;
+  bool recomputes = false;
+  int64_t steps = 20;
+  std::function<void(SmallGpt&, const DeviceMesh&, const FullyShardOptions&)> shard = {};
+};
+
+SmallGpt make_gpt(bool recomputes = false) {
+  torch::manual_seed(3);
+  SmallGpt gpt;
+  gpt->recomputes = recomputes;
+  return gpt;
+}
+
+void shard_gpt(SmallGpt& gpt, const DeviceMesh& mesh, const FullyShardOptions& options) {
+  for (auto& block : *gpt->blocks) fully_shard(*block, mesh, options).set_gradient_divide_factor(1);
+  fully_shard(*gpt, mesh, options).set_gradient_divide_factor(1);
+}
+
+/// This rank's loss, of which the sum over the ranks is that of one process.
+torch::Tensor loss_of_part(SmallGpt& gpt, const Rows& rows, const Layout& layout, const TrainingRun& run) {
+  const auto mine = [&](const torch::Tensor& tensor) { return tensor.chunk(layout.data_ranks)[layout.data_rank]; };
+  const auto parts = split_sequence({mine(rows.tokens), mine(rows.labels)}, {1, 1}, layout.all["cp"],
+                                    {.order = run.order, .pad_values = {0, kIgnored}});
+  const ContextParallelScope scope(run.scheme);
+  const auto logits = gpt->forward(parts.tensors[0], parts.positions);
+  return sum_of_losses(to_local(logits), parts.tensors[1].local()) / rows.valid();
+}
+
+torch::Tensor loss_of_whole(SmallGpt& gpt, const Rows& rows) {
+  return sum_of_losses(gpt->forward(rows.tokens, torch::arange(kLength)), rows.labels) / rows.valid();
+}
+
+double sum_over_ranks(const torch::Tensor& value) {
+  const auto mesh = init_device_mesh(test_device_type(), {world_size()}, {"world"});
+  auto sum = value.detach().clone().reshape({1});
+  mesh.communicator(0)->all_reduce(sum, ReduceOp::kSum, "loss").wait();
+  return sum.item<double>();
+}
+
+struct TrainedGpt {
+  std::vector<double> losses;
+  std::vector<torch::Tensor> weights;
+};
+
+TrainedGpt train(SmallGpt& gpt, const TrainingRun& run, const std::function<torch::Tensor(const Rows&)>& loss_of, bool is_split) {
+  const torch::AutoGradMode grad_mode(true);
+  TrainedGpt trained;
+  const auto optimizer = run.optimizer(gpt->parameters());
+  for (int64_t step = 0; step < run.steps; ++step) {
+    const Rows rows(step);
+    optimizer->zero_grad();
+    const auto loss = loss_of(rows);
+    loss.backward();
+    torch::nn::utils::clip_grad_norm_(gpt->parameters(), 0.3);
+    optimizer->step();
+    trained.losses.push_back(is_split ? sum_over_ranks(loss) : loss.item<double>());
+  }
+  const torch::NoGradGuard no_grad;
+  for (const auto& parameter : gpt->parameters())
+    trained.weights.push_back((is_dtensor(parameter) ? DTensor(parameter).full_tensor() : parameter.detach()).cpu());
+  return trained;
+}
+
+TrainedGpt train_whole(const TrainingRun& run) {
+  auto gpt = make_gpt();
+  return train(
+      gpt, run, [&](const Rows& rows) { return loss_of_whole(gpt, rows); }, /*is_split=*/false);
+}
+
+TrainedGpt train_split(const Layout& layout, const TrainingRun& run) {
+  auto gpt = make_gpt(run.recomputes);
+  (run.shard ? run.shard : shard_gpt)(gpt, layout.parameters, run.options);
+  return train(
+      gpt, run, [&](const Rows& rows) { return loss_of_part(gpt, rows, layout, run); }, /*is_split=*/true);
+}
+
+void expect_close(const TrainedGpt& got, const TrainedGpt& expected, double bound) {
+  ASSERT_EQ(got.weights.size(), expected.weights.size());
+  for (size_t i = 0; i < got.losses.size(); ++i) EXPECT_NEAR(got.losses[i], expected.losses[i], bound) << "step " << i;
+  for (size_t i = 0; i < got.weights.size(); ++i)
+    EXPECT_LE((got.weights[i] - expected.weights[i]).abs().max().item<double>(), bound) << "parameter " << i;
+}
+
+constexpr double kBound = 1e-5;
+constexpr ContextParallel kSchemes[] = {ContextParallel::kAllGather, ContextParallel::kRing, ContextParallel::kUlysses};
+
+TEST(ContextTraining, MatchesOneProcessOverAllFactorings) {
+  for (const auto& optimizer : {MakeOptimizer(sgd), MakeOptimizer(adamw)}) {
+    const auto expected = train_whole({.optimizer = optimizer});
+    EXPECT_LT(expected.losses.back(), expected.losses.front());
+    for (const auto& layout : layouts()) {
+      for (const auto scheme : kSchemes) {
+        if (scheme == ContextParallel::kUlysses && layout.all.size(2) == 3) continue; // 8 heads
+        SCOPED_TRACE(layout.name + ", " + to_string(scheme));
+        const auto order = scheme == ContextParallel::kRing ? PartOrder::kHeadTail : PartOrder::kContiguous;
+        expect_close(train_split(layout, {.optimizer = optimizer, .scheme = scheme, .order = order}), expected, kBound);
+      }
+    }
+  }
+}
+
+/// Ways to shard, of which the mesh has the dims "shard" and "cp" as one.
+std::vector<std::pair<std::string, TrainingRun>> ways() {
+  std::vector<std::pair<std::string, TrainingRun>> all;
+  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+    const std::string suffix = layout == BufferLayout::kRagged ? ", ragged" : ", per parameter";
+    for (const auto strategy : {Strategy::kFullShard, Strategy::kZero1, Strategy::kZero2, Strategy::kNoShard}) {
+      FullyShardOptions options;
+      options.layout = layout;
+      options.strategy = strategy;
+      all.push_back({std::string(row_of(strategy).name) + suffix, {.options = options, .steps = 4}});
+    }
+    FullyShardOptions options;
+    options.layout = layout;
+    options.reshard_after_forward = false;
+    all.push_back({"kept after forward" + suffix, {.options = options, .steps = 4}});
+    all.push_back({"recomputed" + suffix,
+                   {.options = {.layout = layout}, .scheme = ContextParallel::kRing, .recomputes = true, .steps = 4}});
+  }
+  return all;
+}
+
+TEST(ContextTraining, MatchesOneProcessUnderEveryStrategy) {
+  const auto world = world_size();
+  const auto expected = train_whole({.steps = 4});
+  for (const auto& [name, run] : ways()) {
+    for (const auto& layout :
+         {layout_of(1, 1, world), layout_of(1, world % 2 == 0 ? 2 : 1, world % 2 == 0 ? world / 2 : world)}) {
+      SCOPED_TRACE(name + ", " + layout.name);
+      expect_close(train_split(layout, run), expected, kBound);
+    }
+  }
+}
+
+TEST(ContextTraining, MatchesOneProcessWithHybridAndHierarchicalSharding) {
+  if (world_size() != 4) GTEST_SKIP() << "replicas, and parts within them";
+  const auto expected = train_whole({.steps = 4});
+  for (const auto strategy : {Strategy::kHybridShard, Strategy::kHierarchical}) {
+    for (const auto buffers : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+      SCOPED_TRACE(row_of(strategy).name);
+      FullyShardOptions options;
+      options.strategy = strategy;
+      options.layout = buffers;
+      expect_close(train_split(layout_of(2, 1, 2), {.options = options, .scheme = ContextParallel::kRing, .steps = 4}), expected,
+                   kBound);
+    }
+  }
+}
+
+/// One process that computes in bfloat16, with weights and sums of gradients in fp32, as the policy has it.
+TrainedGpt train_whole_in_bf16(const TrainingRun& run) {
+  auto gpt = make_gpt(), rounded = make_gpt();
+  rounded->to(torch::kBFloat16);
+  const auto weights = gpt->parameters(), copies = rounded->parameters();
+  const auto loss_of = [&](const Rows& rows) {
+    {
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < weights.size(); ++i) copies[i].copy_(weights[i]);
+    }
+    rounded->zero_grad();
+    auto loss = loss_of_whole(rounded, rows);
+    loss.backward();
+    for (size_t i = 0; i < weights.size(); ++i) weights[i].mutable_grad() = copies[i].grad().to(torch::kFloat);
+    return torch::zeros({}, torch::requires_grad()) + loss.detach(); // whose own backward adds nothing
+  };
+  return train(gpt, run, loss_of, /*is_split=*/false);
+}
+
+double distance(const TrainedGpt& a, const TrainedGpt& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.weights.size(); ++i)
+    sum += (a.weights[i] - b.weights[i]).to(torch::kDouble).square().sum().item<double>();
+  return std::sqrt(sum);
+}
+
+TEST(ContextTraining, IsAsExactAsOneProcessUnderMixedPrecision) {
+  TrainingRun run;
+  const auto exact = train_whole(run), one = train_whole_in_bf16(run);
+  run.options.mixed_precision.param_dtype = torch::kBFloat16;
+  run.options.mixed_precision.reduce_dtype = torch::kFloat;
+  for (const auto& layout : layouts()) {
+    for (const auto scheme : kSchemes) {
+      if (scheme == ContextParallel::kUlysses && layout.all.size(2) == 3) continue; // 8 heads
+      SCOPED_TRACE(layout.name + ", " + to_string(scheme));
+      run.scheme = scheme;
+      EXPECT_LE(distance(train_split(layout, run), exact), 2 * distance(one, exact));
+    }
+  }
+}
+
+TEST(ContextTraining, EvaluatesWithoutGradMode) {
+  auto whole = make_gpt();
+  const Rows rows(0);
+  const auto expected = loss_of_whole(whole, rows).item<double>();
+  const auto layout = layout_of(1, 1, world_size());
+  for (const auto strategy : {Strategy::kFullShard, Strategy::kZero2, Strategy::kNoShard}) {
+    FullyShardOptions options;
+    options.strategy = strategy;
+    auto gpt = make_gpt();
+    shard_gpt(gpt, layout.parameters, options);
+    const torch::NoGradGuard no_grad;
+    for (const auto scheme : {ContextParallel::kAllGather, ContextParallel::kRing})
+      EXPECT_NEAR(sum_over_ranks(loss_of_part(gpt, rows, layout, {.scheme = scheme})), expected, kBound) << row_of(strategy).name;
+  }
+}
+
+TEST(ContextTraining, TwoRunsAreEqualBitByBit) {
+  const auto layout = layout_of(1, 1, world_size());
+  for (const auto scheme : {ContextParallel::kAllGather, ContextParallel::kRing}) {
+    const TrainingRun run{.scheme = scheme, .steps = 3};
+    const auto first = train_split(layout, run), second = train_split(layout, run);
+    for (size_t i = 0; i < first.weights.size(); ++i) EXPECT_TENSORS_EQUAL(first.weights[i], second.weights[i]);
+  }
+}
+
+} // namespace
+} // namespace tessera::testing::training_test
