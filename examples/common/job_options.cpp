@@ -11,6 +11,7 @@
 #include "common/command_line.h"
 
 ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
+ABSL_FLAG(std::string, dims, "", "names of the dims of --mesh, such as dp,tp; a last one called tp is for tensor parallelism");
 ABSL_FLAG(std::string, mesh, "",
           "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid and hierarchical 2 x half of the ranks");
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
@@ -62,12 +63,40 @@ void check(const JobOptions& options) {
   TORCH_CHECK(options.device == c10::kCPU || options.strategy, "--strategy none runs on the CPU only");
 }
 
+/// Takes a last dim named tp off the mesh.
+void take_tensor_parallel_dim(bool has_tensor_parallelism, JobOptions& options) {
+  const auto text = absl::GetFlag(FLAGS_dims);
+  if (text.empty()) return;
+  const std::vector<std::string> names = absl::StrSplit(text, ',');
+  TORCH_CHECK(names.size() == options.mesh.size(), "--dims ", text, " names ", names.size(), " dims, but --mesh has ",
+              options.mesh.size());
+  for (size_t i = 0; i + 1 < names.size(); ++i) TORCH_CHECK(names[i] != "tp", "--dims ", text, ": tp must be the last dim");
+  if (names.back() != "tp") return;
+  TORCH_CHECK(has_tensor_parallelism, "--dims ", text, ": this program has no tensor parallelism");
+  options.tensor_parallel = options.mesh.back();
+  options.mesh.pop_back();
+}
+
+/// The mesh without tp, of `world` ranks.
+MeshShape data_parallel_shape(const JobOptions& options, int world) {
+  const bool groups = takes_groups(options);
+  auto shape = options.mesh;
+  if (shape.empty()) {
+    TORCH_CHECK(!groups || world % 2 == 0, "--strategy ", to_string(options.strategy), " on ", world,
+                " ranks needs --mesh: its default has 2 groups");
+    shape = groups ? std::vector<int64_t>{2, world / 2} : std::vector<int64_t>{world};
+  }
+  if (groups) return {shape, {options.strategy == Strategy::kHybridShard ? "replicate" : "outer", "shard"}};
+  return {shape, {options.strategy == Strategy::kNoShard ? "replicate" : "shard"}};
+}
+
 } // namespace
 
-JobOptions job_options() {
+JobOptions job_options(bool has_tensor_parallelism) {
   JobOptions options;
   options.ranks = absl::GetFlag(FLAGS_ranks);
   if (!absl::GetFlag(FLAGS_mesh).empty()) options.mesh = parse_mesh(absl::GetFlag(FLAGS_mesh));
+  take_tensor_parallel_dim(has_tensor_parallelism, options);
   options.device = choose("device", absl::GetFlag(FLAGS_device), kDevices);
   options.threads = absl::GetFlag(FLAGS_threads);
   options.strategy = choose("strategy", absl::GetFlag(FLAGS_strategy), kStrategies);
@@ -80,17 +109,14 @@ JobOptions job_options() {
 }
 
 MeshShape mesh_shape(const JobOptions& options, int world) {
-  const bool groups = takes_groups(options);
-  auto shape = options.mesh;
-  if (shape.empty()) {
-    TORCH_CHECK(!groups || world % 2 == 0, "--strategy ", to_string(options.strategy), " on ", world,
-                " ranks needs --mesh: its default has 2 groups");
-    shape = groups ? std::vector<int64_t>{2, world / 2} : std::vector<int64_t>{world};
+  auto mesh = data_parallel_shape(options, static_cast<int>(data_ranks(options, world)));
+  if (options.tensor_parallel) {
+    mesh.shape.push_back(*options.tensor_parallel);
+    mesh.names.emplace_back("tp");
   }
-  const auto size = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-  TORCH_CHECK(size == world, "--mesh ", absl::StrJoin(shape, "x"), " holds ", size, " ranks, but there are ", world);
-  if (groups) return {shape, {options.strategy == Strategy::kHybridShard ? "replicate" : "outer", "shard"}};
-  return {shape, {options.strategy == Strategy::kNoShard ? "replicate" : "shard"}};
+  const auto size = std::accumulate(mesh.shape.begin(), mesh.shape.end(), int64_t{1}, std::multiplies<>());
+  TORCH_CHECK(size == world, "--mesh ", absl::StrJoin(mesh.shape, "x"), " holds ", size, " ranks, but there are ", world);
+  return mesh;
 }
 
 void check_job(const JobOptions& options, int world) {

@@ -15,8 +15,9 @@ enum class Precision { kFp32, kBf16, kFp16 };
 
 /// How a program runs over ranks: the flags that the examples share.
 struct JobOptions {
-  int ranks = 0;             ///< local ranks to start; 0: the environment says what rank this process is
-  std::vector<int64_t> mesh; ///< empty: from the strategy and the number of ranks
+  int ranks = 0;                          ///< local ranks to start; 0: the environment says what rank this process is
+  std::vector<int64_t> mesh;              ///< of the data-parallel dims; empty: from the strategy and the number of ranks
+  std::optional<int64_t> tensor_parallel; ///< ranks of the mesh's last dim, tp; unset: it has none
   c10::DeviceType device = c10::kCPU;
   int threads = 0; ///< a rank's threads; 0: OMP_NUM_THREADS, or the cores divided by the local ranks
   std::optional<Strategy> strategy = Strategy::kFullShard; ///< unset: one process, the model as it is
@@ -27,8 +28,11 @@ struct JobOptions {
 };
 
 /// What the flags say, after `parse_command_line`. Throws c10::Error that names the flag for a value out of its range or flags
-/// that contradict each other.
-JobOptions job_options();
+/// that contradict each other, and for a dim `tp` unless the program `has_tensor_parallelism`.
+JobOptions job_options(bool has_tensor_parallelism = false);
+
+/// How many ranks, of `world`, have rows of their own.
+inline int64_t data_ranks(const JobOptions& options, int world) { return world / options.tensor_parallel.value_or(1); }
 
 /// The mesh's shape and the names of its dims, for a job of `world` ranks. Throws when the options do not fit so many.
 struct MeshShape {

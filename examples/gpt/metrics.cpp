@@ -13,7 +13,7 @@ void JsonLog::run(const Options& options, int world, int64_t parameters, double 
   record["heads"] = options.model.heads;
   record["sequence"] = options.model.sequence;
   record["steps"] = options.steps;
-  record["global_batch"] = options.rows_a_rank(world) * world;
+  record["global_batch"] = options.rows_a_rank(world) * examples::data_ranks(options, world);
   record["lr"] = options.learning_rate;
   record["seed"] = options.seed;
   record["strategy"] = to_string(options.strategy);

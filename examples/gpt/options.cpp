@@ -21,6 +21,7 @@ ABSL_FLAG(double, clip, 1.0, "largest global gradient norm; 0 for none");
 ABSL_FLAG(double, weight_decay, 0.1, "of matrices; norms and biases have none");
 ABSL_FLAG(bool, recompute, false,
           "keep only the inputs of the blocks, and compute the rest again in backward: less memory, more time");
+ABSL_FLAG(bool, sequence_parallel, false, "split activations between the layers over their time; needs a dim tp");
 ABSL_FLAG(uint64_t, seed, 1, "of the initial weights, the batches and the samples");
 ABSL_FLAG(double, max_seconds, 0, "stop training after so many seconds; 0 for never");
 ABSL_FLAG(std::string, log, "runs/train_gpt.jsonl", "file for the metrics, one JSON object a line; empty for none");
@@ -73,6 +74,11 @@ void check_numbers(const Options& options) {
 
 void check_combinations(const Options& options) {
   TORCH_CHECK(options.save_every == 0 || !options.checkpoint.empty(), "--save-every needs --checkpoint");
+  const auto tensor_parallel = options.tensor_parallel.value_or(1);
+  TORCH_CHECK(options.model.heads % tensor_parallel == 0, "--heads ", options.model.heads, " does not divide among the ",
+              tensor_parallel, " ranks of tp");
+  TORCH_CHECK(!options.sequence_parallel || options.tensor_parallel,
+              "--sequence-parallel needs a dim tp: --mesh 2x2 --dims dp,tp");
   TORCH_CHECK(!options.resume || !options.checkpoint.empty(), "--resume needs --checkpoint");
   TORCH_CHECK(options.sample_bytes == 0 || !options.prompt.empty(), "--prompt is empty");
 }
@@ -81,7 +87,7 @@ void check_combinations(const Options& options) {
 
 Options parse_options(int argc, char** argv) {
   examples::parse_command_line(argc, argv, "trains a byte-level GPT, sharded over ranks", "gpt/options.cpp");
-  Options options{examples::job_options()};
+  Options options{examples::job_options(/*has_tensor_parallelism=*/true)};
   options.data = absl::GetFlag(FLAGS_data);
   options.model = {absl::GetFlag(FLAGS_layers), absl::GetFlag(FLAGS_width), absl::GetFlag(FLAGS_heads),
                    absl::GetFlag(FLAGS_sequence)};
@@ -93,6 +99,7 @@ Options parse_options(int argc, char** argv) {
   options.clip = absl::GetFlag(FLAGS_clip);
   options.weight_decay = absl::GetFlag(FLAGS_weight_decay);
   options.recompute = absl::GetFlag(FLAGS_recompute);
+  options.sequence_parallel = absl::GetFlag(FLAGS_sequence_parallel);
   options.seed = absl::GetFlag(FLAGS_seed);
   options.max_seconds = absl::GetFlag(FLAGS_max_seconds);
   options.log = absl::GetFlag(FLAGS_log);
@@ -114,9 +121,10 @@ Options parse_options(int argc, char** argv) {
 }
 
 void check_world(const Options& options, int world) {
-  TORCH_CHECK(options.global_batch % world == 0, "--global-batch ", options.global_batch, " does not divide among ", world,
-              " ranks");
   examples::check_job(options, world);
+  const auto ranks = examples::data_ranks(options, world);
+  TORCH_CHECK(options.global_batch % ranks == 0, "--global-batch ", options.global_batch, " does not divide among ", ranks,
+              " ranks");
 }
 
 } // namespace gpt

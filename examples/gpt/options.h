@@ -24,7 +24,8 @@ struct Options : examples::JobOptions {
   int64_t warmup = 0; ///< steps of linear warm-up; a cosine down to a tenth follows
   double clip = 0;    ///< the largest global gradient norm; 0: no clipping
   double weight_decay = 0;
-  bool recompute = false; ///< of the blocks, in backward
+  bool recompute = false;         ///< of the blocks, in backward
+  bool sequence_parallel = false; ///< activations between the layers are split over their time
   uint64_t seed = 0;
   double max_seconds = 0; ///< stop training after so long; 0: never
 
@@ -39,8 +40,8 @@ struct Options : examples::JobOptions {
   std::string trace;        ///< folder for a Chrome trace of a step from each rank; empty: none
   std::string dump_initial; ///< folder for the initial weights and all batches; empty: none
 
-  /// The rows of one rank among `world` ranks.
-  int64_t rows_a_rank(int world) const { return batch > 0 ? batch : global_batch / world; }
+  /// The rows of one rank among `world` ranks. Those of a tensor-parallel group have the same.
+  int64_t rows_a_rank(int world) const { return batch > 0 ? batch : global_batch / examples::data_ranks(*this, world); }
 };
 
 /// Reads the command line; `-` and `_` in a flag's name are the same. Throws c10::Error that names the flag for a value out of

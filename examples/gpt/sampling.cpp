@@ -1,6 +1,7 @@
 #include "gpt/sampling.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <tessera/dtensor/api.h>
 #include <tessera/fsdp/fully_shard.h>
 
 #include <algorithm>
@@ -39,7 +40,9 @@ std::string sample(Gpt& model, const std::string& prompt, torch::Device device, 
   for (int64_t i = 0; i < options.bytes; ++i) {
     const auto context = std::min<size_t>(text.size(), static_cast<size_t>(model->config().sequence));
     auto bytes = torch::from_blob(text.data() + text.size() - context, {1, static_cast<int64_t>(context)}, torch::kUInt8);
-    const auto logits = model->forward(bytes.to(torch::kLong).to(device)).select(1, -1).to(torch::kCPU, torch::kFloat);
+    auto logits = model->forward(bytes.to(torch::kLong).to(device));
+    if (tessera::is_dtensor(logits)) logits = tessera::DTensor(logits).full_tensor(); // of a tensor-parallel model
+    logits = logits.select(1, -1).to(torch::kCPU, torch::kFloat);
     const auto next = torch::multinomial(torch::softmax(logits / options.temperature, -1), 1, false, generator);
     text.push_back(static_cast<char>(next.item<int64_t>()));
   }

@@ -32,8 +32,12 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 std::string describe(const Options& options, int64_t parameters) {
   auto text = fmt::format("{} parameters on {} rank{}", parameters, world_size(), world_size() == 1 ? "" : "s");
   if (!options.strategy) return text + ", not sharded";
-  return text + fmt::format(", strategy {}, layout {}, {}", to_string(options.strategy), to_string(options.layout),
-                            to_string(options.precision));
+  return text +
+         fmt::format(", strategy {}, layout {}, {}", to_string(options.strategy), to_string(options.layout),
+                     to_string(options.precision)) +
+         (options.tensor_parallel ? fmt::format(", tensor-parallel over {}{}", *options.tensor_parallel,
+                                                options.sequence_parallel ? ", sequence-parallel" : "")
+                                  : "");
 }
 
 // The flags that make the model.
@@ -117,7 +121,7 @@ void Trainer::run() {
 
 StepMetrics Trainer::train_step(int64_t step) {
   const auto begin = std::chrono::steady_clock::now();
-  const auto batch = to_device(text_.training_batch(step, rank() * rows_, rows_));
+  const auto batch = to_device(text_.training_batch(step, data_rank() * rows_, rows_));
   StepMetrics metrics;
   metrics.step = step + 1;
   metrics.learning_rate = learning_rate(options_, step);
@@ -136,7 +140,8 @@ StepMetrics Trainer::train_step(int64_t step) {
   metrics.loss = means[0];
   TORCH_CHECK(std::isfinite(metrics.loss), "the loss of step ", metrics.step, " is ", metrics.loss, "; a smaller --lr may help");
   metrics.resident_bytes = means[1];
-  metrics.tokens_per_second = static_cast<double>(rows_ * world_size() * options_.model.sequence) / seconds_since(begin);
+  metrics.tokens_per_second =
+      static_cast<double>(rows_ * examples::data_ranks(options_, world_size()) * options_.model.sequence) / seconds_since(begin);
   return metrics;
 }
 
@@ -152,7 +157,7 @@ double Trainer::validate() {
   torch::NoGradGuard no_grad;
   double sum = 0;
   for (int64_t index = 0; index < options_.validation_batches; ++index) {
-    const auto batch = to_device(text_.validation_batch(index, rank() * rows_, rows_));
+    const auto batch = to_device(text_.validation_batch(index, data_rank() * rows_, rows_));
     sum += cross_entropy(model_->forward(batch.inputs), batch.targets).item<double>();
   }
   return examples::mean_over_ranks({sum / static_cast<double>(options_.validation_batches)})[0];
@@ -208,7 +213,7 @@ void Trainer::dump_initial() {
   std::vector<torch::Tensor> inputs, targets;
   std::vector<double> learning_rates;
   for (int64_t step = 0; step < options_.steps; ++step) {
-    const auto batch = text_.training_batch(step, 0, rows_ * world_size());
+    const auto batch = text_.training_batch(step, 0, rows_ * examples::data_ranks(options_, world_size()));
     inputs.push_back(batch.inputs);
     targets.push_back(batch.targets);
     learning_rates.push_back(learning_rate(options_, step));
@@ -262,6 +267,9 @@ bool Trainer::is_to_stop() {
 }
 
 bool Trainer::first_rank() const { return rank() == 0; }
+
+// tp is the last dim of the mesh.
+int64_t Trainer::data_rank() const { return rank() / options_.tensor_parallel.value_or(1); }
 
 Batch Trainer::to_device(const Batch& batch) const { return {batch.inputs.to(device_), batch.targets.to(device_)}; }
 

@@ -37,6 +37,7 @@ class Trainer {
   void write_samples();
   bool is_to_stop();
   bool first_rank() const;
+  int64_t data_rank() const; // whose rows this rank has
   Batch to_device(const Batch& batch) const;
 
   Options options_;

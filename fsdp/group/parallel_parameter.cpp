@@ -50,9 +50,10 @@ Placement seen_globally(const Placement& along_shard, const Spec& parallel) {
 
 } // namespace
 
-SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes& axes, const Placement& along_shard) {
-  if (std::any_of(parallel.placements().begin(), parallel.placements().end(), is_strided)) {
-    auto nested = parallel.placements(); // the parts of a part have no name with the data-parallel dims first
+SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes& axes, const Placement& along_shard,
+                      ForeignDims order) {
+  if (order == ForeignDims::kFirst) {
+    auto nested = parallel.placements();
     const auto inner = axes.placements(along_shard);
     nested.append(inner.begin(), inner.end());
     return Spec::intern(DeviceMesh::concatenate({parallel.mesh(), axes.mesh()}), nested, parallel.sizes(), dtype);
@@ -87,6 +88,10 @@ at::Tensor beside_split_sequences(const at::Tensor& leaf, const DeviceMesh& mesh
   if (!needs_graph(leaf)) return make_dtensor(leaf.detach(), spec);
   terms[static_cast<size_t>(split)] = Partial{};
   return BesideSplitSequences::apply(leaf, spec, spec->with(terms));
+}
+
+bool is_packed(const Spec& parallel) {
+  return std::any_of(parallel.placements().begin(), parallel.placements().end(), is_strided);
 }
 
 at::Tensor as_parallel(const at::Tensor& leaf, const Spec& parallel) {

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <string>
 
 #include <tessera/dtensor/spec.h>
@@ -19,10 +20,19 @@ void check_parallel(const at::Tensor& parameter, const std::string& name, const 
 /// How forward reads such a parameter in `dtype`: as it lies, row-major.
 SpecPtr spec_in_forward(const Spec& parallel, at::ScalarType dtype);
 
+/// Where the foreign dims are in the mesh of a parameter that is sharded further.
+enum class ForeignDims : uint8_t {
+  kLast,  ///< as in FSDP2
+  kFirst, ///< parts of any part have a name so. All parameters of a model with styles have one mesh, also packed ones.
+};
+
 /// How a parameter lies whose parts, that `parallel` gave the ranks, are split by `along_shard`: on the mesh of the data-parallel
-/// dims, then the foreign ones. Where both split one dim, the foreign one did first. Under a StridedShard the foreign dims come
-/// first in the mesh as well.
-SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes& axes, const Placement& along_shard);
+/// dims and the foreign ones. Where both split one dim, the foreign one did first.
+SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes& axes, const Placement& along_shard,
+                      ForeignDims order);
+
+/// Whether parts of its parts have a name with the foreign dims first alone.
+bool is_packed(const Spec& parallel);
 
 /// What a read of the parameter in forward gets: a DTensor of the part that `leaf` holds. Differentiable.
 at::Tensor as_parallel(const at::Tensor& leaf, const Spec& parallel);

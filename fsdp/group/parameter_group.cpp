@@ -164,6 +164,10 @@ void ParameterGroup::release_parameter(size_t index) {
   own(tensor, nullptr);
 }
 
+ForeignDims order_of(const FreeParameter& free) {
+  return free.mark || is_packed(*free.parallel) ? ForeignDims::kFirst : ForeignDims::kLast;
+}
+
 void ParameterGroup::add_parameter(const FreeParameter& free) {
   const auto& tensor = free.tensor;
   const size_t index = parameters_.size();
@@ -172,7 +176,7 @@ void ParameterGroup::add_parameter(const FreeParameter& free) {
   const auto dtype = free.values().scalar_type();
   parameters_.push_back({.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
                          .spec = free.parallel
-                                     ? shard_further(*free.parallel, dtype, axes_, layout.placement)
+                                     ? shard_further(*free.parallel, dtype, axes_, layout.placement, order_of(free))
                                      : Spec::intern(axes_.mesh(), axes_.placements(layout.placement), sizes, dtype, strides),
                          .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), index),
                          .unsharded_dtype = free.dtype,

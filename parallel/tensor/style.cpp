@@ -8,7 +8,9 @@
 #include <vector>
 
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/redistribute/move.h>
 #include <tessera/parallel/tensor/entered.h>
+#include <tessera/parallel/tensor/late_sums.h>
 #include <tessera/reads/read_call.h>
 
 namespace tessera::internal::parallel {
@@ -144,13 +146,20 @@ void mark_views(const c10::IValue& results, const Style& style, bool casts) {
   }
 }
 
-/// The first argument that has a style, with its dims; a list's elements do not count.
-std::pair<StyledMeta*, int64_t> styled_argument(const ReadCall& call) {
+/// The first argument that has a style; undefined for none. A list's elements do not count.
+at::Tensor styled_argument(const ReadCall& call) {
   for (const auto& value : call.arguments) {
-    auto* const meta = value.isTensor() ? styled_meta(value.toTensor()) : nullptr;
-    if (meta) return {meta, value.toTensor().dim()};
+    if (value.isTensor() && styled_meta(value.toTensor())) return value.toTensor();
   }
-  return {nullptr, 0};
+  return {};
+}
+
+/// Before a graph is made that leads to parameters: says where their gradients go.
+void place_gradients(const ReadCall& call) {
+  if (!at::GradMode::is_enabled()) return;
+  dispatch::visit_tensors(call.traits, call.arguments, [](const at::Tensor& tensor, size_t) {
+    if (styled_meta(tensor) && tensor.requires_grad() && tensor.is_leaf()) place_gradient_late(tensor);
+  });
 }
 
 class StyleKind final : public ReadKind {
@@ -162,19 +171,20 @@ class StyleKind final : public ReadKind {
   }
 
   void on_read(ReadCall& call) const override {
-    const auto [found, ndim] = styled_argument(call);
-    if (!found) return call.proceed();
-    const auto meta = c10::intrusive_ptr<StyledMeta>::reclaim_copy(found); // beyond the arguments
+    place_gradients(call);
+    const auto styled = styled_argument(call);
+    if (!styled.defined()) return call.proceed();
+    const auto* const meta = styled_meta(styled);
     const bool is_read = !call.traits.writes && !call.traits.is_metadata_only;
     if (is_read && !is_forward(call.origin())) forget_entered();
     if (is_read && !is_inside && is_forward(call.origin())) {
       if (meta->casts) cast_beside(call, meta->spec->dtype());
       const auto& reading = dispatch::read_once<&read_positions>(call.op);
       if (reading.use != Use::kOther && styled_meta(call.arguments[reading.weight].toTensor())) return run_layer(call, reading);
-      bring_activation(call, *meta, ndim);
+      bring_activation(call, *meta, styled.dim());
     }
     const bool may_view = call.traits.returns_alias && !call.traits.writes && call.arguments[0].isTensor() &&
-                          styled_meta(call.arguments[0].toTensor()) == meta.get();
+                          styled_meta(call.arguments[0].toTensor()) == meta;
     call.proceed();
     if (may_view) mark_views(call.stack->back(), *meta->style, meta->casts);
   }

@@ -28,6 +28,7 @@ struct Style final : ReadMark, std::enable_shared_from_this<Style> {
 struct StyledMeta : ReadMeta {
   StyledMeta(const DTensorMeta& of, std::shared_ptr<const Style> own_style, bool casts_beside);
   std::shared_ptr<const ReadMark> mark() const override { return style; }
+  bool places_gradient() const override { return false; } // late_sums.h does
   std::shared_ptr<const Style> style;
   bool casts; ///< floating-point activations beside it get its dtype
 };

@@ -73,6 +73,23 @@ class TrainGptTest(unittest.TestCase):
                       ("--strategy=none", "--recompute")):
             self.assert_same_curve(self.losses(*flags), expected, flags)
 
+    def test_the_curve_does_not_depend_on_tensor_parallelism(self):
+        expected = self.losses("--strategy=none")
+        for ranks, mesh, dims, *others in ((2, "2", "tp"), (4, "2x2", "dp,tp"), (2, "1x2", "dp,tp", "--recompute"),
+                                           (4, "2x1x2", "replicate,shard,tp", "--strategy=hybrid")):
+            for sequence in ("false", "true"):
+                flags = (f"--ranks={ranks}", f"--mesh={mesh}", f"--dims={dims}", f"--sequence-parallel={sequence}", *others)
+                self.assert_same_curve(self.losses(*flags), expected, flags)
+
+    def test_a_checkpoint_goes_from_one_mesh_to_another(self):
+        whole = self.losses("--strategy=none", "--steps=4")
+        saved = self.folder / "saved"
+        self.train("--ranks=4", "--mesh=2x2", "--dims=dp,tp", "--steps=4", f"--checkpoint={saved}", "--save-every=2")
+        (saved / "step-000004").rename(self.folder / "elsewhere")
+        (self.folder / "log.jsonl").unlink()
+        rest = self.losses("--ranks=2", "--mesh=2", "--dims=tp", "--steps=4", f"--checkpoint={saved}", "--resume")
+        self.assert_same_curve(rest, whole[2:], "dp 2 and tp 2, then tp 2")
+
     def test_runs_under_torchrun(self):
         launcher = [VENV / "bin" / "torchrun", "--no-python", "--nproc-per-node=2", "--standalone", "--"]  # or it takes --log for its own
         self.assert_same_curve(self.losses(launcher=launcher), self.losses("--strategy=none"), "torchrun")
@@ -206,6 +223,12 @@ class TrainGptTest(unittest.TestCase):
     def test_missing_data(self):
         for ranks in (0, 2):
             self.assert_error("the data file /nowhere.txt does not exist", "--data=/nowhere.txt", f"--ranks={ranks}")
+
+    def test_bad_dims(self):
+        self.assert_error("names 1 dims, but --mesh has 2", "--ranks=4", "--mesh=2x2", "--dims=tp")
+        self.assert_error("tp must be the last dim", "--ranks=4", "--mesh=2x2", "--dims=tp,dp")
+        self.assert_error("--sequence-parallel needs a dim tp", "--ranks=2", "--sequence-parallel")
+        self.assert_error("--heads 2 does not divide among the 4 ranks of tp", "--ranks=4", "--mesh=4", "--dims=tp")
 
     def test_bad_flags(self):
         self.assert_error("--mesh is '2y2', but must be sizes joined by x", "--mesh=2y2")

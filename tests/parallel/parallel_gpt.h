@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <gpt/model.h>
+#include <gpt/sharding.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/parallel/parallelize.h>
 
@@ -33,17 +34,8 @@ inline gpt::Gpt seeded_gpt(const gpt::ModelConfig& config) {
   return model;
 }
 
-/// Megatron's plan. With `sequence` the activations between the layers are split over their time.
-inline ParallelPlan gpt_plan(bool sequence = false) {
-  const Placement stream = sequence ? Placement(Shard{1}) : Placement(Replicate{});
-  ParallelPlan plan{{"token_embedding", VocabParallel{stream}},
-                    {"blocks.*.attention.qkv", Colwise{.packed = 3}},
-                    {"blocks.*.attention.projection", Rowwise{.output = stream}},
-                    {"blocks.*.expand", Colwise{}},
-                    {"blocks.*.contract", Rowwise{.output = stream}}};
-  if (sequence) plan.insert(plan.end(), {{"blocks.*.*_norm", Sequence{}}, {"norm", Sequence{}}});
-  return plan;
-}
+/// Megatron's plan.
+inline ParallelPlan gpt_plan(bool sequence = false) { return gpt::parallel_plan(sequence); }
 
 struct Tokens {
   torch::Tensor inputs, targets; ///< [batch, time]

@@ -448,10 +448,10 @@ TEST(View, OneThatMovedAndIsStaleCannotBeRead) {
   const auto mesh = line_mesh();
   if (mesh.size() == 1) GTEST_SKIP() << "nothing moves";
   const auto base = make(values(), mesh, {Shard{1}});
-  const auto view = base.view({3, 8});
+  const auto view = base.view({8, 3});
   const auto element = view.select(0, 0).select(0, 0);
   ASSERT_TRUE(is_copy(view));
-  EXPECT_TENSORS_EQUAL(full(view), values().view({3, 8}));
+  EXPECT_TENSORS_EQUAL(full(view), values().view({8, 3}));
   base.mul_(2);
   const auto* stale = "the DTensor behind this view was written after the view was taken";
   EXPECT_THROWS_WITH(full(view), stale);
@@ -470,7 +470,7 @@ TEST(View, OneThatMovedIsNotWrittenInInferenceMode) {
   const c10::InferenceMode inference;
   const auto base = make(values(), mesh, {Shard{1}});
   const auto* copy = "this view of a DTensor could not alias it";
-  EXPECT_THROWS_WITH(base.view({3, 8}).mul_(3), copy);
+  EXPECT_THROWS_WITH(base.view({8, 3}).mul_(3), copy);
   EXPECT_THROWS_WITH(base.flatten().slice(0, 1, 7).fill_(9), copy);
   EXPECT_TENSORS_EQUAL(full(base), values());
   base.t().mul_(2);

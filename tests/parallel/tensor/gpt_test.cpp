@@ -15,6 +15,7 @@
 namespace tessera::testing::gpt_test {
 namespace {
 
+using torch::Tensor;
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<torch::Tensor>&)>;
 
 std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<torch::Tensor>& parameters) {
@@ -141,10 +142,69 @@ TEST(ParallelGpt, GathersAndScattersTheSequence) {
   for (const int64_t layers : {1, 2}) {
     const auto counts = count_step(layers, /*sequence=*/true);
     EXPECT_EQ(counts.forward, (Counts{0, 2 * layers + 1, 2 * layers + 1}));
-    EXPECT_EQ(counts.backward.all_gathers, 2 * layers + 1);
-    EXPECT_EQ(counts.backward.reduce_scatters, 2 * layers + 1);
+    // One all-reduce for the loss, and one for the gradients of all norms, row-wise biases and the positions.
+    EXPECT_EQ(counts.backward, (Counts{2, 2 * layers + 1, 2 * layers + 1}));
     EXPECT_EQ(counts.optimizer, (Counts{0, 0, 0}));
   }
+}
+
+/// Gradients that are summed at the end of a backward are right for whoever looks: after several backwards, in hooks, of
+/// `autograd::grad`, of some parameters alone.
+TEST(ParallelGpt, GradientsAreWholeForWhoeverLooks) {
+  const auto mesh = tensor_mesh();
+  const auto twice = [](gpt::Gpt& model) {
+    for (const int64_t step : {0, 1}) loss_of(model, draw_tokens(step, 2, 8)).backward();
+  };
+  const auto by_grad = [](gpt::Gpt& model) {
+    const auto parameters = model->parameters();
+    const auto gradients = torch::autograd::grad({loss_of(model, draw_tokens(0, 2, 8))}, parameters);
+    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = gradients[i];
+  };
+  const auto of_some = [](gpt::Gpt& model) {
+    auto parameters = model->parameters();
+    parameters.resize(parameters.size() / 2);
+    loss_of(model, draw_tokens(0, 2, 8)).backward({}, std::nullopt, false, parameters);
+  };
+  const auto with_hooks = [](gpt::Gpt& model) {
+    for (auto& parameter : model->parameters()) parameter.register_hook([](const Tensor& gradient) { return gradient.abs(); });
+    loss_of(model, draw_tokens(0, 2, 8)).backward();
+  };
+  for (const auto& run : std::vector<std::function<void(gpt::Gpt&)>>{twice, by_grad, of_some, with_hooks}) {
+    auto twin = seeded_gpt(small_gpt()), model = seeded_gpt(small_gpt());
+    twin->to(torch::kDouble);
+    model->to(torch::kDouble);
+    parallelize(*model, mesh, gpt_plan(/*sequence=*/true));
+    run(twin);
+    run(model);
+    const auto expected = twin->named_parameters();
+    for (const auto& item : model->named_parameters()) {
+      const auto &gradient = item.value().grad(), &wanted = expected[item.key()].grad();
+      ASSERT_EQ(gradient.defined(), wanted.defined()) << item.key();
+      if (!wanted.defined()) continue;
+      EXPECT_EQ(DTensor(gradient).placements(), DTensor(item.value()).placements()) << item.key();
+      EXPECT_TENSORS_CLOSE(whole_of(gradient), wanted, 1e-10, 1e-12) << item.key();
+    }
+  }
+}
+
+/// What a backward left that failed does not reach the next one's gradients.
+TEST(ParallelGpt, AFailedBackwardLeavesNothing) {
+  auto twin = seeded_gpt(small_gpt()), model = seeded_gpt(small_gpt());
+  parallelize(*model, tensor_mesh(), gpt_plan(/*sequence=*/true));
+  bool fails = true;
+  model->named_parameters()["position_embedding.weight"].register_hook([&](const Tensor& gradient) {
+    TORCH_CHECK(!fails, "on purpose");
+    return gradient;
+  });
+  const auto tokens = draw_tokens(0, 2, 8);
+  EXPECT_THROWS_WITH(loss_of(model, tokens).backward(), "on purpose");
+  fails = false;
+  for (auto& parameter : model->parameters()) parameter.mutable_grad().reset();
+  loss_of(model, tokens).backward();
+  loss_of(twin, tokens).backward();
+  const auto expected = twin->named_parameters();
+  for (const auto& item : model->named_parameters())
+    EXPECT_TENSORS_CLOSE(whole_of(item.value().grad()), expected[item.key()].grad(), 1e-4, 1e-6) << item.key();
 }
 
 TEST(ParallelGpt, EvaluatesAsOneProcess) {
