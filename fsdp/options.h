@@ -69,8 +69,11 @@ using ShardPlacementFn = std::function<std::optional<Placement>(const std::strin
 /// Options of `fully_shard`. The defaults are FSDP2's, except three: `layout` (FSDP2 lays parameters out as kPerParameter),
 /// `initial_weights` (FSDP2 does not compare the ranks' weights) and `communicators` (FSDP2 uses one process group).
 struct FullyShardOptions {
-  /// Which ranks keep what. Unset: full sharding on a 1-D mesh, hybrid on a 2-D one.
+  /// Which ranks keep what. Unset: full sharding on a 1-D mesh, hybrid on a 2-D one, or where
+  /// `data_parallel_dims` names outer dims.
   std::optional<Strategy> strategy;
+  /// Which dims of the mesh the strategy is for. Unset: all of a mesh with one dim or two, the last of which is the inner one.
+  std::optional<DataParallelDims> data_parallel_dims;
   /// Free the unsharded parameters between forward and backward. Unset: true, but false for the root module and where the
   /// strategy keeps parameters whole.
   std::optional<ReshardAfterForward> reshard_after_forward;

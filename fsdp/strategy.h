@@ -2,7 +2,9 @@
 
 #include <array>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace tessera {
 
@@ -15,6 +17,13 @@ enum class Strategy {
   kFullShard,    ///< ZeRO-3: the parameters as well (FSDP2: fully_shard)
   kHybridShard,  ///< full sharding inside the second mesh dim, replicas along the first (FSDP2: HSDP)
   kHierarchical, ///< parameters sharded inside the second mesh dim alone, gradients and optimizer state over all ranks
+};
+
+/// Which dims of a mesh are data-parallel, by their names. All others are foreign: tensor, context, expert or pipeline
+/// parallelism has them, and each of their ranks shards its own parameters. Several dims count as one.
+struct DataParallelDims {
+  std::vector<std::string> outer; ///< between groups of ranks; empty for a strategy that has no entry for them
+  std::vector<std::string> inner; ///< inside a group
 };
 
 /// Whether a state is split over the ranks of a mesh dim, or whole on each of them.
@@ -31,8 +40,9 @@ struct ShardedStates {
 struct StrategyRow {
   Strategy strategy;
   std::string_view name;
-  std::optional<ShardedStates> outer; ///< along the first dim of a 2-D mesh (between nodes); unset: the mesh is 1-D
-  ShardedStates inner;                ///< along the last dim (inside a node)
+  std::optional<ShardedStates>
+      outer;           ///< along the outer dims (between nodes), by default the first of two; unset: there are none
+  ShardedStates inner; ///< along the inner dims (inside a node), by default the last
 };
 
 inline constexpr std::array<StrategyRow, 6> kStrategies{{

@@ -36,7 +36,7 @@ std::string UnevenRounds::divided_otherwise() const {
   std::string differing;
   for_each_group(*model_->state(), /*recurse=*/true, [&](const GroupGradients& gradients) {
     const auto& group = gradients.group();
-    const double divisor = gradients.settings.divide_factor.value_or(static_cast<double>(group.axes().mesh().size()));
+    const double divisor = gradients.settings.divide_factor.value_or(static_cast<double>(group.roles().mesh().size()));
     if (trains_any(group) && divisor != ranks && differing.empty())
       differing = fmt::format("those of {} by {}", group.label(), divisor);
   });

@@ -138,12 +138,12 @@ void GroupGradients::set_divide_factor(double factor) {
   settings.divide_factor = factor;
 }
 
-bool GroupGradients::reduces_alone() const { return !group_.axes().reduces() && !settings.all_reduce_hook; }
+bool GroupGradients::reduces_alone() const { return group_.stages().reductions.empty() && !settings.all_reduce_hook; }
 
 /// What the sum over the ranks is divided by where the collectives do not average: the program's factor, or the number of ranks.
 std::optional<double> GroupGradients::divisor() const {
-  if (settings.divide_factor || group_.axes().averages(dtype_)) return settings.divide_factor;
-  return group_.axes().reducing_ranks();
+  if (settings.divide_factor || group_.stages().averages(dtype_)) return settings.divide_factor;
+  return group_.stages().reducing_ranks();
 }
 
 /// What the gradients are divided by before they are added: a sum of fp16 numbers may be too large for it. A power of two, so
@@ -274,15 +274,15 @@ void GroupGradients::start_reduce(ReadyGradients& ready) {
 
 void GroupGradients::start_first() {
   auto& input = reduction_.input;
-  const auto& communicator = group_.axes().reduce_scatter();
+  const auto& communicator = group_.stages().reduce_scatter();
   if (!communicator) {
     reduction_.output = std::exchange(input.data, at::Tensor());
     if (const auto home = input.users.end(); home && home != reduction_.home) use_on_current_stream(reduction_.output);
     return;
   }
-  reduction_.output = at::empty({layout_.chunk_numel * group_.axes().outer_ranks()}, input.data.options());
+  reduction_.output = at::empty({input.data.numel() / communicator->size()}, input.data.options());
   const bool adds = divisor().has_value();
-  reduction_.is_divided = adds && !group_.axes().reduces_twice() && !settings.all_reduce_hook && communicator->scales(dtype_);
+  reduction_.is_divided = adds && !group_.stages().may_wait() && !settings.all_reduce_hook && communicator->scales(dtype_);
   note_collective(group_, CollectiveKind::kReduceScatter, input.data);
   reduction_.first = group_.streams().reduce.run([&] {
     const auto output = as_real(reduction_.output), parts = as_real(input.data);
@@ -310,7 +310,7 @@ void GroupGradients::take_up_partial() {
 
 /// What follows the first collective: at once where it is in the order of a stream, and otherwise when the first has ended.
 void GroupGradients::start_second() {
-  if (!group_.axes().reduces_twice()) return;
+  if (!group_.stages().may_wait()) return;
   reduction_.has_second = true;
   const auto& streams = group_.streams();
   reduction_.partial = take_partial();
@@ -325,14 +325,14 @@ void GroupGradients::start_second() {
 
 Work GroupGradients::reduce_replicas() {
   const auto op = divisor() ? ReduceOp::kSum : ReduceOp::kAvg;
-  if (const auto& communicator = group_.axes().all_reduce()) {
+  const auto& last = group_.stages().reductions.back();
+  if (last.kind == Stage::Kind::kAllReduce) {
     note_collective(group_, CollectiveKind::kAllReduce, reduction_.output);
-    return communicator->all_reduce(as_real(reduction_.output), op, label());
+    return last.communicator->all_reduce(as_real(reduction_.output), op, label());
   }
   reduction_.outer_input = std::exchange(reduction_.output, at::empty({layout_.chunk_numel}, reduction_.output.options()));
   note_collective(group_, CollectiveKind::kReduceScatter, reduction_.outer_input);
-  return group_.axes().outer_reduce_scatter()->reduce_scatter(as_real(reduction_.output), as_real(reduction_.outer_input), op,
-                                                              label());
+  return last.communicator->reduce_scatter(as_real(reduction_.output), as_real(reduction_.outer_input), op, label());
 }
 
 void GroupGradients::wait_for_second() {
@@ -348,7 +348,7 @@ void GroupGradients::advance_reduce() {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   wait_for(group_, reduction_.first);
   reduction_.input.release();
-  if (!group_.axes().reduces_twice()) return;
+  if (!group_.stages().may_wait()) return;
   if (!reduction_.has_second) start_second();
   enter(State::kSecond);
   if (!reduction_.is_partial) return;
@@ -368,7 +368,7 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   wait_for_second();
   auto done = std::exchange(reduction_, Reduction());
   finish_sum(done.output, done.is_divided);
-  const auto rank = static_cast<size_t>(group_.axes().shard_rank());
+  const auto rank = static_cast<size_t>(group_.roles().shard_rank());
   const auto& parameters = group_.parameters();
   const auto gradients = common_dtype() ? done.output.to(*common_dtype()) : done.output;
   const size_t first = ready.size();
@@ -399,7 +399,7 @@ void GroupGradients::finish_sum(const at::Tensor& reduced, bool is_divided) cons
 
 /// Nothing has written what lies between the pieces, and a hook may sum all up.
 void GroupGradients::zero_gaps(const at::Tensor& reduced) const {
-  const auto rank = static_cast<size_t>(group_.axes().shard_rank());
+  const auto rank = static_cast<size_t>(group_.roles().shard_rank());
   CopyList list;
   int64_t end = 0;
   const auto zero_to = [&](int64_t begin) {

@@ -80,7 +80,9 @@ class GroupGradients {
   void finish_reduce(ReadyGradients& ready);
   bool is_reducing() const { return state_ != State::kIdle; }
   /// The next gradient makes a reduce buffer that is to be the only one.
-  bool needs_only_buffer() const { return settings.has_only_buffer && !buffer_.is_allocated() && group_.axes().reduce_scatter(); }
+  bool needs_only_buffer() const {
+    return settings.has_only_buffer && !buffer_.is_allocated() && group_.stages().reduce_scatter();
+  }
   /// After a backward: keeps optimizers from the parameters whose gradients wait for a reduction.
   void withhold_unreduced() const;
 

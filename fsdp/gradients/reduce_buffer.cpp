@@ -60,10 +60,10 @@ void ReduceInput::release() {
 void ReduceBuffer::allocate(const ReduceLayout& layout, at::ScalarType dtype) {
   if (is_allocated()) return;
   layout_ = &layout;
-  const auto device = group_.axes().mesh().device();
-  const int64_t numel = layout.chunk_numel * group_.axes().shard_ranks();
+  const auto device = group_.roles().mesh().device();
+  const int64_t numel = layout.chunk_numel * group_.roles().shard_ranks();
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
-  if (const auto& communicator = group_.axes().reduce_scatter()) {
+  if (const auto& communicator = group_.stages().reduce_scatter()) {
     const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, group_.cache().allocate(bytes, communicator.get()));
     input_.data = tensor_over(storage, 0, {numel}, dtype);
   } else { // the gradients lie in it, and live as long as the user likes
@@ -100,7 +100,7 @@ void ReduceBuffer::add_nothing(size_t index) {
 
 at::Tensor ReduceBuffer::rows(const Stretch& stretch) const {
   const auto& [run, offset] = stretch;
-  const auto parts = input_.data.view({group_.axes().shard_ranks(), layout_->chunk_numel});
+  const auto parts = input_.data.view({group_.roles().shard_ranks(), layout_->chunk_numel});
   return parts.narrow(0, run.first, run.ranks).narrow(1, offset, run.range.numel);
 }
 
@@ -189,7 +189,7 @@ void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
   const auto count = static_cast<int64_t>(used.size());
   if (!is_asynchronous(input_.data.device())) {
     const auto flags =
-        input_.data.view({group_.axes().shard_ranks(), layout_->chunk_numel}).narrow(1, layout_->used_offset, count);
+        input_.data.view({group_.roles().shard_ranks(), layout_->chunk_numel}).narrow(1, layout_->used_offset, count);
     flags.fill_(1);
     for (size_t i = 0; i < used.size(); ++i) {
       if (!used[i]) flags.select(1, static_cast<int64_t>(i)).zero_();
@@ -197,7 +197,7 @@ void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
     return;
   }
   const auto& flags = flags_.update(used, input_.data.options(), count);
-  const int64_t ranks = group_.axes().shard_ranks();
+  const int64_t ranks = group_.roles().shard_ranks();
   if (ranks > kFewRanks) {
     list.copy(input_.data.view({ranks, layout_->chunk_numel}).narrow(1, layout_->used_offset, count),
               flags.expand({ranks, count}));
@@ -212,7 +212,7 @@ void ReduceBuffer::flag(CopyList& list, const std::vector<bool>& used) {
 bool ReduceBuffer::can_cat(const std::vector<bool>& takes_part) const {
   const auto& layout = group_.layout();
   if (!is_asynchronous(input_.data.device()) || count_pieces(layout).count <= kMostPairs) return false;
-  if (!layout.is_uniform && group_.axes().shard_ranks() > kFewRanks) return false; // too many to be listed
+  if (!layout.is_uniform && group_.roles().shard_ranks() > kFewRanks) return false; // too many to be listed
   std::optional<at::ScalarType> dtype;
   for (size_t i = 0; i < takes_part.size(); ++i) {
     const auto& parameter = group_.parameters()[i];
@@ -234,7 +234,7 @@ void ReduceBuffer::cat(const std::vector<bool>& takes_part, const std::vector<bo
     const auto gradient = std::exchange(waiting_[i], at::Tensor());
     if (takes_part[i] && gradient.numel() > 0) gradients[i] = gradient.contiguous();
   }
-  const int64_t ranks = group_.axes().shard_ranks(), width = layout_->chunk_numel - layout_->used_offset;
+  const int64_t ranks = group_.roles().shard_ranks(), width = layout_->chunk_numel - layout_->used_offset;
   const bool is_uniform = group_.layout().is_uniform;
   const int64_t chunks = is_uniform ? ranks : 1;
   const auto any = std::find_if(gradients.begin(), gradients.end(), [](const auto& each) { return each.defined(); });
@@ -246,7 +246,7 @@ void ReduceBuffer::cat(const std::vector<bool>& takes_part, const std::vector<bo
 
 /// Each rank's part is a chunk of every gradient, padded, and its row of the flags.
 std::vector<at::Tensor> ReduceBuffer::chunks_of(const std::vector<at::Tensor>& gradients, const at::Tensor& flags) const {
-  const int64_t ranks = group_.axes().shard_ranks();
+  const int64_t ranks = group_.roles().shard_ranks();
   std::vector<at::Tensor> parts;
   int64_t end = 0;
   const auto pad_to = [&](int64_t offset) {
@@ -278,7 +278,7 @@ std::vector<at::Tensor> ReduceBuffer::pieces_of(const std::vector<at::Tensor>& g
                             flat_range(gradient, run.range.begin + k * run.step, run.range.numel));
     }
   }
-  for (int64_t rank = 0; rank < group_.axes().shard_ranks(); ++rank)
+  for (int64_t rank = 0; rank < group_.roles().shard_ranks(); ++rank)
     pieces.emplace_back(rank * layout_->chunk_numel + layout_->used_offset, flags);
   std::sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
 

@@ -39,8 +39,8 @@ int64_t ExtendedGather::visit(size_t rank, const Visit& visit) const {
   return offset;
 }
 
-int64_t ExtendedGather::prepare(const DeviceMesh& mesh, Communicator* communicator, const std::string& label,
-                                const std::function<at::Tensor(size_t)>& local, const std::function<std::string(size_t)>& name) {
+void ExtendedGather::prepare(const DeviceMesh& mesh, Communicator* communicator, const std::string& label,
+                             const std::function<at::Tensor(size_t)>& local, const std::function<std::string(size_t)>& name) {
   std::vector<std::vector<Shape>> mine;
   for (auto& each : extended_) {
     const auto shard = local(each.index);
@@ -58,7 +58,6 @@ int64_t ExtendedGather::prepare(const DeviceMesh& mesh, Communicator* communicat
     TORCH_CHECK(mine[e] == extended_[e].shapes[rank_], "the gather extension of ", name(extended_[e].index),
                 " sends tensors of other shapes or dtypes than in the first gather, on rank ", process_context().rank());
   }
-  return bytes_;
 }
 
 std::string ExtendedGather::encode(const std::vector<std::vector<Shape>>& shapes) {

@@ -20,15 +20,16 @@ namespace tessera::internal {
 class ExtendedGather {
  public:
   bool is_empty() const { return extended_.empty(); }
+  int64_t bytes() const { return bytes_; } ///< of a region; 0 before the first `prepare`
   void add(size_t index, std::shared_ptr<GatherExtension> extension) { extended_.push_back({index, std::move(extension)}); }
   bool contains(size_t index) const { return extension_of(index) != nullptr; }
   /// Null for a parameter without one.
   std::shared_ptr<GatherExtension> extension_of(size_t index) const;
 
   /// Asks the extensions what this rank sends; the first time the ranks tell each other the shapes. `local` and `name` are of a
-  /// parameter by its index. Returns the bytes of a region.
-  int64_t prepare(const DeviceMesh& mesh, Communicator* communicator, const std::string& label,
-                  const std::function<at::Tensor(size_t)>& local, const std::function<std::string(size_t)>& name);
+  /// parameter by its index.
+  void prepare(const DeviceMesh& mesh, Communicator* communicator, const std::string& label,
+               const std::function<at::Tensor(size_t)>& local, const std::function<std::string(size_t)>& name);
   /// Writes what `prepare` got to this rank's region.
   void write(const at::Tensor& region);
   /// Makes the parameters of the regions of all ranks, [ranks, bytes].
@@ -59,7 +60,7 @@ class ExtendedGather {
 
   std::vector<Extended> extended_;
   size_t rank_ = 0;
-  int64_t bytes_ = 0; ///< of a region; 0: not known yet
+  int64_t bytes_ = 0;
 };
 
 } // namespace tessera::internal

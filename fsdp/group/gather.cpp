@@ -20,35 +20,35 @@
 namespace tessera::internal {
 
 void ParameterGroup::start_fetch() {
-  if (!memory_ || !has_memory() || state_ != State::kSharded || is_secondary_valid()) return;
-  if (fetched_.defined() && fetched_version_ == shard_version()) return;
-  fetch_.reset();
+  if (!memory_ || !has_memory() || is_open() || first_stage() > 0) return;
+  if (fetch_.value.defined() && fetch_.version == shard_version()) return;
+  fetch_.copy.reset();
   // On a device the copy and its memory are of the stream that gathers from it, and frees it.
-  fetching_ = streams().gather.run([&] {
+  fetch_.last = streams().gather.run([&] {
     const auto bytes = static_cast<int64_t>(shard_.nbytes()), size = whole_pages(bytes) + kPageBytes;
     const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(size), cache().allocate(size));
     const auto destination = from_page(storage, bytes);
-    fetch_ = memory_->fetch(shard_, destination);
-    fetched_ = destination; // not where the fetch cannot begin
+    fetch_.copy = memory_->fetch(shard_, destination);
+    fetch_.value = destination; // not where the fetch cannot begin
     return Work();
   });
-  fetched_version_ = shard_version();
+  fetch_.version = shard_version();
 }
 
 void ParameterGroup::wait_to_write() {
   users_.join();
-  if (!std::exchange(fetching_, Work()).is_completed()) streams().gather.synchronize();
+  if (!std::exchange(fetch_.last, Work()).is_completed()) streams().gather.synchronize();
 }
 
 const at::Tensor& ParameterGroup::fetched_shard() {
   if (!memory_) return shard_;
   start_fetch();
-  if (const auto fetch = std::exchange(fetch_, nullptr)) {
-    const auto fetched = std::exchange(fetched_, at::Tensor()); // there is none where this throws
-    fetch->wait();
-    fetched_ = fetched;
+  if (const auto copy = std::exchange(fetch_.copy, nullptr)) {
+    const auto fetched = std::exchange(fetch_.value, at::Tensor()); // there is none where this throws
+    copy->wait();
+    fetch_.value = fetched;
   }
-  return fetched_;
+  return fetch_.value;
 }
 
 /// What `allocate` returns: memory for a gather.
@@ -63,7 +63,7 @@ auto ParameterGroup::allocate_or_tell(int64_t bytes, const Allocate& allocate) {
 }
 
 c10::DataPtr ParameterGroup::allocate_to_gather(int64_t bytes) {
-  return allocate_or_tell(bytes, [&] { return cache().allocate(bytes, axes_.all_gather().get()); });
+  return allocate_or_tell(bytes, [&] { return cache().allocate(bytes, stages_.inner_gather().communicator.get()); });
 }
 
 /// What fails on this rank ends the gather on the others, which would wait for it.
@@ -88,81 +88,101 @@ void give_up(const CommunicatorPtr& communicator, const std::string& cause) {
 
 } // namespace
 
-/// In place of the gather, which the other ranks call: where they compare what they call, they learn the cause. Between groups
-/// first: the ranks of this one's own wait for it when they read the parameters, perhaps not yet.
+/// In place of the gather, which the other ranks call: where they compare what they call, they learn the cause. Those of the
+/// first stage do now: the others wait for this rank when they read the parameters, perhaps not yet.
 void ParameterGroup::tell_failure(const std::string& failure) {
   // Ranks tell the first characters of what they call: the cause stands at the end of an error.
   const auto cause = failure.rfind(": ");
   const auto told = cause == std::string::npos ? failure : failure.substr(cause + 2) + ": " + failure.substr(0, cause);
-  if (neighbours_ && is_secondary_valid()) return give_up(neighbours_, told);
-  has_told_outer_ = axes_.outer_all_gather() && !is_secondary_valid();
-  give_up(has_told_outer_ ? axes_.outer_all_gather() : axes_.all_gather(), told);
+  const size_t stage = first_stage();
+  if (auto* const sharded = std::get_if<Sharded>(&state_)) sharded->has_told_first = stages_.follows(stage + 1);
+  give_up(stages_.gathers[stage].communicator, told);
+}
+
+/// Gives up the stages after `stage`, which the other ranks call.
+void ParameterGroup::give_up_after(size_t stage, const std::string& cause) const {
+  while (stages_.follows(++stage)) give_up(stages_.gathers[stage].communicator, cause);
 }
 
 /// Parameter `index` in it.
 at::Tensor ParameterGroup::fetched_local(size_t index) const {
   const auto& local = parameters_[index].local;
-  if (!fetched_.defined()) return local;
+  if (!fetch_.value.defined()) return local;
   const auto item = static_cast<int64_t>(local.itemsize());
-  return tensor_over(fetched_.storage(), fetched_.storage_offset() + local.storage_offset() * item, local.sizes(),
+  return tensor_over(fetch_.value.storage(), fetch_.value.storage_offset() + local.storage_offset() * item, local.sizes(),
                      local.scalar_type(), {}, local.strides());
 }
 
+size_t ParameterGroup::first_stage() const {
+  size_t stage = kept_.size() - 1;
+  while (stage > 0 && !is_valid(kept_[stage])) --stage;
+  return stage;
+}
+
 void ParameterGroup::start_gather() {
-  if (state_ != State::kSharded) return;
+  if (is_open()) return;
   TORCH_CHECK(storage_, "the parameters of ", label(), " (", full_name(0),
               ", …) are on the meta device: call tessera::materialize before they are gathered");
   const ProfilerRange range("all_gather", *this);
   const OwnWork own_work{};
   // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds,
   // such as the last reads of the group whose block it is.
-  const bool had_told_outer = has_told_outer_;
+  const bool had_told_first = std::get<Sharded>(state_).has_told_first;
   const auto& stream = streams().gather;
+  Gathering gathering;
   try {
     storage_->fill(allocate_to_gather(layout_.unsharded_bytes), layout_.unsharded_bytes);
     gathered_version_ = shard_version();
-    gather_ = stream.run([&] {
-      auto work = gather(unsharded_bytes_tensor());
-      completes_later_ = !stream.exists() || work.blocks_host();
-      if (completes_later_) return work;
+    gathering.work = stream.run([&] {
+      auto work = start_first_stage(gathering);
+      gathering.completes_later = !stream.exists() || work.blocks_host();
+      if (gathering.completes_later) return work;
       work.wait();
-      complete_gather();
+      complete_gather(gathering);
       return Work();
     });
   } catch (...) {
-    release_gathered();
-    if (had_told_outer) give_up(axes_.all_gather(), error_text(std::current_exception()));
+    storage_->release();
+    if (had_told_first) give_up_after(gathering.stage, error_text(std::current_exception()));
     throw;
   }
   users_.begin(storage_->device());
-  users_.wait_for(gather_);
-  enter(State::kGathering);
+  users_.wait_for(gathering.work);
+  enter(std::move(gathering));
 }
 
-Work ParameterGroup::gather(const at::Tensor& unsharded) {
-  gathers_unsharded_parts_ = neighbours_ && is_secondary_valid();
-  if (gathers_unsharded_parts_) {
-    secondary_users_.join();
-    return all_gather(*neighbours_, unsharded, secondary_);
+Work ParameterGroup::start_first_stage(Gathering& gathering) {
+  const size_t stage = gathering.stage = first_stage();
+  auto& kept = kept_[stage];
+  if (!stages_.follows(stage)) { // it gathers unsharded parameters as they lie
+    kept.users.join();
+    return gather_stage(stage, unsharded_bytes_tensor(), kept.value);
   }
-  if (!is_secondary_valid()) try_fetch();
-  if (!is_secondary_valid() && !extended_.is_empty()) prepare_extended();
-  fill_replicated(unsharded);
-  const auto output = allocate_output(unsharded);
-  return is_secondary_valid() ? gather_inside(output, secondary_) : gather_shards(output);
+  if (stage == 0) try_fetch();
+  if (stage == 0 && !extended_.is_empty()) prepare_extended();
+  fill_replicated(unsharded_bytes_tensor());
+  gathering.output = allocate_output();
+  const auto& output = output_of(stage, gathering);
+  return gather_stage(stage, output, stage == 0 ? own_part_to_send(output) : kept.value);
 }
 
-Work ParameterGroup::all_gather(Communicator& ranks, const at::Tensor& output, const at::Tensor& input) const {
+/// On one rank `input` is all there is.
+Work ParameterGroup::gather_stage(size_t stage, const at::Tensor& output, const at::Tensor& input) const {
+  const auto& ranks = stages_.gathers[stage].communicator;
+  if (!ranks) {
+    if (!input.is_alias_of(output)) output.copy_(input);
+    return Work();
+  }
   note_collective(*this, CollectiveKind::kAllGather, output);
-  auto work = ranks.all_gather_into(output, input, label());
+  auto work = ranks->all_gather_into(output, input, label());
   note_work(*this, work);
   return work;
 }
 
 void ParameterGroup::prepare_extended() {
-  const auto communicator = axes_.outer_all_gather() ? axes_.mesh().communicator(0) : axes_.all_gather();
-  extended_bytes_ = extended_.prepare(
-      axes_.mesh(), communicator.get(), label(), [&](size_t index) { return fetched_local(index); },
+  const auto communicator = stages_.follows(1) ? roles_.shard_communicator() : stages_.gathers[0].communicator;
+  extended_.prepare(
+      roles_.mesh(), communicator.get(), label(), [&](size_t index) { return fetched_local(index); },
       [&](size_t index) { return full_name(index); });
 }
 
@@ -171,82 +191,74 @@ void ParameterGroup::copy_out_extended(const at::Tensor& by_rank) {
       by_rank, [&](size_t index) { return whole_parameter(index); }, [&](size_t index) { return full_name(index); });
 }
 
-at::Tensor ParameterGroup::allocate_output(const at::Tensor& unsharded) {
-  const int64_t bytes = sent_bytes() * axes_.shard_ranks();
-  if (layout_.gathers_in_place) return unsharded.narrow(0, 0, bytes);
+/// Allocates what the shards of all ranks are gathered to.
+at::Tensor ParameterGroup::allocate_output() {
+  const int64_t bytes = sent_bytes() * roles_.shard_ranks();
+  if (layout_.gathers_in_place) return unsharded_bytes_tensor().narrow(0, 0, bytes);
   const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, allocate_to_gather(bytes));
-  return gather_output_ = tensor_over(storage, 0, {bytes}, at::kByte);
+  return tensor_over(storage, 0, {bytes}, at::kByte);
 }
 
-/// Gathers from the shards of all ranks; where the strategy is hierarchical, first those of this rank's inner part, into
-/// `secondary_`.
-Work ParameterGroup::gather_shards(const at::Tensor& output) {
-  const auto& outer = axes_.outer_all_gather();
-  auto gathered = output;
-  int64_t place = axes_.shard_rank();
-  if (outer) {
-    const int64_t bytes = axes_.outer_ranks() * sent_bytes();
-    if (!secondary_.defined()) secondary_ = allocate_or_tell(bytes, [&] { return at::empty({bytes}, output.options()); });
-    gathered = secondary_;
-    place = outer->rank();
-  }
-  auto input = fetched_shard().narrow(0, 0, shard_plan_.casts ? 0 : layout_.shard_bytes);
-  if (shard_plan_.casts) {
-    input = gathered.narrow(0, place * sent_bytes(), sent_bytes());
-    cast_into(input);
-    if (!extended_.is_empty()) extended_.write(input.narrow(0, layout_.shard_bytes, extended_bytes_));
-  }
-  if (!outer) return gather_inside(gathered, input);
-  inner_output_ = output;
-  return all_gather(*outer, gathered, input);
+/// Stage `stage` gathers to the part that the next one starts from, or to the output of all.
+const at::Tensor& ParameterGroup::output_of(size_t stage, const Gathering& gathering) {
+  if (!stages_.follows(stage + 1)) return gathering.output;
+  auto& part = kept_[stage + 1].value;
+  if (part.defined()) return part;
+  int64_t bytes = gathering.output.numel();
+  for (size_t inner = stage + 1; stages_.follows(inner); ++inner) bytes /= stages_.gathers[inner].ranks();
+  return part = allocate_or_tell(bytes, [&] { return at::empty({bytes}, gathering.output.options()); });
 }
 
-/// Gathers inside the inner group, or along the whole shard axis. On one rank `input` is all there is.
-Work ParameterGroup::gather_inside(const at::Tensor& output, const at::Tensor& input) {
-  if (const auto& inner = axes_.all_gather()) return all_gather(*inner, output, input);
-  if (!input.is_alias_of(output)) output.copy_(input);
-  return Work();
+/// What this rank sends in the first stage: its shard, or what is made of it in its place in `output`.
+at::Tensor ParameterGroup::own_part_to_send(const at::Tensor& output) {
+  if (!shard_plan_.casts) return fetched_shard().narrow(0, 0, layout_.shard_bytes);
+  const auto part = output.narrow(0, stages_.gathers[0].rank() * sent_bytes(), sent_bytes());
+  cast_into(part);
+  if (!extended_.is_empty()) extended_.write(part.narrow(0, layout_.shard_bytes, extended_.bytes()));
+  return part;
 }
 
 void ParameterGroup::finish_gather() {
-  if (state_ == State::kGathering && completes_later_) {
+  auto* const gathering = std::get_if<Gathering>(&state_);
+  if (gathering && gathering->completes_later) {
     const ProfilerRange range("all_gather_wait", *this);
     const ExposedTime exposed(*this, &GroupReport::gather_wait_seconds);
     const OwnWork own_work{};
     streams().gather.run([&] { // before any user waits: each waits for what the stream holds then
-      wait_for_first_collective();
-      complete_gather();
+      wait_for_first_stage(*gathering);
+      complete_gather(*gathering);
       return Work();
     });
   }
   users_.join();
-  if (state_ != State::kGathering) return;
-  gather_ = Work();
-  enter(State::kUnsharded);
+  if (gathering) enter(Unsharded());
 }
 
-void ParameterGroup::wait_for_first_collective() {
+void ParameterGroup::wait_for_first_stage(Gathering& gathering) {
   try {
-    gather_.wait();
+    gathering.work.wait();
   } catch (const std::exception& error) {
-    if (inner_output_.defined()) give_up(axes_.all_gather(), error_text(error)); // in place of the second, which the others call
+    give_up_after(gathering.stage, error_text(error));
     throw;
   }
 }
 
-void ParameterGroup::complete_gather() {
+void ParameterGroup::complete_gather(Gathering& gathering) {
+  const bool gathers_unsharded_parts = !stages_.follows(gathering.stage); // with their strides
   try {
-    if (inner_output_.defined()) {
-      secondary_version_ = gathered_version_;
-      gather_inside(std::exchange(inner_output_, at::Tensor()), secondary_).wait();
+    for (size_t next = gathering.stage + 1; stages_.follows(next); ++next) {
+      kept_[next].version = gathered_version_;
+      gather_stage(next, output_of(next, gathering), kept_[next].value).wait();
+      gathering.stage = next;
     }
-    if (gather_output_.defined()) copy_out(std::exchange(gather_output_, at::Tensor()));
+    const auto gathered = std::exchange(gathering.output, at::Tensor());
+    if (!layout_.gathers_in_place && !gathers_unsharded_parts) copy_out(gathered);
   } catch (...) { // of a broken communicator, or a gather extension
     drop_gather();
     throw;
   }
-  fetched_ = at::Tensor();
-  if (!gathers_unsharded_parts_) restride_gathered();
+  fetch_.value = at::Tensor();
+  if (!gathers_unsharded_parts) restride_gathered();
 }
 
 /// As before it began: a later read must not find what was not filled.
@@ -255,15 +267,9 @@ void ParameterGroup::drop_gather() {
     users_.end();
   } catch (...) { // which its reader learns
   }
-  release_gathered();
-  fetched_ = at::Tensor();
-  state_ = State::kSharded;
-}
-
-void ParameterGroup::release_gathered() {
   storage_->release();
-  inner_output_ = at::Tensor();
-  gather_output_ = at::Tensor();
+  fetch_.value = at::Tensor();
+  state_ = Sharded();
 }
 
 void ParameterGroup::restride_gathered() {
@@ -292,7 +298,7 @@ void ParameterGroup::cast_into(const at::Tensor& destination) {
     return;
   }
   CopyList copies;
-  const auto rank = static_cast<size_t>(axes_.shard_rank());
+  const auto rank = static_cast<size_t>(roles_.shard_rank());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto piece = layout_.parameters[i].pieces[rank];
     if (piece.numel == 0 || layout_.parameters[i].is_replicated() || extended_.contains(i)) continue;
@@ -351,7 +357,7 @@ void copy_parts(const at::Tensor& output, int64_t to, int64_t bytes, const at::T
 bool ParameterGroup::splits_rows() const {
   if (!layout_.is_uniform || !streams().gather.exists() || !extended_.is_empty()) return false;
   const auto pieces = count_pieces(layout_);
-  return pieces.count > kMostPairs && (pieces.are_equal || axes_.shard_ranks() <= kFewRanks);
+  return pieces.count > kMostPairs && (pieces.are_equal || roles_.shard_ranks() <= kFewRanks);
 }
 
 /// All ranks' pieces of a parameter at once, where they are equal; otherwise each by itself.
@@ -376,11 +382,11 @@ void ParameterGroup::split_rows(const at::Tensor& by_rank) {
 
 void ParameterGroup::copy_out(const at::Tensor& gathered) {
   const at::Tensor output = unsharded_bytes_tensor();
-  const auto by_rank = gathered.view({axes_.shard_ranks(), sent_bytes()});
+  const auto by_rank = gathered.view({roles_.shard_ranks(), sent_bytes()});
   if (splits_rows()) return split_rows(by_rank);
   const bool is_uniform = layout_.is_uniform && !streams().gather.exists(); // there many copies of pieces are one launch
   CopyList pieces;
-  if (!extended_.is_empty()) copy_out_extended(by_rank.narrow(1, layout_.shard_bytes, extended_bytes_));
+  if (!extended_.is_empty()) copy_out_extended(by_rank.narrow(1, layout_.shard_bytes, extended_.bytes()));
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = layout_.parameters[i];
     const auto item = static_cast<int64_t>(parameters_[i].leaf.element_size());

@@ -50,17 +50,17 @@ Placement seen_globally(const Placement& along_shard, const Spec& parallel) {
 
 } // namespace
 
-SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes& axes, const Placement& along_shard,
+SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshRoles& roles, const Placement& along_shard,
                       ForeignDims order) {
   if (order == ForeignDims::kFirst) {
     auto nested = parallel.placements();
-    const auto inner = axes.placements(along_shard);
+    const auto inner = roles.placements(along_shard);
     nested.append(inner.begin(), inner.end());
-    return Spec::intern(DeviceMesh::concatenate({parallel.mesh(), axes.mesh()}), nested, parallel.sizes(), dtype);
+    return Spec::intern(DeviceMesh::concatenate({parallel.mesh(), roles.mesh()}), nested, parallel.sizes(), dtype);
   }
-  auto placements = axes.placements(seen_globally(along_shard, parallel));
+  auto placements = roles.placements(seen_globally(along_shard, parallel));
   placements.append(parallel.placements().begin(), parallel.placements().end());
-  return Spec::intern(DeviceMesh::concatenate({axes.mesh(), parallel.mesh()}), placements, parallel.sizes(), dtype);
+  return Spec::intern(DeviceMesh::concatenate({roles.mesh(), parallel.mesh()}), placements, parallel.sizes(), dtype);
 }
 
 namespace {

@@ -9,7 +9,7 @@
 #include <string>
 
 #include <tessera/dtensor/spec.h>
-#include <tessera/fsdp/layout/mesh_axes.h>
+#include <tessera/fsdp/layout/mesh_roles.h>
 
 namespace tessera::internal {
 
@@ -28,7 +28,7 @@ enum class ForeignDims : uint8_t {
 
 /// How a parameter lies whose parts, that `parallel` gave the ranks, are split by `along_shard`: on the mesh of the data-parallel
 /// dims and the foreign ones. Where both split one dim, the foreign one did first.
-SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshAxes& axes, const Placement& along_shard,
+SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshRoles& roles, const Placement& along_shard,
                       ForeignDims order);
 
 /// Whether parts of its parts have a name with the foreign dims first alone.

@@ -43,11 +43,11 @@ GroupLayout layout_of(std::span<const FreeParameter> parameters, BufferLayout ki
   return layout;
 }
 
-ShardPlan shard_plan_of(std::span<const FreeParameter> parameters, const GroupLayout& layout, const MeshAxes& axes) {
+ShardPlan shard_plan_of(std::span<const FreeParameter> parameters, const GroupLayout& layout, const MeshRoles& roles) {
   std::vector<ParameterDtypes> dtypes;
   for (const auto& each : parameters) dtypes.push_back({each.values().scalar_type(), each.dtype});
   const bool extends = std::any_of(parameters.begin(), parameters.end(), has_extension);
-  return plan_shard(layout, dtypes, extends, static_cast<size_t>(axes.shard_rank()));
+  return plan_shard(layout, dtypes, extends, static_cast<size_t>(roles.shard_rank()));
 }
 
 /// Whether each rank's part of a parameter with these strides is contiguous memory in it, and has them itself.
@@ -97,19 +97,24 @@ std::string ParameterName::to_string() const {
   return about_ + (group ? group->full_name(index_) : "a module that is gone");
 }
 
-int64_t shard_bytes_of(std::span<const FreeParameter> parameters, BufferLayout layout, const MeshAxes& axes) {
-  return shard_plan_of(parameters, layout_of(parameters, layout, axes.shard_ranks()), axes).bytes;
+int64_t shard_bytes_of(std::span<const FreeParameter> parameters, BufferLayout layout, const MeshRoles& roles) {
+  return shard_plan_of(parameters, layout_of(parameters, layout, roles.shard_ranks()), roles).bytes;
 }
 
-ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshAxes& axes, const FullyShardOptions& options,
-                               std::shared_ptr<ModelResources> resources)
-    : owner(std::move(made_for)), axes_(axes), options_(options), resources_(std::move(resources)) {}
+ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshRoles& roles, Stages stages,
+                               const FullyShardOptions& options, std::shared_ptr<ModelResources> resources)
+    : owner(std::move(made_for)),
+      roles_(roles),
+      stages_(std::move(stages)),
+      options_(options),
+      resources_(std::move(resources)),
+      kept_(stages_.gathers.size()) {}
 
 ParameterGroup::~ParameterGroup() {
   try {
     users_.join(); // the shards, which a gather reads that nobody may have waited for, are freed here too
     users_.end();
-    secondary_users_.end();
+    for (auto& part : kept_) part.users.end();
   } catch (...) { // of a device that has failed
   }
   if (storage_) storage_->forget_group();
@@ -128,16 +133,17 @@ void ParameterGroup::settle(size_t place, std::shared_ptr<ModelResources> resour
   label_.clear();
   if (resources == resources_) return;
   wait_to_write(); // on the streams of before, whose memory was fetched into
-  fetch_.reset();
-  fetched_ = at::Tensor();
+  fetch_ = ShardFetch();
   resources_ = std::move(resources);
 }
 
 void ParameterGroup::shard(std::span<const FreeParameter> parameters, std::shared_ptr<OffloadMemory> memory) {
   const at::NoGradGuard no_grad;
   memory_ = std::move(memory);
-  layout_ = layout_of(parameters, options_.layout, axes_.shard_ranks());
-  shard_plan_ = shard_plan_of(parameters, layout_, axes_);
+  layout_ = layout_of(parameters, options_.layout, roles_.shard_ranks());
+  shard_plan_ = shard_plan_of(parameters, layout_, roles_);
+  if (stages_.has_after_forward()) // the unsharded parameters have a part for each of its ranks
+    layout_.unsharded_bytes = at::round_up(layout_.unsharded_bytes, stages_.gathers.back().ranks() * kParameterAlignment);
   std::vector<at::Tensor> values; // which keep the storage when the parameters let go of it
   for (const auto& each : parameters) {
     values.push_back(each.values().detach());
@@ -146,10 +152,10 @@ void ParameterGroup::shard(std::span<const FreeParameter> parameters, std::share
   }
   // On one rank too: a leaf with the strides cannot lie in a shard without them.
   const auto is_restrided = [](const ShardedParameter& each) { return !each.strides.empty() && !each.has_strided_shards; };
-  copies_ = axes_.shard_ranks() > 1 || shard_plan_.casts || !layout_.gathers_in_place || memory_ ||
+  copies_ = roles_.shard_ranks() > 1 || shard_plan_.casts || !layout_.gathers_in_place || memory_ ||
             std::any_of(parameters_.begin(), parameters_.end(), is_restrided);
   const bool on_meta = parameters[0].tensor.is_meta();
-  allocate_shard(on_meta ? c10::Device(c10::kMeta) : axes_.mesh().device());
+  allocate_shard(on_meta ? c10::Device(c10::kMeta) : roles_.mesh().device());
   if (!on_meta) fill_shard(values);
   take_over_parameters();
   for (size_t i = 0; i < parameters.size(); ++i) own(parameters[i].tensor, Share{shared_from_this(), i});
@@ -176,8 +182,8 @@ void ParameterGroup::add_parameter(const FreeParameter& free) {
   const auto dtype = free.values().scalar_type();
   parameters_.push_back({.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
                          .spec = free.parallel
-                                     ? shard_further(*free.parallel, dtype, axes_, layout.placement, order_of(free))
-                                     : Spec::intern(axes_.mesh(), axes_.placements(layout.placement), sizes, dtype, strides),
+                                     ? shard_further(*free.parallel, dtype, roles_, layout.placement, order_of(free))
+                                     : Spec::intern(roles_.mesh(), roles_.placements(layout.placement), sizes, dtype, strides),
                          .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), index),
                          .unsharded_dtype = free.dtype,
                          .has_strided_shards = !strides.empty() && can_have_strided_shards(sizes, strides, layout),
@@ -193,7 +199,7 @@ void ParameterGroup::add_parameter(const FreeParameter& free) {
 
 /// What the spec calls this rank's part is what the layout gives it.
 void ParameterGroup::check_part(size_t index) const {
-  const auto piece = layout_.parameters[index].pieces[static_cast<size_t>(axes_.shard_rank())];
+  const auto piece = layout_.parameters[index].pieces[static_cast<size_t>(roles_.shard_rank())];
   const auto& spec = *parameters_[index].spec;
   TORCH_INTERNAL_ASSERT(c10::multiply_integers(spec.local_sizes()) == piece.numel, full_name(index), ": ", piece.numel,
                         " elements in its group, but its spec is ", spec.to_string());
@@ -208,7 +214,7 @@ std::string ParameterGroup::full_name(size_t index) const {
 void ParameterGroup::materialize() {
   if (has_memory() || !shard_.is_meta()) return;
   const at::NoGradGuard no_grad;
-  allocate_shard(axes_.mesh().device());
+  allocate_shard(roles_.mesh().device());
   take_over_parameters();
   make_leaves();
 }
@@ -244,7 +250,7 @@ void ParameterGroup::take_over_parameters() {
 }
 
 void ParameterGroup::fill_shard(const std::vector<at::Tensor>& values) {
-  const auto rank = static_cast<size_t>(axes_.shard_rank());
+  const auto rank = static_cast<size_t>(roles_.shard_rank());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto piece = layout_.parameters[i].pieces[rank];
     if (piece.numel == 0) continue;
@@ -254,16 +260,16 @@ void ParameterGroup::fill_shard(const std::vector<at::Tensor>& values) {
 }
 
 void ParameterGroup::make_leaves() {
-  storage_ = c10::make_intrusive<UnshardedStorage>(axes_.mesh().device(), this);
+  storage_ = c10::make_intrusive<UnshardedStorage>(roles_.mesh().device(), this);
   if (!copies_) { // the leaves alias the shard
     auto owner = std::make_unique<c10::Storage>(shard_.storage());
     void* data = owner->mutable_data();
     storage_->fill({data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); }, shard_.device()},
                    layout_.unsharded_bytes);
-    enter(State::kUnsharded);
+    enter(Unsharded());
   }
   const auto& policy = options_.mixed_precision;
-  const bool may_meet_dtensors = !(axes_.mesh().root() == axes_.mesh());
+  const bool may_meet_dtensors = !(roles_.mesh().root() == roles_.mesh());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
     const at::Tensor tensor(parameter.tensor.lock());
@@ -284,13 +290,12 @@ bool is_saved_copy(const ShardedParameter& parameter, const at::Tensor& tensor) 
   return parameter.accumulator && torch::autograd::impl::try_get_grad_accumulator(tensor) == parameter.accumulator;
 }
 
-void ParameterGroup::enter(State next) {
-  const State before = next == State::kGathering ? State::kSharded
-                       : next == State::kSharded ? State::kUnsharded
-                       : copies_                 ? State::kGathering
-                                                 : State::kSharded;
-  TORCH_INTERNAL_ASSERT(state_ == before, label(), ": from state ", static_cast<int>(state_), " to ", static_cast<int>(next));
-  state_ = next;
+void ParameterGroup::enter(GatherState next) {
+  constexpr size_t kStates = std::variant_size_v<GatherState>;
+  const bool skips = !copies_ && is_sharded() && next.index() == kStates - 1; // the leaves alias the shard
+  TORCH_INTERNAL_ASSERT(skips || next.index() == (state_.index() + 1) % kStates, label(), ": from state ", state_.index(), " to ",
+                        next.index());
+  state_ = std::move(next);
 }
 
 uint64_t ParameterGroup::shard_version() const {
@@ -331,49 +336,48 @@ void ParameterGroup::prefetch_parameters() const {
   }
 }
 
-void ParameterGroup::set_neighbours(CommunicatorPtr neighbours) {
-  neighbours_ = std::move(neighbours);
-  const int64_t step = neighbours_->size() * kParameterAlignment; // so that it has a part for each
-  layout_.unsharded_bytes = at::round_up(layout_.unsharded_bytes, step);
-}
-
-void ParameterGroup::forget_neighbours() {
-  if (!neighbours_) return;
-  finish_gather(); // perhaps from what they kept
-  release_secondary();
-  neighbours_ = nullptr;
+void ParameterGroup::forget_after_forward() {
+  auto* const part = part_after_forward();
+  if (!part) return;
+  finish_gather(); // perhaps from what was kept
+  part->release();
+  kept_.pop_back();
+  stages_.gathers.pop_back();
 }
 
 void ParameterGroup::reshard() {
-  if (neighbours_) release_secondary();
-  if (!copies_ || state_ == State::kSharded) return;
+  if (auto* const part = part_after_forward()) part->release();
+  if (!copies_ || is_sharded()) return;
   finish_gather();
   users_.end();
   storage_->release();
-  enter(State::kSharded);
+  enter(Sharded());
 }
 
 void ParameterGroup::reshard_after_forward() {
-  // Of an earlier one; also where a gather among neighbours has failed, which the next read is to find again.
-  if (state_ == State::kSharded && is_secondary_valid()) return;
-  if (!neighbours_ || !is_unsharded() || is_stale()) return reshard();
+  auto* const part = part_after_forward();
+  // Of an earlier one; also where a gather of such parts has failed, which the next read is to find again.
+  if (part && is_sharded() && is_valid(*part)) return;
+  if (!part || !is_unsharded() || is_stale()) return reshard();
   const c10::OptionalStreamGuard home(users_.end());
-  if (!is_secondary_valid()) {
-    release_secondary();
-    secondary_users_.begin(storage_->device());
+  if (!is_valid(*part)) {
+    part->release();
+    part->users.begin(storage_->device());
     const OwnWork own_work{};
-    const int64_t part = layout_.unsharded_bytes / neighbours_->size();
-    secondary_ = unsharded_bytes_tensor().narrow(0, neighbours_->rank() * part, part).clone();
-    secondary_version_ = gathered_version_;
-    secondary_users_.wait_for_home();
+    const auto& stage = stages_.gathers.back();
+    const int64_t bytes = layout_.unsharded_bytes / stage.ranks();
+    part->value = unsharded_bytes_tensor().narrow(0, stage.rank() * bytes, bytes).clone();
+    part->version = gathered_version_;
+    part->users.wait_for_home();
   }
   storage_->release();
-  enter(State::kSharded);
+  enter(Sharded());
 }
 
-void ParameterGroup::release_secondary() {
-  secondary_users_.end();
-  secondary_ = at::Tensor();
+int64_t ParameterGroup::kept_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& part : kept_) bytes += part.bytes();
+  return bytes;
 }
 
 /// Of what was written already: the next read gathers it again.
@@ -392,7 +396,7 @@ void ParameterGroup::write_back(const UnshardedRange& written) {
   check_no_extension(written);
   const at::NoGradGuard no_grad;
   const KeptResults::Scope keeps_nothing;
-  const auto rank = static_cast<size_t>(axes_.shard_rank());
+  const auto rank = static_cast<size_t>(roles_.shard_rank());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = layout_.parameters[i];
     const auto piece = parameter.pieces[rank];

@@ -8,17 +8,20 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include <tessera/fsdp/buffers/copy_list.h>
 #include <tessera/fsdp/buffers/unsharded_storage.h>
 #include <tessera/fsdp/group/extended_gather.h>
+#include <tessera/fsdp/group/gather_state.h>
 #include <tessera/fsdp/group/model_resources.h>
 #include <tessera/fsdp/group/place.h>
 #include <tessera/fsdp/group/sharded_parameter.h>
 #include <tessera/fsdp/layout/group_layout.h>
-#include <tessera/fsdp/layout/mesh_axes.h>
+#include <tessera/fsdp/layout/mesh_roles.h>
 #include <tessera/fsdp/layout/shard_plan.h>
+#include <tessera/fsdp/layout/stages.h>
 #include <tessera/offload/offload_memory.h>
 
 namespace tessera::internal {
@@ -63,7 +66,7 @@ struct FreeParameter {
 };
 
 /// Bytes of this rank's shard of a group of parameters.
-int64_t shard_bytes_of(std::span<const FreeParameter> parameters, BufferLayout layout, const MeshAxes& axes);
+int64_t shard_bytes_of(std::span<const FreeParameter> parameters, BufferLayout layout, const MeshRoles& roles);
 
 /// One communication group: its shard, its unsharded storage, and the moves between them.
 ///
@@ -71,7 +74,7 @@ int64_t shard_bytes_of(std::span<const FreeParameter> parameters, BufferLayout l
 /// Not thread-safe: the schedule's lock guards it. `start_gather` and `finish_gather` are collective over the shard axis.
 class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
  public:
-  ParameterGroup(std::shared_ptr<GroupOwner> owner, const MeshAxes& axes, const FullyShardOptions& options,
+  ParameterGroup(std::shared_ptr<GroupOwner> owner, const MeshRoles& roles, Stages stages, const FullyShardOptions& options,
                  std::shared_ptr<ModelResources> resources);
   ~ParameterGroup();
   ParameterGroup(const ParameterGroup&) = delete;
@@ -99,12 +102,10 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void wait_to_write();
   /// Frees the unsharded parameters.
   void reshard();
-  /// Keeps this rank's part among `neighbours`, from which the next gather is made, where there are any.
+  /// Keeps this rank's part for the stage that makes the next gather of such parts, where there is one.
   void reshard_after_forward();
-  void set_neighbours(CommunicatorPtr neighbours);
-  /// Frees what was kept among them. Gathers are over all ranks from now on.
-  void forget_neighbours();
-  const CommunicatorPtr& neighbours() const { return neighbours_; }
+  /// Frees what was kept after a forward. Gathers are from the shards from now on.
+  void forget_after_forward();
   const ExtendedGather& extended() const { return extended_; }
   /// Makes parameter `index`, which its module gave up but somebody still holds, a DTensor that has nothing to do with the group.
   void release_parameter(size_t index);
@@ -114,8 +115,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
 
   /// False for parameters on the meta device before `materialize`. (On a mesh of that device they have none after it either.)
   bool has_memory() const { return storage_.defined(); }
-  bool is_open() const { return state_ != State::kSharded; }
-  bool is_unsharded() const { return state_ == State::kUnsharded; }
+  bool is_open() const { return !std::holds_alternative<Sharded>(state_); }
+  bool is_unsharded() const { return std::holds_alternative<Unsharded>(state_); }
   /// Grows with every write to the shard.
   uint64_t shard_version() const;
   /// The shard was written since the gather.
@@ -125,13 +126,14 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Bytes of the unsharded parameters while the group is gathered, whether or not it is now; 0 where nothing is copied.
   int64_t gathered_bytes() const { return copies_ ? layout_.unsharded_bytes : 0; }
   int64_t unsharded_bytes() const { return is_open() ? gathered_bytes() : 0; }
-  /// The bytes of the part, larger than the shard, from which gathers are made.
-  int64_t kept_bytes() const { return secondary_.defined() ? static_cast<int64_t>(secondary_.nbytes()) : 0; }
+  /// The bytes of the parts, larger than the shard, from which gathers are made.
+  int64_t kept_bytes() const;
 
   /// What collectives and errors call it: its owner's, and which bucket of it this is, from the second on.
   const std::string& label() const;
-  const MeshAxes& axes() const { return axes_; }
-  MeshAxes& axes() { return axes_; }
+  const MeshRoles& roles() const { return roles_; }
+  const Stages& stages() const { return stages_; }
+  Stages& stages() { return stages_; }
   const FullyShardOptions& options() const { return options_; }
   const GroupLayout& layout() const { return layout_; }
   std::vector<ShardedParameter>& parameters() { return parameters_; }
@@ -142,7 +144,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// The memory of shards, gradients and the optimizer's state; null where that is the device's own.
   const std::shared_ptr<OffloadMemory>& memory() const { return memory_; }
   /// Whether the shards lie elsewhere than what forward reads.
-  bool is_off_device() const { return memory_ && !axes_.mesh().device().is_cpu(); }
+  bool is_off_device() const { return memory_ && !roles_.mesh().device().is_cpu(); }
   /// Takes `place` in its model as it is now, and its shared resources; only while nothing is gathered or reduced. Drops a
   /// fetched copy.
   void settle(size_t place, std::shared_ptr<ModelResources> resources);
@@ -154,9 +156,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   size_t bucket = 0; ///< its number among the groups of its module
 
  private:
-  enum class State { kSharded, kGathering, kUnsharded };
-
-  void enter(State next);
+  bool is_sharded() const { return !is_open(); }
+  void enter(GatherState next);
   void allocate_shard(c10::Device device);
   void take_over_parameters();
   void make_leaves();
@@ -167,13 +168,12 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// `whole_parameter` with row-major strides, as the data lies before `restride_gathered`.
   at::Tensor row_major_parameter(size_t index) const;
   void check_no_extension(const UnshardedRange& written);
-  void wait_for_first_collective();
-  /// Of the gather that `gather` has started: what follows its first collective.
-  void complete_gather();
+  void wait_for_first_stage(Gathering& gathering);
+  /// Runs the stages after the first, and copies what they have gathered to where it is read.
+  void complete_gather(Gathering& gathering);
   void drop_gather();
-  void release_gathered();
-  Work gather(const at::Tensor& unsharded);
-  Work all_gather(Communicator& ranks, const at::Tensor& output, const at::Tensor& input) const;
+  Work start_first_stage(Gathering& gathering);
+  Work gather_stage(size_t stage, const at::Tensor& output, const at::Tensor& input) const;
   /// Gives the parameters that were gathered row-major their strides.
   void restride_gathered();
   void fill_replicated(const at::Tensor& unsharded);
@@ -186,14 +186,17 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   template <typename Allocate>
   auto allocate_or_tell(int64_t bytes, const Allocate& allocate);
   c10::DataPtr allocate_to_gather(int64_t bytes);
-  at::Tensor allocate_output(const at::Tensor& unsharded);
-  Work gather_shards(const at::Tensor& output);
-  Work gather_inside(const at::Tensor& output, const at::Tensor& input);
-  void release_secondary();
-  /// Whether `secondary_` was gathered from the current version of the shard.
-  bool is_secondary_valid() const { return secondary_.defined() && secondary_version_ == shard_version(); }
-  /// Bytes that a rank contributes to the all-gather.
-  int64_t sent_bytes() const { return layout_.shard_bytes + extended_bytes_; }
+  at::Tensor allocate_output();
+  const at::Tensor& output_of(size_t stage, const Gathering& gathering);
+  at::Tensor own_part_to_send(const at::Tensor& output);
+  void give_up_after(size_t stage, const std::string& cause) const;
+  /// What the last stage starts from that a forward leaves; null where no stage does.
+  KeptPart* part_after_forward() { return stages_.has_after_forward() ? &kept_.back() : nullptr; }
+  bool is_valid(const KeptPart& part) const { return part.value.defined() && part.is_of(shard_version()); }
+  /// The stage with which a gather begins: the last one whose part is valid, or the first.
+  size_t first_stage() const;
+  /// Bytes that a rank contributes to the first stage.
+  int64_t sent_bytes() const { return layout_.shard_bytes + extended_.bytes(); }
   void add_parameter(const FreeParameter& free);
   void check_part(size_t index) const;
   void prepare_extended();
@@ -203,7 +206,8 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   bool splits_rows() const;
   void split_rows(const at::Tensor& by_rank);
 
-  MeshAxes axes_;
+  MeshRoles roles_;
+  Stages stages_;
   FullyShardOptions options_;
   mutable std::string label_; ///< empty until first needed in the model as it is now
   std::shared_ptr<ModelResources> resources_;
@@ -217,28 +221,12 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   bool copies_ = true;
   c10::intrusive_ptr<UnshardedStorage> storage_;
 
-  State state_ = State::kSharded;
-  at::Tensor fetched_; ///< a copy of an offloaded shard, until it is gathered
-  std::unique_ptr<PendingCopy> fetch_;
-  Work fetching_; ///< what the copy that was started last is a part of
-  uint64_t fetched_version_ = 0;
-  at::Tensor gather_output_; ///< while gathering with a copy-out
-  at::Tensor inner_output_;  ///< of the gather inside the inner group, which follows the one that is in flight
-  Work gather_;
-  bool has_told_outer_ = false;  ///< under the hierarchical strategy the other groups' ranks, that this one cannot gather
-  bool completes_later_ = false; ///< by whoever reads it first: its wait blocks the host
-  BlockUsers users_;             ///< of the unsharded storage
+  GatherState state_;
+  BlockUsers users_; ///< of the unsharded storage
+  ShardFetch fetch_;
   ExtendedGather extended_;
-  int64_t extended_bytes_ = 0;                   ///< of what a rank sends for these
-  bool gathers_unsharded_parts_ = false;         ///< from what was unsharded before, with its strides
+  std::vector<KeptPart> kept_;                   ///< one a stage of gathers; the first stage has none
   std::optional<uint64_t> gathered_version_ = 0; ///< of the shard; none: what was gathered is not valid any more
-
-  /// This rank's part of the unsharded parameters among fewer ranks than the shard axis has: those of the inner group of a
-  /// hierarchical strategy, or the neighbours of a `reshard_after_forward` (ZeRO++: the secondary partition).
-  at::Tensor secondary_;
-  BlockUsers secondary_users_; ///< where it is that of neighbours; the other is written and read on the stream of gathers alone
-  std::optional<uint64_t> secondary_version_; ///< of the shard that it was gathered from
-  CommunicatorPtr neighbours_;
 };
 
 } // namespace tessera::internal

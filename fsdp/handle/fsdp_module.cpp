@@ -39,9 +39,9 @@ void clear_gradients(const torch::nn::Module& module, bool set_to_none) {
 
 /// One whose strategy keeps the parameters whole has nothing to free.
 void set_resharding(ShardedModule& state, bool reshard) {
-  if (reshard && state.axes().keeps_parameters()) return;
+  if (reshard && state.roles().keeps_parameters()) return;
   state.set_reshard_after_forward(reshard);
-  for (const auto& group : state.groups()) group->forget_neighbours();
+  for (const auto& group : state.groups()) group->forget_after_forward();
 }
 
 PrefetchSettings::Groups groups_of(const ShardedModule& state, const std::vector<FSDPModule>& modules, const char* function) {
@@ -172,9 +172,10 @@ void FSDPModule::set_custom_all_gather(CommunicatorPtr communicator) {
   const auto lock = state_->schedule()->lock();
   const auto group = state_->group();
   if (!group) return;
-  check_same_ranks(communicator, group->axes().all_gather(), "set_custom_all_gather", group->label());
+  check_same_ranks(communicator, group->stages().inner_gather().communicator, "set_custom_all_gather", group->label());
   group->finish_gather(); // one that is under way, gathered ahead perhaps
-  group->axes().replace_all_gather(std::move(communicator));
+  auto& stages = group->stages();
+  stages.gathers[stages.innermost()].communicator = std::move(communicator);
 }
 
 void FSDPModule::set_custom_reduce_scatter(CommunicatorPtr communicator) {
@@ -182,17 +183,17 @@ void FSDPModule::set_custom_reduce_scatter(CommunicatorPtr communicator) {
   const auto lock = state_->schedule()->lock();
   const auto group = state_->group();
   if (!group) return;
-  check_same_ranks(communicator, group->axes().reduce_scatter(), "set_custom_reduce_scatter", group->label());
+  check_same_ranks(communicator, group->stages().reduce_scatter(), "set_custom_reduce_scatter", group->label());
   TORCH_CHECK(!state_->gradients().is_unfinished(), "set_custom_reduce_scatter: gradients of ", group->label(),
               " wait for their reduction: set it before the first backward of a step");
-  group->axes().replace_reduce_scatter(std::move(communicator));
+  group->stages().reductions[0].communicator = std::move(communicator);
 }
 
 void FSDPModule::set_reporting(bool reports) { state_->schedule()->set_reporting(reports); }
 
 StepReport FSDPModule::report() { return state_->schedule()->report(); }
 
-const DeviceMesh& FSDPModule::mesh() const { return state_->axes().mesh(); }
+const DeviceMesh& FSDPModule::mesh() const { return state_->roles().mesh(); }
 
 std::vector<std::string> FSDPModule::parameter_names() const {
   std::vector<std::string> names;

@@ -14,9 +14,9 @@ namespace tessera::internal {
 
 using torch::nn::Module;
 
-ShardedModule::ShardedModule(const std::vector<const Module*>& modules, std::string class_name, MeshAxes axes,
+ShardedModule::ShardedModule(const std::vector<const Module*>& modules, std::string class_name, MeshRoles roles,
                              const FullyShardOptions& options)
-    : class_name_(std::move(class_name)), axes_(std::move(axes)), options_(options) {
+    : class_name_(std::move(class_name)), roles_(std::move(roles)), options_(options) {
   for (const auto* module : modules) {
     modules_.emplace_back(module);
     model_->claim(module, ShardedModel::Claim::kHeld);
@@ -81,7 +81,7 @@ void ShardedModule::check_boundary() const {
   const auto* at = this;
   while (true) { // and those above that have no parameters of their own, of which nothing else tells
     const auto& dtype = at->options_.mixed_precision.output_dtype;
-    if (dtype && !at->casts_outputs_to(*dtype) && !std::exchange(model_->warned_of_boundary, true) && axes_.is_first_rank()) {
+    if (dtype && !at->casts_outputs_to(*dtype) && !std::exchange(model_->warned_of_boundary, true) && roles_.is_first_rank()) {
       TORCH_WARN("the policy of ", at->label(), " has the output_dtype ", *dtype,
                  ", but its parameters are read outside of tessera::call, and nothing casts what a forward returns that is "
                  "called directly. Call tessera::call(module, inputs...), or cast the outputs and leave output_dtype unset. "
@@ -93,7 +93,7 @@ void ShardedModule::check_boundary() const {
 }
 
 void ShardedModule::note_rounding(const std::string& name, at::ScalarType from, at::ScalarType to) const {
-  if (std::exchange(model_->warned_of_rounding, true) || !axes_.is_first_rank()) return;
+  if (std::exchange(model_->warned_of_rounding, true) || !roles_.is_first_rank()) return;
   TORCH_WARN(name, " in a tessera::call of ", label(), " has an activation in ", from, " beside a parameter in ", to,
              ", and computes in ", to, ", where FSDP2 would compute in ", from, ". Cast the activation to ", to,
              " to agree with both, keep the parameter in fp32 with keep_in_fp32, or set cast_forward_inputs = false and cast by "
@@ -102,8 +102,8 @@ void ShardedModule::note_rounding(const std::string& name, at::ScalarType from, 
 
 void ShardedModule::adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places) {
   child->parent_ = shared_from_this();
-  const auto again = [modules = child->modules(), name = child->class_name_, axes = child->axes_, options = child->options_] {
-    return std::make_shared<ShardedModule>(modules, name, axes, options);
+  const auto again = [modules = child->modules(), name = child->class_name_, roles = child->roles_, options = child->options_] {
+    return std::make_shared<ShardedModule>(modules, name, roles, options);
   };
   children_.push_back({child, again, child->modules_, places});
   child->places_ = std::move(places);
@@ -152,7 +152,7 @@ void ShardedModule::set_groups(const std::vector<std::shared_ptr<ParameterGroup>
   groups_.clear();
   for (const auto& group : groups) {
     groups_.push_back({group, std::make_shared<GroupGradients>(*group)});
-    groups_.back().gradients->settings.reshard_after_backward = !axes_.keeps_parameters();
+    groups_.back().gradients->settings.reshard_after_backward = !roles_.keeps_parameters();
   }
 }
 
@@ -218,7 +218,7 @@ std::vector<std::shared_ptr<ParameterGroup>> ShardedModule::subtree_groups() {
 
 bool ShardedModule::reshards_after_forward() const {
   if (options_.reshard_after_forward) return static_cast<bool>(*options_.reshard_after_forward);
-  return !is_root() && !axes_.keeps_parameters();
+  return !is_root() && !roles_.keeps_parameters();
 }
 
 /// Adds its groups to `all`: one without parameters if there is none, for those below to be below it.

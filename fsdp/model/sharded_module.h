@@ -34,7 +34,7 @@ struct ModuleGroup {
 /// parent. So a model's states live as long as any of its parameters.
 class ShardedModule final : public GroupOwner, public std::enable_shared_from_this<ShardedModule> {
  public:
-  ShardedModule(const std::vector<const torch::nn::Module*>& modules, std::string class_name, MeshAxes axes,
+  ShardedModule(const std::vector<const torch::nn::Module*>& modules, std::string class_name, MeshRoles roles,
                 const FullyShardOptions& options);
 
   bool holds(const torch::nn::Module* module) const;
@@ -53,7 +53,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   void enter_call() { ++calls_; }
   void leave_call() { --calls_; }
   bool ignores(const at::Tensor& parameter) const override { return model_->ignores(parameter); }
-  const MeshAxes& axes() const { return axes_; }
+  const MeshRoles& roles() const { return roles_; }
   const FullyShardOptions& options() const { return options_; }
 
   /// Sets groups in place of those before. Several where the strategy reduces in buckets.
@@ -112,7 +112,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   std::vector<ModuleReference> modules_;
   std::shared_ptr<ShardedModel> model_ = std::make_shared<ShardedModel>();
   std::string class_name_;
-  MeshAxes axes_;
+  MeshRoles roles_;
   FullyShardOptions options_;
   std::vector<ModuleGroup> groups_;
   std::shared_ptr<PrefetchSettings> prefetch_settings_ = std::make_shared<PrefetchSettings>();

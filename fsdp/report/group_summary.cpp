@@ -25,18 +25,17 @@ bool is_ragged(const ParameterGroup& group) {
 } // namespace
 
 GroupSummary summary_of(const ParameterGroup& group) {
-  GroupSummary result{.name = group.label(),
-                      .mesh = fmt::format("{} ranks", fmt::join(group.axes().mesh().shape(), " x ")),
-                      .strategy = std::string(row_of(group.axes().strategy()).name),
-                      .layout = is_ragged(group) ? "ragged" : "per-parameter",
-                      .parameters = static_cast<int64_t>(group.parameters().size()),
-                      .unsharded_bytes = group.gathered_bytes(),
-                      .gather_bytes = group.axes().all_gather() || group.axes().outer_all_gather()
-                                          ? group.axes().shard_ranks() * group.layout().shard_bytes
-                                          : 0,
-                      .reduce_bytes = reduce_bytes_of(group),
-                      .padding_bytes = group.gathered_bytes(),
-                      .reshards_after_forward = group.owner->reshards_after_forward()};
+  GroupSummary result{
+      .name = group.label(),
+      .mesh = fmt::format("{} ranks", fmt::join(group.roles().mesh().shape(), " x ")),
+      .strategy = std::string(row_of(group.roles().strategy()).name),
+      .layout = is_ragged(group) ? "ragged" : "per-parameter",
+      .parameters = static_cast<int64_t>(group.parameters().size()),
+      .unsharded_bytes = group.gathered_bytes(),
+      .gather_bytes = group.stages().communicates() ? group.roles().shard_ranks() * group.layout().shard_bytes : 0,
+      .reduce_bytes = reduce_bytes_of(group),
+      .padding_bytes = group.gathered_bytes(),
+      .reshards_after_forward = group.owner->reshards_after_forward()};
   for (const auto& parameter : group.parameters()) {
     result.shard_bytes += bytes_of(parameter.local);
     if (group.copies())

@@ -31,10 +31,18 @@ int64_t sent_bytes_of(const ParameterGroup& group) {
   for (size_t i = 0; i < group.parameters().size(); ++i) {
     if (!group.extended().contains(i)) continue;
     const auto& parameter = group.parameters()[i];
-    const auto part = at::ceil_div(parameter.unsharded_numel(), int64_t{group.axes().shard_ranks()});
+    const auto part = at::ceil_div(parameter.unsharded_numel(), int64_t{group.roles().shard_ranks()});
     bytes += at::round_up(part * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype)), kParameterAlignment);
   }
   return bytes;
+}
+
+/// Bytes of the parts from which gathers start, that the stages before the innermost one have gathered.
+int64_t kept_until_written(const ParameterGroup& group) {
+  const auto& stages = group.stages();
+  int64_t part = sent_bytes_of(group), kept = 0;
+  for (size_t stage = 0; stage < stages.innermost(); ++stage) kept += part *= stages.gathers[stage].ranks();
+  return kept;
 }
 
 /// The blocks of a model, which BlockCache keeps and hands out on the CPU; another device's allocator does.
@@ -72,7 +80,7 @@ struct Group {
   Residence residence = Residence::kSharded;
   bool is_stale = false;                                // written since its gather
   int64_t unsharded = 0, gather_output = 0, buffer = 0; // blocks that it has now
-  int64_t kept_part = 0;                                // of the unsharded parameters, among its neighbours
+  int64_t kept_part = 0;                                // of the unsharded parameters, after its forward
   int64_t reduced = 0;                                  // what its reduction has written
   bool is_complete = false;                             // all of its gradients have landed
   bool is_pending = false;                              // some wait for their reduction
@@ -89,7 +97,7 @@ class Prediction final : private StepGroups {
         plain_gradients_(std::exchange(known.gradients, 0)),
         scheduled_(root.schedule()->groups()),
         groups_(scheduled_.size()),
-        blocks_(root.axes().mesh().device()),
+        blocks_(root.roles().mesh().device()),
         now_(std::move(known)) {
     step_.set_places(places_of(scheduled_));
     step_.set_is_last_backward(root.schedule()->step().is_last_backward());
@@ -117,7 +125,6 @@ class Prediction final : private StepGroups {
   void add(const GroupGradients& gradients) {
     const auto group = gradients.group().shared_from_this();
     Group added{.group = group, .settings = &gradients.settings};
-    const auto& axes = group->axes();
     added.reduce_bytes = reduce_bytes_of(*group);
     added.trains = added.lands = trains_any(*group);
     const bool is_in_files = group->memory() && group->options().offload.memory == OffloadPolicy::Memory::kFiles;
@@ -134,15 +141,16 @@ class Prediction final : private StepGroups {
       added.largest_gradient = std::max(added.largest_gradient, gradient);
       added.largest_local = std::max(added.largest_local, local);
     }
-    added.chunk_bytes = axes.reduces() ? chunk_bytes_of(*group) : 0;
-    added.reduced_bytes = axes.reduces() && !casts_gradients(*group) ? added.chunk_bytes : shard;
+    const bool reduces = !group->stages().reductions.empty();
+    added.chunk_bytes = reduces ? chunk_bytes_of(*group) : 0;
+    added.reduced_bytes = reduces && !casts_gradients(*group) ? added.chunk_bytes : shard;
     if (!is_in_files) {
       now_.parameters += static_cast<int64_t>(group->parameters()[0].local.storage().nbytes());
       now_.optimizer_state += options_.optimizer_tensors * shard;
     } else {
       added.reduced_bytes = 0;
     }
-    if (axes.outer_all_gather()) now_.parameters += axes.outer_ranks() * sent_bytes_of(*group);
+    now_.parameters += kept_until_written(*group);
     groups_[group->number] = std::move(added);
   }
 
@@ -237,7 +245,7 @@ class Prediction final : private StepGroups {
   void fill(size_t number) {
     auto& group = groups_[number];
     if (!group.lands) return;
-    const bool is_a_block = group.group->axes().reduce_scatter() != nullptr; // otherwise the gradients stay in it
+    const bool is_a_block = group.group->stages().reduce_scatter() != nullptr; // otherwise the gradients stay in it
     step_.expect_landing(number, group.settings->has_only_buffer && group.buffer == 0 && is_a_block);
     group.is_pending = true;
     if (group.buffer > 0 || group.reduce_bytes == 0) return;
@@ -285,7 +293,7 @@ class Prediction final : private StepGroups {
     group.unsharded = blocks_.take(layout.unsharded_bytes);
     now_.unsharded += group.unsharded;
     if (!layout.gathers_in_place) {
-      group.gather_output = blocks_.take(sent_bytes_of(*group.group) * group.group->axes().shard_ranks());
+      group.gather_output = blocks_.take(sent_bytes_of(*group.group) * group.group->roles().shard_ranks());
       now_.unsharded += group.gather_output;
     }
     note();
@@ -304,12 +312,12 @@ class Prediction final : private StepGroups {
     release(number);
   }
 
-  /// The part among neighbours is a copy, made before the rest is freed.
+  /// The part that is kept is a copy, made before the rest is freed.
   void free_after_forward(size_t number) override {
     auto& group = groups_[number];
-    const auto& neighbours = group.group->neighbours();
-    if (neighbours && group.residence == Residence::kUnsharded && !group.is_stale && group.kept_part == 0) {
-      group.kept_part = group.group->layout().unsharded_bytes / neighbours->size();
+    const auto& stages = group.group->stages();
+    if (stages.has_after_forward() && group.residence == Residence::kUnsharded && !group.is_stale && group.kept_part == 0) {
+      group.kept_part = group.group->layout().unsharded_bytes / stages.gathers.back().ranks();
       now_.parameters += group.kept_part;
       note();
     }
@@ -348,9 +356,8 @@ class Prediction final : private StepGroups {
       return false;
     }
     group.is_reducing = true;
-    const auto& axes = group.group->axes();
-    if (axes.reduce_scatter()) {
-      write_reduced(group, axes.outer_ranks() * group.chunk_bytes);
+    if (const auto& inside = group.group->stages().reduce_scatter()) {
+      write_reduced(group, group.reduce_bytes / inside->size());
     } else { // there is no first
       advance_reduction(number);
     }
@@ -366,12 +373,13 @@ class Prediction final : private StepGroups {
   void advance_reduction(size_t number) override {
     auto& group = groups_[number];
     if (!group.is_reducing || std::exchange(group.has_advanced, true)) return;
-    const auto& axes = group.group->axes();
-    if (axes.reduce_scatter()) {
+    const auto& stages = group.group->stages();
+    if (stages.reduce_scatter()) {
       now_.reduce_buffers -= group.buffer;
       blocks_.give_back(std::exchange(group.buffer, 0));
     }
-    if (axes.outer_reduce_scatter()) write_reduced(group, group.chunk_bytes);
+    if (stages.may_wait() && stages.reductions.back().kind == Stage::Kind::kReduceScatter)
+      write_reduced(group, group.chunk_bytes);
     note();
   }
 
@@ -399,7 +407,7 @@ class Prediction final : private StepGroups {
 } // namespace
 
 int64_t reduce_bytes_of(const ParameterGroup& group) {
-  return group.axes().reduces() ? chunk_bytes_of(group) * group.axes().shard_ranks() : 0;
+  return !group.stages().reductions.empty() ? chunk_bytes_of(group) * group.roles().shard_ranks() : 0;
 }
 
 MemoryPrediction predict_memory(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known) {

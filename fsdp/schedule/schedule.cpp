@@ -73,7 +73,7 @@ void Schedule::watch_plain_leaves() {
   for (const auto& entry : groups_) {
     const GroupPtr group = entry.group.lock();
     if (!group) continue;
-    if (group->axes().mesh().size() == 1 || !group->axes().is_first_rank()) return watch_.end();
+    if (group->roles().mesh().size() == 1 || !group->roles().is_first_rank()) return watch_.end();
     writes += group->shard_version();
     owner = group->owner;
   }

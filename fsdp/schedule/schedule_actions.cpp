@@ -58,7 +58,7 @@ bool Schedule::start_reduction(size_t number) {
   return of(number, [&](const ParameterGroup& group) {
     auto& gradients = *groups_[number].gradients;
     gradients.start_reduce(ready_);
-    if (!group.axes().reduce_scatter()) gradients.advance_reduce(); // its first collective is the all-reduce
+    if (!group.stages().reduce_scatter()) gradients.advance_reduce(); // its first collective is the all-reduce
     return gradients.is_reducing();
   });
 }

@@ -37,8 +37,8 @@ struct ScheduledGroup {
             .is_offloaded = known->memory() != nullptr,
             .prefetch = *prefetch,
             .syncs = gradients->settings.sync(),
-            .keeps_gradients = known->axes().keeps_gradients(),
-            .reduces_twice = known->axes().reduces_twice()};
+            .keeps_gradients = known->roles().keeps_gradients(),
+            .reduces_twice = known->stages().may_wait()};
   }
   /// The numbers of the groups that it lists to be gathered ahead.
   std::vector<size_t> prefetch_list(bool in_backward) const {

@@ -104,7 +104,7 @@ std::string describe(const Census& census, const DeviceMesh& mesh) {
   for (const auto& root : census.roots) {
     const auto* module = root->modules().front();
     if (!module || !census.walk.is_below(module)) continue;
-    if (root->axes().mesh().rank_list() != mesh.rank_list())
+    if (root->roles().mesh().rank_list() != mesh.rank_list())
       continue; // an expert: other ranks may have others, under other names
     text += fmt::format("\nthe module {} sharded, with values of checksum {}",
                         census.walk.name(census.walk.place_of(census.walk.visit_of(module))), root->initial_checksum);

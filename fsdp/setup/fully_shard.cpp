@@ -201,27 +201,28 @@ void choose_extensions(const GatherExtensionFn& choose, Taken& taken, std::strin
   });
 }
 
-void check_placements(const Taken& taken, const MeshAxes& axes) {
+void check_placements(const Taken& taken, const MeshRoles& roles) {
   for (size_t i = 0; i < taken.names.size(); ++i) {
     const auto& parameter = taken.parameters[i];
-    TORCH_CHECK_VALUE(!parameter.placement || axes.strategy() != Strategy::kNoShard, "fully_shard: shard_placement_fn chose ",
-                      to_string(*parameter.placement), " for ", taken.names[i],
-                      ", but the strategy no-shard splits no parameter");
+    TORCH_CHECK_VALUE(!parameter.placement || roles.shards(), "fully_shard: shard_placement_fn chose ",
+                      to_string(*parameter.placement), " for ", taken.names[i], ", but the strategy ",
+                      row_of(roles.strategy()).name, " splits no parameter");
     const bool is_split = parameter.parallel && !parameter.parallel->is_replicated();
     TORCH_CHECK_VALUE(!is_split || !parameter.placement || std::holds_alternative<Shard>(*parameter.placement),
                       "fully_shard: shard_placement_fn chose ", to_string(*parameter.placement), " for ", taken.names[i],
                       ", which is a DTensor that other dims of the mesh split, ", parameter.parallel->to_string(),
                       ": choose Shard");
-    check_placement({taken.names[i], parameter.values().sizes().vec(), parameter.dtype, parameter.placement}, axes.shard_ranks());
+    check_placement({taken.names[i], parameter.values().sizes().vec(), parameter.dtype, parameter.placement},
+                    roles.shard_ranks());
   }
 }
 
-void check_extensions(const Taken& taken, const MeshAxes& axes, const CommunicatorPtr& neighbours) {
+void check_extensions(const Taken& taken, const MeshRoles& roles, const Stages& stages) {
   const auto extends = [](const FreeParameter& each) { return each.extension != nullptr; };
   if (std::none_of(taken.parameters.begin(), taken.parameters.end(), extends)) return;
-  TORCH_CHECK_VALUE(axes.strategy() != Strategy::kNoShard,
-                    "fully_shard: gather_extension_fn gave an extension, but the strategy no-shard gathers no parameter");
-  TORCH_CHECK_VALUE(!neighbours,
+  TORCH_CHECK_VALUE(roles.shards(), "fully_shard: gather_extension_fn gave an extension, but the strategy ",
+                    row_of(roles.strategy()).name, " gathers no parameter");
+  TORCH_CHECK_VALUE(!stages.has_after_forward(),
                     "fully_shard: gather_extension_fn gave an extension, but reshard_after_forward is a number of "
                     "ranks, which gather parts of unsharded parameters: choose true or false");
 }
@@ -261,7 +262,7 @@ Taken take_free(const Census& census, const DeviceMesh& mesh, const FullyShardOp
 absl::flat_hash_set<const Module*> experts_of(const Census& census, const DeviceMesh& mesh) {
   absl::flat_hash_set<const Module*> experts;
   for (const auto& root : census.roots) {
-    if (root->axes().mesh().rank_list() == mesh.rank_list()) continue;
+    if (root->roles().mesh().rank_list() == mesh.rank_list()) continue;
     for (const auto* module : root->modules()) experts.insert(module);
   }
   return experts;
@@ -303,12 +304,12 @@ void check_call(const std::vector<Module*>& modules, const Census& census, const
 
 /// Shards the parameters, and puts the models below under `state`.
 void make_model(const StatePtr& state, const ModuleWalk& walk, const std::vector<StatePtr>& below,
-                std::span<const FreeParameter> all, const CommunicatorPtr& neighbours) {
-  const auto schedule = std::make_shared<Schedule>(state->axes().mesh().device());
+                std::span<const FreeParameter> all, const Stages& stages) {
+  const auto schedule = std::make_shared<Schedule>(state->roles().mesh().device());
   for (const auto& root : below) schedule->take_settings(*root->schedule());
   state->settle(schedule); // a read finds it, whatever fails from here on
   try {
-    make_groups(state, all, schedule->resources(), neighbours);
+    make_groups(state, all, schedule->resources(), stages);
     adopt_below(state, walk, below);
     state->settle(schedule);
   } catch (...) { // some parameters may be sharded, and others not
@@ -320,11 +321,11 @@ void make_model(const StatePtr& state, const ModuleWalk& walk, const std::vector
 
 /// What the call met goes to `state`. Without parameters or models below, it stands beside the state that has its module's.
 void take_over(const StatePtr& state, const Census& census, const std::vector<StatePtr>& below,
-               std::span<const FreeParameter> all, const CommunicatorPtr& neighbours) {
+               std::span<const FreeParameter> all, const Stages& stages) {
   for (const auto& item : census.ignored) state->model().ignore(item.tensor);
   for (const auto& root : below) close(*root);
-  move_buffers(census.buffers, state->axes().mesh().device());
-  if (!all.empty() || !below.empty()) return make_model(state, census.walk, below, all, neighbours);
+  move_buffers(census.buffers, state->roles().mesh().device());
+  if (!all.empty() || !below.empty()) return make_model(state, census.walk, below, all, stages);
   const auto* meta = parameter_meta(census.sharded[0].tensor);
   state_of_group(*meta->group).keep_beside(state);
 }
@@ -339,10 +340,12 @@ void word_storage_errors(ShardedModule& state) {
   }
 }
 
-FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& mesh, const FullyShardOptions& options) {
-  check_mesh(mesh);
+FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& given, const FullyShardOptions& options) {
+  check_mesh(given);
   const KeepViewReplay keep;
-  const auto strategy = options.strategy ? *options.strategy : default_strategy(mesh);
+  const auto& dims = options.data_parallel_dims;
+  const auto strategy = options.strategy ? *options.strategy : default_strategy(given, dims);
+  const auto mesh = data_parallel_mesh(given, dims);
   const auto census = take_census(modules, options.ignored_params);
   check_call(modules, census, options);
   const auto below = roots_below(census);
@@ -362,15 +365,15 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
                                        .model_number = next_number(below)});
   check_norms(census.walk, tensors, column(taken.parameters, &FreeParameter::dtype)); // of the same options on all ranks
 
-  const MeshAxes axes(strategy, mesh, options.communicators); // connects the ranks along its dims: they agree on them now
-  check_placements(taken, axes);
-  const auto neighbours = connect_neighbours(axes, options.reshard_after_forward);
-  check_extensions(taken, axes, neighbours);
+  const MeshRoles roles(given, strategy, dims);
+  check_placements(taken, roles);
+  const auto stages = connect_stages(roles, options.reshard_after_forward, options.communicators); // they agree on them now
+  check_extensions(taken, roles, stages);
   const std::vector<const Module*> held(modules.begin(), modules.end());
-  auto state = std::make_shared<ShardedModule>(held, name, axes, kept_of(options));
+  auto state = std::make_shared<ShardedModule>(held, name, roles, kept_of(options));
   state->initial_checksum = agreement.checksum;
   state->model().number = agreement.model_number;
-  take_over(state, census, below, taken.parameters, neighbours);
+  take_over(state, census, below, taken.parameters, stages);
   word_storage_errors(*state);
   return FSDPModule(state);
 }

@@ -29,19 +29,6 @@ void check_parameter(const at::Tensor& parameter, const std::string& name, const
         first.device(), "; build the whole module on the meta device or none of it");
 }
 
-std::string text_of_reshard_after_forward(const std::optional<ReshardAfterForward>& option) {
-  if (!option) return "unset";
-  return option->ranks() ? std::to_string(*option->ranks()) : *option ? "true" : "false";
-}
-
-CommunicatorPtr connect_neighbours(const MeshAxes& axes, const std::optional<ReshardAfterForward>& option) {
-  if (!option) return nullptr;
-  TORCH_CHECK_VALUE(!*option || !axes.keeps_parameters(), "fully_shard: the strategy ", row_of(axes.strategy()).name,
-                    " keeps the parameters gathered, but reshard_after_forward is ", text_of_reshard_after_forward(option));
-  if (!option->ranks() || *option->ranks() == 1 || *option->ranks() == axes.shard_ranks()) return nullptr;
-  return axes.neighbours(*option->ranks());
-}
-
 void move_buffers(const std::vector<Registered>& buffers, c10::Device device) {
   const at::NoGradGuard no_grad;
   for (const auto& [buffer, visit, key] : buffers) {
@@ -70,9 +57,9 @@ std::vector<Bucket> buckets_of(std::span<const FreeParameter> all, int64_t bytes
 }
 
 std::shared_ptr<ParameterGroup> make_group(const std::shared_ptr<ShardedModule>& state, Bucket parameters, size_t number,
-                                           const std::shared_ptr<ModelResources>& resources,
+                                           const std::shared_ptr<ModelResources>& resources, const Stages& stages,
                                            std::shared_ptr<OffloadMemory> memory) {
-  auto group = std::make_shared<ParameterGroup>(state, state->axes(), state->options(), resources);
+  auto group = std::make_shared<ParameterGroup>(state, state->roles(), stages, state->options(), resources);
   group->bucket = number;
   group->shard(parameters, std::move(memory));
   redirect_gradients(*group);
@@ -81,10 +68,10 @@ std::shared_ptr<ParameterGroup> make_group(const std::shared_ptr<ShardedModule>&
 
 /// Reserves memory for each bucket of a call's parameters, and for their gradients; null means the device's memory. An error on
 /// every rank where it fails on one.
-std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const FullyShardOptions& options, const MeshAxes& axes,
+std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const FullyShardOptions& options, const MeshRoles& roles,
                                                            const std::vector<Bucket>& buckets) {
   std::vector<std::shared_ptr<OffloadMemory>> memories(buckets.size());
-  const auto& mesh = axes.mesh();
+  const auto& mesh = roles.mesh();
   const auto memory = options.offload.memory;
   if (memory == OffloadPolicy::Memory::kDevice || (memory == OffloadPolicy::Memory::kHost && mesh.device().is_cpu()))
     return memories;
@@ -92,7 +79,7 @@ std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const FullyShardOptio
   try {
     for (size_t i = 0; i < buckets.size(); ++i) {
       memories[i] = make_offload_memory(options.offload, mesh.device());
-      const auto bytes = shard_bytes_of(buckets[i], options.layout, axes);
+      const auto bytes = shard_bytes_of(buckets[i], options.layout, roles);
       memories[i]->reserve(2 * whole_pages(bytes));
     }
   } catch (const std::exception& error) {
@@ -106,17 +93,13 @@ std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const FullyShardOptio
 
 std::vector<std::shared_ptr<ParameterGroup>> make_groups(const std::shared_ptr<ShardedModule>& state,
                                                          std::span<const FreeParameter> all,
-                                                         const std::shared_ptr<ModelResources>& resources,
-                                                         const CommunicatorPtr& neighbours) {
-  const auto& axes = state->axes();
-  const bool has_buckets = axes.strategy() == Strategy::kNoShard && axes.reduces();
+                                                         const std::shared_ptr<ModelResources>& resources, const Stages& stages) {
+  const auto& roles = state->roles();
+  const bool has_buckets = !roles.shards() && !stages.reductions.empty();
   const auto buckets = buckets_of(all, has_buckets ? state->options().bucket_bytes : std::numeric_limits<int64_t>::max());
-  const auto memories = reserve_memory(state->options(), axes, buckets);
+  const auto memories = reserve_memory(state->options(), roles, buckets);
   std::vector<std::shared_ptr<ParameterGroup>> groups;
-  for (size_t i = 0; i < buckets.size(); ++i) {
-    groups.push_back(make_group(state, buckets[i], i, resources, memories[i]));
-    if (neighbours) groups.back()->set_neighbours(neighbours);
-  }
+  for (size_t i = 0; i < buckets.size(); ++i) groups.push_back(make_group(state, buckets[i], i, resources, stages, memories[i]));
   state->set_groups(groups);
   if (!memories.empty() && memories[0]) release_freed_memory();
   return groups;

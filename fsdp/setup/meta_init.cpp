@@ -103,7 +103,7 @@ void give_memory(const torch::nn::Module& module) {
   for (const auto& parameter : module.parameters()) {
     if (const auto* meta = internal::parameter_meta(parameter)) {
       auto& group = *meta->group; // which gives its parameters other metas
-      device = group.axes().mesh().device();
+      device = group.roles().mesh().device();
       group.materialize();
       internal::redirect_gradients(group);
     }

@@ -37,7 +37,7 @@ void check_present(const ModuleInventory& inventory) {
       TORCH_CHECK(holds, "reshard_parameters: the parameter ", each.name, problem);
     };
     if (!each.before) {
-      check_parameter(each.tensor, each.name, each.tensor, inventory.state->axes().mesh());
+      check_parameter(each.tensor, each.name, each.tensor, inventory.state->roles().mesh());
       check(!dtensor_meta(each.tensor), " is a DTensor over other dims of the mesh, which only fully_shard takes");
       check(!each.tensor.is_meta(), " is on the meta device: give it values first");
     } else {
@@ -84,9 +84,9 @@ void describe(const ModuleInventory& inventory, Findings& findings) {
 
 void agree(ModelInventory& model, const std::string& module) {
   const auto& root = model.root();
-  std::vector<Findings> all{{root.axes().mesh(), fmt::format("\ngone [{}]", fmt::join(model.gone(), ", ")), {}, {}}};
+  std::vector<Findings> all{{root.roles().mesh(), fmt::format("\ngone [{}]", fmt::join(model.gone(), ", ")), {}, {}}};
   for (const auto& inventory : model.inventories()) {
-    const auto& mesh = inventory.state->axes().mesh();
+    const auto& mesh = inventory.state->roles().mesh();
     auto found = std::find_if(all.begin(), all.end(), [&](const auto& each) { return each.mesh == mesh; });
     if (found == all.end()) found = all.insert(all.end(), {mesh, "", {}, {}});
     describe(inventory, *found);
@@ -115,16 +115,13 @@ class Remaking {
     for (const auto& group : inventory_.groups) retire_gradients(*group);
     if (!free.empty()) {
       const auto settings = settings_of();
-      made = make_groups(inventory_.state, free, resources_, neighbours());
+      made = make_groups(inventory_.state, free, resources_, stages());
       for (const auto& each : inventory_.state->module_groups()) {
         if (settings) {
           each.gradients->settings = *settings;
         } else {
           take_settings_above(each.gradients->settings);
         }
-      }
-      for (const auto& group : made) {
-        if (!inventory_.groups.empty()) group->axes() = inventory_.groups[0]->axes(); // with the program's own communicators
       }
     }
     for (const auto& group : inventory_.groups) {
@@ -175,10 +172,11 @@ class Remaking {
     settings.has_only_buffer = theirs.has_only_buffer;
   }
 
-  CommunicatorPtr neighbours() const {
-    if (!inventory_.groups.empty()) return inventory_.groups[0]->neighbours();
+  /// The stages of before, with the program's own communicators.
+  Stages stages() const {
+    if (!inventory_.groups.empty()) return inventory_.groups[0]->stages();
     const auto& state = *inventory_.state;
-    return connect_neighbours(state.axes(), state.options().reshard_after_forward);
+    return connect_stages(state.roles(), state.options().reshard_after_forward, state.options().communicators);
   }
 
   void note_moved(const std::vector<SpecPtr>& before, std::vector<std::string>& moved) const {
@@ -222,7 +220,7 @@ void replace_in_prefetch_lists(ShardedModule& root, const Replaced& replaced) {
 void remake(ModelInventory& model, std::vector<std::string>& moved) {
   auto& root = model.root();
   const auto old_schedule = root.schedule();
-  const auto schedule = std::make_shared<Schedule>(root.axes().mesh().device());
+  const auto schedule = std::make_shared<Schedule>(root.roles().mesh().device());
   schedule->take_settings(*old_schedule);
   schedule->set_reporting(old_schedule->resources()->recorder != nullptr);
   Replaced replaced;
@@ -275,7 +273,7 @@ void change_around_groups(ModelInventory& model, const ReshardParametersOptions&
     if (!inventory.is_changed()) rename(inventory);
   }
   for (const auto& item : model.census().ignored) root.model().ignore(item.tensor);
-  move_buffers(model.census().buffers, root.axes().mesh().device());
+  move_buffers(model.census().buffers, root.roles().mesh().device());
   model.claim_new_modules();
 }
 

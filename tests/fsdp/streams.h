@@ -76,7 +76,9 @@ inline std::vector<int64_t> bytes_of_reductions(Net& net) {
   for (const auto& group : fsdp(*net).state()->subtree_groups()) {
     const auto layout = internal::plan_reduce(group->layout(), std::vector<bool>(group->parameters().size(), true));
     const auto bytes = layout.chunk_numel * static_cast<int64_t>(sizeof(float));
-    for (const int64_t ranks : {group->axes().shard_ranks(), group->axes().outer_ranks(), 1}) all.push_back(ranks * bytes);
+    all.push_back(group->roles().shard_ranks() * bytes);
+    for (const auto& stage : group->stages().reductions)
+      all.push_back(stage.kind == internal::Stage::Kind::kReduceScatter ? all.back() / stage.ranks() : all.back());
   }
   return all;
 }

@@ -152,7 +152,7 @@ int64_t expected_all_gathers(const CaseModel& model, const GroupList& groups) {
   int64_t expected = 0, others = 0;
   for (const auto& weak : groups) {
     const auto group = weak.lock();
-    if (!group->axes().all_gather()) continue;
+    if (!group->stages().inner_gather().communicator) continue;
     const bool kept = !group->owner->reshards_after_forward();
     expected += kept ? 1 : 2;
     others += kept ? 0 : 1;

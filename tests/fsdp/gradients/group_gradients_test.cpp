@@ -591,10 +591,11 @@ TEST(GroupGradients, ACommunicatorIsReplacedWhileItGathers) {
     Pair models(strategy);
     auto root = fsdp(*models.sharded);
     const auto group = root.state()->group();
-    if (!group->axes().all_gather()) continue;
+    if (!group->stages().inner_gather().communicator) continue;
     SCOPED_TRACE(strategy.name);
-    const auto counting = std::make_shared<Counting>(process_context().communicator(
-        RankList(group->axes().all_gather()->ranks()), group->axes().all_gather()->device_type(), "own"));
+    const auto counting = std::make_shared<Counting>(
+        process_context().communicator(RankList(group->stages().inner_gather().communicator->ranks()),
+                                       group->stages().inner_gather().communicator->device_type(), "own"));
     auto handle = root.unshard_async();
     root.set_custom_all_gather(counting);
     handle.wait();

@@ -399,9 +399,9 @@ TEST(UnreducedGradients, OfAFailedBackwardLetTheCommunicatorBeReplaced) {
   if (test_device().is_cpu()) {
     EXPECT_TRUE(block.state()->gradients().is_unfinished());
   }
-  const auto old = block.state()->group()->axes().reduce_scatter();
+  const auto old = block.state()->group()->stages().reduce_scatter();
   block.set_custom_reduce_scatter(process_context().communicator(RankList(old->ranks()), old->device_type(), "own"));
-  EXPECT_NE(block.state()->group()->axes().reduce_scatter(), old);
+  EXPECT_NE(block.state()->group()->stages().reduce_scatter(), old);
 }
 
 } // namespace

@@ -7,7 +7,8 @@
 
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/layout/group_layout.h>
-#include <tessera/fsdp/layout/mesh_axes.h>
+#include <tessera/fsdp/layout/mesh_roles.h>
+#include <tessera/fsdp/layout/stages.h>
 #include <tessera/fsdp/model/sharded_module.h>
 #include <tessera/fsdp/unsharded.h>
 
@@ -40,20 +41,24 @@ Payload expected_of(Net& net) {
   const auto groups = fsdp(*net).state()->subtree_groups(); // the root's first
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& group = *groups[i];
-    const auto& axes = group.axes();
-    const int64_t gathers = axes.keeps_parameters() || group.options().reshard_after_forward == ReshardAfterForward(false) ||
-                                    i == 0 || i + 1 == groups.size()
+    const auto& stages = group.stages();
+    const int64_t gathers = group.roles().keeps_parameters() ||
+                                    group.options().reshard_after_forward == ReshardAfterForward(false) || i == 0 ||
+                                    i + 1 == groups.size()
                                 ? 1
                                 : 2;
-    const int64_t ranks = axes.shard_ranks(), outer = axes.outer_ranks();
+    const int64_t ranks = group.roles().shard_ranks();
     const int64_t gathered = ranks * group.layout().shard_bytes;
     const auto reduce = plan_reduce(group.layout(), std::vector<bool>(group.parameters().size(), true));
     const int64_t chunk = reduce.chunk_numel * static_cast<int64_t>(sizeof(float));
-    if (axes.all_gather()) payload.all_gather += gathers * gathered;
-    if (axes.outer_all_gather()) payload.all_gather += outer * group.layout().shard_bytes;
-    if (axes.reduce_scatter()) payload.reduce_scatter += ranks * chunk;
-    if (axes.outer_reduce_scatter()) payload.reduce_scatter += outer * chunk;
-    if (axes.all_reduce()) payload.all_reduce += chunk;
+    if (stages.inner_gather().communicator) payload.all_gather += gathers * gathered;
+    if (stages.innermost() > 0) payload.all_gather += stages.gathers[0].ranks() * group.layout().shard_bytes;
+    int64_t left = ranks * chunk;
+    for (const auto& stage : stages.reductions) {
+      const bool scatters = stage.kind == internal::Stage::Kind::kReduceScatter;
+      (scatters ? payload.reduce_scatter : payload.all_reduce) += left;
+      if (scatters) left /= stage.ranks();
+    }
   }
   return payload;
 }
@@ -85,7 +90,7 @@ TEST(Strategies, KeepGatheredWhatTheTableKeepsWhole) {
     shard_model(net, strategy);
     loss_of(net, global_batch(0)).backward();
     const auto groups = fsdp(*net).state()->subtree_groups();
-    const bool keeps = groups[0]->axes().keeps_parameters();
+    const bool keeps = groups[0]->roles().keeps_parameters();
     for (const auto& group : groups) EXPECT_EQ(group->is_open(), keeps || !group->copies());
     if (!keeps) continue;
     process_context().reset_counters();
@@ -316,10 +321,11 @@ TEST(Strategies, GathersAndReductionsMayShareACommunicator) {
 TEST(Strategies, AverageHalvesOnlyWhereEachOfTheirCommunicatorsDoes) {
   if (world_size() != 4) GTEST_SKIP() << "two replicas of two ranks";
   const std::vector<std::string> names{"replicate", "shard"};
-  internal::MeshAxes axes(tessera::Strategy::kHybridShard, init_device_mesh(test_device_type(), {2, 2}, names));
-  axes.replace_reduce_scatter(init_device_mesh(torch::kCPU, {2, 2}, names).communicator(1));
-  EXPECT_TRUE(axes.reduce_scatter()->averages(torch::kHalf));
-  EXPECT_EQ(axes.averages(torch::kHalf), axes.all_reduce()->averages(torch::kHalf));
+  const internal::MeshRoles roles(init_device_mesh(test_device_type(), {2, 2}, names), tessera::Strategy::kHybridShard);
+  auto stages = internal::connect_stages(roles, {}, CommunicatorUse::kSeparate);
+  stages.reductions[0].communicator = init_device_mesh(torch::kCPU, {2, 2}, names).communicator(1);
+  EXPECT_TRUE(stages.reductions[0].communicator->averages(torch::kHalf));
+  EXPECT_EQ(stages.averages(torch::kHalf), stages.reductions[1].communicator->averages(torch::kHalf));
 }
 
 TEST(Strategies, TrainAsUnshardedOverSharedCommunicators) {

@@ -79,7 +79,7 @@ TEST(Fsdp2Cases, TheSetterForgetsANumberOfRanks) {
     shard_model(other, {"full"});
     const auto loss = loss_of(net, rows_of_rank(0));
     fsdp(*net).set_reshard_after_forward(reshards);
-    for (const auto& block : *net->blocks) EXPECT_EQ(fsdp(*block).state()->group()->neighbours(), nullptr);
+    for (const auto& block : *net->blocks) EXPECT_FALSE(fsdp(*block).state()->group()->stages().has_after_forward());
     loss.backward();
     loss_of(other, rows_of_rank(0)).backward();
     const auto expected = other->named_parameters();
@@ -94,7 +94,7 @@ TEST(Fsdp2Cases, TheEndOfTheRootsForwardKeepsWhatNeighboursHave) {
   Net net = make_net();
   shard_model(net, {"among neighbours", world_mesh, {.reshard_after_forward = 2}});
   const auto loss = call(net, rows_of_rank(0)).square().mean();
-  const auto& among_all = fsdp(*net).state()->group()->axes().all_gather();
+  const auto& among_all = fsdp(*net).state()->group()->stages().inner_gather().communicator;
   const auto before = among_all->counters().get(CollectiveKind::kAllGather).calls;
   loss.backward();
   EXPECT_EQ(among_all->counters().get(CollectiveKind::kAllGather).calls, before);

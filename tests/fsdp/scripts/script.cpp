@@ -47,7 +47,7 @@ std::string error_of(const Call& call) {
 bool is_replica(RandomModel& model) {
   if (!is_sharded(model)) return false;
   const auto state = fsdp(model).state();
-  return state->axes().strategy() == tessera::Strategy::kNoShard && state->subtree().size() == 1;
+  return state->roles().strategy() == tessera::Strategy::kNoShard && state->subtree().size() == 1;
 }
 
 class Script {

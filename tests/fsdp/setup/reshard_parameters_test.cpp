@@ -358,7 +358,7 @@ TEST(ReshardParameters, AModuleThatHadNoParametersHasItsOptionsAndTheSettingsOfT
   reshard_parameters(tower);
   const auto state = fsdp(*tower->first).state();
   ASSERT_THAT(fsdp(*tower->first).parameter_names(), ::testing::ElementsAre("first.down", "first.up"));
-  EXPECT_EQ(state->group()->neighbours() != nullptr, world_size() == 4);
+  EXPECT_EQ(state->group()->stages().has_after_forward(), world_size() == 4);
   EXPECT_FALSE(state->gradients().settings.sync());
   EXPECT_FALSE(state->gradients().settings.all_reduce());
   EXPECT_TRUE(state->gradients().settings.has_only_buffer);

@@ -73,8 +73,9 @@ void use_own_communicators(Turn& turn) {
     const auto another = [](const CommunicatorPtr& old) {
       return process_context().communicator(RankList(old->ranks()), old->device_type(), "own");
     };
-    if (gathers && group->axes().all_gather()) module.set_custom_all_gather(another(group->axes().all_gather()));
-    if (reduces && group->axes().reduce_scatter()) module.set_custom_reduce_scatter(another(group->axes().reduce_scatter()));
+    if (gathers && group->stages().inner_gather().communicator)
+      module.set_custom_all_gather(another(group->stages().inner_gather().communicator));
+    if (reduces && group->stages().reduce_scatter()) module.set_custom_reduce_scatter(another(group->stages().reduce_scatter()));
   });
 }
 
