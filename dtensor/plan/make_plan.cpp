@@ -228,9 +228,10 @@ void check_split_sequences(const OpInfo& info, const OpCall& call, const Bounds&
   for (size_t i = 0; i < bounds.inputs.size(); ++i) {
     if (!call.tensors[i].spec) continue;
     const auto &from = call.tensors[i].spec->placements()[dim], &to = chosen.inputs[i][dim];
-    is_split |= is_sharded(from);
-    check(from == to || !is_sharded(from), "the operator needs whole sequences");
-    const bool is_cut = plan.inputs[bounds.inputs[i].position].source && is_replicate(from) && is_sharded(to);
+    const auto& input = plan.inputs[bounds.inputs[i].position];
+    is_split |= is_sharded(from) && call.mesh.size(part->dim) > 1;
+    check(from == to || !is_sharded(from) || !input.moves, "the operator needs whole sequences");
+    const bool is_cut = input.source && input.moves && is_replicate(from) && is_sharded(to);
     check(!is_cut || part->layout == PartLayout{} || !replicates_plain_tensors(),
           "a plain tensor of the whole sequence is used; make its part with split_sequence, or of its positions");
   }

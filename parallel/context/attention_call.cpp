@@ -50,7 +50,7 @@ void for_each_block(const AttentionCall& call, const std::vector<HeldRange>& que
 QueriesForward::QueriesForward(const AttentionCall& call, at::Tensor query, std::vector<HeldRange> held, int64_t value_features)
     : call_(call), query_(std::move(query)), held_(std::move(held)) {
   const auto options = query_.options().dtype(wide_dtype(query_.scalar_type()));
-  out_ = at::zeros({query_.size(0), query_.size(1), query_.size(2), value_features}, options);
+  out_ = at::zeros({query_.size(0), query_.size(2), query_.size(1), value_features}, options).transpose(1, 2);
   lse_ = at::full({query_.size(0), query_.size(1), query_.size(2)}, -kInfinity, options);
 }
 

@@ -46,6 +46,7 @@ class QueriesForward {
   QueriesForward(const AttentionCall& call, at::Tensor query, std::vector<HeldRange> held, int64_t value_features);
   /// The queries see those keys of `key` and `value` that are `held` there.
   void see(const at::Tensor& key, const at::Tensor& value, const std::vector<HeldRange>& held);
+  /// In memory the heads of a position are neighbours, as the next layer wants them.
   at::Tensor out() const { return out_.to(query_.scalar_type()); }
   const at::Tensor& lse() const { return lse_; }
 

@@ -28,8 +28,11 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using AttentionCallPtr = c10::intrusive_ptr<AttentionCall>;
 
+/// One rank exchanges nothing.
+ContextParallel scheme_of(const AttentionCall& call) { return call.ranks() == 1 ? ContextParallel::kAllGather : call.scheme; }
+
 AttentionResult run_forward(const AttentionCall& call, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
-  switch (call.scheme) {
+  switch (scheme_of(call)) {
     case ContextParallel::kAllGather: return all_gather_forward(call, query, key, value);
     case ContextParallel::kRing: return ring_forward(call, query, key, value);
     case ContextParallel::kUlysses: return ulysses_forward(call, query, key, value);
@@ -38,7 +41,7 @@ AttentionResult run_forward(const AttentionCall& call, const at::Tensor& query, 
 }
 
 BlockGradients run_backward(const AttentionCall& call, const KeptAttention& kept, const at::Tensor& gradient) {
-  switch (call.scheme) {
+  switch (scheme_of(call)) {
     case ContextParallel::kAllGather: return all_gather_backward(call, kept, gradient);
     case ContextParallel::kRing: return ring_backward(call, kept, gradient);
     case ContextParallel::kUlysses: return ulysses_backward(call, kept, gradient);

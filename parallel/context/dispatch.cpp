@@ -69,7 +69,7 @@ void attention(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* s
   torch::jit::push(*stack, std::move(out));
 }
 
-/// The same where the keys of autograd are left out, as in InferenceMode.
+/// Meets the same calls where the keys of autograd are left out, as in InferenceMode.
 void attention_of_dtensors(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (Arguments(*stack).are_parts()) return attention(op, keys, stack);
   dispatch::run(op, keys, stack);

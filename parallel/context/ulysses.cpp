@@ -1,5 +1,6 @@
 // The ranks change parts of the sequence with all heads for the whole sequence with some of the heads, and back.
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -64,7 +65,10 @@ std::vector<at::Tensor> to_parts(const AttentionCall& call, const std::vector<Ex
     for (size_t i = 0; i < wholes.size(); ++i) by_tensor[i].push_back(tensors[i]);
   }
   std::vector<at::Tensor> result;
-  for (const auto& tensors : by_tensor) result.push_back(at::cat(tensors, 1));
+  for (auto& tensors : by_tensor) {
+    for (auto& heads : tensors) heads = heads.transpose(1, 2);
+    result.push_back(at::cat(tensors, 2).transpose(1, 2)); // the heads of a position are neighbours in memory
+  }
   return result;
 }
 

@@ -5,6 +5,7 @@
 #include <tessera/tests/parallel/context/attention_cases.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
+#include <tessera/tests/support/test_device.h>
 #include <tessera/tests/support/world.h>
 
 namespace tessera::testing::context_attention_test {
@@ -21,6 +22,7 @@ std::vector<AttentionCase> cases_of(ContextParallel scheme) {
 }
 
 TEST(ContextAttention, MatchesOneKernelInFp32) {
+  if (test_device_type() != torch::kCPU) GTEST_SKIP() << "the one kernel is that of the CPU";
   constexpr double kBound = 1e-6;
   for (const auto scheme : kSchemes) {
     SCOPED_TRACE(to_string(scheme));
