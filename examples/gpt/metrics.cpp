@@ -13,7 +13,9 @@ void JsonLog::run(const Options& options, int world, int64_t parameters, double 
   record["heads"] = options.model.heads;
   record["sequence"] = options.model.sequence;
   record["steps"] = options.steps;
-  record["global_batch"] = options.rows_a_rank(world) * examples::data_ranks(options, world);
+  record["global_batch"] = options.rows_a_rank(world) * options.data_ranks(world);
+  record["context_ranks"] = options.context_ranks;
+  if (options.context_ranks > 1) record["context"] = tessera::to_string(options.context);
   record["lr"] = options.learning_rate;
   record["seed"] = options.seed;
   record["strategy"] = to_string(options.strategy);

@@ -43,10 +43,11 @@ GptImpl::GptImpl(const ModelConfig& config) : config_(config) {
   initialize();
 }
 
-torch::Tensor GptImpl::forward(const torch::Tensor& tokens) {
+torch::Tensor GptImpl::forward(const torch::Tensor& tokens, const torch::Tensor& positions) {
   const auto time = tokens.size(1);
   TORCH_CHECK(time <= config_.sequence, "a context of ", time, " bytes, but the model has positions for ", config_.sequence);
-  auto x = token_embedding_->forward(tokens) + position_embedding_->forward(torch::arange(time, tokens.options()));
+  const auto places = positions.defined() ? positions : torch::arange(time, tokens.options());
+  auto x = token_embedding_->forward(tokens) + position_embedding_->forward(places);
   for (const auto& each : *blocks_) {
     auto& block = *each->as<Block>();
     x = recompute_ ? tessera::recompute(block, x) : block.forward(x);

@@ -44,8 +44,9 @@ class GptImpl : public torch::nn::Module {
  public:
   explicit GptImpl(const ModelConfig& config);
 
-  /// Logits [batch, time, kVocabulary] of the byte after each of tokens [batch, time] (int64, time ≤ sequence).
-  torch::Tensor forward(const torch::Tensor& tokens);
+  /// Logits [batch, time, kVocabulary] of the byte after each of tokens [batch, time] (int64, time ≤ sequence). `positions`
+  /// [time] of the tokens: 0, 1, … by default.
+  torch::Tensor forward(const torch::Tensor& tokens, const torch::Tensor& positions = {});
 
   /// Whether backward computes the blocks once more, and only their inputs are kept for it.
   void set_recompute(bool recompute) { recompute_ = recompute; }

@@ -15,6 +15,8 @@ ABSL_FLAG(int64_t, steps, 600, "optimizer steps");
 ABSL_FLAG(int64_t, batch, 4, "sequences a rank and step");
 ABSL_FLAG(int64_t, global_batch, 0,
           "sequences a step over all ranks, in place of --batch: the loss curve then does not depend on the ranks");
+ABSL_FLAG(int32_t, context_ranks, 1, "ranks over which each sequence is split; they have the same rows");
+ABSL_FLAG(std::string, context, "all-gather", "how attention sees split sequences: all-gather, ring or ulysses");
 ABSL_FLAG(double, lr, 5e-3, "highest learning rate (AdamW)");
 ABSL_FLAG(int64_t, warmup, 40, "steps of linear warm-up; then the learning rate follows a cosine down to a tenth");
 ABSL_FLAG(double, clip, 1.0, "largest global gradient norm; 0 for none");
@@ -83,6 +85,28 @@ void check_combinations(const Options& options) {
   TORCH_CHECK(options.sample_bytes == 0 || !options.prompt.empty(), "--prompt is empty");
 }
 
+tessera::ContextParallel parse_context(const std::string& name) {
+  using tessera::ContextParallel;
+  for (const auto scheme : {ContextParallel::kAllGather, ContextParallel::kRing, ContextParallel::kUlysses}) {
+    if (name == tessera::to_string(scheme)) return scheme;
+  }
+  TORCH_CHECK(false, "--context is '", name, "', but must be all-gather, ring or ulysses");
+}
+
+void check_context(const Options& options) {
+  check_at_least("context-ranks", options.context_ranks, 1);
+  if (options.context_ranks == 1) return;
+  TORCH_CHECK(options.strategy, "--context-ranks ", options.context_ranks, " needs a --strategy other than none");
+  TORCH_CHECK(!options.tensor_parallel, "--context-ranks ", options.context_ranks,
+              " and a dim tp: this program splits either sequences or layers");
+  const int64_t chunks = 2 * options.context_ranks;
+  TORCH_CHECK(options.model.sequence % chunks == 0, "--sequence ", options.model.sequence, " does not divide into ", chunks,
+              " chunks, two for each of --context-ranks ", options.context_ranks);
+  TORCH_CHECK(options.context != tessera::ContextParallel::kUlysses || options.model.heads % options.context_ranks == 0,
+              "--heads ", options.model.heads, " do not divide among --context-ranks ", options.context_ranks,
+              ", which --context ulysses needs");
+}
+
 } // namespace
 
 Options parse_options(int argc, char** argv) {
@@ -94,6 +118,8 @@ Options parse_options(int argc, char** argv) {
   options.steps = absl::GetFlag(FLAGS_steps);
   options.global_batch = absl::GetFlag(FLAGS_global_batch);
   options.batch = options.global_batch > 0 ? 0 : absl::GetFlag(FLAGS_batch);
+  options.context_ranks = absl::GetFlag(FLAGS_context_ranks);
+  options.context = parse_context(absl::GetFlag(FLAGS_context));
   options.learning_rate = absl::GetFlag(FLAGS_lr);
   options.warmup = absl::GetFlag(FLAGS_warmup);
   options.clip = absl::GetFlag(FLAGS_clip);
@@ -117,14 +143,17 @@ Options parse_options(int argc, char** argv) {
   check_model(options.model);
   check_numbers(options);
   check_combinations(options);
+  check_context(options);
   return options;
 }
 
 void check_world(const Options& options, int world) {
-  examples::check_job(options, world);
-  const auto ranks = examples::data_ranks(options, world);
-  TORCH_CHECK(options.global_batch % ranks == 0, "--global-batch ", options.global_batch, " does not divide among ", ranks,
+  TORCH_CHECK(world % options.context_ranks == 0, "--context-ranks ", options.context_ranks, " does not divide ", world,
               " ranks");
+  examples::check_job(options, world);
+  const auto ranks = options.data_ranks(world);
+  TORCH_CHECK(options.global_batch % ranks == 0, "--global-batch ", options.global_batch, " does not divide among ", ranks,
+              options.context_ranks > 1 ? " groups of ranks" : " ranks");
 }
 
 } // namespace gpt

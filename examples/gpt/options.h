@@ -1,5 +1,7 @@
 #pragma once
 
+#include <tessera/parallel/context_attention.h>
+
 #include <string>
 
 #include "common/job_options.h"
@@ -18,7 +20,7 @@ struct Options : examples::JobOptions {
   ModelConfig model;
 
   int64_t steps = 0;
-  int64_t batch = 0;        ///< rows a rank and step; 0: from `global_batch`
+  int64_t batch = 0;        ///< rows a step of a rank, or of the ranks that split its sequences; 0: from `global_batch`
   int64_t global_batch = 0; ///< rows a step over all ranks; 0: from `batch`
   double learning_rate = 0;
   int64_t warmup = 0; ///< steps of linear warm-up; a cosine down to a tenth follows
@@ -40,8 +42,13 @@ struct Options : examples::JobOptions {
   std::string trace;        ///< folder for a Chrome trace of a step from each rank; empty: none
   std::string dump_initial; ///< folder for the initial weights and all batches; empty: none
 
-  /// The rows of one rank among `world` ranks. Those of a tensor-parallel group have the same.
-  int64_t rows_a_rank(int world) const { return batch > 0 ? batch : global_batch / examples::data_ranks(*this, world); }
+  int context_ranks = 1; ///< over which each sequence is split
+  tessera::ContextParallel context = tessera::ContextParallel::kAllGather;
+
+  /// The groups of ranks that have rows of their own, among `world` ranks. The ranks of one split sequences or layers.
+  int64_t data_ranks(int world) const { return examples::data_ranks(*this, world) / context_ranks; }
+  /// The rows of such a group.
+  int64_t rows_a_rank(int world) const { return batch > 0 ? batch : global_batch / data_ranks(world); }
 };
 
 /// Reads the command line; `-` and `_` in a flag's name are the same. Throws c10::Error that names the flag for a value out of

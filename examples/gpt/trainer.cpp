@@ -37,7 +37,10 @@ std::string describe(const Options& options, int64_t parameters) {
                      to_string(options.precision)) +
          (options.tensor_parallel ? fmt::format(", tensor-parallel over {}{}", *options.tensor_parallel,
                                                 options.sequence_parallel ? ", sequence-parallel" : "")
-                                  : "");
+                                  : "") +
+         (options.context_ranks == 1
+              ? ""
+              : fmt::format(", sequences over {} ranks ({})", options.context_ranks, tessera::to_string(options.context)));
 }
 
 // The flags that make the model.
@@ -65,14 +68,14 @@ Trainer::Trainer(const Options& options)
       rows_(options.rows_a_rank(world_size())),
       text_(options.data, options.model.sequence, options.seed),
       model_(make_model(options)),
-      mesh_(examples::make_mesh(options)),
-      device_(mesh_.defined() ? mesh_.device() : torch::Device(torch::kCPU)),
+      meshes_(make_meshes(options)),
+      device_(meshes_.parameters.defined() ? meshes_.parameters.device() : torch::Device(torch::kCPU)),
       optimizer_(make_optimizer(*model_, options)),
       scaler_({.enabled = options.precision == examples::Precision::kFp16}),
       progress_(options.steps, !first_rank()) {
   if (first_rank()) check_outputs();
   if (!options_.dump_initial.empty()) dump_initial();
-  if (mesh_.defined()) shard(model_, mesh_, options_);
+  if (meshes_.parameters.defined()) shard(model_, meshes_.parameters, options_);
   if (options_.resume) resume();
   if (!options_.checkpoint.empty()) examples::note_termination();
   if (first_rank()) log_ = JsonLog(options_.log, options_.resume);
@@ -121,14 +124,14 @@ void Trainer::run() {
 
 StepMetrics Trainer::train_step(int64_t step) {
   const auto begin = std::chrono::steady_clock::now();
-  const auto batch = to_device(text_.training_batch(step, data_rank() * rows_, rows_));
+  const auto batch = to_device(text_.training_batch(step, first_row(), rows_));
   StepMetrics metrics;
   metrics.step = step + 1;
   metrics.learning_rate = learning_rate(options_, step);
   set_learning_rate(optimizer_, metrics.learning_rate);
 
   optimizer_.zero_grad();
-  const auto loss = cross_entropy(model_->forward(batch.inputs), batch.targets);
+  const auto loss = loss_of(model_, batch, meshes_.context, options_.context);
   scaler_.scale(loss).backward();
   scaler_.unscale_(optimizer_);
   const double largest_norm = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
@@ -141,7 +144,7 @@ StepMetrics Trainer::train_step(int64_t step) {
   TORCH_CHECK(std::isfinite(metrics.loss), "the loss of step ", metrics.step, " is ", metrics.loss, "; a smaller --lr may help");
   metrics.resident_bytes = means[1];
   metrics.tokens_per_second =
-      static_cast<double>(rows_ * examples::data_ranks(options_, world_size()) * options_.model.sequence) / seconds_since(begin);
+      static_cast<double>(rows_ * options_.data_ranks(world_size()) * options_.model.sequence) / seconds_since(begin);
   return metrics;
 }
 
@@ -157,8 +160,8 @@ double Trainer::validate() {
   torch::NoGradGuard no_grad;
   double sum = 0;
   for (int64_t index = 0; index < options_.validation_batches; ++index) {
-    const auto batch = to_device(text_.validation_batch(index, data_rank() * rows_, rows_));
-    sum += cross_entropy(model_->forward(batch.inputs), batch.targets).item<double>();
+    const auto batch = to_device(text_.validation_batch(index, first_row(), rows_));
+    sum += loss_of(model_, batch, meshes_.context, options_.context).item<double>();
   }
   return examples::mean_over_ranks({sum / static_cast<double>(options_.validation_batches)})[0];
 }
@@ -213,7 +216,7 @@ void Trainer::dump_initial() {
   std::vector<torch::Tensor> inputs, targets;
   std::vector<double> learning_rates;
   for (int64_t step = 0; step < options_.steps; ++step) {
-    const auto batch = text_.training_batch(step, 0, rows_ * examples::data_ranks(options_, world_size()));
+    const auto batch = text_.training_batch(step, 0, rows_ * options_.data_ranks(world_size()));
     inputs.push_back(batch.inputs);
     targets.push_back(batch.targets);
     learning_rates.push_back(learning_rate(options_, step));
@@ -266,10 +269,10 @@ bool Trainer::is_to_stop() {
   return is_terminated_ || asked[1] > 0;
 }
 
-bool Trainer::first_rank() const { return rank() == 0; }
+// Ranks that split sequences or layers are neighbours, and have the same rows.
+int64_t Trainer::first_row() const { return rank() / (world_size() / options_.data_ranks(world_size())) * rows_; }
 
-// tp is the last dim of the mesh.
-int64_t Trainer::data_rank() const { return rank() / options_.tensor_parallel.value_or(1); }
+bool Trainer::first_rank() const { return rank() == 0; }
 
 Batch Trainer::to_device(const Batch& batch) const { return {batch.inputs.to(device_), batch.targets.to(device_)}; }
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <filesystem>
 
+#include "gpt/context.h"
 #include "gpt/metrics.h"
 #include "gpt/model.h"
 #include "gpt/options.h"
@@ -26,6 +27,7 @@ class Trainer {
   StepMetrics train_step(int64_t step);
   StepMetrics train_step_traced(int64_t step);
   double validate();
+  int64_t first_row() const;
   std::filesystem::path checkpoint_folder(int64_t steps_done) const;
   void save(int64_t steps_done);
   void resume();
@@ -37,14 +39,13 @@ class Trainer {
   void write_samples();
   bool is_to_stop();
   bool first_rank() const;
-  int64_t data_rank() const; // whose rows this rank has
   Batch to_device(const Batch& batch) const;
 
   Options options_;
   int64_t rows_; // a rank's rows of a batch
   Text text_;
   Gpt model_;
-  tessera::DeviceMesh mesh_; // undefined without a strategy
+  Meshes meshes_;
   torch::Device device_;
   torch::optim::AdamW optimizer_;
   tessera::GradScaler scaler_;

@@ -8,7 +8,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/view_as_real.h>
-#include <absl/hash/hash.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
@@ -40,7 +39,8 @@ constexpr int64_t kNumbersATensor = 3;
 
 /// What the ranks compare of a tensor: its sequence's length, its shape, its values.
 std::vector<int64_t> numbers_of(const at::Tensor& tensor, int64_t dim, bool compares_values) {
-  const auto shape = absl::HashOf(tensor.sizes().vec(), static_cast<int>(tensor.scalar_type()));
+  auto shape = static_cast<uint64_t>(tensor.scalar_type()); // a hash that is the same in every process, as Abseil's is not
+  for (const auto size : tensor.sizes()) shape = (shape ^ static_cast<uint64_t>(size)) * 0x9e3779b97f4a7c15;
   return {tensor.size(dim), static_cast<int64_t>(shape), compares_values ? checksum(tensor) : 0};
 }
 

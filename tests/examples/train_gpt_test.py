@@ -61,6 +61,17 @@ class TrainGptTest(unittest.TestCase):
         self.assertNotIn("Traceback", done.stderr)
         return done.stderr
 
+    def test_sequences_that_are_split_over_ranks_give_the_same_curve(self):
+        expected = self.losses("--ranks=1")
+        for flags in (["--ranks=2", "--context-ranks=2"], ["--ranks=2", "--context-ranks=2", "--context=ring", "--recompute"],
+                      ["--ranks=2", "--context-ranks=2", "--context=ulysses", "--strategy=no-shard"],
+                      ["--ranks=4", "--context-ranks=2", "--context=ring", "--strategy=hybrid"]):
+            self.assert_same_curve(self.losses(*flags), expected, flags)
+        self.assert_error("--sequence 8 does not divide into 6 chunks", "--ranks=3", "--context-ranks=3")
+        self.assert_error("--heads 2 do not divide among --context-ranks 4", "--ranks=4", "--context-ranks=4", "--context=ulysses")
+        self.assert_error("--context is 'zigzag', but must be all-gather, ring or ulysses", "--ranks=1", "--context=zigzag")
+        self.assert_error("--context-ranks 2 does not divide 3 ranks", "--ranks=3", "--context-ranks=2")
+
     def test_the_curve_does_not_depend_on_ranks_strategy_or_layout(self):
         expected = self.losses("--strategy=none")
         self.assertLess(expected[-1], expected[0])
