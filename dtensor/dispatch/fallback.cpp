@@ -159,7 +159,7 @@ void note_replication(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, 
 }
 
 /// Under StrictSharding it is an error in forward that an activation moves which a plan has split: the plan moves none but those
-/// that enter and leave its layers. A number may, for a norm or a loss.
+/// that enter and leave its layers. A number may, for a norm or a loss, and what the program has summed over a split dim.
 void check_follows_plan(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments, const Plan& plan) {
   if (C10_LIKELY(PlannedMeshes::instance().count() == 0)) return;
   if (!program_scopes().strict_sharding || !planned_mesh(info, arguments) || !is_forward(call_origin())) return;
@@ -167,7 +167,7 @@ void check_follows_plan(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments
   const auto check = [&](const c10::IValue& value) {
     const auto& input = plan.inputs[position++];
     const auto* meta = value.isTensor() ? dtensor_meta(value.toTensor()) : nullptr;
-    if (!meta || !input.moves || meta->spec->numel() <= 1 || meta->spec->is_replicated()) return;
+    if (!meta || !input.moves || meta->spec->numel() <= 1 || absl::c_none_of(meta->spec->placements(), is_sharded)) return;
     TORCH_CHECK(false, info.name, ": an argument, ", description_of(*meta), ", lies as ", to_string(meta->spec->placements()),
                 ", which this operator cannot take: it would have to become ", to_string(input.target->placements()),
                 ", and the plan of `parallelize` does not say so. Under tessera::StrictSharding this is an error");

@@ -141,7 +141,7 @@ std::optional<Placement> map_blocks(const Placement& placement, const std::vecto
   const auto* strided = std::get_if<StridedShard>(&placement);
   if (!shard && !strided) return std::nullopt;
   const auto dim = shard ? shard->dim : strided->dim, factor = shard ? 1 : strided->split_factor;
-  if (from[dim] == 0 || from[dim] % (factor * ranks) != 0) return std::nullopt;
+  if (product(from, 0, from.size()) == 0 || from[dim] % (factor * ranks) != 0) return std::nullopt;
   const auto blocks = product(from, 0, dim) * factor;
   for (auto d = static_cast<int64_t>(to.size()) - 1; d >= 0; --d) {
     const auto outer = product(to, 0, d);

@@ -20,7 +20,7 @@ void check_parallel(const at::Tensor& parameter, const std::string& name, const 
 /// How forward reads such a parameter in `dtype`: as it lies, row-major.
 SpecPtr spec_in_forward(const Spec& parallel, at::ScalarType dtype);
 
-/// Where the foreign dims are in the mesh of a parameter that is sharded further.
+/// The place of the foreign dims in the mesh of a parameter that is sharded further.
 enum class ForeignDims : uint8_t {
   kLast,  ///< as in FSDP2
   kFirst, ///< parts of any part have a name so. All parameters of a model with styles have one mesh, also packed ones.

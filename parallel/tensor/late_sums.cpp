@@ -78,7 +78,7 @@ class LateSums {
   std::vector<Sum> sums_;
 };
 
-/// Those of the backward that runs on this thread. Its callback owns them: they go with a backward that fails.
+/// The sums of the backward that runs on this thread. Its callback owns them: they go with a backward that fails.
 std::shared_ptr<LateSums> sums_of_backward() {
   static std::mutex mutex;
   static auto* const running = new absl::flat_hash_map<int, std::weak_ptr<LateSums>>;

@@ -13,6 +13,8 @@
 
 namespace tessera::internal::parallel {
 
+extern const ReadKind& kStyledParameters; ///< style_kind.cpp
+
 /// It says where the activations beside a parameter go, and what becomes of results.
 struct Style final : ReadMark, std::enable_shared_from_this<Style> {
   Placement plain_input = Replicate{};       ///< how a plain activation lies

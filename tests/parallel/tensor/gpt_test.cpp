@@ -137,6 +137,30 @@ TEST(ParallelGpt, SendsWhatMegatronSends) {
   }
 }
 
+/// Each collective of a layer is of one activation, b·s·h elements.
+TEST(ParallelGpt, SendsActivationsAlone) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank sends nothing";
+  const int64_t layers = 2, activation = int64_t{2} * 12 * 48 * 4, calls = 2 * layers + 1;
+  const auto tokens = draw_tokens(0, 2, 12);
+  for (const bool sequence : {false, true}) {
+    auto model = seeded_gpt(small_gpt(layers));
+    parallelize(*model, tensor_mesh(), gpt_plan(sequence));
+    const CountCollectives forward;
+    const auto logits = model->forward(tokens.inputs);
+    if (sequence) {
+      EXPECT_EQ(forward.count(CollectiveKind::kAllGather).bytes, calls * activation);
+      EXPECT_EQ(forward.count(CollectiveKind::kReduceScatter).bytes, calls * activation);
+    } else {
+      EXPECT_EQ(forward.count(CollectiveKind::kAllReduce).bytes, calls * activation);
+    }
+    const auto loss = loss_of(model, tokens);
+    const CountCollectives backward;
+    loss.backward();
+    const auto sums_of_loss = int64_t{2} * 12 * 4; // one a token
+    if (!sequence) EXPECT_EQ(backward.count(CollectiveKind::kAllReduce).bytes, calls * activation + sums_of_loss);
+  }
+}
+
 TEST(ParallelGpt, GathersAndScattersTheSequence) {
   if (world_size() == 1) GTEST_SKIP() << "one rank sends nothing";
   for (const int64_t layers : {1, 2}) {

@@ -6,6 +6,7 @@
 #include <tessera/dtensor/strict_sharding.h>
 
 #include <tessera/tests/parallel/parallel_gpt.h>
+#include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/matchers.h>
 
 #include <functional>
@@ -208,6 +209,35 @@ TEST(ParallelModels, LibTorchsTransformerEncoder) {
   const auto x = draw(0, {5, 3, 24}).to(torch::kFloat);
   EXPECT_EQ(count_all_reduces([&] { loss = model->forward(x).square().mean(); }), 4);
   EXPECT_EQ(count_all_reduces([&] { loss.backward(); }), 3); // the input of the first layer has no gradient
+}
+
+/// Ranks with one seed drop what one process drops.
+TEST(ParallelModels, DropoutDrawsForTheWholeActivation) {
+  const auto make = [] {
+    return nn::TransformerEncoder(
+        nn::TransformerEncoderOptions(nn::TransformerEncoderLayerOptions(24, 12).dim_feedforward(36).dropout(0.3), 1));
+  };
+  compare<nn::TransformerEncoder>(make, encoder_plan("layers.*"), [](nn::TransformerEncoder& model, int64_t step) {
+    const auto x = draw(step, {5, 3, 24});
+    torch::manual_seed(900 + step);
+    return model->forward(x).square().mean();
+  });
+}
+
+TEST(ParallelModels, UnderAutocast) {
+  const auto make = [] { return nn::Sequential(nn::Linear(5, 24), nn::GELU(), nn::Linear(24, 7)); };
+  torch::manual_seed(4);
+  auto twin = make();
+  torch::manual_seed(4);
+  auto model = make();
+  parallelize(*model, tensor_mesh(), {{"0", Colwise{}}, {"2", Rowwise{}}});
+  const auto x = draw(0, {3, 5}).to(torch::kFloat);
+  const AutocastScope autocast;
+  const auto expected = twin->forward(x), actual = model->forward(x);
+  EXPECT_EQ(actual.scalar_type(), torch::kBFloat16);
+  EXPECT_TENSORS_CLOSE(whole_of(actual).to(torch::kFloat), expected.detach().to(torch::kFloat), 0.05, 0.02);
+  actual.to(torch::kFloat).sum().backward();
+  EXPECT_TRUE(whole_of(model->parameters()[0].grad()).isfinite().all().item<bool>());
 }
 
 TEST(ParallelModels, LibTorchsTransformerWithCrossAttention) {

@@ -1,0 +1,107 @@
+// Losses of logits that a plan split over the vocabulary.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <tessera/dtensor/debug.h>
+#include <tessera/dtensor/strict_sharding.h>
+
+#include <tessera/tests/parallel/parallel_gpt.h>
+#include <tessera/tests/support/matchers.h>
+
+#include <functional>
+#include <vector>
+
+namespace tessera::testing::loss_test {
+namespace {
+
+namespace nn = torch::nn;
+using torch::Tensor;
+
+DeviceMesh tensor_mesh() { return init_device_mesh(test_device_type(), {world_size()}, {"tp"}); }
+
+/// A head on `rows` rows, split and in one process.
+struct Heads {
+  explicit Heads(int64_t vocabulary, int64_t rows) {
+    torch::manual_seed(8);
+    split = nn::Linear(6, vocabulary);
+    torch::manual_seed(8);
+    plain = nn::Linear(6, vocabulary);
+    for (auto* head : {&split, &plain}) (*head)->to(torch::kDouble);
+    parallelize(*split, tensor_mesh(), {{"", VocabParallel{}}});
+    x = torch::randn({rows, 6}, torch::kDouble);
+    targets = torch::randint(vocabulary, {rows}, torch::kLong);
+  }
+
+  void compare(const std::function<Tensor(const Tensor& logits)>& loss) {
+    for (auto* head : {&split, &plain}) (*head)->zero_grad();
+    const auto input = x.clone().requires_grad_(), expected_input = x.clone().requires_grad_();
+    const auto expected = loss(plain(expected_input)), actual = loss(split(input));
+    EXPECT_TENSORS_CLOSE(whole_of(actual), expected.detach(), 1e-11, 1e-12);
+    expected.sum().backward();
+    actual.sum().backward();
+    EXPECT_TENSORS_CLOSE(input.grad(), expected_input.grad(), 1e-10, 1e-12);
+    EXPECT_TENSORS_CLOSE(whole_of(split->weight.grad()), plain->weight.grad(), 1e-10, 1e-12);
+    EXPECT_TENSORS_CLOSE(whole_of(split->bias.grad()), plain->bias.grad(), 1e-10, 1e-12);
+  }
+
+  nn::Linear split{nullptr}, plain{nullptr};
+  Tensor x, targets;
+};
+
+TEST(ParallelLoss, CrossEntropyWithEveryOption) {
+  const StrictSharding strict;
+  for (const int64_t vocabulary : {12, 13, 3, 1}) { // 3 and 1: some of 4 ranks have no class
+    for (const int64_t rows : {5, 1}) {
+      Heads heads(vocabulary, rows);
+      const auto weights = torch::rand({vocabulary}, torch::kDouble) + 0.1;
+      auto ignored = heads.targets.clone();
+      if (rows > 1) ignored.slice(0, 1, 3).fill_(-7);
+      for (const auto reduction : {at::Reduction::Mean, at::Reduction::Sum, at::Reduction::None}) {
+        for (const double smoothing : {0.0, 0.2}) {
+          for (const auto& weight : std::vector<Tensor>{{}, weights}) {
+            SCOPED_TRACE(c10::str(vocabulary, " classes, ", rows, " rows, reduction ", reduction, ", smoothing ", smoothing,
+                                  weight.defined() ? ", weights" : ""));
+            heads.compare([&](const Tensor& logits) {
+              return torch::cross_entropy_loss(logits, ignored, weight, reduction, /*ignore_index=*/-7, smoothing);
+            });
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(ParallelLoss, LogProbabilitiesHaveTheirGradient) {
+  Heads heads(13, 5);
+  heads.compare([&](const Tensor& logits) { return torch::log_softmax(logits, -1).gather(1, heads.targets.unsqueeze(1)); });
+  heads.compare([&](const Tensor& logits) { return torch::softmax(logits, -1).square(); });
+  heads.compare([&](const Tensor& logits) { return torch::logsumexp(logits, -1); });
+}
+
+TEST(ParallelLoss, OfGatheredLogitsIsTheSame) {
+  Heads heads(13, 5);
+  heads.compare([&](const Tensor& logits) {
+    const auto whole = is_dtensor(logits) ? DTensor(logits).full_tensor() : logits;
+    return torch::cross_entropy_loss(whole, heads.targets);
+  });
+}
+
+TEST(ParallelLoss, TheLargestIsThatOfTheWholeVocabulary) {
+  const torch::NoGradGuard no_grad;
+  for (const int64_t vocabulary : {12, 13, 1}) {
+    Heads heads(vocabulary, 6);
+    const auto logits = heads.split(heads.x), plain = heads.plain(heads.x);
+    EXPECT_TENSORS_EQUAL(whole_of(logits.argmax(-1)), plain.argmax(-1));
+    EXPECT_TENSORS_CLOSE(whole_of(logits.amax(-1)), plain.amax(-1), 1e-12);
+    EXPECT_TENSORS_EQUAL(whole_of(std::get<1>(logits.topk(1, -1))), std::get<1>(plain.topk(1, -1)));
+  }
+}
+
+TEST(ParallelLoss, ATargetOutsideTheVocabularyIsAnError) {
+  Heads heads(12, 5);
+  heads.targets.fill_(12);
+  EXPECT_ANY_THROW(torch::cross_entropy_loss(heads.split(heads.x), heads.targets));
+}
+
+} // namespace
+} // namespace tessera::testing::loss_test
