@@ -9,5 +9,6 @@
 #include <tessera/parallel/context_attention.h>
 #include <tessera/parallel/parallelize.h>
 #include <tessera/parallel/pipeline_schedule.h>
+#include <tessera/parallel/plan_for.h>
 #include <tessera/parallel/split_sequence.h>
 #include <tessera/parallel/styles.h>
