@@ -1,6 +1,7 @@
 #include <tessera/parallel/parallelize.h>
 
 #include <absl/container/flat_hash_map.h>
+#include <absl/strings/match.h>
 
 #include <algorithm>
 #include <memory>
@@ -108,6 +109,18 @@ void become_parallel(const PlacedParameter& parameter, const DeviceMesh& mesh) {
   style->put_on(tensor, /*casts=*/false);
 }
 
+/// Running statistics are written where activations are read: as DTensors that all ranks have.
+void replicate_statistics(torch::nn::Module& module, const DeviceMesh& mesh) {
+  const at::NoGradGuard no_grad;
+  for (const auto& item : module.named_buffers()) {
+    const auto& buffer = item.value();
+    const bool is_statistic = absl::EndsWith(item.key(), "running_mean") || absl::EndsWith(item.key(), "running_var");
+    if (!is_statistic || !buffer.defined() || is_dtensor(buffer)) continue;
+    const auto whole = distribute_tensor(buffer.detach(), mesh, {Replicate{}});
+    become_dtensor(buffer, c10::make_intrusive<DTensorMeta>(dtensor_meta(whole)->local, dtensor_meta(whole)->spec));
+  }
+}
+
 } // namespace
 
 } // namespace tessera::internal::parallel
@@ -124,6 +137,7 @@ void parallelize(torch::nn::Module& module, const DeviceMesh& mesh, const Parall
   // In the order of their names: all ranks send the same in turn, whatever order a plan's lines have there.
   std::sort(parameters.begin(), parameters.end(), [](const auto& a, const auto& b) { return a.first.name < b.first.name; });
   for (const auto& [parameter, line] : parameters) internal::parallel::become_parallel(parameter, mesh);
+  internal::parallel::replicate_statistics(module, mesh);
   internal::dispatch::PlannedMeshes::instance().add(mesh);
 }
 

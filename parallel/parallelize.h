@@ -8,9 +8,10 @@
 namespace tessera {
 
 /// Tensor parallelism (PyTorch: parallelize_module): splits the parameters of `module` over the 1-D `mesh` as `plan` says, in
-/// place, with the values of the mesh's first rank. All other parameters become replicated. The module is then called as before,
-/// on every rank with the same plain tensors, or with DTensors: each operator that reads a parameter brings the activations where
-/// the parameter's style wants them. What comes out is a DTensor. Gradients lie as the parameters do.
+/// place, with the values of the mesh's first rank. All other parameters become replicated, and so do the running statistics of
+/// norms. The module is then called as before, on every rank with the same plain tensors, or with DTensors: each operator that
+/// reads a parameter brings the activations where the parameter's style wants them. What comes out is a DTensor. Gradients lie as
+/// the parameters do.
 ///
 /// From then on plain tensors beside DTensors of this mesh count as Replicate: masks, positions, targets. Between the styles
 /// activations stay as they lie; where an operator cannot take them so they are made whole, which is an error under
