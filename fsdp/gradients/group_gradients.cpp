@@ -4,16 +4,13 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/real.h>
-#include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include <tessera/base/aligned_memory.h>
 #include <tessera/base/error_text.h>
@@ -42,15 +39,6 @@ at::Tensor call_hooks(const at::Tensor& parameter, at::Tensor gradient) {
   hooked.push_back(std::move(gradient));
   for (const auto& hook : hooks) hooked = (*hook)(hooked);
   return std::move(hooked[0]);
-}
-
-/// Complex numbers as twice as many real ones: what the communicators reduce.
-at::Tensor as_real(const at::Tensor& flat) { return flat.is_complex() ? at::view_as_real(flat).view({-1}) : flat; }
-
-/// The backward stands still for it.
-void wait_for(const ParameterGroup& group, Work& reduction) {
-  const ExposedTime exposed(group, &GroupReport::reduce_wait_seconds);
-  reduction.wait();
 }
 
 /// The `numel` reduced elements from `offset` on that are this rank's part of a parameter: of its shape where that costs nothing.
@@ -110,50 +98,21 @@ bool trains_any(const ParameterGroup& group) {
   return std::any_of(group.parameters().begin(), group.parameters().end(), is_trained);
 }
 
-GroupGradients::~GroupGradients() {
-  try {
-    wait_on_home();
-  } catch (...) { // of a device that has failed
-  }
-}
-
-void GroupGradients::wait_on_home() {
-  if (!reduction_.home) return;
-  const c10::StreamGuard guard(*reduction_.home);
-  reduction_.first.wait();
-  reduction_.second.wait();
-}
-
 std::string GroupGradients::label() const {
-  return group_.label() + label_ + (settings.divide_factor ? fmt::format(" divided by {}", *settings.divide_factor) : "");
+  return group_.label() + plan_.others + (settings.divide_factor ? fmt::format(" divided by {}", *settings.divide_factor) : "");
 }
 
 void GroupGradients::set_divide_factor(double factor) {
   // What waits for its all-reduce is a sum or a mean along the shard axis, and is divided at the end, in fp16 partly before.
-  const auto now = divisor();
-  const bool fits = now && early_factor(now) == early_factor(factor);
-  const bool differs = is_reducing() ? settings.divide_factor != factor : partial_.defined() && !fits;
+  const auto now = division_of(settings, group_.stages(), plan_.dtype);
+  const bool fits = now.adds() && now.early() == GradientDivision{factor, plan_.dtype}.early();
+  const bool differs = is_reducing() ? settings.divide_factor != factor : reduction_.is_parked() && !fits;
   TORCH_CHECK(!differs, "set_gradient_divide_factor: gradients of ", group_.label(),
               " are still being reduced, with another factor: set it before the first backward of a gradient accumulation");
   settings.divide_factor = factor;
 }
 
 bool GroupGradients::reduces_alone() const { return group_.stages().reductions.empty() && !settings.all_reduce_hook; }
-
-/// What the sum over the ranks is divided by where the collectives do not average: the program's factor, or the number of ranks.
-std::optional<double> GroupGradients::divisor() const {
-  if (settings.divide_factor || group_.stages().averages(dtype_)) return settings.divide_factor;
-  return group_.stages().reducing_ranks();
-}
-
-/// What the gradients are divided by before they are added: a sum of fp16 numbers may be too large for it. A power of two, so
-/// that it rounds nothing, near the root of the factor, so that neither end loses range (FSDP2).
-double GroupGradients::early_factor(const std::optional<double>& factor) const {
-  if (!factor || dtype_ != at::kHalf || *factor <= 1) return 1;
-  return std::exp2(std::ceil(std::log2(*factor) / 2));
-}
-
-double GroupGradients::late_factor() const { return *divisor() / early_factor(divisor()); }
 
 at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bool>& takes_part) {
   const auto& policy = group.options().mixed_precision;
@@ -169,8 +128,8 @@ at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bo
 
 std::optional<at::ScalarType> GroupGradients::common_dtype() const {
   std::optional<at::ScalarType> dtype;
-  for (size_t i = 0; i < takes_part_.size(); ++i) {
-    if (!takes_part_[i]) continue;
+  for (size_t i = 0; i < plan_.takes_part.size(); ++i) {
+    if (!plan_.takes_part[i]) continue;
     const auto own = group_.parameters()[i].spec->dtype();
     if (dtype && *dtype != own) return std::nullopt;
     dtype = own;
@@ -182,24 +141,22 @@ void GroupGradients::prepare_layout() {
   group_.prefetch_parameters();
   const auto& parameters = group_.parameters();
   auto takes_part = trained_of(group_);
-  if (takes_part == takes_part_) return;
-  takes_part_ = std::move(takes_part);
-  leaves_out_any_ = std::find(takes_part_.begin(), takes_part_.end(), false) != takes_part_.end();
-  label_.clear();
+  if (takes_part == plan_.takes_part) return;
+  plan_.takes_part = std::move(takes_part);
+  plan_.leaves_out_any = std::find(plan_.takes_part.begin(), plan_.takes_part.end(), false) != plan_.takes_part.end();
+  plan_.others.clear();
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (takes_part_[i] || !parameters[i].accumulator) continue;
-    label_ += (label_.empty() ? " without " : ", ") + group_.full_name(i);
+    if (plan_.takes_part[i] || !parameters[i].accumulator) continue;
+    plan_.others += (plan_.others.empty() ? " without " : ", ") + group_.full_name(i);
   }
-  layout_ = plan_reduce(group_.layout(), takes_part_);
-  dtype_ = reduce_dtype_of(group_, takes_part_);
-  pending_.resize(parameters.size());
-  blank_.resize(parameters.size());
+  plan_.layout = plan_reduce(group_.layout(), plan_.takes_part);
+  plan_.dtype = reduce_dtype_of(group_, plan_.takes_part);
 }
 
 void GroupGradients::prepare_buffer() {
   // What is on its way, or waits for an all-reduce, lies as the layout says.
-  if (pending_count_ == 0 && !landed_.has_any() && !is_reducing() && !partial_.defined()) prepare_layout();
-  if (!reduces_alone()) buffer_.allocate(layout_, dtype_);
+  if (!pending_.any() && !landed_.has_any() && reduction_.is_idle()) prepare_layout();
+  if (!reduces_alone()) buffer_.allocate(plan_.layout, plan_.dtype);
 }
 
 void GroupGradients::land(size_t index, const at::Tensor& gradient, double weight) {
@@ -208,13 +165,13 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient, double weigh
   TORCH_CHECK_NOT_IMPLEMENTED(!gradient.is_sparse(), "the parameter ", group_.full_name(index),
                               " has a sparse gradient, which fully_shard cannot reduce; build its embedding with sparse(false)");
   TORCH_CHECK(
-      takes_part_[index], "the parameter ", group_.full_name(index),
+      plan_.takes_part[index], "the parameter ", group_.full_name(index),
       " began to require a gradient while gradients of its group were being accumulated or reduced; run a synchronized backward "
       "first");
   const bool is_blank = weight == 0, alone = reduces_alone();
   at::Tensor product;
   // In the dtype of the reduction, where that holds more: the weight may be large.
-  if (weight != 1 && !is_blank) product = gradient.to(c10::promoteTypes(gradient.scalar_type(), dtype_)) * weight;
+  if (weight != 1 && !is_blank) product = gradient.to(c10::promoteTypes(gradient.scalar_type(), plan_.dtype)) * weight;
   const auto& weighted = product.defined() ? product : gradient;
   if (alone) {
     if (!is_blank) add_whole(index, weighted);
@@ -226,9 +183,7 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient, double weigh
       buffer_.add(index, weighted);
     }
   }
-  blank_[index] = is_blank && (blank_[index] || !pending_[index]);
-  if (!pending_[index]) ++pending_count_;
-  pending_[index] = true;
+  pending_.land(index, is_blank);
   landed_.land(index);
 }
 
@@ -242,159 +197,64 @@ void GroupGradients::keep_unreduced() {
   joins_ = false;
 }
 
-void GroupGradients::enter(State next) {
-  const bool legal = next == State::kIdle ? is_reducing() : static_cast<int>(next) == static_cast<int>(state_) + 1;
-  TORCH_INTERNAL_ASSERT(legal, "gradients of ", group_.label(), ": from state ", static_cast<int>(state_), " to ",
-                        static_cast<int>(next));
-  state_ = next;
+ReductionCall GroupGradients::call_of(std::vector<bool> used) const {
+  return {.label = label(), .dtype = plan_.dtype, .used = std::move(used)};
 }
 
 void GroupGradients::start_reduce(ReadyGradients& ready) {
   TORCH_INTERNAL_ASSERT(has_pending());
   const ProfilerRange range("reduce_scatter", group_);
   const bool joins = std::exchange(joins_, false);
-  if (pending_count_ == 0 && (!joins || partial_.defined())) return take_up_partial();
+  if (!pending_.any() && (!joins || reduction_.is_parked())) {
+    landed_.forget();
+    // Nothing is used in this backward; the flags know of those before.
+    return reduction_.resume(call_of(std::vector<bool>(group_.parameters().size())));
+  }
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (pending_count_ == 0) prepare_buffer();
+  if (!pending_.any()) prepare_buffer();
   landed_.forget();
-  pending_count_ = 0;
-  auto used = std::exchange(pending_, std::vector<bool>(pending_.size()));
-  for (size_t i = 0; i < used.size(); ++i) used[i] = used[i] && !blank_[i];
-  std::fill(blank_.begin(), blank_.end(), false);
+  auto used = pending_.take();
   if (reduces_alone()) return finish_alone(ready);
-  reduction_.input = buffer_.take(takes_part_, used);
-  reduction_.used = std::move(used);
-  if (group_.streams().reduce.exists()) reduction_.home = current_stream(reduction_.input.data.device());
-  if (const double factor = early_factor(divisor()); factor != 1) reduction_.input.data.div_(factor);
-  start_first();
-  enter(State::kFirst);
-  if (group_.streams().reduce.exists() && !reduction_.first.blocks_host()) start_second();
-}
-
-void GroupGradients::start_first() {
-  auto& input = reduction_.input;
-  const auto& communicator = group_.stages().reduce_scatter();
-  if (!communicator) {
-    reduction_.output = std::exchange(input.data, at::Tensor());
-    if (const auto home = input.users.end(); home && home != reduction_.home) use_on_current_stream(reduction_.output);
-    return;
-  }
-  reduction_.output = at::empty({input.data.numel() / communicator->size()}, input.data.options());
-  const bool adds = divisor().has_value();
-  reduction_.is_divided = adds && !group_.stages().may_wait() && !settings.all_reduce_hook && communicator->scales(dtype_);
-  note_collective(group_, CollectiveKind::kReduceScatter, input.data);
-  reduction_.first = group_.streams().reduce.run([&] {
-    const auto output = as_real(reduction_.output), parts = as_real(input.data);
-    if (reduction_.is_divided) return communicator->reduce_scatter_scaled(output, parts, 1 / late_factor(), label());
-    return communicator->reduce_scatter(output, parts, adds ? ReduceOp::kSum : ReduceOp::kAvg, label());
-  });
-  note_work(group_, reduction_.first);
-  input.users.wait_for(reduction_.first);
-}
-
-at::Tensor GroupGradients::take_partial() {
-  const auto home = std::exchange(partial_home_, std::nullopt);
-  if (home && *home != current_stream(home->device())) use_on_current_stream(partial_);
-  return std::exchange(partial_, at::Tensor());
-}
-
-void GroupGradients::take_up_partial() {
-  landed_.forget();
-  reduction_.used.assign(group_.parameters().size(), false); // in this backward; the flags know of those before
-  reduction_.output = take_partial();
-  if (group_.streams().reduce.exists()) reduction_.home = current_stream(reduction_.output.device());
-  enter(State::kFirst);
-  if (group_.streams().reduce.exists() && !reduction_.first.blocks_host()) start_second();
-}
-
-/// What follows the first collective: at once where it is in the order of a stream, and otherwise when the first has ended.
-void GroupGradients::start_second() {
-  if (!group_.stages().may_wait()) return;
-  reduction_.has_second = true;
-  const auto& streams = group_.streams();
-  reduction_.partial = take_partial();
-  reduction_.second = (settings.all_reduce() ? streams.all_reduce : streams.reduce).run([&] {
-    Work(reduction_.first).wait();
-    if (reduction_.partial.defined()) reduction_.output.add_(reduction_.partial);
-    return settings.all_reduce() ? reduce_replicas() : Work();
-  });
-  reduction_.is_partial = !settings.all_reduce();
-  if (!reduction_.is_partial) note_work(group_, reduction_.second);
-}
-
-Work GroupGradients::reduce_replicas() {
-  const auto op = divisor() ? ReduceOp::kSum : ReduceOp::kAvg;
-  const auto& last = group_.stages().reductions.back();
-  if (last.kind == Stage::Kind::kAllReduce) {
-    note_collective(group_, CollectiveKind::kAllReduce, reduction_.output);
-    return last.communicator->all_reduce(as_real(reduction_.output), op, label());
-  }
-  reduction_.outer_input = std::exchange(reduction_.output, at::empty({layout_.chunk_numel}, reduction_.output.options()));
-  note_collective(group_, CollectiveKind::kReduceScatter, reduction_.outer_input);
-  return last.communicator->reduce_scatter(as_real(reduction_.output), as_real(reduction_.outer_input), op, label());
-}
-
-void GroupGradients::wait_for_second() {
-  wait_for(group_, reduction_.second);
-  const auto& home = reduction_.home;
-  if (!home || *home == current_stream(home->device())) return;
-  for (const auto* tensor : {&reduction_.output, &reduction_.partial, &reduction_.outer_input}) use_on_current_stream(*tensor);
-}
-
-void GroupGradients::advance_reduce() {
-  if (state_ != State::kFirst) return;
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  wait_for(group_, reduction_.first);
-  reduction_.input.release();
-  if (!group_.stages().may_wait()) return;
-  if (!reduction_.has_second) start_second();
-  enter(State::kSecond);
-  if (!reduction_.is_partial) return;
-  wait_for_second();
-  partial_home_ = reduction_.home;
-  partial_ = std::exchange(reduction_, Reduction()).output;
-  enter(State::kIdle);
+  auto input = buffer_.take(plan_.takes_part, used);
+  reduction_.start(std::move(input), call_of(std::move(used)));
 }
 
 void GroupGradients::finish_reduce(ReadyGradients& ready) {
   if (!is_reducing()) return;
   const ProfilerRange range("reduce_wait", group_);
-  advance_reduce();
-  if (!is_reducing()) return;
-  enter(State::kIdle);
   const at::NoGradGuard no_grad;
-  wait_for_second();
-  auto done = std::exchange(reduction_, Reduction());
-  finish_sum(done.output, done.is_divided);
+  auto done = reduction_.finish();
+  if (!done) return;
+  finish_sum(done->value, done->is_divided);
   const auto rank = static_cast<size_t>(group_.roles().shard_rank());
   const auto& parameters = group_.parameters();
-  const auto gradients = common_dtype() ? done.output.to(*common_dtype()) : done.output;
+  const auto gradients = common_dtype() ? done->value.to(*common_dtype()) : done->value;
   const size_t first = ready.size();
   ready.reserve(ready.size() + parameters.size());
-  const auto used = used_anywhere(done.output, done.used);
+  const auto used = used_anywhere(done->value, std::move(done->used));
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!takes_part_[i]) continue;
+    if (!plan_.takes_part[i]) continue;
     release_gradient(parameters[i]);
     if (!used[i]) continue; // its gradient stays as it is
     const int64_t numel = group_.layout().parameters[i].pieces[rank].numel;
-    ready.push_back(make_ready(i, part_of(gradients, parameters[i], layout_.offsets[i][rank], numel)));
+    ready.push_back(make_ready(i, part_of(gradients, parameters[i], plan_.layout.offsets[i][rank], numel)));
   }
   offload(ready, first);
 }
 
 void GroupGradients::finish_sum(const at::Tensor& reduced, bool is_divided) const {
-  const bool divides = divisor() && !is_divided;
+  const auto division = division_of(settings, group_.stages(), plan_.dtype);
+  const bool divides = division.adds() && !is_divided;
   if (!divides && !settings.all_reduce_hook) return;
-  const auto gradients = reduced.narrow(0, 0, layout_.used_offset);
+  const auto gradients = reduced.narrow(0, 0, plan_.layout.used_offset);
   if (divides && !settings.divide_factor)
-    gradients.div_(late_factor()); // a hook sees the mean, however the collectives have come to it
+    gradients.div_(division.late()); // a hook sees the mean, however the collectives have come to it
   if (settings.all_reduce_hook) {
     zero_gaps(reduced);
     settings.all_reduce_hook(gradients);
   }
-  if (divides && settings.divide_factor) gradients.div_(late_factor());
+  if (divides && settings.divide_factor) gradients.div_(division.late());
 }
 
 /// Nothing has written what lies between the pieces, and a hook may sum all up.
@@ -405,13 +265,13 @@ void GroupGradients::zero_gaps(const at::Tensor& reduced) const {
   const auto zero_to = [&](int64_t begin) {
     if (begin > end) list.zero(reduced.narrow(0, end, begin - end));
   };
-  for (size_t i = 0; i < takes_part_.size(); ++i) {
-    if (!takes_part_[i]) continue;
-    const int64_t offset = layout_.offsets[i][rank];
+  for (size_t i = 0; i < plan_.takes_part.size(); ++i) {
+    if (!plan_.takes_part[i]) continue;
+    const int64_t offset = plan_.layout.offsets[i][rank];
     zero_to(offset);
     end = offset + group_.layout().parameters[i].pieces[rank].numel;
   }
-  zero_to(layout_.used_offset);
+  zero_to(plan_.layout.used_offset);
   list.run();
 }
 
@@ -419,9 +279,9 @@ void GroupGradients::zero_gaps(const at::Tensor& reduced) const {
 /// matters, because on a device that waits for the reduction.
 std::vector<bool> GroupGradients::used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const {
   bool asks = false;
-  for (size_t i = 0; i < used.size(); ++i) asks = asks || (takes_part_[i] && !used[i]);
+  for (size_t i = 0; i < used.size(); ++i) asks = asks || (plan_.takes_part[i] && !used[i]);
   if (!asks || reduced.is_meta()) return used;
-  const auto flags = reduced.narrow(0, layout_.used_offset, static_cast<int64_t>(used.size())).to(at::kCPU, at::kDouble);
+  const auto flags = reduced.narrow(0, plan_.layout.used_offset, static_cast<int64_t>(used.size())).to(at::kCPU, at::kDouble);
   for (size_t i = 0; i < used.size(); ++i) used[i] = used[i] || flags.const_data_ptr<double>()[i] != 0;
   return used;
 }
@@ -451,9 +311,11 @@ void GroupGradients::offload(ReadyGradients& ready, size_t first) const {
 
 void GroupGradients::withhold_unreduced() const {
   const at::NoGradGuard no_grad;
-  auto unreduced = pending_;
-  for (size_t i = 0; is_reducing() && i < unreduced.size(); ++i) unreduced[i] = unreduced[i] || reduction_.used[i];
-  if (partial_.defined()) unreduced = used_anywhere(partial_, std::move(unreduced));
+  auto unreduced = pending_.all();
+  if (const auto* const used = reduction_.used()) {
+    for (size_t i = 0; i < unreduced.size(); ++i) unreduced[i] = unreduced[i] || (*used)[i];
+  }
+  if (const auto* const parked = reduction_.parked()) unreduced = used_anywhere(*parked, std::move(unreduced));
   for (size_t i = 0; i < unreduced.size(); ++i) {
     if (unreduced[i]) withhold_gradient(group_.parameters()[i]);
   }
@@ -463,21 +325,21 @@ void GroupGradients::add_whole(size_t index, const at::Tensor& gradient) {
   whole_.resize(group_.parameters().size());
   auto& sum = whole_[index];
   if (!sum.defined()) return void(sum = gradient);
-  const auto dtype = c10::promoteTypes(sum.scalar_type(), dtype_); // as in a reduce buffer, and never less than it has
+  const auto dtype = c10::promoteTypes(sum.scalar_type(), plan_.dtype); // as in a reduce buffer, and never less than it has
   sum = (sum.scalar_type() == dtype ? sum : sum.to(dtype)).add_(gradient);
 }
 
 void GroupGradients::finish_alone(ReadyGradients& ready) {
   const size_t first = ready.size();
   ready.reserve(ready.size() + whole_.size());
-  whole_.resize(takes_part_.size());
+  whole_.resize(plan_.takes_part.size());
   for (size_t i = 0; i < whole_.size(); ++i) {
-    if (!takes_part_[i]) continue;
+    if (!plan_.takes_part[i]) continue;
     release_gradient(group_.parameters()[i]);
     if (!whole_[i].defined()) continue; // not used, or by a stand-in alone
     auto gradient = std::exchange(whole_[i], at::Tensor());
     if (settings.divide_factor)
-      gradient = gradient.to(c10::promoteTypes(gradient.scalar_type(), dtype_)).div(*settings.divide_factor);
+      gradient = gradient.to(c10::promoteTypes(gradient.scalar_type(), plan_.dtype)).div(*settings.divide_factor);
     ready.push_back(make_ready(i, gradient));
   }
   offload(ready, first);
@@ -497,26 +359,17 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
 }
 
 Work GroupGradients::discard() {
-  state_ = State::kIdle;
-  try {
-    wait_on_home();
-  } catch (...) { // of a broken communicator: what is returned throws it again, when all is forgotten
-  }
-  reduction_.input.release();
-  const auto dropped = std::exchange(reduction_, Reduction());
-  partial_ = at::Tensor();
+  auto left = reduction_.discard();
   buffer_.drop();
   whole_.clear();
-  std::fill(pending_.begin(), pending_.end(), false);
-  std::fill(blank_.begin(), blank_.end(), false);
-  pending_count_ = 0;
+  pending_.take();
   joins_ = false;
   landed_.forget();
   for (auto& parameter : group_.parameters()) {
     release_gradient(parameter);
     if (parameter.leaf.defined()) parameter.leaf.mutable_grad() = at::Tensor();
   }
-  return dropped.second.is_completed() ? dropped.first : dropped.second;
+  return left;
 }
 
 } // namespace tessera::internal

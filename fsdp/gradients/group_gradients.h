@@ -12,7 +12,9 @@
 #include <tessera/collectives/work.h>
 #include <tessera/fsdp/gradients/gradient_settings.h>
 #include <tessera/fsdp/gradients/landed_gradients.h>
+#include <tessera/fsdp/gradients/pending_gradients.h>
 #include <tessera/fsdp/gradients/reduce_buffer.h>
+#include <tessera/fsdp/gradients/staged_reduction.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/layout/group_layout.h>
 
@@ -42,16 +44,20 @@ bool trains_any(const ParameterGroup& group);
 /// The dtype in which a group's gradients are reduced, given which parameters take part.
 at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bool>& takes_part);
 
-/// Collects the gradients of one group in its reduce buffer, and reduces them.
+/// Collects the gradients of one group in its reduce buffer, and has them reduced.
 ///
-/// Not thread-safe: the schedule's lock guards it. A reduction has three steps: `start_reduce` (the reduce-scatter),
-/// `advance_reduce` (waits for it; starts the all-reduce of replicas, or the reduce-scatter between the groups of a hierarchical
-/// strategy), `finish_reduce`.
+/// Not thread-safe: the schedule's lock guards it. `start_reduce`, `advance_reduce` and `finish_reduce` are the steps of a
+/// `StagedReduction`.
 class GroupGradients {
  public:
   /// `group` has its parameters already.
-  explicit GroupGradients(ParameterGroup& group) : group_(group), buffer_(group), landed_(group.parameters().size()) {}
-  ~GroupGradients();
+  explicit GroupGradients(ParameterGroup& group)
+      : group_(group),
+        buffer_(group),
+        pending_(group.parameters().size()),
+        landed_(group.parameters().size()),
+        reduction_(group, settings) {}
+  ~GroupGradients() = default;
   GroupGradients(const GroupGradients&) = delete;
   GroupGradients& operator=(const GroupGradients&) = delete;
 
@@ -65,20 +71,18 @@ class GroupGradients {
   /// What landed in this backward stays unreduced, for a later one.
   void keep_unreduced();
   /// Some parameter takes no part: it is frozen.
-  bool leaves_out_any() const { return leaves_out_any_; }
+  bool leaves_out_any() const { return plan_.leaves_out_any; }
   /// The group waits to be reduced: for what landed now or was accumulated before, the last of it along the replicate axis only,
   /// or because it joins others.
-  bool has_pending() const {
-    return joins_ || pending_count_ > 0 || (partial_.defined() && settings.all_reduce() && !is_reducing());
-  }
+  bool has_pending() const { return joins_ || pending_.any() || (reduction_.is_parked() && settings.all_reduce()); }
   /// Something is being reduced, or waits for that in this backward or a later one.
-  bool is_unfinished() const { return joins_ || pending_count_ > 0 || is_reducing() || partial_.defined(); }
+  bool is_unfinished() const { return joins_ || pending_.any() || !reduction_.is_idle(); }
 
   ParameterGroup& group() const { return group_; }
   void start_reduce(ReadyGradients& ready);
-  void advance_reduce();
+  void advance_reduce() { reduction_.advance(); }
   void finish_reduce(ReadyGradients& ready);
-  bool is_reducing() const { return state_ != State::kIdle; }
+  bool is_reducing() const { return reduction_.is_running(); }
   /// The next gradient makes a reduce buffer that is to be the only one.
   bool needs_only_buffer() const {
     return settings.has_only_buffer && !buffer_.is_allocated() && group_.stages().reduce_scatter();
@@ -94,36 +98,18 @@ class GroupGradients {
   void set_divide_factor(double factor);
 
  private:
-  enum class State { kIdle, kFirst, kSecond }; ///< the collective in flight; the first also where there is none to wait for
-
-  struct Reduction {
-    ReduceInput input;
-    at::Tensor output;
-    at::Tensor partial, outer_input; ///< of the second collective
-    std::vector<bool> used;          ///< by this rank
-    Work first, second;              ///< the collectives that were started
-    std::optional<c10::Stream> home; ///< of their memory, on a device
-    bool has_second = false;         ///< it has been started
-    bool is_partial = false;         ///< the second is left to a later backward
-    bool is_divided = false;         ///< by the factor, in the first
+  /// What of a group is reduced, and how it lies.
+  struct Plan {
+    std::vector<bool> takes_part; ///< parameters that require a gradient
+    bool leaves_out_any = false;
+    std::string others; ///< names those that do not, in the label
+    ReduceLayout layout;
+    at::ScalarType dtype = at::kFloat;
   };
 
-  void enter(State next);
-  /// On a device, before the memory of a reduction that may be in flight is freed: its home waits.
-  void wait_on_home();
-
-  /// Moves `partial_` out, ordered on the current stream.
-  at::Tensor take_partial();
-  /// Goes on with the reduction of what an earlier backward left to the all-reduce.
-  void take_up_partial();
   void prepare_layout();
   void prepare_buffer();
-  void start_first();
-  void start_second();
-  /// The current stream may be another one than the memory's home. Then the home gets the memory back no earlier than the current
-  /// stream has done with it.
-  void wait_for_second();
-  Work reduce_replicas();
+  ReductionCall call_of(std::vector<bool> used) const;
   void finish_sum(const at::Tensor& reduced, bool is_divided) const;
   void zero_gaps(const at::Tensor& reduced) const;
   std::vector<bool> used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const;
@@ -137,28 +123,15 @@ class GroupGradients {
   /// Starts to move those from number `first` on to where the shards lie.
   void offload(ReadyGradients& ready, size_t first) const;
   bool reduces_alone() const;
-  std::optional<double> divisor() const;
-  double early_factor(const std::optional<double>& factor) const;
-  double late_factor() const; ///< the rest of the divisor
 
   ParameterGroup& group_;
-  std::vector<bool> takes_part_; ///< parameters that require a gradient
-  bool leaves_out_any_ = false;
-  std::string label_; ///< names the others
-  ReduceLayout layout_;
-  at::ScalarType dtype_ = at::kFloat;
+  Plan plan_;
   ReduceBuffer buffer_;
   std::vector<at::Tensor> whole_; ///< what landed, where nothing is reduced
-  std::vector<bool> pending_;     ///< in the buffer or in `whole_`
-  std::vector<bool> blank_;       ///< pending ones of weight 0 alone
-  size_t pending_count_ = 0;
+  PendingGradients pending_;      ///< in the buffer or in `whole_`
   LandedGradients landed_;
   bool joins_ = false; ///< the reductions of this backward, whether or not something landed
-
-  State state_ = State::kIdle;
-  Reduction reduction_;
-  at::Tensor partial_;                      ///< reduced by the first collective only, waiting for the second (HSDP)
-  std::optional<c10::Stream> partial_home_; ///< of its memory, on a device
+  StagedReduction reduction_;
 };
 
 } // namespace tessera::internal
