@@ -266,6 +266,31 @@ TEST(ParallelParameter, BadMeshesAndPlacementsNameTheParameter) {
               ::testing::HasSubstr("which is a DTensor that other dims of the mesh split"));
 }
 
+/// As over the slice of the data-parallel dims: in a mesh of two dims and in one of three, whose "tp" is foreign.
+TEST(ParallelParameter, IsShardedOverNamedDimsOfTheWholeMesh) {
+  for (const auto& shape : parallel_shapes()) {
+    const ParallelMesh mesh(shape);
+    SCOPED_TRACE(mesh.all.to_string());
+    ParallelNet sliced(10, 7), named(10, 7);
+    shard_parallel(sliced, mesh, {});
+    make_parallel(named, mesh.tensor_parallel);
+    FullyShardOptions options;
+    options.data_parallel_dims = shape.size() == 2 ? DataParallelDims{.outer = {}, .inner = {"dp"}}
+                                                   : DataParallelDims{.outer = {"replicate"}, .inner = {"shard"}};
+    for (auto& layer : named->layers) fully_shard(*layer, mesh.all, options);
+    fully_shard(*named, mesh.all, options);
+    for (auto* net : {&sliced, &named}) loss_of(*net, part_of(rows_of(0), mesh)).backward();
+    const auto expected = sliced->named_parameters();
+    for (const auto& parameter : named->named_parameters()) {
+      SCOPED_TRACE(parameter.key());
+      const DTensor got(parameter.value()), other(expected[parameter.key()]);
+      EXPECT_EQ(got.mesh(), other.mesh());
+      EXPECT_EQ(got.placements(), other.placements());
+      EXPECT_TRUE(torch::equal(DTensor(got.grad()).local(), DTensor(other.grad()).local()));
+    }
+  }
+}
+
 TEST(ParallelParameter, ShardsAlongTheChosenDim) {
   const ParallelMesh mesh(parallel_shapes().back());
   FullyShardOptions options;
