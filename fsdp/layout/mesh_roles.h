@@ -53,7 +53,8 @@ class MeshRoles {
   bool shards() const { return shard_dim_.has_value(); }
   int shard_ranks() const { return shard_ranks_; }
   int shard_rank() const { return shard_rank_; }
-  /// The communicator of all ranks of the shard axis, in the order of the shards. Every one of them calls it. Null where nothing is sharded.
+  /// The communicator of all ranks of the shard axis, in the order of the shards. Every one of them calls it. Null where nothing
+  /// is sharded.
   CommunicatorPtr shard_communicator() const { return shards() ? mesh_.communicator(*shard_dim_) : nullptr; }
   /// Whether parameters that are sharded for the optimizer alone stay gathered from one of its steps to the next.
   bool keeps_parameters() const { return roles_.back().shards() && !roles_.back().states.parameters; }

@@ -43,10 +43,7 @@ inline std::vector<Maker> makers() {
           {"Lion", [](const Parameters& all) { return std::make_unique<Lion>(all, LionOptions(0.01)); }}};
 }
 
-/// This rank's part of a batch.
-inline torch::Tensor own_batch(int64_t number) {
-  return part_of(global_batch(number), world_rank(), world_size()).to(test_device());
-}
+inline torch::Tensor own_batch_on_device(int64_t number) { return own_batch(number).to(test_device()); }
 
 /// `loss_of`, where the parameters are elsewhere than what forward reads.
 inline torch::Tensor loss_on_device(Net& net, const torch::Tensor& tokens) {
@@ -61,7 +58,7 @@ inline std::vector<torch::Tensor> train(Training& training, int64_t begin, int64
   std::vector<torch::Tensor> losses;
   for (int64_t number = begin; number < end; ++number) {
     training.optimizer->zero_grad();
-    const auto loss = loss_on_device(training.net, own_batch(number));
+    const auto loss = loss_on_device(training.net, own_batch_on_device(number));
     loss.backward();
     step(*training.optimizer);
     losses.push_back(mean_over_ranks(loss));
@@ -103,7 +100,7 @@ struct Habit {
 };
 
 inline void accumulate(Training& each) {
-  const auto batch = own_batch(18);
+  const auto batch = own_batch_on_device(18);
   {
     const auto scope = no_sync(*each.net);
     loss_on_device(each.net, batch).backward();
@@ -114,9 +111,9 @@ inline void accumulate(Training& each) {
 inline void leave_the_last_reductions(Training& each) {
   auto handle = fsdp(*each.net);
   handle.set_is_last_backward(false);
-  loss_on_device(each.net, own_batch(21)).backward();
+  loss_on_device(each.net, own_batch_on_device(21)).backward();
   handle.set_is_last_backward(true);
-  loss_on_device(each.net, own_batch(22)).backward();
+  loss_on_device(each.net, own_batch_on_device(22)).backward();
 }
 
 /// Named by tensors of the device, also where the parameter is offloaded.
@@ -147,7 +144,7 @@ inline std::vector<Habit> habits() {
            }},
           {"zero the gradients", [](Training& each) { each.optimizer->zero_grad(/*set_to_none=*/false); }},
           {"step without the function", [](Training& each) { each.optimizer->step(); }},
-          {"a second backward", [](Training& each) { loss_on_device(each.net, own_batch(17)).backward(); }},
+          {"a second backward", [](Training& each) { loss_on_device(each.net, own_batch_on_device(17)).backward(); }},
           {"accumulate", accumulate},
           {"leave the last reductions to another backward", leave_the_last_reductions},
           {"evaluate",
@@ -155,7 +152,7 @@ inline std::vector<Habit> habits() {
              const torch::NoGradGuard no_grad;
              loss_on_device(each.net, global_batch(19).to(test_device()));
            }},
-          {"autocast", [](Training& each) { autocast_loss(each, own_batch(23)).backward(); }},
+          {"autocast", [](Training& each) { autocast_loss(each, own_batch_on_device(23)).backward(); }},
           {"evaluate under autocast",
            [](Training& each) {
              const torch::NoGradGuard no_grad;
@@ -164,7 +161,7 @@ inline std::vector<Habit> habits() {
           {"step by a scaler",
            [](Training& each) {
              GradScaler scaler({.init_scale = 1});
-             scaler.scale(loss_on_device(each.net, own_batch(20))).backward();
+             scaler.scale(loss_on_device(each.net, own_batch_on_device(20))).backward();
              scaler.step(*each.optimizer);
            }},
           {"step some", [](Training& each) {

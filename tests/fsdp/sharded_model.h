@@ -75,6 +75,9 @@ inline void shard_model(Net& net, const Strategy& strategy) {
   wrap(*net);
 }
 
+/// This rank's part of a step's global batch.
+inline torch::Tensor own_batch(int64_t step) { return part_of(global_batch(step), world_rank(), world_size()); }
+
 /// On the CPU.
 inline torch::Tensor full(const torch::Tensor& tensor) {
   const torch::NoGradGuard no_grad;

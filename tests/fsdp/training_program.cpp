@@ -42,7 +42,7 @@ void train(const std::function<void(torch::Tensor&)>& at_the_second_step) {
   for (int64_t step = 0; step < 4; ++step) {
     optimizer.zero_grad();
     const auto between = step == 1 ? at_the_second_step : [](torch::Tensor&) {};
-    forward(net, part_of(global_batch(step), world_rank(), world_size()), between).backward();
+    forward(net, own_batch(step), between).backward();
     optimizer.step();
   }
 }

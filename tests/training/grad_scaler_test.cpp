@@ -256,7 +256,7 @@ Net train_net(const Strategy& strategy, GradScaler* scaler, const std::function<
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
   for (int64_t step = 0; step < 4; ++step) {
     optimizer.zero_grad();
-    const auto loss = loss_in_step(step, loss_of(net, part_of(global_batch(step), world_rank(), world_size())));
+    const auto loss = loss_in_step(step, loss_of(net, own_batch(step)));
     if (!loss.defined()) continue;
     (scaler ? scaler->scale(loss) : loss).backward();
     if (scaler) {
@@ -339,7 +339,7 @@ TEST(GradScaler, RefusesGradientsThatWaitForTheirReduction) {
   GradScaler scaler;
   {
     const auto scope = no_sync(*net);
-    scaler.scale(loss_of(net, part_of(global_batch(0), world_rank(), world_size()))).backward();
+    scaler.scale(loss_of(net, own_batch(0))).backward();
   }
   EXPECT_THROWS_WITH(scaler.step(optimizer), "never reduced");
 }
@@ -349,7 +349,7 @@ TEST(GradScaler, RefusesAShardedModelWithoutAnyGradient) {
   shard_model(net, strategies()[0]);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   GradScaler scaler;
-  const auto loss = scaler.scale(loss_of(net, part_of(global_batch(0), world_rank(), world_size())));
+  const auto loss = scaler.scale(loss_of(net, own_batch(0)));
   EXPECT_THROWS_WITH(scaler.step(optimizer), "no parameter of the optimizer has a gradient, on any rank");
   loss.backward();
   EXPECT_TRUE(scaler.step(optimizer));

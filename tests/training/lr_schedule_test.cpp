@@ -134,7 +134,7 @@ struct Training {
   void train(int64_t first, int64_t last) {
     for (auto step = first; step < last; ++step) {
       optimizer.zero_grad();
-      loss_of(net, part_of(global_batch(step), world_rank(), world_size())).backward();
+      loss_of(net, own_batch(step)).backward();
       optimizer.step();
       schedule.step();
     }

@@ -223,7 +223,7 @@ TEST_F(Staged, AModelTrainsAsOnTheCpu) {
     std::vector<double> losses;
     for (int64_t i = 0; i < 3; ++i) {
       optimizer.zero_grad();
-      const auto loss = loss_of(net, part_of(global_batch(i), world_rank(), world_size()).to(world_mesh().device()));
+      const auto loss = loss_of(net, own_batch(i).to(world_mesh().device()));
       loss.backward();
       optimizer.step();
       losses.push_back(loss.item<double>());

@@ -17,7 +17,7 @@ namespace {
 
 DeviceMesh simulated_mesh() { return init_device_mesh(sim::kDeviceType, {world_size()}, {"shard"}); }
 
-torch::Tensor own_batch(int64_t step) { return part_of(global_batch(step), world_rank(), world_size()).to(sim::kDevice); }
+torch::Tensor own_batch_on_device(int64_t step) { return own_batch(step).to(sim::kDevice); }
 
 Net sharded_net(const FullyShardOptions& options = {}) {
   Net net = make_net();
@@ -49,7 +49,7 @@ std::vector<double> train(Net& net) {
   torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
   std::vector<torch::Tensor> losses;
   for (int64_t i = 0; i < 4; ++i) {
-    const auto loss = loss_of(net, own_batch(i));
+    const auto loss = loss_of(net, own_batch_on_device(i));
     step(net, optimizer, loss);
     auto mean = loss.detach().clone().reshape({1});
     simulated_mesh().communicator(0)->all_reduce(mean, ReduceOp::kAvg, "loss").wait();

@@ -68,7 +68,7 @@ TEST_F(Streams, MixedPrecisionTrainsAsOnTheCpu) {
       torch::optim::SGD optimizer(net->parameters(), 0.1);
       for (int64_t i = 0; i < 3; ++i) {
         optimizer.zero_grad();
-        const auto loss = loss_of(net, part_of(global_batch(i), world_rank(), world_size()).to(world_mesh().device()));
+        const auto loss = loss_of(net, own_batch(i).to(world_mesh().device()));
         loss.backward();
         optimizer.step();
         losses.push_back(mean_over_ranks(loss.to(torch::kFloat)));
@@ -235,7 +235,7 @@ TEST_F(Streams, GradientsMayWaitForTheAllReduce) {
       auto handle = fsdp(*net);
       for (int64_t i = 0; i < 3; ++i) {
         handle.set_requires_all_reduce(i == 2);
-        loss_of(net, part_of(global_batch(i), world_rank(), world_size()).to(world_mesh().device())).backward();
+        loss_of(net, own_batch(i).to(world_mesh().device())).backward();
       }
       sums.emplace_back();
       for (const auto& parameter : net->parameters()) sums.back().push_back(full(parameter.grad()).abs().sum().item<double>());

@@ -22,7 +22,7 @@ struct Pair {
   /// The gradients of `loss(net, tokens)`; of the twin those of the whole batch.
   void backward(int64_t step, const std::function<torch::Tensor(Net&, const torch::Tensor&)>& loss = loss_of) {
     loss(plain, global_batch(step)).backward();
-    loss(sharded, part_of(global_batch(step), world_rank(), world_size())).backward();
+    loss(sharded, own_batch(step)).backward();
   }
   /// In both models.
   void set_requires_grad(const std::string& parameter, bool required) {

@@ -17,7 +17,7 @@
 namespace tessera::testing::no_sync_test {
 namespace {
 
-torch::Tensor part_loss(Net& net, int64_t step) { return loss_of(net, part_of(global_batch(step), world_rank(), world_size())); }
+torch::Tensor part_loss(Net& net, int64_t step) { return loss_of(net, own_batch(step)); }
 
 int64_t reductions() {
   const auto& context = process_context();
@@ -312,7 +312,7 @@ TEST(UnreducedGradients, OfAnAccumulationThatIsGivenUpAreDropped) {
         part_loss(net, 0).backward(); // in grad() before the accumulation
         set(root, false);
         for (const int64_t step : {1, 2}) part_loss(net, step).backward();
-        const auto tokens = part_of(global_batch(3), world_rank(), world_size());
+        const auto tokens = own_batch(3);
         const auto of_another_size = torch::zeros({2, 3}, test_device());
         EXPECT_THROWS_WITH((*net->blocks)[1]->as<Block>()->forward(net->embedded(tokens)).flatten(0, -2).mm(of_another_size),
                            "cannot be multiplied");
@@ -377,7 +377,7 @@ TEST(UnreducedGradients, OfAFailedBackwardAreForgotten) {
     const auto scope = no_sync(*net);
     part_loss(net, 1).backward();
     auto hook = net->norm->weight.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "thrown in a hook"); });
-    auto x = net->embedded(part_of(global_batch(2), world_rank(), world_size()));
+    auto x = net->embedded(own_batch(2));
     x.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "thrown in a hook"); });
     EXPECT_THROWS_WITH((*net->blocks)[0]->as<Block>()->forward(x).sum().backward(), "thrown in a hook");
     net->norm->weight.remove_hook(hook);
@@ -392,7 +392,7 @@ TEST(UnreducedGradients, OfAFailedBackwardLetTheCommunicatorBeReplaced) {
   if (world_size() == 1) GTEST_SKIP() << "one rank reduces nothing";
   Net net = make_net();
   shard_model(net, strategies()[0]);
-  auto x = net->embedded(part_of(global_batch(0), world_rank(), world_size()));
+  auto x = net->embedded(own_batch(0));
   x.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "thrown in a hook"); });
   EXPECT_THROWS_WITH((*net->blocks)[0]->as<Block>()->forward(x).sum().backward(), "thrown in a hook");
   auto block = fsdp(*(*net->blocks)[0]);

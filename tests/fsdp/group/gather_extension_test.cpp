@@ -170,7 +170,7 @@ TEST(GatherExtension, TrainsAsTheModelWithRoundedWeights) {
       shard_net(net, strategy, kind);
       torch::optim::SGD optimizer(net->parameters(), 0.1);
       for (int64_t step = 0; step < 3; ++step) {
-        const auto loss = loss_on_device(net, part_of(global_batch(step), world_rank(), world_size()).to(test_device()));
+        const auto loss = loss_on_device(net, own_batch(step).to(test_device()));
         loss.backward();
         optimizer.step();
         optimizer.zero_grad();

@@ -260,7 +260,7 @@ TEST(Offload, TrainsOnWhenItsFolderVanishes) {
   auto plain = make_training(strategies()[0], makers()[1]),
        files = make_training(offloaded(strategies()[0], *folder), makers()[1]);
   expect_same(train(files, 0, 1), train(plain, 0, 1));
-  for (auto* each : {&files, &plain}) loss_on_device(each->net, own_batch(1)).backward();
+  for (auto* each : {&files, &plain}) loss_on_device(each->net, own_batch_on_device(1)).backward();
   folder.reset();
   for (auto* each : {&files, &plain}) step(*each->optimizer);
   expect_same(train(files, 2, 4), train(plain, 2, 4));
@@ -271,7 +271,7 @@ TEST(Offload, TellsEveryRankOfAnErrorOfTheDisk) {
   const TemporaryFolder folder;
   auto training = make_training(offloaded(strategies()[0], folder), makers()[1]);
   train(training, 0, 1);
-  loss_on_device(training.net, own_batch(1)).backward();
+  loss_on_device(training.net, own_batch_on_device(1)).backward();
   {
     std::optional<FileSizeLimit> limit;
     if (world_rank() == 0) limit.emplace(4096);
@@ -303,7 +303,7 @@ TEST(Offload, TellsEveryRankOfAGradientThatCannotBeWritten) {
   {
     std::optional<FileSizeLimit> limit;
     if (world_rank() == 0) limit.emplace(4096);
-    loss_on_device(training.net, own_batch(1)).backward();
+    loss_on_device(training.net, own_batch_on_device(1)).backward();
   }
   const auto text = error_of_all([&] { step(*training.optimizer); });
   EXPECT_THAT(text, ::testing::HasSubstr("offload: cannot write "));
@@ -360,7 +360,7 @@ TEST(Offload, AnErrorOfTheDeviceIsOneOfTheBackward) {
     auto strategy = strategies()[0];
     strategy.options.offload = offload_to_files(folder.path(), pins);
     auto training = make_training(strategy, makers()[1]);
-    const auto loss = loss_on_device(training.net, own_batch(0));
+    const auto loss = loss_on_device(training.net, own_batch_on_device(0));
     const auto text = error_of([&] { // the latest
       const auto wrong = torch::ones({3}, test_device()).index({torch::tensor({7}).to(test_device())});
       (loss + wrong.sum() * 0).backward();
@@ -384,7 +384,7 @@ TEST(Offload, TellsEveryRankOfAShardThatCannotBeRead) {
   train(training, 0, 1);
   if (world_rank() == 0) cut_files(folder);
   // A device's error is found where the host waits for the device.
-  const auto text = error_of_all([&] { loss_on_device(training.net, own_batch(1)).item<float>(); });
+  const auto text = error_of_all([&] { loss_on_device(training.net, own_batch_on_device(1)).item<float>(); });
   EXPECT_THAT(text, ::testing::HasSubstr("Input/output error"));
   EXPECT_THAT(text, ::testing::HasSubstr("offload: cannot read "));
   EXPECT_THAT(text, ::testing::HasSubstr("rank 0"));

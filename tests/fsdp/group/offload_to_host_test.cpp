@@ -223,7 +223,7 @@ std::vector<Habit> writers() {
           {"a load of a checkpoint", [](Training& each) {
              const SharedFolder shared;
              checkpoint::save(state_dict(*make_net(6)), shared.path() / "c");
-             loss_on_device(each.net, own_batch(3));
+             loss_on_device(each.net, own_batch_on_device(3));
              checkpoint::load(state_dict(*each.net), shared.path() / "c");
            }}};
 }
@@ -238,10 +238,10 @@ TEST(OffloadToHost, AWriteWaitsForTheCopiesOfAForward) {
         auto& of_side = losses.emplace_back();
         const torch::NoGradGuard no_grad;
         for (int64_t number = 0; number < 2; ++number) {
-          of_side.push_back(loss_on_device(training.net, own_batch(number)));
+          of_side.push_back(loss_on_device(training.net, own_batch_on_device(number)));
           writer.run(training);
         }
-        of_side.push_back(loss_on_device(training.net, own_batch(2)));
+        of_side.push_back(loss_on_device(training.net, own_batch_on_device(2)));
         for (auto& loss : of_side) loss = mean_over_ranks(loss);
       }
       expect_same(losses[1], losses[0]);
@@ -251,7 +251,7 @@ TEST(OffloadToHost, AWriteWaitsForTheCopiesOfAForward) {
 
 /// Of a step without clipping, whose norm a program may read.
 std::map<std::string, int64_t> blocks_of_a_step(Training& training, bool accumulates) {
-  const auto batch = own_batch(0);
+  const auto batch = own_batch_on_device(0);
   sim::synchronize();
   sim::reset_counters();
   if (accumulates) {

@@ -77,7 +77,7 @@ TEST(ShardPlacementFn, EveryPlacementTrainsAsTheUnshardedModel) {
       for (int64_t step = 0; step < 3; ++step) {
         ours.zero_grad();
         theirs.zero_grad();
-        const auto loss = loss_of(net, part_of(global_batch(step), world_rank(), world_size()));
+        const auto loss = loss_of(net, own_batch(step));
         const auto expected = loss_of(plain, global_batch(step));
         EXPECT_NEAR(mean_over_ranks(loss).item<double>(), expected.item<double>(), 1e-5);
         loss.backward();

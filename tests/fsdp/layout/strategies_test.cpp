@@ -74,7 +74,7 @@ TEST(Strategies, SendWhatTheirFormulasSay) {
     for (int64_t step = 0; step < 3; ++step) {
       process_context().reset_counters();
       optimizer.zero_grad();
-      loss_of(net, part_of(global_batch(step), world_rank(), world_size())).backward();
+      loss_of(net, own_batch(step)).backward();
       optimizer.step();
       got = sent();
     }
@@ -112,7 +112,7 @@ TEST(Strategies, WholeGradientsWaitForTheLastBackward) {
     auto root = fsdp(*net);
     for (int64_t micro = 0; micro < 3; ++micro) {
       root.set_is_last_backward(micro == 2);
-      loss_of(net, part_of(global_batch(micro), world_rank(), world_size())).backward();
+      loss_of(net, own_batch(micro)).backward();
       loss_of(plain, global_batch(micro)).backward();
     }
     const auto& context = process_context();
@@ -134,7 +134,7 @@ TEST(Strategies, TrainInBFloat16AsFullShardingDoes) {
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     for (int64_t step = 0; step < 3; ++step) {
       optimizer.zero_grad();
-      loss_of(net, part_of(global_batch(step), world_rank(), world_size())).backward();
+      loss_of(net, own_batch(step)).backward();
       optimizer.step();
     }
     return net;

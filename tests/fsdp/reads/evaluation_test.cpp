@@ -297,7 +297,7 @@ std::vector<int64_t> left_by_forward(Net& net, Run run) {
   const bool recomputes = run == Run::kRecomputed && torch::GradMode::is_enabled();
   std::optional<ForwardScope> scope;
   if (run == Run::kInScope) scope.emplace(*net);
-  const auto tokens = part_of(global_batch(0), world_rank(), world_size());
+  const auto tokens = own_batch(0);
   auto x = net->embedded(tokens);
   for (const auto& each : *net->blocks) {
     auto& block = *each->as<Block>();
@@ -338,7 +338,7 @@ TEST(Evaluation, KeepsAndFreesGroupsAsItIsToldBetweenForwards) {
   shard_model(net, strategies()[0]);
   const torch::NoGradGuard no_grad;
   const auto open_after_a_forward = [&] {
-    net->forward(part_of(global_batch(0), world_rank(), world_size()));
+    net->forward(own_batch(0));
     int64_t open = 0;
     for (const auto& block : *net->blocks) open += fsdp(*block).unsharded_bytes() > 0 ? 1 : 0;
     return open;
@@ -359,7 +359,7 @@ TEST(Evaluation, StrategiesThatKeepParametersWholeAreNotToldToFreeThem) {
     fsdp(*net).set_reshard_after_forward(false);
     fsdp(*net).set_reshard_after_forward(true);
     const torch::NoGradGuard no_grad;
-    net->forward(part_of(global_batch(0), world_rank(), world_size()));
+    net->forward(own_batch(0));
     for (const auto& block : *net->blocks) EXPECT_GT(fsdp(*block).unsharded_bytes(), 0);
   }
 }

@@ -41,11 +41,11 @@ TEST(MixedPrecision, ComputesInBFloat16AndKeepsFloatShardsAndGradients) {
 TEST(MixedPrecision, LossAndGradientsAreThoseOfTheCastModel) {
   Net cast = make_net();
   cast->to(twin_device(), torch::kBFloat16);
-  auto expected = loss_of(cast, part_of(global_batch(0), world_rank(), world_size()));
+  auto expected = loss_of(cast, own_batch(0));
   expected.backward();
   Net net = make_net();
   shard_model(net, {"bf16", world_mesh, bf16_options(BufferLayout::kRagged, torch::kFloat)});
-  auto loss = loss_of(net, part_of(global_batch(0), world_rank(), world_size()));
+  auto loss = loss_of(net, own_batch(0));
   EXPECT_EQ(loss.item<float>(), expected.item<float>());
   loss.backward();
   const auto parameters = cast->named_parameters();

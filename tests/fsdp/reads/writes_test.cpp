@@ -302,7 +302,7 @@ TEST(Writes, BetweenForwardAndBackwardAreRefusedWhereSavedTensorsLieElsewhere) {
     Tensor loss;
     {
       const auto scope = saved_tensors_in(host_memory());
-      loss = loss_of(net, part_of(global_batch(0), world_rank(), world_size()));
+      loss = loss_of(net, own_batch(0));
     }
     {
       const torch::NoGradGuard no_grad;

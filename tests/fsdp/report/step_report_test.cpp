@@ -16,7 +16,7 @@ Traffic counted(CollectiveKind kind) { return process_context().count(kind); }
 
 void step(Net& net, torch::optim::Optimizer& optimizer, int64_t number) {
   optimizer.zero_grad();
-  loss_of(net, part_of(global_batch(number), world_rank(), world_size())).backward();
+  loss_of(net, own_batch(number)).backward();
   optimizer.step();
 }
 

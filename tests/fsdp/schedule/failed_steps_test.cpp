@@ -144,7 +144,7 @@ class Trainer {
     std::optional<AutocastScope> autocast;
     if (step.autocasts) autocast.emplace();
     if (step.unshards) fsdp(*(*net_->blocks)[1]).unshard_async();
-    const auto tokens = part_of(global_batch(10 * number + micro), world_rank(), world_size());
+    const auto tokens = own_batch(10 * number + micro);
     auto x = net_->embedded(tokens.slice(1, 0, -1));
     for (int64_t i = 0; i < 3; ++i) x = run_block(i, x, step, failure.block == i ? failure.where : Where::kNowhere);
     const auto logits = torch::matmul(net_->norm(x), net_->embed->weight.t()).to(torch::kFloat);

@@ -21,7 +21,7 @@ namespace {
 
 using torch::Tensor;
 
-Tensor rows_of_rank(int64_t step) { return part_of(global_batch(step), world_rank(), world_size()); }
+Tensor rows_of_rank(int64_t step) { return own_batch(step); }
 
 Tensor run_blocks(Net& net, Tensor x, const std::function<void()>& between) {
   for (const auto& block : *net->blocks) {

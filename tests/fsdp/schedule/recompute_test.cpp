@@ -141,7 +141,7 @@ TEST(ShardedRecompute, KeepsAutocastOnTheDevice) {
     shard_model(net, strategies()[0]);
     const auto loss = [&] {
       const AutocastScope scope;
-      return loss_with(net, part_of(global_batch(0), world_rank(), world_size()), where);
+      return loss_with(net, own_batch(0), where);
     }();
     loss.backward();
     gradients.push_back(full(net->blocks[0]->as<Block>()->up->weight.grad()).cpu());
@@ -219,7 +219,7 @@ TEST(ShardedRecompute, FreesFrozenGroups) {
       most = std::max(most, open);
     };
     for (int64_t step = 0; step < 2; ++step) {
-      auto x = net->embedded(part_of(global_batch(step), world_rank(), world_size()));
+      auto x = net->embedded(own_batch(step));
       for (auto& each : *net->blocks) {
         Block block(std::dynamic_pointer_cast<BlockImpl>(each));
         x = run_block(block, x, where);
@@ -414,7 +414,7 @@ TEST(ShardedMemory, ABackwardInHalfPrecisionHoldsHalf) { expect_peak({.strategy 
 TEST(ShardedRecompute, NamesAFunctionWhoseSecondRunDiffersOnEveryRank) {
   Net net = make_net();
   shard_model(net, strategies()[0]);
-  const auto tokens = part_of(global_batch(0), world_rank(), world_size()).to(test_device());
+  const auto tokens = own_batch(0).to(test_device());
   auto x = net->embedded(tokens);
   x = recompute(
       {.name = "the second block"},

@@ -86,7 +86,7 @@ TEST(Training, EvaluationBeforeAndBetweenStepsChangesNothing) {
         const torch::NoGradGuard no_grad;
         loss_of(net, global_batch(100 + step));
       }
-      const auto tokens = part_of(global_batch(step), world_rank(), world_size());
+      const auto tokens = own_batch(step);
       optimizer.zero_grad();
       auto loss = loss_of(net, tokens);
       loss.backward();
@@ -119,9 +119,9 @@ int64_t groups_of(const Strategy& strategy) {
 Counts counts_of_a_step(const Strategy& strategy) {
   Net net = make_net();
   shard_model(net, strategy);
-  for (int64_t step = 0; step < 2; ++step) loss_of(net, part_of(global_batch(step), world_rank(), world_size())).backward();
+  for (int64_t step = 0; step < 2; ++step) loss_of(net, own_batch(step)).backward();
   process_context().reset_counters();
-  loss_of(net, part_of(global_batch(2), world_rank(), world_size())).backward();
+  loss_of(net, own_batch(2)).backward();
   return counts();
 }
 
@@ -153,7 +153,7 @@ TEST(Training, ClippingCostsOneAllReduce) {
     Net plain = make_net(), net = make_net();
     shard_model(net, strategy);
     loss_of(plain, global_batch(0)).backward();
-    loss_of(net, part_of(global_batch(0), world_rank(), world_size())).backward();
+    loss_of(net, own_batch(0)).backward();
     process_context().reset_counters();
     const double norm = torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1);
     EXPECT_NEAR(norm, torch::nn::utils::clip_grad_norm_(plain->parameters(), 0.1), kTolerance);
@@ -175,7 +175,7 @@ TEST(Training, AccumulationWithoutSyncCommunicatesOnlyInTheLastBackward) {
     for (int64_t micro = 0; micro < 3; ++micro) {
       root.set_requires_gradient_sync(micro == 2);
       (loss_of(plain, global_batch(micro)) / 3).backward();
-      (loss_of(net, part_of(global_batch(micro), world_rank(), world_size())) / 3).backward();
+      (loss_of(net, own_batch(micro)) / 3).backward();
       if (micro < 2) {
         EXPECT_EQ(counts().reduce_scatters + counts().all_reduces, 0);
       }
@@ -193,7 +193,7 @@ TEST(Training, GradientsOfTwoBackwardsAddUp) {
   shard_model(net, strategies()[0]);
   for (int64_t step = 0; step < 2; ++step) {
     loss_of(plain, global_batch(step)).backward();
-    loss_of(net, part_of(global_batch(step), world_rank(), world_size())).backward();
+    loss_of(net, own_batch(step)).backward();
   }
   const auto expected = plain->named_parameters();
   for (const auto& item : net->named_parameters()) {
@@ -228,8 +228,8 @@ TEST(Training, AnExceptionInForwardOrBackwardLeavesTheModelUsable) {
     if (tests_the_cpu()) // other devices find it later, and end with it
       EXPECT_THROWS_WITH(net->forward(torch::full({2, 3}, 1000, torch::kLong)), "index out of range in self");
     fsdp(*net).set_requires_all_reduce(false); // what an HSDP rank keeps of this backward is dropped as well
-    loss_of(net, part_of(global_batch(2), world_rank(), world_size())).backward();
-    auto x = net->embedded(part_of(global_batch(0), world_rank(), world_size()));
+    loss_of(net, own_batch(2)).backward();
+    auto x = net->embedded(own_batch(0));
     x = (*net->blocks)[0]->as<Block>()->forward(x);
     x = ThrowInBackward::apply(x);
     for (size_t i = 1; i < net->blocks->size(); ++i) x = (*net->blocks)[i]->as<Block>()->forward(x);
@@ -237,7 +237,7 @@ TEST(Training, AnExceptionInForwardOrBackwardLeavesTheModelUsable) {
     fsdp(*net).set_requires_all_reduce(true);
     net->zero_grad();
     loss_of(plain, global_batch(1)).backward();
-    loss_of(net, part_of(global_batch(1), world_rank(), world_size())).backward();
+    loss_of(net, own_batch(1)).backward();
     const auto expected = plain->named_parameters();
     for (const auto& item : net->named_parameters()) {
       ASSERT_TRUE(item.value().grad().defined()) << item.key();
