@@ -57,7 +57,7 @@ DecompositionScope::~DecompositionScope() { current = before_; }
 CallSite::CallSite(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments)
     : info_(info),
       arguments_(arguments),
-      own_temporaries_(current.own_temporaries || (info.backward_matters && is_of_formula())),
+      own_temporaries_(current.own_temporaries || (info.plan_depends_on_caller && is_of_formula())),
       shares_written_(own_temporaries_ && info.writes && shares_what_it_writes(info, arguments)) {}
 
 bool CallSite::is_of_formula() {

@@ -55,11 +55,11 @@ OpInfo make_info(const c10::OperatorHandle& op) {
   info.reads_no_value = absl::EndsWith(base, "_like") || absl::StartsWith(base, "aten::new_");
   info.is_backward = info.name.find("_backward") != std::string::npos;
   info.infers_shapes = op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
-  info.backward_matters = info.writes;
+  info.plan_depends_on_caller = info.writes;
   const auto* on_locals = std::get_if<rules::OnLocals>(info.rule);
   const bool static_numbers = on_locals && on_locals->traits.contains(rules::Trait::kStaticScalars);
   for (auto& argument : info.arguments) {
-    info.backward_matters |= argument.kind == ArgKind::kTensorList;
+    info.plan_depends_on_caller |= argument.kind == ArgKind::kTensorList;
     if (argument.kind == ArgKind::kNumber && static_numbers) argument.kind = ArgKind::kStatic;
   }
   return info;

@@ -19,7 +19,7 @@ struct OpInfo : CallSchema {
   bool is_backward = false; ///< a derivative, whose kernel may read what the forward saved as if it were dense
   /// The op writes an argument or takes a list of tensors. Inside a derivative formula of autograd its plain arguments may be
   /// zeros that the formula made, so the plan depends on where the call comes from.
-  bool backward_matters = false;
+  bool plan_depends_on_caller = false;
 };
 
 /// The information of `op`, kept for the life of the process.

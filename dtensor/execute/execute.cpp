@@ -30,7 +30,7 @@ class Execution {
     if (!plan_.on_mesh) {
       skip();
     } else if (const auto kernel = std::get_if<rules::OnLocals>(info_.rule)->kernel) {
-      kernel({op_, stack_, plan_.outputs, plan_.ran, copies_view_});
+      kernel({op_, stack_, plan_.outputs, plan_.input_specs, copies_view_});
     } else {
       op_.callBoxed(stack_);
     }
@@ -263,7 +263,7 @@ class Execution {
   }
 
   const DeviceMesh& mesh() const {
-    for (const auto& spec : plan_.ran) {
+    for (const auto& spec : plan_.input_specs) {
       if (spec) return spec->mesh();
     }
     TORCH_INTERNAL_ASSERT(false, info_.name, " has no DTensor argument");

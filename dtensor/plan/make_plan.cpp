@@ -176,9 +176,10 @@ void enter_inputs(const OpCall& call, const Bounds& bounds, const CallPlacements
     if (!spec) continue;
     const auto target = spec->placements() == chosen.inputs[i] ? spec : spec->with(chosen.inputs[i]);
     auto& input = plan.inputs[bounds.inputs[i].position];
-    auto& ran = plan.ran[bounds.inputs[i].position];
-    TORCH_CHECK(!ran || ran == target, call.name, ": one tensor would need several placements at once; ", describe(call));
-    ran = target;
+    auto& input_spec = plan.input_specs[bounds.inputs[i].position];
+    TORCH_CHECK(!input_spec || input_spec == target, call.name, ": one tensor would need several placements at once; ",
+                describe(call));
+    input_spec = target;
     const auto hold = bounds.inputs[i].hold;
     if (chosen.stretching.inputs.contains(i)) input.stretch = stretch;
     input.moves = target != spec && !same_local(*spec, *target);
@@ -316,12 +317,12 @@ void check_plain(const Collected& all, const OpInfo& info, const c10::FunctionSc
 Plan start_plan(const OpInfo& info, const Collected& all, const rules::OnLocals& rule) {
   Plan plan;
   plan.inputs.resize(all.tensors.size());
-  plan.ran.resize(all.tensors.size());
+  plan.input_specs.resize(all.tensors.size());
   plan.moves_viewed = rule.kind == rules::KernelKind::kCopiesView;
   plan.on_mesh = all.mesh.coordinate().has_value();
   for (size_t i = 0; i < all.tensors.size(); ++i) {
     if (all.tensors[i].plain) plan.inputs[i].source = all.tensors[i].spec;
-    if (info.arguments[all.tensors[i].argument].out) plan.ran[i] = all.tensors[i].spec;
+    if (info.arguments[all.tensors[i].argument].out) plan.input_specs[i] = all.tensors[i].spec;
   }
   return plan;
 }

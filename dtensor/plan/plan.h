@@ -33,7 +33,7 @@ struct Plan {
     bool joins_norm = false;                ///< it is replicated, and becomes part of a norm, which has no sign
   };
   absl::InlinedVector<Input, 4> inputs; ///< one a tensor argument, lists spread, out= arguments included
-  std::vector<SpecPtr> ran;             ///< spec of each input as it is run
+  std::vector<SpecPtr> input_specs;     ///< spec of each input as it is run
   std::vector<rules::OutputPlan> outputs;
   rules::Wrapping wrapping;
   bool moves_viewed = false; ///< a view op whose argument has to move: the result is a copy

@@ -187,14 +187,14 @@ void GroupGradients::land(size_t index, const at::Tensor& gradient, double weigh
   landed_.land(index);
 }
 
-void GroupGradients::join_reduction() { joins_ = joins_ || trains_any(group_); }
+void GroupGradients::join_reduction() { must_reduce_ = must_reduce_ || trains_any(group_); }
 
 void GroupGradients::keep_unreduced() {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   buffer_.flush();
   landed_.forget();
-  joins_ = false;
+  must_reduce_ = false;
 }
 
 ReductionCall GroupGradients::call_of(std::vector<bool> used) const {
@@ -204,7 +204,7 @@ ReductionCall GroupGradients::call_of(std::vector<bool> used) const {
 void GroupGradients::start_reduce(ReadyGradients& ready) {
   TORCH_INTERNAL_ASSERT(has_pending());
   const ProfilerRange range("reduce_scatter", group_);
-  const bool joins = std::exchange(joins_, false);
+  const bool joins = std::exchange(must_reduce_, false);
   if (!pending_.any() && (!joins || reduction_.is_parked())) {
     landed_.forget();
     // Nothing is used in this backward; the flags know of those before.
@@ -363,7 +363,7 @@ Work GroupGradients::discard() {
   buffer_.drop();
   whole_.clear();
   pending_.take();
-  joins_ = false;
+  must_reduce_ = false;
   landed_.forget();
   for (auto& parameter : group_.parameters()) {
     release_gradient(parameter);

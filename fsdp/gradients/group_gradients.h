@@ -74,9 +74,9 @@ class GroupGradients {
   bool leaves_out_any() const { return plan_.leaves_out_any; }
   /// The group waits to be reduced: for what landed now or was accumulated before, the last of it along the replicate axis only,
   /// or because it joins others.
-  bool has_pending() const { return joins_ || pending_.any() || (reduction_.is_parked() && settings.all_reduce()); }
+  bool has_pending() const { return must_reduce_ || pending_.any() || (reduction_.is_parked() && settings.all_reduce()); }
   /// Something is being reduced, or waits for that in this backward or a later one.
-  bool is_unfinished() const { return joins_ || pending_.any() || !reduction_.is_idle(); }
+  bool is_unfinished() const { return must_reduce_ || pending_.any() || !reduction_.is_idle(); }
 
   ParameterGroup& group() const { return group_; }
   void start_reduce(ReadyGradients& ready);
@@ -130,7 +130,7 @@ class GroupGradients {
   std::vector<at::Tensor> whole_; ///< what landed, where nothing is reduced
   PendingGradients pending_;      ///< in the buffer or in `whole_`
   LandedGradients landed_;
-  bool joins_ = false; ///< the reductions of this backward, whether or not something landed
+  bool must_reduce_ = false; ///< the reductions of this backward, whether or not something landed
   StagedReduction reduction_;
 };
 

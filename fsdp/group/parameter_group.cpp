@@ -64,7 +64,7 @@ bool can_have_strided_shards(c10::IntArrayRef sizes, c10::IntArrayRef strides, c
 
 /// A parameter's share in its group, as a tensor hook. Autograd's part of a tensor goes with the last reference to it; the
 /// backend meta would stay as long as the group's own weak reference. The hook also meets gradients of a graph from before.
-struct Share {
+struct KeepsGroupAlive {
   at::TensorBase operator()(const at::TensorBase& gradient) const {
     TORCH_CHECK(!gradient.defined() || dtensor_meta(gradient), "the gradient of ", group->full_name(index),
                 " comes from a forward that ran before fully_shard: run the forward again");
@@ -79,7 +79,7 @@ void own(const at::Tensor& parameter, const std::function<at::TensorBase(const a
   auto* autograd = torch::autograd::impl::materialize_autograd_meta(parameter);
   if (!autograd->cpp_hooks_list_) torch::autograd::impl::create_cpp_hook(parameter);
   for (auto& hook : *autograd->cpp_hooks_list_) {
-    if (hook.target<Share>()) return void(hook = share);
+    if (hook.target<KeepsGroupAlive>()) return void(hook = share);
   }
   autograd->cpp_hooks_list_->push_back(share);
 }
@@ -128,7 +128,7 @@ const std::string& ParameterGroup::label() const {
   return label_;
 }
 
-void ParameterGroup::settle(size_t place, std::shared_ptr<ModelResources> resources) {
+void ParameterGroup::attach(size_t place, std::shared_ptr<ModelResources> resources) {
   number = place;
   label_.clear();
   if (resources == resources_) return;
@@ -152,13 +152,13 @@ void ParameterGroup::shard(std::span<const FreeParameter> parameters, std::share
   }
   // On one rank too: a leaf with the strides cannot lie in a shard without them.
   const auto is_restrided = [](const ShardedParameter& each) { return !each.strides.empty() && !each.has_strided_shards; };
-  copies_ = roles_.shard_ranks() > 1 || shard_plan_.casts || !layout_.gathers_in_place || memory_ ||
-            std::any_of(parameters_.begin(), parameters_.end(), is_restrided);
+  needs_gather_ = roles_.shard_ranks() > 1 || shard_plan_.casts || !layout_.gathers_in_place || memory_ ||
+                  std::any_of(parameters_.begin(), parameters_.end(), is_restrided);
   const bool on_meta = parameters[0].tensor.is_meta();
   allocate_shard(on_meta ? c10::Device(c10::kMeta) : roles_.mesh().device());
   if (!on_meta) fill_shard(values);
   take_over_parameters();
-  for (size_t i = 0; i < parameters.size(); ++i) own(parameters[i].tensor, Share{shared_from_this(), i});
+  for (size_t i = 0; i < parameters.size(); ++i) own(parameters[i].tensor, KeepsGroupAlive{shared_from_this(), i});
   if (!on_meta) make_leaves();
 }
 
@@ -261,7 +261,7 @@ void ParameterGroup::fill_shard(const std::vector<at::Tensor>& values) {
 
 void ParameterGroup::make_leaves() {
   storage_ = c10::make_intrusive<UnshardedStorage>(roles_.mesh().device(), this);
-  if (!copies_) { // the leaves alias the shard
+  if (!needs_gather_) { // the leaves alias the shard
     auto owner = std::make_unique<c10::Storage>(shard_.storage());
     void* data = owner->mutable_data();
     storage_->fill({data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); }, shard_.device()},
@@ -275,7 +275,7 @@ void ParameterGroup::make_leaves() {
     const at::Tensor tensor(parameter.tensor.lock());
     // A leaf that aliases the shard is always valid: nothing needs to see its reads, unless it is to cast what is beside it, or
     // activations may be beside it that are DTensors of other dims of the mesh.
-    const bool is_seen = copies_ || may_meet_dtensors || (policy.param_dtype && policy.cast_forward_inputs);
+    const bool is_seen = needs_gather_ || may_meet_dtensors || (policy.param_dtype && policy.cast_forward_inputs);
     const auto keys = is_seen ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet();
     parameter.leaf = tensor_over(c10::Storage(storage_), layout_.parameters[i].unsharded_offset, parameter.unsharded_sizes(),
                                  parameter.unsharded_dtype, keys, parameter.strides);
@@ -292,7 +292,7 @@ bool is_saved_copy(const ShardedParameter& parameter, const at::Tensor& tensor) 
 
 void ParameterGroup::enter(GatherState next) {
   constexpr size_t kStates = std::variant_size_v<GatherState>;
-  const bool skips = !copies_ && is_sharded() && next.index() == kStates - 1; // the leaves alias the shard
+  const bool skips = !needs_gather_ && is_sharded() && next.index() == kStates - 1; // the leaves alias the shard
   TORCH_INTERNAL_ASSERT(skips || next.index() == (state_.index() + 1) % kStates, label(), ": from state ", state_.index(), " to ",
                         next.index());
   state_ = std::move(next);
@@ -347,7 +347,7 @@ void ParameterGroup::forget_after_forward() {
 
 void ParameterGroup::reshard() {
   if (auto* const part = part_after_forward()) part->release();
-  if (!copies_ || is_sharded()) return;
+  if (!needs_gather_ || is_sharded()) return;
   finish_gather();
   users_.end();
   storage_->release();
@@ -392,7 +392,7 @@ void ParameterGroup::check_no_extension(const UnshardedRange& written) {
 }
 
 void ParameterGroup::write_back(const UnshardedRange& written) {
-  if (copies_ && !is_unsharded()) return;
+  if (needs_gather_ && !is_unsharded()) return;
   check_no_extension(written);
   const at::NoGradGuard no_grad;
   const KeptResults::Scope keeps_nothing;
@@ -402,7 +402,7 @@ void ParameterGroup::write_back(const UnshardedRange& written) {
     const auto piece = parameter.pieces[rank];
     if (!UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
     parameters_[i].local.unsafeGetTensorImpl()->bump_version(); // on every rank, with a part or without
-    if (!copies_ || piece.numel == 0) continue;
+    if (!needs_gather_ || piece.numel == 0) continue;
     const auto dtype = parameters_[i].leaf.scalar_type();
     auto& local = parameters_[i].local;
     const auto whole = owned_part(whole_parameter(i), parameter, rank).reshape(local.sizes()).to(local.device());

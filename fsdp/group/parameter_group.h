@@ -35,7 +35,7 @@ class GroupOwner {
   virtual std::string label() const = 0;
   /// The path of module `index` of those that share the group, from the root.
   virtual std::string path(size_t index) const = 0;
-  /// Whether a touch elsewhere frees the group between forward and backward.
+  /// Whether a read elsewhere frees the group between forward and backward.
   virtual bool reshards_after_forward() const = 0;
   /// An error that names a parameter of the model which was registered, and requires a gradient, since `fully_shard` took it.
   virtual void check_no_new_parameter() const = 0;
@@ -120,11 +120,11 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Grows with every write to the shard.
   uint64_t shard_version() const;
   /// The shard was written since the gather.
-  bool is_stale() const { return copies_ && gathered_version_ != shard_version(); }
+  bool is_stale() const { return needs_gather_ && gathered_version_ != shard_version(); }
   /// Whether an unshard communicates or copies at all; otherwise the leaves alias the shard.
-  bool copies() const { return copies_; }
+  bool needs_gather() const { return needs_gather_; }
   /// Bytes of the unsharded parameters while the group is gathered, whether or not it is now; 0 where nothing is copied.
-  int64_t gathered_bytes() const { return copies_ ? layout_.unsharded_bytes : 0; }
+  int64_t gathered_bytes() const { return needs_gather_ ? layout_.unsharded_bytes : 0; }
   int64_t unsharded_bytes() const { return is_open() ? gathered_bytes() : 0; }
   /// The bytes of the parts, larger than the shard, from which gathers are made.
   int64_t kept_bytes() const;
@@ -147,7 +147,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   bool is_off_device() const { return memory_ && !roles_.mesh().device().is_cpu(); }
   /// Takes `place` in its model as it is now, and its shared resources; only while nothing is gathered or reduced. Drops a
   /// fetched copy.
-  void settle(size_t place, std::shared_ptr<ModelResources> resources);
+  void attach(size_t place, std::shared_ptr<ModelResources> resources);
   /// The name from the root's module.
   std::string full_name(size_t index) const;
 
@@ -218,7 +218,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   std::shared_ptr<OffloadMemory> memory_;
   at::Tensor shard_;                           ///< bytes; the locals lie in it
   std::vector<c10::VariableVersion> versions_; ///< of the locals
-  bool copies_ = true;
+  bool needs_gather_ = true;
   c10::intrusive_ptr<UnshardedStorage> storage_;
 
   GatherState state_;

@@ -54,7 +54,7 @@ void note_work(const ParameterGroup& group, const Work& work) {
 
 void note_read(const ParameterGroup& group) {
   auto* recorder = group.recorder();
-  if (!recorder || !group.copies() || group.is_unsharded()) return;
+  if (!recorder || !group.needs_gather() || group.is_unsharded()) return;
   auto& report = recorder->of(group);
   ++(group.is_open() ? report.prefetch_hits : report.prefetch_misses);
 }

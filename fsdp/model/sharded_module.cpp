@@ -227,13 +227,13 @@ void ShardedModule::enter(Schedule& schedule, std::vector<ScheduledGroup>& all) 
   number_ = all.size();
   const ModuleNumbers numbers{number_, number_ + std::max<size_t>(groups_.size(), 1)};
   for (const auto& [weak, gradients] : groups_) {
-    if (const auto group = weak.lock()) group->settle(all.size(), schedule.resources());
+    if (const auto group = weak.lock()) group->attach(all.size(), schedule.resources());
     all.push_back({weak, gradients, prefetch_settings_, {numbers, numbers.end}});
   }
   if (groups_.empty()) all.push_back({{}, nullptr, nullptr, {numbers, numbers.end}});
 }
 
-void ShardedModule::settle(const std::shared_ptr<Schedule>& schedule) {
+void ShardedModule::attach(const std::shared_ptr<Schedule>& schedule) {
   model_->root = weak_from_this();
   model_->schedule = schedule;
   const auto states = subtree();

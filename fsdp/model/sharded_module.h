@@ -75,7 +75,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   /// The state of `module`: this one, or one beside it; null for neither.
   std::shared_ptr<ShardedModule> state_of(const torch::nn::Module* module);
   /// Gives those below this state, a root, its model, and numbers all. The model's groups follow `schedule` from now on.
-  void settle(const std::shared_ptr<Schedule>& schedule);
+  void attach(const std::shared_ptr<Schedule>& schedule);
   bool is_root() const { return parent_ == nullptr; }
   /// The top of the tree. Call it after `settle`.
   std::shared_ptr<ShardedModule> root() const { return model_->root.lock(); }

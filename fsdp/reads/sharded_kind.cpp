@@ -238,7 +238,7 @@ bool unshard_arguments(ReadCall& call, bool substitutes) {
     });
   }
   if (call.met(Met::kWhole)) {
-    for (auto* group : groups) schedule_of(*group).touch(*group);
+    for (auto* group : groups) schedule_of(*group).read(*group);
   }
   return absl::c_any_of(groups, [](const auto* group) { return casts_activations(*group); });
 }

@@ -48,7 +48,7 @@ at::Tensor unsharded(const at::Tensor& tensor) {
   TORCH_CHECK(is_itself || !trains, "a detached copy of the sharded parameter ", group.full_name(meta->index),
               " that requires a gradient of its own is read: nothing would reduce that gradient. Use the parameter, or train "
               "a copy of its values (`detach().clone()`)");
-  internal::schedule_of(group).touch_parameter(group, meta->index, is_itself && trains);
+  internal::schedule_of(group).read_parameter(group, meta->index, is_itself && trains);
   if (C10_LIKELY(is_itself && !parameter.parallel)) return internal::leaf_of(parameter, tensor.requires_grad());
   const at::Tensor leaf =
       is_itself ? internal::leaf_of(parameter, tensor.requires_grad())

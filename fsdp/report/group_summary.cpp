@@ -38,7 +38,7 @@ GroupSummary summary_of(const ParameterGroup& group) {
       .reshards_after_forward = group.owner->reshards_after_forward()};
   for (const auto& parameter : group.parameters()) {
     result.shard_bytes += bytes_of(parameter.local);
-    if (group.copies())
+    if (group.needs_gather())
       result.padding_bytes -= parameter.unsharded_numel() * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
   }
   return result;

@@ -276,7 +276,7 @@ class Prediction final : private StepGroups {
   GroupRules rules(size_t group) const override { return scheduled_[group].rules(); }
   Residence residence(size_t group) const override {
     if (!groups_[group].group) return Residence::kGone;
-    return groups_[group].group->copies() ? groups_[group].residence : Residence::kUnsharded;
+    return groups_[group].group->needs_gather() ? groups_[group].residence : Residence::kUnsharded;
   }
   bool has_memory(size_t group) const override { return groups_[group].group != nullptr; }
   bool is_stale(size_t group) const override { return groups_[group].is_stale; }

@@ -95,12 +95,12 @@ Schedule::KeepOpen::~KeepOpen() {
   schedule_.step_.keep_open(std::move(before_));
 }
 
-void Schedule::touch(ParameterGroup& group) {
+void Schedule::read(ParameterGroup& group) {
   const std::lock_guard lock(mutex_);
-  touch_locked(group);
+  read_locked(group);
 }
 
-void Schedule::touch_locked(ParameterGroup& group) {
+void Schedule::read_locked(ParameterGroup& group) {
   TORCH_CHECK(refusal_.empty(), refusal_);
   const bool backward = follow(&group);
   if (group.is_stale()) step_.written(group.number);
@@ -119,9 +119,9 @@ void Schedule::touch_locked(ParameterGroup& group) {
   if (!has_gathered) group.finish_gather(); // for another stream than the last
 }
 
-void Schedule::touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
+void Schedule::read_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
   const std::lock_guard lock(mutex_);
-  touch_locked(group);
+  read_locked(group);
   note_forward(group);
   if (!expects_gradient) return; // an evaluation may run on another stream
   compute_stream_ = current_stream_if_any(device_);

@@ -40,15 +40,15 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   const std::vector<ScheduledGroup>& groups() const { return groups_; }
 
   /// Makes the unsharded parameters of `group` valid for a read by an op that runs now.
-  void touch(ParameterGroup& group);
+  void read(ParameterGroup& group);
   /// The same, and expects a gradient of parameter `index`.
-  void touch_parameter(ParameterGroup& group, size_t index, bool expects_gradient);
+  void read_parameter(ParameterGroup& group, size_t index, bool expects_gradient);
   /// The full gradient of parameter `index` is there.
   void land(ParameterGroup& group, size_t index, const at::Tensor& gradient);
   /// One of an op that read the parameter as a DTensor, which needs no reduction.
   void land_sharded(ReadyGradient gradient);
 
-  /// While it lives, a touch of one of `groups` does not free the others: an op that reads parameters of several groups.
+  /// While it lives, a read of one of `groups` does not free the others: an op that reads parameters of several groups.
   class KeepOpen {
    public:
     KeepOpen(Schedule& schedule, const std::vector<ParameterGroup*>& groups);
@@ -116,11 +116,11 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   };
 
   static Residence residence_of(const ParameterGroup& group) {
-    if (group.is_unsharded() || !group.copies()) return Residence::kUnsharded;
+    if (group.is_unsharded() || !group.needs_gather()) return Residence::kUnsharded;
     return group.is_open() ? Residence::kGathering : Residence::kSharded;
   }
   ScheduledGroup& scheduled(const ParameterGroup& group) { return groups_[group.number]; }
-  void touch_locked(ParameterGroup& group);
+  void read_locked(ParameterGroup& group);
   /// Begins or abandons what the event that happens now tells of; whether that belongs to a backward.
   bool follow(const ParameterGroup* read = nullptr);
   void begin_forward();

@@ -70,7 +70,7 @@ void Step::read_anew(const Read& read, bool is_first) {
   if (!read.by_own_function) close_unrelated(read.group, read.recomputation);
   if (!is_open(read.residence)) gather(read.group);
   groups_.wait(read.group);
-  prefetch_after(read.group, groups_.rules(read.group), AheadOf::kRead, is_first);
+  prefetch_after(read.group, groups_.rules(read.group), PrefetchTrigger::kRead, is_first);
 }
 
 void Step::record(size_t group) {

@@ -124,9 +124,9 @@ class Step {
  private:
   using Order = std::vector<size_t>;
   /// Why a group is gathered ahead: it comes next, or a list of the program says so.
-  enum class Ahead { kOfOrder, kOfList };
+  enum class PrefetchReason { kOfOrder, kOfList };
   /// What triggers a prefetch. A reduction gathers no group ahead that its phase has read: they may have been freed for good.
-  enum class AheadOf { kRead, kReduction };
+  enum class PrefetchTrigger { kRead, kReduction };
 
   /// What the step notes of a group.
   struct Note {
@@ -137,12 +137,12 @@ class Step {
     uint64_t joined_phase = 0;     ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
     uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
     uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
-    Ahead ahead = Ahead::kOfOrder; ///< why it was gathered last before its read
-    bool is_listed = false;        ///< among those whose gradients are unfinished
-    bool is_held = false;          ///< by `unshard`, until its first read
-    uint64_t recomputed = 0;       ///< `recomputation`, at the end of the last backward
-    bool brings_gradients = true;  ///< in that backward
-    bool is_reduced = false;       ///< in this backward, and open for the frozen parameters that it may still read
+    PrefetchReason ahead = PrefetchReason::kOfOrder; ///< why it was gathered last before its read
+    bool is_listed = false;                          ///< among those whose gradients are unfinished
+    bool is_held = false;                            ///< by `unshard`, until its first read
+    uint64_t recomputed = 0;                         ///< `recomputation`, at the end of the last backward
+    bool brings_gradients = true;                    ///< in that backward
+    bool is_reduced = false; ///< in this backward, and open for the frozen parameters that it may still read
   };
 
   void enter(State next);
@@ -153,8 +153,8 @@ class Step {
   void close_unrelated(size_t group, uint64_t recomputation);
   bool stays_open(size_t group, Residence residence, size_t read, uint64_t recomputation) const;
   bool are_related(size_t a, size_t b) const;
-  void prefetch_after(size_t group, const GroupRules& rules, AheadOf event, bool is_first_read);
-  void prefetch(size_t group, Ahead why);
+  void prefetch_after(size_t group, const GroupRules& rules, PrefetchTrigger event, bool is_first_read);
+  void prefetch(size_t group, PrefetchReason why);
   bool is_passed(size_t ahead, size_t group) const;
   int64_t known_position(size_t group) const; // -1: none
   std::optional<size_t> next_of(size_t group, int64_t step, bool is_first_read) const;

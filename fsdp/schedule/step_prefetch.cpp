@@ -18,7 +18,7 @@ int64_t Step::known_position(size_t group) const {
 bool Step::is_passed(size_t ahead, size_t group) const {
   const auto& note = notes_[ahead];
   // The end of a backward frees it; another rank may read another bucket before; a list knows better than the order.
-  if (is_in_backward() || note.place.module.has_buckets() || note.ahead == Ahead::kOfList) return false;
+  if (is_in_backward() || note.place.module.has_buckets() || note.ahead == PrefetchReason::kOfList) return false;
   const auto here = known_position(group), there = known_position(ahead);
   if (there < 0) return here >= 0 && here + 1 < static_cast<int64_t>(known_order().size());
   return there < here;
@@ -46,22 +46,23 @@ std::optional<size_t> Step::next_registered(size_t group, int64_t step) const {
   return std::nullopt;
 }
 
-void Step::prefetch_after(size_t group, const GroupRules& rules, AheadOf event, bool is_first_read) {
-  const auto is_wanted = [&](size_t each) { return event == AheadOf::kRead || notes_[each].phase != phase_; };
+void Step::prefetch_after(size_t group, const GroupRules& rules, PrefetchTrigger event, bool is_first_read) {
+  const auto is_wanted = [&](size_t each) { return event == PrefetchTrigger::kRead || notes_[each].phase != phase_; };
   const auto list = groups_.prefetch_list(group, is_in_backward());
   for (const size_t each : list) {
-    if (is_wanted(each)) prefetch(each, Ahead::kOfList);
+    if (is_wanted(each)) prefetch(each, PrefetchReason::kOfList);
   }
   if (!list.empty()) return;
   const int64_t depth = rules.prefetch.depth;
   for (int64_t step = 1; step <= depth; ++step) {
-    if (const auto next = next_of(group, step, is_first_read); next && is_wanted(*next)) prefetch(*next, Ahead::kOfOrder);
+    if (const auto next = next_of(group, step, is_first_read); next && is_wanted(*next))
+      prefetch(*next, PrefetchReason::kOfOrder);
   }
   if (!rules.is_offloaded) return; // a gather that follows finds the shard on the device
   if (const auto next = next_of(group, depth + 1, is_first_read); next && is_wanted(*next)) groups_.fetch(*next);
 }
 
-void Step::prefetch(size_t group, Ahead why) {
+void Step::prefetch(size_t group, PrefetchReason why) {
   const auto residence = groups_.residence(group);
   const bool is_stale = residence != Residence::kGone && groups_.is_stale(group);
   if (is_open(residence) && !is_stale) return;

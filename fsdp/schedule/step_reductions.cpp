@@ -80,7 +80,7 @@ void Step::gather_as_if_read(size_t group, const GroupRules& rules) {
     if (groups_.is_stale(group)) written(group);
     if (!is_open(groups_.residence(group))) gather(group);
   }
-  prefetch_after(group, rules, AheadOf::kReduction, /*is_first_read=*/true);
+  prefetch_after(group, rules, PrefetchTrigger::kReduction, /*is_first_read=*/true);
 }
 
 void Step::finish_group(size_t group) {

@@ -307,11 +307,11 @@ void make_model(const StatePtr& state, const ModuleWalk& walk, const std::vector
                 std::span<const FreeParameter> all, const Stages& stages) {
   const auto schedule = std::make_shared<Schedule>(state->roles().mesh().device());
   for (const auto& root : below) schedule->take_settings(*root->schedule());
-  state->settle(schedule); // a read finds it, whatever fails from here on
+  state->attach(schedule); // a read finds it, whatever fails from here on
   try {
     make_groups(state, all, schedule->resources(), stages);
     adopt_below(state, walk, below);
-    state->settle(schedule);
+    state->attach(schedule);
   } catch (...) { // some parameters may be sharded, and others not
     schedule->refuse("the model cannot be used any more, because fully_shard failed amid its changes: " +
                      error_text(std::current_exception()));

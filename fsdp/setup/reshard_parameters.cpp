@@ -243,7 +243,7 @@ void remake(ModelInventory& model, std::vector<std::string>& moved) {
   }
   replace_in_prefetch_lists(root, replaced); // while the old groups live
   for (auto& inventory : model.inventories()) inventory.groups.clear();
-  root.settle(schedule);
+  root.attach(schedule);
 }
 
 /// Lists what was added and removed, without what is moved.

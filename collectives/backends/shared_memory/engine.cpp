@@ -133,7 +133,7 @@ void Engine::finish_front(Line& line, const OperationPtr& operation) {
     std::lock_guard lock(mutex_);
     line.queue.pop_front();
     --line.published;
-    if (operation->needs_background) --duties_;
+    if (operation->needs_background) --background_work_;
   }
   operation->complete();
   wake_threads_here();
@@ -151,8 +151,8 @@ void Engine::wake_threads_here() {
 
 void Engine::wait(Operation& operation) {
   if (!operation.is_done()) {
-    asked_.fetch_add(1);
-    const auto end = c10::make_scope_exit([&] { asked_.fetch_sub(1); });
+    reporting_waiters_.fetch_add(1);
+    const auto end = c10::make_scope_exit([&] { reporting_waiters_.fetch_sub(1); });
     complete(operation);
   }
   if (operation.failure) explain_and_throw(operation);
@@ -189,8 +189,8 @@ void Engine::end_waiting() {
   waiting_.fetch_sub(1);
   wake_threads_here(); // one of them drives now
   std::lock_guard lock(mutex_);
-  if (duties_ == 0) return;
-  duty_begins_ = Clock::now() + options_.background_delay;
+  if (background_work_ == 0) return;
+  background_begins_ = Clock::now() + options_.background_delay;
   wake_background_.notify_one();
 }
 
@@ -232,7 +232,7 @@ bool Engine::is_completed(Operation& operation) {
 
 void Engine::complete_in_background(Operation& operation) {
   std::lock_guard lock(mutex_);
-  // One that has left its queue and is not done yet is no duty any more: nobody would count it down.
+  // One that has left its queue and is not done yet is no background work any more: nobody would count it down.
   if (start_time_limit(operation) && !closed_) note_duty(operation, {});
 }
 
@@ -240,9 +240,9 @@ void Engine::note_duty(Operation& operation, std::chrono::microseconds delay) {
   const auto due = Clock::now() + delay;
   if (!operation.needs_background) {
     operation.needs_background = true;
-    if (duties_++ == 0) duty_begins_ = due;
+    if (background_work_++ == 0) background_begins_ = due;
   }
-  duty_begins_ = std::min(duty_begins_, due);
+  background_begins_ = std::min(background_begins_, due);
   wake_background_.notify_one();
 }
 
@@ -250,12 +250,12 @@ void Engine::background_loop() {
   std::unique_lock lock(mutex_);
   auto next_look = Clock::now();
   while (!closed_) {
-    if (duties_ == 0 || waiting_ > 0) { // those who wait do it
+    if (background_work_ == 0 || waiting_ > 0) { // those who wait do it
       wake_background_.wait(lock);
       continue;
     }
-    if (Clock::now() < duty_begins_) {
-      wake_background_.wait_until(lock, duty_begins_);
+    if (Clock::now() < background_begins_) {
+      wake_background_.wait_until(lock, background_begins_);
       continue;
     }
     lock.unlock();

@@ -114,15 +114,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   GroupMemory memory_;
   std::atomic<bool> driving_{false};        ///< a thread is in `advance`; see `Driving`
   std::atomic<int> waiting_{0}, asleep_{0}; ///< threads of this process
-  std::atomic<int> asked_{0};               ///< waiting threads whose caller gets the error
+  std::atomic<int> reporting_waiters_{0};   ///< waiting threads whose caller gets the error
   std::atomic<bool> closed_{false};
   std::mutex explaining_;
 
   mutable std::mutex mutex_; // guards what follows
   std::map<LaneKey, std::unique_ptr<Line>> lines_;
   std::string failure_;
-  int duties_ = 0; ///< operations in the queues with `needs_background`
-  Clock::time_point duty_begins_;
+  int background_work_ = 0; ///< operations in the queues with `needs_background`
+  Clock::time_point background_begins_;
   std::condition_variable wake_background_;
   std::thread background_;
 };

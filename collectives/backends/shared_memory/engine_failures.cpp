@@ -81,7 +81,7 @@ std::exception_ptr connection_error(const std::string& text) {
 } // namespace
 
 void Engine::fail_front(Line& line, const Absence& absence) {
-  const bool is_awaited = asked_ > 0;
+  const bool is_awaited = reporting_waiters_ > 0;
   OperationPtr front;
   {
     std::lock_guard lock(mutex_);
@@ -99,7 +99,7 @@ void Engine::fail_front(Line& line, std::exception_ptr failure, const std::strin
     const auto front = line.queue.front();
     line.queue.pop_front();
     if (line.published > 0) --line.published;
-    if (front->needs_background) --duties_;
+    if (front->needs_background) --background_work_;
     front->fail(std::move(failure), std::move(unexplained));
   }
   fail_all_queued(c10::str("the group's connections were closed after an earlier failure: ", text));
@@ -127,7 +127,7 @@ void Engine::fail_all_queued(const std::string& why) {
     line->queue.clear();
     line->published = 0;
   }
-  duties_ = 0;
+  background_work_ = 0;
 }
 
 void Engine::explain_and_throw(Operation& operation) {

@@ -91,7 +91,7 @@ TEST(Strategies, KeepGatheredWhatTheTableKeepsWhole) {
     loss_of(net, global_batch(0)).backward();
     const auto groups = fsdp(*net).state()->subtree_groups();
     const bool keeps = groups[0]->roles().keeps_parameters();
-    for (const auto& group : groups) EXPECT_EQ(group->is_open(), keeps || !group->copies());
+    for (const auto& group : groups) EXPECT_EQ(group->is_open(), keeps || !group->needs_gather());
     if (!keeps) continue;
     process_context().reset_counters();
     loss_of(net, global_batch(1)).backward();
