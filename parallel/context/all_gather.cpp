@@ -1,6 +1,5 @@
 // Each rank gathers the keys and values of all, and computes its own queries.
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 

@@ -1,5 +1,6 @@
 #include <tessera/parallel/context/attention_call.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/zeros.h>

@@ -1,5 +1,6 @@
 #include <tessera/parallel/context/block_kernels.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
@@ -11,7 +12,6 @@
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
 #include <optional>

@@ -5,10 +5,14 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <numeric>
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/redistribute/move.h>

@@ -1,18 +1,18 @@
 #include <tessera/parallel/split_sequence.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
-#include <tessera/collectives/process_context.h>
 #include <tessera/parallel/context/sequence_parts.h>
 
 namespace tessera {
