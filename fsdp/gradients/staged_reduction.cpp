@@ -68,16 +68,10 @@ std::optional<ParkedSum> StagedReduction::take_parked() {
 StagedReduction::Running& StagedReduction::begin(ReductionCall call) {
   TORCH_INTERNAL_ASSERT(!is_running(), "gradients of ", group_.label(), " are still being reduced");
   auto earlier = take_parked();
-  return state_.emplace<Running>(Running{.call = std::move(call),
-                                         .input = {},
-                                         .earlier = std::move(earlier),
-                                         .home = {},
-                                         .sum = {},
-                                         .inputs = {},
-                                         .first = {},
-                                         .rest_work = {},
-                                         .rest = Rest::kToStart,
-                                         .is_divided = false});
+  auto& running = state_.emplace<Running>();
+  running.call = std::move(call);
+  running.earlier = std::move(earlier);
+  return running;
 }
 
 void StagedReduction::start(ReduceInput input, ReductionCall call) {

@@ -160,7 +160,7 @@ Work ParameterGroup::start_first_stage(Gathering& gathering) {
   }
   if (stage == 0) try_fetch();
   if (stage == 0 && !extended_.is_empty()) prepare_extended();
-  fill_replicated(unsharded_bytes_tensor());
+  if (layout_.replicated_bytes > 0) fill_replicated(unsharded_bytes_tensor());
   gathering.output = allocate_output();
   const auto& output = output_of(stage, gathering);
   return gather_stage(stage, output, stage == 0 ? own_part_to_send(output) : kept.value);
