@@ -228,7 +228,7 @@ at::Tensor whole_mask(const at::Tensor& mask) {
   TORCH_CHECK_NOT_IMPLEMENTED(!mask.requires_grad(), kCaller, ": the mask requires a gradient, and gets none here");
   const auto& spec = DTensor(mask).spec();
   const auto part = part_dim(spec.mesh());
-  const auto whole = DTensor(mask).full_tensor();
+  auto whole = DTensor(mask).full_tensor();
   const auto* shard = part ? std::get_if<Shard>(&spec.placements()[static_cast<size_t>(part->dim)]) : nullptr;
   if (!shard || shard->dim < mask.dim() - 2) return whole;
   const SplitSequence sequence{part->layout, mask.size(shard->dim), spec.mesh().size(part->dim)};
@@ -247,22 +247,8 @@ BatchAndHeads place_of(const Spec& spec) {
   return place;
 }
 
-} // namespace
-
-} // namespace internal
-
-const char* to_string(ContextParallel scheme) {
-  switch (scheme) {
-    case ContextParallel::kAllGather: return "all-gather";
-    case ContextParallel::kRing: return "ring";
-    case ContextParallel::kUlysses: return "ulysses";
-  }
-  return "unknown";
-}
-
-at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                      const ContextAttentionOptions& options) {
-  using namespace internal;
+at::Tensor attend_dtensors(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const ContextAttentionOptions& options) {
   for (const auto* tensor : {&query, &key, &value})
     TORCH_CHECK_VALUE(is_dtensor(*tensor), kCaller,
                       ": query, key and value are DTensors; of plain tensors, each rank's part, it takes the mesh as well");
@@ -280,9 +266,8 @@ at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor&
   return from_local(out, spec.mesh(), spec.placements(), sizes);
 }
 
-at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                      const DeviceMesh& mesh, const ContextAttentionOptions& options) {
-  using namespace internal;
+at::Tensor attend_parts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const DeviceMesh& mesh,
+                        const ContextAttentionOptions& options) {
   for (const auto* tensor : {&query, &key, &value})
     TORCH_CHECK_VALUE(!is_dtensor(*tensor), kCaller, ": with a mesh, query, key and value are plain: each rank's part");
   TORCH_CHECK_VALUE(mesh.ndim() == 1, kCaller, ": a mesh of one dim is needed, such as mesh[\"cp\"], not ", mesh.to_string());
@@ -298,6 +283,29 @@ at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor&
     place.sizes[static_cast<size_t>(dim)] = place.local_sizes[static_cast<size_t>(dim)] = query.size(dim);
   if (options.mask) call->mask = fitting_mask(whole_mask(*options.mask), *call, place, query.dim());
   return run_on_parts(call, query, key, value);
+}
+
+} // namespace
+
+} // namespace internal
+
+const char* to_string(ContextParallel scheme) {
+  switch (scheme) {
+    case ContextParallel::kAllGather: return "all-gather";
+    case ContextParallel::kRing: return "ring";
+    case ContextParallel::kUlysses: return "ulysses";
+  }
+  return "unknown";
+}
+
+at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                      const ContextAttentionOptions& options) {
+  return internal::attend_dtensors(query, key, value, options);
+}
+
+at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                      const DeviceMesh& mesh, const ContextAttentionOptions& options) {
+  return internal::attend_parts(query, key, value, mesh, options);
 }
 
 ContextParallelScope::ContextParallelScope(ContextParallel scheme) : ContextParallelScope(scheme, DeviceMesh()) {}

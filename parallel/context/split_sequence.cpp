@@ -145,13 +145,8 @@ at::Tensor labels_of(const at::Tensor& tokens, int64_t dim, int64_t ignore_index
   return padded_with(tokens.to(at::kLong).narrow(dim, shifted, length - shifted), dim, shifted, ignore_index);
 }
 
-} // namespace
-
-} // namespace internal
-
-SequenceParts split_sequence(const std::vector<at::Tensor>& batch, const std::vector<int64_t>& given_dims, const DeviceMesh& mesh,
-                             const SequenceSplitOptions& options) {
-  using namespace internal;
+SequenceParts split_batch(const std::vector<at::Tensor>& batch, const std::vector<int64_t>& given_dims, const DeviceMesh& mesh,
+                          const SequenceSplitOptions& options) {
   const auto dims = check_batch(batch, given_dims, mesh);
   compare_ranks(batch, dims, mesh, options.compares_values);
   check_one_length(batch, dims);
@@ -172,8 +167,7 @@ SequenceParts split_sequence(const std::vector<at::Tensor>& batch, const std::ve
   return parts;
 }
 
-at::Tensor merge_sequence(const at::Tensor& tensor, int64_t given_dim) {
-  using namespace internal;
+at::Tensor merge_parts(const at::Tensor& tensor, int64_t given_dim) {
   TORCH_CHECK_VALUE(is_dtensor(tensor), "merge_sequence: the tensor is plain");
   const auto& spec = DTensor(tensor).spec();
   const auto dim = given_dim < 0 ? given_dim + tensor.dim() : given_dim;
@@ -186,5 +180,16 @@ at::Tensor merge_sequence(const at::Tensor& tensor, int64_t given_dim) {
   const auto whole = whole_of(DTensor(tensor).full_tensor().chunk(sequence.ranks, dim), dim, sequence);
   return whole.narrow(dim, 0, sequence.length_without_padding());
 }
+
+} // namespace
+
+} // namespace internal
+
+SequenceParts split_sequence(const std::vector<at::Tensor>& batch, const std::vector<int64_t>& dims, const DeviceMesh& mesh,
+                             const SequenceSplitOptions& options) {
+  return internal::split_batch(batch, dims, mesh, options);
+}
+
+at::Tensor merge_sequence(const at::Tensor& tensor, int64_t dim) { return internal::merge_parts(tensor, dim); }
 
 } // namespace tessera
