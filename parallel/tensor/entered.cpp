@@ -61,7 +61,7 @@ at::Tensor entered(const at::Tensor& x, const Placement& wanted, const std::stri
     if (!graph || node) return again(last->result, node);
   }
   last.reset(); // before its memory is needed
-  const auto result = differentiable_move(x, spec.mesh(), {wanted}, label.c_str());
+  auto result = differentiable_move(x, spec.mesh(), {wanted}, label.c_str());
   if (counts)
     last.emplace(Entered{c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()), static_cast<uint32_t>(x._version()),
                          target, graph ? result.grad_fn() : nullptr, graph, alias_dtensor(result)});

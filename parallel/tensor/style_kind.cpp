@@ -10,6 +10,7 @@
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/parallel/tensor/entered.h>
+#include <tessera/parallel/tensor/gather_again.h>
 #include <tessera/parallel/tensor/late_sums.h>
 #include <tessera/parallel/tensor/style.h>
 #include <tessera/reads/read_call.h>
@@ -98,6 +99,12 @@ void cast_beside(ReadCall& call, at::ScalarType dtype) {
   });
 }
 
+/// Whether `whole` was gathered of `part` for a weight with a gradient to come.
+bool is_gathered_to_save(const at::Tensor& part, const at::Tensor& whole, const at::Tensor& weight) {
+  const auto &from = *dtensor_meta(part)->spec, &to = *dtensor_meta(whole)->spec;
+  return needs_graph(weight) && is_sharded(from.placements()[0]) && to.is_replicated() && from.mesh().size() > 1;
+}
+
 /// Runs a layer: its activation enters, and its result leaves at once, so that no Partial is seen outside.
 void run_layer(ReadCall& call, const Reading& reading) {
   const at::Tensor weight = call.arguments[reading.weight].toTensor();
@@ -108,10 +115,14 @@ void run_layer(ReadCall& call, const Reading& reading) {
   const bool is_alike = dtensor_meta(input)->spec->mesh() == meta.spec->mesh(); // else an error of the operator
   auto wanted = style.input && reading.use != Use::kTable ? style.input : std::nullopt;
   if (!wanted) wanted = input_beside(meta.spec->placements()[0], reading.use, weight.dim(), input.dim());
+  const at::Tensor given = input;
   if (wanted && is_alike) input = entered(input, at_dim(*wanted, input.dim()), label);
-  call.arguments[reading.input] = std::move(input);
+  call.arguments[reading.input] = input;
   {
     const Inside inside;
+    std::optional<GatherAgain> again;
+    if (is_gathered_to_save(given, input, weight)) again.emplace(given, input, label + " (backward)");
+    input.reset();
     call.proceed();
   }
   const at::Tensor result = call.stack->back().toTensor();

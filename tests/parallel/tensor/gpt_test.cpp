@@ -166,8 +166,9 @@ TEST(ParallelGpt, GathersAndScattersTheSequence) {
   for (const int64_t layers : {1, 2}) {
     const auto counts = count_step(layers, /*sequence=*/true);
     EXPECT_EQ(counts.forward, (Counts{0, 2 * layers + 1, 2 * layers + 1}));
-    // One all-reduce for the loss, and one for the gradients of all norms, row-wise biases and the positions.
-    EXPECT_EQ(counts.backward, (Counts{2, 2 * layers + 1, 2 * layers + 1}));
+    // One all-reduce for the loss, and one for the gradients of all norms, row-wise biases and the positions. The inputs of
+    // layers are gathered again for the gradients of the weights.
+    EXPECT_EQ(counts.backward, (Counts{2, 2 * (2 * layers + 1), 2 * layers + 1}));
     EXPECT_EQ(counts.optimizer, (Counts{0, 0, 0}));
   }
 }
