@@ -125,8 +125,7 @@ void ParameterGroup::start_gather() {
               ", …) are on the meta device: call tessera::materialize before they are gathered");
   const ProfilerRange range("all_gather", *this);
   const OwnWork own_work{};
-  // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds,
-  // such as the last reads of the group whose block it is.
+  // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds.
   const bool had_told_first = std::get<Sharded>(state_).has_told_first;
   const auto& stream = streams().gather;
   Gathering gathering;
