@@ -211,7 +211,7 @@ const at::Tensor& ParameterGroup::output_of(size_t stage, const Gathering& gathe
 /// What this rank sends in the first stage: its shard, or what is made of it in its place in `output`.
 at::Tensor ParameterGroup::own_part_to_send(const at::Tensor& output) {
   if (!shard_plan_.casts) return fetched_shard().narrow(0, 0, layout_.shard_bytes);
-  const auto part = output.narrow(0, stages_.gathers[0].rank() * sent_bytes(), sent_bytes());
+  auto part = output.narrow(0, stages_.gathers[0].rank() * sent_bytes(), sent_bytes());
   cast_into(part);
   if (!extended_.is_empty()) extended_.write(part.narrow(0, layout_.shard_bytes, extended_.bytes()));
   return part;
