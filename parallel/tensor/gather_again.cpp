@@ -42,7 +42,7 @@ at::Tensor gather(const Activation& activation) {
   auto last = last_gathered.lock();
   if (last && dtensor_meta(last->source) == dtensor_meta(activation.source)) return last->whole; // which copies share
   if (last) *last = {};                                                                          // before memory is needed
-  const auto whole = move(activation.source, {Replicate{}}, activation.label.c_str());
+  auto whole = move(activation.source, {Replicate{}}, activation.label.c_str());
   if (!in_backward()) return whole; // a program looks at what a node has saved
   if (!last) {
     last_gathered = last = std::make_shared<LastGathered>();
