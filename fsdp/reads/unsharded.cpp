@@ -50,7 +50,7 @@ at::Tensor unsharded(const at::Tensor& tensor) {
               "a copy of its values (`detach().clone()`)");
   internal::schedule_of(group).read_parameter(group, meta->index, is_itself && trains);
   if (C10_LIKELY(is_itself && !parameter.parallel)) return internal::leaf_of(parameter, tensor.requires_grad());
-  const at::Tensor leaf =
+  at::Tensor leaf =
       is_itself ? internal::leaf_of(parameter, tensor.requires_grad())
                 : internal::detached(parameter.leaf, tensor.unsafeGetTensorImpl()->version_counter()); // `data()` counts its own
   if (!parameter.parallel) return leaf;

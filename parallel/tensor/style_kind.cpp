@@ -140,7 +140,7 @@ void bring_activation(ReadCall& call, const StyledMeta& meta, int64_t parameter_
   call.replace([&](const at::Tensor& tensor, size_t) -> std::optional<at::Tensor> {
     if (!is_first || !is_floating_activation(tensor) || tensor.dim() <= parameter_ndim) return std::nullopt;
     is_first = false;
-    const auto x = as_dtensor(tensor, meta);
+    auto x = as_dtensor(tensor, meta);
     if (!style.input || !fits(*style.input, x.dim()) || dtensor_meta(x)->spec->mesh() != meta.spec->mesh()) return x;
     return left(x, at_dim(*style.input, x.dim()), label_of(call, meta));
   });

@@ -1,4 +1,5 @@
 // Which dims of a mesh shard and which replicate, the collectives that follow, and training on meshes of more dims.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
