@@ -3,7 +3,8 @@
 namespace gpt {
 
 tessera::ParallelPlan parallel_plan(bool sequence_parallel) {
-  using namespace tessera;
+  using tessera::Colwise, tessera::Rowwise, tessera::Sequence, tessera::VocabParallel;
+  using tessera::Placement, tessera::ParallelPlan, tessera::Shard, tessera::Replicate;
   const Placement stream = sequence_parallel ? Placement(Shard{1}) : Placement(Replicate{});
   ParallelPlan plan{{"token_embedding", VocabParallel{stream}},
                     {"blocks.*.attention.qkv", Colwise{.packed = 3}},

@@ -441,7 +441,8 @@ TEST(Evaluation, WritesOfOtherDTensorsIntoComputedWeights) {
   const auto x = input_of_rank();
   model->forward(x).sum().backward();
   const torch::NoGradGuard no_grad;
-  const auto weight = model->base->weight, gradient = weight.grad();
+  const auto weight = model->base->weight;
+  const auto& gradient = weight.grad();
   const std::vector<std::function<void(Tensor&)>> others{
       [&](Tensor& computed) { computed.copy_(gradient); },
       [&](Tensor& computed) { computed.add_(gradient); },

@@ -384,7 +384,7 @@ std::vector<nlohmann::json> run_python(const std::vector<Case>& chosen) {
   std::vector<nlohmann::json> results;
   std::istringstream lines(result.output);
   for (std::string line; std::getline(lines, line);) {
-    if (line.starts_with("{")) results.push_back(nlohmann::json::parse(line));
+    if (line.starts_with('{')) results.push_back(nlohmann::json::parse(line));
   }
   return results;
 }

@@ -1,4 +1,5 @@
 // Plans: what they name, what they refuse, and where the parameters lie.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 

@@ -117,7 +117,7 @@ struct NetImpl : nn::Module {
   explicit NetImpl(const Drawn& drawn) : recomputes(drawn.recomputes) {
     table = register_module("table", nn::Embedding(kVocabulary, kWidth));
     for (const auto& each : drawn.blocks)
-      blocks.push_back(register_module("block" + std::to_string(blocks.size()), Block(each.kind, each.bias, each.hidden)));
+      blocks.emplace_back(register_module("block" + std::to_string(blocks.size()), Block(each.kind, each.bias, each.hidden)));
     if (!drawn.tied) head = register_module("head", nn::Linear(kWidth, kVocabulary));
     to(torch::kDouble);
   }
