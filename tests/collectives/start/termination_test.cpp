@@ -1,6 +1,7 @@
 // How a job ends that is told to: by signals to the launcher and to its ranks.
 #include <tessera/tests/collectives/rank_jobs.h>
 
+#include <c10/util/StringUtil.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -82,7 +82,7 @@ CallKey key_of(const c10::OperatorHandle& op, const std::vector<c10::IValue>& ar
   return key;
 }
 
-Tensor placed(std::vector<int64_t> sizes, const Placement& placement, at::ScalarType dtype = at::kFloat) {
+Tensor placed(const std::vector<int64_t>& sizes, const Placement& placement, at::ScalarType dtype = at::kFloat) {
   return Tensor(distribute_tensor(torch::ones(sizes, dtype), line_mesh(), {placement}));
 }
 

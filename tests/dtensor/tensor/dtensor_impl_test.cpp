@@ -67,7 +67,7 @@ TEST(DTensorImpl, TellsWhetherItsMemoryIsShared) {
 
 TEST(DTensorImpl, ABecomingTensorKeepsItsHandle) {
   auto weight = torch::ones({4, 2}, torch::requires_grad());
-  const auto handle = weight;
+  const auto handle = weight; // NOLINT(performance-unnecessary-copy-initialization): another handle
   const auto spec = spec_of({4, 2}, Shard{0});
   become_dtensor(weight, c10::make_intrusive<DTensorMeta>(torch::zeros(spec->local_sizes(), test_device()), spec));
   EXPECT_TRUE(is_dtensor(handle) && handle.requires_grad() && handle.is_leaf());

@@ -48,7 +48,7 @@ const std::vector<Read>& reads() {
       {"largest of the first dim", [](const Tensor& p) { return p.dim() > 0 ? p.abs().amax(0) : p.abs(); }},
       {"clone", [](const Tensor& p) { return p.clone(); }},
       {"mean of detach", [](const Tensor& p) { return p.detach().abs().mean(); }},
-      {"comparison", [](const Tensor& p) { return p == p; }},
+      {"comparison", [](const Tensor& p) { return p.eq(p); }},
       {"transpose", [](const Tensor& p) { return p.dim() == 2 ? p.t().contiguous() : p.clone(); }},
       {"flattened", [](const Tensor& p) { return p.reshape({-1}).square(); }},
       {"views beside what is computed", [](const Tensor& p) { return p.view({-1}) * (p * 2).view({-1}); }},
