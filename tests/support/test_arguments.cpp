@@ -25,7 +25,7 @@ std::optional<std::string> take(const std::string& name, int& argc, char** argv)
     const bool is_joined = argument.starts_with(name + "=");
     if (!is_joined && argument != name) continue;
     TORCH_CHECK(is_joined || i + 1 < argc, name, " needs a value");
-    const std::string value = is_joined ? std::string(argument.substr(name.size() + 1)) : argv[i + 1];
+    std::string value = is_joined ? std::string(argument.substr(name.size() + 1)) : argv[i + 1];
     const int taken = is_joined ? 1 : 2;
     std::copy(argv + i + taken, argv + argc + 1, argv + i); // with the null pointer that ends them
     argc -= taken;

@@ -45,7 +45,7 @@ void check_copied(const Lists& lists) {
 int64_t foreach_launches(const std::string& name, const Lists& lists) {
   constexpr std::array<int64_t, 5> kMostTensors{110, 64, 48, 36, 30}; // by the number of lists
   const auto count = static_cast<int64_t>(lists[0].size());
-  const bool is_in_place = name.ends_with("_");
+  const bool is_in_place = name.ends_with('_');
   if (!are_regular(lists)) return count;
   if (name == "aten::_foreach_copy_") check_copied(lists);
   const auto depth = std::min(lists.size() + (is_in_place ? 0 : 1), kMostTensors.size());
