@@ -1,5 +1,7 @@
 #include "forked_ranks.h"
 
+#include "quick_end.h"
+
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <tessera/collectives/ranks/rank_watch.h>
@@ -92,6 +94,7 @@ pid_t start_child(const std::function<int()>& work) {
   if (pid != 0) return pid;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) std::_Exit(1);
+  end_without_unloading();
   std::exit(work());
 }
 
