@@ -5,6 +5,7 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/tests/support/forkable_main.h>
 
 #include <unistd.h>
 
@@ -46,9 +47,7 @@ void save_until_killed(const std::filesystem::path& root, unsigned seed, int lon
   }
 }
 
-} // namespace
-
-int main(int argc, char** argv) {
+int run_job(int argc, char** argv) {
   try {
     const auto ranks = tessera::ranks_from_args(argc, argv);
     TORCH_CHECK(ranks && argc == 6, "usage: checkpoint_crash_helper --ranks N ROOT SEED LONGEST_MICROSECONDS");
@@ -58,3 +57,7 @@ int main(int argc, char** argv) {
     return 1;
   }
 }
+
+} // namespace
+
+int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, run_job); }

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace tessera::testing {
 
@@ -19,11 +20,19 @@ inline std::map<std::string, std::string> on_hosts(const std::string& numbers, c
   return {{"RANK_PROGRAM_HOSTS", numbers}, {"GLOO_SOCKET_IFNAME", "lo"}, {"TESSERA_TIMEOUT_SECONDS", timeout}};
 }
 
+/// Runs the program with these arguments, by default in forks of a process that has loaded it.
+inline ProgramResult run_rank_program(std::vector<std::string> arguments,
+                                      const std::map<std::string, std::string>& environment = {},
+                                      std::chrono::seconds timeout = std::chrono::seconds(60), Start start = Start::kForked) {
+  arguments.insert(arguments.begin(), program_folder() + "/rank_program");
+  return run_program(arguments, environment, timeout, start);
+}
+
 /// Runs the job to its end, which comes before its timeout where the test gives none.
-inline ProgramResult run(const std::string& scenario, int ranks, std::map<std::string, std::string> environment = {}) {
+inline ProgramResult run(const std::string& scenario, int ranks, std::map<std::string, std::string> environment = {},
+                         Start start = Start::kForked) {
   environment.emplace("TESSERA_TIMEOUT_SECONDS", kNeverSeconds);
-  auto result = run_program({program_folder() + "/rank_program", scenario, "--ranks", std::to_string(ranks)}, environment,
-                            std::chrono::seconds(120));
+  auto result = run_rank_program({scenario, "--ranks", std::to_string(ranks)}, environment, std::chrono::seconds(120), start);
   EXPECT_THAT(result.left_behind, ::testing::IsEmpty()) << result.output;
   EXPECT_FALSE(result.timed_out) << result.output;
   return result;

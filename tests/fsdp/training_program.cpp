@@ -18,6 +18,7 @@
 #include <tessera/fsdp/model/sharded_module.h>
 #include <tessera/tests/fsdp/limited_memory.h>
 #include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/support/forkable_main.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
 namespace tessera::testing {
@@ -211,19 +212,16 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"has_no_memory_for_an_inner_gather", [] { has_no_memory_for_a_gather(tessera::Strategy::kHierarchical, Pass::kBackward); }},
 };
 
-} // namespace
-} // namespace tessera::testing
-
-int main(int argc, char** argv) {
-  const auto scenario = tessera::testing::kScenarios.at(argc > 1 ? argv[1] : "");
+int run_scenario(int argc, char** argv) {
+  const auto scenario = kScenarios.at(argc > 1 ? argv[1] : "");
   try {
     const auto run = [&] {
-      using namespace tessera::testing; // NOLINT(google-build-using-namespace)
+      mesh_device_type = test_device_type(); // a fork was loaded where it may be another
       if (test_device_type() == sim::kDeviceType) sim::enable();
-      tessera::init_process_group();
+      init_process_group();
       scenario();
     };
-    if (const auto ranks = tessera::ranks_from_args(argc, argv)) return tessera::launch(*ranks, run);
+    if (const auto ranks = ranks_from_args(argc, argv)) return launch(*ranks, run);
     run();
     return 0;
   } catch (const c10::Error& error) {
@@ -233,3 +231,8 @@ int main(int argc, char** argv) {
   }
   return 1;
 }
+
+} // namespace
+} // namespace tessera::testing
+
+int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, tessera::testing::run_scenario); }

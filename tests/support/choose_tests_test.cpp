@@ -57,7 +57,7 @@ TEST(TestArguments, WhatIsWrongIsNamed) {
 std::string run_this(const std::vector<std::string>& arguments) {
   std::vector<std::string> words{program_folder() + "/support_tests"};
   words.insert(words.end(), arguments.begin(), arguments.end());
-  return run_program(words).output;
+  return run_program(words, {}, std::chrono::seconds(60), Start::kForked).output;
 }
 
 TEST(ChooseTests, FilesAndRoomsRunAloneInEachWorld) {

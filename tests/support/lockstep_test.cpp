@@ -15,7 +15,7 @@ using ::testing::Not;
 
 ProgramResult run(const std::string& filter) {
   auto result = run_program({program_folder() + "/lockstep_program", "--ranks", "3", "--gtest_filter=" + filter}, {},
-                            std::chrono::seconds(120));
+                            std::chrono::seconds(120), Start::kForked);
   EXPECT_THAT(result.left_behind, IsEmpty());
   EXPECT_FALSE(result.timed_out) << result.output;
   return result;

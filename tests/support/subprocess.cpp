@@ -1,11 +1,9 @@
 #include "subprocess.h"
 
 #include <c10/util/Exception.h>
-#include <tessera/collectives/ranks/job_environment.h>
 
 #include <fcntl.h>
 #include <poll.h>
-#include <spawn.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -13,10 +11,12 @@
 #include <algorithm>
 #include <climits>
 #include <csignal>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+
+#include "forked_programs.h"
+#include "spawn_program.h"
 
 namespace tessera::testing {
 
@@ -24,35 +24,21 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::vector<std::string> environment_of_child(const std::map<std::string, std::string>& additions) {
-  auto environment = internal::current_environment();
-  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                           "TORCHELASTIC_USE_AGENT_STORE", "TESSERA_LAUNCH_PIPE", "TESSERA_LAUNCH_PARENT"})
-    environment.erase(name);
-  for (const auto& [name, value] : additions) environment[name] = value;
-  std::vector<std::string> variables;
-  for (const auto& [name, value] : environment) variables.push_back(name + "=" + value);
-  return variables;
+ProcessRequest request_of(const std::vector<std::string>& arguments, const std::vector<std::string>& variables, int output,
+                          Start start) {
+  auto request = request_of_this_process();
+  request.arguments = arguments;
+  request.variables = variables;
+  request.descriptors[STDOUT_FILENO] = request.descriptors[STDERR_FILENO] = output;
+  request.is_session = start == Start::kForkedAsSession;
+  return request;
 }
 
-std::vector<char*> pointers(const std::vector<std::string>& texts) {
-  std::vector<char*> result;
-  for (const auto& text : texts) result.push_back(const_cast<char*>(text.c_str()));
-  result.push_back(nullptr);
-  return result;
-}
-
-pid_t spawn(const std::vector<std::string>& arguments, const std::vector<std::string>& variables, int output) {
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, output, STDOUT_FILENO);
-  posix_spawn_file_actions_adddup2(&actions, output, STDERR_FILENO);
-  pid_t pid = 0;
-  const int error =
-      posix_spawnp(&pid, arguments[0].c_str(), &actions, nullptr, pointers(arguments).data(), pointers(variables).data());
-  posix_spawn_file_actions_destroy(&actions);
-  TORCH_CHECK(error == 0, "cannot start ", arguments[0], ": ", std::strerror(error));
-  return pid;
+pid_t start_program(std::vector<std::string> arguments, const std::vector<std::string>& variables, int output, Start start,
+                    bool is_forked) {
+  if (is_forked) return fork_program(request_of(arguments, variables, output, start));
+  if (start == Start::kForkedAsSession) arguments.insert(arguments.begin(), "setsid");
+  return spawn_program(arguments, variables, {{STDOUT_FILENO, output}, {STDERR_FILENO, output}});
 }
 
 // Living children of this process, orphans of the program among them (this process is their subreaper).
@@ -111,25 +97,27 @@ std::vector<int> kill_those_left(const std::vector<int>& pids) {
 } // namespace
 
 ProgramResult run_program(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment,
-                          std::chrono::seconds timeout) {
+                          std::chrono::seconds timeout, Start start) {
+  const auto variables = variables_of_child(environment);
+  const bool is_forked = start != Start::kExecuted && may_be_forked(arguments.at(0), variables);
   prctl(PR_SET_CHILD_SUBREAPER, 1);
   const auto before = children();
-  const auto start = Clock::now();
+  const auto end = Clock::now() + timeout;
   int ends[2];
   TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe");
-  const pid_t pid = spawn(arguments, environment_of_child(environment), ends[1]);
+  const pid_t pid = start_program(arguments, variables, ends[1], start, is_forked);
   close(ends[1]);
   ProgramResult result;
   // Descendants may hold the pipe longer than the program lives: read in steps until it has ended.
   int status = 0;
   while (waitpid(pid, &status, WNOHANG) == 0) {
-    if (Clock::now() > start + timeout) {
+    if (Clock::now() > end) {
       result.timed_out = true;
       kill(pid, SIGKILL);
       waitpid(pid, &status, 0);
       break;
     }
-    result.output += read_all(ends[0], std::min(start + timeout, Clock::now() + std::chrono::milliseconds(100)));
+    result.output += read_all(ends[0], std::min(end, Clock::now() + std::chrono::milliseconds(100)));
   }
   result.status = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
   auto remaining = children();

@@ -43,7 +43,7 @@ std::string run_job(int ranks, const std::filesystem::path& root, const std::str
   std::vector<std::string> line{testing::program_folder() + "/checkpoint_resharding_helper", "--ranks", std::to_string(ranks),
                                 root, command};
   line.insert(line.end(), arguments.begin(), arguments.end());
-  const auto result = testing::run_program(line, {}, std::chrono::seconds(900));
+  const auto result = testing::run_program(line, {}, std::chrono::seconds(900), testing::Start::kForked);
   EXPECT_EQ(result.status, 0) << result.output;
   return result.output;
 }

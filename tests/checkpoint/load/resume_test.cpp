@@ -24,7 +24,8 @@ std::vector<double> losses_of(const std::vector<Stage>& stages, int steps_per_st
   for (const auto& [ranks, strategy] : stages) {
     last_step += steps_per_stage;
     const auto result = testing::run_program({testing::program_folder() + "/checkpoint_resume_helper", "--ranks",
-                                              std::to_string(ranks), root.path(), strategy, std::to_string(last_step), training});
+                                              std::to_string(ranks), root.path(), strategy, std::to_string(last_step), training},
+                                             {}, std::chrono::seconds(60), testing::Start::kForked);
     EXPECT_EQ(result.status, 0) << result.output;
     std::istringstream output(result.output);
     std::string word;

@@ -33,6 +33,12 @@ int64_t last_saved(const std::string& output) {
   return at == std::string::npos ? 0 : std::stoll(output.substr(at + 6));
 }
 
+testing::ProgramResult run_until_killed(const std::filesystem::path& root, int seed) {
+  return testing::run_program({testing::program_folder() + "/checkpoint_crash_helper", "--ranks", std::to_string(kRanks), root,
+                               std::to_string(seed), "300000"},
+                              {}, std::chrono::seconds(60), testing::Start::kForked);
+}
+
 TEST(Crash, AKilledRankLeavesOnlyWholeCheckpoints) {
   std::vector<int> seeds(200);
   std::iota(seeds.begin(), seeds.end(), 0);
@@ -41,8 +47,7 @@ TEST(Crash, AKilledRankLeavesOnlyWholeCheckpoints) {
   for (const int seed : seeds) {
     SCOPED_TRACE(c10::str("seed ", seed));
     const testing::TemporaryFolder root;
-    const auto result = testing::run_program({testing::program_folder() + "/checkpoint_crash_helper", "--ranks",
-                                              std::to_string(kRanks), root.path(), std::to_string(seed), "300000"});
+    const auto result = run_until_killed(root.path(), seed);
     ASSERT_NE(result.status, 0);
     EXPECT_TRUE(result.left_behind.empty());
     const auto reported = last_saved(result.output);

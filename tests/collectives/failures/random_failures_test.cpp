@@ -59,9 +59,9 @@ long long run_case(const Case& each) {
   const std::vector<std::string> command = {program_folder() + "/rank_program",
                                             "random_failure/" + each.how + "/" + std::to_string(each.seed), "--ranks",
                                             std::to_string(each.ranks())};
-  auto result = run_program(command, environment, std::chrono::seconds(120));
+  auto result = run_program(command, environment, std::chrono::seconds(120), Start::kForked);
   for (int again = 0; again < 2 && !has_started(result); ++again)
-    result = run_program(command, environment, std::chrono::seconds(120));
+    result = run_program(command, environment, std::chrono::seconds(120), Start::kForked);
   EXPECT_EQ(result.status, 1) << result.output;
   EXPECT_THAT(result.left_behind, IsEmpty());
   EXPECT_THAT(files_in(folder.path(), ""), IsEmpty());

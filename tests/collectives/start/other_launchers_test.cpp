@@ -97,7 +97,7 @@ TEST(RecordError, WritesWhatIsThrownWhereTorchrunReadsIt) {
 TEST(RecordError, RunMainReturnsAStatusAndSaysWhatWasThrown) {
   EXPECT_EQ(run_main([] { return 3; }), 3);
   const auto path = c10::str(::testing::TempDir(), "/error-", getpid(), ".json");
-  const auto result = run_program({program_folder() + "/rank_program", "run_main_throws"}, {{"TORCHELASTIC_ERROR_FILE", path}});
+  const auto result = run_rank_program({"run_main_throws"}, {{"TORCHELASTIC_ERROR_FILE", path}});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, AllOf(HasSubstr("no more data\n"), Not(HasSubstr("terminate"))));
   EXPECT_THAT(text_of(path), HasSubstr("\"message\":\"no more data\""));

@@ -24,9 +24,8 @@ ProgramResult run_until_signal(const std::string& how, int ranks, Signalled sign
   environment.emplace("TESSERA_TIMEOUT_SECONDS", kNeverSeconds);
   environment.emplace("TESSERA_GRACE_SECONDS", "600"); // longer than any test runs
   if (signalled == Signalled::kAll) environment.emplace("RANK_PROGRAM_SIGNALS_ALL", "1");
-  auto result = run_program({"setsid", program_folder() + "/rank_program", "ends_by_signal/" + how, "--ranks",
-                             std::to_string(ranks)}, // a group of processes of its own
-                            environment, std::chrono::seconds(120));
+  auto result = run_program({program_folder() + "/rank_program", "ends_by_signal/" + how, "--ranks", std::to_string(ranks)},
+                            environment, std::chrono::seconds(120), Start::kForkedAsSession);
   EXPECT_THAT(result.left_behind, IsEmpty()) << result.output;
   return result;
 }
@@ -101,6 +100,7 @@ TEST(Termination, ARankThatFailedBeforeIsTheError) {
   EXPECT_THAT(result.output, HasSubstr("error: rank 2 of 3 failed: no more data"));
 }
 
+// What a rank inherits of the program's handler, here and in the next test, depends on how it is executed.
 TEST(Termination, AHandlerOfTheProgramIsCalledInEveryProcessAndStays) {
   const auto result =
       run_program({program_folder() + "/rank_program", "launch_with_a_handler"}, {{"TESSERA_GRACE_SECONDS", "600"}});

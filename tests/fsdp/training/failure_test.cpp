@@ -23,7 +23,7 @@ using ::testing::Not;
 ProgramResult run(const std::string& scenario, int ranks, std::map<std::string, std::string> environment = {}) {
   environment.emplace("TESSERA_TIMEOUT_SECONDS", kNeverSeconds);
   auto result = run_program({program_folder() + "/training_program", scenario, "--ranks", std::to_string(ranks)}, environment,
-                            std::chrono::seconds(120));
+                            std::chrono::seconds(120), Start::kForked);
   EXPECT_THAT(result.left_behind, IsEmpty()) << result.output;
   EXPECT_EQ(result.status, 1) << result.output;
   return result;
