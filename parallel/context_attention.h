@@ -47,7 +47,9 @@ at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor&
                                       const ContextAttentionOptions& options = {});
 
 /// Does the same with plain tensors, each rank's part, over the ranks of `mesh`. This has one dim: that of `split_sequence`, or
-/// any other for contiguous parts.
+/// any other for contiguous parts. The parts may also be DTensors of other ranks, as tensor parallelism makes them: split along
+/// heads, of which each rank then has some, or whole. Where the key heads are whole because they are fewer than those ranks, each
+/// rank takes the ones of its query heads.
 at::Tensor context_parallel_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                       const DeviceMesh& mesh, const ContextAttentionOptions& options = {});
 
@@ -57,9 +59,10 @@ struct CarriedScope;
 
 /// While it lives, `scaled_dot_product_attention` of this thread on split sequences is `context_parallel_attention` with the
 /// scheme, in unmodified modules too: where query, key and value are DTensors, Shard(-2) on a mesh of `split_sequence`. There it
-/// is all-gather without a scope. With a mesh of one dim, also where they are plain: then each rank's part. Scopes nest, the
-/// innermost counts; a second run of `recompute` is in the scope of the first one. In a scope with a mesh, recurrent layers and
-/// convolutions of plain tensors are errors: each rank would see its own part alone. Attention dropout is an error.
+/// is all-gather without a scope. With a mesh of one dim, also where they are plain, or DTensors of tensor parallelism over other
+/// ranks: then each rank's part. Scopes nest, the innermost counts; a second run of `recompute` is in the scope of the first one.
+/// In a scope with a mesh, recurrent layers and convolutions of such tensors are errors: each rank would see its own part alone.
+/// Attention dropout is an error.
 class ContextParallelScope {
  public:
   explicit ContextParallelScope(ContextParallel scheme);

@@ -19,6 +19,7 @@
 #include <tessera/mesh/part_order.h>
 #include <tessera/parallel/context/attention_call.h>
 #include <tessera/parallel/context/context_scope.h>
+#include <tessera/parallel/context/spread_heads.h>
 
 namespace tessera {
 
@@ -266,23 +267,36 @@ at::Tensor attend_dtensors(const at::Tensor& query, const at::Tensor& key, const
   return from_local(out, spec.mesh(), spec.placements(), sizes);
 }
 
-at::Tensor attend_parts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const DeviceMesh& mesh,
-                        const ContextAttentionOptions& options) {
-  for (const auto* tensor : {&query, &key, &value})
-    TORCH_CHECK_VALUE(!is_dtensor(*tensor), kCaller, ": with a mesh, query, key and value are plain: each rank's part");
-  TORCH_CHECK_VALUE(mesh.ndim() == 1, kCaller, ": a mesh of one dim is needed, such as mesh[\"cp\"], not ", mesh.to_string());
-  check_shapes(query, key, value);
+/// Attention of each rank's part of batch and heads, `place`, and of the sequence.
+at::Tensor attend_local(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const DeviceMesh& mesh,
+                        const ContextAttentionOptions& options, const BatchAndHeads& place) {
   const auto named = part_dim(mesh);
   const auto layout = named ? named->layout : PartLayout{};
   const auto call = start_call(mesh.communicator(0), options, query);
   call->queries = {layout, query.size(-2) * call->ranks(), call->ranks()};
   call->keys = {layout, key.size(-2) * call->ranks(), call->ranks()};
   check_lengths(*call);
+  if (options.mask) call->mask = fitting_mask(whole_mask(*options.mask), *call, place, query.dim());
+  return run_on_parts(call, query, key, value);
+}
+
+at::Tensor attend_parts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const DeviceMesh& mesh,
+                        const ContextAttentionOptions& options) {
+  TORCH_CHECK_VALUE(mesh.ndim() == 1, kCaller, ": a mesh of one dim is needed, such as mesh[\"cp\"], not ", mesh.to_string());
+  check_shapes(query, key, value);
+  if (is_dtensor(query) || is_dtensor(key) || is_dtensor(value)) {
+    const auto split = spread_alike(query, key, value, mesh);
+    const auto& spec = DTensor(split.query).spec();
+    const auto out =
+        attend_local(to_local(split.query), to_local(split.key), to_local(split.value), mesh, options, place_of(spec));
+    auto sizes = query.sizes().vec();
+    sizes.back() = value.size(-1);
+    return from_local(out, spec.mesh(), spec.placements(), sizes);
+  }
   BatchAndHeads place{{1, 1}, {0, 0}, {1, 1}};
   for (int64_t dim = 0; dim + 2 < query.dim(); ++dim)
     place.sizes[static_cast<size_t>(dim)] = place.local_sizes[static_cast<size_t>(dim)] = query.size(dim);
-  if (options.mask) call->mask = fitting_mask(whole_mask(*options.mask), *call, place, query.dim());
-  return run_on_parts(call, query, key, value);
+  return attend_local(query, key, value, mesh, options, place);
 }
 
 } // namespace

@@ -4,15 +4,18 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <absl/algorithm/container.h>
 #include <torch/library.h>
 
 #include <span>
 
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/calls/planned_meshes.h>
 #include <tessera/dtensor/dispatch/fallback.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/mesh/part_order.h>
 #include <tessera/parallel/context/context_scope.h>
+#include <tessera/parallel/tensor/key_heads.h>
 
 namespace tessera::internal {
 
@@ -20,6 +23,7 @@ namespace {
 
 using torch::jit::Stack;
 constexpr auto kComposite = c10::DispatchKey::CompositeImplicitAutograd;
+constexpr size_t kArguments = 8; ///< of scaled_dot_product_attention
 
 /// Whether a tensor is a part of a sequence by its mesh: split along its last dim but one by `split_sequence`.
 bool is_split(const at::Tensor& tensor) {
@@ -30,18 +34,25 @@ bool is_split(const at::Tensor& tensor) {
   return shard && shard->dim == tensor.dim() - 2;
 }
 
+/// Whether a tensor is on a mesh that splits sequences.
+bool is_on_parts(const at::Tensor& tensor) {
+  const auto* meta = dtensor_meta(tensor);
+  return meta && part_dim(meta->spec->mesh());
+}
+
 /// The arguments of a call of scaled_dot_product_attention.
 struct Arguments {
-  explicit Arguments(const Stack& stack) : values(std::span(stack).last(8)) {}
+  explicit Arguments(const Stack& stack) : values(std::span(stack).last(kArguments)) {}
   const at::Tensor& tensor(size_t i) const { return values[i].toTensor(); }
 
-  bool has_dtensors() const { return is_dtensor(tensor(0)) || is_dtensor(tensor(1)) || is_dtensor(tensor(2)); }
-  /// Whether query, key and value are parts of sequences.
-  bool are_parts() const {
-    if (has_dtensors()) return is_split(tensor(0)) || is_split(tensor(1)) || is_split(tensor(2));
+  /// Whether query, key and value are parts of sequences that their meshes split.
+  bool are_split() const { return is_split(tensor(0)) || is_split(tensor(1)) || is_split(tensor(2)); }
+  /// Whether they are parts of sequences that the mesh of the scope splits: plain, or of tensor parallelism.
+  bool are_parts_of_scope() const {
     const auto* scope = context_scope();
-    return scope && scope->mesh.defined();
+    return scope && scope->mesh.defined() && !is_on_parts(tensor(0)) && !is_on_parts(tensor(1)) && !is_on_parts(tensor(2));
   }
+  bool are_parts() const { return are_split() || are_parts_of_scope(); }
   ContextAttentionOptions options() const {
     const auto dropout = values[4].toDouble();
     TORCH_CHECK_NOT_IMPLEMENTED(dropout == 0,
@@ -58,13 +69,26 @@ struct Arguments {
   std::span<const c10::IValue> values;
 };
 
+/// Where key heads are fewer than the ranks of tensor parallelism, each rank takes those of its query heads.
+void give_own_key_heads(Stack& stack) {
+  const auto values = std::span(stack).last(kArguments);
+  const auto &query = values[0].toTensor(), &key = values[1].toTensor(), &value = values[2].toTensor();
+  if (!values[7].toBool() || !parallel::has_whole_key_heads(query, key) || !parallel::has_whole_key_heads(query, value)) return;
+  if (!dispatch::is_planned(dtensor_meta(query)->spec->mesh())) return;
+  values[1] = parallel::own_key_heads(query, key);
+  values[2] = parallel::own_key_heads(query, values[2].toTensor());
+}
+
 void attention(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const Arguments arguments(*stack);
-  if (!arguments.are_parts()) return op.callBoxedForDispatchKey(kComposite, *stack);
+  if (!arguments.are_parts()) {
+    give_own_key_heads(*stack);
+    return op.callBoxedForDispatchKey(kComposite, *stack);
+  }
   const auto options = arguments.options();
   const auto &query = arguments.tensor(0), &key = arguments.tensor(1), &value = arguments.tensor(2);
-  auto out = arguments.has_dtensors() ? context_parallel_attention(query, key, value, options)
-                                      : context_parallel_attention(query, key, value, context_scope()->mesh, options);
+  auto out = arguments.are_split() ? context_parallel_attention(query, key, value, options)
+                                   : context_parallel_attention(query, key, value, context_scope()->mesh, options);
   torch::jit::drop(*stack, arguments.values.size());
   torch::jit::push(*stack, std::move(out));
 }
@@ -72,15 +96,22 @@ void attention(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* s
 /// Meets the same calls where the keys of autograd are left out, as in InferenceMode.
 void attention_of_dtensors(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (Arguments(*stack).are_parts()) return attention(op, keys, stack);
+  give_own_key_heads(*stack);
   dispatch::run(op, keys, stack);
 }
 
-/// Layers that go along a sequence, which would see this rank's part alone.
-void refuse_parts(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+/// Layers that go along a sequence, which would see this rank's part alone. Those of split DTensors have rules.
+void refuse_parts(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
   const auto* scope = context_scope();
-  TORCH_CHECK_NOT_IMPLEMENTED(!scope || !scope->mesh.defined() || keys.has(kDTensorKey), op.schema().name(),
-                              " in a ContextParallelScope with a mesh: it would see this rank's part of the sequence alone, and "
-                              "context parallelism changes attention only. Call it outside of the scope, on the whole sequence");
+  if (scope && scope->mesh.defined()) {
+    const auto arguments = std::span(*stack).last(op.schema().arguments().size());
+    const bool has_rule =
+        absl::c_any_of(arguments, [](const auto& value) { return value.isTensor() && is_on_parts(value.toTensor()); });
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        has_rule, op.schema().name(),
+        " in a ContextParallelScope with a mesh: it would see this rank's part of the sequence alone, and "
+        "context parallelism changes attention only. Call it outside of the scope, on the whole sequence");
+  }
   op.callBoxedForDispatchKey(kComposite, *stack);
 }
 

@@ -7,8 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/redistribute/move.h>
+#include <tessera/mesh/part_order.h>
 #include <tessera/parallel/tensor/entered.h>
 #include <tessera/parallel/tensor/gather_again.h>
 #include <tessera/parallel/tensor/late_sums.h>
@@ -105,6 +107,16 @@ bool is_gathered_to_save(const at::Tensor& part, const at::Tensor& whole, const 
   return needs_graph(weight) && is_sharded(from.placements()[0]) && to.is_replicated() && from.mesh().size() > 1;
 }
 
+/// An error for an activation of another mesh than the weight beside it.
+void check_alike(const at::Tensor& input, const StyledMeta& meta, const std::string& label) {
+  const auto& mesh = dtensor_meta(input)->spec->mesh();
+  TORCH_CHECK_VALUE(mesh == meta.spec->mesh(), label, " (rank ", process_context().rank(), "): the activation is on ",
+                    mesh.to_string(), ", the parameter on ", meta.spec->mesh().to_string(),
+                    part_dim(mesh) ? ". With tensor parallelism, parts of sequences are plain: call the model with to_local of "
+                                     "what split_sequence gives, in a ContextParallelScope with the parts' mesh"
+                                   : "");
+}
+
 /// Runs a layer: its activation enters, and its result leaves at once, so that no Partial is seen outside.
 void run_layer(ReadCall& call, const Reading& reading) {
   const at::Tensor weight = call.arguments[reading.weight].toTensor();
@@ -112,11 +124,11 @@ void run_layer(ReadCall& call, const Reading& reading) {
   const auto& style = *meta.style;
   const auto label = label_of(call, meta);
   auto input = as_dtensor(call.arguments[reading.input].toTensor(), meta);
-  const bool is_alike = dtensor_meta(input)->spec->mesh() == meta.spec->mesh(); // else an error of the operator
+  check_alike(input, meta, label);
   auto wanted = style.input && reading.use != Use::kTable ? style.input : std::nullopt;
   if (!wanted) wanted = input_beside(meta.spec->placements()[0], reading.use, weight.dim(), input.dim());
   const at::Tensor given = input;
-  if (wanted && is_alike) input = entered(input, at_dim(*wanted, input.dim()), label);
+  if (wanted) input = entered(input, at_dim(*wanted, input.dim()), label);
   call.arguments[reading.input] = input;
   {
     const Inside inside;
@@ -126,7 +138,7 @@ void run_layer(ReadCall& call, const Reading& reading) {
     call.proceed();
   }
   const at::Tensor result = call.stack->back().toTensor();
-  if (!is_alike || !is_dtensor(result)) return;
+  if (!is_dtensor(result)) return;
   auto goal = reading.use == Use::kTable ? style.looked_up : style.output;
   if (!goal && is_partial(dtensor_meta(result)->spec->placements()[0])) goal = Replicate{};
   if (goal) call.stack->back() = left(result, at_dim(*goal, result.dim()), label);

@@ -12,7 +12,7 @@
 #include <tessera/parallel/context_attention.h>
 #include <tessera/parallel/split_sequence.h>
 
-#include <tessera/tests/parallel/small_gpt.h>
+#include <tessera/tests/parallel/gpt_training.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
 #include <tessera/tests/support/test_device.h>
@@ -20,24 +20,6 @@
 
 namespace tessera::testing::training_test {
 namespace {
-
-constexpr int64_t kRows = 12, kLength = 21, kIgnored = -100;
-
-/// The same on every rank: tokens [rows, length], of which the first rows are shorter, with labels.
-struct Rows {
-  explicit Rows(int64_t step) {
-    torch::manual_seed(500 + step);
-    tokens = torch::randint(0, 29, {kRows, kLength}, torch::kLong);
-    labels = torch::cat({tokens.slice(1, 1), torch::full({kRows, 1}, kIgnored, torch::kLong)}, 1);
-    for (int64_t row = 0; row < kRows / 2; ++row) labels[row].slice(0, kLength - 3 * row).fill_(kIgnored);
-  }
-  double valid() const { return static_cast<double>(labels.ne(kIgnored).sum().item<int64_t>()); }
-  torch::Tensor tokens, labels;
-};
-
-torch::Tensor sum_of_losses(const torch::Tensor& logits, const torch::Tensor& labels) {
-  return torch::cross_entropy_loss(logits.flatten(0, 1).to(torch::kFloat), labels.flatten(), {}, at::Reduction::Sum, kIgnored);
-}
 
 /// Meshes with a dim "cp", and the mesh over which parameters are sharded.
 struct Layout {
@@ -68,15 +50,6 @@ std::vector<Layout> layouts() {
   return all;
 }
 
-using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<torch::Tensor>&)>;
-
-std::unique_ptr<torch::optim::Optimizer> sgd(const std::vector<torch::Tensor>& parameters) {
-  return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.3).momentum(0.9));
-}
-std::unique_ptr<torch::optim::Optimizer> adamw(const std::vector<torch::Tensor>& parameters) {
-  return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(0.01));
-}
-
 struct TrainingRun {
   MakeOptimizer optimizer = sgd;
   FullyShardOptions options = {};
@@ -85,6 +58,8 @@ struct TrainingRun {
   bool recomputes = false;
   int64_t steps = 20;
   std::function<void(SmallGpt&, const DeviceMesh&, const FullyShardOptions&)> shard = {};
+
+  GptTraining training() const { return {optimizer, steps}; }
 };
 
 SmallGpt make_gpt(bool recomputes = false) {
@@ -109,59 +84,17 @@ torch::Tensor loss_of_part(SmallGpt& gpt, const Rows& rows, const Layout& layout
   return sum_of_losses(to_local(logits), parts.tensors[1].local()) / rows.valid();
 }
 
-torch::Tensor loss_of_whole(SmallGpt& gpt, const Rows& rows) {
-  return sum_of_losses(gpt->forward(rows.tokens, torch::arange(kLength)), rows.labels) / rows.valid();
-}
-
-double sum_over_ranks(const torch::Tensor& value) {
-  const auto mesh = init_device_mesh(test_device_type(), {world_size()}, {"world"});
-  auto sum = value.detach().clone().reshape({1});
-  mesh.communicator(0)->all_reduce(sum, ReduceOp::kSum, "loss").wait();
-  return sum.item<double>();
-}
-
-struct TrainedGpt {
-  std::vector<double> losses;
-  std::vector<torch::Tensor> weights;
-};
-
-TrainedGpt train(SmallGpt& gpt, const TrainingRun& run, const std::function<torch::Tensor(const Rows&)>& loss_of, bool is_split) {
-  const torch::AutoGradMode grad_mode(true);
-  TrainedGpt trained;
-  const auto optimizer = run.optimizer(gpt->parameters());
-  for (int64_t step = 0; step < run.steps; ++step) {
-    const Rows rows(step);
-    optimizer->zero_grad();
-    const auto loss = loss_of(rows);
-    loss.backward();
-    torch::nn::utils::clip_grad_norm_(gpt->parameters(), 0.3);
-    optimizer->step();
-    trained.losses.push_back(is_split ? sum_over_ranks(loss) : loss.item<double>());
-  }
-  const torch::NoGradGuard no_grad;
-  for (const auto& parameter : gpt->parameters())
-    trained.weights.push_back((is_dtensor(parameter) ? DTensor(parameter).full_tensor() : parameter.detach()).cpu());
-  return trained;
-}
-
 TrainedGpt train_whole(const TrainingRun& run) {
   auto gpt = make_gpt();
   return train(
-      gpt, run, [&](const Rows& rows) { return loss_of_whole(gpt, rows); }, /*is_split=*/false);
+      gpt, run.training(), [&](const Rows& rows) { return loss_of_whole(gpt, rows); }, item);
 }
 
 TrainedGpt train_split(const Layout& layout, const TrainingRun& run) {
   auto gpt = make_gpt(run.recomputes);
   (run.shard ? run.shard : shard_gpt)(gpt, layout.parameters, run.options);
   return train(
-      gpt, run, [&](const Rows& rows) { return loss_of_part(gpt, rows, layout, run); }, /*is_split=*/true);
-}
-
-void expect_close(const TrainedGpt& got, const TrainedGpt& expected, double bound) {
-  ASSERT_EQ(got.weights.size(), expected.weights.size());
-  for (size_t i = 0; i < got.losses.size(); ++i) EXPECT_NEAR(got.losses[i], expected.losses[i], bound) << "step " << i;
-  for (size_t i = 0; i < got.weights.size(); ++i)
-    EXPECT_LE((got.weights[i] - expected.weights[i]).abs().max().item<double>(), bound) << "parameter " << i;
+      gpt, run.training(), [&](const Rows& rows) { return loss_of_part(gpt, rows, layout, run); }, sum_over_ranks);
 }
 
 constexpr double kBound = 1e-5;
@@ -246,7 +179,7 @@ TrainedGpt train_whole_in_bf16(const TrainingRun& run) {
     for (size_t i = 0; i < weights.size(); ++i) weights[i].mutable_grad() = copies[i].grad().to(torch::kFloat);
     return torch::zeros({}, torch::requires_grad()) + loss.detach(); // whose own backward adds nothing
   };
-  return train(gpt, run, loss_of, /*is_split=*/false);
+  return train(gpt, run.training(), loss_of, item);
 }
 
 double distance(const TrainedGpt& a, const TrainedGpt& b) {
