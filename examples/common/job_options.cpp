@@ -11,7 +11,8 @@
 #include "common/command_line.h"
 
 ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
-ABSL_FLAG(std::string, dims, "", "names of the dims of --mesh, such as dp,tp; a last one called tp is for tensor parallelism");
+ABSL_FLAG(std::string, dims, "",
+          "names of the dims of --mesh, such as dp,cp,tp; a last one called tp splits layers, one before it called cp sequences");
 ABSL_FLAG(std::string, mesh, "",
           "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid and hierarchical 2 x half of the ranks");
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
@@ -63,18 +64,30 @@ void check(const JobOptions& options) {
   TORCH_CHECK(options.device == c10::kCPU || options.strategy, "--strategy none runs on the CPU only");
 }
 
-/// Takes a last dim named tp off the mesh.
-void take_tensor_parallel_dim(bool has_tensor_parallelism, JobOptions& options) {
+/// Takes dims named cp and tp, the last ones, off the mesh: sequences and layers are split over them.
+void take_other_dims(bool splits_models, JobOptions& options) {
   const auto text = absl::GetFlag(FLAGS_dims);
   if (text.empty()) return;
-  const std::vector<std::string> names = absl::StrSplit(text, ',');
+  std::vector<std::string> names = absl::StrSplit(text, ',');
   TORCH_CHECK(names.size() == options.mesh.size(), "--dims ", text, " names ", names.size(), " dims, but --mesh has ",
               options.mesh.size());
-  for (size_t i = 0; i + 1 < names.size(); ++i) TORCH_CHECK(names[i] != "tp", "--dims ", text, ": tp must be the last dim");
-  if (names.back() != "tp") return;
-  TORCH_CHECK(has_tensor_parallelism, "--dims ", text, ": this program has no tensor parallelism");
-  options.tensor_parallel = options.mesh.back();
-  options.mesh.pop_back();
+  const auto take = [&](const char* name) -> std::optional<int64_t> {
+    if (names.empty() || names.back() != name) return std::nullopt;
+    TORCH_CHECK(splits_models, "--dims ", text, ": this program has no dim ", name);
+    const auto ranks = options.mesh.back();
+    names.pop_back();
+    options.mesh.pop_back();
+    return ranks;
+  };
+  options.tensor_parallel = take("tp");
+  options.context_parallel = take("cp");
+  for (const auto& name : names) {
+    TORCH_CHECK(name != "tp", "--dims ", text, ": tp must be the last dim");
+    TORCH_CHECK(name != "cp", "--dims ", text, ": cp must be the last dim, or before tp");
+  }
+  if (!options.context_parallel) return;
+  if (options.mesh.empty()) options.mesh.push_back(1);
+  options.mesh.back() *= *options.context_parallel;
 }
 
 /// The mesh without tp, of `world` ranks.
@@ -92,11 +105,11 @@ MeshShape data_parallel_shape(const JobOptions& options, int world) {
 
 } // namespace
 
-JobOptions job_options(bool has_tensor_parallelism) {
+JobOptions job_options(bool splits_models) {
   JobOptions options;
   options.ranks = absl::GetFlag(FLAGS_ranks);
   if (!absl::GetFlag(FLAGS_mesh).empty()) options.mesh = parse_mesh(absl::GetFlag(FLAGS_mesh));
-  take_tensor_parallel_dim(has_tensor_parallelism, options);
+  take_other_dims(splits_models, options);
   options.device = choose("device", absl::GetFlag(FLAGS_device), kDevices);
   options.threads = absl::GetFlag(FLAGS_threads);
   options.strategy = choose("strategy", absl::GetFlag(FLAGS_strategy), kStrategies);

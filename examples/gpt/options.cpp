@@ -15,7 +15,7 @@ ABSL_FLAG(int64_t, steps, 600, "optimizer steps");
 ABSL_FLAG(int64_t, batch, 4, "sequences a rank and step");
 ABSL_FLAG(int64_t, global_batch, 0,
           "sequences a step over all ranks, in place of --batch: the loss curve then does not depend on the ranks");
-ABSL_FLAG(int32_t, context_ranks, 1, "ranks over which each sequence is split; they have the same rows");
+ABSL_FLAG(int32_t, context_ranks, 1, "ranks over which each sequence is split, as the dim cp of --dims; they have the same rows");
 ABSL_FLAG(std::string, context, "all-gather", "how attention sees split sequences: all-gather, ring or ulysses");
 ABSL_FLAG(double, lr, 5e-3, "highest learning rate (AdamW)");
 ABSL_FLAG(int64_t, warmup, 40, "steps of linear warm-up; then the learning rate follows a cosine down to a tenth");
@@ -93,32 +93,40 @@ tessera::ContextParallel parse_context(const std::string& name) {
   TORCH_CHECK(false, "--context is '", name, "', but must be all-gather, ring or ulysses");
 }
 
+/// Those of the dim cp, or of the flag.
+int context_ranks(const Options& options) {
+  const auto ranks = absl::GetFlag(FLAGS_context_ranks);
+  if (!options.context_parallel) return ranks;
+  TORCH_CHECK(ranks == 1 || ranks == *options.context_parallel, "--context-ranks ", ranks, ", but the dim cp has ",
+              *options.context_parallel, "; one of them is enough");
+  return static_cast<int>(*options.context_parallel);
+}
+
 void check_context(const Options& options) {
   check_at_least("context-ranks", options.context_ranks, 1);
   if (options.context_ranks == 1) return;
   TORCH_CHECK(options.strategy, "--context-ranks ", options.context_ranks, " needs a --strategy other than none");
-  TORCH_CHECK(!options.tensor_parallel, "--context-ranks ", options.context_ranks,
-              " and a dim tp: this program splits either sequences or layers");
   const int64_t chunks = 2 * options.context_ranks;
   TORCH_CHECK(options.model.sequence % chunks == 0, "--sequence ", options.model.sequence, " does not divide into ", chunks,
               " chunks, two for each of --context-ranks ", options.context_ranks);
-  TORCH_CHECK(options.context != tessera::ContextParallel::kUlysses || options.model.heads % options.context_ranks == 0,
-              "--heads ", options.model.heads, " do not divide among --context-ranks ", options.context_ranks,
-              ", which --context ulysses needs");
+  const auto heads = options.model.heads / options.tensor_parallel.value_or(1);
+  TORCH_CHECK(options.context != tessera::ContextParallel::kUlysses || heads % options.context_ranks == 0, "--heads ",
+              options.model.heads, " do not divide among --context-ranks ", options.context_ranks,
+              options.tensor_parallel ? " in the ranks of tp" : "", ", which --context ulysses needs");
 }
 
 } // namespace
 
 Options parse_options(int argc, char** argv) {
   examples::parse_command_line(argc, argv, "trains a byte-level GPT, sharded over ranks", "gpt/options.cpp");
-  Options options{examples::job_options(/*has_tensor_parallelism=*/true)};
+  Options options{examples::job_options(/*splits_models=*/true)};
   options.data = absl::GetFlag(FLAGS_data);
   options.model = {absl::GetFlag(FLAGS_layers), absl::GetFlag(FLAGS_width), absl::GetFlag(FLAGS_heads),
                    absl::GetFlag(FLAGS_sequence)};
   options.steps = absl::GetFlag(FLAGS_steps);
   options.global_batch = absl::GetFlag(FLAGS_global_batch);
   options.batch = options.global_batch > 0 ? 0 : absl::GetFlag(FLAGS_batch);
-  options.context_ranks = absl::GetFlag(FLAGS_context_ranks);
+  options.context_ranks = context_ranks(options);
   options.context = parse_context(absl::GetFlag(FLAGS_context));
   options.learning_rate = absl::GetFlag(FLAGS_lr);
   options.warmup = absl::GetFlag(FLAGS_warmup);

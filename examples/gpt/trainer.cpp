@@ -131,7 +131,7 @@ StepMetrics Trainer::train_step(int64_t step) {
   set_learning_rate(optimizer_, metrics.learning_rate);
 
   optimizer_.zero_grad();
-  const auto loss = loss_of(model_, batch, meshes_.context, options_.context);
+  const auto loss = loss_of(model_, batch, meshes_, options_.context);
   scaler_.scale(loss).backward();
   scaler_.unscale_(optimizer_);
   const double largest_norm = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
@@ -161,7 +161,7 @@ double Trainer::validate() {
   double sum = 0;
   for (int64_t index = 0; index < options_.validation_batches; ++index) {
     const auto batch = to_device(text_.validation_batch(index, first_row(), rows_));
-    sum += loss_of(model_, batch, meshes_.context, options_.context).item<double>();
+    sum += loss_of(model_, batch, meshes_, options_.context).item<double>();
   }
   return examples::mean_over_ranks({sum / static_cast<double>(options_.validation_batches)})[0];
 }

@@ -92,6 +92,20 @@ class TrainGptTest(unittest.TestCase):
                 flags = (f"--ranks={ranks}", f"--mesh={mesh}", f"--dims={dims}", f"--sequence-parallel={sequence}", *others)
                 self.assert_same_curve(self.losses(*flags), expected, flags)
 
+    def test_sequences_and_layers_are_split_together(self):
+        expected = self.losses("--strategy=none")
+        for ranks, mesh, dims, *others in ((4, "1x2x2", "dp,cp,tp"), (4, "2x2", "cp,tp", "--context=ring", "--recompute"),
+                                           (4, "2x2x1", "dp,cp,tp", "--context=ulysses"), (2, "2", "cp", "--context=ring"),
+                                           (4, "2x1x2x1", "replicate,shard,cp,tp", "--strategy=hybrid"),
+                                           (4, "1x1x2x2", "replicate,shard,cp,tp", "--strategy=hybrid", "--context=ring")):
+            for sequence in ("false", "true") if dims.endswith("tp") else ("false",):
+                flags = (f"--ranks={ranks}", f"--mesh={mesh}", f"--dims={dims}", f"--sequence-parallel={sequence}", *others)
+                self.assert_same_curve(self.losses(*flags), expected, flags)
+        self.assert_error("--heads 2 do not divide among --context-ranks 2 in the ranks of tp", "--ranks=4", "--mesh=2x2",
+                          "--dims=cp,tp", "--context=ulysses")
+        self.assert_error("--context-ranks 4, but the dim cp has 2", "--ranks=4", "--mesh=2x2", "--dims=dp,cp", "--context-ranks=4")
+        self.assert_error("cp must be the last dim, or before tp", "--ranks=4", "--mesh=2x2", "--dims=cp,dp")
+
     def test_a_checkpoint_goes_from_one_mesh_to_another(self):
         whole = self.losses("--strategy=none", "--steps=4")
         saved = self.folder / "saved"
