@@ -14,6 +14,7 @@
 #include <tessera/parallel/split_sequence.h>
 
 #include <tessera/tests/parallel/gpt_training.h>
+#include <tessera/tests/parallel/parallel_meshes.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
 
@@ -23,33 +24,6 @@ namespace {
 using torch::Tensor;
 
 constexpr double kBound = 1e-5;
-
-/// A mesh of all dims, and that over which parameters are sharded.
-struct Meshes {
-  Meshes(int64_t replicas, int64_t shards, int64_t parts, int64_t tensor)
-      : all(init_device_mesh(test_device_type(), {replicas, shards, parts, tensor}, {"replicate", "shard", "cp", "tp"})) {
-    const auto flat = all[std::vector<std::string>{"shard", "cp"}].flatten("shard_cp");
-    parameters = replicas == 1 ? flat : DeviceMesh::concatenate({all["replicate"], flat});
-  }
-  int64_t data_ranks() const { return all.size(0) * all.size(1); }
-  int64_t data_rank() const { return all.local_rank("replicate") * all.size(1) + all.local_rank("shard"); }
-
-  DeviceMesh all, parameters;
-};
-
-/// All factorings of the world's ranks into replicas, shards, parts of sequences and parts of layers.
-std::vector<std::vector<int64_t>> factorings() {
-  std::vector<std::vector<int64_t>> all;
-  const auto world = world_size();
-  for (int64_t replicas = 1; replicas <= world; ++replicas) {
-    for (int64_t shards = 1; replicas * shards <= world; ++shards) {
-      for (int64_t parts = 1; replicas * shards * parts <= world; ++parts) {
-        if (world % (replicas * shards * parts) == 0) all.push_back({replicas, shards, parts, world / replicas / shards / parts});
-      }
-    }
-  }
-  return all;
-}
 
 struct Case {
   std::vector<int64_t> mesh;
@@ -89,7 +63,7 @@ ParallelPlan plan_of(const Case& each, int64_t ranks) {
   return plan;
 }
 
-SmallGpt make_split(const Case& each, const Meshes& meshes) {
+SmallGpt make_split(const Case& each, const ParallelMeshes& meshes) {
   auto gpt = make_gpt(each);
   parallelize(*gpt, meshes.all["tp"], plan_of(each, meshes.all.size(3)));
   FullyShardOptions options;
@@ -100,7 +74,7 @@ SmallGpt make_split(const Case& each, const Meshes& meshes) {
 }
 
 /// This rank's loss, of which the sum over the ranks of dp and cp is that of one process.
-Tensor loss_of_part(SmallGpt& gpt, const Rows& rows, const Meshes& meshes, ContextParallel scheme) {
+Tensor loss_of_part(SmallGpt& gpt, const Rows& rows, const ParallelMeshes& meshes, ContextParallel scheme) {
   const auto mine = [&](const Tensor& tensor) { return tensor.chunk(meshes.data_ranks())[meshes.data_rank()]; };
   const auto parts =
       split_sequence({mine(rows.tokens), mine(rows.labels)}, {1, 1}, meshes.all["cp"], {.pad_values = {0, kIgnored}});
@@ -116,7 +90,7 @@ TrainedGpt train_whole(const Case& each) {
 }
 
 TrainedGpt train_split(const Case& each) {
-  const Meshes meshes(each.mesh[0], each.mesh[1], each.mesh[2], each.mesh[3]);
+  const ParallelMeshes meshes(each.mesh);
   auto gpt = make_split(each, meshes);
   const auto number = [&](const Tensor& loss) {
     return sum_over_ranks(to_local(loss)) / static_cast<double>(meshes.all.size(3)); // which all ranks of tp have
@@ -141,7 +115,7 @@ std::vector<ContextParallel> schemes_of(int64_t parts, int64_t heads) {
 
 TEST(TensorAndContextParallel, MatchOneProcessOverAllFactorings) {
   std::vector<Case> cases;
-  for (const auto& mesh : factorings()) {
+  for (const auto& mesh : mesh_factorings()) {
     for (const auto scheme : schemes_of(mesh[2], 12 / mesh[3])) {
       for (const bool is_adamw : {false, true}) {
         for (const bool is_sequence_parallel : {false, true}) {
@@ -157,7 +131,7 @@ TEST(TensorAndContextParallel, MatchOneProcessOverAllFactorings) {
 /// Fewer key heads than ranks of tp, or others that they do not divide: each rank has all of them, and takes its own.
 TEST(TensorAndContextParallel, MatchOneProcessWithSharedKeyHeads) {
   std::vector<Case> cases;
-  for (const auto& mesh : factorings()) {
+  for (const auto& mesh : mesh_factorings()) {
     for (const int64_t key_heads : {1, 2, 3, 4, 6}) {
       const auto scheme = key_heads % 2 == 0 ? ContextParallel::kRing : ContextParallel::kAllGather;
       for (const bool is_sequence_parallel : {false, true})
@@ -172,7 +146,7 @@ TEST(TensorAndContextParallel, MatchOneProcessWithSharedKeyHeads) {
 
 TEST(TensorAndContextParallel, RecomputesInTheScopeOfTheFirstRun) {
   std::vector<Case> cases;
-  for (const auto& mesh : factorings()) {
+  for (const auto& mesh : mesh_factorings()) {
     for (const bool is_sequence_parallel : {false, true})
       cases.push_back({.mesh = mesh,
                        .is_sequence_parallel = is_sequence_parallel,
@@ -186,11 +160,11 @@ TEST(TensorAndContextParallel, RecomputesInTheScopeOfTheFirstRun) {
 TEST(TensorAndContextParallel, EvaluateWithoutGradMode) {
   const torch::NoGradGuard no_grad;
   const Rows rows(0);
-  for (const auto& mesh : factorings()) {
+  for (const auto& mesh : mesh_factorings()) {
     const Case each{.mesh = mesh, .is_sequence_parallel = true};
     SCOPED_TRACE(each.name());
     auto whole = make_gpt(each);
-    const Meshes meshes(mesh[0], mesh[1], mesh[2], mesh[3]);
+    const ParallelMeshes meshes(mesh);
     auto gpt = make_split(each, meshes);
     for (const auto scheme : {ContextParallel::kAllGather, ContextParallel::kRing}) {
       const auto loss = sum_over_ranks(to_local(loss_of_part(gpt, rows, meshes, scheme))) / static_cast<double>(mesh[3]);
@@ -203,7 +177,7 @@ TEST(TensorAndContextParallel, EvaluateWithoutGradMode) {
 TEST(TensorAndContextParallel, SendsAPartOfTheHeads) {
   if (world_size() != 4) GTEST_SKIP() << "two ranks for either";
   const Case each{.mesh = {1, 1, 2, 2}};
-  const Meshes meshes(1, 1, 2, 2);
+  const ParallelMeshes meshes({1, 1, 2, 2});
   auto gpt = make_gpt(each);
   parallelize(*gpt, meshes.all["tp"], plan_of(each, 2));
   const Rows rows(0);
@@ -221,7 +195,7 @@ TEST(TensorAndContextParallel, SendsAPartOfTheHeads) {
 }
 
 TEST(TensorAndContextParallel, SplitDTensorsAreAnError) {
-  const Meshes meshes(1, 1, 1, world_size());
+  const ParallelMeshes meshes({1, 1, 1, world_size()});
   const Case each{.mesh = {1, 1, 1, world_size()}};
   auto gpt = make_gpt(each);
   parallelize(*gpt, meshes.all["tp"], plan_of(each, world_size()));
@@ -237,7 +211,7 @@ TEST(TensorAndContextParallel, OneMeshForBothIsAnError) {
 }
 
 TEST(TensorAndContextParallel, ConvolutionsOfPartsAreAnError) {
-  const Meshes meshes(1, 1, 1, world_size());
+  const ParallelMeshes meshes({1, 1, 1, world_size()});
   torch::nn::Conv1d layer(4, 12, 3);
   parallelize(*layer, meshes.all["tp"], {{"", Colwise{}}});
   const auto parts = split_sequence({torch::randn({2, 4, 8})}, {2}, meshes.all["cp"]);
