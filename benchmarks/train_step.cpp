@@ -26,7 +26,8 @@ TrainStep::TrainStep(const gpt::Options& options)
   gpt::check_world(options, world);
   mesh_ = examples::make_mesh(options);
   if (mesh_.defined()) gpt::shard(model_, mesh_, options);
-  torch::manual_seed(options.seed + 1 + static_cast<uint64_t>(process_context().rank()));
+  const auto ranks_of_rows = world / options.data_ranks(world); // the ranks of tp have the same
+  torch::manual_seed(options.seed + 1 + static_cast<uint64_t>(process_context().rank() / ranks_of_rows));
   const auto device = mesh_.defined() ? mesh_.device() : torch::Device(torch::kCPU);
   const auto windows =
       torch::randint(gpt::kVocabulary, {options.rows_a_rank(world), options.model.sequence + 1}, torch::kLong).to(device);

@@ -1,0 +1,70 @@
+"""One rank of a training step under Python's tensor parallelism, driven by `benchmarks/compare` through standard input.
+
+The model, its flags and the step are those of measure_step.cpp. The environment names the rank as under torchrun.
+"""
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+
+from gpt import VOCABULARY
+from parallel import ParallelGpt, add_flags, clip, loss_of, loss_parallel, make_parallel, optimizer_of
+from serve import serve
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("layers", "width", "heads", "sequence", "batch"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    add_flags(parser)
+    return parser.parse_args()
+
+
+class TrainStep:
+    def __init__(self, arguments):
+        torch.manual_seed(1)
+        self.model = ParallelGpt(arguments.layers, arguments.width, arguments.heads, arguments.sequence)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, 0.02)
+        make_parallel(self.model, arguments, dist.get_world_size())
+        self.optimizer = optimizer_of(self.model, 6e-3, 0.1)
+        windows = torch.randint(VOCABULARY, (arguments.batch, arguments.sequence + 1))
+        self.inputs, self.targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def parts(self):
+        """Runs a step, and stops after each of its parts to give its name."""
+        self.optimizer.zero_grad()
+        with loss_parallel():
+            loss = loss_of(self.model, self.inputs, self.targets)
+            yield "forward"
+            loss.backward()
+        yield "backward"
+        clip(self.model, 1.0)
+        yield "clip"
+        self.optimizer.step()
+        yield "optimizer"
+
+    def seconds(self):
+        """Seconds of each part of a step, and of all of it."""
+        begin = last = time.perf_counter()
+        seconds = {}
+        for part in self.parts():
+            now = time.perf_counter()
+            seconds[part], last = now - last, now
+        return {**seconds, "step": last - begin}
+
+
+def main():
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    step = TrainStep(arguments)
+    serve({"step": step.seconds})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
