@@ -8,7 +8,9 @@
 #include <tessera/mesh/part_order.h>
 #include <tessera/parallel/context_attention.h>
 #include <tessera/parallel/parallelize.h>
+#include <tessera/parallel/pipeline_layers.h>
 #include <tessera/parallel/pipeline_schedule.h>
+#include <tessera/parallel/pipeline_stages.h>
 #include <tessera/parallel/plan_for.h>
 #include <tessera/parallel/split_sequence.h>
 #include <tessera/parallel/styles.h>

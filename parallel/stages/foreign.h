@@ -1,0 +1,33 @@
+#pragma once
+
+// Internal: what a rank has in place of the parameters and buffers of other ranks' stages.
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace tessera::internal::pipeline {
+
+/// `tensor` becomes one without memory, on the meta device, in place. Each operator that reads it is an error that names it, and
+/// its `owner`.
+void make_foreign(const at::Tensor& tensor, std::string name, std::string owner);
+
+/// While it lives, this thread computes a stage, of which errors tell.
+class StageScope {
+ public:
+  explicit StageScope(const std::string& stage);
+  ~StageScope();
+  StageScope(const StageScope&) = delete;
+  StageScope& operator=(const StageScope&) = delete;
+
+ private:
+  const std::string* before_;
+};
+
+/// The stage that this thread computes; "no stage".
+std::string current_stage();
+
+/// What is wrong with reading the parameter `name` of `owner` in `reader`, and what to do about it.
+std::string foreign_read(const std::string& name, const std::string& owner, const std::string& reader);
+
+} // namespace tessera::internal::pipeline
