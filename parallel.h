@@ -8,6 +8,7 @@
 #include <tessera/mesh/part_order.h>
 #include <tessera/parallel/context_attention.h>
 #include <tessera/parallel/parallelize.h>
+#include <tessera/parallel/pipeline.h>
 #include <tessera/parallel/pipeline_layers.h>
 #include <tessera/parallel/pipeline_schedule.h>
 #include <tessera/parallel/pipeline_stages.h>

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <utility>
 
+#include <tessera/activations/keep_brought_back.h>
 #include <tessera/activations/placed_tensors.h>
 #include <tessera/activations/written_buffers.h>
 #include <tessera/collectives/process_context.h>
@@ -25,16 +26,23 @@ using torch::autograd::SavedVariableHooks;
 thread_local uint64_t first_or_second = 0; // the number of the outermost whose run this thread is in
 thread_local RunScope::SecondRun second;
 std::atomic<uint64_t> last_number = 0;
+thread_local bool keeps_brought_back = false;
 
 class FirstRunHooks final : public SavedVariableHooks {
  public:
   explicit FirstRunHooks(std::shared_ptr<Recomputation> recomputation) : recomputation_(std::move(recomputation)) {}
   void call_pack_hook(const at::Tensor& tensor) override { slot_ = recomputation_->add(tensor); }
-  at::Tensor call_unpack_hook() override { return recomputation_->bring_back(*slot_); }
+  at::Tensor call_unpack_hook() override {
+    if (kept_.defined()) return std::exchange(kept_, at::Tensor());
+    auto value = recomputation_->bring_back(*slot_);
+    if (keeps_brought_back) kept_ = value.detach(); // the second run's graph has no further use
+    return value;
+  }
 
  private:
   std::shared_ptr<Recomputation> recomputation_;
   std::shared_ptr<Recomputation::Slot> slot_;
+  at::Tensor kept_; ///< for the next backward (KeepBroughtBack)
 };
 
 std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
@@ -59,6 +67,9 @@ struct EarlyStop {
 };
 
 } // namespace
+
+KeepBroughtBack::KeepBroughtBack() : before_(std::exchange(keeps_brought_back, true)) {}
+KeepBroughtBack::~KeepBroughtBack() { keeps_brought_back = before_; }
 
 uint64_t current_recomputation() { return second.outermost; }
 
@@ -298,7 +309,9 @@ at::Tensor Recomputation::bring_back(Slot& slot) {
 void Recomputation::run_again(Slot& wanted, int64_t task) {
   try {
     check_unchanged();
-    const auto inputs = unpack_inputs(); // which may run a function around this one again
+    const auto inputs = unpack_inputs();                         // which may run a function around this one again
+    const bool keeps = std::exchange(keeps_brought_back, false); // not what the function's own backwards bring back
+    const auto restore = c10::make_scope_exit([keeps] { keeps_brought_back = keeps; });
     SecondRun second(*this, results_ ? results_->values() : KeptResults::Values(), wanted, task);
     try {
       second.run(inputs);

@@ -1,0 +1,20 @@
+#pragma once
+
+// Internal: a recomputed function whose backward comes in two halves.
+
+namespace tessera::internal {
+
+/// While it lives, what a second run brings back on this thread stays for another backward, which takes it without a further run:
+/// for a node that computes the gradients of an op's inputs in one backward, and those of its weights in the next.
+class KeepBroughtBack {
+ public:
+  KeepBroughtBack();
+  ~KeepBroughtBack();
+  KeepBroughtBack(const KeepBroughtBack&) = delete;
+  KeepBroughtBack& operator=(const KeepBroughtBack&) = delete;
+
+ private:
+  bool before_;
+};
+
+} // namespace tessera::internal

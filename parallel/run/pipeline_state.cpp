@@ -1,0 +1,129 @@
+#include <tessera/parallel/run/pipeline_state.h>
+
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+#include <functional>
+#include <utility>
+
+#include <tessera/collectives/process_context.h>
+#include <tessera/collectives/ranks/gather_texts.h>
+#include <tessera/parallel/stages/value_tree.h>
+
+namespace tessera::internal::pipeline {
+
+namespace {
+
+PipelineSchedule made(PipelineScheduleKind kind, const PipelineStages& stages, int64_t micro_batches) {
+  const auto ranks = stages.mesh.size();
+  return pipeline_schedule(kind, {.ranks = ranks, .micro_batches = micro_batches, .chunks = stages.count() / ranks});
+}
+
+void check_fits(const PipelineSchedule& schedule, const PipelineStages& stages) {
+  TORCH_CHECK_VALUE(schedule.rank_of_stage == stages.rank_of_stage, "Pipeline: the schedule ", schedule.name,
+                    " has its stages on the ranks ", schedule.rank_of_stage, ", and the model was split for ",
+                    stages.rank_of_stage, "; pass PipelineSplit::chunks or rank_of_stage that fit");
+}
+
+} // namespace
+
+std::string shape_of(const PipelineValue& micro_batch) {
+  const auto flat = flatten(micro_batch, "a micro-batch");
+  auto text = flat.structure;
+  for (const auto& tensor : flat.tensors)
+    text += tensor.defined() ? c10::str(" ", tensor.scalar_type(), tensor.sizes()) : std::string(" undefined");
+  return text;
+}
+
+PipelineState::PipelineState(PipelineStages pipeline_stages, PipelineLoss pipeline_loss, PipelineOptions pipeline_options,
+                             std::optional<PipelineScheduleKind> schedule_kind, std::optional<PipelineSchedule> own_schedule)
+    : stages(std::move(pipeline_stages)),
+      loss(std::move(pipeline_loss)),
+      options(std::move(pipeline_options)),
+      forward(stages.mesh.communicator(0, "pipeline forward"), stages.mesh, options.dynamic_shapes),
+      backward(stages.mesh.communicator(0, "pipeline backward"), stages.mesh, options.dynamic_shapes),
+      ties(stages),
+      kind_(schedule_kind) {
+  TORCH_CHECK_VALUE(loss.sum, "Pipeline: PipelineLoss::sum is no function");
+  if (own_schedule) {
+    check_schedule(*own_schedule);
+    const auto micro_batches = own_schedule->micro_batches;
+    schedules_.emplace(micro_batches, std::move(*own_schedule));
+  } else {
+    schedule(2 * stages.mesh.size()); // as many as each kind can take
+  }
+  const auto& any = schedules_.begin()->second;
+  check_fits(any, stages);
+  agree(c10::str("the schedule ", any.name, options.dynamic_shapes ? ", dynamic shapes" : "", " ", to_csv(any)), {}, "");
+  for (const auto& stage : stages.local) sharded.emplace_back(stage, options.residency);
+}
+
+const PipelineSchedule& PipelineState::schedule(int64_t micro_batches) {
+  const auto found = schedules_.find(micro_batches);
+  if (found != schedules_.end()) return found->second;
+  TORCH_CHECK_VALUE(kind_, "the pipeline's schedule ", schedules_.begin()->second.name, " is for ", schedules_.begin()->first,
+                    " micro-batches, and was given ", micro_batches);
+  return schedules_.emplace(micro_batches, made(*kind_, stages, micro_batches)).first->second;
+}
+
+std::string PipelineState::agree(const std::string& what, const std::vector<std::string>& shapes,
+                                 const std::string& failure) const {
+  std::string text = what + "\n";
+  for (const auto& shape : shapes) text += shape + "\n";
+  const auto communicator = stages.mesh.communicator(0, "pipeline");
+  const auto texts = gather_texts_that_differ(text, *communicator, stages.mesh.device(), "pipeline");
+  TORCH_CHECK_VALUE(texts.empty(), "the ranks of a pipeline were not given the same: ",
+                    first_difference(texts, communicator->ranks(), "micro-batch"));
+  TORCH_CHECK_VALUE(failure.empty(), failure);
+  std::string trained;
+  for (const auto& parameter : stages.module->parameters()) trained += parameter.requires_grad() ? '1' : '0';
+  auto hash = at::full({1}, static_cast<int64_t>(std::hash<std::string>()(trained) >> 8),
+                       at::TensorOptions(at::kLong).device(stages.mesh.device()));
+  communicator->all_reduce(hash, ReduceOp::kSum, "what a pipeline trains").wait();
+  return c10::str(what, " ", hash.item<int64_t>());
+}
+
+double PipelineState::count_of(const std::vector<PipelineValue>& micro_batches) const {
+  double count = 0;
+  for (const auto& each : micro_batches) count += loss.count ? loss.count(each) : 1;
+  const auto all =
+      over_data(at::full({1}, count, at::TensorOptions(at::kDouble).device(stages.mesh.device())), "terms of a loss");
+  count = all.item<double>();
+  TORCH_CHECK_VALUE(count > 0, "the loss of a pipeline has ", count, " terms over all ranks, by which it cannot be divided");
+  return count;
+}
+
+at::Tensor PipelineState::over_data(const at::Tensor& value, const char* label) const {
+  const auto& mesh = options.data_mesh;
+  if (!mesh.defined() || mesh.size() == 1) return value;
+  const auto communicator =
+      mesh.ndim() == 1 ? mesh.communicator() : process_context().communicator(mesh.rank_list(), mesh.device_type());
+  communicator->all_reduce(value, ReduceOp::kSum, label).wait();
+  return value;
+}
+
+at::Tensor PipelineState::over_all(const at::Tensor& value) const {
+  auto sum = value.detach().to(at::kDouble).reshape({1}).clone();
+  stages.mesh.communicator(0, "pipeline")->all_reduce(sum, ReduceOp::kSum, "loss of a pipeline").wait();
+  return over_data(sum, "loss of a pipeline").reshape({});
+}
+
+int64_t PipelineState::data_rank() const {
+  if (!options.data_mesh.defined()) return 0;
+  int64_t rank = 0;
+  for (int64_t dim = 0; dim < options.data_mesh.ndim(); ++dim)
+    rank = rank * options.data_mesh.size(dim) + options.data_mesh.local_rank(dim);
+  return rank;
+}
+
+void PipelineState::check_usable() const {
+  TORCH_CHECK(!is_broken_, "this pipeline had an error in an earlier step, and cannot be used any more");
+}
+
+void PipelineState::abandon() {
+  is_broken_ = true;
+  forward.close();
+  backward.close();
+}
+
+} // namespace tessera::internal::pipeline

@@ -1,0 +1,57 @@
+#pragma once
+
+// Internal: what a pipeline keeps from step to step.
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/parallel/pipeline.h>
+#include <tessera/parallel/run/messages.h>
+#include <tessera/parallel/run/sharded_stage.h>
+#include <tessera/parallel/run/tie_sums.h>
+
+namespace tessera::internal::pipeline {
+
+class PipelineState {
+ public:
+  PipelineState(PipelineStages pipeline_stages, PipelineLoss pipeline_loss, PipelineOptions pipeline_options,
+                std::optional<PipelineScheduleKind> schedule_kind, std::optional<PipelineSchedule> own_schedule);
+
+  const PipelineSchedule& schedule(int64_t micro_batches);
+  /// What all ranks of the pipeline must have alike at the beginning of a step, as a key of the messages' shapes. Throws on all
+  /// of them where they differ, or `failure` says that this one cannot go on.
+  std::string agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& failure) const;
+  /// The terms of the loss over the data mesh.
+  double count_of(const std::vector<PipelineValue>& micro_batches) const;
+  /// Adds over the pipeline and the data mesh.
+  at::Tensor over_all(const at::Tensor& loss) const;
+  int64_t data_ranks() const { return options.data_mesh.defined() ? options.data_mesh.size() : 1; }
+  int64_t data_rank() const;
+  void check_usable() const;
+  /// After an exception: the others hear of it.
+  void abandon();
+
+  PipelineStages stages;
+  PipelineLoss loss;
+  PipelineOptions options;
+  Messages forward, backward;
+  std::vector<ShardedStage> sharded; ///< as the local stages
+  TieSums ties;
+  std::vector<std::string> not_split;
+  int64_t steps_done = 0;
+
+ private:
+  at::Tensor over_data(const at::Tensor& value, const char* label) const;
+
+  std::optional<PipelineScheduleKind> kind_;
+  std::map<int64_t, PipelineSchedule> schedules_; ///< by micro-batches
+  bool is_broken_ = false;
+};
+
+/// The structure, shapes and dtypes of a micro-batch.
+std::string shape_of(const PipelineValue& micro_batch);
+
+} // namespace tessera::internal::pipeline
