@@ -9,6 +9,7 @@
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/gather_extension.h>
 #include <tessera/fsdp/meta_init.h>
+#include <tessera/fsdp/micro_batch.h>
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/fsdp/options.h>
 #include <tessera/fsdp/reshard_parameters.h>

@@ -144,6 +144,7 @@ void FSDPModule::zero_grad(bool set_to_none) {
     for (auto& group : other->groups()) groups.push_back(std::move(group));
   }
   for (const auto& group : groups) schedule_of(*group).drop_gradients(*group);
+  if (state_->is_root()) state_->schedule()->give_up_micro_batches();
   const at::NoGradGuard no_grad;
   for (const auto* module : state_->modules()) {
     if (module) clear_gradients(*module, set_to_none);

@@ -2,6 +2,9 @@
 
 #include <absl/algorithm/container.h>
 
+#include <functional>
+#include <utility>
+
 #include <tessera/fsdp/model/module_walk.h>
 #include <tessera/fsdp/model/sharded_module.h>
 
@@ -17,6 +20,21 @@ void check_owns_all_parameters(const torch::nn::Module& module, const char* what
                       "on a module above both");
     return false;
   });
+}
+
+std::vector<std::shared_ptr<ShardedModule>> sharded_within(const torch::nn::Module& module, const char* what) {
+  std::vector<std::shared_ptr<ShardedModule>> states;
+  absl::flat_hash_set<const ShardedModule*> seen;
+  const std::function<void(const torch::nn::Module&)> add = [&](const torch::nn::Module& each) {
+    auto state = find_state(each);
+    if (state && seen.insert(state.get()).second) states.push_back(std::move(state));
+  };
+  module.apply(add); // on itself as well
+  const auto has_groups = [](const auto& state) { return !state->groups().empty(); };
+  const bool is_part = absl::c_none_of(states, has_groups) && any_parameter(module, parameter_meta);
+  TORCH_CHECK_VALUE(!is_part, what, ": the parameters of ", module.name(),
+                    " were sharded with those of a module above it: take the module that fully_shard was called on");
+  return states;
 }
 
 std::vector<std::shared_ptr<ShardedModule>> foreign_modules_below(const ShardedModule& state) {

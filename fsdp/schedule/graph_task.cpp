@@ -1,5 +1,8 @@
 #include <tessera/fsdp/schedule/graph_task.h>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -7,6 +10,14 @@
 #include <tessera/dtensor/tensor/in_backward.h>
 
 namespace tessera::internal {
+
+void run_empty_backward(const std::function<void()>& event) {
+  const at::AutoGradMode grad_mode(true);
+  const auto leaf = at::zeros({}, at::kFloat).set_requires_grad(true);
+  const auto output = leaf.clone();
+  output.register_hook([&](const at::Tensor&) { event(); });
+  torch::autograd::backward({output}, {at::zeros({}, at::kFloat)});
+}
 
 bool is_in_graph_task(torch::autograd::Node* node) {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();

@@ -1,12 +1,17 @@
 #pragma once
 
-// Internal: what a schedule asks autograd of the graph task that runs now.
+// Internal: what a schedule asks autograd of the graph task that runs now, and one of its own.
 
 #include <torch/csrc/autograd/function.h>
+
+#include <functional>
 
 #include <tessera/fsdp/group/parameter_group.h>
 
 namespace tessera::internal {
+
+/// Runs a backward of nothing, in which `event` happens.
+void run_empty_backward(const std::function<void()>& event);
 
 /// Whether it is to run `node`, or has.
 bool is_in_graph_task(torch::autograd::Node* node);

@@ -70,6 +70,15 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   /// Copies a write to an unsharded parameter back to the shard.
   void write_back(ParameterGroup& group, const UnshardedRange& written);
 
+  /// Why a phase of a micro-batch may not begin, in words that follow its name; empty if it may.
+  std::string refusal_of(const MicroBatch& phase);
+  /// Begins one that is not refused.
+  void begin_phase(const MicroBatch& phase);
+  /// Ends it, and reduces what it should have, where no backward ran in it.
+  void end_phase(bool has_failed);
+  /// Forgets the micro-batches in flight.
+  void give_up_micro_batches();
+
   /// Treats the next read of each group as its first in this phase, so that changed reshard settings take effect.
   void look_anew();
   /// Every read of the model's parameters is an error from now on, which says why.

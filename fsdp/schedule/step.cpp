@@ -28,6 +28,7 @@ void Step::begin_forward() {
 
 void Step::begin_backward() {
   enter(State::kBackward);
+  has_run_backward_ = true;
   next_to_reduce_ = static_cast<int64_t>(order().size()) - 1;
   for (const size_t group : order()) {
     groups_.forget_landed(group);
@@ -42,7 +43,7 @@ void Step::end_backward() {
   std::erase_if(open_, [&](size_t group) {
     const auto residence = groups_.residence(group);
     if (residence == Residence::kGone) return true;
-    if (!groups_.rules(group).reshards_after_backward) return !is_open(residence);
+    if (!rules_of(group).reshards_after_backward) return !is_open(residence);
     groups_.free(group);
     return true;
   });
@@ -58,6 +59,7 @@ void Step::end_backward() {
 std::vector<size_t> Step::abandon_backward() {
   enter(State::kIdle);
   reducing_.clear();
+  micro_batches_.give_up();
   Order dropped = order_;
   dropped.insert(dropped.end(), recording_.begin(), recording_.end());
   dropped.insert(dropped.end(), unfinished_.begin(), unfinished_.end());
@@ -66,11 +68,32 @@ std::vector<size_t> Step::abandon_backward() {
   return dropped;
 }
 
+void Step::limit(GroupRules& rules) const {
+  rules.syncs = rules.syncs && micro_batches_.running()->is_last;
+  if (!micro_batches_.keeps_gathered()) return;
+  rules.reshards_after_forward = false;
+  rules.reshards_after_backward = rules.reshards_after_backward && micro_batches_.running()->is_last;
+}
+
+void Step::begin_phase(const MicroBatch& phase, bool trains) {
+  micro_batches_.begin(phase, trains);
+  has_run_backward_ = false;
+  if (phase.phase == MicroBatchPhase::kForward && state_ == State::kForward) ++phase_;
+  prefetch_first(phase.phase);
+}
+
+void Step::end_phase(bool has_failed) {
+  const auto ended = micro_batches_.running();
+  micro_batches_.end(has_failed);
+  if (!ended || is_in_backward()) return; // which has failed: the next event frees
+  if (has_failed || ended->is_last || ended->residency == Residency::kMicroBatch) close_all();
+}
+
 void Step::read_anew(const Read& read, bool is_first) {
   if (!read.by_own_function) close_unrelated(read.group, read.recomputation);
   if (!is_open(read.residence)) gather(read.group);
   groups_.wait(read.group);
-  prefetch_after(read.group, groups_.rules(read.group), PrefetchTrigger::kRead, is_first);
+  prefetch_after(read.group, rules_of(read.group), PrefetchTrigger::kRead, is_first);
 }
 
 void Step::record(size_t group) {
@@ -123,12 +146,23 @@ void Step::reshard(size_t group) {
 }
 
 void Step::reshard_after_forward(size_t group) {
+  if (micro_batches_.keeps_gathered()) return;
   groups_.free_after_forward(group);
   std::erase(open_, group);
 }
 
 void Step::look_anew() {
   for (auto& note : notes_) note.phase = 0;
+}
+
+/// At the end of what they were gathered for.
+void Step::close_all() {
+  std::erase_if(open_, [&](size_t group) {
+    if (!is_open(groups_.residence(group))) return true;
+    if (notes_[group].is_held || !rules_of(group).reshards_after_backward) return false;
+    groups_.free_after_forward(group);
+    return true;
+  });
 }
 
 void Step::close_unrelated(size_t group, uint64_t recomputation) {
@@ -148,7 +182,7 @@ bool Step::stays_open(size_t group, Residence residence, size_t read, uint64_t r
   const bool is_needed = recomputation > 0 && (note.recomputation == 0 || note.recomputation == recomputation);
   const bool is_kept = std::find(kept_.begin(), kept_.end(), group) != kept_.end();
   if (is_kept || note.is_held || is_needed || are_related(group, read)) return true;
-  const auto rules = groups_.rules(group);
+  const auto rules = rules_of(group);
   if (residence == Residence::kGathering) {
     if (!is_passed(group, read)) return true;
   } else if (!rules.reshards_after_backward) { // it stays until the next forward reads it

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/fsdp/schedule/micro_batches.h>
 #include <tessera/fsdp/schedule/step_groups.h>
 
 namespace tessera::internal {
@@ -59,6 +60,17 @@ class Step {
   void end_backward();
   /// A backward ended with an exception. Returns the groups whose gradients are to be dropped, some perhaps twice.
   std::vector<size_t> abandon_backward();
+  /// A phase of a micro-batch begins, which `micro_batches` does not refuse. Starts the gather that it waits for first.
+  void begin_phase(const MicroBatch& phase, bool trains);
+  /// It has ended, and with it what was gathered for it alone.
+  void end_phase(bool has_failed);
+  /// No backward has run in the phase, in which gradients are to be reduced.
+  bool lacks_backward() const {
+    const auto& running = micro_batches_.running();
+    return running && running->is_last && running->phase != MicroBatchPhase::kForward && !has_run_backward_;
+  }
+  const MicroBatches& micro_batches() const { return micro_batches_; }
+  void give_up_micro_batches() { micro_batches_.give_up(); }
 
   // Reads.
   /// The shard of `group` was written: what is gathered of it is not valid any more.
@@ -95,7 +107,7 @@ class Step {
   bool landed(size_t group, bool is_complete) {
     const auto& note = notes_[group];
     if (note.place.module.has_buckets()) join_buckets(group);
-    return is_complete || note.order_position != next_to_reduce_;
+    return is_complete || note.order_position != next_to_reduce_ || micro_batches_.is_in(MicroBatchPhase::kWeightGradients);
   }
   void reduce_after(size_t group);
   /// The gradients of `group` were dropped.
@@ -145,14 +157,23 @@ class Step {
     bool is_reduced = false; ///< in this backward, and open for the frozen parameters that it may still read
   };
 
+  /// The rules of a group as the program has set them, within what the phase of a micro-batch allows.
+  GroupRules rules_of(size_t group) const {
+    auto rules = groups_.rules(group);
+    if (micro_batches_.running()) limit(rules);
+    return rules;
+  }
+  void limit(GroupRules& rules) const;
   void enter(State next);
   void read_anew(const Read& read, bool is_first);
   void record(size_t group);
   void place(size_t group);
   void gather(size_t group);
+  void close_all();
   void close_unrelated(size_t group, uint64_t recomputation);
   bool stays_open(size_t group, Residence residence, size_t read, uint64_t recomputation) const;
   bool are_related(size_t a, size_t b) const;
+  void prefetch_first(MicroBatchPhase phase);
   void prefetch_after(size_t group, const GroupRules& rules, PrefetchTrigger event, bool is_first_read);
   void prefetch(size_t group, PrefetchReason why);
   bool is_passed(size_t ahead, size_t group) const;
@@ -181,6 +202,8 @@ class Step {
   std::vector<size_t> kept_; // by `keep_open`
   Order unfinished_;         // with gradients that wait for their reduction, or did of late
   std::vector<size_t> reducing_;
+  MicroBatches micro_batches_;
+  bool has_run_backward_ = false; // in the phase of a micro-batch that runs
 
   State state_ = State::kIdle;
   int64_t next_to_reduce_ = -1; // position in the forward order; all behind it have been reduced in the backward

@@ -46,7 +46,19 @@ std::optional<size_t> Step::next_registered(size_t group, int64_t step) const {
   return std::nullopt;
 }
 
+/// What a phase of a micro-batch waits for before anything else.
+void Step::prefetch_first(MicroBatchPhase phase) {
+  const bool forward = phase == MicroBatchPhase::kForward;
+  const Order& list = forward ? known_order() : order();
+  if (list.empty() || phase == MicroBatchPhase::kWeightGradients) return;
+  const size_t first = forward ? list.front() : list.back();
+  if (!exists(first)) return;
+  const auto rule = rules_of(first).prefetch;
+  if (rule.depth > 0 && (forward || rule.is_prefetched_in_backward)) prefetch(first, PrefetchReason::kOfOrder);
+}
+
 void Step::prefetch_after(size_t group, const GroupRules& rules, PrefetchTrigger event, bool is_first_read) {
+  if (micro_batches_.is_in(MicroBatchPhase::kWeightGradients)) return; // which mostly reads nothing
   const auto is_wanted = [&](size_t each) { return event == PrefetchTrigger::kRead || notes_[each].phase != phase_; };
   const auto list = groups_.prefetch_list(group, is_in_backward());
   for (const size_t each : list) {
@@ -66,7 +78,7 @@ void Step::prefetch(size_t group, PrefetchReason why) {
   const auto residence = groups_.residence(group);
   const bool is_stale = residence != Residence::kGone && groups_.is_stale(group);
   if (is_open(residence) && !is_stale) return;
-  if (!groups_.has_memory(group) || (is_in_backward() && !groups_.rules(group).prefetch.is_prefetched_in_backward)) return;
+  if (!groups_.has_memory(group) || (is_in_backward() && !rules_of(group).prefetch.is_prefetched_in_backward)) return;
   if (is_stale) written(group);
   notes_[group].ahead = why;
   gather(group);

@@ -50,7 +50,9 @@ bool Step::may_join(size_t group) const {
 }
 
 bool Step::is_ready(size_t group) const {
-  return groups_.is_complete(group) && (groups_.is_in_inner_backward() || !groups_.awaits_any(group));
+  // Some gradients of a group come with those of the inputs, before the others.
+  const bool may_be_complete = groups_.is_complete(group) || micro_batches_.is_in(MicroBatchPhase::kWeightGradients);
+  return may_be_complete && (groups_.is_in_inner_backward() || !groups_.awaits_any(group));
 }
 
 void Step::reduce_the_rest() {
@@ -73,8 +75,10 @@ void Step::reduce_the_rest() {
 }
 
 /// A rank whose backward needs no value of a group that is reduced, as of a bias, gathers it, and what comes after it, as do the
-/// ranks whose backward reads it: all call the same collectives. FSDP2 unshards each module before its backward.
+/// ranks whose backward reads it: all call the same collectives. FSDP2 unshards each module before its backward. What computes
+/// weight gradients alone reads no weight, on any rank.
 void Step::gather_as_if_read(size_t group, const GroupRules& rules) {
+  if (micro_batches_.is_in(MicroBatchPhase::kWeightGradients)) return;
   if (std::exchange(notes_[group].phase, phase_) == phase_) return;
   if (rules.prefetch.is_prefetched_in_backward) {
     if (groups_.is_stale(group)) written(group);
@@ -85,7 +89,7 @@ void Step::gather_as_if_read(size_t group, const GroupRules& rules) {
 
 void Step::finish_group(size_t group) {
   if (!exists(group)) return;
-  const auto rules = groups_.rules(group);
+  const auto rules = rules_of(group);
   gather_as_if_read(group, rules);
   const bool waits = !is_last_backward_ && rules.keeps_gradients;
   if (rules.syncs && !waits) {
@@ -105,7 +109,7 @@ void Step::start_reduction(size_t group) {
   while (!reducing_.empty()) {
     const size_t oldest = reducing_.front();
     groups_.advance_reduction(oldest);
-    if (groups_.rules(oldest).reduces_twice && reducing_.size() < 2) break;
+    if (rules_of(oldest).reduces_twice && reducing_.size() < 2) break;
     reducing_.erase(reducing_.begin());
     groups_.finish_reduction(oldest);
   }
