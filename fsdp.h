@@ -21,7 +21,13 @@
 #include <tessera/mesh.h>
 #include <tessera/mixed_precision/policy.h>
 #include <tessera/offload/offload_policy.h>
+#include <tessera/optim/adafactor.h>
+#include <tessera/optim/fused.h>
 #include <tessera/optim/grad_norm.h>
+#include <tessera/optim/lamb.h>
+#include <tessera/optim/lion.h>
+#include <tessera/optim/muon.h>
 #include <tessera/optim/register_optimizer.h>
 #include <tessera/optim/shard_optimizer.h>
+#include <tessera/optim/sharded_optimizer.h>
 #include <tessera/optim/step.h>

@@ -40,17 +40,17 @@ void TrainStep::run() {
 }
 
 void TrainStep::run(const std::function<void(const char*)>& observe) {
-  optimizer_.zero_grad();
+  optimizer_->zero_grad();
   const auto loss = gpt::cross_entropy(model_->forward(inputs_), targets_);
   observe("forward");
   loss.backward();
   observe("backward");
   torch::nn::utils::clip_grad_norm_(model_->parameters(), largest_norm_);
   observe("clip");
-  optimizer_.step();
+  optimizer_->step();
   observe("optimizer");
 }
 
-int64_t TrainStep::state_bytes() const { return examples::state_bytes(*model_, &optimizer_); }
+int64_t TrainStep::state_bytes() { return examples::state_bytes(*model_, optimizer_.get()); }
 
 } // namespace tessera::benchmarks

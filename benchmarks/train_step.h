@@ -21,13 +21,13 @@ class TrainStep {
   void run(const std::function<void(const char* part)>& observe);
 
   /// This rank's bytes of parameters, gradients and optimizer state, after a step.
-  int64_t state_bytes() const;
+  int64_t state_bytes();
   int64_t parameter_count() const { return parameters_; }
 
  private:
   gpt::Gpt model_;
   DeviceMesh mesh_;
-  torch::optim::AdamW optimizer_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
   double largest_norm_;
   int64_t parameters_;
   torch::Tensor inputs_, targets_;

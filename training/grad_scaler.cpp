@@ -16,9 +16,9 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/fsdp/gradients/unreduced_gradient.h>
-#include <tessera/optim/optimizer_ranks.h>
+#include <tessera/optim/parts/optimizer_ranks.h>
+#include <tessera/optim/state/tensor_values.h>
 #include <tessera/optim/step.h>
-#include <tessera/optim/tensor_values.h>
 
 namespace tessera {
 

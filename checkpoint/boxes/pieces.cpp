@@ -4,7 +4,6 @@
 #include <tessera/checkpoint/boxes/pieces.h>
 #include <tessera/checkpoint/bytes/checksum.h>
 #include <tessera/collectives/process_context.h>
-#include <tessera/dtensor/layout/sharding_math.h>
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 
@@ -39,50 +38,11 @@ void check_has_data(const at::Tensor& tensor) {
   TORCH_CHECK(!tensor.is_meta(), "a meta tensor has no data; allocate it first (tessera::materialize)");
 }
 
-std::vector<Piece> pieces_of_local(const at::Tensor& local, std::vector<Box> boxes) {
-  if (boxes.size() == 1 && local.sizes() == at::IntArrayRef(boxes[0].sizes)) return {{std::move(boxes[0]), local}};
-  std::vector<Piece> pieces;
-  const auto flat = boxes.empty() ? at::Tensor() : local.view({-1});
-  int64_t position = 0;
-  for (auto& box : boxes) {
-    const auto numel = box.numel();
-    auto data = flat.narrow(0, position, numel).view(box.sizes);
-    pieces.push_back({std::move(box), std::move(data)});
-    position += numel;
-  }
-  TORCH_CHECK(position == local.numel(), "the local tensor has ", local.numel(), " elements where its placement gives ",
-              position);
-  return pieces;
-}
-
-// Under a StridedShard a rank holds several ranges of a dim: every combination of the dims' ranges is a piece.
-std::vector<Piece> pieces_of_ranges(const at::Tensor& local, const Spec& spec) {
-  std::vector<Piece> pieces{{whole(spec.sizes()), local}};
-  for (int64_t d = 0; d < spec.dim(); ++d) {
-    std::vector<Piece> cut;
-    for (const auto& piece : pieces) {
-      int64_t position = 0;
-      for (const auto& range :
-           dim_extents(spec.sizes()[d], spec.mesh().shape(), *spec.mesh().coordinate(), spec.placements(), d)) {
-        cut.push_back({piece.box, piece.data.narrow(d, position, range.size)});
-        cut.back().box.offsets[d] = range.offset;
-        cut.back().box.sizes[d] = range.size;
-        position += range.size;
-      }
-    }
-    pieces = std::move(cut);
-  }
-  return pieces;
-}
-
 std::vector<Piece> pieces_of_dtensor(const DTensorMeta& meta) {
   const auto& mesh = meta.spec->mesh();
   if (!mesh.coordinate()) return {};
   check_has_data(meta.local);
-  const auto& placements = meta.spec->placements();
-  const bool strided = std::ranges::any_of(placements, is_strided);
-  if (strided && !meta.spec->ragged() && !meta.spec->has_partial()) return pieces_of_ranges(meta.local, *meta.spec);
-  return pieces_of_local(meta.local, local_boxes(meta.spec->sizes(), placements, mesh.shape(), *mesh.coordinate()));
+  return pieces_of_part(meta.local, *meta.spec, *mesh.coordinate());
 }
 
 } // namespace
@@ -112,12 +72,6 @@ bool equal_bytes(const at::Tensor& a, const at::Tensor& b) {
     return tensor.resolve_conj().resolve_neg().contiguous().view({-1}).view(at::kByte);
   };
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && at::equal(bytes_of(a), bytes_of(b));
-}
-
-at::Tensor narrow(const at::Tensor& tensor, const Box& box) {
-  auto part = tensor;
-  for (size_t d = 0; d < box.sizes.size(); ++d) part = part.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
-  return part;
 }
 
 std::string layout_of(const at::Tensor& tensor) {

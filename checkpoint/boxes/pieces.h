@@ -8,16 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/checkpoint/boxes/box.h>
+#include <tessera/dtensor/tensor/pieces.h>
 #include <tessera/mesh/device_mesh.h>
 
 namespace tessera::internal {
-
-/// A box of a tensor and this rank's memory of it.
-struct Piece {
-  Box box;
-  at::Tensor data; ///< of shape `box.sizes`, aliasing the tensor; plain, without autograd history
-};
 
 /// What is about to be done with the memory of a tensor.
 enum class Access { kRead, kWrite };
@@ -35,9 +29,6 @@ bool is_plain_memory(const at::Tensor& tensor);
 
 /// True for plain tensors of one shape and dtype whose values have the same bits. Unlike `at::equal` it takes a NaN for itself.
 bool equal_bytes(const at::Tensor& a, const at::Tensor& b);
-
-/// The part of a plain tensor that lies in `box`, aliasing it.
-at::Tensor narrow(const at::Tensor& tensor, const Box& box);
 
 /// How the tensor lies on its mesh, for people: "plain", or "(Shard(0)) on [4]".
 std::string layout_of(const at::Tensor& tensor);

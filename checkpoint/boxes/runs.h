@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include <tessera/checkpoint/boxes/box.h>
+#include <tessera/dtensor/layout/box.h>
 
 namespace tessera::internal {
 

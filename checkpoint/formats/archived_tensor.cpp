@@ -1,7 +1,7 @@
 #include <ATen/TensorGeometry.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/boxes/box.h>
 #include <tessera/checkpoint/formats/archived_tensor.h>
+#include <tessera/dtensor/layout/box.h>
 
 #include <algorithm>
 #include <array>

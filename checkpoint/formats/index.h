@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/checkpoint/boxes/box.h>
 #include <tessera/checkpoint/bytes/byte_source.h>
 #include <tessera/checkpoint/bytes/json.h>
 #include <tessera/checkpoint/saved_state.h>
+#include <tessera/dtensor/layout/box.h>
 
 namespace tessera::internal {
 

@@ -1,8 +1,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/boxes/box.h>
 #include <tessera/checkpoint/bytes/json.h>
 #include <tessera/checkpoint/formats/safetensors.h>
+#include <tessera/dtensor/layout/box.h>
 
 #include <algorithm>
 #include <array>

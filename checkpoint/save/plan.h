@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/checkpoint/boxes/box.h>
 #include <tessera/checkpoint/bytes/json.h>
 #include <tessera/checkpoint/formats/index.h>
 #include <tessera/checkpoint/state/ranks.h>
+#include <tessera/dtensor/layout/box.h>
 #include <tessera/optim/state_value.h>
 
 namespace tessera::internal {

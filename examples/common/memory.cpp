@@ -1,5 +1,6 @@
 #include "common/memory.h"
 
+#include <tessera/checkpoint/state_dict.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <unistd.h>
@@ -41,17 +42,16 @@ int64_t resident_bytes() {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
-int64_t state_bytes(const torch::nn::Module& model, const torch::optim::AdamW* optimizer) {
+int64_t state_bytes(const torch::nn::Module& model, torch::optim::Optimizer* optimizer) {
   StorageCounter counter;
   for (const auto& parameter : model.parameters()) {
     counter.add(parameter);
     counter.add(parameter.grad());
   }
   if (optimizer) {
-    for (const auto& entry : optimizer->state()) {
-      const auto& state = static_cast<const torch::optim::AdamWParamState&>(*entry.second);
-      counter.add(state.exp_avg());
-      counter.add(state.exp_avg_sq());
+    const auto state = tessera::state_dict(model, *optimizer);
+    for (const auto& entry : state.entries()) {
+      if (entry.is_tensor() && entry.name.starts_with("optimizer.")) counter.add(state.tensor(entry.name));
     }
   }
   const auto add_gathered = [&](const torch::nn::Module& module) {

@@ -13,7 +13,7 @@ int64_t parameter_count(const torch::nn::Module& model);
 int64_t resident_bytes();
 
 /// Bytes of this rank's storages of parameters, gradients and optimizer state; and, for a sharded model, of the gathered
-/// parameters that are allocated now.
-int64_t state_bytes(const torch::nn::Module& model, const torch::optim::AdamW* optimizer = nullptr);
+/// parameters that are allocated now. Every rank calls it, with an optimizer over parameters of the model.
+int64_t state_bytes(const torch::nn::Module& model, torch::optim::Optimizer* optimizer = nullptr);
 
 } // namespace examples

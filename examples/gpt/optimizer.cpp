@@ -1,20 +1,89 @@
 #include "gpt/optimizer.h"
 
+#include <tessera/tessera.h>
+
 #include <cmath>
+#include <functional>
 #include <numbers>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace gpt {
+namespace {
 
-torch::optim::AdamW make_optimizer(const torch::nn::Module& model, const Options& options) {
+using OptimizerPtr = std::unique_ptr<torch::optim::Optimizer>;
+using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+/// The matrices with weight decay, and the vectors without.
+template <typename Settings>
+Groups groups_of(const torch::nn::Module& model, const Settings& settings, double weight_decay) {
   std::vector<torch::Tensor> matrices, vectors;
   for (const auto& parameter : model.parameters()) (parameter.dim() > 1 ? matrices : vectors).push_back(parameter);
-  const auto settings = torch::optim::AdamWOptions(options.learning_rate).betas({0.9, 0.95});
-  const auto group = [&](std::vector<torch::Tensor> parameters, double weight_decay) {
-    auto own = std::make_unique<torch::optim::AdamWOptions>(settings);
-    own->weight_decay(weight_decay);
-    return torch::optim::OptimizerParamGroup(std::move(parameters), std::move(own));
-  };
-  return torch::optim::AdamW({group(matrices, options.weight_decay), group(vectors, 0.0)}, settings);
+  Groups groups;
+  groups.emplace_back(std::move(matrices), std::make_unique<Settings>(Settings(settings).weight_decay(weight_decay)));
+  groups.emplace_back(std::move(vectors), std::make_unique<Settings>(Settings(settings).weight_decay(0)));
+  return groups;
+}
+
+template <typename Optimizer, typename Settings>
+OptimizerPtr make(const torch::nn::Module& model, const Options& options, const Settings& settings) {
+  return std::make_unique<Optimizer>(groups_of(model, settings, options.weight_decay), settings);
+}
+
+/// Muon for the matrices of the blocks. Its learning rates are AdamW's, which steps embeddings, norms and biases.
+OptimizerPtr make_muon(const torch::nn::Module& model, const Options& options) {
+  const auto settings = tessera::MuonOptions(options.learning_rate)
+                            .weight_decay(options.weight_decay)
+                            .adjust_lr(tessera::MuonAdjustLr::kMatchRmsAdamW);
+  return std::make_unique<tessera::Muon>(tessera::muon_groups(model, settings, tessera::MuonOptions(settings).weight_decay(0)),
+                                         settings);
+}
+
+constexpr std::pair kBetas{0.9, 0.95};
+
+using Maker = std::function<OptimizerPtr(const torch::nn::Module&, const Options&)>;
+
+const std::vector<std::pair<std::string, Maker>>& makers() {
+  namespace optim = torch::optim;
+  static const std::vector<std::pair<std::string, Maker>> all{
+      {"adamw",
+       [](const auto& model, const auto& options) {
+         return make<optim::AdamW>(model, options, optim::AdamWOptions(options.learning_rate).betas(kBetas));
+       }},
+      {"fused-adamw",
+       [](const auto& model, const auto& options) {
+         return make<tessera::FusedAdamW>(model, options, optim::AdamWOptions(options.learning_rate).betas(kBetas));
+       }},
+      {"sgd",
+       [](const auto& model, const auto& options) {
+         return make<tessera::FusedSGD>(model, options, optim::SGDOptions(options.learning_rate).momentum(0.9));
+       }},
+      {"lion",
+       [](const auto& model, const auto& options) {
+         return make<tessera::Lion>(model, options, tessera::LionOptions(options.learning_rate));
+       }},
+      {"lamb",
+       [](const auto& model, const auto& options) {
+         return make<tessera::Lamb>(model, options, tessera::LambOptions(options.learning_rate));
+       }},
+      {"adafactor",
+       [](const auto& model, const auto& options) {
+         return make<tessera::Adafactor>(model, options, tessera::AdafactorOptions(options.learning_rate));
+       }},
+      {"muon", make_muon}};
+  return all;
+}
+
+} // namespace
+
+OptimizerPtr make_optimizer(const torch::nn::Module& model, const Options& options) {
+  for (const auto& [name, maker] : makers()) {
+    if (name == options.optimizer) return maker(model, options);
+  }
+  std::vector<std::string> names;
+  for (const auto& [name, maker] : makers()) names.push_back(name);
+  TORCH_CHECK(false, "--optimizer is '", options.optimizer, "', but must be one of ", names);
 }
 
 double learning_rate(const Options& options, int64_t step) {

@@ -2,12 +2,14 @@
 
 #include <torch/torch.h>
 
+#include <memory>
+
 #include "gpt/options.h"
 
 namespace gpt {
 
-/// AdamW with weight decay on matrices only.
-torch::optim::AdamW make_optimizer(const torch::nn::Module& model, const Options& options);
+/// The optimizer that `options` name, with weight decay on matrices only. An error lists the names.
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const torch::nn::Module& model, const Options& options);
 
 /// The learning rate of step 0, 1, …: linear warm-up, then a cosine down to a tenth at the last step.
 double learning_rate(const Options& options, int64_t step);

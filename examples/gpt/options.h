@@ -20,8 +20,9 @@ struct Options : examples::JobOptions {
   ModelConfig model;
 
   int64_t steps = 0;
-  int64_t batch = 0;        ///< rows a step of a rank, or of the ranks that split its sequences; 0: from `global_batch`
-  int64_t global_batch = 0; ///< rows a step over all ranks; 0: from `batch`
+  int64_t batch = 0;               ///< rows a step of a rank, or of the ranks that split its sequences; 0: from `global_batch`
+  int64_t global_batch = 0;        ///< rows a step over all ranks; 0: from `batch`
+  std::string optimizer = "adamw"; ///< a name that `make_optimizer` takes
   double learning_rate = 0;
   int64_t warmup = 0; ///< steps of linear warm-up; a cosine down to a tenth follows
   double clip = 0;    ///< the largest global gradient norm; 0: no clipping

@@ -106,7 +106,7 @@ void Trainer::run() {
   }
   progress_.finish();
   const double seconds = seconds_since(start_);
-  const auto bytes = examples::max_over_ranks({static_cast<double>(state_bytes(*model_, &optimizer_))})[0];
+  const auto bytes = examples::max_over_ranks({static_cast<double>(state_bytes(*model_, optimizer_.get()))})[0];
   if (!options_.checkpoint.empty() && done > first_step_) save(done);
   if (is_terminated_) return progress_.line("stopped by SIGTERM; --resume goes on");
   progress_.line(fmt::format("{} steps in {:.1f} s; parameters, gradients and optimizer state: {:.2f} MB a rank",
@@ -128,15 +128,15 @@ StepMetrics Trainer::train_step(int64_t step) {
   StepMetrics metrics;
   metrics.step = step + 1;
   metrics.learning_rate = learning_rate(options_, step);
-  set_learning_rate(optimizer_, metrics.learning_rate);
+  set_learning_rate(*optimizer_, metrics.learning_rate);
 
-  optimizer_.zero_grad();
+  optimizer_->zero_grad();
   const auto loss = loss_of(model_, batch, meshes_, options_.context);
   scaler_.scale(loss).backward();
-  scaler_.unscale_(optimizer_);
+  scaler_.unscale_(*optimizer_);
   const double largest_norm = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
   metrics.gradient_norm = torch::nn::utils::clip_grad_norm_(model_->parameters(), largest_norm);
-  scaler_.step(optimizer_);
+  scaler_.step(*optimizer_);
   scaler_.update();
 
   const auto means = examples::mean_over_ranks({loss.item<double>(), static_cast<double>(resident_bytes())});
@@ -171,7 +171,7 @@ std::filesystem::path Trainer::checkpoint_folder(int64_t steps_done) const {
 }
 
 void Trainer::save(int64_t steps_done) {
-  auto state = tessera::state_dict(*model_, optimizer_);
+  auto state = tessera::state_dict(*model_, *optimizer_);
   state.set("steps_done", steps_done);
   state.merge(flags_of(options_.model));
   if (scaler_.is_enabled()) state.merge(tessera::state_dict(scaler_));
@@ -187,7 +187,7 @@ void Trainer::resume() {
     return;
   }
   auto state = same_flags(folder);
-  state.merge(tessera::state_dict(*model_, optimizer_));
+  state.merge(tessera::state_dict(*model_, *optimizer_));
   if (scaler_.is_enabled()) state.merge(tessera::state_dict(scaler_));
   state.set("steps_done", 0);
   tessera::checkpoint::load(state, folder);

@@ -47,7 +47,7 @@ class Trainer {
   Gpt model_;
   Meshes meshes_;
   torch::Device device_;
-  torch::optim::AdamW optimizer_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
   tessera::GradScaler scaler_;
   int64_t first_step_ = 0; // steps that the checkpoint had done
   JsonLog log_{"", false}; // the first rank opens it when nothing else can fail: a new training empties it

@@ -4,6 +4,10 @@
 #include <functional>
 #include <vector>
 
+#include <tessera/optim/adafactor.h>
+#include <tessera/optim/fused.h>
+#include <tessera/optim/lamb.h>
+
 #include <tessera/tests/support/lion.h>
 
 namespace tessera::testing::scripts {
@@ -47,6 +51,11 @@ const std::vector<OptimizerKind>& kinds() {
       {"RMSprop", false, maker<RMSprop>(RMSpropOptions(0.1 * kLearningRate).eps(kEpsilon).momentum(0.5).centered(true))},
       {"Adagrad", false, maker<Adagrad>(AdagradOptions(kLearningRate).eps(kEpsilon))},
       {"Lion", false, maker<Lion>(smooth_lion())},
+      {"FusedAdamW", false, maker<FusedAdamW>(AdamWOptions(kLearningRate).eps(kEpsilon).amsgrad(true))},
+      {"FusedSGD", false, maker<FusedSGD>(SGDOptions(kLearningRate).momentum(0.9).nesterov(true).weight_decay(0.05))},
+      {"FusedAdagrad", false, maker<FusedAdagrad>(AdagradOptions(kLearningRate).eps(kEpsilon))},
+      {"Lamb", false, maker<Lamb>(LambOptions(kLearningRate).eps(kEpsilon).weight_decay(0.05))},
+      {"Adafactor", false, maker<Adafactor>(AdafactorOptions(kLearningRate).eps1(kEpsilon))},
   };
   return all;
 }

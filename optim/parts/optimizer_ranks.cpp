@@ -1,4 +1,4 @@
-#include <tessera/optim/optimizer_ranks.h>
+#include <tessera/optim/parts/optimizer_ranks.h>
 
 #include <set>
 

@@ -1,6 +1,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
-#include <tessera/checkpoint/boxes/box.h>
+#include <tessera/dtensor/layout/box.h>
 
 #include <algorithm>
 #include <iterator>

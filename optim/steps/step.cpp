@@ -21,7 +21,7 @@
 #include <tessera/offload/borrowed_regions.h>
 #include <tessera/offload/offload_memory.h>
 #include <tessera/optim/optimizer_class.h>
-#include <tessera/optim/optimizer_ranks.h>
+#include <tessera/optim/parts/optimizer_ranks.h>
 
 namespace tessera {
 

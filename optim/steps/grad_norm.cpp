@@ -22,7 +22,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
-#include <tessera/optim/tensor_values.h>
+#include <tessera/optim/state/tensor_values.h>
 
 namespace tessera {
 

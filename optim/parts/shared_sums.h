@@ -1,0 +1,31 @@
+#pragma once
+
+// Internal: sums over a parameter that its ranks hold in parts.
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+#include <vector>
+
+#include <tessera/dtensor/tensor/pieces.h>
+
+namespace tessera::internal {
+
+/// What this rank adds to sums over one parameter.
+struct ShareOfSums {
+  at::Tensor parameter;
+  at::Tensor values; ///< 1-D, double; as long on every rank
+};
+
+/// The sums over the ranks that hold the other parts of the parameters, in the order of `shares`: one all-reduce for each mesh
+/// dim that splits some of them. Those of plain and of replicated parameters stay as they are. Every rank of the meshes calls it.
+std::vector<at::Tensor> shared_sums(const std::vector<ShareOfSums>& shares, std::string_view label);
+
+/// This rank's part of a plain tensor or DTensor, aliasing it: empty on a rank outside the mesh.
+at::Tensor part_of(const at::Tensor& tensor);
+
+/// The boxes of this rank's part of `like`, over `part`, which has its elements in the same places. Those of a plain tensor are
+/// one. `part` is contiguous.
+std::vector<Piece> pieces_like(const at::Tensor& like, const at::Tensor& part);
+
+} // namespace tessera::internal

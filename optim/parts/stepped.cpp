@@ -1,0 +1,33 @@
+#include <tessera/optim/parts/stepped.h>
+
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <tessera/dtensor/api.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
+
+namespace tessera::internal {
+
+at::Tensor aligned_gradient(const at::Tensor& parameter) {
+  const auto& gradient = parameter.grad();
+  TORCH_CHECK(gradient.layout() == at::kStrided, "the step of an optimizer: the gradient of a parameter of shape ",
+              parameter.sizes(), " is sparse; SGD, Adagrad and SparseAdam's kind of rule take those");
+  TORCH_CHECK(!parameter.is_complex(), "the step of an optimizer: a parameter of shape ", parameter.sizes(), " is complex");
+  const auto *own = dtensor_meta(parameter), *meta = dtensor_meta(gradient);
+  if (const auto pending = dtensor_meta(gradient)) pending->check_has_values("the step of an optimizer");
+  auto aligned = gradient;
+  if (own && meta && meta->spec->placements() != own->spec->placements())
+    aligned = DTensor(gradient).redistribute(own->spec->mesh(), own->spec->placements());
+  return aligned.scalar_type() == parameter.scalar_type() ? aligned : aligned.to(parameter.scalar_type());
+}
+
+at::Tensor replicated_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes) {
+  const auto* meta = dtensor_meta(parameter);
+  const auto options = parameter.options().requires_grad(false);
+  if (!meta) return at::zeros(sizes, options);
+  const auto& mesh = meta->spec->mesh();
+  const auto spec = Spec::intern(mesh, Placements(static_cast<size_t>(mesh.ndim()), Replicate{}), sizes, parameter.scalar_type());
+  return make_dtensor(at::zeros(spec->local_sizes(), options.device(meta->local.device())), spec);
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,142 @@
+// The optimizers on sharded models, beside one process that shards nothing.
+#include <gmock/gmock.h>
+#include <tessera/fsdp/clip_grad.h>
+#include <tessera/optim/shard_optimizer.h>
+#include <tessera/optim/step.h>
+
+#include <tessera/tests/checkpoint/sharded_training.h>
+#include <tessera/tests/optim/optimizers.h>
+#include <tessera/tests/support/sweep.h>
+#include <tessera/tests/support/temporary_folder.h>
+#include <tessera/tests/support/world.h>
+
+namespace tessera::testing::sharded_test {
+namespace {
+
+class ShardedOptimizers : public ::testing::Test {
+ protected:
+  void SetUp() override { torch::set_default_dtype(caffe2::TypeMeta::Make<double>()); }
+  void TearDown() override { torch::set_default_dtype(caffe2::TypeMeta::Make<float>()); }
+};
+
+/// A model under a strategy and one of the optimizers.
+class Trained {
+ public:
+  Trained(const OptimizerCase& each, std::string strategy, uint64_t seed) : strategy_(std::move(strategy)), model_(seed) {
+    if (strategy_ != "plain") shard(model_, strategy_);
+    optimizer_ = each.make(Training::parameters_of(model_));
+  }
+  double step(int64_t number) {
+    optimizer_->zero_grad();
+    const auto loss = loss_of(model_, strategy_, number);
+    loss.backward();
+    clip_grad_norm_(Training::parameters_of(model_), 0.5);
+    optimizer_->step();
+    return mean_loss_over_ranks(loss);
+  }
+  StateDict state() { return state_dict(model_, *optimizer_); }
+  TrainedModel& model() { return model_; }
+  torch::optim::Optimizer& optimizer() { return *optimizer_; }
+
+ private:
+  std::string strategy_;
+  TrainedModel model_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+void expect_equal_weights(TrainedModel& actual, TrainedModel& expected) {
+  const auto others = expected.named_parameters();
+  for (const auto& item : actual.named_parameters()) {
+    const auto got = whole_tensor(item.value()), wanted = whole_tensor(others[item.key()]);
+    EXPECT_TRUE(torch::allclose(got, wanted, 0, 1e-9)) << item.key() << " differs by " << (got - wanted).abs().max();
+  }
+}
+
+TEST_F(ShardedOptimizers, TrainAsOneProcessDoes) {
+  for (const auto& each : optimizer_cases()) {
+    Trained plain(each, "plain", 1);
+    std::vector<double> losses;
+    for (int64_t step = 0; step < 10; ++step) losses.push_back(plain.step(step));
+    for (const auto& strategy : sweep(strategies_and_layouts(), 3, [](const auto& name) { return name == "full-ragged"; })) {
+      SCOPED_TRACE(each.name + " " + strategy);
+      Trained sharded(each, strategy, 1);
+      for (int64_t step = 0; step < 10; ++step) ASSERT_NEAR(sharded.step(step), losses[step], 1e-9) << "step " << step;
+      expect_equal_weights(sharded.model(), plain.model());
+    }
+  }
+}
+
+struct Pair {
+  OptimizerCase optimizer;
+  std::string from, to;
+};
+
+std::vector<Pair> pairs() {
+  std::vector<Pair> all;
+  for (const auto& each : optimizer_cases()) {
+    for (const auto& from : strategies_and_layouts()) {
+      for (const auto& to : strategies_and_layouts()) all.push_back({each, from, to});
+    }
+  }
+  return sweep(all, 20, [](const Pair& pair) { return are_default(pair.from, pair.to); });
+}
+
+TEST_F(ShardedOptimizers, StateDictsGoOverIntoOtherStrategies) {
+  for (const auto& [each, from, to] : pairs()) {
+    SCOPED_TRACE(each.name + " from " + from + " to " + to);
+    Trained saved(each, from, 1), loaded(each, to, 2);
+    for (int64_t step = 0; step < 2; ++step) saved.step(step);
+    const auto whole = state_dict(saved.model(), saved.optimizer(), {.full_state_dict = true});
+    auto target = loaded.state();
+    load_state_dict(target, whole);
+    for (int64_t step = 2; step < 4; ++step) ASSERT_NEAR(loaded.step(step), saved.step(step), 1e-9);
+    expect_equal_weights(loaded.model(), saved.model());
+  }
+}
+
+TEST_F(ShardedOptimizers, StateOfBeforeIsSharded) {
+  for (const auto& each : optimizer_cases()) {
+    SCOPED_TRACE(each.name);
+    Trained expected(each, "plain", 1), trained(each, "plain", 1);
+    for (int64_t step = 0; step < 2; ++step) {
+      expected.step(step);
+      trained.step(step);
+    }
+    trained.optimizer().zero_grad();
+    shard(trained.model(), "full-ragged");
+    shard_optimizer(trained.optimizer());
+    for (int64_t step = 2; step < 4; ++step) {
+      trained.optimizer().zero_grad();
+      loss_of(trained.model(), "full-ragged", step).backward();
+      clip_grad_norm_(Training::parameters_of(trained.model()), 0.5);
+      trained.optimizer().step();
+      expected.step(step);
+    }
+    expect_equal_weights(trained.model(), expected.model());
+  }
+}
+
+TEST_F(ShardedOptimizers, NothingIsSentThatTheDocsDoNotName) {
+  const auto mesh = init_device_mesh(test_device_type(), {world_size()});
+  struct Sent {
+    std::string optimizer;
+    int64_t all_reduces, all_to_alls;
+  };
+  const std::vector<Sent> all{{"FusedAdamW", 0, 0}, {"FusedSGD momentum", 0, 0}, {"Lion", 0, 0},
+                              {"Lamb", 1, 0},       {"Adafactor", 2, 0},         {"Muon", 0, 2}};
+  const auto cases = optimizer_cases();
+  for (const auto& [name, all_reduces, all_to_alls] : all) {
+    SCOPED_TRACE(name);
+    Trained trained(*std::ranges::find(cases, name, &OptimizerCase::name), "full-ragged", 1);
+    loss_of(trained.model(), "full-ragged", 0).backward();
+    auto& counters = mesh.communicator()->counters();
+    counters.reset();
+    trained.optimizer().step();
+    EXPECT_EQ(counters.get(CollectiveKind::kAllReduce).calls, world_size() > 1 ? all_reduces : 0);
+    EXPECT_EQ(counters.get(CollectiveKind::kAllToAll).calls, world_size() > 1 ? all_to_alls : 0);
+    EXPECT_EQ(counters.get(CollectiveKind::kAllGather).calls + counters.get(CollectiveKind::kReduceScatter).calls, 0);
+  }
+}
+
+} // namespace
+} // namespace tessera::testing::sharded_test
