@@ -22,6 +22,7 @@
 #include <tessera/mixed_precision/policy.h>
 #include <tessera/offload/offload_policy.h>
 #include <tessera/optim/adafactor.h>
+#include <tessera/optim/adamw_8bit.h>
 #include <tessera/optim/fused.h>
 #include <tessera/optim/grad_norm.h>
 #include <tessera/optim/lamb.h>

@@ -71,6 +71,10 @@ const std::vector<std::pair<std::string, Maker>>& makers() {
        [](const auto& model, const auto& options) {
          return make<tessera::Adafactor>(model, options, tessera::AdafactorOptions(options.learning_rate));
        }},
+      {"adamw-8bit",
+       [](const auto& model, const auto& options) {
+         return make<tessera::AdamW8bit>(model, options, tessera::AdamW8bitOptions(options.learning_rate).betas(kBetas));
+       }},
       {"muon", make_muon}};
   return all;
 }

@@ -17,7 +17,7 @@ ABSL_FLAG(int64_t, global_batch, 0,
           "sequences a step over all ranks, in place of --batch: the loss curve then does not depend on the ranks");
 ABSL_FLAG(int32_t, context_ranks, 1, "ranks over which each sequence is split, as the dim cp of --dims; they have the same rows");
 ABSL_FLAG(std::string, context, "all-gather", "how attention sees split sequences: all-gather, ring or ulysses");
-ABSL_FLAG(std::string, optimizer, "adamw", "adamw, fused-adamw, sgd, lion, lamb, adafactor or muon");
+ABSL_FLAG(std::string, optimizer, "adamw", "adamw, fused-adamw, sgd, lion, lamb, adafactor, adamw-8bit or muon");
 ABSL_FLAG(double, lr, 5e-3, "highest learning rate; it fits adamw, fused-adamw and muon");
 ABSL_FLAG(int64_t, warmup, 40, "steps of linear warm-up; then the learning rate follows a cosine down to a tenth");
 ABSL_FLAG(double, clip, 1.0, "largest global gradient norm; 0 for none");

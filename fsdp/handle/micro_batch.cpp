@@ -19,8 +19,8 @@ namespace {
 
 using SchedulePtr = std::shared_ptr<internal::Schedule>;
 
-/// The schedules of the models in `module`, in an order that is the same on all ranks. An error where one has modules elsewhere, or may
-/// not begin `phase`.
+/// The schedules of the models in `module`, in an order that is the same on all ranks. An error where one has modules elsewhere,
+/// or may not begin `phase`.
 std::vector<SchedulePtr> schedules_in(const torch::nn::Module& module, const MicroBatch& phase) {
   const auto states = internal::sharded_within(module, "micro_batch_scope");
   std::vector<SchedulePtr> schedules;

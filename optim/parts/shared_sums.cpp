@@ -43,23 +43,23 @@ std::vector<Together> groups_of(const std::vector<ShareOfSums>& shares) {
 
 } // namespace
 
-std::vector<at::Tensor> shared_sums(const std::vector<ShareOfSums>& shares, std::string_view label) {
-  std::vector<at::Tensor> sums;
-  sums.reserve(shares.size());
-  for (const auto& share : shares) sums.push_back(share.values);
+std::vector<at::Tensor> shared_reduction(const std::vector<ShareOfSums>& shares, ReduceOp op, std::string_view label) {
+  std::vector<at::Tensor> reduced;
+  reduced.reserve(shares.size());
+  for (const auto& share : shares) reduced.push_back(share.values);
   for (const auto& [mesh, dims, members] : groups_of(shares)) {
     std::vector<at::Tensor> values;
     for (const auto i : members) values.push_back(shares[i].values.to(mesh.device()));
     const auto all = at::cat(values);
-    for (const auto dim : dims) mesh.communicator(dim)->all_reduce(all, ReduceOp::kSum, label).wait();
+    for (const auto dim : dims) mesh.communicator(dim)->all_reduce(all, op, label).wait();
     int64_t position = 0;
     for (const auto i : members) {
       const auto length = shares[i].values.numel();
-      sums[i] = all.narrow(0, position, length).to(shares[i].values.device());
+      reduced[i] = all.narrow(0, position, length).to(shares[i].values.device());
       position += length;
     }
   }
-  return sums;
+  return reduced;
 }
 
 at::Tensor part_of(const at::Tensor& tensor) {

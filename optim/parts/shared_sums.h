@@ -1,6 +1,6 @@
 #pragma once
 
-// Internal: sums over a parameter that its ranks hold in parts.
+// Internal: sums and extremes over a parameter that its ranks hold in parts.
 
 #include <ATen/core/Tensor.h>
 
@@ -11,15 +11,20 @@
 
 namespace tessera::internal {
 
-/// What this rank adds to sums over one parameter.
+/// What this rank gives to a reduction over one parameter.
 struct ShareOfSums {
   at::Tensor parameter;
-  at::Tensor values; ///< 1-D, double; as long on every rank
+  at::Tensor values; ///< 1-D, of one dtype for all shares; as long on every rank
 };
 
-/// The sums over the ranks that hold the other parts of the parameters, in the order of `shares`: one all-reduce for each mesh
-/// dim that splits some of them. Those of plain and of replicated parameters stay as they are. Every rank of the meshes calls it.
-std::vector<at::Tensor> shared_sums(const std::vector<ShareOfSums>& shares, std::string_view label);
+/// The reduction over the ranks that hold the other parts of the parameters, in the order of `shares`: one all-reduce for each
+/// mesh dim that splits some of them. Those of plain and of replicated parameters stay as they are. Every rank of the meshes
+/// calls it.
+std::vector<at::Tensor> shared_reduction(const std::vector<ShareOfSums>& shares, ReduceOp op, std::string_view label);
+
+inline std::vector<at::Tensor> shared_sums(const std::vector<ShareOfSums>& shares, std::string_view label) {
+  return shared_reduction(shares, ReduceOp::kSum, label);
+}
 
 /// This rank's part of a plain tensor or DTensor, aliasing it: empty on a rank outside the mesh.
 at::Tensor part_of(const at::Tensor& tensor);

@@ -21,12 +21,13 @@ at::Tensor aligned_gradient(const at::Tensor& parameter) {
   return aligned.scalar_type() == parameter.scalar_type() ? aligned : aligned.to(parameter.scalar_type());
 }
 
-at::Tensor replicated_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes) {
+at::Tensor replicated_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes, std::optional<at::ScalarType> dtype) {
   const auto* meta = dtensor_meta(parameter);
-  const auto options = parameter.options().requires_grad(false);
+  const auto options = parameter.options().dtype(dtype.value_or(parameter.scalar_type())).requires_grad(false);
   if (!meta) return at::zeros(sizes, options);
   const auto& mesh = meta->spec->mesh();
-  const auto spec = Spec::intern(mesh, Placements(static_cast<size_t>(mesh.ndim()), Replicate{}), sizes, parameter.scalar_type());
+  const auto spec = Spec::intern(mesh, Placements(static_cast<size_t>(mesh.ndim()), Replicate{}), sizes,
+                                 c10::typeMetaToScalarType(options.dtype()));
   return make_dtensor(at::zeros(spec->local_sizes(), options.device(meta->local.device())), spec);
 }
 

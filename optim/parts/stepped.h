@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace tessera::internal {
@@ -25,8 +26,10 @@ struct Stepped {
 /// Errors: one that is sparse or complex, or waits for its reduction.
 at::Tensor aligned_gradient(const at::Tensor& parameter);
 
-/// A tensor of zeros that every rank holds whole: a DTensor on the mesh of `parameter`, or a plain tensor as that is.
-at::Tensor replicated_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes);
+/// A tensor of zeros that every rank holds whole, of the parameter's dtype if it is left out: a DTensor on the mesh of
+/// `parameter`, or a plain tensor as that is.
+at::Tensor replicated_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes,
+                            std::optional<at::ScalarType> dtype = std::nullopt);
 
 /// The parameters of `optimizer` that have a gradient, in its order. One that is listed again, as LibTorch's `parameters()` lists
 /// a tied weight, counts once.

@@ -27,8 +27,6 @@ namespace internal {
 
 namespace {
 
-constexpr const char* kCaller = "context_parallel_attention";
-
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using AttentionCallPtr = c10::intrusive_ptr<AttentionCall>;
@@ -42,7 +40,7 @@ AttentionResult run_forward(const AttentionCall& call, const at::Tensor& query, 
     case ContextParallel::kRing: return ring_forward(call, query, key, value);
     case ContextParallel::kUlysses: return ulysses_forward(call, query, key, value);
   }
-  TORCH_CHECK_VALUE(false, kCaller, ": scheme ", static_cast<int>(call.scheme), " is none");
+  TORCH_CHECK_VALUE(false, kContextCaller, ": scheme ", static_cast<int>(call.scheme), " is none");
 }
 
 BlockGradients run_backward(const AttentionCall& call, const KeptAttention& kept, const at::Tensor& gradient) {
@@ -64,7 +62,7 @@ struct SplitAttention : torch::autograd::Function<SplitAttention> {
     return out;
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kCaller, ": its gradient has no derivative (create_graph)");
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), kContextCaller, ": its gradient has no derivative (create_graph)");
     const auto held = context->saved_data["call"].toCapsule();
     const auto& call = static_cast<const AttentionCall&>(*held);
     const auto kept = context->get_saved_variables();
@@ -81,22 +79,22 @@ at::Tensor with_four_dims(at::Tensor tensor) {
 }
 
 void check_shapes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
-  TORCH_CHECK_VALUE(query.dim() >= 2 && query.dim() <= 4 && key.dim() == query.dim() && value.dim() == query.dim(), kCaller,
-                    ": query, key and value have ", query.dim(), ", ", key.dim(), " and ", value.dim(),
+  TORCH_CHECK_VALUE(query.dim() >= 2 && query.dim() <= 4 && key.dim() == query.dim() && value.dim() == query.dim(),
+                    kContextCaller, ": query, key and value have ", query.dim(), ", ", key.dim(), " and ", value.dim(),
                     " dims; they are [batch, heads, length, features], or lack heads, or batch and heads");
   const auto shapes = c10::str("; query, key and value are ", query.sizes(), ", ", key.sizes(), " and ", value.sizes());
   TORCH_CHECK_VALUE(
       query.is_floating_point() && key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
-      kCaller, ": query, key and value are ", query.scalar_type(), ", ", key.scalar_type(), " and ", value.scalar_type(),
+      kContextCaller, ": query, key and value are ", query.scalar_type(), ", ", key.scalar_type(), " and ", value.scalar_type(),
       "; they are of one floating-point dtype");
-  TORCH_CHECK_VALUE(key.size(-1) == query.size(-1), kCaller, ": query and key have other numbers of features", shapes);
-  TORCH_CHECK_VALUE(key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, value.dim() - 1), kCaller,
+  TORCH_CHECK_VALUE(key.size(-1) == query.size(-1), kContextCaller, ": query and key have other numbers of features", shapes);
+  TORCH_CHECK_VALUE(key.sizes().slice(0, key.dim() - 1) == value.sizes().slice(0, value.dim() - 1), kContextCaller,
                     ": key and value differ in batch, heads or length", shapes);
   if (query.dim() == 2) return;
-  TORCH_CHECK_VALUE(key.dim() < 4 || key.size(0) == query.size(0), kCaller, ": query and key differ in the batch", shapes);
+  TORCH_CHECK_VALUE(key.dim() < 4 || key.size(0) == query.size(0), kContextCaller, ": query and key differ in the batch", shapes);
   const auto heads = query.size(-3), key_heads = key.size(-3);
-  TORCH_CHECK_VALUE(key_heads == heads || (query.dim() == 4 && key_heads > 0 && heads % key_heads == 0), kCaller, ": ", heads,
-                    " heads are no multiple of ", key_heads, " key heads", shapes);
+  TORCH_CHECK_VALUE(key_heads == heads || (query.dim() == 4 && key_heads > 0 && heads % key_heads == 0), kContextCaller, ": ",
+                    heads, " heads are no multiple of ", key_heads, " key heads", shapes);
 }
 
 /// The numbers of ranks over which Ulysses may divide heads.
@@ -110,8 +108,8 @@ std::string ranks_that_fit(int64_t heads, int64_t key_heads) {
 
 void check_heads(const AttentionCall& call, int64_t heads, int64_t key_heads) {
   if (call.scheme != ContextParallel::kUlysses) return;
-  TORCH_CHECK_VALUE(heads % call.ranks() == 0 && key_heads % call.ranks() == 0, kCaller, " (ulysses): ", heads, " heads and ",
-                    key_heads, " key heads do not divide over ", call.ranks(),
+  TORCH_CHECK_VALUE(heads % call.ranks() == 0 && key_heads % call.ranks() == 0, kContextCaller, " (ulysses): ", heads,
+                    " heads and ", key_heads, " key heads do not divide over ", call.ranks(),
                     " ranks; numbers of ranks that fit: ", ranks_that_fit(heads, key_heads),
                     ". The other schemes divide no heads");
 }
@@ -121,16 +119,16 @@ void check_documents(const AttentionCall& call) {
   if (documents.empty()) return;
   const auto length = call.queries.length_without_padding();
   const bool rises = std::is_sorted(documents.begin(), documents.end());
-  TORCH_CHECK_VALUE(rises && documents.front() == 0 && documents.back() == length, kCaller, ": cu_seqlens are ",
+  TORCH_CHECK_VALUE(rises && documents.front() == 0 && documents.back() == length, kContextCaller, ": cu_seqlens are ",
                     c10::IntArrayRef(documents), "; they rise from 0 to the length of the sequence, ", length);
 }
 
 void check_lengths(const AttentionCall& call) {
-  check_divides(call.queries, kCaller);
-  check_divides(call.keys, kCaller);
+  check_divides(call.queries, kContextCaller);
+  check_divides(call.keys, kContextCaller);
   const bool is_alike = call.queries.length == call.keys.length && call.queries.layout == call.keys.layout;
-  TORCH_CHECK_VALUE(is_alike || (!call.is_causal && call.documents.empty()), kCaller, ": ", call.queries.length, " queries and ",
-                    call.keys.length, " keys; with is_causal and with cu_seqlens they are of one sequence");
+  TORCH_CHECK_VALUE(is_alike || (!call.is_causal && call.documents.empty()), kContextCaller, ": ", call.queries.length,
+                    " queries and ", call.keys.length, " keys; with is_causal and with cu_seqlens they are of one sequence");
   check_documents(call);
 }
 
@@ -141,13 +139,14 @@ struct BatchAndHeads {
 
 /// The part of a mask that is of this rank's batch and heads, in 4 dims; an error unless the mask fits.
 at::Tensor fitting_mask(const at::Tensor& given, const AttentionCall& call, const BatchAndHeads& place, int64_t dims) {
-  TORCH_CHECK_VALUE(given.scalar_type() == at::kBool || given.is_floating_point(), kCaller, ": a mask of ", given.scalar_type(),
-                    "; it is bool or floating-point");
-  TORCH_CHECK_NOT_IMPLEMENTED(!given.requires_grad(), kCaller, ": the mask requires a gradient, and gets none here");
-  TORCH_CHECK_VALUE(!call.is_causal, kCaller, ": a mask is given and is_causal set; put the causal mask into the given one");
-  TORCH_CHECK_VALUE(call.documents.empty(), kCaller, ": a mask and cu_seqlens are given; put the documents into the mask");
-  TORCH_CHECK_VALUE(given.dim() >= 2 && given.dim() <= dims, kCaller, ": a mask of shape ", given.sizes(), " for queries of ",
-                    dims, " dims");
+  TORCH_CHECK_VALUE(given.scalar_type() == at::kBool || given.is_floating_point(), kContextCaller, ": a mask of ",
+                    given.scalar_type(), "; it is bool or floating-point");
+  TORCH_CHECK_NOT_IMPLEMENTED(!given.requires_grad(), kContextCaller, ": the mask requires a gradient, and gets none here");
+  TORCH_CHECK_VALUE(!call.is_causal, kContextCaller,
+                    ": a mask is given and is_causal set; put the causal mask into the given one");
+  TORCH_CHECK_VALUE(call.documents.empty(), kContextCaller, ": a mask and cu_seqlens are given; put the documents into the mask");
+  TORCH_CHECK_VALUE(given.dim() >= 2 && given.dim() <= dims, kContextCaller, ": a mask of shape ", given.sizes(),
+                    " for queries of ", dims, " dims");
   auto mask = given;
   while (mask.dim() < dims) mask = mask.unsqueeze(0);
   mask = with_four_dims(mask);
@@ -157,7 +156,7 @@ at::Tensor fitting_mask(const at::Tensor& given, const AttentionCall& call, cons
   const bool all_fit = fits(mask.size(0), place.sizes[0], place.sizes[0]) && fits(mask.size(1), place.sizes[1], place.sizes[1]) &&
                        fits(mask.size(2), call.queries.length, call.queries.length_without_padding()) &&
                        fits(mask.size(3), call.keys.length, call.keys.length_without_padding());
-  TORCH_CHECK_VALUE(all_fit, kCaller, ": a mask of shape ", given.sizes(), " does not fit [", place.sizes[0], ", ",
+  TORCH_CHECK_VALUE(all_fit, kContextCaller, ": a mask of shape ", given.sizes(), " does not fit [", place.sizes[0], ", ",
                     place.sizes[1], ", ", call.queries.length, ", ", call.keys.length,
                     "], batch, heads, and the lengths of the whole sequences; it is the whole mask, the same on every rank");
   for (int64_t dim = 0; dim < 2; ++dim) {
@@ -212,13 +211,13 @@ PartDim check_placements(const Spec& query, const Spec& key, const Spec& value) 
   const bool is_alike = query.placements() == key.placements() && key.placements() == value.placements() &&
                         query.mesh().rank_list() == key.mesh().rank_list() && query.mesh().shape() == key.mesh().shape() &&
                         key.mesh() == value.mesh();
-  TORCH_CHECK_VALUE(split && key_split && is_alike, kCaller, ": query, key and value must lie alike, Shard(", query.dim() - 2,
-                    ") over the ranks that split the sequence", specs);
+  TORCH_CHECK_VALUE(split && key_split && is_alike, kContextCaller, ": query, key and value must lie alike, Shard(",
+                    query.dim() - 2, ") over the ranks that split the sequence", specs);
   for (size_t dim = 0; dim < query.placements().size(); ++dim) {
     const auto* shard = std::get_if<Shard>(&query.placements()[dim]);
     const bool is_other = static_cast<int64_t>(dim) != split->dim;
-    TORCH_CHECK_VALUE(!is_other || is_replicate(query.placements()[dim]) || (shard && shard->dim < query.dim() - 2), kCaller,
-                      ": other dims of the mesh may split batch and heads alone", specs);
+    TORCH_CHECK_VALUE(!is_other || is_replicate(query.placements()[dim]) || (shard && shard->dim < query.dim() - 2),
+                      kContextCaller, ": other dims of the mesh may split batch and heads alone", specs);
   }
   return *split;
 }
@@ -226,14 +225,14 @@ PartDim check_placements(const Spec& query, const Spec& key, const Spec& value) 
 /// A mask on every rank, in the order of the positions. One that is split along queries or keys lies as these do.
 at::Tensor whole_mask(const at::Tensor& mask) {
   if (!is_dtensor(mask)) return mask;
-  TORCH_CHECK_NOT_IMPLEMENTED(!mask.requires_grad(), kCaller, ": the mask requires a gradient, and gets none here");
+  TORCH_CHECK_NOT_IMPLEMENTED(!mask.requires_grad(), kContextCaller, ": the mask requires a gradient, and gets none here");
   const auto& spec = DTensor(mask).spec();
   const auto part = part_dim(spec.mesh());
   auto whole = DTensor(mask).full_tensor();
   const auto* shard = part ? std::get_if<Shard>(&spec.placements()[static_cast<size_t>(part->dim)]) : nullptr;
   if (!shard || shard->dim < mask.dim() - 2) return whole;
   const SplitSequence sequence{part->layout, mask.size(shard->dim), spec.mesh().size(part->dim)};
-  check_divides(sequence, kCaller);
+  check_divides(sequence, kContextCaller);
   return whole_of(whole.chunk(sequence.ranks, shard->dim), shard->dim, sequence);
 }
 
@@ -251,7 +250,7 @@ BatchAndHeads place_of(const Spec& spec) {
 at::Tensor attend_dtensors(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const ContextAttentionOptions& options) {
   for (const auto* tensor : {&query, &key, &value})
-    TORCH_CHECK_VALUE(is_dtensor(*tensor), kCaller,
+    TORCH_CHECK_VALUE(is_dtensor(*tensor), kContextCaller,
                       ": query, key and value are DTensors; of plain tensors, each rank's part, it takes the mesh as well");
   check_shapes(query, key, value);
   const auto &spec = DTensor(query).spec(), &key_spec = DTensor(key).spec();
@@ -282,7 +281,8 @@ at::Tensor attend_local(const at::Tensor& query, const at::Tensor& key, const at
 
 at::Tensor attend_parts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const DeviceMesh& mesh,
                         const ContextAttentionOptions& options) {
-  TORCH_CHECK_VALUE(mesh.ndim() == 1, kCaller, ": a mesh of one dim is needed, such as mesh[\"cp\"], not ", mesh.to_string());
+  TORCH_CHECK_VALUE(mesh.ndim() == 1, kContextCaller, ": a mesh of one dim is needed, such as mesh[\"cp\"], not ",
+                    mesh.to_string());
   check_shapes(query, key, value);
   if (is_dtensor(query) || is_dtensor(key) || is_dtensor(value)) {
     const auto split = spread_alike(query, key, value, mesh);

@@ -12,15 +12,13 @@ namespace tessera::internal {
 
 namespace {
 
-constexpr const char* kCaller = "context_parallel_attention";
-
 void check_mesh(const at::Tensor& tensor, const at::Tensor& query, const DeviceMesh& sequence) {
-  TORCH_CHECK_VALUE(is_dtensor(tensor) && is_dtensor(query) && DTensor(tensor).mesh() == DTensor(query).mesh(), kCaller,
+  TORCH_CHECK_VALUE(is_dtensor(tensor) && is_dtensor(query) && DTensor(tensor).mesh() == DTensor(query).mesh(), kContextCaller,
                     ": query, key and value are plain, each rank's part, or DTensors of one mesh");
   const auto& mesh = DTensor(tensor).mesh();
   const auto& others = sequence.ranks();
   const auto shared = absl::c_count_if(mesh.ranks(), [&](int64_t rank) { return absl::c_linear_search(others, rank); });
-  TORCH_CHECK_VALUE(shared <= 1 && !part_dim(mesh), kCaller,
+  TORCH_CHECK_VALUE(shared <= 1 && !part_dim(mesh), kContextCaller,
                     ": with a mesh, query, key and value are plain: each rank's part, or DTensors of other ranks, as those of "
                     "mesh[\"tp\"] are beside mesh[\"cp\"]; they are on ",
                     mesh.to_string(), ", and the sequence is split over ", sequence.to_string());
@@ -50,7 +48,9 @@ QueryKeyValue spread_alike(const at::Tensor& query, const at::Tensor& key, const
                        k.size(shard->dim) % ranks_of(spec, shard->dim) == 0;
     if (!stays) placement = Replicate{};
   }
-  const auto brought = [&](const at::Tensor& tensor) { return differentiable_move(tensor, spec.mesh(), placements, kCaller); };
+  const auto brought = [&](const at::Tensor& tensor) {
+    return differentiable_move(tensor, spec.mesh(), placements, kContextCaller);
+  };
   return {brought(query), brought(k), brought(v)};
 }
 

@@ -8,6 +8,9 @@
 
 namespace tessera::internal {
 
+/// Begins the errors of attention over split sequences.
+inline constexpr const char* kContextCaller = "context_parallel_attention";
+
 struct QueryKeyValue {
   at::Tensor query, key, value;
 };

@@ -187,7 +187,7 @@ TEST(Optimizer, DecaysMatricesOnly) {
   Gpt model(options.model);
   auto optimizer = make_optimizer(*model, options);
   size_t parameters = 0;
-  for (const auto& group : optimizer.param_groups()) {
+  for (const auto& group : optimizer->param_groups()) {
     const auto decay = static_cast<const torch::optim::AdamWOptions&>(group.options()).weight_decay();
     for (const auto& parameter : group.params()) EXPECT_EQ(decay, parameter.dim() > 1 ? 0.3 : 0.0);
     parameters += group.params().size();

@@ -62,7 +62,7 @@ class TrainGptTest(unittest.TestCase):
         return done.stderr
 
     def test_every_optimizer_gives_the_same_curve_on_all_ranks(self):
-        for name in ("fused-adamw", "sgd", "lamb", "adafactor", "muon"):
+        for name in ("fused-adamw", "sgd", "lamb", "adafactor", "adamw-8bit", "muon"):
             flags = (f"--optimizer={name}", "--lr=3e-2" if name == "adafactor" else "--lr=1e-2")
             expected = self.losses("--ranks=1", *flags)
             self.assertLess(expected[-1], expected[0], name)

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/optim/adafactor.h>
+#include <tessera/optim/adamw_8bit.h>
 #include <tessera/optim/fused.h>
 #include <tessera/optim/lamb.h>
 #include <tessera/optim/lion.h>
@@ -59,6 +60,7 @@ inline std::vector<OptimizerCase> optimizer_cases() {
           optimizer_case<Lamb>("Lamb uncorrected", LambOptions(0.02).bias_correction(false).max_coeff(0.5)),
           optimizer_case<Adafactor>("Adafactor", AdafactorOptions(0.05).weight_decay(0.1)),
           optimizer_case<Adafactor>("Adafactor eps1", AdafactorOptions(0.05).eps1(1e-4).d(1.5)),
+          optimizer_case<AdamW8bit>("AdamW8bit", AdamW8bitOptions(0.01).weight_decay(0.1).min_8bit_size(50)),
           muon_case("Muon", MuonAdjustLr::kOriginal),
           muon_case("Muon as AdamW", MuonAdjustLr::kMatchRmsAdamW)};
 }

@@ -122,8 +122,8 @@ TEST_F(ShardedOptimizers, NothingIsSentThatTheDocsDoNotName) {
     std::string optimizer;
     int64_t all_reduces, all_to_alls;
   };
-  const std::vector<Sent> all{{"FusedAdamW", 0, 0}, {"FusedSGD momentum", 0, 0}, {"Lion", 0, 0},
-                              {"Lamb", 1, 0},       {"Adafactor", 2, 0},         {"Muon", 0, 2}};
+  const std::vector<Sent> all{{"FusedAdamW", 0, 0}, {"FusedSGD momentum", 0, 0}, {"Lion", 0, 0}, {"Lamb", 1, 0},
+                              {"Adafactor", 2, 0},  {"AdamW8bit", 1, 0},         {"Muon", 0, 2}};
   const auto cases = optimizer_cases();
   for (const auto& [name, all_reduces, all_to_alls] : all) {
     SCOPED_TRACE(name);
