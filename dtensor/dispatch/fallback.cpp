@@ -15,6 +15,7 @@
 #include <tessera/dtensor/calls/planned_meshes.h>
 #include <tessera/dtensor/calls/visit_tensors.h>
 #include <tessera/dtensor/dispatch/meet_plain.h>
+#include <tessera/dtensor/dispatch/split_loss.h>
 #include <tessera/dtensor/execute/execute.h>
 #include <tessera/dtensor/plan/plan_cache.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
@@ -184,7 +185,7 @@ void check_follows_plan(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments
 /// Operators that autograd takes apart before the DTensor key sees them, and that make plain tensors of their own or write into
 /// what they compute.
 constexpr const char* kComposites =
-    "_scaled_dot_product_attention_math combinations cosine_similarity cross_entropy_loss istft "
+    "_scaled_dot_product_attention_math combinations cosine_similarity istft "
     "linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor nanquantile nanquantile.scalar one_hot quantile "
     "quantile.scalar rms_norm";
 
@@ -211,6 +212,14 @@ void run_max_pool1d(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Sta
   stack->pop_back();
 }
 
+void run_cross_entropy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  if (!keys.has(kDTensorKey) || !serves_split_cross_entropy(arguments)) return run_composite(op, keys, stack);
+  auto loss = split_cross_entropy(arguments);
+  torch::jit::drop(*stack, arguments.size());
+  torch::jit::push(*stack, std::move(loss));
+}
+
 void register_max_pool1d(torch::Library& library) {
   library.impl("max_pool1d", torch::CppFunction::makeFromBoxedFunction<&run_max_pool1d>());
 }
@@ -220,6 +229,7 @@ void register_composites(torch::Library& library) {
     library.impl(std::string(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_composite>());
   }
   register_max_pool1d(library);
+  library.impl("cross_entropy_loss", torch::CppFunction::makeFromBoxedFunction<&run_cross_entropy>());
 }
 
 } // namespace

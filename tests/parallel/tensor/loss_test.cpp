@@ -71,6 +71,34 @@ TEST(ParallelLoss, CrossEntropyWithEveryOption) {
   }
 }
 
+/// The gradient of the logits, differentiated again: a penalty on its size.
+TEST(ParallelLoss, HasASecondDerivative) {
+  for (const int64_t vocabulary : {12, 13, 3}) {
+    Heads heads(vocabulary, 5);
+    auto ignored = heads.targets.clone();
+    ignored[2] = -100;
+    for (const auto reduction : {at::Reduction::Mean, at::Reduction::Sum, at::Reduction::None}) {
+      heads.compare([&](const Tensor& logits) {
+        const auto loss = torch::cross_entropy_loss(logits.tanh(), ignored, {}, reduction).sum();
+        const auto gradient = torch::autograd::grad({loss}, {logits}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+        return loss * 0.3 + gradient.square().sum();
+      });
+    }
+  }
+}
+
+/// In a row the gradient sums up to that of the loss, which every rank has.
+TEST(ParallelLoss, BackwardSendsNothing) {
+  Heads heads(13, 5);
+  const auto logits = heads.split(heads.x).detach().requires_grad_();
+  for (const auto reduction : {at::Reduction::Mean, at::Reduction::Sum, at::Reduction::None}) {
+    const auto loss = torch::cross_entropy_loss(logits, heads.targets, {}, reduction).sum();
+    const CountCollectives counter;
+    loss.backward();
+    EXPECT_EQ(counter.total_calls(), 0);
+  }
+}
+
 TEST(ParallelLoss, LogProbabilitiesHaveTheirGradient) {
   Heads heads(13, 5);
   heads.compare([&](const Tensor& logits) { return torch::log_softmax(logits, -1).gather(1, heads.targets.unsqueeze(1)); });
