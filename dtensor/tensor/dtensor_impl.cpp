@@ -154,10 +154,11 @@ void word_storage_error(const at::Tensor& dtensor) {
 
 void become_dtensor(const at::Tensor& tensor, c10::intrusive_ptr<DTensorMeta> meta, c10::DispatchKeySet extra_keys) {
   check_local(meta->local, *meta->spec);
-  TORCH_CHECK(!tensor.is_inference(), "a tensor made in InferenceMode cannot become a DTensor");
+  const bool is_inference = tensor.is_inference();
+  TORCH_CHECK(!is_inference || dtensor_meta(tensor), "a tensor made in InferenceMode cannot become a DTensor");
   start_view_replay();
-  const KeepViewReplay keep; // which an InferenceMode switches off
-  const c10::InferenceMode normal_mode(false);
+  const KeepViewReplay keep;                       // which an InferenceMode switches off
+  const c10::InferenceMode own_mode(is_inference); // one that is a DTensor takes another meta
   tensor.unsafeGetTensorImpl()->shallow_copy_from(make_impl(std::move(meta), extra_keys));
   word_storage_error(tensor); // which a plain tensor's class cannot do when it is asked
 }
