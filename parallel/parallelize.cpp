@@ -96,7 +96,16 @@ class Plan {
   absl::flat_hash_map<const c10::TensorImpl*, size_t> places_;
 };
 
-void become_parallel(const PlacedParameter& parameter, const DeviceMesh& mesh) {
+/// Whether a style brings activations to a split of what is no feature, or gives them so.
+bool splits_activations(const Style& style) {
+  const auto is_split = [](const std::optional<Placement>& placement) {
+    const auto* shard = placement ? std::get_if<Shard>(&*placement) : nullptr;
+    return shard && shard->dim >= 0;
+  };
+  return is_split(style.input) || is_split(style.output) || is_split(style.looked_up);
+}
+
+void become_parallel(const PlacedParameter& parameter, const DeviceMesh& mesh, bool is_beside_parts) {
   const auto& tensor = parameter.tensor;
   const at::NoGradGuard no_grad;
   const auto whole = distribute_tensor(tensor.detach(), mesh, {parameter.placement});
@@ -106,6 +115,7 @@ void become_parallel(const PlacedParameter& parameter, const DeviceMesh& mesh) {
   tensor.mutable_grad().reset();
   auto style = std::make_shared<Style>(parameter.style);
   style->name = dtensor_meta(tensor)->provenance.name;
+  style->is_beside_parts = is_beside_parts;
   style->put_on(tensor, /*casts=*/false);
 }
 
@@ -136,7 +146,9 @@ void parallelize(torch::nn::Module& module, const DeviceMesh& mesh, const Parall
   auto& parameters = whole.parameters();
   // In the order of their names: all ranks send the same in turn, whatever order a plan's lines have there.
   std::sort(parameters.begin(), parameters.end(), [](const auto& a, const auto& b) { return a.first.name < b.first.name; });
-  for (const auto& [parameter, line] : parameters) internal::parallel::become_parallel(parameter, mesh);
+  const bool splits = std::any_of(parameters.begin(), parameters.end(),
+                                  [](const auto& each) { return internal::parallel::splits_activations(each.first.style); });
+  for (const auto& [parameter, line] : parameters) internal::parallel::become_parallel(parameter, mesh, splits);
   internal::parallel::replicate_statistics(module, mesh);
   internal::dispatch::PlannedMeshes::instance().add(mesh);
 }

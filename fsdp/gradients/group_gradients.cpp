@@ -16,6 +16,7 @@
 #include <tessera/base/error_text.h>
 #include <tessera/base/tensor_over.h>
 #include <tessera/fsdp/gradients/unreduced_gradient.h>
+#include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/profiler_range.h>
 #include <tessera/fsdp/group/step_recorder.h>
 
@@ -355,7 +356,10 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
     local = strides.empty() ? reduced.reshape(sizes) : reduced.as_strided(sizes, strides);
   if (local.is_complex() && !at::isComplexType(spec->dtype())) local = at::real(local);
   if (local.scalar_type() != spec->dtype()) local = local.to(spec->dtype());
-  return {group_.shared_from_this(), index, make_gradient(std::move(local), parameter)};
+  return {.group = group_.shared_from_this(),
+          .index = index,
+          .value = make_gradient(std::move(local), parameter),
+          .is_term = gives_terms(parameter)};
 }
 
 Work GroupGradients::discard() {

@@ -27,6 +27,7 @@ struct ReadyGradient {
   at::Tensor value;
   std::shared_ptr<PendingCopy> copy = {}; ///< that the value waits for, on its way to the host; null for none
   bool is_part = false; ///< the same backward brings another one of this parameter, which is also read as a DTensor
+  bool is_term = false; ///< of a sum over the ranks of tensor parallelism, which is made at the end of the backward
 };
 using ReadyGradients = std::vector<ReadyGradient>;
 

@@ -1,5 +1,6 @@
 #include <tessera/fsdp/group/parallel_parameter.h>
 
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -9,6 +10,7 @@
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/reads/gradient_terms.h>
 
 namespace tessera::internal {
 
@@ -88,6 +90,40 @@ at::Tensor beside_split_sequences(const at::Tensor& leaf, const DeviceMesh& mesh
   if (!needs_graph(leaf)) return make_dtensor(leaf.detach(), spec);
   terms[static_cast<size_t>(split)] = Partial{};
   return BesideSplitSequences::apply(leaf, spec, spec->with(terms));
+}
+
+namespace {
+
+struct OfTerms : torch::autograd::Function<OfTerms> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& leaf, const SpecPtr& spec) {
+    save_spec(context, spec);
+    return make_dtensor(leaf.detach(), spec);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto spec = saved_spec(context);
+    constexpr auto* kLabel = "the gradient of a parameter beside split activations";
+    const auto given = gradient_as_dtensor(gradients[0], *spec, kLabel);
+    if (dtensor_meta(given)->spec->placements() == Placements{Partial{}}) return {to_local(given, Placements{Partial{}}), {}};
+    return {once(to_local(differentiable_move(given, spec->mesh(), spec->placements(), kLabel)), spec->mesh()), {}};
+  }
+};
+
+} // namespace
+
+bool gives_terms(const ShardedParameter& parameter) {
+  return parameter.mark && parameter.parallel->is_replicated() && parameter.parallel->mesh().ndim() == 1 &&
+         parameter.parallel->mesh().size() > 1 && gives_terms(parameter.mark);
+}
+
+at::Tensor as_parallel_of_terms(const at::Tensor& leaf, const Spec& parallel) {
+  const auto spec = Spec::intern(parallel.mesh(), parallel.placements(), parallel.sizes(), leaf.scalar_type(),
+                                 strides_like(leaf, leaf.sizes()));
+  return needs_graph(leaf) ? OfTerms::apply(leaf, spec) : make_dtensor(leaf.detach(), spec);
+}
+
+at::Tensor once(const at::Tensor& whole, const DeviceMesh& mesh) {
+  return mesh.local_rank() == 0 ? whole : at::zeros_like(whole);
 }
 
 bool is_packed(const Spec& parallel) {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include <tessera/dtensor/spec.h>
+#include <tessera/fsdp/group/sharded_parameter.h>
 #include <tessera/fsdp/layout/mesh_roles.h>
 
 namespace tessera::internal {
@@ -36,6 +37,16 @@ bool is_packed(const Spec& parallel);
 
 /// What a read of the parameter in forward gets: a DTensor of the part that `leaf` holds. Differentiable.
 at::Tensor as_parallel(const at::Tensor& leaf, const Spec& parallel);
+
+/// Whether the gradient of the leaf is a term of a sum over the foreign ranks, which all have the parameter: where activations
+/// between the layers are split over them. The terms of all parameters are summed at the end of a backward.
+bool gives_terms(const ShardedParameter& parameter);
+
+/// `as_parallel`, whose gradient goes to the leaf as this rank's term: one that is whole counts on the first rank alone.
+at::Tensor as_parallel_of_terms(const at::Tensor& leaf, const Spec& parallel);
+
+/// `whole`, the same on all ranks of the mesh, on the first of them, and zeros on the others.
+at::Tensor once(const at::Tensor& whole, const DeviceMesh& mesh);
 
 /// What a read of the leaf gets beside activations that are DTensors of `mesh`, whose sequences are split over the dim `split`: a
 /// DTensor that every rank has. Each rank's gradient is the term of its own positions, and goes to the leaf as it is, without

@@ -55,7 +55,8 @@ at::Tensor unsharded(const at::Tensor& tensor) {
                 : internal::detached(parameter.leaf, tensor.unsafeGetTensorImpl()->version_counter()); // `data()` counts its own
   if (!parameter.parallel) return leaf;
   const auto& policy = group.options().mixed_precision;
-  const auto whole = internal::as_parallel(leaf, *parameter.parallel);
+  const auto whole = internal::gives_terms(parameter) ? internal::as_parallel_of_terms(leaf, *parameter.parallel)
+                                                      : internal::as_parallel(leaf, *parameter.parallel);
   if (parameter.mark) parameter.mark->put_on(whole, policy.param_dtype && policy.cast_forward_inputs);
   return whole;
 }

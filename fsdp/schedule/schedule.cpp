@@ -14,6 +14,8 @@
 #include <tessera/dtensor/calls/call_site.h>
 #include <tessera/dtensor/tensor/in_backward.h>
 #include <tessera/dtensor/tensor/view_replay.h>
+#include <tessera/fsdp/gradients/term_sums.h>
+#include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/step_recorder.h>
 #include <tessera/fsdp/schedule/graph_task.h>
 
@@ -182,7 +184,7 @@ bool Schedule::deliver_after(const Locked& locked) {
     const std::lock_guard lock(mutex_);
     locked();
     ready.swap(ready_);
-    const auto waits = [](const auto& each) { return each.copy != nullptr || each.is_part; };
+    const auto waits = [](const auto& each) { return each.copy != nullptr || each.is_part || each.is_term; };
     if (std::any_of(ready.begin(), ready.end(), waits)) {
       const auto waiting = std::stable_partition(ready.begin(), ready.end(), std::not_fn(waits));
       ready_.assign(std::move_iterator(waiting), std::move_iterator(ready.end()));
@@ -212,8 +214,14 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
 }
 
 void Schedule::land_sharded(ReadyGradient gradient) {
-  gradient.is_part = is_read_in_both_ways(gradient.group->parameters()[gradient.index]);
+  const auto& parameter = gradient.group->parameters()[gradient.index];
+  gradient.is_part = is_read_in_both_ways(parameter);
   if (!gradient.is_part) return deliver(std::move(gradient));
+  if (gives_terms(parameter)) { // as the other part is one
+    const auto& meta = *dtensor_meta(gradient.value);
+    gradient.value = make_dtensor(once(meta.local, parameter.parallel->mesh()), meta.spec);
+    gradient.is_term = true;
+  }
   const std::lock_guard lock(mutex_);
   if (has_failed_backward()) abandon_backward();
   auto& held = step_.is_in_backward() ? ready_ : early_parts();
@@ -276,6 +284,7 @@ void Schedule::finish_backward() {
     step_.reduce_the_rest();
     wait_for_copies();
     join_parts();
+    sum_terms(ready_);
   };
   while (deliver_after(finish)) { // a backward of the same model in a hook makes more
   }

@@ -9,21 +9,23 @@
 #include <string>
 
 #include <tessera/dtensor/placement.h>
-#include <tessera/reads/kind.h>
+#include <tessera/reads/gradient_terms.h>
 
 namespace tessera::internal::parallel {
 
 extern const ReadKind& kStyledParameters; ///< style_kind.cpp
 
 /// It says where the activations beside a parameter go, and what becomes of results.
-struct Style final : ReadMark, std::enable_shared_from_this<Style> {
+struct Style final : ReadMark, GradientTerms, std::enable_shared_from_this<Style> {
   Placement plain_input = Replicate{};       ///< how a plain activation lies
   std::optional<Placement> input = {};       ///< where an activation is brought; none: as the split of the parameter asks
   std::optional<Placement> output = {};      ///< where a result goes; none: stays as it is, a Partial becomes Replicate
   std::optional<Placement> looked_up = {};   ///< the same of what is looked up in a table
+  bool is_beside_parts = false;              ///< the plan splits activations between the layers
   c10::intrusive_ptr<const TensorName> name; ///< of the parameter, for errors
 
   void put_on(const at::Tensor& dtensor, bool casts) const override;
+  bool gives_terms() const override { return is_beside_parts; }
 };
 
 /// The meta of a parameter that has a style, and of its views.

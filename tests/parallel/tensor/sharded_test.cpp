@@ -119,6 +119,51 @@ TEST(ShardedAndParallel, TrainsUnderEveryStrategy) {
   }
 }
 
+/// The gradients of norms, of biases and of positions are summed over tp once, whatever the number of groups.
+TEST(ShardedAndParallel, SumsWholeParametersOnce) {
+  for (const auto& shape : parallel_shapes()) {
+    const ParallelMesh mesh(shape);
+    const int64_t data_ranks = mesh.data_ranks(), tensor_ranks = mesh.tensor_parallel.size();
+    for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+      if (mesh.data_parallel.ndim() > 1) continue; // whose replicas have all-reduces of their own
+      auto model = make_gpt(torch::kDouble);
+      shard(model, mesh, /*sequence=*/true, {.layout = layout});
+      for (const int64_t step : {0, 1}) { // the second one has its communicators
+        const auto loss = loss_of(model, part_of(draw_tokens(step, kRows, kTime), mesh));
+        const CountCollectives counter;
+        loss.backward();
+        EXPECT_EQ(counter.count(CollectiveKind::kAllReduce).calls, tensor_ranks > 1 ? 1 : 0) << data_ranks;
+      }
+    }
+  }
+}
+
+/// A gradient that is whole counts once among the terms: of a backward of activations that nothing splits.
+TEST(ShardedAndParallel, WholeGradientsCountOnceAmongTerms) {
+  for (const auto& shape : some_shapes()) {
+    const ParallelMesh mesh(shape);
+    auto twin = make_gpt(torch::kDouble), model = make_gpt(torch::kDouble);
+    shard(model, mesh, /*sequence=*/true, {});
+    for (const int64_t time : {kTime, int64_t{1}, int64_t{3}}) {
+      const auto tokens = draw_tokens(time, kRows, time);
+      const auto penalty = [](gpt::Gpt& net) {
+        torch::Tensor sum;
+        for (const auto& item : net->named_parameters()) {
+          if (item.key().find("norm") == std::string::npos) continue;
+          const auto square = item.value().square().sum();
+          sum = sum.defined() ? sum + square : square;
+        }
+        return sum;
+      };
+      (loss_of(twin, tokens) + penalty(twin)).backward();
+      (loss_of(model, part_of(tokens, mesh)) + penalty(model)).backward();
+    }
+    const auto expected = twin->named_parameters();
+    for (const auto& item : model->named_parameters())
+      EXPECT_TENSORS_CLOSE(whole_of(item.value().grad()), expected[item.key()].grad(), 1e-8, 1e-11) << item.key();
+  }
+}
+
 TEST(ShardedAndParallel, Recomputes) {
   const ParallelMesh mesh(parallel_shapes().back());
   for (const bool sequence : {false, true}) compare(mesh, {.sequence = sequence, .clips = true, .recomputes = true}, sgd);
