@@ -48,6 +48,12 @@ struct SequenceParts {
 SequenceParts split_sequence(const std::vector<at::Tensor>& batch, const std::vector<int64_t>& dims, const DeviceMesh& mesh,
                              const SequenceSplitOptions& options = {});
 
+/// An error on every rank unless all ranks of the mesh, which has one dim, have the same tensors: with the rank and the number of
+/// the first tensor that differs. For the first step of a training: the ranks of tensor parallelism take the same rows, and would
+/// give wrong numbers otherwise. (`split_sequence` compares those of its mesh by itself.) Every rank of the mesh calls it, with
+/// as many tensors, plain ones; sends a few numbers for each.
+void check_same_batch(const std::vector<at::Tensor>& batch, const DeviceMesh& mesh);
+
 /// The inverse: the whole of a tensor on a mesh of `split_sequence`, plain, in the order of the positions and without padding, on
 /// every rank. `dim` is the dim that is split. Every rank of the mesh calls it. Differentiable, as `full_tensor` is: the gradient
 /// is assumed to be the same on every rank.

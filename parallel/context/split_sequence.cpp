@@ -41,11 +41,11 @@ constexpr int64_t kNumbersATensor = 3;
 std::vector<int64_t> numbers_of(const at::Tensor& tensor, int64_t dim, bool compares_values) {
   auto shape = static_cast<uint64_t>(tensor.scalar_type()); // a hash that is the same in every process, as Abseil's is not
   for (const auto size : tensor.sizes()) shape = (shape ^ static_cast<uint64_t>(size)) * 0x9e3779b97f4a7c15;
-  return {tensor.size(dim), static_cast<int64_t>(shape), compares_values ? checksum(tensor) : 0};
+  return {tensor.dim() > 0 ? tensor.size(dim) : 1, static_cast<int64_t>(shape), compares_values ? checksum(tensor) : 0};
 }
 
 void compare_ranks(const std::vector<at::Tensor>& batch, const std::vector<int64_t>& dims, const DeviceMesh& mesh,
-                   bool compares_values) {
+                   bool compares_values, const char* caller) {
   const at::NoGradGuard no_grad;
   const auto communicator = mesh.communicator(0);
   if (communicator->size() == 1) return;
@@ -56,7 +56,7 @@ void compare_ranks(const std::vector<at::Tensor>& batch, const std::vector<int64
   }
   const auto options = at::TensorOptions(at::kLong).device(mesh.device());
   auto all = at::empty({communicator->size(), static_cast<int64_t>(mine.size())}, options);
-  communicator->all_gather_into(all.view({-1}), at::tensor(mine, at::kLong).to(mesh.device()), kSplit).wait();
+  communicator->all_gather_into(all.view({-1}), at::tensor(mine, at::kLong).to(mesh.device()), caller).wait();
   all = all.cpu();
   const auto* numbers = all.const_data_ptr<int64_t>();
   for (int64_t rank = 1; rank < communicator->size(); ++rank) {
@@ -65,12 +65,12 @@ void compare_ranks(const std::vector<at::Tensor>& batch, const std::vector<int64
       if (here == first) continue;
       const auto tensor = i / kNumbersATensor, what = i % kNumbersATensor;
       const auto others =
-          c10::str(kSplit, ": tensor ", tensor, " of the batch of rank ", communicator->ranks()[static_cast<size_t>(rank)]);
+          c10::str(caller, ": tensor ", tensor, " of the batch of rank ", communicator->ranks()[static_cast<size_t>(rank)]);
       const auto first_rank = communicator->ranks()[0];
       TORCH_CHECK_VALUE(what != 0, others, " has a sequence of ", here, ", that of rank ", first_rank, " one of ", first);
-      TORCH_CHECK_VALUE(false, others, " has ", what == 1 ? "another shape or dtype" : "other values", " than that of rank ",
-                        first_rank,
-                        "; the ranks that split a sequence take the same rows: seed the loader by the data-parallel index");
+      TORCH_CHECK_VALUE(
+          false, others, " has ", what == 1 ? "another shape or dtype" : "other values", " than that of rank ", first_rank,
+          "; the ranks that split sequences or layers take the same rows: seed the loader by the data-parallel index");
     }
   }
 }
@@ -148,7 +148,7 @@ at::Tensor labels_of(const at::Tensor& tokens, int64_t dim, int64_t ignore_index
 SequenceParts split_batch(const std::vector<at::Tensor>& batch, const std::vector<int64_t>& given_dims, const DeviceMesh& mesh,
                           const SequenceSplitOptions& options) {
   const auto dims = check_batch(batch, given_dims, mesh);
-  compare_ranks(batch, dims, mesh, options.compares_values);
+  compare_ranks(batch, dims, mesh, options.compares_values, kSplit);
   check_one_length(batch, dims);
   const auto length = batch[0].size(dims[0]);
   const auto sequence = split_of(length, mesh.size(0), options);
@@ -188,6 +188,12 @@ at::Tensor merge_parts(const at::Tensor& tensor, int64_t given_dim) {
 SequenceParts split_sequence(const std::vector<at::Tensor>& batch, const std::vector<int64_t>& dims, const DeviceMesh& mesh,
                              const SequenceSplitOptions& options) {
   return internal::split_batch(batch, dims, mesh, options);
+}
+
+void check_same_batch(const std::vector<at::Tensor>& batch, const DeviceMesh& mesh) {
+  TORCH_CHECK_VALUE(mesh.ndim() == 1, "check_same_batch: a mesh of one dim is needed, such as mesh[\"tp\"], not ",
+                    mesh.to_string());
+  internal::compare_ranks(batch, std::vector<int64_t>(batch.size(), -1), mesh, /*compares_values=*/true, "check_same_batch");
 }
 
 at::Tensor merge_sequence(const at::Tensor& tensor, int64_t dim) { return internal::merge_parts(tensor, dim); }

@@ -122,5 +122,21 @@ TEST(SplitSequence, NamesTheRankWhoseBatchDiffers) {
   EXPECT_EQ(split_sequence({values}, {0}, mesh, {.compares_values = false}).tensors.size(), 1U);
 }
 
+TEST(CheckSameBatch, NamesTheRankWhoseBatchDiffers) {
+  const auto mesh = init_device_mesh(test_device_type(), {world_size()}, {"tp"});
+  const auto tokens = torch::arange(12).view({3, 4});
+  const auto empty = torch::zeros({0}), number = torch::tensor(0.5);
+  EXPECT_NO_THROW(check_same_batch({tokens, empty, number}, mesh));
+  if (world_size() == 1) return;
+  const bool is_last = world_rank() == last_rank();
+  const auto other_than_first = [](int64_t tensor) {
+    return c10::str("check_same_batch: tensor ", tensor, " of the batch of rank ", last_rank(),
+                    " has other values than that of rank 0");
+  };
+  EXPECT_THROWS_WITH(check_same_batch({is_last ? tokens + 1 : tokens, number}, mesh), other_than_first(0));
+  EXPECT_THROWS_WITH(check_same_batch({tokens, is_last ? number * 2 : number}, mesh), other_than_first(1));
+  EXPECT_THROWS_WITH(check_same_batch({is_last ? tokens.to(torch::kInt) : tokens}, mesh), "another shape or dtype");
+}
+
 } // namespace
 } // namespace tessera::testing::split_sequence_test
