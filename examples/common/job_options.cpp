@@ -12,7 +12,8 @@
 
 ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
 ABSL_FLAG(std::string, dims, "",
-          "names of the dims of --mesh, such as dp,cp,tp; a last one called tp splits layers, one before it called cp sequences");
+          "names of the dims of --mesh, such as dp,cp,tp; a last one called tp splits layers, one before it called cp sequences, and "
+          "a first one called pp is for a pipeline");
 ABSL_FLAG(std::string, mesh, "",
           "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid and hierarchical 2 x half of the ranks");
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
@@ -64,13 +65,19 @@ void check(const JobOptions& options) {
   TORCH_CHECK(options.device == c10::kCPU || options.strategy, "--strategy none runs on the CPU only");
 }
 
-/// Takes dims named cp and tp, the last ones, off the mesh: sequences and layers are split over them.
+/// Takes a first dim named pp and last ones named cp and tp off the mesh: the model, sequences and layers are split over them.
 void take_other_dims(bool splits_models, JobOptions& options) {
   const auto text = absl::GetFlag(FLAGS_dims);
   if (text.empty()) return;
   std::vector<std::string> names = absl::StrSplit(text, ',');
   TORCH_CHECK(names.size() == options.mesh.size(), "--dims ", text, " names ", names.size(), " dims, but --mesh has ",
               options.mesh.size());
+  if (names.front() == "pp") {
+    TORCH_CHECK(splits_models, "--dims ", text, ": this program has no pipelines");
+    options.pipeline = options.mesh.front();
+    names.erase(names.begin());
+    options.mesh.erase(options.mesh.begin());
+  }
   const auto take = [&](const char* name) -> std::optional<int64_t> {
     if (names.empty() || names.back() != name) return std::nullopt;
     TORCH_CHECK(splits_models, "--dims ", text, ": this program has no dim ", name);
@@ -84,13 +91,14 @@ void take_other_dims(bool splits_models, JobOptions& options) {
   for (const auto& name : names) {
     TORCH_CHECK(name != "tp", "--dims ", text, ": tp must be the last dim");
     TORCH_CHECK(name != "cp", "--dims ", text, ": cp must be the last dim, or before tp");
+    TORCH_CHECK(name != "pp", "--dims ", text, ": pp must be the first dim");
   }
   if (!options.context_parallel) return;
   if (options.mesh.empty()) options.mesh.push_back(1);
   options.mesh.back() *= *options.context_parallel;
 }
 
-/// The mesh without tp, of `world` ranks.
+/// The mesh without pp and tp, of `world` ranks.
 MeshShape data_parallel_shape(const JobOptions& options, int world) {
   const bool groups = takes_groups(options);
   auto shape = options.mesh;
@@ -123,6 +131,10 @@ JobOptions job_options(bool splits_models) {
 
 MeshShape mesh_shape(const JobOptions& options, int world) {
   auto mesh = data_parallel_shape(options, static_cast<int>(data_ranks(options, world)));
+  if (options.pipeline) {
+    mesh.shape.insert(mesh.shape.begin(), *options.pipeline);
+    mesh.names.insert(mesh.names.begin(), "pp");
+  }
   if (options.tensor_parallel) {
     mesh.shape.push_back(*options.tensor_parallel);
     mesh.names.emplace_back("tp");

@@ -21,6 +21,7 @@ struct JobOptions {
   /// Ranks of the dim before that, cp, over which sequences are split, and which are in the last dim of `mesh` as well: those
   /// hold parameters together. Unset: it has none.
   std::optional<int64_t> context_parallel;
+  std::optional<int64_t> pipeline;        ///< ranks of the mesh's first dim, pp; unset: it has none
   c10::DeviceType device = c10::kCPU;
   int threads = 0; ///< a rank's threads; 0: OMP_NUM_THREADS, or the cores divided by the local ranks
   std::optional<Strategy> strategy = Strategy::kFullShard; ///< unset: one process, the model as it is
@@ -31,11 +32,14 @@ struct JobOptions {
 };
 
 /// What the flags say, after `parse_command_line`. Throws c10::Error that names the flag for a value out of its range or flags
-/// that contradict each other, and for dims `cp` and `tp` unless the program `splits_models`, their sequences and layers.
+/// that contradict each other, and for dims `pp`, `cp` and `tp` unless the program `splits_models`: over stages, their sequences
+/// and layers.
 JobOptions job_options(bool splits_models = false);
 
 /// How many ranks, of `world`, have parameters of the same layers.
-inline int64_t data_ranks(const JobOptions& options, int world) { return world / options.tensor_parallel.value_or(1); }
+inline int64_t data_ranks(const JobOptions& options, int world) {
+  return world / (options.tensor_parallel.value_or(1) * options.pipeline.value_or(1));
+}
 
 /// The mesh's shape and the names of its dims, for a job of `world` ranks. Throws when the options do not fit so many.
 struct MeshShape {

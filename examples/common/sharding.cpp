@@ -16,6 +16,8 @@ c10::ScalarType dtype(Precision precision) {
   return c10::kFloat;
 }
 
+} // namespace
+
 tessera::FullyShardOptions shard_options(const JobOptions& options) {
   tessera::FullyShardOptions result;
   result.strategy = options.strategy;
@@ -27,8 +29,6 @@ tessera::FullyShardOptions shard_options(const JobOptions& options) {
   }
   return result;
 }
-
-} // namespace
 
 tessera::DeviceMesh make_mesh(const JobOptions& options) {
   if (!options.strategy) return {};

@@ -43,16 +43,20 @@ GptImpl::GptImpl(const ModelConfig& config) : config_(config) {
   initialize();
 }
 
-torch::Tensor GptImpl::forward(const torch::Tensor& tokens, const torch::Tensor& positions) {
+torch::Tensor GptImpl::embed(const torch::Tensor& tokens, const torch::Tensor& positions) {
   const auto time = tokens.size(1);
   TORCH_CHECK(time <= config_.sequence, "a context of ", time, " bytes, but the model has positions for ", config_.sequence);
   const auto places = positions.defined() ? positions : torch::arange(time, tokens.options());
-  auto x = token_embedding_->forward(tokens) + position_embedding_->forward(places);
+  return token_embedding_->forward(tokens) + position_embedding_->forward(places);
+}
+
+torch::Tensor GptImpl::forward(const torch::Tensor& tokens, const torch::Tensor& positions) {
+  auto x = embed(tokens, positions);
   for (const auto& each : *blocks_) {
     auto& block = *each->as<Block>();
     x = recompute_ ? tessera::recompute(block, x) : block.forward(x);
   }
-  return torch::linear(norm_->forward(x), token_embedding_->weight);
+  return logits(x);
 }
 
 // GPT-2's: normal weights, smaller by the depth where a layer writes to the residual stream, and no biases.

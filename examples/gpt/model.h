@@ -47,6 +47,9 @@ class GptImpl : public torch::nn::Module {
   /// Logits [batch, time, kVocabulary] of the byte after each of tokens [batch, time] (int64, time ≤ sequence). `positions`
   /// [time] of the tokens: 0, 1, … by default.
   torch::Tensor forward(const torch::Tensor& tokens, const torch::Tensor& positions = {});
+  /// What comes before the blocks, and what comes after them.
+  torch::Tensor embed(const torch::Tensor& tokens, const torch::Tensor& positions = {});
+  torch::Tensor logits(const torch::Tensor& x) { return torch::linear(norm_->forward(x), token_embedding_->weight); }
 
   /// Whether backward computes the blocks once more, and only their inputs are kept for it.
   void set_recompute(bool recompute) { recompute_ = recompute; }

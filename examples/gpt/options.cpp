@@ -25,6 +25,9 @@ ABSL_FLAG(double, weight_decay, 0.1, "of matrices; norms and biases have none");
 ABSL_FLAG(bool, recompute, false,
           "keep only the inputs of the blocks, and compute the rest again in backward: less memory, more time");
 ABSL_FLAG(bool, sequence_parallel, false, "split activations between the layers over their time; needs a dim tp");
+ABSL_FLAG(std::string, schedule, "1f1b",
+          "of a pipeline: gpipe, 1f1b, zb-h1, interleaved-1f1b, looped-bfs, interleaved-zb, zb-v or dualpipe-v; needs a dim pp");
+ABSL_FLAG(int64_t, micro_batches, 4, "into which a pipeline cuts the rows of a step");
 ABSL_FLAG(uint64_t, seed, 1, "of the initial weights, the batches and the samples");
 ABSL_FLAG(double, max_seconds, 0, "stop training after so many seconds; 0 for never");
 ABSL_FLAG(std::string, log, "runs/train_gpt.jsonl", "file for the metrics, one JSON object a line; empty for none");
@@ -103,6 +106,15 @@ int context_ranks(const Options& options) {
   return static_cast<int>(*options.context_parallel);
 }
 
+void check_pipeline(const Options& options) {
+  check_at_least<int64_t>("micro-batches", options.micro_batches, 1);
+  if (!options.pipeline) return;
+  TORCH_CHECK(options.strategy, "--dims pp needs a --strategy other than none");
+  TORCH_CHECK(options.context_ranks == 1, "--context-ranks ", options.context_ranks,
+              " and a dim pp: this program splits either sequences or layers");
+  TORCH_CHECK(options.dump_initial.empty(), "--dump-initial writes the whole model, which no rank has with a dim pp");
+}
+
 void check_context(const Options& options) {
   check_at_least("context-ranks", options.context_ranks, 1);
   if (options.context_ranks == 1) return;
@@ -136,6 +148,8 @@ Options parse_options(int argc, char** argv) {
   options.weight_decay = absl::GetFlag(FLAGS_weight_decay);
   options.recompute = absl::GetFlag(FLAGS_recompute);
   options.sequence_parallel = absl::GetFlag(FLAGS_sequence_parallel);
+  options.schedule = tessera::pipeline_schedule_kind(absl::GetFlag(FLAGS_schedule));
+  options.micro_batches = absl::GetFlag(FLAGS_micro_batches);
   options.seed = absl::GetFlag(FLAGS_seed);
   options.max_seconds = absl::GetFlag(FLAGS_max_seconds);
   options.log = absl::GetFlag(FLAGS_log);
@@ -154,6 +168,7 @@ Options parse_options(int argc, char** argv) {
   check_numbers(options);
   check_combinations(options);
   check_context(options);
+  check_pipeline(options);
   return options;
 }
 
@@ -164,6 +179,9 @@ void check_world(const Options& options, int world) {
   const auto ranks = options.data_ranks(world);
   TORCH_CHECK(options.global_batch % ranks == 0, "--global-batch ", options.global_batch, " does not divide among ", ranks,
               options.context_ranks > 1 ? " groups of ranks" : " ranks");
+  const auto rows = options.rows_a_rank(world);
+  TORCH_CHECK(!options.pipeline || rows >= options.micro_batches, "--micro-batches ", options.micro_batches, " of ", rows,
+              " rows a rank: each needs one");
 }
 
 } // namespace gpt

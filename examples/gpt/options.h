@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/parallel/context_attention.h>
+#include <tessera/parallel/pipeline_schedule.h>
 
 #include <string>
 
@@ -29,6 +30,8 @@ struct Options : examples::JobOptions {
   double weight_decay = 0;
   bool recompute = false;         ///< of the blocks, in backward
   bool sequence_parallel = false; ///< activations between the layers are split over their time
+  tessera::PipelineScheduleKind schedule = tessera::PipelineScheduleKind::k1F1B; ///< with a dim pp
+  int64_t micro_batches = 0;                                                     ///< of a step of a pipeline
   uint64_t seed = 0;
   double max_seconds = 0; ///< stop training after so long; 0: never
 

@@ -38,6 +38,7 @@ std::string describe(const Options& options, int64_t parameters) {
          (options.tensor_parallel ? fmt::format(", tensor-parallel over {}{}", *options.tensor_parallel,
                                                 options.sequence_parallel ? ", sequence-parallel" : "")
                                   : "") +
+         (options.pipeline ? fmt::format(", a pipeline of {}", *options.pipeline) : "") +
          (options.context_ranks == 1
               ? ""
               : fmt::format(", sequences over {} ranks ({})", options.context_ranks, tessera::to_string(options.context)));
@@ -61,6 +62,11 @@ Gpt make_model(const Options& options) {
   return model;
 }
 
+std::optional<PipelinedGpt> make_pipelined(Gpt& model, const tessera::DeviceMesh& mesh, const Options& options) {
+  if (!options.pipeline) return std::nullopt;
+  return std::make_optional<PipelinedGpt>(model, mesh, options);
+}
+
 } // namespace
 
 Trainer::Trainer(const Options& options)
@@ -70,12 +76,14 @@ Trainer::Trainer(const Options& options)
       model_(make_model(options)),
       meshes_(make_meshes(options)),
       device_(meshes_.parameters.defined() ? meshes_.parameters.device() : torch::Device(torch::kCPU)),
-      optimizer_(make_optimizer(*model_, options)),
-      scaler_({.enabled = options.precision == examples::Precision::kFp16}),
+      pipeline_(make_pipelined(model_, meshes_.parameters, options)),
+      optimizer_(make_optimizer(module(), options)),
+      scaler_({.enabled = options.precision == examples::Precision::kFp16,
+               .mesh = options.pipeline ? meshes_.parameters : tessera::DeviceMesh()}),
       progress_(options.steps, !first_rank()) {
   if (first_rank()) check_outputs();
   if (!options_.dump_initial.empty()) dump_initial();
-  if (meshes_.parameters.defined()) shard(model_, meshes_.parameters, options_);
+  if (meshes_.parameters.defined() && !pipeline_) shard(model_, meshes_.parameters, options_);
   if (options_.resume) resume();
   if (!options_.checkpoint.empty()) examples::note_termination();
   if (first_rank()) log_ = JsonLog(options_.log, options_.resume);
@@ -106,7 +114,7 @@ void Trainer::run() {
   }
   progress_.finish();
   const double seconds = seconds_since(start_);
-  const auto bytes = examples::max_over_ranks({static_cast<double>(state_bytes(*model_, optimizer_.get()))})[0];
+  const auto bytes = examples::max_over_ranks({static_cast<double>(state_bytes(module(), optimizer_.get()))})[0];
   if (!options_.checkpoint.empty() && done > first_step_) save(done);
   if (is_terminated_) return progress_.line("stopped by SIGTERM; --resume goes on");
   progress_.line(fmt::format("{} steps in {:.1f} s; parameters, gradients and optimizer state: {:.2f} MB a rank",
@@ -131,11 +139,9 @@ StepMetrics Trainer::train_step(int64_t step) {
   set_learning_rate(*optimizer_, metrics.learning_rate);
 
   optimizer_->zero_grad();
-  const auto loss = loss_of(model_, batch, meshes_, options_.context);
-  scaler_.scale(loss).backward();
+  const auto loss = train_on(batch);
   scaler_.unscale_(*optimizer_);
-  const double largest_norm = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
-  metrics.gradient_norm = torch::nn::utils::clip_grad_norm_(model_->parameters(), largest_norm);
+  metrics.gradient_norm = clip();
   scaler_.step(*optimizer_);
   scaler_.update();
 
@@ -146,6 +152,18 @@ StepMetrics Trainer::train_step(int64_t step) {
   metrics.tokens_per_second =
       static_cast<double>(rows_ * options_.data_ranks(world_size()) * options_.model.sequence) / seconds_since(begin);
   return metrics;
+}
+
+torch::Tensor Trainer::train_on(const Batch& batch) {
+  if (pipeline_) return pipeline_->train(batch, [&](const torch::Tensor& loss) { return scaler_.scale(loss); });
+  auto loss = loss_of(model_, batch, meshes_, options_.context);
+  scaler_.scale(loss).backward();
+  return loss;
+}
+
+double Trainer::clip() {
+  const double largest_norm = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
+  return pipeline_ ? pipeline_->clip(largest_norm) : torch::nn::utils::clip_grad_norm_(model_->parameters(), largest_norm);
 }
 
 StepMetrics Trainer::train_step_traced(int64_t step) {
@@ -161,7 +179,8 @@ double Trainer::validate() {
   double sum = 0;
   for (int64_t index = 0; index < options_.validation_batches; ++index) {
     const auto batch = to_device(text_.validation_batch(index, first_row(), rows_));
-    sum += loss_of(model_, batch, meshes_, options_.context).item<double>();
+    const auto loss = pipeline_ ? pipeline_->evaluate(batch) : loss_of(model_, batch, meshes_, options_.context);
+    sum += loss.item<double>();
   }
   return examples::mean_over_ranks({sum / static_cast<double>(options_.validation_batches)})[0];
 }
@@ -170,8 +189,12 @@ std::filesystem::path Trainer::checkpoint_folder(int64_t steps_done) const {
   return std::filesystem::path(options_.checkpoint) / fmt::format("step-{:06}", steps_done);
 }
 
+tessera::StateDict Trainer::state(bool saves) {
+  return pipeline_ ? pipeline_->state(*optimizer_, saves) : tessera::state_dict(*model_, *optimizer_);
+}
+
 void Trainer::save(int64_t steps_done) {
-  auto state = tessera::state_dict(*model_, *optimizer_);
+  auto state = this->state(/*saves=*/true);
   state.set("steps_done", steps_done);
   state.merge(flags_of(options_.model));
   if (scaler_.is_enabled()) state.merge(tessera::state_dict(scaler_));
@@ -187,7 +210,7 @@ void Trainer::resume() {
     return;
   }
   auto state = same_flags(folder);
-  state.merge(tessera::state_dict(*model_, *optimizer_));
+  state.merge(this->state(/*saves=*/false));
   if (scaler_.is_enabled()) state.merge(tessera::state_dict(scaler_));
   state.set("steps_done", 0);
   tessera::checkpoint::load(state, folder);
@@ -247,7 +270,8 @@ void Trainer::check_checkpoint_folder() const {
   }
 }
 
-bool Trainer::writes_samples() const { return options_.sample_bytes > 0 && !options_.samples.empty(); }
+// Not with a dim pp: a byte at a time would fill one stage.
+bool Trainer::writes_samples() const { return !pipeline_ && options_.sample_bytes > 0 && !options_.samples.empty(); }
 
 void Trainer::write_samples() {
   if (!writes_samples()) return;
@@ -269,8 +293,12 @@ bool Trainer::is_to_stop() {
   return is_terminated_ || asked[1] > 0;
 }
 
-// Ranks that split sequences or layers are neighbours, and have the same rows.
-int64_t Trainer::first_row() const { return rank() / (world_size() / options_.data_ranks(world_size())) * rows_; }
+// Ranks that split sequences, or each of the layers, are neighbours, and have the same rows. So have those of a pipeline, which
+// are far apart.
+int64_t Trainer::first_row() const {
+  const auto stage_ranks = world_size() / options_.pipeline.value_or(1);
+  return rank() % stage_ranks / (stage_ranks / options_.data_ranks(world_size())) * rows_;
+}
 
 bool Trainer::first_rank() const { return rank() == 0; }
 

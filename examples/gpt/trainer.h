@@ -6,11 +6,13 @@
 
 #include <chrono>
 #include <filesystem>
+#include <optional>
 
 #include "gpt/context.h"
 #include "gpt/metrics.h"
 #include "gpt/model.h"
 #include "gpt/options.h"
+#include "gpt/pipelined.h"
 #include "gpt/progress.h"
 #include "gpt/text.h"
 
@@ -27,6 +29,10 @@ class Trainer {
   StepMetrics train_step(int64_t step);
   StepMetrics train_step_traced(int64_t step);
   double validate();
+  torch::Tensor train_on(const Batch& batch);
+  double clip();
+  torch::nn::Module& module() { return pipeline_ ? pipeline_->module() : *model_; }
+  tessera::StateDict state(bool saves);
   int64_t first_row() const;
   std::filesystem::path checkpoint_folder(int64_t steps_done) const;
   void save(int64_t steps_done);
@@ -47,6 +53,7 @@ class Trainer {
   Gpt model_;
   Meshes meshes_;
   torch::Device device_;
+  std::optional<PipelinedGpt> pipeline_; // with a dim pp
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   tessera::GradScaler scaler_;
   int64_t first_step_ = 0; // steps that the checkpoint had done

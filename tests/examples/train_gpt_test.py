@@ -115,6 +115,19 @@ class TrainGptTest(unittest.TestCase):
         self.assert_error("--context-ranks 4, but the dim cp has 2", "--ranks=4", "--mesh=2x2", "--dims=dp,cp", "--context-ranks=4")
         self.assert_error("cp must be the last dim, or before tp", "--ranks=4", "--mesh=2x2", "--dims=cp,dp")
 
+    def test_the_curve_does_not_depend_on_pipelines(self):
+        expected = self.losses("--strategy=none", "--layers=6", "--steps=4")
+        for ranks, mesh, dims, schedule, *others in ((2, "2", "pp", "1f1b"), (4, "2x2", "pp,dp", "zb-h1"), (4, "4x1", "pp,dp", "zb-v"),
+                                                     (4, "2x2", "pp,tp", "zb-h1", "--recompute"), (3, "3", "pp", "gpipe")):
+            flags = (f"--ranks={ranks}", f"--mesh={mesh}", f"--dims={dims}", f"--schedule={schedule}", "--layers=6", "--steps=4", *others)
+            self.assert_same_curve(self.losses(*flags), expected, flags)
+        saved = self.folder / "stages"
+        self.train("--ranks=4", "--mesh=2x2", "--dims=pp,dp", "--layers=6", "--steps=4", f"--checkpoint={saved}", "--save-every=2")
+        (saved / "step-000004").rename(self.folder / "last")
+        (self.folder / "log.jsonl").unlink()
+        rest = self.losses("--ranks=3", "--mesh=3", "--dims=pp", "--layers=6", "--steps=4", f"--checkpoint={saved}", "--resume")
+        self.assert_same_curve(rest, expected[2:], "pp 2 and dp 2, then pp 3")
+
     def test_a_checkpoint_goes_from_one_mesh_to_another(self):
         whole = self.losses("--strategy=none", "--steps=4")
         saved = self.folder / "saved"
@@ -260,6 +273,8 @@ class TrainGptTest(unittest.TestCase):
 
     def test_bad_dims(self):
         self.assert_error("names 1 dims, but --mesh has 2", "--ranks=4", "--mesh=2x2", "--dims=tp")
+        self.assert_error("pp must be the first dim", "--ranks=4", "--mesh=2x2", "--dims=dp,pp")
+        self.assert_error("each needs one", "--ranks=2", "--mesh=2", "--dims=pp", "--micro-batches=13")
         self.assert_error("tp must be the last dim", "--ranks=4", "--mesh=2x2", "--dims=tp,dp")
         self.assert_error("--sequence-parallel needs a dim tp", "--ranks=2", "--sequence-parallel")
         self.assert_error("--heads 2 does not divide among the 4 ranks of tp", "--ranks=4", "--mesh=4", "--dims=tp")
