@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include <tessera/fsdp/micro_batch.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/parallel/pipeline_layers.h>
 #include <tessera/parallel/pipeline_schedule.h>
@@ -29,16 +30,10 @@ struct PipelineLoss {
   std::function<double(const PipelineValue& micro_batch)> count = nullptr;
 };
 
-/// How long the parameters that `fully_shard` gathered for a stage stay.
-enum class PipelineResidency : uint8_t {
-  kStep,       ///< from the stage's first action of a step to its last one: one gather a step
-  kMicroBatch, ///< as `reshard_after_forward` says it, anew for each micro-batch: less memory, more gathers
-};
-
 struct PipelineOptions {
   /// The ranks that have other micro-batches and average their gradients, such as mesh["dp"]. Undefined: this rank alone.
   DeviceMesh data_mesh = {};
-  PipelineResidency residency = PipelineResidency::kStep;
+  Residency residency = Residency::kStage; ///< how long what `fully_shard` gathers of a stage stays
   /// Messages whose shapes depend on more than the shapes of their micro-batch: each comes with a header.
   bool dynamic_shapes = false;
   /// Draws random numbers of each layer with a seed of its own, made of this one, the number of the step, the micro-batch, the

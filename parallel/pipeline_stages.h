@@ -78,7 +78,8 @@ PipelineStages split(const PipelineLayers& layers, const DeviceMesh& mesh, const
 std::string to_string(const PipelineStages& stages);
 
 /// `fully_shard` of what this rank has, over `mesh`, dims of the same root mesh as the pipeline's: each tied weight is a group of
-/// its own, each layer is one, and each stage a root. Every rank of the pipeline and of `mesh` calls it.
+/// its own, each layer is one, and each stage a root; where two stages of
+/// the rank share a weight they have one root. Every rank of the pipeline and of `mesh` calls it.
 void fully_shard(const PipelineStages& stages, const DeviceMesh& mesh, const FullyShardOptions& options = {});
 
 /// `parallelize` of what this rank has, with those lines of `plan` that name something here. A line that names no module of the

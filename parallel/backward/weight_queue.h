@@ -32,9 +32,7 @@ class WeightQueue {
   /// Notes an op of the forward that will leave something.
   void expect() { ++expected_; }
   void add(std::shared_ptr<WeightNode> node) { nodes_.push_back(std::move(node)); }
-  /// The first half is over. Ops to which no gradient came leave nothing.
-  void close() { expected_ = nodes_.size(); }
-  /// How many ops leave something, as far as is known.
+  /// How many ops of the forward will.
   size_t expected() const { return expected_; }
   /// Runs them as a backward of its own, and frees what they hold.
   void run();

@@ -3,10 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 
+#include <exception>
 #include <utility>
 
+#include <tessera/base/error_text.h>
 #include <tessera/parallel/run/pipeline_state.h>
 #include <tessera/parallel/run/step_run.h>
 
@@ -26,13 +27,15 @@ std::vector<std::string> shapes_of(const std::vector<PipelineValue>& micro_batch
 /// Runs a step; after an exception the other ranks hear of it.
 template <typename Run>
 void run_or_abandon(PipelineState& state, const Run& run) {
-  const auto leave = c10::make_scope_exit([&] {
-    for (auto& each : state.sharded) each.leave();
-  });
   try {
     run();
+  } catch (const std::exception& error) {
+    const auto here = internal::error_text(error);
+    const auto text = state.abandon(here);
+    if (text == here) throw;
+    TORCH_CHECK(false, text);
   } catch (...) {
-    state.abandon();
+    state.abandon("an exception that is no std::exception");
     throw;
   }
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <functional>
 #include <utility>
@@ -55,7 +56,7 @@ PipelineState::PipelineState(PipelineStages pipeline_stages, PipelineLoss pipeli
   const auto& any = schedules_.begin()->second;
   check_fits(any, stages);
   agree(c10::str("the schedule ", any.name, options.dynamic_shapes ? ", dynamic shapes" : "", " ", to_csv(any)), {}, "");
-  for (const auto& stage : stages.local) sharded.emplace_back(stage, options.residency);
+  for (const auto& stage : stages.local) sharded.emplace_back(stages, stage, options.residency);
 }
 
 const PipelineSchedule& PipelineState::schedule(int64_t micro_batches) {
@@ -120,10 +121,32 @@ void PipelineState::check_usable() const {
   TORCH_CHECK(!is_broken_, "this pipeline had an error in an earlier step, and cannot be used any more");
 }
 
-void PipelineState::abandon() {
+namespace {
+
+/// What the rank of the mesh said that failed first, which this one is where nobody did. The connections tell nothing of causes.
+std::string first_failure(const DeviceMesh& mesh, const std::string& failure) {
+  try {
+    const auto& store = process_context().store();
+    if (!store || mesh.size() == 1) return "";
+    const auto key = c10::str("tessera/pipeline/", mesh.ranks(), "/failure");
+    const auto mine = c10::str("rank ", process_context().rank(), ": ", failure);
+    const std::string first = store->compareSet(key, std::string(), mine);
+    return first == mine ? "" : first;
+  } catch (const std::exception&) { // the store has ended with its rank
+    return "";
+  }
+}
+
+} // namespace
+
+std::string PipelineState::abandon(const std::string& failure) {
   is_broken_ = true;
+  const auto first = first_failure(stages.mesh, failure);
   forward.close();
   backward.close();
+  return first.empty()
+             ? failure
+             : c10::str("the pipeline has ended on ", first, "\nHere, on rank ", process_context().rank(), ": ", failure);
 }
 
 } // namespace tessera::internal::pipeline

@@ -31,8 +31,8 @@ class PipelineState {
   int64_t data_ranks() const { return options.data_mesh.defined() ? options.data_mesh.size() : 1; }
   int64_t data_rank() const;
   void check_usable() const;
-  /// After an exception: the others hear of it.
-  void abandon();
+  /// After an exception with this text: the others hear of it. Returns the text with that of the rank that failed first.
+  std::string abandon(const std::string& failure);
 
   PipelineStages stages;
   PipelineLoss loss;

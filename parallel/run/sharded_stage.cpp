@@ -1,36 +1,45 @@
 #include <tessera/parallel/run/sharded_stage.h>
 
+#include <c10/util/Exception.h>
+
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/parallel/stages/shared_weights.h>
 
 namespace tessera::internal::pipeline {
 
-ShardedStage::ShardedStage(const PipelineStage& stage, PipelineResidency residency) : residency_(residency) {
-  for (const auto& module : stage.module->modules()) {
-    if (is_sharded(*module)) modules_.push_back(fsdp(*module));
+namespace {
+
+MicroBatchPhase phase_of(PipelineWork work) {
+  switch (work) {
+    case PipelineWork::kForward: return MicroBatchPhase::kForward;
+    case PipelineWork::kBackward: return MicroBatchPhase::kBackward;
+    case PipelineWork::kInputGradients: return MicroBatchPhase::kInputGradients;
+    case PipelineWork::kWeightGradients: return MicroBatchPhase::kWeightGradients;
+    case PipelineWork::kUnshard:
+    case PipelineWork::kReshard: break;
   }
-  if (residency_ == PipelineResidency::kMicroBatch) return;
-  for (auto& each : modules_) each.set_reshard_after_forward(false, /*recurse=*/false);
+  TORCH_INTERNAL_ASSERT(false, "no phase of a micro-batch");
 }
 
-void ShardedStage::enter(PipelineWork work, bool reduces) {
-  if (work == PipelineWork::kForward) return;
-  const bool frees = reduces || residency_ == PipelineResidency::kMicroBatch;
-  for (auto& each : modules_) {
-    each.set_requires_gradient_sync(reduces, /*recurse=*/false);
-    each.set_reshard_after_backward(frees, /*recurse=*/false);
-    each.set_unshard_in_backward(work != PipelineWork::kWeightGradients); // which reads no parameter
-  }
+} // namespace
+
+ShardedStage::ShardedStage(const PipelineStages& stages, const PipelineStage& stage, Residency residency)
+    : module_(stage.module), root_(stage.module), residency_(residency) {
+  if (!stages_share_weights(stages)) return;
+  // One step of one model: a micro-batch counts once for each stage.
+  root_ = stages.module;
+  place_ = &stage - stages.local.data();
+  places_ = std::ssize(stages.local);
 }
 
-void ShardedStage::free() {
-  for (auto& each : modules_) each.reshard();
+MicroBatchScope ShardedStage::enter(PipelineWork work, int64_t micro_batch, bool is_last) const {
+  return micro_batch_scope(
+      *root_, {.index = micro_batch * places_ + place_, .phase = phase_of(work), .is_last = is_last, .residency = residency_});
 }
 
-void ShardedStage::leave() {
-  for (auto& each : modules_) {
-    each.set_requires_gradient_sync(true, /*recurse=*/false);
-    each.set_reshard_after_backward(true, /*recurse=*/false);
-    each.set_unshard_in_backward(true);
+void ShardedStage::free() const {
+  for (const auto& module : module_->modules()) {
+    if (is_sharded(*module)) fsdp(*module).reshard();
   }
 }
 

@@ -2,26 +2,33 @@
 
 // Internal: what the sharded modules of a stage are told of a step.
 
-#include <vector>
+#include <torch/nn/module.h>
 
-#include <tessera/fsdp/fsdp_module.h>
+#include <cstdint>
+#include <memory>
+
+#include <tessera/fsdp/micro_batch.h>
 #include <tessera/parallel/pipeline.h>
 
 namespace tessera::internal::pipeline {
 
+/// A stage that is a model of `fully_shard`, or a part of one with the other stages of its rank, where they share a weight. Also
+/// one that is not sharded.
 class ShardedStage {
  public:
-  ShardedStage(const PipelineStage& stage, PipelineResidency residency);
+  ShardedStage(const PipelineStages& stages, const PipelineStage& stage, Residency residency);
 
-  /// Is called before an action of the stage. `reduces`: the stage's gradients of the step are complete with it.
-  void enter(PipelineWork work, bool reduces);
-  void free();
-  /// Is called after the step, however it ended.
-  void leave();
+  /// The scope of an action of the stage. `is_last`: the gradients of the step are complete with it.
+  MicroBatchScope enter(PipelineWork work, int64_t micro_batch, bool is_last) const;
+  void free() const;
+
+  /// The module whose step is one.
+  const torch::nn::Module& root() const { return *root_; }
 
  private:
-  std::vector<FSDPModule> modules_;
-  PipelineResidency residency_;
+  std::shared_ptr<torch::nn::Module> module_, root_;
+  Residency residency_;
+  int64_t place_ = 0, places_ = 1; ///< among the stages of the root
 };
 
 } // namespace tessera::internal::pipeline

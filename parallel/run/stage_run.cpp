@@ -103,23 +103,8 @@ std::vector<at::Tensor> StageRun::backward(int64_t micro_batch, const std::vecto
                                                           /*accumulate_grad=*/true, {});
   }
   auto of_inputs = std::exchange(flight.inputs, nullptr)->take();
-  if (flight.queue) {
-    flight.queue->close();
-  } else {
-    in_flight_.erase(micro_batch);
-  }
+  if (!flight.queue) in_flight_.erase(micro_batch);
   return of_inputs;
-}
-
-size_t StageRun::split_ops(int64_t micro_batch) const {
-  const auto found = in_flight_.find(micro_batch);
-  return found != in_flight_.end() && found->second.queue ? found->second.queue->expected() : 0;
-}
-
-size_t StageRun::split_ops() const {
-  size_t ops = 0;
-  for (const auto& [micro_batch, flight] : in_flight_) ops += split_ops(micro_batch);
-  return ops;
 }
 
 void StageRun::weight_gradients(int64_t micro_batch) {

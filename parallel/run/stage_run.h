@@ -63,9 +63,6 @@ class StageRun {
   /// The backward, or its first half, from the gradients of those outputs that require one. Returns the gradients of the inputs
   /// that do, undefined where none came.
   std::vector<at::Tensor> backward(int64_t micro_batch, const std::vector<at::Tensor>& gradients);
-  /// How many ops leave their weights' gradients to second halves that have not run; of one micro-batch, or of all.
-  size_t split_ops(int64_t micro_batch) const;
-  size_t split_ops() const;
   /// The second half.
   void weight_gradients(int64_t micro_batch);
 

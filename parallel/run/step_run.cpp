@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
 #include <tessera/parallel/pipeline/dependencies.h>
 
 namespace tessera::internal::pipeline {
@@ -39,7 +40,16 @@ StageRun& StepRun::run_of(int64_t stage) {
   return *std::find_if(runs_.begin(), runs_.end(), [&](const StageRun& run) { return run.stage().index == stage; });
 }
 
-ShardedStage& StepRun::sharded_of(int64_t stage) { return state_.sharded[static_cast<size_t>(&run_of(stage) - runs_.data())]; }
+const ShardedStage& StepRun::sharded_of(int64_t stage) {
+  return state_.sharded[static_cast<size_t>(&run_of(stage) - runs_.data())];
+}
+
+MicroBatchScope StepRun::scope_of(const PipelineAction& action) {
+  const auto& sharded = sharded_of(action.stage);
+  const bool ends = action.work == PipelineWork::kBackward || action.work == PipelineWork::kWeightGradients;
+  const bool is_last = ends && --remaining_.at(&sharded.root()) == 0;
+  return sharded.enter(action.work, action.micro_batch, is_last && input_.options.is_last);
+}
 
 MessageName StepRun::message(const char* what, int64_t stage, int64_t micro_batch, int64_t peer_stage) const {
   return {.peer = state_.stages.rank_of_stage[static_cast<size_t>(peer_stage)],
@@ -49,7 +59,8 @@ MessageName StepRun::message(const char* what, int64_t stage, int64_t micro_batc
 
 void StepRun::note(const std::vector<PipelineAction>& actions) {
   for (const auto& action : actions) {
-    if (gives_input_gradients(action.work)) ++remaining_[action.stage].backwards;
+    const bool ends = action.work == PipelineWork::kBackward || action.work == PipelineWork::kWeightGradients;
+    if (ends) ++remaining_[&sharded_of(action.stage).root()];
     if (action.work == PipelineWork::kInputGradients) split_.emplace(action.stage, action.micro_batch);
   }
 }
@@ -134,7 +145,7 @@ void StepRun::forward(const PipelineAction& action) {
                                {stage - 1, micro_batch}));
   }
   auto& run = run_of(stage);
-  sharded_of(stage).enter(action.work, false);
+  const auto scope = scope_of(action);
   const auto output = run.forward(micro_batch, value, batch, split_.contains({stage, micro_batch}));
   if (is_last(stage)) {
     take_loss(run, micro_batch, output);
@@ -161,7 +172,8 @@ void StepRun::take_loss(StageRun& run, int64_t micro_batch, const PipelineValue&
               ": the loss of a pipeline must have no dims, and has ", sum.defined() ? sum.dim() : -1);
   {
     const at::NoGradGuard no_grad;
-    loss_ = loss_ + sum.detach().to(at::kDouble);
+    const auto value = sum.detach();
+    loss_ = loss_ + (is_dtensor(value) ? DTensor(value).full_tensor() : value).to(at::kDouble);
   }
   if (!at::GradMode::is_enabled()) return;
   auto root = sum * input_.factor;
@@ -198,8 +210,7 @@ void StepRun::backward(const PipelineAction& action) {
                          {stage, micro_batch})
                     .tensors;
   }
-  const bool is_last_backward = --remaining_.at(stage).backwards == 0;
-  sharded_of(stage).enter(action.work, input_.options.is_last && is_last_backward && run.split_ops() == 0);
+  const auto scope = scope_of(action);
   auto of_inputs = run.backward(micro_batch, gradients);
   if (stage == 0 || of_inputs.empty()) return;
   auto flat = flat_list(std::move(of_inputs));
@@ -211,10 +222,8 @@ void StepRun::backward(const PipelineAction& action) {
 }
 
 void StepRun::weight_gradients(const PipelineAction& action) {
-  auto& run = run_of(action.stage);
-  const bool is_last_half = run.split_ops() == run.split_ops(action.micro_batch) && remaining_.at(action.stage).backwards == 0;
-  sharded_of(action.stage).enter(action.work, input_.options.is_last && is_last_half);
-  run.weight_gradients(action.micro_batch);
+  const auto scope = scope_of(action);
+  run_of(action.stage).weight_gradients(action.micro_batch);
 }
 
 } // namespace tessera::internal::pipeline

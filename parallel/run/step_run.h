@@ -42,11 +42,6 @@ class StepRun {
 
  private:
   using Place = std::pair<int64_t, int64_t>; ///< a stage, a micro-batch
-  /// What remains of a stage in this step.
-  struct Remaining {
-    int64_t backwards = 0; ///< B, or I
-  };
-
   void note(const std::vector<PipelineAction>& actions);
   void perform(const PipelineAction& action);
   void forward(const PipelineAction& action);
@@ -64,13 +59,14 @@ class StepRun {
   MessageName message(const char* what, int64_t stage, int64_t micro_batch, int64_t peer_stage) const;
   FlatValue received(Messages& messages, std::map<Place, Incoming>& asked, const MessageName& name, Place place);
   StageRun& run_of(int64_t stage);
-  ShardedStage& sharded_of(int64_t stage);
+  const ShardedStage& sharded_of(int64_t stage);
+  MicroBatchScope scope_of(const PipelineAction& action);
 
   PipelineState& state_;
   const StepInput& input_;
   ParameterNodes nodes_;
-  std::vector<StageRun> runs_; ///< as the local stages
-  std::map<int64_t, Remaining> remaining_;
+  std::vector<StageRun> runs_;                                 ///< as the local stages
+  std::map<const torch::nn::Module*, int64_t> remaining_;      ///< backwards, and second halves, of what is one model
   std::set<Place> split_;                                      ///< whose backward comes in two halves
   std::map<Place, FlatValue> local_outputs_, local_gradients_; ///< from a stage of this rank to another
   std::map<Place, Incoming> asked_outputs_, asked_gradients_;

@@ -8,6 +8,7 @@
 #include <tessera/parallel/parallelize.h>
 #include <tessera/parallel/pipeline_stages.h>
 #include <tessera/parallel/stages/names.h>
+#include <tessera/parallel/stages/shared_weights.h>
 #include <tessera/parallel/tensor/plan_lines.h>
 
 namespace tessera {
@@ -40,6 +41,7 @@ std::vector<std::shared_ptr<torch::nn::Module>> modules_of(const PipelineLayers:
 } // namespace
 
 void fully_shard(const PipelineStages& stages, const DeviceMesh& mesh, const FullyShardOptions& options) {
+  const bool is_one_model = internal::pipeline::stages_share_weights(stages);
   for (const auto& stage : stages.local) {
     const ModelNames names(*stage.module);
     shard_ties(stages, stage, names, mesh, options);
@@ -47,8 +49,9 @@ void fully_shard(const PipelineStages& stages, const DeviceMesh& mesh, const Ful
       const auto modules = modules_of(stages.layers.layers()[static_cast<size_t>(layer)], names);
       if (!modules.empty()) fully_shard(modules, mesh, options);
     }
-    fully_shard(*stage.module, mesh, options);
+    if (!is_one_model) fully_shard(*stage.module, mesh, options);
   }
+  if (is_one_model) fully_shard(*stages.module, mesh, options);
 }
 
 void parallelize(const PipelineStages& stages, const DeviceMesh& mesh, const ParallelPlan& plan) {
