@@ -75,6 +75,7 @@ struct Group {
   int64_t reduced_bytes = 0;    // as `grad()` holds them
   int64_t largest_gradient = 0; // of one parameter, whole
   int64_t last_gradient = 0;    // the one that lands last: of the parameter that is registered first
+  int64_t all_gradients = 0;    // of all parameters, whole
   int64_t largest_local = 0;
 
   Residence residence = Residence::kSharded;
@@ -82,6 +83,7 @@ struct Group {
   int64_t unsharded = 0, gather_output = 0, buffer = 0; // blocks that it has now
   int64_t kept_part = 0;                                // of the unsharded parameters, after its forward
   int64_t reduced = 0;                                  // what its reduction has written
+  int64_t summed = 0;                                   // gradients that autograd holds of its later reads
   bool is_complete = false;                             // all of its gradients have landed
   bool is_pending = false;                              // some wait for their reduction
   bool is_reducing = false;
@@ -138,6 +140,7 @@ class Prediction final : private StepGroups {
       shard += local;
       const auto gradient = whole * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
       if (added.largest_gradient == 0) added.last_gradient = gradient;
+      added.all_gradients += gradient;
       added.largest_gradient = std::max(added.largest_gradient, gradient);
       added.largest_local = std::max(added.largest_local, local);
     }
@@ -161,12 +164,16 @@ class Prediction final : private StepGroups {
       if (!group.group) continue;
       group.recomputation = part.recomputation;
       group.lands = group.trains && part.brings_gradients;
-      order_.push_back(part.group);
+      add_read(part.group);
     }
     if (!order_.empty()) return;
     for (size_t each = 0; each < groups_.size(); ++each) {
-      if (groups_[each].group) order_.push_back(each);
+      if (groups_[each].group) add_read(each);
     }
+  }
+  void add_read(size_t group) {
+    is_first_.push_back(std::find(order_.begin(), order_.end(), group) == order_.end());
+    order_.push_back(group);
   }
 
   /// The reduced gradients have another dtype than the parameters, and are copied.
@@ -219,26 +226,39 @@ class Prediction final : private StepGroups {
     now_.gradients += plain_gradients_;
     step_.begin_backward();
     recomputed_ = 0;
+    for (auto& group : groups_) group.summed = 0;
     for (const size_t each : order_) {
       what_ = "backward of " + groups_[each].group->label();
       if (groups_[each].is_above_others) fill(each);
     }
-    for (size_t left = order_.size(); left > 0; --left) {
-      auto& group = groups_[order_[left - 1]];
-      what_ = "backward of " + group.group->label();
-      recompute(order_[left - 1]);
-      read(order_[left - 1], /*in_backward=*/true);
-      fill(order_[left - 1]);
-      now_.temporaries = group.largest_gradient;
-      note();
-      hold_activations(left - 1);
-      now_.temporaries = group.last_gradient;
-      land(order_[left - 1]); // all of its gradients are there, and what they were computed from is not
-      note();
-      now_.temporaries = 0;
-    }
+    for (size_t left = order_.size(); left > 0; --left) backward(left - 1);
     step_.reduce_the_rest();
     step_.end_backward();
+  }
+
+  /// The backward of one read. Autograd sums the gradients of all reads of a parameter before they land: two and their sum are
+  /// there at once.
+  void backward(size_t read_number) {
+    const size_t number = order_[read_number];
+    auto& group = groups_[number];
+    what_ = "backward of " + group.group->label();
+    recompute(number);
+    read(number, /*in_backward=*/true);
+    const bool is_last = is_first_[read_number];
+    if (is_last) fill(number);
+    const int64_t made = (group.summed > 0 ? 2 : 1) * group.largest_gradient;
+    now_.temporaries += made;
+    note();
+    hold_activations(read_number);
+    now_.temporaries -= made;
+    if (!is_last) {
+      now_.temporaries += group.all_gradients - std::exchange(group.summed, group.all_gradients);
+      return note();
+    }
+    now_.temporaries += group.last_gradient - std::exchange(group.summed, 0);
+    land(number); // all of its gradients are there, and what they were computed from is not
+    note();
+    now_.temporaries -= group.last_gradient;
   }
 
   /// The first gradient lands.
@@ -356,11 +376,7 @@ class Prediction final : private StepGroups {
       return false;
     }
     group.is_reducing = true;
-    if (const auto& inside = group.group->stages().reduce_scatter()) {
-      write_reduced(group, group.reduce_bytes / inside->size());
-    } else { // there is no first
-      advance_reduction(number);
-    }
+    if (const auto& inside = group.group->stages().reduce_scatter()) write_reduced(group, group.reduce_bytes / inside->size());
     return true;
   }
 
@@ -395,9 +411,10 @@ class Prediction final : private StepGroups {
   ExplainOptions options_;
   int64_t plain_gradients_; // of parameters that no group of the model has
   const std::vector<ScheduledGroup>& scheduled_;
-  std::vector<Group> groups_; // by their numbers
-  std::vector<size_t> order_; // of the last forward's reads, if there was one
-  uint64_t recomputed_ = 0;   // last in this backward
+  std::vector<Group> groups_;  // by their numbers
+  std::vector<size_t> order_;  // of the last forward's reads, if there was one
+  std::vector<bool> is_first_; // of their groups' reads
+  uint64_t recomputed_ = 0;    // last in this backward
   Step step_{*this};
   Blocks blocks_;
   std::string what_; // happens now

@@ -104,12 +104,12 @@ void Schedule::read(ParameterGroup& group) {
 
 void Schedule::read_locked(ParameterGroup& group) {
   TORCH_CHECK(refusal_.empty(), refusal_);
-  const bool backward = follow(&group);
+  const bool backward = follow(&group), trains = !backward && at::GradMode::is_enabled();
   if (group.is_stale()) step_.written(group.number);
   auto& entry = scheduled(group);
   if (!backward) {
     if (!step_.is_in_backward() && !step_.is_recorded(group.number)) check_recorded(entry, group);
-    if (at::GradMode::is_enabled()) check_unchanged(entry, group);
+    if (trains) check_unchanged(entry, group);
   }
   if (resources_->recorder) note_read(group);
   const uint64_t recomputation = backward ? current_recomputation() : 0;
@@ -117,7 +117,8 @@ void Schedule::read_locked(ParameterGroup& group) {
                                         .residence = residence_of(group),
                                         .in_backward = backward,
                                         .recomputation = recomputation,
-                                        .by_own_function = backward && recomputation == 0 && dispatch::in_nested_forward()});
+                                        .by_own_function = backward && recomputation == 0 && dispatch::in_nested_forward(),
+                                        .in_grad_mode = trains});
   if (!has_gathered) group.finish_gather(); // for another stream than the last
 }
 
@@ -142,6 +143,7 @@ void Schedule::note_forward(const ParameterGroup& group) {
   } else if (has_read_last_ && module == first_module_ && at::GradMode::is_enabled()) {
     group.owner->check_no_new_parameter();
     has_read_last_ = false;
+    step_.begin_another_forward(group.number);
   }
 }
 

@@ -55,10 +55,9 @@ void Schedule::keep_unreduced(size_t group) { groups_[group].gradients->keep_unr
 void Schedule::withhold_unreduced(size_t group) { groups_[group].gradients->withhold_unreduced(); }
 
 bool Schedule::start_reduction(size_t number) {
-  return of(number, [&](const ParameterGroup& group) {
+  return of(number, [&](const ParameterGroup&) {
     auto& gradients = *groups_[number].gradients;
     gradients.start_reduce(ready_);
-    if (!group.stages().reduce_scatter()) gradients.advance_reduce(); // its first collective is the all-reduce
     return gradients.is_reducing();
   });
 }

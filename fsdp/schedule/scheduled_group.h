@@ -29,6 +29,10 @@ struct ScheduledGroup {
   GroupPlace place;
   uint64_t checked_forward = 0; ///< the last one whose model was looked at in grad mode
 
+  static Reductions reductions_of(const Stages& stages) {
+    if (!stages.reduce_scatter()) return Reductions::kSecondOne;
+    return stages.may_wait() ? Reductions::kTwo : Reductions::kOne;
+  }
   GroupRules rules() const {
     const GroupPtr known = group.lock();
     if (!known) return {};
@@ -38,7 +42,7 @@ struct ScheduledGroup {
             .prefetch = *prefetch,
             .syncs = gradients->settings.sync(),
             .keeps_gradients = known->roles().keeps_gradients(),
-            .reduces_twice = known->stages().may_wait()};
+            .reductions = reductions_of(known->stages())};
   }
   /// The numbers of the groups that it lists to be gathered ahead.
   std::vector<size_t> prefetch_list(bool in_backward) const {

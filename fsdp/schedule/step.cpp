@@ -24,11 +24,20 @@ void Step::begin_forward() {
   enter(State::kForward);
   ++forward_;
   recording_.clear();
+  tracing_ = {};
+}
+
+void Step::begin_another_forward(size_t first) {
+  const bool is_traced = !tracing_.reads.empty() && tracing_.reads.back() == first;
+  if (is_traced) tracing_.reads.pop_back();
+  end_trace();
+  if (is_traced) trace_read(first);
 }
 
 void Step::begin_backward() {
   enter(State::kBackward);
   has_run_backward_ = true;
+  replay_from_end();
   next_to_reduce_ = static_cast<int64_t>(order().size()) - 1;
   for (const size_t group : order()) {
     groups_.forget_landed(group);
@@ -45,6 +54,7 @@ void Step::end_backward() {
     if (residence == Residence::kGone) return true;
     if (!rules_of(group).reshards_after_backward) return !is_open(residence);
     groups_.free(group);
+    notes_[group].is_held = false;
     return true;
   });
   for (const size_t group : order()) {
@@ -53,6 +63,7 @@ void Step::end_backward() {
     note.brings_gradients = note.landed_phase == phase_;
   }
   if (!recording_.empty()) order_ = std::exchange(recording_, {});
+  end_trace();
   enter(State::kIdle);
 }
 
@@ -78,7 +89,10 @@ void Step::limit(GroupRules& rules) const {
 void Step::begin_phase(const MicroBatch& phase, bool trains) {
   micro_batches_.begin(phase, trains);
   has_run_backward_ = false;
-  if (phase.phase == MicroBatchPhase::kForward && state_ == State::kForward) ++phase_;
+  if (phase.phase == MicroBatchPhase::kForward && state_ == State::kForward) {
+    ++phase_;
+    end_trace();
+  }
   prefetch_first(phase.phase);
 }
 
@@ -90,10 +104,12 @@ void Step::end_phase(bool has_failed) {
 }
 
 void Step::read_anew(const Read& read, bool is_first) {
+  trace_again(read);
   if (!read.by_own_function) close_unrelated(read.group, read.recomputation);
   if (!is_open(read.residence)) gather(read.group);
   groups_.wait(read.group);
   prefetch_after(read.group, rules_of(read.group), PrefetchTrigger::kRead, is_first);
+  if (is_in_backward()) step_back(read.group);
 }
 
 void Step::record(size_t group) {
@@ -104,7 +120,9 @@ void Step::record(size_t group) {
   for (size_t each = 0; is_first && each < notes_.size(); ++each) {
     if (notes_[each].place.module.has_buckets()) place(each);
   }
-  if (!note.place.module.has_buckets()) place(group);
+  if (note.place.module.has_buckets()) return;
+  place(group);
+  trace_read(group);
 }
 
 void Step::place(size_t group) {
@@ -122,9 +140,15 @@ bool Step::is_module_recorded(size_t group) const {
 
 std::vector<Step::Part> Step::trace() const {
   std::vector<Part> parts;
+  const auto add = [&](size_t group) {
+    if (is_recorded(group)) parts.push_back({group, notes_[group].recomputed, notes_[group].brings_gradients});
+  };
+  const auto& reads = tracing_.reads.empty() ? trace_.reads : tracing_.reads;
+  const bool has_repeats = reads.size() > order().size();
   for (const size_t each : order()) {
-    if (is_recorded(each)) parts.push_back({each, notes_[each].recomputed, notes_[each].brings_gradients});
+    if (!has_repeats || std::find(reads.begin(), reads.end(), each) == reads.end()) add(each);
   }
+  if (has_repeats) std::for_each(reads.begin(), reads.end(), add);
   return parts;
 }
 

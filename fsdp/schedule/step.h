@@ -28,11 +28,12 @@ struct GroupPlace {
 /// Decides what the groups of one model do. Events go in, and actions come out: calls of `StepGroups`. There are no tensors, no
 /// communication and no threads in it: the schedule performs its actions under its lock, and a prediction sums them.
 ///
-/// Forward: the first read of a group waits for its gather, starts the next group's in the order that the forward before
-/// recorded, and frees every open group that is neither above nor below it, and what was gathered ahead for a read that this
-/// forward has left out. Backward: the same in reverse order; a group whose gradients have all landed is reduced and freed.
-/// Reductions start in the reverse order of the forward, in whatever order gradients land. At most one reduce-scatter and one
-/// all-reduce are in flight.
+/// Forward: the first read of a group waits for its gather, and frees every open group that is neither above nor below it, and
+/// what was gathered ahead for a read that this forward has left out. A trace records these reads, and a group's reads after it
+/// was freed. The next forward replays it: as long as its n-th read is the trace's, that starts the gathers of those behind it.
+/// What departs from the trace is gathered when it is read. Backward: the same from the trace's end; a group whose gradients have
+/// all landed is reduced and freed. Reductions start in the reverse order of the forward's first reads, in whatever order
+/// gradients land. At most one reduce-scatter and one all-reduce are in flight.
 ///
 /// Modules in buckets are reduced after the others, in the order of their parameters. All buckets of a module are reduced where
 /// one has a gradient: another rank may use others, or read them in another order.
@@ -46,6 +47,7 @@ class Step {
     bool in_backward = false;     ///< the read itself, perhaps before the step knows of the backward
     uint64_t recomputation = 0;   ///< whose second run reads, in a backward; 0: none
     bool by_own_function = false; ///< the backward of a program's function reads, whose gradients come at once
+    bool in_grad_mode = true;
   };
 
   explicit Step(StepGroups& groups) : groups_(groups) {}
@@ -54,6 +56,8 @@ class Step {
 
   // Phases.
   void begin_forward();
+  /// The read of `first`, which was the last event, begins one more forward before a backward.
+  void begin_another_forward(size_t first);
   void begin_backward();
   /// Reduces what the backward leaves, and finishes all reductions where it is the last. Again where hooks have brought more.
   void reduce_the_rest();
@@ -124,17 +128,21 @@ class Step {
   bool knows_order() const { return !order_.empty(); } ///< of an earlier forward
   const GroupPlace& place_of(size_t group) const { return notes_[group].place; }
   const std::vector<size_t>& open_groups() const { return open_; } ///< and perhaps some that were freed since
-  /// What is known of a group's part in a step: its first read in the last forward, and what the last backward made of it.
+  /// What is known of a group's part in a step: a read in the last forward, and what the last backward made of the group.
   struct Part {
     size_t group;
     uint64_t recomputation; ///< whose second run read it; 0: none
     bool brings_gradients;
   };
-  /// Of the groups that the last forward read, by their first reads; none before the first forward.
+  /// Of the reads that the last forward may have gathered for, in their order; none before the first forward.
   std::vector<Part> trace() const;
 
  private:
   using Order = std::vector<size_t>;
+  struct Trace {
+    Order reads;
+    bool has_repeats = false; ///< of a group that was freed between
+  };
   /// Why a group is gathered ahead: it comes next, or a list of the program says so.
   enum class PrefetchReason { kOfOrder, kOfList };
   /// What triggers a prefetch. A reduction gathers no group ahead that its phase has read: they may have been freed for good.
@@ -144,6 +152,7 @@ class Step {
   struct Note {
     GroupPlace place;
     int64_t order_position = -1;   ///< in the recorded forward order
+    int64_t trace_position = -1;   ///< of its latest read in the trace; in backward of the one whose backward comes next
     uint64_t recorded_forward = 0; ///< the last forward that recorded it there
     uint64_t landed_phase = 0;     ///< the last backward that brought a gradient
     uint64_t joined_phase = 0;     ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
@@ -168,6 +177,11 @@ class Step {
   void read_anew(const Read& read, bool is_first);
   void record(size_t group);
   void place(size_t group);
+  void trace_read(size_t group);
+  void trace_again(const Read& read);
+  void end_trace();
+  void replay_from_end();
+  void step_back(size_t group);
   void gather(size_t group);
   void close_all();
   void close_unrelated(size_t group, uint64_t recomputation);
@@ -178,7 +192,9 @@ class Step {
   void prefetch(size_t group, PrefetchReason why);
   bool is_passed(size_t ahead, size_t group) const;
   int64_t known_position(size_t group) const; // -1: none
-  std::optional<size_t> next_of(size_t group, int64_t step, bool is_first_read) const;
+  bool follows(const Trace& trace, size_t group) const;
+  std::optional<size_t> next_read(size_t group, int64_t step, bool is_first_read) const;
+  std::optional<size_t> next_in_order(size_t group, int64_t step, bool is_first_read) const;
   std::optional<size_t> next_registered(size_t group, int64_t step) const;
   void list_unfinished(size_t group);
   void join_buckets(size_t landed);
@@ -193,11 +209,17 @@ class Step {
   const Order& order() const { return recording_.empty() ? order_ : recording_; }
   /// The order in which this phase is expected to read the groups: the last forward's, or in backward the current one's.
   const Order& known_order() const { return !is_in_backward() && !order_.empty() ? order_ : order(); }
+  /// The trace that this phase is expected to follow, in backward from its end.
+  const Trace& known_trace() const {
+    const bool is_latest = is_in_backward() || trace_.reads.empty();
+    return is_latest && !tracing_.reads.empty() ? tracing_ : trace_;
+  }
 
   StepGroups& groups_;
   std::vector<Note> notes_;
   Order order_;              // of first reads in the last complete forward
   Order recording_;          // in the forward that runs, or whose backward does
+  Trace trace_, tracing_;    // the same, of all reads that may gather
   Order open_;               // gathered, or about to be
   std::vector<size_t> kept_; // by `keep_open`
   Order unfinished_;         // with gradients that wait for their reduction, or did of late

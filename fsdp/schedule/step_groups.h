@@ -19,6 +19,13 @@ struct PrefetchRule {
   int64_t depth = 1;                     ///< groups, in the recorded order
 };
 
+/// The collectives that reduce a group.
+enum class Reductions {
+  kOne,
+  kTwo,       ///< one after the other; the second may be left to a later backward
+  kSecondOne, ///< of two alone
+};
+
 /// How a group takes part in a step, as its strategy and the program have set it.
 struct GroupRules {
   bool reshards_after_forward = true, reshards_after_backward = true;
@@ -26,7 +33,7 @@ struct GroupRules {
   PrefetchRule prefetch = {};
   bool syncs = true;            ///< this backward reduces
   bool keeps_gradients = false; ///< whole ones, until the last backward
-  bool reduces_twice = false;   ///< by two collectives
+  Reductions reductions = Reductions::kOne;
 };
 
 /// The groups of a model, by their numbers. `Step` asks what it decides by, and calls what it has decided, at once: what follows

@@ -99,7 +99,8 @@ void Step::finish_group(size_t group) {
   }
   if (!rules.reshards_after_backward) return;
   auto& note = notes_[group];
-  note.is_reduced = groups_.leaves_out_any(group); // the backward of a frozen layer reads it once more, perhaps
+  // The backward of a layer reads it once more, perhaps, where its weight is frozen, or gets its gradient in a later phase.
+  note.is_reduced = groups_.leaves_out_any(group) || micro_batches_.is_in(MicroBatchPhase::kInputGradients);
   if (!note.is_reduced) groups_.free(group);
 }
 
@@ -109,11 +110,13 @@ void Step::start_reduction(size_t group) {
   while (!reducing_.empty()) {
     const size_t oldest = reducing_.front();
     groups_.advance_reduction(oldest);
-    if (rules_of(oldest).reduces_twice && reducing_.size() < 2) break;
+    if (rules_of(oldest).reductions != Reductions::kOne && reducing_.size() < 2) break;
     reducing_.erase(reducing_.begin());
     groups_.finish_reduction(oldest);
   }
-  if (groups_.start_reduction(group)) reducing_.push_back(group);
+  if (!groups_.start_reduction(group)) return;
+  if (rules_of(group).reductions == Reductions::kSecondOne) groups_.advance_reduction(group); // to it
+  reducing_.push_back(group);
 }
 
 void Step::finish_reductions() {

@@ -85,6 +85,19 @@ void skips_a_group() {
   x.sum().backward();
 }
 
+/// The first step is alike on all ranks. In the second the last rank reads a block before its turn.
+void leaves_the_trace() {
+  Net net = make_net();
+  shard_model(net, strategies()[0]);
+  for (const bool leaves : {false, is_last_rank()}) {
+    auto x = torch::ones({2, net->norm->weight.size(0)}, test_device());
+    for (const size_t i : leaves ? std::vector<size_t>{1, 2, 0} : std::vector<size_t>{0, 1, 2}) {
+      x = (*net->blocks)[i]->as<Block>()->forward(x);
+    }
+    x.sum().backward();
+  }
+}
+
 /// Two models of one class; the last rank runs them in another order.
 void swaps_two_models() {
   Net first = make_net(), second = make_net(1);
@@ -195,6 +208,7 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"throws_in_backward", throws_in_backward},
     {"uses_another_group", uses_another_group},
     {"skips_a_group", skips_a_group},
+    {"leaves_the_trace", leaves_the_trace},
     {"swaps_two_models", swaps_two_models},
     {"divides_differently", divides_differently},
     {"reads_after_a_failed_gather", reads_after_a_failed_gather},

@@ -20,9 +20,10 @@ constexpr int64_t kBlocks = 8;
 struct Case {
   std::string name;
   std::function<void(Net&)> set = [](Net&) {};
-  size_t recomputed = 0;    ///< blocks in one recomputation; 0: none
-  bool accumulates = false; ///< without communication
-  size_t used = kBlocks;    ///< blocks whose output counts
+  size_t recomputed = 0;     ///< blocks in one recomputation; 0: none
+  bool accumulates = false;  ///< without communication
+  size_t used = kBlocks;     ///< blocks whose output counts
+  size_t distinct = kBlocks; ///< blocks that are read, again and again
 };
 
 FSDPModule block_of(Net& net, size_t index) { return fsdp(*net->blocks[index]); }
@@ -61,6 +62,7 @@ std::vector<Case> cases() {
                    }
                  }});
   all.push_back({.name = "unused second half", .used = kBlocks / 2});
+  all.push_back({.name = "half of them read twice", .distinct = kBlocks / 2});
   return all;
 }
 
@@ -70,8 +72,8 @@ torch::Tensor forward(Net& net, const Case& tested) {
   const size_t step = std::max<size_t>(tested.recomputed, 1);
   torch::Tensor used;
   for (size_t first = 0; first < kBlocks; first += step) {
-    const auto run = [net, first, step](torch::Tensor y) {
-      for (size_t i = first; i < first + step; ++i) y = net->blocks->ptr<BlockImpl>(i)->forward(y);
+    const auto run = [net, first, step, distinct = tested.distinct](torch::Tensor y) {
+      for (size_t i = first; i < first + step; ++i) y = net->blocks->ptr<BlockImpl>(i % distinct)->forward(y);
       return y;
     };
     x = tested.recomputed > 0 ? recompute(run, x) : run(x);

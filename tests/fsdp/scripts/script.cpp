@@ -192,6 +192,7 @@ std::string Script::recover(uint64_t seed) {
       if (const auto error = settle(i, seed); !error.empty() || diverged_) return error;
     }
     for (auto* side : {&plain_, &sharded_}) side->trainees[i].model->zero_grad();
+    module.zero_grad(); // and forgets the micro-batches that were in flight
   }
   return "";
 }

@@ -139,6 +139,15 @@ TEST(Failure, RanksThatUseDifferentGroupsLearnWhichOnes) {
   }
 }
 
+TEST(Failure, RanksOfWhichOneLeavesTheTraceLearnWhatEachCalled) {
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    const auto output = run("leaves_the_trace", ranks).output;
+    EXPECT_THAT(output, HasSubstr("the ranks of the group called different collectives"));
+    EXPECT_THAT(output, ContainsRegex("rank 0: all_gather 'blocks.0'"));
+    EXPECT_THAT(output, ContainsRegex("rank " + std::to_string(ranks - 1) + ": all_gather 'blocks.1'"));
+  }
+}
+
 TEST(Failure, RanksThatUseDifferentModelsOrFactorsLearnWhichOnes) {
   const auto models = run("swaps_two_models", 3).output;
   EXPECT_THAT(models, HasSubstr("the ranks of the group called different collectives"));

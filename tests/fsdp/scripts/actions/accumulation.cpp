@@ -1,6 +1,11 @@
 // Gradients that are reduced later.
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/micro_batch.h>
 #include <tessera/fsdp/no_sync.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include <tessera/tests/fsdp/scripts/action.h>
 #include <tessera/tests/fsdp/scripts/pass.h>
@@ -66,13 +71,38 @@ void before_the_last_backward(Turn& turn) {
   if (turn.side.sharded) fsdp(*turn.trainee.model).set_is_last_backward(true);
 }
 
+/// Forwards, of which several may be in flight, and their backwards in any order.
+void in_micro_batches(Turn& turn) {
+  const auto residency = turn.draw.chance(50) ? Residency::kStage : Residency::kMicroBatch;
+  const auto scope_of = [&](const MicroBatch& phase) {
+    return turn.side.sharded ? std::make_unique<MicroBatchScope>(*turn.trainee.model, phase) : nullptr;
+  };
+  if (turn.trainee.policy) turn.trainee.gradients_wait = true; // the emulation reduces in each backward
+  std::vector<std::pair<int64_t, Tensor>> in_flight;
+  for (int64_t next = 0, count = 1 + turn.draw.below(3); next < count || !in_flight.empty();) {
+    if (next < count && (in_flight.empty() || turn.draw.chance(50))) {
+      const auto scope = scope_of({.index = next, .residency = residency});
+      in_flight.emplace_back(next++, random_loss(turn));
+      turn.side.record_mean(in_flight.back().second);
+      continue;
+    }
+    const auto done = in_flight.begin() + turn.draw.below(static_cast<int64_t>(in_flight.size()));
+    const bool is_last = next == count && in_flight.size() == 1;
+    const auto scope =
+        scope_of({.index = done->first, .phase = MicroBatchPhase::kBackward, .is_last = is_last, .residency = residency});
+    backward(done->second);
+    in_flight.erase(done);
+  }
+}
+
 } // namespace
 
 std::vector<Action> accumulation_actions() {
   return {{"without sync", 12, When::kBetweenSteps, without_sync},
           {"in a no_sync scope", 8, When::kBetweenSteps, in_a_no_sync_scope},
           {"without all-reduce", 6, When::kBetweenSteps, without_all_reduce},
-          {"before the last backward", 6, When::kBetweenSteps, before_the_last_backward}};
+          {"before the last backward", 6, When::kBetweenSteps, before_the_last_backward},
+          {"in micro-batches", 6, When::kBetweenSteps, in_micro_batches}};
 }
 
 } // namespace tessera::testing::scripts
