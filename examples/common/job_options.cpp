@@ -11,9 +11,10 @@
 #include "common/command_line.h"
 
 ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
-ABSL_FLAG(std::string, dims, "",
-          "names of the dims of --mesh, such as dp,cp,tp; a last one called tp splits layers, one before it called cp sequences, and "
-          "a first one called pp is for a pipeline");
+ABSL_FLAG(
+    std::string, dims, "",
+    "names of the dims of --mesh, such as dp,cp,tp; a last one called tp splits layers, one before it called cp sequences, and "
+    "a first one called pp is for a pipeline");
 ABSL_FLAG(std::string, mesh, "",
           "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid and hierarchical 2 x half of the ranks");
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");

@@ -21,7 +21,7 @@ struct JobOptions {
   /// Ranks of the dim before that, cp, over which sequences are split, and which are in the last dim of `mesh` as well: those
   /// hold parameters together. Unset: it has none.
   std::optional<int64_t> context_parallel;
-  std::optional<int64_t> pipeline;        ///< ranks of the mesh's first dim, pp; unset: it has none
+  std::optional<int64_t> pipeline; ///< ranks of the mesh's first dim, pp; unset: it has none
   c10::DeviceType device = c10::kCPU;
   int threads = 0; ///< a rank's threads; 0: OMP_NUM_THREADS, or the cores divided by the local ranks
   std::optional<Strategy> strategy = Strategy::kFullShard; ///< unset: one process, the model as it is
