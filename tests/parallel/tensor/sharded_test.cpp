@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/dtensor/debug.h>
 #include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/strategy.h>
