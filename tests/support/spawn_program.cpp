@@ -10,7 +10,7 @@ namespace tessera::testing {
 
 namespace {
 
-std::vector<char*> pointers(const std::vector<std::string>& texts) {
+std::vector<char*> c_strings(const std::vector<std::string>& texts) {
   std::vector<char*> result;
   for (const auto& text : texts) result.push_back(const_cast<char*>(text.c_str()));
   result.push_back(nullptr);
@@ -37,7 +37,7 @@ pid_t spawn_program(const std::vector<std::string>& arguments, const std::vector
   for (const auto& [number, own] : descriptors) posix_spawn_file_actions_adddup2(&actions, own, number);
   pid_t pid = 0;
   const int error =
-      posix_spawnp(&pid, arguments[0].c_str(), &actions, nullptr, pointers(arguments).data(), pointers(variables).data());
+      posix_spawnp(&pid, arguments[0].c_str(), &actions, nullptr, c_strings(arguments).data(), c_strings(variables).data());
   posix_spawn_file_actions_destroy(&actions);
   TORCH_CHECK(error == 0, "cannot start ", arguments[0], ": ", std::strerror(error));
   return pid;

@@ -4,22 +4,22 @@ namespace tessera::testing {
 
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
-using Sizes = std::vector<std::vector<int64_t>>;
+using SizeList = std::vector<std::vector<int64_t>>;
 
 Tensor values(const std::vector<int64_t>& sizes, int64_t seed) {
   const auto numel = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
   return torch::arange(numel, torch::kDouble).mul(7).add(3 * seed).remainder(11).add(1).div(4).view(sizes);
 }
 namespace {
-const Sizes kSame{{5, 3}, {5, 3}}, kRow{{5, 3}, {3}}, kColumn{{5, 3}, {5, 1}}, kMatrix{{5, 3}}, kCube{{2, 3, 4}};
+const SizeList kSame{{5, 3}, {5, 3}}, kRow{{5, 3}, {3}}, kColumn{{5, 3}, {5, 1}}, kMatrix{{5, 3}}, kCube{{2, 3, 4}};
 } // namespace
 
 std::vector<Op> pointwise_ops() {
   std::vector<Op> ops;
-  const auto add = [&](std::string name, Sizes shapes, std::function<Tensor(const Tensors&)> run, bool differentiable = true) {
+  const auto add = [&](std::string name, SizeList shapes, std::function<Tensor(const Tensors&)> run, bool differentiable = true) {
     ops.push_back({std::move(name), std::move(shapes), std::move(run), differentiable});
   };
-  for (const auto& shapes : {kSame, kRow, kColumn, Sizes{{5, 3}, {}}, Sizes{{2, 3, 2}, {3, 2}}}) {
+  for (const auto& shapes : {kSame, kRow, kColumn, SizeList{{5, 3}, {}}, SizeList{{2, 3, 2}, {3, 2}}}) {
     add("add", shapes, [](const Tensors& t) { return t[0].add(t[1], 2); });
     add("sub", shapes, [](const Tensors& t) { return t[0] - t[1]; });
     add("mul", shapes, [](const Tensors& t) { return t[0] * t[1]; });
@@ -84,7 +84,7 @@ std::vector<Op> pointwise_ops() {
 std::vector<Op> reduction_ops() {
   std::vector<Op> ops;
   const auto add = [&](const std::string& name, const std::function<Tensor(const Tensor&)>& run, bool differentiable = true) {
-    for (const auto& shapes : {kMatrix, kCube, Sizes{{7}}}) {
+    for (const auto& shapes : {kMatrix, kCube, SizeList{{7}}}) {
       ops.push_back({name, shapes, [run](const Tensors& t) { return run(t[0]); }, differentiable});
     }
   };
@@ -152,7 +152,7 @@ std::vector<Op> matrix_ops() {
 
 std::vector<Op> shape_ops() {
   std::vector<Op> ops;
-  const auto add = [&](std::string name, Sizes shapes, std::function<Tensor(const Tensors&)> run) {
+  const auto add = [&](std::string name, SizeList shapes, std::function<Tensor(const Tensors&)> run) {
     ops.push_back({std::move(name), std::move(shapes), std::move(run), true});
   };
   add("cat 0", {{5, 3}, {2, 3}}, [](const Tensors& t) { return torch::cat({t[0], t[1]}); });
@@ -191,7 +191,7 @@ std::vector<Op> shape_ops() {
 std::vector<Op> network_ops() {
   std::vector<Op> ops;
   for (const int64_t key_heads : {4, 2, 1}) {
-    const Sizes shapes{{2, 4, 3, 2}, {2, key_heads, 5, 2}, {2, key_heads, 5, 2}};
+    const SizeList shapes{{2, 4, 3, 2}, {2, key_heads, 5, 2}, {2, key_heads, 5, 2}};
     const auto attend = [](const Tensors& t, const std::optional<Tensor>& mask, bool causal) {
       return torch::scaled_dot_product_attention(t[0], t[1], t[2], mask, 0.0, causal, std::nullopt, true);
     };
