@@ -52,8 +52,10 @@ std::vector<Action> post_hook_actions();
 std::vector<Action> recomputation_actions();
 std::vector<Action> several_optimizers_actions();
 std::vector<Action> expert_actions();
+/// Of the scripts of parallel models alone.
+std::vector<Action> parallel_actions();
 
-/// All of them: the table that scripts are drawn from.
+/// All others: the table that scripts are drawn from.
 const std::vector<Action>& actions();
 const Action& random_action(Draw& draw, const std::vector<Action>& from);
 

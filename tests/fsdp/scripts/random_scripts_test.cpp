@@ -34,6 +34,7 @@ struct Share {
 };
 using Shares = std::array<Share, 4>;                                         // on 1 to 4 ranks
 constexpr Shares kShares{{{8000, 150}, {6000, 45}, {3500, 30}, {2500, 22}}}; // 20,000
+constexpr Shares kSharesInParallel{{{500, 20}, {1500, 12}, {1000, 8}, {2000, 8}}};
 constexpr Shares kSharesInLowPrecision{{{5000, 50}, {5000, 15}, {5000, 10}, {5000, 8}}};
 
 std::vector<uint64_t> scripts(const Shares& shares, uint64_t first) {
@@ -41,8 +42,10 @@ std::vector<uint64_t> scripts(const Shares& shares, uint64_t first) {
   std::vector<uint64_t> seeds(shares[index].all);
   for (size_t i = 0; i < seeds.size(); ++i) seeds[i] = first + shares.size() * i + index; // others than on other numbers of ranks
   if (const auto script = Replay::from_environment().script) {                            // of one of the tests
-    const bool is_mine = (*script >= kFirstInLowPrecision) == (first == kFirstInLowPrecision);
-    return is_mine ? std::vector{*script} : std::vector<uint64_t>();
+    const auto range = *script >= kFirstInParallel       ? kFirstInParallel
+                       : *script >= kFirstInLowPrecision ? kFirstInLowPrecision
+                                                         : 0;
+    return range == first ? std::vector{*script} : std::vector<uint64_t>();
   }
   if (const auto range = Replay::from_environment().range) {
     const auto place = [&](size_t number) { return seeds.begin() + static_cast<std::ptrdiff_t>(std::min(number, seeds.size())); };
@@ -105,6 +108,11 @@ TEST_F(RandomScripts, ActOnAShardedModelAsOnItsTwin) { run(scripts(kShares, 0), 
 
 TEST_F(RandomScripts, RoundAsATwinThatEmulatesThePolicy) {
   run(scripts(kSharesInLowPrecision, kFirstInLowPrecision), folder_.path());
+}
+
+TEST_F(RandomScripts, SplitAModelAsItsTwinIsWhole) {
+  if (!tests_the_cpu()) GTEST_SKIP() << "tensor parallelism runs on the CPU here";
+  run(scripts(kSharesInParallel, kFirstInParallel), folder_.path());
 }
 
 } // namespace

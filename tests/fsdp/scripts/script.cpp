@@ -55,7 +55,8 @@ class Script {
   Script(uint64_t seed, const std::filesystem::path& folder) : plain_(false, folder), sharded_(true, folder) {
     sharded_.streams = ProgramStreams(seed);
     Draw draw(seed);
-    if (seed >= kFirstInLowPrecision) precision_.emplace(draw);
+    is_parallel_ = seed >= kFirstInParallel;
+    if (seed >= kFirstInLowPrecision && !is_parallel_) precision_.emplace(draw);
     if (precision_) compute_in(*precision_);
     const auto pool = draw_pool(draw);
     for (int i = 0; i < 2; ++i) add_trainee(pool, draw);
@@ -85,6 +86,7 @@ class Script {
 
   Side plain_, sharded_;
   std::optional<LowPrecision> precision_; ///< of an unsharded side that emulates a policy
+  bool is_parallel_ = false;              ///< half of the actions are those of a parallel model
   std::vector<Step> steps_;
   bool diverged_ = false;
   int64_t now_ = 0;
@@ -159,8 +161,10 @@ void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
 void Script::draw_steps(Draw& draw) {
   const int64_t count = 10 + draw.below(11);
   const bool always_compares = draw.chance(50);
+  static const auto own = parallel_actions();
   for (int64_t i = 0; i < count; ++i) {
-    const auto& action = random_action(draw, actions());
+    const bool in_parallel = is_parallel_ && draw.chance(50);
+    const auto& action = random_action(draw, in_parallel ? own : actions());
     const auto trainee = static_cast<size_t>(draw.below(2));
     const auto seed = draw.seed();
     steps_.push_back({&action, trainee, seed, draw.chance(25) || always_compares || i == count - 1});

@@ -18,6 +18,9 @@ struct ScriptFailure {
 /// From this number on scripts compute in low precision: their unsharded side emulates a policy.
 constexpr uint64_t kFirstInLowPrecision = 1'000'000;
 
+/// From this number on half of a script's actions are those of a parallel model.
+constexpr uint64_t kFirstInParallel = 2'000'000;
+
 /// Runs script `seed`: two models, a sharding and 10 to 20 actions, all drawn from the seed, on an unsharded and a sharded side,
 /// which are compared after each action. `folder` takes checkpoints. Steps in `left_out` are passed over. Every rank calls it,
 /// and has a failure when any has.

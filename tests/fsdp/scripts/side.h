@@ -68,7 +68,8 @@ struct Recorded {
   double rounding = 0; ///< by how much it may differ anyway
 };
 
-class Experts; // actions/experts.cpp
+class Experts;          // actions/experts.cpp
+class ParallelTraining; // actions/parallel.cpp
 
 /// What a script runs on, twice: two models, sharded or not.
 class Side {
@@ -92,8 +93,9 @@ class Side {
   const std::filesystem::path folder; ///< for checkpoints; the same on all ranks
   ProgramStreams streams;             ///< on which the actions run
   std::vector<Trainee> trainees;
-  std::shared_ptr<Experts> experts; ///< beside them, once an action has made it
-  std::vector<Recorded> recorded;   ///< by the action that runs
+  std::shared_ptr<Experts> experts;           ///< beside them, once an action has made it
+  std::shared_ptr<ParallelTraining> parallel; ///< the same
+  std::vector<Recorded> recorded;             ///< by the action that runs
   /// Without grad mode, what is computed from parameters alone is computed in the dtype of the shards.
   double rounding_in_evaluation = 0;
   std::vector<std::string> notes; ///< what that action did, for the report of a failure
