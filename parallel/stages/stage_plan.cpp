@@ -126,7 +126,7 @@ std::string StagePlan::to_text(const PipelineLayers& layers) const {
       text += c10::str(" ", each.names[0], " ", each.tensor.scalar_type(), each.tensor.sizes(),
                        each.tensor.requires_grad() ? "" : " frozen");
     }
-    text += "\n";
+    text += '\n';
   }
   for (const auto& tie : layers.ties()) text += "tie " + tie + "\n";
   return text;
