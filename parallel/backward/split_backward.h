@@ -13,7 +13,8 @@
 namespace tessera::internal::pipeline {
 
 /// A key above that of reads, which nothing else in a C++ program uses. A scope includes it for its thread.
-inline constexpr c10::DispatchKey kSplitKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+/// nn/sync_batch_norm.cpp has the same key for other operators, and registers that all others fall through it.
+inline constexpr c10::DispatchKey kSplitKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 /// The scope of a forward whose backward comes in two halves. In it, the ops of this thread that multiply activations by weights
 /// (`kSplitOps`) leave the gradients of the weights to `queue`. A weight is a leaf, or a view or cast of one. The op's own node
