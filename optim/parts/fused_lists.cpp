@@ -2,12 +2,14 @@
 
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <map>
 #include <utility>
 
+#include <tessera/dtensor/api.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 
 namespace tessera::internal {
@@ -21,10 +23,49 @@ c10::Device memory_of(const at::Tensor& tensor) {
 }
 
 struct Key {
+  bool is_dtensor; ///< plain tensors are apart: no operator takes both
   c10::Device device;
   at::ScalarType dtype;
   size_t tensors;
   bool operator==(const Key&) const = default;
+};
+
+/// Whether a kernel that reads flat memory finds the elements of both in the same places.
+bool lies_alike(const at::Tensor& tensor, const at::Tensor& parameter) {
+  const auto *meta = dtensor_meta(tensor), *own = dtensor_meta(parameter);
+  return own ? meta && meta->spec == own->spec : tensor.strides() == parameter.strides();
+}
+
+/// The lists of one call, with copies in place of tensors that lie otherwise than their parameter.
+class AlignedLists {
+ public:
+  explicit AlignedLists(size_t tensors) : lists_{std::vector<std::vector<at::Tensor>>(tensors), {}} {}
+
+  void add(const FusedEntry& entry) {
+    const auto parameter = flat(entry.tensors[0]);
+    for (size_t k = 0; k < entry.tensors.size(); ++k) {
+      auto tensor = k == 0 ? parameter : entry.tensors[k];
+      if (!lies_alike(tensor, parameter)) tensor = at::empty_like(parameter).copy_(tensor);
+      if (k != kGradient && !tensor.is_same(entry.tensors[k])) copies_.emplace_back(entry.tensors[k], tensor);
+      lists_.tensors[k].push_back(std::move(tensor));
+    }
+  }
+  void run(const std::function<void(FusedLists&)>& step) {
+    step(lists_);
+    for (auto& [tensor, copy] : copies_) tensor.copy_(copy);
+  }
+  std::vector<at::Tensor>& steps() { return lists_.steps; }
+
+ private:
+  static constexpr size_t kGradient = 1; ///< of an entry's tensors; no step writes it
+
+  static at::Tensor flat(const at::Tensor& parameter) {
+    const bool has_gaps = !dtensor_meta(parameter) && !parameter.is_non_overlapping_and_dense();
+    return has_gaps ? parameter.detach().contiguous() : parameter;
+  }
+
+  FusedLists lists_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
 } // namespace
@@ -32,21 +73,22 @@ struct Key {
 void for_each_fused_list(const std::vector<FusedEntry>& entries, const std::function<void(FusedLists&)>& step) {
   std::vector<std::pair<Key, std::vector<const FusedEntry*>>> groups;
   for (const auto& entry : entries) {
-    const Key key{memory_of(entry.tensors[0]), entry.tensors[0].scalar_type(), entry.tensors.size()};
+    const Key key{is_dtensor(entry.tensors[0]), memory_of(entry.tensors[0]), entry.tensors[0].scalar_type(),
+                  entry.tensors.size()};
     const auto same = std::find_if(groups.begin(), groups.end(), [&](const auto& group) { return group.first == key; });
     auto& members = same != groups.end() ? same->second : groups.emplace_back(key, std::vector<const FusedEntry*>()).second;
     members.push_back(&entry);
   }
   for (const auto& [key, members] : groups) {
-    FusedLists lists{std::vector<std::vector<at::Tensor>>(key.tensors), {}};
+    AlignedLists lists(key.tensors);
     std::map<int64_t, at::Tensor> steps; // parameters that have taken as many share one
     for (const auto* entry : members) {
-      for (size_t k = 0; k < key.tensors; ++k) lists.tensors[k].push_back(entry->tensors[k]);
+      lists.add(*entry);
       auto& number = steps[entry->step];
       if (!number.defined()) number = at::full({}, entry->step, at::TensorOptions(at::kFloat).device(key.device));
-      lists.steps.push_back(number);
+      lists.steps().push_back(number);
     }
-    step(lists);
+    lists.run(step);
   }
 }
 

@@ -12,7 +12,7 @@ namespace tessera::internal {
 
 /// One parameter of a fused step, with what belongs to it: its gradient, its moments.
 struct FusedEntry {
-  std::vector<at::Tensor> tensors; ///< the parameter first; of one dtype and device
+  std::vector<at::Tensor> tensors; ///< the parameter, its gradient, and what is kept of it; of one dtype and device
   int64_t step = 0;                ///< the number of the step that is taken, from 1
 };
 
@@ -22,7 +22,8 @@ struct FusedLists {
   std::vector<at::Tensor> steps; ///< without dims, float, on the parameters' device
 };
 
-/// Calls `step` for the entries of each dtype, device and number of tensors, in the order in which they first appear.
+/// Calls `step` for the entries of each dtype, device and number of tensors, DTensors and plain ones apart, in the order in which
+/// they first appear.
 void for_each_fused_list(const std::vector<FusedEntry>& entries, const std::function<void(FusedLists&)>& step);
 
 /// The settings of a fused step of Adam's kind.

@@ -246,6 +246,28 @@ TEST(Rules, FusedOptimizersTakeLibTorchsSteps) {
   EXPECT_TRUE(torch::allclose(fused_weight, weight, 1e-6, 1e-7));
 }
 
+TEST(Rules, FusedStepsTakeAnyStrides) {
+  const auto values = torch::linspace(-1, 1, 12), gradients = torch::linspace(2, -1, 12);
+  const auto trained = [&](at::Tensor parameter, const at::Tensor& gradient) {
+    parameter.requires_grad_();
+    FusedAdamW optimizer({parameter}, torch::optim::AdamWOptions(0.1));
+    for (int step = 0; step < 3; ++step) {
+      parameter.mutable_grad() = gradient * (step + 1);
+      optimizer.step();
+    }
+    return parameter.detach().contiguous();
+  };
+  const auto expected = trained(values.view({3, 4}).clone(), gradients.view({3, 4}));
+  const auto transposed = [](const at::Tensor& tensor) { return tensor.view({3, 4}).t().contiguous().t(); };
+  EXPECT_TRUE(torch::equal(trained(transposed(values), gradients.view({3, 4})), expected));
+  EXPECT_TRUE(torch::equal(trained(values.view({3, 4}).clone(), transposed(gradients)), expected));
+  auto wide = torch::zeros({3, 8}); // the parameter is every other column of it
+  auto strided = wide.slice(1, 0, 8, 2);
+  strided.copy_(values.view({3, 4}));
+  EXPECT_TRUE(torch::equal(trained(strided, gradients.view({3, 4})), expected));
+  EXPECT_TRUE(torch::equal(wide.slice(1, 1, 8, 2), torch::zeros({3, 4})));
+}
+
 TEST(Rules, OneOptimizerTakesSeveralDtypes) {
   auto wide = torch::ones({4}, torch::kDouble).requires_grad_(), narrow = torch::ones({4}, torch::kBFloat16).requires_grad_();
   FusedAdamW optimizer({wide, narrow}, torch::optim::AdamWOptions(0.125).weight_decay(0));
