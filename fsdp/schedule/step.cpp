@@ -31,6 +31,7 @@ void Step::begin_another_forward(size_t first) {
   const bool is_traced = !tracing_.reads.empty() && tracing_.reads.back() == first;
   if (is_traced) tracing_.reads.pop_back();
   end_trace();
+  tracing_.trains = true;
   if (is_traced) trace_read(first);
 }
 

@@ -83,7 +83,10 @@ class Step {
   bool read(const Read& read) {
     auto& note = notes_[read.group];
     // What another thread reads, for which a hook waits, is not recorded.
-    if (!read.in_backward && !is_in_backward() && !is_recorded(read.group)) record(read.group);
+    if (!read.in_backward && !is_in_backward()) {
+      if (read.in_grad_mode && !tracing_.trains) begin_training_trace();
+      if (!is_recorded(read.group)) record(read.group);
+    }
     note.is_held = false;
     if (!read.in_backward || read.recomputation > 0) note.recomputation = read.recomputation;
     const bool is_first = std::exchange(note.phase, phase_) != phase_;
@@ -142,6 +145,7 @@ class Step {
   struct Trace {
     Order reads;
     bool has_repeats = false; ///< of a group that was freed between
+    bool trains = false;      ///< the reads are in grad mode, and no evaluation's
   };
   /// Why a group is gathered ahead: it comes next, or a list of the program says so.
   enum class PrefetchReason { kOfOrder, kOfList };
@@ -177,6 +181,7 @@ class Step {
   void read_anew(const Read& read, bool is_first);
   void record(size_t group);
   void place(size_t group);
+  void begin_training_trace();
   void trace_read(size_t group);
   void trace_again(const Read& read);
   void end_trace();

@@ -13,6 +13,12 @@ constexpr size_t kLongestTrace = 8;
 
 } // namespace
 
+/// An evaluation that ended early, perhaps with an error, and a training forward are no trace together.
+void Step::begin_training_trace() {
+  for (auto& note : notes_) note.trace_position = -1;
+  tracing_ = {.trains = true};
+}
+
 void Step::trace_read(size_t group) {
   notes_[group].trace_position = static_cast<int64_t>(tracing_.reads.size());
   tracing_.reads.push_back(group);
