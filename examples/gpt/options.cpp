@@ -128,6 +128,15 @@ void check_context(const Options& options) {
               options.tensor_parallel ? " in the ranks of tp" : "", ", which --context ulysses needs");
 }
 
+/// Reads how sequences, activations and layers are split over ranks.
+void read_splits(Options& options) {
+  options.context_ranks = context_ranks(options);
+  options.context = parse_context(absl::GetFlag(FLAGS_context));
+  options.sequence_parallel = absl::GetFlag(FLAGS_sequence_parallel);
+  options.schedule = tessera::pipeline_schedule_kind(absl::GetFlag(FLAGS_schedule));
+  options.micro_batches = absl::GetFlag(FLAGS_micro_batches);
+}
+
 } // namespace
 
 Options parse_options(int argc, char** argv) {
@@ -139,17 +148,12 @@ Options parse_options(int argc, char** argv) {
   options.steps = absl::GetFlag(FLAGS_steps);
   options.global_batch = absl::GetFlag(FLAGS_global_batch);
   options.batch = options.global_batch > 0 ? 0 : absl::GetFlag(FLAGS_batch);
-  options.context_ranks = context_ranks(options);
-  options.context = parse_context(absl::GetFlag(FLAGS_context));
   options.optimizer = absl::GetFlag(FLAGS_optimizer);
   options.learning_rate = absl::GetFlag(FLAGS_lr);
   options.warmup = absl::GetFlag(FLAGS_warmup);
   options.clip = absl::GetFlag(FLAGS_clip);
   options.weight_decay = absl::GetFlag(FLAGS_weight_decay);
   options.recompute = absl::GetFlag(FLAGS_recompute);
-  options.sequence_parallel = absl::GetFlag(FLAGS_sequence_parallel);
-  options.schedule = tessera::pipeline_schedule_kind(absl::GetFlag(FLAGS_schedule));
-  options.micro_batches = absl::GetFlag(FLAGS_micro_batches);
   options.seed = absl::GetFlag(FLAGS_seed);
   options.max_seconds = absl::GetFlag(FLAGS_max_seconds);
   options.log = absl::GetFlag(FLAGS_log);
@@ -164,6 +168,7 @@ Options parse_options(int argc, char** argv) {
   options.resume = absl::GetFlag(FLAGS_resume);
   options.trace = absl::GetFlag(FLAGS_trace);
   options.dump_initial = absl::GetFlag(FLAGS_dump_initial);
+  read_splits(options);
   check_model(options.model);
   check_numbers(options);
   check_combinations(options);
