@@ -32,7 +32,7 @@ double now() { return std::chrono::duration<double, std::milli>(std::chrono::ste
 struct SleepersImpl : torch::nn::Module {
   SleepersImpl(int64_t count, double milliseconds) : pause(milliseconds) {
     for (int64_t i = 0; i < count; ++i) {
-      linears.push_back(register_module(c10::str("linear", i), torch::nn::Linear(torch::nn::LinearOptions(4, 4).bias(false))));
+      linears.emplace_back(register_module(c10::str("linear", i), torch::nn::Linear(torch::nn::LinearOptions(4, 4).bias(false))));
       linears.back()->weight.register_hook([this](const torch::Tensor&) { sleep_for(pause); });
     }
   }

@@ -1,5 +1,6 @@
 #include <tessera/dtensor/dispatch/split_loss.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/_log_softmax_backward_data.h>
 #include <ATen/ops/log_softmax.h>

@@ -1,5 +1,6 @@
 #include <tessera/optim/adafactor.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -130,9 +131,8 @@ void update_moments(const AdafactorEntry& entry, const at::Tensor& sums) {
     const auto local = part_of(kept);
     if (local.numel() != sum.numel()) return; // outside the mesh
     const auto mean = sum.div(static_cast<double>(count)).view_as(local).to(local.dtype());
-    auto target = kept;
     const auto* meta = internal::dtensor_meta(kept);
-    target.lerp_(meta ? internal::make_dtensor(mean, meta->spec) : mean, weight);
+    kept.lerp_(meta ? internal::make_dtensor(mean, meta->spec) : mean, weight);
   };
   const auto rows = state.row_var().numel(), columns = state.col_var().numel();
   lerp(state.row_var(), sums.narrow(0, 1, rows), entry.parameter.size(-1));

@@ -1,5 +1,6 @@
 #include <tessera/optim/adamw_8bit.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>

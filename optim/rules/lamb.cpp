@@ -1,5 +1,6 @@
 #include <tessera/optim/lamb.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>

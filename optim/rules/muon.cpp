@@ -1,5 +1,6 @@
 #include <tessera/optim/muon.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>

@@ -122,7 +122,7 @@ inline void expect_same_training(const TrainingResult& actual, const TrainingRes
   for (size_t i = 0; i < expected.losses.size(); ++i) ASSERT_NEAR(actual.losses[i], expected.losses[i], bound) << "loss " << i;
   for (size_t i = 0; i < expected.norms.size(); ++i) ASSERT_NEAR(actual.norms[i], expected.norms[i], bound) << "norm " << i;
   for (const auto& [name, weight] : actual.weights) {
-    const double error = (weight - expected.weights.at(name)).abs().max().item<double>();
+    const auto error = (weight - expected.weights.at(name)).abs().max().item<double>();
     ASSERT_LE(error, bound) << name;
   }
 }

@@ -434,7 +434,7 @@ class Program {
 
   /// Gradients that were not reduced go on in the next backward, unless one has failed.
   bool give_up() {
-    for (size_t each = 0; each < groups.states.size(); ++each) groups.states[each].to_come = 0;
+    for (auto& state : groups.states) state.to_come = 0;
     return false;
   }
 

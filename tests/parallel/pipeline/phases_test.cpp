@@ -82,7 +82,7 @@ struct StageImpl : torch::nn::Module {
     };
     if (has_embedding) embed = register_module("embed", seeded(100, [] { return torch::nn::Embedding(kVocabulary, kWidth); }));
     for (int64_t i = first; i < end; ++i)
-      blocks.push_back(register_module("block" + std::to_string(i), seeded(i, [] { return Block(); })));
+      blocks.emplace_back(register_module("block" + std::to_string(i), seeded(i, [] { return Block(); })));
     if (has_head) head = register_module("head", seeded(200, [] { return torch::nn::Linear(kWidth, kVocabulary); }));
     to(torch::kDouble);
   }

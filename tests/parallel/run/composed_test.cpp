@@ -93,7 +93,7 @@ class Job {
   /// Every data rank has the same micro-batches.
   double step(int64_t number) {
     optimizer_.zero_grad();
-    const double loss = pipeline_.step(text_batches({}, number, 0)).item<double>();
+    const auto loss = pipeline_.step(text_batches({}, number, 0)).item<double>();
     clip_grad_norm_(stages_, 0.5);
     optimizer_.step();
     return loss;
@@ -202,8 +202,8 @@ TEST(ComposedPipeline, ClipsByEveryNorm) {
       const auto [text, targets] = draw_text(0, 0, i);
       (summed_loss(twin->forward(text), targets) / 2).backward();
     }
-    const double norm = clip_grad_norm_(stages, 0.01, type).item<double>();
-    const double expected = clip_grad_norm_(twin->parameters(), 0.01, type).item<double>();
+    const auto norm = clip_grad_norm_(stages, 0.01, type).item<double>();
+    const auto expected = clip_grad_norm_(twin->parameters(), 0.01, type).item<double>();
     EXPECT_NEAR(norm, expected, 1e-4 * expected) << type;
     const auto gradients = twin->named_parameters();
     for (const auto& item : stages.module->named_parameters())

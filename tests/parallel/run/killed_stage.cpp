@@ -11,7 +11,7 @@ namespace {
 
 struct StackImpl : torch::nn::Module {
   explicit StackImpl(int64_t depth) {
-    for (int64_t i = 0; i < depth; ++i) linears.push_back(register_module(c10::str("linear", i), torch::nn::Linear(4, 4)));
+    for (int64_t i = 0; i < depth; ++i) linears.emplace_back(register_module(c10::str("linear", i), torch::nn::Linear(4, 4)));
   }
   std::vector<torch::nn::Linear> linears;
 };

@@ -22,7 +22,7 @@ using Kind = PipelineScheduleKind;
 struct StackImpl : torch::nn::Module {
   explicit StackImpl(int64_t depth, int64_t width = 5) {
     for (int64_t i = 0; i < depth; ++i)
-      linears.push_back(register_module(c10::str("linear", i), torch::nn::Linear(width, width)));
+      linears.emplace_back(register_module(c10::str("linear", i), torch::nn::Linear(width, width)));
   }
   std::vector<torch::nn::Linear> linears;
 };
@@ -117,7 +117,7 @@ TEST(PipelineValues, AreTrees) {
   const auto layer = [](StackImpl& stack, size_t i, const PipelineValue& input, const PipelineValue& batch) -> PipelineValue {
     const auto rows = batch.toTensor().size(0);
     if (i == 0) {
-      const auto x = batch.toTensor();
+      const auto& x = batch.toTensor();
       return Tree{linear(stack, i, x),
                   {x, x.gt(0), torch::arange(rows), torch::ones({0, 2})},
                   rows,

@@ -19,7 +19,7 @@
 namespace tessera::testing::random_models_test {
 namespace {
 
-using namespace random_net;
+using namespace random_net; // NOLINT(google-build-using-namespace)
 using torch::Tensor;
 
 void shard(Net& net, const Drawn& drawn, const ParallelMesh& mesh, Draw& dice) {

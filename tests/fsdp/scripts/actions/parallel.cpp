@@ -84,7 +84,7 @@ class ParallelTraining {
   /// Of a random parameter: whether it trains. The table does always.
   void freeze_or_not(Draw& draw) {
     const auto parameters = net_->parameters();
-    auto chosen = parameters[static_cast<size_t>(draw.below(static_cast<int64_t>(parameters.size())))];
+    const auto& chosen = parameters[static_cast<size_t>(draw.below(static_cast<int64_t>(parameters.size())))];
     if (!chosen.is_same(net_->table->weight)) chosen.requires_grad_(!chosen.requires_grad());
   }
 
