@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <utility>
+
+#include <tessera/base/edit_distance.h>
 
 namespace tessera::internal::pipeline {
 
@@ -19,21 +20,6 @@ void descend(const torch::nn::Module& module, const std::string& path, ModelName
     names.modules[name] = child.value();
     descend(*child.value(), name, names);
   }
-}
-
-/// How many characters have to be put in, taken out or replaced to make `b` of `a` (Levenshtein).
-size_t edits(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 0; i < a.size(); ++i) {
-    auto diagonal = std::exchange(row[0], i + 1);
-    for (size_t j = 0; j < b.size(); ++j) {
-      const auto replaced = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({replaced, row[j] + 1, diagonal + 1});
-    }
-  }
-  return row.back();
 }
 
 } // namespace
@@ -54,7 +40,7 @@ std::string ModelNames::nearest(const std::string& name) const {
   std::string best;
   size_t fewest = std::numeric_limits<size_t>::max();
   const auto look = [&](const std::string& other) {
-    if (const auto distance = edits(name, other); distance < fewest) {
+    if (const auto distance = edit_distance(name, other); distance < fewest) {
       fewest = distance;
       best = other;
     }

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <tessera/base/edit_distance.h>
 #include <tessera/base/error_text.h>
 #include <tessera/base/host_name.h>
 #include <tessera/base/listing.h>
@@ -20,6 +21,15 @@ TEST(TextTable, AlignsNumbersToTheRight) {
             "name    bytes  place\n"
             "w          12  host\n"
             "longer      3\n");
+}
+
+TEST(EditDistance, CountsCharactersPutInTakenOutAndReplaced) {
+  using internal::edit_distance;
+  EXPECT_EQ(edit_distance("", ""), 0U);
+  EXPECT_EQ(edit_distance("", "abc"), 3U);
+  EXPECT_EQ(edit_distance("weight", ""), 6U);
+  EXPECT_EQ(edit_distance("blocks.0.weight", "blocks.1.weight"), 1U);
+  EXPECT_EQ(edit_distance("kitten", "sitting"), 3U);
 }
 
 TEST(TextTable, OfHeadingsAloneIsALine) { EXPECT_EQ(text_table({{"a", "b"}}), "a  b\n"); }
