@@ -3,14 +3,13 @@
 The model, its flags and the step are those of measure_step.cpp. The environment names the rank as under torchrun.
 """
 import argparse
-import time
 
 import torch
 import torch.distributed as dist
 
 from gpt import VOCABULARY
 from parallel import ParallelGpt, add_flags, clip, loss_of, loss_parallel, make_parallel, optimizer_of
-from serve import serve
+from serve import seconds_of, serve
 
 
 def parse_arguments():
@@ -47,22 +46,13 @@ class TrainStep:
         self.optimizer.step()
         yield "optimizer"
 
-    def seconds(self):
-        """Seconds of each part of a step, and of all of it."""
-        begin = last = time.perf_counter()
-        seconds = {}
-        for part in self.parts():
-            now = time.perf_counter()
-            seconds[part], last = now - last, now
-        return {**seconds, "step": last - begin}
-
 
 def main():
     arguments = parse_arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     step = TrainStep(arguments)
-    serve({"step": step.seconds})
+    serve({"step": lambda: seconds_of(step.parts())})
     dist.destroy_process_group()
 
 

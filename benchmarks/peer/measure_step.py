@@ -5,13 +5,12 @@ The model, its flags and the step are those of measure_step.cpp. The environment
 import argparse
 import importlib
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 
 from gpt import VOCABULARY, Gpt, cross_entropy, make_optimizer
-from serve import serve
+from serve import seconds_of, serve
 from sharding import add_flags, shard
 
 
@@ -51,15 +50,6 @@ class TrainStep:
         self.optimizer.step()
         yield "optimizer"
 
-    def seconds(self):
-        """Seconds of each part of a step, and of all of it."""
-        begin = last = time.perf_counter()
-        seconds = {}
-        for part in self.parts():
-            now = time.perf_counter()
-            seconds[part], last = now - last, now
-        return {**seconds, "step": last - begin}
-
     def memory(self):
         tensors = [tensor for p in self.model.parameters() for tensor in (p, p.grad)]
         tensors += [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -75,7 +65,7 @@ def main():
         importlib.import_module("tessera_backend")
     dist.init_process_group(arguments.backend)
     step = TrainStep(arguments)
-    serve({"step": step.seconds, "memory": step.memory})
+    serve({"step": lambda: seconds_of(step.parts()), "memory": step.memory})
     dist.destroy_process_group()
 
 

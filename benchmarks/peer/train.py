@@ -31,10 +31,10 @@ def read_initial(folder):
     return tensors
 
 
-def make_model(tensors, heads):
+def make_model(tensors, heads, kind=Gpt):
     sequence, width = tensors["position_embedding.weight"].shape
     layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-    model = Gpt(layers, width, heads, sequence)
+    model = kind(layers, width, heads, sequence)
     model.load_state_dict(tensors)
     return model
 

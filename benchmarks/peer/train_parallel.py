@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import ParallelGpt, add_flags, clip, loss_of, loss_parallel, make_parallel, optimizer_of
-from train import read_initial
+from train import make_model, read_initial
 
 
 def parse_arguments():
@@ -24,14 +24,6 @@ def parse_arguments():
     parser.add_argument("--weight-decay", type=float, required=True)
     add_flags(parser)
     return parser.parse_args()
-
-
-def make_model(tensors, heads):
-    sequence, width = tensors["position_embedding.weight"].shape
-    layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-    model = ParallelGpt(layers, width, heads, sequence)
-    model.load_state_dict(tensors)
-    return model
 
 
 def train_step(model, optimizer, inputs, targets, largest_norm):
@@ -52,7 +44,7 @@ def main():
     dist.init_process_group("gloo")
     tensors = read_initial(arguments.initial)
     inputs, targets, rates = (tensors.pop(name) for name in ("inputs", "targets", "learning_rates"))
-    model = make_model(tensors, arguments.heads)
+    model = make_model(tensors, arguments.heads, ParallelGpt)
     mine, count = make_parallel(model, arguments, dist.get_world_size())
     optimizer = optimizer_of(model, rates[0].item(), arguments.weight_decay)
     losses = []
