@@ -1,7 +1,10 @@
 // The plain course of a training.
 #include <tessera/optim/step.h>
 
+#include <string>
+
 #include <tessera/tests/fsdp/scripts/action.h>
+#include <tessera/tests/fsdp/scripts/compare.h>
 #include <tessera/tests/fsdp/scripts/pass.h>
 
 namespace tessera::testing::scripts {
@@ -31,11 +34,24 @@ void forward_and_backward(Turn& turn) {
   backward(loss);
 }
 
+/// Where the blocks of one rank end with an error, all ranks do: the others would wait for it in their backward.
+Tensor forward_apart(Turn& turn) {
+  Tensor loss;
+  std::string error;
+  try {
+    loss = loss_of_ranks_apart(turn);
+  } catch (const c10::Error& failure) {
+    error = failure.what_without_backtrace();
+  }
+  TORCH_CHECK(sum_over_ranks(!error.empty()) == 0, "the forward of a rank failed", error.empty() ? "" : ": ", error);
+  return loss;
+}
+
 /// Every rank uses the head. Batch statistics would be of all ranks' blocks.
 void train_apart(Turn& turn) {
   const auto& model = *turn.trainee.model;
   if (!turn.trainee.is_replica || !model.head().requires_grad() || !model.buffers().empty() || model.has_inner_backward()) return;
-  const auto loss = loss_of_ranks_apart(turn);
+  const auto loss = forward_apart(turn);
   turn.side.record_mean(loss);
   backward(loss);
 }
