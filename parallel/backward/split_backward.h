@@ -12,8 +12,8 @@
 
 namespace tessera::internal::pipeline {
 
-/// A key above that of reads, which nothing else in a C++ program uses. A scope includes it for its thread.
-/// nn/sync_batch_norm.cpp has the same key for other operators, and registers that all others fall through it.
+/// A key above that of reads, which a scope includes for its thread. It is that of nn/sync_batch_norm.cpp, which has it on
+/// tensors and for another operator, and registers that all others fall through it.
 inline constexpr c10::DispatchKey kSplitKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
 
 /// The scope of a forward whose backward comes in two halves. In it, the ops of this thread that multiply activations by weights

@@ -6,6 +6,7 @@
 #include <tessera/activations/recompute.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/nn/sync_batch_norm.h>
 #include <tessera/parallel/backward/split_backward.h>
 
 #include <tessera/tests/parallel/small_gpt.h>
@@ -175,6 +176,20 @@ std::vector<Case> modules() {
       {"Bilinear", bilinear.ptr(), [bilinear](const torch::Tensor& x) mutable { return bilinear->forward(x, x); }, {6, 4}});
   return cases;
 }
+
+/// Its statistics come from all ranks, through the dispatch key that split ops have too.
+Case synchronized() {
+  using namespace torch::nn; // NOLINT(google-build-using-namespace)
+  torch::manual_seed(4);
+  Sequential layers(Conv2d(Conv2dOptions(3, 8, 3).padding(1)), BatchNorm2d(8), ReLU(), Conv2d(Conv2dOptions(8, 4, 3)), Flatten(),
+                    Linear(4 * 196, 5));
+  const auto mesh = init_device_mesh(torch::kCPU, {world_size()});
+  EXPECT_EQ(convert_sync_batch_norm(*layers, mesh).size(), 1U);
+  return {
+      "SyncBatchNorm", layers.ptr(), [layers](const torch::Tensor& x) mutable { return layers->forward(x); }, {4, 3, 16, 16}, 3};
+}
+
+TEST(SplitBackward, IsBitwiseBesideSyncBatchNorm) { expect_bitwise(synchronized()); }
 
 TEST(SplitBackward, IsBitwiseThePlainOne) {
   for (const auto& cases : {blocks(), frozen(), modules()}) {
