@@ -1,5 +1,4 @@
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint/bytes/json.h>
@@ -7,6 +6,7 @@
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/optim/optimizer_class.h>
+#include <tessera/optim/parts/stepped.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -32,19 +32,10 @@ at::ScalarType dtype_for(const TensorField& field, const SavedState::Tensor& sav
 
 // A zero tensor laid out beside `parameter` as the field says.
 at::Tensor zeros_for(const TensorField& field, const at::Tensor& parameter, const SavedState::Tensor& saved) {
-  const auto options = parameter.options().dtype(saved.dtype).requires_grad(false);
+  if (field.layout == StateLayout::kAsParameter) return zeros_as(parameter, saved.dtype);
+  if (field.layout == StateLayout::kReplicated) return replicated_zeros(parameter, saved.sizes, saved.dtype);
   const auto* meta = dtensor_meta(parameter);
-  if (field.layout != StateLayout::kAsParameter) {
-    auto zeros = at::zeros(saved.sizes, options.device(meta ? meta->spec->mesh().device() : parameter.device()));
-    if (!meta || field.layout == StateLayout::kPlain) return zeros;
-    const auto& mesh = meta->spec->mesh();
-    return from_local(zeros, mesh, Placements(static_cast<size_t>(mesh.ndim()), Replicate{}));
-  }
-  if (!meta) return at::zeros_like(parameter, options);
-  const auto& spec = *meta->spec;
-  const auto& local = meta->local;
-  return make_dtensor(at::zeros_like(local, local.options().dtype(saved.dtype)),
-                      Spec::intern(spec.mesh(), spec.placements(), spec.sizes(), saved.dtype, spec.strides()));
+  return at::zeros(saved.sizes, at::TensorOptions(saved.dtype).device(meta ? meta->spec->mesh().device() : parameter.device()));
 }
 
 void check_layout(const std::string& name, const TensorField& field, const at::Tensor& parameter, const at::Tensor& kept) {

@@ -1,6 +1,7 @@
 #include <tessera/optim/parts/stepped.h>
 
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
 #include <tessera/dtensor/api.h>
@@ -19,6 +20,14 @@ at::Tensor aligned_gradient(const at::Tensor& parameter) {
   if (own && meta && meta->spec->placements() != own->spec->placements())
     aligned = DTensor(gradient).redistribute(own->spec->mesh(), own->spec->placements());
   return aligned.scalar_type() == parameter.scalar_type() ? aligned : aligned.to(parameter.scalar_type());
+}
+
+at::Tensor zeros_as(const at::Tensor& parameter, at::ScalarType dtype) {
+  const auto* meta = dtensor_meta(parameter);
+  if (!meta) return at::zeros_like(parameter, parameter.options().dtype(dtype).requires_grad(false));
+  const auto& spec = *meta->spec;
+  return make_dtensor(at::zeros_like(meta->local, meta->local.options().dtype(dtype)),
+                      Spec::intern(spec.mesh(), spec.placements(), spec.sizes(), dtype, spec.strides()));
 }
 
 at::Tensor replicated_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes, std::optional<at::ScalarType> dtype) {

@@ -26,8 +26,11 @@ struct Stepped {
 /// Errors: one that is sparse or complex, or waits for its reduction.
 at::Tensor aligned_gradient(const at::Tensor& parameter);
 
+/// Zeros that lie as `parameter` does, of another dtype.
+at::Tensor zeros_as(const at::Tensor& parameter, at::ScalarType dtype);
+
 /// A tensor of zeros that every rank holds whole, of the parameter's dtype if it is left out: a DTensor on the mesh of
-/// `parameter`, or a plain tensor as that is.
+/// `parameter`, or a plain tensor as that is; where the memory of `parameter` is.
 at::Tensor replicated_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes,
                             std::optional<at::ScalarType> dtype = std::nullopt);
 

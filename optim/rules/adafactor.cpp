@@ -15,6 +15,7 @@
 #include <utility>
 
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/optim/parts/check_options.h>
 #include <tessera/optim/parts/shared_sums.h>
 #include <tessera/optim/parts/stepped.h>
 #include <tessera/optim/register_optimizer.h>
@@ -28,12 +29,12 @@ using internal::Box;
 using internal::part_of;
 
 const AdafactorOptions& checked(const AdafactorOptions& options) {
-  TORCH_CHECK(options.lr() >= 0, "Adafactor: lr is ", options.lr(), "; it must not be negative");
+  internal::check_not_negative("Adafactor", "lr", options.lr());
+  internal::check_not_negative("Adafactor", "eps2", options.eps2());
+  internal::check_not_negative("Adafactor", "weight_decay", options.weight_decay());
+  internal::check_not_negative("Adafactor", "eps1", options.eps1().value_or(0));
   TORCH_CHECK(options.beta2_decay() <= 0, "Adafactor: beta2_decay is ", options.beta2_decay(), "; it must not be above 0");
-  TORCH_CHECK(options.eps1().value_or(0) >= 0 && options.eps2() >= 0, "Adafactor: eps1 is ", options.eps1().value_or(0),
-              " and eps2 ", options.eps2(), "; they must not be negative");
   TORCH_CHECK(options.d() >= 1, "Adafactor: d is ", options.d(), "; it must be at least 1");
-  TORCH_CHECK(options.weight_decay() >= 0, "Adafactor: weight_decay is ", options.weight_decay(), "; it must not be negative");
   return options;
 }
 

@@ -5,7 +5,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/optim/parts/check_options.h>
 #include <tessera/optim/parts/dynamic_table.h>
 #include <tessera/optim/parts/fused_lists.h>
 #include <tessera/optim/parts/shared_sums.h>
@@ -31,12 +31,10 @@ constexpr int64_t kBlockBits = 8;          ///< 256 elements a block
 constexpr int64_t kSliceBytes = 16L << 20; ///< of float that a step computes with at once
 
 const AdamW8bitOptions& checked(const AdamW8bitOptions& options) {
-  const auto [beta1, beta2] = options.betas();
-  TORCH_CHECK(options.lr() >= 0, "AdamW8bit: lr is ", options.lr(), "; it must not be negative");
-  TORCH_CHECK(options.eps() >= 0, "AdamW8bit: eps is ", options.eps(), "; it must not be negative");
-  TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "AdamW8bit: betas are ", beta1, " and ", beta2,
-              "; they must be in [0, 1)");
-  TORCH_CHECK(options.weight_decay() >= 0, "AdamW8bit: weight_decay is ", options.weight_decay(), "; it must not be negative");
+  internal::check_not_negative("AdamW8bit", "lr", options.lr());
+  internal::check_not_negative("AdamW8bit", "eps", options.eps());
+  internal::check_not_negative("AdamW8bit", "weight_decay", options.weight_decay());
+  internal::check_betas("AdamW8bit", "betas", options.betas());
   return options;
 }
 
@@ -59,15 +57,6 @@ void register_adamw_8bit() {
   }();
 }
 
-/// Zeros that lie as a tensor does, of another dtype.
-at::Tensor zeros_as(const at::Tensor& tensor, at::ScalarType dtype) {
-  const auto* meta = internal::dtensor_meta(tensor);
-  if (!meta) return at::zeros_like(tensor, tensor.options().dtype(dtype).requires_grad(false));
-  const auto& spec = *meta->spec;
-  return internal::make_dtensor(at::zeros_like(meta->local, meta->local.options().dtype(dtype)),
-                                Spec::intern(spec.mesh(), spec.placements(), spec.sizes(), dtype, spec.strides()));
-}
-
 int64_t blocks_of(const at::Tensor& parameter) { return (parameter.numel() + (1 << kBlockBits) - 1) >> kBlockBits; }
 
 void prepare(const EightBitEntry& entry) {
@@ -76,8 +65,8 @@ void prepare(const EightBitEntry& entry) {
   if (state.exp_avg().defined()) return;
   const bool is_small = entry.parameter.numel() < entry.options->min_8bit_size();
   const auto dtype = is_small ? entry.parameter.scalar_type() : at::kByte;
-  state.exp_avg(zeros_as(entry.parameter, dtype));
-  state.exp_avg_sq(zeros_as(entry.parameter, dtype));
+  state.exp_avg(internal::zeros_as(entry.parameter, dtype));
+  state.exp_avg_sq(internal::zeros_as(entry.parameter, dtype));
   if (is_small) return;
   state.exp_avg_absmax(internal::replicated_zeros(entry.parameter, {blocks_of(entry.parameter)}, at::kFloat));
   state.exp_avg_sq_absmax(internal::replicated_zeros(entry.parameter, {blocks_of(entry.parameter)}, at::kFloat));

@@ -12,6 +12,7 @@
 #include <memory>
 #include <utility>
 
+#include <tessera/optim/parts/check_options.h>
 #include <tessera/optim/parts/shared_sums.h>
 #include <tessera/optim/parts/stepped.h>
 #include <tessera/optim/register_optimizer.h>
@@ -23,12 +24,10 @@ namespace {
 using LambEntry = internal::Stepped<LambParamState, LambOptions>;
 
 const LambOptions& checked(const LambOptions& options) {
-  const auto [beta1, beta2] = options.betas();
-  TORCH_CHECK(options.lr() >= 0, "Lamb: lr is ", options.lr(), "; it must not be negative");
-  TORCH_CHECK(options.eps() >= 0, "Lamb: eps is ", options.eps(), "; it must not be negative");
-  TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "Lamb: betas are ", beta1, " and ", beta2,
-              "; they must be in [0, 1)");
-  TORCH_CHECK(options.weight_decay() >= 0, "Lamb: weight_decay is ", options.weight_decay(), "; it must not be negative");
+  internal::check_not_negative("Lamb", "lr", options.lr());
+  internal::check_not_negative("Lamb", "eps", options.eps());
+  internal::check_not_negative("Lamb", "weight_decay", options.weight_decay());
+  internal::check_betas("Lamb", "betas", options.betas());
   TORCH_CHECK(0 <= options.min_coeff() && options.min_coeff() <= options.max_coeff(), "Lamb: min_coeff is ", options.min_coeff(),
               " and max_coeff ", options.max_coeff(), "; they must be a range above 0");
   return options;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include <tessera/optim/parts/check_options.h>
 #include <tessera/optim/parts/stepped.h>
 #include <tessera/optim/register_optimizer.h>
 
@@ -14,11 +15,9 @@ namespace tessera {
 namespace {
 
 const LionOptions& checked(const LionOptions& options) {
-  const auto [beta1, beta2] = options.betas();
-  TORCH_CHECK(options.lr() >= 0, "Lion: lr is ", options.lr(), "; it must not be negative");
-  TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "Lion: betas are ", beta1, " and ", beta2,
-              "; they must be in [0, 1)");
-  TORCH_CHECK(options.weight_decay() >= 0, "Lion: weight_decay is ", options.weight_decay(), "; it must not be negative");
+  internal::check_not_negative("Lion", "lr", options.lr());
+  internal::check_not_negative("Lion", "weight_decay", options.weight_decay());
+  internal::check_betas("Lion", "betas", options.betas());
   return options;
 }
 

@@ -12,6 +12,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include <tessera/optim/parts/check_options.h>
 #include <tessera/optim/parts/fused_lists.h>
 #include <tessera/optim/parts/on_whole.h>
 #include <tessera/optim/parts/stepped.h>
@@ -24,15 +25,15 @@ namespace {
 using torch::optim::OptimizerParamGroup;
 
 const MuonOptions& checked(const MuonOptions& options) {
-  const auto [beta1, beta2] = options.adamw_betas();
-  TORCH_CHECK(options.lr() >= 0, "Muon: lr is ", options.lr(), "; it must not be negative");
+  internal::check_not_negative("Muon", "lr", options.lr());
+  internal::check_not_negative("Muon", "weight_decay", options.weight_decay());
+  internal::check_not_negative("Muon", "eps", options.eps());
+  internal::check_not_negative("Muon", "adamw_eps", options.adamw_eps());
+  internal::check_betas("Muon", "adamw_betas", options.adamw_betas());
   TORCH_CHECK(options.momentum() >= 0 && options.momentum() < 1, "Muon: momentum is ", options.momentum(),
               "; it must be in [0, 1)");
-  TORCH_CHECK(options.weight_decay() >= 0, "Muon: weight_decay is ", options.weight_decay(), "; it must not be negative");
   TORCH_CHECK(options.ns_steps() >= 0 && options.ns_steps() < 100, "Muon: ns_steps is ", options.ns_steps(),
               "; it must be from 0 to 99");
-  TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "Muon: adamw_betas are ", beta1, " and ", beta2,
-              "; they must be in [0, 1)");
   return options;
 }
 

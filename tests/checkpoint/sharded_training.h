@@ -8,6 +8,7 @@
 #include <torch/torch.h>
 
 #include <numeric>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -95,11 +96,13 @@ inline at::Tensor rows_of(const at::Tensor& batch, const std::string& strategy) 
   return strategy == "plain" ? batch : batch.chunk(process_context().world_size())[process_context().rank()];
 }
 
-/// The loss of this rank's rows of a batch that depends on `step` alone.
-inline at::Tensor loss_of(TrainedModel& model, const std::string& strategy, int64_t step) {
+/// The loss of this rank's rows of a batch that depends on `step` alone, on the device of the parameters or, if these lie
+/// elsewhere, on `device`.
+inline at::Tensor loss_of(TrainedModel& model, const std::string& strategy, int64_t step,
+                          std::optional<at::Device> device = std::nullopt) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 + step));
   const auto tokens = rows_of(torch::randint(0, 11, {12, 6}, generator, at::kLong), strategy);
-  const auto logits = model.forward(tokens.slice(1, 0, 5).to(model.scale.device()));
+  const auto logits = model.forward(tokens.slice(1, 0, 5).to(device.value_or(model.scale.device())));
   return torch::nn::functional::cross_entropy(logits.reshape({-1, 11}), tokens.slice(1, 1, 6).reshape({-1}).to(logits.device()));
 }
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-BOUND = 1e-6  # relative to the largest element
+BOUND = 1e-6  # relative to the largest element, where sums are taken in another order
 
 ADAM = dict(lr=0.01, fused=True)
 MUON = dict(lr=0.02, weight_decay=0.1)
@@ -51,7 +51,7 @@ def main():
     differences = {file.stem: difference(file) for file in files}
     for name, value in differences.items():
         print(f"{name}: {value:.1e}")
-    far = [name for name, value in differences.items() if not value <= BOUND]
+    far = [name for name, value in differences.items() if not value <= (0 if name.startswith(("Fused", "Muon")) else BOUND)]
     if far:
         sys.exit(f"not as PyTorch's: {', '.join(far)}")
     print(f"{len(files)} optimizers agree")

@@ -4,32 +4,11 @@
 #include <tessera/optim/parts/shared_sums.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/optim/layouts.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing::parts_test {
 namespace {
-
-struct Layout {
-  DeviceMesh mesh;
-  Placements placements;
-};
-
-/// Of a tensor whose leading two dims hold `rows` positions.
-std::vector<Layout> layouts(int64_t positions) {
-  const auto world = world_size();
-  const auto one = init_device_mesh(mesh_device_type, {world});
-  const auto two = init_device_mesh(mesh_device_type, {world % 2 == 0 ? 2 : 1, world % 2 == 0 ? world / 2 : world}, {"a", "b"});
-  std::vector<int64_t> extents(static_cast<size_t>(world), positions / world);
-  extents.back() += positions % world;
-  return {{one, {Shard{0}}},
-          {one, {Shard{1}}},
-          {one, {Replicate{}}},
-          {one, {RaggedShard{1, extents}}},
-          {two, {Replicate{}, Shard{0}}},
-          {two, {Shard{0}, Replicate{}}},
-          {two, {Shard{0}, Shard{1}}},
-          {two, {Shard{0}, Shard{0}}}};
-}
 
 at::Tensor example(int64_t number) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(number));
@@ -39,7 +18,7 @@ at::Tensor example(int64_t number) {
 /// Tensors in all layouts, each whole and as a DTensor.
 std::vector<std::pair<at::Tensor, at::Tensor>> examples() {
   std::vector<std::pair<at::Tensor, at::Tensor>> all;
-  for (const auto& layout : layouts(15)) {
+  for (const auto& layout : layouts(5, 3)) {
     const auto whole = example(static_cast<int64_t>(all.size()));
     all.emplace_back(whole, distribute_tensor(whole, layout.mesh, layout.placements));
   }
