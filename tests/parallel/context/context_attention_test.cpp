@@ -21,32 +21,17 @@ std::vector<AttentionCase> cases_of(ContextParallel scheme) {
   return sweep(cases, 40);
 }
 
-TEST(ContextAttention, MatchesOneKernelInFp32) {
-  if (test_device_type() != torch::kCPU) GTEST_SKIP() << "the one kernel is that of the CPU";
-  constexpr double kBound = 1e-6;
-  for (const auto scheme : kSchemes) {
-    SCOPED_TRACE(to_string(scheme));
-    for (const auto& drawn : cases_of(scheme)) {
-      SCOPED_TRACE(drawn.to_string());
-      const auto tensors = draw_tensors(drawn);
-      const auto expected = by_one_kernel(drawn, tensors, torch::kFloat), got = over_ranks(drawn, tensors, torch::kFloat, scheme);
-      const auto errors = relative_errors(got, expected);
-      for (const auto error : {errors.out, errors.query, errors.key, errors.value}) EXPECT_LE(error, kBound);
-    }
-  }
-}
-
 /// Where one kernel happens to be exact, what is left is the rounding of fp32, in which blocks are merged.
 double bound_of(double of_one_kernel) { return std::max(2 * of_one_kernel, 1e-6); }
 
-TEST(ContextAttention, IsAsExactAsOneKernelInBf16) {
+void expect_as_exact_as_one_kernel(at::ScalarType dtype) {
   for (const auto scheme : kSchemes) {
     SCOPED_TRACE(to_string(scheme));
     for (const auto& drawn : cases_of(scheme)) {
       SCOPED_TRACE(drawn.to_string());
       const auto tensors = draw_tensors(drawn);
-      const auto exact = in_fp64(drawn, tensors, torch::kBFloat16), one = by_one_kernel(drawn, tensors, torch::kBFloat16),
-                 got = over_ranks(drawn, tensors, torch::kBFloat16, scheme);
+      const auto exact = in_fp64(drawn, tensors, dtype), one = by_one_kernel(drawn, tensors, dtype),
+                 got = over_ranks(drawn, tensors, dtype, scheme);
       const auto errors = relative_errors(got, exact), bounds = relative_errors(one, exact);
       EXPECT_LE(errors.out, bound_of(bounds.out));
       EXPECT_LE(errors.query, bound_of(bounds.query));
@@ -55,6 +40,13 @@ TEST(ContextAttention, IsAsExactAsOneKernelInBf16) {
     }
   }
 }
+
+TEST(ContextAttention, IsAsExactAsOneKernelInFp32) {
+  if (test_device_type() != torch::kCPU) GTEST_SKIP() << "the one kernel is that of the CPU";
+  expect_as_exact_as_one_kernel(torch::kFloat);
+}
+
+TEST(ContextAttention, IsAsExactAsOneKernelInBf16) { expect_as_exact_as_one_kernel(torch::kBFloat16); }
 
 } // namespace
 } // namespace tessera::testing::context_attention_test
