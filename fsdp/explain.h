@@ -28,8 +28,9 @@ std::ostream& operator<<(std::ostream& out, const Explanation& explanation);
 /// Predicts the memory of a sharded model without running it, for a step of one forward, one backward and one optimizer step. It
 /// runs the machine that decides a step, with the settings of now: of gathers (`set_prefetch_depth`, lists of modules), of what
 /// is freed, and of reductions (`no_sync`: gradients wait, and no optimizer steps). It assumes that groups are read as in the
-/// last forward, and in a recomputation as in the last backward; before any forward, in the order in which their modules are
-/// registered. State that is offloaded to the host counts as if it were on the device;
+/// last forward, and that a backward is as the last one: what it recomputes, which groups it reads, which gradient of a group
+/// comes last. Before any forward, groups are read in the order in which their modules are registered, and every backward reads
+/// them. State that is offloaded to the host counts as if it were on the device;
 /// state in files does not count. For a parameter with a gather extension it assumes that each rank sends its part in the dtype
 /// of forward.
 /// An error for a module that was not sharded. Local: no communication, and a single rank may call it.

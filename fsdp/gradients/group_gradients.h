@@ -64,6 +64,7 @@ class GroupGradients {
 
   /// What is to come, and what has landed in this backward.
   LandedGradients& landed() { return landed_; }
+  const LandedGradients& landed() const { return landed_; }
   /// Copies a full gradient, times `weight`, into the reduce buffer, added to what this backward or gradient accumulation left
   /// there. A gradient of weight 0 counts as if this rank had none.
   void land(size_t index, const at::Tensor& gradient, double weight);

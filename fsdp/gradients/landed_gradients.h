@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,7 @@ class LandedGradients {
   void land(size_t index) {
     if (!landed_[index]) ++landed_count_;
     landed_[index] = true;
+    last_ = index;
   }
   void forget() {
     std::fill(landed_.begin(), landed_.end(), false);
@@ -38,6 +40,8 @@ class LandedGradients {
   bool has_any() const { return landed_count_ > 0; }
   /// All gradients that are expected have landed.
   bool is_complete() const { return landed_count_ > 0 && landed_count_ >= expected_count_; }
+  /// The parameter whose gradient landed last, in the last backward that brought any.
+  std::optional<size_t> last() const { return last_; }
   /// A gradient has not landed, and `comes` says of its parameter that it will.
   template <typename Comes> // bool(size_t index, bool is_expected)
   bool awaits_any(const Comes& comes) const {
@@ -52,6 +56,7 @@ class LandedGradients {
   std::vector<char> expected_; ///< set at each read: no bits to mask
   uint64_t forward_ = 0;       ///< whose reads these are
   size_t landed_count_ = 0, expected_count_ = 0;
+  std::optional<size_t> last_;
 };
 
 } // namespace tessera::internal

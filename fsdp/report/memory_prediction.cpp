@@ -68,13 +68,14 @@ struct Group {
   const GradientSettings* settings = nullptr;
   bool trains = false, leaves_out_any = false;
   bool lands = false;           // some gradient
+  bool backward_reads = true;   // not where no gradient of an input needs it
   uint64_t recomputation = 0;   // whose second run reads it
   bool is_above_others = false; // whose gradients begin to land at the start of a backward
   int64_t reduce_bytes = 0;     // of its buffer
   int64_t chunk_bytes = 0;      // of this rank's part of it
   int64_t reduced_bytes = 0;    // as `grad()` holds them
   int64_t largest_gradient = 0; // of one parameter, whole
-  int64_t last_gradient = 0;    // the one that lands last: of the parameter that is registered first
+  int64_t last_gradient = 0;    // the one that lands last
   int64_t all_gradients = 0;    // of all parameters, whole
   int64_t largest_local = 0;
 
@@ -114,7 +115,8 @@ class Prediction final : private StepGroups {
   }
 
   MemoryPrediction run() {
-    for (int step = 0; step < 2; ++step) { // the first leaves blocks, and an order
+    constexpr int kSteps = 4; // the first leaves an order, and the blocks settle
+    for (int step = 0; step < kSteps; ++step) {
       peak_ = {};
       forward();
       backward();
@@ -131,7 +133,9 @@ class Prediction final : private StepGroups {
     added.trains = added.lands = trains_any(*group);
     const bool is_in_files = group->memory() && group->options().offload.memory == OffloadPolicy::Memory::kFiles;
     int64_t shard = 0;
-    for (const auto& parameter : group->parameters()) {
+    const auto last = last_to_land(gradients);
+    for (size_t index = 0; index < group->parameters().size(); ++index) {
+      const auto& parameter = group->parameters()[index];
       if (!is_trained(parameter)) {
         added.leaves_out_any = true;
         continue;
@@ -139,7 +143,7 @@ class Prediction final : private StepGroups {
       const auto whole = parameter.unsharded_numel(), local = bytes_of(parameter.local);
       shard += local;
       const auto gradient = whole * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
-      if (added.largest_gradient == 0) added.last_gradient = gradient;
+      if (index == last) added.last_gradient = gradient;
       added.all_gradients += gradient;
       added.largest_gradient = std::max(added.largest_gradient, gradient);
       added.largest_local = std::max(added.largest_local, local);
@@ -157,13 +161,21 @@ class Prediction final : private StepGroups {
     groups_[group->number] = std::move(added);
   }
 
+  /// As in the last backward; before any, what is registered first, as the weight of a linear layer.
+  static size_t last_to_land(const GroupGradients& gradients) {
+    const auto& parameters = gradients.group().parameters();
+    const auto first = std::find_if(parameters.begin(), parameters.end(), is_trained);
+    return gradients.landed().last().value_or(static_cast<size_t>(first - parameters.begin()));
+  }
+
   /// Keeps the groups that the last forward read, in its order, if there was one; otherwise all.
   void keep_trace(const std::vector<Step::Part>& parts) {
     for (const auto& part : parts) {
       auto& group = groups_[part.group];
       if (!group.group) continue;
-      group.recomputation = part.recomputation;
-      group.lands = group.trains && part.brings_gradients;
+      group.recomputation = part.backward.recomputation;
+      group.backward_reads = part.backward.is_read;
+      group.lands = group.trains && part.backward.brings_gradients;
       add_read(part.group);
     }
     if (!order_.empty()) return;
@@ -243,7 +255,7 @@ class Prediction final : private StepGroups {
     auto& group = groups_[number];
     what_ = "backward of " + group.group->label();
     recompute(number);
-    read(number, /*in_backward=*/true);
+    if (group.backward_reads) read(number, /*in_backward=*/true);
     const bool is_last = is_first_[read_number];
     if (is_last) fill(number);
     const int64_t made = (group.summed > 0 ? 2 : 1) * group.largest_gradient;
@@ -299,7 +311,7 @@ class Prediction final : private StepGroups {
     return groups_[group].group->needs_gather() ? groups_[group].residence : Residence::kUnsharded;
   }
   bool has_memory(size_t group) const override { return groups_[group].group != nullptr; }
-  bool is_stale(size_t group) const override { return groups_[group].is_stale; }
+  bool is_stale(size_t group) const override { return groups_[group].is_stale && groups_[group].group->needs_gather(); }
   std::vector<size_t> prefetch_list(size_t group, bool in_backward) const override {
     return scheduled_[group].prefetch_list(in_backward);
   }
@@ -312,7 +324,7 @@ class Prediction final : private StepGroups {
     group.is_stale = false;
     group.unsharded = blocks_.take(layout.unsharded_bytes);
     now_.unsharded += group.unsharded;
-    if (!layout.gathers_in_place) {
+    if (!layout.gathers_in_place && group.kept_part == 0) {
       group.gather_output = blocks_.take(sent_bytes_of(*group.group) * group.group->roles().shard_ranks());
       now_.unsharded += group.gather_output;
     }
@@ -383,6 +395,7 @@ class Prediction final : private StepGroups {
   void write_reduced(Group& group, int64_t bytes) {
     group.reduced += bytes;
     now_.reduce_buffers += bytes;
+    note();
   }
 
   /// The first of its collectives has ended.

@@ -60,8 +60,8 @@ void Step::end_backward() {
   });
   for (const size_t group : order()) {
     auto& note = notes_[group];
-    note.recomputed = note.recomputation;
-    note.brings_gradients = note.landed_phase == phase_;
+    note.last_backward = {note.recomputation, /*is_read=*/note.unread_phase != phase_,
+                          /*brings_gradients=*/note.landed_phase == phase_};
   }
   if (!recording_.empty()) order_ = std::exchange(recording_, {});
   end_trace();
@@ -142,7 +142,7 @@ bool Step::is_module_recorded(size_t group) const {
 std::vector<Step::Part> Step::trace() const {
   std::vector<Part> parts;
   const auto add = [&](size_t group) {
-    if (is_recorded(group)) parts.push_back({group, notes_[group].recomputed, notes_[group].brings_gradients});
+    if (is_recorded(group)) parts.push_back({group, notes_[group].last_backward});
   };
   const auto& reads = tracing_.reads.empty() ? trace_.reads : tracing_.reads;
   const bool has_repeats = reads.size() > order().size();

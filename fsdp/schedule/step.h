@@ -131,11 +131,16 @@ class Step {
   bool knows_order() const { return !order_.empty(); } ///< of an earlier forward
   const GroupPlace& place_of(size_t group) const { return notes_[group].place; }
   const std::vector<size_t>& open_groups() const { return open_; } ///< and perhaps some that were freed since
-  /// What is known of a group's part in a step: a read in the last forward, and what the last backward made of the group.
+  /// What the last backward made of a group.
+  struct InBackward {
+    uint64_t recomputation = 0; ///< whose second run read it; 0: none
+    bool is_read = true;        ///< where no gradient of an input needs it, it may not be
+    bool brings_gradients = true;
+  };
+  /// What is known of a group's part in a step: a read in the last forward, and the last backward.
   struct Part {
     size_t group;
-    uint64_t recomputation; ///< whose second run read it; 0: none
-    bool brings_gradients;
+    InBackward backward;
   };
   /// Of the reads that the last forward may have gathered for, in their order; none before the first forward.
   std::vector<Part> trace() const;
@@ -161,13 +166,13 @@ class Step {
     uint64_t landed_phase = 0;     ///< the last backward that brought a gradient
     uint64_t joined_phase = 0;     ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
     uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
+    uint64_t unread_phase = 0;     ///< the last backward that reduced the group before it was read
     uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
     PrefetchReason ahead = PrefetchReason::kOfOrder; ///< why it was gathered last before its read
     bool is_listed = false;                          ///< among those whose gradients are unfinished
     bool is_held = false;                            ///< by `unshard`, until its first read
-    uint64_t recomputed = 0;                         ///< `recomputation`, at the end of the last backward
-    bool brings_gradients = true;                    ///< in that backward
-    bool is_reduced = false; ///< in this backward, and open for the frozen parameters that it may still read
+    bool is_reduced = false;  ///< in this backward, and open for the frozen parameters that it may still read
+    InBackward last_backward; ///< at its end
   };
 
   /// The rules of a group as the program has set them, within what the phase of a micro-batch allows.

@@ -80,6 +80,7 @@ void Step::reduce_the_rest() {
 void Step::gather_as_if_read(size_t group, const GroupRules& rules) {
   if (micro_batches_.is_in(MicroBatchPhase::kWeightGradients)) return;
   if (std::exchange(notes_[group].phase, phase_) == phase_) return;
+  notes_[group].unread_phase = phase_;
   if (rules.prefetch.is_prefetched_in_backward) {
     if (groups_.is_stale(group)) written(group);
     if (!is_open(groups_.residence(group))) gather(group);
