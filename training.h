@@ -10,10 +10,16 @@
 #include <tessera/nn/average_buffers.h>
 #include <tessera/nn/sync_batch_norm.h>
 #include <tessera/training/averaged_model.h>
+#include <tessera/training/data_source.h>
+#include <tessera/training/dataset_rows.h>
 #include <tessera/training/distributed_sampler.h>
 #include <tessera/training/grad_scaler.h>
 #include <tessera/training/lr_schedule.h>
 #include <tessera/training/metrics.h>
 #include <tessera/training/nan_guard.h>
+#include <tessera/training/prefetch.h>
+#include <tessera/training/row_source.h>
 #include <tessera/training/seeds.h>
+#include <tessera/training/token_file.h>
+#include <tessera/training/token_rows.h>
 #include <tessera/training/uneven_batches.h>

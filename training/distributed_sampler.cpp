@@ -1,20 +1,20 @@
 #include <tessera/training/distributed_sampler.h>
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/randperm.h>
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
 #include <torch/types.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
+#include <tessera/training/data/row_order.h>
 #include <tessera/training/mesh_position.h>
 
 namespace tessera {
 
 namespace {
+
+constexpr int64_t kMostDrawnRows = int64_t{1} << 24;
 
 void check_rows(int64_t rows, int64_t ranks) {
   TORCH_CHECK_VALUE(rows >= ranks, "DistributedSampler: ", rows, " rows are fewer than the ", ranks,
@@ -74,15 +74,17 @@ void DistributedSampler::reset(std::optional<size_t> new_size) {
 }
 
 void DistributedSampler::draw_order() {
-  order_.resize(static_cast<size_t>(rows_));
-  if (options_.shuffle) {
-    const auto generator = at::detail::createCPUGenerator(options_.seed + static_cast<uint64_t>(epoch_));
-    const auto drawn = at::randperm(rows_, generator, at::TensorOptions(at::kLong));
-    std::copy_n(drawn.const_data_ptr<int64_t>(), rows_, order_.begin());
-  } else {
-    std::iota(order_.begin(), order_.end(), 0);
-  }
-  for (int64_t i = rows_; i < end_; ++i) order_.push_back(order_[static_cast<size_t>(i - rows_)]);
+  const auto seed = options_.seed + static_cast<uint64_t>(epoch_);
+  const bool by_size = options_.shuffle_kind == ShuffleKind::kBySize;
+  const bool computed = by_size ? rows_ > kMostDrawnRows : options_.shuffle_kind == ShuffleKind::kComputed;
+  order_ = std::make_shared<const internal::RowOrder>(!options_.shuffle ? internal::RowOrder()
+                                                      : computed        ? internal::RowOrder::computed(rows_, seed)
+                                                                        : internal::RowOrder::drawn(rows_, seed));
+}
+
+/// Beyond the last row the first ones come again.
+size_t DistributedSampler::row_at(int64_t place) const {
+  return static_cast<size_t>((*order_)[place < rows_ ? place : place - rows_]);
 }
 
 /// All ranks' rows of the next step.
@@ -97,9 +99,9 @@ int64_t DistributedSampler::rows_of_next(int64_t batch_size) const {
 std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
   TORCH_CHECK_VALUE(batch_size > 0, "DistributedSampler: the batch size is 0");
   if (position_ >= end_) return std::nullopt;
-  const auto end = position_ + rows_of_next(static_cast<int64_t>(std::min(batch_size, order_.size())));
+  const auto end = position_ + rows_of_next(static_cast<int64_t>(std::min(batch_size, static_cast<size_t>(2 * rows_))));
   std::vector<size_t> batch;
-  for (auto i = position_ + rank_; i < end; i += ranks_) batch.push_back(static_cast<size_t>(order_[static_cast<size_t>(i)]));
+  for (auto i = position_ + rank_; i < end; i += ranks_) batch.push_back(row_at(i));
   position_ = end;
   return batch;
 }

@@ -3,12 +3,17 @@
 #include <torch/data/samplers/base.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include <tessera/mesh/device_mesh.h>
 
 namespace tessera {
+
+namespace internal {
+class RowOrder;
+} // namespace internal
 
 /// What happens to the last rows of an epoch if the ranks do not divide the number of rows.
 enum class LastRows {
@@ -17,10 +22,18 @@ enum class LastRows {
   kUneven, ///< each row comes once; the last batches of some ranks are one row smaller
 };
 
+/// How the order of shuffled rows is made.
+enum class ShuffleKind {
+  kPython,   ///< that of torch.utils.data.DistributedSampler; drawn as a whole, which takes 8 bytes a row on each rank
+  kComputed, ///< a pseudorandom permutation that is computed row by row and takes no memory, for billions of rows
+  kBySize,   ///< kPython up to 2^24 rows (128 MiB), kComputed beyond
+};
+
 struct DistributedSamplerOptions {
   bool shuffle = true; ///< otherwise in the order of the data
   uint64_t seed = 0;   ///< of the order, with the epoch; the same on every rank
   LastRows last_rows = LastRows::kRepeat;
+  ShuffleKind shuffle_kind = ShuffleKind::kPython;
 };
 
 /// The rows of this rank's batches, for LibTorch's DataLoader: `torch::data::make_data_loader(data, sampler, batch_size)`, one
@@ -29,8 +42,8 @@ struct DistributedSamplerOptions {
 /// The ranks' batches of b rows are together the next b × ranks rows of one order, dealt out row by row. So the rows of a step
 /// depend only on this product: 4 ranks with batches of 8 have the same rows in each step as one rank with batches of 32, and a
 /// run can continue on another number of ranks. Rows and order are those of torch.utils.data.DistributedSampler (with kDrop:
-/// drop_last). (LibTorch's DistributedRandomSampler gives each rank one contiguous part of the order, and reads past the end if
-/// there are fewer rows than ranks.)
+/// drop_last), unless `shuffle_kind` says otherwise. (LibTorch's DistributedRandomSampler gives each rank one contiguous part of
+/// the order, and reads past the end if there are fewer rows than ranks.)
 ///
 /// With kUneven the last batches have the remaining rows, b or less for each rank. If fewer rows than ranks remain, rows of the
 /// batches before are used, so that no rank has an empty batch. This needs batches of at least two rows; otherwise `next` throws.
@@ -64,12 +77,13 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
  private:
   int64_t rows_given(int64_t rest) const;
   void draw_order();
+  size_t row_at(int64_t place) const;
   int64_t rows_of_next(int64_t batch_size) const;
 
   int64_t rows_, ranks_, rank_;
   DistributedSamplerOptions options_;
   int64_t epoch_ = 0, first_row_ = 0, position_ = 0, end_ = 0;
-  std::vector<int64_t> order_;
+  std::shared_ptr<const internal::RowOrder> order_;
 };
 
 } // namespace tessera
