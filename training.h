@@ -18,8 +18,10 @@
 #include <tessera/training/metrics.h>
 #include <tessera/training/nan_guard.h>
 #include <tessera/training/prefetch.h>
+#include <tessera/training/progress_bar.h>
 #include <tessera/training/row_source.h>
 #include <tessera/training/seeds.h>
 #include <tessera/training/token_file.h>
 #include <tessera/training/token_rows.h>
+#include <tessera/training/training_log.h>
 #include <tessera/training/uneven_batches.h>
