@@ -10,6 +10,7 @@
 #include <tessera/nn/average_buffers.h>
 #include <tessera/nn/sync_batch_norm.h>
 #include <tessera/training/averaged_model.h>
+#include <tessera/training/batch_count.h>
 #include <tessera/training/data_source.h>
 #include <tessera/training/dataset_rows.h>
 #include <tessera/training/distributed_sampler.h>
@@ -23,5 +24,9 @@
 #include <tessera/training/seeds.h>
 #include <tessera/training/token_file.h>
 #include <tessera/training/token_rows.h>
+#include <tessera/training/trainer.h>
+#include <tessera/training/trainer_core.h>
+#include <tessera/training/trainer_events.h>
+#include <tessera/training/trainer_options.h>
 #include <tessera/training/training_log.h>
 #include <tessera/training/uneven_batches.h>
