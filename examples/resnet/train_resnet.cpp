@@ -7,13 +7,9 @@
 #include <fmt/format.h>
 #include <tessera/tessera.h>
 
-#include <filesystem>
 #include <iostream>
-#include <nlohmann/json.hpp>
-#include <optional>
 
 #include "common/command_line.h"
-#include "common/json_lines.h"
 #include "common/program.h"
 #include "common/ranks.h"
 #include "resnet/digits.h"
@@ -44,7 +40,6 @@ namespace {
 
 namespace F = torch::nn::functional;
 using Batch = torch::data::Example<>;
-using Means = std::map<std::string, double>; // by name, as "loss"
 
 enum class Strategy { kFullyShard, kReplicate, kNone };
 const examples::Choices<Strategy> kStrategies{
@@ -92,164 +87,76 @@ resnet::ResNet make_model(const tessera::DeviceMesh& mesh) {
   return model;
 }
 
-// Each row once an epoch: the last batches of some ranks may be smaller by a row.
-tessera::DistributedSampler make_sampler(const resnet::Digits& data, const tessera::DeviceMesh& mesh, bool shuffle) {
-  return {data.rows(), mesh, {.shuffle = shuffle, .seed = absl::GetFlag(FLAGS_seed), .last_rows = tessera::LastRows::kUneven}};
+// Each row counts once an epoch: the last batches of some ranks may be smaller by a row.
+auto rows_of(resnet::Digits data, const tessera::DeviceMesh& mesh, bool shuffle) {
+  tessera::DatasetRows rows(std::move(data).map(torch::data::transforms::Stack<>()));
+  return tessera::RowSource(std::move(rows), mesh,
+                            {.batch = rows_a_rank(),
+                             .shuffle = shuffle,
+                             .seed = absl::GetFlag(FLAGS_seed),
+                             .last_rows = tessera::LastRows::kUneven});
 }
 
-auto make_loader(resnet::Digits data, const tessera::DistributedSampler& sampler) {
-  return torch::data::make_data_loader(data.map(torch::data::transforms::Stack<>()), sampler,
-                                       torch::data::DataLoaderOptions(rows_a_rank()).workers(1));
-}
+resnet::Digits digits(resnet::Digits::Part part) { return {absl::GetFlag(FLAGS_data), part, data_dtype()}; }
 
-int64_t count_steps(const tessera::DistributedSampler& sampler) {
-  const auto batches = sampler.batches_per_epoch(rows_a_rank()), micro_batches = absl::GetFlag(FLAGS_micro_batches);
+int64_t count_steps(int64_t batches) { // of all epochs; the last step of an epoch may have fewer micro-batches
+  const auto micro_batches = absl::GetFlag(FLAGS_micro_batches);
   return absl::GetFlag(FLAGS_epochs) * ((batches + micro_batches - 1) / micro_batches);
 }
 
-class Training {
- public:
-  Training() {
-    if (examples::rank() == 0) std::cout << tessera::summary(*model_) << std::endl;
-    resume();
-    log_.emplace(examples::rank() == 0 ? absl::GetFlag(FLAGS_log) : "", /*append=*/step_ > 0);
-  }
+tessera::TrainerOptions trainer_options(const tessera::DeviceMesh& mesh, int64_t steps) {
+  return {.mesh = mesh,
+          .micro_batches = absl::GetFlag(FLAGS_micro_batches),
+          .max_grad_norm = 1,
+          .seed = absl::GetFlag(FLAGS_seed),
+          .stop_after = {.steps = std::min(absl::GetFlag(FLAGS_stop_after), steps)},
+          .save = {.folder = absl::GetFlag(FLAGS_checkpoint), .every = {.steps = absl::GetFlag(FLAGS_save_every)}, .keep = 2},
+          .log = {.jsonl = absl::GetFlag(FLAGS_log)}};
+}
 
-  void run() {
-    evaluate();
-    while (step_ < last_step_) train_epoch();
-    checkpointer_.wait(); // throws if the last save failed
-    if (step_ < total_steps_) return;
-    const tessera::AveragedWeights averaged(average_, *model_);
-    const auto weights = tessera::state_dict(*model_);
-    const auto to = absl::GetFlag(FLAGS_export_to);
-    tessera::checkpoint::save_hugging_face(weights, to, {.overwrite = true});
-    tessera::checkpoint::save_torch(weights, to + ".pt", {.overwrite = true}); // for torch.load in Python, and torch::load
-  }
+tessera::Loss loss_of(resnet::ResNet& model, const Batch& batch, torch::Device device) {
+  const auto scores = model->forward(batch.data.to(device)), target = batch.target.to(device);
+  const auto rows = static_cast<double>(target.size(0));
+  return tessera::LossMean{
+      F::cross_entropy(scores, target), rows, {{"accuracy", {(scores.argmax(1) == target).sum(), rows}}}};
+}
 
- private:
-  void train_epoch() {
-    sampler_.set_epoch(epoch_, row_);
-    const auto loader = make_loader(data_, sampler_);
-    for (auto batch = loader->begin(); batch != loader->end() && step_ < last_step_;) {
-      std::vector<Batch> micro_batches; // the last step of an epoch may have fewer
-      for (; batch != loader->end() && micro_batches.size() < most_; ++batch) micro_batches.push_back(*batch);
-      report("step", train_step(micro_batches));
-      const bool ends_epoch = row_ >= data_.rows(), is_last = step_ == last_step_;
-      if (ends_epoch) ++epoch_, row_ = 0;
-      if (ends_epoch || is_last) evaluate();
-      if (is_last || step_ % absl::GetFlag(FLAGS_save_every) == 0) save();
-    }
-  }
-
-  Means train_step(const std::vector<Batch>& micro_batches) {
-    tessera::manual_seed(absl::GetFlag(FLAGS_seed), step_, mesh_); // this rank's dropout
-    double mine = 0;
-    for (const auto& batch : micro_batches) mine += static_cast<double>(batch.target.size(0));
-    const auto rows = tessera::all_reduce({{"rows", mine}}, mesh_, tessera::ReduceOp::kSum).at("rows");
-
-    tessera::RunningMeans means({"loss", "accuracy"});
-    optimizer_.zero_grad();
-    for (const auto& batch : micro_batches) {
-      std::optional<tessera::NoSync> accumulate; // only the last backward communicates gradients
-      if (strategy() != Strategy::kNone && &batch != &micro_batches.back()) accumulate.emplace(*model_);
-      const auto scores = model_->forward(batch.data.to(mesh_.device()));
-      const auto target = batch.target.to(mesh_.device());
-      const auto loss = F::cross_entropy(scores, target);
-      const auto count = static_cast<double>(target.size(0));
-      (loss * (count * static_cast<double>(mesh_.size()) / rows)).backward(); // so each row of the step counts alike
-      means.add("loss", loss.item<double>(), count);
-      means.add_accuracy("accuracy", scores, target);
-    }
-    auto result = means.means(mesh_);
-    result["grad_norm"] = tessera::clip_grad_norm_(*model_, /*max_norm=*/1.0).item<double>();
-    optimizer_.step();
-    schedule_.step();
-    average_.update_parameters(*model_);
-    ++step_;
-    row_ += static_cast<int64_t>(rows);
-    return result;
-  }
-
-  void evaluate() {
-    report("evaluation", evaluate_weights());
-    const tessera::AveragedWeights averaged(average_, *model_);
-    report("averaged", evaluate_weights());
-  }
-
-  Means evaluate_weights() {
-    const torch::NoGradGuard no_grad;
-    model_->eval();
-    tessera::RunningMeans means({"loss", "accuracy"});
-    const auto loader = make_loader(test_data_, make_sampler(test_data_, mesh_, /*shuffle=*/false));
-    for (const auto& batch : *loader) {
-      const auto scores = model_->forward(batch.data.to(mesh_.device())), target = batch.target.to(mesh_.device());
-      means.add("loss", F::cross_entropy(scores, target, F::CrossEntropyFuncOptions().reduction(torch::kNone)));
-      means.add_accuracy("accuracy", scores, target);
-    }
-    model_->train();
-    return means.means(mesh_);
-  }
-
-  tessera::StateDict state() {
-    auto state = tessera::state_dict(*model_, optimizer_);
-    state.merge(tessera::state_dict(schedule_));
-    state.merge(tessera::state_dict(average_));
-    state.set("step", step_);
-    state.set("epoch", epoch_);
-    state.set("row", row_);
-    return state;
-  }
-
-  void save() {
-    const auto folder = std::filesystem::path(absl::GetFlag(FLAGS_checkpoint)) / fmt::format("step-{:06}", step_);
-    checkpointer_.save(state(), folder, {.overwrite = true, .keep_last = 2}); // in the background
-  }
-
-  void resume() {
-    const auto folder = tessera::checkpoint::latest(absl::GetFlag(FLAGS_checkpoint));
-    if (folder.empty()) return;
-    auto saved = state();
-    tessera::checkpoint::load(saved, folder);
-    step_ = saved.value<int64_t>("step");
-    epoch_ = saved.value<int64_t>("epoch");
-    row_ = saved.value<int64_t>("row");
-    if (examples::rank() == 0) std::cout << "goes on from " << folder.string() << std::endl;
-  }
-
-  void report(const std::string& kind, const Means& values) {
-    if (examples::rank() != 0) return;
-    nlohmann::ordered_json record{{"kind", kind}, {"step", step_}};
-    record.update(values);
-    log_->write(record);
-    if (kind == "step" && step_ % 10 != 0) return;
-    fmt::print("{:<10} step {:4}  loss {:.4f}  accuracy {:.4f}\n", kind, step_, values.at("loss"), values.at("accuracy"));
-    std::fflush(stdout);
-  }
-
-  const tessera::DeviceMesh mesh_ = make_mesh();
-  const resnet::Digits data_{absl::GetFlag(FLAGS_data), resnet::Digits::Part::kTraining, data_dtype()};
-  const resnet::Digits test_data_{absl::GetFlag(FLAGS_data), resnet::Digits::Part::kTest, data_dtype()};
-  tessera::DistributedSampler sampler_ = make_sampler(data_, mesh_, /*shuffle=*/true);
-  const size_t most_ = static_cast<size_t>(absl::GetFlag(FLAGS_micro_batches)); // micro-batches of a step
-  const int64_t total_steps_ = count_steps(sampler_);
-  const int64_t last_step_ = std::min(absl::GetFlag(FLAGS_stop_after), total_steps_);
-  resnet::ResNet model_ = make_model(mesh_);
-  torch::optim::SGD optimizer_{model_->parameters(),
-                               torch::optim::SGDOptions(absl::GetFlag(FLAGS_lr)).momentum(0.9).weight_decay(5e-4)};
-  tessera::WarmupCosineLR schedule_{optimizer_,
-                                    {.warmup_steps = total_steps_ / 10, .total_steps = total_steps_, .start_ratio = 0.1}};
-  tessera::AveragedModel average_{*model_, tessera::ema(0.98, tessera::EmaWarmup{}), {.use_buffers = true}}; // BatchNorm's too
-  tessera::checkpoint::Checkpointer checkpointer_;
-  std::optional<examples::JsonLines> log_;
-  int64_t step_ = 0, epoch_ = 0, row_ = 0; // of the training; of this epoch the rows of all ranks
-};
+void export_weights(const resnet::ResNet& model) {
+  const auto weights = tessera::state_dict(*model);
+  const auto to = absl::GetFlag(FLAGS_export_to);
+  tessera::checkpoint::save_hugging_face(weights, to, {.overwrite = true});
+  tessera::checkpoint::save_torch(weights, to + ".pt", {.overwrite = true}); // for torch.load in Python, and torch::load
+}
 
 void train() {
   examples::check_at_least<int64_t>("micro-batches", absl::GetFlag(FLAGS_micro_batches), 1);
   examples::check_at_least<int64_t>("save-every", absl::GetFlag(FLAGS_save_every), 1);
   examples::join_job(/*threads=*/0);
-  Training().run();
+  const auto mesh = make_mesh();
+  auto data = rows_of(digits(resnet::Digits::Part::kTraining), mesh, /*shuffle=*/true);
+  const auto test_data = digits(resnet::Digits::Part::kTest);
+  const auto steps = count_steps(data.batches_per_epoch());
+  auto model = make_model(mesh);
+  if (examples::rank() == 0) std::cout << tessera::summary(*model) << std::endl;
+
+  torch::optim::SGD optimizer(model->parameters(),
+                              torch::optim::SGDOptions(absl::GetFlag(FLAGS_lr)).momentum(0.9).weight_decay(5e-4));
+  tessera::WarmupCosineLR schedule(optimizer, {.warmup_steps = steps / 10, .total_steps = steps, .start_ratio = 0.1});
+  tessera::AveragedModel average(*model, tessera::ema(0.98, tessera::EmaWarmup{}), {.use_buffers = true}); // BatchNorm's too
+  tessera::Trainer<Batch> trainer(*model, optimizer, trainer_options(mesh, steps));
+  trainer.loss([&](const Batch& batch) { return loss_of(model, batch, mesh.device()); })
+      .data(tessera::prefetch(std::move(data)))
+      .schedule(schedule)
+      .average(average)
+      .evaluate("weights", rows_of(test_data, mesh, /*shuffle=*/false))
+      .evaluate("averaged", rows_of(test_data, mesh, /*shuffle=*/false), nullptr, &average)
+      .on_step([](const tessera::StepEvent& step, tessera::Control& control) {
+        if (step.ends_epoch) control.evaluate();
+      });
+  if (trainer.run().steps == steps) {
+    const tessera::AveragedWeights averaged(average, *model);
+    export_weights(model);
+  }
   tessera::destroy_process_group();
 }
 
