@@ -97,8 +97,4 @@ double learning_rate(const Options& options, int64_t step) {
   return options.learning_rate * (0.1 + 0.45 * (1.0 + std::cos(std::numbers::pi * progress)));
 }
 
-void set_learning_rate(torch::optim::Optimizer& optimizer, double learning_rate) {
-  for (auto& group : optimizer.param_groups()) group.options().set_lr(learning_rate);
-}
-
 } // namespace gpt

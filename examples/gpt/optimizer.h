@@ -14,6 +14,4 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const torch::nn::Module&
 /// The learning rate of step 0, 1, …: linear warm-up, then a cosine down to a tenth at the last step.
 double learning_rate(const Options& options, int64_t step);
 
-void set_learning_rate(torch::optim::Optimizer& optimizer, double learning_rate);
-
 } // namespace gpt

@@ -65,8 +65,6 @@ torch::Tensor PipelinedGpt::train(const Batch& batch, const std::function<torch:
   return pipeline_.step(micro_batches_of(batch), {.scale = scale});
 }
 
-double PipelinedGpt::clip(double largest) { return tessera::clip_grad_norm_(pipeline_.stages(), largest).item<double>(); }
-
 tessera::StateDict PipelinedGpt::state(torch::optim::Optimizer& optimizer, bool saves) {
   auto state = tessera::state_dict(module(), optimizer, {.flatten_optimizer_state_dict = true});
   const auto& stages = pipeline_.stages();

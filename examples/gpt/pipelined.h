@@ -28,7 +28,7 @@ class PipelinedGpt {
   torch::Tensor train(const Batch& batch, const std::function<torch::Tensor(const torch::Tensor&)>& scale);
   torch::Tensor evaluate(const Batch& batch) { return pipeline_.evaluate(micro_batches_of(batch)); }
   /// Clips the gradients of all stages to `largest` together. Returns their norm before.
-  double clip(double largest);
+  torch::Tensor clip(double largest) { return tessera::clip_grad_norm_(pipeline_.stages(), largest); }
   /// What this rank saves or loads. A weight that two ranks hold is saved by one, and loaded by both.
   tessera::StateDict state(torch::optim::Optimizer& optimizer, bool saves);
 

@@ -7,13 +7,13 @@
 #include "common/program.h"
 #include "common/ranks.h"
 #include "gpt/options.h"
-#include "gpt/trainer.h"
+#include "gpt/training.h"
 
 namespace {
 
 void train(const gpt::Options& options) {
   examples::join_job(options.threads);
-  gpt::Trainer(options).run();
+  gpt::Training(options).run();
   tessera::destroy_process_group();
 }
 

@@ -90,11 +90,9 @@ resnet::ResNet make_model(const tessera::DeviceMesh& mesh) {
 // Each row counts once an epoch: the last batches of some ranks may be smaller by a row.
 auto rows_of(resnet::Digits data, const tessera::DeviceMesh& mesh, bool shuffle) {
   tessera::DatasetRows rows(std::move(data).map(torch::data::transforms::Stack<>()));
-  return tessera::RowSource(std::move(rows), mesh,
-                            {.batch = rows_a_rank(),
-                             .shuffle = shuffle,
-                             .seed = absl::GetFlag(FLAGS_seed),
-                             .last_rows = tessera::LastRows::kUneven});
+  return tessera::RowSource(
+      std::move(rows), mesh,
+      {.batch = rows_a_rank(), .shuffle = shuffle, .seed = absl::GetFlag(FLAGS_seed), .last_rows = tessera::LastRows::kUneven});
 }
 
 resnet::Digits digits(resnet::Digits::Part part) { return {absl::GetFlag(FLAGS_data), part, data_dtype()}; }
@@ -117,8 +115,7 @@ tessera::TrainerOptions trainer_options(const tessera::DeviceMesh& mesh, int64_t
 tessera::Loss loss_of(resnet::ResNet& model, const Batch& batch, torch::Device device) {
   const auto scores = model->forward(batch.data.to(device)), target = batch.target.to(device);
   const auto rows = static_cast<double>(target.size(0));
-  return tessera::LossMean{
-      F::cross_entropy(scores, target), rows, {{"accuracy", {(scores.argmax(1) == target).sum(), rows}}}};
+  return tessera::LossMean{F::cross_entropy(scores, target), rows, {{"accuracy", {(scores.argmax(1) == target).sum(), rows}}}};
 }
 
 void export_weights(const resnet::ResNet& model) {
