@@ -189,20 +189,24 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
 
 void GradScaler::fall() {
   good_steps_ = 0;
+  if (options_.rule == ScaleRule::kFixed) return;
   if (overflows_left_ > 1) {
     --overflows_left_;
     return;
   }
   const auto lowest = static_cast<float>(options_.min_scale);
-  TORCH_CHECK(lowest == 0 || scale_ > lowest, "GradScaler: a gradient overflowed with the loss scale at its minimum, ", lowest,
+  TORCH_CHECK(lowest == 0 || scale_ > lowest || options_.at_min_scale == AtMinScale::kStay,
+              "GradScaler: a gradient overflowed with the loss scale at its minimum, ", lowest,
               ": the loss diverges, or min_scale is too high");
   scale_ = std::max(scale_ * static_cast<float>(options_.backoff_factor), lowest);
 }
 
 void GradScaler::grow() {
+  if (options_.rule == ScaleRule::kFixed) return;
   if (options_.consecutive_hysteresis) overflows_left_ = options_.hysteresis;
-  if (++good_steps_ < options_.growth_interval) return;
-  good_steps_ = 0;
+  const int64_t uncounted = options_.rule == ScaleRule::kDeepSpeed ? 1 : 0;
+  if (++good_steps_ < options_.growth_interval + uncounted) return;
+  good_steps_ = uncounted;
   overflows_left_ = options_.hysteresis;
   const float grown = scale_ * static_cast<float>(options_.growth_factor);
   if (std::isfinite(grown)) scale_ = grown;

@@ -13,9 +13,23 @@
 
 namespace tessera {
 
+/// Says when the scale grows, and whether it moves at all.
+enum class ScaleRule {
+  kPyTorch, ///< it grows after `growth_interval` steps without an overflow, and again after as many
+  /// As DeepSpeed's DynamicLossScaler: the same, but the first step of all, and the first one after an overflow, do not count
+  kDeepSpeed,
+  kFixed ///< it stays; steps that overflow are skipped all the same
+};
+
+/// What an overflow at the smallest scale is.
+enum class AtMinScale {
+  kError, ///< of `update`
+  kStay   ///< a step that is skipped
+};
+
 /// The defaults are PyTorch's. Where DeepSpeed's differ, the comments name them.
 struct GradScalerOptions {
-  double init_scale = 65536;      ///< above 0; DeepSpeed: 2^32
+  double init_scale = 65536;      ///< above 0; DeepSpeed's configs: 2^initial_scale_power
   double growth_factor = 2;       ///< above 1
   double backoff_factor = 0.5;    ///< above 0 and below 1
   int64_t growth_interval = 2000; ///< consecutive steps without an overflow after which the scale grows; DeepSpeed: 1000
@@ -26,8 +40,10 @@ struct GradScalerOptions {
   int64_t hysteresis = 1;
   /// true: a step without an overflow starts the count anew.
   bool consecutive_hysteresis = false;
-  /// The scale does not fall below it. If it is above 0, an overflow at this scale is an error of `update`. DeepSpeed: 1.
+  /// The scale does not fall below it. If it is above 0, an overflow at this scale is what `at_min_scale` says. DeepSpeed: 1.
   double min_scale = 0;
+  ScaleRule rule = ScaleRule::kPyTorch;
+  AtMinScale at_min_scale = AtMinScale::kError; ///< DeepSpeed: an error with ZeRO, kStay without (stage 0)
   /// The ranks that skip steps together, and have one scale. Unset: those of all meshes that the optimizer's parameters are
   /// sharded over. It is needed where the scaler's optimizers are on different ranks, as one of experts beside one of the rest,
   /// and for a pipeline: the ranks of all stages.

@@ -71,6 +71,20 @@ TEST(GradScaler, HasDeepSpeedsHysteresisAndMinimum) {
   EXPECT_THROWS_WITH(scales_of(options, "xxx"), "overflowed with the loss scale at its minimum, 1.5");
 }
 
+TEST(GradScaler, GrowsAsDeepSpeeds) {
+  GradScalerOptions options{.init_scale = 16, .growth_interval = 3, .rule = ScaleRule::kDeepSpeed};
+  EXPECT_EQ(scales_of(options, ".......x...."), (std::vector<double>{16, 16, 16, 32, 32, 32, 64, 32, 32, 32, 32, 64}));
+  options.growth_interval = 1;
+  EXPECT_EQ(scales_of(options, "...x..."), (std::vector<double>{16, 32, 64, 32, 32, 64, 128}));
+  options = {.init_scale = 4, .min_scale = 2, .rule = ScaleRule::kDeepSpeed, .at_min_scale = AtMinScale::kStay};
+  EXPECT_EQ(scales_of(options, "xxx"), (std::vector<double>{2, 2, 2}));
+}
+
+TEST(GradScaler, AFixedScaleStaysAndSkipsOverflows) {
+  EXPECT_EQ(scales_of({.init_scale = 128, .growth_interval = 1, .min_scale = 128, .rule = ScaleRule::kFixed}, ".xx."),
+            (std::vector<double>{128, 128, 128, 128}));
+}
+
 TEST(GradScaler, StopsGrowingAtTheLargestFloat) {
   const auto scales = scales_of({.init_scale = 1e38, .growth_interval = 1}, "..."); // the gradients stay finite: 0.25 times this
   EXPECT_FLOAT_EQ(static_cast<float>(scales[1]), 2e38F);
