@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <numbers>
+#include <optional>
 #include <utility>
 
 namespace tessera {
@@ -77,32 +78,85 @@ double wsd_lr(const WSDOptions& options, double base_lr, int64_t step) {
   return base_lr * between(options.end_ratio, 1, fall_of(options.decay, part_of(decayed, options.decay_steps)));
 }
 
+// DeepSpeed's, whose numbers these are to the bit: so the operations are in its order.
+
+constexpr int64_t kLeastWarmup = 2; // its logarithm divides
+
+void check_warmup(const char* type, int64_t warmup, std::optional<int64_t> total) {
+  check_steps(type, "warmup_num_steps", warmup, 1);
+  if (!total) return;
+  check_steps(type, "total_num_steps", *total, 1);
+  TORCH_CHECK_VALUE(warmup <= *total, type, ": warmup_num_steps is ", warmup, ", more than total_num_steps, ", *total);
+}
+
+/// Goes from 0 to 1 in the first `warmup` iterations.
+double warmup_part(WarmupShape shape, int64_t iteration, int64_t warmup) {
+  if (shape == WarmupShape::kLinear) return part_of(iteration, warmup);
+  const double inverse = 1.0 / std::log(static_cast<double>(warmup));
+  return inverse * std::log(static_cast<double>(iteration + 1));
+}
+
+LRSchedule::Settings settings_of(const WarmupLROptions& options) {
+  constexpr const char* kType = "WarmupLR";
+  check_warmup(kType, options.warmup_num_steps, std::nullopt);
+  check_ratio(kType, "warmup_min_lr", options.warmup_min_lr);
+  LRSchedule::Settings settings{{"warmup_min_lr", options.warmup_min_lr},
+                                {"warmup_num_steps", options.warmup_num_steps},
+                                {"linear_warmup", options.warmup_type == WarmupShape::kLinear}};
+  if (options.warmup_max_lr) {
+    check_ratio(kType, "warmup_max_lr", *options.warmup_max_lr);
+    settings.emplace("warmup_max_lr", *options.warmup_max_lr);
+  }
+  return settings;
+}
+
+double warmup_lr(const WarmupLROptions& options, double base_lr, int64_t step) {
+  const auto warmup = std::max(options.warmup_num_steps, kLeastWarmup), iteration = std::max<int64_t>(step - 1, 0);
+  const double part = iteration < warmup ? warmup_part(options.warmup_type, iteration, warmup) : 1;
+  return between(options.warmup_min_lr, options.warmup_max_lr.value_or(base_lr), part);
+}
+
 LRSchedule::Settings settings_of(const WarmupDecayOptions& options) {
   constexpr const char* kType = "WarmupDecayLR";
-  check_steps(kType, "total_num_steps", options.total_num_steps, 1);
-  check_steps(kType, "warmup_num_steps", options.warmup_num_steps, 2);
-  TORCH_CHECK_VALUE(options.warmup_num_steps <= options.total_num_steps, kType, ": warmup_num_steps is ",
-                    options.warmup_num_steps, ", more than total_num_steps, ", options.total_num_steps);
+  check_warmup(kType, options.warmup_num_steps, options.total_num_steps);
   check_ratio(kType, "warmup_min_lr", options.warmup_min_lr);
   check_ratio(kType, "warmup_max_lr", options.warmup_max_lr);
   return {{"total_num_steps", options.total_num_steps},
           {"warmup_min_lr", options.warmup_min_lr},
           {"warmup_max_lr", options.warmup_max_lr},
           {"warmup_num_steps", options.warmup_num_steps},
-          {"linear_warmup", options.linear_warmup}};
+          {"linear_warmup", options.warmup_type == WarmupShape::kLinear}};
 }
 
 double warmup_decay_lr(const WarmupDecayOptions& options, int64_t step) {
-  const auto warmup = options.warmup_num_steps, total = options.total_num_steps, iteration = std::max<int64_t>(step - 1, 0);
-  double part = 0;
-  if (iteration >= warmup) {
-    part = std::max(0.0, part_of(total - iteration, std::max<int64_t>(total - warmup, 1)));
-  } else if (options.linear_warmup) {
-    part = part_of(iteration, warmup);
-  } else {
-    part = std::log(static_cast<double>(iteration + 1)) / std::log(static_cast<double>(warmup));
-  }
+  const auto warmup = std::max(options.warmup_num_steps, kLeastWarmup), total = options.total_num_steps,
+             iteration = std::max<int64_t>(step - 1, 0);
+  const double part = iteration < warmup ? warmup_part(options.warmup_type, iteration, warmup)
+                                         : std::max(0.0, part_of(total - iteration, std::max<int64_t>(total - warmup, 1)));
   return between(options.warmup_min_lr, options.warmup_max_lr, part);
+}
+
+LRSchedule::Settings settings_of(const WarmupCosineRatioOptions& options) {
+  constexpr const char* kType = "WarmupCosineRatioLR";
+  check_warmup(kType, options.warmup_num_steps, options.total_num_steps);
+  check_ratio(kType, "warmup_min_ratio", options.warmup_min_ratio);
+  check_ratio(kType, "cos_min_ratio", options.cos_min_ratio);
+  return {{"total_num_steps", options.total_num_steps},
+          {"warmup_min_ratio", options.warmup_min_ratio},
+          {"warmup_num_steps", options.warmup_num_steps},
+          {"cos_min_ratio", options.cos_min_ratio},
+          {"linear_warmup", options.warmup_type == WarmupShape::kLinear}};
+}
+
+double warmup_cosine_lr(const WarmupCosineRatioOptions& options, double base_lr, int64_t step) {
+  const auto warmup = std::max(options.warmup_num_steps, kLeastWarmup), iteration = step - 1;
+  if (iteration < 0) return 0;
+  if (iteration < warmup)
+    return base_lr * between(options.warmup_min_ratio, 1, warmup_part(options.warmup_type, iteration, warmup));
+  const auto decay = std::max<int64_t>(1, options.total_num_steps - warmup);
+  const double progress = std::min(1.0, part_of(iteration - warmup + 1, decay));
+  const double fall = (1 + std::cos(std::numbers::pi * progress)) / 2;
+  return base_lr * std::max(0.0, between(options.cos_min_ratio, 1, fall));
 }
 
 } // namespace
@@ -166,9 +220,19 @@ WSDLR::WSDLR(torch::optim::Optimizer& optimizer, const WSDOptions& options)
     : LRSchedule(optimizer, "WSDLR", settings_of(options),
                  [options](double base_lr, int64_t step) { return wsd_lr(options, base_lr, step); }) {}
 
+WarmupLR::WarmupLR(torch::optim::Optimizer& optimizer, const WarmupLROptions& options)
+    : LRSchedule(
+          optimizer, "WarmupLR", settings_of(options),
+          [options](double base_lr, int64_t step) { return warmup_lr(options, base_lr, step); },
+          options.warmup_max_lr ? Rates::kAbsolute : Rates::kOfBase) {}
+
 WarmupDecayLR::WarmupDecayLR(torch::optim::Optimizer& optimizer, const WarmupDecayOptions& options)
     : LRSchedule(
           optimizer, "WarmupDecayLR", settings_of(options),
           [options](double, int64_t step) { return warmup_decay_lr(options, step); }, Rates::kAbsolute) {}
+
+WarmupCosineRatioLR::WarmupCosineRatioLR(torch::optim::Optimizer& optimizer, const WarmupCosineRatioOptions& options)
+    : LRSchedule(optimizer, "WarmupCosineRatioLR", settings_of(options),
+                 [options](double base_lr, int64_t step) { return warmup_cosine_lr(options, base_lr, step); }) {}
 
 } // namespace tessera

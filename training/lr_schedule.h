@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -109,21 +110,59 @@ class WSDLR final : public LRSchedule {
   WSDLR(torch::optim::Optimizer& optimizer, const WSDOptions& options);
 };
 
-/// The names and defaults are DeepSpeed's. These are learning rates, not ratios: the groups' own do not count
-/// (`LRSchedule::Rates::kAbsolute`).
+// DeepSpeed's schedules, with its names and defaults. As there, the first call of `step()` sets the lr of its iteration 0, and
+// until then it is the lowest: the first two updates run at it. Where the warm-up takes one step, DeepSpeed takes two.
+
+/// How the warm-up grows (DeepSpeed: warmup_type).
+enum class WarmupShape {
+  kLog,   ///< ln(iteration + 1) / ln(warmup_num_steps)
+  kLinear ///< iteration / warmup_num_steps
+};
+
+/// Learning rates, not ratios.
+struct WarmupLROptions {
+  double warmup_min_lr = 0;
+  /// Unset: the group's own lr. Otherwise the groups' own do not count (`LRSchedule::Rates::kAbsolute`).
+  std::optional<double> warmup_max_lr;
+  int64_t warmup_num_steps = 1000; ///< positive
+  WarmupShape warmup_type = WarmupShape::kLog;
+};
+
+/// DeepSpeed's WarmupLR: from the lowest to the highest lr, which stays.
+class WarmupLR final : public LRSchedule {
+ public:
+  WarmupLR(torch::optim::Optimizer& optimizer, const WarmupLROptions& options);
+};
+
+/// These are learning rates, not ratios: the groups' own do not count (`LRSchedule::Rates::kAbsolute`).
 struct WarmupDecayOptions {
   int64_t total_num_steps = 0; ///< positive
   double warmup_min_lr = 0;
   double warmup_max_lr = 0.001;
-  int64_t warmup_num_steps = 1000; ///< at least 2, and not more than `total_num_steps`
-  bool linear_warmup = false;      ///< DeepSpeed's warmup_type: "linear", otherwise "log"
+  int64_t warmup_num_steps = 1000; ///< positive, and not more than `total_num_steps`
+  WarmupShape warmup_type = WarmupShape::kLog;
 };
 
-/// DeepSpeed's WarmupDecayLR: warm-up from the lowest to the highest lr, then linearly back. As there, the first call of `step()`
-/// sets the lr of DeepSpeed's iteration 0, and until then it is the lowest.
+/// DeepSpeed's WarmupDecayLR: warm-up from the lowest to the highest lr, then linearly to 0.
 class WarmupDecayLR final : public LRSchedule {
  public:
   WarmupDecayLR(torch::optim::Optimizer& optimizer, const WarmupDecayOptions& options);
+};
+
+/// Ratios of the groups' own lr.
+struct WarmupCosineRatioOptions {
+  int64_t total_num_steps = 0; ///< positive
+  double warmup_min_ratio = 0;
+  int64_t warmup_num_steps = 1000; ///< positive, and not more than `total_num_steps`
+  double cos_min_ratio = 0.0001;
+  WarmupShape warmup_type = WarmupShape::kLog;
+};
+
+/// DeepSpeed's WarmupCosineLR: warm-up to the group's lr, then half a cosine down to `cos_min_ratio` of it. Before the first call
+/// of `step()` the lr is 0, whatever the ratios are.
+class WarmupCosineRatioLR final : public LRSchedule {
+ public:
+  WarmupCosineRatioLR(torch::optim::Optimizer& optimizer, const WarmupCosineRatioOptions& options);
 };
 
 struct ScheduleStateOptions {

@@ -59,12 +59,35 @@ TEST(LRSchedule, FollowsTheFormulasOfWSDAndDeepSpeed) {
   expect_near(wsd(DecayShape::kCosine), {0, 0.5, 1, 1, 1, at((1 + half) / 2), at(0.5), at((1 - half) / 2), 0.2, 0.2});
   expect_near(wsd(DecayShape::kOneMinusSqrt), {0, 0.5, 1, 1, 1, at(0.5), at(1 - half), at(1 - std::sqrt(0.75)), 0.2, 0.2});
   auto optimizer = sgd(1), logarithmic = sgd(1);
-  WarmupDecayLR linear(
-      optimizer,
-      {.total_num_steps = 8, .warmup_min_lr = 0.1, .warmup_max_lr = 0.5, .warmup_num_steps = 4, .linear_warmup = true});
+  WarmupDecayLR linear(optimizer, {.total_num_steps = 8,
+                                   .warmup_min_lr = 0.1,
+                                   .warmup_max_lr = 0.5,
+                                   .warmup_num_steps = 4,
+                                   .warmup_type = WarmupShape::kLinear});
   expect_near(curve(linear, 10), {0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1});
   WarmupDecayLR log(logarithmic, {.total_num_steps = 8, .warmup_max_lr = 1, .warmup_num_steps = 4});
   expect_near(curve(log, 6), {0, 0, 0.5, std::log(3) / std::log(4), 1, 1, 0.75});
+}
+
+TEST(LRSchedule, HasDeepSpeedsOthers) {
+  auto a = sgd(0.5), b = sgd(0.5), c = sgd(0.5), d = sgd(1);
+  WarmupLR own(a, {.warmup_min_lr = 0.1, .warmup_num_steps = 4, .warmup_type = WarmupShape::kLinear});
+  expect_near(curve(own, 7), {0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5});
+  EXPECT_EQ(own.rates(), LRSchedule::Rates::kOfBase);
+  WarmupLR fixed(b, {.warmup_max_lr = 1, .warmup_num_steps = 1, .warmup_type = WarmupShape::kLinear});
+  expect_near(curve(fixed, 4), {0, 0, 0.5, 1, 1}); // one step counts as two
+  EXPECT_EQ(fixed.rates(), LRSchedule::Rates::kAbsolute);
+  WarmupCosineRatioLR cosine(d, {.total_num_steps = 6,
+                                 .warmup_min_ratio = 0.2,
+                                 .warmup_num_steps = 2,
+                                 .cos_min_ratio = 0.1,
+                                 .warmup_type = WarmupShape::kLinear});
+  const auto at = [](double part) { return 0.1 + 0.9 * (1 + std::cos(part * std::acos(-1))) / 2; };
+  expect_near(curve(cosine, 8), {0, 0.2, 0.6, at(0.25), at(0.5), at(0.75), 0.1, 0.1, 0.1});
+  EXPECT_THROWS_WITH(WarmupLR(c, {.warmup_num_steps = 0}), "WarmupLR: warmup_num_steps is 0, and must be at least 1");
+  EXPECT_THROWS_WITH(WarmupCosineRatioLR(c, {.total_num_steps = 9}), "warmup_num_steps is 1000, more than total_num_steps, 9");
+  EXPECT_THROWS_WITH(WarmupCosineRatioLR(c, {.total_num_steps = 9, .warmup_num_steps = 2, .cos_min_ratio = -1}),
+                     "cos_min_ratio is -1");
 }
 
 // get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=2) of Hugging Face, with lr = 0.5
