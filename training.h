@@ -29,4 +29,5 @@
 #include <tessera/training/trainer_events.h>
 #include <tessera/training/trainer_options.h>
 #include <tessera/training/training_log.h>
+#include <tessera/training/train_config.h>
 #include <tessera/training/uneven_batches.h>

@@ -1,0 +1,174 @@
+#include <tessera/training/config/values/config_values.h>
+
+#include <absl/strings/ascii.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <array>
+
+#include <tessera/base/listing.h>
+#include <tessera/training/config/values/auto_fill.h>
+
+namespace tessera::internal {
+
+namespace {
+
+constexpr auto* kZero = "zero_optimization";
+
+/// Old names, and names that pydantic takes too, as those of the table.
+Json with_todays_names(Json root, const std::string& source) {
+  if (root.contains("bfloat16")) {
+    TORCH_CHECK_VALUE(!root.contains("bf16"), source, ": both bf16 and bfloat16, its old name, are given");
+    root["bf16"] = root["bfloat16"];
+    root.erase("bfloat16");
+  }
+  if (!root.contains(kZero)) return root;
+  auto& zero = root[kZero];
+  if (zero.is_boolean()) zero = Json{{"stage", zero.get<bool>() ? 1 : 0}};
+  if (!zero.is_object()) return root;
+  Json renamed = Json::object();
+  for (const auto& [name, value] : zero.items()) {
+    const auto long_name = "stage3_" + name;
+    const bool is_short = !find_key(fmt::format("{}.{}", kZero, name)) && find_key(fmt::format("{}.{}", kZero, long_name));
+    TORCH_CHECK_VALUE(!is_short || !zero.contains(long_name), source, ": both ", kZero, '.', name, " and ", long_name,
+                      " are given");
+    renamed[is_short ? long_name : name] = value;
+  }
+  zero = renamed;
+  return root;
+}
+
+bool is_auto(const Json& value) { return value == "auto"; }
+
+/// In a block that DeepSpeed reads by a type of its own, "auto" is the default.
+bool auto_is_default(const ConfigKey& key) {
+  for (const auto* block : {"zero_optimization.", "fp16.", "bf16.", "tensorboard.", "csv_monitor."}) {
+    if (key.name.starts_with(block)) return true;
+  }
+  return false;
+}
+
+} // namespace
+
+ConfigValues::ConfigValues(const Json& root, const TrainArguments& arguments, std::string source) : source_(std::move(source)) {
+  check_types(root);
+  add_block(with_todays_names(root, source_), "");
+  fill(arguments);
+  check_stages();
+  check_effects();
+}
+
+/// Comes before the parameters of these types, which the table does not have.
+void ConfigValues::check_types(const Json& root) const {
+  struct MissingType {
+    const char *block, *name, *why;
+  };
+  constexpr const char* kWhole = "gradients are sent whole";
+  constexpr auto kMissingTypes =
+      std::to_array<MissingType>({{"optimizer", "onebitadam", kWhole},
+                                  {"optimizer", "onebitlamb", kWhole},
+                                  {"optimizer", "zerooneadam", kWhole},
+                                  {"optimizer", "muadam", "widths are not scaled"},
+                                  {"optimizer", "muadamw", "widths are not scaled"},
+                                  {"optimizer", "musgd", "widths are not scaled"},
+                                  {"scheduler", "onecycle", "take a schedule of tessera.schedule"},
+                                  {"scheduler", "lrrangetest", "take a schedule of tessera.schedule"}});
+  for (const auto& [block, name, why] : kMissingTypes) {
+    if (!root.contains(block) || !root[block].is_object()) continue;
+    const auto type = root[block].value("type", Json());
+    const bool is_missing = type.is_string() && absl::AsciiStrToLower(type.get<std::string>()) == name;
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_missing, where(std::string(block) + ".type"), " is ", to_text(type),
+                                ", which is not here: ", why);
+  }
+}
+
+void ConfigValues::add_block(const Json& block, const std::string& name) {
+  for (const auto& [field, value] : block.items()) {
+    const auto full = name.empty() ? field : name + '.' + field;
+    const auto* key = find_key(full);
+    TORCH_CHECK_VALUE(key, source_, ": the key ", full, " is unknown", nearest_name(field, names_in(name)));
+    if (key->type == KeyType::kBlock) {
+      if (value.is_null()) continue;
+      add_block(as_type(*key, value, where(full)), full);
+      blocks_.insert(full);
+    } else {
+      add(*key, value);
+    }
+  }
+}
+
+void ConfigValues::add(const ConfigKey& key, const Json& value) {
+  const std::string name(key.name);
+  values_[name] = is_auto(value) && key.type != KeyType::kAny ? value : as_type(key, value, where(name));
+}
+
+void ConfigValues::fill(const TrainArguments& arguments) {
+  std::vector<std::string> differences;
+  for (auto item = values_.begin(); item != values_.end();) {
+    auto& [name, value] = *item;
+    const auto& key = *find_key(name);
+    const auto filling = filling_of(key.filler, arguments);
+    if (is_auto(value) && !fill_auto(key, filling, value)) {
+      item = values_.erase(item);
+      continue;
+    }
+    if (filling.value && as_type(key, *filling.value, filling.argument) != value)
+      differences.push_back(
+          fmt::format("{} is {}, and {} is {}", name, to_text(value), filling.argument, to_text(*filling.value)));
+    ++item;
+  }
+  TORCH_CHECK_VALUE(differences.empty(), source_, ": values differ from the program's arguments", listing(differences),
+                    "\nWith \"auto\" in the file the arguments fill them");
+}
+
+bool ConfigValues::fill_auto(const ConfigKey& key, const Filling& filling, Json& value) {
+  const std::string name(key.name);
+  if (filling.value || key.filler == AutoFill::kNothing) {
+    value = as_type(key, filling.value.value_or(Json(0)), filling.argument);
+    filled_[name] = filling.value ? filling.argument : "0";
+    return true;
+  }
+  // The batch's arithmetic finds these two; the others have their defaults.
+  const bool is_found = key.filler == AutoFill::kTrainBatch || key.filler == AutoFill::kAccumulation;
+  const bool is_default = auto_is_default(key) && filling.argument.empty();
+  TORCH_CHECK_VALUE(is_found || is_default || key.filler == AutoFill::kHiddenSize, where(name), " is \"auto\", ",
+                    filling.argument.empty() ? "which nothing fills: give a value, or leave the key out"
+                                             : "and the argument " + filling.argument + ", which fills it, is not given");
+  filled_[name] = is_found ? "the other numbers of the batch" : "the default";
+  return false;
+}
+
+Json ConfigValues::json(const std::string& key) const {
+  const auto found = values_.find(key);
+  if (found != values_.end()) return found->second;
+  const auto* row = find_key(key);
+  TORCH_INTERNAL_ASSERT(row, key);
+  return standard_of(*row);
+}
+
+void ConfigValues::check_stages() const {
+  constexpr int64_t kLast = 3;
+  const auto stage = integer("zero_optimization.stage");
+  TORCH_CHECK_VALUE(stage >= 0 && stage <= kLast, where("zero_optimization.stage"), " is ", stage, ", but must be 0, 1, 2 or 3");
+  for (const auto& [name, value] : values_) {
+    const auto& key = *find_key(name);
+    const auto [first, last] = key.stages;
+    if ((stage >= first && stage <= last) || value == standard_of(key)) continue;
+    const auto stages = first == last ? fmt::format("stage {}", first) : fmt::format("the stages {} to {}", first, last);
+    TORCH_CHECK_VALUE(false, where(name), " is an option of ", stages, ", but zero_optimization.stage is ", stage);
+  }
+}
+
+void ConfigValues::check_effects() {
+  for (const auto& [name, value] : values_) {
+    const auto& key = *find_key(name);
+    if (key.effect == KeyEffect::kUsed) continue;
+    const bool off = is_off(key, value);
+    TORCH_CHECK_NOT_IMPLEMENTED(key.effect != KeyEffect::kMissing || off, where(name),
+                                value.is_object() ? "" : " is " + to_text(value) + ", which", " is not here: ", key.here);
+    const bool is_idle = key.type == KeyType::kAny && off;
+    if (key.effect == KeyEffect::kNone && !is_idle) notes_.push_back(fmt::format("{} has no effect here: {}", name, key.here));
+  }
+}
+
+} // namespace tessera::internal
