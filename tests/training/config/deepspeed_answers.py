@@ -1,6 +1,6 @@
 """What DeepSpeed's own code answers: its loss scaler, its schedules and the arithmetic of its batches, over 5,000 steps each, and its keys.
 
-Usage: deepspeed_answers.py FOLDER, where FOLDER holds DeepSpeed's sources (`scripts/setup --deepspeed` brings them to .data/deepspeed).
+Usage: deepspeed_answers.py FOLDER, where FOLDER holds DeepSpeed's sources (`scripts/setup --references` brings them to .data/deepspeed).
 
 Prints JSON: for each case its settings, a digest of all numbers (FNV-1a of the doubles' bytes), and the first ones. deepspeed_answers.json
 is what it printed; deepspeed_test.cpp computes the same. Only the sources in question are loaded, with small stand-ins for what they

@@ -192,7 +192,7 @@ TEST(DeepSpeed, KeysAndDefaultsAreTheSame) {
 /// What is kept beside this file is what DeepSpeed says today.
 TEST(DeepSpeed, AnswersAreOfItsOwnCode) {
   if (!std::filesystem::exists(TESSERA_DEEPSPEED_SOURCES "/version.txt"))
-    GTEST_SKIP() << "no sources of DeepSpeed in " TESSERA_DEEPSPEED_SOURCES ": scripts/setup --deepspeed";
+    GTEST_SKIP() << "no sources of DeepSpeed in " TESSERA_DEEPSPEED_SOURCES ": scripts/setup --references";
   const auto result = run_program({TESSERA_PYTHON, TESSERA_REMEMBERED_SCRIPT, "--key", TESSERA_DEEPSPEED_SOURCES "/version.txt",
                                    "--", TESSERA_PYTHON, TESSERA_DEEPSPEED_SCRIPT, TESSERA_DEEPSPEED_SOURCES},
                                   {}, std::chrono::seconds(120));

@@ -54,7 +54,7 @@ TEST_F(TensorBoard, ReadsTagsStepsAndNumbers) {
     log.write({"stop", 9, {}, {{"why", "the end"}}}); // nothing to draw
   }
   const auto found = read();
-  if (!is_installed_) GTEST_SKIP() << "TensorBoard is not installed (scripts/setup --judges)";
+  if (!is_installed_) GTEST_SKIP() << "TensorBoard is not installed (scripts/setup --references)";
   ASSERT_EQ(found.size(), 2U);
   const auto& series = found.at("Train/Samples/train_loss");
   ASSERT_EQ(series.size(), losses.size());
@@ -80,7 +80,7 @@ TEST_F(TensorBoard, SeesOneCurveAfterResumes) {
     log.write({"step", 12, {{"loss", 3}}, {}});
   }
   const auto found = read();
-  if (!is_installed_) GTEST_SKIP() << "TensorBoard is not installed (scripts/setup --judges)";
+  if (!is_installed_) GTEST_SKIP() << "TensorBoard is not installed (scripts/setup --references)";
   Series expected;
   for (int64_t step = 1; step <= 12; ++step) expected.emplace_back(step, step <= 6 ? 1 : step <= 11 ? 2 : 3);
   EXPECT_EQ(found.at("loss"), expected);
