@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <tessera/mesh/device_mesh.h>
@@ -88,9 +89,13 @@ class TokenRows {
 };
 
 /// A RowSource of a token file: this rank's micro-batches of `rows.batch` rows.
+inline RowSource<TokenRows> token_source(TokenFile file, const TokenRowOptions& tokens, const DeviceMesh& data_mesh,
+                                         const RowOptions& rows) {
+  return {TokenRows(std::move(file), tokens), data_mesh, rows};
+}
 inline RowSource<TokenRows> token_source(const std::string& path, const TokenRowOptions& tokens, const DeviceMesh& data_mesh,
                                          const RowOptions& rows) {
-  return {TokenRows(TokenFile(path), tokens), data_mesh, rows};
+  return token_source(TokenFile(path), tokens, data_mesh, rows);
 }
 
 } // namespace tessera
