@@ -166,6 +166,12 @@ class TokenizeTest(unittest.TestCase):
         self.compare(byte_level_bpe(split_bytes(LLAMA3), processor=begin_of_text, ignore_merges=True))
         self.compare(byte_level_bpe(split_bytes(LLAMA3), processor=begin_of_text), None, "--nospecial_tokens")
 
+    def test_frames_of_bert_and_roberta(self):
+        tokenizer = byte_level_bpe(pre_tokenizers.ByteLevel())
+        for frame in (processors.RobertaProcessing, processors.BertProcessing):
+            tokenizer.post_processor = frame(("<|endoftext|>", 0), ("<s>", 1))
+            self.compare(tokenizer, [random_text(self.draw) for _ in range(50)])
+
     def test_qwen_and_gpt4o(self):
         self.compare(byte_level_bpe(split_bytes(QWEN), normalizers.NFC()))
         self.compare(byte_level_bpe(split_bytes(GPT4O)))

@@ -16,6 +16,7 @@
 //                  the table: 8 bytes for each document, the place of the token after its last
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 

@@ -29,13 +29,8 @@ class JsonLines final : public LogSink {
 
   void write(const LogRecord& record) override {
     nlohmann::ordered_json line{{"kind", record.kind}, {"step", record.step}};
-    const auto add = [&](const std::string& name, nlohmann::ordered_json value) {
-      TORCH_CHECK_VALUE(!line.contains(name), "the log ", file_.path(), ": a record of step ", record.step, " has two values \"",
-                        name, "\" (every record has a kind and a step)");
-      line.emplace(name, std::move(value));
-    };
-    for (const auto& [name, value] : record.numbers) add(name, json_number(value));
-    for (const auto& [name, text] : record.texts) add(name, text);
+    for (const auto& [name, value] : record.numbers) line.emplace(name, json_number(value));
+    for (const auto& [name, text] : record.texts) line.emplace(name, text);
     file_.append(line.dump(-1, ' ', /*ensure_ascii=*/false, nlohmann::json::error_handler_t::replace) + '\n');
   }
 

@@ -2,6 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <set>
+#include <string_view>
+
 #include <tessera/training/logs/log_sink.h>
 
 namespace tessera {
@@ -24,6 +27,13 @@ TrainingLog::TrainingLog(TrainingLog&&) noexcept = default;
 TrainingLog& TrainingLog::operator=(TrainingLog&&) noexcept = default;
 
 void TrainingLog::write(const LogRecord& record) {
+  std::set<std::string_view> names{"kind", "step"};
+  const auto check = [&](const std::string& name) {
+    TORCH_CHECK_VALUE(names.insert(name).second, "TrainingLog: a record of step ", record.step, " has two values \"", name,
+                      "\" (every record has a kind and a step)");
+  };
+  for (const auto& [name, value] : record.numbers) check(name);
+  for (const auto& [name, text] : record.texts) check(name);
   for (const auto& sink : files_->sinks) sink->write(record);
 }
 

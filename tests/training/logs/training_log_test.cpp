@@ -1,7 +1,9 @@
 // Logs come back as they were written, and a resume drops what came after.
 #include <tessera/training/training_log.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -9,6 +11,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <csignal>
 #include <filesystem>
 #include <limits>
 #include <map>
@@ -209,6 +212,39 @@ TEST(TrainingLog, NamesTheFileAndTheCause) {
   EXPECT_EQ(read_text(folder.file("log.jsonl")), "");
   EXPECT_THROWS_WITH(TrainingLog({}, -1), "the resumed step is -1");
   TrainingLog({}, 0).write(step_record(1)); // goes nowhere
+}
+
+/// Writes records while no file may have more than 500 bytes, and returns which one failed.
+int64_t write_until_full(TrainingLog& log, const std::string& error) {
+  rlimit before{};
+  EXPECT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit limit{.rlim_cur = 500, .rlim_max = before.rlim_max};
+  EXPECT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  int64_t step = 1;
+  auto found = error_of([&] { log.write(step_record(step)); });
+  while (found == "no error" && step < 100) found = error_of([&] { log.write(step_record(++step)); });
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_THAT(found, ::testing::HasSubstr(error));
+  return step;
+}
+
+/// A disk that is full in the middle of a record, as the limit of a file's size makes it.
+TEST(TrainingLog, LeavesNoPartOfARecord) {
+  const TemporaryFolder folder;
+  const auto path = folder.file("log.jsonl");
+  TrainingLog lines({.jsonl = path}, 0);
+  const auto failed_line = write_until_full(lines, "cannot write the log " + path + ": File too large");
+  EXPECT_EQ(std::ssize(lines_of(read_text(path))), failed_line - 1);
+  EXPECT_TRUE(read_text(path).ends_with("}\n"));
+  lines.write(step_record(failed_line)); // there is room again
+  EXPECT_EQ(std::ssize(lines_of(read_text(path))), failed_line);
+
+  TrainingLog events({.tensorboard = folder.file("tb")}, 0);
+  const auto failed_event = write_until_full(events, "cannot write the log " + folder.file("tb") + "/events.out.tfevents.");
+  events.write(step_record(failed_event));
+  EXPECT_EQ(std::ssize(event_steps(folder.file("tb"))), failed_event + 1); // and what begins the file
 }
 
 /// As a user who may not write: root may everything, so that a test by root becomes nobody.
