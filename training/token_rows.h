@@ -69,33 +69,36 @@ struct Segment;
 class RowPlan;
 } // namespace internal
 
-/// The rows of a token file: random-access data for a RowSource. Row i of kStream and kDocuments begins with token
-/// i × sequence, and the last target of a row is the first input of the next. Copies share what they hold. Local.
+/// The rows of token files, one file after the other: random-access data for a RowSource. Row i of a file with kStream and
+/// kDocuments begins with its token i × sequence, and the last target of a row is the first input of the next. Copies share what
+/// they hold. Local.
 class TokenRows {
  public:
-  /// Errors: a sequence that is not positive; a file too short for one row and its last target; kWholeDocuments with
-  /// kPredict; a padding that is no id of the vocabulary.
-  TokenRows(TokenFile file, const TokenRowOptions& options);
+  /// Errors: no file; files of different vocabularies; a sequence that is not positive; a file too short for one row and its last
+  /// target; kWholeDocuments with kPredict; a padding that is no id of the vocabulary.
+  TokenRows(std::vector<TokenFile> files, const TokenRowOptions& options);
+  TokenRows(TokenFile file, const TokenRowOptions& options) : TokenRows(std::vector{std::move(file)}, options) {}
 
   int64_t size() const;
   /// The errors of TokenFile::read, and a row that there is not.
   TokenBatch get(const std::vector<size_t>& rows) const;
-  const TokenFile& file() const { return file_; }
+  const std::vector<TokenFile>& files() const { return files_; }
 
  private:
-  TokenFile file_;
+  std::vector<TokenFile> files_;
   TokenRowOptions options_;
-  std::shared_ptr<const internal::RowPlan> plan_;
+  std::vector<std::shared_ptr<const internal::RowPlan>> plans_; ///< of the files
+  std::vector<int64_t> row_ends_;                               ///< of the files: the row after the last one
 };
 
-/// A RowSource of a token file: this rank's micro-batches of `rows.batch` rows.
-inline RowSource<TokenRows> token_source(TokenFile file, const TokenRowOptions& tokens, const DeviceMesh& data_mesh,
+/// A RowSource of token files: this rank's micro-batches of `rows.batch` rows. Rows of all files are shuffled together.
+inline RowSource<TokenRows> token_source(std::vector<TokenFile> files, const TokenRowOptions& tokens, const DeviceMesh& data_mesh,
                                          const RowOptions& rows) {
-  return {TokenRows(std::move(file), tokens), data_mesh, rows};
+  return {TokenRows(std::move(files), tokens), data_mesh, rows};
 }
 inline RowSource<TokenRows> token_source(const std::string& path, const TokenRowOptions& tokens, const DeviceMesh& data_mesh,
                                          const RowOptions& rows) {
-  return token_source(TokenFile(path), tokens, data_mesh, rows);
+  return token_source(std::vector{TokenFile(path)}, tokens, data_mesh, rows);
 }
 
 } // namespace tessera

@@ -20,8 +20,8 @@ using internal::Segment;
 /// Fills the rows of a batch one after another.
 class BatchWriter {
  public:
-  BatchWriter(const TokenFile& file, const TokenRowOptions& options, int64_t rows)
-      : file_(file), options_(options), has_documents_(options.packing != Packing::kStream) {
+  BatchWriter(const TokenRowOptions& options, int64_t rows)
+      : options_(options), has_documents_(options.packing != Packing::kStream) {
     const auto empty = [&] { return at::empty({rows, options.sequence}, at::TensorOptions(at::kLong)); };
     batch_.inputs = empty();
     batch_.targets = empty();
@@ -29,10 +29,10 @@ class BatchWriter {
   }
 
   /// The segments follow each other in the file, and there is one.
-  void add_row(const std::vector<Segment>& segments) {
+  void add_row(const TokenFile& file, const std::vector<Segment>& segments) {
     const auto begin = segments.front().begin, end = segments.back().begin + segments.back().tokens;
     tokens_.resize(static_cast<size_t>(end - begin + (segments.back().predicts_next ? 1 : 0)));
-    file_.read(begin, tokens_);
+    file.read(begin, tokens_);
     for (const auto& segment : segments) add(segment, tokens_.data() + (segment.begin - begin));
     if (end - begin < options_.sequence) pad(options_.sequence - (end - begin));
   }
@@ -76,7 +76,6 @@ class BatchWriter {
     at_ += tokens;
   }
 
-  const TokenFile& file_;
   const TokenRowOptions& options_;
   bool has_documents_;
   TokenBatch batch_;
@@ -96,29 +95,37 @@ TokenBatch TokenBatch::to(const at::Device& device) const {
   return {moved(inputs), moved(targets), moved(cu_seqlens), moved(positions), max_seqlen};
 }
 
-TokenRows::TokenRows(TokenFile file, const TokenRowOptions& options) : file_(std::move(file)), options_(options) {
-  const auto& path = file_.path();
-  TORCH_CHECK_VALUE(options.sequence > 0, "TokenRows of ", path, ": a sequence of ", options.sequence, " tokens");
+TokenRows::TokenRows(std::vector<TokenFile> files, const TokenRowOptions& options) : files_(std::move(files)), options_(options) {
+  TORCH_CHECK_VALUE(options.sequence > 0, "TokenRows: a sequence of ", options.sequence, " tokens");
   TORCH_CHECK_VALUE(options.packing != Packing::kWholeDocuments || options.document_ends == DocumentEnds::kIgnore,
-                    "TokenRows of ", path,
-                    ": with Packing::kWholeDocuments a document's last token has no next one to predict (kPredict)");
-  TORCH_CHECK_VALUE(options.padding >= 0 && (file_.vocabulary() == 0 || options.padding < file_.vocabulary()), "TokenRows of ",
-                    path, ": the padding ", options.padding, " is not in the vocabulary of ", file_.vocabulary(), " ids");
-  plan_ = internal::plan_rows(file_, options);
-  TORCH_CHECK_VALUE(plan_->rows() > 0, "TokenRows of ", path, ": its ", file_.tokens(), " tokens are too few for a row of ",
-                    options.sequence, " and its last target: take shorter rows, or LastTokens::kPad");
+                    "TokenRows: with Packing::kWholeDocuments a document's last token has no next one to predict (kPredict)");
+  TORCH_CHECK_VALUE(!files_.empty(), "TokenRows: there are no files");
+  for (const auto& file : files_) {
+    const auto vocabulary = file.vocabulary();
+    TORCH_CHECK_VALUE(vocabulary == files_.front().vocabulary(), "TokenRows: ", files_.front().path(), " has a vocabulary of ",
+                      files_.front().vocabulary(), " ids, and ", file.path(), " one of ", vocabulary);
+    TORCH_CHECK_VALUE(options.padding >= 0 && (vocabulary == 0 || options.padding < vocabulary), "TokenRows of ", file.path(),
+                      ": the padding ", options.padding, " is not in the vocabulary of ", vocabulary, " ids");
+    plans_.push_back(internal::plan_rows(file, options));
+    TORCH_CHECK_VALUE(plans_.back()->rows() > 0, "TokenRows of ", file.path(), ": its ", file.tokens(),
+                      " tokens are too few for a row of ", options.sequence,
+                      " and its last target: take shorter rows, or LastTokens::kPad");
+    row_ends_.push_back(size() + plans_.back()->rows());
+  }
 }
 
-int64_t TokenRows::size() const { return plan_->rows(); }
+int64_t TokenRows::size() const { return row_ends_.empty() ? 0 : row_ends_.back(); }
 
 TokenBatch TokenRows::get(const std::vector<size_t>& rows) const {
   constexpr int64_t kMostTokens = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(std::ssize(rows) <= kMostTokens / options_.sequence, "TokenRows of ", file_.path(), ": a batch of ",
-                    rows.size(), " rows of ", options_.sequence, " tokens is too large");
-  BatchWriter writer(file_, options_, std::ssize(rows));
-  for (const auto row : rows) {
-    TORCH_CHECK_INDEX(static_cast<int64_t>(row) < size(), "TokenRows of ", file_.path(), ": row ", row, " of ", size());
-    writer.add_row(plan_->segments(static_cast<int64_t>(row)));
+  TORCH_CHECK_VALUE(std::ssize(rows) <= kMostTokens / options_.sequence, "TokenRows: a batch of ", rows.size(), " rows of ",
+                    options_.sequence, " tokens is too large");
+  BatchWriter writer(options_, std::ssize(rows));
+  for (const auto each : rows) {
+    const auto row = static_cast<int64_t>(each);
+    TORCH_CHECK_INDEX(row < size(), "TokenRows: row ", row, " of ", size());
+    const auto file = static_cast<size_t>(std::upper_bound(row_ends_.begin(), row_ends_.end(), row) - row_ends_.begin());
+    writer.add_row(files_[file], plans_[file]->segments(row - (file == 0 ? 0 : row_ends_[file - 1])));
   }
   return writer.finish();
 }

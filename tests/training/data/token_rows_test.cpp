@@ -224,6 +224,23 @@ TEST(TokenRows, AreASourceThatRanksShare) {
   EXPECT_TENSORS_EQUAL(batch->to(torch::kCPU).targets, batch->targets);
 }
 
+TEST(TokenRows, FollowEachOtherFromFileToFile) {
+  const TemporaryFolder folder;
+  const auto first = write_tokens(folder, {{1, 2, 3, 4, 5, 6, 7}}, "first.bin");
+  const auto second = write_tokens(folder, {{10, 11, 12}}, "second.bin");
+  const TokenRows rows(std::vector{first, second}, {.sequence = 2});
+  ASSERT_EQ(rows.size(), 4);
+  const auto batch = rows.get({3, 2, 0});
+  EXPECT_TENSORS_EQUAL(batch.inputs, torch::tensor({{10, 11}, {5, 6}, {1, 2}}, torch::kLong));
+  EXPECT_TENSORS_EQUAL(batch.targets, torch::tensor({{11, 12}, {6, 7}, {2, 3}}, torch::kLong));
+  EXPECT_THROWS_WITH(TokenRows(std::vector{first, second}, {.sequence = 3}),
+                     "second.bin: its 3 tokens are too few for a row of 3");
+  EXPECT_THROWS_WITH(TokenRows(std::vector<TokenFile>(), {}), "there are no files");
+  const TokenFile smaller(folder.file("second.bin"), {.vocabulary = 20});
+  EXPECT_THROWS_WITH(TokenRows(std::vector{first, smaller}, {.sequence = 2}),
+                     "first.bin has a vocabulary of 1000 ids, and " + smaller.path() + " one of 20");
+}
+
 TEST(TokenRows, NameWhatIsWrong) {
   const TemporaryFolder folder;
   const auto file = write_tokens(folder, {{1, 2, 3, 4, 5}});
