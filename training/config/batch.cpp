@@ -72,8 +72,8 @@ BatchConfig complete_batch(const GivenBatch& given, int64_t ranks, const std::st
   check_positive(kTrain, given.train, source);
   check_positive(kMicro, given.micro, source);
   check_positive(kSteps, given.accumulation, source);
-  TORCH_CHECK_VALUE(given.train || given.micro, source, ": the batch is not given: give ", kMicro,
-                    ", the rows of a forward on one rank, or ", kTrain, ", the rows of a step on all ranks");
+  TORCH_CHECK_VALUE(given.train || given.micro, source, ": the batch is not given: give the argument micro_batch_size, or ",
+                    kMicro, ", the rows of a forward on one rank, or ", kTrain, ", the rows of a step on all ranks");
   constexpr double kMostRows = 1e15;
   const auto rows = static_cast<double>(given.micro.value_or(1)) * static_cast<double>(given.accumulation.value_or(1)) *
                     static_cast<double>(ranks);

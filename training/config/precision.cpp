@@ -94,7 +94,7 @@ GradScalerOptions scaler_of(const ConfigValues& values) {
   const double first = std::exp2(power);
   TORCH_CHECK_VALUE(least >= 1 && static_cast<double>(least) <= first, values.where("fp16.min_loss_scale"), " is ", least,
                     ", but must be positive, and not above the first scale, ", first);
-  const bool has_zero = values.integer("zero_optimization.stage") > 0;
+  const bool has_zero = values.stage() > 0;
   return {.init_scale = first,
           .growth_interval = window,
           .hysteresis = has_zero ? hysteresis : 1,

@@ -22,19 +22,13 @@ Strategy strategy_of_stage(int64_t stage) {
   return kOfStage[static_cast<size_t>(stage)];
 }
 
-/// The stage that has as much split.
-int64_t stage_of(Strategy strategy) {
-  const auto& inner = row_of(strategy).inner;
-  return inner.parameters ? 3 : inner.gradients ? 2 : inner.optimizer_state ? 1 : 0;
-}
-
 Strategy named_strategy(const ConfigValues& values) {
-  const auto stage = values.integer("zero_optimization.stage");
+  const auto stage = values.stage();
   const auto name = values.optional_text("tessera.strategy");
   if (!name) return strategy_of_stage(stage);
   const auto row = std::find_if(kStrategies.begin(), kStrategies.end(), [&](const auto& each) { return each.name == *name; });
-  TORCH_CHECK_VALUE(!values.has("zero_optimization.stage") || stage_of(row->strategy) == stage, values.where("tessera.strategy"),
-                    " is ", *name, ", which is stage ", stage_of(row->strategy), ", but zero_optimization.stage is ", stage);
+  TORCH_CHECK_VALUE(stage_of(row->strategy) == stage, values.where("tessera.strategy"), " is ", *name, ", which is stage ",
+                    stage_of(row->strategy), ", but zero_optimization.stage is ", stage);
   return row->strategy;
 }
 

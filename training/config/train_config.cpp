@@ -78,6 +78,17 @@ std::vector<TrainConfig::Line> lines_of(const ConfigValues& values, const BatchC
   return lines;
 }
 
+/// What the file gives; where it has neither the batch nor the micro-batch, what the program does.
+internal::GivenBatch given_batch(const ConfigValues& values, const TrainArguments& arguments) {
+  internal::GivenBatch given{values.optional_integer("train_batch_size"),
+                             values.optional_integer("train_micro_batch_size_per_gpu"),
+                             values.optional_integer("gradient_accumulation_steps")};
+  if (given.train || given.micro) return given;
+  given.micro = arguments.micro_batch_size;
+  if (!given.accumulation) given.accumulation = arguments.accumulation_steps;
+  return given;
+}
+
 using FlatValues = std::map<std::string, std::string>;
 
 void add_flat(const Json& block, const std::string& prefix, FlatValues& values) {
@@ -123,10 +134,7 @@ TrainConfig TrainConfig::parse(const std::string& text, const TrainArguments& ar
   TrainConfig config;
   config.source_ = source;
   config.sharding = internal::sharding_of(values, arguments.ranks);
-  const internal::GivenBatch given{values.optional_integer("train_batch_size"),
-                                   values.optional_integer("train_micro_batch_size_per_gpu"),
-                                   values.optional_integer("gradient_accumulation_steps")};
-  config.batch = internal::complete_batch(given, internal::data_ranks(config.sharding), source);
+  config.batch = internal::complete_batch(given_batch(values, arguments), internal::data_ranks(config.sharding), source);
   config.precision = internal::precision_of(values);
   config.optimizer = internal::optimizer_of(values);
   config.schedule = internal::schedule_of(values);

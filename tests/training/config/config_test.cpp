@@ -187,12 +187,23 @@ TEST(Config, RefusesOptionsOfAnotherStage) {
             Strategy::kZero2);
 }
 
+TEST(Config, AStrategyHasAStage) {
+  const auto config = with(R"("tessera": {"strategy": "zero-2"}, "fp16": {"enabled": true},
+                              "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "allgather_bucket_size": 1e8})",
+                           {.ranks = 2});
+  EXPECT_EQ(config.sharding.strategy, Strategy::kZero2);
+  EXPECT_EQ(config.trainer.scaler.hysteresis, 2);
+  EXPECT_THROWS_WITH(with(R"("tessera": {"strategy": "full"}, "zero_optimization": {"allgather_bucket_size": 1e8})"),
+                     "allgather_bucket_size is an option of the stages 1 to 2, but tessera.strategy is full");
+}
+
 TEST(Config, ProposesBatchesThatDivide) {
   const auto batch = [](const std::string& keys, int64_t ranks) {
     return TrainConfig::parse("{" + keys + "}", {.ranks = ranks}, "ds.json").batch;
   };
   EXPECT_EQ(batch(R"("train_batch_size": 32, "gradient_accumulation_steps": 2)", 4).micro, 4);
   EXPECT_EQ(batch(R"("train_batch_size": 32)", 4).micro, 8);
+  EXPECT_EQ(TrainConfig::parse("{}", {.ranks = 2, .micro_batch_size = 4, .accumulation_steps = 3}).batch.train, 24);
   EXPECT_THROWS_WITH(batch(R"("train_batch_size": 10, "train_micro_batch_size_per_gpu": 4)", 1),
                      "ds.json: the batch does not divide: train_batch_size is 10, but train_micro_batch_size_per_gpu (4) × "
                      "gradient_accumulation_steps (not given) × 1 data-parallel ranks do not make it. What fits with the other "

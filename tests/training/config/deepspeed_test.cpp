@@ -191,11 +191,12 @@ TEST(DeepSpeed, KeysAndDefaultsAreTheSame) {
 
 /// What is kept beside this file is what DeepSpeed says today.
 TEST(DeepSpeed, AnswersAreOfItsOwnCode) {
-  if (!std::filesystem::exists(TESSERA_DEEPSPEED_SOURCES "/version.txt"))
-    GTEST_SKIP() << "no sources of DeepSpeed in " TESSERA_DEEPSPEED_SOURCES ": scripts/setup --references";
-  const auto result = run_program({TESSERA_PYTHON, TESSERA_REMEMBERED_SCRIPT, "--key", TESSERA_DEEPSPEED_SOURCES "/version.txt",
-                                   "--", TESSERA_PYTHON, TESSERA_DEEPSPEED_SCRIPT, TESSERA_DEEPSPEED_SOURCES},
-                                  {}, std::chrono::seconds(120));
+  const std::string sources = TESSERA_DEEPSPEED_SOURCES, version = sources + "/version.txt";
+  if (!std::filesystem::exists(version))
+    GTEST_SKIP() << "no sources of DeepSpeed in " << sources << ": scripts/setup --references";
+  const auto result = run_program(
+      {TESSERA_PYTHON, TESSERA_REMEMBERED_SCRIPT, "--key", version, "--", TESSERA_PYTHON, TESSERA_DEEPSPEED_SCRIPT, sources}, {},
+      std::chrono::seconds(120));
   ASSERT_EQ(result.status, 0) << result.output;
   EXPECT_EQ(result.output, content_of(TESSERA_DEEPSPEED_ANSWERS));
 }

@@ -46,7 +46,7 @@ constexpr ConfigKey kTesseraKeys[] = {
      kText,
      "null",
      kUsed,
-     "in place of `bf16`; the dtype of each tensor is in a table below",
+     "in place of `bf16`; the dtype of each tensor is in a table above",
      Fill::kNone,
      {},
      "fp32|bf16_mixed|bf16_full|deepspeed"},

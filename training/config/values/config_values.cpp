@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 
 #include <tessera/base/listing.h>
@@ -13,7 +14,7 @@ namespace tessera::internal {
 
 namespace {
 
-constexpr auto* kZero = "zero_optimization";
+constexpr auto *kZero = "zero_optimization", *kStage = "zero_optimization.stage", *kStrategy = "tessera.strategy";
 
 /// Old names, and names that pydantic takes too, as those of the table.
 Json with_todays_names(Json root, const std::string& source) {
@@ -146,16 +147,30 @@ Json ConfigValues::json(const std::string& key) const {
   return standard_of(*row);
 }
 
+int64_t stage_of(Strategy strategy) {
+  const auto& inner = row_of(strategy).inner;
+  return inner.parameters ? 3 : inner.gradients ? 2 : inner.optimizer_state ? 1 : 0;
+}
+
+int64_t ConfigValues::stage() const {
+  const auto name = optional_text(kStrategy);
+  if (has(kStage) || !name) return integer(kStage);
+  const auto row = std::find_if(kStrategies.begin(), kStrategies.end(), [&](const auto& each) { return each.name == *name; });
+  return stage_of(row->strategy); // the name is one of the key's choices
+}
+
 void ConfigValues::check_stages() const {
   constexpr int64_t kLast = 3;
-  const auto stage = integer("zero_optimization.stage");
-  TORCH_CHECK_VALUE(stage >= 0 && stage <= kLast, where("zero_optimization.stage"), " is ", stage, ", but must be 0, 1, 2 or 3");
+  const auto stage = this->stage();
+  TORCH_CHECK_VALUE(stage >= 0 && stage <= kLast, where(kStage), " is ", stage, ", but must be 0, 1, 2 or 3");
+  const bool is_named = !has(kStage) && has(kStrategy);
+  const auto why = is_named ? fmt::format("{} is {}", kStrategy, text(kStrategy)) : fmt::format("{} is {}", kStage, stage);
   for (const auto& [name, value] : values_) {
     const auto& key = *find_key(name);
     const auto [first, last] = key.stages;
     if ((stage >= first && stage <= last) || value == standard_of(key)) continue;
     const auto stages = first == last ? fmt::format("stage {}", first) : fmt::format("the stages {} to {}", first, last);
-    TORCH_CHECK_VALUE(false, where(name), " is an option of ", stages, ", but zero_optimization.stage is ", stage);
+    TORCH_CHECK_VALUE(false, where(name), " is an option of ", stages, ", but ", why);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <tessera/checkpoint/bytes/json.h>
+#include <tessera/fsdp/strategy.h>
 #include <tessera/training/config/keys/config_key.h>
 #include <tessera/training/config/values/auto_fill.h>
 #include <tessera/training/train_arguments.h>
@@ -36,6 +37,9 @@ class ConfigValues {
   std::optional<int64_t> optional_integer(const std::string& key) const { return optional<int64_t>(key); }
   std::optional<double> optional_number(const std::string& key) const { return optional<double>(key); }
   std::optional<std::string> optional_text(const std::string& key) const { return optional<std::string>(key); }
+
+  /// The stage of ZeRO; that of `tessera.strategy`, where only this is given.
+  int64_t stage() const;
 
   /// The keys of the file, in order.
   const std::map<std::string, Json>& given() const { return values_; }
@@ -67,6 +71,9 @@ class ConfigValues {
   std::set<std::string> blocks_;
   std::vector<std::string> notes_;
 };
+
+/// The stage of ZeRO that splits as much inside a group of ranks.
+int64_t stage_of(Strategy strategy);
 
 /// The default of a key; null where it has none.
 Json standard_of(const ConfigKey& key);

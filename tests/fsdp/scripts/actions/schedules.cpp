@@ -18,13 +18,13 @@ SchedulePtr own_schedule(torch::optim::Optimizer& optimizer, double decay) {
 std::function<SchedulePtr(torch::optim::Optimizer&)> random_schedule(Draw& draw) {
   const auto kind = draw.below(5), warmup = draw.below(4), total = 6 + draw.below(20);
   const auto shape = draw.of(std::vector<DecayShape>{DecayShape::kCosine, DecayShape::kLinear, DecayShape::kOneMinusSqrt});
-  const bool linear = draw.chance(50);
+  const auto warmup_shape = draw.chance(50) ? WarmupShape::kLinear : WarmupShape::kLog;
   return [=](torch::optim::Optimizer& optimizer) -> SchedulePtr {
     for (auto& group : optimizer.param_groups()) group.options().set_lr(0.01); // whatever it was changed to
     switch (kind) {
       case 0: return std::make_unique<WarmupCosineLR>(optimizer, WarmupOptions{warmup, total, 0.1, 0.1});
       case 1: return std::make_unique<WarmupLinearLR>(optimizer, WarmupOptions{warmup, total, 0, 0.2});
-      case 2: return std::make_unique<WarmupDecayLR>(optimizer, WarmupDecayOptions{total, 0.001, 0.02, 2 + warmup, linear});
+      case 2: return std::make_unique<WarmupDecayLR>(optimizer, WarmupDecayOptions{total, 0.001, 0.02, 2 + warmup, warmup_shape});
       case 3: return own_schedule(optimizer, 0.9);
       default: return std::make_unique<WSDLR>(optimizer, WSDOptions{warmup, total / 2, 5, 0.1, 0.1, shape});
     }
