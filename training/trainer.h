@@ -10,9 +10,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <tessera/data/data_source.h>
 #include <tessera/training/averaged_model.h>
 #include <tessera/training/batch_count.h>
-#include <tessera/training/data_source.h>
 #include <tessera/training/trainer_core.h>
 #include <tessera/training/trainer_events.h>
 #include <tessera/training/trainer_options.h>

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <tessera/checkpoint/state_dict.h>
-#include <tessera/training/data_source.h>
+#include <tessera/data/data_source.h>
 #include <tessera/training/trainer_events.h>
 #include <tessera/training/trainer_options.h>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/training/data_source.h>
+#include <tessera/data/data_source.h>
 
 #include <cstdint>
 #include <optional>

@@ -161,7 +161,7 @@ class Prediction final : private StepGroups {
     groups_[group->number] = std::move(added);
   }
 
-  /// As in the last backward; before any, what is registered first, as the weight of a linear layer.
+  /// It is the one of the last backward. Before any, it is what is registered first, as the weight of a linear layer.
   static size_t last_to_land(const GroupGradients& gradients) {
     const auto& parameters = gradients.group().parameters();
     const auto first = std::find_if(parameters.begin(), parameters.end(), is_trained);

@@ -6,8 +6,8 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <tessera/base/error_text.h>
-#include <tessera/training/prefetch.h>
-#include <tessera/training/token_file.h>
+#include <tessera/data/prefetch.h>
+#include <tessera/data/token_file.h>
 
 #include <algorithm>
 #include <map>

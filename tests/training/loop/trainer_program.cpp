@@ -6,10 +6,10 @@
 // "saved STEP" and "end REASON STEPS".
 #include <fmt/format.h>
 #include <tessera/base/error_text.h>
+#include <tessera/data/order/mesh_position.h>
 #include <tessera/tessera.h>
 #include <tessera/tests/support/forkable_main.h>
 #include <tessera/tests/training/loop/token_training.h>
-#include <tessera/training/mesh_position.h>
 #include <unistd.h>
 
 #include <csignal>

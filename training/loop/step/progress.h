@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include <tessera/training/data_source.h>
+#include <tessera/data/data_source.h>
 
 namespace tessera::internal {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include <tessera/training/token_rows.h>
+#include <tessera/data/token_rows.h>
 
 namespace tessera::internal {
 

@@ -1,4 +1,4 @@
-#include <tessera/training/nan_search.h>
+#include <tessera/training/parts/nan_search.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/isfinite.h>

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/data/data_source.h>
+#include <tessera/data/distributed_sampler.h>
 #include <tessera/mesh/device_mesh.h>
-#include <tessera/training/data_source.h>
-#include <tessera/training/distributed_sampler.h>
 
 namespace tessera {
 

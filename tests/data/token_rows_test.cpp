@@ -1,5 +1,5 @@
 // Rows of tokens and how documents are packed into them, beside a slow reference.
-#include <tessera/training/token_rows.h>
+#include <tessera/data/token_rows.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <optional>
 
-#include <tessera/training/prefetch.h>
+#include <tessera/data/prefetch.h>
 
 #include <tessera/tests/support/draw.h>
 #include <tessera/tests/support/matchers.h>

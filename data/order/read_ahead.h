@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include <tessera/training/prefetch.h>
+#include <tessera/data/prefetch.h>
 
 namespace tessera::internal {
 

@@ -1,4 +1,4 @@
-#include <tessera/training/data/row_order.h>
+#include <tessera/data/order/row_order.h>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/randperm.h>

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/training/data_source.h>
+#include <tessera/data/data_source.h>
 
 namespace tessera {
 

@@ -3,7 +3,7 @@
 #include <ATen/Context.h>
 #include <c10/util/Exception.h>
 
-#include <tessera/training/mesh_position.h>
+#include <tessera/data/order/mesh_position.h>
 
 namespace tessera {
 

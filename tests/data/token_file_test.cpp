@@ -1,5 +1,5 @@
 // Files of tokens: what is written is read, and what is wrong with a file is named.
-#include <tessera/training/token_file.h>
+#include <tessera/data/token_file.h>
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

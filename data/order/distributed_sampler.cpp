@@ -1,4 +1,4 @@
-#include <tessera/training/distributed_sampler.h>
+#include <tessera/data/distributed_sampler.h>
 
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <utility>
 
-#include <tessera/training/data/row_order.h>
-#include <tessera/training/mesh_position.h>
+#include <tessera/data/order/mesh_position.h>
+#include <tessera/data/order/row_order.h>
 
 namespace tessera {
 

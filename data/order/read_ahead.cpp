@@ -1,4 +1,4 @@
-#include <tessera/training/data/read_ahead.h>
+#include <tessera/data/order/read_ahead.h>
 
 #include <utility>
 

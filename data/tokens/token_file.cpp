@@ -1,4 +1,4 @@
-#include <tessera/training/token_file.h>
+#include <tessera/data/token_file.h>
 
 #include <c10/util/Exception.h>
 
@@ -6,8 +6,8 @@
 #include <span>
 #include <vector>
 
-#include <tessera/training/data/mapped_file.h>
-#include <tessera/training/data/token_format.h>
+#include <tessera/data/tokens/mapped_file.h>
+#include <tessera/data/tokens/token_format.h>
 
 namespace tessera {
 

@@ -1,5 +1,5 @@
 // The rows of all ranks together are one order at any number of ranks, and a position is all that a resume needs.
-#include <tessera/training/row_source.h>
+#include <tessera/data/row_source.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,7 +10,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include <tessera/training/data/row_order.h>
+#include <tessera/data/order/row_order.h>
 #include <tessera/training/metrics.h>
 
 #include <tessera/tests/support/draw.h>

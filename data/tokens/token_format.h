@@ -20,8 +20,8 @@
 #include <string>
 #include <vector>
 
-#include <tessera/training/data/mapped_file.h>
-#include <tessera/training/token_file.h>
+#include <tessera/data/token_file.h>
+#include <tessera/data/tokens/mapped_file.h>
 
 namespace tessera::internal {
 

@@ -1,4 +1,4 @@
-#include <tessera/training/data/mapped_file.h>
+#include <tessera/data/tokens/mapped_file.h>
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>

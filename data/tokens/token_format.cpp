@@ -1,4 +1,4 @@
-#include <tessera/training/data/token_format.h>
+#include <tessera/data/tokens/token_format.h>
 
 #include <c10/util/Exception.h>
 

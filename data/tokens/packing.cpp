@@ -1,4 +1,4 @@
-#include <tessera/training/data/packing.h>
+#include <tessera/data/tokens/packing.h>
 
 #include <algorithm>
 #include <utility>

@@ -8,7 +8,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/ranks/gather_texts.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
-#include <tessera/training/nan_search.h>
+#include <tessera/training/parts/nan_search.h>
 
 #include <algorithm>
 #include <mutex>

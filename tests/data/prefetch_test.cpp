@@ -1,5 +1,5 @@
 // Batches that are read ahead: the same ones in the same order, whatever happens meanwhile.
-#include <tessera/training/prefetch.h>
+#include <tessera/data/prefetch.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,7 +10,7 @@
 #include <mutex>
 #include <stdexcept>
 
-#include <tessera/training/row_source.h>
+#include <tessera/data/row_source.h>
 
 #include <tessera/tests/support/draw.h>
 #include <tessera/tests/support/forked_ranks.h>

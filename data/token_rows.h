@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/data/row_source.h>
+#include <tessera/data/token_file.h>
 #include <tessera/mesh/device_mesh.h>
-#include <tessera/training/row_source.h>
-#include <tessera/training/token_file.h>
 
 namespace tessera {
 

@@ -1,5 +1,5 @@
 // Datasets of LibTorch as sources.
-#include <tessera/training/dataset_rows.h>
+#include <tessera/data/dataset_rows.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,8 +7,8 @@
 #include <atomic>
 #include <thread>
 
-#include <tessera/training/prefetch.h>
-#include <tessera/training/row_source.h>
+#include <tessera/data/prefetch.h>
+#include <tessera/data/row_source.h>
 
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/world.h>

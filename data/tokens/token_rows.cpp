@@ -1,4 +1,4 @@
-#include <tessera/training/token_rows.h>
+#include <tessera/data/token_rows.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ne.h>
@@ -9,7 +9,7 @@
 #include <numeric>
 #include <utility>
 
-#include <tessera/training/data/packing.h>
+#include <tessera/data/tokens/packing.h>
 
 namespace tessera {
 

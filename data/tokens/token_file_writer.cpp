@@ -10,8 +10,8 @@
 
 #include <tessera/checkpoint/bytes/file.h>
 #include <tessera/checkpoint/bytes/folder_names.h>
-#include <tessera/training/data/token_format.h>
-#include <tessera/training/token_file.h>
+#include <tessera/data/token_file.h>
+#include <tessera/data/tokens/token_format.h>
 
 namespace tessera {
 
