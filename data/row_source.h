@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <concepts>
 #include <cstdint>
 #include <optional>
