@@ -118,6 +118,7 @@ bool calls_change_no_number(const Trainee& trainee) {
 } // namespace
 
 Tensor random_loss(Turn& turn, const Tap& tap, bool may_recompute, bool may_mix_dtensors) {
+  ++turn.side.forwards;
   auto& model = *turn.trainee.model;
   const auto seed = turn.draw.seed();
   const auto rows = turn.draw.chance(25) ? random_rows(turn.draw) : even_rows();

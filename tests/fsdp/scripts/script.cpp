@@ -207,7 +207,8 @@ bool Script::is_exact() const {
 }
 
 Tolerance Script::tolerance() const {
-  if (precision_ && precision_->rounding() > 0) return {precision_->rounding(), Tolerance::Of::kTensor};
+  if (precision_ && precision_->rounding() > 0) // each forward of the action starts from what those before have rounded
+    return {precision_->rounding() * std::max(1, plain_.forwards), Tolerance::Of::kTensor};
   const auto& all = sharded_.trainees;
   const bool in_float = std::any_of(all.begin(), all.end(), [](const Trainee& each) { return each.computes_in_float; });
   return {in_float ? kToleranceInFloat : is_exact() || precision_ ? kTolerance : kToleranceOfFloats, Tolerance::Of::kElement};
@@ -232,6 +233,7 @@ double Script::largest() const { return is_exact() ? std::numeric_limits<double>
 
 std::string Script::take(const Step& step, Side& side) const {
   side.recorded.clear();
+  side.forwards = 0;
   side.notes.clear();
   Draw draw(step.seed);
   Turn turn{side, side.trainees[step.trainee], side.trainees[1 - step.trainee], draw};

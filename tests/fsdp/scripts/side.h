@@ -98,6 +98,7 @@ class Side {
   std::vector<Recorded> recorded;             ///< by the action that runs
   /// Without grad mode, what is computed from parameters alone is computed in the dtype of the shards.
   double rounding_in_evaluation = 0;
+  int forwards = 0;               ///< of the action that runs
   std::vector<std::string> notes; ///< what that action did, for the report of a failure
 };
 
