@@ -25,6 +25,7 @@
 #include <tessera/training/progress_bar.h>
 #include <tessera/training/seeds.h>
 #include <tessera/training/train_config.h>
+#include <tessera/training/train_main.h>
 #include <tessera/training/trainer.h>
 #include <tessera/training/trainer_core.h>
 #include <tessera/training/trainer_events.h>

@@ -1,0 +1,99 @@
+"""Runs train_from_config as a user does. The arguments are the program's path, the example's config, and unittest's."""
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+PROGRAM, CONFIG = (pathlib.Path(sys.argv.pop(1)).resolve() for _ in range(2))
+TIMEOUT = 120
+
+
+class TrainFromConfigTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.text = self.folder / "text.txt"
+        self.text.write_text("the cat sat on a mat and ran to the other cat. " * 300)
+        comment = "  // the program's own"
+        self.settings = json.loads(CONFIG.read_text().replace(comment, ""))
+        self.settings["tessera"]["model"] = {"layers": 1, "width": 16, "heads": 2, "sequence": 16}
+        self.settings["tessera"]["evaluate"] = {"every": "4 steps"}
+        self.settings["tessera"]["stop_after"] = "8 steps"
+        self.settings["scheduler"]["params"] = {"warmup_num_steps": 2, "total_num_steps": 8}
+
+    def write_config(self, **settings):
+        path = self.folder / "config.json"
+        path.write_text(json.dumps({**self.settings, **settings}))
+        return path
+
+    def run_program(self, *arguments):
+        return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=TIMEOUT, cwd=self.folder)
+
+    def records(self):
+        lines = (self.folder / "runs/from_config/log.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def train(self, *arguments):
+        done = self.run_program(*arguments, str(self.text))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return {record["step"]: record["loss"] for record in self.records() if record["kind"] == "step"}
+
+    def begin_anew(self):
+        subprocess.run(["rm", "-rf", self.folder / "runs"], check=True)
+
+    def assert_same(self, losses, expected):
+        self.assertEqual(losses.keys(), expected.keys())
+        self.assertLessEqual(max(abs(losses[step] - expected[step]) for step in expected), 1e-5)
+
+    def test_the_curve_does_not_depend_on_ranks_or_stage(self):
+        expected = self.train("--config", self.write_config(), "--ranks=1")
+        self.assertLess(expected[8], expected[1])
+        for ranks, stage in ((2, 3), (4, 2), (2, 1), (2, 0)):
+            self.begin_anew()
+            losses = self.train("--ranks", str(ranks), "--deepspeed", self.write_config(zero_optimization={"stage": stage}))
+            self.assert_same(losses, expected)
+            self.assertTrue((self.folder / "runs/from_config/best/index.json").exists())
+            self.assertEqual(len([record for record in self.records() if "valid.loss" in record]), 2)
+
+    def test_a_signal_saves_what_other_ranks_go_on_from(self):
+        steps = 40
+        self.settings["tessera"]["stop_after"] = f"{steps} steps"
+        expected = self.train(f"--config={self.write_config()}", "--ranks=1")
+        self.begin_anew()
+        log = self.folder / "runs/from_config/log.jsonl"
+        command = [PROGRAM, f"--config={self.write_config()}", "--ranks=2", self.text]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=self.folder) as training:
+            try:
+                deadline = time.monotonic() + TIMEOUT
+                while training.poll() is None and not (log.exists() and '"step"' in log.read_text()):
+                    self.assertLess(time.monotonic(), deadline, "no step was logged")
+                    time.sleep(0.001)
+                training.send_signal(signal.SIGTERM)
+                error = training.communicate(timeout=TIMEOUT)[1]
+            finally:
+                training.kill()  # nothing, once it has ended
+        self.assertIn(training.returncode, (0, 143), error)  # 0: it had come to its end
+        self.assert_same(self.train(f"--config={self.write_config()}", "--ranks=4"), expected)
+
+    def test_what_is_wrong_is_named(self):
+        for status, words, arguments in ((2, "--config is needed", []), (2, "--ranks is 'two'", ["--config=x", "--ranks=two"]),
+                                         (2, "--device is 'tpu'", ["--config=x", "--device=tpu"]),
+                                         (1, "nowhere.json", ["--config=nowhere.json", "--ranks=1"]),
+                                         (1, "does not exist", ["--config", self.write_config(), "--ranks=1", "nowhere.txt"])):
+            done = self.run_program(*arguments)
+            self.assertEqual(done.returncode, status, done.stderr)
+            self.assertIn(words, done.stderr)
+        wrong = self.write_config(zero_optimisation={"stage": 3})
+        done = self.run_program("--config", wrong, "--ranks=2")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("zero_optimization", done.stderr)
+        self.assertEqual(self.run_program("--help").returncode, 0)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
