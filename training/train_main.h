@@ -36,7 +36,7 @@ class TrainSetup {
 
   /// What a `RowSource` takes: the config's micro-batch and seed.
   RowOptions rows() const;
-  /// The same for an evaluation: rows in the order of the data, each once.
+  /// An evaluation takes the rows in the order of the data, and each of them once.
   RowOptions rows_to_evaluate() const;
 
   /// Brings the parameters to the config's dtype, splits layers over a dim tp, and shards each of `blocks` and then the rest of
