@@ -49,7 +49,7 @@ tessera::TrainingEnd train(tessera::TrainSetup& setup) {
   const auto options = setup.own<ModelOptions>("model");
   torch::manual_seed(setup.config().trainer.seed); // every rank draws the same weights
   gpt::Gpt model(options);
-  setup.shard(*model, setup.blocks_of<gpt::BlockImpl>(*model));
+  setup.shard(*model, tessera::TrainSetup::blocks_of<gpt::BlockImpl>(*model));
   auto& optimizer = setup.make_optimizer(*model);
 
   const auto text = read_text(setup);
