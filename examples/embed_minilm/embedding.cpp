@@ -39,7 +39,7 @@ bool holds_nothing_else(const std::filesystem::path& folder) {
 } // namespace
 
 void embed_sentences(SentenceEncoder& encoder, const Options& options) {
-  const auto sentences = read_sentences(options.input, encoder);
+  const auto sentences = read_sentences(options.input, [&](std::string_view text) { return encoder.tokenize(text); });
   std::vector<std::vector<int64_t>> ids;
   for (const auto& sentence : sentences) ids.push_back(sentence.ids);
   const bool first = examples::rank() == 0, shown = sentences.size() > 1 && sentences.size() <= kMostShown;

@@ -67,7 +67,7 @@ torch::Tensor contrastive_loss(const torch::Tensor& first, const torch::Tensor& 
 }
 
 void fine_tune(SentenceEncoder& encoder, const Options& options) {
-  const auto pairs = read_pairs(options.pairs, encoder);
+  const auto pairs = read_pairs(options.pairs, [&](std::string_view text) { return encoder.tokenize(text); });
   TORCH_CHECK(static_cast<int64_t>(pairs.size()) >= options.global_batch, "the file of pairs ", options.pairs, " has ",
               pairs.size(), " pairs, fewer than --global-batch ", options.global_batch);
   TORCH_CHECK(options.save.empty() || !std::filesystem::exists(options.save), "--save ", options.save, " exists already");

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "embed_minilm/bert.h"
+#include "embed_minilm/model_folder.h"
 #include "embed_minilm/options.h"
 #include "embed_minilm/tokenizer.h"
 
@@ -46,11 +47,10 @@ class SentenceEncoder {
   Bert& model() { return model_; }
 
  private:
-  void load();
-
   Options options_;
-  Tokenizer tokenizer_;
+  ModelFolder folder_;
   Bert model_;
+  Tokenizer tokenizer_;
   tessera::DeviceMesh mesh_, rows_; // both undefined without a strategy; `rows_` has all ranks in one dim
   torch::Device device_;
   size_t longest_; // word pieces

@@ -2,6 +2,7 @@
 
 #include <absl/strings/str_split.h>
 #include <absl/strings/strip.h>
+#include <c10/util/Exception.h>
 
 #include "common/files.h"
 
@@ -17,9 +18,9 @@ std::vector<std::string> read_lines(const std::string& path, const char* what) {
   return lines;
 }
 
-std::vector<int64_t> tokenize(std::string_view text, const SentenceEncoder& encoder, const std::string& path, size_t line) {
+std::vector<int64_t> pieces(std::string_view text, const Tokenize& tokenize, const std::string& path, size_t line) {
   try {
-    return encoder.tokenize(text);
+    return tokenize(text);
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, path, ", line ", line, ": ", error.what_without_backtrace());
   }
@@ -27,24 +28,24 @@ std::vector<int64_t> tokenize(std::string_view text, const SentenceEncoder& enco
 
 } // namespace
 
-std::vector<Sentence> read_sentences(const std::string& path, const SentenceEncoder& encoder) {
+std::vector<Sentence> read_sentences(const std::string& path, const Tokenize& tokenize) {
   std::vector<Sentence> sentences;
   for (auto& line : read_lines(path, "the file of sentences")) {
-    auto ids = tokenize(line, encoder, path, sentences.size() + 1);
+    auto ids = pieces(line, tokenize, path, sentences.size() + 1);
     sentences.push_back({std::move(line), std::move(ids)});
   }
   return sentences;
 }
 
-Pairs read_pairs(const std::string& path, const SentenceEncoder& encoder) {
+Pairs read_pairs(const std::string& path, const Tokenize& tokenize) {
   Pairs pairs;
   for (const auto& line : read_lines(path, "the file of pairs")) {
     const auto number = pairs.size() + 1;
     const std::vector<std::string> texts = absl::StrSplit(line, '\t');
     TORCH_CHECK(texts.size() == 2, path, ", line ", number, ": two sentences with one tab between them are needed, but it has ",
                 texts.size() - 1, " tabs");
-    pairs.first.push_back(tokenize(texts[0], encoder, path, number));
-    pairs.second.push_back(tokenize(texts[1], encoder, path, number));
+    pairs.first.push_back(pieces(texts[0], tokenize, path, number));
+    pairs.second.push_back(pieces(texts[1], tokenize, path, number));
   }
   return pairs;
 }
