@@ -1,5 +1,7 @@
 #include "embed_minilm/bert.h"
 
+#include <tessera/activations/recompute.h>
+
 #include <nlohmann/json.hpp>
 
 #include "common/files.h"
@@ -88,9 +90,9 @@ torch::Tensor EmbeddingsImpl::forward(const torch::Tensor& tokens) {
 }
 
 SelfAttentionImpl::SelfAttentionImpl(const BertConfig& config) : heads_(config.num_attention_heads) {
-  query_ = register_module("query", nn::Linear(config.hidden_size, config.hidden_size));
-  key_ = register_module("key", nn::Linear(config.hidden_size, config.hidden_size));
-  value_ = register_module("value", nn::Linear(config.hidden_size, config.hidden_size));
+  query_ = register_module("query", lora::Linear(config.hidden_size, config.hidden_size));
+  key_ = register_module("key", lora::Linear(config.hidden_size, config.hidden_size));
+  value_ = register_module("value", lora::Linear(config.hidden_size, config.hidden_size));
 }
 
 torch::Tensor SelfAttentionImpl::forward(const torch::Tensor& x, const torch::Tensor& mask) {
@@ -104,7 +106,7 @@ torch::Tensor SelfAttentionImpl::forward(const torch::Tensor& x, const torch::Te
 }
 
 ResidualImpl::ResidualImpl(int64_t inputs, const BertConfig& config) {
-  dense_ = register_module("dense", nn::Linear(inputs, config.hidden_size));
+  dense_ = register_module("dense", lora::Linear(inputs, config.hidden_size));
   norm_ = register_module("LayerNorm", layer_norm(config));
 }
 
@@ -116,7 +118,7 @@ LayerImpl::LayerImpl(const BertConfig& config) {
   auto& attention = part(*this, "attention");
   self_ = attention.register_module("self", SelfAttention(config));
   attention_output_ = attention.register_module("output", Residual(config.hidden_size, config));
-  dense_ = part(*this, "intermediate").register_module("dense", nn::Linear(config.hidden_size, config.intermediate_size));
+  dense_ = part(*this, "intermediate").register_module("dense", lora::Linear(config.hidden_size, config.intermediate_size));
   output_ = register_module("output", Residual(config.intermediate_size, config));
 }
 
@@ -135,7 +137,10 @@ torch::Tensor BertImpl::forward(const torch::Tensor& tokens, const torch::Tensor
   TORCH_CHECK(tokens.size(1) <= config_.max_position_embeddings, "a sentence of ", tokens.size(1),
               " word pieces, but the model has positions for ", config_.max_position_embeddings);
   auto x = embeddings_->forward(tokens);
-  for (const auto& layer : *layers_) x = layer->as<Layer>()->forward(x, mask);
+  for (const auto& module : *layers_) {
+    auto& layer = *module->as<Layer>();
+    x = recompute_ ? tessera::recompute(layer, x, mask) : layer.forward(x, mask);
+  }
   return x;
 }
 

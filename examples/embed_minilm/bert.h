@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "finetune/lora.h"
+
 namespace minilm {
 
 /// The sizes of a BERT encoder, by the names of Hugging Face's config.json.
@@ -38,7 +40,7 @@ class SelfAttentionImpl : public torch::nn::Module {
 
  private:
   int64_t heads_;
-  torch::nn::Linear query_{nullptr}, key_{nullptr}, value_{nullptr};
+  lora::Linear query_{nullptr}, key_{nullptr}, value_{nullptr};
 };
 TORCH_MODULE(SelfAttention);
 
@@ -49,7 +51,7 @@ class ResidualImpl : public torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& residual);
 
  private:
-  torch::nn::Linear dense_{nullptr};
+  lora::Linear dense_{nullptr};
   torch::nn::LayerNorm norm_{nullptr};
 };
 TORCH_MODULE(Residual);
@@ -63,12 +65,12 @@ class LayerImpl : public torch::nn::Module {
  private:
   SelfAttention self_{nullptr};
   Residual attention_output_{nullptr}, output_{nullptr};
-  torch::nn::Linear dense_{nullptr};
+  lora::Linear dense_{nullptr};
 };
 TORCH_MODULE(Layer);
 
 /// The BERT encoder without its pooler and without dropout, its parameters under Hugging Face's names. It knows nothing of
-/// sharding.
+/// sharding, and its linear layers can be adapted.
 class BertImpl : public torch::nn::Module {
  public:
   explicit BertImpl(const BertConfig& config);
@@ -77,6 +79,9 @@ class BertImpl : public torch::nn::Module {
   /// [sentences, time] (bool) is true for tokens and false for padding; every sentence has at least one token.
   torch::Tensor forward(const torch::Tensor& tokens, const torch::Tensor& mask);
 
+  /// Whether the layers' activations are computed again in backward, instead of being kept.
+  void recompute_layers(bool recompute) { recompute_ = recompute; }
+
   const BertConfig& config() const { return config_; }
   const torch::nn::ModuleList& layers() const { return layers_; }
 
@@ -84,6 +89,7 @@ class BertImpl : public torch::nn::Module {
   BertConfig config_;
   Embeddings embeddings_{nullptr};
   torch::nn::ModuleList layers_{nullptr};
+  bool recompute_ = false;
 };
 TORCH_MODULE(Bert);
 
