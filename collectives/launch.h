@@ -19,7 +19,8 @@ namespace tessera {
 ///
 /// A SIGTERM of the first process is passed on to the ranks, once, and they get a time to save and end:
 /// `LaunchOptions::termination_seconds`. It then returns 0 if every rank ended with 0, 143 (128 + SIGTERM) if the signal ended
-/// some, and throws if a rank failed, or had to be killed. A handler that the program has for the signal is called in the first
+/// some, and throws if a rank failed, or had to be killed. It also returns 143 where all ranks end with that status, as those
+/// that agree to end when one of them gets the signal. A handler that the program has for the signal is called in the first
 /// process too; where the signal is ignored, nothing is passed on.
 ///
 /// The ranks die with the first process. The first process also hosts the store, on a free port of 127.0.0.1; an error if that

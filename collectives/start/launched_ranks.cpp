@@ -112,7 +112,8 @@ std::string describe_status(int status) {
 
 constexpr int kTerminated = 128 + SIGTERM; // as shells say it, and programs whose handler of the signal exits
 
-bool is_termination(int status) { return WIFSIGNALED(status) ? WTERMSIG(status) == SIGTERM : WEXITSTATUS(status) == kTerminated; }
+bool exited_as_terminated(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == kTerminated; }
+bool is_termination(int status) { return exited_as_terminated(status) || (WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM); }
 
 /// The ranks as the parent sees them: one thread for each waits for its end.
 class Ranks {
@@ -147,6 +148,8 @@ class Ranks {
     const auto stopped = running_;
     lock.unlock();
     stop();
+    if (!is_terminated && absl::c_all_of(statuses_, exited_as_terminated))
+      return kTerminated; // ranks that agreed on one's signal
     if (!is_terminated || failed_before_termination_) throw_failure(stopped);
     if (!stopped.empty()) throw_unended(stopped, termination);
     if (absl::c_any_of(statuses_, is_termination)) return kTerminated;

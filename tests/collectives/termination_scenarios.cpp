@@ -26,6 +26,11 @@ void wait_for_signal() {
   while (is_asked_to_end == 0) usleep(1000);
 }
 
+void exit_as_ended_without_it(World& world) {
+  world.group->barrier("of all that end");
+  _exit(128 + SIGTERM);
+}
+
 // The first rank sends it when all have said that they are ready; no collective is under way then.
 void send_once_all_are_ready(const World& world) {
   const auto store = world.context.store();
@@ -119,6 +124,7 @@ const std::map<std::string, void (*)(World&)> kWays{
     {"last_fails_to_save", last_fails_to_save},
     {"last_misses_the_others", last_misses_the_others},
     {"exit_as_ended_by_it", exit_as_ended_by_it},
+    {"exit_as_ended_without_it", exit_as_ended_without_it},
     {"last_has_failed", last_has_failed},
 };
 

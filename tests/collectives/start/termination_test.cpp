@@ -55,6 +55,13 @@ TEST(Termination, RanksThatItEndsAreItsStatus) {
   }
 }
 
+/// They have agreed to end, because one of them had the signal.
+TEST(Termination, RanksThatAllEndWithItsStatusAreItsStatus) {
+  const auto result = run_until_signal("exit_as_ended_without_it", 3, Signalled::kLauncher);
+  EXPECT_EQ(result.status, 143) << result.output;
+  EXPECT_THAT(result.output, Not(HasSubstr("error")));
+}
+
 TEST(Termination, RanksThatSaveGoOnWhereOthersHaveEnded) {
   for (const auto signalled : kSignalled) {
     const auto result = run_until_signal("last_does_nothing_about_it", 3, signalled);
