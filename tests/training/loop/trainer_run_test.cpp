@@ -244,6 +244,9 @@ TEST(TrainerRun, ComparesWhatMustStayTheSame) {
                      "was trained with another seed: TrainerOptions::seed: saved 42, here 43");
   EXPECT_THROWS_WITH(Training({.micro_batches = 1, .stop_after = {.steps = 9}, .save = save}).run(),
                      "a step has 12 rows, but those before the resume had 24");
+  Training fewer({.micro_batches = 2, .stop_after = {.steps = 9}, .save = save}); // on 3 and 4 ranks by less than one for each
+  fewer.trainer->data(TokenSource{5 * kRows, kTogether - 1, world_rank(), world_size()});
+  EXPECT_THROWS_WITH(fewer.run(), "a step has 22 rows, but those before the resume had 24");
   auto accepting = save;
   accepting.other_settings = OtherSettings::kAccept;
   Training second({.micro_batches = 1,
@@ -381,6 +384,18 @@ TEST(TrainerRun, KeepsTheBestBesideTheNewest) {
   EXPECT_EQ(bests, 2);
 }
 
+/// The evaluation of the end comes after the save of the last step, and changes nothing in it.
+TEST(TrainerRun, SavesTheLastStepOnce) {
+  SharedFolder root;
+  Training training({.stop_after = {.steps = 4}, .save = {.folder = root.path(), .every = {.steps = 2}}});
+  training.trainer->evaluate("valid", valid_source());
+  training.run();
+  std::vector<int64_t> at;
+  for (const auto& save : training.saves) at.push_back(save.step);
+  EXPECT_EQ(at, (std::vector<int64_t>{2, 4}));
+  EXPECT_EQ(training.evaluations.size(), 1U);
+}
+
 TEST(TrainerRun, StopsEarlyAndStaysStopped) {
   SharedFolder root;
   const TrainerOptions options{.stop_after = {.steps = 20},
@@ -421,7 +436,7 @@ TEST(TrainerRun, NamesTheEvaluationThatAMetricMeans) {
   EXPECT_THROWS_WITH(training.run(), "\"vaild\", which no evaluation is called; did you mean \"valid\"?");
   Training other({.stop_after = {.steps = 1}, .early_stop = EarlyStop{.metric = "valid.acuracy"}});
   other.trainer->evaluate("valid", valid_source());
-  EXPECT_THROWS_WITH(other.run(), "no evaluation has the number \"valid.acuracy\"");
+  EXPECT_THROWS_WITH(other.run(), "no evaluation has the number \"valid.acuracy\"; there are valid");
 }
 
 TEST(TrainerRun, IsAnErrorOnEveryRankWhereAnEvaluationsDataEndOnOne) {

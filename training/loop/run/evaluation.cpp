@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <memory>
 #include <set>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -96,13 +98,15 @@ std::optional<EvaluationEvent> evaluate(torch::nn::Module& module, const Evaluat
 }
 
 double metric_in(const std::vector<EvaluationEvent>& events, const std::string& metric) {
+  std::map<std::string, double> numbers;
   for (const auto& event : events) {
-    if (event.name == metric) return event.loss;
-    if (!metric.starts_with(event.name + '.')) continue;
-    const auto found = event.also.find(metric.substr(event.name.size() + 1));
-    if (found != event.also.end()) return found->second;
+    numbers.emplace(event.name, event.loss);
+    for (const auto& [name, value] : event.also) numbers.emplace(event.name + '.' + name, value);
   }
-  TORCH_CHECK_VALUE(false, "Trainer: no evaluation has the number \"", metric, '"');
+  if (const auto found = numbers.find(metric); found != numbers.end()) return found->second;
+  std::string names;
+  for (const auto& [name, value] : numbers) names += (names.empty() ? "" : ", ") + name;
+  TORCH_CHECK_VALUE(false, "Trainer: no evaluation has the number \"", metric, "\"; there are ", names);
 }
 
 void check_names(const std::vector<EvaluationWork>& works) {

@@ -103,17 +103,26 @@ StepPlan TrainerLoop::plan_step(bool reads) {
   return plan;
 }
 
-/// The first whole step after a resume has as many rows as the steps before: otherwise the run goes on with other steps.
+bool TrainerLoop::is_whole(const StepPlan& plan) const {
+  return plan.micro_batches == options_.micro_batches && !plan.ends_epoch;
+}
+
+/// Whole steps after a resume have as many rows as those before: otherwise the run goes on with other steps. The step before the
+/// last of an epoch may leave a row for each rank to the last one.
 void TrainerLoop::check_rows(const StepPlan& plan) {
-  const bool is_whole = plan.micro_batches == options_.micro_batches && !plan.ends_epoch;
-  if (!is_whole) return;
+  if (plan.ends_epoch) leaves_rows_to_last_step_ = false;
+  if (!checks_rows_ || !is_whole(plan)) return;
   const auto rows = static_cast<int64_t>(plan.rows), before = progress_.rows_a_step;
-  const bool is_other = std::abs(rows - before) >= agreement_.data_ranks(); // the last rows of an epoch are dealt out otherwise
-  TORCH_CHECK(!checks_rows_ || before == 0 || !is_other || options_.save.other_settings == OtherSettings::kAccept,
-              "Trainer: a step has ", rows, " rows, but those before the resume had ", before,
+  if (before == 0 || rows == before || options_.save.other_settings == OtherSettings::kAccept) {
+    progress_.rows_a_step = rows;
+    checks_rows_ = false;
+    return;
+  }
+  TORCH_CHECK(!leaves_rows_to_last_step_ && std::abs(rows - before) < agreement_.data_ranks(), "Trainer: a step has ", rows,
+              " rows, but those before the resume had ", before,
               ": keep the product of ranks, rows of a micro-batch and micro-batches, or accept other settings with "
               "SaveOptions::other_settings");
-  checks_rows_ = false;
+  leaves_rows_to_last_step_ = true;
 }
 
 void TrainerLoop::advance(const StepPlan& plan, bool reads, StepResult& result) {
@@ -125,8 +134,9 @@ void TrainerLoop::advance(const StepPlan& plan, bool reads, StepResult& result) 
     work_->drop(work_->size());
   }
   if (plan.ends_epoch) ++progress_.epochs;
-  const bool is_whole = plan.micro_batches == options_.micro_batches && !plan.ends_epoch;
-  if (is_whole || progress_.rows_a_step == 0) progress_.rows_a_step = static_cast<int64_t>(plan.rows);
+  const bool is_first = progress_.rows_a_step == 0;
+  if (is_first || (is_whole(plan) && !checks_rows_))
+    progress_.rows_a_step = std::max(progress_.rows_a_step, static_cast<int64_t>(plan.rows));
   result.ends_epoch = plan.ends_epoch;
   result.epochs = progress_.epochs;
   result.rows = static_cast<int64_t>(plan.rows);

@@ -51,6 +51,7 @@ class TrainerLoop {
 
   StepPlan plan_step(bool reads);
   void count_micro_batches(StepPlan& plan, int64_t micro_batches);
+  bool is_whole(const StepPlan& plan) const;
   void check_rows(const StepPlan& plan);
   StepResult train(const StepPlan& plan, bool reads, Clock::time_point begin);
   void advance(const StepPlan& plan, bool reads, StepResult& result);
@@ -105,7 +106,8 @@ class TrainerLoop {
   Clock::time_point start_ = Clock::now();
   double seconds_before_ = 0; ///< of earlier processes
   int64_t steps_here_ = 0;    ///< of this one
-  bool has_tried_resume_ = false, checks_rows_ = false, saved_is_current_ = false, stops_early_ = false;
+  bool has_tried_resume_ = false, checks_rows_ = false, leaves_rows_to_last_step_ = false, saved_is_current_ = false,
+       stops_early_ = false;
 };
 
 } // namespace tessera::internal

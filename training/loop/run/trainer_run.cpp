@@ -99,7 +99,7 @@ std::vector<EvaluationEvent> TrainerLoop::evaluate() {
 }
 
 void TrainerLoop::take_metrics(const std::vector<EvaluationEvent>& events) {
-  saved_is_current_ = false;
+  if (options_.early_stop || !options_.save.best.empty()) saved_is_current_ = false; // a checkpoint holds what these have seen
   if (const auto& stop = options_.early_stop) {
     improve(progress_.early_stop, metric_in(events, stop->metric), progress_.steps, stop->better, stop->min_change);
     stops_early_ = progress_.early_stop.without_improvement >= stop->patience;
@@ -113,6 +113,7 @@ void TrainerLoop::take_metrics(const std::vector<EvaluationEvent>& events) {
 
 bool TrainerLoop::evaluate_all() {
   if (hooks_.evaluations.empty()) return true;
+  if (progress_.evaluation_is_due) saved_is_current_ = false; // a checkpoint says so
   progress_.evaluation_is_due = true;
   const auto events = evaluations(/*may_be_cut=*/true);
   if (!events) {

@@ -21,7 +21,7 @@ struct Progress {
   int64_t steps = 0, epochs = 0;
   double seconds = 0; ///< of all runs, by the first rank's clock
   DataPosition position;
-  int64_t rows_a_step = 0; ///< of the last whole step; 0: there was none
+  int64_t rows_a_step = 0; ///< of whole steps, the most; 0: there was none
   int64_t non_finite_in_a_row = 0;
   bool evaluation_is_due = false; ///< one was cut short
   BestMetric best, early_stop;
