@@ -263,6 +263,9 @@ TEST(Config, AnAutoNeedsItsArgument) {
                      "ds.json: bf16.enabled is \"auto\", and the argument bf16, which fills it, is not given");
   EXPECT_THROWS_WITH(with(R"("optimizer": {"type": "SGD", "params": {"momentum": "auto"}})"),
                      "optimizer.params.momentum is \"auto\", which nothing fills");
+  EXPECT_THROWS_WITH(with(R"("gradient_clipping": "auto", "optimizer": {"type": "SGD", "params": {"lr": "auto"}})"),
+                     "ds.json: gradient_clipping is \"auto\", and the argument max_grad_norm, which fills it, is not given\n"
+                     "  optimizer.params.lr is \"auto\", and the argument learning_rate");
   EXPECT_THROWS_WITH(with(R"("gradient_clipping": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}})",
                           {.max_grad_norm = 2, .learning_rate = 0.2}),
                      "ds.json: values differ from the program's arguments\n  gradient_clipping is 1.0, and max_grad_norm is 2.0\n"

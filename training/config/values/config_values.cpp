@@ -3,6 +3,7 @@
 #include <absl/strings/ascii.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -104,12 +105,12 @@ void ConfigValues::add(const ConfigKey& key, const Json& value) {
 }
 
 void ConfigValues::fill(const TrainArguments& arguments) {
-  std::vector<std::string> differences;
+  std::vector<std::string> differences, unfilled;
   for (auto item = values_.begin(); item != values_.end();) {
     auto& [name, value] = *item;
     const auto& key = *find_key(name);
     const auto filling = filling_of(key.filler, arguments);
-    if (is_auto(value) && !fill_auto(key, filling, value)) {
+    if (is_auto(value) && !fill_auto(key, filling, value, unfilled)) {
       item = values_.erase(item);
       continue;
     }
@@ -118,11 +119,12 @@ void ConfigValues::fill(const TrainArguments& arguments) {
           fmt::format("{} is {}, and {} is {}", name, to_text(value), filling.argument, to_text(*filling.value)));
     ++item;
   }
+  TORCH_CHECK_VALUE(unfilled.empty(), source_, ": ", fmt::format("{}", fmt::join(unfilled, "\n  ")));
   TORCH_CHECK_VALUE(differences.empty(), source_, ": values differ from the program's arguments", listing(differences),
                     "\nWith \"auto\" in the file the arguments fill them");
 }
 
-bool ConfigValues::fill_auto(const ConfigKey& key, const Filling& filling, Json& value) {
+bool ConfigValues::fill_auto(const ConfigKey& key, const Filling& filling, Json& value, std::vector<std::string>& unfilled) {
   const std::string name(key.name);
   if (filling.value || key.filler == AutoFill::kNothing) {
     value = as_type(key, filling.value.value_or(Json(0)), filling.argument);
@@ -132,9 +134,11 @@ bool ConfigValues::fill_auto(const ConfigKey& key, const Filling& filling, Json&
   // The batch's arithmetic finds these two; the others have their defaults.
   const bool is_found = key.filler == AutoFill::kTrainBatch || key.filler == AutoFill::kAccumulation;
   const bool is_default = auto_is_default(key) && filling.argument.empty();
-  TORCH_CHECK_VALUE(is_found || is_default || key.filler == AutoFill::kHiddenSize, where(name), " is \"auto\", ",
-                    filling.argument.empty() ? "which nothing fills: give a value, or leave the key out"
-                                             : "and the argument " + filling.argument + ", which fills it, is not given");
+  if (!is_found && !is_default && key.filler != AutoFill::kHiddenSize) {
+    unfilled.push_back(name + " is \"auto\", " +
+                       (filling.argument.empty() ? "which nothing fills: give a value, or leave the key out"
+                                                 : "and the argument " + filling.argument + ", which fills it, is not given"));
+  }
   filled_[name] = is_found ? "the other numbers of the batch" : "the default";
   return false;
 }

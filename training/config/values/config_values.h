@@ -60,8 +60,9 @@ class ConfigValues {
   void add_block(const Json& block, const std::string& name);
   void add(const ConfigKey& key, const Json& value);
   void fill(const TrainArguments& arguments);
-  /// Gives an "auto" its value. False where the key is to be left out, for its default or the batch's arithmetic.
-  bool fill_auto(const ConfigKey& key, const Filling& filling, Json& value);
+  /// Gives an "auto" its value. False where the key is to be left out, for its default or the batch's arithmetic, or, told in
+  /// `unfilled`, because nothing fills it.
+  bool fill_auto(const ConfigKey& key, const Filling& filling, Json& value, std::vector<std::string>& unfilled);
   void check_stages() const;
   void check_effects();
 
