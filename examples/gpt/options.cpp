@@ -40,7 +40,7 @@ ABSL_FLAG(std::string, checkpoint, "",
           "folder for checkpoints, one folder step-<n> in it each, none yet unless --resume; empty for none. At SIGTERM the "
           "training is saved there, and ends with status 0");
 ABSL_FLAG(int64_t, save_every, 0, "steps between checkpoints; 0: only after the last step");
-ABSL_FLAG(int32_t, keep_last, 0, "checkpoints to keep, older ones are removed; 0 for all");
+ABSL_FLAG(int32_t, keep_last, 0, "checkpoints to keep, at least 2, older ones are removed; 0 for all");
 ABSL_FLAG(bool, resume, false, "go on from the newest checkpoint in --checkpoint, if there is one");
 ABSL_FLAG(std::string, trace, "",
           "folder for a trace of the third step from each rank, for chrome://tracing and ui.perfetto.dev; empty for none");
@@ -76,6 +76,7 @@ void check_numbers(const Options& options) {
   check_at_least<int64_t>("sample-bytes", options.sample_bytes, 0);
   check_at_least<int64_t>("save-every", options.save_every, 0);
   check_at_least("keep-last", options.keep_last, 0);
+  TORCH_CHECK(options.keep_last != 1, "--keep-last is 1, but must be at least 2, as the newest may be unfinished, or 0 for all");
 }
 
 void check_combinations(const Options& options) {

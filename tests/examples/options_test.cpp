@@ -143,6 +143,7 @@ TEST(Options, Contradictions) {
   EXPECT_EQ(parse_error({"--strategy=full", "--mesh=2x2"}), "--strategy full needs a mesh of one dim, but --mesh has 2");
   EXPECT_EQ(parse_error({"--strategy=none", "--mesh=1"}), "--mesh has no meaning under --strategy none");
   EXPECT_THAT(parse_error({"--strategy=none", "--precision=bf16"}), HasSubstr("--precision bf16 needs sharding"));
+  EXPECT_THAT(parse_error({"--keep-last=1"}), HasSubstr("--keep-last is 1, but must be at least 2"));
   EXPECT_EQ(parse_error({"--save-every=5"}), "--save-every needs --checkpoint");
   EXPECT_EQ(parse_error({"--resume"}), "--resume needs --checkpoint");
   EXPECT_EQ(parse_error({"surplus"}), "the argument 'surplus' belongs to no flag (see --help)");
