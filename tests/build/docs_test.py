@@ -54,6 +54,13 @@ class Docs(unittest.TestCase):
     def assert_none(self, missing, what):
         self.assertEqual(sorted(set(missing)), [], what)
 
+    def test_tests_of_complaints_exist(self):
+        named = re.findall(r"`(\w+)\.([A-Z]\w+)`", (ROOT / "docs/complaints.md").read_text())
+        there = {test for path in sources(["tests"], (".cpp",))
+                 for test in re.findall(r"^(?:TYPED_)?TEST(?:_[FP])?\((\w+),\s*(\w+)\)", path.read_text(), flags=re.MULTILINE)}
+        self.assertGreater(len(named), 20)
+        self.assert_none([".".join(test) for test in named if test not in there], "tests that do not exist")
+
     def test_links_lead_to_files(self):
         links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose(page))]
         self.assert_none([f"{page.name}: {target}" for page, target in links
