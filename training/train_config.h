@@ -128,7 +128,8 @@ struct TrainConfig {
   void check_no_optimizer() const;
   void check_no_schedule() const;
 
-  /// A block of the program's own keys: "model", "data". Empty where the file has none.
+  /// A block of the program's own keys: "model", "data". Empty where the file has none. One that the program does not ask for is
+  /// not looked at.
   OwnSettings own(const std::string& name) const;
   /// Reads them into a struct by its function `read(OwnSettings&)`. An error for a key that this does not read.
   template <typename Options>

@@ -99,7 +99,7 @@ enum class StopReason {
   kSteps,      ///< StopAfter::steps
   kEpochs,     ///< StopAfter::epochs
   kRunTime,    ///< StopAfter::run_time
-  kTerminated, ///< a SIGTERM to some rank: `main` should end with status 143
+  kTerminated, ///< a SIGTERM to some rank: `main` may end with status 143, which `launch` returns too
   kAsked,      ///< Control::stop
   kEarlyStop
 };

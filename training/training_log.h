@@ -23,7 +23,8 @@ struct LogOptions {
   bool progress = true; ///< a bar on a terminal, otherwise a line now and then, on standard output
 };
 
-/// One line of a log: what happened ("step", "evaluation", "save", "stop"), after how many steps, and numbers by name.
+/// One line of a log: what happened (of a Trainer "step", "evaluation", "save", "save of the best", "resume", "stop"), after how
+/// many steps, and numbers by name.
 struct LogRecord {
   std::string kind;
   int64_t step = 0;
