@@ -1,3 +1,4 @@
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -87,6 +88,9 @@ TEST_F(ConfigTool, ConvertsAccelerates) {
   EXPECT_THAT(error("a: [1\nb: 2"), HasSubstr("b.yaml: line "));
   EXPECT_THAT(error("debug: false\ndebug: true\n"), HasSubstr("line 2: the key debug appears twice"));
   EXPECT_THAT(error(""), HasSubstr("b.yaml: the file has no keys"));
+  std::string nested = "a0: &a0 [1, 1, 1, 1]\n"; // ten lines that name a million values
+  for (int i = 1; i < 10; ++i) nested += fmt::format("a{0}: &a{0} [*a{1}, *a{1}, *a{1}, *a{1}]\n", i, i - 1);
+  EXPECT_THAT(error(nested), HasSubstr("b.yaml: YAML of more than 100000 values"));
   EXPECT_THAT(error("mixed_precision: no\n"), HasSubstr("distributed_type is not given"));
   EXPECT_THAT(run({"convert", "/nowhere/a.yaml"}).output, HasSubstr("cannot read /nowhere/a.yaml"));
 }

@@ -17,6 +17,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr int kMaxDepth = 16;
+constexpr int64_t kMostNodes = 100'000; // a node that many others name counts each time
 
 Json scalar_of(const YAML::Node& node) {
   const auto& text = node.Scalar();
@@ -34,12 +35,14 @@ Json scalar_of(const YAML::Node& node) {
   return text;
 }
 
-Json json_of(const YAML::Node& node, const std::string& path, int depth) {
+/// `left`: nodes that may still come.
+Json json_of(const YAML::Node& node, const std::string& path, int depth, int64_t& left) {
   TORCH_CHECK(depth < kMaxDepth, path, ": YAML nested deeper than ", kMaxDepth);
+  TORCH_CHECK(--left >= 0, path, ": YAML of more than ", kMostNodes, " values");
   if (node.IsScalar()) return scalar_of(node);
   if (node.IsSequence()) {
     auto list = Json::array();
-    for (const auto& each : node) list.push_back(json_of(each, path, depth + 1));
+    for (const auto& each : node) list.push_back(json_of(each, path, depth + 1, left));
     return list;
   }
   if (!node.IsMap()) return nullptr;
@@ -47,7 +50,7 @@ Json json_of(const YAML::Node& node, const std::string& path, int depth) {
   for (const auto& item : node) {
     const auto key = item.first.Scalar();
     TORCH_CHECK_VALUE(!object.contains(key), path, ": line ", item.first.Mark().line + 1, ": the key ", key, " appears twice");
-    object[key] = json_of(item.second, path, depth + 1);
+    object[key] = json_of(item.second, path, depth + 1, left);
   }
   return object;
 }
@@ -67,7 +70,8 @@ YAML::Node load(const std::string& path) {
 std::string json_of_yaml(const std::string& path) {
   const auto root = load(path);
   TORCH_CHECK_VALUE(root.IsMap(), path, ": the file has no keys");
-  return json_of(root, path, 0).dump();
+  auto left = kMostNodes;
+  return json_of(root, path, 0, left).dump();
 }
 
 } // namespace tools

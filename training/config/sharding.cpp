@@ -1,6 +1,7 @@
 // The ranks, and what each of them keeps.
 #include <absl/strings/str_split.h>
 #include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -60,7 +61,8 @@ Sizes given_sizes(const ConfigValues& values, Strategy strategy) {
     TORCH_CHECK_VALUE(size != -1 || sizes.open == SIZE_MAX, values.source(), ": two dims of tessera.mesh are -1, ",
                       sizes.open == SIZE_MAX ? "" : sizes.dims[sizes.open].first, " and ", dim);
     if (size == -1) sizes.open = sizes.dims.size();
-    sizes.known *= std::abs(size);
+    TORCH_CHECK_VALUE(!c10::mul_overflows(sizes.known, std::abs(size), &sizes.known), values.where("tessera.mesh"),
+                      " has more ranks than can be counted: ", dim, " is ", size);
     sizes.dims.emplace_back(dim, size);
   }
   return sizes;

@@ -167,8 +167,8 @@ void ConfigValues::check_stages() const {
   constexpr int64_t kLast = 3;
   const auto stage = this->stage();
   TORCH_CHECK_VALUE(stage >= 0 && stage <= kLast, where(kStage), " is ", stage, ", but must be 0, 1, 2 or 3");
-  const bool is_named = !has(kStage) && has(kStrategy);
-  const auto why = is_named ? fmt::format("{} is {}", kStrategy, text(kStrategy)) : fmt::format("{} is {}", kStage, stage);
+  const auto named = has(kStage) ? std::nullopt : optional_text(kStrategy);
+  const auto why = named ? fmt::format("{} is {}", kStrategy, *named) : fmt::format("{} is {}", kStage, stage);
   for (const auto& [name, value] : values_) {
     const auto& key = *find_key(name);
     const auto [first, last] = key.stages;

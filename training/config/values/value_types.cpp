@@ -25,11 +25,14 @@ std::optional<bool> boolean_of(const Json& value) {
   return std::nullopt;
 }
 
+/// A finite one, which no text of another kind ("nan") makes.
 std::optional<double> number_of(const Json& value) {
-  if (value.is_number()) return value.get<double>();
   double result = 0;
-  if (value.is_string() && absl::SimpleAtod(value.get<std::string>(), &result)) return result;
-  return std::nullopt;
+  if (value.is_number())
+    result = value.get<double>();
+  else if (!value.is_string() || !absl::SimpleAtod(value.get<std::string>(), &result))
+    return std::nullopt;
+  return std::isfinite(result) ? std::optional(result) : std::nullopt;
 }
 
 std::optional<int64_t> integer_of(const Json& value) {
