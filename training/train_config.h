@@ -110,6 +110,7 @@ struct TrainConfig {
   DeviceMesh data_mesh(const DeviceMesh& mesh) const;
 
   FullyShardOptions shard_options() const;
+  /// Its `data_mesh` has the ranks that share a sequence (cp) too: each computes the loss of its part.
   TrainerOptions trainer_options(const DeviceMesh& mesh) const;
   /// Brings the parameters of `model` to the dtype of `precision`, before it is sharded. Buffers stay as they are.
   void set_dtype(torch::nn::Module& model) const;

@@ -83,7 +83,8 @@ enum class NonFinite {
 struct TrainerOptions {
   /// All ranks of the training. Undefined: all ranks of the job.
   DeviceMesh mesh;
-  /// The ranks that have different data: the mesh without dims that split layers or sequences (tp, cp, pp). Undefined: `mesh`.
+  /// The ranks whose losses add up, which are those over which gradients are averaged: the mesh without dims that split layers
+  /// (tp, pp). Ranks that share a sequence (cp) are among them: each has the loss and the count of its part. Undefined: `mesh`.
   DeviceMesh data_mesh;
   int64_t micro_batches = 1; ///< of a step, on each rank
   /// The largest norm of all gradients together, over all ranks. 0: gradients are not clipped. Their norm is known in any case.

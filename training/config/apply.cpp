@@ -104,7 +104,7 @@ FullyShardOptions TrainConfig::shard_options() const {
 TrainerOptions TrainConfig::trainer_options(const DeviceMesh& mesh) const {
   auto options = trainer;
   options.mesh = mesh;
-  options.data_mesh = data_mesh(mesh);
+  options.data_mesh = mesh[dims_of(sharding, {"replicate", "shard", "cp"})];
   options.config = resolved();
   return options;
 }

@@ -127,7 +127,9 @@ TEST(AppliedConfig, MeshesKeepTheirDims) {
     const auto mesh = config.make_mesh(test_device_type());
     const auto options = config.trainer_options(mesh);
     EXPECT_EQ(options.mesh, mesh);
-    return std::make_tuple(mesh.dim_names(), config.shard_mesh(mesh).shape(), options.data_mesh.size());
+    const auto gradients = config.shard_mesh(mesh); // averaged over the ranks whose losses add up
+    EXPECT_EQ(options.data_mesh.size(), gradients.size());
+    return std::make_tuple(mesh.dim_names(), gradients.shape(), config.data_mesh(mesh).size());
   };
   using Names = std::vector<std::string>;
   using Shape = std::vector<int64_t>;
