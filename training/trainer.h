@@ -77,7 +77,7 @@ struct TypedWork final : MicroBatchWork {
 /// all-reduces a step make each decision common to all ranks. What a data source, a count or an event's function throws on one
 /// rank is an error on every rank that names the rank: at once, or for an event's function in the next call (a step, a save, the
 /// end of `run`). What a loss function throws ends that rank; the others hear from the library that it has ended. After an error
-/// a trainer cannot be used any more.
+/// a trainer cannot be used any more; after one within a step, which may have left gradients, each call is an error.
 ///
 /// Module, optimizer, schedules and averages must outlive it. It is destroyed before `destroy_process_group`.
 template <typename Batch>
@@ -145,6 +145,7 @@ class Trainer {
   StepResult step() { return core_.step(); }
   /// Does the same with these micro-batches, for a loop that reads its data itself. Every rank gives equally many.
   StepResult step(std::vector<Batch> micro_batches) {
+    TORCH_CHECK_VALUE(!work_->has_source(), "Trainer: step(micro_batches) is for a trainer without data()");
     work_->queue = std::move(micro_batches);
     return core_.step_queued();
   }

@@ -42,6 +42,21 @@ TEST(TrainerSignals, SigtermSavesAndLosesNothing) {
   }
 }
 
+/// The state that a resume loads into is made at the first tick.
+TEST(TrainerSignals, SigtermInAResumeLosesNothing) {
+  for (const auto* who : {"all", "1"}) {
+    const TemporaryFolder root;
+    auto arguments = kPlain;
+    arguments["steps"] = "4";
+    run_trainer(2, root.path() / "run", arguments);
+    const auto cut = run_trainer(2, root.path() / "run", with(kPlain, {{"signal", "term"}, {"tick", "1"}, {"who", who}}));
+    EXPECT_EQ(cut.status, 0) << cut.output;
+    EXPECT_EQ(cut.end, "terminated") << cut.output;
+    EXPECT_EQ(cut.last_step(), 0) << cut.output;
+    EXPECT_EQ(run_trainer(2, root.path() / "run", kPlain).first_step(), 5);
+  }
+}
+
 /// Each rank gets the signal itself, and again from the launcher: once, that is.
 TEST(TrainerSignals, ASignalToTheWholeGroupIsOne) {
   const TemporaryFolder root;

@@ -53,6 +53,7 @@ StateDict state_of(const Progress& progress, uint64_t seed, const std::string& c
   state.set(kPrefix + "rows_a_step", progress.rows_a_step);
   state.set(kPrefix + "non_finite_in_a_row", progress.non_finite_in_a_row);
   state.set(kPrefix + "evaluation_is_due", progress.evaluation_is_due);
+  state.set(kPrefix + "evaluated_at", progress.evaluated_at);
   add_best(state, "best", progress.best);
   add_best(state, "early_stop", progress.early_stop);
   state.set(kPrefix + "seed", std::bit_cast<int64_t>(seed));
@@ -68,6 +69,7 @@ Progress progress_in(const StateDict& state) {
           .rows_a_step = state.value<int64_t>(kPrefix + "rows_a_step"),
           .non_finite_in_a_row = state.value<int64_t>(kPrefix + "non_finite_in_a_row"),
           .evaluation_is_due = state.value<bool>(kPrefix + "evaluation_is_due"),
+          .evaluated_at = state.value<int64_t>(kPrefix + "evaluated_at"),
           .best = best_in(state, "best"),
           .early_stop = best_in(state, "early_stop")};
 }

@@ -64,9 +64,13 @@ void TrainerLoop::count_micro_batches(StepPlan& plan, int64_t micro_batches) {
                       "batch has; give the trainer a count()");
     TORCH_CHECK_VALUE(std::isfinite(*count) && *count >= 0, "micro-batch ", i, " counts ", *count,
                       ", but a count is finite and not negative");
+    const auto rows = work_->rows(i);
+    TORCH_CHECK_VALUE(!rows || (std::isfinite(*rows) && *rows >= 0), "micro-batch ", i, " has ", rows.value_or(0),
+                      " rows, but their number is finite and not negative");
     plan.counts.push_back(*count);
     plan.count += *count;
-    plan.rows += work_->rows(i).value_or(*count);
+    plan.rows += rows.value_or(*count);
+    plan.counts_rows |= rows.has_value();
   }
 }
 
@@ -111,7 +115,8 @@ bool TrainerLoop::is_whole(const StepPlan& plan) const {
 /// last of an epoch may leave a row for each rank to the last one.
 void TrainerLoop::check_rows(const StepPlan& plan) {
   if (plan.ends_epoch) leaves_rows_to_last_step_ = false;
-  if (!checks_rows_ || !is_whole(plan)) return;
+  // Rows that nobody counts are the terms, which are not equally many in each step.
+  if (!checks_rows_ || !plan.counts_rows || !is_whole(plan)) return;
   const auto rows = static_cast<int64_t>(plan.rows), before = progress_.rows_a_step;
   if (before == 0 || rows == before || options_.save.other_settings == OtherSettings::kAccept) {
     progress_.rows_a_step = rows;
@@ -155,7 +160,9 @@ void TrainerLoop::add_rates(StepResult& result, double seconds) {
 
 StepResult TrainerLoop::train(const StepPlan& plan, bool reads, Clock::time_point begin) {
   profile_.begin_step(steps_here_);
+  has_failed_ = true; // unless it returns
   auto result = train_step_.run(plan, progress_, data_wait_.share);
+  has_failed_ = false;
   advance(plan, reads, result);
   agreement_.run("the profile", [&] { profile_.end_step(++steps_here_); });
   add_rates(result, seconds_since(begin));
@@ -165,8 +172,14 @@ StepResult TrainerLoop::train(const StepPlan& plan, bool reads, Clock::time_poin
   return result;
 }
 
+void TrainerLoop::check_usable() const {
+  TORCH_CHECK(!has_failed_,
+              "Trainer: an earlier call has failed within a step, which may have left gradients that the next one would add to: "
+              "make the model and the trainer anew, and resume");
+}
+
 StepResult TrainerLoop::step(bool reads) {
-  TORCH_CHECK_VALUE(reads || !work_->has_source(), "Trainer: step(micro_batches) is for a trainer without data()");
+  check_usable();
   const auto begin = Clock::now();
   return train(plan_step(reads), reads, begin);
 }

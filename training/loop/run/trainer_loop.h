@@ -49,6 +49,7 @@ class TrainerLoop {
     double seconds = 0, share = 0; ///< of the last step
   };
 
+  void check_usable() const;
   StepPlan plan_step(bool reads);
   void count_micro_batches(StepPlan& plan, int64_t micro_batches);
   bool is_whole(const StepPlan& plan) const;
@@ -101,13 +102,13 @@ class TrainerLoop {
   Control control_;                         ///< what events' functions have asked for
   std::optional<RunState> run_;             ///< while `run` runs
   std::optional<ResumeEvent> resume_event_; ///< until it is told
-  std::optional<int64_t> evaluated_at_;     ///< the step of the last evaluation
   DataWait data_wait_;
   Clock::time_point start_ = Clock::now();
   double seconds_before_ = 0; ///< of earlier processes
   int64_t steps_here_ = 0;    ///< of this one
   bool has_tried_resume_ = false, checks_rows_ = false, leaves_rows_to_last_step_ = false, saved_is_current_ = false,
        stops_early_ = false;
+  bool has_failed_ = false; ///< a step, which may have left gradients
 };
 
 } // namespace tessera::internal

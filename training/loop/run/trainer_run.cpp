@@ -71,7 +71,9 @@ void TrainerLoop::mark_saved() {
 
 void TrainerLoop::save() {
   TORCH_CHECK_VALUE(checkpoints_.is_enabled(), "Trainer: save() needs TrainerOptions::save.folder");
+  check_usable();
   agree_without_step();
+  has_tried_resume_ = true; // a run goes on from here
   save_regular();
   tell_finished_saves();
   agreement_.check();
@@ -91,6 +93,7 @@ std::optional<std::vector<EvaluationEvent>> TrainerLoop::evaluations(bool may_be
 }
 
 std::vector<EvaluationEvent> TrainerLoop::evaluate() {
+  check_usable();
   check_names(hooks_.evaluations);
   auto events = evaluations(/*may_be_cut=*/false).value();
   for (const auto& event : events) call("a function of on_evaluate", hooks_.on_evaluate, event);
@@ -121,7 +124,7 @@ bool TrainerLoop::evaluate_all() {
     return false;
   }
   progress_.evaluation_is_due = false;
-  evaluated_at_ = progress_.steps;
+  progress_.evaluated_at = progress_.steps;
   run_->last_evaluation = Clock::now();
   for (const auto& event : *events) {
     write(event);
@@ -169,7 +172,7 @@ std::optional<StopReason> TrainerLoop::reason_in(const Requests& requests) {
 
 bool TrainerLoop::serve(const Requests& requests) {
   control_ = {};
-  if (requests.evaluate && evaluated_at_ != progress_.steps && !evaluate_all()) return false;
+  if (requests.evaluate && progress_.evaluated_at != progress_.steps && !evaluate_all()) return false;
   if (requests.save && !saved_is_current_) save_regular();
   if (requests.save) mark_saved();
   return true;
@@ -217,7 +220,7 @@ TrainingEnd TrainerLoop::finish(StopReason reason) {
   const bool has_come_to_its_end =
       reason == StopReason::kSteps || reason == StopReason::kEpochs || reason == StopReason::kEarlyStop;
   const bool evaluates = (has_come_to_its_end || (requests.evaluate && reason != StopReason::kTerminated)) &&
-                         evaluated_at_ != progress_.steps && !hooks_.evaluations.empty();
+                         progress_.evaluated_at != progress_.steps && !hooks_.evaluations.empty();
   if (evaluates && !evaluate_all()) reason = StopReason::kTerminated;
   agreement_.run("the profile", [&] { profile_.finish(); });
   if (!saved_is_current_) save_regular();
@@ -231,9 +234,10 @@ TrainingEnd TrainerLoop::finish(StopReason reason) {
 }
 
 TrainingEnd TrainerLoop::run() {
+  check_usable();
   check_metrics();
+  const SignalScope signals; // a SIGTERM in a resume is one before the first step
   if (!has_tried_resume_) resume();
-  const SignalScope signals;
   run_.emplace();
   try {
     open_log();

@@ -24,6 +24,7 @@ struct Progress {
   int64_t rows_a_step = 0; ///< of whole steps, the most; 0: there was none
   int64_t non_finite_in_a_row = 0;
   bool evaluation_is_due = false; ///< one was cut short
+  int64_t evaluated_at = -1;      ///< the step of the last evaluation; -1: there was none
   BestMetric best, early_stop;
 };
 

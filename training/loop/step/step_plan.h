@@ -19,6 +19,7 @@ struct StepPlan {
   int64_t micro_batches = 0;  ///< of each rank
   std::vector<double> counts; ///< of this rank's micro-batches
   double count = 0, rows = 0; ///< of all ranks that have different data
+  bool counts_rows = false;   ///< the rows are not just what the loss counts
   bool ends_epoch = false;
   Requests requests;
   double seconds = 0; ///< the first rank's

@@ -13,12 +13,12 @@
 #include <tessera/base/error_text.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/clip_grad.h>
-#include <tessera/fsdp/model/foreign_groups.h>
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/fsdp/setup/trains_apart.h>
 #include <tessera/optim/grad_norm.h>
 #include <tessera/optim/step.h>
 #include <tessera/training/averaged_model.h>
+#include <tessera/training/loop/step/check_model.h>
 #include <tessera/training/loop/step/memory_numbers.h>
 #include <tessera/training/loop/step/non_finite_search.h>
 #include <tessera/training/seeds.h>
@@ -47,13 +47,10 @@ std::vector<at::Tensor> gradients_of(const torch::nn::Module& module) {
 
 TrainStep::TrainStep(const Trained& trained) : it_(trained), scaler_(scaler_options(trained)) {}
 
-void TrainStep::check_trains_together() const {
+void TrainStep::check_model() const {
   if (it_.work.replaces()) return; // what the program runs may average gradients by itself
   TORCH_CHECK_VALUE(it_.work.has_loss(), "Trainer: there is no loss: call loss() before step() or run()");
-  TORCH_CHECK_VALUE(it_.agreement.data_ranks() == 1 || !sharded_within(it_.module, "Trainer").empty(), "Trainer: the module ",
-                    it_.module.name(), " is neither sharded nor replicated, so that each of the ", it_.agreement.data_ranks(),
-                    " data ranks would train its own copy: call fully_shard or replicate, or set TrainerOptions::data_mesh");
-  check_none_trains_apart(it_.module, "Trainer", "give them to fully_shard as ignored_params");
+  check_trains_together(it_.module, it_.optimizer, it_.agreement.data_ranks());
 }
 
 /// So that each term of the step counts alike, after the average over the data ranks.
@@ -147,7 +144,7 @@ double TrainStep::learning_rate() const {
 }
 
 StepResult TrainStep::run(const StepPlan& plan, Progress& progress, double data_wait_share) {
-  if (!std::exchange(is_checked_, true)) check_trains_together();
+  if (!std::exchange(is_checked_, true)) check_model();
   StepResult result;
   result.step = progress.steps + 1;
   result.micro_batches = plan.micro_batches;

@@ -37,7 +37,7 @@ class TrainStep {
   GradScaler& scaler() { return scaler_; }
 
  private:
-  void check_trains_together() const;
+  void check_model() const;
   LossSums forward_and_backward(const StepPlan& plan, int64_t step);
   LossSums run_replaced(const StepPlan& plan);
   void run_micro_batch(size_t index, const StepPlan& plan, LossSums& sums);
@@ -51,7 +51,7 @@ class TrainStep {
   Trained it_;
   GradScaler scaler_;
   AgreedNames names_;
-  bool is_checked_ = false; ///< `check_trains_together`
+  bool is_checked_ = false; ///< `check_model`
 };
 
 } // namespace tessera::internal
