@@ -132,10 +132,25 @@ class Prediction final : private StepGroups {
     added.reduce_bytes = reduce_bytes_of(*group);
     added.trains = added.lands = trains_any(*group);
     const bool is_in_files = group->memory() && group->options().offload.memory == OffloadPolicy::Memory::kFiles;
+    const auto shard = add_parameters(added, last_to_land(gradients));
+    const bool reduces = !group->stages().reductions.empty();
+    added.chunk_bytes = reduces ? chunk_bytes_of(*group) : 0;
+    added.reduced_bytes = reduces && !casts_gradients(*group) ? added.chunk_bytes : shard;
+    if (!is_in_files) {
+      now_.parameters += static_cast<int64_t>(group->parameters()[0].local.storage().nbytes());
+      now_.optimizer_state += options_.optimizer_tensors * shard;
+    } else {
+      added.reduced_bytes = 0;
+    }
+    now_.parameters += kept_until_written(*group);
+    groups_[group->number] = std::move(added);
+  }
+
+  /// Notes what the gradients of the group's parameters need. Returns the bytes of this rank's part of those that train.
+  static int64_t add_parameters(Group& added, size_t last) {
     int64_t shard = 0;
-    const auto last = last_to_land(gradients);
-    for (size_t index = 0; index < group->parameters().size(); ++index) {
-      const auto& parameter = group->parameters()[index];
+    for (size_t index = 0; index < added.group->parameters().size(); ++index) {
+      const auto& parameter = added.group->parameters()[index];
       if (!is_trained(parameter)) {
         added.leaves_out_any = true;
         continue;
@@ -148,17 +163,7 @@ class Prediction final : private StepGroups {
       added.largest_gradient = std::max(added.largest_gradient, gradient);
       added.largest_local = std::max(added.largest_local, local);
     }
-    const bool reduces = !group->stages().reductions.empty();
-    added.chunk_bytes = reduces ? chunk_bytes_of(*group) : 0;
-    added.reduced_bytes = reduces && !casts_gradients(*group) ? added.chunk_bytes : shard;
-    if (!is_in_files) {
-      now_.parameters += static_cast<int64_t>(group->parameters()[0].local.storage().nbytes());
-      now_.optimizer_state += options_.optimizer_tensors * shard;
-    } else {
-      added.reduced_bytes = 0;
-    }
-    now_.parameters += kept_until_written(*group);
-    groups_[group->number] = std::move(added);
+    return shard;
   }
 
   /// It is the one of the last backward. Before any, it is what is registered first, as the weight of a linear layer.

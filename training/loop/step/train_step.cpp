@@ -169,13 +169,15 @@ StepResult TrainStep::run(const StepPlan& plan, Progress& progress, double data_
 
   const bool is_finite = means.is_finite && (scaler_.is_enabled() || beside.sums[1] == 0);
   check_finite(plan, progress, is_finite, result);
-  if (!step_optimizer(is_finite)) {
-    result.outcome = StepOutcome::kSkipped;
-    return result;
-  }
+  result.outcome = advance(is_finite);
+  return result;
+}
+
+StepOutcome TrainStep::advance(bool is_finite) {
+  if (!step_optimizer(is_finite)) return StepOutcome::kSkipped;
   for (auto* const schedule : it_.hooks.schedules) schedule->step();
   for (auto* const average : it_.hooks.averages) average->update_parameters(it_.module);
-  return result;
+  return StepOutcome::kStepped;
 }
 
 } // namespace tessera::internal

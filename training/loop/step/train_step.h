@@ -45,6 +45,8 @@ class TrainStep {
   double clip();
   /// Whether the optimizer has stepped.
   bool step_optimizer(bool is_finite);
+  /// Steps the optimizer, and with it the schedules and the averages.
+  StepOutcome advance(bool is_finite);
   void check_finite(const StepPlan& plan, Progress& progress, bool is_finite, const StepResult& result);
   double learning_rate() const;
 
