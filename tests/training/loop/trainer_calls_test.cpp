@@ -189,7 +189,7 @@ TEST(TrainerCalls, ResumePastFoldersThatAreNoCheckpoints) {
   }
   SharedFolder::barrier();
   if (world_rank() == 0) {
-    const std::filesystem::path folder(root.path());
+    const std::filesystem::path& folder(root.path());
     std::filesystem::create_directories(folder / "step-000009"); // empty
     std::filesystem::create_directories(folder / "step-junk");
     std::ofstream(folder / "step-000010") << "a file";
