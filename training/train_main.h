@@ -34,7 +34,8 @@ class TrainSetup {
     return config_.own<Options>(name);
   }
 
-  /// What a `RowSource` takes: the config's micro-batch and seed.
+  /// What a `RowSource` takes: the config's micro-batch and seed. The last step of an epoch repeats rows where the ranks do not
+  /// divide their number (`LastRows::kRepeat`); with `kUneven` that step is the same on any number of ranks.
   RowOptions rows() const;
   /// An evaluation takes the rows in the order of the data, and each of them once.
   RowOptions rows_to_evaluate() const;

@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <fmt/format.h>
 #include <tessera/dtensor/api.h>
+#include <tessera/training/progress_bar.h>
 
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -10,7 +11,6 @@
 #include "common/files.h"
 #include "common/json_lines.h"
 #include "common/memory.h"
-#include "common/progress_bar.h"
 #include "common/ranks.h"
 #include "embed_minilm/sentences.h"
 
@@ -74,7 +74,7 @@ void fine_tune(SentenceEncoder& encoder, const Options& options) {
   const bool first = examples::rank() == 0;
   if (first && !options.save.empty()) examples::make_folder_of(options.save); // an error now, not after the training
   examples::JsonLines log(first ? options.log : "", /*append=*/false);
-  examples::ProgressBar progress(options.steps, !first);
+  tessera::ProgressBar progress(options.steps, !first);
   torch::optim::AdamW optimizer(encoder.model()->parameters(), torch::optim::AdamWOptions(options.learning_rate));
   const Batches batches(pairs.size(), options.global_batch, options.seed);
 

@@ -27,8 +27,10 @@ namespace {
 class EvaluationMode {
  public:
   explicit EvaluationMode(torch::nn::Module& module) {
-    for (const auto& each : module.modules(/*include_self=*/false)) modes_.emplace_back(each.get(), each->is_training());
-    kept_ = module.modules(/*include_self=*/false);
+    for (auto& each : module.modules(/*include_self=*/false)) {
+      const bool trains = each->is_training();
+      modes_.emplace_back(std::move(each), trains);
+    }
     self_ = {&module, module.is_training()};
     module.eval();
   }
@@ -42,8 +44,7 @@ class EvaluationMode {
   EvaluationMode& operator=(const EvaluationMode&) = delete;
 
  private:
-  std::vector<std::shared_ptr<torch::nn::Module>> kept_;
-  std::vector<std::pair<torch::nn::Module*, bool>> modes_; // parents before their children
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_; // parents before their children
   std::pair<torch::nn::Module*, bool> self_;
 };
 
