@@ -12,6 +12,7 @@ import time
 import unittest
 
 PROGRAM = pathlib.Path(sys.argv[1]).resolve()
+EXECUTED = os.environ.get("TESSERA_TEST_FORKED", PROGRAM)
 FULL = os.environ.get("TESSERA_TEST_FULL") == "1"
 TIMEOUT = 1800 if FULL else 240
 TINY = {"model": "mlp", "layers": 2, "width": 16, "batch": 2, "sequence": 4, "steps": 2}
@@ -147,7 +148,7 @@ class TesseraBenchTest(unittest.TestCase):
 
     def test_goes_on_after_a_case_that_dies(self):
         cases = [{**TINY, "ranks": 2, "steps": 1000000}, {**TINY, "ranks": 1}]
-        with subprocess.Popen(self.command({"cases": cases}), stdout=subprocess.PIPE, text=True) as bench:
+        with subprocess.Popen([EXECUTED, *self.command({"cases": cases})[1:]], stdout=subprocess.PIPE, text=True) as bench:
             ranks = []
             end = time.monotonic() + TIMEOUT
             while len(ranks) < 2 and time.monotonic() < end:

@@ -5,7 +5,6 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
-#include <tessera/tests/support/forkable_main.h>
 
 #include <unistd.h>
 
@@ -47,7 +46,9 @@ void save_until_killed(const std::filesystem::path& root, unsigned seed, int lon
   }
 }
 
-int run_job(int argc, char** argv) {
+} // namespace
+
+int main(int argc, char** argv) {
   try {
     const auto ranks = tessera::ranks_from_args(argc, argv);
     TORCH_CHECK(ranks && argc == 6, "usage: checkpoint_crash_helper --ranks N ROOT SEED LONGEST_MICROSECONDS");
@@ -57,7 +58,3 @@ int run_job(int argc, char** argv) {
     return 1;
   }
 }
-
-} // namespace
-
-int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, run_job); }

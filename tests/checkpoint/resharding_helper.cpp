@@ -5,7 +5,6 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/save/plan.h>
 #include <tessera/collectives/launch.h>
-#include <tessera/tests/support/forkable_main.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <cstdio>
@@ -94,7 +93,9 @@ void run(const std::filesystem::path& root, const std::string& command, const st
   tessera::destroy_process_group();
 }
 
-int run_job(int argc, char** argv) {
+} // namespace
+
+int main(int argc, char** argv) {
   try {
     const auto ranks = tessera::ranks_from_args(argc, argv);
     TORCH_CHECK(ranks && argc > 5, "usage: resharding_helper --ranks N ROOT save|load ARGUMENT...");
@@ -104,7 +105,3 @@ int run_job(int argc, char** argv) {
   }
   return 1;
 }
-
-} // namespace
-
-int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, run_job); }

@@ -2,7 +2,6 @@
 //   checkpoint_resume_helper --ranks N ROOT STRATEGY LAST_STEP adamw|Lion|…
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/collectives/launch.h>
-#include <tessera/tests/support/forkable_main.h>
 
 #include <cstdio>
 
@@ -44,7 +43,9 @@ void train(const std::filesystem::path& root, const std::string& strategy, int64
   tessera::destroy_process_group();
 }
 
-int run_job(int argc, char** argv) {
+} // namespace
+
+int main(int argc, char** argv) {
   try {
     const auto ranks = tessera::ranks_from_args(argc, argv);
     TORCH_CHECK(ranks && argc == 7, "usage: checkpoint_resume_helper --ranks N ROOT STRATEGY LAST_STEP TRAINING");
@@ -54,7 +55,3 @@ int run_job(int argc, char** argv) {
   }
   return 1;
 }
-
-} // namespace
-
-int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, run_job); }

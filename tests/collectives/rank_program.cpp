@@ -8,7 +8,6 @@
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/record_error.h>
-#include <tessera/tests/support/forkable_main.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <sys/resource.h>
@@ -519,7 +518,9 @@ void run(const std::string& scenario) {
   if (const auto found = kScenarios.find(scenario); found != kScenarios.end()) found->second();
 }
 
-int run_scenario(int argc, char** argv) {
+} // namespace
+
+int main(int argc, char** argv) {
   const std::string scenario = argc > 1 ? argv[1] : "";
   try {
     if (scenario == "launch_after_init") {
@@ -554,7 +555,3 @@ int run_scenario(int argc, char** argv) {
   }
   return 1;
 }
-
-} // namespace
-
-int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, run_scenario); }

@@ -18,7 +18,6 @@
 #include <tessera/fsdp/model/sharded_module.h>
 #include <tessera/tests/fsdp/limited_memory.h>
 #include <tessera/tests/fsdp/sharded_model.h>
-#include <tessera/tests/support/forkable_main.h>
 #include <tessera/tests/support/simulated_device/simulated_device.h>
 
 namespace tessera::testing {
@@ -249,4 +248,4 @@ int run_scenario(int argc, char** argv) {
 } // namespace
 } // namespace tessera::testing
 
-int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, tessera::testing::run_scenario); }
+int main(int argc, char** argv) { return tessera::testing::run_scenario(argc, argv); }

@@ -26,12 +26,13 @@ std::vector<std::string> read_at_load(const std::vector<std::string>& variables)
   std::ranges::copy_if(variables, std::back_inserter(read), [](const std::string& variable) {
     return std::ranges::any_of(kReadAtLoad, [&](std::string_view name) { return variable.starts_with(name); });
   });
+  std::ranges::sort(read);
   return read;
 }
 
 struct Zygote {
   int connection;
-  std::vector<std::string> read_at_load; ///< in the order of their names, as those of a child are
+  std::vector<std::string> read_at_load; ///< in order
 };
 
 /// Those of a process: its forks have none at first.
@@ -42,10 +43,11 @@ struct Zygotes {
 
 Zygote start_zygote(const std::string& program) {
   const auto connection = connect_zygote();
-  const auto variables = variables_of_child({{kZygoteVariable, std::to_string(connection.zygotes)}});
+  const auto variables =
+      variables_of_child({{kZygoteVariable, std::to_string(connection.zygotes)}, {"LD_PRELOAD", TESSERA_PRELOADED_MAIN}});
   spawn_program({program}, variables, {{connection.zygotes, connection.zygotes}});
   close(connection.zygotes);
-  return {connection.own, read_at_load(variables)};
+  return {connection.own, read_at_load(variables_of_child({}))};
 }
 
 const Zygote& zygote_of(const std::string& program) {

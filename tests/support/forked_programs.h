@@ -4,7 +4,7 @@
 
 namespace tessera::testing {
 
-/// Starts a zygote of the program, which `forkable_main` runs, at this process's first call for it. Returns whether a fork of it
+/// Starts a zygote of the program (preloaded_main.cpp) at this process's first call for it. Returns whether a fork of it
 /// with these variables behaves as one that is started: LibTorch and OpenMP read some as they are loaded. Under a sanitizer
 /// nothing is forked.
 bool may_be_forked(const std::string& program, const std::vector<std::string>& variables);

@@ -35,13 +35,29 @@ ProgramResult run(std::vector<std::string> arguments, Start start, const std::ma
   return result;
 }
 
-/// Runs it in both ways, which shall be the same, and returns the output.
-std::string run_both(const std::vector<std::string>& arguments, int status,
-                     const std::map<std::string, std::string>& environment = {}) {
+/// Runs it from a script, as a test in Python does.
+ProgramResult run_from_script(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment) {
+  const auto program = program_folder() + "/started_program";
+  std::vector<std::string> words{
+      program_folder() + "/forked_start", "--beside", program, "/bin/sh", "-c", "exec \"$@\"", "sh", program};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  auto result = run_program(words, environment);
+  EXPECT_THAT(result.left_behind, IsEmpty());
+  const auto added = "variable TESSERA_TEST_FORKED=" + program + "\n";
+  if (const auto at = result.output.find(added); at != std::string::npos) result.output.erase(at, added.size());
+  return result;
+}
+
+/// Runs it in all ways, which shall be the same, and returns the output.
+std::string run_all(const std::vector<std::string>& arguments, int status, std::map<std::string, std::string> environment = {}) {
+  environment["PWD"] = std::filesystem::current_path().string(); // which a shell sets
   const auto executed = run(arguments, Start::kExecuted, environment), forked = run(arguments, Start::kForked, environment);
   EXPECT_EQ(executed.status, status) << executed.output;
   EXPECT_EQ(forked.status, status) << forked.output;
   EXPECT_EQ(forked.output, executed.output);
+  const auto from_script = run_from_script(arguments, environment);
+  EXPECT_EQ(from_script.status, status) << from_script.output;
+  EXPECT_EQ(from_script.output, executed.output);
   return forked.output;
 }
 
@@ -60,11 +76,11 @@ class CurrentFolder {
 };
 
 TEST(ForkedProgram, IsGivenWhatAnExecutedOneIs) {
-  const auto first = run_both({"show", "", "two words", "--ranks", "=x"}, 0, {{"STARTED_PROGRAM", "a=b c"}, {"EMPTY", ""}});
+  const auto first = run_all({"show", "", "two words", "--ranks", "=x"}, 0, {{"STARTED_PROGRAM", "a=b c"}, {"EMPTY", ""}});
   EXPECT_THAT(first, HasSubstr("argument ''\nargument 'two words'\nargument '--ranks'\nargument '=x'\n"));
   EXPECT_THAT(first, HasSubstr("variable STARTED_PROGRAM=a=b c\n"));
   EXPECT_THAT(first, HasSubstr("on stderr\n"));
-  const auto second = run_both({"show"}, 0); // which has nothing of the first
+  const auto second = run_all({"show"}, 0); // which has nothing of the first
   EXPECT_THAT(second, Not(HasSubstr("STARTED_PROGRAM")));
   EXPECT_THAT(second, Not(HasSubstr("two words")));
 }
@@ -72,7 +88,8 @@ TEST(ForkedProgram, IsGivenWhatAnExecutedOneIs) {
 TEST(ForkedProgram, IsInTheWorkingDirectoryOfTheCaller) {
   const TemporaryFolder folder;
   const CurrentFolder here(folder.path());
-  EXPECT_THAT(run_both({"show"}, 0), HasSubstr("in " + std::filesystem::canonical(folder.path()).string() + ", "));
+  const auto path = std::filesystem::canonical(folder.path()).string();
+  EXPECT_THAT(run_all({"show"}, 0), HasSubstr("in " + path + ", "));
 }
 
 TEST(ForkedProgram, InheritsDescriptorsLimitsAndSignals) {
@@ -86,7 +103,7 @@ TEST(ForkedProgram, InheritsDescriptorsLimitsAndSignals) {
   sigaddset(&blocked, SIGUSR2);
   pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
   auto* const handler = std::signal(SIGHUP, SIG_IGN);
-  const auto output = run_both({"show"}, 0);
+  const auto output = run_all({"show"}, 0);
   std::signal(SIGHUP, handler);
   pthread_sigmask(SIG_UNBLOCK, &blocked, nullptr);
   setrlimit(RLIMIT_NOFILE, &before);
@@ -96,12 +113,12 @@ TEST(ForkedProgram, InheritsDescriptorsLimitsAndSignals) {
 }
 
 TEST(ForkedProgram, EndsWithItsStatusOrSignal) {
-  EXPECT_EQ(run_both({"exit", "0"}, 0), "a static object is destroyed\n");
-  EXPECT_EQ(run_both({"exit", "3"}, 3), "a static object is destroyed\n");
-  EXPECT_EQ(run_both({"other"}, 0), "a static object is destroyed\n");
-  EXPECT_EQ(run_both({"raise", "9"}, 137), "");
-  EXPECT_EQ(run_both({"raise", "15"}, 143), "");
-  EXPECT_EQ(run_both({"raise", "6"}, 134), "");
+  EXPECT_EQ(run_all({"exit", "0"}, 0), "a static object is destroyed\n");
+  EXPECT_EQ(run_all({"exit", "3"}, 3), "a static object is destroyed\n");
+  EXPECT_EQ(run_all({"other"}, 0), "a static object is destroyed\n");
+  EXPECT_EQ(run_all({"raise", "9"}, 137), "");
+  EXPECT_EQ(run_all({"raise", "15"}, 143), "");
+  EXPECT_EQ(run_all({"raise", "6"}, 134), "");
 }
 
 TEST(ForkedProgram, LeadsASessionWhereItShall) {
@@ -150,9 +167,14 @@ TEST(ForkedProgram, IsExecutedWhereItsVariablesAreReadBeforeMain) {
 TEST(ForkedProgram, ThatCannotBeStartedIsAnError) {
   const auto no_program = program_folder() + "/no_such_program";
   EXPECT_THROWS_WITH(run_program({no_program}, {}, std::chrono::seconds(1), Start::kForked), "cannot start " + no_program);
-  if (kIsSanitized) return;
-  // true(1) is no zygote: it ends.
-  EXPECT_THROWS_WITH(run_program({"/bin/true"}, {}, std::chrono::seconds(1), Start::kForked), "cannot ask for a fork");
+}
+
+TEST(ForkedProgram, MayBeAny) {
+  for (const auto start : {Start::kExecuted, Start::kForked}) {
+    const auto result = run_program({"/bin/echo", "one", "two"}, {}, std::chrono::seconds(60), start);
+    EXPECT_EQ(result.status, 0) << result.output;
+    EXPECT_EQ(result.output, "one two\n");
+  }
 }
 
 } // namespace

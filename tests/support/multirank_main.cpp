@@ -5,7 +5,6 @@
 //   exe --hosts 0011,0110  … on 4 ranks as if the last two were on another host, then with the middle two there
 //   exe --files schedule,fully_shard_test   takes the tests of these folders and files alone
 #include "choose_tests.h"
-#include "forkable_main.h"
 #include "forked_ranks.h"
 #include "lockstep.h"
 #include "race_reports.h"
@@ -64,7 +63,9 @@ int run_in_turn(const std::vector<tessera::testing::TestWorld>& worlds) {
   return failed == 0 ? 0 : 1;
 }
 
-int run_worlds(int argc, char** argv) try {
+} // namespace
+
+int main(int argc, char** argv) try {
   const auto arguments = tessera::testing::take_test_arguments(argc, argv);
   ::testing::InitGoogleMock(&argc, argv);
   tessera::testing::choose_tests(*::testing::UnitTest::GetInstance(), arguments.files);
@@ -73,7 +74,3 @@ int run_worlds(int argc, char** argv) try {
   std::fprintf(stderr, "%s\n", tessera::internal::error_text(error).c_str());
   return 1;
 }
-
-} // namespace
-
-int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, run_worlds); }

@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <algorithm>
@@ -23,6 +22,7 @@ constexpr int kSignals = 64;
 /// What a message begins with. The numbers of the descriptors follow, and the texts, each with its final zero.
 struct Head {
   size_t descriptors, arguments, variables;
+  std::array<rlimit, RLIM_NLIMITS> limits;
   sigset_t blocked;
   uint64_t ignored;
   bool is_session;
@@ -49,8 +49,8 @@ std::string take_text(const char*& from) {
 
 std::string message_of(const ProcessRequest& request) {
   std::string message;
-  put(message, Head{request.descriptors.size(), request.arguments.size(), request.variables.size(), request.blocked,
-                    request.ignored, request.is_session});
+  put(message, Head{request.descriptors.size(), request.arguments.size(), request.variables.size(), request.limits,
+                    request.blocked, request.ignored, request.is_session});
   for (const auto& [number, own] : request.descriptors) put(message, number);
   message.append(request.folder).push_back('\0');
   for (const auto* texts : {&request.arguments, &request.variables})
@@ -60,7 +60,7 @@ std::string message_of(const ProcessRequest& request) {
 
 ProcessRequest request_of(const char* from, const std::vector<int>& received) {
   const auto head = take<Head>(from);
-  ProcessRequest request{.blocked = head.blocked, .ignored = head.ignored, .is_session = head.is_session};
+  ProcessRequest request{.limits = head.limits, .blocked = head.blocked, .ignored = head.ignored, .is_session = head.is_session};
   TORCH_CHECK(head.descriptors == received.size(), "of ", head.descriptors, " descriptors ", received.size(), " have come");
   for (const int descriptor : received) request.descriptors[take<int>(from)] = descriptor;
   request.folder = take_text(from);
@@ -85,13 +85,7 @@ std::vector<int> descriptors_of(msghdr& message) {
   return descriptors;
 }
 
-void take_limits(pid_t requester) {
-  for (int resource = 0; resource < static_cast<int>(RLIM_NLIMITS); ++resource) {
-    rlimit limit = {};
-    const auto which = static_cast<__rlimit_resource>(resource);
-    if (prlimit(requester, which, nullptr, &limit) == 0) setrlimit(which, &limit);
-  }
-}
+__rlimit_resource resource(size_t number) { return static_cast<__rlimit_resource>(number); }
 
 void take_descriptors(const std::map<int, int>& descriptors) {
   const int above = descriptors.empty() ? 0 : descriptors.rbegin()->first + 1;
@@ -111,6 +105,7 @@ ProcessRequest request_of_this_process() {
     const int flags = fcntl(descriptor, F_GETFD);
     if (flags >= 0 && (flags & FD_CLOEXEC) == 0) request.descriptors[descriptor] = descriptor;
   }
+  for (size_t i = 0; i < request.limits.size(); ++i) getrlimit(resource(i), &request.limits[i]);
   pthread_sigmask(SIG_BLOCK, nullptr, &request.blocked);
   for (int signal = 1; signal <= kSignals; ++signal) {
     struct sigaction action = {};
@@ -156,10 +151,10 @@ bool receive_request(int connection, ProcessRequest& request) {
   return true;
 }
 
-void become(const ProcessRequest& request, pid_t requester) {
+void become(const ProcessRequest& request) {
   if (request.is_session) setsid();
   std::filesystem::current_path(request.folder);
-  take_limits(requester);
+  for (size_t i = 0; i < request.limits.size(); ++i) setrlimit(resource(i), &request.limits[i]);
   take_descriptors(request.descriptors);
   clearenv();
   for (const auto& variable : request.variables) {

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <sys/resource.h>
 #include <sys/types.h>
+#include <array>
 #include <csignal>
 #include <cstdint>
 #include <map>
@@ -15,12 +17,13 @@ struct ProcessRequest {
   std::vector<std::string> variables; ///< "NAME=value"
   std::string folder;                 ///< the working directory
   std::map<int, int> descriptors; ///< its number in the program, and that of the sender, or of the receiver once it is received
-  sigset_t blocked = {};          ///< signals
-  uint64_t ignored = 0;           ///< signals, a bit each
-  bool is_session = false;        ///< it leads a session and a group of processes of its own
+  std::array<rlimit, RLIM_NLIMITS> limits = {};
+  sigset_t blocked = {};   ///< signals
+  uint64_t ignored = 0;    ///< signals, a bit each
+  bool is_session = false; ///< it leads a session and a group of processes of its own
 };
 
-/// With the working directory, the signals and the descriptors of this process that are not marked close-on-exec.
+/// With the working directory, the limits, the signals and the descriptors of this process that are not marked close-on-exec.
 ProcessRequest request_of_this_process();
 
 /// Over a connection of SOCK_SEQPACKET. Throws an error where it is lost, or the request is larger than a message may be.
@@ -29,9 +32,9 @@ void send_request(int connection, const ProcessRequest& request);
 /// False at the end of the connection.
 bool receive_request(int connection, ProcessRequest& request);
 
-/// Makes this process, a fork of another one, what the request says, with the limits of `requester`. Its descriptors are those of
-/// the request alone. The signals stay as they are until `take_signals`.
-void become(const ProcessRequest& request, pid_t requester);
+/// Makes this process, a fork of another one, what the request says. Its descriptors are those of the request alone. The signals
+/// stay as they are until `take_signals`.
+void become(const ProcessRequest& request);
 void take_signals(const ProcessRequest& request);
 
 } // namespace tessera::testing

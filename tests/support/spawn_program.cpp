@@ -1,10 +1,11 @@
 #include "spawn_program.h"
 
 #include <c10/util/Exception.h>
-#include <tessera/collectives/ranks/job_environment.h>
 
 #include <spawn.h>
+#include <unistd.h>
 #include <cstring>
+#include <string_view>
 
 namespace tessera::testing {
 
@@ -20,7 +21,12 @@ std::vector<char*> c_strings(const std::vector<std::string>& texts) {
 } // namespace
 
 std::vector<std::string> variables_of_child(const std::map<std::string, std::string>& additions) {
-  auto environment = internal::current_environment();
+  std::map<std::string, std::string> environment;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    const std::string_view text = *variable;
+    if (const auto end = text.find('='); end != std::string_view::npos)
+      environment.emplace(text.substr(0, end), text.substr(end + 1));
+  }
   for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                            "TORCHELASTIC_USE_AGENT_STORE", "TESSERA_LAUNCH_PIPE", "TESSERA_LAUNCH_PARENT"})
     environment.erase(name);

@@ -15,8 +15,6 @@
 #include <set>
 #include <string>
 
-#include "forkable_main.h"
-
 namespace {
 
 /// Says when it is destroyed.
@@ -72,7 +70,9 @@ void show_rank(int argc, char** argv) {
               is_child ? "a child" : "no child", signals().c_str(), std::getenv("STARTED_PROGRAM"));
 }
 
-int run_started(int argc, char** argv) {
+} // namespace
+
+int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   static const Ends ends;
   if (what == "show") show(argc, argv);
@@ -81,7 +81,3 @@ int run_started(int argc, char** argv) {
   if (what == "launch") return tessera::launch(*tessera::ranks_from_args(argc, argv), [&] { show_rank(argc, argv); });
   return 0;
 }
-
-} // namespace
-
-int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, run_started); }

@@ -16,7 +16,7 @@ struct ProgramResult {
 
 enum class Start {
   kExecuted,
-  kForked, ///< from a process that has loaded the program, whose main is a `forkable_main`: most jobs take less time than that
+  kForked,         ///< from a process that has loaded the program: most jobs take less time than that
   kForkedAsSession ///< the same, with a session and a group of processes of its own, as `setsid` gives
 };
 

@@ -75,7 +75,7 @@ ProcessRequest serve_as_zygote(int connection) {
   while (receive_request(connection, request)) {
     const pid_t pid = fork_an_orphan();
     if (pid == 0) {
-      become(request, getppid());
+      become(request);
       return request;
     }
     for (const auto& [number, received] : request.descriptors) close(received);

@@ -15,7 +15,7 @@ using testing::TemporaryFolder;
 
 testing::ProgramResult run(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), TESSERA_CHECKPOINT_TOOL);
-  return testing::run_program(arguments);
+  return testing::run_program(arguments, {}, std::chrono::seconds(60), testing::Start::kForked);
 }
 
 StateDict example() {

@@ -18,7 +18,7 @@ using ::testing::HasSubstr;
 
 testing::ProgramResult run(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), TESSERA_CONFIG_TOOL);
-  return testing::run_program(arguments);
+  return testing::run_program(arguments, {}, std::chrono::seconds(60), testing::Start::kForked);
 }
 
 class ConfigTool : public ::testing::Test {

@@ -15,7 +15,7 @@ using ::testing::HasSubstr;
 
 testing::ProgramResult run(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), TESSERA_PIPELINE_TOOL);
-  return testing::run_program(arguments);
+  return testing::run_program(arguments, {}, std::chrono::seconds(60), testing::Start::kForked);
 }
 
 std::string content_of(const std::string& path) {

@@ -8,7 +8,6 @@
 #include <tessera/base/error_text.h>
 #include <tessera/data/order/mesh_position.h>
 #include <tessera/tessera.h>
-#include <tessera/tests/support/forkable_main.h>
 #include <tessera/tests/training/loop/token_training.h>
 #include <unistd.h>
 
@@ -176,7 +175,9 @@ void train(const Arguments& arguments) {
   destroy_process_group();
 }
 
-int run_job(int argc, char** argv) {
+} // namespace
+
+int main(int argc, char** argv) {
   try {
     const auto arguments = parse(argc, argv);
     const auto ranks = ranks_from_args(argc, argv);
@@ -187,7 +188,3 @@ int run_job(int argc, char** argv) {
   }
   return 1;
 }
-
-} // namespace
-
-int main(int argc, char** argv) { return tessera::testing::forkable_main(argc, argv, run_job); }
