@@ -125,7 +125,7 @@ TEST(TensorAndContextParallel, MatchOneProcessOverAllFactorings) {
       }
     }
   }
-  compare(sweep(cases, 10));
+  compare(sweep(cases, 6));
 }
 
 /// Fewer key heads than ranks of tp, or others that they do not divide: each rank has all of them, and takes its own.
@@ -141,7 +141,7 @@ TEST(TensorAndContextParallel, MatchOneProcessWithSharedKeyHeads) {
   }
   const auto is_shared = [](const Case& each) { return each.key_heads % each.mesh[3] != 0; };
   std::stable_partition(cases.begin(), cases.end(), is_shared);
-  compare(sweep(cases, 8));
+  compare(sweep(cases, 6));
 }
 
 TEST(TensorAndContextParallel, RecomputesInTheScopeOfTheFirstRun) {
