@@ -41,6 +41,7 @@ struct GradScalerOptions {
   /// true: a step without an overflow starts the count anew.
   bool consecutive_hysteresis = false;
   /// The scale does not fall below it. If it is above 0, an overflow at this scale is what `at_min_scale` says. DeepSpeed: 1.
+  /// At 0 it is an error when the scale would leave fp32's normal numbers, after about 140 overflows.
   double min_scale = 0;
   ScaleRule rule = ScaleRule::kPyTorch;
   AtMinScale at_min_scale = AtMinScale::kError; ///< DeepSpeed: an error with ZeRO, kStay without (stage 0)

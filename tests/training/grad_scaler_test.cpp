@@ -71,6 +71,11 @@ TEST(GradScaler, HasDeepSpeedsHysteresisAndMinimum) {
   EXPECT_THROWS_WITH(scales_of(options, "xxx"), "overflowed with the loss scale at its minimum, 1.5");
 }
 
+TEST(GradScaler, DoesNotFallForever) {
+  EXPECT_EQ(scales_of({.init_scale = 1}, std::string(126, 'x')).back(), std::exp2(-126));
+  EXPECT_THROWS_WITH(scales_of({.init_scale = 1}, std::string(127, 'x')), "the gradients are not finite at any scale");
+}
+
 TEST(GradScaler, GrowsAsDeepSpeeds) {
   GradScalerOptions options{.init_scale = 16, .growth_interval = 3, .rule = ScaleRule::kDeepSpeed};
   EXPECT_EQ(scales_of(options, ".......x...."), (std::vector<double>{16, 16, 16, 32, 32, 32, 64, 32, 32, 32, 32, 64}));

@@ -198,7 +198,10 @@ void GradScaler::fall() {
   TORCH_CHECK(lowest == 0 || scale_ > lowest || options_.at_min_scale == AtMinScale::kStay,
               "GradScaler: a gradient overflowed with the loss scale at its minimum, ", lowest,
               ": the loss diverges, or min_scale is too high");
-  scale_ = std::max(scale_ * static_cast<float>(options_.backoff_factor), lowest);
+  const float fallen = std::max(scale_ * static_cast<float>(options_.backoff_factor), lowest);
+  TORCH_CHECK(fallen >= std::numeric_limits<float>::min(), "GradScaler: a gradient overflowed with the loss scale ", scale_,
+              ", below which there is none: the gradients are not finite at any scale");
+  scale_ = fallen;
 }
 
 void GradScaler::grow() {
