@@ -45,6 +45,15 @@ enum class StepOutcome {
   kSkipped ///< gradients overflowed: neither the optimizer nor the schedule nor the averages have stepped
 };
 
+/// Seconds of this rank in the parts of a step, where `LogOptions::breakdown` asks for them: waits for other ranks are in the
+/// parts that wait. (DeepSpeed: `wall_clock_breakdown`.)
+struct StepParts {
+  double forward = 0;   ///< of all micro-batches, with the loss
+  double backward = 0;  ///< with the reductions of gradients; of micro-batches that the program runs itself, forwards too
+  double norm = 0;      ///< unscaling, the norm, clipping
+  double optimizer = 0; ///< with the schedules and the averages
+};
+
 /// The numbers of a training step, the same on every rank where nothing else is said.
 struct StepResult {
   int64_t step = 0;        ///< steps done, with this one
@@ -67,6 +76,7 @@ struct StepResult {
   double counts_per_second = 0; ///< the same of the loss's terms: tokens, where it counts them
   double data_wait_share = 0;   ///< of the time of the step before, the mean of all ranks
   double flops_utilization = 0; ///< of `FlopsOptions`, by this rank's clock; 0 where that is unset
+  StepParts parts;              ///< of `seconds`
   int64_t resident_bytes = 0;   ///< memory of the process, of the rank that has most
   int64_t device_bytes = 0;     ///< allocated on the device, of the rank that has most; 0 on the CPU
 };

@@ -19,7 +19,10 @@ struct LogOptions {
   /// A folder with a file for each number, with the columns step and value. The file's name is the number's with '_' for '/' and
   /// ' ', and ".csv", as DeepSpeed's csv_monitor names it. Texts are left out.
   std::string csv;
-  int64_t every = 1;    ///< steps between two lines of step numbers
+  int64_t every = 1; ///< steps between two lines of step numbers
+  /// Step lines tell the seconds of forward, backward, norm and optimizer too. On a device each part waits for its work, which
+  /// makes steps slower.
+  bool breakdown = false;
   bool progress = true; ///< a bar on a terminal, otherwise a line now and then, on standard output
 };
 

@@ -48,6 +48,7 @@ LogOptions log_of(const ConfigValues& values) {
           .tensorboard = folder_of_log(values, "tessera.log.tensorboard", "tensorboard"),
           .csv = folder_of_log(values, "tessera.log.csv", "csv_monitor"),
           .every = every,
+          .breakdown = values.boolean("wall_clock_breakdown"),
           .progress = values.boolean("tessera.log.progress")};
 }
 

@@ -258,6 +258,18 @@ TEST(Config, FillsAutoFromTheArguments) {
   EXPECT_EQ(config.precision.name, "deepspeed");
 }
 
+TEST(Config, FillsTheStepsOfAScheduleFromTheEndOfTheTraining) {
+  const std::string schedule =
+      R"("scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": "auto"}})";
+  const auto steps = [&](const std::string& stop, const TrainArguments& arguments = {}) {
+    const auto config = with(schedule + R"(, "tessera": {"stop_after": )" + stop + "}", arguments);
+    return std::get<WarmupDecayOptions>(config.schedule).total_num_steps;
+  };
+  EXPECT_EQ(steps(R"(["70 steps", "2 epochs"])"), 70);
+  EXPECT_EQ(steps(R"("70 steps")", {.total_steps = 50}), 50) << "the program says";
+  EXPECT_THROWS_WITH(steps(R"("2 epochs")"), "total_num_steps is \"auto\", and the argument total_steps, which fills it");
+}
+
 TEST(Config, AnAutoNeedsItsArgument) {
   EXPECT_THROWS_WITH(with(R"("bf16": {"enabled": "auto"})"),
                      "ds.json: bf16.enabled is \"auto\", and the argument bf16, which fills it, is not given");

@@ -426,6 +426,8 @@ TEST(TrainerRun, StopsEarlyAndStaysStopped) {
   add(third);
   EXPECT_EQ(third.run().reason, StopReason::kEarlyStop);
   EXPECT_TRUE(third.steps.empty());
+  EXPECT_TRUE(third.evaluations.empty());
+  EXPECT_TRUE(third.saves.empty());
 }
 
 TEST(TrainerRun, NamesTheEvaluationThatAMetricMeans) {
@@ -494,7 +496,7 @@ TEST(TrainerRun, WritesItsNumbersAndDropsLaterLinesAtAResume) {
   SharedFolder root;
   const auto file = (root.path() / "log.jsonl").string();
   const SaveOptions save{.folder = (root.path() / "saved").string(), .every = {.steps = 2}};
-  TrainerOptions options{.stop_after = {.steps = 3}, .save = save, .log = {.jsonl = file}};
+  TrainerOptions options{.stop_after = {.steps = 3}, .save = save, .log = {.jsonl = file, .breakdown = true}};
   Training first(options);
   first.run();
   SharedFolder::barrier();
@@ -511,7 +513,14 @@ TEST(TrainerRun, WritesItsNumbersAndDropsLaterLinesAtAResume) {
   double loss = 0;
   for (const auto& line : lines_of(file)) {
     events.emplace_back(line.at("kind"), line.at("step"));
-    if (line.at("kind") == "step" && line.at("step") == 3) loss = line.at("loss");
+    if (line.at("kind") != "step") continue;
+    if (line.at("step") == 3) loss = line.at("loss");
+    double parts = 0;
+    for (const char* part : {"forward_seconds", "backward_seconds", "norm_seconds", "optimizer_seconds"}) {
+      EXPECT_GT(line.at(part).get<double>(), 0) << part;
+      parts += line.at(part).get<double>();
+    }
+    EXPECT_LE(parts, line.at("seconds").get<double>());
   }
   const std::vector<std::pair<std::string, int64_t>> expected{{"step", 1},       {"step", 2}, {"save", 2},       {"resume", 2},
                                                               {"step", 3},       {"step", 4}, {"evaluation", 4}, {"step", 5},

@@ -10,6 +10,7 @@
 
 #include <tessera/base/listing.h>
 #include <tessera/training/config/values/auto_fill.h>
+#include <tessera/training/config/values/when.h>
 
 namespace tessera::internal {
 
@@ -109,7 +110,8 @@ void ConfigValues::fill(const TrainArguments& arguments) {
   for (auto item = values_.begin(); item != values_.end();) {
     auto& [name, value] = *item;
     const auto& key = *find_key(name);
-    const auto filling = filling_of(key.filler, arguments);
+    auto filling = filling_of(key.filler, arguments);
+    if (is_auto(value) && !filling.value) fill_from_file(key.filler, filling);
     if (is_auto(value) && !fill_auto(key, filling, value, unfilled)) {
       item = values_.erase(item);
       continue;
@@ -122,6 +124,12 @@ void ConfigValues::fill(const TrainArguments& arguments) {
   TORCH_CHECK_VALUE(unfilled.empty(), source_, ": ", fmt::format("{}", fmt::join(unfilled, "\n  ")));
   TORCH_CHECK_VALUE(differences.empty(), source_, ": values differ from the program's arguments", listing(differences),
                     "\nWith \"auto\" in the file the arguments fill them");
+}
+
+void ConfigValues::fill_from_file(AutoFill filler, Filling& filling) const {
+  if (filler != AutoFill::kTotalSteps) return;
+  const auto steps = stop_after_of(texts("tessera.stop_after"), where("tessera.stop_after")).steps;
+  if (steps > 0) filling = {"tessera.stop_after", steps};
 }
 
 bool ConfigValues::fill_auto(const ConfigKey& key, const Filling& filling, Json& value, std::vector<std::string>& unfilled) {

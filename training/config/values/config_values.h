@@ -60,6 +60,8 @@ class ConfigValues {
   void add_block(const Json& block, const std::string& name);
   void add(const ConfigKey& key, const Json& value);
   void fill(const TrainArguments& arguments);
+  /// What a key of the file itself says of it.
+  void fill_from_file(AutoFill filler, Filling& filling) const;
   /// Gives an "auto" its value. False where the key is to be left out, for its default or the batch's arithmetic, or, told in
   /// `unfilled`, because nothing fills it.
   bool fill_auto(const ConfigKey& key, const Filling& filling, Json& value, std::vector<std::string>& unfilled);

@@ -3,7 +3,20 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <utility>
+
 namespace tessera::internal {
+
+namespace {
+
+void add(LogRecord& record, const StepParts& parts) {
+  if (parts.backward == 0) return; // nobody has asked for them
+  const std::pair<const char*, double> seconds[]{
+      {"forward", parts.forward}, {"backward", parts.backward}, {"norm", parts.norm}, {"optimizer", parts.optimizer}};
+  for (const auto& [name, value] : seconds) record.numbers.emplace_back(std::string(name) + "_seconds", value);
+}
+
+} // namespace
 
 LogRecord record_of(const StepEvent& event) {
   LogRecord record{.kind = "step", .step = event.step, .numbers = {}, .texts = {}};
@@ -24,6 +37,7 @@ LogRecord record_of(const StepEvent& event) {
                     {"resident_bytes", static_cast<double>(event.resident_bytes)}};
   if (event.device_bytes > 0) record.numbers.emplace_back("device_bytes", static_cast<double>(event.device_bytes));
   if (event.flops_utilization > 0) record.numbers.emplace_back("flops_utilization", event.flops_utilization);
+  add(record, event.parts);
   for (const auto& [name, value] : event.also) record.numbers.emplace_back(name, value);
   return record;
 }

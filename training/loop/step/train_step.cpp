@@ -45,7 +45,8 @@ std::vector<at::Tensor> gradients_of(const torch::nn::Module& module) {
 
 } // namespace
 
-TrainStep::TrainStep(const Trained& trained) : it_(trained), scaler_(scaler_options(trained)) {}
+TrainStep::TrainStep(const Trained& trained)
+    : it_(trained), scaler_(scaler_options(trained)), clock_(trained.options.log.breakdown, trained.agreement.mesh().device()) {}
 
 void TrainStep::check_model() const {
   if (it_.work.replaces()) return; // what the program runs may average gradients by itself
@@ -62,14 +63,16 @@ at::Tensor TrainStep::scaled(const Loss& loss, const at::Tensor& tensor, double 
   return plan.micro_batches == 1 ? tensor : tensor / micro_batches; // to the bit what a plain loop computes
 }
 
-void TrainStep::run_micro_batch(size_t index, const StepPlan& plan, LossSums& sums) {
+void TrainStep::run_micro_batch(size_t index, const StepPlan& plan, LossSums& sums, StepParts& parts) {
   std::optional<NoSync> accumulate; // only the last backward communicates gradients
   if (index + 1 < plan.counts.size()) accumulate.emplace(it_.module);
   const auto count = plan.counts[index];
   const auto loss = it_.work.loss(index);
   const auto tensor = sums.add(loss, count, fmt::format("micro-batch {}", index), it_.agreement);
   TORCH_CHECK_VALUE(tensor.requires_grad(), "the loss does not depend on a parameter that trains");
+  clock_.add_to(parts.forward);
   scaler_.scale(scaled(loss, tensor, count, plan)).backward();
+  clock_.add_to(parts.backward);
 }
 
 LossSums TrainStep::run_replaced(const StepPlan& plan) {
@@ -83,14 +86,19 @@ LossSums TrainStep::run_replaced(const StepPlan& plan) {
   return sums;
 }
 
-LossSums TrainStep::forward_and_backward(const StepPlan& plan, int64_t step) {
+LossSums TrainStep::forward_and_backward(const StepPlan& plan, int64_t step, StepParts& parts) {
   size_t index = 0;
   try {
     manual_seed(it_.options.seed, step, it_.agreement.data_mesh());
     it_.optimizer.zero_grad();
-    if (it_.work.replaces()) return run_replaced(plan);
+    clock_.start();
     LossSums sums;
-    for (; index < plan.counts.size(); ++index) run_micro_batch(index, plan, sums);
+    if (it_.work.replaces()) {
+      sums = run_replaced(plan);
+      clock_.add_to(parts.backward);
+    } else {
+      for (; index < plan.counts.size(); ++index) run_micro_batch(index, plan, sums, parts);
+    }
     return sums;
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "Trainer: step ", step + 1, ", micro-batch ", index, " on rank ", process_context().rank(), ": ",
@@ -98,9 +106,15 @@ LossSums TrainStep::forward_and_backward(const StepPlan& plan, int64_t step) {
   }
 }
 
-/// The norm before clipping.
-double TrainStep::clip() {
+void TrainStep::clip(StepResult& result) {
+  scaler_.unscale_(it_.optimizer);
   const double limit = it_.options.max_grad_norm;
+  result.grad_norm = clip_to(limit);
+  if (limit > 0) result.clip_coefficient = std::min(1.0, limit / (result.grad_norm + 1e-6));
+  clock_.add_to(result.parts.norm);
+}
+
+double TrainStep::clip_to(double limit) {
   constexpr double kNone = std::numeric_limits<double>::infinity();
   if (it_.hooks.clip) return it_.hooks.clip(limit > 0 ? limit : kNone).item<double>();
   if (limit > 0) return clip_grad_norm_(it_.module, limit).item<double>();
@@ -126,8 +140,10 @@ void TrainStep::check_finite(const StepPlan& plan, Progress& progress, bool is_f
   ++progress.non_finite_in_a_row;
   const bool may_skip = scaler_.is_enabled() || it_.options.non_finite == NonFinite::kSkip;
   if (may_skip && progress.non_finite_in_a_row < kMostInARow) return;
-  const auto found = find_non_finite(it_.module, it_.agreement, std::isnan(result.loss) || std::isnan(result.grad_norm),
-                                     [&] { forward_and_backward(plan, progress.steps); });
+  const auto found = find_non_finite(it_.module, it_.agreement, std::isnan(result.loss) || std::isnan(result.grad_norm), [&] {
+    StepParts unused;
+    forward_and_backward(plan, progress.steps, unused);
+  });
   TORCH_CHECK(false, "Trainer: in step ", result.step, " the loss is ", result.loss, " and the norm of the gradients ",
               result.grad_norm, may_skip ? fmt::format(", the {}rd step in a row that is not finite", kMostInARow) : "",
               found.empty() ? "" : "; computed again, it comes from here:\n" + found);
@@ -150,11 +166,8 @@ StepResult TrainStep::run(const StepPlan& plan, Progress& progress, double data_
   result.micro_batches = plan.micro_batches;
   result.learning_rate = learning_rate();
   result.loss_scale = scaler_.get_scale();
-  const auto sums = forward_and_backward(plan, progress.steps);
-  scaler_.unscale_(it_.optimizer);
-  result.grad_norm = clip();
-  const auto limit = it_.options.max_grad_norm;
-  if (limit > 0) result.clip_coefficient = std::min(1.0, limit / (result.grad_norm + 1e-6));
+  const auto sums = forward_and_backward(plan, progress.steps, result.parts);
+  clip(result);
 
   const auto device = it_.agreement.mesh().device();
   Beside beside{.sums = {data_wait_share, std::isfinite(result.grad_norm) ? 0.0 : 1.0},
@@ -169,7 +182,9 @@ StepResult TrainStep::run(const StepPlan& plan, Progress& progress, double data_
 
   const bool is_finite = means.is_finite && (scaler_.is_enabled() || beside.sums[1] == 0);
   check_finite(plan, progress, is_finite, result);
+  clock_.start();
   result.outcome = advance(is_finite);
+  clock_.add_to(result.parts.optimizer);
   return result;
 }
 

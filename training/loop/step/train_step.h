@@ -10,6 +10,7 @@
 #include <tessera/training/grad_scaler.h>
 #include <tessera/training/loop/step/agreement.h>
 #include <tessera/training/loop/step/loss_sums.h>
+#include <tessera/training/loop/step/part_clock.h>
 #include <tessera/training/loop/step/progress.h>
 #include <tessera/training/loop/step/step_plan.h>
 #include <tessera/training/trainer_core.h>
@@ -38,11 +39,13 @@ class TrainStep {
 
  private:
   void check_model() const;
-  LossSums forward_and_backward(const StepPlan& plan, int64_t step);
+  LossSums forward_and_backward(const StepPlan& plan, int64_t step, StepParts& parts);
   LossSums run_replaced(const StepPlan& plan);
-  void run_micro_batch(size_t index, const StepPlan& plan, LossSums& sums);
+  void run_micro_batch(size_t index, const StepPlan& plan, LossSums& sums, StepParts& parts);
   at::Tensor scaled(const Loss& loss, const at::Tensor& tensor, double count, const StepPlan& plan) const;
-  double clip();
+  void clip(StepResult& result);
+  /// The norm before clipping, for which 0 is no limit.
+  double clip_to(double limit);
   /// Whether the optimizer has stepped.
   bool step_optimizer(bool is_finite);
   /// Steps the optimizer, and with it the schedules and the averages.
@@ -52,6 +55,7 @@ class TrainStep {
 
   Trained it_;
   GradScaler scaler_;
+  PartClock clock_;
   AgreedNames names_;
   bool is_checked_ = false; ///< `check_model`
 };
