@@ -1,5 +1,7 @@
-"""Runs train_from_config as a user does. The arguments are the program's path, the example's config, and unittest's."""
+"""Runs train_from_config as a user does. The arguments are the program's path, the example's config, the virtual environment's, and
+unittest's."""
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import time
 import unittest
 
 PROGRAM, CONFIG = (pathlib.Path(sys.argv.pop(1)).resolve() for _ in range(2))
+TORCHRUN = pathlib.Path(sys.argv.pop(1)) / "bin" / "torchrun"
 TIMEOUT = 120
 
 
@@ -79,6 +82,33 @@ class TrainFromConfigTest(unittest.TestCase):
                 training.kill()  # nothing, once it has ended
         self.assertEqual(training.returncode, 143, error)
         self.assert_same(self.train(f"--config={self.write_config()}", "--ranks=4"), expected)
+
+    def test_a_rank_that_dies_is_started_again_from_the_newest_checkpoint(self):
+        steps = 300
+        self.settings["tessera"].update(stop_after=f"{steps} steps", evaluate={"every": "100 steps"})
+        self.settings["tessera"]["save"].update(every="20 steps")
+        expected = self.train(f"--config={self.write_config()}", "--ranks=1")
+        self.begin_anew()
+        runs, pids = self.folder / "runs/from_config", self.folder / "pids"
+        # torchrun makes one $ of two.
+        worker = ["/bin/sh", "-c", 'echo $$$$ $RANK >> "$0"; exec "$@"', pids, PROGRAM, f"--config={self.write_config()}", self.text]
+        command = [TORCHRUN, "--standalone", "--no-python", "--nproc-per-node=2", "--max-restarts=1", "--", *worker]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=self.folder) as training:
+            try:
+                deadline = time.monotonic() + TIMEOUT
+                while training.poll() is None and not (runs / "step-000040/index.json").exists():
+                    self.assertLess(time.monotonic(), deadline, "no checkpoint was saved")
+                    time.sleep(0.001)
+                second = next(line.split() for line in pids.read_text().splitlines() if line.endswith(" 1"))
+                os.kill(int(second[0]), signal.SIGKILL)
+                error = training.communicate(timeout=TIMEOUT)[1]
+            finally:
+                training.kill()  # nothing, once it has ended
+        self.assertEqual(training.returncode, 0, error)
+        self.assertEqual(len(pids.read_text().splitlines()), 4)
+        records = self.records()
+        self.assertIn("resume", [record["kind"] for record in records])
+        self.assert_same({record["step"]: record["loss"] for record in records if record["kind"] == "step"}, expected)
 
     def test_what_is_wrong_is_named(self):
         for status, words, arguments in ((2, "--config is needed", []), (2, "--ranks is 'two'", ["--config=x", "--ranks=two"]),
