@@ -23,6 +23,8 @@ namespace tessera {
 /// that agree to end when one of them gets the signal. A handler that the program has for the signal is called in the first
 /// process too; where the signal is ignored, nothing is passed on.
 ///
+/// With `LaunchOptions::max_restarts` a job that failed begins again, also with fewer ranks.
+///
 /// The ranks die with the first process. The first process also hosts the store, on a free port of 127.0.0.1; an error if that
 /// takes longer than TESSERA_TIMEOUT_SECONDS (300 if it is not set), or needs more file descriptors than the hard limit allows.
 /// If OMP_NUM_THREADS is unset or empty, each of several ranks gets its share of the machine's cores, at least one. An error if

@@ -81,6 +81,9 @@ class TrainSetup {
 ///
 ///   --config FILE      DeepSpeed's JSON (docs/from_deepspeed.md); also --deepspeed and --deepspeed_config
 ///   --ranks N          starts N local ranks; without it the environment says what rank this process is (torchrun, Slurm, mpirun)
+///   --max-restarts N   with --ranks: starts them again after a failure, which is printed to stderr; they go on from the newest
+///                      checkpoint
+///   --min-ranks N      each restart has a rank fewer, but at least N
 ///   --device NAME      cpu (the default) or cuda
 ///   --help             what this says
 ///

@@ -14,6 +14,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cstdlib>
@@ -60,6 +61,24 @@ c10::intrusive_ptr<c10d::Store> open_store(int ranks) try {
   TORCH_CHECK(false, "launch: cannot open the store of its ranks at 127.0.0.1: ", error_text(error));
 }
 
+void check_restarts(int ranks, const LaunchOptions& options) {
+  TORCH_CHECK(options.max_restarts >= 0, "launch: max_restarts is ", options.max_restarts, ", but must not be negative");
+  TORCH_CHECK(options.min_ranks >= 0 && options.min_ranks <= ranks, "launch: min_ranks is ", options.min_ranks,
+              ", but must be from 0 to the ", ranks, " ranks");
+}
+
+int run_with_restarts(int ranks, const LaunchOptions& options) {
+  check_restarts(ranks, options);
+  for (int restart = 0;; ++restart) {
+    const auto store = open_store(ranks);
+    const auto end = run_launched_ranks({.ranks = ranks, .restart = restart}, dynamic_cast<c10d::TCPStore&>(*store), options);
+    if (!end.failure) return end.status;
+    if (end.is_terminated || restart == options.max_restarts) std::rethrow_exception(end.failure);
+    if (options.min_ranks > 0) ranks = std::max(options.min_ranks, ranks - 1);
+    if (options.on_restart) options.on_restart({.number = restart + 1, .ranks = ranks, .failure = error_text(end.failure)});
+  }
+}
+
 } // namespace
 
 } // namespace tessera::internal
@@ -72,8 +91,7 @@ int launch(int ranks, const std::function<void()>& worker, const LaunchOptions& 
   if (is_launched_rank()) return internal::run_as_rank(ranks, worker);
   internal::check_may_launch(ranks);
   internal::open_standard_streams(); // the ranks inherit them
-  const auto store = internal::open_store(ranks);
-  return internal::run_launched_ranks(ranks, dynamic_cast<c10d::TCPStore&>(*store), options);
+  return internal::run_with_restarts(ranks, options);
 }
 
 std::optional<int> ranks_from_args(int argc, const char* const* argv) {

@@ -44,8 +44,10 @@ void check_parent() {
 // and exit with 0.
 void check_is_the_launch(int ranks, int pipe, bool is_first_call) try {
   TORCH_CHECK(is_first_call, "launch: called again in a rank; a program launches once, as the last thing that main does");
-  const int world_size = parse_job_environment(current_environment()).world_size;
-  TORCH_CHECK(ranks == world_size, "launch: asks for ", ranks, " ranks in one of ", world_size,
+  const auto job = parse_job_environment(current_environment());
+  const int world_size = job.world_size;
+  const bool may_have_lost_ranks = job.restart > 0 && ranks > world_size;
+  TORCH_CHECK(ranks == world_size || may_have_lost_ranks, "launch: asks for ", ranks, " ranks in one of ", world_size,
               ": every process of a program must come to the same call with the same number");
 } catch (const c10::Error& error) {
   report_failure(pipe, error_text(error), false);

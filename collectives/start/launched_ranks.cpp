@@ -51,20 +51,20 @@ std::vector<std::string> command_line() {
   return arguments;
 }
 
-EnvironmentMap rank_environment(int rank, int ranks, int port, int pipe) {
+EnvironmentMap rank_environment(int rank, const LaunchedJob& job, int port, int pipe) {
   auto environment = current_environment();
   environment["RANK"] = environment["LOCAL_RANK"] = std::to_string(rank);
-  environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = std::to_string(ranks);
+  environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = std::to_string(job.ranks);
   environment["MASTER_ADDR"] = "127.0.0.1";
   environment["MASTER_PORT"] = std::to_string(port);
   environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"; // this process hosts it
   environment[kPipeVariable] = std::to_string(pipe);
   environment[kParentVariable] = std::to_string(getpid());
-  environment.erase("TORCHELASTIC_RESTART_COUNT");
+  environment["TORCHELASTIC_RESTART_COUNT"] = std::to_string(job.restart);
   // Ranks that each take every core spin against one another: torchrun's guard, with this machine's share.
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  if (ranks > 1 && environment["OMP_NUM_THREADS"].empty())
-    environment["OMP_NUM_THREADS"] = std::to_string(std::max(1, cores / ranks));
+  if (job.ranks > 1 && environment["OMP_NUM_THREADS"].empty())
+    environment["OMP_NUM_THREADS"] = std::to_string(std::max(1, cores / job.ranks));
   return environment;
 }
 
@@ -118,14 +118,14 @@ bool is_termination(int status) { return exited_as_terminated(status) || (WIFSIG
 /// The ranks as the parent sees them: one thread for each waits for its end.
 class Ranks {
  public:
-  Ranks(int count, c10d::TCPStore& store)
-      : store_(store), pids_(count), statuses_(count), ended_at_(count), stopped_(count), failures_(count) {
+  Ranks(const LaunchedJob& job, c10d::TCPStore& store)
+      : store_(store), pids_(job.ranks), statuses_(job.ranks), ended_at_(job.ranks), stopped_(job.ranks), failures_(job.ranks) {
     try {
       passes_on_ = pass_signals_on();
       terminates_ = std::make_unique<TerminationWatch>([this] { pass_termination_on(); });
       reader_ = std::thread(&Ranks::read_records, this);
-      for (int rank = 0; rank < count; ++rank) {
-        pids_[rank] = start_rank(rank_environment(rank, count, store.getPort(), pipe_.ends[1]), pipe_.ends[1]);
+      for (int rank = 0; rank < job.ranks; ++rank) {
+        pids_[rank] = start_rank(rank_environment(rank, job, store.getPort(), pipe_.ends[1]), pipe_.ends[1]);
         {
           const std::lock_guard lock(mutex_); // those that run already may end
           running_.push_back(rank);
@@ -139,6 +139,8 @@ class Ranks {
     }
   }
   ~Ranks() { stop(); }
+
+  bool is_terminated() const { return terminates_->has_arrived(); }
 
   int run(const LaunchOptions& options, std::chrono::seconds termination) {
     std::unique_lock lock(mutex_);
@@ -360,10 +362,15 @@ class ChildStatuses {
 
 } // namespace
 
-int run_launched_ranks(int ranks, c10d::TCPStore& store, const LaunchOptions& options) {
+LaunchedEnd run_launched_ranks(const LaunchedJob& job, c10d::TCPStore& store, const LaunchOptions& options) {
   const std::chrono::seconds termination(grace_seconds_or(options.termination_seconds, current_environment()));
   const ChildStatuses statuses;
-  return Ranks(ranks, store).run(options, termination);
+  Ranks ranks(job, store);
+  try {
+    return {.status = ranks.run(options, termination)};
+  } catch (...) {
+    return {.failure = std::current_exception(), .is_terminated = ranks.is_terminated()};
+  }
 }
 
 } // namespace tessera::internal

@@ -436,6 +436,30 @@ void few_descriptors(bool hard) {
   std::printf("rank %d of %d done\n", world.rank(), world.group->size());
 }
 
+void last_rank_is_killed_in_two_jobs() {
+  const World world;
+  const char* const restart = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  if (world.rank() == world.last() && std::atoi(restart) < 2) raise(SIGKILL);
+  sums();
+}
+
+void last_of_more_than_two_ranks_throws() {
+  const World world;
+  if (world.group->size() > 2 && world.rank() == world.last()) throw std::runtime_error("no device");
+  sums();
+}
+
+/// RANK_PROGRAM_RESTARTS=<most>,<fewest ranks>
+void take_restarts(tessera::LaunchOptions& options) {
+  const char* const restarts = std::getenv("RANK_PROGRAM_RESTARTS");
+  if (restarts == nullptr) return;
+  std::sscanf(restarts, "%d,%d", &options.max_restarts, &options.min_ranks);
+  options.on_restart = [](const tessera::Restart& restart) {
+    std::printf("restart %d with %d ranks: %s\n", restart.number, restart.ranks, restart.failure.c_str());
+    std::fflush(stdout);
+  };
+}
+
 const std::map<std::string, std::function<void()>> kScenarios{
     {"sums", sums},
     {"joins_with_a_store_of_its_own", tessera::testing::joins_with_a_store_of_its_own},
@@ -451,6 +475,8 @@ const std::map<std::string, std::function<void()>> kScenarios{
     {"closed_streams_are_null", closed_streams_are_null},
     {"last_rank_throws", last_rank_throws},
     {"last_rank_is_killed", last_rank_is_killed},
+    {"last_rank_is_killed_in_two_jobs", last_rank_is_killed_in_two_jobs},
+    {"last_of_more_than_two_ranks_throws", last_of_more_than_two_ranks_throws},
     {"transport", transport},
     {"cut_off_in_the_middle_of_an_all_gather",
      [] { ends_in_the_middle_of_an_all_gather([] { TORCH_CHECK(std::system("ip link set dev eth0 down") == 0); }, 16 << 20); }},
@@ -543,6 +569,7 @@ int main(int argc, char** argv) {
     if (scenario == "every_rank_throws") options.grace_seconds = 300;       // of many ranks, of which some start late
     if (scenario.starts_with("stopped_")) options.grace_seconds = 10;       // and what is stopped says nothing
     if (scenario.starts_with("random_failure/")) options.grace_seconds = 4; // nor do some ranks here
+    take_restarts(options);
     if (const auto ranks = tessera::ranks_from_args(argc, argv))
       return tessera::launch(
           *ranks, [&] { run(scenario); }, options);

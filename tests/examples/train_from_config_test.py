@@ -11,6 +11,7 @@ import time
 import unittest
 
 PROGRAM, CONFIG = (pathlib.Path(sys.argv.pop(1)).resolve() for _ in range(2))
+EXECUTED = os.environ.get("TESSERA_TEST_FORKED", PROGRAM)
 TORCHRUN = pathlib.Path(sys.argv.pop(1)) / "bin" / "torchrun"
 TIMEOUT = 120
 
@@ -83,36 +84,61 @@ class TrainFromConfigTest(unittest.TestCase):
         self.assertEqual(training.returncode, 143, error)
         self.assert_same(self.train(f"--config={self.write_config()}", "--ranks=4"), expected)
 
-    def test_a_rank_that_dies_is_started_again_from_the_newest_checkpoint(self):
+    def assert_survives_a_dead_rank(self, command, find_rank):
+        """Kills the rank whose pid `find_rank(pid of the launcher)` says, after the second checkpoint."""
         steps = 300
         self.settings["tessera"].update(stop_after=f"{steps} steps", evaluate={"every": "100 steps"})
         self.settings["tessera"]["save"].update(every="20 steps")
-        expected = self.train(f"--config={self.write_config()}", "--ranks=1")
+        config = self.write_config()
+        expected = self.train(f"--config={config}", "--ranks=1")
         self.begin_anew()
-        runs, pids = self.folder / "runs/from_config", self.folder / "pids"
-        # torchrun makes one $ of two.
-        worker = ["/bin/sh", "-c", 'echo $$$$ $RANK >> "$0"; exec "$@"', pids, PROGRAM, f"--config={self.write_config()}", self.text]
-        command = [TORCHRUN, "--standalone", "--no-python", "--nproc-per-node=2", "--max-restarts=1", "--", *worker]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=self.folder) as training:
+        runs = self.folder / "runs/from_config"
+        with subprocess.Popen(command(config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=self.folder) as training:
             try:
                 deadline = time.monotonic() + TIMEOUT
                 while training.poll() is None and not (runs / "step-000040/index.json").exists():
                     self.assertLess(time.monotonic(), deadline, "no checkpoint was saved")
                     time.sleep(0.001)
-                second = next(line.split() for line in pids.read_text().splitlines() if line.endswith(" 1"))
-                os.kill(int(second[0]), signal.SIGKILL)
+                os.kill(find_rank(training.pid), signal.SIGKILL)
                 error = training.communicate(timeout=TIMEOUT)[1]
             finally:
                 training.kill()  # nothing, once it has ended
         self.assertEqual(training.returncode, 0, error)
-        self.assertEqual(len(pids.read_text().splitlines()), 4)
         records = self.records()
         self.assertIn("resume", [record["kind"] for record in records])
         self.assert_same({record["step"]: record["loss"] for record in records if record["kind"] == "step"}, expected)
+        return error
+
+    def test_torchrun_starts_a_job_again_from_the_newest_checkpoint(self):
+        pids = self.folder / "pids"
+
+        def command(config):
+            # torchrun makes one $ of two.
+            worker = ["/bin/sh", "-c", 'echo $$$$ $RANK >> "$0"; exec "$@"', pids, PROGRAM, f"--config={config}", self.text]
+            return [TORCHRUN, "--standalone", "--no-python", "--nproc-per-node=2", "--max-restarts=1", "--", *worker]
+
+        self.assert_survives_a_dead_rank(
+            command, lambda _: int(next(line.split()[0] for line in pids.read_text().splitlines() if line.endswith(" 1"))))
+        self.assertEqual(len(pids.read_text().splitlines()), 4)
+
+    def test_launch_goes_on_with_fewer_ranks(self):
+        def command(config):
+            return [EXECUTED, f"--config={config}", "--ranks=2", "--max-restarts=1", "--min-ranks=1", self.text]
+
+        def second(launcher):
+            threads = pathlib.Path(f"/proc/{launcher}/task").iterdir()
+            return max(int(pid) for thread in threads for pid in (thread / "children").read_text().split())
+
+        error = self.assert_survives_a_dead_rank(command, second)
+        self.assertIn("restart 1, with 1 rank, after this: rank ", error)
+        self.assertIn("was killed by signal 9 (SIGKILL)", error)
 
     def test_what_is_wrong_is_named(self):
         for status, words, arguments in ((2, "--config is needed", []), (2, "--ranks is 'two'", ["--config=x", "--ranks=two"]),
                                          (2, "--device is 'tpu'", ["--config=x", "--device=tpu"]),
+                                         (2, "--max-restarts is '-1'", ["--config=x", "--ranks=1", "--max-restarts=-1"]),
+                                         (2, "--max-restarts needs --ranks", ["--config=x", "--max-restarts=1"]),
+                                         (1, "min_ranks is 2", ["--config=x", "--ranks=1", "--min-ranks=2"]),
                                          (1, "nowhere.json", ["--config=nowhere.json", "--ranks=1"]),
                                          (1, "does not exist", ["--config", self.write_config(), "--ranks=1", "nowhere.txt"])):
             done = self.run_program(*arguments)

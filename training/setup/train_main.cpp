@@ -24,6 +24,7 @@ constexpr int kUsage = 2;
 struct CommandLine {
   std::string config;
   std::optional<int> ranks;
+  LaunchOptions launch;
   c10::DeviceType device = c10::kCPU;
   bool asks_for_help = false;
   std::vector<std::string> others;
@@ -32,14 +33,16 @@ struct CommandLine {
 constexpr auto kHelp =
     "  --config FILE    the settings: DeepSpeed's JSON (docs/from_deepspeed.md); also --deepspeed and --deepspeed_config\n"
     "  --ranks N        start N local ranks; without it the environment says what rank this process is\n"
+    "  --max-restarts N with --ranks: start the ranks again after a failure, which go on from the newest checkpoint; default: 0\n"
+    "  --min-ranks N    each restart has a rank fewer, but at least N; default: as many as before\n"
     "  --device NAME    cpu or cuda; default: cpu\n";
 
-int to_ranks(const std::string& text) {
-  int ranks = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), ranks);
-  TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && ranks > 0, "--ranks is '", text,
-                    "', but must be a positive number");
-  return ranks;
+int to_number(std::string_view flag, const std::string& text, int least) {
+  int number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && number >= least, "--", flag, " is '", text,
+                    "', but must be ", least > 0 ? "a positive number" : "a number that is not negative");
+  return number;
 }
 
 c10::DeviceType to_device(const std::string& text) {
@@ -47,11 +50,16 @@ c10::DeviceType to_device(const std::string& text) {
   return text == "cpu" ? c10::kCPU : c10::kCUDA;
 }
 
-constexpr std::array<std::string_view, 5> kFlags{"config", "deepspeed", "deepspeed_config", "ranks", "device"};
+constexpr std::array<std::string_view, 7> kFlags{"config",    "deepspeed", "deepspeed_config", "ranks", "max-restarts",
+                                                 "min-ranks", "device"};
 
 void set(CommandLine& line, std::string_view flag, const std::string& value) {
   if (flag == "ranks") {
-    line.ranks = to_ranks(value);
+    line.ranks = to_number(flag, value, 1);
+  } else if (flag == "max-restarts") {
+    line.launch.max_restarts = to_number(flag, value, 0);
+  } else if (flag == "min-ranks") {
+    line.launch.min_ranks = to_number(flag, value, 0);
   } else if (flag == "device") {
     line.device = to_device(value);
   } else {
@@ -73,6 +81,7 @@ CommandLine parse(int argc, char** argv) {
     TORCH_CHECK_VALUE(equals != std::string::npos || i + 1 < argc, word, " needs a value");
     set(line, name, equals != std::string::npos ? word.substr(equals + 1) : argv[++i]);
   }
+  TORCH_CHECK_VALUE(line.ranks || line.launch.max_restarts == 0, "--max-restarts needs --ranks: other launchers have their own");
   TORCH_CHECK_VALUE(line.asks_for_help || !line.config.empty(), "--config is needed: the file with the settings of the training");
   return line;
 }
@@ -104,7 +113,12 @@ int start(const CommandLine& line, const std::function<TrainingEnd(TrainSetup&)>
     worker();
     return status;
   }
-  const int of_ranks = launch(*line.ranks, worker);
+  auto options = line.launch;
+  options.on_restart = [](const Restart& restart) {
+    std::fprintf(stderr, "restart %d, with %d rank%s, after this: %s\n", restart.number, restart.ranks,
+                 restart.ranks == 1 ? "" : "s", restart.failure.c_str());
+  };
+  const int of_ranks = launch(*line.ranks, worker, options);
   return of_ranks != 0 ? of_ranks : status;
 }
 
