@@ -40,9 +40,10 @@ TEST(ParallelPlan, PlacesParameters) {
   const auto n = world_size();
   torch::manual_seed(5); // alike on all ranks
   nn::Sequential model(nn::Linear(4, 3 * n), nn::Linear(3 * n, 4), nn::LayerNorm(nn::LayerNormOptions({4})),
-                       nn::Embedding(7, 4 * n), nn::Conv2d(2 * n, 3 * n, 3));
+                       nn::Embedding(7, 4 * n), nn::Conv2d(2 * n, 3 * n, 3), nn::Embedding(3 * n, 4));
   const auto before = whole_of(model->named_parameters()["0.weight"]).clone();
-  parallelize(*model, tensor_mesh(), {{"0", Colwise{}}, {"1", Rowwise{}}, {"3", Colwise{}}, {"4", Rowwise{}}});
+  parallelize(*model, tensor_mesh(),
+              {{"0", Colwise{}}, {"1", Rowwise{}}, {"3", Colwise{}}, {"4", Rowwise{}}, {"5", VocabParallel{}}});
   const auto parameters = model->named_parameters();
   EXPECT_EQ(placements_of(parameters["0.weight"]), Placements{Shard{0}});
   EXPECT_EQ(placements_of(parameters["0.bias"]), Placements{Shard{0}});
@@ -52,6 +53,7 @@ TEST(ParallelPlan, PlacesParameters) {
   EXPECT_EQ(placements_of(parameters["3.weight"]), Placements{Shard{1}});
   EXPECT_EQ(placements_of(parameters["4.weight"]), Placements{Shard{1}});
   EXPECT_EQ(placements_of(parameters["4.bias"]), Placements{Replicate{}});
+  EXPECT_EQ(placements_of(parameters["5.weight"]), Placements{Shard{0}}) << "an embedding's rows";
   EXPECT_TENSORS_EQUAL(whole_of(parameters["0.weight"]), before);
   EXPECT_TRUE(parameters["0.weight"].requires_grad());
   EXPECT_TRUE(parameters["0.weight"].is_leaf());

@@ -12,7 +12,7 @@
 #include <tessera/checkpoint/bytes/json.h>
 #include <tessera/fsdp/strategy.h>
 #include <tessera/training/config/keys/config_key.h>
-#include <tessera/training/config/values/auto_fill.h>
+#include <tessera/training/config/values/auto_arguments.h>
 #include <tessera/training/train_arguments.h>
 
 namespace tessera::internal {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Internal: what the values "auto" become.
+// Internal: the arguments that fill values "auto".
 
 #include <optional>
 #include <string>
@@ -16,6 +16,8 @@ struct Filling {
   std::string argument;
   std::optional<Json> value;
 };
+
+inline bool is_auto(const Json& value) { return value == "auto"; }
 
 Filling filling_of(AutoFill filler, const TrainArguments& arguments);
 
