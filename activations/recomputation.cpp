@@ -124,7 +124,8 @@ Recomputation::FirstRun::FirstRun(Recomputation& recomputation)
     : recomputation_(recomputation),
       run_(recomputation.outermost_, /*is_second_run=*/false),
       taker_(this),
-      results_(recomputation.results_ ? &*recomputation.results_ : nullptr, taker_) {}
+      results_(recomputation.results_ ? &*recomputation.results_ : nullptr, taker_),
+      decisions_(recomputation.decisions_, DecisionScope::Run::kFirst) {}
 
 std::unique_ptr<SavedVariableHooks> Recomputation::FirstRun::take() {
   return std::make_unique<FirstRunHooks>(recomputation_.shared_from_this());
@@ -176,6 +177,7 @@ class Recomputation::SecondRun final : public SavedTensorTaker {
   RunScope run_;
   TakerScope taker_{this};
   KeptResults::Scope results_;
+  DecisionScope decisions_;
 };
 
 class Recomputation::SecondRun::Hooks final : public SavedVariableHooks {
@@ -198,7 +200,8 @@ Recomputation::SecondRun::SecondRun(Recomputation& made, KeptResults::Values kep
       autocast_(made.autocast_),
       scope_(made.scope_),
       run_(made.outermost_, /*is_second_run=*/true),
-      results_(made.results_ ? &*made.results_ : nullptr, std::move(kept)) {
+      results_(made.results_ ? &*made.results_ : nullptr, std::move(kept)),
+      decisions_(made.decisions_, DecisionScope::Run::kSecond) {
   for (const auto* buffers : {&made_.buffers_, &made_.unwritten_buffers_}) {
     for (const auto& each : *buffers) {
       if (version_of(each).enabled()) versions_before_.emplace_back(version_of(each), version_of(each).current_version());

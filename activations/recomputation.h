@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <tessera/activations/carried_scope.h>
+#include <tessera/activations/kept_decision.h>
 #include <tessera/activations/kept_results.h>
 #include <tessera/activations/recompute_options.h>
 #include <tessera/activations/run_state.h>
@@ -70,6 +71,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
     RunScope run_;
     TakerScope taker_;
     KeptResults::Scope results_;
+    DecisionScope decisions_;
   };
 
   /// What a tensor is known by in both runs.
@@ -125,6 +127,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
   AutocastState autocast_;
   CarriedScopePtr scope_ = carried_scope; ///< of the first run
   std::optional<KeptResults> results_;
+  Decisions decisions_;
   std::vector<std::weak_ptr<Slot>> slots_;
   std::vector<Signature> outputs_; ///< of a run to its end
   std::recursive_mutex mutex_; ///< two of autograd's threads may ask; a backward inside the function may ask amid a second run
