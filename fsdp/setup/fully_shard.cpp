@@ -15,6 +15,7 @@
 #include <tessera/base/error_text.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/tensor/view_replay.h>
+#include <tessera/fsdp/group/expert_mark.h>
 #include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/model/module_walk.h>
@@ -147,7 +148,8 @@ FullyShardOptions kept_of(FullyShardOptions options) {
 struct Taken {
   std::vector<FreeParameter> parameters;
   std::vector<std::string> names;
-  std::exception_ptr thrown; ///< by shard_placement_fn or gather_extension_fn
+  std::optional<double> divisor; ///< of the gradients of experts; none for other parameters
+  std::exception_ptr thrown;     ///< by shard_placement_fn or gather_extension_fn
 };
 
 /// One member of each.
@@ -245,8 +247,10 @@ Taken take_free(const Census& census, const DeviceMesh& mesh, const FullyShardOp
   for (const auto& [tensor, visit, key] : census.free) {
     taken.parameters.push_back({.tensor = tensor, .place = census.walk.place_of(*visit, key)});
     taken.names.push_back(census.walk.name(taken.parameters.back().place));
-    check_parameter(tensor, taken.names.back(), taken.parameters[0].tensor, mesh);
   }
+  taken.divisor = expert_divisor(column(taken.parameters, &FreeParameter::tensor), taken.names, mesh);
+  for (size_t i = 0; i < taken.names.size(); ++i)
+    check_parameter(taken.parameters[i].tensor, taken.names[i], taken.parameters[0].tensor, mesh);
   check_own_memory(census);
   const auto dtypes = unsharded_dtypes(census.walk, column(taken.parameters, &FreeParameter::tensor), options.mixed_precision);
   for (size_t i = 0; i < dtypes.size(); ++i) {
@@ -375,7 +379,9 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   state->model().number = agreement.model_number;
   take_over(state, census, below, taken.parameters, stages);
   word_storage_errors(*state);
-  return FSDPModule(state);
+  FSDPModule handle(state);
+  if (taken.divisor) handle.set_gradient_divide_factor(*taken.divisor);
+  return handle;
 }
 
 DeviceMesh mesh_of_the_world() {

@@ -10,6 +10,7 @@
 
 #include <tessera/base/listing.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/fsdp/group/expert_mark.h>
 #include <tessera/fsdp/model/sharded_module.h>
 
 namespace tessera::internal {
@@ -45,7 +46,8 @@ std::vector<std::string> parameters_trained_apart(const torch::nn::Module& modul
   bool any_sharded = false;
   std::vector<std::string> apart;
   for (const auto& parameter : without_ignored(module.named_parameters())) {
-    const bool is_sharded = dtensor_meta(parameter.value()) != nullptr;
+    const bool is_free_expert = expert_mark(parameter.value()) && !parameter_meta(parameter.value()); // maybe a DTensor of ep
+    const bool is_sharded = dtensor_meta(parameter.value()) && !is_free_expert;
     any_sharded |= is_sharded;
     if (!is_sharded && parameter.value().requires_grad()) apart.push_back(parameter.key());
   }
