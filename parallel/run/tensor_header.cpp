@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <sstream>
 #include <utility>
 #include <variant>
@@ -13,8 +14,19 @@ namespace tessera::internal::pipeline {
 
 namespace {
 
+/// `mesh` as a slice of the pipeline's root, where that has an equal one: specs are shared by equal meshes of several roots.
+DeviceMesh in_root_of(const DeviceMesh& pipeline, const DeviceMesh& mesh) {
+  const auto root = pipeline.root();
+  const auto& names = root.dim_names();
+  const bool has_all = std::all_of(mesh.dim_names().begin(), mesh.dim_names().end(),
+                                   [&](const auto& name) { return std::count(names.begin(), names.end(), name) > 0; });
+  if (mesh.root() == root || mesh.dim_names().empty() || !has_all) return mesh;
+  const auto slice = root[mesh.dim_names()];
+  return slice == mesh ? slice : mesh;
+}
+
 HeaderLayout layout_of(const DTensor& tensor, const DeviceMesh& pipeline, const std::string& what) {
-  const auto& mesh = tensor.mesh();
+  const auto mesh = in_root_of(pipeline, tensor.mesh());
   TORCH_CHECK(mesh.root() == pipeline.root(), what, " has a DTensor on ", mesh.to_string(),
               ", which is no slice of the mesh that the pipeline's is a slice of");
   HeaderLayout layout{.sizes = tensor.sizes().vec()};

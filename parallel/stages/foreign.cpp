@@ -26,9 +26,8 @@ constexpr ForeignKind kForeign;
 
 class ForeignStorage final : public ReadStorage {
  public:
-  ForeignStorage(std::string tensor_name, std::string of)
-      : ReadStorage(c10::kMeta, kForeign), name(std::move(tensor_name)), owner(std::move(of)) {}
-  const std::string name, owner;
+  explicit ForeignStorage(std::function<std::string()> of_read) : ReadStorage(c10::kMeta, kForeign), error(std::move(of_read)) {}
+  const std::function<std::string()> error;
 };
 
 const ForeignStorage* foreign_storage(const at::Tensor& tensor) {
@@ -41,8 +40,7 @@ void ForeignKind::on_read(ReadCall& call) const {
     const auto* foreign = tensor.key_set().has(kTouchKey) ? foreign_storage(tensor) : nullptr;
     if (!foreign) return;
     const auto& op = call.op.schema().name();
-    TORCH_CHECK(false, op.substr(op.find("::") + 2), " (rank ", process_context().rank(),
-                "): ", foreign_read(foreign->name, foreign->owner, current_stage()));
+    TORCH_CHECK(false, op.substr(op.find("::") + 2), " (rank ", process_context().rank(), "): ", foreign->error());
   });
   call.proceed();
 }
@@ -50,10 +48,14 @@ void ForeignKind::on_read(ReadCall& call) const {
 } // namespace
 
 void make_foreign(const at::Tensor& tensor, std::string name, std::string owner) {
+  make_foreign(tensor, [name = std::move(name), owner = std::move(owner)] { return foreign_read(name, owner, current_stage()); });
+}
+
+void make_foreign(const at::Tensor& tensor, std::function<std::string()> error) {
   const auto sizes = tensor.sizes().vec(), strides = tensor.strides().vec();
   const auto keys = c10::DispatchKeySet(c10::DispatchKey::Meta).add(kTouchKey);
-  auto impl = c10::make_intrusive<c10::TensorImpl>(
-      c10::Storage(c10::make_intrusive<ForeignStorage>(std::move(name), std::move(owner))), keys, tensor.dtype());
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(c10::make_intrusive<ForeignStorage>(std::move(error))), keys,
+                                                   tensor.dtype());
   impl->set_sizes_and_strides(sizes, strides);
   tensor.unsafeGetTensorImpl()->shallow_copy_from(impl);
 }

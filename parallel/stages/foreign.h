@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string>
 
 namespace tessera::internal::pipeline {
@@ -11,6 +12,8 @@ namespace tessera::internal::pipeline {
 /// `tensor` becomes one without memory, on the meta device, in place. Each operator that reads it is an error that names it, and
 /// its `owner`.
 void make_foreign(const at::Tensor& tensor, std::string name, std::string owner);
+/// Does the same, where `error` says what is wrong with reading it.
+void make_foreign(const at::Tensor& tensor, std::function<std::string()> error);
 
 /// While it lives, this thread computes a stage, of which errors tell.
 class StageScope {
