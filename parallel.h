@@ -1,12 +1,15 @@
 #pragma once
 
-/// Models whose layers or sequences are split over ranks: what torch.distributed.tensor.parallel and the context parallel of
-/// torch.distributed.tensor.experimental are in Python.
+/// Models whose layers, sequences or experts are split over ranks: what torch.distributed.tensor.parallel and the context
+/// parallel of torch.distributed.tensor.experimental are in Python.
 
 #include <tessera/dtensor.h>
 #include <tessera/mesh.h>
 #include <tessera/mesh/part_order.h>
 #include <tessera/parallel/context_attention.h>
+#include <tessera/parallel/expert_parallel.h>
+#include <tessera/parallel/experts.h>
+#include <tessera/parallel/moe.h>
 #include <tessera/parallel/parallelize.h>
 #include <tessera/parallel/pipeline.h>
 #include <tessera/parallel/pipeline_layers.h>

@@ -12,6 +12,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/calls/planned_meshes.h>
+#include <tessera/fsdp/group/expert_mark.h>
 #include <tessera/fsdp/group/sharded_parameter.h>
 #include <tessera/parallel/tensor/placing.h>
 
@@ -34,6 +35,7 @@ void check_free(const at::Tensor& parameter, const std::string& name) {
   };
   check(!parameter_meta(parameter), " is sharded by fully_shard already: call parallelize before it");
   check(!styled_meta(parameter), " is parallel already: call parallelize once, with a plan of the whole module");
+  check(!expert_mark(parameter), " is one of experts that expert_parallel has split: no line of a plan names it");
   check(!dtensor_meta(parameter), " is a DTensor already");
   check(parameter.is_leaf(), " is no leaf: it was computed from other tensors");
 }
@@ -52,7 +54,8 @@ class Plan {
       }
     }
     for (const auto& item : module.named_parameters()) {
-      if (!places_.contains(item.value().unsafeGetTensorImpl())) take({item.key(), item.value()}, "");
+      const bool is_placed = places_.contains(item.value().unsafeGetTensorImpl());
+      if (!is_placed && !expert_mark(item.value())) take({item.key(), item.value()}, "");
     }
     for (const auto& [parameter, line] : parameters_) check_free(parameter.tensor, parameter.name);
   }
