@@ -13,8 +13,8 @@
 ABSL_FLAG(int32_t, ranks, 0, "local ranks to start; 0: the environment (torchrun, Slurm, mpirun) says what rank this process is");
 ABSL_FLAG(
     std::string, dims, "",
-    "names of the dims of --mesh, such as dp,cp,tp; a last one called tp splits layers, one before it called cp sequences, and "
-    "a first one called pp is for a pipeline");
+    "names of the dims of --mesh, such as dp,cp,tp; a last one called tp splits layers, one before it called ep experts, one "
+    "before these called cp sequences, and a first one called pp is for a pipeline");
 ABSL_FLAG(std::string, mesh, "",
           "shape of the device mesh, such as 4 or 2x2; default: one dim, for hybrid and hierarchical 2 x half of the ranks");
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
@@ -88,15 +88,17 @@ void take_other_dims(bool splits_models, JobOptions& options) {
     return ranks;
   };
   options.tensor_parallel = take("tp");
+  options.expert_parallel = take("ep");
   options.context_parallel = take("cp");
   for (const auto& name : names) {
     TORCH_CHECK(name != "tp", "--dims ", text, ": tp must be the last dim");
-    TORCH_CHECK(name != "cp", "--dims ", text, ": cp must be the last dim, or before tp");
+    TORCH_CHECK(name != "ep", "--dims ", text, ": ep must be the last dim, or before tp");
+    TORCH_CHECK(name != "cp", "--dims ", text, ": cp must be the last dim, or before ep and tp");
     TORCH_CHECK(name != "pp", "--dims ", text, ": pp must be the first dim");
   }
-  if (!options.context_parallel) return;
+  if (!options.context_parallel && !options.expert_parallel) return;
   if (options.mesh.empty()) options.mesh.push_back(1);
-  options.mesh.back() *= *options.context_parallel;
+  options.mesh.back() *= options.context_parallel.value_or(1) * options.expert_parallel.value_or(1);
 }
 
 /// The mesh without pp and tp, of `world` ranks.

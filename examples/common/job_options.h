@@ -21,6 +21,9 @@ struct JobOptions {
   /// Ranks of the dim before that, cp, over which sequences are split, and which are in the last dim of `mesh` as well: those
   /// hold parameters together. Unset: it has none.
   std::optional<int64_t> context_parallel;
+  /// Ranks of the dim ep, between cp and tp, over which experts are split, and which are in the last dim of `mesh` as well.
+  /// Unset: it has none.
+  std::optional<int64_t> expert_parallel;
   std::optional<int64_t> pipeline; ///< ranks of the mesh's first dim, pp; unset: it has none
   c10::DeviceType device = c10::kCPU;
   int threads = 0; ///< a rank's threads; 0: OMP_NUM_THREADS, or the cores divided by the local ranks
@@ -32,8 +35,8 @@ struct JobOptions {
 };
 
 /// What the flags say, after `parse_command_line`. Throws c10::Error that names the flag for a value out of its range or flags
-/// that contradict each other, and for dims `pp`, `cp` and `tp` unless the program `splits_models`: over stages, their sequences
-/// and layers.
+/// that contradict each other, and for dims `pp`, `cp`, `ep` and `tp` unless the program `splits_models`: over stages, their
+/// sequences, experts and layers.
 JobOptions job_options(bool splits_models = false);
 
 /// How many ranks, of `world`, have parameters of the same layers.

@@ -2,6 +2,7 @@
 
 #include <tessera/activations/recompute.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace gpt {
@@ -21,17 +22,36 @@ torch::Tensor AttentionImpl::forward(const torch::Tensor& x) {
   return projection_->forward(mixed.transpose(1, 2).reshape({batch, time, width}));
 }
 
+namespace {
+
+tessera::MoEOptions moe_options(const ModelConfig& config) {
+  tessera::MoEOptions options{.width = config.width,
+                              .hidden = std::max<int64_t>(4 * config.width / config.top_k, 1),
+                              .experts = config.experts,
+                              .kind = tessera::ExpertKind::kGelu};
+  options.route.top_k = config.top_k;
+  options.losses.balance = config.balance;
+  return options;
+}
+
+} // namespace
+
 BlockImpl::BlockImpl(const ModelConfig& config) {
   attention_norm_ = register_module("attention_norm", nn::LayerNorm(nn::LayerNormOptions({config.width})));
   attention_ = register_module("attention", Attention(config));
   mlp_norm_ = register_module("mlp_norm", nn::LayerNorm(nn::LayerNormOptions({config.width})));
+  if (config.experts > 0) {
+    moe_ = register_module("moe", tessera::MoE(moe_options(config)));
+    return;
+  }
   expand_ = register_module("expand", nn::Linear(config.width, 4 * config.width));
   contract_ = register_module("contract", nn::Linear(4 * config.width, config.width));
 }
 
 torch::Tensor BlockImpl::forward(torch::Tensor x) {
   x = x + attention_->forward(attention_norm_->forward(x));
-  return x + contract_->forward(torch::gelu(expand_->forward(mlp_norm_->forward(x))));
+  const auto y = mlp_norm_->forward(x);
+  return x + (moe_ ? moe_->forward(y) : contract_->forward(torch::gelu(expand_->forward(y))));
 }
 
 GptImpl::GptImpl(const ModelConfig& config) : config_(config) {
@@ -71,7 +91,8 @@ void GptImpl::initialize() {
       parameter.fill_(is_scale ? 1.0 : 0.0);
       continue;
     }
-    const bool writes_residual = name.find("projection") != std::string::npos || name.find("contract") != std::string::npos;
+    const auto is_of = [&](const char* part) { return name.find(part) != std::string::npos; };
+    const bool writes_residual = is_of("projection") || is_of("contract") || is_of("experts.down");
     nn::init::normal_(parameter, 0.0, writes_residual ? 0.02 * residual_scale : 0.02);
   }
 }

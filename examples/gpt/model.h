@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/parallel/moe.h>
 #include <torch/torch.h>
 
 namespace gpt {
@@ -12,6 +13,9 @@ struct ModelConfig {
   int64_t width = 128; ///< features of a token; a multiple of `heads`
   int64_t heads = 4;
   int64_t sequence = 128; ///< the longest context, in bytes
+  int64_t experts = 0;    ///< of a block, in the place of its MLP; 0: none
+  int64_t top_k = 2;      ///< experts of a token
+  double balance = 0.01;  ///< coefficient of the loss that balances them
 };
 
 /// Causal self-attention over x [batch, time, width].
@@ -26,7 +30,8 @@ class AttentionImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Attention);
 
-/// A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
+/// A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts. Those that a token
+/// chooses have as many features together as the MLP.
 class BlockImpl : public torch::nn::Module {
  public:
   explicit BlockImpl(const ModelConfig& config);
@@ -36,6 +41,7 @@ class BlockImpl : public torch::nn::Module {
   torch::nn::LayerNorm attention_norm_{nullptr}, mlp_norm_{nullptr};
   Attention attention_{nullptr};
   torch::nn::Linear expand_{nullptr}, contract_{nullptr};
+  tessera::MoE moe_{nullptr}; ///< in their place
 };
 TORCH_MODULE(Block);
 

@@ -11,6 +11,10 @@ ABSL_FLAG(int64_t, layers, 4, "blocks of the model");
 ABSL_FLAG(int64_t, width, 128, "features of a token; a multiple of --heads");
 ABSL_FLAG(int64_t, heads, 4, "attention heads");
 ABSL_FLAG(int64_t, sequence, 64, "bytes of context");
+ABSL_FLAG(int64_t, experts, 0,
+          "of each block, in the place of its MLP; a dim ep of --dims splits them, and so does tp; 0 for none");
+ABSL_FLAG(int64_t, top_k, 2, "experts of a token");
+ABSL_FLAG(double, balance_loss, 0.01, "coefficient of the loss that balances experts");
 ABSL_FLAG(int64_t, steps, 600, "optimizer steps");
 ABSL_FLAG(int64_t, batch, 4, "sequences a rank and step");
 ABSL_FLAG(int64_t, global_batch, 0,
@@ -58,6 +62,10 @@ void check_model(const ModelConfig& model) {
   check_at_least<int64_t>("heads", model.heads, 1);
   check_at_least<int64_t>("sequence", model.sequence, 1);
   TORCH_CHECK(model.width % model.heads == 0, "--width ", model.width, " is no multiple of --heads ", model.heads);
+  check_at_least<int64_t>("experts", model.experts, 0);
+  check_at_least<int64_t>("top-k", model.top_k, 1);
+  check_at_least("balance-loss", model.balance, 0.0);
+  TORCH_CHECK(model.experts == 0 || model.top_k <= model.experts, "--top-k ", model.top_k, " of --experts ", model.experts);
 }
 
 void check_numbers(const Options& options) {
@@ -116,6 +124,16 @@ void check_pipeline(const Options& options) {
   TORCH_CHECK(options.dump_initial.empty(), "--dump-initial writes the whole model, which no rank has with a dim pp");
 }
 
+void check_experts(const Options& options) {
+  const auto experts = options.model.experts;
+  TORCH_CHECK(!options.expert_parallel || experts > 0, "--dims with ep needs --experts");
+  if (experts == 0) return;
+  TORCH_CHECK(experts % options.expert_ranks() == 0, "--experts ", experts, " do not divide among the ", options.expert_ranks(),
+              " ranks of ep and tp");
+  TORCH_CHECK(options.precision != examples::Precision::kFp16 || options.model.balance == 0,
+              "--balance-loss with --precision fp16: this program scales no loss that is inside of the model; take 0, or bf16");
+}
+
 void check_context(const Options& options) {
   check_at_least("context-ranks", options.context_ranks, 1);
   if (options.context_ranks == 1) return;
@@ -127,6 +145,16 @@ void check_context(const Options& options) {
   TORCH_CHECK(options.context != tessera::ContextParallel::kUlysses || heads % options.context_ranks == 0, "--heads ",
               options.model.heads, " do not divide among --context-ranks ", options.context_ranks,
               options.tensor_parallel ? " in the ranks of tp" : "", ", which --context ulysses needs");
+}
+
+ModelConfig model_config() {
+  return {.layers = absl::GetFlag(FLAGS_layers),
+          .width = absl::GetFlag(FLAGS_width),
+          .heads = absl::GetFlag(FLAGS_heads),
+          .sequence = absl::GetFlag(FLAGS_sequence),
+          .experts = absl::GetFlag(FLAGS_experts),
+          .top_k = absl::GetFlag(FLAGS_top_k),
+          .balance = absl::GetFlag(FLAGS_balance_loss)};
 }
 
 /// Reads how sequences, activations and layers are split over ranks.
@@ -144,8 +172,7 @@ Options parse_options(int argc, char** argv) {
   examples::parse_command_line(argc, argv, "trains a byte-level GPT, sharded over ranks", "gpt/options.cpp");
   Options options{examples::job_options(/*splits_models=*/true)};
   options.data = absl::GetFlag(FLAGS_data);
-  options.model = {absl::GetFlag(FLAGS_layers), absl::GetFlag(FLAGS_width), absl::GetFlag(FLAGS_heads),
-                   absl::GetFlag(FLAGS_sequence)};
+  options.model = model_config();
   options.steps = absl::GetFlag(FLAGS_steps);
   options.global_batch = absl::GetFlag(FLAGS_global_batch);
   options.batch = options.global_batch > 0 ? 0 : absl::GetFlag(FLAGS_batch);
@@ -175,6 +202,7 @@ Options parse_options(int argc, char** argv) {
   check_combinations(options);
   check_context(options);
   check_pipeline(options);
+  check_experts(options);
   return options;
 }
 

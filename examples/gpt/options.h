@@ -49,6 +49,8 @@ struct Options : examples::JobOptions {
   int context_ranks = 1; ///< over which each sequence is split
   tessera::ContextParallel context = tessera::ContextParallel::kAllGather;
 
+  /// The ranks over which experts are split: those of ep and of tp.
+  int64_t expert_ranks() const { return expert_parallel.value_or(1) * tensor_parallel.value_or(1); }
   /// The groups of ranks that have rows of their own, among `world` ranks. The ranks of one split sequences or layers.
   int64_t data_ranks(int world) const { return examples::data_ranks(*this, world) / context_ranks; }
   /// The rows of such a group.

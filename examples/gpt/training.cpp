@@ -36,6 +36,9 @@ std::string describe(const Options& options, int64_t parameters) {
          (options.tensor_parallel ? fmt::format(", tensor-parallel over {}{}", *options.tensor_parallel,
                                                 options.sequence_parallel ? ", sequence-parallel" : "")
                                   : "") +
+         (options.model.experts > 0
+              ? fmt::format(", {} experts a block over {} ranks", options.model.experts, options.expert_ranks())
+              : "") +
          (options.pipeline ? fmt::format(", a pipeline of {}", *options.pipeline) : "") +
          (options.context_ranks == 1
               ? ""
@@ -49,6 +52,10 @@ tessera::StateDict flags_of(const ModelConfig& model) {
   flags.set("width", model.width);
   flags.set("heads", model.heads);
   flags.set("sequence", model.sequence);
+  if (model.experts > 0) {
+    flags.set("experts", model.experts);
+    flags.set("top-k", model.top_k);
+  }
   return flags;
 }
 

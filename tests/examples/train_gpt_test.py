@@ -129,6 +129,28 @@ class TrainGptTest(unittest.TestCase):
         rest = self.losses("--ranks=3", "--mesh=3", "--dims=pp", "--layers=6", "--steps=4", f"--checkpoint={saved}", "--resume")
         self.assert_same_curve(rest, expected[2:], "pp 2 and dp 2, then pp 3")
 
+    def test_the_curve_does_not_depend_on_expert_parallelism(self):
+        experts = ("--experts=4", "--balance-loss=0.1")
+        expected = self.losses("--ranks=1", *experts)
+        self.assertLess(expected[-1], expected[0])
+        for ranks, mesh, dims, *others in ((4, "2x2", "dp,ep", "--recompute"), (4, "2x2", "dp,tp"),
+                                           (4, "1x2x2", "dp,ep,tp", "--sequence-parallel"), (4, "2x2", "cp,ep"),
+                                           (4, "2x1x2", "replicate,shard,ep", "--strategy=hybrid"),
+                                           (2, "2", "ep", "--strategy=no-shard")):
+            flags = (f"--ranks={ranks}", f"--mesh={mesh}", f"--dims={dims}", *experts, *others)
+            self.assert_same_curve(self.losses(*flags), expected, flags)
+        piped = ("--layers=4", "--steps=4", "--experts=4", "--balance-loss=0")
+        expected = self.losses("--ranks=1", *piped)
+        for mesh, dims in (("2x1x2", "pp,dp,ep"), ("2x2", "pp,tp")):
+            flags = ("--ranks=4", f"--mesh={mesh}", f"--dims={dims}", "--schedule=zb-h1", *piped)
+            self.assert_same_curve(self.losses(*flags), expected, flags)
+        saved = self.folder / "experts"
+        self.train("--ranks=4", "--mesh=1x4", "--dims=dp,ep", *piped, f"--checkpoint={saved}", "--save-every=2")
+        (saved / "step-000004").rename(self.folder / "after")
+        (self.folder / "log.jsonl").unlink()
+        rest = self.losses("--ranks=2", "--mesh=2", "--dims=ep", *piped, f"--checkpoint={saved}", "--resume")
+        self.assert_same_curve(rest, expected[2:], "resumed on other ranks")
+
     def test_a_checkpoint_goes_from_one_mesh_to_another(self):
         whole = self.losses("--strategy=none", "--steps=4")
         saved = self.folder / "saved"
@@ -280,6 +302,10 @@ class TrainGptTest(unittest.TestCase):
         self.assert_error("tp must be the last dim", "--ranks=4", "--mesh=2x2", "--dims=tp,dp")
         self.assert_error("--sequence-parallel needs a dim tp", "--ranks=2", "--sequence-parallel")
         self.assert_error("--heads 2 does not divide among the 4 ranks of tp", "--ranks=4", "--mesh=4", "--dims=tp")
+
+        self.assert_error("--dims with ep needs --experts", "--ranks=2", "--mesh=2", "--dims=ep")
+        self.assert_error("--experts 3 do not divide among the 2 ranks of ep and tp", "--ranks=2", "--mesh=2", "--dims=ep", "--experts=3")
+        self.assert_error("ep must be the last dim, or before tp", "--ranks=4", "--mesh=2x2", "--dims=ep,dp", "--experts=4")
 
     def test_bad_flags(self):
         self.assert_error("--mesh is '2y2', but must be sizes joined by x", "--mesh=2y2")

@@ -35,7 +35,7 @@ inline gpt::Gpt seeded_gpt(const gpt::ModelConfig& config) {
 }
 
 /// Megatron's plan.
-inline ParallelPlan gpt_plan(bool sequence = false) { return gpt::parallel_plan(sequence); }
+inline ParallelPlan gpt_plan(bool sequence = false) { return gpt::parallel_plan(sequence, /*has_experts=*/false); }
 
 struct Tokens {
   torch::Tensor inputs, targets; ///< [batch, time]
