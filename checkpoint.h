@@ -6,6 +6,7 @@
 #include <tessera/checkpoint/checkpointer.h>
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/read_state_dict.h>
+#include <tessera/checkpoint/script_file.h>
 #include <tessera/checkpoint/state_dict.h>
 #include <tessera/checkpoint/storage.h>
 #include <tessera/checkpoint/torch_file.h>

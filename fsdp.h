@@ -13,6 +13,7 @@
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/fsdp/options.h>
 #include <tessera/fsdp/reshard_parameters.h>
+#include <tessera/fsdp/shard_script.h>
 #include <tessera/fsdp/step_report.h>
 #include <tessera/fsdp/strategy.h>
 #include <tessera/fsdp/summary.h>
@@ -20,6 +21,7 @@
 #include <tessera/fsdp/whole_parameters.h>
 #include <tessera/mesh.h>
 #include <tessera/mixed_precision/policy.h>
+#include <tessera/nn/script_module.h>
 #include <tessera/offload/offload_policy.h>
 #include <tessera/optim/adafactor.h>
 #include <tessera/optim/adamw_8bit.h>

@@ -16,6 +16,7 @@
 #include <tessera/collectives/communicator.h>
 #include <tessera/collectives/ranks/gather_texts.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/nn/follow_scripts.h>
 
 namespace tessera {
 
@@ -30,6 +31,7 @@ struct Buffer {
 };
 
 std::vector<Buffer> plain_buffers(const torch::nn::Module& module) {
+  internal::follow_scripts(module);
   std::vector<Buffer> buffers;
   for (const auto& item : module.named_buffers()) {
     const auto& tensor = item.value();

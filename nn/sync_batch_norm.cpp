@@ -11,6 +11,7 @@
 
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/nn/batch_statistics.h>
+#include <tessera/nn/follow_scripts.h>
 
 namespace tessera {
 
@@ -72,6 +73,12 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return is_compatible;
 }
 
+void check_running_mean(const at::Tensor& mean, const std::string& name) {
+  TORCH_CHECK_VALUE(!dtensor_meta(mean), "convert_sync_batch_norm: the running_mean of ", name, " is a DTensor");
+  TORCH_CHECK_VALUE(!mean.is_inference(), "convert_sync_batch_norm: the running_mean of ", name,
+                    " was made in InferenceMode; build the module outside of it");
+}
+
 /// What a module of any number of dims has to be told: the running mean carries it.
 template <typename Norm>
 void synchronize(Norm& norm, const std::string& name, const BatchRanks& ranks) {
@@ -79,10 +86,19 @@ void synchronize(Norm& norm, const std::string& name, const BatchRanks& ranks) {
   if (!tracks) norm.running_mean = at::empty({0}); // a member alone, which nothing registers
   const auto& mean = norm.running_mean;
   TORCH_CHECK_VALUE(mean.defined(), "convert_sync_batch_norm: the module ", name, " has no running_mean, though it tracks it");
-  TORCH_CHECK_VALUE(!dtensor_meta(mean), "convert_sync_batch_norm: the running_mean of ", name, " is a DTensor");
-  TORCH_CHECK_VALUE(!mean.is_inference(), "convert_sync_batch_norm: the running_mean of ", name,
-                    " was made in InferenceMode; build the module outside of it");
+  check_running_mean(mean, name);
   attach(mean, c10::make_intrusive<SyncMeta>(ranks, norm.options.num_features(), tracks));
+}
+
+/// A script calls the same operator.
+bool synchronize_if_scripted(const torch::nn::Module& module, const std::string& name, const BatchRanks& ranks) {
+  if (!is_scripted_batch_norm(module)) return false;
+  const auto mean = running_mean_of_script(module);
+  TORCH_CHECK_VALUE(mean.defined(), "convert_sync_batch_norm: the module ", name,
+                    " of a script has no running statistics, which carry its ranks: export it with track_running_stats=True");
+  check_running_mean(mean, name);
+  attach(mean, c10::make_intrusive<SyncMeta>(ranks, mean.numel(), /*tracks=*/true));
+  return true;
 }
 
 template <typename Norm>
@@ -110,7 +126,8 @@ std::vector<std::string> convert_sync_batch_norm(torch::nn::Module& module, cons
     ranks.label = path.empty() ? at.name() : path;
     const bool converts = internal::synchronize_if<BatchNorm1dImpl>(at, ranks.label, ranks) ||
                           internal::synchronize_if<BatchNorm2dImpl>(at, ranks.label, ranks) ||
-                          internal::synchronize_if<BatchNorm3dImpl>(at, ranks.label, ranks);
+                          internal::synchronize_if<BatchNorm3dImpl>(at, ranks.label, ranks) ||
+                          internal::synchronize_if_scripted(at, ranks.label, ranks);
     if (converts) names.push_back(path);
   };
   visit("", module);

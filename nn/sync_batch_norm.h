@@ -47,15 +47,15 @@ class SyncBatchNorm : public torch::nn::ModuleHolder<SyncBatchNormImpl> {
   using torch::nn::ModuleHolder<SyncBatchNormImpl>::ModuleHolder;
 };
 
-/// Makes every torch::nn::BatchNorm1d, 2d and 3d in `module` and below take its statistics over all ranks of `mesh`, as
-/// SyncBatchNorm does, and returns their names.
+/// Makes every torch::nn::BatchNorm1d, 2d and 3d in `module` and below, and those of a ScriptModule, take its statistics over all
+/// ranks of `mesh`, as SyncBatchNorm does, and returns their names.
 ///
 /// Nothing is replaced: the modules keep their types, names, parameters and buffers, so members and checkpoints stay as they are,
 /// and it may be called before or after `fully_shard`, and again, with another mesh. A copy made by `clone` is a plain BatchNorm.
 /// Every rank of the mesh calls it, in the same order. In training LibTorch throws for an input with one value per channel, or
 /// with a wrong number of dims, before the ranks can communicate. The other ranks then wait for this one until the timeout. If a
 /// rank's part of the batch may be one row of [N, C], use SyncBatchNorm instead.
-/// Errors name the module: statistics that are a DTensor, or that were made in InferenceMode.
+/// Errors name the module: statistics that are a DTensor, or that were made in InferenceMode; a script's that has none.
 std::vector<std::string> convert_sync_batch_norm(torch::nn::Module& module, const DeviceMesh& mesh);
 
 namespace internal {

@@ -3,6 +3,7 @@
 #include <tessera/checkpoint/state/state_copy.h>
 #include <tessera/checkpoint/state_dict.h>
 #include <tessera/fsdp/setup/trains_apart.h>
+#include <tessera/nn/follow_scripts.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -15,6 +16,7 @@ namespace tessera {
 namespace internal {
 
 std::vector<NamedTensor> named_tensors(const torch::nn::Module& module, const WhichTensors& which) {
+  follow_scripts(module);
   std::vector<NamedTensor> tensors;
   std::unordered_map<const void*, size_t> seen;
   const auto visit = [&](const std::string& name, const at::Tensor& tensor) {

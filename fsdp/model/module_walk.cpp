@@ -16,6 +16,7 @@ ModuleWalk::ModuleWalk(const std::vector<Module*>& tops) : tops_(tops.size()) {
 void ModuleWalk::descend(const Visit& visit) {
   const size_t position = visits_.size();
   if (!positions_.emplace(visit.module, position).second) return;
+  check_script(*visit.module);
   visits_.push_back(visit);
   for (const auto& child : visit.module->named_children()) descend({child.value().get(), visit.top, position, child.key()});
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <tessera/fsdp/group/place.h>
+#include <tessera/nn/follow_scripts.h>
 
 namespace tessera::internal {
 
@@ -20,9 +21,11 @@ struct Registry : torch::nn::Module {
   static const auto& parameters(const Module& module) { return module.*(&Registry::parameters_); }
 };
 
-/// Whether `predicate` holds for a parameter of `module` or below; asks in the order of `parameters()`, to the first such one.
+/// Whether `predicate` holds for a parameter of `module` or below; asks in the order of `parameters()`, to the first such one. An
+/// error for a ScriptModule whose script has another parameter now; those of a walk too.
 template <typename Predicate> // bool(const at::Tensor&)
 bool any_parameter(const torch::nn::Module& module, const Predicate& predicate) {
+  check_script(module);
   for (const auto& item : Registry::parameters(module)) {
     if (item.value().defined() && predicate(item.value())) return true;
   }

@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
 #include <tessera/dtensor/calls/visit_tensors.h>
 #include <tessera/fsdp/group/parameter_group.h>
 
@@ -71,6 +73,20 @@ void check_keeps_parameters(const c10::OperatorHandle& op, const OperatorTraits&
                                 " has a max_norm, which rewrites the rows that this rank's batch reads, and no other rank's copy "
                                 "of them: build it without max_norm, and rescale the weight between steps");
   }
+}
+
+void throw_read_by_optimized_script(const OperatorTraits& traits, std::span<c10::IValue> arguments) {
+  std::string name;
+  visit_tensors(traits, arguments, [&](const at::Tensor& tensor, size_t) {
+    const auto* meta = name.empty() ? parameter_meta(tensor) : nullptr;
+    if (meta) name = "the sharded parameter " + meta->group->full_name(meta->index);
+  });
+  if (name.empty()) name = "a view of a sharded parameter";
+  TORCH_CHECK(false, name,
+              " is read by TorchScript on a thread whose executor optimizes, which differentiates by itself and "
+              "would compute other gradients: run the script through a tessera::ScriptModule, or open a tessera::PlainExecutor "
+              "on this thread around the forward (the setting of torch::jit::setGraphExecutorOptimize(false) is one of each "
+              "thread; functions that a script starts with torch.jit.fork run on threads that have no such scope)");
 }
 
 } // namespace tessera::internal

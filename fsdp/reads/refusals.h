@@ -17,4 +17,7 @@ ParameterGroup& group_of_leaf(const at::Tensor& leaf);
 /// only this rank's batch reads.
 void check_keeps_parameters(const c10::OperatorHandle& op, const OperatorTraits& traits, std::span<c10::IValue> arguments);
 
+/// The error of a read from TorchScript that this thread optimizes.
+[[noreturn]] void throw_read_by_optimized_script(const OperatorTraits& traits, std::span<c10::IValue> arguments);
+
 } // namespace tessera::internal

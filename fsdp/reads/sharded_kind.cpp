@@ -32,6 +32,7 @@
 #include <tessera/fsdp/schedule/schedule.h>
 #include <tessera/fsdp/unsharded.h>
 #include <tessera/mesh/part_order.h>
+#include <tessera/nn/follow_scripts.h>
 #include <tessera/reads/read_call.h>
 
 namespace tessera::internal {
@@ -424,6 +425,7 @@ class ShardedKind final : public ReadKind {
 
   void on_read(ReadCall& call) const override {
     check_keeps_parameters(call.op, call.traits, call.arguments);
+    if (C10_UNLIKELY(runs_optimized_script())) throw_read_by_optimized_script(call.traits, call.arguments);
     if (call.met(Met::kWrittenParameter)) wait_to_write(call);
     if (call.traits.special == Special::kConverts && converts_nothing(call.op, call.arguments)) return call.return_arguments(1);
     if (may_make_views(call) && make_views(call.op, call.traits, call.stack)) return;

@@ -49,6 +49,7 @@ absl::flat_hash_set<const c10::StorageImpl*> free_storages(const Census& census)
 
 Census take_census(const std::vector<Module*>& modules, const std::vector<at::Tensor>& ignored_params) {
   const auto ignored = addresses_of(ignored_params);
+  for (const auto* module : modules) follow_scripts(*module);
   Census census(modules);
   absl::flat_hash_set<const c10::TensorImpl*> seen; // tied ones come twice
   absl::flat_hash_set<const ShardedModule*> known;

@@ -300,7 +300,7 @@ WeightAgreement agree(const Taken& taken, const InitialWeightsCheck& check) {
 
 void check_call(const std::vector<Module*>& modules, const Census& census, const FullyShardOptions& options) {
   TORCH_CHECK_VALUE(!census.free.empty() || !census.roots.empty(), "fully_shard: the module ", describe(modules),
-                    " has no parameter", census.ignored.empty() ? "" : " but ignored ones");
+                    " has no parameter", census.ignored.empty() ? "" : " but ignored ones", why_no_parameters(*modules.front()));
   check_not_sharded(modules, census);
   check_policy(options.mixed_precision);
   check_buckets(options);
@@ -379,6 +379,7 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   state->model().number = agreement.model_number;
   take_over(state, census, below, taken.parameters, stages);
   word_storage_errors(*state);
+  for (const auto* module : modules) forget_compiled(*module);
   FSDPModule handle(state);
   if (taken.divisor) handle.set_gradient_divide_factor(*taken.divisor);
   return handle;

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 
+#include <tessera/nn/follow_scripts.h>
 #include <tessera/nn/sync_batch_norm.h>
 
 namespace tessera::internal {
@@ -69,7 +70,7 @@ template <typename... Norms>
 struct AnyOf {
   /// The running mean; undefined for any other module, and where there is none.
   static at::Tensor running_mean(Module& module) {
-    at::Tensor mean;
+    auto mean = running_mean_of_script(module);
     (
         [&] {
           if (const auto* norm = module.as<Norms>()) mean = norm->running_mean;

@@ -3,7 +3,7 @@
 #include <torch/script.h>
 #include <torch/torch.h>
 
-#include <torch/csrc/jit/runtime/graph_executor.h>
+#include <torch/csrc/jit/python/update_graph_executor_opt.h>
 
 #include <algorithm>
 #include <functional>
@@ -16,6 +16,7 @@
 #include <tessera/checkpoint/state_dict.h>
 #include <tessera/fsdp/call.h>
 #include <tessera/fsdp/clip_grad.h>
+#include <tessera/nn/script_module.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
@@ -123,25 +124,19 @@ double largest_difference(const std::vector<double>& got, const std::vector<doub
   return largest;
 }
 
-/// With the optimizing executor or without; both are of this thread.
-class ScriptedModules : public ::testing::TestWithParam<bool> {
+class ScriptedModules : public ::testing::Test {
  protected:
   void SetUp() override {
     if (!tests_the_cpu()) GTEST_SKIP() << "scripts of parameters on the CPU";
-    if (optimizes() && world_size() != 2 && !full_run()) GTEST_SKIP() << "2 ranks do, as a graph takes a second to optimize";
-    torch::jit::setGraphExecutorOptimize(optimizes());
   }
-  void TearDown() override { torch::jit::setGraphExecutorOptimize(true); }
-  static bool optimizes() { return GetParam(); }
-  static std::vector<Kind> some_kinds() { return optimizes() ? sweep(kinds(), 1) : kinds(); }
+  PlainExecutor plain_executor_; // of this thread
 };
 
-TEST_P(ScriptedModules, TrainAsUnshardedOnes) {
-  const size_t strategies_of_each = optimizes() ? 1 : 4;
-  for (const auto& kind : some_kinds()) {
+TEST_F(ScriptedModules, TrainAsUnshardedOnes) {
+  for (const auto& kind : kinds()) {
     Chain plain(kind);
     const auto expected = train(plain, kDirectly);
-    for (const auto& strategy : sweep(strategies(), strategies_of_each, is_default)) {
+    for (const auto& strategy : sweep(strategies(), 4, is_default)) {
       SCOPED_TRACE(kind.name + ", " + strategy.name);
       Chain chain(kind);
       shard_chain(chain, strategy);
@@ -152,8 +147,8 @@ TEST_P(ScriptedModules, TrainAsUnshardedOnes) {
   }
 }
 
-TEST_P(ScriptedModules, ComputeInHalfPrecisionInACall) {
-  for (const auto& kind : some_kinds()) {
+TEST_F(ScriptedModules, ComputeInHalfPrecisionInACall) {
+  for (const auto& kind : kinds()) {
     SCOPED_TRACE(kind.name);
     auto strategy = strategies()[0];
     strategy.options.mixed_precision = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
@@ -165,13 +160,7 @@ TEST_P(ScriptedModules, ComputeInHalfPrecisionInACall) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Executors, ScriptedModules, ::testing::Bool(),
-                         [](const auto& info) { return info.param ? "Optimizing" : "Plain"; });
-
-/// The optimizing executor compiles other graphs in later runs, which keep other tensors: an error of `recompute`.
-TEST(ScriptedModule, IsRecomputedWithoutTheOptimizingExecutor) {
-  if (!tests_the_cpu()) GTEST_SKIP() << "scripts of parameters on the CPU";
-  torch::jit::setGraphExecutorOptimize(false);
+TEST_F(ScriptedModules, AreRecomputed) {
   for (const auto& kind : kinds()) {
     SCOPED_TRACE(kind.name);
     Chain plain(kind), chain(kind);
@@ -180,12 +169,20 @@ TEST(ScriptedModule, IsRecomputedWithoutTheOptimizingExecutor) {
     chain->recomputes = true;
     EXPECT_LE(largest_difference(train(chain, kDirectly), expected), 1e-5);
   }
+}
+
+/// It differentiates by itself.
+TEST_F(ScriptedModules, AreNotReadByTheOptimizingExecutor) {
   torch::jit::setGraphExecutorOptimize(true);
+  for (const auto& kind : kinds()) {
+    Chain chain(kind);
+    shard_chain(chain, strategies()[0]);
+    EXPECT_THROWS_WITH(chain(torch::ones({2, 6})), "is read by TorchScript on a thread whose executor optimizes");
+  }
 }
 
 /// Weights go back into a plain script, which is saved as always.
-TEST(ScriptedModule, TakesTheWeightsOfAStateDict) {
-  if (!tests_the_cpu()) GTEST_SKIP() << "scripts of parameters on the CPU";
+TEST_F(ScriptedModules, TakeTheWeightsOfAStateDict) {
   const auto kind = kinds()[0];
   torch::manual_seed(0);
   Scripted sharded(kind), fresh(kind);
