@@ -4,6 +4,7 @@
 
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/checkpointer.h>
+#include <tessera/checkpoint/communication_state.h>
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/checkpoint/read_state_dict.h>
 #include <tessera/checkpoint/script_file.h>

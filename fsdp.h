@@ -4,6 +4,7 @@
 
 #include <tessera/fsdp/call.h>
 #include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/communication.h>
 #include <tessera/fsdp/explain.h>
 #include <tessera/fsdp/fsdp_module.h>
 #include <tessera/fsdp/fully_shard.h>
@@ -12,6 +13,7 @@
 #include <tessera/fsdp/micro_batch.h>
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/fsdp/options.h>
+#include <tessera/fsdp/reduction_extension.h>
 #include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/fsdp/shard_script.h>
 #include <tessera/fsdp/step_report.h>
@@ -20,6 +22,7 @@
 #include <tessera/fsdp/unsharded.h>
 #include <tessera/fsdp/whole_parameters.h>
 #include <tessera/mesh.h>
+#include <tessera/mixed_precision/block_codec.h>
 #include <tessera/mixed_precision/policy.h>
 #include <tessera/nn/script_module.h>
 #include <tessera/offload/offload_policy.h>

@@ -32,7 +32,7 @@ std::ostream& operator<<(std::ostream& out, const Explanation& explanation);
 /// comes last. Before any forward, groups are read in the order in which their modules are registered, and every backward reads
 /// them. State that is offloaded to the host counts as if it were on the device;
 /// state in files does not count. For a parameter with a gather extension it assumes that each rank sends its part in the dtype
-/// of forward.
+/// of forward. The messages of a quantized reduction do not count, what its error feedback keeps does.
 /// An error for a module that was not sharded. Local: no communication, and a single rank may call it.
 Explanation explain(const torch::nn::Module& module, const ExplainOptions& options = {});
 

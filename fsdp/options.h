@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <tessera/dtensor/placement.h>
+#include <tessera/fsdp/communication.h>
 #include <tessera/fsdp/gather_extension.h>
 #include <tessera/fsdp/strategy.h>
 #include <tessera/mixed_precision/policy.h>
@@ -86,6 +87,9 @@ struct FullyShardOptions {
   /// kPerParameter. An error with a strategy that gathers nothing, and with a number of ranks for `reshard_after_forward`. A
   /// write to an unsharded parameter that has an extension is an error.
   GatherExtensionFn gather_extension_fn = nullptr;
+  /// Gathers and reductions in fewer bits. An error for a quantized gather with a strategy that gathers nothing, or of a call
+  /// whose parameters have no floating-point numbers. A write to an unsharded parameter whose gather is quantized is an error.
+  Communication communication = {};
   /// Without sharding, gradients are all-reduced in buckets of about this many bytes of parameters. So the gradients of the last
   /// layers are sent while the backward computes the first layers (DDP: `bucket_cap_mb`). If one bucket gets a gradient, all are
   /// reduced, because other ranks may use other parameters. Strategies that shard reduce all parameters of a call together.

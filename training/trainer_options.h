@@ -31,7 +31,8 @@ enum class Better { kSmaller, kLarger };
 /// What a resume does where the seed, or the rows of a step, are not those of the checkpoint.
 enum class OtherSettings {
   kError, ///< the run would go on with another order of data, or other steps: an error on every rank
-  kAccept ///< the differences are told to `on_resume`, and the run goes on with the settings here
+  kAccept ///< the differences are told to `on_resume`, and the run goes on with the settings here. What reductions in fewer bits
+          ///< keep (`communication_state`) begins with zeros, also on another number of ranks
 };
 
 /// What a run does first.

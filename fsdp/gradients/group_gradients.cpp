@@ -15,6 +15,7 @@
 #include <tessera/base/aligned_memory.h>
 #include <tessera/base/error_text.h>
 #include <tessera/base/tensor_over.h>
+#include <tessera/fsdp/gradients/gradient_layout.h>
 #include <tessera/fsdp/gradients/unreduced_gradient.h>
 #include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/profiler_range.h>
@@ -152,11 +153,16 @@ void GroupGradients::prepare_layout() {
   }
   plan_.layout = plan_reduce(group_.layout(), plan_.takes_part);
   plan_.dtype = reduce_dtype_of(group_, plan_.takes_part);
+  plan_.extension = make_reduction_extension(group_, plan_.takes_part, plan_.layout, plan_.dtype);
+}
+
+const std::shared_ptr<ReductionExtension>& GroupGradients::reduction_extension() {
+  if (can_change_layout()) prepare_layout();
+  return plan_.extension;
 }
 
 void GroupGradients::prepare_buffer() {
-  // What is on its way, or waits for an all-reduce, lies as the layout says.
-  if (!pending_.any() && !landed_.has_any() && reduction_.is_idle()) prepare_layout();
+  if (can_change_layout()) prepare_layout();
   if (!reduces_alone()) buffer_.allocate(plan_.layout, plan_.dtype);
 }
 
@@ -199,7 +205,7 @@ void GroupGradients::keep_unreduced() {
 }
 
 ReductionCall GroupGradients::call_of(std::vector<bool> used) const {
-  return {.label = label(), .dtype = plan_.dtype, .used = std::move(used)};
+  return {.label = label(), .dtype = plan_.dtype, .used = std::move(used), .extension = plan_.extension};
 }
 
 void GroupGradients::start_reduce(ReadyGradients& ready) {

@@ -92,6 +92,9 @@ class GroupGradients {
   /// After a backward: keeps optimizers from the parameters whose gradients wait for a reduction.
   void withhold_unreduced() const;
 
+  /// The extension of the reductions, as of the parameters that require gradients now unless gradients are on their way; null for
+  /// none.
+  const std::shared_ptr<ReductionExtension>& reduction_extension();
   /// Forgets what landed (after an exception in backward). Returns what is still in flight.
   Work discard();
 
@@ -107,8 +110,11 @@ class GroupGradients {
     std::string others; ///< names those that do not, in the label
     ReduceLayout layout;
     at::ScalarType dtype = at::kFloat;
+    std::shared_ptr<ReductionExtension> extension; ///< null where the reductions are the communicators'
   };
 
+  /// What is on its way, or waits for an all-reduce, lies as the layout says.
+  bool can_change_layout() const { return !pending_.any() && !landed_.has_any() && reduction_.is_idle(); }
   void prepare_layout();
   void prepare_buffer();
   ReductionCall call_of(std::vector<bool> used) const;

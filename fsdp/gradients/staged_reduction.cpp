@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include <tessera/fsdp/gradients/gradient_layout.h>
 #include <tessera/fsdp/group/step_recorder.h>
 
 namespace tessera::internal {
@@ -102,10 +103,11 @@ void StagedReduction::start_first(Running& running) const {
   running.sum = at::empty({input.data.numel() / communicator->size()}, input.data.options());
   const auto division = division_of(settings_, group_.stages(), running.call.dtype);
   const auto& label = running.call.label;
-  running.is_divided =
-      division.adds() && !group_.stages().may_wait() && !settings_.all_reduce_hook && communicator->scales(division.dtype);
-  note_collective(group_, CollectiveKind::kReduceScatter, input.data);
+  running.is_divided = !running.call.extension && division.adds() && !group_.stages().may_wait() && !settings_.all_reduce_hook &&
+                       communicator->scales(division.dtype);
+  if (!running.call.extension) note_collective(group_, CollectiveKind::kReduceScatter, input.data);
   running.first = group_.streams().reduce.run([&] {
+    if (running.call.extension) return reduce_extended(running, 0, running.sum, input.data);
     const auto output = as_real(running.sum), parts = as_real(input.data);
     if (running.is_divided) return communicator->reduce_scatter_scaled(output, parts, 1 / division.late(), label);
     return communicator->reduce_scatter(output, parts, division.adds() ? ReduceOp::kSum : ReduceOp::kAvg, label);
@@ -133,17 +135,34 @@ void StagedReduction::start_rest(Running& running) const {
   if (reduces) note_work(group_, running.rest_work);
 }
 
+/// Has the extension start stage `number`.
+Work StagedReduction::reduce_extended(Running& running, size_t number, const at::Tensor& output, const at::Tensor& input) const {
+  const auto stage = reduction_stages_of(group_.roles(), group_.stages())[number];
+  const bool adds = division_of(settings_, group_.stages(), running.call.dtype).adds();
+  const auto& extension = running.call.extension;
+  const bool scatters = stage.kind == ReductionStage::Kind::kReduceScatter;
+  note_collective(group_, scatters ? CollectiveKind::kReduceScatter : CollectiveKind::kAllReduce, extension->payload(stage));
+  return extension->reduce({.stage = stage,
+                            .op = adds ? ReduceOp::kSum : ReduceOp::kAvg,
+                            .input = input,
+                            .output = output,
+                            .label = running.call.label});
+}
+
 /// Starts the last stage.
 Work StagedReduction::reduce_rest(Running& running) const {
   const auto& stage = group_.stages().reductions.back();
+  const size_t last = group_.stages().reductions.size() - 1;
   const auto op = division_of(settings_, group_.stages(), running.call.dtype).adds() ? ReduceOp::kSum : ReduceOp::kAvg;
   auto& sum = running.sum;
   if (stage.kind == Stage::Kind::kAllReduce) {
+    if (running.call.extension) return reduce_extended(running, last, sum, sum);
     note_collective(group_, CollectiveKind::kAllReduce, sum);
     return stage.communicator->all_reduce(as_real(sum), op, running.call.label);
   }
-  note_collective(group_, CollectiveKind::kReduceScatter, sum);
   running.inputs.push_back(std::exchange(sum, at::empty({sum.numel() / stage.ranks()}, sum.options())));
+  if (running.call.extension) return reduce_extended(running, last, sum, running.inputs.back());
+  note_collective(group_, CollectiveKind::kReduceScatter, running.inputs.back());
   return stage.communicator->reduce_scatter(as_real(sum), as_real(running.inputs.back()), op, running.call.label);
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -15,6 +16,7 @@
 #include <tessera/fsdp/gradients/gradient_settings.h>
 #include <tessera/fsdp/gradients/reduce_buffer.h>
 #include <tessera/fsdp/group/parameter_group.h>
+#include <tessera/fsdp/reduction_extension.h>
 
 namespace tessera::internal {
 
@@ -26,9 +28,10 @@ struct ParkedSum {
 
 /// How a reduction is to be made.
 struct ReductionCall {
-  std::string label;      ///< of its collectives
-  at::ScalarType dtype;   ///< of the gradients
-  std::vector<bool> used; ///< the parameters that this rank used
+  std::string label;                                       ///< of its collectives
+  at::ScalarType dtype;                                    ///< of the gradients
+  std::vector<bool> used;                                  ///< the parameters that this rank used
+  std::shared_ptr<ReductionExtension> extension = nullptr; ///< in place of the communicators' reductions; null for these
 };
 
 /// What a reduction has made.
@@ -90,6 +93,7 @@ class StagedReduction {
   void start_first(Running& running) const;
   void start_rest(Running& running) const;
   Work reduce_rest(Running& running) const;
+  Work reduce_extended(Running& running, size_t stage, const at::Tensor& output, const at::Tensor& input) const;
   void start_rest_in_order(Running& running) const;
   void wait_for_rest(Running& running) const;
   void wait_on_home();

@@ -8,6 +8,7 @@
 #include <tessera/base/aligned_memory.h>
 #include <tessera/base/error_text.h>
 #include <tessera/base/tensor_over.h>
+#include <tessera/collectives/continued_work.h>
 #include <tessera/fsdp/buffers/copy_elements.h>
 #include <tessera/fsdp/buffers/copy_list.h>
 #include <tessera/fsdp/buffers/flat_views.h>
@@ -166,16 +167,49 @@ Work ParameterGroup::start_first_stage(Gathering& gathering) {
 }
 
 /// On one rank `input` is all there is.
-Work ParameterGroup::gather_stage(size_t stage, const at::Tensor& output, const at::Tensor& input) const {
+Work ParameterGroup::gather_stage(size_t stage, const at::Tensor& output, const at::Tensor& input) {
   const auto& ranks = stages_.gathers[stage].communicator;
   if (!ranks) {
     if (!input.is_alias_of(output)) output.copy_(input);
     return Work();
   }
+  if (!messages_.is_empty() && stages_.follows(stage)) return gather_messages(stage, output, input);
   note_collective(*this, CollectiveKind::kAllGather, output);
   auto work = ranks->all_gather_into(output, input, label());
   note_work(*this, work);
   return work;
+}
+
+/// The shard numbers of an inner group are next to each other: what one stage gathers is one peer's in the next.
+MessageRanks ParameterGroup::message_ranks(size_t stage) const {
+  MessageRanks ranks{.peers = stages_.gathers[stage].ranks(), .own = stages_.gathers[stage].rank()};
+  for (size_t before = 0; before < stage; ++before) ranks.each *= stages_.gathers[before].ranks();
+  const int64_t all = ranks.each * ranks.peers;
+  ranks.first = roles_.shard_rank() / all * all;
+  return ranks;
+}
+
+int64_t ParameterGroup::gather_payload(size_t stage) const {
+  const auto ranks = message_ranks(stage);
+  if (messages_.is_empty() || ranks.peers == 1) return ranks.each * ranks.peers * sent_bytes();
+  return ranks.peers * messages_.largest(layout_, sent_bytes(), ranks);
+}
+
+/// Gathers the messages instead of the bytes. Nothing that they lack is taken from this rank's own part: all ranks read the same.
+Work ParameterGroup::gather_messages(size_t stage, const at::Tensor& output, const at::Tensor& input) {
+  const auto ranks = message_ranks(stage);
+  const auto& communicator = stages_.gathers[stage].communicator;
+  const int64_t bytes = messages_.largest(layout_, sent_bytes(), ranks), all = ranks.peers * bytes;
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), all,
+                             allocate_or_tell(all, [&] { return cache().allocate(all, communicator.get()); }));
+  const auto received = tensor_over(storage, 0, {all}, at::kByte),
+             sent = tensor_over(storage, ranks.own * bytes, {bytes}, at::kByte);
+  messages_.encode(layout_, sent_bytes(), ranks, input, sent);
+  note_collective(*this, CollectiveKind::kAllGather, all);
+  auto work = communicator->all_gather_into(received, sent, label());
+  note_work(*this, work);
+  return then(std::move(work),
+              [this, ranks, received, output] { messages_.decode(layout_, sent_bytes(), ranks, received, output); });
 }
 
 void ParameterGroup::prepare_extended() {

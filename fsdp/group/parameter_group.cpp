@@ -43,6 +43,13 @@ GroupLayout layout_of(std::span<const FreeParameter> parameters, BufferLayout ki
   return layout;
 }
 
+GatherMessages messages_of(const BlockCodec& codec, std::span<const FreeParameter> parameters) {
+  std::vector<GatheredParameter> gathered;
+  for (const auto& each : parameters) gathered.push_back({each.dtype, each.is_quantized, !has_extension(each)});
+  const bool any = std::any_of(gathered.begin(), gathered.end(), [](const auto& each) { return each.is_quantized; });
+  return any ? GatherMessages(codec, std::move(gathered)) : GatherMessages();
+}
+
 ShardPlan shard_plan_of(std::span<const FreeParameter> parameters, const GroupLayout& layout, const MeshRoles& roles) {
   std::vector<ParameterDtypes> dtypes;
   for (const auto& each : parameters) dtypes.push_back({each.values().scalar_type(), each.dtype});
@@ -150,6 +157,7 @@ void ParameterGroup::shard(std::span<const FreeParameter> parameters, std::share
     if (each.extension) extended_.add(parameters_.size(), each.extension);
     add_parameter(each);
   }
+  if (const auto& quantized = options_.communication.gather) messages_ = messages_of(quantized->codec, parameters);
   // On one rank too: a leaf with the strides cannot lie in a shard without them.
   const auto is_restrided = [](const ShardedParameter& each) { return !each.strides.empty() && !each.has_strided_shards; };
   needs_gather_ = roles_.shard_ranks() > 1 || shard_plan_.casts || !layout_.gathers_in_place || memory_ ||
@@ -381,19 +389,21 @@ int64_t ParameterGroup::kept_bytes() const {
 }
 
 /// Of what was written already: the next read gathers it again.
-void ParameterGroup::check_no_extension(const UnshardedRange& written) {
+void ParameterGroup::check_is_gathered_as_it_is(const UnshardedRange& written) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!extended_.contains(i) || !UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
+    const bool is_quantized = needs_gather_ && messages_.contains(i);
+    if (!(is_quantized || extended_.contains(i)) || !UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
     gathered_version_.reset();
-    TORCH_CHECK(false, "the unsharded parameter ", full_name(i),
-                " was written, and it has a gather extension: its shards are not ",
-                "of what is gathered. Write the parameter itself, as a whole (parameter.copy_(full_tensor))");
+    TORCH_CHECK(false, "the unsharded parameter ", full_name(i), " was written, and it ",
+                is_quantized ? "is gathered in fewer bits" : "has a gather extension",
+                ": its shards are not of what is gathered. Write the parameter itself, as a whole "
+                "(parameter.copy_(full_tensor))");
   }
 }
 
 void ParameterGroup::write_back(const UnshardedRange& written) {
   if (needs_gather_ && !is_unsharded()) return;
-  check_no_extension(written);
+  check_is_gathered_as_it_is(written);
   const at::NoGradGuard no_grad;
   const KeptResults::Scope keeps_nothing;
   const auto rank = static_cast<size_t>(roles_.shard_rank());

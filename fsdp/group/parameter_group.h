@@ -13,6 +13,7 @@
 
 #include <tessera/fsdp/buffers/copy_list.h>
 #include <tessera/fsdp/buffers/unsharded_storage.h>
+#include <tessera/fsdp/communication/gather_message.h>
 #include <tessera/fsdp/group/extended_gather.h>
 #include <tessera/fsdp/group/gather_state.h>
 #include <tessera/fsdp/group/model_resources.h>
@@ -59,6 +60,7 @@ struct FreeParameter {
   std::optional<Placement> placement = {};              ///< that the program chose
   at::Tensor value = {};                                ///< whole; undefined: what the tensor has
   std::shared_ptr<GatherExtension> extension = nullptr; ///< null for none
+  bool is_quantized = false;                            ///< its gather is
   SpecPtr parallel = {};                                ///< of a DTensor over foreign dims, whose part on this rank is `value`
   std::shared_ptr<const ReadMark> mark = nullptr;       ///< of such a DTensor that is of a kind
 
@@ -107,6 +109,10 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// Frees what was kept after a forward. Gathers are from the shards from now on.
   void forget_after_forward();
   const ExtendedGather& extended() const { return extended_; }
+  /// Empty where the gathers are not quantized.
+  const GatherMessages& messages() const { return messages_; }
+  /// Bytes of what gather `stage` makes, in the measure of `CollectiveCounters`.
+  int64_t gather_payload(size_t stage) const;
   /// Makes parameter `index`, which its module gave up but somebody still holds, a DTensor that has nothing to do with the group.
   void release_parameter(size_t index);
   /// Copies this rank's part of the unsharded parameters in `written` to the shard (after a write to a leaf).
@@ -167,13 +173,15 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   at::Tensor whole_parameter(size_t index) const;
   /// `whole_parameter` with row-major strides, as the data lies before `restride_gathered`.
   at::Tensor row_major_parameter(size_t index) const;
-  void check_no_extension(const UnshardedRange& written);
+  void check_is_gathered_as_it_is(const UnshardedRange& written);
   void wait_for_first_stage(Gathering& gathering);
   /// Runs the stages after the first, and copies what they have gathered to where it is read.
   void complete_gather(Gathering& gathering);
   void drop_gather();
   Work start_first_stage(Gathering& gathering);
-  Work gather_stage(size_t stage, const at::Tensor& output, const at::Tensor& input) const;
+  Work gather_stage(size_t stage, const at::Tensor& output, const at::Tensor& input);
+  Work gather_messages(size_t stage, const at::Tensor& output, const at::Tensor& input);
+  MessageRanks message_ranks(size_t stage) const;
   /// Gives the parameters that were gathered row-major their strides.
   void restride_gathered();
   void fill_replicated(const at::Tensor& unsharded);
@@ -225,6 +233,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   BlockUsers users_; ///< of the unsharded storage
   ShardFetch fetch_;
   ExtendedGather extended_;
+  GatherMessages messages_;
   std::vector<KeptPart> kept_;                   ///< one a stage of gathers; the first stage has none
   std::optional<uint64_t> gathered_version_ = 0; ///< of the shard; none: what was gathered is not valid any more
 };

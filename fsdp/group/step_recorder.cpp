@@ -40,11 +40,15 @@ StepReport StepRecorder::take() {
 }
 
 void note_collective(const ParameterGroup& group, CollectiveKind kind, const at::Tensor& full) {
+  note_collective(group, kind, static_cast<int64_t>(full.nbytes()));
+}
+
+void note_collective(const ParameterGroup& group, CollectiveKind kind, int64_t bytes) {
   auto* recorder = group.recorder();
   if (!recorder) return;
   auto& traffic = traffic_of(recorder->of(group), kind);
   ++traffic.calls;
-  traffic.bytes += static_cast<int64_t>(full.nbytes());
+  traffic.bytes += bytes;
 }
 
 void note_work(const ParameterGroup& group, const Work& work) {

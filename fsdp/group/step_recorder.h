@@ -36,6 +36,7 @@ class StepRecorder {
 
 /// A collective of the group is about to be issued; `full` is the larger of its input and output.
 void note_collective(const ParameterGroup& group, CollectiveKind kind, const at::Tensor& full);
+void note_collective(const ParameterGroup& group, CollectiveKind kind, int64_t bytes);
 /// A collective of the group was issued, and this is its Work.
 void note_work(const ParameterGroup& group, const Work& work);
 /// A forward or a backward is about to read the group for the first time.

@@ -69,6 +69,7 @@ ordered_json json_of(const GroupSummary& group) {
           {"unsharded_bytes", group.unsharded_bytes},
           {"gather_bytes", group.gather_bytes},
           {"reduce_bytes", group.reduce_bytes},
+          {"reduce_payload_bytes", group.reduce_payload_bytes},
           {"padding_bytes", group.padding_bytes},
           {"reshards_after_forward", group.reshards_after_forward}};
 }

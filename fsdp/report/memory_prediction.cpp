@@ -12,6 +12,7 @@
 
 #include <tessera/base/free_blocks.h>
 #include <tessera/fsdp/buffers/bytes_of.h>
+#include <tessera/fsdp/gradients/gradient_layout.h>
 #include <tessera/fsdp/model/sharded_module.h>
 
 namespace tessera::internal {
@@ -43,6 +44,15 @@ int64_t kept_until_written(const ParameterGroup& group) {
   int64_t part = sent_bytes_of(group), kept = 0;
   for (size_t stage = 0; stage < stages.innermost(); ++stage) kept += part *= stages.gathers[stage].ranks();
   return kept;
+}
+
+/// Bytes that an extension of the group's reductions keeps.
+int64_t kept_by_reductions(const ParameterGroup& group) {
+  if (!trains_any(group)) return 0;
+  const auto takes_part = trained_of(group);
+  const auto layout = plan_reduce(group.layout(), takes_part);
+  const auto extension = make_reduction_extension(group, takes_part, layout, reduce_dtype_of(group, takes_part));
+  return extension ? extension->state_bytes() : 0;
 }
 
 /// The blocks of a model, which BlockCache keeps and hands out on the CPU; another device's allocator does.
@@ -82,6 +92,7 @@ struct Group {
   Residence residence = Residence::kSharded;
   bool is_stale = false;                                // written since its gather
   int64_t unsharded = 0, gather_output = 0, buffer = 0; // blocks that it has now
+  int64_t messages = 0;                                 // a block of what a quantized gather sends
   int64_t kept_part = 0;                                // of the unsharded parameters, after its forward
   int64_t reduced = 0;                                  // what its reduction has written
   int64_t summed = 0;                                   // gradients that autograd holds of its later reads
@@ -142,7 +153,7 @@ class Prediction final : private StepGroups {
     } else {
       added.reduced_bytes = 0;
     }
-    now_.parameters += kept_until_written(*group);
+    now_.parameters += kept_until_written(*group) + kept_by_reductions(*group);
     groups_[group->number] = std::move(added);
   }
 
@@ -333,6 +344,10 @@ class Prediction final : private StepGroups {
       group.gather_output = blocks_.take(sent_bytes_of(*group.group) * group.group->roles().shard_ranks());
       now_.unsharded += group.gather_output;
     }
+    if (!group.group->messages().is_empty() && group.kept_part == 0) {
+      group.messages = blocks_.take(group.group->gather_payload(group.group->stages().innermost()));
+      now_.unsharded += group.messages;
+    }
     note();
   }
 
@@ -342,6 +357,8 @@ class Prediction final : private StepGroups {
     group.residence = Residence::kUnsharded;
     now_.unsharded -= group.gather_output;
     if (group.gather_output > 0) blocks_.give_back(std::exchange(group.gather_output, 0));
+    now_.unsharded -= group.messages;
+    if (group.messages > 0) blocks_.give_back(std::exchange(group.messages, 0));
   }
 
   void free(size_t number) override {

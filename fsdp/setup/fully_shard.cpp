@@ -16,6 +16,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/tensor/view_replay.h>
 #include <tessera/fsdp/group/expert_mark.h>
+#include <tessera/fsdp/gradients/gradient_layout.h>
 #include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/model/module_walk.h>
@@ -81,6 +82,12 @@ const char* describe(const OffloadPolicy& policy) {
   return policy.memory == Memory::kFiles ? "to files" : policy.memory == Memory::kHost ? "to the host" : "unset";
 }
 
+std::string text_of_gather(const std::optional<QuantizedGather>& gather) {
+  if (!gather) return "plain";
+  return fmt::format("{} in blocks of {}, from {} elements on", to_string(gather->codec.wire), gather->codec.block,
+                     gather->smallest);
+}
+
 /// What every rank must ask for alike.
 std::string describe(Strategy strategy, const DeviceMesh& mesh, const FullyShardOptions& options) {
   const auto dtype = [](const std::optional<at::ScalarType>& type) { return type ? c10::toString(*type) : "unset"; };
@@ -88,12 +95,14 @@ std::string describe(Strategy strategy, const DeviceMesh& mesh, const FullyShard
   return fmt::format(
       "the strategy {} over {} ranks, the layout {}, reshard_after_forward {}, param_dtype {}, reduce_dtype {}, keep_in_fp32 "
       "[{}], "
-      "initial_weights {}, bucket_bytes {}, communicators {}, offload {}",
+      "initial_weights {}, bucket_bytes {}, communicators {}, offload {}, gathers {}, reductions {}",
       row_of(strategy).name, fmt::join(mesh.shape(), " x "),
       options.layout == BufferLayout::kRagged ? "kRagged" : "kPerParameter",
       text_of_reshard_after_forward(options.reshard_after_forward), dtype(policy.param_dtype), dtype(policy.reduce_dtype),
       fmt::join(policy.keep_in_fp32, ", "), static_cast<int>(options.initial_weights), options.bucket_bytes,
-      options.communicators == CommunicatorUse::kShared ? "kShared" : "kSeparate", describe(options.offload));
+      options.communicators == CommunicatorUse::kShared ? "kShared" : "kSeparate", describe(options.offload),
+      text_of_gather(options.communication.gather),
+      options.communication.reduction ? options.communication.reduction->description() : "plain");
 }
 
 /// The models of earlier calls that a call completes. Another one may share a module with it.
@@ -141,6 +150,7 @@ FullyShardOptions kept_of(FullyShardOptions options) {
   options.ignored_params.clear();
   options.shard_placement_fn = nullptr;
   options.gather_extension_fn = nullptr;
+  if (options.communication.gather) options.communication.gather->takes = nullptr;
   return options;
 }
 
@@ -203,6 +213,45 @@ void choose_extensions(const GatherExtensionFn& choose, Taken& taken, std::strin
   });
 }
 
+/// Whether `gather` is for the parameter.
+bool takes(const QuantizedGather& gather, const std::string& name, const FreeParameter& parameter) {
+  const auto& tensor = parameter.tensor;
+  if (!at::isFloatingType(parameter.dtype) || tensor.dim() == 0 || c10::elementSize(parameter.dtype) == 1) return false;
+  if (gather.takes) return gather.takes(name, tensor);
+  return tensor.dim() > 1 && tensor.numel() >= gather.smallest;
+}
+
+void choose_quantized(const std::optional<QuantizedGather>& gather, Taken& taken, std::string& description) {
+  if (!gather) return;
+  ask_each("the quantized gather's takes", taken, description, [&](FreeParameter& parameter, const std::string& name) {
+    parameter.is_quantized = !parameter.extension && takes(*gather, name, parameter);
+    return std::string(parameter.is_quantized ? "gathered in fewer bits" : "");
+  });
+}
+
+/// Errors for what cannot be sent in fewer bits.
+void check_communication(const Communication& communication, const Taken& taken, const MeshRoles& roles, const Stages& stages) {
+  if (taken.parameters.empty()) return;
+  if (communication.reduction) communication.reduction->check(reduction_stages_of(roles, stages));
+  const auto none_is = [&](const auto& holds) { return std::none_of(taken.parameters.begin(), taken.parameters.end(), holds); };
+  if (communication.gather) {
+    check_codec(communication.gather->codec, "fully_shard: the quantized gather");
+    TORCH_CHECK_VALUE(communication.gather->smallest >= 0, "fully_shard: smallest of the quantized gather is ",
+                      communication.gather->smallest, ", but cannot be negative");
+    TORCH_CHECK_VALUE(roles.shards(), "fully_shard: the options ask for a quantized gather, but the strategy ",
+                      row_of(roles.strategy()).name, " gathers no parameter");
+  }
+  TORCH_CHECK_VALUE((!communication.gather && !communication.reduction) ||
+                        !none_is([](const auto& each) { return at::isFloatingType(each.dtype); }),
+                    "fully_shard: the options ask for communication in fewer bits, but no parameter of the call (",
+                    taken.names[0], ", of ", taken.parameters[0].dtype, ", ...) has floating-point numbers");
+  for (size_t i = 0; communication.reduction && i < taken.names.size(); ++i) {
+    TORCH_CHECK_VALUE(!at::isComplexType(taken.parameters[i].dtype), "fully_shard: the options ask for reductions by policy (",
+                      communication.reduction->description(), "), but the parameter ", taken.names[i], " is of ",
+                      taken.parameters[i].dtype);
+  }
+}
+
 void check_placements(const Taken& taken, const MeshRoles& roles) {
   for (size_t i = 0; i < taken.names.size(); ++i) {
     const auto& parameter = taken.parameters[i];
@@ -259,6 +308,7 @@ Taken take_free(const Census& census, const DeviceMesh& mesh, const FullyShardOp
   }
   choose_placements(options.shard_placement_fn, taken, description);
   choose_extensions(options.gather_extension_fn, taken, description);
+  choose_quantized(options.communication.gather, taken, description);
   return taken;
 }
 
@@ -373,6 +423,7 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   check_placements(taken, roles);
   const auto stages = connect_stages(roles, options.reshard_after_forward, options.communicators); // they agree on them now
   check_extensions(taken, roles, stages);
+  check_communication(options.communication, taken, roles, stages);
   const std::vector<const Module*> held(modules.begin(), modules.end());
   auto state = std::make_shared<ShardedModule>(held, name, roles, kept_of(options));
   state->initial_checksum = agreement.checksum;

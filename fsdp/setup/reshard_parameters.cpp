@@ -143,7 +143,8 @@ class Remaking {
                       .dtype = inventory_.read_dtypes[i],
                       .placement = each.before ? each.before->chosen : std::nullopt,
                       .value = whole.to(each.dtype),
-                      .extension = meta ? meta->group->extended().extension_of(meta->index) : nullptr});
+                      .extension = meta ? meta->group->extended().extension_of(meta->index) : nullptr,
+                      .is_quantized = meta && meta->group->messages().contains(meta->index)});
     }
     return free;
   }

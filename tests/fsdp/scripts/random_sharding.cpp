@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -80,7 +82,14 @@ class Sharder {
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kBroadcast;
     if (draw_.chance(10)) options.initial_weights = InitialWeights::kUnchecked;
     if (draw_.chance(20)) options.communicators = CommunicatorUse::kShared;
+    const bool is_real = std::none_of(parameters.begin(), parameters.end(), [](const auto& each) { return each.is_complex(); });
+    if (is_real && draw_.chance(15)) options.communication.reduction = reduction_that_loses_nothing(draw_.chance(50));
     return options;
+  }
+
+  /// The messages of a quantized reduction, all of whose numbers are sent as they are.
+  static std::shared_ptr<const ReductionPolicy> reduction_that_loses_nothing(bool feeds_errors_back) {
+    return quantized_reduction({.smallest = std::numeric_limits<int64_t>::max(), .error_feedback = feeds_errors_back});
   }
 
   OffloadPolicy random_offload() {
@@ -118,7 +127,8 @@ class Sharder {
                  : *keeps         ? " freed"
                                   : " kept",
                  options.mixed_precision.reduce_dtype ? " with reduce dtype" : "", options.shard_placement_fn ? " as placed" : "",
-                 options.gather_extension_fn ? " with extensions" : "", options.offload == OffloadPolicy() ? "" : " offloaded",
+                 options.gather_extension_fn ? " with extensions" : "", options.communication.reduction ? " in messages" : "",
+                 options.offload == OffloadPolicy() ? "" : " offloaded",
                  options.communicators == CommunicatorUse::kShared ? " on one communicator" : "");
   }
 

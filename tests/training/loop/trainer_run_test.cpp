@@ -234,6 +234,30 @@ TEST(TrainerRun, ResumesUnderAnotherStrategy) {
   }
 }
 
+/// What error feedback keeps is saved; a run that accepts other settings begins without it, also under none.
+TEST(TrainerRun, ResumesWhatReductionsInFewerBitsKeep) {
+  if (world_size() == 1) return;
+  auto coded = strategies().front(), other = coded;
+  coded.options.communication = communication_of("reduction=int4, error_feedback, block=64, smallest=200");
+  other.options.communication = communication_of("reduction=int8, error_feedback, block=64, smallest=200");
+  Training whole({.stop_after = {.steps = 4}}, coded);
+  whole.run();
+  SharedFolder root;
+  SaveOptions save{.folder = root.path()};
+  Training first({.stop_after = {.steps = 2}, .save = save}, coded);
+  first.run();
+  EXPECT_THROWS_WITH(Training({.stop_after = {.steps = 4}, .save = save}, other).run(), "what reductions of another policy keep");
+  EXPECT_THROWS_WITH(Training({.stop_after = {.steps = 4}, .save = save}).run(), "communication.policy");
+  Training second({.stop_after = {.steps = 4}, .save = save}, coded);
+  second.run();
+  EXPECT_TRUE(same_weights(second, whole));
+  save.other_settings = OtherSettings::kAccept;
+  Training plain({.stop_after = {.steps = 5}, .save = save});
+  plain.run();
+  EXPECT_EQ(plain.resumes.size(), 1U);
+  EXPECT_EQ(plain.steps.size(), 1U);
+}
+
 TEST(TrainerRun, ComparesWhatMustStayTheSame) {
   SharedFolder root;
   const SaveOptions save{.folder = root.path()};

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/communication_state.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/training/averaged_model.h>
 #include <tessera/training/loop/run/progress_state.h>
@@ -25,12 +26,15 @@ std::string schedule_name(size_t index) { return index == 0 ? "lr_schedule" : fm
 
 } // namespace
 
+bool Checkpoints::accepts_other_settings() const { return it_.options.save.other_settings == OtherSettings::kAccept; }
+
 StateDict Checkpoints::state(StateUse use, const Progress& progress) const {
   auto state = it_.hooks.state ? it_.hooks.state(use) : state_dict(it_.module, it_.optimizer);
   for (size_t i = 0; i < it_.hooks.schedules.size(); ++i)
     state.merge(state_dict(*it_.hooks.schedules[i], {.name = schedule_name(i)}));
   for (const auto* average : it_.hooks.averages) state.merge(state_dict(*average));
   if (scaler_.is_enabled()) state.merge(state_dict(scaler_));
+  if (use == StateUse::kSave || !accepts_other_settings()) state.merge(communication_state(it_.module));
   for (const auto& kept : it_.hooks.kept) state.merge(kept.make());
   state.merge(state_of(progress, it_.options.seed, it_.options.config));
   return state;
@@ -81,13 +85,15 @@ std::optional<Checkpoints::Resumed> Checkpoints::resume() {
   StateDict state;
   it_.agreement.run("the state for a resume", [&] { state = this->state(StateUse::kLoad, {}); });
   it_.agreement.check();
-  checkpoint::load(state, resumed.folder, {.mesh = saving_ranks(it_.agreement)});
+  checkpoint::LoadOptions options{.mesh = saving_ranks(it_.agreement)};
+  if (accepts_other_settings()) options.filter = [](const std::string& name) { return !name.starts_with("communication."); };
+  checkpoint::load(state, resumed.folder, options);
   resumed.progress = progress_in(state);
   resumed.differences = config_differences(config_in(state), it_.options.config);
   if (const auto seed = seed_in(state); seed != it_.options.seed)
     resumed.differences.push_back(fmt::format("TrainerOptions::seed: saved {}, here {}", seed, it_.options.seed));
-  TORCH_CHECK(seed_in(state) == it_.options.seed || it_.options.save.other_settings == OtherSettings::kAccept,
-              "Trainer: the checkpoint ", resumed.folder.string(), " was trained with another seed: ", resumed.differences.back(),
+  TORCH_CHECK(seed_in(state) == it_.options.seed || accepts_other_settings(), "Trainer: the checkpoint ", resumed.folder.string(),
+              " was trained with another seed: ", resumed.differences.back(),
               ". Take that one, or accept other settings with SaveOptions::other_settings");
   for (const auto& kept : it_.hooks.kept) {
     if (kept.loaded) it_.agreement.run("what loads the state of \"" + kept.name + '"', [&] { kept.loaded(state); });

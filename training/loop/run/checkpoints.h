@@ -37,6 +37,7 @@ class Checkpoints {
 
  private:
   StateDict state(StateUse use, const Progress& progress) const;
+  bool accepts_other_settings() const;
   void take_finished();
   std::string newest() const;
 
