@@ -71,6 +71,7 @@ struct ShardingConfig {
   BufferLayout layout = BufferLayout::kRagged;
   InitialWeights initial_weights = InitialWeights::kCheck;
   OffloadPolicy offload;
+  Communication communication;
   bool recompute = false;                 ///< the program is to recompute its blocks in backward
   std::optional<ParallelPlan> plan;       ///< of tp; unset: `plan_for`
   bool sequence_parallel = false;         ///< `PlanOptions::sequence`

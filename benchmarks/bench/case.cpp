@@ -81,15 +81,24 @@ struct Figures {
   }
 };
 
+void check_counted(const std::string& what, const Traffic& mine, const Traffic& counted) {
+  TORCH_CHECK(counted.calls == mine.calls && counted.bytes == mine.bytes, "the report of rank ", examples::rank(),
+              " is wrong: it has ", mine.calls, " ", what, " of ", mine.bytes, " bytes, but the communicators counted ",
+              counted.calls, " of ", counted.bytes);
+}
+
 /// A forward's and backward's gathers and reduce-scatters are those of its groups, by the counters and by the groups' own report.
+/// Quantized reductions exchange and gather: their bytes count together.
 void check_report(const StepReport& report, const Counts& sent) {
-  for (const auto& [kind, mine] : {std::pair(CollectiveKind::kAllGather, report.all_gathers()),
-                                   std::pair(CollectiveKind::kReduceScatter, report.reduce_scatters())}) {
-    const auto& counted = sent[static_cast<size_t>(kind)];
-    TORCH_CHECK(counted.calls == mine.calls && counted.bytes == mine.bytes, "the report of rank ", examples::rank(),
-                " is wrong: it has ", mine.calls, " ", to_string(kind), " of ", mine.bytes,
-                " bytes, but the communicators counted ", counted.calls, " of ", counted.bytes);
+  const auto counted = [&](CollectiveKind kind) -> Traffic { return sent[static_cast<size_t>(kind)]; };
+  const auto gathers = counted(CollectiveKind::kAllGather), scatters = counted(CollectiveKind::kReduceScatter),
+             exchanges = counted(CollectiveKind::kAllToAll);
+  if (exchanges.calls > 0) {
+    const auto mine = report.all_gathers().bytes + report.reduce_scatters().bytes + report.all_reduces().bytes;
+    return check_counted("gathers and reductions", {0, mine}, {0, gathers.bytes + scatters.bytes + exchanges.bytes});
   }
+  check_counted("all_gather", report.all_gathers(), gathers);
+  check_counted("reduce_scatter", report.reduce_scatters(), scatters);
 }
 
 /// Inside Google Benchmark's loop, which is told the time of each run.

@@ -32,6 +32,7 @@ void for_each(Anything& settings, const Visit& visit) {
   visit("transport", settings.transport);
   visit("offload", settings.offload);
   visit("recompute", settings.recompute);
+  visit("quantize", settings.quantize);
   visit("transition", settings.transition);
   visit("steps", settings.steps);
   visit("memory_limit_mb", settings.memory_limit_mb);
@@ -124,7 +125,7 @@ void check(const Settings& settings) {
   check_one_of("transport", settings.transport, {"shared_memory", "gloo"});
   check_one_of("offload", settings.offload, {"none", "host", "files"});
   check_one_of("transition", settings.transition, transitions());
-  job_options(settings); // throws for the mesh
+  job_options(settings); // throws for the mesh and for quantize
   reshard_of(settings);  // and for reshard
 }
 
@@ -143,6 +144,7 @@ examples::JobOptions job_options(const Settings& settings) {
   options.layout = settings.layout == "ragged" ? BufferLayout::kRagged : BufferLayout::kPerParameter;
   options.precision = settings.precision == "bf16" ? examples::Precision::kBf16 : examples::Precision::kFp32;
   options.reduce_precision = options.precision;
+  options.communication = communication_of(settings.quantize);
   return options;
 }
 

@@ -28,6 +28,7 @@ struct Settings {
   std::string transport = "shared_memory"; ///< or "gloo"
   std::string offload = "none";            ///< "none", "host" or "files"
   bool recompute = false;
+  std::string quantize;                 ///< what `communication_of` takes, with spaces: "gather=int8 reduction=int4"
   std::string transition = "R to S(0)"; ///< of the measure redistribution, one of `transitions()`
   int64_t steps = 10;                   ///< that are timed
   int64_t memory_limit_mb = 0;          ///< of what a rank may hold; 0: none

@@ -5,6 +5,7 @@
 #include <common/sharding.h>
 #include <tessera/tessera.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace tessera::benchmarks {
@@ -50,6 +51,7 @@ FullyShardOptions shard_options(const Settings& settings, const std::filesystem:
   FullyShardOptions options;
   options.strategy = job.strategy;
   options.layout = job.layout;
+  options.communication = job.communication;
   options.reshard_after_forward = reshard_of(settings);
   if (settings.precision == "bf16") options.mixed_precision = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kBFloat16};
   if (settings.offload == "host") options.offload = offload_to_host();
@@ -158,11 +160,18 @@ void Trial::verify() {
   if (settings_.measure == "save" || settings_.measure == "load") verify_load();
 }
 
+/// By how much codes change gradients and weights: int4 by an eighth of them, signs by most of them.
+double Trial::coded_error() const {
+  if (settings_.quantize.empty()) return 0;
+  if (settings_.quantize.find("sign") != std::string::npos) return 1;
+  return settings_.quantize.find("int4") != std::string::npos ? 0.3 : 0.06;
+}
+
 /// Of this rank's rows, averaged over all: what one process has that trains on all of them.
 void Trial::verify_gradient() {
   model_.loss().backward();
   check_close("the gradient", flat_gradient(*model_.module), std::exchange(reference_, torch::Tensor()),
-              settings_.precision == "bf16" ? 0.05 : 1e-4);
+              std::max(coded_error(), settings_.precision == "bf16" ? 0.05 : 1e-4));
 }
 
 void Trial::verify_gather() {
@@ -170,7 +179,8 @@ void Trial::verify_gather() {
   run();
   std::vector<torch::Tensor> leaves;
   for (const auto& parameter : model_.module->parameters()) leaves.push_back(unsharded(parameter).detach());
-  check_close("what was gathered", flat(leaves, leaves), expected, settings_.precision == "bf16" ? 0.01 : 0);
+  check_close("what was gathered", flat(leaves, leaves), expected,
+              std::max(coded_error(), settings_.precision == "bf16" ? 0.01 : 0));
 }
 
 void Trial::verify_load() {

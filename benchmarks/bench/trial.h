@@ -46,6 +46,7 @@ class Trial {
   /// Of the unsharded model on the rows of all ranks, one after another.
   torch::Tensor reference_gradient(const MemoryMeter& meter);
   void verify_gradient();
+  double coded_error() const;
   void verify_gather();
   void verify_load();
 

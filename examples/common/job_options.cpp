@@ -28,6 +28,9 @@ ABSL_FLAG(std::string, precision, "fp32", "of forward and backward: fp32, bf16 o
 ABSL_FLAG(std::string, reduce_precision, "fp32", "of the gradient reduction under --precision bf16 or fp16: fp32, bf16 or fp16");
 ABSL_FLAG(std::string, reshard_after_forward, "auto",
           "free a block's parameters between forward and backward: true, false, or auto");
+ABSL_FLAG(std::string, quantize, "",
+          "gathers and reductions in fewer bits, such as gather=int8,reduction=int4,error_feedback or reduction=power-sgd,rank=2 "
+          "(docs/communication.md); default: none");
 
 namespace examples {
 namespace {
@@ -124,6 +127,8 @@ JobOptions job_options(bool splits_models) {
   options.device = choose("device", absl::GetFlag(FLAGS_device), kDevices);
   options.threads = absl::GetFlag(FLAGS_threads);
   options.strategy = choose("strategy", absl::GetFlag(FLAGS_strategy), kStrategies);
+  options.communication = tessera::communication_of(absl::GetFlag(FLAGS_quantize));
+  TORCH_CHECK(options.strategy || absl::GetFlag(FLAGS_quantize).empty(), "--quantize has no meaning under --strategy none");
   options.layout = choose("layout", absl::GetFlag(FLAGS_layout), kLayouts);
   options.precision = choose("precision", absl::GetFlag(FLAGS_precision), kPrecisions);
   options.reduce_precision = choose("reduce-precision", absl::GetFlag(FLAGS_reduce_precision), kPrecisions);

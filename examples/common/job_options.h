@@ -32,6 +32,7 @@ struct JobOptions {
   Precision precision = Precision::kFp32;
   Precision reduce_precision = Precision::kFp32;
   std::optional<bool> reshard_after_forward;
+  tessera::Communication communication; ///< gathers and reductions in fewer bits
 };
 
 /// What the flags say, after `parse_command_line`. Throws c10::Error that names the flag for a value out of its range or flags

@@ -23,6 +23,7 @@ tessera::FullyShardOptions shard_options(const JobOptions& options) {
   result.strategy = options.strategy;
   result.layout = options.layout;
   result.reshard_after_forward = options.reshard_after_forward;
+  result.communication = options.communication;
   if (options.precision != Precision::kFp32) {
     result.mixed_precision.param_dtype = dtype(options.precision);
     result.mixed_precision.reduce_dtype = dtype(options.reduce_precision);

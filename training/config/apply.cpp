@@ -98,6 +98,7 @@ FullyShardOptions TrainConfig::shard_options() const {
   options.layout = sharding.layout;
   options.initial_weights = sharding.initial_weights;
   options.offload = sharding.offload;
+  options.communication = sharding.communication;
   return options;
 }
 

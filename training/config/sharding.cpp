@@ -103,6 +103,27 @@ int64_t size_of(const Mesh& mesh, const std::string& dim) {
   return found == mesh.end() ? 1 : found->second;
 }
 
+/// What is sent in fewer bits, by either name.
+Communication communication_in(const ConfigValues& values) {
+  constexpr auto* kKey = "tessera.communication";
+  const auto own = values.optional_text(kKey);
+  const bool weights = values.boolean("zero_optimization.zero_quantized_weights"),
+             gradients = values.boolean("zero_optimization.zero_quantized_gradients");
+  TORCH_CHECK_VALUE(!own || !(weights || gradients), values.where(kKey), " and zero_quantized_",
+                    weights ? "weights" : "gradients", " are both given");
+  if (own) {
+    try {
+      return communication_of(*own);
+    } catch (const c10::Error& error) {
+      TORCH_CHECK_VALUE(false, values.where(kKey), ": ", error.what_without_backtrace());
+    }
+  }
+  Communication communication;
+  if (weights) communication.gather = QuantizedGather();
+  if (gradients) communication.reduction = quantized_reduction({.codec = {.wire = Wire::kInt4}});
+  return communication;
+}
+
 /// The strategy that the mesh makes of it, as `fully_shard` does.
 Strategy strategy_on(const ConfigValues& values, Strategy strategy, const Mesh& mesh) {
   const bool needs_two = row_of(strategy).outer.has_value();
@@ -205,6 +226,7 @@ ShardingConfig sharding_of(ConfigValues& values, int64_t ranks) {
   sharding.layout = layout_of(values);
   sharding.initial_weights = initial_weights_of(values);
   sharding.offload = offload_of(values);
+  sharding.communication = communication_in(values);
   sharding.recompute = values.has("activation_checkpointing") || values.boolean("tessera.recompute");
   sharding.plan = plan_of(values);
   sharding.sequence_parallel = values.boolean("tessera.sequence_parallel");

@@ -114,6 +114,7 @@ TEST(AppliedConfig, AllStagesTrainAlike) {
       R"("zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}})"};
   if (world_size() == 4) others.emplace_back(R"("zero_optimization": {"stage": 3, "mics_shard_size": 2})");
   if (world_size() == 4) others.emplace_back(R"("zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2})");
+  others.emplace_back(R"("zero_optimization": {"stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": true})");
   for (const auto& keys : others) {
     SCOPED_TRACE(keys);
     EXPECT_THAT(losses_under(keys), ::testing::Pointwise(::testing::DoubleNear(1e-2), whole));

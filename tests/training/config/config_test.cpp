@@ -148,9 +148,8 @@ TEST(Config, NamesTheNearestOfAnUnknownKey) {
 }
 
 TEST(Config, RefusesWhatIsNotHere) {
-  EXPECT_THROWS_WITH(
-      with_zero(R"("stage": 3, "zero_quantized_weights": true)"),
-      "ds.json: zero_optimization.zero_quantized_weights is true, which is not here: parameters are sent in `param_dtype`");
+  EXPECT_THROWS_WITH(with_zero(R"("stage": 3, "zero_quantized_nontrainable_weights": true)"),
+                     "ds.json: zero_optimization.zero_quantized_nontrainable_weights is true, which is not here: frozen");
   EXPECT_THROWS_WITH(with(R"("optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}})"),
                      "optimizer.type is \"OneBitAdam\", which is not here");
   EXPECT_THROWS_WITH(with(R"("optimizer": {"type": "Adam", "params": {"bias_correction": false}})"),
@@ -185,6 +184,39 @@ TEST(Config, RefusesOptionsOfAnotherStage) {
   EXPECT_THROWS_WITH(with_zero(R"("stage": 4)"), "zero_optimization.stage is 4, but must be 0, 1, 2 or 3");
   EXPECT_EQ(with_zero(R"("stage": 2, "offload_param": {"device": "none"}, "zero_hpz_partition_size": 1)").sharding.strategy,
             Strategy::kZero2);
+}
+
+TEST(Config, SendsFewerBits) {
+  const auto zero = with_zero(R"("stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": true)").sharding;
+  ASSERT_TRUE(zero.communication.gather && zero.communication.reduction);
+  EXPECT_EQ(zero.communication.gather->codec, (BlockCodec{Wire::kInt8, 256}));
+  EXPECT_EQ(zero.communication.reduction->description(), "int4 in blocks of 256, from 2048 elements on");
+  const auto plain = with_zero(R"("stage": 3)").sharding.communication;
+  EXPECT_FALSE(plain.gather || plain.reduction);
+  const auto own = with(R"("tessera": {"communication": "reduction=int8, inner=fp8, error_feedback, block=64, smallest=9"},
+                           "zero_optimization": {"stage": 2})")
+                       .sharding.communication;
+  EXPECT_FALSE(own.gather);
+  EXPECT_EQ(own.reduction->description(),
+            "int8 in blocks of 64 (inside: fp8 in blocks of 64), from 9 elements on, with error feedback");
+  EXPECT_THROWS_WITH(with_zero(R"("stage": 2, "zero_quantized_weights": true)"),
+                     "zero_quantized_weights is an option of stage 3");
+  const auto fails = [](const std::string& text) { with(R"("tessera": {"communication": ")" + text + R"("})"); };
+  EXPECT_THROWS_WITH(
+      fails("gater=int8"),
+      "ds.json: tessera.communication: communication \"gater=int8\": gater is no setting; did you mean \"gather\"?");
+  EXPECT_THROWS_WITH(fails("gather=int9"), "gather is int9, but must be int8, int4, fp8 or sign");
+  EXPECT_THROWS_WITH(fails("reduction=powersgd"), "reduction is powersgd, but must be int8, int4, fp8 or sign, or power-sgd");
+  EXPECT_THROWS_WITH(fails("gather=int8 gather=int4"), "gather is there twice");
+  EXPECT_THROWS_WITH(fails("gather"), "gather has no value");
+  EXPECT_THROWS_WITH(fails("error_feedback=yes, reduction=int8"), "error_feedback takes no value");
+  EXPECT_THROWS_WITH(fails("gather=int8, error_feedback"), "error_feedback is for a quantized reduction");
+  EXPECT_THROWS_WITH(fails("reduction=int8, rank=2"), "rank is for reduction=power-sgd");
+  EXPECT_THROWS_WITH(fails("gather=int8, block=3"), "blocks of 3 numbers");
+  EXPECT_THROWS_WITH(fails("gather=int8, smallest=-3"), "smallest is -3, but must be a number that is not negative");
+  EXPECT_THROWS_WITH(
+      with(R"("tessera": {"communication": "gather=int8"}, "zero_optimization": {"stage": 3, "zero_quantized_weights": true})"),
+      "tessera.communication and zero_quantized_weights are both given");
 }
 
 TEST(Config, AStrategyHasAStage) {

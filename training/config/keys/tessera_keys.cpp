@@ -28,6 +28,8 @@ constexpr ConfigKey kTesseraKeys[] = {
     {"tessera.reshard_after_forward", kAny, "null", kUsed, "true, false, or a number of ranks"},
     {"tessera.layout", kText, "\"ragged\"", kUsed, "`BufferLayout`", Fill::kNone, {}, "ragged|per-parameter"},
     {"tessera.initial_weights", kText, "\"check\"", kUsed, "`InitialWeights`", Fill::kNone, {}, "check|broadcast|unchecked"},
+    {"tessera.communication", kText, "null", kUsed,
+     "gathers and reductions in fewer bits: what `communication_of` takes, such as \"gather=int8, reduction=int4\""},
     {"tessera.recompute", kBoolean, "false", kUsed, "the program recomputes its blocks in backward"},
     {"tessera.plan", kAny, "null", kUsed,
      "of `tp`: a block of path patterns, each `colwise`, `colwise packed 3`, `rowwise`, `vocab`, `sequence`; null: `plan_for`"},
