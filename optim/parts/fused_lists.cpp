@@ -4,11 +4,13 @@
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <map>
 #include <utility>
 
+#include <tessera/base/dispatch_keys.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 
@@ -22,8 +24,15 @@ c10::Device memory_of(const at::Tensor& tensor) {
   return meta ? meta->local.device() : tensor.device();
 }
 
+/// Whether the host alone works with the memory of a part. Then no stream has to be waited for before it is written.
+bool is_on_host(const at::Tensor& tensor) {
+  const auto* meta = dtensor_meta(tensor);
+  return meta && meta->local.defined() && meta->local.is_cpu() && meta->spec->mesh().device_type() == at::kCPU;
+}
+
 struct Key {
   bool is_dtensor; ///< plain tensors are apart: no operator takes both
+  bool is_on_host; ///< as a DTensor
   c10::Device device;
   at::ScalarType dtype;
   size_t tensors;
@@ -73,8 +82,8 @@ class AlignedLists {
 void for_each_fused_list(const std::vector<FusedEntry>& entries, const std::function<void(FusedLists&)>& step) {
   std::vector<std::pair<Key, std::vector<const FusedEntry*>>> groups;
   for (const auto& entry : entries) {
-    const Key key{is_dtensor(entry.tensors[0]), memory_of(entry.tensors[0]), entry.tensors[0].scalar_type(),
-                  entry.tensors.size()};
+    const Key key{is_dtensor(entry.tensors[0]), is_on_host(entry.tensors[0]), memory_of(entry.tensors[0]),
+                  entry.tensors[0].scalar_type(), entry.tensors.size()};
     const auto same = std::find_if(groups.begin(), groups.end(), [&](const auto& group) { return group.first == key; });
     auto& members = same != groups.end() ? same->second : groups.emplace_back(key, std::vector<const FusedEntry*>()).second;
     members.push_back(&entry);
@@ -88,6 +97,8 @@ void for_each_fused_list(const std::vector<FusedEntry>& entries, const std::func
       if (!number.defined()) number = at::full({}, entry->step, at::TensorOptions(at::kFloat).device(key.device));
       lists.steps().push_back(number);
     }
+    // A step reads and writes parts alone. Whoever sees the reads of parameters would only take time for it.
+    const c10::impl::ExcludeDispatchKeyGuard unseen(key.is_on_host ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet());
     lists.run(step);
   }
 }

@@ -17,10 +17,13 @@ at::Tensor aligned_gradient(const at::Tensor& parameter) {
   const auto *own = dtensor_meta(parameter), *meta = dtensor_meta(gradient);
   if (const auto pending = dtensor_meta(gradient)) pending->check_has_values("the step of an optimizer");
   auto aligned = gradient;
-  if (own && meta && meta->spec->placements() != own->spec->placements())
+  if (own && meta && meta->spec != own->spec && meta->spec->placements() != own->spec->placements())
     aligned = DTensor(gradient).redistribute(own->spec->mesh(), own->spec->placements());
   return aligned.scalar_type() == parameter.scalar_type() ? aligned : aligned.to(parameter.scalar_type());
 }
+
+// A copy of a tensor to itself moves nothing.
+void announce_write(const at::Tensor& parameter) { parameter.copy_(parameter); }
 
 at::Tensor zeros_as(const at::Tensor& parameter, at::ScalarType dtype) {
   const auto* meta = dtensor_meta(parameter);
@@ -37,6 +40,20 @@ at::Tensor replicated_zeros(const at::Tensor& parameter, const std::vector<int64
   const auto& mesh = meta->spec->mesh();
   const auto spec = Spec::intern(mesh, Placements(static_cast<size_t>(mesh.ndim()), Replicate{}), sizes,
                                  c10::typeMetaToScalarType(options.dtype()));
+  return make_dtensor(at::zeros(spec->local_sizes(), options.device(meta->local.device())), spec);
+}
+
+at::Tensor by_rank_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes, at::ScalarType dtype,
+                         const std::string& name) {
+  const auto* meta = dtensor_meta(parameter);
+  const int64_t ranks = meta ? meta->spec->mesh().size() : 1;
+  TORCH_CHECK(!sizes.empty() && sizes[0] == ranks, name, " is of ", sizes.empty() ? 0 : sizes[0],
+              " ranks, and its parameter lies on ", ranks,
+              ": what each rank has for itself, as the error that it feeds back, fits no other number of ranks");
+  const auto options = parameter.options().dtype(dtype).requires_grad(false);
+  if (!meta) return at::zeros(sizes, options);
+  const auto& mesh = meta->spec->mesh();
+  const auto spec = Spec::intern(mesh, Placements(static_cast<size_t>(mesh.ndim()), Shard{0}), sizes, dtype);
   return make_dtensor(at::zeros(spec->local_sizes(), options.device(meta->local.device())), spec);
 }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace tessera::internal {
@@ -26,6 +27,9 @@ struct Stepped {
 /// Errors: one that is sparse or complex, or waits for its reduction.
 at::Tensor aligned_gradient(const at::Tensor& parameter);
 
+/// Counts a write of `parameter` that a kernel is about to make in the memory of its part, and waits for what still reads it.
+void announce_write(const at::Tensor& parameter);
+
 /// Zeros that lie as `parameter` does, of another dtype.
 at::Tensor zeros_as(const at::Tensor& parameter, at::ScalarType dtype);
 
@@ -33,6 +37,11 @@ at::Tensor zeros_as(const at::Tensor& parameter, at::ScalarType dtype);
 /// `parameter`, or a plain tensor as that is; where the memory of `parameter` is.
 at::Tensor replicated_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes,
                             std::optional<at::ScalarType> dtype = std::nullopt);
+
+/// Zeros of shape [ranks, …] (`sizes`), of which each rank of the parameter's mesh holds a row: a DTensor, or a plain tensor as
+/// that is. An error, which `name` begins, where these are not as many ranks.
+at::Tensor by_rank_zeros(const at::Tensor& parameter, const std::vector<int64_t>& sizes, at::ScalarType dtype,
+                         const std::string& name);
 
 /// The parameters of `optimizer` that have a gradient, in its order. One that is listed again, as LibTorch's `parameters()` lists
 /// a tied weight, counts once.

@@ -12,8 +12,9 @@
 #include <utility>
 
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/optim/kernels/dynamic_table.h>
+#include <tessera/optim/kernels/eight_bit_kernel.h>
 #include <tessera/optim/parts/check_options.h>
-#include <tessera/optim/parts/dynamic_table.h>
 #include <tessera/optim/parts/fused_lists.h>
 #include <tessera/optim/parts/shared_sums.h>
 #include <tessera/optim/parts/stepped.h>
@@ -27,7 +28,7 @@ using EightBitEntry = internal::Stepped<AdamW8bitParamState, AdamW8bitOptions>;
 using internal::Box;
 using internal::part_of;
 
-constexpr int64_t kBlockBits = 8;          ///< 256 elements a block
+constexpr int kBlockBits = internal::kEightBitBlockBits;
 constexpr int64_t kSliceBytes = 16L << 20; ///< of float that a step computes with at once
 
 const AdamW8bitOptions& checked(const AdamW8bitOptions& options) {
@@ -135,10 +136,58 @@ Moments new_moments(const EightBitEntry& entry, const Slice& slice) {
       scaled(slice.squared_codes, false, entry.state->exp_avg_sq_absmax()).mul_(beta2).addcmul_(gradient, gradient, 1 - beta2)};
 }
 
+internal::EightBitNumbers numbers_of(const EightBitEntry& entry) {
+  const auto& options = *entry.options;
+  const auto [beta1, beta2] = options.betas();
+  return {.lr = options.lr(),
+          .beta1 = beta1,
+          .beta2 = beta2,
+          .eps = options.eps(),
+          .weight_decay = options.weight_decay(),
+          .step = entry.state->step()};
+}
+
+/// A parameter's part that the kernel of the CPU steps. Where it does not lie row-major, a copy.
+class OnHost {
+ public:
+  explicit OnHost(const EightBitEntry& entry)
+      : part_(part_of(entry.parameter)),
+        memory_{.parameter = part_.contiguous(),
+                .gradient = part_of(entry.gradient).to(at::kFloat).contiguous(),
+                .codes = part_of(entry.state->exp_avg()),
+                .squared_codes = part_of(entry.state->exp_avg_sq()),
+                .absmax = part_of(entry.state->exp_avg_absmax()),
+                .squared_absmax = part_of(entry.state->exp_avg_sq_absmax())} {}
+  OnHost(const OnHost&) = delete;
+  OnHost& operator=(const OnHost&) = delete;
+  ~OnHost() = default;
+
+  static bool takes(const EightBitEntry& entry) {
+    const auto part = part_of(entry.parameter);
+    return part.is_cpu() && part.numel() > 0 && part_of(entry.state->exp_avg()).is_contiguous() &&
+           part_of(entry.state->exp_avg_sq()).is_contiguous();
+  }
+  template <typename Step>
+  void run(const Step& step) const {
+    step(memory_);
+    if (!memory_.parameter.is_same(part_)) part_.copy_(memory_.parameter);
+  }
+
+ private:
+  const at::Tensor part_;
+  const internal::EightBitMemory memory_;
+};
+
 /// The largest elements of the new moments in this rank's parts of the blocks: those of the averages, then those of the squares.
+/// On the CPU, the step of what needs no other rank's has been taken.
 at::Tensor own_absmax(const EightBitEntry& entry) {
   const auto blocks = blocks_of(entry.parameter);
   const auto largest = at::zeros({2, blocks}, part_of(entry.parameter).options().dtype(at::kFloat));
+  if (OnHost::takes(entry)) {
+    internal::announce_write(entry.parameter);
+    OnHost(entry).run([&](const auto& memory) { begin_eight_bit_step(entry.parameter, memory, numbers_of(entry), largest); });
+    return largest.view({-1});
+  }
   for_each_slice(entry, {}, [&](const Slice& slice) {
     const auto moments = new_moments(entry, slice);
     largest[0].scatter_reduce_(0, slice.blocks, moments.average.abs().reshape({-1}), "amax");
@@ -154,6 +203,11 @@ at::Tensor signed_codes(const at::Tensor& relative) {
   return codes.add_(lost.to(at::kInt).mul_(is_negative.to(at::kInt).mul_(-2).add_(1))).to(at::kByte);
 }
 
+/// The root of floats, rounded to the nearest one, as CUDA's is and MKL's is not.
+at::Tensor rounded_root(const at::Tensor& values) {
+  return values.is_cuda() ? values.sqrt() : values.to(at::kDouble).sqrt_().to(at::kFloat);
+}
+
 /// Writes a slice's codes, and what its parameters are to add.
 void write_slice(const EightBitEntry& entry, const Slice& slice, const at::Tensor& absmax) {
   const auto& options = *entry.options;
@@ -161,7 +215,7 @@ void write_slice(const EightBitEntry& entry, const Slice& slice, const at::Tenso
   const auto steps = static_cast<double>(entry.state->step());
   const auto moments = new_moments(entry, slice);
   const double root = std::sqrt(1 - std::pow(beta2, steps));
-  const auto denominator = moments.square.sqrt().div_(root).add_(options.eps());
+  const auto denominator = rounded_root(moments.square).div_(root).add_(options.eps());
   slice.update.copy_(moments.average.div(denominator).mul_(-options.lr() / (1 - std::pow(beta1, steps))));
   const auto relative = [&](const at::Tensor& moment, const at::Tensor& largest) {
     return moment.div(largest.index_select(0, slice.blocks).view(moment.sizes()).clamp_min_(1e-38));
@@ -170,20 +224,29 @@ void write_slice(const EightBitEntry& entry, const Slice& slice, const at::Tenso
   slice.squared_codes.copy_(internal::nearest_codes(relative(moments.square, absmax[1]), false));
 }
 
+/// Writes the codes, and the parameter.
+void apply_slices(EightBitEntry& entry, const at::Tensor& largest) {
+  const auto update = at::empty_like(part_of(entry.parameter), at::MemoryFormat::Contiguous);
+  for_each_slice(entry, update, [&](const Slice& slice) { write_slice(entry, slice, largest); });
+  if (entry.options->weight_decay() != 0) entry.parameter.mul_(1 - entry.options->lr() * entry.options->weight_decay());
+  const auto* meta = internal::dtensor_meta(entry.parameter);
+  entry.parameter.add_(meta ? internal::make_dtensor(update, meta->spec) : update);
+}
+
 /// Steps a parameter, given the largest elements of its blocks over all ranks.
 void apply(EightBitEntry& entry, const at::Tensor& absmax) {
   auto& state = *entry.state;
   const auto largest = absmax.view({2, -1});
-  const auto update = at::empty_like(part_of(entry.parameter), at::MemoryFormat::Contiguous);
-  for_each_slice(entry, update, [&](const Slice& slice) { write_slice(entry, slice, largest); });
+  if (OnHost::takes(entry)) {
+    OnHost(entry).run([&](const auto& memory) { finish_eight_bit_step(entry.parameter, memory, numbers_of(entry), largest); });
+  } else {
+    apply_slices(entry, largest);
+  }
   const auto keep = [](const at::Tensor& kept, const at::Tensor& values) {
     if (part_of(kept).numel() == values.numel()) part_of(kept).copy_(values); // a rank outside the mesh has none
   };
   keep(state.exp_avg_absmax(), largest[0]);
   keep(state.exp_avg_sq_absmax(), largest[1]);
-  if (entry.options->weight_decay() != 0) entry.parameter.mul_(1 - entry.options->lr() * entry.options->weight_decay());
-  const auto* meta = internal::dtensor_meta(entry.parameter);
-  entry.parameter.add_(meta ? internal::make_dtensor(update, meta->spec) : update);
 }
 
 void step_small(const EightBitEntry& entry) {
@@ -211,8 +274,8 @@ AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& group
 AdamW8bit::AdamW8bit(std::vector<at::Tensor> parameters, const AdamW8bitOptions& defaults)
     : AdamW8bit({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
 
-// The moments are computed twice: once for the largest element of each block over all ranks, and once to be written. In between
-// those of all parameters would take four times the memory of the state.
+// The moments of a block that several ranks have are computed twice: once for its largest element, and once to be written. In
+// between those of all parameters would take four times the memory of the state.
 void AdamW8bit::update() {
   std::vector<EightBitEntry> entries;
   std::vector<internal::ShareOfSums> shares;

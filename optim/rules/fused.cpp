@@ -12,7 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/optim/kernels/rounded_adam.h>
 #include <tessera/optim/parts/fused_lists.h>
+#include <tessera/optim/parts/shared_sums.h>
 #include <tessera/optim/parts/stepped.h>
 
 namespace tessera {
@@ -43,28 +45,68 @@ void for_each_group(Optimizer& optimizer, const Step& step) {
   }
 }
 
-/// A step of Adam or AdamW, whose classes are two of one form.
+/// What a step of Adam or AdamW, whose classes are two of one form, keeps moments in.
+struct MomentStorage {
+  MomentDtype dtype;
+  uint64_t seed;
+  bool are_rounded() const { return dtype == MomentDtype::kBFloat16; }
+};
+
+/// A moment before a step: zeros at first. An error for one in bf16 of a parameter that is not, where none are rounded.
+void prepare(at::Tensor& moment, const at::Tensor& parameter, const MomentStorage& moments) {
+  const auto dtype = moments.are_rounded() ? at::kBFloat16 : parameter.scalar_type();
+  if (!moment.defined()) moment = internal::zeros_as(parameter, dtype);
+  if (moment.scalar_type() == dtype) return;
+  TORCH_CHECK(moments.are_rounded(), "the step of an optimizer: a moment of a parameter of shape ", parameter.sizes(), " is ",
+              moment.scalar_type(), ": call keep_moments_in(MomentDtype::kBFloat16) before the step");
+  const auto before = moment;
+  moment = internal::zeros_as(parameter, dtype);
+  moment.copy_(before);
+}
+
+template <typename State>
+internal::FusedAdamSettings settings_of(const State& options, bool decoupled) {
+  const auto [beta1, beta2] = options.betas();
+  return {.lr = options.lr(),
+          .beta1 = beta1,
+          .beta2 = beta2,
+          .eps = options.eps(),
+          .weight_decay = options.weight_decay(),
+          .amsgrad = options.amsgrad(),
+          .decoupled = decoupled};
+}
+
+/// Steps a parameter whose moments are in bf16.
+void step_rounded(const FusedEntry& entry, const internal::FusedAdamSettings& settings, uint64_t seed) {
+  const auto part = internal::part_of(entry.tensors[0]);
+  TORCH_CHECK(!settings.amsgrad, "FusedAdam: amsgrad with moments in bf16 is not here: its largest moments would only grow");
+  TORCH_CHECK(part.is_cpu() && part.is_floating_point(),
+              "FusedAdam: moments in bf16 are of floating-point parameters on the CPU; one of shape ", part.sizes(), " is ",
+              part.scalar_type(), " on ", part.device());
+  const auto values = part.contiguous();
+  const internal::RoundedAdamMemory memory{values, internal::part_of(entry.tensors[1]).contiguous(),
+                                           internal::part_of(entry.tensors[2]), internal::part_of(entry.tensors[3])};
+  internal::announce_write(entry.tensors[0]);
+  internal::rounded_adam_step(entry.tensors[0], memory, settings, entry.step, seed);
+  if (!values.is_same(part)) part.copy_(values);
+}
+
 template <typename State, typename Options>
-void step_adam(Optimizer& optimizer, bool decoupled) {
+void step_adam(Optimizer& optimizer, bool decoupled, const MomentStorage& moments) {
   for_each_group<State, Options>(optimizer, [&](const Group<State, Options>& group) {
     const auto& options = *group[0].options;
     std::vector<FusedEntry> entries;
     for (const auto& [parameter, gradient, state, same] : group) {
-      if (!state->exp_avg().defined()) state->exp_avg(at::zeros_like(parameter));
-      if (!state->exp_avg_sq().defined()) state->exp_avg_sq(at::zeros_like(parameter));
+      prepare(state->exp_avg(), parameter, moments);
+      prepare(state->exp_avg_sq(), parameter, moments);
       if (options.amsgrad() && !state->max_exp_avg_sq().defined()) state->max_exp_avg_sq(at::zeros_like(parameter));
       state->step(state->step() + 1);
       entries.push_back({{parameter, gradient, state->exp_avg(), state->exp_avg_sq()}, state->step()});
       if (options.amsgrad()) entries.back().tensors.push_back(state->max_exp_avg_sq());
     }
-    const auto [beta1, beta2] = options.betas();
-    internal::fused_adam_step(entries, {.lr = options.lr(),
-                                        .beta1 = beta1,
-                                        .beta2 = beta2,
-                                        .eps = options.eps(),
-                                        .weight_decay = options.weight_decay(),
-                                        .amsgrad = options.amsgrad(),
-                                        .decoupled = decoupled});
+    const auto settings = settings_of(options, decoupled);
+    if (!moments.are_rounded()) return internal::fused_adam_step(entries, settings);
+    for (const auto& entry : entries) step_rounded(entry, settings, moments.seed);
   });
 }
 
@@ -82,15 +124,25 @@ void step_sgd(const std::vector<FusedEntry>& entries, const torch::optim::SGDOpt
 at::Tensor FusedAdam::step(LossClosure closure) {
   auto loss = loss_of(closure);
   const at::NoGradGuard no_grad;
-  step_adam<torch::optim::AdamParamState, torch::optim::AdamOptions>(*this, false);
+  step_adam<torch::optim::AdamParamState, torch::optim::AdamOptions>(*this, false, {moments_, seed_});
   return loss;
 }
 
 at::Tensor FusedAdamW::step(LossClosure closure) {
   auto loss = loss_of(closure);
   const at::NoGradGuard no_grad;
-  step_adam<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(*this, true);
+  step_adam<torch::optim::AdamWParamState, torch::optim::AdamWOptions>(*this, true, {moments_, seed_});
   return loss;
+}
+
+void FusedAdam::keep_moments_in(MomentDtype dtype, uint64_t seed) {
+  moments_ = dtype;
+  seed_ = seed;
+}
+
+void FusedAdamW::keep_moments_in(MomentDtype dtype, uint64_t seed) {
+  moments_ = dtype;
+  seed_ = seed;
 }
 
 at::Tensor FusedSGD::step(LossClosure closure) {

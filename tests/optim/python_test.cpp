@@ -54,5 +54,31 @@ TEST(Optimizers, AreThoseOfPyTorch) {
   EXPECT_NE(result.output.find(std::to_string(compared) + " optimizers agree"), std::string::npos) << result.output;
 }
 
+TEST(AdamW8bit, KeepsTheStatesOfBitsandbytes) {
+  const TemporaryFolder folder;
+  const auto tuple = [](std::vector<c10::IValue> values) { return c10::ivalue::Tuple::create(std::move(values)); };
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(uint64_t{7});
+  constexpr int64_t kSize = 20 * 256 + 37;
+  auto parameter = torch::randn({kSize}, generator).requires_grad_();
+  const auto before = parameter.detach().clone();
+  std::vector<c10::IValue> gradients;
+  AdamW8bit optimizer({parameter}, AdamW8bitOptions(0.01).weight_decay(0.1));
+  for (int64_t step = 0; step < kSteps; ++step) {
+    parameter.mutable_grad() = torch::randn({kSize}, generator) * torch::randn({kSize}, generator).exp();
+    gradients.emplace_back(parameter.grad().clone());
+    optimizer.step();
+  }
+  const auto& state = static_cast<const AdamW8bitParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
+  const auto bytes = torch::pickle_save(tuple(
+      {before, tuple(gradients),
+       tuple({state.exp_avg(), state.exp_avg_sq(), state.exp_avg_absmax(), state.exp_avg_sq_absmax(), parameter.detach()})}));
+  const auto file = folder.file("steps.pt");
+  std::ofstream(file, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  const auto result = run_program({TESSERA_PYTHON, TESSERA_BITSANDBYTES_SCRIPT, file}, {}, std::chrono::seconds(240));
+  ASSERT_EQ(result.status, 0) << result.output;
+  if (result.output.find("skipped: ") != std::string::npos) GTEST_SKIP() << result.output << ": scripts/setup --references";
+  EXPECT_NE(result.output.find("8-bit states agree with bitsandbytes"), std::string::npos) << result.output;
+}
+
 } // namespace
 } // namespace tessera::testing::python_test

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include <tessera/optim/parts/dynamic_table.h>
+#include <tessera/optim/kernels/dynamic_table.h>
 
 #include <tessera/tests/optim/optimizers.h>
 #include <tessera/tests/support/matchers.h>

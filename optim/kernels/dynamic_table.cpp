@@ -1,6 +1,7 @@
-#include <tessera/optim/parts/dynamic_table.h>
+#include <tessera/optim/kernels/dynamic_table.h>
 
 #include <ATen/ops/bucketize.h>
+#include <ATen/ops/linspace.h>
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
@@ -35,11 +36,13 @@ const Tables& tables(bool is_signed) {
 std::vector<float> dynamic_table(bool is_signed) {
   std::vector<float> values{0, 1};
   for (int exponent = 0; exponent < kExponents; ++exponent) {
-    const auto scale = static_cast<float>(std::pow(10.0, exponent - (kExponents - 1)));
     const int fractions = 1 << (is_signed ? exponent : exponent + 1);
-    const float width = 0.9F / static_cast<float>(fractions);
+    // These are the operators that bitsandbytes takes: the values are its own to the bit.
+    const auto borders = at::linspace(0.1, 1, fractions + 1, at::kFloat);
+    const auto middles = borders.narrow(0, 0, fractions).add(borders.narrow(0, 1, fractions)).div_(2);
+    const auto scaled = middles.mul_(std::pow(10.0, exponent - (kExponents - 1)));
     for (int i = 0; i < fractions; ++i) {
-      const float value = scale * (0.1F + width * (static_cast<float>(i) + 0.5F));
+      const float value = scaled.const_data_ptr<float>()[i];
       values.push_back(value);
       if (is_signed) values.push_back(-value);
     }
