@@ -16,6 +16,7 @@
 #include <tessera/fsdp/reduction_extension.h>
 #include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/fsdp/shard_script.h>
+#include <tessera/fsdp/step_in_backward.h>
 #include <tessera/fsdp/step_report.h>
 #include <tessera/fsdp/strategy.h>
 #include <tessera/fsdp/summary.h>
@@ -28,6 +29,7 @@
 #include <tessera/offload/offload_policy.h>
 #include <tessera/optim/adafactor.h>
 #include <tessera/optim/adamw_8bit.h>
+#include <tessera/optim/adaptive_clip.h>
 #include <tessera/optim/fused.h>
 #include <tessera/optim/grad_norm.h>
 #include <tessera/optim/lamb.h>

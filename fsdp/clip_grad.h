@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include <tessera/optim/adaptive_clip.h>
 #include <tessera/optim/grad_norm.h>
 
 namespace tessera {
@@ -20,5 +21,10 @@ at::Tensor clip_grad_norm_(const torch::nn::Module& module, double max_norm, dou
 /// [-`clip_value`, `clip_value`]. Errors, and which ranks call it, as above; also for a complex parameter that takes a gradient.
 // NOLINTNEXTLINE(readability-identifier-naming): PyTorch's name
 void clip_grad_value_(const torch::nn::Module& module, double clip_value);
+
+/// `clip_grad_adaptive_` (optim/adaptive_clip.h) of all parameters of `module`, by unit. Errors, and which ranks call it, as
+/// above.
+// NOLINTNEXTLINE(readability-identifier-naming): as clip_grad_norm_
+void clip_grad_adaptive_(const torch::nn::Module& module, double clip_factor = 0.01, double eps = 1e-3);
 
 } // namespace tessera

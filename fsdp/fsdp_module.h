@@ -97,6 +97,12 @@ class FSDPModule {
   /// all-reduce as a mean.
   void set_gradient_divide_factor(double factor);
 
+  /// true: the gradients of this module and, with `recurse`, those below it are not reduced. `grad()` gets this rank's own, as a
+  /// DTensor that is Partial along the dims that replicate (of a mean, or after `set_gradient_divide_factor` of a sum). So an
+  /// optimizer that reduces them by itself, in fewer bits, finds them (`OneBitAdam`); any other, and clipping, gets the mean by a
+  /// reduction of each. An error where parameters are sharded, which it names. Every rank sets the same.
+  void set_keeps_own_gradients(bool keeps_own, bool recurse = true);
+
   /// Calls `hook` with the reduced gradients of this module's own group, whenever they are reduced: a flat tensor of the reduce
   /// dtype, this rank's part on the shard dim, with zeros between the parameters. The hook may change it in place, for example
   /// all-reduce it over ranks outside the mesh. It holds a mean, or a sum if a divide factor is set (in fp16 already divided by a

@@ -6,7 +6,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
+#include <vector>
+
+#include <tessera/fsdp/gradients/gradient_taker.h>
 
 namespace tessera::internal {
 
@@ -14,11 +18,14 @@ struct GradientSettings {
   bool requires_sync = true, requires_all_reduce = true; ///< outside of scopes of no_sync
   int64_t no_sync_scopes = 0;                            ///< that are open
   bool reshard_after_backward = true;
+  bool keeps_own = false;       ///< nothing is reduced: `grad()` gets the rank's own gradient, as a Partial
   bool has_only_buffer = false; ///< the reductions of other groups end before there is a reduce buffer
   /// Called with the flat reduced gradients of each reduction, before they are divided by a factor of the program's. See
   /// FSDPModule.
   std::function<void(const at::Tensor&)> all_reduce_hook = {};
   std::optional<double> divide_factor = {}; ///< the program's
+  /// Optimizers that step in backward, in the order in which the program asked for them.
+  std::vector<std::shared_ptr<GradientTaker>> takers = {};
 
   bool sync() const { return requires_sync && no_sync_scopes == 0; }
   bool all_reduce() const { return requires_all_reduce && no_sync_scopes == 0; }

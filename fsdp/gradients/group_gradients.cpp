@@ -25,10 +25,19 @@ namespace tessera::internal {
 
 namespace {
 
-at::Tensor make_gradient(at::Tensor local, const ShardedParameter& parameter) {
-  auto meta = c10::make_intrusive<DTensorMeta>(std::move(local), parameter.spec);
+at::Tensor make_gradient(at::Tensor local, const ShardedParameter& parameter, const SpecPtr& spec = nullptr) {
+  auto meta = c10::make_intrusive<DTensorMeta>(std::move(local), spec ? spec : parameter.spec);
   meta->provenance.name = parameter.gradient_name;
   return make_dtensor(std::move(meta));
+}
+
+/// How the own gradients of the ranks lie that all have the parameter whole: what they are to become, in place of what each has.
+SpecPtr own_gradient_spec(const Spec& parameter, bool adds) {
+  auto placements = parameter.placements();
+  for (auto& each : placements) {
+    if (is_replicate(each)) each = Partial{adds ? Partial::Op::kSum : Partial::Op::kAvg};
+  }
+  return Spec::intern(parameter.mesh(), placements, parameter.sizes(), parameter.dtype(), parameter.strides());
 }
 
 /// `gradient` after the hooks that the user registered on `parameter`. One more is the group's own (parameter_group.cpp), which
@@ -55,8 +64,10 @@ at::Tensor part_of(const at::Tensor& reduced, const ShardedParameter& parameter,
 bool is_sharded_as(const ShardedParameter& parameter, const DTensorMeta* gradient) {
   if (!gradient || gradient->spec == parameter.spec) return gradient != nullptr;
   const Spec &spec = *gradient->spec, &own = *parameter.spec;
-  return spec.mesh() == own.mesh() && spec.placements() == own.placements() && spec.sizes() == own.sizes() &&
-         spec.dtype() == own.dtype();
+  const bool lies_alike = spec.placements() == own.placements() ||
+                          spec.placements() == own_gradient_spec(own, /*adds=*/false)->placements() ||
+                          spec.placements() == own_gradient_spec(own, /*adds=*/true)->placements();
+  return lies_alike && spec.mesh() == own.mesh() && spec.sizes() == own.sizes() && spec.dtype() == own.dtype();
 }
 
 } // namespace
@@ -114,7 +125,9 @@ void GroupGradients::set_divide_factor(double factor) {
   settings.divide_factor = factor;
 }
 
-bool GroupGradients::reduces_alone() const { return group_.stages().reductions.empty() && !settings.all_reduce_hook; }
+bool GroupGradients::reduces_alone() const {
+  return settings.keeps_own || (group_.stages().reductions.empty() && !settings.all_reduce_hook);
+}
 
 at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bool>& takes_part) {
   const auto& policy = group.options().mixed_precision;
@@ -364,7 +377,8 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
   if (local.scalar_type() != spec->dtype()) local = local.to(spec->dtype());
   return {.group = group_.shared_from_this(),
           .index = index,
-          .value = make_gradient(std::move(local), parameter),
+          .value = make_gradient(std::move(local), parameter,
+                                 settings.keeps_own ? own_gradient_spec(*spec, settings.divide_factor.has_value()) : nullptr),
           .is_term = gives_terms(parameter)};
 }
 

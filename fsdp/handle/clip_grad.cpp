@@ -5,6 +5,7 @@
 #include <string>
 
 #include <tessera/fsdp/setup/trains_apart.h>
+#include <tessera/optim/parts/backward_mark.h>
 
 namespace tessera {
 
@@ -34,7 +35,16 @@ void clip_grad_value_(const torch::nn::Module& module, double clip_value) {
                                 name_of(module, parameter), " is ", parameter.scalar_type(),
                                 ", and complex numbers have no order: ", "clip by the norm, with clip_grad_norm_");
   }
+  internal::check_not_stepped_in_backward(parameters, "clip_grad_value_ takes gradients after a backward");
   torch::nn::utils::clip_grad_value_(parameters, clip_value);
+}
+
+// NOLINTNEXTLINE(readability-identifier-naming)
+void clip_grad_adaptive_(const torch::nn::Module& module, double clip_factor, double eps) {
+  internal::check_none_trains_apart(module, "clip_grad_adaptive_", "clip them by themselves, as a list");
+  const auto parameters = internal::parameters_not_ignored(module);
+  internal::check_not_stepped_in_backward(parameters, "clip_grad_adaptive_ takes gradients after a backward");
+  clip_grad_adaptive_(parameters, clip_factor, eps);
 }
 
 } // namespace tessera

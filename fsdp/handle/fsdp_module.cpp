@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include <tessera/collectives/process_context.h>
@@ -158,6 +159,21 @@ void FSDPModule::set_gradient_divide_factor(double factor) {
                     factor, " on rank ", process_context().rank());
   state_->schedule()->forget_failed_backward();
   for_each_group(*state_, false, [&](GroupGradients& gradients) { gradients.set_divide_factor(factor); });
+}
+
+void FSDPModule::set_keeps_own_gradients(bool keeps_own, bool recurse) {
+  for_each_group_below(*state_, recurse, [&](const GroupGradients& gradients) {
+    const auto& group = gradients.group();
+    TORCH_CHECK(!gradients.is_unfinished(), "set_keeps_own_gradients: gradients of ", group.label(), " wait for their reduction");
+    for (size_t i = 0; keeps_own && i < group.parameters().size(); ++i) {
+      const auto& placements = group.parameters()[i].spec->placements();
+      TORCH_CHECK_VALUE(
+          std::all_of(placements.begin(), placements.end(), is_replicate), "set_keeps_own_gradients: ", group.full_name(i),
+          " is sharded (", to_string(placements),
+          "): only gradients of parameters that every rank has whole (replicate, Strategy::kNoShard) stay unreduced");
+    }
+  });
+  for_each_group_below(*state_, recurse, [&](GroupGradients& gradients) { gradients.settings.keeps_own = keeps_own; });
 }
 
 void FSDPModule::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) {

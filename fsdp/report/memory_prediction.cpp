@@ -84,6 +84,7 @@ struct Group {
   int64_t reduce_bytes = 0;     // of its buffer
   int64_t chunk_bytes = 0;      // of this rank's part of it
   int64_t reduced_bytes = 0;    // as `grad()` holds them
+  bool steps = false;           // in backward, all of its parameters
   int64_t largest_gradient = 0; // of one parameter, whole
   int64_t last_gradient = 0;    // the one that lands last
   int64_t all_gradients = 0;    // of all parameters, whole
@@ -142,6 +143,7 @@ class Prediction final : private StepGroups {
     Group added{.group = group, .settings = &gradients.settings};
     added.reduce_bytes = reduce_bytes_of(*group);
     added.trains = added.lands = trains_any(*group);
+    added.steps = added.trains && steps_in_backward(gradients);
     const bool is_in_files = group->memory() && group->options().offload.memory == OffloadPolicy::Memory::kFiles;
     const auto shard = add_parameters(added, last_to_land(gradients));
     const bool reduces = !group->stages().reductions.empty();
@@ -155,6 +157,16 @@ class Prediction final : private StepGroups {
     }
     now_.parameters += kept_until_written(*group) + kept_by_reductions(*group);
     groups_[group->number] = std::move(added);
+  }
+
+  /// The memory of a group's gradients is freed with the last one of them.
+  static bool steps_in_backward(const GroupGradients& gradients) {
+    const auto& parameters = gradients.group().parameters();
+    return std::all_of(parameters.begin(), parameters.end(), [&](const auto& parameter) {
+      const auto frees = [&](const auto& taker) { return taker->frees(parameter.tensor._unsafe_get_target()); };
+      const auto& takers = gradients.settings.takers;
+      return !is_trained(parameter) || std::any_of(takers.begin(), takers.end(), frees);
+    });
   }
 
   /// Notes what the gradients of the group's parameters need. Returns the bytes of this rank's part of those that train.
@@ -261,7 +273,24 @@ class Prediction final : private StepGroups {
     }
     for (size_t left = order_.size(); left > 0; --left) backward(left - 1);
     step_.reduce_the_rest();
+    step_reduced();
     step_.end_backward();
+  }
+
+  /// Optimizers that step in backward take the gradients that are reduced, a group at a time.
+  void step_reduced() {
+    for (const size_t number : std::exchange(reduced_, {})) {
+      auto& group = groups_[number];
+      now_.temporaries += options_.optimizer_tensors >= 2 ? 2 * group.largest_local : 0;
+      note();
+      now_.temporaries -= options_.optimizer_tensors >= 2 ? 2 * group.largest_local : 0;
+      now_.gradients -= group.reduced_bytes;
+      group.is_stale = true;
+    }
+  }
+  void hold_reduced(size_t number) {
+    now_.gradients += groups_[number].reduced_bytes;
+    if (groups_[number].steps) reduced_.push_back(number);
   }
 
   /// The backward of one read. Autograd sums the gradients of all reads of a parameter before they land: two and their sum are
@@ -303,7 +332,9 @@ class Prediction final : private StepGroups {
 
   void land(size_t number) {
     groups_[number].is_complete = groups_[number].lands;
-    if (groups_[number].lands && step_.landed(number, /*is_complete=*/true)) step_.reduce_after(number);
+    if (!groups_[number].lands || !step_.landed(number, /*is_complete=*/true)) return;
+    step_.reduce_after(number);
+    step_reduced();
   }
 
   /// LibTorch's Adam makes two tensors of a parameter's shape. None steps while gradients wait for a later backward.
@@ -311,7 +342,7 @@ class Prediction final : private StepGroups {
     const auto waits = [](const Group& group) { return group.is_pending; };
     if (std::any_of(groups_.begin(), groups_.end(), waits)) return;
     int64_t largest = 0;
-    for (const size_t each : order_) largest = std::max(largest, groups_[each].largest_local);
+    for (const size_t each : order_) largest = std::max(largest, groups_[each].steps ? 0 : groups_[each].largest_local);
     now_.temporaries = options_.optimizer_tensors >= 2 ? 2 * largest : 0;
     what_ = "optimizer";
     note();
@@ -406,7 +437,7 @@ class Prediction final : private StepGroups {
     auto& group = groups_[number];
     group.is_pending = group.is_complete = false;
     if (group.reduce_bytes == 0) {
-      now_.gradients += group.reduced_bytes;
+      hold_reduced(number);
       return false;
     }
     group.is_reducing = true;
@@ -439,17 +470,18 @@ class Prediction final : private StepGroups {
     if (!group.is_reducing) return;
     advance_reduction(number);
     now_.reduce_buffers -= std::exchange(group.buffer, 0) + std::exchange(group.reduced, 0);
-    now_.gradients += group.reduced_bytes;
+    hold_reduced(number);
     group.has_advanced = group.is_reducing = false;
   }
 
   ExplainOptions options_;
   int64_t plain_gradients_; // of parameters that no group of the model has
   const std::vector<ScheduledGroup>& scheduled_;
-  std::vector<Group> groups_;  // by their numbers
-  std::vector<size_t> order_;  // of the last forward's reads, if there was one
-  std::vector<bool> is_first_; // of their groups' reads
-  uint64_t recomputed_ = 0;    // last in this backward
+  std::vector<Group> groups_;   // by their numbers
+  std::vector<size_t> order_;   // of the last forward's reads, if there was one
+  std::vector<bool> is_first_;  // of their groups' reads
+  uint64_t recomputed_ = 0;     // last in this backward
+  std::vector<size_t> reduced_; // groups whose gradients wait for their step in this backward
   Step step_{*this};
   Blocks blocks_;
   std::string what_; // happens now

@@ -193,9 +193,37 @@ bool Schedule::deliver_after(const Locked& locked) {
       ready.erase(waiting, ready.end());
     }
   }
+  const bool has_any = !ready.empty();
+  deliver(std::move(ready));
+  return has_any;
+}
+
+/// Optimizers that step in backward follow the last gradient of each group. Not under the lock.
+void Schedule::deliver(ReadyGradients ready) {
   const at::NoGradGuard no_grad;
-  for (auto& each : ready) deliver(std::move(each));
-  return !ready.empty();
+  for (size_t i = 0; i < ready.size();) {
+    const GroupPtr group = ready[i].group;
+    std::vector<at::Tensor> parameters;
+    for (; i < ready.size() && ready[i].group == group; ++i) {
+      if (const at::Tensor parameter(group->parameters()[ready[i].index].tensor.lock()); parameter.defined())
+        parameters.push_back(parameter);
+      internal::deliver(std::move(ready[i]));
+    }
+    step_in_backward(*group, parameters);
+  }
+}
+
+void Schedule::step_in_backward(const ParameterGroup& group, const std::vector<at::Tensor>& parameters) {
+  std::vector<std::shared_ptr<GradientTaker>> takers;
+  {
+    const std::lock_guard lock(mutex_);
+    takers = scheduled(group).gradients->settings.takers;
+  }
+  if (takers.empty()) return;
+  TORCH_CHECK(is_last_backward(), "step_in_backward: ", group.label(),
+              " would be stepped after set_is_last_backward(false), before the backwards that follow have added their gradients: "
+              "accumulate them with no_sync");
+  for (const auto& taker : takers) taker->take(parameters, graph_task_id_);
 }
 
 void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
@@ -218,7 +246,11 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
 void Schedule::land_sharded(ReadyGradient gradient) {
   const auto& parameter = gradient.group->parameters()[gradient.index];
   gradient.is_part = is_read_in_both_ways(parameter);
-  if (!gradient.is_part) return deliver(std::move(gradient));
+  if (!gradient.is_part) {
+    ReadyGradients alone;
+    alone.push_back(std::move(gradient));
+    return deliver(std::move(alone));
+  }
   if (gives_terms(parameter)) { // as the other part is one
     const auto& meta = *dtensor_meta(gradient.value);
     gradient.value = make_dtensor(once(meta.local, parameter.parallel->mesh()), meta.spec);

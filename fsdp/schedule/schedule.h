@@ -146,6 +146,8 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   void check_unchanged(ScheduledGroup& entry, const ParameterGroup& group);
   template <typename Locked>
   bool deliver_after(const Locked& locked);
+  void deliver(ReadyGradients ready);
+  void step_in_backward(const ParameterGroup& group, const std::vector<at::Tensor>& parameters);
   void wait_for_copies();
   ReadyGradients& early_parts();
   void take(EarlyParts& early);

@@ -22,6 +22,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/optim/parts/backward_mark.h>
 #include <tessera/optim/state/tensor_values.h>
 
 namespace tessera {
@@ -302,6 +303,7 @@ void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max
 // NOLINTNEXTLINE(readability-identifier-naming)
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type,
                            bool error_if_nonfinite) {
+  internal::check_not_stepped_in_backward(parameters, "clip_grad_norm_ needs the gradients of all parameters");
   const auto own = distinct(parameters);
   std::vector<at::Tensor> gradients;
   for (const auto& each : own) gradients.push_back(each.grad());

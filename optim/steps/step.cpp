@@ -22,6 +22,7 @@
 #include <tessera/offload/offload_memory.h>
 #include <tessera/optim/optimizer_class.h>
 #include <tessera/optim/parts/optimizer_ranks.h>
+#include <tessera/optim/parts/own_values.h>
 
 namespace tessera {
 
@@ -60,29 +61,6 @@ std::vector<Unit> units_of(Optimizer& optimizer) {
   }
   return units;
 }
-
-/// The registered values that an optimizer and its groups hold: a step of each unit must find them as the first did.
-class OwnValues {
- public:
-  OwnValues(Optimizer& optimizer, const OptimizerClass& kept) : optimizer_(optimizer), class_(kept) {
-    for (const auto& field : class_.own) own_.push_back(field.get(optimizer));
-    for (auto& group : optimizer.param_groups()) {
-      for (const auto& field : class_.options) options_.push_back(field.get(group.options()));
-    }
-  }
-  void put_back() const {
-    for (size_t i = 0; i < own_.size(); ++i) class_.own[i].set(optimizer_, own_[i]);
-    size_t next = 0;
-    for (auto& group : optimizer_.param_groups()) {
-      for (const auto& field : class_.options) field.set(group.options(), options_[next++]);
-    }
-  }
-
- private:
-  Optimizer& optimizer_;
-  const OptimizerClass& class_;
-  std::vector<StateValue> own_, options_;
-};
 
 /// Gradients that are out of sight of the optimizer, until it dies.
 class HiddenGradients {

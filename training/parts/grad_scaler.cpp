@@ -16,6 +16,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/fsdp/gradients/unreduced_gradient.h>
+#include <tessera/optim/parts/backward_mark.h>
 #include <tessera/optim/parts/optimizer_ranks.h>
 #include <tessera/optim/state/tensor_values.h>
 #include <tessera/optim/step.h>
@@ -136,6 +137,8 @@ std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs
 
 bool GradScaler::find_overflow(torch::optim::Optimizer& optimizer, const std::vector<int64_t>& ranks) const {
   const at::NoGradGuard no_grad;
+  for (const auto& group : optimizer.param_groups())
+    internal::check_not_stepped_in_backward(group.params(), "GradScaler looks for infinities in the gradients of all parameters");
   std::vector<at::Tensor> parts;
   std::optional<c10::Device> device;
   for_each_parameter(optimizer, [&](const at::Tensor& parameter) {

@@ -39,6 +39,7 @@ LionOptions smooth_lion() {
   return options;
 }
 
+// Those that round states or directions are left out: what rounding makes of sums in another order grows by them.
 const std::vector<OptimizerKind>& kinds() {
   using namespace torch::optim; // NOLINT(google-build-using-namespace)
   static const std::vector<OptimizerKind> all{
@@ -52,6 +53,7 @@ const std::vector<OptimizerKind>& kinds() {
       {"Adagrad", false, maker<Adagrad>(AdagradOptions(kLearningRate).eps(kEpsilon))},
       {"Lion", false, maker<Lion>(smooth_lion())},
       {"FusedAdamW", false, maker<FusedAdamW>(AdamWOptions(kLearningRate).eps(kEpsilon).amsgrad(true))},
+      {"FusedAdam", false, maker<FusedAdam>(AdamOptions(kLearningRate).eps(kEpsilon).weight_decay(0.01))},
       {"FusedSGD", false, maker<FusedSGD>(SGDOptions(kLearningRate).momentum(0.9).nesterov(true).weight_decay(0.05))},
       {"FusedAdagrad", false, maker<FusedAdagrad>(AdagradOptions(kLearningRate).eps(kEpsilon))},
       {"Lamb", false, maker<Lamb>(LambOptions(kLearningRate).eps(kEpsilon).weight_decay(0.05))},

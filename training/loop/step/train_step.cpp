@@ -9,13 +9,16 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <variant>
 
 #include <tessera/base/error_text.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/fsdp/setup/trains_apart.h>
 #include <tessera/optim/grad_norm.h>
+#include <tessera/optim/parts/backward_mark.h>
 #include <tessera/optim/step.h>
 #include <tessera/training/averaged_model.h>
 #include <tessera/training/loop/step/check_model.h>
@@ -35,10 +38,20 @@ GradScalerOptions scaler_options(const Trained& trained) {
   return options;
 }
 
+/// This rank's own gradients where an optimizer is to reduce them by itself (`set_keeps_own_gradients`): a norm of their means
+/// would reduce them whole.
+at::Tensor counted(const at::Tensor& gradient) {
+  const auto* meta = dtensor_meta(gradient);
+  const auto is_own = [](const Placement& each) { return is_partial(each) && std::get<Partial>(each).op == Partial::Op::kAvg; };
+  if (!meta) return gradient;
+  const auto& placements = meta->spec->placements();
+  return std::any_of(placements.begin(), placements.end(), is_own) ? meta->local : gradient;
+}
+
 std::vector<at::Tensor> gradients_of(const torch::nn::Module& module) {
   std::vector<at::Tensor> gradients;
   for (const auto& parameter : parameters_not_ignored(module)) {
-    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+    if (parameter.grad().defined()) gradients.push_back(counted(parameter.grad()));
   }
   return gradients;
 }
@@ -116,6 +129,8 @@ void TrainStep::clip(StepResult& result) {
 
 double TrainStep::clip_to(double limit) {
   constexpr double kNone = std::numeric_limits<double>::infinity();
+  if (it_.options.non_finite == NonFinite::kSkip)
+    check_not_stepped_in_backward(parameters_not_ignored(it_.module), "Trainer leaves out steps that are not finite (kSkip)");
   if (it_.hooks.clip) return it_.hooks.clip(limit > 0 ? limit : kNone).item<double>();
   if (limit > 0) return clip_grad_norm_(it_.module, limit).item<double>();
   return get_total_norm(gradients_of(it_.module)).item<double>();

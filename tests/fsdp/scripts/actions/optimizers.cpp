@@ -1,5 +1,10 @@
-// Changes of the optimizer.
+// Changes of the optimizer, and steps in backward.
+#include <tessera/fsdp/step_in_backward.h>
+
+#include <optional>
+
 #include <tessera/tests/fsdp/scripts/action.h>
+#include <tessera/tests/fsdp/scripts/pass.h>
 
 namespace tessera::testing::scripts {
 namespace {
@@ -39,11 +44,33 @@ void step_by_hand(Turn& turn) {
   }
 }
 
+/// The gradients of parameters in no optimizer stay.
+void train_in_backward(Turn& turn) {
+  const bool also_unsharded = turn.draw.chance(50), is_moved = turn.draw.chance(30);
+  const int64_t steps = 1 + turn.draw.below(2);
+  auto& trainee = turn.trainee;
+  if (trainee.ignores || trainee.policy) return;
+  trainee.model->zero_grad();
+  trainee.optimizer->zero_grad();
+  std::optional<StepInBackward> stepping;
+  if (turn.side.sharded || also_unsharded) stepping.emplace(step_in_backward(*trainee.model, *trainee.optimizer));
+  if (stepping && is_moved) stepping.emplace(StepInBackward(std::move(*stepping)));
+  for (int64_t step = 0; step < steps; ++step) {
+    const auto loss = random_loss(turn);
+    turn.side.record_mean(loss);
+    backward(loss);
+    if (stepping) continue;
+    trainee.optimizer->step();
+    trainee.optimizer->zero_grad();
+  }
+}
+
 } // namespace
 
 std::vector<Action> optimizer_actions() {
   return {{"change the learning rate", 3, When::kAnywhere, change_learning_rate},
           {"step by hand", 4, When::kReduced, step_by_hand},
+          {"train in backward", 5, When::kReduced, train_in_backward},
           {"add a group", 3, When::kReduced, add_group},
           {"switch the optimizer", 3, When::kReduced, switch_optimizer}};
 }

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace tessera {
+
+namespace internal {
+class BackwardSteps;
+class ShardedModule;
+} // namespace internal
+
+struct StepInBackwardOptions {
+  /// Called with the parameters of a group that are about to be stepped, whose gradients are reduced and in `grad()`. It may
+  /// change them in place: adaptive clipping, clipping by value, a look at them. What it communicates all ranks must communicate.
+  std::function<void(const std::vector<at::Tensor>&)> before_step = {};
+};
+
+/// While it lives, an optimizer steps in the backwards of a model; see `step_in_backward`.
+class [[nodiscard]] StepInBackward {
+ public:
+  StepInBackward(const torch::nn::Module& module, torch::optim::Optimizer& optimizer, StepInBackwardOptions options);
+  ~StepInBackward();
+  StepInBackward(StepInBackward&&) noexcept;
+  StepInBackward& operator=(StepInBackward&&) = delete;
+  StepInBackward(const StepInBackward&) = delete;
+  StepInBackward& operator=(const StepInBackward&) = delete;
+
+ private:
+  std::shared_ptr<internal::BackwardSteps> steps_;
+  std::vector<std::weak_ptr<internal::ShardedModule>> modules_;
+};
+
+/// Has each backward of `module` step the parameters of `optimizer`: those of a group of `fully_shard` or `replicate` as soon as
+/// the group's gradients are reduced, a parameter of no group as soon as its gradient is there. The gradients are freed right
+/// after, so that no more than those of two groups exist at once: one gradient a parameter less than a step after the backward
+/// needs. The numbers are those of a step after the backward, for each optimizer that updates one parameter at a time. The
+/// program calls `loss.backward()` alone; `optimizer.step()` finds nothing to do.
+///
+///   const auto stepping = tessera::step_in_backward(*model, optimizer);
+///   for (const auto& [x, y] : batches) criterion(model->forward(x), y).backward();
+///
+/// Several optimizers may step parts of one model. A parameter that is in none keeps its gradient. Gradients that `no_sync`, or
+/// micro-batches of `micro_batch_scope`, accumulate are stepped in the backward that reduces them, once. Gradients that move to
+/// the host (`offload_to_host`, `offload_to_files`), or that come in two ways, are stepped at the end of the backward. Parameters
+/// in files are stepped as `tessera::step` does.
+///
+/// `optimizer` must outlive the handle, and parameters that join it later are not stepped. Local; every rank of the model's
+/// meshes makes one, with the same parameters.
+///
+/// Errors: LBFGS, which computes with all parameters together; an optimizer of a class that `register_optimizer` does not know; a
+/// parameter of the optimizer that `module` lacks, that another handle steps, or that has a gradient already. Errors, by the
+/// parameter's name, of what needs the gradients of all parameters after the backward: `clip_grad_norm_`, `clip_grad_value_`, a
+/// GradScaler that is enabled (train in bf16). An error in a backward after `set_is_last_backward(false)`, which would be stepped
+/// before the others have added their gradients. A backward that fails may have stepped some groups.
+[[nodiscard]] StepInBackward step_in_backward(const torch::nn::Module& module, torch::optim::Optimizer& optimizer,
+                                              StepInBackwardOptions options = {});
+
+} // namespace tessera
