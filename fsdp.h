@@ -35,6 +35,7 @@
 #include <tessera/optim/lamb.h>
 #include <tessera/optim/lion.h>
 #include <tessera/optim/muon.h>
+#include <tessera/optim/one_bit.h>
 #include <tessera/optim/register_optimizer.h>
 #include <tessera/optim/shard_optimizer.h>
 #include <tessera/optim/sharded_optimizer.h>

@@ -25,6 +25,7 @@
 #include <tessera/optim/lamb.h>
 #include <tessera/optim/lion.h>
 #include <tessera/optim/muon.h>
+#include <tessera/optim/one_bit.h>
 #include <tessera/parallel/styles.h>
 #include <tessera/training/lr_schedule.h>
 #include <tessera/training/own_settings.h>
@@ -54,7 +55,11 @@ struct MuonConfig {
 
 using OptimizerConfig =
     std::variant<std::monostate, torch::optim::AdamOptions, torch::optim::AdamWOptions, torch::optim::SGDOptions,
-                 torch::optim::AdagradOptions, LambOptions, LionOptions, AdafactorOptions, AdamW8bitOptions, MuonConfig>;
+                 torch::optim::AdagradOptions, LambOptions, LionOptions, AdafactorOptions, AdamW8bitOptions, MuonConfig,
+                 OneBitAdamOptions, OneBitLambOptions, ZeroOneAdamOptions>;
+
+/// Whether it takes gradients that nothing has reduced: DeepSpeed's optimizers of one bit.
+bool reduces_by_itself(const OptimizerConfig& optimizer);
 
 /// Hugging Face's "linear" and "cosine".
 struct LinearSchedule : WarmupOptions {};

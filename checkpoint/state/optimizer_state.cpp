@@ -31,9 +31,11 @@ at::ScalarType dtype_for(const TensorField& field, const SavedState::Tensor& sav
 }
 
 // A zero tensor laid out beside `parameter` as the field says.
-at::Tensor zeros_for(const TensorField& field, const at::Tensor& parameter, const SavedState::Tensor& saved) {
+at::Tensor zeros_for(const TensorField& field, const at::Tensor& parameter, const SavedState::Tensor& saved,
+                     const std::string& name) {
   if (field.layout == StateLayout::kAsParameter) return zeros_as(parameter, saved.dtype);
   if (field.layout == StateLayout::kReplicated) return replicated_zeros(parameter, saved.sizes, saved.dtype);
+  if (field.layout == StateLayout::kByRank) return by_rank_zeros(parameter, saved.sizes, saved.dtype, "state dict: " + name);
   const auto* meta = dtensor_meta(parameter);
   return at::zeros(saved.sizes, at::TensorOptions(saved.dtype).device(meta ? meta->spec->mesh().device() : parameter.device()));
 }
@@ -343,7 +345,7 @@ void OptimizerBinding::fit_parameter(const NamedParameter& parameter, StateDict&
       const auto name = names_.tensor(parameter.name, field, i);
       auto tensor = saved.tensors.at(name);
       tensor.dtype = dtype_for(field, tensor, saved_parameter, parameter.tensor);
-      state.add(name, zeros_for(field, parameter.tensor, tensor));
+      state.add(name, zeros_for(field, parameter.tensor, tensor, name));
     }
   }
   if (class_.values.empty()) return;

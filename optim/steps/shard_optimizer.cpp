@@ -37,6 +37,8 @@ void shard_field(const TensorField& field, torch::optim::OptimizerParamState& st
       if (moves && meta->spec->mesh() == spec.mesh()) tensor = DTensor(tensor).redistribute(spec.placements());
       continue;
     }
+    TORCH_CHECK_VALUE(field.layout != StateLayout::kByRank, "shard_optimizer: ", field.name, " of parameter ", place.parameter,
+                      " in group ", place.group, " is of one rank alone: shard the model before the optimizer steps");
     TORCH_CHECK_VALUE(field.layout != StateLayout::kAsParameter || tensor.sizes() == parameter.sizes(),
                       "shard_optimizer: ", field.name, " of parameter ", place.parameter, " in group ", place.group,
                       " has shape ", tensor.sizes(), ", but the parameter has ", parameter.sizes());

@@ -56,6 +56,12 @@ template <>
 struct OptimizerFor<AdafactorOptions> : std::type_identity<Adafactor> {};
 template <>
 struct OptimizerFor<AdamW8bitOptions> : std::type_identity<AdamW8bit> {};
+template <>
+struct OptimizerFor<OneBitAdamOptions> : std::type_identity<OneBitAdam> {};
+template <>
+struct OptimizerFor<OneBitLambOptions> : std::type_identity<OneBitLamb> {};
+template <>
+struct OptimizerFor<ZeroOneAdamOptions> : std::type_identity<ZeroOneAdam> {};
 
 /// The frozen parameters of `model` belong to no group.
 std::unique_ptr<Optimizer> make_muon(const MuonConfig& config, const torch::nn::Module& model) {
@@ -173,6 +179,11 @@ void TrainConfig::check_no_schedule() const {
               ": leave the block out of the file, or the program's");
 }
 
+bool reduces_by_itself(const OptimizerConfig& optimizer) {
+  return std::holds_alternative<OneBitAdamOptions>(optimizer) || std::holds_alternative<OneBitLambOptions>(optimizer) ||
+         std::holds_alternative<ZeroOneAdamOptions>(optimizer);
+}
+
 int64_t optimizer_tensors(const OptimizerConfig& optimizer) {
   return std::visit(
       [](const auto& options) -> int64_t {
@@ -181,6 +192,9 @@ int64_t optimizer_tensors(const OptimizerConfig& optimizer) {
         if constexpr (std::is_same_v<Options, torch::optim::AdamOptions> || std::is_same_v<Options, torch::optim::AdamWOptions>)
           return options.amsgrad() ? 3 : 2;
         if constexpr (std::is_same_v<Options, LambOptions>) return 2;
+        // Moments and the error of what this rank sends; that of what it reduces is a rank's part.
+        if constexpr (std::is_same_v<Options, OneBitAdamOptions> || std::is_same_v<Options, ZeroOneAdamOptions>) return 3;
+        if constexpr (std::is_same_v<Options, OneBitLambOptions>) return 4;
         if constexpr (std::is_same_v<Options, torch::optim::AdagradOptions> || std::is_same_v<Options, LionOptions> ||
                       std::is_same_v<Options, MuonConfig>)
           return 1;

@@ -21,6 +21,9 @@ class Params {
   double number(const std::string& name, double standard) const {
     return values_.optional_number(key_of(name)).value_or(standard);
   }
+  int64_t integer(const std::string& name, int64_t standard) const {
+    return values_.has(key_of(name)) ? values_.integer(key_of(name)) : standard;
+  }
   bool boolean(const std::string& name, bool standard) const {
     return values_.has(key_of(name)) ? values_.boolean(key_of(name)) : standard;
   }
@@ -107,6 +110,41 @@ OptimizerConfig adafactor(const Params& params, const ConfigValues& /*values*/) 
   return options;
 }
 
+/// What DeepSpeed's three optimizers of one bit have in common.
+template <typename Options>
+Options one_bit(const Params& params) {
+  Options options(params.number("lr", Options().lr()));
+  options.betas(params.betas(options.betas())).eps(params.number("eps", options.eps()));
+  options.weight_decay(params.number("weight_decay", 0));
+  return options;
+}
+
+OptimizerConfig one_bit_adam(const Params& params, const ConfigValues& /*values*/) {
+  auto options = one_bit<OneBitAdamOptions>(params);
+  options.freeze_step(params.integer("freeze_step", options.freeze_step()));
+  return options;
+}
+
+OptimizerConfig one_bit_lamb(const Params& params, const ConfigValues& /*values*/) {
+  auto options = one_bit<OneBitLambOptions>(params);
+  options.freeze_step(params.integer("freeze_step", options.freeze_step()));
+  options.max_coeff(params.number("max_coeff", options.max_coeff())).min_coeff(params.number("min_coeff", options.min_coeff()));
+  options.coeff_beta(params.number("coeff_beta", options.coeff_beta()));
+  options.factor_max(params.number("factor_max", options.factor_max()));
+  options.factor_min(params.number("factor_min", options.factor_min()));
+  options.factor_threshold(params.number("factor_threshold", options.factor_threshold()));
+  return options;
+}
+
+OptimizerConfig zero_one_adam(const Params& params, const ConfigValues& /*values*/) {
+  auto options = one_bit<ZeroOneAdamOptions>(params);
+  options.var_freeze_step(params.integer("var_freeze_step", options.var_freeze_step()));
+  options.var_update_scaler(params.integer("var_update_scaler", options.var_update_scaler()));
+  options.local_step_scaler(params.integer("local_step_scaler", options.local_step_scaler()));
+  options.local_step_clipper(params.integer("local_step_clipper", options.local_step_clipper()));
+  return options;
+}
+
 OptimizerConfig muon(const Params& params, const ConfigValues& values) {
   constexpr double kMuonLr = 0.02, kAdamLr = 3e-4, kMomentum = 0.95, kEps = 1e-10, kBeta1 = 0.9, kBeta2 = 0.95;
   const double decay = params.number("weight_decay", 0);
@@ -139,6 +177,15 @@ const std::vector<OptimizerRow>& optimizer_rows() {
       {"Lamb", lamb, {"lr", "betas", "eps", "weight_decay", "bias_correction", "min_coeff", "max_coeff", "eps_inside_sqrt"}},
       {"Lion", lion, {"lr", "betas", "weight_decay", "set_grad_none"}},
       {"Muon", muon, {"lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "muon_lr", "adam_lr", "ns_method"}},
+      {"OneBitAdam", one_bit_adam, {"lr", "betas", "eps", "weight_decay", "freeze_step", "cuda_aware", "comm_backend_name"}},
+      {"OneBitLamb",
+       one_bit_lamb,
+       {"lr", "betas", "eps", "weight_decay", "freeze_step", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min",
+        "factor_threshold", "cuda_aware", "comm_backend_name"}},
+      {"ZeroOneAdam",
+       zero_one_adam,
+       {"lr", "betas", "eps", "weight_decay", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper",
+        "cuda_aware", "comm_backend_name"}},
       {"Adafactor", adafactor, {"lr", "weight_decay"}},
       {"AdamW8bit", adamw_8bit, {"lr", "betas", "eps", "weight_decay"}}};
   return rows;
@@ -153,8 +200,9 @@ const OptimizerRow& row_of_optimizer(const ConfigValues& values) {
     if (absl::AsciiStrToLower(row.name) == absl::AsciiStrToLower(*type)) return row;
     names.emplace_back(row.name);
   }
-  TORCH_CHECK_VALUE(false, values.where(kType), " is ", *type, ", which is no optimizer here", nearest_name(*type, names),
-                    " There are Adam, AdamW, SGD, Adagrad, Lamb, Lion, Muon, Adafactor and AdamW8bit");
+  TORCH_CHECK_VALUE(
+      false, values.where(kType), " is ", *type, ", which is no optimizer here", nearest_name(*type, names),
+      " There are Adam, AdamW, SGD, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, Adafactor and AdamW8bit");
 }
 
 } // namespace

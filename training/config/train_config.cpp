@@ -137,6 +137,9 @@ TrainConfig TrainConfig::parse(const std::string& text, const TrainArguments& ar
   config.batch = internal::complete_batch(given_batch(values, arguments), internal::data_ranks(config.sharding), source);
   config.precision = internal::precision_of(values);
   config.optimizer = internal::optimizer_of(values);
+  TORCH_CHECK_VALUE(!reduces_by_itself(config.optimizer) || config.sharding.strategy == Strategy::kNoShard,
+                    values.where("optimizer.type"), " is ", values.text("optimizer.type"),
+                    ", which reduces between ranks that have the whole model: it needs zero_optimization.stage 0");
   config.schedule = internal::schedule_of(values);
   config.trainer = internal::trainer_options_of(values, config.batch);
   for (const auto* name : {"model", "data"}) {

@@ -42,6 +42,7 @@ void TrainSetup::shard(torch::nn::Module& model, const std::vector<std::shared_p
 
 torch::optim::Optimizer& TrainSetup::make_optimizer(const torch::nn::Module& model) {
   optimizer_ = config_.make_optimizer(model);
+  if (reduces_by_itself(config_.optimizer) && is_sharded(model)) fsdp(model).set_keeps_own_gradients(true);
   return *optimizer_;
 }
 

@@ -150,8 +150,8 @@ TEST(Config, NamesTheNearestOfAnUnknownKey) {
 TEST(Config, RefusesWhatIsNotHere) {
   EXPECT_THROWS_WITH(with_zero(R"("stage": 3, "zero_quantized_nontrainable_weights": true)"),
                      "ds.json: zero_optimization.zero_quantized_nontrainable_weights is true, which is not here: frozen");
-  EXPECT_THROWS_WITH(with(R"("optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 100}})"),
-                     "optimizer.type is \"OneBitAdam\", which is not here");
+  EXPECT_THROWS_WITH(with(R"("optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 1})"),
+                     "optimizer.type is OneBitAdam, which reduces between ranks that have the whole model");
   EXPECT_THROWS_WITH(with(R"("optimizer": {"type": "Adam", "params": {"bias_correction": false}})"),
                      "bias_correction is false, which is not here");
   EXPECT_THROWS_WITH(with(R"("optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}})"), "the key is `gradient_clipping`");
@@ -327,6 +327,9 @@ TEST(Config, MakesTheOptimizersOfDeepSpeed) {
   EXPECT_EQ(std::get<LambOptions>(made(R"({"type": "Lamb", "params": {"max_coeff": 0.3}})")).max_coeff(), 0.3);
   EXPECT_EQ(std::get<torch::optim::SGDOptions>(made(R"({"type": "SGD", "params": {"momentum": 0.9}})")).momentum(), 0.9);
   EXPECT_EQ(std::get<torch::optim::AdagradOptions>(made(R"({"type": "Adagrad"})")).lr(), 1e-2);
+  EXPECT_EQ(std::get<OneBitAdamOptions>(made(R"({"type": "OneBitAdam", "params": {"freeze_step": 100}})")).freeze_step(), 100);
+  EXPECT_EQ(std::get<OneBitLambOptions>(made(R"({"type": "OneBitLamb", "params": {"factor_max": 3}})")).factor_max(), 3);
+  EXPECT_EQ(std::get<ZeroOneAdamOptions>(made(R"({"type": "ZeroOneAdam", "params": {"lr": 0.1}})")).local_step_clipper(), 16);
   const auto muon = std::get<MuonConfig>(made(R"({"type": "Muon", "params": {"lr": 0.1, "adam_lr": 0.01}})"));
   EXPECT_EQ(muon.muon.lr(), 0.1);
   EXPECT_EQ(muon.adamw.lr(), 0.01);
@@ -337,7 +340,8 @@ TEST(Config, MakesTheOptimizersOfDeepSpeed) {
 TEST(Config, OptimizersStepWhatIsTrained) {
   torch::nn::Sequential model(torch::nn::Embedding(7, 4), torch::nn::Linear(4, 4), torch::nn::Linear(4, 7));
   model->parameters()[3].requires_grad_(false);
-  for (const auto* type : {"Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", "Adafactor", "AdamW8bit"}) {
+  for (const auto* type : {"Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam",
+                           "Adafactor", "AdamW8bit"}) {
     SCOPED_TRACE(type);
     const auto config = with(std::string("\"optimizer\": {\"type\": \"") + type + "\", \"params\": {\"lr\": 0.1}}");
     const auto optimizer = config.make_optimizer(*model);

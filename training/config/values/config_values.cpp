@@ -55,12 +55,8 @@ void ConfigValues::check_types(const Json& root) const {
   struct MissingType {
     const char *block, *name, *why;
   };
-  constexpr const char* kWhole = "gradients are sent whole";
   constexpr auto kMissingTypes =
-      std::to_array<MissingType>({{"optimizer", "onebitadam", kWhole},
-                                  {"optimizer", "onebitlamb", kWhole},
-                                  {"optimizer", "zerooneadam", kWhole},
-                                  {"optimizer", "muadam", "widths are not scaled"},
+      std::to_array<MissingType>({{"optimizer", "muadam", "widths are not scaled"},
                                   {"optimizer", "muadamw", "widths are not scaled"},
                                   {"optimizer", "musgd", "widths are not scaled"},
                                   {"scheduler", "onecycle", "take a schedule of tessera.schedule"},
