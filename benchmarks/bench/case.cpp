@@ -25,6 +25,14 @@
 namespace tessera::benchmarks {
 namespace {
 
+/// Tensors of a parameter's shape and dtype that an optimizer keeps, nearly.
+int64_t optimizer_tensors(const std::string& optimizer) {
+  if (optimizer == "adamw-8bit" || optimizer == "adafactor") return 0;
+  if (optimizer == "sgd" || optimizer == "lion" || optimizer == "muon" || optimizer == "adamw-bf16") return 1;
+  if (optimizer == "onebit-lamb" || optimizer == "zero-one-adam") return 4;
+  return optimizer == "onebit-adam" ? 3 : 2;
+}
+
 using nlohmann::ordered_json;
 using Clock = std::chrono::steady_clock;
 
@@ -212,7 +220,9 @@ ordered_json describe(const Settings& settings, Trial& trial, const Figures& fig
   measured["state_bytes"] = static_cast<int64_t>(state[0]);
   measured["peak_bytes"] = peak;
   if (settings.measure == "step" && settings.precision == "fp32" && !settings.recompute) { // as the activations were measured
-    const auto predicted = explain(trial.module(), {.activation_bytes = trial.activation_bytes()}).memory.peak;
+    const auto predicted = explain(trial.module(), {.optimizer_tensors = optimizer_tensors(settings.optimizer),
+                                                    .activation_bytes = trial.activation_bytes()})
+                               .memory.peak;
     measured["explained_peak_bytes"] = static_cast<int64_t>(examples::max_over_ranks({static_cast<double>(predicted)})[0]);
   }
   measured["verified"] = true; // or it threw

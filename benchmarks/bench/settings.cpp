@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <common/command_line.h>
+#include <gpt/optimizer.h>
 
 #include <algorithm>
 #include <charconv>
@@ -27,6 +28,7 @@ void for_each(Anything& settings, const Visit& visit) {
   visit("mesh", settings.mesh);
   visit("strategy", settings.strategy);
   visit("layout", settings.layout);
+  visit("optimizer", settings.optimizer);
   visit("reshard", settings.reshard);
   visit("precision", settings.precision);
   visit("transport", settings.transport);
@@ -121,6 +123,7 @@ void check(const Settings& settings) {
   check_one_of("model", settings.model, kModels);
   check_one_of("strategy", settings.strategy, strategy_names());
   check_one_of("layout", settings.layout, {"ragged", "per-parameter"});
+  check_one_of("optimizer", settings.optimizer, gpt::optimizer_names());
   check_one_of("precision", settings.precision, {"fp32", "bf16"});
   check_one_of("transport", settings.transport, {"shared_memory", "gloo"});
   check_one_of("offload", settings.offload, {"none", "host", "files"});
@@ -131,6 +134,8 @@ void check(const Settings& settings) {
 
 std::string why_impossible(const Settings& settings) try {
   examples::check_job(job_options(settings), settings.ranks);
+  if (gpt::reduces_by_itself(settings.optimizer) && settings.strategy != "no-shard")
+    return settings.optimizer + " reduces between ranks that have the whole model: it needs the strategy no-shard";
   return "";
 } catch (const c10::Error& error) {
   return error.what_without_backtrace();

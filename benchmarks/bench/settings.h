@@ -23,6 +23,7 @@ struct Settings {
   std::string mesh; ///< "2x2"; empty: from the strategy and the ranks
   std::string strategy = "full";
   std::string layout = "ragged";
+  std::string optimizer = "adamw";         ///< one of train_gpt's
   std::string reshard = "auto";            ///< after forward: "auto", "true", "false", or a number of ranks
   std::string precision = "fp32";          ///< of forward and backward, and of reductions
   std::string transport = "shared_memory"; ///< or "gloo"

@@ -3,6 +3,7 @@
 #include <common/memory.h>
 #include <common/ranks.h>
 #include <common/sharding.h>
+#include <gpt/optimizer.h>
 #include <tessera/tessera.h>
 
 #include <algorithm>
@@ -74,7 +75,11 @@ Trial::Trial(const Settings& settings, std::filesystem::path folder, const Memor
   model_ = make_model(settings_, examples::rank());
   reference_ = reference_gradient(meter);
   shard();
-  optimizer_ = std::make_unique<torch::optim::AdamW>(model_.module->parameters(), torch::optim::AdamWOptions(1e-4));
+  gpt::Options options;
+  options.optimizer = settings_.optimizer;
+  options.learning_rate = 1e-4;
+  options.weight_decay = 0.01;
+  optimizer_ = gpt::make_optimizer(*model_.module, options);
 }
 
 void Trial::shard() {

@@ -54,7 +54,7 @@ class Trial {
   std::filesystem::path folder_;
   DeviceMesh mesh_;
   BenchModel model_;
-  std::unique_ptr<torch::optim::AdamW> optimizer_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
   torch::Tensor reference_, loss_, source_;
   int64_t activation_bytes_ = 0;
 };

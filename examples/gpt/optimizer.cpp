@@ -2,6 +2,7 @@
 
 #include <tessera/tessera.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <numbers>
@@ -42,6 +43,33 @@ OptimizerPtr make_muon(const torch::nn::Module& model, const Options& options) {
 
 constexpr std::pair kBetas{0.9, 0.95};
 
+OptimizerPtr make_with_rounded_moments(const torch::nn::Module& model, const Options& options) {
+  const auto settings = torch::optim::AdamWOptions(options.learning_rate).betas(kBetas);
+  auto optimizer = std::make_unique<tessera::FusedAdamW>(groups_of(model, settings, options.weight_decay), settings);
+  optimizer->keep_moments_in(tessera::MomentDtype::kBFloat16, options.seed);
+  return optimizer;
+}
+
+/// The steps that reduce whole gradients; DeepSpeed advises a fifth of all.
+int64_t warm_up_of(const Options& options) { return std::max<int64_t>(options.steps / 5, 1); }
+
+constexpr double kOneBitEps = 1e-6; ///< where the second moment is tiny, a step by the mean size would be huge
+
+OptimizerPtr make_one_bit_adam(const torch::nn::Module& model, const Options& options) {
+  auto settings = tessera::OneBitAdamOptions(options.learning_rate).betas(kBetas).eps(kOneBitEps);
+  return make<tessera::OneBitAdam>(model, options, settings.freeze_step(warm_up_of(options)));
+}
+
+OptimizerPtr make_one_bit_lamb(const torch::nn::Module& model, const Options& options) {
+  auto settings = tessera::OneBitLambOptions(options.learning_rate).eps(kOneBitEps);
+  return make<tessera::OneBitLamb>(model, options, settings.freeze_step(warm_up_of(options)));
+}
+
+OptimizerPtr make_zero_one_adam(const torch::nn::Module& model, const Options& options) {
+  auto settings = tessera::ZeroOneAdamOptions(options.learning_rate).betas(kBetas).eps(kOneBitEps);
+  return make<tessera::ZeroOneAdam>(model, options, settings.var_freeze_step(warm_up_of(options)).local_step_clipper(1));
+}
+
 using Maker = std::function<OptimizerPtr(const torch::nn::Module&, const Options&)>;
 
 const std::vector<std::pair<std::string, Maker>>& makers() {
@@ -75,7 +103,11 @@ const std::vector<std::pair<std::string, Maker>>& makers() {
        [](const auto& model, const auto& options) {
          return make<tessera::AdamW8bit>(model, options, tessera::AdamW8bitOptions(options.learning_rate).betas(kBetas));
        }},
-      {"muon", make_muon}};
+      {"muon", make_muon},
+      {"adamw-bf16", make_with_rounded_moments},
+      {"onebit-adam", make_one_bit_adam},
+      {"onebit-lamb", make_one_bit_lamb},
+      {"zero-one-adam", make_zero_one_adam}};
   return all;
 }
 
@@ -85,9 +117,13 @@ OptimizerPtr make_optimizer(const torch::nn::Module& model, const Options& optio
   for (const auto& [name, maker] : makers()) {
     if (name == options.optimizer) return maker(model, options);
   }
+  TORCH_CHECK(false, "--optimizer is '", options.optimizer, "', but must be one of ", optimizer_names());
+}
+
+std::vector<std::string> optimizer_names() {
   std::vector<std::string> names;
   for (const auto& [name, maker] : makers()) names.push_back(name);
-  TORCH_CHECK(false, "--optimizer is '", options.optimizer, "', but must be one of ", names);
+  return names;
 }
 
 double learning_rate(const Options& options, int64_t step) {

@@ -21,7 +21,12 @@ ABSL_FLAG(int64_t, global_batch, 0,
           "sequences a step over all ranks, in place of --batch: the loss curve then does not depend on the ranks");
 ABSL_FLAG(int32_t, context_ranks, 1, "ranks over which each sequence is split, as the dim cp of --dims; they have the same rows");
 ABSL_FLAG(std::string, context, "all-gather", "how attention sees split sequences: all-gather, ring or ulysses");
-ABSL_FLAG(std::string, optimizer, "adamw", "adamw, fused-adamw, sgd, lion, lamb, adafactor, adamw-8bit or muon");
+ABSL_FLAG(
+    std::string, optimizer, "adamw",
+    "adamw, fused-adamw, adamw-bf16, adamw-8bit, sgd, lion, lamb, adafactor, muon, and with --strategy=no-shard onebit-adam, "
+    "onebit-lamb or zero-one-adam");
+ABSL_FLAG(bool, step_in_backward, false,
+          "step each group's parameters as soon as its gradients are reduced, and keep none; with --clip=0");
 ABSL_FLAG(double, lr, 5e-3, "highest learning rate; it fits adamw, fused-adamw and muon");
 ABSL_FLAG(int64_t, warmup, 40, "steps of linear warm-up; then the learning rate follows a cosine down to a tenth");
 ABSL_FLAG(double, clip, 1.0, "largest global gradient norm; 0 for none");
@@ -95,6 +100,13 @@ void check_combinations(const Options& options) {
   TORCH_CHECK(!options.sequence_parallel || options.tensor_parallel,
               "--sequence-parallel needs a dim tp: --mesh 2x2 --dims dp,tp");
   TORCH_CHECK(!options.resume || !options.checkpoint.empty(), "--resume needs --checkpoint");
+  TORCH_CHECK(!options.step_in_backward || options.clip == 0,
+              "--step-in-backward steps before all gradients are there, whose norm --clip limits: it needs --clip=0");
+  TORCH_CHECK(!options.step_in_backward || !options.pipeline,
+              "--step-in-backward and a dim pp: a stage has its gradients at once");
+  TORCH_CHECK(!reduces_by_itself(options.optimizer) || !options.strategy || options.strategy == Strategy::kNoShard,
+              "--optimizer ", options.optimizer,
+              " reduces between ranks that have the whole model: it needs --strategy=no-shard");
   TORCH_CHECK(options.sample_bytes == 0 || !options.prompt.empty(), "--prompt is empty");
 }
 
@@ -168,6 +180,10 @@ void read_splits(Options& options) {
 
 } // namespace
 
+bool reduces_by_itself(const std::string& optimizer) {
+  return optimizer == "onebit-adam" || optimizer == "onebit-lamb" || optimizer == "zero-one-adam";
+}
+
 Options parse_options(int argc, char** argv) {
   examples::parse_command_line(argc, argv, "trains a byte-level GPT, sharded over ranks", "gpt/options.cpp");
   Options options{examples::job_options(/*splits_models=*/true)};
@@ -177,6 +193,7 @@ Options parse_options(int argc, char** argv) {
   options.global_batch = absl::GetFlag(FLAGS_global_batch);
   options.batch = options.global_batch > 0 ? 0 : absl::GetFlag(FLAGS_batch);
   options.optimizer = absl::GetFlag(FLAGS_optimizer);
+  options.step_in_backward = absl::GetFlag(FLAGS_step_in_backward);
   options.learning_rate = absl::GetFlag(FLAGS_lr);
   options.warmup = absl::GetFlag(FLAGS_warmup);
   options.clip = absl::GetFlag(FLAGS_clip);

@@ -24,6 +24,7 @@ struct Options : examples::JobOptions {
   int64_t batch = 0;               ///< rows a step of a rank, or of the ranks that split its sequences; 0: from `global_batch`
   int64_t global_batch = 0;        ///< rows a step over all ranks; 0: from `batch`
   std::string optimizer = "adamw"; ///< a name that `make_optimizer` takes
+  bool step_in_backward = false;   ///< each group as soon as it is reduced
   double learning_rate = 0;
   int64_t warmup = 0; ///< steps of linear warm-up; a cosine down to a tenth follows
   double clip = 0;    ///< the largest global gradient norm; 0: no clipping
@@ -56,6 +57,9 @@ struct Options : examples::JobOptions {
   /// The rows of such a group.
   int64_t rows_a_rank(int world) const { return batch > 0 ? batch : global_batch / data_ranks(world); }
 };
+
+/// Whether the optimizer of this name takes gradients that nothing has reduced, of a model that every rank has whole.
+bool reduces_by_itself(const std::string& optimizer);
 
 /// Reads the command line; `-` and `_` in a flag's name are the same. Throws c10::Error that names the flag for a value out of
 /// its range or flags that contradict each other; a flag that does not exist ends the program (Abseil does that).

@@ -111,6 +111,8 @@ Training::Training(const Options& options)
   if (is_first_rank()) check_outputs();
   if (!options_.dump_initial.empty()) dump_initial();
   if (meshes_.parameters.defined() && !pipeline_) shard(model_, meshes_.parameters, options_);
+  if (reduces_by_itself(options.optimizer) && tessera::is_sharded(*model_)) tessera::fsdp(*model_).set_keeps_own_gradients(true);
+  if (options.step_in_backward) stepping_.emplace(tessera::step_in_backward(module(), *optimizer_));
   if (options_.resume) check_same_flags();
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/checkpoint/state_dict.h>
+#include <tessera/fsdp/step_in_backward.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/training/lr_schedule.h>
 #include <tessera/training/trainer.h>
@@ -48,6 +49,7 @@ class Training {
   torch::Device device_;
   std::optional<PipelinedGpt> pipeline_; // with a dim pp
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::optional<tessera::StepInBackward> stepping_;
   tessera::LRSchedule schedule_;
   int64_t state_bytes_ = 0; // of parameters, gradients and optimizer state of this rank
 };

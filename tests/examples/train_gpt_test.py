@@ -69,7 +69,19 @@ class TrainGptTest(unittest.TestCase):
             self.assertLess(expected[-1], expected[0], name)
             self.assert_same_curve(self.losses("--ranks=2", *flags), expected, name)
         self.train("--ranks=2", "--optimizer=lion", "--lr=1e-3") # a sign near 0 depends on rounding
+        self.train("--ranks=2", "--optimizer=adamw-bf16", "--lr=1e-3") # and so does what a moment is rounded to
         self.assert_error("--optimizer is 'adam', but must be one of adamw fused-adamw sgd lion ", "--ranks=1", "--optimizer=adam")
+
+    def test_steps_in_backward_give_the_same_curve(self):
+        flags = ("--ranks=2", "--clip=0", "--optimizer=fused-adamw")
+        self.assert_same_curve(self.losses(*flags, "--step-in-backward"), self.losses(*flags), "steps in backward")
+        self.assert_error("it needs --clip=0", "--ranks=1", "--step-in-backward")
+
+    def test_optimizers_of_one_bit_train_whole_models(self):
+        for name in ("onebit-adam", "onebit-lamb", "zero-one-adam"):
+            losses = self.losses("--ranks=2", "--strategy=no-shard", "--clip=0", f"--optimizer={name}", "--lr=1e-3")
+            self.assertLess(losses[-1], losses[0] + 0.1, name)
+            self.assert_error("it needs --strategy=no-shard", "--ranks=2", f"--optimizer={name}")
 
     def test_sequences_that_are_split_over_ranks_give_the_same_curve(self):
         expected = self.losses("--ranks=1")
