@@ -21,7 +21,6 @@
 #include <tessera/fsdp/strategy.h>
 #include <tessera/fsdp/summary.h>
 #include <tessera/fsdp/unsharded.h>
-#include <tessera/fsdp/whole_parameters.h>
 #include <tessera/mesh.h>
 #include <tessera/mixed_precision/block_codec.h>
 #include <tessera/mixed_precision/policy.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <tessera/fsdp/group_summary.h>
 #include <tessera/fsdp/memory_prediction.h>
+#include <tessera/fsdp/summary.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>

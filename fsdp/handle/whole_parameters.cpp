@@ -1,4 +1,4 @@
-#include <tessera/fsdp/whole_parameters.h>
+#include <tessera/fsdp/options.h>
 
 #include <absl/container/flat_hash_map.h>
 #include <c10/util/Exception.h>

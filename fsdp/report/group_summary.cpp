@@ -1,4 +1,4 @@
-#include <tessera/fsdp/group_summary.h>
+#include <tessera/fsdp/summary.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

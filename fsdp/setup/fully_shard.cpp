@@ -15,8 +15,8 @@
 #include <tessera/base/error_text.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/tensor/view_replay.h>
-#include <tessera/fsdp/group/expert_mark.h>
 #include <tessera/fsdp/gradients/gradient_layout.h>
+#include <tessera/fsdp/group/expert_mark.h>
 #include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/model/module_walk.h>

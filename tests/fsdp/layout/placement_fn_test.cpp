@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include <tessera/fsdp/meta_init.h>
-#include <tessera/fsdp/whole_parameters.h>
+#include <tessera/fsdp/options.h>
 
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>

@@ -1,7 +1,7 @@
 #include "random_sharding.h"
 
 #include <tessera/fsdp/fully_shard.h>
-#include <tessera/fsdp/whole_parameters.h>
+#include <tessera/fsdp/options.h>
 #include <tessera/nn/sync_batch_norm.h>
 
 #include <algorithm>
