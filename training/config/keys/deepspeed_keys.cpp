@@ -251,7 +251,7 @@ constexpr ConfigKey kDeepSpeedKeys[] = {
     {"tensor_parallel.enabled", kBoolean, "true", kNone, "`autotp_size` decides"},
     {"tensor_parallel.tp_size", kInteger, "1", kUsed, "the same as `autotp_size`"},
     {"sequence_parallel_size", kInteger, "1", kMissing, "sequences are split by `tessera.mesh.cp`, in a program that does"},
-    {"expert_parallel", kAny, "", kMissing, "experts are on meshes of their own, see docs/strategies.md"},
+    {"expert_parallel", kAny, "", kMissing, "a program splits its experts: `expert_parallel`, docs/parallelism.md"},
     {"use_data_before_expert_parallelism", kBoolean, "false", kNone, "the program makes the meshes of experts"},
     {"pipeline", kAny, "", kMissing, "stages are `tessera.mesh.pp`, their schedule `tessera.pipeline`"},
     {"elasticity", kAny, "", kMissing, "a checkpoint resumes on any number of ranks; give the batch"},
