@@ -104,8 +104,11 @@ struct MoEStatistics {
 /// A mixture of experts: a router sends each token to its best experts, whose outputs are added with the router's weights.
 ///
 /// Under `expert_parallel` the experts lie on several ranks, and every rank of the mesh calls forward and backward alike, one
-/// without tokens too. Under `parallelize` the input is a DTensor of the ranks of tensor parallelism, and so is the output; each
-/// rank takes its part of the tokens to the experts. In `recompute` the second run keeps the choice of the first.
+/// without tokens too. A balancing loss or bias and a capacity are of the tokens of all ranks that it names: where `fully_shard`
+/// or `replicate` took the layer without it, they are errors; `expert_parallel(*model, expert_mesh(mesh, 1)["ep"], {.tokens =
+/// mesh})` splits nothing, and `fully_shard` takes the experts first. Under `parallelize` the input is a DTensor of the ranks of
+/// tensor parallelism, and so is the output; each rank takes its part of the tokens to the experts. In `recompute` the second run
+/// keeps the choice of the first.
 class MoEImpl : public torch::nn::Module {
  public:
   /// Draws a seed from LibTorch's generator, which all ranks have seeded alike. Initial weights depend on it, and those of an
@@ -137,6 +140,7 @@ class MoEImpl : public torch::nn::Module {
   at::Tensor run_experts(const at::Tensor& tokens, const std::vector<int64_t>& counts);
   void note(const Routing& routing);
   DeviceMesh token_ranks() const;
+  void check_knows_ranks(const char* what) const;
 
   MoEOptions options_;
   Router router_{nullptr};

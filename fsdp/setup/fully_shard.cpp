@@ -394,6 +394,15 @@ void word_storage_errors(ShardedModule& state) {
   }
 }
 
+/// The handle of what was sharded, once nothing can fail any more.
+FSDPModule finished(const StatePtr& state, const std::vector<Module*>& modules, std::optional<double> divisor) {
+  word_storage_errors(*state);
+  for (const auto* module : modules) forget_compiled(*module);
+  FSDPModule handle(state);
+  if (divisor) handle.set_gradient_divide_factor(*divisor);
+  return handle;
+}
+
 FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& given, const FullyShardOptions& options) {
   check_mesh(given);
   const KeepViewReplay keep;
@@ -429,11 +438,7 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   state->initial_checksum = agreement.checksum;
   state->model().number = agreement.model_number;
   take_over(state, census, below, taken.parameters, stages);
-  word_storage_errors(*state);
-  for (const auto* module : modules) forget_compiled(*module);
-  FSDPModule handle(state);
-  if (taken.divisor) handle.set_gradient_divide_factor(*taken.divisor);
-  return handle;
+  return finished(state, modules, taken.divisor);
 }
 
 DeviceMesh mesh_of_the_world() {

@@ -74,7 +74,8 @@ ScriptGroups submodules_of_class(std::string class_name) {
   return ScriptGroups([class_name = std::move(class_name)](ScriptModuleImpl& root) {
     auto chosen = select(root, [&](const std::string&, ScriptModuleImpl& module) { return module.name() == class_name; });
     TORCH_CHECK_VALUE(!chosen.empty(), "fully_shard: the script ", root.name(), " has no submodule of the class ", class_name,
-                      fmt::format("; it has {}", fmt::join(class_names(root), ", ")));
+                      class_names(root).empty() ? std::string("; it has no submodules: a frozen export has none")
+                                                : fmt::format("; it has {}", fmt::join(class_names(root), ", ")));
     std::erase_if(chosen, [](const auto* module) { return !has_parameters(*module); });
     return chosen;
   });

@@ -31,6 +31,7 @@ class BackwardMark final : public Hook {
 };
 
 BackwardMark* mark_of(const at::Tensor& parameter) {
+  if (!torch::autograd::impl::get_autograd_meta(parameter)) return nullptr; // a frozen one that autograd has never met
   return dynamic_cast<BackwardMark*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
 }
 

@@ -31,6 +31,7 @@ void update_expert_bias(torch::nn::Module& module) {
   const at::NoGradGuard no_grad;
   auto layers = moe_layers(module);
   std::erase_if(layers, [](const auto* layer) { return !layer->router_->bias.defined(); });
+  for (const auto* layer : layers) layer->check_knows_ranks("a balancing bias");
   while (!layers.empty()) {
     const auto mesh = layers.front()->token_ranks();
     const auto is_of_mesh = [&](const auto* layer) { return layer->token_ranks() == mesh; };

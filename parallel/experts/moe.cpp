@@ -14,6 +14,7 @@
 
 #include <tessera/activations/recomputation.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
 #include <tessera/parallel/experts/check_choice.h>
 #include <tessera/parallel/experts/expert_weights.h>
 #include <tessera/parallel/experts/token_rows.h>
@@ -103,6 +104,7 @@ at::Tensor MoEImpl::forward(const at::Tensor& x) {
   note(routing);
   const auto all = routing;
   if (options_.capacity) {
+    check_knows_ranks("a capacity");
     routing = limit_to_capacity(std::move(routing), *options_.capacity, token_ranks());
     statistics_.dropped = routing.experts.lt(0).sum().item<int64_t>();
   }
@@ -129,6 +131,16 @@ at::Tensor MoEImpl::run_experts(const at::Tensor& tokens, const std::vector<int6
 /// The ranks whose tokens count together.
 DeviceMesh MoEImpl::token_ranks() const { return ranks_.tokens.defined() ? ranks_.tokens : mesh_; }
 
+/// Otherwise each of the ranks that train the layer together would count its own tokens, and route by a bias of its own.
+void MoEImpl::check_knows_ranks(const char* what) const {
+  if (token_ranks().defined() || !is_dtensor(router_->weight)) return;
+  const auto mesh = DTensor(router_->weight).mesh();
+  TORCH_CHECK(mesh.size() == 1, "MoE (rank ", process_context().rank(), "): ", what,
+              " is of the tokens of all ranks, but the layer, which lies on ", mesh.to_string(),
+              ", does not know these: call expert_parallel(model, expert_mesh(mesh, 1)[\"ep\"], {.tokens = mesh}), which splits "
+              "nothing, and fully_shard of each layer's experts() before that of what holds them");
+}
+
 at::Tensor MoEImpl::injected(const at::Tensor& output, const TokenRows& tokens, const Routing& routing) {
   const auto& [balance, scope, z] = options_.losses;
   statistics_.balance_loss = at::Tensor();
@@ -137,6 +149,7 @@ at::Tensor MoEImpl::injected(const at::Tensor& output, const TokenRows& tokens, 
   const auto& tensor_parallel = ranks_.tensor_parallel;
   const auto losses = token_ranks().defined() ? token_ranks().size() : 1;
   const bool is_of_all = scope == BalanceScope::kAllRanks;
+  if (is_of_all) check_knows_ranks("a balancing loss");
   const double of_one_loss = tensor_parallel.defined() ? static_cast<double>(tensor_parallel.size()) : 1;
   const auto all = is_of_all ? count_tokens(routing, token_ranks(), static_cast<double>(losses) / of_one_loss)
                              : count_tokens(routing, tensor_parallel, 1);

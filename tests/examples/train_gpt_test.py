@@ -126,7 +126,7 @@ class TrainGptTest(unittest.TestCase):
         self.assert_error("--heads 2 do not divide among --context-ranks 2 in the ranks of tp", "--ranks=4", "--mesh=2x2",
                           "--dims=cp,tp", "--context=ulysses")
         self.assert_error("--context-ranks 4, but the dim cp has 2", "--ranks=4", "--mesh=2x2", "--dims=dp,cp", "--context-ranks=4")
-        self.assert_error("cp must be the last dim, or before tp", "--ranks=4", "--mesh=2x2", "--dims=cp,dp")
+        self.assert_error("cp must be the last dim, or before ep and tp", "--ranks=4", "--mesh=2x2", "--dims=cp,dp")
 
     def test_the_curve_does_not_depend_on_pipelines(self):
         expected = self.losses("--strategy=none", "--layers=6", "--steps=4")

@@ -264,6 +264,14 @@ TEST(StepInBackward, RefusesWhatNeedsAllGradients) {
       "would be stepped after set_is_last_backward(false)");
 }
 
+TEST(StepInBackward, IsNotLookedForWhereAutogradHasNeverBeen) {
+  if (world_size() > 1) GTEST_SKIP() << "the model is plain";
+  torch::nn::Linear layer(3, 2);
+  layer->register_parameter("frozen", torch::ones({2}), /*requires_grad=*/false);
+  layer->forward(torch::ones({1, 3})).sum().backward();
+  EXPECT_NEAR(clip_grad_norm_(*layer, 1.0).item<double>(), std::sqrt(8.0), 1e-6);
+}
+
 TEST(StepInBackward, RefusesOptimizersThatItCannotStep) {
   auto net = sharded_net(strategies()[0]);
   torch::optim::LBFGS lbfgs(net->parameters());

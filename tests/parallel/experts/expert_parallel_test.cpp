@@ -29,7 +29,7 @@ MoEOptions options_with(ExpertStorage storage) {
 /// 8 ranks, as threads of this process.
 TEST(ExpertParallel, TrainsOnEightRanksAsOnOne) {
   if (world_size() > 1) return;
-  for (auto plan : sweep(mixture_cases(8), 4)) {
+  for (auto plan : sweep(mixture_cases(8), 2)) {
     for (const auto storage : {ExpertStorage::kStacked, ExpertStorage::kModules}) {
       plan.steps = 5;
       plan.recomputes = plan.experts == 2;

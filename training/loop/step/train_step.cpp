@@ -20,6 +20,7 @@
 #include <tessera/optim/grad_norm.h>
 #include <tessera/optim/parts/backward_mark.h>
 #include <tessera/optim/step.h>
+#include <tessera/parallel/moe.h>
 #include <tessera/training/averaged_model.h>
 #include <tessera/training/loop/step/check_model.h>
 #include <tessera/training/loop/step/memory_numbers.h>
@@ -105,6 +106,8 @@ LossSums TrainStep::forward_and_backward(const StepPlan& plan, int64_t step, Ste
     manual_seed(it_.options.seed, step, it_.agreement.data_mesh());
     it_.optimizer.zero_grad();
     clock_.start();
+    // Each micro-batch injects the losses of its routers.
+    if (!it_.work.replaces()) set_router_loss_scale(it_.module, scaler_.get_scale() / static_cast<double>(plan.counts.size()));
     LossSums sums;
     if (it_.work.replaces()) {
       sums = run_replaced(plan);
