@@ -135,7 +135,15 @@ void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t buffers, bool recu
   for_each_group(*state_, recurse, [&](GroupGradients& gradients) { gradients.settings.has_only_buffer = buffers == 1; });
 }
 
-void FSDPModule::set_is_last_backward(bool is_last_backward) { state_->schedule()->set_is_last_backward(is_last_backward); }
+void FSDPModule::set_is_last_backward(bool is_last_backward) {
+  const auto check = [](const internal::GroupGradients& gradients) {
+    TORCH_CHECK(gradients.settings.takers.empty(), gradients.group().label(),
+                " is stepped in its backward (step_in_backward), and would be stepped after set_is_last_backward(false): "
+                "accumulate in no_sync");
+  };
+  if (!is_last_backward) internal::for_each_group(*state_, /*recurse=*/true, check);
+  state_->schedule()->set_is_last_backward(is_last_backward);
+}
 
 void FSDPModule::zero_grad(bool set_to_none) {
   TORCH_CHECK(!internal::in_backward(), "zero_grad of ", state_->label(), " is called in a backward, on rank ",

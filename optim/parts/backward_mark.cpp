@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
 #include <memory>
 #include <utility>
 
@@ -13,10 +14,17 @@ namespace {
 
 using Hook = torch::autograd::PostAccumulateGradHook;
 
+std::atomic<int64_t> marks = 0;
+
 class BackwardMark final : public Hook {
  public:
   BackwardMark(std::string name, std::function<void(const at::Tensor&)> landed, std::unique_ptr<Hook> before)
-      : name_(std::move(name)), landed_(std::move(landed)), before_(std::move(before)) {}
+      : name_(std::move(name)), landed_(std::move(landed)), before_(std::move(before)) {
+    ++marks;
+  }
+  ~BackwardMark() override { --marks; }
+  BackwardMark(const BackwardMark&) = delete;
+  BackwardMark& operator=(const BackwardMark&) = delete;
   void operator()(const torch::autograd::Variable& parameter) override {
     if (before_) (*before_)(parameter);
     landed_(parameter);
@@ -54,6 +62,9 @@ void unmark_stepped_in_backward(const at::Tensor& parameter) {
   auto* const mark = mark_of(parameter);
   if (mark) torch::autograd::impl::set_post_acc_grad_hooks(parameter, mark->take_before());
 }
+
+bool is_any_stepped_in_backward() { return marks > 0; }
+bool is_stepped_in_backward(const at::Tensor& parameter) { return mark_of(parameter) != nullptr; }
 
 void check_not_stepped_in_backward(const std::vector<at::Tensor>& parameters, const char* what) {
   for (const auto& parameter : parameters) {

@@ -1,5 +1,7 @@
 #include <tessera/parallel/expert_parallel.h>
 
+#include <absl/container/flat_hash_map.h>
+#include <absl/container/flat_hash_set.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/modules/container/modulelist.h>
 
@@ -23,10 +25,21 @@ using internal::experts::SplitExperts;
 /// The experts that a call splits: those of its MoE layers, or the module's own.
 std::vector<SplitExperts> experts_in(torch::nn::Module& module, const DeviceMesh& mesh) {
   std::vector<SplitExperts> all;
-  for (const auto& item : module.named_modules("", /*include_self=*/true)) {
-    auto* layer = item.value()->as<MoEImpl>();
-    if (layer) all.emplace_back(*layer->experts(), item.key().empty() ? "experts" : item.key() + ".experts", mesh);
-  }
+  absl::flat_hash_set<const MoEImpl*> seen; // one that two modules hold comes twice
+  absl::flat_hash_map<const c10::TensorImpl*, std::string> owners;
+  const auto add = [&](torch::nn::Module& each, const std::string& path) {
+    auto* const layer = each.as<MoEImpl>();
+    if (!layer || !seen.insert(layer).second) return;
+    const auto name = path.empty() ? "experts" : path + ".experts";
+    for (const auto& weight : layer->experts()->named_parameters()) {
+      const auto [owner, is_new] = owners.try_emplace(weight.value().unsafeGetTensorImpl(), name);
+      TORCH_CHECK_VALUE(is_new, "expert_parallel: ", name, '.', weight.key(), " is a weight of ", owner->second,
+                        " too; experts that share weights cannot be split");
+    }
+    all.emplace_back(*layer->experts(), name, mesh);
+  };
+  add(module, ""); // which may be on the stack
+  for (const auto& item : module.named_modules("", /*include_self=*/false)) add(*item.value(), item.key());
   if (all.empty()) all.emplace_back(module, "", mesh);
   return all;
 }

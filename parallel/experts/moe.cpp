@@ -177,9 +177,12 @@ void MoEImpl::note(const Routing& routing) {
 
 std::vector<MoEImpl*> moe_layers(torch::nn::Module& module) {
   std::vector<MoEImpl*> layers;
-  for (const auto& each : module.modules()) {
-    if (auto* layer = each->as<MoEImpl>()) layers.push_back(layer);
-  }
+  const auto add = [&](torch::nn::Module& each) {
+    auto* const layer = each.as<MoEImpl>(); // one that two modules hold comes twice
+    if (layer && std::find(layers.begin(), layers.end(), layer) == layers.end()) layers.push_back(layer);
+  };
+  add(module); // which may be on the stack
+  for (const auto& each : module.modules(/*include_self=*/false)) add(*each);
   return layers;
 }
 

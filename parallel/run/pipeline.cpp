@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <tessera/base/error_text.h>
+#include <tessera/optim/parts/backward_mark.h>
 #include <tessera/parallel/run/pipeline_state.h>
 #include <tessera/parallel/run/step_run.h>
 
@@ -51,6 +52,8 @@ at::Tensor train(PipelineState& state, const std::vector<PipelineValue>& micro_b
   const PipelineSchedule* schedule = nullptr;
   try {
     schedule = &state.schedule(std::ssize(micro_batches));
+    internal::check_not_stepped_in_backward(state.stages.module->parameters(),
+                                            "a step of a pipeline adds the gradients of its micro-batches and of tied weights");
   } catch (const c10::Error& error) {
     failure = error.what_without_backtrace();
   }

@@ -71,6 +71,7 @@ std::string PipelineState::agree(const std::string& what, const std::vector<std:
                                  const std::string& failure) const {
   std::string text = what + "\n";
   for (const auto& shape : shapes) text += shape + "\n";
+  text += failure;
   const auto communicator = stages.mesh.communicator(0, "pipeline");
   const auto texts = gather_texts_that_differ(text, *communicator, stages.mesh.device(), "pipeline");
   TORCH_CHECK_VALUE(texts.empty(), "the ranks of a pipeline were not given the same: ",

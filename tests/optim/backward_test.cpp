@@ -253,15 +253,17 @@ TEST(StepInBackward, RefusesWhatNeedsAllGradients) {
   EXPECT_THROWS_WITH(clip_grad_norm_(*net, 1.0), "embed.weight is stepped in its backward (step_in_backward)");
   EXPECT_THROWS_WITH(clip_grad_value_(*net, 1.0), "embed.weight is stepped in its backward (step_in_backward)");
   EXPECT_THROWS_WITH(scaler.step(optimizer), "embed.weight is stepped in its backward (step_in_backward)");
-  fsdp(*net).set_is_last_backward(false);
-  EXPECT_THROWS_WITH(
-      {
-        own_loss(net, 1).backward();
-        fsdp(*net).set_is_last_backward(true);
-        own_loss(net, 1).backward();
-        TORCH_CHECK(world_size() > 1, "would be stepped after set_is_last_backward(false)");
-      },
-      "would be stepped after set_is_last_backward(false)");
+  EXPECT_THROWS_WITH(fsdp(*net).set_is_last_backward(false), "would be stepped after set_is_last_backward(false)");
+}
+
+TEST(StepInBackward, RefusesToAccumulateWhatIsInNoGroup) {
+  auto net = make_net();
+  net->to(test_device());
+  const auto ignored = net->norm->parameters();
+  fully_shard(net, world_mesh(), {.ignored_params = ignored});
+  FusedSGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+  const auto stepping = step_in_backward(*net, optimizer);
+  EXPECT_THROWS_WITH((void)no_sync(*net), "norm.weight is in no group, and would be stepped in each backward");
 }
 
 TEST(StepInBackward, IsNotLookedForWhereAutogradHasNeverBeen) {

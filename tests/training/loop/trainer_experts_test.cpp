@@ -13,7 +13,8 @@ namespace {
 
 struct RoutedImpl : torch::nn::Module {
   RoutedImpl()
-      : moe(register_module("moe", MoE(MoEOptions{.width = 8, .hidden = 12, .experts = 4, .losses = {.balance = 0.3, .z = 1}}))) {}
+      : moe(register_module("moe", MoE(MoEOptions{.width = 8, .hidden = 12, .experts = 4, .losses = {.balance = 0.3, .z = 1}}))) {
+  }
   torch::Tensor loss(const torch::Tensor& x) { return (x + moe(x)).square().mean(); }
   MoE moe;
 };
