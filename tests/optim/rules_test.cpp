@@ -1,5 +1,6 @@
 // The rules that PyTorch has no optimizer for, beside the papers' formulas, one number after another; and the errors.
 #include <gmock/gmock.h>
+#include <torch/torch.h>
 
 #include <cmath>
 

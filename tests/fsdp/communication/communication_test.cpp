@@ -90,7 +90,7 @@ TEST(QuantizedGather, AForwardComputesWithWhatTheCodesSay) {
     bool any_differs = false;
     for (size_t i = 0; i < values.size(); ++i) {
       const auto expected = names[i].value().detach();
-      const double most = expected.abs().max().item<double>();
+      const auto most = expected.abs().max().item<double>();
       const double bound = is_quantized(expected) ? 2 * most / 254 * 1.001 : 0; // twice in a hierarchical strategy
       EXPECT_LE((values[i] - expected).abs().max().item<double>(), bound) << names[i].key();
       any_differs = any_differs || !torch::equal(values[i], expected);
