@@ -56,8 +56,9 @@ class [[nodiscard]] StepInBackward {
 /// Errors: LBFGS, which computes with all parameters together; an optimizer of a class that `register_optimizer` does not know; a
 /// parameter of the optimizer that `module` lacks, that another handle steps, or that has a gradient already. Errors, by the
 /// parameter's name, of what needs the gradients of all parameters after the backward: `clip_grad_norm_`, `clip_grad_value_`, a
-/// GradScaler that is enabled (train in bf16). An error in a backward after `set_is_last_backward(false)`, which would be stepped
-/// before the others have added their gradients. A backward that fails may have stepped some groups.
+/// GradScaler that is enabled (train in bf16). An error of `set_is_last_backward(false)`, after which groups would
+/// be stepped before other backwards have added their gradients, and of a pipeline's step. Of `no_sync` where a parameter of the
+/// optimizer is in no group. A backward that fails may have stepped some groups.
 [[nodiscard]] StepInBackward step_in_backward(const torch::nn::Module& module, torch::optim::Optimizer& optimizer,
                                               StepInBackwardOptions options = {});
 

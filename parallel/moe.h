@@ -158,7 +158,7 @@ TORCH_MODULE(MoE);
 /// The MoE layers in `module`, in the order of its modules.
 std::vector<MoEImpl*> moe_layers(torch::nn::Module& module);
 
-/// `set_loss_scale` of all MoE layers in `module`.
+/// `set_loss_scale` of all MoE layers in `module`. A `Trainer` calls it in each step, for its micro-batches and its scaler.
 void set_router_loss_scale(torch::nn::Module& module, double scale);
 
 /// Adds bias_rate · sign(mean - count) to the bias of each expert, less the mean of all that is added: the count of its tokens

@@ -60,21 +60,30 @@ at::Tensor part_of(const at::Tensor& reduced, const ShardedParameter& parameter,
   return tensor_over(reduced.storage(), bytes, parameter.spec->local_sizes(), dtype, {}, parameter.shard_strides());
 }
 
-/// Whether `gradient` has this rank's part of the parameter. Its strides may be others, where the program has made it.
-bool is_sharded_as(const ShardedParameter& parameter, const DTensorMeta* gradient) {
+/// Whether a gradient lies as the parameter does, or, if it `may_be_own`, as that which no rank has reduced.
+bool is_sharded_as(const ShardedParameter& parameter, const DTensorMeta* gradient, bool may_be_own) {
   if (!gradient || gradient->spec == parameter.spec) return gradient != nullptr;
   const Spec &spec = *gradient->spec, &own = *parameter.spec;
-  const bool lies_alike = spec.placements() == own.placements() ||
-                          spec.placements() == own_gradient_spec(own, /*adds=*/false)->placements() ||
-                          spec.placements() == own_gradient_spec(own, /*adds=*/true)->placements();
-  return lies_alike && spec.mesh() == own.mesh() && spec.sizes() == own.sizes() && spec.dtype() == own.dtype();
+  const auto lies_alike = [&](const Placement& is, const Placement& of_parameter) {
+    return is == of_parameter || (may_be_own && is_replicate(of_parameter) && is_partial(is));
+  };
+  return spec.mesh() == own.mesh() && std::ranges::equal(spec.placements(), own.placements(), lies_alike) &&
+         spec.sizes() == own.sizes() && spec.dtype() == own.dtype();
+}
+
+void check_can_be_added(const DTensorMeta& sum, const DTensorMeta& added, const ReadyGradient& ready) {
+  TORCH_CHECK(sum.spec == added.spec || sum.spec->placements() == added.spec->placements(), "the gradient of ",
+              ready.group->full_name(ready.index), " lies as ", to_string(sum.spec->placements()), ", and another one as ",
+              to_string(added.spec->placements()),
+              ": one is reduced and one is a rank's own (set_keeps_own_gradients), which cannot be added");
 }
 
 } // namespace
 
 void add(ReadyGradient& sum, const ReadyGradient& part) {
-  const auto &local = dtensor_meta(sum.value)->local, &other = dtensor_meta(part.value)->local;
-  sum.value = make_gradient(local + other.to(local.options()), sum.group->parameters()[sum.index]);
+  const auto &meta = *dtensor_meta(sum.value), &other = *dtensor_meta(part.value);
+  check_can_be_added(meta, other, sum);
+  sum.value = make_gradient(meta.local + other.local.to(meta.local.options()), sum.group->parameters()[sum.index], meta.spec);
 }
 
 void deliver(ReadyGradient ready) {
@@ -82,20 +91,23 @@ void deliver(ReadyGradient ready) {
   const at::Tensor tensor(parameter.tensor.lock());
   if (!tensor.defined()) return;
   const bool is_trained = tensor.requires_grad(); // one frozen since its backward still gets what is on its way
+  const auto* const before = dtensor_meta(ready.value);
+  const bool is_own = before && before->spec->has_partial();
   auto added = call_hooks(tensor, std::move(ready.value));
   if (is_trained && !tensor.requires_grad()) return; // a hook froze it
   const auto* meta = dtensor_meta(added);
-  TORCH_CHECK(is_sharded_as(parameter, meta), "a hook on the sharded parameter ", ready.group->full_name(ready.index),
+  TORCH_CHECK(is_sharded_as(parameter, meta, is_own), "a hook on the sharded parameter ", ready.group->full_name(ready.index),
               " returned a gradient that is not sharded as the parameter is");
   auto& sum = reduced_gradient(tensor);
   if (sum.defined()) {
     auto* sum_meta = dtensor_meta(sum);
-    TORCH_CHECK(is_sharded_as(parameter, sum_meta), "the gradient of ", ready.group->full_name(ready.index),
+    TORCH_CHECK(is_sharded_as(parameter, sum_meta, is_own), "the gradient of ", ready.group->full_name(ready.index),
                 " was replaced by a tensor that is not sharded as the parameter is");
+    check_can_be_added(*sum_meta, *meta, ready);
     sum_meta->local.add_(meta->local.to(sum_meta->local.device())); // a program's may be on the device
   } else {
     const bool is_kept = added.use_count() > 1; // by a hook, whose tensor the next backward must not change
-    sum = is_kept ? make_gradient(meta->local.clone(), parameter) : std::move(added);
+    sum = is_kept ? make_gradient(meta->local.clone(), parameter, meta->spec) : std::move(added);
   }
   if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor)) (*hook)(tensor);
 }

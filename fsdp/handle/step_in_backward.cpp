@@ -97,7 +97,11 @@ StepInBackward::StepInBackward(const torch::nn::Module& module, torch::optim::Op
     : steps_(std::make_shared<internal::BackwardSteps>(optimizer, std::move(options))) {
   const auto states = internal::sharded_within(module, "step_in_backward");
   absl::flat_hash_set<const c10::TensorImpl*> in_groups;
-  for (const auto& state : states) in_groups.merge(internal::parameters_of(*state));
+  for (const auto& state : states) {
+    TORCH_CHECK(state->schedule()->is_last_backward(), "step_in_backward: groups of ", state->label(),
+                " would be stepped after set_is_last_backward(false): accumulate in no_sync");
+    in_groups.merge(internal::parameters_of(*state));
+  }
   steps_->mark(module, std::move(in_groups));
   for (const auto& state : states) {
     internal::for_each_group(*state, /*recurse=*/false, [&](auto& gradients) { gradients.settings.takers.push_back(steps_); });

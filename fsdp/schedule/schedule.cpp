@@ -18,6 +18,7 @@
 #include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/step_recorder.h>
 #include <tessera/fsdp/schedule/graph_task.h>
+#include <tessera/optim/parts/backward_mark.h>
 
 namespace tessera::internal {
 
@@ -201,6 +202,10 @@ bool Schedule::deliver_after(const Locked& locked) {
 /// Optimizers that step in backward follow the last gradient of each group. Not under the lock.
 void Schedule::deliver(ReadyGradients ready) {
   const at::NoGradGuard no_grad;
+  if (!is_any_stepped_in_backward()) {
+    for (auto& each : ready) internal::deliver(std::move(each));
+    return;
+  }
   for (size_t i = 0; i < ready.size();) {
     const GroupPtr group = ready[i].group;
     std::vector<at::Tensor> parameters;

@@ -171,6 +171,7 @@ class Remaking {
     settings.requires_sync = theirs.requires_sync;
     settings.requires_all_reduce = theirs.requires_all_reduce;
     settings.has_only_buffer = theirs.has_only_buffer;
+    settings.keeps_own = theirs.keeps_own;
     settings.takers = theirs.takers;
   }
 

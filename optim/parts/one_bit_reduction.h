@@ -84,4 +84,23 @@ std::vector<OneBitEntry<State, Options>> one_bit_entries(torch::optim::Optimizer
   return entries;
 }
 
+/// Whether the entry reduces in one bit: its warm-up is over.
+template <typename State, typename Options>
+bool is_frozen(const OneBitEntry<State, Options>& entry) {
+  return entry.state->step() > entry.options->freeze_step();
+}
+
+/// Counts a step, and makes the moments and the errors that it needs.
+template <typename State, typename Options>
+void begin_step(const OneBitEntry<State, Options>& entry) {
+  auto& state = *entry.state;
+  const auto& [parameter, values, is_mean] = *entry.gradient;
+  state.step(state.step() + 1);
+  if (!state.exp_avg().defined()) {
+    state.exp_avg(zeros_as(parameter, values.scalar_type()));
+    state.exp_avg_sq(zeros_as(parameter, values.scalar_type()));
+  }
+  if (is_frozen(entry)) prepare_errors(*entry.gradient, state.worker_error(), state.server_error());
+}
+
 } // namespace tessera::internal

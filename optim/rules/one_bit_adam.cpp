@@ -43,19 +43,6 @@ void register_one_bit_adam() {
   }();
 }
 
-bool is_frozen(const OneBitAdamEntry& entry) { return entry.state->step() > entry.options->freeze_step(); }
-
-void prepare(const OneBitAdamEntry& entry) {
-  auto& state = *entry.state;
-  const auto& [parameter, values, is_mean] = *entry.gradient;
-  state.step(state.step() + 1);
-  if (!state.exp_avg().defined()) {
-    state.exp_avg(internal::zeros_as(parameter, values.scalar_type()));
-    state.exp_avg_sq(internal::zeros_as(parameter, values.scalar_type()));
-  }
-  if (is_frozen(entry)) internal::prepare_errors(*entry.gradient, state.worker_error(), state.server_error());
-}
-
 /// The moments with this step's gradient, the rank's own after the warm-up.
 void update_moments(const OneBitAdamEntry& entry) {
   const auto [beta1, beta2] = entry.options->betas();
@@ -91,7 +78,7 @@ void OneBitAdam::update() {
   std::vector<size_t> warming_up;
   std::vector<internal::OneBitShare> shares;
   for (size_t i = 0; i < entries.size(); ++i) {
-    prepare(entries[i]);
+    internal::begin_step(entries[i]);
     auto& state = *entries[i].state;
     if (!is_frozen(entries[i])) {
       warming_up.push_back(i);

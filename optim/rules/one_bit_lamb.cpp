@@ -60,20 +60,12 @@ void register_one_bit_lamb() {
   }();
 }
 
-bool is_frozen(const OneBitLambEntry& entry) { return entry.state->step() > entry.options->freeze_step(); }
-
+/// The second moment that goes on after the warm-up begins as the one that stays.
 void prepare(const OneBitLambEntry& entry) {
+  internal::begin_step(entry);
   auto& state = *entry.state;
-  const auto& [parameter, values, is_mean] = *entry.gradient;
-  state.step(state.step() + 1);
-  if (!state.exp_avg().defined()) {
-    state.exp_avg(internal::zeros_as(parameter, values.scalar_type()));
-    state.exp_avg_sq(internal::zeros_as(parameter, values.scalar_type()));
-  }
-  if (!is_frozen(entry)) return;
-  internal::prepare_errors(*entry.gradient, state.worker_error(), state.server_error());
-  if (state.exp_avg_sq_fresh().defined()) return;
-  state.exp_avg_sq_fresh(internal::zeros_as(parameter, values.scalar_type()));
+  if (!is_frozen(entry) || state.exp_avg_sq_fresh().defined()) return;
+  state.exp_avg_sq_fresh(internal::zeros_as(entry.gradient->parameter, entry.gradient->values.scalar_type()));
   part_of(state.exp_avg_sq_fresh()).copy_(part_of(state.exp_avg_sq()));
 }
 

@@ -498,24 +498,45 @@ TEST(OneBit, StepsInBackward) {
 }
 
 TEST(OwnGradients, GiveOtherOptimizersTheMean) {
-  auto net = replicated_net(), reduced = make_net();
-  reduced->to(test_device());
-  replicate(*reduced, world_mesh(), {});
-  torch::optim::AdamW own(net->parameters(), 0.01), usual(reduced->parameters(), 0.01);
-  FusedAdamW fused(net->parameters(), 0.01);
-  for (int64_t step = 0; step < 3; ++step) {
-    for (auto* each : {&net, &reduced}) loss_of(*each, own_batch(step)).backward();
-    for (const auto& item : net->named_parameters())
-      EXPECT_TRUE(is_partial(DTensor(item.value().grad()).placements()[0])) << item.key();
-    const auto norm = clip_grad_norm_(*net, 0.1), expected = clip_grad_norm_(*reduced, 0.1);
-    EXPECT_NEAR(norm.item<double>(), expected.item<double>(), 1e-5);
-    step == 2 ? fused.step() : own.step();
-    usual.step();
-    own.zero_grad();
-    usual.zero_grad();
-    if (step == 1) break;
+  for (const bool is_fused : {false, true}) {
+    auto net = replicated_net(), reduced = make_net();
+    reduced->to(test_device());
+    replicate(*reduced, world_mesh(), {});
+    torch::optim::AdamW own(net->parameters(), 0.01), usual(reduced->parameters(), 0.01);
+    FusedAdamW fused(net->parameters(), 0.01);
+    for (int64_t step = 0; step < 2; ++step) {
+      for (auto* each : {&net, &reduced}) loss_of(*each, own_batch(step)).backward();
+      for (const auto& item : net->named_parameters())
+        EXPECT_TRUE(is_partial(DTensor(item.value().grad()).placements()[0])) << item.key();
+      const auto norm = clip_grad_norm_(*net, 0.1), expected = clip_grad_norm_(*reduced, 0.1);
+      EXPECT_NEAR(norm.item<double>(), expected.item<double>(), 1e-5);
+      is_fused ? fused.step() : own.step();
+      usual.step();
+      own.zero_grad();
+      usual.zero_grad();
+    }
+    EXPECT_LE(parameter_difference(*net, *reduced), 1e-5) << is_fused;
   }
-  EXPECT_LE(parameter_difference(*net, *reduced), 1e-5);
+}
+
+TEST(OwnGradients, StayOwnWhereAHookKeepsThem) {
+  auto net = replicated_net();
+  at::Tensor kept;
+  net->norm->weight.register_hook([&](const at::Tensor& gradient) { kept = gradient; });
+  loss_of(net, own_batch(0)).backward();
+  EXPECT_TRUE(is_partial(DTensor(net->norm->weight.grad()).placements()[0]));
+  EXPECT_FALSE(kept.is_same(net->norm->weight.grad()));
+}
+
+TEST(OwnGradients, AreNotAddedToReducedOnes) {
+  auto net = replicated_net();
+  loss_of(net, own_batch(0)).backward();
+  fsdp(*net).set_keeps_own_gradients(false);
+  EXPECT_THROWS_WITH(loss_of(net, own_batch(1)).backward(), "not sharded as the parameter is");
+  fsdp(*net).zero_grad();
+  loss_of(net, own_batch(0)).backward();
+  fsdp(*net).set_keeps_own_gradients(true);
+  EXPECT_THROWS_WITH(loss_of(net, own_batch(1)).backward(), "one is reduced and one is a rank's own");
 }
 
 TEST(OneBit, RefusesWhatItCannotReduce) {

@@ -90,6 +90,7 @@ Function* libcs(const char* name) {
 
 // These two stand before libc's in the program.
 
+// NOLINTNEXTLINE(bugprone-reserved-identifier,readability-identifier-naming)
 extern "C" __attribute__((visibility("default"))) int __libc_start_main(tessera::testing::Main main, int argc, char** argv,
                                                                         void (*init)(), void (*fini)(), void (*rtld_fini)(),
                                                                         void* stack_end) {

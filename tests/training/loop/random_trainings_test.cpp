@@ -66,17 +66,6 @@ struct Seen {
 };
 using Curve = std::map<int64_t, Seen>;
 
-double validation_of(Net& net) {
-  const torch::NoGradGuard no_grad;
-  TokenSource whole(17, 8, 0, 1);
-  double sum = 0, count = 0;
-  while (const auto batch = whole.next()) {
-    sum += token_losses(net, *batch, at::Reduction::Sum).item<double>();
-    count += batch->counted();
-  }
-  return sum / count;
-}
-
 /// One process that has never heard of a trainer.
 struct Plain {
   Net net = double_net();
@@ -103,10 +92,10 @@ struct Plain {
   }
   void evaluate(const Script& script, int64_t step, Seen& seen) {
     if (script.evaluate_every == 0 || step % script.evaluate_every != 0) return;
-    seen.evaluations["valid"] = validation_of(net);
+    seen.evaluations["valid"] = plain_validation(net);
     if (!script.has_average) return;
     const AveragedWeights averaged(*average, *net);
-    seen.evaluations["averaged"] = validation_of(net);
+    seen.evaluations["averaged"] = plain_validation(net);
   }
 };
 

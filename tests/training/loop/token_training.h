@@ -114,6 +114,18 @@ inline PlainStep plain_step(Net& net, torch::optim::Optimizer& optimizer, const 
   return {loss.item<double>(), norm};
 }
 
+/// The mean loss over 17 rows, without gradients.
+inline double plain_validation(Net& net) {
+  const torch::NoGradGuard no_grad;
+  TokenSource whole(17, 8, 0, 1);
+  double sum = 0, count = 0;
+  while (const auto batch = whole.next()) {
+    sum += token_losses(net, *batch, at::Reduction::Sum).item<double>();
+    count += batch->counted();
+  }
+  return sum / count;
+}
+
 /// The rows of the step's micro-batches of all ranks; fewer micro-batches at the end of an epoch.
 inline Tokens rows_of_step(TokenSource& whole, int64_t micro_batches) {
   std::vector<torch::Tensor> tokens, targets;

@@ -10,6 +10,8 @@
 namespace tessera::testing::trainer_context_test {
 namespace {
 
+using tessera::Strategy; // beside that of the tests
+
 constexpr int64_t kSteps = 6, kMicro = 2;
 
 struct Part {

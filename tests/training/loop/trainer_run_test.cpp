@@ -338,17 +338,6 @@ TEST(TrainerRun, SavesAndResumesWithoutARun) {
 
 // --- evaluations
 
-double plain_validation(Net& net) {
-  const torch::NoGradGuard no_grad;
-  TokenSource whole(17, 8, 0, 1);
-  double sum = 0, count = 0;
-  while (const auto batch = whole.next()) {
-    sum += token_losses(net, *batch, at::Reduction::Sum).item<double>();
-    count += batch->counted();
-  }
-  return sum / count;
-}
-
 TEST(TrainerRun, EvaluatesExactlyAndAtTheEnd) {
   Training training({.stop_after = {.steps = 5}, .evaluate = {.steps = 2}});
   std::vector<bool> trains;
