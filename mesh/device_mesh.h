@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,6 +53,7 @@ class DeviceMesh {
   /// mesh. Nothing is communicated, here and for the other meshes that are made of a mesh.
   DeviceMesh operator[](const std::string& name) const;
   DeviceMesh operator[](const std::vector<std::string>& names) const;
+  DeviceMesh operator[](std::initializer_list<const char*> names) const; ///< `mesh[{"shard", "cp"}]`
   /// The sub-mesh along the dims of these numbers, which rise.
   DeviceMesh slice(const std::vector<int64_t>& dims) const;
   /// All dims merged into one named `name` (default: the names joined by '_'). An error where the root has a dim of that name.

@@ -50,6 +50,10 @@ DeviceMesh DeviceMesh::operator[](const std::vector<std::string>& names) const {
   return slice(dims);
 }
 
+DeviceMesh DeviceMesh::operator[](std::initializer_list<const char*> names) const {
+  return (*this)[std::vector<std::string>(names.begin(), names.end())];
+}
+
 DeviceMesh DeviceMesh::slice(const std::vector<int64_t>& dims) const {
   const auto& mesh = impl();
   const auto& coordinate = own_coordinate();

@@ -20,7 +20,7 @@ Meshes make_meshes(const Options& options) {
   const auto all = tessera::init_device_mesh(
       options.device, {options.data_ranks(world), options.context_ranks, options.tensor_parallel.value_or(1)},
       {"data", "cp", "tp"});
-  const auto sharding = all[std::vector<std::string>{"data", "cp"}].flatten("ranks").unflatten(0, shape, names);
+  const auto sharding = all[{"data", "cp"}].flatten("ranks").unflatten(0, shape, names);
   return {splits_layers ? tessera::DeviceMesh::concatenate({sharding, all["tp"]}) : sharding, all["cp"], splits_layers};
 }
 

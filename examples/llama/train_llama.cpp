@@ -60,7 +60,7 @@ tessera::DeviceMesh make_mesh(const examples::JobOptions& options) {
 void split(llama::Llama& model, const tessera::DeviceMesh& mesh) {
   const auto plan = llama::parallel_plan(model->config(), mesh.size(2), absl::GetFlag(FLAGS_sequence_parallel));
   tessera::parallelize(*model, mesh["tp"], plan);
-  const auto parameters = mesh[std::vector<std::string>{"dp", "cp"}].flatten("dp_cp");
+  const auto parameters = mesh[{"dp", "cp"}].flatten("dp_cp");
   for (const auto& block : *model->blocks()) tessera::fully_shard(*block, parameters).set_gradient_divide_factor(1);
   tessera::fully_shard(*model, parameters).set_gradient_divide_factor(1);
 }

@@ -32,6 +32,9 @@ TEST(MeshShapes, ASliceKnowsItsRootAndItsPlaceInIt) {
   EXPECT_EQ(pair["b"].root(), mesh); // of a slice of a slice too
   EXPECT_EQ(pair.root_dim(-1), 2);
   EXPECT_EQ(pair, (mesh.slice({1, 2})));
+  EXPECT_EQ(pair, (mesh[{"b", "c"}]));
+  EXPECT_EQ((mesh[{"c"}]), mesh["c"]);
+  EXPECT_THROWS_WITH((mesh[{"c", "b"}]), "of a sub-mesh must be in the order of " + mesh.to_string());
   EXPECT_EQ((mesh.slice({-1})), mesh["c"]);
   EXPECT_EQ((mesh.slice({0, 1, 2})), mesh);
   EXPECT_THROWS_WITH((mesh.slice({1, 0})), "the dims [1, 0] of a sub-mesh must be in the order of " + mesh.to_string());

@@ -17,7 +17,7 @@ namespace tessera::testing {
 struct ParallelMeshes {
   explicit ParallelMeshes(const std::vector<int64_t>& shape)
       : all(init_device_mesh(test_device_type(), shape, {"replicate", "shard", "cp", "tp"})) {
-    const auto flat = all[std::vector<std::string>{"shard", "cp"}].flatten("shard_cp");
+    const auto flat = all[{"shard", "cp"}].flatten("shard_cp");
     parameters = shape[0] == 1 ? flat : DeviceMesh::concatenate({all["replicate"], flat});
   }
   int64_t data_ranks() const { return all.size(0) * all.size(1); }

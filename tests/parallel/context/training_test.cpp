@@ -32,7 +32,7 @@ Layout layout_of(int64_t replicas, int64_t shards, int64_t parts) {
   Layout layout;
   layout.name = c10::str(replicas, " x ", shards, " x ", parts);
   layout.all = init_device_mesh(test_device_type(), {replicas, shards, parts}, {"replicate", "shard", "cp"});
-  const auto flat = layout.all[std::vector<std::string>{"shard", "cp"}].flatten("shard_cp");
+  const auto flat = layout.all[{"shard", "cp"}].flatten("shard_cp");
   layout.parameters = replicas == 1 ? flat : DeviceMesh::concatenate({layout.all["replicate"], flat});
   layout.data_ranks = replicas * shards;
   layout.data_rank = layout.all.local_rank("replicate") * shards + layout.all.local_rank("shard");

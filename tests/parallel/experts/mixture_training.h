@@ -169,13 +169,13 @@ inline MixtureResult train_mixture_alone(const MoEOptions& options, const Mixtur
 struct SplitMixture {
   SplitMixture(Mixture& model, const MixtureCase& plan, const FullyShardOptions& options = {})
       : all(init_device_mesh(torch::kCPU, {plan.replicas, plan.shards, plan.tensor}, {"replicate", "shard", "tp"})),
-        experts(expert_mesh(all[std::vector<std::string>{"shard", "tp"}], plan.experts)) {
+        experts(expert_mesh(all[{"shard", "tp"}], plan.experts)) {
     model->recomputes = plan.recomputes;
     const auto tensor_parallel = plan.tensor > 1 ? all["tp"] : DeviceMesh();
     expert_parallel(*model, experts["ep"], {.tokens = all, .tensor_parallel = tensor_parallel});
     if (plan.tensor > 1) parallelize(*model, all["tp"], lines_of(model, plan));
     const bool is_hybrid = plan.replicas > 1;
-    const auto dense = is_hybrid ? all[std::vector<std::string>{"replicate", "shard"}] : all["shard"];
+    const auto dense = is_hybrid ? all[{"replicate", "shard"}] : all["shard"];
     const auto same = is_hybrid ? DeviceMesh::concatenate({all["replicate"], experts["efsdp"]}) : experts["efsdp"];
     for (auto* layer : moe_layers(*model)) fully_shard(*layer->experts(), same, options);
     fully_shard(*model->first, dense, options);

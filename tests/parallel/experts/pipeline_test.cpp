@@ -44,9 +44,9 @@ double step_in_two(Pipeline& pipeline, const std::vector<PipelineValue>& micro_b
 MixtureResult train_in_pipeline(Mixture model, const MixtureCase& plan, PipelineScheduleKind kind, bool accumulates = false) {
   const auto mesh =
       init_device_mesh(torch::kCPU, {2, plan.replicas, plan.shards, plan.tensor}, {"pp", "replicate", "shard", "tp"});
-  const auto of_stage = mesh[std::vector<std::string>{"replicate", "shard", "tp"}];
-  const auto experts = expert_mesh(mesh[std::vector<std::string>{"shard", "tp"}], plan.experts);
-  const auto data = mesh[std::vector<std::string>{"replicate", "shard"}];
+  const auto of_stage = mesh[{"replicate", "shard", "tp"}];
+  const auto experts = expert_mesh(mesh[{"shard", "tp"}], plan.experts);
+  const auto data = mesh[{"replicate", "shard"}];
   model->recomputes = plan.recomputes;
   auto stages = split(layers_of(model), mesh["pp"], {.bounds = {2}});
   expert_parallel(*stages.module, experts["ep"],

@@ -63,7 +63,7 @@ TEST(ComposedPipeline, TrainsWithHybridSharding) {
       for (int i = 0; i < 8; ++i) models.push_back(seeded_pipeline_gpt({.depth = 6}));
       run_ranks_as_threads(8, [&] {
         const auto mesh = init_device_mesh(torch::kCPU, {2, 2, 2}, {"pp", "replicate", "shard"});
-        const auto data = mesh[std::vector<std::string>{"replicate", "shard"}];
+        const auto data = mesh[{"replicate", "shard"}];
         auto stages = stages_of(models[static_cast<size_t>(process_context().rank())], kind, mesh["pp"]);
         FullyShardOptions options;
         options.strategy = strategy;
