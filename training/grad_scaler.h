@@ -67,8 +67,8 @@ struct GradScalerOptions {
 /// Errors, on every rank: calls in another order (`unscale_` twice or after `step`, `step` twice, `update` without a step,
 /// `unscale_` or `step` where no loss was scaled since the last `update`); gradients that wait for their reduction; an optimizer
 /// without any gradient; a complex parameter that takes a gradient, which is named (PyTorch's does not scale its gradient
-/// either); optimizers on different ranks without `mesh`, at `update` (on the ranks that have both); a scale that is 0 or
-/// infinite as a float.
+/// either); an overflow that `min_scale` makes an error, which names the first such parameter of each rank; optimizers on
+/// different ranks without `mesh`, at `update` (on the ranks that have both); a scale that is 0 or infinite as a float.
 class GradScaler {
  public:
   explicit GradScaler(GradScalerOptions options = {});
@@ -98,13 +98,16 @@ class GradScaler {
     std::vector<int64_t> ranks; // that looked for an overflow together
     bool overflowed = false;
     bool has_stepped = false;
+    std::string overflows; // a line for each rank with one, where the scale cannot fall
   };
   using OptimizerStates = std::map<const torch::optim::Optimizer*, OptimizerState>;
   friend class GradScalerBinding;
 
   bool find_overflow(torch::optim::Optimizer& optimizer, const std::vector<int64_t>& ranks) const;
   static void check_same_ranks(const OptimizerStates& states);
-  void fall();
+  float fallen() const;                   // the scale after a fall
+  std::string reason_not_to_fall() const; // empty where an overflow is no error
+  void fall(const OptimizerStates& states);
   void grow();
 
   GradScalerOptions options_;

@@ -69,6 +69,9 @@ TEST(GradScaler, HasDeepSpeedsHysteresisAndMinimum) {
   options = {.init_scale = 4, .min_scale = 1.5};
   EXPECT_EQ(scales_of(options, "xx"), (std::vector<double>{2, 1.5}));
   EXPECT_THROWS_WITH(scales_of(options, "xxx"), "overflowed with the loss scale at its minimum, 1.5");
+  EXPECT_THROWS_WITH(scales_of(options, "xxx"), "that of a parameter of shape [3], 3 of the 3 numbers there");
+  options.at_min_scale = AtMinScale::kStay;
+  EXPECT_EQ(scales_of(options, "xxxx"), (std::vector<double>{2, 1.5, 1.5, 1.5}));
 }
 
 TEST(GradScaler, DoesNotFallForever) {
@@ -302,6 +305,23 @@ TEST(GradScaler, SkipsTheStepOnAllRanksAtOnce) {
     for (const auto& item : skipped->named_parameters())
       EXPECT_TENSORS_EQUAL(full(item.value()),
                            full(without->named_parameters()[item.key()])); // fp32: powers of two change nothing
+  }
+}
+
+TEST(GradScaler, NamesTheGradientsThatOverflowAtTheSmallestScale) {
+  for (const auto& strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    Net net = make_net();
+    shard_model(net, strategy);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    const auto bias = net->named_parameters().back();
+    GradScaler scaler({.init_scale = 2, .min_scale = 2});
+    const auto step = [&] {
+      scaler.scale(loss_of(net, own_batch(0)) + (unsharded(bias.value()) * kInfinity).sum()).backward();
+      scaler.step(optimizer);
+      scaler.update();
+    };
+    EXPECT_THROWS_WITH(step(), "the first gradient that is not finite is that of the parameter " + bias.key());
   }
 }
 

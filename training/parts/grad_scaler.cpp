@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 
 #include <absl/container/flat_hash_set.h>
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include <tessera/collectives/process_context.h>
+#include <tessera/collectives/ranks/gather_texts.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/fsdp/gradients/unreduced_gradient.h>
 #include <tessera/optim/parts/backward_mark.h>
@@ -90,6 +92,32 @@ void unscale(const std::vector<at::Tensor>& parts, const at::Tensor& overflow, f
     divide(alike, found, inverse);
     overflow.add_(found.to(overflow.device()));
   }
+}
+
+/// The first of the optimizer's gradients that is not finite on each rank, a line a rank. All of `ranks` call it.
+std::string overflows_of(const torch::optim::Optimizer& optimizer, const std::vector<int64_t>& ranks) {
+  const at::NoGradGuard no_grad;
+  std::string own;
+  std::optional<c10::Device> device;
+  for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
+    if (!device) device = part_of(parameter).device();
+    if (!own.empty() || !parameter.grad().defined()) return;
+    const auto part = part_of(parameter.grad());
+    const auto bad = part.numel() - at::isfinite(part).sum().item<int64_t>();
+    if (bad > 0) own = c10::str(name_of(parameter), ", ", bad, " of the ", part.numel(), " numbers there");
+  });
+  std::vector<std::string> texts{own};
+  if (ranks.size() > 1) {
+    const auto communicator = process_context().communicator(ranks, device.value_or(c10::kCPU).type(), "grad scaler");
+    texts = internal::gather_texts(own, *communicator, device.value_or(c10::kCPU), kOverflowCheck);
+  }
+  std::string lines;
+  for (size_t index = 0; index < texts.size(); ++index) {
+    if (texts[index].empty()) continue;
+    const auto rank = ranks.size() > 1 ? ranks[index] : internal::rank_for_errors();
+    lines += c10::str("\n  rank ", rank, ": the first gradient that is not finite is that of ", texts[index]);
+  }
+  return lines;
 }
 
 } // namespace
@@ -173,6 +201,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) { // NOLINT(readab
   TORCH_CHECK(known == optimizers_.end(), "GradScaler: unscale_() is called after step()");
   OptimizerState state{options_.mesh.defined() ? options_.mesh.ranks() : internal::ranks_of(optimizer)};
   state.overflowed = find_overflow(optimizer, state.ranks);
+  if (state.overflowed && !reason_not_to_fall().empty()) state.overflows = overflows_of(optimizer, state.ranks);
   optimizers_.emplace(&optimizer, std::move(state)); // not where the check threw: that is no good step
 }
 
@@ -190,21 +219,32 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
   return true;
 }
 
-void GradScaler::fall() {
-  good_steps_ = 0;
-  if (options_.rule == ScaleRule::kFixed) return;
-  if (overflows_left_ > 1) {
-    --overflows_left_;
-    return;
-  }
+float GradScaler::fallen() const {
+  return std::max(scale_ * static_cast<float>(options_.backoff_factor), static_cast<float>(options_.min_scale));
+}
+
+std::string GradScaler::reason_not_to_fall() const {
+  if (options_.rule == ScaleRule::kFixed || overflows_left_ > 1) return "";
   const auto lowest = static_cast<float>(options_.min_scale);
-  TORCH_CHECK(lowest == 0 || scale_ > lowest || options_.at_min_scale == AtMinScale::kStay,
-              "GradScaler: a gradient overflowed with the loss scale at its minimum, ", lowest,
-              ": the loss diverges, or min_scale is too high");
-  const float fallen = std::max(scale_ * static_cast<float>(options_.backoff_factor), lowest);
-  TORCH_CHECK(fallen >= std::numeric_limits<float>::min(), "GradScaler: a gradient overflowed with the loss scale ", scale_,
-              ", below which there is none: the gradients are not finite at any scale");
-  scale_ = fallen;
+  if (lowest > 0 && scale_ <= lowest) {
+    if (options_.at_min_scale == AtMinScale::kStay) return "";
+    return c10::str("at its minimum, ", lowest, ": the loss diverges, or min_scale is too high");
+  }
+  if (fallen() >= std::numeric_limits<float>::min()) return "";
+  return c10::str(scale_, ", below which there is none: the gradients are not finite at any scale");
+}
+
+void GradScaler::fall(const OptimizerStates& states) {
+  good_steps_ = 0;
+  std::string overflows;
+  for (const auto& [optimizer, state] : states) overflows += state.overflows;
+  const auto reason = reason_not_to_fall();
+  TORCH_CHECK(reason.empty(), "GradScaler: a gradient overflowed with the loss scale ", reason, overflows);
+  if (options_.rule == ScaleRule::kFixed) return;
+  if (overflows_left_ > 1)
+    --overflows_left_;
+  else
+    scale_ = fallen();
 }
 
 void GradScaler::grow() {
@@ -241,7 +281,7 @@ void GradScaler::update(std::optional<double> new_scale) {
   TORCH_CHECK(!states.empty(), "GradScaler: update() without a step() since the last one");
   check_same_ranks(states);
   const bool overflowed = std::any_of(states.begin(), states.end(), [](const auto& each) { return each.second.overflowed; });
-  overflowed ? fall() : grow();
+  overflowed ? fall(states) : grow();
 }
 
 /// What a load brings back.
