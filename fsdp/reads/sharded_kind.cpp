@@ -72,6 +72,13 @@ const DeviceMesh* parallel_mesh(const at::Tensor& tensor) {
   return meta && meta->parallel ? &meta->parallel->mesh() : nullptr;
 }
 
+/// A leaf itself, or the one that is this rank's part of a DTensor; null for any other tensor.
+const at::Tensor* leaf_behind(const at::Tensor& tensor) {
+  const auto* meta = parameter_meta(tensor) || parameter_view(tensor) ? nullptr : dtensor_meta(tensor);
+  const auto& plain = meta ? meta->local : tensor;
+  return plain.key_set().has(kTouchKey) && !plain.key_set().has(kDTensorKey) ? &plain : nullptr;
+}
+
 /// Whether a call reads a parameter that is a DTensor in forward too, beside another DTensor on its mesh there.
 bool is_beside_parallel(const ReadCall& call) {
   if (C10_LIKELY(!call.met(Met::kParallel)) || !call.met(Met::kDTensor)) return false;
@@ -79,12 +86,11 @@ bool is_beside_parallel(const ReadCall& call) {
   visit_tensors(call.traits, call.arguments, [&](const at::Tensor& tensor, size_t) {
     if (const auto* found = parallel_mesh(tensor)) mesh = found;
   });
-  bool found = false;
-  visit_tensors(call.traits, call.arguments, [&](const at::Tensor& tensor, size_t) {
+  return dispatch::any_tensor(call.traits, call.arguments, [&](const at::Tensor& tensor, size_t) {
     const auto* meta = dtensor_meta(tensor);
-    found = found || (meta && !tensor.key_set().has(kTouchKey) && meta->spec->mesh() == *mesh);
+    const bool is_there = meta && (!tensor.key_set().has(kTouchKey) || leaf_behind(tensor)); // `weight.t()` of a leaf
+    return is_there && meta->spec->mesh() == *mesh;
   });
-  return found;
 }
 
 /// A mesh of activations whose sequences are split over one of its dims (`split_sequence`).
@@ -166,13 +172,6 @@ std::optional<at::Tensor> dtensor_leaf_of(const at::Tensor& tensor) {
 bool casts_activations(const ParameterGroup& group) {
   const auto& policy = group.options().mixed_precision;
   return policy.param_dtype && policy.cast_forward_inputs;
-}
-
-/// A leaf itself, or the one that is this rank's part of a DTensor; null for any other tensor.
-const at::Tensor* leaf_behind(const at::Tensor& tensor) {
-  const auto* meta = parameter_meta(tensor) || parameter_view(tensor) ? nullptr : dtensor_meta(tensor);
-  const auto& plain = meta ? meta->local : tensor;
-  return plain.key_set().has(kTouchKey) && !plain.key_set().has(kDTensorKey) ? &plain : nullptr;
 }
 
 /// Casts the floating-point activations beside a leaf to its dtype, where the policy wants it (FSDP2: cast_forward_inputs). That

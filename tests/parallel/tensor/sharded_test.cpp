@@ -211,6 +211,34 @@ TEST(ShardedAndParallel, ComputesInBfloat16) {
   for (const auto& item : model->named_parameters()) EXPECT_TRUE(whole_of(item.value().grad()).isfinite().all().item<bool>());
 }
 
+/// Without a dim of time LibTorch's linear is one addmm with the bias.
+TEST(ShardedAndParallel, TakesPlainRowsOfFeatures) {
+  const auto make = [] {
+    torch::manual_seed(5);
+    torch::nn::Sequential net(torch::nn::Linear(6, 24), torch::nn::Tanh(), torch::nn::Linear(24, 5));
+    net->to(torch::kDouble);
+    return net;
+  };
+  for (const auto& shape : some_shapes()) {
+    const ParallelMesh mesh(shape);
+    for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+      SCOPED_TRACE(mesh.all.to_string());
+      auto twin = make(), model = make();
+      parallelize(*model, mesh.tensor_parallel, {{"0", Colwise{}}, {"2", Rowwise{}}});
+      fully_shard(*model, mesh.data_parallel, {.layout = layout});
+      torch::manual_seed(6);
+      const auto rows = torch::randn({kRows, 6}, torch::kDouble);
+      twin->forward(rows).square().mean().backward();
+      model->forward(rows.chunk(mesh.data_ranks())[mesh.data_rank()]).square().mean().backward();
+      const auto expected = twin->named_parameters();
+      for (const auto& item : model->named_parameters())
+        EXPECT_TENSORS_CLOSE(whole_of(item.value().grad()), expected[item.key()].grad(), 1e-8, 1e-11) << item.key();
+      const torch::NoGradGuard no_grad;
+      EXPECT_TENSORS_CLOSE(whole_of(model->forward(rows)), twin->forward(rows), 1e-8, 1e-11);
+    }
+  }
+}
+
 /// A step on one mesh, a checkpoint, and a step on another mesh are two steps of one process.
 TEST(ShardedAndParallel, CheckpointsAreOfNoMesh) {
   const SharedFolder folder;
