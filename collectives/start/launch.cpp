@@ -8,6 +8,7 @@
 #include <tessera/collectives/start/launched_rank.h>
 #include <tessera/collectives/start/launched_ranks.h>
 #include <tessera/collectives/start/standard_streams.h>
+#include <tessera/collectives/start/termination_watch.h>
 
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -69,13 +70,16 @@ void check_restarts(int ranks, const LaunchOptions& options) {
 
 int run_with_restarts(int ranks, const LaunchOptions& options) {
   check_restarts(ranks, options);
+  TerminationWatch terminations;
   for (int restart = 0;; ++restart) {
     const auto store = open_store(ranks);
-    const auto end = run_launched_ranks({.ranks = ranks, .restart = restart}, dynamic_cast<c10d::TCPStore&>(*store), options);
+    const LaunchedJob job{.ranks = ranks, .restart = restart};
+    const auto end = run_launched_ranks(job, dynamic_cast<c10d::TCPStore&>(*store), terminations, options);
     if (!end.failure) return end.status;
-    if (end.is_terminated || restart == options.max_restarts) std::rethrow_exception(end.failure);
+    if (terminations.has_arrived() || restart == options.max_restarts) std::rethrow_exception(end.failure);
     if (options.min_ranks > 0) ranks = std::max(options.min_ranks, ranks - 1);
     if (options.on_restart) options.on_restart({.number = restart + 1, .ranks = ranks, .failure = error_text(end.failure)});
+    if (terminations.has_arrived()) std::rethrow_exception(end.failure);
   }
 }
 

@@ -110,7 +110,8 @@ std::string describe_status(int status) {
   return c10::str("exited with status ", WEXITSTATUS(status));
 }
 
-constexpr int kTerminated = 128 + SIGTERM; // as shells say it, and programs whose handler of the signal exits
+constexpr std::chrono::seconds kOneSignal(1); // within which a SIGTERM may come twice
+constexpr int kTerminated = 128 + SIGTERM;    // as shells say it, and programs whose handler of the signal exits
 
 bool exited_as_terminated(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == kTerminated; }
 bool is_termination(int status) { return exited_as_terminated(status) || (WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM); }
@@ -118,11 +119,17 @@ bool is_termination(int status) { return exited_as_terminated(status) || (WIFSIG
 /// The ranks as the parent sees them: one thread for each waits for its end.
 class Ranks {
  public:
-  Ranks(const LaunchedJob& job, c10d::TCPStore& store)
-      : store_(store), pids_(job.ranks), statuses_(job.ranks), ended_at_(job.ranks), stopped_(job.ranks), failures_(job.ranks) {
+  Ranks(const LaunchedJob& job, c10d::TCPStore& store, TerminationWatch& terminations)
+      : store_(store),
+        terminations_(terminations),
+        pids_(job.ranks),
+        statuses_(job.ranks),
+        ended_at_(job.ranks),
+        stopped_(job.ranks),
+        failures_(job.ranks) {
     try {
       passes_on_ = pass_signals_on();
-      terminates_ = std::make_unique<TerminationWatch>([this] { pass_termination_on(); });
+      terminations_.call_at_signal([this] { pass_termination_on(); });
       reader_ = std::thread(&Ranks::read_records, this);
       for (int rank = 0; rank < job.ranks; ++rank) {
         pids_[rank] = start_rank(rank_environment(rank, job, store.getPort(), pipe_.ends[1]), pipe_.ends[1]);
@@ -139,8 +146,6 @@ class Ranks {
     }
   }
   ~Ranks() { stop(); }
-
-  bool is_terminated() const { return terminates_->has_arrived(); }
 
   int run(const LaunchOptions& options, std::chrono::seconds termination) {
     std::unique_lock lock(mutex_);
@@ -177,11 +182,13 @@ class Ranks {
     return watch;
   }
 
-  // Later ones say nothing new: whoever sends the first to a group of processes may send this one another.
+  // One that follows at once says nothing new: whoever sends the first to a group of processes may send this one another. A later
+  // one is the second, at which a Trainer's ranks end without a save.
   void pass_termination_on() {
     const std::lock_guard lock(mutex_);
-    if (terminated_at_) return;
-    terminated_at_ = std::chrono::steady_clock::now();
+    const auto now = std::chrono::steady_clock::now();
+    if (terminated_at_ && now - *terminated_at_ < kOneSignal) return;
+    if (!terminated_at_) terminated_at_ = now;
     for (const int rank : running_) kill(pids_[rank], SIGTERM);
     changed_.notify_all();
   }
@@ -189,8 +196,8 @@ class Ranks {
   // Waits for the ends after a failure, a SIGTERM or both. Returns whether there was a SIGTERM.
   bool wait_for_end_of_all(std::unique_lock<std::mutex>& lock, std::chrono::seconds grace, std::chrono::seconds termination) {
     const auto is_over_or_passed_on = [&] { return running_.empty() || terminated_at_; };
-    if (!terminates_->has_arrived()) changed_.wait_for(lock, grace, is_over_or_passed_on);
-    if (!terminates_->has_arrived()) return false;
+    if (!terminations_.has_arrived()) changed_.wait_for(lock, grace, is_over_or_passed_on);
+    if (!terminations_.has_arrived()) return false;
     changed_.wait(lock, is_over_or_passed_on);
     if (terminated_at_) changed_.wait_until(lock, *terminated_at_ + termination, [&] { return running_.empty(); });
     return true;
@@ -204,7 +211,7 @@ class Ranks {
         changed_.wait(lock);
       } else if (seconds == stopped_seconds) {
         first_failed_ = running_.front();
-        failed_before_termination_ |= !terminates_->has_arrived();
+        failed_before_termination_ |= !terminations_.has_arrived();
         for (const int rank : running_)
           fail(rank, c10::str("is stopped by signal ", describe_signal(stopped_[rank]), ", for ", seconds, " s"));
       } else if (changed_.wait_for(lock, std::chrono::seconds(1)) == std::cv_status::timeout) {
@@ -228,7 +235,7 @@ class Ranks {
       if ((ended < 0 || status != 0) && !stopping_) {
         if (first_failed_ < 0) first_failed_ = rank;
         // One that had the same signal may end before the thread that passes it on has run, and others that wait for it.
-        failed_before_termination_ |= !is_termination(status) && !terminates_->has_arrived();
+        failed_before_termination_ |= !is_termination(status) && !terminations_.has_arrived();
         fail(rank, ended < 0 ? "ended, but something else in this process has taken its status" : describe_status(status));
       }
       changed_.notify_all();
@@ -253,6 +260,7 @@ class Ranks {
   void fail(int rank, std::string text) { failures_[rank] = Failure{false, now_in_nanoseconds(), std::move(text)}; }
 
   void stop() {
+    terminations_.call_at_signal(nullptr);
     {
       std::lock_guard lock(mutex_);
       stopping_ = true;
@@ -321,6 +329,7 @@ class Ranks {
   }
 
   c10d::TCPStore& store_;
+  TerminationWatch& terminations_;
   Pipe pipe_;
   std::vector<pid_t> pids_;
   std::vector<std::thread> waiters_;
@@ -336,8 +345,7 @@ class Ranks {
   bool stopping_ = false;
   std::optional<std::chrono::steady_clock::time_point> terminated_at_; ///< when the SIGTERM came
   bool failed_before_termination_ = false;
-  std::unique_ptr<SignalWatch> passes_on_; // these end first
-  std::unique_ptr<TerminationWatch> terminates_;
+  std::unique_ptr<SignalWatch> passes_on_; // ends first
 };
 
 /// While it lives, the ends of children can be waited for: where SIGCHLD is ignored, as a parent may have left it, nobody learns
@@ -362,14 +370,15 @@ class ChildStatuses {
 
 } // namespace
 
-LaunchedEnd run_launched_ranks(const LaunchedJob& job, c10d::TCPStore& store, const LaunchOptions& options) {
+LaunchedEnd run_launched_ranks(const LaunchedJob& job, c10d::TCPStore& store, TerminationWatch& terminations,
+                               const LaunchOptions& options) {
   const std::chrono::seconds termination(grace_seconds_or(options.termination_seconds, current_environment()));
   const ChildStatuses statuses;
-  Ranks ranks(job, store);
+  Ranks ranks(job, store, terminations);
   try {
     return {.status = ranks.run(options, termination)};
   } catch (...) {
-    return {.failure = std::current_exception(), .is_terminated = ranks.is_terminated()};
+    return {.failure = std::current_exception()};
   }
 }
 

@@ -47,19 +47,29 @@ void note_terminations() {
 
 } // namespace
 
-TerminationWatch::TerminationWatch(std::function<void()> at_signal) : at_signal_(std::move(at_signal)) {
+TerminationWatch::TerminationWatch() {
   if (sigaction(SIGTERM, nullptr, &programs_action) != 0 || programs_action.sa_handler == SIG_IGN) return;
   is_terminated = false;
   sem_init(&termination_arrived, 0, 0);
   {
     const BackgroundScheduling of_the_thread;
-    thread_ = std::thread([this] { // first: where no thread can be started, the program's handler stays
-      while (!ends_) {
-        if (sem_wait(&termination_arrived) == 0 && !ends_) at_signal_();
-      }
-    });
+    thread_ = std::thread(&TerminationWatch::serve, this); // first: where no thread can be started, the program's handler stays
   }
   note_terminations();
+}
+
+void TerminationWatch::serve() {
+  while (!ends_) {
+    if (sem_wait(&termination_arrived) != 0 || ends_) continue;
+    const std::lock_guard lock(mutex_);
+    if (at_signal_) at_signal_();
+  }
+}
+
+void TerminationWatch::call_at_signal(std::function<void()> at_signal) {
+  const std::lock_guard lock(mutex_);
+  at_signal_ = std::move(at_signal);
+  if (at_signal_ && has_arrived()) at_signal_();
 }
 
 bool TerminationWatch::has_arrived() const { return thread_.joinable() && is_terminated; }

@@ -457,6 +457,7 @@ void take_restarts(tessera::LaunchOptions& options) {
   options.on_restart = [](const tessera::Restart& restart) {
     std::printf("restart %d with %d ranks: %s\n", restart.number, restart.ranks, restart.failure.c_str());
     std::fflush(stdout);
+    if (std::getenv("RANK_PROGRAM_ENDS_BEFORE_RESTART") != nullptr) raise(SIGTERM);
   };
 }
 

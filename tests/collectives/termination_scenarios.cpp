@@ -78,6 +78,20 @@ void never_end(World& world) {
   while (true) pause();
 }
 
+// Whoever asks again wants no save.
+void end_at_the_second(World& world) {
+  static volatile std::sig_atomic_t signals = 0;
+  std::signal(SIGTERM, [](int) { signals = signals + 1; });
+  world.group->barrier("ready");
+  while (signals < 2) {
+    if (world.rank() == 0) kill(getppid(), SIGTERM);
+    usleep(20'000);
+  }
+  std::printf("rank %d of %d had a second\n", world.rank(), world.group->size());
+  std::fflush(stdout);
+  _exit(128 + SIGTERM);
+}
+
 void last_fails_to_save(World& world) {
   std::signal(SIGTERM, note_signal);
   send_once_all_are_ready(world);
@@ -121,6 +135,7 @@ const std::map<std::string, void (*)(World&)> kWays{
     {"do_nothing_about_it", do_nothing_about_it},
     {"last_does_nothing_about_it", last_does_nothing_about_it},
     {"never_end", never_end},
+    {"end_at_the_second", end_at_the_second},
     {"last_fails_to_save", last_fails_to_save},
     {"last_misses_the_others", last_misses_the_others},
     {"exit_as_ended_by_it", exit_as_ended_by_it},

@@ -63,6 +63,14 @@ TEST(Restart, NothingBeginsAgainAfterASigterm) {
   }
 }
 
+TEST(Restart, NothingBeginsAgainAfterASigtermBetweenTwoJobs) {
+  const auto result =
+      run("last_rank_is_killed_in_two_jobs", 2, {{"RANK_PROGRAM_RESTARTS", "3,0"}, {"RANK_PROGRAM_ENDS_BEFORE_RESTART", "1"}});
+  EXPECT_EQ(result.status, 1) << result.output;
+  EXPECT_EQ(count_of("restart ", result.output), 1) << result.output;
+  EXPECT_THAT(result.output, HasSubstr("error: rank 1 of 2 was killed by signal 9 (SIGKILL)"));
+}
+
 TEST(Restart, WhatMeansNothingIsAnError) {
   EXPECT_THAT(run_with("-1,0", "sums", 2).output, HasSubstr("launch: max_restarts is -1, but must not be negative"));
   EXPECT_THAT(run_with("1,3", "sums", 2).output, HasSubstr("launch: min_ranks is 3, but must be from 0 to the 2 ranks"));

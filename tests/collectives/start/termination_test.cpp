@@ -93,6 +93,12 @@ TEST(Termination, RanksThatDoNotEndInTimeAreKilledAndNamed) {
               HasSubstr("environment variable TESSERA_GRACE_SECONDS=-1 is not a whole number of seconds between 0 and 9999999"));
 }
 
+TEST(Termination, LaterOnesReachTheRanksToo) {
+  const auto result = run_until_signal("end_at_the_second", 3, Signalled::kLauncher);
+  EXPECT_EQ(result.status, 143) << result.output;
+  for (int rank = 0; rank < 3; ++rank) EXPECT_THAT(result.output, HasSubstr(c10::str("rank ", rank, " of 3 had a second")));
+}
+
 TEST(Termination, ARankThatFailsToSaveIsTheError) {
   for (const auto signalled : kSignalled) {
     const auto result = run_until_signal("last_fails_to_save", 2, signalled);
