@@ -6,7 +6,7 @@
 #include <tessera/collectives/backends/nccl/plugin.h>
 #include <tessera/collectives/backends/shared_memory/memory/arenas.h>
 #include <tessera/collectives/backends/simulated/clock_state.h>
-#include <tessera/collectives/backends/simulated/flop_watch.h>
+#include <tessera/collectives/backends/simulated/operator_watch.h>
 #include <tessera/collectives/backends/simulated/simulated_communicator.h>
 #include <tessera/collectives/backends/single_rank.h>
 #include <tessera/collectives/ranks/group_store.h>
@@ -89,9 +89,9 @@ struct ProcessContext::Communicators {
   internal::Places places;
   std::shared_ptr<internal::RankWatch> watch;
   std::shared_ptr<internal::shared_memory::Arenas> arenas = std::make_shared<internal::shared_memory::Arenas>();
-  std::shared_ptr<internal::JobTrace> trace;           ///< null where nothing is recorded
-  std::unique_ptr<internal::SignalWatch> signal_watch; ///< for which it is written
-  std::unique_ptr<internal::FlopWatch> flop_watch;     ///< of a simulated group
+  std::shared_ptr<internal::JobTrace> trace;               ///< null where nothing is recorded
+  std::unique_ptr<internal::SignalWatch> signal_watch;     ///< for which it is written
+  std::unique_ptr<internal::OperatorWatch> operator_watch; ///< of a simulated group
   mutable std::mutex mutex;
   std::map<Key, CommunicatorPtr> by_key;
 };
@@ -211,25 +211,35 @@ void init_fake_process_group(int rank, int world_size) {
 
 namespace {
 
-void count_flops(double flops) {
+void count_operator(const internal::OperatorWork& work) {
   auto* const current = current_context();
-  if (auto* const clock = current ? current->simulated_clock() : nullptr) clock->state().count_flops(flops);
+  if (auto* const clock = current ? current->simulated_clock() : nullptr) clock->state().count_operator(work);
 }
 
 } // namespace
 
-void init_simulated_process_group(const Topology& topology, int rank, const SimulationOptions& options) {
-  std::lock_guard lock(context_mutex);
+std::unique_ptr<ProcessContext> internal::make_simulated_context(const Topology& topology, int rank,
+                                                                 const SimulationOptions& options) {
   const auto clock = std::make_shared<SimulatedClock>(topology, options);
-  check_pretended("init_simulated_process_group", rank, topology.ranks);
   const auto connect = [clock](std::string name, RankList ranks, int place, at::DeviceType device_type) {
     auto fake = internal::make_fake_communicator(std::move(name), std::move(ranks), place, device_type);
     return internal::make_simulated_communicator(std::move(fake), clock);
   };
-  context.reset(new ProcessContext(rank, static_cast<int>(topology.ranks), connect));
-  context->is_pretended_ = true;
-  context->clock_ = clock;
-  if (options.flops_per_second) context->communicators_->flop_watch = std::make_unique<internal::FlopWatch>(count_flops);
+  std::unique_ptr<ProcessContext> made(new ProcessContext(rank, static_cast<int>(topology.ranks), connect));
+  made->is_pretended_ = true;
+  made->clock_ = clock;
+  if (options.flops_per_second) {
+    const bool counts_bytes = options.bytes_per_second.has_value();
+    made->communicators_->operator_watch = std::make_unique<internal::OperatorWatch>(count_operator, counts_bytes);
+  }
+  return made;
+}
+
+void init_simulated_process_group(const Topology& topology, int rank, const SimulationOptions& options) {
+  std::lock_guard lock(context_mutex);
+  topology.check();
+  check_pretended("init_simulated_process_group", rank, topology.ranks);
+  context = internal::make_simulated_context(topology, rank, options);
 }
 
 SimulatedClock& simulated_clock() {

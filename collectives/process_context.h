@@ -13,8 +13,12 @@
 
 namespace tessera {
 
+class ProcessContext;
+
 namespace internal {
 class RankScope;
+/// The context of a rank of a simulated group, not yet in use.
+std::unique_ptr<ProcessContext> make_simulated_context(const Topology& topology, int rank, const SimulationOptions& options);
 }
 
 /// The state of the job in this process: who it is, the store, and the communicators made so far.
@@ -52,6 +56,7 @@ class ProcessContext {
   friend void init_fake_process_group(int, int);
   friend void init_simulated_process_group(const Topology&, int, const SimulationOptions&);
   friend class internal::RankScope;
+  friend std::unique_ptr<ProcessContext> internal::make_simulated_context(const Topology&, int, const SimulationOptions&);
   friend void write_trace(const std::string&);
   using Connect = std::function<CommunicatorPtr(std::string name, RankList ranks, int rank, at::DeviceType device_type)>;
   struct Communicators;

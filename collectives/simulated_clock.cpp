@@ -12,5 +12,6 @@ void SimulatedClock::reset() { state_->reset(); }
 void SimulatedClock::add_compute(double seconds) { state_->add_compute(seconds); }
 double SimulatedClock::flops() const { return state_->flops(); }
 const Topology& SimulatedClock::topology() const { return state_->topology; }
+const SimulationOptions& SimulatedClock::options() const { return state_->options; }
 
 } // namespace tessera

@@ -24,6 +24,7 @@ class SimulatedClock {
   /// Floating-point operations counted so far, with `flops_per_second`; otherwise 0.
   double flops() const;
   const Topology& topology() const;
+  const SimulationOptions& options() const;
 
   SimulatedClock(const Topology& topology, const SimulationOptions& options);
   ~SimulatedClock();

@@ -21,16 +21,25 @@ double WireTimes::carry(double from, double seconds, double now) {
 
 ClockState::ClockState(const Topology& where, const SimulationOptions& how) : topology(where), options(how) {
   topology.check();
-  const auto& rate = options.flops_per_second;
-  TORCH_CHECK_VALUE(!rate || (std::isfinite(*rate) && *rate > 0), "simulated rank: flops_per_second is ", rate.value_or(0),
-                    ", but must be positive");
+  const auto check = [](const std::optional<double>& rate, const char* name) {
+    TORCH_CHECK_VALUE(!rate || (std::isfinite(*rate) && *rate > 0), "simulated rank: ", name, " is ", rate.value_or(0),
+                      ", but must be positive");
+  };
+  check(options.flops_per_second, "flops_per_second");
+  check(options.bytes_per_second, "bytes_per_second");
+  check(options.host_bytes_per_second, "host_bytes_per_second");
+  TORCH_CHECK_VALUE(std::isfinite(options.launch_seconds) && options.launch_seconds >= 0, "simulated rank: launch_seconds is ",
+                    options.launch_seconds, ", but must be a time, in seconds");
+  TORCH_CHECK_VALUE(options.flops_per_second || !options.bytes_per_second,
+                    "simulated rank: bytes_per_second is given without flops_per_second");
+  TORCH_CHECK_VALUE(options.bytes_per_second || options.launch_seconds == 0,
+                    "simulated rank: launch_seconds is given without bytes_per_second");
 }
 
 void ClockState::take_compute() {
   double seconds = 0;
   if (options.flops_per_second) {
-    flops_ += untaken_flops_;
-    seconds = std::exchange(untaken_flops_, 0) / *options.flops_per_second;
+    seconds = std::exchange(untaken_seconds_, 0);
   } else {
     const auto now = Clock::now();
     seconds = std::chrono::duration<double>(now - std::exchange(mark_, now)).count();
@@ -53,10 +62,21 @@ double ClockState::issue(const std::vector<Phase>& phases, double& stream) {
   const std::lock_guard lock(mutex_);
   const double begin = std::max(time_.total, stream);
   double end = begin;
+  if (!options.overlaps) return stream = carry_alone(phases);
   for (const auto& phase : phases)
     end = wires_[static_cast<size_t>(phase.wire)].carry(end + phase.latency, phase.transfer, time_.total);
   time_.communication += end - begin;
   return stream = end;
+}
+
+/// The rank carries the bytes itself.
+double ClockState::carry_alone(const std::vector<Phase>& phases) {
+  take_compute();
+  double seconds = 0;
+  for (const auto& phase : phases) seconds += phase.latency + phase.transfer;
+  time_.communication += seconds;
+  time_.exposed += seconds;
+  return time_.total += seconds;
 }
 
 void ClockState::wait_until(double end) {
@@ -73,9 +93,13 @@ bool ClockState::is_over(double end) {
   return end <= time_.total;
 }
 
-void ClockState::count_flops(double flops) {
+void ClockState::count_operator(const OperatorWork& work) {
   const std::lock_guard lock(mutex_);
-  untaken_flops_ += flops;
+  if (!options.flops_per_second) return;
+  flops_ += work.flops;
+  double seconds = work.flops / *options.flops_per_second;
+  if (options.bytes_per_second) seconds = options.launch_seconds + std::max(seconds, work.bytes / *options.bytes_per_second);
+  untaken_seconds_ += seconds;
 }
 
 void ClockState::add_compute(double seconds) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/collectives/backends/simulated/cost.h>
+#include <tessera/collectives/backends/simulated/operator_watch.h>
 #include <tessera/collectives/simulated_time.h>
 
 #include <array>
@@ -44,7 +45,7 @@ class ClockState {
   /// The rank goes on when that is over.
   void wait_until(double end);
   bool is_over(double end);
-  void count_flops(double flops);
+  void count_operator(const OperatorWork& work);
   void add_compute(double seconds);
   SimulatedTime elapsed();
   double flops();
@@ -59,12 +60,14 @@ class ClockState {
   void end_pause();
   /// Counts the rank's own work up to now. Called under the lock.
   void take_compute();
+  /// The time at which a rank that carries its collectives itself is done with one. Called under the lock.
+  double carry_alone(const std::vector<Phase>& phases);
 
   std::mutex mutex_;
   SimulatedTime time_;   // since the clock was made
   SimulatedTime before_; // at the last reset
   std::array<WireTimes, 2> wires_;
-  double flops_ = 0, untaken_flops_ = 0;
+  double flops_ = 0, untaken_seconds_ = 0;
   Clock::time_point mark_ = Clock::now(); // up to which this process's time is taken
 };
 

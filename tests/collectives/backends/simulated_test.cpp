@@ -229,7 +229,60 @@ TEST(Topology, BadOnesAreErrors) {
   EXPECT_THROWS_WITH(Topology::read("/no/such/file"), "topology: cannot read /no/such/file");
 }
 
+/// Compute seconds of a call, at an operation and a byte a second.
+double seconds_of_call(const std::function<void()>& call) {
+  simulated_clock().reset();
+  call();
+  return simulated_clock().elapsed().compute;
+}
+
+TEST_F(SimulatedGroup, AnOperatorTakesTheLongerOfItsWorkAndItsBytes) {
+  init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1, .bytes_per_second = 1});
+  const auto a = torch::ones({8, 16}), b = torch::ones({16, 4}), c = torch::ones({8, 16});
+  EXPECT_EQ(seconds_of_call([&] { torch::mm(a, b); }), std::max(2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4)));
+  EXPECT_EQ(seconds_of_call([&] { a.add(c); }), 4 * 3 * 8 * 16) << "two are read, one is written";
+  EXPECT_EQ(seconds_of_call([&] { a.clone(); }), 4 * 2 * 8 * 16);
+  EXPECT_EQ(seconds_of_call([&] { a.t().view({4, 4, 8}).select(0, 1).detach(); }), 0) << "views move nothing";
+  EXPECT_EQ(seconds_of_call([&] { torch::empty({1000}); }), 0);
+  EXPECT_EQ(seconds_of_call([&] { torch::zeros({1000}); }), 4000);
+  const auto one = torch::ones({1});
+  EXPECT_EQ(seconds_of_call([&] { a.add(one.expand({8, 16})); }), 4 * (2 * 8 * 16 + 1)) << "an expanded tensor is read once";
+}
+
+TEST_F(SimulatedGroup, AnOperatorTakesItsLaunch) {
+  init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1e30, .bytes_per_second = 1e30, .launch_seconds = 1});
+  const auto a = torch::ones({8, 8});
+  EXPECT_NEAR(seconds_of_call([&] { a.add(a).mul(a); }), 2, 1e-9);
+  EXPECT_NEAR(seconds_of_call([&] { torch::linear(a, a); }), 1, 1e-9) << "what a product makes of other calls is not counted";
+}
+
+TEST_F(SimulatedGroup, ARankThatCarriesItsBytesWaitsForThem) {
+  for (const bool overlaps : {true, false}) {
+    init_simulated_process_group({.ranks = 4, .ranks_per_node = 4, .in_node = {.alpha = 1, .beta = 1}}, 0,
+                                 {.flops_per_second = 1, .overlaps = overlaps});
+    const auto mesh = init_device_mesh(torch::kCPU, {4});
+    const auto part = bytes(4);
+    auto all = bytes(16);
+    auto work = mesh.communicator()->all_gather_into(all, part, "parts");
+    torch::mm(torch::ones({1, 100}), torch::ones({100, 1}));
+    work.wait();
+    const auto time = simulated_clock().elapsed();
+    EXPECT_EQ(time.compute, 200);
+    EXPECT_EQ(time.communication, 3 + 12);
+    EXPECT_EQ(time.total, overlaps ? 200 : 215);
+    destroy_process_group();
+  }
+}
+
 TEST_F(SimulatedGroup, BadArgumentsAreErrors) {
+  EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 0, {.bytes_per_second = 1}), "without flops_per_second");
+  EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1, .bytes_per_second = 0}),
+                     "bytes_per_second is 0");
+  EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1, .launch_seconds = 1}),
+                     "launch_seconds is given without bytes_per_second");
+  EXPECT_THROWS_WITH(
+      init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1, .bytes_per_second = 1, .launch_seconds = -1}),
+      "launch_seconds is -1");
   EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 2), "init_simulated_process_group: rank 2 is not in [0, 2)");
   EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 0}), "flops_per_second is 0");
   EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = -1}, 0), "there are -1 ranks");

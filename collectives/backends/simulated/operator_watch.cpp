@@ -1,0 +1,90 @@
+#include <tessera/collectives/backends/simulated/operator_watch.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <tessera/base/dispatch_keys.h>
+#include <tessera/collectives/backends/simulated/flops.h>
+#include <tessera/collectives/backends/simulated/traffic.h>
+
+namespace tessera::internal {
+
+namespace {
+
+/// A call that runs on this thread.
+struct Running {
+  const at::RecordFunction* call;
+  OperatorWork work;
+  const OperatorTraffic* traffic = nullptr; ///< null where bytes are not counted, and for a call on DTensors
+  bool is_counted_inside = false;           ///< some call that it made has been counted
+};
+
+thread_local std::vector<Running> running;
+thread_local const at::RecordFunction* outer_product = nullptr; // the outermost one that runs on this thread
+
+std::mutex watches_mutex;
+int watches = 0, byte_watches = 0; // guarded by watches_mutex
+at::CallbackHandle handle;         // the same
+std::atomic<OperatorWatch::Count> counter = nullptr;
+std::atomic<bool> counts_bytes = false;
+
+/// Of such a call the kernel on the local parts is counted, which is a call of its own.
+bool is_on_parts(c10::ArrayRef<c10::IValue> arguments) {
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::IValue& argument) {
+    if (!argument.isTensor() || !argument.toTensor().defined()) return false;
+    const auto keys = argument.toTensor().key_set();
+    return keys.has(kDTensorKey) && !keys.has(kTouchKey);
+  });
+}
+
+std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& call) {
+  if (outer_product) return nullptr;
+  Running one{.call = &call};
+  one.work.flops = flops_of(call.name(), call.inputs());
+  if (one.work.flops > 0) outer_product = &call;
+  if (counts_bytes && !is_on_parts(call.inputs())) {
+    one.traffic = &traffic_of(call);
+    one.work.bytes = argument_bytes(*one.traffic, call.inputs());
+  }
+  running.push_back(one);
+  return nullptr;
+}
+
+/// One that has called others is counted by what these have done, unless it is a product.
+void on_end(const at::RecordFunction& call, at::ObserverContext* /*context*/) {
+  if (running.empty() || running.back().call != &call) return; // inside of a product, or begun before the watch
+  auto ended = running.back();
+  running.pop_back();
+  if (outer_product == &call) outer_product = nullptr;
+  bool is_counted = ended.work.flops > 0;
+  if (ended.traffic && (is_counted || !ended.is_counted_inside)) {
+    ended.work.bytes += result_bytes(*ended.traffic, call.outputs());
+    is_counted = is_counted || ended.traffic->moves;
+  }
+  if (is_counted) counter.load()(ended.work);
+  if (!running.empty() && (is_counted || ended.is_counted_inside)) running.back().is_counted_inside = true;
+}
+
+} // namespace
+
+OperatorWatch::OperatorWatch(Count count, bool bytes) : counts_bytes_(bytes) {
+  const std::lock_guard lock(watches_mutex);
+  counter = count;
+  if (bytes) counts_bytes = ++byte_watches > 0;
+  if (++watches > 1) return;
+  handle = at::addGlobalCallback(
+      at::RecordFunctionCallback(on_begin, on_end).needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+}
+
+OperatorWatch::~OperatorWatch() {
+  const std::lock_guard lock(watches_mutex);
+  if (counts_bytes_) counts_bytes = --byte_watches > 0;
+  if (--watches == 0) at::removeCallback(handle);
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace tessera::internal {
+
+/// How an operator treats memory, from its schema.
+struct OperatorTraffic {
+  bool moves = false;   ///< it is no view, and no mere allocation
+  bool returns = false; ///< its results are new tensors
+  bool picks = false;   ///< of its first tensor it reads as much as it returns, as an embedding does
+  uint64_t read = 0;    ///< its arguments that it reads, a bit each
+  uint64_t written = 0; ///< ... that it writes
+};
+
+/// Says it of the operator that is called. What is known of an operator is kept.
+const OperatorTraffic& traffic_of(const at::RecordFunction& call);
+
+/// Bytes of the tensors in `value`, of an expanded one those that it has memory for; 0 for a DTensor, whose parts count when the
+/// kernel on them is called.
+double bytes_in(const c10::IValue& value);
+
+/// Bytes of the arguments that an operator reads and writes.
+double argument_bytes(const OperatorTraffic& traffic, c10::ArrayRef<c10::IValue> arguments);
+/// ... and of its results.
+double result_bytes(const OperatorTraffic& traffic, const std::vector<c10::IValue>& results);
+
+} // namespace tessera::internal
