@@ -31,6 +31,8 @@ at::Tensor gather(int64_t number, Communicator& communicator, c10::Device device
 std::vector<std::string> gather_texts(const std::string& text, Communicator& communicator, c10::Device device,
                                       std::string_view label) {
   if (communicator.size() == 1) return {text};
+  // The ranks beside one on the meta device are pretended, and have what it has.
+  if (device.is_meta()) return std::vector<std::string>(static_cast<size_t>(communicator.size()), text);
   const auto lengths = gather(static_cast<int64_t>(text.size()), communicator, device, label);
   const auto* length = lengths.const_data_ptr<int64_t>();
   const auto longest = *std::max_element(length, length + communicator.size());
@@ -46,7 +48,7 @@ std::vector<std::string> gather_texts(const std::string& text, Communicator& com
 
 std::vector<std::string> gather_texts_that_differ(const std::string& text, Communicator& communicator, c10::Device device,
                                                   std::string_view label) {
-  if (communicator.size() == 1) return {};
+  if (communicator.size() == 1 || device.is_meta()) return {};
   const auto checksum = static_cast<int64_t>(XXH3_64bits(text.data(), text.size()));
   const auto checksums = gather(checksum, communicator, device, label);
   const auto* first = checksums.const_data_ptr<int64_t>();

@@ -2,6 +2,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
+#include <tessera/base/meta_memory.h>
 #include <tessera/dtensor/calls/visit_tensors.h>
 #include <tessera/dtensor/plan/plan.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
@@ -66,6 +67,7 @@ std::optional<std::vector<rules::Geometry>> infer_outputs(const c10::OperatorHan
   bool new_outputs = false;
   for (const auto& result : info.returns) new_outputs |= result.written_argument < 0;
   if (!new_outputs || (stand_in == StandIn::kMeta && !info.infers_shapes)) return std::nullopt;
+  const MemoryUseScope stand_ins(MemoryUse::kNothing);
   const auto results = run_on_stand_ins(op, info, arguments, stand_in);
   if (!results) return std::nullopt;
   std::vector<rules::Geometry> result;

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include <tessera/base/current_stream.h>
+#include <tessera/base/meta_memory.h>
 #include <tessera/base/tensor_over.h>
 #include <tessera/fsdp/buffers/copy_elements.h>
 #include <tessera/fsdp/buffers/flat_views.h>
@@ -64,6 +65,7 @@ void ReduceBuffer::allocate(const ReduceLayout& layout, at::ScalarType dtype) {
   const int64_t numel = layout.chunk_numel * group_.roles().shard_ranks();
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   if (const auto& communicator = group_.stages().reduce_scatter()) {
+    const MemoryUseScope use(MemoryUse::kReduceBuffer);
     const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, group_.cache().allocate(bytes, communicator.get()));
     input_.data = tensor_over(storage, 0, {numel}, dtype);
   } else { // the gradients lie in it, and live as long as the user likes

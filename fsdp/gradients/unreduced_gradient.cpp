@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include <tessera/base/meta_memory.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/calls/visit_tensors.h>
 #include <tessera/reads/read_call.h>
@@ -42,6 +43,7 @@ at::Tensor make_unreduced(const ShardedParameter& parameter, at::Tensor reduced)
   auto gradient = at::empty({0}, options);
   auto* unreduced = meta.get();
   become_dtensor(gradient, std::move(meta), c10::DispatchKeySet(kTouchKey));
+  const MemoryUseScope stand_in(MemoryUse::kNothing);
   unreduced->local = at::empty(sizes, options.device(at::kMeta)); // nobody must take it for values
   return gradient;
 }

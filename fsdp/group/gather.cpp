@@ -7,6 +7,7 @@
 
 #include <tessera/base/aligned_memory.h>
 #include <tessera/base/error_text.h>
+#include <tessera/base/meta_memory.h>
 #include <tessera/base/tensor_over.h>
 #include <tessera/collectives/continued_work.h>
 #include <tessera/fsdp/buffers/copy_elements.h>
@@ -26,6 +27,7 @@ void ParameterGroup::start_fetch() {
   fetch_.copy.reset();
   // On a device the copy and its memory are of the stream that gathers from it, and frees it.
   fetch_.last = streams().gather.run([&] {
+    const MemoryUseScope use(MemoryUse::kUnsharded);
     const auto bytes = static_cast<int64_t>(shard_.nbytes()), size = whole_pages(bytes) + kPageBytes;
     const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(size), cache().allocate(size));
     const auto destination = from_page(storage, bytes);
@@ -55,6 +57,7 @@ const at::Tensor& ParameterGroup::fetched_shard() {
 /// What `allocate` returns: memory for a gather.
 template <typename Allocate>
 auto ParameterGroup::allocate_or_tell(int64_t bytes, const Allocate& allocate) {
+  const MemoryUseScope use(MemoryUse::kUnsharded);
   try {
     return allocate();
   } catch (const std::exception& error) {
