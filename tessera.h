@@ -8,4 +8,5 @@
 #include <tessera/fsdp.h>
 #include <tessera/mesh.h>
 #include <tessera/parallel.h>
+#include <tessera/plan.h>
 #include <tessera/training.h>

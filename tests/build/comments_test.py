@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 
-FOLDERS = ("base", "collectives", "offload", "activations", "mesh", "dtensor", "reads", "mixed_precision", "optim", "nn", "fsdp", "parallel", "checkpoint", "data", "training")
+FOLDERS = ("base", "collectives", "offload", "activations", "mesh", "dtensor", "reads", "mixed_precision", "optim", "nn", "fsdp", "parallel", "checkpoint", "data", "plan", "training")
 PREPOSITIONS = ("Of|Those|That of|The same|For|With|Without|In|From|On|Between|Over|Inside|At|To|By|Not|Only|Up|Also|Beside|Like|Such|"
                 "Neither")
 CONJUNCTIONS = "As|Where|When|While|If|Before|After|Until|Once|Since"

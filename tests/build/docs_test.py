@@ -7,7 +7,7 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]
-LIBRARY = ["base", "collectives", "offload", "activations", "mesh", "dtensor", "reads", "mixed_precision", "optim", "nn", "fsdp", "parallel", "checkpoint", "data", "training"]
+LIBRARY = ["base", "collectives", "offload", "activations", "mesh", "dtensor", "reads", "mixed_precision", "optim", "nn", "fsdp", "parallel", "checkpoint", "data", "plan", "training"]
 MECHANISM = [ROOT / "docs/architecture.md", ROOT / "docs/dtensor_internals.md", *(page for folder in LIBRARY for page in ROOT.glob(f"{folder}/README.md"))]
 PROGRAMS = [*LIBRARY, "python", "examples", "benchmarks", "tools", "tests"]
 

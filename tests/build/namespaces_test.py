@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-FOLDERS = ("base", "collectives", "offload", "activations", "mesh", "dtensor", "reads", "mixed_precision", "optim", "nn", "fsdp", "parallel", "checkpoint", "data", "training")
+FOLDERS = ("base", "collectives", "offload", "activations", "mesh", "dtensor", "reads", "mixed_precision", "optim", "nn", "fsdp", "parallel", "checkpoint", "data", "plan", "training")
 INCLUDE = re.compile(r"^#include <tessera/([^>]+)>", re.MULTILINE)
 NAMESPACE = re.compile(r"^namespace ([\w:]+) \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 INTERNAL = re.compile(r"^// Internal", re.MULTILINE)

@@ -1,0 +1,97 @@
+#include <tessera/plan/settings.h>
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include <tessera/base/edit_distance.h>
+
+namespace tessera {
+
+namespace {
+
+constexpr std::array<std::pair<PlanPrecision, std::string_view>, 4> kPrecisions{{{PlanPrecision::kFp32, "fp32"},
+                                                                                 {PlanPrecision::kBf16Mixed, "bf16_mixed"},
+                                                                                 {PlanPrecision::kDeepSpeed, "deepspeed"},
+                                                                                 {PlanPrecision::kBf16Full, "bf16_full"}}};
+
+std::string nearest_of(const std::string& name, const std::vector<std::string>& names) {
+  const auto distance = [&](const std::string& other) { return internal::edit_distance(name, other); };
+  return *std::min_element(names.begin(), names.end(), [&](const auto& a, const auto& b) { return distance(a) < distance(b); });
+}
+
+void check_positive(int64_t value, const char* name) {
+  TORCH_CHECK_VALUE(value >= 1, "plan settings: ", name, " is ", value, ", but must be positive");
+}
+
+std::string text_of(const PlanMesh& mesh) {
+  std::string text;
+  for (const auto& [size, name] :
+       {std::pair(mesh.pp, "pp"), std::pair(mesh.replicate, "replicate"), std::pair(mesh.shard, "shard"),
+        std::pair(mesh.cp, "cp"), std::pair(mesh.tp, "tp"), std::pair(mesh.ep, "ep")}) {
+    if (size > 1) text += fmt::format("{}{} {}", text.empty() ? "" : " x ", name, size);
+  }
+  return text.empty() ? "1 rank" : text;
+}
+
+} // namespace
+
+const std::vector<std::string>& plan_optimizers() {
+  static const std::vector<std::string> names{"AdamW", "Adam",      "SGD",       "Momentum", "Lion",
+                                              "Lamb",  "Adafactor", "AdamW8bit", "Muon"};
+  return names;
+}
+
+std::string_view to_string(PlanPrecision precision) { return kPrecisions.at(static_cast<size_t>(precision)).second; }
+
+PlanPrecision plan_precision(std::string_view name) {
+  const auto found = std::find_if(kPrecisions.begin(), kPrecisions.end(), [&](const auto& each) { return each.second == name; });
+  TORCH_CHECK_VALUE(found != kPrecisions.end(), "plan settings: precision is \"", name,
+                    "\", but must be fp32, bf16_mixed, deepspeed or bf16_full");
+  return found->first;
+}
+
+std::string PlanSettings::to_string() const {
+  std::vector<std::string> parts{
+      std::string(row_of(strategy).name), text_of(mesh),
+      fmt::format("{} row{}{}", rows, rows == 1 ? "" : "s", accumulation == 1 ? "" : fmt::format(" x {}", accumulation)),
+      std::string(tessera::to_string(precision))};
+  if (layout == BufferLayout::kPerParameter) parts.emplace_back("per-parameter");
+  if (reshard_after_forward && !reshard_after_forward->ranks())
+    parts.emplace_back(*reshard_after_forward ? "freed after forward" : "kept after forward");
+  if (reshard_after_forward && reshard_after_forward->ranks())
+    parts.push_back(fmt::format("over {} after forward", *reshard_after_forward->ranks()));
+  if (recompute) parts.emplace_back("recompute");
+  if (sequence_parallel) parts.emplace_back("sequence parallel");
+  if (offload == OffloadPolicy::Memory::kHost) parts.emplace_back("offload to the host");
+  if (offload == OffloadPolicy::Memory::kFiles) parts.emplace_back("offload to files");
+  if (mesh.pp > 1) {
+    const auto& names = pipeline_schedule_names();
+    parts.emplace_back(std::find_if(names.begin(), names.end(), [&](const auto& each) { return each.kind == schedule; })->name);
+  }
+  parts.push_back(optimizer);
+  return fmt::format("{}", fmt::join(parts, ", "));
+}
+
+void PlanSettings::check() const {
+  for (const auto& [size, name] : {std::pair(mesh.pp, "pp"), std::pair(mesh.replicate, "replicate"),
+                                   std::pair(mesh.shard, "shard"), std::pair(mesh.cp, "cp"), std::pair(mesh.tp, "tp"),
+                                   std::pair(mesh.ep, "ep"), std::pair(rows, "rows"), std::pair(accumulation, "accumulation")})
+    check_positive(size, name);
+  TORCH_CHECK_VALUE(chunks >= 0, "plan settings: chunks is ", chunks, ", but must not be negative");
+  const bool has_outer = row_of(strategy).outer.has_value();
+  TORCH_CHECK_VALUE(has_outer == (mesh.replicate > 1 && strategy != Strategy::kNoShard), "plan settings: strategy ",
+                    row_of(strategy).name, has_outer ? " needs" : " takes no", " replicas, but replicate is ", mesh.replicate);
+  TORCH_CHECK_VALUE(strategy != Strategy::kNoShard || mesh.shard == 1,
+                    "plan settings: without sharding the ranks are replicas, but shard is ", mesh.shard);
+  const auto& names = plan_optimizers();
+  TORCH_CHECK_VALUE(std::find(names.begin(), names.end(), optimizer) != names.end(), "plan settings: unknown optimizer \"",
+                    optimizer, "\"; did you mean \"", nearest_of(optimizer, names), "\"?");
+  TORCH_CHECK_VALUE(max_grad_norm >= 0, "plan settings: max_grad_norm is ", max_grad_norm, ", but must not be negative");
+}
+
+} // namespace tessera

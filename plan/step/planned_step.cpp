@@ -1,0 +1,185 @@
+#include <tessera/plan/step/planned_step.h>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/normal.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include <tessera/base/meta_memory.h>
+#include <tessera/collectives/process_context.h>
+#include <tessera/collectives/start/simulated_scope.h>
+#include <tessera/dtensor/api.h>
+#include <tessera/fsdp/buffers/storage_count.h>
+#include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/meta_init.h>
+#include <tessera/fsdp/no_sync.h>
+#include <tessera/optim/step.h>
+#include <tessera/plan/meta_operators.h>
+#include <tessera/plan/meter/memory_by_use.h>
+#include <tessera/plan/meter/phase.h>
+#include <tessera/plan/step/planned_optimizer.h>
+
+namespace tessera::internal {
+
+namespace {
+
+constexpr int kStepsBefore = 3; // the first leaves an order of reads and the optimizer's state; then blocks settle
+
+/// Small numbers, where there is memory for them.
+void initialize(torch::nn::Module& module) {
+  constexpr double kDeviation = 0.02;
+  for (auto& parameter : module.parameters(/*recurse=*/false)) {
+    if (parameter.is_floating_point()) parameter.normal_(0, kDeviation);
+  }
+  for (auto& buffer : module.buffers(/*recurse=*/false)) buffer.zero_();
+}
+
+std::string_view name_of(PlanPhase phase) {
+  switch (phase) {
+    case PlanPhase::kForward: return "forward";
+    case PlanPhase::kBackward:
+    case PlanPhase::kRecompute: return "backward";
+    case PlanPhase::kOptimizer: return "optimizer";
+    case PlanPhase::kSetup: break;
+  }
+  return "setup";
+}
+
+int64_t whole_numel(const torch::nn::Module& module) {
+  int64_t numel = 0;
+  for (const auto& parameter : module.parameters()) numel += parameter.numel();
+  return numel;
+}
+
+} // namespace
+
+PlannedTraining::PlannedTraining(const PlannedModel& model, const PlanSettings& settings, c10::DeviceType device,
+                                 const std::string& folder)
+    : model_(model),
+      mesh_(settings, device),
+      pass_{.rows = settings.rows,
+            .recompute = settings.recompute,
+            .context = mesh_.dim("cp"),
+            .context_scheme = settings.context_scheme},
+      module_(on_meta(model.build)) {
+  TORCH_CHECK_VALUE(settings.mesh.cp == 1 || model.splits_sequence, "plan: ", model.name,
+                    " does not split its sequences, but cp is ", settings.mesh.cp);
+  set_planned_dtype(*module_, planned_dtype(settings));
+  shard_planned(*module_, model_, mesh_, planned_options(settings, folder));
+  materialize(*module_, device == c10::kMeta ? [](torch::nn::Module&) {} : initialize);
+  module_->train();
+  optimizer_ = make_planned_optimizer(settings.optimizer, *module_);
+}
+
+void PlannedTraining::micro_batch(int64_t index) {
+  const auto count = mesh_.settings.accumulation;
+  std::optional<NoSync> accumulate; // only the last backward communicates gradients
+  if (index + 1 < count) accumulate.emplace(*module_);
+  enter_phase(PlanPhase::kForward);
+  const auto batch = model_.batch(pass_, mesh_.all.device());
+  auto loss = model_.loss(*module_, batch, pass_);
+  if (count > 1) loss = loss / static_cast<double>(count);
+  enter_phase(PlanPhase::kBackward);
+  loss.backward();
+}
+
+void PlannedTraining::step() {
+  optimizer_->zero_grad();
+  for (int64_t i = 0; i < mesh_.settings.accumulation; ++i) micro_batch(i);
+  enter_phase(PlanPhase::kOptimizer);
+  if (mesh_.settings.max_grad_norm > 0) clip_grad_norm_(*module_, mesh_.settings.max_grad_norm);
+  tessera::step(*optimizer_);
+}
+
+SimulationOptions simulation_of(const Machine& machine, const PlanSettings& settings) {
+  const bool is_cpu = machine.device == Machine::Device::kCpu;
+  const double half = machine.bf16_flops > 0 ? machine.bf16_flops : machine.fp32_flops;
+  const double rate = settings.precision == PlanPrecision::kFp32 ? machine.fp32_flops : half;
+  return {.flops_per_second = machine.efficiency * rate,
+          .bytes_per_second = machine.memory_bandwidth,
+          .launch_seconds = machine.launch_seconds,
+          .host_bytes_per_second = machine.host_bandwidth > 0 ? machine.host_bandwidth : machine.memory_bandwidth,
+          .overlaps = !is_cpu,
+          .stands_for = is_cpu ? c10::kCPU : c10::kCUDA};
+}
+
+void check_planned(const PlannedModel& model, const Machine& machine, const PlanSettings& settings) {
+  TORCH_CHECK_VALUE(model.build && model.batch && model.loss, "plan: ", model.name,
+                    " lacks a function: build, batch and loss must be there");
+  machine.check();
+  settings.check();
+  TORCH_CHECK_VALUE(settings.mesh.ranks() == machine.ranks(), "plan: the mesh has ", settings.mesh.ranks(),
+                    " ranks, but the machine has ", machine.ranks());
+  TORCH_CHECK_VALUE(settings.mesh.pp == 1 || model.layers, "plan: ", model.name, " has no layers for a pipeline, but pp is ",
+                    settings.mesh.pp);
+}
+
+void take_times(Prediction& prediction) {
+  const auto time = simulated_clock().elapsed();
+  prediction.seconds = time.total;
+  prediction.compute = time.compute;
+  prediction.exposed = time.exposed;
+  prediction.communication = time.communication;
+  prediction.flops = simulated_clock().flops();
+  for (int kind = 0; kind < kCollectiveKinds; ++kind) {
+    const auto count = process_context().count(static_cast<CollectiveKind>(kind));
+    prediction.bytes_sent += count.bytes;
+    prediction.collectives += count.calls;
+  }
+}
+
+void set_planned_dtype(torch::nn::Module& module, at::ScalarType dtype) {
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : module.parameters()) {
+    if (parameter.is_floating_point()) parameter.set_data(parameter.to(dtype));
+  }
+}
+
+void take_memory(Prediction& prediction, const Machine& machine, const torch::nn::Module& module,
+                 const std::vector<MetaMemory::Event>& events, size_t begin) {
+  constexpr int64_t kCudaBlock = 512; // bytes that CUDA's caching allocator rounds up to
+  StorageCount buffers;
+  for (const auto& buffer : module.buffers()) buffers.add(buffer);
+  const bool is_cpu = machine.device == Machine::Device::kCpu;
+  const auto offload = prediction.settings.offload;
+  const bool is_host_device = is_cpu && offload == OffloadPolicy::Memory::kHost;
+  const auto measured = memory_by_use(events, {.begin = begin,
+                                               .buffers = buffers.bytes(),
+                                               .is_offloaded = offload != OffloadPolicy::Memory::kDevice && !is_host_device,
+                                               .granularity = is_cpu ? 1 : kCudaBlock});
+  prediction.memory = measured.at_peak;
+  prediction.peak_phase = name_of(measured.peak_phase);
+  const auto peak_of = [&](PlanPhase phase) { return measured.peak_of_phase[static_cast<size_t>(phase)]; };
+  prediction.forward_peak = peak_of(PlanPhase::kForward);
+  prediction.backward_peak = std::max(peak_of(PlanPhase::kBackward), peak_of(PlanPhase::kRecompute));
+  prediction.optimizer_peak = peak_of(PlanPhase::kOptimizer);
+  prediction.host_bytes = measured.host_bytes;
+}
+
+Prediction predict_flat(const PlannedModel& model, const Machine& machine, const PlanSettings& settings) {
+  auto in_effect = settings;
+  const bool is_cpu = machine.device == Machine::Device::kCpu;
+  if (is_cpu && settings.offload == OffloadPolicy::Memory::kHost)
+    in_effect.offload = OffloadPolicy::Memory::kDevice; // it is the same
+  const SimulatedScope rank(machine.topology(), /*rank=*/0, simulation_of(machine, settings));
+  const MetaOperatorsOf kernels(is_cpu ? c10::kCPU : c10::kCUDA);
+  enter_phase(PlanPhase::kSetup);
+  const MetaMemory memory(phase_now);
+  PlannedTraining training(model, in_effect, c10::kMeta);
+  for (int i = 0; i < kStepsBefore; ++i) training.step();
+  Prediction prediction{.settings = settings, .model = model.name, .parameters = whole_numel(training.module())};
+  process_context().reset_counters();
+  simulated_clock().reset();
+  const auto begin = memory.count();
+  training.step();
+  take_times(prediction);
+  take_memory(prediction, machine, training.module(), memory.events(), begin);
+  enter_phase(PlanPhase::kSetup);
+  return prediction;
+}
+
+} // namespace tessera::internal

@@ -1,0 +1,136 @@
+#include <gtest/gtest.h>
+
+#include <tessera/plan/search.h>
+#include <tessera/training/train_config.h>
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+
+#include <tessera/tests/plan/test_models.h>
+#include <tessera/tests/support/matchers.h>
+
+namespace tessera::testing::search_test {
+namespace {
+
+Machine hosts_of_four(int64_t hosts) {
+  Machine machine{.name = "hosts of four", .hosts = hosts, .ranks_a_host = 4};
+  machine.memory = int64_t{1} << 34;
+  machine.fp32_flops = 1e12;
+  machine.bf16_flops = 4e12;
+  machine.memory_bandwidth = 1e11;
+  machine.in_host = {1e-6, 1e-11};
+  machine.between_hosts = {1e-5, 1e-9};
+  return machine;
+}
+
+PlannedModel small() { return planned::transformer("small transformer", 251, 64, 4, /*is_tied=*/false); }
+PlannedModel plain() {
+  return planned::sequence("perceptron", [] { return planned::perceptron({128, 256, 256, 128}); }, {128});
+}
+
+TEST(Plan, IsTheFastestThatFits) {
+  std::vector<Prediction> all;
+  SearchOptions options{.max_rows = 8, .progress = [&](const Prediction& each) { all.push_back(each); }};
+  const auto machine = hosts_of_four(1);
+  const auto unlimited = plan(plain(), machine, options);
+  ASSERT_TRUE(unlimited.best);
+  EXPECT_TRUE(unlimited.is_complete);
+  EXPECT_EQ(unlimited.stepped, std::ssize(all));
+  for (const auto& each : all) EXPECT_LE(each.rows_per_second(), unlimited.best->rows_per_second()) << each.settings.to_string();
+  options.budget = unlimited.best->peak() - 1;
+  const auto limited = plan(plain(), machine, options);
+  ASSERT_TRUE(limited.best);
+  EXPECT_LE(limited.best->peak(), options.budget);
+  EXPECT_LE(limited.best->rows_per_second(), unlimited.best->rows_per_second());
+  for (const auto& each : limited.runners_up) EXPECT_LE(each.rows_per_second(), limited.best->rows_per_second());
+}
+
+TEST(Plan, SaysWhatLimitsCost) {
+  const auto made = plan(plain(), hosts_of_four(1), {.max_rows = 8});
+  ASSERT_EQ(made.limits.size(), 4U);
+  EXPECT_EQ(made.limits[0].what, "with recomputation");
+  ASSERT_TRUE(made.limits[0].plan);
+  EXPECT_LE(made.limits[0].speed, 1);
+  EXPECT_EQ(made.limits[3].what, "2 x the memory");
+  EXPECT_GE(made.limits[3].speed, 1);
+}
+
+TEST(Plan, SaysWhatWouldFit) {
+  const auto made = plan(plain(), hosts_of_four(1), {.budget = 1000, .max_rows = 2});
+  EXPECT_FALSE(made.best);
+  ASSERT_TRUE(made.smallest);
+  EXPECT_GT(made.smallest->peak(), 1000);
+  EXPECT_THAT(made.to_string(), ::testing::HasSubstr("nothing fits"));
+  EXPECT_THROWS_WITH(made.to_config(), "nothing fits 1000 bytes a rank");
+  EXPECT_TRUE(plan(plain(), hosts_of_four(1), {.budget = made.smallest->peak(), .max_rows = 2}).best);
+}
+
+TEST(Plan, KeepsTheGlobalBatch) {
+  const auto made = plan(plain(), hosts_of_four(1), {.global_rows = 24, .max_rows = 4});
+  ASSERT_TRUE(made.best);
+  EXPECT_EQ(made.best->global_rows(), 24);
+  for (const auto& each : made.runners_up) EXPECT_EQ(each.global_rows(), 24);
+}
+
+TEST(Plan, IsAConfigOfTheTrainer) {
+  SearchOptions options{.max_rows = 1};
+  options.meshes = {{.replicate = 2, .shard = 4}, {.shard = 8}, {.replicate = 8}, {.shard = 4, .tp = 2}, {.pp = 2, .shard = 4}};
+  options.optimizers = {"AdamW8bit", "Momentum"};
+  const auto machine = hosts_of_four(2);
+  std::vector<Prediction> all;
+  options.progress = [&](const Prediction& each) { all.push_back(each); };
+  const auto made = plan(small(), machine, options);
+  ASSERT_TRUE(made.best);
+  for (const auto& each : all) {
+    const auto config = TrainConfig::parse(config_of(each), {.ranks = 8});
+    const auto& settings = each.settings;
+    EXPECT_EQ(config.batch.micro, settings.rows);
+    EXPECT_EQ(config.batch.train, settings.global_rows()) << settings.to_string();
+    EXPECT_EQ(config.sharding.strategy, settings.strategy) << settings.to_string();
+    EXPECT_EQ(config.sharding.recompute, settings.recompute);
+    EXPECT_EQ(config.precision.name, to_string(settings.precision));
+    EXPECT_TRUE(config.has_optimizer());
+  }
+}
+
+TEST(Plan, IsWritten) {
+  const auto made = plan(plain(), hosts_of_four(1), {.max_rows = 2});
+  const auto json = nlohmann::json::parse(made.to_json());
+  EXPECT_EQ(json["format"], "tessera plan");
+  EXPECT_EQ(json["best"]["peak"], made.best->peak());
+  EXPECT_EQ(json["stepped"], made.stepped);
+  EXPECT_THAT(made.to_string(), ::testing::HasSubstr("rows/s"));
+}
+
+TEST(Plan, SaysWhatIsRefused) {
+  auto model = planned::sequence("odd batch", [] { return planned::perceptron({8, 8}); }, {8});
+  model.batch = [](const PassSettings& pass, at::Device device) {
+    TORCH_CHECK_VALUE(!pass.recompute, "no recomputation here");
+    return PipelineValue(torch::zeros({pass.rows, 8}, torch::TensorOptions().device(device)));
+  };
+  const auto made = plan(model, hosts_of_four(1), {.max_rows = 1});
+  EXPECT_TRUE(made.best);
+  EXPECT_GT(made.refused, 0);
+  EXPECT_THAT(made.first_refusal, ::testing::HasSubstr("no recomputation here"));
+  EXPECT_THAT(made.to_string(), ::testing::HasSubstr("settings were refused, the first: "));
+  model.batch = [](const PassSettings&, at::Device) -> PipelineValue { TORCH_CHECK_VALUE(false, "no batch"); };
+  EXPECT_THROWS_WITH(plan(model, hosts_of_four(1), {.max_rows = 1}), "no setting can be stepped. The first was ");
+}
+
+TEST(Plan, EndsAtItsMostSteps) {
+  const auto made = plan(small(), hosts_of_four(1), {.max_rows = 4, .max_steps = 3});
+  EXPECT_FALSE(made.is_complete);
+  EXPECT_LE(made.stepped, 3);
+}
+
+TEST(Plan, RefusesWhatCannotBe) {
+  const auto refuse = [](const SearchOptions& options) { plan(plain(), hosts_of_four(1), options); };
+  EXPECT_THROWS_WITH(refuse({.budget = -1}), "budget is -1");
+  EXPECT_THROWS_WITH(refuse({.max_rows = 0}), "max_rows is 0");
+  EXPECT_THROWS_WITH(refuse({.precisions = {}}), "precisions is empty");
+  EXPECT_THROWS_WITH(refuse({.meshes = {{.shard = 3}}}), "no mesh of 4 ranks fits perceptron");
+}
+
+} // namespace
+} // namespace tessera::testing::search_test

@@ -1,0 +1,159 @@
+// The peak that a plan predicts on the meta device, beside what real ranks hold on the CPU.
+#include <gtest/gtest.h>
+
+#include <tessera/fsdp/clip_grad.h>
+#include <tessera/parallel/pipeline.h>
+#include <tessera/plan/prediction.h>
+#include <tessera/plan/step/planned_optimizer.h>
+#include <tessera/plan/step/planned_step.h>
+
+#include <string>
+#include <vector>
+
+#include <tessera/tests/fsdp/held_memory.h>
+#include <tessera/tests/plan/test_models.h>
+#include <tessera/tests/support/sweep.h>
+#include <tessera/tests/support/temporary_folder.h>
+#include <tessera/tests/support/world.h>
+
+namespace tessera::testing::predicted_peak_test {
+namespace {
+
+struct Case {
+  PlannedModel model;
+  PlanSettings settings;
+};
+
+Machine this_machine() {
+  Machine machine{.ranks_a_host = world_size(), .device = Machine::Device::kCpu};
+  machine.memory = int64_t{1} << 33;
+  machine.fp32_flops = machine.bf16_flops = 1e10;
+  machine.memory_bandwidth = 1e10;
+  machine.in_host = {1e-5, 1e-9};
+  return machine;
+}
+
+/// Each strategy, with both layouts, in fp32 and bf16.
+std::vector<PlanSettings> plain_settings() {
+  std::vector<PlanSettings> all;
+  for (const auto& row : kStrategies) {
+    PlanSettings settings{.strategy = row.strategy, .rows = 2};
+    settings.optimizer = "AdamW";
+    auto& mesh = settings.mesh;
+    (row.strategy == tessera::Strategy::kNoShard ? mesh.replicate : mesh.shard) = world_size();
+    if (row.outer) {
+      if (world_size() < 4) continue; // one of the dims would have one rank
+      mesh = {.replicate = 2, .shard = world_size() / 2};
+    }
+    for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
+      for (const auto precision : {PlanPrecision::kFp32, PlanPrecision::kBf16Mixed}) {
+        settings.layout = layout;
+        settings.precision = precision;
+        all.push_back(settings);
+      }
+    }
+  }
+  return all;
+}
+
+/// A setting with what else it can have.
+std::vector<PlanSettings> variants(const PlanSettings& plain, const PlannedModel& model) {
+  std::vector<PlanSettings> all(4, plain);
+  all[1].recompute = true;
+  all[2].accumulation = 2;
+  all[2].precision = PlanPrecision::kFp32; // on the CPU, adding bf16 to fp32 takes a copy inside the kernel
+  all[2].optimizer = "Lion";
+  all[3].rows = 5;
+  all[3].optimizer = "Momentum";
+  all[3].max_grad_norm = 0;
+  if (plain.strategy == tessera::Strategy::kFullShard && plain.precision == PlanPrecision::kFp32) {
+    all.push_back(plain);
+    all.back().offload = OffloadPolicy::Memory::kFiles;
+  }
+  if (model.tensor_parallel && plain.strategy == tessera::Strategy::kFullShard) {
+    all.push_back(plain);
+    all.back().mesh = {.shard = world_size() / 2, .tp = 2};
+  }
+  return all;
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const auto& model : planned::models()) {
+    for (const auto& plain : plain_settings()) {
+      for (const auto& settings : variants(plain, model)) all.push_back({model, settings});
+    }
+  }
+  return all;
+}
+
+bool is_plain(const Case& each) {
+  return each.model.name == "transformer" && each.settings.strategy == tessera::Strategy::kFullShard &&
+         !each.settings.recompute && each.settings.layout == BufferLayout::kRagged && each.settings.accumulation == 1 &&
+         each.settings.rows == 2;
+}
+
+int64_t held_peak(const Case& tested, const std::string& folder) {
+  HeldMemory held;
+  torch::manual_seed(0);
+  internal::PlannedTraining training(tested.model, tested.settings, torch::kCPU, folder);
+  for (int warm_up = 0; warm_up < 3; ++warm_up) training.step();
+  held.forget_peak();
+  training.step();
+  return held.peak();
+}
+
+TEST(PredictedPeak, IsWithinThreePercentOfWhatIsHeld) {
+  const TemporaryFolder folder;
+  for (const auto& tested : sweep(cases(), 14, is_plain)) {
+    SCOPED_TRACE(tested.model.name + ": " + tested.settings.to_string());
+    const auto predicted = predict(tested.model, this_machine(), tested.settings);
+    const auto held = held_peak(tested, folder.path());
+    EXPECT_NEAR(static_cast<double>(predicted.peak()) / static_cast<double>(held), 1, 0.03) << predicted.to_string();
+  }
+}
+
+/// The most that a rank of a real pipeline holds.
+int64_t held_by_pipeline(const Case& tested) {
+  const auto& settings = tested.settings;
+  HeldMemory held;
+  torch::manual_seed(0);
+  const auto module = tested.model.build();
+  const auto mesh = init_device_mesh(torch::kCPU, {settings.mesh.pp, settings.mesh.shard}, {"pp", "shard"});
+  const PassSettings pass{.rows = settings.rows, .recompute = settings.recompute};
+  const int64_t chunks = settings.schedule == PipelineScheduleKind::kInterleaved1F1B ? 2 : 1;
+  auto stages = split(tested.model.layers(*module, pass), mesh["pp"], {.chunks = chunks});
+  fully_shard(stages, mesh["shard"], internal::planned_options(settings));
+  Pipeline pipeline(stages, settings.schedule, tested.model.pipeline_loss, {.data_mesh = mesh["shard"]});
+  const auto optimizer = internal::make_planned_optimizer(settings.optimizer, *stages.module);
+  for (int step = 0; step < 4; ++step) {
+    if (step == 3) held.forget_peak();
+    optimizer->zero_grad();
+    std::vector<PipelineValue> micro_batches;
+    for (int64_t i = 0; i < settings.accumulation; ++i) micro_batches.push_back(tested.model.batch(pass, torch::kCPU));
+    pipeline.step(micro_batches);
+    clip_grad_norm_(stages, settings.max_grad_norm);
+    optimizer->step();
+  }
+  auto peak = torch::full({1}, held.peak(), torch::kLong);
+  mesh.flatten().communicator()->all_reduce(peak, ReduceOp::kMax, "peak").wait();
+  return peak.item<int64_t>();
+}
+
+TEST(PredictedPeak, OfAPipelineIsThatOfItsFullestRank) {
+  const auto model = planned::models()[1];
+  for (const auto schedule : {PipelineScheduleKind::k1F1B, PipelineScheduleKind::kGPipe, PipelineScheduleKind::kZeroBubbleH1}) {
+    for (const bool recomputes : {false, true}) {
+      PlanSettings settings{.precision = PlanPrecision::kFp32, .rows = 2, .accumulation = 4, .recompute = recomputes};
+      settings.mesh = {.pp = 2, .shard = world_size() / 2};
+      settings.schedule = schedule;
+      SCOPED_TRACE(settings.to_string());
+      const auto predicted = predict(model, this_machine(), settings);
+      const auto held = held_by_pipeline({model, settings});
+      EXPECT_NEAR(static_cast<double>(predicted.peak()) / static_cast<double>(held), 1, 0.03) << held << predicted.to_string();
+    }
+  }
+}
+
+} // namespace
+} // namespace tessera::testing::predicted_peak_test
