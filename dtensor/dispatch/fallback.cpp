@@ -286,6 +286,8 @@ void clear_cache() { plans.clear(); }
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { tessera::internal::dispatch::register_composites(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { tessera::internal::dispatch::register_composites(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) { tessera::internal::dispatch::register_composites(library); }
+// A plain tensor of the meta device beside a DTensor of it, which has the CPU's keys.
+TORCH_LIBRARY_IMPL(aten, AutogradMeta, library) { tessera::internal::dispatch::register_composites(library); }
 
 TORCH_LIBRARY_IMPL(aten, Fake, library) { tessera::internal::dispatch::register_max_pool1d(library); }
 

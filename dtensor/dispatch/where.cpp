@@ -44,4 +44,5 @@ void add_kernels(torch::Library& library) {
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { tessera::internal::dispatch::add_kernels(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { tessera::internal::dispatch::add_kernels(library); }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) { tessera::internal::dispatch::add_kernels(library); }
+TORCH_LIBRARY_IMPL(aten, AutogradMeta, library) { tessera::internal::dispatch::add_kernels(library); }
 TORCH_LIBRARY_IMPL(aten, Fake, library) { tessera::internal::dispatch::add_kernels(library); }

@@ -17,6 +17,8 @@
 #include <optional>
 #include <tuple>
 
+#include <tessera/base/meta_device.h>
+
 namespace tessera::internal {
 
 namespace {
@@ -168,8 +170,9 @@ BlockGradients backward_by_math(const Block& block, const at::Tensor& gradient, 
 }
 
 BlockKernel kernel_for(const Block& block) {
-  return internal::kernel_for(BlockKind{block.query.device().type(), block.query.scalar_type(), block.query.size(3),
-                                        block.value.size(3), block.mask.defined()});
+  const auto device = block.query.is_meta() ? device_behind_meta() : block.query.device().type();
+  return internal::kernel_for(
+      BlockKind{device, block.query.scalar_type(), block.query.size(3), block.value.size(3), block.mask.defined()});
 }
 
 BlockResult run(const Block& block) {

@@ -14,6 +14,7 @@
 #include <tessera/dtensor/dispatch/fallback.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/mesh/part_order.h>
+#include <tessera/parallel/context/attention_of_parts.h>
 #include <tessera/parallel/context/context_scope.h>
 #include <tessera/parallel/tensor/key_heads.h>
 
@@ -79,18 +80,30 @@ void give_own_key_heads(Stack& stack) {
   values[2] = parallel::own_key_heads(query, values[2].toTensor());
 }
 
-void attention(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const Arguments arguments(*stack);
+} // namespace
+
+bool run_attention_of_parts(Stack& stack) {
+  const Arguments arguments(stack);
   if (!arguments.are_parts()) {
-    give_own_key_heads(*stack);
-    return op.callBoxedForDispatchKey(kComposite, *stack);
+    give_own_key_heads(stack);
+    return false;
   }
   const auto options = arguments.options();
   const auto &query = arguments.tensor(0), &key = arguments.tensor(1), &value = arguments.tensor(2);
   auto out = arguments.are_split() ? context_parallel_attention(query, key, value, options)
                                    : context_parallel_attention(query, key, value, context_scope()->mesh, options);
-  torch::jit::drop(*stack, arguments.values.size());
-  torch::jit::push(*stack, std::move(out));
+  torch::jit::drop(stack, arguments.values.size());
+  torch::jit::push(stack, std::move(out));
+  return true;
+}
+
+namespace {
+
+void attention(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
+  if (run_attention_of_parts(*stack)) return;
+  const auto on_meta = Arguments(*stack).tensor(0).is_meta() ? attention_on_meta.load() : nullptr;
+  if (on_meta) return on_meta(op, *stack);
+  op.callBoxedForDispatchKey(kComposite, *stack);
 }
 
 /// Meets the same calls where the keys of autograd are left out, as in InferenceMode.

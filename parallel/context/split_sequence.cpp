@@ -57,6 +57,7 @@ void compare_ranks(const std::vector<at::Tensor>& batch, const std::vector<int64
   const auto options = at::TensorOptions(at::kLong).device(mesh.device());
   auto all = at::empty({communicator->size(), static_cast<int64_t>(mine.size())}, options);
   communicator->all_gather_into(all.view({-1}), at::tensor(mine, at::kLong).to(mesh.device()), caller).wait();
+  if (all.is_meta()) return; // where no rank has values
   all = all.cpu();
   const auto* numbers = all.const_data_ptr<int64_t>();
   for (int64_t rank = 1; rank < communicator->size(); ++rank) {

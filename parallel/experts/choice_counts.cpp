@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/bincount.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
@@ -56,16 +57,23 @@ std::vector<int64_t> sums_of(const std::vector<int64_t>& numbers, int64_t neighb
   return sums;
 }
 
+/// [ranks, experts of a rank and a fault], what each rank has for this one.
+at::Tensor exchange_counts(const at::Tensor& counts, Fault fault, const DeviceMesh& mesh) {
+  const auto ranks = mesh.size(), own = counts.numel() / ranks;
+  const auto faults = at::full({ranks, 1}, static_cast<int64_t>(fault), counts.options());
+  const auto sent = at::cat({counts.view({ranks, own}), faults}, 1).to(mesh.device());
+  auto received = at::empty_like(sent);
+  mesh.communicator()
+      ->all_to_all(received.view({-1}), sent.view({-1}), {}, {}, c10::str("dispatch: counts of ", counts.numel(), " experts"))
+      .wait();
+  return received;
+}
+
 /// What each rank has for this rank's experts, [ranks, experts of a rank]. Throws where another rank has a fault, and this one
 /// none, which says its own afterwards.
 at::Tensor exchange(const at::Tensor& counts, Fault fault, const DeviceMesh& mesh) {
   const auto ranks = mesh.size(), own = counts.numel() / ranks;
-  const auto faults = at::full({ranks, 1}, static_cast<int64_t>(fault), counts.options());
-  const auto sent = at::cat({counts.view({ranks, own}), faults}, 1).to(mesh.device());
-  const auto received = at::empty_like(sent);
-  mesh.communicator()
-      ->all_to_all(received.view({-1}), sent.view({-1}), {}, {}, c10::str("dispatch: counts of ", counts.numel(), " experts"))
-      .wait();
+  const auto received = exchange_counts(counts, fault, mesh);
   const auto told = to_vector(received.select(1, own));
   for (int64_t rank = 0; rank < ranks; ++rank) {
     const auto other = static_cast<Fault>(told[static_cast<size_t>(rank)]);
@@ -75,6 +83,23 @@ at::Tensor exchange(const at::Tensor& counts, Fault fault, const DeviceMesh& mes
   return received.narrow(1, 0, own);
 }
 
+/// The counts on the meta device, where no values say them: each rank's choices are spread evenly over all experts, and of those
+/// that do not divide the first experts have one more.
+ChoiceCounts even_counts(const Routing& routing, const DeviceMesh& mesh, int64_t ranks) {
+  const auto experts = routing.counts.numel(), choices = routing.experts.numel(), own = experts / ranks;
+  std::vector<int64_t> counts(static_cast<size_t>(experts), choices / experts);
+  for (int64_t i = 0; i < choices % experts; ++i) ++counts[static_cast<size_t>(i)];
+  ChoiceCounts result;
+  result.order = routing.experts.flatten().argsort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+  result.from_each = at::empty({ranks, own}, routing.counts.options());
+  if (ranks > 1) exchange_counts(at::empty({experts}, routing.counts.options()), Fault::kNone, mesh);
+  result.sent = sums_of(counts, own);
+  const auto first = counts.begin() + (ranks > 1 ? mesh.local_rank() * own : 0);
+  for (auto count = first; count != first + own; ++count) result.of_expert.push_back(*count * ranks);
+  result.received.assign(static_cast<size_t>(ranks), std::accumulate(first, first + own, int64_t{0}));
+  return result;
+}
+
 } // namespace
 
 ChoiceCounts count_choices(const at::Tensor& tokens, const Routing& routing, const DeviceMesh& mesh) {
@@ -82,6 +107,7 @@ ChoiceCounts count_choices(const at::Tensor& tokens, const Routing& routing, con
   const auto experts = routing.counts.defined() ? routing.counts.numel() : 0;
   TORCH_CHECK_VALUE(experts > 0 && experts % ranks == 0, "dispatch: ", experts, " experts do not divide among the ", ranks,
                     " ranks of ", mesh.defined() ? mesh.to_string() : "no mesh");
+  if (tokens.is_meta()) return even_counts(routing, mesh, ranks);
   const auto problem = problem_of(tokens, routing);
   const auto with_problem = [&] {
     TORCH_CHECK(problem.fault == Fault::kNone, "dispatch (rank ", process_context().rank(), "): ", problem.text);
