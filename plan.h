@@ -6,6 +6,7 @@
 #include <tessera/plan/auto_shard.h>
 #include <tessera/plan/machine.h>
 #include <tessera/plan/meta_operators.h>
+#include <tessera/plan/model_folder.h>
 #include <tessera/plan/planned_model.h>
 #include <tessera/plan/prediction.h>
 #include <tessera/plan/search.h>
