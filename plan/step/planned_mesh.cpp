@@ -58,7 +58,12 @@ void shard_experts(torch::nn::Module& module, const PlannedMesh& mesh, const Ful
   const auto same = has_replicas ? DeviceMesh::concatenate({tokens["replicate"], experts["efsdp"]}) : experts["efsdp"];
   auto own = options;
   own.strategy.reset(); // full, or hybrid over replicas
-  for (auto* layer : moe_layers(module)) fully_shard(*layer->experts(), same, own);
+  const ShardPlacementFn by_rows = [](const std::string&, const at::Tensor&) -> std::optional<Placement> { return Shard{1}; };
+  for (auto* layer : moe_layers(module)) {
+    const bool are_too_few = layer->options().experts / sizes.ep < experts["efsdp"].size(); // for each rank to have one
+    own.shard_placement_fn = are_too_few ? by_rows : options.shard_placement_fn;
+    fully_shard(*layer->experts(), same, own);
+  }
 }
 
 } // namespace
