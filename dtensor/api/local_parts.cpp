@@ -56,7 +56,9 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
 
 variable_list ToLocal::backward(AutogradContext* context, const variable_list& gradients) {
   const auto spec = saved_spec(context), gradient = saved_spec(context, "gradient");
-  const auto local = gradients[0].contiguous();
+  // Beside DTensors of another mesh what to_local gave counts as the same on its ranks, and so does the gradient.
+  const auto& given = gradients[0];
+  const auto local = (is_dtensor(given) ? DTensor(given).full_tensor() : given).contiguous();
   return {needs_graph(local) ? FromLocal::apply(local, gradient, linear(spec)) : make_dtensor(local, gradient), {}};
 }
 

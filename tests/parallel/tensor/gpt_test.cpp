@@ -275,5 +275,26 @@ TEST(ParallelGpt, RecomputesAsOneProcess) {
   }
 }
 
+/// A penalty on whole weights, which are plain, beside a loss on the mesh.
+TEST(ParallelGpt, AddsWholeWeightsToItsLoss) {
+  auto twin = seeded_gpt(small_gpt()), model = seeded_gpt(small_gpt());
+  const auto mesh = init_device_mesh(test_device_type(), {world_size()}, {"tp"});
+  parallelize(*model, mesh, gpt_plan(/*sequence=*/true));
+  const auto tokens = draw_tokens(0, 4, 8);
+  const auto loss_of = [&](gpt::Gpt& net) {
+    auto loss = torch::cross_entropy_loss(net->forward(tokens.inputs).flatten(0, 1), tokens.targets.flatten());
+    for (const auto& item : net->named_parameters()) {
+      const auto weight = is_dtensor(item.value()) ? DTensor(item.value()).full_tensor() : item.value();
+      loss = loss + 0.01 * weight.square().sum();
+    }
+    return loss;
+  };
+  loss_of(twin).backward();
+  loss_of(model).backward();
+  const auto expected = twin->named_parameters();
+  for (const auto& item : model->named_parameters())
+    EXPECT_TENSORS_CLOSE(whole_of(item.value().grad()), expected[item.key()].grad(), 1e-4, 1e-6) << item.key();
+}
+
 } // namespace
 } // namespace tessera::testing::gpt_test
