@@ -54,6 +54,8 @@ class ReadKind {
   /// the results. Or it leaves results on the stack by itself, or throws.
   virtual void on_read(ReadCall& call) const = 0;
 
+  /// As `DTensorMeta::leaf_in_graph`.
+  virtual at::Tensor leaf_in_graph([[maybe_unused]] const at::Tensor& tensor) const { return {}; }
   constexpr virtual ~ReadKind() = default;
 
   const Turn turn;
@@ -76,6 +78,7 @@ struct ReadMeta : DTensorMeta {
       : DTensorMeta(std::move(local_tensor), std::move(tensor_spec)), kind(&of) {}
   /// What a sharded parameter keeps of it; null for nothing.
   virtual std::shared_ptr<const ReadMark> mark() const { return nullptr; }
+  at::Tensor leaf_in_graph(const at::Tensor& self) const override { return kind->leaf_in_graph(self); }
   const ReadKind* kind;
 };
 

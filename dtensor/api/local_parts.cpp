@@ -101,7 +101,7 @@ at::Tensor to_local(const at::Tensor& dtensor, const std::optional<Placements>& 
   TORCH_CHECK(spec->local_sizes() == meta.spec->local_sizes(), "to_local: a gradient of placements ",
               to_string(spec->placements()), " has not the shape of this rank's part; the tensor is ", meta.spec->to_string());
   if (!internal::needs_graph(dtensor)) return meta.local.detach();
-  auto local = internal::ToLocal::apply(dtensor, spec);
+  auto local = internal::ToLocal::apply(internal::in_graph(dtensor), spec);
   internal::dispatch::place_leaf_gradient(dtensor);
   return local;
 }

@@ -73,7 +73,7 @@ struct FinishRedistribute : torch::autograd::Function<FinishRedistribute> {
 
 at::Tensor differentiable_move(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements, const char* label,
                                const RedistributeOptions& options) {
-  if (needs_graph(tensor)) return Redistribute::apply(tensor, mesh, placements, options, label);
+  if (needs_graph(tensor)) return Redistribute::apply(in_graph(tensor), mesh, placements, options, label);
   return move_to(cast(tensor, options.forward_dtype), mesh, placements, label);
 }
 
@@ -118,7 +118,7 @@ PendingDTensor DTensor::redistribute_async(const Placements& placements) const {
   auto state = std::make_shared<PendingDTensor::State>();
   state->source = internal::alias_dtensor(*this);
   if (internal::needs_graph(*this)) {
-    torch::autograd::impl::set_gradient_edge(state->source, torch::autograd::impl::gradient_edge(*this));
+    torch::autograd::impl::set_gradient_edge(state->source, torch::autograd::impl::gradient_edge(internal::in_graph(*this)));
   }
   state->target = spec().with(placements);
   state->unfinished = internal::redistribute_local(meta.local, spec(), *state->target, "redistribute", {&state->deferred});

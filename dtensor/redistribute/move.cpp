@@ -35,6 +35,12 @@ DTensorMeta& meta_of(const at::Tensor& tensor, const char* function) {
   return *meta;
 }
 
+at::Tensor in_graph(const at::Tensor& tensor) {
+  auto* const meta = dtensor_meta(tensor);
+  const auto leaf = meta ? meta->leaf_in_graph(tensor) : at::Tensor();
+  return leaf.defined() ? leaf : tensor;
+}
+
 bool has_only_zeros(const at::Tensor& plain) { return plain.numel() == 0 || plain.count_nonzero().item<int64_t>() == 0; }
 
 at::Tensor gradient_as_dtensor(const at::Tensor& gradient, const Spec& like, const char* function) {

@@ -26,6 +26,9 @@ at::Tensor move(const at::Tensor& tensor, const Placements& placements, const ch
 at::Tensor differentiable_move(const at::Tensor& tensor, const DeviceMesh& mesh, const Placements& placements, const char* label,
                                const RedistributeOptions& options = {});
 
+/// What a function takes in autograd's graph for `tensor`: `DTensorMeta::leaf_in_graph` of one that has another leaf there.
+at::Tensor in_graph(const at::Tensor& tensor);
+
 /// Whether a plain tensor may be zeros that a derivative formula of PyTorch's made, the same on every rank.
 bool has_only_zeros(const at::Tensor& plain);
 

@@ -34,6 +34,8 @@ struct DTensorMeta : c10::BackendMeta {
   virtual at::Tensor realized() const { return {}; }
   /// Whether a gradient of such a leaf is to lie as the leaf does. False where whoever made the leaf takes its gradient.
   virtual bool places_gradient() const { return true; }
+  /// The leaf that stands for `self` in the graph of a redistribution or of `to_local`; undefined where it stands for itself.
+  virtual at::Tensor leaf_in_graph([[maybe_unused]] const at::Tensor& self) const { return {}; }
 
   at::Tensor local; ///< this rank's part; a plain tensor without autograd history
   SpecPtr spec;

@@ -422,6 +422,8 @@ class ShardedKind final : public ReadKind {
     return is_written && !traits.is_metadata_only ? met | Met::kWrittenView : met;
   }
 
+  at::Tensor leaf_in_graph(const at::Tensor& tensor) const override { return dtensor_leaf_of(tensor).value_or(at::Tensor()); }
+
   void on_read(ReadCall& call) const override {
     check_keeps_parameters(call.op, call.traits, call.arguments);
     if (C10_UNLIKELY(runs_optimized_script())) throw_read_by_optimized_script(call.traits, call.arguments);

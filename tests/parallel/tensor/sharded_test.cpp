@@ -239,6 +239,37 @@ TEST(ShardedAndParallel, TakesPlainRowsOfFeatures) {
   }
 }
 
+/// A penalty on whole weights beside a loss on the mesh of tensor parallelism, before the forward and after it.
+TEST(ShardedAndParallel, AddsWholeParametersToALoss) {
+  for (const auto& shape : some_shapes()) {
+    const ParallelMesh mesh(shape);
+    for (const bool is_first : {false, true}) {
+      SCOPED_TRACE(mesh.all.to_string());
+      auto twin = make_gpt(torch::kDouble), model = make_gpt(torch::kDouble);
+      shard(model, mesh, /*sequence=*/true, {});
+      const auto tokens = draw_tokens(0, kRows, kTime);
+      const auto penalty = [](gpt::Gpt& net) {
+        torch::Tensor sum = torch::zeros({}, torch::kDouble);
+        for (const auto& item : net->named_parameters()) {
+          const auto weight = is_dtensor(item.value()) ? DTensor(item.value()).full_tensor() : item.value();
+          sum = sum + weight.square().sum();
+        }
+        return 0.01 * sum;
+      };
+      const auto run = [&](gpt::Gpt& net, const Tokens& own) {
+        const auto early = is_first ? penalty(net) : torch::zeros({}, torch::kDouble);
+        const auto loss = loss_of(net, own) + early;
+        (is_first ? loss : loss + penalty(net)).backward();
+      };
+      run(twin, tokens);
+      run(model, part_of(tokens, mesh));
+      const auto expected = twin->named_parameters();
+      for (const auto& item : model->named_parameters())
+        EXPECT_TENSORS_CLOSE(whole_of(item.value().grad()), expected[item.key()].grad(), 1e-8, 1e-11) << item.key();
+    }
+  }
+}
+
 /// A step on one mesh, a checkpoint, and a step on another mesh are two steps of one process.
 TEST(ShardedAndParallel, CheckpointsAreOfNoMesh) {
   const SharedFolder folder;
