@@ -14,6 +14,7 @@
 
 #include <tessera/collectives/continued_work.h>
 #include <tessera/fsdp/communication.h>
+#include <tessera/fsdp/communication/reduction_message.h>
 
 namespace tessera {
 
@@ -23,6 +24,7 @@ namespace {
 
 /// A piece of a chunk that is sent as two matrices.
 struct LowRankPiece {
+  size_t parameter;
   int64_t offset, rows, columns, rank;
   int64_t q; ///< where its Q begins among all
 };
@@ -47,7 +49,8 @@ void orthogonalize(const at::Tensor& matrix) {
 }
 
 /// The steps are those of the paper. M = gradient + error; P = M Q; the mean of P; its columns orthonormal; Q = Mᵀ P; the mean
-/// of Q; the result P Qᵀ; error = M - P Qᵀ. Q is kept for the next step.
+/// of Q; the result P Qᵀ; error = M - P Qᵀ. Q is kept for the next step. Of a parameter that this rank does not use, M is 0: the
+/// error waits, since no gradient would get it where no rank uses it.
 class PowerSGDExtension final : public ReductionExtension, public std::enable_shared_from_this<PowerSGDExtension> {
  public:
   PowerSGDExtension(const PowerSGD& settings, std::shared_ptr<const GradientLayout> layout,
@@ -110,7 +113,7 @@ class PowerSGDExtension final : public ReductionExtension, public std::enable_sh
       const int64_t width = columns_of(piece), rows = width == 0 ? 0 : piece.numel() / width;
       const int64_t rank = std::min({settings_.rank, rows, width});
       if (rank > 0 && 2 * (rows + width) * rank < rows * width) {
-        low_rank_.push_back({piece.offset, rows, width, rank, begins[piece.parameter]});
+        low_rank_.push_back({piece.parameter, piece.offset, rows, width, rank, begins[piece.parameter]});
       } else {
         as_it_is_.emplace_back(piece.offset, piece.numel());
       }
@@ -143,8 +146,10 @@ class PowerSGDExtension final : public ReductionExtension, public std::enable_sh
   at::Tensor start(const at::Tensor& gradients) {
     std::vector<at::Tensor> parts;
     m_ = error_.clone();
+    used_ = used_parameters(*layout_, gradients);
     for (const auto& piece : low_rank_) {
       const auto m = matrix_of(m_, piece.offset, piece.rows, piece.columns);
+      if (!used_[piece.parameter]) m.zero_();
       m.add_(matrix_of(gradients, piece.offset, piece.rows, piece.columns));
       parts.push_back(at::mm(m, q_of(q_, piece)).view({-1}));
     }
@@ -186,7 +191,9 @@ class PowerSGDExtension final : public ReductionExtension, public std::enable_sh
     const double share = reduction.op == ReduceOp::kSum ? 1.0 / reduction.stage.communicator->size() : 1;
     const auto m = matrix_of(m_, piece.offset, piece.rows, piece.columns);
     const auto error = matrix_of(error_, piece.offset, piece.rows, piece.columns);
-    error.copy_(at::where(result.isfinite().all(), m.sub(result, share), error));
+    auto left = m.sub(result, share);
+    if (!used_[piece.parameter]) left.add_(error);
+    error.copy_(at::where(result.isfinite().all(), left, error));
     const auto norms = q.square().sum({0}, /*keepdim=*/true);
     q_of(q_, piece).copy_(at::where(norms.isfinite().logical_and(norms.gt(0)), q, q_of(first_q_, piece)));
   }
@@ -199,6 +206,7 @@ class PowerSGDExtension final : public ReductionExtension, public std::enable_sh
   at::TensorOptions options_;
   at::Tensor first_q_, q_, error_; // undefined before they are needed
   at::Tensor m_;                   // of the reduction that runs
+  std::vector<bool> used_ = {};    // of it: the parameters that this rank uses
   at::Tensor steps_;               // on the CPU
 };
 

@@ -39,6 +39,7 @@ struct StageMessages {
 void append_message(ReductionMessage& all, const ReductionMessage& next) {
   all.raw.insert(all.raw.end(), next.raw.begin(), next.raw.end());
   all.coded.insert(all.coded.end(), next.coded.begin(), next.coded.end());
+  all.parameters.insert(all.parameters.end(), next.parameters.begin(), next.parameters.end());
   all.bytes += next.bytes;
 }
 
@@ -57,7 +58,7 @@ class QuantizedReductionExtension final : public ReductionExtension,
     auto& own = stages_.at(reduction.stage.number);
     const auto bytes = at::TensorOptions(at::kByte).device(reduction.input.device());
     const auto sent = at::empty({own.sent.bytes}, bytes);
-    own.messages.write(own.sent, reduction.input, sent, residual_of(own));
+    own.messages.write(own.sent, reduction.input, sent, residual_of(own), reduction.input);
     int64_t begin = 0;
     for (const int64_t size : own.input_bytes) {
       own.messages.write_flags(reduction.input, sent, begin);
@@ -131,12 +132,9 @@ class QuantizedReductionExtension final : public ReductionExtension,
         for (const auto& range : *ranges) sums.narrow(0, range.first, range.numel).div_(ranks);
       }
     }
-    if (!own.gathered.empty()) {
-      gather(own, reduction, sums);
-    } else if (!is_wide) {
-      output.copy_(sums);
-    }
+    if (own.gathered.empty() && !is_wide) output.copy_(sums);
     own.messages.read_flags(by_rank, output);
+    if (!own.gathered.empty()) gather(own, reduction, sums);
   }
 
   void gather(StageMessages& own, const Reduction& reduction, const at::Tensor& sums) const {
@@ -144,7 +142,7 @@ class QuantizedReductionExtension final : public ReductionExtension,
     const auto all = at::empty({ranks.size(), own.gathered_bytes}, at::TensorOptions(at::kByte).device(sums.device()));
     const auto mine = all[ranks.rank()];
     const auto residual = settings_.error_feedback ? result_residual_of(own) : at::Tensor();
-    own.messages.write(own.received, sums, mine, residual);
+    own.messages.write(own.received, sums, mine, residual, reduction.output);
     ranks.all_gather_into(all.view({-1}), mine, reduction.label).wait();
     for (size_t rank = 0; rank < own.gathered.size(); ++rank)
       own.messages.read(own.gathered[rank], all[static_cast<int64_t>(rank)], reduction.output, DecodeInto::kWrite);

@@ -25,6 +25,14 @@ at::Tensor numbers_at(const at::Tensor& bytes, const CodedRange& range, at::Scal
 
 } // namespace
 
+std::vector<bool> used_parameters(const GradientLayout& layout, const at::Tensor& values) {
+  std::vector<bool> used(layout.names.size(), true);
+  if (values.is_meta()) return used;
+  const auto flags = values.narrow(0, layout.flags, static_cast<int64_t>(used.size())).to(at::kCPU, at::kDouble);
+  for (size_t i = 0; i < used.size(); ++i) used[i] = flags.const_data_ptr<double>()[i] != 0;
+  return used;
+}
+
 ReductionMessage ReductionMessage::moved(int64_t elements, int64_t bytes_on) const {
   auto result = *this;
   for (auto* ranges : {&result.raw, &result.coded}) {
@@ -40,8 +48,10 @@ int64_t ReductionMessages::flag_bytes() const {
   return at::round_up(static_cast<int64_t>(layout_->names.size()), kMessageAlignment);
 }
 
-void ReductionMessages::add(ReductionMessage& message, bool is_coded, int64_t first, int64_t numel) const {
+void ReductionMessages::add(ReductionMessage& message, size_t parameter, int64_t first, int64_t numel) const {
   if (numel == 0) return;
+  const bool is_coded = is_coded_[parameter];
+  if (is_coded) message.parameters.push_back(parameter);
   (is_coded ? message.coded : message.raw).push_back({first, numel, message.bytes});
   const auto bytes = is_coded ? codec_.bytes(numel) : numel * static_cast<int64_t>(c10::elementSize(layout_->dtype));
   message.bytes = at::round_up(message.bytes + bytes, kMessageAlignment);
@@ -51,7 +61,7 @@ ReductionMessage ReductionMessages::of_chunks(int64_t first, int64_t chunks) con
   ReductionMessage message{.bytes = flag_bytes()};
   for (int64_t k = 0; k < chunks; ++k) {
     for (const auto& piece : layout_->chunks[static_cast<size_t>(first + k)])
-      add(message, is_coded_[piece.parameter], k * layout_->chunk_numel + piece.offset, piece.numel());
+      add(message, piece.parameter, k * layout_->chunk_numel + piece.offset, piece.numel());
   }
   return message;
 }
@@ -65,22 +75,28 @@ ReductionMessage ReductionMessages::of_part(int64_t chunk, int64_t part, int64_t
   for (const auto& piece : pieces) {
     const int64_t numel = piece.numel();
     if (!is_coded_[piece.parameter]) {
-      if (part == 0) add(message, false, piece.offset, numel);
+      if (part == 0) add(message, piece.parameter, piece.offset, numel);
       continue;
     }
     const int64_t own = codec_.blocks(numel), first = std::clamp(begin - before, int64_t{0}, own) * codec_.block;
     const int64_t last = std::min(numel, std::clamp(end - before, int64_t{0}, own) * codec_.block);
-    if (last > first) add(message, true, piece.offset + first, last - first);
+    if (last > first) add(message, piece.parameter, piece.offset + first, last - first);
     before += own;
   }
   return message;
 }
 
 void ReductionMessages::write(const ReductionMessage& message, const at::Tensor& values, const at::Tensor& bytes,
-                              const at::Tensor& residual) const {
+                              const at::Tensor& residual, const at::Tensor& flagged) const {
   for (const auto& range : message.raw)
     numbers_at(bytes, range, layout_->dtype).copy_(values.narrow(0, range.first, range.numel));
-  encode(codec_, message.coded, values, bytes, residual);
+  if (!residual.defined()) return encode(codec_, message.coded, values, bytes);
+  const auto used = used_parameters(*layout_, flagged);
+  std::vector<CodedRange> with_residual, alone;
+  for (size_t i = 0; i < message.coded.size(); ++i)
+    (used[message.parameters[i]] ? with_residual : alone).push_back(message.coded[i]);
+  encode(codec_, with_residual, values, bytes, residual);
+  encode(codec_, alone, values, bytes);
 }
 
 void ReductionMessages::read(const ReductionMessage& message, const at::Tensor& bytes, const at::Tensor& values,

@@ -14,10 +14,14 @@
 
 namespace tessera::internal {
 
+/// The parameters of which the flags of `values`, chunks, say that they were used.
+std::vector<bool> used_parameters(const GradientLayout& layout, const at::Tensor& values);
+
 /// One message: where its content lies among the elements of a flat tensor and among its bytes. First come the flags. What is
 /// sent as it is and the codes follow.
 struct ReductionMessage {
   std::vector<CodedRange> raw, coded;
+  std::vector<size_t> parameters; ///< of `coded`
   int64_t bytes = 0;
 
   /// Returns the same at another place of the elements and of the bytes.
@@ -36,9 +40,10 @@ class ReductionMessages {
   /// The message of one of `parts` equal parts of a chunk, by its blocks. What is sent as it is belongs to part 0.
   ReductionMessage of_part(int64_t chunk, int64_t part, int64_t parts) const;
 
-  /// Writes `message` to `bytes`, from the chunks in `values`.
-  void write(const ReductionMessage& message, const at::Tensor& values, const at::Tensor& bytes,
-             const at::Tensor& residual) const;
+  /// Writes `message` to `bytes`, from the chunks in `values`. With a `residual`, that of parameters that the flags of `flagged`
+  /// (chunks) do not name stays for another step: what was sent of it would reach no gradient where no rank used them.
+  void write(const ReductionMessage& message, const at::Tensor& values, const at::Tensor& bytes, const at::Tensor& residual,
+             const at::Tensor& flagged) const;
   /// Reads what was sent as it is, and the codes, into `values`, or adds it there. They are of the layout's dtype, or wider.
   void read(const ReductionMessage& message, const at::Tensor& bytes, const at::Tensor& values, DecodeInto into) const;
   /// Writes the flags of `values`, which are those of each chunk, to the message at `byte`.
@@ -48,7 +53,7 @@ class ReductionMessages {
 
  private:
   int64_t flag_bytes() const;
-  void add(ReductionMessage& message, bool is_coded, int64_t first, int64_t numel) const;
+  void add(ReductionMessage& message, size_t parameter, int64_t first, int64_t numel) const;
 
   std::shared_ptr<const GradientLayout> layout_;
   BlockCodec codec_;
