@@ -16,8 +16,8 @@ namespace tessera {
 ///
 /// A load from a checkpoint of another number of ranks or of another policy is an error: load a state dict without it, with
 /// `LoadOptions::allow_unused`, to begin with zeros. From a checkpoint that has none it begins with zeros as well. Every rank
-/// calls it between two steps, without gradients that wait for their reduction. Nothing for the stages of a pipeline (a dim `pp`
-/// of the mesh).
+/// calls it between two steps, without gradients that wait for their reduction. In a pipeline (a dim `pp` of the mesh) the names
+/// are "communication.pp_<rank of the dim>.group_<number>.<name>", and a load needs the same stages.
 StateDict communication_state(const torch::nn::Module& module);
 
 } // namespace tessera

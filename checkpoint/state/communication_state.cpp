@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,24 +45,41 @@ std::vector<ParameterGroup*> groups_below(const torch::nn::Module& module) {
   return groups;
 }
 
-/// What the names of a group's entries begin with: its module's path, and which of its buckets it is.
-std::string prefix_of(const ParameterGroup& group) {
+/// The dim of the stages of a pipeline; nothing where there are none.
+std::optional<int64_t> stages_dim(const DeviceMesh& root) {
+  const auto& names = root.dim_names();
+  const auto found = std::find(names.begin(), names.end(), "pp");
+  if (found == names.end() || root.size(found - names.begin()) == 1) return std::nullopt;
+  return found - names.begin();
+}
+
+/// The ranks that have the group's entries: all, or in a pipeline those of the same stages.
+DeviceMesh ranks_of_entries(const ParameterGroup& group) {
+  const auto root = group.roles().mesh().root();
+  const auto stages = stages_dim(root);
+  if (!stages) return root.flatten();
+  std::vector<int64_t> others;
+  for (int64_t dim = 0; dim < root.ndim(); ++dim) {
+    if (dim != *stages) others.push_back(dim);
+  }
+  const auto mesh = root.slice(others);
+  return mesh.ndim() > 1 ? mesh.flatten() : mesh;
+}
+
+/// What the names of a group's entries begin with: its module's path, and which of its buckets it is. Roots of stages have all
+/// the same path: in a pipeline it is the place among this rank's groups, which are those of its stages.
+std::string prefix_of(const ParameterGroup& group, size_t place) {
+  const auto root = group.roles().mesh().root();
+  if (const auto stages = stages_dim(root))
+    return fmt::format("{}pp_{}.group_{}.", kCommunication, root.local_rank(*stages), place);
   const auto path = group.owner->path(0);
   return kCommunication + (path.empty() ? "" : path + ".") +
          (group.bucket == 0 ? "" : fmt::format("bucket_{}.", group.bucket + 1));
 }
 
-/// Whether the mesh has stages of a pipeline. Their groups are of some of its ranks, and may have the same names.
-bool is_of_a_pipeline(const ParameterGroup& group) {
-  const auto root = group.roles().mesh().root();
-  const auto& names = root.dim_names();
-  const auto found = std::find(names.begin(), names.end(), "pp");
-  return found != names.end() && root.size(found - names.begin()) > 1;
-}
-
 /// A row of each rank. What lies on the host although the model does not is of a mesh there.
 DTensor row_of_each_rank(const ParameterGroup& group, const at::Tensor& tensor) {
-  auto mesh = group.roles().mesh().root().flatten();
+  auto mesh = ranks_of_entries(group);
   if (tensor.device().type() != mesh.device().type())
     mesh = make_device_mesh(tensor.device().type(), {mesh.size(0)}, mesh.rank_list());
   auto sizes = tensor.sizes().vec();
@@ -110,15 +128,15 @@ class CommunicationBinding final : public StateBinding {
 };
 
 /// Adds what the extension of `group` keeps to `state`.
-void add_kept(StateDict& state, const ParameterGroup& group) {
+void add_kept(StateDict& state, const ParameterGroup& group, size_t place) {
   const auto lock = schedule_of(group).lock();
   auto* gradients = gradients_of(group);
   const auto& policy = group.options().communication.reduction;
-  if (!gradients || !policy || is_of_a_pipeline(group) || !trains_any(group)) return;
+  if (!gradients || !policy || !trains_any(group)) return;
   const auto extension = gradients->reduction_extension();
   if (!extension) return;
   for (const auto& [name, tensor] : extension->state()) {
-    state.add(prefix_of(group) + name, row_of_each_rank(group, tensor));
+    state.add(prefix_of(group, place) + name, row_of_each_rank(group, tensor));
     state.set(kCommunication + "policy", policy->description());
     state.set(kCommunication + "ranks", group.roles().mesh().root().flatten().size(0));
   }
@@ -130,7 +148,8 @@ void add_kept(StateDict& state, const ParameterGroup& group) {
 
 StateDict communication_state(const torch::nn::Module& module) {
   StateDict state;
-  for (const auto* group : internal::groups_below(module)) internal::add_kept(state, *group);
+  const auto groups = internal::groups_below(module);
+  for (size_t i = 0; i < groups.size(); ++i) internal::add_kept(state, *groups[i], i);
   if (state.size() == 0) return state;
   const auto policy = state.value<std::string>(internal::kCommunication + "policy");
   const auto ranks = state.value<int64_t>(internal::kCommunication + "ranks");

@@ -10,9 +10,11 @@
 #include <tessera/checkpoint/state_dict.h>
 #include <tessera/collectives/run_ranks.h>
 #include <tessera/fsdp/communication.h>
+#include <tessera/parallel/pipeline.h>
 
 #include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/parallel/pipeline_training.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
 #include <tessera/tests/support/temporary_folder.h>
@@ -121,6 +123,64 @@ TEST(CommunicationState, RefusesThatOfOtherRanks) {
   };
   train(4);
   train(2);
+}
+
+/// Stages over `pp`, each sharded over `dp`.
+struct PipelineTraining {
+  explicit PipelineTraining(const DeviceMesh& mesh)
+      : data(mesh["dp"]), pipeline(make_stages(model, mesh), PipelineScheduleKind::k1F1B, text_loss(), {.data_mesh = data}) {
+    optimizer = pipeline_adamw(pipeline.stages().parameters());
+  }
+  static PipelineStages make_stages(PipelineGpt& model, const DeviceMesh& mesh) {
+    auto stages = split(layers_of(model), mesh["pp"]);
+    fully_shard(stages, mesh["dp"], {.communication = feeding_back()});
+    return stages;
+  }
+  void run(int64_t first, int64_t last) {
+    for (int64_t step = first; step < last; ++step) {
+      optimizer->zero_grad();
+      pipeline.step(text_batches({}, step, data.local_rank()));
+      optimizer->step();
+    }
+  }
+  StateDict state(bool with_copies) {
+    const auto& stages = pipeline.stages();
+    auto all = state_dict(*stages.module, *optimizer, {.flatten_optimizer_state_dict = true});
+    if (!with_copies) all.erase_if([&](const StateDict::Entry& entry) { return stages.is_copy(entry.name); });
+    all.merge(communication_state(*stages.module));
+    return all;
+  }
+  std::vector<torch::Tensor> weights() const {
+    std::vector<torch::Tensor> all;
+    for (const auto& parameter : pipeline.stages().parameters()) all.push_back(full(parameter));
+    return all;
+  }
+
+  PipelineGpt model = seeded_pipeline_gpt({.depth = 4});
+  DeviceMesh data;
+  Pipeline pipeline;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+};
+
+TEST(CommunicationState, OfAPipelineGoesOnToo) {
+  if (world_size() != 4) GTEST_SKIP() << "is for two stages on two ranks each";
+  const SharedFolder folder;
+  const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"pp", "dp"});
+  PipelineTraining whole(mesh), first(mesh), resumed(mesh);
+  whole.run(0, 4);
+  first.run(0, 2);
+  EXPECT_GT(communication_state(*first.pipeline.stages().module).size(), 2);
+  checkpoint::save(first.state(false), folder.path() / "step");
+  auto state = resumed.state(true);
+  checkpoint::load(state, folder.path() / "step");
+  resumed.run(2, 4);
+  const auto got = resumed.weights(), expected = whole.weights();
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TENSORS_EQUAL(got[i], expected[i]);
+  auto kept = communication_state(*resumed.pipeline.stages().module);
+  auto others = communication_state(*whole.pipeline.stages().module);
+  for (const auto& entry : kept.entries()) {
+    if (entry.is_tensor()) EXPECT_TENSORS_EQUAL(full(kept.tensor(entry.name)), full(others.tensor(entry.name))) << entry.name;
+  }
 }
 
 TEST(CommunicationState, KeepsPowerSGD) {
