@@ -143,14 +143,17 @@ struct ZeroOneAdamParamState : torch::optim::OptimizerCloneableParamState<ZeroOn
 /// stays, and the ranks step apart; every `local_interval` steps, which grows, they take their steps back, reduce in one bit what
 /// these have moved, times √v + ε, step by the mean, and take it, over the sum of learning rates, as their momentum.
 ///
-/// Between such reductions the parameters differ between ranks. A state dict that is read there is an error: save where
-/// `is_synchronized`.
+/// Between such reductions the parameters differ between ranks, and a state dict is an error: save where `is_synchronized`, or
+/// call `synchronize` before.
 class ZeroOneAdam : public ShardedOptimizer {
  public:
   explicit ZeroOneAdam(const std::vector<torch::optim::OptimizerParamGroup>& groups, const ZeroOneAdamOptions& defaults = {});
   explicit ZeroOneAdam(std::vector<at::Tensor> parameters, const ZeroOneAdamOptions& defaults = {});
   /// Whether the parameters are equal on all ranks now.
   bool is_synchronized() const;
+  /// Brings together now those that are not, by the reduction that would come later. Every rank calls it. The steps go on as if
+  /// that had come at its time: the distance of reductions does not change.
+  void synchronize();
 
  protected:
   void update() override;

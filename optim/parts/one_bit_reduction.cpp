@@ -202,12 +202,33 @@ class OneBitMean {
 
 } // namespace
 
+namespace {
+
+/// Null where there is one.
+CommunicatorPtr reducing_ranks(const DeviceMesh* mesh) {
+  return mesh && mesh->size() > 1 ? process_context().communicator(mesh->rank_list(), mesh->device_type()) : nullptr;
+}
+
+} // namespace
+
+OwnGradients zeros_in_place_of_gradients(const torch::optim::Optimizer& optimizer, const std::string& name,
+                                         const std::function<bool(const at::Tensor&)>& takes) {
+  OwnGradients zeros;
+  auto parameters = trained_parameters(optimizer, name);
+  std::erase_if(parameters, [&](const auto& parameter) { return !takes(parameter); });
+  if (parameters.empty()) return zeros;
+  zeros.ranks = reducing_ranks(mesh_of(parameters, name));
+  for (const auto& parameter : parameters)
+    zeros.all.push_back({parameter, at::zeros(parameter.sizes(), part_of(parameter).options().dtype(wide_dtype(parameter)))});
+  return zeros;
+}
+
 OwnGradients own_gradients(const torch::optim::Optimizer& optimizer, const std::string& name) {
   const auto parameters = trained_parameters(optimizer, name);
   OwnGradients gradients;
   if (parameters.empty()) return gradients;
   const auto* mesh = mesh_of(parameters, name);
-  if (mesh && mesh->size() > 1) gradients.ranks = process_context().communicator(mesh->rank_list(), mesh->device_type());
+  gradients.ranks = reducing_ranks(mesh);
   const auto count = gradients.ranks ? mesh->size() : 1;
   auto kinds = at::zeros({static_cast<int64_t>(parameters.size())}, at::kInt);
   for (size_t i = 0; i < parameters.size(); ++i) {

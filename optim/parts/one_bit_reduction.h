@@ -6,6 +6,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,10 @@ struct OwnGradients {
 /// Errors, which `name` begins: a sharded parameter, several meshes, a gradient that is sparse, complex or waits for its
 /// reduction.
 OwnGradients own_gradients(const torch::optim::Optimizer& optimizer, const std::string& name);
+
+/// Gathers the parameters for which `takes` is true, the same on all ranks, with values of zeros.
+OwnGradients zeros_in_place_of_gradients(const torch::optim::Optimizer& optimizer, const std::string& name,
+                                         const std::function<bool(const at::Tensor&)>& takes);
 
 /// Replaces the values at `places` by their means, with one all-reduce.
 void average(OwnGradients& gradients, const std::vector<size_t>& places, const std::string& name);

@@ -1,4 +1,5 @@
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <tessera/optim/one_bit.h>
 
@@ -34,7 +35,7 @@ const ZeroOneAdamOptions& checked(const ZeroOneAdamOptions& options) {
 double& synchronized_lr_sum(ZeroOneAdamParamState& state) {
   TORCH_CHECK(state.lr_sum() == 0,
               "ZeroOneAdam: the ranks step apart, and their parameters differ: save, or load, after a step "
-              "that reduces (ZeroOneAdam::is_synchronized)");
+              "that reduces (ZeroOneAdam::is_synchronized), or after ZeroOneAdam::synchronize");
   return state.lr_sum();
 }
 
@@ -168,6 +169,21 @@ ZeroOneAdam::ZeroOneAdam(std::vector<at::Tensor> parameters, const ZeroOneAdamOp
 bool ZeroOneAdam::is_synchronized() const {
   return std::all_of(state().begin(), state().end(),
                      [](const auto& each) { return static_cast<const ZeroOneAdamParamState&>(*each.second).lr_sum() == 0; });
+}
+
+void ZeroOneAdam::synchronize() {
+  constexpr auto* kName = "ZeroOneAdam::synchronize";
+  const at::NoGradGuard no_grad;
+  auto apart = internal::zeros_in_place_of_gradients(*this, kName, [&](const at::Tensor& parameter) {
+    const auto found = state().find(parameter.unsafeGetTensorImpl());
+    return found != state().end() && static_cast<const ZeroOneAdamParamState&>(*found->second).lr_sum() != 0;
+  });
+  const auto entries = internal::one_bit_entries<ZeroOneAdamParamState, ZeroOneAdamOptions>(*this, apart);
+  std::vector<internal::OneBitShare> moves;
+  moves.reserve(entries.size());
+  for (const auto& entry : entries) moves.push_back(take_back(entry));
+  if (apart.ranks) internal::one_bit_mean(moves, *apart.ranks, kName);
+  for (size_t i = 0; i < entries.size(); ++i) join(entries[i], moves[i].values);
 }
 
 void ZeroOneAdam::update() {

@@ -5,8 +5,10 @@
 #include <tessera/fsdp/fsdp_module.h>
 #include <tessera/fsdp/step_in_backward.h>
 #include <tessera/optim/one_bit.h>
+#include <tessera/training/grad_scaler.h>
 
 #include <cmath>
+#include <limits>
 
 #include <tessera/optim/parts/one_bit_reduction.h>
 
@@ -437,6 +439,34 @@ TEST(OneBit, GoesOnAfterAResume) {
   }
 }
 
+/// A step that a scaler skips changes neither moments nor errors, and counts as none.
+TEST(OneBit, AScalersInfinityChangesNothing) {
+  for (const auto& each : makers()) {
+    SCOPED_TRACE(each.name);
+    auto net = replicated_net(), scaled = replicated_net();
+    const auto optimizer = each.make(net->parameters()), other = each.make(scaled->parameters());
+    GradScaler scaler({.init_scale = 8});
+    for (int64_t step = 0; step < 12; ++step) {
+      const bool overflows = step == 3 || step == 8;
+      other->zero_grad();
+      scaler.scale(loss_of(scaled, own_batch(step))).backward();
+      if (overflows && world_rank() == last_rank()) {
+        const torch::NoGradGuard no_grad;
+        internal::part_of(scaled->parameters()[0].grad()).fill_(std::numeric_limits<float>::infinity());
+      }
+      EXPECT_EQ(scaler.step(*other), !overflows);
+      scaler.update(8);
+      if (overflows) continue;
+      optimizer->zero_grad();
+      loss_of(net, own_batch(step)).backward();
+      optimizer->step();
+    }
+    const auto others = net->named_parameters();
+    for (const auto& item : scaled->named_parameters())
+      EXPECT_TRUE(torch::equal(internal::part_of(item.value()), internal::part_of(others[item.key()]))) << item.key();
+  }
+}
+
 TEST(OneBit, SendsABitAnElementTwice) {
   if (world_size() == 1) GTEST_SKIP() << "one rank sends nothing";
   auto net = replicated_net();
@@ -572,6 +602,38 @@ TEST(ZeroOneAdam, IsNotSavedBetweenReductions) {
     }
   }
   EXPECT_FALSE(optimizer.is_synchronized());
+}
+
+/// Also where parameters come together at other steps, because one had no gradient on any rank in some.
+TEST(ZeroOneAdam, IsSavedWhereItSynchronizes) {
+  auto net = replicated_net(), loaded = replicated_net();
+  const auto options = ZeroOneAdamOptions(1e-3).var_freeze_step(1).local_step_scaler(1).local_step_clipper(4);
+  ZeroOneAdam optimizer(net->parameters(), options), resumed(loaded->parameters(), options);
+  const auto train = [](Net& model, ZeroOneAdam& with, int64_t begin, int64_t end) {
+    for (int64_t step = begin; step < end; ++step) {
+      const auto x = model->embedded(own_batch(step));
+      if (step % 3 == 1) {
+        x.square().mean().backward(); // the blocks have no gradient
+      } else {
+        loss_of(model, own_batch(step)).backward();
+      }
+      with.step();
+      with.zero_grad();
+    }
+  };
+  train(net, optimizer, 0, 9);
+  ASSERT_FALSE(optimizer.is_synchronized());
+  optimizer.synchronize();
+  EXPECT_TRUE(optimizer.is_synchronized());
+  expect_equal_on_all_ranks(net);
+  const auto saved = state_dict(*net, optimizer, {.full_state_dict = true});
+  auto target = state_dict(*loaded, resumed);
+  load_state_dict(target, saved);
+  train(net, optimizer, 9, 14);
+  train(loaded, resumed, 9, 14);
+  optimizer.synchronize();
+  resumed.synchronize();
+  EXPECT_EQ(parameter_difference(*loaded, *net), 0);
 }
 
 } // namespace
