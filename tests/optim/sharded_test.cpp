@@ -8,6 +8,7 @@
 #include <tessera/tests/checkpoint/sharded_training.h>
 #include <tessera/tests/optim/layouts.h>
 #include <tessera/tests/optim/optimizers.h>
+#include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
 #include <tessera/tests/support/temporary_folder.h>
 #include <tessera/tests/support/world.h>
@@ -79,6 +80,22 @@ void expect_equal_weights(TrainedModel& actual, TrainedModel& expected) {
     const auto got = whole_tensor(item.value()), wanted = whole_tensor(others[item.key()]);
     EXPECT_TRUE(torch::allclose(got, wanted, 0, 1e-9)) << item.key() << " differs by " << (got - wanted).abs().max();
   }
+}
+
+template <typename Optimizer, typename Options>
+OptimizerCase in_bf16(std::string name, const Options& options) {
+  return {std::move(name), [options](const std::vector<at::Tensor>& parameters) {
+            auto optimizer = std::make_unique<Optimizer>(parameters, options);
+            optimizer->keep_moments_in(MomentDtype::kBFloat16, /*seed=*/7);
+            return optimizer;
+          }};
+}
+
+/// Their moments may be rounded otherwise where a gradient differs in its last bit, so that training is compared with training of
+/// the same layout.
+std::vector<OptimizerCase> cases_in_bf16() {
+  return {in_bf16<FusedAdam>("FusedAdam in bf16", torch::optim::AdamOptions(0.01).weight_decay(0.1)),
+          in_bf16<FusedAdamW>("FusedAdamW in bf16", torch::optim::AdamWOptions(0.01).weight_decay(0.1))};
 }
 
 TEST_F(ShardedOptimizers, TrainAsOneProcessDoes) {
@@ -212,8 +229,51 @@ TEST_F(ShardedOptimizers, StepWhatLiesOnTheHostAndInFiles) {
   }
 }
 
+/// Group by group out of files, and resumed: the numbers of a model that stays in memory.
+TEST_F(ShardedOptimizers, MomentsInBf16MayLieInFiles) {
+  if (test_device_type() != torch::kCPU) GTEST_SKIP() << "these moments are for the CPU";
+  for (const auto& each : cases_in_bf16()) {
+    SCOPED_TRACE(each.name);
+    const TemporaryFolder folder;
+    Trained plain(each, "full-ragged", 1);
+    Offloaded saved(each, offload_to_files(folder.path().string(), false), 1),
+        loaded(each, offload_to_files(folder.path().string(), false), 2);
+    for (int64_t step = 0; step < 3; ++step) ASSERT_NEAR(saved.step(step), plain.step(step), 1e-9) << "step " << step;
+    const auto whole = state_dict(saved.model(), saved.optimizer(), {.full_state_dict = true});
+    auto target = state_dict(loaded.model(), loaded.optimizer());
+    load_state_dict(target, whole);
+    for (int64_t step = 3; step < 6; ++step) ASSERT_NEAR(loaded.step(step), plain.step(step), 1e-9) << "step " << step;
+    expect_equal_weights(loaded.model(), plain.model());
+  }
+}
+
+TEST_F(ShardedOptimizers, RefuseTheStateOfAnotherOne) {
+  namespace optim = torch::optim;
+  const std::vector<OptimizerCase> all{optimizer_case<optim::AdamW>("AdamW", optim::AdamWOptions(0.01)),
+                                       optimizer_case<optim::SGD>("SGD", optim::SGDOptions(0.01)),
+                                       optimizer_case<Lion>("Lion", LionOptions(0.01)),
+                                       optimizer_case<Lamb>("Lamb", LambOptions(0.02)),
+                                       optimizer_case<Adafactor>("Adafactor", AdafactorOptions(0.05)),
+                                       optimizer_case<AdamW8bit>("AdamW8bit", AdamW8bitOptions(0.01)),
+                                       muon_case("Muon", MuonAdjustLr::kOriginal)};
+  for (size_t i = 0; i < all.size(); ++i) {
+    const auto &there = all[i], &here = all[(i + 1) % all.size()];
+    SCOPED_TRACE(there.name + " into " + here.name);
+    Trained saved(there, "full-ragged", 1), loaded(here, "full-ragged", 1);
+    saved.step(0);
+    const auto whole = state_dict(saved.model(), saved.optimizer(), {.full_state_dict = true});
+    auto target = loaded.state();
+    EXPECT_THROWS_WITH(load_state_dict(target, whole),
+                       "holds the state of another optimizer than " + here.name + ": " + there.name);
+  }
+}
+
 TEST_F(ShardedOptimizers, AScalersInfinityChangesNothing) {
-  for (const auto& each : optimizer_cases()) {
+  auto cases = optimizer_cases();
+  if (test_device_type() == torch::kCPU) {
+    for (auto& each : cases_in_bf16()) cases.push_back(std::move(each));
+  }
+  for (const auto& each : cases) {
     SCOPED_TRACE(each.name);
     Trained expected(each, "full-ragged", 1), scaled(each, "full-ragged", 1);
     GradScaler scaler({.init_scale = 8});
