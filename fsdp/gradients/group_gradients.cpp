@@ -16,6 +16,7 @@
 #include <tessera/base/error_text.h>
 #include <tessera/base/tensor_over.h>
 #include <tessera/fsdp/gradients/gradient_layout.h>
+#include <tessera/fsdp/gradients/loss_scale_watch.h>
 #include <tessera/fsdp/gradients/unreduced_gradient.h>
 #include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/profiler_range.h>
@@ -235,6 +236,7 @@ ReductionCall GroupGradients::call_of(std::vector<bool> used) const {
 
 void GroupGradients::start_reduce(ReadyGradients& ready) {
   TORCH_INTERNAL_ASSERT(has_pending());
+  LossScaleWatch::instance().see(group_, plan_.takes_part);
   const ProfilerRange range("reduce_scatter", group_);
   const bool joins = std::exchange(must_reduce_, false);
   if (!pending_.any() && (!joins || reduction_.is_parked())) {

@@ -13,6 +13,7 @@
 
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/gradients/loss_scale_watch.h>
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/fsdp/unsharded.h>
 
@@ -433,6 +434,37 @@ nlohmann::json train_in_fp16() {
     steps.push_back({mean_over_ranks(loss).item<double>(), scaler.get_scale(), stepped});
   }
   return steps;
+}
+
+struct Warnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+  std::vector<std::string> texts;
+};
+
+/// The warnings of two backwards of a model in `dtype`, with or without a scaler.
+std::vector<std::string> warnings_in(torch::Dtype dtype, bool scales) {
+  internal::LossScaleWatch::instance().was_scaled = internal::LossScaleWatch::instance().has_warned = false;
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  auto layers = make_layers();
+  FullyShardOptions options;
+  options.mixed_precision.param_dtype = dtype;
+  fully_shard(layers, world_mesh(), options);
+  GradScaler scaler({.enabled = scales});
+  for (int64_t step = 0; step < 2; ++step) scaler.scale(layers->forward(batch(step)).square().mean()).backward();
+  return warnings.texts;
+}
+
+TEST(GradScaler, ItsAbsenceIsWarnedOfOnceInFp16) {
+  using ::testing::ElementsAre, ::testing::HasSubstr, ::testing::IsEmpty;
+  const auto in_fp16 = warnings_in(torch::kHalf, false);
+  if (world_rank() == 0) {
+    EXPECT_THAT(in_fp16, ElementsAre(HasSubstr("has gradients in fp16, and no loss was scaled")));
+  } else {
+    EXPECT_THAT(in_fp16, IsEmpty()) << "one rank warns";
+  }
+  EXPECT_THAT(warnings_in(torch::kHalf, true), IsEmpty());
+  EXPECT_THAT(warnings_in(torch::kBFloat16, false), IsEmpty());
 }
 
 TEST(GradScaler, SkipsTheStepsThatPythonsFsdp2Skips) {

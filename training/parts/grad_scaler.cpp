@@ -17,6 +17,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/ranks/gather_texts.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/fsdp/gradients/loss_scale_watch.h>
 #include <tessera/fsdp/gradients/unreduced_gradient.h>
 #include <tessera/optim/parts/backward_mark.h>
 #include <tessera/optim/parts/optimizer_ranks.h>
@@ -151,6 +152,7 @@ void GradScaler::set_growth_interval(int64_t interval) {
 at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!options_.enabled) return outputs;
   has_scaled_ = true;
+  internal::LossScaleWatch::instance().was_scaled = true;
   // In PyTorch the scale is a tensor, which makes a Float of a number: in half precision few scaled losses are finite.
   const bool is_number = outputs.dim() == 0;
   return (is_number ? outputs.to(c10::promoteTypes(outputs.scalar_type(), at::kFloat)) : outputs).mul(scale_);
