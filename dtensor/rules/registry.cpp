@@ -43,6 +43,7 @@ Registry::Registry() : pointwise_(OnLocals(pointwise_factors)), whole_(OnLocals(
   register_foreach(*this);
   register_reductions(*this);
   register_matmul(*this);
+  register_scaled_mm(*this);
   register_views(*this);
   register_cuts(*this);
   register_shapes(*this);

@@ -41,6 +41,7 @@ void register_pointwise(Registry& registry);
 void register_foreach(Registry& registry);
 void register_reductions(Registry& registry);
 void register_matmul(Registry& registry);
+void register_scaled_mm(Registry& registry);
 void register_views(Registry& registry);
 void register_cuts(Registry& registry);
 void register_shapes(Registry& registry);
