@@ -24,6 +24,7 @@
 #include <tessera/mesh.h>
 #include <tessera/mixed_precision/block_codec.h>
 #include <tessera/mixed_precision/policy.h>
+#include <tessera/nn/float8_linear.h>
 #include <tessera/nn/script_module.h>
 #include <tessera/offload/offload_policy.h>
 #include <tessera/optim/adafactor.h>

@@ -10,6 +10,10 @@
 
 #include <tessera/mesh/device_mesh.h>
 
+namespace torch::nn {
+class Module;
+}
+
 namespace tessera {
 
 /// What is sent of a parameter instead of its shard when its group is gathered, and how the parameter is built from it: for fp8
@@ -40,5 +44,14 @@ class GatherExtension {
 /// The extension of a parameter; null for none. The name is relative to the module given to `fully_shard`. An extension may serve
 /// several parameters. Every rank chooses the same.
 using GatherExtensionFn = std::function<std::shared_ptr<GatherExtension>(const std::string& name, const at::Tensor& parameter)>;
+
+/// Gathers the weights of the Linears that `convert_to_float8` took in `module` and below as float8_e4m3fn, with one scale each
+/// for all shards, and the other parameters as they are (torchao: enable_fsdp_float8_all_gather). The codes are those that the
+/// product makes of the weight. So without a `param_dtype` results are the same, bit for bit; with one, shards are rounded once
+/// and not twice. A gather takes one all-reduce of a number a weight besides.
+///
+/// Call it after `convert_to_float8`; it knows the parameters, under whatever names. Errors: nothing was converted; a Linear with
+/// scales of rows, of which each product has others.
+GatherExtensionFn float8_gather(const torch::nn::Module& module);
 
 } // namespace tessera

@@ -38,7 +38,7 @@ struct Reading {
 
 Reading read_positions(const c10::OperatorHandle& op) {
   const auto& name = op.schema().name();
-  if (name == "aten::linear") return {Use::kLinear, 1, 0};
+  if (name == "aten::linear" || name == "tessera::float8_linear") return {Use::kLinear, 1, 0};
   if (name == "aten::matmul" || name == "aten::mm") return {Use::kProduct, 1, 0};
   if (name == "aten::addmm") return {Use::kProduct, 2, 1};
   if (name == "aten::embedding") return {Use::kTable, 0, 1};

@@ -1,0 +1,157 @@
+#include <tessera/nn/float8_linear.h>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/frexp.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/where.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include <tessera/dtensor/api.h>
+#include <tessera/dtensor/operators/scaled_mm.h>
+
+namespace tessera {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+/// The largest number of float8_e4m3fn is 0.875 · 2⁹, that of float8_e5m2 0.875 · 2¹⁶.
+constexpr double kLargestMantissa = 0.875;
+constexpr double kInverseOfE4m3 = 0x1p-9, kInverseOfE5m2 = 0x1p-16;
+/// Smaller numbers are scaled as this one, of which a scale and its inverse are ordinary numbers. So are zeros.
+constexpr double kSmallestLargest = 0x1p-100;
+
+/// Which numbers share a scale: all, or those along dim 0 or 1 of a matrix.
+std::vector<int64_t> scaled_dims(Float8Scaling scaling, int64_t along) {
+  return scaling == Float8Scaling::kTensor ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{along};
+}
+
+} // namespace
+
+namespace internal {
+
+at::Tensor largest_in_float8(const at::Tensor& matrix, Float8Scaling scaling, int64_t dim) {
+  const auto dims = scaled_dims(scaling, dim);
+  auto sizes = matrix.sizes().vec();
+  for (const auto each : dims) sizes[static_cast<size_t>(each)] = 1;
+  if (matrix.numel() == 0) return matrix.new_zeros(sizes, at::kFloat);
+  return at::linalg_vector_norm(matrix, std::numeric_limits<double>::infinity(), dims, /*keepdim=*/true).to(at::kFloat);
+}
+
+at::Tensor float8_scale(const at::Tensor& largest, at::ScalarType dtype) {
+  if (largest.is_meta()) return largest.clone(); // frexp has no kernel there
+  const auto bounded = largest.clamp_min(kSmallestLargest);
+  const auto mantissa = std::get<0>(at::frexp(bounded)); // in [0.5, 1)
+  const double inverse = dtype == at::kFloat8_e5m2 ? kInverseOfE5m2 : kInverseOfE4m3;
+  return bounded / mantissa * at::where(mantissa > kLargestMantissa, 2 * inverse, inverse);
+}
+
+} // namespace internal
+
+namespace {
+
+struct Codes {
+  at::Tensor codes, scale;
+};
+
+/// `matrix` in `dtype`; with scales of rows, `along` is the dim that they have none for.
+Codes encode(const at::Tensor& matrix, at::ScalarType dtype, Float8Scaling scaling, int64_t along) {
+  const auto scale = internal::float8_scale(internal::largest_in_float8(matrix, scaling, along), dtype);
+  return {(matrix / scale).to(dtype), scale};
+}
+
+/// a [m, k] · b [k, n].
+at::Tensor product(const at::Tensor& a, at::ScalarType a_dtype, const at::Tensor& b, Float8Scaling scaling,
+                   at::ScalarType result) {
+  const auto left = encode(a, a_dtype, scaling, 1), right = encode(b, at::kFloat8_e4m3fn, scaling, 0);
+  const auto dtype = result == at::kDouble ? at::kFloat : result;
+  const bool is_distributed = is_dtensor(left.codes) || is_dtensor(right.codes);
+  const auto value =
+      is_distributed ? at::_scaled_mm(left.codes, right.codes, left.scale, right.scale, {}, {}, dtype)
+                     : internal::scaled_mm(
+                           {.a = left.codes, .b = right.codes, .a_scale = left.scale, .b_scale = right.scale, .dtype = dtype});
+  return value.to(result);
+}
+
+/// x [m, in] · wᵀ, and its gradients. Codes are made anew in backward: of a sharded weight nothing is kept.
+struct Float8Product : torch::autograd::Function<Float8Product> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, int64_t scaling) {
+    context->save_for_backward({x, weight});
+    context->saved_data["scaling"] = scaling;
+    return product(x, at::kFloat8_e4m3fn, weight.t(), static_cast<Float8Scaling>(scaling), x.scalar_type());
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    TORCH_CHECK(!at::GradMode::is_enabled(), "float8_linear: has no second derivative: call backward without create_graph");
+    const auto saved = context->get_saved_variables();
+    const auto &x = saved[0], &weight = saved[1], &gradient = gradients[0];
+    const auto scaling = static_cast<Float8Scaling>(context->saved_data["scaling"].toInt());
+    at::Tensor of_x, of_weight;
+    if (context->needs_input_grad(0)) of_x = product(gradient, at::kFloat8_e5m2, weight, scaling, x.scalar_type());
+    if (context->needs_input_grad(1)) of_weight = product(gradient.t(), at::kFloat8_e5m2, x, scaling, x.scalar_type());
+    return {of_x, of_weight, {}};
+  }
+};
+
+void check_arguments(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+  TORCH_CHECK_VALUE(weight.dim() == 2, "float8_linear: the weight has the shape ", weight.sizes(), ", not [out, in]");
+  TORCH_CHECK_VALUE(input.dim() > 0 && input.size(-1) == weight.size(1), "float8_linear: the input has the shape ", input.sizes(),
+                    ", of which the last size is not the ", weight.size(1), " of the weight ", weight.sizes());
+  TORCH_CHECK_TYPE(input.is_floating_point() && !at::isFloat8Type(input.scalar_type()), "float8_linear: the input is of ",
+                   input.scalar_type(), ", not of floating-point numbers of 16 bits or more");
+  TORCH_CHECK_TYPE(input.scalar_type() == weight.scalar_type(), "float8_linear: the input is of ", input.scalar_type(),
+                   ", the weight of ", weight.scalar_type());
+  TORCH_CHECK_VALUE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)),
+                    "float8_linear: the bias has the shape ", bias.defined() ? bias.sizes() : at::IntArrayRef(), ", not [",
+                    weight.size(0), "]");
+}
+
+at::Tensor in_float8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, int64_t scaling) {
+  check_arguments(input, weight, bias);
+  auto sizes = input.sizes().vec();
+  const auto rows = input.dim() == 2 ? input : input.reshape({-1, weight.size(1)});
+  auto result = Float8Product::apply(rows, weight, scaling);
+  sizes.back() = weight.size(0);
+  if (input.dim() != 2) result = result.reshape(sizes);
+  return bias.defined() ? result + bias : result;
+}
+
+/// The operator `tessera::float8_linear`, which the dispatch of reads, tensor parallelism and autograd see as one call.
+at::Tensor float8_linear_op(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                            int64_t scaling) {
+  const auto plain_bias = bias.value_or(at::Tensor());
+  const auto device = input.device().type();
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device))
+    return in_float8(input, weight, plain_bias, scaling);
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const at::Tensor& tensor) {
+    const bool casts = tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
+    return casts ? tensor.to(dtype) : tensor;
+  };
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
+  return in_float8(cast(input), cast(weight), cast(plain_bias), scaling);
+}
+
+} // namespace
+
+at::Tensor float8_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, Float8Scaling scaling) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("tessera::float8_linear", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t)>();
+  return op.call(input, weight, bias.defined() ? std::optional(bias) : std::nullopt, static_cast<int64_t>(scaling));
+}
+
+} // namespace tessera
+
+TORCH_LIBRARY(tessera, m) {
+  m.def("float8_linear(Tensor input, Tensor weight, Tensor? bias, int scaling) -> Tensor", &tessera::float8_linear_op);
+}
