@@ -50,8 +50,7 @@ Work Meeting::join(std::pair<int, int> key, std::vector<int> members, int place,
   bool is_last = false;
   {
     const std::lock_guard lock(job_->mutex());
-    if (!failure_.empty())
-      C10_THROW_ERROR(DistBackendError, c10::str(text, ": the group failed before and cannot be used again: ", failure_));
+    check_usable(members, text);
     auto& line = lines_[key];
     line.calls.resize(members.size());
     const auto call = contribution.signature.sequence = line.calls[index]++;
@@ -65,6 +64,28 @@ Work Meeting::join(std::pair<int, int> key, std::vector<int> members, int place,
   }
   if (is_last) complete(*gathering);
   return Work(std::make_shared<Wait>(shared_from_this(), std::move(gathering), ranks_[place], text));
+}
+
+void Meeting::check_usable(const std::vector<int>& members, const std::string& text) const {
+  if (!failure_.empty())
+    C10_THROW_ERROR(DistBackendError, c10::str(text, ": the group failed before and cannot be used again: ", failure_));
+  for (const auto member : members) {
+    if (left_.count(member) > 0)
+      C10_THROW_ERROR(DistBackendError, c10::str(text, ": rank ", ranks_[member], " has left the group"));
+  }
+}
+
+void Meeting::leave(int place) {
+  const std::lock_guard lock(job_->mutex());
+  left_.insert(place);
+  for (auto& [key, line] : lines_) {
+    for (auto& [call, open] : line.open) {
+      if (std::count(open->members.begin(), open->members.end(), place) == 0) continue;
+      open->failure = c10::str("rank ", ranks_[place], " has left the group");
+      open->is_done = true;
+    }
+  }
+  job_->notify();
 }
 
 void Meeting::complete(Gathering& gathering) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -25,6 +26,8 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   Work come(int place, Contribution contribution);
   /// The next message from one rank to another; `place` is one of the two.
   Work come(int from, int to, int place, Contribution contribution);
+  /// A member calls nothing more. What it has called, or others wait in for it, ends with an error.
+  void leave(int place);
 
  private:
   class Wait;
@@ -44,6 +47,7 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   };
 
   Work join(std::pair<int, int> key, std::vector<int> members, int place, Contribution contribution);
+  void check_usable(const std::vector<int>& members, const std::string& text) const;
   void complete(Gathering& gathering);
   std::string difference(const Gathering& gathering) const;
   std::vector<int64_t> absent(const Gathering& gathering) const;
@@ -52,6 +56,7 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   RankList ranks_;
   std::map<std::pair<int, int>, Line> lines_;
   std::string failure_; // of an earlier collective
+  std::set<int> left_;  // places of those who call nothing more
 };
 
 /// The meetings of a job.

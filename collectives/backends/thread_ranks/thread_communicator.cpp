@@ -15,6 +15,7 @@ class ThreadCommunicator final : public CheckedCommunicator {
  public:
   ThreadCommunicator(std::shared_ptr<Meeting> meeting, std::string name, RankList ranks, int rank)
       : CheckedCommunicator(std::move(name), std::move(ranks), rank, at::kCPU), meeting_(std::move(meeting)) {}
+  void close() override { meeting_->leave(rank()); }
 
  private:
   Work start(CollectiveCall&& call) override {
