@@ -121,6 +121,18 @@ at::Tensor load_balancing_loss(const Routing& routing, const TokenCounts& all);
 /// The same of each sequence by itself, the mean over sequences: `tokens` / `sequences` neighbouring tokens are one. Local.
 at::Tensor sequence_balancing_loss(const Routing& routing, int64_t sequences);
 
+/// The sequences of this rank's tokens, of which other ranks may have parts too.
+struct TokenSequences {
+  int64_t count = 0;     ///< the same on all `ranks`
+  at::Tensor of_token;   ///< [tokens], int64: from 0; undefined where neighbours are one, as many in each
+  DeviceMesh ranks = {}; ///< those with parts of the same sequences; undefined: this one alone
+  double loss_ranks = 1; ///< how many of these have a loss of their own
+};
+
+/// This rank's part of that loss where `ranks` have the tokens of a sequence together, times `loss_ranks`. Every one of them
+/// calls it; one all-reduce of sequences · (experts + 1) counts.
+at::Tensor sequence_balancing_loss(const Routing& routing, const TokenSequences& sequences);
+
 /// This rank's part, alike, of the mean over all tokens of logsumexp(logits)² (arXiv:2202.08906), which keeps logits small.
 at::Tensor router_z_loss(const at::Tensor& logits, const TokenCounts& all);
 

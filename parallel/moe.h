@@ -36,7 +36,7 @@ enum class ExpertStorage {
 enum class BalanceScope {
   kAllRanks, ///< those of all ranks, as one (arXiv:2501.11873); it takes an all-reduce of [experts] numbers a forward
   kRank,     ///< those of each rank, or of the ranks of tensor parallelism: other numbers on other numbers of ranks
-  kSequence, ///< those of each sequence, x being [rows, time, width]
+  kSequence, ///< those of each sequence, x being [rows, time, width]; of all ranks that have parts of it as a DTensor
 };
 
 /// A loss of routers that is injected into the backward of a layer.
@@ -131,6 +131,9 @@ class MoEImpl : public torch::nn::Module {
   /// the ranks, 1/m in each of m micro-batches, times the scale of a GradScaler, divided by the number of data ranks where losses
   /// are added instead.
   void set_loss_scale(double scale) { loss_scale_ = scale; }
+  /// Forgets the choices since the last `update_expert_bias`: of a step that was given up. A `Pipeline` does so after an
+  /// exception.
+  void drop_choices() { chosen_ = at::Tensor(); }
 
  private:
   friend void expert_parallel(torch::nn::Module& module, const DeviceMesh& mesh, const ExpertParallelOptions& options);
@@ -141,6 +144,7 @@ class MoEImpl : public torch::nn::Module {
   void note(const Routing& routing);
   DeviceMesh token_ranks() const;
   void check_knows_ranks(const char* what) const;
+  void check_trains_together() const;
 
   MoEOptions options_;
   Router router_{nullptr};

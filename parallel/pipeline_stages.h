@@ -10,6 +10,7 @@
 
 #include <tessera/fsdp/options.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/parallel/expert_parallel.h>
 #include <tessera/parallel/pipeline_layers.h>
 #include <tessera/parallel/styles.h>
 
@@ -60,7 +61,7 @@ struct PipelineStages {
   /// "stage 2 (layers 'blocks.3' to 'head')"
   std::string describe(int64_t stage) const;
   /// Whether this rank holds `name` as a copy whose owner is another rank: a tied parameter, or an entry of a state dict that
-  /// belongs to one. A checkpoint leaves these out, where it is saved.
+  /// belongs to one, such as its optimizer state or its average. A checkpoint leaves these out, where it is saved.
   bool is_copy(const std::string& name) const;
 };
 
@@ -85,6 +86,10 @@ void fully_shard(const PipelineStages& stages, const DeviceMesh& mesh, const Ful
 /// `parallelize` of what this rank has, with those lines of `plan` that name something here. A line that names no module of the
 /// whole model is an error. Every rank of the pipeline and of `mesh` calls it, before `fully_shard`.
 void parallelize(const PipelineStages& stages, const DeviceMesh& mesh, const ParallelPlan& plan);
+
+/// `expert_parallel` of what this rank has, over ranks that have the same stages; nothing where these have no experts. An error
+/// where the whole model has none. Every rank of the pipeline and of `mesh` calls it, before `parallelize` and `fully_shard`.
+void expert_parallel(const PipelineStages& stages, const DeviceMesh& mesh, const ExpertParallelOptions& options = {});
 
 /// `clip_grad_norm_` over all stages: the norm of all gradients of the model, of tied weights once. Every rank of the pipeline,
 /// and of the meshes of its parameters, calls it after a step. Without `fully_shard` every rank of a data mesh has its own.

@@ -99,6 +99,7 @@ void MoEImpl::reset_parameters() {
 at::Tensor MoEImpl::forward(const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.size(-1) == options_.width, "MoE (rank ", process_context().rank(), "): x has the shape ",
                     x.sizes(), ", but a width of ", options_.width, " is expected");
+  check_trains_together();
   const TokenRows tokens(x, *router_, ranks_.tensor_parallel);
   auto routing = route(tokens.logits(), options_.route, router_->bias);
   note(routing);
@@ -139,6 +140,17 @@ void MoEImpl::check_knows_ranks(const char* what) const {
               " is of the tokens of all ranks, but the layer, which lies on ", mesh.to_string(),
               ", does not know these: call expert_parallel(model, expert_mesh(mesh, 1)[\"ep\"], {.tokens = mesh}), which splits "
               "nothing, and fully_shard of each layer's experts() before that of what holds them");
+}
+
+/// Ranks that have all experts, and shard them by fewer than train the layer, would train others.
+void MoEImpl::check_trains_together() const {
+  const auto parameters = mesh_.defined() || !is_dtensor(router_->weight) ? std::vector<at::Tensor>() : experts_->parameters();
+  if (parameters.empty() || !is_dtensor(parameters[0])) return;
+  const auto all = DTensor(router_->weight).mesh(), of_experts = DTensor(parameters[0]).mesh();
+  TORCH_CHECK(of_experts.size() >= all.size(), "MoE (rank ", process_context().rank(), "): the experts lie on ",
+              of_experts.to_string(), ", and the rest of the layer on ", all.to_string(),
+              ", so that its ranks would train different experts: call expert_parallel before fully_shard of the experts, or "
+              "shard them over all of these ranks");
 }
 
 at::Tensor MoEImpl::injected(const at::Tensor& output, const TokenRows& tokens, const Routing& routing) {

@@ -81,6 +81,42 @@ at::Tensor sequence_balancing_loss(const Routing& routing, int64_t sequences) {
   return products.sum() * (experts_of(routing) / (top_k_of(routing) * length * length * static_cast<double>(sequences)));
 }
 
+namespace {
+
+/// [sequences, experts + 1] over all ranks: the tokens that chose each expert, and all.
+at::Tensor counts_by_sequence(const Routing& routing, const TokenSequences& sequences) {
+  const at::NoGradGuard no_grad;
+  const auto experts = routing.scores.size(1), places = sequences.count * experts;
+  const auto add = [&] {
+    const auto own = sequences.of_token.mul(experts).unsqueeze(1).add(routing.experts).masked_fill(routing.experts.lt(0), places);
+    const auto chosen = at::bincount(own.flatten(), {}, places + 1).narrow(0, 0, places).view({sequences.count, experts});
+    const auto tokens = at::bincount(sequences.of_token, {}, sequences.count).unsqueeze(1);
+    const auto counts = at::cat({chosen, tokens}, 1).to(sequences.ranks.device());
+    const auto communicator =
+        process_context().communicator(sequences.ranks.rank_list(), sequences.ranks.device_type(), "experts.counts");
+    communicator->all_reduce(counts, ReduceOp::kSum, c10::str("counts of ", sequences.count, " sequences")).wait();
+    return std::vector{counts};
+  };
+  return internal::decided_once(add)[0]; // a second run of recompute sends nothing
+}
+
+} // namespace
+
+at::Tensor sequence_balancing_loss(const Routing& routing, const TokenSequences& sequences) {
+  if (!sequences.ranks.defined()) return sequence_balancing_loss(routing, sequences.count);
+  const auto tokens = routing.scores.size(0), experts = routing.scores.size(1);
+  TORCH_CHECK_VALUE(sequences.of_token.defined() && sequences.of_token.numel() == tokens, "sequence_balancing_loss: ", tokens,
+                    " tokens, but the sequences of ", sequences.of_token.defined() ? sequences.of_token.numel() : 0);
+  if (sequences.count == 0) return (routing.scores * 0).sum();
+  const auto all = counts_by_sequence(routing, sequences).to(routing.scores.options());
+  const auto lengths = all.narrow(1, experts, 1).clamp_min(1);
+  const auto numbers = at::arange(sequences.count, sequences.of_token.options()).unsqueeze(1);
+  const auto of_sequence = sequences.of_token.unsqueeze(0).eq(numbers).to(routing.scores.scalar_type()); // adds in a fixed order
+  const auto products = of_sequence.mm(probabilities(routing)) / lengths * (all.narrow(1, 0, experts) / lengths);
+  return products.sum() *
+         (experts_of(routing) * sequences.loss_ranks / (top_k_of(routing) * static_cast<double>(sequences.count)));
+}
+
 at::Tensor router_z_loss(const at::Tensor& logits, const TokenCounts& all) {
   const auto wide = logits.scalar_type() == at::kDouble ? logits : logits.to(at::kFloat);
   return at::logsumexp(wide, 1).square().sum() * (all.tokens == 0 ? 0.0 : all.ranks / all.tokens);

@@ -1,6 +1,9 @@
 #include <tessera/parallel/experts/token_rows.h>
 
+#include <ATen/ops/arange.h>
 #include <c10/util/Exception.h>
+
+#include <algorithm>
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
@@ -53,13 +56,20 @@ void TokenRows::take_parts(const at::Tensor& x, RouterImpl& router) {
   rows_ = as_rows(to_local(split_));
 }
 
-int64_t TokenRows::sequences() const {
-  TORCH_CHECK_VALUE(
-      !split_.defined() || DTensor(split_).mesh().size() == 1,
-      "MoE: BalanceScope::kSequence needs whole sequences on a rank, but tp or cp splits their tokens: take kAllRanks");
+TokenSequences TokenRows::sequences() const {
   TORCH_CHECK_VALUE(sizes_.size() == 3, "MoE: BalanceScope::kSequence needs x [rows, time, width], but it has ", sizes_.size(),
                     " dims");
-  return sizes_[0];
+  TokenSequences all{.count = sizes_[0]};
+  if (!split_.defined() || DTensor(split_).mesh().size() == 1) return all;
+  const DTensor split(split_);
+  // Each token's number in the whole, as the tokens lie.
+  auto numbers = at::arange(sizes_[0] * sizes_[1], at::TensorOptions(at::kLong).device(split.mesh().device()));
+  if (!is_flat_) numbers = numbers.view({sizes_[0], sizes_[1]});
+  const auto whole = from_local(numbers, split.mesh(), Placements(split.placements().size(), Replicate{}));
+  all.of_token = whole.redistribute(split.placements()).local().flatten().div(std::max<int64_t>(1, sizes_[1]), "floor");
+  all.ranks = split.mesh();
+  if (part_dim(split.mesh())) all.loss_ranks = static_cast<double>(split.mesh().size());
+  return all;
 }
 
 at::Tensor TokenRows::shaped(const at::Tensor& rows) const {

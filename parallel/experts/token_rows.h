@@ -22,8 +22,8 @@ class TokenRows {
 
   const at::Tensor& rows() const { return rows_; }     ///< [tokens, width], plain
   const at::Tensor& logits() const { return logits_; } ///< [tokens, experts], plain
-  /// How many sequences the tokens are. An error where x has no such dim, or sequences are split.
-  int64_t sequences() const;
+  /// The sequences of the tokens. An error where x has no such dim.
+  TokenSequences sequences() const;
   /// Rows [tokens, width] as `x` was. Every rank of `tensor_parallel` calls it.
   at::Tensor shaped(const at::Tensor& rows) const;
 

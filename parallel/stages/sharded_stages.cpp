@@ -5,6 +5,7 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/parallel/moe.h>
 #include <tessera/parallel/parallelize.h>
 #include <tessera/parallel/pipeline_stages.h>
 #include <tessera/parallel/stages/names.h>
@@ -52,6 +53,11 @@ void fully_shard(const PipelineStages& stages, const DeviceMesh& mesh, const Ful
     if (!is_one_model) fully_shard(*stage.module, mesh, options);
   }
   if (is_one_model) fully_shard(*stages.module, mesh, options);
+}
+
+void expert_parallel(const PipelineStages& stages, const DeviceMesh& mesh, const ExpertParallelOptions& options) {
+  TORCH_CHECK_VALUE(!moe_layers(stages.layers.model()).empty(), "expert_parallel: no layer of the pipeline's model is an MoE");
+  if (!moe_layers(*stages.module).empty()) expert_parallel(*stages.module, mesh, options);
 }
 
 void parallelize(const PipelineStages& stages, const DeviceMesh& mesh, const ParallelPlan& plan) {
