@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -21,24 +22,31 @@ using torch::autograd::Edge, torch::autograd::Node, torch::autograd::variable_li
 
 namespace {
 
-// What `linear`, `matmul` and recurrent cells end in, and lookups.
-constexpr std::array kSplitOps{"mm", "addmm", "bmm", "baddbmm", "convolution", "embedding"};
+// What `linear`, `matmul` and recurrent cells end in, lookups, and the layers of several experts.
+constexpr std::array kSplitOps{"mm", "addmm", "bmm", "baddbmm", "convolution", "embedding", "_grouped_mm"};
 // Nodes of views and casts. They save no tensors, so that they may run in both halves.
-constexpr std::array<std::string_view, 14> kThroughWeights{"TBackward0",       "TransposeBackward0",  "TransposeBackward1",
+constexpr std::array<std::string_view, 15> kThroughWeights{"TBackward0",       "TransposeBackward0",  "TransposeBackward1",
                                                            "ViewBackward0",    "UnsafeViewBackward0", "ReshapeAliasBackward0",
                                                            "PermuteBackward0", "ToCopyBackward0",     "AliasBackward0",
                                                            "SliceBackward0",   "SelectBackward0",     "UnsqueezeBackward0",
-                                                           "SqueezeBackward1", "ExpandBackward0"};
+                                                           "SqueezeBackward1", "ExpandBackward0",     "UnbindBackward0"};
+
+// The same of DTensors, as their class ends in the names of nodes.
+constexpr std::array<std::string_view, 2> kThroughDTensors{"::ToLocal>", "::FromLocal>"};
 
 thread_local WeightQueuePtr current;
+
+bool goes_through(const std::string& name) {
+  const auto is_end = [&](std::string_view end) { return name.ends_with(end); };
+  return std::find(kThroughWeights.begin(), kThroughWeights.end(), name) != kThroughWeights.end() ||
+         std::any_of(kThroughDTensors.begin(), kThroughDTensors.end(), is_end);
+}
 
 bool leads_to_weights(const Edge& edge) {
   const auto* node = edge.function.get();
   while (node != nullptr) {
     if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) return true;
-    if (node->num_outputs() != 1) return false;
-    const auto name = node->name();
-    if (std::find(kThroughWeights.begin(), kThroughWeights.end(), name) == kThroughWeights.end()) return false;
+    if (node->num_outputs() != 1 || !goes_through(node->name())) return false;
     node = node->next_edge(0).function.get();
   }
   return false;
