@@ -70,7 +70,8 @@ struct PipelineStepOptions {
 ///
 /// The gradients are those of one process that adds the losses of all micro-batches and of the whole data mesh, and divides by
 /// the count. Batch norms see each micro-batch, as under gradient accumulation. After an exception in a step the other ranks get
-/// an error, and the pipeline cannot be used any more.
+/// an error, and the pipeline cannot be used any more; nor another one on these ranks, which is an error, unless they are threads
+/// (`run_ranks_as_threads`). What the step had gathered, reduced and counted is given up.
 class Pipeline {
  public:
   /// Takes any number of micro-batches that the kind can take. Every rank of the pipeline makes it alike. An error where the

@@ -49,6 +49,8 @@ class Messages {
   /// Drops what has arrived.
   void drop_sent();
   void wait_for_sent();
+  /// Adds over the pipeline. It ends with an error where a rank has left.
+  void sum(const at::Tensor& numbers, const char* what) { communicator_->all_reduce(numbers, ReduceOp::kSum, what).wait(); }
   /// Ends the waiting of others for this rank.
   void close() { communicator_->close(); }
 

@@ -63,13 +63,17 @@ at::Tensor train(PipelineState& state, const std::vector<PipelineValue>& micro_b
   input.factor = static_cast<double>(state.data_ranks()) / count;
   StepRun run(state, input);
   state.ties.begin();
-  run_or_abandon(state, [&] { run.train(*schedule); });
+  at::Tensor loss;
+  run_or_abandon(state, [&] {
+    run.train(*schedule);
+    loss = state.over_stages(run.loss());
+  });
   scale_nothing(state, options);
   if (options.is_last) {
     state.ties.sum();
     ++state.steps_done;
   }
-  return state.over_all(run.loss()) / count;
+  return state.over_data(loss, "loss of a pipeline").reshape({}) / count;
 }
 
 } // namespace
@@ -95,8 +99,12 @@ at::Tensor Pipeline::evaluate(const std::vector<PipelineValue>& micro_batches) {
   StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches)};
   input.key = state_->agree("an evaluation", input.shapes, micro_batches.empty() ? "an evaluation without micro-batches" : "");
   StepRun run(*state_, input);
-  run_or_abandon(*state_, [&] { run.evaluate(/*wants_loss=*/true); });
-  return state_->over_all(run.loss()) / state_->count_of(micro_batches);
+  at::Tensor loss;
+  run_or_abandon(*state_, [&] {
+    run.evaluate(/*wants_loss=*/true);
+    loss = state_->over_stages(run.loss());
+  });
+  return state_->over_data(loss, "loss of a pipeline").reshape({}) / state_->count_of(micro_batches);
 }
 
 std::vector<PipelineValue> Pipeline::predict(const std::vector<PipelineValue>& micro_batches) {

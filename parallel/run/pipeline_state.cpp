@@ -9,6 +9,9 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/ranks/gather_texts.h>
+#include <tessera/collectives/start/thread_context.h>
+#include <tessera/fsdp/fully_shard.h>
+#include <tessera/parallel/moe.h>
 #include <tessera/parallel/stages/value_tree.h>
 
 namespace tessera::internal::pipeline {
@@ -26,6 +29,56 @@ void check_fits(const PipelineSchedule& schedule, const PipelineStages& stages) 
                     stages.rank_of_stage, "; pass PipelineSplit::chunks or rank_of_stage that fit");
 }
 
+/// The key under which the rank that failed first says why: of the pipeline on the ranks of a mesh with so many failures before
+/// it.
+std::string failure_key(const DeviceMesh& mesh, int64_t failures) {
+  return c10::str("tessera/pipeline/", mesh.ranks(), "/failure ", failures);
+}
+
+/// How many pipelines on the ranks have failed. All of these ranks have heard of it, so that they find the same number. An error
+/// where they are processes: those that left a group are gone for each other.
+int64_t failures_on(const DeviceMesh& mesh) {
+  const auto& store = process_context().store();
+  int64_t failures = 0;
+  if (!store || mesh.size() == 1) return failures;
+  while (store->check({failure_key(mesh, failures)})) ++failures;
+  if (failures == 0 || thread_context()) return failures;
+  TORCH_CHECK(false, "Pipeline: an earlier one on the ranks ", mesh.ranks(), " has ended on ",
+              store->get_to_str(failure_key(mesh, failures - 1)),
+              "\nIts ranks have left each other, and connect no more: start them again, from a checkpoint");
+}
+
+/// What the rank of the mesh said that failed first, which this one is where nobody did. The connections tell nothing of causes.
+std::string first_failure(const std::string& key, const DeviceMesh& mesh, const std::string& failure) {
+  try {
+    const auto& store = process_context().store();
+    if (!store || mesh.size() == 1) return "";
+    const auto mine = c10::str("rank ", process_context().rank(), ": ", failure);
+    const std::string first = store->compareSet(key, std::string(), mine);
+    return first == mine ? "" : first;
+  } catch (const std::exception&) { // the store has ended with its rank
+    return "";
+  }
+}
+
+/// A pipeline whose connections have ended is followed by one with others.
+CommunicatorPtr connection(const DeviceMesh& mesh, const char* direction, int64_t failures) {
+  const auto purpose = c10::str("pipeline ", direction);
+  return mesh.communicator(0, failures == 0 ? purpose : c10::str(purpose, " after ", failures));
+}
+
+/// Gives up what a step has left in a model of `fully_shard`, and in layers of experts. Groups are freed: an exception in an
+/// action frees some, and the ranks of a group must gather alike.
+void give_up_step(const ShardedStage& stage) {
+  auto& module = *stage.root();
+  for (auto* layer : moe_layers(module)) layer->drop_choices();
+  try {
+    if (is_sharded(module)) fsdp(module).zero_grad();
+    stage.free();
+  } catch (const std::exception&) { // it was in a backward, so that they cannot be used any more
+  }
+}
+
 } // namespace
 
 std::string shape_of(const PipelineValue& micro_batch) {
@@ -41,8 +94,9 @@ PipelineState::PipelineState(PipelineStages pipeline_stages, PipelineLoss pipeli
     : stages(std::move(pipeline_stages)),
       loss(std::move(pipeline_loss)),
       options(std::move(pipeline_options)),
-      forward(stages.mesh.communicator(0, "pipeline forward"), stages.mesh, options.dynamic_shapes),
-      backward(stages.mesh.communicator(0, "pipeline backward"), stages.mesh, options.dynamic_shapes),
+      failures(failures_on(stages.mesh)),
+      forward(connection(stages.mesh, "forward", failures), stages.mesh, options.dynamic_shapes),
+      backward(connection(stages.mesh, "backward", failures), stages.mesh, options.dynamic_shapes),
       ties(stages),
       kind_(schedule_kind) {
   TORCH_CHECK_VALUE(loss.sum, "Pipeline: PipelineLoss::sum is no function");
@@ -104,10 +158,10 @@ at::Tensor PipelineState::over_data(const at::Tensor& value, const char* label) 
   return value;
 }
 
-at::Tensor PipelineState::over_all(const at::Tensor& value) const {
+at::Tensor PipelineState::over_stages(const at::Tensor& value) {
   auto sum = value.detach().to(at::kDouble).reshape({1}).clone();
-  stages.mesh.communicator(0, "pipeline")->all_reduce(sum, ReduceOp::kSum, "loss of a pipeline").wait();
-  return over_data(sum, "loss of a pipeline").reshape({});
+  forward.sum(sum, "loss of a pipeline");
+  return sum;
 }
 
 int64_t PipelineState::data_rank() const {
@@ -122,29 +176,12 @@ void PipelineState::check_usable() const {
   TORCH_CHECK(!is_broken_, "this pipeline had an error in an earlier step, and cannot be used any more");
 }
 
-namespace {
-
-/// What the rank of the mesh said that failed first, which this one is where nobody did. The connections tell nothing of causes.
-std::string first_failure(const DeviceMesh& mesh, const std::string& failure) {
-  try {
-    const auto& store = process_context().store();
-    if (!store || mesh.size() == 1) return "";
-    const auto key = c10::str("tessera/pipeline/", mesh.ranks(), "/failure");
-    const auto mine = c10::str("rank ", process_context().rank(), ": ", failure);
-    const std::string first = store->compareSet(key, std::string(), mine);
-    return first == mine ? "" : first;
-  } catch (const std::exception&) { // the store has ended with its rank
-    return "";
-  }
-}
-
-} // namespace
-
 std::string PipelineState::abandon(const std::string& failure) {
   is_broken_ = true;
-  const auto first = first_failure(stages.mesh, failure);
+  const auto first = first_failure(failure_key(stages.mesh, failures), stages.mesh, failure);
   forward.close();
   backward.close();
+  for (const auto& stage : sharded) give_up_step(stage);
   return first.empty()
              ? failure
              : c10::str("the pipeline has ended on ", first, "\nHere, on rank ", process_context().rank(), ": ", failure);

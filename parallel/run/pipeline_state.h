@@ -26,8 +26,10 @@ class PipelineState {
   std::string agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& failure) const;
   /// The terms of the loss over the data mesh.
   double count_of(const std::vector<PipelineValue>& micro_batches) const;
-  /// Adds over the pipeline and the data mesh.
-  at::Tensor over_all(const at::Tensor& loss) const;
+  /// Adds over the pipeline, whose ranks have then all come to this point.
+  at::Tensor over_stages(const at::Tensor& loss);
+  /// Adds over the data mesh.
+  at::Tensor over_data(const at::Tensor& value, const char* label) const;
   int64_t data_ranks() const { return options.data_mesh.defined() ? options.data_mesh.size() : 1; }
   int64_t data_rank() const;
   void check_usable() const;
@@ -37,6 +39,7 @@ class PipelineState {
   PipelineStages stages;
   PipelineLoss loss;
   PipelineOptions options;
+  int64_t failures; ///< of pipelines on these ranks before this one, whose connections have ended
   Messages forward, backward;
   std::vector<ShardedStage> sharded; ///< as the local stages
   TieSums ties;
@@ -44,8 +47,6 @@ class PipelineState {
   int64_t steps_done = 0;
 
  private:
-  at::Tensor over_data(const at::Tensor& value, const char* label) const;
-
   std::optional<PipelineScheduleKind> kind_;
   std::map<int64_t, PipelineSchedule> schedules_; ///< by micro-batches
   bool is_broken_ = false;

@@ -23,7 +23,7 @@ class ShardedStage {
   void free() const;
 
   /// The module whose step is one.
-  const torch::nn::Module& root() const { return *root_; }
+  const std::shared_ptr<torch::nn::Module>& root() const { return root_; }
 
  private:
   std::shared_ptr<torch::nn::Module> module_, root_;

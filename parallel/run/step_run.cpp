@@ -47,7 +47,7 @@ const ShardedStage& StepRun::sharded_of(int64_t stage) {
 MicroBatchScope StepRun::scope_of(const PipelineAction& action) {
   const auto& sharded = sharded_of(action.stage);
   const bool ends = action.work == PipelineWork::kBackward || action.work == PipelineWork::kWeightGradients;
-  const bool is_last = ends && --remaining_.at(&sharded.root()) == 0;
+  const bool is_last = ends && --remaining_.at(sharded.root().get()) == 0;
   return sharded.enter(action.work, action.micro_batch, is_last && input_.options.is_last);
 }
 
@@ -60,7 +60,7 @@ MessageName StepRun::message(const char* what, int64_t stage, int64_t micro_batc
 void StepRun::note(const std::vector<PipelineAction>& actions) {
   for (const auto& action : actions) {
     const bool ends = action.work == PipelineWork::kBackward || action.work == PipelineWork::kWeightGradients;
-    if (ends) ++remaining_[&sharded_of(action.stage).root()];
+    if (ends) ++remaining_[sharded_of(action.stage).root().get()];
     if (action.work == PipelineWork::kInputGradients) split_.emplace(action.stage, action.micro_batch);
   }
 }

@@ -35,6 +35,7 @@ HeaderLayout layout_of(const DTensor& tensor, const DeviceMesh& pipeline, const 
     TORCH_CHECK(root_dim && !pipeline.root().dim_names().empty(), what, " has a DTensor on ", mesh.to_string(), ", whose dim ",
                 dim, " is no named dim of the root mesh");
     layout.dims.push_back(pipeline.root().dim_names()[static_cast<size_t>(*root_dim)]);
+    layout.names.push_back(mesh.dim_names().empty() ? layout.dims.back() : mesh.dim_names()[static_cast<size_t>(dim)]);
     const auto& placement = tensor.placements()[static_cast<size_t>(dim)];
     const auto* const shard = std::get_if<Shard>(&placement);
     TORCH_CHECK(shard || std::holds_alternative<Replicate>(placement), what, " has a DTensor with the placement ",
@@ -42,6 +43,18 @@ HeaderLayout layout_of(const DTensor& tensor, const DeviceMesh& pipeline, const 
     layout.shards.push_back(shard ? shard->dim : -1);
   }
   return layout;
+}
+
+/// The mesh here that is as the sender's.
+DeviceMesh mesh_of(const HeaderLayout& layout, const DeviceMesh& pipeline) {
+  const auto root = pipeline.root();
+  if (layout.names == layout.dims) return root[layout.dims];
+  std::vector<DeviceMesh> parts;
+  for (size_t i = 0; i < layout.dims.size(); ++i) {
+    const auto part = root[layout.dims[i]];
+    parts.push_back(layout.names[i] == layout.dims[i] ? part : part.flatten(layout.names[i]));
+  }
+  return parts.size() == 1 ? parts[0] : DeviceMesh::concatenate(parts);
 }
 
 template <typename Number>
@@ -77,6 +90,7 @@ std::string MessageHeader::to_text() const {
     if (!each.layout) continue;
     write(out, each.layout->sizes);
     write(out, each.layout->dims);
+    write(out, each.layout->names);
     write(out, each.layout->shards);
   }
   return std::move(out).str();
@@ -102,6 +116,7 @@ MessageHeader MessageHeader::of_text(const std::string& text) {
     each.layout.emplace();
     each.layout->sizes = read<int64_t>(in);
     each.layout->dims = read<std::string>(in);
+    each.layout->names = read<std::string>(in);
     each.layout->shards = read<int64_t>(in);
   }
   TORCH_INTERNAL_ASSERT(!in.fail(), "the header of a pipeline's message cannot be read: ", text);
@@ -131,7 +146,7 @@ at::Tensor tensor_of(const at::Tensor& payload, const TensorHeader& header, cons
   if (!header.layout) return payload.defined() ? payload.requires_grad_(header.requires_grad) : payload;
   Placements placements;
   for (const auto dim : header.layout->shards) placements.push_back(dim < 0 ? Placement(Replicate()) : Placement(Shard{dim}));
-  const auto tensor = from_local(payload, pipeline.root()[header.layout->dims], placements, header.layout->sizes);
+  const auto tensor = from_local(payload, mesh_of(*header.layout, pipeline), placements, header.layout->sizes);
   return tensor.detach().requires_grad_(header.requires_grad);
 }
 

@@ -18,7 +18,9 @@ namespace tessera::internal::pipeline {
 struct HeaderLayout {
   std::vector<int64_t> sizes;    ///< of the whole
   std::vector<std::string> dims; ///< names in the pipeline's root mesh
-  std::vector<int64_t> shards;   ///< for each dim of the mesh the dim that it splits, or -1: Replicate
+  /// The mesh's own names of them, which say how a sequence was split ("cp:head-tail").
+  std::vector<std::string> names;
+  std::vector<int64_t> shards; ///< for each dim of the mesh the dim that it splits, or -1: Replicate
   bool operator==(const HeaderLayout&) const = default;
 };
 

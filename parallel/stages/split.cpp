@@ -5,17 +5,19 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string_view>
 
 #include <tessera/base/error_text.h>
 #include <tessera/base/text_table.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/ranks/gather_texts.h>
 #include <tessera/parallel/stages/foreign.h>
+#include <tessera/parallel/stages/names.h>
 #include <tessera/parallel/stages/stage_plan.h>
 
 namespace tessera {
 
-using internal::pipeline::ModelTensor, internal::pipeline::StagePlan;
+using internal::pipeline::StagePlan;
 
 namespace {
 
@@ -92,12 +94,34 @@ std::string PipelineStages::describe(int64_t stage) const {
   return c10::str("stage ", stage, " (layers '", first, "' to '", last, "')");
 }
 
+namespace {
+
+/// Whether an entry of a state dict, such as "optimizer.state.tokens.weight.exp_avg", has `name` in it.
+bool has_name(std::string_view entry, std::string_view name) {
+  const auto at = entry.find(name);
+  if (at == std::string_view::npos) return false;
+  const auto end = at + name.size();
+  const bool is_whole = (at == 0 || entry[at - 1] == '.') && (end == entry.size() || entry[end] == '.');
+  return is_whole || has_name(entry.substr(at + 1), name);
+}
+
+/// The longest name of a parameter that the entry has in it: the parameter that it is of.
+std::string parameter_of(const std::string& entry, const torch::nn::Module& model) {
+  std::string longest;
+  for (const auto& [name, parameter] : internal::pipeline::ModelNames(model).parameters) {
+    if (name.size() > longest.size() && has_name(entry, name)) longest = name;
+  }
+  return longest;
+}
+
+} // namespace
+
 bool PipelineStages::is_copy(const std::string& name) const {
-  return std::any_of(ties.begin(), ties.end(), [&](const PipelineTie& tie) {
-    if (tie.ranks[0] == rank() || std::count(tie.ranks.begin(), tie.ranks.end(), rank()) == 0) return false;
-    if (name == tie.name) return true;
-    return name.starts_with("optimizer.") && name.find("." + tie.name + ".") != std::string::npos;
-  });
+  const auto is_candidate = [&](const PipelineTie& tie) {
+    return tie.ranks[0] != rank() && std::count(tie.ranks.begin(), tie.ranks.end(), rank()) > 0 && has_name(name, tie.name);
+  };
+  const auto found = std::find_if(ties.begin(), ties.end(), is_candidate);
+  return found != ties.end() && parameter_of(name, layers.model()) == found->name;
 }
 
 std::string to_string(const PipelineStages& stages) {
