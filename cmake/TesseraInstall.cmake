@@ -24,6 +24,12 @@ set(libraries_path "$ORIGIN;${TESSERA_LIBTORCH}/lib")
 install(TARGETS tessera EXPORT tesseraTargets DESTINATION "${CMAKE_INSTALL_LIBDIR}"
   INCLUDES DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 set_target_properties(tessera PROPERTIES INSTALL_RPATH "${libraries_path}")
+if(TARGET tessera_bench)
+  install(FILES benchmarks/bench.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/tessera/benchmarks")
+  install(TARGETS tessera_bench EXPORT tesseraTargets DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+    INCLUDES DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+  set_target_properties(tessera_bench PROPERTIES INSTALL_RPATH "${libraries_path}")
+endif()
 if(TARGET tessera_nccl)
   get_filename_component(nccl "${NCCL_LIBRARY}" DIRECTORY)
   install(TARGETS tessera_nccl DESTINATION "${CMAKE_INSTALL_LIBDIR}")

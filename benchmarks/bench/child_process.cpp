@@ -9,10 +9,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <sstream>
@@ -23,7 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 /// In the child, between fork and exec.
-[[noreturn]] void become(char* const* arguments, const char* output, const char* errors, pid_t parent) {
+[[noreturn]] void become(char* const* arguments, char* const* variables, const char* output, const char* errors, pid_t parent) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1); // it went before this
@@ -31,7 +31,7 @@ using Clock = std::chrono::steady_clock;
   if (out < 0 || err < 0) _exit(1);
   dup2(out, STDOUT_FILENO);
   dup2(err, STDERR_FILENO);
-  execv("/proc/self/exe", arguments);
+  execve("/proc/self/exe", arguments, variables);
   _exit(127);
 }
 
@@ -49,27 +49,42 @@ bool ends_before(pid_t pid, Clock::time_point end) {
   return ready > 0;
 }
 
+std::vector<char*> pointers_to(std::vector<std::string>& texts) {
+  std::vector<char*> pointers;
+  for (auto& text : texts) pointers.push_back(text.data());
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+/// This process's environment, with `variables` in place of those of their names.
+std::vector<std::string> environment_with(const std::vector<std::pair<std::string, std::string>>& variables) {
+  std::vector<std::string> all;
+  for (char** entry = environ; *entry; ++entry) {
+    const std::string text(*entry);
+    const auto is_of = [&](const auto& variable) { return text.starts_with(variable.first + "="); };
+    if (std::none_of(variables.begin(), variables.end(), is_of)) all.push_back(text);
+  }
+  for (const auto& [name, value] : variables) all.push_back(name + "=" + value);
+  return all;
+}
+
+} // namespace
+
 std::string content_of(const std::filesystem::path& file) {
   std::ostringstream text;
   text << std::ifstream(file).rdbuf();
   return text.str();
 }
 
-} // namespace
-
 Ended run_again(const std::vector<std::string>& arguments, const std::vector<std::pair<std::string, std::string>>& variables,
                 double seconds, const std::filesystem::path& folder) {
   const auto output = folder / "output", errors = folder / "errors";
-  std::vector<std::string> words{"tessera-bench"};
-  words.insert(words.end(), arguments.begin(), arguments.end());
-  std::vector<char*> pointers;
-  for (auto& word : words) pointers.push_back(word.data());
-  pointers.push_back(nullptr);
-  for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
+  auto words = arguments, environment = environment_with(variables);
+  const auto pointers = pointers_to(words), settings = pointers_to(environment);
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   const pid_t self = getpid(), pid = fork();
   TORCH_CHECK(pid >= 0, "cannot start a process: ", std::strerror(errno));
-  if (pid == 0) become(pointers.data(), output.c_str(), errors.c_str(), self);
+  if (pid == 0) become(pointers.data(), settings.data(), output.c_str(), errors.c_str(), self);
   const bool in_time = ends_before(pid, end);
   kill(-pid, SIGKILL); // what it left, too
   int status = 0;

@@ -14,9 +14,13 @@ struct Ended {
   std::string errors; ///< what it and those that it started wrote to their standard error
 };
 
-/// Runs this program again with `arguments`, and `variables` more in its environment, and waits for it. It goes with this
-/// process, and after `seconds` it is killed with all that it started. What it writes goes to files in `folder`.
+/// Runs this program again with `arguments`, of which the first is its name, and `variables` more in its environment, and waits
+/// for it. It goes with this process, and after `seconds` it is killed with all that it started. What it writes goes to files in
+/// `folder`.
 Ended run_again(const std::vector<std::string>& arguments, const std::vector<std::pair<std::string, std::string>>& variables,
                 double seconds, const std::filesystem::path& folder);
+
+/// Empty where it is not there.
+std::string content_of(const std::filesystem::path& file);
 
 } // namespace tessera::benchmarks

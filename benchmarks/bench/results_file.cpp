@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <system_error>
 #include <utility>
 
 namespace tessera::benchmarks {
@@ -55,6 +56,11 @@ void write_durably(const std::filesystem::path& file, const std::string& text) {
 
 } // namespace
 
+std::string program_name() {
+  std::error_code error;
+  return std::filesystem::read_symlink("/proc/self/exe", error).filename().string();
+}
+
 ordered_json describe_machine() {
   utsname system{};
   uname(&system);
@@ -70,14 +76,13 @@ ordered_json describe_versions() {
 }
 
 ResultsFile::ResultsFile(std::filesystem::path file) : file_(std::move(file)) {
+  TORCH_CHECK(!file_.empty(), "the results have no file");
   std::error_code error;
   if (file_.has_parent_path()) std::filesystem::create_directories(file_.parent_path(), error);
   lock();
-  content_ = {{"format", "tessera-bench"},
-              {"version", kVersion},
-              {"machine", describe_machine()},
-              {"versions", describe_versions()},
-              {"results", ordered_json::array()}};
+  content_ = {{"format", "tessera-bench"},       {"version", kVersion},
+              {"program", program_name()},       {"machine", describe_machine()},
+              {"versions", describe_versions()}, {"results", ordered_json::array()}};
   if (std::filesystem::exists(file_)) take_up();
   write(); // an output that cannot be written is known before anything is measured
 }
@@ -92,7 +97,7 @@ void ResultsFile::lock() {
   TORCH_CHECK(lock_ >= 0, in_error(name, "be made"));
   if (flock(lock_, LOCK_EX | LOCK_NB) == 0) return;
   close(std::exchange(lock_, -1));
-  TORCH_CHECK(false, file_.string(), ": another tessera-bench adds to it");
+  TORCH_CHECK(false, file_.string(), ": another program adds to it");
 }
 
 void ResultsFile::take_up() {
@@ -105,10 +110,10 @@ void ResultsFile::take_up() {
   const bool is_ours = before.is_object() && before.contains("format") && before["format"] == "tessera-bench" &&
                        before.contains("results") && before["results"].is_array() &&
                        std::all_of(before["results"].begin(), before["results"].end(), is_result);
-  TORCH_CHECK(is_ours, file_.string(), ": no results of tessera-bench; choose another --out");
-  for (const char* key : {"version", "machine", "versions"}) {
+  TORCH_CHECK(is_ours, file_.string(), ": no results of tessera-bench; choose another file");
+  for (const char* key : {"version", "program", "machine", "versions"}) {
     TORCH_CHECK(before.contains(key) && before[key] == content_[key], file_.string(), ": its ", key, " is ",
-                before.value(key, ordered_json()).dump(), ", but here it is ", content_[key].dump(), "; choose another --out");
+                before.value(key, ordered_json()).dump(), ", but here it is ", content_[key].dump(), "; choose another file");
   }
   content_["results"] = before["results"];
 }

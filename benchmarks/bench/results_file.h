@@ -11,7 +11,7 @@ namespace tessera::benchmarks {
 class ResultsFile {
  public:
   /// Takes up what is there, or begins a file. Throws c10::Error that names the file where it cannot be written, another process
-  /// has it, or it is of another version, machine or build.
+  /// has it, or it is of another program, version, machine or build.
   explicit ResultsFile(std::filesystem::path file);
   ~ResultsFile();
   ResultsFile(const ResultsFile&) = delete;
@@ -32,7 +32,8 @@ class ResultsFile {
   nlohmann::ordered_json content_;
 };
 
-/// Of this process: `machine` and `versions` of a file.
+/// Of this process: `program`, `machine` and `versions` of a file.
+std::string program_name();
 nlohmann::ordered_json describe_machine();
 nlohmann::ordered_json describe_versions();
 

@@ -1,60 +1,54 @@
 #pragma once
 
-#include <common/job_options.h>
+#include <tessera/benchmarks/bench.h>
+#include <tessera/fsdp/options.h>
+#include <tessera/mesh/device_mesh.h>
 
 #include <nlohmann/json.hpp>
 
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace tessera::benchmarks {
 
-/// What one case of tessera-bench measures, and how. The names are those of the flags and of a matrix's keys.
-struct Settings {
-  std::string measure = "step"; ///< one of `kMeasures`
-  std::string model = "gpt";    ///< one of `kModels`
-  int64_t layers = 4;
-  int64_t width = 64;
-  int64_t batch = 4;     ///< rows a rank
-  int64_t sequence = 64; ///< tokens a row, of the models that have any
-  int ranks = 1;
-  std::string mesh; ///< "2x2"; empty: from the strategy and the ranks
-  std::string strategy = "full";
-  std::string layout = "ragged";
-  std::string optimizer = "adamw";         ///< one of train_gpt's
-  std::string reshard = "auto";            ///< after forward: "auto", "true", "false", or a number of ranks
-  std::string precision = "fp32";          ///< of forward and backward, and of reductions
-  std::string transport = "shared_memory"; ///< or "gloo"
-  std::string offload = "none";            ///< "none", "host" or "files"
-  bool recompute = false;
-  std::string quantize;                 ///< what `communication_of` takes, with spaces: "gather=int8 reduction=int4"
-  std::string transition = "R to S(0)"; ///< of the measure redistribution, one of `transitions()`
-  int64_t steps = 10;                   ///< that are timed
-  int64_t memory_limit_mb = 0;          ///< of what a rank may hold; 0: none
-};
+using Settings = BenchSettings;
 
-inline const std::vector<std::string> kMeasures{"step",      "gather",     "reduction", "redistribution",
-                                                "optimizer", "state_dict", "save",      "load"};
-inline const std::vector<std::string> kModels{"gpt", "mlp", "resnet", "moe", "dlrm", "encoder"};
+inline const std::vector<std::string> kMeasures{"step",       "gather", "reduction", "redistribution", "optimizer",
+                                                "state_dict", "save",   "load",      "explain"};
 /// "R to S(0)", …: all pairs of placements on one mesh dim that a DTensor may be redistributed between.
 std::vector<std::string> transitions();
+std::vector<std::string> strategy_names();
 
-/// All of them, in the order above.
+/// All of them, in the order of the struct.
 nlohmann::ordered_json to_json(const Settings& settings);
-/// What `object` does not name keeps its default. Throws c10::Error that names an unknown key, or a value of the wrong kind.
-Settings settings_of(const nlohmann::json& object);
+/// What `object` does not name is as in `defaults`. Throws c10::Error that names an unknown key and the nearest that there is, or
+/// a value of the wrong kind.
+Settings settings_of(const nlohmann::json& object, const Settings& defaults = {});
+/// The setting with the name that is nearest to an unknown one.
+std::string nearest_setting(const std::string& name);
 
-/// Throws c10::Error that names a value which no case can have: an unknown measure, no ranks.
-void check(const Settings& settings);
+/// Throws c10::Error that names a value which no case can have: an unknown measure, a model that none of `models` is, no ranks.
+void check(const Settings& settings, const BenchModels& models);
 /// Why there is no such case although each value is one: a mesh that does not hold the ranks. Empty where there is one.
 std::string why_impossible(const Settings& settings);
 
-/// What the examples' way of sharding takes, except `reshard` (see `reshard_of`). Throws c10::Error for a mesh that is no list of
-/// sizes.
-examples::JobOptions job_options(const Settings& settings);
-/// Unset for "auto". Throws c10::Error for what `Settings::reshard` may not be.
-std::optional<ReshardAfterForward> reshard_of(const Settings& settings);
+/// The recipe of the case's model. Throws c10::Error where there is none.
+const BenchRecipe& recipe_of(const Settings& settings, const BenchModels& models);
+
+/// The case's mesh: its dims are "shard", "replicate" or two. Throws c10::Error where it does not hold the ranks.
+struct MeshShape {
+  std::vector<int64_t> sizes;
+  std::vector<std::string> names;
+};
+MeshShape mesh_shape(const Settings& settings);
+
+/// What `fully_shard` takes. Files of offloaded state go to `folder`.
+FullyShardOptions shard_options(const Settings& settings, const std::filesystem::path& folder);
+
+/// Whether the loss, gradients and times are those of a training step.
+inline bool is_of_a_step(const Settings& settings) { return settings.measure == "step"; }
 
 } // namespace tessera::benchmarks

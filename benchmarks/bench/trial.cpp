@@ -1,40 +1,49 @@
 #include "trial.h"
 
-#include <common/memory.h>
-#include <common/ranks.h>
-#include <common/sharding.h>
-#include <gpt/optimizer.h>
-#include <tessera/tessera.h>
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <tessera/checkpoint.h>
+#include <tessera/dtensor.h>
+#include <tessera/fsdp.h>
 
 #include <algorithm>
 #include <utility>
+
+#include "model.h"
+#include "optimizers.h"
+#include "ranks.h"
 
 namespace tessera::benchmarks {
 namespace {
 
 /// On every rank, flat; a gradient that nobody has counts as zeros.
-torch::Tensor flat(const std::vector<torch::Tensor>& tensors, const std::vector<torch::Tensor>& like) {
-  const torch::NoGradGuard no_grad;
-  std::vector<torch::Tensor> parts;
+at::Tensor flat(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& like) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> parts;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i].defined() ? tensors[i] : like[i];
     const auto whole = is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
-    parts.push_back((tensors[i].defined() ? whole : torch::zeros_like(whole)).flatten().to(torch::kFloat));
+    parts.push_back((tensors[i].defined() ? whole : at::zeros_like(whole)).flatten().to(at::kFloat));
   }
-  return torch::cat(parts);
+  return at::cat(parts);
 }
 
-torch::Tensor flat_gradient(const torch::nn::Module& module) {
-  std::vector<torch::Tensor> gradients;
+at::Tensor flat_gradient(const torch::nn::Module& module) {
+  std::vector<at::Tensor> gradients;
   for (const auto& parameter : module.parameters()) gradients.push_back(parameter.grad());
   return flat(gradients, module.parameters());
 }
 
-torch::Tensor flat_parameters(const torch::nn::Module& module) { return flat(module.parameters(), module.parameters()).clone(); }
+at::Tensor flat_parameters(const torch::nn::Module& module) { return flat(module.parameters(), module.parameters()).clone(); }
 
-void check_close(const char* what, const torch::Tensor& got, const torch::Tensor& expected, double tolerance) {
+void check_close(const char* what, const at::Tensor& got, const at::Tensor& expected, double tolerance) {
   const auto error = (got - expected).norm().item<double>(), size = expected.norm().item<double>();
-  TORCH_CHECK(error <= tolerance * size, what, " of rank ", examples::rank(), " is wrong: of ", size, " it differs by ", error);
+  TORCH_CHECK(error <= tolerance * size, what, " of rank ", rank(), " is wrong: of ", size, " it differs by ", error);
 }
 
 std::pair<Placements, Placements> placements_of(const std::string& transition) {
@@ -47,87 +56,80 @@ std::pair<Placements, Placements> placements_of(const std::string& transition) {
   return {parse(transition.substr(0, at)), parse(transition.substr(at + 4))};
 }
 
-FullyShardOptions shard_options(const Settings& settings, const std::filesystem::path& folder) {
-  const auto job = job_options(settings);
-  FullyShardOptions options;
-  options.strategy = job.strategy;
-  options.layout = job.layout;
-  options.communication = job.communication;
-  options.reshard_after_forward = reshard_of(settings);
-  if (settings.precision == "bf16") options.mixed_precision = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kBFloat16};
-  if (settings.offload == "host") options.offload = offload_to_host();
-  if (settings.offload == "files") options.offload = offload_to_files(folder);
-  return options;
+DeviceMesh mesh_of(const Settings& settings) {
+  auto [sizes, names] = mesh_shape(settings);
+  return init_device_mesh(at::kCPU, std::move(sizes), std::move(names));
 }
 
 } // namespace
 
-Trial::Trial(const Settings& settings, std::filesystem::path folder, const MemoryMeter& meter)
-    : settings_(settings), folder_(std::move(folder)), mesh_(examples::make_mesh(job_options(settings))) {
+Trial::Trial(const Settings& settings, const BenchRecipe& recipe, std::filesystem::path folder, const MemoryMeter& meter)
+    : settings_(settings), recipe_(recipe), folder_(std::move(folder)), mesh_(mesh_of(settings)) {
   if (!has_model()) {
-    const auto from = placements_of(settings_.transition).first;
-    torch::manual_seed(1);
-    const auto values = torch::randn({settings_.width, settings_.width});
-    const bool is_sum = is_partial(from[0]); // of a term that each rank has
-    source_ = is_sum ? from_local(values, mesh_, from) : distribute_tensor(values, mesh_, from);
+    make_source();
     return;
   }
-  model_ = make_model(settings_, examples::rank());
-  reference_ = reference_gradient(meter);
-  shard();
-  gpt::Options options;
-  options.optimizer = settings_.optimizer;
-  options.learning_rate = 1e-4;
-  options.weight_decay = 0.01;
-  optimizer_ = gpt::make_optimizer(*model_.module, options);
+  model_ = make_model(recipe, settings, settings.verify ? Weights::kReal : Weights::kOnMeta);
+  batch_ = make_batch(recipe, settings, {rank(), world_size(), next_step_++});
+  if (settings.verify) reference_ = reference_gradient(meter);
+  shard_model(model_, settings, mesh_, folder_);
+  if (!settings.verify) give_weights(module(), recipe);
+  optimizer_ = make_optimizer(settings_.optimizer, module(), settings_.steps);
 }
 
-void Trial::shard() {
-  const auto options = shard_options(settings_, folder_);
-  if (options.strategy != Strategy::kNoShard) { // one call makes buckets of it
-    for (const auto& block : model_.blocks) fully_shard(*block, mesh_, options);
-  }
-  fully_shard(*model_.module, mesh_, options).set_reporting(true);
+void Trial::make_source() {
+  const auto from = placements_of(settings_.transition).first;
+  at::manual_seed(1);
+  const auto values = at::randn({settings_.width, settings_.width});
+  const bool is_sum = is_partial(from[0]); // of a term that each rank has
+  source_ = is_sum ? from_local(values, mesh_, from) : distribute_tensor(values, mesh_, from);
 }
 
-torch::Tensor Trial::reference_gradient(const MemoryMeter& meter) {
+at::Tensor Trial::forward() const { return loss_of(model_, settings_, batch_); }
+
+at::Tensor Trial::reference_gradient(const MemoryMeter& meter) {
   const auto before = meter.now();
-  const auto loss = model_.loss();
+  const auto loss = forward();
   activation_bytes_ = meter.now() - before;
   loss.backward();
-  auto gradient = flat_gradient(*model_.module);
-  model_.module->zero_grad();
-  auto all = init_device_mesh(torch::kCPU, {examples::world_size()});
+  auto gradient = flat_gradient(module());
+  module().zero_grad();
+  auto all = init_device_mesh(at::kCPU, {world_size()});
   all.communicator(0)->all_reduce(gradient, ReduceOp::kAvg, "reference gradient").wait();
   return gradient;
 }
 
 void Trial::step(const std::function<void(const char*)>& observe) {
   optimizer_->zero_grad();
-  const auto loss = model_.loss();
+  loss_ = forward();
   observe("forward");
-  loss.backward();
+  loss_.backward();
+  loss_ = loss_.detach();
   observe("backward");
-  clip_grad_norm_(*model_.module, 1.0);
+  clip_grad_norm_(module(), 1.0);
   observe("clip");
   tessera::step(*optimizer_);
   observe("optimizer");
 }
 
 void Trial::prepare() {
+  if (has_model()) {
+    batch_.clear();
+    batch_ = make_batch(recipe_, settings_, {rank(), world_size(), next_step_++});
+  }
   const auto& measure = settings_.measure;
   if (measure == "optimizer") {
     optimizer_->zero_grad();
-    model_.loss().backward();
+    forward().backward();
   } else if (measure == "reduction") {
     optimizer_->zero_grad();
-    loss_ = torch::zeros({});
-    for (const auto& parameter : model_.module->parameters()) loss_ = loss_ + unsharded(parameter).flatten()[0];
+    loss_ = at::zeros({});
+    for (const auto& parameter : module().parameters()) loss_ = loss_ + unsharded(parameter).flatten()[0];
   } else if (measure == "gather") {
     tessera::step(*optimizer_); // what was gathered is stale
   } else if (measure == "save") {
-    if (examples::rank() == 0) std::filesystem::remove_all(folder_ / "saved");
-    examples::sum_over_ranks({0}); // all see it gone
+    if (rank() == 0) std::filesystem::remove_all(folder_ / "saved");
+    wait_for_all(); // all see it gone
   }
 }
 
@@ -135,32 +137,32 @@ void Trial::run(const std::function<void(const char*)>& observe) {
   const auto& measure = settings_.measure;
   if (measure == "step") return step(observe);
   if (measure == "optimizer") return void(tessera::step(*optimizer_));
-  if (measure == "reduction") return std::exchange(loss_, torch::Tensor()).backward();
+  if (measure == "reduction") return std::exchange(loss_, at::Tensor()).backward();
   if (measure == "redistribution") {
-    const torch::NoGradGuard no_grad;
+    const at::NoGradGuard no_grad;
     loss_ = DTensor(source_).redistribute(placements_of(settings_.transition).second);
   } else if (measure == "gather") {
     for (const auto& block : model_.blocks) {
       if (is_sharded(*block)) fsdp(*block).unshard();
     }
-    fsdp(*model_.module).unshard();
+    fsdp(module()).unshard();
   } else if (measure == "state_dict") {
-    state_dict(*model_.module, *optimizer_);
+    state_dict(module(), *optimizer_);
   } else if (measure == "save") {
-    checkpoint::save(state_dict(*model_.module, *optimizer_), folder_ / "saved");
+    checkpoint::save(state_dict(module(), *optimizer_), folder_ / "saved");
   } else if (measure == "load") {
-    checkpoint::load(state_dict(*model_.module, *optimizer_), folder_ / "saved");
+    checkpoint::load(state_dict(module(), *optimizer_), folder_ / "saved");
   }
 }
 
 void Trial::verify() {
   if (!has_model()) {
     run();
-    const auto whole = [](const torch::Tensor& tensor) { return DTensor(tensor).full_tensor(); };
+    const auto whole = [](const at::Tensor& tensor) { return DTensor(tensor).full_tensor(); };
     return check_close("the redistributed tensor", whole(loss_), whole(source_), 1e-6);
   }
-  verify_gradient();
-  take_step();
+  if (settings_.verify) verify_gradient();
+  if (settings_.verify || !is_of_a_step(settings_)) take_step(); // what is saved or gathered has the optimizer's state
   if (settings_.measure == "gather") verify_gather();
   if (settings_.measure == "save" || settings_.measure == "load") verify_load();
 }
@@ -174,29 +176,31 @@ double Trial::coded_error() const {
 
 /// Of this rank's rows, averaged over all: what one process has that trains on all of them.
 void Trial::verify_gradient() {
-  model_.loss().backward();
-  check_close("the gradient", flat_gradient(*model_.module), std::exchange(reference_, torch::Tensor()),
+  forward().backward();
+  check_close("the gradient", flat_gradient(module()), std::exchange(reference_, at::Tensor()),
               std::max(coded_error(), settings_.precision == "bf16" ? 0.05 : 1e-4));
 }
 
 void Trial::verify_gather() {
-  const auto expected = flat_parameters(*model_.module);
+  const auto expected = flat_parameters(module());
   run();
-  std::vector<torch::Tensor> leaves;
-  for (const auto& parameter : model_.module->parameters()) leaves.push_back(unsharded(parameter).detach());
+  std::vector<at::Tensor> leaves;
+  for (const auto& parameter : module().parameters()) leaves.push_back(unsharded(parameter).detach());
   check_close("what was gathered", flat(leaves, leaves), expected,
               std::max(coded_error(), settings_.precision == "bf16" ? 0.01 : 0));
 }
 
 void Trial::verify_load() {
-  const auto expected = flat_parameters(*model_.module);
-  checkpoint::save(state_dict(*model_.module, *optimizer_), folder_ / "saved");
+  const auto expected = flat_parameters(module());
+  checkpoint::save(state_dict(module(), *optimizer_), folder_ / "saved");
   take_step();
-  checkpoint::load(state_dict(*model_.module, *optimizer_), folder_ / "saved");
-  check_close("what was loaded", flat_parameters(*model_.module), expected, 0);
+  checkpoint::load(state_dict(module(), *optimizer_), folder_ / "saved");
+  check_close("what was loaded", flat_parameters(module()), expected, 0);
 }
 
-int64_t Trial::state_bytes() const { return has_model() ? examples::state_bytes(*model_.module, optimizer_.get()) : 0; }
-int64_t Trial::parameter_count() const { return has_model() ? examples::parameter_count(*model_.module) : 0; }
+int64_t Trial::items() const { return recipe_.items ? recipe_.items(settings_) : settings_.batch; }
+double Trial::loss() const { return loss_.defined() ? loss_.item<double>() : 0; }
+int64_t Trial::state_bytes() const { return has_model() ? benchmarks::state_bytes(*model_.module, *optimizer_) : 0; }
+int64_t Trial::parameter_count() const { return has_model() ? benchmarks::parameter_count(*model_.module) : 0; }
 
 } // namespace tessera::benchmarks

@@ -119,7 +119,7 @@ class TesseraBenchTest(unittest.TestCase):
     def test_an_impossible_case_is_a_row(self):
         result = self.only_result(ranks=3, strategy="hybrid")
         self.assertEqual(result["status"], "impossible")
-        self.assertIn("3 ranks needs --mesh", result["message"])
+        self.assertIn("3 ranks needs a mesh", result["message"])
 
     def test_a_case_that_runs_out_of_memory_does_not_fit(self):
         result = self.only_result(width=800000)
@@ -131,6 +131,60 @@ class TesseraBenchTest(unittest.TestCase):
     def test_a_redistribution_has_a_memory_limit(self):
         result = self.only_result(measure="redistribution", width=1024, memory_limit_mb=1)
         self.assertEqual((result["status"], result["settings"]["memory_limit_mb"]), ("does not fit", 1), result)
+
+    def test_the_memory_of_a_process_can_be_limited(self):
+        """By a control group, where one can be made; else by the system's limit of its data."""
+        common = {**TINY, "ranks": 2, "limit": "process", "verify": False, "layers": 4, "steps": 1}
+        cases = [{"width": 16, "memory_limit_mb": 200}, {"width": 1024, "memory_limit_mb": 120}]
+        self.run_matrix({"common": common, "cases": cases})
+        fits, fails = self.results()
+        self.assertEqual(fits["status"], "ok", fits)
+        self.assertIn(fits["measured"]["limited_by"], ("control group", "data segment"))
+        self.assertLess(fits["measured"].get("group_peak_bytes", 0), 200e6)
+        self.assertEqual(fails["status"], "does not fit", fails)
+        self.assertEqual([path for path in pathlib.Path("/sys/fs/cgroup").glob("**/tessera-bench-*")], [])
+
+    @unittest.skipIf(subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode, "this process may not make namespaces")
+    def test_without_control_groups_the_data_segment_is_limited(self):
+        common = {**TINY, "ranks": 2, "limit": "process", "verify": False, "layers": 4, "steps": 1}
+        cases = [{"width": 16, "memory_limit_mb": 400}, {"width": 1024, "memory_limit_mb": 120}]
+        command = [EXECUTED, *self.command({"common": common, "cases": cases})[1:]]
+        without = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o ro none /sys/fs/cgroup && exec "$@"', "sh"]
+        subprocess.run([*without, *command], capture_output=True, text=True, timeout=TIMEOUT)
+        fits, fails = self.results()
+        self.assertEqual((fits["status"], fits.get("measured", {}).get("limited_by")), ("ok", "data segment"), fits)
+        self.assertNotIn("group_peak_bytes", fits["measured"])
+        self.assertEqual(fails["status"], "does not fit", fails)
+
+    def test_strategies_have_the_same_losses_without_the_unsharded_model(self):
+        product = {"strategy": ["no-shard", "zero-1", "zero-2", "full"], "recompute": [False, True], "offload": ["none", "files"]}
+        common = {**TINY, "model": "gpt", "width": 32, "ranks": 2, "verify": False, "steps": 3}
+        done = self.run_matrix({"common": common, "product": product})
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        expected, *others = [result["measured"]["losses"] for result in self.results()]
+        self.assertEqual((len(expected), len(others)), (3, 15))
+        for losses in others:
+            for loss, other in zip(expected, losses):
+                self.assertAlmostEqual(loss, other, delta=1e-5)
+
+    def test_a_step_can_be_predicted_before_it_runs(self):
+        """Within 3 %, as the prediction from the case's own activations; how many rows fit is what their predicted peaks say."""
+        common = {"layers": 4, "width": 256, "batch": 4, "sequence": 8, "steps": 1, "ranks": 2}
+        product = {"measure": ["step", "explain"], "strategy": ["zero-2", "full"], "memory_limit_mb": [0]}
+        limited = [{"measure": "explain", "strategy": "full", "batch": 100, "memory_limit_mb": 60}]
+        done = self.run_matrix({"common": common, "product": product, "cases": limited})
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        results = {(result["settings"]["measure"], result["settings"]["strategy"], result["settings"]["batch"]): result["measured"] for result in self.results()}
+        for strategy in product["strategy"]:
+            predicted = results["explain", strategy, 4]["explained_peak_bytes"]
+            self.assertLess(abs(predicted / results["step", strategy, 4]["peak_bytes"] - 1), 0.03, strategy)
+        rows = results["explain", "full", 100]["explained_largest_batch"]
+        self.assertTrue(4 < rows < 100, rows)
+        peaks = [{"measure": "explain", "strategy": "full", "batch": batch} for batch in (rows, rows + 1)]
+        self.out.unlink()
+        self.run_matrix({"common": common, "cases": peaks})
+        fits, fails = [result["measured"]["explained_peak_bytes"] for result in self.results()]
+        self.assertTrue(fits <= 60e6 < fails, (fits, fails))
 
     def test_a_prediction_is_of_what_was_measured_alone(self):
         """The activations are those of a forward in fp32 that keeps them all."""
@@ -173,7 +227,7 @@ class TesseraBenchTest(unittest.TestCase):
         self.assert_error([], "a matrix must be an object")
         self.assert_error({"case": []}, "unknown key 'case'")
         self.assert_error({"cases": []}, "no cases")
-        self.assert_error({"cases": [{"strategie": "full"}]}, "unknown key 'strategie' of a case")
+        self.assert_error({"cases": [{"strategie": "full"}]}, "unknown key 'strategie' of a case; the nearest is 'strategy'")
         self.assert_error({"cases": [{"width": "64"}]}, 'width is "64", but must be an integer')
         self.assert_error({"product": {"ranks": 2}}, "ranks is 2, but must be a list of values")
         self.assert_error({"cases": [1]}, "a case is 1, but must be an object")
@@ -185,15 +239,15 @@ class TesseraBenchTest(unittest.TestCase):
     def test_results_of_others_are_left_alone(self):
         impossible = {"cases": [{"ranks": 1, "strategy": "hybrid"}]}
         self.out.write_text('{"format": "tessera-be')
-        self.assert_error(impossible, "out.json: no results of tessera-bench; choose another --out")
+        self.assert_error(impossible, "out.json: no results of tessera-bench; choose another file")
         self.assertEqual(self.out.read_text(), '{"format": "tessera-be')
         for results in ([{}], 5, "x", {"a": 1}, [1], [None], None, [{"settings": {}, "status": "ok"}]):
             self.out.write_text(json.dumps({"format": "tessera-bench", "results": results}))
-            self.assert_error(impossible, "out.json: no results of tessera-bench; choose another --out")
+            self.assert_error(impossible, "out.json: no results of tessera-bench; choose another file")
         self.out.unlink()
         self.run_matrix(impossible)
         content = json.loads(self.out.read_text())
-        for key, value in (("version", 2), ("machine", {"cpu": "another"})):
+        for key, value in (("version", 2), ("program", "another"), ("machine", {"cpu": "another"})):
             self.out.write_text(json.dumps({**content, key: value}))
             self.assert_error(impossible, f"its {key} is ")
 
@@ -216,7 +270,7 @@ class TesseraBenchTest(unittest.TestCase):
         self.assertEqual((again.returncode, again.stdout), (1, f"2 of 2 cases were in {self.out} before\n"))
 
     def test_flags(self):
-        for flags, part in ((["--width"], "--width needs a value"), (["--widht", "1"], "no flag --widht"), (["width"], "belongs to no flag"),
+        for flags, part in ((["--width"], "--width needs a value"), (["--widht", "1"], "no flag --widht (see --help); the nearest is --width"), (["width"], "belongs to no flag"),
                             (["--ranks", "two"], "--ranks is 'two', but must be a number"), (["--time-limit", "abc"], "--time-limit is 'abc', but must be"), (["--out="], "--out names no file"), (["--matrix="], "cannot be read")):
             done = subprocess.run([PROGRAM, *flags], capture_output=True, text=True, timeout=TIMEOUT)
             self.assertEqual(done.returncode, 1)

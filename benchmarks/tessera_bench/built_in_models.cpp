@@ -1,4 +1,4 @@
-#include "models.h"
+#include "built_in_models.h"
 
 #include <gpt/model.h>
 #include <tessera/activations/recompute.h>
@@ -100,7 +100,7 @@ class StackImpl : public nn::Module {
 /// Tables of embeddings whose rows meet in products, before a stack of MLPs.
 class DlrmImpl : public StackImpl {
  public:
-  explicit DlrmImpl(const Settings& settings)
+  explicit DlrmImpl(const BenchSettings& settings)
       : StackImpl(settings.recompute),
         tables(register_module("tables", nn::ModuleList())),
         dense(register_module("dense", nn::Linear(13, settings.width))) {
@@ -122,52 +122,90 @@ class DlrmImpl : public StackImpl {
 
 std::vector<std::shared_ptr<nn::Module>> modules_of(const nn::ModuleList& list) { return {list->begin(), list->end()}; }
 
-torch::Generator generator_of(int rank) { return at::detail::createCPUGenerator(1000 + static_cast<uint64_t>(rank)); }
-
-BenchModel make_gpt(const Settings& settings, int rank) {
-  gpt::Gpt model(gpt::ModelConfig{settings.layers, settings.width, 4, settings.sequence});
-  model->set_recompute(settings.recompute);
-  auto generator = generator_of(rank);
-  const auto windows = torch::randint(0, gpt::kVocabulary, {settings.batch, settings.sequence + 1}, generator, torch::kLong);
-  const auto inputs = windows.narrow(1, 0, settings.sequence), targets = windows.narrow(1, 1, settings.sequence);
-  auto loss = [module = model.ptr(), inputs, targets] { return gpt::cross_entropy(module->forward(inputs), targets); };
-  return {model.ptr(), modules_of(model->blocks()), loss, settings.batch * settings.sequence};
+torch::Generator generator_of(const BenchPlace& place) {
+  return at::detail::createCPUGenerator(1000 + static_cast<uint64_t>(place.rank));
 }
 
-BenchModel make_dlrm(const Settings& settings, int rank) {
-  const auto model = std::make_shared<DlrmImpl>(settings);
-  auto generator = generator_of(rank);
-  const auto numbers = torch::randn({settings.batch, 13}, generator);
-  const auto indices = torch::randint(0, DlrmImpl::kRows, {settings.batch, DlrmImpl::kTables}, generator, torch::kLong);
-  auto blocks = modules_of(model->tables);
-  const auto stack = modules_of(model->blocks);
-  blocks.insert(blocks.end(), stack.begin(), stack.end());
-  return {model, blocks, [model, numbers, indices] { return model->forward(numbers, indices).to(torch::kFloat).square().mean(); },
-          settings.batch};
+int64_t tokens_of(const BenchSettings& settings) { return settings.batch * settings.sequence; }
+
+BenchRecipe gpt_recipe() {
+  return {.model = [](const BenchSettings& settings) -> BenchModel {
+            gpt::Gpt model(gpt::ModelConfig{settings.layers, settings.width, 4, settings.sequence});
+            model->set_recompute(settings.recompute);
+            auto loss = [model](const std::vector<Tensor>& batch) mutable {
+              return gpt::cross_entropy(model->forward(batch[0]), batch[1]);
+            };
+            return {model.ptr(), modules_of(model->blocks()), loss};
+          },
+          .batch = [](const BenchSettings& settings, const BenchPlace& place) -> std::vector<Tensor> {
+            auto generator = generator_of(place);
+            const auto windows =
+                torch::randint(0, gpt::kVocabulary, {settings.batch, settings.sequence + 1}, generator, torch::kLong);
+            return {windows.narrow(1, 0, settings.sequence), windows.narrow(1, 1, settings.sequence)};
+          },
+          .items = tokens_of};
 }
 
-/// A stack of `Block`s on `input`.
+BenchRecipe dlrm_recipe() {
+  return {.model = [](const BenchSettings& settings) -> BenchModel {
+            const auto model = std::make_shared<DlrmImpl>(settings);
+            auto blocks = modules_of(model->tables);
+            const auto stack = modules_of(model->blocks);
+            blocks.insert(blocks.end(), stack.begin(), stack.end());
+            return {model, blocks, [model](const std::vector<Tensor>& batch) {
+                      return model->forward(batch[0], batch[1]).to(torch::kFloat).square().mean();
+                    }};
+          },
+          .batch = [](const BenchSettings& settings, const BenchPlace& place) -> std::vector<Tensor> {
+            auto generator = generator_of(place);
+            const auto numbers = torch::randn({settings.batch, 13}, generator);
+            return {numbers, torch::randint(0, DlrmImpl::kRows, {settings.batch, DlrmImpl::kTables}, generator, torch::kLong)};
+          }};
+}
+
+/// Of an input's rows, as the blocks of a stack take it.
+using Prepare = Tensor (*)(const Tensor& rows);
+
+/// A stack of `Block`s.
 template <typename Block>
-BenchModel make_stack(const Settings& settings, const Tensor& input, int64_t items) {
-  const auto model = std::make_shared<StackImpl>(settings.recompute);
-  for (int64_t i = 0; i < settings.layers; ++i) model->blocks->push_back(std::make_shared<Block>(settings.width));
-  return {model, modules_of(model->blocks), [model, input] { return model->run(input).to(torch::kFloat).square().mean(); },
-          items};
+std::function<BenchModel(const BenchSettings&)> stack_of(Prepare prepare) {
+  return [prepare](const BenchSettings& settings) -> BenchModel {
+    const auto model = std::make_shared<StackImpl>(settings.recompute);
+    for (int64_t i = 0; i < settings.layers; ++i) model->blocks->push_back(std::make_shared<Block>(settings.width));
+    return {model, modules_of(model->blocks), [model, prepare](const std::vector<Tensor>& batch) {
+              return model->run(prepare(batch[0])).to(torch::kFloat).square().mean();
+            }};
+  };
 }
+
+/// Normal numbers of this shape.
+template <typename Shape> // std::vector<int64_t>(const BenchSettings&)
+std::function<std::vector<Tensor>(const BenchSettings&, const BenchPlace&)> numbers(Shape shape) {
+  return [shape](const BenchSettings& settings, const BenchPlace& place) -> std::vector<Tensor> {
+    auto generator = generator_of(place);
+    return {torch::randn(shape(settings), generator)};
+  };
+}
+
+using Sizes = std::vector<int64_t>;
+Sizes row_sizes(const BenchSettings& settings) { return {settings.batch, settings.width}; }
+Sizes image_sizes(const BenchSettings& settings) { return {settings.batch, settings.width, 8, 8}; }
+Sizes token_sizes(const BenchSettings& settings) { return {settings.batch, settings.sequence, settings.width}; }
 
 } // namespace
 
-BenchModel make_model(const Settings& settings, int rank) {
-  torch::manual_seed(1);
-  if (settings.model == "gpt") return make_gpt(settings, rank);
-  if (settings.model == "dlrm") return make_dlrm(settings, rank);
-  auto generator = generator_of(rank);
-  const int64_t rows = settings.batch, width = settings.width, tokens = rows * settings.sequence;
-  if (settings.model == "resnet") return make_stack<ResidualBlock>(settings, torch::randn({rows, width, 8, 8}, generator), rows);
-  if (settings.model == "moe") return make_stack<ExpertsBlock>(settings, torch::randn({tokens, width}, generator), tokens);
-  if (settings.model == "encoder")
-    return make_stack<EncoderBlock>(settings, torch::randn({settings.sequence, rows, width}, generator), tokens);
-  return make_stack<MlpBlock>(settings, torch::randn({rows, width}, generator), rows);
+BenchModels built_in_models() {
+  const Prepare as_it_is = [](const Tensor& rows) { return rows; };
+  const Prepare one_after_another = [](const Tensor& rows) { return rows.flatten(0, 1); };
+  const Prepare tokens_first = [](const Tensor& rows) { return rows.transpose(0, 1); };
+  BenchModels models;
+  models.add("gpt", gpt_recipe());
+  models.add("mlp", {.model = stack_of<MlpBlock>(as_it_is), .batch = numbers(row_sizes)});
+  models.add("resnet", {.model = stack_of<ResidualBlock>(as_it_is), .batch = numbers(image_sizes)});
+  models.add("moe", {.model = stack_of<ExpertsBlock>(one_after_another), .batch = numbers(token_sizes), .items = tokens_of});
+  models.add("dlrm", dlrm_recipe());
+  models.add("encoder", {.model = stack_of<EncoderBlock>(tokens_first), .batch = numbers(token_sizes), .items = tokens_of});
+  return models;
 }
 
 } // namespace tessera::benchmarks
