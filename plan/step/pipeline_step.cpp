@@ -152,7 +152,7 @@ class PipelineRank {
   void count_backwards(const std::vector<PipelineAction>& actions) {
     remaining_.clear();
     for (const auto& action : actions) {
-      if (ends(action.work)) ++remaining_[&sharded_of(action.stage).root()];
+      if (ends(action.work)) ++remaining_[sharded_of(action.stage).root().get()];
       if (action.work == PipelineWork::kInputGradients) split_.emplace(action.stage, action.micro_batch);
     }
   }
@@ -186,7 +186,7 @@ class PipelineRank {
     enter_phase(PlanPhase::kBackward);
     auto& run = run_of(action.stage);
     const auto& sharded = sharded_of(action.stage);
-    const bool completes = ends(action.work) && --remaining_.at(&sharded.root()) == 0;
+    const bool completes = ends(action.work) && --remaining_.at(sharded.root().get()) == 0;
     const auto scope = sharded.enter(action.work, action.micro_batch, completes);
     if (action.work == PipelineWork::kWeightGradients) return run.weight_gradients(action.micro_batch);
     std::vector<at::Tensor> gradients;
