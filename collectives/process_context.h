@@ -19,7 +19,7 @@ namespace internal {
 class RankScope;
 /// The context of a rank of a simulated group, not yet in use.
 std::unique_ptr<ProcessContext> make_simulated_context(const Topology& topology, int rank, const SimulationOptions& options);
-}
+} // namespace internal
 
 /// The state of the job in this process: who it is, the store, and the communicators made so far.
 class ProcessContext {

@@ -58,9 +58,10 @@ struct MeasureOptions {
 };
 
 /// This machine, measured on its CPU: matrix products in fp32 and bf16; a copy, a sum, gelu, a softmax and a layer norm, for the
-/// bytes a second; a small operator, for the launch; and on two ranks or more the link, whose alpha and beta are the least squares
-/// of all-gathers of several sizes on the ranks of the job. `hosts` is 1 and `ranks_a_host` the job's. memory is that of the host
-/// (or its control group) over its ranks. Every rank calls it, all take the slowest rank's numbers; nothing else should run.
+/// bytes a second; a small operator, for the launch; and on two ranks or more the link, whose alpha and beta are the least
+/// squares of all-gathers of several sizes on the ranks of the job. `hosts` is 1 and `ranks_a_host` the job's. memory is that of
+/// the host (or its control group) over its ranks. Every rank calls it, all take the slowest rank's numbers; nothing else should
+/// run.
 Machine measure_machine(const MeasureOptions& options = {});
 
 } // namespace tessera

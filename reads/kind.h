@@ -54,7 +54,7 @@ class ReadKind {
   /// the results. Or it leaves results on the stack by itself, or throws.
   virtual void on_read(ReadCall& call) const = 0;
 
-  /// As `DTensorMeta::leaf_in_graph`.
+  /// What `DTensorMeta::leaf_in_graph` gives for such a tensor.
   virtual at::Tensor leaf_in_graph([[maybe_unused]] const at::Tensor& tensor) const { return {}; }
   constexpr virtual ~ReadKind() = default;
 

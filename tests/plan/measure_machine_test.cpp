@@ -9,7 +9,8 @@ namespace tessera::testing::measure_machine_test {
 namespace {
 
 TEST(MeasureMachine, KnowsThisOne) {
-  const auto machine = measure_machine({.product_size = 32, .operator_bytes = 1 << 16, .repetitions = 3, .message_bytes = 1 << 16});
+  const auto machine =
+      measure_machine({.product_size = 32, .operator_bytes = 1 << 16, .repetitions = 3, .message_bytes = 1 << 16});
   machine.check(); // rates and bandwidth are positive
   EXPECT_EQ(machine.ranks(), world_size());
   EXPECT_EQ(machine.device, Machine::Device::kCpu);
