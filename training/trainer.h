@@ -43,10 +43,10 @@ struct TypedWork final : MicroBatchWork {
   size_t size() const override { return queue.size(); }
   void drop(size_t first) override { queue.erase(queue.begin(), queue.begin() + static_cast<std::ptrdiff_t>(first)); }
   std::optional<double> count(size_t index) const override {
-    return counts ? std::optional(counts(queue[index])) : count_of(queue[index]);
+    return counts ? std::optional(counts(queue[index])) : tessera::count_of(queue[index]);
   }
   std::optional<double> rows(size_t index) const override {
-    return row_counts ? std::optional(row_counts(queue[index])) : rows_of(queue[index]);
+    return row_counts ? std::optional(row_counts(queue[index])) : tessera::rows_of(queue[index]);
   }
   bool has_loss() const override { return static_cast<bool>(loss_of); }
   Loss loss(size_t index) override { return loss_of(queue[index]); }
