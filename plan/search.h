@@ -26,7 +26,7 @@ struct SearchOptions {
   std::vector<PipelineScheduleKind> schedules = {PipelineScheduleKind::k1F1B};
 
   int64_t runners_up = 5;
-  int64_t max_steps = 400; ///< settings that are stepped; the search says so where it ends here
+  int64_t max_steps = 100; ///< settings that are stepped, and a quarter more for limits; the search says so where it ends here
   /// Told of each setting that is stepped, for a progress line.
   std::function<void(const Prediction&)> progress = nullptr;
 };
@@ -37,6 +37,7 @@ struct PlanLimit {
   std::optional<Prediction> plan; ///< the fastest then; nothing where nothing fits
   int64_t memory = 0;             ///< bytes of a rank that it takes
   double speed = 0;               ///< its rows a second over the best plan's
+  bool is_complete = true;        ///< false: `max_steps` ended the search for it; there may be a faster one, or one at all
 };
 
 struct Plan {
@@ -50,7 +51,7 @@ struct Plan {
   int64_t considered = 0, stepped = 0; ///< settings, and those that were stepped rather than ruled out
   int64_t refused = 0;                 ///< of the stepped ones, those that ended in an error, mostly sizes that do not divide
   std::string first_refusal;           ///< the settings and the error of the first of them
-  bool is_complete = true;             ///< false: `max_steps` ended the search
+  bool is_complete = true;             ///< false: `max_steps` ended the search for the best
 
   std::string to_string() const;
   /// "format": "tessera plan", "version": 1.

@@ -84,7 +84,15 @@ Made computed(const std::string& name, const Holder& module) {
   return std::make_shared<Computed>(name, module);
 }
 
+/// "in", "out", or nothing.
+std::string side_of(const JsonView& json) {
+  if (!json.has("split")) return "";
+  const auto& side = json["split"].string();
+  if (side != "in" && side != "out") json["split"].fail("is \"" + side + "\", but must be \"in\" or \"out\"");
+  return side;
+}
 Made linear_of(const JsonView& json) {
+  side_of(json);
   const auto options = torch::nn::LinearOptions(positive(json, "in"), positive(json, "out")).bias(flag_or(json, "bias", true));
   return computed("linear", torch::nn::Linear(options));
 }
@@ -192,9 +200,8 @@ void add_lines_of_layer(ParallelPlan& plan, const JsonView& json, const std::str
     plan.push_back({path + ".attention.value", Colwise{}});
     plan.push_back({path + ".attention.output", Rowwise{}});
   }
-  if (kind != "linear" || !json.has("split")) return;
-  const auto& side = json["split"].string();
-  if (side != "in" && side != "out") json["split"].fail("is \"" + side + "\", but must be \"in\" or \"out\"");
+  const auto side = kind == "linear" ? side_of(json) : "";
+  if (side.empty()) return;
   plan.push_back({path + ".linear", side == "out" ? ParallelStyle(Colwise{}) : Rowwise{}});
 }
 

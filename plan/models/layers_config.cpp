@@ -126,6 +126,13 @@ void describe(PlannedModel& model, const JsonView& layers) {
   find_experts(layers);
 }
 
+void check_vocabulary(const JsonView& layers, int64_t tokens) {
+  const auto first = layers.elements().front();
+  if (tokens == 0 || first["kind"].string() != "embedding") return;
+  const auto rows = first["vocabulary"].integer();
+  if (rows < tokens) first["vocabulary"].fail(c10::str("is ", rows, ", but the input has a vocabulary of ", tokens));
+}
+
 } // namespace
 
 bool is_layers_config(const JsonView& json) { return json.has("format") && json["format"].string() == kLayersFormat; }
@@ -135,6 +142,7 @@ PlannedModel plan_layers(const JsonView& json, int64_t sequence, bool with_dropo
   PlannedModel model;
   model.name = json.has("name") ? json["name"].string() : "layers";
   on_meta([&] { return make_layers(json["layers"], config.with_dropout); }); // so that errors come here
+  check_vocabulary(json["layers"], config.input.vocabulary);
   describe(model, json["layers"]);
   model.build = [config] {
     return std::make_shared<LayerList>(make_layers(config.view()["layers"], config.with_dropout), /*adds=*/false);

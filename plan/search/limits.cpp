@@ -16,8 +16,12 @@ std::optional<Prediction> fastest_with(const std::vector<Prediction>& found, boo
   return one == found.end() ? std::nullopt : std::optional(*one);
 }
 
-PlanLimit limit_of(std::string what, std::optional<Prediction> plan, const Prediction& best) {
-  PlanLimit limit{.what = std::move(what), .plan = std::move(plan)};
+/// Of what `fitting` finds.
+template <typename Find> // std::optional<Prediction>()
+PlanLimit limit_of(Search& search, std::string what, const Prediction& best, const Find& find) {
+  const auto left_out = search.left_out();
+  PlanLimit limit{.what = std::move(what), .plan = find()};
+  limit.is_complete = search.left_out() == left_out;
   if (!limit.plan) return limit;
   limit.memory = limit.plan->peak();
   limit.speed = limit.plan->rows_per_second() / best.rows_per_second();
@@ -32,13 +36,16 @@ std::vector<PlanLimit> limits_of(Search& search, const Prediction& best, int64_t
   auto others = search.candidates();
   std::erase_if(others, [&](const auto& each) { return each.settings.recompute == recomputes; });
   if (!others.empty()) {
-    limits.push_back(limit_of(recomputes ? "without recomputation" : "with recomputation",
-                              fastest_with(search.fitting(budget, others), !recomputes), best));
+    limits.push_back(limit_of(search, recomputes ? "without recomputation" : "with recomputation", best,
+                              [&] { return fastest_with(search.fitting(budget, others), !recomputes); }));
   }
   for (const auto& [factor, name] :
        {std::pair(0.5, "half of the memory"), std::pair(1.5, "1.5 x the memory"), std::pair(2.0, "2 x the memory")}) {
-    const auto found = search.fitting(static_cast<int64_t>(factor * static_cast<double>(budget)), search.candidates());
-    limits.push_back(limit_of(name, found.empty() ? std::nullopt : std::optional(found.front()), best));
+    const auto bytes = static_cast<int64_t>(factor * static_cast<double>(budget));
+    limits.push_back(limit_of(search, name, best, [&] {
+      const auto found = search.fitting(bytes, search.candidates());
+      return found.empty() ? std::nullopt : std::optional(found.front());
+    }));
   }
   return limits;
 }

@@ -25,7 +25,9 @@ class Search {
   std::optional<Prediction> smallest() const;
   int64_t stepped() const { return static_cast<int64_t>(known_.size()); }
   int64_t considered() const { return considered_; }
-  bool is_complete() const { return is_complete_; }
+  /// Settings that would have been stepped, had there been steps left.
+  int64_t left_out() const { return left_out_; }
+  void allow_steps(int64_t more) { most_steps_ += more; }
   /// How many settings ended in an error, and the first of these.
   int64_t refused() const { return refused_; }
   const std::string& first_refusal() const { return first_refusal_; }
@@ -44,8 +46,8 @@ class Search {
   std::vector<Candidate> candidates_;
   std::map<std::string, std::optional<Prediction>> known_; ///< by the settings' text
   std::map<PlanPrecision, double> flops_a_row_;            ///< the fewest so far, on all ranks, without recomputation
-  int64_t considered_ = 0, refused_ = 0;
-  bool is_complete_ = true;
+  int64_t considered_ = 0, refused_ = 0, left_out_ = 0;
+  int64_t most_steps_;
   std::string first_refusal_;
 };
 

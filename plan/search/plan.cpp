@@ -47,16 +47,22 @@ Search::Search(const PlannedModel& model, const Machine& machine, const SearchOp
     : model_(model),
       machine_(machine),
       options_(options),
-      candidates_(candidates_of(model, machine, options, elements_of(model))) {}
+      candidates_(candidates_of(model, machine, options, elements_of(model))),
+      most_steps_(options.max_steps) {}
 
 std::optional<Prediction> Search::step(const PlanSettings& settings) {
-  const auto [known, is_new] = known_.try_emplace(settings.to_string());
-  if (!is_new) return known->second;
+  const auto text = settings.to_string();
+  if (const auto found = known_.find(text); found != known_.end()) return found->second;
+  if (stepped() >= most_steps_) {
+    ++left_out_;
+    return std::nullopt;
+  }
+  const auto known = known_.try_emplace(text).first;
   try {
     known->second = predict(model_, machine_, settings);
   } catch (const c10::Error& error) { // a size that the ranks do not divide
     ++refused_;
-    if (first_refusal_.empty()) first_refusal_ = settings.to_string() + ": " + error_text(error);
+    if (first_refusal_.empty()) first_refusal_ = text + ": " + error_text(error);
     return std::nullopt;
   }
   const auto& prediction = *known->second;
@@ -91,7 +97,7 @@ std::optional<Prediction> Search::largest(const Candidate& candidate, int64_t bu
   auto best = step(all.front());
   if (!best || !fits(*best, budget)) return std::nullopt;
   size_t low = 0, high = all.size(); // the first fits; what is at `high` or beyond does not, or was not tried
-  while (low + 1 < high && stepped() < options_.max_steps) {
+  while (low + 1 < high) {
     const auto middle = high == all.size() && low == 0 ? size_t{1} : (low + high) / 2;
     const auto here = step(all[middle]);
     if (here && fits(*here, budget)) {
@@ -107,10 +113,6 @@ std::optional<Prediction> Search::largest(const Candidate& candidate, int64_t bu
 std::vector<Prediction> Search::fitting(int64_t budget, const std::vector<Candidate>& candidates) {
   std::vector<Prediction> found;
   for (const auto& candidate : candidates) {
-    if (stepped() >= options_.max_steps) {
-      is_complete_ = false;
-      break;
-    }
     // As fast as the last runner-up, or it is of no use.
     const auto wanted = static_cast<size_t>(options_.runners_up);
     const double least = found.size() > wanted ? found[wanted].rows_per_second() : 0;
@@ -151,6 +153,11 @@ Plan plan(const PlannedModel& model, const Machine& machine, const SearchOptions
   TORCH_CHECK_VALUE(!search.candidates().empty(), "plan: no mesh of ", machine.ranks(), " ranks fits ", model.name,
                     " and the options");
   auto found = search.fitting(made.budget, search.candidates());
+  made.is_complete = search.left_out() == 0;
+  TORCH_CHECK_VALUE(search.considered() > 0, "plan: no setting has ", options.global_rows,
+                    " rows a step: they must be the rows of ", "a micro-batch, at most ", options.max_rows,
+                    ", times micro-batches, times the ranks that have rows of their own");
+  search.allow_steps(std::max<int64_t>(options.max_steps / 4, 1));
   if (found.empty()) {
     internal::step_the_smallest(search);
   } else {
@@ -164,7 +171,6 @@ Plan plan(const PlannedModel& model, const Machine& machine, const SearchOptions
   made.stepped = search.stepped();
   made.refused = search.refused();
   made.first_refusal = search.first_refusal();
-  made.is_complete = search.is_complete();
   return made;
 }
 

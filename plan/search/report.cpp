@@ -11,7 +11,15 @@ namespace {
 
 using nlohmann::ordered_json;
 
-std::string gigabytes(int64_t bytes) { return fmt::format("{:.2f}", static_cast<double>(bytes) / 1e9); }
+std::string gigabytes(int64_t bytes) {
+  const double number = static_cast<double>(bytes) / 1e9;
+  return number < 0.01 ? fmt::format("{:.2g}", number) : fmt::format("{:.2f}", number);
+}
+
+std::string settings_of(const PlanLimit& limit) {
+  if (limit.plan) return limit.plan->settings.to_string() + (limit.is_complete ? "" : ", of those stepped");
+  return limit.is_complete ? "nothing fits" : "not known: the steps ended";
+}
 
 internal::TextRow row_of(const std::string& what, const Prediction& prediction) {
   return {what,
@@ -36,7 +44,7 @@ std::string limits_of(const Plan& plan) {
   std::vector<internal::TextRow> rows{{"limit", "speed", "GB a rank", "settings"}};
   for (const auto& limit : plan.limits) {
     rows.push_back({limit.what, limit.plan ? fmt::format("{:.2f}", limit.speed) : "-", limit.plan ? gigabytes(limit.memory) : "-",
-                    limit.plan ? limit.plan->settings.to_string() : "nothing fits"});
+                    settings_of(limit)});
   }
   return "\n" + internal::text_table(rows, {"speed", "GB a rank"});
 }
@@ -66,7 +74,11 @@ std::string Plan::to_json() const {
   ordered_json runners = ordered_json::array(), costs = ordered_json::array();
   for (const auto& each : runners_up) runners.push_back(json_of(each));
   for (const auto& limit : limits)
-    costs.push_back({{"what", limit.what}, {"speed", limit.speed}, {"memory", limit.memory}, {"plan", json_of(limit.plan)}});
+    costs.push_back({{"what", limit.what},
+                     {"speed", limit.speed},
+                     {"memory", limit.memory},
+                     {"complete", limit.is_complete},
+                     {"plan", json_of(limit.plan)}});
   return ordered_json{{"format", "tessera plan"},
                       {"version", 1},
                       {"machine", ordered_json::parse(machine.to_json())},

@@ -51,11 +51,12 @@ std::vector<PipelineValue> outputs_of_layers(const PlannedModel& model, const Pl
   const at::NoGradGuard no_grad;
   const auto module = on_meta(model.build);
   const auto& settings = mesh.settings;
-  set_planned_dtype(*module, settings.precision == PlanPrecision::kFp32 ? at::kFloat : at::kBFloat16);
+  const auto dtype = settings.precision == PlanPrecision::kFp32 ? at::kFloat : at::kBFloat16;
+  set_planned_dtype(*module, dtype);
   if (settings.mesh.tp > 1)
     parallelize(*module, mesh.dim("tp"),
                 model.tensor_parallel(*module, {.ranks = settings.mesh.tp, .sequence = settings.sequence_parallel}));
-  const auto batch = model.batch(pass, mesh.all.device());
+  const auto batch = planned_batch(model, pass, mesh.all.device(), dtype);
   auto value = batch;
   std::vector<PipelineValue> outputs;
   const auto layers = model.layers(*module, pass);
@@ -172,7 +173,7 @@ class PipelineRank {
   void forward(const PipelineAction& action) {
     enter_phase(PlanPhase::kForward);
     auto& run = run_of(action.stage);
-    const auto batch = model_.batch(pass_, mesh_.all.device());
+    const auto batch = planned_batch(model_, pass_, mesh_.all.device(), planned_dtype(mesh_.settings));
     const auto input = action.stage == 0 ? batch : received(run.stage().begin - 1);
     const auto scope = sharded_of(action.stage).enter(action.work, action.micro_batch, /*is_last=*/false);
     const auto output = run.forward(action.micro_batch, input, batch, split_.contains({action.stage, action.micro_batch}));

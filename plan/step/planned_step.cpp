@@ -18,6 +18,7 @@
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/optim/step.h>
+#include <tessera/parallel/stages/value_tree.h>
 #include <tessera/plan/meta_operators.h>
 #include <tessera/plan/meter/memory_by_use.h>
 #include <tessera/plan/meter/phase.h>
@@ -80,7 +81,7 @@ void PlannedTraining::micro_batch(int64_t index) {
   std::optional<NoSync> accumulate; // only the last backward communicates gradients
   if (index + 1 < count) accumulate.emplace(*module_);
   enter_phase(PlanPhase::kForward);
-  const auto batch = model_.batch(pass_, mesh_.all.device());
+  const auto batch = planned_batch(model_, pass_, mesh_.all.device(), planned_dtype(mesh_.settings));
   auto loss = model_.loss(*module_, batch, pass_);
   if (count > 1) loss = loss / static_cast<double>(count);
   enter_phase(PlanPhase::kBackward);
@@ -137,6 +138,14 @@ void set_planned_dtype(torch::nn::Module& module, at::ScalarType dtype) {
   for (auto& parameter : module.parameters()) {
     if (parameter.is_floating_point()) parameter.set_data(parameter.to(dtype));
   }
+}
+
+PipelineValue planned_batch(const PlannedModel& model, const PassSettings& pass, at::Device device, at::ScalarType dtype) {
+  const auto batch = model.batch(pass, device);
+  if (dtype != at::kBFloat16) return batch;
+  return pipeline::with_tensors(batch, [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.is_floating_point() ? tensor.to(at::kBFloat16) : tensor;
+  });
 }
 
 void take_memory(Prediction& prediction, const Machine& machine, const torch::nn::Module& module,

@@ -50,6 +50,8 @@ SimulationOptions simulation_of(const Machine& machine, const PlanSettings& sett
 void check_planned(const PlannedModel& model, const Machine& machine, const PlanSettings& settings);
 /// Brings the floating-point parameters to `dtype`, before they are sharded.
 void set_planned_dtype(torch::nn::Module& module, at::ScalarType dtype);
+/// A batch whose floating-point tensors, as of pictures, have `dtype` where that is bf16.
+PipelineValue planned_batch(const PlannedModel& model, const PassSettings& pass, at::Device device, at::ScalarType dtype);
 /// What the rank held from event `begin` on.
 void take_memory(Prediction& prediction, const Machine& machine, const torch::nn::Module& module,
                  const std::vector<MetaMemory::Event>& events, size_t begin);

@@ -20,8 +20,8 @@ inline Tensor through(torch::nn::Module& block, const Tensor& x, const PassSetti
 
 /// A block of a transformer: causal attention and an MLP, each after a norm.
 struct BlockImpl : torch::nn::Module {
-  BlockImpl(int64_t width, int64_t heads_)
-      : heads(heads_),
+  BlockImpl(int64_t width, int64_t head_count)
+      : heads(head_count),
         attention_norm(register_module("attention_norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
         mlp_norm(register_module("mlp_norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
         q_proj(register_module("q_proj", torch::nn::Linear(width, width))),
@@ -79,7 +79,7 @@ inline PlannedModel transformer(const std::string& name, int64_t vocabulary, int
     return torch::nn::functional::cross_entropy(logits.flatten(0, 1), tokens.flatten());
   };
   model.loss = [=](torch::nn::Module& module, const PipelineValue& batch, const PassSettings& pass) {
-    const auto tokens = batch.toTensor();
+    const Tensor& tokens = batch.toTensor();
     return loss_of(module.as<TransformerImpl>()->forward(tokens, pass), tokens);
   };
   model.tensor_parallel = [](torch::nn::Module& module, const PlanOptions& options) { return plan_for(module, options); };

@@ -59,6 +59,21 @@ TEST_F(PlanTool, PredictsOneSetting) {
   EXPECT_GT(prediction.at("peak").get<int64_t>(), prediction.at("memory").at("parameters").get<int64_t>());
 }
 
+/// What comes in is in the dtype of the model.
+TEST_F(PlanTool, PredictsPicturesInEveryPrecision) {
+  const auto pictures = folder_.write("pictures.json", R"({"format": "tessera layers", "version": 1, "name": "pictures",
+      "input": {"features": [3, 8, 8]}, "loss": "mean_square", "layers": [
+        {"kind": "conv2d", "in": 3, "out": 4, "kernel": 3, "padding": 1}, {"kind": "relu"},
+        {"kind": "conv2d", "in": 4, "out": 2, "kernel": 3, "padding": 1}]})");
+  for (const std::string precision : {"fp32", "bf16_mixed", "deepspeed", "bf16_full"}) {
+    for (const std::string mesh : {"shard=2", "pp=2"}) {
+      const auto result = run({pictures, "--machine=h100-sxm", "--ranks=2", "--predict", "--mesh=" + mesh, "--accumulation=2",
+                               "--precision=" + precision});
+      EXPECT_EQ(result.status, 0) << precision << " " << mesh << " " << result.output;
+    }
+  }
+}
+
 TEST_F(PlanTool, SearchesAndWritesAConfig) {
   const auto config = folder_.file("config-of-plan.json"), path = folder_.file("plan.json");
   const auto result = run({model(), "--machine=a100-selene", "--ranks=2", "--sequence=16", "--max_rows=4",
@@ -100,6 +115,10 @@ TEST_F(PlanTool, NamesWhatIsWrong) {
               HasSubstr("--strategy: \"zero-4\" is unknown"));
   EXPECT_THAT(error({model(), "--machine=h100-sxm", "--predict", "--precision=fp32,bf16_mixed"}),
               HasSubstr("--precision names 2"));
+  EXPECT_THAT(error({model(), "--machine=h100-sxm", "--rows=2"}), HasSubstr("--rows is for --predict"));
+  EXPECT_THAT(error({model(), "--machine=h100-sxm", "--mesh=shard=4"}), HasSubstr("--mesh has 4 ranks, but the machine has 8"));
+  EXPECT_THAT(error({model(), "--machine=h100-sxm", "--mesh=shard=8,shard=8"}), HasSubstr("--mesh names shard twice"));
+  EXPECT_THAT(error({model(), "--machine=h100-sxm", "--budget=inf"}), HasSubstr("--budget: inf GB"));
   const auto machine = folder_.write(
       "bad.json", R"({"name": "bad", "memory_bytes": 1e9, "flops_per_second": {"fp32": 1e12}, "memory_bytes_per_second": 0})");
   EXPECT_THAT(error({model(), "--machine=" + machine}), HasSubstr("memory_bytes_per_second"));
@@ -154,6 +173,9 @@ TEST_F(PlanTool, SaysWhatWouldFit) {
       run({model(), "--machine=h100-sxm", "--ranks=2", "--sequence=16", "--max_rows=1", "--strategy=full", "--budget=0.00001"});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.output, HasSubstr("the smallest needs"));
+  const auto one = run({model(), "--machine=h100-sxm", "--ranks=2", "--sequence=16", "--predict", "--budget=0.00001"});
+  EXPECT_EQ(one.status, 0);
+  EXPECT_THAT(one.output, HasSubstr("does not fit"));
 }
 
 } // namespace

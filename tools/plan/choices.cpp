@@ -9,6 +9,7 @@
 #include <tessera/parallel/pipeline_schedule.h>
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -19,7 +20,7 @@ ABSL_FLAG(int64_t, rows, 1, "--predict: rows of a micro-batch of a rank");
 ABSL_FLAG(int64_t, accumulation, 1, "--predict: micro-batches of a step");
 ABSL_FLAG(std::string, mesh, "", "ranks of dims, such as shard=8,tp=2; of pp, replicate, shard, cp, tp, ep. Empty: all that fit");
 ABSL_FLAG(std::string, strategy, "", "no-shard, zero-1, zero-2, full, hybrid, hierarchical; several with commas. Empty: all");
-ABSL_FLAG(std::string, precision, "bf16_mixed", "fp32, bf16_mixed, bf16_full; several with commas");
+ABSL_FLAG(std::string, precision, "bf16_mixed", "fp32, bf16_mixed, deepspeed, bf16_full; several with commas");
 ABSL_FLAG(std::string, optimizer, "AdamW",
           "AdamW, Adam, SGD, Momentum, Lion, Lamb, Adafactor, AdamW8bit, Muon; several with commas");
 ABSL_FLAG(std::string, recompute, "both", "on, off or both; --predict: both is off");
@@ -29,7 +30,7 @@ ABSL_FLAG(std::string, layout, "ragged", "ragged, per_parameter; several with co
 ABSL_FLAG(bool, sequence_parallel, false, "--predict: with tp, activations between layers are split over their time");
 ABSL_FLAG(std::string, context_scheme, "all_gather", "--predict: all_gather, ring, ulysses");
 ABSL_FLAG(int64_t, runners_up, 5, "the search: how many others are printed");
-ABSL_FLAG(int64_t, max_steps, 400, "the search: settings that are stepped at most");
+ABSL_FLAG(int64_t, max_steps, 100, "the search: settings that are stepped at most, and a quarter more for what limits cost");
 
 namespace tools {
 
@@ -83,6 +84,7 @@ std::vector<bool> recompute_of(const std::string& text) {
 
 tessera::PlanMesh mesh_of_flag() {
   tessera::PlanMesh mesh;
+  std::set<std::string> named;
   for (const auto part : absl::StrSplit(absl::GetFlag(FLAGS_mesh), ',', absl::SkipWhitespace())) {
     const std::pair<std::string, std::string> sides = absl::StrSplit(part, absl::MaxSplits('=', 1));
     auto* const dim = value_of<int64_t*>("mesh", sides.first,
@@ -92,19 +94,32 @@ tessera::PlanMesh mesh_of_flag() {
                                           {"cp", &mesh.cp},
                                           {"tp", &mesh.tp},
                                           {"ep", &mesh.ep}});
+    TORCH_CHECK_VALUE(named.insert(sides.first).second, "--mesh names ", sides.first, " twice");
     TORCH_CHECK_VALUE(absl::SimpleAtoi(sides.second, dim) && *dim > 0, "--mesh: ", part,
                       " is no dim with its ranks, such as tp=2");
   }
   return mesh;
 }
 
-} // namespace
+/// Of the flags that --predict alone takes, with their defaults.
+void check_not_predicting() {
+  const auto check = [](bool is_default, const char* flag) {
+    TORCH_CHECK_VALUE(is_default, "--", flag, " is for --predict: the search chooses by itself");
+  };
+  check(absl::GetFlag(FLAGS_rows) == 1, "rows");
+  check(absl::GetFlag(FLAGS_accumulation) == 1, "accumulation");
+  check(!absl::GetFlag(FLAGS_sequence_parallel), "sequence_parallel");
+  check(absl::GetFlag(FLAGS_context_scheme) == "all_gather", "context_scheme");
+}
 
-tessera::SearchOptions search_options() {
+void check_ranks(const tessera::PlanMesh& mesh, int64_t ranks) {
+  TORCH_CHECK_VALUE(mesh.ranks() == ranks, "--mesh has ", mesh.ranks(), " ranks, but the machine has ", ranks,
+                    "; --ranks says another number");
+}
+
+tessera::SearchOptions options_of_flags() {
   tessera::SearchOptions options;
-  const auto budget = absl::GetFlag(FLAGS_budget);
-  TORCH_CHECK_VALUE(budget >= 0, "--budget: ", budget, " GB");
-  options.budget = static_cast<int64_t>(budget * 1e9);
+  options.budget = budget_of_flags();
   options.global_rows = absl::GetFlag(FLAGS_global_rows);
   options.max_rows = absl::GetFlag(FLAGS_max_rows);
   if (!absl::GetFlag(FLAGS_mesh).empty()) options.meshes = {mesh_of_flag()};
@@ -122,8 +137,23 @@ tessera::SearchOptions search_options() {
   return options;
 }
 
+} // namespace
+
+int64_t budget_of_flags() {
+  const auto budget = absl::GetFlag(FLAGS_budget);
+  TORCH_CHECK_VALUE(budget >= 0 && budget < 1e9, "--budget: ", budget, " GB");
+  return static_cast<int64_t>(budget * 1e9);
+}
+
+tessera::SearchOptions search_options(int64_t ranks) {
+  check_not_predicting();
+  auto options = options_of_flags();
+  for (const auto& mesh : options.meshes) check_ranks(mesh, ranks);
+  return options;
+}
+
 tessera::PlanSettings settings_of_flags(int64_t ranks) {
-  const auto options = search_options();
+  const auto options = options_of_flags();
   const auto only = [](const char* flag, const auto& list) {
     TORCH_CHECK_VALUE(list.size() == 1, "--predict: --", flag, " names ", list.size(), ", but one is predicted");
     return list[0];
@@ -136,8 +166,7 @@ tessera::PlanSettings settings_of_flags(int64_t ranks) {
     TORCH_CHECK_VALUE(ranks % mesh.ranks() == 0, "--mesh: ", mesh.ranks(), " ranks do not divide ", ranks);
     others = ranks / mesh.ranks();
   }
-  TORCH_CHECK_VALUE(mesh.ranks() == ranks, "--mesh has ", mesh.ranks(), " ranks, but the machine has ", ranks,
-                    "; --ranks says another number");
+  check_ranks(mesh, ranks);
   settings.layout = only("layout", options.layouts);
   settings.precision = only("precision", options.precisions);
   settings.optimizer = only("optimizer", options.optimizers);

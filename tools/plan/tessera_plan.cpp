@@ -14,6 +14,7 @@
 #include <tessera/plan/search.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <fstream>
 #include <string>
 #include <vector>
@@ -53,6 +54,12 @@ void write(const std::string& path, const std::string& text) {
   TORCH_CHECK(file.flush(), "cannot write ", path);
 }
 
+/// At once: what follows may fail.
+void print(const std::string& text) {
+  fmt::print("{}", text);
+  std::fflush(stdout);
+}
+
 tessera::Machine named_machine() {
   const auto name = absl::GetFlag(FLAGS_machine);
   TORCH_CHECK(!name.empty(),
@@ -64,17 +71,24 @@ void print_machines() {
   for (const auto& name : tools::machine_names()) fmt::print("{}\n", tools::machine_of(name).to_json());
 }
 
+std::string remark_on(const tessera::Machine& machine, const tessera::Prediction& prediction) {
+  const auto given = tools::budget_of_flags(), budget = given > 0 ? given : machine.memory;
+  if (prediction.peak() <= budget) return "";
+  return fmt::format("does not fit: it takes {:.4g} GB of a rank, which has {:.4g}\n",
+                     static_cast<double>(prediction.peak()) / 1e9, static_cast<double>(budget) / 1e9);
+}
+
 void predict(const tessera::PlannedModel& model, const tessera::Machine& machine) {
   const auto prediction = tessera::predict(model, machine, tools::settings_of_flags(machine.ranks()));
   const auto json = absl::GetFlag(FLAGS_json), config = absl::GetFlag(FLAGS_config);
+  if (json != "-" && config != "-") print(tools::text_of(model, machine, prediction) + remark_on(machine, prediction));
   if (!json.empty()) write(json, tools::json_of(model, machine, prediction));
   if (!config.empty()) write(config, tessera::config_of(prediction));
-  if (json != "-" && config != "-") fmt::print("{}", tools::text_of(model, machine, prediction));
 }
 
 /// Status 1 where nothing fits.
 int search(const tessera::PlannedModel& model, const tessera::Machine& machine) {
-  auto options = tools::search_options();
+  auto options = tools::search_options(machine.ranks());
   if (absl::GetFlag(FLAGS_progress)) {
     options.progress = [](const tessera::Prediction& each) {
       fmt::print(stderr, "{}: {:.2f} GB, {:.4g} rows/s\n", each.settings.to_string(), static_cast<double>(each.peak()) / 1e9,
@@ -83,9 +97,9 @@ int search(const tessera::PlannedModel& model, const tessera::Machine& machine) 
   }
   const auto plan = tessera::plan(model, machine, options);
   const auto json = absl::GetFlag(FLAGS_json), config = absl::GetFlag(FLAGS_config);
+  if (json != "-" && config != "-") print(tools::text_of(model, plan));
   if (!json.empty()) write(json, tools::json_of(model, plan));
   if (!config.empty()) write(config, plan.to_config());
-  if (json != "-" && config != "-") fmt::print("{}", tools::text_of(model, plan));
   return plan.best ? 0 : 1;
 }
 

@@ -88,7 +88,8 @@ void add_precision(AccelerateFile& file, Json& config) {
     config["fp16"] = {{"enabled", true}, {"loss_scale_window", 2000}, {"hysteresis", 1}};
     file.notes().emplace_back("mixed_precision fp16 has the loss scale of DeepSpeed, which grows one step later than PyTorch's");
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(name != "fp8", file.where("mixed_precision"), " is fp8, which is not here: no or bf16");
+  TORCH_CHECK_NOT_IMPLEMENTED(name != "fp8", file.where("mixed_precision"),
+                              " is fp8, which no config turns on: take bf16, and call convert_to_float8 in the program");
   const bool is_known = name == "no" || name == "bf16" || name == "fp16";
   TORCH_CHECK_VALUE(is_known, file.where("mixed_precision"), " is ", internal::to_text(value), ", but must be no, bf16 or fp16");
 }

@@ -158,12 +158,14 @@ Seen measure(bool by_call) {
   return seen;
 }
 
-/// The rows of the document: of each point, the dtype when called directly and with `call`.
+/// The rows of the document's table of tensors: of each point, the dtype when called directly and with `call`.
 std::map<std::string, std::pair<std::string, std::string>> documented() {
   std::map<std::string, std::pair<std::string, std::string>> rows;
   std::ifstream file(TESSERA_MIXED_PRECISION_DOC);
-  for (std::string line; std::getline(file, line);) {
-    if (!line.starts_with("| ") || line.starts_with("| tensor")) continue;
+  std::string line;
+  while (std::getline(file, line) && !line.starts_with("| tensor")) continue;
+  while (std::getline(file, line) && line.starts_with('|')) {
+    if (line.starts_with("|-")) continue;
     std::istringstream cells(line.substr(2));
     std::array<std::string, 3> cell;
     for (auto& each : cell) {

@@ -108,7 +108,7 @@ TEST(Accelerate, RefusesWhatItDoesNotKnow) {
   EXPECT_THROWS_WITH(convert(R"({"mixed_precision": "bf16"})"), "a.yaml: distributed_type is not given");
   EXPECT_THROWS_WITH(convert(R"({"distributed_type": "MEGATRON_LM"})"), "distributed_type is MEGATRON_LM, which is not here");
   EXPECT_THROWS_WITH(convert(R"({"distributed_type": "NO", "mixed_precision": "fp8"})"),
-                     "mixed_precision is fp8, which is not here");
+                     "mixed_precision is fp8, which no config turns on");
   EXPECT_THROWS_WITH(convert(R"({"distributed_type": "NO", "mixed_precision": "half"})"),
                      "mixed_precision is \"half\", but must be");
   EXPECT_THROWS_WITH(convert(R"({"distributed_type": "NO", "compute_environment": "AMAZON_SAGEMAKER"})"), "is not here");

@@ -38,7 +38,7 @@ constexpr ConfigKey kAccelerateKeys[] = {
     {"dynamo_backend", kText, "\"NO\"", kMissing, "models are compiled C++"},
     {"dynamo_config", kAny, "", kMissing, "models are compiled C++"},
     {"megatron_lm_config", kAny, "", kMissing, "dims are `parallelism_config`"},
-    {"fp8_config", kAny, "", kMissing, "there is no fp8"},
+    {"fp8_config", kAny, "", kMissing, "call convert_to_float8 in the program"},
     {"fp16", kBoolean, "false", kUsed, "the old name of `mixed_precision`: fp16"},
     // FSDP
     {"fsdp_config", kBlock, "", kUsed, "of `distributed_type` FSDP"},
