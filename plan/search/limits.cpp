@@ -16,11 +16,11 @@ std::optional<Prediction> fastest_with(const std::vector<Prediction>& found, boo
   return one == found.end() ? std::nullopt : std::optional(*one);
 }
 
-/// Of what `fitting` finds.
+/// `find` searches for the fastest with the limit.
 template <typename Find> // std::optional<Prediction>()
-PlanLimit limit_of(Search& search, std::string what, const Prediction& best, const Find& find) {
+PlanLimit limit_of(Search& search, const std::string& what, const Prediction& best, const Find& find) {
   const auto left_out = search.left_out();
-  PlanLimit limit{.what = std::move(what), .plan = find()};
+  PlanLimit limit{.what = what, .plan = find()};
   limit.is_complete = search.left_out() == left_out;
   if (!limit.plan) return limit;
   limit.memory = limit.plan->peak();

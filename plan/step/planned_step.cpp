@@ -141,7 +141,7 @@ void set_planned_dtype(torch::nn::Module& module, at::ScalarType dtype) {
 }
 
 PipelineValue planned_batch(const PlannedModel& model, const PassSettings& pass, at::Device device, at::ScalarType dtype) {
-  const auto batch = model.batch(pass, device);
+  auto batch = model.batch(pass, device);
   if (dtype != at::kBFloat16) return batch;
   return pipeline::with_tensors(batch, [](const at::Tensor& tensor) {
     return tensor.defined() && tensor.is_floating_point() ? tensor.to(at::kBFloat16) : tensor;

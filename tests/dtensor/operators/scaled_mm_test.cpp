@@ -27,7 +27,7 @@ Tensor codes(int64_t rows, int64_t columns, torch::Dtype dtype) {
 }
 
 /// Powers of two: of one element, or of a row's each.
-Tensor scales(std::vector<int64_t> sizes) {
+Tensor scales(const std::vector<int64_t>& sizes) {
   const auto numel = c10::multiply_integers(sizes);
   return torch::exp2(torch::arange(numel).remainder(4).sub(1).to(torch::kFloat)).view(sizes);
 }

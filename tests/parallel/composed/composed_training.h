@@ -72,7 +72,7 @@ struct StepPlan {
 /// A training, of one process or of this rank's part of one.
 class Training {
  public:
-  explicit Training(Task task) : task_(std::move(task)) {}
+  explicit Training(Task task) : task_(task) {}
   Training(const Training&) = delete;
   Training& operator=(const Training&) = delete;
   virtual ~Training() = default;

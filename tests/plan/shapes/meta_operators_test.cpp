@@ -148,7 +148,7 @@ std::vector<Case> other_norms() {
        }}};
 }
 
-Tensors attend(const Tensors& in, std::optional<Tensor> mask = std::nullopt, bool causal = false, double dropout = 0) {
+Tensors attend(const Tensors& in, const std::optional<Tensor>& mask = std::nullopt, bool causal = false, double dropout = 0) {
   return {torch::scaled_dot_product_attention(in[0], in[1], in[2], mask, dropout, causal)};
 }
 
@@ -265,7 +265,7 @@ std::vector<Case> others() {
       {"var_mean",
        {{3, 5}},
        [](const Tensors& in) {
-         auto [variance, mean] = torch::var_mean(in[0], {1}, 1, true);
+         auto [variance, mean] = torch::var_mean(in[0], {1}, true, true);
          return Tensors{variance, mean};
        }},
       {"max", {{3, 5}}, one([](const Tensor& x) { return x.max(); })},

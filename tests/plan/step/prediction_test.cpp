@@ -1,4 +1,5 @@
 // What a prediction says, where that is known by other means.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <tessera/collectives/process_context.h>
