@@ -27,7 +27,7 @@ struct PassSettings {
   ContextParallel context_scheme = ContextParallel::kAllGather;
 };
 
-/// A model that the planner can build on the meta device, shard and step. `model_from_folder` makes one of a folder of Hugging
+/// A model that the planner can build on the meta device, shard and step. `read_model` makes one of a folder of Hugging
 /// Face's; a program fills in the fields for a module of its own. Functions run on every simulated rank, so that they must not
 /// change what they hold.
 struct PlannedModel {

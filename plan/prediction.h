@@ -24,8 +24,8 @@ struct PlanMemory {
   int64_t total() const;
 };
 
-/// What a training step of one setting takes, from steps of the real library on the meta device: the step after two others, in
-/// which all state exists. Of a pipeline: of the stage whose rank needs most memory.
+/// What a training step of one setting takes, from steps of the real library on the meta device: the last of a few, in which all
+/// state exists. Of a pipeline: of the stage whose rank needs most memory.
 struct Prediction {
   PlanSettings settings;
   std::string model;
@@ -55,7 +55,7 @@ struct Prediction {
 };
 
 /// Predicts a step of `model` on `machine` under `settings`, whose mesh has the machine's ranks. Builds the model on the meta
-/// device, as one rank of a simulated group, shards it with this library and trains it for three steps. Local: a single rank may
+/// device, as one rank of a simulated group, shards it with this library and trains it for a few steps. Local: a single rank may
 /// call it, with or without a process group, which it leaves alone. Errors: settings that do not fit the model or the machine
 /// (`PlanSettings::check`); an operator without a kernel for the meta device, by its name.
 Prediction predict(const PlannedModel& model, const Machine& machine, const PlanSettings& settings);

@@ -89,7 +89,7 @@ bool Search::fits(const Prediction& prediction, int64_t budget) const {
   return prediction.peak() <= budget && fits_host;
 }
 
-/// Memory rises with the rows, by as much for each: two steps tell where to look, and what is found is stepped.
+/// Memory rises with the rows: the most that fit are found by halving.
 std::optional<Prediction> Search::largest(const Candidate& candidate, int64_t budget, double least_speed) {
   const auto all = with_rows(candidate.settings, options_);
   considered_ += static_cast<int64_t>(all.size());
@@ -154,8 +154,9 @@ Plan plan(const PlannedModel& model, const Machine& machine, const SearchOptions
                     " and the options");
   auto found = search.fitting(made.budget, search.candidates());
   made.is_complete = search.left_out() == 0;
-  TORCH_CHECK_VALUE(search.considered() > 0, "plan: no setting has ", options.global_rows,
-                    " rows a step: they must be the rows of ", "a micro-batch, at most ", options.max_rows,
+  made.considered = search.considered(); // once: limits look at the same ones again
+  TORCH_CHECK_VALUE(made.considered > 0, "plan: no setting has ", options.global_rows, " rows a step: they must be the rows of ",
+                    "a micro-batch, at most ", options.max_rows,
                     ", times micro-batches, times the ranks that have rows of their own");
   search.allow_steps(std::max<int64_t>(options.max_steps / 4, 1));
   if (found.empty()) {
@@ -167,7 +168,6 @@ Plan plan(const PlannedModel& model, const Machine& machine, const SearchOptions
     made.limits = internal::limits_of(search, found.front(), made.budget);
   }
   made.smallest = search.smallest();
-  made.considered = search.considered();
   made.stepped = search.stepped();
   made.refused = search.refused();
   made.first_refusal = search.first_refusal();

@@ -61,9 +61,9 @@ std::string Plan::to_string() const {
                   gigabytes(budget), considered, stepped, is_complete ? "" : "; the search ended at its most steps");
   text += table_of(*this);
   if (!best) {
-    text += smallest
-                ? fmt::format("\nnothing fits {} GB: the smallest needs {} GB\n", gigabytes(budget), gigabytes(smallest->peak()))
-                : "\nnothing fits\n";
+    text += is_complete ? "\nnothing fits" : "\nnothing that was stepped fits";
+    if (smallest) text += fmt::format(" {} GB: the smallest needs {} GB", gigabytes(budget), gigabytes(smallest->peak()));
+    text += '\n';
   }
   text += limits_of(*this);
   if (refused > 0) text += fmt::format("\n{} settings were refused, the first: {}\n", refused, first_refusal);

@@ -60,9 +60,9 @@ void ClockState::end_pause() {
 
 double ClockState::issue(const std::vector<Phase>& phases, double& stream) {
   const std::lock_guard lock(mutex_);
+  if (!options.overlaps) return stream = carry_alone(phases);
   const double begin = std::max(time_.total, stream);
   double end = begin;
-  if (!options.overlaps) return stream = carry_alone(phases);
   for (const auto& phase : phases)
     end = wires_[static_cast<size_t>(phase.wire)].carry(end + phase.latency, phase.transfer, time_.total);
   time_.communication += end - begin;

@@ -141,6 +141,11 @@ TEST(Plan, EndsAtItsMostSteps) {
   const auto made = plan(small(), hosts_of_four(1), {.max_rows = 4, .max_steps = 3});
   EXPECT_FALSE(made.is_complete);
   EXPECT_LE(made.stepped, 3 + 1); // a quarter more for limits
+  const auto least = plan(small(), hosts_of_four(1), {.budget = 1000, .max_rows = 1}).smallest;
+  const auto none = plan(small(), hosts_of_four(1), {.budget = least.value().peak() - 1, .max_rows = 1, .max_steps = 1});
+  EXPECT_FALSE(none.best);
+  EXPECT_FALSE(none.is_complete);
+  EXPECT_THAT(none.to_string(), ::testing::HasSubstr("nothing that was stepped fits"));
 }
 
 TEST(Plan, RefusesWhatCannotBe) {
