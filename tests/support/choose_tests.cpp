@@ -53,18 +53,35 @@ class ShowFilter final : public ::testing::EmptyTestEventListener {
   const std::string filter_;
 };
 
+bool is_drawn(const std::string& test, WorldPlace place) {
+  const size_t from_last = place.count - 1 - place.index;
+  const bool has_neighbour = place.index > 0 || from_last % 2 == 1;
+  return !has_neighbour || drawn_generator(test, static_cast<unsigned>(from_last / 2))() % 2 == from_last % 2;
+}
+
 } // namespace
 
-void choose_tests(::testing::UnitTest& tests, const Names& files) {
+ChosenTests::ChosenTests(::testing::UnitTest& tests, const Names& files) {
   const auto filter = GTEST_FLAG_GET(filter);
   tests.listeners().Append(new ShowFilter(filter));
   const auto [taken, left_out] = choice_of(tests, files);
   const char* const count = std::getenv("TESSERA_TEST_COUNT");
   if (count != nullptr && !full_run() && filter == "*") {
     GTEST_FLAG_SET(filter, c10::Join(":", sweep(taken, std::strtoul(count, nullptr, 10))));
-  } else if (!left_out.empty()) {
-    GTEST_FLAG_SET(filter, filter + (filter.find('-') == std::string::npos ? "-" : ":") + c10::Join(":", left_out));
+    return;
   }
+  if (!full_run() && filter == "*") drawable_ = taken;
+  if (!left_out.empty())
+    GTEST_FLAG_SET(filter, filter + (filter.find('-') == std::string::npos ? "-" : ":") + c10::Join(":", left_out));
+}
+
+bool ChosenTests::draw_for(WorldPlace place) const {
+  if (drawable_.empty() || place.count == 1) return true;
+  Names drawn;
+  for (const auto& test : drawable_)
+    if (is_drawn(test, place)) drawn.push_back(test);
+  GTEST_FLAG_SET(filter, c10::Join(":", drawn));
+  return !drawn.empty();
 }
 
 } // namespace tessera::testing

@@ -1,15 +1,20 @@
 #include <gmock/gmock.h>
 
+#include <map>
+#include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/scoped_environment.h>
 #include <tessera/tests/support/subprocess.h>
 #include <tessera/tests/support/test_arguments.h>
 
 namespace tessera::testing::choose_tests_test {
 namespace {
 
+using ::testing::AnyOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -61,12 +66,39 @@ std::string run_this(const std::vector<std::string>& arguments) {
 }
 
 TEST(ChooseTests, FilesAndRoomsRunAloneInEachWorld) {
+  const ScopedEnvironment full("TESSERA_TEST_FULL", "1");
   const auto output = run_this({"--files", "sweep_test", "--ranks", "1,2"});
   EXPECT_THAT(output, HasSubstr("[  WORLD   ] 1 rank\n"));
   EXPECT_THAT(output, HasSubstr("[  WORLDS  ] 2, 0 of them failed"));
   EXPECT_THAT(output, HasSubstr("[       OK ] Sweep."));
   EXPECT_THAT(output, Not(HasSubstr("[       OK ] ChooseTests.")));
   EXPECT_THAT(run_this({"--files", "no_such_room"}), HasSubstr("--files: no test is in no_such_room"));
+}
+
+/// The worlds in which each test of sweep_test.cpp ran.
+std::map<std::string, std::vector<std::string>> worlds_of_tests(const std::string& seed) {
+  const ScopedEnvironment drawn("TESSERA_TEST_FULL", "0"), seeded("TESSERA_TEST_SEED", seed.c_str());
+  std::istringstream output(run_this({"--files", "sweep_test", "--ranks", "1,2,3"}));
+  std::map<std::string, std::vector<std::string>> worlds;
+  std::string world;
+  for (std::string line; std::getline(output, line);) {
+    if (line.starts_with("[  WORLD   ] ")) world = line.substr(13);
+    if (line.starts_with("[       OK ] ")) worlds[line.substr(13, line.find(' ', 13) - 13)].push_back(world);
+  }
+  return worlds;
+}
+
+TEST(ChooseTests, ATestRunsInOneOfTwoNeighbouringWorlds) {
+  std::set<std::string> drawn;
+  for (const auto* seed : {"1", "2"}) {
+    const auto worlds = worlds_of_tests(seed);
+    EXPECT_EQ(worlds.size(), 7U);
+    for (const auto& [test, ran] : worlds) {
+      EXPECT_THAT(ran, ElementsAre("1 rank", AnyOf("2 ranks", "3 ranks"))) << test;
+      drawn.insert(ran.back());
+    }
+  }
+  EXPECT_EQ(drawn.size(), 2U);
 }
 
 TEST(ChooseTests, AFilterChoosesAmongTheFiles) {

@@ -1,7 +1,7 @@
 // The main of every test program.
 //   exe                    runs its tests in this process, as a job of one rank
 //   exe --ranks 2          runs them on 2 local ranks in lockstep
-//   exe --ranks 1,2,3,4    … on 1 rank, then on 2, on 3 and on 4: LibTorch is loaded once
+//   exe --ranks 1,2,3,4    … on 1 rank, then on 2, on 3 and on 4: LibTorch is loaded once, and each test runs on the ones drawn for it
 //   exe --hosts 0011,0110  … on 4 ranks as if the last two were on another host, then with the middle two there
 //   exe --files schedule,fully_shard_test   takes the tests of these folders and files alone
 #include "choose_tests.h"
@@ -53,11 +53,12 @@ int run_world(const tessera::testing::TestWorld& world) {
 }
 
 /// Each world has a process for itself, so that none finds threads, memory or an environment of the world before.
-int run_in_turn(const std::vector<tessera::testing::TestWorld>& worlds) {
+int run_in_turn(const std::vector<tessera::testing::TestWorld>& worlds, const tessera::testing::ChosenTests& chosen) {
   int failed = 0;
-  for (const auto& world : worlds) {
-    std::printf("[  WORLD   ] %s\n", world.name().c_str());
-    failed += tessera::testing::run_in_child([&] { return run_world(world); }) == 0 ? 0 : 1;
+  for (size_t i = 0; i < worlds.size(); ++i) {
+    if (!chosen.draw_for({i, worlds.size()})) continue;
+    std::printf("[  WORLD   ] %s\n", worlds[i].name().c_str());
+    failed += tessera::testing::run_in_child([&] { return run_world(worlds[i]); }) == 0 ? 0 : 1;
   }
   std::printf("[  WORLDS  ] %zu, %d of them failed\n", worlds.size(), failed);
   return failed == 0 ? 0 : 1;
@@ -68,8 +69,8 @@ int run_in_turn(const std::vector<tessera::testing::TestWorld>& worlds) {
 int main(int argc, char** argv) try {
   const auto arguments = tessera::testing::take_test_arguments(argc, argv);
   ::testing::InitGoogleMock(&argc, argv);
-  tessera::testing::choose_tests(*::testing::UnitTest::GetInstance(), arguments.files);
-  return arguments.worlds.size() == 1 ? run_world(arguments.worlds.front()) : run_in_turn(arguments.worlds);
+  const tessera::testing::ChosenTests chosen(*::testing::UnitTest::GetInstance(), arguments.files);
+  return arguments.worlds.size() == 1 ? run_world(arguments.worlds.front()) : run_in_turn(arguments.worlds, chosen);
 } catch (const std::exception& error) {
   std::fprintf(stderr, "%s\n", tessera::internal::error_text(error).c_str());
   return 1;

@@ -21,13 +21,17 @@ std::string current_test() {
 
 } // namespace
 
+std::mt19937 drawn_generator(std::string_view name, unsigned number) {
+  std::vector<unsigned> seeds{static_cast<unsigned>(test_seed()), number};
+  seeds.insert(seeds.end(), name.begin(), name.end());
+  std::seed_seq sequence(seeds.begin(), seeds.end());
+  return std::mt19937(sequence);
+}
+
 std::mt19937 next_sweep_generator() {
   static Sweeps sweeps;
   if (auto test = current_test(); test != sweeps.test) sweeps = {std::move(test), 0};
-  std::vector<unsigned> seeds{static_cast<unsigned>(test_seed()), sweeps.calls++};
-  seeds.insert(seeds.end(), sweeps.test.begin(), sweeps.test.end());
-  std::seed_seq sequence(seeds.begin(), seeds.end());
-  return std::mt19937(sequence);
+  return drawn_generator(sweeps.test, sweeps.calls++);
 }
 
 } // namespace tessera::testing

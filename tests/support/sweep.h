@@ -22,6 +22,9 @@ inline unsigned long test_seed() {
   return seed != nullptr ? std::strtoul(seed, nullptr, 10) : 1;
 }
 
+/// A stream of `test_seed`, a name and a number.
+std::mt19937 drawn_generator(std::string_view name, unsigned number);
+
 /// What the next sweep draws with: another stream for each call, of `test_seed`, the current test's full name (outside of tests
 /// the program's) and the number of the test's calls before it. It is the same on every rank if all call it in the same order.
 std::mt19937 next_sweep_generator();
