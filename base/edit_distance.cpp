@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <numeric>
 #include <utility>
-#include <vector>
 
 namespace tessera::internal {
 
@@ -19,6 +18,11 @@ size_t edit_distance(std::string_view a, std::string_view b) {
     }
   }
   return row.back();
+}
+
+std::string nearest_of(std::string_view name, const std::vector<std::string>& names) {
+  const auto nearest = std::ranges::min_element(names, {}, [&](const auto& each) { return edit_distance(name, each); });
+  return nearest == names.end() ? "" : *nearest;
 }
 
 } // namespace tessera::internal

@@ -19,11 +19,6 @@ constexpr std::array<std::pair<PlanPrecision, std::string_view>, 4> kPrecisions{
                                                                                  {PlanPrecision::kDeepSpeed, "deepspeed"},
                                                                                  {PlanPrecision::kBf16Full, "bf16_full"}}};
 
-std::string nearest_of(const std::string& name, const std::vector<std::string>& names) {
-  const auto distance = [&](const std::string& other) { return internal::edit_distance(name, other); };
-  return *std::min_element(names.begin(), names.end(), [&](const auto& a, const auto& b) { return distance(a) < distance(b); });
-}
-
 void check_positive(int64_t value, const char* name) {
   TORCH_CHECK_VALUE(value >= 1, "plan settings: ", name, " is ", value, ", but must be positive");
 }
@@ -90,7 +85,7 @@ void PlanSettings::check() const {
                     "plan settings: without sharding the ranks are replicas, but shard is ", mesh.shard);
   const auto& names = plan_optimizers();
   TORCH_CHECK_VALUE(std::find(names.begin(), names.end(), optimizer) != names.end(), "plan settings: unknown optimizer \"",
-                    optimizer, "\"; did you mean \"", nearest_of(optimizer, names), "\"?");
+                    optimizer, "\"; did you mean \"", internal::nearest_of(optimizer, names), "\"?");
   TORCH_CHECK_VALUE(max_grad_norm >= 0, "plan settings: max_grad_norm is ", max_grad_norm, ", but must not be negative");
 }
 

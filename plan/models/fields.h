@@ -2,10 +2,8 @@
 
 // Internal: fields of a config, which is untrusted.
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include <tessera/base/edit_distance.h>
 #include <tessera/checkpoint/bytes/json.h>
@@ -35,10 +33,6 @@ inline double chance_or(const JsonView& json, const std::string& key, double oth
   const auto value = number_or(json, key, otherwise);
   if (!(value >= 0 && value < 1)) json[key].fail(c10::str("is ", value, ", but must be in [0, 1)"));
   return value;
-}
-
-inline std::string nearest_of(const std::string& name, const std::vector<std::string>& known) {
-  return *std::ranges::min_element(known, {}, [&](const auto& each) { return edit_distance(name, each); });
 }
 
 } // namespace tessera::internal::models

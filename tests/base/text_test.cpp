@@ -30,6 +30,8 @@ TEST(EditDistance, CountsCharactersPutInTakenOutAndReplaced) {
   EXPECT_EQ(edit_distance("weight", ""), 6U);
   EXPECT_EQ(edit_distance("blocks.0.weight", "blocks.1.weight"), 1U);
   EXPECT_EQ(edit_distance("kitten", "sitting"), 3U);
+  EXPECT_EQ(internal::nearest_of("rate", {"ranks", "grate", "gate"}), "grate");
+  EXPECT_EQ(internal::nearest_of("rate", {}), "");
 }
 
 TEST(TextTable, OfHeadingsAloneIsALine) { EXPECT_EQ(text_table({{"a", "b"}}), "a  b\n"); }

@@ -5,7 +5,6 @@
 #include <tessera/base/edit_distance.h>
 #include <tessera/collectives/process_context.h>
 
-#include <algorithm>
 #include <filesystem>
 
 #include <published_machines.h>
@@ -23,10 +22,9 @@ tessera::Machine machine_of(const std::string& name_or_file) {
     if (name_or_file == name) return tessera::Machine::from_json(text, name_or_file);
   }
   const auto names = machine_names();
-  const auto nearest = *std::ranges::min_element(
-      names, {}, [&](const auto& each) { return tessera::internal::edit_distance(name_or_file, each); });
   TORCH_CHECK_VALUE(std::filesystem::exists(name_or_file), "--machine: there is no file ", name_or_file,
-                    ", and no machine of this name; the nearest is ", nearest, ", all are: ", absl::StrJoin(names, ", "));
+                    ", and no machine of this name; the nearest is ", tessera::internal::nearest_of(name_or_file, names),
+                    ", all are: ", absl::StrJoin(names, ", "));
   return tessera::Machine::read(name_or_file);
 }
 
