@@ -12,6 +12,8 @@ struct SimulationOptions {
   /// else takes no time: for models on the meta device, and for other processors than this one. Without it, the time that this
   /// process takes between its collectives counts, which needs a real device.
   std::optional<double> flops_per_second = std::nullopt;
+  /// The rate of attention's kernels, which mostly do not reach that of plain products. Unset: the same.
+  std::optional<double> attention_flops_per_second = std::nullopt;
   /// Bytes that the rank reads and writes in a second, beside `flops_per_second`: each operator then takes the longer of its
   /// floating-point operations over that rate and of the bytes of its arguments and results over this one (a roofline). The
   /// optimizer's operators count as any others.

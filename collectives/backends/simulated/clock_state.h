@@ -68,6 +68,7 @@ class ClockState {
   SimulatedTime before_; // at the last reset
   std::array<WireTimes, 2> wires_;
   double flops_ = 0, untaken_seconds_ = 0;
+  double attention_rate_ = 0;             // in floating-point operations a second
   Clock::time_point mark_ = Clock::now(); // up to which this process's time is taken
 };
 

@@ -55,11 +55,19 @@ double convolution_backward(Arguments arguments) {
   return one * (static_cast<double>(wanted[0]) + static_cast<double>(wanted[1]));
 }
 
-/// `products` of matrices of [b, heads, queries, keys] with the width of a head.
-template <size_t query, int products>
+/// The keys that the queries see, of all of them: under a causal mask query i sees the first i + 1.
+double seen_keys(int64_t queries, int64_t keys, bool is_causal) {
+  if (!is_causal) return static_cast<double>(queries) * static_cast<double>(keys);
+  const auto rising = static_cast<double>(std::min(queries, keys));
+  return rising * (rising + 1) / 2 + static_cast<double>(queries - std::min(queries, keys)) * static_cast<double>(keys);
+}
+
+/// `products` of matrices of [b, heads, queries, keys] with the width of a head. Kernels skip what a causal mask hides.
+template <size_t query, int products, size_t causal>
 double attention(Arguments arguments) {
   const auto q = arguments[query].toTensor(), k = arguments[query + 1].toTensor();
-  return products * 2 * numel(q.sizes()) * static_cast<double>(k.size(-2));
+  const double seen = seen_keys(q.size(-2), k.size(-2), arguments[causal].toBool());
+  return products * 2 * numel(q.sizes()) / static_cast<double>(std::max<int64_t>(1, q.size(-2))) * seen;
 }
 
 using Formula = double (*)(Arguments);
@@ -86,14 +94,14 @@ const absl::flat_hash_map<std::string_view, Formula>& formulas() {
       {"aten::_scaled_grouped_mm_v2", grouped_product},
       {"aten::convolution", convolution},
       {"aten::convolution_backward", convolution_backward},
-      {"aten::_scaled_dot_product_flash_attention_for_cpu", attention<0, 2>},
-      {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", attention<1, 5>},
-      {"aten::_scaled_dot_product_flash_attention", attention<0, 2>},
-      {"aten::_scaled_dot_product_flash_attention_backward", attention<1, 5>},
-      {"aten::_scaled_dot_product_efficient_attention", attention<0, 2>},
-      {"aten::_scaled_dot_product_efficient_attention_backward", attention<1, 5>},
-      {"aten::_scaled_dot_product_cudnn_attention", attention<0, 2>},
-      {"aten::_scaled_dot_product_cudnn_attention_backward", attention<1, 5>},
+      {"aten::_scaled_dot_product_flash_attention_for_cpu", attention<0, 2, 4>},
+      {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", attention<1, 5, 7>},
+      {"aten::_scaled_dot_product_flash_attention", attention<0, 2, 4>},
+      {"aten::_scaled_dot_product_flash_attention_backward", attention<1, 5, 11>},
+      {"aten::_scaled_dot_product_efficient_attention", attention<0, 2, 6>},
+      {"aten::_scaled_dot_product_efficient_attention_backward", attention<1, 5, 11>},
+      {"aten::_scaled_dot_product_cudnn_attention", attention<0, 2, 6>},
+      {"aten::_scaled_dot_product_cudnn_attention_backward", attention<1, 5, 14>},
   };
   return *all;
 }
@@ -107,6 +115,8 @@ bool is_on_parts(const c10::IValue& argument) {
 }
 
 } // namespace
+
+bool is_attention(std::string_view name) { return name.starts_with("aten::_scaled_dot_product_"); }
 
 double flops_of(std::string_view name, Arguments arguments) {
   const auto found = formulas().find(name);

@@ -11,5 +11,7 @@ namespace tessera::internal {
 /// with their backwards; 0 for any other operator, and for one on DTensors, of which the kernel on the parts counts. `name` is as
 /// in "aten::mm".
 double flops_of(std::string_view name, c10::ArrayRef<c10::IValue> arguments);
+/// Whether that is a kernel of attention.
+bool is_attention(std::string_view name);
 
 } // namespace tessera::internal

@@ -47,6 +47,7 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& call) {
   Running one{.call = &call};
   one.work.flops = flops_of(call.name(), call.inputs());
   if (one.work.flops > 0) outer_product = &call;
+  one.work.is_attention = is_attention(call.name());
   if (counts_bytes && !is_on_parts(call.inputs())) {
     one.traffic = &traffic_of(call);
     one.work.bytes = argument_bytes(*one.traffic, call.inputs());

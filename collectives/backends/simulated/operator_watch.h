@@ -8,6 +8,7 @@ namespace tessera::internal {
 struct OperatorWork {
   double flops = 0; ///< of a matrix product, a convolution or attention
   double bytes = 0; ///< that it reads and writes, where they are counted
+  bool is_attention = false;
 };
 
 /// While one lives, `count` is told of the work of each call of an operator on any thread, but not of what such a call makes of

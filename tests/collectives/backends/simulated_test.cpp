@@ -175,6 +175,22 @@ TEST_F(SimulatedGroup, CountsFloatingPointOperations) {
   EXPECT_NEAR(clock.elapsed().compute, 1, 1e-9) << "10^6 operations";
 }
 
+TEST_F(SimulatedGroup, CountsWhatAttentionDoesNotSkip) {
+  constexpr int64_t kPairs = 24, kSeen = 10, kSeenByMore = 9; // of 4 queries and 6 keys; under a mask; of 4 queries and 3 keys
+  init_simulated_process_group({.ranks = 2, .ranks_per_node = 2}, 0,
+                               {.flops_per_second = kRate, .attention_flops_per_second = kRate / 4});
+  const auto tensor = [](int64_t length) { return torch::rand({1, 2, length, 8}).requires_grad_(); };
+  const auto attend = [&](int64_t keys, bool is_causal) {
+    const auto q = tensor(4), k = tensor(keys), v = tensor(keys);
+    return flops([&] { std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0, is_causal)).sum().backward(); });
+  };
+  constexpr int64_t kProducts = 2 + 5, kPair = 2 * 2 * 8; // forward and backward; two operations, two heads of eight
+  EXPECT_EQ(attend(6, false), kProducts * kPair * kPairs);
+  EXPECT_EQ(attend(6, true), kProducts * kPair * kSeen);
+  EXPECT_EQ(attend(3, true), kProducts * kPair * kSeenByMore);
+  EXPECT_NEAR(simulated_clock().elapsed().compute, 4 * kProducts * kPair * kSeenByMore / kRate, 1e-12) << "at attention's rate";
+}
+
 // Some operators call others of which each would count.
 TEST_F(SimulatedGroup, CountsAnOperationOnce) {
   init_simulated_process_group({.ranks = 2, .ranks_per_node = 2}, 0, {.flops_per_second = kRate});
