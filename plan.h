@@ -4,6 +4,7 @@
 /// settings, and has no counterpart in PyTorch.
 
 #include <tessera/plan/auto_shard.h>
+#include <tessera/plan/fit_machine.h>
 #include <tessera/plan/machine.h>
 #include <tessera/plan/meta_operators.h>
 #include <tessera/plan/model_folder.h>

@@ -1,6 +1,7 @@
 // What `plan` predicts, and the steps that it predicts, driven by `benchmarks/compare` through standard input:
 //
 //   measure_planned_step machine                       prints this machine, measured by the ranks of the job
+//   measure_planned_step fit MACHINE SETTINGS SECONDS ...  prints the machine, fitted to steps that took so long
 //   measure_planned_step predict MACHINE SETTINGS ...  a line of JSON for each settings
 //   measure_planned_step run SETTINGS                  a rank of a real job: answers "step" with its seconds
 //
@@ -8,6 +9,7 @@
 // "accumulation": 1, "recompute": false, "optimizer": "AdamW", "layers": 4, "width": 256}.
 #include <common/program.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/plan/fit_machine.h>
 #include <tessera/plan/prediction.h>
 #include <tessera/plan/step/planned_step.h>
 
@@ -15,6 +17,7 @@
 #include <chrono>
 #include <iostream>
 #include <string>
+#include <vector>
 
 #include <gpt/model.h>
 #include <gpt/sharding.h>
@@ -75,6 +78,16 @@ void print_prediction(const std::string& machine, const json& settings) {
   std::cout << json::parse(prediction.to_json()).dump() << std::endl;
 }
 
+void print_fitted(const std::string& text, const std::vector<std::string>& steps) {
+  const auto machine = Machine::from_json(text);
+  std::vector<MeasuredStep> measured;
+  for (size_t i = 0; i + 1 < steps.size(); i += 2) {
+    const auto settings = json::parse(steps[i]);
+    measured.push_back({predict(planned_gpt(settings), machine, settings_of(settings)), std::stod(steps[i + 1])});
+  }
+  std::cout << json::parse(fit_machine(machine, measured).to_json()).dump() << std::endl;
+}
+
 void answer(const json& settings) {
   using Clock = std::chrono::steady_clock;
   internal::PlannedTraining training(planned_gpt(settings), settings_of(settings), torch::kCPU);
@@ -92,8 +105,13 @@ int run(int argc, char** argv) {
     for (int i = 3; i < argc; ++i) print_prediction(argv[2], json::parse(argv[i]));
     return 0;
   }
-  TORCH_CHECK((what == "machine" && argc == 2) || (what == "run" && argc == 3),
-              "usage: measure_planned_step machine | predict MACHINE SETTINGS... | run SETTINGS");
+  if (what == "fit" && argc > 4) {
+    print_fitted(argv[2], {argv + 3, argv + argc});
+    return 0;
+  }
+  TORCH_CHECK(
+      (what == "machine" && argc == 2) || (what == "run" && argc == 3),
+      "usage: measure_planned_step machine | fit MACHINE SETTINGS SECONDS... | predict MACHINE SETTINGS... | run SETTINGS");
   init_process_group();
   what == "machine" ? print_machine() : answer(json::parse(argv[2]));
   destroy_process_group();

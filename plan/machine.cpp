@@ -28,6 +28,7 @@ const Keys kMachineKeys{"name",
                         "memory_bytes",
                         "host_memory_bytes",
                         "flops_per_second",
+                        "attention_efficiency",
                         "efficiency",
                         "memory_bytes_per_second",
                         "launch_seconds",
@@ -39,10 +40,8 @@ const Keys kFlopsKeys{"fp32", "bf16"}, kLinkKeys{"alpha", "beta", "algorithm"};
 void check_keys(const JsonView& object, const Keys& known) {
   for (const auto& [key, value] : object.fields()) {
     if (std::find(known.begin(), known.end(), key) != known.end()) continue;
-    const auto distance = [&key = key](const std::string& other) { return internal::edit_distance(key, other); };
-    const auto nearest =
-        *std::min_element(known.begin(), known.end(), [&](const auto& a, const auto& b) { return distance(a) < distance(b); });
-    TORCH_CHECK_VALUE(false, object.where(), ": unknown key \"", key, "\"; did you mean \"", nearest, "\"?");
+    TORCH_CHECK_VALUE(false, object.where(), ": unknown key \"", key, "\"; did you mean \"", internal::nearest_of(key, known),
+                      "\"?");
   }
 }
 
@@ -95,6 +94,7 @@ Machine machine_of(const JsonView& json, const std::string& source) {
   machine.fp32_flops = flops["fp32"].number();
   machine.bf16_flops = number_or(flops, "bf16", 0);
   machine.efficiency = number_or(json, "efficiency", 1);
+  machine.attention_efficiency = number_or(json, "attention_efficiency", 0);
   machine.memory_bandwidth = json["memory_bytes_per_second"].number();
   machine.launch_seconds = number_or(json, "launch_seconds", 0);
   machine.host_bandwidth = number_or(json, "host_bytes_per_second", 0);
@@ -139,6 +139,9 @@ void Machine::check(const std::string& source) const {
   not_negative(bf16_flops, "flops_per_second.bf16");
   TORCH_CHECK_VALUE(efficiency > 0 && efficiency <= 1, source, ": efficiency is ", efficiency,
                     ", but must be a share of flops_per_second above 0 and at most 1");
+  TORCH_CHECK_VALUE(attention_efficiency >= 0 && attention_efficiency <= 1, source, ": attention_efficiency is ",
+                    attention_efficiency,
+                    ", but must be a share of flops_per_second: above 0 and at most 1, or 0 for efficiency");
   positive(memory_bandwidth, "memory_bytes_per_second");
   not_negative(launch_seconds, "launch_seconds");
   not_negative(host_bandwidth, "host_bytes_per_second");
@@ -186,6 +189,7 @@ std::string Machine::to_json() const {
                                 {"host_memory_bytes", host_memory},
                                 {"flops_per_second", {{"fp32", fp32_flops}, {"bf16", bf16_flops}}},
                                 {"efficiency", efficiency},
+                                {"attention_efficiency", attention_efficiency},
                                 {"memory_bytes_per_second", memory_bandwidth},
                                 {"launch_seconds", launch_seconds},
                                 {"host_bytes_per_second", host_bandwidth},

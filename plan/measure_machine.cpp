@@ -6,6 +6,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -93,6 +94,13 @@ double operator_rate(const Measurement& measurement, int64_t bytes) {
   return kMoved * static_cast<double>(x.nbytes()) / seconds;
 }
 
+double attention_rate(const Measurement& measurement) {
+  constexpr int64_t kHeads = 4, kPositions = 256, kHeadWidth = 64;
+  const auto x = at::ones({1, kHeads, kPositions, kHeadWidth});
+  const double seconds = measurement.fastest([&] { at::scaled_dot_product_attention(x, x, x); });
+  return 4.0 * kHeads * kPositions * kPositions * kHeadWidth / seconds;
+}
+
 double launch_seconds(const Measurement& measurement) {
   constexpr int kCalls = 200;
   const auto one = at::ones({1});
@@ -146,6 +154,7 @@ Machine measure_machine(const MeasureOptions& options) {
   machine.memory = memory_of_host() / measurement.ranks();
   machine.host_memory = memory_of_host();
   machine.fp32_flops = product_rate(measurement, options.product_size, at::kFloat);
+  machine.attention_efficiency = std::min(1.0, attention_rate(measurement) / machine.fp32_flops);
   machine.bf16_flops = product_rate(measurement, options.product_size, at::kBFloat16);
   machine.memory_bandwidth = operator_rate(measurement, options.operator_bytes);
   machine.launch_seconds = launch_seconds(measurement);

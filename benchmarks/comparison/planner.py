@@ -1,6 +1,5 @@
-"""Steps that the planner predicts from a machine that was measured on 2 ranks, against the steps of real ranks, and its choice against the
-fastest one measured."""
-import contextlib
+"""Steps that the planner predicts from a machine that was measured on 2 ranks, and fitted to the steps of two settings more, against the
+steps of real ranks, and its choice against the fastest one measured."""
 import json
 import os
 from statistics import median
@@ -48,17 +47,31 @@ def settings_of(ranks):
     return settings + [whole, {**whole, "rows": 4}]
 
 
+def measured_seconds(command, settings, ranks, rounds):
+    with Ranks(command + ["run", json.dumps(settings)], ranks) as job:
+        job.wait_until_ready()
+        turns = interleaved(rounds, WARM_UP, {"step": lambda: job.ask("step")})["step"]
+    return median(max(rank["step"] for rank in turn) for turn in turns)
+
+
+def fitted_machine(command, machine, ranks, rounds):
+    """Two settings that are none of `settings_of`: one that mostly computes, and one that mostly sends."""
+    whole = {"shard": ranks, "layers": LAYERS, "width": WIDTH}
+    words = []
+    for settings in ({**whole, "rows": 6}, {**whole, "rows": 1, "recompute": True}):
+        words += [json.dumps(settings), str(measured_seconds(command, settings, ranks, rounds))]
+    with Ranks(command + ["fit", json.dumps(machine)] + words, 1) as job:
+        return json.loads(job.lines()[0])
+
+
 def rows_of(programs, machine, ranks, settings, rounds):
     command = programs.ours("measure_planned_step")
-    with Ranks(command + ["predict", json.dumps(machine)] + list(map(json.dumps, settings)), 1) as job:
+    fitted = fitted_machine(command, machine, ranks, rounds)
+    for name, rate in (("rates", lambda one: one["flops_per_second"]["fp32"]), ("1 / beta", lambda one: 1 / max(one["in_host"]["beta"], 1e-15))):
+        yield without_bound("planner", f"{ranks} ranks: fitted {name} of the measured ones", rate(fitted) / rate(machine), None, "x")
+    with Ranks(command + ["predict", json.dumps(fitted)] + list(map(json.dumps, settings)), 1) as job:
         predicted = [json.loads(job.lines()[0]) for _ in settings]
-    measured = []
-    for each in settings:
-        with contextlib.ExitStack() as stack:
-            job = stack.enter_context(Ranks(command + ["run", json.dumps(each)], ranks))
-            job.wait_until_ready()
-            seconds = interleaved(rounds, WARM_UP, {"step": lambda job=job: job.ask("step")})["step"]
-        measured.append(median(max(rank["step"] for rank in turn) for turn in seconds))
+    measured = [measured_seconds(command, each, ranks, rounds) for each in settings]
     for one, seconds in zip(predicted, measured, strict=True):
         case = f"{ranks} ranks, {one['settings']['text']}"
         yield without_bound("planner", f"{case}: predicted beside measured", 1e3 * one["seconds"], 1e3 * seconds, "ms")

@@ -106,11 +106,7 @@ class PipelineRank {
     // The ranks compare what they were given on the host, where their numbers are.
     const auto host = init_device_mesh(c10::kCPU, mesh_.all.shape(), mesh_.all.dim_names());
     stages_.emplace(split(model_.layers(*module_, pass_), host["pp"], {.rank_of_stage = schedule_.rank_of_stage}));
-    if (settings.mesh.tp > 1) {
-      parallelize(*stages_, mesh_.dim("tp"),
-                  model_.tensor_parallel(*module_, {.ranks = settings.mesh.tp, .sequence = settings.sequence_parallel}));
-    }
-    fully_shard(*stages_, mesh_.shard(), planned_options(settings));
+    shard_planned(*stages_, *module_, model_, mesh_, planned_options(settings));
     materialize(*stages_->module, [](torch::nn::Module&) {});
     for (const auto& stage : stages_->local) sharded_.emplace_back(*stages_, stage, Residency::kStage);
     optimizer_ = make_planned_optimizer(settings.optimizer, *stages_->module);
@@ -323,9 +319,8 @@ PipelineSimulation simulation_of(const PipelineSchedule& schedule, const std::ma
 
 Prediction predict_pipeline(const PlannedModel& model, const Machine& machine, const PlanSettings& settings) {
   TORCH_CHECK_VALUE(model.pipeline_loss.sum, "plan: ", model.name, " has no loss for a pipeline, but pp is ", settings.mesh.pp);
-  TORCH_CHECK_VALUE(settings.mesh.ep == 1, "plan: experts that are split in a pipeline cannot be planned, but pp is ",
-                    settings.mesh.pp, " and ep ", settings.mesh.ep);
-  TORCH_CHECK_VALUE(settings.offload == OffloadPolicy::Memory::kDevice, "plan: a pipeline cannot be planned with offload");
+  TORCH_CHECK_VALUE(settings_on(machine, settings).offload == OffloadPolicy::Memory::kDevice,
+                    "plan: a pipeline cannot be planned with offload");
   const auto schedule = pipeline_schedule(
       settings.schedule, {.ranks = settings.mesh.pp, .micro_batches = settings.accumulation, .chunks = chunks_of(settings)});
   const auto steps = steps_of_ranks(model, machine, settings, schedule);

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -66,6 +67,16 @@ void shard_experts(torch::nn::Module& module, const PlannedMesh& mesh, const Ful
   }
 }
 
+/// None where nothing is tensor parallel. An error where the settings want of the model what it has not.
+std::optional<ParallelPlan> tensor_plan(torch::nn::Module& module, const PlannedModel& model, const PlanSettings& settings) {
+  const auto& sizes = settings.mesh;
+  TORCH_CHECK_VALUE(sizes.tp == 1 || model.tensor_parallel, "plan: ", model.name, " cannot be tensor parallel, but tp is ",
+                    sizes.tp);
+  TORCH_CHECK_VALUE(sizes.ep == 1 || model.experts > 0, "plan: ", model.name, " has no experts, but ep is ", sizes.ep);
+  if (sizes.tp == 1) return std::nullopt;
+  return model.tensor_parallel(module, {.ranks = sizes.tp, .sequence = settings.sequence_parallel});
+}
+
 } // namespace
 
 PlannedMesh::PlannedMesh(const PlanSettings& plan, c10::DeviceType device) : settings(plan) {
@@ -126,24 +137,24 @@ at::ScalarType planned_dtype(const PlanSettings& settings) {
 void shard_planned(torch::nn::Module& module, const PlannedModel& model, const PlannedMesh& mesh,
                    const FullyShardOptions& options) {
   const auto& settings = mesh.settings;
-  TORCH_CHECK_VALUE(settings.mesh.tp == 1 || model.tensor_parallel, "plan: ", model.name,
-                    " cannot be tensor parallel, but tp is ", settings.mesh.tp);
-  TORCH_CHECK_VALUE(settings.mesh.ep == 1 || model.experts > 0, "plan: ", model.name, " has no experts, but ep is ",
-                    settings.mesh.ep);
   const auto groups = grouped_modules(module, model.groups); // before ways through parallelism change the tree
-  if (settings.mesh.tp > 1) {
-    const auto plan = model.tensor_parallel(module, {.ranks = settings.mesh.tp, .sequence = settings.sequence_parallel});
-    shard_experts(module, mesh, options);
-    parallelize(module, mesh.dim("tp"), plan);
-  } else {
-    shard_experts(module, mesh, options);
-  }
+  const auto plan = tensor_plan(module, model, settings);
+  shard_experts(module, mesh, options);
+  if (plan) parallelize(module, mesh.dim("tp"), *plan);
   const auto dims = mesh.shard();
   // Without sharding, one call makes buckets that are reduced while the backward goes on.
   if (settings.strategy != Strategy::kNoShard) {
     for (const auto& group : groups) fully_shard(*group.module, dims, options);
   }
   fully_shard(module, dims, options);
+}
+
+void shard_planned(PipelineStages& stages, torch::nn::Module& module, const PlannedModel& model, const PlannedMesh& mesh,
+                   const FullyShardOptions& options) {
+  const auto plan = tensor_plan(module, model, mesh.settings);
+  shard_experts(*stages.module, mesh, options);
+  if (plan) parallelize(stages, mesh.dim("tp"), *plan);
+  fully_shard(stages, mesh.shard(), options);
 }
 
 } // namespace tessera::internal

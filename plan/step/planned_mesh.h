@@ -7,6 +7,7 @@
 
 #include <tessera/fsdp/options.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/parallel/pipeline_stages.h>
 #include <tessera/plan/planned_model.h>
 #include <tessera/plan/settings.h>
 
@@ -36,6 +37,9 @@ at::ScalarType planned_dtype(const PlanSettings& settings);
 
 /// `expert_parallel`, `parallelize` and `fully_shard` of a model, in this order, as the settings say.
 void shard_planned(torch::nn::Module& module, const PlannedModel& model, const PlannedMesh& mesh,
+                   const FullyShardOptions& options);
+/// The same of the stages of a pipeline, which were split from `module`.
+void shard_planned(PipelineStages& stages, torch::nn::Module& module, const PlannedModel& model, const PlannedMesh& mesh,
                    const FullyShardOptions& options);
 
 } // namespace tessera::internal

@@ -100,12 +100,20 @@ SimulationOptions simulation_of(const Machine& machine, const PlanSettings& sett
   const bool is_cpu = machine.device == Machine::Device::kCpu;
   const double half = machine.bf16_flops > 0 ? machine.bf16_flops : machine.fp32_flops;
   const double rate = settings.precision == PlanPrecision::kFp32 ? machine.fp32_flops : half;
-  return {.flops_per_second = machine.efficiency * rate,
-          .bytes_per_second = machine.memory_bandwidth,
-          .launch_seconds = machine.launch_seconds,
-          .host_bytes_per_second = machine.host_bandwidth > 0 ? machine.host_bandwidth : machine.memory_bandwidth,
-          .overlaps = !is_cpu,
-          .stands_for = is_cpu ? c10::kCPU : c10::kCUDA};
+  return {
+      .flops_per_second = machine.efficiency * rate,
+      .attention_flops_per_second = (machine.attention_efficiency > 0 ? machine.attention_efficiency : machine.efficiency) * rate,
+      .bytes_per_second = machine.memory_bandwidth,
+      .launch_seconds = machine.launch_seconds,
+      .host_bytes_per_second = machine.host_bandwidth > 0 ? machine.host_bandwidth : machine.memory_bandwidth,
+      .overlaps = !is_cpu,
+      .stands_for = is_cpu ? c10::kCPU : c10::kCUDA};
+}
+
+PlanSettings settings_on(const Machine& machine, PlanSettings settings) {
+  if (machine.device == Machine::Device::kCpu && settings.offload == OffloadPolicy::Memory::kHost)
+    settings.offload = OffloadPolicy::Memory::kDevice;
+  return settings;
 }
 
 void check_planned(const PlannedModel& model, const Machine& machine, const PlanSettings& settings) {
@@ -170,15 +178,12 @@ void take_memory(Prediction& prediction, const Machine& machine, const torch::nn
 }
 
 Prediction predict_flat(const PlannedModel& model, const Machine& machine, const PlanSettings& settings) {
-  auto in_effect = settings;
   const bool is_cpu = machine.device == Machine::Device::kCpu;
-  if (is_cpu && settings.offload == OffloadPolicy::Memory::kHost)
-    in_effect.offload = OffloadPolicy::Memory::kDevice; // it is the same
   const SimulatedScope rank(machine.topology(), /*rank=*/0, simulation_of(machine, settings));
   const MetaOperatorsOf kernels(is_cpu ? c10::kCPU : c10::kCUDA);
   enter_phase(PlanPhase::kSetup);
   const MetaMemory memory(phase_now);
-  PlannedTraining training(model, in_effect, c10::kMeta);
+  PlannedTraining training(model, settings_on(machine, settings), c10::kMeta);
   for (int i = 0; i < kStepsBefore; ++i) training.step();
   Prediction prediction{.settings = settings, .model = model.name, .parameters = whole_numel(training.module())};
   process_context().reset_counters();

@@ -46,6 +46,8 @@ class PlannedTraining {
 
 /// How a simulated rank of the machine computes under the settings.
 SimulationOptions simulation_of(const Machine& machine, const PlanSettings& settings);
+/// The settings as they are there: a CPU's memory is its host's, so that an offload to the host changes nothing.
+PlanSettings settings_on(const Machine& machine, PlanSettings settings);
 /// Throws unless the settings are possible, and of the machine's ranks.
 void check_planned(const PlannedModel& model, const Machine& machine, const PlanSettings& settings);
 /// Brings the floating-point parameters to `dtype`, before they are sharded.

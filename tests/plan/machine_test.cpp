@@ -17,7 +17,10 @@ std::string host_with(const std::string& more) { return kHost + more + "}"; }
 TEST(Machine, IsReadAndWritten) {
   const TemporaryFolder folder;
   const auto file = folder.path() / "machine.json";
-  write_text(file, host_with(R"(, "name": "8 x H100", "hosts": 4, "ranks_a_host": 8, "efficiency": 0.7, "launch_seconds": 5e-6,
+  write_text(
+      file,
+      host_with(
+          R"(, "name": "8 x H100", "hosts": 4, "ranks_a_host": 8, "efficiency": 0.7, "attention_efficiency": 0.35, "launch_seconds": 5e-6,
     "host_memory_bytes": 2e12, "host_bytes_per_second": 5e10, "in_host": {"alpha": 3e-6, "beta": 2.8e-12},
     "between_hosts": {"alpha": 1e-5, "beta": 2.5e-12, "algorithm": "recursive"})"));
   const auto machine = Machine::read(file.string());
@@ -25,6 +28,7 @@ TEST(Machine, IsReadAndWritten) {
   EXPECT_EQ(machine.ranks(), 32);
   EXPECT_EQ(machine.memory, 80'000'000'000);
   EXPECT_EQ(machine.bf16_flops, 989e12);
+  EXPECT_EQ(machine.attention_efficiency, 0.35);
   EXPECT_EQ(machine.between_hosts.algorithm, Link::Algorithm::kRecursive);
   EXPECT_EQ(machine.topology().ranks_per_node, 8);
   EXPECT_EQ(machine.topology().in_node.beta, 2.8e-12);
@@ -53,6 +57,7 @@ TEST(Machine, SaysWhatIsWrong) {
   EXPECT_THROWS_WITH(read(host_with(R"(, "hosts": 1.5)")), "is 1.5, but must be a whole number");
   EXPECT_THROWS_WITH(read(host_with(R"(, "hosts": 0)")), "hosts is 0");
   EXPECT_THROWS_WITH(read(host_with(R"(, "efficiency": 1.5)")), "efficiency is 1.5");
+  EXPECT_THROWS_WITH(read(host_with(R"(, "attention_efficiency": -1)")), "attention_efficiency is -1");
   EXPECT_THROWS_WITH(read(host_with(R"(, "device": "tpu")")), "\"tpu\", but must be \"cpu\" or \"cuda\"");
   EXPECT_THROWS_WITH(read(R"({"flops_per_second": {"fp32": 1e9}, "memory_bytes_per_second": 1})"), "memory_bytes");
   EXPECT_THROWS_WITH(read(R"({"memory_bytes": 1e9, "flops_per_second": {}, "memory_bytes_per_second": 1})"), "fp32");

@@ -43,6 +43,26 @@ class PlanTool : public ::testing::Test {
   testing::TemporaryFolder folder_;
 };
 
+TEST_F(PlanTool, FitsAMachineToAStep) {
+  const auto path = folder_.file("out.json"), fitted = folder_.file("fitted.json");
+  const std::vector<std::string> setting{model(), "--predict", "--ranks=4", "--sequence=16", "--rows=2", "--json=" + path};
+  const auto seconds = [&](const std::vector<std::string>& more) {
+    auto words = setting;
+    words.insert(words.end(), more.begin(), more.end());
+    const auto result = run(words);
+    EXPECT_EQ(result.status, 0) << result.output;
+    return read_json(path).at("seconds").get<double>();
+  };
+  const double before = seconds({"--machine=a100-selene"});
+  const double took = 3 * before;
+  EXPECT_NEAR(seconds({"--machine=a100-selene", "--took=" + std::to_string(took), "--save_machine=" + fitted}), took,
+              1e-3 * took);
+  EXPECT_NEAR(seconds({"--machine=" + fitted}), took, 1e-3 * took);
+  EXPECT_THAT(error({model(), "--machine=a100-selene", "--took=1"}), HasSubstr("--took needs --predict"));
+  EXPECT_THAT(error({"--machine=a100-selene", "--took=1", "--save_machine=" + fitted}), HasSubstr("--took needs a model"));
+  EXPECT_THAT(error({model(), "--machine=a100-selene", "--predict", "--took=-1"}), HasSubstr("must be positive"));
+}
+
 TEST_F(PlanTool, PredictsOneSetting) {
   const auto path = folder_.file("out.json");
   const auto result = run({model(), "--machine=h100-sxm", "--predict", "--ranks=4", "--mesh=tp=2", "--sequence=16", "--rows=2",

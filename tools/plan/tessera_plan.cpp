@@ -10,6 +10,7 @@
 #include <tessera/base/error_text.h>
 #include <tessera/collectives/launch.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/plan/fit_machine.h>
 #include <tessera/plan/model_folder.h>
 #include <tessera/plan/search.h>
 
@@ -32,6 +33,9 @@ ABSL_FLAG(int64_t, ranks, 0, "ranks of the job, on as many of the machine's host
 ABSL_FLAG(int64_t, sequence, 0, "tokens of a row; 0: as many as the model takes, at most 2,048");
 ABSL_FLAG(bool, dropout, true, "with the dropout of the model's config");
 ABSL_FLAG(bool, predict, false, "predict the one setting that the flags say, in place of a search");
+ABSL_FLAG(
+    double, took, 0,
+    "seconds that a step of the setting of --predict took: fits the machine's rates and links to it, and predicts with these");
 ABSL_FLAG(bool, progress, false, "print each setting that is stepped to the standard error");
 ABSL_FLAG(std::string, json, "", "write the result as JSON to this file (- for the standard output, in place of the tables)");
 ABSL_FLAG(std::string, config, "", "write a trainer's config of the best plan to this file (- for the standard output)");
@@ -103,12 +107,24 @@ int search(const tessera::PlannedModel& model, const tessera::Machine& machine) 
   return plan.best ? 0 : 1;
 }
 
+tessera::Machine fitted(const tessera::PlannedModel& model, const tessera::Machine& machine, double took) {
+  TORCH_CHECK(absl::GetFlag(FLAGS_predict), "--took needs --predict and the setting whose step took so long");
+  return tessera::fit_machine(machine, {{tessera::predict(model, machine, tools::settings_of_flags(machine.ranks())), took}});
+}
+
 /// Status 1 where nothing fits.
-int plan_for(const tessera::Machine& machine, const std::vector<char*>& words) {
-  if (const auto saved = absl::GetFlag(FLAGS_save_machine); !saved.empty()) write(saved, machine.to_json());
-  if (words.size() == 1) return 0;
+int plan_for(tessera::Machine machine, const std::vector<char*>& words) {
+  const auto saved = absl::GetFlag(FLAGS_save_machine);
+  const auto took = absl::GetFlag(FLAGS_took);
+  TORCH_CHECK(words.size() == 2 || took == 0, "--took needs a model");
+  if (words.size() == 1) {
+    write(saved, machine.to_json());
+    return 0;
+  }
   const auto model =
       tessera::read_model(words[1], {.sequence = absl::GetFlag(FLAGS_sequence), .dropout = absl::GetFlag(FLAGS_dropout)});
+  if (took != 0) machine = fitted(model, machine, took);
+  if (!saved.empty()) write(saved, machine.to_json());
   if (!absl::GetFlag(FLAGS_predict)) return search(model, machine);
   predict(model, machine);
   return 0;

@@ -151,6 +151,15 @@ PlannedModel mixture() {
     for (const auto& each : module.children()) x = each->as<MoEImpl>()->forward(x);
     return x.square().mean();
   };
+  model.layers = [](torch::nn::Module& module, const PassSettings&) {
+    PipelineLayers layers(module);
+    for (const auto& each : module.named_children()) {
+      auto* const layer = each.value()->as<MoEImpl>();
+      layers.add(each.key(), {each.key()}, [layer](const torch::Tensor& x) { return layer->forward(x); });
+    }
+    return layers;
+  };
+  model.pipeline_loss.sum = [](const PipelineValue& output, const PipelineValue&) { return output.toTensor().square().sum(); };
   return model;
 }
 
@@ -162,6 +171,17 @@ TEST(Prediction, OfExpertsThatAreSplit) {
   EXPECT_EQ(apart.parameters, together.parameters);
   EXPECT_NEAR(static_cast<double>(apart.memory.optimizer_state) / static_cast<double>(together.memory.optimizer_state), 1, 0.1);
   EXPECT_GT(apart.collectives, together.collectives) << "tokens go to experts and come back";
+}
+
+TEST(Prediction, OfExpertsThatAreSplitInAPipeline) {
+  PlanSettings settings{.mesh = {.pp = 2, .shard = 2}, .precision = PlanPrecision::kFp32, .rows = 2, .accumulation = 4};
+  const auto together = predict(mixture(), cluster(4), settings);
+  settings.mesh.ep = 2;
+  const auto apart = predict(mixture(), cluster(4), settings);
+  EXPECT_EQ(apart.parameters, together.parameters);
+  EXPECT_NEAR(static_cast<double>(apart.memory.optimizer_state) / static_cast<double>(together.memory.optimizer_state), 1, 0.1);
+  EXPECT_GT(apart.collectives, together.collectives) << "tokens go to experts and come back";
+  EXPECT_LT(apart.memory.unsharded, together.memory.unsharded) << "a rank gathers its own experts alone";
 }
 
 TEST(Prediction, LeavesTheProcessGroupAlone) {
@@ -195,6 +215,8 @@ TEST(Prediction, RefusesWhatCannotBe) {
   EXPECT_THROWS_WITH(refuse({.mesh = {.shard = 2, .cp = 2}}), "linears does not split its sequences, but cp is 2");
   EXPECT_THROWS_WITH(refuse({.mesh = {.pp = 2, .shard = 2}}), "linears has no layers for a pipeline, but pp is 2");
   EXPECT_THROWS_WITH(refuse({.mesh = {.shard = 4, .ep = 2}}), "linears has no experts, but ep is 2");
+  const PlanSettings offloaded{.mesh = {.pp = 2, .shard = 2}, .offload = OffloadPolicy::Memory::kFiles};
+  EXPECT_THROWS_WITH(predict(mixture(), cluster(4), offloaded), "a pipeline cannot be planned with offload");
   EXPECT_THROWS_WITH(predict({.name = "nothing"}, cluster(1), {}), "nothing lacks a function");
 }
 
