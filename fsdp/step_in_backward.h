@@ -59,6 +59,13 @@ class [[nodiscard]] StepInBackward {
 /// GradScaler that is enabled (train in bf16). An error of `set_is_last_backward(false)`, after which groups would
 /// be stepped before other backwards have added their gradients, and of a pipeline's step. Of `no_sync` where a parameter of the
 /// optimizer is in no group. A backward that fails may have stepped some groups.
+///
+/// A step must be the last thing that a backward does with a parameter. Autograd's error ("modified by an inplace operation")
+/// ends a backward whose formulas read a parameter once it is stepped: through `detach()`, or in the graph of another forward
+/// that ran before the step. So does an error of `recompute`, where a second run reads one; of a group, where the backward of a
+/// program's own torch::autograd::Function does; and of a second gradient in one backward, from a backward inside it. Where
+/// another group's gradients are reduced first, the step comes late enough, and there is none. (A function that reads a
+/// parameter of no group, as in PyTorch, is not seen.)
 [[nodiscard]] StepInBackward step_in_backward(const torch::nn::Module& module, torch::optim::Optimizer& optimizer,
                                               StepInBackwardOptions options = {});
 

@@ -77,6 +77,7 @@ struct ShardedParameter {
   /// (tensor parallelism). The leaf is this rank's part of it. Null for any other.
   SpecPtr parallel = {};
   std::shared_ptr<const ReadMark> mark = nullptr; ///< of that DTensor, where it is of a kind
+  std::optional<int64_t> stepped_in = {};         ///< the backward in which an optimizer has stepped it, until a forward reads it
 
   /// The shape of the leaf.
   const std::vector<int64_t>& unsharded_sizes() const { return parallel ? parallel->local_sizes() : spec->sizes(); }

@@ -51,7 +51,11 @@ class BackwardSteps final : public GradientTaker {
     const at::NoGradGuard no_grad;
     if (options_.before_step) options_.before_step(own);
     steps_.step(own, backward);
-    for (const auto& parameter : own) parameter.mutable_grad() = at::Tensor();
+    for (const auto& parameter : own) {
+      parameter.mutable_grad() = at::Tensor();
+      // An optimizer that writes `data()` counts no version, and autograd may have saved the parameter for a later formula.
+      if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
+    }
   }
   bool frees(const c10::TensorImpl* parameter) const override { return known_.contains(parameter); }
 

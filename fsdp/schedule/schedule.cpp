@@ -11,6 +11,7 @@
 
 #include <tessera/activations/recomputation.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/calls/call_origin.h>
 #include <tessera/dtensor/calls/call_site.h>
 #include <tessera/dtensor/tensor/in_backward.h>
 #include <tessera/dtensor/tensor/view_replay.h>
@@ -125,6 +126,7 @@ void Schedule::read_locked(ParameterGroup& group) {
 
 void Schedule::read_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
   const std::lock_guard lock(mutex_);
+  check_not_stepped(group, index);
   read_locked(group);
   note_forward(group);
   if (!expects_gradient) return; // an evaluation may run on another stream
@@ -132,6 +134,20 @@ void Schedule::read_parameter(ParameterGroup& group, size_t index, bool expects_
   auto& entry = scheduled(group);
   check_unchanged(entry, group);
   entry.gradients->landed().expect(index, step_.forward_number());
+}
+
+/// What a backward computes again must find the values that the forward found. (Derivative formulas compare versions.)
+void Schedule::check_not_stepped(ParameterGroup& group, size_t index) {
+  auto& parameter = group.parameters()[index];
+  if (C10_LIKELY(!parameter.stepped_in)) return;
+  const auto origin = call_origin();
+  if (origin == CallOrigin::kFormula || origin == CallOrigin::kWrittenView) return;
+  const bool runs_again = origin == CallOrigin::kSecondRun || origin == CallOrigin::kFunction;
+  if (!runs_again || !is_stepped_in_backward(at::Tensor(parameter.tensor.lock()))) return parameter.stepped_in.reset();
+  TORCH_CHECK(false, "step_in_backward: ", group.full_name(index),
+              " was stepped when its gradient had come, and then the backward of a function read it on rank ",
+              process_context().rank(),
+              ", which would compute gradients of other values than the forward's. Step after the backward");
 }
 
 /// Looks for new parameters when another forward begins without a backward since the last one. That is when the first module is
@@ -208,27 +224,45 @@ void Schedule::deliver(ReadyGradients ready) {
   }
   for (size_t i = 0; i < ready.size();) {
     const GroupPtr group = ready[i].group;
-    std::vector<at::Tensor> parameters;
+    std::vector<size_t> landed;
     for (; i < ready.size() && ready[i].group == group; ++i) {
-      if (const at::Tensor parameter(group->parameters()[ready[i].index].tensor.lock()); parameter.defined())
-        parameters.push_back(parameter);
+      landed.push_back(ready[i].index);
       internal::deliver(std::move(ready[i]));
     }
-    step_in_backward(*group, parameters);
+    step_in_backward(*group, landed);
   }
 }
 
-void Schedule::step_in_backward(const ParameterGroup& group, const std::vector<at::Tensor>& parameters) {
+void Schedule::step_in_backward(ParameterGroup& group, const std::vector<size_t>& landed) {
   std::vector<std::shared_ptr<GradientTaker>> takers;
+  std::vector<at::Tensor> parameters;
+  int64_t backward = 0;
   {
     const std::lock_guard lock(mutex_);
     takers = scheduled(group).gradients->settings.takers;
+    if (takers.empty()) return;
+    if (has_failed_backward()) abandon_backward();
+    backward = step_.is_in_backward() ? graph_task_id_ : torch::autograd::get_current_graph_task_id();
+    for (const size_t index : landed) {
+      if (const auto tensor = to_step(group, index, backward); tensor.defined()) parameters.push_back(tensor);
+    }
   }
-  if (takers.empty()) return;
   TORCH_CHECK(is_last_backward(), "step_in_backward: ", group.label(),
               " would be stepped after set_is_last_backward(false), before the backwards that follow have added their gradients: "
               "accumulate them with no_sync");
-  for (const auto& taker : takers) taker->take(parameters, graph_task_id_);
+  for (const auto& taker : takers) taker->take(parameters, backward);
+}
+
+/// Undefined where the parameter is gone.
+at::Tensor Schedule::to_step(ParameterGroup& group, size_t index, int64_t backward) {
+  auto& parameter = group.parameters()[index];
+  at::Tensor tensor(parameter.tensor.lock());
+  if (!tensor.defined() || !is_stepped_in_backward(tensor)) return tensor;
+  TORCH_CHECK(std::exchange(parameter.stepped_in, backward) != backward, "step_in_backward: ", group.full_name(index),
+              " was stepped when its gradient had come, and then the same backward brought another one on rank ",
+              process_context().rank(),
+              ", of a backward inside it: one step with their sum would be another. Step after the backward");
+  return tensor;
 }
 
 void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {

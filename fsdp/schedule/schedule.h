@@ -140,6 +140,7 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   /// Whether the backward that it follows has ended without its last callback.
   bool has_failed_backward() const;
   void abandon_backward();
+  static void check_not_stepped(ParameterGroup& group, size_t index);
   void note_forward(const ParameterGroup& group);
   void check_recorded(ScheduledGroup& entry, const ParameterGroup& group);
   void note_module(const ParameterGroup& group, bool is_first);
@@ -147,7 +148,8 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   template <typename Locked>
   bool deliver_after(const Locked& locked);
   void deliver(ReadyGradients ready);
-  void step_in_backward(const ParameterGroup& group, const std::vector<at::Tensor>& parameters);
+  void step_in_backward(ParameterGroup& group, const std::vector<size_t>& landed);
+  static at::Tensor to_step(ParameterGroup& group, size_t index, int64_t backward);
   void wait_for_copies();
   ReadyGradients& early_parts();
   void take(EarlyParts& early);
