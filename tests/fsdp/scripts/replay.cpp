@@ -6,6 +6,16 @@
 #include <sstream>
 
 namespace tessera::testing::scripts {
+namespace {
+
+std::set<std::string> names_in(const char* variable) {
+  std::set<std::string> found;
+  std::istringstream names(std::getenv(variable) != nullptr ? std::getenv(variable) : "");
+  for (std::string name; std::getline(names, name, ',');) found.insert(name);
+  return found;
+}
+
+} // namespace
 
 const Replay& Replay::from_environment() {
   static const Replay replay = [] {
@@ -18,10 +28,8 @@ const Replay& Replay::from_environment() {
       made.range = {first, std::stoull(end + 1)};
     }
     if (const char* steps = std::getenv("TESSERA_SCRIPT_STEPS")) made.steps = std::stoll(steps);
-    if (const char* without = std::getenv("TESSERA_SCRIPT_WITHOUT")) {
-      std::istringstream names(without);
-      for (std::string name; std::getline(names, name, ',');) made.without.insert(name);
-    }
+    made.without = names_in("TESSERA_SCRIPT_WITHOUT");
+    made.often = names_in("TESSERA_SCRIPT_OFTEN");
     made.shrinks = std::getenv("TESSERA_SCRIPT_SHRINK") != nullptr;
     return made;
   }();

@@ -44,6 +44,12 @@ std::string error_of(const Call& call) {
   }
 }
 
+std::vector<Action> actions_often() {
+  auto chosen = actions();
+  std::erase_if(chosen, [](const Action& action) { return Replay::from_environment().often.count(action.name) == 0; });
+  return chosen;
+}
+
 bool is_replica(RandomModel& model) {
   if (!is_sharded(model)) return false;
   const auto state = fsdp(model).state();
@@ -161,10 +167,11 @@ void Script::add_trainee(const std::vector<BlockKind>& pool, Draw& draw) {
 void Script::draw_steps(Draw& draw) {
   const int64_t count = 10 + draw.below(11);
   const bool always_compares = draw.chance(50);
-  static const auto own = parallel_actions();
+  static const auto own = parallel_actions(), often = actions_often();
   for (int64_t i = 0; i < count; ++i) {
     const bool in_parallel = is_parallel_ && draw.chance(50);
-    const auto& action = random_action(draw, in_parallel ? own : actions());
+    const bool is_often = !often.empty() && draw.chance(50);
+    const auto& action = random_action(draw, is_often ? often : in_parallel ? own : actions());
     const auto trainee = static_cast<size_t>(draw.below(2));
     const auto seed = draw.seed();
     steps_.push_back({&action, trainee, seed, draw.chance(25) || always_compares || i == count - 1});
