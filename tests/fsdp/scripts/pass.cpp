@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/fsdp/call.h>
+#include <tessera/fsdp/fully_shard.h>
 
 #include <algorithm>
 
@@ -201,6 +202,16 @@ void backward(const Tensor& loss, bool retain_graph, const std::vector<Tensor>& 
     loss.backward({}, retain_graph);
   } else {
     loss.backward({}, retain_graph, /*create_graph=*/false, inputs);
+  }
+}
+
+void train_or_give_up(torch::nn::Module& model, const std::function<void()>& train) {
+  try {
+    train();
+  } catch (...) {
+    model.zero_grad();
+    if (is_sharded(model)) fsdp(model).zero_grad();
+    throw;
   }
 }
 

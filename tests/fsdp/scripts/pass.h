@@ -30,4 +30,7 @@ Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed, Squares squ
 /// `loss.backward()`, where the loss requires a gradient: with everything frozen it does not.
 void backward(const Tensor& loss, bool retain_graph = false, const std::vector<Tensor>& inputs = {});
 
+/// Runs `train`, after an error of which the gradients of `model` are given up, also those that wait for their reduction.
+void train_or_give_up(torch::nn::Module& model, const std::function<void()>& train);
+
 } // namespace tessera::testing::scripts

@@ -107,6 +107,7 @@ void run(const std::vector<uint64_t>& seeds, const std::filesystem::path& folder
 TEST_F(RandomScripts, ActOnAShardedModelAsOnItsTwin) { run(scripts(kShares, 0), folder_.path()); }
 
 TEST_F(RandomScripts, RoundAsATwinThatEmulatesThePolicy) {
+  if (!tests_the_cpu()) GTEST_SKIP() << "the twin is on the CPU, and other kernels and another autocast round otherwise";
   run(scripts(kSharesInLowPrecision, kFirstInLowPrecision), folder_.path());
 }
 

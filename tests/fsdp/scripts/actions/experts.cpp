@@ -150,11 +150,7 @@ Experts& experts_of(Turn& turn) {
   return *turn.side.experts;
 }
 
-void train_experts(Turn& turn) {
-  auto& experts = experts_of(turn);
-  const int64_t batches = 1 + turn.draw.below(3);
-  const bool clips = turn.draw.chance(50), steps = turn.draw.chance(80);
-  experts.optimizer().zero_grad(turn.draw.chance(60));
+void accumulate(Turn& turn, Experts& experts, int64_t batches) {
   for (int64_t i = 0; i < batches; ++i) {
     const bool waits = turn.draw.chance(50) && i + 1 < batches;
     std::optional<NoSync> scope;
@@ -164,6 +160,14 @@ void train_experts(Turn& turn) {
     interrupt(turn);
     backward(loss);
   }
+}
+
+void train_experts(Turn& turn) {
+  auto& experts = experts_of(turn);
+  const int64_t batches = 1 + turn.draw.below(3);
+  const bool clips = turn.draw.chance(50), steps = turn.draw.chance(80);
+  experts.optimizer().zero_grad(turn.draw.chance(60));
+  train_or_give_up(experts.model(), [&] { accumulate(turn, experts, batches); });
   if (clips) turn.side.recorded.push_back({clip_grad_norm_(experts.model(), 0.3).item<double>(), false});
   if (steps) experts.optimizer().step();
   experts.record(turn.side);

@@ -176,7 +176,7 @@ void train_in_parallel(Turn& turn) {
   training.optimizer().zero_grad(turn.draw.chance(60));
   if (turn.draw.chance(25)) training.freeze_or_not(turn.draw);
   turn.note(c10::str(batches, " batches", sums ? " in one backward" : "", clips ? ", clipped" : "", steps ? ", step" : ""));
-  sums ? sum_up(turn, training, batches) : accumulate(turn, training, batches);
+  train_or_give_up(training.model(), [&] { sums ? sum_up(turn, training, batches) : accumulate(turn, training, batches); });
   if (clips) {
     const bool of_torch = turn.draw.chance(50);
     const auto norm = of_torch ? torch::nn::utils::clip_grad_norm_(training.model().parameters(), 0.3)
