@@ -25,6 +25,8 @@ struct Block : torch::nn::Module {
   virtual bool is_twice_differentiable() const { return true; }
   /// Whether its backward runs another one, in which gradients land that nothing foretold.
   virtual bool has_inner_backward() const { return false; }
+  /// Whether a backward may read one of its parameters once that has its gradient.
+  virtual bool reads_beside_gradient() const { return has_inner_backward(); }
 
  protected:
   Tensor parameter(const std::string& name, torch::IntArrayRef sizes) {

@@ -78,8 +78,12 @@ void RandomModel::add_block(const std::string& name, const BlockKind& kind, Draw
 void RandomModel::add_random_block(uint64_t seed) {
   Draw draw(seed);
   torch::manual_seed(draw.seed());
-  const auto parameters = parameter_blocks(), views = view_blocks();
-  add_block("added" + std::to_string(blocks_.size()), draw.of(draw.chance(50) ? parameters : views), draw);
+  auto kinds = draw.chance(50) ? parameter_blocks() : view_blocks();
+  const auto all = parameters();
+  // A reduction by policy takes no complex numbers, and a model may have one that had none where it was sharded.
+  if (std::none_of(all.begin(), all.end(), [](const Tensor& each) { return each.is_complex(); }))
+    std::erase_if(kinds, [](const BlockKind& kind) { return kind.name == "complex"; });
+  add_block("added" + std::to_string(blocks_.size()), draw.of(kinds), draw);
 }
 
 void RandomModel::renew_head(uint64_t seed) {
@@ -125,20 +129,25 @@ std::vector<size_t> RandomModel::random_order(Draw& draw) const {
   return order;
 }
 
-bool RandomModel::has_inner_backward() const {
+template <typename Property>
+bool RandomModel::any_block(const Property& property) const {
   const auto all = modules();
-  return std::any_of(all.begin(), all.end(), [](const auto& module) {
+  return std::any_of(all.begin(), all.end(), [&](const auto& module) {
     const auto* block = dynamic_cast<const Block*>(module.get());
-    return block != nullptr && block->has_inner_backward();
+    return block != nullptr && property(*block);
   });
 }
 
+bool RandomModel::has_inner_backward() const {
+  return any_block([](const Block& block) { return block.has_inner_backward(); });
+}
+
+bool RandomModel::reads_beside_gradient() const {
+  return any_block([](const Block& block) { return block.reads_beside_gradient(); });
+}
+
 bool RandomModel::is_twice_differentiable() const {
-  const auto all = modules();
-  return std::all_of(all.begin(), all.end(), [](const auto& module) {
-    const auto* block = dynamic_cast<const Block*>(module.get());
-    return block == nullptr || block->is_twice_differentiable();
-  });
+  return !any_block([](const Block& block) { return !block.is_twice_differentiable(); });
 }
 
 bool RandomModel::is_double() const {

@@ -41,11 +41,14 @@ class RandomModel : public torch::nn::Module {
   const Tensor& head() const { return head_; }
   bool is_twice_differentiable() const;
   bool has_inner_backward() const;
+  bool reads_beside_gradient() const;
   /// All parameters are double (or complex double): no rounding beyond 1e-9 is to be expected.
   bool is_double() const;
   const std::string& description() const { return description_; }
 
  private:
+  template <typename Property> // bool(const Block&)
+  bool any_block(const Property& property) const;
   void add_block(const std::string& name, const BlockKind& kind, Draw& draw);
   void tie_weights(Draw& draw);
 

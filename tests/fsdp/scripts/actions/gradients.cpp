@@ -1,6 +1,7 @@
 // What programs do with gradients: clipping, edits, hooks, and which parameters have any.
 #include <c10/util/ScopeExit.h>
 #include <tessera/fsdp/clip_grad.h>
+#include <tessera/optim/adaptive_clip.h>
 #include <tessera/optim/grad_norm.h>
 
 #include <array>
@@ -36,7 +37,8 @@ void clip(Turn& turn) {
                                 : clip_grad_norm_(parameters, limit, power).item<double>();
     turn.side.recorded.push_back({norm, false});
   };
-  switch (turn.draw.below(4)) {
+  switch (turn.draw.below(5)) {
+    case 4: return clip_grad_adaptive_(parameters, 0.1);
     case 0: return clip_norm(0.5, 2);
     case 1: return clip_norm(0.3, 1);
     case 2: return clip_norm(0.3, std::numeric_limits<double>::infinity());
