@@ -1,10 +1,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -109,8 +111,9 @@ class FSDPModule {
   /// power of two near the factor's root). The hook runs in backward and must not use the model. It must not own it either: the
   /// model owns the hook, and a captured holder of the model would keep both forever. An exception of the hook ends the backward.
   /// An empty function removes the hook. The hooks of all ranks must communicate alike. An error while gradients of the group
-  /// wait for their reduction. (FSDP2: `set_all_reduce_hook`.)
-  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook);
+  /// wait for their reduction. On a device with a `stream` the hook runs with this as the current one, after the reduction and
+  /// beside the backward. An error for a stream of another device. (FSDP2: `set_all_reduce_hook`.)
+  void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream = std::nullopt);
   /// All-gathers of this module's own group use `communicator` from now on. It may be a class of your own, and has the ranks of
   /// the shard dim in their order. Every rank of the shard dim sets one. One that is under way ends over the one
   /// before. An error if it is null or has other ranks, and if the group gathers nothing. Nothing for a module without a group.

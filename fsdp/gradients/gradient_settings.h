@@ -3,6 +3,7 @@
 // Internal: how the gradients of one group are reduced, as FSDPModule and no_sync set it.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <functional>
@@ -23,7 +24,8 @@ struct GradientSettings {
   /// Called with the flat reduced gradients of each reduction, before they are divided by a factor of the program's. See
   /// FSDPModule.
   std::function<void(const at::Tensor&)> all_reduce_hook = {};
-  std::optional<double> divide_factor = {}; ///< the program's
+  std::optional<c10::Stream> hook_stream = {}; ///< on which it is called as soon as the reduction is launched
+  std::optional<double> divide_factor = {};    ///< the program's
   /// Optimizers that step in backward, in the order in which the program asked for them.
   std::vector<std::shared_ptr<GradientTaker>> takers = {};
 

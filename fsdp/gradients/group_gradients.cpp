@@ -239,10 +239,12 @@ void GroupGradients::start_reduce(ReadyGradients& ready) {
   LossScaleWatch::instance().see(group_, plan_.takes_part);
   const ProfilerRange range("reduce_scatter", group_);
   const bool joins = std::exchange(must_reduce_, false);
-  if (!pending_.any() && (!joins || reduction_.is_parked())) {
+  const bool is_left_to_the_last = reduction_.is_parked() && !group_.stages().reduce_scatter();
+  if (!pending_.any() && (!joins || is_left_to_the_last)) {
     landed_.forget();
     // Nothing is used in this backward; the flags know of those before.
-    return reduction_.resume(call_of(std::vector<bool>(group_.parameters().size())));
+    reduction_.resume(call_of(std::vector<bool>(group_.parameters().size())));
+    return call_hook_early();
   }
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -252,6 +254,13 @@ void GroupGradients::start_reduce(ReadyGradients& ready) {
   if (reduces_alone()) return finish_alone(ready);
   auto input = buffer_.take(plan_.takes_part, used);
   reduction_.start(std::move(input), call_of(std::move(used)));
+  call_hook_early();
+}
+
+/// On a stream of its own it is part of the reduction, beside the backward.
+void GroupGradients::call_hook_early() {
+  if (!settings.all_reduce_hook || !settings.hook_stream) return;
+  reduction_.finish_on(*settings.hook_stream, [this](const at::Tensor& sum, bool is_divided) { finish_sum(sum, is_divided); });
 }
 
 void GroupGradients::finish_reduce(ReadyGradients& ready) {
@@ -260,7 +269,10 @@ void GroupGradients::finish_reduce(ReadyGradients& ready) {
   const at::NoGradGuard no_grad;
   auto done = reduction_.finish();
   if (!done) return;
-  finish_sum(done->value, done->is_divided);
+  if (!done->is_finished) {
+    const StreamScope scope(settings.all_reduce_hook ? settings.hook_stream : std::nullopt);
+    finish_sum(done->value, done->is_divided);
+  }
   const auto rank = static_cast<size_t>(group_.roles().shard_rank());
   const auto& parameters = group_.parameters();
   const auto gradients = common_dtype() ? done->value.to(*common_dtype()) : done->value;

@@ -118,6 +118,7 @@ class GroupGradients {
   void prepare_layout();
   void prepare_buffer();
   ReductionCall call_of(std::vector<bool> used) const;
+  void call_hook_early();
   void finish_sum(const at::Tensor& reduced, bool is_divided) const;
   void zero_gaps(const at::Tensor& reduced) const;
   std::vector<bool> used_anywhere(const at::Tensor& reduced, std::vector<bool> used) const;

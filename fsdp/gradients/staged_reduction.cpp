@@ -166,6 +166,24 @@ Work StagedReduction::reduce_rest(Running& running) const {
   return stage.communicator->reduce_scatter(as_real(sum), as_real(running.inputs.back()), op, running.call.label);
 }
 
+void StagedReduction::finish_on(const c10::Stream& stream, const std::function<void(const at::Tensor&, bool)>& function) {
+  auto* const running = std::get_if<Running>(&state_);
+  if (!running || !running->home || running->first.blocks_host() || running->rest_work.blocks_host()) return;
+  if (group_.stages().may_wait() && running->rest != Rest::kStarted) return;
+  const c10::StreamGuard guard(stream);
+  mark(*running->home).wait(); // what `resume` starts from is there
+  Work(running->first).wait();
+  Work(running->rest_work).wait();
+  try {
+    function(running->sum, running->is_divided);
+  } catch (...) { // what it has started uses memory that is freed when the backward ends
+    running->rest_work = mark(stream);
+    throw;
+  }
+  running->rest_work = mark(stream);
+  running->is_finished = true;
+}
+
 /// The current stream may be another one than the memory's home. Then the home gets the memory back no earlier than the current
 /// stream has done with it.
 void StagedReduction::wait_for_rest(Running& running) const {
@@ -195,7 +213,10 @@ std::optional<ReducedSum> StagedReduction::finish() {
   auto* const running = std::get_if<Running>(&state_);
   if (!running) return std::nullopt;
   wait_for_rest(*running);
-  ReducedSum reduced{.value = std::move(running->sum), .used = std::move(running->call.used), .is_divided = running->is_divided};
+  ReducedSum reduced{.value = std::move(running->sum),
+                     .used = std::move(running->call.used),
+                     .is_divided = running->is_divided,
+                     .is_finished = running->is_finished};
   state_ = Idle();
   return reduced;
 }

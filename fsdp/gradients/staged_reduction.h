@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,6 +40,7 @@ struct ReducedSum {
   at::Tensor value;
   std::vector<bool> used; ///< by this rank
   bool is_divided;        ///< whether a collective has divided it already
+  bool is_finished;       ///< by `finish_on`
 };
 
 /// Runs the stages of a group's reductions, one reduction at a time.
@@ -67,6 +69,9 @@ class StagedReduction {
   void start(ReduceInput input, ReductionCall call);
   /// Goes on with what is parked.
   void resume(ReductionCall call);
+  /// On a device where all was launched that a sum takes: calls `function` with it and whether it is divided, on `stream`, which
+  /// waits for it there. Elsewhere nothing.
+  void finish_on(const c10::Stream& stream, const std::function<void(const at::Tensor&, bool)>& function);
   void advance();
   /// The sum of all ranks; none where it is parked or nothing runs.
   std::optional<ReducedSum> finish();
@@ -86,6 +91,7 @@ class StagedReduction {
     Work first, rest_work;
     Rest rest;
     bool is_divided;
+    bool is_finished; ///< by `finish_on`, of which `rest_work` is
   };
 
   Running& begin(ReductionCall call);

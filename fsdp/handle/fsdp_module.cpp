@@ -184,12 +184,15 @@ void FSDPModule::set_keeps_own_gradients(bool keeps_own, bool recurse) {
   for_each_group_below(*state_, recurse, [&](GroupGradients& gradients) { gradients.settings.keeps_own = keeps_own; });
 }
 
-void FSDPModule::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook) {
+void FSDPModule::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream) {
+  TORCH_CHECK_VALUE(!stream || stream->device() == mesh().device(), "set_all_reduce_hook: the stream is of ", stream->device(),
+                    ", but ", state_->label(), " lies on ", mesh().device());
   state_->schedule()->forget_failed_backward();
   for_each_group(*state_, false, [&](GroupGradients& gradients) {
     TORCH_CHECK(!gradients.is_unfinished(), "set_all_reduce_hook: gradients of ", state_->label(),
                 " wait for their reduction: set it before the first backward of a step");
     gradients.settings.all_reduce_hook = hook;
+    gradients.settings.hook_stream = stream;
   });
 }
 

@@ -1,4 +1,6 @@
 // Gradient accumulation across backwards that differ: parameters frozen in between, blocks left out, hooks that keep gradients.
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <tessera/base/current_stream.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/model/sharded_module.h>
 
@@ -432,6 +434,36 @@ TEST(GroupGradients, AHookOfTheReductionMayChangeIt) {
     root.set_requires_gradient_sync(false);
     models.backward(1);
     EXPECT_THROWS_WITH(root.set_all_reduce_hook({}), "wait for their reduction");
+  });
+}
+
+TEST(GroupGradients, AHookMayHaveAStreamOfItsOwn) {
+  const c10::Device elsewhere(c10::kCUDA, 3);
+  for_each_strategy([&](Pair& models, FSDPModule& root) {
+    EXPECT_THROWS_WITH(root.set_all_reduce_hook({}, c10::Stream(c10::Stream::DEFAULT, elsewhere)),
+                       "the stream is of cuda:3, but ");
+    if (tests_the_cpu()) return;
+    const auto device = root.mesh().device();
+    const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/false);
+    int64_t calls = 0;
+    const auto doubles = [&](const torch::Tensor& flat) {
+      EXPECT_EQ(internal::current_stream(device), stream);
+      flat.mul_(2);
+      ++calls;
+    };
+    for (const auto& state : root.state()->subtree()) FSDPModule(state).set_all_reduce_hook(doubles, stream);
+    models.backward(0);
+    EXPECT_GT(calls, 0);
+    root.set_requires_all_reduce(false);
+    models.backward(1);
+    root.set_requires_all_reduce(true);
+    models.backward(2);
+    const auto expected = models.plain->named_parameters();
+    for (const auto& item : models.sharded->named_parameters())
+      EXPECT_TENSORS_CLOSE(full(item.value().grad()), expected[item.key()].grad() * 2, 1e-4, 1e-5) << item.key();
+    for (const auto& state : root.state()->subtree())
+      FSDPModule(state).set_all_reduce_hook([](const torch::Tensor&) { throw std::runtime_error("the hook fails"); }, stream);
+    EXPECT_THROWS_WITH(loss_of(models.sharded, global_batch(0)).backward(), "the hook fails");
   });
 }
 
