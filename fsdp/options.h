@@ -7,12 +7,14 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <tessera/dtensor/placement.h>
 #include <tessera/fsdp/communication.h>
 #include <tessera/fsdp/gather_extension.h>
 #include <tessera/fsdp/strategy.h>
+#include <tessera/mesh/device_mesh.h>
 #include <tessera/mixed_precision/policy.h>
 #include <tessera/offload/offload_policy.h>
 
@@ -62,10 +64,26 @@ class ReshardAfterForward {
   std::optional<int64_t> ranks_;
 };
 
-/// How a parameter is split over the shard dim: by Shard(d), or by a RaggedShard with an extent for each rank. `std::nullopt`
-/// leaves the choice to the layout. The name is relative to the module given to `fully_shard`. It returns the same on every rank.
-/// (FSDP2: `shard_placement_fn`.)
-using ShardPlacementFn = std::function<std::optional<Placement>(const std::string& name, const at::Tensor& parameter)>;
+/// Says where a parameter of a `fully_shard` call lies. It is made of a placement, or of `std::nullopt`, which leaves it to the
+/// layout.
+struct ChosenPlacement {
+  template <typename Chosen>
+  requires std::convertible_to<Chosen, std::optional<Placement>>
+  // NOLINTNEXTLINE(google-explicit-constructor): the values that a function returns
+  ChosenPlacement(Chosen&& chosen, DeviceMesh on = {}) : placement(std::forward<Chosen>(chosen)), mesh(std::move(on)) {}
+
+  /// Along the shard dim: Shard(d), or a RaggedShard with an extent for each rank, or Replicate: every rank has it whole, and its
+  /// gradient is averaged by an all-reduce. For small parameters, which are then not gathered.
+  std::optional<Placement> placement;
+  /// On which ranks, such as those with the same experts; undefined: those of the call. 1-D, or 2-D to replicate over its first
+  /// dim, as for `fully_shard`, or as the option `strategy` says. (FSDP2: ShardPlacementResult.)
+  DeviceMesh mesh;
+};
+
+/// Chooses where a parameter lies. The name is relative to the module given to `fully_shard`. It returns the same on every rank
+/// of the call. Parameters that are replicated, and those of each other mesh, have buffers and collectives of their own; they are
+/// gathered, freed and reduced with the others of the call. (FSDP2: `shard_placement_fn`.)
+using ShardPlacementFn = std::function<ChosenPlacement(const std::string& name, const at::Tensor& parameter)>;
 
 /// A `shard_placement_fn` that does not split matrices, for optimizers that need whole ones (Muon, Shampoo). Each of `parameters`
 /// with two dims or more is stored on one of the `ranks` of the shard dim: one after another, from the largest on, on the rank
@@ -88,7 +106,7 @@ struct FullyShardOptions {
   MixedPrecisionPolicy mixed_precision;
   BufferLayout layout = BufferLayout::kRagged;
   InitialWeights initial_weights = InitialWeights::kCheck;
-  /// If it returns a placement for some parameter of a group, the whole group is laid out as kPerParameter.
+  /// If it returns a Shard or a RaggedShard for some parameter of a group, the whole group is laid out as kPerParameter.
   ShardPlacementFn shard_placement_fn = nullptr;
   /// What is sent of a parameter, and how the parameter is built from it. A group with such a parameter is laid out as
   /// kPerParameter. An error with a strategy that gathers nothing, and with a number of ranks for `reshard_after_forward`. A
@@ -101,6 +119,9 @@ struct FullyShardOptions {
   /// layers are sent while the backward computes the first layers (DDP: `bucket_cap_mb`). If one bucket gets a gradient, all are
   /// reduced, because other ranks may use other parameters. Strategies that shard reduce all parameters of a call together.
   int64_t bucket_bytes = int64_t{25} << 20;
+  /// Limits the bucket of the last parameters, whose gradients come first. Unset: as the others. A smaller one is sent sooner
+  /// (DDP: 1 MiB).
+  std::optional<int64_t> first_bucket_bytes = {};
   /// Whether gathers and reductions share a communicator. The same on every rank.
   CommunicatorUse communicators = CommunicatorUse::kSeparate;
   /// Where this rank's shards, reduced gradients and optimizer state lie. The kind of memory is the same on every rank.

@@ -19,12 +19,15 @@ class LandedGradients {
   /// Parameter `index` was read in forward number `forward`, with a gradient to come; another number forgets those of the one
   /// before.
   void expect(size_t index, uint64_t forward) {
-    if (forward != forward_) {
-      forward_ = forward;
-      expected_count_ = 0;
-      std::fill(expected_.begin(), expected_.end(), false);
-    }
+    begin(forward);
     if (!std::exchange(expected_[index], true)) ++expected_count_;
+  }
+  /// Forward number `forward` has begun to read, perhaps something beside the group.
+  void begin(uint64_t forward) {
+    if (forward == forward_) return;
+    forward_ = forward;
+    expected_count_ = 0;
+    std::fill(expected_.begin(), expected_.end(), false);
   }
   void land(size_t index) {
     if (!landed_[index]) ++landed_count_;
@@ -39,7 +42,8 @@ class LandedGradients {
   bool expects_any() const { return expected_count_ > 0; }
   bool has_any() const { return landed_count_ > 0; }
   /// All gradients that are expected have landed.
-  bool is_complete() const { return landed_count_ > 0 && landed_count_ >= expected_count_; }
+  bool is_complete() const { return landed_count_ > 0 && !lacks_any(); }
+  bool lacks_any() const { return landed_count_ < expected_count_; }
   /// The parameter whose gradient landed last, in the last backward that brought any.
   std::optional<size_t> last() const { return last_; }
   /// A gradient has not landed, and `comes` says of its parameter that it will.

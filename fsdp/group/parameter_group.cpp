@@ -34,7 +34,8 @@ GroupLayout layout_of(std::span<const FreeParameter> parameters, BufferLayout ki
   // Ranges of rows of all parameters together are no placement of those that another dim has split.
   if (std::any_of(parameters.begin(), parameters.end(), is_split_already)) kind = BufferLayout::kPerParameter;
   for (const auto& each : parameters) {
-    shapes.push_back({each.place.path, each.values().sizes().vec(), each.dtype, each.placement});
+    const bool is_whole = each.placement && is_replicate(*each.placement); // as all of its group
+    shapes.push_back({each.place.path, each.values().sizes().vec(), each.dtype, is_whole ? std::nullopt : each.placement});
     extended.push_back(has_extension(each));
   }
   if (std::none_of(parameters.begin(), parameters.end(), has_extension)) return plan_layout(kind, shapes, ranks);
@@ -131,7 +132,8 @@ ParameterGroup::~ParameterGroup() {
 }
 
 const std::string& ParameterGroup::label() const {
-  if (label_.empty()) label_ = bucket == 0 ? owner->label() : fmt::format("{} bucket {}", owner->label(), bucket + 1);
+  if (label_.empty())
+    label_ = bucket == 0 ? owner->label() : fmt::format("{} {} {}", owner->label(), is_beside ? "part" : "bucket", bucket + 1);
   return label_;
 }
 

@@ -58,6 +58,7 @@ struct FreeParameter {
   Place place;
   at::ScalarType dtype = at::kFloat;                    ///< in which forward reads it
   std::optional<Placement> placement = {};              ///< that the program chose
+  DeviceMesh mesh = {};                                 ///< that the program chose; undefined: the call's
   at::Tensor value = {};                                ///< whole; undefined: what the tensor has
   std::shared_ptr<GatherExtension> extension = nullptr; ///< null for none
   bool is_quantized = false;                            ///< its gather is
@@ -135,7 +136,7 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   /// The bytes of the parts, larger than the shard, from which gathers are made.
   int64_t kept_bytes() const;
 
-  /// What collectives and errors call it: its owner's, and which bucket of it this is, from the second on.
+  /// What collectives and errors call it: its owner's, and which of its groups this is, from the second on.
   const std::string& label() const;
   const MeshRoles& roles() const { return roles_; }
   const Stages& stages() const { return stages_; }
@@ -158,8 +159,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   std::string full_name(size_t index) const;
 
   const std::shared_ptr<GroupOwner> owner;
-  size_t number = 0; ///< among the groups of its model, and its modules that have none; the same on every rank
-  size_t bucket = 0; ///< its number among the groups of its module
+  size_t number = 0;      ///< among the groups of its model, and its modules that have none; the same on every rank
+  size_t bucket = 0;      ///< its number among the groups of its module
+  bool is_beside = false; ///< its roles are not its module's: its parameters lie on other ranks, or every rank has them whole
 
  private:
   bool is_sharded() const { return !is_open(); }

@@ -255,7 +255,7 @@ GroupLayout plan_per_parameter(const std::vector<ParameterShape>& parameters, in
 }
 
 void check_placement(const ParameterShape& parameter, int ranks) {
-  if (!parameter.placement) return;
+  if (!parameter.placement || is_replicate(*parameter.placement)) return;
   const auto check = [&](bool holds, const auto&... problem) {
     TORCH_CHECK_VALUE(holds, "fully_shard: shard_placement_fn gave the parameter ", parameter.name, " of shape ",
                       c10::IntArrayRef(parameter.sizes), " the placement ", to_string(*parameter.placement), problem...);
@@ -266,7 +266,7 @@ void check_placement(const ParameterShape& parameter, int ranks) {
   }
   const auto* ragged = std::get_if<RaggedShard>(&*parameter.placement);
   const bool splits = std::holds_alternative<StridedShard>(*parameter.placement);
-  check(ragged, splits ? ", which a group cannot have" : ", which does not split it", ": choose Shard or RaggedShard");
+  check(ragged, splits ? ", which a group cannot have" : ", which does not split it", ": choose Shard, RaggedShard or Replicate");
   check(ragged->dim >= 0 && ragged->dim < dims, ", but it has ", dims, " dims");
   check(ragged->extents.size() == static_cast<size_t>(ranks), ", which has ", ragged->extents.size(), " extents for ", ranks,
         " ranks");

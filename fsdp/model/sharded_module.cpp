@@ -225,12 +225,20 @@ bool ShardedModule::reshards_after_forward() const {
 void ShardedModule::enter(Schedule& schedule, std::vector<ScheduledGroup>& all) {
   std::erase_if(groups_, [](const auto& each) { return each.group.expired(); });
   number_ = all.size();
-  const ModuleNumbers numbers{number_, number_ + std::max<size_t>(groups_.size(), 1)};
   for (const auto& [weak, gradients] : groups_) {
-    if (const auto group = weak.lock()) group->attach(all.size(), schedule.resources());
-    all.push_back({weak, gradients, prefetch_settings_, {numbers, numbers.end}});
+    const auto group = weak.lock();
+    if (!group) continue;
+    const bool joins = group->is_beside && all.size() > number_;
+    group->attach(joins ? number_ : all.size(), schedule.resources());
+    if (joins) {
+      all[number_].beside.push_back({weak, gradients});
+    } else {
+      all.push_back({weak, gradients, prefetch_settings_, {}});
+    }
   }
-  if (groups_.empty()) all.push_back({{}, nullptr, nullptr, {numbers, numbers.end}});
+  if (all.size() == number_) all.push_back({{}, nullptr, nullptr, {}});
+  const ModuleNumbers numbers{number_, all.size()};
+  for (size_t each = number_; each < numbers.end; ++each) all[each].place = {numbers, numbers.end};
 }
 
 void ShardedModule::attach(const std::shared_ptr<Schedule>& schedule) {

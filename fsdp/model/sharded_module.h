@@ -24,12 +24,6 @@ class Module;
 
 namespace tessera::internal {
 
-/// One group of a module's parameters: the only one, or a bucket.
-struct ModuleGroup {
-  std::weak_ptr<ParameterGroup> group;
-  std::shared_ptr<GroupGradients> gradients;
-};
-
 /// What one `fully_shard` call made. Ownership runs upward: parameters own their group, a group its module state, a state its
 /// parent. So a model's states live as long as any of its parameters.
 class ShardedModule final : public GroupOwner, public std::enable_shared_from_this<ShardedModule> {
@@ -56,7 +50,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   const MeshRoles& roles() const { return roles_; }
   const FullyShardOptions& options() const { return options_; }
 
-  /// Sets groups in place of those before. Several where the strategy reduces in buckets.
+  /// Sets groups in place of those before. Several where the strategy reduces in buckets, or where parameters lie on other ranks.
   void set_groups(const std::vector<std::shared_ptr<ParameterGroup>>& groups);
   const std::vector<ModuleGroup>& module_groups() const { return groups_; }
   /// The groups that there are: none for a module all of whose parameters belong to other groups.

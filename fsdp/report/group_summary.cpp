@@ -19,7 +19,7 @@ namespace {
 /// A group with a parameter that the program placed, or whose gather it extends, is laid out per parameter whatever it asked for.
 bool is_ragged(const ParameterGroup& group) {
   const auto& parameters = group.parameters();
-  const auto is_placed = [](const ShardedParameter& each) { return each.chosen.has_value(); };
+  const auto is_placed = [](const ShardedParameter& each) { return each.chosen && !is_replicate(*each.chosen); };
   return group.options().layout == BufferLayout::kRagged && group.extended().is_empty() &&
          std::none_of(parameters.begin(), parameters.end(), is_placed);
 }

@@ -112,6 +112,7 @@ class Prediction final : private StepGroups {
         plain_gradients_(std::exchange(known.gradients, 0)),
         scheduled_(root.schedule()->groups()),
         groups_(scheduled_.size()),
+        parts_(scheduled_.size()),
         blocks_(root.roles().mesh().device()),
         now_(std::move(known)) {
     step_.set_places(places_of(scheduled_));
@@ -156,7 +157,23 @@ class Prediction final : private StepGroups {
       added.reduced_bytes = 0;
     }
     now_.parameters += kept_until_written(*group) + kept_by_reductions(*group);
-    groups_[group->number] = std::move(added);
+    add(std::move(added), group->number, scheduled_[group->number].last_landed == &gradients);
+  }
+
+  /// One beside another that is there has its own blocks, and the other's part in the step.
+  void add(Group added, size_t number, bool lands_last) {
+    auto& first = groups_[number];
+    if (!first.group) {
+      first = std::move(added);
+      return parts_[number].push_back(number);
+    }
+    first.trains = first.lands = first.trains || added.trains;
+    first.leaves_out_any = first.leaves_out_any || added.leaves_out_any;
+    if (lands_last) first.last_gradient = added.last_gradient;
+    first.all_gradients += added.all_gradients;
+    first.largest_gradient = std::max(first.largest_gradient, added.largest_gradient);
+    parts_[number].push_back(groups_.size());
+    groups_.push_back(std::move(added));
   }
 
   /// The memory of a group's gradients is freed with the last one of them.
@@ -207,7 +224,7 @@ class Prediction final : private StepGroups {
       add_read(part.group);
     }
     if (!order_.empty()) return;
-    for (size_t each = 0; each < groups_.size(); ++each) {
+    for (size_t each = 0; each < scheduled_.size(); ++each) {
       if (groups_[each].group) add_read(each);
     }
   }
@@ -322,11 +339,14 @@ class Prediction final : private StepGroups {
   void fill(size_t number) {
     auto& group = groups_[number];
     if (!group.lands) return;
-    const bool is_a_block = group.group->stages().reduce_scatter() != nullptr; // otherwise the gradients stay in it
-    step_.expect_landing(number, group.settings->has_only_buffer && group.buffer == 0 && is_a_block);
+    step_.expect_landing(number, group.settings->has_only_buffer && group.buffer == 0 && has_block(group));
     group.is_pending = true;
+    for (const size_t part : parts_[number]) make_buffer(groups_[part]);
+  }
+  static bool has_block(const Group& group) { return group.group->stages().reduce_scatter() != nullptr; }
+  void make_buffer(Group& group) {
     if (group.buffer > 0 || group.reduce_bytes == 0) return;
-    group.buffer = is_a_block ? blocks_.take(group.reduce_bytes) : group.reduce_bytes;
+    group.buffer = has_block(group) ? blocks_.take(group.reduce_bytes) : group.reduce_bytes; // the gradients stay in it
     now_.reduce_buffers += group.buffer;
   }
 
@@ -342,7 +362,9 @@ class Prediction final : private StepGroups {
     const auto waits = [](const Group& group) { return group.is_pending; };
     if (std::any_of(groups_.begin(), groups_.end(), waits)) return;
     int64_t largest = 0;
-    for (const size_t each : order_) largest = std::max(largest, groups_[each].steps ? 0 : groups_[each].largest_local);
+    for (const size_t each : order_) {
+      for (const size_t part : parts_[each]) largest = std::max(largest, groups_[part].steps ? 0 : groups_[part].largest_local);
+    }
     now_.temporaries = options_.optimizer_tensors >= 2 ? 2 * largest : 0;
     what_ = "optimizer";
     note();
@@ -353,19 +375,29 @@ class Prediction final : private StepGroups {
   // What the machine asks, and decides.
 
   GroupRules rules(size_t group) const override { return scheduled_[group].rules(); }
-  Residence residence(size_t group) const override {
-    if (!groups_[group].group) return Residence::kGone;
-    return groups_[group].group->needs_gather() ? groups_[group].residence : Residence::kUnsharded;
+  Residence residence(size_t number) const override {
+    if (!groups_[number].group) return Residence::kGone;
+    auto least = Residence::kUnsharded;
+    for (const size_t part : parts_[number]) {
+      if (groups_[part].group->needs_gather()) least = std::min(least, groups_[part].residence);
+    }
+    return least;
   }
   bool has_memory(size_t group) const override { return groups_[group].group != nullptr; }
-  bool is_stale(size_t group) const override { return groups_[group].is_stale && groups_[group].group->needs_gather(); }
+  bool is_stale(size_t number) const override {
+    return std::any_of(parts_[number].begin(), parts_[number].end(),
+                       [&](size_t part) { return groups_[part].is_stale && groups_[part].group->needs_gather(); });
+  }
   std::vector<size_t> prefetch_list(size_t group, bool in_backward) const override {
     return scheduled_[group].prefetch_list(in_backward);
   }
 
   void gather(size_t number) override {
-    auto& group = groups_[number];
-    if (!group.group) return;
+    for (const size_t part : parts_[number]) gather(groups_[part]);
+    note();
+  }
+  void gather(Group& group) {
+    if (!group.group->needs_gather() || is_open(group.residence)) return;
     const auto& layout = group.group->layout();
     group.residence = Residence::kGathering;
     group.is_stale = false;
@@ -379,11 +411,12 @@ class Prediction final : private StepGroups {
       group.messages = blocks_.take(group.group->gather_payload(group.group->stages().innermost()));
       now_.unsharded += group.messages;
     }
-    note();
   }
 
   void wait(size_t number) override {
-    auto& group = groups_[number];
+    for (const size_t part : parts_[number]) wait(groups_[part]);
+  }
+  void wait(Group& group) {
     if (group.residence != Residence::kGathering) return;
     group.residence = Residence::kUnsharded;
     now_.unsharded -= group.gather_output;
@@ -393,25 +426,28 @@ class Prediction final : private StepGroups {
   }
 
   void free(size_t number) override {
-    now_.parameters -= std::exchange(groups_[number].kept_part, 0);
-    release(number);
+    for (const size_t part : parts_[number]) {
+      now_.parameters -= std::exchange(groups_[part].kept_part, 0);
+      release(groups_[part]);
+    }
   }
 
-  /// The part that is kept is a copy, made before the rest is freed.
   void free_after_forward(size_t number) override {
-    auto& group = groups_[number];
+    for (const size_t part : parts_[number]) free_after_forward(groups_[part]);
+  }
+  /// The part that is kept is a copy, made before the rest is freed.
+  void free_after_forward(Group& group) {
     const auto& stages = group.group->stages();
     if (stages.has_after_forward() && group.residence == Residence::kUnsharded && !group.is_stale && group.kept_part == 0) {
       group.kept_part = group.group->layout().unsharded_bytes / stages.gathers.back().ranks();
       now_.parameters += group.kept_part;
       note();
     }
-    release(number);
+    release(group);
   }
 
-  void release(size_t number) {
-    auto& group = groups_[number];
-    wait(number);
+  void release(Group& group) {
+    wait(group);
     if (group.residence != Residence::kUnsharded) return;
     group.residence = Residence::kSharded;
     now_.unsharded -= group.unsharded;
@@ -424,7 +460,11 @@ class Prediction final : private StepGroups {
   bool is_complete(size_t group) const override { return groups_[group].is_complete; }
   bool awaits_any(size_t group) const override { return groups_[group].lands && !groups_[group].is_complete; }
   bool has_pending(size_t group) const override { return groups_[group].is_pending; }
-  bool is_unfinished(size_t group) const override { return groups_[group].is_pending || groups_[group].is_reducing; }
+  bool is_unfinished(size_t number) const override {
+    const auto& parts = parts_[number];
+    return groups_[number].is_pending ||
+           std::any_of(parts.begin(), parts.end(), [&](size_t part) { return groups_[part].is_reducing; });
+  }
   bool leaves_out_any(size_t group) const override { return groups_[group].leaves_out_any; }
   bool is_in_inner_backward() const override { return false; }
 
@@ -434,10 +474,15 @@ class Prediction final : private StepGroups {
   void withhold_unreduced(size_t /*group*/) override {}
 
   bool start_reduction(size_t number) override {
-    auto& group = groups_[number];
-    group.is_pending = group.is_complete = false;
+    groups_[number].is_pending = groups_[number].is_complete = false;
+    bool is_reducing = false;
+    for (const size_t part : parts_[number]) is_reducing = start_reduction_of(part) || is_reducing;
+    return is_reducing;
+  }
+  bool start_reduction_of(size_t part) {
+    auto& group = groups_[part];
     if (group.reduce_bytes == 0) {
-      hold_reduced(number);
+      hold_reduced(part);
       return false;
     }
     group.is_reducing = true;
@@ -451,9 +496,11 @@ class Prediction final : private StepGroups {
     note();
   }
 
-  /// The first of its collectives has ended.
   void advance_reduction(size_t number) override {
-    auto& group = groups_[number];
+    for (const size_t part : parts_[number]) advance(groups_[part]);
+  }
+  /// The first of its collectives has ended.
+  void advance(Group& group) {
     if (!group.is_reducing || std::exchange(group.has_advanced, true)) return;
     const auto& stages = group.group->stages();
     if (stages.reduce_scatter()) {
@@ -466,22 +513,25 @@ class Prediction final : private StepGroups {
   }
 
   void finish_reduction(size_t number) override {
-    auto& group = groups_[number];
-    if (!group.is_reducing) return;
-    advance_reduction(number);
-    now_.reduce_buffers -= std::exchange(group.buffer, 0) + std::exchange(group.reduced, 0);
-    hold_reduced(number);
-    group.has_advanced = group.is_reducing = false;
+    for (const size_t part : parts_[number]) {
+      auto& group = groups_[part];
+      if (!group.is_reducing) continue;
+      advance(group);
+      now_.reduce_buffers -= std::exchange(group.buffer, 0) + std::exchange(group.reduced, 0);
+      hold_reduced(part);
+      group.has_advanced = group.is_reducing = false;
+    }
   }
 
   ExplainOptions options_;
   int64_t plain_gradients_; // of parameters that no group of the model has
   const std::vector<ScheduledGroup>& scheduled_;
-  std::vector<Group> groups_;   // by their numbers
-  std::vector<size_t> order_;   // of the last forward's reads, if there was one
-  std::vector<bool> is_first_;  // of their groups' reads
-  uint64_t recomputed_ = 0;     // last in this backward
-  std::vector<size_t> reduced_; // groups whose gradients wait for their step in this backward
+  std::vector<Group> groups_;              // by their numbers, and then those beside others
+  std::vector<std::vector<size_t>> parts_; // of each number: its place in `groups_`, and those of groups beside it
+  std::vector<size_t> order_;              // of the last forward's reads, if there was one
+  std::vector<bool> is_first_;             // of their groups' reads
+  uint64_t recomputed_ = 0;                // last in this backward
+  std::vector<size_t> reduced_;            // groups whose gradients wait for their step in this backward
   Step step_{*this};
   Blocks blocks_;
   std::string what_; // happens now

@@ -79,6 +79,9 @@ void Schedule::watch_plain_leaves() {
     if (!group) continue;
     if (group->roles().mesh().size() == 1 || !group->roles().is_first_rank()) return watch_.end();
     writes += group->shard_version();
+    for (const auto& each : entry.beside) {
+      if (const GroupPtr other = each.group.lock()) writes += other->shard_version();
+    }
     owner = group->owner;
   }
   watch_.look(writes, [&](const at::Tensor& leaf) { return owner->ignores(leaf); });
@@ -88,7 +91,7 @@ Schedule::KeepOpen::KeepOpen(Schedule& schedule, const std::vector<ParameterGrou
   const std::lock_guard lock(schedule_.mutex_);
   std::vector<size_t> numbers;
   for (const auto* group : groups) {
-    const bool is_of_model = group->number < schedule.groups_.size() && schedule.scheduled(*group).group.lock().get() == group;
+    const bool is_of_model = group->number < schedule.groups_.size() && schedule.scheduled(*group).gradients_of(*group);
     if (is_of_model) numbers.push_back(group->number);
   }
   before_ = schedule_.step_.keep_open(std::move(numbers));
@@ -116,7 +119,7 @@ void Schedule::read_locked(ParameterGroup& group) {
   if (resources_->recorder) note_read(group);
   const uint64_t recomputation = backward ? current_recomputation() : 0;
   const bool has_gathered = step_.read({.group = group.number,
-                                        .residence = residence_of(group),
+                                        .residence = entry.beside.empty() ? residence_of(group) : residence(group.number),
                                         .in_backward = backward,
                                         .recomputation = recomputation,
                                         .by_own_function = backward && recomputation == 0 && dispatch::in_nested_forward(),
@@ -133,7 +136,10 @@ void Schedule::read_parameter(ParameterGroup& group, size_t index, bool expects_
   compute_stream_ = current_stream_if_any(device_);
   auto& entry = scheduled(group);
   check_unchanged(entry, group);
-  entry.gradients->landed().expect(index, step_.forward_number());
+  const auto forward = step_.forward_number();
+  if (!entry.beside.empty())
+    for_each_part(group.number, [&](ParameterGroup&, GroupGradients& gradients) { gradients.landed().begin(forward); });
+  entry.gradients_of(group)->landed().expect(index, forward);
 }
 
 /// What a backward computes again must find the values that the forward found. (Derivative formulas compare versions.)
@@ -164,10 +170,15 @@ void Schedule::note_forward(const ParameterGroup& group) {
   }
 }
 
+void Schedule::check_alive(const ParameterGroup& group) const {
+  if (scheduled(group).beside.empty()) return group.check_parameters_alive();
+  for_each_part(group.number, [](const ParameterGroup& part, GroupGradients&) { part.check_parameters_alive(); });
+}
+
 /// Checks the group before its first read in this forward.
 void Schedule::check_recorded(ScheduledGroup& entry, const ParameterGroup& group) {
   group.prefetch_parameters();
-  group.check_parameters_alive();
+  check_alive(group);
   const bool is_first = !step_.has_recorded_any();
   if (is_first) group.owner->check_no_new_parameter();
   group.owner->check_boundary();
@@ -188,7 +199,7 @@ void Schedule::note_module(const ParameterGroup& group, bool is_first) {
 void Schedule::check_unchanged(ScheduledGroup& entry, const ParameterGroup& group) {
   const auto forward = step_.forward_number();
   if (entry.checked_forward == forward) return;
-  group.check_parameters_alive();
+  check_alive(group);
   if (checked_forward_ != forward) group.owner->check_no_new_parameter();
   entry.checked_forward = checked_forward_ = forward;
 }
@@ -239,7 +250,7 @@ void Schedule::step_in_backward(ParameterGroup& group, const std::vector<size_t>
   int64_t backward = 0;
   {
     const std::lock_guard lock(mutex_);
-    takers = scheduled(group).gradients->settings.takers;
+    takers = gradients_of(group).settings.takers;
     if (takers.empty()) return;
     if (has_failed_backward()) abandon_backward();
     backward = step_.is_in_backward() ? graph_task_id_ : torch::autograd::get_current_graph_task_id();
@@ -271,10 +282,11 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
   {
     const std::lock_guard lock(mutex_);
     follow();
-    auto& gradients = *scheduled(group).gradients;
+    auto& gradients = gradients_of(group);
+    scheduled(group).last_landed = &gradients;
     step_.expect_landing(group.number, gradients.needs_only_buffer());
     gradients.land(index, gradient, gradient_weights_.current());
-    if (!step_.landed(group.number, gradients.landed().is_complete())) return;
+    if (!step_.landed(group.number, is_complete(group.number))) return;
   }
   deliver_after([&] {
     step_.reduce_after(group.number);
@@ -373,7 +385,7 @@ void Schedule::abandon_backward() {
   ready_.clear();
   std::vector<Work> in_flight;
   for (const size_t each : dropped) {
-    if (const GroupPtr group = groups_[each].group.lock()) in_flight.push_back(groups_[each].gradients->discard());
+    for_each_part(each, [&](ParameterGroup&, GroupGradients& gradients) { in_flight.push_back(gradients.discard()); });
   }
   for (auto& work : in_flight) work.wait(); // which throws for a broken communicator, when nothing is left to forget
 }
@@ -413,7 +425,7 @@ void Schedule::drop_gradients(ParameterGroup& group) {
   forget_failed_backward();
   std::erase_if(ready_, [&](const auto& each) { return each.group.get() == &group; });
   step_.forget_gradients(group.number);
-  scheduled(group).gradients->discard().wait(); // before the memory of what was in flight is used again
+  gradients_of(group).discard().wait(); // before the memory of what was in flight is used again
 }
 
 void Schedule::start_unshard(ParameterGroup& group) {

@@ -76,6 +76,8 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   void begin_phase(const MicroBatch& phase);
   /// Ends it, and reduces what it should have, where no backward ran in it.
   void end_phase(bool has_failed);
+  /// Starts the gather that a phase which is to begin waits for first.
+  void expect_phase(MicroBatchPhase phase);
   /// Forgets the micro-batches in flight.
   void give_up_micro_batches();
 
@@ -129,6 +131,8 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
     return group.is_open() ? Residence::kGathering : Residence::kSharded;
   }
   ScheduledGroup& scheduled(const ParameterGroup& group) { return groups_[group.number]; }
+  const ScheduledGroup& scheduled(const ParameterGroup& group) const { return groups_[group.number]; }
+  GroupGradients& gradients_of(const ParameterGroup& group) { return *scheduled(group).gradients_of(group); }
   void read_locked(ParameterGroup& group);
   /// Begins or abandons what the event that happens now tells of; whether that belongs to a backward.
   bool follow(const ParameterGroup* read = nullptr);
@@ -142,6 +146,7 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   void abandon_backward();
   static void check_not_stepped(ParameterGroup& group, size_t index);
   void note_forward(const ParameterGroup& group);
+  void check_alive(const ParameterGroup& group) const;
   void check_recorded(ScheduledGroup& entry, const ParameterGroup& group);
   void note_module(const ParameterGroup& group, bool is_first);
   void check_unchanged(ScheduledGroup& entry, const ParameterGroup& group);
@@ -160,6 +165,10 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   // What the step asks and decides (schedule_actions.cpp).
   template <typename Function>
   auto of(size_t number, const Function& function) const;
+  template <typename Function>
+  void for_each_part(size_t number, const Function& function) const;
+  template <typename Holds>
+  bool any_part(size_t number, const Holds& holds) const;
   GroupRules rules(size_t group) const override { return groups_[group].rules(); }
   Residence residence(size_t group) const override;
   bool has_memory(size_t group) const override;

@@ -21,20 +21,39 @@ struct PrefetchSettings : PrefetchRule {
   Groups in_forward, in_backward; ///< in place of those of the rule, where there are any
 };
 
-/// A group in the schedule of its model.
+/// A group of a module's parameters, and their gradients.
+struct ModuleGroup {
+  std::weak_ptr<ParameterGroup> group;
+  std::shared_ptr<GroupGradients> gradients;
+};
+
+/// A group in the schedule of its model, with those beside it: parameters of the same module that lie on other ranks, or that
+/// every rank has whole. For the step they are one group: a read of one gathers all, and a gradient of one has all reduced.
 struct ScheduledGroup {
   std::weak_ptr<ParameterGroup> group; ///< empty for a module without parameters of its own
   std::shared_ptr<GroupGradients> gradients;
   std::shared_ptr<const PrefetchSettings> prefetch;
   GroupPlace place;
-  uint64_t checked_forward = 0; ///< the last one whose model was looked at in grad mode
+  std::vector<ModuleGroup> beside = {};
+  const GroupGradients* last_landed = nullptr; ///< of several, the one that got the last gradient
+  uint64_t checked_forward = 0;                ///< the last one whose model was looked at in grad mode
 
   static Reductions reductions_of(const Stages& stages) {
     if (!stages.reduce_scatter()) return Reductions::kSecondOne;
     return stages.may_wait() ? Reductions::kTwo : Reductions::kOne;
   }
+  /// Returns those of one, or of several that are reduced together.
+  Reductions reductions(const ParameterGroup& known) const {
+    auto all = reductions_of(known.stages());
+    for (const auto& each : beside) {
+      const GroupPtr other = each.group.lock();
+      if (other && reductions_of(other->stages()) != all) all = Reductions::kTwo;
+    }
+    return all;
+  }
   GroupRules rules() const {
-    const GroupPtr known = group.lock();
+    GroupPtr known = group.lock();
+    for (size_t i = 0; !known && i < beside.size(); ++i) known = beside[i].group.lock();
     if (!known) return {};
     return {.reshards_after_forward = known->owner->reshards_after_forward(),
             .reshards_after_backward = gradients->settings.reshard_after_backward,
@@ -42,7 +61,15 @@ struct ScheduledGroup {
             .prefetch = *prefetch,
             .syncs = gradients->settings.sync(),
             .keeps_gradients = known->roles().keeps_gradients(),
-            .reductions = reductions_of(known->stages())};
+            .reductions = reductions(*known)};
+  }
+  /// The gradients of `part`, which is the group or one beside it; null for any other.
+  GroupGradients* gradients_of(const ParameterGroup& part) const {
+    if (gradients && &gradients->group() == &part) return gradients.get();
+    for (const auto& each : beside) {
+      if (&each.gradients->group() == &part) return each.gradients.get();
+    }
+    return nullptr;
   }
   /// The numbers of the groups that it lists to be gathered ahead.
   std::vector<size_t> prefetch_list(bool in_backward) const {

@@ -10,13 +10,13 @@
 #include <algorithm>
 #include <exception>
 #include <span>
+#include <tuple>
 #include <utility>
 
 #include <tessera/base/error_text.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/tensor/view_replay.h>
 #include <tessera/fsdp/gradients/gradient_layout.h>
-#include <tessera/fsdp/group/expert_mark.h>
 #include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/model/module_walk.h>
@@ -24,6 +24,7 @@
 #include <tessera/fsdp/setup/census.h>
 #include <tessera/fsdp/setup/group_making.h>
 #include <tessera/fsdp/setup/initial_weights.h>
+#include <tessera/fsdp/setup/mesh_parts.h>
 #include <tessera/fsdp/setup/unsharded_dtypes.h>
 
 namespace tessera {
@@ -62,7 +63,11 @@ void check_mesh(const DeviceMesh& mesh) {
 }
 
 void check_buckets(const FullyShardOptions& options) {
-  TORCH_CHECK_VALUE(options.bucket_bytes > 0, "fully_shard: bucket_bytes is ", options.bucket_bytes, ", but must be positive");
+  const auto check = [](const char* name, int64_t bytes) {
+    TORCH_CHECK_VALUE(bytes > 0, "fully_shard: ", name, " is ", bytes, ", but must be positive");
+  };
+  check("bucket_bytes", options.bucket_bytes);
+  check("first_bucket_bytes", options.first_bucket_bytes.value_or(1));
 }
 
 void check_policy(const MixedPrecisionPolicy& policy) {
@@ -95,11 +100,12 @@ std::string describe(Strategy strategy, const DeviceMesh& mesh, const FullyShard
   return fmt::format(
       "the strategy {} over {} ranks, the layout {}, reshard_after_forward {}, param_dtype {}, reduce_dtype {}, keep_in_fp32 "
       "[{}], "
-      "initial_weights {}, bucket_bytes {}, communicators {}, offload {}, gathers {}, reductions {}",
+      "initial_weights {}, bucket_bytes {} and {}, communicators {}, offload {}, gathers {}, reductions {}",
       row_of(strategy).name, fmt::join(mesh.shape(), " x "),
       options.layout == BufferLayout::kRagged ? "kRagged" : "kPerParameter",
       text_of_reshard_after_forward(options.reshard_after_forward), dtype(policy.param_dtype), dtype(policy.reduce_dtype),
       fmt::join(policy.keep_in_fp32, ", "), static_cast<int>(options.initial_weights), options.bucket_bytes,
+      options.first_bucket_bytes.value_or(options.bucket_bytes),
       options.communicators == CommunicatorUse::kShared ? "kShared" : "kSeparate", describe(options.offload),
       text_of_gather(options.communication.gather),
       options.communication.reduction ? options.communication.reduction->description() : "plain");
@@ -158,8 +164,8 @@ FullyShardOptions kept_of(FullyShardOptions options) {
 struct Taken {
   std::vector<FreeParameter> parameters;
   std::vector<std::string> names;
-  std::optional<double> divisor; ///< of the gradients of experts; none for other parameters
-  std::exception_ptr thrown;     ///< by shard_placement_fn or gather_extension_fn
+  std::vector<MeshPart> parts; ///< of all parameters, unless something was thrown
+  std::exception_ptr thrown;   ///< by shard_placement_fn or gather_extension_fn
 };
 
 /// One member of each.
@@ -183,7 +189,8 @@ void ask_each(const char* function, Taken& taken, std::string& description, cons
   for (size_t i = 0; !taken.thrown && i < taken.names.size(); ++i) {
     const auto& name = taken.names[i];
     try {
-      if (const std::string choice = ask(taken.parameters[i], name); !choice.empty())
+      const std::string choice = ask(taken.parameters[i], name);
+      if (!choice.empty() && !taken.parameters[i].mesh.defined()) // of experts the ranks may have others
         description += fmt::format("\n{} {}", name, choice);
     } catch (...) {
       taken.thrown = std::current_exception();
@@ -192,10 +199,23 @@ void ask_each(const char* function, Taken& taken, std::string& description, cons
   }
 }
 
-void choose_placements(const ShardPlacementFn& choose, Taken& taken, std::string& description) {
+void check_chosen_mesh(const DeviceMesh& chosen, const std::string& name, const DeviceMesh& mesh) {
+  const auto check = [&](bool holds, const auto&... problem) {
+    TORCH_CHECK_VALUE(holds, "fully_shard: shard_placement_fn chose ", chosen.to_string(), " for ", name, ", ", problem...);
+  };
+  check(chosen.coordinate().has_value(), "which rank ", process_context().rank(), " is outside of");
+  check(chosen.device_type() == mesh.device_type(), "which is of another device type than ", mesh.to_string());
+}
+
+void choose_placements(const ShardPlacementFn& choose, const CallMesh& call, Taken& taken, std::string& description) {
   if (!choose) return;
   ask_each("shard_placement_fn", taken, description, [&](FreeParameter& parameter, const std::string& name) {
-    parameter.placement = choose(name, parameter.tensor);
+    auto chosen = choose(name, parameter.tensor);
+    parameter.placement = std::move(chosen.placement);
+    if (chosen.mesh.defined() && !(chosen.mesh == call.given) && !(chosen.mesh == call.data_parallel)) {
+      check_chosen_mesh(chosen.mesh, name, call.given);
+      parameter.mesh = std::move(chosen.mesh);
+    }
     return parameter.placement ? "placed " + to_string(*parameter.placement) : "";
   });
 }
@@ -207,8 +227,10 @@ void choose_extensions(const GatherExtensionFn& choose, Taken& taken, std::strin
     TORCH_CHECK_VALUE(!parameter.extension || !parameter.parallel, "fully_shard: the parameter ", name,
                       " is a DTensor over other dims of the mesh, of which no extension can gather the parts, but "
                       "gather_extension_fn gave it one");
-    TORCH_CHECK_VALUE(!parameter.extension || parameter.tensor.dim() > 0, "fully_shard: the parameter ", name,
-                      " has no dims, so that nothing is gathered of it, but gather_extension_fn gave it an extension");
+    const bool is_whole = parameter.placement && is_replicate(*parameter.placement);
+    TORCH_CHECK_VALUE(!parameter.extension || (parameter.tensor.dim() > 0 && !is_whole), "fully_shard: the parameter ", name,
+                      is_whole ? " is Replicate" : " has no dims",
+                      ", so that nothing is gathered of it, but gather_extension_fn gave it an extension");
     return std::string(parameter.extension ? "gathered by an extension" : "");
   });
 }
@@ -217,6 +239,7 @@ void choose_extensions(const GatherExtensionFn& choose, Taken& taken, std::strin
 bool takes(const QuantizedGather& gather, const std::string& name, const FreeParameter& parameter) {
   const auto& tensor = parameter.tensor;
   if (!at::isFloatingType(parameter.dtype) || tensor.dim() == 0 || c10::elementSize(parameter.dtype) == 1) return false;
+  if (parameter.placement && is_replicate(*parameter.placement)) return false; // nothing is gathered of it
   if (gather.takes) return gather.takes(name, tensor);
   return tensor.dim() > 1 && tensor.numel() >= gather.smallest;
 }
@@ -230,16 +253,20 @@ void choose_quantized(const std::optional<QuantizedGather>& gather, Taken& taken
 }
 
 /// Errors for what cannot be sent in fewer bits.
-void check_communication(const Communication& communication, const Taken& taken, const MeshRoles& roles, const Stages& stages) {
+void check_communication(const Communication& communication, const Taken& taken) {
   if (taken.parameters.empty()) return;
-  if (communication.reduction) communication.reduction->check(reduction_stages_of(roles, stages));
+  for (const auto& part : taken.parts) {
+    if (communication.reduction) communication.reduction->check(reduction_stages_of(*part.roles, part.stages));
+  }
   const auto none_is = [&](const auto& holds) { return std::none_of(taken.parameters.begin(), taken.parameters.end(), holds); };
   if (communication.gather) {
+    const auto gathers = [](const MeshPart& part) { return part.roles->shards(); };
     check_codec(communication.gather->codec, "fully_shard: the quantized gather");
     TORCH_CHECK_VALUE(communication.gather->smallest >= 0, "fully_shard: smallest of the quantized gather is ",
                       communication.gather->smallest, ", but cannot be negative");
-    TORCH_CHECK_VALUE(roles.shards(), "fully_shard: the options ask for a quantized gather, but the strategy ",
-                      row_of(roles.strategy()).name, " gathers no parameter");
+    TORCH_CHECK_VALUE(std::any_of(taken.parts.begin(), taken.parts.end(), gathers),
+                      "fully_shard: the options ask for a quantized gather, but the strategy ",
+                      row_of(taken.parts[0].roles->strategy()).name, " gathers no parameter");
   }
   TORCH_CHECK_VALUE((!communication.gather && !communication.reduction) ||
                         !none_is([](const auto& each) { return at::isFloatingType(each.dtype); }),
@@ -252,28 +279,29 @@ void check_communication(const Communication& communication, const Taken& taken,
   }
 }
 
-void check_placements(const Taken& taken, const MeshRoles& roles) {
-  for (size_t i = 0; i < taken.names.size(); ++i) {
-    const auto& parameter = taken.parameters[i];
-    TORCH_CHECK_VALUE(!parameter.placement || roles.shards(), "fully_shard: shard_placement_fn chose ",
-                      to_string(*parameter.placement), " for ", taken.names[i], ", but the strategy ",
-                      row_of(roles.strategy()).name, " splits no parameter");
+void check_placements(const MeshPart& part) {
+  for (size_t i = 0; i < part.names.size(); ++i) {
+    const auto& parameter = part.parameters[i];
+    const bool is_whole = parameter.placement && is_replicate(*parameter.placement);
+    TORCH_CHECK_VALUE(!parameter.placement || is_whole || part.roles->shards(), "fully_shard: shard_placement_fn chose ",
+                      to_string(*parameter.placement), " for ", part.names[i], ", but the strategy ",
+                      row_of(part.roles->strategy()).name, " splits no parameter");
     const bool is_split = parameter.parallel && !parameter.parallel->is_replicated();
-    TORCH_CHECK_VALUE(!is_split || !parameter.placement || std::holds_alternative<Shard>(*parameter.placement),
-                      "fully_shard: shard_placement_fn chose ", to_string(*parameter.placement), " for ", taken.names[i],
+    TORCH_CHECK_VALUE(!is_split || !parameter.placement || is_whole || std::holds_alternative<Shard>(*parameter.placement),
+                      "fully_shard: shard_placement_fn chose ", to_string(*parameter.placement), " for ", part.names[i],
                       ", which is a DTensor that other dims of the mesh split, ", parameter.parallel->to_string(),
-                      ": choose Shard");
-    check_placement({taken.names[i], parameter.values().sizes().vec(), parameter.dtype, parameter.placement},
-                    roles.shard_ranks());
+                      ": choose Shard or Replicate");
+    check_placement({part.names[i], parameter.values().sizes().vec(), parameter.dtype, parameter.placement},
+                    part.roles->shard_ranks());
   }
 }
 
-void check_extensions(const Taken& taken, const MeshRoles& roles, const Stages& stages) {
+void check_extensions(const MeshPart& part) {
   const auto extends = [](const FreeParameter& each) { return each.extension != nullptr; };
-  if (std::none_of(taken.parameters.begin(), taken.parameters.end(), extends)) return;
-  TORCH_CHECK_VALUE(roles.shards(), "fully_shard: gather_extension_fn gave an extension, but the strategy ",
-                    row_of(roles.strategy()).name, " gathers no parameter");
-  TORCH_CHECK_VALUE(!stages.has_after_forward(),
+  if (std::none_of(part.parameters.begin(), part.parameters.end(), extends)) return;
+  TORCH_CHECK_VALUE(part.roles->shards(), "fully_shard: gather_extension_fn gave an extension, but the strategy ",
+                    row_of(part.roles->strategy()).name, " gathers no parameter");
+  TORCH_CHECK_VALUE(!part.stages.has_after_forward(),
                     "fully_shard: gather_extension_fn gave an extension, but reshard_after_forward is a number of "
                     "ranks, which gather parts of unsharded parameters: choose true or false");
 }
@@ -285,30 +313,37 @@ void take_part(FreeParameter& parameter, const std::string& name, std::string& d
   parameter.value = meta->local.contiguous();
   parameter.parallel = spec_in_forward(*meta->spec, parameter.dtype);
   if (const auto* read = read_meta(parameter.tensor)) parameter.mark = read->mark();
+  if (parameter.mesh.defined()) return;
   description += fmt::format("\n{} a DTensor [{}] {} over {} ranks{}", name, fmt::join(meta->spec->sizes(), ", "),
                              to_string(meta->spec->placements()), fmt::join(meta->spec->mesh().shape(), " x "),
                              parameter.tensor.requires_grad() ? "" : ", frozen");
 }
 
 /// What the program chose for them is added to `description`.
-Taken take_free(const Census& census, const DeviceMesh& mesh, const FullyShardOptions& options, std::string& description) {
+Taken take_free(const Census& census, const CallMesh& call, const FullyShardOptions& options, std::string& description) {
   Taken taken;
   for (const auto& [tensor, visit, key] : census.free) {
     taken.parameters.push_back({.tensor = tensor, .place = census.walk.place_of(*visit, key)});
     taken.names.push_back(census.walk.name(taken.parameters.back().place));
   }
-  taken.divisor = expert_divisor(column(taken.parameters, &FreeParameter::tensor), taken.names, mesh);
-  for (size_t i = 0; i < taken.names.size(); ++i)
-    check_parameter(taken.parameters[i].tensor, taken.names[i], taken.parameters[0].tensor, mesh);
+  choose_placements(options.shard_placement_fn, call, taken, description);
+  for (size_t i = 0; i < taken.names.size(); ++i) {
+    const auto& [tensor, own_mesh] = std::tie(taken.parameters[i].tensor, taken.parameters[i].mesh);
+    check_parameter(tensor, taken.names[i], taken.parameters[0].tensor, own_mesh.defined() ? own_mesh : call.data_parallel);
+  }
   check_own_memory(census);
   const auto dtypes = unsharded_dtypes(census.walk, column(taken.parameters, &FreeParameter::tensor), options.mixed_precision);
   for (size_t i = 0; i < dtypes.size(); ++i) {
     taken.parameters[i].dtype = dtypes[i];
     take_part(taken.parameters[i], taken.names[i], description);
   }
-  choose_placements(options.shard_placement_fn, taken, description);
   choose_extensions(options.gather_extension_fn, taken, description);
   choose_quantized(options.communication.gather, taken, description);
+  if (!taken.thrown) taken.parts = split_by_mesh(taken.parameters, taken.names, call);
+  for (const auto& part : taken.parts) {
+    if (part.mesh.defined())
+      description += fmt::format("\n{} parameters over {} other ranks", part.names.size(), fmt::join(part.mesh.shape(), " x "));
+  }
   return taken;
 }
 
@@ -358,12 +393,12 @@ void check_call(const std::vector<Module*>& modules, const Census& census, const
 
 /// Shards the parameters, and puts the models below under `state`.
 void make_model(const StatePtr& state, const ModuleWalk& walk, const std::vector<StatePtr>& below,
-                std::span<const FreeParameter> all, const Stages& stages) {
+                std::span<const MeshPart> parts) {
   const auto schedule = std::make_shared<Schedule>(state->roles().mesh().device());
   for (const auto& root : below) schedule->take_settings(*root->schedule());
   state->attach(schedule); // a read finds it, whatever fails from here on
   try {
-    make_groups(state, all, schedule->resources(), stages);
+    make_groups(state, parts, schedule->resources());
     adopt_below(state, walk, below);
     state->attach(schedule);
   } catch (...) { // some parameters may be sharded, and others not
@@ -374,12 +409,11 @@ void make_model(const StatePtr& state, const ModuleWalk& walk, const std::vector
 }
 
 /// What the call met goes to `state`. Without parameters or models below, it stands beside the state that has its module's.
-void take_over(const StatePtr& state, const Census& census, const std::vector<StatePtr>& below,
-               std::span<const FreeParameter> all, const Stages& stages) {
+void take_over(const StatePtr& state, const Census& census, const std::vector<StatePtr>& below, std::span<const MeshPart> parts) {
   for (const auto& item : census.ignored) state->model().ignore(item.tensor);
   for (const auto& root : below) close(*root);
   move_buffers(census.buffers, state->roles().mesh().device());
-  if (!all.empty() || !below.empty()) return make_model(state, census.walk, below, all, stages);
+  if (!parts.empty() || !below.empty()) return make_model(state, census.walk, below, parts);
   const auto* meta = parameter_meta(census.sharded[0].tensor);
   state_of_group(*meta->group).keep_beside(state);
 }
@@ -394,13 +428,43 @@ void word_storage_errors(ShardedModule& state) {
   }
 }
 
+/// The gradients of experts are divided otherwise than by the ranks that have them.
+void divide_gradients(ShardedModule& state, const std::vector<MeshPart>& parts) {
+  for (const auto& part : parts) {
+    const auto* meta = part.divisor ? parameter_meta(part.parameters[0].tensor) : nullptr;
+    if (!meta) continue;
+    for_each_group(state, /*recurse=*/false, [&](GroupGradients& gradients) {
+      if (&gradients.group() == meta->group) gradients.set_divide_factor(*part.divisor);
+    });
+  }
+}
+
 /// The handle of what was sharded, once nothing can fail any more.
-FSDPModule finished(const StatePtr& state, const std::vector<Module*>& modules, std::optional<double> divisor) {
+FSDPModule finished(const StatePtr& state, const std::vector<Module*>& modules, const std::vector<MeshPart>& parts) {
   word_storage_errors(*state);
   for (const auto* module : modules) forget_compiled(*module);
-  FSDPModule handle(state);
-  if (divisor) handle.set_gradient_divide_factor(*divisor);
-  return handle;
+  divide_gradients(*state, parts);
+  return FSDPModule(state);
+}
+
+/// All ranks agree on the options by now.
+void prepare_parts(Taken& taken, const CallMesh& call, const FullyShardOptions& options, const std::string& name) {
+  agree_on_parts(taken.parts, call, options, name);
+  for (const auto& part : taken.parts) check_placements(part);
+  connect_parts(taken.parts, options);
+  for (const auto& part : taken.parts) check_extensions(part);
+  check_communication(options.communication, taken);
+}
+
+/// What the ranks of the call compare: all but what lies on other ranks.
+InitialWeightsCheck weights_of(const Taken& taken, const DeviceMesh& mesh) {
+  InitialWeightsCheck check{.mesh = mesh};
+  for (size_t i = 0; i < taken.names.size(); ++i) {
+    if (taken.parameters[i].mesh.defined()) continue;
+    check.tensors.push_back(taken.parameters[i].values());
+    check.names.push_back(taken.names[i]);
+  }
+  return check;
 }
 
 FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& given, const FullyShardOptions& options) {
@@ -408,37 +472,32 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
   const KeepViewReplay keep;
   const auto& dims = options.data_parallel_dims;
   const auto strategy = options.strategy ? *options.strategy : default_strategy(given, dims);
-  const auto mesh = data_parallel_mesh(given, dims);
+  const CallMesh call{.given = given, .data_parallel = data_parallel_mesh(given, dims), .strategy = strategy};
+  const auto& mesh = call.data_parallel;
   const auto census = take_census(modules, options.ignored_params);
   check_call(modules, census, options);
   const auto below = roots_below(census);
   auto description = describe(strategy, mesh, options) + describe(census, mesh);
-  const auto taken = take_free(census, mesh, options, description);
-  const auto tensors = column(taken.parameters, &FreeParameter::tensor);
-  std::vector<at::Tensor> values;
-  for (const auto& parameter : taken.parameters) values.push_back(parameter.values());
+  auto taken = take_free(census, call, options, description);
   const std::string name = describe(modules);
-  const auto agreement = agree(taken, {.tensors = values,
-                                       .names = taken.names,
-                                       .buffers = plain_buffers(census, mesh),
-                                       .mesh = mesh,
-                                       .mode = options.initial_weights,
-                                       .call = "fully_shard of " + name,
-                                       .options = description,
-                                       .model_number = next_number(below)});
-  check_norms(census.walk, tensors, column(taken.parameters, &FreeParameter::dtype)); // of the same options on all ranks
+  auto weights = weights_of(taken, mesh);
+  weights.buffers = plain_buffers(census, mesh);
+  weights.mode = options.initial_weights;
+  weights.call = "fully_shard of " + name;
+  weights.options = description;
+  weights.model_number = next_number(below);
+  const auto agreement = agree(taken, weights);
+  check_norms(census.walk, column(taken.parameters, &FreeParameter::tensor),
+              column(taken.parameters, &FreeParameter::dtype)); // of the same options on all ranks
 
   const MeshRoles roles(given, strategy, dims);
-  check_placements(taken, roles);
-  const auto stages = connect_stages(roles, options.reshard_after_forward, options.communicators); // they agree on them now
-  check_extensions(taken, roles, stages);
-  check_communication(options.communication, taken, roles, stages);
+  prepare_parts(taken, call, options, name);
   const std::vector<const Module*> held(modules.begin(), modules.end());
   auto state = std::make_shared<ShardedModule>(held, name, roles, kept_of(options));
   state->initial_checksum = agreement.checksum;
   state->model().number = agreement.model_number;
-  take_over(state, census, below, taken.parameters, stages);
-  return finished(state, modules, taken.divisor);
+  take_over(state, census, below, taken.parts);
+  return finished(state, modules, taken.parts);
 }
 
 DeviceMesh mesh_of_the_world() {

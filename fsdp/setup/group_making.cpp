@@ -2,8 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <exception>
-#include <limits>
+#include <span>
 #include <utility>
 
 #include <tessera/base/aligned_memory.h>
@@ -38,40 +39,59 @@ void move_buffers(const std::vector<Registered>& buffers, c10::Device device) {
 
 namespace {
 
-using Bucket = std::span<const FreeParameter>;
+/// The parameters of a group.
+struct Bucket {
+  const MeshPart* part;
+  std::span<const FreeParameter> parameters;
+};
 
-/// Neighbouring parameters of at most `bytes` together, or one alone.
-std::vector<Bucket> buckets_of(std::span<const FreeParameter> all, int64_t bytes) {
+/// Neighbouring parameters of at most so many bytes together, or one alone. The last are filled first: their gradients come
+/// first.
+std::vector<Bucket> buckets_of(const MeshPart& part, int64_t bytes, int64_t last_bytes) {
+  const std::span<const FreeParameter> all = part.parameters;
   std::vector<Bucket> buckets;
   int64_t taken = 0;
-  for (size_t i = 0; i < all.size(); ++i) {
-    const auto size = static_cast<int64_t>(all[i].values().nbytes());
-    if (buckets.empty() || taken + size > bytes) {
-      buckets.push_back(all.subspan(i, 0));
-      taken = 0;
-    }
+  size_t end = all.size(), begin = end;
+  const auto close = [&] {
+    buckets.push_back({&part, all.subspan(begin, end - begin)});
+    end = begin;
+    taken = 0;
+  };
+  while (begin > 0) {
+    const auto size = static_cast<int64_t>(all[begin - 1].values().nbytes());
+    if (begin < end && taken + size > (buckets.empty() ? last_bytes : bytes)) close();
     taken += size;
-    buckets.back() = {buckets.back().data(), buckets.back().size() + 1};
+    --begin;
   }
+  close();
+  std::reverse(buckets.begin(), buckets.end());
   return buckets;
 }
 
-std::shared_ptr<ParameterGroup> make_group(const std::shared_ptr<ShardedModule>& state, Bucket parameters, size_t number,
-                                           const std::shared_ptr<ModelResources>& resources, const Stages& stages,
+std::vector<Bucket> buckets_of(const MeshPart& part, const FullyShardOptions& options) {
+  const bool has_buckets = !part.is_beside() && !part.roles->shards() && !part.stages.reductions.empty();
+  if (!has_buckets) return {{&part, part.parameters}};
+  return buckets_of(part, options.bucket_bytes, options.first_bucket_bytes.value_or(options.bucket_bytes));
+}
+
+std::shared_ptr<ParameterGroup> make_group(const std::shared_ptr<ShardedModule>& state, const Bucket& bucket, size_t number,
+                                           const std::shared_ptr<ModelResources>& resources,
                                            std::shared_ptr<OffloadMemory> memory) {
-  auto group = std::make_shared<ParameterGroup>(state, state->roles(), stages, state->options(), resources);
+  const auto& part = *bucket.part;
+  auto group = std::make_shared<ParameterGroup>(state, *part.roles, part.stages, state->options(), resources);
   group->bucket = number;
-  group->shard(parameters, std::move(memory));
+  group->is_beside = part.is_beside();
+  group->shard(bucket.parameters, std::move(memory));
   redirect_gradients(*group);
   return group;
 }
 
 /// Reserves memory for each bucket of a call's parameters, and for their gradients; null means the device's memory. An error on
 /// every rank where it fails on one.
-std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const FullyShardOptions& options, const MeshRoles& roles,
-                                                           const std::vector<Bucket>& buckets) {
+std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const ShardedModule& state, const std::vector<Bucket>& buckets) {
   std::vector<std::shared_ptr<OffloadMemory>> memories(buckets.size());
-  const auto& mesh = roles.mesh();
+  const auto& mesh = state.roles().mesh();
+  const auto& options = state.options();
   const auto memory = options.offload.memory;
   if (memory == OffloadPolicy::Memory::kDevice || (memory == OffloadPolicy::Memory::kHost && mesh.device().is_cpu()))
     return memories;
@@ -79,7 +99,7 @@ std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const FullyShardOptio
   try {
     for (size_t i = 0; i < buckets.size(); ++i) {
       memories[i] = make_offload_memory(options.offload, mesh.device());
-      const auto bytes = shard_bytes_of(buckets[i], options.layout, roles);
+      const auto bytes = shard_bytes_of(buckets[i].parameters, options.layout, *buckets[i].part->roles);
       memories[i]->reserve(2 * whole_pages(bytes));
     }
   } catch (const std::exception& error) {
@@ -92,14 +112,15 @@ std::vector<std::shared_ptr<OffloadMemory>> reserve_memory(const FullyShardOptio
 } // namespace
 
 std::vector<std::shared_ptr<ParameterGroup>> make_groups(const std::shared_ptr<ShardedModule>& state,
-                                                         std::span<const FreeParameter> all,
-                                                         const std::shared_ptr<ModelResources>& resources, const Stages& stages) {
-  const auto& roles = state->roles();
-  const bool has_buckets = !roles.shards() && !stages.reductions.empty();
-  const auto buckets = buckets_of(all, has_buckets ? state->options().bucket_bytes : std::numeric_limits<int64_t>::max());
-  const auto memories = reserve_memory(state->options(), roles, buckets);
+                                                         std::span<const MeshPart> parts,
+                                                         const std::shared_ptr<ModelResources>& resources) {
+  std::vector<Bucket> buckets;
+  for (const auto& part : parts) {
+    for (const auto& bucket : buckets_of(part, state->options())) buckets.push_back(bucket);
+  }
+  const auto memories = reserve_memory(*state, buckets);
   std::vector<std::shared_ptr<ParameterGroup>> groups;
-  for (size_t i = 0; i < buckets.size(); ++i) groups.push_back(make_group(state, buckets[i], i, resources, stages, memories[i]));
+  for (size_t i = 0; i < buckets.size(); ++i) groups.push_back(make_group(state, buckets[i], i, resources, memories[i]));
   state->set_groups(groups);
   if (!memories.empty() && memories[0]) release_freed_memory();
   return groups;

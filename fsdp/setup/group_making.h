@@ -12,6 +12,7 @@
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/model/sharded_module.h>
 #include <tessera/fsdp/setup/census.h>
+#include <tessera/fsdp/setup/mesh_parts.h>
 
 namespace tessera::internal {
 
@@ -20,9 +21,10 @@ void check_parameter(const at::Tensor& parameter, const std::string& name, const
 
 void move_buffers(const std::vector<Registered>& buffers, c10::Device device);
 
-/// Shards the parameters of `state` as its groups: several where its strategy reduces in buckets.
+/// Shards the parameters of `state` as its groups: several where its strategy reduces in buckets, and one for each part that lies
+/// otherwise than the module says.
 std::vector<std::shared_ptr<ParameterGroup>> make_groups(const std::shared_ptr<ShardedModule>& state,
-                                                         std::span<const FreeParameter> all,
-                                                         const std::shared_ptr<ModelResources>& resources, const Stages& stages);
+                                                         std::span<const MeshPart> parts,
+                                                         const std::shared_ptr<ModelResources>& resources);
 
 } // namespace tessera::internal

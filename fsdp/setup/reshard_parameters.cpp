@@ -114,15 +114,11 @@ class Remaking {
     std::vector<GroupPtr> made;
     for (const auto& group : inventory_.groups) retire_gradients(*group);
     if (!free.empty()) {
-      const auto settings = settings_of();
-      made = make_groups(inventory_.state, free, resources_, stages());
-      for (const auto& each : inventory_.state->module_groups()) {
-        if (settings) {
-          each.gradients->settings = *settings;
-        } else {
-          take_settings_above(each.gradients->settings);
-        }
-      }
+      const auto parts = parts_of(free);
+      std::vector<std::optional<GradientSettings>> settings; // copies, which the groups that are made would replace
+      for (const auto& part : parts) settings.push_back(settings_before(part));
+      made = make_groups(inventory_.state, parts, resources_);
+      for (size_t i = 0; i < parts.size(); ++i) give_settings(parts[i], settings[i]);
     }
     for (const auto& group : inventory_.groups) {
       for (size_t i = 0; i < group->parameters().size(); ++i) group->release_parameter(i); // those that were removed
@@ -156,10 +152,69 @@ class Remaking {
     return all;
   }
 
+  static bool lies_as(const MeshPart& part, const ParameterGroup& group) {
+    if (!part.is_beside() || !group.is_beside) return part.is_beside() == group.is_beside;
+    return group.roles().data_parallel() == part.mesh && group.roles().shards() != part.is_whole;
+  }
+
+  /// The group of before that lies as a part does; null for none.
+  GroupPtr group_before(const MeshPart& part) const {
+    const auto found = std::find_if(inventory_.groups.begin(), inventory_.groups.end(),
+                                    [&](const GroupPtr& group) { return lies_as(part, *group); });
+    return found == inventory_.groups.end() ? nullptr : *found;
+  }
+
+  /// How a parameter lies: a kept one as before, a new one as the module says.
+  MeshPart part_for(const FreeParameter& free) const {
+    const auto* meta = parameter_meta(free.tensor);
+    if (!meta || !meta->group->is_beside) return {.roles = inventory_.state->roles()};
+    const auto& roles = meta->group->roles();
+    return {.mesh = roles.data_parallel(), .is_whole = !roles.shards(), .roles = roles};
+  }
+
+  /// The stages of each part are those of before, with the program's own communicators.
+  std::vector<MeshPart> parts_of(std::span<const FreeParameter> free) const {
+    std::vector<MeshPart> parts;
+    for (const auto& each : free) {
+      auto part = part_for(each);
+      const auto same = [&](const MeshPart& other) { return other.mesh == part.mesh && other.is_whole == part.is_whole; };
+      auto found = std::find_if(parts.begin(), parts.end(), same);
+      if (found == parts.end()) found = parts.insert(part.is_beside() ? parts.end() : parts.begin(), std::move(part));
+      found->parameters.push_back(each);
+    }
+    for (auto& part : parts) part.stages = stages_of(part);
+    return parts;
+  }
+
+  Stages stages_of(const MeshPart& part) const {
+    if (const auto before = group_before(part)) return before->stages();
+    const auto& options = inventory_.state->options();
+    return connect_stages(*part.roles, options.reshard_after_forward, options.communicators);
+  }
+
   /// A copy, which the first group that is made would replace.
-  std::optional<GradientSettings> settings_of() const {
+  std::optional<GradientSettings> settings_before(const MeshPart& part) const {
     if (inventory_.groups.empty()) return std::nullopt;
-    return inventory_.state->gradients().settings;
+    const auto group = group_before(part);
+    for (const auto& each : inventory_.state->module_groups()) {
+      if (each.group.lock() != (group ? group : inventory_.groups[0])) continue;
+      auto settings = each.gradients->settings;
+      if (!group) settings.divide_factor.reset(); // of experts
+      return settings;
+    }
+    return std::nullopt;
+  }
+
+  void give_settings(const MeshPart& part, const std::optional<GradientSettings>& settings) const {
+    for (const auto& each : inventory_.state->module_groups()) {
+      const auto group = each.group.lock();
+      if (!group || !lies_as(part, *group)) continue;
+      if (settings) {
+        each.gradients->settings = *settings;
+      } else {
+        take_settings_above(each.gradients->settings);
+      }
+    }
   }
 
   /// Gives a module that had no group the settings of the next one above that has one.
@@ -173,13 +228,6 @@ class Remaking {
     settings.has_only_buffer = theirs.has_only_buffer;
     settings.keeps_own = theirs.keeps_own;
     settings.takers = theirs.takers;
-  }
-
-  /// The stages of before, with the program's own communicators.
-  Stages stages() const {
-    if (!inventory_.groups.empty()) return inventory_.groups[0]->stages();
-    const auto& state = *inventory_.state;
-    return connect_stages(state.roles(), state.options().reshard_after_forward, state.options().communicators);
   }
 
   void note_moved(const std::vector<SpecPtr>& before, std::vector<std::string>& moved) const {

@@ -301,6 +301,20 @@ TEST(ParallelParameter, ShardsAlongTheChosenDim) {
   compare(mesh, options, adamw, /*clips=*/true);
 }
 
+TEST(ParallelParameter, MayBeWholeOnTheDataParallelRanks) {
+  for (const auto& shape : some_shapes()) {
+    const ParallelMesh mesh(shape);
+    for (const int64_t most_dims : {1, 2}) {
+      SCOPED_TRACE(c10::str(mesh.all.to_string(), ", up to ", most_dims, " dims"));
+      FullyShardOptions options;
+      options.shard_placement_fn = [=](const std::string&, const torch::Tensor& parameter) {
+        return parameter.dim() <= most_dims ? std::optional<Placement>(Replicate{}) : std::nullopt;
+      };
+      compare(mesh, options, adamw, /*clips=*/true);
+    }
+  }
+}
+
 TEST(ParallelParameter, IsMadeOnTheMetaDevice) {
   if (test_device_type() != at::kCPU) GTEST_SKIP() << "of the CPU";
   const ParallelMesh mesh(parallel_shapes().back());

@@ -124,7 +124,7 @@ TEST(ShardPlacementFn, WholeMatricesAreBalanced) {
   const auto fn = whole_on_one_rank(matrices, 2);
   std::vector<int64_t> rows(2, 0);
   for (const auto& matrix : matrices) {
-    const auto placement = fn("", matrix);
+    const auto placement = fn("", matrix).placement;
     if (matrix.dim() == 1) {
       EXPECT_FALSE(placement.has_value());
       continue;
@@ -134,7 +134,7 @@ TEST(ShardPlacementFn, WholeMatricesAreBalanced) {
     for (size_t rank = 0; rank < 2; ++rank) rows[rank] += extents[rank];
   }
   EXPECT_EQ(rows, (std::vector<int64_t>{14, 14}));
-  EXPECT_FALSE(fn("", torch::empty({3, 3})).has_value()) << "not one of them";
+  EXPECT_FALSE(fn("", torch::empty({3, 3})).placement.has_value()) << "not one of them";
 }
 
 TEST(ShardPlacementFn, PlacesMatricesWithoutElements) {
@@ -185,9 +185,8 @@ TEST(ShardPlacementFn, SaysWhatIsWrong) {
   const auto has = [](const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; };
   EXPECT_TRUE(has(error(Shard{2}), "gave the parameter weight of shape [5, 6] the placement Shard(2), but it has 2 dims"));
   EXPECT_TRUE(has(error(Shard{-3}), "the placement Shard(-3), but it has 2 dims"));
-  EXPECT_TRUE(has(error(Replicate{}), "the placement Replicate(), which does not split it"));
   EXPECT_TRUE(has(error(Partial{}), "which does not split it"));
-  EXPECT_TRUE(has(error(StridedShard{0, 2}), "which a group cannot have: choose Shard or RaggedShard"));
+  EXPECT_TRUE(has(error(StridedShard{0, 2}), "which a group cannot have: choose Shard, RaggedShard or Replicate"));
   EXPECT_TRUE(has(error(RaggedShard{0, std::vector<int64_t>(5, 1)}), c10::str("5 extents for ", world_size(), " ranks")));
   std::vector<int64_t> extents(static_cast<size_t>(world_size()), 0);
   extents[0] = 6;

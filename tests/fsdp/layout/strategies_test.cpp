@@ -184,6 +184,20 @@ TEST(Strategies, WithoutShardingALargeModuleIsReducedInBuckets) {
   }
 }
 
+TEST(Strategies, TheBucketThatIsSentFirstMayBeSmaller) {
+  auto net = six_layers(), twin = six_layers();
+  const auto handle = replicate(*net, world_mesh(), {.bucket_bytes = 880, .first_bucket_bytes = 288});
+  std::vector<size_t> parameters;
+  for (const auto& group : handle.state()->groups()) parameters.push_back(group->parameters().size());
+  EXPECT_EQ(parameters, world_size() == 1 ? (std::vector<size_t>{12}) : (std::vector<size_t>{4, 6, 2}));
+  net->forward(torch::ones({2, 8}, test_device())).sum().backward();
+  twin->forward(torch::ones({2, 8})).sum().backward();
+  for (size_t i = 0; i < 12; ++i)
+    EXPECT_TENSORS_CLOSE(full(net->parameters()[i].grad()), twin->parameters()[i].grad(), 1e-4, 1e-6);
+  EXPECT_THROWS_WITH(replicate(*six_layers(), world_mesh(), {.first_bucket_bytes = 0}),
+                     "fully_shard: first_bucket_bytes is 0, but must be positive");
+}
+
 void expect_gradients_of(torch::nn::Sequential& twin, torch::nn::Sequential& net) {
   for (size_t i = 0; i < 12; ++i) {
     const auto& gradient = net->parameters()[i].grad();

@@ -199,5 +199,23 @@ TEST(ExplainedPeak, OfLayersThatDiffer) {
   }
 }
 
+TEST(ExplainedPeak, OfParametersThatAreWholeBesideOthers) {
+  if (world_size() == 1 || !tests_the_cpu()) GTEST_SKIP() << "of what ranks gather; on a device, streams hold some of it longer";
+  const ShardPlacementFn narrow_ones_whole = [](const std::string&, const torch::Tensor& parameter) {
+    const bool is_whole = parameter.dim() < 2 || parameter.size(0) == 512;
+    return is_whole ? std::optional<Placement>(Replicate{}) : std::nullopt;
+  };
+  for (auto strategy : sweep(strategies(), 5, is_default)) {
+    if (strategy.replicates) continue;
+    strategy.options.shard_placement_fn = narrow_ones_whole;
+    for (const auto& make : layers_cases()) {
+      HeldMemory held;
+      torch::manual_seed(0);
+      auto tested = make();
+      expect_explained(tested, strategy, /*depth=*/1, held);
+    }
+  }
+}
+
 } // namespace
 } // namespace tessera::testing::explained_peak_test

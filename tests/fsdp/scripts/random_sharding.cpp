@@ -103,13 +103,14 @@ class Sharder {
     return on_.strategy == tessera::Strategy::kHierarchical ? on_.mesh.size() : on_.mesh.size(on_.mesh.ndim() - 1);
   }
 
-  /// Any dim, or all rows on one rank.
+  /// Any dim, or all rows on one rank, or whole on every rank.
   ShardPlacementFn random_placements(const std::vector<torch::Tensor>& parameters) {
     const auto seed = static_cast<uint64_t>(draw_.below(1000));
     const auto ranks = shard_ranks();
     if (draw_.chance(25)) return whole_on_one_rank(parameters, ranks);
     return [seed, ranks](const std::string& name, const torch::Tensor& parameter) -> std::optional<Placement> {
       Draw draw(seed + name.size());
+      if (draw.chance(20)) return Replicate{};
       if (parameter.dim() == 0 || draw.chance(30)) return std::nullopt;
       if (draw.chance(70)) return Shard{draw.below(parameter.dim())};
       std::vector<int64_t> rows(static_cast<size_t>(ranks), 0);
