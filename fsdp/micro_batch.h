@@ -61,9 +61,11 @@ struct MicroBatch {
 /// `no_sync`. A strategy that keeps parameters whole (ZeRO-1, ZeRO-2) keeps them under each residency.
 ///
 /// The scope of F gathers the group ahead that the forward before read first, and that of B or I the one that it read last; a
-/// phase W gathers nothing ahead, and only what it reads. The end of the last scope reduces what is left, where no backward ran
-/// in it. An exception inside the scope of a backward gives up the step: the micro-batches in flight are forgotten, and the
-/// gradients that were not reduced are dropped by the next event. One inside a forward's scope gives up that forward.
+/// phase W gathers nothing ahead, and only what it reads. Where phases follow each other as in the step before, the end of one
+/// already does so for the next; `gather_ahead` does for a program that knows what comes next. The end of the last scope reduces
+/// what is left, where no backward ran in it. An exception inside the scope of a backward gives up the step: the micro-batches in
+/// flight are forgotten, and the gradients that were not reduced are dropped by the next event. One inside a forward's scope
+/// gives up that forward.
 ///
 /// Every rank opens the same scopes in the same order. Backwards may come in another order than forwards. An error
 ///   - while another scope of the model lives, and for a negative index;
@@ -91,5 +93,10 @@ class [[nodiscard]] MicroBatchScope {
 inline MicroBatchScope micro_batch_scope(const torch::nn::Module& module, const MicroBatch& micro_batch) {
   return MicroBatchScope(module, micro_batch);
 }
+
+/// Starts the gathers for which the next scope of `phase` will wait first, in each model of `module`: of another stage, which
+/// has its turn after this one. Every rank calls it at the same point between scopes. Nothing before the first forward, where
+/// `set_prefetch_depth(0)` says so, for a model of which a scope lives, and for modules that were never sharded.
+void gather_ahead(const torch::nn::Module& module, MicroBatchPhase phase);
 
 } // namespace tessera

@@ -62,8 +62,16 @@ void MicroBatchScope::end(bool has_failed) {
     try {
       schedule->end_phase(has_failed);
     } catch (...) { // of a reduction, or of a hook on a gradient
-      schedule->refuse("the end of the last phase of a step failed: " + internal::error_text(std::current_exception()));
+      schedule->refuse("the end of a phase failed: " + internal::error_text(std::current_exception()));
     }
+  }
+}
+
+void gather_ahead(const torch::nn::Module& module, MicroBatchPhase phase) {
+  absl::flat_hash_set<const internal::Schedule*> seen;
+  for (const auto& state : internal::sharded_within(module, "gather_ahead")) {
+    const auto& schedule = state->schedule();
+    if (seen.insert(schedule.get()).second) schedule->expect_phase(phase);
   }
 }
 

@@ -38,6 +38,12 @@ void Schedule::end_phase(bool has_failed) {
   step_.end_phase(/*has_failed=*/false);
 }
 
+void Schedule::expect_phase(MicroBatchPhase phase) {
+  const std::lock_guard lock(mutex_);
+  forget_failed_backward();
+  if (!step_.is_in_backward()) step_.expect_phase(phase);
+}
+
 void Schedule::give_up_micro_batches() {
   const std::lock_guard lock(mutex_);
   step_.give_up_micro_batches();

@@ -71,7 +71,7 @@ void Step::end_backward() {
 std::vector<size_t> Step::abandon_backward() {
   enter(State::kIdle);
   reducing_.clear();
-  micro_batches_.give_up();
+  give_up_micro_batches();
   Order dropped = order_;
   dropped.insert(dropped.end(), recording_.begin(), recording_.end());
   dropped.insert(dropped.end(), unfinished_.begin(), unfinished_.end());
@@ -89,6 +89,7 @@ void Step::limit(GroupRules& rules) const {
 
 void Step::begin_phase(const MicroBatch& phase, bool trains) {
   micro_batches_.begin(phase, trains);
+  if (trains || phase.phase != MicroBatchPhase::kForward) phases_.begin(phase.phase);
   has_run_backward_ = false;
   if (phase.phase == MicroBatchPhase::kForward && state_ == State::kForward) {
     ++phase_;
@@ -102,6 +103,9 @@ void Step::end_phase(bool has_failed) {
   micro_batches_.end(has_failed);
   if (!ended || is_in_backward()) return; // which has failed: the next event frees
   if (has_failed || ended->is_last || ended->residency == Residency::kMicroBatch) close_all();
+  if (has_failed) return phases_.forget();
+  if (ended->is_last) return phases_.end_step(); // an optimizer writes the parameters before the next one
+  if (const auto next = phases_.next()) prefetch_first(*next);
 }
 
 void Step::read_anew(const Read& read, bool is_first) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <tessera/fsdp/schedule/micro_batches.h>
+#include <tessera/fsdp/schedule/phase_order.h>
 #include <tessera/fsdp/schedule/step_groups.h>
 
 namespace tessera::internal {
@@ -66,15 +67,23 @@ class Step {
   std::vector<size_t> abandon_backward();
   /// A phase of a micro-batch begins, which `micro_batches` does not refuse. Starts the gather that it waits for first.
   void begin_phase(const MicroBatch& phase, bool trains);
-  /// It has ended, and with it what was gathered for it alone.
+  /// It has ended, and with it what was gathered for it alone. Starts the gather that the next phase waits for first, as far as
+  /// the phases of the last step foretell it.
   void end_phase(bool has_failed);
+  /// A phase will begin, of which the program knows.
+  void expect_phase(MicroBatchPhase phase) {
+    if (!micro_batches_.running()) prefetch_first(phase);
+  }
   /// No backward has run in the phase, in which gradients are to be reduced.
   bool lacks_backward() const {
     const auto& running = micro_batches_.running();
     return running && running->is_last && running->phase != MicroBatchPhase::kForward && !has_run_backward_;
   }
   const MicroBatches& micro_batches() const { return micro_batches_; }
-  void give_up_micro_batches() { micro_batches_.give_up(); }
+  void give_up_micro_batches() {
+    micro_batches_.give_up();
+    phases_.forget();
+  }
 
   // Reads.
   /// The shard of `group` was written: what is gathered of it is not valid any more.
@@ -235,6 +244,7 @@ class Step {
   Order unfinished_;         // with gradients that wait for their reduction, or did of late
   std::vector<size_t> reducing_;
   MicroBatches micro_batches_;
+  PhaseOrder phases_;             // of steps that train
   bool has_run_backward_ = false; // in the phase of a micro-batch that runs
 
   State state_ = State::kIdle;

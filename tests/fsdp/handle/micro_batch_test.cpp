@@ -183,6 +183,95 @@ TEST(MicroBatch, FreesAtTheEndOfAScopeWhereItIsToStayNoLonger) {
   }
 }
 
+/// The numbers of the groups that are open.
+std::vector<size_t> gathered_groups(const torch::nn::Module& net) {
+  std::vector<size_t> numbers;
+  for (const auto& group : fsdp(net).state()->subtree_groups()) {
+    if (group->needs_gather() && group->is_open()) numbers.push_back(group->number);
+  }
+  return numbers;
+}
+
+TEST(MicroBatch, GathersAheadForTheNextPhaseAsInTheStepBefore) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  for (const int64_t depth : {1, 0}) {
+    auto net = make_net();
+    net->to(test_device());
+    shard_model(net, strategies().front());
+    fsdp(*net).set_prefetch_depth(depth);
+    const auto order = order_of("1f1b", 2);
+    for (int64_t step = 0; step < 3; ++step) {
+      std::map<int64_t, torch::Tensor> losses;
+      for (size_t i = 0; i < order.phases.size(); ++i) {
+        auto phase = order.phases[i];
+        phase.residency = Residency::kMicroBatch;
+        {
+          const auto scope = micro_batch_scope(*net, phase);
+          if (phase.phase == kForward) {
+            losses[phase.index] = loss_of_micro_batch(net, step, phase.index, false);
+          } else {
+            losses.extract(phase.index).mapped().backward();
+          }
+        }
+        std::vector<size_t> ahead; // the first group that a forward reads, or the last
+        if (step > 0 && depth > 0 && !phase.is_last) ahead.push_back(order.phases[i + 1].phase == kForward ? 0 : kGroups - 1);
+        EXPECT_EQ(gathered_groups(*net), ahead) << i;
+      }
+      update(net);
+    }
+  }
+}
+
+TEST(MicroBatch, AStepThatGoesOtherwiseIsNotForetold) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  auto net = make_net(), plain = make_net();
+  net->to(test_device());
+  shard_model(net, strategies().front());
+  const auto all = orders();
+  for (size_t step = 0; step < all.size(); ++step) {
+    run(net, all[step], Residency::kMicroBatch, static_cast<int64_t>(step), /*splits=*/step % 2 == 1);
+    EXPECT_FALSE(is_gathered(*net)) << "after the last phase";
+    run_plain(plain, static_cast<int64_t>(step));
+    update(net);
+    update(plain);
+  }
+  EXPECT_LE(parameter_difference(*net, *plain), 1e-4);
+}
+
+TEST(MicroBatch, GathersAheadWhatTheProgramSays) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank gathers nothing";
+  auto first = make_net(1), second = make_net(2);
+  for (auto* net : {&first, &second}) {
+    (*net)->to(test_device());
+    shard_model(*net, strategies().front());
+  }
+  gather_ahead(*second, kForward); // nothing is known of it
+  EXPECT_FALSE(is_gathered(*second));
+  const MicroBatch backward{.phase = kBackward, .is_last = true};
+  for (int64_t step = 0; step < 2; ++step) {
+    torch::Tensor loss;
+    const auto gathers = count(CollectiveKind::kAllGather);
+    {
+      const auto scope = micro_batch_scope(*second, {});
+      gather_ahead(*second, kBackward); // not while it runs
+      loss = loss_of_micro_batch(second, step, 0, false);
+    }
+    gather_ahead(*second, kBackward);
+    EXPECT_TRUE(is_gathered(*second));
+    EXPECT_FALSE(is_gathered(*first));
+    {
+      const auto scope = micro_batch_scope(*second, backward);
+      loss.backward();
+    }
+    EXPECT_EQ(count(CollectiveKind::kAllGather) - gathers, step == 0 ? kGroups : kGroups - 1); // one came before
+    update(second);
+    gather_ahead(*second, kForward);
+    EXPECT_EQ(gathered_groups(*second), std::vector<size_t>{0});
+  }
+  gather_ahead(*make_net(), kForward);
+  EXPECT_THROWS_WITH(gather_ahead(*(*first->blocks)[0]->as<Block>()->up, kForward), "gather_ahead");
+}
+
 TEST(MicroBatch, ReducesInWeightGradientsWhatInputGradientsLeft) {
   for (const auto residency : {Residency::kStage, Residency::kMicroBatch}) {
     auto net = make_double_net(), plain = make_double_net();

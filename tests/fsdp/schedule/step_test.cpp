@@ -368,13 +368,25 @@ class Program {
       step_.end_backward();
     }
     groups.reads_alone = reads_nothing_ = false;
+    const size_t before = groups.actions.size();
     step_.end_phase(has_failed);
+    const auto ahead = gathered_since(before); // for the next phase
+    groups.check(ahead.size() <= (has_failed || phase.is_last ? 0U : 1U), "gathers too much ahead", ahead.size());
     if (phase.residency == Residency::kStage && !phase.is_last) return !has_failed;
     for (size_t each = 0; each < groups.states.size() && !has_failed; ++each) {
       const bool may_stay = !groups.settings[each].rules.reshards_after_backward || by_hand_.contains(each);
-      groups.check(!is_open(groups.states[each].residence) || may_stay, "leaves open after a scope", each);
+      groups.check(!is_open(groups.states[each].residence) || may_stay || ahead.contains(each), "leaves open after a scope",
+                   each);
     }
     return !has_failed;
+  }
+
+  std::set<size_t> gathered_since(size_t action) const {
+    std::set<size_t> gathered;
+    for (; action < groups.actions.size(); ++action) {
+      if (groups.actions[action].first == "gather") gathered.insert(groups.actions[action].second);
+    }
+    return gathered;
   }
 
   /// Several in flight, whose backwards come in any order and in one phase or two. Whether it went to its end.
