@@ -18,6 +18,7 @@
 #include <vector>
 
 #include <tessera/dtensor/dispatch/fallback.h>
+#include <tessera/dtensor/tensor/count_write.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/dtensor/tensor/prefetch.h>
 
@@ -48,17 +49,6 @@ std::optional<std::vector<at::Tensor>> aligned_parts(at::TensorList tensors, at:
     parts.push_back(meta->local);
   }
   return parts;
-}
-
-/// The kernel runs below the level that counts versions, and that notes what state becomes that was made as zeros.
-void count_writes(at::TensorList list) {
-  for (const auto& each : list) {
-    auto* meta = dtensor_meta(each);
-    if (meta->provenance.computed) meta->provenance.whole_dtype.reset();
-    for (const at::Tensor* tensor : {&each, &std::as_const(meta->local)}) {
-      if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
-    }
-  }
 }
 
 /// The kernel reads flat memory: a part that has other strides than the parameter's is a copy while it lives.
@@ -101,7 +91,8 @@ bool step_on_parts(std::initializer_list<at::TensorList> lists, at::TensorList s
   step(parts);
   restrided.copy_back();
   for (size_t i = 0; i < lists.size(); ++i) {
-    if (i != 1) count_writes(lists.begin()[i]);
+    if (i == 1) continue;
+    for (const auto& written : lists.begin()[i]) count_write(written);
   }
   return true;
 }

@@ -9,10 +9,12 @@
 #include <algorithm>
 #include <map>
 #include <utility>
+#include <vector>
 
-#include <tessera/base/dispatch_keys.h>
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/tensor/count_write.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/dtensor/tensor/prefetch.h>
 
 namespace tessera::internal {
 
@@ -24,31 +26,49 @@ c10::Device memory_of(const at::Tensor& tensor) {
   return meta ? meta->local.device() : tensor.device();
 }
 
-/// Whether the host alone works with the memory of a part. Then no stream has to be waited for before it is written.
-bool is_on_host(const at::Tensor& tensor) {
-  const auto* meta = dtensor_meta(tensor);
-  return meta && meta->local.defined() && meta->local.is_cpu() && meta->spec->mesh().device_type() == at::kCPU;
-}
-
-struct Key {
-  bool is_dtensor; ///< plain tensors are apart: no operator takes both
-  bool is_on_host; ///< as a DTensor
-  c10::Device device;
-  at::ScalarType dtype;
-  size_t tensors;
-  bool operator==(const Key&) const = default;
-};
-
 /// Whether a kernel that reads flat memory finds the elements of both in the same places.
 bool lies_alike(const at::Tensor& tensor, const at::Tensor& parameter) {
   const auto *meta = dtensor_meta(tensor), *own = dtensor_meta(parameter);
   return own ? meta && meta->spec == own->spec : tensor.strides() == parameter.strides();
 }
 
+/// What a call takes of an entry. No operator takes plain tensors beside DTensors.
+enum class Taken { kPlain, kDTensors, kParts };
+
+/// Whether a step of an entry's DTensors is one of their parts, in memory that the host alone works with: no stream has to be
+/// waited for before it is written, and whoever sees the reads of parameters would only take time for it.
+bool steps_on_parts(const FusedEntry& entry) {
+  const auto* own = dtensor_meta(entry.tensors[0]);
+  const auto& spec = *own->spec;
+  if (!own->local.is_cpu() || spec.mesh().device_type() != at::kCPU || spec.has_partial() || !spec.on_mesh()) return false;
+  return std::all_of(entry.tensors.begin(), entry.tensors.end(), [&](const at::Tensor& tensor) {
+    const auto* meta = dtensor_meta(tensor);
+    return meta && meta->spec == own->spec && !meta->copied_at_version && meta->local.strides() == own->local.strides();
+  });
+}
+
+Taken taken_of(const FusedEntry& entry) {
+  if (!is_dtensor(entry.tensors[0])) return Taken::kPlain;
+  return steps_on_parts(entry) ? Taken::kParts : Taken::kDTensors;
+}
+
+struct Key {
+  Taken taken;
+  c10::Device device;
+  at::ScalarType dtype;
+  size_t tensors;
+  bool operator==(const Key&) const = default;
+};
+
+constexpr size_t kGradient = 1; ///< of an entry's tensors; no step writes it
+
 /// The lists of one call, with copies in place of tensors that lie otherwise than their parameter.
 class AlignedLists {
  public:
-  explicit AlignedLists(size_t tensors) : lists_{std::vector<std::vector<at::Tensor>>(tensors), {}} {}
+  AlignedLists(size_t tensors, size_t entries) : lists_{std::vector<std::vector<at::Tensor>>(tensors), {}} {
+    for (auto& list : lists_.tensors) list.reserve(entries);
+    lists_.steps.reserve(entries);
+  }
 
   void add(const FusedEntry& entry) {
     const auto parameter = flat(entry.tensors[0]);
@@ -59,6 +79,9 @@ class AlignedLists {
       lists_.tensors[k].push_back(std::move(tensor));
     }
   }
+  void add_parts(const FusedEntry& entry) {
+    for (size_t k = 0; k < entry.tensors.size(); ++k) lists_.tensors[k].push_back(dtensor_meta(entry.tensors[k])->local);
+  }
   void run(const std::function<void(FusedLists&)>& step) {
     step(lists_);
     for (auto& [tensor, copy] : copies_) tensor.copy_(copy);
@@ -66,8 +89,6 @@ class AlignedLists {
   std::vector<at::Tensor>& steps() { return lists_.steps; }
 
  private:
-  static constexpr size_t kGradient = 1; ///< of an entry's tensors; no step writes it
-
   static at::Tensor flat(const at::Tensor& parameter) {
     const bool has_gaps = !dtensor_meta(parameter) && !parameter.is_non_overlapping_and_dense();
     return has_gaps ? parameter.detach().contiguous() : parameter;
@@ -77,30 +98,62 @@ class AlignedLists {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
+/// Prefetches what `steps_on_parts` reads a few positions later: the step before has left other data in the caches.
+void prefetch_ahead(const std::vector<FusedEntry>& entries, size_t position) {
+  constexpr size_t kAhead = 4;
+  if (position + 2 * kAhead < entries.size()) {
+    for (const auto& tensor : entries[position + 2 * kAhead].tensors) prefetch(dtensor_meta(tensor));
+  }
+  if (position + kAhead >= entries.size()) return;
+  for (const auto& tensor : entries[position + kAhead].tensors) {
+    const auto* meta = dtensor_meta(tensor);
+    if (meta) prefetch(meta->local.unsafeGetTensorImpl());
+  }
+}
+
+/// Entries of one call.
+struct Members {
+  Key key;
+  std::vector<const FusedEntry*> entries;
+};
+
+void count_writes(const FusedEntry& entry) {
+  for (size_t k = 0; k < entry.tensors.size(); ++k) {
+    if (k != kGradient) count_write(entry.tensors[k]);
+  }
+}
+
+void run(const Members& members, const std::function<void(FusedLists&)>& step) {
+  const bool of_parts = members.key.taken == Taken::kParts;
+  AlignedLists lists(members.key.tensors, members.entries.size());
+  std::map<int64_t, at::Tensor> steps; // parameters that have taken as many share one
+  for (const auto* entry : members.entries) {
+    of_parts ? lists.add_parts(*entry) : lists.add(*entry);
+    auto& number = steps[entry->step];
+    if (!number.defined()) number = at::full({}, entry->step, at::TensorOptions(at::kFloat).device(members.key.device));
+    lists.steps().push_back(number);
+  }
+  if (!of_parts) return lists.run(step);
+  {
+    const c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    lists.run(step);
+  }
+  for (const auto* entry : members.entries) count_writes(*entry);
+}
+
 } // namespace
 
 void for_each_fused_list(const std::vector<FusedEntry>& entries, const std::function<void(FusedLists&)>& step) {
-  std::vector<std::pair<Key, std::vector<const FusedEntry*>>> groups;
-  for (const auto& entry : entries) {
-    const Key key{is_dtensor(entry.tensors[0]), is_on_host(entry.tensors[0]), memory_of(entry.tensors[0]),
-                  entry.tensors[0].scalar_type(), entry.tensors.size()};
-    const auto same = std::find_if(groups.begin(), groups.end(), [&](const auto& group) { return group.first == key; });
-    auto& members = same != groups.end() ? same->second : groups.emplace_back(key, std::vector<const FusedEntry*>()).second;
-    members.push_back(&entry);
+  std::vector<Members> groups;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    prefetch_ahead(entries, i);
+    const auto& entry = entries[i];
+    const Key key{taken_of(entry), memory_of(entry.tensors[0]), entry.tensors[0].scalar_type(), entry.tensors.size()};
+    const auto same = std::find_if(groups.begin(), groups.end(), [&](const auto& group) { return group.key == key; });
+    auto& members = same != groups.end() ? *same : groups.emplace_back(Members{key, {}});
+    members.entries.push_back(&entry);
   }
-  for (const auto& [key, members] : groups) {
-    AlignedLists lists(key.tensors);
-    std::map<int64_t, at::Tensor> steps; // parameters that have taken as many share one
-    for (const auto* entry : members) {
-      lists.add(*entry);
-      auto& number = steps[entry->step];
-      if (!number.defined()) number = at::full({}, entry->step, at::TensorOptions(at::kFloat).device(key.device));
-      lists.steps().push_back(number);
-    }
-    // A step reads and writes parts alone. Whoever sees the reads of parameters would only take time for it.
-    const c10::impl::ExcludeDispatchKeyGuard unseen(key.is_on_host ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet());
-    lists.run(step);
-  }
+  for (const auto& members : groups) run(members, step);
 }
 
 void fused_adam_step(const std::vector<FusedEntry>& entries, const FusedAdamSettings& settings) {

@@ -3,31 +3,33 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
-#include <ATen/ops/_foreach_norm.h>
-#include <ATen/ops/_foreach_pow.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
 
+#include <absl/container/flat_hash_set.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
-#include <unordered_set>
 #include <utility>
 #include <variant>
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
+#include <tessera/optim/kernels/flat_values.h>
 #include <tessera/optim/parts/backward_mark.h>
 #include <tessera/optim/state/tensor_values.h>
+#include <tessera/optim/steps/norm_of_parts.h>
 
 namespace tessera {
 
 namespace {
+
+using internal::NormOf;
 
 constexpr auto* kLabel = "clip_grad_norm_";
 
@@ -81,59 +83,12 @@ std::vector<OnMesh> by_mesh(const std::vector<at::Tensor>& tensors, const std::v
     const auto tensor = without_partial(tensors[i]);
     const auto* meta = internal::dtensor_meta(tensor);
     auto& group = group_on(meta ? &meta->spec->mesh() : nullptr, groups);
-    group.parts.push_back(meta ? meta->local : tensor.detach());
+    group.parts.push_back(meta ? meta->local : tensor.requires_grad() ? tensor.detach() : tensor);
     if (!meta) continue;
+    if (group.specs.empty() || group.specs.back() != meta->spec) note_shards(*meta->spec, group);
     group.specs.push_back(meta->spec);
-    note_shards(*meta->spec, group);
   }
   return groups;
-}
-
-/// How the norms of parts become one: by a sum of powers, or as the greatest or smallest.
-struct NormOf {
-  bool is_extreme() const { return std::isinf(type); }
-  ReduceOp op() const { return !is_extreme() ? ReduceOp::kSum : type > 0 ? ReduceOp::kMax : ReduceOp::kMin; }
-  double type;
-};
-
-at::Tensor joined(std::vector<at::Tensor> values, NormOf norm) {
-  for (auto& each : values) each = each.to(values[0].device());
-  const auto all = at::stack(values);
-  return !norm.is_extreme() ? all.sum() : norm.type > 0 ? all.amax() : all.amin();
-}
-
-/// Dense tensors of one device, and what each counts.
-struct Weighted {
-  std::vector<at::Tensor> parts = {};
-  std::vector<double> weights = {};
-};
-
-at::Tensor value_of(Weighted& some, NormOf norm) {
-  const auto options = some.parts[0].options().dtype(at::kDouble);
-  auto norms = at::_foreach_norm(some.parts, norm.type);
-  for (auto& each : norms) each = each.to(options);
-  if (norm.is_extreme()) return joined(std::move(norms), norm);
-  // The weights go along as arguments: a copy of them to a device would wait for all that it does.
-  const std::vector<at::Scalar> weights(some.weights.begin(), some.weights.end());
-  return at::stack(at::_foreach_mul(at::_foreach_pow(norms, norm.type), weights)).sum();
-}
-
-/// The sum of the parts' norms to the power of the norm, each times its weight; or the extreme of the norms. A double, in which
-/// no square of a float overflows. It is computed where the parts are, some of which may be on the host, and lies on `device`.
-at::Tensor value_of(const std::vector<at::Tensor>& parts, const std::vector<double>& weights, NormOf norm, c10::Device device) {
-  std::map<c10::DeviceType, Weighted> by_device;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const auto values = internal::stored_values(parts[i]);
-    if (values.numel() == 0) continue;
-    auto& some = by_device[values.device().type()];
-    some.parts.push_back(values.itemsize() < 4 ? values.to(at::kFloat) : values);
-    some.weights.push_back(weights[i]);
-  }
-  const double of_none = norm.is_extreme() && norm.type < 0 ? std::numeric_limits<double>::infinity() : 0.0;
-  if (by_device.empty()) return at::full({}, of_none, at::TensorOptions(at::kDouble).device(device));
-  std::vector<at::Tensor> values;
-  for (auto& [type, some] : by_device) values.push_back(value_of(some, norm).to(device));
-  return values.size() == 1 ? values[0] : joined(std::move(values), norm);
 }
 
 /// Counts the ranks of a reduction along `dims` that have the same part.
@@ -175,12 +130,16 @@ at::Tensor value_on(const OnMesh& group, const Passengers& others, NormOf norm) 
   if (over_all) std::fill(dims.begin(), dims.end(), true);
   auto parts = group.parts;
   std::vector<double> weights;
-  for (const auto& spec : group.specs) weights.push_back(1 / copies(mesh, *spec, dims));
+  weights.reserve(group.specs.size());
+  for (size_t i = 0; i < group.specs.size(); ++i) {
+    const bool is_as_before = i > 0 && group.specs[i] == group.specs[i - 1];
+    weights.push_back(is_as_before ? weights.back() : 1 / copies(mesh, *group.specs[i], dims));
+  }
   parts.insert(parts.end(), others.plain.begin(), others.plain.end());
   weights.resize(parts.size(), 1 / static_cast<double>(mesh.size()));
   auto values = others.values;
-  values.push_back(value_of(parts, weights, norm, mesh.device()));
-  auto value = joined(std::move(values), norm);
+  values.push_back(internal::norm_of_parts(parts, weights, norm, mesh.device()));
+  auto value = internal::joined(std::move(values), norm);
   reduce_along(value, mesh, dims, norm.op());
   return value;
 }
@@ -195,7 +154,7 @@ at::Tensor value_of_all(const std::vector<OnMesh>& groups, NormOf norm) {
     if (group.mesh && (!widest || group.mesh->size() > widest->mesh->size())) widest = &group;
   }
   const auto& plain = passengers.plain;
-  if (!widest) return value_of(plain, std::vector<double>(plain.size(), 1), norm, plain[0].device());
+  if (!widest) return internal::norm_of_parts(plain, std::vector<double>(plain.size(), 1), norm, plain[0].device());
   std::vector<at::Tensor> values;
   for (const auto& group : groups) {
     if (!group.mesh || &group == widest) continue;
@@ -206,7 +165,7 @@ at::Tensor value_of_all(const std::vector<OnMesh>& groups, NormOf norm) {
     if (!is_inside) values.push_back(value);
   }
   values.push_back(value_on(*widest, passengers, norm));
-  return joined(std::move(values), norm);
+  return internal::joined(std::move(values), norm);
 }
 
 /// For each tensor of the group 1 where an element of it is not zero on some rank, otherwise 0: as one tensor, whose sum is the
@@ -242,7 +201,8 @@ std::vector<at::Tensor> with_zeros(std::vector<at::Tensor> tensors, const std::v
 
 /// Without those that were listed before: LibTorch's `parameters()` lists a tied weight by each of its names.
 std::vector<at::Tensor> distinct(std::vector<at::Tensor> parameters) {
-  std::unordered_set<const c10::TensorImpl*> seen;
+  absl::flat_hash_set<const c10::TensorImpl*> seen;
+  seen.reserve(parameters.size());
   std::erase_if(parameters, [&](const auto& each) { return !seen.insert(each.unsafeGetTensorImpl()).second; });
   return parameters;
 }
@@ -276,6 +236,35 @@ at::Tensor total_norm(const std::vector<at::Tensor>& tensors, const std::vector<
   return total;
 }
 
+/// Gradients on the CPU. To multiply by 1 would change nothing.
+void multiply(const std::vector<at::Tensor>& flat, const at::Tensor& factor) {
+  if (flat.empty()) return;
+  const auto value = factor.item<double>();
+  if (value != 1) internal::multiply_flat(flat, value);
+}
+
+/// The parameters are listed once.
+void clip_own(const std::vector<at::Tensor>& own, double max_norm, const at::Tensor& total_norm) {
+  const at::NoGradGuard no_grad;
+  constexpr double kLeast = 1e-6; // as PyTorch has it
+  const auto factor = total_norm.add(kLeast).reciprocal().mul(max_norm).clamp_max(1.0);
+  std::vector<at::Tensor> flat;
+  std::map<std::pair<at::ScalarType, c10::DeviceType>, std::vector<at::Tensor>> alike;
+  for (const auto& parameter : own) {
+    const auto& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    check_reduced(gradient);
+    const auto* meta = internal::dtensor_meta(gradient);
+    auto values = meta ? meta->local : internal::stored_values(gradient);
+    auto& those =
+        values.itemsize() >= 4 && internal::is_flat(values) ? flat : alike[{values.scalar_type(), values.device().type()}];
+    those.push_back(std::move(values));
+  }
+  multiply(flat, factor);
+  for (const auto& [kind, gradients] : alike)
+    at::_foreach_mul_(gradients, factor.to(gradients[0].device(), c10::toRealValueType(kind.first)));
+}
+
 } // namespace
 
 at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_type, bool error_if_nonfinite) {
@@ -284,20 +273,7 @@ at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_ty
 
 // NOLINTNEXTLINE(readability-identifier-naming)
 void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const at::Tensor& total_norm) {
-  const at::NoGradGuard no_grad;
-  constexpr double kLeast = 1e-6; // as PyTorch has it
-  const auto factor = total_norm.add(kLeast).reciprocal().mul(max_norm).clamp_max(1.0);
-  std::map<std::pair<at::ScalarType, c10::DeviceType>, std::vector<at::Tensor>> alike;
-  for (const auto& parameter : distinct(parameters)) {
-    const auto& gradient = parameter.grad();
-    if (!gradient.defined()) continue;
-    check_reduced(gradient);
-    const auto* meta = internal::dtensor_meta(gradient);
-    const auto values = meta ? meta->local : internal::stored_values(gradient);
-    alike[{values.scalar_type(), values.device().type()}].push_back(values);
-  }
-  for (const auto& [kind, gradients] : alike)
-    at::_foreach_mul_(gradients, factor.to(gradients[0].device(), c10::toRealValueType(kind.first)));
+  clip_own(distinct(parameters), max_norm, total_norm);
 }
 
 // NOLINTNEXTLINE(readability-identifier-naming)
@@ -306,9 +282,10 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
   internal::check_not_stepped_in_backward(parameters, "clip_grad_norm_ needs the gradients of all parameters");
   const auto own = distinct(parameters);
   std::vector<at::Tensor> gradients;
+  gradients.reserve(own.size());
   for (const auto& each : own) gradients.push_back(each.grad());
   auto total = total_norm(gradients, own, norm_type, error_if_nonfinite);
-  clip_grads_with_norm_(own, max_norm, total);
+  clip_own(own, max_norm, total);
   return total;
 }
 

@@ -6,6 +6,7 @@
 
 #include <tessera/optim/kernels/dynamic_table.h>
 #include <tessera/optim/kernels/flat_runs.h>
+#include <tessera/optim/kernels/flat_values.h>
 #include <tessera/optim/kernels/rounded_adam.h>
 #include <tessera/optim/parts/shared_sums.h>
 
@@ -136,6 +137,47 @@ TEST(FlatRuns, SayWhereEachElementLies) {
 }
 
 float value_of_bits(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+
+TEST(FlatValues, AddUpSquaresInDouble) {
+  torch::manual_seed(3);
+  std::vector<at::Tensor> tensors;
+  std::vector<double> weights;
+  double expected = 0;
+  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf}) {
+    for (const int64_t numel : {0, 1, 15, 16, 17, 1000, 16384, 40001}) {
+      tensors.push_back(torch::randn({numel}).to(dtype));
+      weights.push_back(1.0 / static_cast<double>(tensors.size()));
+      EXPECT_TRUE(internal::is_flat(tensors.back()));
+      expected += weights.back() * tensors.back().to(torch::kDouble).square().sum().item<double>();
+    }
+  }
+  const double sum = internal::weighted_squares(tensors, weights);
+  EXPECT_NEAR(sum, expected, 1e-12 * expected);
+  const int threads = at::get_num_threads();
+  at::set_num_threads(threads == 1 ? 2 : 1);
+  EXPECT_EQ(internal::weighted_squares(tensors, weights), sum) << "with another number of threads";
+  at::set_num_threads(threads);
+  EXPECT_EQ(internal::weighted_squares({}, {}), 0);
+  EXPECT_GT(internal::weighted_squares({torch::full({2}, 3e38F)}, {1}), 1e76) << "no square of a float overflows";
+  EXPECT_TRUE(std::isnan(internal::weighted_squares({torch::full({3}, NAN)}, {1})));
+}
+
+TEST(FlatValues, AreMultipliedAsATensorIs) {
+  for (const auto dtype : {torch::kFloat, torch::kDouble}) {
+    for (const int64_t numel : {0, 1, 17, 40001}) {
+      const auto tensor = torch::randn({numel}).to(dtype), expected = tensor * 0.3;
+      const auto version = tensor._version();
+      internal::multiply_flat({tensor}, 0.3);
+      EXPECT_TRUE(torch::equal(tensor, expected)) << dtype << ' ' << numel;
+      EXPECT_GT(tensor._version(), version);
+    }
+  }
+  const auto matrix = torch::ones({4, 6});
+  for (const auto& other : {matrix.narrow(1, 0, 3), matrix.to(torch::kInt), matrix.to(torch::kComplexFloat), matrix.to_sparse(),
+                            torch::ones({1}).expand({5}), matrix.to(torch::kMeta)})
+    EXPECT_FALSE(internal::is_flat(other)) << other.options();
+  EXPECT_TRUE(internal::is_flat(matrix.t()));
+}
 
 TEST(StochasticRounding, KeepsTheMean) {
   for (const float value : {1.0F + 1.0F / 512, -3.1F, 1e-20F, 1.0F, 0.0F, -0.0F, 3e38F}) {
