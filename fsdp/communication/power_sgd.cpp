@@ -138,6 +138,8 @@ class PowerSGDExtension final : public ReductionExtension, public std::enable_sh
   static at::Tensor matrix_of(const at::Tensor& flat, int64_t offset, int64_t rows, int64_t columns) {
     return flat.narrow(0, offset, rows * columns).view({rows, columns});
   }
+  /// 1 or 0, where the gradients are: the host would wait for a device to tell it.
+  at::Tensor is_used(const LowRankPiece& piece) const { return used_.select(0, static_cast<int64_t>(piece.parameter)); }
   at::Tensor q_of(const at::Tensor& all, const LowRankPiece& piece) const {
     return matrix_of(all, piece.q, piece.columns, piece.rank);
   }
@@ -146,11 +148,10 @@ class PowerSGDExtension final : public ReductionExtension, public std::enable_sh
   at::Tensor start(const at::Tensor& gradients) {
     std::vector<at::Tensor> parts;
     m_ = error_.clone();
-    used_ = used_parameters(*layout_, gradients);
+    used_ = gradients.narrow(0, layout_->flags, static_cast<int64_t>(layout_->names.size())).ne(0).to(options_.dtype());
     for (const auto& piece : low_rank_) {
       const auto m = matrix_of(m_, piece.offset, piece.rows, piece.columns);
-      if (!used_[piece.parameter]) m.zero_();
-      m.add_(matrix_of(gradients, piece.offset, piece.rows, piece.columns));
+      m.mul_(is_used(piece)).add_(matrix_of(gradients, piece.offset, piece.rows, piece.columns));
       parts.push_back(at::mm(m, q_of(q_, piece)).view({-1}));
     }
     for (const auto& [offset, numel] : as_it_is_) parts.push_back(gradients.narrow(0, offset, numel).to(options_.dtype()));
@@ -180,7 +181,7 @@ class PowerSGDExtension final : public ReductionExtension, public std::enable_sh
       deliver(piece, reduction, ps[i], matrix_of(second, at, piece.columns, piece.rank));
       at += piece.columns * piece.rank;
     }
-    m_ = at::Tensor();
+    m_ = used_ = at::Tensor();
   }
 
   /// Where the result is not finite, the step is skipped: the error is the one of before. A column of Q without a direction
@@ -192,7 +193,7 @@ class PowerSGDExtension final : public ReductionExtension, public std::enable_sh
     const auto m = matrix_of(m_, piece.offset, piece.rows, piece.columns);
     const auto error = matrix_of(error_, piece.offset, piece.rows, piece.columns);
     auto left = m.sub(result, share);
-    if (!used_[piece.parameter]) left.add_(error);
+    left.addcmul_(error, is_used(piece).neg().add_(1));
     error.copy_(at::where(result.isfinite().all(), left, error));
     const auto norms = q.square().sum({0}, /*keepdim=*/true);
     q_of(q_, piece).copy_(at::where(norms.isfinite().logical_and(norms.gt(0)), q, q_of(first_q_, piece)));
@@ -206,7 +207,7 @@ class PowerSGDExtension final : public ReductionExtension, public std::enable_sh
   at::TensorOptions options_;
   at::Tensor first_q_, q_, error_; // undefined before they are needed
   at::Tensor m_;                   // of the reduction that runs
-  std::vector<bool> used_ = {};    // of it: the parameters that this rank uses
+  at::Tensor used_;                // of it: 1 for each parameter that this rank uses, otherwise 0
   at::Tensor steps_;               // on the CPU
 };
 

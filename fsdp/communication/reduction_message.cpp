@@ -1,5 +1,6 @@
 #include <tessera/fsdp/communication/reduction_message.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ceil_div.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/accumulate.h>
@@ -24,14 +25,6 @@ at::Tensor numbers_at(const at::Tensor& bytes, const CodedRange& range, at::Scal
 }
 
 } // namespace
-
-std::vector<bool> used_parameters(const GradientLayout& layout, const at::Tensor& values) {
-  std::vector<bool> used(layout.names.size(), true);
-  if (values.is_meta()) return used;
-  const auto flags = values.narrow(0, layout.flags, static_cast<int64_t>(used.size())).to(at::kCPU, at::kDouble);
-  for (size_t i = 0; i < used.size(); ++i) used[i] = flags.const_data_ptr<double>()[i] != 0;
-  return used;
-}
 
 ReductionMessage ReductionMessage::moved(int64_t elements, int64_t bytes_on) const {
   auto result = *this;
@@ -91,12 +84,34 @@ void ReductionMessages::write(const ReductionMessage& message, const at::Tensor&
   for (const auto& range : message.raw)
     numbers_at(bytes, range, layout_->dtype).copy_(values.narrow(0, range.first, range.numel));
   if (!residual.defined()) return encode(codec_, message.coded, values, bytes);
-  const auto used = used_parameters(*layout_, flagged);
+  const auto flags = flagged.narrow(0, layout_->flags, static_cast<int64_t>(layout_->names.size()));
+  flags.is_cpu() ? encode_on_host(message, values, bytes, residual, flags)
+                 : encode_on_device(message, values, bytes, residual, flags);
+}
+
+void ReductionMessages::encode_on_host(const ReductionMessage& message, const at::Tensor& values, const at::Tensor& bytes,
+                                       const at::Tensor& residual, const at::Tensor& flags) const {
+  const auto wide = flags.to(at::kDouble);
   std::vector<CodedRange> with_residual, alone;
   for (size_t i = 0; i < message.coded.size(); ++i)
-    (used[message.parameters[i]] ? with_residual : alone).push_back(message.coded[i]);
+    (wide.const_data_ptr<double>()[message.parameters[i]] != 0 ? with_residual : alone).push_back(message.coded[i]);
   encode(codec_, with_residual, values, bytes, residual);
   encode(codec_, alone, values, bytes);
+}
+
+/// The flags decide on the device what stays for another step: the host would wait until they are known.
+void ReductionMessages::encode_on_device(const ReductionMessage& message, const at::Tensor& values, const at::Tensor& bytes,
+                                         const at::Tensor& residual, const at::Tensor& flags) const {
+  const auto is_used = flags.ne(0), is_unused = is_used.logical_not();
+  std::vector<at::Tensor> waiting;
+  const auto part = [&](size_t i) { return residual.narrow(0, message.coded[i].first, message.coded[i].numel); };
+  const auto of = [&](const at::Tensor& flag, size_t i) { return flag.select(0, static_cast<int64_t>(message.parameters[i])); };
+  for (size_t i = 0; i < message.coded.size(); ++i) {
+    waiting.push_back(part(i).mul(of(is_unused, i)));
+    part(i).mul_(of(is_used, i));
+  }
+  encode(codec_, message.coded, values, bytes, residual);
+  for (size_t i = 0; i < message.coded.size(); ++i) part(i).add_(waiting[i]);
 }
 
 void ReductionMessages::read(const ReductionMessage& message, const at::Tensor& bytes, const at::Tensor& values,

@@ -14,9 +14,6 @@
 
 namespace tessera::internal {
 
-/// The parameters of which the flags of `values`, chunks, say that they were used.
-std::vector<bool> used_parameters(const GradientLayout& layout, const at::Tensor& values);
-
 /// One message: where its content lies among the elements of a flat tensor and among its bytes. First come the flags. What is
 /// sent as it is and the codes follow.
 struct ReductionMessage {
@@ -53,6 +50,10 @@ class ReductionMessages {
 
  private:
   int64_t flag_bytes() const;
+  void encode_on_host(const ReductionMessage& message, const at::Tensor& values, const at::Tensor& bytes,
+                      const at::Tensor& residual, const at::Tensor& flags) const;
+  void encode_on_device(const ReductionMessage& message, const at::Tensor& values, const at::Tensor& bytes,
+                        const at::Tensor& residual, const at::Tensor& flags) const;
   void add(ReductionMessage& message, size_t parameter, int64_t first, int64_t numel) const;
 
   std::shared_ptr<const GradientLayout> layout_;
