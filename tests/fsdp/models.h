@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/dtensor/api.h>
 #include <torch/torch.h>
 
 #include <vector>
@@ -25,8 +26,11 @@ struct NetImpl : torch::nn::Module {
         norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))) {
     for (int64_t i = 0; i < depth; ++i) blocks->push_back(Block(width));
   }
-  /// Of tokens on any device.
-  torch::Tensor embedded(const torch::Tensor& tokens) { return embed(tokens.to(embed->weight.device())); }
+  /// Of tokens on any device. An offloaded weight computes on that of its mesh.
+  torch::Tensor embedded(const torch::Tensor& tokens) {
+    const auto& weight = embed->weight;
+    return embed(tokens.to(is_dtensor(weight) ? DTensor(weight).spec().mesh().device() : weight.device()));
+  }
   torch::Tensor forward(const torch::Tensor& tokens) {
     auto x = embedded(tokens);
     for (auto& block : *blocks) x = block->as<Block>()->forward(x);

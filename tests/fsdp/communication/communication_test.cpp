@@ -18,6 +18,7 @@
 #include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/fsdp/unsharded.h>
 
+#include <tessera/tests/fsdp/communication/all_strategies.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
@@ -34,23 +35,6 @@ Communication quantized_gather(const BlockCodec& codec = {Wire::kInt8, 64}) {
 }
 
 bool is_quantized(const Tensor& parameter) { return parameter.dim() > 1 && parameter.numel() >= kSmallest; }
-
-/// Every division of the ranks over two dims, with both strategies for these, and all others.
-std::vector<Strategy> all_strategies() {
-  auto all = strategies();
-  for (int64_t outer = 1; outer <= world_size(); ++outer) {
-    if (world_size() % outer != 0) continue;
-    const auto mesh = [outer] {
-      return init_device_mesh(mesh_device_type, {outer, world_size() / outer}, {"replicate", "shard"});
-    };
-    for (const auto strategy : {tessera::Strategy::kHybridShard, tessera::Strategy::kHierarchical}) {
-      FullyShardOptions options;
-      options.strategy = strategy;
-      all.push_back({c10::str(row_of(strategy).name, " of ", outer, " x ", world_size() / outer), mesh, options});
-    }
-  }
-  return all;
-}
 
 std::vector<Strategy> gathering_strategies() {
   auto all = all_strategies();
