@@ -337,17 +337,19 @@ void GroupGradients::offload(ReadyGradients& ready, size_t first) const {
   std::vector<at::Tensor> locals;
   for (size_t i = first; i < ready.size(); ++i) locals.push_back(dtensor_meta(ready[i].value)->local);
   MovedTensors moved;
+  const auto moved_to = [&](at::Tensor local, const ReadyGradient& gradient) { // lies as it did: it may be this rank's own
+    return make_gradient(std::move(local), group_.parameters()[gradient.index], dtensor_meta(gradient.value)->spec);
+  };
   try {
     moved = start_move(*group_.memory(), locals);
   } catch (const std::exception& error) { // the other ranks go on with the backward: the gradients are in the host's memory
     group_.memory()->delayed_failure().note(error_text(error));
-    for (size_t i = first; i < ready.size(); ++i)
-      ready[i].value = make_gradient(locals[i - first].to(at::kCPU), group_.parameters()[ready[i].index]);
+    for (size_t i = first; i < ready.size(); ++i) ready[i].value = moved_to(locals[i - first].to(at::kCPU), ready[i]);
     return;
   }
   const std::shared_ptr<PendingCopy> copy = std::move(moved.copy);
   for (size_t i = first; i < ready.size(); ++i) {
-    ready[i].value = make_gradient(std::move(moved.tensors[i - first]), group_.parameters()[ready[i].index]);
+    ready[i].value = moved_to(std::move(moved.tensors[i - first]), ready[i]);
     ready[i].copy = copy;
   }
   const bool frees_host_memory = locals[0].is_cpu();

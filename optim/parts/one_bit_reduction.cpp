@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -132,6 +133,9 @@ std::pair<at::Tensor, at::Tensor> compressed(const at::Tensor& values, const at:
   return {size, packed(padded)};
 }
 
+/// Where the ranks exchange tensors: what is offloaded lies elsewhere.
+c10::Device device_of(const Communicator& ranks) { return {ranks.device_type()}; }
+
 /// The columns of one share in a row of what is sent.
 struct Columns {
   int64_t size, signs, bytes;
@@ -153,16 +157,15 @@ class OneBitMean {
   }
 
   void run() const {
-    const auto sent = at::zeros({count_, width_}, options_), received = at::empty({count_, width_}, options_);
+    const auto sent = at::zeros({count_, width_}, options_);
     for (size_t i = 0; i < shares_.size(); ++i) {
       const auto [size, signs] = compressed(shares_[i].values.view({-1}), shares_[i].worker_error, columns_[i].bytes * count_);
       write(sent, i, size, signs.view({count_, columns_[i].bytes}));
     }
-    ranks_.all_to_all(received, sent, {}, {}, label_).wait();
+    const auto received = exchanged(sent);
     const auto own = at::zeros({1, width_}, options_);
     for (size_t i = 0; i < shares_.size(); ++i) reduce(i, received, own);
-    const auto all = at::empty({count_, width_}, options_);
-    ranks_.all_gather_into(all.view({-1}), own.view({-1}), label_).wait();
+    const auto all = gathered(own);
     for (size_t i = 0; i < shares_.size(); ++i) {
       const auto& values = shares_[i].values;
       values.copy_(scaled(i, all).reshape({-1}).narrow(0, 0, values.numel()).view(values.sizes()));
@@ -170,6 +173,16 @@ class OneBitMean {
   }
 
  private:
+  at::Tensor exchanged(const at::Tensor& rows) const {
+    const auto sent = rows.to(device_of(ranks_)), received = at::empty_like(sent);
+    ranks_.all_to_all(received, sent, {}, {}, label_).wait();
+    return received.to(options_.device());
+  }
+  at::Tensor gathered(const at::Tensor& row) const {
+    const auto own = row.to(device_of(ranks_)), all = at::empty({count_, width_}, own.options());
+    ranks_.all_gather_into(all.view({-1}), own.view({-1}), label_).wait();
+    return all.to(options_.device());
+  }
   void write(const at::Tensor& rows, size_t i, const at::Tensor& size, const at::Tensor& signs) const {
     const auto& at_columns = columns_[i];
     rows.narrow(1, at_columns.size, at_columns.signs - at_columns.size).copy_(size.view(at::kByte));
@@ -255,7 +268,7 @@ void average(OwnGradients& gradients, const std::vector<size_t>& places, const s
       if (!each.is_mean && each.values.scalar_type() == dtype) flat.push_back(each.values.view({-1}));
     }
     if (flat.empty() || !gradients.ranks) continue;
-    const auto all = at::cat(flat);
+    const auto all = at::cat(flat).to(device_of(*gradients.ranks));
     gradients.ranks->all_reduce(all, ReduceOp::kAvg, "the gradients of " + name).wait();
     int64_t position = 0;
     for (const auto& each : flat) {

@@ -45,14 +45,23 @@ struct Unit {
   std::vector<at::Tensor> parameters;
 };
 
-/// Lists the units in the order of the optimizer, each parameter once.
+/// Whether the optimizer reduces what ranks have for themselves. Then it also steps what other ranks alone have a gradient of.
+bool reduces_own_gradients(const OptimizerClass& kept) {
+  return std::any_of(kept.tensors.begin(), kept.tensors.end(),
+                     [](const auto& field) { return field.layout == StateLayout::kByRank; });
+}
+
+/// Lists the units in the order of the optimizer, each parameter once. Those of an optimizer that reduces are the same on all
+/// ranks.
 std::vector<Unit> units_of(Optimizer& optimizer) {
+  const bool takes_all = reduces_own_gradients(class_of(optimizer));
   std::vector<Unit> units;
   absl::flat_hash_map<const FileMemory*, size_t> known;
   absl::flat_hash_set<const c10::TensorImpl*> listed;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
-      if (!parameter.grad().defined() || !listed.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      const bool is_stepped = takes_all ? parameter.requires_grad() : parameter.grad().defined();
+      if (!is_stepped || !listed.insert(parameter.unsafeGetTensorImpl()).second) continue;
       const auto* region = region_of(parameter);
       const auto [found, is_new] = known.emplace(region ? region->file.get() : nullptr, units.size());
       if (is_new) units.push_back({region ? region->file : nullptr, {}});
