@@ -8,8 +8,12 @@
 
 namespace tessera::testing::composed {
 
-BlockImpl::BlockImpl(const NetOptions& options)
-    : dense(register_module("dense", GptBlock(NetOptions::kWidth, NetOptions::kHeads, NetOptions::kKeyHeads))) {
+BlockImpl::BlockImpl(const NetOptions& options, bool attends) {
+  if (attends) {
+    dense = register_module("dense", GptBlock(NetOptions::kWidth, NetOptions::kHeads, NetOptions::kKeyHeads));
+  } else {
+    mlp = register_module("dense", MlpBlock(NetOptions::kWidth));
+  }
   if (options.experts == 0) return;
   norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({NetOptions::kWidth})));
   MoEOptions of_experts{.width = NetOptions::kWidth, .hidden = 8, .experts = options.experts, .storage = options.storage};
@@ -24,7 +28,7 @@ NetImpl::NetImpl(const NetOptions& net)
       places(register_module("places", torch::nn::Embedding(NetOptions::kTime, NetOptions::kWidth))),
       blocks(register_module("blocks", torch::nn::ModuleList())),
       norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({NetOptions::kWidth})))) {
-  for (int64_t i = 0; i < net.depth; ++i) blocks->push_back(Block(net));
+  for (int64_t i = 0; i < net.depth; ++i) blocks->push_back(Block(net, i < net.attending));
   if (!net.ties) {
     const auto linear = torch::nn::LinearOptions(NetOptions::kWidth, NetOptions::kVocabulary).bias(false);
     head = register_module("head", torch::nn::Linear(linear));

@@ -25,20 +25,34 @@ struct NetOptions {
   static constexpr int64_t kVocabulary = 29, kWidth = 24, kTime = 8, kHeads = 4, kKeyHeads = 2;
 
   int64_t depth = 6;
+  int64_t attending = 1000; ///< so many of the first blocks have attention, others an MLP alone
   bool ties = true;
   int64_t experts = 0; ///< of every block; 0: none
   ExpertStorage storage = ExpertStorage::kStacked;
   torch::Dtype dtype = torch::kFloat;
 };
 
-/// A block of GPT, then experts.
+/// What a block of GPT is without attention.
+struct MlpBlockImpl : torch::nn::Module {
+  explicit MlpBlockImpl(int64_t width)
+      : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
+        up(register_module("up", torch::nn::Linear(width, 3 * width))),
+        down(register_module("down", torch::nn::Linear(torch::nn::LinearOptions(3 * width, width).bias(false)))) {}
+  torch::Tensor forward(const torch::Tensor& x) { return x + down(torch::gelu(up(norm(x)))); }
+  torch::nn::LayerNorm norm;
+  torch::nn::Linear up, down;
+};
+TORCH_MODULE(MlpBlock);
+
+/// A block of GPT, or its MLP alone, then experts.
 struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(const NetOptions& options);
+  BlockImpl(const NetOptions& options, bool attends);
   torch::Tensor forward(const torch::Tensor& x) {
-    const auto y = dense(x);
+    const auto y = mlp.is_empty() ? dense(x) : mlp(x);
     return experts.is_empty() ? y : y + experts(norm(y));
   }
-  GptBlock dense;
+  GptBlock dense{nullptr};
+  MlpBlock mlp{nullptr}; ///< under the name of `dense`, in its place
   torch::nn::LayerNorm norm{nullptr};
   MoE experts{nullptr};
 };

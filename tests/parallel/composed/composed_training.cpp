@@ -103,10 +103,11 @@ void SplitTraining::split_net() {
     stages_ ? expert_parallel(*stages_, experts["ep"], options) : expert_parallel(*net_, experts["ep"], options);
   }
   if (shape.tensor == 1) return;
-  const ParallelPlan plan{{"blocks.*.dense.query", Colwise{}},
-                          {"blocks.*.dense.projection", Rowwise{}},
-                          {"blocks.*.dense.up", Colwise{}},
-                          {"blocks.*.dense.down", Rowwise{}}};
+  ParallelPlan plan{{"blocks.*.dense.up", Colwise{}}, {"blocks.*.dense.down", Rowwise{}}};
+  if (task_.net.attending > 0) {
+    plan.push_back({"blocks.*.dense.query", Colwise{}});
+    plan.push_back({"blocks.*.dense.projection", Rowwise{}});
+  }
   stages_ ? parallelize(*stages_, mesh_["tp"], plan) : parallelize(*net_, mesh_["tp"], plan);
 }
 

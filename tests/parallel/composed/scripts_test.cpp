@@ -4,6 +4,7 @@
 
 #include <tessera/parallel/pipeline_schedule.h>
 
+#include <tessera/tests/parallel/composed/chosen_range.h>
 #include <tessera/tests/parallel/composed/composed_training.h>
 #include <tessera/tests/support/draw.h>
 #include <tessera/tests/support/sweep.h>
@@ -177,9 +178,14 @@ class Script {
   std::vector<Action> actions_;
 };
 
-/// TESSERA_SCRIPT alone, or a drawn part of all.
+/// TESSERA_SCRIPT alone, those of TESSERA_SCRIPTS, or a drawn part of all.
 std::vector<uint64_t> numbers() {
   if (const char* one = std::getenv("TESSERA_SCRIPT")) return {std::strtoull(one, nullptr, 10)};
+  if (const auto range = chosen_range("TESSERA_SCRIPTS")) {
+    std::vector<uint64_t> some(static_cast<size_t>(range->second - range->first + 1));
+    std::iota(some.begin(), some.end(), static_cast<uint64_t>(range->first));
+    return some;
+  }
   std::vector<uint64_t> all(300);
   std::iota(all.begin(), all.end(), uint64_t{1});
   return sweep(all, 4);
