@@ -1,11 +1,13 @@
 // One rank of a training step in a pipeline, driven by `benchmarks/compare` through standard input. Takes the flags of train_gpt.
-// The head is not tied to the embedding, and the blocks are cut in stages of as many, as in peer/measure_pipeline_step.py.
+// The step is that of train_gpt, with the fused AdamW. The head is not tied to the embedding, and the blocks are cut in stages of
+// as many, as in peer/measure_pipeline_step.py.
 #include <common/program.h>
 #include <common/ranks.h>
 #include <gpt/model.h>
 #include <gpt/options.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/optim/fused.h>
 #include <tessera/parallel/pipeline.h>
 #include <torch/torch.h>
 
@@ -60,10 +62,42 @@ std::vector<int64_t> bounds_of(int64_t blocks, int64_t stages) {
   return bounds;
 }
 
+/// The products of a rank's blocks in a step, forward and both halves of backward, without all else.
+class Products {
+ public:
+  Products(const gpt::ModelConfig& model, int64_t blocks, int64_t rows, int64_t times) : times_(times) {
+    const auto width = model.width;
+    for (int64_t i = 0; i < blocks; ++i) {
+      for (const auto& [out, in] : {std::pair(3 * width, width), {width, width}, {4 * width, width}, {width, 4 * width}})
+        layers_.push_back({torch::randn({out, in}), torch::randn({rows, in}), torch::randn({rows, out})});
+    }
+  }
+  void run() const {
+    for (int64_t i = 0; i < times_; ++i) {
+      for (const auto& [weight, input, gradient] : layers_) {
+        torch::mm(input, weight.t());
+        torch::mm(gradient, weight);
+        torch::mm(gradient.t(), input);
+      }
+    }
+  }
+
+ private:
+  struct Layer {
+    torch::Tensor weight, input, gradient;
+  };
+  int64_t times_;
+  std::vector<Layer> layers_;
+};
+
 class PipelineStep {
  public:
   explicit PipelineStep(const gpt::Options& options)
-      : model_(options.model), pipeline_(make(options)), optimizer_(pipeline_.stages().parameters(), options.learning_rate) {
+      : model_(options.model),
+        pipeline_(make(options)),
+        optimizer_(pipeline_.stages().parameters(), options.learning_rate),
+        products_(options.model, options.model.layers / process_context().world_size(), options.batch * options.model.sequence,
+                  options.micro_batches) {
     torch::manual_seed(options.seed);
     for (int64_t i = 0; i < options.micro_batches; ++i) {
       const auto windows = torch::randint(gpt::kVocabulary, {options.batch, options.model.sequence + 1}, torch::kLong);
@@ -73,8 +107,6 @@ class PipelineStep {
   }
 
   nlohmann::json run() {
-    using Clock = std::chrono::steady_clock;
-    const auto seconds = [](Clock::duration time) { return std::chrono::duration<double>(time).count(); };
     const auto begin = Clock::now();
     optimizer_.zero_grad();
     pipeline_.step(batches_);
@@ -84,7 +116,19 @@ class PipelineStep {
     return {{"schedule", seconds(middle - begin)}, {"optimizer", seconds(end - middle)}, {"step", seconds(end - begin)}};
   }
 
+  /// The least that a step under this schedule can take: the products alone, and the schedule's waiting.
+  nlohmann::json run_products() {
+    const auto begin = Clock::now();
+    products_.run();
+    const auto took = seconds(Clock::now() - begin);
+    const auto step = simulate_pipeline(pipeline_.schedule(std::ssize(batches_)));
+    return {{"products", took}, {"floor", took / (1 - step.idle_share())}};
+  }
+
  private:
+  using Clock = std::chrono::steady_clock;
+  static double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
+
   Pipeline make(const gpt::Options& options) {
     using enum PipelineScheduleKind;
     const int64_t ranks = process_context().world_size();
@@ -98,7 +142,8 @@ class PipelineStep {
 
   Model model_;
   Pipeline pipeline_;
-  torch::optim::AdamW optimizer_;
+  FusedAdamW optimizer_;
+  Products products_;
   std::vector<PipelineValue> batches_;
 };
 
@@ -106,7 +151,7 @@ int run(const gpt::Options& options) {
   examples::join_job(options.threads);
   {
     PipelineStep step(options);
-    serve({{"step", [&] { return step.run(); }}});
+    serve({{"step", [&] { return step.run(); }}, {"products", [&] { return step.run_products(); }}});
   }
   destroy_process_group();
   return 0;

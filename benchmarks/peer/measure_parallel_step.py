@@ -2,20 +2,15 @@
 
 The model, its flags and the step are those of measure_step.cpp. The environment names the rank as under torchrun.
 """
-import argparse
-
 import torch
 import torch.distributed as dist
 
-from gpt import VOCABULARY
 from parallel import ParallelGpt, add_flags, clip, loss_of, loss_parallel, make_parallel, optimizer_of
-from serve import seconds_of, serve
+from training_step import draw_rows, parser_of, serve_step
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("layers", "width", "heads", "sequence", "batch"):
-        parser.add_argument(f"--{name}", type=int, required=True)
+    parser = parser_of(__doc__)
     add_flags(parser)
     return parser.parse_args()
 
@@ -30,8 +25,7 @@ class TrainStep:
                     parameter.normal_(0, 0.02)
         make_parallel(self.model, arguments, dist.get_world_size())
         self.optimizer = optimizer_of(self.model, 6e-3, 0.1)
-        windows = torch.randint(VOCABULARY, (arguments.batch, arguments.sequence + 1))
-        self.inputs, self.targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        self.inputs, self.targets = draw_rows(arguments.batch, arguments.sequence)
 
     def parts(self):
         """Runs a step, and stops after each of its parts to give its name."""
@@ -47,14 +41,6 @@ class TrainStep:
         yield "optimizer"
 
 
-def main():
-    arguments = parse_arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    step = TrainStep(arguments)
-    serve({"step": lambda: seconds_of(step.parts())})
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    flags = parse_arguments()
+    serve_step(lambda: TrainStep(flags))

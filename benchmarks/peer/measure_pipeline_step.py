@@ -3,8 +3,6 @@
 The model, its cut into stages, the flags and the step are those of measure_pipeline_step.cpp. The environment names the rank as under
 torchrun.
 """
-import argparse
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +10,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from gpt import VOCABULARY, Block, cross_entropy
-from serve import seconds_of, serve
+from training_step import draw_rows, parser_of, serve_step
 
 SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
              "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B, "looped-bfs": pipelining.ScheduleLoopedBFS,
@@ -21,9 +19,7 @@ OF_ONE_STAGE = ("gpipe", "1f1b")  # a rank; the others have two
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("layers", "width", "heads", "sequence", "batch", "micro-batches"):
-        parser.add_argument(f"--{name}", type=int, required=True)
+    parser = parser_of(__doc__, "micro-batches")
     parser.add_argument("--schedule", choices=SCHEDULES, required=True)
     return parser.parse_args()
 
@@ -58,8 +54,7 @@ class TrainStep:
         stages = [PipelineStage(module, rank + chunk * world, count, torch.device("cpu")) for chunk, module in enumerate(modules)]
         self.schedule = SCHEDULES[arguments.schedule](stages if chunks > 1 else stages[0], arguments.micro_batches, loss_fn=cross_entropy)
         self.optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
-        windows = torch.randint(VOCABULARY, (arguments.batch * arguments.micro_batches, arguments.sequence + 1))
-        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        inputs, targets = draw_rows(arguments.batch * arguments.micro_batches, arguments.sequence)
         self.inputs = (inputs,) if rank == 0 else ()
         self.target = {"target": targets, "losses": []} if rank == world - 1 else {}
 
@@ -72,14 +67,6 @@ class TrainStep:
         yield "optimizer"
 
 
-def main():
-    arguments = parse_arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    step = TrainStep(arguments)
-    serve({"step": lambda: seconds_of(step.parts())})
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    flags = parse_arguments()
+    serve_step(lambda: TrainStep(flags))
