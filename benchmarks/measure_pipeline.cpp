@@ -1,7 +1,7 @@
 // The share of a pipeline's time in which its ranks wait, beside that of the simulated schedule. Layers compute by sleeping, so
 // that ranks on one machine do not share its cores:
 //
-//   measure_pipeline --pipeline_ranks 4 --kind zb-h1 --count 8 --milliseconds 10
+//   measure_pipeline --pipeline_ranks 4 --kind zb-h1 --count 8 --milliseconds 10 --svg measured.svg
 #include <absl/flags/flag.h>
 #include <common/command_line.h>
 #include <common/program.h>
@@ -14,6 +14,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <fstream>
 #include <thread>
 
 ABSL_FLAG(int32_t, pipeline_ranks, 4, "stages, a rank each");
@@ -21,12 +22,11 @@ ABSL_FLAG(std::string, kind, "1f1b", "schedule, of one stage a rank: gpipe, 1f1b
 ABSL_FLAG(int64_t, count, 8, "micro-batches");
 ABSL_FLAG(double, milliseconds, 10, "that a forward of a stage takes, its input gradients, and its weight gradients, each");
 ABSL_FLAG(int64_t, measured, 5, "steps that are measured");
+ABSL_FLAG(std::string, svg, "", "write a picture of the shortest of them to this file");
 
 namespace {
 
 void sleep_for(double milliseconds) { std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(milliseconds)); }
-
-double now() { return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 /// A Linear each, whose gradients take as long as the forward.
 struct SleepersImpl : torch::nn::Module {
@@ -48,19 +48,16 @@ struct SleepersImpl : torch::nn::Module {
 };
 TORCH_MODULE(Sleepers);
 
-/// The least time of a step, of the slowest rank.
-double measure(tessera::Pipeline& pipeline, const tessera::DeviceMesh& mesh, int64_t micro_batches) {
+/// The shortest step.
+tessera::PipelineSimulation measure(tessera::Pipeline& pipeline, const tessera::DeviceMesh& mesh, int64_t micro_batches) {
   const std::vector<tessera::PipelineValue> batches(static_cast<size_t>(micro_batches), torch::ones({2, 4}));
-  double least = 0;
+  tessera::PipelineSimulation shortest;
   for (int64_t i = 0; i <= absl::GetFlag(FLAGS_measured); ++i) {
     mesh.communicator()->barrier("step");
-    const double begin = now();
-    pipeline.step(batches);
-    auto time = torch::full({1}, now() - begin, torch::kDouble);
-    mesh.communicator()->all_reduce(time, tessera::ReduceOp::kMax, "time").wait();
-    if (i == 1 || (i > 1 && time.item<double>() < least)) least = time.item<double>();
+    const auto times = pipeline.measured_step(batches).times;
+    if (i == 1 || (i > 1 && times.makespan < shortest.makespan)) shortest = times;
   }
-  return least;
+  return shortest;
 }
 
 void run() {
@@ -80,12 +77,18 @@ void run() {
   const tessera::PipelineLoss loss{
       .sum = [](const tessera::PipelineValue& output, const tessera::PipelineValue&) { return output.toTensor().sum(); }};
   tessera::Pipeline pipeline(tessera::split(layers, mesh), kind, loss);
-  const double step = measure(pipeline, mesh, micro_batches);
+  const auto times = measure(pipeline, mesh, micro_batches);
+  const double step = 1e3 * times.makespan;
   const auto simulated = tessera::simulate_pipeline(pipeline.schedule(micro_batches));
   if (tessera::process_context().rank() == 0) {
     const double work = 3 * pause * static_cast<double>(micro_batches);
     fmt::print("{}, p {}, m {}: a step {:.1f} ms, idle {:.3f}; simulated {:.1f} ms, idle {:.3f}\n", absl::GetFlag(FLAGS_kind),
                ranks, micro_batches, step, 1 - work / step, simulated.makespan * pause, simulated.idle_share());
+    if (const auto path = absl::GetFlag(FLAGS_svg); !path.empty()) {
+      std::ofstream file(path);
+      file << tessera::to_svg(times);
+      TORCH_CHECK(file.flush(), "cannot write ", path);
+    }
   }
   tessera::destroy_process_group();
 }

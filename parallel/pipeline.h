@@ -54,6 +54,14 @@ struct PipelineStepOptions {
   std::optional<double> count = std::nullopt;
 };
 
+/// A step whose actions were measured.
+struct MeasuredPipelineStep {
+  at::Tensor loss; ///< what `Pipeline::step` returns
+  /// Says when each rank did what, in seconds. An action begins once its message is there, so that ranks wait between them. Each
+  /// rank has its own clock, which begins with the step. The picture of it is `to_svg(times)`.
+  PipelineSimulation times;
+};
+
 /// Trains a model whose layers are on several ranks: runs the actions of a schedule, and sends what goes from stage to stage
 /// (PyTorch: torch.distributed.pipelining).
 ///
@@ -91,6 +99,10 @@ class Pipeline {
   /// (with the nearest that it can), ranks that were given others. Later, on the rank, from which the others then hear: a stage
   /// whose output does not depend on its parameters, layers that read another stage's parameter, a message of another shape.
   at::Tensor step(const std::vector<PipelineValue>& micro_batches, const PipelineStepOptions& options = {});
+
+  /// Does the same, and says when each rank did what. On a device these are the times of the host, which does not wait for
+  /// its kernels.
+  MeasuredPipelineStep measured_step(const std::vector<PipelineValue>& micro_batches, const PipelineStepOptions& options = {});
 
   /// The loss alone, without gradients: the forwards of any number of micro-batches. Before, after or between steps. Every rank
   /// of the pipeline and of the data mesh calls it. Modules are in the mode that the program has set.

@@ -15,7 +15,7 @@
 namespace tessera {
 
 using internal::pipeline::PipelineState, internal::pipeline::shape_of;
-using internal::pipeline::StepInput, internal::pipeline::StepRun;
+using internal::pipeline::StepInput, internal::pipeline::StepRun, internal::pipeline::StepTimes;
 
 namespace {
 
@@ -23,6 +23,11 @@ std::vector<std::string> shapes_of(const std::vector<PipelineValue>& micro_batch
   std::vector<std::string> shapes;
   for (const auto& each : micro_batches) shapes.push_back(shape_of(each));
   return shapes;
+}
+
+void check_can_step(const PipelineState& state) {
+  state.check_usable();
+  TORCH_CHECK(at::GradMode::is_enabled(), "Pipeline::step was called without grad mode; `evaluate` needs none");
 }
 
 /// Runs a step; after an exception the other ranks hear of it.
@@ -47,28 +52,48 @@ void scale_nothing(const PipelineState& state, const PipelineStepOptions& option
   options.scale(at::zeros({}, at::TensorOptions(state.stages.mesh.device())));
 }
 
-at::Tensor train(PipelineState& state, const std::vector<PipelineValue>& micro_batches, const PipelineStepOptions& options) {
-  std::string failure;
-  const PipelineSchedule* schedule = nullptr;
+/// What ranks of a pipeline must have alike of them.
+std::string to_text(const PipelineStepOptions& options) {
+  std::string text = options.is_last ? "" : ", which is not the last one before the optimizer's";
+  return options.count ? c10::str(text, ", with the count ", *options.count) : text;
+}
+
+/// The schedule of a step that can be made here; `failure` says why not, of which the other ranks must hear.
+const PipelineSchedule* schedule_of(PipelineState& state, int64_t micro_batches, const PipelineStepOptions& options,
+                                    std::string& failure) {
   try {
-    schedule = &state.schedule(std::ssize(micro_batches));
+    const auto* const schedule = &state.schedule(micro_batches);
+    TORCH_CHECK_VALUE(!options.count || *options.count > 0, "PipelineStepOptions::count is ", options.count.value_or(0),
+                      ", by which a loss cannot be divided");
     internal::check_not_stepped_in_backward(state.stages.module->parameters(),
                                             "a step of a pipeline adds the gradients of its micro-batches and of tied weights");
+    return schedule;
   } catch (const c10::Error& error) {
     failure = error.what_without_backtrace();
+    return nullptr;
   }
+}
+
+/// Measures the step where `measured` is given.
+at::Tensor train(PipelineState& state, const std::vector<PipelineValue>& micro_batches, const PipelineStepOptions& options,
+                 PipelineSimulation* measured) {
+  std::string failure;
+  const auto* const schedule = schedule_of(state, std::ssize(micro_batches), options, failure);
   StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches), .options = options};
-  input.key = state.agree("a step", input.shapes, failure);
+  input.key = state.agree("a step", input.shapes, failure, to_text(options));
   const double count = options.count ? *options.count : state.count_of(micro_batches);
   input.factor = static_cast<double>(state.data_ranks()) / count;
-  StepRun run(state, input);
   state.ties.begin();
+  StepTimes times;
+  if (measured) input.times = &times;
+  StepRun run(state, input);
   at::Tensor loss;
   run_or_abandon(state, [&] {
     run.train(*schedule);
     loss = state.over_stages(run.loss());
   });
   scale_nothing(state, options);
+  if (measured) *measured = times.gather(*schedule, *state.stages.mesh.communicator(0, "pipeline"), state.stages.mesh.device());
   if (options.is_last) {
     state.ties.sum();
     ++state.steps_done;
@@ -88,9 +113,16 @@ Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 Pipeline::~Pipeline() = default;
 
 at::Tensor Pipeline::step(const std::vector<PipelineValue>& micro_batches, const PipelineStepOptions& options) {
-  state_->check_usable();
-  TORCH_CHECK(at::GradMode::is_enabled(), "Pipeline::step was called without grad mode; `evaluate` needs none");
-  return train(*state_, micro_batches, options);
+  check_can_step(*state_);
+  return train(*state_, micro_batches, options, nullptr);
+}
+
+MeasuredPipelineStep Pipeline::measured_step(const std::vector<PipelineValue>& micro_batches,
+                                             const PipelineStepOptions& options) {
+  check_can_step(*state_);
+  MeasuredPipelineStep step;
+  step.loss = train(*state_, micro_batches, options, &step.times);
+  return step;
 }
 
 at::Tensor Pipeline::evaluate(const std::vector<PipelineValue>& micro_batches) {

@@ -121,9 +121,9 @@ const PipelineSchedule& PipelineState::schedule(int64_t micro_batches) {
   return schedules_.emplace(micro_batches, made(*kind_, stages, micro_batches)).first->second;
 }
 
-std::string PipelineState::agree(const std::string& what, const std::vector<std::string>& shapes,
-                                 const std::string& failure) const {
-  std::string text = what + "\n";
+std::string PipelineState::agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& failure,
+                                 const std::string& options) const {
+  std::string text = what + options + "\n";
   for (const auto& shape : shapes) text += shape + "\n";
   text += failure;
   const auto communicator = stages.mesh.communicator(0, "pipeline");

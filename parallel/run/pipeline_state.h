@@ -21,9 +21,10 @@ class PipelineState {
                 std::optional<PipelineScheduleKind> schedule_kind, std::optional<PipelineSchedule> own_schedule);
 
   const PipelineSchedule& schedule(int64_t micro_batches);
-  /// What all ranks of the pipeline must have alike at the beginning of a step, as a key of the messages' shapes. Throws on all
-  /// of them where they differ, or `failure` says that this one cannot go on.
-  std::string agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& failure) const;
+  /// What all ranks of the pipeline must have alike at the beginning of a step, as a key of the messages' shapes, in which
+  /// `options` are not. Throws on all of them where they differ, or `failure` says that this one cannot go on.
+  std::string agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& failure,
+                    const std::string& options = "") const;
   /// The terms of the loss over the data mesh.
   double count_of(const std::vector<PipelineValue>& micro_batches) const;
   /// Adds over the pipeline, whose ranks have then all come to this point.

@@ -70,7 +70,9 @@ void StepRun::train(const PipelineSchedule& schedule) {
   note(actions);
   for (size_t i = 0; i < actions.size(); ++i) {
     if (i + 1 < actions.size()) ask_ahead(actions[i], actions[i + 1]);
+    if (input_.times) input_.times->begin();
     perform(actions[i]);
+    if (input_.times) input_.times->end();
     state_.forward.drop_sent();
     state_.backward.drop_sent();
   }
@@ -132,8 +134,10 @@ void StepRun::ask_ahead(const PipelineAction& now, const PipelineAction& next) {
 FlatValue StepRun::received(Messages& messages, std::map<Place, Incoming>& asked, const MessageName& name, Place place) {
   auto& local = &messages == &state_.forward ? local_outputs_ : local_gradients_;
   if (auto here = local.extract(place)) return std::move(here.mapped());
-  if (auto there = asked.extract(place)) return messages.take(std::move(there.mapped()));
-  return messages.take(messages.ask(name));
+  auto there = asked.extract(place);
+  auto value = messages.take(there ? std::move(there.mapped()) : messages.ask(name));
+  if (input_.times) input_.times->begin();
+  return value;
 }
 
 void StepRun::forward(const PipelineAction& action) {

@@ -15,6 +15,7 @@
 #include <tessera/parallel/run/pipeline_state.h>
 #include <tessera/parallel/run/stage_graph.h>
 #include <tessera/parallel/run/stage_run.h>
+#include <tessera/parallel/run/step_times.h>
 
 namespace tessera::internal::pipeline {
 
@@ -25,6 +26,7 @@ struct StepInput {
   std::vector<std::string> shapes; ///< of the micro-batches
   double factor = 1;               ///< of the losses
   PipelineStepOptions options = {};
+  StepTimes* times = nullptr; ///< where they are asked for
 };
 
 class StepRun {

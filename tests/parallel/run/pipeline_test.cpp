@@ -96,6 +96,38 @@ TEST(Pipeline, IsBitwiseTheSameTwiceAndUnderSplitBackwards) {
   }
 }
 
+/// The actions of the schedule, one after another, and the same on all ranks.
+TEST(Pipeline, MeasuresItsActions) {
+  for (const auto kind : {Kind::k1F1B, Kind::kZeroBubbleH1, Kind::kInterleaved1F1B}) {
+    auto model = seeded_pipeline_gpt({.depth = 6}), twin = seeded_pipeline_gpt({.depth = 6});
+    auto pipeline = make_pipeline(model, kind), other = make_pipeline(twin, kind);
+    const auto batches = text_batches({.micro_batches = 2 * world_size()}, /*step=*/0, /*data_rank=*/0);
+    const auto [loss, times] = pipeline.measured_step(batches);
+    EXPECT_TENSORS_EQUAL(loss, other.step(batches));
+    const auto& schedule = pipeline.schedule(std::ssize(batches));
+    ASSERT_EQ(times.ranks.size(), schedule.actions.size());
+    for (size_t rank = 0; rank < times.ranks.size(); ++rank) {
+      std::vector<PipelineAction> actions;
+      double last = 0, busy = 0;
+      for (const auto& [action, begin, end] : times.ranks[rank].spans) {
+        EXPECT_GE(begin, last);
+        EXPECT_GT(end, begin);
+        actions.push_back(action);
+        last = end;
+        busy += end - begin;
+      }
+      EXPECT_EQ(actions, schedule.actions[rank]);
+      EXPECT_DOUBLE_EQ(times.ranks[rank].busy, busy);
+      EXPECT_LE(last, times.makespan);
+    }
+    EXPECT_GE(times.idle_share(), 0);
+    EXPECT_LT(times.idle_share(), 1);
+    auto largest = torch::tensor({times.makespan, -times.makespan}, torch::kDouble);
+    pipeline_mesh().communicator()->all_reduce(largest, ReduceOp::kMax, "times").wait();
+    EXPECT_EQ(largest[0].item<double>(), -largest[1].item<double>());
+  }
+}
+
 TEST(Pipeline, SaysWhatItDoesNotSplit) {
   auto model = seeded_pipeline_gpt();
   auto pipeline = make_pipeline(model, Kind::kZeroBubbleH1);

@@ -10,6 +10,7 @@
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/world.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <thread>
@@ -161,6 +162,31 @@ TEST(PipelineValues, MayBeUnread) {
   compare(4, layer, [](const PipelineValue& output) { return std::get<0>(output.to<Two>()); });
 }
 
+/// The gradient of the first micro-batch comes once the other rank has the outputs of all, so that none is left at the second.
+TEST(PipelineValues, AreFreedOnceTheyAreSent) {
+  if (world_size() > 1) return; // whose ranks are threads here
+  run_ranks_as_threads(2, [] {
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> outputs;
+    const Layer layer = [&](StackImpl& stack, size_t i, const PipelineValue& input, const PipelineValue&) -> PipelineValue {
+      const auto y = stack.linears[i](input.toTensor());
+      if (i == 0) outputs.push_back(y.storage().getWeakStorageImpl());
+      return y;
+    };
+    Stack model(2);
+    Pipeline pipeline(split(layers_of(model, layer), pipeline_mesh()), Kind::kGPipe,
+                      sum_of([](const PipelineValue& output) { return output.toTensor(); }));
+    int64_t backwards = 0;
+    if (world_rank() == 0) {
+      model->linears[0]->weight.register_hook([&](const torch::Tensor&) {
+        const auto left = std::count_if(outputs.begin(), outputs.end(), [](const auto& each) { return !each.expired(); });
+        if (++backwards > 1) EXPECT_EQ(left, 0) << "at backward " << backwards;
+      });
+    }
+    pipeline.step(std::vector<PipelineValue>(4, torch::ones({3, 5})));
+    EXPECT_EQ(outputs.size(), world_rank() == 0 ? 4 : 0);
+  });
+}
+
 TEST(PipelineValues, HaveTheSameDropoutOnAnyNumberOfRanks) {
   const auto layer = [](StackImpl& stack, size_t i, const PipelineValue& input, const PipelineValue&) -> PipelineValue {
     return torch::dropout(linear(stack, i, input.toTensor()), 0.5, true);
@@ -220,6 +246,22 @@ TEST(PipelineErrors, NameTheMicroBatchesThatDoNotFit) {
     EXPECT_HAS(error, "the ranks of a pipeline were not given the same: rank 0 has");
   for (const auto& error : errors_of(2, [](int64_t rank) { step_of(4, kPlain, 4, Kind::k1F1B, rank + 1); }))
     EXPECT_HAS(error, "rank 0 has T Float[1, 5], rank 1 has T Float[2, 5]");
+}
+
+TEST(PipelineErrors, NameTheStepOptionsThatDiffer) {
+  if (world_size() > 1) return;
+  const auto steps = [](const PipelineStepOptions& options) {
+    Stack model(2);
+    Pipeline pipeline(split(layers_of(model, kPlain), pipeline_mesh()), Kind::k1F1B,
+                      sum_of([](const PipelineValue& output) { return output.toTensor(); }));
+    pipeline.step({torch::ones({2, 5}), torch::ones({2, 5})}, options);
+  };
+  for (const auto& error : errors_of(2, [&](int64_t rank) { steps({.is_last = rank == 0}); }))
+    EXPECT_HAS(error, "rank 1 has a step, which is not the last one before the optimizer's");
+  for (const auto& error : errors_of(2, [&](int64_t rank) { steps({.count = 3.0 + static_cast<double>(rank)}); }))
+    EXPECT_HAS(error, "rank 0 has a step, with the count 3, rank 1 has a step, with the count 4");
+  for (const auto& error : errors_of(2, [&](int64_t) { steps({.count = 0}); }))
+    EXPECT_HAS(error, "PipelineStepOptions::count is 0, by which a loss cannot be divided");
 }
 
 TEST(PipelineErrors, NameTheStageWithoutAGradient) {
