@@ -61,6 +61,14 @@ void check_chunks(PipelineScheduleKind kind, int64_t chunks) {
               is_fixed ? c10::str(wanted) : "one or more", " stages a rank (chunks), and was given ", chunks);
 }
 
+/// A schedule has all of its actions in memory, about 100 bytes each with what is computed of it.
+void check_size(const PipelineShape& shape) {
+  constexpr int64_t kMostForwards = 1 << 25;
+  const auto left = kMostForwards / shape.ranks / shape.chunks;
+  TORCH_CHECK(shape.micro_batches <= left, "a pipeline of ", shape.ranks, " ranks with ", shape.chunks, " stages each and ",
+              shape.micro_batches, " micro-batches has more than ", kMostForwards, " forwards, for which no schedule is made");
+}
+
 } // namespace
 
 std::vector<int64_t> looped_ranks(int64_t ranks, int64_t chunks) {
@@ -78,6 +86,7 @@ std::vector<int64_t> v_ranks(int64_t ranks) {
 PipelineShape checked_shape(PipelineScheduleKind kind, PipelineShape shape) {
   TORCH_CHECK(shape.ranks >= 1, "a pipeline of ", shape.ranks, " ranks");
   check_chunks(kind, shape.chunks);
+  check_size(shape);
   TORCH_CHECK(shape.group >= 0, "a pipeline's group of ", shape.group, " micro-batches");
   TORCH_CHECK(!is_interleaved(kind) || shape.group == 0 || shape.group >= shape.ranks, "a group of ", shape.group,
               " micro-batches is fewer than the ", shape.ranks, " ranks of the pipeline: it would wait for itself");

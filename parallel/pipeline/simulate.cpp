@@ -1,6 +1,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <set>
 
@@ -91,7 +92,9 @@ void count_memory(const std::vector<PipelineAction>& actions, PipelineSimulation
 
 void check_costs(const PipelineSchedule& schedule, const PipelineCosts& costs) {
   for (const double cost : {costs.forward, costs.input_gradients, costs.weight_gradients, costs.message})
-    TORCH_CHECK(cost >= 0, "a cost of a pipeline's work is ", cost);
+    TORCH_CHECK(cost >= 0 && std::isfinite(cost), "a cost of a pipeline's work is ", cost);
+  for (const double factor : costs.stage_factors)
+    TORCH_CHECK(factor >= 0 && std::isfinite(factor), "a factor of a pipeline's stage is ", factor);
   TORCH_CHECK(costs.overlap >= 0 && costs.overlap <= 1,
               "the overlap of a pipeline's actions is a share of 0 to 1, and was given ", costs.overlap);
   TORCH_CHECK(costs.stage_factors.empty() || std::ssize(costs.stage_factors) == schedule.stages(), "there are ",

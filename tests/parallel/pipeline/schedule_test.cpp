@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include <tessera/parallel/pipeline_schedule.h>
 
@@ -122,6 +124,12 @@ TEST(PipelineSchedule, RefusesShapesWithTheNearestThatItCanTake) {
   EXPECT_THROWS_WITH(pipeline_schedule(Kind::kInterleaved1F1B, {.ranks = 4, .micro_batches = 8, .chunks = 2, .group = 3}),
                      "a group of 3 micro-batches is fewer than the 4 ranks");
   EXPECT_THROWS_WITH(pipeline_schedule(Kind::k1F1B, {.ranks = 0, .micro_batches = 4}), "a pipeline of 0 ranks");
+  constexpr auto kMost = std::numeric_limits<int64_t>::max();
+  for (const auto& shape : {PipelineShape{.ranks = kMost, .micro_batches = 8, .chunks = 2},
+                            {.ranks = 4, .micro_batches = kMost, .chunks = 2},
+                            {.ranks = 4, .micro_batches = 8, .chunks = kMost}}) {
+    EXPECT_THROWS_WITH(pipeline_schedule(Kind::kLoopedBFS, shape), c10::str(shape.micro_batches, " micro-batches has more than"));
+  }
   EXPECT_THROWS_WITH(pipeline_schedule_kind("1f1"), "no schedule of a pipeline is called 1f1; there are gpipe, 1f1b");
   EXPECT_EQ(pipeline_schedule_kind("zb-h1"), Kind::kZeroBubbleH1);
 }
@@ -218,6 +226,8 @@ TEST(SimulatePipeline, TakesCosts) {
   EXPECT_EQ(simulate_pipeline(one, {.stage_factors = {1, 5}}).makespan, 3 + 15);
   EXPECT_THROWS_WITH(simulate_pipeline(one, {.stage_factors = {1}}), "there are 1 stage_factors for 2 stages");
   EXPECT_THROWS_WITH(simulate_pipeline(one, {.forward = -1}), "a cost of a pipeline's work is -1");
+  EXPECT_THROWS_WITH(simulate_pipeline(one, {.message = INFINITY}), "a cost of a pipeline's work is inf");
+  EXPECT_THROWS_WITH(simulate_pipeline(one, {.stage_factors = {1, NAN}}), "a factor of a pipeline's stage is nan");
   EXPECT_THROWS_WITH(simulate_pipeline(one, {.overlap = 2}), "a share of 0 to 1");
 }
 
