@@ -10,6 +10,7 @@
 #include <tessera/parallel/expert_parallel.h>
 #include <tessera/parallel/experts.h>
 #include <tessera/parallel/moe.h>
+#include <tessera/parallel/overlap.h>
 #include <tessera/parallel/parallelize.h>
 #include <tessera/parallel/pipeline.h>
 #include <tessera/parallel/pipeline_layers.h>

@@ -108,7 +108,8 @@ bool splits_activations(const Style& style) {
   return is_split(style.input) || is_split(style.output) || is_split(style.looked_up);
 }
 
-void become_parallel(const PlacedParameter& parameter, const DeviceMesh& mesh, bool is_beside_parts) {
+void become_parallel(const PlacedParameter& parameter, const DeviceMesh& mesh, bool is_beside_parts,
+                     const ParallelizeOptions& options) {
   const auto& tensor = parameter.tensor;
   const at::NoGradGuard no_grad;
   const auto whole = distribute_tensor(tensor.detach(), mesh, {parameter.placement});
@@ -119,6 +120,7 @@ void become_parallel(const PlacedParameter& parameter, const DeviceMesh& mesh, b
   auto style = std::make_shared<Style>(parameter.style);
   style->name = dtensor_meta(tensor)->provenance.name;
   style->is_beside_parts = is_beside_parts;
+  style->overlap = options.overlap;
   style->put_on(tensor, /*casts=*/false);
 }
 
@@ -140,18 +142,20 @@ void replicate_statistics(torch::nn::Module& module, const DeviceMesh& mesh) {
 
 namespace tessera {
 
-void parallelize(torch::nn::Module& module, const DeviceMesh& mesh, const ParallelPlan& plan) {
+void parallelize(torch::nn::Module& module, const DeviceMesh& mesh, const ParallelPlan& plan, const ParallelizeOptions& options) {
   TORCH_CHECK_VALUE(mesh.defined() && mesh.ndim() == 1,
                     "parallelize: the mesh must have one dim, as mesh[\"tp\"] has, but it is ",
                     mesh.defined() ? mesh.to_string() : "undefined");
   TORCH_CHECK_VALUE(mesh.coordinate(), "parallelize: rank ", process_context().rank(), " is not in ", mesh.to_string());
+  TORCH_CHECK_VALUE(options.overlap.chunks >= 1, "parallelize (rank ", process_context().rank(), "): ", options.overlap.chunks,
+                    " chunks of an overlap; at least 1");
   internal::parallel::Plan whole(module, mesh, plan);
   auto& parameters = whole.parameters();
   // In the order of their names: all ranks send the same in turn, whatever order a plan's lines have there.
   std::sort(parameters.begin(), parameters.end(), [](const auto& a, const auto& b) { return a.first.name < b.first.name; });
   const bool splits = std::any_of(parameters.begin(), parameters.end(),
                                   [](const auto& each) { return internal::parallel::splits_activations(each.first.style); });
-  for (const auto& [parameter, line] : parameters) internal::parallel::become_parallel(parameter, mesh, splits);
+  for (const auto& [parameter, line] : parameters) internal::parallel::become_parallel(parameter, mesh, splits, options);
   internal::parallel::replicate_statistics(module, mesh);
   internal::dispatch::PlannedMeshes::instance().add(mesh);
 }

@@ -3,9 +3,15 @@
 #include <torch/nn/module.h>
 
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/parallel/overlap.h>
 #include <tessera/parallel/styles.h>
 
 namespace tessera {
+
+/// What `parallelize` is asked for beside the plan. The same on all ranks.
+struct ParallelizeOptions {
+  OverlapOptions overlap = {}; ///< of the layers that the plan splits
+};
 
 /// Tensor parallelism (PyTorch: parallelize_module): splits the parameters of `module` over the 1-D `mesh` as `plan` says, in
 /// place, with the values of the mesh's first rank. All other parameters become replicated, and so do the running statistics of
@@ -21,6 +27,7 @@ namespace tessera {
 /// optimizer has state. An error, before anything changes, for: a line that names no module (with the nearest name), a style that
 /// does not fit the module, a parameter that two lines want to lie in two ways, a parameter of `fully_shard`, and sizes that the
 /// ranks do not divide (with the numbers of ranks that do).
-void parallelize(torch::nn::Module& module, const DeviceMesh& mesh, const ParallelPlan& plan);
+void parallelize(torch::nn::Module& module, const DeviceMesh& mesh, const ParallelPlan& plan,
+                 const ParallelizeOptions& options = {});
 
 } // namespace tessera

@@ -5,6 +5,7 @@
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
+#include <tessera/dtensor/redistribute/started_move.h>
 #include <tessera/dtensor/transitions/transition.h>
 
 namespace tessera::internal {
@@ -77,6 +78,23 @@ at::Tensor differentiable_move(const at::Tensor& tensor, const DeviceMesh& mesh,
   return move_to(cast(tensor, options.forward_dtype), mesh, placements, label);
 }
 
+StartedMove::StartedMove(const at::Tensor& tensor, const Placements& placements, std::string_view label)
+    : source_(dtensor_meta(tensor)->local), target_(dtensor_meta(tensor)->spec->with(placements)) {
+  unfinished_ = redistribute_local(source_, *dtensor_meta(tensor)->spec, *target_, label, {&deferred_});
+}
+
+at::Tensor StartedMove::finish() {
+  const at::NoGradGuard no_grad;
+  deferred_.work.wait();
+  auto local = std::move(unfinished_);
+  for (const auto& step : deferred_.then) local = step(local);
+  return wrap_moved(std::move(local), std::exchange(source_, {}), *target_);
+}
+
+at::Tensor moved_in_graph(const at::Tensor& source, const at::Tensor& result) {
+  return needs_graph(source) ? FinishRedistribute::apply(in_graph(source), result) : result;
+}
+
 } // namespace tessera::internal
 
 namespace tessera {
@@ -107,8 +125,7 @@ struct PendingDTensor::State {
       for (const auto& step : deferred.then) local = step(local);
       moved = internal::wrap_moved(std::move(local), internal::dtensor_meta(source)->local, *target);
     }
-    if (internal::needs_graph(source)) moved = internal::FinishRedistribute::apply(source, moved);
-    result.emplace(std::move(moved));
+    result.emplace(internal::moved_in_graph(source, moved));
     if (const auto stream = internal::current_stream_if_any(result->device())) computed = internal::mark(*stream);
   }
 };

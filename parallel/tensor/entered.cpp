@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <tessera/dtensor/redistribute/move.h>
+#include <tessera/dtensor/redistribute/started_move.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 
 namespace tessera::internal::parallel {
@@ -21,14 +22,21 @@ struct Entered {
   SpecPtr target;
   std::weak_ptr<torch::autograd::Node> node; ///< a strong reference would keep the graph
   bool has_graph;
-  at::Tensor result; ///< without history
+  at::Tensor result;                ///< without history
+  std::shared_ptr<int64_t> readers; ///< how many got it
 
-  bool serves(const at::Tensor& x, const SpecPtr& wanted, bool needs) const {
+  bool serves(const at::Tensor& x, const SpecPtr& wanted) const {
     return source._unsafe_get_target() == x.unsafeGetTensorImpl() && version == x._version() && target == wanted &&
-           has_graph == needs;
+           has_graph == needs_graph(x) && (!has_graph || !node.expired());
   }
 };
 thread_local std::optional<Entered> last;
+
+SpecPtr target_of(const at::Tensor& x, const Placement& wanted) { return dtensor_meta(x)->spec->with({wanted}); }
+
+bool last_serves(const at::Tensor& x, const SpecPtr& target) {
+  return last && !x.is_inference() && last->serves(x, target); // tensors of InferenceMode have no version
+}
 
 /// Another handle of `result` whose gradient goes into `node`.
 at::Tensor again(const at::Tensor& result, const std::shared_ptr<torch::autograd::Node>& node) {
@@ -37,7 +45,19 @@ at::Tensor again(const at::Tensor& result, const std::shared_ptr<torch::autograd
   return alias;
 }
 
+/// Keeps what was made of `x` for the readers after this one.
+InLayer remember(const at::Tensor& x, SpecPtr target, at::Tensor result) {
+  auto readers = std::make_shared<int64_t>(1);
+  const bool graph = needs_graph(x);
+  if (!x.is_inference())
+    last.emplace(Entered{c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()), static_cast<uint32_t>(x._version()),
+                         std::move(target), graph ? result.grad_fn() : nullptr, graph, alias_dtensor(result), readers});
+  return {std::move(result), std::move(readers)};
+}
+
 } // namespace
+
+thread_local bool InsideLayer::is_here_ = false;
 
 Placement at_dim(Placement placement, int64_t ndim) {
   if (auto* shard = std::get_if<Shard>(&placement)) {
@@ -50,22 +70,23 @@ Placement at_dim(Placement placement, int64_t ndim) {
 
 void forget_entered() { last.reset(); }
 
+bool has_entered(const at::Tensor& x, const Placement& wanted) { return last_serves(x, target_of(x, wanted)); }
+
+InLayer entered_as(const at::Tensor& x, const at::Tensor& moved) {
+  last.reset();
+  return remember(x, target_of(x, dtensor_meta(moved)->spec->placements()[0]), moved_in_graph(x, moved));
+}
+
 at::Tensor entered(const at::Tensor& x, const Placement& wanted, const std::string& label) {
   const auto& spec = *dtensor_meta(x)->spec;
   const auto target = spec.with({wanted});
-  const bool graph = needs_graph(x);
-  if (!graph && target.get() == &spec) return x;
-  const bool counts = !x.is_inference(); // others have no version
-  if (last && counts && last->serves(x, target, graph)) {
-    const auto node = last->node.lock();
-    if (!graph || node) return again(last->result, node);
+  if (!needs_graph(x) && target.get() == &spec) return x;
+  if (last_serves(x, target)) {
+    ++*last->readers;
+    return again(last->result, last->node.lock());
   }
   last.reset(); // before its memory is needed
-  auto result = differentiable_move(x, spec.mesh(), {wanted}, label.c_str());
-  if (counts)
-    last.emplace(Entered{c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()), static_cast<uint32_t>(x._version()),
-                         target, graph ? result.grad_fn() : nullptr, graph, alias_dtensor(result)});
-  return result;
+  return remember(x, target, differentiable_move(x, spec.mesh(), {wanted}, label.c_str())).x;
 }
 
 at::Tensor left(const at::Tensor& result, const Placement& wanted, const std::string& label) {

@@ -4,7 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include <tessera/dtensor/placement.h>
 
@@ -18,10 +21,37 @@ Placement at_dim(Placement placement, int64_t ndim);
 /// and what was moved for the first reader serves the others. `label` names the reader in errors.
 at::Tensor entered(const at::Tensor& x, const Placement& wanted, const std::string& label);
 
+/// Whether `entered` would give what was moved for the reader before, and move nothing.
+bool has_entered(const at::Tensor& x, const Placement& wanted);
+
+/// An activation in a layer, and the number of layers that have read it as yet.
+struct InLayer {
+  at::Tensor x;
+  std::shared_ptr<const int64_t> readers;
+};
+
+/// What `entered` gives, of values that were moved already: `moved` is `x` under the placement that a layer wants. Readers after
+/// this one get it too.
+InLayer entered_as(const at::Tensor& x, const at::Tensor& moved);
+
 /// Lets go of what was moved for the last reader.
 void forget_entered();
 
 /// `result`, a DTensor of a 1-D mesh, under `wanted`.
 at::Tensor left(const at::Tensor& result, const Placement& wanted, const std::string& label);
+
+/// While it lives, this thread is inside of a layer whose activation has entered: parameters that are read there move nothing.
+class InsideLayer {
+ public:
+  InsideLayer() : before_(std::exchange(is_here_, true)) {}
+  ~InsideLayer() { is_here_ = before_; }
+  InsideLayer(const InsideLayer&) = delete;
+  InsideLayer& operator=(const InsideLayer&) = delete;
+  static bool is_here() { return is_here_; }
+
+ private:
+  static thread_local bool is_here_;
+  const bool before_;
+};
 
 } // namespace tessera::internal::parallel

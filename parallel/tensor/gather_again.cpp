@@ -8,6 +8,7 @@
 
 #include <tessera/activations/version_watch.h>
 #include <tessera/dtensor/redistribute/move.h>
+#include <tessera/dtensor/redistribute/started_move.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/dtensor/tensor/in_backward.h>
 
@@ -35,20 +36,36 @@ using Activation = GatherAgain::Activation;
 /// The last activation that a backward gathered again, for q, k and v which keep one.
 struct LastGathered {
   at::Tensor source, whole;
+  std::optional<StartedMove> coming; ///< of the whole
+
+  bool is_of(const Activation& activation) const {
+    return source.defined() && dtensor_meta(source) == dtensor_meta(activation.source); // which copies share
+  }
+  const at::Tensor& come() {
+    if (coming) whole = coming->finish();
+    coming.reset();
+    return whole;
+  }
 };
 thread_local std::weak_ptr<LastGathered> last_gathered; ///< a callback of the backward owns it
 
-at::Tensor gather(const Activation& activation) {
+/// The backward's own, empty: the memory of what it had is let go before more is needed.
+std::shared_ptr<LastGathered> empty_last() {
   auto last = last_gathered.lock();
-  if (last && dtensor_meta(last->source) == dtensor_meta(activation.source)) return last->whole; // which copies share
-  if (last) *last = {};                                                                          // before memory is needed
-  auto whole = move(activation.source, {Replicate{}}, activation.label.c_str());
-  if (!in_backward()) return whole; // a program looks at what a node has saved
   if (!last) {
     last_gathered = last = std::make_shared<LastGathered>();
     torch::autograd::Engine::get_default_engine().queue_callback([last] {});
   }
-  *last = {activation.source, whole};
+  *last = {};
+  return last;
+}
+
+at::Tensor gather(const Activation& activation) {
+  if (const auto last = last_gathered.lock(); last && last->is_of(activation)) return last->come();
+  if (!in_backward()) return move(activation.source, {Replicate{}}, activation.label.c_str()); // a program looks at a node
+  const auto last = empty_last();
+  auto whole = move(activation.source, {Replicate{}}, activation.label.c_str());
+  *last = {activation.source, whole, std::nullopt};
   return whole;
 }
 
@@ -86,6 +103,13 @@ GatherAgain::GatherAgain(const at::Tensor& source, const at::Tensor& gathered, s
     : activation_(std::make_shared<const Activation>(Activation{source.variable_data(), VersionWatch(source),
                                                                 dtensor_meta(gathered)->local.storage().getWeakStorageImpl(),
                                                                 gathered.numel(), std::move(label)})) {}
+
+void start_gathering_again(const GatherAgain::Activation& activation) {
+  if (const auto last = last_gathered.lock(); last && last->is_of(activation)) return;
+  const auto last = empty_last();
+  last->coming.emplace(activation.source, Placements{Replicate{}}, activation.label);
+  last->source = activation.source;
+}
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> GatherAgain::take() {
   if (other_) return other_->take();

@@ -21,11 +21,16 @@ class GatherAgain final : public SavedTensorTaker {
   std::unique_ptr<torch::autograd::SavedVariableHooks> take() override;
 
   struct Activation;
+  /// What a backward gathers again; null where somebody else takes what autograd saves.
+  std::shared_ptr<const Activation> activation() const { return other_ ? nullptr : activation_; }
 
  private:
   std::shared_ptr<const Activation> activation_;
   TakerScope scope_{this};
   SavedTensorTaker* const other_ = scope_.before(); ///< asked here: takers are called under the lock of their scopes
 };
+
+/// In a backward: starts to gather the activation again. What autograd saved of it waits for that when it is asked for.
+void start_gathering_again(const GatherAgain::Activation& activation);
 
 } // namespace tessera::internal::parallel

@@ -9,6 +9,7 @@
 #include <string>
 
 #include <tessera/dtensor/placement.h>
+#include <tessera/parallel/overlap.h>
 #include <tessera/reads/gradient_terms.h>
 
 namespace tessera::internal::parallel {
@@ -21,6 +22,7 @@ struct Style final : ReadMark, GradientTerms, std::enable_shared_from_this<Style
   std::optional<Placement> input = {};       ///< where an activation is brought; none: as the split of the parameter asks
   std::optional<Placement> output = {};      ///< where a result goes; none: stays as it is, a Partial becomes Replicate
   std::optional<Placement> looked_up = {};   ///< the same of what is looked up in a table
+  OverlapOptions overlap = {};               ///< of products with it
   bool is_beside_parts = false;              ///< the plan splits activations between the layers
   c10::intrusive_ptr<const TensorName> name; ///< of the parameter, for errors
 

@@ -1,6 +1,6 @@
 // What an operator gets that reads a parameter with a style, and where its result goes.
 
-#include <absl/strings/match.h>
+#include <ATen/TensorOperators.h>
 
 #include <algorithm>
 #include <string>
@@ -14,6 +14,7 @@
 #include <tessera/parallel/tensor/entered.h>
 #include <tessera/parallel/tensor/gather_again.h>
 #include <tessera/parallel/tensor/late_sums.h>
+#include <tessera/parallel/tensor/overlapped.h>
 #include <tessera/parallel/tensor/style.h>
 #include <tessera/reads/read_call.h>
 
@@ -25,6 +26,7 @@ namespace {
 enum class Use : uint8_t {
   kOther,       ///< in no way of its own
   kLinear,      ///< [out, in]
+  kCodedLinear, ///< [out, in], in codes
   kProduct,     ///< [in, out]
   kConvolution, ///< [out, in, …]
   kTable,       ///< [rows, width]
@@ -38,7 +40,8 @@ struct Reading {
 
 Reading read_positions(const c10::OperatorHandle& op) {
   const auto& name = op.schema().name();
-  if (name == "aten::linear" || name == "tessera::float8_linear") return {Use::kLinear, 1, 0};
+  if (name == "aten::linear") return {Use::kLinear, 1, 0};
+  if (name == "tessera::float8_linear") return {Use::kCodedLinear, 1, 0};
   if (name == "aten::matmul" || name == "aten::mm") return {Use::kProduct, 1, 0};
   if (name == "aten::addmm") return {Use::kProduct, 2, 1};
   if (name == "aten::embedding") return {Use::kTable, 0, 1};
@@ -64,13 +67,6 @@ std::optional<Placement> input_beside(const Placement& split, Use use, int64_t w
   if (const auto* strided = std::get_if<StridedShard>(&split)) return StridedShard{features, strided->split_factor};
   return Shard{features};
 }
-
-/// Whether a call is inside of one whose activations have entered already.
-thread_local bool is_inside = false;
-struct Inside {
-  const bool before = std::exchange(is_inside, true);
-  ~Inside() { is_inside = before; }
-};
 
 bool is_floating_activation(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_floating_point() && !styled_meta(tensor) &&
@@ -117,6 +113,25 @@ void check_alike(const at::Tensor& input, const StyledMeta& meta, const std::str
                                    : "");
 }
 
+/// Runs a layer of one product beside its collective, if its style asks for that and it has one. `input` wants to be `wanted`.
+bool run_overlapped(ReadCall& call, const Reading& reading, const at::Tensor& input, const Placement& wanted,
+                    const std::string& label) {
+  const at::Tensor weight = call.arguments[reading.weight].toTensor();
+  const auto& style = *styled_meta(weight)->style;
+  const bool is_linear = reading.use == Use::kLinear, is_product = reading.use == Use::kProduct && reading.input == 0;
+  if (style.overlap.when == Overlap::kNever || (!is_linear && !is_product) || weight.dim() != 2) return false;
+  const InsideLayer inside;
+  const auto leaves = style.output ? std::optional(at_dim(*style.output, input.dim())) : std::nullopt;
+  auto result = overlapped_product({input, is_linear ? weight.t() : weight, wanted, leaves, label}, style.overlap);
+  if (!result.defined()) return false;
+  if (is_linear && call.arguments[2].isTensor() && call.arguments[2].toTensor().defined())
+    result = result + call.arguments[2].toTensor();
+  if (style.output) result = left(result, *leaves, label);
+  call.arguments[0] = result;
+  call.return_arguments(1);
+  return true;
+}
+
 /// Runs a layer: its activation enters, and its result leaves at once, so that no Partial is seen outside.
 void run_layer(ReadCall& call, const Reading& reading) {
   const at::Tensor weight = call.arguments[reading.weight].toTensor();
@@ -128,10 +143,12 @@ void run_layer(ReadCall& call, const Reading& reading) {
   auto wanted = style.input && reading.use != Use::kTable ? style.input : std::nullopt;
   if (!wanted) wanted = input_beside(meta.spec->placements()[0], reading.use, weight.dim(), input.dim());
   const at::Tensor given = input;
-  if (wanted) input = entered(input, at_dim(*wanted, input.dim()), label);
+  if (wanted) wanted = at_dim(*wanted, input.dim());
+  if (wanted && run_overlapped(call, reading, input, *wanted, label)) return;
+  if (wanted) input = entered(input, *wanted, label);
   call.arguments[reading.input] = input;
   {
-    const Inside inside;
+    const InsideLayer inside;
     std::optional<GatherAgain> again;
     if (is_gathered_to_save(given, input, weight)) again.emplace(given, input, label + " (backward)");
     input.reset();
@@ -201,7 +218,7 @@ class StyleKind final : public ReadKind {
     const auto* const meta = styled_meta(styled);
     const bool is_read = !call.traits.writes && !call.traits.is_metadata_only;
     if (is_read && !is_forward(call.origin())) forget_entered();
-    if (is_read && !is_inside && is_forward(call.origin())) {
+    if (is_read && !InsideLayer::is_here() && is_forward(call.origin())) {
       if (meta->casts) cast_beside(call, meta->spec->dtype());
       const auto& reading = dispatch::read_once<&read_positions>(call.op);
       if (reading.use != Use::kOther && styled_meta(call.arguments[reading.weight].toTensor())) return run_layer(call, reading);

@@ -148,6 +148,13 @@ ParallelPlan draw_plan(const Drawn& drawn, int64_t ranks, Draw& dice) {
   return plan;
 }
 
+OverlapOptions draw_overlap(Draw& dice) {
+  OverlapOptions options;
+  if (dice.chance(40)) options.when = Overlap::kAlways;
+  options.chunks = 1 + dice.below(4);
+  return options;
+}
+
 void shard_at_random(Net& net, const DeviceMesh& mesh, const FullyShardOptions& options, Draw& dice,
                      const std::function<void(FSDPModule)>& each) {
   const auto shard = [&](auto& module) {

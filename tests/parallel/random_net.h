@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/parallel/overlap.h>
 #include <tessera/parallel/styles.h>
 
 #include <tessera/tests/support/draw.h>
@@ -64,6 +65,9 @@ Net make_net(const Drawn& drawn, uint64_t seed);
 
 /// Styles that fit, in every combination: also such as no one would choose.
 ParallelPlan draw_plan(const Drawn& drawn, int64_t ranks, Draw& dice);
+
+/// Layers that overlap, or not.
+OverlapOptions draw_overlap(Draw& dice);
 
 /// Some blocks by themselves, and the rest, over `mesh`; `each` gets the handles.
 void shard_at_random(Net& net, const DeviceMesh& mesh, const FullyShardOptions& options, Draw& dice,

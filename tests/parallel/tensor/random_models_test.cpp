@@ -43,7 +43,7 @@ void run_case(uint64_t seed) {
   const auto plan = draw_plan(drawn, mesh.tensor_parallel.size(), dice);
   SCOPED_TRACE(c10::str("case ", seed, " on ", mesh.all.to_string(), "\n", to_string(plan)));
   auto twin = make_net(drawn, seed), net = make_net(drawn, seed);
-  parallelize(*net, mesh.tensor_parallel, plan);
+  parallelize(*net, mesh.tensor_parallel, plan, {.overlap = draw_overlap(dice)});
   shard(net, drawn, mesh, dice);
   for (const int64_t step : {0, 1}) {
     torch::manual_seed(static_cast<int64_t>(seed) + step);
