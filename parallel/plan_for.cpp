@@ -35,6 +35,12 @@ bool is_first(std::string_view name) {
       "dense_h_to_4h intermediate.dense",
       name);
 }
+bool is_query(std::string_view name) { return is_among("q q_proj query wq", name); }
+bool is_key_or_value(std::string_view name) { return is_among("k v k_proj v_proj key value wk wv", name); }
+/// The layer behind attention, of those that `is_second` names.
+bool is_behind_attention(std::string_view name) {
+  return is_among("o o_proj out out_proj wo projection proj attn.c_proj attention.output.dense", name);
+}
 bool is_second(std::string_view name) {
   return is_among(
       "o o_proj out out_proj wo projection proj down down_proj w2 fc2 linear2 contract c_proj fc_out dense_4h_to_h "
@@ -77,11 +83,21 @@ class Guess {
  private:
   Placement stream() const { return options_.sequence ? Placement(Shard{1}) : Placement(Replicate{}); }
   bool divides(int64_t size) const { return size % options_.ranks == 0; }
+  int64_t key_heads() const { return options_.key_heads > 0 ? options_.key_heads : options_.heads; }
+  static std::optional<ParallelStyle> style(ParallelStyle style) { return style; }
 
   std::optional<ParallelStyle> of_linear(const torch::nn::LinearImpl& linear, const Names& names) const {
     const auto outputs = linear.options.out_features(), inputs = linear.options.in_features();
     constexpr int64_t kBlocks = 3; // q, k and v
-    if (names.match(is_packed_projection) && outputs % (kBlocks * options_.ranks) == 0) return Colwise{.packed = kBlocks};
+    const bool splits_heads = divides(options_.heads);
+    if (names.match(is_query) && options_.heads > 0) return splits_heads ? style(Colwise{.heads = options_.heads}) : std::nullopt;
+    if (names.match(is_key_or_value) && key_heads() > 0) return splits_heads ? style(KeyHeads{key_heads()}) : std::nullopt;
+    if (names.match(is_behind_attention) && !splits_heads) return std::nullopt;
+    const bool has_equal_blocks = options_.key_heads == 0 || options_.key_heads == options_.heads;
+    if (names.match(is_packed_projection))
+      return has_equal_blocks && splits_heads && divides(outputs / kBlocks) && outputs % kBlocks == 0
+                 ? style(Colwise{.packed = kBlocks, .heads = options_.heads})
+                 : std::nullopt;
     if (names.match(is_first) && divides(outputs)) return Colwise{};
     if (names.match(is_second) && divides(inputs)) return Rowwise{.output = stream()};
     if (names.match(is_head)) return VocabParallel{};
@@ -126,6 +142,10 @@ namespace tessera {
 ParallelPlan plan_for(torch::nn::Module& module, const PlanOptions& options) {
   namespace parallel = internal::parallel;
   TORCH_CHECK_VALUE(options.ranks > 0, "plan_for: ", options.ranks, " ranks");
+  TORCH_CHECK_VALUE(options.heads >= 0 && options.key_heads >= 0 &&
+                        (options.key_heads == 0 || (options.heads > 0 && options.heads % options.key_heads == 0)),
+                    "plan_for: ", options.heads, " heads of queries and ", options.key_heads,
+                    " of keys: the queries of each key are a group of one size");
   const parallel::Guess guess(options);
   parallel::Guessed all;
   for (const auto& each : parallel::modules_below(module)) all.emplace_back(each.path, guess(each));

@@ -11,6 +11,8 @@ namespace tessera {
 /// What `plan_for` is to make.
 struct PlanOptions {
   int64_t ranks = 1;     ///< of the mesh that the plan is for: what they do not divide stays out of the plan
+  int64_t heads = 0;     ///< of queries; 0: what is not known is split where the ranks divide the features
+  int64_t key_heads = 0; ///< of keys and values, where groups of queries share them; 0: as many as of queries
   bool sequence = false; ///< activations [batch, time, width] between the layers are split over their time
 };
 

@@ -35,7 +35,11 @@ struct Describe {
     Text text("Colwise");
     text.with("input", style.input).with("output", style.output);
     if (style.packed > 1) text.with(fmt::format("packed {}", style.packed));
+    if (style.heads > 0) text.with(fmt::format("heads {}", style.heads));
     return text.done();
+  }
+  std::string operator()(const KeyHeads& style) const {
+    return Text("KeyHeads").with(fmt::format("{}", style.heads)).with("input", style.input).done();
   }
   std::string operator()(const Rowwise& style) const {
     return Text("Rowwise").with("input", style.input).with("output", style.output).done();

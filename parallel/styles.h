@@ -20,10 +20,23 @@ namespace tessera {
 ///
 /// `packed`: the output is so many blocks, each of which is split over the ranks, as the q, k and v that one projection makes.
 /// torch::nn::MultiheadAttention, to which this style applies as well, always has its three.
+///
+/// `heads`: the output, or each of its blocks, is so many heads, none of which is to be split: an error where the ranks do not
+/// divide them. 0: it is not known. torch::nn::MultiheadAttention knows its own.
 struct Colwise {
   Placement input = Replicate{};
   std::optional<Placement> output = {};
   int64_t packed = 1;
+  int64_t heads = 0;
+};
+
+/// The output features are `heads` heads of keys, or of values, which groups of queries share. Where the ranks divide them this
+/// is Colwise. Where they do not, as with fewer heads than ranks, each rank has all parameters and computes all heads, and
+/// attention takes those of the rank's queries: scaled_dot_product_attention with `enable_gqa`, or with keys that were repeated
+/// for it. Gradients are summed over the ranks, and a checkpoint has one copy.
+struct KeyHeads {
+  int64_t heads = 1;
+  Placement input = Replicate{};
 };
 
 /// The input features are split (PyTorch: RowwiseParallel): the weight of a linear layer by columns, that of an embedding by
@@ -61,7 +74,7 @@ struct PrepareOutput {
   Placement desired = Replicate{};
 };
 
-using ParallelStyle = std::variant<Colwise, Rowwise, VocabParallel, Sequence, Replicated, PrepareInput, PrepareOutput>;
+using ParallelStyle = std::variant<Colwise, KeyHeads, Rowwise, VocabParallel, Sequence, Replicated, PrepareInput, PrepareOutput>;
 
 /// The style of the modules that `modules` names: a path below the module of the plan, "blocks.0.attention.qkv", of which each
 /// part may have wildcards: "blocks.*.attention.qkv", "layers.[0-3].up". `*` stands for any text without a dot, `?` for one

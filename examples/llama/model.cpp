@@ -91,7 +91,7 @@ Tensor LlamaImpl::forward(const Tensor& tokens, const Tensor& positions) {
 }
 
 tessera::ParallelPlan parallel_plan(const Config& config, int64_t ranks, bool sequence_parallel) {
-  using tessera::Colwise, tessera::PrepareInput, tessera::Replicate, tessera::Rowwise, tessera::Shard, tessera::VocabParallel;
+  using tessera::Colwise, tessera::KeyHeads, tessera::Replicate, tessera::Rowwise, tessera::Shard, tessera::VocabParallel;
   std::string fit;
   for (int64_t n = 1; n <= config.num_attention_heads; ++n) {
     if (config.num_attention_heads % n == 0) fit += (fit.empty() ? "" : ", ") + std::to_string(n);
@@ -99,16 +99,14 @@ tessera::ParallelPlan parallel_plan(const Config& config, int64_t ranks, bool se
   TORCH_CHECK(config.num_attention_heads % ranks == 0, "num_attention_heads ", config.num_attention_heads,
               " do not divide among ", ranks, " ranks of tp; numbers of ranks that fit: ", fit);
   const tessera::Placement stream = sequence_parallel ? tessera::Placement(Shard{1}) : tessera::Placement(Replicate{});
-  const bool divides = config.num_key_value_heads % ranks == 0;
-  tessera::ParallelPlan plan{
-      {"model.embed_tokens", VocabParallel{stream}},
-      {"model.layers.*.self_attn.q_proj", Colwise{}},
-      {"model.layers.*.self_attn.[kv]_proj", divides ? tessera::ParallelStyle(Colwise{}) : PrepareInput{Replicate{}}},
-      {"model.layers.*.self_attn.o_proj", Rowwise{.output = stream}},
-      {"model.layers.*.mlp.gate_proj", Colwise{}},
-      {"model.layers.*.mlp.up_proj", Colwise{}},
-      {"model.layers.*.mlp.down_proj", Rowwise{.output = stream}},
-      {"lm_head", VocabParallel{}}};
+  tessera::ParallelPlan plan{{"model.embed_tokens", VocabParallel{stream}},
+                             {"model.layers.*.self_attn.q_proj", Colwise{.heads = config.num_attention_heads}},
+                             {"model.layers.*.self_attn.[kv]_proj", KeyHeads{config.num_key_value_heads}},
+                             {"model.layers.*.self_attn.o_proj", Rowwise{.output = stream}},
+                             {"model.layers.*.mlp.gate_proj", Colwise{}},
+                             {"model.layers.*.mlp.up_proj", Colwise{}},
+                             {"model.layers.*.mlp.down_proj", Rowwise{.output = stream}},
+                             {"lm_head", VocabParallel{}}};
   if (sequence_parallel)
     plan.insert(plan.end(), {{"model.layers.*.*_layernorm", tessera::Sequence{}}, {"model.norm", tessera::Sequence{}}});
   return plan;

@@ -2,6 +2,7 @@
 
 #include <absl/algorithm/container.h>
 #include <absl/strings/match.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/embedding.h>
 
@@ -100,6 +101,18 @@ void check_divides(const PlacedParameter& parameter, const DeviceMesh& mesh) {
                     " ranks of ", mesh.to_string(), " do not divide; numbers of ranks that do: ", divisors(size / blocks));
 }
 
+/// An error where a rank would have a part of a head.
+void check_heads(const Planned& planned, int64_t heads, const DeviceMesh& mesh) {
+  if (heads % mesh.size() != 0)
+    planned.refuse(", but its ", heads, " heads are not divided by the ", mesh.size(), " ranks of ", mesh.to_string(),
+                   "; numbers of ranks that do: ", divisors(heads));
+}
+
+/// An error where the output features are not so many heads of one size.
+void check_are_heads(const Planned& planned, int64_t features, int64_t heads) {
+  if (heads < 1 || features % heads != 0) planned.refuse(", but its ", features, " output features are not ", heads, " heads");
+}
+
 /// `dim` of the weight in `blocks`.
 Placement split(int64_t dim, int64_t blocks) { return blocks > 1 ? Placement(StridedShard{dim, blocks}) : Placement(Shard{dim}); }
 
@@ -138,11 +151,18 @@ struct Place {
     const auto layer = layer_of(planned);
     if (layer == Layer::kNone) planned.refuse(", but it has no weight of output and input features");
     if (style.packed < 1 || (style.packed > 1 && layer == Layer::kTable)) planned.refuse(", but it has no blocks");
+    check_heads_of(style, layer);
     return place_each(planned, mesh, [&](const std::string& key, PlacedParameter& parameter) {
       parameter.placement = colwise(key, parameter.tensor, layer, style.packed);
       parameter.style.plain_input = style.input;
       (layer == Layer::kTable ? parameter.style.looked_up : parameter.style.output) = style.output;
     });
+  }
+  std::vector<PlacedParameter> operator()(const KeyHeads& style) const {
+    if (layer_of(planned) != Layer::kLinear) planned.refuse(", but it is no projection of output and input features");
+    check_are_heads(planned, planned.of.module->named_parameters(/*recurse=*/false)["weight"].size(0), style.heads);
+    if (style.heads % mesh.size() == 0) return (*this)(Colwise{.input = style.input, .heads = style.heads});
+    return (*this)(PrepareInput{.desired = Replicate{}, .input = style.input});
   }
   std::vector<PlacedParameter> operator()(const Rowwise& style) const {
     const auto layer = layer_of(planned);
@@ -186,6 +206,15 @@ struct Place {
   }
 
  private:
+  void check_heads_of(const Colwise& style, Layer layer) const {
+    auto& module = *planned.of.module;
+    if (const auto* attention = module.as<torch::nn::MultiheadAttentionImpl>())
+      return check_heads(planned, attention->options.num_heads(), mesh);
+    if (style.heads == 0) return;
+    if (layer != Layer::kLinear) planned.refuse(", but it is no projection of output and input features");
+    check_are_heads(planned, module.named_parameters(/*recurse=*/false)["weight"].size(0) / style.packed, style.heads);
+    check_heads(planned, style.heads, mesh);
+  }
   void check_has_parameters() const {
     if (planned.of.module->parameters(/*recurse=*/false).empty())
       planned.refuse(", but it has no parameters of its own, at whose reads activations are moved: plan the modules below it");

@@ -131,11 +131,9 @@ ParallelPlan draw_plan(const Drawn& drawn, int64_t ranks, Draw& dice) {
     if (gated) add(path + ".gate", Colwise{});
     if (gated || kind == Kind::kMlp) add(path + ".up", dice.chance(85) ? Colwise{} : Colwise{.output = Replicate{}});
     if (kind == Kind::kPacked) add(path + ".qkv", Colwise{.packed = 3});
-    const bool divides = kind == Kind::kAttention || kKeyHeads % ranks == 0;
     const bool attends = kind == Kind::kAttention || kind == Kind::kGrouped;
     if (attends) add(path + ".q", Colwise{});
-    if (attends && divides) add(path + ".[kv]", Colwise{});
-    if (attends && !divides) add(path + ".[kv]", PrepareInput{Replicate{}});
+    if (attends) add(path + ".[kv]", kind == Kind::kAttention ? ParallelStyle(Colwise{}) : KeyHeads{kKeyHeads});
     if (gated || attends || kind == Kind::kMlp || kind == Kind::kPacked) add(path + ".down", Rowwise{.output = layout()});
     if (kind == Kind::kNorm)
       add(path + ".norm", dice.chance(70) ? ParallelStyle(Sequence{}) : ParallelStyle(PrepareInput{layout()}));

@@ -181,14 +181,13 @@ TEST(ParallelModels, ALlamaBlock) {
 }
 
 TEST(ParallelModels, GroupedQueries) {
+  const StrictSharding strict;
   for (const bool sequence : {false, true}) {
     for (const int64_t kv_heads : {6, 4, 3, 2, 1}) {
       SCOPED_TRACE(c10::str(sequence ? "sequence" : "tensor", " parallel, ", kv_heads, " kv heads"));
       auto plan = llama_plan(sequence);
-      if (kv_heads % world_size() != 0) { // all ranks have all of them
-        plan[1].modules = "q";
-        plan.push_back({"[kv]", PrepareInput{Replicate{}}});
-      }
+      plan[1].modules = "q";
+      plan.push_back({"[kv]", KeyHeads{kv_heads}});
       compare<Llama>([=] { return Llama(kv_heads); }, plan,
                      [&](Llama& model, int64_t step) {
                        const auto ids = draw_tokens(step, 2, 8).inputs.remainder(LlamaImpl::kVocabulary);

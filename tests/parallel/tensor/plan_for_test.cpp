@@ -51,6 +51,28 @@ TEST(PlanFor, LeavesOutWhatTheRanksDoNotDivide) {
   EXPECT_THROWS_WITH(plan_for(*layers, {.ranks = 0}), "plan_for: 0 ranks");
 }
 
+/// Heads of which nobody gets a part: keys' that the ranks do not divide are whole, and queries' stay out of the plan.
+TEST(PlanFor, Heads) {
+  const auto make = [](int64_t heads, int64_t key_heads) {
+    return nn::ModuleDict(
+        std::vector<std::pair<std::string, std::shared_ptr<nn::Module>>>{{"q_proj", nn::Linear(24, 4 * heads).ptr()},
+                                                                         {"k_proj", nn::Linear(24, 4 * key_heads).ptr()},
+                                                                         {"v_proj", nn::Linear(24, 4 * key_heads).ptr()},
+                                                                         {"o_proj", nn::Linear(4 * heads, 24).ptr()}});
+  };
+  auto grouped = make(12, 2);
+  EXPECT_EQ(to_string(plan_for(*grouped, {.ranks = 4, .heads = 12, .key_heads = 2})),
+            "q_proj: Colwise(heads 12)\nk_proj: KeyHeads(2)\nv_proj: KeyHeads(2)\no_proj: Rowwise\n");
+  parallelize(*grouped, tensor_mesh(), plan_for(*grouped, {.ranks = world_size(), .heads = 12, .key_heads = 2}));
+  const auto is_split = 2 % world_size() == 0;
+  EXPECT_EQ(DTensor(grouped->parameters()[2]).placements(), is_split ? Placements{Shard{0}} : Placements{Replicate{}});
+  auto odd = make(6, 6);
+  EXPECT_EQ(to_string(plan_for(*odd, {.ranks = 4})), "q_proj: Colwise\nk_proj: Colwise\nv_proj: Colwise\no_proj: Rowwise\n");
+  EXPECT_EQ(to_string(plan_for(*odd, {.ranks = 4, .heads = 6})), "");
+  EXPECT_THROWS_WITH(plan_for(*odd, {.ranks = 2, .heads = 6, .key_heads = 4}),
+                     "plan_for: 6 heads of queries and 4 of keys: the queries of each key are a group of one size");
+}
+
 TEST(PlanFor, LibTorchsTransformer) {
   nn::Transformer make(nn::TransformerOptions(24, 12).num_encoder_layers(1).num_decoder_layers(1).dim_feedforward(36));
   EXPECT_EQ(lines_of(plan_for(*make, {.ranks = 4})),

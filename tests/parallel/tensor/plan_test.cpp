@@ -99,6 +99,33 @@ TEST(ParallelPlan, SizesHaveToDivide) {
   EXPECT_THAT(error_of_plan(*model, {{"1", Colwise{.packed = 2}}}), ::testing::HasSubstr("are not 2 blocks of one size"));
 }
 
+/// 12 heads of 3 features divide among ranks that 36 features do too.
+TEST(ParallelPlan, HeadsHaveToDivide) {
+  const auto n = world_size();
+  nn::Sequential model(nn::Linear(12, 36), nn::Linear(12, 3 * 36), nn::MultiheadAttention(12, 3),
+                       nn::LayerNorm(nn::LayerNormOptions({4})));
+  const auto ranks = std::to_string(n) + " ranks of " + tensor_mesh().to_string();
+  EXPECT_THAT(error_of_plan(*model, {{"0", Colwise{.heads = 5}}}),
+              ::testing::HasSubstr("its 36 output features are not 5 heads"));
+  EXPECT_THAT(error_of_plan(*model, {{"0", KeyHeads{0}}}), ::testing::HasSubstr("its 36 output features are not 0 heads"));
+  EXPECT_THAT(error_of_plan(*model, {{"3", KeyHeads{2}}}),
+              ::testing::HasSubstr("it is no projection of output and input features"));
+  if (n == 2 || n == 4) {
+    EXPECT_THAT(
+        error_of_plan(*model, {{"0", Colwise{.heads = 9}}}),
+        ::testing::HasSubstr("the module '0' (torch::nn::LinearImpl) is planned as Colwise(heads 9), but its 9 heads are not "
+                             "divided by the " +
+                             ranks + "; numbers of ranks that do: 1, 3, 9"));
+    EXPECT_THAT(error_of_plan(*model, {{"1", Colwise{.packed = 3, .heads = 9}}}),
+                ::testing::HasSubstr("its 9 heads are not divided by the " + ranks));
+    EXPECT_THAT(error_of_plan(*model, {{"2", Colwise{}}}), ::testing::HasSubstr("its 3 heads are not divided by the " + ranks));
+  }
+  EXPECT_FALSE(is_dtensor(model->parameters()[0])); // nothing has changed
+  EXPECT_EQ(error_of_plan(*model, {{"0", Colwise{.heads = 12}}, {"1", KeyHeads{1}}}), "no error");
+  EXPECT_EQ(placements_of(model->parameters()[0]), Placements{Shard{0}});
+  EXPECT_EQ(placements_of(model->parameters()[2]), n == 1 ? Placements{Shard{0}} : Placements{Replicate{}});
+}
+
 TEST(ParallelPlan, ComesBeforeFullyShard) {
   const auto mesh = init_device_mesh(test_device_type(), {1, world_size()}, {"dp", "tp"});
   nn::Linear model(12, 12);
