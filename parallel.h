@@ -17,5 +17,6 @@
 #include <tessera/parallel/pipeline_schedule.h>
 #include <tessera/parallel/pipeline_stages.h>
 #include <tessera/parallel/plan_for.h>
+#include <tessera/parallel/split_logits.h>
 #include <tessera/parallel/split_sequence.h>
 #include <tessera/parallel/styles.h>

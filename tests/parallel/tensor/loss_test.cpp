@@ -4,11 +4,14 @@
 
 #include <tessera/dtensor/debug.h>
 #include <tessera/dtensor/strict_sharding.h>
+#include <tessera/parallel/split_logits.h>
 
 #include <tessera/tests/parallel/parallel_gpt.h>
 #include <tessera/tests/support/matchers.h>
 
+#include <algorithm>
 #include <functional>
+#include <limits>
 #include <vector>
 
 namespace tessera::testing::loss_test {
@@ -123,6 +126,85 @@ TEST(ParallelLoss, TheLargestIsThatOfTheWholeVocabulary) {
     EXPECT_TENSORS_CLOSE(whole_of(logits.amax(-1)), plain.amax(-1), 1e-12);
     EXPECT_TENSORS_EQUAL(whole_of(std::get<1>(logits.topk(1, -1))), std::get<1>(plain.topk(1, -1)));
   }
+}
+
+/// Of what is computed of them, weighed and squared, alone and in a batch.
+TEST(ParallelLoss, LogProbabilitiesOfClassesSendNumbersOfRows) {
+  const StrictSharding strict;
+  for (const int64_t vocabulary : {13, 3, 1}) {
+    Heads heads(vocabulary, 6);
+    const auto advantages = torch::randn({2, 3}, torch::kDouble);
+    const auto classes = heads.targets.view({2, 3});
+    heads.compare([&](const Tensor& logits) {
+      const auto expected = torch::log_softmax(whole_of(logits), -1).gather(1, heads.targets.unsqueeze(1)).view({2, 3});
+      const CountCollectives counter;
+      const auto logarithms = log_probabilities(logits.view({2, 3, vocabulary}), classes);
+      EXPECT_EQ(counter.total_calls(), world_size() > 1 && is_dtensor(logits) ? 3 : 0) << counter.to_string();
+      EXPECT_TENSORS_CLOSE(whole_of(logarithms), expected, 1e-11, 1e-12);
+      return (logarithms * advantages).exp() + logarithms.square();
+    });
+  }
+  const auto logits = torch::randn({7});
+  EXPECT_TENSORS_CLOSE(log_probabilities(logits, torch::tensor(3)), torch::log_softmax(logits, 0)[3], 1e-6);
+  EXPECT_THROWS_WITH(log_probabilities(logits, torch::zeros({2}, torch::kLong)), "log_probabilities: classes [2] of logits [7]");
+}
+
+TEST(ParallelLoss, TheLargestAreFoundWithoutGathering) {
+  const StrictSharding strict;
+  for (const int64_t vocabulary : {12, 13, 3, 1}) {
+    Heads heads(vocabulary, 6);
+    const auto logits = heads.split(heads.x).view({2, 3, vocabulary}), plain = heads.plain(heads.x).view({2, 3, vocabulary});
+    for (const int64_t k : {int64_t{1}, std::min<int64_t>(5, vocabulary), vocabulary}) {
+      const CountCollectives counter;
+      const auto [values, classes] = largest_logits(logits, k);
+      if (world_size() > 1) {
+        EXPECT_EQ(counter.count(CollectiveKind::kAllGather), (CollectiveCounters::Count{2, world_size() * 6 * k * (8 + 8)}));
+        EXPECT_EQ(counter.total_calls(), 2);
+      }
+      const auto [expected, expected_classes] = plain.topk(k, -1);
+      EXPECT_TENSORS_CLOSE(whole_of(values), expected.detach(), 1e-12);
+      EXPECT_TENSORS_EQUAL(whole_of(classes), expected_classes);
+      EXPECT_FALSE(values.requires_grad());
+    }
+  }
+  // The first of equal ones, and numbers that are none.
+  auto rows = torch::zeros({3, 9});
+  rows[1][7] = rows[1][2] = 4;
+  rows[2][5] = std::numeric_limits<float>::quiet_NaN();
+  const auto split = distribute_tensor(rows, tensor_mesh(), {Shard{1}});
+  EXPECT_TENSORS_EQUAL(whole_of(largest_logits(split, 1).classes), torch::tensor({0, 2, 5}).view({3, 1}));
+  const auto by_rows = distribute_tensor(rows, tensor_mesh(), {Shard{0}});
+  EXPECT_TENSORS_EQUAL(whole_of(largest_logits(by_rows, 1).classes), torch::tensor({0, 2, 5}).view({3, 1}));
+  EXPECT_THROWS_WITH(largest_logits(split, 10), "largest_logits: the 10 largest of 9 classes");
+  EXPECT_THROWS_WITH(largest_logits(split.to(torch::kLong), 1), "logits are floating-point numbers");
+  if (world_size() > 1)
+    EXPECT_THROWS_WITH(largest_logits(from_local(rows, tensor_mesh(), {Partial{}}), 1), "not as Shard or Replicate");
+}
+
+/// Ranks with one seed draw what one process draws, as often as the probabilities say.
+TEST(ParallelLoss, SamplesAreThoseOfOneProcess) {
+  for (const int64_t vocabulary : {12, 13, 3}) {
+    Heads heads(vocabulary, 6);
+    const auto logits = heads.split(heads.x), plain = heads.plain(heads.x).detach();
+    for (const SampleOptions& options : std::vector<SampleOptions>{{}, {.temperature = 0.5}, {.temperature = 0}, {.top_k = 2}}) {
+      torch::manual_seed(31);
+      const auto expected = sample_logits(plain, options);
+      torch::manual_seed(31);
+      const auto drawn = sample_logits(logits, options);
+      EXPECT_EQ(drawn.sizes(), torch::IntArrayRef({6}));
+      EXPECT_TENSORS_EQUAL(whole_of(drawn), expected);
+      if (options.top_k == 2) {
+        const auto allowed = std::get<1>(plain.topk(2, -1)).eq(expected.unsqueeze(1)).any(1);
+        EXPECT_TRUE(allowed.all().item<bool>());
+      }
+    }
+  }
+  const auto weights = torch::tensor({0.1, 0.2, 0.7}, torch::kDouble);
+  const auto rows = weights.log().expand({20000, 3});
+  torch::manual_seed(32);
+  const auto shares = torch::bincount(sample_logits(rows), {}, 3).to(torch::kDouble) / 20000;
+  EXPECT_TENSORS_CLOSE(shares, weights, 0, 0.02); // six deviations
+  EXPECT_THROWS_WITH(sample_logits(rows, {.temperature = -1}), "sample_logits: the temperature is -1");
 }
 
 TEST(ParallelLoss, ATargetOutsideTheVocabularyIsAnError) {
