@@ -95,7 +95,7 @@ std::string difference_of_recorded(const Side& plain, const Side& sharded, const
     const double got = sharded.recorded[i].is_mean ? means[static_cast<int64_t>(i)].item<double>() : values[i];
     const double bound = std::max(tolerance.bound, plain.recorded[i].rounding);
     if (!(std::abs(got - expected) <= bound * (1 + std::abs(expected))))
-      return c10::str("number ", i, " is ", got, ", not ", expected);
+      return c10::str("number ", i, sharded.recorded[i].what, " is ", got, ", not ", expected);
   }
   return "";
 }

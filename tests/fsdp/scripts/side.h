@@ -66,6 +66,7 @@ struct Recorded {
   double value;
   bool is_mean;        ///< of the ranks' values on the sharded side
   double rounding = 0; ///< by how much it may differ anyway
+  std::string what;    ///< for the report; empty: the number tells enough
 };
 
 class Experts;          // actions/experts.cpp

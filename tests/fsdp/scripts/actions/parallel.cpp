@@ -6,6 +6,9 @@
 #include <tessera/parallel/parallelize.h>
 #include <tessera/parallel/split_sequence.h>
 
+#include <algorithm>
+#include <cmath>
+#include <exception>
 #include <optional>
 
 #include <tessera/tests/fsdp/scripts/action.h>
@@ -24,7 +27,7 @@ class ParallelTraining {
         seed_(draw.seed()),
         drawn_(seed_, /*splits_sequences=*/true),
         optimizer_plan_(draw),
-        in_float_(draw.chance(20)) {
+        dtype_(draw_dtype(draw)) {
     make(draw);
   }
 
@@ -71,13 +74,21 @@ class ParallelTraining {
   }
 
   void record(Side& side) const {
-    const auto record_one = [&](const Tensor& tensor) {
+    const auto record_one = [&](const Tensor& tensor, const std::string& what) {
       side.record(tensor);
       side.recorded.back().rounding = rounding();
+      side.recorded.back().what = ", the sum of " + what + ',';
+    };
+    /// Each of its numbers was rounded beside the largest one before they were added.
+    const auto record_gradient = [&](const Tensor& gradient, const std::string& what) {
+      record_one(gradient, what);
+      const auto numbers = whole(gradient);
+      const auto spread = numbers.abs().max().item<double>() * std::sqrt(static_cast<double>(numbers.numel()));
+      side.recorded.back().rounding *= std::max(1.0, spread);
     };
     for (const auto& item : net_->named_parameters()) {
-      record_one(item.value());
-      if (item.value().grad().defined()) record_one(item.value().grad());
+      record_one(item.value(), "the parameter " + item.key());
+      if (item.value().grad().defined()) record_gradient(item.value().grad(), "the gradient of " + item.key());
     }
   }
 
@@ -91,15 +102,25 @@ class ParallelTraining {
   StateDict state() { return state_dict(*net_, *optimizer_, {.flatten_optimizer_state_dict = true}); }
   random_net::NetImpl& model() { return *net_; }
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
-  std::string description() const { return description_ + (in_float_ ? ", in float" : "") + ", " + optimizer_plan_.name(); }
-  double rounding() const { return in_float_ ? 5e-3 : 0; }
+  std::string description() const {
+    return description_ + (dtype_ ? c10::str(", in ", *dtype_, ", ") : ", ") + optimizer_plan_.name();
+  }
+  double rounding() const { return !dtype_ ? 0 : dtype_ == torch::kFloat ? 5e-3 : 16 * 0x1p-8; }
 
  private:
   static constexpr int64_t kRows = 12, kIgnored = -100;
 
+  static std::optional<torch::Dtype> draw_dtype(Draw& draw) {
+    const auto number = draw.below(100);
+    if (number >= 35) return std::nullopt;
+    return number < 20 ? torch::kFloat : torch::kBFloat16;
+  }
+
   void split(Draw& dice) {
     const auto plan = random_net::draw_plan(drawn_, meshes_->all.size(3), dice);
-    parallelize(*net_, meshes_->all["tp"], plan);
+    const auto overlap = random_net::draw_overlap(dice);
+    parallelize(*net_, meshes_->all["tp"], plan, {.overlap = overlap});
+    if (overlap.when != Overlap::kNever) description_ += c10::str(", overlapped in ", overlap.chunks);
     description_ += "\n" + to_string(plan);
     const auto& mesh = meshes_->parameters;
     FullyShardOptions options;
@@ -108,25 +129,26 @@ class ParallelTraining {
     if (dice.chance(40) && mesh.ndim() == 1)
       options.strategy = dice.of(std::vector{tessera::Strategy::kNoShard, tessera::Strategy::kZero1, tessera::Strategy::kZero2});
     if (options.strategy && options.strategy != tessera::Strategy::kFullShard) options.reshard_after_forward = {};
-    if (in_float_) options.mixed_precision = {.param_dtype = torch::kFloat, .reduce_dtype = torch::kDouble};
+    if (dtype_) options.mixed_precision = {.param_dtype = *dtype_, .reduce_dtype = torch::kDouble};
     random_net::shard_at_random(net_, mesh, options, dice, [](FSDPModule handle) { handle.set_gradient_divide_factor(1); });
   }
 
   /// Adam makes steps of what is rounding alone.
   std::unique_ptr<torch::optim::Optimizer> make_optimizer() const {
-    if (!in_float_) return optimizer_plan_.make(*net_);
+    if (!dtype_) return optimizer_plan_.make(*net_);
     return std::make_unique<torch::optim::SGD>(net_->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   }
 
   Tensor sum_of(const Tensor& logits, const Tensor& targets) const {
-    return torch::cross_entropy_loss(logits.flatten(0, 1), targets.flatten(), {}, at::Reduction::Sum, kIgnored, drawn_.smoothing);
+    const auto exact = dtype_ == torch::kBFloat16 ? logits.to(torch::kDouble) : logits; // the sum of all has more digits
+    return torch::cross_entropy_loss(exact.flatten(0, 1), targets.flatten(), {}, at::Reduction::Sum, kIgnored, drawn_.smoothing);
   }
 
   bool is_split_;
   uint64_t seed_;
   random_net::Drawn drawn_;
   OptimizerPlan optimizer_plan_;
-  bool in_float_; ///< on the split side
+  std::optional<torch::Dtype> dtype_; ///< in which the split side computes; none: double
   std::optional<ParallelMeshes> meshes_;
   ContextParallel scheme_ = ContextParallel::kAllGather;
   PartOrder order_ = PartOrder::kHeadTail;
