@@ -136,6 +136,17 @@ TEST(ParallelPlan, ComesBeforeFullyShard) {
   EXPECT_THROWS_WITH(parallelize(*other, mesh, {{"", Colwise{}}}), "the mesh must have one dim");
 }
 
+TEST(ParallelPlan, AnActivationMeetsOneMesh) {
+  const auto mesh = init_device_mesh(test_device_type(), {1, world_size()}, {"other", "tp"});
+  nn::Linear model(12, 12);
+  parallelize(*model, mesh["tp"], {{"", Colwise{}}});
+  const auto x = from_local(torch::ones({2, 12}), mesh, {Replicate{}, Replicate{}});
+  EXPECT_THAT(error_of([&] { model->forward(x); }),
+              ::testing::AllOf(::testing::HasSubstr("beside the parameter weight (rank "),
+                               ::testing::HasSubstr("): the activation is on " + mesh.to_string() + ", the parameter on " +
+                                                    mesh["tp"].to_string())));
+}
+
 TEST(ParallelPlan, PrintsItself) {
   EXPECT_EQ(to_string(gpt_plan(true)),
             "token_embedding: VocabParallel(output Shard(1))\n"

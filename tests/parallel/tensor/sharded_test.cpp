@@ -6,6 +6,7 @@
 #include <tessera/dtensor/debug.h>
 #include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/strategy.h>
 
 #include <tessera/tests/checkpoint/shared_folder.h>
@@ -14,7 +15,9 @@
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
 
+#include <cmath>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -270,6 +273,39 @@ TEST(ShardedAndParallel, AddsWholeParametersToALoss) {
   }
 }
 
+/// A model without memory that is split first: its parts get what a whole model gets of one seed, on every mesh.
+TEST(ShardedAndParallel, IsInitializedFromTheMetaDeviceAsOneProcess) {
+  const auto init = [](torch::nn::Module& module) {
+    for (auto& parameter : module.parameters(/*recurse=*/false))
+      parameter.dim() > 1 ? parameter.normal_(0, 0.02) : parameter.uniform_(-1, 1);
+  };
+  for (const auto& shape : some_shapes()) {
+    const ParallelMesh mesh(shape);
+    SCOPED_TRACE(mesh.all.to_string());
+    auto twin = on_meta([] { return gpt::Gpt(small_gpt()); }), model = on_meta([] { return gpt::Gpt(small_gpt()); });
+    shard(model, mesh, /*sequence=*/true, {});
+    for (auto* net : {&twin, &model}) {
+      torch::manual_seed(41);
+      EXPECT_TRUE(materialize(**net, init).empty());
+    }
+    const auto expected = twin->named_parameters();
+    for (const auto& item : model->named_parameters())
+      EXPECT_TENSORS_EQUAL(whole_of(item.value()), expected[item.key()].detach()) << item.key();
+    const auto loss = loss_of(model, part_of(draw_tokens(0, kRows, kTime), mesh));
+    EXPECT_TRUE(std::isfinite(loss.item<double>()));
+    loss.backward();
+  }
+}
+
+/// What a new process has before it loads.
+gpt::Gpt with_other_values(const ParallelMesh& mesh) {
+  torch::manual_seed(77);
+  gpt::Gpt model(small_gpt());
+  model->to(torch::kDouble);
+  shard(model, mesh, /*sequence=*/false, {});
+  return model;
+}
+
 /// A step on one mesh, a checkpoint, and a step on another mesh are two steps of one process.
 TEST(ShardedAndParallel, CheckpointsAreOfNoMesh) {
   const SharedFolder folder;
@@ -284,6 +320,7 @@ TEST(ShardedAndParallel, CheckpointsAreOfNoMesh) {
   const auto expected = twin->named_parameters();
   for (const auto& from : parallel_shapes()) {
     const auto path = folder.path() / c10::str(c10::IntArrayRef(from));
+    std::map<std::string, torch::Tensor> saved;
     {
       const ParallelMesh mesh(from);
       auto model = make_gpt(torch::kDouble);
@@ -292,17 +329,16 @@ TEST(ShardedAndParallel, CheckpointsAreOfNoMesh) {
       train(model, optimizer, part_of(draw_tokens(0, kRows, kTime), mesh));
       auto state = state_dict(*model, optimizer);
       checkpoint::save(state, path, {.overwrite = true}); // on one rank two shapes are one
+      for (const auto& item : model->named_parameters()) saved[item.key()] = whole_of(item.value()).clone();
     }
     for (const auto& to : some_shapes()) {
       SCOPED_TRACE(c10::str(c10::IntArrayRef(from), " to ", c10::IntArrayRef(to)));
       const ParallelMesh mesh(to);
-      torch::manual_seed(77);
-      gpt::Gpt model(small_gpt());
-      model->to(torch::kDouble);
-      shard(model, mesh, /*sequence=*/false, {});
+      auto model = with_other_values(mesh);
       torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
       auto state = state_dict(*model, optimizer);
       checkpoint::load(state, path);
+      for (const auto& item : model->named_parameters()) EXPECT_TENSORS_EQUAL(whole_of(item.value()), saved[item.key()]);
       train(model, optimizer, part_of(draw_tokens(1, kRows, kTime), mesh));
       for (const auto& item : model->named_parameters())
         EXPECT_TENSORS_CLOSE(whole_of(item.value()), expected[item.key()].detach(), 1e-8, 1e-11) << item.key();
