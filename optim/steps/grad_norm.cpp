@@ -173,7 +173,7 @@ at::Tensor value_of_all(const std::vector<OnMesh>& groups, NormOf norm) {
 OnMesh nonzero_flags(const OnMesh& group) {
   const auto device = group.mesh ? group.mesh->device() : group.parts[0].device();
   std::vector<at::Tensor> flags;
-  for (const auto& part : group.parts) flags.push_back(internal::stored_values(part).ne(0).any().to(device, at::kDouble));
+  for (const auto& part : group.parts) flags.push_back(internal::summed_values(part).ne(0).any().to(device, at::kDouble));
   OnMesh counted{.mesh = group.mesh, .parts = {at::stack(flags)}};
   if (!group.mesh) return counted;
   reduce_along(counted.parts[0], *group.mesh, group.shards, ReduceOp::kMax);
@@ -260,9 +260,12 @@ void clip_own(const std::vector<at::Tensor>& own, double max_norm, const at::Ten
         values.itemsize() >= 4 && internal::is_flat(values) ? flat : alike[{values.scalar_type(), values.device().type()}];
     those.push_back(std::move(values));
   }
+  // First what may refuse to be written: then nothing is clipped. A narrow type would round the factor, or make it 0.
+  for (const auto& [kind, gradients] : alike) {
+    const auto real = c10::toRealValueType(kind.first);
+    at::_foreach_mul_(gradients, factor.to(gradients[0].device(), c10::elementSize(real) < 4 ? at::kFloat : real));
+  }
   multiply(flat, factor);
-  for (const auto& [kind, gradients] : alike)
-    at::_foreach_mul_(gradients, factor.to(gradients[0].device(), c10::toRealValueType(kind.first)));
 }
 
 } // namespace

@@ -53,7 +53,7 @@ at::Tensor norm_of_parts(const std::vector<at::Tensor>& parts, const std::vector
   std::map<c10::DeviceType, Weighted> by_device;
   Weighted flat; // whose squares are added up in one pass
   for (size_t i = 0; i < parts.size(); ++i) {
-    const auto values = stored_values(parts[i]);
+    const auto values = summed_values(parts[i]);
     if (values.numel() == 0) continue;
     if (norm.type == 2 && is_flat(values)) {
       flat.add(values, weights[i]);

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
+#include <tuple>
 
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/clip_grad.h>
@@ -218,6 +220,40 @@ TEST(GradNorm, DoesNotOverflowAndReportsWhatIsNotFinite) {
   EXPECT_EQ(full(parameter.grad())[0].item<double>(), 1); // nothing was scaled
   EXPECT_EQ(clip_grad_norm_({parameter}, 1.0).item<double>(), kInfinity);
   EXPECT_THROWS_WITH(get_total_norm({parameter}, std::nan("")), "the type of the norm is NaN");
+}
+
+TEST(GradNorm, ClipsNarrowTypesByAFactorInFloat) {
+  for (const auto [dtype, value, most] :
+       {std::tuple(torch::kHalf, 60000.0, 1e-3), {torch::kHalf, 60000.0, 1.0}, {torch::kBFloat16, 3.0, 1.0}}) {
+    auto weight = torch::zeros({5000}, dtype).requires_grad_();
+    weight.mutable_grad() = torch::full({5000}, value, dtype);
+    clip_grad_norm_({weight}, most);
+    const auto expected = torch::full({5000}, most / std::sqrt(5000.0)).to(dtype);
+    EXPECT_TENSORS_CLOSE(weight.grad().to(torch::kFloat), expected.to(torch::kFloat), dtype == torch::kHalf ? 2e-3 : 8e-3, 1e-7);
+  }
+}
+
+TEST(GradNorm, AddsUpWhatASparseGradientHasTwice) {
+  for (const double type : {2.0, 1.0, 3.0, std::numeric_limits<double>::infinity()}) {
+    torch::nn::Embedding sparse(torch::nn::EmbeddingOptions(6, 3).sparse(true)), dense(6, 3);
+    const torch::NoGradGuard no_grad;
+    dense->weight.copy_(sparse->weight);
+    for (const auto& each : {sparse, dense}) {
+      const torch::AutoGradMode grad_mode(true);
+      each->forward(torch::tensor({1, 1, 1, 2})).square().sum().backward();
+    }
+    const auto norm = clip_grad_norm_({sparse->weight}, 1.0, type), expected = clip_grad_norm_({dense->weight}, 1.0, type);
+    EXPECT_NEAR(norm.item<double>(), expected.item<double>(), 1e-5 * expected.item<double>());
+    EXPECT_TENSORS_CLOSE(sparse->weight.grad().to_dense(), dense->weight.grad(), 1e-5, 1e-7);
+  }
+}
+
+TEST(GradNorm, ClipsNothingWhereOneGradientCannotBeWritten) {
+  auto first = torch::zeros({4}).requires_grad_(), second = torch::zeros({4}).requires_grad_();
+  first.mutable_grad() = torch::ones({4});
+  second.mutable_grad() = torch::ones({1}).expand({4});
+  EXPECT_THROWS_WITH(clip_grad_norm_({first, second}, 0.1), "single memory location");
+  EXPECT_TENSORS_EQUAL(first.grad(), torch::ones({4}));
 }
 
 TEST(GradNorm, RefusesGradientsThatWaitForTheirReduction) {
