@@ -117,9 +117,15 @@ struct Members {
   std::vector<const FusedEntry*> entries;
 };
 
+/// The kernels count no write. What autograd has saved of a plain parameter must not be taken for what it was, either.
 void count_writes(const FusedEntry& entry) {
   for (size_t k = 0; k < entry.tensors.size(); ++k) {
-    if (k != kGradient) count_write(entry.tensors[k]);
+    const auto& written = entry.tensors[k];
+    if (k == kGradient) continue;
+    if (is_dtensor(written))
+      count_write(written);
+    else if (!written.is_inference())
+      written.unsafeGetTensorImpl()->bump_version();
   }
 }
 
@@ -133,9 +139,10 @@ void run(const Members& members, const std::function<void(FusedLists&)>& step) {
     if (!number.defined()) number = at::full({}, entry->step, at::TensorOptions(at::kFloat).device(members.key.device));
     lists.steps().push_back(number);
   }
-  if (!of_parts) return lists.run(step);
+  if (members.key.taken == Taken::kDTensors) return lists.run(step); // which counts
   {
-    const c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    const auto hidden = of_parts ? c10::autograd_dispatch_keyset_with_ADInplaceOrView : c10::DispatchKeySet();
+    const c10::impl::ExcludeDispatchKeyGuard below(hidden);
     lists.run(step);
   }
   for (const auto* entry : members.entries) count_writes(*entry);

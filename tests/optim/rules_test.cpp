@@ -3,6 +3,8 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <memory>
+#include <vector>
 
 #include <tessera/optim/kernels/dynamic_table.h>
 
@@ -13,6 +15,7 @@ namespace tessera::testing::rules_test {
 namespace {
 
 using ::testing::SizeIs;
+using torch::Tensor;
 using Numbers = std::vector<double>;
 
 constexpr int64_t kSteps = 50;
@@ -245,6 +248,23 @@ TEST(Rules, FusedOptimizersTakeLibTorchsSteps) {
     plain.step();
   }
   EXPECT_TRUE(torch::allclose(fused_weight, weight, 1e-6, 1e-7));
+}
+
+/// A graph of before a step must not be gone back through with the weights of after it.
+TEST(Rules, FusedStepsOfPlainParametersAreCounted) {
+  const auto look = [](const auto& make) {
+    const auto weight = torch::ones({3}).requires_grad_(), x = torch::ones({3}).requires_grad_();
+    const auto optimizer = make(weight);
+    (weight * x).sum().backward();
+    const auto stale = (weight * x).sum();
+    optimizer->step();
+    EXPECT_THROWS_WITH(stale.backward(), "modified by an inplace operation");
+  };
+  using Parameters = std::vector<Tensor>;
+  look([](const Tensor& weight) { return std::make_unique<FusedAdamW>(Parameters{weight}); });
+  look([](const Tensor& weight) { return std::make_unique<FusedAdam>(Parameters{weight}); });
+  look([](const Tensor& weight) { return std::make_unique<FusedAdagrad>(Parameters{weight}); });
+  look([](const Tensor& weight) { return std::make_unique<FusedSGD>(Parameters{weight}, torch::optim::SGDOptions(0.1)); });
 }
 
 TEST(Rules, FusedStepsTakeAnyStrides) {
