@@ -115,7 +115,9 @@ at::Tensor sample_logits(const at::Tensor& logits, const SampleOptions& options)
   const at::NoGradGuard no_grad;
   if (options.temperature == 0) return largest_logits(logits, 1).classes.squeeze(-1);
   const auto exact = logits.to(logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  auto scores = exact / options.temperature - at::empty_like(exact).exponential_(1, options.generator).log();
+  constexpr double kTiny = 1e-20; // over which a large logit would be infinite
+  const auto finite = options.temperature < kTiny ? exact - largest_logits(exact, 1).values : exact;
+  auto scores = finite / options.temperature - at::empty_like(exact).exponential_(1, options.generator).log();
   if (options.top_k > 0 && options.top_k < logits.size(-1)) {
     const auto least = largest_logits(exact, options.top_k).values.narrow(-1, options.top_k - 1, 1);
     scores = scores.masked_fill(exact < least, -std::numeric_limits<double>::infinity());
@@ -128,6 +130,10 @@ at::Tensor log_probabilities(const at::Tensor& logits, const at::Tensor& classes
   check_logits(logits, kFunction);
   TORCH_CHECK_VALUE(classes.sizes() == logits.sizes().slice(0, logits.dim() - 1), kFunction, ": classes ", classes.sizes(),
                     " of logits ", logits.sizes());
+  if (is_dtensor(logits) && !is_dtensor(classes)) {
+    const auto& mesh = internal::meta_of(logits, kFunction).spec->mesh();
+    return log_probabilities(logits, from_local(classes, mesh, Placements(static_cast<size_t>(mesh.ndim()), Replicate{})));
+  }
   if (logits.dim() == 1) return log_probabilities(logits.unsqueeze(0), classes.unsqueeze(0)).squeeze(0);
   const auto rows = logits.dim() == 2 ? logits : logits.flatten(0, -2);
   const auto loss = at::cross_entropy_loss(rows, classes.reshape({-1}), {}, at::Reduction::None, /*ignore_index=*/-100);

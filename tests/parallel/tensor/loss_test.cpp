@@ -2,11 +2,13 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <tessera/dtensor/api.h>
 #include <tessera/dtensor/debug.h>
 #include <tessera/dtensor/strict_sharding.h>
 #include <tessera/parallel/split_logits.h>
 
 #include <tessera/tests/parallel/parallel_gpt.h>
+#include <tessera/tests/support/line_mesh.h>
 #include <tessera/tests/support/matchers.h>
 
 #include <algorithm>
@@ -128,6 +130,14 @@ TEST(ParallelLoss, TheLargestIsThatOfTheWholeVocabulary) {
   }
 }
 
+TEST(ParallelLoss, LogProbabilitiesTakePlainClasses) {
+  const auto whole = torch::arange(28).view({4, 7}).sin();
+  const auto classes = torch::tensor({0, 3, 6, 2});
+  const Tensor logits = distribute_tensor(whole, line_mesh(), {Shard{1}});
+  const auto expected = torch::log_softmax(whole, -1).gather(1, classes.unsqueeze(1)).view({4});
+  EXPECT_TENSORS_CLOSE(whole_of(log_probabilities(logits, classes)), expected, 1e-5, 1e-6);
+}
+
 /// Of what is computed of them, weighed and squared, alone and in a batch.
 TEST(ParallelLoss, LogProbabilitiesOfClassesSendNumbersOfRows) {
   const StrictSharding strict;
@@ -186,13 +196,15 @@ TEST(ParallelLoss, SamplesAreThoseOfOneProcess) {
   for (const int64_t vocabulary : {12, 13, 3}) {
     Heads heads(vocabulary, 6);
     const auto logits = heads.split(heads.x), plain = heads.plain(heads.x).detach();
-    for (const SampleOptions& options : std::vector<SampleOptions>{{}, {.temperature = 0.5}, {.temperature = 0}, {.top_k = 2}}) {
+    for (const SampleOptions& options : std::vector<SampleOptions>{
+             {}, {.temperature = 0.5}, {.temperature = 0}, {.temperature = 1e-40}, {.temperature = 1e-300}, {.top_k = 2}}) {
       torch::manual_seed(31);
       const auto expected = sample_logits(plain, options);
       torch::manual_seed(31);
       const auto drawn = sample_logits(logits, options);
       EXPECT_EQ(drawn.sizes(), torch::IntArrayRef({6}));
       EXPECT_TENSORS_EQUAL(whole_of(drawn), expected);
+      if (options.temperature < 1e-30) EXPECT_TENSORS_EQUAL(expected, plain.argmax(-1));
       if (options.top_k == 2) {
         const auto allowed = std::get<1>(plain.topk(2, -1)).eq(expected.unsqueeze(1)).any(1);
         EXPECT_TRUE(allowed.all().item<bool>());
