@@ -57,7 +57,7 @@ InLayer remember(const at::Tensor& x, SpecPtr target, at::Tensor result) {
 
 } // namespace
 
-thread_local bool InsideLayer::is_here_ = false;
+thread_local bool InsideLayer::inside = false;
 
 Placement at_dim(Placement placement, int64_t ndim) {
   if (auto* shard = std::get_if<Shard>(&placement)) {

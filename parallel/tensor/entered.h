@@ -43,14 +43,14 @@ at::Tensor left(const at::Tensor& result, const Placement& wanted, const std::st
 /// While it lives, this thread is inside of a layer whose activation has entered: parameters that are read there move nothing.
 class InsideLayer {
  public:
-  InsideLayer() : before_(std::exchange(is_here_, true)) {}
-  ~InsideLayer() { is_here_ = before_; }
+  InsideLayer() : before_(std::exchange(inside, true)) {}
+  ~InsideLayer() { inside = before_; }
   InsideLayer(const InsideLayer&) = delete;
   InsideLayer& operator=(const InsideLayer&) = delete;
-  static bool is_here() { return is_here_; }
+  static bool is_here() { return inside; }
 
  private:
-  static thread_local bool is_here_;
+  static thread_local bool inside;
   const bool before_;
 };
 

@@ -38,7 +38,7 @@ at::ScalarType planned_dtype(const PlanSettings& settings);
 /// `expert_parallel`, `parallelize` and `fully_shard` of a model, in this order, as the settings say.
 void shard_planned(torch::nn::Module& module, const PlannedModel& model, const PlannedMesh& mesh,
                    const FullyShardOptions& options);
-/// The same of the stages of a pipeline, which were split from `module`.
+/// Does the same with the stages of a pipeline, which were split from `module`.
 void shard_planned(PipelineStages& stages, torch::nn::Module& module, const PlannedModel& model, const PlannedMesh& mesh,
                    const FullyShardOptions& options);
 

@@ -73,13 +73,19 @@ inline Training make_training(const Strategy& strategy, const Maker& maker) {
   return training;
 }
 
-/// To the bit, but where a GPU rounds otherwise than the host.
-inline void expect_same(const std::vector<torch::Tensor>& got, const std::vector<torch::Tensor>& expected) {
+/// Whether gradients were clipped before: on the host their squares are added in double, on a device their norms in float.
+enum class Clipped { kNo, kYes };
+
+/// To the bit, but where a GPU rounds otherwise than the host, or clipping on the device.
+inline void expect_same(const std::vector<torch::Tensor>& got, const std::vector<torch::Tensor>& expected,
+                        Clipped clipped = Clipped::kNo) {
   ASSERT_EQ(got.size(), expected.size());
   const bool rounds_otherwise = test_device_type() == c10::kCUDA;
   for (size_t i = 0; i < got.size(); ++i) {
     if (rounds_otherwise)
       EXPECT_TENSORS_CLOSE(got[i], expected[i], 1e-4, 1e-6);
+    else if (clipped == Clipped::kYes && !tests_the_cpu())
+      EXPECT_TENSORS_CLOSE(got[i], expected[i], 1e-5, 1e-7);
     else
       EXPECT_TENSORS_EQUAL(got[i], expected[i]);
   }
@@ -91,7 +97,9 @@ inline std::vector<torch::Tensor> values(const Net& net) {
   return all;
 }
 
-inline void expect_same(const Net& got, const Net& expected) { expect_same(values(got), values(expected)); }
+inline void expect_same(const Net& got, const Net& expected, Clipped clipped = Clipped::kNo) {
+  expect_same(values(got), values(expected), clipped);
+}
 
 /// What a program does beside the loop: each must see the true values, and be seen.
 struct Habit {

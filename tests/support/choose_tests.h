@@ -16,14 +16,15 @@ struct WorldPlace {
 /// The tests that a program runs.
 class ChosenTests {
  public:
-  /// Makes GoogleTest run only tests whose file or one of whose folders is among `files` (without endings; none: all tests), and of
-  /// these only what `--gtest_filter` leaves. Without a filter and with TESSERA_TEST_COUNT=n it takes n of them alone, drawn with
-  /// TESSERA_TEST_SEED as `sweep` draws cases, but all with TESSERA_TEST_FULL=1. Throws an error for a name that fits no test.
+  /// Makes GoogleTest run only tests whose file or one of whose folders is among `files` (without endings; none: all tests), and
+  /// of these only what `--gtest_filter` leaves. Without a filter and with TESSERA_TEST_COUNT=n it takes n of them alone, drawn
+  /// with TESSERA_TEST_SEED as `sweep` draws cases, but all with TESSERA_TEST_FULL=1. Throws an error for a name that fits no
+  /// test.
   ChosenTests(::testing::UnitTest& tests, const std::vector<std::string>& files);
 
-  /// Leaves to the world at `place` what is drawn for it, and says whether that is anything. A test runs in one of two neighbouring
-  /// worlds: of four on 1 or 2 and on 3 or 4 ranks, of three always in the first. All are left where a filter or a number chose
-  /// the tests, and with TESSERA_TEST_FULL=1.
+  /// Leaves to the world at `place` what is drawn for it, and says whether that is anything. A test runs in one of two
+  /// neighbouring worlds: of four on 1 or 2 and on 3 or 4 ranks, of three always in the first. All are left where a filter or a
+  /// number chose the tests, and with TESSERA_TEST_FULL=1.
   bool draw_for(WorldPlace place) const;
 
  private:

@@ -1,9 +1,9 @@
 // The main of every test program.
 //   exe                    runs its tests in this process, as a job of one rank
 //   exe --ranks 2          runs them on 2 local ranks in lockstep
-//   exe --ranks 1,2,3,4    … on 1 rank, then on 2, on 3 and on 4: LibTorch is loaded once, and each test runs on the ones drawn for it
-//   exe --hosts 0011,0110  … on 4 ranks as if the last two were on another host, then with the middle two there
-//   exe --files schedule,fully_shard_test   takes the tests of these folders and files alone
+//   exe --ranks 1,2,3,4    … on 1 rank, then on 2, on 3 and on 4: LibTorch is loaded once, and each test runs on the ones drawn
+//   for it exe --hosts 0011,0110  … on 4 ranks as if the last two were on another host, then with the middle two there exe
+//   --files schedule,fully_shard_test   takes the tests of these folders and files alone
 #include "choose_tests.h"
 #include "forked_ranks.h"
 #include "lockstep.h"
