@@ -20,6 +20,8 @@ struct SimulationOptions {
   std::optional<double> bytes_per_second = std::nullopt;
   /// What each operator takes besides, before it begins. Needs `bytes_per_second`.
   double launch_seconds = 0;
+  /// What one takes more where an operator on DTensors has called it: the host's time for its plan.
+  double dtensor_seconds = 0;
   /// Bytes a second between the rank's device and its host or files, for what is offloaded. The copies take compute time: nothing
   /// hides them. Unset: they take none.
   std::optional<double> host_bytes_per_second = std::nullopt;

@@ -2,7 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace tessera {
 
@@ -49,6 +51,16 @@ Factors factors_of(const Sums& sums) {
   return both.are_positive() ? both : one_factor(sums);
 }
 
+/// The share of the peak changes, which is at most 1. So the peak stays what utilization is measured by, unless steps go beyond
+/// it.
+void scale_rates(Machine& machine, double factor) {
+  const double peak = std::max(1.0, factor * std::max(machine.efficiency, machine.attention_efficiency));
+  machine.efficiency *= factor / peak;
+  machine.attention_efficiency *= factor / peak;
+  machine.fp32_flops *= peak;
+  machine.bf16_flops *= peak;
+}
+
 Link scaled(Link link, double factor) {
   link.alpha *= factor;
   link.beta *= factor;
@@ -62,18 +74,22 @@ Machine fit_machine(const Machine& machine, const std::vector<MeasuredStep>& ste
   for (const auto& step : steps) {
     TORCH_CHECK_VALUE(std::isfinite(step.seconds) && step.seconds > 0, "fit_machine: the step of ",
                       step.prediction.settings.to_string(), " took ", step.seconds, " seconds, which must be positive");
-    TORCH_CHECK_VALUE(step.prediction.compute + step.prediction.exposed > 0, "fit_machine: nothing was predicted of the step of ",
-                      step.prediction.settings.to_string());
+    const auto [compute, exposed] = std::pair(step.prediction.compute, step.prediction.exposed);
+    TORCH_CHECK_VALUE(std::isfinite(compute) && std::isfinite(exposed) && compute >= 0 && exposed >= 0 && compute + exposed > 0,
+                      "fit_machine: of the step of ", step.prediction.settings.to_string(), " ", compute, " s of compute and ",
+                      exposed, " s of waits were predicted, which are no times of a step");
   }
   const auto factors = factors_of(sums_of(steps));
   auto fitted = machine;
-  fitted.fp32_flops /= factors.compute;
-  fitted.bf16_flops /= factors.compute;
+  scale_rates(fitted, 1 / factors.compute);
+  fitted.name += ", fitted";
   fitted.memory_bandwidth /= factors.compute;
   fitted.host_bandwidth /= factors.compute;
   fitted.launch_seconds *= factors.compute;
+  fitted.dtensor_seconds *= factors.compute;
   fitted.in_host = scaled(machine.in_host, factors.exposed);
   fitted.between_hosts = scaled(machine.between_hosts, factors.exposed);
+  fitted.check("fit_machine"); // seconds that are not of this world
   return fitted;
 }
 

@@ -32,6 +32,7 @@ const Keys kMachineKeys{"name",
                         "efficiency",
                         "memory_bytes_per_second",
                         "launch_seconds",
+                        "dtensor_seconds",
                         "host_bytes_per_second",
                         "in_host",
                         "between_hosts"};
@@ -97,6 +98,7 @@ Machine machine_of(const JsonView& json, const std::string& source) {
   machine.attention_efficiency = number_or(json, "attention_efficiency", 0);
   machine.memory_bandwidth = json["memory_bytes_per_second"].number();
   machine.launch_seconds = number_or(json, "launch_seconds", 0);
+  machine.dtensor_seconds = number_or(json, "dtensor_seconds", 0);
   machine.host_bandwidth = number_or(json, "host_bytes_per_second", 0);
   machine.in_host = link_of(json, "in_host");
   machine.between_hosts = link_of(json, "between_hosts");
@@ -144,6 +146,7 @@ void Machine::check(const std::string& source) const {
                     ", but must be a share of flops_per_second: above 0 and at most 1, or 0 for efficiency");
   positive(memory_bandwidth, "memory_bytes_per_second");
   not_negative(launch_seconds, "launch_seconds");
+  not_negative(dtensor_seconds, "dtensor_seconds");
   not_negative(host_bandwidth, "host_bytes_per_second");
   check_link(in_host, source, "in_host");
   check_link(between_hosts, source, "between_hosts");
@@ -192,6 +195,7 @@ std::string Machine::to_json() const {
                                 {"attention_efficiency", attention_efficiency},
                                 {"memory_bytes_per_second", memory_bandwidth},
                                 {"launch_seconds", launch_seconds},
+                                {"dtensor_seconds", dtensor_seconds},
                                 {"host_bytes_per_second", host_bandwidth},
                                 {"in_host", json_of(in_host)},
                                 {"between_hosts", json_of(between_hosts)}}

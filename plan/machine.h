@@ -26,6 +26,7 @@ struct Machine {
   double attention_efficiency = 0; ///< the share that attention's kernels reach; 0: as efficiency
   double memory_bandwidth = 0;     ///< bytes a second that a rank reads and writes
   double launch_seconds = 0;       ///< of an operator, before it computes
+  double dtensor_seconds = 0;      ///< of one on DTensors besides, as under tensor parallelism
   double host_bandwidth = 0;       ///< bytes a second between a rank and its host, for offload; 0: as memory_bandwidth
   Link in_host = {};               ///< of each rank to the others of its host
   Link between_hosts = {};         ///< of each host, whose ranks share it
@@ -39,9 +40,9 @@ struct Machine {
 
   /// {"name": "8 x H100", "hosts": 8, "ranks_a_host": 8, "device": "cuda", "memory_bytes": 80e9, "host_memory_bytes": 2e12,
   ///  "flops_per_second": {"fp32": 67e12, "bf16": 989e12}, "efficiency": 0.7, "attention_efficiency": 0.35,
-  ///  "memory_bytes_per_second": 3.35e12, "launch_seconds": 5e-6, "host_bytes_per_second": 5e10, "in_host": {"alpha": 3e-6,
-  ///  "beta": 2.8e-12, "algorithm": "ring"}, "between_hosts": {"alpha": 1e-5, "beta": 2.5e-12, "algorithm": "recursive"}}.
-  ///  memory_bytes, flops_per_second with fp32 and
+  ///  "memory_bytes_per_second": 3.35e12, "launch_seconds": 5e-6, "dtensor_seconds": 0, "host_bytes_per_second": 5e10, "in_host":
+  ///  {"alpha": 3e-6, "beta": 2.8e-12, "algorithm": "ring"}, "between_hosts": {"alpha": 1e-5, "beta": 2.5e-12, "algorithm":
+  ///  "recursive"}}. memory_bytes, flops_per_second with fp32 and
   /// memory_bytes_per_second must be there, and a link where there is more than one rank for it. Errors (c10::ValueError) name
   /// `source` and the key: one that is missing, unknown (with the nearest one), of another type, or a rate that is not positive.
   static Machine from_json(std::string_view text, const std::string& source = "machine");
@@ -60,10 +61,10 @@ struct MeasureOptions {
 };
 
 /// This machine, measured on its CPU: matrix products in fp32 and bf16, attention; a copy, a sum, gelu, a softmax and a layer
-/// norm, for the bytes a second; a small operator, for the launch; and on two ranks or more the link, whose alpha and beta are
-/// the least squares of all-gathers of several sizes on the ranks of the job. `hosts` is 1 and `ranks_a_host` the job's. memory
-/// is that of the host (or its control group) over its ranks. Every rank calls it, all take the slowest rank's numbers; nothing
-/// else should run.
+/// norm, for the bytes a second; a small operator, for the launch, and one on DTensors; and on two ranks or more the link, whose
+/// alpha and beta are the least squares of all-gathers of several sizes on the ranks of the job. `hosts` is 1 and `ranks_a_host`
+/// the job's. memory is that of the host (or its control group) over its ranks. Every rank calls it, all take the slowest rank's
+/// numbers; nothing else should run.
 Machine measure_machine(const MeasureOptions& options = {});
 
 } // namespace tessera

@@ -1,4 +1,5 @@
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
@@ -24,6 +25,7 @@
 
 #include <tessera/base/host_name.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/plan/machine.h>
 
@@ -38,11 +40,13 @@ class Measurement {
  public:
   explicit Measurement(const MeasureOptions& options) : options_(options) {
     if (is_initialized() && process_context().world_size() > 1)
-      communicator_ = init_device_mesh(at::kCPU, {process_context().world_size()}, {"measured"}).communicator();
+      mesh_ = init_device_mesh(at::kCPU, {process_context().world_size()}, {"measured"});
+    if (mesh_.defined()) communicator_ = mesh_.communicator();
   }
 
   int64_t ranks() const { return communicator_ ? communicator_->size() : 1; }
   Communicator& communicator() const { return *communicator_; }
+  const DeviceMesh& mesh() const { return mesh_; } ///< undefined for one rank
 
   /// Seconds of the fastest of several calls, on the rank where these take longest. All ranks call together.
   double fastest(const std::function<void()>& call) const {
@@ -66,6 +70,7 @@ class Measurement {
 
  private:
   const MeasureOptions& options_;
+  DeviceMesh mesh_;
   CommunicatorPtr communicator_;
 };
 
@@ -101,12 +106,24 @@ double attention_rate(const Measurement& measurement) {
   return 4.0 * kHeads * kPositions * kPositions * kHeadWidth / seconds;
 }
 
-double launch_seconds(const Measurement& measurement) {
+/// Of one call.
+double seconds_of(const Measurement& measurement, const std::function<void()>& call) {
   constexpr int kCalls = 200;
-  const auto one = at::ones({1});
   return measurement.fastest([&] {
-    for (int i = 0; i < kCalls; ++i) one.add_(1);
+    for (int i = 0; i < kCalls; ++i) call();
   }) / kCalls;
+}
+
+double launch_seconds(const Measurement& measurement) {
+  const auto one = at::ones({1});
+  return seconds_of(measurement, [&] { one.add_(1); });
+}
+
+/// What the sum of two small DTensors takes more than that of plain ones.
+double dtensor_seconds(const Measurement& measurement) {
+  const auto one = at::ones({1});
+  const auto everywhere = from_local(one, measurement.mesh(), {Replicate()});
+  return std::max(0.0, seconds_of(measurement, [&] { everywhere + everywhere; }) - seconds_of(measurement, [&] { one + one; }));
 }
 
 /// Bytes of memory that this process may take: the host's, or its control group's.
@@ -158,7 +175,10 @@ Machine measure_machine(const MeasureOptions& options) {
   machine.bf16_flops = product_rate(measurement, options.product_size, at::kBFloat16);
   machine.memory_bandwidth = operator_rate(measurement, options.operator_bytes);
   machine.launch_seconds = launch_seconds(measurement);
-  if (measurement.ranks() > 1) machine.in_host = link_of(measurement, options.message_bytes);
+  if (measurement.ranks() > 1) {
+    machine.in_host = link_of(measurement, options.message_bytes);
+    machine.dtensor_seconds = dtensor_seconds(measurement);
+  }
   return machine;
 }
 

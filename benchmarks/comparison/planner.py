@@ -34,7 +34,8 @@ def on(machine, ranks):
     link = {key: value for key, value in machine["in_host"].items() if key != "algorithm"}
     return {**machine, "ranks_a_host": ranks, "in_host": crowded(link, ranks),
             "flops_per_second": {name: value / share for name, value in machine["flops_per_second"].items()},
-            "memory_bytes_per_second": machine["memory_bytes_per_second"] / share, "launch_seconds": machine["launch_seconds"] * share}
+            "memory_bytes_per_second": machine["memory_bytes_per_second"] / share, "launch_seconds": machine["launch_seconds"] * share,
+            "dtensor_seconds": machine["dtensor_seconds"] * share}
 
 
 def settings_of(ranks):
@@ -67,7 +68,7 @@ def fitted_machine(command, machine, ranks, rounds):
 def rows_of(programs, machine, ranks, settings, rounds):
     command = programs.ours("measure_planned_step")
     fitted = fitted_machine(command, machine, ranks, rounds)
-    for name, rate in (("rates", lambda one: one["flops_per_second"]["fp32"]), ("1 / beta", lambda one: 1 / max(one["in_host"]["beta"], 1e-15))):
+    for name, rate in (("rates", lambda one: one["efficiency"] * one["flops_per_second"]["fp32"]), ("1 / beta", lambda one: 1 / max(one["in_host"]["beta"], 1e-15))):
         yield without_bound("planner", f"{ranks} ranks: fitted {name} of the measured ones", rate(fitted) / rate(machine), None, "x")
     with Ranks(command + ["predict", json.dumps(fitted)] + list(map(json.dumps, settings)), 1) as job:
         predicted = [json.loads(job.lines()[0]) for _ in settings]

@@ -105,6 +105,7 @@ SimulationOptions simulation_of(const Machine& machine, const PlanSettings& sett
       .attention_flops_per_second = (machine.attention_efficiency > 0 ? machine.attention_efficiency : machine.efficiency) * rate,
       .bytes_per_second = machine.memory_bandwidth,
       .launch_seconds = machine.launch_seconds,
+      .dtensor_seconds = machine.dtensor_seconds,
       .host_bytes_per_second = machine.host_bandwidth > 0 ? machine.host_bandwidth : machine.memory_bandwidth,
       .overlaps = !is_cpu,
       .stands_for = is_cpu ? c10::kCPU : c10::kCUDA};

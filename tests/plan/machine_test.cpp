@@ -20,7 +20,7 @@ TEST(Machine, IsReadAndWritten) {
   write_text(
       file,
       host_with(
-          R"(, "name": "8 x H100", "hosts": 4, "ranks_a_host": 8, "efficiency": 0.7, "attention_efficiency": 0.35, "launch_seconds": 5e-6,
+          R"(, "name": "8 x H100", "hosts": 4, "ranks_a_host": 8, "efficiency": 0.7, "attention_efficiency": 0.35, "launch_seconds": 5e-6, "dtensor_seconds": 4e-6,
     "host_memory_bytes": 2e12, "host_bytes_per_second": 5e10, "in_host": {"alpha": 3e-6, "beta": 2.8e-12},
     "between_hosts": {"alpha": 1e-5, "beta": 2.5e-12, "algorithm": "recursive"})"));
   const auto machine = Machine::read(file.string());
@@ -29,6 +29,7 @@ TEST(Machine, IsReadAndWritten) {
   EXPECT_EQ(machine.memory, 80'000'000'000);
   EXPECT_EQ(machine.bf16_flops, 989e12);
   EXPECT_EQ(machine.attention_efficiency, 0.35);
+  EXPECT_EQ(machine.dtensor_seconds, 4e-6);
   EXPECT_EQ(machine.between_hosts.algorithm, Link::Algorithm::kRecursive);
   EXPECT_EQ(machine.topology().ranks_per_node, 8);
   EXPECT_EQ(machine.topology().in_node.beta, 2.8e-12);

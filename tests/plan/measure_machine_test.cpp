@@ -15,6 +15,7 @@ TEST(MeasureMachine, KnowsThisOne) {
   EXPECT_EQ(machine.ranks(), world_size());
   EXPECT_EQ(machine.device, Machine::Device::kCpu);
   EXPECT_GT(machine.launch_seconds, 0);
+  EXPECT_EQ(machine.dtensor_seconds > 0, world_size() > 1);
   EXPECT_EQ(machine.in_host.alpha > 0 || machine.in_host.beta > 0, world_size() > 1);
   EXPECT_EQ(Machine::from_json(machine.to_json()).to_json(), machine.to_json());
 }

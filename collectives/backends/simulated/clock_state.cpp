@@ -29,15 +29,17 @@ ClockState::ClockState(const Topology& where, const SimulationOptions& how) : to
   check(options.attention_flops_per_second, "attention_flops_per_second");
   check(options.bytes_per_second, "bytes_per_second");
   check(options.host_bytes_per_second, "host_bytes_per_second");
-  TORCH_CHECK_VALUE(std::isfinite(options.launch_seconds) && options.launch_seconds >= 0, "simulated rank: launch_seconds is ",
-                    options.launch_seconds, ", but must be a time, in seconds");
+  for (const auto& [value, name] :
+       {std::pair(options.launch_seconds, "launch_seconds"), std::pair(options.dtensor_seconds, "dtensor_seconds")})
+    TORCH_CHECK_VALUE(std::isfinite(value) && value >= 0, "simulated rank: ", name, " is ", value,
+                      ", but must be a time, in seconds");
   TORCH_CHECK_VALUE(options.flops_per_second || !options.bytes_per_second,
                     "simulated rank: bytes_per_second is given without flops_per_second");
   TORCH_CHECK_VALUE(options.flops_per_second || !options.attention_flops_per_second,
                     "simulated rank: attention_flops_per_second is given without flops_per_second");
   attention_rate_ = options.attention_flops_per_second.value_or(options.flops_per_second.value_or(0));
-  TORCH_CHECK_VALUE(options.bytes_per_second || options.launch_seconds == 0,
-                    "simulated rank: launch_seconds is given without bytes_per_second");
+  TORCH_CHECK_VALUE(options.bytes_per_second || options.launch_seconds + options.dtensor_seconds == 0,
+                    "simulated rank: launch_seconds or dtensor_seconds is given without bytes_per_second");
 }
 
 void ClockState::take_compute() {
@@ -102,7 +104,10 @@ void ClockState::count_operator(const OperatorWork& work) {
   if (!options.flops_per_second) return;
   flops_ += work.flops;
   double seconds = work.flops / (work.is_attention ? attention_rate_ : *options.flops_per_second);
-  if (options.bytes_per_second) seconds = options.launch_seconds + std::max(seconds, work.bytes / *options.bytes_per_second);
+  if (options.bytes_per_second) {
+    const double launch = options.launch_seconds + (work.is_of_dtensors ? options.dtensor_seconds : 0);
+    seconds = launch + std::max(seconds, work.bytes / *options.bytes_per_second);
+  }
   untaken_seconds_ += seconds;
 }
 

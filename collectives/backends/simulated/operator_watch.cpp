@@ -21,6 +21,7 @@ struct Running {
   const at::RecordFunction* call;
   OperatorWork work;
   const OperatorTraffic* traffic = nullptr; ///< null where bytes are not counted, and for a call on DTensors
+  bool is_on_parts = false;                 ///< a call on DTensors
   bool is_counted_inside = false;           ///< some call that it made has been counted
 };
 
@@ -48,7 +49,9 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& call) {
   one.work.flops = flops_of(call.name(), call.inputs());
   if (one.work.flops > 0) outer_product = &call;
   one.work.is_attention = is_attention(call.name());
-  if (counts_bytes && !is_on_parts(call.inputs())) {
+  one.is_on_parts = counts_bytes && is_on_parts(call.inputs());
+  one.work.is_of_dtensors = !running.empty() && (running.back().is_on_parts || running.back().work.is_of_dtensors);
+  if (counts_bytes && !one.is_on_parts) {
     one.traffic = &traffic_of(call);
     one.work.bytes = argument_bytes(*one.traffic, call.inputs());
   }

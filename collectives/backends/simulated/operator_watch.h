@@ -9,6 +9,7 @@ struct OperatorWork {
   double flops = 0; ///< of a matrix product, a convolution or attention
   double bytes = 0; ///< that it reads and writes, where they are counted
   bool is_attention = false;
+  bool is_of_dtensors = false; ///< an operator on DTensors has called it
 };
 
 /// While one lives, `count` is told of the work of each call of an operator on any thread, but not of what such a call makes of

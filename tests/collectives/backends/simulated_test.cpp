@@ -2,6 +2,7 @@
 
 #include <tessera/collectives/backends/simulated/cost.h>
 #include <tessera/collectives/process_context.h>
+#include <tessera/dtensor/api.h>
 #include <tessera/mesh/device_mesh.h>
 #include <torch/torch.h>
 
@@ -272,6 +273,16 @@ TEST_F(SimulatedGroup, AnOperatorTakesItsLaunch) {
   EXPECT_NEAR(seconds_of_call([&] { torch::linear(a, a); }), 1, 1e-9) << "what a product makes of other calls is not counted";
 }
 
+TEST_F(SimulatedGroup, AKernelOfAnOperatorOnDTensorsTakesMore) {
+  init_simulated_process_group({.ranks = 2}, 0,
+                               {.flops_per_second = 1e30, .bytes_per_second = 1e30, .launch_seconds = 1, .dtensor_seconds = 2});
+  const auto a = torch::ones({8, 8});
+  const auto split = from_local(a, init_device_mesh(torch::kCPU, {2}), {Shard(0)});
+  EXPECT_NEAR(seconds_of_call([&] { a.add(a); }), 1, 1e-9);
+  EXPECT_NEAR(seconds_of_call([&] { split.add(split); }), 3, 1e-9);
+  EXPECT_NEAR(seconds_of_call([&] { a.add(a); }), 1, 1e-9);
+}
+
 TEST_F(SimulatedGroup, ARankThatCarriesItsBytesWaitsForThem) {
   for (const bool overlaps : {true, false}) {
     init_simulated_process_group({.ranks = 4, .ranks_per_node = 4, .in_node = {.alpha = 1, .beta = 1}}, 0,
@@ -295,7 +306,7 @@ TEST_F(SimulatedGroup, BadArgumentsAreErrors) {
   EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1, .bytes_per_second = 0}),
                      "bytes_per_second is 0");
   EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1, .launch_seconds = 1}),
-                     "launch_seconds is given without bytes_per_second");
+                     "launch_seconds or dtensor_seconds is given without bytes_per_second");
   EXPECT_THROWS_WITH(
       init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1, .bytes_per_second = 1, .launch_seconds = -1}),
       "launch_seconds is -1");
