@@ -223,7 +223,7 @@ TEST(GradNorm, DoesNotOverflowAndReportsWhatIsNotFinite) {
 }
 
 TEST(GradNorm, ClipsNarrowTypesByAFactorInFloat) {
-  for (const auto [dtype, value, most] :
+  for (const auto& [dtype, value, most] :
        {std::tuple(torch::kHalf, 60000.0, 1e-3), {torch::kHalf, 60000.0, 1.0}, {torch::kBFloat16, 3.0, 1.0}}) {
     auto weight = torch::zeros({5000}, dtype).requires_grad_();
     weight.mutable_grad() = torch::full({5000}, value, dtype);
@@ -238,7 +238,7 @@ TEST(GradNorm, AddsUpWhatASparseGradientHasTwice) {
     torch::nn::Embedding sparse(torch::nn::EmbeddingOptions(6, 3).sparse(true)), dense(6, 3);
     const torch::NoGradGuard no_grad;
     dense->weight.copy_(sparse->weight);
-    for (const auto& each : {sparse, dense}) {
+    for (auto each : {sparse, dense}) {
       const torch::AutoGradMode grad_mode(true);
       each->forward(torch::tensor({1, 1, 1, 2})).square().sum().backward();
     }
