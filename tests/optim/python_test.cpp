@@ -1,4 +1,10 @@
 // The optimizers beside those of PyTorch, on the same gradients.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <string>
+#include <vector>
+
 #include <tessera/tests/optim/optimizers.h>
 #include <tessera/tests/support/subprocess.h>
 #include <tessera/tests/support/temporary_folder.h>
