@@ -12,6 +12,7 @@
 #include <tessera/training/grad_scaler.h>
 
 #include <tessera/tests/checkpoint/shared_folder.h>
+#include <tessera/tests/fsdp/column_experts.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 
@@ -20,27 +21,16 @@ namespace {
 
 using torch::Tensor;
 
-/// The columns have an expert each.
-DeviceMesh grid() {
-  const int64_t experts = world_size() % 2 == 0 ? 2 : 1;
-  return init_device_mesh(test_device_type(), {world_size() / experts, experts}, {"shard", "expert"});
-}
-
-std::string name_of(int64_t expert) { return "expert" + std::to_string(expert); }
-
 /// A layer that all share, the experts in `held`, and a head.
 struct MixtureImpl : torch::nn::Module {
   explicit MixtureImpl(const std::vector<int64_t>& held) {
-    for (const int64_t expert : held) {
-      torch::manual_seed(static_cast<uint64_t>(10 + expert)); // one expert has the same weights wherever it is
-      register_module(name_of(expert), torch::nn::Linear(6, 6));
-    }
+    register_experts(*this, held, 6);
     torch::manual_seed(1);
     stem = register_module("stem", torch::nn::Linear(6, 6));
     head = register_module("head", torch::nn::Linear(6, 1));
   }
   Tensor forward(const Tensor& x, int64_t expert) {
-    auto& chosen = *named_children()[name_of(expert)]->as<torch::nn::Linear>();
+    auto& chosen = *named_children()[expert_name(expert)]->as<torch::nn::Linear>();
     return head(torch::tanh(chosen.forward(torch::tanh(stem(x)))));
   }
   torch::nn::Linear stem{nullptr}, head{nullptr};
@@ -79,7 +69,7 @@ struct Training {
 Mixture sharded_mixture(const DeviceMesh& mesh) {
   const int64_t expert = mesh.local_rank(1);
   Mixture mixture(std::vector<int64_t>{expert});
-  auto handle = fully_shard(*mixture->named_children()[name_of(expert)], mesh["shard"]);
+  auto handle = fully_shard(*mixture->named_children()[expert_name(expert)], mesh["shard"]);
   handle.set_gradient_divide_factor(static_cast<double>(world_size()));
   fully_shard(*mixture, world_mesh());
   return mixture;
@@ -123,7 +113,7 @@ std::vector<int64_t> all_experts(const DeviceMesh& mesh) {
 }
 
 TEST(Experts, TrainAsInTheUnshardedModelThroughACheckpoint) {
-  const auto mesh = grid();
+  const auto mesh = expert_grid();
   const SharedFolder folder;
   Training plain{Mixture(all_experts(mesh))}, sharded{sharded_mixture(mesh)};
   for (int64_t number = 0; number < 3; ++number) step(sharded, plain, number, mesh);
@@ -137,10 +127,10 @@ TEST(Experts, TrainAsInTheUnshardedModelThroughACheckpoint) {
 }
 
 TEST(Experts, KeepTheirBuffersWhereTheInitialWeightsAreBroadcast) {
-  const auto mesh = grid();
+  const auto mesh = expert_grid();
   const int64_t expert = mesh.local_rank(1);
   Mixture mixture(std::vector<int64_t>{expert});
-  const auto held = mixture->named_children()[name_of(expert)];
+  const auto held = mixture->named_children()[expert_name(expert)];
   held->register_buffer("tokens", torch::full({2}, static_cast<double>(expert)));
   mixture->register_buffer("step", torch::full({1}, static_cast<double>(world_rank())).expand({3}));
   fully_shard(*held, mesh["shard"]);

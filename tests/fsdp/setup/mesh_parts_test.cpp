@@ -6,6 +6,7 @@
 #include <tessera/fsdp/model/sharded_module.h>
 
 #include <tessera/tests/checkpoint/shared_folder.h>
+#include <tessera/tests/fsdp/column_experts.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 
@@ -14,27 +15,16 @@ namespace {
 
 using torch::Tensor;
 
-/// The columns have an expert each.
-DeviceMesh grid() {
-  const int64_t experts = world_size() % 2 == 0 ? 2 : 1;
-  return init_device_mesh(test_device_type(), {world_size() / experts, experts}, {"shard", "expert"});
-}
-
-std::string name_of(int64_t expert) { return "expert" + std::to_string(expert); }
-
 /// A router that all share beside the weights of the experts in `held`.
 struct MixtureImpl : torch::nn::Module {
   explicit MixtureImpl(const std::vector<int64_t>& held) {
-    for (const int64_t expert : held) {
-      torch::manual_seed(static_cast<uint64_t>(10 + expert)); // one expert has the same weights wherever it is
-      register_module(name_of(expert), torch::nn::Linear(6, 5));
-    }
+    register_experts(*this, held, 5);
     torch::manual_seed(1);
     stem = register_module("stem", torch::nn::Linear(6, 6));
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({5})));
   }
   Tensor forward(const Tensor& x, int64_t expert) {
-    auto& chosen = *named_children()[name_of(expert)]->as<torch::nn::Linear>();
+    auto& chosen = *named_children()[expert_name(expert)]->as<torch::nn::Linear>();
     return norm(torch::tanh(chosen.forward(torch::tanh(stem(x)))));
   }
   torch::nn::Linear stem{nullptr};
@@ -100,7 +90,7 @@ std::vector<FullyShardOptions> all_options() {
 }
 
 TEST(MeshParts, TrainAsInTheUnshardedModelThroughACheckpoint) {
-  const auto mesh = grid();
+  const auto mesh = expert_grid();
   for (const auto& options : all_options()) {
     const SharedFolder folder;
     Training plain{all_experts(mesh)}, sharded{sharded_mixture(mesh, options)};
@@ -118,10 +108,10 @@ TEST(MeshParts, TrainAsInTheUnshardedModelThroughACheckpoint) {
 }
 
 TEST(MeshParts, OfOneCallAreGatheredTogether) {
-  const auto mesh = grid();
+  const auto mesh = expert_grid();
   Mixture mixture(std::vector<int64_t>{mesh.local_rank(1)});
   fully_shard(*mixture, world_mesh(), {.shard_placement_fn = by_name(mesh)});
-  const auto& expert = *mixture->named_children()[name_of(mesh.local_rank(1))]->as<torch::nn::Linear>();
+  const auto& expert = *mixture->named_children()[expert_name(mesh.local_rank(1))]->as<torch::nn::Linear>();
   EXPECT_EQ(DTensor(expert.weight).mesh(), mesh["shard"]);
   EXPECT_EQ(DTensor(mixture->stem->weight).mesh(), world_mesh());
   const bool is_apart = !(mesh["shard"] == world_mesh()); // not where there is one expert
@@ -163,7 +153,7 @@ FullyShardOptions on(const DeviceMesh& mesh, InitialWeights weights = InitialWei
 
 TEST(MeshParts, OfWhichTheRanksHaveOtherValuesAreAnErrorOnAllRanks) {
   if (world_size() != 4) GTEST_SKIP() << "2 x 2 ranks";
-  const auto mesh = grid();
+  const auto mesh = expert_grid();
   torch::nn::Linear linear(3, 3);
   torch::nn::init::constant_(linear->weight, world_rank() == 3 ? 1 : 0); // the other column's agree
   torch::nn::init::zeros_(linear->bias);

@@ -17,6 +17,7 @@
 #include <tessera/parallel/moe.h>
 #include <tessera/parallel/pipeline_layers.h>
 
+#include <tessera/tests/fsdp/models.h>
 #include <tessera/tests/parallel/small_gpt.h>
 
 namespace tessera::testing::composed {
@@ -32,17 +33,7 @@ struct NetOptions {
   torch::Dtype dtype = torch::kFloat;
 };
 
-/// What a block of GPT is without attention.
-struct MlpBlockImpl : torch::nn::Module {
-  explicit MlpBlockImpl(int64_t width)
-      : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
-        up(register_module("up", torch::nn::Linear(width, 3 * width))),
-        down(register_module("down", torch::nn::Linear(torch::nn::LinearOptions(3 * width, width).bias(false)))) {}
-  torch::Tensor forward(const torch::Tensor& x) { return x + down(torch::gelu(up(norm(x)))); }
-  torch::nn::LayerNorm norm;
-  torch::nn::Linear up, down;
-};
-TORCH_MODULE(MlpBlock);
+using MlpBlock = testing::Block; ///< what a block of GPT is without attention
 
 /// A block of GPT, or its MLP alone, then experts.
 struct BlockImpl : torch::nn::Module {

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include <string>
+#include <utility>
 
 #include <tessera/tests/plan/test_models.h>
 #include <tessera/tests/support/matchers.h>
@@ -163,24 +164,22 @@ PlannedModel mixture() {
   return model;
 }
 
-TEST(Prediction, OfExpertsThatAreSplit) {
-  PlanSettings settings{.mesh = {.shard = 4}, .precision = PlanPrecision::kFp32};
+/// Predictions of experts that lie together on each rank, and of ones that two ranks split.
+std::pair<Prediction, Prediction> together_and_apart(PlanSettings settings) {
   const auto together = predict(mixture(), cluster(4), settings);
   settings.mesh.ep = 2;
   const auto apart = predict(mixture(), cluster(4), settings);
   EXPECT_EQ(apart.parameters, together.parameters);
   EXPECT_NEAR(static_cast<double>(apart.memory.optimizer_state) / static_cast<double>(together.memory.optimizer_state), 1, 0.1);
   EXPECT_GT(apart.collectives, together.collectives) << "tokens go to experts and come back";
+  return {together, apart};
 }
 
+TEST(Prediction, OfExpertsThatAreSplit) { together_and_apart({.mesh = {.shard = 4}, .precision = PlanPrecision::kFp32}); }
+
 TEST(Prediction, OfExpertsThatAreSplitInAPipeline) {
-  PlanSettings settings{.mesh = {.pp = 2, .shard = 2}, .precision = PlanPrecision::kFp32, .rows = 2, .accumulation = 4};
-  const auto together = predict(mixture(), cluster(4), settings);
-  settings.mesh.ep = 2;
-  const auto apart = predict(mixture(), cluster(4), settings);
-  EXPECT_EQ(apart.parameters, together.parameters);
-  EXPECT_NEAR(static_cast<double>(apart.memory.optimizer_state) / static_cast<double>(together.memory.optimizer_state), 1, 0.1);
-  EXPECT_GT(apart.collectives, together.collectives) << "tokens go to experts and come back";
+  const auto [together, apart] =
+      together_and_apart({.mesh = {.pp = 2, .shard = 2}, .precision = PlanPrecision::kFp32, .rows = 2, .accumulation = 4});
   EXPECT_LT(apart.memory.unsharded, together.memory.unsharded) << "a rank gathers its own experts alone";
 }
 
