@@ -18,18 +18,6 @@ struct CarriesMark {
 
 std::string where(const ExpertMark& mark) { return "of experts that are split over " + mark.experts.to_string(); }
 
-/// An error where `mesh` and the mesh of the experts have ranks in common but this one.
-void check_apart(const ExpertMark& mark, const std::string& name, const DeviceMesh& mesh) {
-  const auto& ranks = mark.experts.ranks();
-  const auto shared =
-      std::count_if(ranks.begin(), ranks.end(), [&](int64_t rank) { return mesh.rank_list().index_of(rank).has_value(); });
-  TORCH_CHECK_VALUE(
-      shared <= 1, "fully_shard: the parameter ", name, " is one ", where(mark),
-      ", which have others, but it would be sharded over ", mesh.to_string(),
-      " with them. Call fully_shard of the experts before that of what holds them, over the ranks that have the same "
-      "experts");
-}
-
 } // namespace
 
 void mark_expert(const at::Tensor& parameter, const ExpertMark& mark) {
@@ -47,6 +35,19 @@ const ExpertMark* expert_mark(const at::Tensor& parameter) {
   return nullptr;
 }
 
+void check_apart(const at::Tensor& parameter, const std::string& name, const DeviceMesh& mesh) {
+  const auto* const mark = expert_mark(parameter);
+  if (!mark) return;
+  const auto& ranks = mark->experts.ranks();
+  const auto shared =
+      std::count_if(ranks.begin(), ranks.end(), [&](int64_t rank) { return mesh.rank_list().index_of(rank).has_value(); });
+  TORCH_CHECK_VALUE(
+      shared <= 1, "fully_shard: the parameter ", name, " is one ", where(*mark),
+      ", which have others, but it would be sharded over ", mesh.to_string(),
+      " with them. Call fully_shard of the experts before that of what holds them, over the ranks that have the same "
+      "experts");
+}
+
 std::optional<double> expert_divisor(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
                                      const DeviceMesh& mesh) {
   const ExpertMark* mark = nullptr;
@@ -59,7 +60,6 @@ std::optional<double> expert_divisor(const std::vector<at::Tensor>& parameters, 
     }
     mark = found;
     marked = i;
-    check_apart(*found, names[i], mesh);
   }
   if (!mark) return std::nullopt;
   TORCH_CHECK_VALUE(other == names.size(), "fully_shard: the parameter ", names[marked], " is one ", where(*mark), ", and ",

@@ -17,6 +17,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/tensor/view_replay.h>
 #include <tessera/fsdp/gradients/gradient_layout.h>
+#include <tessera/fsdp/group/expert_mark.h>
 #include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/model/module_walk.h>
@@ -329,7 +330,9 @@ Taken take_free(const Census& census, const CallMesh& call, const FullyShardOpti
   choose_placements(options.shard_placement_fn, call, taken, description);
   for (size_t i = 0; i < taken.names.size(); ++i) {
     const auto& [tensor, own_mesh] = std::tie(taken.parameters[i].tensor, taken.parameters[i].mesh);
-    check_parameter(tensor, taken.names[i], taken.parameters[0].tensor, own_mesh.defined() ? own_mesh : call.data_parallel);
+    const auto& mesh = own_mesh.defined() ? own_mesh : call.data_parallel;
+    check_apart(tensor, taken.names[i], mesh);
+    check_parameter(tensor, taken.names[i], taken.parameters[0].tensor, mesh);
   }
   check_own_memory(census);
   const auto dtypes = unsharded_dtypes(census.walk, column(taken.parameters, &FreeParameter::tensor), options.mixed_precision);

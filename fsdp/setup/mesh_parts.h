@@ -35,8 +35,7 @@ struct MeshPart {
   bool is_beside() const { return is_whole || mesh.defined(); }
 };
 
-/// Splits the parameters of a call: those for which the program chose nothing else come first. Nothing is communicated. An error
-/// for experts that would be sharded with ranks which have others.
+/// Splits the parameters of a call: those for which the program chose nothing else come first. Nothing is communicated.
 std::vector<MeshPart> split_by_mesh(const std::vector<FreeParameter>& parameters, const std::vector<std::string>& names,
                                     const CallMesh& call);
 
