@@ -7,6 +7,8 @@
 #include <optional>
 
 #include <tessera/activations/placed_tensors.h>
+#include <tessera/base/meta_memory.h>
+#include <tessera/collectives/backends/simulated/operator_watch.h>
 
 namespace tessera::internal {
 
@@ -17,16 +19,25 @@ constexpr c10::DispatchKey kKeepKey = c10::DispatchKey::Fake;
 
 thread_local KeptResults::Scope* current_scope = nullptr;
 
-/// Returns tensors alone that share memory with nothing.
+/// Returns tensors that share memory with nothing, and maybe integers, as attention does on GPUs.
 bool is_functional(const c10::FunctionSchema& schema) {
   const auto is_plain = [](const c10::Argument& each) { return each.alias_info() == nullptr; };
-  const auto is_tensor = [](const c10::Argument& each) { return *each.type() == *c10::TensorType::get(); };
+  const auto is_kept = [](const c10::Argument& each) {
+    return *each.type() == *c10::TensorType::get() || each.type()->isSubtypeOf(*c10::IntType::get());
+  };
   const auto &arguments = schema.arguments(), &returns = schema.returns();
   return !returns.empty() && std::all_of(arguments.begin(), arguments.end(), is_plain) &&
-         std::all_of(returns.begin(), returns.end(), is_plain) && std::all_of(returns.begin(), returns.end(), is_tensor);
+         std::all_of(returns.begin(), returns.end(), is_plain) && std::all_of(returns.begin(), returns.end(), is_kept);
 }
 
-bool is_on_meta(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined() && value.toTensor().is_meta(); }
+bool is_defined(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+c10::IValue copy_of(const c10::IValue& value) { return is_defined(value) ? value.toTensor().clone() : value; }
+
+/// A stand-in has a shape alone. A planned model's own tensors are on the meta device too.
+bool is_stand_in(const c10::IValue& value) {
+  return is_defined(value) && value.toTensor().is_meta() && current_memory_use() == MemoryUse::kNothing;
+}
 
 } // namespace
 
@@ -49,7 +60,7 @@ KeptResults::Scope* KeptResults::Scope::active() { return current_scope; }
 void KeptResults::Scope::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
-  const bool counts = is_functional(schema) && std::none_of(arguments.begin(), arguments.end(), is_on_meta);
+  const bool counts = is_functional(schema) && std::none_of(arguments.begin(), arguments.end(), is_stand_in);
   const Call call{&schema, counts ? calls_[&schema]++ : 0};
   const bool keeps = counts && !values_ && results_->policy_(op, arguments);
   // Not the operators that a kernel calls: the second run does not come to those of a result that is kept.
@@ -58,9 +69,10 @@ void KeptResults::Scope::run(const c10::OperatorHandle& op, c10::DispatchKeySet 
   if (values_) {
     const auto found = values_->find(call);
     if (found == values_->end()) return op.redispatchBoxed(keys, stack);
+    forget_running_operator();
     stack->resize(stack->size() - arguments.size());
     for (const auto& each : found->second)
-      stack->emplace_back(each.clone()); // which the function may write, also where a view does
+      stack->push_back(copy_of(each)); // which the function may write, also where a view does
     return results_->kept_.at(call).rng.restore();
   }
   op.redispatchBoxed(keys, stack);
@@ -74,8 +86,8 @@ void KeptResults::Scope::keep(const Call& call, const c10::OperatorHandle& op, c
   Kept kept;
   std::vector<at::Tensor> tensors;
   for (const auto& each : torch::jit::last(stack, op.schema().returns().size())) {
-    tensors.push_back(each.toTensor());
-    kept.results.emplace_back(tensors.back().clone(), /*is_output=*/false);
+    if (is_defined(each)) tensors.push_back(each.toTensor());
+    kept.results.push_back(is_defined(each) ? Result(SavedVariable(each.toTensor().clone(), /*is_output=*/false)) : Result(each));
   }
   if (op.hasTag(at::Tag::nondeterministic_seeded)) kept.rng = RngState(tensors);
   results_->kept_.insert_or_assign(call, std::move(kept));
@@ -84,7 +96,10 @@ void KeptResults::Scope::keep(const Call& call, const c10::OperatorHandle& op, c
 KeptResults::Values KeptResults::values() const {
   Values values;
   for (const auto& [call, kept] : kept_) {
-    for (const auto& each : kept.results) values[call].push_back(each.unpack());
+    for (const auto& each : kept.results) {
+      const auto* const tensor = std::get_if<SavedVariable>(&each);
+      values[call].push_back(tensor ? c10::IValue(tensor->unpack()) : std::get<c10::IValue>(each));
+    }
   }
   return values;
 }

@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include <tessera/activations/recompute_options.h>
@@ -23,7 +24,7 @@ namespace tessera::internal {
 class KeptResults {
  public:
   using Call = std::pair<const c10::FunctionSchema*, size_t>;
-  using Values = std::map<Call, std::vector<at::Tensor>>;
+  using Values = std::map<Call, std::vector<c10::IValue>>;
 
   KeptResults(KeepPolicy policy, TensorPlace place) : policy_(std::move(policy)), place_(std::move(place)) {}
   /// What was kept, for a second run.
@@ -60,8 +61,10 @@ class KeptResults {
   };
 
  private:
+  using SavedVariable = torch::autograd::SavedVariable;
+  using Result = std::variant<SavedVariable, c10::IValue>; ///< a tensor, or what is none
   struct Kept {
-    std::vector<torch::autograd::SavedVariable> results;
+    std::vector<Result> results;
     RngState rng; ///< after an operator that draws
   };
 

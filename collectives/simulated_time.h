@@ -14,13 +14,15 @@ struct SimulationOptions {
   std::optional<double> flops_per_second = std::nullopt;
   /// The rate of attention's kernels, which mostly do not reach that of plain products. Unset: the same.
   std::optional<double> attention_flops_per_second = std::nullopt;
+  /// The rate of matrix products in fp8. Unset: the same.
+  std::optional<double> float8_flops_per_second = std::nullopt;
   /// Bytes that the rank reads and writes in a second, beside `flops_per_second`: each operator then takes the longer of its
   /// floating-point operations over that rate and of the bytes of its arguments and results over this one (a roofline). The
   /// optimizer's operators count as any others.
   std::optional<double> bytes_per_second = std::nullopt;
   /// What each operator takes besides, before it begins. Needs `bytes_per_second`.
   double launch_seconds = 0;
-  /// What one takes more where an operator on DTensors has called it: the host's time for its plan.
+  /// What an operator on DTensors takes besides its kernels, a view too: the host's time for its plan.
   double dtensor_seconds = 0;
   /// Bytes a second between the rank's device and its host or files, for what is offloaded. The copies take compute time: nothing
   /// hides them. Unset: they take none.

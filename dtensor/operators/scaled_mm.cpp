@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ceil_div.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -52,6 +53,12 @@ bool has_other_scales(const ScaledProduct& product) {
          !(is_whole_scale(b) || is_row_scale(b, 1, product.b.size(1)));
 }
 
+/// A plan registers one.
+bool has_meta_kernel() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_scaled_mm", "");
+  return op.hasKernelForDispatchKey(c10::DispatchKey::Meta);
+}
+
 void check(const ScaledProduct& product) {
   TORCH_CHECK_VALUE(!product.a.is_cpu() || !has_other_scales(product), "_scaled_mm: the scales of matrices ", product.a.sizes(),
                     " and ", product.b.sizes(), " have one element, or the shapes [", product.a.size(0), ", 1] and [1, ",
@@ -82,7 +89,9 @@ at::Tensor aligned_scaled_mm(ScaledProduct product) {
 
 at::Tensor scaled_mm(const ScaledProduct& product) {
   check(product);
-  if (product.a.is_meta()) return at::empty({product.a.size(0), product.b.size(1)}, product.a.options().dtype(product.dtype));
+  if (product.a.is_meta() && !has_meta_kernel())
+    return at::empty({product.a.size(0), product.b.size(1)}, product.a.options().dtype(product.dtype));
+  if (product.a.is_meta()) return run_kernel(product); // which a simulated rank counts
   if (has_other_scales(product)) return run_kernel(product);
   const bool scales_rows = !has_whole_scales(product);
   const bool knows_rows = product.a.is_cuda() && product.dtype == at::kBFloat16;

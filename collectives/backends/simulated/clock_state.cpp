@@ -27,6 +27,7 @@ ClockState::ClockState(const Topology& where, const SimulationOptions& how) : to
   };
   check(options.flops_per_second, "flops_per_second");
   check(options.attention_flops_per_second, "attention_flops_per_second");
+  check(options.float8_flops_per_second, "float8_flops_per_second");
   check(options.bytes_per_second, "bytes_per_second");
   check(options.host_bytes_per_second, "host_bytes_per_second");
   for (const auto& [value, name] :
@@ -35,9 +36,9 @@ ClockState::ClockState(const Topology& where, const SimulationOptions& how) : to
                       ", but must be a time, in seconds");
   TORCH_CHECK_VALUE(options.flops_per_second || !options.bytes_per_second,
                     "simulated rank: bytes_per_second is given without flops_per_second");
-  TORCH_CHECK_VALUE(options.flops_per_second || !options.attention_flops_per_second,
-                    "simulated rank: attention_flops_per_second is given without flops_per_second");
-  attention_rate_ = options.attention_flops_per_second.value_or(options.flops_per_second.value_or(0));
+  for (const auto& [rate, name] : {std::pair(options.attention_flops_per_second, "attention_flops_per_second"),
+                                   std::pair(options.float8_flops_per_second, "float8_flops_per_second")})
+    TORCH_CHECK_VALUE(options.flops_per_second || !rate, "simulated rank: ", name, " is given without flops_per_second");
   TORCH_CHECK_VALUE(options.bytes_per_second || options.launch_seconds + options.dtensor_seconds == 0,
                     "simulated rank: launch_seconds or dtensor_seconds is given without bytes_per_second");
 }
@@ -99,16 +100,21 @@ bool ClockState::is_over(double end) {
   return end <= time_.total;
 }
 
+double ClockState::seconds_of(const OperatorWork& work) const {
+  const double rate = *options.flops_per_second;
+  const double own_rate = work.is_attention ? options.attention_flops_per_second.value_or(rate)
+                          : work.is_float8  ? options.float8_flops_per_second.value_or(rate)
+                                            : rate;
+  const double products = work.flops / own_rate;
+  if (!options.bytes_per_second) return products;
+  return options.launch_seconds + std::max(products, work.bytes / *options.bytes_per_second);
+}
+
 void ClockState::count_operator(const OperatorWork& work) {
   const std::lock_guard lock(mutex_);
   if (!options.flops_per_second) return;
   flops_ += work.flops;
-  double seconds = work.flops / (work.is_attention ? attention_rate_ : *options.flops_per_second);
-  if (options.bytes_per_second) {
-    const double launch = options.launch_seconds + (work.is_of_dtensors ? options.dtensor_seconds : 0);
-    seconds = launch + std::max(seconds, work.bytes / *options.bytes_per_second);
-  }
-  untaken_seconds_ += seconds;
+  untaken_seconds_ += work.is_on_parts ? options.dtensor_seconds : seconds_of(work);
 }
 
 void ClockState::add_compute(double seconds) {

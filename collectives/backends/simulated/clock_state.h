@@ -60,6 +60,8 @@ class ClockState {
   void end_pause();
   /// Counts the rank's own work up to now. Called under the lock.
   void take_compute();
+  /// Returns what a kernel takes.
+  double seconds_of(const OperatorWork& work) const;
   /// The time at which a rank that carries its collectives itself is done with one. Called under the lock.
   double carry_alone(const std::vector<Phase>& phases);
 
@@ -68,7 +70,6 @@ class ClockState {
   SimulatedTime before_; // at the last reset
   std::array<WireTimes, 2> wires_;
   double flops_ = 0, untaken_seconds_ = 0;
-  double attention_rate_ = 0;             // in floating-point operations a second
   Clock::time_point mark_ = Clock::now(); // up to which this process's time is taken
 };
 

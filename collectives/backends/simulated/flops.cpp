@@ -118,6 +118,10 @@ bool is_on_parts(const c10::IValue& argument) {
 
 bool is_attention(std::string_view name) { return name.starts_with("aten::_scaled_dot_product_"); }
 
+bool is_float8(std::string_view name) {
+  return name.starts_with("aten::_scaled_mm") || name.starts_with("aten::_scaled_grouped_mm");
+}
+
 double flops_of(std::string_view name, Arguments arguments) {
   const auto found = formulas().find(name);
   if (found == formulas().end() || std::any_of(arguments.begin(), arguments.end(), is_on_parts)) return 0;

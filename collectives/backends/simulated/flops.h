@@ -13,5 +13,7 @@ namespace tessera::internal {
 double flops_of(std::string_view name, c10::ArrayRef<c10::IValue> arguments);
 /// Whether that is a kernel of attention.
 bool is_attention(std::string_view name);
+/// Whether that is a product in fp8.
+bool is_float8(std::string_view name);
 
 } // namespace tessera::internal

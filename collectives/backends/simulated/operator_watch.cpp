@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include <tessera/base/dispatch_keys.h>
@@ -23,10 +25,14 @@ struct Running {
   const OperatorTraffic* traffic = nullptr; ///< null where bytes are not counted, and for a call on DTensors
   bool is_on_parts = false;                 ///< a call on DTensors
   bool is_counted_inside = false;           ///< some call that it made has been counted
+  bool calls_on_parts = false;              ///< some call that it made is one on DTensors
+  int exceptions = std::uncaught_exceptions();
+  bool was_broken_off() const { return std::uncaught_exceptions() > exceptions; }
 };
 
 thread_local std::vector<Running> running;
 thread_local const at::RecordFunction* outer_product = nullptr; // the outermost one that runs on this thread
+thread_local OperatorCounts* own_counts = nullptr;              // of count_operators on this thread
 
 std::mutex watches_mutex;
 int watches = 0, byte_watches = 0; // guarded by watches_mutex
@@ -49,8 +55,9 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& call) {
   one.work.flops = flops_of(call.name(), call.inputs());
   if (one.work.flops > 0) outer_product = &call;
   one.work.is_attention = is_attention(call.name());
+  one.work.is_float8 = is_float8(call.name());
   one.is_on_parts = counts_bytes && is_on_parts(call.inputs());
-  one.work.is_of_dtensors = !running.empty() && (running.back().is_on_parts || running.back().work.is_of_dtensors);
+  if (one.is_on_parts && !running.empty()) running.back().calls_on_parts = true;
   if (counts_bytes && !one.is_on_parts) {
     one.traffic = &traffic_of(call);
     one.work.bytes = argument_bytes(*one.traffic, call.inputs());
@@ -59,18 +66,37 @@ std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& call) {
   return nullptr;
 }
 
+/// While it lives, this thread's operators are counted there.
+class CountsScope {
+ public:
+  explicit CountsScope(OperatorCounts& counts) : before_(std::exchange(own_counts, &counts)) {}
+  ~CountsScope() { own_counts = before_; }
+  CountsScope(const CountsScope&) = delete;
+  CountsScope& operator=(const CountsScope&) = delete;
+
+ private:
+  OperatorCounts* before_;
+};
+
+void tell(const OperatorWork& work) {
+  if (!own_counts) return counter.load()(work);
+  ++(work.is_on_parts ? own_counts->on_parts : own_counts->kernels);
+}
+
 /// One that has called others is counted by what these have done, unless it is a product.
 void on_end(const at::RecordFunction& call, at::ObserverContext* /*context*/) {
   if (running.empty() || running.back().call != &call) return; // inside of a product, or begun before the watch
   auto ended = running.back();
   running.pop_back();
   if (outer_product == &call) outer_product = nullptr;
+  if (ended.was_broken_off()) return; // as the last product of what is recomputed
   bool is_counted = ended.work.flops > 0;
   if (ended.traffic && (is_counted || !ended.is_counted_inside)) {
     ended.work.bytes += result_bytes(*ended.traffic, call.outputs());
     is_counted = is_counted || ended.traffic->moves;
   }
-  if (is_counted) counter.load()(ended.work);
+  if (is_counted) tell(ended.work);
+  if (ended.is_on_parts && !ended.calls_on_parts) tell({.is_on_parts = true});
   if (!running.empty() && (is_counted || ended.is_counted_inside)) running.back().is_counted_inside = true;
 }
 
@@ -89,6 +115,24 @@ OperatorWatch::~OperatorWatch() {
   const std::lock_guard lock(watches_mutex);
   if (counts_bytes_) counts_bytes = --byte_watches > 0;
   if (--watches == 0) at::removeCallback(handle);
+}
+
+void forget_running_operator() {
+  if (running.empty()) return;
+  auto& one = running.back();
+  if (outer_product == one.call) outer_product = nullptr;
+  one.work = {};
+  one.traffic = nullptr;
+}
+
+OperatorCounts count_operators(const std::function<void()>& call) {
+  const auto told = counter.load();
+  const OperatorWatch watch(
+      told ? told : [](const OperatorWork&) {}, /*counts_bytes=*/true);
+  OperatorCounts counts;
+  const CountsScope scope(counts);
+  call();
+  return counts;
 }
 
 } // namespace tessera::internal

@@ -2,6 +2,9 @@
 
 #include <ATen/record_function.h>
 
+#include <cstdint>
+#include <functional>
+
 namespace tessera::internal {
 
 /// What one operator does on the rank.
@@ -9,7 +12,14 @@ struct OperatorWork {
   double flops = 0; ///< of a matrix product, a convolution or attention
   double bytes = 0; ///< that it reads and writes, where they are counted
   bool is_attention = false;
-  bool is_of_dtensors = false; ///< an operator on DTensors has called it
+  bool is_float8 = false;   ///< a product in fp8
+  bool is_on_parts = false; ///< an operator on DTensors, views too: what its kernels do on the parts is told for itself
+};
+
+/// How many operators ran.
+struct OperatorCounts {
+  int64_t kernels = 0;  ///< that computed or moved something
+  int64_t on_parts = 0; ///< ... operators on DTensors, each of which has called some of these or a view
 };
 
 /// While one lives, `count` is told of the work of each call of an operator on any thread, but not of what such a call makes of
@@ -26,5 +36,11 @@ class OperatorWatch {
  private:
   bool counts_bytes_;
 };
+
+/// The operator that runs on this thread does nothing itself, as its result was kept. What it calls from now on is told.
+void forget_running_operator();
+
+/// Calls `call`, and counts its operators on this thread as a watch does. None is told of them.
+OperatorCounts count_operators(const std::function<void()>& call);
 
 } // namespace tessera::internal

@@ -1,6 +1,8 @@
 #include <tessera/tests/support/matchers.h>
 
+#include <tessera/activations/recompute.h>
 #include <tessera/collectives/backends/simulated/cost.h>
+#include <tessera/collectives/backends/simulated/operator_watch.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/mesh/device_mesh.h>
@@ -281,7 +283,44 @@ TEST_F(SimulatedGroup, AKernelOfAnOperatorOnDTensorsTakesMore) {
   EXPECT_NEAR(seconds_of_call([&] { a.add(a); }), 1, 1e-9);
   split.add(split); // the first makes a plan
   EXPECT_NEAR(seconds_of_call([&] { split.add(split); }), 3, 1e-9);
+  split.view({4, 4, -1});
+  EXPECT_NEAR(seconds_of_call([&] { split.view({4, 4, -1}); }), 2, 1e-9) << "a view has no kernel";
   EXPECT_NEAR(seconds_of_call([&] { a.add(a); }), 1, 1e-9);
+}
+
+TEST_F(SimulatedGroup, AProductInFp8TakesItsRate) {
+  init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1, .float8_flops_per_second = 2});
+  const auto a = torch::ones({16, 16}).to(torch::kFloat8_e4m3fn), scale = torch::ones({});
+  EXPECT_EQ(seconds_of_call([&] { at::_scaled_mm(a, a.t(), scale, scale, {}, {}, torch::kFloat); }), 16 * 16 * 16);
+  EXPECT_EQ(seconds_of_call([&] { torch::mm(torch::ones({16, 16}), torch::ones({16, 16})); }), 2 * 16 * 16 * 16);
+}
+
+TEST_F(SimulatedGroup, AProductThatIsBrokenOffTakesNothing) {
+  init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1});
+  const auto a = torch::ones({4, 4}), weight = torch::ones({4, 4}).requires_grad_();
+  const auto step = [&](const RecomputeOptions& options) {
+    const auto part = [&](const torch::Tensor& x) { return torch::mm(torch::mm(x, weight).relu(), weight); };
+    recompute(options, part, a).sum().backward();
+  };
+  constexpr double kProduct = 2 * 4 * 4 * 4;
+  const double plain = 2 + 3; // products forward and backward: the batch has no gradient
+  EXPECT_EQ(seconds_of_call([&] { step({}); }), (plain + 1) * kProduct) << "the second product ends the second run";
+  EXPECT_EQ(seconds_of_call([&] { step({.early_stop = false}); }), (plain + 2) * kProduct);
+  const auto keep = [](const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue>) { return op.schema().name() == "aten::mm"; };
+  EXPECT_EQ(seconds_of_call([&] { step({.keep = keep}); }), plain * kProduct) << "what is kept is not computed again";
+}
+
+TEST_F(SimulatedGroup, OperatorsAreCounted) {
+  init_fake_process_group(0, 2);
+  const auto a = torch::ones({8, 8});
+  const auto split = from_local(a, init_device_mesh(torch::kCPU, {2}), {Shard{0}});
+  split.mul(split); // the first makes a plan
+  const auto counts = internal::count_operators([&] {
+    a.add(a).t();
+    split.mul(split).transpose(0, 1);
+  });
+  EXPECT_EQ(counts.kernels, 2);
+  EXPECT_EQ(counts.on_parts, 2);
 }
 
 TEST_F(SimulatedGroup, ARankThatCarriesItsBytesWaitsForThem) {
@@ -311,6 +350,8 @@ TEST_F(SimulatedGroup, BadArgumentsAreErrors) {
   EXPECT_THROWS_WITH(
       init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 1, .bytes_per_second = 1, .launch_seconds = -1}),
       "launch_seconds is -1");
+  EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 0, {.float8_flops_per_second = 1}),
+                     "float8_flops_per_second is given without flops_per_second");
   EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 2), "init_simulated_process_group: rank 2 is not in [0, 2)");
   EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = 2}, 0, {.flops_per_second = 0}), "flops_per_second is 0");
   EXPECT_THROWS_WITH(init_simulated_process_group({.ranks = -1}, 0), "there are -1 ranks");
