@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <map>
 #include <optional>
+#include <string>
 
 #include <tessera/tests/fsdp/scripts/action.h>
 #include <tessera/tests/fsdp/scripts/compare.h>
@@ -73,22 +75,22 @@ class ParallelTraining {
     side.recorded.push_back({value * static_cast<double>(ranks), true, rounding()});
   }
 
-  void record(Side& side) const {
+  void record(Side& side) {
     const auto record_one = [&](const Tensor& tensor, const std::string& what) {
       side.record(tensor);
       side.recorded.back().rounding = rounding();
       side.recorded.back().what = ", the sum of " + what + ',';
     };
-    /// Each of its numbers was rounded beside the largest one before they were added.
-    const auto record_gradient = [&](const Tensor& gradient, const std::string& what) {
-      record_one(gradient, what);
-      const auto numbers = whole(gradient);
-      const auto spread = numbers.abs().max().item<double>() * std::sqrt(static_cast<double>(numbers.numel()));
-      side.recorded.back().rounding *= std::max(1.0, spread);
-    };
     for (const auto& item : net_->named_parameters()) {
+      const auto& gradient = item.value().grad();
+      const auto spread = gradient.defined() ? spread_of(whole(gradient)) : 0;
+      auto& largest = spreads_[item.key()];
+      largest = std::max(largest, spread);
       record_one(item.value(), "the parameter " + item.key());
-      if (item.value().grad().defined()) record_gradient(item.value().grad(), "the gradient of " + item.key());
+      side.recorded.back().rounding *= std::max(1.0, kSteps * largest); // it keeps what its gradients had
+      if (!gradient.defined()) continue;
+      record_one(gradient, "the gradient of " + item.key());
+      side.recorded.back().rounding *= std::max(1.0, spread);
     }
   }
 
@@ -109,6 +111,14 @@ class ParallelTraining {
 
  private:
   static constexpr int64_t kRows = 12, kIgnored = -100;
+  static constexpr double kRate = 0.05, kMomentum = 0.9;
+  static constexpr double kSteps = kRate / (1 - kMomentum); ///< of a gradient, with all that its momentum adds
+
+  /// By how much more the sum of a gradient is rounded than one number near 1: each of its numbers was rounded beside the largest
+  /// one before they were added.
+  static double spread_of(const Tensor& gradient) {
+    return gradient.abs().max().item<double>() * std::sqrt(static_cast<double>(gradient.numel()));
+  }
 
   static std::optional<torch::Dtype> draw_dtype(Draw& draw) {
     const auto number = draw.below(100);
@@ -136,7 +146,7 @@ class ParallelTraining {
   /// Adam makes steps of what is rounding alone.
   std::unique_ptr<torch::optim::Optimizer> make_optimizer() const {
     if (!dtype_) return optimizer_plan_.make(*net_);
-    return std::make_unique<torch::optim::SGD>(net_->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+    return std::make_unique<torch::optim::SGD>(net_->parameters(), torch::optim::SGDOptions(kRate).momentum(kMomentum));
   }
 
   Tensor sum_of(const Tensor& logits, const Tensor& targets) const {
@@ -155,6 +165,7 @@ class ParallelTraining {
   random_net::Net net_{nullptr};
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::string description_;
+  std::map<std::string, double> spreads_; ///< the largest of each parameter's gradients so far
 };
 
 namespace {
