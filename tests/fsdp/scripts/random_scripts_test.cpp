@@ -60,7 +60,7 @@ std::set<int64_t> steps_to_spare(uint64_t seed, const ScriptFailure& failure, co
   for (int64_t step = failure.step - 1; step >= 0; --step) {
     auto tried = spared;
     tried.insert(step);
-    if (run_script(seed, folder, tried)) spared = tried;
+    if (run_script(seed, folder / c10::str("without-", step), tried)) spared = tried; // checkpoints are never changed
   }
   return spared;
 }
