@@ -59,6 +59,7 @@ void scale_rates(Machine& machine, double factor) {
   machine.attention_efficiency *= factor / peak;
   machine.fp32_flops *= peak;
   machine.bf16_flops *= peak;
+  machine.float8_flops *= peak;
 }
 
 Link scaled(Link link, double factor) {

@@ -36,7 +36,7 @@ const Keys kMachineKeys{"name",
                         "host_bytes_per_second",
                         "in_host",
                         "between_hosts"};
-const Keys kFlopsKeys{"fp32", "bf16"}, kLinkKeys{"alpha", "beta", "algorithm"};
+const Keys kFlopsKeys{"fp32", "bf16", "fp8"}, kLinkKeys{"alpha", "beta", "algorithm"};
 
 void check_keys(const JsonView& object, const Keys& known) {
   for (const auto& [key, value] : object.fields()) {
@@ -94,6 +94,7 @@ Machine machine_of(const JsonView& json, const std::string& source) {
   check_keys(flops, kFlopsKeys);
   machine.fp32_flops = flops["fp32"].number();
   machine.bf16_flops = number_or(flops, "bf16", 0);
+  machine.float8_flops = number_or(flops, "fp8", 0);
   machine.efficiency = number_or(json, "efficiency", 1);
   machine.attention_efficiency = number_or(json, "attention_efficiency", 0);
   machine.memory_bandwidth = json["memory_bytes_per_second"].number();
@@ -139,6 +140,7 @@ void Machine::check(const std::string& source) const {
   not_negative(static_cast<double>(host_memory), "host_memory_bytes");
   positive(fp32_flops, "flops_per_second.fp32");
   not_negative(bf16_flops, "flops_per_second.bf16");
+  not_negative(float8_flops, "flops_per_second.fp8");
   TORCH_CHECK_VALUE(efficiency > 0 && efficiency <= 1, source, ": efficiency is ", efficiency,
                     ", but must be a share of flops_per_second above 0 and at most 1");
   TORCH_CHECK_VALUE(attention_efficiency >= 0 && attention_efficiency <= 1, source, ": attention_efficiency is ",
@@ -190,7 +192,7 @@ std::string Machine::to_json() const {
                                 {"device", device == Device::kCpu ? "cpu" : "cuda"},
                                 {"memory_bytes", memory},
                                 {"host_memory_bytes", host_memory},
-                                {"flops_per_second", {{"fp32", fp32_flops}, {"bf16", bf16_flops}}},
+                                {"flops_per_second", {{"fp32", fp32_flops}, {"bf16", bf16_flops}, {"fp8", float8_flops}}},
                                 {"efficiency", efficiency},
                                 {"attention_efficiency", attention_efficiency},
                                 {"memory_bytes_per_second", memory_bandwidth},

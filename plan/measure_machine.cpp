@@ -4,6 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/ones.h>
@@ -24,6 +26,7 @@
 #include <vector>
 
 #include <tessera/base/host_name.h>
+#include <tessera/collectives/backends/simulated/operator_watch.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/mesh/device_mesh.h>
@@ -106,24 +109,45 @@ double attention_rate(const Measurement& measurement) {
   return 4.0 * kHeads * kPositions * kPositions * kHeadWidth / seconds;
 }
 
-/// Of one call.
-double seconds_of(const Measurement& measurement, const std::function<void()>& call) {
-  constexpr int kCalls = 200;
-  return measurement.fastest([&] {
-    for (int i = 0; i < kCalls; ++i) call();
-  }) / kCalls;
+constexpr int64_t kSmall = 8;
+
+/// Layers as a block of a model has them, whose kernels have nothing to do.
+at::Tensor small_layers(const at::Tensor& input, const at::Tensor& matrix, const at::Tensor& scale) {
+  constexpr int kLayers = 4;
+  auto x = input; // [rows, time, features]
+  for (int i = 0; i < kLayers; ++i) {
+    const auto y = at::linear(at::layer_norm(x, {kSmall}, scale, scale), matrix);
+    const auto heads = y.unflatten(-1, {2, kSmall / 2}).transpose(1, 2);
+    x = x + at::linear(at::gelu(heads.transpose(1, 2).flatten(2)), matrix);
+  }
+  return x.sum();
 }
 
-double launch_seconds(const Measurement& measurement) {
-  const auto one = at::ones({1});
-  return seconds_of(measurement, [&] { one.add_(1); });
+/// Forward and backward of these, of plain tensors or of DTensors on `mesh`.
+struct SmallPass {
+  double seconds = 0;
+  internal::OperatorCounts operators;
+};
+
+SmallPass small_pass(const Measurement& measurement, const DeviceMesh& mesh) {
+  const auto made = [&](at::IntArrayRef sizes) {
+    const auto ones = at::ones(sizes);
+    return (mesh.defined() ? at::Tensor(from_local(ones, mesh, {Replicate()})) : ones).requires_grad_();
+  };
+  const auto input = made({1, 2, kSmall}), matrix = made({kSmall, kSmall}), scale = made({kSmall});
+  const at::AutoGradMode with_grad(true);
+  const auto call = [&] { small_layers(input, matrix, scale).backward(); };
+  const double seconds = measurement.fastest(call);
+  return {seconds, internal::count_operators(call)};
 }
 
-/// What the sum of two small DTensors takes more than that of plain ones.
-double dtensor_seconds(const Measurement& measurement) {
-  const auto one = at::ones({1});
-  const auto everywhere = from_local(one, measurement.mesh(), {Replicate()});
-  return std::max(0.0, seconds_of(measurement, [&] { everywhere + everywhere; }) - seconds_of(measurement, [&] { one + one; }));
+/// What a rank's operators take that compute nothing.
+void measure_operators(const Measurement& measurement, Machine& machine) {
+  const auto plain = small_pass(measurement, {});
+  machine.launch_seconds = plain.seconds / static_cast<double>(plain.operators.kernels);
+  if (measurement.ranks() == 1) return;
+  const auto split = small_pass(measurement, measurement.mesh());
+  machine.dtensor_seconds = std::max(0.0, split.seconds - plain.seconds) / static_cast<double>(split.operators.on_parts);
 }
 
 /// Bytes of memory that this process may take: the host's, or its control group's.
@@ -174,11 +198,8 @@ Machine measure_machine(const MeasureOptions& options) {
   machine.attention_efficiency = std::min(1.0, attention_rate(measurement) / machine.fp32_flops);
   machine.bf16_flops = product_rate(measurement, options.product_size, at::kBFloat16);
   machine.memory_bandwidth = operator_rate(measurement, options.operator_bytes);
-  machine.launch_seconds = launch_seconds(measurement);
-  if (measurement.ranks() > 1) {
-    machine.in_host = link_of(measurement, options.message_bytes);
-    machine.dtensor_seconds = dtensor_seconds(measurement);
-  }
+  measure_operators(measurement, machine);
+  if (measurement.ranks() > 1) machine.in_host = link_of(measurement, options.message_bytes);
   return machine;
 }
 

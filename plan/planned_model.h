@@ -9,12 +9,14 @@
 #include <string>
 #include <vector>
 
+#include <tessera/activations/recompute_options.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/parallel/context_attention.h>
 #include <tessera/parallel/pipeline.h>
 #include <tessera/parallel/pipeline_layers.h>
 #include <tessera/parallel/plan_for.h>
 #include <tessera/parallel/styles.h>
+#include <tessera/plan/settings.h>
 
 namespace tessera {
 
@@ -22,9 +24,13 @@ namespace tessera {
 struct PassSettings {
   int64_t rows = 1;       ///< of this rank
   bool recompute = false; ///< the blocks of the model are recomputed in backward, each as a whole
+  RecomputeKeeps keeps = RecomputeKeeps::kNothing;
   /// The ranks among which each sequence is split, of one dim; undefined: none. The batch is this rank's part.
   DeviceMesh context = {};
   ContextParallel context_scheme = ContextParallel::kAllGather;
+
+  /// For the `recompute` of one block: a policy that keeps what `keeps` says, and counts its products anew.
+  RecomputeOptions recompute_options() const;
 };
 
 /// A model that the planner can build on the meta device, shard and step. `read_model` makes one of a folder of Hugging
@@ -49,6 +55,9 @@ struct PlannedModel {
   std::function<PipelineLayers(torch::nn::Module&, const PassSettings&)> layers = nullptr;
   /// The loss of the last layer's output, in a pipeline.
   PipelineLoss pipeline_loss = {};
+
+  /// Linear layers that do not multiply in fp8, as `Float8Options::except` names them: the head.
+  std::vector<std::string> not_in_float8 = {};
 
   int64_t experts = 0;          ///< of a `MoE` in it, among whose ranks they can be split; 0: there is none
   int64_t sequence = 0;         ///< positions of a row, all of which count as tokens; 0: a row is one sample

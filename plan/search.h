@@ -22,6 +22,8 @@ struct SearchOptions {
   std::vector<PlanPrecision> precisions = {PlanPrecision::kBf16Mixed};
   std::vector<std::string> optimizers = {"AdamW"};
   std::vector<bool> recompute = {false, true};
+  std::vector<RecomputeKeeps> keeps = {RecomputeKeeps::kNothing}; ///< of those that recompute
+  std::vector<std::optional<Float8Scaling>> float8 = {std::nullopt};
   std::vector<OffloadPolicy::Memory> offload = {OffloadPolicy::Memory::kDevice};
   std::vector<PipelineScheduleKind> schedules = {PipelineScheduleKind::k1F1B};
 

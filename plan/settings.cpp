@@ -60,7 +60,8 @@ std::string PlanSettings::to_string() const {
     parts.emplace_back(*reshard_after_forward ? "freed after forward" : "kept after forward");
   if (reshard_after_forward && reshard_after_forward->ranks())
     parts.push_back(fmt::format("over {} after forward", *reshard_after_forward->ranks()));
-  if (recompute) parts.emplace_back("recompute");
+  if (recompute) parts.emplace_back(keeps == RecomputeKeeps::kNothing ? "recompute" : "selective recompute");
+  if (float8) parts.emplace_back(*float8 == Float8Scaling::kTensor ? "fp8" : "fp8 by rows");
   if (sequence_parallel) parts.emplace_back("sequence parallel");
   if (offload == OffloadPolicy::Memory::kHost) parts.emplace_back("offload to the host");
   if (offload == OffloadPolicy::Memory::kFiles) parts.emplace_back("offload to files");
@@ -77,6 +78,8 @@ void PlanSettings::check() const {
                                    std::pair(mesh.shard, "shard"), std::pair(mesh.cp, "cp"), std::pair(mesh.tp, "tp"),
                                    std::pair(mesh.ep, "ep"), std::pair(rows, "rows"), std::pair(accumulation, "accumulation")})
     check_positive(size, name);
+  TORCH_CHECK_VALUE(recompute || keeps == RecomputeKeeps::kNothing,
+                    "plan settings: keeps says what a recomputation keeps, but recompute is false");
   TORCH_CHECK_VALUE(chunks >= 0, "plan settings: chunks is ", chunks, ", but must not be negative");
   const bool has_outer = row_of(strategy).outer.has_value();
   TORCH_CHECK_VALUE(has_outer == (mesh.replicate > 1 && strategy != Strategy::kNoShard), "plan settings: strategy ",

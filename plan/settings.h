@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include <tessera/fsdp/options.h>
+#include <tessera/nn/float8_linear.h>
 #include <tessera/offload/offload_policy.h>
 #include <tessera/parallel/context_attention.h>
 #include <tessera/parallel/pipeline_schedule.h>
@@ -18,6 +20,14 @@ enum class PlanPrecision : uint8_t {
   kBf16Mixed, ///< "bf16_mixed": parameters in fp32, forward and backward in bf16, gradients reduced in fp32
   kDeepSpeed, ///< "deepspeed": the same, but gradients are reduced in bf16
   kBf16Full,  ///< "bf16_full": everything in bf16, the optimizer's state too
+};
+
+/// What a recomputed block keeps beside its inputs.
+enum class RecomputeKeeps : uint8_t {
+  kNothing,
+  /// The results of attention, and of every second matrix product from the first on: torchtitan's selective activation
+  /// checkpointing of operators.
+  kSecondProducts,
 };
 
 /// The ranks of each dim of a job's mesh, outer first.
@@ -45,6 +55,9 @@ struct PlanSettings {
   int64_t rows = 1;         ///< of a micro-batch of a rank
   int64_t accumulation = 1; ///< micro-batches of a step; of a pipeline those that pass through it
   bool recompute = false;
+  RecomputeKeeps keeps = RecomputeKeeps::kNothing; ///< with recompute
+  /// Linear layers multiply in fp8, but those that `PlannedModel::not_in_float8` names. Unset: none does.
+  std::optional<Float8Scaling> float8 = std::nullopt;
   bool sequence_parallel = false; ///< with tp: activations between layers are split over their time
   ContextParallel context_scheme = ContextParallel::kAllGather;
   OffloadPolicy::Memory offload = OffloadPolicy::Memory::kDevice;

@@ -53,7 +53,7 @@ class Replay {
     }
   }
 
-  /// The event after which a phase that an event is in has ended.
+  /// The event after which a phase that an event is in has ended, and the next one of an optimizer.
   void find_ends() {
     end_of_phase_.resize(events_.size());
     size_t end = events_.size();
@@ -61,9 +61,17 @@ class Replay {
       if (i + 1 < events_.size() && !is_same_part(phase_of(events_[i]), phase_of(events_[i + 1]))) end = i + 1;
       end_of_phase_[i] = end;
     }
+    optimizer_after_.resize(events_.size());
+    size_t optimizer = events_.size();
+    for (size_t i = events_.size(); i-- > 0;) {
+      if (phase_of(events_[i]) == PlanPhase::kOptimizer) optimizer = i;
+      optimizer_after_[i] = optimizer;
+    }
   }
 
   bool outlives_its_phase(const Life& life) const { return life.end >= end_of_phase_[life.begin]; }
+  /// What does not is a sum over micro-batches that is still to be reduced.
+  bool reaches_the_optimizer(const Life& life) const { return life.end > optimizer_after_[life.begin]; }
 
   int64_t PlanMemory::*category_of(const Life& life, MemoryUse use) const {
     switch (use) {
@@ -77,7 +85,9 @@ class Replay {
       case PlanPhase::kSetup: return &PlanMemory::parameters;
       case PlanPhase::kForward: return outlives_its_phase(life) ? &PlanMemory::activations : &PlanMemory::temporaries;
       case PlanPhase::kRecompute: return &PlanMemory::activations;
-      case PlanPhase::kBackward: return outlives_its_phase(life) ? &PlanMemory::gradients : &PlanMemory::temporaries;
+      case PlanPhase::kBackward:
+        if (!outlives_its_phase(life)) return &PlanMemory::temporaries;
+        return settings_.is_offloaded && !reaches_the_optimizer(life) ? &PlanMemory::reduce_buffers : &PlanMemory::gradients;
       case PlanPhase::kOptimizer: return outlives_its_phase(life) ? &PlanMemory::optimizer_state : &PlanMemory::temporaries;
     }
     return &PlanMemory::temporaries;
@@ -110,8 +120,8 @@ class Replay {
 
   const std::vector<Event>& events_;
   const MeterSettings settings_;
-  std::vector<Life> lives_; // by block
-  std::vector<size_t> end_of_phase_;
+  std::vector<Life> lives_;                                  // by block
+  std::vector<size_t> end_of_phase_, optimizer_after_;       // by event
   std::unordered_map<uint32_t, int64_t PlanMemory::*> uses_; // of blocks that live
   PlanMemory held_;
   MeasuredMemory measured_;

@@ -73,13 +73,14 @@ void for_each_part(LayerList& model, const Each& each) {
   }
 }
 
-at::Tensor run_part(const std::shared_ptr<Layer>& layer, const at::Tensor& x, bool recomputes) {
-  return recomputes ? recompute(layer, x) : layer->forward(x);
+/// Blocks alone are recomputed.
+at::Tensor run_part(const std::shared_ptr<Layer>& layer, const at::Tensor& x, bool is_block, const PassSettings& settings) {
+  return is_block && settings.recompute ? recompute(settings.recompute_options(), layer, x) : layer->forward(x);
 }
 
-at::Tensor run_all(LayerList& model, at::Tensor x, bool recomputes) {
+at::Tensor run_all(LayerList& model, at::Tensor x, const PassSettings& settings) {
   for_each_part(model, [&](const std::string&, const std::shared_ptr<Layer>& layer, bool is_block) {
-    x = run_part(layer, x, recomputes && is_block);
+    x = run_part(layer, x, is_block, settings);
   });
   return x;
 }
@@ -90,11 +91,12 @@ LayerList& list_of(torch::nn::Module& module) {
   return *list;
 }
 
-PipelineLayers pipeline_of(LayerList& model, bool recomputes) {
+PipelineLayers pipeline_of(LayerList& model, const PassSettings& settings) {
   PipelineLayers layers(model);
   for_each_part(model, [&](const std::string& path, const std::shared_ptr<Layer>& layer, bool is_block) {
     const auto members = layer->named_parameters().is_empty() ? std::vector<std::string>() : std::vector{path};
-    layers.add(path, members, [layer, again = recomputes && is_block](const at::Tensor& x) { return run_part(layer, x, again); });
+    layers.add(path, members,
+               [layer, is_block, settings](const at::Tensor& x) { return run_part(layer, x, is_block, settings); });
   });
   return layers;
 }
@@ -151,16 +153,14 @@ PlannedModel plan_layers(const JsonView& json, int64_t sequence, bool with_dropo
     return PipelineValue(input_of(config.input, settings.rows, device));
   };
   model.loss = [config](torch::nn::Module& module, const PipelineValue& batch, const PassSettings& settings) {
-    return layers_loss(config, run_all(list_of(module), batch.toTensor(), settings.recompute));
+    return layers_loss(config, run_all(list_of(module), batch.toTensor(), settings));
   };
   model.tensor_parallel = [config](torch::nn::Module&, const PlanOptions&) {
     ParallelPlan plan;
     add_lines(plan, config.view()["layers"], "");
     return plan;
   };
-  model.layers = [](torch::nn::Module& module, const PassSettings& settings) {
-    return pipeline_of(list_of(module), settings.recompute);
-  };
+  model.layers = [](torch::nn::Module& module, const PassSettings& settings) { return pipeline_of(list_of(module), settings); };
   model.pipeline_loss.sum = [config](const PipelineValue& output, const PipelineValue&) {
     return layers_loss(config, output.toTensor());
   };

@@ -72,7 +72,7 @@ PipelineLayers layers_of(TransformerImpl& model, const PassSettings& settings) {
     const auto name = config.names.blocks + "." + std::to_string(i);
     layers.add(name, {name}, [&model, settings, block = model.block(i)](const at::Tensor& x, const Batch& batch) {
       const OwnPart own(batch, settings);
-      return run_block(block, x, model.surroundings(own.positions), settings.recompute);
+      return run_block(block, x, model.surroundings(own.positions), settings);
     });
   }
   layers.add("head", model.head_members(), [&model](const at::Tensor& x) { return model.finish(x); });
@@ -138,13 +138,14 @@ PlannedModel plan_transformer(const TransformerConfig& config, int64_t sequence)
   };
   model.loss = [config](torch::nn::Module& module, const PipelineValue& batch, const PassSettings& settings) {
     const OwnPart own(batch.to<Batch>(), settings);
-    return loss_of(config, transformer(module).forward(own.input, own.positions, settings.recompute), own.labels);
+    return loss_of(config, transformer(module).forward(own.input, own.positions, settings), own.labels);
   };
   model.tensor_parallel = [config](torch::nn::Module&, const PlanOptions& options) { return tensor_plan(config, options); };
   model.layers = [](torch::nn::Module& module, const PassSettings& settings) { return layers_of(transformer(module), settings); };
   model.pipeline_loss.sum = [config](const PipelineValue& output, const PipelineValue& batch) {
     return loss_of(config, output.toTensor(), OwnPart(batch.to<Batch>(), {}).labels);
   };
+  if (config.head == Head::kLanguage && !config.is_tied) model.not_in_float8 = {config.names.head};
   model.experts = config.block.experts;
   model.sequence = config.takes_pictures() ? 0 : sequence;
   model.splits_sequence = !config.takes_pictures() && config.block.attention_dropout == 0 && config.head != Head::kPooled &&

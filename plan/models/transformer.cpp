@@ -19,8 +19,8 @@
 
 namespace tessera::internal::models {
 
-at::Tensor run_block(const Block& block, const at::Tensor& x, const Surroundings& around, bool recomputes) {
-  return recomputes ? recompute(block, x, around) : Block(block)->forward(x, around);
+at::Tensor run_block(const Block& block, const at::Tensor& x, const Surroundings& around, const PassSettings& pass) {
+  return pass.recompute ? recompute(pass.recompute_options(), block, x, around) : Block(block)->forward(x, around);
 }
 
 TransformerImpl::TransformerImpl(TransformerConfig config) : config_(std::move(config)) {
@@ -121,12 +121,12 @@ at::Tensor TransformerImpl::finish(const at::Tensor& x) {
   TORCH_INTERNAL_ASSERT(false, "an unknown head");
 }
 
-at::Tensor TransformerImpl::forward(const at::Tensor& input, const at::Tensor& positions, bool recomputes) {
+at::Tensor TransformerImpl::forward(const at::Tensor& input, const at::Tensor& positions, const PassSettings& pass) {
   const auto length = config_.takes_pictures() ? 1 : input.size(1);
   const auto places = positions.defined() ? positions : at::arange(length, input.options().dtype(at::kLong));
   auto x = embed(input, places);
   const auto around = surroundings(places);
-  for (const auto& block : blocks_) x = run_block(block, x, around, recomputes);
+  for (const auto& block : blocks_) x = run_block(block, x, around, pass);
   return finish(x);
 }
 

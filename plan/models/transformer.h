@@ -11,6 +11,7 @@
 
 #include <tessera/plan/models/block.h>
 #include <tessera/plan/models/transformer_config.h>
+#include <tessera/plan/planned_model.h>
 
 namespace tessera::internal::models {
 
@@ -22,7 +23,7 @@ class TransformerImpl : public torch::nn::Module {
   /// Of tokens [rows, length] or pictures [rows, channels, side, side]: what the head gives, [rows, length, vocabulary],
   /// [rows, classes] or [rows, width]; without one the last block's output. `positions` [length] of the tokens; undefined: 0, 1,
   /// …
-  at::Tensor forward(const at::Tensor& input, const at::Tensor& positions = {}, bool recomputes = false);
+  at::Tensor forward(const at::Tensor& input, const at::Tensor& positions = {}, const PassSettings& pass = {});
 
   // `forward` is made of these.
   at::Tensor embed(const at::Tensor& input, const at::Tensor& positions);
@@ -51,7 +52,7 @@ class TransformerImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Transformer);
 
-/// `block`'s forward, recomputed in backward where it is to be.
-at::Tensor run_block(const Block& block, const at::Tensor& x, const Surroundings& around, bool recomputes);
+/// `block`'s forward, recomputed in backward where the settings say so.
+at::Tensor run_block(const Block& block, const at::Tensor& x, const Surroundings& around, const PassSettings& pass);
 
 } // namespace tessera::internal::models

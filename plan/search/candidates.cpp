@@ -88,7 +88,8 @@ int64_t least_bytes_of(const PlanSettings& settings, int64_t parameters) {
 /// least of a layer comes first.
 double cost_of(const PlanSettings& settings) {
   const auto& mesh = settings.mesh;
-  double cost = settings.recompute ? 4.0 / 3 : 1;
+  double cost = !settings.recompute ? 1 : settings.keeps == RecomputeKeeps::kNothing ? 4.0 / 3 : 7.0 / 6;
+  if (settings.float8) cost *= 0.7;
   cost *= 1 + 0.1 * static_cast<double>(mesh.tp - 1) + 0.1 * static_cast<double>(mesh.cp - 1);
   cost *= 1 + 0.1 * static_cast<double>(mesh.pp - 1);
   if (settings.offload != OffloadPolicy::Memory::kDevice) cost *= 2;
@@ -97,32 +98,32 @@ double cost_of(const PlanSettings& settings) {
   return cost * (row.inner.parameters ? 1.02 : 1) * (row.outer && row.outer->optimizer_state ? 1.01 : 1);
 }
 
-std::vector<PlanSettings> settings_of(const PlanMesh& mesh, const PlannedModel& model, const SearchOptions& options) {
-  std::vector<PlanSettings> all;
-  PlanSettings settings{.mesh = mesh};
-  settings.accumulation = mesh.pp > 1 ? 2 * mesh.pp : 1;
-  settings.sequence_parallel = false;
-  const auto schedules = mesh.pp > 1 ? options.schedules : std::vector{settings.schedule};
-  for (const auto layout : options.layouts) {
-    for (const auto precision : options.precisions) {
-      for (const auto& optimizer : options.optimizers) {
-        for (const bool recompute : options.recompute) {
-          for (const auto offload : options.offload) {
-            for (const auto schedule : schedules) {
-              auto one = settings;
-              one.layout = layout;
-              one.precision = precision;
-              one.optimizer = optimizer;
-              one.recompute = recompute;
-              one.offload = offload;
-              one.schedule = schedule;
-              all.push_back(std::move(one));
-            }
-          }
-        }
-      }
+/// Each of `all` with each of the values.
+template <typename Value>
+void vary(std::vector<PlanSettings>& all, const std::vector<Value>& values, Value PlanSettings::*member) {
+  std::vector<PlanSettings> varied;
+  for (const auto& one : all) {
+    for (const Value& value : values) {
+      varied.push_back(one);
+      varied.back().*member = value;
     }
   }
+  all = std::move(varied);
+}
+
+std::vector<PlanSettings> settings_of(const PlanMesh& mesh, const SearchOptions& options) {
+  std::vector<PlanSettings> all(1, {.mesh = mesh});
+  if (mesh.pp > 1) all.front().accumulation = 2 * mesh.pp;
+  vary(all, options.layouts, &PlanSettings::layout);
+  vary(all, options.precisions, &PlanSettings::precision);
+  vary(all, options.float8, &PlanSettings::float8);
+  vary(all, options.optimizers, &PlanSettings::optimizer);
+  vary(all, options.recompute, &PlanSettings::recompute);
+  vary(all, options.keeps, &PlanSettings::keeps);
+  std::erase_if(all, [&](const auto& one) { return !one.recompute && one.keeps != options.keeps.front(); }); // all alike
+  for (auto& one : all) one.keeps = one.recompute ? one.keeps : RecomputeKeeps::kNothing;
+  vary(all, options.offload, &PlanSettings::offload);
+  if (mesh.pp > 1) vary(all, options.schedules, &PlanSettings::schedule);
   return all;
 }
 
@@ -139,7 +140,7 @@ std::vector<Candidate> candidates_of(const PlannedModel& model, const Machine& m
       const bool has_outer = row_of(strategy).outer.has_value(), is_split = strategy != Strategy::kNoShard;
       if (is_split ? has_outer != (mesh->replicate > 1) : mesh->shard > 1) continue;
       if (is_split && mesh->shard * mesh->cp * mesh->replicate == 1 && strategy != Strategy::kFullShard) continue; // all alike
-      for (auto& settings : settings_of(*mesh, model, options)) {
+      for (auto& settings : settings_of(*mesh, options)) {
         settings.strategy = strategy;
         candidates.push_back({settings, least_bytes_of(settings, parameters), cost_of(settings)});
       }

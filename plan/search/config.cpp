@@ -60,6 +60,9 @@ ordered_json zero_of(const PlanSettings& settings) {
 std::string config_of(const Prediction& prediction) {
   const auto& settings = prediction.settings;
   TORCH_CHECK_VALUE(settings.mesh.ep == 1, "config_of: a config has no experts' ranks, but ep is ", settings.mesh.ep);
+  TORCH_CHECK_VALUE(settings.keeps == RecomputeKeeps::kNothing,
+                    "config_of: a config has no key for what a recomputation keeps: the program says that");
+  TORCH_CHECK_VALUE(!settings.float8, "config_of: a config has no key for products in fp8: the program calls convert_to_float8");
   ordered_json own{{"strategy", row_of(settings.strategy).name},
                    {"mesh", mesh_of(settings.mesh)},
                    {"layout", settings.layout == BufferLayout::kRagged ? "ragged" : "per-parameter"},

@@ -35,6 +35,8 @@ void check_search(const SearchOptions& options) {
   check(!options.precisions.empty(), "precisions");
   check(!options.optimizers.empty(), "optimizers");
   check(!options.recompute.empty(), "recompute");
+  check(!options.keeps.empty(), "keeps");
+  check(!options.float8.empty(), "float8");
   check(!options.offload.empty(), "offload");
   check(!options.schedules.empty(), "schedules");
 }
@@ -79,9 +81,13 @@ std::optional<Prediction> Search::step(const PlanSettings& settings) {
 bool Search::can_be_faster(const Candidate& candidate, double speed) const {
   const auto found = flops_a_row_.find(candidate.settings.precision);
   if (found == flops_a_row_.end()) return true;
-  const double rate = *simulation_of(machine_, candidate.settings).flops_per_second * static_cast<double>(machine_.ranks());
+  const auto& settings = candidate.settings;
+  const auto simulation = simulation_of(machine_, settings);
+  const double plain = *simulation.flops_per_second;
+  const double rate = settings.float8 ? std::max(plain, *simulation.float8_flops_per_second) : plain;
   constexpr double kLeastRecomputed = 1.1; // what is recomputed may leave out parts of the model
-  return rate / (found->second * (candidate.settings.recompute ? kLeastRecomputed : 1)) > speed;
+  const bool repeats_all = settings.recompute && settings.keeps == RecomputeKeeps::kNothing;
+  return rate * static_cast<double>(machine_.ranks()) / (found->second * (repeats_all ? kLeastRecomputed : 1)) > speed;
 }
 
 bool Search::fits(const Prediction& prediction, int64_t budget) const {

@@ -95,6 +95,7 @@ class PipelineRank {
         mesh_(settings, c10::kMeta),
         pass_{.rows = settings.rows,
               .recompute = settings.recompute,
+              .keeps = settings.keeps,
               .context = mesh_.dim("cp"),
               .context_scheme = settings.context_scheme},
         between_(outputs_of_layers(model, mesh_, pass_)) {}
@@ -103,6 +104,7 @@ class PipelineRank {
     module_ = on_meta(model_.build);
     const auto& settings = mesh_.settings;
     set_planned_dtype(*module_, planned_dtype(settings));
+    convert_planned(*module_, model_, settings);
     // The ranks compare what they were given on the host, where their numbers are.
     const auto host = init_device_mesh(c10::kCPU, mesh_.all.shape(), mesh_.all.dim_names());
     stages_.emplace(split(model_.layers(*module_, pass_), host["pp"], {.rank_of_stage = schedule_.rank_of_stage}));
@@ -246,7 +248,7 @@ RankStep step_of_rank(const PlannedModel& model, const Machine& machine, const P
   const SimulatedScope scope(machine.topology(), rank, simulation_of(machine, settings));
   const MetaOperatorsOf kernels(machine.device == Machine::Device::kCpu ? c10::kCPU : c10::kCUDA);
   enter_phase(PlanPhase::kSetup);
-  PipelineRank run(model, settings, schedule);
+  PipelineRank run(model, settings_on(machine, settings), schedule);
   const MetaMemory memory(phase_now);
   run.make();
   RankStep result{.prediction = {.settings = settings, .model = model.name}};
@@ -319,8 +321,6 @@ PipelineSimulation simulation_of(const PipelineSchedule& schedule, const std::ma
 
 Prediction predict_pipeline(const PlannedModel& model, const Machine& machine, const PlanSettings& settings) {
   TORCH_CHECK_VALUE(model.pipeline_loss.sum, "plan: ", model.name, " has no loss for a pipeline, but pp is ", settings.mesh.pp);
-  TORCH_CHECK_VALUE(settings_on(machine, settings).offload == OffloadPolicy::Memory::kDevice,
-                    "plan: a pipeline cannot be planned with offload");
   const auto schedule = pipeline_schedule(
       settings.schedule, {.ranks = settings.mesh.pp, .micro_batches = settings.accumulation, .chunks = chunks_of(settings)});
   const auto steps = steps_of_ranks(model, machine, settings, schedule);

@@ -64,12 +64,14 @@ PlannedTraining::PlannedTraining(const PlannedModel& model, const PlanSettings& 
       mesh_(settings, device),
       pass_{.rows = settings.rows,
             .recompute = settings.recompute,
+            .keeps = settings.keeps,
             .context = mesh_.dim("cp"),
             .context_scheme = settings.context_scheme},
       module_(on_meta(model.build)) {
   TORCH_CHECK_VALUE(settings.mesh.cp == 1 || model.splits_sequence, "plan: ", model.name,
                     " does not split its sequences, but cp is ", settings.mesh.cp);
   set_planned_dtype(*module_, planned_dtype(settings));
+  convert_planned(*module_, model_, settings);
   shard_planned(*module_, model_, mesh_, planned_options(settings, folder));
   materialize(*module_, device == c10::kMeta ? [](torch::nn::Module&) {} : initialize);
   module_->train();
@@ -103,6 +105,7 @@ SimulationOptions simulation_of(const Machine& machine, const PlanSettings& sett
   return {
       .flops_per_second = machine.efficiency * rate,
       .attention_flops_per_second = (machine.attention_efficiency > 0 ? machine.attention_efficiency : machine.efficiency) * rate,
+      .float8_flops_per_second = machine.efficiency * (machine.float8_flops > 0 ? machine.float8_flops : half),
       .bytes_per_second = machine.memory_bandwidth,
       .launch_seconds = machine.launch_seconds,
       .dtensor_seconds = machine.dtensor_seconds,
@@ -140,6 +143,10 @@ void take_times(Prediction& prediction) {
     prediction.bytes_sent += count.bytes;
     prediction.collectives += count.calls;
   }
+}
+
+void convert_planned(torch::nn::Module& module, const PlannedModel& model, const PlanSettings& settings) {
+  if (settings.float8) convert_to_float8(module, {.scaling = *settings.float8, .except = model.not_in_float8});
 }
 
 void set_planned_dtype(torch::nn::Module& module, at::ScalarType dtype) {

@@ -50,6 +50,8 @@ SimulationOptions simulation_of(const Machine& machine, const PlanSettings& sett
 PlanSettings settings_on(const Machine& machine, PlanSettings settings);
 /// Throws unless the settings are possible, and of the machine's ranks.
 void check_planned(const PlannedModel& model, const Machine& machine, const PlanSettings& settings);
+/// Makes linear layers of the model multiply in fp8 where the settings say so.
+void convert_planned(torch::nn::Module& module, const PlannedModel& model, const PlanSettings& settings);
 /// Brings the floating-point parameters to `dtype`, before they are sharded.
 void set_planned_dtype(torch::nn::Module& module, at::ScalarType dtype);
 /// A batch whose floating-point tensors, as of pictures, have `dtype` where that is bf16.

@@ -40,6 +40,10 @@ ordered_json json_of(const PlanSettings& settings) {
           {"rows", settings.rows},
           {"accumulation", settings.accumulation},
           {"recompute", settings.recompute},
+          {"keeps", settings.keeps == RecomputeKeeps::kNothing ? "nothing" : "second products"},
+          {"float8", !settings.float8                             ? "off"
+                     : *settings.float8 == Float8Scaling::kTensor ? "tensor"
+                                                                  : "rows"},
           {"optimizer", settings.optimizer}};
 }
 

@@ -18,6 +18,7 @@ Machine machine() {
           .memory = 1 << 30,
           .fp32_flops = 8e10,
           .bf16_flops = 4e10,
+          .float8_flops = 6e10,
           .efficiency = 0.8,
           .attention_efficiency = 0.4,
           .memory_bandwidth = 1e10,
@@ -39,6 +40,7 @@ void expect_scaled(const Machine& fitted, double compute, double exposed) {
   const auto before = machine();
   EXPECT_NEAR(compute_factor(fitted), compute, 1e-9);
   EXPECT_NEAR(before.attention_efficiency * before.bf16_flops / (fitted.attention_efficiency * fitted.bf16_flops), compute, 1e-9);
+  EXPECT_NEAR(before.efficiency * before.float8_flops / (fitted.efficiency * fitted.float8_flops), compute, 1e-9);
   EXPECT_LE(std::max(fitted.efficiency, fitted.attention_efficiency), 1);
   if (compute > 1) EXPECT_EQ(fitted.fp32_flops, before.fp32_flops) << "the peak, which utilization is measured by";
   EXPECT_EQ(fitted.name, "machine, fitted");

@@ -10,7 +10,7 @@
 namespace tessera::testing::machine_test {
 namespace {
 
-const std::string kHost = R"({"memory_bytes": 80e9, "flops_per_second": {"fp32": 67e12, "bf16": 989e12},
+const std::string kHost = R"({"memory_bytes": 80e9, "flops_per_second": {"fp32": 67e12, "bf16": 989e12, "fp8": 1979e12},
   "memory_bytes_per_second": 3.35e12)";
 std::string host_with(const std::string& more) { return kHost + more + "}"; }
 
@@ -28,6 +28,7 @@ TEST(Machine, IsReadAndWritten) {
   EXPECT_EQ(machine.ranks(), 32);
   EXPECT_EQ(machine.memory, 80'000'000'000);
   EXPECT_EQ(machine.bf16_flops, 989e12);
+  EXPECT_EQ(machine.float8_flops, 1979e12);
   EXPECT_EQ(machine.attention_efficiency, 0.35);
   EXPECT_EQ(machine.dtensor_seconds, 4e-6);
   EXPECT_EQ(machine.between_hosts.algorithm, Link::Algorithm::kRecursive);
@@ -58,6 +59,8 @@ TEST(Machine, SaysWhatIsWrong) {
   EXPECT_THROWS_WITH(read(host_with(R"(, "hosts": 1.5)")), "is 1.5, but must be a whole number");
   EXPECT_THROWS_WITH(read(host_with(R"(, "hosts": 0)")), "hosts is 0");
   EXPECT_THROWS_WITH(read(host_with(R"(, "efficiency": 1.5)")), "efficiency is 1.5");
+  EXPECT_THROWS_WITH(read(R"({"memory_bytes": 1e9, "flops_per_second": {"fp32": 1e9, "fp8": -1}, "memory_bytes_per_second": 1})"),
+                     "m.json: flops_per_second.fp8 is -1");
   EXPECT_THROWS_WITH(read(host_with(R"(, "attention_efficiency": -1)")), "attention_efficiency is -1");
   EXPECT_THROWS_WITH(read(host_with(R"(, "device": "tpu")")), "\"tpu\", but must be \"cpu\" or \"cuda\"");
   EXPECT_THROWS_WITH(read(R"({"flops_per_second": {"fp32": 1e9}, "memory_bytes_per_second": 1})"), "memory_bytes");

@@ -10,6 +10,9 @@ namespace {
 TEST(PlanSettings, AreReadByPeople) {
   PlanSettings settings{.mesh = {.shard = 8, .tp = 2}, .rows = 4, .accumulation = 2, .recompute = true};
   EXPECT_EQ(settings.to_string(), "full, shard 8 x tp 2, 4 rows x 2, bf16_mixed, recompute, AdamW");
+  settings.keeps = RecomputeKeeps::kSecondProducts;
+  settings.float8 = Float8Scaling::kRows;
+  EXPECT_EQ(settings.to_string(), "full, shard 8 x tp 2, 4 rows x 2, bf16_mixed, selective recompute, fp8 by rows, AdamW");
   EXPECT_EQ(settings.global_rows(), 64);
   EXPECT_EQ(settings.mesh.ranks(), 16);
   EXPECT_EQ(PlanSettings().to_string(), "full, 1 rank, 1 row, bf16_mixed, AdamW");
@@ -29,6 +32,7 @@ TEST(PlanSettings, SayWhatCannotBe) {
   EXPECT_THROWS_WITH(check({.mesh = {.shard = 2}, .strategy = tessera::Strategy::kNoShard}), "shard is 2");
   EXPECT_THROWS_WITH(check({.optimizer = "AdamW8bits"}), "did you mean \"AdamW8bit\"?");
   EXPECT_THROWS_WITH(check({.chunks = -2}), "chunks is -2");
+  EXPECT_THROWS_WITH(check({.keeps = RecomputeKeeps::kSecondProducts}), "but recompute is false");
 }
 
 } // namespace

@@ -15,7 +15,8 @@ using torch::Tensor;
 inline Tensor through(torch::nn::Module& block, const Tensor& x, const PassSettings& pass,
                       const std::function<Tensor(torch::nn::Module&, const Tensor&)>& forward) {
   if (!pass.recompute) return forward(block, x);
-  return recompute([&block, forward](const Tensor& input) { return forward(block, input); }, x);
+  return recompute(
+      pass.recompute_options(), [&block, forward](const Tensor& input) { return forward(block, input); }, x);
 }
 
 /// A block of a transformer: causal attention and an MLP, each after a norm.
@@ -96,6 +97,7 @@ inline PlannedModel transformer(const std::string& name, int64_t vocabulary, int
   model.pipeline_loss.sum = [loss_of](const PipelineValue& logits, const PipelineValue& batch) {
     return loss_of(logits.toTensor(), batch.toTensor());
   };
+  if (!is_tied) model.not_in_float8 = {"lm_head"};
   model.sequence = length;
   if (is_tied) model.layers = nullptr;
   return model;
@@ -116,7 +118,7 @@ inline PlannedModel sequence(const std::string& name, const std::function<torch:
     auto x = batch.toTensor();
     for (auto& each : *module.as<torch::nn::SequentialImpl>()) {
       auto run = [each](const Tensor& y) mutable { return each.template forward<Tensor>(y); };
-      x = pass.recompute ? recompute(run, x) : run(x);
+      x = pass.recompute ? recompute(pass.recompute_options(), run, x) : run(x);
     }
     return x.square().mean();
   };

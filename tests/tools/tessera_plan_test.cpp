@@ -79,6 +79,23 @@ TEST_F(PlanTool, PredictsOneSetting) {
   EXPECT_GT(prediction.at("peak").get<int64_t>(), prediction.at("memory").at("parameters").get<int64_t>());
 }
 
+TEST_F(PlanTool, PredictsSelectiveRecomputationAndFp8) {
+  const auto path = folder_.file("out.json");
+  const auto predicted = [&](const std::string& recompute, const std::string& float8) {
+    const auto result = run({model(), "--machine=h100-sxm", "--predict", "--ranks=2", "--sequence=16", "--rows=2",
+                             "--recompute=" + recompute, "--float8=" + float8, "--json=" + path});
+    EXPECT_EQ(result.status, 0) << result.output;
+    return read_json(path);
+  };
+  const auto some = predicted("selective", "rows"), all = predicted("on", "off");
+  EXPECT_EQ(some.at("settings").at("keeps"), "second products");
+  EXPECT_EQ(some.at("settings").at("float8"), "rows");
+  EXPECT_LT(some.at("flops").get<double>(), all.at("flops").get<double>());
+  EXPECT_THAT(error({model(), "--machine=h100-sxm", "--predict", "--float8=e4m3"}), HasSubstr("--float8: \"e4m3\" is unknown"));
+  EXPECT_THAT(error({model(), "--machine=h100-sxm", "--predict", "--recompute=most"}),
+              HasSubstr("--recompute: \"most\" is unknown; known are on, off, both, selective"));
+}
+
 /// What comes in is in the dtype of the model.
 TEST_F(PlanTool, PredictsPicturesInEveryPrecision) {
   const auto pictures = folder_.write("pictures.json", R"({"format": "tessera layers", "version": 1, "name": "pictures",

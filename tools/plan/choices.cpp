@@ -9,6 +9,7 @@
 #include <tessera/parallel/pipeline_schedule.h>
 
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -23,7 +24,10 @@ ABSL_FLAG(std::string, strategy, "", "no-shard, zero-1, zero-2, full, hybrid, hi
 ABSL_FLAG(std::string, precision, "bf16_mixed", "fp32, bf16_mixed, deepspeed, bf16_full; several with commas");
 ABSL_FLAG(std::string, optimizer, "AdamW",
           "AdamW, Adam, SGD, Momentum, Lion, Lamb, Adafactor, AdamW8bit, Muon; several with commas");
-ABSL_FLAG(std::string, recompute, "both", "on, off or both; --predict: both is off");
+ABSL_FLAG(std::string, recompute, "both",
+          "on, off, both, or selective: attention and every second product are kept; --predict: both is off");
+ABSL_FLAG(std::string, float8, "off",
+          "products of linear layers in fp8, a scale a tensor or a row: off, tensor, rows; several with commas");
 ABSL_FLAG(std::string, offload, "device", "device, host, files; several with commas");
 ABSL_FLAG(std::string, schedule, "1f1b", "schedules of a pipeline, as tessera-pipeline names them; several with commas");
 ABSL_FLAG(std::string, layout, "ragged", "ragged, per_parameter; several with commas");
@@ -79,7 +83,14 @@ tessera::ContextParallel scheme_of(const std::string& text) {
 }
 
 std::vector<bool> recompute_of(const std::string& text) {
-  return value_of<std::vector<bool>>("recompute", text, {{"on", {true}}, {"off", {false}}, {"both", {false, true}}});
+  return value_of<std::vector<bool>>("recompute", text,
+                                     {{"on", {true}}, {"off", {false}}, {"both", {false, true}}, {"selective", {true}}});
+}
+
+std::optional<tessera::Float8Scaling> float8_of(const std::string& text) {
+  using tessera::Float8Scaling;
+  return value_of<std::optional<Float8Scaling>>(
+      "float8", text, {{"off", std::nullopt}, {"tensor", Float8Scaling::kTensor}, {"rows", Float8Scaling::kRows}});
 }
 
 tessera::PlanMesh mesh_of_flag() {
@@ -128,7 +139,10 @@ tessera::SearchOptions options_of_flags() {
   options.precisions =
       list_of(absl::GetFlag(FLAGS_precision), [](const std::string& text) { return tessera::plan_precision(text); });
   options.optimizers = list_of(absl::GetFlag(FLAGS_optimizer), [](const std::string& text) { return text; });
-  options.recompute = recompute_of(absl::GetFlag(FLAGS_recompute));
+  const auto recompute = absl::GetFlag(FLAGS_recompute);
+  options.recompute = recompute_of(recompute);
+  if (recompute == "selective") options.keeps = {tessera::RecomputeKeeps::kSecondProducts};
+  options.float8 = list_of(absl::GetFlag(FLAGS_float8), float8_of);
   options.offload = list_of(absl::GetFlag(FLAGS_offload), offload_of);
   options.schedules =
       list_of(absl::GetFlag(FLAGS_schedule), [](const std::string& text) { return tessera::pipeline_schedule_kind(text); });
@@ -175,6 +189,8 @@ tessera::PlanSettings settings_of_flags(int64_t ranks) {
   settings.rows = absl::GetFlag(FLAGS_rows);
   settings.accumulation = absl::GetFlag(FLAGS_accumulation);
   settings.recompute = options.recompute.front();
+  settings.keeps = options.keeps.front();
+  settings.float8 = only("float8", options.float8);
   settings.sequence_parallel = absl::GetFlag(FLAGS_sequence_parallel);
   settings.context_scheme = scheme_of(absl::GetFlag(FLAGS_context_scheme));
   return settings;

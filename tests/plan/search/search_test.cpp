@@ -7,6 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 #include <tessera/tests/plan/test_models.h>
 #include <tessera/tests/support/matchers.h>
@@ -111,6 +113,26 @@ TEST(Plan, IsAConfigOfTheTrainer) {
     EXPECT_EQ(config.precision.name, to_string(settings.precision));
     EXPECT_TRUE(config.has_optimizer());
   }
+}
+
+TEST(Plan, ChoosesWhatIsKeptAndWhatIsInFp8) {
+  SearchOptions options{.max_rows = 1, .meshes = {{.shard = 4}}, .strategies = {tessera::Strategy::kFullShard}};
+  options.keeps = {RecomputeKeeps::kNothing, RecomputeKeeps::kSecondProducts};
+  options.float8 = {std::nullopt, Float8Scaling::kTensor};
+  std::map<std::string, Prediction> all;
+  options.progress = [&](const Prediction& each) { all.emplace(each.settings.to_string(), each); };
+  const auto made = plan(small(), hosts_of_four(1), options);
+  EXPECT_EQ(made.considered, 6) << "without recomputation nothing is kept";
+  ASSERT_TRUE(all.contains("full, shard 4, 1 row, bf16_mixed, selective recompute, fp8, AdamW"));
+  for (const auto& entry : all) {
+    const auto& each = entry.second;
+    if (each.settings.keeps != RecomputeKeeps::kNothing)
+      EXPECT_THROWS_WITH(config_of(each), "no key for what a recomputation keeps");
+    else if (each.settings.float8)
+      EXPECT_THROWS_WITH(config_of(each), "no key for products in fp8");
+  }
+  options.keeps.clear();
+  EXPECT_THROWS_WITH(plan(small(), hosts_of_four(1), options), "plan: keeps is empty");
 }
 
 TEST(Plan, IsWritten) {
