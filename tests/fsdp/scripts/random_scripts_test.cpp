@@ -83,6 +83,7 @@ void expect_no_races(uint64_t seed) {
 }
 
 void run(const std::vector<uint64_t>& seeds, const std::filesystem::path& folder) {
+  if (seeds.empty()) GTEST_SKIP() << "the environment names none of the scripts that this test has on so many ranks";
   int64_t failures = 0;
   for (const uint64_t seed : seeds) {
     std::optional<ScriptFailure> failure;
