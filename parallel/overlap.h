@@ -16,6 +16,8 @@ enum class Overlap : uint8_t {
 
 /// "never", "always", "measured".
 std::string to_string(Overlap overlap);
+/// Returns the one of that name. An error for any other name.
+Overlap overlap_of(const std::string& name);
 
 /// How layers overlap what they compute with what they send. It concerns sequence parallelism: layers whose activation is
 /// gathered from a split of the sequence, and layers whose result is scattered to one, that are torch::nn::Linear or other

@@ -11,8 +11,8 @@
 #include <tessera/fsdp/options.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/parallel/expert_parallel.h>
+#include <tessera/parallel/parallelize.h>
 #include <tessera/parallel/pipeline_layers.h>
-#include <tessera/parallel/styles.h>
 
 namespace tessera {
 
@@ -85,7 +85,8 @@ void fully_shard(const PipelineStages& stages, const DeviceMesh& mesh, const Ful
 
 /// `parallelize` of what this rank has, with those lines of `plan` that name something here. A line that names no module of the
 /// whole model is an error. Every rank of the pipeline and of `mesh` calls it, before `fully_shard`.
-void parallelize(const PipelineStages& stages, const DeviceMesh& mesh, const ParallelPlan& plan);
+void parallelize(const PipelineStages& stages, const DeviceMesh& mesh, const ParallelPlan& plan,
+                 const ParallelizeOptions& options = {});
 
 /// `expert_parallel` of what this rank has, over ranks that have the same stages; nothing where these have no experts. An error
 /// where the whole model has none. Every rank of the pipeline and of `mesh` calls it, before `parallelize` and `fully_shard`.

@@ -26,6 +26,7 @@
 #include <tessera/optim/lion.h>
 #include <tessera/optim/muon.h>
 #include <tessera/optim/one_bit.h>
+#include <tessera/parallel/overlap.h>
 #include <tessera/parallel/styles.h>
 #include <tessera/training/lr_schedule.h>
 #include <tessera/training/own_settings.h>
@@ -80,6 +81,7 @@ struct ShardingConfig {
   bool recompute = false;                 ///< the program is to recompute its blocks in backward
   std::optional<ParallelPlan> plan;       ///< of tp; unset: `plan_for`
   bool sequence_parallel = false;         ///< `PlanOptions::sequence`
+  Overlap overlap = Overlap::kNever;      ///< of tp, with `sequence_parallel`
   std::string pipeline_schedule = "1f1b"; ///< of pp, as `pipeline_schedule_kind` names it
   int64_t pipeline_chunks = 0;            ///< stages a rank; 0: 2 where the schedule has several, otherwise 1
 };

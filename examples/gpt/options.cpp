@@ -34,6 +34,8 @@ ABSL_FLAG(double, weight_decay, 0.1, "of matrices; norms and biases have none");
 ABSL_FLAG(bool, recompute, false,
           "keep only the inputs of the blocks, and compute the rest again in backward: less memory, more time");
 ABSL_FLAG(bool, sequence_parallel, false, "split activations between the layers over their time; needs a dim tp");
+ABSL_FLAG(std::string, overlap, "never",
+          "of layers and their collectives under --sequence-parallel: never, always, or measured, as is faster");
 ABSL_FLAG(std::string, schedule, "1f1b",
           "of a pipeline: gpipe, 1f1b, zb-h1, interleaved-1f1b, looped-bfs, interleaved-zb, zb-v or dualpipe-v; needs a dim pp");
 ABSL_FLAG(int64_t, micro_batches, 4, "into which a pipeline cuts the rows of a step");
@@ -99,6 +101,8 @@ void check_combinations(const Options& options) {
               tensor_parallel, " ranks of tp");
   TORCH_CHECK(!options.sequence_parallel || options.tensor_parallel,
               "--sequence-parallel needs a dim tp: --mesh 2x2 --dims dp,tp");
+  TORCH_CHECK(options.sequence_parallel || options.overlap == tessera::Overlap::kNever, "--overlap ", to_string(options.overlap),
+              " needs --sequence-parallel");
   TORCH_CHECK(!options.resume || !options.checkpoint.empty(), "--resume needs --checkpoint");
   TORCH_CHECK(!options.step_in_backward || options.clip == 0,
               "--step-in-backward steps before all gradients are there, whose norm --clip limits: it needs --clip=0");
@@ -174,6 +178,7 @@ void read_splits(Options& options) {
   options.context_ranks = context_ranks(options);
   options.context = parse_context(absl::GetFlag(FLAGS_context));
   options.sequence_parallel = absl::GetFlag(FLAGS_sequence_parallel);
+  options.overlap = tessera::overlap_of(absl::GetFlag(FLAGS_overlap));
   options.schedule = tessera::pipeline_schedule_kind(absl::GetFlag(FLAGS_schedule));
   options.micro_batches = absl::GetFlag(FLAGS_micro_batches);
 }

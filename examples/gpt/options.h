@@ -1,6 +1,7 @@
 #pragma once
 
 #include <tessera/parallel/context_attention.h>
+#include <tessera/parallel/overlap.h>
 #include <tessera/parallel/pipeline_schedule.h>
 
 #include <string>
@@ -29,8 +30,9 @@ struct Options : examples::JobOptions {
   int64_t warmup = 0; ///< steps of linear warm-up; a cosine down to a tenth follows
   double clip = 0;    ///< the largest global gradient norm; 0: no clipping
   double weight_decay = 0;
-  bool recompute = false;         ///< of the blocks, in backward
-  bool sequence_parallel = false; ///< activations between the layers are split over their time
+  bool recompute = false;                              ///< of the blocks, in backward
+  bool sequence_parallel = false;                      ///< activations between the layers are split over their time
+  tessera::Overlap overlap = tessera::Overlap::kNever; ///< of layers and collectives under `sequence_parallel`
   tessera::PipelineScheduleKind schedule = tessera::PipelineScheduleKind::k1F1B; ///< with a dim pp
   int64_t micro_batches = 0;                                                     ///< of a step of a pipeline
   uint64_t seed = 0;

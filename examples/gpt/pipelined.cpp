@@ -45,7 +45,10 @@ tessera::Pipeline make_pipeline(Gpt& model, const tessera::DeviceMesh& mesh, con
   auto stages = tessera::split(layers_of(model, options.recompute), mesh["pp"], {.rank_of_stage = schedule.rank_of_stage});
   const bool has_experts = options.model.experts > 0;
   const auto same_experts = split_experts(*stages.module, mesh, options);
-  if (options.tensor_parallel) tessera::parallelize(stages, mesh["tp"], parallel_plan(options.sequence_parallel, has_experts));
+  if (options.tensor_parallel) {
+    const auto plan = parallel_plan(options.sequence_parallel, has_experts);
+    tessera::parallelize(stages, mesh["tp"], plan, {.overlap = {.when = options.overlap}});
+  }
   shard_experts(*stages.module, same_experts, options);
   tessera::set_router_loss_scale(*stages.module, 1.0 / static_cast<double>(options.micro_batches));
   const auto data = data_mesh(mesh, options);

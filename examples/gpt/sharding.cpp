@@ -46,7 +46,8 @@ void shard(Gpt& model, const tessera::DeviceMesh& all, const Options& options) {
   auto mesh = all;
   const auto same = split_experts(*model, all, options);
   if (options.tensor_parallel) {
-    tessera::parallelize(*model, all["tp"], parallel_plan(options.sequence_parallel, options.model.experts > 0));
+    tessera::parallelize(*model, all["tp"], parallel_plan(options.sequence_parallel, options.model.experts > 0),
+                         {.overlap = {.when = options.overlap}});
     mesh = all[names_without(all, "tp")];
   }
   shard_experts(*model, same, options);

@@ -94,6 +94,13 @@ std::string to_string(Overlap overlap) {
   TORCH_INTERNAL_ASSERT(false, "unknown overlap");
 }
 
+Overlap overlap_of(const std::string& name) {
+  for (const auto overlap : {Overlap::kNever, Overlap::kAlways, Overlap::kMeasured}) {
+    if (name == to_string(overlap)) return overlap;
+  }
+  TORCH_CHECK_VALUE(false, "overlap is \"", name, "\", but must be never, always or measured");
+}
+
 std::string OverlapDecision::to_string() const {
   constexpr double kMilli = 1e3;
   return fmt::format("{}: {:.3f} ms apart, {:.3f} ms overlapped: {}", layer, apart_seconds * kMilli, overlapped_seconds * kMilli,

@@ -60,7 +60,8 @@ void expert_parallel(const PipelineStages& stages, const DeviceMesh& mesh, const
   if (!moe_layers(*stages.module).empty()) expert_parallel(*stages.module, mesh, options);
 }
 
-void parallelize(const PipelineStages& stages, const DeviceMesh& mesh, const ParallelPlan& plan) {
+void parallelize(const PipelineStages& stages, const DeviceMesh& mesh, const ParallelPlan& plan,
+                 const ParallelizeOptions& options) {
   const auto here = internal::parallel::modules_below(*stages.module);
   const auto all = internal::parallel::modules_below(stages.layers.model());
   ParallelPlan lines;
@@ -70,7 +71,7 @@ void parallelize(const PipelineStages& stages, const DeviceMesh& mesh, const Par
                                      [&](const auto& each) { return internal::parallel::matches(line.modules, each.path); });
     if (is_here) lines.push_back(line);
   }
-  parallelize(*stages.module, mesh, lines);
+  parallelize(*stages.module, mesh, lines, options);
 }
 
 } // namespace tessera

@@ -230,6 +230,7 @@ ShardingConfig sharding_of(ConfigValues& values, int64_t ranks) {
   sharding.recompute = values.has("activation_checkpointing") || values.boolean("tessera.recompute");
   sharding.plan = plan_of(values);
   sharding.sequence_parallel = values.boolean("tessera.sequence_parallel");
+  sharding.overlap = overlap_of(values.text("tessera.overlap"));
   sharding.pipeline_schedule = values.text("tessera.pipeline.schedule");
   sharding.pipeline_chunks = values.integer("tessera.pipeline.chunks");
   return sharding;

@@ -33,7 +33,8 @@ void TrainSetup::shard(torch::nn::Module& model, const std::vector<std::shared_p
   TORCH_CHECK(!has_dim(mesh_, "pp"),
               "TrainSetup::shard: the config splits layers over a dim pp; make the Pipeline in the program (docs/pipeline.md)");
   config_.set_dtype(model);
-  if (has_dim(mesh_, "tp")) parallelize(model, mesh_["tp"], config_.parallel_plan(model));
+  if (has_dim(mesh_, "tp"))
+    parallelize(model, mesh_["tp"], config_.parallel_plan(model), {.overlap = {.when = config_.sharding.overlap}});
   const auto shards = config_.shard_mesh(mesh_);
   const auto options = config_.shard_options();
   for (const auto& block : blocks) fully_shard(*block, shards, options);

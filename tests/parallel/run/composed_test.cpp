@@ -8,6 +8,7 @@
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/strategy.h>
 #include <tessera/mesh/device_mesh.h>
+#include <tessera/parallel/overlap.h>
 #include <tessera/parallel/pipeline.h>
 #include <tessera/training/grad_scaler.h>
 
@@ -48,6 +49,26 @@ TEST(ComposedPipeline, TrainsWithTensorParallelism) {
                  {"blocks.*.down", Rowwise{}}});
     Pipeline pipeline(std::move(stages), kind, text_loss());
     expect_same_training(train_in_pipeline(pipeline, plan), expected, 1e-5);
+  }
+}
+
+TEST(ComposedPipeline, TrainsWithLayersThatOverlap) {
+  if (world_size() != 4 && world_size() != 2) return;
+  const auto mesh = init_device_mesh(torch::kCPU, {world_size() / 2, 2}, {"pp", "tp"});
+  const Shard over_time{1};
+  for (const auto when : {Overlap::kAlways, Overlap::kMeasured}) {
+    SCOPED_TRACE(to_string(when));
+    const TrainingPlan plan{.steps = 3};
+    const auto expected = train_alone(seeded_pipeline_gpt({.depth = 6}), plan);
+    auto model = seeded_pipeline_gpt({.depth = 6});
+    auto stages = stages_of(model, Kind::kZeroBubbleH1, mesh["pp"]);
+    parallelize(stages, mesh["tp"],
+                {{"blocks.*.mlp_norm", Sequence{}}, {"blocks.*.up", Colwise{}}, {"blocks.*.down", Rowwise{.output = over_time}}},
+                {.overlap = {.when = when, .chunks = 2, .smallest_measured = 0}});
+    const auto measured_before = overlap_decisions().size();
+    Pipeline pipeline(std::move(stages), Kind::kZeroBubbleH1, text_loss());
+    expect_same_training(train_in_pipeline(pipeline, plan), expected, 1e-5);
+    EXPECT_EQ(overlap_decisions().size() > measured_before, when == Overlap::kMeasured);
   }
 }
 

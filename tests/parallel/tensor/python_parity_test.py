@@ -102,7 +102,8 @@ class PythonParity(unittest.TestCase):
         """Losses and weights of train_gpt."""
         saved, exported = self.path / f"saved-{self.id()}", self.path / f"exported-{self.id()}"
         losses = curve(self.programs, self.path, [f"--ranks={ranks}", f"--mesh={mesh}", "--dims=dp,tp", f"--checkpoint={saved}",
-                                                  f"--sequence-parallel={str(sequence_parallel).lower()}"])
+                                                  f"--sequence-parallel={str(sequence_parallel).lower()}",
+                                                  f"--overlap={'always' if sequence_parallel else 'never'}"])
         tool = self.programs.ours("tessera-checkpoint")
         subprocess.run([*tool, "convert", saved / f"step-{STEPS:06}", exported, "--to=hugging-face"], check=True, stdout=subprocess.DEVNULL)
         return losses, read(exported)

@@ -34,6 +34,7 @@ constexpr ConfigKey kTesseraKeys[] = {
     {"tessera.plan", kAny, "null", kUsed,
      "of `tp`: a block of path patterns, each `colwise`, `colwise packed 3`, `rowwise`, `vocab`, `sequence`; null: `plan_for`"},
     {"tessera.sequence_parallel", kBoolean, "false", kUsed, "`PlanOptions::sequence`"},
+    {"tessera.overlap", kText, "\"never\"", kUsed, "`OverlapOptions::when` of `tp`", Fill::kNone, {}, "never|always|measured"},
     {"tessera.pipeline", kBlock, "", kUsed, "of `pp`"},
     {"tessera.pipeline.schedule",
      kText,
