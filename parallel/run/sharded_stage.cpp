@@ -37,6 +37,10 @@ MicroBatchScope ShardedStage::enter(PipelineWork work, int64_t micro_batch, bool
       *root_, {.index = micro_batch * places_ + place_, .phase = phase_of(work), .is_last = is_last, .residency = residency_});
 }
 
+void ShardedStage::gather_ahead(PipelineWork next) const {
+  if (root_ == module_) tessera::gather_ahead(*root_, phase_of(next));
+}
+
 void ShardedStage::free() const {
   for (const auto& module : module_->modules()) {
     if (is_sharded(*module)) fsdp(*module).reshard();

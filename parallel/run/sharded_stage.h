@@ -20,6 +20,9 @@ class ShardedStage {
 
   /// The scope of an action of the stage. `is_last`: the gradients of the step are complete with it.
   MicroBatchScope enter(PipelineWork work, int64_t micro_batch, bool is_last) const;
+  /// Starts the gathers that the next action of the stage will wait for first; none where its stages are one model, which knows
+  /// only what comes next in all of it.
+  void gather_ahead(PipelineWork next) const;
   void free() const;
 
   /// The module whose step is one.

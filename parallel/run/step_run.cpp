@@ -71,6 +71,7 @@ void StepRun::train(const PipelineSchedule& schedule) {
   for (size_t i = 0; i < actions.size(); ++i) {
     if (i + 1 < actions.size()) ask_ahead(actions[i], actions[i + 1]);
     if (input_.times) input_.times->begin();
+    if (actions[i].work == PipelineWork::kUnshard) gather_ahead(actions, i);
     perform(actions[i]);
     if (input_.times) input_.times->end();
     state_.forward.drop_sent();
@@ -111,9 +112,18 @@ void StepRun::perform(const PipelineAction& action) {
     case PipelineWork::kBackward:
     case PipelineWork::kInputGradients: return backward(action);
     case PipelineWork::kWeightGradients: return weight_gradients(action);
-    case PipelineWork::kUnshard: return; // the first read gathers
+    case PipelineWork::kUnshard: return; // the first read gathers what gather_ahead has not
     case PipelineWork::kReshard: return sharded_of(action.stage).free();
   }
+}
+
+/// Starts the first gathers of the stage that is gathered from that action on, beside what is computed and waited for until its
+/// turn.
+void StepRun::gather_ahead(const std::vector<PipelineAction>& actions, size_t gather) {
+  const auto stage = actions[gather].stage;
+  const auto next = std::find_if(actions.begin() + static_cast<std::ptrdiff_t>(gather), actions.end(),
+                                 [&](const auto& action) { return action.stage == stage && computes(action.work); });
+  if (next != actions.end()) sharded_of(stage).gather_ahead(next->work);
 }
 
 /// Asks for the message that the next action needs before this one computes, so that it comes meanwhile. Not where this action

@@ -46,6 +46,7 @@ class StepRun {
   using Place = std::pair<int64_t, int64_t>; ///< a stage, a micro-batch
   void note(const std::vector<PipelineAction>& actions);
   void perform(const PipelineAction& action);
+  void gather_ahead(const std::vector<PipelineAction>& actions, size_t gather);
   void forward(const PipelineAction& action);
   void backward(const PipelineAction& action);
   void weight_gradients(const PipelineAction& action);

@@ -14,6 +14,7 @@
 #include <tessera/tests/support/world.h>
 
 #include <mutex>
+#include <optional>
 
 namespace tessera::testing::sharded_pipeline_test {
 namespace {
@@ -126,6 +127,58 @@ TEST(ShardedPipeline, GathersAndReducesOnceAStep) {
       optimizer->step();
     }
   }
+}
+
+/// How often this rank gathers in a step, by the schedule.
+int64_t gathers_of(const PipelineSchedule& schedule, const PipelineStages& stages) {
+  int64_t gathers = 0;
+  for (const auto& action : schedule.actions[static_cast<size_t>(stages.rank())]) {
+    if (action.work != PipelineWork::kUnshard) continue;
+    const auto begin = static_cast<size_t>(action.stage);
+    gathers += stages.bounds[begin + 1] - stages.bounds[begin];
+  }
+  return gathers;
+}
+
+struct GatherCalls {
+  std::optional<int64_t> before; ///< that were started as the first layer began; on other ranks than the first none is
+  int64_t all = 0;
+};
+
+/// In the second step under a window of so many stages a rank.
+GatherCalls gather_calls(const DeviceMesh& mesh, int64_t active) {
+  const auto calls = [] { return process_context().count(CollectiveKind::kAllGather).calls; };
+  const auto schedule =
+      with_residency(pipeline_schedule(Kind::kInterleaved1F1B, {.ranks = 2, .micro_batches = 4, .chunks = 2}), active);
+  auto model = seeded_pipeline_gpt({.depth = 6, .ties = false});
+  GatherCalls seen;
+  PipelineLayers layers(*model);
+  layers.add("embed", {"tokens", "places"}, [&](const TextBatch& batch) {
+    if (!seen.before) seen.before = calls();
+    return model->embed(std::get<0>(batch));
+  });
+  layers.add_list("blocks", [&](GptBlockImpl& block, const torch::Tensor& x) { return model->block(block, x); });
+  layers.add("head", {"norm", "head"}, [&](const torch::Tensor& x) { return model->logits(x); });
+  auto stages = split(layers, mesh["pp"], {.rank_of_stage = schedule.rank_of_stage});
+  fully_shard(stages, mesh["dp"]);
+  Pipeline pipeline(std::move(stages), schedule, text_loss(), {.data_mesh = mesh["dp"]});
+  for (int64_t step = 0; step < 2; ++step) {
+    pipeline.stages().module->zero_grad();
+    seen.before.reset();
+    process_context().reset_counters();
+    pipeline.step(text_batches({}, step, mesh.local_rank("dp")));
+  }
+  seen.all = calls();
+  EXPECT_EQ(seen.all, gathers_of(schedule, pipeline.stages()) + 1); // one compares what the ranks were given
+  return seen;
+}
+
+TEST(ShardedPipeline, GathersAsItsScheduleSays) {
+  if (world_size() != 4) return;
+  const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"pp", "dp"});
+  const auto one = gather_calls(mesh, 1), both = gather_calls(mesh, 2);
+  EXPECT_GT(one.all, both.all);
+  if (one.before) EXPECT_EQ(*both.before, *one.before + 1); // the first of the other stage's, beside the first stage
 }
 
 TEST(ShardedPipeline, IsBitwiseTheSameTwice) {
