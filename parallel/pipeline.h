@@ -34,6 +34,9 @@ struct PipelineOptions {
   /// The ranks that have other micro-batches and average their gradients, such as mesh["dp"]. Undefined: this rank alone.
   DeviceMesh data_mesh = {};
   Residency residency = Residency::kStage; ///< how long what `fully_shard` gathers of a stage stays
+  /// The most stages of a rank that are gathered at once, those that it computes next, as `with_residency` says. 0: all of them,
+  /// or what a schedule of the program's own says.
+  int64_t resident_stages = 0;
   /// Messages whose shapes depend on more than the shapes of their micro-batch: each comes with a header.
   bool dynamic_shapes = false;
   /// Draws random numbers of each layer with a seed of its own, made of this one, the number of the step, the micro-batch, the

@@ -23,6 +23,10 @@ PipelineSchedule made(PipelineScheduleKind kind, const PipelineStages& stages, i
   return pipeline_schedule(kind, {.ranks = ranks, .micro_batches = micro_batches, .chunks = stages.count() / ranks});
 }
 
+PipelineSchedule in_window(PipelineSchedule schedule, const PipelineOptions& options) {
+  return options.resident_stages > 0 ? with_residency(std::move(schedule), options.resident_stages) : std::move(schedule);
+}
+
 void check_fits(const PipelineSchedule& schedule, const PipelineStages& stages) {
   TORCH_CHECK_VALUE(schedule.rank_of_stage == stages.rank_of_stage, "Pipeline: the schedule ", schedule.name,
                     " has its stages on the ranks ", schedule.rank_of_stage, ", and the model was split for ",
@@ -100,10 +104,12 @@ PipelineState::PipelineState(PipelineStages pipeline_stages, PipelineLoss pipeli
       ties(stages),
       kind_(schedule_kind) {
   TORCH_CHECK_VALUE(loss.sum, "Pipeline: PipelineLoss::sum is no function");
+  TORCH_CHECK_VALUE(options.resident_stages >= 0, "Pipeline: resident_stages is ", options.resident_stages,
+                    ", but must not be negative");
   if (own_schedule) {
     check_schedule(*own_schedule);
     const auto micro_batches = own_schedule->micro_batches;
-    schedules_.emplace(micro_batches, std::move(*own_schedule));
+    schedules_.emplace(micro_batches, in_window(std::move(*own_schedule), options));
   } else {
     schedule(2 * stages.mesh.size()); // as many as each kind can take
   }
@@ -118,7 +124,7 @@ const PipelineSchedule& PipelineState::schedule(int64_t micro_batches) {
   if (found != schedules_.end()) return found->second;
   TORCH_CHECK_VALUE(kind_, "the pipeline's schedule ", schedules_.begin()->second.name, " is for ", schedules_.begin()->first,
                     " micro-batches, and was given ", micro_batches);
-  return schedules_.emplace(micro_batches, made(*kind_, stages, micro_batches)).first->second;
+  return schedules_.emplace(micro_batches, in_window(made(*kind_, stages, micro_batches), options)).first->second;
 }
 
 std::string PipelineState::agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& failure,

@@ -40,8 +40,8 @@ std::string Shape::text() const {
 
 std::string Manner::text() const {
   return c10::str(shape.text(), ", schedule ", static_cast<int>(kind), recomputes ? ", recomputed" : "",
-                  residency == Residency::kStage ? "" : ", gathered for each micro-batch", ", ", to_string(scheme),
-                  in_half ? ", in half" : "");
+                  residency == Residency::kStage ? "" : ", gathered for each micro-batch", ", resident ", resident_stages, ", ",
+                  to_string(scheme), in_half ? ", in half" : "");
 }
 
 int64_t chunks_of(PipelineScheduleKind kind) {
@@ -90,8 +90,9 @@ void SplitTraining::make(const Manner& manner) {
 
 void SplitTraining::make_pipeline() {
   if (stages_)
-    pipeline_.emplace(*stages_, manner_.kind, loss_of_batches(),
-                      PipelineOptions{.data_mesh = data_, .residency = manner_.residency});
+    pipeline_.emplace(
+        *stages_, manner_.kind, loss_of_batches(),
+        PipelineOptions{.data_mesh = data_, .residency = manner_.residency, .resident_stages = manner_.resident_stages});
 }
 
 void SplitTraining::split_net() {

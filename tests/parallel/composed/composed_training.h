@@ -41,6 +41,7 @@ struct Manner {
   PipelineScheduleKind kind = PipelineScheduleKind::k1F1B;
   bool recomputes = false;
   Residency residency = Residency::kStage;
+  int64_t resident_stages = 0; ///< as `PipelineOptions` has it
   std::optional<Strategy> strategy = std::nullopt;
   ContextParallel scheme = ContextParallel::kAllGather;
   PartOrder order = PartOrder::kHeadTail;

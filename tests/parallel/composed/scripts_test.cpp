@@ -128,6 +128,7 @@ class Script {
     manner.kind = draw_.of(pipeline_schedule_names()).kind;
     manner.recomputes = draw_.chance(30);
     manner.residency = draw_.chance(70) ? Residency::kStage : Residency::kMicroBatch;
+    manner.resident_stages = draw_.below(3);
     manner.scheme = draw_.of(std::vector{ContextParallel::kAllGather, ContextParallel::kRing});
     manner.order = draw_.chance(50) ? PartOrder::kHeadTail : PartOrder::kContiguous;
     if (manner.shape.replicas == 1 && draw_.chance(40))
@@ -161,8 +162,8 @@ class Script {
     } else if (now_.shape.pipeline > 0) {
       // Else the ranks of a stage would stop at different collectives.
       const auto& shape = now_.shape;
-      const bool may_fail =
-          shape.parts * shape.tensor * shape.experts == 1 && (now_.residency == Residency::kStage || shape.data_ranks() == 1);
+      const bool gathers_between = now_.residency != Residency::kStage || now_.resident_stages > 0;
+      const bool may_fail = shape.parts * shape.tensor * shape.experts == 1 && (!gathers_between || shape.data_ranks() == 1);
       action.deed = may_fail && draw_.chance(60) ? Deed::kFail : Deed::kChangeSchedule;
       action.block = draw_.below(task_.net.depth);
       now_.kind = like(now_.kind, draw_);

@@ -148,8 +148,6 @@ struct GatherCalls {
 /// In the second step under a window of so many stages a rank.
 GatherCalls gather_calls(const DeviceMesh& mesh, int64_t active) {
   const auto calls = [] { return process_context().count(CollectiveKind::kAllGather).calls; };
-  const auto schedule =
-      with_residency(pipeline_schedule(Kind::kInterleaved1F1B, {.ranks = 2, .micro_batches = 4, .chunks = 2}), active);
   auto model = seeded_pipeline_gpt({.depth = 6, .ties = false});
   GatherCalls seen;
   PipelineLayers layers(*model);
@@ -159,9 +157,9 @@ GatherCalls gather_calls(const DeviceMesh& mesh, int64_t active) {
   });
   layers.add_list("blocks", [&](GptBlockImpl& block, const torch::Tensor& x) { return model->block(block, x); });
   layers.add("head", {"norm", "head"}, [&](const torch::Tensor& x) { return model->logits(x); });
-  auto stages = split(layers, mesh["pp"], {.rank_of_stage = schedule.rank_of_stage});
+  auto stages = split(layers, mesh["pp"], {.rank_of_stage = ranks_of_stages(Kind::kInterleaved1F1B, 2)});
   fully_shard(stages, mesh["dp"]);
-  Pipeline pipeline(std::move(stages), schedule, text_loss(), {.data_mesh = mesh["dp"]});
+  Pipeline pipeline(std::move(stages), Kind::kInterleaved1F1B, text_loss(), {.data_mesh = mesh["dp"], .resident_stages = active});
   for (int64_t step = 0; step < 2; ++step) {
     pipeline.stages().module->zero_grad();
     seen.before.reset();
@@ -169,8 +167,15 @@ GatherCalls gather_calls(const DeviceMesh& mesh, int64_t active) {
     pipeline.step(text_batches({}, step, mesh.local_rank("dp")));
   }
   seen.all = calls();
-  EXPECT_EQ(seen.all, gathers_of(schedule, pipeline.stages()) + 1); // one compares what the ranks were given
+  EXPECT_EQ(seen.all, gathers_of(pipeline.schedule(4), pipeline.stages()) + 1); // one compares what the ranks were given
   return seen;
+}
+
+TEST(ShardedPipeline, RefusesANegativeWindow) {
+  auto model = seeded_pipeline_gpt({.depth = 6});
+  const auto stages = split(layers_of(model), meshes().front()["pp"]);
+  EXPECT_THROWS_WITH(Pipeline(stages, Kind::k1F1B, text_loss(), {.resident_stages = -1}),
+                     "resident_stages is -1, but must not be negative");
 }
 
 TEST(ShardedPipeline, GathersAsItsScheduleSays) {
