@@ -16,6 +16,9 @@ struct CarriesMark {
   ExpertMark mark;
 };
 
+/// All that have experts, where `mesh` has those with the same.
+int64_t ranks_of(const ExpertMark& mark, const DeviceMesh& mesh) { return mesh.size() * mark.experts.size(); }
+
 std::string where(const ExpertMark& mark) { return "of experts that are split over " + mark.experts.to_string(); }
 
 } // namespace
@@ -35,17 +38,21 @@ const ExpertMark* expert_mark(const at::Tensor& parameter) {
   return nullptr;
 }
 
-void check_apart(const at::Tensor& parameter, const std::string& name, const DeviceMesh& mesh) {
+void check_expert(const at::Tensor& parameter, const std::string& name, const DeviceMesh& mesh) {
   const auto* const mark = expert_mark(parameter);
   if (!mark) return;
-  const auto& ranks = mark->experts.ranks();
+  const auto& experts = mark->experts.ranks();
   const auto shared =
-      std::count_if(ranks.begin(), ranks.end(), [&](int64_t rank) { return mesh.rank_list().index_of(rank).has_value(); });
+      std::count_if(experts.begin(), experts.end(), [&](int64_t rank) { return mesh.rank_list().index_of(rank).has_value(); });
   TORCH_CHECK_VALUE(
       shared <= 1, "fully_shard: the parameter ", name, " is one ", where(*mark),
       ", which have others, but it would be sharded over ", mesh.to_string(),
       " with them. Call fully_shard of the experts before that of what holds them, over the ranks that have the same "
       "experts");
+  const auto ranks = ranks_of(*mark, mesh);
+  TORCH_CHECK_VALUE(!mark->token_ranks || *mark->token_ranks == ranks, "fully_shard: the parameter ", name, " is one ",
+                    where(*mark), ", and would be sharded over the ", mesh.size(), " ranks of ", mesh.to_string(), ": these are ",
+                    ranks, " ranks in all, but ", *mark->token_ranks, " have tokens for the experts");
 }
 
 std::optional<double> expert_divisor(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
@@ -64,11 +71,7 @@ std::optional<double> expert_divisor(const std::vector<at::Tensor>& parameters, 
   if (!mark) return std::nullopt;
   TORCH_CHECK_VALUE(other == names.size(), "fully_shard: the parameter ", names[marked], " is one ", where(*mark), ", and ",
                     names[other], " is none. Call fully_shard of the experts first: their gradients are divided otherwise");
-  const auto ranks = mesh.size() * mark->experts.size();
-  TORCH_CHECK_VALUE(!mark->token_ranks || *mark->token_ranks == ranks, "fully_shard: the parameter ", names[marked], " is one ",
-                    where(*mark), ", and would be sharded over the ", mesh.size(), " ranks of ", mesh.to_string(), ": these are ",
-                    ranks, " ranks in all, but ", *mark->token_ranks, " have tokens for the experts");
-  return static_cast<double>(ranks) / static_cast<double>(mark->ranks_of_loss);
+  return static_cast<double>(ranks_of(*mark, mesh)) / static_cast<double>(mark->ranks_of_loss);
 }
 
 } // namespace tessera::internal

@@ -25,12 +25,11 @@ void mark_expert(const at::Tensor& parameter, const ExpertMark& mark);
 /// Null for a parameter that is no expert's.
 const ExpertMark* expert_mark(const at::Tensor& parameter);
 
-/// An error for an expert's parameter where `mesh` has ranks with other experts.
-void check_apart(const at::Tensor& parameter, const std::string& name, const DeviceMesh& mesh);
+/// An error for an expert's parameter where `mesh` has ranks with other experts, or not all that have the same.
+void check_expert(const at::Tensor& parameter, const std::string& name, const DeviceMesh& mesh);
 
 /// What the sum of the gradients of experts is divided by where `mesh` reduces them: the ranks with a loss of their own, as for
-/// all other parameters. Nothing where none of `parameters` is an expert's. An error that names one where `mesh` has not all
-/// ranks that have the same experts, and where only some are experts'.
+/// all other parameters. Nothing where none of `parameters` is an expert's. An error that names one where only some are.
 std::optional<double> expert_divisor(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
                                      const DeviceMesh& mesh);
 

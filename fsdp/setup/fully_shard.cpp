@@ -331,7 +331,7 @@ Taken take_free(const Census& census, const CallMesh& call, const FullyShardOpti
   for (size_t i = 0; i < taken.names.size(); ++i) {
     const auto& [tensor, own_mesh] = std::tie(taken.parameters[i].tensor, taken.parameters[i].mesh);
     const auto& mesh = own_mesh.defined() ? own_mesh : call.data_parallel;
-    check_apart(tensor, taken.names[i], mesh);
+    check_expert(tensor, taken.names[i], mesh);
     check_parameter(tensor, taken.names[i], taken.parameters[0].tensor, mesh);
   }
   check_own_memory(census);
