@@ -123,11 +123,22 @@ std::vector<StatePtr> roots_below(const Census& census) {
   return below;
 }
 
-/// For the model that a call makes or completes: one number from its first call to its last.
+/// The most ranks of a mesh in a model.
+int64_t widest_mesh(ShardedModule& root) {
+  int64_t ranks = 1;
+  for (const auto& state : root.subtree()) ranks = std::max(ranks, state->roles().mesh().size());
+  return ranks;
+}
+
+/// For the model that a call makes or completes: one number from its first call to its last. That of the widest model below it,
+/// as experts may lie on more ranks than the call's, which have agreed on theirs alone.
 int64_t next_number(const std::vector<StatePtr>& below) {
-  int64_t number = process_context().next_number();
+  int64_t number = process_context().next_number(), widest = 0;
   for (const auto& root : below) {
-    if (root->model().number > 0) number = std::min(number, root->model().number);
+    const auto ranks = widest_mesh(*root), other = root->model().number;
+    if (other == 0 || ranks < widest) continue;
+    number = ranks > widest ? other : std::min(number, other);
+    widest = ranks;
   }
   return number;
 }
