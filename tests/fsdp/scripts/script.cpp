@@ -79,7 +79,7 @@ class Script {
   void add_trainee(const std::vector<BlockKind>& pool, Draw& draw);
   void draw_steps(Draw& draw);
   std::string settle(size_t trainee, uint64_t seed);
-  void prepare(size_t trainee);
+  void prepare();
   std::string recover(uint64_t seed);
   std::string take(const Step& step, Side& side) const;
   std::optional<ScriptFailure> compare(const Step& step, const std::string& plain_error, const std::string& sharded_error);
@@ -250,14 +250,17 @@ std::string Script::take(const Step& step, Side& side) const {
   return error;
 }
 
-/// What an action of either side may ask of the sharded one.
-void Script::prepare(size_t trainee) {
-  auto& plain = plain_.trainees[trainee];
-  auto& sharded = sharded_.trainees[trainee];
-  plain.is_replica = sharded.is_replica = is_replica(*sharded.model) && !sharded.ignores;
-  plain.ignores = sharded.ignores;
-  plain.on_one_mesh = sharded.on_one_mesh = lie_on_one_mesh(sharded.model->parameters());
-  plain.is_exact = sharded.is_exact;
+/// What an action of either side may ask of the sharded one, also of its other model.
+void Script::prepare() {
+  for (size_t i = 0; i < plain_.trainees.size(); ++i) {
+    auto& plain = plain_.trainees[i];
+    auto& sharded = sharded_.trainees[i];
+    plain.is_replica = sharded.is_replica = is_replica(*sharded.model) && !sharded.ignores;
+    plain.ignores = sharded.ignores;
+    plain.on_one_mesh = sharded.on_one_mesh = lie_on_one_mesh(sharded.model->parameters());
+    plain.is_exact = sharded.is_exact;
+    plain.computes_in_float = sharded.computes_in_float;
+  }
 }
 
 std::optional<ScriptFailure> Script::run(const std::set<int64_t>& left_out) {
@@ -274,7 +277,7 @@ std::optional<ScriptFailure> Script::run(const std::set<int64_t>& left_out) {
       if (sum_over_ranks(!error.empty()) > 0) return fail("before it, at a backward that reduces all gradients: " + error);
       if (diverged_) break;
     }
-    prepare(step.trainee);
+    prepare();
     const auto plain_error = take(step, plain_), sharded_error = take(step, sharded_);
     for (const auto& note : sharded_.notes) trace("      " + note);
     if (auto failure = compare(step, plain_error, sharded_error)) return failure;
