@@ -11,18 +11,16 @@
 #include <limits>
 #include <thread>
 
-#include <tessera/tests/fsdp/gradient_twins.h>
+#include <tessera/tests/fsdp/twin.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing::group_gradients_test {
 namespace {
 
-using Pair = GradientTwins;
-
-void for_each_strategy(const std::function<void(Pair&, FSDPModule&)>& test) {
+void for_each_strategy(const std::function<void(Twin&, FSDPModule&)>& test) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
-    Pair models(strategy);
+    Twin models(strategy);
     auto root = fsdp(*models.sharded);
     test(models, root);
   }
@@ -45,7 +43,7 @@ TEST(GroupGradients, FreezingAmidAReductionKeepsItsGradient) {
   for (const auto& strategy : strategies()) {
     for (const auto& [name, set_last] : delays()) {
       SCOPED_TRACE(strategy.name + name);
-      Pair models(strategy);
+      Twin models(strategy);
       auto root = fsdp(*models.sharded);
       set_last(root, false);
       models.backward(0);
@@ -61,7 +59,7 @@ TEST(GroupGradients, UnfreezingAmidAnAccumulationIsAnErrorOrRight) {
   for (const auto& strategy : strategies()) {
     for (const auto& [name, set_last] : delays()) {
       SCOPED_TRACE(strategy.name + name);
-      Pair models(strategy);
+      Twin models(strategy);
       models.set_requires_grad("blocks.1.norm.weight", false);
       auto root = fsdp(*models.sharded);
       set_last(root, false);
@@ -84,7 +82,7 @@ TEST(GroupGradients, UnfreezingAmidAnAccumulationIsAnErrorOrRight) {
 }
 
 TEST(GroupGradients, AGroupThatTheLastBackwardLeavesOutIsReducedNevertheless) {
-  for_each_strategy([](Pair& models, FSDPModule& root) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
     root.set_requires_all_reduce(false);
     models.backward(0);
     models.backward(1, loss_without_blocks);
@@ -97,7 +95,7 @@ TEST(GroupGradients, AGroupThatTheLastBackwardLeavesOutIsReducedNevertheless) {
 }
 
 TEST(GroupGradients, OneReduceBufferGivesTheSame) {
-  for_each_strategy([](Pair& models, FSDPModule& root) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
     root.set_reduce_scatter_max_input_buffers(1);
     models.backward(0);
     root.set_is_last_backward(false);
@@ -123,7 +121,7 @@ torch::Tensor loss_of_the_last_block(Net& net, const torch::Tensor& tokens) {
 }
 
 TEST(GroupGradients, ALossWithZeroTimesWhatItLeavesOutIsReducedBesideThoseOfOtherRanks) {
-  for_each_strategy([](Pair& models, FSDPModule&) {
+  for_each_strategy([](Twin& models, FSDPModule&) {
     const auto loss = [](Net& net, int64_t rank) {
       const auto tokens = part_of(global_batch(0), rank, world_size());
       const auto whole = loss_of(net, tokens);
@@ -136,7 +134,7 @@ TEST(GroupGradients, ALossWithZeroTimesWhatItLeavesOutIsReducedBesideThoseOfOthe
 }
 
 TEST(GroupGradients, AGroupReducedAtTheEndOfABackwardGetsItsAllReduceLater) {
-  for_each_strategy([](Pair& models, FSDPModule& root) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
     root.set_requires_all_reduce(false);
     models.backward(0, loss_of_a_part);
     root.set_requires_all_reduce(true);
@@ -149,7 +147,7 @@ TEST(GroupGradients, TogglesWhileAReductionIsInFlightLoseNothing) {
   for (const auto& strategy : strategies()) {
     for (const bool last_at_once : {true, false}) {
       SCOPED_TRACE(strategy.name);
-      Pair models(strategy);
+      Twin models(strategy);
       auto root = fsdp(*models.sharded);
       root.set_is_last_backward(false);
       models.backward(0, loss_of_a_part);
@@ -166,7 +164,7 @@ TEST(GroupGradients, TogglesWhileAReductionIsInFlightLoseNothing) {
 }
 
 TEST(GroupGradients, AFailedBackwardDropsWhatWaitedForAnAllReduce) {
-  for_each_strategy([](Pair& models, FSDPModule& root) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
     root.set_requires_all_reduce(false);
     models.backward(0, loss_of_a_part);
     models.backward(1, loss_of_the_last_block);
@@ -199,7 +197,7 @@ TEST(GroupGradients, WhatIsComputedFromAnEmptyGradientCanReplaceIt) {
 TEST(GroupGradients, WhatAHookKeepsStaysAsItIs) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
-    Pair models(strategy);
+    Twin models(strategy);
     auto weight = models.sharded->named_parameters()["blocks.1.up.weight"];
     torch::Tensor kept, value;
     weight.register_hook([&](const torch::Tensor& gradient) {
@@ -217,7 +215,7 @@ TEST(GroupGradients, WhatAHookKeepsStaysAsItIs) {
 TEST(GroupGradients, ABackwardInAHookIsAPartOfTheOneAroundIt) {
   for (const char* name : {"embed.weight", "norm.weight"}) {
     SCOPED_TRACE(name);
-    for_each_strategy([&](Pair& models, FSDPModule&) {
+    for_each_strategy([&](Twin& models, FSDPModule&) {
       const auto further = global_batch(1);
       int calls = 0;
       const auto train_in_hook = [&](Net& net, const torch::Tensor& tokens) {
@@ -239,7 +237,7 @@ TEST(GroupGradients, ABackwardInAHookIsAPartOfTheOneAroundIt) {
 }
 
 TEST(GroupGradients, AHookThatFreezesItsParameterLeavesNoGradient) {
-  for_each_strategy([](Pair& models, FSDPModule&) {
+  for_each_strategy([](Twin& models, FSDPModule&) {
     for (auto* net : {&models.plain, &models.sharded}) {
       auto parameter = (*net)->named_parameters()["blocks.1.up.weight"];
       parameter.register_hook([weak = c10::weak_intrusive_ptr(parameter.getIntrusivePtr())](const torch::Tensor&) {
@@ -253,7 +251,7 @@ TEST(GroupGradients, AHookThatFreezesItsParameterLeavesNoGradient) {
 }
 
 TEST(GroupGradients, HooksHoldNoLock) {
-  for_each_strategy([](Pair& models, FSDPModule& root) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
     int calls = 0;
     models.sharded->named_parameters()["blocks.1.up.weight"].register_hook([&](const torch::Tensor&) {
       std::thread([&] { root.reshard(); }).join();
@@ -268,7 +266,7 @@ TEST(GroupGradients, HooksHoldNoLock) {
 TEST(GroupGradients, WhatAHookReturnsTwiceIsAddedTwice) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
-    Pair models(strategy);
+    Twin models(strategy);
     auto weight = models.sharded->named_parameters()["blocks.1.up.weight"];
     auto ones = torch::ones_like(weight).detach();
     weight.register_hook([&](const torch::Tensor&) { return ones; });
@@ -279,7 +277,7 @@ TEST(GroupGradients, WhatAHookReturnsTwiceIsAddedTwice) {
 }
 
 TEST(GroupGradients, SwitchingSyncBackOnAlsoSwitchesTheAllReduceOn) {
-  for_each_strategy([](Pair& models, FSDPModule& root) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
     root.set_requires_all_reduce(false);
     models.backward(0);
     root.set_requires_gradient_sync(false);
@@ -291,7 +289,7 @@ TEST(GroupGradients, SwitchingSyncBackOnAlsoSwitchesTheAllReduceOn) {
 }
 
 TEST(GroupGradients, ADivideFactorThatIsNoPositiveNumberIsAnError) {
-  Pair models(strategies()[0]);
+  Twin models(strategies()[0]);
   auto root = fsdp(*models.sharded);
   const double infinity = std::numeric_limits<double>::infinity();
   for (const double factor : {infinity, -infinity, std::nan(""), 0.0, -0.0, -2.0}) {
@@ -306,7 +304,7 @@ TEST(GroupGradients, AnotherDivideFactorAmidAnAccumulationIsAnError) {
   if (world_size() == 1) return;
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
-    Pair models(strategy);
+    Twin models(strategy);
     auto root = fsdp(*models.sharded);
     root.set_is_last_backward(false);
     models.backward(0);
@@ -393,7 +391,7 @@ TEST(GroupGradients, AFactorThatWouldDivideAPutOffAllReduceOtherwiseIsAnError) {
 }
 
 TEST(GroupGradients, AHookOfTheReductionMayChangeIt) {
-  for_each_strategy([](Pair& models, FSDPModule& root) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
     std::vector<int64_t> calls;
     root.set_all_reduce_hook([&](const torch::Tensor& flat) {
       calls.push_back(flat.dim());
@@ -413,7 +411,7 @@ TEST(GroupGradients, AHookOfTheReductionMayChangeIt) {
 
 TEST(GroupGradients, AHookMayHaveAStreamOfItsOwn) {
   const c10::Device elsewhere(c10::kCUDA, 3);
-  for_each_strategy([&](Pair& models, FSDPModule& root) {
+  for_each_strategy([&](Twin& models, FSDPModule& root) {
     EXPECT_THROWS_WITH(root.set_all_reduce_hook({}, c10::Stream(c10::Stream::DEFAULT, elsewhere)),
                        "the stream is of cuda:3, but ");
     if (tests_the_cpu()) return;
@@ -443,7 +441,7 @@ TEST(GroupGradients, AHookMayHaveAStreamOfItsOwn) {
 
 /// The second backward has memory of the first.
 TEST(GroupGradients, AHookOfTheReductionSeesTheGradientsAlone) {
-  for_each_strategy([](Pair& models, FSDPModule& root) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
     double seen = 0;
     root.set_all_reduce_hook([&](const torch::Tensor& flat) { seen += flat.square().sum().item<double>(); });
     for (int64_t step = 0; step < 2; ++step) {
@@ -461,7 +459,7 @@ TEST(GroupGradients, AHookOfTheReductionSeesTheGradientsAlone) {
 }
 
 TEST(GroupGradients, AHookOfTheReductionThatThrowsEndsTheBackward) {
-  for_each_strategy([](Pair& models, FSDPModule& root) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
     root.set_all_reduce_hook([](const torch::Tensor&) { throw std::runtime_error("the hook fails"); });
     EXPECT_THROWS_WITH(loss_of(models.sharded, global_batch(0)).backward(), "the hook fails");
     root.set_all_reduce_hook({});
@@ -477,7 +475,7 @@ TEST(GroupGradients, GradientsOfAGroupAreViewsOfOneBuffer) {
   for (const auto& strategy : strategies()) {
     if (strategy.name == "no-shard in buckets") continue; // a block lies in several
     SCOPED_TRACE(strategy.name);
-    Pair models(strategy);
+    Twin models(strategy);
     models.backward(0);
     for (const auto& block : *models.sharded->blocks) {
       std::vector<torch::Tensor> parts;

@@ -11,7 +11,7 @@
 #include <tessera/fsdp/model/sharded_module.h>
 
 #include <tessera/tests/checkpoint/shared_folder.h>
-#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/fsdp/twin.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing::no_sync_test {
@@ -22,14 +22,6 @@ torch::Tensor part_loss(Net& net, int64_t step) { return loss_of(net, own_batch(
 int64_t reductions() {
   const auto& context = process_context();
   return context.count(CollectiveKind::kReduceScatter).calls + context.count(CollectiveKind::kAllReduce).calls;
-}
-
-void expect_equal_gradients(const Net& net, const Net& plain) {
-  const auto expected = plain->named_parameters();
-  for (const auto& item : net->named_parameters()) {
-    ASSERT_TRUE(item.value().grad().defined()) << item.key();
-    EXPECT_TENSORS_CLOSE(full(item.value().grad()), expected[item.key()].grad(), 1e-4, 1e-6) << item.key();
-  }
 }
 
 TEST(NoSync, AccumulatesWithoutCommunicationAndReducesAfterTheScope) {

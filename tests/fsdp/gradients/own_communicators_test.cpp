@@ -8,7 +8,7 @@
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/model/sharded_module.h>
 
-#include <tessera/tests/fsdp/gradient_twins.h>
+#include <tessera/tests/fsdp/twin.h>
 #include <tessera/tests/support/matchers.h>
 
 namespace tessera::testing::own_communicators_test {
@@ -73,7 +73,7 @@ struct Communicators {
 TEST(OwnCommunicators, CarryTheGroups) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);
-    GradientTwins models(strategy);
+    Twin models(strategy);
     auto root = fsdp(*models.sharded);
     const auto mesh = strategy.mesh();
     const Communicators own(mesh);
@@ -103,7 +103,7 @@ TEST(OwnCommunicators, CarryTheGroups) {
 
 TEST(OwnCommunicators, OfOtherRanksAreAnError) {
   if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
-  GradientTwins models(strategies()[0]);
+  Twin models(strategies()[0]);
   auto root = fsdp(*models.sharded);
   EXPECT_THROWS_WITH(root.set_custom_all_gather(nullptr), "set_custom_all_gather: the communicator is null");
   EXPECT_THROWS_WITH(root.set_custom_reduce_scatter(nullptr), "set_custom_reduce_scatter: the communicator is null");
@@ -117,7 +117,7 @@ TEST(OwnCommunicators, OfOtherRanksAreAnError) {
 /// A gather that the program has not asked for may be under way between a forward and its backward.
 TEST(OwnCommunicators, AreReplacedWhileTheyGather) {
   for (const auto& strategy : strategies()) {
-    GradientTwins models(strategy);
+    Twin models(strategy);
     auto root = fsdp(*models.sharded);
     const auto group = root.state()->group();
     if (!group->stages().inner_gather().communicator) continue;

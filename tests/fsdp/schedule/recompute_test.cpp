@@ -8,7 +8,7 @@
 #include <tessera/fsdp/model/sharded_module.h>
 
 #include <tessera/tests/fsdp/held_memory.h>
-#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/fsdp/twin.h>
 #include <tessera/tests/support/autocast.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/simulated_device/generator.h>
@@ -75,38 +75,32 @@ struct Trained {
   int64_t all_gathers = 0;
 };
 
-Trained train(Net& net, Where where, bool sharded) {
-  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
+Trained train_with(Net& net, Where where) {
   Trained trained;
-  for (int64_t step = 0; step < 4; ++step) {
+  const auto count = [&](Net&, int64_t step) {
     if (step == 2) process_context().reset_counters();
-    auto tokens = global_batch(step);
-    if (sharded) tokens = part_of(tokens, world_rank(), world_size());
-    optimizer.zero_grad();
-    const auto loss = loss_with(net, tokens, where);
-    loss.backward();
-    optimizer.step();
-    if (step == 2) trained.all_gathers = process_context().count(CollectiveKind::kAllGather).calls;
-    trained.losses.push_back((sharded ? mean_over_ranks(loss) : loss.detach()).item<double>());
-  }
+    if (step == 3) trained.all_gathers = process_context().count(CollectiveKind::kAllGather).calls;
+  };
+  const auto loss = [where](Net& each, const Tensor& tokens) { return loss_with(each, tokens, where); };
+  trained.losses = train(net, {.count = 4, .loss = loss, .clip = [](Net&) {}, .before = count});
   return trained;
 }
 
 TEST(ShardedRecompute, GivesTheNumbersAndTheAllGathersOfAPlainForward) {
   Net plain = make_net();
-  const auto expected = train(plain, Where::kNowhere, false);
+  const auto expected = train_with(plain, Where::kNowhere);
   const auto all = strategies();
   for (const auto& strategy : all) {
     Net reference = make_net();
     shard_model(reference, strategy);
-    const auto without = train(reference, Where::kNowhere, true);
+    const auto without = train_with(reference, Where::kNowhere);
     for (const auto where : kEverywhere) {
       if (where != Where::kAround && where != Where::kWithPolicy && &strategy != all.data()) continue;
       SCOPED_TRACE(strategy.name + ", " + std::to_string(static_cast<int>(where)));
       Net net = make_net();
       shard_model(net, strategy);
-      const auto got = train(net, where, true);
-      for (size_t i = 0; i < got.losses.size(); ++i) EXPECT_NEAR(got.losses[i], expected.losses[i], 1e-5) << "step " << i;
+      const auto got = train_with(net, where);
+      expect_equal_losses(got.losses, expected.losses);
       EXPECT_LT(parameter_difference(*net, *plain), 1e-5);
       // The explicit boundary frees the last block too, which a plain forward leaves open.
       if (where != Where::kWithCall) EXPECT_EQ(got.all_gathers, without.all_gathers);
@@ -124,7 +118,7 @@ TEST(ShardedRecompute, OfGroupsInsideOfABlockGathersNoMore) {
       fully_shard(block, world_mesh());
     }
     fully_shard(*net, world_mesh());
-    return train(net, where, true);
+    return train_with(net, where);
   };
   const auto without = run(Where::kNowhere);
   for (const auto where : {Where::kAround, Where::kInside, Where::kAroundTwo, Where::kNested}) {
@@ -426,7 +420,7 @@ TEST(ShardedRecompute, NamesAFunctionWhoseSecondRunDiffersOnEveryRank) {
   EXPECT_THROWS_WITH(x.sum().backward(), "recompute of the second block: its second run differs from the first on rank " +
                                              std::to_string(world_rank()));
   Net plain = make_net(); // and training goes on
-  const auto expected = train(plain, Where::kNowhere, false), got = train(net, Where::kAround, true);
+  const auto expected = train_with(plain, Where::kNowhere), got = train_with(net, Where::kAround);
   for (size_t i = 0; i < got.losses.size(); ++i) EXPECT_NEAR(got.losses[i], expected.losses[i], 1e-5);
 }
 

@@ -8,7 +8,7 @@
 
 #include <mutex>
 
-#include <tessera/tests/fsdp/sharded_model.h>
+#include <tessera/tests/fsdp/twin.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/temporary_folder.h>
 
@@ -24,35 +24,17 @@ Net make_same_net() {
   return make_net();
 }
 
-struct Trained {
-  Net net = nullptr;
-  std::vector<double> losses;
-};
-
-std::vector<torch::Tensor> batches() {
-  std::vector<torch::Tensor> all;
-  for (int64_t step = 0; step < kSteps; ++step) all.push_back(global_batch(step));
-  return all;
-}
-
-/// AdamW steps with clipping; on this rank's part of each batch when sharded.
-Trained train(Net net, const std::vector<torch::Tensor>& batches, bool sharded) {
-  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
-  Trained trained{net, {}};
-  for (const auto& batch : batches) {
-    optimizer.zero_grad();
-    const auto loss = loss_of(net, sharded ? part_of(batch, world_rank(), world_size()) : batch);
-    loss.backward();
-    clip_grad_norm_(*net, 0.5);
-    optimizer.step();
-    trained.losses.push_back((sharded ? mean_over_ranks(loss) : loss.detach()).item<double>());
-  }
-  return trained;
+/// The batches are drawn before there are threads.
+Steps steps_of_threads() {
+  std::vector<torch::Tensor> batches;
+  for (int64_t step = 0; step < kSteps; ++step) batches.push_back(global_batch(step));
+  return {.count = kSteps, .batch = [batches](int64_t step) { return batches[static_cast<size_t>(step)]; }};
 }
 
 TEST(ThreadRanks, EveryStrategyMatchesTheUnshardedModel) {
-  const auto tokens = batches();
-  const auto plain = train(make_net(), tokens, false);
+  const auto steps = steps_of_threads();
+  Net plain = make_net();
+  const auto expected = train(plain, steps);
   for (const int ranks : {1, 2, 3, 4}) {
     SCOPED_TRACE(ranks);
     run_ranks_as_threads(ranks, [&] {
@@ -60,9 +42,8 @@ TEST(ThreadRanks, EveryStrategyMatchesTheUnshardedModel) {
         SCOPED_TRACE(strategy.name);
         auto net = make_same_net();
         shard_model(net, strategy);
-        const auto trained = train(net, tokens, true);
-        for (size_t i = 0; i < plain.losses.size(); ++i) EXPECT_NEAR(trained.losses[i], plain.losses[i], 1e-5) << "step " << i;
-        EXPECT_LT(parameter_difference(*net, *plain.net), 1e-5);
+        expect_equal_losses(train(net, steps), expected);
+        EXPECT_LT(parameter_difference(*net, *plain), kSumTolerance);
       }
     });
   }
@@ -83,13 +64,14 @@ TEST(ThreadRanks, DTensorsOnAMeshOfTwoByTwo) {
 
 TEST(ThreadRanks, ACheckpointOfFourIsLoadedByTwo) {
   const TemporaryFolder folder;
-  const auto tokens = batches();
+  const auto steps = steps_of_threads();
   const auto save_to = (folder.path() / "now").string(), save_later_to = (folder.path() / "later").string();
-  const auto plain = train(make_net(), tokens, false);
+  Net plain = make_net();
+  train(plain, steps);
   run_ranks_as_threads(4, [&] {
     auto net = make_same_net();
     shard_model(net, strategies().front());
-    train(net, tokens, true);
+    train(net, steps);
     checkpoint::save(state_dict(*net), save_to);
     checkpoint::Checkpointer background;
     background.save(state_dict(*net), save_later_to);
@@ -102,18 +84,18 @@ TEST(ThreadRanks, ACheckpointOfFourIsLoadedByTwo) {
       auto state = state_dict(*net);
       checkpoint::load(state, path);
       load_state_dict(*net, state);
-      EXPECT_LT(parameter_difference(*net, *plain.net), 1e-5);
+      EXPECT_LT(parameter_difference(*net, *plain), kSumTolerance);
     }
   });
 }
 
 // The others wait for its gathers, in their forwards and backwards.
 TEST(ThreadRanks, ARankThatThrowsInItsBackwardEndsTheOthers) {
-  const auto tokens = batches();
+  const auto tokens = global_batch(0);
   const auto program = [&] {
     auto net = make_same_net();
     shard_model(net, strategies().front());
-    const auto loss = loss_of(net, part_of(tokens[0], world_rank(), world_size()));
+    const auto loss = loss_of(net, part_of(tokens, world_rank(), world_size()));
     if (world_rank() == 1) loss.register_hook([](const torch::Tensor&) -> torch::Tensor { TORCH_CHECK(false, "a bad batch"); });
     loss.backward();
     mean_over_ranks(loss);
