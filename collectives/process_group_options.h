@@ -32,6 +32,10 @@ struct ProcessGroupOptions {
   bool check_collectives = true;
   /// Overridden by TESSERA_TRANSPORT=automatic|shared_memory|gloo. Equal on all ranks.
   Transport transport = Transport::kAutomatic;
+  /// How long a thread that waits for other ranks over shared memory keeps its core before it sleeps, at most 1 s. 0 costs a wait
+  /// the time of a wake-up, and leaves the core to others: for hosts that run more than this job. Overridden by
+  /// TESSERA_SPIN_MICROSECONDS. Ranks may differ.
+  std::chrono::microseconds spin{50};
   /// Replaces the store, rank and world size that the environment names, which then count no more, as in Python's
   /// init_process_group(store=…, rank=…, world_size=…). LOCAL_RANK counts, or that of Open MPI or Slurm; if none is set, the rank
   /// does. All ranks give one, or none does. It must answer as long as the job lasts. An error for `run_ranks_as_threads`.

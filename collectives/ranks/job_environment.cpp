@@ -166,15 +166,22 @@ JobEnvironment parse_job_environment(const EnvironmentMap& environment) {
 
 namespace {
 
-int seconds_or(int otherwise, const std::string& name, int least, const EnvironmentMap& environment) {
+constexpr std::chrono::microseconds kLongestSpin = std::chrono::seconds(1);
+
+int64_t duration_or(int64_t otherwise, const std::string& name, const char* unit, int64_t least, int64_t most,
+                    const EnvironmentMap& environment) {
   const auto value = Variables(environment).text(name);
   if (!value) return otherwise;
   std::istringstream text(*value); // which takes blanks around the number
-  int seconds = 0;
-  const bool is_whole = (text >> seconds) && (text >> std::ws).eof();
-  TORCH_CHECK(is_whole && seconds >= least && seconds <= kLongestTimeout.count(), "environment variable ", name, "=", *value,
-              " is not a whole number of seconds between ", least, " and ", kLongestTimeout.count());
-  return seconds;
+  int64_t count = 0;
+  const bool is_whole = (text >> count) && (text >> std::ws).eof();
+  TORCH_CHECK(is_whole && count >= least && count <= most, "environment variable ", name, "=", *value,
+              " is not a whole number of ", unit, " between ", least, " and ", most);
+  return count;
+}
+
+int seconds_or(int otherwise, const std::string& name, int least, const EnvironmentMap& environment) {
+  return static_cast<int>(duration_or(otherwise, name, "seconds", least, kLongestTimeout.count(), environment));
 }
 
 } // namespace
@@ -204,6 +211,10 @@ ProcessGroupOptions with_overrides(ProcessGroupOptions options, const Environmen
                         : *name == "automatic" ? Transport::kAutomatic
                                                : Transport::kSharedMemory;
   }
+  options.spin = std::chrono::microseconds(
+      duration_or(options.spin.count(), "TESSERA_SPIN_MICROSECONDS", "microseconds", 0, kLongestSpin.count(), environment));
+  TORCH_CHECK_VALUE(options.spin.count() >= 0 && options.spin <= kLongestSpin, "ProcessGroupOptions::spin must be between 0 and ",
+                    kLongestSpin.count(), " us, not ", options.spin.count());
   return options;
 }
 

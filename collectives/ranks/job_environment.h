@@ -49,8 +49,8 @@ int timeout_seconds_or(int otherwise, const EnvironmentMap& environment);
 /// Reads TESSERA_GRACE_SECONDS in the same way, which may be 0.
 int grace_seconds_or(int otherwise, const EnvironmentMap& environment);
 
-/// The options as the environment overrides them: TESSERA_TIMEOUT_SECONDS, TESSERA_CHECK_COLLECTIVES and TESSERA_TRANSPORT.
-/// Throws c10::Error, naming the variable and its value, where that is none of its values.
+/// The options as the environment overrides them: TESSERA_TIMEOUT_SECONDS, TESSERA_CHECK_COLLECTIVES, TESSERA_TRANSPORT and
+/// TESSERA_SPIN_MICROSECONDS. Throws c10::Error, naming the variable and its value, where that is none of its values.
 ProcessGroupOptions with_overrides(ProcessGroupOptions options, const EnvironmentMap& environment);
 
 /// The place that `own` says, with the local rank that torchrun, Open MPI or Slurm says, or its rank. Throws where there is no

@@ -18,7 +18,7 @@ namespace {
 
 // What a rank says that has the segment, and all arenas; other words are a refusal.
 constexpr const char *kOpened = "segment", *kOpenedAll = "segment and arenas";
-constexpr std::chrono::microseconds kSpin(50), kBackgroundDelay(500);
+constexpr std::chrono::microseconds kBackgroundDelay(500);
 
 std::string offer_key(int64_t rank) { return c10::str("offer/", rank); }
 std::string opened_key(int64_t rank) { return c10::str("opened/", rank); }
@@ -129,7 +129,7 @@ EngineOptions options_of(const GroupDescription& group) {
   options.timeout = group.options.timeout;
   options.watch = group.watch;
   options.background_delay = kBackgroundDelay;
-  options.spin = kSpin;
+  options.spin = group.options.spin;
   options.shares_cores = group.watch->processes_here() > cores();
   return options;
 }

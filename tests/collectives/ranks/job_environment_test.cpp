@@ -124,6 +124,22 @@ TEST(JobEnvironment, TheTimeoutIsAWholeNumberOfSeconds) {
                                               " is not a whole number of seconds between 1 and 9999999");
 }
 
+TEST(JobEnvironment, AWaitSpinsForAWholeNumberOfMicroseconds) {
+  const auto spin_of = [](const std::string& value) {
+    return internal::with_overrides({}, {{"TESSERA_SPIN_MICROSECONDS", value}}).spin.count();
+  };
+  EXPECT_EQ(spin_of(""), 50);
+  EXPECT_EQ(spin_of("0"), 0);
+  EXPECT_EQ(spin_of("1000000"), 1'000'000);
+  EXPECT_EQ(internal::with_overrides({.spin = std::chrono::microseconds(7)}, {}).spin.count(), 7);
+  for (const std::string value : {"-1", "1000001", "50us", "0.5"})
+    EXPECT_THROWS_WITH(spin_of(value), "environment variable TESSERA_SPIN_MICROSECONDS=" + value +
+                                           " is not a whole number of microseconds between 0 and 1000000");
+  for (const auto spin : {std::chrono::microseconds(-1), std::chrono::microseconds::max()})
+    EXPECT_THROWS_WITH(internal::with_overrides({.spin = spin}, {}),
+                       "ProcessGroupOptions::spin must be between 0 and 1000000 us, not ");
+}
+
 TEST(JobEnvironment, Slurm) {
   auto job = internal::parse_job_environment(kSlurm);
   EXPECT_EQ(job.launcher, Launcher::kSlurm);
