@@ -14,28 +14,23 @@ namespace tessera::internal {
 
 using torch::nn::Module;
 
-ShardedModule::ShardedModule(const std::vector<const Module*>& modules, std::string class_name, MeshRoles roles,
-                             const FullyShardOptions& options)
-    : class_name_(std::move(class_name)), roles_(std::move(roles)), options_(options) {
-  for (const auto* module : modules) {
-    modules_.emplace_back(module);
-    model_->claim(module, ShardedModel::Claim::kHeld);
-  }
+ShardedModule::ShardedModule(ShardingCall call) : call_(std::move(call)) {
+  for (const auto& module : call_.modules) model_->claim(module.get(), ShardedModel::Claim::kHeld);
 }
 
 bool ShardedModule::holds(const Module* module) const {
-  return std::any_of(modules_.begin(), modules_.end(), [&](const auto& each) { return each.get() == module; });
+  return std::any_of(call_.modules.begin(), call_.modules.end(), [&](const auto& each) { return each.get() == module; });
 }
 
 std::vector<const Module*> ShardedModule::modules() const {
   std::vector<const Module*> modules;
-  for (const auto& each : modules_) modules.push_back(each.get());
+  for (const auto& each : call_.modules) modules.push_back(each.get());
   return modules;
 }
 
 std::vector<std::shared_ptr<const Module>> ShardedModule::living_modules() const {
   std::vector<std::shared_ptr<const Module>> modules;
-  for (const auto& each : modules_) {
+  for (const auto& each : call_.modules) {
     if (auto module = each.lock()) modules.push_back(std::move(module));
   }
   return modules;
@@ -59,13 +54,13 @@ void ShardedModule::check_no_new_parameter() const {
 /// Whether a `tessera::call` of this module or of one above it does so, at its end.
 bool ShardedModule::casts_outputs_to(at::ScalarType dtype) const {
   for (const auto* at = this; at; at = at->parent_.get()) {
-    if (at->calls_ > 0 && at->options_.mixed_precision.output_dtype == dtype) return true;
+    if (at->is_called() && at->call_.options.mixed_precision.output_dtype == dtype) return true;
   }
   return false;
 }
 
 std::optional<at::ScalarType> ShardedModule::boundary_dtype() {
-  const auto& policy = options_.mixed_precision;
+  const auto& policy = call_.options.mixed_precision;
   if (!policy.param_dtype || !policy.cast_forward_inputs) return std::nullopt;
   bool has_any = false;
   for (const auto& group : groups()) {
@@ -80,8 +75,9 @@ std::optional<at::ScalarType> ShardedModule::boundary_dtype() {
 void ShardedModule::check_boundary() const {
   const auto* at = this;
   while (true) { // and those above that have no parameters of their own, of which nothing else tells
-    const auto& dtype = at->options_.mixed_precision.output_dtype;
-    if (dtype && !at->casts_outputs_to(*dtype) && !std::exchange(model_->warned_of_boundary, true) && roles_.is_first_rank()) {
+    const auto& dtype = at->call_.options.mixed_precision.output_dtype;
+    if (dtype && !at->casts_outputs_to(*dtype) && !std::exchange(model_->warned_of_boundary, true) &&
+        call_.roles.is_first_rank()) {
       TORCH_WARN("the policy of ", at->label(), " has the output_dtype ", *dtype,
                  ", but its parameters are read outside of tessera::call, and nothing casts what a forward returns that is "
                  "called directly. Call tessera::call(module, inputs...), or cast the outputs and leave output_dtype unset. "
@@ -93,7 +89,7 @@ void ShardedModule::check_boundary() const {
 }
 
 void ShardedModule::note_rounding(const std::string& name, at::ScalarType from, at::ScalarType to) const {
-  if (std::exchange(model_->warned_of_rounding, true) || !roles_.is_first_rank()) return;
+  if (std::exchange(model_->warned_of_rounding, true) || !call_.roles.is_first_rank()) return;
   TORCH_WARN(name, " in a tessera::call of ", label(), " has an activation in ", from, " beside a parameter in ", to,
              ", and computes in ", to, ", where FSDP2 would compute in ", from, ". Cast the activation to ", to,
              " to agree with both, keep the parameter in fp32 with keep_in_fp32, or set cast_forward_inputs = false and cast by "
@@ -102,10 +98,7 @@ void ShardedModule::note_rounding(const std::string& name, at::ScalarType from, 
 
 void ShardedModule::adopt(const std::shared_ptr<ShardedModule>& child, std::vector<Place> places) {
   child->parent_ = shared_from_this();
-  const auto again = [modules = child->modules(), name = child->class_name_, roles = child->roles_, options = child->options_] {
-    return std::make_shared<ShardedModule>(modules, name, roles, options);
-  };
-  children_.push_back({child, again, child->modules_, places});
+  children_.push_back({child, child->call_, places});
   child->places_ = std::move(places);
   model_->take(*child->model_);
 }
@@ -123,23 +116,17 @@ std::shared_ptr<ShardedModule> ShardedModule::state_of(const Module* module) {
 }
 
 void ShardedModule::begin_forward() {
-  if (const auto own = group(); own && !own->is_open()) forwarded_.clear();
+  if (const auto own = group(); own && !own->is_open()) forwards_.forget();
 }
 
-bool ShardedModule::end_forward(const Module* module) {
-  forwarded_.insert(module);
-  const auto has_ended = [&](const ModuleReference& each) { return !each.get() || forwarded_.contains(each.get()); };
-  if (!std::all_of(modules_.begin(), modules_.end(), has_ended)) return false;
-  forwarded_.clear(); // the group may be gathered again before the next one begins
-  return true;
-}
+bool ShardedModule::end_forward(const Module* module) { return forwards_.end(module, call_.modules); }
 
 std::vector<std::shared_ptr<ShardedModule>> ShardedModule::revive_below(const std::function<bool(const Module*)>& is_there) {
   std::vector<std::shared_ptr<ShardedModule>> revived;
   for (auto& child : children_) {
     const auto stayed = [&](const ModuleReference& each) { return each.get() && is_there(each.get()); };
-    if (!child.state.expired() || !std::all_of(child.modules.begin(), child.modules.end(), stayed)) continue;
-    revived.push_back(child.make_again());
+    if (!child.state.expired() || !std::all_of(child.call.modules.begin(), child.call.modules.end(), stayed)) continue;
+    revived.push_back(std::make_shared<ShardedModule>(child.call));
     revived.back()->parent_ = shared_from_this();
     revived.back()->model_ = model_;
     revived.back()->places_ = child.places;
@@ -152,7 +139,7 @@ void ShardedModule::set_groups(const std::vector<std::shared_ptr<ParameterGroup>
   groups_.clear();
   for (const auto& group : groups) {
     groups_.push_back({group, std::make_shared<GroupGradients>(*group)});
-    groups_.back().gradients->settings.reshard_after_backward = !roles_.keeps_parameters();
+    groups_.back().gradients->settings.reshard_after_backward = !call_.roles.keeps_parameters();
   }
 }
 
@@ -182,13 +169,13 @@ std::string ShardedModule::path(size_t index) const {
     index = place.top;
   }
   const auto top = std::to_string(index);
-  if (at->modules_.size() > 1) parts.push_back(top);
+  if (at->call_.modules.size() > 1) parts.push_back(top);
   std::reverse(parts.begin(), parts.end());
   return fmt::format("{}", fmt::join(parts, "."));
 }
 
 std::string ShardedModule::label() const {
-  auto label = is_root() ? class_name_ : path(0);
+  auto label = is_root() ? call_.class_name : path(0);
   // A second model's collectives must not be taken for those of the first.
   if (model_->number > 1) label += fmt::format(" of model {}", model_->number);
   return label;
@@ -217,8 +204,8 @@ std::vector<std::shared_ptr<ParameterGroup>> ShardedModule::subtree_groups() {
 }
 
 bool ShardedModule::reshards_after_forward() const {
-  if (options_.reshard_after_forward) return static_cast<bool>(*options_.reshard_after_forward);
-  return !is_root() && !roles_.keeps_parameters();
+  if (call_.options.reshard_after_forward) return static_cast<bool>(*call_.options.reshard_after_forward);
+  return !is_root() && !call_.roles.keeps_parameters();
 }
 
 /// Adds its groups to `all`: one without parameters if there is none, for those below to be below it.

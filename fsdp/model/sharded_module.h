@@ -8,11 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include <absl/container/flat_hash_set.h>
-
 #include <tessera/fsdp/gradients/group_gradients.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/group/place.h>
+#include <tessera/fsdp/model/forward_calls.h>
 #include <tessera/fsdp/model/module_reference.h>
 #include <tessera/fsdp/model/sharded_model.h>
 #include <tessera/fsdp/options.h>
@@ -24,12 +23,19 @@ class Module;
 
 namespace tessera::internal {
 
+/// What a `fully_shard` call was given.
+struct ShardingCall {
+  std::vector<ModuleReference> modules;
+  std::string class_name;
+  MeshRoles roles;
+  FullyShardOptions options;
+};
+
 /// What one `fully_shard` call made. Ownership runs upward: parameters own their group, a group its module state, a state its
 /// parent. So a model's states live as long as any of its parameters.
 class ShardedModule final : public GroupOwner, public std::enable_shared_from_this<ShardedModule> {
  public:
-  ShardedModule(const std::vector<const torch::nn::Module*>& modules, std::string class_name, MeshRoles roles,
-                const FullyShardOptions& options);
+  explicit ShardedModule(ShardingCall call);
 
   bool holds(const torch::nn::Module* module) const;
   /// The modules as `fully_shard` got them; null for one that is gone.
@@ -38,17 +44,17 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   std::vector<std::shared_ptr<const torch::nn::Module>> living_modules() const;
   void check_no_new_parameter() const override;
   void check_boundary() const override;
-  bool is_called() const override { return calls_ > 0; }
+  bool is_called() const override { return forwards_.is_called(); }
   void note_rounding(const std::string& name, at::ScalarType from, at::ScalarType to) const override;
   /// A `tessera::call` or a `forward_scope` of one of the modules begins.
   void begin_forward();
   /// Ends the forward of `module`; returns whether all of the modules have had one since the group was gathered.
   bool end_forward(const torch::nn::Module* module);
-  void enter_call() { ++calls_; }
-  void leave_call() { --calls_; }
+  void enter_call() { forwards_.enter_call(); }
+  void leave_call() { forwards_.leave_call(); }
   bool ignores(const at::Tensor& parameter) const override { return model_->ignores(parameter); }
-  const MeshRoles& roles() const { return roles_; }
-  const FullyShardOptions& options() const { return options_; }
+  const MeshRoles& roles() const { return call_.roles; }
+  const FullyShardOptions& options() const { return call_.options; }
 
   /// Sets groups in place of those before. Several where the strategy reduces in buckets, or where parameters lie on other ranks.
   void set_groups(const std::vector<std::shared_ptr<ParameterGroup>>& groups);
@@ -94,7 +100,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   /// that are its own are kept in fp32. None: as they are.
   std::optional<at::ScalarType> boundary_dtype();
   bool reshards_after_forward() const override;
-  void set_reshard_after_forward(bool reshard) { options_.reshard_after_forward = reshard; }
+  void set_reshard_after_forward(bool reshard) { call_.options.reshard_after_forward = reshard; }
 
   int64_t initial_checksum = 0; ///< of its group's values, as `agree_on_initial_weights` returned it
 
@@ -103,11 +109,8 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   std::vector<ModuleGroup>::const_iterator first_group() const;
   void enter(Schedule& schedule, std::vector<ScheduledGroup>& all);
 
-  std::vector<ModuleReference> modules_;
+  ShardingCall call_;
   std::shared_ptr<ShardedModel> model_ = std::make_shared<ShardedModel>();
-  std::string class_name_;
-  MeshRoles roles_;
-  FullyShardOptions options_;
   std::vector<ModuleGroup> groups_;
   std::shared_ptr<PrefetchSettings> prefetch_settings_ = std::make_shared<PrefetchSettings>();
   std::shared_ptr<ShardedModule> parent_;
@@ -115,15 +118,13 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   /// What makes a state again that went with the last of its parameters.
   struct Child {
     std::weak_ptr<ShardedModule> state;
-    std::function<std::shared_ptr<ShardedModule>()> make_again;
-    std::vector<ModuleReference> modules;
+    ShardingCall call;
     std::vector<Place> places;
   };
   std::vector<Child> children_;
   std::vector<std::shared_ptr<ShardedModule>> beside_;
-  size_t number_ = 0;                                       // of its first group, or what would be it
-  int calls_ = 0;                                           // that run now
-  absl::flat_hash_set<const torch::nn::Module*> forwarded_; // of the modules, since the group was gathered
+  size_t number_ = 0; // of its first group, or what would be it
+  ForwardCalls forwards_;
 };
 
 /// The state that `group` was made for.

@@ -506,8 +506,8 @@ FSDPModule shard_modules(const std::vector<Module*>& modules, const DeviceMesh& 
 
   const MeshRoles roles(given, strategy, dims);
   prepare_parts(taken, call, options, name);
-  const std::vector<const Module*> held(modules.begin(), modules.end());
-  auto state = std::make_shared<ShardedModule>(held, name, roles, kept_of(options));
+  const std::vector<ModuleReference> held(modules.begin(), modules.end());
+  auto state = std::make_shared<ShardedModule>(ShardingCall{held, name, roles, kept_of(options)});
   state->initial_checksum = agreement.checksum;
   state->model().number = agreement.model_number;
   take_over(state, census, below, taken.parts);
