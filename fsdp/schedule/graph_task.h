@@ -5,10 +5,17 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <functional>
+#include <memory>
 
 #include <tessera/fsdp/group/parameter_group.h>
 
 namespace tessera::internal {
+
+/// The graph task of a backward.
+struct FollowedGraphTask {
+  std::weak_ptr<void> mark; ///< which it owns: expired once it is gone
+  int id = -1;
+};
 
 /// Runs a backward of nothing, in which `event` happens.
 void run_empty_backward(const std::function<void()>& event);

@@ -60,6 +60,7 @@ std::string MicroBatches::refusal(const MicroBatch& next, bool trains) const {
 void MicroBatches::begin(const MicroBatch& next, bool trains) {
   running_ = next;
   trains_ = trains;
+  has_run_backward_ = false;
 }
 
 void MicroBatches::end(bool has_failed) {

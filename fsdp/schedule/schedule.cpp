@@ -32,7 +32,7 @@ bool Schedule::has_failed_backward() const {
   if (!step_.is_in_backward()) return false;
   // Once it has thrown, a thread of the device's may hold the graph task for a moment yet. On the CPU nothing does: then a read
   // outside of a backward is another thread's, for which a hook waits.
-  return graph_task_.expired() || (!in_backward() && !device_.is_cpu());
+  return graph_task_.mark.expired() || (!in_backward() && !device_.is_cpu());
 }
 
 bool Schedule::follow(const ParameterGroup* read) {
@@ -45,18 +45,16 @@ bool Schedule::follow(const ParameterGroup* read) {
 
 void Schedule::begin_forward() {
   step_.begin_forward();
-  first_module_ = newest_module_ = 0;
-  has_read_last_ = false;
+  registrations_.begin_forward();
 }
 
 void Schedule::begin_backward() {
   step_.begin_backward();
-  graph_task_id_ = torch::autograd::get_current_graph_task_id();
   // The graph task owns its callbacks: a backward that fails drops this one, and its mark with it.
   const std::shared_ptr<Schedule> mark(this, [weak = weak_from_this()](Schedule*) {
     if (const auto self = weak.lock()) self->drop_ready_gradients();
   });
-  graph_task_ = mark;
+  graph_task_ = {mark, torch::autograd::get_current_graph_task_id()};
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), mark] {
     if (const auto self = weak.lock()) self->finish_backward();
   });
@@ -67,7 +65,7 @@ void Schedule::begin_backward() {
 void Schedule::drop_ready_gradients() {
   ReadyGradients dropped; // outlives the lock, which may end with them
   const std::lock_guard lock(mutex_);
-  if (graph_task_.expired()) dropped.swap(ready_);
+  if (graph_task_.mark.expired()) dropped = deliveries_.drop();
 }
 
 /// In the first backwards; one rank warns for all.
@@ -113,7 +111,7 @@ void Schedule::read_locked(ParameterGroup& group) {
   if (group.is_stale()) step_.written(group.number);
   auto& entry = scheduled(group);
   if (!backward) {
-    if (!step_.is_in_backward() && !step_.is_recorded(group.number)) check_recorded(entry, group);
+    if (!step_.is_in_backward() && !step_.reads().is_recorded(group.number)) check_recorded(entry, group);
     if (trains) check_unchanged(entry, group);
   }
   if (resources_->recorder) note_read(group);
@@ -136,7 +134,7 @@ void Schedule::read_parameter(ParameterGroup& group, size_t index, bool expects_
   compute_stream_ = current_stream_if_any(device_);
   auto& entry = scheduled(group);
   check_unchanged(entry, group);
-  const auto forward = step_.forward_number();
+  const auto forward = step_.reads().forward_number();
   if (!entry.beside.empty())
     for_each_part(group.number, [&](ParameterGroup&, GroupGradients& gradients) { gradients.landed().begin(forward); });
   entry.gradients_of(group)->landed().expect(index, forward);
@@ -160,14 +158,10 @@ void Schedule::check_not_stepped(ParameterGroup& group, size_t index) {
 /// read again after the last one. Modules are compared, not groups: which buckets of a module are read may differ between ranks.
 void Schedule::note_forward(const ParameterGroup& group) {
   if (step_.state() != Step::State::kForward) return;
-  const size_t module = scheduled(group).place.module.first;
-  if (module == last_module_) {
-    has_read_last_ = true;
-  } else if (has_read_last_ && module == first_module_ && at::GradMode::is_enabled()) {
-    group.owner->check_no_new_parameter();
-    has_read_last_ = false;
-    step_.begin_another_forward(group.number);
-  }
+  if (!registrations_.is_another(scheduled(group).place.module.first) || !at::GradMode::is_enabled()) return;
+  group.owner->check_no_new_parameter();
+  registrations_.begin_another();
+  step_.begin_another_forward(group.number);
 }
 
 void Schedule::check_alive(const ParameterGroup& group) const {
@@ -179,29 +173,28 @@ void Schedule::check_alive(const ParameterGroup& group) const {
 void Schedule::check_recorded(ScheduledGroup& entry, const ParameterGroup& group) {
   group.prefetch_parameters();
   check_alive(group);
-  const bool is_first = !step_.has_recorded_any();
+  const bool is_first = !step_.reads().has_recorded_any();
   if (is_first) group.owner->check_no_new_parameter();
   group.owner->check_boundary();
   note_module(group, is_first);
-  if (at::GradMode::is_enabled()) entry.checked_forward = step_.forward_number();
+  if (at::GradMode::is_enabled()) entry.checked_forward = step_.reads().forward_number();
 }
 
 /// The order of the modules is the same on all ranks, unlike that of a module's buckets.
 void Schedule::note_module(const ParameterGroup& group, bool is_first) {
   const size_t module = scheduled(group).place.module.first;
-  if (is_first) first_module_ = module;
-  if (step_.is_module_recorded(group.number)) return;
-  newest_module_ = module;
-  if (!step_.knows_order()) last_module_ = module;
+  registrations_.note_read(module, is_first);
+  if (!step_.is_module_recorded(group.number)) registrations_.note_new(module, step_.reads().knows_order());
 }
 
 /// Before the first read in grad mode: an evaluation recorded the group, and the model may have been changed since.
 void Schedule::check_unchanged(ScheduledGroup& entry, const ParameterGroup& group) {
-  const auto forward = step_.forward_number();
+  const auto forward = step_.reads().forward_number();
   if (entry.checked_forward == forward) return;
   check_alive(group);
-  if (checked_forward_ != forward) group.owner->check_no_new_parameter();
-  entry.checked_forward = checked_forward_ = forward;
+  if (registrations_.must_look_again(forward)) group.owner->check_no_new_parameter();
+  registrations_.note_look(forward);
+  entry.checked_forward = forward;
 }
 
 /// Runs `locked` under the lock, and then, without it, the user's hooks on the gradients that became ready. Whether there were
@@ -213,13 +206,7 @@ bool Schedule::deliver_after(const Locked& locked) {
   {
     const std::lock_guard lock(mutex_);
     locked();
-    ready.swap(ready_);
-    const auto waits = [](const auto& each) { return each.copy != nullptr || each.is_part || each.is_term; };
-    if (std::any_of(ready.begin(), ready.end(), waits)) {
-      const auto waiting = std::stable_partition(ready.begin(), ready.end(), std::not_fn(waits));
-      ready_.assign(std::move_iterator(waiting), std::move_iterator(ready.end()));
-      ready.erase(waiting, ready.end());
-    }
+    ready = deliveries_.take();
   }
   const bool has_any = !ready.empty();
   deliver(std::move(ready));
@@ -253,7 +240,7 @@ void Schedule::step_in_backward(ParameterGroup& group, const std::vector<size_t>
     takers = gradients_of(group).settings.takers;
     if (takers.empty()) return;
     if (has_failed_backward()) abandon_backward();
-    backward = step_.is_in_backward() ? graph_task_id_ : torch::autograd::get_current_graph_task_id();
+    backward = step_.is_in_backward() ? graph_task_.id : torch::autograd::get_current_graph_task_id();
     for (const size_t index : landed) {
       if (const auto tensor = to_step(group, index, backward); tensor.defined()) parameters.push_back(tensor);
     }
@@ -309,80 +296,54 @@ void Schedule::land_sharded(ReadyGradient gradient) {
   }
   const std::lock_guard lock(mutex_);
   if (has_failed_backward()) abandon_backward();
-  auto& held = step_.is_in_backward() ? ready_ : early_parts();
-  held.push_back(std::move(gradient));
+  if (step_.is_in_backward()) return deliveries_.add(std::move(gradient));
+  early_parts()->parts.push_back(std::move(gradient));
 }
 
 /// Finds the parts of the graph task that runs now, before its first event that begins a backward. This call is no such event:
 /// autograd's thread for the host brings it before those of the device's thread on one rank and after them on another, and a
 /// backward that fails between must have begun on all ranks or on none. The graph task owns the parts.
-ReadyGradients& Schedule::early_parts() {
+std::shared_ptr<EarlyParts> Schedule::early_parts() {
   const int id = torch::autograd::get_current_graph_task_id();
-  auto early = early_parts_.lock();
-  if (!early || early->graph_task_id != id) {
-    early = std::make_shared<EarlyParts>(EarlyParts{id, {}});
-    early_parts_ = early;
-    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), early] {
-      if (const auto self = weak.lock()) self->take(*early);
-    });
-  }
-  return early->parts;
+  if (auto known = deliveries_.early(id)) return known;
+  auto early = deliveries_.begin_early(id);
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), early] {
+    if (const auto self = weak.lock()) self->take(*early);
+  });
+  return early;
 }
 
 /// At the end of their graph task: for the backward that has begun since, or begins now, and ends after this.
 void Schedule::take(EarlyParts& early) {
   const std::lock_guard lock(mutex_);
   follow();
-  ready_.insert(ready_.end(), std::move_iterator(early.parts.begin()), std::move_iterator(early.parts.end()));
-  early.parts.clear();
+  deliveries_.add(early);
 }
 
-void Schedule::hold_parts() {
-  for (auto& each : ready_) each.is_part = each.is_part || is_read_in_both_ways(each.group->parameters()[each.index]);
-}
-
-/// At the end of a backward: replaces the held gradients of one parameter by their sum.
-void Schedule::join_parts() {
-  const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < ready_.size(); ++i) {
-    if (!std::exchange(ready_[i].is_part, false)) continue;
-    const auto same = [&](const auto& each) { return each.group == ready_[i].group && each.index == ready_[i].index; };
-    const auto other = std::find_if(ready_.begin() + static_cast<std::ptrdiff_t>(i) + 1, ready_.end(), same);
-    if (other == ready_.end()) continue;
-    add(*other, ready_[i]);
-    other->is_part = true; // and perhaps of a third
-    ready_.erase(ready_.begin() + static_cast<std::ptrdiff_t>(i--));
-  }
-}
-
-/// Of gradients to the host, once for all: the last one ends last.
-void Schedule::wait_for_copies() {
-  std::for_each(ready_.rbegin(), ready_.rend(), [](auto& each) {
-    if (const auto copy = std::exchange(each.copy, nullptr)) copy->wait();
-  });
-}
+void Schedule::hold_parts() { deliveries_.hold_parts(is_read_in_both_ways); }
 
 void Schedule::finish_backward() {
   const StreamScope scope(compute_stream_);
   const auto finish = [&] {
     if (!step_.is_in_backward()) return;
     step_.reduce_the_rest();
-    wait_for_copies();
-    join_parts();
-    sum_terms(ready_);
+    deliveries_.wait_for_copies();
+    const at::NoGradGuard no_grad;
+    deliveries_.join_parts();
+    sum_terms(deliveries_.ready());
   };
   while (deliver_after(finish)) { // a backward of the same model in a hook makes more
   }
   const std::lock_guard lock(mutex_);
   if (!step_.is_in_backward()) return;
   if (!watch_.is_done()) watch_.count_holders();
-  if (step_.has_recorded_any()) last_module_ = newest_module_;
+  if (step_.reads().has_recorded_any()) registrations_.end_forward();
   step_.end_backward();
 }
 
 void Schedule::abandon_backward() {
   const auto dropped = step_.abandon_backward();
-  ready_.clear();
+  deliveries_.drop();
   std::vector<Work> in_flight;
   for (const size_t each : dropped) {
     for_each_part(each, [&](ParameterGroup&, GroupGradients& gradients) { in_flight.push_back(gradients.discard()); });
@@ -423,7 +384,7 @@ void Schedule::forget_failed_backward() {
 void Schedule::drop_gradients(ParameterGroup& group) {
   const std::lock_guard lock(mutex_);
   forget_failed_backward();
-  std::erase_if(ready_, [&](const auto& each) { return each.group.get() == &group; });
+  deliveries_.drop(group);
   step_.forget_gradients(group.number);
   gradients_of(group).discard().wait(); // before the memory of what was in flight is used again
 }

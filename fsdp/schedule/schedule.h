@@ -15,10 +15,13 @@
 #include <vector>
 
 #include <tessera/fsdp/buffers/unsharded_storage.h>
+#include <tessera/fsdp/gradients/deliveries.h>
 #include <tessera/fsdp/gradients/gradient_weights.h>
 #include <tessera/fsdp/gradients/group_gradients.h>
 #include <tessera/fsdp/group/model_resources.h>
 #include <tessera/fsdp/group/parameter_group.h>
+#include <tessera/fsdp/schedule/graph_task.h>
+#include <tessera/fsdp/schedule/registration_watch.h>
 #include <tessera/fsdp/schedule/scheduled_group.h>
 #include <tessera/fsdp/schedule/step.h>
 #include <tessera/fsdp/schedule/trains_apart_watch.h>
@@ -120,12 +123,6 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   const std::shared_ptr<ModelResources>& resources() const { return resources_; }
 
  private:
-  /// The parts of a graph task in which no backward has begun, for `land_sharded`.
-  struct EarlyParts {
-    int graph_task_id;
-    ReadyGradients parts;
-  };
-
   static Residence residence_of(const ParameterGroup& group) {
     if (group.is_unsharded() || !group.needs_gather()) return Residence::kUnsharded;
     return group.is_open() ? Residence::kGathering : Residence::kSharded;
@@ -155,18 +152,18 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   void deliver(ReadyGradients ready);
   void step_in_backward(ParameterGroup& group, const std::vector<size_t>& landed);
   static at::Tensor to_step(ParameterGroup& group, size_t index, int64_t backward);
-  void wait_for_copies();
-  ReadyGradients& early_parts();
+  std::shared_ptr<EarlyParts> early_parts();
   void take(EarlyParts& early);
   void hold_parts();
-  void join_parts();
   void note_unsharded();
 
   // What the step asks and decides (schedule_actions.cpp).
   template <typename Function>
   auto of(size_t number, const Function& function) const;
-  template <typename Function>
-  void for_each_part(size_t number, const Function& function) const;
+  template <typename Visit> // void(ParameterGroup&, GroupGradients&)
+  void for_each_part(size_t number, const Visit& visit) const {
+    groups_[number].for_each_part(visit);
+  }
   template <typename Holds>
   bool any_part(size_t number, const Holds& holds) const;
   GroupRules rules(size_t group) const override { return groups_[group].rules(); }
@@ -204,19 +201,12 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   std::shared_ptr<ModelResources> resources_;
   std::vector<ScheduledGroup> groups_;
   Step step_{*this};
-  ReadyGradients ready_; // reduced, to be delivered when the lock is released; on their way to the host, at the end
-  std::weak_ptr<EarlyParts> early_parts_; // of the graph task that brought some last
-  std::weak_ptr<void> graph_task_;        // of the backward; expired once it is gone
-  int graph_task_id_ = -1;
+  Deliveries deliveries_;
+  FollowedGraphTask graph_task_; // of the backward
   GradientWeights gradient_weights_;
   TrainsApartWatch watch_;
+  RegistrationWatch registrations_;
   std::string refusal_; // why no parameter may be used any more; empty: they may
-
-  // Modules, by the numbers of their first groups: another rank may read another bucket.
-  size_t first_module_ = 0, newest_module_ = 0; // the first that the forward read, and its latest new one
-  size_t last_module_ = 0;                      // the newest one of the forward before; in the first, of the one that runs
-  bool has_read_last_ = false;                  // `last_module_`, since the model was looked at
-  uint64_t checked_forward_ = 0;                // the last one that an evaluation recorded, and whose model was looked at anew
 };
 
 } // namespace tessera::internal

@@ -22,16 +22,6 @@ auto Schedule::of(size_t number, const Function& function) const {
   return Result();
 }
 
-/// Calls `function` of the group and of those beside it that are there.
-template <typename Function> // void(ParameterGroup&, GroupGradients&)
-void Schedule::for_each_part(size_t number, const Function& function) const {
-  const auto& entry = groups_[number];
-  if (const GroupPtr group = entry.group.lock()) function(*group, *entry.gradients);
-  for (const auto& [weak, gradients] : entry.beside) {
-    if (const GroupPtr group = weak.lock()) function(*group, *gradients);
-  }
-}
-
 /// Whether it holds for the group or for one beside it that is there.
 template <typename Holds> // bool(const GroupGradients&)
 bool Schedule::any_part(size_t number, const Holds& holds) const {
@@ -79,7 +69,7 @@ bool Schedule::is_unfinished(size_t number) const {
 bool Schedule::leaves_out_any(size_t number) const {
   return any_part(number, [](const GroupGradients& each) { return each.leaves_out_any(); });
 }
-bool Schedule::is_in_inner_backward() const { return torch::autograd::get_current_graph_task_id() != graph_task_id_; }
+bool Schedule::is_in_inner_backward() const { return torch::autograd::get_current_graph_task_id() != graph_task_.id; }
 
 bool Schedule::awaits_any(size_t number) const {
   bool any = false;
@@ -129,7 +119,7 @@ bool Schedule::start_reduction(size_t number) {
   for_each_part(number, [&](ParameterGroup&, GroupGradients& gradients) {
     if (has_parts && !gradients.has_pending()) gradients.join_reduction();
     if (has_parts && !gradients.has_pending()) return; // frozen
-    gradients.start_reduce(ready_);
+    gradients.start_reduce(deliveries_.ready());
     is_reducing = is_reducing || gradients.is_reducing();
   });
   return is_reducing;
@@ -140,7 +130,7 @@ void Schedule::advance_reduction(size_t number) {
 }
 
 void Schedule::finish_reduction(size_t number) {
-  for_each_part(number, [&](ParameterGroup&, GroupGradients& gradients) { gradients.finish_reduce(ready_); });
+  for_each_part(number, [&](ParameterGroup&, GroupGradients& gradients) { gradients.finish_reduce(deliveries_.ready()); });
 }
 
 void Schedule::note_unsharded() {

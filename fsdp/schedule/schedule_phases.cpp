@@ -23,7 +23,7 @@ void Schedule::end_phase(bool has_failed) {
   {
     const std::lock_guard lock(mutex_);
     if (has_failed_backward()) abandon_backward();
-    if (has_failed || !step_.lacks_backward()) return step_.end_phase(has_failed);
+    if (has_failed || !step_.micro_batches().lacks_backward()) return step_.end_phase(has_failed);
   }
   try {
     run_empty_backward([this] { // not under the lock: it ends with the user's hooks, perhaps on another thread

@@ -71,6 +71,14 @@ struct ScheduledGroup {
     }
     return nullptr;
   }
+  /// Calls `visit` of the group and of those beside it that are there.
+  template <typename Visit> // void(ParameterGroup&, GroupGradients&)
+  void for_each_part(const Visit& visit) const {
+    if (const GroupPtr known = group.lock()) visit(*known, *gradients);
+    for (const auto& each : beside) {
+      if (const GroupPtr known = each.group.lock()) visit(*known, *each.gradients);
+    }
+  }
   /// The numbers of the groups that it lists to be gathered ahead.
   std::vector<size_t> prefetch_list(bool in_backward) const {
     std::vector<size_t> numbers;

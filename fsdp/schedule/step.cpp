@@ -8,7 +8,13 @@ namespace tessera::internal {
 
 void Step::set_places(const std::vector<GroupPlace>& places) {
   notes_.clear();
-  for (const auto& place : places) notes_.push_back({.place = place});
+  std::vector<bool> has_buckets;
+  for (const auto& place : places) {
+    notes_.push_back({.place = place});
+    has_buckets.push_back(place.module.has_buckets());
+  }
+  reads_.set_groups(has_buckets);
+  reductions_.set_groups(places.size());
 }
 
 void Step::enter(State next) {
@@ -22,32 +28,22 @@ void Step::enter(State next) {
 
 void Step::begin_forward() {
   enter(State::kForward);
-  ++forward_;
-  recording_.clear();
-  tracing_ = {};
-}
-
-void Step::begin_another_forward(size_t first) {
-  const bool is_traced = !tracing_.reads.empty() && tracing_.reads.back() == first;
-  if (is_traced) tracing_.reads.pop_back();
-  end_trace();
-  tracing_.trains = true;
-  if (is_traced) trace_read(first);
+  reads_.begin_forward();
 }
 
 void Step::begin_backward() {
   enter(State::kBackward);
-  has_run_backward_ = true;
-  replay_from_end();
-  next_to_reduce_ = static_cast<int64_t>(order().size()) - 1;
-  for (const size_t group : order()) {
+  micro_batches_.note_backward();
+  reads_.begin_backward();
+  next_to_reduce_ = static_cast<int64_t>(reads_.order().size()) - 1;
+  for (const size_t group : reads_.order()) {
     groups_.forget_landed(group);
     notes_[group].is_reduced = false;
   }
 }
 
 void Step::end_backward() {
-  for (const size_t group : unfinished_) {
+  for (const size_t group : reductions_.unfinished()) {
     if (exists(group)) groups_.withhold_unreduced(group);
   }
   std::erase_if(open_, [&](size_t group) {
@@ -58,25 +54,22 @@ void Step::end_backward() {
     notes_[group].is_held = false;
     return true;
   });
-  for (const size_t group : order()) {
+  for (const size_t group : reads_.order()) {
     auto& note = notes_[group];
     note.last_backward = {note.recomputation, /*is_read=*/note.unread_phase != phase_,
                           /*brings_gradients=*/note.landed_phase == phase_};
   }
-  if (!recording_.empty()) order_ = std::exchange(recording_, {});
-  end_trace();
+  reads_.end_backward();
   enter(State::kIdle);
 }
 
 std::vector<size_t> Step::abandon_backward() {
   enter(State::kIdle);
-  reducing_.clear();
+  reads_.abandon_backward();
   give_up_micro_batches();
-  Order dropped = order_;
-  dropped.insert(dropped.end(), recording_.begin(), recording_.end());
-  dropped.insert(dropped.end(), unfinished_.begin(), unfinished_.end());
-  unfinished_.clear();
-  for (const size_t group : dropped) notes_[group].is_listed = false;
+  auto dropped = reads_.recorded_groups();
+  const auto unfinished = reductions_.give_up();
+  dropped.insert(dropped.end(), unfinished.begin(), unfinished.end());
   return dropped;
 }
 
@@ -90,10 +83,9 @@ void Step::limit(GroupRules& rules) const {
 void Step::begin_phase(const MicroBatch& phase, bool trains) {
   micro_batches_.begin(phase, trains);
   if (trains || phase.phase != MicroBatchPhase::kForward) phases_.begin(phase.phase);
-  has_run_backward_ = false;
   if (phase.phase == MicroBatchPhase::kForward && state_ == State::kForward) {
     ++phase_;
-    end_trace();
+    reads_.end_trace();
   }
   prefetch_first(phase.phase);
 }
@@ -109,51 +101,26 @@ void Step::end_phase(bool has_failed) {
 }
 
 void Step::read_anew(const Read& read, bool is_first) {
-  trace_again(read);
+  const bool is_traced = read.in_grad_mode || micro_batches_.running(); // of evaluations the first reads alone are
+  if (is_traced && !read.in_backward && !is_in_backward()) reads_.repeat(read.group);
   if (!read.by_own_function) close_unrelated(read.group, read.recomputation);
   if (!is_open(read.residence)) gather(read.group);
   groups_.wait(read.group);
   prefetch_after(read.group, rules_of(read.group), PrefetchTrigger::kRead, is_first);
-  if (is_in_backward()) step_back(read.group);
-}
-
-void Step::record(size_t group) {
-  const bool is_first = recording_.empty();
-  auto& note = notes_[group];
-  note.recorded_forward = forward_;
-  // Buckets come before what forward reads: another rank may read others of them, or first in another place.
-  for (size_t each = 0; is_first && each < notes_.size(); ++each) {
-    if (notes_[each].place.module.has_buckets()) place(each);
-  }
-  if (note.place.module.has_buckets()) return;
-  place(group);
-  trace_read(group);
-}
-
-void Step::place(size_t group) {
-  notes_[group].order_position = static_cast<int64_t>(recording_.size());
-  recording_.push_back(group);
+  if (is_in_backward()) reads_.step_back(read.group);
 }
 
 bool Step::is_module_recorded(size_t group) const {
   const auto& module = notes_[group].place.module;
   for (size_t each = module.first; each < module.end; ++each) {
-    if (is_recorded(each)) return true;
+    if (reads_.is_recorded(each)) return true;
   }
   return false;
 }
 
 std::vector<Step::Part> Step::trace() const {
   std::vector<Part> parts;
-  const auto add = [&](size_t group) {
-    if (is_recorded(group)) parts.push_back({group, notes_[group].last_backward});
-  };
-  const auto& reads = tracing_.reads.empty() ? trace_.reads : tracing_.reads;
-  const bool has_repeats = reads.size() > order().size();
-  for (const size_t each : order()) {
-    if (!has_repeats || std::find(reads.begin(), reads.end(), each) == reads.end()) add(each);
-  }
-  if (has_repeats) std::for_each(reads.begin(), reads.end(), add);
+  for (const size_t group : reads_.gathering_reads()) parts.push_back({group, notes_[group].last_backward});
   return parts;
 }
 

@@ -9,7 +9,8 @@
 #include <vector>
 
 #include <tessera/fsdp/schedule/micro_batches.h>
-#include <tessera/fsdp/schedule/phase_order.h>
+#include <tessera/fsdp/schedule/read_trace.h>
+#include <tessera/fsdp/schedule/reduction_queue.h>
 #include <tessera/fsdp/schedule/step_groups.h>
 
 namespace tessera::internal {
@@ -30,11 +31,11 @@ struct GroupPlace {
 /// communication and no threads in it: the schedule performs its actions under its lock, and a prediction sums them.
 ///
 /// Forward: the first read of a group waits for its gather, and frees every open group that is neither above nor below it, and
-/// what was gathered ahead for a read that this forward has left out. A trace records these reads, and a group's reads after it
-/// was freed. The next forward replays it: as long as its n-th read is the trace's, that starts the gathers of those behind it.
-/// What departs from the trace is gathered when it is read. Backward: the same from the trace's end; a group whose gradients have
-/// all landed is reduced and freed. Reductions start in the reverse order of the forward's first reads, in whatever order
-/// gradients land. At most one reduce-scatter and one all-reduce are in flight.
+/// what was gathered ahead for a read that this forward has left out. A `ReadTrace` records these reads, and a group's reads
+/// after it was freed. The next forward replays it: as long as its n-th read is the trace's, that starts the gathers of those
+/// behind it. What departs from the trace is gathered when it is read. Backward: the same from the trace's end; a group whose
+/// gradients have all landed is reduced and freed. Reductions start in the reverse order of the forward's first reads, in
+/// whatever order gradients land. At most one reduce-scatter and one all-reduce are in flight.
 ///
 /// Modules in buckets are reduced after the others, in the order of their parameters. All buckets of a module are reduced where
 /// one has a gradient: another rank may use others, or read them in another order.
@@ -58,7 +59,7 @@ class Step {
   // Phases.
   void begin_forward();
   /// The read of `first`, which was the last event, begins one more forward before a backward.
-  void begin_another_forward(size_t first);
+  void begin_another_forward(size_t first) { reads_.begin_another_forward(first); }
   void begin_backward();
   /// Reduces what the backward leaves, and finishes all reductions where it is the last. Again where hooks have brought more.
   void reduce_the_rest();
@@ -74,11 +75,6 @@ class Step {
   void expect_phase(MicroBatchPhase phase) {
     if (!micro_batches_.running()) prefetch_first(phase);
   }
-  /// No backward has run in the phase, in which gradients are to be reduced.
-  bool lacks_backward() const {
-    const auto& running = micro_batches_.running();
-    return running && running->is_last && running->phase != MicroBatchPhase::kForward && !has_run_backward_;
-  }
   const MicroBatches& micro_batches() const { return micro_batches_; }
   void give_up_micro_batches() {
     micro_batches_.give_up();
@@ -93,8 +89,8 @@ class Step {
     auto& note = notes_[read.group];
     // What another thread reads, for which a hook waits, is not recorded.
     if (!read.in_backward && !is_in_backward()) {
-      if (read.in_grad_mode && !tracing_.trains) begin_training_trace();
-      if (!is_recorded(read.group)) record(read.group);
+      if (read.in_grad_mode) reads_.train();
+      if (!reads_.is_recorded(read.group)) reads_.record(read.group);
     }
     note.is_held = false;
     if (!read.in_backward || read.recomputation > 0) note.recomputation = read.recomputation;
@@ -114,30 +110,26 @@ class Step {
   // Gradients.
   /// A gradient of `group` is about to go into the group's buffer, perhaps one that is to be the only buffer.
   void expect_landing(size_t group, bool needs_only_buffer) {
-    auto& note = notes_[group];
-    note.landed_phase = phase_;
-    if (!note.is_listed) list_unfinished(group);
-    if (needs_only_buffer) finish_reductions();
+    notes_[group].landed_phase = phase_;
+    reductions_.add_unfinished(group);
+    if (needs_only_buffer) reductions_.finish();
   }
   /// It is there, perhaps the last that is expected. Whether reductions may be due, which `reduce_after` starts.
   bool landed(size_t group, bool is_complete) {
-    const auto& note = notes_[group];
-    if (note.place.module.has_buckets()) join_buckets(group);
-    return is_complete || note.order_position != next_to_reduce_ || micro_batches_.is_in(MicroBatchPhase::kWeightGradients);
+    if (notes_[group].place.module.has_buckets()) join_buckets(group);
+    const bool is_next = reads_.position_of(group) == next_to_reduce_;
+    return is_complete || !is_next || micro_batches_.is_in(MicroBatchPhase::kWeightGradients);
   }
   void reduce_after(size_t group);
   /// The gradients of `group` were dropped.
-  void forget_gradients(size_t group);
+  void forget_gradients(size_t group) { reductions_.forget(group); }
   void set_is_last_backward(bool is_last) { is_last_backward_ = is_last; }
   bool is_last_backward() const { return is_last_backward_; }
 
   State state() const { return state_; }
   bool is_in_backward() const { return state_ == State::kBackward; }
-  uint64_t forward_number() const { return forward_; } ///< changes with every forward that follows a backward
-  bool is_recorded(size_t group) const { return notes_[group].recorded_forward == forward_; }
-  bool has_recorded_any() const { return !recording_.empty(); }
-  bool is_module_recorded(size_t group) const;
-  bool knows_order() const { return !order_.empty(); } ///< of an earlier forward
+  const ReadTrace& reads() const { return reads_; } ///< of forwards
+  bool is_module_recorded(size_t group) const;      ///< in the forward that runs
   const GroupPlace& place_of(size_t group) const { return notes_[group].place; }
   const std::vector<size_t>& open_groups() const { return open_; } ///< and perhaps some that were freed since
   /// What the last backward made of a group.
@@ -155,12 +147,6 @@ class Step {
   std::vector<Part> trace() const;
 
  private:
-  using Order = std::vector<size_t>;
-  struct Trace {
-    Order reads;
-    bool has_repeats = false; ///< of a group that was freed between
-    bool trains = false;      ///< the reads are in grad mode, and no evaluation's
-  };
   /// Why a group is gathered ahead: it comes next, or a list of the program says so.
   enum class PrefetchReason { kOfOrder, kOfList };
   /// What triggers a prefetch. A reduction gathers no group ahead that its phase has read: they may have been freed for good.
@@ -169,16 +155,12 @@ class Step {
   /// What the step notes of a group.
   struct Note {
     GroupPlace place;
-    int64_t order_position = -1;   ///< in the recorded forward order
-    int64_t trace_position = -1;   ///< of its latest read in the trace; in backward of the one whose backward comes next
-    uint64_t recorded_forward = 0; ///< the last forward that recorded it there
-    uint64_t landed_phase = 0;     ///< the last backward that brought a gradient
-    uint64_t joined_phase = 0;     ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
-    uint64_t phase = 0;            ///< the last phase (forward or backward) that saw a read of this group
-    uint64_t unread_phase = 0;     ///< the last backward that reduced the group before it was read
-    uint64_t recomputation = 0;    ///< whose second run read it last in a backward; 0: a forward did, or none
+    uint64_t landed_phase = 0;  ///< the last backward that brought a gradient
+    uint64_t joined_phase = 0;  ///< the last backward in which it was to be reduced, perhaps with a bucket beside it
+    uint64_t phase = 0;         ///< the last phase (forward or backward) that saw a read of this group
+    uint64_t unread_phase = 0;  ///< the last backward that reduced the group before it was read
+    uint64_t recomputation = 0; ///< whose second run read it last in a backward; 0: a forward did, or none
     PrefetchReason ahead = PrefetchReason::kOfOrder; ///< why it was gathered last before its read
-    bool is_listed = false;                          ///< among those whose gradients are unfinished
     bool is_held = false;                            ///< by `unshard`, until its first read
     bool is_reduced = false;  ///< in this backward, and open for the frozen parameters that it may still read
     InBackward last_backward; ///< at its end
@@ -193,14 +175,6 @@ class Step {
   void limit(GroupRules& rules) const;
   void enter(State next);
   void read_anew(const Read& read, bool is_first);
-  void record(size_t group);
-  void place(size_t group);
-  void begin_training_trace();
-  void trace_read(size_t group);
-  void trace_again(const Read& read);
-  void end_trace();
-  void replay_from_end();
-  void step_back(size_t group);
   void gather(size_t group);
   void close_all();
   void close_unrelated(size_t group, uint64_t recomputation);
@@ -210,48 +184,27 @@ class Step {
   void prefetch_after(size_t group, const GroupRules& rules, PrefetchTrigger event, bool is_first_read);
   void prefetch(size_t group, PrefetchReason why);
   bool is_passed(size_t ahead, size_t group) const;
-  int64_t known_position(size_t group) const; // -1: none
-  bool follows(const Trace& trace, size_t group) const;
-  std::optional<size_t> next_read(size_t group, int64_t step, bool is_first_read) const;
-  std::optional<size_t> next_in_order(size_t group, int64_t step, bool is_first_read) const;
-  std::optional<size_t> next_registered(size_t group, int64_t step) const;
-  void list_unfinished(size_t group);
   void join_buckets(size_t landed);
   bool may_join(size_t group) const;
   bool awaits_gradients(size_t group) const;
   bool is_ready(size_t group) const;
   void gather_as_if_read(size_t group, const GroupRules& rules);
   void finish_group(size_t group);
-  void start_reduction(size_t group);
-  void finish_reductions();
   bool exists(size_t group) const { return groups_.residence(group) != Residence::kGone; }
-  const Order& order() const { return recording_.empty() ? order_ : recording_; }
-  /// The order in which this phase is expected to read the groups: the last forward's, or in backward the current one's.
-  const Order& known_order() const { return !is_in_backward() && !order_.empty() ? order_ : order(); }
-  /// The trace that this phase is expected to follow, in backward from its end.
-  const Trace& known_trace() const {
-    const bool is_latest = is_in_backward() || trace_.reads.empty();
-    return is_latest && !tracing_.reads.empty() ? tracing_ : trace_;
-  }
 
   StepGroups& groups_;
   std::vector<Note> notes_;
-  Order order_;              // of first reads in the last complete forward
-  Order recording_;          // in the forward that runs, or whose backward does
-  Trace trace_, tracing_;    // the same, of all reads that may gather
-  Order open_;               // gathered, or about to be
+  ReadTrace reads_{groups_};
+  std::vector<size_t> open_; // gathered, or about to be
   std::vector<size_t> kept_; // by `keep_open`
-  Order unfinished_;         // with gradients that wait for their reduction, or did of late
-  std::vector<size_t> reducing_;
+  ReductionQueue reductions_{groups_};
   MicroBatches micro_batches_;
-  PhaseOrder phases_;             // of steps that train
-  bool has_run_backward_ = false; // in the phase of a micro-batch that runs
+  PhaseOrder phases_; // of steps that train
 
   State state_ = State::kIdle;
+  uint64_t phase_ = 1;          // changes with the state
   int64_t next_to_reduce_ = -1; // position in the forward order; all behind it have been reduced in the backward
   bool is_last_backward_ = true;
-  uint64_t phase_ = 1; // changes with the state
-  uint64_t forward_ = 0;
 };
 
 } // namespace tessera::internal

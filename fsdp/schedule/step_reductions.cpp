@@ -7,10 +7,6 @@
 
 namespace tessera::internal {
 
-void Step::list_unfinished(size_t group) {
-  if (!std::exchange(notes_[group].is_listed, true)) unfinished_.push_back(group);
-}
-
 /// Once in a backward: those that it leaves out are reduced as what this rank does not use.
 void Step::join_buckets(size_t landed) {
   const auto& module = notes_[landed].place.module;
@@ -19,17 +15,17 @@ void Step::join_buckets(size_t landed) {
     notes_[each].joined_phase = phase_;
     if (!exists(each)) continue;
     groups_.join_reduction(each);
-    list_unfinished(each);
+    reductions_.add_unfinished(each);
   }
 }
 
 /// `landed` has the gradient that came last.
 void Step::reduce_after(size_t landed) {
   for (auto& next = next_to_reduce_; next >= 0; --next) {
-    const size_t group = order()[static_cast<size_t>(next)];
+    const size_t group = reads_.order()[static_cast<size_t>(next)];
     if (!exists(group) || !(notes_[group].place.module.has_buckets() || groups_.expects_any(group))) continue;
     if (may_join(group)) return;
-    const bool is_passed = notes_[landed].order_position < next && !awaits_gradients(group);
+    const bool is_passed = reads_.position_of(landed) < next && !awaits_gradients(group);
     if (!is_ready(group) && !is_passed) return; // its turn comes first on every rank
     if (groups_.has_pending(group)) finish_group(group);
   }
@@ -56,22 +52,21 @@ bool Step::is_ready(size_t group) const {
 }
 
 void Step::reduce_the_rest() {
-  Order rest;
+  std::vector<size_t> rest;
   const auto add = [&](size_t group) {
     const bool waits = exists(group) && groups_.has_pending(group);
     if (waits && std::find(rest.begin(), rest.end(), group) == rest.end()) rest.push_back(group);
   };
-  std::for_each(order().rbegin(), order().rend(), add);
+  const auto& order = reads_.order();
+  std::for_each(order.rbegin(), order.rend(), add);
   // Then those of a graph from an earlier forward, in an order that is the same on every rank.
   const auto from_before = static_cast<std::ptrdiff_t>(rest.size());
-  std::for_each(unfinished_.begin(), unfinished_.end(), add);
+  const auto& unfinished = reductions_.unfinished();
+  std::for_each(unfinished.begin(), unfinished.end(), add);
   std::sort(rest.begin() + from_before, rest.end(), std::greater<>());
   for (const size_t group : rest) finish_group(group);
-  std::erase_if(unfinished_, [&](size_t group) { // what accumulates without communication or all-reduce is for a later backward
-    notes_[group].is_listed = exists(group) && groups_.is_unfinished(group);
-    return !notes_[group].is_listed;
-  });
-  if (is_last_backward_) finish_reductions();
+  reductions_.forget_finished(); // what accumulates without communication or all-reduce is for a later backward
+  if (is_last_backward_) reductions_.finish();
 }
 
 /// A rank whose backward needs no value of a group that is reduced, as of a bias, gathers it, and what comes after it, as do the
@@ -94,7 +89,7 @@ void Step::finish_group(size_t group) {
   gather_as_if_read(group, rules);
   const bool waits = !is_last_backward_ && rules.keeps_gradients;
   if (rules.syncs && !waits) {
-    start_reduction(group);
+    reductions_.start(group);
   } else {
     groups_.keep_unreduced(group);
   }
@@ -103,30 +98,6 @@ void Step::finish_group(size_t group) {
   // The backward of a layer reads it once more, perhaps, where its weight is frozen, or gets its gradient in a later phase.
   note.is_reduced = groups_.leaves_out_any(group) || micro_batches_.is_in(MicroBatchPhase::kInputGradients);
   if (!note.is_reduced) groups_.free(group);
-}
-
-/// Starts it when those before it have ended: all, or all but one where there are two collectives.
-void Step::start_reduction(size_t group) {
-  groups_.finish_reduction(group); // the one before, when a group is reduced twice in a backward
-  while (!reducing_.empty()) {
-    const size_t oldest = reducing_.front();
-    groups_.advance_reduction(oldest);
-    if (rules_of(oldest).reductions != Reductions::kOne && reducing_.size() < 2) break;
-    reducing_.erase(reducing_.begin());
-    groups_.finish_reduction(oldest);
-  }
-  if (!groups_.start_reduction(group)) return;
-  if (rules_of(group).reductions == Reductions::kSecondOne) groups_.advance_reduction(group); // to it
-  reducing_.push_back(group);
-}
-
-void Step::finish_reductions() {
-  for (const size_t group : std::exchange(reducing_, {})) groups_.finish_reduction(group);
-}
-
-void Step::forget_gradients(size_t group) {
-  std::erase(unfinished_, group);
-  notes_[group].is_listed = false;
 }
 
 } // namespace tessera::internal

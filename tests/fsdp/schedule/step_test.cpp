@@ -361,7 +361,7 @@ class Program {
     step_.begin_phase(phase, /*trains=*/true);
     groups.reads_alone = reads_nothing_ = phase.phase == MicroBatchPhase::kWeightGradients;
     const bool has_failed = !run();
-    if (!has_failed && step_.lacks_backward()) { // its gradients are reduced all the same
+    if (!has_failed && step_.micro_batches().lacks_backward()) { // its gradients are reduced all the same
       groups.held.clear();
       step_.begin_backward();
       step_.reduce_the_rest();
