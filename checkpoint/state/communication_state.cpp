@@ -74,7 +74,7 @@ std::string prefix_of(const ParameterGroup& group, size_t place) {
     return fmt::format("{}pp_{}.group_{}.", kCommunication, root.local_rank(*stages), place);
   const auto path = group.owner->path(0);
   return kCommunication + (path.empty() ? "" : path + ".") +
-         (group.bucket == 0 ? "" : fmt::format("bucket_{}.", group.bucket + 1));
+         (group.part.number == 0 ? "" : fmt::format("bucket_{}.", group.part.number + 1));
 }
 
 /// A row of each rank. What lies on the host although the model does not is of a mesh there.

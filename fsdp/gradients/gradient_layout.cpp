@@ -10,7 +10,7 @@ namespace {
 std::vector<int64_t> sizes_of_piece(const ShardedParameter& parameter, const ParameterLayout& layout, size_t rank) {
   const auto piece = layout.pieces[rank];
   auto sizes = parameter.unsharded_sizes();
-  if (sizes.empty() || !parameter.shard_strides().empty()) return {piece.numel};
+  if (sizes.empty() || !parameter.strides.shard().empty()) return {piece.numel};
   const auto dim = static_cast<size_t>(layout.split_dim);
   const int64_t whole = c10::multiply_integers(sizes), others = whole == 0 ? 1 : whole / sizes[dim];
   const bool is_whole_rows = piece.numel % others == 0 && (layout.split_dim > 0 || piece.begin % others == 0);

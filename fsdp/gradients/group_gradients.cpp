@@ -58,7 +58,7 @@ at::Tensor part_of(const at::Tensor& reduced, const ShardedParameter& parameter,
   const auto dtype = reduced.scalar_type();
   if (dtype != parameter.spec->dtype() || !reduced.is_contiguous()) return reduced.narrow(0, offset, numel);
   const auto bytes = (reduced.storage_offset() + offset) * static_cast<int64_t>(reduced.element_size());
-  return tensor_over(reduced.storage(), bytes, parameter.spec->local_sizes(), dtype, {}, parameter.shard_strides());
+  return tensor_over(reduced.storage(), bytes, parameter.spec->local_sizes(), dtype, {}, parameter.strides.shard());
 }
 
 /// Whether a gradient lies as the parameter does, or, if it `may_be_own`, as that which no rank has reduced.
@@ -147,7 +147,7 @@ at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bo
   std::optional<at::ScalarType> dtype = policy.reduce_dtype;
   for (size_t i = 0; i < takes_part.size(); ++i) {
     if (!takes_part[i]) continue;
-    const auto own = group.parameters()[i].unsharded_dtype;
+    const auto own = group.parameters()[i].forward.dtype;
     if (policy.reduce_dtype && !at::isComplexType(own)) continue;
     dtype = dtype ? c10::promoteTypes(*dtype, own) : own;
   }
@@ -397,7 +397,7 @@ ReadyGradient GroupGradients::make_ready(size_t index, const at::Tensor& reduced
   const auto& parameter = group_.parameters()[index];
   const auto& spec = parameter.spec;
   const auto& sizes = spec->local_sizes();
-  const auto strides = parameter.shard_strides();
+  const auto strides = parameter.strides.shard();
   at::Tensor local = reduced;
   if (reduced.sizes() != c10::IntArrayRef(sizes))
     local = strides.empty() ? reduced.reshape(sizes) : reduced.as_strided(sizes, strides);

@@ -26,7 +26,7 @@ struct LossScaleWatch {
     if (was_scaled || has_warned || !group.roles().is_first_rank()) return;
     bool has_half = false;
     for (size_t i = 0; i < takes_part.size(); ++i)
-      has_half = has_half || (takes_part[i] && group.parameters()[i].unsharded_dtype == at::kHalf);
+      has_half = has_half || (takes_part[i] && group.parameters()[i].forward.dtype == at::kHalf);
     if (!has_half || has_warned.exchange(true)) return;
     TORCH_WARN(group.label(),
                " has gradients in fp16, and no loss was scaled: those below 6e-8 are zeros, and training may stall. "

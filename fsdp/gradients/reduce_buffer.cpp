@@ -111,7 +111,7 @@ at::Tensor ReduceBuffer::rows(const Stretch& stretch) const {
 template <typename Visit, typename VisitRows>
 void ReduceBuffer::visit_pieces(size_t index, const at::Tensor& gradient, const Visit& visit, const VisitRows& visit_rows) const {
   const auto& layout = group_.layout().parameters[index];
-  const auto strides = group_.parameters()[index].shard_strides();
+  const auto strides = group_.parameters()[index].strides.shard();
   const bool is_flat = layout.split_dim == 0 || !strides.empty();
   const auto whole = !strides.empty() ? flatten(gradient, strides) : is_flat ? gradient.contiguous() : gradient;
   for (const auto& stretch : stretches_of(layout.pieces, layout_->offsets[index])) {
@@ -221,7 +221,7 @@ bool ReduceBuffer::can_cat(const std::vector<bool>& takes_part) const {
     if (!takes_part[i] || parameter.leaf.numel() == 0) continue;
     const auto& gradient = waiting_[i];
     const bool is_split = !layout.parameters[i].is_replicated() && layout.parameters[i].split_dim == 0;
-    if (!gradient.defined() || is_copied_[i] || !is_split || parameter.has_strided_shards) return false;
+    if (!gradient.defined() || is_copied_[i] || !is_split || parameter.strides.are_in_shards) return false;
     if (gradient.is_conj() || gradient.is_neg() || gradient.scalar_type() != dtype.value_or(gradient.scalar_type())) return false;
     dtype = gradient.scalar_type();
   }

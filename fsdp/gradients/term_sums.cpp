@@ -20,7 +20,7 @@ struct Term {
   std::string name;
 
   at::Tensor local() const { return dtensor_meta(gradient->value)->local; }
-  const DeviceMesh& mesh() const { return gradient->group->parameters()[gradient->index].parallel->mesh(); }
+  const DeviceMesh& mesh() const { return gradient->group->parameters()[gradient->index].forward.parallel->mesh(); }
   bool sums_with(const Term& other) const {
     return mesh() == other.mesh() && local().scalar_type() == other.local().scalar_type();
   }

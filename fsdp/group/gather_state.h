@@ -6,13 +6,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <variant>
 
 #include <tessera/collectives/work.h>
 #include <tessera/fsdp/buffers/side_stream.h>
-#include <tessera/offload/offload_memory.h>
 
 namespace tessera::internal {
 
@@ -46,14 +44,6 @@ struct KeptPart {
     users.end();
     value = at::Tensor();
   }
-};
-
-/// A copy of an offloaded shard on the device, until it is gathered.
-struct ShardFetch {
-  at::Tensor value = {};
-  std::unique_ptr<PendingCopy> copy = {}; ///< that `value` waits for
-  Work last = {};                         ///< what the copy that was started last is a part of
-  uint64_t version = 0;                   ///< of the shard
 };
 
 } // namespace tessera::internal

@@ -112,8 +112,9 @@ struct OfTerms : torch::autograd::Function<OfTerms> {
 } // namespace
 
 bool gives_terms(const ShardedParameter& parameter) {
-  return parameter.mark && parameter.parallel->is_replicated() && parameter.parallel->mesh().ndim() == 1 &&
-         parameter.parallel->mesh().size() > 1 && gives_terms(parameter.mark);
+  return parameter.forward.mark && parameter.forward.parallel->is_replicated() &&
+         parameter.forward.parallel->mesh().ndim() == 1 && parameter.forward.parallel->mesh().size() > 1 &&
+         gives_terms(parameter.forward.mark);
 }
 
 at::Tensor as_parallel_of_terms(const at::Tensor& leaf, const Spec& parallel) {

@@ -116,16 +116,9 @@ ParameterGroup::ParameterGroup(std::shared_ptr<GroupOwner> made_for, const MeshR
       stages_(std::move(stages)),
       options_(options),
       resources_(std::move(resources)),
-      kept_(stages_.gathers.size()) {}
+      gather_(*this, stages_.gathers.size()) {}
 
 ParameterGroup::~ParameterGroup() {
-  try {
-    users_.join(); // the shards, which a gather reads that nobody may have waited for, are freed here too
-    users_.end();
-    for (auto& part : kept_) part.users.end();
-  } catch (...) { // of a device that has failed
-  }
-  if (storage_) storage_->forget_group();
   for (const auto& parameter : parameters_) {
     if (parameter.meta) parameter.meta->group = nullptr;
   }
@@ -133,7 +126,8 @@ ParameterGroup::~ParameterGroup() {
 
 const std::string& ParameterGroup::label() const {
   if (label_.empty())
-    label_ = bucket == 0 ? owner->label() : fmt::format("{} {} {}", owner->label(), is_beside ? "part" : "bucket", bucket + 1);
+    label_ = part.number == 0 ? owner->label()
+                              : fmt::format("{} {} {}", owner->label(), part.is_beside ? "part" : "bucket", part.number + 1);
   return label_;
 }
 
@@ -142,34 +136,46 @@ void ParameterGroup::attach(size_t place, std::shared_ptr<ModelResources> resour
   label_.clear();
   if (resources == resources_) return;
   wait_to_write(); // on the streams of before, whose memory was fetched into
-  fetch_ = ShardFetch();
+  shard_.forget_fetch();
   resources_ = std::move(resources);
 }
 
 void ParameterGroup::shard(std::span<const FreeParameter> parameters, std::shared_ptr<OffloadMemory> memory) {
   const at::NoGradGuard no_grad;
-  memory_ = std::move(memory);
   layout_ = layout_of(parameters, options_.layout, roles_.shard_ranks());
-  shard_plan_ = shard_plan_of(parameters, layout_, roles_);
+  shard_.plan(shard_plan_of(parameters, layout_, roles_), std::move(memory));
   if (stages_.has_after_forward()) // the unsharded parameters have a part for each of its ranks
     layout_.unsharded_bytes = at::round_up(layout_.unsharded_bytes, stages_.gathers.back().ranks() * kParameterAlignment);
   std::vector<at::Tensor> values; // which keep the storage when the parameters let go of it
   for (const auto& each : parameters) {
     values.push_back(each.values().detach());
-    if (each.extension) extended_.add(parameters_.size(), each.extension);
+    if (each.extension) gather_.extend(parameters_.size(), each.extension);
     add_parameter(each);
   }
-  if (const auto& quantized = options_.communication.gather) messages_ = messages_of(quantized->codec, parameters);
-  // On one rank too: a leaf with the strides cannot lie in a shard without them.
-  const auto is_restrided = [](const ShardedParameter& each) { return !each.strides.empty() && !each.has_strided_shards; };
-  needs_gather_ = roles_.shard_ranks() > 1 || shard_plan_.casts || !layout_.gathers_in_place || memory_ ||
-                  std::any_of(parameters_.begin(), parameters_.end(), is_restrided);
+  if (const auto& quantized = options_.communication.gather) gather_.send_messages(messages_of(quantized->codec, parameters));
+  gather_.set_needed(differs_from_shard());
   const bool on_meta = parameters[0].tensor.is_meta();
   allocate_shard(on_meta ? c10::Device(c10::kMeta) : roles_.mesh().device());
   if (!on_meta) fill_shard(values);
   take_over_parameters();
   for (size_t i = 0; i < parameters.size(); ++i) own(parameters[i].tensor, KeepsGroupAlive{shared_from_this(), i});
   if (!on_meta) make_leaves();
+}
+
+/// On one rank too: a leaf with strides cannot lie in a shard without them.
+bool ParameterGroup::differs_from_shard() const {
+  const auto is_restrided = [](const ShardedParameter& each) { return each.strides.are_made_by_gathers(); };
+  return roles_.shard_ranks() > 1 || shard_.plan().casts || !layout_.gathers_in_place || shard_.memory() ||
+         std::any_of(parameters_.begin(), parameters_.end(), is_restrided);
+}
+
+void ParameterGroup::start_fetch() {
+  if (shard_.memory() && has_memory() && !is_open() && gather_.takes_shard()) shard_.start_fetch(*resources_);
+}
+
+void ParameterGroup::wait_to_write() {
+  gather_.join_users();
+  shard_.wait_for_fetch(resources_->streams);
 }
 
 void ParameterGroup::release_parameter(size_t index) {
@@ -195,15 +201,9 @@ void ParameterGroup::add_parameter(const FreeParameter& free) {
                                      ? shard_further(*free.parallel, dtype, roles_, layout.placement, order_of(free))
                                      : Spec::intern(roles_.mesh(), roles_.placements(layout.placement), sizes, dtype, strides),
                          .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), index),
-                         .unsharded_dtype = free.dtype,
-                         .has_strided_shards = !strides.empty() && can_have_strided_shards(sizes, strides, layout),
-                         .strides = strides,
-                         .own_name = free.place.path,
-                         .module = free.place.top,
-                         .original = MemoryRange::of(free.parallel ? free.value : tensor),
-                         .chosen = free.placement,
-                         .parallel = free.parallel,
-                         .mark = free.mark});
+                         .forward = {.dtype = free.dtype, .parallel = free.parallel, .mark = free.mark},
+                         .strides = {strides, !strides.empty() && can_have_strided_shards(sizes, strides, layout)},
+                         .origin = {free.place, MemoryRange::of(free.parallel ? free.value : tensor), free.placement}});
   if (free.parallel) check_part(index);
 }
 
@@ -216,13 +216,13 @@ void ParameterGroup::check_part(size_t index) const {
 }
 
 std::string ParameterGroup::full_name(size_t index) const {
-  const auto& parameter = parameters_[index];
-  const auto path = owner->path(parameter.module);
-  return path.empty() ? parameter.own_name : path + "." + parameter.own_name;
+  const auto& place = parameters_[index].origin.place;
+  const auto path = owner->path(place.top);
+  return path.empty() ? place.path : path + "." + place.path;
 }
 
 void ParameterGroup::materialize() {
-  if (has_memory() || !shard_.is_meta()) return;
+  if (has_memory() || !shard_.bytes().is_meta()) return;
   const at::NoGradGuard no_grad;
   allocate_shard(roles_.mesh().device());
   take_over_parameters();
@@ -230,24 +230,14 @@ void ParameterGroup::materialize() {
 }
 
 void ParameterGroup::allocate_shard(c10::Device device) {
-  const int64_t bytes = shard_plan_.bytes;
-  if (memory_ && !device.is_meta()) {
-    shard_ = tensor_over({c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), memory_->allocate(bytes)}, 0, {bytes},
-                         at::kByte);
-  } else {
-    shard_ = at::zeros({bytes}, at::TensorOptions(at::kByte).device(device));
-  }
-  versions_.clear();
+  shard_.allocate(device);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
-    // No view of the shard: a write to one parameter is none to what autograd saved of the others.
-    parameter.local = tensor_over(shard_.storage(), shard_plan_.offsets[i], parameter.spec->local_sizes(),
-                                  parameter.spec->dtype(), {}, parameter.shard_strides());
-    versions_.push_back(parameter.local.unsafeGetTensorImpl()->version_counter());
+    parameter.local = shard_.make_local(parameter.spec->local_sizes(), parameter.spec->dtype(), parameter.strides.shard());
     parameter.meta = c10::make_intrusive<ParameterMeta>(parameter.local, parameter.spec, this, i);
     parameter.meta->provenance.name = c10::make_intrusive<ParameterName>("the parameter ", weak_from_this(), i);
-    parameter.meta->parallel = parameter.parallel;
-    if (!parameter.parallel) parameter.meta->provenance.whole_dtype = parameter.unsharded_dtype;
+    parameter.meta->parallel = parameter.forward.parallel;
+    if (!parameter.forward.parallel) parameter.meta->provenance.whole_dtype = parameter.forward.dtype;
   }
 }
 
@@ -270,14 +260,7 @@ void ParameterGroup::fill_shard(const std::vector<at::Tensor>& values) {
 }
 
 void ParameterGroup::make_leaves() {
-  storage_ = c10::make_intrusive<UnshardedStorage>(roles_.mesh().device(), this);
-  if (!needs_gather_) { // the leaves alias the shard
-    auto owner = std::make_unique<c10::Storage>(shard_.storage());
-    void* data = owner->mutable_data();
-    storage_->fill({data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); }, shard_.device()},
-                   layout_.unsharded_bytes);
-    enter(Unsharded());
-  }
+  gather_.make_storage(shard_.bytes());
   const auto& policy = options_.mixed_precision;
   const bool may_meet_dtensors = !(roles_.mesh().root() == roles_.mesh());
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -285,11 +268,11 @@ void ParameterGroup::make_leaves() {
     const at::Tensor tensor(parameter.tensor.lock());
     // A leaf that aliases the shard is always valid: nothing needs to see its reads, unless it is to cast what is beside it, or
     // activations may be beside it that are DTensors of other dims of the mesh.
-    const bool is_seen = needs_gather_ || may_meet_dtensors || (policy.param_dtype && policy.cast_forward_inputs);
+    const bool is_seen = needs_gather() || may_meet_dtensors || (policy.param_dtype && policy.cast_forward_inputs);
     const auto keys = is_seen ? c10::DispatchKeySet(kTouchKey) : c10::DispatchKeySet();
-    parameter.leaf = tensor_over(c10::Storage(storage_), layout_.parameters[i].unsharded_offset, parameter.unsharded_sizes(),
-                                 parameter.unsharded_dtype, keys, parameter.strides);
-    parameter.frozen_leaf = at::Tensor();
+    parameter.leaf = tensor_over(c10::Storage(gather_.storage()), layout_.parameters[i].unsharded_offset,
+                                 parameter.unsharded_sizes(), parameter.forward.dtype, keys, parameter.strides.whole);
+    parameter.other_leaves.frozen = at::Tensor();
     if (!tensor.defined()) continue;
     share_version(tensor, parameter.leaf);
     parameter.leaf.set_requires_grad(tensor.requires_grad());
@@ -298,35 +281,6 @@ void ParameterGroup::make_leaves() {
 
 bool is_saved_copy(const ShardedParameter& parameter, const at::Tensor& tensor) {
   return parameter.accumulator && torch::autograd::impl::try_get_grad_accumulator(tensor) == parameter.accumulator;
-}
-
-void ParameterGroup::enter(GatherState next) {
-  constexpr size_t kStates = std::variant_size_v<GatherState>;
-  const bool skips = !needs_gather_ && is_sharded() && next.index() == kStates - 1; // the leaves alias the shard
-  TORCH_INTERNAL_ASSERT(skips || next.index() == (state_.index() + 1) % kStates, label(), ": from state ", state_.index(), " to ",
-                        next.index());
-  state_ = std::move(next);
-}
-
-uint64_t ParameterGroup::shard_version() const {
-  uint64_t sum = 0; // each only grows
-  for (const auto& version : versions_) sum += version.current_version();
-  return sum;
-}
-
-at::Tensor ParameterGroup::unsharded_bytes_tensor() const {
-  return tensor_over(c10::Storage(storage_), 0, {layout_.unsharded_bytes}, at::kByte);
-}
-
-at::Tensor ParameterGroup::whole_parameter(size_t index) const {
-  const auto& leaf = parameters_[index].leaf;
-  return tensor_over(c10::Storage(storage_), layout_.parameters[index].unsharded_offset, leaf.sizes(), leaf.scalar_type(), {},
-                     parameters_[index].strides);
-}
-
-at::Tensor ParameterGroup::row_major_parameter(size_t index) const {
-  const auto& leaf = parameters_[index].leaf;
-  return tensor_over(c10::Storage(storage_), layout_.parameters[index].unsharded_offset, leaf.sizes(), leaf.scalar_type());
 }
 
 void ParameterGroup::check_parameters_alive() const {
@@ -346,56 +300,12 @@ void ParameterGroup::prefetch_parameters() const {
   }
 }
 
-void ParameterGroup::forget_after_forward() {
-  auto* const part = part_after_forward();
-  if (!part) return;
-  finish_gather(); // perhaps from what was kept
-  part->release();
-  kept_.pop_back();
-  stages_.gathers.pop_back();
-}
-
-void ParameterGroup::reshard() {
-  if (auto* const part = part_after_forward()) part->release();
-  if (!needs_gather_ || is_sharded()) return;
-  finish_gather();
-  users_.end();
-  storage_->release();
-  enter(Sharded());
-}
-
-void ParameterGroup::reshard_after_forward() {
-  auto* const part = part_after_forward();
-  // Of an earlier one; also where a gather of such parts has failed, which the next read is to find again.
-  if (part && is_sharded() && is_valid(*part)) return;
-  if (!part || !is_unsharded() || is_stale()) return reshard();
-  const c10::OptionalStreamGuard home(users_.end());
-  if (!is_valid(*part)) {
-    part->release();
-    part->users.begin(storage_->device());
-    const OwnWork own_work{};
-    const auto& stage = stages_.gathers.back();
-    const int64_t bytes = layout_.unsharded_bytes / stage.ranks();
-    part->value = unsharded_bytes_tensor().narrow(0, stage.rank() * bytes, bytes).clone();
-    part->version = gathered_version_;
-    part->users.wait_for_home();
-  }
-  storage_->release();
-  enter(Sharded());
-}
-
-int64_t ParameterGroup::kept_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& part : kept_) bytes += part.bytes();
-  return bytes;
-}
-
 /// Of what was written already: the next read gathers it again.
 void ParameterGroup::check_is_gathered_as_it_is(const UnshardedRange& written) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const bool is_quantized = needs_gather_ && messages_.contains(i);
-    if (!(is_quantized || extended_.contains(i)) || !UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
-    gathered_version_.reset();
+    const bool is_quantized = needs_gather() && gather_.messages().contains(i);
+    if (!(is_quantized || gather_.extended().contains(i)) || !UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
+    gather_.set_version(std::nullopt);
     TORCH_CHECK(false, "the unsharded parameter ", full_name(i), " was written, and it ",
                 is_quantized ? "is gathered in fewer bits" : "has a gather extension",
                 ": its shards are not of what is gathered. Write the parameter itself, as a whole "
@@ -404,7 +314,7 @@ void ParameterGroup::check_is_gathered_as_it_is(const UnshardedRange& written) {
 }
 
 void ParameterGroup::write_back(const UnshardedRange& written) {
-  if (needs_gather_ && !is_unsharded()) return;
+  if (needs_gather() && !is_unsharded()) return;
   check_is_gathered_as_it_is(written);
   const at::NoGradGuard no_grad;
   const KeptResults::Scope keeps_nothing;
@@ -414,15 +324,15 @@ void ParameterGroup::write_back(const UnshardedRange& written) {
     const auto piece = parameter.pieces[rank];
     if (!UnshardedRange::of(parameters_[i].leaf).overlaps(written)) continue;
     parameters_[i].local.unsafeGetTensorImpl()->bump_version(); // on every rank, with a part or without
-    if (!needs_gather_ || piece.numel == 0) continue;
+    if (!needs_gather() || piece.numel == 0) continue;
     const auto dtype = parameters_[i].leaf.scalar_type();
     auto& local = parameters_[i].local;
-    const auto whole = owned_part(whole_parameter(i), parameter, rank).reshape(local.sizes()).to(local.device());
+    const auto whole = owned_part(gather_.whole_parameter(i), parameter, rank).reshape(local.sizes()).to(local.device());
     // What a cast only rounded keeps its value.
     local.copy_(dtype == local.scalar_type() ? whole
                                              : at::where(local.to(dtype).eq(whole), local, whole.to(local.scalar_type())));
   }
-  gathered_version_ = shard_version();
+  gather_.set_version(shard_version());
 }
 
 } // namespace tessera::internal

@@ -16,6 +16,7 @@
 #include <tessera/fsdp/buffers/memory_range.h>
 #include <tessera/fsdp/buffers/node_reference.h>
 #include <tessera/fsdp/buffers/unsharded_storage.h>
+#include <tessera/fsdp/group/place.h>
 
 namespace tessera::internal {
 
@@ -52,39 +53,63 @@ inline ParameterMeta* parameter_meta(const at::TensorBase& tensor) {
   return meta->group ? meta : nullptr;
 }
 
-struct ShardedParameter {
-  // First, and together, what every read and every gradient takes.
-  c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
-  at::Tensor leaf = {};                            ///< what forward ops read instead: plain, in the unsharded dtype
-  at::Tensor dtensor_leaf = {};                    ///< stands for it among DTensors in grad mode; made when first needed
-  at::Tensor frozen_leaf = {};                     ///< without a gradient, where `leaf` has one for an earlier forward
-  NodeReference accumulator = {};                  ///< of the gradients of `leaf` and of `tensor`
-  SpecPtr spec;
-  c10::intrusive_ptr<ParameterMeta> meta = {};
-  c10::intrusive_ptr<const TensorName> gradient_name;
-
-  at::Tensor local = {};          ///< this rank's part, inside the shard
-  at::ScalarType unsharded_dtype; ///< of the leaf
-  /// With `strides`: this rank's part has them too. It is row-major where a cut falls inside a row, and the whole gets them after
-  /// each gather.
-  bool has_strided_shards = false;
-  std::vector<int64_t> strides = {};    ///< of the whole, where it is not row-major (channels_last)
-  std::string own_name;                 ///< from the module of the group that has it
-  size_t module;                        ///< which of the group's modules that is
-  std::optional<MemoryRange> original;  ///< where the whole tensor was
+/// What the program gave as a parameter.
+struct ParameterOrigin {
+  Place place;                          ///< below the modules of the group that has it
+  std::optional<MemoryRange> memory;    ///< where the whole tensor was
   std::optional<Placement> chosen = {}; ///< by the program, along the shard dim
+};
+
+/// What forward reads.
+struct ForwardForm {
+  at::ScalarType dtype; ///< of the leaf
   /// How the DTensor lies that forward reads: the parameter was one, over dims of the mesh that are foreign to data parallelism
   /// (tensor parallelism). The leaf is this rank's part of it. Null for any other.
   SpecPtr parallel = {};
   std::shared_ptr<const ReadMark> mark = nullptr; ///< of that DTensor, where it is of a kind
-  std::optional<int64_t> stepped_in = {};         ///< the backward in which an optimizer has stepped it, until a forward reads it
+};
 
-  /// The shape of the leaf.
-  const std::vector<int64_t>& unsharded_sizes() const { return parallel ? parallel->local_sizes() : spec->sizes(); }
-  int64_t unsharded_numel() const { return parallel ? c10::multiply_integers(parallel->local_sizes()) : spec->numel(); }
+/// The strides of a parameter.
+struct ParameterStrides {
+  std::vector<int64_t> whole = {}; ///< where it is not row-major (channels_last); otherwise empty
+  /// With `whole`: this rank's part has them too. It is row-major where a cut falls inside a row, and the whole gets them after
+  /// each gather.
+  bool are_in_shards = false;
 
   /// The strides of this rank's part, or of what lies as it does; empty where it is row-major.
-  c10::IntArrayRef shard_strides() const { return has_strided_shards ? c10::IntArrayRef(strides) : c10::IntArrayRef(); }
+  c10::IntArrayRef shard() const { return are_in_shards ? c10::IntArrayRef(whole) : c10::IntArrayRef(); }
+  bool are_made_by_gathers() const { return !whole.empty() && !are_in_shards; }
+};
+
+/// Leaves that are read in place of the plain one with a gradient.
+struct OtherLeaves {
+  at::Tensor among_dtensors = {}; ///< in grad mode; made when first needed
+  at::Tensor frozen = {};         ///< without a gradient, where the plain one has one for an earlier forward
+};
+
+struct ShardedParameter {
+  // First, and together, what every read and every gradient takes.
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor; ///< what the module and the optimizer hold
+  at::Tensor leaf = {};                            ///< what forward ops read instead: plain, in the unsharded dtype
+  OtherLeaves other_leaves = {};
+  NodeReference accumulator = {}; ///< of the gradients of `leaf` and of `tensor`
+  SpecPtr spec;
+  c10::intrusive_ptr<ParameterMeta> meta = {};
+  c10::intrusive_ptr<const TensorName> gradient_name;
+
+  at::Tensor local = {}; ///< this rank's part, inside the shard
+  ForwardForm forward;
+  ParameterStrides strides = {};
+  ParameterOrigin origin;
+  std::optional<int64_t> stepped_in = {}; ///< the backward in which an optimizer has stepped it, until a forward reads it
+
+  /// The shape of the leaf.
+  const std::vector<int64_t>& unsharded_sizes() const {
+    return forward.parallel ? forward.parallel->local_sizes() : spec->sizes();
+  }
+  int64_t unsharded_numel() const {
+    return forward.parallel ? c10::multiply_integers(forward.parallel->local_sizes()) : spec->numel();
+  }
 };
 
 /// Whether the program trains the parameter, as it set it, also where no forward has read the parameter since.

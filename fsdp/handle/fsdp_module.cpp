@@ -42,7 +42,7 @@ void clear_gradients(const torch::nn::Module& module, bool set_to_none) {
 void set_resharding(ShardedModule& state, bool reshard) {
   if (reshard && state.roles().keeps_parameters()) return;
   state.set_reshard_after_forward(reshard);
-  for (const auto& group : state.groups()) group->forget_after_forward();
+  for (const auto& group : state.groups()) group->gather().forget_after_forward();
 }
 
 PrefetchSettings::Groups groups_of(const ShardedModule& state, const std::vector<FSDPModule>& modules, const char* function) {
@@ -239,7 +239,7 @@ int64_t FSDPModule::unsharded_bytes() const {
 
 int64_t FSDPModule::kept_bytes() const {
   int64_t bytes = 0;
-  for (const auto& group : state_->groups()) bytes += group->kept_bytes();
+  for (const auto& group : state_->groups()) bytes += group->gather().kept_bytes();
   return bytes;
 }
 

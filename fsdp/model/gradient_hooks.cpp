@@ -104,7 +104,7 @@ void redirect_gradients(ParameterGroup& group) {
 
 void retire_gradients(ParameterGroup& group) {
   for (size_t i = 0; i < group.parameters().size(); ++i) {
-    for (const auto& leaf : {group.parameters()[i].leaf, group.parameters()[i].dtensor_leaf}) {
+    for (const auto& leaf : {group.parameters()[i].leaf, group.parameters()[i].other_leaves.among_dtensors}) {
       if (leaf.defined()) torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<RetiredHook>(group.full_name(i)));
     }
   }

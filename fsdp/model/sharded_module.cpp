@@ -65,7 +65,7 @@ std::optional<at::ScalarType> ShardedModule::boundary_dtype() {
   bool has_any = false;
   for (const auto& group : groups()) {
     for (const auto& parameter : group->parameters()) {
-      if (parameter.unsharded_dtype != at::kFloat) return policy.param_dtype;
+      if (parameter.forward.dtype != at::kFloat) return policy.param_dtype;
       has_any = true;
     }
   }
@@ -215,7 +215,7 @@ void ShardedModule::enter(Schedule& schedule, std::vector<ScheduledGroup>& all) 
   for (const auto& [weak, gradients] : groups_) {
     const auto group = weak.lock();
     if (!group) continue;
-    const bool joins = group->is_beside && all.size() > number_;
+    const bool joins = group->part.is_beside && all.size() > number_;
     group->attach(joins ? number_ : all.size(), schedule.resources());
     if (joins) {
       all[number_].beside.push_back({weak, gradients});

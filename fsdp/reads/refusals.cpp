@@ -34,7 +34,7 @@ const ShardedParameter* parameter_of(const at::Tensor& tensor) {
   if (const auto* meta = parameter_meta(tensor)) return &meta->group->parameters()[meta->index];
   if (!tensor.key_set().has(kTouchKey) || tensor.key_set().has(kDTensorKey)) return nullptr;
   for (const auto& parameter : group_of_leaf(tensor).parameters()) {
-    if (tensor.is_same(parameter.leaf) || tensor.is_same(parameter.frozen_leaf)) return &parameter;
+    if (tensor.is_same(parameter.leaf) || tensor.is_same(parameter.other_leaves.frozen)) return &parameter;
   }
   return nullptr;
 }

@@ -162,11 +162,11 @@ std::optional<at::Tensor> dtensor_leaf_of(const at::Tensor& tensor) {
   if (!meta || !tensor.requires_grad()) return std::nullopt;
   auto& parameter = meta->group->parameters()[meta->index];
   if (!is_same_leaf(parameter, tensor)) return std::nullopt; // a detached one has its own gradient
-  if (!parameter.dtensor_leaf.defined()) {
-    parameter.dtensor_leaf = make_dtensor_leaf(tensor, meta->group->weak_from_this(), meta->index);
-    share_version(at::Tensor(parameter.tensor.lock()), parameter.dtensor_leaf);
+  if (!parameter.other_leaves.among_dtensors.defined()) {
+    parameter.other_leaves.among_dtensors = make_dtensor_leaf(tensor, meta->group->weak_from_this(), meta->index);
+    share_version(at::Tensor(parameter.tensor.lock()), parameter.other_leaves.among_dtensors);
   }
-  return parameter.dtensor_leaf;
+  return parameter.other_leaves.among_dtensors;
 }
 
 bool casts_activations(const ParameterGroup& group) {

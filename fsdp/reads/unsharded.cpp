@@ -24,8 +24,9 @@ const at::Tensor& leaf_of(ShardedParameter& parameter, bool requires_grad) {
   auto& leaf = parameter.leaf;
   if (requires_grad == leaf.requires_grad()) return leaf;
   if (requires_grad) return leaf.set_requires_grad(true);
-  if (!parameter.frozen_leaf.defined()) parameter.frozen_leaf = detached(leaf, leaf.unsafeGetTensorImpl()->version_counter());
-  return parameter.frozen_leaf;
+  if (!parameter.other_leaves.frozen.defined())
+    parameter.other_leaves.frozen = detached(leaf, leaf.unsafeGetTensorImpl()->version_counter());
+  return parameter.other_leaves.frozen;
 }
 
 } // namespace
@@ -49,15 +50,15 @@ at::Tensor unsharded(const at::Tensor& tensor) {
               " that requires a gradient of its own is read: nothing would reduce that gradient. Use the parameter, or train "
               "a copy of its values (`detach().clone()`)");
   internal::schedule_of(group).read_parameter(group, meta->index, is_itself && trains);
-  if (C10_LIKELY(is_itself && !parameter.parallel)) return internal::leaf_of(parameter, tensor.requires_grad());
+  if (C10_LIKELY(is_itself && !parameter.forward.parallel)) return internal::leaf_of(parameter, tensor.requires_grad());
   at::Tensor leaf =
       is_itself ? internal::leaf_of(parameter, tensor.requires_grad())
                 : internal::detached(parameter.leaf, tensor.unsafeGetTensorImpl()->version_counter()); // `data()` counts its own
-  if (!parameter.parallel) return leaf;
+  if (!parameter.forward.parallel) return leaf;
   const auto& policy = group.options().mixed_precision;
-  const auto whole = internal::gives_terms(parameter) ? internal::as_parallel_of_terms(leaf, *parameter.parallel)
-                                                      : internal::as_parallel(leaf, *parameter.parallel);
-  if (parameter.mark) parameter.mark->put_on(whole, policy.param_dtype && policy.cast_forward_inputs);
+  const auto whole = internal::gives_terms(parameter) ? internal::as_parallel_of_terms(leaf, *parameter.forward.parallel)
+                                                      : internal::as_parallel(leaf, *parameter.forward.parallel);
+  if (parameter.forward.mark) parameter.forward.mark->put_on(whole, policy.param_dtype && policy.cast_forward_inputs);
   return whole;
 }
 

@@ -19,8 +19,8 @@ namespace {
 /// A group with a parameter that the program placed, or whose gather it extends, is laid out per parameter whatever it asked for.
 bool is_ragged(const ParameterGroup& group) {
   const auto& parameters = group.parameters();
-  const auto is_placed = [](const ShardedParameter& each) { return each.chosen && !is_replicate(*each.chosen); };
-  return group.options().layout == BufferLayout::kRagged && group.extended().is_empty() &&
+  const auto is_placed = [](const ShardedParameter& each) { return each.origin.chosen && !is_replicate(*each.origin.chosen); };
+  return group.options().layout == BufferLayout::kRagged && group.gather().extended().is_empty() &&
          std::none_of(parameters.begin(), parameters.end(), is_placed);
 }
 
@@ -43,7 +43,7 @@ int64_t reduction_payload_of(const ParameterGroup& group) {
 /// The payload of the stage that makes the whole.
 int64_t gather_bytes_of(const ParameterGroup& group) {
   if (!group.stages().communicates()) return 0;
-  if (!group.messages().is_empty()) return group.gather_payload(group.stages().innermost());
+  if (!group.gather().messages().is_empty()) return group.gather().payload(group.stages().innermost());
   return group.roles().shard_ranks() * group.layout().shard_bytes;
 }
 
@@ -64,7 +64,7 @@ GroupSummary summary_of(const ParameterGroup& group) {
   for (const auto& parameter : group.parameters()) {
     result.shard_bytes += bytes_of(parameter.local);
     if (group.needs_gather())
-      result.padding_bytes -= parameter.unsharded_numel() * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
+      result.padding_bytes -= parameter.unsharded_numel() * static_cast<int64_t>(c10::elementSize(parameter.forward.dtype));
   }
   return result;
 }

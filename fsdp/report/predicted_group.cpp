@@ -24,10 +24,10 @@ int64_t chunk_bytes_of(const ParameterGroup& group) {
 int64_t sent_bytes_of(const ParameterGroup& group) {
   int64_t bytes = group.layout().shard_bytes;
   for (size_t i = 0; i < group.parameters().size(); ++i) {
-    if (!group.extended().contains(i)) continue;
+    if (!group.gather().extended().contains(i)) continue;
     const auto& parameter = group.parameters()[i];
     const auto part = at::ceil_div(parameter.unsharded_numel(), int64_t{group.roles().shard_ranks()});
-    bytes += at::round_up(part * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype)), kParameterAlignment);
+    bytes += at::round_up(part * static_cast<int64_t>(c10::elementSize(parameter.forward.dtype)), kParameterAlignment);
   }
   return bytes;
 }
@@ -79,7 +79,7 @@ GradientSizes sizes_of(const ParameterGroup& group, size_t last) {
   for (size_t index = 0; index < group.parameters().size(); ++index) {
     const auto& parameter = group.parameters()[index];
     if (!is_trained(parameter)) continue;
-    const auto gradient = parameter.unsharded_numel() * static_cast<int64_t>(c10::elementSize(parameter.unsharded_dtype));
+    const auto gradient = parameter.unsharded_numel() * static_cast<int64_t>(c10::elementSize(parameter.forward.dtype));
     if (index == last) sizes.last = gradient;
     sizes.all += gradient;
     sizes.largest = std::max(sizes.largest, gradient);
@@ -134,8 +134,8 @@ void PredictedGather::start(const ParameterGroup& group, MemoryAccount& memory) 
     output_ = memory.blocks.take(sent_bytes_of(group) * group.roles().shard_ranks());
     memory.now.unsharded += output_;
   }
-  if (!group.messages().is_empty() && kept_part_ == 0) {
-    messages_ = memory.blocks.take(group.gather_payload(group.stages().innermost()));
+  if (!group.gather().messages().is_empty() && kept_part_ == 0) {
+    messages_ = memory.blocks.take(group.gather().payload(group.stages().innermost()));
     memory.now.unsharded += messages_;
   }
 }

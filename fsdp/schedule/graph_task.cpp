@@ -42,8 +42,8 @@ bool is_forward_in_hook(const ParameterGroup& group) {
 }
 
 bool is_read_in_both_ways(const ShardedParameter& parameter) {
-  if (!parameter.dtensor_leaf.defined() || !parameter.accumulator) return false;
-  const auto sharded = torch::autograd::impl::try_get_grad_accumulator(parameter.dtensor_leaf);
+  if (!parameter.other_leaves.among_dtensors.defined() || !parameter.accumulator) return false;
+  const auto sharded = torch::autograd::impl::try_get_grad_accumulator(parameter.other_leaves.among_dtensors);
   return sharded && is_in_graph_task(sharded.get()) && is_in_graph_task(parameter.accumulator.get());
 }
 

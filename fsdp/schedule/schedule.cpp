@@ -291,7 +291,7 @@ void Schedule::land_sharded(ReadyGradient gradient) {
   }
   if (gives_terms(parameter)) { // as the other part is one
     const auto& meta = *dtensor_meta(gradient.value);
-    gradient.value = make_dtensor(once(meta.local, parameter.parallel->mesh()), meta.spec);
+    gradient.value = make_dtensor(once(meta.local, parameter.forward.parallel->mesh()), meta.spec);
     gradient.is_term = true;
   }
   const std::lock_guard lock(mutex_);

@@ -15,11 +15,11 @@
 #include <vector>
 
 #include <tessera/fsdp/buffers/unsharded_storage.h>
-#include <tessera/fsdp/gradients/deliveries.h>
 #include <tessera/fsdp/gradients/gradient_weights.h>
 #include <tessera/fsdp/gradients/group_gradients.h>
 #include <tessera/fsdp/group/model_resources.h>
 #include <tessera/fsdp/group/parameter_group.h>
+#include <tessera/fsdp/gradients/deliveries.h>
 #include <tessera/fsdp/schedule/graph_task.h>
 #include <tessera/fsdp/schedule/registration_watch.h>
 #include <tessera/fsdp/schedule/scheduled_group.h>

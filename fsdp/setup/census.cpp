@@ -92,7 +92,7 @@ void check_own_memory(const Census& census) {
   const auto free = free_storages(census); // those of one model were compared with each other when they were sharded
   for (const auto& item : census.sharded) {
     const auto* meta = parameter_meta(item.tensor);
-    const auto& range = meta->group->parameters()[meta->index].original;
+    const auto& range = meta->group->parameters()[meta->index].origin.memory;
     if (range && (census.roots.size() > 1 || free.contains(range->storage()))) add(item, range);
   }
   for (const auto& item : census.free) add(item, range_of(item.tensor));

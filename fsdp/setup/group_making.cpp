@@ -79,8 +79,7 @@ std::shared_ptr<ParameterGroup> make_group(const std::shared_ptr<ShardedModule>&
                                            std::shared_ptr<OffloadMemory> memory) {
   const auto& part = *bucket.part;
   auto group = std::make_shared<ParameterGroup>(state, *part.roles, part.stages, state->options(), resources);
-  group->bucket = number;
-  group->is_beside = part.is_beside();
+  group->part = {number, part.is_beside()};
   group->shard(bucket.parameters, std::move(memory));
   redirect_gradients(*group);
   return group;

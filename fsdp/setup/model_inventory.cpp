@@ -73,7 +73,7 @@ void ModelInventory::enter(const Registered& item, std::optional<at::ScalarType>
   const auto place = above(item, state);
   if (meta) {
     present.before = &meta->group->parameters()[meta->index];
-    present.place = place.state ? Place{place.top, place.path} : Place{present.before->module, present.before->own_name};
+    present.place = place.state ? Place{place.top, place.path} : present.before->origin.place;
   } else {
     TORCH_CHECK_VALUE(place.state, "reshard_parameters: no sharded module is above the parameter ", census_.name_of(item),
                       ": call fully_shard on its module");

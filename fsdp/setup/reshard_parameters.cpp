@@ -42,7 +42,7 @@ void check_present(const ModuleInventory& inventory) {
       check(!each.tensor.is_meta(), " is on the meta device: give it values first");
     } else {
       check(each.before->leaf.defined(), " is on the meta device: call tessera::materialize first");
-      check(!each.before->parallel, " lies over other dims of the mesh too, and its group cannot be made again");
+      check(!each.before->forward.parallel, " lies over other dims of the mesh too, and its group cannot be made again");
       check(!each.tensor.grad().defined(),
             " has a gradient, whose parts would lie elsewhere: take the step and call zero_grad first");
     }
@@ -137,10 +137,10 @@ class Remaking {
       free.push_back({.tensor = each.tensor,
                       .place = each.place,
                       .dtype = inventory_.read_dtypes[i],
-                      .placement = each.before ? each.before->chosen : std::nullopt,
+                      .placement = each.before ? each.before->origin.chosen : std::nullopt,
                       .value = whole.to(each.dtype),
-                      .extension = meta ? meta->group->extended().extension_of(meta->index) : nullptr,
-                      .is_quantized = meta && meta->group->messages().contains(meta->index)});
+                      .extension = meta ? meta->group->gather().extended().extension_of(meta->index) : nullptr,
+                      .is_quantized = meta && meta->group->gather().messages().contains(meta->index)});
     }
     return free;
   }
@@ -153,7 +153,7 @@ class Remaking {
   }
 
   static bool lies_as(const MeshPart& part, const ParameterGroup& group) {
-    if (!part.is_beside() || !group.is_beside) return part.is_beside() == group.is_beside;
+    if (!part.is_beside() || !group.part.is_beside) return part.is_beside() == group.part.is_beside;
     return group.roles().data_parallel() == part.mesh && group.roles().shards() != part.is_whole;
   }
 
@@ -167,7 +167,7 @@ class Remaking {
   /// How a parameter lies: a kept one as before, a new one as the module says.
   MeshPart part_for(const FreeParameter& free) const {
     const auto* meta = parameter_meta(free.tensor);
-    if (!meta || !meta->group->is_beside) return {.roles = inventory_.state->roles()};
+    if (!meta || !meta->group->part.is_beside) return {.roles = inventory_.state->roles()};
     const auto& roles = meta->group->roles();
     return {.mesh = roles.data_parallel(), .is_whole = !roles.shards(), .roles = roles};
   }
@@ -235,7 +235,7 @@ class Remaking {
       const auto& present = inventory_.present[i];
       if (!present.before) continue;
       const auto* meta = parameter_meta(present.tensor);
-      meta->group->parameters()[meta->index].original = present.before->original;
+      meta->group->parameters()[meta->index].origin.memory = present.before->origin.memory;
       if (meta->spec != before[i]) moved.push_back(present.name);
     }
   }
@@ -312,8 +312,7 @@ ReshardedParameters list_changes(ModelInventory& model) {
 /// The names of modules may have changed where nothing else did.
 void rename(const ModuleInventory& inventory) {
   for (const auto& each : inventory.present) {
-    each.before->own_name = each.place.path;
-    each.before->module = each.place.top;
+    each.before->origin.place = each.place;
   }
 }
 
