@@ -30,12 +30,13 @@ struct MemoryPrediction {
 
 namespace internal {
 
+class Held;
 class ParameterGroup;
 class ShardedModule;
 
 /// Predicts the memory of the model below `root`. The sizes of `known` that no group decides are there already: buffers, and
 /// parameters of no group with their state and their gradients.
-MemoryPrediction predict_memory(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known);
+MemoryPrediction predict_memory(const Held& held, ShardedModule& root, const ExplainOptions& options, MemoryPrediction known);
 
 /// Bytes of the group's buffer of gradients, before they are reduced; 0 where they are not.
 int64_t reduce_bytes_of(const ParameterGroup& group);

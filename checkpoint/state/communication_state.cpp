@@ -27,9 +27,9 @@ constexpr auto* kBeginAnew =
     ". Load without communication_state, and with LoadOptions::allow_unused, to begin with zeros (a Trainer: "
     "SaveOptions::other_settings)";
 
-GroupGradients* gradients_of(const ParameterGroup& group) {
+GroupGradients* gradients_of(const Held& held, const ParameterGroup& group) {
   for (const auto& [weak, gradients] : state_of_group(group).module_groups()) {
-    if (weak.lock().get() == &group) return gradients.get();
+    if (weak.lock().get() == &group) return &gradients->get(held);
   }
   return nullptr;
 }
@@ -129,8 +129,8 @@ class CommunicationBinding final : public StateBinding {
 
 /// Adds what the extension of `group` keeps to `state`.
 void add_kept(StateDict& state, const ParameterGroup& group, size_t place) {
-  const auto lock = schedule_of(group).lock();
-  auto* gradients = gradients_of(group);
+  const ModelLock lock(schedule_of(group).mutex());
+  auto* gradients = gradients_of(lock, group);
   const auto& policy = group.options().communication.reduction;
   if (!gradients || !policy || !trains_any(group)) return;
   const auto extension = gradients->reduction_extension();

@@ -18,7 +18,7 @@ struct EarlyParts {
   ReadyGradients parts;
 };
 
-/// Holds reduced gradients until they may be delivered: when the model's lock is released, or, of those that are copied to the
+/// Holds reduced gradients until they may be delivered: after the event that brought them, or, of those that are copied to the
 /// host, of parts and of terms, at the end of the backward.
 class Deliveries {
  public:

@@ -34,8 +34,8 @@ using ReadyGradients = std::vector<ReadyGradient>;
 /// Adds another one of the same parameter.
 void add(ReadyGradient& sum, const ReadyGradient& part);
 
-/// Runs the hooks of the parameter, and adds the gradient to the parameter's. Not under the schedule's lock: hooks are the
-/// user's.
+/// Runs the hooks of the parameter, and adds the gradient to the parameter's. The hooks are the user's, and may wait for other
+/// threads that use the model.
 void deliver(ReadyGradient ready);
 
 /// Which parameters of a group require a gradient, as the user set them.
@@ -47,7 +47,7 @@ at::ScalarType reduce_dtype_of(const ParameterGroup& group, const std::vector<bo
 
 /// Collects the gradients of one group in its reduce buffer, and has them reduced.
 ///
-/// Not thread-safe: the schedule's lock guards it. `start_reduce`, `advance_reduce` and `finish_reduce` are the steps of a
+/// A model has it as a `Guarded` value. `start_reduce`, `advance_reduce` and `finish_reduce` are the steps of a
 /// `StagedReduction`.
 class GroupGradients {
  public:

@@ -140,6 +140,7 @@ Work StagedReduction::reduce_extended(Running& running, size_t number, const at:
   const auto stage = reduction_stages_of(group_.roles(), group_.stages())[number];
   const bool adds = division_of(settings_, group_.stages(), running.call.dtype).adds();
   const auto& extension = running.call.extension;
+  const ProgramCall program(group_.mutex());
   const bool scatters = stage.kind == ReductionStage::Kind::kReduceScatter;
   note_collective(group_, scatters ? CollectiveKind::kReduceScatter : CollectiveKind::kAllReduce, extension->payload(stage));
   return extension->reduce({.stage = stage,

@@ -45,7 +45,7 @@ struct ReducedSum {
 
 /// Runs the stages of a group's reductions, one reduction at a time.
 ///
-/// Not thread-safe: the schedule's lock guards it. A reduction has three steps. `start` starts the stage that every backward
+/// A part of the group's gradients. A reduction has three steps. `start` starts the stage that every backward
 /// runs. `advance` waits for it and starts the rest, or parks what there is until a backward with an all-reduce. `finish` waits.
 /// On a device with streams `start` launches all.
 class StagedReduction {

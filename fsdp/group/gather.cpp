@@ -46,10 +46,10 @@ bool GroupGather::is_valid(const KeptPart& part) const { return part.value.defin
 
 int64_t GroupGather::sent_bytes() const { return group_.layout().shard_bytes + extended_.bytes(); }
 
-const at::Tensor& GroupGather::fetched_shard() { return group_.own_shard().fetched(group_.resources()); }
+const at::Tensor& GroupGather::fetched_shard() { return group_.shard_.fetched(*group_.resources_); }
 
 at::Tensor GroupGather::fetched_local(size_t index) const {
-  return group_.own_shard().fetched_local(group_.parameters()[index].local);
+  return group_.shard_.fetched_local(group_.parameters()[index].local);
 }
 
 /// What `allocate` returns: memory for a gather.
@@ -208,12 +208,14 @@ Work GroupGather::gather_messages(size_t stage, const at::Tensor& output, const 
 void GroupGather::prepare_extended() {
   const auto communicator =
       group_.stages().follows(1) ? group_.roles().shard_communicator() : group_.stages().gathers[0].communicator;
+  const ProgramCall program(group_.mutex());
   extended_.prepare(
       group_.roles().mesh(), communicator.get(), group_.label(), [&](size_t index) { return fetched_local(index); },
       [&](size_t index) { return group_.full_name(index); });
 }
 
 void GroupGather::copy_out_extended(const at::Tensor& by_rank) {
+  const ProgramCall program(group_.mutex());
   extended_.read(
       by_rank, [&](size_t index) { return whole_parameter(index); }, [&](size_t index) { return group_.full_name(index); });
 }
@@ -238,7 +240,7 @@ const at::Tensor& GroupGather::output_of(size_t stage, const Gathering& gatherin
 
 /// What this rank sends in the first stage: its shard, or what is made of it in its place in `output`.
 at::Tensor GroupGather::own_part_to_send(const at::Tensor& output) {
-  if (!group_.own_shard().plan().casts) return fetched_shard().narrow(0, 0, group_.layout().shard_bytes);
+  if (!group_.shard_.plan().casts) return fetched_shard().narrow(0, 0, group_.layout().shard_bytes);
   auto part = output.narrow(0, group_.stages().gathers[0].rank() * sent_bytes(), sent_bytes());
   cast_into(part);
   if (!extended_.is_empty()) extended_.write(part.narrow(0, group_.layout().shard_bytes, extended_.bytes()));
@@ -284,7 +286,7 @@ void GroupGather::complete(Gathering& gathering) {
     drop();
     throw;
   }
-  group_.own_shard().release_fetched();
+  group_.shard_.release_fetched();
   if (!gathers_unsharded_parts) restride_gathered();
 }
 
@@ -295,7 +297,7 @@ void GroupGather::drop() {
   } catch (...) { // which its reader learns
   }
   storage_->release();
-  group_.own_shard().release_fetched();
+  group_.shard_.release_fetched();
   state_ = Sharded();
 }
 
@@ -319,7 +321,7 @@ void GroupGather::fill_replicated(const at::Tensor& unsharded) {
 }
 
 void GroupGather::cast_into(const at::Tensor& destination) {
-  if (group_.own_shard().plan().casts_whole) {
+  if (group_.shard_.plan().casts_whole) {
     const auto& any = group_.parameters()[0];
     const auto numel = group_.layout().shard_bytes / static_cast<int64_t>(c10::elementSize(any.forward.dtype));
     flat_view(destination, 0, numel, any.forward.dtype).copy_(flat_view(fetched_shard(), 0, numel, any.spec->dtype()));
@@ -455,13 +457,13 @@ at::Tensor GroupGather::row_major_parameter(size_t index) const {
                      leaf.scalar_type());
 }
 
-void GroupGather::forget_after_forward() {
+bool GroupGather::forget_after_forward() {
   auto* const part = part_after_forward();
-  if (!part) return;
+  if (!part) return false;
   finish(); // perhaps from what was kept
   part->release();
   kept_.pop_back();
-  group_.stages().gathers.pop_back();
+  return true;
 }
 
 void GroupGather::free() {

@@ -23,7 +23,7 @@ class ParameterGroup;
 
 /// The memory of a group's unsharded parameters, and the stages that fill it from the shards of all ranks.
 ///
-/// Not thread-safe, like its group. `start` and `finish` are collective over the shard axis.
+/// A part of its group. `start` and `finish` are collective over the shard axis.
 class GroupGather {
  public:
   /// The gather of `group`, which has it, by so many stages.
@@ -63,8 +63,9 @@ class GroupGather {
   void free();
   /// Keeps this rank's part for the stage that makes the next gather of such parts, where there is one.
   void free_after_forward();
-  /// Frees what was kept after a forward. Gathers are from the shards from now on.
-  void forget_after_forward();
+  /// Frees what was kept after a forward, and forgets the stage that took it. Returns whether there was one, which is the group's
+  /// last.
+  bool forget_after_forward();
   /// The bytes of the parts, larger than the shard, from which gathers are made.
   int64_t kept_bytes() const;
   /// Bytes of what gather `stage` makes, in the measure of `CollectiveCounters`.

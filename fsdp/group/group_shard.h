@@ -20,9 +20,7 @@
 namespace tessera::internal {
 
 /// Bytes in which the parameters' local tensors lie, the versions of these, and where the shard is offloaded a copy of it on the
-/// device.
-///
-/// Not thread-safe, like its group.
+/// device. A part of its group.
 class GroupShard {
  public:
   /// The shard lies in `memory`, or in the device's own where that is null.

@@ -135,7 +135,7 @@ void ParameterGroup::attach(size_t place, std::shared_ptr<ModelResources> resour
   number = place;
   label_.clear();
   if (resources == resources_) return;
-  wait_to_write(); // on the streams of before, whose memory was fetched into
+  wait_for_readers(); // on the streams of before, whose memory was fetched into
   shard_.forget_fetch();
   resources_ = std::move(resources);
 }
@@ -169,11 +169,15 @@ bool ParameterGroup::differs_from_shard() const {
          std::any_of(parameters_.begin(), parameters_.end(), is_restrided);
 }
 
-void ParameterGroup::start_fetch() {
+void ParameterGroup::forget_after_forward(const Held& /*held*/) {
+  if (gather_.forget_after_forward()) stages_.gathers.pop_back();
+}
+
+void ParameterGroup::start_fetch(const Held& /*held*/) {
   if (shard_.memory() && has_memory() && !is_open() && gather_.takes_shard()) shard_.start_fetch(*resources_);
 }
 
-void ParameterGroup::wait_to_write() {
+void ParameterGroup::wait_for_readers() {
   gather_.join_users();
   shard_.wait_for_fetch(resources_->streams);
 }
@@ -313,7 +317,7 @@ void ParameterGroup::check_is_gathered_as_it_is(const UnshardedRange& written) {
   }
 }
 
-void ParameterGroup::write_back(const UnshardedRange& written) {
+void ParameterGroup::write_back(const Held& /*held*/, const UnshardedRange& written) {
   if (needs_gather() && !is_unsharded()) return;
   check_is_gathered_as_it_is(written);
   const at::NoGradGuard no_grad;

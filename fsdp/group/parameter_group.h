@@ -75,7 +75,8 @@ struct GroupPart {
 /// One communication group: its parameters, their shard on this rank, and the gather that makes them whole.
 ///
 /// Its parameters own it, together: it lives as long as any of them.
-/// Not thread-safe: the schedule's lock guards it. `start_gather` and `finish_gather` are collective over the shard axis.
+/// What takes a `Held` is done by one thread at a time. What takes none reads, or makes the group, which nobody else uses then.
+/// `start_gather` and `finish_gather` are collective over the shard axis.
 class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
  public:
   ParameterGroup(std::shared_ptr<GroupOwner> owner, const MeshRoles& roles, Stages stages, const FullyShardOptions& options,
@@ -97,24 +98,25 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   void prefetch_parameters() const;
 
   /// Starts to bring an offloaded shard to the device, for a gather that will come soon.
-  void start_fetch();
-  void start_gather() { gather_.start(); }
+  void start_fetch(const Held& held);
+  void start_gather(const Held& /*held*/) { gather_.start(); }
   /// The calling thread's current stream reads the unsharded parameters from here on.
-  void finish_gather() { gather_.finish(); }
+  void finish_gather(const Held& /*held*/) { gather_.finish(); }
   /// The calling thread's current stream, or the thread itself where the shard is offloaded, writes it from here on, which a
   /// gather in flight may still read.
-  void wait_to_write();
+  void wait_to_write(const Held& /*held*/) { wait_for_readers(); }
   /// Frees the unsharded parameters.
-  void reshard() { gather_.free(); }
+  void reshard(const Held& /*held*/) { gather_.free(); }
   /// Keeps this rank's part for the stage that makes the next gather of such parts, where there is one.
-  void reshard_after_forward() { gather_.free_after_forward(); }
-  GroupGather& gather() { return gather_; }
+  void reshard_after_forward(const Held& /*held*/) { gather_.free_after_forward(); }
+  /// Frees what was kept after a forward. Gathers are from the shards from now on.
+  void forget_after_forward(const Held& /*held*/);
   const GroupGather& gather() const { return gather_; }
   /// Makes parameter `index`, which its module gave up but somebody still holds, a DTensor that has nothing to do with the group.
   void release_parameter(size_t index);
   /// Copies this rank's part of the unsharded parameters in `written` to the shard (after a write to a leaf).
   /// An error where it may not be written.
-  void write_back(const UnshardedRange& written);
+  void write_back(const Held& held, const UnshardedRange& written);
 
   /// False for parameters on the meta device before `materialize`. (On a mesh of that device they have none after it either.)
   bool has_memory() const { return gather_.has_memory(); }
@@ -134,13 +136,12 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   const std::string& label() const;
   const MeshRoles& roles() const { return roles_; }
   const Stages& stages() const { return stages_; }
-  Stages& stages() { return stages_; }
+  Stages& stages(const Held& /*held*/) { return stages_; }
   const FullyShardOptions& options() const { return options_; }
   const GroupLayout& layout() const { return layout_; }
   std::vector<ShardedParameter>& parameters() { return parameters_; }
   const std::vector<ShardedParameter>& parameters() const { return parameters_; }
-  GroupShard& own_shard() { return shard_; }
-  ModelResources& resources() { return *resources_; }
+  ModelMutex& mutex() const { return resources_->mutex; }
   BlockCache& cache() { return resources_->blocks; }
   const CommunicationStreams& streams() const { return resources_->streams; }
   StepRecorder* recorder() const { return resources_->recorder.get(); }
@@ -159,7 +160,9 @@ class ParameterGroup : public std::enable_shared_from_this<ParameterGroup> {
   GroupPart part = {};
 
  private:
+  friend class GroupGather; // what it gathers from
   bool differs_from_shard() const;
+  void wait_for_readers();
   void allocate_shard(c10::Device device);
   void take_over_parameters();
   void make_leaves();

@@ -27,9 +27,13 @@ GroupReport& StepRecorder::of(const ParameterGroup& group) {
   return report;
 }
 
-void StepRecorder::note_unsharded(int64_t bytes) { peak_unsharded_bytes_ = std::max(peak_unsharded_bytes_, bytes); }
+void StepRecorder::note_unsharded(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  peak_unsharded_bytes_ = std::max(peak_unsharded_bytes_, bytes);
+}
 
 StepReport StepRecorder::take() {
+  const std::lock_guard lock(mutex_);
   const auto now = Clock::now();
   StepReport report{.rank = process_context().rank(),
                     .seconds = std::chrono::duration<double>(now - std::exchange(begin_, now)).count(),
@@ -46,21 +50,23 @@ void note_collective(const ParameterGroup& group, CollectiveKind kind, const at:
 void note_collective(const ParameterGroup& group, CollectiveKind kind, int64_t bytes) {
   auto* recorder = group.recorder();
   if (!recorder) return;
-  auto& traffic = traffic_of(recorder->of(group), kind);
-  ++traffic.calls;
-  traffic.bytes += bytes;
+  recorder->change(group, [&](GroupReport& report) {
+    auto& traffic = traffic_of(report, kind);
+    ++traffic.calls;
+    traffic.bytes += bytes;
+  });
 }
 
 void note_work(const ParameterGroup& group, const Work& work) {
   auto* recorder = group.recorder();
-  if (recorder && group.streams().gather.exists() && !work.blocks_host()) recorder->of(group).waits_on_streams = true;
+  if (!recorder || !group.streams().gather.exists() || work.blocks_host()) return;
+  recorder->change(group, [](GroupReport& report) { report.waits_on_streams = true; });
 }
 
 void note_read(const ParameterGroup& group) {
   auto* recorder = group.recorder();
   if (!recorder || !group.needs_gather() || group.is_unsharded()) return;
-  auto& report = recorder->of(group);
-  ++(group.is_open() ? report.prefetch_hits : report.prefetch_misses);
+  recorder->change(group, [&](GroupReport& report) { ++(group.is_open() ? report.prefetch_hits : report.prefetch_misses); });
 }
 
 ExposedTime::ExposedTime(const ParameterGroup& group, double GroupReport::*sum) : sum_(sum) {
@@ -73,7 +79,7 @@ ExposedTime::~ExposedTime() {
   auto* recorder = group_ ? group_->recorder() : nullptr;
   if (!recorder) return;
   const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin_;
-  recorder->of(*group_).*sum_ += waited.count();
+  recorder->change(*group_, [&](GroupReport& report) { report.*sum_ += waited.count(); });
 }
 
 } // namespace tessera::internal

@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include <tessera/collectives/counters.h>
@@ -16,10 +17,15 @@ namespace tessera::internal {
 
 class ParameterGroup;
 
-/// Of one model; the schedule's lock guards it.
+/// Records what the groups of one model do. Thread-safe.
 class StepRecorder {
  public:
-  GroupReport& of(const ParameterGroup& group);
+  /// Calls `change` of the group's report.
+  template <typename Change> // void(GroupReport&)
+  void change(const ParameterGroup& group, const Change& change) {
+    const std::lock_guard lock(mutex_);
+    change(of(group));
+  }
   /// So many bytes of gathered parameters are held now.
   void note_unsharded(int64_t bytes);
   /// What was recorded since this was made, or called last.
@@ -27,6 +33,9 @@ class StepRecorder {
 
  private:
   using Clock = std::chrono::steady_clock;
+  GroupReport& of(const ParameterGroup& group);
+
+  std::mutex mutex_; // of all that follows
   Clock::time_point begin_ = Clock::now();
   int64_t peak_unsharded_bytes_ = 0;
   std::vector<GroupReport> groups_; // by their numbers

@@ -21,19 +21,19 @@ std::shared_ptr<internal::ShardedModule> state_if_sharded(const torch::nn::Modul
 
 ForwardScope::ForwardScope(const torch::nn::Module& module) : state_(state_if_sharded(module)), module_(&module) {
   if (!state_) return;
-  const auto lock = state_->schedule()->lock();
+  const internal::ModelLock lock(state_->schedule()->mutex());
   state_->begin_forward();
 }
 
 ForwardScope::~ForwardScope() {
   if (!state_ || internal::in_backward()) return; // recompute: backward still reads the parameters
   try {
-    const auto lock = state_->schedule()->lock();
+    const internal::ModelLock lock(state_->schedule()->mutex());
     const bool has_ended = state_->end_forward(module_);
     for (const auto& state : state_->subtree()) {
       if (state == state_ && !has_ended) continue;
       if (!state->reshards_after_forward()) continue;
-      for (const auto& group : state->groups()) state->schedule()->reshard_after_forward(*group);
+      for (const auto& group : state->groups()) state->schedule()->reshard_after_forward(lock, *group);
     }
   } catch (const std::exception&) {
     // A gather that failed reports itself at the next read; a destructor must not.
@@ -52,14 +52,14 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<at::ScalarType>& d
 
 CallScope::CallScope(const torch::nn::Module& module) : state_(state_if_sharded(module)), forward_(module) {
   if (!state_) return;
-  const auto lock = state_->schedule()->lock();
+  const ModelLock lock(state_->schedule()->mutex());
   input_dtype_ = state_->boundary_dtype();
   state_->enter_call();
 }
 
 CallScope::~CallScope() {
   if (!state_) return;
-  const auto lock = state_->schedule()->lock();
+  const ModelLock lock(state_->schedule()->mutex());
   state_->leave_call();
 }
 

@@ -39,10 +39,10 @@ void clear_gradients(const torch::nn::Module& module, bool set_to_none) {
 }
 
 /// One whose strategy keeps the parameters whole has nothing to free.
-void set_resharding(ShardedModule& state, bool reshard) {
+void set_resharding(const internal::Held& held, ShardedModule& state, bool reshard) {
   if (reshard && state.roles().keeps_parameters()) return;
   state.set_reshard_after_forward(reshard);
-  for (const auto& group : state.groups()) group->gather().forget_after_forward();
+  for (const auto& group : state.groups()) group->forget_after_forward(held);
 }
 
 PrefetchSettings::Groups groups_of(const ShardedModule& state, const std::vector<FSDPModule>& modules, const char* function) {
@@ -96,10 +96,10 @@ void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse)
 }
 
 void FSDPModule::set_reshard_after_forward(bool reshard, bool recurse) {
-  const auto lock = state_->schedule()->lock();
-  state_->schedule()->look_anew();
-  if (!recurse) return set_resharding(*state_, reshard);
-  for (const auto& each : state_->subtree()) set_resharding(*each, reshard);
+  const internal::ModelLock lock(state_->schedule()->mutex());
+  state_->schedule()->look_anew(lock);
+  if (!recurse) return set_resharding(lock, *state_, reshard);
+  for (const auto& each : state_->subtree()) set_resharding(lock, *each, reshard);
 }
 
 void FSDPModule::set_reshard_after_backward(bool reshard, bool recurse) {
@@ -107,24 +107,24 @@ void FSDPModule::set_reshard_after_backward(bool reshard, bool recurse) {
 }
 
 void FSDPModule::set_unshard_in_backward(bool unshard_in_backward) {
-  const auto lock = state_->schedule()->lock();
+  const internal::ModelLock lock(state_->schedule()->mutex());
   state_->prefetch_settings().is_prefetched_in_backward = unshard_in_backward;
 }
 
 void FSDPModule::set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules) {
-  const auto lock = state_->schedule()->lock();
+  const internal::ModelLock lock(state_->schedule()->mutex());
   state_->prefetch_settings().in_forward = groups_of(*state_, modules, "set_modules_to_forward_prefetch");
 }
 
 void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules) {
-  const auto lock = state_->schedule()->lock();
+  const internal::ModelLock lock(state_->schedule()->mutex());
   state_->prefetch_settings().in_backward = groups_of(*state_, modules, "set_modules_to_backward_prefetch");
 }
 
 void FSDPModule::set_prefetch_depth(int64_t groups, bool recurse) {
   TORCH_CHECK_VALUE(groups >= 0, "set_prefetch_depth: ", groups, " groups cannot be gathered ahead, on rank ",
                     process_context().rank());
-  const auto lock = state_->schedule()->lock();
+  const internal::ModelLock lock(state_->schedule()->mutex());
   if (!recurse) return void(state_->prefetch_settings().depth = groups);
   for (const auto& each : state_->subtree()) each->prefetch_settings().depth = groups;
 }
@@ -197,24 +197,24 @@ void FSDPModule::set_all_reduce_hook(std::function<void(const at::Tensor&)> hook
 }
 
 void FSDPModule::set_custom_all_gather(CommunicatorPtr communicator) {
-  const auto lock = state_->schedule()->lock();
+  const internal::ModelLock lock(state_->schedule()->mutex());
   const auto group = state_->group();
   if (!group) return;
   check_same_ranks(communicator, group->stages().inner_gather().communicator, "set_custom_all_gather", group->label());
-  group->finish_gather(); // one that is under way, gathered ahead perhaps
-  auto& stages = group->stages();
+  group->finish_gather(lock); // one that is under way, gathered ahead perhaps
+  auto& stages = group->stages(lock);
   stages.gathers[stages.innermost()].communicator = std::move(communicator);
 }
 
 void FSDPModule::set_custom_reduce_scatter(CommunicatorPtr communicator) {
   state_->schedule()->forget_failed_backward();
-  const auto lock = state_->schedule()->lock();
+  const internal::ModelLock lock(state_->schedule()->mutex());
   const auto group = state_->group();
   if (!group) return;
   check_same_ranks(communicator, group->stages().reduce_scatter(), "set_custom_reduce_scatter", group->label());
-  TORCH_CHECK(!state_->gradients().is_unfinished(), "set_custom_reduce_scatter: gradients of ", group->label(),
+  TORCH_CHECK(!state_->gradients(lock).is_unfinished(), "set_custom_reduce_scatter: gradients of ", group->label(),
               " wait for their reduction: set it before the first backward of a step");
-  group->stages().reductions[0].communicator = std::move(communicator);
+  group->stages(lock).reductions[0].communicator = std::move(communicator);
 }
 
 void FSDPModule::set_reporting(bool reports) { state_->schedule()->set_reporting(reports); }

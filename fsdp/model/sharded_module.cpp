@@ -138,8 +138,8 @@ std::vector<std::shared_ptr<ShardedModule>> ShardedModule::revive_below(const st
 void ShardedModule::set_groups(const std::vector<std::shared_ptr<ParameterGroup>>& groups) {
   groups_.clear();
   for (const auto& group : groups) {
-    groups_.push_back({group, std::make_shared<GroupGradients>(*group)});
-    groups_.back().gradients->settings.reshard_after_backward = !call_.roles.keeps_parameters();
+    groups_.push_back({group, std::make_shared<Guarded<GroupGradients>>(*group)});
+    groups_.back().gradients->unshared().settings.reshard_after_backward = !call_.roles.keeps_parameters();
   }
 }
 

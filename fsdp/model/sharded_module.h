@@ -64,7 +64,7 @@ class ShardedModule final : public GroupOwner, public std::enable_shared_from_th
   /// The first of them; null for none.
   std::shared_ptr<ParameterGroup> group() const;
   /// The gradients of `group()`, while it lives.
-  GroupGradients& gradients() const { return *first_group()->gradients; }
+  GroupGradients& gradients(const Held& held) const { return first_group()->gradients->get(held); }
   PrefetchSettings& prefetch_settings() { return *prefetch_settings_; }
 
   const std::shared_ptr<ShardedModule>& parent() const { return parent_; }
@@ -136,15 +136,21 @@ inline Schedule& schedule_of(const ParameterGroup& group) { return *state_of_gro
 /// The state of a module that was sharded; null for any other.
 std::shared_ptr<ShardedModule> find_state(const torch::nn::Module& module);
 
-/// Applies to the groups of `state` or, with `recurse`, of all below it as well; under the lock of the schedule.
+/// Applies to the groups of `state` or, with `recurse`, of all below it as well.
 template <typename Apply> // void(GroupGradients&)
-void for_each_group(ShardedModule& state, bool recurse, const Apply& apply) {
-  const auto lock = state.schedule()->lock();
+void for_each_group(const Held& held, ShardedModule& state, bool recurse, const Apply& apply) {
   for (const auto& each : recurse ? state.subtree() : std::vector{state.shared_from_this()}) {
     for (const auto& [weak, gradients] : each->module_groups()) {
-      if (const auto group = weak.lock()) apply(*gradients);
+      if (const auto group = weak.lock()) apply(gradients->get(held));
     }
   }
+}
+
+/// The same, and takes the lock of the model.
+template <typename Apply>
+void for_each_group(ShardedModule& state, bool recurse, const Apply& apply) {
+  const ModelLock lock(state.schedule()->mutex());
+  for_each_group(lock, state, recurse, apply);
 }
 
 } // namespace tessera::internal

@@ -48,8 +48,8 @@ using GroupList = absl::InlinedVector<ParameterGroup*, 4>;
 /// Before an op writes a parameter: waits for a gather that may still read its shard on another stream.
 void wait_to_write(ParameterGroup& group) {
   if (!group.streams().gather.exists()) return;
-  const auto lock = schedule_of(group).lock();
-  group.wait_to_write();
+  const ModelLock lock(schedule_of(group).mutex());
+  group.wait_to_write(lock);
 }
 
 /// The group of a sharded parameter, or of a view of one; null for any other tensor.

@@ -95,10 +95,10 @@ Explanation explain(const torch::nn::Module& module, const ExplainOptions& optio
                     options.optimizer_tensors, " and activation_bytes ", options.activation_bytes,
                     ", but neither can be negative, on rank ", process_context().rank());
   auto& state = *fsdp(module).state();
-  const auto lock = state.schedule()->lock();
+  const internal::ModelLock lock(state.schedule()->mutex());
   Explanation explanation{.rank = process_context().rank()};
   for (const auto& group : state.subtree_groups()) explanation.groups.push_back(internal::summary_of(*group));
-  explanation.memory = internal::predict_memory(state, options, internal::plain_memory(module, state, options));
+  explanation.memory = internal::predict_memory(lock, state, options, internal::plain_memory(module, state, options));
   return explanation;
 }
 

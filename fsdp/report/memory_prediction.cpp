@@ -28,17 +28,19 @@ struct PredictedReads {
 /// moment that holds most.
 class Prediction final : private StepGroups {
  public:
-  Prediction(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known)
-      : options_(options),
+  /// `held` is of the root's model, as long as this.
+  Prediction(const Held& held, ShardedModule& root, const ExplainOptions& options, MemoryPrediction known)
+      : held_(held),
+        options_(options),
         plain_gradients_(std::exchange(known.gradients, 0)),
-        scheduled_(root.schedule()->groups()),
+        scheduled_(root.schedule()->groups(held)),
         groups_(scheduled_.size()),
         parts_(scheduled_.size()),
         memory_(root.roles().mesh().device(), std::move(known)) {
     step_.set_places(places_of(scheduled_));
-    step_.set_is_last_backward(root.schedule()->step().is_last_backward());
-    for_each_group(root, /*recurse=*/true, [this](const GroupGradients& gradients) { add(gradients); });
-    keep_trace(root.schedule()->step().trace());
+    step_.set_is_last_backward(root.schedule()->step(held).is_last_backward());
+    for_each_group(held, root, /*recurse=*/true, [this](const GroupGradients& gradients) { add(gradients); });
+    keep_trace(root.schedule()->step(held).trace());
     absl::flat_hash_set<const GroupOwner*> above;
     for (const size_t each : reads_.groups) {
       for (auto* at = state_of_group(*groups_[each].group).parent().get(); at && above.insert(at).second;)
@@ -221,7 +223,7 @@ class Prediction final : private StepGroups {
 
   // What the machine asks, and decides.
 
-  GroupRules rules(size_t group) const override { return scheduled_[group].rules(); }
+  GroupRules rules(size_t group) const override { return scheduled_[group].rules(held_); }
   Residence residence(size_t number) const override {
     if (!groups_[number].group) return Residence::kGone;
     auto least = Residence::kUnsharded;
@@ -293,6 +295,7 @@ class Prediction final : private StepGroups {
     }
   }
 
+  const Held& held_;
   ExplainOptions options_;
   int64_t plain_gradients_; // of parameters that no group of the model has
   const std::vector<ScheduledGroup>& scheduled_;
@@ -307,8 +310,8 @@ class Prediction final : private StepGroups {
 
 } // namespace
 
-MemoryPrediction predict_memory(ShardedModule& root, const ExplainOptions& options, MemoryPrediction known) {
-  return Prediction(root, options, std::move(known)).run();
+MemoryPrediction predict_memory(const Held& held, ShardedModule& root, const ExplainOptions& options, MemoryPrediction known) {
+  return Prediction(held, root, options, std::move(known)).run();
 }
 
 } // namespace tessera::internal

@@ -21,7 +21,7 @@ class ReductionQueue {
 
   const std::vector<size_t>& unfinished() const { return unfinished_; }
   void add_unfinished(size_t group) {
-    if (!std::exchange(is_unfinished_[group], true)) unfinished_.push_back(group);
+    if (!is_unfinished_[group]) add(group);
   }
   void forget(size_t group) {
     std::erase(unfinished_, group);
@@ -60,6 +60,11 @@ class ReductionQueue {
   }
 
  private:
+  void add(size_t group) {
+    is_unfinished_[group] = true;
+    unfinished_.push_back(group);
+  }
+
   StepGroups& groups_;
   std::vector<size_t> unfinished_, in_flight_;
   std::vector<char> is_unfinished_; // by the groups' numbers

@@ -24,8 +24,20 @@
 namespace tessera::internal {
 
 void Schedule::set_groups(std::vector<ScheduledGroup> groups) {
+  const ModelLock lock(mutex_);
   groups_ = std::move(groups);
   step_.set_places(places_of(groups_));
+}
+
+void Schedule::take_settings(const Schedule& other) {
+  const bool is_last = is_last_backward() && other.is_last_backward();
+  const auto weights = [&] {
+    const ModelLock lock(other.mutex_);
+    return other.gradient_weights_;
+  }();
+  const ModelLock lock(mutex_);
+  step_.set_is_last_backward(is_last);
+  gradient_weights_.take(weights);
 }
 
 bool Schedule::has_failed_backward() const {
@@ -64,7 +76,7 @@ void Schedule::begin_backward() {
 /// At the end of a graph task. What a failed one has left owns its groups, which own this schedule.
 void Schedule::drop_ready_gradients() {
   ReadyGradients dropped; // outlives the lock, which may end with them
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   if (graph_task_.mark.expired()) dropped = deliveries_.drop();
 }
 
@@ -86,22 +98,22 @@ void Schedule::watch_plain_leaves() {
 }
 
 Schedule::KeepOpen::KeepOpen(Schedule& schedule, const std::vector<ParameterGroup*>& groups) : schedule_(schedule) {
-  const std::lock_guard lock(schedule_.mutex_);
+  const ModelLock lock(schedule_.mutex_);
   std::vector<size_t> numbers;
   for (const auto* group : groups) {
-    const bool is_of_model = group->number < schedule.groups_.size() && schedule.scheduled(*group).gradients_of(*group);
+    const bool is_of_model = group->number < schedule_.groups_.size() && schedule_.scheduled(*group).gradients_of(*group, lock);
     if (is_of_model) numbers.push_back(group->number);
   }
   before_ = schedule_.step_.keep_open(std::move(numbers));
 }
 
 Schedule::KeepOpen::~KeepOpen() {
-  const std::lock_guard lock(schedule_.mutex_);
+  const ModelLock lock(schedule_.mutex_);
   schedule_.step_.keep_open(std::move(before_));
 }
 
 void Schedule::read(ParameterGroup& group) {
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   read_locked(group);
 }
 
@@ -122,11 +134,11 @@ void Schedule::read_locked(ParameterGroup& group) {
                                         .recomputation = recomputation,
                                         .by_own_function = backward && recomputation == 0 && dispatch::in_nested_forward(),
                                         .in_grad_mode = trains});
-  if (!has_gathered) group.finish_gather(); // for another stream than the last
+  if (!has_gathered) group.finish_gather(mutex_.held()); // for another stream than the last
 }
 
 void Schedule::read_parameter(ParameterGroup& group, size_t index, bool expects_gradient) {
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   check_not_stepped(group, index);
   read_locked(group);
   note_forward(group);
@@ -137,7 +149,7 @@ void Schedule::read_parameter(ParameterGroup& group, size_t index, bool expects_
   const auto forward = step_.reads().forward_number();
   if (!entry.beside.empty())
     for_each_part(group.number, [&](ParameterGroup&, GroupGradients& gradients) { gradients.landed().begin(forward); });
-  entry.gradients_of(group)->landed().expect(index, forward);
+  gradients_of(group).landed().expect(index, forward);
 }
 
 /// What a backward computes again must find the values that the forward found. (Derivative formulas compare versions.)
@@ -197,15 +209,15 @@ void Schedule::check_unchanged(ScheduledGroup& entry, const ParameterGroup& grou
   entry.checked_forward = forward;
 }
 
-/// Runs `locked` under the lock, and then, without it, the user's hooks on the gradients that became ready. Whether there were
-/// any.
-template <typename Locked>
+/// Runs `locked`, which needs the lock, and then, without it, the user's hooks on the gradients that became ready. Whether there
+/// were any.
+template <typename Locked> // void(const Held&)
 bool Schedule::deliver_after(const Locked& locked) {
   const KeepViewReplay keep; // of a program that has views of plain tensors beside the DTensors that are made here
   ReadyGradients ready;
   {
-    const std::lock_guard lock(mutex_);
-    locked();
+    const ModelLock lock(mutex_);
+    locked(lock);
     ready = deliveries_.take();
   }
   const bool has_any = !ready.empty();
@@ -213,7 +225,7 @@ bool Schedule::deliver_after(const Locked& locked) {
   return has_any;
 }
 
-/// Optimizers that step in backward follow the last gradient of each group. Not under the lock.
+/// Optimizers that step in backward follow the last gradient of each group.
 void Schedule::deliver(ReadyGradients ready) {
   const at::NoGradGuard no_grad;
   if (!is_any_stepped_in_backward()) {
@@ -236,7 +248,7 @@ void Schedule::step_in_backward(ParameterGroup& group, const std::vector<size_t>
   std::vector<at::Tensor> parameters;
   int64_t backward = 0;
   {
-    const std::lock_guard lock(mutex_);
+    const ModelLock lock(mutex_);
     takers = gradients_of(group).settings.takers;
     if (takers.empty()) return;
     if (has_failed_backward()) abandon_backward();
@@ -267,15 +279,18 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
   const StreamScope scope(compute_stream_);
   if (scope.has_switched()) use_on_current_stream(gradient);
   {
-    const std::lock_guard lock(mutex_);
+    const ModelLock lock(mutex_);
     follow();
-    auto& gradients = gradients_of(group);
-    scheduled(group).last_landed = &gradients;
+    auto& entry = scheduled(group);
+    auto& gradients = *entry.gradients_of(group, lock);
+    entry.last_landed = &gradients;
     step_.expect_landing(group.number, gradients.needs_only_buffer());
     gradients.land(index, gradient, gradient_weights_.current());
-    if (!step_.landed(group.number, is_complete(group.number))) return;
+    const bool is_last = entry.beside.empty() ? gradients.landed().is_complete() : is_complete(group.number);
+    if (!step_.landed(group.number, is_last)) return;
   }
-  deliver_after([&] {
+  deliver_after([&](const Held& /*held*/) {
+    mutex_.held();
     step_.reduce_after(group.number);
     hold_parts();
   });
@@ -294,7 +309,7 @@ void Schedule::land_sharded(ReadyGradient gradient) {
     gradient.value = make_dtensor(once(meta.local, parameter.forward.parallel->mesh()), meta.spec);
     gradient.is_term = true;
   }
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   if (has_failed_backward()) abandon_backward();
   if (step_.is_in_backward()) return deliveries_.add(std::move(gradient));
   early_parts()->parts.push_back(std::move(gradient));
@@ -315,7 +330,7 @@ std::shared_ptr<EarlyParts> Schedule::early_parts() {
 
 /// At the end of their graph task: for the backward that has begun since, or begins now, and ends after this.
 void Schedule::take(EarlyParts& early) {
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   follow();
   deliveries_.add(early);
 }
@@ -324,7 +339,8 @@ void Schedule::hold_parts() { deliveries_.hold_parts(is_read_in_both_ways); }
 
 void Schedule::finish_backward() {
   const StreamScope scope(compute_stream_);
-  const auto finish = [&] {
+  const auto finish = [&](const Held& /*held*/) {
+    mutex_.held();
     if (!step_.is_in_backward()) return;
     step_.reduce_the_rest();
     deliveries_.wait_for_copies();
@@ -334,7 +350,7 @@ void Schedule::finish_backward() {
   };
   while (deliver_after(finish)) { // a backward of the same model in a hook makes more
   }
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   if (!step_.is_in_backward()) return;
   if (!watch_.is_done()) watch_.count_holders();
   if (step_.reads().has_recorded_any()) registrations_.end_forward();
@@ -352,13 +368,13 @@ void Schedule::abandon_backward() {
 }
 
 void Schedule::set_reporting(bool reports) {
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   resources_->recorder = reports ? std::make_shared<StepRecorder>() : nullptr;
   if (reports) note_unsharded();
 }
 
 StepReport Schedule::report() {
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   TORCH_CHECK(resources_->recorder, "report: nothing was recorded on rank ", process_context().rank(),
               ": call set_reporting(true) before the step");
   auto report = resources_->recorder->take();
@@ -366,58 +382,58 @@ StepReport Schedule::report() {
   return report;
 }
 
-void Schedule::look_anew() {
-  const std::lock_guard lock(mutex_);
+void Schedule::look_anew(const Held& /*held*/) {
+  mutex_.held();
   step_.look_anew();
 }
 
 void Schedule::refuse(std::string why) {
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   refusal_ = std::move(why);
 }
 
 void Schedule::forget_failed_backward() {
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   if (has_failed_backward()) abandon_backward();
 }
 
 void Schedule::drop_gradients(ParameterGroup& group) {
-  const std::lock_guard lock(mutex_);
-  forget_failed_backward();
+  const ModelLock lock(mutex_);
+  if (has_failed_backward()) abandon_backward();
   deliveries_.drop(group);
   step_.forget_gradients(group.number);
   gradients_of(group).discard().wait(); // before the memory of what was in flight is used again
 }
 
 void Schedule::start_unshard(ParameterGroup& group) {
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   step_.unshard(group.number);
 }
 
 void Schedule::finish_unshard(ParameterGroup& group) {
-  const std::lock_guard lock(mutex_);
-  group.finish_gather();
+  const ModelLock lock(mutex_);
+  group.finish_gather(lock);
 }
 
 void Schedule::unshard(ParameterGroup& group) {
-  const std::lock_guard lock(mutex_);
-  start_unshard(group);
-  group.finish_gather();
+  const ModelLock lock(mutex_);
+  step_.unshard(group.number);
+  group.finish_gather(lock);
 }
 
-void Schedule::reshard_after_forward(ParameterGroup& group) {
-  const std::lock_guard lock(mutex_);
+void Schedule::reshard_after_forward(const Held& /*held*/, ParameterGroup& group) {
+  mutex_.held();
   step_.reshard_after_forward(group.number);
 }
 
 void Schedule::reshard(ParameterGroup& group) {
-  const std::lock_guard lock(mutex_);
+  const ModelLock lock(mutex_);
   step_.reshard(group.number);
 }
 
 void Schedule::write_back(ParameterGroup& group, const UnshardedRange& written) {
-  const std::lock_guard lock(mutex_);
-  group.write_back(written);
+  const ModelLock lock(mutex_);
+  group.write_back(lock, written);
 }
 
 } // namespace tessera::internal

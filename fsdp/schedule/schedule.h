@@ -9,17 +9,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <tessera/fsdp/buffers/unsharded_storage.h>
+#include <tessera/fsdp/gradients/deliveries.h>
 #include <tessera/fsdp/gradients/gradient_weights.h>
 #include <tessera/fsdp/gradients/group_gradients.h>
+#include <tessera/fsdp/group/model_lock.h>
 #include <tessera/fsdp/group/model_resources.h>
 #include <tessera/fsdp/group/parameter_group.h>
-#include <tessera/fsdp/gradients/deliveries.h>
 #include <tessera/fsdp/schedule/graph_task.h>
 #include <tessera/fsdp/schedule/registration_watch.h>
 #include <tessera/fsdp/schedule/scheduled_group.h>
@@ -33,14 +33,18 @@ namespace tessera::internal {
 /// that decides. One for all groups below a root. A rank whose loss uses only some parameters of a group still reduces the whole
 /// of it.
 ///
-/// Thread-safe: the forward thread and autograd's threads call it.
+/// Thread-safe: the forward thread and autograd's threads call it. What takes a `Held` is called under its lock, by those who do
+/// more under it; what takes none takes the lock.
 class Schedule final : public std::enable_shared_from_this<Schedule>, private StepGroups {
  public:
-  explicit Schedule(c10::Device device) : device_(device), resources_(std::make_shared<ModelResources>(device)) {}
+  explicit Schedule(c10::Device device)
+      : device_(device), resources_(std::make_shared<ModelResources>(device)), mutex_(resources_->mutex) {}
   /// The model's groups by their numbers, before the first event.
   void set_groups(std::vector<ScheduledGroup> groups);
-  /// Read them under the lock.
-  const std::vector<ScheduledGroup>& groups() const { return groups_; }
+  const std::vector<ScheduledGroup>& groups(const Held& /*held*/) const {
+    mutex_.held();
+    return groups_;
+  }
 
   /// Makes the unsharded parameters of `group` valid for a read by an op that runs now.
   void read(ParameterGroup& group);
@@ -69,7 +73,7 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   void finish_unshard(ParameterGroup& group);
   void unshard(ParameterGroup& group);
   void reshard(ParameterGroup& group);
-  void reshard_after_forward(ParameterGroup& group);
+  void reshard_after_forward(const Held& held, ParameterGroup& group);
   /// Copies a write to an unsharded parameter back to the shard.
   void write_back(ParameterGroup& group, const UnshardedRange& written);
 
@@ -85,7 +89,7 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   void give_up_micro_batches();
 
   /// Treats the next read of each group as its first in this phase, so that changed reshard settings take effect.
-  void look_anew();
+  void look_anew(const Held& held);
   /// Every read of the model's parameters is an error from now on, which says why.
   void refuse(std::string why);
   /// Drops what a backward left that ended with an exception. The events above do this by themselves.
@@ -94,32 +98,35 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   void drop_gradients(ParameterGroup& group);
 
   void set_is_last_backward(bool is_last) {
-    const std::lock_guard lock(mutex_);
+    const ModelLock lock(mutex_);
     step_.set_is_last_backward(is_last);
   }
-  bool is_last_backward() const { return step_.is_last_backward(); }
+  bool is_last_backward() const {
+    const ModelLock lock(mutex_);
+    return step_.is_last_backward();
+  }
   /// Multiplies this rank's gradients by `weight` until `setter` forgets it. 0 drops them, NaN too.
   void set_gradient_weight(const void* setter, double weight) {
-    const std::lock_guard lock(mutex_);
+    const ModelLock lock(mutex_);
     gradient_weights_.set(setter, weight);
   }
   void forget_gradient_weight(const void* setter) {
-    const std::lock_guard lock(mutex_);
+    const ModelLock lock(mutex_);
     gradient_weights_.forget(setter);
   }
   /// What is set for the whole model on a schedule that this one replaces, perhaps among others.
-  void take_settings(const Schedule& other) {
-    step_.set_is_last_backward(is_last_backward() && other.is_last_backward());
-    gradient_weights_.take(other.gradient_weights_);
-  }
+  void take_settings(const Schedule& other);
   /// Starts to record anew what the model's groups do, or stops it.
   void set_reporting(bool reports);
   /// What was recorded, which begins again. An error while nothing is.
   StepReport report();
-  /// What is known of the steps, for a prediction. Under the lock.
-  const Step& step() const { return step_; }
-  /// Take this lock to change the settings of the model's groups. The calls above lock by themselves.
-  [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
+  /// What is known of the steps, for a prediction.
+  const Step& step(const Held& /*held*/) const {
+    mutex_.held();
+    return step_;
+  }
+  /// The lock. Take it to change the settings of the model's groups.
+  ModelMutex& mutex() const ABSL_LOCK_RETURNED(mutex_) { return mutex_; }
   const std::shared_ptr<ModelResources>& resources() const { return resources_; }
 
  private:
@@ -127,86 +134,92 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
     if (group.is_unsharded() || !group.needs_gather()) return Residence::kUnsharded;
     return group.is_open() ? Residence::kGathering : Residence::kSharded;
   }
-  ScheduledGroup& scheduled(const ParameterGroup& group) { return groups_[group.number]; }
-  const ScheduledGroup& scheduled(const ParameterGroup& group) const { return groups_[group.number]; }
-  GroupGradients& gradients_of(const ParameterGroup& group) { return *scheduled(group).gradients_of(group); }
-  void read_locked(ParameterGroup& group);
+  ScheduledGroup& scheduled(const ParameterGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return groups_[group.number]; }
+  const ScheduledGroup& scheduled(const ParameterGroup& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return groups_[group.number];
+  }
+  GroupGradients& gradients_of(const ParameterGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return *scheduled(group).gradients_of(group, mutex_.held());
+  }
+  void read_locked(ParameterGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Begins or abandons what the event that happens now tells of; whether that belongs to a backward.
-  bool follow(const ParameterGroup* read = nullptr);
-  void begin_forward();
-  void begin_backward();
+  bool follow(const ParameterGroup* read = nullptr) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void begin_forward() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void begin_backward() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void drop_ready_gradients();
-  void watch_plain_leaves();
+  void watch_plain_leaves() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void finish_backward();
   /// Whether the backward that it follows has ended without its last callback.
-  bool has_failed_backward() const;
-  void abandon_backward();
+  bool has_failed_backward() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void abandon_backward() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void check_not_stepped(ParameterGroup& group, size_t index);
-  void note_forward(const ParameterGroup& group);
-  void check_alive(const ParameterGroup& group) const;
-  void check_recorded(ScheduledGroup& entry, const ParameterGroup& group);
-  void note_module(const ParameterGroup& group, bool is_first);
-  void check_unchanged(ScheduledGroup& entry, const ParameterGroup& group);
+  void note_forward(const ParameterGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void check_alive(const ParameterGroup& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void check_recorded(ScheduledGroup& entry, const ParameterGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void note_module(const ParameterGroup& group, bool is_first) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void check_unchanged(ScheduledGroup& entry, const ParameterGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   template <typename Locked>
-  bool deliver_after(const Locked& locked);
-  void deliver(ReadyGradients ready);
-  void step_in_backward(ParameterGroup& group, const std::vector<size_t>& landed);
+  bool deliver_after(const Locked& locked) ABSL_LOCKS_EXCLUDED(mutex_);
+  void deliver(ReadyGradients ready) ABSL_LOCKS_EXCLUDED(mutex_);
+  void step_in_backward(ParameterGroup& group, const std::vector<size_t>& landed) ABSL_LOCKS_EXCLUDED(mutex_);
   static at::Tensor to_step(ParameterGroup& group, size_t index, int64_t backward);
-  std::shared_ptr<EarlyParts> early_parts();
+  std::shared_ptr<EarlyParts> early_parts() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void take(EarlyParts& early);
-  void hold_parts();
-  void note_unsharded();
+  void hold_parts() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void note_unsharded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // What the step asks and decides (schedule_actions.cpp).
   template <typename Function>
-  auto of(size_t number, const Function& function) const;
+  auto of(size_t number, const Function& function) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   template <typename Visit> // void(ParameterGroup&, GroupGradients&)
-  void for_each_part(size_t number, const Visit& visit) const {
-    groups_[number].for_each_part(visit);
+  void for_each_part(size_t number, const Visit& visit) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    groups_[number].for_each_part(mutex_.held(), visit);
   }
   template <typename Holds>
-  bool any_part(size_t number, const Holds& holds) const;
-  GroupRules rules(size_t group) const override { return groups_[group].rules(); }
-  Residence residence(size_t group) const override;
-  bool has_memory(size_t group) const override;
-  bool is_stale(size_t group) const override;
-  std::vector<size_t> prefetch_list(size_t group, bool in_backward) const override {
+  bool any_part(size_t number, const Holds& holds) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  GroupRules rules(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return groups_[group].rules(mutex_.held());
+  }
+  Residence residence(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool has_memory(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool is_stale(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<size_t> prefetch_list(size_t group, bool in_backward) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return groups_[group].prefetch_list(in_backward);
   }
-  void gather(size_t group) override;
-  void wait(size_t group) override;
-  void free(size_t group) override;
-  void free_after_forward(size_t group) override;
-  void fetch(size_t group) override;
-  bool expects_any(size_t group) const override;
-  bool is_complete(size_t group) const override;
-  bool awaits_any(size_t group) const override;
-  bool has_pending(size_t group) const override;
-  bool is_unfinished(size_t group) const override;
-  bool leaves_out_any(size_t group) const override;
-  bool is_in_inner_backward() const override;
-  void forget_landed(size_t group) override;
-  void join_reduction(size_t group) override;
-  void keep_unreduced(size_t group) override;
-  void withhold_unreduced(size_t group) override;
-  bool start_reduction(size_t group) override;
-  void advance_reduction(size_t group) override;
-  void finish_reduction(size_t group) override;
+  void gather(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void wait(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void free(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void free_after_forward(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void fetch(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool expects_any(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool is_complete(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool awaits_any(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool has_pending(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool is_unfinished(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool leaves_out_any(size_t group) const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool is_in_inner_backward() const override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void forget_landed(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void join_reduction(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void keep_unreduced(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void withhold_unreduced(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool start_reduction(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void advance_reduction(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void finish_reduction(size_t group) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   c10::Device device_;
   /// The current stream of the last forward. Gradients are reduced and delivered on it, although autograd accumulates them on
   /// the stream that was current at fully_shard.
   std::optional<c10::Stream> compute_stream_;
-  std::recursive_mutex mutex_;
   std::shared_ptr<ModelResources> resources_;
-  std::vector<ScheduledGroup> groups_;
-  Step step_{*this};
-  Deliveries deliveries_;
-  FollowedGraphTask graph_task_; // of the backward
-  GradientWeights gradient_weights_;
-  TrainsApartWatch watch_;
-  RegistrationWatch registrations_;
-  std::string refusal_; // why no parameter may be used any more; empty: they may
+  ModelMutex& mutex_; // of `resources_`
+  std::vector<ScheduledGroup> groups_ ABSL_GUARDED_BY(mutex_);
+  Step step_ ABSL_GUARDED_BY(mutex_){*this};
+  Deliveries deliveries_ ABSL_GUARDED_BY(mutex_);
+  FollowedGraphTask graph_task_ ABSL_GUARDED_BY(mutex_); // of the backward
+  GradientWeights gradient_weights_ ABSL_GUARDED_BY(mutex_);
+  TrainsApartWatch watch_ ABSL_GUARDED_BY(mutex_);
+  RegistrationWatch registrations_ ABSL_GUARDED_BY(mutex_);
+  std::string refusal_ ABSL_GUARDED_BY(mutex_); // why no parameter may be used any more; empty: they may
 };
 
 } // namespace tessera::internal

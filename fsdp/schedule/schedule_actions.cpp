@@ -26,7 +26,7 @@ auto Schedule::of(size_t number, const Function& function) const {
 template <typename Holds> // bool(const GroupGradients&)
 bool Schedule::any_part(size_t number, const Holds& holds) const {
   const auto& entry = groups_[number];
-  if (entry.beside.empty()) return holds(*entry.gradients);
+  if (entry.beside.empty()) return holds(entry.gradients->get(mutex_.held()));
   bool any = false;
   for_each_part(number, [&](const ParameterGroup&, const GroupGradients& gradients) { any = any || holds(gradients); });
   return any;
@@ -83,19 +83,19 @@ bool Schedule::awaits_any(size_t number) const {
 }
 
 void Schedule::wait(size_t number) {
-  for_each_part(number, [](ParameterGroup& group, GroupGradients&) { group.finish_gather(); });
+  for_each_part(number, [&](ParameterGroup& group, GroupGradients&) { group.finish_gather(mutex_.held()); });
 }
 void Schedule::free(size_t number) {
-  for_each_part(number, [](ParameterGroup& group, GroupGradients&) { group.reshard(); });
+  for_each_part(number, [&](ParameterGroup& group, GroupGradients&) { group.reshard(mutex_.held()); });
 }
 void Schedule::free_after_forward(size_t number) {
-  for_each_part(number, [](ParameterGroup& group, GroupGradients&) { group.reshard_after_forward(); });
+  for_each_part(number, [&](ParameterGroup& group, GroupGradients&) { group.reshard_after_forward(mutex_.held()); });
 }
 void Schedule::fetch(size_t number) {
-  for_each_part(number, [](ParameterGroup& group, GroupGradients&) { group.start_fetch(); });
+  for_each_part(number, [&](ParameterGroup& group, GroupGradients&) { group.start_fetch(mutex_.held()); });
 }
 void Schedule::gather(size_t number) {
-  for_each_part(number, [](ParameterGroup& group, GroupGradients&) { group.start_gather(); });
+  for_each_part(number, [&](ParameterGroup& group, GroupGradients&) { group.start_gather(mutex_.held()); });
   if (resources_->recorder) note_unsharded();
 }
 
@@ -116,10 +116,11 @@ void Schedule::withhold_unreduced(size_t number) {
 bool Schedule::start_reduction(size_t number) {
   const bool has_parts = !groups_[number].beside.empty();
   bool is_reducing = false;
+  auto& ready = deliveries_.ready();
   for_each_part(number, [&](ParameterGroup&, GroupGradients& gradients) {
     if (has_parts && !gradients.has_pending()) gradients.join_reduction();
     if (has_parts && !gradients.has_pending()) return; // frozen
-    gradients.start_reduce(deliveries_.ready());
+    gradients.start_reduce(ready);
     is_reducing = is_reducing || gradients.is_reducing();
   });
   return is_reducing;
@@ -130,7 +131,8 @@ void Schedule::advance_reduction(size_t number) {
 }
 
 void Schedule::finish_reduction(size_t number) {
-  for_each_part(number, [&](ParameterGroup&, GroupGradients& gradients) { gradients.finish_reduce(deliveries_.ready()); });
+  auto& ready = deliveries_.ready();
+  for_each_part(number, [&](ParameterGroup&, GroupGradients& gradients) { gradients.finish_reduce(ready); });
 }
 
 void Schedule::note_unsharded() {

@@ -8,12 +8,14 @@
 #include <vector>
 
 #include <tessera/fsdp/gradients/group_gradients.h>
+#include <tessera/fsdp/group/model_lock.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/schedule/step.h>
 
 namespace tessera::internal {
 
 using GroupPtr = std::shared_ptr<ParameterGroup>;
+using GradientsPtr = std::shared_ptr<Guarded<GroupGradients>>;
 
 /// What is gathered ahead when a group is needed.
 struct PrefetchSettings : PrefetchRule {
@@ -24,14 +26,14 @@ struct PrefetchSettings : PrefetchRule {
 /// A group of a module's parameters, and their gradients.
 struct ModuleGroup {
   std::weak_ptr<ParameterGroup> group;
-  std::shared_ptr<GroupGradients> gradients;
+  GradientsPtr gradients;
 };
 
 /// A group in the schedule of its model, with those beside it: parameters of the same module that lie on other ranks, or that
 /// every rank has whole. For the step they are one group: a read of one gathers all, and a gradient of one has all reduced.
 struct ScheduledGroup {
   std::weak_ptr<ParameterGroup> group; ///< empty for a module without parameters of its own
-  std::shared_ptr<GroupGradients> gradients;
+  GradientsPtr gradients;
   std::shared_ptr<const PrefetchSettings> prefetch;
   GroupPlace place;
   std::vector<ModuleGroup> beside = {};
@@ -51,32 +53,34 @@ struct ScheduledGroup {
     }
     return all;
   }
-  GroupRules rules() const {
+  GroupRules rules(const Held& held) const {
     GroupPtr known = group.lock();
     for (size_t i = 0; !known && i < beside.size(); ++i) known = beside[i].group.lock();
     if (!known) return {};
+    const auto& settings = gradients->get(held).settings;
     return {.reshards_after_forward = known->owner->reshards_after_forward(),
-            .reshards_after_backward = gradients->settings.reshard_after_backward,
+            .reshards_after_backward = settings.reshard_after_backward,
             .is_offloaded = known->memory() != nullptr,
             .prefetch = *prefetch,
-            .syncs = gradients->settings.sync(),
+            .syncs = settings.sync(),
             .keeps_gradients = known->roles().keeps_gradients(),
             .reductions = reductions(*known)};
   }
   /// The gradients of `part`, which is the group or one beside it; null for any other.
-  GroupGradients* gradients_of(const ParameterGroup& part) const {
-    if (gradients && &gradients->group() == &part) return gradients.get();
+  GroupGradients* gradients_of(const ParameterGroup& part, const Held& held) const {
+    const auto are_of_part = [&](const GradientsPtr& each) { return each && &each->get(held).group() == &part; };
+    if (are_of_part(gradients)) return &gradients->get(held);
     for (const auto& each : beside) {
-      if (&each.gradients->group() == &part) return each.gradients.get();
+      if (are_of_part(each.gradients)) return &each.gradients->get(held);
     }
     return nullptr;
   }
   /// Calls `visit` of the group and of those beside it that are there.
   template <typename Visit> // void(ParameterGroup&, GroupGradients&)
-  void for_each_part(const Visit& visit) const {
-    if (const GroupPtr known = group.lock()) visit(*known, *gradients);
+  void for_each_part(const Held& held, const Visit& visit) const {
+    if (const GroupPtr known = group.lock()) visit(*known, gradients->get(held));
     for (const auto& each : beside) {
-      if (const GroupPtr known = each.group.lock()) visit(*known, *each.gradients);
+      if (const GroupPtr known = each.group.lock()) visit(*known, each.gradients->get(held));
     }
   }
   /// The numbers of the groups that it lists to be gathered ahead.

@@ -198,7 +198,7 @@ class Remaking {
     const auto group = group_before(part);
     for (const auto& each : inventory_.state->module_groups()) {
       if (each.group.lock() != (group ? group : inventory_.groups[0])) continue;
-      auto settings = each.gradients->settings;
+      auto settings = each.gradients->unshared().settings;
       if (!group) settings.divide_factor.reset(); // of experts
       return settings;
     }
@@ -210,9 +210,9 @@ class Remaking {
       const auto group = each.group.lock();
       if (!group || !lies_as(part, *group)) continue;
       if (settings) {
-        each.gradients->settings = *settings;
+        each.gradients->unshared().settings = *settings;
       } else {
-        take_settings_above(each.gradients->settings);
+        take_settings_above(each.gradients->unshared().settings);
       }
     }
   }
@@ -222,7 +222,8 @@ class Remaking {
     auto above = inventory_.state->parent();
     while (above && !above->group()) above = above->parent();
     if (!above) return;
-    const auto& theirs = above->gradients().settings;
+    const ModelLock lock(above->schedule()->mutex());
+    const auto& theirs = above->gradients(lock).settings;
     settings.requires_sync = theirs.requires_sync;
     settings.requires_all_reduce = theirs.requires_all_reduce;
     settings.has_only_buffer = theirs.has_only_buffer;

@@ -122,7 +122,7 @@ void start_fetch(Net& net) {
     slow.mm(slow);
     return Work();
   });
-  group->start_fetch();
+  group->start_fetch(internal::ModelLock(group->mutex()));
 }
 
 TEST_F(Streams, AModelMayChangeWhileAnOffloadedShardIsFetched) {

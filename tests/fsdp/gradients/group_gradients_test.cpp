@@ -263,6 +263,23 @@ TEST(GroupGradients, HooksHoldNoLock) {
   });
 }
 
+/// Hooks of reductions run amid the work of the model, and may use it all the same.
+TEST(GroupGradients, AHookOfTheReductionMayReadTheModel) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
+    std::vector<double> sums;
+    root.set_all_reduce_hook([&](const torch::Tensor&) {
+      const torch::NoGradGuard no_grad;
+      sums.push_back((models.sharded->norm->weight * torch::ones_like(models.plain->norm->weight)).sum().item<double>());
+      root.set_unshard_in_backward(true); // as it is: what a program sets takes the lock
+    });
+    const auto expected = models.plain->norm->weight.sum().item<double>();
+    models.backward(0);
+    ASSERT_FALSE(sums.empty());
+    for (const double sum : sums) EXPECT_NEAR(sum, expected, 1e-5);
+    models.expect_equal_gradients();
+  });
+}
+
 TEST(GroupGradients, WhatAHookReturnsTwiceIsAddedTwice) {
   for (const auto& strategy : strategies()) {
     SCOPED_TRACE(strategy.name);

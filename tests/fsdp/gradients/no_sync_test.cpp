@@ -389,7 +389,8 @@ TEST(UnreducedGradients, OfAFailedBackwardLetTheCommunicatorBeReplaced) {
   EXPECT_THROWS_WITH((*net->blocks)[0]->as<Block>()->forward(x).sum().backward(), "thrown in a hook");
   auto block = fsdp(*(*net->blocks)[0]);
   if (test_device().is_cpu()) {
-    EXPECT_TRUE(block.state()->gradients().is_unfinished());
+    const internal::ModelLock lock(block.state()->schedule()->mutex());
+    EXPECT_TRUE(block.state()->gradients(lock).is_unfinished());
   }
   const auto old = block.state()->group()->stages().reduce_scatter();
   block.set_custom_reduce_scatter(process_context().communicator(RankList(old->ranks()), old->device_type(), "own"));

@@ -8,6 +8,7 @@
 
 #include <tessera/fsdp/model/sharded_module.h>
 
+#include <tessera/tests/fsdp/gradient_settings.h>
 #include <tessera/tests/fsdp/limited_memory.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
@@ -153,17 +154,17 @@ TEST(FullyShard, SettingsReachAModuleThatAnotherModelHasToo) {
   fully_shard(*tasks.first->encoder, world_mesh());
   fully_shard(*tasks.first, world_mesh());
   fully_shard(*tasks.second, world_mesh());
-  auto& encoder = fsdp(*tasks.first->encoder).state()->gradients();
+  const auto encoder = [&] { return settings_of(fsdp(*tasks.first->encoder)); };
   auto handle = fsdp(*tasks.second);
   handle.set_requires_gradient_sync(false, /*recurse=*/false);
-  EXPECT_TRUE(encoder.settings.sync());
+  EXPECT_TRUE(encoder().sync());
   handle.set_requires_gradient_sync(false);
-  EXPECT_FALSE(encoder.settings.sync());
+  EXPECT_FALSE(encoder().sync());
   handle.set_requires_gradient_sync(true);
   handle.set_requires_all_reduce(false);
-  EXPECT_TRUE(encoder.settings.sync());
-  EXPECT_FALSE(encoder.settings.all_reduce());
-  EXPECT_TRUE(fsdp(*tasks.first).state()->gradients().settings.all_reduce());
+  EXPECT_TRUE(encoder().sync());
+  EXPECT_FALSE(encoder().all_reduce());
+  EXPECT_TRUE(settings_of(fsdp(*tasks.first)).all_reduce());
 }
 
 TEST(NoSync, ReachesAModuleThatAnotherModelHasTooOrIsAnError) {
@@ -173,14 +174,14 @@ TEST(NoSync, ReachesAModuleThatAnotherModelHasTooOrIsAnError) {
     fully_shard(*tasks->first, world_mesh());
     fully_shard(*tasks->second, world_mesh());
   }
-  const auto& encoder = fsdp(*apart.first->encoder).state()->gradients();
+  const auto encoder = [&] { return settings_of(fsdp(*apart.first->encoder)); };
   {
     const auto scope = no_sync(*apart.second);
-    EXPECT_FALSE(encoder.settings.sync());
+    EXPECT_FALSE(encoder().sync());
   }
-  EXPECT_TRUE(encoder.settings.sync());
+  EXPECT_TRUE(encoder().sync());
   EXPECT_THROWS_WITH(static_cast<void>(no_sync(*inside.second)), "no_sync: the parameter encoder.weight of the model ");
-  EXPECT_TRUE(fsdp(*inside.second).state()->gradients().settings.sync());
+  EXPECT_TRUE(settings_of(fsdp(*inside.second)).sync());
 }
 
 /// As FSDP2 does.

@@ -19,6 +19,7 @@
 #include <tessera/fsdp/unsharded.h>
 #include <tessera/optim/shard_optimizer.h>
 
+#include <tessera/tests/fsdp/gradient_settings.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/sweep.h>
@@ -359,9 +360,10 @@ TEST(ReshardParameters, AModuleThatHadNoParametersHasItsOptionsAndTheSettingsOfT
   const auto state = fsdp(*tower->first).state();
   ASSERT_THAT(fsdp(*tower->first).parameter_names(), ::testing::ElementsAre("first.down", "first.up"));
   EXPECT_EQ(state->group()->stages().has_after_forward(), world_size() == 4);
-  EXPECT_FALSE(state->gradients().settings.sync());
-  EXPECT_FALSE(state->gradients().settings.all_reduce());
-  EXPECT_TRUE(state->gradients().settings.has_only_buffer);
+  const auto settings = settings_of(fsdp(*tower->first));
+  EXPECT_FALSE(settings.sync());
+  EXPECT_FALSE(settings.all_reduce());
+  EXPECT_TRUE(settings.has_only_buffer);
   fsdp(*tower).set_requires_gradient_sync(true);
   tower->forward(mine(rows_of(0))).sum().backward();
   EXPECT_TRUE(tower->first->down.grad().defined());

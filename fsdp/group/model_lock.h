@@ -1,0 +1,111 @@
+#pragma once
+
+// Internal: the lock of a model, and the proof that a thread has it.
+
+#include <c10/util/Exception.h>
+
+#include <absl/base/thread_annotations.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace tessera::internal {
+
+/// Says that the calling thread has the lock of a model. What no two threads may do at once takes one as an argument.
+class Held {
+ public:
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+ protected:
+  Held() = default;
+  ~Held() = default;
+};
+
+/// The lock of a model: the program's threads and autograd's read its parameters and bring its gradients. A thread that has it
+/// may not take it again, except in a function of the program that it calls meanwhile (`ProgramCall`).
+class ABSL_LOCKABLE ModelMutex {
+ public:
+  ModelMutex() = default;
+  ModelMutex(const ModelMutex&) = delete;
+  ModelMutex& operator=(const ModelMutex&) = delete;
+
+  /// An error unless the calling thread has it.
+  const Held& held() const ABSL_ASSERT_EXCLUSIVE_LOCK() {
+    TORCH_INTERNAL_ASSERT(is_own(), "the lock of a model is not held");
+    return held_;
+  }
+
+ private:
+  friend class ModelLock;
+  friend class ProgramCall;
+  struct Token final : Held {};
+
+  bool is_own() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
+
+  std::mutex mutex_;
+  std::atomic<std::thread::id> owner_ = {};
+  bool is_in_program_ = false; // a function of the program runs, which its owner has called
+  Token held_;
+};
+
+/// Has the lock of a model in its scope.
+class ABSL_SCOPED_LOCKABLE ModelLock final : public Held {
+ public:
+  explicit ModelLock(ModelMutex& mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex), is_inner_(mutex.is_own()) {
+    if (is_inner_) {
+      TORCH_INTERNAL_ASSERT(std::exchange(mutex_.is_in_program_, false), "the lock of a model is taken twice");
+    } else {
+      mutex_.mutex_.lock();
+      mutex_.owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    }
+  }
+  ~ModelLock() ABSL_UNLOCK_FUNCTION() {
+    if (is_inner_) {
+      mutex_.is_in_program_ = true;
+    } else {
+      mutex_.owner_.store({}, std::memory_order_relaxed);
+      mutex_.mutex_.unlock();
+    }
+  }
+
+ private:
+  ModelMutex& mutex_;
+  const bool is_inner_; // in a function of the program, which the thread calls under the lock
+};
+
+/// While it lives, a function of the program runs, as a hook or an extension, which may use the model: it takes the lock that its
+/// thread has. Nothing where the thread does not have it.
+class ProgramCall {
+ public:
+  explicit ProgramCall(ModelMutex& mutex)
+      : mutex_(mutex), is_own_(mutex.is_own()), before_(is_own_ && std::exchange(mutex.is_in_program_, true)) {}
+  ~ProgramCall() {
+    if (is_own_) mutex_.is_in_program_ = before_;
+  }
+  ProgramCall(const ProgramCall&) = delete;
+  ProgramCall& operator=(const ProgramCall&) = delete;
+
+ private:
+  ModelMutex& mutex_;
+  const bool is_own_, before_;
+};
+
+/// A value that is reached under the lock of a model.
+template <typename Value>
+class Guarded {
+ public:
+  template <typename... Arguments>
+  explicit Guarded(Arguments&&... arguments) : value_(std::forward<Arguments>(arguments)...) {}
+
+  Value& get(const Held& /*held*/) { return value_; }
+  /// While no other thread knows the value, or uses its model: as the model is made.
+  Value& unshared() { return value_; }
+
+ private:
+  Value value_;
+};
+
+} // namespace tessera::internal
