@@ -145,6 +145,7 @@ at::Tensor local_cut(const LocalCall& call, int64_t dim, const Cut& cut, size_t 
   const auto& local = call.arg(0).toTensor();
   const auto& spec = *call.inputs[0];
   const auto& sizes = call.outputs[output].local_sizes;
+  if (!cut.drop && cut.count() == spec.sizes()[dim]) return local.view(local.sizes()); // of all, however it is split
   if (const auto* ragged = spec.ragged(); ragged && ragged->dim > 0) {
     if (dim > 0) {
       const auto column = column_cut(cut, *ragged, spec.sizes());

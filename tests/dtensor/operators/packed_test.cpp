@@ -66,6 +66,18 @@ TEST(Packed, ChunksAreCutWhereTheyLie) {
   run(x.t().contiguous(), StridedShard{0, 3}, [n](const Tensor& y) { return std::vector<Tensor>{y.slice(0, 2 * n, 4 * n)}; });
 }
 
+/// Also where ranks have unequal parts, or nothing.
+TEST(Packed, ASliceOfAllIsCutNowhere) {
+  for (const int64_t size : {1, 3, 5, 8}) {
+    const auto x = values({size, 2});
+    const auto packed = distribute_tensor(x, line_mesh(), {StridedShard{0, 2}});
+    const auto kept = packed.slice(0, 0, size);
+    EXPECT_EQ(placements_of(kept), packed.placements());
+    EXPECT_TENSORS_EQUAL(DTensor(kept).local(), packed.local());
+    EXPECT_TENSORS_EQUAL(whole(kept), x);
+  }
+}
+
 TEST(Packed, PartsOfAChunkAreCutAsWell) {
   const auto n = world_size();
   const auto x = values({3 * 2 * n, 2});
