@@ -93,7 +93,8 @@ class MapInnerSplits {
       for (size_t d = 0; d < from_.size(); ++d) {
         if (!shards_dim(placements_[m], static_cast<int64_t>(d)) || (is_strided(placement) && placements_[m] == placement))
           continue;
-        const bool even = std::holds_alternative<Shard>(placements_[m]) && from_[d] % (splits[d] * mesh_shape_[m]) == 0;
+        const bool even =
+            splits[d] > 0 && std::holds_alternative<Shard>(placements_[m]) && from_[d] % (splits[d] * mesh_shape_[m]) == 0;
         splits[d] = even ? splits[d] * mesh_shape_[m] : 0;
       }
     }

@@ -223,6 +223,16 @@ TEST(View, OfInnerSplitsThatDoNotMergeIsACopy) {
 }
 
 /// The whole has none: its strides, and what is a view of it, must not depend on the size of a rank's part.
+TEST(View, OfADimThatTwoMeshDimsSplitUnevenly) {
+  const auto mesh = init_device_mesh(test_device_type(), {world_size(), 1, 1}, {"a", "b", "c"});
+  const auto whole = torch::arange(30, torch::kFloat).view({5, 2, 3});
+  for (const auto& last : {Placement(Shard{0}), Placement(Shard{1}), Placement(Shard{2}), Placement(StridedShard{2, 3})}) {
+    const auto tensor = make(whole, mesh, {Shard{0}, Shard{0}, last});
+    EXPECT_TENSORS_EQUAL(full(tensor.flatten()), whole.flatten()) << to_string(last);
+    EXPECT_TENSORS_EQUAL(full(tensor.flatten(0, 1)), whole.flatten(0, 1)) << to_string(last);
+  }
+}
+
 TEST(View, OfPartsWithGaps) {
   for (const Placement& placement : {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1}), Placement(Partial{})}) {
     for (const auto& strided : with_gaps()) {
