@@ -66,7 +66,8 @@ class LogRedistributions {
 ///   rank 0: [0:3, 0:3]
 ///   rank 1: [3:5, 0:3]
 ///
-/// Under Partial a line says so: "[0:5, 0:3] partial sum". Under RaggedShard the first range counts positions of the merged dims;
+/// Under Partial a line says so: "[0:5, 0:3] partial sum". Under RaggedShard the first range counts positions of the merged dims,
+/// from where the part starts; where mesh dims before it split these, the part may hold later ones than this range has;
 /// under StridedShard a dim may have several: "0:1+2:3".
 std::string picture(const at::Tensor& dtensor);
 

@@ -26,6 +26,8 @@ struct Shard {
 
 /// The leading tensor dims 0..`dim`, taken as one flattened dim, are split by `extents` (one a rank, 0 and "all" included).
 /// The local tensor has shape [extents[rank], sizes after `dim`...]; for dim 0 that is a range of rows. (veScale's RaggedShard.)
+/// Where mesh dims before it split these dims, it splits the part that they leave. The extents are those of the largest part,
+/// that of the first ranks; a smaller part ends earlier, so that the ranks behind its end have less or nothing.
 struct RaggedShard {
   int64_t dim = 0;
   RankValues extents;
@@ -70,9 +72,9 @@ inline bool is_sharded(const Placement& placement) { return !is_replicate(placem
 bool shards_dim(const Placement& placement, int64_t dim);
 /// The first tensor dim that both split.
 std::optional<int64_t> shared_dim(const Placement& a, const Placement& b);
-/// True if one tensor may have `a` and `b` on two mesh dims, in any order: no other placement splits the dims of a RaggedShard,
-/// and all reductions are the same.
-bool may_coexist(const Placement& a, const Placement& b);
+/// True if one tensor may have `outer` and `inner` on two mesh dims, the first before the second: nothing splits the dims of a
+/// RaggedShard once more, and all reductions are the same.
+bool may_coexist(const Placement& outer, const Placement& inner);
 /// True if two mesh dims may reduce one tensor by `a` and `b`, in any order: equal reductions, or a sum and a MaskPartial.
 bool reduce_together(const Partial& a, const Partial& b);
 /// True for a MaskPartial `from` and a sum `to`: the same local tensors mean the same value.

@@ -42,7 +42,7 @@ class Spec {
   std::string to_string() const;
 
   /// The one spec with these values. Contiguous strides when `strides` is empty. Throws when a placement does not fit the
-  /// tensor or the mesh: a dim out of range, extents that do not add up, a RaggedShard whose leading dims another mesh dim
+  /// tensor or the mesh: a dim out of range, extents that do not add up, a RaggedShard whose leading dims a later mesh dim
   /// shards as well, or different Partial reductions. Specs that nobody holds are dropped. Any thread may call it.
   static std::shared_ptr<const Spec> intern(const DeviceMesh& mesh, Placements placements, std::vector<int64_t> sizes,
                                             at::ScalarType dtype, std::vector<int64_t> strides = {});

@@ -71,7 +71,10 @@ at::Tensor scatter(at::Tensor local, const Spec& spec) {
     auto placement = spec.placements()[i];
     if (auto* shard = std::get_if<Shard>(&placement)) shard->dim -= merged;
     if (auto* strided = std::get_if<StridedShard>(&placement)) strided->dim -= merged;
-    if (const auto* ragged = std::get_if<RaggedShard>(&placement)) merged = ragged->dim;
+    if (auto* ragged = std::get_if<RaggedShard>(&placement)) {
+      merged = ragged->dim;
+      *ragged = internal::cut_at(*ragged, local.sizes());
+    }
     bool ready = true;
     for (int64_t j = i + 1; j < mesh.ndim(); ++j) ready = ready && mesh.local_rank(j) == 0;
     if (mesh.size(i) == 1 && !is_sharded(placement)) continue;

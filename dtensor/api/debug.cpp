@@ -28,8 +28,10 @@ namespace {
 /// The ranges of local dim `d` in the global tensor: "0:2", or "0:2+4:6" under a StridedShard.
 std::string ranges_of(const Spec& spec, const std::vector<int64_t>& coordinate, const internal::LocalBox& box, size_t d) {
   const auto dim = static_cast<int64_t>(d + spec.sizes().size() - box.sizes.size());
-  const bool strided = std::any_of(spec.placements().begin(), spec.placements().end(),
-                                   [dim](const auto& placement) { return is_strided(placement) && shards_dim(placement, dim); });
+  const bool is_merged = d == 0 && spec.ragged();
+  const bool strided =
+      !is_merged && std::any_of(spec.placements().begin(), spec.placements().end(),
+                                [dim](const auto& placement) { return is_strided(placement) && shards_dim(placement, dim); });
   std::vector<internal::Extent> held{{box.offsets[d], box.sizes[d]}};
   if (strided && box.sizes[d] > 0)
     held = internal::dim_extents(spec.sizes()[dim], spec.mesh().shape(), coordinate, spec.placements(), dim);

@@ -64,7 +64,7 @@ variable_list ToLocal::backward(AutogradContext* context, const variable_list& g
 
 std::vector<int64_t> even_global_sizes(const at::Tensor& local, const DeviceMesh& mesh, const Placements& placements) {
   auto sizes = local.sizes().vec();
-  for (size_t i = 0; i < placements.size(); ++i) {
+  for (auto i = placements.size(); i-- > 0;) { // a RaggedShard splits what those before it have left
     const auto* shard = std::get_if<Shard>(&placements[i]);
     const auto* strided = std::get_if<StridedShard>(&placements[i]);
     if (shard || strided) {

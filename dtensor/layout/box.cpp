@@ -34,6 +34,7 @@ void append_range(Box box, size_t level, size_t dim, int64_t begin, int64_t end,
 // A rank's part while the placements are applied: a box, of whose flattened dims 0..dim perhaps only a range is held.
 struct Part {
   Box box;
+  std::vector<int64_t> largest; // the sizes of the first rank's box, which is the largest
   std::optional<int64_t> ragged_dim;
   int64_t begin = 0, end = 0;
 
@@ -53,6 +54,7 @@ struct Part {
     } else {
       box.offsets[dim] += low;
       box.sizes[dim] = high - low;
+      largest[dim] = (largest[dim] + ranks - 1) / ranks;
     }
   }
 
@@ -65,16 +67,17 @@ struct Part {
                 ragged_dim.value_or(0), ") cannot be described as boxes");
     const auto n = ragged_dim ? end - begin : c10::numelements_to_dim(static_cast<int>(ragged.dim + 1), box.sizes);
     const auto total = ragged.extents.sum_before(ragged.extents.size());
-    TORCH_CHECK(total == n, "the extents of RaggedShard(", ragged.dim, ") add up to ", total, " where the tensor has ", n);
-    const auto low = ragged.extents.sum_before(static_cast<size_t>(index));
+    const auto most = ragged_dim ? n : c10::numelements_to_dim(static_cast<int>(ragged.dim + 1), largest);
+    TORCH_CHECK(total == most, "the extents of RaggedShard(", ragged.dim, ") add up to ", total, " where the tensor has ", most);
+    const auto low = std::min(n, ragged.extents.sum_before(static_cast<size_t>(index)));
     ragged_dim = ragged.dim;
-    end = begin + low + ragged.extents[index];
+    end = begin + std::min(n, low + ragged.extents[index]);
     begin += low;
   }
 
   void apply(const StridedShard& strided, int64_t, int64_t) {
     TORCH_CHECK(false, "StridedShard(", strided.dim, ", ", strided.split_factor,
-                ") beside a RaggedShard cannot be described as boxes; redistribute it first");
+                ") cannot be described as boxes; redistribute it first");
   }
 
   void apply(const Replicate&, int64_t, int64_t) {}
@@ -200,7 +203,7 @@ std::vector<Box> local_boxes(const std::vector<int64_t>& sizes, const Placements
                              const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& coordinate) {
   TORCH_CHECK(placements.size() == mesh_shape.size() && coordinate.size() == mesh_shape.size(), placements.size(),
               " placements on a mesh of ", mesh_shape.size(), " dims");
-  Part part{whole(sizes)};
+  Part part{whole(sizes), sizes};
   for (size_t d = 0; d < mesh_shape.size(); ++d) {
     std::visit([&](const auto& placement) { part.apply(placement, mesh_shape[d], coordinate[d]); }, placements[d]);
   }

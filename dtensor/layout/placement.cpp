@@ -150,10 +150,9 @@ std::optional<int64_t> shared_dim(const Placement& a, const Placement& b) {
   return std::nullopt;
 }
 
-bool may_coexist(const Placement& a, const Placement& b) {
-  if (is_partial(a) && is_partial(b)) return reduce_together(std::get<Partial>(a), std::get<Partial>(b));
-  const bool ragged = std::holds_alternative<RaggedShard>(a) || std::holds_alternative<RaggedShard>(b);
-  return !ragged || !shared_dim(a, b);
+bool may_coexist(const Placement& outer, const Placement& inner) {
+  if (is_partial(outer) && is_partial(inner)) return reduce_together(std::get<Partial>(outer), std::get<Partial>(inner));
+  return !std::holds_alternative<RaggedShard>(outer) || !shared_dim(outer, inner);
 }
 
 bool reduce_together(const Partial& a, const Partial& b) { return a == b || same_value(a, b) || same_value(b, a); }

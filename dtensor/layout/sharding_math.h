@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <c10/util/ArrayRef.h>
@@ -27,6 +28,32 @@ inline Extent chunk_extent(int64_t size, int64_t parts, int64_t index) {
 /// The `index`-th part of a RaggedShard, over its flattened leading dims; an empty part's offset is the sum before it.
 Extent ragged_extent(const RaggedShard& placement, int64_t index);
 
+/// `ragged` of a part of shape `sizes`, which may be smaller than the largest one: its ranks' ranges end where the part does.
+RaggedShard cut_at(const RaggedShard& ragged, c10::IntArrayRef sizes);
+
+/// The mesh dim of the RaggedShard, if any (there is at most one).
+std::optional<size_t> ragged_mesh_dim(const Placements& placements);
+
+/// Whether mesh dims before that of the RaggedShard split dims that it takes as one.
+bool is_nested(const Placements& placements);
+
+/// Whether a rank's part under a RaggedShard, if any, is one range of the flattened leading dims: what splits them before is
+/// Shard(0) alone.
+bool ragged_is_one_range(const Placements& placements);
+
+/// Whether the first ranks of all mesh dims have the largest part of each of the dims 0..`dim`: true unless a StridedShard splits
+/// what an earlier mesh dim has split.
+bool first_part_is_largest(const Placements& placements, int64_t dim);
+
+/// The positions of the flattened dims 0..`dim` in the largest part that the mesh dims of `outer`, the first ones, leave: those
+/// that a RaggedShard on the next one splits.
+int64_t largest_positions(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, const Placements& outer, int64_t dim);
+
+/// True unless `placement` is a RaggedShard whose extents are not those of the part that the mesh dims of `outer` leave. They
+/// have none.
+bool splits_largest(const Placement& placement, const Placements& outer, c10::IntArrayRef sizes,
+                    c10::ArrayRef<int64_t> mesh_shape);
+
 /// The `index`-th of `parts` parts of a StridedShard of a dim of `size`: ranges in rising order, none of them empty, neighbours
 /// joined.
 std::vector<Extent> strided_extents(int64_t size, int64_t split_factor, int64_t parts, int64_t index);
@@ -46,7 +73,7 @@ struct LocalBox {
   std::vector<int64_t> sizes;
   /// Where it starts in the global tensor, per local dim (the dim's global size when empty); under a RaggedShard the first
   /// entry counts positions of the flattened leading dims. Under a StridedShard the local tensor holds more ranges (dim_extents)
-  /// than the one that starts here.
+  /// than the one that starts here; under a RaggedShard it does unless `ragged_is_one_range`.
   std::vector<int64_t> offsets;
   bool operator==(const LocalBox&) const = default;
 };

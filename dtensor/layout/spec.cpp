@@ -41,7 +41,10 @@ void check_ragged(const DeviceMesh& mesh, const Placements& placements, c10::Int
                 "RaggedShard extents add up to more than 64 bits count: ", describe(mesh, placements, sizes));
     begin = run.end;
   }
-  const auto expected = product(sizes, 0, ragged.dim + 1);
+  const Placements outer(placements.begin(), placements.begin() + static_cast<int64_t>(mesh_dim));
+  TORCH_CHECK(first_part_is_largest(outer, ragged.dim),
+              "a RaggedShard of what a StridedShard split after another mesh dim: ", describe(mesh, placements, sizes));
+  const auto expected = largest_positions(sizes, mesh.shape(), outer, ragged.dim);
   TORCH_CHECK(total == expected, "RaggedShard extents add up to ", total, ", not to ", expected, ": ",
               describe(mesh, placements, sizes));
 }
@@ -53,7 +56,7 @@ void check_coexist(const DeviceMesh& mesh, const Placements& placements, c10::In
       const auto dim = shared_dim(placements[j], placements[i]);
       TORCH_CHECK(dim, "different Partial reductions do not mix: ", describe(mesh, placements, sizes));
       TORCH_CHECK(false, "tensor dim ", *dim,
-                  " is split by a RaggedShard and by another mesh dim: ", describe(mesh, placements, sizes));
+                  " is split by a RaggedShard and by a later mesh dim: ", describe(mesh, placements, sizes));
     }
   }
 }
@@ -94,10 +97,10 @@ void normalize(const DeviceMesh& mesh, Placements& placements, c10::IntArrayRef 
                   "the p of Partial(norm) must be positive and finite: ", describe(mesh, placements, sizes));
     }
   }
+  check_coexist(mesh, placements, sizes);
   for (size_t i = 0; i < placements.size(); ++i) {
     if (std::holds_alternative<RaggedShard>(placements[i])) check_ragged(mesh, placements, sizes, i);
   }
-  check_coexist(mesh, placements, sizes);
 }
 
 } // namespace

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include <tessera/dtensor/layout/sharding_math.h>
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/patterns.h>
 
@@ -279,13 +280,16 @@ Factorization index(const OpCall& call) {
   return factors;
 }
 
-/// The written tensor keeps its split, whatever it is; positions and values are whole.
+/// The written tensor keeps its split where that leaves each rank one range of positions; positions and values are whole.
 Factorization write_whole_values(const OpCall& call) {
   Factorization factors;
   for (const auto& tensor : call.tensors) factors.inputs.push_back(whole_dims(tensor.sizes));
   factors.outputs.push_back(factors.inputs[0]);
-  factors.map = [](const Placement& placement, const Placements&, int64_t) {
-    return is_partial(placement) || is_strided(placement) ? std::vector<Placement>{} : std::vector<Placement>{placement};
+  const bool has_ranges = ragged_is_one_range(call.tensors[0].spec->placements());
+  factors.map = [has_ranges](const Placement& placement, const Placements&, int64_t) {
+    const bool is_kept =
+        !is_partial(placement) && !is_strided(placement) && (has_ranges || !std::holds_alternative<RaggedShard>(placement));
+    return is_kept ? std::vector<Placement>{placement} : std::vector<Placement>{};
   };
   return factors;
 }

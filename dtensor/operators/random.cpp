@@ -98,7 +98,8 @@ void draw_local(const LocalCall& call) {
   check_generators(call, spec, local.device());
   if (spec.is_replicated() && local.strides() == c10::IntArrayRef(spec.strides())) return call.op.callBoxed(*call.stack);
   if (!in_place) local = at::empty_like(local);
-  const bool one_range = std::none_of(spec.placements().begin(), spec.placements().end(), is_strided);
+  const bool one_range =
+      ragged_is_one_range(spec.placements()) && std::none_of(spec.placements().begin(), spec.placements().end(), is_strided);
   const bool in_pieces = local.is_cpu() && one_range && !spec.has_partial() && numel > kPiece && draws_in_order(call.op) &&
                          spec.strides() == contiguous_strides(sizes);
   const auto row = in_pieces ? numel / sizes[0] : 1;

@@ -163,9 +163,11 @@ std::shared_ptr<const Stretch> stretch_of(const OpCall& call, const CallPlacemen
   const auto& [inputs, over, mesh_dim] = chosen.stretching;
   if (inputs == rules::IndexSet{} || !call.mesh.coordinate()) return nullptr;
   const auto& ragged = std::get<RaggedShard>(chosen.inputs[over][mesh_dim]);
-  Stretch stretch{call.tensors[over].sizes, ragged.dim};
+  const auto& mesh = call.mesh;
+  Stretch stretch{view_without(call.tensors[over].sizes, mesh.shape(), *mesh.coordinate(), chosen.inputs[over], {mesh_dim}).sizes,
+                  ragged.dim};
+  stretch.part = ragged_extent(cut_at(ragged, stretch.sizes), mesh.local_rank(static_cast<int64_t>(mesh_dim)));
   std::fill(stretch.sizes.begin() + ragged.dim + 1, stretch.sizes.end(), -1);
-  stretch.part = ragged_extent(ragged, call.mesh.local_rank(static_cast<int64_t>(mesh_dim)));
   return std::make_shared<const Stretch>(std::move(stretch));
 }
 

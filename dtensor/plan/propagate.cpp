@@ -205,7 +205,10 @@ class Search {
     return Leading::kNone;
   }
 
-  bool takes(const RaggedShard& ragged) const {
+  /// A range of a part need not be one of the tensor: rules that ask where it starts do not take it.
+  bool takes(const RaggedShard& ragged, size_t source) const {
+    const bool any_start = factors_.ragged == RaggedUse::kMerged || factors_.ragged == RaggedUse::kElementwise;
+    if (is_nested(call_.tensors[source].spec->placements()) && !any_start) return false;
     return ragged.dim > 0 ? factors_.ragged > RaggedUse::kRows : factors_.ragged != RaggedUse::kNone;
   }
 
@@ -228,7 +231,7 @@ class Search {
 
   /// Input `source` is a RaggedShard: every tensor with the same leading factors is split alike.
   void split_leading(size_t source, const RaggedShard& ragged) {
-    if (!takes(ragged)) return;
+    if (!takes(ragged, source)) return;
     const auto& dims = factors_.inputs[source].factors;
     const absl::InlinedVector<int, 6> group(dims.begin(), dims.begin() + ragged.dim + 1);
     rules::Factor reduced;
@@ -262,17 +265,23 @@ class Search {
     consider(signature, -1);
   }
 
-  static bool compatible(const Placements& outer, const Placement& placement) {
-    return std::all_of(outer.begin(), outer.end(), [&](const auto& other) { return may_coexist(other, placement); });
+  /// Whether a tensor of `sizes` may have `placement` beside those that are chosen on the mesh dims before.
+  bool compatible(const std::vector<int64_t>& sizes, const Placements& outer, const Placement& placement) const {
+    const bool coexists =
+        std::all_of(outer.begin(), outer.end(), [&](const auto& other) { return may_coexist(other, placement); });
+    return coexists && splits_largest(placement, outer, sizes, call_.mesh.shape());
   }
 
   /// Whether a move to `to` on this mesh dim changes a split of a tensor dim that an inner mesh dim splits as well, which then
   /// has to make it whole first.
   bool moves_inner_splits(const Placements& from, const Placement& to) const {
     for (size_t inner = mesh_dim_ + 1; inner < from.size(); ++inner) {
-      if (shared_dim(from[inner], from[mesh_dim_]) || shared_dim(from[inner], to)) return true;
+      if (moves_split(from, inner, to)) return true;
     }
     return false;
+  }
+  bool moves_split(const Placements& from, size_t inner, const Placement& to) const {
+    return shared_dim(from[inner], from[mesh_dim_]) || shared_dim(from[inner], to);
   }
 
   double cost(size_t input, const Placement& to) const {
@@ -285,6 +294,9 @@ class Search {
     if (moves_inner_splits(from, to)) {
       auto moved = from;
       moved[mesh_dim_] = to;
+      for (auto inner = mesh_dim_ + 1; inner < from.size(); ++inner) { // a RaggedShard of the parts goes with them
+        if (std::holds_alternative<RaggedShard>(from[inner]) && moves_split(from, inner, to)) moved[inner] = Replicate{};
+      }
       return redistribute_price(from, moved, call_.mesh.shape(), tensor.sizes, element);
     }
     const auto size = redistribute::move_size(tensor.sizes, element, from, call_.mesh.shape(), {mesh_dim_});
@@ -297,14 +309,14 @@ class Search {
     for (size_t i = 0; i < signature.inputs.size() && total < best_cost_; ++i) {
       if (!current(i)) continue;
       if (bounds_.inputs[i].hold == InputHold::kFixed && signature.inputs[i] != *current(i)) return false;
-      if (!compatible(chosen_.inputs[i], signature.inputs[i])) return false;
+      if (!compatible(call_.tensors[i].sizes, chosen_.inputs[i], signature.inputs[i])) return false;
       total += cost(i, signature.inputs[i]);
     }
     for (size_t r = 0; r < signature.outputs.size(); ++r) {
       const auto& [fixed, tied] = bounds_.outputs[r];
       if (tied >= 0 && signature.outputs[r] != signature.inputs[tied]) return false;
       if (fixed && (*fixed)[mesh_dim_] != signature.outputs[r]) return false;
-      if (!compatible(chosen_.outputs[r], signature.outputs[r])) return false;
+      if (!compatible(factors_.outputs[r].sizes, chosen_.outputs[r], signature.outputs[r])) return false;
     }
     if (total >= best_cost_) return false;
     best_ = signature;

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <limits>
 
+#include <tessera/dtensor/layout/sharding_math.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 
 namespace tessera::internal {
@@ -74,14 +75,15 @@ class Search {
   }
 
   /// A split of an outer mesh dim only changes while no inner one splits the same tensor dim.
-  static bool allowed(const Placements& state, size_t i, const Placement& to) {
+  bool allowed(const Placements& state, size_t i, const Placement& to) const {
     if (state[i] == to || (is_partial(state[i]) && is_partial(to) && !same_value(state[i], to))) return false;
     for (size_t j = 0; j < state.size(); ++j) {
       if (j == i) continue;
-      if (!may_coexist(state[j], to)) return false;
+      if (!may_coexist(j < i ? state[j] : to, j < i ? to : state[j])) return false;
       if (j > i && (shared_dim(state[j], state[i]) || shared_dim(state[j], to))) return false;
     }
-    return true;
+    const Placements outer(state.begin(), state.begin() + static_cast<int64_t>(i));
+    return splits_largest(to, outer, sizes_, ranks_); // perhaps a part that the outer mesh dims have not made yet
   }
 
   /// The same move on all mesh dims of several ranks is one over all ranks.

@@ -83,12 +83,14 @@ Transition make_transition(const Spec& spec, const DeviceMesh& line, const Place
   const auto& mesh = spec.mesh();
   auto view = view_without(spec.sizes(), mesh.shape(), *mesh.coordinate(), current, step.mesh_dims);
   const auto shift = [&view](Placement placement) {
+    if (auto* ragged = std::get_if<RaggedShard>(&placement)) *ragged = cut_at(*ragged, view.sizes);
     if (auto* shard = std::get_if<Shard>(&placement)) shard->dim -= view.flattened;
     if (auto* strided = std::get_if<StridedShard>(&placement)) strided->dim -= view.flattened;
     return placement;
   };
   const auto mesh_dim = step.mesh_dims.size() > 1 ? 0 : step.mesh_dims[0];
-  return Transition{line, mesh_dim, std::move(view.sizes), shift(current[step.mesh_dims[0]]), shift(step.to), label};
+  auto from = shift(current[step.mesh_dims[0]]), to = shift(step.to);
+  return Transition{line, mesh_dim, std::move(view.sizes), std::move(from), std::move(to), label};
 }
 
 struct Plan {

@@ -111,7 +111,7 @@ MoveSize move_size(const std::vector<int64_t>& sizes, double element, const Plac
       result.sizes[strided->dim] = most(result.sizes[strided->dim], strided->split_factor, ranks[m]);
     } else if (const auto* ragged = std::get_if<RaggedShard>(&others[m])) {
       const auto largest = ragged->extents.largest();
-      const auto all = product(sizes, 0, ragged->dim + 1);
+      const auto all = ragged->extents.sum_before(ragged->extents.size());
       if (all > 0) result.element *= static_cast<double>(largest) / static_cast<double>(all);
     }
   }

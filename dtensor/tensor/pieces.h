@@ -19,7 +19,7 @@ struct Piece {
 };
 
 /// What `local` holds, the part of a tensor of `spec` that the rank at `coordinate` of the mesh has: its boxes without empty
-/// ones. An error for Partial, and for a part that no boxes describe (`local_boxes`). Under a RaggedShard `local` is contiguous.
+/// ones. An error for Partial. Under a RaggedShard `local` is contiguous.
 std::vector<Piece> pieces_of_part(const at::Tensor& local, const Spec& spec, const std::vector<int64_t>& coordinate);
 
 /// The part of a plain tensor that lies in `box`, aliasing it.

@@ -49,9 +49,10 @@ inline at::Tensor lay_out(at::Tensor whole, const DeviceMesh& mesh, const Placem
       }
       whole = torch::cat(parts, dim);
     } else if (const auto* ragged = std::get_if<RaggedShard>(&placements[i])) {
-      const auto begin = ragged->extents.sum_before(static_cast<size_t>(rank));
       merged = ragged->dim;
-      whole = (ragged->dim == 0 ? whole : whole.flatten(0, ragged->dim)).narrow(0, begin, ragged->extents[rank]);
+      whole = ragged->dim == 0 ? whole : whole.flatten(0, ragged->dim);
+      const auto begin = std::min(whole.size(0), ragged->extents.sum_before(static_cast<size_t>(rank)));
+      whole = whole.narrow(0, begin, std::min(whole.size(0) - begin, ragged->extents[rank]));
     } else if (const auto* partial = std::get_if<Partial>(&placements[i])) {
       const auto others = ranks * (ranks - 1) / 2;
       switch (partial->op) {

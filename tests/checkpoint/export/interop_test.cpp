@@ -3,6 +3,7 @@
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/checkpoint/hugging_face.h>
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/layout/sharding_math.h>
 #include <torch/torch.h>
 
 #include <tessera/tests/checkpoint/shared_folder.h>
@@ -63,6 +64,28 @@ StateDict sharded_state(bool filled) {
   return state;
 }
 
+// Each tensor with dims split along one of them in turn, and what is left as a ragged layout does: cut within rows.
+StateDict ragged_parts() {
+  const int64_t n = process_context().world_size(), outer = n % 2 == 0 ? 2 : 1;
+  const auto mesh = init_device_mesh(testing::test_device_type(), {outer, n / outer}, {"tp", "dp"});
+  StateDict state;
+  for (size_t i = 0; i < kTensors.size(); ++i) {
+    const auto dims = static_cast<int64_t>(kTensors[i].sizes.size());
+    Placements placements{Replicate{}, Replicate{}};
+    if (dims > 0) {
+      const auto split = static_cast<int64_t>(i) % dims;
+      placements[0] = i < 2 ? Placement(Shard{split}) : StridedShard{split, 2};
+      const auto elements = internal::largest_positions(kTensors[i].sizes, mesh.shape(), {placements[0]}, dims - 1);
+      RaggedShard ragged{dims - 1, {}};
+      ragged.extents.append(n / outer - 1, elements / mesh.size(1));
+      ragged.extents.append(1, elements - ragged.extents.sum_before(ragged.extents.size()));
+      placements[1] = ragged;
+    }
+    state.add(kTensors[i].name, at::Tensor(distribute_tensor(expected(kTensors[i]), mesh, placements)));
+  }
+  return state;
+}
+
 void expect_filled(const StateDict& state) {
   for (const auto& tensor : kTensors) {
     SCOPED_TRACE(tensor.name);
@@ -90,6 +113,15 @@ TEST(Interop, PythonReadsWhatWeWrite) {
   const SharedFolder folder;
   save(sharded_state(true), folder.path() / "c");
   run_python({"check", folder.path() / "c"});
+}
+
+TEST(Interop, PythonReadsRangesOfPartsThatWeWrite) {
+  const SharedFolder folder;
+  save(ragged_parts(), folder.path() / "c");
+  run_python({"check", folder.path() / "c"});
+  auto state = sharded_state(false);
+  load(state, folder.path() / "c");
+  expect_filled(state);
 }
 
 TEST(Interop, PythonReadsTheHuggingFaceFoldersWeWrite) {

@@ -83,8 +83,10 @@ TEST(Spec, RefusesWhatDoesNotFit) {
                      "[1099511627776, 1099511627776]");
   if (n != 4) return;
   const auto grid = init_device_mesh(test_device_type(), {2, 2});
+  EXPECT_THROWS_WITH(Spec::intern(grid, {RaggedShard{0, {2, 3}}, Shard{0}}, {5, 3}, at::kFloat),
+                     "tensor dim 0 is split by a RaggedShard and by a later mesh dim: ");
   EXPECT_THROWS_WITH(Spec::intern(grid, {Shard{0}, RaggedShard{0, {2, 3}}}, {5, 3}, at::kFloat),
-                     "tensor dim 0 is split by a RaggedShard and by another mesh dim: ");
+                     "RaggedShard extents add up to 5, not to 3: ");
   EXPECT_THROWS_WITH(Spec::intern(grid, {Partial{}, Partial{Partial::Op::kMax}}, {5, 3}, at::kFloat),
                      "different Partial reductions do not mix: ");
 }

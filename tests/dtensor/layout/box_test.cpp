@@ -106,6 +106,19 @@ TEST(LocalBoxes, RaggedWithShards) {
   EXPECT_EQ(internal::local_boxes({4, 2}, {rows, Shard{0}}, {2, 2}, {1, 1}), (std::vector<internal::Box>{{{3, 0}, {1, 2}}}));
 }
 
+/// The extents are those of the largest part, of 3 rows or columns; here it is the smaller one.
+TEST(LocalBoxes, RaggedRangesOfParts) {
+  const RaggedShard elements{1, {4, 5}};
+  const auto of = [&](const Sizes& sizes, int64_t dim, int64_t index) {
+    return internal::local_boxes(sizes, {Shard{dim}, elements}, {2, 2}, {1, index});
+  };
+  EXPECT_EQ(of({5, 3}, 0, 0), (std::vector<internal::Box>{{{3, 0}, {1, 3}}, {{4, 0}, {1, 1}}}));
+  EXPECT_EQ(of({5, 3}, 0, 1), (std::vector<internal::Box>{{{4, 1}, {1, 2}}}));
+  EXPECT_EQ(of({3, 5}, 1, 0), (std::vector<internal::Box>{{{0, 3}, {2, 2}}}));
+  EXPECT_EQ(of({3, 5}, 1, 1), (std::vector<internal::Box>{{{2, 3}, {1, 2}}}));
+  EXPECT_THAT(error_of([&] { of({6, 3}, 1, 0); }), HasSubstr("add up to 9 where the tensor has 12"));
+}
+
 TEST(LocalBoxes, ErrorsNameWhatDoesNotFit) {
   EXPECT_EQ(error_of([] { internal::local_boxes({4}, {Partial{}}, {2}, {0}); }),
             "a tensor with placement Partial has no value of its own; redistribute it first");

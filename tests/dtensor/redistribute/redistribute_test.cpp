@@ -1,4 +1,5 @@
 #include <tessera/dtensor/debug.h>
+#include <tessera/dtensor/layout/sharding_math.h>
 #include <tessera/dtensor/redistribute/redistribute.h>
 
 #include <random>
@@ -110,8 +111,9 @@ TEST(Redistribute, PairsOnTwoDims) {
   for (const auto& c : sweep(cases, 300)) check_move(values(c.sizes), mesh, c.from, c.to);
 }
 
-/// A random placement of a tensor of `sizes` over `ranks`.
-Placement random_placement(const std::vector<int64_t>& sizes, int64_t ranks, std::mt19937& random) {
+/// A random placement of a tensor of `sizes` on the mesh dim after those of `outer`.
+Placement random_placement(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, const Placements& outer,
+                           std::mt19937& random) {
   const auto draw = [&](int64_t below) { return static_cast<int64_t>(random() % static_cast<uint64_t>(below)); };
   const auto kind = sizes.empty() ? draw(2) * 3 : draw(9);
   if (kind == 0) return Replicate{};
@@ -119,15 +121,22 @@ Placement random_placement(const std::vector<int64_t>& sizes, int64_t ranks, std
   if (kind < 6) return Shard{draw(static_cast<int64_t>(sizes.size()))};
   if (kind == 6) return StridedShard{draw(static_cast<int64_t>(sizes.size())), 1 + draw(3)};
   const auto dim = draw(static_cast<int64_t>(sizes.size()));
-  std::vector<int64_t> extents(static_cast<size_t>(ranks), 0);
-  int64_t rest = 1;
-  for (int64_t d = 0; d <= dim; ++d) rest *= sizes[d];
+  if (internal::ragged_mesh_dim(outer)) return Replicate{}; // there is at most one
+  std::vector<int64_t> extents(static_cast<size_t>(mesh.size(static_cast<int64_t>(outer.size()))), 0);
+  auto rest = internal::largest_positions(sizes, mesh.shape(), outer, dim);
   for (auto& extent : extents) {
     extent = draw(rest + 1);
     rest -= extent;
   }
   extents.back() += rest;
   return RaggedShard{dim, extents};
+}
+
+Placements random_placements(const std::vector<int64_t>& sizes, const DeviceMesh& mesh, std::mt19937& random) {
+  Placements placements;
+  while (static_cast<int64_t>(placements.size()) < mesh.ndim())
+    placements.push_back(random_placement(sizes, mesh, placements, random));
+  return placements;
 }
 
 TEST(Redistribute, RandomPairsOnMeshesOfUpToThreeDims) {
@@ -150,7 +159,7 @@ TEST(Redistribute, RandomPairsOnMeshesOfUpToThreeDims) {
     Case c{random() % meshes.size(), {}, {}, {}};
     for (auto d = random() % 4; d > 0; --d) c.sizes.push_back(static_cast<int64_t>(random() % 7));
     for (auto* placements : {&c.from, &c.to}) {
-      for (const auto ranks : meshes[c.mesh].shape()) placements->push_back(random_placement(c.sizes, ranks, random));
+      *placements = random_placements(c.sizes, meshes[c.mesh], random);
     }
     if (fits(meshes[c.mesh], c.from, c.sizes) && fits(meshes[c.mesh], c.to, c.sizes)) cases.push_back(std::move(c));
   }
@@ -371,8 +380,8 @@ TEST(Redistribute, BetweenMeshes) {
   while (cases.size() < 2000) {
     Case c{random() % meshes.size(), random() % meshes.size(), {}, {}, {}};
     for (auto d = random() % 4; d > 0; --d) c.sizes.push_back(static_cast<int64_t>(random() % 7));
-    for (const auto size : meshes[c.from_mesh].shape()) c.from.push_back(random_placement(c.sizes, size, random));
-    for (const auto size : meshes[c.to_mesh].shape()) c.to.push_back(random_placement(c.sizes, size, random));
+    c.from = random_placements(c.sizes, meshes[c.from_mesh], random);
+    c.to = random_placements(c.sizes, meshes[c.to_mesh], random);
     if (fits(meshes[c.from_mesh], c.from, c.sizes) && fits(meshes[c.to_mesh], c.to, c.sizes)) cases.push_back(std::move(c));
   }
   for (const auto& c : sweep(cases, 200)) {
