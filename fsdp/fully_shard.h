@@ -18,7 +18,7 @@ namespace tessera {
 /// parameters all belong to earlier calls gets no group, but its options apply in a `tessera::call` of it. `mesh` is 1-D
 /// (parameters sharded over it) or 2-D (replicated over its first dim, sharded over its second: HSDP). A parameter may be a
 /// DTensor already, Shard or Replicate over other dims of the mesh that `mesh` is a slice of (tensor parallelism): its parts are
-/// sharded, and forward reads it as it was. A group with one that is Shard is laid out per parameter, whatever the options say.
+/// sharded, and forward reads it as it was.
 /// Moves parameters and buffers to the mesh's device. Every rank of the mesh calls it, in the same order with the same modules
 /// and options. Errors name the module and the parameter. An error while the parameters
 /// are being sharded, for example without memory, leaves them unchanged. If some were already sharded, the model cannot be used:

@@ -8,6 +8,7 @@
 #include <variant>
 
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/layout/sharding_math.h>
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/reads/gradient_terms.h>
@@ -129,6 +130,21 @@ at::Tensor once(const at::Tensor& whole, const DeviceMesh& mesh) {
 
 bool is_packed(const Spec& parallel) {
   return std::any_of(parallel.placements().begin(), parallel.placements().end(), is_strided);
+}
+
+bool may_be_ragged(const Spec& parallel) { return first_part_is_largest(parallel.placements(), parallel.dim() - 1); }
+
+LargestPart largest_part(const Spec& parallel) {
+  const auto& shape = parallel.mesh().shape();
+  const std::vector<int64_t> first(shape.size(), 0);
+  LargestPart largest{local_box(parallel.sizes(), shape, first, parallel.placements()).sizes};
+  for (size_t dim = 0; dim < largest.sizes.size(); ++dim) {
+    int64_t parts = 1;
+    for (size_t m = 0; m < shape.size(); ++m)
+      parts *= shards_dim(parallel.placements()[m], static_cast<int64_t>(dim)) ? shape[m] : 1;
+    if (largest.sizes[dim] * parts != parallel.sizes()[dim]) largest.last_uneven = dim;
+  }
+  return largest;
 }
 
 at::Tensor as_parallel(const at::Tensor& leaf, const Spec& parallel) {

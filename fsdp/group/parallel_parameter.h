@@ -10,6 +10,7 @@
 
 #include <tessera/dtensor/spec.h>
 #include <tessera/fsdp/group/sharded_parameter.h>
+#include <tessera/fsdp/layout/group_layout.h>
 #include <tessera/fsdp/layout/mesh_roles.h>
 
 namespace tessera::internal {
@@ -24,7 +25,8 @@ SpecPtr spec_in_forward(const Spec& parallel, at::ScalarType dtype);
 /// The place of the foreign dims in the mesh of a parameter that is sharded further.
 enum class ForeignDims : uint8_t {
   kLast,  ///< as in FSDP2
-  kFirst, ///< parts of any part have a name so. All parameters of a model with styles have one mesh, also packed ones.
+  kFirst, ///< parts of any part have a name so, a RaggedShard too. All parameters of a model with styles have one mesh, also
+          ///< packed ones.
 };
 
 /// How a parameter lies whose parts, that `parallel` gave the ranks, are split by `along_shard`: on the mesh of the data-parallel
@@ -34,6 +36,12 @@ SpecPtr shard_further(const Spec& parallel, at::ScalarType dtype, const MeshRole
 
 /// Whether parts of its parts have a name with the foreign dims first alone.
 bool is_packed(const Spec& parallel);
+
+/// Whether a RaggedShard can split its parts.
+bool may_be_ragged(const Spec& parallel);
+
+/// The part of the ranks that have most of it.
+LargestPart largest_part(const Spec& parallel);
 
 /// What a read of the parameter in forward gets: a DTensor of the part that `leaf` holds. Differentiable.
 at::Tensor as_parallel(const at::Tensor& leaf, const Spec& parallel);

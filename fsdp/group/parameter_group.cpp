@@ -31,11 +31,12 @@ bool is_split_already(const FreeParameter& parameter) { return parameter.paralle
 GroupLayout layout_of(std::span<const FreeParameter> parameters, BufferLayout kind, int ranks) {
   std::vector<ParameterShape> shapes;
   std::vector<bool> extended;
-  // Ranges of rows of all parameters together are no placement of those that another dim has split.
-  if (std::any_of(parameters.begin(), parameters.end(), is_split_already)) kind = BufferLayout::kPerParameter;
+  const auto is_ragged = [](const auto& each) { return !each.parallel || may_be_ragged(*each.parallel); };
+  if (!std::all_of(parameters.begin(), parameters.end(), is_ragged)) kind = BufferLayout::kPerParameter;
   for (const auto& each : parameters) {
     const bool is_whole = each.placement && is_replicate(*each.placement); // as all of its group
     shapes.push_back({each.place.path, each.values().sizes().vec(), each.dtype, is_whole ? std::nullopt : each.placement});
+    if (is_split_already(each)) shapes.back().largest = largest_part(*each.parallel);
     extended.push_back(has_extension(each));
   }
   if (std::none_of(parameters.begin(), parameters.end(), has_extension)) return plan_layout(kind, shapes, ranks);
@@ -190,9 +191,14 @@ void ParameterGroup::release_parameter(size_t index) {
   own(tensor, nullptr);
 }
 
-ForeignDims order_of(const FreeParameter& free) {
-  return free.mark || is_packed(*free.parallel) ? ForeignDims::kFirst : ForeignDims::kLast;
+namespace {
+
+ForeignDims order_of(const FreeParameter& free, BufferLayout layout) {
+  const bool nests = layout == BufferLayout::kRagged || free.mark || is_packed(*free.parallel);
+  return nests ? ForeignDims::kFirst : ForeignDims::kLast;
 }
+
+} // namespace
 
 void ParameterGroup::add_parameter(const FreeParameter& free) {
   const auto& tensor = free.tensor;
@@ -200,14 +206,14 @@ void ParameterGroup::add_parameter(const FreeParameter& free) {
   const auto& layout = layout_.parameters[index];
   const auto sizes = tensor.sizes().vec(), strides = free.parallel ? std::vector<int64_t>() : own_strides(tensor);
   const auto dtype = free.values().scalar_type();
-  parameters_.push_back({.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-                         .spec = free.parallel
-                                     ? shard_further(*free.parallel, dtype, roles_, layout.placement, order_of(free))
-                                     : Spec::intern(roles_.mesh(), roles_.placements(layout.placement), sizes, dtype, strides),
-                         .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), index),
-                         .forward = {.dtype = free.dtype, .parallel = free.parallel, .mark = free.mark},
-                         .strides = {strides, !strides.empty() && can_have_strided_shards(sizes, strides, layout)},
-                         .origin = {free.place, MemoryRange::of(free.parallel ? free.value : tensor), free.placement}});
+  parameters_.push_back(
+      {.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+       .spec = free.parallel ? shard_further(*free.parallel, dtype, roles_, layout.placement, order_of(free, options_.layout))
+                             : Spec::intern(roles_.mesh(), roles_.placements(layout.placement), sizes, dtype, strides),
+       .gradient_name = c10::make_intrusive<ParameterName>("the gradient of ", weak_from_this(), index),
+       .forward = {.dtype = free.dtype, .parallel = free.parallel, .mark = free.mark},
+       .strides = {strides, !strides.empty() && can_have_strided_shards(sizes, strides, layout)},
+       .origin = {free.place, MemoryRange::of(free.parallel ? free.value : tensor), free.placement}});
   if (free.parallel) check_part(index);
 }
 

@@ -110,43 +110,67 @@ void check_size(const std::vector<ParameterShape>& parameters, int ranks) {
   }
 }
 
-/// The first dim between whose positions it is cut.
+/// The first dim between whose positions it is cut, as all parts of one tensor are.
 int64_t cut_dim(const ParameterShape& parameter, const Cut& cut) {
-  int64_t dim = 0;
+  auto dim = parameter.largest ? static_cast<int64_t>(parameter.largest->last_uneven) : 0;
   while (cut.size > 0 && !cut.falls_between(product(parameter.sizes, static_cast<size_t>(dim) + 1) * item_bytes(parameter)))
     ++dim;
   return dim;
 }
 
-/// The pieces of a parameter that starts at byte `offset`, and the placement they amount to.
-ParameterLayout cut_ragged(const ParameterShape& parameter, int64_t offset, int64_t shard_bytes, int ranks) {
-  ParameterLayout layout;
-  layout.unsharded_offset = offset;
-  const int64_t size = bytes(parameter), item = item_bytes(parameter);
-  RaggedShard placement{cut_dim(parameter, {offset, size, shard_bytes}), {}};
-  const int64_t unit_bytes = size > 0 ? product(parameter.sizes, static_cast<size_t>(placement.dim) + 1) * item : item;
-  const auto append = [&](int64_t rank, int64_t count) { // of ranks that own as much
+/// Calls `visit` (ranks, bytes [low, high) of the whole that the first of them owns) for neighbours that own as much, each after
+/// the one before, in the order of the ranks.
+template <typename Visit>
+void visit_owners(const Cut& cut, int ranks, const Visit& visit) {
+  const int64_t offset = cut.offset, size = cut.size, shard_bytes = cut.shard_bytes;
+  const auto visit_some = [&](int64_t rank, int64_t count) {
     if (count <= 0) return;
     const int64_t low = std::clamp(rank * shard_bytes, offset, offset + size);
-    const int64_t high = std::clamp((rank + 1) * shard_bytes, offset, offset + size);
-    const int64_t numel = (high - low) / item;
-    layout.pieces.append(count, {(low - offset) / item, numel, high > low ? low - rank * shard_bytes : 0}, numel);
-    placement.extents.append(count, (high - low) / unit_bytes);
+    visit(rank, count, low, std::clamp((rank + 1) * shard_bytes, offset, offset + size));
   };
   // Ranks before the parameter, the first that owns some, those inside, the last, those behind.
   const int64_t begin = std::min<int64_t>(offset / shard_bytes, ranks), last = std::max((offset + size - 1) / shard_bytes, begin);
   const int64_t end = std::min<int64_t>(last + 1, ranks);
-  append(0, begin);
-  append(begin, std::min<int64_t>(end - begin, 1));
-  append(begin + 1, end - begin - 2);
-  append(end - 1, end - begin > 1 ? 1 : 0);
-  append(end, ranks - end);
-  if (size == 0) {
-    placement.extents = RankValues{parameter.sizes[0]};
+  visit_some(0, begin);
+  visit_some(begin, std::min<int64_t>(end - begin, 1));
+  visit_some(begin + 1, end - begin - 2);
+  visit_some(end - 1, end - begin > 1 ? 1 : 0);
+  visit_some(end, ranks - end);
+}
+
+/// The placement that the cuts of a parameter amount to.
+RaggedShard ragged_placement(const ParameterShape& parameter, const Cut& cut, int ranks) {
+  RaggedShard placement{cut_dim(parameter, cut), {}};
+  const auto behind = static_cast<size_t>(placement.dim) + 1;
+  if (cut.size == 0) {
+    placement.extents = RankValues{
+        std::accumulate(parameter.sizes.begin(), parameter.sizes.begin() + placement.dim + 1, int64_t{1}, std::multiplies<>())};
     placement.extents.append(ranks - 1, 0);
+    return placement;
   }
-  layout.placement = std::move(placement);
-  return layout;
+  const int64_t unit_bytes = product(parameter.sizes, behind) * item_bytes(parameter);
+  visit_owners(cut, ranks, [&](int64_t, int64_t count, int64_t low, int64_t high) {
+    placement.extents.append(count, (high - low) / unit_bytes);
+  });
+  return placement;
+}
+
+/// The pieces of `size` bytes that start at byte `offset`.
+Pieces ragged_pieces(const Cut& cut, int64_t item, int ranks) {
+  Pieces pieces;
+  visit_owners(cut, ranks, [&](int64_t rank, int64_t count, int64_t low, int64_t high) {
+    const int64_t numel = (high - low) / item;
+    pieces.append(count, {(low - cut.offset) / item, numel, high > low ? low - rank * cut.shard_bytes : 0}, numel);
+  });
+  return pieces;
+}
+
+/// The parameters that a ragged layout has room for.
+std::vector<ParameterShape> largest_parts(std::vector<ParameterShape> parameters) {
+  for (auto& parameter : parameters) {
+    if (parameter.largest) parameter.sizes = parameter.largest->sizes;
+  }
+  return parameters;
 }
 
 } // namespace
@@ -186,7 +210,8 @@ std::vector<OwnedRange> Pieces::expanded() const {
   return pieces;
 }
 
-GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks) {
+GroupLayout plan_ragged(const std::vector<ParameterShape>& own, int ranks) {
+  const auto parameters = largest_parts(own);
   int64_t total = 0;
   for (const auto& parameter : parameters) {
     if (!is_scalar(parameter)) total = at::round_up(total, kParameterAlignment) + bytes(parameter);
@@ -210,8 +235,11 @@ GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks
   }
   layout.unsharded_bytes = layout.shard_bytes * ranks;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    layout.parameters.push_back(is_scalar(parameters[i]) ? ParameterLayout()
-                                                         : cut_ragged(parameters[i], offsets[i], layout.shard_bytes, ranks));
+    layout.parameters.emplace_back();
+    if (is_scalar(parameters[i])) continue;
+    const Cut cut{offsets[i], bytes(parameters[i]), layout.shard_bytes};
+    layout.parameters[i] = {ragged_placement(parameters[i], cut, ranks),
+                            ragged_pieces({cut.offset, bytes(own[i]), cut.shard_bytes}, item_bytes(own[i]), ranks), cut.offset};
   }
   append_scalars(parameters, ranks, layout);
   return layout;
@@ -385,7 +413,7 @@ PieceCount count_pieces(const GroupLayout& layout) {
 }
 
 GroupLayout plan_layout(BufferLayout kind, const std::vector<ParameterShape>& parameters, int ranks) {
-  check_size(parameters, ranks);
+  check_size(largest_parts(parameters), ranks);
   const bool is_placed =
       std::any_of(parameters.begin(), parameters.end(), [](const auto& each) { return each.placement.has_value(); });
   if (is_placed) return plan_placed(parameters, ranks);

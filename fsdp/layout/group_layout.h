@@ -15,12 +15,20 @@
 
 namespace tessera::internal {
 
+/// The largest of the parts that other dims of the mesh have made of a tensor.
+struct LargestPart {
+  std::vector<int64_t> sizes;
+  size_t last_uneven = 0; ///< a dim: the parts have the same sizes in those after it
+};
+
 /// What a layout needs to know of a parameter. The unsharded dtype is the one in which forward reads it.
 struct ParameterShape {
   std::string name;
   std::vector<int64_t> sizes;
   c10::ScalarType unsharded_dtype = c10::kFloat;
   std::optional<Placement> placement = {}; ///< along the shard dim, where the program chose it
+  /// Where it is a part of a tensor, other ranks may have larger ones. A ragged layout has the largest one's room and extents.
+  std::optional<LargestPart> largest = {};
 
   int64_t numel() const;
 };
@@ -100,7 +108,7 @@ inline constexpr int64_t kParameterAlignment = 16;
 
 /// Parameters whole, one after another (veScale's RaggedShard): rank r owns the r-th `shard_bytes` of the unsharded storage. The
 /// cuts fall between rows of dim 0 where less than about 1 % of padding allows it, and otherwise inside a row.
-GroupLayout plan_ragged(const std::vector<ParameterShape>& parameters, int ranks);
+GroupLayout plan_ragged(const std::vector<ParameterShape>& own, int ranks);
 
 /// Every parameter is split along dim 0 as torch.chunk splits it, rank parts padded to the first one's size (FSDP2).
 GroupLayout plan_per_parameter(const std::vector<ParameterShape>& parameters, int ranks);

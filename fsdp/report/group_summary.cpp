@@ -9,6 +9,7 @@
 #include <tessera/fsdp/buffers/bytes_of.h>
 #include <tessera/fsdp/gradients/gradient_layout.h>
 #include <tessera/fsdp/gradients/group_gradients.h>
+#include <tessera/fsdp/group/parallel_parameter.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/memory_prediction.h>
 
@@ -16,10 +17,15 @@ namespace tessera::internal {
 
 namespace {
 
-/// A group with a parameter that the program placed, or whose gather it extends, is laid out per parameter whatever it asked for.
+/// A group with a parameter that the program placed, whose gather it extends, or whose parts have no ranges with a name, is laid
+/// out per parameter whatever it asked for.
 bool is_ragged(const ParameterGroup& group) {
   const auto& parameters = group.parameters();
-  const auto is_placed = [](const ShardedParameter& each) { return each.origin.chosen && !is_replicate(*each.origin.chosen); };
+  const auto is_placed = [](const ShardedParameter& each) {
+    const auto& chosen = each.origin.chosen;
+    const auto& parallel = each.forward.parallel;
+    return (chosen && !is_replicate(*chosen)) || (parallel && !may_be_ragged(*parallel));
+  };
   return group.options().layout == BufferLayout::kRagged && group.gather().extended().is_empty() &&
          std::none_of(parameters.begin(), parameters.end(), is_placed);
 }

@@ -28,17 +28,19 @@ struct Trained {
 };
 
 TEST(ParallelCheckpoint, LoadsBitIdenticalOnEveryOtherMesh) {
-  for (const int64_t hidden : {10, 5}) {
+  using enum tessera::BufferLayout;
+  for (const auto& [hidden, layout] :
+       std::vector<std::pair<int64_t, BufferLayout>>{{10, kRagged}, {5, kRagged}, {7, kPerParameter}, {1, kRagged}}) {
     for (const auto& saved_shape : sweep(parallel_shapes(), 2)) {
       const ParallelMesh saved_mesh(saved_shape);
-      Trained saved(saved_mesh, BufferLayout::kRagged, hidden, 1);
+      Trained saved(saved_mesh, layout, hidden, 1);
       const SharedFolder folder;
       checkpoint::save(saved.state(), folder.path() / "c");
       const auto expected = state_dict(*saved.net, *saved.optimizer, {.full_state_dict = true});
       for (const auto& shape : sweep(parallel_shapes(), 3)) {
         const ParallelMesh mesh(shape);
         SCOPED_TRACE(c10::str("from ", saved_mesh.all.to_string(), " to ", mesh.all.to_string(), ", hidden ", hidden));
-        Trained loaded(mesh, BufferLayout::kPerParameter, hidden, 2);
+        Trained loaded(mesh, layout == kRagged ? kPerParameter : kRagged, hidden, 2);
         checkpoint::load(loaded.state(), folder.path() / "c");
         const auto got = state_dict(*loaded.net, *loaded.optimizer, {.full_state_dict = true});
         ASSERT_EQ(got.size(), expected.size());

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/fsdp/reshard_parameters.h>
+#include <tessera/fsdp/summary.h>
 #include <tessera/fsdp/unsharded.h>
 
 #include <tessera/tests/fsdp/parallel_mlp.h>
@@ -93,6 +95,7 @@ TEST(ParallelParameter, TrainsWithDimsThatDoNotDivide) {
     for (const int64_t hidden : {1, 5, 7}) {
       SCOPED_TRACE(c10::str(mesh.all.to_string(), ", hidden ", hidden));
       compare(mesh, {}, adamw, /*clips=*/true, hidden);
+      compare(mesh, {}, sgd, /*clips=*/true, hidden);
     }
   }
 }
@@ -130,6 +133,97 @@ TEST(ParallelParameter, LiesAsInFsdp2) {
   const auto rows = up.local();
   const auto part = before.narrow(0, world_rank() % 2 * 5, 5);
   EXPECT_TRUE(torch::equal(rows.cpu(), world_rank() < 2 ? part.narrow(0, 0, 3) : part.narrow(0, 3, 2)));
+}
+
+/// In the ragged layout a rank owns a range of what tp has left, whichever dim that split, and the group is gathered in place.
+TEST(ParallelParameter, LiesInARangeOfItsPart) {
+  for (const auto& shape : parallel_shapes()) {
+    const ParallelMesh mesh(shape);
+    for (const int64_t hidden : {10, 7, 1}) {
+      ParallelNet net(hidden, 7), twin(hidden, 7);
+      shard_parallel(net, mesh, {});
+      SCOPED_TRACE(c10::str(mesh.all.to_string(), ", hidden ", hidden));
+      for (const auto& group : summary(*net).groups) EXPECT_EQ(group.layout, "ragged");
+      const auto expected = twin->named_parameters();
+      for (const auto& item : net->named_parameters()) {
+        const DTensor parameter(item.value());
+        const auto& placements = parameter.placements();
+        SCOPED_TRACE(c10::str(item.key(), ' ', parameter.spec().to_string()));
+        EXPECT_EQ(parameter.mesh(), DeviceMesh::concatenate({mesh.tensor_parallel, mesh.data_parallel}));
+        EXPECT_EQ(std::holds_alternative<RaggedShard>(placements.back()), parameter.dim() > 0);
+        EXPECT_EQ(placements[0], DTensor(unsharded(item.value())).placements()[0]);
+        EXPECT_TRUE(torch::equal(whole_of(parameter), expected[item.key()].detach()));
+        // The parts of the data-parallel ranks, one after another, are the part of tp.
+        const auto part = DTensor(unsharded(item.value())).local().detach().flatten();
+        const auto local = parameter.local().flatten();
+        int64_t begin = 0;
+        if (parameter.dim() > 0) {
+          const auto& ragged = std::get<RaggedShard>(placements.back());
+          const auto unit = std::accumulate(parameter.local().sizes().begin() + 1, parameter.local().sizes().end(), int64_t{1},
+                                            std::multiplies<>());
+          begin = std::min(part.numel(), ragged.extents.sum_before(
+                                             static_cast<size_t>(mesh.data_parallel.local_rank(mesh.data_parallel.ndim() - 1))) *
+                                             unit);
+        }
+        EXPECT_TRUE(torch::equal(local, part.narrow(0, begin, local.numel())));
+      }
+    }
+  }
+}
+
+/// Parameters that most ranks have nothing of, split by tp along every dim, packed ones too.
+struct OddParametersImpl : torch::nn::Module {
+  OddParametersImpl() {
+    torch::manual_seed(3);
+    const std::vector<std::vector<int64_t>> shapes{{0, 3}, {3, 0}, {1}, {1, 1}, {5}, {5, 1, 3}, {2, 5, 3}, {7, 3}};
+    for (const auto& sizes : shapes) {
+      for (size_t dim = 0; dim <= sizes.size(); ++dim) {
+        const auto name = "p" + std::to_string(dim) + "_" + std::to_string(splits.size());
+        splits[name] = dim == sizes.size() ? Placement(StridedShard{0, 2}) : Shard{static_cast<int64_t>(dim)};
+        register_parameter(name, torch::randn(sizes));
+      }
+    }
+  }
+  torch::Tensor forward() {
+    auto sum = torch::zeros({}, parameters()[0].device());
+    for (const auto& parameter : parameters()) sum = sum + whole_of_graph(parameter.square().sum());
+    return sum;
+  }
+  static torch::Tensor whole_of_graph(const torch::Tensor& tensor) {
+    return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
+  }
+  std::map<std::string, Placement> splits;
+};
+TORCH_MODULE(OddParameters);
+
+TEST(ParallelParameter, MayBeEmptyOrSmallerThanItsRanks) {
+  for (const auto& shape : parallel_shapes()) {
+    const ParallelMesh mesh(shape);
+    SCOPED_TRACE(mesh.all.to_string());
+    OddParameters odd, twin;
+    distribute_module(*odd, mesh.tensor_parallel,
+                      [&](const std::string& name, const torch::Tensor&) { return Placements{odd->splits.at(name)}; });
+    fully_shard(*odd, mesh.data_parallel);
+    torch::optim::SGD optimizer(odd->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    torch::optim::SGD reference(twin->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    for (int64_t step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      reference.zero_grad();
+      const auto loss = odd->forward(), expected = twin->forward();
+      EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-4);
+      loss.backward();
+      expected.backward();
+      EXPECT_NEAR(clip_grad_norm_(*odd, 1.0).item<double>(), clip_grad_norm_(*twin, 1.0).item<double>(), 1e-4);
+      optimizer.step();
+      reference.step();
+    }
+    const auto expected = twin->named_parameters();
+    for (const auto& parameter : odd->named_parameters()) {
+      const auto whole = whole_of(parameter.value());
+      EXPECT_TRUE(torch::allclose(whole, expected[parameter.key()].detach(), 0, 1e-5))
+          << parameter.key() << ' ' << DTensor(parameter.value()).spec().to_string();
+    }
+  }
 }
 
 TEST(ParallelParameter, IsReadAsTheDTensorThatItWas) {

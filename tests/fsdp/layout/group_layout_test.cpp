@@ -1,3 +1,4 @@
+#include <tessera/dtensor/layout/sharding_math.h>
 #include <tessera/fsdp/layout/group_layout.h>
 
 #include <gtest/gtest.h>
@@ -60,6 +61,62 @@ void expect_valid(const GroupLayout& layout, const std::vector<ParameterShape>& 
     EXPECT_EQ(end, parameters[i].numel());
     EXPECT_EQ(one.unsharded_offset % kParameterAlignment, 0);
     EXPECT_LE(one.unsharded_offset + end * item(parameters[i]), layout.unsharded_bytes);
+  }
+}
+
+/// The shapes on the `part`-th of the ranks that split dim `split[i]` of parameter i, where it has that many dims.
+std::vector<ParameterShape> parts_of(std::vector<ParameterShape> parameters, const std::vector<size_t>& split, int64_t parts,
+                                     int64_t part) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    auto& sizes = parameters[i].sizes;
+    if (split[i] >= sizes.size()) continue;
+    LargestPart largest{sizes};
+    auto& size = sizes[split[i]];
+    largest.sizes[split[i]] = chunk_extent(size, parts, 0).size;
+    if (size % parts != 0) largest.last_uneven = split[i];
+    size = chunk_extent(size, parts, part).size;
+    parameters[i].largest = largest;
+  }
+  return parameters;
+}
+
+TEST(GroupLayout, PartsOfOneTensorAreCutAtTheSamePlaces) {
+  std::mt19937 random(9);
+  for (int trial = 0; trial < 300; ++trial) {
+    const auto parameters = random_parameters(random);
+    std::vector<size_t> split;
+    for (size_t i = 0; i < parameters.size(); ++i) split.push_back(random() % 4);
+    for (const int64_t parts : {2, 3, 4}) {
+      for (const int ranks : {1, 2, 3, 5}) {
+        SCOPED_TRACE("trial " + std::to_string(trial) + ", parts " + std::to_string(parts) + ", ranks " + std::to_string(ranks));
+        const auto first = plan_ragged(parts_of(parameters, split, parts, 0), ranks);
+        for (int64_t part = 0; part < parts; ++part) {
+          const auto shapes = parts_of(parameters, split, parts, part);
+          const auto layout = plan_ragged(shapes, ranks);
+          EXPECT_EQ(layout.shard_bytes, first.shard_bytes);
+          EXPECT_EQ(layout.unsharded_bytes, first.unsharded_bytes);
+          EXPECT_TRUE(layout.gathers_in_place);
+          for (size_t i = 0; i < shapes.size(); ++i) {
+            const auto &one = layout.parameters[i], &largest = first.parameters[i];
+            EXPECT_EQ(one.unsharded_offset, largest.unsharded_offset);
+            EXPECT_EQ(one.placement, largest.placement);
+            if (one.is_replicated()) continue;
+            const auto mine = cut_at(std::get<RaggedShard>(one.placement), shapes[i].sizes);
+            int64_t end = 0;
+            for (size_t rank = 0; rank < static_cast<size_t>(ranks); ++rank) {
+              const auto piece = one.pieces[rank];
+              EXPECT_EQ(piece.numel, mine.extents[rank] * unit_numel(shapes[i], one.placement));
+              if (piece.numel == 0) continue;
+              EXPECT_EQ(piece.begin, end);
+              EXPECT_EQ(static_cast<int64_t>(rank) * layout.shard_bytes + piece.shard_offset,
+                        one.unsharded_offset + piece.begin * item(shapes[i]));
+              end += piece.numel;
+            }
+            EXPECT_EQ(end, shapes[i].numel());
+          }
+        }
+      }
+    }
   }
 }
 
