@@ -8,10 +8,15 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/where.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include <limits>
+#include <memory>
+#include <optional>
+#include <string>
 
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/operators/scaled_mm.h>
@@ -20,7 +25,7 @@ namespace tessera {
 
 namespace {
 
-using torch::autograd::AutogradContext;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 /// The largest number of float8_e4m3fn is 0.875 · 2⁹, that of float8_e5m2 0.875 · 2¹⁶.
@@ -62,44 +67,74 @@ struct Codes {
   at::Tensor codes, scale;
 };
 
-/// `matrix` in `dtype`; with scales of rows, `along` is the dim that they have none for.
+/// `matrix` in `dtype`; with scales of rows, `along` is the dim that they have none for. A quotient by a power of two is exact in
+/// bf16, which has the exponents of the scale, and takes half the bytes there.
 Codes encode(const at::Tensor& matrix, at::ScalarType dtype, Float8Scaling scaling, int64_t along) {
   const auto scale = internal::float8_scale(internal::largest_in_float8(matrix, scaling, along), dtype);
-  return {(matrix / scale).to(dtype), scale};
+  const auto divisor = matrix.scalar_type() == at::kBFloat16 ? scale.to(at::kBFloat16) : scale;
+  return {(matrix / divisor).to(dtype), scale};
 }
 
 /// a [m, k] · b [k, n].
-at::Tensor product(const at::Tensor& a, at::ScalarType a_dtype, const at::Tensor& b, Float8Scaling scaling,
-                   at::ScalarType result) {
-  const auto left = encode(a, a_dtype, scaling, 1), right = encode(b, at::kFloat8_e4m3fn, scaling, 0);
+at::Tensor product(const Codes& a, const Codes& b, at::ScalarType result) {
   const auto dtype = result == at::kDouble ? at::kFloat : result;
-  const bool is_distributed = is_dtensor(left.codes) || is_dtensor(right.codes);
+  const bool is_distributed = is_dtensor(a.codes) || is_dtensor(b.codes);
   const auto value =
-      is_distributed ? at::_scaled_mm(left.codes, right.codes, left.scale, right.scale, {}, {}, dtype)
-                     : internal::scaled_mm(
-                           {.a = left.codes, .b = right.codes, .a_scale = left.scale, .b_scale = right.scale, .dtype = dtype});
+      is_distributed ? at::_scaled_mm(a.codes, b.codes, a.scale, b.scale, {}, {}, dtype)
+                     : internal::scaled_mm({.a = a.codes, .b = b.codes, .a_scale = a.scale, .b_scale = b.scale, .dtype = dtype});
   return value.to(result);
 }
 
-/// x [m, in] · wᵀ, and its gradients. Codes are made anew in backward: of a sharded weight nothing is kept.
-struct Float8Product : torch::autograd::Function<Float8Product> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight, int64_t scaling) {
-    context->save_for_backward({x, weight});
-    context->saved_data["scaling"] = scaling;
-    return product(x, at::kFloat8_e4m3fn, weight.t(), static_cast<Float8Scaling>(scaling), x.scalar_type());
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+/// The gradients of x [m, in] · wᵀ. Codes are made anew in backward: of a sharded weight nothing is kept.
+struct Float8Backward final : torch::autograd::Node {
+  variable_list apply(variable_list&& gradients) override {
     TORCH_CHECK(!at::GradMode::is_enabled(), "float8_linear: has no second derivative: call backward without create_graph");
-    const auto saved = context->get_saved_variables();
-    const auto &x = saved[0], &weight = saved[1], &gradient = gradients[0];
-    const auto scaling = static_cast<Float8Scaling>(context->saved_data["scaling"].toInt());
-    at::Tensor of_x, of_weight;
-    if (context->needs_input_grad(0)) of_x = product(gradient, at::kFloat8_e5m2, weight, scaling, x.scalar_type());
-    if (context->needs_input_grad(1)) of_weight = product(gradient.t(), at::kFloat8_e5m2, x, scaling, x.scalar_type());
-    return {of_x, of_weight, {}};
+    const auto &gradient = gradients[0], input = x.unpack(), matrix = weight.unpack();
+    variable_list of_inputs(2);
+    if (!gradient.defined()) return of_inputs;
+    std::optional<Codes> whole; // one scale of all numbers is that of both products
+    if (scaling == Float8Scaling::kTensor) whole = encode(gradient, at::kFloat8_e5m2, scaling, 1);
+    const auto e4m3 = at::kFloat8_e4m3fn, e5m2 = at::kFloat8_e5m2;
+    if (task_should_compute_output(0)) {
+      const auto codes = whole ? *whole : encode(gradient, e5m2, scaling, 1);
+      of_inputs[0] = product(codes, encode(matrix, e4m3, scaling, 0), input.scalar_type());
+    }
+    if (task_should_compute_output(1)) {
+      const auto codes = whole ? Codes{whole->codes.t(), whole->scale} : encode(gradient.t(), e5m2, scaling, 1);
+      whole.reset();
+      of_inputs[1] = product(codes, encode(input, e4m3, scaling, 0), input.scalar_type());
+    }
+    return of_inputs;
   }
+  void release_variables() override {
+    x.reset_data();
+    weight.reset_data();
+  }
+  std::string name() const override { return "Float8Backward"; }
+
+  SavedVariable x, weight;
+  Float8Scaling scaling = Float8Scaling::kTensor;
 };
+
+/// x [m, in] · wᵀ. What backward needs is saved first: a recomputation that lacks no more ends before the product.
+at::Tensor product_with_gradients(const at::Tensor& x, const at::Tensor& weight, Float8Scaling scaling) {
+  std::shared_ptr<Float8Backward> node;
+  if (torch::autograd::compute_requires_grad(x, weight)) {
+    node = std::make_shared<Float8Backward>();
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
+    node->scaling = scaling;
+    node->x = SavedVariable(x, /*is_output=*/false);
+    node->weight = SavedVariable(weight, /*is_output=*/false);
+  }
+  at::Tensor result;
+  {
+    const at::NoGradGuard no_grad;
+    result =
+        product(encode(x, at::kFloat8_e4m3fn, scaling, 1), encode(weight.t(), at::kFloat8_e4m3fn, scaling, 0), x.scalar_type());
+  }
+  if (node) torch::autograd::set_history(result, node);
+  return result;
+}
 
 void check_arguments(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   TORCH_CHECK_VALUE(weight.dim() == 2, "float8_linear: the weight has the shape ", weight.sizes(), ", not [out, in]");
@@ -118,7 +153,7 @@ at::Tensor in_float8(const at::Tensor& input, const at::Tensor& weight, const at
   check_arguments(input, weight, bias);
   auto sizes = input.sizes().vec();
   const auto rows = input.dim() == 2 ? input : input.reshape({-1, weight.size(1)});
-  auto result = Float8Product::apply(rows, weight, scaling);
+  auto result = product_with_gradients(rows, weight, static_cast<Float8Scaling>(scaling));
   sizes.back() = weight.size(0);
   if (input.dim() != 2) result = result.reshape(sizes);
   return bias.defined() ? result + bias : result;

@@ -1,12 +1,15 @@
 // Linears in fp8, against the same codes multiplied in double.
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <tessera/activations/recompute.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/nn/float8_linear.h>
 
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -109,6 +112,49 @@ TEST(Float8Linear, ANumberThatIsNotFiniteSpoilsWhatSharesItsScale) {
     float8_linear(torch::ones({3, 8}), weight).backward(gradient);
     EXPECT_TRUE(weight.grad().isnan().all().item<bool>());
   }
+}
+
+/// How often operators of a name run on this thread while it lives.
+class Calls {
+ public:
+  explicit Calls(const char* name) {
+    counted = name;
+    calls = 0;
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction& call) {
+      if (counted == call.name()) ++calls;
+      return std::unique_ptr<at::ObserverContext>();
+    }));
+  }
+  ~Calls() { at::removeCallback(handle_); }
+  Calls(const Calls&) = delete;
+  Calls& operator=(const Calls&) = delete;
+  int64_t count() const { return calls; }
+
+ private:
+  static thread_local std::string counted;
+  static thread_local int64_t calls;
+  at::CallbackHandle handle_;
+};
+thread_local std::string Calls::counted;
+thread_local int64_t Calls::calls = 0;
+
+TEST(Float8Linear, EncodesAGradientOnceWhereItHasOneScale) {
+  for (const auto scaling : kScalings) {
+    const auto x = torch::ones({3, 8}, torch::kBFloat16).requires_grad_(), weight = leaf(torch::ones({4, 8}, torch::kBFloat16));
+    const auto y = float8_linear(x, weight, {}, scaling).sum();
+    const Calls largest("aten::linalg_vector_norm");
+    y.backward();
+    EXPECT_EQ(largest.count(), scaling == Float8Scaling::kTensor ? 3 : 4);
+  }
+}
+
+TEST(Float8Linear, IsNotMultipliedAgainAtTheEndOfARecomputation) {
+  const auto x = torch::ones({3, 8}).requires_grad_(), weight = leaf(torch::ones({4, 8}));
+  const Calls products("aten::_scaled_mm");
+  const auto y = recompute([&](const Tensor& input) { return float8_linear(input * 2, weight); }, x);
+  y.sum().backward();
+  EXPECT_EQ(products.count(), 3) << "of the result and of two gradients";
+  EXPECT_TENSORS_EQUAL(x.grad(), torch::full({3, 8}, 8.f));
 }
 
 TEST(Float8Linear, HasShapesOnMeta) {
