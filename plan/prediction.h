@@ -43,7 +43,8 @@ struct Prediction {
   double communication = 0; ///< seconds of all collectives, those that run beside the compute too
   int64_t bytes_sent = 0;   ///< payload of the rank's collectives in a step
   int64_t collectives = 0;
-  double flops = 0; ///< of a rank's matrix products in a step, recomputation included
+  int64_t gathers = 0; ///< of them, all-gathers; of a pipeline, of the rank that has most
+  double flops = 0;    ///< of a rank's matrix products in a step, recomputation included
 
   int64_t global_rows() const { return settings.global_rows(); }
   double rows_per_second() const { return static_cast<double>(global_rows()) / seconds; }

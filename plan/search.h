@@ -26,6 +26,7 @@ struct SearchOptions {
   std::vector<std::optional<Float8Scaling>> float8 = {std::nullopt};
   std::vector<OffloadPolicy::Memory> offload = {OffloadPolicy::Memory::kDevice};
   std::vector<PipelineScheduleKind> schedules = {PipelineScheduleKind::k1F1B};
+  std::vector<int64_t> resident_stages = {0}; ///< of pipelines
 
   int64_t runners_up = 5;
   int64_t max_steps = 100; ///< settings that are stepped, and a quarter more for limits; the search says so where it ends here

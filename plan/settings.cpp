@@ -69,6 +69,7 @@ std::string PlanSettings::to_string() const {
     const auto& names = pipeline_schedule_names();
     parts.emplace_back(std::find_if(names.begin(), names.end(), [&](const auto& each) { return each.kind == schedule; })->name);
   }
+  if (resident_stages > 0) parts.push_back(fmt::format("{} stage{} gathered", resident_stages, resident_stages == 1 ? "" : "s"));
   parts.push_back(optimizer);
   return fmt::format("{}", fmt::join(parts, ", "));
 }
@@ -81,6 +82,9 @@ void PlanSettings::check() const {
   TORCH_CHECK_VALUE(recompute || keeps == RecomputeKeeps::kNothing,
                     "plan settings: keeps says what a recomputation keeps, but recompute is false");
   TORCH_CHECK_VALUE(chunks >= 0, "plan settings: chunks is ", chunks, ", but must not be negative");
+  TORCH_CHECK_VALUE(resident_stages >= 0, "plan settings: resident_stages is ", resident_stages, ", but must not be negative");
+  TORCH_CHECK_VALUE(resident_stages == 0 || mesh.pp > 1, "plan settings: resident_stages is ", resident_stages,
+                    ", but there are no stages: pp is 1");
   const bool has_outer = row_of(strategy).outer.has_value();
   TORCH_CHECK_VALUE(has_outer == (mesh.replicate > 1 && strategy != Strategy::kNoShard), "plan settings: strategy ",
                     row_of(strategy).name, has_outer ? " needs" : " takes no", " replicas, but replicate is ", mesh.replicate);

@@ -65,6 +65,8 @@ struct PlanSettings {
   double max_grad_norm = 1.0;      ///< 0: no clipping
   PipelineScheduleKind schedule = PipelineScheduleKind::k1F1B;
   int64_t chunks = 0; ///< stages a rank of the pipeline; 0: 2 where the schedule needs them, otherwise 1
+  /// The most stages of a rank that are gathered at once, as `PipelineOptions` has it. 0: all of them.
+  int64_t resident_stages = 0;
 
   /// Rows of a step on all ranks.
   int64_t global_rows() const { return rows * accumulation * mesh.data_ranks(); }

@@ -84,6 +84,7 @@ struct ShardingConfig {
   Overlap overlap = Overlap::kNever;      ///< of tp, with `sequence_parallel`
   std::string pipeline_schedule = "1f1b"; ///< of pp, as `pipeline_schedule_kind` names it
   int64_t pipeline_chunks = 0;            ///< stages a rank; 0: 2 where the schedule has several, otherwise 1
+  int64_t resident_stages = 0;            ///< of pp: `PipelineOptions::resident_stages`
 };
 
 /// The settings of a training from a file: DeepSpeed's JSON as it is, with a block "tessera" for what DeepSpeed has no keys for.

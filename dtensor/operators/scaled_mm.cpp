@@ -9,6 +9,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <tessera/base/meta_device.h>
 #include <tessera/dtensor/rules/factors.h>
 #include <tessera/dtensor/rules/registry.h>
 
@@ -59,6 +60,11 @@ bool has_meta_kernel() {
   return op.hasKernelForDispatchKey(c10::DispatchKey::Meta);
 }
 
+/// Returns whose kernel multiplies: on the meta device that of the one that it stands for.
+c10::DeviceType kernel_device(const at::Tensor& tensor) {
+  return tensor.is_meta() ? device_behind_meta() : tensor.device().type();
+}
+
 void check(const ScaledProduct& product) {
   TORCH_CHECK_VALUE(!product.a.is_cpu() || !has_other_scales(product), "_scaled_mm: the scales of matrices ", product.a.sizes(),
                     " and ", product.b.sizes(), " have one element, or the shapes [", product.a.size(0), ", 1] and [1, ",
@@ -91,17 +97,17 @@ at::Tensor scaled_mm(const ScaledProduct& product) {
   check(product);
   if (product.a.is_meta() && !has_meta_kernel())
     return at::empty({product.a.size(0), product.b.size(1)}, product.a.options().dtype(product.dtype));
-  if (product.a.is_meta()) return run_kernel(product); // which a simulated rank counts
   if (has_other_scales(product)) return run_kernel(product);
   const bool scales_rows = !has_whole_scales(product);
-  const bool knows_rows = product.a.is_cuda() && product.dtype == at::kBFloat16;
+  const auto device = kernel_device(product.a);
+  const bool knows_rows = device == c10::kCUDA && product.dtype == at::kBFloat16;
   if (scales_rows && !knows_rows) return scale_afterwards(product);
   if (product.a.numel() == 0 || product.b.numel() == 0) {
     auto result = at::zeros({product.a.size(0), product.b.size(1)}, product.a.options().dtype(at::kFloat));
     if (product.bias.defined()) result.add_(product.bias);
     return result.to(product.dtype);
   }
-  if (product.a.is_cpu()) return run_kernel(product);
+  if (device == c10::kCPU) return run_kernel(product);
   if (!scales_rows) return aligned_scaled_mm(product);
   auto with_rows = product;
   with_rows.a_scale = product.a_scale.expand({product.a.size(0), 1});

@@ -123,7 +123,9 @@ std::vector<PlanSettings> settings_of(const PlanMesh& mesh, const SearchOptions&
   std::erase_if(all, [&](const auto& one) { return !one.recompute && one.keeps != options.keeps.front(); }); // all alike
   for (auto& one : all) one.keeps = one.recompute ? one.keeps : RecomputeKeeps::kNothing;
   vary(all, options.offload, &PlanSettings::offload);
-  if (mesh.pp > 1) vary(all, options.schedules, &PlanSettings::schedule);
+  if (mesh.pp == 1) return all;
+  vary(all, options.schedules, &PlanSettings::schedule);
+  vary(all, options.resident_stages, &PlanSettings::resident_stages);
   return all;
 }
 

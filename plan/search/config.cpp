@@ -75,7 +75,9 @@ std::string config_of(const Prediction& prediction) {
   if (settings.mesh.pp > 1) {
     const auto& names = pipeline_schedule_names();
     const auto is_it = [&](const auto& each) { return each.kind == settings.schedule; };
-    own["pipeline"] = {{"schedule", std::find_if(names.begin(), names.end(), is_it)->name}, {"chunks", settings.chunks}};
+    own["pipeline"] = {{"schedule", std::find_if(names.begin(), names.end(), is_it)->name},
+                       {"chunks", settings.chunks},
+                       {"resident_stages", settings.resident_stages}};
   }
   return ordered_json{{"train_batch_size", settings.global_rows()},
                       {"train_micro_batch_size_per_gpu", settings.rows},

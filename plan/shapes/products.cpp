@@ -1,5 +1,6 @@
 #include <tessera/plan/shapes/meta_library.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 
 namespace tessera::internal::shapes {
@@ -21,9 +22,19 @@ Tensor grouped(const Tensor& a, const Tensor& b, const MaybeTensor& ends, const 
 
 Tensor of_integers(const Tensor& a, const Tensor& b) { return empty_of(a, {a.size(0), b.size(1)}, at::kInt); }
 
+/// A copy in fp32, and then one that is scaled.
+Tensor widened(const Tensor& codes) { return codes.to(at::kFloat).mul(1.0); }
+
+/// A CPU without instructions for it multiplies copies in fp32.
 Tensor scaled(const Tensor& a, const Tensor& b, const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&,
               std::optional<at::ScalarType> dtype, bool) {
-  return empty_of(a, {a.size(0), b.size(1)}, dtype.value_or(a.scalar_type()));
+  const auto out = dtype.value_or(a.scalar_type());
+  if (device_behind_meta() != c10::DeviceType::CPU) return empty_of(a, {a.size(0), b.size(1)}, out);
+  const auto left = a.contiguous(), right = b.contiguous();
+  auto result = empty_of(a, {a.size(0), b.size(1)}, out);
+  const auto wide_left = widened(a), wide_right = widened(right);
+  result.copy_(wide_left.mm(wide_right).to(out));
+  return result;
 }
 
 } // namespace

@@ -22,6 +22,7 @@
 #include <tessera/optim/grad_norm.h>
 #include <tessera/optim/step.h>
 #include <tessera/parallel/parallelize.h>
+#include <tessera/parallel/pipeline/dependencies.h>
 #include <tessera/parallel/run/sharded_stage.h>
 #include <tessera/parallel/run/stage_run.h>
 #include <tessera/plan/meta_operators.h>
@@ -38,12 +39,10 @@ using pipeline::ShardedStage, pipeline::StageRun;
 
 constexpr int kPipelineStepsBefore = 2;
 
-int64_t chunks_of(const PlanSettings& settings) {
-  if (settings.chunks > 0) return settings.chunks;
-  const auto kind = settings.schedule;
-  const bool has_one =
-      kind == PipelineScheduleKind::kGPipe || kind == PipelineScheduleKind::k1F1B || kind == PipelineScheduleKind::kZeroBubbleH1;
-  return has_one ? 1 : 2;
+PipelineSchedule schedule_of(const PlanSettings& settings) {
+  auto schedule = pipeline_schedule(
+      settings.schedule, {.ranks = settings.mesh.pp, .micro_batches = settings.accumulation, .chunks = chunks_of(settings)});
+  return settings.resident_stages > 0 ? with_residency(std::move(schedule), settings.resident_stages) : schedule;
 }
 
 /// What each layer gives to the next, of the whole model in the dtype in which it computes.
@@ -123,6 +122,7 @@ class PipelineRank {
     count_backwards(actions);
     for (const auto& action : actions) {
       const double begin = simulated_clock().elapsed().total;
+      if (action.work == PipelineWork::kUnshard) gather_ahead(action);
       perform(action);
       const double took = (simulated_clock().elapsed().total - begin) / static_cast<double>(schedule_.micro_batches);
       auto& stage = seconds[action.stage];
@@ -166,6 +166,15 @@ class PipelineRank {
       case PipelineWork::kUnshard: return;
       case PipelineWork::kReshard: return sharded_of(action.stage).free();
     }
+  }
+
+  /// As the pipeline does: the first gathers of the stage start with this action of the schedule.
+  void gather_ahead(const PipelineAction& gather) const {
+    const auto& actions = schedule_.actions[static_cast<size_t>(stages_->rank())];
+    const auto* const end = actions.data() + actions.size();
+    const auto* const next = std::find_if(
+        &gather, end, [&](const auto& action) { return action.stage == gather.stage && pipeline::computes(action.work); });
+    if (next != end) sharded_of(gather.stage).gather_ahead(next->work);
   }
 
   void forward(const PipelineAction& action) {
@@ -250,6 +259,7 @@ RankStep step_of_rank(const PlannedModel& model, const Machine& machine, const P
   enter_phase(PlanPhase::kSetup);
   PipelineRank run(model, settings_on(machine, settings), schedule);
   const MetaMemory memory(phase_now);
+  const auto copies = dtype_copies_of(machine);
   run.make();
   RankStep result{.prediction = {.settings = settings, .model = model.name}};
   for (int i = 0; i < kPipelineStepsBefore; ++i) {
@@ -319,10 +329,17 @@ PipelineSimulation simulation_of(const PipelineSchedule& schedule, const std::ma
 
 } // namespace
 
+int64_t chunks_of(const PlanSettings& settings) {
+  if (settings.chunks > 0) return settings.chunks;
+  const auto kind = settings.schedule;
+  const bool has_one =
+      kind == PipelineScheduleKind::kGPipe || kind == PipelineScheduleKind::k1F1B || kind == PipelineScheduleKind::kZeroBubbleH1;
+  return has_one ? 1 : 2;
+}
+
 Prediction predict_pipeline(const PlannedModel& model, const Machine& machine, const PlanSettings& settings) {
   TORCH_CHECK_VALUE(model.pipeline_loss.sum, "plan: ", model.name, " has no loss for a pipeline, but pp is ", settings.mesh.pp);
-  const auto schedule = pipeline_schedule(
-      settings.schedule, {.ranks = settings.mesh.pp, .micro_batches = settings.accumulation, .chunks = chunks_of(settings)});
+  const auto schedule = schedule_of(settings);
   const auto steps = steps_of_ranks(model, machine, settings, schedule);
   const auto fullest = std::max_element(steps.begin(), steps.end(),
                                         [](const auto& a, const auto& b) { return a.prediction.peak() < b.prediction.peak(); });
@@ -332,6 +349,7 @@ Prediction predict_pipeline(const PlannedModel& model, const Machine& machine, c
   for (const auto& step : steps) {
     stages.insert(step.stages.begin(), step.stages.end());
     after = std::max(after, step.after);
+    prediction.gathers = std::max(prediction.gathers, step.prediction.gathers);
     prediction.compute = std::max(prediction.compute, step.prediction.compute);
     prediction.flops = std::max(prediction.flops, step.prediction.flops);
   }

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -101,17 +102,22 @@ void PlannedTraining::step() {
 SimulationOptions simulation_of(const Machine& machine, const PlanSettings& settings) {
   const bool is_cpu = machine.device == Machine::Device::kCpu;
   const double half = machine.bf16_flops > 0 ? machine.bf16_flops : machine.fp32_flops;
+  const double float8 = machine.float8_flops > 0 ? machine.float8_flops : is_cpu ? machine.fp32_flops : half;
   const double rate = settings.precision == PlanPrecision::kFp32 ? machine.fp32_flops : half;
   return {
       .flops_per_second = machine.efficiency * rate,
       .attention_flops_per_second = (machine.attention_efficiency > 0 ? machine.attention_efficiency : machine.efficiency) * rate,
-      .float8_flops_per_second = machine.efficiency * (machine.float8_flops > 0 ? machine.float8_flops : half),
+      .float8_flops_per_second = machine.efficiency * float8,
       .bytes_per_second = machine.memory_bandwidth,
       .launch_seconds = machine.launch_seconds,
       .dtensor_seconds = machine.dtensor_seconds,
       .host_bytes_per_second = machine.host_bandwidth > 0 ? machine.host_bandwidth : machine.memory_bandwidth,
       .overlaps = !is_cpu,
       .stands_for = is_cpu ? c10::kCPU : c10::kCUDA};
+}
+
+std::unique_ptr<DtypeCopies> dtype_copies_of(const Machine& machine) {
+  return machine.device == Machine::Device::kCpu ? std::make_unique<DtypeCopies>() : nullptr;
 }
 
 PlanSettings settings_on(const Machine& machine, PlanSettings settings) {
@@ -143,6 +149,7 @@ void take_times(Prediction& prediction) {
     prediction.bytes_sent += count.bytes;
     prediction.collectives += count.calls;
   }
+  prediction.gathers = process_context().count(CollectiveKind::kAllGather).calls;
 }
 
 void convert_planned(torch::nn::Module& module, const PlannedModel& model, const PlanSettings& settings) {
@@ -191,6 +198,7 @@ Prediction predict_flat(const PlannedModel& model, const Machine& machine, const
   const MetaOperatorsOf kernels(is_cpu ? c10::kCPU : c10::kCUDA);
   enter_phase(PlanPhase::kSetup);
   const MetaMemory memory(phase_now);
+  const auto copies = dtype_copies_of(machine);
   PlannedTraining training(model, settings_on(machine, settings), c10::kMeta);
   for (int i = 0; i < kStepsBefore; ++i) training.step();
   Prediction prediction{.settings = settings, .model = model.name, .parameters = whole_numel(training.module())};

@@ -12,6 +12,7 @@
 #include <tessera/base/meta_memory.h>
 #include <tessera/collectives/simulated_time.h>
 #include <tessera/plan/machine.h>
+#include <tessera/plan/meter/dtype_copies.h>
 #include <tessera/plan/planned_model.h>
 #include <tessera/plan/prediction.h>
 #include <tessera/plan/settings.h>
@@ -46,6 +47,8 @@ class PlannedTraining {
 
 /// How a simulated rank of the machine computes under the settings.
 SimulationOptions simulation_of(const Machine& machine, const PlanSettings& settings);
+/// Counts the copies that operators on several dtypes make, on a machine that makes them, for as long as it lives.
+std::unique_ptr<DtypeCopies> dtype_copies_of(const Machine& machine);
 /// The settings as they are there: a CPU's memory is its host's, so that an offload to the host changes nothing.
 PlanSettings settings_on(const Machine& machine, PlanSettings settings);
 /// Throws unless the settings are possible, and of the machine's ranks.
@@ -62,6 +65,8 @@ void take_memory(Prediction& prediction, const Machine& machine, const torch::nn
 /// What the clock and the counters of this simulated rank have of a step.
 void take_times(Prediction& prediction);
 
+/// Stages that a rank of the pipeline has.
+int64_t chunks_of(const PlanSettings& settings);
 /// A prediction without and with a pipeline.
 Prediction predict_flat(const PlannedModel& model, const Machine& machine, const PlanSettings& settings);
 Prediction predict_pipeline(const PlannedModel& model, const Machine& machine, const PlanSettings& settings);

@@ -44,6 +44,7 @@ ordered_json json_of(const PlanSettings& settings) {
           {"float8", !settings.float8                             ? "off"
                      : *settings.float8 == Float8Scaling::kTensor ? "tensor"
                                                                   : "rows"},
+          {"resident_stages", settings.resident_stages},
           {"optimizer", settings.optimizer}};
 }
 
@@ -72,9 +73,10 @@ std::string Prediction::to_string() const {
   if (host_bytes > 0) rows.push_back({"on the host or in files", std::to_string(host_bytes)});
   return fmt::format("{}: {}, {} parameters\n", model, settings.to_string(), parameters) + internal::text_table(rows, {"bytes"}) +
          fmt::format(
-             "\nstep: {:.4g} s, of which {:.4g} s compute and {:.4g} s wait; {:.4g} rows/s; {} collectives of {} bytes; "
+             "\nstep: {:.4g} s, of which {:.4g} s compute and {:.4g} s wait; {:.4g} rows/s; {} collectives of {} bytes, {} of "
+             "them all-gathers; "
              "{:.4g} floating-point operations\n",
-             seconds, compute, exposed, rows_per_second(), collectives, bytes_sent, flops);
+             seconds, compute, exposed, rows_per_second(), collectives, bytes_sent, gathers, flops);
 }
 
 std::string Prediction::to_json() const {
@@ -96,6 +98,7 @@ std::string Prediction::to_json() const {
                       {"communication", communication},
                       {"bytes_sent", bytes_sent},
                       {"collectives", collectives},
+                      {"gathers", gathers},
                       {"flops", flops},
                       {"global_rows", global_rows()},
                       {"rows_per_second", rows_per_second()}}

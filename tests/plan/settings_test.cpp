@@ -1,3 +1,4 @@
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <tessera/plan/settings.h>
@@ -32,6 +33,9 @@ TEST(PlanSettings, SayWhatCannotBe) {
   EXPECT_THROWS_WITH(check({.mesh = {.shard = 2}, .strategy = tessera::Strategy::kNoShard}), "shard is 2");
   EXPECT_THROWS_WITH(check({.optimizer = "AdamW8bits"}), "did you mean \"AdamW8bit\"?");
   EXPECT_THROWS_WITH(check({.chunks = -2}), "chunks is -2");
+  EXPECT_THROWS_WITH(check({.mesh = {.pp = 2}, .resident_stages = -1}), "resident_stages is -1, but must not be negative");
+  EXPECT_THROWS_WITH(check({.resident_stages = 2}), "resident_stages is 2, but there are no stages: pp is 1");
+  EXPECT_THAT((PlanSettings{.mesh = {.pp = 2}, .resident_stages = 2}.to_string()), ::testing::HasSubstr(", 2 stages gathered"));
   EXPECT_THROWS_WITH(check({.keeps = RecomputeKeeps::kSecondProducts}), "but recompute is false");
 }
 

@@ -87,7 +87,7 @@ TEST_F(PlanTool, PredictsSelectiveRecomputationAndFp8) {
     EXPECT_EQ(result.status, 0) << result.output;
     return read_json(path);
   };
-  const auto some = predicted("selective", "rows"), all = predicted("on", "off");
+  const auto some = predicted("selective", "rows"), all = predicted("on", "rows");
   EXPECT_EQ(some.at("settings").at("keeps"), "second products");
   EXPECT_EQ(some.at("settings").at("float8"), "rows");
   EXPECT_LT(some.at("flops").get<double>(), all.at("flops").get<double>());

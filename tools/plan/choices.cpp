@@ -30,6 +30,8 @@ ABSL_FLAG(std::string, float8, "off",
           "products of linear layers in fp8, a scale a tensor or a row: off, tensor, rows; several with commas");
 ABSL_FLAG(std::string, offload, "device", "device, host, files; several with commas");
 ABSL_FLAG(std::string, schedule, "1f1b", "schedules of a pipeline, as tessera-pipeline names them; several with commas");
+ABSL_FLAG(std::string, resident_stages, "0",
+          "of a pipeline: gathered stages of a rank at most; 0: all of them; several with commas");
 ABSL_FLAG(std::string, layout, "ragged", "ragged, per_parameter; several with commas");
 ABSL_FLAG(bool, sequence_parallel, false, "--predict: with tp, activations between layers are split over their time");
 ABSL_FLAG(std::string, context_scheme, "all_gather", "--predict: all_gather, ring, ulysses");
@@ -93,6 +95,12 @@ std::optional<tessera::Float8Scaling> float8_of(const std::string& text) {
       "float8", text, {{"off", std::nullopt}, {"tensor", Float8Scaling::kTensor}, {"rows", Float8Scaling::kRows}});
 }
 
+int64_t resident_stages_of(const std::string& text) {
+  int64_t stages = 0;
+  TORCH_CHECK_VALUE(absl::SimpleAtoi(text, &stages) && stages >= 0, "--resident_stages: \"", text, "\" is no number of stages");
+  return stages;
+}
+
 tessera::PlanMesh mesh_of_flag() {
   tessera::PlanMesh mesh;
   std::set<std::string> named;
@@ -146,6 +154,7 @@ tessera::SearchOptions options_of_flags() {
   options.offload = list_of(absl::GetFlag(FLAGS_offload), offload_of);
   options.schedules =
       list_of(absl::GetFlag(FLAGS_schedule), [](const std::string& text) { return tessera::pipeline_schedule_kind(text); });
+  options.resident_stages = list_of(absl::GetFlag(FLAGS_resident_stages), resident_stages_of);
   options.runners_up = absl::GetFlag(FLAGS_runners_up);
   options.max_steps = absl::GetFlag(FLAGS_max_steps);
   return options;
@@ -186,6 +195,7 @@ tessera::PlanSettings settings_of_flags(int64_t ranks) {
   settings.optimizer = only("optimizer", options.optimizers);
   settings.offload = only("offload", options.offload);
   settings.schedule = only("schedule", options.schedules);
+  settings.resident_stages = only("resident_stages", options.resident_stages);
   settings.rows = absl::GetFlag(FLAGS_rows);
   settings.accumulation = absl::GetFlag(FLAGS_accumulation);
   settings.recompute = options.recompute.front();

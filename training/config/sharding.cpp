@@ -214,6 +214,12 @@ InitialWeights initial_weights_of(const ConfigValues& values) {
   return name == "check" ? InitialWeights::kCheck : name == "broadcast" ? InitialWeights::kBroadcast : InitialWeights::kUnchecked;
 }
 
+int64_t resident_stages_of(const ConfigValues& values) {
+  const auto stages = values.integer("tessera.pipeline.resident_stages");
+  TORCH_CHECK_VALUE(stages >= 0, values.where("tessera.pipeline.resident_stages"), " is ", stages, ", but must not be negative");
+  return stages;
+}
+
 } // namespace
 
 ShardingConfig sharding_of(ConfigValues& values, int64_t ranks) {
@@ -233,6 +239,7 @@ ShardingConfig sharding_of(ConfigValues& values, int64_t ranks) {
   sharding.overlap = overlap_of(values.text("tessera.overlap"));
   sharding.pipeline_schedule = values.text("tessera.pipeline.schedule");
   sharding.pipeline_chunks = values.integer("tessera.pipeline.chunks");
+  sharding.resident_stages = resident_stages_of(values);
   return sharding;
 }
 

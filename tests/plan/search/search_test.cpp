@@ -115,6 +115,26 @@ TEST(Plan, IsAConfigOfTheTrainer) {
   }
 }
 
+TEST(Plan, ChoosesHowManyStagesAreGathered) {
+  SearchOptions options{.max_rows = 1, .meshes = {{.pp = 2, .shard = 2}, {.shard = 4}}};
+  options.strategies = {tessera::Strategy::kFullShard};
+  options.schedules = {PipelineScheduleKind::kInterleaved1F1B};
+  options.recompute = {false};
+  options.resident_stages = {0, 1};
+  std::vector<Prediction> all;
+  options.progress = [&](const Prediction& each) { all.push_back(each); };
+  EXPECT_EQ(plan(small(), hosts_of_four(1), options).considered, 3) << "without stages none are gathered";
+  std::map<int64_t, Prediction> pipelines;
+  for (const auto& each : all) {
+    if (each.settings.mesh.pp > 1) pipelines.emplace(each.settings.resident_stages, each);
+    const auto config = TrainConfig::parse(config_of(each), {.ranks = 4});
+    EXPECT_EQ(config.sharding.resident_stages, each.settings.resident_stages);
+  }
+  ASSERT_EQ(pipelines.size(), 2u);
+  EXPECT_GT(pipelines.at(1).gathers, pipelines.at(0).gathers);
+  EXPECT_LT(pipelines.at(1).memory.unsharded, pipelines.at(0).memory.unsharded);
+}
+
 TEST(Plan, ChoosesWhatIsKeptAndWhatIsInFp8) {
   SearchOptions options{.max_rows = 1, .meshes = {{.shard = 4}}, .strategies = {tessera::Strategy::kFullShard}};
   options.keeps = {RecomputeKeeps::kNothing, RecomputeKeeps::kSecondProducts};

@@ -120,6 +120,8 @@ TEST(Config, TakesValuesOfTheTypesThatDeepSpeedTakes) {
   EXPECT_THROWS_WITH(with(R"("steps_per_print": 1e30)"), "ds.json: steps_per_print is 1e+30");
   EXPECT_THROWS_WITH(with(R"("bf16": true)"), "ds.json: bf16 is true, but must be of the type block");
   EXPECT_THROWS_WITH(with(R"("gradient_clipping": [1])"), "must be of the type number");
+  EXPECT_THROWS_WITH(with(R"("tessera": {"pipeline": {"resident_stages": -1}})"),
+                     "ds.json: tessera.pipeline.resident_stages is -1, but must not be negative");
   EXPECT_THROWS_WITH(with(R"("gradient_clipping": -1)"), "ds.json: gradient_clipping is -1, but must not be negative");
   EXPECT_THROWS_WITH(with_zero(R"("stage": 2, "offload_optimizer": {"device": "cpi"})"),
                      "offload_optimizer.device is \"cpi\", but must be one of none, cpu, nvme; did you mean \"cpu\"?");

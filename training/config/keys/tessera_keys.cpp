@@ -45,6 +45,8 @@ constexpr ConfigKey kTesseraKeys[] = {
      {},
      "gpipe|1f1b|interleaved-1f1b|looped-bfs|zb-h1|interleaved-zb|zb-v|dualpipe-v"},
     {"tessera.pipeline.chunks", kInteger, "0", kUsed, "stages a rank; 0: 2 where the schedule has several, otherwise 1"},
+    {"tessera.pipeline.resident_stages", kInteger, "0", kUsed,
+     "`PipelineOptions::resident_stages`: gathered stages of a rank at most; 0: all of them"},
     {"tessera.precision",
      kText,
      "null",
