@@ -15,6 +15,8 @@ struct ModelOptions {
   int64_t sequence = 0;
   /// false: without the dropout that the config says.
   bool dropout = true;
+  /// false: RMS norms by plain operators in fp32, one after another, as models have them that were written before LibTorch's.
+  bool fused_norms = true;
   /// false: the names and shapes in the folder's safetensors are not compared with the model's.
   bool checks_weights = true;
 };

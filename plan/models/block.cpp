@@ -8,6 +8,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/rms_norm.h>
+#include <ATen/ops/rsqrt.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/zeros.h>
@@ -33,8 +34,14 @@ NormImpl::NormImpl(NormKind kind, int64_t width, double epsilon) : kind_(kind), 
 }
 
 at::Tensor NormImpl::forward(const at::Tensor& x) {
-  if (kind_ == NormKind::kRms) return at::rms_norm(x, {width_}, weight_, epsilon_);
-  return at::layer_norm(x, {width_}, weight_, bias_, epsilon_);
+  switch (kind_) {
+    case NormKind::kLayer: return at::layer_norm(x, {width_}, weight_, bias_, epsilon_);
+    case NormKind::kRms: return at::rms_norm(x, {width_}, weight_, epsilon_);
+    case NormKind::kPlainRms: break;
+  }
+  const auto wide = x.to(at::kFloat);
+  const auto normed = wide * at::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + epsilon_);
+  return normed.to(x.scalar_type()) * weight_;
 }
 
 at::Tensor activate(Activation activation, const at::Tensor& x) {

@@ -8,7 +8,11 @@
 
 namespace tessera::internal::models {
 
-enum class NormKind { kLayer, kRms };
+enum class NormKind {
+  kLayer,
+  kRms,
+  kPlainRms, ///< by operators one after another in fp32
+};
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu };
 /// What the last block's output goes through.
 enum class Head {

@@ -10,6 +10,7 @@
 
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/plan/model_folder.h>
+#include <tessera/plan/prediction.h>
 #include <tessera/tests/plan/models/configs.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/tests/support/temporary_folder.h>
@@ -285,6 +286,24 @@ TEST(Transformer, RecomputesAndRunsAsLayersWithTheSameNumbers) {
       for (size_t i = 0; i < gradients.size(); ++i) EXPECT_TRUE(torch::allclose(gradients[i], others[i], 1e-5, 1e-7));
     }
   }
+}
+
+TEST(Transformer, HasNormsOfPlainOperators) {
+  auto config = configs::small().at("llama");
+  const auto fused = read(config), plain = read(config, {.fused_norms = false});
+  std::vector<double> losses;
+  for (const auto& model : {fused, plain}) {
+    torch::manual_seed(1);
+    const auto module = model.build();
+    const PassSettings pass{.rows = 2};
+    losses.push_back(model.loss(*module, model.batch(pass, torch::kCPU), pass).item<double>());
+  }
+  EXPECT_NEAR(losses[0], losses[1], 1e-5 * losses[0]);
+  Machine machine{};
+  machine.memory = int64_t{1} << 34;
+  machine.fp32_flops = 1e12;
+  machine.memory_bandwidth = 1e11;
+  EXPECT_GT(predict(plain, machine, {}).compute, predict(fused, machine, {}).compute);
 }
 
 TEST(Transformer, CountsOperationsByItsFormula) {
