@@ -354,7 +354,9 @@ TEST_F(ScriptModules, ErrorsOfWhatCannotBeSharded) {
   auto evaluated = load(script);
   evaluated.eval();
   const auto frozen = torch::jit::freeze(evaluated);
-  EXPECT_THROWS_WITH((void)fully_shard(frozen, mesh), "has no parameter: its weights are constants of the graph of forward");
+  const auto constants = "has no parameter: its weights are constants of the graph of forward";
+  EXPECT_THROWS_WITH((void)fully_shard(frozen, mesh), constants);
+  EXPECT_THROWS_WITH((void)fully_shard(torch::jit::optimize_for_inference(evaluated), mesh), constants);
   auto model = fully_shard(script, mesh);
   EXPECT_THROWS_WITH((void)fully_shard(script, mesh), "is sharded already");
   std::ostringstream file;
