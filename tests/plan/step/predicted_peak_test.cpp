@@ -136,6 +136,14 @@ std::vector<Case> float8_cases() {
         all.push_back({model, settings});
         settings.recompute = true;
         all.push_back({model, settings});
+        if (settings.strategy != tessera::Strategy::kFullShard) continue;
+        if (settings.precision == PlanPrecision::kFp32) {
+          all.push_back({model, settings});
+          all.back().settings.offload = OffloadPolicy::Memory::kFiles;
+        }
+        if (!model.tensor_parallel) continue;
+        all.push_back({model, settings});
+        all.back().settings.mesh = {.shard = world_size() / 2, .tp = 2};
       }
     }
   }
