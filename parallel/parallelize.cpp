@@ -119,8 +119,9 @@ void become_parallel(const PlacedParameter& parameter, const DeviceMesh& mesh, b
   tensor.mutable_grad().reset();
   auto style = std::make_shared<Style>(parameter.style);
   style->name = dtensor_meta(tensor)->provenance.name;
-  style->is_beside_parts = is_beside_parts;
+  style->has_terms |= is_beside_parts;
   style->overlap = options.overlap;
+  if (style->groups.defined()) dispatch::PlannedMeshes::instance().add_groups(style->groups, mesh);
   style->put_on(tensor, /*casts=*/false);
 }
 

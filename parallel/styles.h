@@ -31,9 +31,13 @@ struct Colwise {
 };
 
 /// The output features are `heads` heads of keys, or of values, which groups of queries share. Where the ranks divide them this
-/// is Colwise. Where they do not, as with fewer heads than ranks, each rank has all parameters and computes all heads, and
-/// attention takes those of the rank's queries: scaled_dot_product_attention with `enable_gqa`, or with keys that were repeated
-/// for it. Gradients are summed over the ranks, and a checkpoint has one copy.
+/// is Colwise. Where they do not, as with fewer heads than ranks, each rank has all parameters, and the ranks form as many groups
+/// as the heads and the ranks have in common, their greatest common divisor: 4 ranks with 2 heads are 2 groups of 2. The ranks of
+/// a group compute its share of the heads, all of them the same, and attention takes those of the rank's queries:
+/// scaled_dot_product_attention with `enable_gqa`, or with keys that were repeated for it. Gradients are summed over the ranks,
+/// and a checkpoint has one copy. Between the layer and attention such keys are DTensors of a mesh of two dims, [groups, ranks of
+/// one]; other operators that read them beside activations of `mesh` get them whole. A layer of codes (float8_linear), and one
+/// with a PrepareOutput, is computed whole on each rank.
 struct KeyHeads {
   int64_t heads = 1;
   Placement input = Replicate{};

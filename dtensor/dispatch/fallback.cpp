@@ -14,6 +14,7 @@
 #include <tessera/dtensor/calls/list_positions.h>
 #include <tessera/dtensor/calls/planned_meshes.h>
 #include <tessera/dtensor/calls/visit_tensors.h>
+#include <tessera/dtensor/dispatch/meet_groups.h>
 #include <tessera/dtensor/dispatch/meet_plain.h>
 #include <tessera/dtensor/dispatch/split_loss.h>
 #include <tessera/dtensor/execute/execute.h>
@@ -254,6 +255,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
     if (info.decomposition) return decompose(op, info, *info.decomposition, stack);
     no_rule(info, arguments);
   }
+  if (C10_UNLIKELY(PlannedMeshes::instance().has_groups()) && bring_to_one_mesh(info, stack)) return run(op, keys, stack);
   CallSite site(info, arguments);
   CallKey key;
   constexpr uint64_t kPlanned = 7; // no address of an OpInfo ends so, and no other first word

@@ -18,6 +18,7 @@
 
 #include <tessera/activations/kept_results.h>
 #include <tessera/dtensor/calls/list_positions.h>
+#include <tessera/dtensor/calls/planned_meshes.h>
 #include <tessera/dtensor/calls/visit_tensors.h>
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/dtensor/tensor/view_replay.h>
@@ -79,7 +80,8 @@ const at::Tensor* leaf_behind(const at::Tensor& tensor) {
   return plain.key_set().has(kTouchKey) && !plain.key_set().has(kDTensorKey) ? &plain : nullptr;
 }
 
-/// Whether a call reads a parameter that is a DTensor in forward too, beside another DTensor on its mesh there.
+/// Whether a call reads a parameter that is a DTensor in forward too, beside another DTensor on its mesh there, or on groups of
+/// its ranks.
 bool is_beside_parallel(const ReadCall& call) {
   if (C10_LIKELY(!call.met(Met::kParallel)) || !call.met(Met::kDTensor)) return false;
   const DeviceMesh* mesh = nullptr;
@@ -89,7 +91,7 @@ bool is_beside_parallel(const ReadCall& call) {
   return dispatch::any_tensor(call.traits, call.arguments, [&](const at::Tensor& tensor, size_t) {
     const auto* meta = dtensor_meta(tensor);
     const bool is_there = meta && (!tensor.key_set().has(kTouchKey) || leaf_behind(tensor)); // `weight.t()` of a leaf
-    return is_there && meta->spec->mesh() == *mesh;
+    return is_there && (meta->spec->mesh() == *mesh || dispatch::PlannedMeshes::instance().line_of(meta->spec->mesh()) == *mesh);
   });
 }
 

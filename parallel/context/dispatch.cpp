@@ -70,11 +70,12 @@ struct Arguments {
   std::span<const c10::IValue> values;
 };
 
-/// Where key heads are fewer than the ranks of tensor parallelism, each rank takes those of its query heads.
+/// Where key heads do not divide among the ranks of tensor parallelism, each rank takes those of its query heads.
 void give_own_key_heads(Stack& stack) {
   const auto values = std::span(stack).last(kArguments);
   const auto &query = values[0].toTensor(), &key = values[1].toTensor(), &value = values[2].toTensor();
-  if (!values[7].toBool() || !parallel::has_whole_key_heads(query, key) || !parallel::has_whole_key_heads(query, value)) return;
+  const bool is_grouped = values[7].toBool();
+  if (!parallel::has_more_key_heads(query, key, is_grouped) || !parallel::has_more_key_heads(query, value, is_grouped)) return;
   if (!dispatch::is_planned(dtensor_meta(query)->spec->mesh())) return;
   values[1] = parallel::own_key_heads(query, key);
   values[2] = parallel::own_key_heads(query, values[2].toTensor());

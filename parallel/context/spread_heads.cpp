@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/calls/planned_meshes.h>
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/mesh/part_order.h>
 #include <tessera/parallel/tensor/key_heads.h>
@@ -33,13 +34,21 @@ int64_t ranks_of(const Spec& spec, int64_t dim) {
   return ranks;
 }
 
+/// `tensor`, whole on the mesh of a plan where it lies on groups of its ranks; as it is elsewhere.
+at::Tensor on_plan(const at::Tensor& tensor) {
+  const auto* meta = dtensor_meta(tensor);
+  const auto line = meta ? dispatch::PlannedMeshes::instance().line_of(meta->spec->mesh()) : std::nullopt;
+  return line ? parallel::on_line(tensor, *line, kContextCaller) : tensor;
+}
+
 } // namespace
 
-QueryKeyValue spread_alike(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const DeviceMesh& sequence) {
-  for (const auto* tensor : {&query, &key, &value}) check_mesh(*tensor, query, sequence);
-  const bool is_grouped = parallel::has_whole_key_heads(query, key) && parallel::has_whole_key_heads(query, value);
-  const auto k = is_grouped ? parallel::own_key_heads(query, key) : key;
-  const auto v = is_grouped ? parallel::own_key_heads(query, value) : value;
+QueryKeyValue spread_alike(const at::Tensor& given, const at::Tensor& key, const at::Tensor& value, const DeviceMesh& sequence) {
+  const auto query = on_plan(given);
+  const bool has_more = parallel::has_more_key_heads(query, key, true) && parallel::has_more_key_heads(query, value, true);
+  const auto k = has_more ? parallel::own_key_heads(query, key) : on_plan(key);
+  const auto v = has_more ? parallel::own_key_heads(query, value) : on_plan(value);
+  for (const auto* tensor : {&query, &k, &v}) check_mesh(*tensor, query, sequence);
   const auto& spec = DTensor(query).spec();
   auto placements = spec.placements();
   for (auto& placement : placements) {

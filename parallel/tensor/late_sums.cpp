@@ -106,7 +106,9 @@ struct PlaceLate final : torch::autograd::FunctionPreHook {
     const auto& given = *dtensor_meta(result[0])->spec;
     const bool is_sum = spec.is_replicated() && given.placements() == Placements{Partial{}} && given.mesh() == spec.mesh();
     if (!is_sum || !may_wait(owner)) {
-      result[0] = DTensor(result[0]).redistribute(spec.placements());
+      const DTensor gradient(result[0]);
+      result[0] = given.mesh() == spec.mesh() ? gradient.redistribute(spec.placements())
+                                              : gradient.redistribute(spec.mesh(), spec.placements());
     } else {
       sums_of_backward()->add(owner, result[0]);
       result[0] = make_dtensor(at::zeros(spec.sizes(), dtensor_meta(result[0])->local.options()), given.with({Replicate{}}));

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include <tessera/collectives/process_context.h>
+#include <tessera/parallel/tensor/key_heads.h>
 
 namespace tessera::internal::parallel {
 
@@ -162,7 +163,12 @@ struct Place {
     if (layer_of(planned) != Layer::kLinear) planned.refuse(", but it is no projection of output and input features");
     check_are_heads(planned, planned.of.module->named_parameters(/*recurse=*/false)["weight"].size(0), style.heads);
     if (style.heads % mesh.size() == 0) return (*this)(Colwise{.input = style.input, .heads = style.heads});
-    return (*this)(PrepareInput{.desired = Replicate{}, .input = style.input});
+    auto all = (*this)(PrepareInput{.desired = Replicate{}, .input = style.input});
+    for (auto& parameter : all) {
+      parameter.style.groups = in_groups(mesh, style.heads);
+      parameter.style.has_terms = true; // of the ranks' queries
+    }
+    return all;
   }
   std::vector<PlacedParameter> operator()(const Rowwise& style) const {
     const auto layer = layer_of(planned);

@@ -9,6 +9,7 @@
 #include <string>
 
 #include <tessera/dtensor/placement.h>
+#include <tessera/mesh/device_mesh.h>
 #include <tessera/parallel/overlap.h>
 #include <tessera/reads/gradient_terms.h>
 
@@ -23,11 +24,12 @@ struct Style final : ReadMark, GradientTerms, std::enable_shared_from_this<Style
   std::optional<Placement> output = {};      ///< where a result goes; none: stays as it is, a Partial becomes Replicate
   std::optional<Placement> looked_up = {};   ///< the same of what is looked up in a table
   OverlapOptions overlap = {};               ///< of products with it
-  bool is_beside_parts = false;              ///< the plan splits activations between the layers
+  DeviceMesh groups = {};                    ///< each computes its part of the output features; undefined: each rank all
+  bool has_terms = false;                    ///< gradients may be terms of a sum over the ranks
   c10::intrusive_ptr<const TensorName> name; ///< of the parameter, for errors
 
   void put_on(const at::Tensor& dtensor, bool casts) const override;
-  bool gives_terms() const override { return is_beside_parts; }
+  bool gives_terms() const override { return has_terms; }
 };
 
 /// The meta of a parameter that has a style, and of its views.

@@ -13,6 +13,7 @@
 #include <tessera/mesh/part_order.h>
 #include <tessera/parallel/tensor/entered.h>
 #include <tessera/parallel/tensor/gather_again.h>
+#include <tessera/parallel/tensor/key_heads.h>
 #include <tessera/parallel/tensor/late_sums.h>
 #include <tessera/parallel/tensor/overlapped.h>
 #include <tessera/parallel/tensor/style.h>
@@ -132,6 +133,28 @@ bool run_overlapped(ReadCall& call, const Reading& reading, const at::Tensor& in
   return true;
 }
 
+/// The dim of a weight of 2 dims that makes the features of the result.
+int64_t output_dim(Use use) { return use == Use::kProduct ? 1 : 0; }
+
+/// Whether each group of ranks computes its part of the features alone. Codes of a weight are made of the whole, and a program
+/// may read a part of a weight.
+bool computes_in_groups(const Reading& reading, const at::Tensor& weight, const at::Tensor& input) {
+  const auto& style = *styled_meta(weight)->style;
+  if (!style.groups.defined() || style.output || weight.dim() != 2 || !dtensor_meta(input)->spec->is_replicated()) return false;
+  const bool is_product = reading.use == Use::kLinear || reading.use == Use::kProduct;
+  return is_product && weight.size(output_dim(reading.use)) % style.groups.size(0) == 0;
+}
+
+/// Puts a layer, whose activation is whole, on the groups of its ranks, with this group's part of the output features.
+void read_layer_in_groups(ReadCall& call, const Reading& reading, const DeviceMesh& groups) {
+  const auto bring = [&](size_t argument, std::optional<int64_t> cut) {
+    call.arguments[argument] = read_in_groups(call.arguments[argument].toTensor(), groups, cut);
+  };
+  bring(reading.input, std::nullopt);
+  bring(reading.weight, output_dim(reading.use));
+  join_groups(call); // the bias
+}
+
 /// Runs a layer: its activation enters, and its result leaves at once, so that no Partial is seen outside.
 void run_layer(ReadCall& call, const Reading& reading) {
   const at::Tensor weight = call.arguments[reading.weight].toTensor();
@@ -139,6 +162,7 @@ void run_layer(ReadCall& call, const Reading& reading) {
   const auto& style = *meta.style;
   const auto label = label_of(call, meta);
   auto input = as_dtensor(call.arguments[reading.input].toTensor(), meta);
+  input = on_line(input, meta.spec->mesh(), label);
   check_alike(input, meta, label);
   auto wanted = style.input && reading.use != Use::kTable ? style.input : std::nullopt;
   if (!wanted) wanted = input_beside(meta.spec->placements()[0], reading.use, weight.dim(), input.dim());
@@ -147,6 +171,7 @@ void run_layer(ReadCall& call, const Reading& reading) {
   if (wanted && run_overlapped(call, reading, input, *wanted, label)) return;
   if (wanted) input = entered(input, *wanted, label);
   call.arguments[reading.input] = input;
+  if (computes_in_groups(reading, weight, input)) read_layer_in_groups(call, reading, style.groups);
   {
     const InsideLayer inside;
     std::optional<GatherAgain> again;
@@ -224,6 +249,7 @@ class StyleKind final : public ReadKind {
       if (reading.use != Use::kOther && styled_meta(call.arguments[reading.weight].toTensor())) return run_layer(call, reading);
       bring_activation(call, *meta, styled.dim());
     }
+    if (!InsideLayer::is_here()) join_groups(call);
     const bool may_view = call.traits.returns_alias && !call.traits.writes && call.arguments[0].isTensor() &&
                           styled_meta(call.arguments[0].toTensor()) == meta;
     call.proceed();
