@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <variant>
 
 #include <tessera/training/config/sections.h>
 
@@ -205,6 +206,18 @@ std::optional<ParallelPlan> plan_of(const ConfigValues& values) {
   return plan;
 }
 
+/// Layers overlap with collectives of parts of sequences.
+Overlap overlap_in(const ConfigValues& values, const ShardingConfig& sharding) {
+  const auto overlap = overlap_of(values.text("tessera.overlap"));
+  const auto is_sequence = [](const PlanLine& line) { return std::holds_alternative<Sequence>(line.style); };
+  const bool splits =
+      sharding.plan ? std::any_of(sharding.plan->begin(), sharding.plan->end(), is_sequence) : sharding.sequence_parallel;
+  TORCH_CHECK_VALUE(overlap == Overlap::kNever || splits, values.where("tessera.overlap"), " is ", to_string(overlap),
+                    ", which needs split sequences, but ",
+                    sharding.plan ? "no style of tessera.plan is sequence" : "tessera.sequence_parallel is false");
+  return overlap;
+}
+
 BufferLayout layout_of(const ConfigValues& values) {
   return values.text("tessera.layout") == "ragged" ? BufferLayout::kRagged : BufferLayout::kPerParameter;
 }
@@ -236,7 +249,7 @@ ShardingConfig sharding_of(ConfigValues& values, int64_t ranks) {
   sharding.recompute = values.has("activation_checkpointing") || values.boolean("tessera.recompute");
   sharding.plan = plan_of(values);
   sharding.sequence_parallel = values.boolean("tessera.sequence_parallel");
-  sharding.overlap = overlap_of(values.text("tessera.overlap"));
+  sharding.overlap = overlap_in(values, sharding);
   sharding.pipeline_schedule = values.text("tessera.pipeline.schedule");
   sharding.pipeline_chunks = values.integer("tessera.pipeline.chunks");
   sharding.resident_stages = resident_stages_of(values);

@@ -6,12 +6,15 @@
 #include <cmath>
 
 #include <tessera/dtensor/api.h>
+#include <tessera/dtensor/debug.h>
 #include <tessera/fsdp/explain.h>
 #include <tessera/optim/step.h>
+#include <tessera/parallel/overlap.h>
 #include <tessera/parallel/plan_for.h>
 #include <tessera/tests/fsdp/sharded_model.h>
 #include <tessera/tests/support/matchers.h>
 #include <tessera/training/train_config.h>
+#include <tessera/training/train_main.h>
 
 namespace tessera::testing::applied_test {
 namespace {
@@ -153,6 +156,51 @@ TEST(AppliedConfig, ThePlanIsTheFilesOrAGuess) {
   const auto own = parse(R"("tessera": {"plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}})");
   EXPECT_EQ(own.parallel_plan(*net).size(), 2);
   EXPECT_EQ(to_string(parse(R"("steps_per_print": 1)").parallel_plan(*net)), to_string(plan_for(*net, {.ranks = 1})));
+}
+
+struct StreamImpl : torch::nn::Module {
+  static constexpr int64_t kWidth = 512;
+  StreamImpl() {
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
+    up = register_module("up", torch::nn::Linear(kWidth, kWidth));
+    down = register_module("down", torch::nn::Linear(kWidth, kWidth));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return down(torch::gelu(up(norm(x)))); }
+  torch::nn::LayerNorm norm{nullptr};
+  torch::nn::Linear up{nullptr}, down{nullptr};
+};
+
+/// The sum over the ranks of a rank's results is cut in chunks where a layer overlaps.
+TEST(AppliedConfig, LayersOverlapAsTheKeySays) {
+  constexpr int64_t kChunks = 4;
+  const auto x = [] { // of which a rank's product is worth measuring
+    torch::manual_seed(6);
+    return torch::randn({2, 128, StreamImpl::kWidth});
+  }();
+  for (const std::string when : {"never", "always", "measured"}) {
+    SCOPED_TRACE(when);
+    const auto config = parse(c10::str(R"("zero_optimization": {"stage": 3}, "tessera": {"mesh": {"tp": )", world_size(),
+                                       R"(}, "sequence_parallel": true, "overlap": ")", when, "\"}"));
+    EXPECT_EQ(config.sharding.overlap, overlap_of(when));
+    torch::manual_seed(5);
+    StreamImpl twin;
+    torch::manual_seed(5);
+    StreamImpl model;
+    const TrainSetup setup(config, test_device_type(), {});
+    setup.shard(model, {});
+    const auto decided = overlap_decisions().size();
+    for (const bool is_first : {true, false}) { // a layer is measured in its first call
+      const CountCollectives counter;
+      const auto y = model.forward(x);
+      const auto scattered = counter.count(CollectiveKind::kReduceScatter).calls;
+      EXPECT_TENSORS_CLOSE((is_dtensor(y) ? DTensor(y).full_tensor() : y).detach(), twin.forward(x).detach(), 1e-4, 1e-5);
+      if (world_size() == 1 || (is_first && when == "measured")) continue;
+      const bool overlaps = when == "measured" ? overlap_decisions().back().overlaps : when == "always";
+      EXPECT_EQ(scattered, overlaps ? kChunks : 1) << counter.to_string();
+    }
+    const size_t layers = when == "measured" && world_size() > 1 ? 2 : 0;
+    EXPECT_EQ(overlap_decisions().size() - decided, layers) << "gathered before one, scattered behind the other";
+  }
 }
 
 } // namespace

@@ -474,6 +474,13 @@ TEST(Config, RefusesWrongValuesOfItsOwnBlock) {
   EXPECT_THROWS_WITH(tessera(R"("save": {"folder": "a", "keep": 1})"), "tessera.save.keep is 1");
   EXPECT_THROWS_WITH(tessera(R"("early_stop": {"patience": 1})"), "tessera.early_stop.metric is not given");
   EXPECT_THROWS_WITH(tessera(R"("plan": {"a": "colwize"})"), "tessera.plan.a is \"colwize\"");
+  EXPECT_THROWS_WITH(tessera(R"("overlap": "always")"),
+                     "tessera.overlap is always, which needs split sequences, but tessera.sequence_parallel is false");
+  EXPECT_THROWS_WITH(tessera(R"("overlap": "measured", "sequence_parallel": true, "plan": {"a": "colwise"})"),
+                     "tessera.overlap is measured, which needs split sequences, but no style of tessera.plan is sequence");
+  EXPECT_THROWS_WITH(tessera(R"("overlap": "sometimes", "sequence_parallel": true)"),
+                     "tessera.overlap is \"sometimes\", but must be one of never, always, measured");
+  EXPECT_EQ(tessera(R"("overlap": "always", "plan": {"a": "sequence"})").sharding.overlap, Overlap::kAlways);
   EXPECT_THROWS_WITH(tessera(R"("model": 3)"), "tessera.model is 3, but must be a block");
   EXPECT_THROWS_WITH(tessera(R"("reshard_after_forward": "yes")"), "must be true, false or a number of ranks");
 }
