@@ -8,6 +8,7 @@
 #include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/parallel/overlap/chunked_product.h>
+#include <tessera/parallel/overlap/overlap_choice.h>
 
 #include <tessera/tests/fsdp/parallel_mlp.h>
 #include <tessera/tests/parallel/parallel_gpt.h>
@@ -16,6 +17,7 @@
 
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace tessera::testing::overlap_test {
@@ -423,6 +425,42 @@ TEST(Overlap, IsMeasuredOnceASize) {
         decisions.back().layer,
         ::testing::HasSubstr("beside the parameter token_embedding.weight: Float [3, 10, 48] (Shard(1)) x Float [48, 256] "
                              "(Shard(1)), gathered in 2 chunks on DeviceMesh("));
+}
+
+/// Work on this rank: a few products, or many.
+void work(int64_t products) {
+  const torch::NoGradGuard no_grad;
+  const auto x = torch::ones({128, 128});
+  for (int64_t i = 0; i < products; ++i) torch::mm(x, x);
+}
+
+/// The ranks may disagree about what is faster. The slowest of them decides, for all, and once.
+TEST(Overlap, OfAllRanksIsDecidedAlike) {
+  constexpr int64_t kFew = 1, kSome = 20, kMany = 400;
+  const auto mesh = tensor_mesh();
+  const bool is_first = mesh.local_rank() == 0;
+  for (const bool first_is_slow_apart : {true, false}) {
+    const auto size = c10::str("a size of the first rank's ", first_is_slow_apart);
+    int64_t calls = 0;
+    const auto way = [&](bool is_slow) { // on the first rank; on others it is slower than the other way, but less so
+      return [&calls, is_first, is_slow] {
+        ++calls;
+        work(is_first ? (is_slow ? kMany : kFew) : (is_slow ? kFew : kSome));
+      };
+    };
+    const internal::parallel::TwoWays ways{way(first_is_slow_apart), way(!first_is_slow_apart)};
+    const bool overlaps = internal::parallel::overlap_is_faster(size, "a layer", mesh, ways);
+    EXPECT_EQ(overlaps, first_is_slow_apart) << overlap_decisions().back().to_string();
+    const auto decided = overlap_decisions().size();
+    const auto measured = std::exchange(calls, 0);
+    EXPECT_EQ(internal::parallel::overlap_is_faster(size, "another layer", mesh, ways), overlaps);
+    EXPECT_GT(measured, 0);
+    EXPECT_EQ(calls, 0) << "tried again";
+    EXPECT_EQ(overlap_decisions().size(), decided);
+    auto of_first = torch::tensor({overlaps ? 1 : 0, static_cast<int>(decided)});
+    mesh.communicator()->broadcast(of_first, 0, "a decision").wait();
+    EXPECT_EQ(of_first[0].item<bool>(), overlaps);
+  }
 }
 
 TEST(Overlap, SmallProductsAreNotTried) {
