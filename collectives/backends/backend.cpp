@@ -105,8 +105,8 @@ std::map<at::DeviceType, Backend>& registered() {
 }
 
 CommunicatorPtr make_gloo(const GroupDescription& group) {
-  const gloo::ChannelOptions options{group.options.timeout, group.options.check_collectives, group.all_local(), group.ranks,
-                                     group.watch};
+  const gloo::ChannelOptions options{
+      group.options.timeout, group.options.check_collectives, group.all_local(), group.ranks, group.watch, group.departures()};
   auto channel = gloo::Channel::connect(group.store, group.rank, static_cast<int>(group.ranks.size()), options);
   return std::make_shared<gloo::GlooCommunicator>(group.name, group.ranks, group.rank, std::move(channel));
 }
@@ -170,7 +170,9 @@ CommunicatorPtr make_backend_communicator(const GroupDescription& group, at::Dev
   try {
     group.store->arrive(own, group.options.timeout);
     const auto end = c10::make_scope_exit([&] { group.store->leave(); });
-    return backend.make_communicator(group);
+    auto made = backend.make_communicator(group);
+    group.watch->withdraw_ended();
+    return made;
   } catch (const std::exception& error) {
     const auto text = c10::str("rank ", own, " cannot connect group ", group.name, " [", c10::Join(", ", group.ranks), "]");
     // Another error of c10 is no loss of a connection: all ranks find it, or this process alone.

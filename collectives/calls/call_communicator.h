@@ -24,6 +24,8 @@ class CallCommunicator : public Communicator {
 
   /// What they all do. May take what the call holds.
   virtual Work run(CollectiveCall&& call) = 0;
+  /// Does what `close` does, but does not say that this rank goes on: for destructors.
+  virtual void end() { close(); }
 
  protected:
   using Communicator::Communicator;

@@ -26,9 +26,12 @@ struct GroupDescription {
   std::vector<int> hosts = {}; ///< of each rank, numbered in the order of their first ranks; empty: all are on one
   ProcessGroupOptions options;
   c10::intrusive_ptr<GroupStore> store; ///< this group's own keys
+  c10::intrusive_ptr<GroupStore> whole; ///< those of the group that this one is a part of; null: of none
   std::shared_ptr<RankWatch> watch;
   std::shared_ptr<shared_memory::Arenas> arenas; ///< of this process, for all groups
 
+  /// The keys with which ranks say that they leave the group, with all of its parts.
+  c10::intrusive_ptr<c10d::Store> departures() const { return whole ? whole : store; }
   bool all_local() const { return std::set(hosts.begin(), hosts.end()).size() <= 1; }
 };
 

@@ -51,6 +51,7 @@ bool is_readable(int descriptor) {
 }
 
 std::string missed_by_key(int64_t rank) { return c10::str("missed_by/", rank); }
+std::string departed_key(int64_t rank) { return c10::str("departed/", rank); } // in a group's part of the store
 
 } // namespace
 
@@ -202,6 +203,28 @@ void RankWatch::say(const std::string& text) const {
   });
 }
 
+void RankWatch::announce(const MissingRank& missing) const {
+  says_ended_ = missing.reason == MissingRank::Reason::kEnded;
+  say(missing.encode());
+}
+
+void RankWatch::withdraw() const {
+  says_ended_ = false;
+  say("-"); // names nobody
+}
+
+void RankWatch::announce_departure(c10::intrusive_ptr<c10d::Store> departures) const {
+  ask_store([departures = std::move(departures), key = departed_key(rank_)] {
+    departures->set(key, "");
+    return "";
+  });
+}
+
+bool RankWatch::has_left(int64_t rank, const c10::intrusive_ptr<c10d::Store>& departures) const {
+  if (!departures || has_ended(rank)) return false;
+  return !ask_store([departures, key = departed_key(rank)] { return departures->check({key}) ? "yes" : ""; }).empty();
+}
+
 // Whom `missing` missed itself, and so on to the first. One that ended while it waited for another is the first.
 MissingRank RankWatch::follow(MissingRank missing) const {
   using Reason = MissingRank::Reason;
@@ -215,12 +238,15 @@ MissingRank RankWatch::follow(MissingRank missing) const {
 }
 
 // One whose process goes on may have closed its connections because it missed another rank, and be about to say so.
-std::optional<MissingRank> RankWatch::await_first_missing(int64_t found) const {
+std::optional<MissingRank> RankWatch::await_first_missing(int64_t found,
+                                                          const c10::intrusive_ptr<c10d::Store>& departures) const {
   const auto limit = std::chrono::steady_clock::now() + kRecordGrace;
   while (!store_is_gone_) {
     const bool has_said_all = has_ended(found) || std::chrono::steady_clock::now() >= limit;
     if (const auto first = read(kFirstMissingKey)) return first;
     const auto origin = follow({found});
+    for (const auto rank : {origin.rank, found}) // what `found` missed may have been in another group
+      if (!has_ended(origin.rank) && has_left(rank, departures)) return MissingRank{rank, MissingRank::Reason::kLeft};
     if (has_said_all || origin.rank != found) return record(origin);
     std::this_thread::sleep_for(kRecordInterval);
   }
@@ -232,9 +258,10 @@ int64_t RankWatch::likely_ended(const std::vector<int64_t>& ranks) const {
   return seen == ranks.end() ? ranks.front() : *seen;
 }
 
-std::string RankWatch::blame(const std::vector<int64_t>& ended, const std::vector<int64_t>& also_lost) const {
+std::string RankWatch::blame(const std::vector<int64_t>& ended, const std::vector<int64_t>& also_lost,
+                             const c10::intrusive_ptr<c10d::Store>& departures) const {
   announce_ended(ended);
-  const auto first = await_first_missing(likely_ended(ended));
+  const auto first = await_first_missing(likely_ended(ended), departures);
   if (!first) {
     std::set<int64_t> all(ended.begin(), ended.end()), seen;
     all.insert(also_lost.begin(), also_lost.end());
@@ -250,7 +277,9 @@ std::string RankWatch::blame(const std::vector<int64_t>& ended, const std::vecto
     return c10::str(list, ", which had waited for ", next == rank_ ? "this rank" : c10::str("rank ", next), " in vain",
                     is_news ? c10::str(" (first missing was rank ", first->rank, ")") : "");
   }
-  return c10::str(describe_ended({first->rank}), is_own ? "" : c10::str(" (", list, " followed)"));
+  const auto cause = first->reason == MissingRank::Reason::kLeft ? c10::str("rank ", first->rank, ", which has left the group")
+                                                                 : describe_ended({first->rank});
+  return c10::str(cause, is_own ? "" : c10::str(" (", list, " followed)"));
 }
 
 int64_t RankWatch::announce_first_silent(const std::vector<int64_t>& ranks, MissingRank::Reason reason) const {

@@ -21,7 +21,8 @@ struct MissingRank {
   enum class Reason : char {
     kEnded = 'e',    ///< its process has ended, or closed its connections
     kTimedOut = 't', ///< it did not come within the timeout
-    kAwaited = 'w'   ///< it has not come yet
+    kAwaited = 'w',  ///< it has not come yet
+    kLeft = 'l'      ///< it has left the group that waits, says so itself, and goes on: nothing is recorded
   };
   int64_t rank = -1;
   Reason reason = Reason::kEnded;
@@ -79,7 +80,7 @@ class RankWatch {
   /// Finds the same, but passes over those that have left because another did not come in time, and say so.
   std::optional<MissingRank> find_origin(std::vector<int64_t> ranks) const;
   /// Says whom this rank misses, and no more: before it closes connections.
-  void announce(const MissingRank& missing) const { say(missing.encode()); }
+  void announce(const MissingRank& missing) const;
   /// Says that this rank misses one of `ended`.
   void announce_ended(const std::vector<int64_t>& ended) const { announce({likely_ended(ended)}); }
   /// Says that this rank misses the first of some late ranks that has not said whom it misses itself; or the first. Returns it.
@@ -97,12 +98,20 @@ class RankWatch {
     return deadline - 3 * timeout / 4;
   }
   /// Takes it back: what was missed has come after all.
-  void withdraw() const { say("-"); } // names nobody
+  void withdraw() const;
+  /// Takes back that it misses a rank that ended: it has met ranks in a group since, and goes on.
+  void withdraw_ended() const {
+    if (says_ended_) withdraw();
+  }
+  /// Says in `departures`, a part of the store for a group, that this rank leaves the group and goes on: before it closes
+  /// connections.
+  void announce_departure(c10::intrusive_ptr<c10d::Store> departures) const;
   /// Of ranks that have ended and that this one waits for: records whom the one or those that it missed had missed first, where
   /// no other rank was recorded before, and returns the text for an error: "rank 1, which has exited or failed". Without the
   /// store nobody knows who was the first: then it names those of `ended` and `also_lost` whose processes are seen to have
-  /// ended, or else all of them.
-  std::string blame(const std::vector<int64_t>& ended, const std::vector<int64_t>& also_lost = {}) const;
+  /// ended, or else all of them. One that has said in `departures`, where that is given, that it leaves the group has not ended.
+  std::string blame(const std::vector<int64_t>& ended, const std::vector<int64_t>& also_lost = {},
+                    const c10::intrusive_ptr<c10d::Store>& departures = {}) const;
   /// Of ranks that did not come in time: records the one that says nothing within a moment, or whom they have missed themselves,
   /// where no other was missed before. Returns the rest of an error about them: " (rank 1 has waited for rank 3 in vain)", or
   /// nothing. In a circle of ranks that wait for each other, that is the next of it. Of several ranks something is said of each.
@@ -110,7 +119,8 @@ class RankWatch {
 
  private:
   int64_t likely_ended(const std::vector<int64_t>& ranks) const;
-  std::optional<MissingRank> await_first_missing(int64_t found) const;
+  std::optional<MissingRank> await_first_missing(int64_t found, const c10::intrusive_ptr<c10d::Store>& departures) const;
+  bool has_left(int64_t rank, const c10::intrusive_ptr<c10d::Store>& departures) const;
   MissingRank follow(MissingRank missing) const;
   int64_t announce_first_silent(const std::vector<int64_t>& ranks, MissingRank::Reason reason) const;
   bool is_lost(int64_t rank) const;
@@ -122,6 +132,7 @@ class RankWatch {
 
   const int64_t rank_;
   mutable std::atomic<bool> store_is_gone_{false};
+  mutable std::atomic<bool> says_ended_{false}; ///< whether the last that this rank said is that it misses one that ended
   c10::intrusive_ptr<c10d::Store> store_, job_store_;
   static constexpr int kUnseen = -1, kGone = -2;
   std::vector<pid_t> ids_; ///< of each rank, or 0

@@ -70,6 +70,7 @@ class RecordingCommunicator final : public CallCommunicator {
     inner_->give_up(cause);
   }
   void close() override { inner_->close(); }
+  void end() override { takes_calls_ ? takes_calls_->end() : inner_->close(); }
 
   c10::DataPtr allocate(int64_t bytes) override { return inner_->allocate(bytes); }
   void run_on_current_stream() override { inner_->run_on_current_stream(); }

@@ -343,7 +343,7 @@ std::vector<int64_t> Channel::ranks_of(const std::vector<int>& peers) const {
 }
 
 std::string Channel::blame(const std::vector<int>& peers) {
-  return options_.watch->blame(ranks_of(peers), ranks_of(lost_peers()));
+  return options_.watch->blame(ranks_of(peers), ranks_of(lost_peers()), options_.departures);
 }
 
 void Channel::check_not_forked(const std::string& call) const {
@@ -368,6 +368,13 @@ void Channel::close() {
   if (monitor_.joinable()) monitor_.join();
   for (auto& [order, background] : background_)
     if (background.thread.joinable()) background.thread.join();
+}
+
+void Channel::leave() {
+  if (is_forked_copy()) return;
+  if (options_.departures) options_.watch->announce_departure(options_.departures);
+  disconnect("this rank has left the group");
+  close();
 }
 
 } // namespace tessera::internal::gloo

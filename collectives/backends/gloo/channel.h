@@ -50,9 +50,10 @@ class InFlight {
 struct ChannelOptions {
   std::chrono::milliseconds timeout;
   bool check_signatures = true;
-  bool all_local = true;                      ///< every rank of the group is on this host: connect over the loopback address
-  std::vector<int64_t> ranks = {};            ///< of the group, in the job
-  std::shared_ptr<RankWatch> watch = nullptr; ///< of the job; needed
+  bool all_local = true;                           ///< every rank of the group is on this host: connect over the loopback address
+  std::vector<int64_t> ranks = {};                 ///< of the group, in the job
+  std::shared_ptr<RankWatch> watch = nullptr;      ///< of the job; needed
+  c10::intrusive_ptr<c10d::Store> departures = {}; ///< as `GroupDescription` has it
   std::function<void(const std::string&)> on_failure = nullptr; ///< called once, with the first failure's text
 };
 
@@ -145,6 +146,8 @@ class Channel : public Witness, public std::enable_shared_from_this<Channel> {
 
   /// Wakes everybody who waits, with an error, and ends the threads. The communicator's last act. In a forked copy nothing.
   void close();
+  /// Says that this rank goes on without the group, closes the connections, and does what `close` does.
+  void leave();
 
  private:
   Channel(const c10::intrusive_ptr<GroupStore>& store, int rank, int size, const ChannelOptions& options);

@@ -20,7 +20,8 @@ class GlooCommunicator final : public CheckedCommunicator {
   ~GlooCommunicator() override;
 
   void give_up(std::string_view cause) override;
-  void close() override { channel_->close(); }
+  void close() override { channel_->leave(); }
+  void end() override { channel_->close(); }
 
  private:
   Work start(CollectiveCall&& call) override;

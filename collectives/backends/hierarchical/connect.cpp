@@ -24,14 +24,16 @@ GroupDescription part_of(const GroupDescription& group, const std::vector<int>& 
   part.ranks.clear();
   part.hosts.clear();
   for (const int place : places) part.ranks.push_back(group.ranks[place]);
+  part.whole = group.store;
   part.store = c10::make_intrusive<GroupStore>(prefix, group.store, part.ranks, group.watch);
   return part;
 }
 
 std::shared_ptr<gloo::Channel> connect_channel(const GroupDescription& group,
                                                std::function<void(const std::string&)> on_failure = nullptr) {
-  const gloo::ChannelOptions options{group.options.timeout, group.options.check_collectives, false, group.ranks, group.watch,
-                                     std::move(on_failure)};
+  const gloo::ChannelOptions options{
+      group.options.timeout, group.options.check_collectives, false, group.ranks, group.watch, group.departures(),
+      std::move(on_failure)};
   return gloo::Channel::connect(group.store, group.rank, static_cast<int>(group.ranks.size()), options);
 }
 

@@ -25,7 +25,8 @@ class HierarchicalCommunicator final : public CheckedCommunicator {
   ~HierarchicalCommunicator() override;
 
   void give_up(std::string_view cause) override;
-  void close() override { links_->close(); }
+  void close() override { links_->leave(); }
+  void end() override { links_->close(); }
   c10::DataPtr allocate(int64_t bytes) override;
 
  private:

@@ -30,6 +30,12 @@ struct Links {
     column->close();
     inside->close();
   }
+  /// Does what `close` does, and says that this rank goes on.
+  void leave() const {
+    all->leave();
+    column->leave();
+    inside->leave();
+  }
 };
 
 } // namespace tessera::internal::hierarchical

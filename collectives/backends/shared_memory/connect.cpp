@@ -128,6 +128,7 @@ EngineOptions options_of(const GroupDescription& group) {
   options.rank = group.rank;
   options.timeout = group.options.timeout;
   options.watch = group.watch;
+  options.departures = group.departures();
   options.background_delay = kBackgroundDelay;
   options.spin = group.options.spin;
   options.shares_cores = group.watch->processes_here() > cores();

@@ -269,6 +269,12 @@ void Engine::background_loop() {
   }
 }
 
+void Engine::leave() {
+  if (is_forked_copy()) return;
+  if (options_.departures) options_.watch->announce_departure(options_.departures);
+  close();
+}
+
 void Engine::close() {
   if (is_forked_copy()) return;
   {

@@ -29,6 +29,7 @@ struct EngineOptions {
   std::shared_ptr<Arenas> memory; ///< where those lie: calls in flight may outlive the communicator
   std::chrono::milliseconds timeout;
   std::shared_ptr<RankWatch> watch;
+  c10::intrusive_ptr<c10d::Store> departures = {}; ///< as `GroupDescription` has it
   std::chrono::microseconds spin = {};             ///< before a waiting thread sleeps
   bool shares_cores = false;                       ///< ranks outnumber the cores: who spins lets the others run
   std::chrono::microseconds background_delay = {}; ///< before the background thread goes on with what nobody waits for yet
@@ -66,6 +67,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   /// Wakes everybody who waits, with an error, and ends the thread. The communicator's last act. In a forked copy nothing.
   void close();
+  /// Says that this rank goes on without the group, and does what `close` does.
+  void leave();
 
  private:
   using Clock = Operation::Clock;

@@ -68,7 +68,8 @@ std::string Engine::explain(const Operation& operation, const Absence& absence, 
     return c10::str(operation.text(), ": timed out after ", options_.timeout.count(), " ms, waiting for ", absence.awaited,
                     cause);
   }
-  const auto names = is_awaited ? options_.watch->blame(absence.ranks, ended_ranks()) : describe_ended(absence.ranks);
+  const auto names =
+      is_awaited ? options_.watch->blame(absence.ranks, ended_ranks(), options_.departures) : describe_ended(absence.ranks);
   return c10::str(operation.text(), ": lost the connection to ", names);
 }
 
@@ -87,7 +88,8 @@ void Engine::fail_front(Line& line, const Absence& absence) {
     std::lock_guard lock(mutex_);
     front = line.queue.front();
   }
-  const auto text = explain(*front, absence, is_awaited); // asks the store, which takes its time
+  if (!is_awaited && !absence.timed_out) options_.watch->announce_ended(absence.ranks); // before this rank leaves because of it
+  const auto text = explain(*front, absence, is_awaited);                               // asks the store, which takes its time
   fail_front(line, connection_error(text), text, is_awaited ? std::nullopt : std::optional(absence));
 }
 

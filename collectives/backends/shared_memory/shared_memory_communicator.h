@@ -20,7 +20,8 @@ class SharedMemoryCommunicator final : public CheckedCommunicator {
                            std::shared_ptr<Arena> arena);
   ~SharedMemoryCommunicator() override;
 
-  void close() override { engine_->close(); }
+  void close() override { engine_->leave(); }
+  void end() override { engine_->close(); }
   c10::DataPtr allocate(int64_t bytes) override;
 
  private:

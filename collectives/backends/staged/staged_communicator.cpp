@@ -60,7 +60,7 @@ class StagedCommunicator final : public CheckedCommunicator {
         device_(device),
         stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {}
   /// The threads come to their end, whatever they wait for.
-  ~StagedCommunicator() override { on_host_->close(); }
+  ~StagedCommunicator() override { end(); }
   StagedCommunicator(const StagedCommunicator&) = delete;
   StagedCommunicator& operator=(const StagedCommunicator&) = delete;
 
@@ -69,6 +69,10 @@ class StagedCommunicator final : public CheckedCommunicator {
   }
 
   void close() override { on_host_->close(); }
+  void end() final {
+    auto* const on_host = dynamic_cast<CallCommunicator*>(on_host_.get());
+    on_host ? on_host->end() : on_host_->close();
+  }
 
  private:
   using Promise = std::promise<std::shared_ptr<c10::Event>>;

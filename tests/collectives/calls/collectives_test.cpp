@@ -334,6 +334,45 @@ TEST(Collectives, PurposesAreIndependent) {
   EXPECT_TENSORS_EQUAL(b, a);
 }
 
+TEST(Collectives, ARankThatLeavesAGroupMayBeInAnother) {
+  const auto& context = process_context();
+  if (context.world_size() == 1) return;
+  for (int leaver = 0; leaver < 2; ++leaver) {
+    const auto group = world(c10::str("that rank ", leaver, " leaves"));
+    group->barrier("together");
+    if (context.rank() == leaver) {
+      group->close();
+      EXPECT_THROWS_WITH(group->barrier("alone"), "the process group was destroyed");
+    } else {
+      EXPECT_THROWS_WITH(group->all_reduce(torch::ones({4}), ReduceOp::kSum, "p").wait(),
+                         c10::str("rank ", leaver, ", which has left the group"));
+    }
+    const auto ones = torch::ones({4});
+    world(c10::str("after rank ", leaver))->all_reduce(ones, ReduceOp::kSum, "p").wait();
+    EXPECT_TRUE(torch::equal(ones, torch::full({4}, context.world_size(), torch::kFloat)));
+  }
+}
+
+/// Whom it missed in another group before is not taken for the cause.
+TEST(Collectives, ARankMayLeaveOneGroupAfterAnother) {
+  auto& context = process_context();
+  if (context.world_size() < 3) return;
+  const auto all = world("that rank 0 leaves first");
+  const auto pair =
+      context.rank() == 1 || context.rank() == 2 ? context.communicator({1, 2}, at::kCPU, "that rank 1 leaves") : nullptr;
+  const auto miss = [](const CommunicatorPtr& group, int leaver) {
+    EXPECT_THROWS_WITH(group->all_reduce(torch::ones({4}), ReduceOp::kSum, "p").wait(),
+                       c10::str("rank ", leaver, ", which has left the group"));
+  };
+  if (context.rank() == 0)
+    all->close();
+  else
+    miss(all, 0);
+  if (context.rank() == 1) pair->close();
+  if (context.rank() == 2) miss(pair, 1);
+  world("after both")->barrier("together");
+}
+
 TEST(Collectives, MessagesBetweenTwoRanksComeInOrder) {
   auto group = world();
   const int n = group->size(), me = group->rank();
