@@ -81,8 +81,8 @@ struct MeasuredPipelineStep {
 ///
 /// The gradients are those of one process that adds the losses of all micro-batches and of the whole data mesh, and divides by
 /// the count. Batch norms see each micro-batch, as under gradient accumulation. After an exception in a step the other ranks get
-/// an error, and the pipeline cannot be used any more; nor another one on these ranks, which is an error, unless they are threads
-/// (`run_ranks_as_threads`). What the step had gathered, reduced and counted is given up.
+/// an error, and the pipeline cannot be used any more. What the step had gathered, reduced and counted is given up. All ranks may
+/// then make a new one of the same stages: docs/pipeline.md, "After an exception".
 class Pipeline {
  public:
   /// Takes any number of micro-batches that the kind can take. Every rank of the pipeline makes it alike. An error where the

@@ -58,30 +58,35 @@ std::string to_text(const PipelineStepOptions& options) {
   return options.count ? c10::str(text, ", with the count ", *options.count) : text;
 }
 
-/// The schedule of a step that can be made here; `failure` says why not, of which the other ranks must hear.
-const PipelineSchedule* schedule_of(PipelineState& state, int64_t micro_batches, const PipelineStepOptions& options,
-                                    std::string& failure) {
+/// What a step needs, of which each part may be an error here alone.
+struct StepNeeds {
+  const PipelineSchedule* schedule = nullptr;
+  double terms = 0;    ///< of the loss here
+  std::string failure; ///< why there is no step, of which the other ranks must hear
+};
+
+StepNeeds needs_of(PipelineState& state, const std::vector<PipelineValue>& micro_batches, const PipelineStepOptions& options) {
+  StepNeeds needs;
   try {
-    const auto* const schedule = &state.schedule(micro_batches);
+    needs.schedule = &state.schedule(std::ssize(micro_batches));
     TORCH_CHECK_VALUE(!options.count || *options.count > 0, "PipelineStepOptions::count is ", options.count.value_or(0),
                       ", by which a loss cannot be divided");
     internal::check_not_stepped_in_backward(state.stages.module->parameters(),
                                             "a step of a pipeline adds the gradients of its micro-batches and of tied weights");
-    return schedule;
-  } catch (const c10::Error& error) {
-    failure = error.what_without_backtrace();
-    return nullptr;
+    if (!options.count) needs.terms = state.terms_of(micro_batches);
+  } catch (const std::exception& error) {
+    needs.failure = internal::error_text(error);
   }
+  return needs;
 }
 
 /// Measures the step where `measured` is given.
 at::Tensor train(PipelineState& state, const std::vector<PipelineValue>& micro_batches, const PipelineStepOptions& options,
                  PipelineSimulation* measured) {
-  std::string failure;
-  const auto* const schedule = schedule_of(state, std::ssize(micro_batches), options, failure);
+  const auto needs = needs_of(state, micro_batches, options);
   StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches), .options = options};
-  input.key = state.agree("a step", input.shapes, failure, to_text(options));
-  const double count = options.count ? *options.count : state.count_of(micro_batches);
+  input.key = state.agree("a step", input.shapes, needs.failure, to_text(options));
+  const double count = options.count ? *options.count : state.over_all(needs.terms);
   input.factor = static_cast<double>(state.data_ranks()) / count;
   state.ties.begin();
   StepTimes times;
@@ -89,11 +94,12 @@ at::Tensor train(PipelineState& state, const std::vector<PipelineValue>& micro_b
   StepRun run(state, input);
   at::Tensor loss;
   run_or_abandon(state, [&] {
-    run.train(*schedule);
+    run.train(*needs.schedule);
+    scale_nothing(state, options);
     loss = state.over_stages(run.loss());
   });
-  scale_nothing(state, options);
-  if (measured) *measured = times.gather(*schedule, *state.stages.mesh.communicator(0, "pipeline"), state.stages.mesh.device());
+  if (measured)
+    *measured = times.gather(*needs.schedule, *state.stages.mesh.communicator(0, "pipeline"), state.stages.mesh.device());
   if (options.is_last) {
     state.ties.sum();
     ++state.steps_done;
@@ -128,15 +134,22 @@ MeasuredPipelineStep Pipeline::measured_step(const std::vector<PipelineValue>& m
 at::Tensor Pipeline::evaluate(const std::vector<PipelineValue>& micro_batches) {
   state_->check_usable();
   const at::NoGradGuard no_grad;
+  std::string failure = micro_batches.empty() ? "an evaluation without micro-batches" : "";
+  double terms = 0;
+  try {
+    terms = state_->terms_of(micro_batches);
+  } catch (const std::exception& error) {
+    failure = internal::error_text(error);
+  }
   StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches)};
-  input.key = state_->agree("an evaluation", input.shapes, micro_batches.empty() ? "an evaluation without micro-batches" : "");
+  input.key = state_->agree("an evaluation", input.shapes, failure);
   StepRun run(*state_, input);
   at::Tensor loss;
   run_or_abandon(*state_, [&] {
     run.evaluate(/*wants_loss=*/true);
     loss = state_->over_stages(run.loss());
   });
-  return state_->over_data(loss, "loss of a pipeline").reshape({}) / state_->count_of(micro_batches);
+  return state_->over_data(loss, "loss of a pipeline").reshape({}) / state_->over_all(terms);
 }
 
 std::vector<PipelineValue> Pipeline::predict(const std::vector<PipelineValue>& micro_batches) {

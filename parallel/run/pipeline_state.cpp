@@ -9,7 +9,6 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/ranks/gather_texts.h>
-#include <tessera/collectives/start/thread_context.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/parallel/moe.h>
 #include <tessera/parallel/stages/value_tree.h>
@@ -39,17 +38,13 @@ std::string failure_key(const DeviceMesh& mesh, int64_t failures) {
   return c10::str("tessera/pipeline/", mesh.ranks(), "/failure ", failures);
 }
 
-/// How many pipelines on the ranks have failed. All of these ranks have heard of it, so that they find the same number. An error
-/// where they are processes: those that left a group are gone for each other.
+/// How many pipelines on the ranks have failed. All of these ranks have heard of it, so that they find the same number.
 int64_t failures_on(const DeviceMesh& mesh) {
   const auto& store = process_context().store();
   int64_t failures = 0;
   if (!store || mesh.size() == 1) return failures;
   while (store->check({failure_key(mesh, failures)})) ++failures;
-  if (failures == 0 || thread_context()) return failures;
-  TORCH_CHECK(false, "Pipeline: an earlier one on the ranks ", mesh.ranks(), " has ended on ",
-              store->get_to_str(failure_key(mesh, failures - 1)),
-              "\nIts ranks have left each other, and connect no more: start them again, from a checkpoint");
+  return failures;
 }
 
 /// What the rank of the mesh said that failed first, which this one is where nobody did. The connections tell nothing of causes.
@@ -65,10 +60,15 @@ std::string first_failure(const std::string& key, const DeviceMesh& mesh, const 
   }
 }
 
-/// A pipeline whose connections have ended is followed by one with others.
+/// A pipeline whose connections have ended is followed by one with others. An error where the mesh has none but those.
 CommunicatorPtr connection(const DeviceMesh& mesh, const char* direction, int64_t failures) {
   const auto purpose = c10::str("pipeline ", direction);
-  return mesh.communicator(0, failures == 0 ? purpose : c10::str(purpose, " after ", failures));
+  if (failures == 0) return mesh.communicator(0, purpose);
+  const auto made = mesh.communicator(0, c10::str(purpose, " after ", failures));
+  TORCH_CHECK(made != mesh.communicator(0, purpose), "Pipeline: an earlier one on the ranks ", mesh.ranks(), " has ended on ",
+              process_context().store()->get_to_str(failure_key(mesh, failures - 1)),
+              "\nIt has closed the mesh's communicator, which is the program's own: make a mesh over another one");
+  return made;
 }
 
 /// Gives up what a step has left in a model of `fully_shard`, and in layers of experts. Groups are freed: an exception in an
@@ -103,6 +103,18 @@ PipelineState::PipelineState(PipelineStages pipeline_stages, PipelineLoss pipeli
       backward(connection(stages.mesh, "backward", failures), stages.mesh, options.dynamic_shapes),
       ties(stages),
       kind_(schedule_kind) {
+  std::string what, failure; // of which the other ranks must hear
+  try {
+    what = take_schedule(std::move(own_schedule));
+  } catch (const c10::Error& error) {
+    what = failure = error.what_without_backtrace();
+  }
+  agree(what, {}, failure);
+  for (const auto& stage : stages.local) sharded.emplace_back(stages, stage, options.residency);
+}
+
+/// Returns what the ranks must have alike.
+std::string PipelineState::take_schedule(std::optional<PipelineSchedule> own_schedule) {
   TORCH_CHECK_VALUE(loss.sum, "Pipeline: PipelineLoss::sum is no function");
   TORCH_CHECK_VALUE(options.resident_stages >= 0, "Pipeline: resident_stages is ", options.resident_stages,
                     ", but must not be negative");
@@ -115,8 +127,7 @@ PipelineState::PipelineState(PipelineStages pipeline_stages, PipelineLoss pipeli
   }
   const auto& any = schedules_.begin()->second;
   check_fits(any, stages);
-  agree(c10::str("the schedule ", any.name, options.dynamic_shapes ? ", dynamic shapes" : "", " ", to_csv(any)), {}, "");
-  for (const auto& stage : stages.local) sharded.emplace_back(stages, stage, options.residency);
+  return c10::str("the schedule ", any.name, options.dynamic_shapes ? ", dynamic shapes" : "", " ", to_csv(any));
 }
 
 const PipelineSchedule& PipelineState::schedule(int64_t micro_batches) {
@@ -145,9 +156,13 @@ std::string PipelineState::agree(const std::string& what, const std::vector<std:
   return c10::str(what, " ", hash.item<int64_t>());
 }
 
-double PipelineState::count_of(const std::vector<PipelineValue>& micro_batches) const {
+double PipelineState::terms_of(const std::vector<PipelineValue>& micro_batches) const {
   double count = 0;
   for (const auto& each : micro_batches) count += loss.count ? loss.count(each) : 1;
+  return count;
+}
+
+double PipelineState::over_all(double count) const {
   const auto all =
       over_data(at::full({1}, count, at::TensorOptions(at::kDouble).device(stages.mesh.device())), "terms of a loss");
   count = all.item<double>();

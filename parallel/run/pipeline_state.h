@@ -25,8 +25,10 @@ class PipelineState {
   /// `options` are not. Throws on all of them where they differ, or `failure` says that this one cannot go on.
   std::string agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& failure,
                     const std::string& options = "") const;
-  /// The terms of the loss over the data mesh.
-  double count_of(const std::vector<PipelineValue>& micro_batches) const;
+  /// The terms of the loss here.
+  double terms_of(const std::vector<PipelineValue>& micro_batches) const;
+  /// The terms over the data mesh.
+  double over_all(double terms) const;
   /// Adds over the pipeline, whose ranks have then all come to this point.
   at::Tensor over_stages(const at::Tensor& loss);
   /// Adds over the data mesh.
@@ -48,6 +50,8 @@ class PipelineState {
   int64_t steps_done = 0;
 
  private:
+  std::string take_schedule(std::optional<PipelineSchedule> own_schedule);
+
   std::optional<PipelineScheduleKind> kind_;
   std::map<int64_t, PipelineSchedule> schedules_; ///< by micro-batches
   bool is_broken_ = false;

@@ -36,7 +36,7 @@ NetImpl::NetImpl(const NetOptions& net)
 }
 
 torch::Tensor NetImpl::run_block(BlockImpl& block, const torch::Tensor& x, const Batch& batch) const {
-  if (before_block) before_block(block);
+  if (before_block) before_block(block, x);
   const auto run = [&] { return recomputes ? tessera::recompute(block, x) : block.forward(x); };
   const auto padding = std::get<3>(batch);
   if (padding < 0) return run();

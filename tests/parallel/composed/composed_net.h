@@ -64,8 +64,8 @@ struct NetImpl : torch::nn::Module {
   NetOptions options;
   bool recomputes = false;
   ContextParallel scheme = ContextParallel::kAllGather;
-  std::map<int64_t, DeviceMesh> parts;                      ///< of split sequences, by how much padding they have
-  std::function<void(const BlockImpl& block)> before_block; ///< may throw
+  std::map<int64_t, DeviceMesh> parts; ///< of split sequences, by how much padding they have
+  std::function<void(const BlockImpl& block, const torch::Tensor& x)> before_block; ///< may throw
   torch::nn::Embedding tokens{nullptr}, places{nullptr};
   torch::nn::ModuleList blocks;
   torch::nn::LayerNorm norm{nullptr};

@@ -259,11 +259,11 @@ std::map<std::string, torch::Tensor> SplitTraining::weights() {
 }
 
 /// Gradients are dropped.
-std::string SplitTraining::error_of_step(const StepPlan& plan) {
+std::string SplitTraining::error_of(const std::function<void()>& step) {
   optimizer_->zero_grad();
   std::string error;
   try {
-    backward_all(plan);
+    step();
   } catch (const c10::Error& thrown) {
     error = thrown.what_without_backtrace();
   }
@@ -271,23 +271,46 @@ std::string SplitTraining::error_of_step(const StepPlan& plan) {
   return error;
 }
 
-std::string SplitTraining::fail(const StepPlan& plan, int64_t block) {
+/// Calls `throws` of the block's input in each forward.
+std::string SplitTraining::error_at(int64_t block, const std::function<void(const torch::Tensor& x)>& throws,
+                                    const std::function<void()>& step) {
   const auto* const chosen = net_->blocks[static_cast<size_t>(block)]->as<Block>();
-  net_->before_block = [chosen](const BlockImpl& each) { TORCH_CHECK(&each != chosen, "out of luck"); };
-  auto error = error_of_step(plan);
+  net_->before_block = [&](const BlockImpl& each, const torch::Tensor& x) {
+    if (&each == chosen) throws(x);
+  };
+  auto error = error_of(step);
   net_->before_block = nullptr;
   return error;
 }
 
-std::string SplitTraining::fail_in_backward(const StepPlan& plan) {
+std::string SplitTraining::fail(const StepPlan& plan, int64_t block, int64_t micro_batch) {
+  int64_t calls = 0;
+  const auto throws = [&](const torch::Tensor&) { TORCH_CHECK(calls++ < micro_batch, "out of luck"); };
+  return error_at(block, throws, [&] { backward_all(plan); });
+}
+
+std::string SplitTraining::fail_in_backward(const StepPlan& plan, int64_t block, int64_t micro_batch) {
+  int64_t calls = 0;
+  const auto hooks = [&](const torch::Tensor& x) {
+    if (x.requires_grad()) x.register_hook([&](const torch::Tensor&) { TORCH_CHECK(calls++ < micro_batch, "out of luck"); });
+  };
+  return error_at(block, hooks, [&] { backward_all(plan); });
+}
+
+std::string SplitTraining::fail_in_gradient(const StepPlan& plan, const std::string& name) {
   auto calls = plan.micro_batches;
   const auto parameters = module().named_parameters();
-  const auto* const places = parameters.find("places.weight");
-  if (!places) return error_of_step(plan);
-  const auto hook = places->register_hook([&](const torch::Tensor&) { TORCH_CHECK(--calls > 0, "out of luck"); });
-  auto error = error_of_step(plan);
-  places->remove_hook(hook);
+  const auto* const parameter = parameters.find(name);
+  if (!parameter) return error_of([&] { backward_all(plan); });
+  const auto hook = parameter->register_hook([&](const torch::Tensor&) { TORCH_CHECK(--calls > 0, "out of luck"); });
+  auto error = error_of([&] { backward_all(plan); });
+  parameter->remove_hook(hook);
   return error;
+}
+
+std::string SplitTraining::fail_in_evaluation(const StepPlan& plan, int64_t block) {
+  const auto throws = [](const torch::Tensor&) { TORCH_CHECK(false, "out of luck"); };
+  return error_at(block, throws, [&] { evaluate(plan.seed, plan.micro_batches); });
 }
 
 void SplitTraining::change_schedule(PipelineScheduleKind kind) {

@@ -108,10 +108,15 @@ class SplitTraining final : public Training {
   void freeze(const std::string& part, bool trains) override;
   std::map<std::string, torch::Tensor> weights() override;
 
-  /// A step in which the block `block` throws, or what the step throws there; "" where it does not. Gradients are dropped then.
-  std::string fail(const StepPlan& plan, int64_t block);
-  /// The same, where the gradient of the embedding's places throws.
-  std::string fail_in_backward(const StepPlan& plan);
+  /// A step in which the block `block` throws in its forward of micro-batch `micro_batch`. Returns what the step throws here;
+  /// "" where it does not. Gradients are dropped then.
+  std::string fail(const StepPlan& plan, int64_t block, int64_t micro_batch = 0);
+  /// The same, where its input's gradient throws.
+  std::string fail_in_backward(const StepPlan& plan, int64_t block, int64_t micro_batch = 0);
+  /// The same, where the last gradient of the parameter `name` throws, which a second half of a backward may have.
+  std::string fail_in_gradient(const StepPlan& plan, const std::string& name);
+  /// The same, of an evaluation.
+  std::string fail_in_evaluation(const StepPlan& plan, int64_t block);
   /// Another schedule on the same stages, which must lie as this one's; also after a failure.
   void change_schedule(PipelineScheduleKind kind);
   const PipelineStages& stages() const { return *stages_; }
@@ -129,7 +134,9 @@ class SplitTraining final : public Training {
   double sum_over_data(double number) const;
   double run_loop(const std::vector<Batch>& batches, double count, bool is_last);
   void backward_all(const StepPlan& plan);
-  std::string error_of_step(const StepPlan& plan);
+  std::string error_of(const std::function<void()>& step);
+  std::string error_at(int64_t block, const std::function<void(const torch::Tensor& x)>& throws,
+                       const std::function<void()>& step);
   StateDict state(bool saves);
 
   Manner manner_;

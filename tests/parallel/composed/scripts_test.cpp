@@ -4,11 +4,11 @@
 
 #include <tessera/parallel/pipeline_schedule.h>
 
+#include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/parallel/composed/chosen_range.h>
 #include <tessera/tests/parallel/composed/composed_training.h>
 #include <tessera/tests/support/draw.h>
 #include <tessera/tests/support/sweep.h>
-#include <tessera/tests/support/temporary_folder.h>
 #include <tessera/tests/support/world.h>
 
 #include <cstdlib>
@@ -85,12 +85,14 @@ class Script {
     return text;
   }
 
+  int64_t ranks() const { return ranks_; }
+
   void compare() const {
     if (traces()) std::cerr << text() << std::endl;
     const auto whole = make_whole(task_, first_);
     for (const auto& action : actions_) perform(action, *whole, {});
     const auto weights = whole->weights();
-    const TemporaryFolder folder;
+    const SharedFolder folder;
     run_as(ranks_, [&] {
       SplitTraining split(task_, first_);
       for (size_t i = 0; i < actions_.size(); ++i) {
@@ -179,6 +181,12 @@ class Script {
   std::vector<Action> actions_;
 };
 
+/// Those of as many ranks as there are processes; all, in a world of one, where ranks are threads.
+std::vector<uint64_t> that_run_here(std::vector<uint64_t> numbers) {
+  if (world_size() > 1) std::erase_if(numbers, [](uint64_t number) { return Script(number).ranks() != world_size(); });
+  return numbers;
+}
+
 /// TESSERA_SCRIPT alone, those of TESSERA_SCRIPTS, or a drawn part of all.
 std::vector<uint64_t> numbers() {
   if (const char* one = std::getenv("TESSERA_SCRIPT")) return {std::strtoull(one, nullptr, 10)};
@@ -189,12 +197,11 @@ std::vector<uint64_t> numbers() {
   }
   std::vector<uint64_t> all(300);
   std::iota(all.begin(), all.end(), uint64_t{1});
-  return sweep(all, 4);
+  return sweep(that_run_here(all), world_size() == 1 ? 4 : 2);
 }
 
 TEST(PipelineScripts, TrainAsOneProcess) {
-  if (world_size() > 1) return; // whose ranks are threads here
-  for (const auto number : numbers()) {
+  for (const auto number : that_run_here(numbers())) {
     const Script script(number);
     SCOPED_TRACE(c10::str("script ", number, ": ", script.text()));
     script.compare();
