@@ -42,18 +42,18 @@ struct Offer {
   int64_t process = 0;
   int64_t arena = -1, arena_bytes = 0; ///< its descriptor there
   int64_t segment = -1;                ///< of the first rank alone, with its shape
-  int64_t inline_bytes = 0, chunk_bytes = 0, pair_chunk_bytes = 0;
+  int64_t inline_bytes = 0, chunk_bytes = 0, pair_inline_bytes = 0, pair_chunk_bytes = 0;
   int64_t signature_bytes = static_cast<int64_t>(sizeof(Signature)); ///< differs between builds
 
   std::string encode() const {
     return c10::str(signature_bytes, " ", process, " ", arena, " ", arena_bytes, " ", segment, " ", inline_bytes, " ",
-                    chunk_bytes, " ", pair_chunk_bytes);
+                    chunk_bytes, " ", pair_inline_bytes, " ", pair_chunk_bytes);
   }
   static Offer decode(const std::string& text) {
     Offer offer;
     std::istringstream numbers(text);
     for (auto* number : {&offer.signature_bytes, &offer.process, &offer.arena, &offer.arena_bytes, &offer.segment,
-                         &offer.inline_bytes, &offer.chunk_bytes, &offer.pair_chunk_bytes})
+                         &offer.inline_bytes, &offer.chunk_bytes, &offer.pair_inline_bytes, &offer.pair_chunk_bytes})
       numbers >> *number;
     TORCH_CHECK(!numbers.fail() && offer.signature_bytes == static_cast<int64_t>(sizeof(Signature)),
                 "another build of the library offers ", text);
@@ -92,6 +92,7 @@ Offer make_offer(const GroupDescription& group, Attempt& attempt) {
   }
   offer.inline_bytes = shape.all.inline_bytes;
   offer.chunk_bytes = shape.all.chunk_bytes;
+  offer.pair_inline_bytes = shape.pair.inline_bytes;
   offer.pair_chunk_bytes = shape.pair.chunk_bytes;
   return offer;
 }
@@ -102,7 +103,8 @@ void open_segment(const GroupDescription& group, const Offer& first, Attempt& at
   TORCH_CHECK(group.watch->process_here(group.ranks[0]) == first.process, "process ", first.process, " is not that of rank ",
               group.ranks[0]);
   const int ranks = static_cast<int>(group.ranks.size());
-  attempt.shape = {ranks, {ranks, first.inline_bytes, first.chunk_bytes}, {2, first.inline_bytes, first.pair_chunk_bytes}};
+  attempt.shape = {
+      ranks, {ranks, first.inline_bytes, first.chunk_bytes}, {2, first.pair_inline_bytes, first.pair_chunk_bytes, 1}};
   attempt.segment = Segment::open(static_cast<pid_t>(first.process), static_cast<int>(first.segment), attempt.shape.bytes());
 }
 

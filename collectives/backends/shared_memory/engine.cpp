@@ -79,7 +79,8 @@ std::shared_ptr<Operation> Engine::start(LaneKey key, Request&& request) {
   auto& line = line_of(key);
   line.queue.push_back(operation);
   publish(line);
-  if (!operation->is_published() || !operation->is_short(line.lane)) note_duty(*operation, options_.background_delay);
+  operation->is_shown = operation->is_published() && operation->is_short(line.lane);
+  if (!operation->is_shown) note_duty(*operation, options_.background_delay);
   return operation;
 }
 
@@ -226,8 +227,21 @@ void Engine::sleep(const Operation* operation) {
 bool Engine::is_completed(Operation& operation) {
   if (operation.is_done() || is_forked_copy()) return operation.is_done();
   try_to_advance();
-  if (!operation.is_done()) complete_in_background(operation);
+  if (operation.is_done()) return true;
+  operation.is_shown ? look_for_polled(operation) : complete_in_background(operation);
   return operation.is_done();
+}
+
+/// The others need nothing more of this rank, so that no thread goes on with it before the next poll.
+void Engine::look_for_polled(const Operation& operation) {
+  {
+    const std::lock_guard lock(mutex_);
+    start_time_limit(operation);
+    const auto now = Clock::now();
+    if (now < next_polled_look_) return;
+    next_polled_look_ = now + kLookInterval;
+  }
+  look_for_absences();
 }
 
 void Engine::complete_in_background(Operation& operation) {

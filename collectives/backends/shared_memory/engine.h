@@ -93,6 +93,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool advance(Line& line);
   void finish_front(Line& line, const OperationPtr& operation);
   void sleep(const Operation* operation);
+  void look_for_polled(const Operation& operation);
   void look_for_absences();
   void look_for_absences(Line& line);
   void await(const Operation& operation);
@@ -125,7 +126,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::map<LaneKey, std::unique_ptr<Line>> lines_;
   std::string failure_;
   int background_work_ = 0; ///< operations in the queues with `needs_background`
-  Clock::time_point background_begins_;
+  Clock::time_point background_begins_, next_polled_look_;
   std::condition_variable wake_background_;
   std::thread background_;
 };

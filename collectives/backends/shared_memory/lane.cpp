@@ -4,6 +4,7 @@
 
 #include <ATen/ceil_div.h>
 
+#include <algorithm>
 #include <array>
 
 namespace tessera::internal::shared_memory {
@@ -28,10 +29,15 @@ int64_t LaneShape::slot_bytes() const {
   return at::round_up(kHeaderBytes + counts, int64_t{64}) + at::round_up(inline_bytes, kLine);
 }
 
+int64_t LaneShape::call_bytes() const {
+  const auto without_payload = slot_bytes() - at::round_up(inline_bytes, kLine);
+  return senders * at::round_up(slot_bytes(), kLine) + (members - senders) * at::round_up(without_payload, kLine);
+}
+
 int64_t LaneShape::bytes() const {
   const auto words = members * static_cast<int64_t>(2 * kLine);
-  const auto slots = members * static_cast<int64_t>(Lane::kSlots) * at::round_up(slot_bytes(), kLine);
-  return at::round_up(words + slots, kPage) + members * static_cast<int64_t>(Lane::kChunks) * chunk_bytes;
+  const auto slots = static_cast<int64_t>(Lane::kSlots) * call_bytes();
+  return at::round_up(words + slots, kPage) + senders * static_cast<int64_t>(Lane::kChunks) * chunk_bytes;
 }
 
 Lane::Lane(char* memory, Bell& bell, const LaneShape& shape, int self)
@@ -63,8 +69,11 @@ std::vector<int> Lane::those_behind(Counter counter, uint64_t value) const {
 }
 
 char* Lane::slot(int member, uint64_t call) const {
-  const auto place = static_cast<int64_t>(call % kSlots) * size() + member;
-  return memory_ + size() * static_cast<int64_t>(sizeof(Words)) + place * at::round_up(shape_.slot_bytes(), kLine);
+  const auto without_payload = shape_.slot_bytes() - at::round_up(shape_.inline_bytes, kLine);
+  const auto before = std::min(member, shape_.senders) * at::round_up(shape_.slot_bytes(), kLine) +
+                      std::max(0, member - shape_.senders) * at::round_up(without_payload, kLine);
+  return memory_ + size() * static_cast<int64_t>(sizeof(Words)) + static_cast<int64_t>(call % kSlots) * shape_.call_bytes() +
+         before;
 }
 
 Signature& Lane::signature(int member, uint64_t call) const { return *reinterpret_cast<Signature*>(slot(member, call)); }
@@ -80,8 +89,8 @@ char* Lane::payload(int member, uint64_t call) const {
 }
 
 char* Lane::chunk(int member, uint64_t tick) const {
-  const auto all = size() * static_cast<int64_t>(kChunks) * shape_.chunk_bytes;
-  const auto place = static_cast<int64_t>(tick % kChunks) * size() + member;
+  const auto all = shape_.senders * static_cast<int64_t>(kChunks) * shape_.chunk_bytes;
+  const auto place = static_cast<int64_t>(tick % kChunks) * shape_.senders + member;
   return memory_ + shape_.bytes() - all + place * shape_.chunk_bytes;
 }
 

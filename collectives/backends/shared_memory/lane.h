@@ -14,8 +14,10 @@ struct LaneShape {
   int members = 0;
   int64_t inline_bytes = 0; ///< the largest payload that travels beside the signature
   int64_t chunk_bytes = 0;  ///< how much of a longer one a member shows at once
+  int senders = members;    ///< the first members, which alone contribute anything
 
-  int64_t slot_bytes() const;
+  int64_t slot_bytes() const; ///< of a member that sends
+  int64_t call_bytes() const; ///< the slots of all members for one call
   int64_t bytes() const;
 };
 

@@ -76,6 +76,7 @@ class Operation {
   std::optional<Clock::time_point> deadline; ///< from the first wait on
   static constexpr int64_t kNoRank = -1;
   std::atomic<int64_t> announced = kNoRank; ///< the others are told that this rank waits for that one
+  bool is_shown = false;                    ///< `publish` has shown all that the others need of this member
   bool needs_background = false;            ///< others wait for what this member does after `publish`, or nobody waits here
   std::exception_ptr failure;
   std::optional<Absence> unexplained; ///< the failure, where nobody waited

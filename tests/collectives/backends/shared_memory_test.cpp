@@ -185,6 +185,53 @@ TEST(Operation, WhatWasReadOfAMemberThatHadLeftIsNoResult) {
   }
 }
 
+/// A message of two members, both in this process.
+struct MessageOfTwo {
+  MessageOfTwo(const GroupMemory& memory, uint64_t call, int64_t bytes)
+      : lanes{memory.lane_of_pair(2, 0, 2), memory.lane_of_pair(2, 0, 0)}, sent(bytes), received(bytes) {
+    for (int64_t i = 0; i < bytes; ++i) sent[i] = static_cast<char>(i * 7 + static_cast<int64_t>(call));
+    for (int self = 0; self < 2; ++self) {
+      Request request{.kind = self == 0 ? CollectiveKind::kSend : CollectiveKind::kReceive};
+      auto& motion = request.motion;
+      motion.kind = Motion::Kind::kCopies;
+      motion.largest_input = bytes;
+      motion.receive.resize(2);
+      (self == 0 ? motion.input : motion.receive[0]) = {self == 0 ? sent.data() : received.data(), bytes};
+      operations.push_back(std::make_unique<Operation>(std::move(request), group));
+      EXPECT_TRUE(operations.back()->publish(lanes[self], call));
+    }
+  }
+  bool advance(int self) { return operations[self]->advance(lanes[self], members); }
+
+  const std::string group = "of group default [0, 1, 2]";
+  const Members members{.ranks = {2, 0}, .places = {2, 0}};
+  std::vector<Lane> lanes;
+  std::vector<char> sent, received;
+  std::vector<std::unique_ptr<Operation>> operations;
+};
+
+/// The rank that sends it goes on, and may have no thread that would show the rest.
+TEST(Operation, AMessageUpToABoundNeedsNothingMoreOfItsSender) {
+  const auto shape = GroupShape::of(3, false);
+  const GroupMemory memory(Segment::create(shape.bytes(), shape.reserved_bytes()), shape);
+  const auto bound = shape.pair.inline_bytes;
+  for (uint64_t call = 0; call < 3 * Lane::kSlots; ++call) {
+    const auto bytes = std::vector<int64_t>{1, 4097, bound - 1, bound, bound + 1}[call % 5];
+    SCOPED_TRACE(c10::str("call ", call, ": ", bytes, " bytes"));
+    MessageOfTwo message(memory, call, bytes);
+    EXPECT_EQ(message.operations[0]->is_short(message.lanes[0]), bytes <= bound);
+    EXPECT_EQ(message.advance(1), bytes <= bound);
+    bool has_ended = bytes <= bound;
+    for (int round = 0; round < 8 && !has_ended; ++round) {
+      message.advance(0);
+      has_ended = message.advance(1);
+    }
+    EXPECT_TRUE(has_ended);
+    EXPECT_TRUE(message.advance(0));
+    EXPECT_EQ(message.received, message.sent);
+  }
+}
+
 TEST(Engine, ALaneWithoutMemoryIsAnErrorOfItsCallAlone) {
   const auto shape = GroupShape::of(2, false);
   auto segment = Segment::create(shape.bytes(), shape.reserved_bytes());

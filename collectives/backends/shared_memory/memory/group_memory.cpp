@@ -16,7 +16,7 @@ int64_t control_bytes(int ranks) {
 
 GroupShape GroupShape::of(int ranks, bool share_cores) {
   const int64_t chunk = share_cores ? 1024 * kKibi : 256 * kKibi;
-  return {ranks, {ranks, 16 * kKibi, chunk}, {2, 16 * kKibi, 128 * kKibi}};
+  return {ranks, {ranks, 16 * kKibi, chunk}, {2, 256 * kKibi, 128 * kKibi, 1}};
 }
 
 int64_t GroupShape::reserved_bytes() const { return control_bytes(ranks) + all.bytes(); }
