@@ -51,7 +51,9 @@ bool is_readable(int descriptor) {
 }
 
 std::string missed_by_key(int64_t rank) { return c10::str("missed_by/", rank); }
-std::string departed_key(int64_t rank) { return c10::str("departed/", rank); } // in a group's part of the store
+// In a group's part of the store: who has left it, and that anybody has.
+std::string departed_key(int64_t rank) { return c10::str("departed/", rank); }
+constexpr const char* kDepartedKey = "departed";
 
 } // namespace
 
@@ -215,6 +217,7 @@ void RankWatch::withdraw() const {
 
 void RankWatch::announce_departure(c10::intrusive_ptr<c10d::Store> departures) const {
   ask_store([departures = std::move(departures), key = departed_key(rank_)] {
+    departures->set(kDepartedKey, "");
     departures->set(key, "");
     return "";
   });
@@ -223,6 +226,10 @@ void RankWatch::announce_departure(c10::intrusive_ptr<c10d::Store> departures) c
 bool RankWatch::has_left(int64_t rank, const c10::intrusive_ptr<c10d::Store>& departures) const {
   if (!departures || has_ended(rank)) return false;
   return !ask_store([departures, key = departed_key(rank)] { return departures->check({key}) ? "yes" : ""; }).empty();
+}
+
+bool RankWatch::any_has_left(const c10::intrusive_ptr<c10d::Store>& departures) const {
+  return departures && !ask_store([departures] { return departures->check({kDepartedKey}) ? "yes" : ""; }).empty();
 }
 
 // Whom `missing` missed itself, and so on to the first. One that ended while it waited for another is the first.

@@ -106,6 +106,8 @@ class RankWatch {
   /// Says in `departures`, a part of the store for a group, that this rank leaves the group and goes on: before it closes
   /// connections.
   void announce_departure(c10::intrusive_ptr<c10d::Store> departures) const;
+  /// Whether a rank has said so. Those who missed it have closed their connections of the group too, and go on.
+  bool any_has_left(const c10::intrusive_ptr<c10d::Store>& departures) const;
   /// Of ranks that have ended and that this one waits for: records whom the one or those that it missed had missed first, where
   /// no other rank was recorded before, and returns the text for an error: "rank 1, which has exited or failed". Without the
   /// store nobody knows who was the first: then it names those of `ended` and `also_lost` whose processes are seen to have

@@ -315,10 +315,13 @@ bool Channel::has_lost(int64_t rank) {
     const std::lock_guard lock(mutex_);
     if (closed_ || !failure_.empty()) return false;
   }
-  const std::lock_guard lock(sentinel_mutex_);
-  return absl::c_any_of(sentinels_, [&](const auto& sentinel) {
-    return sentinel.peer == peer - options_.ranks.begin() && connection_lost(sentinel);
-  });
+  const auto is_lost = [&] {
+    const std::lock_guard lock(sentinel_mutex_);
+    return absl::c_any_of(sentinels_, [&](const auto& sentinel) {
+      return sentinel.peer == peer - options_.ranks.begin() && connection_lost(sentinel);
+    });
+  };
+  return is_lost() && !options_.watch->any_has_left(options_.departures);
 }
 
 // Whether all that a peer has sent is here, which was seen in `rounds` rounds to have ended.
