@@ -123,6 +123,20 @@ void flatten_leading(LocalBox& box, const RaggedShard& ragged, int64_t rank, c10
   box.offsets[0] = part.size > 0 ? begin : product(sizes, 0, dims);
 }
 
+/// The part that the `Shard`s among `placements` leave.
+LocalBox box_of_shards(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c10::ArrayRef<int64_t> coordinate,
+                       const Placements& placements) {
+  LocalBox box{sizes.vec(), std::vector<int64_t>(sizes.size(), 0)};
+  for (size_t i = 0; i < placements.size(); ++i) {
+    const auto* shard = std::get_if<Shard>(&placements[i]);
+    if (!shard) continue;
+    const auto part = chunk_extent(box.sizes[shard->dim], mesh_shape[i], coordinate[i]);
+    box.offsets[shard->dim] += part.offset;
+    box.sizes[shard->dim] = part.size;
+  }
+  return box;
+}
+
 } // namespace
 
 std::vector<Extent> strided_extents(int64_t size, int64_t split_factor, int64_t parts, int64_t index) {
@@ -163,19 +177,10 @@ int64_t product(c10::IntArrayRef sizes, size_t begin, size_t end) {
 
 LocalBox local_box(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c10::ArrayRef<int64_t> coordinate,
                    const Placements& placements) {
-  LocalBox box{sizes.vec(), std::vector<int64_t>(sizes.size(), 0)};
-  const RaggedShard* ragged = nullptr;
-  int64_t index = 0;
-  for (size_t i = 0; i < placements.size(); ++i) {
-    if (const auto* shard = std::get_if<Shard>(&placements[i])) {
-      const auto part = chunk_extent(box.sizes[shard->dim], mesh_shape[i], coordinate[i]);
-      box.offsets[shard->dim] += part.offset;
-      box.sizes[shard->dim] = part.size;
-    } else if (const auto* found = std::get_if<RaggedShard>(&placements[i])) {
-      ragged = found;
-      index = coordinate[i];
-    }
-  }
+  auto box = box_of_shards(sizes, mesh_shape, coordinate, placements);
+  const auto is_ragged = [](const Placement& each) { return std::holds_alternative<RaggedShard>(each); };
+  const auto place = static_cast<size_t>(std::find_if(placements.begin(), placements.end(), is_ragged) - placements.begin());
+  const auto* ragged = place < placements.size() ? &std::get<RaggedShard>(placements[place]) : nullptr;
   const bool strided = std::any_of(placements.begin(), placements.end(), is_strided);
   std::vector<std::vector<Extent>> held; // of the dims that the RaggedShard takes as one
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -191,7 +196,7 @@ LocalBox local_box(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c1
     if (ragged && static_cast<int64_t>(d) <= ragged->dim) held.push_back(std::move(ranges));
     if (box.sizes[d] == 0 && sizes[d] != 0) box.offsets[d] = sizes[d];
   }
-  if (ragged) flatten_leading(box, *ragged, index, sizes, held);
+  if (ragged) flatten_leading(box, *ragged, coordinate[place], sizes, held);
   return box;
 }
 

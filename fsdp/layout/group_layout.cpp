@@ -210,8 +210,16 @@ std::vector<OwnedRange> Pieces::expanded() const {
   return pieces;
 }
 
-GroupLayout plan_ragged(const std::vector<ParameterShape>& own, int ranks) {
-  const auto parameters = largest_parts(own);
+namespace {
+
+/// Where the parameters begin, in shards of so many bytes.
+struct RaggedPlaces {
+  std::vector<int64_t> offsets;
+  int64_t shard_bytes = 0;
+};
+
+/// Between rows where that makes a shard at most 1 % larger.
+RaggedPlaces find_places(const std::vector<ParameterShape>& parameters, int ranks) {
   int64_t total = 0;
   for (const auto& parameter : parameters) {
     if (!is_scalar(parameter)) total = at::round_up(total, kParameterAlignment) + bytes(parameter);
@@ -220,24 +228,28 @@ GroupLayout plan_ragged(const std::vector<ParameterShape>& own, int ranks) {
   const int64_t limit = equal + equal / 100;
   const int64_t step = row_step(parameters, equal);
 
-  GroupLayout layout;
   int64_t end = 0;
-  std::vector<int64_t> offsets;
   constexpr int64_t kMostAttempts = 64;
   const int64_t stride = at::round_up((limit - equal) / kMostAttempts + 1, step);
-  for (int64_t shard = at::round_up(equal, step); shard <= limit && layout.shard_bytes == 0; shard += stride) {
-    offsets = place_ragged(parameters, shard, /*between_rows=*/true, end);
-    if (end <= shard * ranks) layout.shard_bytes = shard;
+  for (int64_t shard = at::round_up(equal, step); shard <= limit; shard += stride) {
+    auto offsets = place_ragged(parameters, shard, /*between_rows=*/true, end);
+    if (end <= shard * ranks) return {std::move(offsets), shard};
   }
-  if (layout.shard_bytes == 0) {
-    offsets = place_ragged(parameters, equal, /*between_rows=*/false, end);
-    layout.shard_bytes = equal;
-  }
-  layout.unsharded_bytes = layout.shard_bytes * ranks;
+  return {place_ragged(parameters, equal, /*between_rows=*/false, end), equal};
+}
+
+} // namespace
+
+GroupLayout plan_ragged(const std::vector<ParameterShape>& own, int ranks) {
+  const auto parameters = largest_parts(own);
+  const auto places = find_places(parameters, ranks);
+  GroupLayout layout;
+  layout.shard_bytes = places.shard_bytes;
+  layout.unsharded_bytes = places.shard_bytes * ranks;
   for (size_t i = 0; i < parameters.size(); ++i) {
     layout.parameters.emplace_back();
     if (is_scalar(parameters[i])) continue;
-    const Cut cut{offsets[i], bytes(parameters[i]), layout.shard_bytes};
+    const Cut cut{places.offsets[i], bytes(parameters[i]), layout.shard_bytes};
     layout.parameters[i] = {ragged_placement(parameters[i], cut, ranks),
                             ragged_pieces({cut.offset, bytes(own[i]), cut.shard_bytes}, item_bytes(own[i]), ranks), cut.offset};
   }

@@ -55,6 +55,14 @@ ordered_json zero_of(const PlanSettings& settings) {
   return zero;
 }
 
+ordered_json pipeline_of(const PlanSettings& settings) {
+  const auto& names = pipeline_schedule_names();
+  const auto is_it = [&](const auto& each) { return each.kind == settings.schedule; };
+  return {{"schedule", std::find_if(names.begin(), names.end(), is_it)->name},
+          {"chunks", settings.chunks},
+          {"resident_stages", settings.resident_stages}};
+}
+
 } // namespace
 
 std::string config_of(const Prediction& prediction) {
@@ -72,13 +80,7 @@ std::string config_of(const Prediction& prediction) {
   if (settings.precision == PlanPrecision::kBf16Mixed || settings.precision == PlanPrecision::kDeepSpeed)
     own["keep_in_fp32"] = internal::planned_in_fp32();
   if (settings.reshard_after_forward) own["reshard_after_forward"] = reshard_of(*settings.reshard_after_forward);
-  if (settings.mesh.pp > 1) {
-    const auto& names = pipeline_schedule_names();
-    const auto is_it = [&](const auto& each) { return each.kind == settings.schedule; };
-    own["pipeline"] = {{"schedule", std::find_if(names.begin(), names.end(), is_it)->name},
-                       {"chunks", settings.chunks},
-                       {"resident_stages", settings.resident_stages}};
-  }
+  if (settings.mesh.pp > 1) own["pipeline"] = pipeline_of(settings);
   return ordered_json{{"train_batch_size", settings.global_rows()},
                       {"train_micro_batch_size_per_gpu", settings.rows},
                       {"gradient_accumulation_steps", settings.accumulation},

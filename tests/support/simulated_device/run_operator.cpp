@@ -161,6 +161,8 @@ void copy_results(const std::string& name, const Stack& results, const std::vect
       const auto& output = outputs[i].at(next++);
       TORCH_CHECK(output.defined() == result.defined(), name, " gave an undefined tensor where one was inferred, or the reverse");
       if (!output.defined()) return result;
+      // LibTorch infers the statistics of an empty input in its own shape, where the CPU's kernel keeps a row's.
+      if (name == "aten::native_layer_norm" && output.numel() == 0 && result.numel() == 0) return result;
       TORCH_CHECK(output.sizes() == result.sizes() && output.scalar_type() == result.scalar_type(), name, " gave ",
                   result.scalar_type(), result.sizes(), " where ", output.scalar_type(), output.sizes(), " was inferred");
       return output.copy_(result);
