@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -67,8 +68,18 @@ struct Codes {
   at::Tensor codes, scale;
 };
 
-/// `matrix` in `dtype`; with scales of rows, `along` is the dim that they have none for. A quotient by a power of two is exact in
-/// bf16, which has the exponents of the scale, and takes half the bytes there.
+/// A scale is that of the sum, beyond whose largest number a term of it may lie.
+at::Tensor with_sums(const at::Tensor& matrix) {
+  if (!is_dtensor(matrix)) return matrix;
+  const DTensor terms(matrix);
+  auto placements = terms.placements();
+  if (std::none_of(placements.begin(), placements.end(), is_partial)) return matrix;
+  std::replace_if(placements.begin(), placements.end(), is_partial, Replicate{});
+  return terms.redistribute(placements);
+}
+
+/// `matrix` in `dtype`; with scales of rows, `along` is the dim that they have none for. A quotient by a power of two is exact
+/// in bf16, which has the exponents of the scale, and takes half the bytes there.
 Codes encode(const at::Tensor& matrix, at::ScalarType dtype, Float8Scaling scaling, int64_t along) {
   const auto scale = internal::float8_scale(internal::largest_in_float8(matrix, scaling, along), dtype);
   const auto divisor = matrix.scalar_type() == at::kBFloat16 ? scale.to(at::kBFloat16) : scale;
@@ -89,9 +100,9 @@ at::Tensor product(const Codes& a, const Codes& b, at::ScalarType result) {
 struct Float8Backward final : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     TORCH_CHECK(!at::GradMode::is_enabled(), "float8_linear: has no second derivative: call backward without create_graph");
-    const auto &gradient = gradients[0], input = x.unpack(), matrix = weight.unpack();
     variable_list of_inputs(2);
-    if (!gradient.defined()) return of_inputs;
+    if (!gradients[0].defined()) return of_inputs;
+    const auto gradient = with_sums(gradients[0]), input = x.unpack(), matrix = weight.unpack();
     std::optional<Codes> whole; // one scale of all numbers is that of both products
     if (scaling == Float8Scaling::kTensor) whole = encode(gradient, at::kFloat8_e5m2, scaling, 1);
     const auto e4m3 = at::kFloat8_e4m3fn, e5m2 = at::kFloat8_e5m2;
@@ -152,8 +163,9 @@ void check_arguments(const at::Tensor& input, const at::Tensor& weight, const at
 at::Tensor in_float8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, int64_t scaling) {
   check_arguments(input, weight, bias);
   auto sizes = input.sizes().vec();
-  const auto rows = input.dim() == 2 ? input : input.reshape({-1, weight.size(1)});
-  auto result = product_with_gradients(rows, weight, static_cast<Float8Scaling>(scaling));
+  const auto numbers = with_sums(input);
+  const auto rows = input.dim() == 2 ? numbers : numbers.reshape({-1, weight.size(1)});
+  auto result = product_with_gradients(rows, with_sums(weight), static_cast<Float8Scaling>(scaling));
   sizes.back() = weight.size(0);
   if (input.dim() != 2) result = result.reshape(sizes);
   return bias.defined() ? result + bias : result;

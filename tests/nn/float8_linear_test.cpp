@@ -213,5 +213,33 @@ TEST(Float8Linear, OfDTensorsIsThatOfWholeTensors) {
   }
 }
 
+/// Terms of `sum` that are far larger than it.
+Tensor in_large_terms(const Tensor& sum, const DeviceMesh& mesh) {
+  const bool is_first = world_rank() == 0;
+  return from_local(is_first ? sum * 512.0 : sum * (-511.0 / (world_size() - 1)), mesh, {Partial{}});
+}
+
+TEST(Float8Linear, OfTermsIsThatOfTheirSum) {
+  if (world_size() == 1) GTEST_SKIP() << "the terms are those of several ranks";
+  const auto mesh = line();
+  torch::manual_seed(3);
+  const auto x = torch::randn({4, 6, 8}), weight = torch::randn({12, 8}), gradient = torch::randn({4, 6, 12});
+  for (const auto scaling : kScalings) {
+    for (const bool of_input : {false, true}) {
+      SCOPED_TRACE(of_input);
+      const auto input = leaf(of_input ? in_large_terms(x, mesh) : distribute_tensor(x, mesh, {Replicate{}}));
+      const auto matrix = leaf(distribute_tensor(weight, mesh, {Replicate{}}));
+      const auto seed = in_large_terms(gradient, mesh);
+      const auto want =
+          reference(of_input ? DTensor(input.detach()).full_tensor() : x, weight, {}, DTensor(seed).full_tensor(), scaling);
+      const auto y = float8_linear(input, matrix, {}, scaling);
+      y.backward(seed);
+      expect_close(DTensor(y).full_tensor().detach(), want.y, "result");
+      expect_close(DTensor(input.grad()).full_tensor(), want.of_x, "gradient of the input");
+      expect_close(DTensor(matrix.grad()).full_tensor(), want.of_weight, "gradient of the weight");
+    }
+  }
+}
+
 } // namespace
 } // namespace tessera::testing::float8_linear_test
