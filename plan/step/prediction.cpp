@@ -71,12 +71,13 @@ std::string Prediction::to_string() const {
   }
   rows.push_back({"together", std::to_string(peak())});
   if (host_bytes > 0) rows.push_back({"on the host or in files", std::to_string(host_bytes)});
+  const auto gathers_text = settings.mesh.pp > 1 ? fmt::format("on the rank that gathers most {} all-gathers", gathers)
+                                                 : fmt::format("{} of them all-gathers", gathers);
   return fmt::format("{}: {}, {} parameters\n", model, settings.to_string(), parameters) + internal::text_table(rows, {"bytes"}) +
          fmt::format(
-             "\nstep: {:.4g} s, of which {:.4g} s compute and {:.4g} s wait; {:.4g} rows/s; {} collectives of {} bytes, {} of "
-             "them all-gathers; "
+             "\nstep: {:.4g} s, of which {:.4g} s compute and {:.4g} s wait; {:.4g} rows/s; {} collectives of {} bytes, {}; "
              "{:.4g} floating-point operations\n",
-             seconds, compute, exposed, rows_per_second(), collectives, bytes_sent, gathers, flops);
+             seconds, compute, exposed, rows_per_second(), collectives, bytes_sent, gathers_text, flops);
 }
 
 std::string Prediction::to_json() const {
