@@ -31,7 +31,8 @@ struct PipelineLoss {
 };
 
 struct PipelineOptions {
-  /// The ranks that have other micro-batches and average their gradients, such as mesh["dp"]. Undefined: this rank alone.
+  /// The ranks that have other micro-batches, such as mesh["dp"]: over them counts and losses are added, and `fully_shard`
+  /// averages gradients. Undefined: this rank alone.
   DeviceMesh data_mesh = {};
   Residency residency = Residency::kStage; ///< how long what `fully_shard` gathers of a stage stays
   /// The most stages of a rank that are gathered at once, those that it computes next, as `with_residency` says. 0: all of them,

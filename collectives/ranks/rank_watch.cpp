@@ -51,7 +51,7 @@ bool is_readable(int descriptor) {
 }
 
 std::string missed_by_key(int64_t rank) { return c10::str("missed_by/", rank); }
-// In a group's part of the store: who has left it, and that anybody has.
+// A group's part of the store has who left it, and that anybody did.
 std::string departed_key(int64_t rank) { return c10::str("departed/", rank); }
 constexpr const char* kDepartedKey = "departed";
 

@@ -212,13 +212,13 @@ std::vector<OwnedRange> Pieces::expanded() const {
 
 namespace {
 
-/// Where the parameters begin, in shards of so many bytes.
+/// The places at which the parameters begin, in shards of so many bytes.
 struct RaggedPlaces {
   std::vector<int64_t> offsets;
   int64_t shard_bytes = 0;
 };
 
-/// Between rows where that makes a shard at most 1 % larger.
+/// The shards begin between rows where that makes them at most 1 % larger.
 RaggedPlaces find_places(const std::vector<ParameterShape>& parameters, int ranks) {
   int64_t total = 0;
   for (const auto& parameter : parameters) {
