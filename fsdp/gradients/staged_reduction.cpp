@@ -6,6 +6,7 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/StreamGuard.h>
 
+#include <memory>
 #include <utility>
 
 #include <tessera/fsdp/gradients/gradient_layout.h>
@@ -30,6 +31,22 @@ at::Tensor value_here(ParkedSum parked) {
   if (home && *home != current_stream(home->device())) use_on_current_stream(parked.value);
   return std::move(parked.value);
 }
+
+/// What an extension has started, whose steps after a collective run where it is waited for: functions of the program.
+class ExtendedWork final : public WorkState {
+ public:
+  ExtendedWork(ModelMutex& mutex, Work work) : mutex_(mutex), work_(std::move(work)) {}
+  void wait() override {
+    const ProgramCall program(mutex_);
+    Work(work_).wait(); // a copy: others ask whether it blocks
+  }
+  bool is_completed() override { return work_.is_completed(); }
+  bool blocks_host() const override { return work_.blocks_host(); }
+
+ private:
+  ModelMutex& mutex_;
+  const Work work_;
+};
 
 } // namespace
 
@@ -143,11 +160,12 @@ Work StagedReduction::reduce_extended(Running& running, size_t number, const at:
   const ProgramCall program(group_.mutex());
   const bool scatters = stage.kind == ReductionStage::Kind::kReduceScatter;
   note_collective(group_, scatters ? CollectiveKind::kReduceScatter : CollectiveKind::kAllReduce, extension->payload(stage));
-  return extension->reduce({.stage = stage,
-                            .op = adds ? ReduceOp::kSum : ReduceOp::kAvg,
-                            .input = input,
-                            .output = output,
-                            .label = running.call.label});
+  auto work = extension->reduce({.stage = stage,
+                                 .op = adds ? ReduceOp::kSum : ReduceOp::kAvg,
+                                 .input = input,
+                                 .output = output,
+                                 .label = running.call.label});
+  return Work(std::make_shared<ExtendedWork>(group_.mutex(), std::move(work)));
 }
 
 /// Starts the last stage.

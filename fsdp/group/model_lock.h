@@ -56,7 +56,9 @@ class ABSL_SCOPED_LOCKABLE ModelLock final : public Held {
  public:
   explicit ModelLock(ModelMutex& mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex), is_inner_(mutex.is_own()) {
     if (is_inner_) {
-      TORCH_INTERNAL_ASSERT(std::exchange(mutex_.is_in_program_, false), "the lock of a model is taken twice");
+      TORCH_CHECK(std::exchange(mutex_.is_in_program_, false),
+                  "the lock of a model is taken twice by one thread: its hooks and extensions may use it, but not what else runs "
+                  "while it computes, as communicators of the program or callbacks of operators (RecordFunction)");
     } else {
       mutex_.mutex_.lock();
       mutex_.owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);

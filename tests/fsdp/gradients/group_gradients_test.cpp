@@ -1,15 +1,21 @@
 // Gradient accumulation across backwards that differ: parameters frozen in between, blocks left out, hooks that keep gradients.
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <tessera/base/current_stream.h>
+#include <tessera/collectives/continued_work.h>
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/model/sharded_module.h>
+#include <tessera/fsdp/reduction_extension.h>
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <memory>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include <tessera/tests/fsdp/twin.h>
 #include <tessera/tests/support/matchers.h>
@@ -278,6 +284,47 @@ TEST(GroupGradients, AHookOfTheReductionMayReadTheModel) {
     for (const double sum : sums) EXPECT_NEAR(sum, expected, 1e-5);
     models.expect_equal_gradients();
   });
+}
+
+/// Reduces plainly, and then calls a function.
+struct Followed final : ReductionPolicy, ReductionExtension {
+  explicit Followed(std::function<void()> rest) : follow(std::move(rest)) {}
+  std::string description() const override { return "followed"; }
+  std::shared_ptr<ReductionExtension> make(const std::shared_ptr<const GradientLayout>& /*layout*/,
+                                           const std::vector<ReductionStage>& /*stages*/) const override {
+    return std::make_shared<Followed>(follow);
+  }
+  Work reduce(const Reduction& reduction) override {
+    auto& ranks = *reduction.stage.communicator;
+    const bool scatters = reduction.stage.kind == ReductionStage::Kind::kReduceScatter;
+    return then(scatters ? ranks.reduce_scatter(reduction.output, reduction.input, reduction.op, reduction.label)
+                         : ranks.all_reduce(reduction.output, reduction.op, reduction.label),
+                follow);
+  }
+  int64_t payload(const ReductionStage& /*stage*/) const override { return 0; }
+  std::function<void()> follow;
+};
+
+/// What follows the collective of an extension runs where it is waited for, amid the work of the model as well.
+TEST(GroupGradients, WhatFollowsAnExtendedReductionMayReadTheModel) {
+  for (auto strategy : strategies()) {
+    SCOPED_TRACE(strategy.name);
+    std::function<void()> follow = [] {};
+    strategy.options.communication.reduction = std::make_shared<Followed>([&] { follow(); });
+    Twin models(strategy);
+    auto root = fsdp(*models.sharded);
+    std::vector<double> sums;
+    follow = [&] {
+      const torch::NoGradGuard no_grad;
+      sums.push_back((models.sharded->norm->weight * torch::ones_like(models.plain->norm->weight)).sum().item<double>());
+      root.set_unshard_in_backward(true); // as it is: what a program sets takes the lock
+    };
+    const auto expected = models.plain->norm->weight.sum().item<double>();
+    models.backward(0);
+    EXPECT_EQ(sums.empty(), world_size() == 1);
+    for (const double sum : sums) EXPECT_NEAR(sum, expected, 1e-5);
+    models.expect_equal_gradients();
+  }
 }
 
 TEST(GroupGradients, WhatAHookReturnsTwiceIsAddedTwice) {

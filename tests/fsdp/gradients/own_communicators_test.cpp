@@ -1,6 +1,7 @@
 // Gathers and reductions over communicators of the program's own.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -21,6 +22,7 @@ class Counting final : public Communicator {
       : Communicator("counting", inner->ranks(), inner->rank(), inner->device_type()), inner_(std::move(inner)) {}
   Work all_gather_into(const at::Tensor& output, const at::Tensor& input, std::string_view label) override {
     ++gathers;
+    before_gather();
     return inner_->all_gather_into(output, input, label);
   }
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op, std::string_view label) override {
@@ -41,6 +43,7 @@ class Counting final : public Communicator {
   void barrier(std::string_view label) override { inner_->barrier(label); }
 
   int gathers = 0, reductions = 0;
+  std::function<void()> before_gather = [] {};
 
  private:
   CommunicatorPtr inner_;
@@ -110,6 +113,20 @@ TEST(OwnCommunicators, OfOtherRanksAreAnError) {
   const auto alone = make_device_mesh(torch::kCPU, {1}, {world_rank()}).communicator();
   EXPECT_THROWS_WITH(root.set_custom_all_gather(alone), "but the shard dim of");
   EXPECT_THROWS_WITH(root.set_custom_reduce_scatter(alone), "but the shard dim of");
+  models.backward(0);
+  models.expect_equal_gradients();
+}
+
+/// It runs amid the work of the model, whose lock its thread has.
+TEST(OwnCommunicators, ThatUseTheirModelAreAnError) {
+  if (world_size() == 1) GTEST_SKIP() << "one rank communicates with nobody";
+  Twin models(strategies()[0]);
+  auto root = fsdp(*models.sharded);
+  const Communicators own(root.mesh());
+  own.serve(root);
+  own.gather->before_gather = [&] { root.set_prefetch_depth(1); };
+  EXPECT_THROWS_WITH(root.unshard(), "hooks and extensions may use it, but not what else runs while it computes");
+  own.gather->before_gather = [] {};
   models.backward(0);
   models.expect_equal_gradients();
 }
