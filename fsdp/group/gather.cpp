@@ -113,10 +113,19 @@ size_t GroupGather::first_stage() const {
   return stage;
 }
 
-void GroupGather::start() {
-  if (is_open()) return;
-  TORCH_CHECK(storage_, "the parameters of ", group_.label(), " (", group_.full_name(0),
+namespace {
+
+void check_has_memory(const ParameterGroup& group) {
+  TORCH_CHECK(group.gather().has_memory(), "the parameters of ", group.label(), " (", group.full_name(0),
               ", …) are on the meta device: call tessera::materialize before they are gathered");
+}
+
+} // namespace
+
+void GroupGather::start() {
+  check_not_extending();
+  if (is_open()) return;
+  check_has_memory(group_);
   const ProfilerRange range("all_gather", group_);
   const OwnWork own_work{};
   // On a device the block is one of the current stream, although another fills it: the gather comes after what this one holds.
@@ -205,17 +214,35 @@ Work GroupGather::gather_messages(size_t stage, const at::Tensor& output, const 
               [this, ranks, received, output] { messages_.decode(group_.layout(), sent_bytes(), ranks, received, output); });
 }
 
+/// Says that a function of an extension runs.
+class GroupGather::Extending {
+ public:
+  explicit Extending(GroupGather& gather) : gather_(gather), program_(gather.group_.mutex()) { gather_.is_extending_ = true; }
+  ~Extending() { gather_.is_extending_ = false; }
+  Extending(const Extending&) = delete;
+  Extending& operator=(const Extending&) = delete;
+
+ private:
+  GroupGather& gather_;
+  const ProgramCall program_;
+};
+
+void GroupGather::check_not_extending() const {
+  TORCH_CHECK(!is_extending_, "a GatherExtension of ", group_.label(),
+              " reads or frees the parameters of this group while it is gathered: it has the shard, or what was gathered, alone");
+}
+
 void GroupGather::prepare_extended() {
   const auto communicator =
       group_.stages().follows(1) ? group_.roles().shard_communicator() : group_.stages().gathers[0].communicator;
-  const ProgramCall program(group_.mutex());
+  const Extending extending(*this);
   extended_.prepare(
       group_.roles().mesh(), communicator.get(), group_.label(), [&](size_t index) { return fetched_local(index); },
       [&](size_t index) { return group_.full_name(index); });
 }
 
 void GroupGather::copy_out_extended(const at::Tensor& by_rank) {
-  const ProgramCall program(group_.mutex());
+  const Extending extending(*this);
   extended_.read(
       by_rank, [&](size_t index) { return whole_parameter(index); }, [&](size_t index) { return group_.full_name(index); });
 }
@@ -248,6 +275,7 @@ at::Tensor GroupGather::own_part_to_send(const at::Tensor& output) {
 }
 
 void GroupGather::finish() {
+  check_not_extending();
   auto* const gathering = std::get_if<Gathering>(&state_);
   if (gathering && gathering->completes_later) {
     const ProfilerRange range("all_gather_wait", group_);
@@ -467,6 +495,7 @@ bool GroupGather::forget_after_forward() {
 }
 
 void GroupGather::free() {
+  check_not_extending();
   if (auto* const part = part_after_forward()) part->release();
   if (!is_needed_ || is_sharded()) return;
   finish();

@@ -75,7 +75,10 @@ class GroupGather {
   at::Tensor whole_parameter(size_t index) const;
 
  private:
+  class Extending;
   bool is_sharded() const { return !is_open(); }
+  /// An error in a function of a gather extension, which would read, or free, what it is to make.
+  void check_not_extending() const;
   void enter(GatherState next);
   at::Tensor unsharded_bytes() const;
   /// `whole_parameter` with row-major strides, as the data lies before `restride_gathered`.
@@ -120,6 +123,7 @@ class GroupGather {
 
   ParameterGroup& group_;
   bool is_needed_ = true;
+  bool is_extending_ = false; ///< a function of an extension runs
   GatherState state_;
   c10::intrusive_ptr<UnshardedStorage> storage_;
   BlockUsers users_; ///< of the storage

@@ -288,6 +288,30 @@ TEST(GatherExtension, SaysWhatIsWrong) {
   EXPECT_TENSORS_EQUAL(full(linear->weight), written);
 }
 
+TEST(GatherExtension, MustNotReadWhatItGathers) {
+  const auto told = std::make_shared<Told>();
+  const auto x = torch::ones({1, 3}).to(test_device());
+  const Told plain;
+  auto linear = sharded_linear(told);
+  auto handle = fsdp(*linear);
+  constexpr const char* kError = "reads or frees the parameters of this group while it is gathered";
+  told->send = [&](const Tensor& shard) {
+    handle.unshard();
+    return GatherExtension::Sent{{shard}};
+  };
+  EXPECT_THROWS_WITH(linear(x), kError);
+  told->send = plain.send;
+  for (const bool reads : {true, false}) {
+    told->make = [&](const Gathered& gathered, const Tensor&) {
+      reads ? handle.unshard() : handle.reshard();
+      return rows_of(gathered, 0);
+    };
+    EXPECT_THROWS_WITH(linear(x), kError);
+  }
+  told->make = plain.make;
+  EXPECT_TENSORS_CLOSE(linear(x).detach(), torch::linear(x.cpu(), full(linear->weight), full(linear->bias)));
+}
+
 TEST(GatherExtension, SaysWhichOptionsDoNotGoWithIt) {
   const auto told = std::make_shared<Told>();
   EXPECT_THROWS_WITH(sharded_linear(told, {.strategy = tessera::Strategy::kNoShard}),
