@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/model/gradient_hooks.h>
 #include <tessera/nn/sync_batch_norm.h>
@@ -17,10 +18,21 @@ namespace tessera {
 
 namespace {
 
-/// This rank's part of a parameter; any other tensor itself.
+/// This rank's part of a DTensor; any other tensor itself.
 const at::Tensor& local_of(const at::Tensor& tensor) {
-  const auto* meta = internal::parameter_meta(tensor);
+  const auto* meta = internal::dtensor_meta(tensor);
   return meta ? meta->local : tensor;
+}
+
+/// What tensor parallelism alone has split stays on the meta device: only a group gives parameters memory.
+void check_sharded(const torch::nn::Module& module) {
+  for (const auto& item : module.named_parameters()) {
+    const auto* meta = internal::dtensor_meta(item.value());
+    TORCH_CHECK_VALUE(
+        !meta || internal::parameter_meta(item.value()) || !meta->local.is_meta() || meta->spec->mesh().device().is_meta(),
+        "tessera::materialize: the parameter ", item.key(),
+        " is a DTensor already and not sharded: call fully_shard before, also on a mesh of one rank");
+  }
 }
 
 /// What a tensor was given, before anything wrote it.
@@ -110,6 +122,9 @@ void give_memory(const torch::nn::Module& module) {
   }
   const auto allocate = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_meta() || device.is_meta()) return;
+    if (const auto* meta = internal::dtensor_meta(tensor)) // a buffer that tensor parallelism has replicated
+      return internal::become_dtensor(
+          tensor, c10::make_intrusive<internal::DTensorMeta>(at::empty_like(meta->local, at::TensorOptions(device)), meta->spec));
     // set_data refuses the step from the meta device to another one.
     const auto allocated = at::empty_like(tensor, at::TensorOptions(device));
     internal::keep_synchronized(tensor, allocated);
@@ -136,6 +151,7 @@ std::vector<std::string> materialize(torch::nn::Module& module, const std::funct
   TORCH_CHECK_VALUE(init, "tessera::materialize: init is an empty function");
   TORCH_CHECK_VALUE(!c10::InferenceMode::is_enabled(),
                     "tessera::materialize: called in InferenceMode, whose tensors cannot be trained; call it outside");
+  check_sharded(module);
   const at::NoGradGuard no_grad;
   auto fresh = tensors_without_values(module);
   give_memory(module);

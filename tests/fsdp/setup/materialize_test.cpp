@@ -1,4 +1,5 @@
 // Parameters that a module from the meta device gets its values in.
+#include <tessera/dtensor/distribute_module.h>
 #include <tessera/fsdp/meta_init.h>
 
 #include <gmock/gmock.h>
@@ -79,6 +80,29 @@ TEST(Materialize, SeesWritesThroughViews) {
     EXPECT_THAT(materialize(*linear, init), ::testing::IsEmpty());
     EXPECT_TENSORS_EQUAL(full(linear->weight).sum(), torch::tensor(36.0F));
   }
+}
+
+/// Running statistics that tensor parallelism has replicated are in no group.
+TEST(Materialize, GivesBuffersThatAreDTensorsMemory) {
+  const auto make = [] { return on_meta([] { return torch::nn::Sequential(Linear(3, 2), torch::nn::BatchNorm1d(2)); }); };
+  const auto mesh = init_device_mesh(test_device_type(), {1, world_size()}, {"dp", "tp"});
+  const auto init = [](Module& module) {
+    for (auto& parameter : module.parameters(/*recurse=*/false)) parameter.fill_(2);
+    for (auto& buffer : module.buffers(/*recurse=*/false)) buffer.fill_(3);
+  };
+  auto net = make();
+  distribute_module(*net, mesh["tp"]);
+  EXPECT_THROWS_WITH(materialize(*net, init), "the parameter 0.weight is a DTensor already and not sharded: call fully_shard");
+  fully_shard(*net, mesh["dp"]);
+  EXPECT_THAT(materialize(*net, kNothing),
+              ::testing::UnorderedElementsAre("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var",
+                                              "1.num_batches_tracked"));
+  for (auto& buffer : net->buffers()) EXPECT_TRUE(is_dtensor(buffer) && !buffer.is_meta());
+  auto other = make();
+  distribute_module(*other, mesh["tp"]);
+  fully_shard(*other, mesh["dp"]);
+  EXPECT_THAT(materialize(*other, init), ::testing::IsEmpty());
+  EXPECT_TENSORS_EQUAL(DTensor(other->buffers()[0]).full_tensor(), torch::full({2}, 3.0F));
 }
 
 } // namespace
