@@ -156,9 +156,12 @@ std::vector<PipelineValue> Pipeline::predict(const std::vector<PipelineValue>& m
   state_->check_usable();
   const at::NoGradGuard no_grad;
   StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches)};
-  input.key = state_->agree("a prediction", input.shapes, "");
+  input.key = state_->agree("a prediction", input.shapes, micro_batches.empty() ? "a prediction without micro-batches" : "");
   StepRun run(*state_, input);
-  run_or_abandon(*state_, [&] { run.evaluate(/*wants_loss=*/false); });
+  run_or_abandon(*state_, [&] {
+    run.evaluate(/*wants_loss=*/false);
+    state_->over_stages(at::zeros({})); // ranks that have done their part hear of an exception in a later stage
+  });
   return run.take_outputs();
 }
 

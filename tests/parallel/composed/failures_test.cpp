@@ -120,15 +120,16 @@ struct StackImpl : torch::nn::Module {
 /// A pipeline of one linear layer a rank, any of whose functions may throw.
 class Stack {
  public:
-  enum class Place { kNone, kAllLayers, kLayerWithoutAText, kLossSum, kLossCount, kScale };
+  enum class Place { kNone, kAllLayers, kLastLayer, kLayerWithoutAText, kLossSum, kLossCount, kScale };
 
   explicit Stack(int64_t ranks) : stack_(std::make_shared<StackImpl>(ranks)) {
     const torch::NoGradGuard no_grad;
     for (auto& each : stack_->parameters()) each.fill_(0.25);
     PipelineLayers layers(*stack_);
     for (int64_t i = 0; i < ranks; ++i) {
-      layers.add(c10::str("layer", i), {c10::str("linear", i)}, [this, i](const torch::Tensor& x) {
+      layers.add(c10::str("layer", i), {c10::str("linear", i)}, [this, i, ranks](const torch::Tensor& x) {
         throw_at(Place::kAllLayers);
+        if (i + 1 == ranks) throw_at(Place::kLastLayer);
         if (place == Place::kLayerWithoutAText && i == 0) throw 7; // NOLINT: programs do
         return stack_->linears[static_cast<size_t>(i)](x).tanh();
       });
@@ -149,6 +150,7 @@ class Stack {
                                 }};
     pipeline_.emplace(*stages_, Kind::kZeroBubbleH1, loss);
   }
+  void predict() { pipeline_->predict(std::vector<PipelineValue>(6, torch::ones({2, 4}))); }
   double step() {
     const auto scale = [this](const torch::Tensor& loss) {
       throw_at(Place::kScale);
@@ -195,6 +197,21 @@ TEST(AfterAnException, EveryFunctionOfTheProgramMayThrow) {
       if (place != kLossCount) stack.connect(); // of the counts all ranks hear before anything is sent
       EXPECT_EQ(stack.step(), before);
     }
+  });
+}
+
+/// The first ranks have nothing left to do when the last one throws.
+TEST(AfterAnException, AllRanksHearOfOneInAPrediction) {
+  const auto ranks = world_size() == 1 ? 3 : world_size();
+  run_as(ranks, [&] {
+    Stack stack(ranks);
+    const auto before = stack.step();
+    stack.place = Stack::Place::kLastLayer;
+    EXPECT_THROWS_WITH(stack.predict(), "out of luck");
+    stack.place = Stack::Place::kNone;
+    stack.connect();
+    stack.predict();
+    EXPECT_EQ(stack.step(), before);
   });
 }
 
