@@ -1,4 +1,5 @@
 // Parameters that tensor parallelism made DTensors, sharded further over the data-parallel dims of the same mesh.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
