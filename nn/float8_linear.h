@@ -21,8 +21,9 @@ enum class Float8Scaling : uint8_t {
 /// has the dtype of the input.
 ///
 /// A scale is the smallest power of two with which the largest number fits, of the tensor as it is now (dynamic scaling), so that
-/// nothing but the 3 and 2 bits of the codes is lost. A DTensor's largest number is that of all ranks. A number that is not
-/// finite makes NaN of all that share its scale. Sizes need not be multiples of 16: GPUs get them padded.
+/// nothing but the 3 and 2 bits of the codes is lost. A DTensor's largest number is that of all ranks, which all call this; one
+/// in terms (Partial), as a gradient of tensor parallelism may be, is summed first. A number that is not finite makes NaN of all
+/// that share its scale. Sizes need not be multiples of 16: GPUs get them padded.
 ///
 /// Arguments may be DTensors, and sharded parameters. Errors: integers, other dtypes beside each other, other shapes. A second
 /// derivative (create_graph) is an error. Under autocast the arguments are cast as those of `linear` are.

@@ -54,8 +54,8 @@ std::vector<Box> boxes_of_range(const Box& box, int64_t dim, int64_t begin, int6
 
 /// What the rank at `coordinate` of a mesh of `mesh_shape` holds of a tensor with these global sizes, without empty boxes.
 /// Placements apply from the first mesh dim to the last. The boxes are in the order in which their elements lie in the
-/// (row-major) local tensor. An error for Partial, for a StridedShard (`pieces_of_part` has what
-/// it describes), and for a Shard of a dim that an earlier RaggedShard flattened with others.
+/// (row-major) local tensor. An error for Partial, for a StridedShard (`pieces_of_part` has what it describes), and for a Shard
+/// of a dim that an earlier RaggedShard flattened with others.
 std::vector<Box> local_boxes(const std::vector<int64_t>& sizes, const Placements& placements,
                              const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& coordinate);
 

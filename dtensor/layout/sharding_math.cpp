@@ -178,9 +178,8 @@ int64_t product(c10::IntArrayRef sizes, size_t begin, size_t end) {
 LocalBox local_box(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c10::ArrayRef<int64_t> coordinate,
                    const Placements& placements) {
   auto box = box_of_shards(sizes, mesh_shape, coordinate, placements);
-  const auto is_ragged = [](const Placement& each) { return std::holds_alternative<RaggedShard>(each); };
-  const auto place = static_cast<size_t>(std::find_if(placements.begin(), placements.end(), is_ragged) - placements.begin());
-  const auto* ragged = place < placements.size() ? &std::get<RaggedShard>(placements[place]) : nullptr;
+  const auto place = ragged_mesh_dim(placements);
+  const auto* ragged = place ? &std::get<RaggedShard>(placements[*place]) : nullptr;
   const bool strided = std::any_of(placements.begin(), placements.end(), is_strided);
   std::vector<std::vector<Extent>> held; // of the dims that the RaggedShard takes as one
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -196,7 +195,7 @@ LocalBox local_box(c10::IntArrayRef sizes, c10::ArrayRef<int64_t> mesh_shape, c1
     if (ragged && static_cast<int64_t>(d) <= ragged->dim) held.push_back(std::move(ranges));
     if (box.sizes[d] == 0 && sizes[d] != 0) box.offsets[d] = sizes[d];
   }
-  if (ragged) flatten_leading(box, *ragged, coordinate[place], sizes, held);
+  if (ragged) flatten_leading(box, *ragged, coordinate[*place], sizes, held);
   return box;
 }
 

@@ -5,12 +5,15 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/state_dict.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/optim/grad_norm.h>
 #include <tessera/parallel/pipeline.h>
@@ -112,6 +115,19 @@ inline TrainingResult train_in_pipeline(Pipeline& pipeline, const TrainingPlan& 
     result.weights[item.key()] = is_dtensor(value) ? DTensor(value).full_tensor().clone() : value.clone();
   }
   return result;
+}
+
+inline const StateDictOptions kFlatOptimizer{.flatten_optimizer_state_dict = true};
+
+/// What a pipeline trains, each copy of a tied weight once.
+inline void save_stages(const PipelineStages& stages, torch::optim::Optimizer& optimizer, const std::filesystem::path& folder) {
+  auto state = state_dict(*stages.module, optimizer, kFlatOptimizer);
+  state.erase_if([&](const StateDict::Entry& entry) { return stages.is_copy(entry.name); });
+  checkpoint::save(state, folder);
+}
+
+inline void load_stages(const PipelineStages& stages, torch::optim::Optimizer& optimizer, const std::filesystem::path& folder) {
+  checkpoint::load(state_dict(*stages.module, optimizer, kFlatOptimizer), folder);
 }
 
 /// Fails where losses, norms or weights differ by more than `bound`.

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <tessera/checkpoint/checkpoint.h>
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/run_ranks.h>
 #include <tessera/fsdp/meta_init.h>
@@ -119,16 +118,10 @@ class Job {
     optimizer_.step();
     return loss;
   }
-  void save(const std::filesystem::path& folder) {
-    auto state = state_dict(*stages_.module, optimizer_, kOptions);
-    state.erase_if([&](const StateDict::Entry& entry) { return stages_.is_copy(entry.name); });
-    checkpoint::save(state, folder);
-  }
-  void load(const std::filesystem::path& folder) { checkpoint::load(state_dict(*stages_.module, optimizer_, kOptions), folder); }
+  void save(const std::filesystem::path& folder) { save_stages(stages_, optimizer_, folder); }
+  void load(const std::filesystem::path& folder) { load_stages(stages_, optimizer_, folder); }
 
  private:
-  inline static const StateDictOptions kOptions{.flatten_optimizer_state_dict = true};
-
   static PipelineStages sharded(PipelineStages stages, const DeviceMesh& mesh) {
     fully_shard(stages, mesh);
     materialize(*stages.module, [](torch::nn::Module& module) {
