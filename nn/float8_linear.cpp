@@ -96,24 +96,25 @@ at::Tensor product(const Codes& a, const Codes& b, at::ScalarType result) {
   return value.to(result);
 }
 
-/// The gradients of x [m, in] · wᵀ. Codes are made anew in backward: of a sharded weight nothing is kept.
+/// The gradients of x [m, in] · wᵀ. Codes are made anew in backward: of a sharded weight nothing is kept. Each gradient brings
+/// back what it needs alone: of a backward in two halves the second one gathers no weight.
 struct Float8Backward final : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     TORCH_CHECK(!at::GradMode::is_enabled(), "float8_linear: has no second derivative: call backward without create_graph");
     variable_list of_inputs(2);
     if (!gradients[0].defined()) return of_inputs;
-    const auto gradient = with_sums(gradients[0]), input = x.unpack(), matrix = weight.unpack();
+    const auto gradient = with_sums(gradients[0]);
     std::optional<Codes> whole; // one scale of all numbers is that of both products
     if (scaling == Float8Scaling::kTensor) whole = encode(gradient, at::kFloat8_e5m2, scaling, 1);
     const auto e4m3 = at::kFloat8_e4m3fn, e5m2 = at::kFloat8_e5m2;
     if (task_should_compute_output(0)) {
       const auto codes = whole ? *whole : encode(gradient, e5m2, scaling, 1);
-      of_inputs[0] = product(codes, encode(matrix, e4m3, scaling, 0), input.scalar_type());
+      of_inputs[0] = product(codes, encode(weight.unpack(), e4m3, scaling, 0), dtype);
     }
     if (task_should_compute_output(1)) {
       const auto codes = whole ? Codes{whole->codes.t(), whole->scale} : encode(gradient.t(), e5m2, scaling, 1);
       whole.reset();
-      of_inputs[1] = product(codes, encode(input, e4m3, scaling, 0), input.scalar_type());
+      of_inputs[1] = product(codes, encode(x.unpack(), e4m3, scaling, 0), dtype);
     }
     return of_inputs;
   }
@@ -124,6 +125,7 @@ struct Float8Backward final : torch::autograd::Node {
   std::string name() const override { return "Float8Backward"; }
 
   SavedVariable x, weight;
+  at::ScalarType dtype = at::kFloat; ///< of both
   Float8Scaling scaling = Float8Scaling::kTensor;
 };
 
@@ -133,6 +135,7 @@ at::Tensor product_with_gradients(const at::Tensor& x, const at::Tensor& weight,
   if (torch::autograd::compute_requires_grad(x, weight)) {
     node = std::make_shared<Float8Backward>();
     node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
+    node->dtype = x.scalar_type();
     node->scaling = scaling;
     node->x = SavedVariable(x, /*is_output=*/false);
     node->weight = SavedVariable(weight, /*is_output=*/false);
@@ -145,6 +148,18 @@ at::Tensor product_with_gradients(const at::Tensor& x, const at::Tensor& weight,
   }
   if (node) torch::autograd::set_history(result, node);
   return result;
+}
+
+/// The operator `tessera::float8_product`: what a backward in two halves sees of a layer, as it sees `mm` of others.
+at::Tensor float8_product_op(const at::Tensor& x, const at::Tensor& weight, int64_t scaling) {
+  return product_with_gradients(x, weight, static_cast<Float8Scaling>(scaling));
+}
+
+at::Tensor call_product(const at::Tensor& x, const at::Tensor& weight, int64_t scaling) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("tessera::float8_product", "")
+                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t)>();
+  return op.call(x, weight, scaling);
 }
 
 void check_arguments(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
@@ -165,7 +180,7 @@ at::Tensor in_float8(const at::Tensor& input, const at::Tensor& weight, const at
   auto sizes = input.sizes().vec();
   const auto numbers = with_sums(input);
   const auto rows = input.dim() == 2 ? numbers : numbers.reshape({-1, weight.size(1)});
-  auto result = product_with_gradients(rows, with_sums(weight), static_cast<Float8Scaling>(scaling));
+  auto result = call_product(rows, with_sums(weight), scaling);
   sizes.back() = weight.size(0);
   if (input.dim() != 2) result = result.reshape(sizes);
   return bias.defined() ? result + bias : result;
@@ -201,4 +216,5 @@ at::Tensor float8_linear(const at::Tensor& input, const at::Tensor& weight, cons
 
 TORCH_LIBRARY(tessera, m) {
   m.def("float8_linear(Tensor input, Tensor weight, Tensor? bias, int scaling) -> Tensor", &tessera::float8_linear_op);
+  m.def("float8_product(Tensor x, Tensor weight, int scaling) -> Tensor", &tessera::float8_product_op);
 }

@@ -4,8 +4,10 @@
 #include <torch/torch.h>
 
 #include <tessera/activations/recompute.h>
+#include <tessera/activations/saved_tensors.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/nn/float8_linear.h>
 #include <tessera/nn/sync_batch_norm.h>
 #include <tessera/parallel/backward/split_backward.h>
 
@@ -120,6 +122,55 @@ std::vector<Case> blocks() {
   return cases;
 }
 
+/// Products in fp8 have a node of their own.
+std::vector<Case> in_float8() {
+  std::vector<Case> cases;
+  for (const auto scaling : {Float8Scaling::kTensor, Float8Scaling::kRows}) {
+    const auto one = block(), few = block();
+    for (const auto& each : {one, few}) convert_to_float8(*each, {.scaling = scaling});
+    const auto forward = [one](const torch::Tensor& x) { return one->forward(x); };
+    cases.push_back({"fp8", one, forward, {2, 6, kWidth}, 5});
+    cases.push_back({"fp8 twice", one, [forward](const torch::Tensor& x) { return forward(forward(x)); }, {2, 6, kWidth}, 10});
+    cases.push_back({"fp8 recomputed", one, [one](const torch::Tensor& x) { return recompute(*one, x); }, {2, 6, kWidth}, 5});
+    cases.push_back(
+        {"fp8 autocast", one, [forward](const torch::Tensor& x) { return in_bfloat16(forward, x); }, {2, 6, kWidth}, 5});
+    cases.push_back({"fp8 without rows", one, forward, {0, 6, kWidth}, 5});
+    for (auto& each : few->parameters()) each.set_requires_grad(false);
+    for (const auto& item : few->named_parameters()) {
+      if (item.key() == "up.weight") item.value().set_requires_grad(true);
+    }
+    cases.push_back({"one fp8 weight", few, [few](const torch::Tensor& x) { return few->forward(x); }, {2, 6, kWidth}, 1});
+  }
+  return cases;
+}
+
+/// What is saved lies elsewhere, and is brought back in each half that needs it.
+std::vector<Case> kept_elsewhere() {
+  const TensorPlace copies = [](const torch::Tensor& tensor) { return [copy = tensor.clone()] { return copy.clone(); }; };
+  std::vector<Case> cases;
+  const auto one = block(), coded = block();
+  convert_to_float8(*coded);
+  for (const auto& each : {one, coded}) {
+    cases.push_back({"kept elsewhere",
+                     each,
+                     [=](const torch::Tensor& x) {
+                       const auto scope = saved_tensors_in(copies);
+                       return each->forward(x);
+                     },
+                     {2, 6, kWidth},
+                     5});
+    cases.push_back({"kept elsewhere and recomputed",
+                     each,
+                     [=](const torch::Tensor& x) {
+                       const auto scope = saved_tensors_in(copies);
+                       return recompute(*each, x);
+                     },
+                     {2, 6, kWidth},
+                     5});
+  }
+  return cases;
+}
+
 std::vector<Case> frozen() {
   std::vector<Case> cases;
   const auto most = block(), few = block();
@@ -192,7 +243,7 @@ Case synchronized() {
 TEST(SplitBackward, IsBitwiseBesideSyncBatchNorm) { expect_bitwise(synchronized()); }
 
 TEST(SplitBackward, IsBitwiseThePlainOne) {
-  for (const auto& cases : {blocks(), frozen(), modules()}) {
+  for (const auto& cases : {blocks(), in_float8(), kept_elsewhere(), frozen(), modules()}) {
     for (const auto& each : cases) expect_bitwise(each);
   }
 }

@@ -56,6 +56,13 @@ Net make_net(const NetOptions& options, uint64_t seed) {
   torch::manual_seed(seed);
   Net net(options);
   net->to(options.dtype);
+  if (options.float8) {
+    for (auto& each : *net->blocks) {
+      auto& block = *each->as<Block>();
+      convert_to_float8(block.dense.is_empty() ? static_cast<torch::nn::Module&>(*block.mlp) : *block.dense,
+                        {.scaling = *options.float8});
+    }
+  }
   const torch::NoGradGuard no_grad;
   net->tokens->weight.mul_(0.3);
   return net;

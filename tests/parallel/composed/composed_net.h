@@ -7,12 +7,14 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/mesh/part_order.h>
+#include <tessera/nn/float8_linear.h>
 #include <tessera/parallel/context_attention.h>
 #include <tessera/parallel/moe.h>
 #include <tessera/parallel/pipeline_layers.h>
@@ -31,6 +33,7 @@ struct NetOptions {
   int64_t experts = 0; ///< of every block; 0: none
   ExpertStorage storage = ExpertStorage::kStacked;
   torch::Dtype dtype = torch::kFloat;
+  std::optional<Float8Scaling> float8 = std::nullopt; ///< linear layers multiply in fp8, but the head and experts
 };
 
 using MlpBlock = testing::Block; ///< what a block of GPT is without attention

@@ -10,6 +10,7 @@
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/fully_shard.h>
+#include <tessera/fsdp/gather_extension.h>
 #include <tessera/fsdp/no_sync.h>
 #include <tessera/parallel/parallelize.h>
 #include <tessera/parallel/split_sequence.h>
@@ -41,7 +42,7 @@ std::string Shape::text() const {
 std::string Manner::text() const {
   return c10::str(shape.text(), ", schedule ", static_cast<int>(kind), recomputes ? ", recomputed" : "",
                   residency == Residency::kStage ? "" : ", gathered for each micro-batch", ", resident ", resident_stages, ", ",
-                  to_string(scheme), in_half ? ", in half" : "");
+                  to_string(scheme), in_half ? ", in half" : "", gathers_codes ? ", gathered as codes" : "");
 }
 
 int64_t chunks_of(PipelineScheduleKind kind) {
@@ -127,6 +128,7 @@ void SplitTraining::shard_net() {
   if (data_.size() == 1 && task_.net.experts == 0 && !manner_.in_half) return;
   const auto flat = mesh_[{"shard", "cp"}].flatten("shard_cp");
   options.strategy = manner_.strategy;
+  if (manner_.gathers_codes) options.gather_extension_fn = float8_gather(module());
   const bool is_replicated = shape.shards * shape.parts == 1 && shape.replicas > 1;
   if (is_replicated) options.strategy = Strategy::kNoShard;
   const auto mesh = is_replicated        ? mesh_["replicate"]

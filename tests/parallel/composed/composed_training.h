@@ -45,7 +45,8 @@ struct Manner {
   std::optional<Strategy> strategy = std::nullopt;
   ContextParallel scheme = ContextParallel::kAllGather;
   PartOrder order = PartOrder::kHeadTail;
-  bool in_half = false; ///< parameters and activations in fp16
+  bool in_half = false;       ///< parameters and activations in fp16
+  bool gathers_codes = false; ///< of weights that multiply in fp8
 
   std::string text() const;
 };

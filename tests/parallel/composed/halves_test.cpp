@@ -12,10 +12,13 @@ namespace tessera::testing::composed::halves_test {
 namespace {
 
 /// Bitwise as under the plain backward, and no name of what came with the first half has one of `weights` in it.
-void expect_halves(const Task& task, const Shape& shape, const std::vector<std::string>& weights) {
-  run_as(shape.ranks(), [&] {
-    SplitTraining split(task, {.shape = shape, .kind = PipelineScheduleKind::kZeroBubbleH1});
-    SplitTraining plain(task, {.shape = shape, .kind = PipelineScheduleKind::k1F1B});
+void expect_halves(const Task& task, Manner manner, const std::vector<std::string>& weights) {
+  SCOPED_TRACE(manner.text());
+  run_as(manner.shape.ranks(), [&, manner]() mutable {
+    manner.kind = PipelineScheduleKind::kZeroBubbleH1;
+    SplitTraining split(task, manner);
+    manner.kind = PipelineScheduleKind::k1F1B;
+    SplitTraining plain(task, manner);
     for (uint64_t step = 0; step < 3; ++step) {
       split.step({.seed = step});
       plain.step({.seed = step});
@@ -36,8 +39,8 @@ TEST(SecondHalf, HasTheWeightsOfExperts) {
   for (const auto dtype : {torch::kFloat, torch::kDouble}) { // by one kernel, and by a loop
     for (const auto storage : {ExpertStorage::kStacked, ExpertStorage::kModules}) {
       const Task task{.net = {.depth = 2, .experts = 4, .storage = storage, .dtype = dtype}};
-      expect_halves(task, {.pipeline = 2, .shards = 2, .experts = 2}, weights);
-      expect_halves(task, {.pipeline = 2, .shards = 2}, weights);
+      expect_halves(task, {.shape = {.pipeline = 2, .shards = 2, .experts = 2}}, weights);
+      expect_halves(task, {.shape = {.pipeline = 2, .shards = 2}}, weights);
     }
   }
 }
@@ -45,8 +48,22 @@ TEST(SecondHalf, HasTheWeightsOfExperts) {
 TEST(SecondHalf, HasWeightsThatAreSplitAndSharded) {
   if (world_size() > 1) return; // whose ranks are threads here
   const std::vector<std::string> weights{"query.weight", "projection.weight", "up.weight", "down.weight"};
-  expect_halves({.net = {.depth = 2}}, {.pipeline = 2, .tensor = 2}, weights);
-  expect_halves({.net = {.depth = 2}}, {.pipeline = 2, .shards = 2, .tensor = 2}, weights);
+  expect_halves({.net = {.depth = 2}}, {.shape = {.pipeline = 2, .tensor = 2}}, weights);
+  expect_halves({.net = {.depth = 2}}, {.shape = {.pipeline = 2, .shards = 2, .tensor = 2}}, weights);
+}
+
+/// Each half codes what it multiplies, as the plain backward codes it.
+TEST(SecondHalf, HasWeightsThatMultiplyInFloat8) {
+  if (world_size() > 1) return; // whose ranks are threads here
+  const std::vector<std::string> weights{"query.weight", "projection.weight", "up.weight", "down.weight", "head.weight"};
+  for (const auto scaling : {Float8Scaling::kTensor, Float8Scaling::kRows}) {
+    const Task task{.net = {.depth = 2, .ties = false, .float8 = scaling}};
+    const bool recomputes = scaling == Float8Scaling::kRows;
+    expect_halves(task, {.shape = {.pipeline = 2, .shards = 2}, .recomputes = recomputes}, weights);
+    expect_halves(task, {.shape = {.pipeline = 2, .shards = 2, .tensor = 2}, .recomputes = !recomputes}, weights);
+    expect_halves(task, {.shape = {.pipeline = 2, .parts = 2}, .residency = Residency::kMicroBatch}, weights);
+    expect_halves(task, {.shape = {.pipeline = 2}, .recomputes = recomputes, .in_half = true}, weights);
+  }
 }
 
 } // namespace
