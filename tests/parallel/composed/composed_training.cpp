@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <utility>
 
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/collectives/process_context.h>
@@ -185,6 +187,7 @@ void SplitTraining::backward_all(const StepPlan& plan) {
   }
   for (int64_t call = 0; call < plan.calls; ++call) {
     const bool is_last = call + 1 == plan.calls;
+    if (plan.evaluates && call > 0) evaluate(plan.seed + 5000, plan.micro_batches);
     const auto& own = calls[static_cast<size_t>(call)];
     if (!pipeline_) {
       loss += run_loop(own, count, is_last);
@@ -195,12 +198,28 @@ void SplitTraining::backward_all(const StepPlan& plan) {
     if (scaler_) options.scale = [&](const torch::Tensor& each) { return scaler_->scale(each); };
     loss += pipeline_->step(values_of(own), options).item<double>();
   }
-  numbers.push_back(loss);
+  if (plan.nan_block < 0) return numbers.push_back(loss);
+  EXPECT_TRUE(std::isnan(loss)) << "rank " << process_context().rank() << ": " << loss;
+}
+
+/// The same, with the NaN that `plan` asks for.
+void SplitTraining::backward_of(const StepPlan& plan) {
+  if (plan.nan_block < 0) return backward_all(plan);
+  const auto* const chosen = net_->blocks[static_cast<size_t>(plan.nan_block)]->as<Block>();
+  const bool is_first = mesh_.local_rank("replicate") == 0 && mesh_.local_rank("shard") == 0;
+  bool is_done = !is_first;
+  net_->before_block = [&](const BlockImpl& each, const torch::Tensor& x) {
+    if (&each != chosen || std::exchange(is_done, true)) return;
+    const torch::NoGradGuard no_grad;
+    x.fill_(NAN);
+  };
+  backward_all(plan);
+  net_->before_block = nullptr;
 }
 
 void SplitTraining::step(const StepPlan& plan) {
   optimizer_->zero_grad();
-  backward_all(plan);
+  backward_of(plan);
   if (plan.overflows && process_context().rank() == 0) {
     const torch::NoGradGuard no_grad;
     for (auto& each : module().parameters()) {
@@ -210,11 +229,11 @@ void SplitTraining::step(const StepPlan& plan) {
   if (scaler_) scaler_->unscale_(*optimizer_);
   if (task_.max_norm > 0) {
     const auto norm = stages_ ? clip_grad_norm_(*stages_, task_.max_norm) : clip_grad_norm_(*net_, task_.max_norm);
-    if (!plan.overflows) numbers.push_back(norm.item<double>());
+    if (!plan.is_skipped()) numbers.push_back(norm.item<double>());
   }
   if (task_.net.experts > 0) update_expert_bias(module());
   if (scaler_) {
-    EXPECT_EQ(scaler_->step(*optimizer_), !plan.overflows);
+    EXPECT_EQ(scaler_->step(*optimizer_), !plan.is_skipped());
     scaler_->update();
   } else {
     optimizer_->step();

@@ -69,6 +69,10 @@ struct StepPlan {
   int64_t micro_batches = 4;
   int64_t calls = 1;      ///< over which these are accumulated, as many in each
   bool overflows = false; ///< a gradient is infinite on some rank, so that a scaler skips the step
+  int64_t nan_block = -1; ///< the block whose first input on the first data rank is NaN, which a scaler skips too
+  bool evaluates = false; ///< between the calls
+
+  bool is_skipped() const { return overflows || nan_block >= 0; }
 };
 
 /// A training, of one process or of this rank's part of one.
@@ -135,6 +139,7 @@ class SplitTraining final : public Training {
   double sum_over_data(double number) const;
   double run_loop(const std::vector<Batch>& batches, double count, bool is_last);
   void backward_all(const StepPlan& plan);
+  void backward_of(const StepPlan& plan);
   std::string error_of(const std::function<void()>& step);
   std::string error_at(int64_t block, const std::function<void(const torch::Tensor& x)>& throws,
                        const std::function<void()>& step);

@@ -34,7 +34,9 @@ struct Action {
 };
 
 std::string Action::text() const {
-  const auto step = c10::str("seed ", plan.seed, ", m ", plan.micro_batches, ", ", plan.calls, " calls");
+  const auto step = c10::str("seed ", plan.seed, ", m ", plan.micro_batches, ", ", plan.calls, " calls",
+                             plan.evaluates ? ", evaluated between" : "",
+                             plan.nan_block < 0 ? "" : c10::str(", NaN in block ", plan.nan_block));
   switch (deed) {
     case Deed::kStep: return "step: " + step;
     case Deed::kEvaluate: return "evaluate: " + step;
@@ -71,6 +73,7 @@ class Script {
     task_.max_norm = draw_.chance(60) ? 0.5 : 0;
     task_.averages = draw_.chance(30);
     task_.scales = draw_.chance(30);
+    if (draw_.chance(25)) task_.net.float8 = draw_.chance(50) ? Float8Scaling::kTensor : Float8Scaling::kRows;
     first_ = now_ = draw_manner();
     const auto count = 5 + draw_.below(6);
     for (int64_t i = 0; i < count; ++i) actions_.push_back(draw_action());
@@ -79,7 +82,7 @@ class Script {
   std::string text() const {
     auto text =
         c10::str(first_.text(), task_.net.ties ? ", tied" : "", ", ", task_.net.experts,
-                 task_.net.storage == ExpertStorage::kStacked ? " stacked experts" : " experts",
+                 task_.net.storage == ExpertStorage::kStacked ? " stacked experts" : " experts", task_.net.float8 ? ", fp8" : "",
                  task_.uses_adamw ? ", AdamW" : ", SGD", task_.averages ? ", averages" : "", task_.scales ? ", scaled" : "");
     for (const auto& action : actions_) text += "\n  " + action.text();
     return text;
@@ -124,8 +127,17 @@ class Script {
     }
   }
 
+  /// Products in fp8 have other scales where tokens are split, and sums of terms that may fall between other codes. So have
+  /// gradients that one process divides by 3, before they are coded, and three ranks afterwards.
+  std::vector<Shape> shapes() const {
+    auto all = shapes_of(ranks_, task_.net.experts);
+    if (task_.net.float8)
+      std::erase_if(all, [](const Shape& shape) { return shape.parts * shape.tensor > 1 || shape.data_ranks() == 3; });
+    return all;
+  }
+
   Manner draw_manner() {
-    Manner manner{.shape = draw_.of(shapes_of(ranks_, task_.net.experts))};
+    Manner manner{.shape = draw_.of(shapes())};
     if (manner.shape.pipeline == 0 && draw_.chance(60)) manner.shape.pipeline = 1;
     manner.kind = draw_.of(pipeline_schedule_names()).kind;
     manner.recomputes = draw_.chance(30);
@@ -140,6 +152,7 @@ class Script {
 
   StepPlan draw_plan() {
     StepPlan plan{.seed = draw_.seed() % 100000, .micro_batches = 1 + draw_.below(6), .calls = draw_.chance(25) ? 2 : 1};
+    plan.evaluates = plan.calls > 1 && draw_.chance(50);
     const auto ranks = std::max<int64_t>(1, now_.shape.pipeline);
     while (!takes(now_.kind, ranks, plan.micro_batches)) ++plan.micro_batches;
     return plan;
@@ -160,7 +173,8 @@ class Script {
       action.trains = draw_.chance(40);
     } else if (number < 85 && task_.scales) {
       action.deed = Deed::kOverflow;
-      action.plan.overflows = true;
+      action.plan.overflows = task_.net.experts > 0 || draw_.chance(50); // a router refuses NaN
+      if (!action.plan.overflows) action.plan.nan_block = draw_.below(task_.net.depth);
     } else if (now_.shape.pipeline > 0) {
       // Else the ranks of a stage would stop at different collectives.
       const auto& shape = now_.shape;

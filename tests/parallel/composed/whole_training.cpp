@@ -21,12 +21,16 @@ class WholeTraining final : public Training {
   void step(const StepPlan& plan) override {
     optimizer_->zero_grad();
     std::vector<Batch> all;
-    for (int64_t call = 0; call < plan.calls; ++call) take(plan.seed + static_cast<uint64_t>(call), plan.micro_batches, all);
-    numbers.push_back(loss_of(all, /*trains=*/true));
-    if (task_.max_norm > 0 && !plan.overflows)
+    for (int64_t call = 0; call < plan.calls; ++call) {
+      take(plan.seed + static_cast<uint64_t>(call), plan.micro_batches, all);
+      if (plan.evaluates && call > 0) evaluate(plan.seed + 5000, plan.micro_batches);
+    }
+    const auto loss = loss_of(all, /*trains=*/true);
+    if (plan.nan_block < 0) numbers.push_back(loss);
+    if (task_.max_norm > 0 && !plan.is_skipped())
       numbers.push_back(clip_grad_norm_(net_->parameters(), task_.max_norm).item<double>());
     if (task_.net.experts > 0) update_expert_bias(*net_);
-    if (!plan.overflows) optimizer_->step();
+    if (!plan.is_skipped()) optimizer_->step();
     if (average_) average_->update_parameters(*net_);
   }
   void evaluate(uint64_t seed, int64_t micro_batches) override {
