@@ -206,6 +206,15 @@ std::optional<ParallelPlan> plan_of(const ConfigValues& values) {
   return plan;
 }
 
+/// `plan_for` makes the plan that sequence parallelism is an option of.
+bool sequence_parallel_of(const ConfigValues& values, const ShardingConfig& sharding) {
+  const bool is_asked = values.boolean("tessera.sequence_parallel");
+  TORCH_CHECK_VALUE(
+      !is_asked || !sharding.plan, values.where("tessera.sequence_parallel"), " is true beside ",
+      "tessera.plan, which says by itself what is split: give its norms the style sequence, or leave one of the two out");
+  return is_asked;
+}
+
 /// Layers overlap with collectives of parts of sequences.
 Overlap overlap_in(const ConfigValues& values, const ShardingConfig& sharding) {
   const auto overlap = overlap_of(values.text("tessera.overlap"));
@@ -248,7 +257,7 @@ ShardingConfig sharding_of(ConfigValues& values, int64_t ranks) {
   sharding.communication = communication_in(values);
   sharding.recompute = values.has("activation_checkpointing") || values.boolean("tessera.recompute");
   sharding.plan = plan_of(values);
-  sharding.sequence_parallel = values.boolean("tessera.sequence_parallel");
+  sharding.sequence_parallel = sequence_parallel_of(values, sharding);
   sharding.overlap = overlap_in(values, sharding);
   sharding.pipeline_schedule = values.text("tessera.pipeline.schedule");
   sharding.pipeline_chunks = values.integer("tessera.pipeline.chunks");

@@ -476,7 +476,11 @@ TEST(Config, RefusesWrongValuesOfItsOwnBlock) {
   EXPECT_THROWS_WITH(tessera(R"("plan": {"a": "colwize"})"), "tessera.plan.a is \"colwize\"");
   EXPECT_THROWS_WITH(tessera(R"("overlap": "always")"),
                      "tessera.overlap is always, which needs split sequences, but tessera.sequence_parallel is false");
-  EXPECT_THROWS_WITH(tessera(R"("overlap": "measured", "sequence_parallel": true, "plan": {"a": "colwise"})"),
+  EXPECT_THROWS_WITH(tessera(R"("sequence_parallel": true, "plan": {"a": "sequence"})"),
+                     "ds.json: tessera.sequence_parallel is true beside tessera.plan, which says by itself what is split");
+  EXPECT_FALSE(tessera(R"("sequence_parallel": false, "plan": {"a": "sequence"})").sharding.sequence_parallel);
+  EXPECT_THROWS_WITH(tessera(R"("overlap": true)"), "tessera.overlap is true, but must be one of never, always, measured");
+  EXPECT_THROWS_WITH(tessera(R"("overlap": "measured", "plan": {"a": "colwise"})"),
                      "tessera.overlap is measured, which needs split sequences, but no style of tessera.plan is sequence");
   EXPECT_THROWS_WITH(tessera(R"("overlap": "sometimes", "sequence_parallel": true)"),
                      "tessera.overlap is \"sometimes\", but must be one of never, always, measured");

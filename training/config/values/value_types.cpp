@@ -2,7 +2,7 @@
 #include <absl/strings/ascii.h>
 #include <absl/strings/numbers.h>
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -85,14 +85,11 @@ std::optional<Json> converted(KeyType type, const Json& value) {
 }
 
 Json choice_of(const ConfigKey& key, const Json& value, const std::string& where) {
-  const auto text = value.get<std::string>(), lower = absl::AsciiStrToLower(text);
   const auto choices = choices_of(key);
-  std::string list;
-  for (const auto& choice : choices) {
-    if (choice == lower) return choice;
-    list += (list.empty() ? "" : ", ") + choice;
-  }
-  TORCH_CHECK_VALUE(false, where, " is \"", text, "\", but must be one of ", list, nearest_name(lower, choices));
+  auto lower = value.is_string() ? absl::AsciiStrToLower(value.get<std::string>()) : "";
+  if (std::count(choices.begin(), choices.end(), lower) > 0) return lower;
+  TORCH_CHECK_VALUE(false, where, " is ", internal::to_text(value), ", but must be one of ",
+                    fmt::to_string(fmt::join(choices, ", ")), value.is_string() ? nearest_name(lower, choices) : "");
 }
 
 } // namespace
@@ -117,9 +114,10 @@ bool is_off(const ConfigKey& key, const Json& value) {
 
 Json as_type(const ConfigKey& key, const Json& value, const std::string& where) {
   if (value.is_null() && key.standard == "null") return value;
+  if (!key.choices.empty()) return choice_of(key, value, where);
   const auto result = converted(key.type, value);
   TORCH_CHECK_VALUE(result, where, " is ", to_text(value), ", but must be of the type ", to_string(key.type));
-  return key.choices.empty() ? *result : choice_of(key, *result, where);
+  return *result;
 }
 
 } // namespace tessera::internal
