@@ -81,9 +81,12 @@ struct MeasuredPipelineStep {
 ///   }
 ///
 /// The gradients are those of one process that adds the losses of all micro-batches and of the whole data mesh, and divides by
-/// the count. Batch norms see each micro-batch, as under gradient accumulation. After an exception in a step the other ranks get
-/// an error, and the pipeline cannot be used any more. What the step had gathered, reduced and counted is given up. All ranks may
-/// then make a new one of the same stages: docs/pipeline.md, "After an exception".
+/// the count. Batch norms see each micro-batch, as under gradient accumulation.
+///
+/// An exception in a step keeps its type and says where it was: a c10::Error by a context, one of a type of <stdexcept> behind
+/// its own words; those of other types come as they were thrown (see `failure`). The other ranks get a c10::Error with all of it,
+/// and the pipeline cannot be used any more. What the step had gathered, reduced and counted is given up. All ranks may then make
+/// a new one of the same stages: docs/pipeline.md, "After an exception".
 class Pipeline {
  public:
   /// Takes any number of micro-batches that the kind can take. Every rank of the pipeline makes it alike. An error where the
@@ -120,6 +123,9 @@ class Pipeline {
   /// Parameters of this rank whose gradients come with the first half of a backward that the schedule splits: biases and norms,
   /// and the weights of ops that cannot be split, such as a fused LSTM. Known after the first step.
   const std::vector<std::string>& not_split() const;
+  /// What has ended the pipeline: the words of the first exception in a step, an evaluation or a prediction, its rank, and the
+  /// layer, loss, backward or half of one, stage and micro-batch that it was in; then what this rank did. Empty before.
+  const std::string& failure() const;
 
  private:
   std::unique_ptr<internal::pipeline::PipelineState> state_;

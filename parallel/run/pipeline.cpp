@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <tessera/base/error_text.h>
+#include <tessera/base/placed_error.h>
 #include <tessera/optim/parts/backward_mark.h>
 #include <tessera/parallel/run/pipeline_state.h>
 #include <tessera/parallel/run/step_run.h>
@@ -30,19 +31,27 @@ void check_can_step(const PipelineState& state) {
   TORCH_CHECK(at::GradMode::is_enabled(), "Pipeline::step was called without grad mode; `evaluate` needs none");
 }
 
-/// Runs a step; after an exception the other ranks hear of it.
+/// Whether it may be of a connection that another rank has closed; all others are of the program's functions.
+bool is_torch_error(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const c10::Error&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+/// Runs what `step` does; after an exception the other ranks hear of it, and where it was.
 template <typename Run>
-void run_or_abandon(PipelineState& state, const Run& run) {
+void run_or_abandon(PipelineState& state, const StepRun& step, const Run& run) {
   try {
     run();
-  } catch (const std::exception& error) {
-    const auto here = internal::error_text(error);
-    const auto text = state.abandon(here);
-    if (text == here) throw;
-    TORCH_CHECK(false, text);
   } catch (...) {
-    state.abandon("an exception that is no std::exception");
-    throw;
+    const auto error = internal::placed_error(step.place());
+    const auto text = state.abandon(error.text);
+    TORCH_CHECK(text == error.text || !is_torch_error(error.thrown), text);
+    std::rethrow_exception(error.thrown);
   }
 }
 
@@ -93,7 +102,7 @@ at::Tensor train(PipelineState& state, const std::vector<PipelineValue>& micro_b
   if (measured) input.times = &times;
   StepRun run(state, input);
   at::Tensor loss;
-  run_or_abandon(state, [&] {
+  run_or_abandon(state, run, [&] {
     run.train(*needs.schedule);
     scale_nothing(state, options);
     loss = state.over_stages(run.loss());
@@ -145,7 +154,7 @@ at::Tensor Pipeline::evaluate(const std::vector<PipelineValue>& micro_batches) {
   input.key = state_->agree("an evaluation", input.shapes, failure);
   StepRun run(*state_, input);
   at::Tensor loss;
-  run_or_abandon(*state_, [&] {
+  run_or_abandon(*state_, run, [&] {
     run.evaluate(/*wants_loss=*/true);
     loss = state_->over_stages(run.loss());
   });
@@ -158,7 +167,7 @@ std::vector<PipelineValue> Pipeline::predict(const std::vector<PipelineValue>& m
   StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches)};
   input.key = state_->agree("a prediction", input.shapes, micro_batches.empty() ? "a prediction without micro-batches" : "");
   StepRun run(*state_, input);
-  run_or_abandon(*state_, [&] {
+  run_or_abandon(*state_, run, [&] {
     run.evaluate(/*wants_loss=*/false);
     state_->over_stages(at::zeros({})); // ranks that have done their part hear of an exception in a later stage
   });
@@ -168,5 +177,6 @@ std::vector<PipelineValue> Pipeline::predict(const std::vector<PipelineValue>& m
 const PipelineStages& Pipeline::stages() const { return state_->stages; }
 const PipelineSchedule& Pipeline::schedule(int64_t micro_batches) const { return state_->schedule(micro_batches); }
 const std::vector<std::string>& Pipeline::not_split() const { return state_->not_split; }
+const std::string& Pipeline::failure() const { return state_->failure; }
 
 } // namespace tessera

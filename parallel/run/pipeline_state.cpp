@@ -103,13 +103,13 @@ PipelineState::PipelineState(PipelineStages pipeline_stages, PipelineLoss pipeli
       backward(connection(stages.mesh, "backward", failures), stages.mesh, options.dynamic_shapes),
       ties(stages),
       kind_(schedule_kind) {
-  std::string what, failure; // of which the other ranks must hear
+  std::string what, mistake; // of which the other ranks must hear
   try {
     what = take_schedule(std::move(own_schedule));
   } catch (const c10::Error& error) {
-    what = failure = error.what_without_backtrace();
+    what = mistake = error.what_without_backtrace();
   }
-  agree(what, {}, failure);
+  agree(what, {}, mistake);
   for (const auto& stage : stages.local) sharded.emplace_back(stages, stage, options.residency);
 }
 
@@ -138,16 +138,16 @@ const PipelineSchedule& PipelineState::schedule(int64_t micro_batches) {
   return schedules_.emplace(micro_batches, in_window(made(*kind_, stages, micro_batches), options)).first->second;
 }
 
-std::string PipelineState::agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& failure,
+std::string PipelineState::agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& mistake,
                                  const std::string& options) const {
   std::string text = what + options + "\n";
   for (const auto& shape : shapes) text += shape + "\n";
-  text += failure;
+  text += mistake;
   const auto communicator = stages.mesh.communicator(0, "pipeline");
   const auto texts = gather_texts_that_differ(text, *communicator, stages.mesh.device(), "pipeline");
   TORCH_CHECK_VALUE(texts.empty(), "the ranks of a pipeline were not given the same: ",
                     first_difference(texts, communicator->ranks(), "micro-batch"));
-  TORCH_CHECK_VALUE(failure.empty(), failure);
+  TORCH_CHECK_VALUE(mistake.empty(), mistake);
   std::string trained;
   for (const auto& parameter : stages.module->parameters()) trained += parameter.requires_grad() ? '1' : '0';
   auto hash = at::full({1}, static_cast<int64_t>(std::hash<std::string>()(trained) >> 8),
@@ -194,18 +194,18 @@ int64_t PipelineState::data_rank() const {
 }
 
 void PipelineState::check_usable() const {
-  TORCH_CHECK(!is_broken_, "this pipeline had an error in an earlier step, and cannot be used any more");
+  TORCH_CHECK(failure.empty(), "this pipeline had an error in an earlier step, and cannot be used any more: ", failure);
 }
 
-std::string PipelineState::abandon(const std::string& failure) {
-  is_broken_ = true;
-  const auto first = first_failure(failure_key(stages.mesh, failures), stages.mesh, failure);
+std::string PipelineState::abandon(const std::string& text) {
+  const auto first = first_failure(failure_key(stages.mesh, failures), stages.mesh, text);
   forward.close();
   backward.close();
   for (const auto& stage : sharded) give_up_step(stage);
-  return first.empty()
-             ? failure
-             : c10::str("the pipeline has ended on ", first, "\nHere, on rank ", process_context().rank(), ": ", failure);
+  failure = first.empty()
+                ? text
+                : c10::str("the pipeline has ended on ", first, "\nHere, on rank ", process_context().rank(), ": ", text);
+  return failure;
 }
 
 } // namespace tessera::internal::pipeline

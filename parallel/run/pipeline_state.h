@@ -22,8 +22,8 @@ class PipelineState {
 
   const PipelineSchedule& schedule(int64_t micro_batches);
   /// What all ranks of the pipeline must have alike at the beginning of a step, as a key of the messages' shapes, in which
-  /// `options` are not. Throws on all of them where they differ, or `failure` says that this one cannot go on.
-  std::string agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& failure,
+  /// `options` are not. Throws on all of them where they differ, or `mistake` says that this one cannot go on.
+  std::string agree(const std::string& what, const std::vector<std::string>& shapes, const std::string& mistake,
                     const std::string& options = "") const;
   /// The terms of the loss here.
   double terms_of(const std::vector<PipelineValue>& micro_batches) const;
@@ -37,7 +37,7 @@ class PipelineState {
   int64_t data_rank() const;
   void check_usable() const;
   /// After an exception with this text: the others hear of it. Returns the text with that of the rank that failed first.
-  std::string abandon(const std::string& failure);
+  std::string abandon(const std::string& text);
 
   PipelineStages stages;
   PipelineLoss loss;
@@ -48,13 +48,13 @@ class PipelineState {
   TieSums ties;
   std::vector<std::string> not_split;
   int64_t steps_done = 0;
+  std::string failure; ///< after an exception, where it was first and what it said
 
  private:
   std::string take_schedule(std::optional<PipelineSchedule> own_schedule);
 
   std::optional<PipelineScheduleKind> kind_;
   std::map<int64_t, PipelineSchedule> schedules_; ///< by micro-batches
-  bool is_broken_ = false;
 };
 
 /// The structure, shapes and dtypes of a micro-batch.

@@ -52,19 +52,20 @@ void LayerSeeds::apply(int64_t micro_batch, int64_t layer) const {
   if (seed) at::manual_seed(mixed(mixed(mixed(*seed, step), micro_batch), layer));
 }
 
-PipelineValue StageRun::run_layers(int64_t micro_batch, PipelineValue value, const PipelineValue& batch) const {
+PipelineValue StageRun::run_layers(int64_t micro_batch, PipelineValue value, const PipelineValue& batch) {
   const StageScope scope(name_);
   for (auto layer = stage_.begin; layer < stage_.end; ++layer) {
-    const auto& each = stages_.layers.layers()[static_cast<size_t>(layer)];
+    layer_ = layer;
     seeds_.apply(micro_batch, layer);
-    try {
-      value = each.function(value, batch);
-    } catch (c10::Error& error) {
-      error.add_context(c10::str("in layer '", each.name, "' of ", name_, ", micro-batch ", micro_batch));
-      throw;
-    }
+    value = stages_.layers.layers()[static_cast<size_t>(layer)].function(value, batch);
   }
+  layer_.reset();
   return value;
+}
+
+std::string StageRun::place() const {
+  if (!layer_) return name_;
+  return c10::str("layer '", stages_.layers.layers()[static_cast<size_t>(*layer_)].name, "' of ", name_);
 }
 
 PipelineValue StageRun::forward(int64_t micro_batch, const PipelineValue& input, const PipelineValue& batch, bool splits) {

@@ -68,6 +68,10 @@ class StageRun {
 
   const PipelineStage& stage() const { return stage_; }
   const std::string& name() const { return name_; }
+  /// Whether a layer computes, or has thrown.
+  bool is_in_layer() const { return layer_.has_value(); }
+  /// "layer 'head' of stage 1 (…)" then, else the name.
+  std::string place() const;
 
  private:
   struct InFlight {
@@ -75,12 +79,13 @@ class StageRun {
     std::vector<torch::autograd::Edge> outputs;
     WeightQueuePtr queue;
   };
-  PipelineValue run_layers(int64_t micro_batch, PipelineValue value, const PipelineValue& batch) const;
+  PipelineValue run_layers(int64_t micro_batch, PipelineValue value, const PipelineValue& batch);
 
   const PipelineStages& stages_;
   const PipelineStage& stage_;
   std::string name_;
   LayerSeeds seeds_;
+  std::optional<int64_t> layer_;          ///< that computes
   std::map<int64_t, InFlight> in_flight_; ///< by micro-batch
 };
 

@@ -21,6 +21,18 @@ FlatValue flat_list(std::vector<at::Tensor> tensors) {
   return {.structure = "[T" + std::string(tensors.size(), 'T') + "]", .tensors = std::move(tensors)};
 }
 
+const char* part_of(PipelineWork work) {
+  switch (work) {
+    case PipelineWork::kForward: return "the forward";
+    case PipelineWork::kBackward: return "the backward";
+    case PipelineWork::kInputGradients: return "the first half of the backward";
+    case PipelineWork::kWeightGradients: return "the second half of the backward";
+    case PipelineWork::kUnshard: return "the gathers";
+    case PipelineWork::kReshard: return "the freeing";
+  }
+  return "an action";
+}
+
 } // namespace
 
 StepRun::StepRun(PipelineState& state, const StepInput& input)
@@ -36,12 +48,17 @@ bool StepRun::is_here(int64_t stage) const {
   return state_.stages.rank_of_stage[static_cast<size_t>(stage)] == state_.stages.rank();
 }
 
-StageRun& StepRun::run_of(int64_t stage) {
-  return *std::find_if(runs_.begin(), runs_.end(), [&](const StageRun& run) { return run.stage().index == stage; });
+size_t StepRun::index_of(int64_t stage) const {
+  const auto found = std::find_if(runs_.begin(), runs_.end(), [&](const StageRun& run) { return run.stage().index == stage; });
+  return static_cast<size_t>(found - runs_.begin());
 }
 
-const ShardedStage& StepRun::sharded_of(int64_t stage) {
-  return state_.sharded[static_cast<size_t>(&run_of(stage) - runs_.data())];
+std::string StepRun::place() const {
+  if (!now_) return "between the actions of a step, or at its end";
+  const auto& run = runs_[index_of(now_->stage)];
+  auto where = c10::str("in ", run.is_in_layer() ? "" : c10::str(now_->what, " of "), run.place());
+  if (now_->micro_batch < 0) return where;
+  return c10::str(where, ", micro-batch ", now_->micro_batch, " of ", input_.micro_batches.size());
 }
 
 MicroBatchScope StepRun::scope_of(const PipelineAction& action) {
@@ -71,8 +88,10 @@ void StepRun::train(const PipelineSchedule& schedule) {
   for (size_t i = 0; i < actions.size(); ++i) {
     if (i + 1 < actions.size()) ask_ahead(actions[i], actions[i + 1]);
     if (input_.times) input_.times->begin();
+    now_ = {part_of(actions[i].work), actions[i].stage, actions[i].micro_batch};
     if (actions[i].work == PipelineWork::kUnshard) gather_ahead(actions, i);
     perform(actions[i]);
+    now_.reset();
     if (input_.times) input_.times->end();
     state_.forward.drop_sent();
     state_.backward.drop_sent();
@@ -87,6 +106,7 @@ void StepRun::evaluate(bool wants_loss) {
   for (auto& run : runs_) {
     for (int64_t micro_batch = 0; micro_batch < std::ssize(input_.micro_batches); ++micro_batch) {
       const auto stage = run.stage().index;
+      now_ = {part_of(PipelineWork::kForward), stage, micro_batch};
       auto value = input_.micro_batches[static_cast<size_t>(micro_batch)];
       if (stage > 0) {
         value = unflatten(received(state_.forward, asked_outputs_, message("outputs", stage - 1, micro_batch, stage - 1),
@@ -100,6 +120,7 @@ void StepRun::evaluate(bool wants_loss) {
       } else {
         outputs_.push_back(std::move(value));
       }
+      now_.reset();
       state_.forward.drop_sent();
     }
   }
@@ -181,6 +202,7 @@ void StepRun::pass_on(StageRun& run, int64_t micro_batch, const PipelineValue& o
 }
 
 void StepRun::take_loss(StageRun& run, int64_t micro_batch, const PipelineValue& output) {
+  const auto forward = std::exchange(now_, Part{"the loss", run.stage().index, micro_batch});
   const auto sum = state_.loss.sum(output, input_.micro_batches[static_cast<size_t>(micro_batch)]);
   TORCH_CHECK(sum.defined() && sum.dim() == 0, "rank ", process_context().rank(),
               ": the loss of a pipeline must have no dims, and has ", sum.defined() ? sum.dim() : -1);
@@ -189,7 +211,12 @@ void StepRun::take_loss(StageRun& run, int64_t micro_batch, const PipelineValue&
     const auto value = sum.detach();
     loss_ = loss_ + (is_dtensor(value) ? DTensor(value).full_tensor() : value).to(at::kDouble);
   }
-  if (!at::GradMode::is_enabled()) return;
+  if (at::GradMode::is_enabled()) keep_loss(run, micro_batch, sum);
+  now_ = forward;
+}
+
+/// The beginning of the backward.
+void StepRun::keep_loss(StageRun& run, int64_t micro_batch, const at::Tensor& sum) {
   auto root = sum * input_.factor;
   if (input_.options.scale) root = input_.options.scale(root);
   run.keep_graph(micro_batch, {root});

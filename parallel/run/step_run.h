@@ -41,9 +41,15 @@ class StepRun {
   /// The sum of the losses here, without dims.
   at::Tensor loss() const { return loss_; }
   std::vector<PipelineValue> take_outputs() { return std::move(outputs_); }
+  /// What this rank does, or did when it threw: "in the loss of stage 1 (layer 'head'), micro-batch 2 of 4".
+  std::string place() const;
 
  private:
   using Place = std::pair<int64_t, int64_t>; ///< a stage, a micro-batch
+  struct Part {
+    const char* what;           ///< "the loss"
+    int64_t stage, micro_batch; ///< -1: of none
+  };
   void note(const std::vector<PipelineAction>& actions);
   void perform(const PipelineAction& action);
   void gather_ahead(const std::vector<PipelineAction>& actions, size_t gather);
@@ -54,6 +60,7 @@ class StepRun {
 
   void pass_on(StageRun& run, int64_t micro_batch, const PipelineValue& output);
   void take_loss(StageRun& run, int64_t micro_batch, const PipelineValue& output);
+  void keep_loss(StageRun& run, int64_t micro_batch, const at::Tensor& sum);
   void check_graph(StageRun& run, int64_t micro_batch, const PipelineValue& input);
 
   bool is_last(int64_t stage) const { return stage + 1 == state_.stages.count(); }
@@ -61,12 +68,14 @@ class StepRun {
   /// The message that carries the outputs, or the gradients of the outputs, of `stage`.
   MessageName message(const char* what, int64_t stage, int64_t micro_batch, int64_t peer_stage) const;
   FlatValue received(Messages& messages, std::map<Place, Incoming>& asked, const MessageName& name, Place place);
-  StageRun& run_of(int64_t stage);
-  const ShardedStage& sharded_of(int64_t stage);
+  size_t index_of(int64_t stage) const; ///< among the local ones
+  StageRun& run_of(int64_t stage) { return runs_[index_of(stage)]; }
+  const ShardedStage& sharded_of(int64_t stage) const { return state_.sharded[index_of(stage)]; }
   MicroBatchScope scope_of(const PipelineAction& action);
 
   PipelineState& state_;
   const StepInput& input_;
+  std::optional<Part> now_; ///< nothing between the actions
   ParameterNodes nodes_;
   std::vector<StageRun> runs_;                                 ///< as the local stages
   std::map<const torch::nn::Module*, int64_t> remaining_;      ///< backwards, and second halves, of what is one model
