@@ -33,6 +33,9 @@ inline CallOrigin call_origin() { return in_backward() ? origin_in_backward() : 
 /// In that mode a formula runs with `create_graph` alone, which keeps the graph.
 bool is_forward(CallOrigin origin);
 
+/// Whether it is that of a hook, or of autograd's sums of gradients.
+inline bool is_beside_nodes(CallOrigin origin) { return origin == CallOrigin::kBesideFormula || origin == CallOrigin::kHook; }
+
 } // namespace tessera::internal
 
 namespace tessera::internal::dispatch {

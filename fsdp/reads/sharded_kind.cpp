@@ -390,7 +390,8 @@ void run(ReadCall& call) {
   if (is_whole && call.met(Met::kOffDevice)) call.below = keys_on_device(call);
   if ((is_whole && !activations) || (call.met(Met::kWhole) && !call.met(Met::kDTensor)))
     end_view_replay(); // a plain computation goes on
-  if (casts && is_forward(call.origin())) cast_activations(call);
+  // A hook may evaluate a model, without grad mode: it is the program's, in which no formula reads what it saved.
+  if (casts && (is_forward(call.origin()) || is_beside_nodes(call.origin()))) cast_activations(call);
   call.proceed();
   end_view_replay(); // autograd has asked
   if (use == Use::kWritesPlaces) {

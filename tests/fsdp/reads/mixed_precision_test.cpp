@@ -119,6 +119,29 @@ TEST(MixedPrecision, ActivationsAreCastBesideALeafButRunningStatisticsAreNot) {
   EXPECT_TRUE(net->ptr(0)->named_parameters()["weight"].grad().defined());
 }
 
+TEST(MixedPrecision, AnEvaluationInAHookCastsAsAnyOther) {
+  Net net = make_net();
+  shard_model(net, {"bf16", world_mesh, bf16_options(BufferLayout::kRagged, torch::kFloat)});
+  const auto evaluated = [&] {
+    const torch::NoGradGuard no_grad;
+    return net->forward(global_batch(0));
+  };
+  const auto expected = evaluated();
+  const auto evaluated_in_hook = [&](const torch::Tensor& of, const torch::Tensor& loss) {
+    torch::Tensor result;
+    const auto hook = of.register_hook([&](const torch::Tensor&) { result = evaluated(); });
+    loss.backward();
+    of.remove_hook(hook);
+    return result;
+  };
+  const auto own = torch::ones({2}, test_device()).requires_grad_();
+  const auto sum = (own * 2).sum();
+  EXPECT_TENSORS_EQUAL(evaluated_in_hook(own, (own * 2).sum()), expected) << "of a node without a formula";
+  EXPECT_TENSORS_EQUAL(evaluated_in_hook(sum, sum), expected) << "of a node with a formula";
+  const auto of_net = net->forward(global_batch(0)).to(torch::kFloat).sum();
+  EXPECT_TENSORS_EQUAL(evaluated_in_hook(of_net, of_net), expected) << "of its own backward";
+}
+
 struct Normed : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) { return head(torch::relu(norm(convolution(x))).mean(2)); }
   torch::nn::Conv1d convolution{register_module("convolution", torch::nn::Conv1d(3, 4, 1))};
