@@ -36,7 +36,8 @@ endfunction()
 # simulated device (all with TESSERA_TEST_FULL=1) on the first of these numbers of ranks. `ctest -C Full` runs the others too.
 # ONLY_SIMULATED: for tests that would test nothing on the CPU, which has no entry then; on the simulated device all of them run.
 # OVER_BOTH_TRANSPORTS: each entry a second time with gloo in place of shared memory, `name.gloo`.
-# With HOSTS: an entry `name.hosts` more, which runs them with as many ranks as a layout has digits, that of each rank's host.
+# With HOSTS: an entry `name.hosts` more, which runs them with as many ranks as a layout has digits, that of each rank's host: all
+# of them for collectives/, a few for fsdp/.
 function(tessera_test name)
   cmake_parse_arguments(arg "OVER_BOTH_TRANSPORTS;ONLY_SIMULATED;APART" "PROGRAM;TIMEOUT" "FILES;RANKS;SIMULATED_RANKS;HOSTS;LABELS;ENVIRONMENT"
     ${ARGN})
@@ -62,6 +63,9 @@ function(tessera_test name)
   if(arg_HOSTS)
     list(JOIN arg_HOSTS "," layouts)
     set(arg_ENVIRONMENT ${environment} GLOO_SOCKET_IFNAME=lo)
+    if(arg_PROGRAM STREQUAL "fsdp_tests") # what differs between hosts is the collectives', which test all of it
+      list(APPEND arg_ENVIRONMENT TESSERA_TEST_COUNT=12)
+    endif()
     _tessera_add_test(${name}.hosts 3 ${command} --hosts ${layouts})
   endif()
   if(arg_OVER_BOTH_TRANSPORTS)
@@ -151,5 +155,6 @@ function(_tessera_add_test name processors)
   set_tests_properties(${name} PROPERTIES
     SKIP_REGULAR_EXPRESSION "\\[  PASSED  \\] 0 tests\\.(\n\\[  SKIPPED \\] [^\n]*)+\n*$"
     LABELS "${folder};${arg_LABELS}" PROCESSORS ${processors} TIMEOUT ${arg_TIMEOUT} COST ${cost}
-    ENVIRONMENT "OMP_NUM_THREADS=1;TESSERA_TIMEOUT_SECONDS=${collective_timeout};${spin};${TESSERA_SANITIZER_ENVIRONMENT};${arg_ENVIRONMENT}")
+    ENVIRONMENT "OMP_NUM_THREADS=1;TESSERA_TIMEOUT_SECONDS=${collective_timeout};${spin};${TESSERA_SANITIZER_ENVIRONMENT};${arg_ENVIRONMENT}"
+    ENVIRONMENT_MODIFICATION "PYTHONPATH=path_list_prepend:${PROJECT_SOURCE_DIR}/tests/support/quick_python")
 endfunction()
