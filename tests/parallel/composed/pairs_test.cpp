@@ -94,7 +94,7 @@ void compare(const Features& features, bool in_half) {
 
 TEST(Pairs, TrainAsOneProcess) {
   if (world_size() > 1) return; // which are threads here
-  for (const auto& features : sweep(all_pairs(), 10)) {
+  for (const auto& features : sweep(all_pairs(), 6)) {
     SCOPED_TRACE(text_of(features));
     compare(features, /*in_half=*/false);
     if (features.contains("scaler")) compare(features, /*in_half=*/true);

@@ -91,7 +91,7 @@ void train(Training& training, const Case& each, const std::filesystem::path& fo
 TEST(ResidentStages, TrainAsOneProcessBesideAllThatGathers) {
   const SharedFolder folder;
   int number = 0;
-  for (const auto& each : sweep(all_cases(), 5)) {
+  for (const auto& each : sweep(all_cases(), 3)) {
     SCOPED_TRACE(each.text());
     const Task task{.net = {.dtype = torch::kDouble}, .averages = true, .scales = each.scales};
     const auto manner = in(each.first, each.course.first);

@@ -18,7 +18,7 @@ std::vector<AttentionCase> cases_of(ContextParallel scheme) {
   std::vector<AttentionCase> cases;
   for (uint64_t number = 0; number < kCases; ++number)
     cases.push_back(draw_case(number, scheme == ContextParallel::kUlysses ? std::optional(world_size()) : std::nullopt));
-  return sweep(cases, 40);
+  return sweep(cases, 25);
 }
 
 /// Where one kernel happens to be exact, what is left is the rounding of fp32, in which blocks are merged.

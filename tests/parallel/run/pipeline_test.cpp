@@ -57,7 +57,7 @@ std::vector<Trained> trainings() {
 
 /// 20 steps of SGD with clipping, or of AdamW.
 TEST(Pipeline, TrainsAsOneProcess) {
-  for (const auto& [kind, micro_batches, uses_adamw] : sweep(trainings(), 6)) {
+  for (const auto& [kind, micro_batches, uses_adamw] : sweep(trainings(), 4)) {
     SCOPED_TRACE(c10::str("kind ", static_cast<int>(kind), ", m ", micro_batches, uses_adamw ? ", AdamW" : ", SGD"));
     const TrainingPlan plan{.micro_batches = micro_batches,
                             .max_norm = uses_adamw ? 0.0 : 0.5,
