@@ -3,7 +3,6 @@
 // Internal: a scope of a layer above that a second run of `recompute` is in, as the first one was.
 
 #include <memory>
-#include <utility>
 
 namespace tessera::internal {
 
@@ -14,20 +13,5 @@ struct CarriedScope {
   CarriedScope& operator=(const CarriedScope&) = delete;
 };
 using CarriedScopePtr = std::shared_ptr<const CarriedScope>;
-
-/// The innermost of this thread; null outside of all.
-inline thread_local CarriedScopePtr carried_scope;
-
-/// While it lives, this thread is in a scope of another time.
-class InCarriedScope {
- public:
-  explicit InCarriedScope(CarriedScopePtr scope) : before_(std::exchange(carried_scope, std::move(scope))) {}
-  ~InCarriedScope() { carried_scope = std::move(before_); }
-  InCarriedScope(const InCarriedScope&) = delete;
-  InCarriedScope& operator=(const InCarriedScope&) = delete;
-
- private:
-  CarriedScopePtr before_;
-};
 
 } // namespace tessera::internal

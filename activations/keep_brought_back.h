@@ -2,6 +2,8 @@
 
 // Internal: a recomputed function whose backward comes in two halves.
 
+#include <tessera/base/per_thread.h>
+
 namespace tessera::internal {
 
 /// While it lives, what a second run brings back on this thread stays for another backward, which takes it without a further run:
@@ -9,12 +11,9 @@ namespace tessera::internal {
 class KeepBroughtBack {
  public:
   KeepBroughtBack();
-  ~KeepBroughtBack();
-  KeepBroughtBack(const KeepBroughtBack&) = delete;
-  KeepBroughtBack& operator=(const KeepBroughtBack&) = delete;
 
  private:
-  bool before_;
+  const ScopedValue<bool> keeps_;
 };
 
 } // namespace tessera::internal

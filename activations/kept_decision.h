@@ -8,6 +8,8 @@
 #include <functional>
 #include <vector>
 
+#include <tessera/base/per_thread.h>
+
 namespace tessera::internal {
 
 /// The decisions of one recomputation, in the order of its first run.
@@ -19,15 +21,12 @@ class DecisionScope {
  public:
   enum class Run { kFirst, kSecond };
   DecisionScope(Decisions& decisions, Run run);
-  ~DecisionScope();
-  DecisionScope(const DecisionScope&) = delete;
-  DecisionScope& operator=(const DecisionScope&) = delete;
 
  private:
   friend std::vector<at::Tensor> decided_once(const std::function<std::vector<at::Tensor>()>& decide);
   Decisions& decisions_;
   const Run run_;
-  DecisionScope* const around_;
+  const ScopedValue<DecisionScope*> innermost_;
   size_t next_ = 0;
 };
 

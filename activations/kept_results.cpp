@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 
+#include <tessera/activations/open_runs.h>
 #include <tessera/activations/placed_tensors.h>
 #include <tessera/base/meta_memory.h>
 #include <tessera/collectives/backends/simulated/operator_watch.h>
@@ -16,8 +17,6 @@ namespace {
 
 /// That of DTensors, below autograd: on this thread it is every tensor's while results are kept.
 constexpr c10::DispatchKey kKeepKey = c10::DispatchKey::Fake;
-
-thread_local KeptResults::Scope* current_scope = nullptr;
 
 /// Returns tensors that share memory with nothing, and maybe integers, as attention does on GPUs.
 bool is_functional(const c10::FunctionSchema& schema) {
@@ -41,27 +40,26 @@ bool is_stand_in(const c10::IValue& value) {
 
 } // namespace
 
-KeptResults::Scope::Scope(KeptResults* results)
-    : results_(results), before_(std::exchange(current_scope, results ? this : nullptr)) {
-  c10::impl::tls_set_dispatch_key_included(kKeepKey, current_scope != nullptr);
+KeptResultsScope::KeptResultsScope(KeptResults* results)
+    : results_(results), innermost_(open_runs->results, results ? this : nullptr) {
+  c10::impl::tls_set_dispatch_key_included(kKeepKey, results != nullptr);
 }
 
-KeptResults::Scope::Scope(KeptResults* results, const TakerScope& taker) : Scope(results) { taker_ = &taker; }
+KeptResultsScope::KeptResultsScope(KeptResults* results, const TakerScope& taker) : KeptResultsScope(results) { taker_ = &taker; }
 
-KeptResults::Scope::Scope(KeptResults* results, Values values) : Scope(results) { values_ = std::move(values); }
-
-KeptResults::Scope::~Scope() {
-  current_scope = before_;
-  c10::impl::tls_set_dispatch_key_included(kKeepKey, current_scope != nullptr);
+KeptResultsScope::KeptResultsScope(KeptResults* results, KeptResults::Values values) : KeptResultsScope(results) {
+  values_ = std::move(values);
 }
 
-KeptResults::Scope* KeptResults::Scope::active() { return current_scope; }
+KeptResultsScope::~KeptResultsScope() { c10::impl::tls_set_dispatch_key_included(kKeepKey, innermost_.before() != nullptr); }
 
-void KeptResults::Scope::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
+KeptResultsScope* KeptResultsScope::active() { return open_runs->results; }
+
+void KeptResultsScope::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   const bool counts = is_functional(schema) && std::none_of(arguments.begin(), arguments.end(), is_stand_in);
-  const Call call{&schema, counts ? calls_[&schema]++ : 0};
+  const KeptResults::Call call{&schema, counts ? calls_[&schema]++ : 0};
   const bool keeps = counts && !values_ && results_->policy_(op, arguments);
   // Not the operators that a kernel calls: the second run does not come to those of a result that is kept.
   const c10::impl::ExcludeDispatchKeyGuard uncounted(kKeepKey);
@@ -79,15 +77,18 @@ void KeptResults::Scope::run(const c10::OperatorHandle& op, c10::DispatchKeySet 
   if (keeps) keep(call, op, *stack);
 }
 
-void KeptResults::Scope::keep(const Call& call, const c10::OperatorHandle& op, const std::vector<c10::IValue>& stack) const {
+void KeptResultsScope::keep(const KeptResults::Call& call, const c10::OperatorHandle& op,
+                            const std::vector<c10::IValue>& stack) const {
   const TakerScope outside(taker_->before());
   std::optional<PlacedTensors> placed;
   if (results_->place_) placed.emplace(results_->place_);
-  Kept kept;
+  KeptResults::Kept kept;
   std::vector<at::Tensor> tensors;
   for (const auto& each : torch::jit::last(stack, op.schema().returns().size())) {
     if (is_defined(each)) tensors.push_back(each.toTensor());
-    kept.results.push_back(is_defined(each) ? Result(SavedVariable(each.toTensor().clone(), /*is_output=*/false)) : Result(each));
+    kept.results.push_back(is_defined(each)
+                               ? KeptResults::Result(KeptResults::SavedVariable(each.toTensor().clone(), /*is_output=*/false))
+                               : KeptResults::Result(each));
   }
   if (op.hasTag(at::Tag::nondeterministic_seeded)) kept.rng = RngState(tensors);
   results_->kept_.insert_or_assign(call, std::move(kept));

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/nn/module.h>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include <tessera/activations/keep_brought_back.h>
+#include <tessera/activations/open_runs.h>
 #include <tessera/activations/placed_tensors.h>
 #include <tessera/activations/written_buffers.h>
 #include <tessera/collectives/process_context.h>
@@ -23,10 +23,7 @@ namespace {
 using torch::autograd::Engine;
 using torch::autograd::SavedVariableHooks;
 
-thread_local uint64_t first_or_second = 0; // the number of the outermost whose run this thread is in
-thread_local RunScope::SecondRun second;
 std::atomic<uint64_t> last_number = 0;
-thread_local bool keeps_brought_back = false;
 
 class FirstRunHooks final : public SavedVariableHooks {
  public:
@@ -35,7 +32,7 @@ class FirstRunHooks final : public SavedVariableHooks {
   at::Tensor call_unpack_hook() override {
     if (kept_.defined()) return std::exchange(kept_, at::Tensor());
     auto value = recomputation_->bring_back(*slot_);
-    if (keeps_brought_back) kept_ = value.detach(); // the second run's graph has no further use
+    if (open_runs->keeps_brought_back) kept_ = value.detach(); // the second run's graph has no further use
     return value;
   }
 
@@ -68,22 +65,19 @@ struct EarlyStop {
 
 } // namespace
 
-KeepBroughtBack::KeepBroughtBack() : before_(std::exchange(keeps_brought_back, true)) {}
-KeepBroughtBack::~KeepBroughtBack() { keeps_brought_back = before_; }
+KeepBroughtBack::KeepBroughtBack() : keeps_(open_runs->keeps_brought_back, true) {}
 
-uint64_t current_recomputation() { return second.outermost; }
+uint64_t current_recomputation() { return open_runs->second.outermost; }
 
-bool in_second_run() { return second.outermost > 0 && second.task == torch::autograd::get_current_graph_task_id(); }
+bool in_second_run() {
+  const auto& second = open_runs->second;
+  return second.outermost > 0 && second.task == torch::autograd::get_current_graph_task_id();
+}
 
 RunScope::RunScope(uint64_t outermost, bool is_second_run)
-    : before_(std::exchange(first_or_second, outermost)), second_before_(second) {
-  if (is_second_run) second = {outermost, torch::autograd::get_current_graph_task_id()};
-}
-
-RunScope::~RunScope() {
-  first_or_second = before_;
-  second = second_before_;
-}
+    : outermost_(open_runs->outermost, outermost),
+      second_(open_runs->second,
+              is_second_run ? OpenRuns::Second{outermost, torch::autograd::get_current_graph_task_id()} : open_runs->second) {}
 
 Recomputation::Signature::Signature(const at::Tensor& tensor) {
   if (!tensor.defined()) return;
@@ -98,7 +92,7 @@ std::string Recomputation::Signature::to_string() const {
 
 Recomputation::Recomputation(RecomputeOptions options, const Tensors& inputs, const torch::nn::Module* module, Run run)
     : options_(std::move(options)),
-      outermost_(first_or_second > 0 ? first_or_second : ++last_number),
+      outermost_(open_runs->outermost > 0 ? open_runs->outermost : ++last_number),
       run_(std::move(run)),
       rng_(inputs) {
   if (module) {
@@ -172,7 +166,7 @@ class Recomputation::SecondRun final : public SavedTensorTaker {
   Tensors buffers_before_;
   std::vector<std::pair<c10::VariableVersion, uint32_t>> versions_before_; // of all buffers of the module
   AutocastScope autocast_;
-  InCarriedScope scope_;
+  ScopedValue<CarriedScopePtr> scope_;
   at::AutoGradMode grad_mode_{true};
   RunScope run_;
   TakerScope taker_{this};
@@ -198,7 +192,7 @@ Recomputation::SecondRun::SecondRun(Recomputation& made, KeptResults::Values kep
       rng_before_(made.rng_.now()),
       buffers_before_(copies_of(made.buffers_)),
       autocast_(made.autocast_),
-      scope_(made.scope_),
+      scope_(open_runs->carried, made.scope_),
       run_(made.outermost_, /*is_second_run=*/true),
       results_(made.results_ ? &*made.results_ : nullptr, std::move(kept)),
       decisions_(made.decisions_, DecisionScope::Run::kSecond) {
@@ -312,9 +306,9 @@ at::Tensor Recomputation::bring_back(Slot& slot) {
 void Recomputation::run_again(Slot& wanted, int64_t task) {
   try {
     check_unchanged();
-    const auto inputs = unpack_inputs();                         // which may run a function around this one again
-    const bool keeps = std::exchange(keeps_brought_back, false); // not what the function's own backwards bring back
-    const auto restore = c10::make_scope_exit([keeps] { keeps_brought_back = keeps; });
+    const auto inputs = unpack_inputs(); // which may run a function around this one again
+    // What the function's own backwards bring back is not kept.
+    const ScopedValue keeps_nothing(open_runs->keeps_brought_back, false);
     SecondRun second(*this, results_ ? results_->values() : KeptResults::Values(), wanted, task);
     try {
       second.run(inputs);

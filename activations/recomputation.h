@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/activations/carried_scope.h>
 #include <tessera/activations/kept_decision.h>
 #include <tessera/activations/kept_results.h>
+#include <tessera/activations/open_runs.h>
 #include <tessera/activations/recompute_options.h>
 #include <tessera/activations/run_state.h>
 #include <tessera/activations/saved_tensor_hooks.h>
@@ -36,18 +36,11 @@ bool in_second_run();
 /// While it lives, this thread runs a function that is recomputed: for the first time, or again.
 class RunScope {
  public:
-  struct SecondRun {
-    uint64_t outermost = 0; ///< 0: none
-    int64_t task = -1;      ///< the backward that asked for it
-  };
   RunScope(uint64_t outermost, bool is_second_run);
-  ~RunScope();
-  RunScope(const RunScope&) = delete;
-  RunScope& operator=(const RunScope&) = delete;
 
  private:
-  uint64_t before_;
-  SecondRun second_before_;
+  const ScopedValue<uint64_t> outermost_;
+  const ScopedValue<OpenRuns::Second> second_;
 };
 
 class Recomputation : public std::enable_shared_from_this<Recomputation> {
@@ -125,7 +118,7 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
       watched_;  ///< of the module: parameters, and buffers that it left as they were
   RngState rng_; ///< before the first run; empty once that is over, without keep_rng_state
   AutocastState autocast_;
-  CarriedScopePtr scope_ = carried_scope; ///< of the first run
+  CarriedScopePtr scope_ = open_runs->carried; ///< of the first run
   std::optional<KeptResults> results_;
   Decisions decisions_;
   std::vector<std::weak_ptr<Slot>> slots_;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <tessera/activations/explain_backward.h>
+#include <tessera/base/per_thread.h>
 
 namespace tessera::internal {
 
@@ -28,7 +29,7 @@ namespace {
 
 using torch::autograd::Engine;
 
-thread_local std::shared_ptr<OpenTakers> open_takers; // null until the thread's first scope
+constinit PerThread<std::shared_ptr<OpenTakers>> open_takers; // null until the thread's first scope
 
 /// Autograd's own engine, which asks for hooks, and explains errors. LibTorch's own scopes of hooks hold Python objects.
 class HookedEngine final : public Engine {
@@ -39,9 +40,10 @@ class HookedEngine final : public Engine {
   HookedEngine& operator=(const HookedEngine&) = delete;
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    if (!open_takers) return nullptr;
-    const std::lock_guard lock(open_takers->mutex);
-    const auto& scopes = open_takers->scopes;
+    const auto& open = *open_takers;
+    if (!open) return nullptr;
+    const std::lock_guard lock(open->mutex);
+    const auto& scopes = open->scopes;
     return scopes.empty() || !scopes.back().second ? nullptr : scopes.back().second->take();
   }
 
@@ -74,8 +76,9 @@ const bool kInstalled = install();
 TakerScope::TakerScope(SavedTensorTaker* taker) {
   TORCH_CHECK_NOT_IMPLEMENTED(kInstalled, "recompute and saved_tensors_in need LibTorch's own autograd engine, but this program ",
                               "has another one (Python's)");
-  if (!open_takers) open_takers = std::make_shared<OpenTakers>();
-  open_ = open_takers;
+  auto& open = *open_takers;
+  if (!open) open = std::make_shared<OpenTakers>();
+  open_ = open;
   const std::lock_guard lock(open_->mutex);
   open_->scopes.emplace_back(this, taker);
 }

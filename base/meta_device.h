@@ -4,12 +4,16 @@
 
 #include <c10/core/DeviceType.h>
 
+#include <tessera/base/per_thread.h>
+
 namespace tessera::internal {
 
+struct BehindMeta {
+  c10::DeviceType device = c10::DeviceType::CPU;
+};
+inline constinit PerThread<BehindMeta> behind_meta;
+
 /// Returns that of this thread, the CPU by default. `MetaOperatorsOf` sets it.
-inline c10::DeviceType& device_behind_meta() {
-  static thread_local auto device = c10::DeviceType::CPU;
-  return device;
-}
+inline c10::DeviceType& device_behind_meta() { return behind_meta->device; }
 
 } // namespace tessera::internal

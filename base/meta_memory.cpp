@@ -27,8 +27,11 @@ struct MetaMemory::Log {
 
 namespace {
 
-thread_local MemoryUse use_now = MemoryUse::kAny;
-thread_local std::shared_ptr<MetaMemory::Log> log_now; // of this thread
+struct Noted {
+  MemoryUse use = MemoryUse::kAny;
+  std::shared_ptr<MetaMemory::Log> log; ///< null: none is open
+};
+constinit PerThread<Noted> noted;
 
 /// What stands for a block.
 struct Block {
@@ -49,9 +52,9 @@ class MetaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const auto device = c10::Device(c10::kMeta);
-    if (bytes == 0 || !log_now) return {nullptr, nullptr, &end_of_nothing, device};
+    if (bytes == 0 || !noted->log) return {nullptr, nullptr, &end_of_nothing, device};
     const auto size = static_cast<int64_t>(bytes);
-    auto block = std::make_unique<Block>(Block{log_now, log_now->begin(size), size});
+    auto block = std::make_unique<Block>(Block{noted->log, noted->log->begin(size), size});
     return {nullptr, block.release(), &Block::end, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &end_of_nothing; }
@@ -70,16 +73,15 @@ void replace_allocator() {
 
 } // namespace
 
-MemoryUseScope::MemoryUseScope(MemoryUse use) : before_(std::exchange(use_now, use)) {}
-MemoryUseScope::~MemoryUseScope() { use_now = before_; }
-MemoryUse current_memory_use() { return use_now; }
+MemoryUseScope::MemoryUseScope(MemoryUse use) : use_(noted->use, use) {}
+MemoryUse current_memory_use() { return noted->use; }
 
 MetaMemory::MetaMemory(PhaseOf phase) : log_(std::make_shared<Log>(phase)) {
-  TORCH_INTERNAL_ASSERT(!log_now, "a log of the meta device's memory is open on this thread already");
+  TORCH_INTERNAL_ASSERT(!noted->log, "a log of the meta device's memory is open on this thread already");
   replace_allocator();
-  log_now = log_;
+  noted->log = log_;
 }
-MetaMemory::~MetaMemory() { log_now.reset(); }
+MetaMemory::~MetaMemory() { noted->log.reset(); }
 
 std::vector<MetaMemory::Event> MetaMemory::events() const {
   const std::lock_guard lock(log_->mutex);
@@ -92,8 +94,8 @@ size_t MetaMemory::count() const {
 
 void use_meta_block(const c10::DataPtr& block, MemoryUse use) {
   if (block.get_deleter() != &Block::end) return;
-  const auto& noted = *static_cast<const Block*>(block.get_context());
-  noted.log->note(MetaMemory::Event::Kind::kUse, use, noted.number, noted.bytes);
+  const auto& known = *static_cast<const Block*>(block.get_context());
+  known.log->note(MetaMemory::Event::Kind::kUse, use, known.number, known.bytes);
 }
 
 } // namespace tessera::internal

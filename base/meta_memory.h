@@ -9,6 +9,8 @@
 #include <mutex>
 #include <vector>
 
+#include <tessera/base/per_thread.h>
+
 namespace tessera::internal {
 
 /// What a block of memory is for, as far as the one who allocates it says.
@@ -24,12 +26,9 @@ enum class MemoryUse : uint8_t {
 class MemoryUseScope {
  public:
   explicit MemoryUseScope(MemoryUse use);
-  ~MemoryUseScope();
-  MemoryUseScope(const MemoryUseScope&) = delete;
-  MemoryUseScope& operator=(const MemoryUseScope&) = delete;
 
  private:
-  MemoryUse before_;
+  const ScopedValue<MemoryUse> use_;
 };
 MemoryUse current_memory_use();
 

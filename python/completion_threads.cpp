@@ -1,6 +1,7 @@
 #include "completion_threads.h"
 
 #include <tessera/base/forks.h>
+#include <tessera/base/per_thread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,7 +18,7 @@ namespace {
 
 /// Who makes the calls of this thread: 0 on a program's thread, and on a completion thread the callbacks of the call that it is
 /// completing, by a number that no other call in the process has.
-thread_local uint64_t caller_here = 0;
+constinit internal::PerThread<uint64_t> caller_here;
 std::atomic<uint64_t> completed_calls = 0;
 
 } // namespace
@@ -68,7 +69,7 @@ struct CompletionThreads::Queue {
 
   void complete_all() {
     while (const auto call = next()) {
-      caller_here = ++completed_calls;
+      *caller_here = ++completed_calls;
       call->complete();
     }
   }
@@ -85,7 +86,7 @@ CompletionThreads::~CompletionThreads() {
   for (const auto& queue : queues_) queue->close();
   for (const auto& queue : queues_) {
     // What a Future calls back may hold the group's last reference, and another of its threads may wait for a message yet.
-    if (caller_here > 0)
+    if (*caller_here > 0)
       queue->thread.detach();
     else
       queue->thread.join();
@@ -95,7 +96,7 @@ CompletionThreads::~CompletionThreads() {
 void CompletionThreads::add(std::shared_ptr<Call> call) {
   if (fork_depth_ != internal::fork_depth()) return;
   const std::lock_guard lock(mutex_);
-  queue_of(caller_here).push(std::move(call));
+  queue_of(*caller_here).push(std::move(call));
 }
 
 CompletionThreads::Queue& CompletionThreads::queue_of(uint64_t caller) {

@@ -2,17 +2,14 @@
 
 #include <ATen/core/function_schema.h>
 
-#include <utility>
-
 #include <tessera/base/dispatch_keys.h>
 
 namespace tessera::internal {
 
-namespace {
-thread_local bool constructing_on_meta = false;
-}
+/// Nothing else includes the key.
+bool is_constructing_on_meta() { return c10::impl::tls_is_dispatch_key_included(kTouchKey); }
 
-bool is_constructing_on_meta() { return constructing_on_meta; }
+ConstructOnMeta::ConstructOnMeta() : touches_(kTouchKey) {}
 
 void replace_device_with_meta(const c10::FunctionSchema& schema, torch::jit::Stack* stack) {
   const auto& arguments = schema.arguments();
@@ -22,9 +19,5 @@ void replace_device_with_meta(const c10::FunctionSchema& schema, torch::jit::Sta
     if (arguments[i].name() == "pin_memory") (*stack)[begin + i] = c10::IValue();
   }
 }
-
-ConstructOnMeta::ConstructOnMeta() : was_constructing_(std::exchange(constructing_on_meta, true)), touches_(kTouchKey) {}
-
-ConstructOnMeta::~ConstructOnMeta() { constructing_on_meta = was_constructing_; }
 
 } // namespace tessera::internal

@@ -21,10 +21,8 @@ void replace_device_with_meta(const c10::FunctionSchema& schema, torch::jit::Sta
 class ConstructOnMeta {
  public:
   ConstructOnMeta();
-  ~ConstructOnMeta();
 
  private:
-  const bool was_constructing_;
   const c10::impl::IncludeDispatchKeyGuard touches_; // all ops
 };
 

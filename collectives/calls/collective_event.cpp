@@ -10,12 +10,12 @@ namespace tessera::internal {
 
 namespace {
 
-thread_local bool is_in_parts = false;
+constinit PerThread<bool> is_in_parts;
 
 } // namespace
 
 std::optional<at::StepCallbacks> CollectiveEvent::observers() {
-  if (is_in_parts) return std::nullopt;
+  if (*is_in_parts) return std::nullopt;
   return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
 }
 
@@ -41,8 +41,6 @@ void CollectiveEvent::end() {
   });
 }
 
-CollectiveEvent::Parts::Parts() : before_(std::exchange(is_in_parts, true)) {}
-
-CollectiveEvent::Parts::~Parts() { is_in_parts = before_; }
+CollectiveEvent::Parts::Parts() : in_parts_(*is_in_parts, true) {}
 
 } // namespace tessera::internal

@@ -12,6 +12,8 @@
 #include <optional>
 #include <string>
 
+#include <tessera/base/per_thread.h>
+
 namespace tessera::internal {
 
 /// An event in LibTorch's profiler, "tessera:all_reduce", from the call of a collective until a thread sees its end.
@@ -37,12 +39,9 @@ class CollectiveEvent {
   class Parts {
    public:
     Parts();
-    ~Parts();
-    Parts(const Parts&) = delete;
-    Parts& operator=(const Parts&) = delete;
 
    private:
-    bool before_;
+    const ScopedValue<bool> in_parts_;
   };
 
  private:

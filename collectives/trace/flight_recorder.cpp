@@ -6,14 +6,16 @@
 #include <unistd.h>
 #include <algorithm>
 
+#include <tessera/base/per_thread.h>
+
 namespace tessera::internal {
 
 namespace {
 
-int64_t this_thread() {
-  thread_local const int64_t id = syscall(SYS_gettid);
-  return id;
-}
+struct ThreadId {
+  const int64_t value = syscall(SYS_gettid);
+};
+constinit PerThread<ThreadId> this_thread;
 
 bool has_rank(const RecordedGroup& group, int rank) { return rank >= 0 && rank < static_cast<int>(group.ranks.size()); }
 
@@ -57,7 +59,7 @@ RecordedCall& FlightRecorder::next(int group) {
   auto& call = ring_[issued_ % ring_.size()];
   call.number = issued_++;
   call.group = group;
-  call.thread = this_thread();
+  call.thread = this_thread->value;
   call.state = RecordedCall::State::kIssued;
   call.issued = now_in_ticks();
   call.awaited = call.ended = 0;

@@ -9,6 +9,8 @@
 #include <memory>
 #include <mutex>
 
+#include <tessera/base/per_thread.h>
+
 namespace tessera::internal::dispatch {
 
 enum class ArgKind : uint8_t {
@@ -45,8 +47,8 @@ CallSchema read_schema(const c10::FunctionSchema& schema);
 template <auto read>
 const auto& read_once(const c10::OperatorHandle& op) {
   using Value = decltype(read(op));
-  thread_local absl::flat_hash_map<const c10::FunctionSchema*, const Value*> known;
-  auto& entry = known[&op.schema()];
+  static constinit PerThread<absl::flat_hash_map<const c10::FunctionSchema*, const Value*>> known;
+  auto& entry = (*known)[&op.schema()];
   if (!entry) {
     static std::mutex mutex;
     static auto* all = new absl::flat_hash_map<const c10::FunctionSchema*, std::unique_ptr<const Value>>;

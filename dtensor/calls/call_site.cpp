@@ -18,7 +18,7 @@ namespace internal::dispatch {
 
 namespace {
 
-thread_local Decompositions current;
+constinit PerThread<Decompositions> current;
 
 /// Whether a DTensor that the call writes shares its memory with others.
 bool shares_what_it_writes(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
@@ -42,22 +42,20 @@ bool adds_gradients(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
 
 } // namespace
 
-const Decompositions& decompositions() { return current; }
-bool replicates_plain_tensors() { return current.all_dtensors || program_scopes().implicit_replication; }
+const Decompositions& decompositions() { return *current; }
+bool replicates_plain_tensors() { return current->all_dtensors || program_scopes().implicit_replication; }
 
-DecompositionScope::DecompositionScope(bool all_dtensors, bool writes_argument) : before_(current) {
-  ++current.depth;
-  if (!all_dtensors) return;
-  current.all_dtensors = true;
-  current.own_temporaries |= !writes_argument;
+Decompositions Decompositions::inside(bool has_only_dtensors, bool writes_argument) const {
+  return {depth + 1, all_dtensors || has_only_dtensors, own_temporaries || (has_only_dtensors && !writes_argument)};
 }
 
-DecompositionScope::~DecompositionScope() { current = before_; }
+DecompositionScope::DecompositionScope(bool all_dtensors, bool writes_argument)
+    : current_(*current, current->inside(all_dtensors, writes_argument)) {}
 
 CallSite::CallSite(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments)
     : info_(info),
       arguments_(arguments),
-      own_temporaries_(current.own_temporaries || (info.plan_depends_on_caller && is_of_formula())),
+      own_temporaries_(current->own_temporaries || (info.plan_depends_on_caller && is_of_formula())),
       shares_written_(own_temporaries_ && info.writes && shares_what_it_writes(info, arguments)) {}
 
 bool CallSite::is_of_formula() {

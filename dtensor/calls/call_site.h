@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include <tessera/base/per_thread.h>
 #include <tessera/dtensor/calls/call_origin.h>
 
 namespace tessera::internal::dispatch {
@@ -17,6 +18,9 @@ struct Decompositions {
   int depth = 0;
   bool all_dtensors = false;    ///< one of which no argument is plain
   bool own_temporaries = false; ///< a decomposition that writes only its own tensors
+
+  /// What the calls of a decomposition are inside of, of a call that is inside of this.
+  Decompositions inside(bool has_only_dtensors, bool writes_argument) const;
 };
 const Decompositions& decompositions();
 /// Whether a plain tensor counts as replicated: it is the same on every rank.
@@ -27,12 +31,9 @@ class DecompositionScope {
  public:
   /// `all_dtensors`: no argument is plain, so that the plain tensors that it makes (masks, ranges) are the same on every rank.
   DecompositionScope(bool all_dtensors, bool writes_argument);
-  ~DecompositionScope();
-  DecompositionScope(const DecompositionScope&) = delete;
-  DecompositionScope& operator=(const DecompositionScope&) = delete;
 
  private:
-  const Decompositions before_;
+  const ScopedValue<Decompositions> current_;
 };
 
 /// The place that one call comes from. Autograd is asked only where the plan of any such call depends on it, or on demand.

@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include <tessera/activations/kept_results.h>
+#include <tessera/base/per_thread.h>
 #include <tessera/dtensor/calls/call_site.h>
 #include <tessera/dtensor/calls/list_positions.h>
 #include <tessera/dtensor/calls/planned_meshes.h>
@@ -29,9 +30,7 @@ namespace {
 
 using torch::jit::Stack;
 
-constexpr size_t kPlansPerGeneration = 4096;
-thread_local PlanCache plans(kPlansPerGeneration);
-thread_local uint64_t hits = 0, misses = 0;
+constinit PerThread<PlanCache> plans;
 
 [[noreturn]] void no_rule(const OpInfo& info, c10::ArrayRef<c10::IValue> arguments) {
   std::string text;
@@ -123,13 +122,10 @@ bool has_negative(const OpInfo& info, const Plan& plan, c10::ArrayRef<c10::IValu
 /// The plan of a call, kept under `key`, or made anew where that is null.
 std::shared_ptr<Plan> planned(const c10::OperatorHandle& op, const OpInfo& info, c10::ArrayRef<c10::IValue> arguments,
                               const CallSite& site, const CallKey* key) {
-  if (auto plan = key ? plans.find(*key) : nullptr) {
-    ++hits;
-    return plan;
-  }
-  ++misses;
+  auto& known = *plans;
+  if (auto plan = known.find(key)) return plan;
   auto plan = std::make_shared<Plan>(make_plan(op, info, arguments, site));
-  if (key) plans.insert(*key, plan);
+  if (key) known.insert(*key, plan);
   return plan;
 }
 
@@ -280,8 +276,8 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   execute(op, info, *plan, stack);
 }
 
-CacheStatistics cache_statistics() { return {hits, misses, plans.size()}; }
-void clear_cache() { plans.clear(); }
+CacheStatistics cache_statistics() { return plans->statistics(); }
+void clear_cache() { plans->clear(); }
 
 } // namespace tessera::internal::dispatch
 

@@ -4,10 +4,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <cstddef>
-#include <cstdint>
-
 #include <tessera/dtensor/calls/call_schema.h>
+#include <tessera/dtensor/plan/plan_cache.h>
 
 namespace tessera::internal::dispatch {
 
@@ -17,12 +15,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::St
 /// Whether a tensor among the arguments is a DTensor.
 bool has_dtensors(const CallSchema& schema, c10::ArrayRef<c10::IValue> arguments);
 
-/// Cache counters of this thread, for tests and benchmarks.
-struct CacheStatistics {
-  uint64_t hits = 0;
-  uint64_t misses = 0;
-  size_t entries = 0;
-};
+/// The counters of this thread's plans, for tests and benchmarks.
 CacheStatistics cache_statistics();
 /// Drops this thread's plans, and with them the specs that only they hold.
 void clear_cache();

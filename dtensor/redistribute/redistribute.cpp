@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include <tessera/base/per_thread.h>
 #include <tessera/dtensor/debug.h>
 #include <tessera/dtensor/tensor/program_scopes.h>
 #include <tessera/dtensor/transitions/transition.h>
@@ -98,10 +99,13 @@ struct Plan {
   std::string text; ///< what moves: part of each collective's label, so that ranks notice that they move different things
 };
 
+/// Plans by the ids of two specs.
+constinit PerThread<absl::flat_hash_map<std::pair<uint64_t, uint64_t>, Plan>> moves;
+
 /// The plan from one spec to another, kept by thread: the search costs more than most moves of small tensors.
 const Plan& planned(const Spec& from, const Spec& to) {
   constexpr size_t kMost = 4096;
-  thread_local absl::flat_hash_map<std::pair<uint64_t, uint64_t>, Plan> plans;
+  auto& plans = *moves;
   if (plans.size() >= kMost) plans.clear();
   const auto [entry, added] = plans.try_emplace(std::pair(from.id(), to.id()));
   if (added) {

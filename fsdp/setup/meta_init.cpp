@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <unordered_set>
 #include <utility>
@@ -66,14 +67,20 @@ struct Fresh {
   std::optional<Memory> memory; ///< none yet where it is on the meta device
 };
 
-/// What calls of this thread gave memory, and an `init` did not write that threw.
-std::vector<Memory>& left_unwritten() {
-  static thread_local std::vector<Memory> left;
-  return left;
+/// What calls gave memory, and an `init` did not write that threw.
+struct Unwritten {
+  std::mutex mutex;
+  std::vector<Memory> left; ///< guarded by mutex
+};
+Unwritten& unwritten() {
+  static Unwritten all;
+  return all;
 }
 
 std::optional<Memory> memory_left_to(const at::Tensor& tensor) {
-  for (const auto& each : left_unwritten()) {
+  auto& all = unwritten();
+  const std::lock_guard lock(all.mutex);
+  for (const auto& each : all.left) {
     if (!each.storage.expired() && each.is_of(tensor)) return each;
   }
   return std::nullopt;
@@ -81,13 +88,14 @@ std::optional<Memory> memory_left_to(const at::Tensor& tensor) {
 
 /// Those that `init` wrote, or of which the caller learns that it did not, need nobody to remember them.
 void remember(const std::vector<Fresh>& all, bool has_failed) {
-  auto& left = left_unwritten();
-  std::erase_if(left, [&](const Memory& each) {
+  auto& known = unwritten();
+  const std::lock_guard lock(known.mutex);
+  std::erase_if(known.left, [&](const Memory& each) {
     return each.storage.expired() ||
            std::any_of(all.begin(), all.end(), [&](const Fresh& one) { return each.is_of(one.tensor); });
   });
   for (const auto& one : all) {
-    if (has_failed && !one.was_written()) left.push_back(*one.memory);
+    if (has_failed && !one.was_written()) known.left.push_back(*one.memory);
   }
 }
 

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include <tessera/activations/keep_brought_back.h>
+#include <tessera/base/per_thread.h>
 
 namespace tessera::internal::pipeline {
 
@@ -34,7 +35,7 @@ constexpr std::array<std::string_view, 15> kThroughWeights{"TBackward0",       "
 // The same of DTensors, as their class ends in the names of nodes.
 constexpr std::array<std::string_view, 2> kThroughDTensors{"::ToLocal>", "::FromLocal>"};
 
-thread_local WeightQueuePtr current;
+constinit PerThread<WeightQueuePtr> queue_here; // null: no backward is to be split
 
 bool goes_through(const std::string& name) {
   const auto is_end = [&](std::string_view end) { return name.ends_with(end); };
@@ -104,14 +105,15 @@ class SplitNode final : public Node {
 
 void seen(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kSplitKey), stack);
-  if (!current || !at::GradMode::is_enabled()) return;
+  const auto& queue = *queue_here;
+  if (!queue || !at::GradMode::is_enabled()) return;
   const auto& out = stack->back().toTensor();
   const auto own = out.grad_fn();
   if (!own) return;
   std::vector<bool> to_weight;
   for (const auto& edge : own->next_edges()) to_weight.push_back(leads_to_weights(edge));
   if (std::find(to_weight.begin(), to_weight.end(), true) == to_weight.end()) return;
-  auto split = make_node<SplitNode>(own, to_weight, current);
+  auto split = make_node<SplitNode>(own, to_weight, queue);
   split->add_input_metadata(out);
   torch::autograd::impl::set_gradient_edge(out, Edge(std::move(split), 0));
 }
@@ -123,8 +125,7 @@ std::vector<Edge> weight_edges(const Node& node) {
   return split != nullptr ? split->weight_edges() : std::vector<Edge>();
 }
 
-SplitBackward::SplitBackward(WeightQueuePtr queue) : before_(std::exchange(current, std::move(queue))), include_(kSplitKey) {}
-SplitBackward::~SplitBackward() { current = before_; }
+SplitBackward::SplitBackward(WeightQueuePtr queue) : queue_(*queue_here, std::move(queue)), include_(kSplitKey) {}
 
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
   for (const auto* name : kSplitOps) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&seen>());

@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include <tessera/base/per_thread.h>
 #include <tessera/parallel/backward/weight_queue.h>
 
 namespace tessera::internal::pipeline {
@@ -25,12 +26,9 @@ inline constexpr c10::DispatchKey kSplitKey = c10::DispatchKey::TESTING_ONLY_Gen
 class SplitBackward {
  public:
   explicit SplitBackward(WeightQueuePtr queue);
-  ~SplitBackward();
-  SplitBackward(const SplitBackward&) = delete;
-  SplitBackward& operator=(const SplitBackward&) = delete;
 
  private:
-  const WeightQueuePtr before_;
+  const ScopedValue<WeightQueuePtr> queue_;
   c10::impl::IncludeDispatchKeyGuard include_;
 };
 

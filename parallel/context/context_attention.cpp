@@ -328,9 +328,9 @@ ContextParallelScope::ContextParallelScope(ContextParallel scheme, const DeviceM
   TORCH_CHECK_VALUE(!mesh.defined() || mesh.ndim() == 1,
                     "ContextParallelScope: a mesh of one dim is needed, such as mesh[\"cp\"], not ",
                     mesh.defined() ? mesh.to_string() : "");
-  before_ = std::exchange(internal::carried_scope, std::make_shared<internal::ContextScope>(scheme, mesh));
+  before_ = std::exchange(internal::open_runs->carried, std::make_shared<internal::ContextScope>(scheme, mesh));
 }
 
-ContextParallelScope::~ContextParallelScope() { internal::carried_scope = std::move(before_); }
+ContextParallelScope::~ContextParallelScope() { internal::open_runs->carried = std::move(before_); }
 
 } // namespace tessera

@@ -3,6 +3,7 @@
 // Internal: what a ContextParallelScope says.
 
 #include <tessera/activations/carried_scope.h>
+#include <tessera/activations/open_runs.h>
 #include <tessera/mesh/device_mesh.h>
 #include <tessera/parallel/context_attention.h>
 
@@ -15,6 +16,6 @@ struct ContextScope : CarriedScope {
 };
 
 /// The innermost of this thread; null outside of all.
-inline const ContextScope* context_scope() { return static_cast<const ContextScope*>(carried_scope.get()); }
+inline const ContextScope* context_scope() { return static_cast<const ContextScope*>(open_runs->carried.get()); }
 
 } // namespace tessera::internal

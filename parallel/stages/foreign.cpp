@@ -14,7 +14,7 @@ namespace tessera::internal::pipeline {
 
 namespace {
 
-thread_local const std::string* current = nullptr;
+constinit PerThread<const std::string*> stage_here; // null: no stage
 
 class ForeignKind final : public ReadKind {
  public:
@@ -60,10 +60,9 @@ void make_foreign(const at::Tensor& tensor, std::function<std::string()> error) 
   tensor.unsafeGetTensorImpl()->shallow_copy_from(impl);
 }
 
-StageScope::StageScope(const std::string& stage) : before_(std::exchange(current, &stage)) {}
-StageScope::~StageScope() { current = before_; }
+StageScope::StageScope(const std::string& stage) : stage_(*stage_here, &stage) {}
 
-std::string current_stage() { return current ? *current : "no stage"; }
+std::string current_stage() { return *stage_here ? **stage_here : "no stage"; }
 
 std::string foreign_read(const std::string& name, const std::string& owner, const std::string& reader) {
   return c10::str(reader, " reads ", name, " of ", owner, ". A stage computes with what its own layers have: list ", name,

@@ -7,6 +7,8 @@
 #include <functional>
 #include <string>
 
+#include <tessera/base/per_thread.h>
+
 namespace tessera::internal::pipeline {
 
 /// `tensor` becomes one without memory, on the meta device, in place. Each operator that reads it is an error that names it, and
@@ -19,12 +21,9 @@ void make_foreign(const at::Tensor& tensor, std::function<std::string()> error);
 class StageScope {
  public:
   explicit StageScope(const std::string& stage);
-  ~StageScope();
-  StageScope(const StageScope&) = delete;
-  StageScope& operator=(const StageScope&) = delete;
 
  private:
-  const std::string* before_;
+  const ScopedValue<const std::string*> stage_;
 };
 
 /// The stage that this thread computes; "no stage".

@@ -30,11 +30,18 @@ struct Entered {
            has_graph == needs_graph(x) && (!has_graph || !node.expired());
   }
 };
-thread_local std::optional<Entered> last;
+
+/// What a thread knows of the layers that it computes.
+struct Layers {
+  std::optional<Entered> last; ///< the activation that entered last
+  bool is_inside = false;      ///< of one whose activation has entered
+};
+constinit PerThread<Layers> layers;
 
 SpecPtr target_of(const at::Tensor& x, const Placement& wanted) { return dtensor_meta(x)->spec->with({wanted}); }
 
 bool last_serves(const at::Tensor& x, const SpecPtr& target) {
+  const auto& last = layers->last;
   return last && !x.is_inference() && last->serves(x, target); // tensors of InferenceMode have no version
 }
 
@@ -50,14 +57,16 @@ InLayer remember(const at::Tensor& x, SpecPtr target, at::Tensor result) {
   auto readers = std::make_shared<int64_t>(1);
   const bool graph = needs_graph(x);
   if (!x.is_inference())
-    last.emplace(Entered{c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()), static_cast<uint32_t>(x._version()),
-                         std::move(target), graph ? result.grad_fn() : nullptr, graph, alias_dtensor(result), readers});
+    layers->last.emplace(Entered{c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr()),
+                                 static_cast<uint32_t>(x._version()), std::move(target), graph ? result.grad_fn() : nullptr,
+                                 graph, alias_dtensor(result), readers});
   return {std::move(result), std::move(readers)};
 }
 
 } // namespace
 
-thread_local bool InsideLayer::inside = false;
+InsideLayer::InsideLayer() : inside_(layers->is_inside, true) {}
+bool InsideLayer::is_here() { return layers->is_inside; }
 
 Placement at_dim(Placement placement, int64_t ndim) {
   if (auto* shard = std::get_if<Shard>(&placement)) {
@@ -68,12 +77,12 @@ Placement at_dim(Placement placement, int64_t ndim) {
   return placement;
 }
 
-void forget_entered() { last.reset(); }
+void forget_entered() { layers->last.reset(); }
 
 bool has_entered(const at::Tensor& x, const Placement& wanted) { return last_serves(x, target_of(x, wanted)); }
 
 InLayer entered_as(const at::Tensor& x, const at::Tensor& moved) {
-  last.reset();
+  forget_entered();
   return remember(x, target_of(x, dtensor_meta(moved)->spec->placements()[0]), moved_in_graph(x, moved));
 }
 
@@ -82,10 +91,11 @@ at::Tensor entered(const at::Tensor& x, const Placement& wanted, const std::stri
   const auto target = spec.with({wanted});
   if (!needs_graph(x) && target.get() == &spec) return x;
   if (last_serves(x, target)) {
-    ++*last->readers;
-    return again(last->result, last->node.lock());
+    const auto& last = *layers->last;
+    ++*last.readers;
+    return again(last.result, last.node.lock());
   }
-  last.reset(); // before its memory is needed
+  forget_entered(); // before its memory is needed
   return remember(x, target, differentiable_move(x, spec.mesh(), {wanted}, label.c_str())).x;
 }
 

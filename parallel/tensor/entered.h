@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 
+#include <tessera/base/per_thread.h>
 #include <tessera/dtensor/placement.h>
 
 namespace tessera::internal::parallel {
@@ -43,15 +43,11 @@ at::Tensor left(const at::Tensor& result, const Placement& wanted, const std::st
 /// While it lives, this thread is inside of a layer whose activation has entered: parameters that are read there move nothing.
 class InsideLayer {
  public:
-  InsideLayer() : before_(std::exchange(inside, true)) {}
-  ~InsideLayer() { inside = before_; }
-  InsideLayer(const InsideLayer&) = delete;
-  InsideLayer& operator=(const InsideLayer&) = delete;
-  static bool is_here() { return inside; }
+  InsideLayer();
+  static bool is_here();
 
  private:
-  static thread_local bool inside;
-  const bool before_;
+  const ScopedValue<bool> inside_;
 };
 
 } // namespace tessera::internal::parallel

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <tessera/activations/version_watch.h>
+#include <tessera/base/per_thread.h>
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/dtensor/redistribute/started_move.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
@@ -47,13 +48,13 @@ struct LastGathered {
     return whole;
   }
 };
-thread_local std::weak_ptr<LastGathered> last_gathered; ///< a callback of the backward owns it
+constinit PerThread<std::weak_ptr<LastGathered>> last_gathered; // a callback of the backward owns it
 
 /// The backward's own, empty: the memory of what it had is let go before more is needed.
 std::shared_ptr<LastGathered> empty_last() {
-  auto last = last_gathered.lock();
+  auto last = last_gathered->lock();
   if (!last) {
-    last_gathered = last = std::make_shared<LastGathered>();
+    *last_gathered = last = std::make_shared<LastGathered>();
     torch::autograd::Engine::get_default_engine().queue_callback([last] {});
   }
   *last = {};
@@ -61,7 +62,7 @@ std::shared_ptr<LastGathered> empty_last() {
 }
 
 at::Tensor gather(const Activation& activation) {
-  if (const auto last = last_gathered.lock(); last && last->is_of(activation)) return last->come();
+  if (const auto last = last_gathered->lock(); last && last->is_of(activation)) return last->come();
   if (!in_backward()) return move(activation.source, {Replicate{}}, activation.label.c_str()); // a program looks at a node
   const auto last = empty_last();
   auto whole = move(activation.source, {Replicate{}}, activation.label.c_str());
@@ -105,7 +106,7 @@ GatherAgain::GatherAgain(const at::Tensor& source, const at::Tensor& gathered, s
                                                                 gathered.numel(), std::move(label)})) {}
 
 void start_gathering_again(const GatherAgain::Activation& activation) {
-  if (const auto last = last_gathered.lock(); last && last->is_of(activation)) return;
+  if (const auto last = last_gathered->lock(); last && last->is_of(activation)) return;
   const auto last = empty_last();
   last->coming.emplace(activation.source, Placements{Replicate{}}, activation.label);
   last->source = activation.source;

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <tessera/base/error_text.h>
+#include <tessera/base/per_thread.h>
 #include <tessera/data/prefetch.h>
 #include <tessera/data/token_file.h>
 
@@ -74,11 +75,12 @@ void read_chunk(DocumentReader& reader, Chunk& chunk) {
   }
 }
 
+constinit tessera::internal::PerThread<WordCache> cache_of_words;
+
 void tokenize_chunk(const Tokenizer& tokenizer, const Settings& settings, Chunk& chunk) {
-  thread_local WordCache cache;
   for (const auto& [text, place] : chunk.documents) {
     try {
-      auto ids = tokenizer.encode(text, settings.adds_special_tokens, cache);
+      auto ids = tokenizer.encode(text, settings.adds_special_tokens, *cache_of_words);
       ids.insert(ids.begin(), settings.begin.begin(), settings.begin.end());
       ids.insert(ids.end(), settings.end.begin(), settings.end.end());
       chunk.tokens.push_back(std::move(ids));

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <tessera/base/dispatch_keys.h>
+#include <tessera/base/per_thread.h>
 #include <tessera/collectives/backends/simulated/flops.h>
 #include <tessera/collectives/backends/simulated/traffic.h>
 
@@ -30,9 +31,14 @@ struct Running {
   bool was_broken_off() const { return std::uncaught_exceptions() > exceptions; }
 };
 
-thread_local std::vector<Running> running;
-thread_local const at::RecordFunction* outer_product = nullptr; // the outermost one that runs on this thread
-thread_local OperatorCounts* own_counts = nullptr;              // of count_operators on this thread
+/// What a watch knows of a thread.
+struct Watched {
+  std::vector<Running> running;
+  const at::RecordFunction* outer_product = nullptr; ///< the outermost one that runs
+  OperatorCounts* counts = nullptr;                  ///< of count_operators
+  KnownTraffic traffic;
+};
+constinit PerThread<Watched> watched;
 
 std::mutex watches_mutex;
 int watches = 0, byte_watches = 0; // guarded by watches_mutex
@@ -50,45 +56,37 @@ bool is_on_parts(c10::ArrayRef<c10::IValue> arguments) {
 }
 
 std::unique_ptr<at::ObserverContext> on_begin(const at::RecordFunction& call) {
-  if (outer_product) return nullptr;
+  auto& here = *watched;
+  if (here.outer_product) return nullptr;
   Running one{.call = &call};
   one.work.flops = flops_of(call.name(), call.inputs());
-  if (one.work.flops > 0) outer_product = &call;
+  if (one.work.flops > 0) here.outer_product = &call;
   one.work.is_attention = is_attention(call.name());
   one.work.is_float8 = is_float8(call.name());
   one.is_on_parts = counts_bytes && is_on_parts(call.inputs());
-  if (one.is_on_parts && !running.empty()) running.back().calls_on_parts = true;
+  if (one.is_on_parts && !here.running.empty()) here.running.back().calls_on_parts = true;
   if (counts_bytes && !one.is_on_parts) {
-    one.traffic = &traffic_of(call);
+    one.traffic = &here.traffic.of(call);
     one.work.bytes = argument_bytes(*one.traffic, call.inputs());
   }
-  running.push_back(one);
+  here.running.push_back(one);
   return nullptr;
 }
 
-/// While it lives, this thread's operators are counted there.
-class CountsScope {
- public:
-  explicit CountsScope(OperatorCounts& counts) : before_(std::exchange(own_counts, &counts)) {}
-  ~CountsScope() { own_counts = before_; }
-  CountsScope(const CountsScope&) = delete;
-  CountsScope& operator=(const CountsScope&) = delete;
-
- private:
-  OperatorCounts* before_;
-};
-
 void tell(const OperatorWork& work) {
-  if (!own_counts) return counter.load()(work);
-  ++(work.is_on_parts ? own_counts->on_parts : own_counts->kernels);
+  auto* const counts = watched->counts;
+  if (!counts) return counter.load()(work);
+  ++(work.is_on_parts ? counts->on_parts : counts->kernels);
 }
 
 /// One that has called others is counted by what these have done, unless it is a product.
 void on_end(const at::RecordFunction& call, at::ObserverContext* /*context*/) {
+  auto& here = *watched;
+  auto& running = here.running;
   if (running.empty() || running.back().call != &call) return; // inside of a product, or begun before the watch
   auto ended = running.back();
   running.pop_back();
-  if (outer_product == &call) outer_product = nullptr;
+  if (here.outer_product == &call) here.outer_product = nullptr;
   if (ended.was_broken_off()) return; // as the last product of what is recomputed
   bool is_counted = ended.work.flops > 0;
   if (ended.traffic && (is_counted || !ended.is_counted_inside)) {
@@ -118,9 +116,10 @@ OperatorWatch::~OperatorWatch() {
 }
 
 void forget_running_operator() {
-  if (running.empty()) return;
-  auto& one = running.back();
-  if (outer_product == one.call) outer_product = nullptr;
+  auto& here = *watched;
+  if (here.running.empty()) return;
+  auto& one = here.running.back();
+  if (here.outer_product == one.call) here.outer_product = nullptr;
   one.work = {};
   one.traffic = nullptr;
 }
@@ -130,7 +129,7 @@ OperatorCounts count_operators(const std::function<void()>& call) {
   const OperatorWatch watch(
       told ? told : [](const OperatorWork&) {}, /*counts_bytes=*/true);
   OperatorCounts counts;
-  const CountsScope scope(counts);
+  const ScopedValue<OperatorCounts*> scope(watched->counts, &counts);
   call();
   return counts;
 }

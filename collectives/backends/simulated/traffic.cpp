@@ -2,11 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/function_schema.h>
-#include <absl/container/flat_hash_map.h>
 #include <absl/container/flat_hash_set.h>
 
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <string_view>
 
@@ -70,10 +68,8 @@ double bytes_in(const at::Tensor& tensor) {
 
 } // namespace
 
-const OperatorTraffic& traffic_of(const at::RecordFunction& call) {
-  // The address of the name tells operators apart: it is that of the registered schema.
-  thread_local absl::flat_hash_map<const void*, std::unique_ptr<OperatorTraffic>> known;
-  auto& found = known[call.name()];
+const OperatorTraffic& KnownTraffic::of(const at::RecordFunction& call) {
+  auto& found = known_[call.name()];
   if (!found) {
     const auto schema = call.operator_schema();
     found = std::make_unique<OperatorTraffic>(schema ? traffic_of(*schema) : OperatorTraffic());

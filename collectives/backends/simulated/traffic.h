@@ -2,8 +2,10 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
+#include <absl/container/flat_hash_map.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace tessera::internal {
@@ -17,8 +19,16 @@ struct OperatorTraffic {
   uint64_t written = 0; ///< ... that it writes
 };
 
-/// Says it of the operator that is called. What is known of an operator is kept.
-const OperatorTraffic& traffic_of(const at::RecordFunction& call);
+/// What is known of operators that were called.
+class KnownTraffic {
+ public:
+  /// Says it of the operator that is called, and keeps it.
+  const OperatorTraffic& of(const at::RecordFunction& call);
+
+ private:
+  /// The address of its name tells an operator from others: it is that of the registered schema.
+  absl::flat_hash_map<const void*, std::unique_ptr<OperatorTraffic>> known_;
+};
 
 /// Bytes of the tensors in `value`, of an expanded one those that it has memory for; 0 for a DTensor, whose parts count when the
 /// kernel on them is called.
