@@ -108,11 +108,12 @@ class FSDPModule {
   /// Calls `hook` with the reduced gradients of this module's own group, whenever they are reduced: a flat tensor of the reduce
   /// dtype, this rank's part on the shard dim, with zeros between the parameters. The hook may change it in place, for example
   /// all-reduce it over ranks outside the mesh. It holds a mean, or a sum if a divide factor is set (in fp16 already divided by a
-  /// power of two near the factor's root). The hook runs in backward and must not use the model. It must not own it either: the
-  /// model owns the hook, and a captured holder of the model would keep both forever. An exception of the hook ends the backward.
-  /// An empty function removes the hook. The hooks of all ranks must communicate alike. An error while gradients of the group
-  /// wait for their reduction. On a device with a `stream` the hook runs with this as the current one, after the reduction and
-  /// beside the backward. An error for a stream of another device. (FSDP2: `set_all_reduce_hook`.)
+  /// power of two near the factor's root). The hook runs in backward, without grad mode. It may read the model, where the hooks
+  /// of all ranks read alike, as that gathers; a backward of the model in it is an error. It must not own the model: that owns
+  /// the hook, and a captured holder of the model would keep both forever. An exception of the hook ends the backward. An empty
+  /// function removes the hook. The hooks of all ranks must communicate alike. An error while gradients of the group wait for
+  /// their reduction. On a device with a `stream` the hook runs with this as the current one, after the reduction and beside the
+  /// backward. An error for a stream of another device. (FSDP2: `set_all_reduce_hook`.)
   void set_all_reduce_hook(std::function<void(const at::Tensor&)> hook, std::optional<c10::Stream> stream = std::nullopt);
   /// All-gathers of this module's own group use `communicator` from now on. It may be a class of your own, and has the ranks of
   /// the shard dim in their order. Every rank of the shard dim sets one. One that is under way ends over the one

@@ -65,7 +65,7 @@ std::shared_ptr<ReductionExtension> make_reduction_extension(const ParameterGrou
   TORCH_CHECK_NOT_IMPLEMENTED(!at::isComplexType(dtype), "the gradients of ", group.label(), " (", group.full_name(0),
                               ", ...) are complex numbers, which a reduction by policy (", policy->description(),
                               ") cannot take");
-  const ProgramCall program(group.mutex());
+  const ProgramCall program(group.mutex(), "a ReductionPolicy");
   return policy->make(gradient_layout_of(group, takes_part, layout, dtype), reduction_stages_of(group.roles(), group.stages()));
 }
 

@@ -298,7 +298,7 @@ void GroupGradients::finish_sum(const at::Tensor& reduced, bool is_divided) cons
     gradients.div_(division.late()); // a hook sees the mean, however the collectives have come to it
   if (settings.all_reduce_hook) {
     zero_gaps(reduced);
-    const ProgramCall program(group_.mutex());
+    const ProgramCall program(group_.mutex(), "a hook of set_all_reduce_hook");
     settings.all_reduce_hook(gradients);
   }
   if (divides && settings.divide_factor) gradients.div_(division.late());

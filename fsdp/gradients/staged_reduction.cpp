@@ -37,7 +37,7 @@ class ExtendedWork final : public WorkState {
  public:
   ExtendedWork(ModelMutex& mutex, Work work) : mutex_(mutex), work_(std::move(work)) {}
   void wait() override {
-    const ProgramCall program(mutex_);
+    const ProgramCall program(mutex_, "a ReductionExtension");
     Work(work_).wait(); // a copy: others ask whether it blocks
   }
   bool is_completed() override { return work_.is_completed(); }
@@ -157,7 +157,7 @@ Work StagedReduction::reduce_extended(Running& running, size_t number, const at:
   const auto stage = reduction_stages_of(group_.roles(), group_.stages())[number];
   const bool adds = division_of(settings_, group_.stages(), running.call.dtype).adds();
   const auto& extension = running.call.extension;
-  const ProgramCall program(group_.mutex());
+  const ProgramCall program(group_.mutex(), "a ReductionExtension");
   const bool scatters = stage.kind == ReductionStage::Kind::kReduceScatter;
   note_collective(group_, scatters ? CollectiveKind::kReduceScatter : CollectiveKind::kAllReduce, extension->payload(stage));
   auto work = extension->reduce({.stage = stage,

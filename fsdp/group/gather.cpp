@@ -217,7 +217,9 @@ Work GroupGather::gather_messages(size_t stage, const at::Tensor& output, const 
 /// Says that a function of an extension runs.
 class GroupGather::Extending {
  public:
-  explicit Extending(GroupGather& gather) : gather_(gather), program_(gather.group_.mutex()) { gather_.is_extending_ = true; }
+  explicit Extending(GroupGather& gather) : gather_(gather), program_(gather.group_.mutex(), "a GatherExtension") {
+    gather_.is_extending_ = true;
+  }
   ~Extending() { gather_.is_extending_ = false; }
   Extending(const Extending&) = delete;
   Extending& operator=(const Extending&) = delete;

@@ -47,16 +47,17 @@ class ABSL_LOCKABLE ModelMutex {
 
   std::mutex mutex_;
   std::atomic<std::thread::id> owner_ = {};
-  bool is_in_program_ = false; // a function of the program runs, which its owner has called
+  const char* program_ = nullptr; // the kind of a function of the program that runs, which its owner has called
   Token held_;
 };
 
 /// Has the lock of a model in its scope.
 class ABSL_SCOPED_LOCKABLE ModelLock final : public Held {
  public:
-  explicit ModelLock(ModelMutex& mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex), is_inner_(mutex.is_own()) {
-    if (is_inner_) {
-      TORCH_CHECK(std::exchange(mutex_.is_in_program_, false),
+  explicit ModelLock(ModelMutex& mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex) {
+    if (mutex_.is_own()) {
+      program_ = std::exchange(mutex_.program_, nullptr);
+      TORCH_CHECK(program_,
                   "the lock of a model is taken twice by one thread: its hooks and extensions may use it, but not what else runs "
                   "while it computes, as communicators of the program or callbacks of operators (RecordFunction)");
     } else {
@@ -65,34 +66,38 @@ class ABSL_SCOPED_LOCKABLE ModelLock final : public Held {
     }
   }
   ~ModelLock() ABSL_UNLOCK_FUNCTION() {
-    if (is_inner_) {
-      mutex_.is_in_program_ = true;
+    if (program_) {
+      mutex_.program_ = program_;
     } else {
       mutex_.owner_.store({}, std::memory_order_relaxed);
       mutex_.mutex_.unlock();
     }
   }
 
+  /// The kind of the function of the program in which the thread has taken the lock once more; null: it has not.
+  const char* program() const { return program_; }
+
  private:
   ModelMutex& mutex_;
-  const bool is_inner_; // in a function of the program, which the thread calls under the lock
+  const char* program_ = nullptr;
 };
 
 /// While it lives, a function of the program runs, as a hook or an extension, which may use the model: it takes the lock that its
-/// thread has. Nothing where the thread does not have it.
+/// thread has. Nothing where the thread does not have it. `kind` names the function in errors, and lives as long as the program.
 class ProgramCall {
  public:
-  explicit ProgramCall(ModelMutex& mutex)
-      : mutex_(mutex), is_own_(mutex.is_own()), before_(is_own_ && std::exchange(mutex.is_in_program_, true)) {}
+  ProgramCall(ModelMutex& mutex, const char* kind)
+      : mutex_(mutex), is_own_(mutex.is_own()), before_(is_own_ ? std::exchange(mutex.program_, kind) : nullptr) {}
   ~ProgramCall() {
-    if (is_own_) mutex_.is_in_program_ = before_;
+    if (is_own_) mutex_.program_ = before_;
   }
   ProgramCall(const ProgramCall&) = delete;
   ProgramCall& operator=(const ProgramCall&) = delete;
 
  private:
   ModelMutex& mutex_;
-  const bool is_own_, before_;
+  const bool is_own_;
+  const char* const before_;
 };
 
 /// A value that is reached under the lock of a model.

@@ -275,11 +275,21 @@ at::Tensor Schedule::to_step(ParameterGroup& group, size_t index, int64_t backwa
   return tensor;
 }
 
+/// Amid the work that calls a function of the program nothing of a backward can be done.
+void Schedule::check_no_program(const ModelLock& lock, const ParameterGroup& group, size_t index) {
+  if (C10_LIKELY(!lock.program())) return;
+  TORCH_CHECK(false, "a backward in ", lock.program(), " has brought a gradient of ", group.full_name(index), " on rank ",
+              process_context().rank(),
+              ": it runs amid a backward of the same model, where it may read the parameters, but no other backward of the model "
+              "may run. Run it before the backward or after it, or in a hook of a parameter (register_hook)");
+}
+
 void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradient) {
   const StreamScope scope(compute_stream_);
   if (scope.has_switched()) use_on_current_stream(gradient);
   {
     const ModelLock lock(mutex_);
+    check_no_program(lock, group, index);
     follow();
     auto& entry = scheduled(group);
     auto& gradients = *entry.gradients_of(group, lock);
@@ -297,6 +307,10 @@ void Schedule::land(ParameterGroup& group, size_t index, const at::Tensor& gradi
 }
 
 void Schedule::land_sharded(ReadyGradient gradient) {
+  {
+    const ModelLock lock(mutex_);
+    check_no_program(lock, *gradient.group, gradient.index);
+  }
   const auto& parameter = gradient.group->parameters()[gradient.index];
   gradient.is_part = is_read_in_both_ways(parameter);
   if (!gradient.is_part) {

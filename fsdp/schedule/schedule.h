@@ -153,6 +153,7 @@ class Schedule final : public std::enable_shared_from_this<Schedule>, private St
   bool has_failed_backward() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void abandon_backward() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void check_not_stepped(ParameterGroup& group, size_t index);
+  static void check_no_program(const ModelLock& lock, const ParameterGroup& group, size_t index);
   void note_forward(const ParameterGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void check_alive(const ParameterGroup& group) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void check_recorded(ScheduledGroup& entry, const ParameterGroup& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -269,13 +269,19 @@ TEST(GroupGradients, HooksHoldNoLock) {
   });
 }
 
-/// Hooks of reductions run amid the work of the model, and may use it all the same.
+/// The sum of a parameter of the root's group, which a forward computes.
+torch::Tensor weighted_norm(const Twin& models) {
+  const auto& weight = models.sharded->norm->weight;
+  return (weight * torch::ones(weight.sizes(), test_device())).sum();
+}
+
+/// Hooks of reductions run amid the work of the model, and may read it all the same.
 TEST(GroupGradients, AHookOfTheReductionMayReadTheModel) {
   for_each_strategy([](Twin& models, FSDPModule& root) {
     std::vector<double> sums;
     root.set_all_reduce_hook([&](const torch::Tensor&) {
       const torch::NoGradGuard no_grad;
-      sums.push_back((models.sharded->norm->weight * torch::ones_like(models.plain->norm->weight)).sum().item<double>());
+      sums.push_back(weighted_norm(models).item<double>());
       root.set_unshard_in_backward(true); // as it is: what a program sets takes the lock
     });
     const auto expected = models.plain->norm->weight.sum().item<double>();
@@ -283,6 +289,40 @@ TEST(GroupGradients, AHookOfTheReductionMayReadTheModel) {
     ASSERT_FALSE(sums.empty());
     for (const double sum : sums) EXPECT_NEAR(sum, expected, 1e-5);
     models.expect_equal_gradients();
+  });
+}
+
+/// A backward of the model there is an error, which ends the backward around it; the next one is as if there had been none.
+TEST(GroupGradients, AHookOfTheReductionMustNotRunABackwardOfTheModel) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
+    root.set_all_reduce_hook([&](const torch::Tensor&) {
+      const torch::AutoGradMode grad(true);
+      weighted_norm(models).backward();
+    });
+    EXPECT_THROWS_WITH(loss_of(models.sharded, own_batch(0)).backward(),
+                       "a backward in a hook of set_all_reduce_hook has brought a gradient of norm.weight on rank " +
+                           std::to_string(world_rank()));
+    root.set_all_reduce_hook({});
+    models.sharded->zero_grad();
+    models.backward(0);
+    models.expect_equal_gradients();
+  });
+}
+
+TEST(GroupGradients, AHookOfTheReductionMayCatchTheErrorOfItsBackward) {
+  for_each_strategy([](Twin& models, FSDPModule& root) {
+    int calls = 0;
+    root.set_all_reduce_hook([&](const torch::Tensor&) {
+      const torch::AutoGradMode grad(true);
+      EXPECT_THROWS_WITH(weighted_norm(models).backward(),
+                         "a backward in a hook of set_all_reduce_hook has brought a gradient of ");
+      ++calls;
+    });
+    for (int64_t step = 0; step < 2; ++step) {
+      models.backward(step);
+      models.expect_equal_gradients();
+    }
+    EXPECT_GT(calls, 0);
   });
 }
 
@@ -316,7 +356,7 @@ TEST(GroupGradients, WhatFollowsAnExtendedReductionMayReadTheModel) {
     std::vector<double> sums;
     follow = [&] {
       const torch::NoGradGuard no_grad;
-      sums.push_back((models.sharded->norm->weight * torch::ones_like(models.plain->norm->weight)).sum().item<double>());
+      sums.push_back(weighted_norm(models).item<double>());
       root.set_unshard_in_backward(true); // as it is: what a program sets takes the lock
     };
     const auto expected = models.plain->norm->weight.sum().item<double>();

@@ -50,13 +50,16 @@ TEST(ModelLock, TakenTwiceIsAnErrorThatLeavesItHeld) {
 TEST(ModelLock, IsTakenAgainByAFunctionOfTheProgramThatItsThreadCalls) {
   ModelMutex mutex;
   const ModelLock lock(mutex);
+  EXPECT_EQ(lock.program(), nullptr);
   {
-    const ProgramCall hook(mutex);
+    const ProgramCall hook(mutex, "a hook");
     for (int i = 0; i < 2; ++i) {
       const ModelLock inner(mutex);
       EXPECT_THROWS_WITH(const ModelLock twice(mutex), "is taken twice");
-      const ProgramCall hook_of_hook(mutex);
-      EXPECT_NO_THROW(const ModelLock innermost(mutex));
+      const ProgramCall hook_of_hook(mutex, "a hook of the hook");
+      const ModelLock innermost(mutex);
+      EXPECT_STREQ(inner.program(), "a hook");
+      EXPECT_STREQ(innermost.program(), "a hook of the hook");
     }
     EXPECT_NO_THROW(mutex.held());
   }
@@ -70,9 +73,9 @@ TEST(ModelLock, IsNotTakenByAnotherThreadDuringAFunctionOfTheProgram) {
   std::thread other;
   {
     const ModelLock lock(mutex);
-    const ProgramCall hook(mutex);
+    const ProgramCall hook(mutex, "a hook");
     other = std::thread([&] {
-      const ProgramCall nothing(mutex); // of a thread that does not have it
+      const ProgramCall nothing(mutex, "a hook"); // of a thread that does not have it
       has_begun = true;
       const ModelLock own(mutex);
       was_given_up = is_given_up.load();
