@@ -29,16 +29,16 @@ struct ReshardedParameters {
 /// a module that contains it.
 ///
 /// New parameters join the group of the nearest sharded module above them, with its options; a `shard_placement_fn` is not called
-/// again. A group whose parameters did not change stays as it is. A changed group is gathered once, whole and in its own dtype,
-/// and split again; its parameters stay the same tensor objects. Handles, divide factors, hooks, communicators and prefetch lists
-/// stay. A module that had no parameters of its own reduces the gradients of new ones with the settings of the nearest module
-/// above it that has some.
+/// again, so that new ones lie on the ranks of the call, and are the same there. A group whose parameters did not change stays as
+/// it is. A changed group is gathered once, whole and in its own dtype, and split again; its parameters stay the same tensor
+/// objects. Handles, divide factors, hooks, communicators and prefetch lists stay. A module that had no parameters of its own
+/// reduces the gradients of new ones with the settings of the nearest module above it that has some.
 ///
 /// All ranks of the model call it at the same point, after the same changes, between steps: gradients must be reduced and
 /// cleared. If no sharded parameter is left, call `fully_shard` again instead. New parameters have the same values on all ranks,
 /// unless `initial_weights` of the root says otherwise. The backward of a graph from before is an error. If nothing changed, it
-/// costs one small collective for each mesh. After an error during the changes, for example of a full disk, the model cannot be
-/// used: each read of it is an error that says so.
+/// costs one small collective for each mesh, and one more where a `shard_placement_fn` chose meshes. After an error during the
+/// changes, for example of a full disk, the model cannot be used: each read of it is an error that says so.
 ReshardedParameters reshard_parameters(torch::nn::Module& module, const ReshardParametersOptions& options = {});
 
 template <typename Contained>

@@ -67,7 +67,7 @@ ModelInventory::Above ModelInventory::above(const Registered& item, const Sharde
 
 void ModelInventory::enter(const Registered& item, std::optional<at::ScalarType> dtype) {
   const auto* meta = parameter_meta(item.tensor);
-  PresentParameter present{item.tensor, {}, {}, nullptr, item.tensor.scalar_type()};
+  PresentParameter present{.tensor = item.tensor, .dtype = item.tensor.scalar_type()};
   if (dtype && item.tensor.is_floating_point()) present.dtype = *dtype;
   auto* state = meta ? &state_of_group(*meta->group) : nullptr;
   const auto place = above(item, state);
@@ -82,7 +82,9 @@ void ModelInventory::enter(const Registered& item, std::optional<at::ScalarType>
   }
   const auto path = state->path(present.place.top);
   present.name = path.empty() ? present.place.path : path + "." + present.place.path;
-  inventories_[positions_.at(state)].present.push_back(std::move(present));
+  auto& inventory = inventories_[positions_.at(state)];
+  present.mesh = meta ? inventory.mesh_of(*meta->group) : state->roles().mesh();
+  inventory.present.push_back(std::move(present));
 }
 
 void ModelInventory::note_removed() {
@@ -93,13 +95,21 @@ void ModelInventory::note_removed() {
     for (const auto& group : inventory.groups) {
       for (size_t i = 0; i < group->parameters().size(); ++i) {
         alive.insert(group->full_name(i));
-        if (!kept.contains(&group->parameters()[i])) inventory.removed.push_back(group->full_name(i));
+        if (!kept.contains(&group->parameters()[i]))
+          inventory.removed.push_back({group->full_name(i), inventory.mesh_of(*group)});
       }
     }
   }
   for (const auto& name : root_->model().settled_names) {
     if (!alive.contains(name)) gone_.push_back(name);
   }
+}
+
+bool ModelInventory::has_chosen_meshes() const {
+  return std::any_of(inventories_.begin(), inventories_.end(), [](const ModuleInventory& inventory) {
+    return std::any_of(inventory.groups.begin(), inventory.groups.end(),
+                       [&](const auto& group) { return !(inventory.mesh_of(*group) == inventory.state->roles().mesh()); });
+  });
 }
 
 void ModelInventory::claim_new_modules() {

@@ -23,10 +23,17 @@ namespace tessera::internal {
 /// A parameter in the model as it is now.
 struct PresentParameter {
   at::Tensor tensor;
-  Place place;                        // among the modules of its state
-  std::string name;                   // from the root
+  Place place = {};                   // among the modules of its state
+  std::string name = {};              // from the root
+  DeviceMesh mesh = {};               // whose ranks all have it
   ShardedParameter* before = nullptr; // null for a new one
   at::ScalarType dtype = at::kFloat;  // from now on
+};
+
+/// One that the model had, and has no more.
+struct RemovedParameter {
+  std::string name;
+  DeviceMesh mesh; // whose ranks all had it
 };
 
 /// A state with its parameters as they are now, in the order in which `fully_shard` would meet them.
@@ -35,12 +42,17 @@ struct ModuleInventory {
   std::vector<std::shared_ptr<ParameterGroup>> groups; // as they are until now
   std::vector<PresentParameter> present;
   std::vector<at::ScalarType> read_dtypes; // of these, in forward from now on
-  std::vector<std::string> removed;
+  std::vector<RemovedParameter> removed;
 
   bool is_changed() const {
     return !removed.empty() || std::any_of(present.begin(), present.end(), [](const PresentParameter& each) {
       return !each.before || each.before->spec->dtype() != each.dtype;
     });
+  }
+  /// The mesh whose ranks all have the parameters of one of the groups: the module's, or one that shard_placement_fn chose.
+  DeviceMesh mesh_of(const ParameterGroup& group) const {
+    const auto &own = state->roles().mesh(), &other = group.roles().mesh();
+    return other.rank_list() == own.rank_list() ? own : other;
   }
 };
 
@@ -54,6 +66,8 @@ class ModelInventory {
   ShardedModule& root() { return *root_; }
   /// Parameters that went with all others of their group: nothing holds them.
   const std::vector<std::string>& gone() const { return gone_; }
+  /// Whether shard_placement_fn chose meshes, of which each rank may have others.
+  bool has_chosen_meshes() const;
   /// Modules below a sharded one cannot be sharded by themselves.
   void claim_new_modules();
   const Census& census() const { return census_; }

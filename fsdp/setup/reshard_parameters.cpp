@@ -9,12 +9,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
 #include <utility>
 
 #include <tessera/base/error_text.h>
+#include <tessera/collectives/ranks/gather_texts.h>
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/tensor/in_backward.h>
 #include <tessera/fsdp/model/gradient_hooks.h>
@@ -66,15 +68,22 @@ void choose_read_dtypes(const ModelInventory& model, ModuleInventory& inventory,
 /// What all ranks of one mesh must have found alike, and the new parameters.
 struct Findings {
   DeviceMesh mesh;
-  std::string description;
-  std::vector<at::Tensor> added;
-  std::vector<std::string> names;
+  std::string description = {};
+  std::vector<at::Tensor> added = {};
+  std::vector<std::string> names = {};
 };
 
+/// Adds what was found among the parameters that the ranks of this mesh have.
 void describe(const ModuleInventory& inventory, Findings& findings) {
   if (!inventory.is_changed()) return;
-  findings.description += fmt::format("\nof {} removed [{}]", inventory.state->label(), fmt::join(inventory.removed, ", "));
+  const auto is_here = [&](const DeviceMesh& mesh) { return mesh == findings.mesh; };
+  std::vector<std::string> removed;
+  for (const auto& each : inventory.removed) {
+    if (is_here(each.mesh)) removed.push_back(each.name);
+  }
+  findings.description += fmt::format("\nof {} removed [{}]", inventory.state->label(), fmt::join(removed, ", "));
   for (const auto& each : inventory.present) {
+    if (!is_here(each.mesh)) continue;
     findings.description += fmt::format("\n{} {} in {}", each.before ? "kept" : "new", each.name, c10::toString(each.dtype));
     if (each.before) continue;
     findings.added.push_back(each.tensor);
@@ -82,23 +91,49 @@ void describe(const ModuleInventory& inventory, Findings& findings) {
   }
 }
 
+/// They come by meshes, the root's first. A mesh that `shard_placement_fn` chose is one too: the ranks of others have other
+/// parameters.
+std::vector<Findings> findings_of(ModelInventory& model) {
+  std::vector<Findings> all{{.mesh = model.root().roles().mesh()}};
+  const auto add = [&](const DeviceMesh& mesh) {
+    if (std::none_of(all.begin(), all.end(), [&](const Findings& each) { return each.mesh == mesh; }))
+      all.push_back({.mesh = mesh});
+  };
+  for (const auto& inventory : model.inventories()) {
+    add(inventory.state->roles().mesh());
+    for (const auto& group : inventory.groups) add(inventory.mesh_of(*group));
+  }
+  all[0].description = fmt::format("\ngone [{}]", fmt::join(model.gone(), ", "));
+  if (model.has_chosen_meshes()) all[0].description += "\nothers on meshes of shard_placement_fn";
+  for (auto& each : all) {
+    for (const auto& inventory : model.inventories()) describe(inventory, each);
+  }
+  return all;
+}
+
+/// Throws on all ranks of the root where those of a mesh that was chosen for parameters differ: the others would go on.
 void agree(ModelInventory& model, const std::string& module) {
   const auto& root = model.root();
-  std::vector<Findings> all{{root.roles().mesh(), fmt::format("\ngone [{}]", fmt::join(model.gone(), ", ")), {}, {}}};
-  for (const auto& inventory : model.inventories()) {
-    const auto& mesh = inventory.state->roles().mesh();
-    auto found = std::find_if(all.begin(), all.end(), [&](const auto& each) { return each.mesh == mesh; });
-    if (found == all.end()) found = all.insert(all.end(), {mesh, "", {}, {}});
-    describe(inventory, *found);
+  std::exception_ptr failure;
+  for (const auto& [mesh, description, added, names] : findings_of(model)) {
+    try {
+      agree_on_initial_weights({.tensors = added,
+                                .names = names,
+                                .mesh = mesh,
+                                .mode = root.options().initial_weights,
+                                .call = "reshard_parameters of " + module,
+                                .options = description,
+                                .model_number = root.model().number});
+    } catch (...) {
+      if (mesh == root.roles().mesh()) throw;
+      if (!failure) failure = std::current_exception();
+    }
   }
-  for (const auto& [mesh, description, added, names] : all)
-    agree_on_initial_weights({.tensors = added,
-                              .names = names,
-                              .mesh = mesh,
-                              .mode = root.options().initial_weights,
-                              .call = "reshard_parameters of " + module,
-                              .options = description,
-                              .model_number = root.model().number});
+  const auto& mesh = root.roles().mesh();
+  if (model.has_chosen_meshes() && mesh.size() > 1)
+    throw_failures(failure ? error_text(failure) : "", *mesh.flatten().communicator(), mesh.device(),
+                   "reshard_parameters's meshes");
+  if (failure) std::rethrow_exception(failure);
 }
 
 /// The group, or groups, of a state anew.
@@ -305,7 +340,7 @@ ReshardedParameters list_changes(ModelInventory& model) {
     for (const auto& each : inventory.present) {
       if (!each.before) changes.added.push_back(each.name);
     }
-    changes.removed.insert(changes.removed.end(), inventory.removed.begin(), inventory.removed.end());
+    for (const auto& each : inventory.removed) changes.removed.push_back(each.name);
   }
   return changes;
 }

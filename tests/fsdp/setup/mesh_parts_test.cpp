@@ -1,9 +1,11 @@
 // Parameters of one call on several meshes: a mesh for each parameter from shard_placement_fn.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <tessera/checkpoint/checkpoint.h>
 #include <tessera/fsdp/clip_grad.h>
 #include <tessera/fsdp/model/sharded_module.h>
+#include <tessera/fsdp/reshard_parameters.h>
 
 #include <tessera/tests/checkpoint/shared_folder.h>
 #include <tessera/tests/fsdp/column_experts.h>
@@ -105,6 +107,68 @@ TEST(MeshParts, TrainAsInTheUnshardedModelThroughACheckpoint) {
       EXPECT_TENSORS_CLOSE(full(item.value()), expected[item.key()].detach(), 1e-4, 1e-5);
     }
   }
+}
+
+struct Unregistered : torch::nn::Module {
+  static void parameter(torch::nn::Module& module, const std::string& name) {
+    (module.*(&Unregistered::parameters_)).erase(name);
+  }
+};
+
+torch::nn::LinearImpl& expert_of(Mixture& mixture, int64_t expert) {
+  return *mixture->named_children()[expert_name(expert)]->as<torch::nn::Linear>();
+}
+
+void drop_bias(Mixture& mixture, int64_t expert) {
+  auto& layer = expert_of(mixture, expert);
+  layer.bias = Tensor();
+  Unregistered::parameter(layer, "bias");
+}
+
+/// Another stem, which all ranks have.
+void replace_stem(Mixture& mixture) {
+  torch::manual_seed(7);
+  mixture->stem = mixture->replace_module("stem", torch::nn::Linear(6, 6));
+}
+
+TEST(MeshParts, AreShardedAgainBesideWhatChanges) {
+  const auto mesh = expert_grid();
+  for (const auto& options : all_options()) {
+    Training plain{all_experts(mesh)}, before{sharded_mixture(mesh, options)};
+    step(before, plain, 0, mesh);
+    before.model->zero_grad();
+    replace_stem(before.model);
+    replace_stem(plain.model);
+    for (int64_t expert = 0; expert < mesh.size(1); ++expert) drop_bias(plain.model, expert);
+    const auto own = mesh.local_rank(1);
+    drop_bias(before.model, own);
+    const auto changes = reshard_parameters(before.model);
+    EXPECT_EQ(changes.added, (std::vector<std::string>{"stem.weight", "stem.bias"}));
+    EXPECT_THAT(changes.removed, ::testing::UnorderedElementsAre("stem.weight", "stem.bias", expert_name(own) + ".bias"));
+    Training sharded{before.model}, twin{plain.model};
+    for (int64_t number = 1; number < 4; ++number) step(sharded, twin, number, mesh);
+    for (const auto& item : sharded.model->named_parameters()) {
+      SCOPED_TRACE(item.key());
+      EXPECT_TENSORS_CLOSE(full(item.value()), twin.model->named_parameters()[item.key()].detach(), 1e-4, 1e-5);
+    }
+  }
+}
+
+/// Ranks of other experts would go on, and wait for those that have thrown.
+TEST(MeshParts, OfWhichTheRanksHaveLostOthersAreAnErrorOnAllRanks) {
+  const auto mesh = expert_grid();
+  if (mesh.size(0) == 1) return; // where no two ranks have the same expert
+  auto mixture = sharded_mixture(mesh, {});
+  Unregistered::parameter(expert_of(mixture, mesh.local_rank(1)), world_rank() == 0 ? "bias" : "weight");
+  EXPECT_THROWS_WITH(reshard_parameters(mixture), "the ranks' models or options differ: rank 0 has ");
+}
+
+TEST(MeshParts, NewOnesOfOneRankAloneAreAnErrorOnAllRanks) {
+  if (world_size() == 1) return;
+  const auto mesh = expert_grid();
+  auto mixture = sharded_mixture(mesh, {});
+  if (world_rank() == 0) expert_of(mixture, mesh.local_rank(1)).register_parameter("scale", torch::ones({5}));
+  EXPECT_THROWS_WITH(reshard_parameters(mixture), "the ranks' models or options differ: rank 0 has ");
 }
 
 TEST(MeshParts, OfOneCallAreGatheredTogether) {
