@@ -13,8 +13,8 @@
 
 #include <tessera/fsdp/buffers/copy_list.h>
 #include <tessera/fsdp/buffers/unsharded_storage.h>
+#include <tessera/fsdp/communication/extended_gather.h>
 #include <tessera/fsdp/communication/gather_message.h>
-#include <tessera/fsdp/group/extended_gather.h>
 #include <tessera/fsdp/group/gather_state.h>
 
 namespace tessera::internal {

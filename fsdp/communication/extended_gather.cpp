@@ -1,4 +1,4 @@
-#include <tessera/fsdp/group/extended_gather.h>
+#include <tessera/fsdp/communication/extended_gather.h>
 
 #include <ATen/ceil_div.h>
 #include <c10/core/ScalarType.h>
