@@ -48,10 +48,19 @@ using GatherExtensionFn = std::function<std::shared_ptr<GatherExtension>(const s
 /// Gathers the weights of the Linears that `convert_to_float8` took in `module` and below as float8_e4m3fn, with one scale each
 /// for all shards, and the other parameters as they are (torchao: enable_fsdp_float8_all_gather). The codes are those that the
 /// product makes of the weight. So without a `param_dtype` results are the same, bit for bit; with one, shards are rounded once
-/// and not twice. A gather takes one all-reduce of a number a weight besides.
+/// and not twice. A gather takes one all-reduce of a number a weight besides, unless `precompute_float8_scales` made the scales.
 ///
 /// Call it after `convert_to_float8`; it knows the parameters, under whatever names. Errors: nothing was converted; a Linear with
 /// scales of rows, of which each product has others.
 GatherExtensionFn float8_gather(const torch::nn::Module& module);
+
+/// Makes the scales of all weights in `module` and below that `float8_gather` gathers: one all-reduce of a number a weight for
+/// all those of a mesh, in place of one at each gather of each (torchao: precompute_float8_dynamic_scale_for_fsdp). The gathers
+/// until the next write of a weight take its scale, which is the same one.
+///
+/// Call it after each step of the optimizer, on every rank, or nowhere: a gather of a weight that was written since makes its
+/// scale itself. Weights that are offloaded make theirs at each gather. Without such weights it does nothing. An error where
+/// nothing below the module was sharded.
+void precompute_float8_scales(const torch::nn::Module& module);
 
 } // namespace tessera

@@ -4,9 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_scaled_mm.h>
-#include <ATen/ops/frexp.h>
-#include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/where.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -14,59 +12,23 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/operators/scaled_mm.h>
+#include <tessera/nn/float8_codes.h>
 
 namespace tessera {
 
 namespace {
 
+using internal::as_matrix, internal::encode_float8, internal::Float8Codes, internal::gathers_float8, internal::place_of,
+    internal::rows_in_float8;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
-
-/// The largest number of float8_e4m3fn is 0.875 · 2⁹, that of float8_e5m2 0.875 · 2¹⁶.
-constexpr double kLargestMantissa = 0.875;
-constexpr double kInverseOfE4m3 = 0x1p-9, kInverseOfE5m2 = 0x1p-16;
-/// Smaller numbers are scaled as this one, of which a scale and its inverse are ordinary numbers. So are zeros.
-constexpr double kSmallestLargest = 0x1p-100;
-
-/// Which numbers share a scale: all, or those along dim 0 or 1 of a matrix.
-std::vector<int64_t> scaled_dims(Float8Scaling scaling, int64_t along) {
-  return scaling == Float8Scaling::kTensor ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{along};
-}
-
-} // namespace
-
-namespace internal {
-
-at::Tensor largest_in_float8(const at::Tensor& matrix, Float8Scaling scaling, int64_t dim) {
-  const auto dims = scaled_dims(scaling, dim);
-  auto sizes = matrix.sizes().vec();
-  for (const auto each : dims) sizes[static_cast<size_t>(each)] = 1;
-  if (matrix.numel() == 0) return matrix.new_zeros(sizes, at::kFloat);
-  return at::linalg_vector_norm(matrix, std::numeric_limits<double>::infinity(), dims, /*keepdim=*/true).to(at::kFloat);
-}
-
-at::Tensor float8_scale(const at::Tensor& largest, at::ScalarType dtype) {
-  if (largest.is_meta()) return largest.clone(); // frexp has no kernel there
-  const auto bounded = largest.clamp_min(kSmallestLargest);
-  const auto mantissa = std::get<0>(at::frexp(bounded)); // in [0.5, 1)
-  const double inverse = dtype == at::kFloat8_e5m2 ? kInverseOfE5m2 : kInverseOfE4m3;
-  return bounded / mantissa * at::where(mantissa > kLargestMantissa, 2 * inverse, inverse);
-}
-
-} // namespace internal
-
-namespace {
-
-struct Codes {
-  at::Tensor codes, scale;
-};
 
 /// A scale is that of the sum, beyond whose largest number a term of it may lie.
 at::Tensor with_sums(const at::Tensor& matrix) {
@@ -78,16 +40,15 @@ at::Tensor with_sums(const at::Tensor& matrix) {
   return terms.redistribute(placements);
 }
 
-/// `matrix` in `dtype`; with scales of rows, `along` is the dim that they have none for. A quotient by a power of two is exact
-/// in bf16, which has the exponents of the scale, and takes half the bytes there.
-Codes encode(const at::Tensor& matrix, at::ScalarType dtype, Float8Scaling scaling, int64_t along) {
-  const auto scale = internal::float8_scale(internal::largest_in_float8(matrix, scaling, along), dtype);
-  const auto divisor = matrix.scalar_type() == at::kBFloat16 ? scale.to(at::kBFloat16) : scale;
-  return {(matrix / divisor).to(dtype), scale};
+/// The sizes of `x` with another last one.
+std::vector<int64_t> with_last(const at::Tensor& x, int64_t size) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = size;
+  return sizes;
 }
 
 /// a [m, k] · b [k, n].
-at::Tensor product(const Codes& a, const Codes& b, at::ScalarType result) {
+at::Tensor product(const Float8Codes& a, const Float8Codes& b, at::ScalarType result) {
   const auto dtype = result == at::kDouble ? at::kFloat : result;
   const bool is_distributed = is_dtensor(a.codes) || is_dtensor(b.codes);
   const auto value =
@@ -96,7 +57,7 @@ at::Tensor product(const Codes& a, const Codes& b, at::ScalarType result) {
   return value.to(result);
 }
 
-/// The gradients of x [m, in] · wᵀ. Codes are made anew in backward: of a sharded weight nothing is kept. Each gradient brings
+/// The gradients of x [.., in] · wᵀ. Codes are made anew in backward: of a sharded weight nothing is kept. Each gradient brings
 /// back what it needs alone: of a backward in two halves the second one gathers no weight.
 struct Float8Backward final : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
@@ -104,17 +65,20 @@ struct Float8Backward final : torch::autograd::Node {
     variable_list of_inputs(2);
     if (!gradients[0].defined()) return of_inputs;
     const auto gradient = with_sums(gradients[0]);
-    std::optional<Codes> whole; // one scale of all numbers is that of both products
-    if (scaling == Float8Scaling::kTensor) whole = encode(gradient, at::kFloat8_e5m2, scaling, 1);
+    std::optional<Float8Codes> whole; // one scale of all numbers is that of both products
+    if (scaling == Float8Scaling::kTensor) whole = rows_in_float8(gradient, at::kFloat8_e5m2, scaling, 1, place);
     const auto e4m3 = at::kFloat8_e4m3fn, e5m2 = at::kFloat8_e5m2;
     if (task_should_compute_output(0)) {
-      const auto codes = whole ? *whole : encode(gradient, e5m2, scaling, 1);
-      of_inputs[0] = product(codes, encode(weight.unpack(), e4m3, scaling, 0), dtype);
+      const auto codes = whole ? *whole : encode_float8(as_matrix(gradient), e5m2, scaling, 1);
+      const auto matrix = weight.unpack();
+      of_inputs[0] = product(codes, encode_float8(matrix, e4m3, scaling, 0), dtype);
+      if (gradient.dim() != 2) of_inputs[0] = of_inputs[0].reshape(with_last(gradient, matrix.size(1)));
     }
     if (task_should_compute_output(1)) {
-      const auto codes = whole ? Codes{whole->codes.t(), whole->scale} : encode(gradient.t(), e5m2, scaling, 1);
+      const auto codes =
+          whole ? Float8Codes{whole->codes.t(), whole->scale} : encode_float8(as_matrix(gradient).t(), e5m2, scaling, 1);
       whole.reset();
-      of_inputs[1] = product(codes, encode(x.unpack(), e4m3, scaling, 0), dtype);
+      of_inputs[1] = product(codes, rows_in_float8(x.unpack(), e4m3, scaling, 0, place), dtype);
     }
     return of_inputs;
   }
@@ -125,16 +89,18 @@ struct Float8Backward final : torch::autograd::Node {
   std::string name() const override { return "Float8Backward"; }
 
   SavedVariable x, weight;
+  SpecPtr place;                     ///< where the weight lies
   at::ScalarType dtype = at::kFloat; ///< of both
   Float8Scaling scaling = Float8Scaling::kTensor;
 };
 
-/// x [m, in] · wᵀ. What backward needs is saved first: a recomputation that lacks no more ends before the product.
+/// x [.., in] · wᵀ. What backward needs is saved first: a recomputation that lacks no more ends before the product.
 at::Tensor product_with_gradients(const at::Tensor& x, const at::Tensor& weight, Float8Scaling scaling) {
   std::shared_ptr<Float8Backward> node;
   if (torch::autograd::compute_requires_grad(x, weight)) {
     node = std::make_shared<Float8Backward>();
     node->set_next_edges(torch::autograd::collect_next_edges(x, weight));
+    node->place = place_of(weight);
     node->dtype = x.scalar_type();
     node->scaling = scaling;
     node->x = SavedVariable(x, /*is_output=*/false);
@@ -143,8 +109,10 @@ at::Tensor product_with_gradients(const at::Tensor& x, const at::Tensor& weight,
   at::Tensor result;
   {
     const at::NoGradGuard no_grad;
-    result =
-        product(encode(x, at::kFloat8_e4m3fn, scaling, 1), encode(weight.t(), at::kFloat8_e4m3fn, scaling, 0), x.scalar_type());
+    const auto e4m3 = at::kFloat8_e4m3fn;
+    result = product(rows_in_float8(x, e4m3, scaling, 1, place_of(weight)), encode_float8(weight.t(), e4m3, scaling, 0),
+                     x.scalar_type());
+    if (x.dim() != 2) result = at::_unsafe_view(result, with_last(x, weight.size(0)));
   }
   if (node) torch::autograd::set_history(result, node);
   return result;
@@ -177,12 +145,10 @@ void check_arguments(const at::Tensor& input, const at::Tensor& weight, const at
 
 at::Tensor in_float8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, int64_t scaling) {
   check_arguments(input, weight, bias);
-  auto sizes = input.sizes().vec();
-  const auto numbers = with_sums(input);
-  const auto rows = input.dim() == 2 ? numbers : numbers.reshape({-1, weight.size(1)});
-  auto result = call_product(rows, with_sums(weight), scaling);
-  sizes.back() = weight.size(0);
-  if (input.dim() != 2) result = result.reshape(sizes);
+  const auto numbers = with_sums(input), matrix = with_sums(weight);
+  const bool keeps_shape = input.dim() == 2 || gathers_float8(numbers, static_cast<Float8Scaling>(scaling), place_of(matrix));
+  auto result = call_product(keeps_shape ? numbers : numbers.reshape({-1, weight.size(1)}), matrix, scaling);
+  if (!keeps_shape) result = result.reshape(with_last(input, weight.size(0)));
   return bias.defined() ? result + bias : result;
 }
 

@@ -3,18 +3,13 @@
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
-#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
 
-namespace tessera {
+#include <tessera/nn/float8_scaling.h>
 
-/// Which numbers of a matrix share a scale where it is multiplied in fp8.
-enum class Float8Scaling : uint8_t {
-  kTensor, ///< all of them
-  kRows,   ///< those that a sum of the product runs over: more exact, and more scales
-};
+namespace tessera {
 
 /// input · weightᵀ + bias in fp8: the input [..., in] and the weight [out, in] as float8_e4m3fn, and in backward the output's
 /// gradient as float8_e5m2. The three products of forward and backward are `aten::_scaled_mm`, which adds up in fp32. The result
@@ -55,11 +50,6 @@ struct Float8Weight {
   Float8Scaling scaling;
 };
 std::optional<Float8Weight> float8_weight(const at::Tensor& member);
-
-/// The largest sizes of the numbers of a matrix in fp32, of all (a [1, 1]) or of those along `dim`.
-at::Tensor largest_in_float8(const at::Tensor& matrix, Float8Scaling scaling, int64_t dim);
-/// The smallest powers of two with which numbers as large as these fit into `dtype`; NaN where they are not finite.
-at::Tensor float8_scale(const at::Tensor& largest, at::ScalarType dtype);
 
 } // namespace internal
 

@@ -63,6 +63,20 @@ InLayer remember(const at::Tensor& x, SpecPtr target, at::Tensor result) {
   return {std::move(result), std::move(readers)};
 }
 
+/// The gradient of a sum is that of its terms, wherever it lies.
+struct LeaveWithGradient : torch::autograd::Function<LeaveWithGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& result, const Placement& wanted,
+                            const char* label) {
+    auto moved = move(result, {wanted}, label);
+    save_spec(context, dtensor_meta(moved)->spec);
+    return moved;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    return {gradient_as_dtensor(gradients[0], *saved_spec(context), "a layer in codes (backward)"), {}, {}};
+  }
+};
+
 } // namespace
 
 InsideLayer::InsideLayer() : inside_(layers->is_inside, true) {}
@@ -102,6 +116,12 @@ at::Tensor entered(const at::Tensor& x, const Placement& wanted, const std::stri
 at::Tensor left(const at::Tensor& result, const Placement& wanted, const std::string& label) {
   const auto& spec = *dtensor_meta(result)->spec;
   return spec.placements()[0] == wanted ? result : differentiable_move(result, spec.mesh(), {wanted}, label.c_str());
+}
+
+at::Tensor left_with_gradient(const at::Tensor& result, const Placement& wanted, const std::string& label) {
+  const auto& placement = dtensor_meta(result)->spec->placements()[0];
+  const bool has_moved_gradient = needs_graph(result) && is_partial(placement) && placement != wanted;
+  return has_moved_gradient ? LeaveWithGradient::apply(result, wanted, label.c_str()) : left(result, wanted, label);
 }
 
 } // namespace tessera::internal::parallel

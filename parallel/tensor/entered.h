@@ -40,6 +40,9 @@ void forget_entered();
 /// `result`, a DTensor of a 1-D mesh, under `wanted`.
 at::Tensor left(const at::Tensor& result, const Placement& wanted, const std::string& label);
 
+/// As `left`, but a layer whose result was a sum gets the gradient where that comes from: it brings it to itself in codes.
+at::Tensor left_with_gradient(const at::Tensor& result, const Placement& wanted, const std::string& label);
+
 /// While it lives, this thread is inside of a layer whose activation has entered: parameters that are read there move nothing.
 class InsideLayer {
  public:

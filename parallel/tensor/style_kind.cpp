@@ -11,6 +11,7 @@
 #include <tessera/dtensor/api.h>
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/mesh/part_order.h>
+#include <tessera/nn/float8_codes.h>
 #include <tessera/parallel/tensor/entered.h>
 #include <tessera/parallel/tensor/gather_again.h>
 #include <tessera/parallel/tensor/key_heads.h>
@@ -155,6 +156,13 @@ void read_layer_in_groups(ReadCall& call, const Reading& reading, const DeviceMe
   join_groups(call); // the bias
 }
 
+/// Whether a layer of codes, whose activation and result are split over the sequence, gathers codes of both by itself.
+bool gathers_codes(const ReadCall& call, const Reading& reading, const at::Tensor& input) {
+  if (reading.use != Use::kCodedLinear) return false;
+  return gathers_float8(input, static_cast<Float8Scaling>(call.arguments[3].toInt()),
+                        place_of(call.arguments[reading.weight].toTensor()));
+}
+
 /// Runs a layer: its activation enters, and its result leaves at once, so that no Partial is seen outside.
 void run_layer(ReadCall& call, const Reading& reading) {
   const at::Tensor weight = call.arguments[reading.weight].toTensor();
@@ -169,6 +177,8 @@ void run_layer(ReadCall& call, const Reading& reading) {
   const at::Tensor given = input;
   if (wanted) wanted = at_dim(*wanted, input.dim());
   if (wanted && run_overlapped(call, reading, input, *wanted, label)) return;
+  const bool of_codes = gathers_codes(call, reading, input);
+  if (of_codes && wanted && is_replicate(*wanted)) wanted = dtensor_meta(input)->spec->placements()[0];
   if (wanted) input = entered(input, *wanted, label);
   call.arguments[reading.input] = input;
   if (computes_in_groups(reading, weight, input)) read_layer_in_groups(call, reading, style.groups);
@@ -183,7 +193,9 @@ void run_layer(ReadCall& call, const Reading& reading) {
   if (!is_dtensor(result)) return;
   auto goal = reading.use == Use::kTable ? style.looked_up : style.output;
   if (!goal && is_partial(dtensor_meta(result)->spec->placements()[0])) goal = Replicate{};
-  if (goal) call.stack->back() = left(result, at_dim(*goal, result.dim()), label);
+  if (!goal) return;
+  const auto place = at_dim(*goal, result.dim());
+  call.stack->back() = of_codes ? left_with_gradient(result, place, label) : left(result, place, label);
 }
 
 /// Brings the activation of an operator that is no layer, as those of norms are none, where the style says: the first argument
