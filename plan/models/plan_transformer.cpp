@@ -85,15 +85,14 @@ ParallelPlan tensor_plan(const TransformerConfig& config, const PlanOptions& opt
   TORCH_CHECK_VALUE(block.heads % ranks == 0, config.name, ": ", block.heads, " heads do not divide among ", ranks,
                     " ranks of tp");
   const auto stream = options.sequence ? Placement(Shard{1}) : Placement(Replicate{});
-  const ParallelStyle of_keys = block.key_heads % ranks == 0 ? ParallelStyle(Colwise{}) : PrepareInput{Replicate{}};
   ParallelPlan plan;
   const auto add = [&](const std::string& path, const ParallelStyle& style) {
     if (!path.empty()) plan.push_back({config.names.blocks + ".*." + path, style});
   };
   if (!config.takes_pictures()) plan.push_back({config.names.tokens, VocabParallel{stream}});
   add(names.query, Colwise{});
-  add(names.key, of_keys);
-  add(names.value, of_keys);
+  add(names.key, KeyHeads{block.key_heads});
+  add(names.value, KeyHeads{block.key_heads});
   add(names.packed, Colwise{.packed = 3});
   add(names.output, Rowwise{.output = stream});
   if (block.experts == 0) {

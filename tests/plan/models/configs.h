@@ -75,6 +75,7 @@ inline std::map<std::string, json> small() {
   qwen.update({{"architectures", {"Qwen2ForCausalLM"}}, {"tie_word_embeddings", true}});
   mistral.update({{"architectures", {"MistralForCausalLM"}}, {"sliding_window", 3}});
   return {{"llama", llama(16, 24, 2, 4, 2, 19)},
+          {"llama with one key head", llama(16, 24, 2, 4, 1, 19)},
           {"qwen2", qwen},
           {"mistral", mistral},
           {"mixtral", mixtral(16, 24, 2, 4, 2, 19)},
