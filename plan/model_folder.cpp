@@ -51,10 +51,13 @@ PlannedModel read_model(const std::filesystem::path& path, const ModelOptions& o
   const internal::JsonView view(json, file.string());
   TORCH_CHECK_VALUE(options.fused_norms || !models::is_layers_config(view), file.string(),
                     ": a file of layers has fused norms alone; write others in a program");
+  TORCH_CHECK_VALUE(options.fused_attention || !models::is_layers_config(view), file.string(),
+                    ": a file of layers has fused attention alone; write another one in a program");
   if (models::is_layers_config(view)) return models::plan_layers(view, options.sequence, options.dropout);
   auto config = models::read_transformer(view);
   config.name = name_of(file, config.architecture);
   if (!options.dropout) config.block.dropout = config.block.attention_dropout = 0;
+  config.block.fuses_attention = options.fused_attention;
   if (!options.fused_norms && config.block.norm == models::NormKind::kRms) config.block.norm = models::NormKind::kPlainRms;
   if (options.checks_weights && fs::is_directory(path) && models::has_weights(path)) models::check_weights(config, path);
   return models::plan_transformer(config, sequence_of(config, options.sequence, file.string()));

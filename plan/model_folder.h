@@ -17,6 +17,9 @@ struct ModelOptions {
   bool dropout = true;
   /// false: RMS norms by plain operators in fp32, one after another, as models have them that were written before LibTorch's.
   bool fused_norms = true;
+  /// false: attention by two products with a mask, a softmax and a dropout of all scores between them, each an operator of its
+  /// own, as models have it that were written before fused kernels. Sequences are not split over ranks then.
+  bool fused_attention = true;
   /// false: the names and shapes in the folder's safetensors are not compared with the model's.
   bool checks_weights = true;
 };

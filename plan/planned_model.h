@@ -28,6 +28,7 @@ struct PassSettings {
   /// The ranks among which each sequence is split, of one dim; undefined: none. The batch is this rank's part.
   DeviceMesh context = {};
   ContextParallel context_scheme = ContextParallel::kAllGather;
+  PartOrder context_order = PartOrder::kHeadTail;
 
   /// For the `recompute` of one block: a policy that keeps what `keeps` says, and counts its products anew.
   RecomputeOptions recompute_options() const;

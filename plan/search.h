@@ -24,6 +24,7 @@ struct SearchOptions {
   std::vector<bool> recompute = {false, true};
   std::vector<RecomputeKeeps> keeps = {RecomputeKeeps::kNothing}; ///< of those that recompute
   std::vector<std::optional<Float8Scaling>> float8 = {std::nullopt};
+  std::vector<bool> float8_gather = {false}; ///< of those with a scale a tensor
   std::vector<OffloadPolicy::Memory> offload = {OffloadPolicy::Memory::kDevice};
   std::vector<PipelineScheduleKind> schedules = {PipelineScheduleKind::k1F1B};
   std::vector<int64_t> resident_stages = {0}; ///< of pipelines

@@ -62,7 +62,9 @@ std::string PlanSettings::to_string() const {
     parts.push_back(fmt::format("over {} after forward", *reshard_after_forward->ranks()));
   if (recompute) parts.emplace_back(keeps == RecomputeKeeps::kNothing ? "recompute" : "selective recompute");
   if (float8) parts.emplace_back(*float8 == Float8Scaling::kTensor ? "fp8" : "fp8 by rows");
+  if (float8_gather) parts.emplace_back("gathered in fp8");
   if (sequence_parallel) parts.emplace_back("sequence parallel");
+  if (context_order == PartOrder::kContiguous) parts.emplace_back("contiguous sequences");
   if (offload == OffloadPolicy::Memory::kHost) parts.emplace_back("offload to the host");
   if (offload == OffloadPolicy::Memory::kFiles) parts.emplace_back("offload to files");
   if (mesh.pp > 1) {
@@ -81,6 +83,15 @@ void PlanSettings::check() const {
     check_positive(size, name);
   TORCH_CHECK_VALUE(recompute || keeps == RecomputeKeeps::kNothing,
                     "plan settings: keeps says what a recomputation keeps, but recompute is false");
+  TORCH_CHECK_VALUE(context_order == PartOrder::kHeadTail || mesh.cp > 1,
+                    "plan settings: context_order is contiguous, but no sequence is split: cp is 1");
+  TORCH_CHECK_VALUE(!float8_gather || float8 == Float8Scaling::kTensor,
+                    "plan settings: float8_gather is for products in fp8 with a scale a tensor, but float8 is ",
+                    float8 ? "by rows" : "unset");
+  TORCH_CHECK_VALUE(!float8_gather || strategy != Strategy::kNoShard,
+                    "plan settings: float8_gather is true, but strategy no-shard gathers no parameter");
+  TORCH_CHECK_VALUE(!float8_gather || mesh.tp == 1,
+                    "plan settings: float8_gather is true, but no weight that tp splits is gathered in fp8: tp is ", mesh.tp);
   TORCH_CHECK_VALUE(chunks >= 0, "plan settings: chunks is ", chunks, ", but must not be negative");
   TORCH_CHECK_VALUE(resident_stages >= 0, "plan settings: resident_stages is ", resident_stages, ", but must not be negative");
   TORCH_CHECK_VALUE(resident_stages == 0 || mesh.pp > 1, "plan settings: resident_stages is ", resident_stages,

@@ -7,7 +7,8 @@
 #include <vector>
 
 #include <tessera/fsdp/options.h>
-#include <tessera/nn/float8_linear.h>
+#include <tessera/mesh/part_order.h>
+#include <tessera/nn/float8_scaling.h>
 #include <tessera/offload/offload_policy.h>
 #include <tessera/parallel/context_attention.h>
 #include <tessera/parallel/pipeline_schedule.h>
@@ -58,8 +59,11 @@ struct PlanSettings {
   RecomputeKeeps keeps = RecomputeKeeps::kNothing; ///< with recompute
   /// Linear layers multiply in fp8, but those that `PlannedModel::not_in_float8` names. Unset: none does.
   std::optional<Float8Scaling> float8 = std::nullopt;
+  bool float8_gather = false; ///< with `Float8Scaling::kTensor`: these layers' weights are gathered in fp8 too (`float8_gather`)
   bool sequence_parallel = false; ///< with tp: activations between layers are split over their time
   ContextParallel context_scheme = ContextParallel::kAllGather;
+  /// With cp the parts of a sequence lie so. Of contiguous ones the last rank has most of causal attention, and is predicted.
+  PartOrder context_order = PartOrder::kHeadTail;
   OffloadPolicy::Memory offload = OffloadPolicy::Memory::kDevice;
   std::string optimizer = "AdamW"; ///< a name of `plan_optimizers`
   double max_grad_norm = 1.0;      ///< 0: no clipping

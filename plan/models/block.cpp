@@ -5,13 +5,19 @@
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/silu.h>
+#include <ATen/ops/softmax.h>
 #include <ATen/ops/zeros.h>
+
+#include <cmath>
+#include <limits>
+#include <optional>
 
 #include <tessera/plan/models/tree.h>
 
@@ -24,6 +30,18 @@ at::Tensor rotated(const at::Tensor& x, const Surroundings& around) {
   const auto halves = x.chunk(2, -1);
   const auto cosines = around[0].to(x.scalar_type()), sines = around[1].to(x.scalar_type());
   return x * cosines + at::cat({-halves[1], halves[0]}, -1) * sines;
+}
+
+/// softmax(query · keyᵀ / √size) · value, one operator after another.
+at::Tensor attention_of_products(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                 const std::optional<at::Tensor>& seen, double dropout) {
+  const auto groups = query.size(1) / key.size(1);
+  const auto of_heads = [&](const at::Tensor& x) { return groups == 1 ? x : x.repeat_interleave(groups, 1); };
+  auto scores = at::matmul(query * (1 / std::sqrt(static_cast<double>(query.size(-1)))), of_heads(key).transpose(-2, -1));
+  if (seen) scores = scores.masked_fill(seen->logical_not(), -std::numeric_limits<double>::infinity());
+  auto weights = at::softmax(scores, -1);
+  if (dropout > 0) weights = at::dropout(weights, dropout, /*train=*/true);
+  return at::matmul(weights, of_heads(value));
 }
 
 } // namespace
@@ -106,8 +124,14 @@ at::Tensor BlockImpl::attention(const at::Tensor& x, const Surroundings& around)
     key = rotated(key, around);
   }
   const auto mask = around.size() % 2 == 1 ? std::optional(around.back()) : std::nullopt;
-  const auto mixed = at::scaled_dot_product_attention(query, key, value, mask, is_training() ? config_.attention_dropout : 0,
-                                                      config_.is_causal && !mask, std::nullopt,
+  const double dropout = is_training() ? config_.attention_dropout : 0;
+  if (!config_.fuses_attention) {
+    const auto length = query.size(2);
+    const auto ones = [&] { return at::ones({length, length}, at::TensorOptions(at::kBool).device(query.device())); };
+    const auto seen = mask || !config_.is_causal ? mask : std::optional(ones().tril());
+    return output_->forward(attention_of_products(query, key, value, seen, dropout).transpose(1, 2).flatten(2));
+  }
+  const auto mixed = at::scaled_dot_product_attention(query, key, value, mask, dropout, config_.is_causal && !mask, std::nullopt,
                                                       /*enable_gqa=*/config_.key_heads != config_.heads);
   return output_->forward(mixed.transpose(1, 2).flatten(2));
 }

@@ -39,7 +39,8 @@ PipelineValue batch_of(const TransformerConfig& config, int64_t sequence, const 
   const auto tokens = numbers({rows, sequence}, config.vocabulary, 1, device),
              labels = numbers({rows, sequence}, config.vocabulary, 7, device);
   if (!settings.context.defined()) return Batch{tokens, labels, numbers({sequence}, sequence, 1, device)};
-  const auto parts = split_sequence({tokens, labels}, {1, 1}, settings.context, {.compares_values = false});
+  const auto parts =
+      split_sequence({tokens, labels}, {1, 1}, settings.context, {.order = settings.context_order, .compares_values = false});
   return Batch{parts.tensors[0], parts.tensors[1], parts.positions};
 }
 
@@ -148,7 +149,7 @@ PlannedModel plan_transformer(const TransformerConfig& config, int64_t sequence)
   model.experts = config.block.experts;
   model.sequence = config.takes_pictures() ? 0 : sequence;
   model.splits_sequence = !config.takes_pictures() && config.block.attention_dropout == 0 && config.head != Head::kPooled &&
-                          (config.block.window == 0 || config.block.window >= sequence);
+                          config.block.fuses_attention && (config.block.window == 0 || config.block.window >= sequence);
   model.flops_a_row = flops_a_row(config, sequence);
   return model;
 }

@@ -35,6 +35,7 @@ struct BlockConfig {
   bool is_gated = false; ///< down(activation(gate(x)) · up(x)); otherwise down(activation(up(x)))
   bool query_bias = true, output_bias = true, feed_forward_bias = true;
   double attention_dropout = 0, dropout = 0;
+  bool fuses_attention = true;    ///< false: two products, and a softmax of all scores between them
   int64_t experts = 0, top_k = 0; ///< a mixture in place of the feed-forward part; 0: none
 };
 

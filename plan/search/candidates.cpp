@@ -1,7 +1,12 @@
 #include <tessera/plan/search/candidates.h>
 
+#include <absl/container/flat_hash_set.h>
+
 #include <algorithm>
+#include <string>
 #include <utility>
+
+#include <tessera/plan/step/planned_step.h>
 
 namespace tessera::internal {
 
@@ -111,22 +116,40 @@ void vary(std::vector<PlanSettings>& all, const std::vector<Value>& values, Valu
   all = std::move(varied);
 }
 
-std::vector<PlanSettings> settings_of(const PlanMesh& mesh, const SearchOptions& options) {
-  std::vector<PlanSettings> all(1, {.mesh = mesh});
+/// The settings as they are in effect: a value that changes nothing there is that of the others which change nothing.
+PlanSettings in_effect(PlanSettings settings, const Machine& machine) {
+  settings = settings_on(machine, std::move(settings));
+  if (!settings.recompute) settings.keeps = RecomputeKeeps::kNothing;
+  const bool gathers =
+      settings.float8 == Float8Scaling::kTensor && settings.strategy != Strategy::kNoShard && settings.mesh.tp == 1;
+  settings.float8_gather = settings.float8_gather && gathers;
+  if (settings.mesh.pp == 1) settings.schedule = PlanSettings().schedule;
+  // A limit that no rank reaches says when gathers begin, which none does not.
+  settings.resident_stages = settings.mesh.pp == 1 ? 0 : std::min(settings.resident_stages, chunks_of(settings));
+  return settings;
+}
+
+/// Each that differs in effect once.
+std::vector<PlanSettings> settings_of(const PlanMesh& mesh, Strategy strategy, const SearchOptions& options,
+                                      const Machine& machine) {
+  std::vector<PlanSettings> all(1, {.mesh = mesh, .strategy = strategy}), different;
   if (mesh.pp > 1) all.front().accumulation = 2 * mesh.pp;
   vary(all, options.layouts, &PlanSettings::layout);
   vary(all, options.precisions, &PlanSettings::precision);
   vary(all, options.float8, &PlanSettings::float8);
+  vary(all, options.float8_gather, &PlanSettings::float8_gather);
   vary(all, options.optimizers, &PlanSettings::optimizer);
   vary(all, options.recompute, &PlanSettings::recompute);
   vary(all, options.keeps, &PlanSettings::keeps);
-  std::erase_if(all, [&](const auto& one) { return !one.recompute && one.keeps != options.keeps.front(); }); // all alike
-  for (auto& one : all) one.keeps = one.recompute ? one.keeps : RecomputeKeeps::kNothing;
   vary(all, options.offload, &PlanSettings::offload);
-  if (mesh.pp == 1) return all;
   vary(all, options.schedules, &PlanSettings::schedule);
   vary(all, options.resident_stages, &PlanSettings::resident_stages);
-  return all;
+  absl::flat_hash_set<std::string> known;
+  for (const auto& one : all) {
+    const auto settings = in_effect(one, machine);
+    if (known.insert(settings.to_string()).second) different.push_back(settings);
+  }
+  return different;
 }
 
 } // namespace
@@ -142,10 +165,8 @@ std::vector<Candidate> candidates_of(const PlannedModel& model, const Machine& m
       const bool has_outer = row_of(strategy).outer.has_value(), is_split = strategy != Strategy::kNoShard;
       if (is_split ? has_outer != (mesh->replicate > 1) : mesh->shard > 1) continue;
       if (is_split && mesh->shard * mesh->cp * mesh->replicate == 1 && strategy != Strategy::kFullShard) continue; // all alike
-      for (auto& settings : settings_of(*mesh, options)) {
-        settings.strategy = strategy;
+      for (const auto& settings : settings_of(*mesh, strategy, options, machine))
         candidates.push_back({settings, least_bytes_of(settings, parameters), cost_of(settings)});
-      }
     }
   }
   std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.cost < b.cost; });

@@ -37,8 +37,10 @@ void check_search(const SearchOptions& options) {
   check(!options.recompute.empty(), "recompute");
   check(!options.keeps.empty(), "keeps");
   check(!options.float8.empty(), "float8");
+  check(!options.float8_gather.empty(), "float8_gather");
   check(!options.offload.empty(), "offload");
   check(!options.schedules.empty(), "schedules");
+  check(!options.resident_stages.empty(), "resident_stages");
 }
 
 bool is_faster(const Prediction& a, const Prediction& b) { return a.rows_per_second() > b.rows_per_second(); }

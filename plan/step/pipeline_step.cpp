@@ -18,6 +18,7 @@
 #include <tessera/collectives/process_context.h>
 #include <tessera/collectives/start/simulated_scope.h>
 #include <tessera/dtensor/api.h>
+#include <tessera/fsdp/gather_extension.h>
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/optim/grad_norm.h>
 #include <tessera/optim/step.h>
@@ -96,7 +97,8 @@ class PipelineRank {
               .recompute = settings.recompute,
               .keeps = settings.keeps,
               .context = mesh_.dim("cp"),
-              .context_scheme = settings.context_scheme},
+              .context_scheme = settings.context_scheme,
+              .context_order = settings.context_order},
         between_(outputs_of_layers(model, mesh_, pass_)) {}
 
   void make() {
@@ -135,6 +137,7 @@ class PipelineRank {
     const auto limit = mesh_.settings.max_grad_norm;
     if (limit > 0) clip_grad_norm_(stages_->module->parameters(), limit);
     tessera::step(*optimizer_);
+    if (mesh_.settings.float8_gather) precompute_float8_scales(*stages_->module);
     after += simulated_clock().elapsed().total - begin;
   }
 
@@ -253,7 +256,7 @@ double message_seconds(const Machine& machine, const PlanSettings& settings, int
 
 RankStep step_of_rank(const PlannedModel& model, const Machine& machine, const PlanSettings& settings,
                       const PipelineSchedule& schedule, int64_t pipeline_rank) {
-  const auto rank = static_cast<int>(pipeline_rank * machine.ranks() / settings.mesh.pp);
+  const auto rank = static_cast<int>(pipeline_rank * machine.ranks() / settings.mesh.pp + slowest_of_stage(settings));
   const SimulatedScope scope(machine.topology(), rank, simulation_of(machine, settings));
   const MetaOperatorsOf kernels(machine.device == Machine::Device::kCpu ? c10::kCPU : c10::kCUDA);
   enter_phase(PlanPhase::kSetup);

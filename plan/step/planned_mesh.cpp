@@ -77,6 +77,12 @@ std::optional<ParallelPlan> tensor_plan(torch::nn::Module& module, const Planned
   return model.tensor_parallel(module, {.ranks = sizes.tp, .sequence = settings.sequence_parallel});
 }
 
+/// What `fully_shard` takes for the linear layers of `module` that multiply in fp8.
+FullyShardOptions with_gathers(FullyShardOptions options, const torch::nn::Module& module, const PlanSettings& settings) {
+  if (settings.float8_gather) options.gather_extension_fn = float8_gather(module);
+  return options;
+}
+
 } // namespace
 
 PlannedMesh::PlannedMesh(const PlanSettings& plan, c10::DeviceType device) : settings(plan) {
@@ -135,8 +141,9 @@ at::ScalarType planned_dtype(const PlanSettings& settings) {
 }
 
 void shard_planned(torch::nn::Module& module, const PlannedModel& model, const PlannedMesh& mesh,
-                   const FullyShardOptions& options) {
+                   const FullyShardOptions& given) {
   const auto& settings = mesh.settings;
+  const auto options = with_gathers(given, module, settings);
   const auto groups = grouped_modules(module, model.groups); // before ways through parallelism change the tree
   const auto plan = tensor_plan(module, model, settings);
   shard_experts(module, mesh, options);
@@ -150,7 +157,8 @@ void shard_planned(torch::nn::Module& module, const PlannedModel& model, const P
 }
 
 void shard_planned(PipelineStages& stages, torch::nn::Module& module, const PlannedModel& model, const PlannedMesh& mesh,
-                   const FullyShardOptions& options) {
+                   const FullyShardOptions& given) {
+  const auto options = with_gathers(given, module, mesh.settings);
   const auto plan = tensor_plan(module, model, mesh.settings);
   shard_experts(*stages.module, mesh, options);
   if (plan) parallelize(stages, mesh.dim("tp"), *plan);

@@ -16,8 +16,10 @@
 #include <tessera/dtensor/api.h>
 #include <tessera/fsdp/buffers/storage_count.h>
 #include <tessera/fsdp/clip_grad.h>
+#include <tessera/fsdp/gather_extension.h>
 #include <tessera/fsdp/meta_init.h>
 #include <tessera/fsdp/no_sync.h>
+#include <tessera/nn/float8_linear.h>
 #include <tessera/optim/step.h>
 #include <tessera/parallel/stages/value_tree.h>
 #include <tessera/plan/meta_operators.h>
@@ -67,7 +69,8 @@ PlannedTraining::PlannedTraining(const PlannedModel& model, const PlanSettings& 
             .recompute = settings.recompute,
             .keeps = settings.keeps,
             .context = mesh_.dim("cp"),
-            .context_scheme = settings.context_scheme},
+            .context_scheme = settings.context_scheme,
+            .context_order = settings.context_order},
       module_(on_meta(model.build)) {
   TORCH_CHECK_VALUE(settings.mesh.cp == 1 || model.splits_sequence, "plan: ", model.name,
                     " does not split its sequences, but cp is ", settings.mesh.cp);
@@ -97,6 +100,7 @@ void PlannedTraining::step() {
   enter_phase(PlanPhase::kOptimizer);
   if (mesh_.settings.max_grad_norm > 0) clip_grad_norm_(*module_, mesh_.settings.max_grad_norm);
   tessera::step(*optimizer_);
+  if (mesh_.settings.float8_gather) precompute_float8_scales(*module_);
 }
 
 SimulationOptions simulation_of(const Machine& machine, const PlanSettings& settings) {
@@ -114,6 +118,10 @@ SimulationOptions simulation_of(const Machine& machine, const PlanSettings& sett
       .host_bytes_per_second = machine.host_bandwidth > 0 ? machine.host_bandwidth : machine.memory_bandwidth,
       .overlaps = !is_cpu,
       .stands_for = is_cpu ? c10::kCPU : c10::kCUDA};
+}
+
+int64_t slowest_of_stage(const PlanSettings& settings) {
+  return settings.context_order == PartOrder::kContiguous ? (settings.mesh.cp - 1) * settings.mesh.tp : 0;
 }
 
 std::unique_ptr<DtypeCopies> dtype_copies_of(const Machine& machine) {
@@ -194,7 +202,7 @@ void take_memory(Prediction& prediction, const Machine& machine, const torch::nn
 
 Prediction predict_flat(const PlannedModel& model, const Machine& machine, const PlanSettings& settings) {
   const bool is_cpu = machine.device == Machine::Device::kCpu;
-  const SimulatedScope rank(machine.topology(), /*rank=*/0, simulation_of(machine, settings));
+  const SimulatedScope rank(machine.topology(), static_cast<int>(slowest_of_stage(settings)), simulation_of(machine, settings));
   const MetaOperatorsOf kernels(is_cpu ? c10::kCPU : c10::kCUDA);
   enter_phase(PlanPhase::kSetup);
   const MetaMemory memory(phase_now);

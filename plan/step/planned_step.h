@@ -47,6 +47,8 @@ class PlannedTraining {
 
 /// How a simulated rank of the machine computes under the settings.
 SimulationOptions simulation_of(const Machine& machine, const PlanSettings& settings);
+/// Returns which of the ranks of a stage, by their order, computes most: the first of those that are alike.
+int64_t slowest_of_stage(const PlanSettings& settings);
 /// Counts the copies that operators on several dtypes make, on a machine that makes them, for as long as it lives.
 std::unique_ptr<DtypeCopies> dtype_copies_of(const Machine& machine);
 /// The settings as they are there: a CPU's memory is its host's, so that an offload to the host changes nothing.

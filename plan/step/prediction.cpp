@@ -44,6 +44,8 @@ ordered_json json_of(const PlanSettings& settings) {
           {"float8", !settings.float8                             ? "off"
                      : *settings.float8 == Float8Scaling::kTensor ? "tensor"
                                                                   : "rows"},
+          {"context_order", internal::name_of(settings.context_order)},
+          {"float8_gather", settings.float8_gather},
           {"resident_stages", settings.resident_stages},
           {"optimizer", settings.optimizer}};
 }

@@ -34,6 +34,15 @@ TEST(PlanSettings, SayWhatCannotBe) {
   EXPECT_THROWS_WITH(check({.optimizer = "AdamW8bits"}), "did you mean \"AdamW8bit\"?");
   EXPECT_THROWS_WITH(check({.chunks = -2}), "chunks is -2");
   EXPECT_THROWS_WITH(check({.mesh = {.pp = 2}, .resident_stages = -1}), "resident_stages is -1, but must not be negative");
+  EXPECT_THROWS_WITH(check({.context_order = PartOrder::kContiguous}), "no sequence is split: cp is 1");
+  EXPECT_THROWS_WITH(check({.float8_gather = true}), "a scale a tensor, but float8 is unset");
+  EXPECT_THROWS_WITH(check({.float8 = Float8Scaling::kRows, .float8_gather = true}), "a scale a tensor, but float8 is by rows");
+  EXPECT_THROWS_WITH(check({.strategy = Strategy::kNoShard, .float8 = Float8Scaling::kTensor, .float8_gather = true}),
+                     "strategy no-shard gathers no parameter");
+  EXPECT_THROWS_WITH(check({.mesh = {.tp = 2}, .float8 = Float8Scaling::kTensor, .float8_gather = true}),
+                     "gathered in fp8: tp is 2");
+  EXPECT_THAT((PlanSettings{.float8 = Float8Scaling::kTensor, .float8_gather = true}.to_string()),
+              ::testing::HasSubstr("fp8, gathered in fp8"));
   EXPECT_THROWS_WITH(check({.resident_stages = 2}), "resident_stages is 2, but there are no stages: pp is 1");
   EXPECT_THAT((PlanSettings{.mesh = {.pp = 2}, .resident_stages = 2}.to_string()), ::testing::HasSubstr(", 2 stages gathered"));
   EXPECT_THROWS_WITH(check({.keeps = RecomputeKeeps::kSecondProducts}), "but recompute is false");

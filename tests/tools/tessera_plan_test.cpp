@@ -88,6 +88,13 @@ TEST_F(PlanTool, PredictsSelectiveRecomputationAndFp8) {
     return read_json(path);
   };
   const auto some = predicted("selective", "rows"), all = predicted("on", "rows");
+  const auto gathers = run({model(), "--machine=h100-sxm", "--predict", "--ranks=2", "--sequence=16", "--float8=tensor",
+                            "--float8_gather=on", "--json=" + path});
+  EXPECT_EQ(gathers.status, 0) << gathers.output;
+  EXPECT_TRUE(read_json(path).at("settings").at("float8_gather").get<bool>());
+  EXPECT_THAT(error({model(), "--machine=h100-sxm", "--predict", "--float8_gather=on"}), HasSubstr("but float8 is unset"));
+  EXPECT_THAT(error({model(), "--machine=h100-sxm", "--predict", "--float8_gather=yes"}),
+              HasSubstr("--float8_gather: \"yes\" is unknown; known are on, off, both"));
   EXPECT_EQ(some.at("settings").at("keeps"), "second products");
   EXPECT_EQ(some.at("settings").at("float8"), "rows");
   EXPECT_LT(some.at("flops").get<double>(), all.at("flops").get<double>());
@@ -197,7 +204,8 @@ TEST_F(PlanTool, IsNearPublishedFigures) {
     return read_json(path);
   };
   const auto titan = predicted("llama-3-70b.json", {"--machine=h100-titan", "--ranks=256", "--mesh=tp=8", "--sequence_parallel",
-                                                    "--sequence=8192", "--rows=16"});
+                                                    "--sequence=8192", "--rows=16", "--float8=tensor"});
+  EXPECT_NEAR(titan.at("tokens_per_second").get<double>() / 256, 829, 0.25 * 829);
   constexpr double kGiB = 1024.0 * 1024 * 1024;
   EXPECT_NEAR(titan.at("peak").get<double>() / kGiB, 71.9, 0.1 * 71.9);
   const auto selene = predicted("megatron-18b.json", {"--machine=a100-selene", "--ranks=256", "--mesh=tp=8",

@@ -28,6 +28,8 @@ ABSL_FLAG(std::string, recompute, "both",
           "on, off, both, or selective: attention and every second product are kept; --predict: both is off");
 ABSL_FLAG(std::string, float8, "off",
           "products of linear layers in fp8, a scale a tensor or a row: off, tensor, rows; several with commas");
+ABSL_FLAG(std::string, float8_gather, "off",
+          "with --float8 tensor: their weights are gathered in fp8 too: on, off, both; --predict: both is off");
 ABSL_FLAG(std::string, offload, "device", "device, host, files; several with commas");
 ABSL_FLAG(std::string, schedule, "1f1b", "schedules of a pipeline, as tessera-pipeline names them; several with commas");
 ABSL_FLAG(std::string, resident_stages, "0",
@@ -35,6 +37,8 @@ ABSL_FLAG(std::string, resident_stages, "0",
 ABSL_FLAG(std::string, layout, "ragged", "ragged, per_parameter; several with commas");
 ABSL_FLAG(bool, sequence_parallel, false, "--predict: with tp, activations between layers are split over their time");
 ABSL_FLAG(std::string, context_scheme, "all_gather", "--predict: all_gather, ring, ulysses");
+ABSL_FLAG(std::string, context_order, "head-tail",
+          "--predict: of split sequences, head-tail or contiguous, whose last rank has most to do");
 ABSL_FLAG(int64_t, runners_up, 5, "the search: how many others are printed");
 ABSL_FLAG(int64_t, max_steps, 100, "the search: settings that are stepped at most, and a quarter more for what limits cost");
 
@@ -84,6 +88,12 @@ tessera::ContextParallel scheme_of(const std::string& text) {
       {{"all_gather", ContextParallel::kAllGather}, {"ring", ContextParallel::kRing}, {"ulysses", ContextParallel::kUlysses}});
 }
 
+tessera::PartOrder order_of(const std::string& text) {
+  using tessera::PartOrder;
+  return value_of<PartOrder>("context_order", text,
+                             {{"head-tail", PartOrder::kHeadTail}, {"contiguous", PartOrder::kContiguous}});
+}
+
 std::vector<bool> recompute_of(const std::string& text) {
   return value_of<std::vector<bool>>("recompute", text,
                                      {{"on", {true}}, {"off", {false}}, {"both", {false, true}}, {"selective", {true}}});
@@ -93,6 +103,10 @@ std::optional<tessera::Float8Scaling> float8_of(const std::string& text) {
   using tessera::Float8Scaling;
   return value_of<std::optional<Float8Scaling>>(
       "float8", text, {{"off", std::nullopt}, {"tensor", Float8Scaling::kTensor}, {"rows", Float8Scaling::kRows}});
+}
+
+std::vector<bool> float8_gather_of(const std::string& text) {
+  return value_of<std::vector<bool>>("float8_gather", text, {{"on", {true}}, {"off", {false}}, {"both", {false, true}}});
 }
 
 int64_t resident_stages_of(const std::string& text) {
@@ -129,6 +143,7 @@ void check_not_predicting() {
   check(absl::GetFlag(FLAGS_accumulation) == 1, "accumulation");
   check(!absl::GetFlag(FLAGS_sequence_parallel), "sequence_parallel");
   check(absl::GetFlag(FLAGS_context_scheme) == "all_gather", "context_scheme");
+  check(absl::GetFlag(FLAGS_context_order) == "head-tail", "context_order");
 }
 
 void check_ranks(const tessera::PlanMesh& mesh, int64_t ranks) {
@@ -151,6 +166,7 @@ tessera::SearchOptions options_of_flags() {
   options.recompute = recompute_of(recompute);
   if (recompute == "selective") options.keeps = {tessera::RecomputeKeeps::kSecondProducts};
   options.float8 = list_of(absl::GetFlag(FLAGS_float8), float8_of);
+  options.float8_gather = float8_gather_of(absl::GetFlag(FLAGS_float8_gather));
   options.offload = list_of(absl::GetFlag(FLAGS_offload), offload_of);
   options.schedules =
       list_of(absl::GetFlag(FLAGS_schedule), [](const std::string& text) { return tessera::pipeline_schedule_kind(text); });
@@ -201,7 +217,9 @@ tessera::PlanSettings settings_of_flags(int64_t ranks) {
   settings.recompute = options.recompute.front();
   settings.keeps = options.keeps.front();
   settings.float8 = only("float8", options.float8);
+  settings.float8_gather = options.float8_gather.front();
   settings.sequence_parallel = absl::GetFlag(FLAGS_sequence_parallel);
+  settings.context_order = order_of(absl::GetFlag(FLAGS_context_order));
   settings.context_scheme = scheme_of(absl::GetFlag(FLAGS_context_scheme));
   return settings;
 }

@@ -32,6 +32,8 @@ ABSL_FLAG(std::string, save_machine, "",
 ABSL_FLAG(int64_t, ranks, 0, "ranks of the job, on as many of the machine's hosts as it takes; 0: the machine's");
 ABSL_FLAG(int64_t, sequence, 0, "tokens of a row; 0: as many as the model takes, at most 2,048");
 ABSL_FLAG(bool, dropout, true, "with the dropout of the model's config");
+ABSL_FLAG(bool, fused_attention, true,
+          "attention of one operator; false: of two products and what is between them, as older models have it");
 ABSL_FLAG(bool, fused_norms, true, "RMS norms of one operator; false: of plain ones in fp32, as older models have them");
 ABSL_FLAG(bool, predict, false, "predict the one setting that the flags say, in place of a search");
 ABSL_FLAG(
@@ -124,7 +126,8 @@ int plan_for(tessera::Machine machine, const std::vector<char*>& words) {
   }
   const auto model = tessera::read_model(words[1], {.sequence = absl::GetFlag(FLAGS_sequence),
                                                     .dropout = absl::GetFlag(FLAGS_dropout),
-                                                    .fused_norms = absl::GetFlag(FLAGS_fused_norms)});
+                                                    .fused_norms = absl::GetFlag(FLAGS_fused_norms),
+                                                    .fused_attention = absl::GetFlag(FLAGS_fused_attention)});
   if (took != 0) machine = fitted(model, machine, took);
   if (!saved.empty()) write(saved, machine.to_json());
   if (!absl::GetFlag(FLAGS_predict)) return search(model, machine);

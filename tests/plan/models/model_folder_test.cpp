@@ -239,6 +239,7 @@ TEST_F(ModelFolder, RefusesLayersThatItDoesNotUnderstand) {
   EXPECT_THROWS_WITH(read(config), "is \"hinge\", but must be \"cross_entropy\" or \"mean_square\"");
   config = blocks(1);
   EXPECT_THROWS_WITH(read(config, ModelOptions{.fused_norms = false}), "a file of layers has fused norms alone");
+  EXPECT_THROWS_WITH(read(config, ModelOptions{.fused_attention = false}), "a file of layers has fused attention alone");
   config["version"] = 2;
   EXPECT_THROWS_WITH(read(config), "must be 1");
 }

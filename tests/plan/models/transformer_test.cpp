@@ -306,6 +306,42 @@ TEST(Transformer, HasNormsOfPlainOperators) {
   EXPECT_GT(predict(plain, machine, {}).compute, predict(fused, machine, {}).compute);
 }
 
+/// Scores go through the memory, also those that the mask hides.
+TEST(Transformer, HasAttentionOfProducts) {
+  for (const auto& [name, config] : configs::small()) {
+    SCOPED_TRACE(name);
+    const ModelOptions options{.sequence = 8, .dropout = false};
+    auto by_products = options;
+    by_products.fused_attention = false;
+    std::vector<Tensor> gradients[2];
+    double losses[2];
+    for (const bool fused : {false, true}) {
+      const auto model = read(config, fused ? options : by_products);
+      torch::manual_seed(1);
+      const auto module = model.build();
+      const PassSettings pass{.rows = 2};
+      const auto loss = model.loss(*module, model.batch(pass, torch::kCPU), pass);
+      losses[fused] = loss.item<double>();
+      loss.backward();
+      for (const auto& parameter : module->parameters()) gradients[fused].push_back(parameter.grad());
+      EXPECT_TRUE(fused || !model.splits_sequence);
+    }
+    EXPECT_NEAR(losses[0], losses[1], 1e-5 * losses[1]);
+    for (size_t i = 0; i < gradients[0].size(); ++i) {
+      if (gradients[1][i].defined()) EXPECT_TRUE(torch::allclose(gradients[0][i], gradients[1][i], 1e-4, 1e-6)) << i;
+    }
+  }
+  Machine machine{};
+  machine.memory = int64_t{1} << 34;
+  machine.fp32_flops = 1e12;
+  machine.memory_bandwidth = 1e11;
+  const auto config = configs::small().at("gpt2");
+  const auto fused = predict(read(config), machine, {}),
+             by_products = predict(read(config, {.fused_attention = false}), machine, {});
+  EXPECT_GT(by_products.compute, fused.compute);
+  EXPECT_GT(by_products.flops, fused.flops);
+}
+
 TEST(Transformer, CountsOperationsByItsFormula) {
   const auto model = read(configs::llama(4096, 14336, 32, 32, 8, 128256), {.sequence = 8192});
   const double weights = 8'030'261'248 - 128256.0 * 4096 - 65 * 4096; // without the table of tokens and the norms

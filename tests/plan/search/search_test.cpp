@@ -135,6 +135,50 @@ TEST(Plan, ChoosesHowManyStagesAreGathered) {
   EXPECT_LT(pipelines.at(1).memory.unsharded, pipelines.at(0).memory.unsharded);
 }
 
+/// What changes nothing is not stepped twice: limits of gathered stages for a rank that has no more of them, what is kept without
+/// recomputation, schedules without stages, gathers in fp8 of what is not in it, and values that a list names twice.
+TEST(Plan, TriesEachDifferentSettingOnce) {
+  using Kind = PipelineScheduleKind;
+  SearchOptions options{.max_rows = 1, .meshes = {{.pp = 2, .shard = 2}, {.shard = 4}}};
+  options.strategies = {tessera::Strategy::kFullShard};
+  options.recompute = {false, true, false};
+  options.keeps = {RecomputeKeeps::kSecondProducts, RecomputeKeeps::kNothing};
+  options.float8 = {std::nullopt, Float8Scaling::kTensor};
+  options.float8_gather = {true, false};
+  options.schedules = {Kind::k1F1B, Kind::kInterleaved1F1B};
+  options.resident_stages = {0, 1, 2, 3};
+  options.max_steps = 1000;
+  std::map<std::string, int> stepped;
+  options.progress = [&](const Prediction& each) { ++stepped[each.settings.to_string()]; };
+  const auto made = plan(small(), hosts_of_four(1), options);
+  const int64_t of_blocks = 3 * 3;                         // recomputed or not, and what is kept; in fp8 or not, and gathered so
+  const int64_t pipelines = 2 + 3;                         // 1F1B and interleaved, without a limit and with each that there is
+  EXPECT_EQ(made.considered, of_blocks * (pipelines + 1)); // and without stages
+  for (const auto& [settings, times] : stepped) EXPECT_EQ(times, 1) << settings;
+  options.resident_stages.clear();
+  EXPECT_THROWS_WITH(plan(small(), hosts_of_four(1), options), "plan: resident_stages is empty");
+}
+
+/// Limits that the search takes for one are: a rank has no more stages.
+TEST(Plan, LimitsBeyondTheStagesOfARankAreOneSetting) {
+  using Kind = PipelineScheduleKind;
+  for (const auto& [schedule, stages] : {std::pair(Kind::k1F1B, 1), std::pair(Kind::kInterleaved1F1B, 2)}) {
+    PlanSettings settings{.mesh = {.pp = 2, .shard = 2}, .accumulation = 4, .schedule = schedule};
+    const auto none = predict(small(), hosts_of_four(1), settings);
+    settings.resident_stages = stages;
+    const auto all = predict(small(), hosts_of_four(1), settings);
+    settings.resident_stages = stages + 1;
+    const auto more = predict(small(), hosts_of_four(1), settings);
+    EXPECT_DOUBLE_EQ(more.seconds, all.seconds) << stages;
+    for (const auto& each : {more, none}) {
+      EXPECT_EQ(each.peak(), all.peak()) << stages;
+      EXPECT_EQ(each.gathers, all.gathers) << stages;
+      EXPECT_EQ(each.bytes_sent, all.bytes_sent) << stages;
+    }
+    EXPECT_LE(all.seconds, none.seconds) << "gathers begin with the schedule, not with the first read";
+  }
+}
+
 TEST(Plan, ChoosesWhatIsKeptAndWhatIsInFp8) {
   SearchOptions options{.max_rows = 1, .meshes = {{.shard = 4}}, .strategies = {tessera::Strategy::kFullShard}};
   options.keeps = {RecomputeKeeps::kNothing, RecomputeKeeps::kSecondProducts};

@@ -4,6 +4,7 @@
 
 #include <tessera/collectives/process_context.h>
 #include <tessera/parallel/moe.h>
+#include <tessera/plan/model_folder.h>
 #include <tessera/plan/prediction.h>
 
 #include <nlohmann/json.hpp>
@@ -11,8 +12,10 @@
 #include <string>
 #include <utility>
 
+#include <tessera/tests/plan/models/configs.h>
 #include <tessera/tests/plan/test_models.h>
 #include <tessera/tests/support/matchers.h>
+#include <tessera/tests/support/temporary_folder.h>
 
 namespace tessera::testing::prediction_test {
 namespace {
@@ -254,6 +257,30 @@ TEST(Prediction, IsWritten) {
   EXPECT_EQ(json["peak"], prediction.peak());
   EXPECT_EQ(json["settings"]["mesh"]["shard"], 4);
   EXPECT_THAT(prediction.to_string(), ::testing::HasSubstr("optimizer state"));
+}
+
+/// With c ranks the last of contiguous parts has c - ½ blocks of causal attention to compute, where each rank of the others has
+/// c / 2.
+TEST(Prediction, OfContiguousSequencesIsThatOfTheLastRank) {
+  const TemporaryFolder folder;
+  folder.write("config.json", configs::llama(64, 96, 2, 4, 4, 101).dump());
+  const auto excess = [&](int64_t ranks) {
+    const auto model = read_model(folder.path(), {.sequence = 1024 * ranks});
+    PlanSettings settings{.mesh = {.cp = ranks}};
+    const auto balanced = predict(model, cluster(ranks), settings);
+    settings.context_order = PartOrder::kContiguous;
+    const auto contiguous = predict(model, cluster(ranks), settings);
+    EXPECT_GT(contiguous.seconds, balanced.seconds) << ranks;
+    return contiguous.flops - balanced.flops;
+  };
+  const double two = excess(2), four = excess(4);
+  EXPECT_GT(two, 0);
+  EXPECT_NEAR(four / two, 3, 0.1);
+  const auto model = read_model(folder.path(), {.sequence = 2048});
+  PlanSettings settings{.mesh = {.pp = 2, .cp = 2}, .accumulation = 2};
+  const auto balanced = predict(model, cluster(4), settings);
+  settings.context_order = PartOrder::kContiguous;
+  EXPECT_GT(predict(model, cluster(4), settings).seconds, balanced.seconds);
 }
 
 TEST(Prediction, RefusesWhatCannotBe) {
