@@ -11,7 +11,7 @@ import sys
 
 from functions_test import LIBRARY, PROGRAMS, sources, without_noise
 
-BOUND = 19
+BOUND = 20
 FACILITY = "base/per_thread."
 STATE = re.compile(r"\bconstinit\s+(?:const\s+)?(?:\w+::)*PerThread<(.*)>\s+(\w+);")
 
