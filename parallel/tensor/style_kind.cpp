@@ -163,6 +163,13 @@ bool gathers_codes(const ReadCall& call, const Reading& reading, const at::Tenso
                         place_of(call.arguments[reading.weight].toTensor()));
 }
 
+/// Says where the result of a layer goes: where its style says, and at least to where no Partial is seen. Nothing if it stays.
+std::optional<Placement> place_of_result(const at::Tensor& result, std::optional<Placement> goal) {
+  if (!is_dtensor(result)) return std::nullopt;
+  if (!goal && is_partial(dtensor_meta(result)->spec->placements()[0])) goal = Replicate{};
+  return goal ? std::optional(at_dim(*goal, result.dim())) : std::nullopt;
+}
+
 /// Runs a layer: its activation enters, and its result leaves at once, so that no Partial is seen outside.
 void run_layer(ReadCall& call, const Reading& reading) {
   const at::Tensor weight = call.arguments[reading.weight].toTensor();
@@ -190,12 +197,8 @@ void run_layer(ReadCall& call, const Reading& reading) {
     call.proceed();
   }
   const at::Tensor result = call.stack->back().toTensor();
-  if (!is_dtensor(result)) return;
-  auto goal = reading.use == Use::kTable ? style.looked_up : style.output;
-  if (!goal && is_partial(dtensor_meta(result)->spec->placements()[0])) goal = Replicate{};
-  if (!goal) return;
-  const auto place = at_dim(*goal, result.dim());
-  call.stack->back() = of_codes ? left_with_gradient(result, place, label) : left(result, place, label);
+  const auto place = place_of_result(result, reading.use == Use::kTable ? style.looked_up : style.output);
+  if (place) call.stack->back() = of_codes ? left_with_gradient(result, *place, label) : left(result, *place, label);
 }
 
 /// Brings the activation of an operator that is no layer, as those of norms are none, where the style says: the first argument

@@ -56,7 +56,7 @@ MUTATIONS = [
     ("fsdp/gradients/reduce_buffer.cpp", " && stream == current_stream_if_any(values.device());", ";"),
     ("checkpoint/boxes/pieces.cpp", "  tensor.copy_(tensor);", ""),
     ("fsdp/group/gather.cpp", "      work.wait();\n", ""),
-    ("fsdp/group/gather.cpp", "    kept.users.join();\n", ""),
+    ("fsdp/group/gather_stages.cpp", "    kept.users.join();\n", ""),
     ("fsdp/group/gather.cpp", "    part->users.wait_for_home();\n", ""),
     ("fsdp/group/gather_state.h", "    users.end();\n", ""),
     ("fsdp/schedule/schedule.cpp", "  if (scope.has_switched()) use_on_current_stream(gradient);\n", ""),
