@@ -172,7 +172,7 @@ TEST(Failure, AWaitThatIsPolledIsTakenBackWhenItIsOver) {
 }
 
 TEST(Failure, ARankThatEndsWhileItWaitsIsNamed) {
-  const auto result = run("rank_1_is_killed_while_it_waits", 3, {{"TESSERA_TIMEOUT_SECONDS", "4"}});
+  const auto result = run("rank_1_is_killed_while_it_waits", 3, {{"TESSERA_TIMEOUT_SECONDS", "20"}});
   EXPECT_THAT(result.output, HasSubstr("barrier 'front' of group default [0, 1] on rank 0: lost the connection to rank 1, which "
                                        "has exited or failed"));
 }
