@@ -205,6 +205,11 @@ void backward(const Tensor& loss, bool retain_graph, const std::vector<Tensor>& 
   }
 }
 
+void set_is_last_backward(Turn& turn, bool is_last) {
+  turn.trainee.is_last_backward = is_last;
+  if (turn.side.sharded) fsdp(*turn.trainee.model).set_is_last_backward(is_last);
+}
+
 void train_or_give_up(torch::nn::Module& model, const std::function<void()>& train) {
   try {
     train();

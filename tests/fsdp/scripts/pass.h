@@ -30,6 +30,9 @@ Tensor whole_loss(const Side& side, Trainee& trainee, uint64_t seed, Squares squ
 /// `loss.backward()`, where the loss requires a gradient: with everything frozen it does not.
 void backward(const Tensor& loss, bool retain_graph = false, const std::vector<Tensor>& inputs = {});
 
+/// Whether backwards of the trainee reduce at their end, or go on with their reductions beside what comes next.
+void set_is_last_backward(Turn& turn, bool is_last);
+
 /// Runs `train`, after an error of which the gradients of `model` are given up, also those that wait for their reduction.
 void train_or_give_up(torch::nn::Module& model, const std::function<void()>& train);
 

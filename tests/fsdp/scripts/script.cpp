@@ -202,7 +202,10 @@ std::string Script::recover(uint64_t seed) {
     if (plain_.trainees[i].gradients_wait) {
       if (const auto error = settle(i, seed); !error.empty() || diverged_) return error;
     }
-    for (auto* side : {&plain_, &sharded_}) side->trainees[i].model->zero_grad();
+    for (auto* side : {&plain_, &sharded_}) {
+      side->trainees[i].is_last_backward = true;
+      side->trainees[i].model->zero_grad();
+    }
     module.zero_grad(); // and forgets the micro-batches that were in flight
   }
   return "";

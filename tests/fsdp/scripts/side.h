@@ -53,12 +53,13 @@ struct Trainee {
   std::optional<MixedPrecisionPolicy> policy; ///< that the unsharded side emulates
   std::shared_ptr<EmulatedPolicy> emulation;  ///< on the unsharded side
   bool computes_in_float = false;
-  bool is_exact = true;        ///< nothing was computed in less than double
-  bool writes_views = true;    ///< or parts of parameters; otherwise groups may have gather extensions, which cannot follow
-  bool is_replica = false;     ///< the sharded one is replicated by one call, so that ranks may use different parameters of it
-  bool on_one_mesh = true;     ///< all of the sharded one's parameters, and on one device
-  bool ignores = false;        ///< the sharded one has parameters whose gradients the program reduces
-  bool gradients_wait = false; ///< gradients that have not been reduced may not be in grad() yet
+  bool is_exact = true;         ///< nothing was computed in less than double
+  bool writes_views = true;     ///< or parts of parameters; otherwise groups may have gather extensions, which cannot follow
+  bool is_replica = false;      ///< the sharded one is replicated by one call, so that ranks may use different parameters of it
+  bool on_one_mesh = true;      ///< all of the sharded one's parameters, and on one device
+  bool ignores = false;         ///< the sharded one has parameters whose gradients the program reduces
+  bool is_last_backward = true; ///< otherwise reductions of the sharded one may go on after a backward
+  bool gradients_wait = false;  ///< gradients that have not been reduced may not be in grad() yet
 };
 
 /// A number that the two sides must agree on.

@@ -66,9 +66,9 @@ void in_a_no_sync_scope(Turn& turn) {
 }
 
 void before_the_last_backward(Turn& turn) {
-  if (turn.side.sharded) fsdp(*turn.trainee.model).set_is_last_backward(false);
+  set_is_last_backward(turn, false);
   backward_a_few_times(turn);
-  if (turn.side.sharded) fsdp(*turn.trainee.model).set_is_last_backward(true);
+  set_is_last_backward(turn, true);
 }
 
 /// Forwards, of which several may be in flight, and their backwards in any order.

@@ -39,9 +39,8 @@ void recomputed_backwards(Turn& turn) {
 void recomputed_accumulation(Turn& turn) {
   const bool by_last = turn.draw.chance(50);
   const auto set = [&](bool on) {
-    if (!turn.side.sharded) return;
-    auto module = fsdp(*turn.trainee.model);
-    by_last ? module.set_is_last_backward(on) : module.set_requires_gradient_sync(on);
+    if (by_last) return set_is_last_backward(turn, on);
+    if (turn.side.sharded) fsdp(*turn.trainee.model).set_requires_gradient_sync(on);
   };
   turn.trainee.gradients_wait = true;
   set(false);
