@@ -209,9 +209,10 @@ std::optional<ParallelPlan> plan_of(const ConfigValues& values) {
 /// `plan_for` makes the plan that sequence parallelism is an option of.
 bool sequence_parallel_of(const ConfigValues& values, const ShardingConfig& sharding) {
   const bool is_asked = values.boolean("tessera.sequence_parallel");
-  TORCH_CHECK_VALUE(
-      !is_asked || !sharding.plan, values.where("tessera.sequence_parallel"), " is true beside ",
-      "tessera.plan, which says by itself what is split: give its norms the style sequence, or leave one of the two out");
+  TORCH_CHECK_VALUE(!is_asked || !sharding.plan, values.where("tessera.sequence_parallel"), " is true beside ",
+                    "tessera.plan, which says by itself what is split: leave the plan out to split sequences between all layers, "
+                    "or this one and "
+                    "give the plan's norms the style sequence");
   return is_asked;
 }
 
