@@ -5,9 +5,11 @@
 #include <absl/algorithm/container.h>
 #include <torch/nn/modules/linear.h>
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
+#include <tessera/collectives/process_context.h>
 #include <tessera/dtensor/tensor/dtensor_impl.h>
 #include <tessera/nn/float8_codes.h>
 #include <tessera/nn/float8_linear.h>
@@ -27,8 +29,12 @@ at::Tensor Float8Gather::after(const std::vector<std::vector<at::Tensor>>& gathe
   std::vector<at::Tensor> rows; // put together first: a copy of each rank's would be as many kernels as there are ranks
   rows.reserve(gathered.size());
   for (const auto& rank : gathered) rows.push_back(rank[0]);
-  out.copy_(at::cat(rows)).mul_(scale); // by a power of two: exact in any dtype of 16 bits or more
-  return out;
+  const auto all = at::cat(rows);
+  // Ranks that exist in name only send as many rows as this one does.
+  const bool is_pretended = all.size(0) != out.size(0) && process_context().is_pretended();
+  const auto held = is_pretended ? std::min(all.size(0), out.size(0)) : out.size(0);
+  out.narrow(0, 0, held).copy_(is_pretended ? all.narrow(0, 0, held) : all);
+  return out.mul_(scale); // by a power of two: exact in any dtype of 16 bits or more
 }
 
 std::vector<CommunicatorPtr> Float8Gather::communicators() const {

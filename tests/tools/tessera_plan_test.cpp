@@ -92,6 +92,10 @@ TEST_F(PlanTool, PredictsSelectiveRecomputationAndFp8) {
                             "--float8_gather=on", "--json=" + path});
   EXPECT_EQ(gathers.status, 0) << gathers.output;
   EXPECT_TRUE(read_json(path).at("settings").at("float8_gather").get<bool>());
+  // Ranks that do not divide the rows of the weights.
+  const auto uneven =
+      run({model(), "--machine=h100-sxm", "--predict", "--ranks=5", "--sequence=16", "--float8=tensor", "--float8_gather=on"});
+  EXPECT_EQ(uneven.status, 0) << uneven.output;
   EXPECT_THAT(error({model(), "--machine=h100-sxm", "--predict", "--float8_gather=on"}), HasSubstr("but float8 is unset"));
   EXPECT_THAT(error({model(), "--machine=h100-sxm", "--predict", "--float8_gather=yes"}),
               HasSubstr("--float8_gather: \"yes\" is unknown; known are on, off, both"));
