@@ -28,11 +28,18 @@ class Float8Gather final : public GatherExtension {
   static at::Tensor largest_of(const at::Tensor& shard);
   /// Makes `largest`, of any number of weights, that of all ranks.
   static void reduce(const at::Tensor& largest, const std::vector<CommunicatorPtr>& communicators);
-  /// `scale` is that of all shards, until this one is written.
-  void know(const at::Tensor& shard, const at::Tensor& scale) { known_.emplace(Known{VersionWatch(shard), scale}); }
+  /// `scale` is that of all shards, until this one is written, or another one takes its place.
+  void know(const at::Tensor& shard, const at::Tensor& scale) {
+    known_.emplace(Known{c10::weak_intrusive_ptr<c10::TensorImpl>(shard.getIntrusivePtr()), VersionWatch(shard), scale});
+  }
 
  private:
   struct Known {
+    bool is_of(const at::Tensor& other) const {
+      return shard._unsafe_get_target() == other.unsafeGetTensorImpl() && !watch.has_changed();
+    }
+
+    c10::weak_intrusive_ptr<c10::TensorImpl> shard; ///< the address alone might be another's by now
     VersionWatch watch;
     at::Tensor scale;
   };

@@ -9,6 +9,7 @@
 #include <tessera/fsdp/fully_shard.h>
 #include <tessera/fsdp/gather_extension.h>
 #include <tessera/fsdp/no_sync.h>
+#include <tessera/fsdp/reshard_parameters.h>
 #include <tessera/fsdp/unsharded.h>
 #include <tessera/nn/float8_linear.h>
 #include <tessera/parallel/parallelize.h>
@@ -190,6 +191,21 @@ TEST(Float8Gather, SeesWritesAfterScalesWereMade) {
   Twins twins({{"full", world_mesh, {}}});
   precompute_float8_scales(*twins.coded);
   for (auto* each : {&twins.coded, &twins.plain}) {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : (*each)->parameters()) parameter.mul_(1000);
+  }
+  const auto x = rows_of(0);
+  EXPECT_TENSORS_EQUAL(twins.coded->forward(x).detach(), twins.plain->forward(x).detach());
+}
+
+/// A group that is made again has other shards, which those scales know nothing of.
+TEST(Float8Gather, SeesWritesAfterTheModelWasShardedAgain) {
+  mesh_device_type = torch::kCPU;
+  Twins twins({{"full", world_mesh, {}}});
+  precompute_float8_scales(*twins.coded);
+  for (auto* each : {&twins.coded, &twins.plain}) {
+    (*each)->up->register_parameter("added", torch::ones({2, 3}));
+    EXPECT_FALSE(reshard_parameters(*each).added.empty());
     const torch::NoGradGuard no_grad;
     for (auto& parameter : (*each)->parameters()) parameter.mul_(1000);
   }
