@@ -68,19 +68,22 @@ std::optional<Placements> beside(const at::Tensor& numbers, const SpecPtr& weigh
   return placements;
 }
 
-/// The codes that were gathered last, for q, k and v, which have one input.
+/// The codes that were gathered last, for q, k and v, which have one input. Its `data()`, which counts versions of its own, and
+/// `local()` are written too: what lies on this rank knows of these.
 struct Gathered {
   Gathered(const at::Tensor& numbers, at::ScalarType of, Float8Codes gathered)
       : source(numbers.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr()),
         watch(numbers),
+        watch_of_part(dtensor_meta(numbers)->local),
         dtype(of),
         codes(std::move(gathered)) {}
   bool serves(const at::Tensor& numbers, at::ScalarType wanted) const {
-    return source._unsafe_get_target() == dtensor_meta(numbers) && dtype == wanted && !watch.has_changed();
+    return source._unsafe_get_target() == dtensor_meta(numbers) && dtype == wanted && !watch.has_changed() &&
+           !watch_of_part.has_changed();
   }
 
   c10::weak_intrusive_ptr<c10::BackendMeta> source; ///< the address alone might be another's by now
-  VersionWatch watch;
+  VersionWatch watch, watch_of_part;
   at::ScalarType dtype;
   Float8Codes codes;
 };
@@ -160,7 +163,8 @@ Float8Codes rows_in_float8(const at::Tensor& numbers, at::ScalarType dtype, Floa
   const auto own = encode_float8(numbers, dtype, scaling, along);
   const auto whole = in_bytes(move(in_bytes(own.codes, at::kByte), *placements, "the codes of a float8_linear"), dtype);
   Float8Codes codes{as_matrix(whole), own.scale};
-  if (!numbers.is_inference()) last.emplace(numbers, dtype, codes); // of others nothing says whether they were written
+  const bool counts_versions = !numbers.is_inference() && !dtensor_meta(numbers)->local.is_inference();
+  if (counts_versions) last.emplace(numbers, dtype, codes); // of others nothing says whether they were written
   return codes;
 }
 

@@ -366,6 +366,27 @@ TEST(Float8Sequence, SeesWrites) {
   expect_near(whole(split.block->q->forward(split.part(x))), twin->q->forward(x), "q of an inference");
 }
 
+/// `data()` counts versions of its own, and `local()` is written beside the DTensor.
+TEST(Float8Sequence, SeesWritesPastTheVersion) {
+  Split split(torch::kFloat);
+  auto twin = make_block(torch::kFloat);
+  const torch::NoGradGuard no_grad;
+  const auto x = numbers(2 * world_size(), torch::kFloat, 1);
+  const auto part = split.part(x);
+  const auto expect_seen = [&](const Tensor& activation, const char* what) {
+    x.mul_(3);
+    expect_near(whole(split.block->k->forward(activation)), twin->k->forward(x), what);
+  };
+  expect_near(whole(split.block->q->forward(part)), twin->q->forward(x), "q");
+  part.data().mul_(3);
+  expect_seen(part, "of data()");
+  DTensor(part).local().mul_(3);
+  expect_seen(part, "of local()");
+  const auto other = part.data();
+  other.mul_(3);
+  expect_seen(other, "of what data() returned");
+}
+
 /// Scales of rows are those of whole rows and columns: their numbers are gathered.
 TEST(Float8Sequence, GathersNumbersForScalesOfRows) {
   Split split(torch::kFloat);
