@@ -47,6 +47,13 @@ at::Tensor of_all_ranks(const at::Tensor& largest) {
   return move(largest, placements, "the scale of a float8_linear");
 }
 
+/// Of fp16 in fp32, which has the exponents of the scale: a read of a sharded weight casts what is beside it to its own dtype, in
+/// which a small scale is 0.
+at::Tensor quotient(const at::Tensor& numbers, const at::Tensor& scale) {
+  if (numbers.scalar_type() == at::kHalf) return numbers.to(at::kFloat).div_(scale);
+  return numbers / (numbers.scalar_type() == at::kBFloat16 ? scale.to(at::kBFloat16) : scale);
+}
+
 /// What the same bytes are in another dtype of one byte: the collectives move these.
 at::Tensor in_bytes(const at::Tensor& codes, at::ScalarType dtype) {
   const auto& meta = *dtensor_meta(codes);
@@ -132,8 +139,7 @@ at::Tensor float8_scale(const at::Tensor& largest, at::ScalarType dtype) {
 
 Float8Codes encode_float8(const at::Tensor& numbers, at::ScalarType dtype, Float8Scaling scaling, int64_t along) {
   const auto scale = float8_scale(largest_in_float8(numbers, scaling, along), dtype);
-  const auto divisor = numbers.scalar_type() == at::kBFloat16 ? scale.to(at::kBFloat16) : scale;
-  auto codes = (numbers / divisor).to(dtype);
+  auto codes = quotient(numbers, scale).to(dtype);
   return {std::move(codes), numbers.dim() == 2 ? scale : scale.reshape({1, 1})};
 }
 

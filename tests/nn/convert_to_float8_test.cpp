@@ -195,6 +195,34 @@ double trained_loss(std::optional<Float8Scaling> scaling) {
   return last;
 }
 
+/// In fp16 the scale of such a weight is 0. Adapters begin with zeros.
+TEST(ConvertToFloat8, ASmallWeightIsMultipliedInHalf) {
+  for (const auto scaling : kScalings) {
+    for (const double factor : {0.0, 1e-6}) {
+      SCOPED_TRACE(factor);
+      const auto make = [&] {
+        auto model = make_mlp();
+        const torch::NoGradGuard no_grad;
+        model->up->weight.mul_(factor);
+        return model;
+      };
+      auto model = make(), twin = make();
+      convert_to_float8(*model, {scaling});
+      FullyShardOptions options;
+      options.mixed_precision.param_dtype = torch::kHalf;
+      fully_shard(*model, line(), options);
+      twin->to(torch::kHalf);
+      convert_to_float8(*twin, {scaling});
+      const auto x = rows_of(0).to(torch::kHalf).requires_grad_(), y = x.detach().clone().requires_grad_();
+      const auto got = model->up->forward(x), want = twin->up->forward(y);
+      EXPECT_TENSORS_EQUAL(got.detach(), want.detach());
+      got.sum().backward();
+      want.sum().backward();
+      EXPECT_TENSORS_EQUAL(x.grad(), y.grad());
+    }
+  }
+}
+
 TEST(ConvertToFloat8, TrainsAsWell) {
   mesh_device_type = torch::kCPU;
   const double plain = trained_loss(std::nullopt);
