@@ -20,9 +20,14 @@ using internal::pipeline::StepInput, internal::pipeline::StepRun, internal::pipe
 
 namespace {
 
-std::vector<std::string> shapes_of(const std::vector<PipelineValue>& micro_batches) {
+/// Ends before the first one that cannot be sent, and sets `mistake` to why: the other ranks must hear of it.
+std::vector<std::string> shapes_of(const std::vector<PipelineValue>& micro_batches, std::string& mistake) {
   std::vector<std::string> shapes;
-  for (const auto& each : micro_batches) shapes.push_back(shape_of(each));
+  try {
+    for (const auto& each : micro_batches) shapes.push_back(shape_of(each));
+  } catch (const c10::Error& error) {
+    mistake = internal::error_text(error);
+  }
   return shapes;
 }
 
@@ -83,8 +88,8 @@ StepNeeds needs_of(PipelineState& state, const std::vector<PipelineValue>& micro
     internal::check_not_stepped_in_backward(state.stages.module->parameters(),
                                             "a step of a pipeline adds the gradients of its micro-batches and of tied weights");
     if (!options.count) needs.terms = state.terms_of(micro_batches);
-  } catch (const std::exception& error) {
-    needs.failure = internal::error_text(error);
+  } catch (...) {
+    needs.failure = internal::error_text(std::current_exception());
   }
   return needs;
 }
@@ -92,8 +97,8 @@ StepNeeds needs_of(PipelineState& state, const std::vector<PipelineValue>& micro
 /// Measures the step where `measured` is given.
 at::Tensor train(PipelineState& state, const std::vector<PipelineValue>& micro_batches, const PipelineStepOptions& options,
                  PipelineSimulation* measured) {
-  const auto needs = needs_of(state, micro_batches, options);
-  StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches), .options = options};
+  auto needs = needs_of(state, micro_batches, options);
+  StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches, needs.failure), .options = options};
   input.key = state.agree("a step", input.shapes, needs.failure, to_text(options));
   const double count = options.count ? *options.count : state.over_all(needs.terms);
   input.factor = static_cast<double>(state.data_ranks()) / count;
@@ -147,10 +152,10 @@ at::Tensor Pipeline::evaluate(const std::vector<PipelineValue>& micro_batches) {
   double terms = 0;
   try {
     terms = state_->terms_of(micro_batches);
-  } catch (const std::exception& error) {
-    failure = internal::error_text(error);
+  } catch (...) {
+    failure = internal::error_text(std::current_exception());
   }
-  StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches)};
+  StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches, failure)};
   input.key = state_->agree("an evaluation", input.shapes, failure);
   StepRun run(*state_, input);
   at::Tensor loss;
@@ -164,8 +169,9 @@ at::Tensor Pipeline::evaluate(const std::vector<PipelineValue>& micro_batches) {
 std::vector<PipelineValue> Pipeline::predict(const std::vector<PipelineValue>& micro_batches) {
   state_->check_usable();
   const at::NoGradGuard no_grad;
-  StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches)};
-  input.key = state_->agree("a prediction", input.shapes, micro_batches.empty() ? "a prediction without micro-batches" : "");
+  std::string failure = micro_batches.empty() ? "a prediction without micro-batches" : "";
+  StepInput input{.micro_batches = micro_batches, .shapes = shapes_of(micro_batches, failure)};
+  input.key = state_->agree("a prediction", input.shapes, failure);
   StepRun run(*state_, input);
   run_or_abandon(*state_, run, [&] {
     run.evaluate(/*wants_loss=*/false);

@@ -120,7 +120,17 @@ struct StackImpl : torch::nn::Module {
 /// A pipeline of one linear layer a rank, any of whose functions may throw.
 class Stack {
  public:
-  enum class Place { kNone, kAllLayers, kLastLayer, kLayerWithoutAText, kLossSum, kLossCount, kScale };
+  enum class Place {
+    kNone,
+    kAllLayers,
+    kLastLayer,
+    kLayerWithoutAText,
+    kLossSum,
+    kLossCount,
+    kCountWithoutAText,
+    kBatch,
+    kScale
+  };
 
   explicit Stack(int64_t ranks) : stack_(std::make_shared<StackImpl>(ranks)) {
     const torch::NoGradGuard no_grad;
@@ -130,7 +140,7 @@ class Stack {
       layers.add(c10::str("layer", i), {c10::str("linear", i)}, [this, i, ranks](const torch::Tensor& x) {
         throw_at(Place::kAllLayers);
         if (i + 1 == ranks) throw_at(Place::kLastLayer);
-        if (place == Place::kLayerWithoutAText && i == 0) throw 7; // NOLINT: programs do
+        if (i == 0) throw_number_at(Place::kLayerWithoutAText);
         return stack_->linears[static_cast<size_t>(i)](x).tanh();
       });
     }
@@ -146,17 +156,19 @@ class Stack {
                             .count =
                                 [this](const PipelineValue&) {
                                   throw_at(Place::kLossCount);
+                                  throw_number_at(Place::kCountWithoutAText);
                                   return 2.0;
                                 }};
     pipeline_.emplace(*stages_, Kind::kZeroBubbleH1, loss);
   }
-  void predict() { pipeline_->predict(std::vector<PipelineValue>(6, torch::ones({2, 4}))); }
+  void evaluate() { pipeline_->evaluate(batches()); }
+  void predict() { pipeline_->predict(batches()); }
   double step() {
     const auto scale = [this](const torch::Tensor& loss) {
       throw_at(Place::kScale);
       return loss;
     };
-    return pipeline_->step(std::vector<PipelineValue>(6, torch::ones({2, 4})), {.scale = scale}).item<double>();
+    return pipeline_->step(batches(), {.scale = scale}).item<double>();
   }
   std::string error_of_step() try {
     step();
@@ -170,8 +182,16 @@ class Stack {
   Place place = Place::kNone;
 
  private:
+  std::vector<PipelineValue> batches() const {
+    std::vector<PipelineValue> all(6, torch::ones({2, 4}));
+    if (place == Place::kBatch && world_rank() == 0) all[1] = torch::Device(torch::kCPU);
+    return all;
+  }
   void throw_at(Place where) const {
     if (place == where) throw std::runtime_error("out of luck");
+  }
+  void throw_number_at(Place where) const {
+    if (place == where && world_rank() == 0) throw 7; // NOLINT: programs do
   }
 
   std::shared_ptr<StackImpl> stack_;
@@ -197,6 +217,34 @@ TEST(AfterAnException, EveryFunctionOfTheProgramMayThrow) {
       if (place != kLossCount) stack.connect(); // of the counts all ranks hear before anything is sent
       EXPECT_EQ(stack.step(), before);
     }
+  });
+}
+
+/// Of the counts all ranks hear, whatever was thrown, and the pipeline goes on.
+TEST(AfterAnException, ACountThatOneRankCannotTellIsAnErrorOnAll) {
+  const auto ranks = world_size() == 1 ? 3 : world_size();
+  run_as(ranks, [&] {
+    Stack stack(ranks);
+    const auto before = stack.step();
+    stack.place = Stack::Place::kCountWithoutAText;
+    EXPECT_THROWS_WITH(stack.step(), "rank 0 has an exception that is no std::exception");
+    EXPECT_THROWS_WITH(stack.evaluate(), "rank 0 has an exception that is no std::exception");
+    stack.place = Stack::Place::kNone;
+    EXPECT_EQ(stack.step(), before);
+  });
+}
+
+TEST(AfterAnException, AMicroBatchThatOneRankCannotSendIsAnErrorOnAll) {
+  const auto ranks = world_size() == 1 ? 3 : world_size();
+  run_as(ranks, [&] {
+    Stack stack(ranks);
+    const auto before = stack.step();
+    stack.place = Stack::Place::kBatch;
+    EXPECT_THROWS_WITH(stack.step(), "rank 0 has a micro-batch has a Device in it");
+    EXPECT_THROWS_WITH(stack.evaluate(), "rank 0 has a micro-batch has a Device in it");
+    EXPECT_THROWS_WITH(stack.predict(), "rank 0 has a micro-batch has a Device in it");
+    stack.place = Stack::Place::kNone;
+    EXPECT_EQ(stack.step(), before);
   });
 }
 
