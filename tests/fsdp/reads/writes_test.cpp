@@ -269,6 +269,48 @@ TEST(Writes, BetweenForwardAndBackwardAreRefusedAsUnsharded) {
   }
 }
 
+struct Mixed : torch::nn::Module {
+  Tensor forward(const Tensor& x, const std::function<void()>& in_backward) {
+    auto normal = b(a(x).to(torch::kDouble));
+    if (in_backward) normal.register_hook([in_backward](const Tensor&) { in_backward(); });
+    return c(normal);
+  }
+  torch::nn::Linear a{register_module("a", torch::nn::Linear(3, 6))};
+  torch::nn::BatchNorm1d b{register_module("b", torch::nn::BatchNorm1d(6))};
+  torch::nn::Linear c{register_module("c", torch::nn::Linear(6, 2))};
+};
+
+/// Whatever is computed in, and in a hook of the backward too.
+TEST(Writes, BetweenForwardAndBackwardAreRefusedUnderAPolicy) {
+  for (const auto& strategy : chosen_strategies()) {
+    for (const bool keeps : {false, true}) {
+      for (const std::string written : {"a.weight", "b.weight", "in hook a.weight", "in hook b.weight"}) {
+        SCOPED_TRACE(strategy.name + (keeps ? ", kept: " : ": ") + written);
+        torch::manual_seed(0);
+        Mixed net;
+        net.to(torch::kDouble);
+        auto options = strategy.options;
+        options.reshard_after_forward = !keeps;
+        fully_shard(*net.b, strategy.mesh(), options);
+        options.mixed_precision.param_dtype = torch::kFloat;
+        fully_shard(*net.a, strategy.mesh(), options);
+        fully_shard(*net.c, strategy.mesh(), options);
+        fully_shard(net, strategy.mesh(), options);
+        auto x = torch::ones({4, 3}, test_device()).requires_grad_();
+        const bool in_hook = written.substr(0, 2) == "in";
+        const auto write = [&] {
+          const torch::NoGradGuard no_grad;
+          auto weight = net.named_parameters()[in_hook ? written.substr(8) : written];
+          weight.copy_(weight * 1);
+        };
+        const auto loss = net.forward(x, in_hook ? std::function<void()>(write) : nullptr).square().mean();
+        if (!in_hook) write();
+        EXPECT_THROWS_WITH(loss.backward(), "modified by an inplace operation");
+      }
+    }
+  }
+}
+
 Tensor part_of_parameter(const Tensor& p) { return is_dtensor(p) ? to_local(p) : p.view_as(p); }
 
 /// The parts of a group lie in one buffer, and count their versions each for itself.

@@ -1,4 +1,5 @@
 // Averages of the weights.
+#include <tessera/dtensor/tensor/in_backward.h>
 #include <tessera/training/averaged_model.h>
 
 #include <tessera/tests/fsdp/scripts/action.h>
@@ -43,6 +44,7 @@ void update_average(Turn& turn) {
 }
 
 void evaluate_average(Turn& turn) {
+  if (internal::in_backward()) return; // autograd refuses weights that were exchanged amid a backward; shards may be
   auto& average = average_of(turn);
   const AveragedWeights averaged(average, *turn.trainee.model);
   const torch::NoGradGuard no_grad;
