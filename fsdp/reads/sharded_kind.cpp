@@ -374,6 +374,12 @@ void join_activations(ReadCall& call, const SplitActivations& activations) {
   });
 }
 
+/// Whether the activations beside a leaf may be cast: in a forward. A hook may evaluate a model without grad mode, but what it
+/// computes element by element may be a gradient, which keeps its dtype.
+bool may_cast(ReadCall& call) {
+  return is_forward(call.origin()) || (is_beside_nodes(call.origin()) && !call.op.hasTag(at::Tag::pointwise));
+}
+
 /// Runs a call in which parameters have one of the uses, and keeps what it writes.
 void run(ReadCall& call) {
   auto written = written_ranges(call);
@@ -390,8 +396,7 @@ void run(ReadCall& call) {
   if (is_whole && call.met(Met::kOffDevice)) call.below = keys_on_device(call);
   if ((is_whole && !activations) || (call.met(Met::kWhole) && !call.met(Met::kDTensor)))
     end_view_replay(); // a plain computation goes on
-  // A hook may evaluate a model, without grad mode: it is the program's, in which no formula reads what it saved.
-  if (casts && (is_forward(call.origin()) || is_beside_nodes(call.origin()))) cast_activations(call);
+  if (casts && may_cast(call)) cast_activations(call);
   call.proceed();
   end_view_replay(); // autograd has asked
   if (use == Use::kWritesPlaces) {

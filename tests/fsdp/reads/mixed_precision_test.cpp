@@ -142,6 +142,18 @@ TEST(MixedPrecision, AnEvaluationInAHookCastsAsAnyOther) {
   EXPECT_TENSORS_EQUAL(evaluated_in_hook(of_net, of_net), expected) << "of its own backward";
 }
 
+TEST(MixedPrecision, AGradientInAHookIsNotRoundedBesideAParameter) {
+  torch::manual_seed(0);
+  torch::nn::Linear layer(3, 3);
+  fully_shard(layer, world_mesh(), bf16_options(BufferLayout::kRagged, torch::kFloat));
+  const auto x = torch::ones({2, 3}, test_device()).requires_grad_();
+  const auto y = x * 1;
+  torch::Tensor sum;
+  y.register_hook([&](const torch::Tensor& gradient) { sum = gradient + layer->weight[0]; });
+  (y * 3).sum().backward();
+  EXPECT_EQ(sum.scalar_type(), torch::kFloat);
+}
+
 struct Normed : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) { return head(torch::relu(norm(convolution(x))).mean(2)); }
   torch::nn::Conv1d convolution{register_module("convolution", torch::nn::Conv1d(3, 4, 1))};
