@@ -173,7 +173,7 @@ void expect_place(Stack& stack, const Thrower& thrower, int64_t stage, const std
     EXPECT_HAS(thrown.words, c10::str("Here, on rank ", world_rank(), ": "));
   }
   EXPECT_HAS(stack.pipeline().failure(), place);
-  EXPECT_THROWS_WITH(stack.step(), "and cannot be used any more: ");
+  EXPECT_THROWS_WITH(stack.step(), "and cannot be used any more; make a new one: ");
   EXPECT_THROWS_WITH(stack.evaluate(), place);
 }
 
