@@ -1,5 +1,5 @@
-"""Python imports it first, where it is in PYTHONPATH. The search for garbage takes a quarter of what `import torch` and the end of a process
-that has done so take."""
+"""Python imports it first, where it is in PYTHONPATH. The search for garbage takes a quarter of an `import torch` and of the end of
+a process that has done so."""
 import atexit
 import gc
 
