@@ -194,7 +194,8 @@ int64_t PipelineState::data_rank() const {
 }
 
 void PipelineState::check_usable() const {
-  TORCH_CHECK(failure.empty(), "this pipeline had an error in an earlier step, and cannot be used any more; make a new one: ", failure);
+  TORCH_CHECK(failure.empty(),
+              "this pipeline had an error in an earlier step, and cannot be used any more; make a new one: ", failure);
 }
 
 std::string PipelineState::abandon(const std::string& text) {

@@ -130,7 +130,7 @@ void SplitTraining::shard_net() {
   if (data_.size() == 1 && task_.net.experts == 0 && !manner_.in_half) return;
   const auto flat = mesh_[{"shard", "cp"}].flatten("shard_cp");
   options.strategy = manner_.strategy;
-  if (manner_.gathers_codes) options.gather_extension_fn = float8_gather(module());
+  if (manner_.gathers_codes) options.gather_extension_fn = float8_gather(*net_); // a stage may have none
   const bool is_replicated = shape.shards * shape.parts == 1 && shape.replicas > 1;
   if (is_replicated) options.strategy = Strategy::kNoShard;
   const auto mesh = is_replicated        ? mesh_["replicate"]
