@@ -21,6 +21,7 @@
 namespace tessera::internal {
 
 class ParameterGroup;
+struct ParameterView;
 
 /// A parameter's name, after what is said about it ("the gradient of ").
 class ParameterName final : public TensorName {
@@ -40,6 +41,8 @@ struct ParameterMeta : ReadMeta {
   ParameterMeta(at::Tensor local, SpecPtr spec, ParameterGroup* owner, size_t position)
       : ReadMeta(std::move(local), std::move(spec), kShardedParameters), group(owner), index(position) {}
   bool places_gradient() const override { return false; } // LeafHook takes it
+  /// Itself where it is the meta of a view of a parameter.
+  virtual ParameterView* as_view() { return nullptr; }
   ParameterGroup* group; ///< null once all parameters of the group are gone: a detached copy may live longer
   size_t index;
   SpecPtr parallel; ///< that of the parameter

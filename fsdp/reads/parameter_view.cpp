@@ -100,8 +100,6 @@ at::Tensor ParameterView::realized() const {
   return result;
 }
 
-ParameterView* parameter_view(const at::TensorBase& tensor) { return dynamic_cast<ParameterView*>(read_meta(tensor)); }
-
 bool make_views(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack) {
   const auto arguments = std::span(*stack).last(traits.arguments.size());
   if (!arguments[0].isTensor()) return false;

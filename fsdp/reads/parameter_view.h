@@ -27,6 +27,7 @@ struct ParameterView final : ParameterMeta {
   ParameterView(at::Tensor viewed, at::Tensor shape, std::vector<ViewStep> made_by);
   void check_has_values(std::string_view reader) override;
   at::Tensor realized() const override;
+  ParameterView* as_view() override { return this; }
   /// The meta of the parameter that it is a view of; an error once the group of that is gone.
   ParameterMeta& parameter_meta() const;
 
@@ -36,7 +37,10 @@ struct ParameterView final : ParameterMeta {
 };
 
 /// The meta of `tensor` where that is such a view; null for any other.
-ParameterView* parameter_view(const at::TensorBase& tensor);
+inline ParameterView* parameter_view(const at::TensorBase& tensor) {
+  auto* const read = read_meta(tensor);
+  return read && read->kind == &kShardedParameters ? static_cast<ParameterMeta*>(read)->as_view() : nullptr;
+}
 
 /// Runs an op of which the first argument is a sharded parameter or such a view, and all other tensors too, for its geometry
 /// alone. Puts its results on the stack where all are views; else leaves the stack as it is, and returns false.

@@ -44,7 +44,7 @@ bool Schedule::has_failed_backward() const {
   if (!step_.is_in_backward()) return false;
   // Once it has thrown, a thread of the device's may hold the graph task for a moment yet. On the CPU nothing does: then a read
   // outside of a backward is another thread's, for which a hook waits.
-  return graph_task_.mark.expired() || (!in_backward() && !device_.is_cpu());
+  return graph_task_.mark.expired() || (!device_.is_cpu() && !in_backward());
 }
 
 bool Schedule::follow(const ParameterGroup* read) {
