@@ -17,10 +17,6 @@ namespace tessera::internal {
 
 namespace {
 
-/// LibTorch's error has this text, where it asks for the storage and calls nothing of ours before. It has room in a string
-/// itself: LibTorch keeps two copies in each tensor.
-const std::string kNoStorage = "use to_local()";
-
 /// `asked` is what a program wants of `meta`: "storage".
 std::string no_storage(const char* asked, const DTensorMeta& meta) {
   const auto node = torch::autograd::get_current_node();
@@ -42,7 +38,9 @@ c10::DispatchKey backend_key(c10::DeviceType device_type) {
 /// a device it keeps the gradient's memory until both are done with it, which is the memory of this rank's part.
 class DTensorImpl final : public c10::TensorImpl {
  public:
-  using TensorImpl::TensorImpl;
+  DTensorImpl(c10::DispatchKeySet keys, caffe2::TypeMeta dtype, c10::Device on) : TensorImpl(keys, dtype, on) {
+    set_storage_access_should_throw();
+  }
 
   const c10::Storage& storage() const override {
     const auto* meta = meta_of_dtensor();
@@ -61,6 +59,9 @@ class DTensorImpl final : public c10::TensorImpl {
     const_cast<DTensorImpl*>(this)->release_storage_and_set_meta_custom_data_ptr_error_msg_(no_storage("data pointer", *meta));
     return false;
   }
+
+  /// In LibTorch's error, where it asks for the storage and calls nothing of ours before.
+  const char* tensorimpl_type_name() const override { return "a DTensor (use to_local())"; }
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version_counter,
                                                          bool allow_tensor_metadata_change) const override {
@@ -92,7 +93,6 @@ c10::intrusive_ptr<c10::TensorImpl> make_impl(c10::intrusive_ptr<DTensorMeta> me
   auto impl =
       c10::make_intrusive<DTensorImpl>(backend | c10::DispatchKeySet(kDTensorKey) | extra_keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(meta->spec->sizes(), meta->spec->strides());
-  impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(kNoStorage);
   impl->set_backend_meta(std::move(meta));
   return impl;
 }
