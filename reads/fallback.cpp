@@ -8,13 +8,9 @@
 
 namespace tessera::internal {
 
-namespace {
-
 void on_read(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   ReadCall(op, keys, stack).proceed();
 }
-
-} // namespace
 
 // Recurrent modules ask it in Module::to, before they lay their weights out anew: a sharded parameter stays as it is, and is not
 // gathered for the question.

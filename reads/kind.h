@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include <tessera/dtensor/rules/sets.h>
@@ -37,6 +38,12 @@ enum class Met : uint8_t {
 };
 using MetSet = rules::EnumSet<Met>;
 
+/// A read that gets `ReadKind::plain(tensor)` in the place of `tensor`, and changes nothing else.
+struct PlainRead {
+  const void* owner = nullptr; ///< whose memory is read; null where a read is more than that, or where it depends on the call
+  std::optional<at::ScalarType> dtype = {}; ///< of floating-point activations beside it; with others the read is more than that
+};
+
 /// A kind of tensors, all of which have the key above autograd. It decides what a call gets in their place, what becomes of the
 /// other arguments, and what leaves the call. There is one object of each, which has no state.
 class ReadKind {
@@ -53,6 +60,11 @@ class ReadKind {
   /// Runs `call`: changes its arguments, lets the kinds after this one and the operator run (`ReadCall::proceed`), and changes
   /// the results. Or it leaves results on the stack by itself, or throws.
   virtual void on_read(ReadCall& call) const = 0;
+
+  /// Says how a call that writes nothing reads `tensor` beside plain tensors alone. It changes nothing.
+  virtual PlainRead plain_read([[maybe_unused]] const at::Tensor& tensor) const { return {}; }
+  /// What takes the place of such a tensor, with its values.
+  virtual at::Tensor plain(const at::Tensor& tensor) const { return tensor; }
 
   /// What `DTensorMeta::leaf_in_graph` gives for such a tensor.
   virtual at::Tensor leaf_in_graph([[maybe_unused]] const at::Tensor& tensor) const { return {}; }
@@ -96,5 +108,8 @@ class ReadStorage : public c10::StorageImpl {
       : StorageImpl(use_byte_size_t(), 0, c10::DataPtr(nullptr, device), /*allocator=*/nullptr, /*resizable=*/false), kind(&of) {}
   const ReadKind* const kind;
 };
+
+/// The kind of a tensor that has the key above autograd; null for a plain one whose memory was replaced (`set_`).
+const ReadKind* kind_of(const at::Tensor& tensor);
 
 } // namespace tessera::internal

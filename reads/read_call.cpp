@@ -4,9 +4,6 @@
 #include <absl/algorithm/container.h>
 #include <c10/util/ScopeExit.h>
 
-#include <atomic>
-#include <typeinfo>
-
 #include <tessera/dtensor/redistribute/move.h>
 #include <tessera/reads/construction_mode.h>
 
@@ -24,26 +21,6 @@ struct MeshesOfDTensors {
   const DeviceMesh* first = nullptr;
   bool are_two = false;
 };
-
-/// The memory of a plain tensor with the key; null where it was replaced (`set_`). A cast takes longer than all else that is
-/// looked at in an argument, so that the class of the last memory is remembered.
-const ReadStorage* read_storage(const at::Tensor& tensor) {
-  static std::atomic<const std::type_info*> last = nullptr;
-  const auto* const storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  if (!storage) return nullptr;
-  const auto& type = typeid(*storage);
-  if (C10_LIKELY(&type == last.load(std::memory_order_relaxed))) return static_cast<const ReadStorage*>(storage);
-  const auto* const read = dynamic_cast<const ReadStorage*>(storage);
-  if (read) last.store(&type, std::memory_order_relaxed);
-  return read;
-}
-
-/// Null for a plain tensor whose memory was replaced.
-const ReadKind* kind_of(const at::Tensor& tensor, const DTensorMeta* meta) {
-  if (meta) return static_cast<const ReadMeta*>(meta)->kind;
-  const auto* const storage = read_storage(tensor);
-  return storage ? storage->kind : nullptr;
-}
 
 Met met_in_dtensor(const at::Tensor& tensor, const DTensorMeta& meta) {
   if (!meta.provenance.current_whole_dtype() || needs_graph(tensor)) return Met::kDTensor;
@@ -78,7 +55,7 @@ void ReadCall::look() {
     const auto* meta = dtensor_meta(tensor);
     if (meta) devices.add(tensor);
     if (meta && !traits.writes) meshes.add(*meta);
-    const auto* kind = tensor.key_set().has(kTouchKey) ? kind_of(tensor, meta) : nullptr;
+    const auto* kind = tensor.key_set().has(kTouchKey) ? kind_of(tensor) : nullptr;
     if (kind) {
       add(*kind);
       met_ = met_ | kind->meets(tensor, argument, traits);

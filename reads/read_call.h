@@ -67,4 +67,7 @@ class ReadCall {
   size_t next_ = 0;                               ///< of `kinds_`
 };
 
+/// The fallback of the key above autograd: the call at the end of `stack`.
+void on_read(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
 } // namespace tessera::internal

@@ -6,6 +6,7 @@
 #include <tessera/fsdp/group/parameter_group.h>
 #include <tessera/fsdp/model/sharded_module.h>
 #include <tessera/fsdp/reads/parameter_view.h>
+#include <tessera/fsdp/reads/plain_read.h>
 
 namespace tessera {
 
@@ -31,15 +32,28 @@ const at::Tensor& leaf_of(ShardedParameter& parameter, bool requires_grad) {
 
 } // namespace
 
+bool is_plain_in_forward(const ParameterMeta& meta, const at::Tensor& tensor) {
+  const auto& parameter = meta.group->parameters()[meta.index];
+  return parameter.leaf.defined() && !parameter.forward.parallel && is_same_leaf(parameter, tensor);
+}
+
+const at::Tensor& read_plain(const ParameterMeta& meta, const at::Tensor& tensor) {
+  auto& group = *meta.group;
+  schedule_of(group).read_parameter(group, meta.index, tensor.requires_grad() && at::GradMode::is_enabled());
+  return leaf_of(group.parameters()[meta.index], tensor.requires_grad());
+}
+
 } // namespace internal
 
 at::Tensor unsharded(const at::Tensor& tensor) {
-  if (const auto* view = internal::parameter_view(tensor)) {
+  auto* meta = internal::parameter_meta(tensor);
+  if (!meta) {
+    const auto* view = internal::parameter_view(tensor);
+    if (!view) return tensor;
     internal::check_needs_no_graph(tensor);
     return internal::view_of_whole(*view, unsharded(view->parameter));
   }
-  auto* meta = internal::parameter_meta(tensor);
-  if (!meta) return tensor;
+  if (C10_LIKELY(internal::is_plain_in_forward(*meta, tensor))) return internal::read_plain(*meta, tensor);
   auto& group = *meta->group;
   auto& parameter = group.parameters()[meta->index];
   TORCH_CHECK(parameter.leaf.defined(), "the parameter ", group.full_name(meta->index),
@@ -50,7 +64,6 @@ at::Tensor unsharded(const at::Tensor& tensor) {
               " that requires a gradient of its own is read: nothing would reduce that gradient. Use the parameter, or train "
               "a copy of its values (`detach().clone()`)");
   internal::schedule_of(group).read_parameter(group, meta->index, is_itself && trains);
-  if (C10_LIKELY(is_itself && !parameter.forward.parallel)) return internal::leaf_of(parameter, tensor.requires_grad());
   at::Tensor leaf =
       is_itself ? internal::leaf_of(parameter, tensor.requires_grad())
                 : internal::detached(parameter.leaf, tensor.unsafeGetTensorImpl()->version_counter()); // `data()` counts its own

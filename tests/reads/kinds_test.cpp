@@ -7,6 +7,7 @@
 #include <tessera/tests/support/line_mesh.h>
 #include <tessera/tests/support/matchers.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -84,6 +85,30 @@ class Refusing final : public ReadKind {
 };
 constexpr Refusing kRefusing;
 
+/// As most sharded parameters: their parts are read in their place.
+class OfOwner final : public ReadKind {
+ public:
+  explicit OfOwner(const Tensor& plain) : ReadKind(Turn::kRefuses), plain_(plain) {}
+  MetSet meets(const Tensor&, size_t, const internal::OperatorTraits&) const override { return Met::kParameter; }
+  void on_read(ReadCall& call) const override {
+    log().push_back("fallback of " + call.op.schema().name());
+    call.replace(
+        [&](const Tensor& tensor, size_t) { return internal::read_meta(tensor) ? std::optional(plain_) : std::nullopt; });
+    call.below = call.below.remove(internal::kDTensorKey);
+    call.proceed();
+  }
+  internal::PlainRead plain_read(const Tensor&) const override { return {is_plain ? this : nullptr, casts_to}; }
+  Tensor plain(const Tensor&) const override {
+    log().push_back("plain");
+    return plain_;
+  }
+  bool is_plain = true;
+  std::optional<torch::ScalarType> casts_to;
+
+ private:
+  Tensor plain_;
+};
+
 struct Kinds : ::testing::Test {
   Kinds() { log().clear(); }
   const DeviceMesh mesh = line_mesh();
@@ -122,6 +147,31 @@ TEST_F(Kinds, KnowWhatTheCallMetAndWhereItComesFrom) {
   leaf.register_hook([&](const Tensor&) { substituted.neg(); });
   leaf.sum().backward();
   EXPECT_EQ(log()[0], "substitutes, in a backward");
+}
+
+TEST_F(Kinds, ReadPlainOnesWithoutTheFallback) {
+  OfOwner kind(weight), other_kind(weight);
+  const auto read = with_kind(weight_rows, kind), other = with_kind(weight_rows, other_kind);
+  const auto lines_of = [](const std::function<void()>& call) {
+    log().clear();
+    call();
+    return log();
+  };
+  using Lines = std::vector<std::string>;
+  EXPECT_EQ(lines_of([&] { EXPECT_TENSORS_CLOSE(torch::linear(x, read), x.mm(weight.t()), 1e-12); }), Lines{"plain"});
+  EXPECT_EQ(lines_of([&] { EXPECT_TENSORS_CLOSE(weight + read, weight * 2, 1e-12); }), Lines{"plain"});
+
+  // No typed kernel has it; a number is beside it; another owner's is beside it; the kind says no.
+  EXPECT_EQ(lines_of([&] { torch::maximum(weight, read); }), Lines{"fallback of aten::maximum"});
+  EXPECT_EQ(lines_of([&] { EXPECT_TENSORS_CLOSE(read * 2, weight * 2, 1e-12); }), Lines{"fallback of aten::mul"});
+  const auto square = torch::eye(4, torch::kDouble);
+  EXPECT_EQ(lines_of([&] { EXPECT_TENSORS_CLOSE(torch::addmm(read, other, square), weight * 2, 1e-12); }),
+            (Lines{"fallback of aten::addmm", "fallback of aten::addmm"}));
+  kind.casts_to = torch::kDouble;
+  EXPECT_EQ(lines_of([&] { EXPECT_TENSORS_CLOSE(weight + read, weight * 2, 1e-12); }), Lines{"plain"});
+  EXPECT_EQ(lines_of([&] { weight.to(torch::kFloat) + read; }), Lines{"fallback of aten::add"});
+  kind.is_plain = false;
+  EXPECT_EQ(lines_of([&] { EXPECT_TENSORS_CLOSE(weight * read, weight * weight, 1e-12); }), Lines{"fallback of aten::mul"});
 }
 
 } // namespace
