@@ -4,7 +4,6 @@
 
 #include <cmath>
 
-#include <tessera/optim/kernels/dynamic_table.h>
 #include <tessera/optim/kernels/flat_runs.h>
 #include <tessera/optim/kernels/flat_values.h>
 #include <tessera/optim/kernels/rounded_adam.h>
@@ -19,105 +18,6 @@ namespace tessera::testing::kernels_test {
 namespace {
 
 at::Generator generator_of(uint64_t seed) { return at::make_generator<at::CPUGeneratorImpl>(seed); }
-
-/// AdamW with moments in 8 bits, of ATen's operators alone.
-class EightBitOfOperators {
- public:
-  explicit EightBitOfOperators(const at::Tensor& parameter)
-      : parameter_(parameter.detach().clone()),
-        blocks_(torch::arange(parameter.numel()).bitwise_right_shift(8)),
-        codes_(torch::zeros({parameter.numel()}, torch::kByte)),
-        squared_(codes_.clone()),
-        absmax_(torch::zeros({(parameter.numel() + 255) / 256})),
-        squared_absmax_(absmax_.clone()) {}
-
-  void step(const at::Tensor& gradient_of_step, const AdamW8bitOptions& options) {
-    const auto [beta1, beta2] = options.betas();
-    const auto gradient = gradient_of_step.to(torch::kFloat).reshape({-1});
-    ++steps_;
-    const auto average = moment(codes_, true, absmax_).mul_(beta1).add_(gradient, 1 - beta1);
-    const auto square = moment(squared_, false, squared_absmax_).mul_(beta2).addcmul_(gradient, gradient, 1 - beta2);
-    // MKL's root of floats, which ATen takes on the CPU, is not always rounded to the nearest one.
-    const auto root = square.to(torch::kDouble).sqrt().to(torch::kFloat);
-    const auto denominator = root.div(std::sqrt(1 - std::pow(beta2, steps_))).add_(options.eps());
-    const auto update = average.div(denominator).mul_(-options.lr() / (1 - std::pow(beta1, steps_)));
-    absmax_ = largest(average.abs());
-    squared_absmax_ = largest(square);
-    const auto relative = average.div(scales(absmax_));
-    const auto codes = internal::nearest_codes(relative, true).to(torch::kInt);
-    const auto is_negative = relative.lt(0), lost = internal::dequantized(codes, true).lt(0).ne(is_negative);
-    codes_ = torch::where(lost, torch::where(is_negative, codes - 1, codes + 1), codes).to(torch::kByte);
-    squared_ = internal::nearest_codes(square.div(scales(squared_absmax_)), false);
-    if (options.weight_decay() != 0) parameter_.mul_(1 - options.lr() * options.weight_decay());
-    parameter_.add_(update.view(parameter_.sizes()).to(parameter_.scalar_type()));
-  }
-  const at::Tensor& parameter() const { return parameter_; }
-  const at::Tensor& codes() const { return codes_; }
-  const at::Tensor& squared() const { return squared_; }
-  const at::Tensor& absmax() const { return absmax_; }
-  const at::Tensor& squared_absmax() const { return squared_absmax_; }
-
- private:
-  at::Tensor moment(const at::Tensor& codes, bool is_signed, const at::Tensor& absmax) const {
-    return internal::dequantized(codes, is_signed).mul_(absmax.index_select(0, blocks_));
-  }
-  at::Tensor scales(const at::Tensor& absmax) const { return absmax.index_select(0, blocks_).clamp_min_(1e-38); }
-  at::Tensor largest(const at::Tensor& values) const {
-    return torch::zeros_like(absmax_).scatter_reduce_(0, blocks_, values, "amax");
-  }
-
-  at::Tensor parameter_, blocks_, codes_, squared_, absmax_, squared_absmax_;
-  int64_t steps_ = 0;
-};
-
-bool same(const at::Tensor& a, const at::Tensor& b) { return torch::allclose(a, b, 0, 0, /*equal_nan=*/true); }
-
-/// Gradients over many magnitudes, with zeros; at a late step with an infinity and NaN.
-at::Tensor gradient_of(int step, const at::Tensor& parameter, const at::Generator& generator) {
-  auto gradient = torch::randn(parameter.sizes(), generator) * torch::randn(parameter.sizes(), generator).mul_(4).exp();
-  auto flat = gradient.view({-1});
-  if (flat.numel() > 40) flat.narrow(0, 10, 20).zero_();
-  if (flat.numel() > 600 && step == 7) flat[300] = std::numeric_limits<float>::infinity();
-  if (flat.numel() > 600 && step == 8) flat[580] = std::numeric_limits<float>::quiet_NaN();
-  return gradient.to(parameter.scalar_type());
-}
-
-TEST(EightBitKernel, GivesTheNumbersOfTheOperators) {
-  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf}) {
-    for (const int64_t size : {1, 7, 255, 256, 257, 20000}) {
-      SCOPED_TRACE(c10::str(dtype, " of ", size));
-      const auto generator = generator_of(5);
-      auto parameter = torch::randn({size}, generator).to(dtype).requires_grad_();
-      const auto options = AdamW8bitOptions(0.01).weight_decay(size % 2 == 0 ? 0.1 : 0).min_8bit_size(1);
-      AdamW8bit optimizer({parameter}, options);
-      EightBitOfOperators expected(parameter);
-      for (int step = 0; step < 10; ++step) {
-        parameter.mutable_grad() = gradient_of(step, parameter, generator);
-        optimizer.step();
-        expected.step(parameter.grad(), options);
-      }
-      const auto& state = static_cast<const AdamW8bitParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
-      EXPECT_TRUE(torch::equal(state.exp_avg(), expected.codes()));
-      EXPECT_TRUE(torch::equal(state.exp_avg_sq(), expected.squared()));
-      EXPECT_TRUE(same(state.exp_avg_absmax(), expected.absmax()));
-      EXPECT_TRUE(same(state.exp_avg_sq_absmax(), expected.squared_absmax()));
-      EXPECT_TRUE(same(parameter.detach(), expected.parameter()));
-    }
-  }
-}
-
-TEST(EightBitKernel, KeepsTwoBytesAnElement) {
-  constexpr int64_t kSize = 1 << 20;
-  auto parameter = torch::zeros({kSize}).requires_grad_();
-  AdamW8bit optimizer({parameter});
-  parameter.mutable_grad() = torch::ones({kSize});
-  optimizer.step();
-  const auto& state = static_cast<const AdamW8bitParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
-  size_t bytes = 0;
-  for (const auto& each : {state.exp_avg(), state.exp_avg_sq(), state.exp_avg_absmax(), state.exp_avg_sq_absmax()})
-    bytes += each.storage().nbytes();
-  EXPECT_EQ(bytes, 2 * kSize + 8 * (kSize / 256));
-}
 
 TEST(FlatRuns, SayWhereEachElementLies) {
   for (const auto& [mesh, placements] : layouts(37, 24)) {

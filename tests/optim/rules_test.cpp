@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include <tessera/optim/kernels/dynamic_table.h>
 
 #include <tessera/tests/optim/optimizers.h>
 #include <tessera/tests/support/matchers.h>
@@ -105,107 +104,6 @@ TEST(Rules, LambIsThePapers) {
   };
   expect_as("Lamb", with({.weight_decay = 0.1, .max_coeff = 10, .corrects = true}));
   expect_as("Lamb uncorrected", with({.weight_decay = 0, .max_coeff = 0.5, .corrects = false}));
-}
-
-/// A moment in 8 bits, as the paper and bitsandbytes keep it.
-class Blocks {
- public:
-  Blocks(size_t size, bool is_signed) : table_(internal::dynamic_table(is_signed)), codes_(size), largest_((size + 255) / 256) {}
-  float at(size_t i) const { return table_[codes_[i]] * largest_[i / 256]; }
-  void keep(const std::vector<float>& values) {
-    std::fill(largest_.begin(), largest_.end(), 0.F);
-    for (size_t i = 0; i < values.size(); ++i) largest_[i / 256] = std::max(largest_[i / 256], std::abs(values[i]));
-    for (size_t i = 0; i < values.size(); ++i)
-      codes_[i] = nearest(values[i] / std::max(largest_[i / 256], 1e-38F), values[i] < 0);
-  }
-  const std::vector<uint8_t>& codes() const { return codes_; }
-
- private:
-  uint8_t nearest(float value, bool is_negative) const {
-    size_t best = 0;
-    while (best + 1 < table_.size() && value > (table_[best] + table_[best + 1]) * 0.5F) ++best;
-    if ((table_[best] < 0) != is_negative) best = is_negative ? best - 1 : best + 1;
-    return static_cast<uint8_t>(best);
-  }
-  std::vector<float> table_;
-  std::vector<uint8_t> codes_;
-  std::vector<float> largest_;
-};
-
-TEST(Rules, AdamW8bitRoundsMomentsToTheNearestCode) {
-  constexpr size_t kSize = 3 * 256 + 17;
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(uint64_t{5});
-  auto weight = torch::randn({static_cast<int64_t>(kSize)}, generator).requires_grad_();
-  std::vector<float> w(weight.data_ptr<float>(), weight.data_ptr<float>() + kSize);
-  Blocks averages(kSize, true), squares(kSize, false);
-  AdamW8bit optimizer({weight}, AdamW8bitOptions(0.01).weight_decay(0.1).min_8bit_size(1));
-  for (int step = 1; step <= kSteps; ++step) {
-    weight.mutable_grad() = torch::randn({static_cast<int64_t>(kSize)}, generator) * std::pow(10.0, step % 3 - 1);
-    weight.mutable_grad().narrow(0, 300, 40).zero_();
-    const auto* g = weight.grad().data_ptr<float>();
-    optimizer.step();
-    std::vector<float> m(kSize), v(kSize);
-    for (size_t i = 0; i < kSize; ++i) {
-      m[i] = averages.at(i) * 0.9F + g[i] * 0.1F;
-      v[i] = squares.at(i) * 0.999F + 0.001F * g[i] * g[i];
-      w[i] *= 1 - 0.01F * 0.1F;
-      w[i] -= static_cast<float>(0.01 / (1 - std::pow(0.9, step))) * m[i] /
-              (std::sqrt(v[i]) / static_cast<float>(std::sqrt(1 - std::pow(0.999, step))) + 1e-8F);
-    }
-    averages.keep(m);
-    squares.keep(v);
-  }
-  const auto& state = static_cast<const AdamW8bitParamState&>(*optimizer.state().at(weight.unsafeGetTensorImpl()));
-  // Products are rounded in another order here, so that a value between two codes may take the other one.
-  const auto differing = [](const at::Tensor& codes, const std::vector<uint8_t>& expected) {
-    int64_t count = 0;
-    for (size_t i = 0; i < expected.size(); ++i) {
-      const int distance = std::abs(static_cast<int>(codes.data_ptr<uint8_t>()[i]) - static_cast<int>(expected[i]));
-      EXPECT_LE(distance, 1) << i;
-      count += distance;
-    }
-    return count;
-  };
-  EXPECT_LE(differing(state.exp_avg(), averages.codes()), 4);
-  EXPECT_LE(differing(state.exp_avg_sq(), squares.codes()), 4);
-  for (size_t i = 0; i < kSize; ++i) EXPECT_NEAR(weight.data_ptr<float>()[i], w[i], 2e-3) << i;
-}
-
-TEST(DynamicTable, IsBitsandbytes) {
-  const auto with_sign = internal::dynamic_table(true), without = internal::dynamic_table(false);
-  ASSERT_THAT(with_sign, SizeIs(256));
-  ASSERT_THAT(without, SizeIs(256));
-  EXPECT_FLOAT_EQ(with_sign.front(), -0.99296875F);
-  EXPECT_FLOAT_EQ(with_sign[254], 0.99296875F);
-  EXPECT_EQ(with_sign.back(), 1);
-  EXPECT_EQ(with_sign[127], 0);
-  EXPECT_FLOAT_EQ(with_sign[128], 5.5e-7F);
-  EXPECT_EQ(without.front(), 0);
-  EXPECT_FLOAT_EQ(without[1], 3.25e-7F);
-  EXPECT_FLOAT_EQ(without[254], 0.996484375F);
-  EXPECT_EQ(without.back(), 1);
-}
-
-TEST(Rules, AdamW8bitTrainsAsAdamWDoes) {
-  const auto data = torch::linspace(-1, 1, 64).view({32, 2});
-  const auto trained = [&](auto make) {
-    torch::manual_seed(3);
-    torch::nn::Sequential model(torch::nn::Linear(2, 128), torch::nn::Tanh(), torch::nn::Linear(128, 64), torch::nn::Tanh(),
-                                torch::nn::Linear(64, 1));
-    const auto optimizer = make(model->parameters());
-    at::Tensor loss;
-    for (int step = 0; step < 200; ++step) {
-      optimizer->zero_grad();
-      loss = torch::mse_loss(model->forward(data), (3 * data).sin().sum(1, true));
-      loss.backward();
-      optimizer->step();
-    }
-    return loss.item<double>();
-  };
-  const auto in_8_bits = trained([](const auto& parameters) { return std::make_unique<AdamW8bit>(parameters, 3e-3); });
-  const auto plain = trained([](const auto& parameters) { return std::make_unique<torch::optim::AdamW>(parameters, 3e-3); });
-  EXPECT_LT(plain, 0.05);
-  EXPECT_LT(in_8_bits, 2 * plain + 0.01);
 }
 
 TEST(Rules, ParametersWithoutGradientsStay) {

@@ -289,18 +289,5 @@ INSTANTIATE_TEST_SUITE_P(
          equivalence_case<OddShapes>("odd_shapes_and_dtypes"), equivalence_case<MixedDtypes>("bf16_and_fp32_in_a_group")})),
     param_name);
 
-TEST(Parameters, UnusedOnAllRanksKeepAnUndefinedGradient) {
-  for (const auto& strategy : equivalence_strategies()) {
-    SCOPED_TRACE(strategy.name);
-    const auto model = sharded_case<Layers>(strategy);
-    model->b(model->a(model->input_of(0, 0))).mean().backward();
-    EXPECT_TRUE(model->b->bias.grad().defined());
-    EXPECT_FALSE(model->head->weight.grad().defined());
-    (model->head->weight.sum() + model->a->weight.sum()).backward();
-    EXPECT_TRUE(model->head->weight.grad().defined());
-    EXPECT_FALSE(model->head->bias.grad().defined());
-  }
-}
-
 } // namespace
 } // namespace tessera::testing::parameters_test

@@ -317,42 +317,6 @@ TEST(Training, ViewsOfPlainTensorsAreNotReplayed) {
   }
 }
 
-TEST(Training, ParameterUnusedOnSomeRanksHasZeroThere) {
-  struct BranchesImpl : torch::nn::Module {
-    BranchesImpl() {
-      left = register_module("left", torch::nn::Linear(5, 3));
-      right = register_module("right", torch::nn::Linear(5, 3));
-      never = register_module("never", torch::nn::Linear(5, 3));
-    }
-    torch::nn::Linear left{nullptr}, right{nullptr}, never{nullptr};
-  };
-  for (const auto layout : {BufferLayout::kRagged, BufferLayout::kPerParameter}) {
-    torch::manual_seed(0);
-    auto plain = std::make_shared<BranchesImpl>();
-    torch::manual_seed(0);
-    auto net = std::make_shared<BranchesImpl>();
-    FullyShardOptions options;
-    options.layout = layout;
-    fully_shard(*net, world_mesh(), options);
-    const auto x = torch::arange(10, torch::kFloat).view({2, 5});
-    const auto run = [&](BranchesImpl& model, int64_t rank) {
-      const auto input = x.to(model.left->weight.device());
-      return (rank % 2 == 0 ? model.left(input) : model.right(input) + model.left(input)).sum();
-    };
-    run(*net, world_rank()).backward();
-    auto total = torch::zeros({});
-    for (int64_t rank = 0; rank < world_size(); ++rank) total = total + run(*plain, rank) / world_size();
-    total.backward();
-    for (const auto& name : {"left.weight", "left.bias", "right.weight", "right.bias", "never.weight"}) {
-      const auto got = net->named_parameters()[name].grad(), expected = plain->named_parameters()[name].grad();
-      ASSERT_EQ(got.defined(), expected.defined()) << name;
-      if (got.defined()) {
-        EXPECT_TRUE(torch::allclose(full(got), expected)) << name;
-      }
-    }
-  }
-}
-
 /// Layers in a row, each a group of its own.
 struct ChainImpl : torch::nn::Module {
   ChainImpl() {
