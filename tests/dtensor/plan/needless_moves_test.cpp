@@ -11,9 +11,9 @@
 #include <map>
 
 #include <tessera/tests/dtensor/layouts.h>
-#include "opinfo_replay.h"
+#include <tessera/tests/dtensor/opinfo/opinfo_replay.h>
 
-namespace tessera::testing::truth_table_test {
+namespace tessera::testing::needless_moves_test {
 namespace {
 
 using at::Tensor;
@@ -202,4 +202,4 @@ TEST(TruthTable, RulesAreRightAndMissLittle) {
 }
 
 } // namespace
-} // namespace tessera::testing::truth_table_test
+} // namespace tessera::testing::needless_moves_test
