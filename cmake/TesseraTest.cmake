@@ -151,10 +151,13 @@ function(_tessera_add_test name processors)
   if(folder STREQUAL "collectives")
     set(spin "") # they test what programs get
   endif()
+  # Python compiles what it imports once, also where the caller has it keep nothing: half of an `import torch` is that.
+  set(python "PYTHONPATH=path_list_prepend:${PROJECT_SOURCE_DIR}/tests/support/quick_python"
+    PYTHONDONTWRITEBYTECODE=unset: "PYTHONPYCACHEPREFIX=set:${PROJECT_BINARY_DIR}/bytecode")
   add_test(NAME ${name} ${ARGN})
   set_tests_properties(${name} PROPERTIES
     SKIP_REGULAR_EXPRESSION "\\[  PASSED  \\] 0 tests\\.(\n\\[  SKIPPED \\] [^\n]*)+\n*$"
     LABELS "${folder};${arg_LABELS}" PROCESSORS ${processors} TIMEOUT ${arg_TIMEOUT} COST ${cost}
     ENVIRONMENT "OMP_NUM_THREADS=1;TESSERA_TIMEOUT_SECONDS=${collective_timeout};${spin};${TESSERA_SANITIZER_ENVIRONMENT};${arg_ENVIRONMENT}"
-    ENVIRONMENT_MODIFICATION "PYTHONPATH=path_list_prepend:${PROJECT_SOURCE_DIR}/tests/support/quick_python")
+    ENVIRONMENT_MODIFICATION "${python}")
 endfunction()
