@@ -137,6 +137,12 @@ def parse(arguments):
     return tensors
 
 
+def start_ranks(function, arguments, ranks):
+    import torch._dynamo  # noqa: F401  which DTensors load: once here, in place of once in each fork
+
+    torch.multiprocessing.start_processes(function, arguments, ranks, start_method="fork")
+
+
 def main():
     command, *arguments = sys.argv[1:]
     if command == "write":
@@ -144,14 +150,14 @@ def main():
         pathlib.Path(folder).mkdir()
         for ranks in (1, 2, 4):
             arguments_of_rank = (kind, ranks, f"{folder}/{ranks}", parse(arguments[2:]))
-            torch.multiprocessing.start_processes(write_on_rank, arguments_of_rank, ranks, start_method="fork")
+            start_ranks(write_on_rank, arguments_of_rank, ranks)
         return
     folder, tensors = pathlib.Path(arguments[0]), parse(arguments[1:])
     if command == "check":
         check_parts(folder, tensors)
         check_with_dcp(folder, tensors)
         for ranks in (2, 4):
-            torch.multiprocessing.start_processes(read_on_rank, (ranks, folder, tensors), ranks, start_method="fork")
+            start_ranks(read_on_rank, (ranks, folder, tensors), ranks)
     elif command == "check-hugging-face":
         check_hugging_face(folder, tensors)
     elif command == "write-torch":

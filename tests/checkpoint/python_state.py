@@ -7,6 +7,7 @@ import pathlib
 import sys
 
 import torch
+import torch._dynamo  # which an optimizer loads at its first step: once here, in place of once in each fork
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing

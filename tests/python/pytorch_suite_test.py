@@ -15,6 +15,7 @@ TEMPORARY = tempfile.TemporaryDirectory()
 os.environ.update(BACKEND="gloo", WORLD_SIZE="4", TEMP_DIR=TEMPORARY.name, INIT_METHOD=f"file://{TEMPORARY.name}/init")
 
 import torch
+import torch._dynamo  # which an optimizer loads at its first step: once here, in place of once in each fork
 import torch.distributed as dist
 from torch.testing._internal.distributed import distributed_test as pytorch
 

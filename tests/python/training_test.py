@@ -3,6 +3,7 @@ import tempfile
 import unittest
 
 import torch
+import torch._dynamo  # which an optimizer loads at its first step: once here, in place of once in each fork
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn

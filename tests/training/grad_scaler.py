@@ -5,6 +5,7 @@ import os
 import sys
 
 import torch
+import torch._dynamo  # which an optimizer loads at its first step: once here, in place of once in each fork
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
