@@ -2,7 +2,7 @@
 import json
 import pathlib
 
-from .processes import Ranks, run
+from .processes import run
 
 STEPS, HEADS, CLIP, WEIGHT_DECAY = 20, 4, 0.5, 0.1
 # 12 sequences divide among 1, 2, 3 and 4 ranks. The clip bites in every step.
@@ -22,10 +22,9 @@ def curve(programs, folder, flags):
 
 def peer_curve(programs, initial, ranks, flags):
     """The losses of Python's FSDP2 from the weights and the batches in `initial`."""
-    command = programs.peer("train.py") + [f"--initial={initial}", f"--heads={HEADS}", f"--clip={CLIP}", f"--weight-decay={WEIGHT_DECAY}"]
-    with Ranks(command + flags, ranks, TIMEOUT) as job:
-        losses = json.loads(job.lines(ranks=[0])[0])
-    return dict(enumerate(losses, start=1))
+    arguments = [f"--initial={initial}", f"--heads={HEADS}", f"--clip={CLIP}", f"--weight-decay={WEIGHT_DECAY}", *flags]
+    losses = run(programs.peer("forked_ranks.py") + [str(ranks), "train.py", *arguments], TIMEOUT)
+    return dict(enumerate(json.loads(losses), start=1))
 
 
 def differences(a, b):

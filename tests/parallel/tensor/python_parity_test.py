@@ -8,22 +8,19 @@ import json
 import os
 import pathlib
 import random
-import runpy
 import subprocess
 import sys
 import tempfile
-import traceback
 import unittest
 
 import safetensors.torch
 import torch
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel  # what the forked ranks take
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from comparison.processes import PEER, Programs, free_port  # noqa: E402
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peer")]
+from comparison.processes import Programs  # noqa: E402
 from comparison.training_runs import CLIP, HEADS, STEPS, WEIGHT_DECAY, curve  # noqa: E402
+from forked_ranks import printed_by_forks  # noqa: E402
 
 BUILD = pathlib.Path(sys.argv.pop(1))
 BOUND = 1e-5
@@ -36,41 +33,6 @@ def read(folder):
     for file in sorted(folder.glob("*.safetensors")):
         tensors.update(safetensors.torch.load_file(file))
     return tensors
-
-
-def be_rank(rank, ranks, port, output, script, arguments):
-    """Runs a script of benchmarks/peer in place of this process's program."""
-    try:
-        os.dup2(output, sys.stdout.fileno())
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                          RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
-        sys.argv = [str(script), *arguments]
-        sys.path.insert(0, str(script.parent))
-        runpy.run_path(str(script), run_name="__main__")
-        sys.stdout.flush()
-        os._exit(0)
-    except BaseException:  # noqa: B902  the parent goes on
-        traceback.print_exc()
-        os._exit(1)
-
-
-def printed_by_forks(script, arguments, ranks):
-    """What rank 0 of a script of benchmarks/peer prints. Forks of this process have loaded PyTorch already, which takes two seconds of a
-    processor for each rank."""
-    port = free_port()
-    with tempfile.TemporaryFile() as output, open(os.devnull, "wb") as nowhere:
-        sys.stdout.flush()
-        forks = []
-        for rank in range(ranks):
-            fork = os.fork()
-            if fork == 0:
-                be_rank(rank, ranks, port, (nowhere if rank else output).fileno(), PEER / script, arguments)
-            forks.append(fork)
-        statuses = [os.waitpid(fork, 0)[1] for fork in forks]
-        if any(statuses):
-            raise AssertionError(f"the ranks of {script} ended with {statuses}")
-        output.seek(0)
-        return output.read().decode()
 
 
 def comparable(name, weight):
