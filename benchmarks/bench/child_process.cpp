@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <spawn.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -13,6 +14,7 @@
 #include <cerrno>
 #include <chrono>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <sstream>
@@ -22,17 +24,40 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// In the child, between fork and exec.
-[[noreturn]] void become(char* const* arguments, char* const* variables, const char* output, const char* errors, pid_t parent) {
-  setpgid(0, 0);
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != parent) _exit(1); // it went before this
-  const int out = open(output, O_WRONLY | O_CREAT | O_TRUNC, 0600), err = open(errors, O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  if (out < 0 || err < 0) _exit(1);
-  dup2(out, STDOUT_FILENO);
-  dup2(err, STDERR_FILENO);
-  execve("/proc/self/exe", arguments, variables);
-  _exit(127);
+constexpr const char* kParentVariable = "TESSERA_BENCH_PARENT"; // the pid of the process that started a case
+
+/// A file to write to, closed when this object goes.
+class Output {
+ public:
+  explicit Output(const std::filesystem::path& file)
+      : descriptor_(open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600)) {
+    TORCH_CHECK(descriptor_ >= 0, file.string(), ": cannot be written: ", std::strerror(errno));
+  }
+  ~Output() { close(descriptor_); }
+  Output(const Output&) = delete;
+  Output& operator=(const Output&) = delete;
+
+  int descriptor() const { return descriptor_; }
+
+ private:
+  int descriptor_;
+};
+
+/// Starts this program, as the leader of a group of processes.
+pid_t start(char* const* arguments, char* const* variables, const Output& output, const Output& errors) {
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, output.descriptor(), STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, errors.descriptor(), STDERR_FILENO);
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);
+  pid_t pid = 0;
+  const int error = posix_spawn(&pid, "/proc/self/exe", &actions, &attributes, arguments, variables);
+  posix_spawnattr_destroy(&attributes);
+  posix_spawn_file_actions_destroy(&actions);
+  TORCH_CHECK(error == 0, "cannot start a process: ", std::strerror(error));
+  return pid;
 }
 
 /// Whether the process ended before `end`.
@@ -76,15 +101,23 @@ std::string content_of(const std::filesystem::path& file) {
   return text.str();
 }
 
+void end_with_parent() {
+  const char* const parent = std::getenv(kParentVariable);
+  if (parent == nullptr) return; // a rank, which ends with its case
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (std::to_string(getppid()) != parent) _exit(1); // it went before this
+  unsetenv(kParentVariable);
+}
+
 Ended run_again(const std::vector<std::string>& arguments, const std::vector<std::pair<std::string, std::string>>& variables,
                 double seconds, const std::filesystem::path& folder) {
-  const auto output = folder / "output", errors = folder / "errors";
-  auto words = arguments, environment = environment_with(variables);
+  auto with_parent = variables;
+  with_parent.emplace_back(kParentVariable, std::to_string(getpid()));
+  auto words = arguments, environment = environment_with(with_parent);
   const auto pointers = pointers_to(words), settings = pointers_to(environment);
+  const auto errors = folder / "errors";
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-  const pid_t self = getpid(), pid = fork();
-  TORCH_CHECK(pid >= 0, "cannot start a process: ", std::strerror(errno));
-  if (pid == 0) become(pointers.data(), settings.data(), output.c_str(), errors.c_str(), self);
+  const pid_t pid = start(pointers.data(), settings.data(), Output(folder / "output"), Output(errors));
   const bool in_time = ends_before(pid, end);
   kill(-pid, SIGKILL); // what it left, too
   int status = 0;

@@ -20,6 +20,9 @@ struct Ended {
 Ended run_again(const std::vector<std::string>& arguments, const std::vector<std::pair<std::string, std::string>>& variables,
                 double seconds, const std::filesystem::path& folder);
 
+/// In a process that `run_again` has started: ends it with the one that did, also where that has ended already.
+void end_with_parent();
+
 /// Empty where it is not there.
 std::string content_of(const std::filesystem::path& file);
 

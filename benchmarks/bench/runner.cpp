@@ -169,6 +169,7 @@ BenchReport run_matrix(const BenchModels& models, const BenchMatrix& matrix, con
 std::optional<int> run_as_process_of_a_case(const BenchModels& models) {
   const char* const folder = std::getenv(kCaseVariable);
   if (!folder) return std::nullopt;
+  end_with_parent();
   return run_case(folder, models);
 }
 
