@@ -149,6 +149,18 @@ TEST(ForkedProgram, StartsItsRanksAsAnExecutedOneDoes) {
   }
 }
 
+TEST(ForkedProgram, StartsItselfAsAnExecutedOneDoes) {
+  const std::vector<std::string> arguments{"again", "--ranks", "2"};
+  const std::map<std::string, std::string> environment{{"STARTED_PROGRAM", "here"}};
+  const auto executed = run(arguments, Start::kExecuted, environment), forked = run(arguments, Start::kForked, environment);
+  EXPECT_EQ(executed.status, 0) << executed.output;
+  EXPECT_EQ(forked.status, 0) << forked.output;
+  EXPECT_EQ(sorted_lines(forked.output), sorted_lines(executed.output));
+  EXPECT_THAT(forked.output, ContainsRegex("with descriptors 0 1 2 [0-9 ]*55"));
+  EXPECT_THAT(forked.output, HasSubstr("in a session, leads a group\n"));
+  EXPECT_THAT(forked.output, HasSubstr("rank 1 of 2, again --ranks 2, a child, "));
+}
+
 TEST(ForkedProgram, IsKilledAtTheTimeoutWithItsRanks) {
   const auto result =
       run_program({program_folder() + "/started_program", "launch", "--ranks", "2"}, {}, std::chrono::seconds(0), Start::kForked);

@@ -25,7 +25,7 @@ struct Head {
   std::array<rlimit, RLIM_NLIMITS> limits;
   sigset_t blocked;
   uint64_t ignored;
-  bool is_session;
+  bool is_session, is_group;
 };
 
 template <typename T>
@@ -50,7 +50,7 @@ std::string take_text(const char*& from) {
 std::string message_of(const ProcessRequest& request) {
   std::string message;
   put(message, Head{request.descriptors.size(), request.arguments.size(), request.variables.size(), request.limits,
-                    request.blocked, request.ignored, request.is_session});
+                    request.blocked, request.ignored, request.is_session, request.is_group});
   for (const auto& [number, own] : request.descriptors) put(message, number);
   message.append(request.folder).push_back('\0');
   for (const auto* texts : {&request.arguments, &request.variables})
@@ -60,7 +60,11 @@ std::string message_of(const ProcessRequest& request) {
 
 ProcessRequest request_of(const char* from, const std::vector<int>& received) {
   const auto head = take<Head>(from);
-  ProcessRequest request{.limits = head.limits, .blocked = head.blocked, .ignored = head.ignored, .is_session = head.is_session};
+  ProcessRequest request{.limits = head.limits,
+                         .blocked = head.blocked,
+                         .ignored = head.ignored,
+                         .is_session = head.is_session,
+                         .is_group = head.is_group};
   TORCH_CHECK(head.descriptors == received.size(), "of ", head.descriptors, " descriptors ", received.size(), " have come");
   for (const int descriptor : received) request.descriptors[take<int>(from)] = descriptor;
   request.folder = take_text(from);
@@ -153,6 +157,7 @@ bool receive_request(int connection, ProcessRequest& request) {
 
 void become(const ProcessRequest& request) {
   if (request.is_session) setsid();
+  if (request.is_group) setpgid(0, 0);
   std::filesystem::current_path(request.folder);
   for (size_t i = 0; i < request.limits.size(); ++i) setrlimit(resource(i), &request.limits[i]);
   take_descriptors(request.descriptors);

@@ -21,6 +21,7 @@ struct ProcessRequest {
   sigset_t blocked = {};   ///< signals
   uint64_t ignored = 0;    ///< signals, a bit each
   bool is_session = false; ///< it leads a session and a group of processes of its own
+  bool is_group = false;   ///< it leads a group of processes in its session
 };
 
 /// With the working directory, the limits, the signals and the descriptors of this process that are not marked close-on-exec.

@@ -3,10 +3,13 @@
 //   started_program exit STATUS           ends in a function with that status
 //   started_program raise SIGNAL          is ended by it
 //   started_program launch --ranks N      starts ranks that say the same of themselves
+//   started_program again --ranks N       starts itself, as the leader of a group, which says what it was given and launches
 #include <tessera/collectives/launch.h>
 
 #include <fcntl.h>
+#include <spawn.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 #include <csignal>
 #include <cstdio>
@@ -70,6 +73,24 @@ void show_rank(int argc, char** argv) {
               is_child ? "a child" : "no child", signals().c_str(), std::getenv("STARTED_PROGRAM"));
 }
 
+/// Starts the program again, and waits for it.
+int start_again(char** argv) {
+  setenv("STARTED_AGAIN", "1", 1);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, STDERR_FILENO, STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, STDERR_FILENO, 55);
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);
+  pid_t pid = 0;
+  if (posix_spawn(&pid, "/proc/self/exe", &actions, &attributes, argv, environ) != 0) return 1;
+  posix_spawnattr_destroy(&attributes);
+  posix_spawn_file_actions_destroy(&actions);
+  int status = 0;
+  return waitpid(pid, &status, 0) == pid && WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -78,6 +99,9 @@ int main(int argc, char** argv) {
   if (what == "show") show(argc, argv);
   if (what == "exit") std::exit(std::atoi(argv[2]));
   if (what == "raise") raise(std::atoi(argv[2]));
-  if (what == "launch") return tessera::launch(*tessera::ranks_from_args(argc, argv), [&] { show_rank(argc, argv); });
+  if (what == "again" && std::getenv("STARTED_AGAIN") == nullptr) return start_again(argv);
+  if (what == "again" && std::getenv("RANK") == nullptr) show(argc, argv);
+  if (what == "launch" || what == "again")
+    return tessera::launch(*tessera::ranks_from_args(argc, argv), [&] { show_rank(argc, argv); });
   return 0;
 }
