@@ -86,17 +86,19 @@ function(tessera_test name)
   endif()
 endfunction()
 
-# tessera_script_test(NAME name COMMAND command... [FORKS program] [RANKS n] [LABELS label...] [TIMEOUT seconds]
+# tessera_script_test(NAME name COMMAND command... [FORKS program...] [RANKS n] [LABELS label...] [TIMEOUT seconds]
 #                     [ENVIRONMENT VAR=value...]):
 # a ctest entry that runs a command, with the label and the environment of tessera_test. RANKS is the number of processes that the
-# command starts. FORKS names the target whose file is a word of the command: the command starts forks of it, which takes less time.
+# command starts. FORKS names targets whose files the command starts: it starts forks of them, which takes less time. It has
+# them by a word that is a program's file, its folder, or the build folder.
 function(tessera_script_test)
-  cmake_parse_arguments(arg "" "NAME;RANKS;TIMEOUT;FORKS" "COMMAND;LABELS;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(arg "" "NAME;RANKS;TIMEOUT" "COMMAND;FORKS;LABELS;ENVIRONMENT" ${ARGN})
   if(NOT arg_RANKS)
     set(arg_RANKS 1)
   endif()
   if(arg_FORKS)
-    list(PREPEND arg_COMMAND forked_start --beside $<TARGET_FILE:${arg_FORKS}>)
+    list(TRANSFORM arg_FORKS REPLACE "(.+)" "$<TARGET_FILE:\\1>")
+    list(PREPEND arg_COMMAND forked_start --beside "${PROJECT_BINARY_DIR}" ${arg_FORKS} --)
   endif()
   _tessera_add_test(${arg_NAME} ${arg_RANKS} COMMAND ${arg_COMMAND})
 endfunction()

@@ -38,8 +38,16 @@ ProgramResult run(std::vector<std::string> arguments, Start start, const std::ma
 /// Runs it from a script, as a test in Python does.
 ProgramResult run_from_script(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment) {
   const auto program = program_folder() + "/started_program";
-  std::vector<std::string> words{
-      program_folder() + "/forked_start", "--beside", program, "/bin/sh", "-c", "exec \"$@\"", "sh", program};
+  std::vector<std::string> words{program_folder() + "/forked_start",
+                                 "--beside",
+                                 program_folder(),
+                                 program,
+                                 "--",
+                                 "/bin/sh",
+                                 "-c",
+                                 "exec \"$@\"",
+                                 "sh",
+                                 program};
   words.insert(words.end(), arguments.begin(), arguments.end());
   auto result = run_program(words, environment);
   EXPECT_THAT(result.left_behind, IsEmpty());
@@ -159,6 +167,19 @@ TEST(ForkedProgram, StartsItselfAsAnExecutedOneDoes) {
   EXPECT_THAT(forked.output, ContainsRegex("with descriptors 0 1 2 [0-9 ]*55"));
   EXPECT_THAT(forked.output, HasSubstr("in a session, leads a group\n"));
   EXPECT_THAT(forked.output, HasSubstr("rank 1 of 2, again --ranks 2, a child, "));
+}
+
+TEST(ForkedProgram, IsFoundInItsFolder) {
+  const auto folder = std::filesystem::path(program_folder());
+  const auto program = (folder / "started_program").string();
+  for (const auto& above : {folder, folder.parent_path()}) {
+    const auto result =
+        run_program({folder / "forked_start", "--beside", folder.parent_path(), program, "--", "/bin/sh", "-c",
+                     "exec \"$1/" + std::filesystem::path(program).lexically_relative(above).string() + "\" show", "sh", above});
+    EXPECT_EQ(result.status, 0) << result.output;
+    EXPECT_THAT(result.output, HasSubstr("argument '" + program + "'\nargument 'show'\n"));
+    EXPECT_THAT(result.output, HasSubstr("variable TESSERA_TEST_FORKED=" + program + "\n"));
+  }
 }
 
 TEST(ForkedProgram, IsKilledAtTheTimeoutWithItsRanks) {

@@ -1,9 +1,12 @@
-// Forks of a program that has been loaded once, for tests that are no C++.
-//   forked_start --beside PROGRAM COMMAND...   runs a test. A word of it that is PROGRAM becomes a script, which forks the
-//   program: forked_start SOCKET PROGRAM ARGUMENT...    asks for the fork, and is to its parent what the program would be: it
-//   passes signals
-//                                              on, and ends alike. What cannot be forked (`may_be_forked`) is executed.
-// The fork is no descendant of the process in front of it. A test that needs it to be finds the program in TESSERA_TEST_FORKED.
+// Forks of programs that have been loaded once, for tests that are no C++.
+//   forked_start --beside FOLDER PROGRAM... -- COMMAND...
+//     It runs a test. A word of the command that is a program, a path in FOLDER, becomes a script that forks the program. A word
+//     that is FOLDER, or a folder in it that has programs, becomes one that has these scripts.
+//   forked_start SOCKET PROGRAM ARGUMENT...
+//     It asks for the fork, and is to its parent what the program would be: it passes signals on, and ends alike. What cannot be
+//     forked (`may_be_forked`) is executed.
+// The fork is no descendant of the process in front of it. A test that needs it to be finds the first program in
+// TESSERA_TEST_FORKED.
 // A signal to a group of processes reaches the fork alone, and not what the fork has started.
 #include <c10/util/Exception.h>
 
@@ -68,14 +71,13 @@ struct Running {
 };
 
 /// Says the pid of the fork, or 0 where the program is to be executed.
-void serve(int connection, const std::string& program, std::vector<Running>& running) {
+void serve(int connection, std::vector<Running>& running) {
   ProcessRequest request;
   if (!tessera::testing::receive_request(connection, request)) {
     close(connection);
     return;
   }
-  const bool is_forked = tessera::testing::may_be_forked(program, request.variables);
-  request.arguments.at(0) = program;
+  const bool is_forked = tessera::testing::may_be_forked(request.arguments.at(0), request.variables);
   const pid_t pid = is_forked ? tessera::testing::fork_program(request) : 0;
   for (const auto& [number, received] : request.descriptors) close(received);
   tell(connection, pid);
@@ -104,7 +106,7 @@ int listen_at(std::string_view path) {
 }
 
 /// Until the test has ended. The programs that it has left are killed.
-void serve_all(int listening, int test_ended, const std::string& program) {
+void serve_all(int listening, int test_ended) {
   std::vector<Running> running;
   for (bool is_test_over = false; !is_test_over;) {
     std::vector<pollfd> awaited{{test_ended, POLLIN, 0}, {listening, POLLIN, 0}};
@@ -120,28 +122,34 @@ void serve_all(int listening, int test_ended, const std::string& program) {
       end(running[i], has_ended);
       running.erase(running.begin() + static_cast<std::ptrdiff_t>(i));
     }
-    if (awaited[1].revents != 0) serve(accept4(listening, nullptr, nullptr, SOCK_CLOEXEC), program, running);
+    if (awaited[1].revents != 0) serve(accept4(listening, nullptr, nullptr, SOCK_CLOEXEC), running);
   }
 }
 
-/// A script that forks the program, of the same name.
-std::filesystem::path write_script(const std::filesystem::path& folder, const std::filesystem::path& program) {
-  const auto path = folder / program.filename();
-  std::ofstream(path) << "#!/bin/sh\nexec '" << std::filesystem::read_symlink("/proc/self/exe").string() << "' '"
-                      << (folder / "socket").string() << "' '" << program.string() << "' \"$@\"\n";
+/// A script that forks the program.
+void write_script(const std::filesystem::path& path, const std::string& socket, const std::string& program) {
+  std::filesystem::create_directories(path.parent_path());
+  std::ofstream(path) << "#!/bin/sh\nexec '" << std::filesystem::read_symlink("/proc/self/exe").string() << "' '" << socket
+                      << "' '" << program << "' \"$@\"\n";
   std::filesystem::permissions(path, std::filesystem::perms::owner_all);
-  return path;
 }
 
-int run_test(const std::string& program, std::vector<std::string> command) {
-  const tessera::testing::TemporaryFolder folder;
-  const auto script = write_script(folder.path(), program);
-  std::ranges::replace(command, program, script.string());
-  const int listening = listen_at(folder.file("socket"));
-  const pid_t test =
-      tessera::testing::spawn_program(command, tessera::testing::variables_of_child({{"TESSERA_TEST_FORKED", program}}), {});
+int run_test(const std::filesystem::path& folder, const std::vector<std::string>& programs, std::vector<std::string> command) {
+  const tessera::testing::TemporaryFolder temporary;
+  const auto scripts = temporary.path() / "scripts";
+  for (const std::filesystem::path program : programs) {
+    const auto relative = program.lexically_relative(folder);
+    TORCH_CHECK(!relative.empty() && *relative.begin() != "..", program, " is not in ", folder);
+    write_script(scripts / relative, temporary.file("socket"), program);
+    for (auto path = relative; !path.empty(); path = path.parent_path())
+      std::ranges::replace(command, (folder / path).string(), (scripts / path).string());
+  }
+  std::ranges::replace(command, folder.string(), scripts.string());
+  const int listening = listen_at(temporary.file("socket"));
+  const pid_t test = tessera::testing::spawn_program(
+      command, tessera::testing::variables_of_child({{"TESSERA_TEST_FORKED", programs.at(0)}}), {});
   const int test_ended = static_cast<int>(syscall(SYS_pidfd_open, test, 0));
-  serve_all(listening, test_ended, program);
+  serve_all(listening, test_ended);
   int status = 0;
   check(waitpid(test, &status, 0) == test, "wait for the test");
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
@@ -198,7 +206,11 @@ int ask(std::string_view path, int argc, char** argv) {
 
 int main(int argc, char** argv) try {
   TORCH_CHECK(argc > 2, "usage: see forked_start.cpp");
-  if (std::string_view(argv[1]) == "--beside") return run_test(argv[2], {argv + 3, argv + argc});
+  if (std::string_view(argv[1]) == "--beside") {
+    char** const command = std::find(argv + 3, argv + argc, std::string_view("--"));
+    TORCH_CHECK(argv + 3 < command && command < argv + argc - 1, "usage: see forked_start.cpp");
+    return run_test(argv[2], {argv + 3, command}, {command + 1, argv + argc});
+  }
   return ask(argv[1], argc - 2, argv + 2);
 } catch (const std::exception& error) {
   std::fprintf(stderr, "forked_start: %s\n", error.what());
