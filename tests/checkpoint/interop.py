@@ -1,15 +1,16 @@
 """The Python side of interop_test: checks what the library writes, and writes what it shall read.
 
 interop.py check FOLDER TENSOR...               reads a checkpoint with safetensors and with torch.distributed.checkpoint
-interop.py check-hugging-face FOLDER TENSOR...  reads whole tensors, through the index where there is one
-interop.py write FORMAT FOLDER TENSOR...    writes FOLDER/1, /2 and /4 on so many ranks with torch.distributed.checkpoint; FORMAT:
-                                            dcp-safetensors or dcp
+interop.py check-hugging-face FOLDER... TENSOR...   reads whole tensors, through the index where there is one
+interop.py write FOLDER TENSOR...           writes FOLDER/dcp-safetensors/1, /2 and /4 on so many ranks with
+                                            torch.distributed.checkpoint, and FOLDER/dcp/1, /2 and /4
 interop.py write-hugging-face FOLDER TENSOR...  writes two safetensors files and their index
 interop.py write-torch FOLDER                   writes files of torch.save with parameters, objects, views and compressed data
 
 TENSOR is NAME:DTYPE:SIZE,SIZE,... and holds 0, 1, 2, … modulo 120 (modulo 2 for bool), row-major.
 """
 import collections
+import itertools
 import json
 import pathlib
 import sys
@@ -106,7 +107,7 @@ def write_on_rank(rank, kind, ranks, folder, tensors):
 
 
 def write_hugging_face(folder, tensors):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     names = list(tensors)
     weight_map = {}
     for number, part in enumerate([names[::2], names[1::2]], 1):
@@ -117,7 +118,7 @@ def write_hugging_face(folder, tensors):
 
 
 def write_torch(folder):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     objects = {"deque": collections.deque([1, 2]), "defaultdict": collections.defaultdict(list, a=1, b=2)}
     torch.save({"w": torch.nn.Parameter(torch.arange(3.0)), **objects, "step": 7}, folder / "objects.pt")
     conjugate = torch.ones(3, dtype=torch.complex64).conj()
@@ -145,21 +146,20 @@ def start_ranks(function, arguments, ranks):
 
 def main():
     command, *arguments = sys.argv[1:]
+    tensors = parse([word for word in arguments if ":" in word])
+    folder, *more = (pathlib.Path(word) for word in arguments if ":" not in word)
     if command == "write":
-        kind, folder = arguments[:2]
-        pathlib.Path(folder).mkdir()
-        for ranks in (1, 2, 4):
-            arguments_of_rank = (kind, ranks, f"{folder}/{ranks}", parse(arguments[2:]))
-            start_ranks(write_on_rank, arguments_of_rank, ranks)
-        return
-    folder, tensors = pathlib.Path(arguments[0]), parse(arguments[1:])
-    if command == "check":
+        for kind, ranks in itertools.product(("dcp-safetensors", "dcp"), (1, 2, 4)):
+            (folder / kind).mkdir(parents=True, exist_ok=True)
+            start_ranks(write_on_rank, (kind, ranks, f"{folder}/{kind}/{ranks}", tensors), ranks)
+    elif command == "check":
         check_parts(folder, tensors)
         check_with_dcp(folder, tensors)
         for ranks in (2, 4):
             start_ranks(read_on_rank, (ranks, folder, tensors), ranks)
     elif command == "check-hugging-face":
-        check_hugging_face(folder, tensors)
+        for each in (folder, *more):
+            check_hugging_face(each, tensors)
     elif command == "write-torch":
         write_torch(folder)
     else:

@@ -471,9 +471,10 @@ TEST(GradScaler, SkipsTheStepsThatPythonsFsdp2Skips) {
   const auto got = train_in_fp16();
   if (world_rank() != 0 || world_size() == 3) return; // 8 rows
   const TemporaryFolder folder;
-  const auto result =
-      run_program({TESSERA_PYTHON, TESSERA_GRAD_SCALER_SCRIPT, std::to_string(world_size()), folder.file("store")}, {},
-                  std::chrono::seconds(120));
+  const auto ranks = std::to_string(world_size());
+  const auto result = run_program({TESSERA_PYTHON, TESSERA_REMEMBERED_SCRIPT, "--key", ranks, "--", TESSERA_PYTHON,
+                                   TESSERA_GRAD_SCALER_SCRIPT, ranks, folder.file("store")},
+                                  {}, std::chrono::seconds(120));
   ASSERT_EQ(result.status, 0) << result.output;
   std::istringstream lines(result.output);
   size_t step = 0, skipped = 0;

@@ -94,19 +94,30 @@ void expect_filled(const StateDict& state) {
   }
 }
 
-// Runs interop.py on rank 0 while the others wait.
-void run_python(std::vector<std::string> arguments) {
+std::string described(const Described& tensor) {
+  return tensor.name + ":" + tensor.python_dtype + ":" + c10::Join(",", tensor.sizes);
+}
+
+// Runs interop.py on rank 0 while the others wait. The words of `before` are of a script that runs it.
+void run_python(std::vector<std::string> arguments, std::vector<std::string> before = {}) {
   SharedFolder::barrier();
   if (process_context().rank() == 0) {
     arguments.insert(arguments.begin(), {TESSERA_PYTHON, TESSERA_INTEROP_SCRIPT});
-    for (const auto& tensor : kTensors) {
-      arguments.push_back(tensor.name + ":" + tensor.python_dtype + ":" + c10::Join(",", tensor.sizes));
-    }
+    arguments.insert(arguments.begin(), before.begin(), before.end());
+    for (const auto& tensor : kTensors) arguments.push_back(described(tensor));
     const auto result = testing::run_program(arguments, {}, std::chrono::seconds(200));
     EXPECT_EQ(result.status, 0) << result.output;
     if (result.status == 0) std::printf("%s", result.output.c_str());
   }
   SharedFolder::barrier();
+}
+
+// The same for a command that writes into a folder, which is the same each time.
+void write_in_python(const std::string& command, const std::filesystem::path& folder) {
+  std::vector<std::string> remembered{TESSERA_PYTHON, TESSERA_REMEMBERED_SCRIPT, "--key", command};
+  for (const auto& tensor : kTensors) remembered.insert(remembered.end(), {"--key", described(tensor)});
+  remembered.insert(remembered.end(), {"--folder", folder, "--"});
+  run_python({command, folder}, remembered);
 }
 
 TEST(Interop, PythonReadsWhatWeWrite) {
@@ -128,12 +139,11 @@ TEST(Interop, PythonReadsTheHuggingFaceFoldersWeWrite) {
   const SharedFolder folder;
   save_hugging_face(sharded_state(true), folder.path() / "one");
   EXPECT_TRUE(std::filesystem::exists(folder.path() / "one" / "model.safetensors"));
-  run_python({"check-hugging-face", folder.path() / "one"});
   HuggingFaceOptions options;
   options.max_file_bytes = 200;
   save_hugging_face(sharded_state(true), folder.path() / "several", options);
   EXPECT_TRUE(std::filesystem::exists(folder.path() / "several" / "model.safetensors.index.json"));
-  run_python({"check-hugging-face", folder.path() / "several"});
+  run_python({"check-hugging-face", folder.path() / "one", folder.path() / "several"});
   for (const auto* name : {"one", "several"}) {
     auto state = sharded_state(false);
     load(state, folder.path() / name);
@@ -143,9 +153,9 @@ TEST(Interop, PythonReadsTheHuggingFaceFoldersWeWrite) {
 
 TEST(Interop, WeReadWhatPythonWrites) {
   const SharedFolder folder;
+  write_in_python("write", folder.path() / "python");
   for (const std::string format : {"dcp-safetensors", "dcp"}) {
-    const auto path = folder.path() / format;
-    run_python({"write", format, path});
+    const auto path = folder.path() / "python" / format;
     for (const auto* ranks : {"1", "2", "4"}) {
       SCOPED_TRACE(format + " by " + ranks);
       auto state = sharded_state(false);
@@ -169,7 +179,7 @@ TEST(Interop, WeReadWhatPythonWrites) {
 TEST(Interop, WhatWeCannotReadOfTorchSaveIsPassedOverOrAnError) {
   const SharedFolder folder;
   const auto path = folder.path() / "c";
-  run_python({"write-torch", path});
+  write_in_python("write-torch", path);
   StateDict state;
   state.add("w", torch::zeros({3}));
   state.set("step", 0);
@@ -185,7 +195,7 @@ TEST(Interop, WhatWeCannotReadOfTorchSaveIsPassedOverOrAnError) {
 TEST(Interop, WeReadHuggingFaceFolders) {
   const SharedFolder folder;
   const auto path = folder.path() / "c";
-  run_python({"write-hugging-face", path});
+  write_in_python("write-hugging-face", path);
   auto state = sharded_state(false);
   load(state, path);
   expect_filled(state);

@@ -62,13 +62,14 @@ struct Trained {
 // What python_state.py writes, once for all tests.
 class PythonState : public ::testing::Test {
  public:
-  static std::filesystem::path folder() { return shared().value().path(); }
+  static std::filesystem::path folder() { return shared().value().path() / "python"; }
 
  protected:
   static void SetUpTestSuite() {
     shared().emplace();
     if (process_context().rank() == 0) {
-      const std::vector<std::string> command{TESSERA_PYTHON, TESSERA_PYTHON_STATE_SCRIPT, folder()};
+      const std::vector<std::string> command{TESSERA_PYTHON, TESSERA_REMEMBERED_SCRIPT,   "--folder", folder(), "--",
+                                             TESSERA_PYTHON, TESSERA_PYTHON_STATE_SCRIPT, folder()};
       const auto result = testing::run_program(command, {}, std::chrono::seconds(200));
       EXPECT_EQ(result.status, 0) << result.output;
     }
