@@ -25,10 +25,14 @@ IValue map_tensors(const IValue& value, const TensorMap& map) {
 }
 
 void for_each_tensor(const IValue& value, const std::function<void(const at::Tensor&)>& visit) {
-  map_tensors(value, [&](const at::Tensor& tensor) {
-    if (tensor.defined()) visit(tensor);
-    return tensor;
-  });
+  const auto visit_one = [&](const IValue& each) {
+    if (each.isTensor() && each.toTensor().defined()) visit(each.toTensor());
+  };
+  if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const auto& each : value.toListRef()) visit_one(each);
+  } else {
+    visit_one(value);
+  }
 }
 
 Stack map_arguments(const Stack& arguments, c10::DeviceType type, const TensorMap& map) {

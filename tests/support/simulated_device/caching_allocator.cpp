@@ -1,5 +1,7 @@
 #include <tessera/tests/support/simulated_device/caching_allocator.h>
 
+#include <tessera/tests/support/simulated_device/host_watch.h>
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -132,6 +134,7 @@ c10::DataPtr PinnedAllocator::allocate(size_t bytes) {
   auto* const memory = allocate_aligned(std::max<size_t>(bytes, 1));
   Runtime::get().checker().track(memory, std::max<size_t>(bytes, 1));
   const std::lock_guard lock(mutex_);
+  if (ranges_.empty()) HostWatch::get().turn(true);
   ranges_[static_cast<const char*>(memory)] = bytes;
   return {memory, memory, &PinnedAllocator::release, c10::Device(c10::kCPU)};
 }
@@ -154,6 +157,7 @@ void PinnedAllocator::release(void* memory) {
     auto& allocator = get();
     const std::lock_guard lock(allocator.mutex_);
     allocator.ranges_.erase(static_cast<const char*>(memory));
+    if (allocator.ranges_.empty()) HostWatch::get().turn(false);
   }
   std::free(memory);
 }

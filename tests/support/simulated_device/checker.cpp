@@ -25,23 +25,24 @@ void Checker::begin_new_life(const void* begin) {
 void Checker::settle(const void* begin, const Clock& done) {
   const std::lock_guard lock(mutex_);
   auto* const memory = find(static_cast<const char*>(begin));
-  if (memory) std::erase_if(memory->accesses, [&](const Access& access) { return done.covers(access.by.position); });
+  if (memory) std::erase_if(memory->accesses, [&](const Access& access) { return done.covers(access.by->position); });
 }
 
-void Checker::note(const Launched& launched, const std::vector<Use>& uses, const Clock& known) {
+void Checker::note(Launched launched, const std::vector<Use>& uses, const Clock& known) {
+  const auto by = std::make_shared<const Launched>(std::move(launched));
   const std::lock_guard lock(mutex_);
   for (const auto& use : uses) {
     auto* const memory = use.region.is_empty() ? nullptr : find(use.region.begin());
     if (!memory) continue;
-    const Access access{use.region, use.writes, memory->life, launched};
+    const Access access{use.region, use.writes, memory->life, by};
     for (const auto& earlier : memory->accesses) {
       if (!earlier.writes && !use.writes) continue;
-      if (!known.covers(earlier.by.position) && earlier.region.overlaps(use.region)) report(earlier, access);
+      if (!known.covers(earlier.by->position) && earlier.region.overlaps(use.region)) report(earlier, access);
     }
     // What comes after this access comes after those as well.
     std::erase_if(memory->accesses, [&](const Access& earlier) {
-      if (!use.region.covers(earlier.region) || !known.covers(earlier.by.position)) return false;
-      return use.writes || (!earlier.writes && earlier.by.position.stream == launched.position.stream);
+      if (!use.region.covers(earlier.region) || !known.covers(earlier.by->position)) return false;
+      return use.writes || (!earlier.writes && earlier.by->position.stream == by->position.stream);
     });
     memory->accesses.push_back(access);
   }
@@ -55,8 +56,8 @@ Checker::Memory* Checker::find(const char* address) {
 }
 
 void Checker::report(const Access& earlier, const Access& later) {
-  ++races_[c10::str(later.by.name, " on ", later.by.stream, later.writes ? " writes" : " reads", " what ", earlier.by.name,
-                    " on ", earlier.by.stream, earlier.writes ? " writes" : " reads",
+  ++races_[c10::str(later.by->name, " on ", later.by->stream, later.writes ? " writes" : " reads", " what ", earlier.by->name,
+                    " on ", earlier.by->stream, earlier.writes ? " writes" : " reads",
                     earlier.life == later.life ? "" : ", whose memory was freed and handed out again",
                     ": nothing orders the two")];
 }

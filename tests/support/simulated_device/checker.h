@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -37,7 +38,7 @@ class Checker {
   void settle(const void* begin, const Clock& done);
 
   /// Compares the uses with earlier ones. `known` is what the launch comes after.
-  void note(const Launched& launched, const std::vector<Use>& uses, const Clock& known);
+  void note(Launched launched, const std::vector<Use>& uses, const Clock& known);
 
   /// The races so far, each with the number of times that it was found.
   std::map<std::string, int64_t> races() const;
@@ -48,7 +49,7 @@ class Checker {
     Region region;
     bool writes;
     int64_t life;
-    Launched by;
+    std::shared_ptr<const Launched> by;
   };
   struct Memory {
     const char* end;

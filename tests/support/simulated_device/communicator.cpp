@@ -140,7 +140,7 @@ class SimulatedCommunicator final : public internal::CheckedCommunicator {
     if (call.input.defined() && !call.input.is_same(call.output)) use(call.input, internal::reduces(call.kind));
     if (call.output.defined()) use(call.output, call.kind != CollectiveKind::kBroadcast || call.peer != rank());
     runtime.launch(stream, {c10::str(to_string(call.kind), " '", call.label, "'"), std::move(uses), std::move(action),
-                            runtime.time_line().collective_us(call.bytes())});
+                            runtime.time_line().collective_us(call.bytes()), 1, Stream::Start::kNow}); // other ranks wait for it
     last_ = runtime.record(stream);
     if (coalescing_) {
       coalesced_.insert(coalesced_.end(), kept.begin(), kept.end());

@@ -3,10 +3,8 @@
 #include <ATen/core/enum_tag.h>
 
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
-#include <unordered_map>
 
 namespace tessera::testing::sim {
 
@@ -73,12 +71,8 @@ OperatorTraits read_traits(const c10::OperatorHandle& op) {
 } // namespace
 
 const OperatorTraits& OperatorTraits::of(const c10::OperatorHandle& op) {
-  static std::mutex mutex;
-  static auto* const known = new std::unordered_map<c10::OperatorName, std::unique_ptr<const OperatorTraits>>;
-  const std::lock_guard lock(mutex);
-  auto& traits = (*known)[op.operator_name()];
-  if (!traits) traits = std::make_unique<const OperatorTraits>(read_traits(op));
-  return *traits;
+  static auto* const known = new PerOperator<const OperatorTraits>;
+  return known->of(op, [&] { return std::make_unique<const OperatorTraits>(read_traits(op)); });
 }
 
 } // namespace tessera::testing::sim

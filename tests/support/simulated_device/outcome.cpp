@@ -134,15 +134,6 @@ class OutcomeCache {
   std::unordered_map<std::string, std::shared_ptr<const Outcome>> outcomes_;
 };
 
-OutcomeCache& cache_of(const c10::OperatorName& name) {
-  static std::mutex mutex;
-  static auto* const caches = new std::unordered_map<c10::OperatorName, std::unique_ptr<OutcomeCache>>;
-  const std::lock_guard lock(mutex);
-  auto& cache = (*caches)[name];
-  if (!cache) cache = std::make_unique<OutcomeCache>();
-  return *cache;
-}
-
 } // namespace
 
 TensorLayout TensorLayout::of(const at::Tensor& tensor) {
@@ -156,7 +147,8 @@ at::Tensor TensorLayout::allocate() const {
 }
 
 std::shared_ptr<const Outcome> Outcome::of(const c10::OperatorHandle& op, const Stack& arguments) {
-  return cache_of(op.operator_name()).find(op, arguments);
+  static auto* const caches = new PerOperator<OutcomeCache>;
+  return caches->of(op, [] { return std::make_unique<OutcomeCache>(); }).find(op, arguments);
 }
 
 } // namespace tessera::testing::sim

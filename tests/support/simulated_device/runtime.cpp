@@ -58,14 +58,15 @@ std::string Runtime::name_of(size_t stream) {
   return line(stream).name;
 }
 
-Position Runtime::append(Line& line, std::function<void()> work) {
-  const Position position{line.stream.id(), line.stream.push([this, work = std::move(work)] {
-                            try {
-                              work();
-                            } catch (const std::exception& error) {
-                              keep_error(error.what());
-                            }
-                          })};
+Position Runtime::append(Line& line, std::function<void()> work, Stream::Start start) {
+  auto caught = [this, work = std::move(work)] {
+    try {
+      work();
+    } catch (const std::exception& error) {
+      keep_error(error.what());
+    }
+  };
+  const Position position{line.stream.id(), line.stream.push(std::move(caught), start)};
   line.known.join(position);
   return position;
 }
@@ -81,7 +82,7 @@ void Runtime::launch(size_t stream, Launch launch) {
   const Position position{stream, on.stream.pushed() + 1};
   on.known.join(position);
   checker_.note({launch.name, on.name, position}, launch.uses, on.known);
-  append(on, time_line_.recorded({launch.name, on.name, begin, on.free_us}, std::move(launch.work)));
+  append(on, time_line_.recorded({launch.name, on.name, begin, on.free_us}, std::move(launch.work)), launch.start);
 }
 
 void Runtime::note_host(const std::string& name, const std::vector<Use>& uses) {
@@ -126,14 +127,14 @@ bool Runtime::has_passed(const Mark& mark) {
 }
 
 bool Runtime::query(const Mark& mark) {
-  if (!has_passed(mark)) return false;
   const std::lock_guard lock(mutex_);
+  if (!line(mark.position.stream).stream.query(mark.position.count)) return false;
   host_.join(mark.known);
   return true;
 }
 
 void Runtime::wait_for(const Mark& mark) {
-  const Stream* awaited = nullptr;
+  Stream* awaited = nullptr;
   {
     const std::lock_guard lock(mutex_);
     awaited = &line(mark.position.stream).stream;

@@ -22,6 +22,7 @@ struct Launch {
   std::function<void()> work;
   double modelled_us = 0;
   int64_t count = 1; ///< of what a GPU would launch for it
+  Stream::Start start = Stream::Start::kWhenAwaited;
 };
 
 /// A point of a stream, recorded: everything that was launched on it before, and what that comes after.
@@ -87,7 +88,7 @@ class Runtime {
 
   Runtime();
   Line& line(size_t stream);
-  Position append(Line& line, std::function<void()> work);
+  Position append(Line& line, std::function<void()> work, Stream::Start start = Stream::Start::kWhenAwaited);
   void append_wait(Line& waiting, const Mark& mark);
   void wait_for(const Mark& mark);
   void keep_error(const std::string& text);

@@ -67,7 +67,8 @@ void launch(const c10::Stream& stream, const std::string& name, const std::vecto
   std::vector<Use> uses;
   for (const auto& tensor : reads) uses.push_back({Region::of(tensor), false});
   for (const auto& tensor : writes) uses.push_back({Region::of(tensor), true});
-  Runtime::get().launch(static_cast<size_t>(stream.id()), {name, std::move(uses), std::move(work), modelled_us});
+  Runtime::get().launch(static_cast<size_t>(stream.id()),
+                        {name, std::move(uses), std::move(work), modelled_us, 1, Stream::Start::kNow});
 }
 
 at::Tensor cpu_alias(const at::Tensor& tensor) { return Aliases(c10::kCPU).of(tensor); }
