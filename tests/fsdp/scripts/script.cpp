@@ -23,6 +23,7 @@ namespace {
 constexpr double kTolerance = 1e-9;
 constexpr double kToleranceInFloat = 5e-3;  ///< with all that is computed in float, of which deep models make more
 constexpr double kToleranceOfFloats = 1e-4; ///< with a parameter in float or bfloat16, or gradients that are reduced in float
+constexpr double kMostPartings = 16;        ///< of two unsharded models, where these part: what the sharded one may differ by
 
 struct Step {
   const Action* action;
@@ -221,7 +222,8 @@ Tolerance Script::tolerance() const {
     return {precision_->rounding() * std::max(1, plain_.forwards), Tolerance::Of::kTensor};
   const auto& all = sharded_.trainees;
   const bool in_float = std::any_of(all.begin(), all.end(), [](const Trainee& each) { return each.computes_in_float; });
-  return {in_float ? kToleranceInFloat : is_exact() || precision_ ? kTolerance : kToleranceOfFloats, Tolerance::Of::kElement};
+  const double bound = in_float ? kToleranceInFloat : is_exact() || precision_ ? kTolerance : kToleranceOfFloats;
+  return {std::max(bound, kMostPartings * plain_.parting), Tolerance::Of::kElement};
 }
 
 /// What two sides have rounded otherwise goes on from the same numbers, so that each action is compared by itself.
@@ -244,6 +246,7 @@ double Script::largest() const { return is_exact() ? std::numeric_limits<double>
 std::string Script::take(const Step& step, Side& side) const {
   side.recorded.clear();
   side.forwards = 0;
+  side.parting = 0;
   side.notes.clear();
   Draw draw(step.seed);
   Turn turn{side, side.trainees[step.trainee], side.trainees[1 - step.trainee], draw};
@@ -303,9 +306,12 @@ std::optional<ScriptFailure> Script::compare(const Step& step, const std::string
     if (sum_over_ranks(!error.empty()) > 0) return fail("on from " + sharded_error + "\n  " + error);
     if (diverged_) return {};
   }
-  if (different.empty() && (step.compares_state || precision_)) different = difference_of_state(plain_, sharded_, tolerance());
+  const bool parts = kMostPartings * plain_.parting > kTolerance;
+  if (different.empty() && (step.compares_state || precision_ || parts))
+    different = difference_of_state(plain_, sharded_, tolerance());
   if (sum_over_ranks(!different.empty()) > 0) return fail(different.empty() ? "another rank has a difference" : different);
   if (precision_ && precision_->rounding() > 0) take_over();
+  diverged_ = parts; // what comes next would amplify the difference
   return {};
 }
 
