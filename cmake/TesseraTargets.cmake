@@ -54,13 +54,15 @@ function(tessera_compile_in_batches target size)
 endfunction()
 
 # tessera_program(NAME SOURCES file... [LIBRARIES target...] [PRECOMPILED target]): a program in build/<preset>/bin, with the
-# precompiled header of another target. It loads the NCCL side, if at all, at run time, so that alone would not build it.
+# precompiled header of another target, and as position-independent code where that is. It loads the NCCL side, if at all, at run
+# time, so that alone would not build it.
 function(tessera_program name)
   cmake_parse_arguments(arg "" "PRECOMPILED" "SOURCES;LIBRARIES" ${ARGN})
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE tessera::tessera tessera_options ${arg_LIBRARIES})
   if(arg_PRECOMPILED)
     target_precompile_headers(${name} REUSE_FROM ${arg_PRECOMPILED})
+    target_compile_options(${name} PRIVATE $<$<BOOL:$<TARGET_PROPERTY:${arg_PRECOMPILED},POSITION_INDEPENDENT_CODE>>:-fPIC>)
   endif()
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
   if(TARGET tessera_nccl)

@@ -175,7 +175,7 @@ Stack run_plain(const Call& call) {
   if (!outcome->is_known) return run_synchronously(call);
   for (const auto& [argument, layout] : outcome->resized) {
     const auto& tensor = call.arguments[argument].toTensor();
-    resize(tensor, layout.sizes);
+    sim::resize(tensor, layout.sizes);
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides);
   }
   auto uses = call.uses();
