@@ -30,20 +30,17 @@ if(TESSERA_SANITIZER)
     "TSAN_OPTIONS=ignore_noninstrumented_modules=1:second_deadlock_stack=1:suppressions='${PROJECT_SOURCE_DIR}/cmake/tsan.supp'")
 endif()
 
-# LibTorch brings fmt as headers alone: each source that formats a text compiles fmt's functions for two seconds. Here they are
-# compiled once, with GCC alone, which debug and the sanitizers build with: Clang has no flag that keeps inline functions, and
-# clang-tidy, which reads the commands without precompiled headers, stops at it.
-if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_DISABLE_PRECOMPILE_HEADERS)
-  add_library(tessera_fmt STATIC "${CMAKE_CURRENT_LIST_DIR}/fmt_functions.cpp")
-  set_target_properties(tessera_fmt PROPERTIES POSITION_INDEPENDENT_CODE ON)
-  target_link_libraries(tessera_fmt PRIVATE LibTorch::c10)
-  target_compile_options(tessera_fmt PRIVATE -fkeep-inline-functions)
-  if(TESSERA_SANITIZER) # the linker may take what it keeps of the standard library for the copy that all use
-    target_compile_options(tessera_fmt PRIVATE -fsanitize=${TESSERA_SANITIZER} -fno-omit-frame-pointer -fno-sanitize-recover=all)
-  endif()
-  target_link_libraries(tessera_options INTERFACE tessera_fmt)
-  target_compile_options(tessera_options INTERFACE -UFMT_HEADER_ONLY)
+# LibTorch brings fmt as headers alone: each source that formats a text would optimise fmt's functions for seconds. Here they are
+# compiled once.
+add_library(tessera_fmt STATIC "${CMAKE_CURRENT_LIST_DIR}/fmt_functions.cpp")
+set_target_properties(tessera_fmt PROPERTIES POSITION_INDEPENDENT_CODE ON)
+target_link_libraries(tessera_fmt PRIVATE LibTorch::c10)
+target_compile_options(tessera_fmt PRIVATE -UFMT_HEADER_ONLY)
+if(TESSERA_SANITIZER) # the linker may take its copy of the standard library's templates for the one that all use
+  target_compile_options(tessera_fmt PRIVATE -fsanitize=${TESSERA_SANITIZER} -fno-omit-frame-pointer -fno-sanitize-recover=all)
 endif()
+target_link_libraries(tessera_options INTERFACE tessera_fmt)
+target_compile_options(tessera_options INTERFACE -UFMT_HEADER_ONLY)
 
 # Most of a source's time goes into what many sources instantiate.
 option(TESSERA_BATCHES "Compile sources of large targets together: a clean build is faster, one after a small change slower" ON)
