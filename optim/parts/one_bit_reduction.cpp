@@ -71,7 +71,7 @@ const DeviceMesh* mesh_of(const std::vector<at::Tensor>& parameters, const std::
 /// What a rank tells the others of its gradient.
 enum Kind : int { kNone = 0, kOwn = 1, kMean = 2 };
 
-int kind_of(const at::Tensor& gradient) {
+int gradient_kind(const at::Tensor& gradient) {
   if (!gradient.defined()) return kNone;
   const auto* meta = dtensor_meta(gradient);
   return meta && meta->spec->has_partial() ? kOwn : kMean;
@@ -246,7 +246,7 @@ OwnGradients own_gradients(const torch::optim::Optimizer& optimizer, const std::
   auto kinds = at::zeros({static_cast<int64_t>(parameters.size())}, at::kInt);
   for (size_t i = 0; i < parameters.size(); ++i) {
     check_gradient(parameters[i]);
-    kinds.data_ptr<int>()[i] = kind_of(parameters[i].grad());
+    kinds.data_ptr<int>()[i] = gradient_kind(parameters[i].grad());
   }
   if (gradients.ranks) {
     const auto on_device = kinds.to(mesh->device());
