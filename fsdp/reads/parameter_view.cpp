@@ -103,6 +103,10 @@ at::Tensor ParameterView::realized() const {
 bool make_views(const c10::OperatorHandle& op, const OperatorTraits& traits, Stack* stack) {
   const auto arguments = std::span(*stack).last(traits.arguments.size());
   if (!arguments[0].isTensor()) return false;
+  if (traits.is_composite && traits.tensors.size() > 1) {
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+    return true;
+  }
   const auto viewed = arguments[0].toTensor();
   Stack call(arguments.begin(), arguments.end());
   dispatch::replace_tensors(traits, call, [](const at::Tensor& tensor, size_t) { return std::optional(geometry_of(tensor)); });

@@ -43,7 +43,8 @@ inline ParameterView* parameter_view(const at::TensorBase& tensor) {
 }
 
 /// Runs an op of which the first argument is a sharded parameter or such a view, and all other tensors too, for its geometry
-/// alone. Puts its results on the stack where all are views; else leaves the stack as it is, and returns false.
+/// alone. Puts its results on the stack where all are views; else leaves the stack as it is, and returns false. An operator that
+/// asks another tensor for its shape (`view_as`) is taken apart instead: what was recorded of it would read that tensor too.
 bool make_views(const c10::OperatorHandle& op, const OperatorTraits& traits, std::vector<c10::IValue>* stack);
 
 /// `view` of `leaf`, the whole parameter.

@@ -448,6 +448,34 @@ TEST(ParameterView, IsReturnedByOperatorsThatTakeAGradientToo) {
   }
 }
 
+/// The other parameter gives a shape alone.
+TEST(ParameterView, OfTheShapeOfAnotherParameterIsAsOneOfThatShape) {
+  using View = std::function<Tensor(const Tensor& w, const Tensor& other)>;
+  const std::vector<std::pair<std::string, View>> views{
+      {"view_as", [](const Tensor& w, const Tensor& other) { return w.view_as(other); }},
+      {"expand_as", [](const Tensor& w, const Tensor& other) { return w.expand_as(other); }},
+      {"reshape_as", [](const Tensor& w, const Tensor& other) { return w.t().t().reshape_as(other); }},
+  };
+  for (const auto& strategy : strategies()) {
+    auto model = sharded_viewed(strategy);
+    fsdp(*model).reshard();
+    const auto w = full(model->w);
+    without_grad([&] {
+      std::vector<Tensor> taken;
+      const CountCollectives count;
+      for (const auto& [name, of] : views) taken.push_back(of(model->w, model->w.t().t()));
+      EXPECT_EQ(count.total_calls(), 0) << strategy.name << ": " << count.to_string();
+      for (size_t i = 0; i < views.size(); ++i) {
+        SCOPED_TRACE(strategy.name + ": " + views[i].first);
+        EXPECT_TENSORS_CLOSE(full(taken[i] * 2 + model->w), w * 3, 1e-6);
+        EXPECT_TENSORS_CLOSE(full(taken[i].exp()), w.exp(), 1e-6);
+        const auto x = torch::ones({kColumns, 2}, test_device());
+        EXPECT_TENSORS_CLOSE(taken[i].mm(x).cpu(), w.mm(x.cpu()), 1e-5);
+      }
+    });
+  }
+}
+
 /// Autograd saves a frozen parameter that a composite takes beside a DTensor.
 TEST(ParameterView, WritesBeforeBackwardAreRefusedWhereAFrozenParameterMetADTensor) {
   using Use = std::function<Tensor(const Tensor& g, const Tensor& w)>;
