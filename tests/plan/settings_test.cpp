@@ -37,7 +37,7 @@ TEST(PlanSettings, SayWhatCannotBe) {
   EXPECT_THROWS_WITH(check({.context_order = PartOrder::kContiguous}), "no sequence is split: cp is 1");
   EXPECT_THROWS_WITH(check({.float8_gather = true}), "a scale a tensor, but float8 is unset");
   EXPECT_THROWS_WITH(check({.float8 = Float8Scaling::kRows, .float8_gather = true}), "a scale a tensor, but float8 is by rows");
-  EXPECT_THROWS_WITH(check({.strategy = Strategy::kNoShard, .float8 = Float8Scaling::kTensor, .float8_gather = true}),
+  EXPECT_THROWS_WITH(check({.strategy = tessera::Strategy::kNoShard, .float8 = Float8Scaling::kTensor, .float8_gather = true}),
                      "strategy no-shard gathers no parameter");
   EXPECT_THROWS_WITH(check({.mesh = {.tp = 2}, .float8 = Float8Scaling::kTensor, .float8_gather = true}),
                      "gathered in fp8: tp is 2");
