@@ -8,6 +8,8 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <string>
+#include <utility>
 
 #include <tessera/activations/kept_results.h>
 #include <tessera/dtensor/tensor/view_replay.h>
@@ -91,7 +93,7 @@ struct TypedRead<Operator, Result(Arguments...)> {
   static Result call(c10::DispatchKeySet keys, Arguments... arguments) {
     PlainArguments all;
     (all.look(arguments), ...);
-    if (!all.are_all() || is_in_scope(keys)) return fall_back(keys, arguments...);
+    if (!all.are_all() || is_in_scope(keys)) return fall_back(keys, std::forward<Arguments>(arguments)...);
     const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kTouchKey);
     return run(below.remove(kDTensorKey), plain_of(arguments)...);
   }
@@ -107,7 +109,7 @@ struct TypedRead<Operator, Result(Arguments...)> {
   static Result fall_back(c10::DispatchKeySet keys, Arguments... arguments) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Operator::name, Operator::overload_name);
     static const auto kernel = c10::KernelFunction::makeFromBoxedFunction<&on_read>();
-    return kernel.call<Result, Arguments...>(op, keys, arguments...);
+    return kernel.call<Result, Arguments...>(op, keys, std::forward<Arguments>(arguments)...);
   }
 };
 

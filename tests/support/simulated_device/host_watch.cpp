@@ -12,7 +12,7 @@ HostWatch& HostWatch::get() {
 void HostWatch::set(at::RecordFunctionCallback callback) {
   const std::lock_guard lock(mutex_);
   if (handle_) return;
-  handle_ = at::addGlobalCallback(std::move(callback));
+  handle_ = at::addGlobalCallback(callback);
   if (!is_on_) at::disableCallback(*handle_);
 }
 
