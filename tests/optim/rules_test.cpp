@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-
 #include <tessera/tests/optim/optimizers.h>
 #include <tessera/tests/support/matchers.h>
 

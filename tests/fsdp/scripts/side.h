@@ -100,7 +100,7 @@ class Side {
   std::vector<Recorded> recorded;             ///< by the action that runs
   /// Without grad mode, what is computed from parameters alone is computed in the dtype of the shards.
   double rounding_in_evaluation = 0;
-  int forwards = 0;               ///< of the action that runs
+  int forwards = 0; ///< of the action that runs
   /// How far the action that runs takes two unsharded models apart that are a few roundings apart, where it asked for that.
   double parting = 0;
   std::vector<std::string> notes; ///< what that action did, for the report of a failure
