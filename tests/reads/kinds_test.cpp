@@ -99,7 +99,7 @@ class OfOwner final : public ReadKind {
   }
   internal::PlainRead plain_read(const Tensor&) const override { return {is_plain ? this : nullptr, casts_to}; }
   Tensor plain(const Tensor&) const override {
-    log().push_back("plain");
+    log().emplace_back("plain");
     return plain_;
   }
   bool is_plain = true;
