@@ -20,6 +20,7 @@ enum class Use {
   kWritesPlaces,  ///< writes those that a plain index or mask names: as to the whole, of which each rank keeps its part
 };
 
+/// Decides the use of all parameters among the arguments of a call; on each rank alike where the calls are.
 Use classify(ReadCall& call);
 
 /// Whether the op may give views of parameters that are no reads yet (`weight.t()`).
